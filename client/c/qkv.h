@@ -1,0 +1,218 @@
+// libqkv: a C client of the KV cache server qkvd.
+//
+// One header, one library. A client is a connection; calls block until the daemon has answered or the deadline
+// has passed. Tensors are sent from where they lie and received into memory that the caller frees with
+// qkv_free or gives itself. Every call that can fail returns a status and fills an error text that names
+// the field, the value and the limit.
+//
+//   qkv_client *client; qkv_call_error error;
+//   qkv_client_connect("unix:/run/qkvd.sock", NULL, &client, &error);
+//   qkv_client_open_session(client, &(qkv_session_options){.session = "s", .model = "m"}, &error);
+//   qkv_client_append(client, &item, 1, NULL, &error);
+//   qkv_client_attend(client, &request, results, &error);
+//   qkv_client_close(&client);
+//
+// Threads: a client is used by one thread at a time; different clients are independent.
+#ifndef QKV_CLIENT_C_QKV_H
+#define QKV_CLIENT_C_QKV_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// gRPC status codes; 0 is ok. Names as in proto/qkv/v1/kv_cache.proto: 3 INVALID_ARGUMENT, 5 NOT_FOUND, ...
+typedef int qkv_code;
+
+typedef struct qkv_call_error {
+  qkv_code code;
+  char text[512];  // "" when ok
+} qkv_call_error;
+
+typedef struct qkv_client qkv_client;
+
+typedef struct qkv_client_options {
+  int64_t timeout_ms;         // of every call; 0: 60000
+  int64_t message_bytes_max;  // of a response; 0: 256 MiB
+} qkv_client_options;
+
+// Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
+// UNAVAILABLE when nobody answers. On failure *client is NULL.
+qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
+                            qkv_call_error *error);
+// Closes the connection and clears *client. Sessions stay open in the daemon.
+void qkv_client_close(qkv_client **client);
+
+// Frees memory that a call of this library has returned.
+void qkv_free(void *memory);
+
+enum { QKV_CLIENT_FP32 = 1, QKV_CLIENT_FP16 = 2, QKV_CLIENT_BF16 = 3 };
+
+// A tensor in the caller's memory. `strides` in bytes; all 0 means dense, row-major.
+typedef struct qkv_client_tensor {
+  int dtype;  // QKV_CLIENT_*
+  int rank;   // 0: absent
+  int64_t dims[4];
+  int64_t strides[4];
+  const void *data;
+  size_t bytes;  // that `data` has, at least what dims and strides reach
+} qkv_client_tensor;
+
+// ---- models ----
+
+typedef struct qkv_client_rope {
+  double theta;    // 0: no RoPE
+  uint32_t width;  // 0: key_dim
+  bool interleaved;
+  int scaling;  // qkv.v1.Rope.Scaling
+  double factor;
+  uint64_t original_max_position;
+  double low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor;
+} qkv_client_rope;
+
+typedef struct qkv_client_policy {
+  const char *codec;      // NULL: the next level's
+  double bits_k, bits_v;  // 0: the next level's
+  int64_t recent_window;  // -1: the next level's. (A zeroed struct asks for a window of 0.)
+} qkv_client_policy;
+
+typedef struct qkv_client_model {
+  const char *name;
+  uint32_t layers, kv_heads, q_heads, key_dim, value_dim;
+  int dtype;
+  qkv_client_rope rope;
+  double scale;
+  uint64_t sliding_window;
+  double soft_cap;
+  const qkv_client_policy *policy;  // NULL: the daemon's
+} qkv_client_model;
+
+// Registers; the same model again is ok. ALREADY_EXISTS: another model has the name.
+qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *model, qkv_call_error *error);
+
+// ---- sessions ----
+
+typedef struct qkv_session_options {
+  const char *session, *model;
+  const char *tenant;               // NULL: "default"
+  int purpose;                      // 0 or 1: attend, 2: fetch
+  const qkv_client_policy *policy;  // NULL: the model's
+  uint64_t first_position;
+} qkv_session_options;
+
+typedef struct qkv_client_session_info {
+  char session[129], model[129], tenant[129];
+  int purpose;
+  double bits_k, bits_v;
+  uint64_t recent_window;
+  uint64_t first_position;
+  uint64_t tokens_coded, tokens_exact;
+  uint64_t bytes_coded, bytes_exact, bytes_fp16;
+  double bits_per_coordinate;
+  int64_t created_unix_ms, last_used_unix_ms;
+  uint32_t layers;
+  uint64_t *lengths;  // [layers]; NULL in lists. Owned by the caller: qkv_free
+} qkv_client_session_info;
+
+qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error);
+// `*bytes_freed` where not NULL.
+qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
+                                  qkv_call_error *error);
+qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,
+                                qkv_call_error *error);
+// Drops positions >= `position` in all layers.
+qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error);
+
+// ---- append, attend, decode ----
+
+typedef struct qkv_client_attend_options {
+  double scale;
+  uint64_t sliding_window;
+  double soft_cap;
+  uint64_t begin, end;
+  int64_t causal_offset;
+  bool not_causal;
+} qkv_client_attend_options;
+
+// One layer of one session; fields as in proto/qkv/v1/kv_cache.proto's Item.
+typedef struct qkv_client_item {
+  const char *session;
+  uint32_t layer;
+  uint64_t position;
+  bool k_before_rope, q_before_rope;
+  const qkv_client_attend_options *options;  // NULL: the model's
+  qkv_client_tensor k, v;                    // rank 3, or both absent
+  qkv_client_tensor q;                       // rank 3, or absent
+} qkv_client_item;
+
+// Appends the items in one message of one call. Data is not copied. `*appended` where not NULL: new tokens.
+qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, size_t count, uint64_t *appended,
+                           qkv_call_error *error);
+
+typedef struct qkv_client_result {
+  qkv_code code;     // of this item
+  char text[256];    // why, when code is not 0
+  uint64_t length;   // of the layer afterwards
+  float *out;        // [queries][q_heads][value_dim]; NULL when the item had no queries
+  float *lse;        // [queries][q_heads]
+  size_t out_count;  // floats behind out
+  size_t lse_count;
+} qkv_client_result;
+
+// Appends and attends a batch. `results` has room for `count`; where an item carries queries, its `out` and
+// `lse` are given memory (qkv_client_result_free). The returned status is that of the call; items have theirs.
+qkv_code qkv_client_attend(qkv_client *client, const qkv_client_item *items, size_t count, qkv_client_result *results,
+                           qkv_call_error *error);
+// Frees what `count` results hold and zeroes them.
+void qkv_client_results_free(qkv_client_result *results, size_t count);
+
+// A decode stream: the same requests on one open call, cheaper for each step. One request is answered before
+// the next is sent. A stream is closed before its client.
+typedef struct qkv_decode qkv_decode;
+qkv_code qkv_decode_open(qkv_client *client, qkv_decode **stream, qkv_call_error *error);
+qkv_code qkv_decode_step(qkv_decode *stream, const qkv_client_item *items, size_t count, qkv_client_result *results,
+                         qkv_call_error *error);
+// Ends the stream and clears *stream; gives the stream's final status.
+qkv_code qkv_decode_close(qkv_decode **stream, qkv_call_error *error);
+
+// ---- fetch ----
+
+typedef struct qkv_client_fetch {
+  const char *session;
+  const uint32_t *layers;  // NULL: all
+  size_t layer_count;
+  uint64_t begin, end;  // positions; end 0: to the end
+  int dtype;            // 0: the model's
+  bool heads_first;     // [kv_heads, tokens, dim] instead of [tokens, kv_heads, dim]
+  int part;             // 0 both, 1 K, 2 V
+  bool before_rope;
+  uint32_t chunk_tokens;  // 0: the daemon's choice
+} qkv_client_fetch;
+
+// What one response holds. The tensors' data is valid during the call of the function only.
+typedef struct qkv_client_rows {
+  uint32_t layer;
+  uint64_t position;
+  qkv_client_tensor k, v;  // dense
+} qkv_client_rows;
+
+// Calls fn for every response, in order; fn returns false to cancel (the call then returns CANCELLED).
+qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *request,
+                               bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
+                               qkv_call_error *error);
+
+// ---- any other method ----
+
+// One unary call with protobuf bytes both ways, for methods without a function here ("/qkv.v1.Admin/GetStatus").
+// `*response` is qkv_free'd by the caller.
+qkv_code qkv_client_call(qkv_client *client, const char *method, const void *request, size_t request_bytes,
+                         void **response, size_t *response_bytes, qkv_call_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,49 @@
+// Memory for KV, under a budget.
+//
+// Every byte of KV that the daemon holds comes from an arena. Bytes are first *reserved*, which can fail and
+// then changed nothing, and only then allocated against the reservation, so that an append either has all of
+// its memory or none of it:
+//
+//   QKV_TRY(qkv_arena_reserve(arena, total, error));
+//   page = qkv_arena_alloc(arena, bytes);        cannot fail within the reservation
+//   qkv_arena_unreserve(arena, what_was_not_used);
+//
+// Blocks are aligned to 64 bytes. Threads: any; the counters are atomic.
+#ifndef QKV_ENGINE_BASE_ARENA_H
+#define QKV_ENGINE_BASE_ARENA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+
+#define QKV_ARENA_ALIGN 64
+
+typedef struct qkv_arena qkv_arena;
+
+typedef struct qkv_arena_stats {
+  uint64_t bytes_max;       // the budget
+  uint64_t bytes_used;      // allocated
+  uint64_t bytes_reserved;  // promised, not allocated yet
+} qkv_arena_stats;
+
+// `budget_name` is the option a refusal names ("memory-budget"); borrowed for the arena's life. Never fails.
+qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max);
+// Every block must have been freed and every reservation returned (asserted). Clears *arena.
+void qkv_arena_destroy(qkv_arena **arena);
+
+// What a block of `bytes` costs: rounded up to the alignment. Reserve sums of these.
+size_t qkv_arena_cost(size_t bytes);
+
+// RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed".
+qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error);
+void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
+
+// Turns qkv_arena_cost(bytes) of a reservation (asserted to be there) into a block. Contents are undefined.
+// Aborts where the machine itself is out of memory: the budget is there so that it is not.
+void *qkv_arena_alloc(qkv_arena *arena, size_t bytes);
+void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
+
+qkv_arena_stats qkv_arena_read(const qkv_arena *arena);
+
+#endif

@@ -1,0 +1,30 @@
+// What the processor can do and the operating system lets us use.
+#ifndef QKV_ENGINE_BASE_CPU_H
+#define QKV_ENGINE_BASE_CPU_H
+
+#include <stdint.h>
+
+#include "engine/base/status.h"
+
+// name as in --cpu-mask, bit
+#define QKV_CPU_MAP(X)                                \
+  X(AVX2, "avx2", 0)                                  \
+  X(FMA, "fma", 1)                                    \
+  X(F16C, "f16c", 2)                                  \
+  X(AVX512, "avx512", 3) /* F, BW, VL, DQ together */ \
+  X(VNNI, "avx512-vnni", 4)                           \
+  X(VBMI, "avx512-vbmi", 5)                           \
+  X(NEON, "neon", 6)
+
+typedef enum qkv_cpu_flag {
+#define X(id, name, bit) QKV_CPU_##id = 1u << (bit),
+  QKV_CPU_MAP(X)
+#undef X
+} qkv_cpu_flag;
+
+// The flags of this machine; detected once, with the check that the OS saves the registers.
+uint32_t qkv_cpu_flags(void);
+// "avx2,fma,f16c"; "none". `text` takes at most `size` bytes with the NUL.
+void qkv_cpu_text(uint32_t flags, char *text, uint64_t size);
+
+#endif

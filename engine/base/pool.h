@@ -1,0 +1,38 @@
+// The compute pool: a fixed number of threads, a bounded queue of jobs, and a parallel loop.
+//
+// A *job* is run once by one thread. A *loop* splits indexes over the threads that are idle; whoever starts
+// it works too and returns when all indexes are done, so a loop makes progress even when every thread is
+// busy, and a job may start loops.
+//
+// Threads: every function may be called from any thread, destroy by the owner alone.
+#ifndef QKV_ENGINE_BASE_POOL_H
+#define QKV_ENGINE_BASE_POOL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+
+typedef struct qkv_pool qkv_pool;
+
+typedef void qkv_job_fn(void *context);
+// `worker` is 0 .. qkv_pool_width - 1 and unique among the threads in this loop: an index for scratch.
+typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
+
+// `threads` >= 0 (0: jobs are refused, loops run on the caller alone); `queue_max` jobs may wait.
+qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
+// Runs what is queued, joins the threads, clears *pool.
+void qkv_pool_destroy(qkv_pool **pool);
+
+// RESOURCE_EXHAUSTED when `queue_max` jobs wait already: the caller refuses its own caller.
+qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *job, void *context);
+
+// fn(context, i, worker) for i in [0, count), in any order, on the caller and on idle threads.
+void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *fn, void *context);
+
+// Threads a loop can use at most, the caller included; >= 1.
+size_t qkv_pool_width(const qkv_pool *pool);
+// Jobs that wait now.
+size_t qkv_pool_waiting(const qkv_pool *pool);
+
+#endif

@@ -1,0 +1,50 @@
+// Attention over what a layer holds: coded pages in the code domain, the exact tail in floating point.
+//
+// Per KV head, pages are walked in order with running softmax statistics (maximum, denominator), all query
+// heads of the KV head together, in blocks of queries; K and V are never rebuilt. The result is partial: out
+// and LSE (proto/qkv/v1/kv_cache.proto, AttendResult). A task is one KV head of one request; a batch of
+// requests runs on the pool as one loop over all of their tasks. Numbers do not depend on how many threads
+// there are.
+//
+// Threads: pure on its inputs; the layer must not change meanwhile (session.h locks).
+#ifndef QKV_ENGINE_CACHE_ATTEND_H
+#define QKV_ENGINE_CACHE_ATTEND_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/pool.h"
+#include "engine/base/tensor.h"
+#include "engine/cache/layer.h"
+
+typedef struct qkv_attend_options {
+  double scale;             // 0: the model's
+  uint64_t sliding_window;  // 0: the model's; else > 0
+  double soft_cap;          // 0: the model's
+  uint64_t begin, end;      // token range; end 0: to the end
+  int64_t causal_offset;
+  bool not_causal;
+} qkv_attend_options;
+
+typedef struct qkv_attend {
+  const qkv_layer *layer;
+  uint64_t position;  // of query 0
+  qkv_tensor q;       // [queries, q_heads, key_dim], checked with qkv_attend_check
+  bool q_before_rope;
+  qkv_attend_options options;
+  float *out;  // [queries][q_heads][value_dim], dense
+  float *lse;  // [queries][q_heads]
+} qkv_attend;
+
+// Limits of a request; `out` and `lse` are not looked at. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
+// has 8 q_heads", "options.scale is nan", "options.not_causal excludes a sliding window", "q[0, 3, 5] is inf".
+qkv_status qkv_attend_check(const qkv_attend *request, qkv_error *error);
+
+// Runs `count` checked requests. `pool` may be NULL: all on the caller.
+void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count);
+
+// Coded and exact bytes that the request reads: what decides where it runs.
+uint64_t qkv_attend_cost(const qkv_attend *request);
+
+#endif

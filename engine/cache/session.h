@@ -1,0 +1,62 @@
+// A session: the KV cache of one sequence, and the lock of each of its layers.
+//
+// Reference counted: the store holds one reference while the session is open, every user of it another.
+// Closing takes it out of the store; its memory goes when the last user is done.
+//
+// Threads: any. Each layer has a read-write lock: appends and truncation exclude each other and readers;
+// attends and fetches run together. Lock order: layers in ascending order of (session address, layer).
+#ifndef QKV_ENGINE_CACHE_SESSION_H
+#define QKV_ENGINE_CACHE_SESSION_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "engine/cache/attend.h"
+#include "engine/cache/layer.h"
+
+// The values are those of qkv.v1.Purpose.
+typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_purpose;
+
+typedef struct qkv_session_config {
+  char name[QKV_NAME_MAX + 1];
+  char tenant[QKV_NAME_MAX + 1];
+  qkv_purpose purpose;
+  qkv_policy policy;  // what the session says; merged with the model's and the store's on opening
+  uint64_t first_position;
+} qkv_session_config;
+
+typedef struct qkv_session qkv_session;
+
+typedef struct qkv_session_info {
+  qkv_session_config config;  // resolved
+  const qkv_model *model;     // alive while the session is
+  qkv_layer_usage usage;      // over all layers
+  int64_t created_unix_ms, last_used_unix_ms;
+} qkv_session_info;
+
+// `config` is resolved and `model` outlives the session (the store's). One reference.
+qkv_session *qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena);
+qkv_session *qkv_session_ref(qkv_session *session);
+void qkv_session_unref(qkv_session **session);
+
+const qkv_model *qkv_session_model(const qkv_session *session);
+const char *qkv_session_name(const qkv_session *session);
+
+// As qkv_layer_append. INVALID_ARGUMENT "layer is 6, the model tinylm has 6 layers". `*length` gets the layer's
+// length afterwards.
+qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                              const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                              qkv_error *error);
+
+// A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
+qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
+void qkv_session_read_done(qkv_session *session, uint32_t layer);
+
+// `layers` 0: all of them.
+qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
+                                qkv_error *error);
+
+// A consistent reading layer by layer. `lengths`, where not NULL, has room for model->layers.
+void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
+
+#endif

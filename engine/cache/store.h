@@ -1,0 +1,53 @@
+// The store: all models and sessions of a daemon, by name, within limits.
+//
+// Threads: any. One lock over the two tables, held for look-ups and changes of them only.
+#ifndef QKV_ENGINE_CACHE_STORE_H
+#define QKV_ENGINE_CACHE_STORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/cache/session.h"
+
+typedef struct qkv_store_config {
+  uint64_t memory_budget;  // bytes of KV
+  size_t models_max, sessions_max;
+  qkv_policy policy;  // resolved: what models and sessions fall back to
+} qkv_store_config;
+
+typedef struct qkv_store qkv_store;
+
+qkv_store *qkv_store_create(const qkv_store_config *config);
+// Closes every session; users must be gone (asserted by the arena).
+void qkv_store_destroy(qkv_store **store);
+
+// Resolves, checks and keeps a copy. `*out` (where not NULL) lives as long as the store. The same model again
+// is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
+qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
+                                    qkv_error *error);
+// NOT_FOUND "no model x".
+qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
+// Models in order of name; fn returns false to stop. `sessions` are those open with it.
+void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_model *model, size_t sessions),
+                          void *context);
+
+// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions" RESOURCE_EXHAUSTED; limits
+// INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
+qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
+                          qkv_session **out, qkv_error *error);
+// A reference, or NOT_FOUND "no session x".
+qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **out, qkv_error *error);
+// Takes it out of the table; `*bytes_freed` gets the bytes it held.
+qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error);
+
+// References to up to `max` open sessions in order of name, beginning after `after` ("" from the start), whose
+// names have the prefix. The caller returns each. Returns how many.
+size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, qkv_session **out, size_t max);
+
+typedef struct qkv_store_stats {
+  size_t models, sessions;
+  qkv_arena_stats memory;
+} qkv_store_stats;
+qkv_store_stats qkv_store_read_stats(qkv_store *store);
+
+#endif

@@ -1,0 +1,31 @@
+// Nested scalar quantizers for N(0, 1): one set of boundaries, eight depths.
+//
+// The boundaries of the b-bit quantizer are every other boundary of the (b+1)-bit one, so the first b bits of
+// a code are the b-bit code: dropping the lowest bit *is* the next smaller quantizer. Centroids are derived
+// again for every depth (conditional means). Depths 1 to 4 are defined as small integers times a step, so that
+// 8-bit integer kernels compute with exactly the codebook's values; depths 5 to 8 as 16-bit integers.
+//
+// Boundaries were chosen to spread the cost of nesting over the depths (tests/engine/codec/codebook_test.c
+// prints this table):
+//   depth                     1        2        3        4
+//   optimal Lloyd-Max         0.36338  0.11748  0.03454  0.00950
+//   nested (at most +1 %)     see the test
+#ifndef QKV_ENGINE_CODEC_CODEBOOK_H
+#define QKV_ENGINE_CODEC_CODEBOOK_H
+
+#include <stdint.h>
+
+#include "engine/codec/schedule.h"
+
+// The code of `x` at QKV_DEPTH_MAX bits, 0 for the lowest cell to 255 for the highest; the code at depth b is
+// its top b bits. A value on a boundary belongs to the upper cell.
+uint8_t qkv_codebook_code(float x);
+
+// Centroid of a code (its `depth` most significant bits, 0 .. 2^depth - 1); depth 1 .. QKV_DEPTH_MAX.
+float qkv_codebook_value(unsigned depth, unsigned code);
+
+// The integers and the step behind them: value = integer * step.
+int16_t qkv_codebook_integer(unsigned depth, unsigned code);
+float qkv_codebook_step(unsigned depth);
+
+#endif

@@ -1,0 +1,149 @@
+// The page: 64 consecutive tokens of one layer, all KV heads, K and V, as one immutable run of bytes.
+//
+// It is what lies in memory, what a record on the SSD holds and what Fetch can send: one layout. A page is
+// never changed in place. Whoever changes one (a lower tier, a new anchor) builds another image and swaps the
+// pointer, so that readers need no lock on its bytes and freeing is all or nothing.
+//
+// Little-endian. Offsets in bytes.
+//
+//   page                                              header (64 bytes)
+//   +--------------------------------+  0              0  u32 magic "QKVP"
+//   | header                         |                 4  u8  version (1)     5  u8  codec id
+//   +--------------------------------+  64             6  u8  bits_k          7  u8  bits_v   (top tiers)
+//   | directory, 16 bytes a KV head  |                 8  u32 bytes (of the whole image)
+//   | padded to 64                   |                12  u32 layer
+//   +--------------------------------+                16  u64 position of token 0
+//   | KV head 0                      |                24  u16 tokens (1..64)  26  u16 kv_heads
+//   +--------------------------------+                28  u16 key_dim         30  u16 value_dim
+//   | KV head 1                      |                32  u32 calibration version (0: data-free)
+//   +--------------------------------+                36  u16 features (below) 38 u8 frame  39 u8 0
+//   | ...                            |                40  u64 0               48  u64 0
+//   +--------------------------------+  bytes         56  u64 XXH3-64 of the image with this field 0
+//
+//   directory entry of a head         KV head (at directory[h].offset, 64-byte aligned)
+//    0  u32 offset of its block        gains of K   64 x u8       one a slot
+//    4  u8  tier of K group 0..3       gains of V   64 x u8
+//    8  u8  tier of V group 0..3       [ sections of the features, in the order of their bits ]
+//   12  u8  anchor of K  13  of V      K group 0, 1, 2, 3         codes of 16 slots each
+//   14  u8  low-rank of K 15 of V      V group 0, 1, 2, 3
+//                                      padded to 64
+//
+// A *slot* is a token's place in the page. Slots are tokens in order unless the SLOTS feature stores a map, so
+// that tokens of one tier can be gathered into one group. A *group* is 16 slots; every group has a tier of its
+// own, separately for K and V, so that planes can be dropped for 16 tokens at a time.
+//
+// Features (u16 bits), all 0 in version 1 as written today; a reader refuses bits it does not know:
+//   0 SLOTS     64 x u8 per head: the token in each slot
+//   1 ANCHOR    per head and K/V as the directory's anchor byte says (0 none)
+//   2 LOW_RANK  per head and K/V as the directory's low-rank byte says (0 none: else the rank)
+// `frame`: 0 rows as attended, 1 attend frame (rotating anchor), 2 archive frame (before RoPE).
+//
+// The codes of a group, at tier t, with n_j = reach[t][j] of the schedule: bits come in pairs. Pair p holds
+// bits 2p (more significant) and 2p+1 of a coordinate's code, counted from the most significant; it has two
+// sections, one after the other:
+//
+//   wide    coordinates [0, n_(2p+2))           two bits each
+//   narrow  coordinates [n_(2p+2), n_(2p+1))    the more significant bit alone
+//
+// So a group is: pair 0 wide, pair 0 narrow, pair 1 wide, pair 1 narrow, ... A section takes 16 tokens x
+// coordinates x (2 or 1) bits. It is cut into *slabs* of 64 bytes, and what is left over into one of 32 and/or
+// one of 16 bytes (widths are multiples of 8, so nothing smaller remains). A byte has four *fields* of two
+// bits; field f is bits 2f (low) and 2f+1 (high). In pairs 1 and 3 the fields are swapped pairwise (the codes
+// of field f lie in field f ^ 1): then a mask and an OR, without a shift, put a field of pair 0 beside the
+// same coordinate's field of pair 1, and one table look-up takes four bits.
+//
+//   K slab of 16*s bytes, s = 4, 2 or 1: byte b belongs to token b / s, i = b % s
+//     wide    field f: coordinate c0 + s*f + i, both bits (high: the more significant)       (s = 4 or 2)
+//     narrow  field f: high bit: coordinate c0 + 4*s + s*f + i, low bit: c0 + s*f + i
+//   V slab of 4*L bytes, L = 16, 8 or 4: byte b belongs to lane b / 4, i = b % 4
+//     wide    field f: token 4*f + i of coordinate c0 + lane                                (L = 16 or 8)
+//     narrow  field f: token 4*f + i; high bit: coordinate c0 + L + lane, low bit: c0 + lane
+//
+// where c0 is the first coordinate of the slab. In a K slab a 32-bit lane is one token with 4 coordinates a
+// field, in a V slab a lane is one coordinate with 4 tokens a field: the shapes that four-way integer dot
+// products want for q.k and for the weighted sum.
+//
+// gain byte g: 0 is an all-zero row; else the row's factor is 2^((g - 128) / 8).
+#ifndef QKV_ENGINE_CODEC_PAGE_H
+#define QKV_ENGINE_CODEC_PAGE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+#include "engine/codec/schedule.h"
+
+#define QKV_PAGE_TOKENS 64
+#define QKV_PAGE_GROUPS (QKV_PAGE_TOKENS / QKV_GROUP_TOKENS)
+#define QKV_PAGE_MAGIC 0x50564b51u  // "QKVP"
+#define QKV_PAGE_VERSION 1
+#define QKV_KV_HEADS_MAX 1024
+
+typedef struct qkv_page_header {
+  uint32_t magic;
+  uint8_t version;
+  uint8_t codec;
+  uint8_t bits_k;
+  uint8_t bits_v;
+  uint32_t bytes;
+  uint32_t layer;
+  uint64_t position;
+  uint16_t tokens;
+  uint16_t kv_heads;
+  uint16_t key_dim;
+  uint16_t value_dim;
+  uint32_t calibration;
+  uint16_t features;
+  uint8_t frame;
+  uint8_t reserved0;
+  uint64_t reserved[2];
+  uint64_t checksum;
+} qkv_page_header;
+_Static_assert(sizeof(qkv_page_header) == 64, "page header");
+
+typedef struct qkv_page_directory {
+  uint32_t offset;
+  uint8_t tier_k[QKV_PAGE_GROUPS];
+  uint8_t tier_v[QKV_PAGE_GROUPS];
+  uint8_t anchor_k, anchor_v;
+  uint8_t low_rank_k, low_rank_v;
+} qkv_page_directory;
+_Static_assert(sizeof(qkv_page_directory) == 16, "page directory entry");
+
+// What decides the size of a page.
+typedef struct qkv_page_shape {
+  uint16_t kv_heads;
+  uint16_t key_dim, value_dim;
+  uint8_t bits_k, bits_v;  // top tiers
+} qkv_page_shape;
+
+// The codes of one head's K or V, found: what kernels read.
+typedef struct qkv_page_codes {
+  const uint8_t *gains;                    // [QKV_PAGE_TOKENS]
+  const uint8_t *groups[QKV_PAGE_GROUPS];  // 16-byte aligned
+  uint8_t tiers[QKV_PAGE_GROUPS];
+  const qkv_schedule *schedule;  // borrowed from the caller
+} qkv_page_codes;
+
+typedef enum qkv_part { QKV_K, QKV_V } qkv_part;
+
+// Bytes of a full page (every group at its top tier) under two schedules.
+size_t qkv_page_bytes(const qkv_page_shape *shape, const qkv_schedule *k, const qkv_schedule *v);
+
+// Writes header, directory and zeroed padding for a full page; the caller fills gains and codes through
+// qkv_page_find (cast away const) and then seals the image. `image` has qkv_page_bytes, 64-byte aligned.
+void qkv_page_format(void *image, const qkv_page_shape *shape, uint8_t codec, uint32_t layer, uint64_t position,
+                     const qkv_schedule *k, const qkv_schedule *v);
+void qkv_page_seal(void *image);  // sets the checksum
+
+// Where a head's codes are. The page must be valid (or have been formatted).
+void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_schedule *k, const qkv_schedule *v,
+                   qkv_page_codes *codes);
+
+// Everything an image from outside must satisfy before anything else here may read it: magic, version, known
+// features, limits, offsets inside `bytes` and without overlap, tiers within top tiers, checksum.
+// DATA_LOSS with the reason.
+qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_schedule *k, const qkv_schedule *v,
+                             qkv_error *error);
+
+#endif

@@ -1,0 +1,45 @@
+// The kernels on codes, behind one dispatch table.
+//
+// The scalar reference (reference.c) defines the bytes and the arithmetic; every faster twin is declared by
+// the same macros and tested against it (tests/checkkern). All work on one head's K or V of one page, in code
+// space. Sums run over coordinates in order (scores) and over tokens in order (accumulate), in fp32 without
+// contraction.
+//
+// Threads: pure functions. Tiles of one group live on the stack (16 x QKV_DIM_MAX floats at most).
+#ifndef QKV_ENGINE_KERNEL_KERNEL_H
+#define QKV_ENGINE_KERNEL_KERNEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/codec/page.h"
+
+// scores[n][64] = gain_t * sum_c queries[n][c] * value(code_tc).
+#define QKV_DECLARE_SCORES(name) void name(const qkv_page_codes *keys, const float *queries, size_t n, float *scores)
+// sums[n][dim] += sum_t weights[n][t] * gain_t * value(code_tc).
+#define QKV_DECLARE_ACCUMULATE(name) \
+  void name(const qkv_page_codes *values, const float *weights, size_t n, float *sums)
+// rows [64][dim], transformed, to gains [64] and the codes of four groups at `tier`, one after the other.
+#define QKV_DECLARE_ENCODE(name)                                                                           \
+  void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *rows, uint8_t *gains, \
+            uint8_t *codes)
+// rows [64][dim] = gain_t * value(code_tc), by slot.
+#define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
+
+typedef struct qkv_kernels {
+  const char *name;  // "reference"
+  QKV_DECLARE_SCORES((*scores));
+  QKV_DECLARE_ACCUMULATE((*accumulate));
+  QKV_DECLARE_ENCODE((*encode));
+  QKV_DECLARE_DECODE((*decode));
+} qkv_kernels;
+
+// The table in use.
+const qkv_kernels *qkv_kernels_get(void);
+
+extern const qkv_kernels qkvi_kernels_reference;
+
+// 2^((gain - 128) / 8); 0 for gain 0.
+float qkv_gain_value(uint8_t gain);
+
+#endif

@@ -1,0 +1,96 @@
+// The gRPC loop: completion-queue threads over gRPC-core's C surface, and calls as handlers see them.
+//
+// Every call is a stream of messages: a unary call is a stream of one. A method is a row of a table with
+// callbacks; the loop accepts calls (whatever their path, so that an unknown method is answered UNIMPLEMENTED),
+// reads one message at a time and hands it over in place, in the pieces the network gave:
+//
+//   message() --> qkv_rpc_next    read the next message        (append stream)
+//             --> qkv_rpc_reply   answer and finish with OK    (unary)
+//             --> qkv_rpc_send    answer, sent() follows       (streams out)
+//             --> qkv_rpc_finish  end with a status
+//
+// After each callback exactly one of these follows, at once or later, from any thread; the message's bytes live
+// until then. A call never has two operations of the same kind under way, so a client that does not read holds
+// one response, not a queue of them.
+//
+// Threads: callbacks run on completion-queue threads, for one call never two at a time. They must not block
+// for long: work goes to the compute pool.
+#ifndef QKV_SERVER_RPC_H
+#define QKV_SERVER_RPC_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/bytes.h"
+#include "engine/base/status.h"
+#include "proto/wire.h"
+
+typedef struct qkv_rpc_server qkv_rpc_server;
+typedef struct qkv_rpc_call qkv_rpc_call;
+
+typedef struct qkv_rpc_method {
+  const char *path;  // "/qkv.v1.KvCache/Attend"
+  // A message arrived.
+  void (*message)(qkv_rpc_call *call, qkv_bytes message);
+  // The client has sent its last message. NULL: only one message is expected; none at all is answered
+  // INVALID_ARGUMENT by the loop, and nothing more is read after message().
+  void (*end)(qkv_rpc_call *call);
+  // What qkv_rpc_send sent has left. NULL for methods that never send.
+  void (*sent)(qkv_rpc_call *call);
+  // The call is over, however it ended; frees what the handler hung on it (qkv_rpc_set_state). May be NULL.
+  void (*destroy)(void *state);
+} qkv_rpc_method;
+
+// What handlers reach through their call: the daemon (server/daemon.h). Opaque here.
+void *qkv_rpc_context(const qkv_rpc_call *call);
+
+// The handler's own state for this call; NULL at first.
+void *qkv_rpc_state(const qkv_rpc_call *call);
+void qkv_rpc_set_state(qkv_rpc_call *call, void *state);
+
+// Whether the client is gone, cancelled or past its deadline: work for it can be skipped. Any thread.
+bool qkv_rpc_cancelled(const qkv_rpc_call *call);
+
+// Done with this message: read the next one (message() or end() follows).
+void qkv_rpc_next(qkv_rpc_call *call);
+
+// Sends the writer's message and finishes with OK. The writer's own bytes are copied, its references are not:
+// `release(owner)` is called for each when gRPC is done with the data, also where the call has failed. The
+// writer itself stays the caller's.
+void qkv_rpc_reply(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(void *owner));
+
+// The same without finishing: sent() follows.
+void qkv_rpc_send(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(void *owner));
+
+// For small messages that protobuf-c has packed: copies.
+void qkv_rpc_reply_bytes(qkv_rpc_call *call, const void *data, size_t length);
+void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length);
+
+// Ends the call with a status; `text` goes to the client. After reply or finish the handler must not touch the
+// call again (destroy still comes).
+void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
+
+typedef struct qkv_rpc_config {
+  const char *const *listen;  // "unix:PATH" or "HOST:PORT"
+  size_t listen_count;
+  size_t threads;                        // completion queues, one thread each
+  int64_t message_bytes_max;             // of a request
+  size_t calls_max;                      // at once; more are answered RESOURCE_EXHAUSTED
+  const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
+  void *context;
+} qkv_rpc_config;
+
+// Binds every address or none. UNAVAILABLE names the address and why (in use, not permitted).
+qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **server, qkv_error *error);
+
+// The address as bound ("127.0.0.1:41234" where port 0 was asked), alive as long as the server.
+const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen);
+
+// New calls are refused from now on (UNAVAILABLE "draining"), running ones may finish; those still there after
+// `grace_ms` are cancelled. Returns when no call is left. Called once, not from a callback.
+void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms);
+
+void qkv_rpc_server_destroy(qkv_rpc_server **server);  // after drain
+
+#endif
