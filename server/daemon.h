@@ -1,0 +1,46 @@
+// The daemon: what everything hangs on.
+//
+// Made by main before any thread is started and given to every handler as its call's context:
+//
+//   qkv_daemon *daemon = qkv_rpc_context(call);
+//
+// Threads: the pointers are fixed while calls run; what they point to says its own rules. `draining` and
+// `metrics` are atomic.
+#ifndef QKV_SERVER_DAEMON_H
+#define QKV_SERVER_DAEMON_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "engine/base/pool.h"
+#include "engine/cache/store.h"
+#include "server/health.h"
+#include "server/metrics.h"
+#include "server/options.h"
+#include "server/rpc.h"
+
+typedef struct qkv_daemon {
+  const qkv_server_options *options;
+  const qkv_options *option_set;  // the same with their sources
+  qkv_store *store;
+  qkv_pool *pool;  // encode and attend
+  qkv_rpc_server *rpc;
+  qkv_health health;
+  int64_t started_ms;     // on the monotonic clock
+  _Atomic bool draining;  // set once, before calls are refused
+  qkv_metric_value metrics[QKV_METRIC_COUNT];
+} qkv_daemon;
+
+// Starts pool, store and server; calls are served from here on. `options` and `option_set` are borrowed.
+qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **daemon,
+                             qkv_error *error);
+
+// Health says NOT_SERVING, new calls are refused, running ones get options->drain_grace. Blocks; once.
+void qkv_daemon_drain(qkv_daemon *daemon);
+void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
+
+// Sets the gauges from what they measure.
+void qkv_daemon_update_gauges(qkv_daemon *daemon);
+
+#endif

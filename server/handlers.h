@@ -1,0 +1,17 @@
+// The tables of the RPC families, one for each file of handlers. Each ends with a row with a NULL path. Methods
+// that no table has are answered UNIMPLEMENTED.
+#ifndef QKV_SERVER_HANDLERS_H
+#define QKV_SERVER_HANDLERS_H
+
+#include "server/rpc.h"
+
+extern const qkv_rpc_method qkvi_models_methods[];      // models.c: RegisterModel, GetModel, ListModels
+extern const qkv_rpc_method qkvi_sessions_methods[];    // sessions.c: Open, Close, Get, List, Truncate
+extern const qkv_rpc_method qkvi_append_methods[];      // append.c
+extern const qkv_rpc_method qkvi_attend_methods[];      // attend.c: Attend, Decode
+extern const qkv_rpc_method qkvi_fetch_methods[];       // fetch.c
+extern const qkv_rpc_method qkvi_admin_methods[];       // admin.c: GetStatus
+extern const qkv_rpc_method qkvi_health_methods[];      // health.c
+extern const qkv_rpc_method qkvi_reflection_methods[];  // reflection.c
+
+#endif

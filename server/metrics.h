@@ -1,0 +1,49 @@
+// The daemon's metrics: one row each. Handlers update them with
+//
+//   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_TOKENS], tokens);
+#ifndef QKV_SERVER_METRICS_H
+#define QKV_SERVER_METRICS_H
+
+#include "engine/base/metric.h"
+#include "engine/base/status.h"
+
+// id, name, kind, help
+#define QKV_METRIC_MAP(X)                                                                                       \
+  X(CALLS, "qkvd_calls_total", QKV_COUNTER, "Calls that have begun, whatever became of them.")                  \
+  X(CALLS_RUNNING, "qkvd_calls_running", QKV_GAUGE, "Calls running now.")                                       \
+  X(CALLS_OK, "qkvd_calls_ok_total", QKV_COUNTER, "Calls answered OK.")                                         \
+  X(CALLS_CANCELLED, "qkvd_calls_cancelled_total", QKV_COUNTER,                                                 \
+    "Calls whose client cancelled, went away or ran into its deadline.")                                        \
+  X(CALLS_BAD_REQUEST, "qkvd_calls_bad_request_total", QKV_COUNTER, "Calls answered INVALID_ARGUMENT.")         \
+  X(CALLS_REFUSED, "qkvd_calls_refused_total", QKV_COUNTER,                                                     \
+    "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                          \
+  X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")           \
+  X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")   \
+  X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")              \
+  X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                    \
+  X(APPEND_TOKENS, "qkvd_append_tokens_total", QKV_COUNTER, "Rows appended, counted per layer.")                \
+  X(APPEND_BYTES, "qkvd_append_bytes_total", QKV_COUNTER, "Bytes of appended rows as they arrived.")            \
+  X(ATTEND_ITEMS, "qkvd_attend_items_total", QKV_COUNTER, "Items attended.")                                    \
+  X(ATTEND_QUERIES, "qkvd_attend_queries_total", QKV_COUNTER, "Query rows attended.")                           \
+  X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows sent by Fetch.")                         \
+  X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.") \
+  X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.") \
+  X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                     \
+  X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                     \
+  X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes of KV held, codes and exact rows.")                            \
+  X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
+  X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
+  X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \
+  X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                  \
+  X(UPTIME, "qkvd_uptime_seconds", QKV_GAUGE, "Time since the start.")
+
+typedef enum qkv_metric_id {
+#define X(id, name, kind, help) QKV_METRIC_##id,
+  QKV_METRIC_MAP(X)
+#undef X
+      QKV_METRIC_COUNT
+} qkv_metric_id;
+
+extern const qkv_metric qkv_metric_table[QKV_METRIC_COUNT];
+
+#endif

@@ -1,0 +1,43 @@
+// The daemon's options: the values, and the table that fills them (engine/base/option.h).
+#ifndef QKV_SERVER_OPTIONS_H
+#define QKV_SERVER_OPTIONS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/log.h"
+#include "engine/base/option.h"
+
+typedef struct qkv_server_options {
+  qkv_option_list listen;  // "unix:PATH" or "HOST:PORT"
+  const char *config;      // YAML file, or NULL
+  int64_t memory_budget;   // bytes of KV
+  int64_t threads;         // of the compute pool; 0 on the command line becomes the number of cores
+  int64_t rpc_threads;     // completion queues
+  int64_t limit_message;   // bytes of one request message
+  int64_t limit_items;     // of one request
+  int64_t limit_sessions;  // open at once
+  int64_t limit_models;    // registered
+  int64_t limit_calls;     // running at once
+  int64_t limit_queue;     // jobs that wait for the compute pool
+  double bits_k, bits_v;   // what sessions and models fall back to, per coordinate
+  int64_t recent_window;   // tokens kept exact, the same
+  int64_t drain_grace;     // ms
+  const char *log_level;
+  bool discard;  // appended rows are checked, acknowledged and dropped
+  bool print_options, print_metrics, help, version;
+} qkv_server_options;
+
+extern const qkv_option qkv_server_option_table[];
+extern const size_t qkv_server_option_count;
+
+// Reads arguments, environment and the configuration file into `values` and checks what no row can check by
+// itself. On failure *set holds what has been read so far. The set owns the values' strings.
+qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *values, qkv_options **set,
+                                   qkv_error *error);
+
+// The level that `log-level` names; it has been checked.
+qkv_log_level qkv_server_options_log_level(const qkv_server_options *values);
+
+#endif
