@@ -1,0 +1,65 @@
+# The Debian packages that building and testing need, and how they are installed. Sourced, not run:
+#
+#   . deploy/packages.sh
+#   qkv_install $(qkv_packages build)
+#
+# shellcheck shell=bash
+
+# qkv_packages build|test: the names, one a line. `test` is what comes on top of `build`.
+qkv_packages() {
+  case "$1" in
+    build)
+      printf '%s\n' \
+        gcc libc6-dev cmake ninja-build pkg-config \
+        libgrpc-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
+        libuv1-dev libyaml-dev libjansson-dev libxxhash-dev uthash-dev liburcu-dev \
+        libopenblas-dev libcmocka-dev
+      ;;
+    test)
+      printf '%s\n' \
+        clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
+        python3 python3-pytest python3-numpy python3-grpcio python3-protobuf protobuf-compiler-grpc
+      ;;
+    *)
+      echo "qkv_packages: $1 is neither build nor test" >&2
+      return 2
+      ;;
+  esac
+}
+
+# qkv_missing PACKAGE...: those that are not installed, one a line.
+qkv_missing() {
+  local package
+  for package in "$@"; do
+    dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || echo "$package"
+  done
+}
+
+# qkv_install PACKAGE...: installs those that are missing and says so; nothing where none is. Output of apt-get
+# is appended to $QKV_INSTALL_LOG where that is set. Fails with a sentence that says what to do.
+qkv_install() {
+  local missing as_root=() log=${QKV_INSTALL_LOG:-/dev/stdout}
+  if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+    echo "This script installs Debian packages, but there is no apt-get here. Use Debian 12, or install the" >&2
+    echo "equivalents of: $*" >&2
+    return 1
+  fi
+  mapfile -t missing < <(qkv_missing "$@")
+  ((${#missing[@]} > 0)) || return 0
+  if (($(id -u) != 0)); then
+    if ! command -v sudo >/dev/null; then
+      echo "Packages are missing. Install them as root, then start again:" >&2
+      echo "  apt-get install --no-install-recommends ${missing[*]}" >&2
+      return 1
+    fi
+    as_root=(sudo)
+  fi
+  echo "installing ${#missing[@]} Debian packages: ${missing[*]}"
+  if ! { "${as_root[@]}" apt-get update -q &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+      apt-get install -q -y --no-install-recommends "${missing[@]}"; } >>"$log" 2>&1; then
+    echo "apt-get failed${QKV_INSTALL_LOG:+ (its output is in $QKV_INSTALL_LOG)}. Check the network and the" >&2
+    echo "package sources, then start again." >&2
+    return 1
+  fi
+}
