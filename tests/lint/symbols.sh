@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# What our static libraries export begins with qkv_ (public) or qkvi_ (between files). Usage: symbols.sh BUILD
+set -euo pipefail
+failed=0
+while read -r library; do
+  # Generated protobuf code has names of its own.
+  [[ $(basename "$library") == libqkv_messages.a ]] && continue
+  while read -r symbol; do
+    echo "$library: exports $symbol, which does not begin with qkv_ or qkvi_"
+    failed=1
+  done < <(nm --extern-only --defined-only --format=posix "$library" 2>/dev/null |
+    awk 'NF >= 3 && $1 !~ /^qkvi?_/ {print $1}')
+done < <(find "$1" -name '*.a')
+exit $failed

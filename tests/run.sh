@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Installs what is needed, builds, and runs every test. The output ends in ctest's own closing line.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=deploy/packages.sh
+. deploy/packages.sh
+
+readonly all_stages=(asan tsan fuzz release)
+
+usage() {
+  cat <<'TEXT'
+Usage: tests/run.sh [--only STAGE]... [--fuzz-seconds N] [--help]
+
+Installs the Debian packages that are missing, builds, and runs the tests, stage by stage; stops at the first
+stage that fails. Builds lie in build/<preset>; a second run builds only what has changed.
+
+  asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
+  tsan      the server's tests and those of the engine's threads under ThreadSanitizer
+  fuzz      every fuzz target for --fuzz-seconds (30 by default)
+  release   all tests with the release build, and the lint
+TEXT
+}
+
+fail() {
+  echo "tests/run.sh: $*" >&2
+  exit 1
+}
+
+stages=()
+fuzz_seconds=30
+while (($# > 0)); do
+  case "$1" in
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --only)
+      (($# > 1)) || fail "--only needs one of: ${all_stages[*]}"
+      [[ " ${all_stages[*]} " == *" $2 "* ]] || fail "no stage $2; there are: ${all_stages[*]}"
+      stages+=("$2")
+      shift 2
+      ;;
+    --fuzz-seconds)
+      [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "--fuzz-seconds needs a number of seconds, at least 1"
+      fuzz_seconds=$2
+      shift 2
+      ;;
+    *) fail "unknown argument $1; see tests/run.sh --help" ;;
+  esac
+done
+((${#stages[@]} > 0)) || stages=("${all_stages[@]}")
+
+say() { printf '== %02d:%02d  %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
+
+# Sanitizers map their shadow memory at fixed places; the kernel's strongest address randomization gets in the
+# way of that, so it is switched off for these processes where the system allows it.
+unrandomized=()
+if setarch "$(uname -m)" -R true 2>/dev/null; then unrandomized=(setarch "$(uname -m)" -R); fi
+
+build() { # preset
+  say "build $1"
+  cmake --preset "$1" >"build/$1.configure.log" 2>&1 || {
+    cat "build/$1.configure.log" >&2
+    fail "cmake --preset $1 failed, see above"
+  }
+  # Ninja's progress line is for people.
+  local quiet=(-- --quiet)
+  if [[ -t 1 ]]; then quiet=(); fi
+  cmake --build --preset "$1" --parallel "$(nproc)" "${quiet[@]}" || fail "the $1 build failed, see above"
+}
+
+run_asan() {
+  build asan
+  say "tests of the asan build"
+  "${unrandomized[@]}" ctest --preset asan -j2
+}
+
+run_tsan() {
+  build tsan
+  say "tests of the tsan build: server and threads"
+  "${unrandomized[@]}" ctest --preset tsan -j2 -L '^(server|threads)$'
+}
+
+run_fuzz() {
+  build fuzz
+  say "fuzz targets, $fuzz_seconds s each"
+  "${unrandomized[@]}" tests/fuzz/smoke.sh --seconds "$fuzz_seconds"
+}
+
+run_release() {
+  build release
+  say "tests of the release build"
+  ctest --preset release -j2
+}
+
+say "packages"
+qkv_install
+mkdir -p build
+if command -v ccache >/dev/null; then export CMAKE_C_COMPILER_LAUNCHER=ccache; fi
+# The order is that of all_stages whatever the order of the arguments: release comes last.
+for stage in "${all_stages[@]}"; do
+  if [[ " ${stages[*]} " == *" $stage "* ]]; then "run_$stage"; fi
+done
