@@ -56,14 +56,14 @@ qkv_wire_writer *qkv_wire_writer_create(void);
 void qkv_wire_writer_destroy(qkv_wire_writer **writer);
 void qkv_wire_writer_clear(qkv_wire_writer *writer);
 
-// Fields with proto3's rule: a zero value is not written (except by _force).
+// Fields with proto3's rule: a zero value is not written.
 void qkv_wire_put_varint(qkv_wire_writer *writer, uint32_t field, uint64_t value);
 void qkv_wire_put_double(qkv_wire_writer *writer, uint32_t field, double value);
 void qkv_wire_put_string(qkv_wire_writer *writer, uint32_t field, const char *text);
 void qkv_wire_put_packed(qkv_wire_writer *writer, uint32_t field, const int64_t *values, size_t count);
 
 // A `bytes` field whose data is referenced: it must stay as it is until the message has been sent. `owner` is
-// the caller's and comes back with the piece.
+// the caller's and comes back with the piece; an empty field is not written and gives no piece.
 void qkv_wire_put_reference(qkv_wire_writer *writer, uint32_t field, const void *data, size_t length, void *owner);
 
 // A nested message: begin, fields, end. Up to 4 levels. The length is filled in at the end and counts

@@ -1,0 +1,71 @@
+#include "engine/base/cpu.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdio.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+// The compiler's table checks with XGETBV that the OS saves the registers.
+static uint32_t detect(void) {
+  uint32_t flags = 0;
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) flags |= QKV_CPU_AVX2;
+  if (__builtin_cpu_supports("fma")) flags |= QKV_CPU_FMA;
+  // Not every compiler's table knows F16C. It works on AVX registers, which AVX2 has checked.
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if ((flags & QKV_CPU_AVX2) != 0 && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0) {
+    flags |= QKV_CPU_F16C;
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    flags |= QKV_CPU_AVX512;
+    if (__builtin_cpu_supports("avx512vnni")) flags |= QKV_CPU_VNNI;
+    if (__builtin_cpu_supports("avx512vbmi")) flags |= QKV_CPU_VBMI;
+  }
+  return flags;
+}
+#elif defined(__aarch64__)
+static uint32_t detect(void) {
+  return QKV_CPU_NEON;
+}
+#else
+static uint32_t detect(void) {
+  return 0;
+}
+#endif
+
+static uint32_t detected;
+
+static void detect_once(void) {
+  detected = detect();
+}
+
+uint32_t qkv_cpu_flags(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&once, detect_once);
+  return detected;
+}
+
+void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
+  static const struct {
+    uint32_t flag;
+    const char *name;
+  } rows[] = {
+#define X(id, name, bit) {QKV_CPU_##id, name},
+      QKV_CPU_MAP(X)
+#undef X
+  };
+  assert(size > 0);
+  text[0] = '\0';
+  uint64_t length = 0;
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    if ((flags & rows[i].flag) == 0) continue;
+    int n = snprintf(text + length, size - length, "%s%s", length > 0 ? "," : "", rows[i].name);
+    length += (uint64_t)n;
+    if (length >= size) return;  // cut
+  }
+  if (length == 0) (void)snprintf(text, size, "none");
+}
