@@ -40,6 +40,8 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
 void qkv_daemon_drain(qkv_daemon *daemon);
 void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
+int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
+
 // Sets the gauges from what they measure.
 void qkv_daemon_update_gauges(qkv_daemon *daemon);
 

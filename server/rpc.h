@@ -10,8 +10,9 @@
 //             --> qkv_rpc_finish  end with a status
 //
 // After each callback exactly one of these follows, at once or later, from any thread; the message's bytes live
-// until then. A call never has two operations of the same kind under way, so a client that does not read holds
-// one response, not a queue of them.
+// until then. Where the client is gone in between, the loop ends the call by itself: the callback that would
+// have followed does not come, destroy() does. A call never has two operations of the same kind under way, so a
+// client that does not read holds one response, not a queue of them.
 //
 // Threads: callbacks run on completion-queue threads, for one call never two at a time. They must not block
 // for long: work goes to the compute pool.
@@ -38,6 +39,9 @@ typedef struct qkv_rpc_method {
   void (*end)(qkv_rpc_call *call);
   // What qkv_rpc_send sent has left. NULL for methods that never send.
   void (*sent)(qkv_rpc_call *call);
+  // The client is gone. For handlers that hold a call without working on it (a watch), which would not notice
+  // otherwise; NULL for all others. Comes once, maybe while another thread is in another callback of this call.
+  void (*cancelled)(qkv_rpc_call *call);
   // The call is over, however it ended; frees what the handler hung on it (qkv_rpc_set_state). May be NULL.
   void (*destroy)(void *state);
 } qkv_rpc_method;
@@ -79,9 +83,16 @@ typedef struct qkv_rpc_config {
   size_t calls_max;                      // at once; more are answered RESOURCE_EXHAUSTED
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;
+  // For metrics; may be NULL. A call that is refused begins and ends, too. `ended` comes before the client can
+  // see the status; CANCELLED where the client was gone first.
+  void (*began)(void *context);
+  void (*ended)(void *context, qkv_status status);
 } qkv_rpc_config;
 
-// Binds every address or none. UNAVAILABLE names the address and why (in use, not permitted).
+// Binds every address or none. INVALID_ARGUMENT: not an address. UNAVAILABLE names the address and why (in use,
+// not permitted). A unix socket gets mode 0660 and a lock file beside it, PATH.lock, so that a second server
+// cannot take it over; both are removed by destroy. Messages must not be compressed (UNIMPLEMENTED).
+// `config` and what it points to, but for the methods' rows and the context, is not needed afterwards.
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **server, qkv_error *error);
 
 // The address as bound ("127.0.0.1:41234" where port 0 was asked), alive as long as the server.

@@ -1,0 +1,119 @@
+// Admin.GetStatus.
+#include <assert.h>
+#include <stdlib.h>
+
+#include "engine/base/cpu.h"
+#include "qkv/v1/admin.pb-c.h"
+#include "server/control.h"
+#include "server/daemon.h"
+#include "server/handlers.h"
+
+#define OPTION_TEXT_MAX 1024
+#define CPU_TEXT_MAX 128
+
+// The response's repeated fields: arrays of messages, and of the pointers that protobuf-c wants.
+typedef struct status_parts {
+  Qkv__V1__Metric metrics[QKV_METRIC_COUNT];
+  Qkv__V1__Metric *metric_pointers[QKV_METRIC_COUNT];
+  size_t option_count;
+  Qkv__V1__OptionValue *options;
+  Qkv__V1__OptionValue **option_pointers;
+  char (*option_texts)[OPTION_TEXT_MAX];
+  char **addresses;
+  char cpu[CPU_TEXT_MAX];
+} status_parts;
+
+static void *allocate(size_t count, size_t size) {
+  void *memory = calloc(count, size);
+  assert(memory != NULL);
+  return memory;
+}
+
+static const char *source_text(qkv_option_source source) {
+  static const char *const texts[] = {"default", "file", "environment", "flag"};
+  return texts[source];
+}
+
+static void put_metrics(qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
+  qkv_daemon_update_gauges(daemon);
+  for (size_t i = 0; i < QKV_METRIC_COUNT; i++) {
+    Qkv__V1__Metric *metric = &parts->metrics[i];
+    qkv__v1__metric__init(metric);
+    metric->name = (char *)qkv_metric_table[i].name;
+    metric->help = (char *)qkv_metric_table[i].help;
+    metric->type = (char *)(qkv_metric_table[i].kind == QKV_COUNTER ? "counter" : "gauge");
+    metric->value = (double)qkv_metric_read(&daemon->metrics[i]);
+    parts->metric_pointers[i] = metric;
+  }
+  response->n_metrics = QKV_METRIC_COUNT;
+  response->metrics = parts->metric_pointers;
+  response->rss_bytes = (uint64_t)qkv_metric_read(&daemon->metrics[QKV_METRIC_RSS_BYTES]);
+}
+
+static void put_options(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
+  size_t count = qkv_server_option_count;
+  parts->options = allocate(count, sizeof(*parts->options));
+  parts->option_pointers = allocate(count, sizeof(*parts->option_pointers));
+  parts->option_texts = allocate(count, sizeof(*parts->option_texts));
+  for (size_t i = 0; i < count; i++) {
+    const char *name = qkv_server_option_table[i].name;
+    qkv_options_text(daemon->option_set, i, parts->option_texts[i], OPTION_TEXT_MAX);
+    qkv__v1__option_value__init(&parts->options[i]);
+    parts->options[i].name = (char *)name;
+    parts->options[i].value = parts->option_texts[i];
+    parts->options[i].source = (char *)source_text(qkv_options_source(daemon->option_set, name));
+    parts->option_pointers[i] = &parts->options[i];
+  }
+  response->n_options = count;
+  response->options = parts->option_pointers;
+}
+
+static void put_addresses(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
+  size_t count = daemon->options->listen.count;
+  parts->addresses = allocate(count, sizeof(*parts->addresses));
+  for (size_t i = 0; i < count; i++) parts->addresses[i] = (char *)qkv_rpc_server_address(daemon->rpc, i);
+  response->n_listen = count;
+  response->listen = parts->addresses;
+}
+
+static void put_store(const qkv_daemon *daemon, Qkv__V1__GetStatusResponse *response) {
+  qkv_store_stats stats = qkv_store_read_stats(daemon->store);
+  response->models = stats.models;
+  response->sessions = stats.sessions;
+  response->kv_bytes = stats.memory.bytes_used;
+  response->kv_bytes_limit = stats.memory.bytes_max;
+}
+
+static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, &qkv__v1__get_status_request__descriptor, &error);
+  if (request == NULL) {
+    qkvi_control_fail(call, &error);
+    return;
+  }
+  qkvi_control_free(request);
+
+  status_parts *parts = allocate(1, sizeof(*parts));
+  Qkv__V1__GetStatusResponse response = QKV__V1__GET_STATUS_RESPONSE__INIT;
+  response.version = (char *)QKV_VERSION;
+  response.state = (char *)(atomic_load(&daemon->draining) ? "draining" : "serving");
+  response.uptime_ms = (uint64_t)qkv_daemon_uptime_ms(daemon);
+  qkv_cpu_text(qkv_cpu_flags(), parts->cpu, sizeof(parts->cpu));
+  response.cpu = parts->cpu;
+  put_store(daemon, &response);
+  put_metrics(daemon, parts, &response);
+  put_options(daemon, parts, &response);
+  put_addresses(daemon, parts, &response);
+  qkvi_control_reply(call, &response.base);
+  free(parts->options);
+  free(parts->option_pointers);
+  free(parts->option_texts);
+  free(parts->addresses);
+  free(parts);
+}
+
+const qkv_rpc_method qkvi_admin_methods[] = {
+    {.path = "/qkv.v1.Admin/GetStatus", .message = on_get_status},
+    {0},
+};

@@ -1,0 +1,177 @@
+// qkvd: the daemon's main thread.
+//
+// libuv owns it: signals, and a timer for the gauges. SIGTERM or SIGINT drains (in a thread of libuv's pool, so
+// that the loop goes on) and exits 0; a second one exits at once with 1.
+#include <assert.h>
+#include <malloc.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include <uv.h>
+
+#include "server/daemon.h"
+
+#define GAUGES_EVERY_MS 1000
+// What a drain may take beyond its grace: calls that are cut off end within the job they are in.
+#define DRAIN_SLACK_MS 20000
+
+typedef struct main_loop {
+  qkv_daemon *daemon;
+  uv_loop_t loop;
+  uv_signal_t terminate, interrupt;
+  uv_timer_t gauges, deadline;
+  uv_work_t drain;
+  bool draining;
+} main_loop;
+
+// Large messages come and go: glibc's defaults hand their pages back to the system and fault them in again
+// for each. With these, 1 MiB messages go 1.5 to 2 times as fast over a socket.
+static void setup_malloc(void) {
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TOP_PAD, 64 << 20);
+}
+
+static int refuse(const qkv_error *error) {
+  fprintf(stderr, "qkvd: %s\n", error->text);
+  return EXIT_FAILURE;
+}
+
+// ---- The lists ----
+
+static void print_options(const qkv_options *set) {
+  static const char *const sources[] = {"default", "file", "environment", "flag"};
+  for (size_t i = 0; i < qkv_server_option_count; i++) {
+    char text[1024];
+    const char *name = qkv_server_option_table[i].name;
+    qkv_options_text(set, i, text, sizeof(text));
+    printf("%s: %s  # %s\n", name, text, sources[qkv_options_source(set, name)]);
+  }
+}
+
+static void print_metrics(void) {
+  for (size_t i = 0; i < QKV_METRIC_COUNT; i++) {
+    const qkv_metric *metric = &qkv_metric_table[i];
+    printf("%-32s %-8s %s\n", metric->name, metric->kind == QKV_COUNTER ? "counter" : "gauge", metric->help);
+  }
+}
+
+static void print_help(const qkv_options *set) {
+  printf("qkvd serves a KV cache for LLM inference over gRPC.\n\nUsage: qkvd [OPTION]...\n\n");
+  qkv_options_help(set, stdout);
+}
+
+// Whether the command line asked for text instead of service.
+static bool print_only(const qkv_server_options *options, const qkv_options *set) {
+  if (options->help) {
+    print_help(set);
+  } else if (options->version) {
+    printf("qkvd %s\n", QKV_VERSION);
+  } else if (options->print_options) {
+    print_options(set);
+  } else if (options->print_metrics) {
+    print_metrics();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// ---- The loop ----
+
+static void on_gauges(uv_timer_t *timer) {
+  main_loop *state = timer->data;
+  qkv_daemon_update_gauges(state->daemon);
+}
+
+static void on_deadline(uv_timer_t *timer) {
+  (void)timer;
+  qkv_log(QKV_LOG_ERROR, "calls did not end; exiting without them", NULL);
+  _exit(EXIT_FAILURE);
+}
+
+static void drain(uv_work_t *work) {
+  main_loop *state = work->data;
+  qkv_daemon_drain(state->daemon);
+}
+
+static void on_drained(uv_work_t *work, int status) {
+  (void)status;
+  main_loop *state = work->data;
+  uv_close((uv_handle_t *)&state->terminate, NULL);
+  uv_close((uv_handle_t *)&state->interrupt, NULL);
+  uv_close((uv_handle_t *)&state->gauges, NULL);
+  uv_close((uv_handle_t *)&state->deadline, NULL);
+}
+
+static void on_signal(uv_signal_t *handle, int number) {
+  main_loop *state = handle->data;
+  if (state->draining) {
+    qkv_log(QKV_LOG_WARN, "second signal, exiting at once", "{s:i}", "signal", number);
+    _exit(EXIT_FAILURE);
+  }
+  state->draining = true;
+  int64_t grace = state->daemon->options->drain_grace;
+  qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
+  uv_timer_start(&state->deadline, on_deadline, (uint64_t)grace + DRAIN_SLACK_MS, 0);
+  uv_queue_work(&state->loop, &state->drain, drain, on_drained);
+}
+
+// Signals are caught before the daemon says that it is ready.
+static void setup_loop(main_loop *state, qkv_daemon *daemon) {
+  state->daemon = daemon;
+  int failed = uv_loop_init(&state->loop);
+  assert(failed == 0);
+  (void)failed;
+  uv_signal_init(&state->loop, &state->terminate);
+  uv_signal_init(&state->loop, &state->interrupt);
+  uv_timer_init(&state->loop, &state->gauges);
+  uv_timer_init(&state->loop, &state->deadline);
+  state->terminate.data = state->interrupt.data = state->gauges.data = state->drain.data = state;
+  uv_signal_start(&state->terminate, on_signal, SIGTERM);
+  uv_signal_start(&state->interrupt, on_signal, SIGINT);
+  uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
+}
+
+static void announce(const qkv_daemon *daemon) {
+  for (size_t i = 0; i < daemon->options->listen.count; i++) {
+    qkv_log(QKV_LOG_INFO, "listening", "{s:s}", "address", qkv_rpc_server_address(daemon->rpc, i));
+  }
+  qkv_log(QKV_LOG_INFO, "ready", "{s:s, s:i}", "version", QKV_VERSION, "pid", (int)getpid());
+}
+
+static int serve(const qkv_server_options *options, const qkv_options *set) {
+  qkv_error error = {0};
+  qkv_daemon *daemon = NULL;
+  if (qkv_daemon_create(options, set, &daemon, &error) != QKV_OK) return refuse(&error);
+  main_loop state = {0};
+  setup_loop(&state, daemon);
+  announce(daemon);
+  uv_run(&state.loop, UV_RUN_DEFAULT);
+  int failed = uv_loop_close(&state.loop);
+  assert(failed == 0);
+  (void)failed;
+  qkv_daemon_destroy(&daemon);
+  qkv_log(QKV_LOG_INFO, "stopped", NULL);
+  return EXIT_SUCCESS;
+}
+
+int main(int argc, char **argv) {
+  setup_malloc();
+  signal(SIGPIPE, SIG_IGN);
+  qkv_server_options options;
+  qkv_options *set = NULL;
+  qkv_error error = {0};
+  int result = EXIT_SUCCESS;
+  if (qkv_server_options_read(argc, argv, &options, &set, &error) != QKV_OK) {
+    result = refuse(&error);
+    fprintf(stderr, "qkvd --help lists the options\n");
+  } else if (!print_only(&options, set)) {
+    qkv_log_setup(stderr, qkv_server_options_log_level(&options));
+    result = serve(&options, set);
+  }
+  qkv_options_destroy(&set);
+  return result;
+}

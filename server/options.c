@@ -1,0 +1,81 @@
+#include "server/options.h"
+
+#include <assert.h>
+#include <stddef.h>
+
+#include "engine/cache/model.h"
+
+#define AT(field) offsetof(qkv_server_options, field)
+#define MIB 1048576.0
+#define GIB (1024 * MIB)
+
+const qkv_option qkv_server_option_table[] = {
+    {"listen", QKV_OPTION_LIST, AT(listen), "127.0.0.1:7580", 0, 0, "ADDRESS",
+     "Where to serve gRPC: unix:PATH or HOST:PORT; may be given several times. Port 0 takes any free one."},
+    {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
+    {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
+     "Memory for keys and values of all sessions; appends beyond it are refused."},
+    {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
+     "Compute threads, for encoding and attention; 0: one for each core."},
+    {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
+     "Threads that read and answer calls; on few cores one is the fastest."},
+    {"limit-message", QKV_OPTION_BYTES, AT(limit_message), "64MiB", 4096, 2047 * MIB, "BYTES",
+     "Largest request message."},
+    {"limit-items", QKV_OPTION_INTEGER, AT(limit_items), "1024", 1, 1048576, "N", "Items in one request."},
+    {"limit-sessions", QKV_OPTION_INTEGER, AT(limit_sessions), "4096", 1, 16777216, "N", "Sessions open at once."},
+    {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N", "Models registered."},
+    {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
+    {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
+     "Requests that wait for a compute thread."},
+    {"bits-k", QKV_OPTION_REAL, AT(bits_k), "4", 1, 8, "BITS",
+     "Bits per coordinate of keys (1, 2, 3, 4 or 8) where neither model nor session says."},
+    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 1, 8, "BITS", "The same for values."},
+    {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
+     "Newest tokens kept exact where neither model nor session says."},
+    {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
+     "How long running calls may go on after SIGTERM."},
+    {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
+     "Least level that is logged: debug, info, warn or error."},
+    {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
+     "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
+    {"print-options", QKV_OPTION_FLAG, AT(print_options), NULL, 0, 0, NULL,
+     "Print the options in force and where they come from, and exit."},
+    {"print-metrics", QKV_OPTION_FLAG, AT(print_metrics), NULL, 0, 0, NULL, "Print the list of metrics, and exit."},
+    {"help", QKV_OPTION_FLAG, AT(help), NULL, 0, 0, NULL, "Print this, and exit."},
+    {"version", QKV_OPTION_FLAG, AT(version), NULL, 0, 0, NULL, "Print the version, and exit."},
+};
+const size_t qkv_server_option_count = sizeof(qkv_server_option_table) / sizeof(qkv_server_option_table[0]);
+
+static qkv_status check(const qkv_server_options *values, qkv_error *error) {
+  qkv_log_level level;
+  if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--log-level is %s, allowed are debug, info, warn and error",
+                    values->log_level);
+  }
+  if (values->listen.count == 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--listen is empty, at least one address is needed");
+  }
+  const qkv_policy policy = {NULL, values->bits_k, values->bits_v, values->recent_window};
+  return qkv_policy_check(&policy, error);
+}
+
+qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *values, qkv_options **set,
+                                   qkv_error *error) {
+  *set = qkv_options_create(qkv_server_option_table, qkv_server_option_count, "QKVD_", values);
+  qkv_option_list words;
+  QKV_TRY(qkv_options_read_arguments(*set, argc, argv, &words, error));
+  if (words.count > 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "unexpected argument %s", words.items[0]);
+  }
+  QKV_TRY(qkv_options_read_environment(*set, error));
+  if (values->config != NULL) QKV_TRY(qkv_options_read_file(*set, values->config, error));
+  return check(values, error);
+}
+
+qkv_log_level qkv_server_options_log_level(const qkv_server_options *values) {
+  qkv_log_level level = QKV_LOG_INFO;
+  qkv_status status = qkv_log_level_parse(values->log_level, &level);
+  assert(status == QKV_OK);
+  (void)status;
+  return level;
+}

@@ -1,0 +1,282 @@
+// One call: the state machine of rpc.h over gRPC batches.
+//
+//   HANDLER --next--> READING --message, end--> HANDLER
+//   HANDLER --send--> SENDING --sent--> HANDLER
+//   HANDLER --reply, finish--> ENDING --> OVER
+//
+// The event of client close or cancellation comes beside all of this, in a batch of its own; the call's memory
+// goes when both have come to their end.
+#include <assert.h>
+#include <grpc/byte_buffer.h>
+#include <grpc/support/time.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/rpc_internal.h"
+
+#define CALL_OF(op, member) ((qkv_rpc_call *)((char *)(op)-offsetof(qkv_rpc_call, member)))
+
+static void move(qkv_rpc_call *call, qkvi_rpc_phase from, qkvi_rpc_phase to) {
+  bool moved =
+      atomic_compare_exchange_strong_explicit(&call->phase, &from, to, memory_order_acq_rel, memory_order_acquire);
+  assert(moved);
+  (void)moved;
+}
+
+static void start_batch(qkv_rpc_call *call, const grpc_op *ops, size_t count, qkvi_rpc_op *op) {
+  grpc_call_error result = grpc_call_start_batch(call->grpc, ops, count, op, NULL);
+  assert(result == GRPC_CALL_OK);
+  (void)result;
+}
+
+static void drop_message(qkv_rpc_call *call) {
+  if (call->received != NULL) grpc_byte_buffer_destroy(call->received);
+  if (call->segments != call->own_segments) free(call->segments);
+  call->received = NULL;
+  call->segments = call->own_segments;
+}
+
+static void drop_outgoing(qkv_rpc_call *call) {
+  if (call->outgoing != NULL) grpc_byte_buffer_destroy(call->outgoing);
+  call->outgoing = NULL;
+}
+
+static void unref(qkv_rpc_call *call) {
+  if (atomic_fetch_sub_explicit(&call->refs, 1, memory_order_acq_rel) != 1) return;
+  assert(atomic_load(&call->phase) == QKVI_RPC_OVER);
+  if (call->method != NULL && call->method->destroy != NULL) call->method->destroy(call->state);
+  qkv_rpc_server *server = call->server;
+  grpc_call_unref(call->grpc);
+  free(call);
+  qkvi_rpc_server_call_gone(server);
+}
+
+// ---- Sending ----
+
+static grpc_byte_buffer *buffer_of_bytes(const void *data, size_t length) {
+  grpc_slice slice = grpc_slice_from_copied_buffer(data, length);
+  grpc_byte_buffer *buffer = grpc_raw_byte_buffer_create(&slice, 1);
+  grpc_slice_unref(slice);
+  return buffer;
+}
+
+static grpc_byte_buffer *buffer_of_writer(qkv_wire_writer *writer, void (*release)(void *owner)) {
+  size_t count;
+  const qkv_wire_piece *pieces = qkv_wire_writer_pieces(writer, &count);
+  grpc_byte_buffer *buffer = grpc_raw_byte_buffer_create(NULL, 0);
+  for (size_t i = 0; i < count; i++) {
+    const qkv_wire_piece *piece = &pieces[i];
+    grpc_slice slice;
+    if (piece->reference) {
+      slice = grpc_slice_new_with_user_data((void *)piece->data, piece->length, release, piece->owner);
+    } else {
+      slice = grpc_slice_from_copied_buffer((const char *)piece->data, piece->length);
+    }
+    grpc_slice_buffer_add(&buffer->data.raw.slice_buffer, slice);
+  }
+  return buffer;
+}
+
+// Puts the initial metadata (once) and the outgoing message (if there is one) into ops.
+static size_t put_ops(qkv_rpc_call *call, grpc_op *ops) {
+  size_t count = 0;
+  if (!call->metadata_sent) {
+    ops[count++].op = GRPC_OP_SEND_INITIAL_METADATA;
+    call->metadata_sent = true;
+  }
+  if (call->outgoing != NULL) {
+    ops[count].op = GRPC_OP_SEND_MESSAGE;
+    ops[count++].data.send_message.send_message = call->outgoing;
+  }
+  return count;
+}
+
+static void send_buffer(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
+  assert(call->method->sent != NULL);
+  drop_message(call);
+  call->outgoing = buffer;
+  grpc_op ops[2];
+  memset(ops, 0, sizeof(ops));
+  size_t count = put_ops(call, ops);
+  move(call, QKVI_RPC_HANDLER, QKVI_RPC_SENDING);
+  start_batch(call, ops, count, &call->send_op);
+}
+
+static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status status, const char *text) {
+  qkvi_rpc_server_ended(call->server, qkv_rpc_cancelled(call) ? QKV_CANCELLED : status);
+  drop_message(call);
+  call->outgoing = buffer;
+  call->status_text = grpc_slice_from_copied_string(text);
+  grpc_op ops[3];
+  memset(ops, 0, sizeof(ops));
+  size_t count = put_ops(call, ops);
+  ops[count].op = GRPC_OP_SEND_STATUS_FROM_SERVER;
+  ops[count].data.send_status_from_server.status = (grpc_status_code)status;
+  ops[count++].data.send_status_from_server.status_details = &call->status_text;
+  move(call, QKVI_RPC_HANDLER, QKVI_RPC_ENDING);
+  start_batch(call, ops, count, &call->end_op);
+}
+
+static bool past_deadline(const qkv_rpc_call *call) {
+  return gpr_time_cmp(gpr_now(call->deadline.clock_type), call->deadline) >= 0;
+}
+
+static void end_cancelled(qkv_rpc_call *call) {
+  if (past_deadline(call)) {
+    end_call(call, NULL, QKV_DEADLINE_EXCEEDED, "the call's deadline has passed");
+  } else {
+    end_call(call, NULL, QKV_CANCELLED, "cancelled");
+  }
+}
+
+static void send_done(qkvi_rpc_op *op, bool ok) {
+  qkv_rpc_call *call = CALL_OF(op, send_op);
+  move(call, QKVI_RPC_SENDING, QKVI_RPC_HANDLER);
+  drop_outgoing(call);
+  if (!ok || qkv_rpc_cancelled(call)) {
+    end_cancelled(call);
+  } else {
+    call->method->sent(call);
+  }
+}
+
+static void end_done(qkvi_rpc_op *op, bool ok) {
+  (void)ok;  // a client that is gone is told nothing
+  qkv_rpc_call *call = CALL_OF(op, end_op);
+  move(call, QKVI_RPC_ENDING, QKVI_RPC_OVER);
+  drop_outgoing(call);
+  grpc_slice_unref(call->status_text);
+  unref(call);
+}
+
+// ---- Receiving ----
+
+static void read_message(qkv_rpc_call *call) {
+  grpc_op op;
+  memset(&op, 0, sizeof(op));
+  op.op = GRPC_OP_RECV_MESSAGE;
+  op.data.recv_message.recv_message = &call->received;
+  move(call, QKVI_RPC_HANDLER, QKVI_RPC_READING);
+  start_batch(call, &op, 1, &call->read_op);
+}
+
+// The message's pieces where they lie.
+static qkv_bytes message_bytes(qkv_rpc_call *call) {
+  const grpc_slice_buffer *slices = &call->received->data.raw.slice_buffer;
+  if (slices->count > QKVI_RPC_SEGMENTS) {
+    call->segments = malloc(slices->count * sizeof(*call->segments));
+    assert(call->segments != NULL);
+  }
+  for (size_t i = 0; i < slices->count; i++) {
+    call->segments[i] = (qkv_segment){.data = GRPC_SLICE_START_PTR(slices->slices[i]),
+                                      .length = GRPC_SLICE_LENGTH(slices->slices[i])};
+  }
+  return qkv_bytes_of_all(call->segments, slices->count);
+}
+
+static void read_done(qkvi_rpc_op *op, bool ok) {
+  (void)ok;  // true even where there is no message
+  qkv_rpc_call *call = CALL_OF(op, read_op);
+  move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
+  if (qkv_rpc_cancelled(call)) {
+    end_cancelled(call);
+  } else if (call->received == NULL && call->method->end != NULL) {
+    call->method->end(call);
+  } else if (call->received == NULL) {
+    end_call(call, NULL, QKV_INVALID_ARGUMENT, "the call has no message");
+  } else if (call->received->data.raw.compression != GRPC_COMPRESS_NONE) {
+    end_call(call, NULL, QKV_UNIMPLEMENTED, "compressed messages are not accepted");
+  } else {
+    call->method->message(call, message_bytes(call));
+  }
+}
+
+static void close_done(qkvi_rpc_op *op, bool ok) {
+  (void)ok;
+  qkv_rpc_call *call = CALL_OF(op, close_op);
+  if (call->closed_by_cancel) {
+    atomic_store_explicit(&call->cancelled, true, memory_order_release);
+    if (call->method != NULL && call->method->cancelled != NULL) call->method->cancelled(call);
+  }
+  unref(call);
+}
+
+// ---- For the server ----
+
+qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
+                                   gpr_timespec deadline) {
+  qkv_rpc_call *call = malloc(sizeof(*call));
+  assert(call != NULL);
+  memset(call, 0, offsetof(qkv_rpc_call, own_segments));
+  call->server = server;
+  call->method = method;
+  call->grpc = grpc;
+  call->deadline = deadline;
+  call->close_op.done = close_done;
+  call->read_op.done = read_done;
+  call->send_op.done = send_done;
+  call->end_op.done = end_done;
+  call->segments = call->own_segments;
+  atomic_init(&call->phase, QKVI_RPC_HANDLER);
+  atomic_init(&call->cancelled, false);
+  atomic_init(&call->refs, 2);
+  return call;
+}
+
+void qkvi_rpc_call_start(qkv_rpc_call *call, qkv_status refusal, const char *text) {
+  grpc_op op;
+  memset(&op, 0, sizeof(op));
+  op.op = GRPC_OP_RECV_CLOSE_ON_SERVER;
+  op.data.recv_close_on_server.cancelled = &call->closed_by_cancel;
+  start_batch(call, &op, 1, &call->close_op);
+  if (refusal != QKV_OK) {
+    end_call(call, NULL, refusal, text);
+  } else {
+    read_message(call);
+  }
+}
+
+// ---- For handlers ----
+
+void *qkv_rpc_context(const qkv_rpc_call *call) {
+  return qkvi_rpc_server_context(call->server);
+}
+
+void *qkv_rpc_state(const qkv_rpc_call *call) {
+  return call->state;
+}
+
+void qkv_rpc_set_state(qkv_rpc_call *call, void *state) {
+  call->state = state;
+}
+
+// gRPC cancels a call at its deadline, but that event may stand behind others in the queue.
+bool qkv_rpc_cancelled(const qkv_rpc_call *call) {
+  return atomic_load_explicit(&call->cancelled, memory_order_acquire) || past_deadline(call);
+}
+
+void qkv_rpc_next(qkv_rpc_call *call) {
+  assert(call->method->end != NULL);
+  drop_message(call);
+  read_message(call);
+}
+
+void qkv_rpc_reply(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(void *owner)) {
+  end_call(call, buffer_of_writer(writer, release), QKV_OK, "");
+}
+
+void qkv_rpc_send(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(void *owner)) {
+  send_buffer(call, buffer_of_writer(writer, release));
+}
+
+void qkv_rpc_reply_bytes(qkv_rpc_call *call, const void *data, size_t length) {
+  end_call(call, buffer_of_bytes(data, length), QKV_OK, "");
+}
+
+void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length) {
+  send_buffer(call, buffer_of_bytes(data, length));
+}
+
+void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text) {
+  end_call(call, NULL, status, text);
+}

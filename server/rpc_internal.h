@@ -1,0 +1,75 @@
+// What the files of the gRPC loop share: rpc_server.c accepts and drains, rpc_call.c runs one call,
+// rpc_listen.c binds addresses.
+#ifndef QKV_SERVER_RPC_INTERNAL_H
+#define QKV_SERVER_RPC_INTERNAL_H
+
+#include <grpc/grpc.h>
+#include <stdatomic.h>
+
+#include "server/rpc.h"
+
+// A tag of a completion queue: what to do when its event comes.
+typedef struct qkvi_rpc_op {
+  void (*done)(struct qkvi_rpc_op *op, bool ok);
+} qkvi_rpc_op;
+
+// ---- Addresses (rpc_listen.c) ----
+
+typedef struct qkvi_rpc_listener {
+  char *address;    // as bound
+  char *lock_path;  // of a unix socket, else NULL
+  int lock;         // its file, or -1
+} qkvi_rpc_listener;
+
+// Adds one address to a server that has not been started. On failure the listener holds nothing.
+qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error);
+void qkvi_rpc_unlisten(qkvi_rpc_listener *listener);  // after the server is gone
+
+// ---- Calls (rpc_call.c) ----
+
+// How many pieces a message may have before their list is allocated; 1 MiB comes in about 20.
+#define QKVI_RPC_SEGMENTS 32
+
+// Who has the call: the loop while an operation is under way, else the handler.
+typedef enum qkvi_rpc_phase {
+  QKVI_RPC_HANDLER,
+  QKVI_RPC_READING,
+  QKVI_RPC_SENDING,
+  QKVI_RPC_ENDING,  // the status is on its way
+  QKVI_RPC_OVER
+} qkvi_rpc_phase;
+
+struct qkv_rpc_call {
+  qkv_rpc_server *server;
+  const qkv_rpc_method *method;  // NULL for a call that is only refused
+  void *state;
+  grpc_call *grpc;
+  gpr_timespec deadline;
+  _Atomic(qkvi_rpc_phase) phase;  // changed with release before a batch, acquire after its event
+  _Atomic bool cancelled;
+  _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
+  bool metadata_sent;
+
+  // One of each, used by at most one batch at a time.
+  qkvi_rpc_op close_op, read_op, send_op, end_op;
+  int closed_by_cancel;        // of the close batch
+  grpc_byte_buffer *received;  // of the read batch; then the message the handler has
+  grpc_byte_buffer *outgoing;  // of the send or end batch
+  grpc_slice status_text;      // of the end batch
+  qkv_segment *segments;       // of `received`; own_segments or allocated
+  qkv_segment own_segments[QKVI_RPC_SEGMENTS];
+};
+
+// Takes the gRPC call. It counts as running (began) from now on.
+qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
+                                   gpr_timespec deadline);
+// Waits for the first message, or refuses the call at once if `refusal` is not QKV_OK.
+void qkvi_rpc_call_start(qkv_rpc_call *call, qkv_status refusal, const char *text);
+
+// ---- The server, as its calls see it (rpc_server.c) ----
+
+void *qkvi_rpc_server_context(const qkv_rpc_server *server);
+void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);  // the status is decided
+void qkvi_rpc_server_call_gone(qkv_rpc_server *server);                 // its memory is freed
+
+#endif

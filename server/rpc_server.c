@@ -1,0 +1,347 @@
+// The server: completion queues with a thread each, accepting calls, draining.
+//
+// Every queue has one slot armed in which gRPC puts the next call, whatever its path. The slot is armed again
+// before the call is looked at. The limit on calls is ours: slots do not limit anything.
+#include <assert.h>
+#include <grpc/grpc_security.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "server/rpc_internal.h"
+
+#define METADATA_BYTES_MAX (16 * 1024)
+// An idle connection whose peer has vanished without a word is noticed after the sum of these.
+#define KEEPALIVE_TIME_MS 30000
+#define KEEPALIVE_TIMEOUT_MS 10000
+#define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
+// Memory of gRPC's own, beside messages that handlers hold.
+#define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
+// How long connections without calls get to take their leave.
+#define GOODBYE_MS 50
+
+typedef struct accept_slot {
+  qkvi_rpc_op op;
+  qkv_rpc_server *server;
+  grpc_completion_queue *queue;
+  pthread_t thread;
+  grpc_call *call;
+  grpc_call_details details;
+  grpc_metadata_array metadata;
+} accept_slot;
+
+typedef struct stop_op {
+  qkvi_rpc_op op;
+  qkv_rpc_server *server;
+} stop_op;
+
+struct qkv_rpc_server {
+  grpc_server *grpc;
+  grpc_resource_quota *quota;
+  const qkv_rpc_method **methods;  // by path
+  size_t method_count;
+  qkvi_rpc_listener *listeners;
+  size_t listener_count;
+  accept_slot *slots;  // one for each queue
+  size_t slot_count;
+  size_t calls_max;
+  void *context;
+  void (*began)(void *context);
+  void (*ended)(void *context, qkv_status status);
+  stop_op stop;
+
+  _Atomic bool draining;
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  size_t calls;        // not freed yet
+  size_t slots_armed;  // gRPC has them
+  bool stopped;        // gRPC accepts no more
+};
+
+// ---- Methods ----
+
+static int compare_methods(const void *a, const void *b) {
+  return strcmp((*(const qkv_rpc_method *const *)a)->path, (*(const qkv_rpc_method *const *)b)->path);
+}
+
+static int compare_path(const void *key, const void *row) {
+  const grpc_slice *path = key;
+  const char *name = (*(const qkv_rpc_method *const *)row)->path;
+  size_t length = GRPC_SLICE_LENGTH(*path), name_length = strlen(name);
+  int order = memcmp(GRPC_SLICE_START_PTR(*path), name, length < name_length ? length : name_length);
+  return order != 0 ? order : (length > name_length) - (length < name_length);
+}
+
+static void index_methods(qkv_rpc_server *server, const qkv_rpc_method *const *tables) {
+  for (size_t pass = 0; pass < 2; pass++) {
+    size_t count = 0;
+    for (size_t i = 0; tables[i] != NULL; i++) {
+      for (const qkv_rpc_method *row = tables[i]; row->path != NULL; row++, count++) {
+        if (pass == 1) server->methods[count] = row;
+      }
+    }
+    if (pass == 0) server->methods = calloc(count + 1, sizeof(*server->methods));
+    assert(server->methods != NULL);
+    server->method_count = count;
+  }
+  qsort(server->methods, server->method_count, sizeof(*server->methods), compare_methods);
+}
+
+static const qkv_rpc_method *find_method(const qkv_rpc_server *server, const grpc_slice *path) {
+  const qkv_rpc_method **row =
+      bsearch(path, server->methods, server->method_count, sizeof(*server->methods), compare_path);
+  return row == NULL ? NULL : *row;
+}
+
+// ---- Accepting ----
+
+static void arm(accept_slot *slot) {
+  grpc_call_details_init(&slot->details);
+  grpc_metadata_array_init(&slot->metadata);
+  grpc_call_error result = grpc_server_request_call(slot->server->grpc, &slot->call, &slot->details, &slot->metadata,
+                                                    slot->queue, slot->queue, slot);
+  assert(result == GRPC_CALL_OK);
+  (void)result;
+}
+
+static void disarm(accept_slot *slot) {
+  grpc_call_details_destroy(&slot->details);
+  grpc_metadata_array_destroy(&slot->metadata);
+}
+
+static void count(qkv_rpc_server *server, size_t *counter, int change) {
+  pthread_mutex_lock(&server->lock);
+  *counter += (size_t)change;
+  pthread_cond_broadcast(&server->changed);
+  pthread_mutex_unlock(&server->lock);
+}
+
+// Whether a new call must be refused; `text` says why.
+static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool known, qkv_error *error) {
+  pthread_mutex_lock(&server->lock);
+  size_t calls = ++server->calls;
+  pthread_mutex_unlock(&server->lock);
+  if (server->began != NULL) server->began(server->context);
+  if (atomic_load_explicit(&server->draining, memory_order_acquire)) {
+    return qkv_fail(error, QKV_UNAVAILABLE, "draining: the daemon is about to stop");
+  }
+  if (calls > server->calls_max) {
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-calls is %zu and so many calls are running",
+                    server->calls_max);
+  }
+  if (!known) {
+    size_t length = GRPC_SLICE_LENGTH(*path);
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "no method %.*s", (int)(length < 200 ? length : 200),
+                    (const char *)GRPC_SLICE_START_PTR(*path));
+  }
+  return QKV_OK;
+}
+
+static void accept_done(qkvi_rpc_op *op, bool ok) {
+  accept_slot *slot = (accept_slot *)op;
+  qkv_rpc_server *server = slot->server;
+  if (!ok) {  // stopped
+    disarm(slot);
+    count(server, &server->slots_armed, -1);
+    return;
+  }
+  const qkv_rpc_method *method = find_method(server, &slot->details.method);
+  qkv_error error = {0};
+  qkv_status refusal = admit(server, &slot->details.method, method != NULL, &error);
+  qkv_rpc_call *call =
+      qkvi_rpc_call_create(server, refusal == QKV_OK ? method : NULL, slot->call, slot->details.deadline);
+  disarm(slot);
+  arm(slot);
+  qkvi_rpc_call_start(call, refusal, error.text);
+}
+
+static void *run_queue(void *context) {
+  grpc_completion_queue *queue = context;
+  for (;;) {
+    grpc_event event = grpc_completion_queue_next(queue, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+    if (event.type == GRPC_QUEUE_SHUTDOWN) return NULL;
+    qkvi_rpc_op *op = event.tag;
+    op->done(op, event.success != 0);
+  }
+}
+
+void *qkvi_rpc_server_context(const qkv_rpc_server *server) {
+  return server->context;
+}
+
+void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status) {
+  if (server->ended != NULL) server->ended(server->context, status);
+}
+
+void qkvi_rpc_server_call_gone(qkv_rpc_server *server) {
+  count(server, &server->calls, -1);
+}
+
+// ---- Start ----
+
+static grpc_arg integer_arg(const char *key, int64_t value) {
+  return (grpc_arg){
+      .type = GRPC_ARG_INTEGER, .key = (char *)key, .value.integer = (int)(value < INT32_MAX ? value : INT32_MAX)};
+}
+
+static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *config) {
+  int64_t transport_bytes = 4 * config->message_bytes_max;
+  if (transport_bytes < TRANSPORT_BYTES_MIN) transport_bytes = TRANSPORT_BYTES_MIN;
+  server->quota = grpc_resource_quota_create("qkvd");
+  grpc_resource_quota_resize(server->quota, (size_t)transport_bytes);
+  grpc_arg args[] = {
+      integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
+      integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
+      integer_arg(GRPC_ARG_MAX_METADATA_SIZE, METADATA_BYTES_MAX),
+      integer_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
+      // gRPC would inflate a message before it looks at its size.
+      integer_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE),
+      integer_arg(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0),
+      integer_arg(GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_TIME_MS),
+      integer_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIMEOUT_MS),
+      integer_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+      integer_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+      integer_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, CLIENT_PING_INTERVAL_MS),
+      {.type = GRPC_ARG_POINTER,
+       .key = (char *)GRPC_ARG_RESOURCE_QUOTA,
+       .value.pointer = {.p = server->quota, .vtable = grpc_resource_quota_arg_vtable()}},
+  };
+  grpc_channel_args channel_args = {.num_args = sizeof(args) / sizeof(args[0]), .args = args};
+  server->grpc = grpc_server_create(&channel_args, NULL);
+}
+
+static void stop_done(qkvi_rpc_op *op, bool ok) {
+  (void)ok;
+  qkv_rpc_server *server = ((stop_op *)op)->server;
+  pthread_mutex_lock(&server->lock);
+  server->stopped = true;
+  pthread_cond_broadcast(&server->changed);
+  pthread_mutex_unlock(&server->lock);
+}
+
+static void create_queues(qkv_rpc_server *server, size_t threads) {
+  server->slots = calloc(threads, sizeof(*server->slots));
+  assert(server->slots != NULL);
+  server->slot_count = threads;
+  for (size_t i = 0; i < threads; i++) {
+    server->slots[i].op.done = accept_done;
+    server->slots[i].server = server;
+    server->slots[i].queue = grpc_completion_queue_create_for_next(NULL);
+    grpc_server_register_completion_queue(server->grpc, server->slots[i].queue, NULL);
+  }
+}
+
+static void start_threads(qkv_rpc_server *server) {
+  for (size_t i = 0; i < server->slot_count; i++) {
+    int failed = pthread_create(&server->slots[i].thread, NULL, run_queue, server->slots[i].queue);
+    assert(failed == 0);
+    (void)failed;
+    pthread_setname_np(server->slots[i].thread, "qkvd-rpc");
+  }
+}
+
+static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *config, qkv_error *error) {
+  server->listeners = calloc(config->listen_count, sizeof(*server->listeners));
+  assert(server->listeners != NULL);
+  for (size_t i = 0; i < config->listen_count; i++) {
+    QKV_TRY(qkvi_rpc_listen(server->grpc, config->listen[i], &server->listeners[i], error));
+    server->listener_count++;
+  }
+  return QKV_OK;
+}
+
+qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error) {
+  assert(config->listen_count > 0 && config->threads > 0 && config->calls_max > 0);
+  grpc_init();
+  qkv_rpc_server *server = calloc(1, sizeof(*server));
+  assert(server != NULL);
+  server->calls_max = config->calls_max;
+  server->context = config->context;
+  server->began = config->began;
+  server->ended = config->ended;
+  server->stop = (stop_op){.op.done = stop_done, .server = server};
+  atomic_init(&server->draining, false);
+  pthread_mutex_init(&server->lock, NULL);
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&server->changed, &attributes);
+  pthread_condattr_destroy(&attributes);
+  index_methods(server, config->methods);
+  create_grpc_server(server, config);
+  create_queues(server, config->threads);
+
+  qkv_status status = listen_all(server, config, error);
+  *out = server;  // calls may come before this function returns
+  if (status == QKV_OK) {
+    grpc_server_start(server->grpc);
+    for (size_t i = 0; i < server->slot_count; i++) arm(&server->slots[i]);
+    server->slots_armed = server->slot_count;
+  }
+  start_threads(server);
+  if (status != QKV_OK) {
+    qkv_rpc_server_drain(server, 0);
+    qkv_rpc_server_destroy(out);
+  }
+  return status;
+}
+
+const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen) {
+  assert(listen < server->listener_count);
+  return server->listeners[listen].address;
+}
+
+// ---- Stop ----
+
+// Waits until no call is left (and, with `all`, nothing at all) or `wait_ms` have passed; < 0: for ever.
+static bool wait_idle(qkv_rpc_server *server, bool all, int64_t wait_ms) {
+  struct timespec until;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_sec += wait_ms / 1000;
+  until.tv_nsec += wait_ms % 1000 * 1000000;
+  if (until.tv_nsec >= 1000000000) {
+    until.tv_sec++;
+    until.tv_nsec -= 1000000000;
+  }
+  pthread_mutex_lock(&server->lock);
+  bool idle, late = false;
+  while (!(idle = server->calls == 0 && (!all || (server->stopped && server->slots_armed == 0))) && !late) {
+    if (wait_ms < 0) {
+      pthread_cond_wait(&server->changed, &server->lock);
+    } else {
+      late = pthread_cond_timedwait(&server->changed, &server->lock, &until) != 0;
+    }
+  }
+  pthread_mutex_unlock(&server->lock);
+  return idle;
+}
+
+void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
+  atomic_store_explicit(&server->draining, true, memory_order_release);
+  bool finished = wait_idle(server, false, grace_ms);
+  grpc_server_shutdown_and_notify(server->grpc, server->slots[0].queue, &server->stop);
+  // An idle client may leave its connection unread for long, so it is cut off, too.
+  if (!finished || !wait_idle(server, true, GOODBYE_MS)) grpc_server_cancel_all_calls(server->grpc);
+  wait_idle(server, true, -1);
+}
+
+void qkv_rpc_server_destroy(qkv_rpc_server **out) {
+  qkv_rpc_server *server = *out;
+  if (server == NULL) return;
+  *out = NULL;
+  assert(server->stopped && server->calls == 0);
+  for (size_t i = 0; i < server->slot_count; i++) grpc_completion_queue_shutdown(server->slots[i].queue);
+  for (size_t i = 0; i < server->slot_count; i++) pthread_join(server->slots[i].thread, NULL);
+  grpc_server_destroy(server->grpc);
+  for (size_t i = 0; i < server->slot_count; i++) grpc_completion_queue_destroy(server->slots[i].queue);
+  grpc_resource_quota_unref(server->quota);
+  for (size_t i = 0; i < server->listener_count; i++) qkvi_rpc_unlisten(&server->listeners[i]);
+  pthread_cond_destroy(&server->changed);
+  pthread_mutex_destroy(&server->lock);
+  free(server->listeners);
+  free(server->slots);
+  free(server->methods);
+  free(server);
+  grpc_shutdown();
+}
