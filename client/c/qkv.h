@@ -35,12 +35,14 @@ typedef struct qkv_call_error {
 typedef struct qkv_client qkv_client;
 
 typedef struct qkv_client_options {
-  int64_t timeout_ms;         // of every call; 0: 60000
-  int64_t message_bytes_max;  // of a response; 0: 256 MiB
+  int64_t timeout_ms;          // of every call, and of every step of a decode stream; 0: 60000
+  int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
+  int64_t message_bytes_max;   // of a response; 0: 256 MiB
 } qkv_client_options;
 
 // Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
-// UNAVAILABLE when nobody answers. On failure *client is NULL.
+// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target. On failure *client is NULL.
+// A client whose daemon went away gives UNAVAILABLE and connects anew at its next call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
 // Closes the connection and clears *client. Sessions stay open in the daemon.
@@ -51,7 +53,9 @@ void qkv_free(void *memory);
 
 enum { QKV_CLIENT_FP32 = 1, QKV_CLIENT_FP16 = 2, QKV_CLIENT_BF16 = 3 };
 
-// A tensor in the caller's memory. `strides` in bytes; all 0 means dense, row-major.
+// A tensor in the caller's memory. `strides` in bytes; all 0 means dense, row-major. A tensor with strides is
+// sent as it lies, the bytes between its rows included, unless those would more than double the message: then
+// its rows are packed first.
 typedef struct qkv_client_tensor {
   int dtype;  // QKV_CLIENT_*
   int rank;   // 0: absent
@@ -163,7 +167,8 @@ typedef struct qkv_client_result {
 } qkv_client_result;
 
 // Appends and attends a batch. `results` has room for `count`; where an item carries queries, its `out` and
-// `lse` are given memory (qkv_client_result_free). The returned status is that of the call; items have theirs.
+// `lse` are given memory (qkv_client_results_free). The returned status is that of the call; items have theirs.
+// Where the call failed, every result carries its status.
 qkv_code qkv_client_attend(qkv_client *client, const qkv_client_item *items, size_t count, qkv_client_result *results,
                            qkv_call_error *error);
 // Frees what `count` results hold and zeroes them.

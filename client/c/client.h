@@ -1,0 +1,119 @@
+// What the files of libqkv share: the connection, one call on it, and messages on their way out and in.
+//
+// A client has one socket, which it opens itself, one gRPC channel over it and one completion queue. Opening the
+// socket ourselves buys three things: exact words when nobody answers, a call path without name resolution and
+// load balancing, and a way to end a write that hangs because the daemon has stopped reading (shutdown(2)).
+//
+// Memory that is sent by reference is *lent* to gRPC. A call returns only when gRPC has given all of it back
+// (qkvi_reclaim): usually it has by the time the answer is there; where a dead peer keeps it, the connection is
+// cut.
+//
+// Threads: as qkv.h says, one at a time.
+#ifndef QKV_CLIENT_C_CLIENT_H
+#define QKV_CLIENT_C_CLIENT_H
+
+#include <grpc/grpc.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "client/c/qkv.h"
+#include "engine/base/bytes.h"
+#include "engine/base/status.h"
+#include "engine/base/tensor.h"
+#include "proto/wire.h"
+
+struct qkv_client {
+  char *target;  // as the caller gave it
+  qkv_client_options options;
+  int fd;  // a duplicate of the channel's socket, to watch and cut it; -1: not connected
+  grpc_channel *channel;
+  grpc_completion_queue *queue;
+  atomic_size_t lent;          // pieces of the caller's memory that gRPC holds
+  qkv_wire_writer *writer;     // of the request being made
+  void **packed;               // copies of tensors whose strides waste too much, until the call is over
+  size_t packed_count;         //
+  qkv_segment *segments;       // of the response being read
+  size_t segment_capacity;     //
+  uint8_t *scratch[2];         // rows that arrived in pieces, made whole (fetch.c)
+  size_t scratch_capacity[2];  //
+};
+
+// ---- errors ----
+
+// Fills `error` (may be NULL) and returns `code`.
+qkv_code qkvi_fail(qkv_call_error *error, qkv_code code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+// The same from an error of the engine's kind.
+qkv_code qkvi_fail_with(qkv_call_error *error, const qkv_error *reason);
+// Clears `error` and returns 0.
+qkv_code qkvi_ok(qkv_call_error *error);
+
+// ---- connection.c ----
+
+// Milliseconds on the clock that deadlines are counted on.
+int64_t qkvi_now_ms(void);
+// Makes sure that there is a connection, opening a new one where the old is gone. UNAVAILABLE, at once, where
+// that fails.
+qkv_code qkvi_ensure_connected(qkv_client *client, qkv_call_error *error);
+// Ends the connection under gRPC's feet, so that whatever waits for the socket fails.
+void qkvi_cut(qkv_client *client);
+// Waits until gRPC has given back everything that was lent to it.
+void qkvi_reclaim(qkv_client *client);
+
+// ---- call.c ----
+
+// The client's writer, emptied.
+qkv_wire_writer *qkvi_begin_request(qkv_client *client);
+// The message in the client's writer. Large references are lent, the rest is copied.
+grpc_byte_buffer *qkvi_request(qkv_client *client);
+// A message of `bytes` bytes, copied.
+grpc_byte_buffer *qkvi_request_of_bytes(const void *data, size_t bytes);
+// A view of a response, valid until the next view or the end of the buffer.
+qkv_bytes qkvi_view(qkv_client *client, const grpc_byte_buffer *buffer);
+
+// One call. Messages go through qkvi_call_run; `ended` says that `status` and `text` are the call's outcome.
+typedef struct qkvi_call {
+  qkv_client *client;
+  const char *method;
+  grpc_call *call;
+  grpc_metadata_array initial, trailing;
+  bool begun;  // the initial metadata are exchanged
+} qkvi_call;
+
+// Creates a call whose deadline is the client's timeout, or that has none.
+qkv_code qkvi_call_open(qkv_client *client, const char *method, bool deadline, qkvi_call *call,
+                        qkv_call_error *error);
+// Frees it; cancels it where it has not ended. Nothing may be under way.
+void qkvi_call_close(qkvi_call *call);
+
+// One batch: sends `request` if not NULL (and takes it), half-closes where `last`, receives a message where
+// `response` is not NULL (NULL into it at the end of the stream), and the call's outcome where `outcome` is not
+// NULL. Returns when all that is done or the client's timeout has passed; then the call is cancelled. False when
+// gRPC refuses the batch (ours).
+typedef struct qkvi_step {
+  grpc_byte_buffer *request;
+  bool last;
+  grpc_byte_buffer **response;
+  qkv_call_error *outcome;
+} qkvi_step;
+void qkvi_call_run(qkvi_call *call, const qkvi_step *step);
+
+// A call with one request and one response, or a client stream of one message. Takes `request`. On success
+// *response is not NULL and the caller's.
+qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *request, grpc_byte_buffer **response,
+                    qkv_call_error *error);
+
+// ---- items.c ----
+
+// Writes `items` as field 1 of AppendRequest or AttendRequest into the client's writer.
+qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, qkv_call_error *error);
+// Frees what qkvi_put_items has packed; after qkvi_reclaim.
+void qkvi_release_items(qkv_client *client);
+// Reads a Tensor message; it must be dense and of rank `rank`. `name` is for errors.
+qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor, qkv_error *error);
+// INTERNAL: what the daemon sent is not what the contract says.
+qkv_code qkvi_malformed(qkv_call_error *error, const char *method, const qkv_error *reason);
+
+#endif

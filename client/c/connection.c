@@ -1,0 +1,195 @@
+// The connection: opened, watched, cut and opened anew.
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <grpc/grpc_posix.h>
+#include <grpc/grpc_security.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "client/c/client.h"
+#include "client/c/socket.h"
+
+enum {
+  TIMEOUT_MS = 60000,
+  MESSAGE_BYTES_MAX = 256 << 20,
+  RETRY_FIRST_MS = 5,
+  RETRY_MAX_MS = 100,
+  RECLAIM_PATIENCE_MS = 100,  // how long a write may still hold lent memory after its call has ended
+};
+
+int64_t qkvi_now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+// Runs what gRPC has to do for up to `ms`. Nothing is ever sent with this tag, so events stay for their owners.
+static void poll_for(qkv_client *client, int64_t ms) {
+  static char nobody;
+  gpr_timespec until = gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_millis(ms, GPR_TIMESPAN));
+  grpc_event event = grpc_completion_queue_pluck(client->queue, &nobody, until, NULL);
+  assert(event.type == GRPC_QUEUE_TIMEOUT);
+}
+
+void qkvi_cut(qkv_client *client) {
+  if (client->fd >= 0) (void)shutdown(client->fd, SHUT_RDWR);
+}
+
+void qkvi_reclaim(qkv_client *client) {
+  int64_t patience_end = 0;
+  while (atomic_load(&client->lent) > 0) {
+    int64_t now = qkvi_now_ms();
+    if (patience_end == 0) patience_end = now + RECLAIM_PATIENCE_MS;
+    if (now >= patience_end) qkvi_cut(client);
+    poll_for(client, 1);
+  }
+}
+
+static void disconnect(qkv_client *client) {
+  if (client->channel != NULL) grpc_channel_destroy(client->channel);
+  if (client->fd >= 0) close(client->fd);
+  client->channel = NULL;
+  client->fd = -1;
+}
+
+// gRPC's arguments have no const, and are not written to.
+static char *as_argument(const char *text) {
+  return (char *)(uintptr_t)text;
+}
+
+static grpc_channel *create_channel(const qkv_client *client, int fd) {
+  int64_t bytes_max = client->options.message_bytes_max < INT32_MAX ? client->options.message_bytes_max : INT32_MAX;
+  grpc_arg arguments[3] = {{.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_STRING}};
+  arguments[0].key = as_argument(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH);
+  arguments[0].value.integer = (int)bytes_max;
+  arguments[1].key = as_argument(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH);
+  arguments[1].value.integer = -1;
+  arguments[2].key = as_argument(GRPC_ARG_DEFAULT_AUTHORITY);
+  arguments[2].value.string = as_argument("localhost");
+  grpc_channel_args all = {.num_args = sizeof arguments / sizeof *arguments, .args = arguments};
+  grpc_channel_credentials *credentials = grpc_insecure_credentials_create();
+  grpc_channel *channel = grpc_channel_create_from_fd(client->target, fd, credentials, &all);
+  grpc_channel_credentials_release(credentials);
+  return channel;
+}
+
+// Opens a socket and a channel over it, which then owns it; the client keeps a duplicate.
+static qkv_status connect_once(qkv_client *client, int64_t timeout_ms, bool *retry, qkv_error *error) {
+  qkvi_target target;
+  int fd = -1;
+  disconnect(client);
+  *retry = false;
+  QKV_TRY(qkvi_target_parse(client->target, &target, error));
+  QKV_TRY(qkvi_socket_connect(&target, timeout_ms, &fd, retry, error));
+  client->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (client->fd < 0) {
+    int reason = errno;
+    char text[96];
+    close(fd);
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s", strerror_r(reason, text, sizeof text));
+  }
+  client->channel = create_channel(client, fd);
+  return QKV_OK;
+}
+
+static qkv_code nobody_answers(const qkv_client *client, const qkv_error *reason, qkv_call_error *error) {
+  if (reason->status == QKV_INVALID_ARGUMENT) return qkvi_fail_with(error, reason);
+  return qkvi_fail(error, QKV_UNAVAILABLE, "nobody answers at %s: %s; is qkvd running there?", client->target,
+                   reason->text);
+}
+
+qkv_code qkvi_ensure_connected(qkv_client *client, qkv_call_error *error) {
+  if (client->channel != NULL && !qkvi_socket_hung_up(client->fd)) return QKV_OK;
+  bool retry = false;
+  qkv_error reason = {0};
+  if (connect_once(client, client->options.timeout_ms, &retry, &reason) == QKV_OK) return QKV_OK;
+  return nobody_answers(client, &reason, error);
+}
+
+// Whether a gRPC server is behind the socket: any answer to a health check will do.
+static qkv_status greet(qkv_client *client, int64_t timeout_ms, qkv_error *error) {
+  grpc_byte_buffer *response = NULL;
+  qkv_call_error answer = {0};
+  int64_t timeout_of_calls_ms = client->options.timeout_ms;
+  client->options.timeout_ms = timeout_ms;
+  (void)qkvi_unary(client, "/grpc.health.v1.Health/Check", qkvi_request_of_bytes("", 0), &response, &answer);
+  client->options.timeout_ms = timeout_of_calls_ms;
+  if (response != NULL) grpc_byte_buffer_destroy(response);
+  if (answer.code == QKV_DEADLINE_EXCEEDED || answer.code == QKV_UNAVAILABLE) {
+    return qkv_fail(error, QKV_UNAVAILABLE, "%.200s", answer.text);
+  }
+  return QKV_OK;
+}
+
+static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_error *error) {
+  for (int64_t pause_ms = RETRY_FIRST_MS;; pause_ms = pause_ms < RETRY_MAX_MS / 2 ? 2 * pause_ms : RETRY_MAX_MS) {
+    bool retry = false;
+    qkv_error reason = {0};
+    int64_t left_ms = deadline_ms - qkvi_now_ms();
+    if (left_ms < 1) left_ms = 1;
+    qkv_status status = connect_once(client, left_ms, &retry, &reason);
+    if (status == QKV_OK) {
+      left_ms = deadline_ms - qkvi_now_ms();
+      status = greet(client, left_ms < 1 ? 1 : left_ms, &reason);
+      retry = true;
+    }
+    if (status == QKV_OK) return qkvi_ok(error);
+    if (!retry || qkvi_now_ms() + pause_ms >= deadline_ms) return nobody_answers(client, &reason, error);
+    poll_for(client, pause_ms);
+  }
+}
+
+qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
+                            qkv_call_error *error) {
+  *client_out = NULL;
+  qkv_client *client = calloc(1, sizeof *client);
+  assert(client != NULL);
+  if (options != NULL) client->options = *options;
+  if (client->options.timeout_ms <= 0) client->options.timeout_ms = TIMEOUT_MS;
+  if (client->options.connect_timeout_ms <= 0) client->options.connect_timeout_ms = client->options.timeout_ms;
+  if (client->options.message_bytes_max <= 0) client->options.message_bytes_max = MESSAGE_BYTES_MAX;
+  client->fd = -1;
+  client->target = strdup(target);
+  client->writer = qkv_wire_writer_create();
+  assert(client->target != NULL && client->writer != NULL);
+  grpc_init();
+  client->queue = grpc_completion_queue_create_for_pluck(NULL);
+
+  qkv_code code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
+  if (code != QKV_OK) {
+    qkv_client_close(&client);
+    return code;
+  }
+  *client_out = client;
+  return QKV_OK;
+}
+
+void qkv_client_close(qkv_client **client_in) {
+  qkv_client *client = *client_in;
+  if (client == NULL) return;
+  assert(atomic_load(&client->lent) == 0);
+  disconnect(client);
+  grpc_completion_queue_shutdown(client->queue);
+  static char nobody;
+  grpc_event event;
+  do {
+    event = grpc_completion_queue_pluck(client->queue, &nobody, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+  } while (event.type != GRPC_QUEUE_SHUTDOWN);
+  grpc_completion_queue_destroy(client->queue);
+  qkv_wire_writer_destroy(&client->writer);
+  free(client->packed);
+  free(client->segments);
+  for (int i = 0; i < 2; i++) free(client->scratch[i]);
+  free(client->target);
+  free(client);
+  *client_in = NULL;
+  grpc_shutdown();
+}
+
+void qkv_free(void *memory) {
+  free(memory);
+}

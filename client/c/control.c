@@ -1,0 +1,180 @@
+// Models and sessions: small messages, through protobuf-c.
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/c/client.h"
+#include "client/c/message.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+
+qkv_code qkv_client_call_message(qkv_client *client, const char *method, const ProtobufCMessage *request,
+                                 const ProtobufCMessageDescriptor *kind, ProtobufCMessage **answer,
+                                 qkv_call_error *error) {
+  *answer = NULL;
+  size_t bytes = protobuf_c_message_get_packed_size(request);
+  uint8_t *packed = malloc(bytes + 1);
+  assert(packed != NULL);
+  protobuf_c_message_pack(request, packed);
+  void *response = NULL;
+  size_t response_bytes = 0;
+  qkv_code code = qkv_client_call(client, method, packed, bytes, &response, &response_bytes, error);
+  free(packed);
+  if (code != QKV_OK) return code;
+  *answer = protobuf_c_message_unpack(kind, NULL, response_bytes, response);
+  free(response);
+  if (*answer != NULL) return QKV_OK;
+  qkv_error reason = {0};
+  (void)qkv_fail(&reason, QKV_INTERNAL, "it is no %s of %zu bytes", kind->name, response_bytes);
+  return qkvi_malformed(error, method, &reason);
+}
+
+// The contract's empty string for a text that is not there. protobuf-c wants no const.
+static char *text_or_empty(const char *text) {
+  return (char *)(uintptr_t)(text == NULL ? "" : text);
+}
+
+static void fill_policy(const qkv_client_policy *from, Qkv__V1__CodecPolicy *to) {
+  qkv__v1__codec_policy__init(to);
+  to->codec = text_or_empty(from->codec);
+  to->bits_k = from->bits_k;
+  to->bits_v = from->bits_v;
+  if (from->recent_window < 0) return;
+  to->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
+  to->recent_window = from->recent_window < UINT32_MAX ? (uint32_t)from->recent_window : UINT32_MAX;
+}
+
+static void fill_rope(const qkv_client_rope *from, Qkv__V1__Rope *to) {
+  qkv__v1__rope__init(to);
+  to->theta = from->theta;
+  to->width = from->width;
+  to->pairing =
+      from->interleaved ? QKV__V1__ROPE__PAIRING__PAIRING_INTERLEAVED : QKV__V1__ROPE__PAIRING__PAIRING_HALF;
+  to->scaling = (Qkv__V1__Rope__Scaling)from->scaling;
+  to->factor = from->factor;
+  to->original_max_position = from->original_max_position;
+  to->low_freq_factor = from->low_freq_factor;
+  to->high_freq_factor = from->high_freq_factor;
+  to->beta_fast = from->beta_fast;
+  to->beta_slow = from->beta_slow;
+  to->attention_factor = from->attention_factor;
+}
+
+qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *from, qkv_call_error *error) {
+  Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
+  Qkv__V1__Model model = QKV__V1__MODEL__INIT;
+  Qkv__V1__CodecPolicy policy;
+  Qkv__V1__Rope rope;
+  ProtobufCMessage *answer = NULL;
+  model.name = text_or_empty(from->name);
+  model.layers = from->layers;
+  model.kv_heads = from->kv_heads;
+  model.q_heads = from->q_heads;
+  model.key_dim = from->key_dim;
+  model.value_dim = from->value_dim;
+  model.dtype = (Qkv__V1__DType)from->dtype;
+  fill_rope(&from->rope, &rope);
+  model.rope = &rope;
+  model.scale = from->scale;
+  model.sliding_window = from->sliding_window;
+  model.soft_cap = from->soft_cap;
+  if (from->policy != NULL) {
+    fill_policy(from->policy, &policy);
+    model.policy = &policy;
+  }
+  request.model = &model;
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/RegisterModel", &request.base,
+                                          &qkv__v1__register_model_response__descriptor, &answer, error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  return code;
+}
+
+qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error) {
+  Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
+  Qkv__V1__CodecPolicy policy;
+  ProtobufCMessage *answer = NULL;
+  request.session = text_or_empty(options->session);
+  request.model = text_or_empty(options->model);
+  request.tenant = text_or_empty(options->tenant);
+  request.purpose = (Qkv__V1__Purpose)options->purpose;
+  request.first_position = options->first_position;
+  if (options->policy != NULL) {
+    fill_policy(options->policy, &policy);
+    request.policy = &policy;
+  }
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/OpenSession", &request.base,
+                                          &qkv__v1__open_session_response__descriptor, &answer, error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  return code;
+}
+
+qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
+                                  qkv_call_error *error) {
+  Qkv__V1__CloseSessionRequest request = QKV__V1__CLOSE_SESSION_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  request.session = text_or_empty(session);
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/CloseSession", &request.base,
+                                          &qkv__v1__close_session_response__descriptor, &answer, error);
+  if (code != QKV_OK) return code;
+  if (bytes_freed != NULL) *bytes_freed = ((const Qkv__V1__CloseSessionResponse *)answer)->bytes_freed;
+  protobuf_c_message_free_unpacked(answer, NULL);
+  return QKV_OK;
+}
+
+static void copy_name(char out[129], const char *name) {
+  size_t length = strnlen(name, 128);
+  memcpy(out, name, length);
+  out[length] = '\0';
+}
+
+static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info *info) {
+  *info = (qkv_client_session_info){
+      .purpose = (int)from->purpose,
+      .first_position = from->first_position,
+      .tokens_coded = from->tokens_coded,
+      .tokens_exact = from->tokens_exact,
+      .bytes_coded = from->bytes_coded,
+      .bytes_exact = from->bytes_exact,
+      .bytes_fp16 = from->bytes_fp16,
+      .bits_per_coordinate = from->bits_per_coordinate,
+      .created_unix_ms = from->created_unix_ms,
+      .last_used_unix_ms = from->last_used_unix_ms,
+      .layers = (uint32_t)from->n_lengths,
+  };
+  copy_name(info->session, from->session);
+  copy_name(info->model, from->model);
+  copy_name(info->tenant, from->tenant);
+  if (from->policy != NULL) {
+    info->bits_k = from->policy->bits_k;
+    info->bits_v = from->policy->bits_v;
+    info->recent_window = from->policy->recent_window;
+  }
+  if (from->n_lengths == 0) return;
+  info->lengths = malloc(from->n_lengths * sizeof *info->lengths);
+  assert(info->lengths != NULL);
+  memcpy(info->lengths, from->lengths, from->n_lengths * sizeof *info->lengths);
+}
+
+qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,
+                                qkv_call_error *error) {
+  Qkv__V1__GetSessionRequest request = QKV__V1__GET_SESSION_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  *info = (qkv_client_session_info){0};
+  request.session = text_or_empty(session);
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/GetSession", &request.base,
+                                          &qkv__v1__session_info__descriptor, &answer, error);
+  if (code != QKV_OK) return code;
+  take_info((const Qkv__V1__SessionInfo *)answer, info);
+  protobuf_c_message_free_unpacked(answer, NULL);
+  return QKV_OK;
+}
+
+qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error) {
+  Qkv__V1__TruncateRequest request = QKV__V1__TRUNCATE_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  request.session = text_or_empty(session);
+  request.position = position;
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/Truncate", &request.base,
+                                          &qkv__v1__truncate_response__descriptor, &answer, error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  return code;
+}
