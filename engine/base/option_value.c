@@ -113,14 +113,12 @@ qkv_status qkvi_option_parse(const qkv_option *row, const char *label, const cha
   return QKV_OK;
 }
 
-// In the largest unit that divides it.
+// In the largest unit that divides it. The last unit of a table, a factor of 1, divides everything.
 static void scaled_text(const unit_row *units, int64_t value, char *text, size_t size) {
-  for (const unit_row *unit = units; unit->name != NULL; unit++) {
-    if (unit->factor > 1 && (value == 0 || value % unit->factor != 0)) continue;
-    const char *name = units == byte_units && unit->factor == 1 ? "" : unit->name;
-    (void)snprintf(text, size, "%" PRId64 "%s", value / unit->factor, name);
-    return;
-  }
+  const unit_row *unit = units;
+  while (unit->factor > 1 && (value == 0 || value % unit->factor != 0)) unit++;
+  bool bare = value == 0 || units == byte_units;
+  (void)snprintf(text, size, "%" PRId64 "%s", value / unit->factor, unit->factor == 1 && bare ? "" : unit->name);
 }
 
 void qkvi_option_number_text(qkv_option_kind kind, int64_t integer, double real, char *text, size_t size) {

@@ -25,10 +25,10 @@ qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qk
 void qkv_pool_destroy(qkv_pool **pool);
 
 // RESOURCE_EXHAUSTED when `queue_max` jobs wait already: the caller refuses its own caller.
-qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *job, void *context);
+qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context);
 
-// fn(context, i, worker) for i in [0, count), in any order, on the caller and on idle threads.
-void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *fn, void *context);
+// run(context, i, worker) for i in [0, count), in any order, on the caller and on idle threads.
+void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context);
 
 // Threads a loop can use at most, the caller included; >= 1.
 size_t qkv_pool_width(const qkv_pool *pool);

@@ -206,6 +206,7 @@ static qkv_status check_shape(const qkv_tensor *tensor, const char *name, int ra
 
 static qkv_status check_strides(const qkv_tensor *tensor, const char *name, qkv_error *error) {
   int64_t element = (int64_t)qkv_dtype_size(tensor->dtype);
+  assert(element > 0);
   for (int i = 0; i < tensor->rank; i++) {
     int64_t stride = tensor->strides[i];
     if (stride < 0) {
@@ -265,6 +266,7 @@ void qkv_tensor_row(const qkv_tensor *tensor, int64_t i, int64_t j, float *out) 
   size_t offset = row_offset(tensor, i, j);
   size_t left = (size_t)tensor->dims[tensor->rank - 1];
   size_t element = qkv_dtype_size(tensor->dtype);
+  assert(element > 0);
   const uint8_t *row = qkv_bytes_contiguous(tensor->data, offset, left * element);
   if (row != NULL) {
     qkv_to_float(tensor->dtype, row, out, left);

@@ -1,0 +1,103 @@
+#include "engine/base/arena.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void assert_stats(const qkv_arena *arena, uint64_t used, uint64_t reserved) {
+  qkv_arena_stats stats = qkv_arena_read(arena);
+  assert_int_equal(stats.bytes_used, used);
+  assert_int_equal(stats.bytes_reserved, reserved);
+}
+
+static void test_cost(void **state) {
+  (void)state;
+  assert_int_equal(qkv_arena_cost(1), 64);
+  assert_int_equal(qkv_arena_cost(64), 64);
+  assert_int_equal(qkv_arena_cost(65), 128);
+  assert_int_equal(qkv_arena_cost((size_t)5 << 32), (size_t)5 << 32);
+}
+
+static void test_reserve_alloc_free(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1024);
+  assert_int_equal(qkv_arena_reserve(arena, 512, NULL), QKV_OK);
+  assert_stats(arena, 0, 512);
+  void *block = qkv_arena_alloc(arena, 100);
+  assert_int_equal((uintptr_t)block % QKV_ARENA_ALIGN, 0);
+  memset(block, 1, 100);
+  assert_stats(arena, 128, 384);
+  qkv_arena_unreserve(arena, 384);
+  assert_stats(arena, 128, 0);
+  qkv_arena_free(arena, block, 100);
+  assert_stats(arena, 0, 0);
+  assert_int_equal(qkv_arena_read(arena).bytes_max, 1024);
+  qkv_arena_destroy(&arena);
+  assert_null(arena);
+}
+
+static void test_refusal_changes_nothing(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 640, NULL), QKV_OK);
+  void *block = qkv_arena_alloc(arena, 600);
+  qkv_error error = {0};
+  assert_int_equal(qkv_arena_reserve(arena, 361, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "memory-budget is 1000 bytes, 640 in use, 361 more are needed");
+  assert_int_equal(qkv_arena_reserve(arena, UINT64_MAX, NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_stats(arena, 640, 0);
+  assert_int_equal(qkv_arena_reserve(arena, 360, NULL), QKV_OK);
+  qkv_arena_unreserve(arena, 360);
+  qkv_arena_free(arena, block, 600);
+  qkv_arena_destroy(&arena);
+}
+
+typedef struct contest {
+  qkv_arena *arena;
+  int refused;
+} contest;
+
+// Four threads want up to 4 * 4 blocks where 6 fit.
+static void *contend(void *context) {
+  contest *own = context;
+  for (int round = 0; round < 3000; round++) {
+    size_t blocks = (size_t)round % 4 + 1;
+    if (qkv_arena_reserve(own->arena, blocks * 128, NULL) != QKV_OK) {
+      own->refused++;
+      continue;
+    }
+    assert_true(qkv_arena_read(own->arena).bytes_reserved <= 6 * 128);
+    uint8_t *block = qkv_arena_alloc(own->arena, 128);
+    block[127] = (uint8_t)round;
+    qkv_arena_unreserve(own->arena, (blocks - 1) * 128);
+    qkv_arena_free(own->arena, block, 128);
+  }
+  return NULL;
+}
+
+static void test_threads_stay_within_the_budget(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", UINT64_C(6) * 128);
+  pthread_t threads[4];
+  contest contests[4];
+  for (int i = 0; i < 4; i++) {
+    contests[i] = (contest){.arena = arena};
+    assert_int_equal(pthread_create(&threads[i], NULL, contend, &contests[i]), 0);
+  }
+  for (int i = 0; i < 4; i++) (void)pthread_join(threads[i], NULL);
+  assert_stats(arena, 0, 0);
+  assert_int_equal(qkv_arena_reserve(arena, UINT64_C(6) * 128, NULL), QKV_OK);
+  qkv_arena_unreserve(arena, UINT64_C(6) * 128);
+  qkv_arena_destroy(&arena);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost), cmocka_unit_test(test_reserve_alloc_free),
+                                     cmocka_unit_test(test_refusal_changes_nothing),
+                                     cmocka_unit_test(test_threads_stay_within_the_budget)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

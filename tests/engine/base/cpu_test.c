@@ -1,0 +1,37 @@
+#include "engine/base/cpu.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void test_text(void **state) {
+  (void)state;
+  char text[64];
+  qkv_cpu_text(0, text, sizeof text);
+  assert_string_equal(text, "none");
+  qkv_cpu_text(QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_F16C, text, sizeof text);
+  assert_string_equal(text, "avx2,fma,f16c");
+  qkv_cpu_text(UINT32_MAX, text, sizeof text);
+  assert_string_equal(text, "avx2,fma,f16c,avx512,avx512-vnni,avx512-vbmi,neon");
+  memset(text, 'x', sizeof text);
+  qkv_cpu_text(UINT32_MAX, text, 8);
+  assert_string_equal(text, "avx2,fm");
+  assert_int_equal(text[8], 'x');
+}
+
+static void test_flags_are_consistent(void **state) {
+  (void)state;
+  uint32_t flags = qkv_cpu_flags();
+  assert_int_equal(flags, qkv_cpu_flags());
+  if ((flags & (QKV_CPU_VNNI | QKV_CPU_VBMI)) != 0) assert_true((flags & QKV_CPU_AVX512) != 0);
+  if ((flags & QKV_CPU_AVX512) != 0) assert_true((flags & QKV_CPU_AVX2) != 0);
+  if ((flags & QKV_CPU_NEON) != 0) assert_int_equal(flags, QKV_CPU_NEON);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_text), cmocka_unit_test(test_flags_are_consistent)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

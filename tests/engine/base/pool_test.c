@@ -1,0 +1,243 @@
+#include "engine/base/pool.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define INDEXES 500
+
+static qkv_pool *pool_of(size_t threads, size_t queue_max) {
+  qkv_pool *pool = NULL;
+  qkv_error error = {0};
+  assert_int_equal(qkv_pool_create(threads, queue_max, &pool, &error), QKV_OK);
+  return pool;
+}
+
+// A gate that holds threads until it is opened.
+typedef struct gate_state {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  int arrived;
+  bool open;
+} gate_state;
+
+#define GATE_CLOSED \
+  { .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER }
+
+static void pass_gate(void *context) {
+  gate_state *gate = context;
+  pthread_mutex_lock(&gate->lock);
+  gate->arrived++;
+  pthread_cond_broadcast(&gate->changed);
+  while (!gate->open) pthread_cond_wait(&gate->changed, &gate->lock);
+  pthread_mutex_unlock(&gate->lock);
+}
+
+static void await_arrivals(gate_state *gate, int count) {
+  pthread_mutex_lock(&gate->lock);
+  while (gate->arrived < count) pthread_cond_wait(&gate->changed, &gate->lock);
+  pthread_mutex_unlock(&gate->lock);
+}
+
+static void open_gate(gate_state *gate) {
+  pthread_mutex_lock(&gate->lock);
+  gate->open = true;
+  pthread_cond_broadcast(&gate->changed);
+  pthread_mutex_unlock(&gate->lock);
+}
+
+static void add_one(void *context) {
+  atomic_fetch_add((_Atomic int *)context, 1);
+}
+
+typedef struct tally_state {
+  int visits[INDEXES];            // written by whoever runs the index; read after the loop
+  _Atomic int inside[16];         // by worker: two at once would be an error
+  _Atomic int worker_collisions;  // times that happened
+  size_t width;
+} tally_state;
+
+static void visit(void *context, size_t index, size_t worker) {
+  tally_state *tally = context;
+  if (worker >= tally->width || atomic_fetch_add(&tally->inside[worker], 1) != 0) {
+    atomic_fetch_add(&tally->worker_collisions, 1);
+  }
+  tally->visits[index]++;
+  atomic_fetch_sub(&tally->inside[worker], 1);
+}
+
+static void assert_visited(const tally_state *tally, size_t count) {
+  for (size_t i = 0; i < INDEXES; i++) assert_int_equal(tally->visits[i], i < count ? 1 : 0);
+  assert_int_equal(tally->worker_collisions, 0);
+}
+
+static void test_loop_covers_each_index_once(void **state) {
+  (void)state;
+  static const size_t counts[] = {0, 1, 2, 3, 7, INDEXES};
+  for (size_t threads = 0; threads < 5; threads++) {
+    qkv_pool *pool = pool_of(threads, 4);
+    assert_int_equal(qkv_pool_width(pool), threads + 1);
+    for (int round = 0; round < 60; round++) {
+      for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        tally_state tally = {.width = qkv_pool_width(pool)};
+        qkv_pool_loop(pool, counts[i], visit, &tally);
+        assert_visited(&tally, counts[i]);
+      }
+    }
+    qkv_pool_destroy(&pool);
+    assert_null(pool);
+  }
+}
+
+static void meet(void *context, size_t index, size_t worker) {
+  (void)index;
+  (void)worker;
+  gate_state *gate = context;
+  pthread_mutex_lock(&gate->lock);
+  gate->arrived++;
+  pthread_cond_broadcast(&gate->changed);
+  while (gate->arrived < 4) pthread_cond_wait(&gate->changed, &gate->lock);
+  pthread_mutex_unlock(&gate->lock);
+}
+
+// Four indexes that wait for each other end only if four threads run them at the same time.
+static void test_loop_uses_idle_threads(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(3, 1);
+  for (int round = 0; round < 20; round++) {
+    gate_state gate = GATE_CLOSED;
+    qkv_pool_loop(pool, 4, meet, &gate);
+    assert_int_equal(gate.arrived, 4);
+  }
+  qkv_pool_destroy(&pool);
+}
+
+static void test_loop_progresses_while_all_are_busy(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(2, 2);
+  gate_state gate = GATE_CLOSED;
+  assert_int_equal(qkv_pool_submit(pool, pass_gate, &gate), QKV_OK);
+  assert_int_equal(qkv_pool_submit(pool, pass_gate, &gate), QKV_OK);
+  await_arrivals(&gate, 2);
+  tally_state tally = {.width = 3};
+  qkv_pool_loop(pool, INDEXES, visit, &tally);  // would hang if it needed a helper
+  assert_visited(&tally, INDEXES);
+  open_gate(&gate);
+  qkv_pool_destroy(&pool);
+}
+
+static void test_queue_is_bounded(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(1, 3);
+  gate_state gate = GATE_CLOSED;
+  _Atomic int done = 0;
+  assert_int_equal(qkv_pool_submit(pool, pass_gate, &gate), QKV_OK);
+  await_arrivals(&gate, 1);
+  for (size_t i = 0; i < 3; i++) {
+    assert_int_equal(qkv_pool_waiting(pool), i);
+    assert_int_equal(qkv_pool_submit(pool, add_one, &done), QKV_OK);
+  }
+  assert_int_equal(qkv_pool_submit(pool, add_one, &done), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(qkv_pool_waiting(pool), 3);
+  assert_int_equal(done, 0);
+  open_gate(&gate);
+  qkv_pool_destroy(&pool);  // runs what is queued
+  assert_int_equal(done, 3);
+}
+
+static void test_no_threads(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(0, 8);
+  _Atomic int done = 0;
+  assert_int_equal(qkv_pool_submit(pool, add_one, &done), QKV_RESOURCE_EXHAUSTED);
+  qkv_pool_destroy(&pool);
+  pool = pool_of(1, 0);
+  assert_int_equal(qkv_pool_submit(pool, add_one, &done), QKV_RESOURCE_EXHAUSTED);
+  qkv_pool_destroy(&pool);
+  assert_int_equal(done, 0);
+}
+
+typedef struct nest_state {
+  qkv_pool *pool;
+  _Atomic int sum;
+} nest_state;
+
+static void inner(void *context, size_t index, size_t worker) {
+  (void)worker;
+  atomic_fetch_add(&((nest_state *)context)->sum, (int)index);
+}
+
+static void outer(void *context, size_t index, size_t worker) {
+  (void)index;
+  (void)worker;
+  qkv_pool_loop(((nest_state *)context)->pool, 20, inner, context);
+}
+
+static void job_with_loops(void *context) {
+  qkv_pool_loop(((nest_state *)context)->pool, 10, outer, context);
+}
+
+static void test_jobs_with_nested_loops(void **state) {
+  (void)state;
+  nest_state nest = {.pool = pool_of(3, 64)};
+  for (int i = 0; i < 40; i++) assert_int_equal(qkv_pool_submit(nest.pool, job_with_loops, &nest), QKV_OK);
+  job_with_loops(&nest);
+  qkv_pool_destroy(&nest.pool);
+  assert_int_equal(nest.sum, 41 * 10 * 190);
+}
+
+typedef struct caller_state {
+  qkv_pool *pool;
+  _Atomic int *done;
+  int refused;
+  bool right;
+} caller_state;
+
+static void *call_a_lot(void *context) {
+  caller_state *self = context;
+  self->right = true;
+  for (int round = 0; round < 100; round++) {
+    tally_state tally = {.width = qkv_pool_width(self->pool)};
+    qkv_pool_loop(self->pool, INDEXES, visit, &tally);
+    for (size_t i = 0; i < INDEXES; i++) self->right = self->right && tally.visits[i] == 1;
+    self->right = self->right && tally.worker_collisions == 0;
+    if (qkv_pool_submit(self->pool, add_one, self->done) != QKV_OK) self->refused++;
+  }
+  return NULL;
+}
+
+static void test_many_callers(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(3, 2);
+  _Atomic int done = 0;
+  pthread_t threads[4];
+  caller_state callers[4];
+  for (int i = 0; i < 4; i++) {
+    callers[i] = (caller_state){.pool = pool, .done = &done};
+    assert_int_equal(pthread_create(&threads[i], NULL, call_a_lot, &callers[i]), 0);
+  }
+  int refused = 0;
+  for (int i = 0; i < 4; i++) {
+    (void)pthread_join(threads[i], NULL);
+    assert_true(callers[i].right);
+    refused += callers[i].refused;
+  }
+  qkv_pool_destroy(&pool);
+  assert_int_equal(done + refused, 400);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
+                                     cmocka_unit_test(test_loop_uses_idle_threads),
+                                     cmocka_unit_test(test_loop_progresses_while_all_are_busy),
+                                     cmocka_unit_test(test_queue_is_bounded),
+                                     cmocka_unit_test(test_no_threads),
+                                     cmocka_unit_test(test_jobs_with_nested_loops),
+                                     cmocka_unit_test(test_many_callers)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
