@@ -94,7 +94,8 @@ run_release() {
 }
 
 say "packages"
-qkv_install
+mapfile -t packages < <(qkv_packages build && qkv_packages test)
+qkv_install "${packages[@]}"
 mkdir -p build
 if command -v ccache >/dev/null; then export CMAKE_C_COMPILER_LAUNCHER=ccache; fi
 # The order is that of all_stages whatever the order of the arguments: release comes last.

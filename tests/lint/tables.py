@@ -12,8 +12,9 @@ METRIC_HEADER = "server/metrics.h"
 # A row of the metric X-macro: X(APPEND_TOKENS, "qkvd_append_tokens_total", QKV_COUNTER, "..."). Its enum constant is
 # QKV_METRIC_APPEND_TOKENS.
 METRIC_ROW = re.compile(r'^\s*X\((\w+),[^"]*"(qkvd_\w+)"', re.MULTILINE)
-# A row of an option table: {"memory-budget", QKV_OPTION_BYTES, offsetof(qkvd_config, memory_budget), ...
-OPTION_ROW = re.compile(r'\{\s*"([\w-]+)",\s*QKV_OPTION_\w+,\s*offsetof\(\s*[\w\s]+,\s*([\w.]+)\s*\)')
+# A row of an option table: {"memory-budget", QKV_OPTION_BYTES, offsetof(type, memory_budget), ..., or AT(field),
+# a file's own short form of it.
+OPTION_ROW = re.compile(r'\{\s*"([\w-]+)",\s*QKV_OPTION_\w+,\s*(?:offsetof\([^,()]+,|AT\()\s*(?:\w+\.)*(\w+)\)')
 
 
 def check_metrics(report, sources):
@@ -35,7 +36,7 @@ def check_options(report, sources):
     for path, text in sources.items():
         if path.startswith("tests/"):
             continue
-        room = path.rsplit("/", 1)[0]
+        room = path.split("/")[0] + "/"
         for name, field in OPTION_ROW.findall(text):
             tables += 1
             use = re.compile(rf"(->|\.){re.escape(field)}\b")

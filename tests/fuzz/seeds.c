@@ -1,0 +1,97 @@
+// Writes the seeds that are bytes of ours: a page and messages. Texts are committed in corpus/ as they are.
+//
+//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., DIRECTORY/wire/... and DIRECTORY/items/...
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "engine/codec/codec.h"
+#include "proto/wire.h"
+
+static FILE *open_seed(const char *directory, const char *target, const char *name) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/%s", directory, target);
+  if (mkdir(path, 0755) != 0 && errno != EEXIST) {
+    perror(path);
+    exit(1);
+  }
+  snprintf(path, sizeof path, "%s/%s/%s", directory, target, name);
+  FILE *file = fopen(path, "wb");
+  if (file == NULL) {
+    perror(path);
+    exit(1);
+  }
+  return file;
+}
+
+static void write_page(const char *directory, const char *name, const qkv_page_shape *shape, uint32_t tokens) {
+  const qkv_codec *codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  size_t bytes = codec->page_bytes(shape);
+  void *image = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  size_t k_count = (size_t)QKV_PAGE_TOKENS * shape->kv_heads * shape->key_dim;
+  size_t v_count = (size_t)QKV_PAGE_TOKENS * shape->kv_heads * shape->value_dim;
+  float *k = calloc(k_count, sizeof(float));
+  float *v = calloc(v_count, sizeof(float));
+  if (image == NULL || k == NULL || v == NULL) abort();
+  for (size_t i = 0; i < k_count; i++) k[i] = (float)(i * 7 % 13) - 6.0f;
+  for (size_t i = 0; i < v_count; i++) v[i] = (float)(i * 5 % 11) - 5.0f;
+  codec->encode(shape, 0, 0, tokens, k, v, image);
+  FILE *file = open_seed(directory, "page", name);
+  fwrite(image, 1, bytes, file);
+  fclose(file);
+  free(image);
+  free(k);
+  free(v);
+}
+
+static void put_tensor(qkv_wire_writer *writer, uint32_t field, int64_t heads, bool strided) {
+  static const float data[2 * 2 * 8] = {0.5f, -1.0f, 2.0f};
+  const int64_t dims[3] = {2, heads, 8};
+  const int64_t strides[3] = {heads * 32, 32, 4};
+  qkv_wire_begin(writer, field);
+  qkv_wire_put_varint(writer, 1, 1);
+  qkv_wire_put_packed(writer, 2, dims, 3);
+  if (strided) qkv_wire_put_packed(writer, 3, strides, 3);
+  qkv_wire_put_reference(writer, 15, data, (size_t)heads * 2 * 8 * sizeof(float), NULL);
+  qkv_wire_end(writer);
+}
+
+static void write_request(const char *directory, const char *target, const char *name, bool attend) {
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  for (int i = 0; i < 2; i++) {
+    qkv_wire_begin(writer, 1);
+    qkv_wire_put_string(writer, 1, "session");
+    qkv_wire_put_varint(writer, 2, 3);
+    qkv_wire_put_varint(writer, 3, 64);
+    qkv_wire_begin(writer, 6);
+    qkv_wire_put_double(writer, 1, 0.125);
+    qkv_wire_end(writer);
+    put_tensor(writer, 8, 1, false);
+    put_tensor(writer, 9, 1, i == 1);
+    if (attend) put_tensor(writer, 10, 2, false);
+    qkv_wire_end(writer);
+  }
+  FILE *file = open_seed(directory, target, name);
+  fputc(37, file);  // where fuzz_message_init cuts
+  size_t count = 0;
+  const qkv_wire_piece *pieces = qkv_wire_writer_pieces(writer, &count);
+  for (size_t i = 0; i < count; i++) fwrite(pieces[i].data, 1, pieces[i].length, file);
+  fclose(file);
+  qkv_wire_writer_destroy(&writer);
+}
+
+int main(int argc, char **argv) {
+  if (argc != 2) {
+    fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
+    return 2;
+  }
+  write_page(argv[1], "one-head", &(qkv_page_shape){1, 16, 8, 2, 3}, 64);
+  write_page(argv[1], "short", &(qkv_page_shape){2, 8, 8, 4, 1}, 5);
+  write_page(argv[1], "wide", &(qkv_page_shape){1, 24, 40, 8, 8}, 64);
+  write_request(argv[1], "wire", "append", false);
+  write_request(argv[1], "items", "append", false);
+  write_request(argv[1], "items", "attend", true);
+  return 0;
+}
