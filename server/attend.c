@@ -1,0 +1,367 @@
+// Attend and Decode: batches of items that append, attend, or both.
+//
+//   check   look the sessions up, check the queries, add up what the answer takes    (no change yet)
+//   append  the rows, item by item
+//   attend  all layers that are asked locked for reading, one run over all items
+//   answer  results as references to one block that the run wrote
+//
+// Small requests are served on their completion-queue thread: handing one over to the
+// compute pool costs a thread's wake-up, which is more than a decode step of a small model takes. Larger ones become
+// a job.
+#include <assert.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "server/append.h"
+#include "server/control.h"
+#include "server/handlers.h"
+#include "server/jobs.h"
+
+// Most that a request served on a completion-queue thread reads: bytes of codes and exact rows, times queries.
+#define INLINE_COST_MAX 262144
+
+// What one response refers to: the outputs and LSEs of all its items, freed with the last reference.
+typedef struct block {
+  _Atomic size_t references;
+  _Alignas(64) uint8_t data[];
+} block;
+
+// An item while its request is served.
+typedef struct batch_part {
+  qkvi_item *item;
+  qkv_session *session;  // a reference while the item has no error
+  uint64_t length;       // the layer's, afterwards
+  size_t attend;         // its place in `attends`, where the item has queries
+  size_t out, lse;       // bytes into the block
+} batch_part;
+
+typedef struct attend_call {
+  qkv_rpc_call *call;
+  qkv_daemon *daemon;
+  bool stream;  // Decode
+  qkvi_request request;
+  batch_part *parts;    // [request.count]
+  batch_part **order;   // parts with queries, in lock order
+  qkv_attend *attends;  // of the same parts, in the order of the request
+  size_t capacity;      // of the three
+  size_t part_count;    // of the request that is served
+  size_t attend_count;
+  bool checked;
+  double cost;           // of all attends
+  uint64_t block_bytes;  // of all outs and LSEs
+  block *block;          // ours until the answer is sent
+  qkv_wire_writer *writer;
+} attend_call;
+
+// ---- Check ----
+
+static uint64_t round_up(uint64_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
+
+// Places for out and LSE in the block. Elements fit: the dims have been checked against the model's.
+static qkv_status plan_result(attend_call *state, batch_part *part, const qkv_model *model, qkv_error *error) {
+  uint64_t rows = (uint64_t)part->item->q.dims[0] * model->q_heads;
+  uint64_t out = round_up(rows * model->value_dim * qkv_dtype_size(state->request.out_dtype));
+  uint64_t lse = round_up(rows * sizeof(float));
+  uint64_t limit = (uint64_t)state->daemon->options->limit_message;
+  if (state->block_bytes + out + lse > limit)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "q.dims[0] is %" PRId64 ", the results up to here take %" PRIu64
+                    " bytes, limit-message is %" PRIu64,
+                    part->item->q.dims[0], state->block_bytes + out + lse, limit);
+  part->out = state->block_bytes;
+  part->lse = state->block_bytes + out;
+  state->block_bytes += out + lse;
+  return QKV_OK;
+}
+
+static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error *error) {
+  const qkvi_item *item = part->item;
+  qkv_attend *attend = &state->attends[state->attend_count];
+  *attend = (qkv_attend){
+      .position = item->position, .q = item->q, .q_before_rope = item->q_before_rope, .options = item->options};
+  QKV_TRY(qkv_session_read(part->session, item->layer, &attend->layer, error));
+  qkv_status status = qkv_attend_check(attend, error);
+  double cost = status == QKV_OK ? (double)qkv_attend_cost(attend) * (double)item->q.dims[0] : 0;
+  qkv_session_read_done(part->session, item->layer);
+  QKV_TRY(status);
+  QKV_TRY(plan_result(state, part, qkv_session_model(part->session), error));
+  part->attend = state->attend_count++;
+  state->cost += cost;
+  return QKV_OK;
+}
+
+static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
+  QKV_TRY(qkv_store_session(state->daemon->store, part->item->session, &part->session, error));
+  return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
+}
+
+static void make_room(attend_call *state, size_t count) {
+  if (count <= state->capacity) return;
+  state->parts = realloc(state->parts, count * sizeof *state->parts);
+  state->order = realloc(state->order, count * sizeof *state->order);
+  state->attends = realloc(state->attends, count * sizeof *state->attends);
+  if (state->parts == NULL || state->order == NULL || state->attends == NULL) abort();
+  state->capacity = count;
+}
+
+static void drop_part(batch_part *part, size_t index) {
+  (void)qkvi_item_place(&part->item->error, index);
+  if (part->session != NULL) qkv_session_unref(&part->session);
+}
+
+static void check(attend_call *state) {
+  make_room(state, state->request.count);
+  state->part_count = state->request.count;
+  state->checked = true;
+  state->attend_count = 0;
+  state->cost = 0;
+  state->block_bytes = 0;
+  for (size_t i = 0; i < state->part_count; i++) {
+    batch_part *part = &state->parts[i];
+    *part = (batch_part){.item = &state->request.items[i]};
+    qkv_error *error = &part->item->error;
+    if (error->status == QKV_OK && check_part(state, part, error) != QKV_OK) drop_part(part, i);
+  }
+}
+
+// ---- Append and attend ----
+
+static void append(attend_call *state) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    batch_part *part = &state->parts[i];
+    uint64_t appended = 0;
+    if (part->session == NULL || part->item->k.rank == 0) continue;
+    if (qkvi_append_item(state->daemon, part->session, part->item, &appended, &part->length, &part->item->error) !=
+        QKV_OK)
+      drop_part(part, i);
+  }
+}
+
+// Lock order, as session.h prescribes it.
+static int compare_slots(const void *a, const void *b) {
+  const batch_part *left = *(batch_part *const *)a, *right = *(batch_part *const *)b;
+  if (left->session != right->session) return (uintptr_t)left->session < (uintptr_t)right->session ? -1 : 1;
+  return (left->item->layer > right->item->layer) - (left->item->layer < right->item->layer);
+}
+
+static bool same_layer(const batch_part *a, const batch_part *b) {
+  return a->session == b->session && a->item->layer == b->item->layer;
+}
+
+// Takes each layer once, however many items name it.
+static void lock(attend_call *state, batch_part **order, size_t count) {
+  const qkv_layer *layer = NULL;
+  qsort(order, count, sizeof *order, compare_slots);
+  for (size_t i = 0; i < count; i++) {
+    if (i == 0 || !same_layer(order[i], order[i - 1])) {
+      qkv_status status = qkv_session_read(order[i]->session, order[i]->item->layer, &layer, NULL);
+      assert(status == QKV_OK);  // check_queries has read it before
+    }
+    order[i]->length = layer->length;
+    state->attends[order[i]->attend].layer = layer;
+  }
+}
+
+static void unlock(batch_part **order, size_t count) {
+  for (size_t i = count; i-- > 0;) {
+    if (i == 0 || !same_layer(order[i], order[i - 1]))
+      qkv_session_read_done(order[i]->session, order[i]->item->layer);
+  }
+}
+
+// Only FP32 results are written by the engine where they are sent from.
+static void narrow(const attend_call *state, const batch_part *part) {
+  const qkv_attend *attend = &state->attends[part->attend];
+  const qkv_model *model = qkv_session_model(part->session);
+  if (state->request.out_dtype == QKV_FP32) return;
+  size_t count = (size_t)attend->q.dims[0] * model->q_heads * model->value_dim;
+  qkv_from_float(state->request.out_dtype, attend->out, state->block->data + part->out, count);
+  free(attend->out);
+}
+
+static void aim(const attend_call *state, const batch_part *part) {
+  qkv_attend *attend = &state->attends[part->attend];
+  const qkv_model *model = qkv_session_model(part->session);
+  attend->lse = (float *)(state->block->data + part->lse);
+  attend->out = (float *)(state->block->data + part->out);
+  if (state->request.out_dtype == QKV_FP32) return;
+  attend->out = malloc((size_t)attend->q.dims[0] * model->q_heads * model->value_dim * sizeof(float));
+  if (attend->out == NULL) abort();
+}
+
+// `attends` without those whose append has failed; gives the parts that are left.
+static size_t gather(attend_call *state) {
+  size_t count = 0;
+  for (size_t i = 0; i < state->part_count; i++) {
+    batch_part *part = &state->parts[i];
+    if (part->session == NULL || part->item->q.rank == 0) continue;
+    state->attends[count] = state->attends[part->attend];
+    part->attend = count;
+    state->order[count++] = part;
+  }
+  return count;
+}
+
+static void count_attends(const attend_call *state) {
+  int64_t queries = 0;
+  for (size_t i = 0; i < state->attend_count; i++) queries += state->attends[i].q.dims[0];
+  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_ITEMS], (int64_t)state->attend_count);
+  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_QUERIES], queries);
+}
+
+static void attend(attend_call *state, qkv_pool *pool) {
+  state->attend_count = gather(state);
+  if (state->attend_count == 0) return;
+  size_t count = state->attend_count;
+  state->block = aligned_alloc(64, sizeof *state->block + state->block_bytes);
+  if (state->block == NULL) abort();
+  atomic_init(&state->block->references, 2 * count);
+  for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
+  lock(state, state->order, count);
+  qkv_attend_run(pool, state->attends, count);
+  unlock(state->order, count);
+  for (size_t i = 0; i < count; i++) narrow(state, state->order[i]);
+  count_attends(state);
+}
+
+// ---- Answer ----
+
+static void drop_sessions(attend_call *state) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    if (state->parts[i].session != NULL) qkv_session_unref(&state->parts[i].session);
+  }
+}
+
+static void release(void *owner) {
+  block *shared = owner;
+  if (atomic_fetch_sub_explicit(&shared->references, 1, memory_order_acq_rel) == 1) free(shared);
+}
+
+// Field numbers are those of kv_cache.proto and tensor.proto.
+static void put_tensor(const attend_call *state, uint32_t field, qkv_dtype dtype, const int64_t *dims, int rank,
+                       size_t offset) {
+  qkv_wire_writer *writer = state->writer;
+  int64_t bytes = 0;
+  qkv_status status = qkv_tensor_bytes(dtype, rank, dims, &bytes);
+  assert(status == QKV_OK);
+  qkv_wire_begin(writer, field);
+  qkv_wire_put_varint(writer, 1, (uint64_t)dtype);
+  qkv_wire_put_packed(writer, 2, dims, (size_t)rank);
+  qkv_wire_put_reference(writer, 15, state->block->data + offset, (size_t)bytes, state->block);
+  qkv_wire_end(writer);
+}
+
+static void put_result(const attend_call *state, const batch_part *part) {
+  qkv_wire_writer *writer = state->writer;
+  const qkvi_item *item = part->item;
+  qkv_wire_begin(writer, 1);
+  qkv_wire_begin(writer, 1);
+  qkv_wire_put_varint(writer, 1, (uint64_t)item->error.status);
+  qkv_wire_put_string(writer, 2, item->error.text);
+  qkv_wire_end(writer);
+  qkv_wire_put_varint(writer, 2, part->length);
+  if (part->session != NULL && item->q.rank != 0) {
+    const qkv_model *model = qkv_session_model(part->session);
+    const int64_t dims[3] = {item->q.dims[0], model->q_heads, model->value_dim};
+    put_tensor(state, 3, state->request.out_dtype, dims, 3, part->out);
+    put_tensor(state, 4, QKV_FP32, dims, 2, part->lse);
+  }
+  qkv_wire_end(writer);
+}
+
+static bool all_failed(const qkvi_request *request) {
+  for (size_t i = 0; i < request->count; i++) {
+    if (request->items[i].error.status == QKV_OK) return false;
+  }
+  return true;
+}
+
+// The call may be over, and `state` freed, when this returns.
+static void answer(attend_call *state) {
+  qkvi_request *request = &state->request;
+  qkv_wire_writer_clear(state->writer);
+  for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
+  qkv_wire_put_varint(state->writer, 2, request->id);
+  state->block = NULL;  // the references own it from here on
+  drop_sessions(state);
+  if (state->stream) return qkv_rpc_send(state->call, state->writer, release);
+  if (all_failed(request)) return qkvi_control_fail(state->call, &request->items[0].error);
+  qkv_rpc_reply(state->call, state->writer, release);
+}
+
+// ---- The call ----
+
+static void serve(attend_call *state, qkv_pool *pool) {
+  append(state);
+  attend(state, pool);
+  answer(state);
+}
+
+static void serve_job(void *context) {
+  attend_call *state = context;
+  if (!qkvi_job_wanted(state->call)) return;
+  if (!state->checked) check(state);
+  serve(state, state->daemon->pool);
+}
+
+static attend_call *state_of(qkv_rpc_call *call, bool stream) {
+  attend_call *state = qkv_rpc_state(call);
+  if (state != NULL) return state;
+  state = calloc(1, sizeof *state);
+  if (state == NULL) abort();
+  state->call = call;
+  state->daemon = qkv_rpc_context(call);
+  state->stream = stream;
+  state->writer = qkv_wire_writer_create();
+  qkv_rpc_set_state(call, state);
+  return state;
+}
+
+static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
+  attend_call *state = state_of(call, stream);
+  const qkvi_limits limits = qkvi_limits_of(state->daemon->options);
+  qkv_error error = {0};
+  if (qkvi_request_parse(message, QKVI_ATTEND_REQUEST, &limits, &state->request, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  state->checked = false;
+  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return qkvi_job_submit(call, serve_job, state);
+  check(state);
+  if (state->cost > INLINE_COST_MAX) return qkvi_job_submit(call, serve_job, state);
+  serve(state, NULL);
+}
+
+static void on_attend(qkv_rpc_call *call, qkv_bytes message) {
+  take(call, message, false);
+}
+
+static void on_decode(qkv_rpc_call *call, qkv_bytes message) {
+  take(call, message, true);
+}
+
+static void on_decode_end(qkv_rpc_call *call) {
+  qkv_rpc_finish(call, QKV_OK, "");
+}
+
+static void destroy(void *context) {
+  attend_call *state = context;
+  if (state == NULL) return;
+  drop_sessions(state);  // those of a job that was refused or skipped
+  qkvi_request_deinit(&state->request);
+  qkv_wire_writer_destroy(&state->writer);
+  free(state->parts);
+  free(state->order);
+  free(state->attends);
+  free(state);
+}
+
+const qkv_rpc_method qkvi_attend_methods[] = {
+    {.path = "/qkv.v1.KvCache/Attend", .message = on_attend, .destroy = destroy},
+    {.path = "/qkv.v1.KvCache/Decode",
+     .message = on_decode,
+     .end = on_decode_end,
+     .sent = qkv_rpc_next,
+     .destroy = destroy},
+    {0}};

@@ -1,0 +1,150 @@
+#include "server/contract.h"
+
+#include <stdio.h>
+
+// ---- in ----
+
+static qkv_status read_name(const char *from, const char *field, char *to, qkv_error *error) {
+  QKV_TRY(qkv_name_check(from, field, error));
+  (void)snprintf(to, QKV_NAME_MAX + 1, "%s", from);
+  return QKV_OK;
+}
+
+qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
+  *policy = QKV_POLICY_UNSET;
+  if (message == NULL) return QKV_OK;
+  if (message->codec[0] != '\0') {
+    policy->codec = qkv_codec_by_name(message->codec);
+    if (policy->codec == NULL)
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is not known, known is \"%s\"",
+                      qkv_codec_by_id(QKV_CODEC_EMBEDDED)->name);
+  }
+  policy->bits_k = message->bits_k;
+  policy->bits_v = message->bits_v;
+  if (message->recent_window_set_case == QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW)
+    policy->recent_window = message->recent_window;
+  return QKV_OK;
+}
+
+static qkv_status read_rope(const Qkv__V1__Rope *message, qkv_rope *rope, qkv_error *error) {
+  *rope = (qkv_rope){0};
+  if (message == NULL || message->theta == 0) return QKV_OK;
+  unsigned pairing = (unsigned)message->pairing, scaling = (unsigned)message->scaling;
+  if (pairing > QKV__V1__ROPE__PAIRING__PAIRING_INTERLEAVED)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.pairing is %d, known are 0 and 1", (int)pairing);
+  if (scaling > QKV__V1__ROPE__SCALING__SCALING_LLAMA3)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.scaling is %d, known are 0 to 4", (int)scaling);
+  *rope = (qkv_rope){.theta = message->theta,
+                     .width = message->width,
+                     .interleaved = pairing == QKV__V1__ROPE__PAIRING__PAIRING_INTERLEAVED,
+                     .scaling = (qkv_rope_scaling)scaling,
+                     .factor = message->factor,
+                     .original_max_position = message->original_max_position,
+                     .low_freq_factor = message->low_freq_factor,
+                     .high_freq_factor = message->high_freq_factor,
+                     .beta_fast = message->beta_fast,
+                     .beta_slow = message->beta_slow,
+                     .attention_factor = message->attention_factor};
+  return QKV_OK;
+}
+
+qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error) {
+  if (message->n_overrides > 0)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "overrides has %zu entries, they are not served yet",
+                    message->n_overrides);
+  if (message->calibration.len > 0)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "calibration has %zu bytes, it is not served yet",
+                    message->calibration.len);
+  unsigned dtype = (unsigned)message->dtype;
+  if (dtype < QKV_FP32 || dtype > QKV_BF16)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "dtype is %d, known are 1 (fp32), 2 (fp16) and 3 (bf16)",
+                    (int)dtype);
+  *model = (qkv_model){.layers = message->layers,
+                       .kv_heads = message->kv_heads,
+                       .q_heads = message->q_heads,
+                       .key_dim = message->key_dim,
+                       .value_dim = message->value_dim,
+                       .dtype = (qkv_dtype)dtype,
+                       .scale = message->scale,
+                       .sliding_window = message->sliding_window,
+                       .soft_cap = message->soft_cap};
+  QKV_TRY(read_name(message->name, "name", model->name, error));
+  QKV_TRY(read_rope(message->rope, &model->rope, error));
+  return qkvi_policy_read(message->policy, &model->policy, error);
+}
+
+// ---- out ----
+
+static void write_policy(const qkv_policy *policy, Qkv__V1__CodecPolicy *message) {
+  qkv__v1__codec_policy__init(message);
+  if (policy->codec != NULL) message->codec = (char *)policy->codec->name;
+  message->bits_k = policy->bits_k;
+  message->bits_v = policy->bits_v;
+  if (policy->recent_window < 0) return;
+  message->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
+  message->recent_window = (uint32_t)policy->recent_window;
+}
+
+static void write_rope(const qkv_rope *rope, Qkv__V1__Rope *message) {
+  qkv__v1__rope__init(message);
+  message->theta = rope->theta;
+  message->width = rope->width;
+  message->pairing =
+      rope->interleaved ? QKV__V1__ROPE__PAIRING__PAIRING_INTERLEAVED : QKV__V1__ROPE__PAIRING__PAIRING_HALF;
+  message->scaling = (Qkv__V1__Rope__Scaling)rope->scaling;
+  message->factor = rope->factor;
+  message->original_max_position = rope->original_max_position;
+  message->low_freq_factor = rope->low_freq_factor;
+  message->high_freq_factor = rope->high_freq_factor;
+  message->beta_fast = rope->beta_fast;
+  message->beta_slow = rope->beta_slow;
+  message->attention_factor = rope->attention_factor;
+}
+
+void qkvi_model_write(const qkv_model *model, qkvi_model_message *message) {
+  Qkv__V1__Model *out = &message->model;
+  qkv__v1__model__init(out);
+  out->name = (char *)model->name;
+  out->layers = model->layers;
+  out->kv_heads = model->kv_heads;
+  out->q_heads = model->q_heads;
+  out->key_dim = model->key_dim;
+  out->value_dim = model->value_dim;
+  out->dtype = (Qkv__V1__DType)model->dtype;
+  out->scale = model->scale;
+  out->sliding_window = model->sliding_window;
+  out->soft_cap = model->soft_cap;
+  if (model->rope.theta != 0) {
+    write_rope(&model->rope, &message->rope);
+    out->rope = &message->rope;
+  }
+  write_policy(&model->policy, &message->policy);
+  out->policy = &message->policy;
+}
+
+void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_session_message *message) {
+  const qkv_model *model = info->model;
+  const qkv_layer_usage *usage = &info->usage;
+  uint64_t coordinates = (uint64_t)model->kv_heads * (model->key_dim + model->value_dim);  // of a token
+  Qkv__V1__SessionInfo *out = &message->info;
+  qkv__v1__session_info__init(out);
+  out->session = (char *)info->config.name;
+  out->model = (char *)model->name;
+  out->tenant = (char *)info->config.tenant;
+  out->purpose = (Qkv__V1__Purpose)info->config.purpose;
+  write_policy(&info->config.policy, &message->policy);
+  out->policy = &message->policy;
+  out->first_position = info->config.first_position;
+  out->durability = QKV__V1__DURABILITY__DURABILITY_MEMORY;
+  out->lengths = lengths;
+  out->n_lengths = lengths == NULL ? 0 : model->layers;
+  out->tokens_coded = usage->tokens_coded;
+  out->tokens_exact = usage->tokens_exact;
+  out->bytes_coded = usage->bytes_coded;
+  out->bytes_exact = usage->bytes_exact;
+  out->bytes_fp16 = (usage->tokens_coded + usage->tokens_exact) * coordinates * 2;
+  if (usage->tokens_coded > 0)
+    out->bits_per_coordinate = 8.0 * (double)usage->bytes_coded / ((double)usage->tokens_coded * (double)coordinates);
+  out->created_unix_ms = info->created_unix_ms;
+  out->last_used_unix_ms = info->last_used_unix_ms;
+}

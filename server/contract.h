@@ -1,0 +1,31 @@
+// Between the contract's messages and the engine's structs: models, policies, sessions.
+//
+// What is filled in points into its source and lives as long. Threads: pure.
+#ifndef QKV_SERVER_CONTRACT_H
+#define QKV_SERVER_CONTRACT_H
+
+#include "engine/cache/session.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+
+// INVALID_ARGUMENT names the field ("dtype is 9, known are ..."), UNIMPLEMENTED what is not served yet. Limits
+// of the numbers are qkv_model_resolve's.
+qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error);
+// `message` may be NULL: nothing is said.
+qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
+
+// A model as a message, with the room its parts need.
+typedef struct qkvi_model_message {
+  Qkv__V1__Model model;
+  Qkv__V1__Rope rope;
+  Qkv__V1__CodecPolicy policy;
+} qkvi_model_message;
+void qkvi_model_write(const qkv_model *model, qkvi_model_message *message);
+
+typedef struct qkvi_session_message {
+  Qkv__V1__SessionInfo info;
+  Qkv__V1__CodecPolicy policy;
+} qkvi_session_message;
+// `lengths` has one entry for each layer and is borrowed; NULL leaves them out.
+void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_session_message *message);
+
+#endif

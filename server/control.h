@@ -1,0 +1,25 @@
+// Small messages, the ones without tensors: through protobuf-c.
+//
+// Threads: any, like the call they belong to.
+#ifndef QKV_SERVER_CONTROL_H
+#define QKV_SERVER_CONTROL_H
+
+#include <protobuf-c/protobuf-c.h>
+
+#include "engine/base/bytes.h"
+#include "server/rpc.h"
+
+#define QKVI_CONTROL_BYTES_MAX 1048576  // of a request without tensors
+
+// The unpacked request, which the caller frees with qkvi_control_free. Where it is too large or no such message
+// (INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576"), NULL, and *error is filled.
+void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
+void qkvi_control_free(void *request);
+
+// Answers with `response` and ends the call with OK.
+void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response);
+
+// Ends the call with the error's status and text.
+void qkvi_control_fail(qkv_rpc_call *call, const qkv_error *error);
+
+#endif

@@ -1,0 +1,67 @@
+// The requests that carry tensors (AppendRequest, AttendRequest), parsed in place: an item's tensors are views
+// into the message, no row is copied.
+//
+// Two kinds of mistakes are told apart. A message that is no protobuf of ours, or breaks a limit of the whole
+// request, is refused whole. A mistake inside one item (a wrong dim, an unknown dtype) is kept in that item's
+// `error`, with the place in front ("items[3].k.dims[1] is 0, at least 1"), because in a batch the other items
+// are served.
+//
+// Threads: pure on its inputs. A request's views live as long as the message.
+#ifndef QKV_SERVER_ITEMS_H
+#define QKV_SERVER_ITEMS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/bytes.h"
+#include "engine/base/tensor.h"
+#include "engine/cache/attend.h"
+#include "engine/cache/model.h"
+#include "server/options.h"
+
+typedef enum qkvi_request_kind { QKVI_APPEND_REQUEST, QKVI_ATTEND_REQUEST } qkvi_request_kind;
+
+typedef struct qkvi_limits {
+  size_t items_max;           // limit-items
+  int64_t message_bytes_max;  // limit-message; also of a tensor once its strides of 0 are written out
+} qkvi_limits;
+qkvi_limits qkvi_limits_of(const qkv_server_options *options);
+
+typedef struct qkvi_item {
+  char session[QKV_NAME_MAX + 1];  // a valid name while error is OK
+  uint32_t layer;
+  uint64_t position;
+  bool k_before_rope, q_before_rope;
+  bool own_options;  // the item has some; else they are the request's
+  qkv_attend_options options;
+  qkv_tensor k, v, q;  // rank 3 and checked, or 0: absent; k and v come together
+  qkv_error error;     // what is wrong with this item, if anything
+} qkvi_item;
+
+// Reusable: the memory of one message's items serves the next.
+typedef struct qkvi_request {
+  qkvi_item *items;
+  size_t count, capacity;
+  qkv_attend_options options;  // of items without their own
+  qkv_dtype out_dtype;         // never NONE
+  uint64_t id;
+} qkvi_request;
+
+// Fills *request, which is zeroed before its first use. INVALID_ARGUMENT: truncated or malformed protobuf, "items
+// is empty", "items has 1025 entries, limit-items is 1024", an unknown out_dtype.
+qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const qkvi_limits *limits,
+                              qkvi_request *request, qkv_error *error);
+void qkvi_request_deinit(qkvi_request *request);
+
+// Puts `items[index]` in front of an error's text: before a '.' where the text begins with a field of the
+// item (INVALID_ARGUMENT, FAILED_PRECONDITION, UNIMPLEMENTED), before ": " where it is a sentence. Returns the
+// error's status.
+qkv_status qkvi_item_place(qkv_error *error, size_t index);
+
+// Bytes of an item's k and v, as if dense; 0 without them.
+uint64_t qkvi_item_row_bytes(const qkvi_item *item);
+// Bytes of k, v and q, as if dense, of all items that have no error: what has to be looked through.
+uint64_t qkvi_request_row_bytes(const qkvi_request *request);
+
+#endif

@@ -1,0 +1,129 @@
+// RegisterModel, GetModel, ListModels.
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/contract.h"
+#include "server/control.h"
+#include "server/daemon.h"
+#include "server/handlers.h"
+
+// ---- RegisterModel ----
+
+static qkv_status register_model(qkv_daemon *daemon, const Qkv__V1__RegisterModelRequest *request,
+                                 const qkv_model **registered, qkv_error *error) {
+  qkv_model model;
+  if (request->model == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "model is missing");
+  if (qkvi_model_read(request->model, &model, error) != QKV_OK) return qkv_error_prefix(error, "model.");
+  return qkv_store_register_model(daemon->store, &model, registered, error);
+}
+
+static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  const qkv_model *registered = NULL;
+  Qkv__V1__RegisterModelRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__register_model_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = register_model(qkv_rpc_context(call), request, &registered, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+
+  qkvi_model_message parts;
+  Qkv__V1__RegisterModelResponse response = QKV__V1__REGISTER_MODEL_RESPONSE__INIT;
+  qkvi_model_write(registered, &parts);
+  response.model = &parts.model;
+  qkvi_control_reply(call, &response.base);
+}
+
+// ---- GetModel and ListModels ----
+
+typedef struct listing {
+  const char *name;  // of the only model that is wanted; NULL: all
+  struct entry {
+    const qkv_model *model;
+    size_t sessions;
+  } * entries;
+  size_t count, capacity;
+} listing;
+
+static bool collect(void *context, const qkv_model *model, size_t sessions) {
+  listing *list = context;
+  if (list->name != NULL && strcmp(list->name, model->name) != 0) return true;
+  if (list->count == list->capacity) {
+    list->capacity = list->capacity * 2 + 16;
+    list->entries = realloc(list->entries, list->capacity * sizeof *list->entries);
+    if (list->entries == NULL) abort();
+  }
+  list->entries[list->count++] = (struct entry){model, sessions};
+  return true;
+}
+
+// An entry as a message, with its parts.
+typedef struct entry_message {
+  Qkv__V1__GetModelResponse response;
+  qkvi_model_message parts;
+} entry_message;
+
+static void write_entry(const struct entry *entry, entry_message *message) {
+  qkv__v1__get_model_response__init(&message->response);
+  qkvi_model_write(entry->model, &message->parts);
+  message->response.model = &message->parts.model;
+  message->response.sessions = entry->sessions;
+}
+
+static qkv_status get_model(qkv_daemon *daemon, const char *name, struct entry *found, qkv_error *error) {
+  listing list = {.name = name};
+  const qkv_model *model = NULL;
+  QKV_TRY(qkv_name_check(name, "name", error));
+  QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
+  qkv_store_each_model(daemon->store, collect, &list);
+  assert(list.count == 1 && list.entries[0].model == model);  // models stay
+  *found = list.entries[0];
+  free(list.entries);
+  return QKV_OK;
+}
+
+static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  struct entry found = {0};
+  Qkv__V1__GetModelRequest *request = qkvi_control_unpack(message, &qkv__v1__get_model_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = get_model(qkv_rpc_context(call), request->name, &found, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+
+  entry_message answer;
+  write_entry(&found, &answer);
+  qkvi_control_reply(call, &answer.response.base);
+}
+
+static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  Qkv__V1__ListModelsRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__list_models_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkvi_control_free(request);
+
+  listing list = {0};
+  qkv_store_each_model(daemon->store, collect, &list);
+  entry_message *parts = calloc(list.count + 1, sizeof *parts);
+  Qkv__V1__GetModelResponse **rows = calloc(list.count + 1, sizeof *rows);
+  if (parts == NULL || rows == NULL) abort();
+  for (size_t i = 0; i < list.count; i++) {
+    write_entry(&list.entries[i], &parts[i]);
+    rows[i] = &parts[i].response;
+  }
+  Qkv__V1__ListModelsResponse response = QKV__V1__LIST_MODELS_RESPONSE__INIT;
+  response.n_models = list.count;
+  response.models = rows;
+  qkvi_control_reply(call, &response.base);
+  free(rows);
+  free(parts);
+  free(list.entries);
+}
+
+const qkv_rpc_method qkvi_models_methods[] = {{.path = "/qkv.v1.KvCache/RegisterModel", .message = on_register_model},
+                                              {.path = "/qkv.v1.KvCache/GetModel", .message = on_get_model},
+                                              {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models},
+                                              {0}};

@@ -1,0 +1,257 @@
+// OpenSession, CloseSession, GetSession, ListSessions, Truncate.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "server/contract.h"
+#include "server/control.h"
+#include "server/daemon.h"
+#include "server/handlers.h"
+
+#define PAGE_SIZE_MAX 1000
+
+// The session's lengths, as many as its model has layers; the caller frees them.
+static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
+  uint64_t *lengths = calloc(qkv_session_model(session)->layers, sizeof *lengths);
+  if (lengths == NULL) abort();
+  qkv_session_read_info(session, info, lengths);
+  return lengths;
+}
+
+static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
+  QKV_TRY(qkv_name_check(name, "session", error));
+  return qkv_store_session(daemon->store, name, session, error);
+}
+
+// ---- OpenSession ----
+
+// What the contract has and this daemon does not serve yet.
+static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_error *error) {
+  unsigned durability = (unsigned)request->durability;
+  if (durability > QKV__V1__DURABILITY__DURABILITY_SYNC)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 0 to 3", (int)durability);
+  if (durability > QKV__V1__DURABILITY__DURABILITY_MEMORY)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "durability is %s, only MEMORY is served yet",
+                    durability == QKV__V1__DURABILITY__DURABILITY_ASYNC ? "ASYNC" : "SYNC");
+  if (!(request->max_attention_error >= 0))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "max_attention_error is %g, at least 0",
+                    request->max_attention_error);
+  if (request->max_attention_error > 0)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "max_attention_error is %g, it is not served yet",
+                    request->max_attention_error);
+  if (request->ttl_ms > 0)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "ttl_ms is %" PRIu64 ", it is not served yet", request->ttl_ms);
+  return QKV_OK;
+}
+
+static qkv_status read_config(const Qkv__V1__OpenSessionRequest *request, qkv_session_config *config,
+                              qkv_error *error) {
+  const char *tenant = request->tenant[0] == '\0' ? "default" : request->tenant;
+  unsigned purpose = (unsigned)request->purpose;
+  QKV_TRY(qkv_name_check(request->session, "session", error));
+  QKV_TRY(qkv_name_check(request->model, "model", error));
+  QKV_TRY(qkv_name_check(tenant, "tenant", error));
+  if (purpose > QKV_PURPOSE_FETCH)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "purpose is %d, known are 1 (attend) and 2 (fetch)", (int)purpose);
+  QKV_TRY(check_served(request, error));
+  *config = (qkv_session_config){.purpose = purpose == 0 ? QKV_PURPOSE_ATTEND : (qkv_purpose)purpose,
+                                 .first_position = request->first_position};
+  (void)snprintf(config->name, sizeof config->name, "%s", request->session);
+  (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
+  return qkvi_policy_read(request->policy, &config->policy, error);
+}
+
+static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSessionRequest *request,
+                               qkv_session **session, qkv_error *error) {
+  qkv_session_config config;
+  QKV_TRY(read_config(request, &config, error));
+  return qkv_store_open(daemon->store, &config, request->model, session, error);
+}
+
+static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  Qkv__V1__OpenSessionRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__open_session_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = open_session(qkv_rpc_context(call), request, &session, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+
+  qkv_session_info info;
+  qkvi_session_message parts;
+  Qkv__V1__OpenSessionResponse response = QKV__V1__OPEN_SESSION_RESPONSE__INIT;
+  uint64_t *lengths = read_info(session, &info);
+  qkvi_session_write(&info, lengths, &parts);
+  response.info = &parts.info;
+  qkvi_control_reply(call, &response.base);
+  free(lengths);
+  qkv_session_unref(&session);
+}
+
+// ---- CloseSession ----
+
+static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSessionRequest *request,
+                                uint64_t *bytes_freed, qkv_error *error) {
+  QKV_TRY(qkv_name_check(request->session, "session", error));
+  if (request->keep) return qkv_fail(error, QKV_UNIMPLEMENTED, "keep is set, it is not served yet");
+  return qkv_store_close(daemon->store, request->session, bytes_freed, error);
+}
+
+static void on_close_session(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  Qkv__V1__CloseSessionResponse response = QKV__V1__CLOSE_SESSION_RESPONSE__INIT;
+  Qkv__V1__CloseSessionRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__close_session_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = close_session(qkv_rpc_context(call), request, &response.bytes_freed, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  qkvi_control_reply(call, &response.base);
+}
+
+// ---- GetSession ----
+
+static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  Qkv__V1__GetSessionRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+
+  qkv_session_info info;
+  qkvi_session_message parts;
+  uint64_t *lengths = read_info(session, &info);
+  qkvi_session_write(&info, lengths, &parts);
+  qkvi_control_reply(call, &parts.info.base);
+  free(lengths);
+  qkv_session_unref(&session);
+}
+
+// ---- ListSessions ----
+
+typedef struct session_page {
+  qkv_session *sessions[PAGE_SIZE_MAX];  // references
+  size_t count;
+  char next[QKV_NAME_MAX + 1];  // name of the last one looked at; "" at the end
+} session_page;
+
+static bool wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session *session) {
+  qkv_session_info info;
+  if (request->model[0] != '\0' && strcmp(request->model, qkv_session_model(session)->name) != 0) return false;
+  if (request->tenant[0] == '\0') return true;
+  qkv_session_read_info(session, &info, NULL);
+  return strcmp(request->tenant, info.config.tenant) == 0;
+}
+
+// Filters what the store lists, until the page is full or there is no more.
+static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *request, size_t size,
+                      session_page *page) {
+  (void)snprintf(page->next, sizeof page->next, "%s", request->page_token);
+  page->count = 0;
+  for (;;) {
+    size_t room = size - page->count;
+    qkv_session **listed = page->sessions + page->count;
+    size_t count = qkv_store_list(store, request->prefix, page->next, listed, room);
+    if (count > 0) (void)snprintf(page->next, sizeof page->next, "%s", qkv_session_name(listed[count - 1]));
+    for (size_t i = 0; i < count; i++) {
+      if (wanted(request, listed[i]))
+        page->sessions[page->count++] = listed[i];
+      else
+        qkv_session_unref(&listed[i]);
+    }
+    if (count < room) {
+      page->next[0] = '\0';
+      return;
+    }
+    if (page->count == size) return;
+  }
+}
+
+static qkv_status check_list(const Qkv__V1__ListSessionsRequest *request, qkv_error *error) {
+  if (request->page_size > PAGE_SIZE_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "page_size is %" PRIu32 ", at most %d", request->page_size,
+                    PAGE_SIZE_MAX);
+  if (request->page_token[0] != '\0') QKV_TRY(qkv_name_check(request->page_token, "page_token", error));
+  return QKV_OK;
+}
+
+static void reply_page(qkv_rpc_call *call, session_page *page) {
+  qkvi_session_message *parts = calloc(page->count + 1, sizeof *parts);
+  qkv_session_info *infos = calloc(page->count + 1, sizeof *infos);
+  Qkv__V1__SessionInfo **rows = calloc(page->count + 1, sizeof *rows);
+  if (parts == NULL || infos == NULL || rows == NULL) abort();
+  for (size_t i = 0; i < page->count; i++) {
+    qkv_session_read_info(page->sessions[i], &infos[i], NULL);
+    qkvi_session_write(&infos[i], NULL, &parts[i]);
+    rows[i] = &parts[i].info;
+  }
+  Qkv__V1__ListSessionsResponse response = QKV__V1__LIST_SESSIONS_RESPONSE__INIT;
+  response.n_sessions = page->count;
+  response.sessions = rows;
+  response.next_page_token = page->next;
+  qkvi_control_reply(call, &response.base);
+  for (size_t i = 0; i < page->count; i++) qkv_session_unref(&page->sessions[i]);
+  free(rows);
+  free(infos);
+  free(parts);
+}
+
+static void on_list_sessions(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  Qkv__V1__ListSessionsRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__list_sessions_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  if (check_list(request, &error) != QKV_OK) {
+    qkvi_control_free(request);
+    return qkvi_control_fail(call, &error);
+  }
+  session_page page;
+  fill_page(daemon->store, request, request->page_size == 0 ? PAGE_SIZE_MAX : request->page_size, &page);
+  qkvi_control_free(request);
+  reply_page(call, &page);
+}
+
+// ---- Truncate ----
+
+static qkv_status truncate_session(qkv_session *session, const Qkv__V1__TruncateRequest *request, qkv_error *error) {
+  const qkv_model *model = qkv_session_model(session);
+  if (request->n_layers > model->layers)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "layers has %zu entries, the model %s has %" PRIu32 " layers",
+                    request->n_layers, model->name, model->layers);
+  return qkv_session_truncate(session, request->position, request->layers, request->n_layers, error);
+}
+
+static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  Qkv__V1__TruncateRequest *request = qkvi_control_unpack(message, &qkv__v1__truncate_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
+  if (status == QKV_OK) status = truncate_session(session, request, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) {
+    if (session != NULL) qkv_session_unref(&session);
+    return qkvi_control_fail(call, &error);
+  }
+  qkv_session_info info;
+  Qkv__V1__TruncateResponse response = QKV__V1__TRUNCATE_RESPONSE__INIT;
+  uint64_t *lengths = read_info(session, &info);
+  response.n_lengths = info.model->layers;
+  response.lengths = lengths;
+  qkvi_control_reply(call, &response.base);
+  free(lengths);
+  qkv_session_unref(&session);
+}
+
+const qkv_rpc_method qkvi_sessions_methods[] = {{.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session},
+                                                {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session},
+                                                {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
+                                                {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions},
+                                                {.path = "/qkv.v1.KvCache/Truncate", .message = on_truncate},
+                                                {0}};
