@@ -3,8 +3,8 @@
 //   segments   [ 16 KiB ][ 9 KiB ][ 7 B ]      length = the sum
 //
 // A qkv_bytes is a view: it borrows its segments and the memory behind them, copies nothing and is passed by
-// value. A cursor reads it forwards and remembers the segment it is in, so that sequential reads cost a
-// memcpy.
+// value. A place in it is found by binary search, and at once where it lies in the first segment or the next,
+// so that reading forwards by slices costs a memcpy.
 #ifndef QKV_ENGINE_BASE_BYTES_H
 #define QKV_ENGINE_BASE_BYTES_H
 
@@ -15,6 +15,7 @@
 typedef struct qkv_segment {
   const uint8_t *data;
   size_t length;  // bytes
+  size_t end;     // bytes of the run up to here; qkv_bytes_of_all fills it in
 } qkv_segment;
 
 typedef struct qkv_bytes {
@@ -27,8 +28,8 @@ typedef struct qkv_bytes {
 // One segment, which the caller keeps alive beside its data.
 qkv_bytes qkv_bytes_of(const qkv_segment *segment);
 
-// All of the segments. Empty segments are allowed.
-qkv_bytes qkv_bytes_of_all(const qkv_segment *segments, size_t segment_count);
+// All of the segments. Empty segments are allowed. An array belongs to one run.
+qkv_bytes qkv_bytes_of_all(qkv_segment *segments, size_t segment_count);
 
 // [offset, offset + length) of a view, which must contain it (asserted).
 qkv_bytes qkv_bytes_slice(qkv_bytes bytes, size_t offset, size_t length);

@@ -31,7 +31,13 @@ qkv_status qkv_dtype_parse(const char *text, qkv_dtype *dtype) {
   return QKV_INVALID_ARGUMENT;
 }
 
-// ---- Conversions. Selects instead of branches, so that the compiler makes vectors of the loops. ----
+// ---- Conversions, without a branch, so that the compiler makes vectors of the loops. ----
+
+// With masks: of `?:` over floating-point results gcc makes branches, as they could trap.
+static uint32_t choose(int condition, uint32_t yes, uint32_t no) {
+  uint32_t mask = 0u - (uint32_t)condition;
+  return (yes & mask) | (no & ~mask);
+}
 
 static uint32_t float_bits(float value) {
   uint32_t bits;
@@ -48,14 +54,13 @@ static float bits_float(uint32_t bits) {
 // Half: 1 sign, 5 exponent (bias 15), 10 fraction. Float: 1, 8 (bias 127), 23. Every half is a float.
 static float half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-  uint32_t magnitude = half & 0x7fff;
-  uint32_t shifted = magnitude << 13;
+  int32_t magnitude = half & 0x7fff;
+  uint32_t shifted = (uint32_t)magnitude << 13;
   uint32_t normal = shifted + ((127 - 15) << 23);
-  uint32_t special = shifted | 0x7f800000;                                  // infinity and NaN
-  uint32_t subnormal = float_bits((float)(int32_t)magnitude * 0x1.0p-24f);  // exact
-  uint32_t bits = magnitude >= 0x7c00 ? special : normal;
-  bits = magnitude < 0x0400 ? subnormal : bits;
-  return bits_float(sign | bits);
+  uint32_t special = shifted | 0x7f800000;                         // infinity and NaN
+  uint32_t subnormal = float_bits((float)magnitude * 0x1.0p-24f);  // exact
+  uint32_t bits = choose(magnitude >= 0x7c00, special, normal);
+  return bits_float(sign | choose(magnitude < 0x0400, subnormal, bits));
 }
 
 static uint16_t float_to_half(float value) {
@@ -65,21 +70,20 @@ static uint16_t float_to_half(float value) {
   // Rounds by adding just under half a unit, and the last kept bit for ties. What overflows ends above the
   // infinity and is cut to it.
   int32_t rebased = magnitude - ((127 - 15) << 23);
-  int32_t normal = (rebased + 0xfff + ((rebased >> 13) & 1)) >> 13;
-  normal = normal > 0x7c00 ? 0x7c00 : normal;
+  int32_t rounded = (rebased + 0xfff + ((rebased >> 13) & 1)) >> 13;
+  uint32_t normal = choose(rounded > 0x7c00, 0x7c00, (uint32_t)rounded);
   // The unit in the last place of 0.5 is that of subnormal halves: the addition rounds as we need.
-  int32_t subnormal = (int32_t)(float_bits(bits_float((uint32_t)magnitude) + 0.5f) - float_bits(0.5f));
-  int32_t nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  int32_t half = magnitude < 0x38800000 ? subnormal : normal;
-  half = magnitude > 0x7f800000 ? nan : half;
-  return (uint16_t)(sign | (uint32_t)half);
+  uint32_t subnormal = float_bits(bits_float((uint32_t)magnitude) + 0.5f) - float_bits(0.5f);
+  uint32_t nan = 0x7e00 | (((uint32_t)magnitude >> 13) & 0x3ff);
+  uint32_t half = choose(magnitude < 0x38800000, subnormal, normal);
+  return (uint16_t)(sign | choose(magnitude > 0x7f800000, nan, half));
 }
 
 static uint16_t float_to_bf16(float value) {
   uint32_t bits = float_bits(value);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   uint32_t nan = (bits >> 16) | 0x40;
-  return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+  return (uint16_t)choose((int32_t)(bits & 0x7fffffff) > 0x7f800000, nan, rounded);
 }
 
 static void halves_to_floats(const uint8_t *restrict in, uint8_t *restrict out, size_t n) {

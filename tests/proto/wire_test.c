@@ -13,7 +13,7 @@
 
 static qkv_status next_of(const void *data, size_t length, qkv_wire_field *field, bool *more, qkv_error *error) {
   static qkv_segment segment;  // views of `field` borrow it
-  segment = (qkv_segment){data, length};
+  segment = (qkv_segment){.data = data, .length = length};
   qkv_wire_reader reader;
   qkv_wire_reader_init(&reader, qkv_bytes_of(&segment));
   return qkv_wire_next(&reader, field, more, error);
@@ -114,7 +114,7 @@ static void test_random_bytes(void **state) {
     }
     size_t length = (size_t)round % (sizeof data + 1);
     size_t cut = length / 3;
-    qkv_segment segments[] = {{data, cut}, {data + cut, length - cut}};
+    qkv_segment segments[] = {{.data = data, .length = cut}, {.data = data + cut, .length = length - cut}};
     qkv_wire_reader reader;
     qkv_wire_reader_init(&reader, qkv_bytes_of_all(segments, 2));
     qkv_wire_field field;
@@ -364,7 +364,7 @@ static void test_nested_lengths(void **state) {
     for (int level = 0; level < 4; level++) qkv_wire_end(writer);
     size_t length = 0;
     uint8_t *joined = join(writer, &length);
-    qkv_segment segment = {joined, length};
+    qkv_segment segment = {.data = joined, .length = length};
     qkv_bytes message = qkv_bytes_of(&segment);
     qkv_wire_field field = {0};
     for (int level = 0; level < 5; level++) {
@@ -428,14 +428,16 @@ static void test_every_split(void **state) {
   put_item(writer, item);
   size_t length = 0;
   uint8_t *joined = join(writer, &length);
-  qkv_segment whole = {joined, length};
+  qkv_segment whole = {.data = joined, .length = length};
   uint64_t expected = digest(qkv_bytes_of(&whole), 0);
   for (size_t a = 0; a <= length; a++) {
     for (size_t b = a; b <= length; b++) {
-      qkv_segment segments[] = {{joined, a}, {joined + a, b - a}, {joined + b, length - b}};
+      qkv_segment segments[] = {{.data = joined, .length = a},
+                                {.data = joined + a, .length = b - a},
+                                {.data = joined + b, .length = length - b}};
       assert_true(digest(qkv_bytes_of_all(segments, 3), 0) == expected);
     }
-    qkv_segment two[] = {{joined, a}, {joined + a, length - a}};
+    qkv_segment two[] = {{.data = joined, .length = a}, {.data = joined + a, .length = length - a}};
     assert_true(digest(qkv_bytes_of_all(two, 2), 0) == expected);
   }
   joined[length - 1] ^= 1;  // the digest sees a change
@@ -457,7 +459,7 @@ static void test_every_truncation(void **state) {
   for (size_t kept = 0; kept < length; kept++) {
     uint8_t *copy = malloc(kept + 1);
     memcpy(copy + 1, joined, kept);  // up to the very end of the block
-    qkv_segment segment = {copy + 1, kept};
+    qkv_segment segment = {.data = copy + 1, .length = kept};
     qkv_wire_reader reader;
     qkv_wire_reader_init(&reader, qkv_bytes_of(&segment));
     qkv_wire_field field;

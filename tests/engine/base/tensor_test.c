@@ -181,7 +181,7 @@ static void assert_refused(const qkv_tensor *tensor, int rank, const char *text)
 static void test_check(void **state) {
   (void)state;
   uint8_t data[160];
-  qkv_segment segment = {data, sizeof data};
+  qkv_segment segment = {.data = data, .length = sizeof data};
   int64_t dims[] = {5, 2, 8};
   const qkv_tensor good = qkv_tensor_dense(QKV_FP16, 3, dims, &segment);
   assert_int_equal(qkv_tensor_check(&good, "k", 3, NULL), QKV_OK);
@@ -232,7 +232,7 @@ static void test_rows_across_segments(void **state) {
   }
   uint8_t *bytes = (uint8_t *)halves;
   for (size_t cut = 0; cut <= sizeof halves; cut++) {
-    qkv_segment segments[] = {{bytes, cut}, {bytes + cut, sizeof halves - cut}};
+    qkv_segment segments[] = {{.data = bytes, .length = cut}, {.data = bytes + cut, .length = sizeof halves - cut}};
     qkv_tensor tensor = {.dtype = QKV_FP16,
                          .rank = 3,
                          .dims = {TOKENS, HEADS, DIM},
@@ -260,7 +260,8 @@ static void test_long_row_in_pieces(void **state) {
   static float row[DIM];
   for (int i = 0; i < 2 * DIM; i++) values[i] = (float)i;
   uint8_t *bytes = (uint8_t *)values;
-  qkv_segment segments[] = {{bytes, 4 * DIM + 4097}, {bytes + 4 * DIM + 4097, sizeof values - 4 * DIM - 4097}};
+  qkv_segment segments[] = {{.data = bytes, .length = 4 * DIM + 4097},
+                            {.data = bytes + 4 * DIM + 4097, .length = sizeof values - 4 * DIM - 4097}};
   qkv_tensor tensor = {
       .dtype = QKV_FP32, .rank = 2, .dims = {2, DIM}, .strides = {4 * DIM, 4}, .data = qkv_bytes_of_all(segments, 2)};
   qkv_tensor_row(&tensor, 1, 99, row);
