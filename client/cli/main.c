@@ -1,0 +1,66 @@
+// qkvctl: looks at a qkvd, and moves sessions out of it and into it.
+#include "client/cli/cli.h"
+
+#define OFFSET(field) offsetof(qkvctl_values, field)
+
+// clang-format off
+static const qkv_option common_options[] = {QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option status_options[] = {
+    {"metrics", QKV_OPTION_FLAG, OFFSET(metrics), NULL, 0, 0, NULL, "list the metrics, too"},
+    {"options", QKV_OPTION_FLAG, OFFSET(options), NULL, 0, 0, NULL, "list the daemon's options in force, too"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option sessions_options[] = {
+    {"prefix", QKV_OPTION_STRING, OFFSET(prefix), NULL, 0, 0, "TEXT", "only sessions whose name begins so"},
+    {"tenant", QKV_OPTION_STRING, OFFSET(tenant), NULL, 0, 0, "NAME", "only sessions of this tenant"},
+    {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "only sessions of this model"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option fetch_options[] = {
+    {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "where the rows go; for npy a directory"},
+    {"format", QKV_OPTION_STRING, OFFSET(format), "safetensors", 0, 0, "NAME", "safetensors, or npy: one file a tensor"},
+    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "such as 0,2-5; all when not given"},
+    {"begin", QKV_OPTION_INTEGER, OFFSET(begin), "0", 0, 1.0e15, "POSITION", "the first position"},
+    {"end", QKV_OPTION_INTEGER, OFFSET(end), "0", 0, 1.0e15, "POSITION", "the position behind the last; 0: to the end"},
+    {"dtype", QKV_OPTION_STRING, OFFSET(dtype), NULL, 0, 0, "NAME", "fp32, fp16 or bf16; the model's when not given"},
+    {"heads-first", QKV_OPTION_FLAG, OFFSET(heads_first), NULL, 0, 0, NULL,
+     "[kv_heads, tokens, dim] instead of [tokens, kv_heads, dim]"},
+    {"before-rope", QKV_OPTION_FLAG, OFFSET(before_rope), NULL, 0, 0, NULL, "keys as they were before RoPE"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option load_options[] = {
+    {"session", QKV_OPTION_STRING, OFFSET(session), NULL, 0, 0, "NAME", "the session to open; the file's when not given"},
+    {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "its model, registered; the file's when not given"},
+    {"tenant", QKV_OPTION_STRING, OFFSET(tenant), NULL, 0, 0, "NAME", "its tenant; \"default\" when not given"},
+    {"purpose", QKV_OPTION_STRING, OFFSET(purpose), "attend", 0, 0, "NAME", "attend or fetch"},
+    {"bits-k", QKV_OPTION_REAL, OFFSET(bits_k), "0", 0, 8, "BITS", "code bits of a key's coordinate; 0: the model's"},
+    {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "code bits of a value's coordinate; 0: the model's"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+#define OPTIONS(table) table, sizeof(table) / sizeof *(table)
+
+static const qkv_command commands[] = {
+    {"status", "", "Shows what the daemon is and holds.", OPTIONS(status_options), 0, 0, qkvctl_status},
+    {"models", "", "Lists the models.", OPTIONS(common_options), 0, 0, qkvctl_models},
+    {"sessions", "", "Lists the sessions.", OPTIONS(sessions_options), 0, 0, qkvctl_sessions},
+    {"session", "SESSION", "Shows one session.", OPTIONS(common_options), 1, 1, qkvctl_session},
+    {"fetch", "SESSION", "Writes a session's rows to a file.", OPTIONS(fetch_options), 1, 1, qkvctl_fetch},
+    {"load", "FILE", "Opens a session with the rows of a safetensors file.", OPTIONS(load_options), 1, 1, qkvctl_load},
+    {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
+     qkvctl_truncate},
+    {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
+};
+// clang-format on
+
+int main(int argc, char **argv) {
+  qkvctl_values values = {0};
+  qkv_command_set set = {
+      .program = "qkvctl",
+      .summary = "Looks at a qkvd, and moves sessions out of it and into it.",
+      .commands = commands,
+      .command_count = sizeof commands / sizeof *commands,
+      .values = &values,
+  };
+  return qkv_program_run(&set, argc, argv);
+}

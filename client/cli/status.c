@@ -1,0 +1,168 @@
+// qkvctl status and models: what the daemon is and knows.
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "client/cli/cli.h"
+#include "client/common/terminal.h"
+#include "qkv/v1/admin.pb-c.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+
+// Calls and says why not where that fails: NULL then.
+static ProtobufCMessage *call(const qkvctl_values *values, const char *method, const ProtobufCMessage *request,
+                              const ProtobufCMessageDescriptor *kind) {
+  ProtobufCMessage *answer = NULL;
+  qkv_call_error error = {0};
+  qkv_client *client = qkvctl_connect(values);
+  if (client == NULL) return NULL;
+  if (qkv_client_call_message(client, method, request, kind, &answer, &error) != 0) {
+    (void)qkv_program_failed("%s", error.text);
+  }
+  qkv_client_close(&client);
+  return answer;
+}
+
+// ---- status ----
+
+static json_t *status_json(const Qkv__V1__GetStatusResponse *status) {
+  json_t *listen = json_array(), *metrics = json_object(), *options = json_object();
+  for (size_t i = 0; i < status->n_listen; i++) json_array_append_new(listen, json_string(status->listen[i]));
+  for (size_t i = 0; i < status->n_metrics; i++) {
+    json_object_set_new(metrics, status->metrics[i]->name, json_real(status->metrics[i]->value));
+  }
+  for (size_t i = 0; i < status->n_options; i++) {
+    const Qkv__V1__OptionValue *option = status->options[i];
+    json_object_set_new(options, option->name,
+                        json_pack("{s:s, s:s}", "value", option->value, "source", option->source));
+  }
+  return json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:o, s:o}", "version", status->version,
+                   "state", status->state, "uptime_ms", (json_int_t)status->uptime_ms, "models",
+                   (json_int_t)status->models, "sessions", (json_int_t)status->sessions, "kv_bytes",
+                   (json_int_t)status->kv_bytes, "kv_bytes_limit", (json_int_t)status->kv_bytes_limit, "rss_bytes",
+                   (json_int_t)status->rss_bytes, "listen", listen, "cpu", status->cpu, "metrics", metrics, "options",
+                   options);
+}
+
+static void print_metrics(const Qkv__V1__GetStatusResponse *status) {
+  qkv_table *table = qkv_table_create(3);
+  qkv_table_cell(table, "METRIC");
+  qkv_table_cell(table, "VALUE");
+  qkv_table_cell(table, "MEANING");
+  for (size_t i = 0; i < status->n_metrics; i++) {
+    qkv_table_cell(table, "%s", status->metrics[i]->name);
+    qkv_table_cell(table, "%.15g", status->metrics[i]->value);
+    qkv_table_cell(table, "%s", status->metrics[i]->help);
+  }
+  putchar('\n');
+  qkv_table_print(table, stdout);
+  qkv_table_destroy(&table);
+}
+
+static void print_options(const Qkv__V1__GetStatusResponse *status) {
+  qkv_table *table = qkv_table_create(3);
+  qkv_table_cell(table, "OPTION");
+  qkv_table_cell(table, "VALUE");
+  qkv_table_cell(table, "FROM");
+  for (size_t i = 0; i < status->n_options; i++) {
+    qkv_table_cell(table, "%s", status->options[i]->name);
+    qkv_table_cell(table, "%s", status->options[i]->value);
+    qkv_table_cell(table, "%s", status->options[i]->source);
+  }
+  putchar('\n');
+  qkv_table_print(table, stdout);
+  qkv_table_destroy(&table);
+}
+
+static void print_status(const Qkv__V1__GetStatusResponse *status) {
+  char held[QKV_HUMAN_MAX], limit[QKV_HUMAN_MAX], rss[QKV_HUMAN_MAX], uptime[QKV_HUMAN_MAX];
+  printf("qkvd %s, %s for %s\n", status->version, status->state, qkv_human_duration(status->uptime_ms, uptime));
+  for (size_t i = 0; i < status->n_listen; i++) printf("listens     %s\n", status->listen[i]);
+  printf("kernels     %s\n", status->cpu);
+  printf("models      %" PRIu64 "\n", status->models);
+  printf("sessions    %" PRIu64 "\n", status->sessions);
+  printf("KV          %s of %s\n", qkv_human_bytes(status->kv_bytes, held),
+         qkv_human_bytes(status->kv_bytes_limit, limit));
+  printf("memory      %s resident\n", qkv_human_bytes(status->rss_bytes, rss));
+}
+
+int qkvctl_status(void *values_in, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkvctl_values *values = values_in;
+  Qkv__V1__GetStatusRequest request = QKV__V1__GET_STATUS_REQUEST__INIT;
+  ProtobufCMessage *answer =
+      call(values, "/qkv.v1.Admin/GetStatus", &request.base, &qkv__v1__get_status_response__descriptor);
+  if (answer == NULL) return QKV_EXIT_FAILED;
+  const Qkv__V1__GetStatusResponse *status = (const Qkv__V1__GetStatusResponse *)answer;
+  bool written = true;
+  if (values->program.json) {
+    written = qkv_json_line(status_json(status));
+  } else {
+    print_status(status);
+    if (values->metrics) print_metrics(status);
+    if (values->options) print_options(status);
+  }
+  protobuf_c_message_free_unpacked(answer, NULL);
+  return written ? QKV_EXIT_OK : QKV_EXIT_FAILED;
+}
+
+// ---- models ----
+
+static json_t *model_json(const Qkv__V1__GetModelResponse *response) {
+  const Qkv__V1__Model *model = response->model;
+  json_t *object = json_pack(
+      "{s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:f, s:I, s:f, s:f, s:I}", "model", model->name, "layers",
+      (int)model->layers, "kv_heads", (int)model->kv_heads, "q_heads", (int)model->q_heads, "key_dim",
+      (int)model->key_dim, "value_dim", (int)model->value_dim, "dtype", qkv_dtype_name((qkv_dtype)model->dtype),
+      "scale", model->scale, "sliding_window", (json_int_t)model->sliding_window, "soft_cap", model->soft_cap,
+      "rope_theta", model->rope == NULL ? 0.0 : model->rope->theta, "sessions", (json_int_t)response->sessions);
+  const Qkv__V1__CodecPolicy *policy = model->policy;
+  if (policy == NULL) return object;
+  json_object_set_new(object, "codec", json_string(policy->codec));
+  json_object_set_new(object, "bits_k", json_real(policy->bits_k));
+  json_object_set_new(object, "bits_v", json_real(policy->bits_v));
+  json_object_set_new(object, "recent_window", json_integer(policy->recent_window));
+  return object;
+}
+
+static void add_model(qkv_table *table, const Qkv__V1__GetModelResponse *response) {
+  const Qkv__V1__Model *model = response->model;
+  qkv_table_cell(table, "%s", model->name);
+  qkv_table_cell(table, "%" PRIu32, model->layers);
+  qkv_table_cell(table, "%" PRIu32 "/%" PRIu32, model->q_heads, model->kv_heads);
+  qkv_table_cell(table, "%" PRIu32 "/%" PRIu32, model->key_dim, model->value_dim);
+  qkv_table_cell(table, "%s", qkv_dtype_name((qkv_dtype)model->dtype));
+  if (model->policy == NULL) {
+    qkv_table_cell(table, "-");
+  } else {
+    qkv_table_cell(table, "%.3g/%.3g", model->policy->bits_k, model->policy->bits_v);
+  }
+  qkv_table_cell(table, "%" PRIu64, response->sessions);
+}
+
+static void print_models(const Qkv__V1__ListModelsResponse *list) {
+  static const char *const headings[] = {"MODEL", "LAYERS", "HEADS Q/KV", "DIM K/V", "DTYPE", "BITS K/V", "SESSIONS"};
+  qkv_table *table = qkv_table_create(sizeof headings / sizeof *headings);
+  for (size_t i = 0; i < sizeof headings / sizeof *headings; i++) qkv_table_cell(table, "%s", headings[i]);
+  for (size_t i = 0; i < list->n_models; i++) {
+    if (list->models[i]->model != NULL) add_model(table, list->models[i]);
+  }
+  qkv_table_print(table, stdout);
+  qkv_table_destroy(&table);
+}
+
+int qkvctl_models(void *values_in, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkvctl_values *values = values_in;
+  Qkv__V1__ListModelsRequest request = QKV__V1__LIST_MODELS_REQUEST__INIT;
+  ProtobufCMessage *answer =
+      call(values, "/qkv.v1.KvCache/ListModels", &request.base, &qkv__v1__list_models_response__descriptor);
+  if (answer == NULL) return QKV_EXIT_FAILED;
+  const Qkv__V1__ListModelsResponse *list = (const Qkv__V1__ListModelsResponse *)answer;
+  bool written = true;
+  if (!values->program.json) print_models(list);
+  for (size_t i = 0; values->program.json && i < list->n_models && written; i++) {
+    if (list->models[i]->model != NULL) written = qkv_json_line(model_json(list->models[i]));
+  }
+  protobuf_c_message_free_unpacked(answer, NULL);
+  return written ? QKV_EXIT_OK : QKV_EXIT_FAILED;
+}
