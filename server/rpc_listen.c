@@ -154,7 +154,7 @@ static int try_bind_all(const struct addrinfo *info) {
 static qkv_status listen_tcp(grpc_server *server, const char *address, qkvi_rpc_listener *listener,
                              qkv_error *error) {
   char host[HOST_MAX + 1];
-  const char *port;
+  const char *port = NULL;
   QKV_TRY(split(address, host, &port, error));
   struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV}, *found;
   int failed = getaddrinfo(host, port, &hints, &found);

@@ -4,11 +4,13 @@
 // before the call is looked at. The limit on calls is ours: slots do not limit anything.
 #include <assert.h>
 #include <grpc/grpc_security.h>
+#include <grpc/support/log.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "engine/base/log.h"
 #include "server/rpc_internal.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
@@ -180,6 +182,13 @@ void qkvi_rpc_server_call_gone(qkv_rpc_server *server) {
 
 // ---- Start ----
 
+// gRPC's own lines (errors, unless GRPC_VERBOSITY says otherwise) go where ours go. They are warnings: what a
+// client did wrong, mostly.
+static void log_grpc(gpr_log_func_args *line) {
+  qkv_log_level level = line->severity == GPR_LOG_SEVERITY_ERROR ? QKV_LOG_WARN : QKV_LOG_DEBUG;
+  qkv_log(level, "grpc", "{s:s}", "text", line->message);
+}
+
 static grpc_arg integer_arg(const char *key, int64_t value) {
   return (grpc_arg){
       .type = GRPC_ARG_INTEGER, .key = (char *)key, .value.integer = (int)(value < INT32_MAX ? value : INT32_MAX)};
@@ -253,6 +262,7 @@ static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *confi
 
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error) {
   assert(config->listen_count > 0 && config->threads > 0 && config->calls_max > 0);
+  gpr_set_log_function(log_grpc);
   grpc_init();
   qkv_rpc_server *server = calloc(1, sizeof(*server));
   assert(server != NULL);
