@@ -3,7 +3,8 @@
 //   qkv_log(QKV_LOG_INFO, "listening", "{s:s, s:i}", "address", address, "port", port);
 //   {"time":"2026-11-21T04:05:06.789Z","level":"info","message":"listening","address":"127.0.0.1","port":7580}
 //
-// The format after the message is jansson's json_pack format of an object, or NULL for no fields.
+// The format after the message is jansson's json_pack format of an object, or NULL for no fields. Fields that
+// cannot be packed (a string that is no UTF-8) are replaced by "log_error"; the line is written.
 //
 // Threads: any. Lines are written whole. Not for hot paths.
 #ifndef QKV_ENGINE_BASE_LOG_H

@@ -58,9 +58,13 @@ typedef struct qkv_options qkv_options;
 qkv_options *qkv_options_create(const qkv_option *table, size_t count, const char *environment_prefix, void *values);
 void qkv_options_destroy(qkv_options **options);
 
-// Each reads one source and keeps what a stronger source has set. INVALID_ARGUMENT texts:
+// Each reads one source and keeps what a stronger source has set; what it keeps out is checked all the same.
+// A list grows by one item for each flag. In the environment every variable with the prefix has to be known, but
+// for the links that Kubernetes sets beside a service of our name (QKVD_SERVICE_*, QKVD_PORT, QKVD_PORT_*).
+// NOT_FOUND: there is no such file. INVALID_ARGUMENT texts:
 //   unknown option --memry-budget; did you mean --memory-budget?
 //   --threads is 0, allowed are 1 to 256
+//   unknown environment variable QKVD_THREAD; did you mean QKVD_THREADS?
 //   qkvd.yaml: line 3: unknown key "memry-budget"; did you mean "memory-budget"?
 qkv_status qkv_options_read_environment(qkv_options *options, qkv_error *error);
 qkv_status qkv_options_read_file(qkv_options *options, const char *path, qkv_error *error);

@@ -2,9 +2,12 @@
 
 #include <pthread.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -56,6 +59,43 @@ static void test_refusal_changes_nothing(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+static void alloc_without_reservation(void) {
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  (void)qkv_arena_reserve(arena, 64, NULL);
+  (void)qkv_arena_alloc(arena, 65);
+}
+
+static void unreserve_too_much(void) {
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  (void)qkv_arena_reserve(arena, 64, NULL);
+  qkv_arena_unreserve(arena, 65);
+}
+
+static void destroy_with_a_block(void) {
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  (void)qkv_arena_reserve(arena, 64, NULL);
+  (void)qkv_arena_alloc(arena, 64);
+  qkv_arena_destroy(&arena);
+}
+
+static void test_misuse_aborts(void **state) {
+  (void)state;
+  void (*const misuses[])(void) = {alloc_without_reservation, unreserve_too_much, destroy_with_a_block};
+  for (size_t i = 0; i < sizeof misuses / sizeof misuses[0]; i++) {
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+      (void)signal(SIGABRT, SIG_DFL);
+      (void)close(STDERR_FILENO);
+      misuses[i]();
+      _exit(0);
+    }
+    int status = 0;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+  }
+}
+
 typedef struct contest {
   qkv_arena *arena;
   int refused;
@@ -98,6 +138,7 @@ static void test_threads_stay_within_the_budget(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost), cmocka_unit_test(test_reserve_alloc_free),
                                      cmocka_unit_test(test_refusal_changes_nothing),
+                                     cmocka_unit_test(test_misuse_aborts),
                                      cmocka_unit_test(test_threads_stay_within_the_budget)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
