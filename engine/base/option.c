@@ -5,7 +5,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "engine/base/option_internal.h"
 
@@ -281,40 +280,14 @@ void qkvi_option_variable(const qkv_options *options, const char *name, char *va
   }
 }
 
-// "MEMORY_BUDGET" as "memory-budget".
-static void name_of_variable(const char *variable, size_t length, char *name, size_t size) {
-  if (length > size - 1) length = size - 1;
-  for (size_t i = 0; i < length; i++) {
-    name[i] = variable[i] == '_' ? '-' : (char)tolower((unsigned char)variable[i]);
-  }
-  name[length] = '\0';
-}
-
-// Kubernetes sets QKVD_SERVICE_HOST, QKVD_PORT_7580_TCP and the like in every pod beside a service of that name.
-static bool is_service_link(const char *name) {
-  return strncmp(name, "service-", 8) == 0 || strcmp(name, "port") == 0 || strncmp(name, "port-", 5) == 0;
-}
-
-static qkv_status read_variable(qkv_options *options, const char *entry, qkv_error *error) {
-  size_t prefix_length = strlen(options->environment_prefix);
-  size_t length = strcspn(entry, "=");
-  char name[LABEL_MAX];
-  if (strncmp(entry, options->environment_prefix, prefix_length) != 0 || entry[length] != '=') return QKV_OK;
-  name_of_variable(entry + prefix_length, length - prefix_length, name, sizeof name);
-  if (qkvi_option_find(options, name) != NULL) {
-    return qkv_options_set(options, name, entry + length + 1, QKV_FROM_ENVIRONMENT, error);
-  }
-  if (is_service_link(name)) return QKV_OK;
-  char closest[LABEL_MAX];
-  qkvi_option_variable(options, qkvi_option_closest(options, name), closest, sizeof closest);
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "unknown environment variable %.*s; did you mean %s?", (int)length,
-                  entry, closest);
-}
-
 qkv_status qkv_options_read_environment(qkv_options *options, qkv_error *error) {
   if (options->environment_prefix == NULL) return QKV_OK;
-  for (char **entry = environ; entry != NULL && *entry != NULL; entry++) {
-    QKV_TRY(read_variable(options, *entry, error));
+  for (size_t i = 0; i < options->count; i++) {
+    char variable[LABEL_MAX];
+    qkvi_option_variable(options, options->table[i].name, variable, sizeof variable);
+    const char *text = getenv(variable);
+    if (text == NULL) continue;
+    QKV_TRY(qkv_options_set(options, options->table[i].name, text, QKV_FROM_ENVIRONMENT, error));
   }
   return QKV_OK;
 }

@@ -59,12 +59,11 @@ qkv_options *qkv_options_create(const qkv_option *table, size_t count, const cha
 void qkv_options_destroy(qkv_options **options);
 
 // Each reads one source and keeps what a stronger source has set; what it keeps out is checked all the same.
-// A list grows by one item for each flag. In the environment every variable with the prefix has to be known, but
-// for the links that Kubernetes sets beside a service of our name (QKVD_SERVICE_*, QKVD_PORT, QKVD_PORT_*).
+// A list grows by one item for each flag. Variables of the environment that are in no row are left alone: others
+// have the prefix too (the clients' QKVD_TARGET, the links that Kubernetes sets beside a service of our name).
 // NOT_FOUND: there is no such file. INVALID_ARGUMENT texts:
 //   unknown option --memry-budget; did you mean --memory-budget?
 //   --threads is 0, allowed are 1 to 256
-//   unknown environment variable QKVD_THREAD; did you mean QKVD_THREADS?
 //   qkvd.yaml: line 3: unknown key "memry-budget"; did you mean "memory-budget"?
 qkv_status qkv_options_read_environment(qkv_options *options, qkv_error *error);
 qkv_status qkv_options_read_file(qkv_options *options, const char *path, qkv_error *error);

@@ -197,8 +197,7 @@ static void test_environment(void **state) {
   (void)setenv("QKVT_MEMORY_BUDGET", "2GB", 1);
   (void)setenv("QKVT_LISTEN", "one,,two,", 1);
   (void)setenv("QKVT_HELP", "true", 1);
-  (void)setenv("QKVT_SERVICE_HOST", "10.0.0.1", 1);
-  (void)setenv("QKVT_PORT_7580_TCP", "tcp://10.0.0.1:7580", 1);
+  (void)setenv("QKVT_SERVICE_HOST", "10.0.0.1", 1);  // no row: left alone
   assert_int_equal(qkv_options_read_environment(options, &error), QKV_OK);
   assert_int_equal(values.memory_budget, 2000000000);
   assert_true(values.help);
@@ -208,12 +207,8 @@ static void test_environment(void **state) {
 
   (void)setenv("QKVT_THREADS", "0", 1);
   assert_error(qkv_options_read_environment(options, &error), "QKVT_THREADS is 0, allowed are 1 to 256");
-  (void)unsetenv("QKVT_THREADS");
-  (void)setenv("QKVT_THREAD", "1", 1);
-  assert_error(qkv_options_read_environment(options, &error),
-               "unknown environment variable QKVT_THREAD; did you mean QKVT_THREADS?");
-  static const char *const names[] = {"QKVT_MEMORY_BUDGET", "QKVT_LISTEN",        "QKVT_HELP",
-                                      "QKVT_SERVICE_HOST",  "QKVT_PORT_7580_TCP", "QKVT_THREAD"};
+  static const char *const names[] = {"QKVT_MEMORY_BUDGET", "QKVT_LISTEN", "QKVT_HELP", "QKVT_SERVICE_HOST",
+                                      "QKVT_THREADS"};
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) (void)unsetenv(names[i]);
 }
 
