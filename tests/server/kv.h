@@ -1,0 +1,83 @@
+// What the tests of the KvCache handlers share: one model's geometry, rows that follow from a seed and their
+// position, requests over them, and a twin of a session in this process to compare with.
+#ifndef TESTS_SERVER_KV_H
+#define TESTS_SERVER_KV_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/cache/store.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+#include "tests/server/fixture.h"
+
+#define KV_LAYERS 3
+#define KV_HEADS 2
+#define KV_Q_HEADS 4
+#define KV_KEY_DIM 16
+#define KV_VALUE_DIM 24
+#define KV_WINDOW 64         // recent window of the model
+#define KV_TIMEOUT_MS 60000  // of calls that are meant to end
+
+#define KV_METHOD(name) "/qkv.v1.KvCache/" name
+
+// ---- The model ----
+
+// Registers the model "m" in the daemon.
+void kv_register(fixture_client *client);
+// The same model, for this process.
+qkv_model kv_model(void);
+// Opens a session of the model "m".
+void kv_open(fixture_client *client, const char *session);
+void kv_close(fixture_client *client, const char *session);
+// The daemon's view of a session; freed with qkv__v1__session_info__free_unpacked.
+Qkv__V1__SessionInfo *kv_info(fixture_client *client, const char *session);
+// The length of one layer.
+uint64_t kv_length(fixture_client *client, const char *session, uint32_t layer);
+// The daemon's value of a metric, e.g. "qkvd_kv_bytes".
+double kv_metric(fixture_client *client, const char *name);
+
+// ---- Rows and items ----
+
+typedef enum kv_part { KV_K, KV_V, KV_Q } kv_part;
+
+// Rows [tokens][heads][dim] from `position` on, multiples of 1/128 within [-2, 2): exact in fp16.
+void kv_rows(uint32_t seed, uint32_t layer, kv_part part, uint64_t position, size_t tokens, float *out);
+
+typedef struct kv_item {
+  const char *session;
+  uint32_t layer;
+  uint64_t position;
+  size_t tokens;   // of k and v; 0: absent
+  size_t queries;  // 0: absent
+  uint32_t seed;
+  Qkv__V1__AttendOptions *options;
+} kv_item;
+
+// An AttendRequest, which is an AppendRequest, too, as long as no item has queries. Rows go as fp32; so does
+// the output. The caller frees it.
+size_t kv_pack(const kv_item *items, size_t count, uint64_t id, uint8_t **bytes);
+
+// Append in one message; the status. `text`, where not NULL, has room for FIXTURE_TEXT_MAX.
+int kv_append(fixture_client *client, const kv_item *items, size_t count, char *text);
+fixture_result kv_call(fixture_client *client, const char *method, const ProtobufCMessage *request);
+// Attend; the status, and the response to be freed with qkv__v1__attend_response__free_unpacked.
+int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V1__AttendResponse **response,
+              char *text);
+
+// ---- The twin ----
+
+typedef struct kv_twin {
+  qkv_store *store;
+  qkv_session *session;
+} kv_twin;
+
+kv_twin kv_twin_open(const char *session);
+void kv_twin_close(kv_twin *twin);
+void kv_twin_append(kv_twin *twin, const kv_item *item);
+// out [queries][KV_Q_HEADS][KV_VALUE_DIM], lse [queries][KV_Q_HEADS].
+void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse);
+// Fails unless `result` has the very bits of the twin's answer to `item`.
+void kv_same_attend(kv_twin *twin, const kv_item *item, const Qkv__V1__AttendResult *result);
+
+#endif
