@@ -55,12 +55,14 @@ static qkv_status check_tensor(const qkv_client_tensor *from, const char *name, 
 
 // Bytes from the first element to the last that the strides reach.
 static int64_t reach(const qkv_tensor *tensor) {
+  assert(tensor->rank <= QKV_TENSOR_RANK_MAX);
   int64_t bytes = (int64_t)qkv_dtype_size(tensor->dtype);
   for (int i = 0; i < tensor->rank; i++) bytes += (tensor->dims[i] - 1) * tensor->strides[i];
   return bytes;
 }
 
 static void copy_rows(const qkv_tensor *tensor, const uint8_t *from, int axis, uint8_t **out) {
+  assert(axis < tensor->rank && tensor->rank <= QKV_TENSOR_RANK_MAX);
   if (axis == tensor->rank - 1) {
     size_t bytes = (size_t)tensor->dims[axis] * qkv_dtype_size(tensor->dtype);
     memcpy(*out, from, bytes);
