@@ -1,0 +1,193 @@
+// The daemon's life: start, refusal to start, drain, exit.
+#include <grpc/grpc.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tests/server/fixture.h"
+
+#include <cmocka.h>
+
+#define WAIT_MS 30000
+#define WATCH "/grpc.health.v1.Health/Watch"
+#define REFLECTION "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+#define MIB (INT64_C(1) << 20)
+
+// A sanitizer's checks at exit take their time.
+static int64_t soon_ms(void) {
+  return fixture_is_sanitized() ? 20000 : 3000;
+}
+
+static void stops_when_idle(void **out) {
+  (void)out;
+  for (int i = 0; i < 2; i++) {
+    fixture_daemon *daemon = fixture_start(NULL);
+    assert_int_equal(fixture_stop(&daemon, i == 0 ? SIGTERM : SIGINT, soon_ms()), 0);
+  }
+}
+
+// A connection without calls must not delay the end.
+static void stops_with_an_idle_client(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start(NULL);
+  fixture_client *client = fixture_connect(daemon->tcp_address);
+  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+  assert_int_equal(result.status, GRPC_STATUS_OK);
+  fixture_free(&result);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  fixture_disconnect(&client);
+}
+
+static void watcher_is_told(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start(NULL);
+  fixture_client *client = fixture_connect(daemon->unix_address);
+  fixture_stream *stream = fixture_open(client, WATCH, WAIT_MS);
+  uint8_t *data;
+  size_t length;
+  assert_true(fixture_send(stream, NULL, 0));
+  assert_true(fixture_receive(stream, &data, &length));
+  assert_memory_equal(data, "\x08\x01", 2);  // SERVING
+  free(data);
+  assert_int_equal(kill(daemon->pid, SIGTERM), 0);
+  assert_true(fixture_receive(stream, &data, &length));
+  assert_memory_equal(data, "\x08\x02", 2);  // NOT_SERVING
+  free(data);
+  fixture_result result = fixture_finish(&stream);
+  assert_int_equal(result.status, GRPC_STATUS_UNAVAILABLE);
+  assert_non_null(strstr(result.text, "draining"));
+  assert_int_equal(fixture_stop(&daemon, 0, soon_ms()), 0);
+  fixture_disconnect(&client);
+}
+
+// A client that holds a stream open for ever gets the grace, and no more.
+static void stuck_stream_is_cut_after_the_grace(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start((const char *[]){"--drain-grace", "500ms", NULL});
+  fixture_client *client = fixture_connect(daemon->unix_address);
+  fixture_stream *stream = fixture_open(client, REFLECTION, 0);
+  uint8_t *data;
+  size_t length;
+  assert_true(fixture_send(stream, "\x3a\x00", 2));  // list_services
+  assert_true(fixture_receive(stream, &data, &length));
+  free(data);
+  int64_t begin = fixture_now_ms();
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, 500 + soon_ms()), 0);
+  assert_true(fixture_now_ms() - begin >= 500);
+  assert_int_not_equal(fixture_finish(&stream).status, GRPC_STATUS_OK);
+  fixture_disconnect(&client);
+}
+
+static void second_signal_ends_at_once(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start((const char *[]){"--drain-grace", "10m", NULL});
+  fixture_client *client = fixture_connect(daemon->unix_address);
+  fixture_stream *stream = fixture_open(client, REFLECTION, 0);
+  uint8_t *data;
+  size_t length;
+  assert_true(fixture_send(stream, "\x3a\x00", 2));
+  assert_true(fixture_receive(stream, &data, &length));
+  free(data);
+  assert_int_equal(kill(daemon->pid, SIGTERM), 0);
+  fixture_sleep_ms(200);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 1);
+  (void)fixture_finish(&stream);
+  fixture_disconnect(&client);
+}
+
+static void expect_run(const char *const *arguments, int status, const char *text) {
+  char output[16384];
+  assert_int_equal(fixture_run(arguments, output, sizeof(output)), status);
+  if (strstr(output, text) == NULL) fail_msg("\"%s\" is not in \"%s\"", text, output);
+}
+
+static void second_daemon_is_refused(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start(NULL);
+  expect_run((const char *[]){"--listen", daemon->unix_address, NULL}, 1, "another qkvd listens on this socket");
+  expect_run((const char *[]){"--listen", daemon->tcp_address, NULL}, 1,
+             "Address already in use; is another qkvd running?");
+  fixture_client *client = fixture_connect(daemon->unix_address);  // the first one is none the worse
+  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+  assert_int_equal(result.status, GRPC_STATUS_OK);
+  fixture_free(&result);
+  fixture_disconnect(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+}
+
+// kill -9 leaves the socket and the lock file behind; the next daemon takes them over and cleans up.
+static void stale_socket_is_replaced(void **out) {
+  (void)out;
+  char directory[128], address[192], path[160];
+  fixture_make_directory(directory, sizeof(directory));
+  snprintf(path, sizeof(path), "%s/s", directory);
+  snprintf(address, sizeof(address), "unix:%s", path);
+  for (int i = 0; i < 2; i++) {
+    fixture_daemon *daemon = fixture_start((const char *[]){"--listen", address, NULL});
+    fixture_client *client = fixture_connect(address);
+    fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+    assert_int_equal(result.status, GRPC_STATUS_OK);
+    fixture_free(&result);
+    fixture_disconnect(&client);
+    (void)fixture_stop(&daemon, i == 0 ? SIGKILL : SIGTERM, soon_ms());
+    assert_int_equal(access(path, F_OK), i == 0 ? 0 : -1);
+  }
+  assert_int_equal(rmdir(directory), 0);  // nothing is left, no lock file either
+}
+
+static void command_line_is_checked(void **out) {
+  (void)out;
+  expect_run((const char *[]){"--lisen", "x", NULL}, 1, "did you mean --listen?");
+  expect_run((const char *[]){"serve", NULL}, 1, "unexpected argument serve");
+  expect_run((const char *[]){"--limit-calls", "0", NULL}, 1, "--limit-calls is 0, allowed are 1 to");
+  expect_run((const char *[]){"--listen", "7580", NULL}, 1, "listen is \"7580\", must be unix:PATH or HOST:PORT");
+  expect_run((const char *[]){"--config", "no-such-file.yaml", NULL}, 1, "no-such-file.yaml");
+  expect_run((const char *[]){"--log-level", "loud", NULL}, 1, "allowed are debug, info, warn and error");
+  expect_run((const char *[]){"--bits-k", "5", NULL}, 1, "allowed are 1, 2, 3, 4 and 8");
+}
+
+static void lists_are_printed(void **out) {
+  (void)out;
+  expect_run((const char *[]){"--version", NULL}, 0, "qkvd " QKV_VERSION);
+  expect_run((const char *[]){"--help", NULL}, 0, "QKVD_MEMORY_BUDGET");
+  expect_run((const char *[]){"--print-metrics", NULL}, 0, "qkvd_append_tokens_total");
+  expect_run((const char *[]){"--limit-items=7", "--print-options", NULL}, 0, "limit-items: 7  # flag");
+}
+
+static void idle_daemon_is_small(void **out) {
+  (void)out;
+  if (fixture_is_sanitized()) {
+    print_message("skipped: a sanitizer's memory says nothing about the daemon's\n");
+    skip();
+  }
+  fixture_daemon *daemon = fixture_start(NULL);
+  fixture_client *client = fixture_connect(daemon->unix_address);
+  fixture_result result = fixture_call(client, "/qkv.v1.Admin/GetStatus", NULL, 0, WAIT_MS);
+  assert_int_equal(result.status, GRPC_STATUS_OK);
+  fixture_free(&result);
+  fixture_sleep_ms(1200);  // a tick of its timer
+  assert_in_range(fixture_memory(daemon, "VmRSS"), MIB, 60 * MIB);
+  fixture_disconnect(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(stops_when_idle),
+      cmocka_unit_test(stops_with_an_idle_client),
+      cmocka_unit_test(watcher_is_told),
+      cmocka_unit_test(stuck_stream_is_cut_after_the_grace),
+      cmocka_unit_test(second_signal_ends_at_once),
+      cmocka_unit_test(second_daemon_is_refused),
+      cmocka_unit_test(stale_socket_is_replaced),
+      cmocka_unit_test(command_line_is_checked),
+      cmocka_unit_test(lists_are_printed),
+      cmocka_unit_test(idle_daemon_is_small),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

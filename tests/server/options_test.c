@@ -1,0 +1,155 @@
+#include "server/options.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/server/fixture.h"
+
+#include <cmocka.h>
+
+typedef struct config_file {
+  char directory[128];
+  char path[160];
+} config_file;
+
+static int setup(void **out) {
+  config_file *file = calloc(1, sizeof(*file));
+  assert_non_null(file);
+  fixture_make_directory(file->directory, sizeof(file->directory));
+  snprintf(file->path, sizeof(file->path), "%s/qkvd.yaml", file->directory);
+  *out = file;
+  return 0;
+}
+
+static int teardown(void **out) {
+  config_file *file = *out;
+  fixture_remove_directory(file->directory);
+  unsetenv("QKVD_LIMIT_MODELS");
+  unsetenv("QKVD_LIMIT_ITEMS");
+  free(file);
+  return 0;
+}
+
+static void write_config(const config_file *config, const char *text) {
+  FILE *file = fopen(config->path, "we");
+  assert_non_null(file);
+  fputs(text, file);
+  fclose(file);
+}
+
+// As from a command line: `arguments` after the program's name, ended by NULL.
+static qkv_status read_options(const char *const *arguments, qkv_server_options *values, qkv_options **set,
+                               qkv_error *error) {
+  const char *argv[8] = {"qkvd"};
+  int argc = 1;
+  for (; arguments[argc - 1] != NULL; argc++) argv[argc] = arguments[argc - 1];
+  return qkv_server_options_read(argc, (char **)argv, values, set, error);
+}
+
+static void defaults(void **out) {
+  (void)out;
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  assert_int_equal(read_options((const char *[]){NULL}, &values, &set, &error), QKV_OK);
+  assert_int_equal(values.listen.count, 1);
+  assert_string_equal(values.listen.items[0], "127.0.0.1:7580");
+  assert_null(values.config);
+  assert_int_equal(values.memory_budget, INT64_C(4) << 30);
+  assert_int_equal(values.threads, 0);
+  assert_int_equal(values.rpc_threads, 1);
+  assert_int_equal(values.limit_message, 64 << 20);
+  assert_int_equal(values.limit_items, 1024);
+  assert_true(values.bits_k == 4 && values.bits_v == 4);
+  assert_int_equal(values.recent_window, 64);
+  assert_int_equal(values.drain_grace, 10000);
+  assert_false(values.discard);
+  assert_int_equal(qkv_server_options_log_level(&values), QKV_LOG_INFO);
+  qkv_options_destroy(&set);
+}
+
+// default < file < environment < flag
+static void precedence(void **out) {
+  config_file *config = *out;
+  write_config(config, "limit-models: 10\nlimit-items: 10\nlimit-calls: 10\nlisten: [\"unix:a\", \"unix:b\"]\n");
+  setenv("QKVD_LIMIT_MODELS", "20", 1);
+  setenv("QKVD_LIMIT_ITEMS", "20", 1);
+  const char *const arguments[] = {"--limit-models", "30", "--config", config->path, NULL};
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  assert_int_equal(read_options(arguments, &values, &set, &error), QKV_OK);
+  assert_int_equal(values.limit_models, 30);
+  assert_int_equal(values.limit_items, 20);
+  assert_int_equal(values.limit_calls, 10);
+  assert_int_equal(values.limit_sessions, 4096);
+  assert_int_equal(values.listen.count, 2);
+  assert_string_equal(values.listen.items[1], "unix:b");
+  assert_int_equal(qkv_options_source(set, "limit-models"), QKV_FROM_FLAG);
+  assert_int_equal(qkv_options_source(set, "limit-items"), QKV_FROM_ENVIRONMENT);
+  assert_int_equal(qkv_options_source(set, "limit-calls"), QKV_FROM_FILE);
+  assert_int_equal(qkv_options_source(set, "limit-sessions"), QKV_FROM_DEFAULT);
+  qkv_options_destroy(&set);
+}
+
+static void expect_refusal(const char *const *arguments, const char *text) {
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  assert_int_equal(read_options(arguments, &values, &set, &error), QKV_INVALID_ARGUMENT);
+  if (strstr(error.text, text) == NULL) fail_msg("\"%s\" is not in \"%s\"", text, error.text);
+  qkv_options_destroy(&set);
+}
+
+static void unknown_names(void **out) {
+  config_file *config = *out;
+  expect_refusal((const char *[]){"--memry-budget", "4GB", NULL},
+                 "unknown option --memry-budget; did you mean --memory-budget?");
+  write_config(config, "threads: 2\nlimit-model: 10\n");
+  expect_refusal((const char *[]){"--config", config->path, NULL},
+                 "line 2: unknown key \"limit-model\"; did you mean \"limit-models\"?");
+}
+
+// Kubernetes sets variables like this one for a service named "qkvd", so they cannot be refused.
+static void foreign_variables_are_left_alone(void **out) {
+  (void)out;
+  setenv("QKVD_SERVICE_HOST", "10.0.0.1", 1);
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  assert_int_equal(read_options((const char *[]){NULL}, &values, &set, &error), QKV_OK);
+  unsetenv("QKVD_SERVICE_HOST");
+  qkv_options_destroy(&set);
+}
+
+static void values_out_of_limits(void **out) {
+  (void)out;
+  static const struct {
+    const char *argument, *text;
+  } rows[] = {
+      {"--rpc-threads=0", "--rpc-threads is 0, allowed are 1 to 64"},
+      {"--memory-budget=1KB", "--memory-budget is"},
+      {"--memory-budget=lots", "lots"},
+      {"--drain-grace=10", "10"},
+      {"--bits-v=5", "allowed are 1, 2, 3, 4 and 8"},
+      {"--log-level=loud", "--log-level is loud, allowed are debug, info, warn and error"},
+  };
+  for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+    expect_refusal((const char *[]){rows[i].argument, NULL}, rows[i].text);
+  }
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(defaults),
+      cmocka_unit_test_setup_teardown(precedence, setup, teardown),
+      cmocka_unit_test_setup_teardown(unknown_names, setup, teardown),
+      cmocka_unit_test(foreign_variables_are_left_alone),
+      cmocka_unit_test(values_out_of_limits),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
