@@ -1,0 +1,75 @@
+// What the subcommands of qkv-bench share: settings, samples and their statistics, and how results are shown.
+//
+// A benchmark alternates what it compares, keeps every sample and reports medians; the machine's own limit is
+// measured in the same run (raw.h).
+#ifndef QKV_CLIENT_BENCH_BENCH_H
+#define QKV_CLIENT_BENCH_BENCH_H
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "client/bench/daemon.h"
+#include "client/c/qkv.h"
+#include "client/common/program.h"
+#include "engine/base/option.h"
+
+// All subcommands' options; each one's table says which it has.
+typedef struct qkv_bench_settings {
+  qkv_program program;  // its target NULL: a daemon of its own
+  int64_t repeats;
+  int64_t bytes;   // of one message's rows
+  int64_t rounds;  // operations a repeat
+  bool store;      // append and fetch: the real engine instead of a discard
+  int64_t tokens, dim, kv_heads, q_heads;
+  int64_t bits_k, bits_v;
+} qkv_bench_settings;
+
+extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_attend;
+
+// Rows that every table begins with: those of all client programs, but for the target, which has no default.
+// clang-format off
+#define QKV_BENCH_OPTIONS                                                                                        \
+  {"target", QKV_OPTION_STRING, offsetof(qkv_bench_settings, program.target), NULL, 0, 0, "ADDRESS",             \
+   "unix:PATH or HOST:PORT of a running daemon; without it one is started for the run"},                         \
+  {"timeout", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, program.timeout_ms), "60s", 1, 86400000, "TIME", \
+   "how long a call to the daemon may take"},                                                                    \
+  {"json", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.json), NULL, 0, 0, NULL,                        \
+   "print one JSON object a line on standard output"},                                                           \
+  {"help", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.help), NULL, 0, 0, NULL, "show this help"},     \
+  {"version", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.version), NULL, 0, 0, NULL,                  \
+   "show the version"},                                                                                          \
+  {"repeats", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, repeats), "7", 1, 1000, "N",                      \
+   "repeats; medians are reported"}
+// clang-format on
+
+// Samples in one unit.
+typedef struct qkv_samples {
+  double *values;
+  size_t count, capacity;
+} qkv_samples;
+
+void qkv_samples_add(qkv_samples *samples, double value);
+void qkv_samples_clear(qkv_samples *samples);
+void qkv_samples_free(qkv_samples *samples);
+// The p-quantile, p in [0, 1], of what was added (at least one sample); sorts.
+double qkv_samples_quantile(qkv_samples *samples, double p);
+
+// Seconds on a monotonic clock.
+double qkv_bench_now(void);
+
+// `bytes` of pseudo-random fp16 values in [-2, 2): never zeros, nothing that compresses. The caller frees.
+void *qkv_bench_rows(size_t bytes, uint64_t seed);
+// The same as floats.
+void qkv_bench_floats(float *out, size_t count, uint64_t seed);
+
+// Prints one result: as a JSON line (with --json) or as "name value" columns. Takes the reference.
+void qkv_bench_report(const qkv_bench_settings *settings, json_t *result);
+
+// Connects to `target`, or explains on standard error and returns NULL.
+qkv_client *qkv_bench_connect(const qkv_bench_settings *settings, const char *target);
+// Says why a call failed, on standard error; returns QKV_EXIT_FAILED.
+int qkv_bench_failed(const char *what, const qkv_call_error *error);
+
+#endif
