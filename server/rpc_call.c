@@ -102,7 +102,15 @@ static void send_buffer(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
   start_batch(call, ops, count, &call->send_op);
 }
 
+static bool past_deadline(const qkv_rpc_call *call) {
+  return gpr_time_cmp(gpr_now(call->deadline.clock_type), call->deadline) >= 0;
+}
+
 static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status status, const char *text) {
+  if (status == QKV_CANCELLED && past_deadline(call)) {  // our clock may be a little before the client's
+    status = QKV_DEADLINE_EXCEEDED;
+    text = "the call's deadline has passed";
+  }
   qkvi_rpc_server_ended(call->server, qkv_rpc_cancelled(call) ? QKV_CANCELLED : status);
   drop_message(call);
   call->outgoing = buffer;
@@ -117,16 +125,8 @@ static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status st
   start_batch(call, ops, count, &call->end_op);
 }
 
-static bool past_deadline(const qkv_rpc_call *call) {
-  return gpr_time_cmp(gpr_now(call->deadline.clock_type), call->deadline) >= 0;
-}
-
 static void end_cancelled(qkv_rpc_call *call) {
-  if (past_deadline(call)) {
-    end_call(call, NULL, QKV_DEADLINE_EXCEEDED, "the call's deadline has passed");
-  } else {
-    end_call(call, NULL, QKV_CANCELLED, "cancelled");
-  }
+  end_call(call, NULL, QKV_CANCELLED, "cancelled");
 }
 
 static void send_done(qkvi_rpc_op *op, bool ok) {
