@@ -1,0 +1,453 @@
+// The program qkvctl as a script uses it, against the real daemon.
+#include <jansson.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "client/c/qkv.h"
+#include "client/format/safetensors.h"
+#include "tests/server/fixture.h"
+
+enum { LAYERS = 3, HEADS = 2, DIM = 16, TOKENS = 150, OUTPUT_MAX = 1 << 16 };
+
+static fixture_daemon *qkvd;
+static qkv_client *client;
+static char directory[128];
+static float k[TOKENS][HEADS][DIM], v[TOKENS][HEADS][DIM];
+
+// ---- running it ----
+
+static char out[OUTPUT_MAX], err[OUTPUT_MAX];
+
+static void read_back(FILE *file, char *text) {
+  rewind(file);
+  size_t length = fread(text, 1, OUTPUT_MAX - 1, file);
+  text[length] = '\0';
+  (void)fclose(file);
+}
+
+// Runs qkvctl with these arguments (NULL-terminated); its output is in `out` and `err`. Returns the exit status.
+static int run(const char *const *arguments) {
+  const char *argv[32] = {QKVCTL_PATH};
+  for (size_t i = 0; arguments[i] != NULL; i++) argv[i + 1] = arguments[i];
+  FILE *out_file = tmpfile(), *err_file = tmpfile();
+  assert_true(out_file != NULL && err_file != NULL);
+  pid_t pid = fork();
+  assert_true(pid >= 0);
+  if (pid == 0) {
+    dup2(fileno(out_file), STDOUT_FILENO);
+    dup2(fileno(err_file), STDERR_FILENO);
+    execv(QKVCTL_PATH, (char *const *)(uintptr_t)argv);
+    _exit(127);
+  }
+  int status = 0;
+  assert_int_equal(waitpid(pid, &status, 0), pid);
+  read_back(out_file, out);
+  read_back(err_file, err);
+  assert_true(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+#define RUN(...) run((const char *const[]){__VA_ARGS__, NULL})
+
+// The one JSON line in `out`.
+static json_t *line(void) {
+  json_error_t error;
+  json_t *object = json_loads(out, 0, &error);
+  if (object == NULL) fail_msg("%s in \"%s\"", error.text, out);
+  assert_string_equal(err, "");
+  assert_ptr_equal(strchr(out, '\n'), out + strlen(out) - 1);
+  return object;
+}
+
+static int64_t integer(const json_t *object, const char *key) {
+  const json_t *value = json_object_get(object, key);
+  if (!json_is_integer(value)) fail_msg("no integer %s in %s", key, out);
+  return json_integer_value(value);
+}
+
+static const char *text(const json_t *object, const char *key) {
+  const char *value = json_string_value(json_object_get(object, key));
+  if (value == NULL) fail_msg("no text %s in %s", key, out);
+  return value;
+}
+
+static const char *in_directory(const char *name) {
+  static char path[256];
+  snprintf(path, sizeof path, "%s/%s", directory, name);
+  return path;
+}
+
+static bool exists(const char *name) {
+  struct stat info;
+  return stat(in_directory(name), &info) == 0;
+}
+
+// ---- a session to look at ----
+
+static void fill(float *values, size_t count, uint32_t seed) {
+  for (size_t i = 0; i < count; i++) {
+    seed = seed * 1664525u + 1013904223u;
+    values[i] = (float)((int)(seed >> 23) - 256) / 128;
+  }
+}
+
+static int setup(void **state) {
+  (void)state;
+  qkvd = fixture_start(NULL);
+  fixture_make_directory(directory, sizeof directory);
+  setenv("QKVD_TARGET", qkvd->unix_address, 1);
+  qkv_call_error error = {0};
+  fill(&k[0][0][0], sizeof k / 4, 1);
+  fill(&v[0][0][0], sizeof v / 4, 2);
+  qkv_client_policy policy = {.recent_window = 1000};
+  qkv_client_model model = {.name = "m",
+                            .layers = LAYERS,
+                            .kv_heads = HEADS,
+                            .q_heads = HEADS,
+                            .key_dim = DIM,
+                            .value_dim = DIM,
+                            .dtype = QKV_CLIENT_FP16,
+                            .policy = &policy};
+  if (qkv_client_connect(qkvd->unix_address, NULL, &client, &error) != 0 ||
+      qkv_client_register_model(client, &model, &error) != 0) {
+    fail_msg("%s", error.text);
+  }
+  return 0;
+}
+
+static int teardown(void **state) {
+  (void)state;
+  qkv_client_close(&client);
+  fixture_remove_directory(directory);
+  assert_int_equal(fixture_stop(&qkvd, SIGTERM, 20000), 0);
+  return 0;
+}
+
+// "chat-1" holds 150 tokens in layer 0, 70 in layer 2, none in layer 1, from position 1000 on.
+static int open_session(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  qkv_session_options options = {.session = "chat-1", .model = "m", .first_position = 1000};
+  qkv_client_item items[2];
+  for (int i = 0; i < 2; i++) {
+    int64_t tokens = i == 0 ? TOKENS : 70;
+    items[i] = (qkv_client_item){.session = "chat-1",
+                                 .layer = (uint32_t)(2 * i),
+                                 .position = 1000,
+                                 .k = {QKV_CLIENT_FP32, 3, {tokens, HEADS, DIM}, {0}, k, sizeof k},
+                                 .v = {QKV_CLIENT_FP32, 3, {tokens, HEADS, DIM}, {0}, v, sizeof v}};
+  }
+  if (qkv_client_open_session(client, &options, &error) != 0 ||
+      qkv_client_append(client, items, 2, NULL, &error) != 0) {
+    fail_msg("%s", error.text);
+  }
+  return 0;
+}
+
+static int close_session(void **state) {
+  (void)state;
+  (void)qkv_client_close_session(client, "chat-1", NULL, NULL);
+  return 0;
+}
+
+// ---- the command line ----
+
+static void test_usage(void **state) {
+  (void)state;
+  assert_int_equal(RUN("--version"), 0);
+  assert_string_equal(out, "qkvctl " QKV_VERSION "\n");
+  assert_int_equal(RUN("--help"), 0);
+  assert_non_null(strstr(out, "truncate SESSION POSITION"));
+  assert_int_equal(RUN("fetch", "--help"), 0);
+  assert_non_null(strstr(out, "--heads-first"));
+  assert_string_equal(err, "");
+  static const struct {
+    const char *arguments[4];
+    const char *text;
+  } cases[] = {
+      {{"sesions"}, "qkvctl: unknown command \"sesions\"; did you mean sessions?\n"},
+      {{"frobnicate"}, "qkvctl: unknown command \"frobnicate\"; qkvctl --help lists the commands\n"},
+      {{"session"}, "qkvctl: session needs SESSION; see qkvctl session --help\n"},
+      {{"session", "a", "b"}, "qkvctl: session: unexpected word \"b\"; see qkvctl session --help\n"},
+      {{"status", "--metric"}, "qkvctl: unknown option --metric; did you mean --metrics?\n"},
+      {{"truncate", "a", "x"}, "qkvctl: POSITION is \"x\", a number from 0 on is needed\n"},
+      {{"fetch", "a"}, "qkvctl: fetch needs --output FILE\n"},
+      {{"fetch", "a", "--output=x", "--dtype=int8"},
+       "qkvctl: --dtype is \"int8\", allowed are fp32, fp16 and bf16\n"},
+      {{"fetch", "a", "--output=x", "--format=csv"},
+       "qkvctl: --format is \"csv\", allowed are safetensors and npy\n"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const char *arguments[5] = {NULL};
+    memcpy(arguments, cases[i].arguments, sizeof cases[i].arguments);
+    assert_int_equal(run(arguments), 2);
+    assert_string_equal(out, "");
+    assert_string_equal(err, cases[i].text);
+  }
+}
+
+static void test_errors(void **state) {
+  (void)state;
+  assert_int_equal(RUN("session", "nobody"), 1);
+  assert_string_equal(out, "");
+  assert_non_null(strstr(err, "nobody"));
+  assert_int_equal(RUN("status", "--target", "unix:/no/such/socket", "--timeout", "20ms"), 1);
+  assert_string_equal(
+      err, "qkvctl: nobody answers at unix:/no/such/socket: No such file or directory; is qkvd running there?\n");
+  assert_int_equal(RUN("load", "/no/such/file"), 1);
+  assert_non_null(strstr(err, "/no/such/file"));
+}
+
+// ---- looking ----
+
+static void test_status(void **state) {
+  (void)state;
+  // Options may stand before the command.
+  assert_int_equal(RUN("--target", qkvd->tcp_address, "status", "--json"), 0);
+  json_t *status = line();
+  assert_string_equal(text(status, "version"), QKV_VERSION);
+  assert_string_equal(text(status, "state"), "serving");
+  assert_int_equal(integer(status, "sessions"), 1);
+  assert_int_equal(integer(status, "models"), 1);
+  assert_true(integer(status, "kv_bytes") > 0 && integer(status, "rss_bytes") > 0);
+  assert_int_equal(json_array_size(json_object_get(status, "listen")), 2);
+  assert_non_null(json_object_get(json_object_get(status, "metrics"), "qkvd_append_tokens_total"));
+  json_decref(status);
+  assert_int_equal(RUN("status", "--metrics", "--options"), 0);
+  assert_non_null(strstr(out, "qkvd " QKV_VERSION ", serving for "));
+  assert_non_null(strstr(out, "qkvd_append_tokens_total"));
+  assert_non_null(strstr(out, "memory-budget"));
+}
+
+static void test_models(void **state) {
+  (void)state;
+  assert_int_equal(RUN("models", "--json"), 0);
+  json_t *model = line();
+  assert_string_equal(text(model, "model"), "m");
+  assert_int_equal(integer(model, "layers"), LAYERS);
+  assert_string_equal(text(model, "dtype"), "fp16");
+  assert_int_equal(integer(model, "sessions"), 1);
+  json_decref(model);
+  assert_int_equal(RUN("models"), 0);
+  assert_non_null(strstr(out, "MODEL  LAYERS  HEADS Q/KV"));
+  assert_non_null(strstr(out, "2/2"));
+}
+
+static void test_sessions(void **state) {
+  (void)state;
+  assert_int_equal(RUN("sessions", "--json", "--prefix", "chat-"), 0);
+  json_t *listed = line();
+  assert_string_equal(text(listed, "session"), "chat-1");
+  assert_int_equal(integer(listed, "tokens_exact") + integer(listed, "tokens_coded"), TOKENS + 70);
+  json_decref(listed);
+  assert_int_equal(RUN("sessions", "--prefix", "other"), 0);
+  assert_non_null(strstr(out, "SESSION"));
+  assert_null(strstr(out, "chat-1"));
+
+  assert_int_equal(RUN("session", "chat-1", "--json"), 0);
+  json_t *session = line();
+  assert_int_equal(integer(session, "first_position"), 1000);
+  const json_t *lengths = json_object_get(session, "lengths");
+  assert_int_equal(json_array_size(lengths), LAYERS);
+  assert_int_equal(json_integer_value(json_array_get(lengths, 0)), 1000 + TOKENS);
+  assert_int_equal(json_integer_value(json_array_get(lengths, 1)), 1000);
+  json_decref(session);
+  assert_int_equal(RUN("session", "chat-1"), 0);
+  assert_non_null(strstr(out, "layer 0         positions 1000 to 1150\n"));
+}
+
+// ---- fetch and load ----
+
+static const qkv_safetensors_tensor *tensor(const qkv_safetensors *file, const char *name, int64_t a, int64_t b,
+                                            int64_t c) {
+  const qkv_safetensors_tensor *found = qkv_safetensors_find(file, name);
+  if (found == NULL) fail_msg("no %s", name);
+  assert_int_equal(found->rank, 3);
+  assert_true(found->dims[0] == a && found->dims[1] == b && found->dims[2] == c);
+  return found;
+}
+
+static qkv_safetensors *open_file(const char *name) {
+  qkv_safetensors *file = NULL;
+  qkv_error error = {0};
+  if (qkv_safetensors_open(in_directory(name), &file, &error) != QKV_OK) fail_msg("%s", error.text);
+  return file;
+}
+
+static void test_fetch(void **state) {
+  (void)state;
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("a.safetensors"), "--dtype", "fp32", "--json"), 0);
+  json_t *done = line();
+  assert_int_equal(integer(done, "layers"), 2);
+  assert_int_equal(integer(done, "rows"), TOKENS + 70);
+  assert_int_equal(integer(done, "bytes"), (TOKENS + 70) * 2 * HEADS * DIM * 4);
+  json_decref(done);
+  assert_false(exists("a.safetensors.partial"));
+  qkv_safetensors *file = open_file("a.safetensors");
+  assert_int_equal(qkv_safetensors_count(file), 4);
+  assert_memory_equal(tensor(file, "layers.0.k", TOKENS, HEADS, DIM)->data, k, sizeof k);
+  assert_memory_equal(tensor(file, "layers.0.v", TOKENS, HEADS, DIM)->data, v, sizeof v);
+  assert_memory_equal(tensor(file, "layers.2.v", 70, HEADS, DIM)->data, v, 70 * sizeof v[0]);
+  assert_string_equal(qkv_safetensors_metadata(file, "session"), "chat-1");
+  assert_string_equal(qkv_safetensors_metadata(file, "model"), "m");
+  assert_string_equal(qkv_safetensors_metadata(file, "first_position"), "1000");
+  qkv_safetensors_close(&file);
+}
+
+static void test_fetch_a_part_heads_first(void **state) {
+  (void)state;
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("b.safetensors"), "--dtype", "fp32", "--layers",
+                       "0-1", "--begin", "1010", "--end", "1020", "--heads-first"),
+                   0);
+  qkv_safetensors *file = open_file("b.safetensors");
+  assert_int_equal(qkv_safetensors_count(file), 2);
+  const float *data = tensor(file, "layers.0.k", HEADS, 10, DIM)->data;
+  for (int head = 0; head < HEADS; head++) {
+    for (int t = 0; t < 10; t++) {
+      assert_memory_equal((const char *)data + (head * 10 + t) * (int)sizeof k[0][0], k[10 + t][head],
+                          sizeof k[0][0]);
+    }
+  }
+  assert_string_equal(qkv_safetensors_metadata(file, "first_position"), "1010");
+  assert_string_equal(qkv_safetensors_metadata(file, "layout"), "heads_first");
+  qkv_safetensors_close(&file);
+}
+
+static void test_fetch_npy(void **state) {
+  (void)state;
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("npy"), "--format", "npy", "--dtype", "fp32"), 0);
+  FILE *file = fopen(in_directory("npy/layers.0.k.npy"), "rb");
+  assert_non_null(file);
+  static char bytes[sizeof k + 512];
+  size_t size = fread(bytes, 1, sizeof bytes, file);
+  (void)fclose(file);
+  assert_non_null(strstr(bytes + 10, "'shape': (150, 2, 16)"));
+  assert_memory_equal(bytes + size - sizeof k, k, sizeof k);
+  assert_true(exists("npy/layers.2.v.npy"));
+  assert_false(exists("npy.partial"));
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("npy"), "--format", "npy"), 1);
+  assert_non_null(strstr(err, "is there already; choose another directory"));
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("c"), "--format", "npy", "--dtype", "bf16"), 2);
+}
+
+static void test_fetch_nothing(void **state) {
+  (void)state;
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("n"), "--layers", "1"), 1);
+  assert_string_equal(err, "qkvctl: session chat-1 holds no rows there\n");
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("n"), "--layers", "3"), 2);
+  assert_string_equal(err, "qkvctl: --layers names layer 3, the session has 0 to 2\n");
+  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("n"), "--begin", "7", "--end", "7"), 2);
+  assert_int_equal(RUN("fetch", "nobody", "--output", in_directory("n")), 1);
+  assert_false(exists("n"));
+  assert_false(exists("n.partial"));
+}
+
+// Out, in again under another name, and out again: the same file but for the name in it.
+static void check_round_trip(const char *layout_option) {
+  char first[256], second[256];
+  memcpy(first, in_directory("1.safetensors"), sizeof first);
+  memcpy(second, in_directory("2.safetensors"), sizeof second);
+  assert_int_equal(RUN("fetch", "chat-1", "--output", first, layout_option), 0);
+  assert_int_equal(RUN("load", first, "--session", "chat-2", "--json"), 0);
+  json_t *done = line();
+  assert_string_equal(text(done, "session"), "chat-2");
+  assert_string_equal(text(done, "model"), "m");
+  assert_int_equal(integer(done, "rows"), TOKENS + 70);
+  json_decref(done);
+  assert_int_equal(RUN("fetch", "chat-2", "--output", second, layout_option), 0);
+  qkv_safetensors *one = open_file("1.safetensors"), *two = open_file("2.safetensors");
+  assert_int_equal(qkv_safetensors_count(two), 4);
+  for (size_t i = 0; i < 4; i++) {
+    const qkv_safetensors_tensor *a = qkv_safetensors_at(one, i), *b = qkv_safetensors_at(two, i);
+    assert_string_equal(a->name, b->name);
+    assert_int_equal(a->bytes, b->bytes);
+    assert_memory_equal(a->data, b->data, a->bytes);
+  }
+  assert_string_equal(qkv_safetensors_metadata(two, "first_position"), "1000");
+  qkv_safetensors_close(&one);
+  qkv_safetensors_close(&two);
+  assert_int_equal(RUN("load", first, "--session", "chat-2"), 1);
+  assert_non_null(strstr(err, "chat-2"));
+  assert_int_equal(RUN("rm", "chat-2"), 0);
+}
+
+static void test_load(void **state) {
+  (void)state;
+  check_round_trip(NULL);
+  check_round_trip("--heads-first");
+}
+
+// A file that does not fit the model: the session it opened is closed again.
+static void test_load_what_does_not_fit(void **state) {
+  (void)state;
+  const char *path = in_directory("bad.safetensors");
+  qkv_safetensors_tensor tensors[2] = {{.name = "layers.0.k", .dtype = QKV_FP32, .rank = 3, .dims = {5, 3, DIM}},
+                                       {.name = "layers.0.v", .dtype = QKV_FP32, .rank = 3, .dims = {5, 3, DIM}}};
+  qkv_safetensors_writer *writer = NULL;
+  assert_int_equal(qkv_safetensors_writer_create(path, tensors, 2, NULL, 0, &writer, NULL), QKV_OK);
+  for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_safetensors_write(writer, i, k, 5 * 3 * DIM * 4, NULL), QKV_OK);
+  assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
+  assert_int_equal(RUN("load", path), 2);
+  assert_string_equal(err, "qkvctl: the file names no session; give --session NAME\n");
+  assert_int_equal(RUN("load", path, "--session", "bad", "--model", "m"), 1);
+  assert_non_null(strstr(err, "k.dims[1] is 3"));
+  assert_non_null(strstr(err, "(the session was closed again)"));
+  assert_int_equal(RUN("session", "bad"), 1);
+
+  tensors[1].name = "layers.1.v";
+  assert_int_equal(qkv_safetensors_writer_create(path, tensors, 2, NULL, 0, &writer, NULL), QKV_OK);
+  for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_safetensors_write(writer, i, k, 5 * 3 * DIM * 4, NULL), QKV_OK);
+  assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
+  assert_int_equal(RUN("load", path, "--session", "bad", "--model", "m"), 1);
+  assert_non_null(strstr(err, "is no session's file: layers.0.v is missing"));
+}
+
+// ---- rm, truncate ----
+
+static void test_truncate_and_remove(void **state) {
+  (void)state;
+  assert_int_equal(RUN("truncate", "chat-1", "1100", "--json"), 0);
+  json_t *done = line();
+  assert_int_equal(integer(done, "position"), 1100);
+  json_decref(done);
+  qkv_client_session_info info;
+  assert_int_equal(qkv_client_get_session(client, "chat-1", &info, NULL), 0);
+  assert_int_equal(info.lengths[0], 1100);
+  assert_int_equal(info.lengths[2], 1070);
+  qkv_free(info.lengths);
+  // One that is not there does not keep the other.
+  assert_int_equal(RUN("rm", "nobody", "chat-1"), 1);
+  assert_non_null(strstr(err, "nobody"));
+  assert_non_null(strstr(out, "closed chat-1, "));
+  assert_int_equal(qkv_client_get_session(client, "chat-1", &info, NULL), QKV_NOT_FOUND);
+}
+
+#define WITH_SESSION(test) cmocka_unit_test_setup_teardown(test, open_session, close_session)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_usage),
+      cmocka_unit_test(test_errors),
+      WITH_SESSION(test_status),
+      WITH_SESSION(test_models),
+      WITH_SESSION(test_sessions),
+      WITH_SESSION(test_fetch),
+      WITH_SESSION(test_fetch_a_part_heads_first),
+      WITH_SESSION(test_fetch_npy),
+      WITH_SESSION(test_fetch_nothing),
+      WITH_SESSION(test_load),
+      WITH_SESSION(test_load_what_does_not_fit),
+      WITH_SESSION(test_truncate_and_remove),
+  };
+  return cmocka_run_group_tests(tests, setup, teardown);
+}
