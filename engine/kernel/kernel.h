@@ -41,5 +41,7 @@ extern const qkv_kernels qkvi_kernels_reference;
 
 // 2^((gain - 128) / 8); 0 for gain 0.
 float qkv_gain_value(uint8_t gain);
+// The gain byte, 1 to 255, whose value is nearest to `factor` > 0; the lower one of two as near.
+uint8_t qkvi_gain_nearest(float factor);
 
 #endif

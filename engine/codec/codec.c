@@ -1,0 +1,27 @@
+#include "engine/codec/codec.h"
+
+#include <string.h>
+
+#include "engine/codec/embedded.h"
+
+static const qkv_codec *const codecs[] = {&qkvi_codec_embedded};
+
+enum { CODECS = sizeof codecs / sizeof *codecs };
+
+const qkv_codec *qkv_codec_by_id(uint8_t id) {
+  for (size_t row = 0; row < CODECS; row++) {
+    if (codecs[row]->id == id) return codecs[row];
+  }
+  return NULL;
+}
+
+const qkv_codec *qkv_codec_by_name(const char *name) {
+  for (size_t row = 0; row < CODECS; row++) {
+    if (strcmp(codecs[row]->name, name) == 0) return codecs[row];
+  }
+  return NULL;
+}
+
+const qkv_codec *qkv_codec_at(size_t row) {
+  return row < CODECS ? codecs[row] : NULL;
+}

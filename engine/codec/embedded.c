@@ -1,0 +1,189 @@
+#include "engine/codec/embedded.h"
+
+#include <assert.h>
+#include <string.h>
+
+#include "engine/codec/hadamard.h"
+#include "engine/codec/pack.h"
+#include "engine/kernel/kernel.h"
+
+typedef struct schedules {
+  qkv_schedule k, v;
+} schedules;
+
+static void schedules_init(schedules *both, uint16_t key_dim, uint16_t value_dim) {
+  qkv_schedule_uniform(&both->k, key_dim);
+  qkv_schedule_uniform(&both->v, value_dim);
+}
+
+// Finds a head's codes; `both` must live as long as they are used.
+static void find(const void *page, uint16_t kv_head, qkv_part part, schedules *both, qkv_page_codes *codes) {
+  const qkv_page_header *header = page;
+  schedules_init(both, header->key_dim, header->value_dim);
+  qkv_page_find(page, kv_head, part, &both->k, &both->v, codes);
+}
+
+static bool embedded_bits_valid(double bits) {
+  return bits == 1 || bits == 2 || bits == 3 || bits == 4 || bits == 8;
+}
+
+static size_t embedded_page_bytes(const qkv_page_shape *shape) {
+  schedules both;
+  schedules_init(&both, shape->key_dim, shape->value_dim);
+  return qkv_page_bytes(shape, &both.k, &both.v);
+}
+
+// Codes `tokens` rows that are `stride` floats apart; the page's other slots become zero rows.
+static void encode_head(qkv_part part, const qkv_schedule *schedule, unsigned tier, uint32_t tokens,
+                        const float *rows, size_t stride, uint8_t *gains, uint8_t *codes) {
+  const size_t dim = schedule->dim;
+  float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  for (size_t t = 0; t < tokens; t++) {
+    memcpy(turned + t * dim, rows + t * stride, dim * sizeof *turned);
+    qkv_hadamard_forward(turned + t * dim, dim);
+  }
+  memset(turned + tokens * dim, 0, (QKV_PAGE_TOKENS - tokens) * dim * sizeof *turned);
+  qkv_kernels_get()->encode(part, schedule, tier, turned, gains, codes);
+}
+
+static void embedded_encode(const qkv_page_shape *shape, uint32_t layer, uint64_t position, uint32_t tokens,
+                            const float *k, const float *v, void *image) {
+  assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
+  schedules both;
+  schedules_init(&both, shape->key_dim, shape->value_dim);
+  qkv_page_format(image, shape, QKV_CODEC_EMBEDDED, layer, position, &both.k, &both.v);
+  ((qkv_page_header *)image)->tokens = (uint16_t)tokens;
+  for (uint16_t h = 0; h < shape->kv_heads; h++) {
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      const uint8_t tier = part == QKV_K ? shape->bits_k : shape->bits_v;
+      const float *rows = part == QKV_K ? k : v;
+      qkv_page_codes codes;
+      qkv_page_find(image, h, part, &both.k, &both.v, &codes);
+      const size_t dim = codes.schedule->dim;
+      encode_head(part, codes.schedule, tier, tokens, rows + h * dim, shape->kv_heads * dim, (uint8_t *)codes.gains,
+                  (uint8_t *)codes.groups[0]);
+    }
+  }
+  qkv_page_seal(image);
+}
+
+static void embedded_query(const qkv_page_shape *shape, uint32_t layer, uint16_t kv_head, float *queries, size_t n) {
+  (void)layer, (void)kv_head;
+  for (size_t i = 0; i < n; i++) qkv_hadamard_forward(queries + i * shape->key_dim, shape->key_dim);
+}
+
+static void embedded_scores(const void *page, uint16_t kv_head, const float *queries, size_t n, float *scores) {
+  assert(n <= QKV_QUERY_BLOCK);
+  schedules both;
+  qkv_page_codes codes;
+  find(page, kv_head, QKV_K, &both, &codes);
+  qkv_kernels_get()->scores(&codes, queries, n, scores);
+}
+
+static void embedded_accumulate(const void *page, uint16_t kv_head, const float *weights, size_t n, float *sums) {
+  assert(n <= QKV_QUERY_BLOCK);
+  schedules both;
+  qkv_page_codes codes;
+  find(page, kv_head, QKV_V, &both, &codes);
+  qkv_kernels_get()->accumulate(&codes, weights, n, sums);
+}
+
+static void embedded_output(const qkv_page_shape *shape, uint32_t layer, uint16_t kv_head, float *sums, size_t n) {
+  (void)layer, (void)kv_head;
+  for (size_t i = 0; i < n; i++) qkv_hadamard_inverse(sums + i * shape->value_dim, shape->value_dim);
+}
+
+static void embedded_decode(const void *page, uint16_t kv_head, qkv_part part, float *rows) {
+  const qkv_page_header *header = page;
+  schedules both;
+  qkv_page_codes codes;
+  find(page, kv_head, part, &both, &codes);
+  const size_t dim = codes.schedule->dim;
+  float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  qkv_kernels_get()->decode(part, &codes, turned);
+  for (size_t t = 0; t < header->tokens; t++) qkv_hadamard_inverse(turned + t * dim, dim);
+  memcpy(rows, turned, header->tokens * dim * sizeof *rows);
+}
+
+// Whether slot `slot` of a head is the code of `row`. Codes at a lower tier are prefixes of those at the top.
+static bool head_matches(const qkv_page_codes *codes, qkv_part part, unsigned top, size_t slot, const float *row) {
+  const qkv_schedule *schedule = codes->schedule;
+  uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  encode_head(part, schedule, top, 1, row, schedule->dim, gains, bytes);
+  if (gains[0] != codes->gains[slot]) return false;
+  const size_t group = slot / QKV_GROUP_TOKENS;
+  const unsigned tier = codes->tiers[group];
+  qkvi_codes mine[QKV_DIM_MAX], theirs[QKV_DIM_MAX];
+  qkvi_unpack(part, schedule, top, bytes, mine);
+  qkvi_unpack(part, schedule, tier, codes->groups[group], theirs);
+  for (size_t c = 0; c < schedule->dim; c++) {
+    if (mine[c][0] >> (top - tier) != theirs[c][slot % QKV_GROUP_TOKENS]) return false;
+  }
+  return true;
+}
+
+static bool embedded_row_matches(const void *page, uint32_t token, const float *k, const float *v) {
+  const qkv_page_header *header = page;
+  assert(token < header->tokens);
+  for (uint16_t h = 0; h < header->kv_heads; h++) {
+    schedules both;
+    qkv_page_codes codes;
+    find(page, h, QKV_K, &both, &codes);
+    if (!head_matches(&codes, QKV_K, header->bits_k, token, k + (size_t)h * header->key_dim)) return false;
+    find(page, h, QKV_V, &both, &codes);
+    if (!head_matches(&codes, QKV_V, header->bits_v, token, v + (size_t)h * header->value_dim)) return false;
+  }
+  return true;
+}
+
+static qkv_status validate_kind(const qkv_page_header *header, qkv_error *error) {
+  if (header->codec != QKV_CODEC_EMBEDDED) {
+    return qkv_fail(error, QKV_DATA_LOSS, "page.codec is %u, expected %d", header->codec, QKV_CODEC_EMBEDDED);
+  }
+  if (header->calibration != 0 || header->frame != 0) {
+    return qkv_fail(error, QKV_DATA_LOSS, "page.calibration is %u and page.frame %u, only 0 is known",
+                    header->calibration, header->frame);
+  }
+  return QKV_OK;
+}
+
+static qkv_status embedded_validate(const void *image, size_t bytes, qkv_error *error) {
+  qkv_page_header header;
+  if (bytes < sizeof header) {
+    return qkv_fail(error, QKV_DATA_LOSS, "the page is %zu bytes, its header is %zu", bytes, sizeof header);
+  }
+  memcpy(&header, image, sizeof header);
+  schedules both;
+  schedules_init(&both, header.key_dim, header.value_dim);
+  const char *wrong = qkv_schedule_validate(&both.k);
+  if (wrong) return qkv_fail(error, QKV_DATA_LOSS, "page.key_dim is %u: %s", header.key_dim, wrong);
+  wrong = qkv_schedule_validate(&both.v);
+  if (wrong) return qkv_fail(error, QKV_DATA_LOSS, "page.value_dim is %u: %s", header.value_dim, wrong);
+  QKV_TRY(qkv_page_validate(image, bytes, &both.k, &both.v, error));
+  return validate_kind(&header, error);
+}
+
+// The error of the quantizer on N(0, 1) plus 1 to 3 %. Gaussian rows of any width stay below, and so do rows
+// with outliers where the width is a power of two, and whatever tier a page is cut to. (In other widths an
+// outlier is spread over its block alone, and the row's gain fits the other blocks badly.)
+static double embedded_error_bound(double bits) {
+  static const double bounds[] = {1, 0.372, 0.122, 0.0354, 0.0098, 1, 1, 1, 0.0000445};
+  assert(embedded_bits_valid(bits));
+  return bounds[(int)bits];
+}
+
+const qkv_codec qkvi_codec_embedded = {
+    .id = QKV_CODEC_EMBEDDED,
+    .name = "embedded",
+    .bits_valid = embedded_bits_valid,
+    .page_bytes = embedded_page_bytes,
+    .encode = embedded_encode,
+    .query = embedded_query,
+    .scores = embedded_scores,
+    .accumulate = embedded_accumulate,
+    .output = embedded_output,
+    .decode = embedded_decode,
+    .row_matches = embedded_row_matches,
+    .validate = embedded_validate,
+    .error_bound = embedded_error_bound,
+};

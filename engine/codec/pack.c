@@ -1,0 +1,164 @@
+#include "engine/codec/pack.h"
+
+#include <assert.h>
+#include <stdbool.h>
+#include <string.h>
+
+enum { PAIRS = QKV_DEPTH_MAX / 2, FIELDS = 4, FIELD_TOKENS = QKV_GROUP_TOKENS / FIELDS };
+
+// A slab of 16 * width bytes: the letter s of page.h, and a quarter of L.
+typedef struct slab {
+  unsigned pair;
+  bool wide;
+  unsigned width;
+} slab;
+
+static unsigned slab_bytes(const slab *s) {
+  return QKV_GROUP_TOKENS * s->width;
+}
+
+static unsigned slab_coordinates(const slab *s) {
+  return (s->wide ? 4 : 8) * s->width;
+}
+
+// Where a field lies in its byte.
+static unsigned field_shift(const slab *s, unsigned field) {
+  return 2 * (field ^ (s->pair & 1));
+}
+
+// Sixteen bytes, one a token of the group. Shifts work on the whole; what crosses into a neighbour is masked off.
+typedef uint64_t sixteen __attribute__((vector_size(QKV_GROUP_TOKENS)));
+
+#define EACH(byte) ((sixteen){(byte)*0x0101010101010101u, (byte)*0x0101010101010101u})
+
+static sixteen load(const uint8_t *bytes) {
+  sixteen all;
+  memcpy(&all, bytes, sizeof all);
+  return all;
+}
+
+static void store(uint8_t *bytes, sixteen all) {
+  memcpy(bytes, &all, sizeof all);
+}
+
+// Bytes of a K slab between [token][byte] and [byte][token]. Inlined with a constant width to be vectorized.
+static inline __attribute__((always_inline)) void columns_of(const uint8_t *restrict bytes, unsigned width,
+                                                             qkvi_codes *restrict columns) {
+  for (unsigned i = 0; i < width; i++) {
+    for (unsigned t = 0; t < QKV_GROUP_TOKENS; t++) columns[i][t] = bytes[t * width + i];
+  }
+}
+
+static void read_columns(const slab *s, const uint8_t *bytes, qkvi_codes columns[4]) {
+  if (s->width == 4) {
+    columns_of(bytes, 4, columns);
+  } else {
+    columns_of(bytes, s->width, columns);
+  }
+}
+
+static void write_columns(const slab *s, qkvi_codes columns[4], uint8_t *bytes) {
+  for (unsigned t = 0; t < QKV_GROUP_TOKENS; t++) {
+    for (unsigned i = 0; i < s->width; i++) bytes[t * s->width + i] = columns[i][t];
+  }
+}
+
+// Appends what a slab's fields hold for its coordinate `at` (below 4 * width), two bits a token: both to that
+// coordinate's codes, or in a narrow slab the high one to those of the coordinate 4 * width further.
+static void append(const slab *s, qkvi_codes *codes, unsigned at, sixteen two) {
+  uint8_t *low = codes[at], *high = codes[at + 4 * s->width];
+  if (s->wide) {
+    store(low, load(low) << 2 | two);
+  } else {
+    store(low, load(low) << 1 | (two & EACH(1)));
+    store(high, load(high) << 1 | (two >> 1 & EACH(1)));
+  }
+}
+
+// The reverse: those two bits, out of codes at full depth.
+static sixteen take(const slab *s, const qkvi_codes *codes, unsigned at) {
+  const unsigned shift = QKV_DEPTH_MAX - 2 - 2 * s->pair;  // of the pair's less significant bit
+  const sixteen low = load(codes[at]) >> shift;
+  if (s->wide) return low & EACH(3);
+  return (low >> 1 & EACH(1)) | (load(codes[at + 4 * s->width]) >> shift & EACH(2));
+}
+
+static void unpack_k(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
+  qkvi_codes columns[4];
+  read_columns(s, bytes, columns);
+  for (unsigned at = 0; at < FIELDS * s->width; at++) {
+    const unsigned shift = field_shift(s, at / s->width);
+    append(s, codes, at, load(columns[at % s->width]) >> shift & EACH(3));
+  }
+}
+
+static void pack_k(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
+  qkvi_codes columns[4] = {0};
+  for (unsigned at = 0; at < FIELDS * s->width; at++) {
+    uint8_t *column = columns[at % s->width];
+    store(column, load(column) | take(s, codes, at) << field_shift(s, at / s->width));
+  }
+  write_columns(s, columns, bytes);
+}
+
+// A lane of a V slab: four bytes, whose field f is tokens 4 f to 4 f + 3.
+static void unpack_v(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
+  for (unsigned lane = 0; lane < 4 * s->width; lane++, bytes += FIELD_TOKENS) {
+    uint32_t packed;
+    memcpy(&packed, bytes, sizeof packed);
+    uint64_t token[FIELDS];
+    for (unsigned f = 0; f < FIELDS; f++) token[f] = packed >> field_shift(s, f) & 0x03030303;
+    append(s, codes, lane, (sixteen){token[0] | token[1] << 32, token[2] | token[3] << 32});
+  }
+}
+
+static void pack_v(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
+  for (unsigned lane = 0; lane < 4 * s->width; lane++, bytes += FIELD_TOKENS) {
+    const sixteen two = take(s, codes, lane);
+    const uint32_t token[FIELDS] = {(uint32_t)two[0], (uint32_t)(two[0] >> 32), (uint32_t)two[1],
+                                    (uint32_t)(two[1] >> 32)};
+    uint32_t packed = 0;
+    for (unsigned f = 0; f < FIELDS; f++) packed |= token[f] << field_shift(s, f);
+    memcpy(bytes, &packed, sizeof packed);
+  }
+}
+
+// Sets `s` to the slab at coordinate `at` of a group's section that ends at `end`: the largest that fits.
+static void slab_fit(slab *s, unsigned at, unsigned end) {
+  s->width = 4;
+  while (at + slab_coordinates(s) > end) s->width /= 2;
+  assert(s->width > 0);
+}
+
+// Coordinates [*begin, *end) of a section at a tier.
+static void section(const uint16_t *reach, const slab *s, unsigned *begin, unsigned *end) {
+  const unsigned both = reach[2 * s->pair + 2], first = reach[2 * s->pair + 1];
+  *begin = s->wide ? 0 : both;
+  *end = s->wide ? both : first;
+}
+
+void qkvi_pack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_codes *codes, uint8_t *bytes) {
+  for (unsigned i = 0; i < 2 * PAIRS; i++) {
+    slab s = {.pair = i / 2, .wide = i % 2 == 0};
+    unsigned at, end;
+    section(schedule->reach[tier], &s, &at, &end);
+    for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+      slab_fit(&s, at, end);
+      part == QKV_K ? pack_k(&s, codes + at, bytes) : pack_v(&s, codes + at, bytes);
+    }
+  }
+}
+
+void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes,
+                 qkvi_codes *codes) {
+  memset(codes, 0, schedule->dim * sizeof *codes);
+  for (unsigned i = 0; i < 2 * PAIRS; i++) {
+    slab s = {.pair = i / 2, .wide = i % 2 == 0};
+    unsigned at, end;
+    section(schedule->reach[tier], &s, &at, &end);
+    for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+      slab_fit(&s, at, end);
+      part == QKV_K ? unpack_k(&s, bytes, codes + at) : unpack_v(&s, bytes, codes + at);
+    }
+  }
+}

@@ -1,0 +1,140 @@
+#include "engine/codec/rope.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+
+static const double TWO_PI = 6.283185307179586476925286766559;
+
+static qkv_status check_at_least(const char *field, double value, double least, qkv_error *error) {
+  if (isfinite(value) && value >= least) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.%s is %g, at least %g", field, value, least);
+}
+
+static qkv_status check_above(const char *field, double value, double limit, qkv_error *error) {
+  if (isfinite(value) && value > limit) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.%s is %g, must be above %g", field, value, limit);
+}
+
+static void default_to(double *field, double value) {
+  if (*field == 0) *field = value;
+}
+
+static qkv_status resolve_width(qkv_rope *rope, uint32_t dim, qkv_error *error) {
+  if (rope->width == 0) rope->width = dim;
+  if (rope->width > dim) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.width is %" PRIu32 ", at most key_dim %" PRIu32, rope->width,
+                    dim);
+  }
+  if (rope->width % 2 != 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.width is %" PRIu32 ", must be even", rope->width);
+  }
+  return QKV_OK;
+}
+
+static qkv_status resolve_llama3(qkv_rope *rope, qkv_error *error) {
+  default_to(&rope->low_freq_factor, 1);
+  default_to(&rope->high_freq_factor, 4);
+  QKV_TRY(check_above("low_freq_factor", rope->low_freq_factor, 0, error));
+  return check_above("high_freq_factor", rope->high_freq_factor, rope->low_freq_factor, error);
+}
+
+static qkv_status resolve_yarn(qkv_rope *rope, qkv_error *error) {
+  default_to(&rope->beta_fast, 32);
+  default_to(&rope->beta_slow, 1);
+  default_to(&rope->attention_factor, 0.1 * log(rope->factor) + 1);
+  QKV_TRY(check_above("beta_slow", rope->beta_slow, 0, error));
+  QKV_TRY(check_at_least("beta_fast", rope->beta_fast, rope->beta_slow, error));
+  return check_above("attention_factor", rope->attention_factor, 0, error);
+}
+
+qkv_status qkv_rope_resolve(qkv_rope *rope, uint32_t dim, qkv_error *error) {
+  if (rope->theta == 0) return QKV_OK;
+  QKV_TRY(check_above("theta", rope->theta, 1, error));
+  QKV_TRY(resolve_width(rope, dim, error));
+  if (rope->scaling == QKV_ROPE_NONE) return QKV_OK;
+  QKV_TRY(check_at_least("factor", rope->factor, 1, error));
+  if (rope->scaling == QKV_ROPE_LINEAR) return QKV_OK;
+  if (rope->original_max_position == 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.original_max_position is 0, at least 1");
+  }
+  switch (rope->scaling) {
+    case QKV_ROPE_DYNAMIC:
+      return QKV_OK;
+    case QKV_ROPE_YARN:
+      return resolve_yarn(rope, error);
+    case QKV_ROPE_LLAMA3:
+      return resolve_llama3(rope, error);
+    default:
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.scaling is %d, which is not known", (int)rope->scaling);
+  }
+}
+
+// Dynamic NTK: the base that stretches the lowest frequency to the length at hand.
+static double dynamic_theta(const qkv_rope *rope, uint64_t position) {
+  const double trained = (double)rope->original_max_position;
+  const double length = fmax((double)position + 1, trained);
+  const double width = rope->width;
+  return rope->theta * pow(rope->factor * length / trained - (rope->factor - 1), width / (width - 2));
+}
+
+// Index of the frequency that turns `rotations` times over the trained length, as a real number.
+static double yarn_index(const qkv_rope *rope, double rotations) {
+  return rope->width * log((double)rope->original_max_position / (rotations * TWO_PI)) / (2 * log(rope->theta));
+}
+
+static double yarn_frequency(const qkv_rope *rope, double frequency, uint32_t pair) {
+  const double low = fmax(floor(yarn_index(rope, rope->beta_fast)), 0);
+  double high = fmin(ceil(yarn_index(rope, rope->beta_slow)), (double)rope->width - 1);
+  if (high == low) high += 0.001;
+  const double ramp = fmin(fmax((pair - low) / (high - low), 0), 1);
+  return frequency / rope->factor * ramp + frequency * (1 - ramp);
+}
+
+static double llama3_frequency(const qkv_rope *rope, double frequency) {
+  const double turns = (double)rope->original_max_position * frequency / TWO_PI;  // over the trained length
+  if (turns > rope->high_freq_factor) return frequency;
+  if (turns < rope->low_freq_factor) return frequency / rope->factor;
+  const double smooth = (turns - rope->low_freq_factor) / (rope->high_freq_factor - rope->low_freq_factor);
+  return (1 - smooth) * frequency / rope->factor + smooth * frequency;
+}
+
+// Radians per position of a pair; `theta` is the base at this position.
+static double pair_frequency(const qkv_rope *rope, double theta, uint32_t pair) {
+  const double frequency = pow(theta, -2.0 * pair / rope->width);
+  switch (rope->scaling) {
+    case QKV_ROPE_LINEAR:
+      return frequency / rope->factor;
+    case QKV_ROPE_YARN:
+      return yarn_frequency(rope, frequency, pair);
+    case QKV_ROPE_LLAMA3:
+      return llama3_frequency(rope, frequency);
+    default:
+      return frequency;
+  }
+}
+
+// direction 1 or -1; `scale` multiplies what turned.
+static void rotate(const qkv_rope *rope, float *row, uint64_t position, double direction, double scale) {
+  assert(rope->width % 2 == 0 && (rope->theta == 0 || rope->width > 0));
+  if (rope->theta == 0) return;
+  const double theta = rope->scaling == QKV_ROPE_DYNAMIC ? dynamic_theta(rope, position) : rope->theta;
+  const uint32_t pairs = rope->width / 2;
+  for (uint32_t pair = 0; pair < pairs; pair++) {
+    const double angle = direction * (double)position * pair_frequency(rope, theta, pair);
+    const double c = cos(angle) * scale, s = sin(angle) * scale;
+    float *first = row + (rope->interleaved ? 2 * (size_t)pair : pair);
+    float *second = rope->interleaved ? first + 1 : first + pairs;
+    const double a = *first, b = *second;
+    *first = (float)(a * c - b * s);
+    *second = (float)(a * s + b * c);
+  }
+}
+
+void qkv_rope_forward(const qkv_rope *rope, float *row, uint64_t position) {
+  rotate(rope, row, position, 1, rope->scaling == QKV_ROPE_YARN ? rope->attention_factor : 1);
+}
+
+void qkv_rope_inverse(const qkv_rope *rope, float *row, uint64_t position) {
+  rotate(rope, row, position, -1, rope->scaling == QKV_ROPE_YARN ? 1 / rope->attention_factor : 1);
+}
