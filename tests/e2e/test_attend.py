@@ -1,0 +1,247 @@
+"""Attend and Decode against attention in float64 over the rows that Fetch gives."""
+
+import grpc
+import numpy as np
+import pytest
+
+from kv import BF16, FP16, FP32, TIMEOUT, array_of, assert_close, attention, refused, rounded
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
+
+
+def check(cache, position, queries, options=None, **reference):
+    """Attends random queries and compares; gives what was compared."""
+    q = cache.queries(queries)
+    k, v = cache.fetch()
+    out, lse = cache.attend(position, q, options=options)
+    expected_out, expected_lse = attention(q, k, v, position + (options.causal_offset if options else 0), **reference)
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_exact_rows(make_cache, tokens, queries):
+    cache = make_cache(recent_window=1000)
+    k, v = cache.rows(tokens)
+    cache.append(0, k, v)
+    position = max(tokens - queries, 0)
+    q = cache.queries(queries)
+    out, lse = cache.attend(position, q)
+    expected_out, expected_lse = attention(q, k, v, position)
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("bits_k,bits_v", [(1, 1), (2, 4), (4, 2), (3, 3), (8, 8)])
+def test_coded_rows(make_cache, bits_k, bits_v):
+    cache = make_cache(recent_window=10, bits_k=bits_k, bits_v=bits_v)
+    cache.append(0, *cache.rows(300))
+    assert cache.info().tokens_coded == 256
+    check(cache, 299, 1)
+    check(cache, 290, 10)
+
+
+@pytest.mark.parametrize("kv_heads,q_heads", [(1, 1), (2, 2), (1, 7), (2, 16), (3, 12)])
+def test_grouped_queries(make_cache, kv_heads, q_heads):
+    cache = make_cache(kv_heads=kv_heads, q_heads=q_heads, recent_window=20)
+    cache.append(0, *cache.rows(150))
+    check(cache, 147, 3)
+
+
+@pytest.mark.parametrize("key_dim,value_dim", [(64, 64), (80, 80), (96, 32), (192, 128), (8, 256)])
+def test_widths(make_cache, key_dim, value_dim):
+    cache = make_cache(key_dim=key_dim, value_dim=value_dim, recent_window=20)
+    cache.append(0, *cache.rows(150))
+    check(cache, 149, 1)
+
+
+@pytest.mark.parametrize("window", [1, 10, 64, 100, 1000])
+def test_sliding_window(make_cache, window):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(200))
+    check(cache, 150, 40, kv.AttendOptions(sliding_window=window), window=window)
+
+
+def test_options_of_the_model(make_cache):
+    cache = make_cache(recent_window=20, sliding_window=50, soft_cap=2.0, scale=0.7)
+    cache.append(0, *cache.rows(200))
+    check(cache, 199, 1, window=50, soft_cap=2.0, scale=0.7)
+
+
+def test_soft_cap_and_scale_of_the_request(make_cache):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(200))
+    check(cache, 199, 1, kv.AttendOptions(soft_cap=1.5, scale=0.9), soft_cap=1.5, scale=0.9)
+
+
+def test_causal_offset_and_not_causal(make_cache):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(200))
+    check(cache, 100, 8, kv.AttendOptions(causal_offset=50))
+    check(cache, 100, 8, kv.AttendOptions(causal_offset=-30))
+    check(cache, 0, 8, kv.AttendOptions(not_causal=True), causal=False)
+
+
+def test_request_options_hold_for_items_without_their_own(make_cache):
+    cache = make_cache(recent_window=20)
+    k, v = cache.rows(100)
+    cache.append(0, k, v)
+    q = cache.queries(1)
+    plain, own = cache.item(99, q=q), cache.item(99, q=q, options=kv.AttendOptions(scale=0.1))
+    answer = cache.stub.Attend(kv.AttendRequest(items=[plain, own], options=kv.AttendOptions(scale=0.9), id=77),
+                               timeout=TIMEOUT)
+    assert answer.id == 77
+    rows = cache.fetch()
+    for result, scale in zip(answer.results, (0.9, 0.1)):
+        assert_close(array_of(result.out), attention(q, *rows, 99, scale=scale)[0])
+
+
+@pytest.mark.parametrize("begin,end", [(0, 64), (10, 20), (63, 65), (100, 0), (0, 1), (150, 199)])
+def test_token_range(make_cache, begin, end):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(200))
+    k, v = cache.fetch()
+    q = cache.queries(2)
+    out, lse = cache.attend(198, q, options=kv.AttendOptions(range=tensor_pb2.TokenRange(begin=begin, end=end)))
+    expected = attention(q, k[begin:end or None], v[begin:end or None], 198, key_position=begin)
+    assert_close(out, expected[0])
+    assert_close(lse, expected[1])
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100, 180, 199])
+def test_partials_of_two_ranges_merge_to_the_whole(make_cache, cut):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(200))
+    q = cache.queries(1)
+    whole_out, whole_lse = cache.attend(199, q)
+    parts = [cache.attend(199, q, options=kv.AttendOptions(range=tensor_pb2.TokenRange(begin=begin, end=end)))
+             for begin, end in ((0, cut), (cut, 0))]
+    lse = np.logaddexp(parts[0][1].astype(np.float64), parts[1][1].astype(np.float64))
+    out = sum(out.astype(np.float64) * np.exp(part_lse - lse)[:, :, None] for out, part_lse in parts)
+    assert_close(lse, whole_lse)
+    assert_close(out, whole_out)
+
+
+def test_query_that_sees_nothing(make_cache):
+    cache = make_cache(recent_window=20)
+    q = cache.queries(2)
+    out, lse = cache.attend(0, q)  # an empty layer
+    assert np.all(out == 0) and np.all(np.isneginf(lse))
+    cache.append(0, *cache.rows(100))
+    out, lse = cache.attend(10, q, options=kv.AttendOptions(range=tensor_pb2.TokenRange(begin=11, end=50)))
+    assert np.all(out[0] == 0) and np.all(np.isneginf(lse[0]))
+    assert np.all(np.isfinite(lse[1]))
+
+
+def test_large_scores_stay_finite(make_cache):
+    cache = make_cache(recent_window=20)
+    k, v = cache.rows(100)
+    cache.append(0, k * 300, v)
+    q = cache.queries(1) * 100
+    out, lse = cache.attend(99, q)
+    assert np.all(np.isfinite(out)) and np.all(np.isfinite(lse))
+    fetched = cache.fetch()
+    assert_close(lse, attention(q, *fetched, 99)[1], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_out_dtype_and_query_dtype(make_cache, dtype):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(100))
+    q = cache.queries(1)
+    item = cache.item(99, q=q, dtype=dtype)
+    result = cache.stub.Attend(kv.AttendRequest(items=[item], out_dtype=dtype), timeout=TIMEOUT).results[0]
+    assert result.out.dtype == dtype and result.lse.dtype == FP32
+    expected, _ = cache.attend(99, rounded(q, dtype))
+    assert np.array_equal(array_of(result.out), rounded(expected, dtype))
+
+
+def test_append_and_attend_in_one_item(make_cache):
+    cache = make_cache(recent_window=20)
+    k, v = cache.rows(100)
+    q = cache.queries(4)
+    request = kv.AttendRequest(items=[cache.item(0, k[:96], v[:96], q=None)])
+    assert cache.stub.Attend(request, timeout=TIMEOUT).results[0].length == 96
+    request = kv.AttendRequest(items=[cache.item(96, k[96:], v[96:], q=q)])
+    result = cache.stub.Attend(request, timeout=TIMEOUT).results[0]
+    assert result.length == 100
+    assert_close(array_of(result.out), attention(q, *cache.fetch(), 96)[0])
+
+
+def test_batch_over_sessions_of_one_layer(make_cache):
+    caches = [make_cache(recent_window=20, seed=index, kv_heads=1 + index % 3, q_heads=6) for index in range(12)]
+    queries = []
+    for index, cache in enumerate(caches):
+        cache.append(0, *cache.rows(10 + 30 * index))
+        queries.append(cache.queries(1))
+    items = [cache.item(9 + 30 * index, q=q) for index, (cache, q) in enumerate(zip(caches, queries))]
+    answer = caches[0].stub.Attend(kv.AttendRequest(items=items), timeout=TIMEOUT)
+    for index, (cache, q, result) in enumerate(zip(caches, queries, answer.results)):
+        assert_close(array_of(result.out), attention(q, *cache.fetch(), 9 + 30 * index)[0])
+
+
+def test_items_of_a_batch_fail_one_by_one(make_cache):
+    cache = make_cache(recent_window=20)
+    cache.append(0, *cache.rows(10))
+    q = cache.queries(1)
+    nobody = cache.item(9, q=q)
+    nobody.session = "nobody"
+    items = [cache.item(9, q=q), nobody, cache.item(20, *cache.rows(1)), cache.item(9, q=q, layer=1)]
+    results = cache.stub.Attend(kv.AttendRequest(items=items), timeout=TIMEOUT).results
+    codes = [result.status.code for result in results]
+    assert codes == [0, grpc.StatusCode.NOT_FOUND.value[0], grpc.StatusCode.FAILED_PRECONDITION.value[0], 0]
+    assert "nobody" in results[1].status.message and "items[1]" in results[1].status.message
+    assert "position is 20" in results[2].status.message
+    with refused(grpc.StatusCode.NOT_FOUND, "items[0]", "nobody"):
+        cache.stub.Attend(kv.AttendRequest(items=[nobody, items[2]]), timeout=TIMEOUT)
+
+
+def test_the_same_call_gives_the_same_bits(make_cache):
+    cache = make_cache(recent_window=20, kv_heads=4, q_heads=8)
+    cache.append(0, *cache.rows(500))
+    request = kv.AttendRequest(items=[cache.item(499, q=cache.queries(1))])
+    answers = {cache.stub.Attend(request, timeout=TIMEOUT).SerializeToString(deterministic=True) for _ in range(10)}
+    assert len(answers) == 1
+
+
+def test_decode_stream(make_cache):
+    cache = make_cache(layers=2, recent_window=8)
+    tokens = 150
+    rows = [cache.rows(tokens) for _ in range(2)]
+    queries = [cache.queries(tokens) for _ in range(2)]
+
+    def requests():
+        for token in range(tokens):
+            for layer in (0, 1):
+                k, v = rows[layer]
+                item = cache.item(token, k[token:token + 1], v[token:token + 1], q=queries[layer][token:token + 1],
+                                  layer=layer)
+                yield kv.AttendRequest(items=[item], id=2 * token + layer)
+
+    answers = list(cache.stub.Decode(requests(), timeout=TIMEOUT))
+    assert [answer.id for answer in answers] == list(range(2 * tokens))
+    for layer in (0, 1):
+        results = [answer.results[0] for answer in answers[layer::2]]
+        assert [result.length for result in results] == list(range(1, tokens + 1))
+        # Up to token 70 every row was still exact when it was attended.
+        k, v = rows[layer]
+        expected, _ = attention(queries[layer][:70], k[:70], v[:70], 0)
+        assert_close(np.concatenate([array_of(result.out) for result in results[:70]]), expected)
+        # The last step saw what Fetch gives now.
+        expected, _ = attention(queries[layer][-1:], *cache.fetch(layers=(layer,)), tokens - 1)
+        assert_close(array_of(results[-1].out), expected)
+
+
+def test_decode_stream_goes_on_after_an_item_that_fails(make_cache):
+    cache = make_cache(recent_window=20)
+    k, v = cache.rows(2)
+    q = cache.queries(1)
+    requests = [kv.AttendRequest(items=[cache.item(5, k[:1], v[:1], q=q)], id=1),
+                kv.AttendRequest(items=[cache.item(0, k[:1], v[:1], q=q)], id=2),
+                kv.AttendRequest(items=[cache.item(1, k[1:], v[1:], q=q)], id=3)]
+    answers = list(cache.stub.Decode(iter(requests), timeout=TIMEOUT))
+    assert [answer.id for answer in answers] == [1, 2, 3]
+    assert [answer.results[0].status.code for answer in answers] == [9, 0, 0]
+    assert cache.info().lengths[0] == 2

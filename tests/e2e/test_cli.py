@@ -1,0 +1,201 @@
+"""The command-line contract: qkvctl and qkv-worker as scripts use them."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+
+from daemon import SLOWNESS, binary, clean_environment
+from kv import FP16, TIMEOUT
+from qkv.v1 import kv_cache_pb2 as kv
+
+DATA = os.path.join(os.path.dirname(__file__), "..", "data", "tinylm")
+
+
+def run(tool, *arguments, timeout=120, **environment):
+    return subprocess.run([binary(tool), *arguments], env=clean_environment(**environment), capture_output=True,
+                          text=True, timeout=timeout * SLOWNESS, stdin=subprocess.DEVNULL)
+
+
+def json_lines(tool, *arguments, **more):
+    """The objects of a --json call that succeeds; nothing else may be on stdout."""
+    result = run(tool, *arguments, "--json", **more)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("tool", ["qkvctl", "qkv-worker", "qkv-bench"])
+def test_help_and_version(tool):
+    for argument in ("--help", "--version"):
+        result = run(tool, argument)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert tool in result.stdout
+    assert re.search(r"\d+\.\d+\.\d+", run(tool, "--version").stdout)
+
+
+COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "fetch", "load", "rm")]
+COMMANDS += [("qkv-worker", command) for command in ("generate", "score")]
+COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "attend", "fetch")]
+
+
+@pytest.mark.parametrize("tool,command", COMMANDS)
+def test_help_of_every_command(tool, command):
+    result = run(tool, command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    for option in ("--target", "--json", "--help", "--version"):
+        assert option in result.stdout
+    assert command in run(tool, "--help").stdout
+
+
+@pytest.mark.parametrize("tool,arguments,texts", [
+    ("qkvctl", ["statsu"], ["statsu", "did you mean", "status"]),
+    ("qkvctl", ["status", "--targt", "x"], ["--targt", "did you mean --target"]),
+    ("qkvctl", ["session"], ["SESSION"]),
+    ("qkvctl", ["status", "extra"], ["extra"]),
+    ("qkvctl", [], ["usage"]),
+    ("qkv-worker", ["generat"], ["generat", "did you mean", "generate"]),
+    ("qkv-worker", ["generate", "--promt", "x"], ["--promt", "did you mean --prompt"]),
+    ("qkv-worker", ["generate"], ["--model"]),
+    ("qkv-worker", ["score", "--model", DATA], ["--text"]),
+    ("qkv-bench", ["attend", "--round", "3"], ["--round", "did you mean --rounds"]),
+])
+def test_wrong_usage(tool, arguments, texts):
+    result = run(tool, *arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    for text in texts:
+        assert text in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("tool,arguments", [
+    ("qkvctl", ["status"]),
+    ("qkv-worker", ["generate", "--model", DATA, "--prompt", os.path.join(DATA, "prompt.txt"), "--bytes", "1"]),
+])
+def test_no_daemon(tool, arguments, tmp_path):
+    result = run(tool, *arguments, "--target", f"unix:{tmp_path}/none.sock", "--timeout", "2s")
+    assert result.returncode == 1
+    assert "none.sock" in result.stderr
+
+
+def test_status_models_sessions(daemon, make_cache):
+    cache = make_cache(recent_window=0)
+    cache.append(0, *cache.rows(100))
+    target = ["--target", daemon.target]
+    (status,) = json_lines("qkvctl", "status", *target)
+    assert status["state"] == "serving" and status["sessions"] >= 1 and status["kv_bytes"] > 0
+    models = json_lines("qkvctl", "models", *target)
+    assert cache.model.name in [model["name"] for model in models]
+    sessions = json_lines("qkvctl", "sessions", *target)
+    assert cache.name in [session["session"] for session in sessions]
+    (session,) = json_lines("qkvctl", "session", cache.name, *target)
+    assert session["lengths"] == [100, 0] and session["tokens_coded"] == 64
+    for command in (["status"], ["models"], ["sessions"], ["session", cache.name]):
+        result = run("qkvctl", *command, "--target", daemon.tcp)
+        assert result.returncode == 0 and result.stdout and result.stderr == ""
+        assert "\x1b" not in result.stdout  # no terminal, no colours
+    assert run("qkvctl", "status", QKVD_TARGET=daemon.target).returncode == 0
+
+
+def test_unknown_session(daemon, stub):
+    result = run("qkvctl", "session", "nobody", "--target", daemon.target)
+    assert result.returncode == 1 and result.stdout == ""
+    assert "nobody" in result.stderr
+
+
+def read_safetensors(path):
+    """Arrays of the file by name; fp16 and fp32."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        data = file.read()
+    types = {"F16": "<f2", "F32": "<f4"}
+    header.pop("__metadata__", None)
+    return {name: np.frombuffer(data[slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
+            for name, entry in header.items()}
+
+
+def test_fetch_load_and_remove(daemon, make_cache, tmp_path):
+    cache = make_cache(layers=2, dtype=FP16, recent_window=1000)
+    for layer in (0, 1):
+        cache.append(0, *cache.rows(70), layer=layer)
+    path = str(tmp_path / "rows.safetensors")
+    target = ["--target", daemon.target]
+    assert run("qkvctl", "fetch", cache.name, "--output", path, *target).returncode == 0
+    arrays = read_safetensors(path)
+    assert len(arrays) == 4
+    for layer in (0, 1):
+        for array, part in zip(cache.fetch(layers=(layer,)), "kv"):
+            assert any(np.array_equal(np.asarray(found, np.float32).reshape(array.shape), array)
+                       for found in arrays.values() if found.size == array.size), (layer, part)
+    copy = f"{cache.name}-copy"
+    result = run("qkvctl", "load", path, copy, "--model", cache.model.name, *target)
+    if result.returncode == 2:  # the session may be an option
+        result = run("qkvctl", "load", path, "--session", copy, "--model", cache.model.name, *target)
+    assert result.returncode == 0, result.stderr
+    again = str(tmp_path / "again.safetensors")
+    assert run("qkvctl", "fetch", copy, "--output", again, *target).returncode == 0
+    copied = read_safetensors(again)
+    assert copied.keys() == arrays.keys()
+    assert run("qkvctl", "rm", copy, *target).returncode == 0
+    assert run("qkvctl", "rm", copy, *target).returncode == 1
+    assert copy not in [s.session for s in cache.stub.ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT).sessions]
+
+
+def test_fetch_cleans_up_after_a_failure(daemon, stub, tmp_path):
+    result = run("qkvctl", "fetch", "nobody", "--output", str(tmp_path / "x.safetensors"), "--target", daemon.target)
+    assert result.returncode == 1 and "nobody" in result.stderr
+    assert os.listdir(tmp_path) == []
+    result = run("qkvctl", "fetch", "nobody", "--output", "/no/such/folder/x.safetensors", "--target", daemon.target)
+    assert result.returncode == 1
+
+
+GENERATE = ["generate", "--model", DATA, "--prompt", os.path.join(DATA, "prompt.txt")]
+
+
+def test_generate_continues_the_prompt(daemon, stub):
+    result = run("qkv-worker", *GENERATE, "--bytes", "40", "--bits-k", "8", "--bits-v", "8", "--target", daemon.target,
+                 timeout=60)
+    assert result.returncode == 0, result.stderr
+    with open(os.path.join(DATA, "greedy_continuation_160.txt")) as file:
+        expected = file.read()
+    assert expected[:20] in result.stdout
+    assert daemon.status().sessions == 0 or not [
+        s for s in stub.ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT).sessions if "tinylm" in s.model]
+
+
+def test_generate_keeps_its_session_when_asked(daemon, stub):
+    lines = json_lines("qkv-worker", *GENERATE, "--bytes", "8", "--session", "kept", "--keep", "--target", daemon.tcp)
+    assert lines
+    info = stub.GetSession(kv.GetSessionRequest(session="kept"), timeout=TIMEOUT)
+    assert all(length >= 512 for length in info.lengths)
+    assert info.tokens_coded > 0
+    assert run("qkvctl", "rm", "kept", "--target", daemon.target).returncode == 0
+
+
+def test_score_gives_the_promised_keys(daemon, stub):
+    lines = json_lines("qkv-worker", "score", "--model", DATA, "--text", os.path.join(DATA, "heldout_kjv.txt"),
+                       "--windows", "1", "--prefill", "192", "--length", "256", "--bits-k", "4", "--bits-v", "4",
+                       "--target", daemon.target)
+    figures = lines[-1]
+    assert {"bits_per_byte", "bits_per_byte_exact", "kl_bits", "bits_per_coordinate", "kv_bytes", "kv_bytes_fp16",
+            "attend_us_p50", "attend_us_p99"} <= set(figures)
+    assert 0 <= figures["kl_bits"] < 0.01
+    assert abs(figures["bits_per_byte"] - figures["bits_per_byte_exact"]) < 0.05
+    assert 4 <= figures["bits_per_coordinate"] <= 4.5
+    assert figures["kv_bytes"] < figures["kv_bytes_fp16"] / 3
+    assert 0 < figures["attend_us_p50"] <= figures["attend_us_p99"]
+
+
+@pytest.mark.parametrize("arguments,texts", [
+    (["generate", "--model", "/no/such/model", "--prompt", "x"], ["/no/such/model"]),
+    (["generate", "--model", DATA, "--prompt", "/no/such/prompt"], ["/no/such/prompt"]),
+    (["score", "--model", DATA, "--text", "/no/such/text"], ["/no/such/text"]),
+])
+def test_missing_files(daemon, stub, arguments, texts):
+    result = run("qkv-worker", *arguments, "--target", daemon.target)
+    assert result.returncode == 1
+    for text in texts:
+        assert text in result.stderr
