@@ -226,6 +226,7 @@ qkv_status qkv_safetensors_open(const char *path, qkv_safetensors **file, qkv_er
     munmap(mapping, bytes);
     return qkv_error_prefix(error, "%s: ", path);
   }
+  assert(*file != NULL);
   (*file)->mapping = mapping;
   (*file)->mapping_bytes = bytes;
   return QKV_OK;

@@ -1,0 +1,196 @@
+// The command `generate`: a prompt in, its continuation out.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "client/common/terminal.h"
+#include "client/worker/generate.h"
+#include "client/worker/remote.h"
+#include "client/worker/worker.h"
+
+#define POSITIONS_MAX (1 << 20)
+
+typedef struct generate_job {
+  const qkvi_worker *worker;
+  const qkvi_lm *lm;
+  char session[64];  // a name of our own, where none is given
+  const uint8_t *prompt;
+  int64_t prompt_bytes;
+  qkvi_remote *remote;
+  qkvi_exact *exact;  // NULL without --compare
+  qkvi_generation *generation;
+  int64_t generated;  // bytes
+  double prompt_us, decode_us;
+  qkvi_quality quality;
+  qkvi_samples attend_us;  // of the decode steps
+  qkv_client_session_info info;
+} generate_job;
+
+static bool print_byte(const generate_job *job, uint8_t byte) {
+  if (!job->worker->program.json) return putchar(byte) != EOF && fflush(stdout) == 0;
+  char text[] = {(char)byte, '\0'};
+  return qkv_json_line(json_pack("{s:i, s:s}", "byte", byte, "text", byte < 0x80 ? text : "\xef\xbf\xbd"));
+}
+
+static qkv_status decode(generate_job *job, qkv_error *error) {
+  while (job->generated < job->worker->bytes && !qkvi_worker_interrupted()) {
+    uint8_t next = qkvi_generation_next(job->generation, &job->quality);
+    if (!print_byte(job, next)) return qkv_fail(error, QKV_UNAVAILABLE, "standard output cannot be written");
+    job->generated++;
+    if (job->generated == job->worker->bytes) break;
+    QKV_TRY(qkvi_generation_feed(job->generation, &next, 1, error));
+  }
+  return QKV_OK;
+}
+
+static qkv_status run(generate_job *job, qkv_error *error) {
+  double begin_us = qkvi_now_us();
+  QKV_TRY(qkvi_generation_feed(job->generation, job->prompt, job->prompt_bytes, error));
+  double middle_us = qkvi_now_us();
+  qkvi_remote_measure(job->remote, &job->attend_us);
+  QKV_TRY(decode(job, error));
+  job->prompt_us = middle_us - begin_us;
+  job->decode_us = qkvi_now_us() - middle_us;
+  return qkvi_remote_info(job->remote, &job->info, error);
+}
+
+static qkv_status open_and_run(generate_job *job, qkv_client *client, qkv_error *error) {
+  const qkvi_worker *worker = job->worker;
+  const qkvi_remote_options remote = {.session = worker->session != NULL ? worker->session : job->session,
+                                      .bits_k = worker->bits_k,
+                                      .bits_v = worker->bits_v,
+                                      .recent_window = -1};
+  QKV_TRY(qkvi_remote_open(client, job->lm, &remote, &job->remote, error));
+  int64_t positions_max = job->prompt_bytes + worker->bytes;
+  if (worker->compare) job->exact = qkvi_exact_create(job->lm, positions_max);
+  const qkvi_generation_options options = {.positions_max = positions_max,
+                                           .temperature = worker->temperature,
+                                           .seed = (uint64_t)worker->seed,
+                                           .exact = job->exact};
+  qkvi_kv *kv = qkvi_remote_kv(job->remote);
+  job->generation = qkvi_generation_create(job->lm, kv, &options);
+  qkv_status status = run(job, error);
+  qkvi_generation_destroy(&job->generation);
+  qkvi_exact_destroy(&job->exact);
+  qkv_status closed = qkvi_remote_close(&job->remote, worker->keep, error);
+  return status != QKV_OK ? status : closed;
+}
+
+// ---- what is printed at the end ----
+
+static uint64_t held_bytes(const generate_job *job) {
+  return job->info.bytes_coded + job->info.bytes_exact;
+}
+
+static bool print_summary_json(generate_job *job) {
+  const qkv_client_session_info *info = &job->info;
+  const qkvi_quality *quality = &job->quality;
+  json_t *line = json_pack("{s:s, s:s, s:I, s:I, s:f, s:f, s:I, s:I, s:f, s:f, s:f}", "session", info->session,
+                           "model", info->model, "prompt_bytes", (json_int_t)job->prompt_bytes, "generated_bytes",
+                           (json_int_t)job->generated, "prompt_seconds", job->prompt_us * 1e-6, "decode_seconds",
+                           job->decode_us * 1e-6, "kv_bytes", (json_int_t)held_bytes(job), "kv_bytes_fp16",
+                           (json_int_t)info->bytes_fp16, "bits_per_coordinate", info->bits_per_coordinate,
+                           "attend_us_p50", qkvi_samples_percentile(&job->attend_us, 0.5), "attend_us_p99",
+                           qkvi_samples_percentile(&job->attend_us, 0.99));
+  if (quality->positions > 0) {
+    double positions = (double)quality->positions;
+    json_object_set_new(line, "bits_per_byte", json_real(quality->bits / positions));
+    json_object_set_new(line, "bits_per_byte_exact", json_real(quality->bits_exact / positions));
+    json_object_set_new(line, "kl_bits", json_real(quality->kl_bits / positions));
+  }
+  return qkv_json_line(line);
+}
+
+static void add_row(qkv_table *table, const char *what, const char *daemon, const char *beside) {
+  qkv_table_cell(table, "%s", what);
+  qkv_table_cell(table, "%s", daemon);
+  qkv_table_cell(table, "%s", beside);
+}
+
+static void print_table(generate_job *job) {
+  const qkvi_quality *quality = &job->quality;
+  double positions = (double)quality->positions;
+  enum { CELL = 48 };
+  char daemon[CELL], beside[CELL];
+  qkv_table *table = qkv_table_create(3);
+  add_row(table, "", "qkvd", "beside it");
+  snprintf(daemon, CELL, "%.4f", quality->bits / positions);
+  snprintf(beside, CELL, "%.4f exact fp32 cache", quality->bits_exact / positions);
+  add_row(table, "bits per byte", daemon, beside);
+  snprintf(daemon, CELL, "%.6f bits", quality->kl_bits / positions);
+  add_row(table, "KL divergence", daemon, "0 exact fp32 cache");
+  qkv_human_bytes(held_bytes(job), daemon);
+  char plain[QKV_HUMAN_MAX];
+  snprintf(beside, CELL, "%s in fp16", qkv_human_bytes(job->info.bytes_fp16, plain));
+  add_row(table, "KV held", daemon, beside);
+  snprintf(daemon, CELL, "%.0f us", qkvi_samples_percentile(&job->attend_us, 0.5));
+  snprintf(beside, CELL, "%zu decode steps of one layer", job->attend_us.count);
+  add_row(table, "attend p50", daemon, beside);
+  snprintf(daemon, CELL, "%.0f us", qkvi_samples_percentile(&job->attend_us, 0.99));
+  add_row(table, "attend p99", daemon, "");
+  fprintf(stderr, "\n\n");
+  qkv_table_print(table, stderr);
+  qkv_table_destroy(&table);
+}
+
+static int finish(generate_job *job) {
+  const qkvi_worker *worker = job->worker;
+  if (worker->program.json && !print_summary_json(job)) {
+    return qkv_program_failed("standard output cannot be written");
+  }
+  if (!worker->program.json && job->quality.positions > 0) {
+    print_table(job);
+  } else if (!worker->program.json && isatty(STDOUT_FILENO)) {
+    putchar('\n');
+  }
+  if (qkvi_worker_interrupted()) return qkv_program_failed("interrupted");
+  return QKV_EXIT_OK;
+}
+
+static int check(const qkvi_worker *worker) {
+  if (worker->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
+  if (worker->prompt == NULL) return qkv_program_misused("--prompt is missing: a file to continue");
+  return QKV_EXIT_OK;
+}
+
+static int generate(const qkvi_worker *worker, const qkvi_lm *lm, qkv_client *client, const uint8_t *prompt,
+                    int64_t prompt_bytes) {
+  if (prompt_bytes < 1 || prompt_bytes > POSITIONS_MAX - worker->bytes) {
+    return qkv_program_failed("%s has %" PRId64 " bytes, allowed are 1 to %" PRId64, worker->prompt, prompt_bytes,
+                              POSITIONS_MAX - worker->bytes);
+  }
+  if (prompt_bytes + worker->bytes > lm->context) {
+    fprintf(stderr,
+            "qkv-worker: the model was trained on contexts of %" PRId64 " bytes; beyond them its text decays\n",
+            lm->context);
+  }
+  generate_job job = {.worker = worker, .lm = lm, .prompt = prompt, .prompt_bytes = prompt_bytes};
+  snprintf(job.session, sizeof job.session, "qkv-worker-%ld", (long)getpid());
+  qkv_error error = {0};
+  qkv_status status = open_and_run(&job, client, &error);
+  int exit_status = status == QKV_OK ? finish(&job) : qkv_program_failed("%s", error.text);
+  qkvi_samples_clear(&job.attend_us);
+  return exit_status;
+}
+
+int qkvi_generate(void *values, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkvi_worker *worker = values;
+  int exit_status = check(worker);
+  if (exit_status != QKV_EXIT_OK) return exit_status;
+  uint8_t *prompt = NULL;
+  int64_t prompt_bytes = 0;
+  qkvi_lm *lm = NULL;
+  qkv_client *client = NULL;
+  qkv_error error = {0};
+  if (qkvi_worker_read(worker->prompt, &prompt, &prompt_bytes, &error) != QKV_OK ||
+      qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) {
+    exit_status = qkv_program_failed("%s", error.text);
+  } else {
+    exit_status = generate(worker, lm, client, prompt, prompt_bytes);
+  }
+  qkvi_worker_teardown(&lm, &client);
+  free(prompt);
+  return exit_status;
+}

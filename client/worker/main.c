@@ -1,0 +1,57 @@
+// qkv-worker: a small language model whose KV cache lives in qkvd.
+#include "client/worker/worker.h"
+
+// The rows that both commands begin with.
+// clang-format off
+#define MODEL_OPTIONS                                                                                            \
+  {"model", QKV_OPTION_STRING, offsetof(qkvi_worker, model), NULL, 0, 0, "DIR",                                  \
+   "directory with config.json and model.safetensors; its name is the model's name in the daemon"},              \
+  {"bits-k", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_k), "0", 0, 16, "BITS",                                 \
+   "code bits per coordinate of keys: 1, 2, 3, 4 or 8; 0: the daemon's default"},                                \
+  {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS", "the same for values"}
+// clang-format on
+
+static const qkv_option generate_options[] = {
+    MODEL_OPTIONS,
+    {"prompt", QKV_OPTION_STRING, offsetof(qkvi_worker, prompt), NULL, 0, 0, "FILE", "the text to continue"},
+    {"bytes", QKV_OPTION_INTEGER, offsetof(qkvi_worker, bytes), "160", 1, 1 << 20, "N", "bytes to generate"},
+    {"session", QKV_OPTION_STRING, offsetof(qkvi_worker, session), NULL, 0, 0, "NAME",
+     "the session's name in the daemon; a name of its own when not given"},
+    {"keep", QKV_OPTION_FLAG, offsetof(qkvi_worker, keep), NULL, 0, 0, NULL,
+     "leave the session open in the daemon at the end"},
+    {"temperature", QKV_OPTION_REAL, offsetof(qkvi_worker, temperature), "0", 0, 100, "T",
+     "of the sampling; 0 takes the likeliest byte"},
+    {"seed", QKV_OPTION_INTEGER, offsetof(qkvi_worker, seed), "1", 0, 9007199254740992.0, "N", "of the sampling"},
+    {"compare", QKV_OPTION_FLAG, offsetof(qkvi_worker, compare), NULL, 0, 0, NULL,
+     "run the exact fp32 cache beside the daemon's, on the same bytes, and print how they differ"},
+    QKV_PROGRAM_OPTIONS(qkvi_worker),
+};
+
+static const qkv_option score_options[] = {
+    MODEL_OPTIONS,
+    {"text", QKV_OPTION_LIST, offsetof(qkvi_worker, texts), NULL, 0, 0, "FILE",
+     "text to score; may be given several times, the figures are then means over all windows"},
+    {"windows", QKV_OPTION_INTEGER, offsetof(qkvi_worker, windows), "16", 1, 1 << 20, "N",
+     "windows of each text, evenly spread"},
+    {"prefill", QKV_OPTION_INTEGER, offsetof(qkvi_worker, prefill), "768", 1, 1 << 20, "BYTES",
+     "of a window whose keys and values live, coded, in the daemon"},
+    {"length", QKV_OPTION_INTEGER, offsetof(qkvi_worker, length), "1024", 2, 1 << 20, "BYTES",
+     "of a window; those after the prefill are scored"},
+    QKV_PROGRAM_OPTIONS(qkvi_worker),
+};
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static const qkv_command commands[] = {
+    {"generate", "", "continue a prompt, with the KV cache in the daemon; the text goes to standard output",
+     generate_options, COUNT(generate_options), 0, 0, qkvi_generate},
+    {"score", "", "measure what the daemon's codes cost in quality, against an exact fp32 cache", score_options,
+     COUNT(score_options), 0, 0, qkvi_score},
+};
+
+int main(int argc, char **argv) {
+  qkvi_worker worker = {0};
+  const qkv_command_set set = {"qkv-worker", "A small language model whose KV cache lives in qkvd.", commands,
+                               COUNT(commands), &worker};
+  return qkv_program_run(&set, argc, argv);
+}

@@ -1,0 +1,48 @@
+// The cache in the daemon: one session, which takes the rows and answers the queries.
+//
+// Threads: one at a time for each session.
+#ifndef QKV_CLIENT_WORKER_REMOTE_H
+#define QKV_CLIENT_WORKER_REMOTE_H
+
+#include <stdbool.h>
+
+#include "client/c/qkv.h"
+#include "client/worker/figures.h"
+#include "client/worker/kv.h"
+#include "client/worker/lm.h"
+
+typedef struct qkvi_remote qkvi_remote;
+
+typedef struct qkvi_remote_options {
+  const char *session;
+  double bits_k, bits_v;  // 0: the daemon's
+  int64_t recent_window;  // tokens; -1: the daemon's
+} qkvi_remote_options;
+
+// Registers the model under its name and opens the session. Client and lm are borrowed.
+qkv_status qkvi_remote_open(qkv_client *client, const qkvi_lm *lm, const qkvi_remote_options *options,
+                            qkvi_remote **remote, qkv_error *error);
+// Closes the session unless it is to be kept, and clears *remote in any case.
+qkv_status qkvi_remote_close(qkvi_remote **remote, bool keep, qkv_error *error);
+
+// The cache for a forward pass: step() sends keys, values and queries of a layer in one message of a decode
+// stream and waits for the answer.
+qkvi_kv *qkvi_remote_kv(qkvi_remote *remote);
+
+// Rows into a layer; rows->q is not looked at.
+qkv_status qkvi_remote_append(qkvi_remote *remote, const qkvi_kv_rows *rows, qkv_error *error);
+// A partial attention of rows->q over what the session holds: out [tokens, q_heads, head_dim], lse [tokens,
+// q_heads]. One unary call.
+qkv_status qkvi_remote_attend(qkvi_remote *remote, const qkvi_kv_rows *rows, float *out, float *lse,
+                              qkv_error *error);
+
+// `info->lengths` is left NULL.
+qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error);
+
+// Every attend call's time as the worker sees it, in microseconds, goes here from now on; NULL: nowhere.
+void qkvi_remote_measure(qkvi_remote *remote, qkvi_samples *attend_us);
+
+// libqkv's error in the words of engine/base/status.h. Returns error->status.
+qkv_status qkvi_remote_failed(const qkv_call_error *call, qkv_error *error);
+
+#endif

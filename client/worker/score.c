@@ -1,0 +1,178 @@
+#include "client/worker/score.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "client/worker/exact.h"
+#include "client/worker/forward.h"
+#include "client/worker/remote.h"
+
+enum {
+  BATCH = 256,          // tokens of a forward pass
+  APPEND_TOKENS = 4096  // rows in one append message
+};
+
+// The cache of the coded pass: the daemon's for the prefix, the worker's for the rest.
+typedef struct split_kv {
+  qkvi_kv kv;
+  int64_t prefill;
+  qkvi_remote *prefix;
+  qkvi_exact *rest;
+  const qkvi_lm *lm;
+  float *lse, *prefix_out, *prefix_lse;  // [BATCH, q_heads (, head_dim)]
+} split_kv;
+
+struct qkvi_scorer {
+  qkvi_score_options options;
+  const qkvi_lm *lm;
+  qkv_client *client;
+  qkvi_forward *forward;
+  qkvi_exact *exact;
+  split_kv split;
+  float *logits;        // [BATCH, 256]
+  float *exact_logits;  // [length - prefill, 256]
+  qkvi_samples attend_us;
+  qkv_client_session_info session;
+  char session_name[64];
+};
+
+static qkv_status split_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_error *error) {
+  split_kv *split = (split_kv *)kv;
+  qkvi_exact_append(split->rest, rows);
+  qkvi_exact_attend(split->rest, rows, split->prefill, out, split->lse);
+  QKV_TRY(qkvi_remote_attend(split->prefix, rows, split->prefix_out, split->prefix_lse, error));
+  qkvi_merge(out, split->lse, split->prefix_out, split->prefix_lse, rows->tokens * split->lm->q_heads,
+             split->lm->head_dim);
+  return QKV_OK;
+}
+
+static float *floats(int64_t rows, int64_t columns) {
+  float *values = calloc((size_t)rows, (size_t)columns * sizeof(float));
+  if (values == NULL) abort();
+  return values;
+}
+
+qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkvi_score_options *options) {
+  assert(options->prefill >= 1 && options->prefill < options->length);
+  qkvi_scorer *scorer = calloc(1, sizeof(*scorer));
+  if (scorer == NULL) abort();
+  scorer->options = *options;
+  scorer->lm = lm;
+  scorer->client = client;
+  scorer->forward = qkvi_forward_create(lm, BATCH, options->length);
+  scorer->exact = qkvi_exact_create(lm, options->length);
+  scorer->split = (split_kv){.kv.step = split_step,
+                             .prefill = options->prefill,
+                             .rest = qkvi_exact_create(lm, options->length),
+                             .lm = lm,
+                             .lse = floats(BATCH, lm->q_heads),
+                             .prefix_out = floats(BATCH, lm->q_heads * lm->head_dim),
+                             .prefix_lse = floats(BATCH, lm->q_heads)};
+  scorer->logits = floats(BATCH, QKVI_LM_VOCABULARY);
+  scorer->exact_logits = floats(options->length - options->prefill, QKVI_LM_VOCABULARY);
+  snprintf(scorer->session_name, sizeof scorer->session_name, "qkv-worker-score-%ld", (long)getpid());
+  return scorer;
+}
+
+void qkvi_scorer_destroy(qkvi_scorer **scorer) {
+  if (*scorer == NULL) return;
+  qkvi_forward_destroy(&(*scorer)->forward);
+  qkvi_exact_destroy(&(*scorer)->exact);
+  qkvi_exact_destroy(&(*scorer)->split.rest);
+  free((*scorer)->split.lse);
+  free((*scorer)->split.prefix_out);
+  free((*scorer)->split.prefix_lse);
+  free((*scorer)->logits);
+  free((*scorer)->exact_logits);
+  qkvi_samples_clear(&(*scorer)->attend_us);
+  free(*scorer);
+  *scorer = NULL;
+}
+
+static int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+// Runs the positions [begin, length) through a cache. The logits of those from `prefill` on go to `keep`.
+static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t begin, qkvi_kv *kv, float *keep,
+                           qkv_error *error) {
+  int64_t tokens = 0;
+  for (int64_t position = begin; position < scorer->options.length; position += tokens) {
+    // A batch ends at the prefill, so that it lies on one side of it.
+    int64_t end = position < scorer->options.prefill ? scorer->options.prefill : scorer->options.length;
+    tokens = smaller(BATCH, end - position);
+    QKV_TRY(qkvi_forward_run(scorer->forward, window + position, tokens, position, kv, scorer->logits, error));
+    if (position >= scorer->options.prefill) {
+      memcpy(keep + (position - scorer->options.prefill) * QKVI_LM_VOCABULARY, scorer->logits,
+             (size_t)tokens * QKVI_LM_VOCABULARY * sizeof(float));
+    }
+  }
+  return QKV_OK;
+}
+
+static qkv_status append_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_error *error) {
+  int64_t tokens = 0;
+  for (int64_t layer = 0; layer < scorer->lm->layers; layer++) {
+    for (int64_t position = 0; position < scorer->options.prefill; position += tokens) {
+      tokens = smaller(APPEND_TOKENS, scorer->options.prefill - position);
+      const qkvi_kv_rows rows = {.layer = layer,
+                                 .position = position,
+                                 .tokens = tokens,
+                                 .k = qkvi_exact_k(scorer->exact, layer, position),
+                                 .v = qkvi_exact_v(scorer->exact, layer, position)};
+      QKV_TRY(qkvi_remote_append(remote, &rows, error));
+    }
+  }
+  return QKV_OK;
+}
+
+static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, float *logits,
+                             qkv_error *error) {
+  QKV_TRY(append_prefix(scorer, remote, error));
+  QKV_TRY(qkvi_remote_info(remote, &scorer->session, error));
+  qkvi_remote_measure(remote, &scorer->attend_us);
+  scorer->split.prefix = remote;
+  return run_pass(scorer, window, scorer->options.prefill, &scorer->split.kv, logits, error);
+}
+
+static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float *logits, qkv_error *error) {
+  const qkvi_remote_options options = {.session = scorer->session_name,
+                                       .bits_k = scorer->options.bits_k,
+                                       .bits_v = scorer->options.bits_v,
+                                       .recent_window = 0};
+  qkvi_remote *remote = NULL;
+  QKV_TRY(qkvi_remote_open(scorer->client, scorer->lm, &options, &remote, error));
+  qkv_status status = coded_pass(scorer, window, remote, logits, error);
+  qkv_status closed = qkvi_remote_close(&remote, false, error);
+  return status != QKV_OK ? status : closed;
+}
+
+qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error) {
+  int64_t prefill = scorer->options.prefill, scored = scorer->options.length - prefill;
+  QKV_TRY(run_pass(scorer, window, 0, qkvi_exact_kv(scorer->exact), scorer->exact_logits, error));
+  float *logits = floats(scored, QKVI_LM_VOCABULARY);
+  qkv_status status = coded_logits(scorer, window, logits, error);
+  for (int64_t i = 0; status == QKV_OK && i < scored; i++) {
+    qkvi_quality_add(quality, scorer->exact_logits + i * QKVI_LM_VOCABULARY, logits + i * QKVI_LM_VOCABULARY,
+                     window[prefill + i + 1]);
+  }
+  free(logits);
+  return status;
+}
+
+int64_t qkvi_score_window_begin(const qkvi_score_options *options, int64_t bytes, int64_t index) {
+  assert(bytes > options->length && index >= 0 && index < options->windows);
+  if (options->windows == 1) return 0;
+  return index * (bytes - (options->length + 1)) / (options->windows - 1);
+}
+
+qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer) {
+  return scorer->session;
+}
+
+qkvi_samples *qkvi_scorer_attend_us(qkvi_scorer *scorer) {
+  return &scorer->attend_us;
+}

@@ -1,0 +1,43 @@
+// Scoring: what the daemon's codes of a prefix cost a model in quality.
+//
+// Each text gives `windows` windows of length + 1 bytes, evenly spread. The model runs over the first `length`
+// bytes of a window twice:
+//
+//   exact   with the worker's own fp32 cache
+//   coded   from position `prefill` on; keys and values of the prefix, as the exact run made them, are in the
+//           daemon, all of them coded; the worker holds those of later positions itself and merges the two partial
+//           attentions by their LSE. So hidden states carry the codes' error from layer to layer.
+//
+// Compared are the next-byte distributions at the positions from `prefill` on.
+#ifndef QKV_CLIENT_WORKER_SCORE_H
+#define QKV_CLIENT_WORKER_SCORE_H
+
+#include <stdint.h>
+
+#include "client/c/qkv.h"
+#include "client/worker/figures.h"
+#include "client/worker/lm.h"
+
+typedef struct qkvi_score_options {
+  int64_t windows, prefill, length;  // 1 <= prefill < length
+  double bits_k, bits_v;             // 0: the daemon's
+} qkvi_score_options;
+
+typedef struct qkvi_scorer qkvi_scorer;
+
+// `client` and `lm` are borrowed.
+qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkvi_score_options *options);
+void qkvi_scorer_destroy(qkvi_scorer **scorer);
+
+// Scores `length` + 1 bytes and adds to `quality`. Its session is closed whatever happens.
+qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error);
+
+// Where window `index` of a text of `bytes` begins. bytes > length.
+int64_t qkvi_score_window_begin(const qkvi_score_options *options, int64_t bytes, int64_t index);
+
+// Of the latest window's session.
+qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer);
+// Times of all attend calls so far; owned by the scorer.
+qkvi_samples *qkvi_scorer_attend_us(qkvi_scorer *scorer);
+
+#endif

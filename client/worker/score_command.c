@@ -1,0 +1,155 @@
+// The command `score`: texts in, one line of figures out.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "client/common/terminal.h"
+#include "client/worker/score.h"
+#include "client/worker/worker.h"
+
+// The scoring of all texts, and what it has given so far.
+typedef struct score_job {
+  const qkvi_worker *worker;
+  qkvi_score_options options;
+  qkvi_scorer *scorer;
+  qkvi_quality *qualities;  // of each text
+  qkvi_quality total;
+  qkv_progress progress;
+} score_job;
+
+static qkv_status score_windows(score_job *job, const char *path, const uint8_t *text, int64_t bytes,
+                                qkvi_quality *quality, qkv_error *error) {
+  const qkvi_score_options *options = &job->options;
+  if (bytes <= options->length) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " bytes, a window needs %" PRId64, path, bytes,
+                    options->length + 1);
+  }
+  for (int64_t i = 0; i < options->windows; i++) {
+    if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
+    int64_t begin = qkvi_score_window_begin(options, bytes, i);
+    QKV_TRY(qkvi_score_window(job->scorer, text + begin, quality, error));
+    qkv_progress_add(&job->progress, (uint64_t)options->length);
+  }
+  return QKV_OK;
+}
+
+static qkv_status score_text(score_job *job, const char *path, qkvi_quality *quality, qkv_error *error) {
+  uint8_t *text = NULL;
+  int64_t bytes = 0;
+  QKV_TRY(qkvi_worker_read(path, &text, &bytes, error));
+  qkv_status status = score_windows(job, path, text, bytes, quality, error);
+  free(text);
+  qkvi_quality_sum(&job->total, quality);
+  return status;
+}
+
+static qkv_status score_texts(score_job *job, qkv_error *error) {
+  const qkv_option_list *texts = &job->worker->texts;
+  uint64_t bytes = texts->count * (uint64_t)(job->options.windows * job->options.length);
+  qkv_progress_start(&job->progress, "scoring", bytes);
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; status == QKV_OK && i < texts->count; i++) {
+    status = score_text(job, texts->items[i], &job->qualities[i], error);
+  }
+  qkv_progress_end(&job->progress);
+  return status;
+}
+
+static double mean(double sum, const qkvi_quality *quality) {
+  return sum / (double)quality->positions;
+}
+
+static json_t *quality_json(const qkvi_quality *quality) {
+  return json_pack("{s:f, s:f, s:f}", "bits_per_byte", mean(quality->bits, quality), "bits_per_byte_exact",
+                   mean(quality->bits_exact, quality), "kl_bits", mean(quality->kl_bits, quality));
+}
+
+static bool print_json(const score_job *job) {
+  const qkv_option_list *paths = &job->worker->texts;
+  const qkv_client_session_info session = qkvi_scorer_session(job->scorer);
+  qkvi_samples *attend_us = qkvi_scorer_attend_us(job->scorer);
+  json_t *texts = json_array();
+  for (size_t i = 0; i < paths->count; i++) {
+    json_t *text = quality_json(&job->qualities[i]);
+    json_object_set_new(text, "text", json_string(paths->items[i]));
+    json_array_append_new(texts, text);
+  }
+  json_t *line = quality_json(&job->total);
+  json_t *rest = json_pack(
+      "{s:f, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}", "bits_per_coordinate",
+      session.bits_per_coordinate, "kv_bytes", (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact,
+      "kv_bytes_fp16", (json_int_t)session.bytes_fp16, "attend_us_p50", qkvi_samples_percentile(attend_us, 0.5),
+      "attend_us_p99", qkvi_samples_percentile(attend_us, 0.99), "bits_k", session.bits_k, "bits_v", session.bits_v,
+      "windows", (json_int_t)job->options.windows, "prefill", (json_int_t)job->options.prefill, "length",
+      (json_int_t)job->options.length, "model", session.model, "texts", texts);
+  json_object_update(line, rest);
+  json_decref(rest);
+  return qkv_json_line(line);
+}
+
+static void add_row(qkv_table *table, const char *name, const qkvi_quality *quality) {
+  qkv_table_cell(table, "%s", name);
+  qkv_table_cell(table, "%.5f", mean(quality->bits, quality));
+  qkv_table_cell(table, "%.5f", mean(quality->bits_exact, quality));
+  qkv_table_cell(table, "%.6f", mean(quality->kl_bits, quality));
+}
+
+static bool print_text(const score_job *job) {
+  const qkv_option_list *paths = &job->worker->texts;
+  const qkv_client_session_info session = qkvi_scorer_session(job->scorer);
+  qkvi_samples *attend_us = qkvi_scorer_attend_us(job->scorer);
+  qkv_table *table = qkv_table_create(4);
+  qkv_table_cell(table, "text");
+  qkv_table_cell(table, "bits/byte");
+  qkv_table_cell(table, "exact");
+  qkv_table_cell(table, "KL bits");
+  for (size_t i = 0; i < paths->count; i++) add_row(table, paths->items[i], &job->qualities[i]);
+  if (paths->count > 1) add_row(table, "all", &job->total);
+  qkv_table_print(table, stdout);
+  qkv_table_destroy(&table);
+  char held[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX];
+  printf("\n%g/%g bits for keys/values, %.3f bits per coordinate all in; a window's prefix takes %s, in fp16 %s\n",
+         session.bits_k, session.bits_v, session.bits_per_coordinate,
+         qkv_human_bytes(session.bytes_coded + session.bytes_exact, held),
+         qkv_human_bytes(session.bytes_fp16, plain));
+  printf("attend: p50 %.0f us, p99 %.0f us\n", qkvi_samples_percentile(attend_us, 0.5),
+         qkvi_samples_percentile(attend_us, 0.99));
+  return fflush(stdout) == 0;
+}
+
+static int check(const qkvi_worker *worker) {
+  if (worker->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
+  if (worker->texts.count == 0) return qkv_program_misused("--text is missing: a file to score");
+  if (worker->prefill >= worker->length) {
+    return qkv_program_misused("--prefill is %" PRId64 ", it must be below --length, %" PRId64, worker->prefill,
+                               worker->length);
+  }
+  return QKV_EXIT_OK;
+}
+
+int qkvi_score(void *values, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkvi_worker *worker = values;
+  int exit_status = check(worker);
+  if (exit_status != QKV_EXIT_OK) return exit_status;
+  qkvi_lm *lm = NULL;
+  qkv_client *client = NULL;
+  qkv_error error = {0};
+  if (qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
+  score_job job = {
+      .worker = worker,
+      .options = {worker->windows, worker->prefill, worker->length, worker->bits_k, worker->bits_v},
+      .qualities = calloc(worker->texts.count, sizeof(qkvi_quality)),
+  };
+  if (job.qualities == NULL) abort();
+  job.scorer = qkvi_scorer_create(client, lm, &job.options);
+  if (score_texts(&job, &error) != QKV_OK) {
+    exit_status = qkv_program_failed("%s", error.text);
+  } else if (!(worker->program.json ? print_json(&job) : print_text(&job))) {
+    exit_status = qkv_program_failed("standard output cannot be written");
+  }
+  qkvi_scorer_destroy(&job.scorer);
+  free(job.qualities);
+  qkvi_worker_teardown(&lm, &client);
+  return exit_status;
+}

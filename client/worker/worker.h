@@ -1,0 +1,42 @@
+// qkv-worker: its commands' options and what they share.
+#ifndef QKV_CLIENT_WORKER_WORKER_H
+#define QKV_CLIENT_WORKER_WORKER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "client/c/qkv.h"
+#include "client/common/program.h"
+#include "client/worker/lm.h"
+
+typedef struct qkvi_worker {
+  qkv_program program;  // first, as client/common/program.h wants it
+  const char *model;    // a directory
+  double bits_k, bits_v;
+  // generate
+  const char *prompt;
+  int64_t bytes;
+  const char *session;
+  bool keep, compare;
+  double temperature;
+  int64_t seed;
+  // score
+  qkv_option_list texts;
+  int64_t windows, prefill, length;
+} qkvi_worker;
+
+// The two commands: `values` is a qkvi_worker. Each returns the exit status.
+int qkvi_generate(void *values, const qkv_option_list *arguments);
+int qkvi_score(void *values, const qkv_option_list *arguments);
+
+// Loads the model and connects to the daemon.
+qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
+void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);
+
+// The file's bytes, free()d by the caller, at most 1 GiB.
+qkv_status qkvi_worker_read(const char *path, uint8_t **data, int64_t *bytes, qkv_error *error);
+
+// True once SIGINT or SIGTERM has come: the command then ends early and closes its session.
+bool qkvi_worker_interrupted(void);
+
+#endif

@@ -1,0 +1,146 @@
+#include "client/worker/score.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "client/worker/worker.h"
+#include "tests/server/fixture.h"
+
+#define DATA QKV_SOURCE_DIR "/tests/data/tinylm/"
+
+static fixture_daemon *server;
+static qkv_client *client;
+static qkvi_lm *lm;
+
+static int start(void **state) {
+  (void)state;
+  server = fixture_start(NULL);
+  qkv_error error = {0};
+  assert_int_equal(qkvi_lm_load(DATA, &lm, &error), QKV_OK);
+  qkv_call_error call = {0};
+  assert_int_equal(qkv_client_connect(server->unix_address, NULL, &client, &call), 0);
+  return 0;
+}
+
+static int stop(void **state) {
+  (void)state;
+  qkv_client_close(&client);
+  qkvi_lm_free(&lm);
+  assert_int_equal(fixture_stop(&server, SIGTERM, 20000), 0);
+  return 0;
+}
+
+static void test_window_begins(void **state) {
+  (void)state;
+  // floor(i (len - 1025) / 15), as the protocol has it.
+  const qkvi_score_options options = {.windows = 16, .prefill = 768, .length = 1024};
+  assert_int_equal(qkvi_score_window_begin(&options, 42550, 0), 0);
+  assert_int_equal(qkvi_score_window_begin(&options, 42550, 1), 2768);
+  assert_int_equal(qkvi_score_window_begin(&options, 42550, 7), 19378);
+  assert_int_equal(qkvi_score_window_begin(&options, 42550, 15), 42550 - 1025);
+  assert_int_equal(qkvi_score_window_begin(&options, 1025, 15), 0);
+  const qkvi_score_options one = {.windows = 1, .prefill = 768, .length = 1024};
+  assert_int_equal(qkvi_score_window_begin(&one, 42550, 0), 0);
+}
+
+// Mean figures over the windows of a text.
+static qkvi_quality score(const char *name, const qkvi_score_options *options, qkv_client_session_info *session) {
+  char path[512];
+  snprintf(path, sizeof path, "%s%s", DATA, name);
+  uint8_t *text = NULL;
+  int64_t bytes = 0;
+  qkv_error error = {0};
+  assert_int_equal(qkvi_worker_read(path, &text, &bytes, &error), QKV_OK);
+  qkvi_scorer *scorer = qkvi_scorer_create(client, lm, options);
+  qkvi_quality quality = {0};
+  for (int64_t i = 0; i < options->windows; i++) {
+    int64_t begin = qkvi_score_window_begin(options, bytes, i);
+    if (qkvi_score_window(scorer, text + begin, &quality, &error) != QKV_OK) fail_msg("%s", error.text);
+  }
+  assert_int_equal(quality.positions, options->windows * (options->length - options->prefill));
+  assert_int_equal(qkvi_scorer_attend_us(scorer)->count, options->windows * lm->layers);
+  *session = qkvi_scorer_session(scorer);
+  qkvi_scorer_destroy(&scorer);
+  free(text);
+  double positions = (double)quality.positions;
+  return (qkvi_quality){.positions = quality.positions,
+                        .bits = quality.bits / positions,
+                        .bits_exact = quality.bits_exact / positions,
+                        .kl_bits = quality.kl_bits / positions};
+}
+
+// The bounds are those of the whole protocol, over 32 windows. Under a sanitizer, where the daemon is slow, one short
+// window of each text stands for it, with room for its noise.
+static void check_bits(double bits, int64_t windows, double kl_min, double kl_max, double bits_all_in_max) {
+  qkvi_score_options options = {.windows = windows, .prefill = 768, .length = 1024, .bits_k = bits, .bits_v = bits};
+  if (fixture_is_sanitized()) {
+    options.windows = 1;
+    options.prefill = 320;
+    options.length = 384;
+    kl_max *= 1.5;
+  }
+  static const char *const texts[] = {"heldout_kjv.txt", "heldout_jargon.txt"};
+  double kl = 0;
+  for (int i = 0; i < 2; i++) {
+    qkv_client_session_info session;
+    qkvi_quality quality = score(texts[i], &options, &session);
+    kl += quality.kl_bits / 2;
+    assert_true(fabs(quality.bits - quality.bits_exact) < 0.03);
+    assert_int_equal(session.tokens_exact, 0);
+    assert_int_equal(session.tokens_coded, lm->layers * options.prefill);
+    assert_int_equal(session.bytes_fp16, lm->layers * options.prefill * 2 * 2 * 64 * 2);
+    assert_int_equal(session.bytes_exact, 0);
+    assert_true(session.bits_per_coordinate > bits);
+    if (!(session.bits_per_coordinate <= bits_all_in_max)) fail_msg("%g bits all in", session.bits_per_coordinate);
+  }
+  // The lower bound is there because a cache that is not coded at all would pass the upper one.
+  if (!(kl >= kl_min && kl <= kl_max)) fail_msg("%g bits: KL is %g, expected %g to %g", bits, kl, kl_min, kl_max);
+}
+
+static void test_8_bits(void **state) {
+  (void)state;
+  check_bits(8, 1, 1e-9, 1e-5, 8.2);
+}
+
+static void test_4_bits(void **state) {
+  (void)state;
+  check_bits(4, 2, 1e-4, 6e-4, 4.2);
+}
+
+static void test_2_bits(void **state) {
+  (void)state;
+  check_bits(2, 1, 1e-3, 9e-3, 2.2);
+}
+
+static void test_failure_leaves_no_session(void **state) {
+  (void)state;
+  // 5 bits are refused when the session is opened.
+  const qkvi_score_options options = {.windows = 1, .prefill = 64, .length = 128, .bits_k = 5, .bits_v = 5};
+  qkvi_scorer *scorer = qkvi_scorer_create(client, lm, &options);
+  uint8_t window[129] = {0};
+  qkvi_quality quality = {0};
+  qkv_error error = {0};
+  assert_int_equal(qkvi_score_window(scorer, window, &quality, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "bits_k"));
+  assert_int_equal(quality.positions, 0);
+  qkvi_scorer_destroy(&scorer);
+  // The same name can be opened again.
+  const qkvi_score_options good = {.windows = 1, .prefill = 64, .length = 128, .bits_k = 8, .bits_v = 8};
+  qkv_client_session_info session;
+  (void)score("heldout_kjv.txt", &good, &session);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_window_begins), cmocka_unit_test(test_8_bits),
+                                     cmocka_unit_test(test_4_bits), cmocka_unit_test(test_2_bits),
+                                     cmocka_unit_test(test_failure_leaves_no_session)};
+  return cmocka_run_group_tests(tests, start, stop);
+}
