@@ -5,7 +5,8 @@
 #
 # shellcheck shell=bash
 
-# qkv_packages build|test: the names, one a line. `test` is what comes on top of `build`.
+# qkv_packages build|test: the names, one a line. `build` has all that configuring needs, tests included; `test` is
+# what comes on top of it.
 qkv_packages() {
   case "$1" in
     build)
@@ -13,12 +14,12 @@ qkv_packages() {
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev libyaml-dev libjansson-dev libxxhash-dev uthash-dev liburcu-dev \
-        libopenblas-dev libcmocka-dev
+        libopenblas-dev libcmocka-dev python3 protobuf-compiler-grpc
       ;;
     test)
       printf '%s\n' \
         clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
-        python3 python3-pytest python3-numpy python3-grpcio python3-protobuf protobuf-compiler-grpc
+        python3-pytest python3-numpy python3-grpcio python3-protobuf
       ;;
     *)
       echo "qkv_packages: $1 is neither build nor test" >&2
@@ -29,9 +30,10 @@ qkv_packages() {
 
 # qkv_missing PACKAGE...: those that are not installed, one a line.
 qkv_missing() {
-  local package
+  local installed package
+  installed=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "$@" 2>/dev/null) || true # 1 where one is unknown
   for package in "$@"; do
-    dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || echo "$package"
+    grep -qxF "$package installed" <<<"$installed" || echo "$package"
   done
 }
 
@@ -52,6 +54,7 @@ qkv_install() {
       echo "  apt-get install --no-install-recommends ${missing[*]}" >&2
       return 1
     fi
+    sudo -v || return 1 # asks for the password before anything else is printed
     as_root=(sudo)
   fi
   echo "installing ${#missing[@]} Debian packages: ${missing[*]}"
