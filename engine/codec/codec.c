@@ -4,9 +4,9 @@
 
 #include "engine/codec/embedded.h"
 
-static const qkv_codec *const codecs[] = {&qkvi_codec_embedded};
+enum { CODECS = 1 };
 
-enum { CODECS = sizeof codecs / sizeof *codecs };
+static const qkv_codec *const codecs[CODECS] = {&qkvi_codec_embedded};
 
 const qkv_codec *qkv_codec_by_id(uint8_t id) {
   for (size_t row = 0; row < CODECS; row++) {

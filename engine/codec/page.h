@@ -141,8 +141,8 @@ void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_
                    qkv_page_codes *codes);
 
 // Everything an image from outside must satisfy before anything else here may read it: magic, version, known
-// features, limits, offsets inside `bytes` and without overlap, tiers within top tiers, checksum.
-// DATA_LOSS with the reason.
+// features, limits, heads one after the other without gaps up to `bytes`, tiers within top tiers, checksum. For
+// any bytes at any alignment. DATA_LOSS with the reason.
 qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_schedule *k, const qkv_schedule *v,
                              qkv_error *error);
 
