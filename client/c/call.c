@@ -110,6 +110,7 @@ grpc_byte_buffer *qkvi_request_of_bytes(const void *data, size_t bytes) {
 }
 
 qkv_bytes qkvi_view(qkv_client *client, const grpc_byte_buffer *buffer) {
+  assert(buffer != NULL);
   const grpc_slice_buffer *slices = &buffer->data.raw.slice_buffer;
   if (slices->count > client->segment_capacity) {
     client->segments = realloc(client->segments, slices->count * sizeof *client->segments);

@@ -59,29 +59,29 @@ static void fill_rope(const qkv_client_rope *from, Qkv__V1__Rope *to) {
   to->attention_factor = from->attention_factor;
 }
 
-qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *from, qkv_call_error *error) {
+qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *model, qkv_call_error *error) {
   Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
-  Qkv__V1__Model model = QKV__V1__MODEL__INIT;
+  Qkv__V1__Model message = QKV__V1__MODEL__INIT;
   Qkv__V1__CodecPolicy policy;
   Qkv__V1__Rope rope;
   ProtobufCMessage *answer = NULL;
-  model.name = text_or_empty(from->name);
-  model.layers = from->layers;
-  model.kv_heads = from->kv_heads;
-  model.q_heads = from->q_heads;
-  model.key_dim = from->key_dim;
-  model.value_dim = from->value_dim;
-  model.dtype = (Qkv__V1__DType)from->dtype;
-  fill_rope(&from->rope, &rope);
-  model.rope = &rope;
-  model.scale = from->scale;
-  model.sliding_window = from->sliding_window;
-  model.soft_cap = from->soft_cap;
-  if (from->policy != NULL) {
-    fill_policy(from->policy, &policy);
-    model.policy = &policy;
+  message.name = text_or_empty(model->name);
+  message.layers = model->layers;
+  message.kv_heads = model->kv_heads;
+  message.q_heads = model->q_heads;
+  message.key_dim = model->key_dim;
+  message.value_dim = model->value_dim;
+  message.dtype = (Qkv__V1__DType)model->dtype;
+  fill_rope(&model->rope, &rope);
+  message.rope = &rope;
+  message.scale = model->scale;
+  message.sliding_window = model->sliding_window;
+  message.soft_cap = model->soft_cap;
+  if (model->policy != NULL) {
+    fill_policy(model->policy, &policy);
+    message.policy = &policy;
   }
-  request.model = &model;
+  request.model = &message;
   qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/RegisterModel", &request.base,
                                           &qkv__v1__register_model_response__descriptor, &answer, error);
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);

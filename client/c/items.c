@@ -91,9 +91,9 @@ static const void *pack(qkv_client *client, const qkv_tensor *tensor, int64_t by
 static qkv_status put_tensor(qkv_client *client, uint32_t field, const char *name, const qkv_client_tensor *from,
                              qkv_error *error) {
   qkv_segment segment;
-  qkv_tensor tensor;
+  qkv_tensor tensor = {0};
   int64_t dense_bytes = 0;
-  int64_t dense[QKV_TENSOR_RANK_MAX];
+  int64_t dense[QKV_TENSOR_RANK_MAX] = {0};
   if (from->rank == 0) return QKV_OK;
   QKV_TRY(check_tensor(from, name, &segment, &tensor, error));
   qkv_status countable = qkv_tensor_bytes(tensor.dtype, tensor.rank, tensor.dims, &dense_bytes);

@@ -116,8 +116,8 @@ static qkv_safetensors_tensor describe(const fetch_plan *plan, const layer_plan 
 static qkv_status create_output(const fetch_plan *plan, bool npy, qkvctl_output **output, qkv_error *error) {
   enum { NAME_SIZE = 32 };
   char position[32];
-  qkv_safetensors_tensor *tensors = calloc(2 * plan->count, sizeof *tensors);
-  char(*names)[NAME_SIZE] = calloc(2 * plan->count, sizeof *names);
+  qkv_safetensors_tensor *tensors = calloc(2 * plan->count + 1, sizeof *tensors);
+  char(*names)[NAME_SIZE] = calloc(2 * plan->count + 1, sizeof *names);
   assert(tensors != NULL && names != NULL);
   for (size_t i = 0; i < 2 * plan->count; i++) {
     tensors[i] = describe(plan, &plan->layers[i / 2], (int)(i % 2), names[i], NAME_SIZE);

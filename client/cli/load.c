@@ -30,7 +30,8 @@ typedef struct load_job {
 
 // ---- the file ----
 
-static qkv_status check_pair(const load_job *job, const layer_rows *rows, qkv_error *error) {
+// Checks a layer's two tensors; they have *tokens rows.
+static qkv_status check_pair(const load_job *job, const layer_rows *rows, uint64_t *tokens, qkv_error *error) {
   const int token_axis = job->heads_first ? 1 : 0;
   for (int part = 0; part < 2; part++) {
     const qkv_safetensors_tensor *tensor = part == 0 ? rows->k : rows->v;
@@ -40,18 +41,26 @@ static qkv_status check_pair(const load_job *job, const layer_rows *rows, qkv_er
     if (tensor->rank == 3 && tensor->dims[0] >= 1 && tensor->dims[1] >= 1 && tensor->dims[2] >= 1) continue;
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s must have 3 dims, none of them 0", tensor->name);
   }
+  assert(rows->k != NULL && rows->v != NULL);
   if (rows->k->dims[token_axis] != rows->v->dims[token_axis]) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " tokens, %s has %" PRId64, rows->k->name,
                     rows->k->dims[token_axis], rows->v->name, rows->v->dims[token_axis]);
   }
+  *tokens = (uint64_t)rows->k->dims[token_axis];
   return QKV_OK;
 }
 
 // "layers.12.k" gives 12 and 'k'.
 static bool parse_name(const char *name, uint32_t *layer, char *part) {
-  int used = 0;
-  return sscanf(name, "layers.%9" SCNu32 ".%c%n", layer, part, &used) == 2 && name[used] == '\0' &&
-         (*part == 'k' || *part == 'v');
+  static const char prefix[] = "layers.";
+  const char *number = name + sizeof prefix - 1;
+  if (strncmp(name, prefix, sizeof prefix - 1) != 0 || number[0] < '0' || number[0] > '9') return false;
+  char *end = NULL;
+  unsigned long value = strtoul(number, &end, 10);
+  if (value > UINT32_MAX || end[0] != '.' || (end[1] != 'k' && end[1] != 'v') || end[2] != '\0') return false;
+  *layer = (uint32_t)value;
+  *part = end[1];
+  return true;
 }
 
 static layer_rows *find_layer(load_job *job, uint32_t layer) {
@@ -90,8 +99,9 @@ static qkv_status read_layers(load_job *job, qkv_error *error) {
   }
   if (count == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "it holds no tensors");
   for (size_t i = 0; i < job->count; i++) {
-    QKV_TRY(check_pair(job, &job->layers[i], error));
-    job->rows += (uint64_t)job->layers[i].k->dims[job->heads_first ? 1 : 0];
+    uint64_t tokens = 0;
+    QKV_TRY(check_pair(job, &job->layers[i], &tokens, error));
+    job->rows += tokens;
   }
   return QKV_OK;
 }
@@ -119,6 +129,7 @@ static qkv_client_tensor slice(const load_job *job, const qkv_safetensors_tensor
 
 static qkv_code append_layer(const load_job *job, const layer_rows *rows, qkv_progress *progress,
                              qkv_call_error *error) {
+  assert(rows->k != NULL && rows->v != NULL);  // check_pair has seen them
   int64_t tokens = rows->k->dims[job->heads_first ? 1 : 0];
   size_t token_bytes = (rows->k->bytes + rows->v->bytes) / (size_t)tokens;
   int64_t chunk = CHUNK_BYTES / (int64_t)token_bytes;

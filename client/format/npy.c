@@ -21,7 +21,8 @@ static size_t make_header(const char *descr, int rank, const int64_t *dims, char
   assert(length <= HEADER_MAX);
   memset(header + used, ' ', length - used);
   header[length - 1] = '\n';
-  memcpy(header, "\x93NUMPY\x01\x00", 8);
+  static const char magic[8] = {'\x93', 'N', 'U', 'M', 'P', 'Y', 1, 0};
+  memcpy(header, magic, sizeof magic);
   header[8] = (char)((length - MAGIC_BYTES) & 0xff);
   header[9] = (char)((length - MAGIC_BYTES) >> 8);
   return length;
