@@ -60,7 +60,7 @@ static void inverse_takes_it_back(void **state) {
   for (size_t d = 0; d < DIMS; d++) {
     float row[QKV_DIM_MAX], turned[QKV_DIM_MAX];
     fill(&random, row, dims[d]);
-    memcpy(turned, row, sizeof row);
+    memcpy(turned, row, dims[d] * sizeof *row);
     qkv_hadamard_forward(turned, dims[d]);
     qkv_hadamard_inverse(turned, dims[d]);
     for (size_t i = 0; i < dims[d]; i++) assert_true(fabsf(row[i] - turned[i]) < 1e-5f);
