@@ -87,7 +87,7 @@ def test_status_models_sessions(daemon, make_cache):
     (status,) = json_lines("qkvctl", "status", *target)
     assert status["state"] == "serving" and status["sessions"] >= 1 and status["kv_bytes"] > 0
     models = json_lines("qkvctl", "models", *target)
-    assert cache.model.name in [model["name"] for model in models]
+    assert cache.model.name in [model["model"] for model in models]
     sessions = json_lines("qkvctl", "sessions", *target)
     assert cache.name in [session["session"] for session in sessions]
     (session,) = json_lines("qkvctl", "session", cache.name, *target)
@@ -190,7 +190,7 @@ def test_score_gives_the_promised_keys(daemon, stub):
 
 
 @pytest.mark.parametrize("arguments,texts", [
-    (["generate", "--model", "/no/such/model", "--prompt", "x"], ["/no/such/model"]),
+    (["generate", "--model", "/no/such/model", "--prompt", os.path.join(DATA, "prompt.txt")], ["/no/such/model"]),
     (["generate", "--model", DATA, "--prompt", "/no/such/prompt"], ["/no/such/prompt"]),
     (["score", "--model", DATA, "--text", "/no/such/text"], ["/no/such/text"]),
 ])

@@ -124,7 +124,8 @@ def test_addresses_in_use_are_refused():
         for address in (daemon.tcp, daemon.target):
             result = qkvd("--listen", address)
             assert result.returncode not in (0, -6, -11)
-            assert address in result.stderr and "in use" in result.stderr
+            assert address.removeprefix("unix:") in result.stderr
+            assert "another qkvd" in result.stderr
         # Refusing the second one has not harmed the first.
         assert daemon.status().state == "serving"
         assert os.path.exists(daemon.socket)

@@ -85,8 +85,8 @@ def check_c(report, path, text):
         match = BANNED.search(line)
         if match:
             report.violation(path, number, f"{match.group(1)} is banned")
-    if path.endswith(".h") and not re.search(r"^#ifndef (QKV_\w+_H)\n#define \1$", text, re.MULTILINE):
-        report.violation(path, 1, "no include guard of the form QKV_..._H")
+    if path.endswith(".h") and not re.search(r"^#ifndef (\w+_H)\n#define \1$", text, re.MULTILINE):
+        report.violation(path, 1, "no include guard")
 
 
 def check_text(report, path, text):
