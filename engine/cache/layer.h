@@ -22,6 +22,9 @@
 #include "engine/base/tensor.h"
 #include "engine/cache/model.h"
 
+// Positions end here: RoPE computes in double, which counts exactly no further.
+#define QKV_POSITION_MAX ((uint64_t)1 << 53)
+
 // Fixed for a layer's life; the pointers are borrowed.
 typedef struct qkv_layer_config {
   const qkv_model *model;
@@ -45,7 +48,8 @@ typedef struct qkv_layer {
   uint64_t length;  // the next position
   qkv_page_entry *pages;
   size_t page_count, page_capacity;
-  void **tail;  // exact blocks of 64 tokens from `sealed` on
+  uint64_t bytes_coded;  // of the pages, as the arena counts them
+  void **tail;           // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
 } qkv_layer;
 
@@ -55,7 +59,8 @@ void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 // Appends k [tokens, kv_heads, key_dim] and v [tokens, kv_heads, value_dim] at `position`; both have passed
 // qkv_tensor_check. Rows that are held already must match (qkv_codec.row_matches for sealed ones). Rows before
 // RoPE are rotated to their positions. `*appended` gets the tokens that are new.
-// Errors, all without any change: INVALID_ARGUMENT (shape; "k[3, 0, 17] is nan"; |x| > QKV_ROW_MAX),
+// Errors, all without any change: INVALID_ARGUMENT (shape; "k[3, 0, 17] is nan"; |x| > QKV_ROW_MAX, after
+// RoPE too; QKV_POSITION_MAX),
 // ALREADY_EXISTS (differs from what is held, names the position), FAILED_PRECONDITION ("position is 70, the
 // expected position is 64"), RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
@@ -68,6 +73,12 @@ void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 // must be held (asserted).
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
+
+// For readers: how pages are coded; the first page that ends beyond `position` (page_count: none); and one
+// head's exact row, in the model's dtype, at a position that is in the tail (asserted).
+qkv_page_shape qkv_layer_shape(const qkv_layer *layer);
+size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position);
+const void *qkv_layer_exact_row(const qkv_layer *layer, qkv_part part, uint64_t position, uint32_t kv_head);
 
 typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;

@@ -15,6 +15,7 @@
 
 #define QKV_NAME_MAX 128  // characters of a model's, session's or tenant's name
 #define QKV_LAYERS_MAX 1024
+#define QKV_Q_HEADS_MAX 65536
 #define QKV_RECENT_WINDOW_MAX 1048576  // tokens
 
 // How rows are coded. 0, NULL and -1 mean "not said here" until qkv_policy_merge has filled them in.
@@ -50,6 +51,12 @@ qkv_status qkv_name_check(const char *name, const char *field, qkv_error *error)
 // Fills in defaults (scale, RoPE, dtype stays as given and must be set) and checks every limit.
 // INVALID_ARGUMENT names the field: "model.q_heads is 7, must be a multiple of kv_heads 2".
 qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error);
+
+// A scale or a soft cap is 0 (not said) or within these, so that scores stay finite in fp32.
+#define QKV_FACTOR_MIN 1e-6
+#define QKV_FACTOR_MAX 1e6
+// INVALID_ARGUMENT "options.scale is nan", "model.soft_cap is 1e+09, allowed are 0 and 1e-06 to 1e+06".
+qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
 
 // Whether two resolved models are the same in every field.
 bool qkv_model_equal(const qkv_model *a, const qkv_model *b);

@@ -41,6 +41,8 @@ void qkv_session_unref(qkv_session **session);
 
 const qkv_model *qkv_session_model(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
+// Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
+uint64_t qkv_session_serial(const qkv_session *session);
 
 // As qkv_layer_append. INVALID_ARGUMENT "layer is 6, the model tinylm has 6 layers". `*length` gets the layer's
 // length afterwards.

@@ -1,0 +1,475 @@
+#include "engine/cache/attend.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+// A task takes the (query, head) rows of its KV head in blocks. A block is attended twice, over the exact tail
+// and over the pages, each with running softmax statistics of its own, and the two partial results are merged
+// as everywhere by their statistics: so the pages' sums stay in code space until the end.
+//
+// The positions that a query sees are one interval, whatever the options.
+
+#define TILE_TOKENS QKV_PAGE_TOKENS  // tokens whose scores are taken at once
+#define TILE_WIDTH 64                // coordinates of exact keys that are transposed at once
+#define LANES 16                     // sums kept side by side, so that the compiler can vectorize without reordering
+
+typedef struct head_task {
+  const qkv_attend *request;
+  const qkv_layer *layer;
+  const qkv_model *model;
+  qkv_page_shape shape;
+  uint16_t kv_head;
+  size_t group;  // query heads of a KV head
+  float scale, soft_cap;
+} head_task;
+
+// Running softmax over tiles.
+typedef struct partial_sums {
+  float *sums[QKV_QUERY_BLOCK];   // [value_dim] each: of exp(score - peak) * v
+  float peak[QKV_QUERY_BLOCK];    // -inf while nothing was visible
+  double total[QKV_QUERY_BLOCK];  // sum of exp(score - peak)
+} partial_sums;
+
+// About 290 KB of stack at the widest rows. Rows are dense, so narrow ones touch little of it.
+typedef struct query_block {
+  size_t first, rows;                                     // of query * group + head in the group
+  uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
+  uint64_t begin_min, end_max;
+  float queries[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [rows][key_dim], times the scale
+  float scores[QKV_QUERY_BLOCK * TILE_TOKENS];   // [rows][TILE_TOKENS]; weights once folded
+  float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];     // [rows][value_dim], of the pages; the tail's are in `out`
+} query_block;
+
+// ---- What a query sees ----
+
+static uint64_t window_of(const qkv_attend *request) {
+  uint64_t asked = request->options.sliding_window;
+  return asked != 0 ? asked : request->layer->config.model->sliding_window;
+}
+
+static int64_t stand_of(const qkv_attend *request, uint64_t query) {
+  return (int64_t)request->position + request->options.causal_offset + (int64_t)query;
+}
+
+// [*begin, *end); empty where begin >= end.
+static void visible(const qkv_attend *request, uint64_t query, uint64_t *begin, uint64_t *end) {
+  const qkv_layer *layer = request->layer;
+  const qkv_attend_options *options = &request->options;
+  *begin = layer->config.first_position;
+  *end = layer->length;
+  if (options->begin > *begin) *begin = options->begin;
+  if (options->end != 0 && options->end < *end) *end = options->end;
+  if (options->not_causal) return;
+
+  int64_t stand = stand_of(request, query);
+  uint64_t seen = stand < 0 ? 0 : (uint64_t)stand + 1;
+  uint64_t window = window_of(request);
+  if (seen < *end) *end = seen;
+  if (window != 0 && seen > window && seen - window > *begin) *begin = seen - window;
+}
+
+// ---- Exponential ----
+
+// exp(x) for x <= 0, within 2 ulp, and 0 below -87. Plain arithmetic, so that loops over it vectorize and every
+// machine gets the same numbers. exp(x) = 2^n exp(r), |r| <= ln(2)/2; the polynomial is Taylor's to degree 7.
+static inline float exp_negative(float x) {
+  float clamped = x < -87.0f ? -87.0f : x;
+  float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+  float n = shifted - 12582912.0f;
+  float r = clamped - n * 0.693359375f;  // ln 2 in two pieces, the first exact in a product with n
+  r = r + n * 2.12194440e-4f;
+  float y = 1.0f / 5040;
+  y = y * r + 1.0f / 720;
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  union {
+    int32_t bits;
+    float value;
+  } power = {.bits = ((int32_t)n + 127) << 23};
+  return x < -87.0f ? 0.0f : y * power.value;
+}
+
+// ---- Folding a tile of scores into a partial result ----
+
+static void cap_scores(const head_task *task, const query_block *block, float *scores) {
+  if (task->soft_cap == 0) return;
+  for (size_t i = 0; i < block->rows * TILE_TOKENS; i++) {
+    scores[i] = task->soft_cap * tanhf(scores[i] / task->soft_cap);
+  }
+}
+
+static float largest_of(const float *scores) {
+  float lanes[LANES];
+  memcpy(lanes, scores, sizeof lanes);
+  for (size_t t = LANES; t < TILE_TOKENS; t += LANES) {
+    for (size_t i = 0; i < LANES; i++) lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
+  }
+  float largest = lanes[0];
+  for (size_t i = 1; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+  return largest;
+}
+
+// Scores become weights exp(score - peak); returns their sum.
+static double weigh(float *scores, float peak) {
+  float lanes[LANES] = {0};
+  for (size_t t = 0; t < TILE_TOKENS; t += LANES) {
+    for (size_t i = 0; i < LANES; i++) {
+      scores[t + i] = exp_negative(scores[t + i] - peak);
+      lanes[i] += scores[t + i];
+    }
+  }
+  double sum = 0;
+  for (size_t i = 0; i < LANES; i++) sum += (double)lanes[i];
+  return sum;
+}
+
+// Only slots [first, last) of a row's tile are seen.
+static void mask(float *scores, size_t first, size_t last) {
+  for (size_t t = 0; t < first; t++) scores[t] = -INFINITY;
+  for (size_t t = last; t < TILE_TOKENS; t++) scores[t] = -INFINITY;
+}
+
+static size_t slot_of(uint64_t position, uint64_t tile_position, size_t tokens) {
+  if (position <= tile_position) return 0;
+  uint64_t slot = position - tile_position;
+  return slot < tokens ? (size_t)slot : tokens;
+}
+
+// The scores of a tile whose first token stands at `position` and of which `tokens` are valid: masks them,
+// moves the statistics on and leaves the weights. False where no row sees anything of the tile.
+static bool fold(const head_task *task, query_block *block, partial_sums *partial, uint64_t position, size_t tokens) {
+  bool any = false;
+  size_t dim = task->model->value_dim;
+  cap_scores(task, block, block->scores);
+  for (size_t row = 0; row < block->rows; row++) {
+    float *scores = block->scores + row * TILE_TOKENS;
+    size_t first = slot_of(block->begin[row], position, tokens), last = slot_of(block->end[row], position, tokens);
+    if (first >= last) {
+      memset(scores, 0, TILE_TOKENS * sizeof *scores);
+      continue;
+    }
+    any = true;
+    mask(scores, first, last);
+    float largest = largest_of(scores);
+    if (largest > partial->peak[row]) {
+      float decay = exp_negative(partial->peak[row] - largest);
+      float *sums = partial->sums[row];
+      for (size_t i = 0; i < dim; i++) sums[i] *= decay;
+      partial->total[row] *= (double)decay;
+      partial->peak[row] = largest;
+    }
+    partial->total[row] += weigh(scores, partial->peak[row]);
+  }
+  return any;
+}
+
+// ---- The exact tail ----
+
+// keys [TILE_WIDTH][TILE_TOKENS]: coordinates [c, c + width) of a tile's keys, transposed.
+static void transpose_keys(const head_task *task, uint64_t position, size_t tokens, size_t c, size_t width,
+                           float *keys) {
+  qkv_dtype dtype = task->model->dtype;
+  float part[TILE_WIDTH];
+  memset(keys, 0, width * TILE_TOKENS * sizeof *keys);
+  for (size_t t = 0; t < tokens; t++) {
+    const uint8_t *row = qkv_layer_exact_row(task->layer, QKV_K, position + t, task->kv_head);
+    qkv_to_float(dtype, row + c * qkv_dtype_size(dtype), part, width);
+    for (size_t i = 0; i < width; i++) keys[i * TILE_TOKENS + t] = part[i];
+  }
+}
+
+// scores[TILE_TOKENS] += query[width] . keys[width][TILE_TOKENS], over coordinates in order.
+static void add_scores(const float *query, const float *keys, size_t width, float *scores) {
+  for (size_t t = 0; t < TILE_TOKENS; t += LANES) {
+    float lanes[LANES];
+    memcpy(lanes, scores + t, sizeof lanes);
+    for (size_t c = 0; c < width; c++) {
+      for (size_t i = 0; i < LANES; i++) lanes[i] += query[c] * keys[c * TILE_TOKENS + t + i];
+    }
+    memcpy(scores + t, lanes, sizeof lanes);
+  }
+}
+
+static void score_exact(const head_task *task, query_block *block, uint64_t position, size_t tokens) {
+  float keys[TILE_WIDTH * TILE_TOKENS];
+  size_t dim = task->model->key_dim;
+  memset(block->scores, 0, block->rows * TILE_TOKENS * sizeof *block->scores);
+  for (size_t c = 0; c < dim; c += TILE_WIDTH) {
+    size_t width = dim - c < TILE_WIDTH ? dim - c : TILE_WIDTH;
+    transpose_keys(task, position, tokens, c, width, keys);
+    for (size_t row = 0; row < block->rows; row++) {
+      add_scores(block->queries + row * dim + c, keys, width, block->scores + row * TILE_TOKENS);
+    }
+  }
+}
+
+static void accumulate_exact(const head_task *task, const query_block *block, uint64_t position, size_t tokens,
+                             partial_sums *partial) {
+  float value[QKV_DIM_MAX];
+  size_t dim = task->model->value_dim;
+  for (size_t t = 0; t < tokens; t++) {
+    qkv_to_float(task->model->dtype, qkv_layer_exact_row(task->layer, QKV_V, position + t, task->kv_head), value,
+                 dim);
+    for (size_t row = 0; row < block->rows; row++) {
+      float weight = block->scores[row * TILE_TOKENS + t];
+      float *sums = partial->sums[row];
+      for (size_t i = 0; i < dim; i++) sums[i] += weight * value[i];
+    }
+  }
+}
+
+// Tiles begin at whole blocks, so that a row's sums do not depend on what other rows of its block see.
+static void attend_tail(const head_task *task, query_block *block, partial_sums *partial) {
+  const qkv_layer *layer = task->layer;
+  uint64_t begin = block->begin_min > layer->sealed ? block->begin_min : layer->sealed;
+  uint64_t position = layer->sealed + (begin - layer->sealed) / TILE_TOKENS * TILE_TOKENS;
+  for (; position < block->end_max; position += TILE_TOKENS) {
+    size_t tokens = layer->length - position < TILE_TOKENS ? (size_t)(layer->length - position) : TILE_TOKENS;
+    score_exact(task, block, position, tokens);
+    if (fold(task, block, partial, position, tokens)) accumulate_exact(task, block, position, tokens, partial);
+  }
+}
+
+// ---- The pages ----
+
+// Queries and sums are in code space here.
+static void attend_pages(const head_task *task, query_block *block, partial_sums *partial) {
+  const qkv_layer *layer = task->layer;
+  const qkv_codec *codec = layer->config.policy.codec;
+  for (size_t i = qkv_layer_page_at(layer, block->begin_min); i < layer->page_count; i++) {
+    const qkv_page_entry *entry = &layer->pages[i];
+    if (entry->position >= block->end_max) break;
+    codec->scores(entry->page, task->kv_head, block->queries, block->rows, block->scores);
+    if (fold(task, block, partial, entry->position, entry->tokens)) {
+      codec->accumulate(entry->page, task->kv_head, block->scores, block->rows, block->sums);
+    }
+  }
+}
+
+// ---- Blocks ----
+
+// Where the block's row goes in out and lse, in rows.
+static size_t output_row(const head_task *task, size_t flat) {
+  size_t query = flat / task->group, head = task->kv_head * task->group + flat % task->group;
+  return query * task->model->q_heads + head;
+}
+
+static void load_block(const head_task *task, query_block *block) {
+  const qkv_attend *request = task->request;
+  bool rotate = request->q_before_rope && task->model->rope.theta != 0;
+  block->begin_min = UINT64_MAX;
+  block->end_max = 0;
+  for (size_t row = 0; row < block->rows; row++) {
+    size_t query = (block->first + row) / task->group;
+    size_t head = task->kv_head * task->group + (block->first + row) % task->group;
+    float *out = block->queries + row * task->model->key_dim;
+    qkv_tensor_row(&request->q, (int64_t)query, (int64_t)head, out);
+    if (rotate) qkv_rope_forward(&task->model->rope, out, (uint64_t)stand_of(request, query));
+    for (size_t i = 0; i < task->model->key_dim; i++) out[i] *= task->scale;
+
+    visible(request, query, &block->begin[row], &block->end[row]);
+    if (block->begin[row] >= block->end[row]) continue;
+    if (block->begin[row] < block->begin_min) block->begin_min = block->begin[row];
+    if (block->end[row] > block->end_max) block->end_max = block->end[row];
+  }
+}
+
+static void start_row(partial_sums *partial, size_t row, float *sums, size_t dim) {
+  memset(sums, 0, dim * sizeof *sums);
+  partial->sums[row] = sums;
+  partial->peak[row] = -INFINITY;
+  partial->total[row] = 0;
+}
+
+// out and LSE of a row from its two parts, whose statistics may be those of nothing.
+static void merge_row(const head_task *task, size_t at, size_t row, const partial_sums *tail,
+                      const partial_sums *pages) {
+  size_t dim = task->model->value_dim;
+  float *out = tail->sums[row], *lse = task->request->lse + at;
+  const float *sums = pages->sums[row];
+  float peak = tail->peak[row] > pages->peak[row] ? tail->peak[row] : pages->peak[row];
+  if (peak == -INFINITY) {
+    *lse = -INFINITY;
+    return;
+  }
+  double tail_share = exp((double)tail->peak[row] - (double)peak);
+  double pages_share = exp((double)pages->peak[row] - (double)peak);
+  double total = tail_share * tail->total[row] + pages_share * pages->total[row];
+  float tail_factor = (float)(tail_share / total), pages_factor = (float)(pages_share / total);
+  for (size_t i = 0; i < dim; i++) out[i] = out[i] * tail_factor + sums[i] * pages_factor;
+  *lse = (float)((double)peak + log(total));
+}
+
+static void attend_block(const head_task *task, size_t first, size_t rows) {
+  _Alignas(64) query_block block;
+  const qkv_layer *layer = task->layer;
+  const qkv_codec *codec = layer->config.policy.codec;
+  size_t dim = task->model->value_dim;
+  partial_sums tail, pages;
+  block.first = first;
+  block.rows = rows;
+  load_block(task, &block);
+  for (size_t row = 0; row < rows; row++) {
+    start_row(&tail, row, task->request->out + output_row(task, first + row) * dim, dim);
+    start_row(&pages, row, block.sums + row * dim, dim);
+  }
+  if (block.end_max > layer->sealed) attend_tail(task, &block, &tail);
+  if (block.begin_min < layer->sealed) {
+    codec->query(&task->shape, layer->config.layer, task->kv_head, block.queries, rows);
+    attend_pages(task, &block, &pages);
+    codec->output(&task->shape, layer->config.layer, task->kv_head, block.sums, rows);
+  }
+  for (size_t row = 0; row < rows; row++) merge_row(task, output_row(task, first + row), row, &tail, &pages);
+}
+
+static void attend_head(const qkv_attend *request, uint16_t kv_head) {
+  const qkv_model *model = request->layer->config.model;
+  const qkv_attend_options *options = &request->options;
+  head_task task = {.request = request,
+                    .layer = request->layer,
+                    .model = model,
+                    .shape = qkv_layer_shape(request->layer),
+                    .kv_head = kv_head,
+                    .group = model->q_heads / model->kv_heads,
+                    .scale = (float)(options->scale != 0 ? options->scale : model->scale),
+                    .soft_cap = (float)(options->soft_cap != 0 ? options->soft_cap : model->soft_cap)};
+  size_t rows = (size_t)request->q.dims[0] * task.group;
+  for (size_t first = 0; first < rows; first += QKV_QUERY_BLOCK) {
+    attend_block(&task, first, rows - first < QKV_QUERY_BLOCK ? rows - first : QKV_QUERY_BLOCK);
+  }
+}
+
+// ---- Batches ----
+
+typedef struct attend_batch {
+  const qkv_attend *requests;
+  size_t heads_max;  // KV heads of the request that has most
+} attend_batch;
+
+static void attend_index(void *context, size_t index, size_t worker) {
+  (void)worker;
+  const attend_batch *batch = context;
+  const qkv_attend *request = &batch->requests[index / batch->heads_max];
+  size_t kv_head = index % batch->heads_max;
+  if (kv_head < request->layer->config.model->kv_heads) attend_head(request, (uint16_t)kv_head);
+}
+
+void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
+  attend_batch batch = {.requests = requests};
+  for (size_t i = 0; i < count; i++) {
+    size_t heads = requests[i].layer->config.model->kv_heads;
+    if (heads > batch.heads_max) batch.heads_max = heads;
+  }
+  size_t tasks = count * batch.heads_max;
+  if (pool != NULL) {
+    qkv_pool_loop(pool, tasks, attend_index, &batch);
+    return;
+  }
+  for (size_t i = 0; i < tasks; i++) attend_index(&batch, i, 0);
+}
+
+uint64_t qkv_attend_cost(const qkv_attend *request) {
+  const qkv_layer *layer = request->layer;
+  const qkv_model *model = layer->config.model;
+  uint64_t queries = (uint64_t)request->q.dims[0], begin, end, unused;
+  visible(request, 0, &begin, &unused);
+  visible(request, queries - 1, &unused, &end);
+  if (begin >= end) return 0;
+  uint64_t bytes = 0;
+  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
+    if (layer->pages[i].position >= end) break;
+    bytes += layer->pages[i].bytes;
+  }
+  if (end > layer->sealed) {
+    uint64_t exact = end - (begin > layer->sealed ? begin : layer->sealed);
+    bytes += exact * model->kv_heads * (model->key_dim + model->value_dim) * qkv_dtype_size(model->dtype);
+  }
+  uint64_t rows = queries * (model->q_heads / model->kv_heads);
+  return bytes * ((rows + QKV_QUERY_BLOCK - 1) / QKV_QUERY_BLOCK);
+}
+
+// ---- Checks ----
+
+static qkv_status check_options(const qkv_attend *request, qkv_error *error) {
+  const qkv_attend_options *options = &request->options;
+  QKV_TRY(qkv_factor_check("options.scale", options->scale, error));
+  QKV_TRY(qkv_factor_check("options.soft_cap", options->soft_cap, error));
+  if (options->end != 0 && options->begin > options->end) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "options.range.begin is %" PRIu64 ", at most range.end %" PRIu64,
+                    options->begin, options->end);
+  }
+  if (options->not_causal && window_of(request) != 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "options.not_causal excludes a sliding window");
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_positions(const qkv_attend *request, qkv_error *error) {
+  int64_t offset = request->options.causal_offset, limit = (int64_t)QKV_POSITION_MAX;
+  if (request->position > QKV_POSITION_MAX) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "position is %" PRIu64 ", positions end at %" PRIu64,
+                    request->position, QKV_POSITION_MAX);
+  }
+  if (offset > limit || offset < -limit) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "options.causal_offset is %" PRId64 ", allowed are -%" PRId64 " to %" PRId64, offset, limit,
+                    limit);
+  }
+  if (request->q.dims[0] > limit) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "q.dims[0] is %" PRId64 ", at most %" PRId64, request->q.dims[0],
+                    limit);
+  }
+  if (request->q_before_rope && stand_of(request, 0) < 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "options.causal_offset is %" PRId64 ", which rotates query 0 to a position below 0", offset);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_shape(const qkv_attend *request, qkv_error *error) {
+  const qkv_model *model = request->layer->config.model;
+  const qkv_tensor *q = &request->q;
+  assert(q->rank == 3);
+  if (q->dims[1] != model->q_heads) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "q.dims[1] is %" PRId64 ", the model %s has %" PRIu32 " q_heads",
+                    q->dims[1], model->name, model->q_heads);
+  }
+  if (q->dims[2] != model->key_dim) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "q.dims[2] is %" PRId64 ", the model %s has key_dim %" PRIu32,
+                    q->dims[2], model->name, model->key_dim);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_query(const qkv_attend *request, int64_t query, int64_t head, qkv_error *error) {
+  float row[QKV_DIM_MAX];
+  size_t dim = request->layer->config.model->key_dim;
+  int outside = 0;
+  qkv_tensor_row(&request->q, query, head, row);
+  for (size_t i = 0; i < dim; i++) outside |= !(fabsf(row[i]) <= QKV_ROW_MAX);
+  if (outside == 0) return QKV_OK;
+  size_t i = 0;
+  while (fabsf(row[i]) <= QKV_ROW_MAX) i++;
+  if (!isfinite(row[i])) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "q[%" PRId64 ", %" PRId64 ", %zu] is %s", query, head, i,
+                    isnan(row[i]) ? "nan" : "inf");
+  }
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "q[%" PRId64 ", %" PRId64 ", %zu] is %g, allowed are -%g to %g", query,
+                  head, i, (double)row[i], (double)QKV_ROW_MAX, (double)QKV_ROW_MAX);
+}
+
+qkv_status qkv_attend_check(const qkv_attend *request, qkv_error *error) {
+  QKV_TRY(check_shape(request, error));
+  QKV_TRY(check_options(request, error));
+  QKV_TRY(check_positions(request, error));
+  for (int64_t query = 0; query < request->q.dims[0]; query++) {
+    for (int64_t head = 0; head < request->q.dims[1]; head++) QKV_TRY(check_query(request, query, head, error));
+  }
+  return QKV_OK;
+}

@@ -1,0 +1,207 @@
+#include "engine/cache/layer.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/cache/layer_internal.h"
+
+void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config) {
+  assert(config->first_position <= QKV_POSITION_MAX && config->policy.recent_window >= 0);
+  *layer = (qkv_layer){.config = *config, .sealed = config->first_position, .length = config->first_position};
+}
+
+void qkv_layer_deinit(qkv_layer *layer) {
+  qkv_layer_truncate(layer, layer->config.first_position);
+  assert(layer->bytes_coded == 0);
+  free(layer->pages);
+  free((void *)layer->tail);
+  *layer = (qkv_layer){0};
+}
+
+qkv_page_shape qkv_layer_shape(const qkv_layer *layer) {
+  const qkv_model *model = layer->config.model;
+  return (qkv_page_shape){.kv_heads = (uint16_t)model->kv_heads,
+                          .key_dim = (uint16_t)model->key_dim,
+                          .value_dim = (uint16_t)model->value_dim,
+                          .bits_k = (uint8_t)layer->config.policy.bits_k,
+                          .bits_v = (uint8_t)layer->config.policy.bits_v};
+}
+
+size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position) {
+  size_t low = 0, high = layer->page_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    const qkv_page_entry *entry = &layer->pages[middle];
+    if (entry->position + entry->tokens > position) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+const void *qkv_layer_exact_row(const qkv_layer *layer, qkv_part part, uint64_t position, uint32_t kv_head) {
+  assert(position >= layer->sealed && position < layer->length);
+  uint64_t offset = position - layer->sealed;
+  return qkvi_block_row(layer->config.model, layer->tail[offset / QKV_PAGE_TOKENS], part, offset % QKV_PAGE_TOKENS,
+                        kv_head);
+}
+
+// ---- Truncation ----
+
+static void drop_blocks(qkv_layer *layer, uint64_t kept) {
+  while (layer->tail_count > kept) {
+    void *block = layer->tail[--layer->tail_count];
+    qkv_arena_free(layer->config.arena, block, qkvi_block_bytes(layer->config.model));
+  }
+}
+
+static void drop_pages(qkv_layer *layer, uint64_t position) {
+  while (layer->page_count > 0) {
+    qkv_page_entry *last = &layer->pages[layer->page_count - 1];
+    if (last->position < position) {
+      last->tokens = (uint32_t)(position - last->position);
+      return;
+    }
+    layer->bytes_coded -= qkv_arena_cost(last->bytes);
+    qkv_arena_free(layer->config.arena, (void *)last->page, last->bytes);
+    layer->page_count--;
+  }
+}
+
+void qkv_layer_truncate(qkv_layer *layer, uint64_t position) {
+  if (position >= layer->length) return;
+  if (position < layer->config.first_position) position = layer->config.first_position;
+  layer->length = position;
+  if (position < layer->sealed) {
+    drop_pages(layer, position);
+    layer->sealed = position;
+  }
+  drop_blocks(layer, qkvi_blocks(layer->length - layer->sealed));
+}
+
+// ---- Rows ----
+
+typedef struct row_copy {
+  const qkv_layer *layer;
+  qkv_part part;
+  uint32_t dim;
+  uint64_t begin, end;  // positions
+  bool rotate_back;
+  float *out;  // [end - begin][kv_heads][dim]
+} row_copy;
+
+static float *out_row(const row_copy *copy, uint64_t position, uint32_t kv_head) {
+  size_t row = (size_t)(position - copy->begin) * copy->layer->config.model->kv_heads + kv_head;
+  return copy->out + row * copy->dim;
+}
+
+static void copy_page(const row_copy *copy, const qkv_page_entry *entry, float *rows) {
+  const qkv_layer *layer = copy->layer;
+  uint64_t begin = copy->begin > entry->position ? copy->begin : entry->position;
+  uint64_t end = entry->position + entry->tokens;
+  if (end > copy->end) end = copy->end;
+  for (uint32_t head = 0; head < layer->config.model->kv_heads; head++) {
+    layer->config.policy.codec->decode(entry->page, (uint16_t)head, copy->part, rows);
+    for (uint64_t position = begin; position < end; position++) {
+      memcpy(out_row(copy, position, head), rows + (position - entry->position) * copy->dim,
+             copy->dim * sizeof *rows);
+    }
+  }
+}
+
+static void copy_pages(const row_copy *copy) {
+  const qkv_layer *layer = copy->layer;
+  float *rows = calloc((size_t)QKV_PAGE_TOKENS * copy->dim, sizeof *rows);
+  assert(rows != NULL);
+  for (size_t i = qkv_layer_page_at(layer, copy->begin); i < layer->page_count; i++) {
+    if (layer->pages[i].position >= copy->end) break;
+    copy_page(copy, &layer->pages[i], rows);
+  }
+  free(rows);
+}
+
+static void copy_tail(const row_copy *copy) {
+  const qkv_layer *layer = copy->layer;
+  const qkv_model *model = layer->config.model;
+  uint64_t position = copy->begin > layer->sealed ? copy->begin : layer->sealed;
+  for (; position < copy->end; position++) {
+    for (uint32_t head = 0; head < model->kv_heads; head++) {
+      qkv_to_float(model->dtype, qkv_layer_exact_row(layer, copy->part, position, head),
+                   out_row(copy, position, head), copy->dim);
+    }
+  }
+}
+
+static void rotate_back(const row_copy *copy) {
+  const qkv_model *model = copy->layer->config.model;
+  for (uint64_t position = copy->begin; position < copy->end; position++) {
+    for (uint32_t head = 0; head < model->kv_heads; head++) {
+      qkv_rope_inverse(&model->rope, out_row(copy, position, head), position);
+    }
+  }
+}
+
+void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
+                    float *out) {
+  assert(begin >= layer->config.first_position && begin <= layer->length && tokens <= layer->length - begin);
+  const qkv_model *model = layer->config.model;
+  row_copy copy = {.layer = layer,
+                   .part = part,
+                   .dim = qkvi_part_dim(model, part),
+                   .begin = begin,
+                   .end = begin + tokens,
+                   .rotate_back = before_rope && part == QKV_K && model->rope.theta != 0,
+                   .out = out};
+  if (begin < layer->sealed) copy_pages(&copy);
+  copy_tail(&copy);
+  if (copy.rotate_back) rotate_back(&copy);
+}
+
+// ---- Usage and invariants ----
+
+qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
+  return (qkv_layer_usage){.tokens_coded = layer->sealed - layer->config.first_position,
+                           .tokens_exact = layer->length - layer->sealed,
+                           .bytes_coded = layer->bytes_coded,
+                           .bytes_exact = layer->tail_count * qkv_arena_cost(qkvi_block_bytes(layer->config.model))};
+}
+
+static const char *validate_page(const qkv_layer *layer, const qkv_page_entry *entry, uint64_t position) {
+  const qkv_codec *codec = layer->config.policy.codec;
+  if (entry->position != position) return "a page does not begin where the one before ends";
+  if (codec->validate(entry->page, entry->bytes, NULL) != QKV_OK) return "a page's image is damaged";
+  const qkv_page_header *header = entry->page;
+  if (header->position != entry->position) return "a page's image has another position";
+  if (header->layer != layer->config.layer) return "a page's image has another layer";
+  if (entry->tokens < 1 || entry->tokens > header->tokens) return "a page holds fewer tokens than are valid";
+  return NULL;
+}
+
+static const char *validate_tail(const qkv_layer *layer) {
+  if (layer->length < layer->sealed) return "length is below sealed";
+  uint64_t exact = layer->length - layer->sealed;
+  if (layer->tail_count != qkvi_blocks(exact)) return "the tail has not as many blocks as its tokens need";
+  if (layer->tail_count > layer->tail_capacity) return "the tail is longer than its array";
+  if (exact >= QKV_PAGE_TOKENS + (uint64_t)layer->config.policy.recent_window) return "a page was not sealed";
+  for (size_t i = 0; i < layer->tail_count; i++) {
+    if (layer->tail[i] == NULL) return "a block of the tail is missing";
+  }
+  return NULL;
+}
+
+const char *qkv_layer_validate(const qkv_layer *layer) {
+  uint64_t position = layer->config.first_position, bytes = 0;
+  if (layer->page_count > layer->page_capacity) return "the page table is longer than its array";
+  for (size_t i = 0; i < layer->page_count; i++) {
+    const char *reason = validate_page(layer, &layer->pages[i], position);
+    if (reason != NULL) return reason;
+    position += layer->pages[i].tokens;
+    bytes += qkv_arena_cost(layer->pages[i].bytes);
+  }
+  if (position != layer->sealed) return "the pages do not end at sealed";
+  if (bytes != layer->bytes_coded) return "bytes_coded is not the sum of the pages";
+  return validate_tail(layer);
+}

@@ -1,0 +1,342 @@
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/cache/layer.h"
+#include "engine/cache/layer_internal.h"
+
+// An append in three steps: everything is checked, then all of its memory is reserved, then it is applied and
+// cannot fail any more.
+
+typedef struct append {
+  qkv_layer *layer;
+  const qkv_model *model;
+  const qkv_tensor *k, *v;
+  bool rotate;
+  uint64_t position, end;  // of the request's rows
+} append;
+
+static const qkv_tensor *tensor_of(const append *a, qkv_part part) {
+  return part == QKV_K ? a->k : a->v;
+}
+
+// One row as the request has it, rotated where it has to be.
+static void read_row(const append *a, qkv_part part, uint64_t token, uint32_t kv_head, float *row) {
+  qkv_tensor_row(tensor_of(a, part), (int64_t)token, kv_head, row);
+  if (part == QKV_K && a->rotate) qkv_rope_forward(&a->model->rope, row, a->position + token);
+}
+
+// One row as it is held: in the model's dtype.
+static void store_row(const append *a, qkv_part part, uint64_t token, uint32_t kv_head, void *out) {
+  const qkv_tensor *tensor = tensor_of(a, part);
+  if (tensor->dtype == a->model->dtype && !(part == QKV_K && a->rotate)) {
+    qkv_tensor_row_raw(tensor, (int64_t)token, kv_head, out);
+    return;
+  }
+  float row[QKV_DIM_MAX];
+  read_row(a, part, token, kv_head, row);
+  qkv_from_float(a->model->dtype, row, out, qkvi_part_dim(a->model, part));
+}
+
+// ---- Checks ----
+
+static qkv_status check_shape(const append *a, qkv_part part, qkv_error *error) {
+  const qkv_tensor *tensor = tensor_of(a, part);
+  const char *name = part == QKV_K ? "k" : "v";
+  int64_t dim = qkvi_part_dim(a->model, part);
+  assert(tensor->rank == 3);
+  if (tensor->dims[1] != a->model->kv_heads) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s.dims[1] is %" PRId64 ", the model %s has %" PRIu32 " kv_heads",
+                    name, tensor->dims[1], a->model->name, a->model->kv_heads);
+  }
+  if (tensor->dims[2] != dim) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s.dims[2] is %" PRId64 ", the model %s has %s %" PRId64, name,
+                    tensor->dims[2], a->model->name, part == QKV_K ? "key_dim" : "value_dim", dim);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_shapes(const append *a, qkv_error *error) {
+  QKV_TRY(check_shape(a, QKV_K, error));
+  QKV_TRY(check_shape(a, QKV_V, error));
+  if (a->v->dims[0] != a->k->dims[0]) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "v.dims[0] is %" PRId64 ", k.dims[0] is %" PRId64, a->v->dims[0],
+                    a->k->dims[0]);
+  }
+  if (a->position > QKV_POSITION_MAX || (uint64_t)a->k->dims[0] > QKV_POSITION_MAX - a->position) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "position is %" PRIu64 " for %" PRId64 " tokens, positions end at %" PRIu64, a->position,
+                    a->k->dims[0], QKV_POSITION_MAX);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_position(const append *a, qkv_error *error) {
+  const qkv_layer *layer = a->layer;
+  if (a->position > layer->length) {
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "position is %" PRIu64 ", the expected position is %" PRIu64,
+                    a->position, layer->length);
+  }
+  if (a->position < layer->config.first_position) {
+    return qkv_fail(error, QKV_FAILED_PRECONDITION,
+                    "position is %" PRIu64 ", the session's first position is %" PRIu64, a->position,
+                    layer->config.first_position);
+  }
+  return QKV_OK;
+}
+
+static bool row_in_range(const float *row, size_t dim) {
+  int outside = 0;
+  for (size_t i = 0; i < dim; i++) outside |= !(fabsf(row[i]) <= QKV_ROW_MAX);
+  return outside == 0;
+}
+
+static qkv_status refuse_row(qkv_part part, uint64_t token, uint32_t kv_head, const float *row, const char *when,
+                             qkv_error *error) {
+  size_t i = 0;
+  while (fabsf(row[i]) <= QKV_ROW_MAX) i++;
+  const char *name = part == QKV_K ? "k" : "v";
+  if (!isfinite(row[i])) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s[%" PRIu64 ", %" PRIu32 ", %zu] is %s%s", name, token, kv_head, i,
+                    isnan(row[i]) ? "nan" : "inf", when);
+  }
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s[%" PRIu64 ", %" PRIu32 ", %zu] is %g%s, allowed are -%g to %g",
+                  name, token, kv_head, i, (double)row[i], when, (double)QKV_ROW_MAX, (double)QKV_ROW_MAX);
+}
+
+static qkv_status check_row(const append *a, qkv_part part, uint64_t token, uint32_t kv_head, qkv_error *error) {
+  float row[QKV_DIM_MAX];
+  size_t dim = qkvi_part_dim(a->model, part);
+  qkv_tensor_row(tensor_of(a, part), (int64_t)token, kv_head, row);
+  if (!row_in_range(row, dim)) return refuse_row(part, token, kv_head, row, "", error);
+  if (part == QKV_K && a->rotate) {
+    qkv_rope_forward(&a->model->rope, row, a->position + token);
+    if (!row_in_range(row, dim)) return refuse_row(part, token, kv_head, row, " after RoPE", error);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_rows(const append *a, qkv_error *error) {
+  for (uint64_t token = 0; token < a->end - a->position; token++) {
+    for (uint32_t head = 0; head < a->model->kv_heads; head++) {
+      QKV_TRY(check_row(a, QKV_K, token, head, error));
+      QKV_TRY(check_row(a, QKV_V, token, head, error));
+    }
+  }
+  return QKV_OK;
+}
+
+// ---- Rows that are held already ----
+
+// A token's rows of all heads, as they would be held, in floats.
+static void read_held_form(const append *a, qkv_part part, uint64_t token, float *rows) {
+  uint32_t dim = qkvi_part_dim(a->model, part);
+  uint8_t stored[QKV_DIM_MAX * sizeof(float)];
+  for (uint32_t head = 0; head < a->model->kv_heads; head++) {
+    store_row(a, part, token, head, stored);
+    qkv_to_float(a->model->dtype, stored, rows + (size_t)head * dim, dim);
+  }
+}
+
+static bool equals_exact(const append *a, qkv_part part, uint64_t position, const float *rows) {
+  float held[QKV_DIM_MAX];
+  uint32_t dim = qkvi_part_dim(a->model, part);
+  for (uint32_t head = 0; head < a->model->kv_heads; head++) {
+    qkv_to_float(a->model->dtype, qkv_layer_exact_row(a->layer, part, position, head), held, dim);
+    for (uint32_t i = 0; i < dim; i++) {
+      if (held[i] != rows[(size_t)head * dim + i]) return false;
+    }
+  }
+  return true;
+}
+
+static bool equals_held(const append *a, uint64_t position, const float *k, const float *v) {
+  const qkv_layer *layer = a->layer;
+  if (position >= layer->sealed) {
+    return equals_exact(a, QKV_K, position, k) && equals_exact(a, QKV_V, position, v);
+  }
+  const qkv_page_entry *entry = &layer->pages[qkv_layer_page_at(layer, position)];
+  return layer->config.policy.codec->row_matches(entry->page, (uint32_t)(position - entry->position), k, v);
+}
+
+static qkv_status check_held(const append *a, qkv_error *error) {
+  uint64_t end = a->end < a->layer->length ? a->end : a->layer->length;
+  if (a->position == end) return QKV_OK;
+  size_t k_floats = (size_t)a->model->kv_heads * a->model->key_dim;
+  size_t v_floats = (size_t)a->model->kv_heads * a->model->value_dim;
+  assert(k_floats > 0 && v_floats > 0);
+  float *k = calloc(k_floats + v_floats, sizeof *k), *v = k + k_floats;
+  assert(k != NULL);
+  qkv_status status = QKV_OK;
+  for (uint64_t position = a->position; position < end && status == QKV_OK; position++) {
+    read_held_form(a, QKV_K, position - a->position, k);
+    read_held_form(a, QKV_V, position - a->position, v);
+    if (equals_held(a, position, k, v)) continue;
+    status = qkv_fail(error, QKV_ALREADY_EXISTS, "position %" PRIu64 " holds other rows already", position);
+  }
+  free(k);
+  return status;
+}
+
+// ---- Memory ----
+
+typedef struct append_plan {
+  uint64_t pages;   // that get sealed
+  uint64_t blocks;  // of the tail, held at the same time at most
+  uint64_t bytes;   // to reserve
+} append_plan;
+
+// Pages are sealed as soon as the final length allows, so at any time the tail is no longer than it was before,
+// than it will be, or than the one block that the next page is gathered in.
+static append_plan plan_append(const append *a) {
+  const qkv_layer *layer = a->layer;
+  uint64_t window = (uint64_t)layer->config.policy.recent_window;
+  uint64_t exact = a->end - layer->sealed;
+  append_plan plan = {.pages = exact > window ? (exact - window) / QKV_PAGE_TOKENS : 0};
+  plan.blocks = qkvi_blocks(exact - plan.pages * QKV_PAGE_TOKENS);
+  if (plan.blocks < layer->tail_count) plan.blocks = layer->tail_count;
+  if (plan.blocks == 0) plan.blocks = 1;
+
+  qkv_page_shape shape = qkv_layer_shape(layer);
+  uint64_t page_cost = qkv_arena_cost(layer->config.policy.codec->page_bytes(&shape));
+  uint64_t block_cost = qkv_arena_cost(qkvi_block_bytes(a->model));
+  uint64_t pages_bytes, blocks_bytes;
+  bool too_much = __builtin_mul_overflow(plan.pages, page_cost, &pages_bytes);
+  too_much |= __builtin_mul_overflow(plan.blocks - layer->tail_count, block_cost, &blocks_bytes);
+  too_much |= __builtin_add_overflow(pages_bytes, blocks_bytes, &plan.bytes);
+  if (too_much) plan.bytes = UINT64_MAX;
+  return plan;
+}
+
+static void *grow(void *array, size_t *capacity, size_t needed, size_t item_bytes) {
+  if (needed <= *capacity) return array;
+  size_t target = *capacity * 2 > needed ? *capacity * 2 : needed;
+  void *grown = realloc(array, target * item_bytes);
+  assert(grown != NULL);
+  *capacity = target;
+  return grown;
+}
+
+static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
+  layer->pages =
+      grow(layer->pages, &layer->page_capacity, layer->page_count + (size_t)plan->pages, sizeof *layer->pages);
+  layer->tail = grow((void *)layer->tail, &layer->tail_capacity, (size_t)plan->blocks, sizeof *layer->tail);
+}
+
+// ---- Application ----
+
+// The tail while it is worked on: a block whose page has been sealed waits behind the tail for its next use.
+typedef struct tail_work {
+  const append *append;
+  size_t blocks;     // held: tail_count in use, the others spare
+  float *k, *v;      // one page's rows; NULL where no page gets sealed
+  size_t page_size;  // bytes
+} tail_work;
+
+static bool may_seal(const append *a) {
+  const qkv_layer *layer = a->layer;
+  uint64_t page_end = layer->sealed + QKV_PAGE_TOKENS;
+  return page_end <= layer->length && page_end + (uint64_t)layer->config.policy.recent_window <= a->end;
+}
+
+static void seal_first(tail_work *work) {
+  qkv_layer *layer = work->append->layer;
+  const qkv_model *model = work->append->model;
+  const qkv_codec *codec = layer->config.policy.codec;
+  qkv_page_shape shape = qkv_layer_shape(layer);
+  void *block = layer->tail[0];
+  size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
+  qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_K, 0, 0), work->k, rows * model->key_dim);
+  qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_V, 0, 0), work->v, rows * model->value_dim);
+
+  void *page = qkv_arena_alloc(layer->config.arena, work->page_size);
+  codec->encode(&shape, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v, page);
+  layer->pages[layer->page_count++] = (qkv_page_entry){
+      .page = page, .bytes = (uint32_t)work->page_size, .tokens = QKV_PAGE_TOKENS, .position = layer->sealed};
+  layer->bytes_coded += qkv_arena_cost(work->page_size);
+  layer->sealed += QKV_PAGE_TOKENS;
+
+  memmove((void *)layer->tail, (void *)(layer->tail + 1), (work->blocks - 1) * sizeof *layer->tail);
+  layer->tail[work->blocks - 1] = block;
+  layer->tail_count--;
+}
+
+// Writes rows up to the end of the last block, or begins another.
+static void fill_block(tail_work *work) {
+  const append *a = work->append;
+  qkv_layer *layer = a->layer;
+  uint64_t offset = layer->length - layer->sealed;
+  if (offset == layer->tail_count * (uint64_t)QKV_PAGE_TOKENS) {
+    if (layer->tail_count == work->blocks) {
+      layer->tail[work->blocks++] = qkv_arena_alloc(layer->config.arena, qkvi_block_bytes(a->model));
+    }
+    layer->tail_count++;
+  }
+  void *block = layer->tail[layer->tail_count - 1];
+  uint64_t room = layer->tail_count * (uint64_t)QKV_PAGE_TOKENS - offset;
+  uint64_t end = a->end - layer->length < room ? a->end : layer->length + room;
+  for (; layer->length < end; layer->length++) {
+    uint64_t token = layer->length - a->position;
+    uint64_t slot = (layer->length - layer->sealed) % QKV_PAGE_TOKENS;
+    for (uint32_t head = 0; head < a->model->kv_heads; head++) {
+      store_row(a, QKV_K, token, head, qkvi_block_row(a->model, block, QKV_K, slot, head));
+      store_row(a, QKV_V, token, head, qkvi_block_row(a->model, block, QKV_V, slot, head));
+    }
+  }
+}
+
+static void free_spares(tail_work *work) {
+  qkv_layer *layer = work->append->layer;
+  while (work->blocks > layer->tail_count) {
+    void *block = layer->tail[--work->blocks];
+    qkv_arena_free(layer->config.arena, block, qkvi_block_bytes(work->append->model));
+  }
+}
+
+static void apply(const append *a, const append_plan *plan) {
+  qkv_layer *layer = a->layer;
+  tail_work work = {.append = a, .blocks = layer->tail_count};
+  if (plan->pages > 0) {
+    qkv_page_shape shape = qkv_layer_shape(layer);
+    size_t rows = (size_t)QKV_PAGE_TOKENS * a->model->kv_heads;
+    work.page_size = layer->config.policy.codec->page_bytes(&shape);
+    work.k = calloc(rows * (a->model->key_dim + a->model->value_dim), sizeof *work.k);
+    assert(work.k != NULL);
+    work.v = work.k + rows * a->model->key_dim;
+  }
+  for (;;) {
+    while (may_seal(a)) seal_first(&work);
+    if (layer->length == a->end) break;
+    fill_block(&work);
+  }
+  assert(work.blocks == plan->blocks);
+  free_spares(&work);
+  free(work.k);
+}
+
+qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
+                            bool before_rope, uint64_t *appended, qkv_error *error) {
+  const qkv_model *model = layer->config.model;
+  append a = {.layer = layer,
+              .model = model,
+              .k = k,
+              .v = v,
+              .rotate = before_rope && model->rope.theta != 0,
+              .position = position};
+  *appended = 0;
+  QKV_TRY(check_shapes(&a, error));
+  a.end = position + (uint64_t)k->dims[0];
+  QKV_TRY(check_rows(&a, error));
+  QKV_TRY(check_position(&a, error));
+  QKV_TRY(check_held(&a, error));
+  if (a.end <= layer->length) return QKV_OK;
+
+  append_plan plan = plan_append(&a);
+  QKV_TRY(qkv_arena_reserve(layer->config.arena, plan.bytes, error));
+  grow_arrays(layer, &plan);
+  *appended = a.end - layer->length;
+  apply(&a, &plan);
+  return QKV_OK;
+}

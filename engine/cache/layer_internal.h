@@ -1,0 +1,38 @@
+// What layer.c and layer_append.c share: where things lie in the tail.
+#ifndef QKV_ENGINE_CACHE_LAYER_INTERNAL_H
+#define QKV_ENGINE_CACHE_LAYER_INTERNAL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/cache/layer.h"
+
+// Bytes of the exact rows of one token, all KV heads, K and V.
+static inline size_t qkvi_token_bytes(const qkv_model *model) {
+  return (size_t)model->kv_heads * (model->key_dim + model->value_dim) * qkv_dtype_size(model->dtype);
+}
+
+// Bytes of an exact block.
+static inline size_t qkvi_block_bytes(const qkv_model *model) {
+  return QKV_PAGE_TOKENS * qkvi_token_bytes(model);
+}
+
+// Blocks that hold so many tokens.
+static inline uint64_t qkvi_blocks(uint64_t tokens) {
+  return (tokens + QKV_PAGE_TOKENS - 1) / QKV_PAGE_TOKENS;
+}
+
+static inline uint32_t qkvi_part_dim(const qkv_model *model, qkv_part part) {
+  return part == QKV_K ? model->key_dim : model->value_dim;
+}
+
+// Where a token's row of a head lies in an exact block.
+static inline uint8_t *qkvi_block_row(const qkv_model *model, void *block, qkv_part part, uint64_t token,
+                                      uint32_t kv_head) {
+  size_t element = qkv_dtype_size(model->dtype);
+  size_t values = part == QKV_K ? 0 : QKV_PAGE_TOKENS * (size_t)model->kv_heads * model->key_dim;
+  size_t row = (size_t)token * model->kv_heads + kv_head;
+  return (uint8_t *)block + (values + row * qkvi_part_dim(model, part)) * element;
+}
+
+#endif

@@ -1,0 +1,175 @@
+#include "engine/cache/session.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+
+// glibc's read-write lock of the default kind lets a thread read a layer that it reads already, even while a
+// writer waits: a batch may attend the same layer twice.
+typedef struct locked_layer {
+  pthread_rwlock_t lock;
+  qkv_layer layer;
+} locked_layer;
+
+struct qkv_session {
+  qkv_session_config config;
+  const qkv_model *model;
+  uint64_t serial;
+  _Atomic uint64_t references;
+  int64_t created_unix_ms;
+  _Atomic int64_t last_used_unix_ms;
+  locked_layer layers[];  // model->layers
+};
+
+static int64_t now_unix_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_REALTIME, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void touch(qkv_session *session) {
+  atomic_store_explicit(&session->last_used_unix_ms, now_unix_ms(), memory_order_relaxed);
+}
+
+static void lock_to_read(locked_layer *layer) {
+  int failed = pthread_rwlock_rdlock(&layer->lock);
+  assert(failed == 0);
+}
+
+static void lock_to_write(locked_layer *layer) {
+  int failed = pthread_rwlock_wrlock(&layer->lock);
+  assert(failed == 0);
+}
+
+static void unlock(locked_layer *layer) {
+  int failed = pthread_rwlock_unlock(&layer->lock);
+  assert(failed == 0);
+}
+
+qkv_session *qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena) {
+  static _Atomic uint64_t serials;
+  qkv_session *session = calloc(1, sizeof *session + model->layers * sizeof session->layers[0]);
+  assert(session != NULL);
+  session->config = *config;
+  session->model = model;
+  session->serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed);
+  session->created_unix_ms = now_unix_ms();
+  atomic_init(&session->references, 1);
+  atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
+  for (uint32_t i = 0; i < model->layers; i++) {
+    int failed = pthread_rwlock_init(&session->layers[i].lock, NULL);
+    assert(failed == 0);
+    qkv_layer_init(&session->layers[i].layer, &(qkv_layer_config){.model = model,
+                                                                  .policy = config->policy,
+                                                                  .layer = i,
+                                                                  .first_position = config->first_position,
+                                                                  .arena = arena});
+  }
+  return session;
+}
+
+qkv_session *qkv_session_ref(qkv_session *session) {
+  uint64_t before = atomic_fetch_add_explicit(&session->references, 1, memory_order_relaxed);
+  assert(before > 0);
+  return session;
+}
+
+void qkv_session_unref(qkv_session **session) {
+  qkv_session *left = *session;
+  if (left == NULL) return;
+  *session = NULL;
+  // What every user did before it let go happens before the last one frees.
+  uint64_t before = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel);
+  assert(before > 0);
+  if (before > 1) return;
+  for (uint32_t i = 0; i < left->model->layers; i++) {
+    qkv_layer_deinit(&left->layers[i].layer);
+    (void)pthread_rwlock_destroy(&left->layers[i].lock);
+  }
+  free(left);
+}
+
+const qkv_model *qkv_session_model(const qkv_session *session) {
+  return session->model;
+}
+
+uint64_t qkv_session_serial(const qkv_session *session) {
+  return session->serial;
+}
+
+const char *qkv_session_name(const qkv_session *session) {
+  return session->config.name;
+}
+
+static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
+  if (layer < session->model->layers) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
+                  session->model->name, session->model->layers);
+}
+
+qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                              const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                              qkv_error *error) {
+  QKV_TRY(check_layer(session, layer, error));
+  touch(session);
+  locked_layer *locked = &session->layers[layer];
+  lock_to_write(locked);
+  qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
+  *length = locked->layer.length;
+  unlock(locked);
+  return status;
+}
+
+qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
+  QKV_TRY(check_layer(session, layer, error));
+  touch(session);
+  lock_to_read(&session->layers[layer]);
+  *out = &session->layers[layer].layer;
+  return QKV_OK;
+}
+
+void qkv_session_read_done(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  unlock(&session->layers[layer]);
+}
+
+static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
+  lock_to_write(&session->layers[layer]);
+  qkv_layer_truncate(&session->layers[layer].layer, position);
+  unlock(&session->layers[layer]);
+}
+
+qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
+                                qkv_error *error) {
+  for (size_t i = 0; i < layer_count; i++) QKV_TRY(check_layer(session, layers[i], error));
+  touch(session);
+  if (layer_count == 0) {
+    for (uint32_t i = 0; i < session->model->layers; i++) truncate_layer(session, i, position);
+  }
+  for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
+  return QKV_OK;
+}
+
+static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
+  sum->tokens_coded += usage->tokens_coded;
+  sum->tokens_exact += usage->tokens_exact;
+  sum->bytes_coded += usage->bytes_coded;
+  sum->bytes_exact += usage->bytes_exact;
+}
+
+void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
+  *info = (qkv_session_info){
+      .config = session->config,
+      .model = session->model,
+      .created_unix_ms = session->created_unix_ms,
+      .last_used_unix_ms = atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed)};
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    lock_to_read(&session->layers[i]);
+    qkv_layer_usage usage = qkv_layer_read_usage(&session->layers[i].layer);
+    if (lengths != NULL) lengths[i] = session->layers[i].layer.length;
+    unlock(&session->layers[i]);
+    add_usage(&info->usage, &usage);
+  }
+}

@@ -1,0 +1,519 @@
+#include "tests/engine/cache/fixture.h"
+
+#define BUDGET ((uint64_t)1 << 30)
+
+// A layer of its own with rows and queries from seeds, and room for results.
+typedef struct scene {
+  qkv_model model;
+  qkv_arena *arena;
+  sequence rows;
+  qkv_layer layer;
+  int64_t queries;
+  float *q;
+  test_tensor q_tensor;
+  qkv_attend request;
+  float *k, *v;  // decoded
+} scene;
+
+static void set_queries(scene *s, int64_t queries, uint32_t group, uint64_t seed) {
+  if (s->q != NULL) {
+    free(s->q);
+    free(s->request.out);
+    free(s->request.lse);
+    free_tensor(&s->q_tensor);
+  }
+  s->model.q_heads = s->model.kv_heads * group;
+  s->queries = queries;
+  size_t rows = (size_t)queries * s->model.q_heads;
+  s->q = random_floats(seed, rows * s->model.key_dim);
+  make_tensor(&s->q_tensor, QKV_FP32, s->q, queries, s->model.q_heads, s->model.key_dim);
+  s->request = (qkv_attend){.layer = &s->layer, .q = s->q_tensor.tensor};
+  s->request.position = s->layer.length > (uint64_t)queries ? s->layer.length - (uint64_t)queries : 0;
+  s->request.out = calloc(rows * s->model.value_dim, sizeof(float));
+  s->request.lse = calloc(rows, sizeof(float));
+}
+
+static void setup_scene(scene *s, const qkv_model *model, qkv_policy policy, uint64_t tokens) {
+  *s = (scene){.model = *model, .arena = qkv_arena_create("memory-budget", BUDGET)};
+  s->rows = make_sequence(&s->model, tokens, 21);
+  init_layer(&s->layer, &s->model, policy, 0, s->arena);
+  if (tokens > 0) must_append(&s->layer, &s->rows, 0, tokens);
+  s->k = decoded_rows(&s->layer, QKV_K);
+  s->v = decoded_rows(&s->layer, QKV_V);
+  set_queries(s, 1, 1, 22);
+}
+
+static void teardown_scene(scene *s) {
+  free(s->k);
+  free(s->v);
+  free(s->q);
+  free(s->request.out);
+  free(s->request.lse);
+  free_tensor(&s->q_tensor);
+  qkv_layer_deinit(&s->layer);
+  qkv_arena_destroy(&s->arena);
+  free_sequence(&s->rows);
+}
+
+static void run(qkv_pool *pool, const qkv_attend *request) {
+  qkv_error error = {0};
+  if (qkv_attend_check(request, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_attend_run(pool, request, 1);
+}
+
+// ---- The reference: float64 attention over the decoded rows, straight from the definition ----
+
+static bool sees(const qkv_attend *request, int64_t query, uint64_t position) {
+  const qkv_attend_options *o = &request->options;
+  uint64_t window = o->sliding_window != 0 ? o->sliding_window : request->layer->config.model->sliding_window;
+  if (position < o->begin || (o->end != 0 && position >= o->end)) return false;
+  if (o->not_causal) return true;
+  __int128 stand = (__int128)request->position + o->causal_offset + query;
+  return position <= stand && (window == 0 || position > stand - window);
+}
+
+static double score(const scene *s, const float *q, uint64_t position, uint32_t kv_head) {
+  const qkv_attend_options *o = &s->request.options;
+  double cap = o->soft_cap != 0 ? o->soft_cap : s->model.soft_cap, sum = 0;
+  const float *k = s->k + (position * s->model.kv_heads + kv_head) * s->model.key_dim;
+  for (size_t i = 0; i < s->model.key_dim; i++) sum += (double)q[i] * (double)k[i];
+  sum *= o->scale != 0 ? o->scale : s->model.scale;
+  return cap != 0 ? cap * tanh(sum / cap) : sum;
+}
+
+// One query head into out [value_dim]; returns the LSE.
+static double reference(const scene *s, int64_t query, uint32_t head, double *out) {
+  uint32_t kv_head = head / (s->model.q_heads / s->model.kv_heads);
+  const float *q = s->q + ((size_t)query * s->model.q_heads + head) * s->model.key_dim;
+  double *scores = calloc(s->layer.length + 1, sizeof *scores), peak = -INFINITY, total = 0;
+  memset(out, 0, s->model.value_dim * sizeof *out);
+  for (uint64_t t = 0; t < s->layer.length; t++) {
+    scores[t] = sees(&s->request, query, t) ? score(s, q, t, kv_head) : -INFINITY;
+    if (scores[t] > peak) peak = scores[t];
+  }
+  for (uint64_t t = 0; t < s->layer.length && peak > -INFINITY; t++) {
+    double weight = exp(scores[t] - peak);
+    const float *v = s->v + (t * s->model.kv_heads + kv_head) * s->model.value_dim;
+    total += weight;
+    for (size_t i = 0; i < s->model.value_dim && weight > 0; i++) out[i] += weight * (double)v[i];
+  }
+  for (size_t i = 0; i < s->model.value_dim && total > 0; i++) out[i] /= total;
+  free(scores);
+  return peak + log(total);
+}
+
+static double worst_error, worst_lse;
+
+// Runs the request and holds it to the reference: 1e-5 of the row's norm.
+static void check_scene(const scene *s) {
+  run(NULL, &s->request);
+  double *expected = calloc(s->model.value_dim, sizeof *expected);
+  for (int64_t query = 0; query < s->queries; query++) {
+    for (uint32_t head = 0; head < s->model.q_heads; head++) {
+      size_t row = (size_t)query * s->model.q_heads + head;
+      double lse = reference(s, query, head, expected), error = 0, norm = 0;
+      for (size_t i = 0; i < s->model.value_dim; i++) {
+        error += square((double)s->request.out[row * s->model.value_dim + i] - expected[i]);
+        norm += square(expected[i]);
+      }
+      if (lse == -INFINITY) {
+        assert_true(error == 0 && s->request.lse[row] == -INFINITY);
+        continue;
+      }
+      double relative = sqrt(error / norm), off = fabs((double)s->request.lse[row] - lse) / fmax(1, fabs(lse));
+      if (!(relative <= 1e-5 && off <= 1e-5)) {
+        fail_msg("query %d head %u: relative error %g, lse off by %g", (int)query, head, relative, off);
+      }
+      worst_error = fmax(worst_error, relative);
+      worst_lse = fmax(worst_lse, off);
+    }
+  }
+  free(expected);
+}
+
+static void test_shapes(void **state) {
+  (void)state;
+  static const struct {
+    uint32_t key_dim, value_dim, long_group;
+  } shapes[] = {{64, 64, 8}, {80, 80, 7}, {96, 96, 4}, {128, 128, 1}, {192, 128, 1}, {256, 256, 1}};
+  static const uint64_t lengths[] = {0, 1, 63, 64, 65, 1000};
+  static const double bits[][2] = {{1, 1}, {2, 2}, {3, 3}, {4, 4}, {8, 8}, {4, 2}, {2, 4}, {8, 1}};
+  static const int64_t windows[] = {0, 1, 64, 100};
+  static const uint32_t groups[] = {1, 4, 7, 8};
+  static const qkv_dtype dtypes[] = {QKV_FP16, QKV_BF16, QKV_FP32};
+  size_t n = 0;
+  for (size_t i = 0; i < 6; i++) {
+    for (size_t j = 0; j < 6; j++, n++) {
+      qkv_model model = test_model(j == 5 ? 1 : 2, 1, shapes[i].key_dim, shapes[i].value_dim, dtypes[n % 3]);
+      scene s;
+      setup_scene(&s, &model, test_policy(bits[n % 8][0], bits[n % 8][1], windows[(i + n) % 4]), lengths[j]);
+      for (size_t g = 0; g < 4; g++) {
+        set_queries(&s, 1, groups[g], n);
+        check_scene(&s);
+        if (j == 5 ? groups[g] != shapes[i].long_group : (g + n) % 2 != 0) continue;
+        set_queries(&s, 33, groups[g], n + 100);
+        check_scene(&s);
+      }
+      teardown_scene(&s);
+    }
+  }
+  print_message("largest relative error %.3g, of lse %.3g\n", worst_error, worst_lse);
+}
+
+static void test_all_bits(void **state) {
+  (void)state;
+  static const double bits[] = {1, 2, 3, 4, 8};
+  qkv_model model = test_model(2, 2, 40, 24, QKV_FP16);
+  for (size_t i = 0; i < 25; i++) {
+    scene s;
+    setup_scene(&s, &model, test_policy(bits[i / 5], bits[i % 5], 3), 150);
+    set_queries(&s, 2, 2, i);
+    check_scene(&s);
+    teardown_scene(&s);
+  }
+}
+
+// A layer that was truncated into its pages and grown again: short pages.
+static void cut_scene(scene *s) {
+  static const uint64_t cuts[] = {150, 100, 97, 70, 33};
+  free(s->k);
+  free(s->v);
+  for (size_t i = 0; i < 5; i++) {
+    qkv_layer_truncate(&s->layer, cuts[i]);
+    must_append(&s->layer, &s->rows, cuts[i], cuts[i] + 150);
+  }
+  qkv_layer_truncate(&s->layer, 170);
+  must_append(&s->layer, &s->rows, 170, 300);
+  assert_valid(&s->layer);
+  s->k = decoded_rows(&s->layer, QKV_K);
+  s->v = decoded_rows(&s->layer, QKV_V);
+}
+
+static void test_options(void **state) {
+  (void)state;
+  static const struct {
+    uint64_t position;
+    qkv_attend_options options;
+  } cases[] = {
+      {295, {.scale = 0}},
+      {295, {.scale = 0.5}},
+      {295, {.soft_cap = 0.7}},
+      {295, {.soft_cap = 50, .scale = 3}},
+      {295, {.sliding_window = 1}},
+      {295, {.sliding_window = 40}},
+      {295, {.sliding_window = 200}},
+      {295, {.sliding_window = UINT64_MAX}},
+      {295, {.begin = 100}},
+      {295, {.begin = 10, .end = 20}},
+      {295, {.begin = 64, .end = 128}},
+      {295, {.begin = 299}},
+      {295, {.begin = 300}},
+      {295, {.begin = 1000}},
+      {295, {.begin = 50, .end = 50}},
+      {295, {.end = 1}},
+      {295, {.end = UINT64_MAX}},
+      {295, {.begin = 100, .end = 290, .sliding_window = 60}},
+      {0, {.scale = 0}},
+      {30, {.scale = 0}},
+      {62, {.scale = 0}},
+      {100, {.causal_offset = 100}},
+      {100, {.causal_offset = -98}},
+      {2, {.causal_offset = -4}},
+      {2, {.causal_offset = -1000}},
+      {310, {.scale = 0}},
+      {310, {.sliding_window = 20}},
+      {1000, {.sliding_window = 20}},
+      {QKV_POSITION_MAX, {.scale = 0}},
+      {QKV_POSITION_MAX, {.sliding_window = 10}},
+      {QKV_POSITION_MAX, {.causal_offset = (int64_t)QKV_POSITION_MAX}},
+      {0, {.causal_offset = -(int64_t)QKV_POSITION_MAX}},
+      {0, {.not_causal = true}},
+      {0, {.not_causal = true, .begin = 20, .end = 250}},
+      {0, {.not_causal = true, .causal_offset = -50}},
+  };
+  qkv_model model = test_model(2, 3, 32, 16, QKV_FP16);
+  for (int cut = 0; cut < 2; cut++) {
+    scene s;
+    setup_scene(&s, &model, test_policy(4, 3, 20), 300);
+    if (cut) cut_scene(&s);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+      set_queries(&s, i % 3 == 0 ? 23 : 5, 3, i);
+      s.request.position = cases[i].position;
+      s.request.options = cases[i].options;
+      check_scene(&s);
+    }
+    teardown_scene(&s);
+  }
+}
+
+static void test_the_models_window_and_cap(void **state) {
+  (void)state;
+  qkv_model model = test_model(1, 4, 32, 32, QKV_FP16);
+  model.sliding_window = 70;
+  model.soft_cap = 2;
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 0), 200);
+  set_queries(&s, 33, 4, 1);
+  check_scene(&s);
+  s.request.options = (qkv_attend_options){.sliding_window = 20, .soft_cap = 1};
+  check_scene(&s);
+  teardown_scene(&s);
+}
+
+// Scores of many thousands: the softmax is one-hot, and nothing overflows.
+static void test_extreme_scores(void **state) {
+  (void)state;
+  qkv_model model = test_model(1, 2, 64, 64, QKV_FP32);
+  scene s;
+  setup_scene(&s, &model, test_policy(8, 8, 10), 150);
+  set_queries(&s, 4, 2, 1);
+  for (size_t i = 0; i < (size_t)8 * 64; i++) s.q[i] *= 8000;
+  free_tensor(&s.q_tensor);
+  make_tensor(&s.q_tensor, QKV_FP32, s.q, 4, 2, 64);
+  s.request.q = s.q_tensor.tensor;
+  check_scene(&s);
+  s.request.options.scale = QKV_FACTOR_MAX;
+  run(NULL, &s.request);
+  for (size_t i = 0; i < (size_t)8 * 64; i++) assert_true(isfinite(s.request.out[i]));
+  for (size_t i = 0; i < 8; i++) assert_true(isfinite(s.request.lse[i]));
+  s.request.options = (qkv_attend_options){.scale = QKV_FACTOR_MIN, .soft_cap = QKV_FACTOR_MIN};
+  check_scene(&s);
+  teardown_scene(&s);
+}
+
+static void test_queries_before_rope(void **state) {
+  (void)state;
+  qkv_model model = test_model(2, 2, 32, 32, QKV_FP16);
+  model.rope = (qkv_rope){.theta = 10000, .width = 32};
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 0), 100);
+  set_queries(&s, 5, 2, 1);
+  s.request.options.causal_offset = -2;
+  s.request.q_before_rope = true;
+  run(NULL, &s.request);
+  float *out = malloc((size_t)20 * 32 * sizeof *out);
+  memcpy(out, s.request.out, (size_t)20 * 32 * sizeof *out);
+
+  for (size_t row = 0; row < 20; row++) {
+    qkv_rope_forward(&model.rope, s.q + row * 32, s.request.position - 2 + row / 4);
+  }
+  free_tensor(&s.q_tensor);
+  make_tensor(&s.q_tensor, QKV_FP32, s.q, 5, 4, 32);
+  s.request.q = s.q_tensor.tensor;
+  s.request.q_before_rope = false;
+  check_scene(&s);
+  assert_memory_equal(out, s.request.out, (size_t)20 * 32 * sizeof *out);
+  free(out);
+  teardown_scene(&s);
+}
+
+// ---- Parts, threads, chunks ----
+
+static void test_ranges_merge_to_the_whole(void **state) {
+  (void)state;
+  qkv_model model = test_model(2, 2, 32, 16, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 30), 250);
+  set_queries(&s, 3, 2, 5);
+  run(NULL, &s.request);
+  float whole[12 * 16], whole_lse[12], first[12 * 16], first_lse[12];
+  memcpy(whole, s.request.out, sizeof whole);
+  memcpy(whole_lse, s.request.lse, sizeof whole_lse);
+  for (uint64_t cut = 1; cut < 251; cut += 31) {
+    s.request.options = (qkv_attend_options){.end = cut};
+    run(NULL, &s.request);
+    memcpy(first, s.request.out, sizeof first);
+    memcpy(first_lse, s.request.lse, sizeof first_lse);
+    s.request.options = (qkv_attend_options){.begin = cut};
+    run(NULL, &s.request);
+    for (size_t row = 0; row < 12; row++) {
+      double a = exp((double)first_lse[row]), b = exp((double)s.request.lse[row]);
+      assert_true(fabs(log(a + b) - (double)whole_lse[row]) < 1e-5);
+      for (size_t i = row * 16; i < (row + 1) * 16; i++) {
+        double merged = (a * (double)first[i] + b * (double)s.request.out[i]) / (a + b);
+        assert_true(fabs(merged - (double)whole[i]) < 1e-5);
+      }
+    }
+  }
+  teardown_scene(&s);
+}
+
+static void test_threads_do_not_matter(void **state) {
+  (void)state;
+  enum { REQUESTS = 9, FLOATS = 7 * 12 * 16 };
+  qkv_model wide = test_model(4, 3, 16, 16, QKV_FP16), narrow = test_model(1, 2, 24, 8, QKV_FP16);
+  scene a, b;
+  setup_scene(&a, &wide, test_policy(4, 4, 10), 300);
+  setup_scene(&b, &narrow, test_policy(4, 4, 10), 200);
+  set_queries(&a, 7, 3, 1);
+  set_queries(&b, 3, 2, 2);
+  float *out = calloc((size_t)REQUESTS * FLOATS * 2, sizeof *out),
+        *lse = calloc((size_t)REQUESTS * 84 * 2, sizeof *lse);
+  for (int threads = -1; threads <= 2; threads++) {
+    qkv_pool *pool = NULL;
+    if (threads >= 0) assert_int_equal(qkv_pool_create((size_t)threads, 4, &pool, NULL), QKV_OK);
+    size_t set = threads < 0 ? 0 : 1;
+    qkv_attend requests[REQUESTS];
+    for (size_t i = 0; i < REQUESTS; i++) {
+      requests[i] = i % 2 == 0 ? a.request : b.request;
+      requests[i].position += i;
+      requests[i].out = out + (set * REQUESTS + i) * FLOATS;
+      requests[i].lse = lse + (set * REQUESTS + i) * 84;
+    }
+    qkv_attend_run(pool, requests, REQUESTS);
+    if (set == 1) {
+      assert_memory_equal(out, out + (size_t)REQUESTS * FLOATS, (size_t)REQUESTS * FLOATS * sizeof *out);
+      assert_memory_equal(lse, lse + (size_t)REQUESTS * 84, (size_t)REQUESTS * 84 * sizeof *lse);
+    }
+    qkv_pool_destroy(&pool);
+  }
+  assert_true(lse[0] != 0);
+  qkv_attend_run(NULL, NULL, 0);
+  free(out);
+  free(lse);
+  teardown_scene(&a);
+  teardown_scene(&b);
+}
+
+// A row's result does not depend on the queries beside it.
+static void check_queries_are_independent(uint64_t sliding_window) {
+  qkv_model model = test_model(2, 4, 32, 32, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 2, 10), 200);
+  set_queries(&s, 20, 4, 3);
+  s.request.options.sliding_window = sliding_window;
+  run(NULL, &s.request);
+  float alone[8 * 32], alone_lse[8];
+  for (int64_t query = 0; query < 20; query++) {
+    test_tensor q;
+    make_tensor(&q, QKV_FP32, s.q + query * 8 * 32, 1, 8, 32);
+    qkv_attend request = s.request;
+    request.q = q.tensor;
+    request.position += (uint64_t)query;
+    request.out = alone;
+    request.lse = alone_lse;
+    run(NULL, &request);
+    assert_memory_equal(alone, s.request.out + query * 8 * 32, sizeof alone);
+    assert_memory_equal(alone_lse, s.request.lse + query * 8, sizeof alone_lse);
+    free_tensor(&q);
+  }
+  teardown_scene(&s);
+}
+
+static void test_queries_are_independent(void **state) {
+  (void)state;
+  check_queries_are_independent(0);
+  check_queries_are_independent(60);
+  check_queries_are_independent(90);
+}
+
+// ---- Checks and cost ----
+
+static void refused(const scene *s, const char *text) {
+  qkv_error error = {0};
+  assert_int_equal(qkv_attend_check(&s->request, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, text);
+}
+
+static void option_refused(scene *s, qkv_attend_options options, const char *text) {
+  qkv_attend kept = s->request;
+  s->request.options = options;
+  refused(s, text);
+  s->request = kept;
+}
+
+static void test_bad_options(void **state) {
+  (void)state;
+  qkv_model model = test_model(2, 4, 64, 32, QKV_FP16);
+  model.rope = (qkv_rope){.theta = 10000, .width = 64};
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 0), 10);
+  set_queries(&s, 4, 4, 1);
+  option_refused(&s, (qkv_attend_options){.scale = NAN}, "options.scale is nan");
+  option_refused(&s, (qkv_attend_options){.scale = -1}, "options.scale is -1, allowed are 0 and 1e-06 to 1e+06");
+  option_refused(&s, (qkv_attend_options){.soft_cap = INFINITY},
+                 "options.soft_cap is inf, allowed are 0 and 1e-06 to 1e+06");
+  option_refused(&s, (qkv_attend_options){.begin = 4, .end = 3}, "options.range.begin is 4, at most range.end 3");
+  option_refused(&s, (qkv_attend_options){.not_causal = true, .sliding_window = 3},
+                 "options.not_causal excludes a sliding window");
+  option_refused(&s, (qkv_attend_options){.causal_offset = INT64_MIN},
+                 "options.causal_offset is -9223372036854775808, allowed are -9007199254740992 to 9007199254740992");
+  s.request.q_before_rope = true;
+  option_refused(&s, (qkv_attend_options){.causal_offset = -10},
+                 "options.causal_offset is -10, which rotates query 0 to a position below 0");
+  s.request.q_before_rope = false;
+  s.model.sliding_window = 5;
+  option_refused(&s, (qkv_attend_options){.not_causal = true}, "options.not_causal excludes a sliding window");
+  s.request.position = UINT64_MAX;
+  refused(&s, "position is 18446744073709551615, positions end at 9007199254740992");
+  teardown_scene(&s);
+}
+
+static void test_bad_queries(void **state) {
+  (void)state;
+  static const struct {
+    float value;
+    const char *text;
+  } cases[] = {{NAN, "q[3, 5, 7] is nan"},
+               {INFINITY, "q[3, 5, 7] is inf"},
+               {40000, "q[3, 5, 7] is 40000, allowed are -32768 to 32768"}};
+  qkv_model model = test_model(2, 4, 64, 32, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 0), 10);
+  set_queries(&s, 4, 4, 1);
+  for (size_t i = 0; i < 3; i++) {
+    s.q[(3 * 8 + 5) * 64 + 7] = cases[i].value;
+    free_tensor(&s.q_tensor);
+    make_tensor(&s.q_tensor, QKV_FP32, s.q, 4, 8, 64);
+    s.request.q = s.q_tensor.tensor;
+    refused(&s, cases[i].text);
+  }
+  free_tensor(&s.q_tensor);
+  make_tensor(&s.q_tensor, QKV_FP32, s.q, 2, 3, 64);
+  s.request.q = s.q_tensor.tensor;
+  refused(&s, "q.dims[1] is 3, the model tiny has 8 q_heads");
+  free_tensor(&s.q_tensor);
+  make_tensor(&s.q_tensor, QKV_FP32, s.q, 2, 8, 32);
+  s.request.q = s.q_tensor.tensor;
+  refused(&s, "q.dims[2] is 32, the model tiny has key_dim 64");
+  teardown_scene(&s);
+}
+
+static void test_cost(void **state) {
+  (void)state;
+  qkv_model model = test_model(2, 4, 64, 32, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 0), 200);
+  set_queries(&s, 1, 4, 1);
+  uint64_t page = s.layer.pages[0].bytes, exact = 2 * (64 + 32) * 2;
+  assert_int_equal(qkv_attend_cost(&s.request), 3 * page + 8 * exact);
+  s.request.options.begin = 64;
+  assert_int_equal(qkv_attend_cost(&s.request), 2 * page + 8 * exact);
+  s.request.options.sliding_window = 3;
+  assert_int_equal(qkv_attend_cost(&s.request), 3 * exact);
+  s.request.options = (qkv_attend_options){.end = 60};
+  assert_int_equal(qkv_attend_cost(&s.request), page);
+  s.request.options = (qkv_attend_options){.begin = 300};
+  assert_int_equal(qkv_attend_cost(&s.request), 0);
+  set_queries(&s, 9, 4, 1);  // 36 rows of a KV head: two blocks
+  assert_int_equal(qkv_attend_cost(&s.request), 2 * (3 * page + 8 * exact));
+  teardown_scene(&s);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_shapes),
+      cmocka_unit_test(test_all_bits),
+      cmocka_unit_test(test_options),
+      cmocka_unit_test(test_the_models_window_and_cap),
+      cmocka_unit_test(test_extreme_scores),
+      cmocka_unit_test(test_queries_before_rope),
+      cmocka_unit_test(test_ranges_merge_to_the_whole),
+      cmocka_unit_test(test_threads_do_not_matter),
+      cmocka_unit_test(test_queries_are_independent),
+      cmocka_unit_test(test_bad_options),
+      cmocka_unit_test(test_bad_queries),
+      cmocka_unit_test(test_cost),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

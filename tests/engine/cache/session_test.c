@@ -1,0 +1,150 @@
+#include "engine/cache/session.h"
+
+#include "tests/engine/cache/fixture.h"
+
+typedef struct scene {
+  qkv_model model;
+  qkv_arena *arena;
+  sequence rows;
+  qkv_session *session;
+} scene;
+
+static void setup_scene(scene *s) {
+  s->model = test_model(1, 2, 16, 8, QKV_FP16);
+  s->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 24);
+  s->rows = make_sequence(&s->model, 200, 1);
+  qkv_session_config config = {.name = "a",
+                               .tenant = "default",
+                               .purpose = QKV_PURPOSE_ATTEND,
+                               .policy = test_policy(4, 4, 8),
+                               .first_position = 3};
+  s->session = qkv_session_create(&config, &s->model, s->arena);
+}
+
+static void teardown_scene(scene *s) {
+  qkv_session_unref(&s->session);
+  assert_null(s->session);
+  assert_int_equal(qkv_arena_read(s->arena).bytes_used, 0);
+  qkv_arena_destroy(&s->arena);
+  free_sequence(&s->rows);
+}
+
+static qkv_status append(scene *s, uint32_t layer, uint64_t begin, uint64_t end, uint64_t *length, qkv_error *error) {
+  row_pair pair;
+  make_pair(&pair, &s->rows, begin, end, QKV_FP16);
+  uint64_t appended;
+  qkv_status status = qkv_session_append(s->session, layer, 3 + begin, &pair.k.tensor, &pair.v.tensor, false,
+                                         &appended, length, error);
+  free_pair(&pair);
+  return status;
+}
+
+static void test_layers_are_independent(void **state) {
+  (void)state;
+  scene s;
+  uint64_t length, lengths[4];
+  setup_scene(&s);
+  assert_int_equal(append(&s, 1, 0, 100, &length, NULL), QKV_OK);
+  assert_int_equal(length, 103);
+  assert_int_equal(append(&s, 3, 0, 10, &length, NULL), QKV_OK);
+  qkv_error error = {0};
+  assert_int_equal(append(&s, 3, 11, 12, &length, &error), QKV_FAILED_PRECONDITION);
+  assert_string_equal(error.text, "position is 14, the expected position is 13");
+  assert_int_equal(length, 13);
+
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, lengths);
+  assert_int_equal(lengths[0], 3);
+  assert_int_equal(lengths[1], 103);
+  assert_int_equal(lengths[2], 3);
+  assert_int_equal(lengths[3], 13);
+  assert_int_equal(info.usage.tokens_coded, 64);
+  assert_int_equal(info.usage.tokens_exact, 46);
+  assert_int_equal(info.usage.bytes_coded + info.usage.bytes_exact, qkv_arena_read(s.arena).bytes_used);
+  assert_ptr_equal(info.model, &s.model);
+  assert_string_equal(info.config.name, "a");
+  assert_true(info.created_unix_ms > 0 && info.last_used_unix_ms >= info.created_unix_ms);
+  teardown_scene(&s);
+}
+
+static void test_layer_out_of_range(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  const char *text = "layer is 4, the model tiny has 4 layers";
+  uint64_t length;
+  const qkv_layer *layer;
+  qkv_error errors[3] = {{0}, {0}, {0}};
+  assert_int_equal(append(&s, 4, 0, 10, &length, &errors[0]), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_session_read(s.session, 4, &layer, &errors[1]), QKV_INVALID_ARGUMENT);
+  assert_int_equal(append(&s, 0, 0, 10, &length, NULL), QKV_OK);
+  assert_int_equal(qkv_session_truncate(s.session, 0, (uint32_t[]){0, 4}, 2, &errors[2]), QKV_INVALID_ARGUMENT);
+  for (size_t i = 0; i < 3; i++) assert_string_equal(errors[i].text, text);
+  assert_int_equal(append(&s, 0, 0, 10, &length, NULL), QKV_OK);
+  assert_int_equal(length, 13);  // nothing was truncated
+  teardown_scene(&s);
+}
+
+static void test_truncation(void **state) {
+  (void)state;
+  scene s;
+  uint64_t length, lengths[4];
+  qkv_session_info info;
+  setup_scene(&s);
+  for (uint32_t i = 0; i < 4; i++) assert_int_equal(append(&s, i, 0, 100, &length, NULL), QKV_OK);
+  assert_int_equal(qkv_session_truncate(s.session, 50, (uint32_t[]){1, 2}, 2, NULL), QKV_OK);
+  qkv_session_read_info(s.session, &info, lengths);
+  assert_int_equal(lengths[0], 103);
+  assert_int_equal(lengths[1], 50);
+  assert_int_equal(lengths[2], 50);
+  assert_int_equal(lengths[3], 103);
+  assert_int_equal(qkv_session_truncate(s.session, 20, NULL, 0, NULL), QKV_OK);
+  qkv_session_read_info(s.session, &info, lengths);
+  for (size_t i = 0; i < 4; i++) assert_int_equal(lengths[i], 20);
+  teardown_scene(&s);
+}
+
+static void test_the_last_reference_frees(void **state) {
+  (void)state;
+  scene s;
+  uint64_t length;
+  setup_scene(&s);
+  qkv_session *other = qkv_session_ref(s.session);
+  assert_ptr_equal(other, s.session);
+  assert_int_equal(append(&s, 0, 0, 100, &length, NULL), QKV_OK);
+  qkv_session_unref(&other);
+  assert_null(other);
+  qkv_session_unref(&other);
+  assert_true(qkv_arena_read(s.arena).bytes_used > 0);
+  assert_string_equal(qkv_session_name(s.session), "a");
+  assert_ptr_equal(qkv_session_model(s.session), &s.model);
+  teardown_scene(&s);
+}
+
+// The same thread may read a layer twice: a batch can attend it twice.
+static void test_reading_twice(void **state) {
+  (void)state;
+  scene s;
+  uint64_t length;
+  const qkv_layer *a, *b;
+  setup_scene(&s);
+  assert_int_equal(append(&s, 2, 0, 70, &length, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(s.session, 2, &a, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(s.session, 2, &b, NULL), QKV_OK);
+  assert_ptr_equal(a, b);
+  assert_int_equal(a->length, 73);
+  qkv_session_read_done(s.session, 2);
+  qkv_session_read_done(s.session, 2);
+  teardown_scene(&s);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_layers_are_independent),
+      cmocka_unit_test(test_layer_out_of_range),
+      cmocka_unit_test(test_truncation),
+      cmocka_unit_test(test_the_last_reference_frees),
+      cmocka_unit_test(test_reading_twice),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

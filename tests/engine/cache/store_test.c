@@ -1,0 +1,407 @@
+#include "engine/cache/store.h"
+
+#include <pthread.h>
+
+#include "tests/engine/cache/fixture.h"
+
+static qkv_store *make_store(uint64_t memory_budget, size_t models_max, size_t sessions_max) {
+  return qkv_store_create(&(qkv_store_config){.memory_budget = memory_budget,
+                                              .models_max = models_max,
+                                              .sessions_max = sessions_max,
+                                              .policy = test_policy(4, 2, 64)});
+}
+
+static qkv_model named_model(const char *name) {
+  qkv_model model = {.layers = 2,
+                     .kv_heads = 1,
+                     .q_heads = 2,
+                     .key_dim = 16,
+                     .value_dim = 8,
+                     .dtype = QKV_FP16,
+                     .policy = QKV_POLICY_UNSET};
+  (void)snprintf(model.name, sizeof model.name, "%s", name);
+  return model;
+}
+
+static void must_register(qkv_store *store, const char *name) {
+  qkv_model model = named_model(name);
+  qkv_error error = {0};
+  if (qkv_store_register_model(store, &model, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static qkv_session_config named_session(const char *name) {
+  qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
+  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  return config;
+}
+
+static qkv_session *must_open(qkv_store *store, const char *name, const char *model) {
+  qkv_session_config config = named_session(name);
+  qkv_session *session = NULL;
+  qkv_error error = {0};
+  if (qkv_store_open(store, &config, model, &session, &error) != QKV_OK) fail_msg("%s", error.text);
+  return session;
+}
+
+static void open_and_leave(qkv_store *store, const char *name, const char *model) {
+  qkv_session *session = must_open(store, name, model);
+  qkv_session_unref(&session);
+}
+
+static void assert_open_fails(qkv_store *store, const qkv_session_config *config, const char *model,
+                              qkv_status status, const char *text) {
+  qkv_session *session = NULL;
+  qkv_error error = {0};
+  size_t before = qkv_store_read_stats(store).sessions;
+  assert_int_equal(qkv_store_open(store, config, model, &session, &error), status);
+  assert_string_equal(error.text, text);
+  assert_null(session);
+  assert_int_equal(qkv_store_read_stats(store).sessions, before);
+}
+
+// ---- Models ----
+
+static void test_models(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 2, 4);
+  qkv_model model = named_model("b");
+  const qkv_model *first, *again, *found;
+  assert_int_equal(qkv_store_register_model(store, &model, &first, NULL), QKV_OK);
+  assert_true(first->scale == 0.25);
+  assert_true(first->policy.bits_k == 4 && first->policy.bits_v == 2 && first->policy.recent_window == 64);
+  assert_int_equal(qkv_store_register_model(store, &model, &again, NULL), QKV_OK);
+  assert_ptr_equal(first, again);
+  assert_int_equal(qkv_store_register_model(store, first, &again, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(store, "b", &found, NULL), QKV_OK);
+  assert_ptr_equal(first, found);
+
+  qkv_error errors[4] = {{0}, {0}, {0}, {0}};
+  model.q_heads = 4;
+  assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[0]), QKV_ALREADY_EXISTS);
+  assert_string_equal(errors[0].text, "the name b is taken by another model");
+  model.q_heads = 0;
+  assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[1]), QKV_INVALID_ARGUMENT);
+  assert_string_equal(errors[1].text, "model.q_heads is 0, allowed are 1 to 65536");
+  must_register(store, "a");
+  model = named_model("c");
+  assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[2]), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(errors[2].text, "limit-models is 2, all are in use");
+  must_register(store, "a");
+  assert_int_equal(qkv_store_model(store, "c", &found, &errors[3]), QKV_NOT_FOUND);
+  assert_string_equal(errors[3].text, "no model c");
+  assert_int_equal(qkv_store_read_stats(store).models, 2);
+  qkv_store_destroy(&store);
+  assert_null(store);
+}
+
+typedef struct listing {
+  char text[128];
+  size_t stop_after, count;
+} listing;
+
+static bool list_model(void *context, const qkv_model *model, size_t sessions) {
+  listing *list = context;
+  size_t length = strlen(list->text);
+  (void)snprintf(list->text + length, sizeof list->text - length, "%s:%zu ", model->name, sessions);
+  return ++list->count != list->stop_after;
+}
+
+static void test_each_model_in_order(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 10, 10);
+  const char *names[] = {"m", "b", "z", "a", "ma"};
+  for (size_t i = 0; i < 5; i++) must_register(store, names[i]);
+  open_and_leave(store, "1", "b");
+  open_and_leave(store, "2", "b");
+  open_and_leave(store, "3", "ma");
+  uint64_t bytes;
+  assert_int_equal(qkv_store_close(store, "2", &bytes, NULL), QKV_OK);
+  listing list = {{0}, 0, 0}, two = {{0}, 2, 0};
+  qkv_store_each_model(store, list_model, &list);
+  assert_string_equal(list.text, "a:0 b:1 m:0 ma:1 z:0 ");
+  qkv_store_each_model(store, list_model, &two);
+  assert_string_equal(two.text, "a:0 b:1 ");
+  qkv_store_destroy(&store);
+}
+
+// ---- Sessions ----
+
+static void test_sessions(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 2, 2);
+  must_register(store, "tiny");
+  qkv_session_config config = named_session("a");
+  config.policy.bits_v = 8;
+  config.first_position = 7;
+  qkv_session *opened, *found;
+  assert_int_equal(qkv_store_open(store, &config, "tiny", &opened, NULL), QKV_OK);
+  assert_int_equal(qkv_store_session(store, "a", &found, NULL), QKV_OK);
+  assert_ptr_equal(opened, found);
+  qkv_session_info info;
+  uint64_t lengths[2], bytes;
+  qkv_session_read_info(found, &info, lengths);
+  assert_true(info.config.policy.bits_k == 4 && info.config.policy.bits_v == 8);
+  assert_int_equal(info.config.policy.recent_window, 64);
+  assert_int_equal(lengths[1], 7);
+  qkv_session_unref(&found);
+
+  assert_open_fails(store, &config, "tiny", QKV_ALREADY_EXISTS, "the session a is open already");
+  config = named_session("b");
+  assert_open_fails(store, &config, "other", QKV_NOT_FOUND, "no model other");
+  open_and_leave(store, "b", "tiny");
+  config = named_session("c");
+  assert_open_fails(store, &config, "tiny", QKV_RESOURCE_EXHAUSTED, "limit-sessions is 2, all are in use");
+
+  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  qkv_error errors[2] = {{0}, {0}};
+  assert_int_equal(qkv_store_session(store, "a", &found, &errors[0]), QKV_NOT_FOUND);
+  assert_int_equal(qkv_store_close(store, "a", &bytes, &errors[1]), QKV_NOT_FOUND);
+  for (size_t i = 0; i < 2; i++) assert_string_equal(errors[i].text, "no session a");
+  open_and_leave(store, "a", "tiny");
+  qkv_session_unref(&opened);
+  qkv_store_destroy(&store);
+}
+
+static void test_session_limits(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 2, 2);
+  must_register(store, "tiny");
+  qkv_session_config config = named_session("");
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT, "session is empty");
+  config = named_session("a b");
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
+                    "session has byte 0x20 at 1, allowed are letters, digits and ._:/@-");
+  config = named_session("a");
+  config.policy.bits_k = 7;
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT, "policy.bits_k is 7, allowed are 1, 2, 3, 4 and 8");
+  config = named_session("a");
+  config.purpose = (qkv_purpose)3;
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
+                    "purpose is 3, allowed are 1 (attend) and 2 (fetch)");
+  config = named_session("a");
+  config.first_position = QKV_POSITION_MAX + 1;
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
+                    "first_position is 9007199254740993, at most 9007199254740992");
+  config = named_session("a");
+  config.tenant[0] = '\0';
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT, "tenant is empty");
+  qkv_store_destroy(&store);
+}
+
+static qkv_status append_to(qkv_session *session, uint32_t layer, const sequence *rows, uint64_t begin, uint64_t end,
+                            qkv_error *error) {
+  row_pair pair;
+  uint64_t appended, length;
+  make_pair(&pair, rows, begin, end, QKV_FP16);
+  qkv_status status =
+      qkv_session_append(session, layer, begin, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, error);
+  free_pair(&pair);
+  return status;
+}
+
+// Closing frees when the last user is done, and not before.
+static void test_close_while_in_use(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 2, 2);
+  must_register(store, "tiny");
+  qkv_session *session = must_open(store, "a", "tiny");
+  sequence rows = make_sequence(qkv_session_model(session), 100, 1);
+  assert_int_equal(append_to(session, 0, &rows, 0, 50, NULL), QKV_OK);
+  uint64_t used = qkv_store_read_stats(store).memory.bytes_used, bytes = 0;
+  assert_true(used > 0);
+  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(bytes, used);
+  assert_int_equal(append_to(session, 0, &rows, 50, 100, NULL), QKV_OK);
+  assert_true(qkv_store_read_stats(store).memory.bytes_used > used);
+  qkv_session_unref(&session);
+  assert_int_equal(qkv_store_read_stats(store).memory.bytes_used, 0);
+  free_sequence(&rows);
+  qkv_store_destroy(&store);
+}
+
+static void test_the_budget_is_shared(void **state) {
+  (void)state;
+  qkv_store *store = make_store(8000, 2, 2);
+  must_register(store, "tiny");
+  qkv_session *a = must_open(store, "a", "tiny"), *b = must_open(store, "b", "tiny");
+  sequence rows = make_sequence(qkv_session_model(a), 100, 1);
+  assert_int_equal(append_to(a, 0, &rows, 0, 100, NULL), QKV_OK);
+  qkv_error error = {0};
+  assert_int_equal(append_to(b, 0, &rows, 0, 100, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "memory-budget is 8000 bytes, 6144 in use, 6144 more are needed");
+  uint64_t bytes;
+  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  qkv_session_unref(&a);
+  assert_int_equal(append_to(b, 0, &rows, 0, 100, NULL), QKV_OK);
+  qkv_session_unref(&b);
+  free_sequence(&rows);
+  qkv_store_destroy(&store);
+}
+
+static void test_list(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 2, 100);
+  must_register(store, "tiny");
+  char name[16];
+  for (int i = 0; i < 40; i++) {
+    (void)snprintf(name, sizeof name, "%s%02d", i % 2 != 0 ? "odd-" : "even-", i * 7 % 40);
+    open_and_leave(store, name, "tiny");
+  }
+  qkv_session *page[7];
+  char after[16] = "";
+  size_t total = 0, count;
+  while ((count = qkv_store_list(store, "odd-", after, page, 7)) > 0) {
+    for (size_t i = 0; i < count; i++) {
+      assert_true(strcmp(qkv_session_name(page[i]), after) > 0);
+      (void)snprintf(after, sizeof after, "%s", qkv_session_name(page[i]));
+      assert_memory_equal(after, "odd-", 4);
+      qkv_session_unref(&page[i]);
+    }
+    assert_int_equal(count, total + 7 <= 20 ? 7 : 20 - total);
+    total += count;
+  }
+  assert_int_equal(total, 20);
+  assert_int_equal(qkv_store_list(store, "", "", page, 0), 0);
+  assert_int_equal(qkv_store_list(store, "none", "", page, 7), 0);
+  qkv_store_destroy(&store);
+}
+
+// ---- Threads ----
+
+enum { WRITERS = 2, READERS = 2, TOKENS = 300, SESSIONS = 3 };
+
+typedef struct crowd {
+  qkv_store *store;
+  sequence rows;
+  _Atomic bool done;
+  _Atomic int wrong;  // what cmocka's asserts, which are for one thread, cannot say
+} crowd;
+
+static void session_name(char *name, size_t size, uint64_t i) {
+  (void)snprintf(name, size, "shared-%d", (int)i);
+}
+
+// Every writer appends every session's rows: what the other has appended already is acknowledged.
+static void *write_rows(void *context) {
+  crowd *c = context;
+  char name[16];
+  for (uint64_t i = 0; i < SESSIONS; i++) {
+    qkv_session *session;
+    session_name(name, sizeof name, i);
+    if (qkv_store_session(c->store, name, &session, NULL) != QKV_OK) {
+      c->wrong++;
+      continue;
+    }
+    for (uint64_t begin = 0; begin < TOKENS; begin += 30) {
+      for (uint32_t layer = 0; layer < 2; layer++) {
+        if (append_to(session, layer, &c->rows, begin, begin + 30, NULL) != QKV_OK) c->wrong++;
+      }
+    }
+    qkv_session_unref(&session);
+  }
+  return NULL;
+}
+
+static bool attend_once(qkv_session *session, uint32_t layer_index, uint64_t seed) {
+  float q[2 * 16], out[2 * 8], lse[2];
+  for (size_t i = 0; i < 32; i++) q[i] = random_normal(&seed);
+  test_tensor tensor;
+  make_tensor(&tensor, QKV_FP32, q, 1, 2, 16);
+  const qkv_layer *layer;
+  bool ok = qkv_session_read(session, layer_index, &layer, NULL) == QKV_OK;
+  if (ok) {
+    qkv_attend request = {.layer = layer, .position = layer->length, .q = tensor.tensor, .out = out, .lse = lse};
+    ok = qkv_attend_check(&request, NULL) == QKV_OK && qkv_layer_validate(layer) == NULL;
+    if (ok) qkv_attend_run(NULL, &request, 1);
+    ok = ok && (layer->length == 0 ? lse[0] == -INFINITY : isfinite(lse[0]));
+    qkv_session_read_done(session, layer_index);
+  }
+  free_tensor(&tensor);
+  return ok;
+}
+
+static void *read_rows(void *context) {
+  crowd *c = context;
+  char name[16];
+  for (uint64_t i = 0; !c->done; i++) {
+    qkv_session *session, *listed[2];
+    session_name(name, sizeof name, i % SESSIONS);
+    if (qkv_store_session(c->store, name, &session, NULL) != QKV_OK || !attend_once(session, i % 2, i)) c->wrong++;
+    qkv_session_unref(&session);
+    size_t count = qkv_store_list(c->store, "", "", listed, 2);
+    for (size_t j = 0; j < count; j++) {
+      qkv_session_info info;
+      qkv_session_read_info(listed[j], &info, NULL);
+      qkv_session_unref(&listed[j]);
+    }
+  }
+  return NULL;
+}
+
+static void *open_and_close(void *context) {
+  crowd *c = context;
+  qkv_session_config config = named_session("brief");
+  while (!c->done) {
+    qkv_session *session;
+    uint64_t bytes;
+    if (qkv_store_open(c->store, &config, "tiny", &session, NULL) != QKV_OK) {
+      c->wrong++;
+      break;
+    }
+    if (append_to(session, 0, &c->rows, 0, 70, NULL) != QKV_OK) c->wrong++;
+    if (qkv_store_close(c->store, "brief", &bytes, NULL) != QKV_OK || bytes == 0) c->wrong++;
+    if (qkv_session_truncate(session, 10, NULL, 0, NULL) != QKV_OK) c->wrong++;
+    qkv_session_unref(&session);
+  }
+  return NULL;
+}
+
+static void test_many_threads(void **state) {
+  (void)state;
+  crowd c = {.store = make_store(1 << 24, 2, 10)};
+  must_register(c.store, "tiny");
+  char name[16];
+  for (uint64_t i = 0; i < SESSIONS; i++) {
+    session_name(name, sizeof name, i);
+    open_and_leave(c.store, name, "tiny");
+  }
+  const qkv_model *model;
+  assert_int_equal(qkv_store_model(c.store, "tiny", &model, NULL), QKV_OK);
+  c.rows = make_sequence(model, TOKENS, 3);
+
+  pthread_t writers[WRITERS], readers[READERS + 1];
+  for (size_t i = 0; i < READERS; i++) assert_int_equal(pthread_create(&readers[i], NULL, read_rows, &c), 0);
+  assert_int_equal(pthread_create(&readers[READERS], NULL, open_and_close, &c), 0);
+  for (size_t i = 0; i < WRITERS; i++) assert_int_equal(pthread_create(&writers[i], NULL, write_rows, &c), 0);
+  for (size_t i = 0; i < WRITERS; i++) assert_int_equal(pthread_join(writers[i], NULL), 0);
+  c.done = true;
+  for (size_t i = 0; i <= READERS; i++) assert_int_equal(pthread_join(readers[i], NULL), 0);
+  assert_int_equal(c.wrong, 0);
+
+  for (uint64_t i = 0; i < SESSIONS; i++) {
+    qkv_session *session;
+    qkv_session_info info;
+    uint64_t lengths[2];
+    session_name(name, sizeof name, i);
+    assert_int_equal(qkv_store_session(c.store, name, &session, NULL), QKV_OK);
+    qkv_session_read_info(session, &info, lengths);
+    assert_true(lengths[0] == TOKENS && lengths[1] == TOKENS);
+    qkv_session_unref(&session);
+  }
+  free_sequence(&c.rows);
+  qkv_store_destroy(&c.store);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_models),
+      cmocka_unit_test(test_each_model_in_order),
+      cmocka_unit_test(test_sessions),
+      cmocka_unit_test(test_session_limits),
+      cmocka_unit_test(test_close_while_in_use),
+      cmocka_unit_test(test_the_budget_is_shared),
+      cmocka_unit_test(test_list),
+      cmocka_unit_test(test_many_threads),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
