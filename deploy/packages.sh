@@ -5,14 +5,14 @@
 #
 # shellcheck shell=bash
 
-# qkv_packages build|test: the names, one a line. `build` has all that configuring needs, tests included; `test` is
-# what comes on top of it.
+# qkv_packages build|test: the names, one a line. `build` has all that configuring needs, tests included (and gRPC's
+# CMake package wants libgrpc++-dev and protobuf-compiler-grpc to be there); `test` is what comes on top of it.
 qkv_packages() {
   case "$1" in
     build)
       printf '%s\n' \
         gcc libc6-dev cmake ninja-build pkg-config \
-        libgrpc-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
+        libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev libyaml-dev libjansson-dev libxxhash-dev uthash-dev liburcu-dev \
         libopenblas-dev libcmocka-dev python3 protobuf-compiler-grpc
       ;;
@@ -40,7 +40,7 @@ qkv_missing() {
 # qkv_install PACKAGE...: installs those that are missing and says so; nothing where none is. Output of apt-get
 # is appended to $QKV_INSTALL_LOG where that is set. Fails with a sentence that says what to do.
 qkv_install() {
-  local missing as_root=() log=${QKV_INSTALL_LOG:-/dev/stdout}
+  local missing as_root=() output=${QKV_INSTALL_LOG:-/dev/stdout}
   if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
     echo "This script installs Debian packages, but there is no apt-get here. Use Debian 12, or install the" >&2
     echo "equivalents of: $*" >&2
@@ -60,7 +60,7 @@ qkv_install() {
   echo "installing ${#missing[@]} Debian packages: ${missing[*]}"
   if ! { "${as_root[@]}" apt-get update -q &&
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-      apt-get install -q -y --no-install-recommends "${missing[@]}"; } >>"$log" 2>&1; then
+      apt-get install -q -y --no-install-recommends "${missing[@]}"; } >>"$output" 2>&1; then
     echo "apt-get failed${QKV_INSTALL_LOG:+ (its output is in $QKV_INSTALL_LOG)}. Check the network and the" >&2
     echo "package sources, then start again." >&2
     return 1
