@@ -53,7 +53,7 @@ static void put_metrics(qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetSta
 static void put_options(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
   size_t count = qkv_server_option_count;
   parts->options = allocate(count, sizeof(*parts->options));
-  parts->option_pointers = allocate(count, sizeof(*parts->option_pointers));
+  parts->option_pointers = allocate(count, sizeof(void *));
   parts->option_texts = allocate(count, sizeof(*parts->option_texts));
   for (size_t i = 0; i < count; i++) {
     const char *name = qkv_server_option_table[i].name;
@@ -70,7 +70,7 @@ static void put_options(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__
 
 static void put_addresses(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
   size_t count = daemon->options->listen.count;
-  parts->addresses = allocate(count, sizeof(*parts->addresses));
+  parts->addresses = allocate(count, sizeof(char *));
   for (size_t i = 0; i < count; i++) parts->addresses[i] = (char *)qkv_rpc_server_address(daemon->rpc, i);
   response->n_listen = count;
   response->listen = parts->addresses;

@@ -146,13 +146,13 @@ void qkv_daemon_drain(qkv_daemon *daemon) {
   qkv_rpc_server_drain(daemon->rpc, daemon->options->drain_grace);
 }
 
-void qkv_daemon_destroy(qkv_daemon **out) {
-  qkv_daemon *daemon = *out;
-  if (daemon == NULL) return;
-  *out = NULL;
-  qkv_rpc_server_destroy(&daemon->rpc);
-  qkv_pool_destroy(&daemon->pool);
-  if (daemon->store != NULL) qkv_store_destroy(&daemon->store);
-  qkv_health_deinit(&daemon->health);
-  free(daemon);
+void qkv_daemon_destroy(qkv_daemon **daemon) {
+  qkv_daemon *old = *daemon;
+  if (old == NULL) return;
+  *daemon = NULL;
+  qkv_rpc_server_destroy(&old->rpc);
+  qkv_pool_destroy(&old->pool);
+  if (old->store != NULL) qkv_store_destroy(&old->store);
+  qkv_health_deinit(&old->health);
+  free(old);
 }

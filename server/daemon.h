@@ -33,7 +33,7 @@ typedef struct qkv_daemon {
 } qkv_daemon;
 
 // Starts pool, store and server; calls are served from here on. `options` and `option_set` are borrowed.
-qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **daemon,
+qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
                              qkv_error *error);
 
 // Health says NOT_SERVING, new calls are refused, running ones get options->drain_grace. Blocks; once.

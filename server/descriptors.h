@@ -20,7 +20,7 @@ bool qkvi_descriptors_file(const char *name, size_t *file);
 bool qkvi_descriptors_symbol(const char *symbol, size_t *file);
 
 // The FileDescriptorProto of `file` and of all it imports, itself first. Returns how many.
-size_t qkvi_descriptors_with_imports(size_t file, qkv_segment files[QKVI_DESCRIPTOR_FILES_MAX]);
+size_t qkvi_descriptors_with_imports(size_t file, qkv_segment out[QKVI_DESCRIPTOR_FILES_MAX]);
 
 // Full names of all services. Returns how many.
 size_t qkvi_descriptors_services(char names[QKVI_DESCRIPTOR_SERVICES_MAX][QKVI_DESCRIPTOR_NAME_MAX]);

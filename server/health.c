@@ -41,10 +41,10 @@ void qkv_health_deinit(qkv_health *health) {
 // The request's service, "" for the whole daemon.
 static qkv_status read_request(qkv_bytes message, bool *known, qkv_error *error) {
   static const char *const services[] = {"", "qkv.v1.KvCache", "qkv.v1.Admin"};
+  *known = false;
   Grpc__Health__V1__HealthCheckRequest *request =
       qkvi_control_unpack(message, &grpc__health__v1__health_check_request__descriptor, error);
   if (request == NULL) return error->status;
-  *known = false;
   for (size_t i = 0; i < sizeof(services) / sizeof(services[0]); i++) {
     if (strcmp(request->service, services[i]) == 0) *known = true;
   }

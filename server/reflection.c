@@ -83,8 +83,6 @@ static void answer(const reflection_request *request, reflection_response *respo
       answer_services(response, parts);
       return;
     case REQUEST(FILE_CONTAINING_EXTENSION):
-      (void)qkv_fail(reason, QKV_NOT_FOUND, "this contract has no extensions");
-      break;
     case REQUEST(ALL_EXTENSION_NUMBERS_OF_TYPE):
       (void)qkv_fail(reason, QKV_NOT_FOUND, "this contract has no extensions");
       break;

@@ -60,8 +60,9 @@ bool qkv_rpc_cancelled(const qkv_rpc_call *call);
 void qkv_rpc_next(qkv_rpc_call *call);
 
 // Sends the writer's message and finishes with OK. The writer's own bytes are copied, its references are not:
-// `release(owner)` is called for each when gRPC is done with the data, also where the call has failed. The
-// writer itself stays the caller's.
+// `release(owner)` is called for each when gRPC is done with the data, also where the call has failed: on any
+// thread, maybe inside another call's functions here, so it must not wait for a lock that is held around them.
+// The writer itself stays the caller's.
 void qkv_rpc_reply(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(void *owner));
 
 // The same without finishing: sent() follows.
@@ -93,7 +94,7 @@ typedef struct qkv_rpc_config {
 // not permitted). A unix socket gets mode 0660 and a lock file beside it, PATH.lock, so that a second server
 // cannot take it over; both are removed by destroy. Messages must not be compressed (UNIMPLEMENTED).
 // `config` and what it points to, but for the methods' rows and the context, is not needed afterwards.
-qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **server, qkv_error *error);
+qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error);
 
 // The address as bound ("127.0.0.1:41234" where port 0 was asked), alive as long as the server.
 const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen);

@@ -33,6 +33,10 @@ typedef struct accept_slot {
   grpc_metadata_array metadata;
 } accept_slot;
 
+typedef struct method_row {
+  const qkv_rpc_method *method;
+} method_row;
+
 typedef struct stop_op {
   qkvi_rpc_op op;
   qkv_rpc_server *server;
@@ -41,7 +45,7 @@ typedef struct stop_op {
 struct qkv_rpc_server {
   grpc_server *grpc;
   grpc_resource_quota *quota;
-  const qkv_rpc_method **methods;  // by path
+  method_row *methods;  // by path
   size_t method_count;
   qkvi_rpc_listener *listeners;
   size_t listener_count;
@@ -64,36 +68,40 @@ struct qkv_rpc_server {
 // ---- Methods ----
 
 static int compare_methods(const void *a, const void *b) {
-  return strcmp((*(const qkv_rpc_method *const *)a)->path, (*(const qkv_rpc_method *const *)b)->path);
+  return strcmp(((const method_row *)a)->method->path, ((const method_row *)b)->method->path);
 }
 
 static int compare_path(const void *key, const void *row) {
   const grpc_slice *path = key;
-  const char *name = (*(const qkv_rpc_method *const *)row)->path;
+  const char *name = ((const method_row *)row)->method->path;
   size_t length = GRPC_SLICE_LENGTH(*path), name_length = strlen(name);
   int order = memcmp(GRPC_SLICE_START_PTR(*path), name, length < name_length ? length : name_length);
   return order != 0 ? order : (length > name_length) - (length < name_length);
 }
 
-static void index_methods(qkv_rpc_server *server, const qkv_rpc_method *const *tables) {
-  for (size_t pass = 0; pass < 2; pass++) {
-    size_t count = 0;
-    for (size_t i = 0; tables[i] != NULL; i++) {
-      for (const qkv_rpc_method *row = tables[i]; row->path != NULL; row++, count++) {
-        if (pass == 1) server->methods[count] = row;
-      }
+// Visits every method of every table; `rows`, where not NULL, gets them. Returns how many.
+static size_t collect_methods(const qkv_rpc_method *const *tables, method_row *rows) {
+  size_t count = 0;
+  for (size_t i = 0; tables[i] != NULL; i++) {
+    for (const qkv_rpc_method *method = tables[i]; method->path != NULL; method++, count++) {
+      if (rows != NULL) rows[count].method = method;
     }
-    if (pass == 0) server->methods = calloc(count + 1, sizeof(*server->methods));
-    assert(server->methods != NULL);
-    server->method_count = count;
   }
+  return count;
+}
+
+static void index_methods(qkv_rpc_server *server, const qkv_rpc_method *const *tables) {
+  server->method_count = collect_methods(tables, NULL);
+  server->methods = calloc(server->method_count + 1, sizeof(*server->methods));
+  assert(server->methods != NULL);
+  collect_methods(tables, server->methods);
   qsort(server->methods, server->method_count, sizeof(*server->methods), compare_methods);
 }
 
 static const qkv_rpc_method *find_method(const qkv_rpc_server *server, const grpc_slice *path) {
-  const qkv_rpc_method **row =
+  const method_row *row =
       bsearch(path, server->methods, server->method_count, sizeof(*server->methods), compare_path);
-  return row == NULL ? NULL : *row;
+  return row == NULL ? NULL : row->method;
 }
 
 // ---- Accepting ----
@@ -336,22 +344,22 @@ void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
   wait_idle(server, true, -1);
 }
 
-void qkv_rpc_server_destroy(qkv_rpc_server **out) {
-  qkv_rpc_server *server = *out;
-  if (server == NULL) return;
-  *out = NULL;
-  assert(server->stopped && server->calls == 0);
-  for (size_t i = 0; i < server->slot_count; i++) grpc_completion_queue_shutdown(server->slots[i].queue);
-  for (size_t i = 0; i < server->slot_count; i++) pthread_join(server->slots[i].thread, NULL);
-  grpc_server_destroy(server->grpc);
-  for (size_t i = 0; i < server->slot_count; i++) grpc_completion_queue_destroy(server->slots[i].queue);
-  grpc_resource_quota_unref(server->quota);
-  for (size_t i = 0; i < server->listener_count; i++) qkvi_rpc_unlisten(&server->listeners[i]);
-  pthread_cond_destroy(&server->changed);
-  pthread_mutex_destroy(&server->lock);
-  free(server->listeners);
-  free(server->slots);
-  free(server->methods);
-  free(server);
+void qkv_rpc_server_destroy(qkv_rpc_server **server) {
+  qkv_rpc_server *old = *server;
+  if (old == NULL) return;
+  *server = NULL;
+  assert(old->stopped && old->calls == 0);
+  for (size_t i = 0; i < old->slot_count; i++) grpc_completion_queue_shutdown(old->slots[i].queue);
+  for (size_t i = 0; i < old->slot_count; i++) pthread_join(old->slots[i].thread, NULL);
+  grpc_server_destroy(old->grpc);
+  for (size_t i = 0; i < old->slot_count; i++) grpc_completion_queue_destroy(old->slots[i].queue);
+  grpc_resource_quota_unref(old->quota);
+  for (size_t i = 0; i < old->listener_count; i++) qkvi_rpc_unlisten(&old->listeners[i]);
+  pthread_cond_destroy(&old->changed);
+  pthread_mutex_destroy(&old->lock);
+  free(old->listeners);
+  free(old->slots);
+  free(old->methods);
+  free(old);
   grpc_shutdown();
 }
