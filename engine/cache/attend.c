@@ -171,12 +171,19 @@ static bool fold(const head_task *task, query_block *block, partial_sums *partia
 
 // ---- The exact tail ----
 
-// keys [TILE_WIDTH][TILE_TOKENS]: coordinates [c, c + width) of a tile's keys, transposed.
+// A tile's tokens up to whole lanes.
+static size_t lanes_of(size_t tokens) {
+  return (tokens + LANES - 1) / LANES * LANES;
+}
+
+// keys [TILE_WIDTH][TILE_TOKENS]: coordinates [c, c + width) of a tile's keys, transposed; zeros fill the lanes.
 static void transpose_keys(const head_task *task, uint64_t position, size_t tokens, size_t c, size_t width,
                            float *keys) {
   qkv_dtype dtype = task->model->dtype;
   float part[TILE_WIDTH];
-  memset(keys, 0, width * TILE_TOKENS * sizeof *keys);
+  for (size_t i = 0; i < width; i++) {
+    for (size_t t = tokens; t < lanes_of(tokens); t++) keys[i * TILE_TOKENS + t] = 0;
+  }
   for (size_t t = 0; t < tokens; t++) {
     const uint8_t *row = qkv_layer_exact_row(task->layer, QKV_K, position + t, task->kv_head);
     qkv_to_float(dtype, row + c * qkv_dtype_size(dtype), part, width);
@@ -184,9 +191,9 @@ static void transpose_keys(const head_task *task, uint64_t position, size_t toke
   }
 }
 
-// scores[TILE_TOKENS] += query[width] . keys[width][TILE_TOKENS], over coordinates in order.
-static void add_scores(const float *query, const float *keys, size_t width, float *scores) {
-  for (size_t t = 0; t < TILE_TOKENS; t += LANES) {
+// scores[tokens, up to whole lanes] += query[width] . keys[width][TILE_TOKENS], over coordinates in order.
+static void add_scores(const float *query, const float *keys, size_t width, size_t tokens, float *scores) {
+  for (size_t t = 0; t < tokens; t += LANES) {
     float lanes[LANES];
     memcpy(lanes, scores + t, sizeof lanes);
     for (size_t c = 0; c < width; c++) {
@@ -204,7 +211,7 @@ static void score_exact(const head_task *task, query_block *block, uint64_t posi
     size_t width = dim - c < TILE_WIDTH ? dim - c : TILE_WIDTH;
     transpose_keys(task, position, tokens, c, width, keys);
     for (size_t row = 0; row < block->rows; row++) {
-      add_scores(block->queries + row * dim + c, keys, width, block->scores + row * TILE_TOKENS);
+      add_scores(block->queries + row * dim + c, keys, width, tokens, block->scores + row * TILE_TOKENS);
     }
   }
 }
