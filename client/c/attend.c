@@ -166,7 +166,7 @@ qkv_code qkv_decode_open(qkv_client *client, qkv_decode **stream_out, qkv_call_e
   *stream_out = NULL;
   qkv_decode *stream = calloc(1, sizeof *stream);
   assert(stream != NULL);
-  qkv_code code = qkvi_call_open(client, decode_method, false, &stream->call, error);
+  qkv_code code = qkvi_call_open(client, decode_method, true, &stream->call, error);
   if (code != QKV_OK) {
     free(stream);
     return code;

@@ -131,14 +131,13 @@ static gpr_timespec after_ms(int64_t ms) {
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_millis(ms, GPR_TIMESPAN));
 }
 
-qkv_code qkvi_call_open(qkv_client *client, const char *method, bool deadline, qkvi_call *call,
-                        qkv_call_error *error) {
-  *call = (qkvi_call){.client = client, .method = method};
+qkv_code qkvi_call_open(qkv_client *client, const char *method, bool stream, qkvi_call *call, qkv_call_error *error) {
+  *call = (qkvi_call){.client = client, .method = method, .stream = stream};
   qkv_code code = qkvi_ensure_connected(client, error);
   if (code != QKV_OK) return code;
-  gpr_timespec until = deadline ? after_ms(client->options.timeout_ms) : gpr_inf_future(GPR_CLOCK_MONOTONIC);
+  call->until = stream ? gpr_inf_future(GPR_CLOCK_MONOTONIC) : after_ms(client->options.timeout_ms);
   call->call = grpc_channel_create_call(client->channel, NULL, GRPC_PROPAGATE_DEFAULTS, client->queue,
-                                        grpc_slice_from_static_string(method), NULL, until, NULL);
+                                        grpc_slice_from_static_string(method), NULL, call->until, NULL);
   grpc_metadata_array_init(&call->initial);
   grpc_metadata_array_init(&call->trailing);
   return QKV_OK;
@@ -156,7 +155,7 @@ void qkvi_call_close(qkvi_call *call) {
 // daemon that has stopped reading, and the connection is cut.
 static void wait_for(qkvi_call *call, void *tag) {
   grpc_completion_queue *queue = call->client->queue;
-  gpr_timespec until = after_ms(call->client->options.timeout_ms);
+  gpr_timespec until = call->stream ? after_ms(call->client->options.timeout_ms) : call->until;
   if (grpc_completion_queue_pluck(queue, tag, until, NULL).type == GRPC_OP_COMPLETE) return;
   (void)grpc_call_cancel_with_status(call->call, GRPC_STATUS_DEADLINE_EXCEEDED, "Deadline Exceeded", NULL);
   if (grpc_completion_queue_pluck(queue, tag, after_ms(OVERDUE_MS), NULL).type == GRPC_OP_COMPLETE) return;
@@ -223,7 +222,7 @@ qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *re
   qkvi_call call;
   qkv_call_error outcome = {0};
   *response = NULL;
-  if (qkvi_call_open(client, method, true, &call, &outcome) == QKV_OK) {
+  if (qkvi_call_open(client, method, false, &call, &outcome) == QKV_OK) {
     qkvi_call_run(&call, &(qkvi_step){.request = request, .last = true, .response = response, .outcome = &outcome});
     qkvi_call_close(&call);
   } else {

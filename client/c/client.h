@@ -78,20 +78,21 @@ typedef struct qkvi_call {
   qkv_client *client;
   const char *method;
   grpc_call *call;
+  bool stream;         // the timeout is each run's
+  gpr_timespec until;  // the deadline where it is not
   grpc_metadata_array initial, trailing;
   bool begun;  // the initial metadata are exchanged
 } qkvi_call;
 
-// Creates a call whose deadline is the client's timeout, or that has none.
-qkv_code qkvi_call_open(qkv_client *client, const char *method, bool deadline, qkvi_call *call,
-                        qkv_call_error *error);
+// Creates a call whose deadline is the client's timeout. Where it is for a stream, every qkvi_call_run has that
+// timeout instead, and the call none.
+qkv_code qkvi_call_open(qkv_client *client, const char *method, bool stream, qkvi_call *call, qkv_call_error *error);
 // Frees it; cancels it where it has not ended. Nothing may be under way.
 void qkvi_call_close(qkvi_call *call);
 
 // One batch: sends `request` if not NULL (and takes it), half-closes where `last`, receives a message where
 // `response` is not NULL (NULL into it at the end of the stream), and the call's outcome where `outcome` is not
-// NULL. Returns when all that is done or the client's timeout has passed; then the call is cancelled. False when
-// gRPC refuses the batch (ours).
+// NULL. Returns when all that is done, or the deadline has passed and the call was cancelled.
 typedef struct qkvi_step {
   grpc_byte_buffer *request;
   bool last;

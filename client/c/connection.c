@@ -63,13 +63,18 @@ static char *as_argument(const char *text) {
 
 static grpc_channel *create_channel(const qkv_client *client, int fd) {
   int64_t bytes_max = client->options.message_bytes_max < INT32_MAX ? client->options.message_bytes_max : INT32_MAX;
-  grpc_arg arguments[3] = {{.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_STRING}};
+  grpc_arg arguments[4] = {
+      {.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_INTEGER}, {.type = GRPC_ARG_STRING}};
   arguments[0].key = as_argument(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH);
   arguments[0].value.integer = (int)bytes_max;
   arguments[1].key = as_argument(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH);
   arguments[1].value.integer = -1;
-  arguments[2].key = as_argument(GRPC_ARG_DEFAULT_AUTHORITY);
-  arguments[2].value.string = as_argument("localhost");
+  // The deadline goes out with the call, and call.c waits no longer than that: gRPC's own timer would cost every
+  // unary call 4 to 5 us (a health check over a unix socket: 64 instead of 69 us, medians of 20000, 4 rounds).
+  arguments[2].key = as_argument(GRPC_ARG_ENABLE_DEADLINE_CHECKS);
+  arguments[2].value.integer = 0;
+  arguments[3].key = as_argument(GRPC_ARG_DEFAULT_AUTHORITY);
+  arguments[3].value.string = as_argument("localhost");
   grpc_channel_args all = {.num_args = sizeof arguments / sizeof *arguments, .args = arguments};
   grpc_channel_credentials *credentials = grpc_insecure_credentials_create();
   grpc_channel *channel = grpc_channel_create_from_fd(client->target, fd, credentials, &all);
