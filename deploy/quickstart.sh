@@ -113,6 +113,7 @@ trap 'exit 130' INT TERM
 
 start_daemon() {
   directory=$(mktemp -d)
+  : >"$directory/qkvd.log"
   "$bin/qkvd" --listen "unix:$directory/qkvd.sock" --listen 127.0.0.1:0 2>"$directory/qkvd.log" &
   daemon=$!
   local i
