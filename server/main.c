@@ -3,17 +3,20 @@
 // libuv owns it: signals, and a timer for the gauges. SIGTERM or SIGINT drains (in a thread of libuv's pool, so
 // that the loop goes on) and exits 0; a second one exits at once with 1.
 #include <assert.h>
+#include <jansson.h>
 #include <malloc.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include <uv.h>
 
 #include "server/daemon.h"
 
 #define GAUGES_EVERY_MS 1000
+#define FILES_FEW 4096
 // What a drain may take beyond its grace: calls that are cut off end within the job they are in.
 #define DRAIN_SLACK_MS 20000
 
@@ -32,6 +35,18 @@ static void setup_malloc(void) {
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TOP_PAD, 64 << 20);
+}
+
+// As many connections as the system lets us have. gRPC 1.51 stops listening for good when accept() finds no file
+// descriptor left, so what is left over after that is said aloud.
+static void raise_file_limit(void) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_max < FILES_FEW) {
+    qkv_log(QKV_LOG_WARN, "few file descriptors: more connections than this make the daemon unreachable", "{s:I}",
+            "limit", (json_int_t)limit.rlim_max);
+  }
 }
 
 static int refuse(const qkv_error *error) {
@@ -170,6 +185,7 @@ int main(int argc, char **argv) {
     fprintf(stderr, "qkvd --help lists the options\n");
   } else if (!print_only(&options, set)) {
     qkv_log_setup(stderr, qkv_server_options_log_level(&options));
+    raise_file_limit();
     result = serve(&options, set);
   }
   qkv_options_destroy(&set);

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -140,6 +141,20 @@ static void stale_socket_is_replaced(void **out) {
   assert_int_equal(rmdir(directory), 0);  // nothing is left, no lock file either
 }
 
+// The soft limit on file descriptors, 1024 where nobody has changed it, is raised to the hard one.
+static void many_connections_are_possible(void **out) {
+  (void)out;
+  struct rlimit ours, low, theirs;
+  assert_int_equal(getrlimit(RLIMIT_NOFILE, &ours), 0);
+  low = (struct rlimit){.rlim_cur = 200, .rlim_max = ours.rlim_max};
+  assert_int_equal(setrlimit(RLIMIT_NOFILE, &low), 0);  // the daemon inherits it
+  fixture_daemon *daemon = fixture_start(NULL);
+  assert_int_equal(setrlimit(RLIMIT_NOFILE, &ours), 0);
+  assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, NULL, &theirs), 0);
+  assert_int_equal(theirs.rlim_cur, ours.rlim_max);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+}
+
 static void command_line_is_checked(void **out) {
   (void)out;
   expect_run((const char *[]){"--lisen", "x", NULL}, 1, "did you mean --listen?");
@@ -185,6 +200,7 @@ int main(void) {
       cmocka_unit_test(second_signal_ends_at_once),
       cmocka_unit_test(second_daemon_is_refused),
       cmocka_unit_test(stale_socket_is_replaced),
+      cmocka_unit_test(many_connections_are_possible),
       cmocka_unit_test(command_line_is_checked),
       cmocka_unit_test(lists_are_printed),
       cmocka_unit_test(idle_daemon_is_small),
