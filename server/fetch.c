@@ -187,7 +187,9 @@ static void decode_chunk(fetch_stream *stream, const qkv_layer *layer, fetch_chu
   chunk->tokens = smaller(stop - stream->position, stream->chunk_tokens);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     if (!stream->wanted[part]) continue;
-    chunk->rows[part] = malloc(chunk->tokens * token_bytes(stream, part));
+    size_t bytes = chunk->tokens * token_bytes(stream, part);
+    assert(chunk->tokens > 0 && bytes >= chunk->tokens);
+    chunk->rows[part] = malloc(bytes);
     if (chunk->rows[part] == NULL) abort();
     decode_part(stream, layer, part, chunk, chunk->rows[part]);
   }

@@ -46,12 +46,12 @@ void kv_rows(uint32_t seed, uint32_t layer, kv_part part, uint64_t position, siz
 
 typedef struct kv_item {
   const char *session;
-  uint32_t layer;
+  Qkv__V1__AttendOptions *options;
   uint64_t position;
   size_t tokens;   // of k and v; 0: absent
   size_t queries;  // 0: absent
+  uint32_t layer;
   uint32_t seed;
-  Qkv__V1__AttendOptions *options;
 } kv_item;
 
 // An AttendRequest, which is an AppendRequest, too, as long as no item has queries. Rows go as fp32; so does
