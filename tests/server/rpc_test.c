@@ -390,6 +390,45 @@ static void client_that_never_reads_holds_little(void **out) {
   wait_for(&state->seen.destroys, 1);
 }
 
+// Calls of every kind that end at any moment: cancelled, out of time, or well.
+static void *disturb(void *context) {
+  static const char *const paths[] = {"/t/Later", "/t/Sum", "/t/Ping", "/t/Flood", "/t/Work", "/t/Hold", "/t/Twice"};
+  test_state *state = context;
+  fixture_client *client = fixture_connect(state->address);
+  static atomic_uint seeds = 1;
+  unsigned random = atomic_fetch_add(&seeds, 1);
+  for (int i = 0; i < 140; i++) {
+    random = random * 1664525 + 1013904223;
+    int64_t timeout_ms = 1 + (random >> 16) % 6;
+    fixture_stream *stream = fixture_open(client, paths[i % 7], timeout_ms);
+    bool sent = fixture_send(stream, "x", 1);
+    if (sent && (random >> 24) % 3 == 0) {
+      uint8_t *data;
+      size_t length;
+      if (fixture_receive(stream, &data, &length)) free(data);
+    }
+    if ((random >> 28) % 2 == 0) fixture_cancel(stream);
+    (void)fixture_finish(&stream);
+  }
+  fixture_disconnect(&client);
+  return NULL;
+}
+
+static void survives_calls_that_end_at_any_moment(void **out) {
+  test_state *state = *out;
+  pthread_t threads[3];
+  for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&threads[i], NULL, disturb, state), 0);
+  for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+  int64_t until = fixture_now_ms() + WAIT_MS;
+  counters *all = &state->seen;
+  while (all->began != all->ended_ok + all->ended_cancelled + all->ended_other && fixture_now_ms() < until) {
+    fixture_sleep_ms(5);
+  }
+  assert_in_range(all->began, 1, 3 * 140);  // a call may be over before it has left the client
+  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);
+}
+
 static void too_many_calls_are_refused(void **out) {
   test_state *state = *out;
   fixture_stream *streams[4];
@@ -537,6 +576,7 @@ int main(void) {
       TEST(cancellation_reaches_a_held_call),
       TEST(client_that_dies_in_a_stream_is_forgotten),
       TEST(client_that_never_reads_holds_little),
+      TEST(survives_calls_that_end_at_any_moment),
       TEST(too_many_calls_are_refused),
       TEST(unknown_method_is_named),
       TEST(compressed_message_is_refused),
