@@ -25,8 +25,9 @@
 //   engine in process        5     13     76    313     632    1280
 //   served inline           45     55    127    368     684    1325
 //   served by the pool      60     70    146    391     723    1360
-// The hop costs 15 to 40 us; at the limit that is a tenth of the step, which blocks the thread for 0.4 ms.
-#define INLINE_COST_MAX 65536
+// The hop costs 15 to 40 us, and several times that on a busy machine, so that a decode step of a small model
+// should not take it; at the limit a step blocks the thread for 1.7 ms.
+#define INLINE_COST_MAX 262144
 
 // What one response refers to: the outputs and LSEs of all its items, freed with the last reference.
 typedef struct block {
