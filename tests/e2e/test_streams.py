@@ -76,13 +76,20 @@ def test_fetch_that_is_cancelled(daemon, large):
     settled(daemon)
 
 
-def test_fetch_that_nobody_reads(daemon, large):
+@pytest.fixture
+def long(make_cache):
+    """A session of more bytes than a connection buffers: 32 MiB, exact."""
+    cache = make_cache(kv_heads=4, q_heads=32, key_dim=128, value_dim=128, recent_window=100000)
+    k, v = cache.rows(1024)
+    for position in range(0, 8192, 1024):
+        cache.append(position, k, v)
+    return cache
+
+
+def test_fetch_that_nobody_reads(daemon, long):
     """The daemon holds what one response takes, not the whole session; others are served meanwhile."""
-    stub = daemon.stub()
-    stub.GetSession(kv.GetSessionRequest(session=large.name), timeout=TIMEOUT)
     before = daemon.rss_bytes()
-    # TOKENS of 4 heads and 256 coordinates in fp32: 16 MiB a call.
-    calls = [daemon.stub(daemon.tcp).Fetch(kv.FetchRequest(session=large.name, layers=[0], dtype=1), timeout=TIMEOUT)
+    calls = [daemon.stub(daemon.tcp).Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=TIMEOUT)
              for _ in range(4)]
     for call in calls:
         next(call)
@@ -90,15 +97,15 @@ def test_fetch_that_nobody_reads(daemon, large):
     if SLOWNESS == 1:
         assert daemon.rss_bytes() - before < 32 << 20
     assert daemon.metric("qkvd_calls_running") >= 5
-    large.append(TOKENS, *large.rows(3))
-    assert large.attend(TOKENS + 2, large.queries(1))[0].shape == (1, 32, 128)
+    long.append(8192, *long.rows(3))
+    assert long.attend(8194, long.queries(1))[0].shape == (1, 32, 128)
     for call in calls:
         call.cancel()
     settled(daemon)
 
 
-def test_fetch_deadline_while_nobody_reads(daemon, large):
-    call = large.stub.Fetch(kv.FetchRequest(session=large.name, layers=[0], dtype=1), timeout=1 * SLOWNESS)
+def test_fetch_deadline_while_nobody_reads(daemon, long):
+    call = long.stub.Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=1 * SLOWNESS)
     next(call)
     time.sleep(1.5 * SLOWNESS)
     with refused(grpc.StatusCode.DEADLINE_EXCEEDED):

@@ -1,6 +1,6 @@
 // Writes the seeds that are bytes of ours: a page and messages. Texts are committed in corpus/ as they are.
 //
-//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., DIRECTORY/wire/... and DIRECTORY/items/...
+//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/... and answer/... there
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,6 +58,17 @@ static void put_tensor(qkv_wire_writer *writer, uint32_t field, int64_t heads, b
   qkv_wire_end(writer);
 }
 
+// Writes the finished message and destroys the writer.
+static void write_message(const char *directory, const char *target, const char *name, qkv_wire_writer *writer) {
+  FILE *file = open_seed(directory, target, name);
+  fputc(37, file);  // where fuzz_message_init cuts
+  size_t count = 0;
+  const qkv_wire_piece *pieces = qkv_wire_writer_pieces(writer, &count);
+  for (size_t i = 0; i < count; i++) fwrite(pieces[i].data, 1, pieces[i].length, file);
+  fclose(file);
+  qkv_wire_writer_destroy(&writer);
+}
+
 static void write_request(const char *directory, const char *target, const char *name, bool attend) {
   qkv_wire_writer *writer = qkv_wire_writer_create();
   for (int i = 0; i < 2; i++) {
@@ -73,13 +84,35 @@ static void write_request(const char *directory, const char *target, const char 
     if (attend) put_tensor(writer, 10, 2, false);
     qkv_wire_end(writer);
   }
-  FILE *file = open_seed(directory, target, name);
-  fputc(37, file);  // where fuzz_message_init cuts
-  size_t count = 0;
-  const qkv_wire_piece *pieces = qkv_wire_writer_pieces(writer, &count);
-  for (size_t i = 0; i < count; i++) fwrite(pieces[i].data, 1, pieces[i].length, file);
-  fclose(file);
-  qkv_wire_writer_destroy(&writer);
+  write_message(directory, target, name, writer);
+}
+
+// What a daemon says to two items, the second without queries.
+static void write_answer(const char *directory, const char *name, uint64_t code) {
+  static const float data[16] = {0.5f, -1.0f};
+  const int64_t out_dims[3] = {1, 2, 8}, lse_dims[2] = {1, 2};
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  for (int i = 0; i < 2; i++) {
+    qkv_wire_begin(writer, 1);
+    qkv_wire_begin(writer, 1);
+    qkv_wire_put_varint(writer, 1, code);
+    qkv_wire_put_string(writer, 2, code == 0 ? "" : "items[0]: no session s");
+    qkv_wire_end(writer);
+    qkv_wire_put_varint(writer, 2, 100);
+    qkv_wire_begin(writer, 3);
+    qkv_wire_put_varint(writer, 1, 1);
+    qkv_wire_put_packed(writer, 2, out_dims, 3);
+    qkv_wire_put_reference(writer, 15, data, 16 * sizeof(float), NULL);
+    qkv_wire_end(writer);
+    qkv_wire_begin(writer, 4);
+    qkv_wire_put_varint(writer, 1, 1);
+    qkv_wire_put_packed(writer, 2, lse_dims, 2);
+    qkv_wire_put_reference(writer, 15, data, 2 * sizeof(float), NULL);
+    qkv_wire_end(writer);
+    qkv_wire_end(writer);
+  }
+  qkv_wire_put_varint(writer, 2, 7);
+  write_message(directory, "answer", name, writer);
 }
 
 int main(int argc, char **argv) {
@@ -93,5 +126,7 @@ int main(int argc, char **argv) {
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
   write_request(argv[1], "items", "attend", true);
+  write_answer(argv[1], "two", 0);
+  write_answer(argv[1], "failed", 5);
   return 0;
 }
