@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -49,15 +50,36 @@ uint32_t qkv_cpu_flags(void) {
   return detected;
 }
 
-void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
-  static const struct {
-    uint32_t flag;
-    const char *name;
-  } rows[] = {
+static const struct {
+  uint32_t flag;
+  const char *name;
+} rows[] = {
 #define X(id, name, bit) {QKV_CPU_##id, name},
-      QKV_CPU_MAP(X)
+    QKV_CPU_MAP(X)
 #undef X
-  };
+};
+
+static uint32_t flag_of(const char *name, size_t length) {
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    if (strlen(rows[i].name) == length && memcmp(rows[i].name, name, length) == 0) return rows[i].flag;
+  }
+  return 0;
+}
+
+qkv_status qkv_cpu_parse(const char *text, uint32_t *flags) {
+  *flags = 0;
+  if (strcmp(text, "none") == 0) return QKV_OK;
+  for (;;) {
+    const size_t length = strcspn(text, ",");
+    const uint32_t flag = flag_of(text, length);
+    if (flag == 0) return QKV_INVALID_ARGUMENT;
+    *flags |= flag;
+    if (text[length] == '\0') return QKV_OK;
+    text += length + 1;
+  }
+}
+
+void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
   assert(size > 0);
   text[0] = '\0';
   uint64_t length = 0;

@@ -26,5 +26,7 @@ typedef enum qkv_cpu_flag {
 uint32_t qkv_cpu_flags(void);
 // "avx2,fma,f16c"; "none". `text` takes at most `size` bytes with the NUL.
 void qkv_cpu_text(uint32_t flags, char *text, uint64_t size);
+// The reverse: "avx2,fma", "none". INVALID_ARGUMENT for a name that is none of these.
+qkv_status qkv_cpu_parse(const char *text, uint32_t *flags);
 
 #endif

@@ -1,6 +1,12 @@
 #include "engine/kernel/kernel.h"
 
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "engine/base/cpu.h"
+#include "engine/kernel/table.h"
 
 enum { STEPS = 8, GAIN_ONE = 128, GAIN_MIN = 1, GAIN_MAX = 255 };
 
@@ -10,7 +16,12 @@ static const float roots[STEPS + 1] = {1.0f,        1.09050773f, 1.18920712f, 1.
 
 float qkv_gain_value(uint8_t gain) {
   if (gain == 0) return 0;
-  return ldexpf(roots[gain % STEPS], gain / STEPS - GAIN_ONE / STEPS);
+  uint32_t bits;
+  memcpy(&bits, &roots[gain % STEPS], sizeof bits);
+  bits += (uint32_t)(gain / STEPS - GAIN_ONE / STEPS) << 23;  // the exponent; all are normal numbers
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 uint8_t qkvi_gain_nearest(float factor) {
@@ -23,6 +34,34 @@ uint8_t qkvi_gain_nearest(float factor) {
   return (uint8_t)(gain > GAIN_MAX ? GAIN_MAX : gain);
 }
 
+static const qkv_kernels *const ladder[] = {
+    &qkvi_kernels_reference,
+#if defined(__x86_64__)
+    &qkvi_kernels_avx2,
+    &qkvi_kernels_avx512,
+#endif
+};
+enum { RUNGS = sizeof ladder / sizeof *ladder };
+
+const qkv_kernels *qkv_kernels_at(size_t row) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&once, qkvi_tables_fill);
+  return row < RUNGS ? ladder[row] : NULL;
+}
+
+const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags) {
+  size_t row = RUNGS - 1;
+  while ((ladder[row]->needs & ~cpu_flags) != 0) row--;
+  return qkv_kernels_at(row);
+}
+
+static _Atomic(const qkv_kernels *) in_use;
+
+void qkv_kernels_setup(uint32_t cpu_mask) {
+  atomic_store(&in_use, qkv_kernels_for(qkv_cpu_flags() & cpu_mask));
+}
+
 const qkv_kernels *qkv_kernels_get(void) {
-  return &qkvi_kernels_reference;
+  const qkv_kernels *kernels = atomic_load_explicit(&in_use, memory_order_acquire);
+  return kernels != NULL ? kernels : qkv_kernels_for(qkv_cpu_flags());
 }

@@ -1,7 +1,7 @@
 // The kernels on codes, behind one dispatch table.
 //
 // The scalar reference (reference.c) defines the bytes and the arithmetic; every faster twin is declared by
-// the same macros and tested against it (tests/checkkern). All work on one head's K or V of one page, in code
+// the same macros and gives the same bits (tests/checkkern). All work on one head's K or V of one page, in code
 // space. Sums run over coordinates in order (scores) and over tokens in order (accumulate), in fp32 without
 // contraction.
 //
@@ -27,17 +27,26 @@
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
 typedef struct qkv_kernels {
-  const char *name;  // "reference"
+  const char *name;  // "reference", "avx2", "avx512"
+  uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
   QKV_DECLARE_SCORES((*scores));
   QKV_DECLARE_ACCUMULATE((*accumulate));
   QKV_DECLARE_ENCODE((*encode));
   QKV_DECLARE_DECODE((*decode));
 } qkv_kernels;
 
-// The table in use.
+// The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.
+const qkv_kernels *qkv_kernels_at(size_t row);
+// The highest table whose needs are all in `cpu_flags`.
+const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags);
+
+// Takes the table for what the machine has, as far as `cpu_mask` lets it, from here on. At start: what runs at
+// the time may finish with either table.
+void qkv_kernels_setup(uint32_t cpu_mask);
+// The table in use. Without a setup before, that for all the machine has.
 const qkv_kernels *qkv_kernels_get(void);
 
-extern const qkv_kernels qkvi_kernels_reference;
+extern const qkv_kernels qkvi_kernels_reference, qkvi_kernels_avx2, qkvi_kernels_avx512;
 
 // 2^((gain - 128) / 8); 0 for gain 0.
 float qkv_gain_value(uint8_t gain);

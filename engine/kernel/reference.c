@@ -7,6 +7,7 @@
 #include "engine/codec/codebook.h"
 #include "engine/codec/pack.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/table.h"
 
 enum { GROUP = QKV_GROUP_TOKENS, LANES = 8, QUADS = GROUP / 4 };
 
@@ -14,25 +15,9 @@ enum { GROUP = QKV_GROUP_TOKENS, LANES = 8, QUADS = GROUP / 4 };
 // times the speed in score_group (64 coordinates x 16 slots: 87 against 867 ns).
 typedef float quad __attribute__((vector_size(16)));
 
-// Centroids by depth and code: a table for the inner loops, for the depths of one page.
-typedef struct centroids {
-  unsigned filled;  // bit b: depth b
-  float values[QKV_DEPTH_MAX + 1][1 << QKV_DEPTH_MAX];
-} centroids;
-
 // Coordinates [deeper(reach, b), reach[b]) have exactly b bits.
 static unsigned deeper(const uint16_t *reach, unsigned depth) {
   return depth < QKV_DEPTH_MAX ? reach[depth + 1] : 0;
-}
-
-static void centroids_fill(centroids *table, const uint16_t *reach) {
-  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    if (reach[depth] == deeper(reach, depth) || (table->filled >> depth & 1)) continue;
-    table->filled |= 1u << depth;
-    for (unsigned code = 0; code < 1u << depth; code++) {
-      table->values[depth][code] = qkv_codebook_value(depth, code);
-    }
-  }
 }
 
 // Coordinates that have any bits; the others are 0.
@@ -41,14 +26,12 @@ static unsigned coded(const qkv_page_codes *codes, size_t group) {
 }
 
 // A group's values [coordinate][slot].
-static void load_by_coordinate(qkv_part part, const qkv_page_codes *codes, size_t group, centroids *table,
-                               quad (*tile)[QUADS]) {
+static void load_by_coordinate(qkv_part part, const qkv_page_codes *codes, size_t group, quad (*tile)[QUADS]) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = codes->schedule->reach[codes->tiers[group]];
   qkvi_unpack(part, codes->schedule, codes->tiers[group], codes->groups[group], unpacked);
-  centroids_fill(table, reach);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    const float *values = table->values[depth];
+    const float *values = qkvi_tables.values[depth];
     for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
       const uint8_t *code = unpacked[c];
       for (size_t i = 0; i < QUADS; i++, code += 4) {
@@ -59,14 +42,12 @@ static void load_by_coordinate(qkv_part part, const qkv_page_codes *codes, size_
 }
 
 // The same as rows [slot][coordinate], `stride` floats apart.
-static void load_by_slot(qkv_part part, const qkv_page_codes *codes, size_t group, centroids *table, float *tile,
-                         size_t stride) {
+static void load_by_slot(qkv_part part, const qkv_page_codes *codes, size_t group, float *tile, size_t stride) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = codes->schedule->reach[codes->tiers[group]];
   qkvi_unpack(part, codes->schedule, codes->tiers[group], codes->groups[group], unpacked);
-  centroids_fill(table, reach);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    const float *values = table->values[depth];
+    const float *values = qkvi_tables.values[depth];
     for (size_t t = 0; t < GROUP; t++) {
       for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) tile[t * stride + c] = values[unpacked[c][t]];
     }
@@ -83,11 +64,9 @@ static void score_group(const quad (*tile)[QUADS], unsigned coordinates, const f
 }
 
 static QKV_DECLARE_SCORES(scores_reference) {
-  centroids table;
-  table.filled = 0;
   quad tile[QKV_DIM_MAX][QUADS];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    load_by_coordinate(QKV_K, keys, g, &table, tile);
+    load_by_coordinate(QKV_K, keys, g, tile);
     for (size_t i = 0; i < n; i++) {
       score_group(tile, coded(keys, g), queries + i * keys->schedule->dim, keys->gains + g * GROUP,
                   scores + i * QKV_PAGE_TOKENS + g * GROUP);
@@ -100,13 +79,11 @@ static void add_row(float *restrict sums, const float *restrict row, float weigh
 }
 
 static QKV_DECLARE_ACCUMULATE(accumulate_reference) {
-  centroids table;
-  table.filled = 0;
   float tile[GROUP * QKV_DIM_MAX];
   const size_t dim = values->schedule->dim;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     const uint8_t *gains = values->gains + g * GROUP;
-    load_by_slot(QKV_V, values, g, &table, tile, dim);
+    load_by_slot(QKV_V, values, g, tile, dim);
     for (size_t i = 0; i < n; i++) {
       const float *w = weights + i * QKV_PAGE_TOKENS + g * GROUP;
       for (size_t t = 0; t < GROUP; t++) {
@@ -117,13 +94,11 @@ static QKV_DECLARE_ACCUMULATE(accumulate_reference) {
 }
 
 static QKV_DECLARE_DECODE(decode_reference) {
-  centroids table;
-  table.filled = 0;
   const size_t dim = codes->schedule->dim;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     float *out = rows + g * GROUP * dim;
     memset(out, 0, GROUP * dim * sizeof *out);
-    load_by_slot(part, codes, g, &table, out, dim);
+    load_by_slot(part, codes, g, out, dim);
     for (size_t t = 0; t < GROUP; t++) {
       const float gain = qkv_gain_value(codes->gains[g * GROUP + t]);
       for (size_t c = 0; c < dim; c++) out[t * dim + c] *= gain;
@@ -166,12 +141,12 @@ typedef struct attempt {
 } attempt;
 
 // Quantizes the row over the value of gain `scale`, then fits the gain to the codes that the tier keeps.
-static void try_scale(const uint16_t *reach, const centroids *table, const float *row, uint8_t scale, attempt *a) {
+static void try_scale(const uint16_t *reach, const float *row, uint8_t scale, attempt *a) {
   const unsigned coordinates = reach[1];
   float kept[QKV_DIM_MAX];
   qkv_codebook_codes(row, 1 / qkv_gain_value(scale), coordinates, a->codes);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    const float *values = table->values[depth];
+    const float *values = qkvi_tables.values[depth];
     for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
       kept[c] = values[a->codes[c] >> (QKV_DEPTH_MAX - depth)];
     }
@@ -188,8 +163,7 @@ static void try_scale(const uint16_t *reach, const centroids *table, const float
 //   RMS, then the fitted gain if it differs 0.00914  0.0338  0.116  0.3589  0.0000410
 //   RMS and one step up and down            0.00787  0.0330  0.116  0.3626  0.0000332
 //   RMS and two steps up and down           0.00745  0.0324  0.117  0.3680  0.0000316
-static uint8_t encode_row(const uint16_t *reach, const centroids *table, const float *row, qkvi_codes *codes,
-                          size_t slot) {
+static uint8_t encode_row(const uint16_t *reach, const float *row, qkvi_codes *codes, size_t slot) {
   const unsigned coordinates = reach[1];
   const float rms = coordinates > 0 ? sqrtf(dot(row, row, coordinates) / (float)coordinates) : 0;
   if (rms < qkv_gain_value(1) / 2) {
@@ -198,13 +172,13 @@ static uint8_t encode_row(const uint16_t *reach, const centroids *table, const f
   }
   const uint8_t middle = qkvi_gain_nearest(rms);
   attempt attempts[3], *best = attempts;
-  try_scale(reach, table, row, middle, best);
+  try_scale(reach, row, middle, best);
   if (middle > 1) {
-    try_scale(reach, table, row, middle - 1, &attempts[1]);
+    try_scale(reach, row, middle - 1, &attempts[1]);
     if (attempts[1].error < best->error) best = &attempts[1];
   }
   if (middle < UINT8_MAX) {
-    try_scale(reach, table, row, middle + 1, &attempts[2]);
+    try_scale(reach, row, middle + 1, &attempts[2]);
     if (attempts[2].error < best->error) best = &attempts[2];
   }
   for (unsigned c = 0; c < coordinates; c++) codes[c][slot] = best->codes[c];
@@ -213,15 +187,12 @@ static uint8_t encode_row(const uint16_t *reach, const centroids *table, const f
 
 static QKV_DECLARE_ENCODE(encode_reference) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
-  centroids table;
-  table.filled = 0;
-  centroids_fill(&table, schedule->reach[tier]);
   const size_t dim = schedule->dim;
   qkvi_codes unpacked[QKV_DIM_MAX];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     for (size_t t = 0; t < GROUP; t++) {
       const size_t slot = g * GROUP + t;
-      gains[slot] = encode_row(schedule->reach[tier], &table, rows + slot * dim, unpacked, t);
+      gains[slot] = encode_row(schedule->reach[tier], rows + slot * dim, unpacked, t);
     }
     qkvi_pack(part, schedule, tier, unpacked, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);

@@ -31,7 +31,26 @@ static void test_flags_are_consistent(void **state) {
   if ((flags & QKV_CPU_NEON) != 0) assert_int_equal(flags, QKV_CPU_NEON);
 }
 
+static void names_make_flags(void **state) {
+  (void)state;
+  uint32_t flags = 1;
+  assert_int_equal(qkv_cpu_parse("none", &flags), QKV_OK);
+  assert_int_equal(flags, 0);
+  assert_int_equal(qkv_cpu_parse("avx2,f16c", &flags), QKV_OK);
+  assert_int_equal(flags, QKV_CPU_AVX2 | QKV_CPU_F16C);
+  assert_int_equal(qkv_cpu_parse("avx512-vnni", &flags), QKV_OK);
+  assert_int_equal(flags, QKV_CPU_VNNI);
+  assert_int_equal(qkv_cpu_parse("", &flags), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_cpu_parse("avx", &flags), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_cpu_parse("avx2,", &flags), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_cpu_parse("avx2,none", &flags), QKV_INVALID_ARGUMENT);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_text), cmocka_unit_test(test_flags_are_consistent)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_text),
+      cmocka_unit_test(test_flags_are_consistent),
+      cmocka_unit_test(names_make_flags),
+  };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -5,6 +5,7 @@
 #include <cmocka.h>
 #include <math.h>
 
+#include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
 
 static void gains_are_eighths_of_an_octave(void **state) {
@@ -33,19 +34,34 @@ static void nearest_gain_is_the_nearest(void **state) {
   assert_int_equal(qkvi_gain_nearest(1e30f), 255);
 }
 
-static void a_table_is_in_use(void **state) {
+static void a_mask_takes_a_lower_rung(void **state) {
   (void)state;
-  const qkv_kernels *kernels = qkv_kernels_get();
-  assert_non_null(kernels);
-  assert_string_equal(kernels->name, "reference");
-  assert_ptr_equal(kernels, qkv_kernels_get());
+  assert_string_equal(qkv_kernels_at(0)->name, "reference");
+  assert_ptr_equal(qkv_kernels_get(), qkv_kernels_for(qkv_cpu_flags()));
+  qkv_kernels_setup(0);
+  assert_ptr_equal(qkv_kernels_get(), qkv_kernels_at(0));
+  qkv_kernels_setup(UINT32_MAX);
+  assert_ptr_equal(qkv_kernels_get(), qkv_kernels_for(qkv_cpu_flags()));
+}
+
+static void every_rung_is_reached_by_its_needs(void **state) {
+  (void)state;
+  for (size_t row = 0; qkv_kernels_at(row) != NULL; row++) {
+    const qkv_kernels *rung = qkv_kernels_at(row);
+    assert_ptr_equal(qkv_kernels_for(rung->needs), rung);
+    assert_non_null(rung->scores);
+    assert_non_null(rung->accumulate);
+    assert_non_null(rung->encode);
+    assert_non_null(rung->decode);
+  }
 }
 
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(gains_are_eighths_of_an_octave),
       cmocka_unit_test(nearest_gain_is_the_nearest),
-      cmocka_unit_test(a_table_is_in_use),
+      cmocka_unit_test(a_mask_takes_a_lower_rung),
+      cmocka_unit_test(every_rung_is_reached_by_its_needs),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

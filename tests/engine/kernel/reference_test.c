@@ -75,7 +75,7 @@ static void check_scores(naive_random *random, uint16_t dim, bool banded) {
   part_init(&c, random, QKV_K, dim, banded);
   float *queries = random_floats(random, (size_t)QUERIES * dim);
   float scores[QUERIES * QKV_PAGE_TOKENS];
-  qkvi_kernels_reference.scores(&c.codes, queries, QUERIES, scores);
+  qkv_kernels_at(0)->scores(&c.codes, queries, QUERIES, scores);
   for (size_t i = 0; i < QUERIES; i++) {
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
       double sum = 0, size = 0;
@@ -98,7 +98,7 @@ static void check_accumulate(naive_random *random, uint16_t dim, bool banded) {
   float *sums = random_floats(random, (size_t)QUERIES * dim), *before = malloc(sizeof(float) * QUERIES * dim);
   assert_non_null(before);
   memcpy(before, sums, sizeof(float) * QUERIES * dim);
-  qkvi_kernels_reference.accumulate(&c.codes, weights, QUERIES, sums);
+  qkv_kernels_at(0)->accumulate(&c.codes, weights, QUERIES, sums);
   for (size_t i = 0; i < QUERIES; i++) {
     for (size_t j = 0; j < dim; j++) {
       double sum = before[i * dim + j], size = fabs(sum);
@@ -120,7 +120,7 @@ static void check_decode(naive_random *random, qkv_part part, uint16_t dim, bool
   part_case c;
   part_init(&c, random, part, dim, banded);
   float *rows = random_floats(random, (size_t)QKV_PAGE_TOKENS * dim);
-  qkvi_kernels_reference.decode(part, &c.codes, rows);
+  qkv_kernels_at(0)->decode(part, &c.codes, rows);
   for (size_t i = 0; i < (size_t)QKV_PAGE_TOKENS * dim; i++) {
     assert_true(fabs(rows[i] - c.rows[i]) <= 2e-7 * fabs(c.rows[i]));
   }
@@ -150,12 +150,12 @@ static void queries_do_not_mix(void **state) {
   part_init(&v, &random, QKV_V, 80, true);
   float *queries = random_floats(&random, QUERIES * 80), *weights = random_floats(&random, QUERIES * QKV_PAGE_TOKENS);
   float together[QUERIES * QKV_PAGE_TOKENS], alone[QKV_PAGE_TOKENS], sums[QUERIES * 80] = {0};
-  qkvi_kernels_reference.scores(&k.codes, queries, QUERIES, together);
-  qkvi_kernels_reference.accumulate(&v.codes, weights, QUERIES, sums);
+  qkv_kernels_at(0)->scores(&k.codes, queries, QUERIES, together);
+  qkv_kernels_at(0)->accumulate(&v.codes, weights, QUERIES, sums);
   for (size_t i = 0; i < QUERIES; i++) {
     float sum[80] = {0};
-    qkvi_kernels_reference.scores(&k.codes, queries + i * 80, 1, alone);
-    qkvi_kernels_reference.accumulate(&v.codes, weights + i * QKV_PAGE_TOKENS, 1, sum);
+    qkv_kernels_at(0)->scores(&k.codes, queries + i * 80, 1, alone);
+    qkv_kernels_at(0)->accumulate(&v.codes, weights + i * QKV_PAGE_TOKENS, 1, sum);
     assert_memory_equal(alone, together + i * QKV_PAGE_TOKENS, sizeof alone);
     assert_memory_equal(sum, sums + i * 80, sizeof sum);
   }
@@ -227,7 +227,7 @@ static void encode_takes_the_best_of_three_scales(void **state) {
     const size_t bytes = qkv_schedule_group_bytes(&schedule, tier);
     uint8_t *codes = malloc(QKV_PAGE_GROUPS * bytes + 1);
     assert_non_null(codes);
-    qkvi_kernels_reference.encode(QKV_V, &schedule, tier, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_V, &schedule, tier, rows, gains, codes);
     for (unsigned t = 0; t < QKV_PAGE_TOKENS; t += 3) {
       check_row(&schedule, tier, rows + (size_t)t * schedule.dim, gains[t], codes + t / 16 * bytes, t % 16);
     }
@@ -248,7 +248,7 @@ static void tiny_and_huge_rows_stay_in_range(void **state) {
     float rows[QKV_PAGE_TOKENS * 8];
     for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) rows[j] = j % 2 ? cases[i].value : -cases[i].value;
     uint8_t gains[QKV_PAGE_TOKENS], codes[64 * 4];
-    qkvi_kernels_reference.encode(QKV_K, &schedule, 4, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_K, &schedule, 4, rows, gains, codes);
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_in_range(gains[t], cases[i].gain_min, cases[i].gain_max);
   }
 }

@@ -1,0 +1,93 @@
+// Vectors of 32-bit lanes: 16 where the file is compiled for AVX-512, 8 for AVX2. Arithmetic is C's on GCC's vector
+// types; here is only what that has no words for.
+#ifndef QKV_ENGINE_KERNEL_X86_LANES_H
+#define QKV_ENGINE_KERNEL_X86_LANES_H
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef float eight __attribute__((vector_size(32)));
+
+static inline lanes load_lanes(const float *from) {
+  lanes all;
+  memcpy(&all, from, sizeof all);
+  return all;
+}
+
+static inline void store_lanes(float *to, lanes all) {
+  memcpy(to, &all, sizeof all);
+}
+
+static inline words load_words(const void *from) {
+  words all;
+  memcpy(&all, from, sizeof all);
+  return all;
+}
+
+static inline eight load_eight(const float *from) {
+  eight all;
+  memcpy(&all, from, sizeof all);
+  return all;
+}
+
+static inline void store_eight(float *to, eight all) {
+  memcpy(to, &all, sizeof all);
+}
+
+// LANES bytes, zero-extended.
+static inline words widen_bytes(const uint8_t *from) {
+#if LANES == 16
+  return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+  return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#endif
+}
+
+// A table of 16 entries in registers. An index counts with its four low bits.
+typedef struct lookup {
+#if LANES == 16
+  __m512i all;
+#else
+  __m256i low, high;
+#endif
+} lookup;
+
+static inline lookup load_lookup(const void *table) {
+#if LANES == 16
+  return (lookup){_mm512_loadu_si512(table)};
+#else
+  return (lookup){_mm256_loadu_si256(table), _mm256_loadu_si256((const __m256i *)table + 1)};
+#endif
+}
+
+static inline words look_up(lookup table, words index) {
+#if LANES == 16
+  return (words)_mm512_permutexvar_epi32((__m512i)index, table.all);
+#else
+  const __m256 low = (__m256)_mm256_permutevar8x32_epi32(table.low, (__m256i)index);
+  const __m256 high = (__m256)_mm256_permutevar8x32_epi32(table.high, (__m256i)index);
+  return (words)_mm256_blendv_ps(low, high, (__m256)(index << 28));
+#endif
+}
+
+// table[index] of a table in memory.
+static inline lanes gather(const float *table, words index) {
+#if LANES == 16
+  return (lanes)_mm512_i32gather_ps((__m512i)index, table, 4);
+#else
+  return (lanes)_mm256_i32gather_ps(table, (__m256i)index, 4);
+#endif
+}
+
+#endif
+#endif

@@ -1,0 +1,315 @@
+// Reading codes in vectors: scores, accumulate, decode. Compiled once for AVX2 and once for AVX-512.
+//
+// A group is turned into floats block by block (table.h). A slab's 32-bit lane is a token of K or a coordinate of
+// V, and its 16 two-bit places are coordinates of K or tokens of V; so the same code gives a tile [coordinate]
+// [token] of K and [token][coordinate] of V, whose vectors the sums then run over in the reference's order.
+#include <assert.h>
+
+#include "engine/codec/pack.h"
+#include "engine/kernel/blocks.h"
+#include "engine/kernel/kernel.h"
+#include "engine/kernel/x86/lanes.h"
+#include "engine/kernel/x86/twins.h"
+
+enum {
+  GROUP = QKV_GROUP_TOKENS,
+  TILE_GROUPS = 2,  // whose scores are taken at once
+  TILE_TOKENS = TILE_GROUPS * GROUP,
+  WIDE = 2 * LANES,  // floats that sums are taken of at once
+  QUERIES_AT_ONCE = 4,
+};
+
+// Where the blocks of the tiers lie; a page has few different ones.
+typedef struct reader {
+  qkv_part part;
+  const qkv_page_codes *codes;
+  unsigned tier;  // of `blocks`
+  qkvi_blocks blocks;
+} reader;
+
+static void reader_init(reader *r, qkv_part part, const qkv_page_codes *codes) {
+  r->part = part;
+  r->codes = codes;
+  r->tier = codes->tiers[0];
+  qkvi_blocks_find(codes->schedule, r->tier, &r->blocks);
+}
+
+static void reader_turn_to(reader *r, size_t group) {
+  if (r->codes->tiers[group] == r->tier) return;
+  r->tier = r->codes->tiers[group];
+  qkvi_blocks_find(r->codes->schedule, r->tier, &r->blocks);
+}
+
+// ---- Codes to floats ----
+
+#define EACH(byte) ((uint32_t)(byte)*0x01010101u)
+
+// Brings the fields of a slab of an even pair and of the one after it together: in `nibbles[QKVI_ODD_FIELDS]` field 1
+// below and 3 above, in `nibbles[QKVI_EVEN_FIELDS]` 0 and 2.
+static inline void join_fields(const uint8_t *first_slab, const uint8_t *second_slab, words nibbles[2]) {
+  const words first = load_words(first_slab), second = load_words(second_slab);
+  nibbles[QKVI_EVEN_FIELDS] = (first & EACH(0x33)) | (second & EACH(0xcc));
+  nibbles[QKVI_ODD_FIELDS] = (first & EACH(0xcc)) | (second & EACH(0x33));
+}
+
+// The 16 vectors of 16 floats of a block, `stride` floats apart.
+static inline void load_block_4(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+  const lookup even = load_lookup(qkvi_tables.nibbles[block->kind][QKVI_EVEN_FIELDS]);
+  const lookup odd = load_lookup(qkvi_tables.nibbles[block->kind][QKVI_ODD_FIELDS]);
+  for (size_t lane = 0; lane < GROUP; lane += LANES) {
+    words nibbles[2];
+    join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, nibbles);
+    for (unsigned i = 0; i < 4; i++) {
+      float *out = tile + i * stride + lane;
+      const unsigned shift = 8 * i;
+      store_lanes(out, (lanes)look_up(even, nibbles[QKVI_EVEN_FIELDS] >> shift));
+      store_lanes(out + 4 * stride, (lanes)look_up(odd, nibbles[QKVI_ODD_FIELDS] >> shift));
+      store_lanes(out + 8 * stride, (lanes)look_up(even, nibbles[QKVI_EVEN_FIELDS] >> (shift + 4)));
+      store_lanes(out + 12 * stride, (lanes)look_up(odd, nibbles[QKVI_ODD_FIELDS] >> (shift + 4)));
+    }
+  }
+}
+
+// The same of eight bits.
+static inline void load_block_8(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+  for (size_t lane = 0; lane < GROUP; lane += LANES) {
+    words high[2], low[2];
+    join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, high);
+    join_fields(group + block->slabs[2] + 4 * lane, group + block->slabs[3] + 4 * lane, low);
+    for (unsigned item = 0; item < GROUP; item++) {
+      const unsigned field = item / 4, shift = 8 * (item % 4) + 4 * (field / 2);
+      const words index = (high[field % 2] >> shift & 15) << 4 | (low[field % 2] >> shift & 15);
+      store_lanes(tile + item * stride + lane, gather(qkvi_tables.bytes[field % 2], index));
+    }
+  }
+}
+
+// Coordinates [first, end), by way of bytes.
+static void load_scattered(const reader *r, const qkvi_codes *unpacked, unsigned first, unsigned end, float *tile,
+                           size_t stride) {
+  const uint16_t *reach = r->codes->schedule->reach[r->tier];
+  const size_t by_coordinate = r->part == QKV_K ? stride : 1, by_token = r->part == QKV_K ? 1 : stride;
+  for (unsigned c = first; c < end; c++) {
+    unsigned depth = 1;
+    while (depth < QKV_DEPTH_MAX && reach[depth + 1] > c) depth++;
+    float *out = tile + (c - first) * by_coordinate;
+    for (size_t t = 0; t < GROUP; t++) out[t * by_token] = qkvi_tables.values[depth][unpacked[c][t]];
+  }
+}
+
+// A group's floats: of K rows [coordinate], of V rows [token], `stride` floats apart. Those of coordinates that have
+// no bits are left alone.
+static void load_group(reader *r, size_t group, float *tile, size_t stride) {
+  qkvi_codes unpacked[QKV_DIM_MAX];
+  reader_turn_to(r, group);
+  const qkvi_blocks *blocks = &r->blocks;
+  const uint8_t *bytes = r->codes->groups[group];
+  if (blocks->scattered > 0) qkvi_unpack(r->part, r->codes->schedule, r->tier, bytes, unpacked);
+  for (unsigned i = 0; i < blocks->count; i++) {
+    const qkvi_block *block = &blocks->blocks[i];
+    const unsigned first = i * QKVI_BLOCK_WIDTH, end = first + QKVI_BLOCK_WIDTH;
+    float *out = tile + (r->part == QKV_K ? first * stride : first);
+    if (block->kind < QKVI_BLOCK_NIBBLE_KINDS) {
+      load_block_4(block, bytes, out, stride);
+    } else if (block->kind == QKVI_BLOCK_8) {
+      load_block_8(block, bytes, out, stride);
+    } else {
+      load_scattered(r, unpacked, first, end < blocks->coordinates ? end : blocks->coordinates, out, stride);
+    }
+  }
+}
+
+// ---- Gains ----
+
+// qkv_gain_value of LANES gains.
+static inline lanes gain_lanes(const uint8_t *gains) {
+  const words g = widen_bytes(gains);
+  const words value = look_up(load_lookup(qkvi_tables.roots), g) + (((g >> 3) - 16) << 23);
+  return (lanes)(value & (words)(g != 0));
+}
+
+// ---- Scores ----
+
+// For `count` queries, a constant, so that the sums stay in registers.
+static inline __attribute__((always_inline)) void score_queries(const float *tile, unsigned coordinates,
+                                                                const float *queries, size_t dim, size_t count,
+                                                                const float *gains, float *scores) {
+  for (size_t t = 0; t < TILE_TOKENS; t += WIDE) {
+    lanes sums[QUERIES_AT_ONCE][2] = {0};
+    for (unsigned c = 0; c < coordinates; c++) {
+      const lanes low = load_lanes(tile + c * TILE_TOKENS + t), high = load_lanes(tile + c * TILE_TOKENS + t + LANES);
+      for (size_t i = 0; i < count; i++) {
+        sums[i][0] += queries[i * dim + c] * low;
+        sums[i][1] += queries[i * dim + c] * high;
+      }
+    }
+    for (size_t i = 0; i < count; i++) {
+      store_lanes(scores + i * QKV_PAGE_TOKENS + t, load_lanes(gains + t) * sums[i][0]);
+      store_lanes(scores + i * QKV_PAGE_TOKENS + t + LANES, load_lanes(gains + t + LANES) * sums[i][1]);
+    }
+  }
+}
+
+static void score_tile(const float *tile, unsigned coordinates, const float *queries, size_t dim, size_t n,
+                       const float *gains, float *scores) {
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    score_queries(tile, coordinates, queries + i * dim, dim, 4, gains, scores + i * QKV_PAGE_TOKENS);
+  }
+  for (; i + 2 <= n; i += 2) {
+    score_queries(tile, coordinates, queries + i * dim, dim, 2, gains, scores + i * QKV_PAGE_TOKENS);
+  }
+  if (i < n) score_queries(tile, coordinates, queries + i * dim, dim, 1, gains, scores + i * QKV_PAGE_TOKENS);
+}
+
+static QKV_DECLARE_SCORES(scores_twin) {
+  _Alignas(64) float tile[QKV_DIM_MAX * TILE_TOKENS];  // [coordinate][TILE_TOKENS]
+  float gains[TILE_TOKENS];
+  const qkv_schedule *schedule = keys->schedule;
+  reader r;
+  reader_init(&r, QKV_K, keys);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g += TILE_GROUPS) {
+    unsigned coordinates = 0;
+    for (size_t j = 0; j < TILE_GROUPS; j++) {
+      const unsigned coded = schedule->reach[keys->tiers[g + j]][1];
+      if (coded > coordinates) coordinates = coded;
+    }
+    for (size_t j = 0; j < TILE_GROUPS; j++) {
+      load_group(&r, g + j, tile + j * GROUP, TILE_TOKENS);
+      for (unsigned c = r.blocks.coordinates; c < coordinates; c++) {
+        memset(tile + c * TILE_TOKENS + j * GROUP, 0, GROUP * sizeof *tile);
+      }
+    }
+    for (size_t t = 0; t < TILE_TOKENS; t += LANES) {
+      store_lanes(gains + t, gain_lanes(keys->gains + g * GROUP + t));
+    }
+    score_tile(tile, coordinates, queries, schedule->dim, n, gains, scores + g * GROUP);
+  }
+}
+
+// ---- Weighted sums ----
+
+// For `count` queries of `weights` [count][GROUP], a constant.
+static inline __attribute__((always_inline)) void add_rows(const float *tile, size_t dim, unsigned coordinates,
+                                                           const float *weights, size_t count, float *sums) {
+  unsigned c = 0;
+  for (; c + WIDE <= coordinates; c += WIDE) {
+    lanes all[QUERIES_AT_ONCE][2];
+    for (size_t i = 0; i < count; i++) {
+      all[i][0] = load_lanes(sums + i * dim + c);
+      all[i][1] = load_lanes(sums + i * dim + c + LANES);
+    }
+    for (size_t t = 0; t < GROUP; t++) {
+      const lanes low = load_lanes(tile + t * dim + c), high = load_lanes(tile + t * dim + c + LANES);
+      for (size_t i = 0; i < count; i++) {
+        all[i][0] += weights[i * GROUP + t] * low;
+        all[i][1] += weights[i * GROUP + t] * high;
+      }
+    }
+    for (size_t i = 0; i < count; i++) {
+      store_lanes(sums + i * dim + c, all[i][0]);
+      store_lanes(sums + i * dim + c + LANES, all[i][1]);
+    }
+  }
+  for (; c < coordinates; c += 8) {
+    for (size_t i = 0; i < count; i++) {
+      eight all = load_eight(sums + i * dim + c);
+      for (size_t t = 0; t < GROUP; t++) all += weights[i * GROUP + t] * load_eight(tile + t * dim + c);
+      store_eight(sums + i * dim + c, all);
+    }
+  }
+}
+
+// weights [count][GROUP] = gain_t * w_t
+static void scale_weights(const float *w, const uint8_t *gains, size_t count, float *weights) {
+  for (size_t i = 0; i < count; i++) {
+    for (size_t t = 0; t < GROUP; t += LANES) {
+      store_lanes(weights + i * GROUP + t, load_lanes(w + i * QKV_PAGE_TOKENS + t) * gain_lanes(gains + t));
+    }
+  }
+}
+
+static void add_tile(const float *tile, size_t dim, unsigned coordinates, const float *w, const uint8_t *gains,
+                     size_t n, float *sums) {
+  float weights[QUERIES_AT_ONCE * GROUP];
+  for (size_t i = 0; i < n;) {
+    const size_t count = n - i >= 4 ? 4 : n - i >= 2 ? 2 : 1;
+    scale_weights(w + i * QKV_PAGE_TOKENS, gains, count, weights);
+    if (count == 4) {
+      add_rows(tile, dim, coordinates, weights, 4, sums + i * dim);
+    } else if (count == 2) {
+      add_rows(tile, dim, coordinates, weights, 2, sums + i * dim);
+    } else {
+      add_rows(tile, dim, coordinates, weights, 1, sums + i * dim);
+    }
+    i += count;
+  }
+}
+
+static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
+  _Alignas(64) float tile[GROUP * QKV_DIM_MAX];  // [token][dim]
+  const size_t dim = values->schedule->dim;
+  reader r;
+  reader_init(&r, QKV_V, values);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    load_group(&r, g, tile, dim);
+    add_tile(tile, dim, r.blocks.coordinates, weights + g * GROUP, values->gains + g * GROUP, n, sums);
+  }
+}
+
+// ---- Rows ----
+
+// out[j][i] = in[i][j] of 8 x 8 floats.
+static inline void transpose_eight(const float *in, size_t in_stride, float *out, size_t out_stride) {
+  eight r[8], p[8];
+  for (size_t i = 0; i < 8; i++) r[i] = load_eight(in + i * in_stride);
+  for (size_t i = 0; i < 8; i += 2) {
+    p[i] = (eight)_mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
+    p[i + 1] = (eight)_mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
+  }
+  for (size_t i = 0; i < 8; i += 4) {
+    r[i] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0x44);
+    r[i + 1] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0xee);
+    r[i + 2] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0x44);
+    r[i + 3] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0xee);
+  }
+  for (size_t i = 0; i < 4; i++) {
+    store_eight(out + i * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x20));
+    store_eight(out + (i + 4) * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x31));
+  }
+}
+
+static void decode_group(reader *r, size_t group, float *rows) {
+  const size_t dim = r->codes->schedule->dim;
+  if (r->part == QKV_V) {
+    load_group(r, group, rows, dim);
+  } else {
+    _Alignas(64) float tile[QKV_DIM_MAX * GROUP];
+    load_group(r, group, tile, GROUP);
+    for (size_t c = 0; c < r->blocks.coordinates; c += 8) {
+      for (size_t t = 0; t < GROUP; t += 8) transpose_eight(tile + c * GROUP + t, GROUP, rows + t * dim + c, dim);
+    }
+  }
+  for (size_t t = 0; t < GROUP; t++) {
+    const float gain = qkv_gain_value(r->codes->gains[group * GROUP + t]);
+    float *row = rows + t * dim;
+    size_t c = 0;
+    for (; c < r->blocks.coordinates; c += 8) store_eight(row + c, load_eight(row + c) * gain);
+    memset(row + c, 0, (dim - c) * sizeof *row);
+  }
+}
+
+static QKV_DECLARE_DECODE(decode_twin) {
+  reader r;
+  reader_init(&r, part, codes);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) decode_group(&r, g, rows + g * GROUP * codes->schedule->dim);
+}
+
+const qkv_kernels TWIN(qkvi_kernels) = {
+    .name = TWIN_NAME,
+    .needs = TWIN_NEEDS,
+    .scores = scores_twin,
+    .accumulate = accumulate_twin,
+    .encode = TWIN(qkvi_encode),
+    .decode = decode_twin,
+};

@@ -1,0 +1,141 @@
+#include <assert.h>
+#include <stdio.h>
+
+#include "tests/checkkern/checkkern.h"
+
+static const uint16_t dims[] = {8, 16, 24, 64, 80, 96, 128, 192, 256, 576, 1024};
+static const size_t counts[] = {1, 2, 3, 4, 7, 8, 32};
+enum { DIMS = sizeof dims / sizeof *dims, COUNTS = sizeof counts / sizeof *counts };
+
+typedef struct checking {
+  const qkv_kernels *twin;
+  naive_random random;
+  size_t failures;
+} checking;
+
+static const char *tiers_text(const uint8_t tiers[QKV_PAGE_GROUPS], char text[QKV_PAGE_GROUPS + 1]) {
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) text[g] = (char)('0' + tiers[g]);
+  text[QKV_PAGE_GROUPS] = '\0';
+  return text;
+}
+
+// What a twin wrote against what the reference wrote, byte by byte.
+static void compare(checking *c, const char *kernel, const page_part *page, size_t n, const guarded *expected,
+                    const guarded *got) {
+  char tiers[QKV_PAGE_GROUPS + 1];
+  size_t at = 0;
+  while (at < got->bytes && got->data[at] == expected->data[at]) at++;
+  if (at == got->bytes && guarded_intact(got)) return;
+  c->failures++;
+  printf("%s %s %s, dim %u, tiers %s, %zu queries: ", c->twin->name, kernel, page->part == QKV_K ? "K" : "V",
+         page->schedule.dim, tiers_text(page->codes.tiers, tiers), n);
+  if (at < got->bytes) {
+    printf("byte %zu of %zu differs\n", at, got->bytes);
+  } else {
+    printf("wrote beyond its %zu bytes\n", got->bytes);
+  }
+}
+
+static guarded copy_of(const guarded *from) {
+  guarded copy = guarded_make(from->bytes);
+  memcpy(copy.data, from->data, from->bytes);
+  return copy;
+}
+
+static void check_scores(checking *c, const page_part *page, size_t n, input_kind kind) {
+  guarded queries = guarded_make(n * page->schedule.dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)queries.data, n * page->schedule.dim);
+  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = copy_of(&expected);
+  qkv_kernels_at(0)->scores(&page->codes, (float *)queries.data, n, (float *)expected.data);
+  c->twin->scores(&page->codes, (float *)queries.data, n, (float *)got.data);
+  compare(c, "scores", page, n, &expected, &got);
+  guarded_free(&queries);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_accumulate(checking *c, const page_part *page, size_t n, input_kind kind) {
+  guarded weights = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float));
+  fill_input(&c->random, kind, (float *)weights.data, n * QKV_PAGE_TOKENS);
+  guarded expected = guarded_make(n * page->schedule.dim * sizeof(float));
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)expected.data, n * page->schedule.dim);
+  guarded got = copy_of(&expected);
+  qkv_kernels_at(0)->accumulate(&page->codes, (float *)weights.data, n, (float *)expected.data);
+  c->twin->accumulate(&page->codes, (float *)weights.data, n, (float *)got.data);
+  compare(c, "accumulate", page, n, &expected, &got);
+  guarded_free(&weights);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_decode(checking *c, const page_part *page) {
+  guarded expected = guarded_make((size_t)QKV_PAGE_TOKENS * page->schedule.dim * sizeof(float));
+  guarded got = copy_of(&expected);
+  qkv_kernels_at(0)->decode(page->part, &page->codes, (float *)expected.data);
+  c->twin->decode(page->part, &page->codes, (float *)got.data);
+  compare(c, "decode", page, 0, &expected, &got);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedule, unsigned tier, input_kind kind) {
+  const uint8_t tiers[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
+  const page_part page = {
+      .part = part, .schedule = *schedule, .codes.tiers = {tiers[0], tiers[1], tiers[2], tiers[3]}};
+  guarded rows = guarded_make((size_t)QKV_PAGE_TOKENS * schedule->dim * sizeof(float));
+  fill_rows(&c->random, kind, (float *)rows.data, schedule->dim);
+  guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = copy_of(&gains);
+  guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
+  guarded codes_got = copy_of(&codes);
+  qkv_kernels_at(0)->encode(part, schedule, tier, (float *)rows.data, gains.data, codes.data);
+  c->twin->encode(part, schedule, tier, (float *)rows.data, gains_got.data, codes_got.data);
+  compare(c, "encode: gains,", &page, 0, &gains, &gains_got);
+  compare(c, "encode: codes,", &page, 0, &codes, &codes_got);
+  guarded_free(&rows);
+  guarded_free(&gains);
+  guarded_free(&gains_got);
+  guarded_free(&codes);
+  guarded_free(&codes_got);
+}
+
+static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t tiers[QKV_PAGE_GROUPS], size_t n) {
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    page_part page;
+    page_part_init(&page, &c->random, part, schedule, tiers);
+    const input_kind kind = naive_below(&c->random, INPUT_KINDS);
+    part == QKV_K ? check_scores(c, &page, n, kind) : check_accumulate(c, &page, n, kind);
+    check_decode(c, &page);
+    page_part_deinit(&page);
+  }
+}
+
+static void check_schedule(checking *c, const qkv_schedule *schedule) {
+  for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++) {
+    const uint8_t same[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
+    check_page(c, schedule, same, counts[tier % COUNTS]);
+    if (tier == 0) continue;
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      check_encode(c, part, schedule, tier, naive_below(&c->random, INPUT_KINDS));
+    }
+  }
+  for (size_t i = 0; i < COUNTS; i++) {
+    uint8_t mixed[QKV_PAGE_GROUPS];
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) mixed[g] = (uint8_t)naive_below(&c->random, QKV_TIER_MAX + 1);
+    check_page(c, schedule, mixed, counts[i]);
+  }
+}
+
+size_t check_rung(const qkv_kernels *twin) {
+  checking c = {.twin = twin, .random = {1}};
+  for (size_t d = 0; d < DIMS; d++) {
+    qkv_schedule schedule;
+    qkv_schedule_uniform(&schedule, dims[d]);
+    check_schedule(&c, &schedule);
+    for (int bands = 0; bands < 3; bands++) {
+      naive_schedule(&c.random, dims[d], &schedule);
+      assert(qkv_schedule_validate(&schedule) == NULL);
+      check_schedule(&c, &schedule);
+    }
+  }
+  return c.failures;
+}

@@ -1,0 +1,48 @@
+// checkkern: the kernels' twins against the scalar reference, bit by bit, and how fast each is.
+#ifndef QKV_TESTS_CHECKKERN_CHECKKERN_H
+#define QKV_TESTS_CHECKKERN_CHECKKERN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/kernel/kernel.h"
+#include "tests/engine/codec/naive.h"
+
+// Bytes between guards. `data` is 16-byte aligned and deliberately no better.
+typedef struct guarded {
+  uint8_t *data;
+  size_t bytes;
+  uint8_t *memory;
+} guarded;
+
+guarded guarded_make(size_t bytes);
+bool guarded_intact(const guarded *buffer);
+void guarded_free(guarded *buffer);
+
+// One head's K or V with codes of its own.
+typedef struct page_part {
+  qkv_part part;
+  qkv_schedule schedule;
+  guarded gains, groups[QKV_PAGE_GROUPS];
+  qkv_page_codes codes;
+} page_part;
+
+// Random codes and gains under `schedule`.
+void page_part_init(page_part *page, naive_random *random, qkv_part part, const qkv_schedule *schedule,
+                    const uint8_t tiers[QKV_PAGE_GROUPS]);
+void page_part_deinit(page_part *page);
+
+// What the numbers are like.
+typedef enum input_kind { INPUT_GAUSSIAN, INPUT_OUTLIERS, INPUT_EXTREME, INPUT_KINDS } input_kind;
+void fill_input(naive_random *random, input_kind kind, float *numbers, size_t n);
+
+// Rows to encode: INPUT_EXTREME has rows of zeros, constants, and numbers next to cell boundaries.
+void fill_rows(naive_random *random, input_kind kind, float *rows, size_t dim);
+
+// The number of failures, which are printed.
+size_t check_rung(const qkv_kernels *twin);
+// Prints a table for every rung of `cpu_flags`.
+void bench(uint32_t cpu_flags);
+
+#endif

@@ -1,0 +1,43 @@
+// Usage: checkkern [--bench] [--cpu-mask LIST]
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/base/cpu.h"
+#include "tests/checkkern/checkkern.h"
+
+static int check(uint32_t cpu_flags) {
+  size_t failures = 0;
+  for (size_t row = 1; qkv_kernels_at(row) != NULL; row++) {
+    const qkv_kernels *twin = qkv_kernels_at(row);
+    if ((twin->needs & ~cpu_flags) != 0) {
+      printf("%s: skipped, this machine or the mask lacks it\n", twin->name);
+      continue;
+    }
+    const size_t failed = check_rung(twin);
+    printf("%s: %s\n", twin->name, failed == 0 ? "equal to the reference" : "FAILED");
+    failures += failed;
+  }
+  return failures == 0 ? 0 : 1;
+}
+
+int main(int argc, char **argv) {
+  uint32_t cpu_flags = qkv_cpu_flags();
+  bool measure = false;
+  for (int i = 1; i < argc; i++) {
+    uint32_t mask;
+    if (strcmp(argv[i], "--bench") == 0) {
+      measure = true;
+    } else if (strcmp(argv[i], "--cpu-mask") == 0 && i + 1 < argc && qkv_cpu_parse(argv[i + 1], &mask) == QKV_OK) {
+      cpu_flags &= mask;
+      i++;
+    } else {
+      fprintf(stderr, "usage: checkkern [--bench] [--cpu-mask LIST]\n");
+      return 2;
+    }
+  }
+  if (measure) {
+    bench(cpu_flags);
+    return 0;
+  }
+  return check(cpu_flags);
+}
