@@ -131,9 +131,7 @@ def test_fetch_load_and_remove(daemon, make_cache, tmp_path):
             assert any(np.array_equal(np.asarray(found, np.float32).reshape(array.shape), array)
                        for found in arrays.values() if found.size == array.size), (layer, part)
     copy = f"{cache.name}-copy"
-    result = run("qkvctl", "load", path, copy, "--model", cache.model.name, *target)
-    if result.returncode == 2:  # the session may be an option
-        result = run("qkvctl", "load", path, "--session", copy, "--model", cache.model.name, *target)
+    result = run("qkvctl", "load", path, "--session", copy, "--model", cache.model.name, *target)
     assert result.returncode == 0, result.stderr
     again = str(tmp_path / "again.safetensors")
     assert run("qkvctl", "fetch", copy, "--output", again, *target).returncode == 0
