@@ -206,9 +206,7 @@ static void close_sides(both_sides *sides) {
   free(sides->out);
 }
 
-static int run(void *values, const qkv_option_list *arguments) {
-  (void)arguments;
-  const qkv_bench_settings *settings = values;
+static int compare(const qkv_bench_settings *settings, const char *target) {
   both_sides sides = {.settings = settings,
                       .out_count = (size_t)(settings->q_heads * settings->dim),
                       .lse_count = (size_t)settings->q_heads};
@@ -219,18 +217,27 @@ static int run(void *values, const qkv_option_list *arguments) {
   sides.v = sides.k + row;
   sides.q = sides.v + row;
   sides.lse = sides.out + sides.out_count;
-  qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, settings->program.target, false)) return 1;
   qkv_samples in_process = {0}, in_daemon = {0};
-  int status = open_in_process(&sides) || open_in_daemon(&sides, daemon.target);
+  int status = open_in_process(&sides) || open_in_daemon(&sides, target);
   if (!status) status = measure(&sides, &in_process, &in_daemon);
   close_sides(&sides);
   qkv_samples_free(&in_process);
   qkv_samples_free(&in_daemon);
+  return status;
+}
+
+static int run(void *settings, const qkv_option_list *arguments) {
+  (void)arguments;
+  qkv_bench_daemon daemon;
+  if (!qkv_bench_daemon_start(&daemon, ((const qkv_bench_settings *)settings)->program.target, false)) return 1;
+  int status = compare(settings, daemon.target);
   qkv_bench_daemon_stop(&daemon);
   return status;
 }
 
-const qkv_command qkvi_bench_attend = {
-    "attend", "", "a decode step through the daemon and in process", options, sizeof options / sizeof *options, 0,
-    0,        run};
+const qkv_command qkvi_bench_attend = {.name = "attend",
+                                       .arguments = "",
+                                       .summary = "a decode step through the daemon and in process",
+                                       .options = options,
+                                       .option_count = sizeof options / sizeof *options,
+                                       .run = run};
