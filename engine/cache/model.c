@@ -95,8 +95,8 @@ static qkv_status check_geometry(const qkv_model *model, qkv_error *error) {
   QKV_TRY(check_dim("model.key_dim", model->key_dim, error));
   QKV_TRY(check_dim("model.value_dim", model->value_dim, error));
   if (qkv_dtype_size(model->dtype) == 0) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "model.dtype is %s, allowed are fp32, fp16 and bf16",
-                    qkv_dtype_name(model->dtype));
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "model.dtype is %d, known are 1 (fp32), 2 (fp16) and 3 (bf16)",
+                    (int)model->dtype);
   }
   return QKV_OK;
 }
@@ -117,7 +117,6 @@ qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error) {
 }
 
 static bool rope_equal(const qkv_rope *a, const qkv_rope *b) {
-  if (a->theta == 0 && b->theta == 0) return true;
   return a->theta == b->theta && a->width == b->width && a->interleaved == b->interleaved &&
          a->scaling == b->scaling && a->factor == b->factor && a->original_max_position == b->original_max_position &&
          a->low_freq_factor == b->low_freq_factor && a->high_freq_factor == b->high_freq_factor &&

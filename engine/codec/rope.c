@@ -6,18 +6,19 @@
 
 static const double TWO_PI = 6.283185307179586476925286766559;
 
-static qkv_status check_at_least(const char *field, double value, double least, qkv_error *error) {
-  if (isfinite(value) && value >= least) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.%s is %g, at least %g", field, value, least);
+static qkv_status check_between(const char *field, double value, double least, double most, qkv_error *error) {
+  if (value >= least && value <= most) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.%s is %g, allowed are %g to %g", field, value, least, most);
 }
 
-static qkv_status check_above(const char *field, double value, double limit, qkv_error *error) {
-  if (isfinite(value) && value > limit) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.%s is %g, must be above %g", field, value, limit);
+static qkv_status check_theta(double theta, qkv_error *error) {
+  if (theta > 1 && theta <= QKV_ROPE_THETA_MAX) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.theta is %g, must be above 1 and at most %g", theta,
+                  QKV_ROPE_THETA_MAX);
 }
 
-static void default_to(double *field, double value) {
-  if (*field == 0) *field = value;
+static double or_default(double value, double otherwise) {
+  return value == 0 ? otherwise : value;
 }
 
 static qkv_status resolve_width(qkv_rope *rope, uint32_t dim, qkv_error *error) {
@@ -32,50 +33,73 @@ static qkv_status resolve_width(qkv_rope *rope, uint32_t dim, qkv_error *error) 
   return QKV_OK;
 }
 
-static qkv_status resolve_llama3(qkv_rope *rope, qkv_error *error) {
-  default_to(&rope->low_freq_factor, 1);
-  default_to(&rope->high_freq_factor, 4);
-  QKV_TRY(check_above("low_freq_factor", rope->low_freq_factor, 0, error));
-  return check_above("high_freq_factor", rope->high_freq_factor, rope->low_freq_factor, error);
+static qkv_status resolve_trained(qkv_rope *rope, const qkv_rope *said, qkv_error *error) {
+  rope->original_max_position = said->original_max_position;
+  if (rope->original_max_position >= 1 && rope->original_max_position <= QKV_ROPE_TRAINED_MAX) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.original_max_position is %" PRIu64 ", allowed are 1 to %" PRIu64,
+                  rope->original_max_position, QKV_ROPE_TRAINED_MAX);
 }
 
-static qkv_status resolve_yarn(qkv_rope *rope, qkv_error *error) {
-  default_to(&rope->beta_fast, 32);
-  default_to(&rope->beta_slow, 1);
-  default_to(&rope->attention_factor, 0.1 * log(rope->factor) + 1);
-  QKV_TRY(check_above("beta_slow", rope->beta_slow, 0, error));
-  QKV_TRY(check_at_least("beta_fast", rope->beta_fast, rope->beta_slow, error));
-  return check_above("attention_factor", rope->attention_factor, 0, error);
+static qkv_status resolve_llama3(qkv_rope *rope, const qkv_rope *said, qkv_error *error) {
+  QKV_TRY(resolve_trained(rope, said, error));
+  rope->low_freq_factor = or_default(said->low_freq_factor, 1);
+  rope->high_freq_factor = or_default(said->high_freq_factor, 4);
+  QKV_TRY(check_between("low_freq_factor", rope->low_freq_factor, QKV_ROPE_FACTOR_MIN, QKV_ROPE_FACTOR_MAX, error));
+  QKV_TRY(check_between("high_freq_factor", rope->high_freq_factor, QKV_ROPE_FACTOR_MIN, QKV_ROPE_FACTOR_MAX, error));
+  if (rope->high_freq_factor > rope->low_freq_factor) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.high_freq_factor is %g, must be above low_freq_factor %g",
+                  rope->high_freq_factor, rope->low_freq_factor);
+}
+
+static qkv_status resolve_yarn(qkv_rope *rope, const qkv_rope *said, qkv_error *error) {
+  QKV_TRY(resolve_trained(rope, said, error));
+  rope->beta_fast = or_default(said->beta_fast, 32);
+  rope->beta_slow = or_default(said->beta_slow, 1);
+  rope->attention_factor = or_default(said->attention_factor, 0.1 * log(rope->factor) + 1);
+  QKV_TRY(check_between("beta_slow", rope->beta_slow, QKV_ROPE_FACTOR_MIN, QKV_ROPE_FACTOR_MAX, error));
+  QKV_TRY(check_between("beta_fast", rope->beta_fast, rope->beta_slow, QKV_ROPE_FACTOR_MAX, error));
+  return check_between("attention_factor", rope->attention_factor, QKV_ROPE_FACTOR_MIN, QKV_ROPE_FACTOR_MAX, error);
+}
+
+// What the scaling uses, from what was said; the rest of `rope` is 0.
+static qkv_status resolve_scaling(qkv_rope *rope, const qkv_rope *said, qkv_error *error) {
+  if (rope->scaling == QKV_ROPE_NONE) return QKV_OK;
+  rope->factor = said->factor;
+  QKV_TRY(check_between("factor", rope->factor, 1, QKV_ROPE_FACTOR_MAX, error));
+  switch (rope->scaling) {
+    case QKV_ROPE_DYNAMIC:
+      return resolve_trained(rope, said, error);
+    case QKV_ROPE_YARN:
+      return resolve_yarn(rope, said, error);
+    case QKV_ROPE_LLAMA3:
+      return resolve_llama3(rope, said, error);
+    default:
+      return QKV_OK;
+  }
 }
 
 qkv_status qkv_rope_resolve(qkv_rope *rope, uint32_t dim, qkv_error *error) {
-  if (rope->theta == 0) return QKV_OK;
-  QKV_TRY(check_above("theta", rope->theta, 1, error));
+  const qkv_rope said = *rope;
+  *rope = (qkv_rope){0};
+  if (said.theta == 0) return QKV_OK;
+  if ((unsigned)said.scaling > QKV_ROPE_LLAMA3) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.scaling is %d, known are 0 to %d", (int)said.scaling,
+                    QKV_ROPE_LLAMA3);
+  }
+  *rope =
+      (qkv_rope){.theta = said.theta, .width = said.width, .interleaved = said.interleaved, .scaling = said.scaling};
+  QKV_TRY(check_theta(rope->theta, error));
   QKV_TRY(resolve_width(rope, dim, error));
-  if (rope->scaling == QKV_ROPE_NONE) return QKV_OK;
-  QKV_TRY(check_at_least("factor", rope->factor, 1, error));
-  if (rope->scaling == QKV_ROPE_LINEAR) return QKV_OK;
-  if (rope->original_max_position == 0) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.original_max_position is 0, at least 1");
-  }
-  switch (rope->scaling) {
-    case QKV_ROPE_DYNAMIC:
-      return QKV_OK;
-    case QKV_ROPE_YARN:
-      return resolve_yarn(rope, error);
-    case QKV_ROPE_LLAMA3:
-      return resolve_llama3(rope, error);
-    default:
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "rope.scaling is %d, which is not known", (int)rope->scaling);
-  }
+  return resolve_scaling(rope, &said, error);
 }
 
-// Dynamic NTK: the base that stretches the lowest frequency to the length at hand.
+// Dynamic NTK: the base that stretches the lowest frequency to the length at hand. Never below theta, whatever
+// is rounded: 1 is added to what is not negative.
 static double dynamic_theta(const qkv_rope *rope, uint64_t position) {
   const double trained = (double)rope->original_max_position;
   const double length = fmax((double)position + 1, trained);
   const double width = rope->width;
-  return rope->theta * pow(rope->factor * length / trained - (rope->factor - 1), width / (width - 2));
+  return rope->theta * pow(1 + rope->factor * (length / trained - 1), width / (width - 2));
 }
 
 // Index of the frequency that turns `rotations` times over the trained length, as a real number.

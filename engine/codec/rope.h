@@ -2,6 +2,10 @@
 //
 // Fields and defaults are those of proto/qkv/v1/model.proto's Rope. Source: Su et al. (RoPE), and the scalings
 // as Hugging Face transformers computes them (linear, dynamic NTK, YaRN, Llama 3).
+//
+// Dynamic NTK takes its base from the length. Here every row is rotated with the base of its own position + 1,
+// as a decode loop of transformers rotates it; a prompt that goes through transformers in one pass gets one base
+// for all of its rows, that of the pass's length. Whoever needs those rows sends them rotated.
 #ifndef QKV_ENGINE_CODEC_ROPE_H
 #define QKV_ENGINE_CODEC_ROPE_H
 
@@ -31,7 +35,14 @@ typedef struct qkv_rope {
   double attention_factor;
 } qkv_rope;
 
-// Fills in defaults (width, factors) and checks limits; `dim` is the width of the rows.
+// Every factor lies within these (`factor` itself is at least 1), so that angles and rows stay finite.
+#define QKV_ROPE_FACTOR_MIN 1e-6
+#define QKV_ROPE_FACTOR_MAX 1e6
+#define QKV_ROPE_THETA_MAX 1e12
+#define QKV_ROPE_TRAINED_MAX ((uint64_t)1 << 53)  // of original_max_position
+
+// Fills in defaults (width, factors), checks limits and clears what the scaling does not use, so that equal
+// ropes are equal in every field; `dim` is the width of the rows. On failure `rope` is undefined.
 // INVALID_ARGUMENT "rope.width is 130, at most key_dim 128".
 qkv_status qkv_rope_resolve(qkv_rope *rope, uint32_t dim, qkv_error *error);
 

@@ -38,6 +38,21 @@ static void test_defaults(void **state) {
   assert_true(qkv_model_equal(&model, &again));
 }
 
+// A field that nothing reads does not make the same model another one.
+static void test_unused_rope_fields(void **state) {
+  (void)state;
+  qkv_model plain = valid_model(), noisy = valid_model();
+  noisy.rope.factor = NAN;
+  noisy.rope.beta_fast = 3;
+  assert_int_equal(qkv_model_resolve(&plain, NULL), QKV_OK);
+  assert_int_equal(qkv_model_resolve(&noisy, NULL), QKV_OK);
+  assert_true(qkv_model_equal(&plain, &noisy));
+  plain.rope = (qkv_rope){0};
+  noisy.rope = (qkv_rope){.theta = 0, .width = 5};
+  assert_int_equal(qkv_model_resolve(&noisy, NULL), QKV_OK);
+  assert_true(qkv_model_equal(&plain, &noisy));
+}
+
 static void test_geometry_limits(void **state) {
   (void)state;
   REFUSED(layers = 0, "model.layers is 0, allowed are 1 to 1024");
@@ -48,7 +63,8 @@ static void test_geometry_limits(void **state) {
   REFUSED(key_dim = 0, "model.key_dim is 0, allowed are multiples of 8 from 8 to 1024");
   REFUSED(key_dim = 65, "model.key_dim is 65, allowed are multiples of 8 from 8 to 1024");
   REFUSED(value_dim = 1032, "model.value_dim is 1032, allowed are multiples of 8 from 8 to 1024");
-  REFUSED(dtype = QKV_DTYPE_NONE, "model.dtype is none, allowed are fp32, fp16 and bf16");
+  REFUSED(dtype = QKV_DTYPE_NONE, "model.dtype is 0, known are 1 (fp32), 2 (fp16) and 3 (bf16)");
+  REFUSED(dtype = (qkv_dtype)7, "model.dtype is 7, known are 1 (fp32), 2 (fp16) and 3 (bf16)");
 }
 
 static void test_number_limits(void **state) {
@@ -136,13 +152,10 @@ static void test_equality_sees_every_field(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_defaults),
-      cmocka_unit_test(test_geometry_limits),
-      cmocka_unit_test(test_number_limits),
-      cmocka_unit_test(test_names),
-      cmocka_unit_test(test_policy_limits),
-      cmocka_unit_test(test_policy_merge),
-      cmocka_unit_test(test_equality_sees_every_field),
+      cmocka_unit_test(test_defaults),        cmocka_unit_test(test_unused_rope_fields),
+      cmocka_unit_test(test_geometry_limits), cmocka_unit_test(test_number_limits),
+      cmocka_unit_test(test_names),           cmocka_unit_test(test_policy_limits),
+      cmocka_unit_test(test_policy_merge),    cmocka_unit_test(test_equality_sees_every_field),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

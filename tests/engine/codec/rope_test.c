@@ -180,29 +180,106 @@ static void limits_are_named(void **state) {
   } bad[] = {
       {{.theta = 10000, .width = 130}, "rope.width is 130, at most key_dim 128"},
       {{.theta = 10000, .width = 63}, "rope.width is 63, must be even"},
-      {{.theta = 1}, "rope.theta is 1, must be above 1"},
-      {{.theta = -3}, "rope.theta is -3, must be above 1"},
-      {{.theta = INFINITY}, "rope.theta is inf, must be above 1"},
-      {{.theta = NAN}, "rope.theta is nan, must be above 1"},
-      {{.theta = 100, .scaling = QKV_ROPE_LINEAR}, "rope.factor is 0, at least 1"},
-      {{.theta = 100, .scaling = QKV_ROPE_LINEAR, .factor = 0.5}, "rope.factor is 0.5, at least 1"},
-      {{.theta = 100, .scaling = QKV_ROPE_DYNAMIC, .factor = 2}, "rope.original_max_position is 0, at least 1"},
+      {{.theta = 1}, "rope.theta is 1, must be above 1 and at most 1e+12"},
+      {{.theta = -3}, "rope.theta is -3, must be above 1 and at most 1e+12"},
+      {{.theta = INFINITY}, "rope.theta is inf, must be above 1 and at most 1e+12"},
+      {{.theta = NAN}, "rope.theta is nan, must be above 1 and at most 1e+12"},
+      {{.theta = 1e300}, "rope.theta is 1e+300, must be above 1 and at most 1e+12"},
+      {{.theta = 100, .scaling = QKV_ROPE_LINEAR}, "rope.factor is 0, allowed are 1 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_LINEAR, .factor = 0.5}, "rope.factor is 0.5, allowed are 1 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_LINEAR, .factor = 1e300}, "rope.factor is 1e+300, allowed are 1 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_LINEAR, .factor = NAN}, "rope.factor is nan, allowed are 1 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_DYNAMIC, .factor = 2},
+       "rope.original_max_position is 0, allowed are 1 to 9007199254740992"},
+      {{.theta = 100, .scaling = QKV_ROPE_DYNAMIC, .factor = 2, .original_max_position = UINT64_MAX},
+       "rope.original_max_position is 18446744073709551615, allowed are 1 to 9007199254740992"},
       {{.theta = 100, .scaling = QKV_ROPE_YARN, .factor = 2, .original_max_position = 9, .beta_slow = -1},
-       "rope.beta_slow is -1, must be above 0"},
+       "rope.beta_slow is -1, allowed are 1e-06 to 1e+06"},
       {{.theta = 100, .scaling = QKV_ROPE_YARN, .factor = 2, .original_max_position = 9, .beta_fast = 0.5},
-       "rope.beta_fast is 0.5, at least 1"},
+       "rope.beta_fast is 0.5, allowed are 1 to 1e+06"},
       {{.theta = 100, .scaling = QKV_ROPE_YARN, .factor = 2, .original_max_position = 9, .attention_factor = -1},
-       "rope.attention_factor is -1, must be above 0"},
+       "rope.attention_factor is -1, allowed are 1e-06 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_YARN, .factor = 2, .original_max_position = 9, .attention_factor = 1e-320},
+       "rope.attention_factor is 9.99989e-321, allowed are 1e-06 to 1e+06"},
       {{.theta = 100, .scaling = QKV_ROPE_LLAMA3, .factor = 2, .original_max_position = 9, .low_freq_factor = 4},
-       "rope.high_freq_factor is 4, must be above 4"},
-      {{.theta = 100, .scaling = (qkv_rope_scaling)9, .factor = 2, .original_max_position = 9},
-       "rope.scaling is 9, which is not known"},
+       "rope.high_freq_factor is 4, must be above low_freq_factor 4"},
+      {{.theta = 100, .scaling = QKV_ROPE_LLAMA3, .factor = 2, .original_max_position = 9, .low_freq_factor = 1e-9},
+       "rope.low_freq_factor is 1e-09, allowed are 1e-06 to 1e+06"},
+      {{.theta = 100, .scaling = QKV_ROPE_LLAMA3, .factor = 2, .original_max_position = 9, .high_freq_factor = 1e7},
+       "rope.high_freq_factor is 1e+07, allowed are 1e-06 to 1e+06"},
+      {{.theta = 100, .scaling = (qkv_rope_scaling)9}, "rope.scaling is 9, known are 0 to 4"},
   };
   for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
     qkv_rope rope = bad[i].rope;
     qkv_error error = {0};
     assert_int_equal(qkv_rope_resolve(&rope, 128, &error), QKV_INVALID_ARGUMENT);
     assert_string_equal(error.text, bad[i].text);
+  }
+}
+
+// Whatever the limits let through, rows stay finite at every position.
+static void extremes_stay_finite(void **state) {
+  (void)state;
+  static const double thetas[] = {1 + 1e-15, QKV_ROPE_THETA_MAX}, factors[] = {1, QKV_ROPE_FACTOR_MAX};
+  static const double small_or_large[] = {QKV_ROPE_FACTOR_MIN, QKV_ROPE_FACTOR_MAX};
+  static const uint64_t trained[] = {1, QKV_ROPE_TRAINED_MAX}, positions[] = {0, 1, 2048, QKV_ROPE_TRAINED_MAX};
+  for (unsigned i = 0; i < 5 << 5; i++) {
+    const double edge = small_or_large[i >> 4 & 1];
+    qkv_rope rope = {.theta = thetas[i & 1],
+                     .width = i & 8 ? 2 : WIDTH,
+                     .scaling = (qkv_rope_scaling)(i >> 5),
+                     .factor = factors[i >> 1 & 1],
+                     .original_max_position = trained[i >> 2 & 1],
+                     .low_freq_factor = QKV_ROPE_FACTOR_MIN,
+                     .high_freq_factor = edge * 2 < QKV_ROPE_FACTOR_MAX ? edge * 2 : edge,
+                     .beta_fast = edge,
+                     .beta_slow = QKV_ROPE_FACTOR_MIN,
+                     .attention_factor = edge};
+    assert_int_equal(qkv_rope_resolve(&rope, DIM, NULL), QKV_OK);
+    for (size_t p = 0; p < sizeof positions / sizeof *positions; p++) {
+      float row[DIM];
+      for (size_t c = 0; c < DIM; c++) row[c] = c % 2 ? -32768 : 32768;
+      qkv_rope_forward(&rope, row, positions[p]);
+      for (size_t c = 0; c < DIM; c++) assert_true(isfinite(row[c]));
+      qkv_rope_inverse(&rope, row, positions[p]);
+      for (size_t c = 0; c < DIM; c++) assert_true(isfinite(row[c]));
+    }
+  }
+}
+
+// Up to the trained length the base is theta itself, whatever the factor.
+static void dynamic_ntk_starts_at_theta(void **state) {
+  (void)state;
+  qkv_rope rope = {.theta = 10000, .scaling = QKV_ROPE_DYNAMIC, .factor = 1e6, .original_max_position = 3000001};
+  qkv_rope plain = {.theta = 10000};
+  assert_int_equal(qkv_rope_resolve(&rope, DIM, NULL), QKV_OK);
+  assert_int_equal(qkv_rope_resolve(&plain, DIM, NULL), QKV_OK);
+  float row[DIM], expected[DIM];
+  for (size_t c = 0; c < DIM; c++) row[c] = expected[c] = (float)c + 1;
+  qkv_rope_forward(&rope, row, 3000000);
+  qkv_rope_forward(&plain, expected, 3000000);
+  assert_memory_equal(row, expected, sizeof row);
+}
+
+static void what_a_scaling_does_not_use_is_cleared(void **state) {
+  (void)state;
+  for (qkv_rope_scaling scaling = QKV_ROPE_NONE; scaling <= QKV_ROPE_LLAMA3; scaling++) {
+    const bool scaled = scaling != QKV_ROPE_NONE, trained = scaling >= QKV_ROPE_DYNAMIC;
+    const bool yarn = scaling == QKV_ROPE_YARN, llama3 = scaling == QKV_ROPE_LLAMA3;
+    qkv_rope rope = {.theta = 100,
+                     .scaling = scaling,
+                     .factor = scaled ? 2 : NAN,
+                     .original_max_position = 9,
+                     .low_freq_factor = llama3 ? 2 : NAN,
+                     .high_freq_factor = llama3 ? 8 : NAN,
+                     .beta_fast = yarn ? 8 : NAN,
+                     .beta_slow = yarn ? 2 : NAN,
+                     .attention_factor = yarn ? 2 : NAN};
+    assert_int_equal(qkv_rope_resolve(&rope, DIM, NULL), QKV_OK);
+    assert_true(rope.factor == (scaled ? 2 : 0) && rope.original_max_position == (trained ? 9 : 0));
+    assert_true(rope.low_freq_factor == (llama3 ? 2 : 0) && rope.high_freq_factor == (llama3 ? 8 : 0));
+    assert_true(rope.beta_fast == (yarn ? 8 : 0) && rope.beta_slow == (yarn ? 2 : 0));
+    assert_true(rope.attention_factor == (yarn ? 2 : 0));
   }
 }
 
@@ -214,6 +291,9 @@ int main(void) {
       cmocka_unit_test(without_rope_rows_stay),
       cmocka_unit_test(defaults_are_filled_in),
       cmocka_unit_test(limits_are_named),
+      cmocka_unit_test(extremes_stay_finite),
+      cmocka_unit_test(dynamic_ntk_starts_at_theta),
+      cmocka_unit_test(what_a_scaling_does_not_use_is_cleared),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
