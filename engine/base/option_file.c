@@ -36,6 +36,12 @@ static const char *scalar_text(const yaml_node_t *node) {
   return strlen(text) == node->data.scalar.length ? text : NULL;
 }
 
+// What stands behind a bare "key:".
+static bool nothing(const yaml_node_t *node) {
+  return node->type == YAML_SCALAR_NODE && node->data.scalar.length == 0 &&
+         node->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+}
+
 static qkv_status store_scalar(qkv_options *options, const qkv_option *row, const yaml_node_t *node,
                                qkv_error *error) {
   const char *text = scalar_text(node);
@@ -69,6 +75,7 @@ static qkv_status store_pair(qkv_options *options, yaml_document_t *document, co
   if (row->kind == QKV_OPTION_LIST) {
     qkvi_option_clear_list(options, row, QKV_FROM_FILE);
     if (value->type == YAML_SEQUENCE_NODE) return store_sequence(options, row, document, value, error);
+    if (nothing(value)) return QKV_OK;
   }
   return store_scalar(options, row, value, error);
 }

@@ -259,6 +259,11 @@ static void test_file(void **state) {
   assert_text(LISTEN, "one");
   assert_int_equal(read_text("listen: []\n", 11), QKV_OK);
   assert_int_equal(values.listen.count, 0);
+  assert_int_equal(read_text("listen: one\n", 12), QKV_OK);
+  assert_int_equal(read_text("listen:\n", 8), QKV_OK);
+  assert_int_equal(values.listen.count, 0);
+  assert_int_equal(read_text("listen: \"\"\n", 11), QKV_OK);
+  assert_int_equal(values.listen.count, 1);
   assert_int_equal(read_text("", 0), QKV_OK);
   assert_int_equal(read_text("# nothing\n", 10), QKV_OK);
 }
