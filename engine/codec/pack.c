@@ -66,10 +66,11 @@ static void write_columns(const slab *s, qkvi_codes columns[4], uint8_t *bytes) 
 // Appends what a slab's fields hold for its coordinate `at` (below 4 * width), two bits a token: both to that
 // coordinate's codes, or in a narrow slab the high one to those of the coordinate 4 * width further.
 static void append(const slab *s, qkvi_codes *codes, unsigned at, sixteen two) {
-  uint8_t *low = codes[at], *high = codes[at + 4 * s->width];
+  uint8_t *low = codes[at];
   if (s->wide) {
     store(low, load(low) << 2 | two);
   } else {
+    uint8_t *high = codes[at + 4 * s->width];
     store(low, load(low) << 1 | (two & EACH(1)));
     store(high, load(high) << 1 | (two >> 1 & EACH(1)));
   }
