@@ -428,9 +428,11 @@ static qkv_status check_positions(const qkv_attend *request, qkv_error *error) {
                     "options.causal_offset is %" PRId64 ", allowed are -%" PRId64 " to %" PRId64, offset, limit,
                     limit);
   }
-  if (request->q.dims[0] > limit) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "q.dims[0] is %" PRId64 ", at most %" PRId64, request->q.dims[0],
-                    limit);
+  if (request->q.dims[0] > limit || stand_of(request, (uint64_t)request->q.dims[0]) > limit) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "position is %" PRIu64 ", with causal_offset %" PRId64 " for %" PRId64
+                    " queries, positions end at %" PRId64,
+                    request->position, offset, request->q.dims[0], limit);
   }
   if (request->q_before_rope && stand_of(request, 0) < 0) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT,

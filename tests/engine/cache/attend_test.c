@@ -223,9 +223,10 @@ static void test_options(void **state) {
       {310, {.scale = 0}},
       {310, {.sliding_window = 20}},
       {1000, {.sliding_window = 20}},
-      {QKV_POSITION_MAX, {.scale = 0}},
-      {QKV_POSITION_MAX, {.sliding_window = 10}},
-      {QKV_POSITION_MAX, {.causal_offset = (int64_t)QKV_POSITION_MAX}},
+      {QKV_POSITION_MAX - 23, {.scale = 0}},
+      {QKV_POSITION_MAX - 23, {.sliding_window = 10}},
+      {0, {.causal_offset = (int64_t)QKV_POSITION_MAX - 23}},
+      {QKV_POSITION_MAX, {.causal_offset = -100}},
       {0, {.causal_offset = -(int64_t)QKV_POSITION_MAX}},
       {0, {.not_causal = true}},
       {0, {.not_causal = true, .begin = 20, .end = 250}},
@@ -446,6 +447,15 @@ static void test_bad_options(void **state) {
   option_refused(&s, (qkv_attend_options){.not_causal = true}, "options.not_causal excludes a sliding window");
   s.request.position = UINT64_MAX;
   refused(&s, "position is 18446744073709551615, positions end at 9007199254740992");
+  // The last query's stand counts too.
+  s.request.position = QKV_POSITION_MAX - 4;
+  assert_int_equal(qkv_attend_check(&s.request, NULL), QKV_OK);
+  s.request.position = QKV_POSITION_MAX - 3;
+  refused(&s, "position is 9007199254740989, with causal_offset 0 for 4 queries, positions end at 9007199254740992");
+  s.request.position = 10;
+  option_refused(&s, (qkv_attend_options){.causal_offset = (int64_t)QKV_POSITION_MAX - 13},
+                 "position is 10, with causal_offset 9007199254740979 for 4 queries, positions end at "
+                 "9007199254740992");
   teardown_scene(&s);
 }
 
