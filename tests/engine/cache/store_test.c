@@ -324,7 +324,7 @@ static void *read_rows(void *context) {
   crowd *c = context;
   char name[16];
   for (uint64_t i = 0; !c->done; i++) {
-    qkv_session *session, *listed[2];
+    qkv_session *session = NULL, *listed[2];
     session_name(name, sizeof name, i % SESSIONS);
     if (qkv_store_session(c->store, name, &session, NULL) != QKV_OK || !attend_once(session, i % 2, i)) c->wrong++;
     qkv_session_unref(&session);
