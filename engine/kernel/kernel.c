@@ -27,8 +27,8 @@ float qkv_gain_value(uint8_t gain) {
 uint8_t qkvi_gain_nearest(float factor) {
   int exponent;
   const float mantissa = 2 * frexpf(factor, &exponent);  // [1, 2)
-  int step = 0;
-  while (step < STEPS && mantissa > (roots[step] + roots[step + 1]) / 2) step++;
+  int step = 0;                                          // without a branch: mantissas cannot be predicted
+  for (int i = 0; i < STEPS; i++) step += mantissa > (roots[i] + roots[i + 1]) / 2;
   const int gain = GAIN_ONE + STEPS * (exponent - 1) + step;
   if (gain < GAIN_MIN) return GAIN_MIN;
   return (uint8_t)(gain > GAIN_MAX ? GAIN_MAX : gain);

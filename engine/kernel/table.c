@@ -50,8 +50,7 @@ static void fill_nibbles(void) {
   }
 }
 
-// The smallest float whose code at the full depth is `code` (above the middle) or more. Positive floats are in the
-// order of their bits.
+// The smallest positive float, as bits, whose code at the full depth is `code` or more.
 static uint32_t boundary_below(unsigned code) {
   uint32_t low = 0, high = 0x7f800000;
   while (low < high) {
@@ -67,12 +66,12 @@ static uint32_t boundary_below(unsigned code) {
   return low;
 }
 
-static void fill_boundaries(void) {
-  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    const unsigned half = 1u << (depth - 1), step = 1u << (QKV_DEPTH_MAX - depth);
-    uint32_t *boundaries = qkvi_tables.boundaries[depth];
-    for (unsigned i = 1; i < half; i++) boundaries[i - 1] = boundary_below((half + i) * step);
-    boundaries[half - 1] = UINT32_MAX >> 1;
+static void fill_middles(void) {
+  for (unsigned depth = 2; depth <= QKV_DEPTH_MAX; depth++) {
+    const unsigned half = 1u << (depth - 1);
+    for (unsigned cell = 0; cell < half / 2; cell++) {
+      qkvi_tables.middles[depth][cell] = boundary_below((half + 2 * cell + 1) << (QKV_DEPTH_MAX - depth));
+    }
   }
 }
 
@@ -84,5 +83,5 @@ void qkvi_tables_fill(void) {
   fill_roots();
   fill_values();
   fill_nibbles();
-  fill_boundaries();
+  fill_middles();
 }

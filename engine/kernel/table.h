@@ -29,12 +29,13 @@ typedef enum qkvi_block_kind {
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
 typedef struct qkvi_kernel_tables {
-  float values[QKV_DEPTH_MAX + 1][1 << QKV_DEPTH_MAX];               // centroids by depth and code
-  float nibbles[QKVI_BLOCK_NIBBLE_KINDS][2][16];                     // [kind][even or odd fields][nibble]
-  float roots[16];                                                   // 2^(i % 8 / 8)
-  float bytes[2][256];                                               // the same of QKVI_BLOCK_8, first nibble above
-  uint32_t boundaries[QKV_DEPTH_MAX + 1][1 << (QKV_DEPTH_MAX - 1)];  // positive ones by depth, as bits of floats,
-                                                                     // ascending; the last is above everything
+  float values[QKV_DEPTH_MAX + 1][1 << QKV_DEPTH_MAX];  // centroids by depth and code
+  float nibbles[QKVI_BLOCK_NIBBLE_KINDS][2][16];        // [kind][even or odd fields][nibble]
+  float roots[16];                                      // 2^(i % 8 / 8)
+  float bytes[2][256];                                  // the same of QKVI_BLOCK_8, first nibble above
+  // [depth][cell]: the boundary, as the bits of a float, that splits a positive cell of depth - 1 into two of
+  // `depth`. (Positive floats are in the order of their bits.)
+  uint32_t middles[QKV_DEPTH_MAX + 1][1 << (QKV_DEPTH_MAX - 2)];
 } qkvi_kernel_tables;
 
 extern qkvi_kernel_tables qkvi_tables;

@@ -16,6 +16,7 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t signed_words __attribute__((vector_size(4 * LANES)));
 typedef float eight __attribute__((vector_size(32)));
 
 static inline lanes load_lanes(const float *from) {
@@ -87,6 +88,36 @@ static inline lanes gather(const float *table, words index) {
 #else
   return (lanes)_mm256_i32gather_ps(table, (__m256i)index, 4);
 #endif
+}
+
+// count + 1 in the lanes where boundary <= magnitude, all below 2^31.
+static inline words one_up(words count, words boundary, words magnitude) {
+#if LANES == 16
+  const __mmask16 above = _mm512_cmple_epi32_mask((__m512i)boundary, (__m512i)magnitude);
+  return (words)_mm512_mask_add_epi32((__m512i)count, above, (__m512i)count, _mm512_set1_epi32(1));
+#else
+  return count - (words)((signed_words)boundary <= (signed_words)magnitude);
+#endif
+}
+
+// out[j][i] = in[i][j] of 8 x 8 floats.
+static inline void transpose_eight(const float *in, size_t in_stride, float *out, size_t out_stride) {
+  eight r[8], p[8];
+  for (size_t i = 0; i < 8; i++) r[i] = load_eight(in + i * in_stride);
+  for (size_t i = 0; i < 8; i += 2) {
+    p[i] = (eight)_mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
+    p[i + 1] = (eight)_mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
+  }
+  for (size_t i = 0; i < 8; i += 4) {
+    r[i] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0x44);
+    r[i + 1] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0xee);
+    r[i + 2] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0x44);
+    r[i + 3] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0xee);
+  }
+  for (size_t i = 0; i < 4; i++) {
+    store_eight(out + i * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x20));
+    store_eight(out + (i + 4) * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x31));
+  }
 }
 
 #endif

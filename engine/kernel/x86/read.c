@@ -259,26 +259,6 @@ static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
 
 // ---- Rows ----
 
-// out[j][i] = in[i][j] of 8 x 8 floats.
-static inline void transpose_eight(const float *in, size_t in_stride, float *out, size_t out_stride) {
-  eight r[8], p[8];
-  for (size_t i = 0; i < 8; i++) r[i] = load_eight(in + i * in_stride);
-  for (size_t i = 0; i < 8; i += 2) {
-    p[i] = (eight)_mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
-    p[i + 1] = (eight)_mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
-  }
-  for (size_t i = 0; i < 8; i += 4) {
-    r[i] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0x44);
-    r[i + 1] = (eight)_mm256_shuffle_ps((__m256)p[i], (__m256)p[i + 2], 0xee);
-    r[i + 2] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0x44);
-    r[i + 3] = (eight)_mm256_shuffle_ps((__m256)p[i + 1], (__m256)p[i + 3], 0xee);
-  }
-  for (size_t i = 0; i < 4; i++) {
-    store_eight(out + i * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x20));
-    store_eight(out + (i + 4) * out_stride, (eight)_mm256_permute2f128_ps((__m256)r[i], (__m256)r[i + 4], 0x31));
-  }
-}
-
 static void decode_group(reader *r, size_t group, float *rows) {
   const size_t dim = r->codes->schedule->dim;
   if (r->part == QKV_V) {
