@@ -30,7 +30,7 @@
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.") \
   X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                     \
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                     \
-  X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes of KV held, codes and exact rows.")                            \
+  X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")            \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
   X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \

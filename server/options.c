@@ -3,6 +3,7 @@
 #include <assert.h>
 #include <stddef.h>
 
+#include "engine/base/cpu.h"
 #include "engine/cache/model.h"
 
 #define AT(field) offsetof(qkv_server_options, field)
@@ -14,7 +15,7 @@ const qkv_option qkv_server_option_table[] = {
      "Where to serve gRPC: unix:PATH or HOST:PORT; may be given several times. Port 0 takes any free one."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
-     "Memory for keys and values of all sessions; appends beyond it are refused."},
+     "Memory for all sessions, their keys and values; sessions and appends beyond it are refused."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
      "Compute threads, for encoding and attention; 0: one for each core."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
@@ -34,6 +35,9 @@ const qkv_option qkv_server_option_table[] = {
      "Newest tokens kept exact where neither model nor session says."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
      "How long running calls may go on after SIGTERM."},
+    {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
+     "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
+     "avx512-vnni, avx512-vbmi, neon. Without it all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
@@ -54,6 +58,14 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   }
   if (values->listen.count == 0) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--listen is empty, at least one address is needed");
+  }
+  for (size_t i = 0; i < values->cpu_mask.count; i++) {
+    uint32_t flags;
+    if (qkv_cpu_parse(values->cpu_mask.items[i], &flags) == QKV_OK) continue;
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "--cpu-mask is %s, allowed are none and lists of avx2, fma, f16c, avx512, avx512-vnni, "
+                    "avx512-vbmi and neon",
+                    values->cpu_mask.items[i]);
   }
   const qkv_policy policy = {NULL, values->bits_k, values->bits_v, values->recent_window};
   return qkv_policy_check(&policy, error);
@@ -78,4 +90,17 @@ qkv_log_level qkv_server_options_log_level(const qkv_server_options *values) {
   assert(status == QKV_OK);
   (void)status;
   return level;
+}
+
+uint32_t qkv_server_options_cpu_mask(const qkv_server_options *values) {
+  if (values->cpu_mask.count == 0) return UINT32_MAX;
+  uint32_t mask = 0;
+  for (size_t i = 0; i < values->cpu_mask.count; i++) {
+    uint32_t flags = 0;
+    qkv_status status = qkv_cpu_parse(values->cpu_mask.items[i], &flags);
+    assert(status == QKV_OK);
+    (void)status;
+    mask |= flags;
+  }
+  return mask;
 }

@@ -3,11 +3,8 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <time.h>
 
-// glibc's read-write lock of the default kind lets a thread read a layer that it reads already, even while a
-// writer waits: a batch may attend the same layer twice.
 typedef struct locked_layer {
   pthread_rwlock_t lock;
   qkv_layer layer;
@@ -16,6 +13,7 @@ typedef struct locked_layer {
 struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
+  qkv_arena *arena;  // this block is its, too
   uint64_t serial;
   _Atomic uint64_t references;
   int64_t created_unix_ms;
@@ -48,26 +46,44 @@ static void unlock(locked_layer *layer) {
   assert(failed == 0);
 }
 
-qkv_session *qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena) {
+static size_t session_bytes(const qkv_model *model) {
+  return sizeof(qkv_session) + model->layers * sizeof(locked_layer);
+}
+
+// A writer that waits goes before readers that come later: glibc's default kind would let readers that follow
+// each other closely keep an append out for ever.
+static void init_lock(pthread_rwlock_t *lock) {
+  pthread_rwlockattr_t kind;
+  int failed = pthread_rwlockattr_init(&kind);
+  failed |= pthread_rwlockattr_setkind_np(&kind, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+  failed |= pthread_rwlock_init(lock, &kind);
+  assert(failed == 0);
+  (void)pthread_rwlockattr_destroy(&kind);
+}
+
+qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                              qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  qkv_session *session = calloc(1, sizeof *session + model->layers * sizeof session->layers[0]);
-  assert(session != NULL);
-  session->config = *config;
-  session->model = model;
-  session->serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed);
-  session->created_unix_ms = now_unix_ms();
+  size_t bytes = session_bytes(model);
+  QKV_TRY(qkv_arena_reserve(arena, qkv_arena_cost(bytes), error));
+  qkv_session *session = qkv_arena_alloc(arena, bytes);
+  *session = (qkv_session){.config = *config,
+                           .model = model,
+                           .arena = arena,
+                           .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
+                           .created_unix_ms = now_unix_ms()};
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   for (uint32_t i = 0; i < model->layers; i++) {
-    int failed = pthread_rwlock_init(&session->layers[i].lock, NULL);
-    assert(failed == 0);
+    init_lock(&session->layers[i].lock);
     qkv_layer_init(&session->layers[i].layer, &(qkv_layer_config){.model = model,
                                                                   .policy = config->policy,
                                                                   .layer = i,
                                                                   .first_position = config->first_position,
                                                                   .arena = arena});
   }
-  return session;
+  *out = session;
+  return QKV_OK;
 }
 
 qkv_session *qkv_session_ref(qkv_session *session) {
@@ -88,7 +104,7 @@ void qkv_session_unref(qkv_session **session) {
     qkv_layer_deinit(&left->layers[i].layer);
     (void)pthread_rwlock_destroy(&left->layers[i].lock);
   }
-  free(left);
+  qkv_arena_free(left->arena, left, session_bytes(left->model));
 }
 
 const qkv_model *qkv_session_model(const qkv_session *session) {
@@ -112,6 +128,7 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error) {
+  *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
   touch(session);
   locked_layer *locked = &session->layers[layer];

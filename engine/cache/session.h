@@ -4,7 +4,11 @@
 // Closing takes it out of the store; its memory goes when the last user is done.
 //
 // Threads: any. Each layer has a read-write lock: appends and truncation exclude each other and readers;
-// attends and fetches run together. Lock order: layers in ascending order of (session address, layer).
+// attends and fetches run together. A writer that waits goes before readers that come later, so a thread must not
+// read a layer that it reads already. Lock order: layers in ascending order of (session address, layer).
+//
+// Memory: the session itself, with its layers' locks and tables, about 200 bytes a layer, is the arena's like the
+// rows; usage counts the rows alone.
 #ifndef QKV_ENGINE_CACHE_SESSION_H
 #define QKV_ENGINE_CACHE_SESSION_H
 
@@ -34,8 +38,10 @@ typedef struct qkv_session_info {
   int64_t created_unix_ms, last_used_unix_ms;
 } qkv_session_info;
 
-// `config` is resolved and `model` outlives the session (the store's). One reference.
-qkv_session *qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena);
+// `config` is resolved and `model` outlives the session (the store's). `*out` gets one reference.
+// RESOURCE_EXHAUSTED (the arena's).
+qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                              qkv_session **out, qkv_error *error);
 qkv_session *qkv_session_ref(qkv_session *session);
 void qkv_session_unref(qkv_session **session);
 
@@ -45,7 +51,7 @@ const char *qkv_session_name(const qkv_session *session);
 uint64_t qkv_session_serial(const qkv_session *session);
 
 // As qkv_layer_append. INVALID_ARGUMENT "layer is 6, the model tinylm has 6 layers". `*length` gets the layer's
-// length afterwards.
+// length afterwards, 0 where there is no such layer.
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error);
@@ -54,7 +60,7 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
 void qkv_session_read_done(qkv_session *session, uint32_t layer);
 
-// `layers` 0: all of them.
+// `layer_count` 0: all of them.
 qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
                                 qkv_error *error);
 

@@ -165,15 +165,14 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
   return QKV_OK;
 }
 
-static session_entry *add_session(qkv_store *store, const qkv_session_config *config, model_entry *model) {
+static void add_session(qkv_store *store, qkv_session *session, model_entry *model) {
   session_entry *entry = calloc(1, sizeof *entry);
   assert(entry != NULL);
-  entry->session = qkv_session_create(config, &model->model, store->arena);
+  entry->session = session;
   entry->model = model;
   model->sessions++;
-  const char *name = qkv_session_name(entry->session);
+  const char *name = qkv_session_name(session);
   HASH_ADD_KEYPTR(hh, store->sessions, name, strlen(name), entry);
-  return entry;
 }
 
 static qkv_status open_locked(qkv_store *store, qkv_session_config *config, const char *model_name, qkv_session **out,
@@ -189,7 +188,8 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use",
                     store->config.sessions_max);
   }
-  *out = qkv_session_ref(add_session(store, config, model)->session);
+  QKV_TRY(qkv_session_create(config, &model->model, store->arena, out, error));
+  add_session(store, qkv_session_ref(*out), model);
   return QKV_OK;
 }
 

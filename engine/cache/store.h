@@ -10,7 +10,7 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_store_config {
-  uint64_t memory_budget;  // bytes of KV
+  uint64_t memory_budget;  // bytes of KV and of the sessions themselves
   size_t models_max, sessions_max;
   qkv_policy policy;  // resolved: what models and sessions fall back to
 } qkv_store_config;
@@ -31,13 +31,14 @@ qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model *
 void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_model *model, size_t sessions),
                           void *context);
 
-// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions" RESOURCE_EXHAUSTED; limits
+// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions" and "memory-budget" (for what a
+// session takes when it is empty) RESOURCE_EXHAUSTED; limits
 // INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
 // A reference, or NOT_FOUND "no session x".
 qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **out, qkv_error *error);
-// Takes it out of the table; `*bytes_freed` gets the bytes it held.
+// Takes it out of the table; `*bytes_freed` gets the bytes of its rows.
 qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error);
 
 // References to up to `max` open sessions in order of name, beginning after `after` ("" from the start), whose

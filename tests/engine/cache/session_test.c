@@ -1,5 +1,9 @@
 #include "engine/cache/session.h"
 
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
 #include "tests/engine/cache/fixture.h"
 
 typedef struct scene {
@@ -7,6 +11,7 @@ typedef struct scene {
   qkv_arena *arena;
   sequence rows;
   qkv_session *session;
+  uint64_t empty;  // bytes that the session takes without rows
 } scene;
 
 static void setup_scene(scene *s) {
@@ -18,7 +23,9 @@ static void setup_scene(scene *s) {
                                .purpose = QKV_PURPOSE_ATTEND,
                                .policy = test_policy(4, 4, 8),
                                .first_position = 3};
-  s->session = qkv_session_create(&config, &s->model, s->arena);
+  qkv_error error = {0};
+  if (qkv_session_create(&config, &s->model, s->arena, &s->session, &error) != QKV_OK) fail_msg("%s", error.text);
+  s->empty = qkv_arena_read(s->arena).bytes_used;
 }
 
 static void teardown_scene(scene *s) {
@@ -32,9 +39,10 @@ static void teardown_scene(scene *s) {
 static qkv_status append(scene *s, uint32_t layer, uint64_t begin, uint64_t end, uint64_t *length, qkv_error *error) {
   row_pair pair;
   make_pair(&pair, &s->rows, begin, end, QKV_FP16);
-  uint64_t appended;
+  uint64_t appended = 99;
   qkv_status status = qkv_session_append(s->session, layer, 3 + begin, &pair.k.tensor, &pair.v.tensor, false,
                                          &appended, length, error);
+  assert_true(status == QKV_OK || appended == 0);
   free_pair(&pair);
   return status;
 }
@@ -60,7 +68,7 @@ static void test_layers_are_independent(void **state) {
   assert_int_equal(lengths[3], 13);
   assert_int_equal(info.usage.tokens_coded, 64);
   assert_int_equal(info.usage.tokens_exact, 46);
-  assert_int_equal(info.usage.bytes_coded + info.usage.bytes_exact, qkv_arena_read(s.arena).bytes_used);
+  assert_int_equal(s.empty + info.usage.bytes_coded + info.usage.bytes_exact, qkv_arena_read(s.arena).bytes_used);
   assert_ptr_equal(info.model, &s.model);
   assert_string_equal(info.config.name, "a");
   assert_true(info.created_unix_ms > 0 && info.last_used_unix_ms >= info.created_unix_ms);
@@ -72,10 +80,11 @@ static void test_layer_out_of_range(void **state) {
   scene s;
   setup_scene(&s);
   const char *text = "layer is 4, the model tiny has 4 layers";
-  uint64_t length;
+  uint64_t length = 99;
   const qkv_layer *layer;
   qkv_error errors[3] = {{0}, {0}, {0}};
   assert_int_equal(append(&s, 4, 0, 10, &length, &errors[0]), QKV_INVALID_ARGUMENT);
+  assert_int_equal(length, 0);
   assert_int_equal(qkv_session_read(s.session, 4, &layer, &errors[1]), QKV_INVALID_ARGUMENT);
   assert_int_equal(append(&s, 0, 0, 10, &length, NULL), QKV_OK);
   assert_int_equal(qkv_session_truncate(s.session, 0, (uint32_t[]){0, 4}, 2, &errors[2]), QKV_INVALID_ARGUMENT);
@@ -115,26 +124,81 @@ static void test_the_last_reference_frees(void **state) {
   qkv_session_unref(&other);
   assert_null(other);
   qkv_session_unref(&other);
-  assert_true(qkv_arena_read(s.arena).bytes_used > 0);
+  assert_true(qkv_arena_read(s.arena).bytes_used > s.empty);
   assert_string_equal(qkv_session_name(s.session), "a");
   assert_ptr_equal(qkv_session_model(s.session), &s.model);
   teardown_scene(&s);
 }
 
-// The same thread may read a layer twice: a batch can attend it twice.
-static void test_reading_twice(void **state) {
+// An empty session costs memory too, and one that has none left is not created.
+static void test_the_fixed_cost(void **state) {
   (void)state;
   scene s;
-  uint64_t length;
-  const qkv_layer *a, *b;
   setup_scene(&s);
-  assert_int_equal(append(&s, 2, 0, 70, &length, NULL), QKV_OK);
-  assert_int_equal(qkv_session_read(s.session, 2, &a, NULL), QKV_OK);
-  assert_int_equal(qkv_session_read(s.session, 2, &b, NULL), QKV_OK);
-  assert_ptr_equal(a, b);
-  assert_int_equal(a->length, 73);
-  qkv_session_read_done(s.session, 2);
-  qkv_session_read_done(s.session, 2);
+  assert_in_range(s.empty, 4 * sizeof(qkv_layer), 4 * 1024);
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, NULL);
+  assert_int_equal(info.usage.bytes_coded + info.usage.bytes_exact, 0);
+
+  uint64_t left = qkv_arena_read(s.arena).bytes_max - s.empty - (s.empty - 1);
+  assert_int_equal(qkv_arena_reserve(s.arena, left, NULL), QKV_OK);
+  qkv_session *none = NULL;
+  qkv_error error = {0};
+  assert_int_equal(qkv_session_create(&info.config, &s.model, s.arena, &none, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_null(none);
+  assert_non_null(strstr(error.text, "memory-budget is 16777216 bytes"));
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, s.empty);
+  qkv_arena_unreserve(s.arena, left);
+  teardown_scene(&s);
+}
+
+// ---- Readers that follow each other closely do not keep a writer out ----
+
+enum { READERS = 6 };
+
+typedef struct rush {
+  qkv_session *session;
+  atomic_int reading;
+  atomic_bool over;  // the writer is through, or has been given up
+} rush;
+
+static void *read_in_a_loop(void *context) {
+  rush *r = context;
+  atomic_fetch_add(&r->reading, 1);
+  while (!atomic_load(&r->over)) {
+    const qkv_layer *layer;
+    if (qkv_session_read(r->session, 0, &layer, NULL) != QKV_OK) break;
+    (void)nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);
+    qkv_session_read_done(r->session, 0);
+  }
+  return NULL;
+}
+
+static void *give_up_in_time(void *context) {
+  rush *r = context;
+  for (int i = 0; i < 300 && !atomic_load(&r->over); i++)
+    (void)nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+  bool given_up = !atomic_exchange(&r->over, true);
+  return given_up ? r : NULL;
+}
+
+static void test_a_writer_gets_in(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  rush r = {.session = s.session};
+  pthread_t readers[READERS], watch;
+  for (size_t i = 0; i < READERS; i++) assert_int_equal(pthread_create(&readers[i], NULL, read_in_a_loop, &r), 0);
+  while (atomic_load(&r.reading) < READERS) (void)sched_yield();
+  assert_int_equal(pthread_create(&watch, NULL, give_up_in_time, &r), 0);
+  uint64_t length;
+  qkv_status status = append(&s, 0, 0, 100, &length, NULL);
+  atomic_store(&r.over, true);
+  void *given_up = NULL;
+  assert_int_equal(pthread_join(watch, &given_up), 0);
+  for (size_t i = 0; i < READERS; i++) assert_int_equal(pthread_join(readers[i], NULL), 0);
+  assert_int_equal(status, QKV_OK);
+  assert_null(given_up);
   teardown_scene(&s);
 }
 
@@ -144,7 +208,8 @@ int main(void) {
       cmocka_unit_test(test_layer_out_of_range),
       cmocka_unit_test(test_truncation),
       cmocka_unit_test(test_the_last_reference_frees),
-      cmocka_unit_test(test_reading_twice),
+      cmocka_unit_test(test_the_fixed_cost),
+      cmocka_unit_test(test_a_writer_gets_in),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

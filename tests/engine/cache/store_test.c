@@ -199,42 +199,83 @@ static qkv_status append_to(qkv_session *session, uint32_t layer, const sequence
   return status;
 }
 
+static uint64_t bytes_used(qkv_store *store) {
+  return qkv_store_read_stats(store).memory.bytes_used;
+}
+
 // Closing frees when the last user is done, and not before.
 static void test_close_while_in_use(void **state) {
   (void)state;
   qkv_store *store = make_store(1 << 20, 2, 2);
   must_register(store, "tiny");
   qkv_session *session = must_open(store, "a", "tiny");
+  uint64_t empty = bytes_used(store), bytes = 0;
   sequence rows = make_sequence(qkv_session_model(session), 100, 1);
   assert_int_equal(append_to(session, 0, &rows, 0, 50, NULL), QKV_OK);
-  uint64_t used = qkv_store_read_stats(store).memory.bytes_used, bytes = 0;
-  assert_true(used > 0);
+  uint64_t used = bytes_used(store);
+  assert_true(used > empty);
   assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
-  assert_int_equal(bytes, used);
+  assert_int_equal(bytes, used - empty);
   assert_int_equal(append_to(session, 0, &rows, 50, 100, NULL), QKV_OK);
-  assert_true(qkv_store_read_stats(store).memory.bytes_used > used);
+  assert_true(bytes_used(store) > used);
   qkv_session_unref(&session);
-  assert_int_equal(qkv_store_read_stats(store).memory.bytes_used, 0);
+  assert_int_equal(bytes_used(store), 0);
   free_sequence(&rows);
   qkv_store_destroy(&store);
 }
 
+static uint64_t cost_of_an_empty_session(void) {
+  qkv_store *store = make_store(1 << 20, 2, 2);
+  must_register(store, "tiny");
+  open_and_leave(store, "a", "tiny");
+  uint64_t bytes = bytes_used(store);
+  qkv_store_destroy(&store);
+  return bytes;
+}
+
 static void test_the_budget_is_shared(void **state) {
   (void)state;
-  qkv_store *store = make_store(8000, 2, 2);
+  char text[128];
+  uint64_t empty = cost_of_an_empty_session(), budget = 8000 + 2 * empty;
+  qkv_store *store = make_store(budget, 2, 3);
   must_register(store, "tiny");
   qkv_session *a = must_open(store, "a", "tiny"), *b = must_open(store, "b", "tiny");
   sequence rows = make_sequence(qkv_session_model(a), 100, 1);
   assert_int_equal(append_to(a, 0, &rows, 0, 100, NULL), QKV_OK);
   qkv_error error = {0};
   assert_int_equal(append_to(b, 0, &rows, 0, 100, &error), QKV_RESOURCE_EXHAUSTED);
-  assert_string_equal(error.text, "memory-budget is 8000 bytes, 6144 in use, 6144 more are needed");
+  (void)snprintf(text, sizeof text, "memory-budget is %d bytes, %d in use, 6144 more are needed", (int)budget,
+                 (int)(6144 + 2 * empty));
+  assert_string_equal(error.text, text);
   uint64_t bytes;
   assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(bytes, 6144);
   qkv_session_unref(&a);
   assert_int_equal(append_to(b, 0, &rows, 0, 100, NULL), QKV_OK);
   qkv_session_unref(&b);
   free_sequence(&rows);
+  qkv_store_destroy(&store);
+}
+
+static void test_a_session_needs_room(void **state) {
+  (void)state;
+  char text[128];
+  uint64_t empty = cost_of_an_empty_session(), bytes;
+  qkv_store *store = make_store(2 * empty, 2, 3);
+  must_register(store, "tiny");
+  open_and_leave(store, "a", "tiny");
+  open_and_leave(store, "b", "tiny");
+  qkv_session_config config = named_session("c");
+  (void)snprintf(text, sizeof text, "memory-budget is %d bytes, %d in use, %d more are needed", (int)(2 * empty),
+                 (int)(2 * empty), (int)empty);
+  assert_open_fails(store, &config, "tiny", QKV_RESOURCE_EXHAUSTED, text);
+  assert_int_equal(bytes_used(store), 2 * empty);
+  listing list = {{0}, 0, 0};
+  qkv_store_each_model(store, list_model, &list);
+  assert_string_equal(list.text, "tiny:2 ");
+  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(bytes, 0);
+  open_and_leave(store, "c", "tiny");
   qkv_store_destroy(&store);
 }
 
@@ -400,6 +441,7 @@ int main(void) {
       cmocka_unit_test(test_session_limits),
       cmocka_unit_test(test_close_while_in_use),
       cmocka_unit_test(test_the_budget_is_shared),
+      cmocka_unit_test(test_a_session_needs_room),
       cmocka_unit_test(test_list),
       cmocka_unit_test(test_many_threads),
   };
