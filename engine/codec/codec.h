@@ -48,7 +48,8 @@ typedef struct qkv_codec {
   bool (*row_matches)(const void *page, uint32_t token, const float *k, const float *v);
   // DATA_LOSS with the reason unless the image may be read.
   qkv_status (*validate)(const void *image, size_t bytes, qkv_error *error);
-  // Largest relative squared error of a row, averaged over random rows: the bound the tests hold it to.
+  // Largest relative squared error of a row, averaged over random rows: the bound the tests hold it to. For rows
+  // whose RMS the gain byte can represent (page.h): below about 1.6e-5 the error grows, up to 1 for a zero row.
   double (*error_bound)(double bits);
 } qkv_codec;
 

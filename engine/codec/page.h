@@ -63,7 +63,8 @@
 // field, in a V slab a lane is one coordinate with 4 tokens a field: the shapes that four-way integer dot
 // products want for q.k and for the weighted sum.
 //
-// gain byte g: 0 is an all-zero row; else the row's factor is 2^((g - 128) / 8).
+// gain byte g: 0 is an all-zero row; else the row's factor is 2^((g - 128) / 8), so between 2^-15.875 and 2^15.875.
+// A row whose RMS is below the least factor, about 1.6e-5, is coded coarsely with that factor, or as a zero row.
 #ifndef QKV_ENGINE_CODEC_PAGE_H
 #define QKV_ENGINE_CODEC_PAGE_H
 
