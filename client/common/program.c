@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/edit_distance.h"
+
 static const char *program_name = "qkv";
 
 static void say(const char *format, va_list arguments) {
@@ -50,32 +52,11 @@ static void print_command_help(const qkv_command_set *set, const qkv_command *co
   qkv_options_help(options, stdout);
 }
 
-// Letters to change, add or leave out (Levenshtein); names are short.
-static size_t edit_distance(const char *a, const char *b) {
-  enum { NAME_MAX_LENGTH = 32 };
-  size_t row[NAME_MAX_LENGTH + 1];
-  size_t length = strlen(b);
-  if (length > NAME_MAX_LENGTH) return SIZE_MAX;
-  for (size_t j = 0; j <= length; j++) row[j] = j;
-  for (size_t i = 1; a[i - 1] != '\0'; i++) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= length; j++) {
-      size_t best = diagonal + (a[i - 1] != b[j - 1]);
-      if (row[j] + 1 < best) best = row[j] + 1;
-      if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-      diagonal = row[j];
-      row[j] = best;
-    }
-  }
-  return row[length];
-}
-
 static int unknown_command(const qkv_command_set *set, const char *word) {
   const char *closest = NULL;
   size_t closest_distance = 4;  // further away it is no misspelling
   for (size_t i = 0; i < set->command_count; i++) {
-    size_t distance = edit_distance(word, set->commands[i].name);
+    size_t distance = qkv_edit_distance(word, set->commands[i].name);
     if (distance < closest_distance) {
       closest_distance = distance;
       closest = set->commands[i].name;

@@ -6,10 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/edit_distance.h"
 #include "engine/base/option_internal.h"
 
-#define NAME_MAX_COMPARED 64  // characters of a name that the closest-name search looks at
-#define LABEL_MAX 128         // bytes of "--name" or of an environment variable
+#define LABEL_MAX 128  // bytes of "--name" or of an environment variable
 
 static void *value_of(const qkv_options *options, const qkv_option *row) {
   return (char *)options->values + row->offset;
@@ -28,38 +28,11 @@ const qkv_option *qkvi_option_find(const qkv_options *options, const char *name)
 
 // ---- The closest name ----
 
-static size_t least(size_t a, size_t b) {
-  return a < b ? a : b;
-}
-
-// Edits from `a` to `b`: insertions, deletions, replacements and swaps of neighbours (Damerau 1964, each place
-// edited once).
-static size_t edit_distance(const char *a, const char *b) {
-  size_t rows[3][NAME_MAX_COMPARED + 1];
-  size_t a_length = strnlen(a, NAME_MAX_COMPARED);
-  size_t b_length = strnlen(b, NAME_MAX_COMPARED);
-  for (size_t j = 0; j <= b_length; j++) rows[0][j] = j;
-  for (size_t i = 1; i <= a_length; i++) {
-    size_t *now = rows[i % 3];
-    const size_t *before = rows[(i + 2) % 3];
-    const size_t *before_that = rows[(i + 1) % 3];
-    now[0] = i;
-    for (size_t j = 1; j <= b_length; j++) {
-      size_t replaced = before[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
-      now[j] = least(replaced, least(before[j], now[j - 1]) + 1);
-      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
-        now[j] = least(now[j], before_that[j - 2] + 1);
-      }
-    }
-  }
-  return rows[a_length % 3][b_length];
-}
-
 const char *qkvi_option_closest(const qkv_options *options, const char *name) {
   const char *closest = options->table[0].name;
   size_t fewest = SIZE_MAX;
   for (size_t i = 0; i < options->count; i++) {
-    size_t distance = edit_distance(name, options->table[i].name);
+    size_t distance = qkv_edit_distance(name, options->table[i].name);
     if (distance < fewest) {
       fewest = distance;
       closest = options->table[i].name;
