@@ -151,6 +151,7 @@ static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
                             qkv_call_error *error) {
   *client_out = NULL;
+  if (target == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target is NULL");
   qkv_client *client = calloc(1, sizeof *client);
   assert(client != NULL);
   if (options != NULL) client->options = *options;

@@ -91,7 +91,8 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
   qkv_call_error outcome = {0};
   qkv_error reason = {0};
   bool go_on = true;
-  qkv_code code = qkvi_call_open(client, fetch_method, false, &call, error);
+  if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
+  qkv_code code = qkvi_call_open(client, fetch_method, true, &call, error);
   if (code != QKV_OK) return code;
   qkvi_step step = {.request = make_request(client, request), .last = true};
   while (go_on && reason.status == QKV_OK) {

@@ -9,8 +9,12 @@
 //   qkv_client_connect("unix:/run/qkvd.sock", NULL, &client, &error);
 //   qkv_client_open_session(client, &(qkv_session_options){.session = "s", .model = "m"}, &error);
 //   qkv_client_append(client, &item, 1, NULL, &error);
-//   qkv_client_attend(client, &request, results, &error);
+//   qkv_client_attend(client, &query, 1, &result, &error);
 //   qkv_client_close(&client);
+//
+// Time: a call that is not answered in time is cancelled and gives DEADLINE_EXCEEDED. Where the daemon has stopped
+// reading in the middle of the caller's rows, that alone would not give the memory back, so the connection is cut:
+// a decode stream that is open on the same client ends with it (UNAVAILABLE). The next call connects anew.
 //
 // Threads: a client is used by one thread at a time; different clients are independent.
 #ifndef QKV_CLIENT_C_QKV_H
@@ -35,13 +39,13 @@ typedef struct qkv_call_error {
 typedef struct qkv_client qkv_client;
 
 typedef struct qkv_client_options {
-  int64_t timeout_ms;          // of every call, and of every step of a decode stream; 0: 60000
+  int64_t timeout_ms;          // of every call; of each step of a decode stream, each response of a fetch; 0: 60000
   int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
   int64_t message_bytes_max;   // of a response; 0: 256 MiB
 } qkv_client_options;
 
 // Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
-// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target. On failure *client is NULL.
+// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL. On failure *client is NULL.
 // A client whose daemon went away gives UNAVAILABLE and connects anew at its next call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
@@ -118,16 +122,21 @@ typedef struct qkv_client_session_info {
   double bits_per_coordinate;
   int64_t created_unix_ms, last_used_unix_ms;
   uint32_t layers;
-  uint64_t *lengths;  // [layers]; NULL in lists. Owned by the caller: qkv_free
+  uint64_t *lengths;  // [layers]; owned by the caller: qkv_free
 } qkv_client_session_info;
 
+// Opens an empty session, which stays until qkv_client_close_session, whatever becomes of this client. NOT_FOUND:
+// no such model. ALREADY_EXISTS: the name is taken. INVALID_ARGUMENT: a name or a policy that the daemon does not
+// allow. RESOURCE_EXHAUSTED: the daemon holds as many sessions as it may.
 qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error);
-// `*bytes_freed` where not NULL.
+// Closes a session and frees what it holds; `*bytes_freed` where not NULL. NOT_FOUND: there is no such session.
 qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
                                   qkv_call_error *error);
+// What a session is and holds now, into *info, whose `lengths` the caller frees. On failure *info is zeroed.
+// NOT_FOUND: there is no such session.
 qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,
                                 qkv_call_error *error);
-// Drops positions >= `position` in all layers.
+// Drops positions >= `position` in all layers. NOT_FOUND: there is no such session.
 qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error);
 
 // ---- append, attend, decode ----
@@ -177,7 +186,10 @@ void qkv_client_results_free(qkv_client_result *results, size_t count);
 // A decode stream: the same requests on one open call, cheaper for each step. One request is answered before
 // the next is sent. A stream is closed before its client.
 typedef struct qkv_decode qkv_decode;
+// Opens a stream into *stream, which the caller ends with qkv_decode_close; NULL on failure. Nothing is sent yet.
 qkv_code qkv_decode_open(qkv_client *client, qkv_decode **stream, qkv_call_error *error);
+// One request and its answer, as qkv_client_attend. Items that fail leave the stream as it is; once it was ended by
+// the daemon, by a timeout or with its connection, every further step gives that status.
 qkv_code qkv_decode_step(qkv_decode *stream, const qkv_client_item *items, size_t count, qkv_client_result *results,
                          qkv_call_error *error);
 // Ends the stream and clears *stream; gives the stream's final status.
@@ -204,7 +216,8 @@ typedef struct qkv_client_rows {
   qkv_client_tensor k, v;  // dense
 } qkv_client_rows;
 
-// Calls fn for every response, in order; fn returns false to cancel (the call then returns CANCELLED).
+// Calls fn for every response, in order; fn returns false to cancel (the call then returns CANCELLED). The timeout
+// is that of each response: the time that fn takes does not count. NOT_FOUND: there is no such session.
 qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *request,
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error);

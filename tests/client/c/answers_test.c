@@ -61,7 +61,7 @@ static const qkv_rpc_method methods[] = {
     {.path = "/qkv.v1.KvCache/Attend", .message = answer_unary, .cancelled = on_cancelled},
     {.path = "/qkv.v1.KvCache/GetSession", .message = answer_unary},
     {.path = "/qkv.v1.KvCache/Append", .message = answer_unary},
-    {.path = "/qkv.v1.KvCache/Fetch", .message = answer_stream, .sent = on_fetch_sent},
+    {.path = "/qkv.v1.KvCache/Fetch", .message = answer_stream, .sent = on_fetch_sent, .cancelled = on_cancelled},
     {.path = "/qkv.v1.KvCache/Decode",
      .message = answer_stream,
      .sent = qkv_rpc_next,
@@ -298,8 +298,7 @@ static bool refuse_rows(void *context, const qkv_client_rows *rows) {
   return false;
 }
 
-static void test_fetch(void **state) {
-  (void)state;
+static void will_fetch(void) {
   Qkv__V1__FetchResponse response = QKV__V1__FETCH_RESPONSE__INIT;
   Qkv__V1__Tensor k;
   int64_t dims[3] = {2, 1, 8};
@@ -307,6 +306,11 @@ static void test_fetch(void **state) {
   response.k = &k;
   script.length = qkv__v1__fetch_response__pack(&response, script.bytes);
   script.kind = ANSWER_BYTES;
+}
+
+static void test_fetch(void **state) {
+  (void)state;
+  will_fetch();
   qkv_client_fetch request = {.session = "s", .part = 1};
   qkv_call_error error = {0};
   int calls = 0;
@@ -322,6 +326,10 @@ static void test_fetch(void **state) {
   script.kind = ANSWER_STATUS;
   assert_int_equal(qkv_client_fetch_rows(client, &request, count_rows, &calls, &error), QKV_DATA_LOSS);
   assert_string_equal(error.text, "it is gone");
+  request.session = NULL;
+  assert_int_equal(qkv_client_fetch_rows(client, &request, count_rows, &calls, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "session is NULL");
+  assert_int_equal(calls, 2);
 }
 
 // ---- decode ----
@@ -396,6 +404,30 @@ static void test_no_answer(void **state) {
   connect_client(20000);
 }
 
+static bool linger(void *context, const qkv_client_rows *rows) {
+  fixture_sleep_ms(300);
+  return count_rows(context, rows);
+}
+
+// The timeout is that of each response, not of what the caller does with it.
+static void test_slow_fetch(void **state) {
+  (void)state;
+  qkv_client_close(&client);
+  connect_client(200);
+  will_fetch();
+  qkv_client_fetch request = {.session = "s", .part = 1};
+  qkv_call_error error = {0};
+  int calls = 0;
+  assert_int_equal(qkv_client_fetch_rows(client, &request, linger, &calls, &error), 0);
+  assert_int_equal(calls, 1);
+  script.kind = ANSWER_NOTHING;
+  assert_int_equal(qkv_client_fetch_rows(client, &request, linger, &calls, &error), QKV_DEADLINE_EXCEEDED);
+  assert_string_equal(error.text, "no answer to /qkv.v1.KvCache/Fetch within 200 ms");
+  assert_int_equal(calls, 1);
+  qkv_client_close(&client);
+  connect_client(20000);
+}
+
 static void test_server_comes_back(void **state) {
   (void)state;
   qkv_client_result result;
@@ -424,11 +456,17 @@ static void test_server_comes_back(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_right_answer),    cmocka_unit_test(test_malformed_answers),
-      cmocka_unit_test(test_damaged_answers), cmocka_unit_test(test_malformed_other_answers),
-      cmocka_unit_test(test_status),          cmocka_unit_test(test_fetch),
-      cmocka_unit_test(test_decode),          cmocka_unit_test(test_decode_ended_by_the_server),
-      cmocka_unit_test(test_no_answer),       cmocka_unit_test(test_server_comes_back),
+      cmocka_unit_test(test_right_answer),
+      cmocka_unit_test(test_malformed_answers),
+      cmocka_unit_test(test_damaged_answers),
+      cmocka_unit_test(test_malformed_other_answers),
+      cmocka_unit_test(test_status),
+      cmocka_unit_test(test_fetch),
+      cmocka_unit_test(test_decode),
+      cmocka_unit_test(test_decode_ended_by_the_server),
+      cmocka_unit_test(test_no_answer),
+      cmocka_unit_test(test_slow_fetch),
+      cmocka_unit_test(test_server_comes_back),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -445,6 +445,10 @@ static void test_nobody_answers(void **state) {
                       "nobody answers at unix:/no/such/socket: No such file or directory; is qkvd running there?");
   assert_int_equal(qkv_client_connect("somewhere", &options, &nobody, &error), QKV_INVALID_ARGUMENT);
   assert_string_equal(error.text, "target \"somewhere\" is neither unix:PATH nor HOST:PORT");
+  nobody = (qkv_client *)&options;
+  assert_int_equal(qkv_client_connect(NULL, &options, &nobody, &error), QKV_INVALID_ARGUMENT);
+  assert_null(nobody);
+  assert_string_equal(error.text, "target is NULL");
 }
 
 // A response that is larger than the client takes.
