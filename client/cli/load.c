@@ -71,14 +71,21 @@ static layer_rows *find_layer(load_job *job, uint32_t layer) {
   return &job->layers[job->count++];
 }
 
+// Whether the metadata `key` is `second`: it is one of the two words, or absent, which means `first`.
+static qkv_status read_choice(const load_job *job, const char *key, const char *first, const char *second,
+                              bool *is_second, qkv_error *error) {
+  const char *word = qkv_safetensors_metadata(job->file, key);
+  *is_second = word != NULL && strcmp(word, second) == 0;
+  if (word == NULL || *is_second || strcmp(word, first) == 0) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "its %s is \"%.32s\", allowed are %s and %s", key, word, first,
+                  second);
+}
+
 static qkv_status read_metadata(load_job *job, qkv_error *error) {
   const char *position = qkv_safetensors_metadata(job->file, "first_position");
-  const char *layout = qkv_safetensors_metadata(job->file, "layout");
-  const char *rope = qkv_safetensors_metadata(job->file, "rope");
   if (position != NULL) QKV_TRY(qkvctl_parse_position(position, "first_position", &job->first_position, error));
-  job->heads_first = layout != NULL && strcmp(layout, "heads_first") == 0;
-  job->before_rope = rope != NULL && strcmp(rope, "before") == 0;
-  return QKV_OK;
+  QKV_TRY(read_choice(job, "layout", "tokens_first", "heads_first", &job->heads_first, error));
+  return read_choice(job, "rope", "after", "before", &job->before_rope, error);
 }
 
 static qkv_status read_layers(load_job *job, qkv_error *error) {

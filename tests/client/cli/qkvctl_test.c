@@ -412,6 +412,33 @@ static void test_load_what_does_not_fit(void **state) {
   assert_non_null(strstr(err, "is no session's file: layers.0.v is missing"));
 }
 
+// Words that fetch does not write are refused: taken for their defaults, the rows would be taken for others.
+static void test_load_unknown_words(void **state) {
+  (void)state;
+  static const struct {
+    qkv_safetensors_entry entry;
+    const char *text;
+  } cases[] = {
+      {{"layout", "HEADS_FIRST"}, "its layout is \"HEADS_FIRST\", allowed are tokens_first and heads_first\n"},
+      {{"rope", "befor"}, "its rope is \"befor\", allowed are after and before\n"},
+  };
+  const char *path = in_directory("words.safetensors");
+  const qkv_safetensors_tensor tensors[2] = {
+      {.name = "layers.0.k", .dtype = QKV_FP32, .rank = 3, .dims = {5, HEADS, DIM}},
+      {.name = "layers.0.v", .dtype = QKV_FP32, .rank = 3, .dims = {5, HEADS, DIM}}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkv_safetensors_writer *writer = NULL;
+    assert_int_equal(qkv_safetensors_writer_create(path, tensors, 2, &cases[i].entry, 1, &writer, NULL), QKV_OK);
+    for (size_t j = 0; j < 2; j++) {
+      assert_int_equal(qkv_safetensors_write(writer, j, k, (size_t)5 * HEADS * DIM * 4, NULL), QKV_OK);
+    }
+    assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
+    assert_int_equal(RUN("load", path, "--session", "words", "--model", "m"), 1);
+    assert_non_null(strstr(err, cases[i].text));
+    assert_int_equal(RUN("session", "words"), 1);
+  }
+}
+
 // ---- rm, truncate ----
 
 static void test_truncate_and_remove(void **state) {
@@ -447,6 +474,7 @@ int main(void) {
       WITH_SESSION(test_fetch_nothing),
       WITH_SESSION(test_load),
       WITH_SESSION(test_load_what_does_not_fit),
+      WITH_SESSION(test_load_unknown_words),
       WITH_SESSION(test_truncate_and_remove),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
