@@ -11,8 +11,9 @@ Usage: deploy/quickstart.sh [--bytes N] [--bits-k BITS] [--bits-v BITS] [--help]
 
 Installs the Debian packages that are missing (as root, or with sudo), builds the release in build/release, starts
 qkvd on a unix socket and a TCP port of its own, lets qkv-worker continue a prompt with its KV cache in that daemon,
-prints what it cost beside an exact fp32 cache, and stops the daemon. The first run takes some minutes, a second
-one seconds. What the tools print goes to build/quickstart.log.
+prints what it cost beside an exact fp32 cache, and stops the daemon. Bits per byte are those of the text that the
+model has just made itself; for held-out text see qkv-worker score. The first run takes some minutes, a second one
+seconds. What the tools print goes to build/quickstart.log.
 
   --bytes N      bytes to generate (256)
   --bits-k BITS  code bits per coordinate of keys: 1, 2, 3, 4 or 8 (4)

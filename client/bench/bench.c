@@ -69,7 +69,7 @@ void *qkv_bench_rows(size_t bytes, uint64_t seed) {
 
 void qkv_bench_report(const qkv_bench_settings *settings, json_t *result) {
   if (settings->program.json) {
-    qkv_json_line(result);
+    qkv_json_figures(result);
     return;
   }
   const char *key;

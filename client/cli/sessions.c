@@ -59,7 +59,7 @@ static bool show_page(const Qkv__V1__ListSessionsResponse *list, qkv_table *tabl
   for (size_t i = 0; i < list->n_sessions; i++) {
     if (table != NULL) {
       add_session(table, list->sessions[i]);
-    } else if (!qkv_json_line(listed_json(list->sessions[i]))) {
+    } else if (!qkv_json_figures(listed_json(list->sessions[i]))) {
       return false;
     }
   }
@@ -165,7 +165,7 @@ int qkvctl_session(void *values_in, const qkv_option_list *arguments) {
   if (qkv_client_get_session(client, arguments->items[0], &info, &error) != 0) {
     status = qkv_program_failed("%s", error.text);
   } else if (values->program.json) {
-    if (!qkv_json_line(session_json(&info))) status = QKV_EXIT_FAILED;
+    if (!qkv_json_figures(session_json(&info))) status = QKV_EXIT_FAILED;
   } else {
     print_session(&info);
   }

@@ -8,11 +8,19 @@
 #include <time.h>
 #include <unistd.h>
 
-bool qkv_json_line(json_t *object) {
+static bool print_line(json_t *object, size_t flags) {
   assert(object != NULL);
-  int status = json_dumpf(object, stdout, JSON_COMPACT | JSON_ENSURE_ASCII);
+  int status = json_dumpf(object, stdout, JSON_COMPACT | JSON_ENSURE_ASCII | flags);
   json_decref(object);
   return status == 0 && fputc('\n', stdout) != EOF && fflush(stdout) == 0;
+}
+
+bool qkv_json_line(json_t *object) {
+  return print_line(object, 0);
+}
+
+bool qkv_json_figures(json_t *object) {
+  return print_line(object, JSON_REAL_PRECISION(7));
 }
 
 char *qkv_human_bytes(uint64_t bytes, char text[QKV_HUMAN_MAX]) {

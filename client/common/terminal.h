@@ -15,6 +15,8 @@
 // Prints `object` as one line on standard output, at once, and takes the reference. False when standard output
 // does not take it (a full disk, a closed pipe).
 bool qkv_json_line(json_t *object);
+// The same for measured figures: reals have 7 digits, as more of them would only be noise.
+bool qkv_json_figures(json_t *object);
 
 // "512 B", "4.2 KiB", "1.0 GiB", into `text`, which is returned.
 enum { QKV_HUMAN_MAX = 32 };

@@ -14,7 +14,7 @@
 typedef struct generate_job {
   const qkvi_worker *worker;
   const qkvi_lm *lm;
-  char session[64];  // a name of our own, where none is given
+  char session[QKVI_REMOTE_NAME_MAX];  // a name of our own, where none is given
   const uint8_t *prompt;
   int64_t prompt_bytes;
   qkvi_remote *remote;
@@ -99,7 +99,7 @@ static bool print_summary_json(generate_job *job) {
     json_object_set_new(line, "bits_per_byte_exact", json_real(quality->bits_exact / positions));
     json_object_set_new(line, "kl_bits", json_real(quality->kl_bits / positions));
   }
-  return qkv_json_line(line);
+  return qkv_json_figures(line);
 }
 
 static void add_row(qkv_table *table, const char *what, const char *daemon, const char *beside) {
@@ -117,7 +117,7 @@ static void print_table(generate_job *job) {
   add_row(table, "", "qkvd", "beside it");
   snprintf(daemon, CELL, "%.4f", quality->bits / positions);
   snprintf(beside, CELL, "%.4f exact fp32 cache", quality->bits_exact / positions);
-  add_row(table, "bits per byte", daemon, beside);
+  add_row(table, "bits per byte, of its own text", daemon, beside);
   snprintf(daemon, CELL, "%.6f bits", quality->kl_bits / positions);
   add_row(table, "KL divergence", daemon, "0 exact fp32 cache");
   qkv_human_bytes(held_bytes(job), daemon);
@@ -166,7 +166,7 @@ static int generate(const qkvi_worker *worker, const qkvi_lm *lm, qkv_client *cl
             lm->context);
   }
   generate_job job = {.worker = worker, .lm = lm, .prompt = prompt, .prompt_bytes = prompt_bytes};
-  snprintf(job.session, sizeof job.session, "qkv-worker-%ld", (long)getpid());
+  qkvi_remote_name("qkv-worker", job.session);
   qkv_error error = {0};
   qkv_status status = open_and_run(&job, client, &error);
   int exit_status = status == QKV_OK ? finish(&job) : qkv_program_failed("%s", error.text);

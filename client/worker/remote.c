@@ -1,7 +1,11 @@
 #include "client/worker/remote.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
 
 struct qkvi_remote {
   qkvi_kv kv;
@@ -14,6 +18,12 @@ struct qkvi_remote {
 
 qkv_status qkvi_remote_failed(const qkv_call_error *call, qkv_error *error) {
   return qkv_fail(error, (qkv_status)call->code, "%s", call->text);
+}
+
+void qkvi_remote_name(const char *program, char name[QKVI_REMOTE_NAME_MAX]) {
+  uint64_t random = 0;
+  if (getrandom(&random, sizeof random, 0) != (ssize_t)sizeof random) abort();
+  snprintf(name, QKVI_REMOTE_NAME_MAX, "%s-%ld-%016" PRIx64, program, (long)getpid(), random);
 }
 
 static qkv_client_tensor tensor_of(const float *data, int64_t tokens, int64_t heads, int64_t dim) {

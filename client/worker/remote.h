@@ -13,6 +13,11 @@
 
 typedef struct qkvi_remote qkvi_remote;
 
+// A session's name that nobody else has, "PROGRAM-4711-9f86d081884c7d65": the process and random bits. Process ids
+// alone are not enough: containers share them, and a run that was killed leaves its session open.
+enum { QKVI_REMOTE_NAME_MAX = 64 };
+void qkvi_remote_name(const char *program, char name[QKVI_REMOTE_NAME_MAX]);
+
 typedef struct qkvi_remote_options {
   const char *session;
   double bits_k, bits_v;  // 0: the daemon's

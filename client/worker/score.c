@@ -1,19 +1,14 @@
 #include "client/worker/score.h"
 
 #include <assert.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "client/worker/exact.h"
 #include "client/worker/forward.h"
 #include "client/worker/remote.h"
 
-enum {
-  BATCH = 256,          // tokens of a forward pass
-  APPEND_TOKENS = 4096  // rows in one append message
-};
+enum { APPEND_TOKENS = 4096 };  // rows in one append message
 
 // The cache of the coded pass: the daemon's for the prefix, the worker's for the rest.
 typedef struct split_kv {
@@ -22,7 +17,7 @@ typedef struct split_kv {
   qkvi_remote *prefix;
   qkvi_exact *rest;
   const qkvi_lm *lm;
-  float *lse, *prefix_out, *prefix_lse;  // [BATCH, q_heads (, head_dim)]
+  float *lse, *prefix_out, *prefix_lse;  // [QKVI_SCORE_BATCH, q_heads (, head_dim)]
 } split_kv;
 
 struct qkvi_scorer {
@@ -32,11 +27,11 @@ struct qkvi_scorer {
   qkvi_forward *forward;
   qkvi_exact *exact;
   split_kv split;
-  float *logits;        // [BATCH, 256]
+  float *logits;        // [QKVI_SCORE_BATCH, 256]
   float *exact_logits;  // [length - prefill, 256]
   qkvi_samples attend_us;
   qkv_client_session_info session;
-  char session_name[64];
+  char session_name[QKVI_REMOTE_NAME_MAX];
 };
 
 static qkv_status split_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_error *error) {
@@ -62,18 +57,18 @@ qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkv
   scorer->options = *options;
   scorer->lm = lm;
   scorer->client = client;
-  scorer->forward = qkvi_forward_create(lm, BATCH, options->length);
+  scorer->forward = qkvi_forward_create(lm, QKVI_SCORE_BATCH, options->length);
   scorer->exact = qkvi_exact_create(lm, options->length);
   scorer->split = (split_kv){.kv.step = split_step,
                              .prefill = options->prefill,
                              .rest = qkvi_exact_create(lm, options->length),
                              .lm = lm,
-                             .lse = floats(BATCH, lm->q_heads),
-                             .prefix_out = floats(BATCH, lm->q_heads * lm->head_dim),
-                             .prefix_lse = floats(BATCH, lm->q_heads)};
-  scorer->logits = floats(BATCH, QKVI_LM_VOCABULARY);
+                             .lse = floats(QKVI_SCORE_BATCH, lm->q_heads),
+                             .prefix_out = floats(QKVI_SCORE_BATCH, lm->q_heads * lm->head_dim),
+                             .prefix_lse = floats(QKVI_SCORE_BATCH, lm->q_heads)};
+  scorer->logits = floats(QKVI_SCORE_BATCH, QKVI_LM_VOCABULARY);
   scorer->exact_logits = floats(options->length - options->prefill, QKVI_LM_VOCABULARY);
-  snprintf(scorer->session_name, sizeof scorer->session_name, "qkv-worker-score-%ld", (long)getpid());
+  qkvi_remote_name("qkv-worker-score", scorer->session_name);
   return scorer;
 }
 
@@ -103,7 +98,7 @@ static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t b
   for (int64_t position = begin; position < scorer->options.length; position += tokens) {
     // A batch ends at the prefill, so that it lies on one side of it.
     int64_t end = position < scorer->options.prefill ? scorer->options.prefill : scorer->options.length;
-    tokens = smaller(BATCH, end - position);
+    tokens = smaller(QKVI_SCORE_BATCH, end - position);
     QKV_TRY(qkvi_forward_run(scorer->forward, window + position, tokens, position, kv, scorer->logits, error));
     if (position >= scorer->options.prefill) {
       memcpy(keep + (position - scorer->options.prefill) * QKVI_LM_VOCABULARY, scorer->logits,

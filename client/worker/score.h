@@ -18,6 +18,9 @@
 #include "client/worker/figures.h"
 #include "client/worker/lm.h"
 
+// Tokens of a forward pass, and so the queries of one attend call.
+enum { QKVI_SCORE_BATCH = 256 };
+
 typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
   double bits_k, bits_v;             // 0: the daemon's

@@ -84,7 +84,7 @@ static bool print_json(const score_job *job) {
       (json_int_t)job->options.length, "model", session.model, "texts", texts);
   json_object_update(line, rest);
   json_decref(rest);
-  return qkv_json_line(line);
+  return qkv_json_figures(line);
 }
 
 static void add_row(qkv_table *table, const char *name, const qkvi_quality *quality) {
@@ -112,7 +112,10 @@ static bool print_text(const score_job *job) {
          session.bits_k, session.bits_v, session.bits_per_coordinate,
          qkv_human_bytes(session.bytes_coded + session.bytes_exact, held),
          qkv_human_bytes(session.bytes_fp16, plain));
-  printf("attend: p50 %.0f us, p99 %.0f us\n", qkvi_samples_percentile(attend_us, 0.5),
+  int64_t queries = job->options.length - job->options.prefill;
+  if (queries > QKVI_SCORE_BATCH) queries = QKVI_SCORE_BATCH;
+  printf("attend, up to %" PRId64 " queries over %" PRId64 " positions in one call: p50 %.0f us, p99 %.0f us\n",
+         queries, job->options.prefill, qkvi_samples_percentile(attend_us, 0.5),
          qkvi_samples_percentile(attend_us, 0.99));
   return fflush(stdout) == 0;
 }

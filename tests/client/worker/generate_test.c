@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -144,6 +145,19 @@ static void test_sessions_are_kept_or_closed(void **state) {
   assert_int_equal(qkv_client_get_session(client, "kept", &info, &call), QKV_NOT_FOUND);
 }
 
+// Two runs whose process has the same id, as those of two containers may.
+static void test_session_names(void **state) {
+  (void)state;
+  char one[QKVI_REMOTE_NAME_MAX], other[QKVI_REMOTE_NAME_MAX], prefix[QKVI_REMOTE_NAME_MAX];
+  qkvi_remote_name("qkv-worker", one);
+  qkvi_remote_name("qkv-worker", other);
+  assert_string_not_equal(one, other);
+  int length = snprintf(prefix, sizeof prefix, "qkv-worker-%ld-", (long)getpid());
+  assert_memory_equal(one, prefix, length);
+  assert_int_equal(strspn(one + length, "0123456789abcdef"), 16);
+  assert_int_equal(strlen(one), length + 16);
+}
+
 static void test_refused_step(void **state) {
   (void)state;
   const qkvi_remote_options options = {.session = "gap", .recent_window = -1};
@@ -177,6 +191,7 @@ int main(void) {
                                      cmocka_unit_test(test_8_bits),
                                      cmocka_unit_test(test_4_bits),
                                      cmocka_unit_test(test_sessions_are_kept_or_closed),
+                                     cmocka_unit_test(test_session_names),
                                      cmocka_unit_test(test_refused_step),
                                      cmocka_unit_test(test_sampling)};
   return cmocka_run_group_tests(tests, start, stop);
