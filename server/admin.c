@@ -2,14 +2,13 @@
 #include <assert.h>
 #include <stdlib.h>
 
-#include "engine/base/cpu.h"
+#include "engine/kernel/kernel.h"
 #include "qkv/v1/admin.pb-c.h"
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
 
 #define OPTION_TEXT_MAX 1024
-#define CPU_TEXT_MAX 128
 
 // The response's repeated fields: arrays of messages, and of the pointers that protobuf-c wants.
 typedef struct status_parts {
@@ -20,7 +19,6 @@ typedef struct status_parts {
   Qkv__V1__OptionValue **option_pointers;
   char (*option_texts)[OPTION_TEXT_MAX];
   char **addresses;
-  char cpu[CPU_TEXT_MAX];
 } status_parts;
 
 static void *allocate(size_t count, size_t size) {
@@ -99,8 +97,7 @@ static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   response.version = (char *)QKV_VERSION;
   response.state = (char *)(atomic_load(&daemon->draining) ? "draining" : "serving");
   response.uptime_ms = (uint64_t)qkv_daemon_uptime_ms(daemon);
-  qkv_cpu_text(qkv_cpu_flags(), parts->cpu, sizeof(parts->cpu));
-  response.cpu = parts->cpu;
+  response.cpu = (char *)qkv_kernels_get()->name;
   put_store(daemon, &response);
   put_metrics(daemon, parts, &response);
   put_options(daemon, parts, &response);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 #include <uv.h>
 
+#include "engine/kernel/kernel.h"
 #include "server/daemon.h"
 
 #define GAUGES_EVERY_MS 1000
@@ -154,7 +155,8 @@ static void announce(const qkv_daemon *daemon) {
   for (size_t i = 0; i < daemon->options->listen.count; i++) {
     qkv_log(QKV_LOG_INFO, "listening", "{s:s}", "address", qkv_rpc_server_address(daemon->rpc, i));
   }
-  qkv_log(QKV_LOG_INFO, "ready", "{s:s, s:i}", "version", QKV_VERSION, "pid", (int)getpid());
+  qkv_log(QKV_LOG_INFO, "ready", "{s:s, s:i, s:s}", "version", QKV_VERSION, "pid", (int)getpid(), "kernels",
+          qkv_kernels_get()->name);
 }
 
 static int serve(const qkv_server_options *options, const qkv_options *set) {
@@ -186,6 +188,7 @@ int main(int argc, char **argv) {
   } else if (!print_only(&options, set)) {
     qkv_log_setup(stderr, qkv_server_options_log_level(&options));
     raise_file_limit();
+    qkv_kernels_setup(qkv_server_options_cpu_mask(&options));
     result = serve(&options, set);
   }
   qkv_options_destroy(&set);

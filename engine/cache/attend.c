@@ -5,6 +5,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "engine/kernel/kernel.h"
+
 // A task takes the (query, head) rows of its KV head in blocks. A block is attended twice, over the exact tail
 // and over the pages, each with running softmax statistics of its own, and the two partial results are merged
 // as everywhere by their statistics: so the pages' sums stay in code space until the end.
@@ -70,31 +72,6 @@ static void visible(const qkv_attend *request, uint64_t query, uint64_t *begin, 
   if (window != 0 && seen > window && seen - window > *begin) *begin = seen - window;
 }
 
-// ---- Exponential ----
-
-// exp(x) for x <= 0, within 2 ulp, and 0 below -87. Plain arithmetic, so that loops over it vectorize and every
-// machine gets the same numbers. exp(x) = 2^n exp(r), |r| <= ln(2)/2; the polynomial is Taylor's to degree 7.
-static inline float exp_negative(float x) {
-  float clamped = x < -87.0f ? -87.0f : x;
-  float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
-  float n = shifted - 12582912.0f;
-  float r = clamped - n * 0.693359375f;  // ln 2 in two pieces, the first exact in a product with n
-  r = r + n * 2.12194440e-4f;
-  float y = 1.0f / 5040;
-  y = y * r + 1.0f / 720;
-  y = y * r + 1.0f / 120;
-  y = y * r + 1.0f / 24;
-  y = y * r + 1.0f / 6;
-  y = y * r + 0.5f;
-  y = y * r + 1.0f;
-  y = y * r + 1.0f;
-  union {
-    int32_t bits;
-    float value;
-  } power = {.bits = ((int32_t)n + 127) << 23};
-  return x < -87.0f ? 0.0f : y * power.value;
-}
-
 // ---- Folding a tile of scores into a partial result ----
 
 static void cap_scores(const head_task *task, const query_block *block, float *scores) {
@@ -102,31 +79,6 @@ static void cap_scores(const head_task *task, const query_block *block, float *s
   for (size_t i = 0; i < block->rows * TILE_TOKENS; i++) {
     scores[i] = task->soft_cap * tanhf(scores[i] / task->soft_cap);
   }
-}
-
-static float largest_of(const float *scores) {
-  float lanes[LANES];
-  memcpy(lanes, scores, sizeof lanes);
-  for (size_t t = LANES; t < TILE_TOKENS; t += LANES) {
-    for (size_t i = 0; i < LANES; i++) lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
-  }
-  float largest = lanes[0];
-  for (size_t i = 1; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-  return largest;
-}
-
-// Scores become weights exp(score - peak); returns their sum.
-static double weigh(float *scores, float peak) {
-  float lanes[LANES] = {0};
-  for (size_t t = 0; t < TILE_TOKENS; t += LANES) {
-    for (size_t i = 0; i < LANES; i++) {
-      scores[t + i] = exp_negative(scores[t + i] - peak);
-      lanes[i] += scores[t + i];
-    }
-  }
-  double sum = 0;
-  for (size_t i = 0; i < LANES; i++) sum += (double)lanes[i];
-  return sum;
 }
 
 // Only slots [first, last) of a row's tile are seen.
@@ -146,6 +98,7 @@ static size_t slot_of(uint64_t position, uint64_t tile_position, size_t tokens) 
 static bool fold(const head_task *task, query_block *block, partial_sums *partial, uint64_t position, size_t tokens) {
   bool any = false;
   size_t dim = task->model->value_dim;
+  const qkv_kernels *kernels = qkv_kernels_get();
   cap_scores(task, block, block->scores);
   for (size_t row = 0; row < block->rows; row++) {
     float *scores = block->scores + row * TILE_TOKENS;
@@ -156,15 +109,15 @@ static bool fold(const head_task *task, query_block *block, partial_sums *partia
     }
     any = true;
     mask(scores, first, last);
-    float largest = largest_of(scores);
+    float largest = kernels->largest(scores);
     if (largest > partial->peak[row]) {
-      float decay = exp_negative(partial->peak[row] - largest);
+      float decay = qkv_exp_negative(partial->peak[row] - largest);
       float *sums = partial->sums[row];
       for (size_t i = 0; i < dim; i++) sums[i] *= decay;
       partial->total[row] *= (double)decay;
       partial->peak[row] = largest;
     }
-    partial->total[row] += weigh(scores, partial->peak[row]);
+    partial->total[row] += kernels->weigh(scores, partial->peak[row]);
   }
   return any;
 }

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine/base/cpu.h"
+#include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
 
 enum { STEPS = 8, GAIN_ONE = 128, GAIN_MIN = 1, GAIN_MAX = 255 };
@@ -32,6 +33,12 @@ uint8_t qkvi_gain_nearest(float factor) {
   const int gain = GAIN_ONE + STEPS * (exponent - 1) + step;
   if (gain < GAIN_MIN) return GAIN_MIN;
   return (uint8_t)(gain > GAIN_MAX ? GAIN_MAX : gain);
+}
+
+float qkv_exp_negative(float x) {
+  plain_floats all = {x};
+  exp_negative(&all);
+  return all[0];
 }
 
 static const qkv_kernels *const ladder[] = {

@@ -26,6 +26,13 @@
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
+// The largest of a tile's scores [64].
+#define QKV_DECLARE_LARGEST(name) float name(const float *scores)
+// Scores [64] become weights exp(score - peak), peak the largest so far; returns their sum.
+#define QKV_DECLARE_WEIGH(name) double name(float *scores, float peak)
+// engine/codec/hadamard.h, in place.
+#define QKV_DECLARE_HADAMARD(name) void name(float *row, size_t dim)
+
 typedef struct qkv_kernels {
   const char *name;  // "reference", "avx2", "avx512"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
@@ -33,6 +40,10 @@ typedef struct qkv_kernels {
   QKV_DECLARE_ACCUMULATE((*accumulate));
   QKV_DECLARE_ENCODE((*encode));
   QKV_DECLARE_DECODE((*decode));
+  QKV_DECLARE_LARGEST((*largest));
+  QKV_DECLARE_WEIGH((*weigh));
+  QKV_DECLARE_HADAMARD((*hadamard_forward));
+  QKV_DECLARE_HADAMARD((*hadamard_inverse));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.
@@ -48,6 +59,8 @@ const qkv_kernels *qkv_kernels_get(void);
 
 extern const qkv_kernels qkvi_kernels_reference, qkvi_kernels_avx2, qkvi_kernels_avx512;
 
+// exp(x) for x <= 0, as `weigh` computes it.
+float qkv_exp_negative(float x);
 // 2^((gain - 128) / 8); 0 for gain 0.
 float qkv_gain_value(uint8_t gain);
 // The gain byte, 1 to 255, whose value is nearest to `factor` > 0; the lower one of two as near.

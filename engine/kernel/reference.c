@@ -7,6 +7,7 @@
 #include "engine/codec/codebook.h"
 #include "engine/codec/pack.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
 
 enum { GROUP = QKV_GROUP_TOKENS, LANES = 8, QUADS = GROUP / 4 };
@@ -205,4 +206,8 @@ const qkv_kernels qkvi_kernels_reference = {
     .accumulate = accumulate_reference,
     .encode = encode_reference,
     .decode = decode_reference,
+    .largest = largest_plain,
+    .weigh = weigh_plain,
+    .hadamard_forward = hadamard_forward_plain,
+    .hadamard_inverse = hadamard_inverse_plain,
 };

@@ -98,6 +98,47 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded_free(&codes_got);
 }
 
+// Scores of a tile, some of them masked.
+static void check_softmax(checking *c, input_kind kind) {
+  guarded expected = guarded_make(QKV_PAGE_TOKENS * sizeof(float));
+  float *scores = (float *)expected.data;
+  fill_input(&c->random, kind, scores, QKV_PAGE_TOKENS);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    if (kind == INPUT_GAUSSIAN) scores[t] *= 20;
+    if (naive_below(&c->random, 8) == 0) scores[t] = -INFINITY;
+  }
+  scores[naive_below(&c->random, QKV_PAGE_TOKENS)] = 3;
+  guarded got = copy_of(&expected);
+  const float largest = qkv_kernels_at(0)->largest(scores);
+  const float largest_got = c->twin->largest((float *)got.data);
+  const float peak = largest + (float)naive_below(&c->random, 3);
+  const double sum = qkv_kernels_at(0)->weigh(scores, peak), sum_got = c->twin->weigh((float *)got.data, peak);
+  const page_part none = {0};
+  compare(c, "weigh", &none, 0, &expected, &got);
+  if (largest != largest_got || memcmp(&sum, &sum_got, sizeof sum) != 0) {
+    c->failures++;
+    printf("%s: largest %g for %g, sum %.17g for %.17g\n", c->twin->name, (double)largest_got, (double)largest,
+           sum_got, sum);
+  }
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_hadamard(checking *c, uint16_t dim, input_kind kind) {
+  guarded expected = guarded_make(dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)expected.data, dim);
+  guarded got = copy_of(&expected);
+  const page_part row = {.schedule.dim = dim};
+  qkv_kernels_at(0)->hadamard_forward((float *)expected.data, dim);
+  c->twin->hadamard_forward((float *)got.data, dim);
+  compare(c, "hadamard_forward", &row, 0, &expected, &got);
+  qkv_kernels_at(0)->hadamard_inverse((float *)expected.data, dim);
+  c->twin->hadamard_inverse((float *)got.data, dim);
+  compare(c, "hadamard_inverse", &row, 0, &expected, &got);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
 static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t tiers[QKV_PAGE_GROUPS], size_t n) {
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     page_part page;
@@ -127,11 +168,13 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
 
 size_t check_rung(const qkv_kernels *twin) {
   checking c = {.twin = twin, .random = {1}};
+  for (int round = 0; round < 300; round++) check_softmax(&c, round % INPUT_KINDS);
+  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND) check_hadamard(&c, dim, dim % INPUT_KINDS);
   for (size_t d = 0; d < DIMS; d++) {
     qkv_schedule schedule;
     qkv_schedule_uniform(&schedule, dims[d]);
     check_schedule(&c, &schedule);
-    for (int bands = 0; bands < 3; bands++) {
+    for (int bands = 0; bands < (dims[d] > 256 ? 1 : 3); bands++) {
       naive_schedule(&c.random, dims[d], &schedule);
       assert(qkv_schedule_validate(&schedule) == NULL);
       check_schedule(&c, &schedule);

@@ -8,6 +8,7 @@
 #include "engine/codec/pack.h"
 #include "engine/kernel/blocks.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/plain.h"
 #include "engine/kernel/x86/lanes.h"
 #include "engine/kernel/x86/twins.h"
 
@@ -292,4 +293,8 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .accumulate = accumulate_twin,
     .encode = TWIN(qkvi_encode),
     .decode = decode_twin,
+    .largest = largest_plain,
+    .weigh = weigh_plain,
+    .hadamard_forward = hadamard_forward_plain,
+    .hadamard_inverse = hadamard_inverse_plain,
 };

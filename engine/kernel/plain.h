@@ -1,0 +1,145 @@
+// Kernels in plain loops over independent lanes, compiled once for every rung: the compiler makes vectors of them,
+// and as nothing is contracted or reordered they give the same bits everywhere.
+#ifndef QKV_ENGINE_KERNEL_PLAIN_H
+#define QKV_ENGINE_KERNEL_PLAIN_H
+
+#include <assert.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "engine/kernel/kernel.h"
+
+// ---- Softmax of a tile ----
+
+enum {
+  PLAIN_LANES = 16,  // sums kept side by side, whatever the width of a vector
+  PLAIN_WIDTH = 8,
+};
+
+// The compiler splits them where the processor has narrower ones.
+typedef float plain_floats __attribute__((vector_size(4 * PLAIN_WIDTH)));
+typedef int32_t plain_words __attribute__((vector_size(4 * PLAIN_WIDTH)));
+
+// exp(x) for x <= 0, within 2 ulp, and 0 below -87. Plain arithmetic, so that every machine gets the same numbers.
+// exp(x) = 2^n exp(r), |r| <= ln(2)/2; the polynomial is Taylor's to degree 7.
+static inline void exp_negative(plain_floats *all) {
+  const plain_floats x = *all;
+  const plain_words below = x < -87.0f;
+  const plain_floats least = (plain_floats){0} - 87.0f;
+  const plain_floats clamped = (plain_floats)(((plain_words)x & ~below) | ((plain_words)least & below));
+  const plain_floats n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: to a whole number
+  plain_floats r = clamped - n * 0.693359375f;  // ln 2 in two pieces, the first exact in a product with n
+  r = r + n * 2.12194440e-4f;
+  plain_floats y = 1.0f / 5040 * r + 1.0f / 720;
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  const plain_words power = (__builtin_convertvector(n, plain_words) + 127) << 23;
+  *all = (plain_floats)((plain_words)(y * (plain_floats)power) & ~below);
+}
+
+static inline QKV_DECLARE_LARGEST(largest_plain) {
+  float lanes[PLAIN_LANES];
+  memcpy(lanes, scores, sizeof lanes);
+  for (size_t t = PLAIN_LANES; t < QKV_PAGE_TOKENS; t += PLAIN_LANES) {
+    for (size_t i = 0; i < PLAIN_LANES; i++) lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
+  }
+  float largest = lanes[0];
+  for (size_t i = 1; i < PLAIN_LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+  return largest;
+}
+
+// Scores become weights exp(score - peak); returns their sum.
+static inline QKV_DECLARE_WEIGH(weigh_plain) {
+  plain_floats sums[PLAIN_LANES / PLAIN_WIDTH] = {0};
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t += PLAIN_WIDTH) {
+    plain_floats all;
+    memcpy(&all, scores + t, sizeof all);
+    all -= peak;
+    exp_negative(&all);
+    memcpy(scores + t, &all, sizeof all);
+    sums[t / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH)] += all;
+  }
+  double sum = 0;
+  for (size_t i = 0; i < PLAIN_LANES; i++) sum += (double)sums[i / PLAIN_WIDTH][i % PLAIN_WIDTH];
+  return sum;
+}
+
+// ---- Hadamard ----
+
+static inline uint64_t splitmix64(uint64_t *state) {
+  uint64_t z = (*state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// The signs of a width: bit i of word w is coordinate 64 w + i, 1 for minus. Part of the format.
+static inline void flip_signs(float *row, size_t dim) {
+  uint64_t state = dim, word = 0;
+  for (size_t start = 0; start < dim; start += 8, word >>= 8) {
+    if (start % 64 == 0) word = splitmix64(&state);
+    uint32_t bits[8];
+    memcpy(bits, row + start, sizeof bits);
+    for (uint32_t i = 0; i < 8; i++) bits[i] ^= (uint32_t)word >> i << 31;
+    memcpy(row + start, bits, sizeof bits);
+  }
+}
+
+// The two innermost steps at once, so that every loop of the outer ones runs over neighbours.
+static inline void butterfly_quads(float *block, size_t size) {
+  for (size_t i = 0; i < size; i += 4) {
+    const float a = block[i] + block[i + 1], b = block[i] - block[i + 1];
+    const float c = block[i + 2] + block[i + 3], d = block[i + 2] - block[i + 3];
+    block[i] = a + c;
+    block[i + 1] = b + d;
+    block[i + 2] = a - c;
+    block[i + 3] = b - d;
+  }
+}
+
+static inline void butterfly(float *restrict low, float *restrict high, size_t half) {
+  for (size_t i = 0; i < half; i++) {
+    const float a = low[i], b = high[i];
+    low[i] = a + b;
+    high[i] = a - b;
+  }
+}
+
+// Orthonormal and its own inverse; `size` is a power of two, at least 8.
+static inline void transform_block(float *block, size_t size) {
+  butterfly_quads(block, size);
+  for (size_t half = 4; half < size; half *= 2) {
+    for (size_t start = 0; start < size; start += 2 * half) butterfly(block + start, block + start + half, half);
+  }
+  const float scale = 1.0f / sqrtf((float)size);
+  for (size_t i = 0; i < size; i++) block[i] *= scale;
+}
+
+static inline void transform(float *row, size_t dim) {
+  size_t start = 0;
+  for (size_t size = QKV_DIM_MAX; size >= QKV_BAND; size /= 2) {
+    if ((dim & size) == 0) continue;
+    transform_block(row + start, size);
+    start += size;
+  }
+  assert(start == dim);
+}
+
+static inline QKV_DECLARE_HADAMARD(hadamard_forward_plain) {
+  assert(dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
+  flip_signs(row, dim);
+  transform(row, dim);
+}
+
+static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
+  assert(dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
+  transform(row, dim);
+  flip_signs(row, dim);
+}
+
+#endif
