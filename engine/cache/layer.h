@@ -57,7 +57,7 @@ void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config);
 void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 
 // Appends k [tokens, kv_heads, key_dim] and v [tokens, kv_heads, value_dim] at `position`; both have passed
-// qkv_tensor_check. Rows that are held already must match (qkv_codec.row_matches for sealed ones). Rows before
+// qkv_tensor_check. Rows that are held already must match (qkv_codec.rows_match for sealed ones). Rows before
 // RoPE are rotated to their positions. `*appended` gets the tokens that are new.
 // Errors, all without any change: INVALID_ARGUMENT (shape; "k[3, 0, 17] is nan"; |x| > QKV_ROW_MAX, after
 // RoPE too; QKV_POSITION_MAX),

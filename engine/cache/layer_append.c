@@ -130,54 +130,61 @@ static qkv_status check_rows(const append *a, qkv_error *error) {
 
 // ---- Rows that are held already ----
 
-// A token's rows of all heads, as they would be held, in floats.
-static void read_held_form(const append *a, qkv_part part, uint64_t token, float *rows) {
+// A head's rows of `count` tokens from `position` on, as they would be held, in floats.
+static void read_held_form(const append *a, qkv_part part, uint32_t head, uint64_t position, uint64_t count,
+                           float *rows) {
   uint32_t dim = qkvi_part_dim(a->model, part);
   uint8_t stored[QKV_DIM_MAX * sizeof(float)];
-  for (uint32_t head = 0; head < a->model->kv_heads; head++) {
-    store_row(a, part, token, head, stored);
-    qkv_to_float(a->model->dtype, stored, rows + (size_t)head * dim, dim);
+  for (uint64_t i = 0; i < count; i++) {
+    store_row(a, part, position - a->position + i, head, stored);
+    qkv_to_float(a->model->dtype, stored, rows + i * dim, dim);
   }
 }
 
-static bool equals_exact(const append *a, qkv_part part, uint64_t position, const float *rows) {
+static uint64_t same_exact(const append *a, qkv_part part, uint32_t head, uint64_t position, uint64_t count,
+                           const float *rows) {
   float held[QKV_DIM_MAX];
   uint32_t dim = qkvi_part_dim(a->model, part);
-  for (uint32_t head = 0; head < a->model->kv_heads; head++) {
-    qkv_to_float(a->model->dtype, qkv_layer_exact_row(a->layer, part, position, head), held, dim);
-    for (uint32_t i = 0; i < dim; i++) {
-      if (held[i] != rows[(size_t)head * dim + i]) return false;
+  for (uint64_t i = 0; i < count; i++) {
+    qkv_to_float(a->model->dtype, qkv_layer_exact_row(a->layer, part, position + i, head), held, dim);
+    for (uint32_t c = 0; c < dim; c++) {
+      if (held[c] != rows[i * dim + c]) return i;
     }
   }
-  return true;
+  return count;
 }
 
-static bool equals_held(const append *a, uint64_t position, const float *k, const float *v) {
-  const qkv_layer *layer = a->layer;
-  if (position >= layer->sealed) {
-    return equals_exact(a, QKV_K, position, k) && equals_exact(a, QKV_V, position, v);
+// How many of `count` tokens from `position` on, in the tail (`entry` NULL) or in one page, are held as they are
+// given, one after the other. Sealed rows are coded a page at a time: coding one costs as much as coding all 64.
+static uint64_t same_tokens(const append *a, const qkv_page_entry *entry, uint64_t position, uint64_t count) {
+  float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  uint64_t same = count;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    for (uint32_t head = 0; head < a->model->kv_heads && same > 0; head++) {
+      read_held_form(a, part, head, position, same, rows);
+      same = entry == NULL ? same_exact(a, part, head, position, same, rows)
+                           : a->layer->config.policy.codec->rows_match(entry->page, (uint16_t)head, part,
+                                                                       (uint32_t)(position - entry->position),
+                                                                       (uint32_t)same, rows);
+    }
   }
-  const qkv_page_entry *entry = &layer->pages[qkv_layer_page_at(layer, position)];
-  return layer->config.policy.codec->row_matches(entry->page, (uint32_t)(position - entry->position), k, v);
+  return same;
 }
 
 static qkv_status check_held(const append *a, qkv_error *error) {
-  uint64_t end = a->end < a->layer->length ? a->end : a->layer->length;
-  if (a->position == end) return QKV_OK;
-  size_t k_floats = (size_t)a->model->kv_heads * a->model->key_dim;
-  size_t v_floats = (size_t)a->model->kv_heads * a->model->value_dim;
-  assert(k_floats > 0 && v_floats > 0);
-  float *k = calloc(k_floats + v_floats, sizeof *k), *v = k + k_floats;
-  assert(k != NULL);
-  qkv_status status = QKV_OK;
-  for (uint64_t position = a->position; position < end && status == QKV_OK; position++) {
-    read_held_form(a, QKV_K, position - a->position, k);
-    read_held_form(a, QKV_V, position - a->position, v);
-    if (equals_held(a, position, k, v)) continue;
-    status = qkv_fail(error, QKV_ALREADY_EXISTS, "position %" PRIu64 " holds other rows already", position);
+  const qkv_layer *layer = a->layer;
+  uint64_t held = a->end < layer->length ? a->end : layer->length;
+  for (uint64_t position = a->position; position < held;) {
+    const qkv_page_entry *entry = position < layer->sealed ? &layer->pages[qkv_layer_page_at(layer, position)] : NULL;
+    uint64_t end = entry != NULL ? entry->position + entry->tokens : position + QKV_PAGE_TOKENS;
+    if (end > held) end = held;
+    uint64_t same = same_tokens(a, entry, position, end - position);
+    if (same < end - position) {
+      return qkv_fail(error, QKV_ALREADY_EXISTS, "position %" PRIu64 " holds other rows already", position + same);
+    }
+    position = end;
   }
-  free(k);
-  return status;
+  return QKV_OK;
 }
 
 // ---- Memory ----

@@ -43,9 +43,10 @@ typedef struct qkv_codec {
   void (*output)(const qkv_page_shape *shape, uint32_t layer, uint16_t kv_head, float *sums, size_t n);
   // One head's rows [tokens][key_dim or value_dim] in token order, tokens = the header's.
   void (*decode)(const void *page, uint16_t kv_head, qkv_part part, float *rows);
-  // Whether row `token` of the page, all heads, is what encode would write for k [kv_heads][key_dim] and
-  // v [kv_heads][value_dim]: how a repeated append is told from a different one.
-  bool (*row_matches)(const void *page, uint32_t token, const float *k, const float *v);
+  // How many of one head's rows [tokens][key_dim or value_dim] are, one after the other, what encode would write at
+  // tokens first, first + 1, ... of the page: how a repeated append is told from a different one.
+  uint32_t (*rows_match)(const void *page, uint16_t kv_head, qkv_part part, uint32_t first, uint32_t tokens,
+                         const float *rows);
   // DATA_LOSS with the reason unless the image may be read.
   qkv_status (*validate)(const void *image, size_t bytes, qkv_error *error);
   // Largest relative squared error of a row, averaged over random rows: the bound the tests hold it to. For rows

@@ -33,16 +33,18 @@ static size_t embedded_page_bytes(const qkv_page_shape *shape) {
   return qkv_page_bytes(shape, &both.k, &both.v);
 }
 
-// Codes `tokens` rows that are `stride` floats apart; the page's other slots become zero rows.
-static void encode_head(qkv_part part, const qkv_schedule *schedule, unsigned tier, uint32_t tokens,
+// Codes `tokens` rows that are `stride` floats apart into the slots from `first` on; the page's other slots become
+// zero rows.
+static void encode_head(qkv_part part, const qkv_schedule *schedule, unsigned tier, uint32_t first, uint32_t tokens,
                         const float *rows, size_t stride, uint8_t *gains, uint8_t *codes) {
   const size_t dim = schedule->dim;
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  memset(turned, 0, QKV_PAGE_TOKENS * dim * sizeof *turned);
   for (size_t t = 0; t < tokens; t++) {
-    memcpy(turned + t * dim, rows + t * stride, dim * sizeof *turned);
-    qkv_hadamard_forward(turned + t * dim, dim);
+    float *row = turned + (first + t) * dim;
+    memcpy(row, rows + t * stride, dim * sizeof *row);
+    qkv_hadamard_forward(row, dim);
   }
-  memset(turned + tokens * dim, 0, (QKV_PAGE_TOKENS - tokens) * dim * sizeof *turned);
   qkv_kernels_get()->encode(part, schedule, tier, turned, gains, codes);
 }
 
@@ -60,8 +62,8 @@ static void embedded_encode(const qkv_page_shape *shape, uint32_t layer, uint64_
       qkv_page_codes codes;
       qkv_page_find(image, h, part, &both.k, &both.v, &codes);
       const size_t dim = codes.schedule->dim;
-      encode_head(part, codes.schedule, tier, tokens, rows + h * dim, shape->kv_heads * dim, (uint8_t *)codes.gains,
-                  (uint8_t *)codes.groups[0]);
+      encode_head(part, codes.schedule, tier, 0, tokens, rows + h * dim, shape->kv_heads * dim,
+                  (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
     }
   }
   qkv_page_seal(image);
@@ -105,35 +107,49 @@ static void embedded_decode(const void *page, uint16_t kv_head, qkv_part part, f
   memcpy(rows, turned, header->tokens * dim * sizeof *rows);
 }
 
-// Whether slot `slot` of a head is the code of `row`. Codes at a lower tier are prefixes of those at the top.
-static bool head_matches(const qkv_page_codes *codes, qkv_part part, unsigned top, size_t slot, const float *row) {
-  const qkv_schedule *schedule = codes->schedule;
-  uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  encode_head(part, schedule, top, 1, row, schedule->dim, gains, bytes);
-  if (gains[0] != codes->gains[slot]) return false;
-  const size_t group = slot / QKV_GROUP_TOKENS;
-  const unsigned tier = codes->tiers[group];
-  qkvi_codes mine[QKV_DIM_MAX], theirs[QKV_DIM_MAX];
-  qkvi_unpack(part, schedule, top, bytes, mine);
-  qkvi_unpack(part, schedule, tier, codes->groups[group], theirs);
-  for (size_t c = 0; c < schedule->dim; c++) {
-    if (mine[c][0] >> (top - tier) != theirs[c][slot % QKV_GROUP_TOKENS]) return false;
+// Slots [first, end) of one group that are the same in both, one after the other. `theirs` may be at a lower tier:
+// its codes are prefixes of those at the top.
+static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const qkv_page_codes *theirs, size_t group,
+                               uint32_t first, uint32_t end) {
+  const qkv_schedule *schedule = theirs->schedule;
+  const unsigned drop = mine->tiers[group] - theirs->tiers[group];
+  qkvi_codes a[QKV_DIM_MAX], b[QKV_DIM_MAX];
+  qkvi_unpack(part, schedule, mine->tiers[group], mine->groups[group], a);
+  qkvi_unpack(part, schedule, theirs->tiers[group], theirs->groups[group], b);
+  for (uint32_t slot = first; slot < end; slot++) {
+    if (mine->gains[slot] != theirs->gains[slot]) return slot - first;
+    for (size_t c = 0; c < schedule->dim; c++) {
+      if (a[c][slot % QKV_GROUP_TOKENS] >> drop != b[c][slot % QKV_GROUP_TOKENS]) return slot - first;
+    }
   }
-  return true;
+  return end - first;
 }
 
-static bool embedded_row_matches(const void *page, uint32_t token, const float *k, const float *v) {
+static uint32_t embedded_rows_match(const void *page, uint16_t kv_head, qkv_part part, uint32_t first,
+                                    uint32_t tokens, const float *rows) {
   const qkv_page_header *header = page;
-  assert(token < header->tokens);
-  for (uint16_t h = 0; h < header->kv_heads; h++) {
-    schedules both;
-    qkv_page_codes codes;
-    find(page, h, QKV_K, &both, &codes);
-    if (!head_matches(&codes, QKV_K, header->bits_k, token, k + (size_t)h * header->key_dim)) return false;
-    find(page, h, QKV_V, &both, &codes);
-    if (!head_matches(&codes, QKV_V, header->bits_v, token, v + (size_t)h * header->value_dim)) return false;
+  const uint8_t top = part == QKV_K ? header->bits_k : header->bits_v;
+  assert(first + tokens <= header->tokens);
+  schedules both;
+  qkv_page_codes theirs;
+  find(page, kv_head, part, &both, &theirs);
+  const qkv_schedule *schedule = theirs.schedule;
+  uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  encode_head(part, schedule, top, first, tokens, rows, schedule->dim, gains, bytes);
+  qkv_page_codes mine = {.gains = gains, .schedule = schedule};
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    mine.groups[g] = bytes + g * qkv_schedule_group_bytes(schedule, top);
+    mine.tiers[g] = top;
   }
-  return true;
+  for (uint32_t slot = first; slot < first + tokens;) {
+    const size_t group = slot / QKV_GROUP_TOKENS;
+    uint32_t end = (uint32_t)(group + 1) * QKV_GROUP_TOKENS;
+    if (end > first + tokens) end = first + tokens;
+    const uint32_t same = matching_slots(part, &mine, &theirs, group, slot, end);
+    if (same < end - slot) return slot + same - first;
+    slot = end;
+  }
+  return tokens;
 }
 
 static qkv_status validate_kind(const qkv_page_header *header, qkv_error *error) {
@@ -183,7 +199,7 @@ const qkv_codec qkvi_codec_embedded = {
     .accumulate = embedded_accumulate,
     .output = embedded_output,
     .decode = embedded_decode,
-    .row_matches = embedded_row_matches,
+    .rows_match = embedded_rows_match,
     .validate = embedded_validate,
     .error_bound = embedded_error_bound,
 };

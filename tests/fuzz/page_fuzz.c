@@ -15,7 +15,9 @@ static void read_head(const qkv_codec *codec, const void *page, const qkv_page_h
   float *vector = calloc(width_max, sizeof(float));
   if (rows == NULL || scores == NULL || vector == NULL) abort();
   codec->decode(page, head, QKV_K, rows);
+  codec->rows_match(page, head, QKV_K, 0, header->tokens, rows);
   codec->decode(page, head, QKV_V, rows);
+  codec->rows_match(page, head, QKV_V, 0, header->tokens, rows);
   for (size_t i = 0; i < width_max; i++) vector[i] = (float)(i % 7) - 3.0f;
   codec->scores(page, head, vector, 1, scores);
   codec->accumulate(page, head, scores, 1, vector);
@@ -29,12 +31,6 @@ static void read_page(const qkv_codec *codec, const void *image) {
   memcpy(&header, image, sizeof header);
   if ((size_t)header.kv_heads * (header.key_dim + header.value_dim) > COORDINATES_MAX) return;
   for (uint16_t head = 0; head < header.kv_heads; head++) read_head(codec, image, &header, head);
-  float *k = calloc((size_t)header.kv_heads * header.key_dim, sizeof(float));
-  float *v = calloc((size_t)header.kv_heads * header.value_dim, sizeof(float));
-  if (k == NULL || v == NULL) abort();
-  codec->row_matches(image, header.tokens - 1u, k, v);
-  free(k);
-  free(v);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

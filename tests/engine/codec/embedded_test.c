@@ -306,25 +306,41 @@ static void missing_slots_are_zero_rows(void **state) {
   release(&page);
 }
 
-static void the_same_row_matches_and_no_other(void **state) {
+// One head's rows of the page's tokens, dense.
+static float *head_rows(const coded *page, uint16_t h, qkv_part part) {
+  const size_t dim = dim_of(page, part);
+  float *rows = allocate(page->tokens * dim * sizeof *rows);
+  for (size_t t = 0; t < page->tokens; t++) {
+    const float *row = (part == QKV_K ? page->k : page->v) + (t * page->shape.kv_heads + h) * dim;
+    memcpy(rows + t * dim, row, dim * sizeof *rows);
+  }
+  return rows;
+}
+
+// In the page and in one of lower tiers: any run of the rows matches where it lies, up to the first row that is
+// another one, and nowhere else.
+static void the_same_rows_match_and_no_others(void **state) {
   (void)state;
   naive_random random = {37};
   const uint8_t low_k[4] = {2, 1, 4, 3}, low_v[4] = {3, 3, 1, 2};
   coded page = encode(&random, (qkv_page_shape){2, 64, 96, 4, 3}, 50, gaussian);
   coded cut = narrowed(&page, low_k, low_v);
-  for (uint32_t t = 0; t < 50; t++) {
-    float k[2 * 64], v[2 * 96];
-    memcpy(k, page.k + (size_t)t * 128, sizeof k);
-    memcpy(v, page.v + (size_t)t * 192, sizeof v);
-    assert_true(codec()->row_matches(page.image, t, k, v));
-    assert_true(codec()->row_matches(cut.image, t, k, v));
-    assert_false(codec()->row_matches(page.image, (t + 1) % 50, k, v));
-    assert_false(codec()->row_matches(cut.image, (t + 1) % 50, k, v));
-    float *changed = t % 2 ? &k[naive_below(&random, 128)] : &v[naive_below(&random, 192)];
-    const float was = *changed;
-    *changed = was * -40 + 1;
-    assert_false(codec()->row_matches(page.image, t, k, v));
-    *changed = was;
+  for (unsigned i = 0; i < 200; i++) {
+    const uint16_t h = i & 1;
+    const qkv_part part = i & 2 ? QKV_V : QKV_K;
+    const void *image = i & 4 ? cut.image : page.image;
+    const size_t dim = dim_of(&page, part);
+    const uint32_t first = i < 100 ? i % 50 : naive_below(&random, 50);
+    const uint32_t tokens = i < 100 ? 1 : 1 + naive_below(&random, 50 - first);
+    float *rows = head_rows(&page, h, part), *run = rows + first * dim;
+    assert_int_equal(codec()->rows_match(image, h, part, first, tokens, run), tokens);
+    assert_int_equal(codec()->rows_match(image, h, part, (first + 1) % 50, 1, run), 0);
+    const uint32_t other = naive_below(&random, tokens);
+    float largest = 0;
+    for (size_t c = 0; c < dim; c++) largest = fmaxf(largest, fabsf(run[other * dim + c]));
+    run[other * dim + naive_below(&random, (unsigned)dim)] += 4 * largest;
+    assert_int_equal(codec()->rows_match(page.image, h, part, first, tokens, run), other);
+    free(rows);
   }
   release(&cut);
   release(&page);
@@ -448,7 +464,7 @@ int main(void) {
       cmocka_unit_test(dropping_planes_keeps_leading_bits),
       cmocka_unit_test(attention_is_that_over_decoded_rows),
       cmocka_unit_test(missing_slots_are_zero_rows),
-      cmocka_unit_test(the_same_row_matches_and_no_other),
+      cmocka_unit_test(the_same_rows_match_and_no_others),
       cmocka_unit_test(encoding_is_deterministic),
       cmocka_unit_test(foreign_pages_are_refused),
       cmocka_unit_test(golden_pages_stay_readable),
