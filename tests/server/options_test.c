@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "engine/base/cpu.h"
 #include "tests/server/fixture.h"
 
 #include <cmocka.h>
@@ -136,10 +137,33 @@ static void values_out_of_limits(void **out) {
       {"--memory-budget=lots", "lots"},
       {"--drain-grace=10", "10"},
       {"--bits-v=5", "allowed are 1, 2, 3, 4 and 8"},
+      {"--cpu-mask=avx1024", "--cpu-mask is avx1024, allowed are none and lists of avx2, fma"},
       {"--log-level=loud", "--log-level is loud, allowed are debug, info, warn and error"},
   };
   for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
     expect_refusal((const char *[]){rows[i].argument, NULL}, rows[i].text);
+  }
+}
+
+static void cpu_masks(void **out) {
+  (void)out;
+  static const struct {
+    const char *first, *second;
+    uint32_t mask;
+  } rows[] = {
+      {NULL, NULL, UINT32_MAX},
+      {"--cpu-mask=none", NULL, 0},
+      {"--cpu-mask=avx2,f16c", NULL, QKV_CPU_AVX2 | QKV_CPU_F16C},
+      {"--cpu-mask=avx2", "--cpu-mask=avx512", QKV_CPU_AVX2 | QKV_CPU_AVX512},
+  };
+  for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+    qkv_server_options values;
+    qkv_options *set;
+    qkv_error error = {0};
+    assert_int_equal(read_options((const char *[]){rows[i].first, rows[i].second, NULL}, &values, &set, &error),
+                     QKV_OK);
+    assert_int_equal(qkv_server_options_cpu_mask(&values), rows[i].mask);
+    qkv_options_destroy(&set);
   }
 }
 
@@ -150,6 +174,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(unknown_names, setup, teardown),
       cmocka_unit_test(foreign_variables_are_left_alone),
       cmocka_unit_test(values_out_of_limits),
+      cmocka_unit_test(cpu_masks),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
