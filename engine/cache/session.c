@@ -5,9 +5,14 @@
 #include <pthread.h>
 #include <time.h>
 
+// `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
+// them: whoever asks for a session's info never waits for one that runs.
 typedef struct locked_layer {
   pthread_rwlock_t lock;
   qkv_layer layer;
+  pthread_mutex_t info_lock;
+  uint64_t length;
+  qkv_layer_usage usage;
 } locked_layer;
 
 struct qkv_session {
@@ -46,6 +51,25 @@ static void unlock(locked_layer *layer) {
   assert(failed == 0);
 }
 
+static void lock_info(locked_layer *layer) {
+  int failed = pthread_mutex_lock(&layer->info_lock);
+  assert(failed == 0);
+}
+
+static void unlock_info(locked_layer *layer) {
+  int failed = pthread_mutex_unlock(&layer->info_lock);
+  assert(failed == 0);
+}
+
+// The layer is locked, or nobody else's yet.
+static void publish(locked_layer *layer) {
+  qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
+  lock_info(layer);
+  layer->length = layer->layer.length;
+  layer->usage = usage;
+  unlock_info(layer);
+}
+
 static size_t session_bytes(const qkv_model *model) {
   return sizeof(qkv_session) + model->layers * sizeof(locked_layer);
 }
@@ -76,11 +100,14 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   for (uint32_t i = 0; i < model->layers; i++) {
     init_lock(&session->layers[i].lock);
+    int failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
+    assert(failed == 0);
     qkv_layer_init(&session->layers[i].layer, &(qkv_layer_config){.model = model,
                                                                   .policy = config->policy,
                                                                   .layer = i,
                                                                   .first_position = config->first_position,
                                                                   .arena = arena});
+    publish(&session->layers[i]);
   }
   *out = session;
   return QKV_OK;
@@ -102,6 +129,7 @@ void qkv_session_unref(qkv_session **session) {
   if (before > 1) return;
   for (uint32_t i = 0; i < left->model->layers; i++) {
     qkv_layer_deinit(&left->layers[i].layer);
+    (void)pthread_mutex_destroy(&left->layers[i].info_lock);
     (void)pthread_rwlock_destroy(&left->layers[i].lock);
   }
   qkv_arena_free(left->arena, left, session_bytes(left->model));
@@ -125,6 +153,16 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
                   session->model->name, session->model->layers);
 }
 
+// The write lock is held, and given back.
+static qkv_status append_locked(locked_layer *locked, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
+                                bool before_rope, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
+  *length = locked->layer.length;
+  publish(locked);
+  unlock(locked);
+  return status;
+}
+
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error) {
@@ -133,16 +171,32 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
   touch(session);
   locked_layer *locked = &session->layers[layer];
   lock_to_write(locked);
-  qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
-  *length = locked->layer.length;
-  unlock(locked);
-  return status;
+  return append_locked(locked, position, k, v, before_rope, appended, length, error);
+}
+
+qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                                  qkv_error *error) {
+  *appended = *length = 0;
+  QKV_TRY(check_layer(session, layer, error));
+  touch(session);
+  locked_layer *locked = &session->layers[layer];
+  if (pthread_rwlock_trywrlock(&locked->lock) != 0) return QKV_UNAVAILABLE;
+  return append_locked(locked, position, k, v, before_rope, appended, length, error);
 }
 
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
   QKV_TRY(check_layer(session, layer, error));
   touch(session);
   lock_to_read(&session->layers[layer]);
+  *out = &session->layers[layer].layer;
+  return QKV_OK;
+}
+
+qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
+  QKV_TRY(check_layer(session, layer, error));
+  touch(session);
+  if (pthread_rwlock_tryrdlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
   *out = &session->layers[layer].layer;
   return QKV_OK;
 }
@@ -155,6 +209,7 @@ void qkv_session_read_done(qkv_session *session, uint32_t layer) {
 static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
   lock_to_write(&session->layers[layer]);
   qkv_layer_truncate(&session->layers[layer].layer, position);
+  publish(&session->layers[layer]);
   unlock(&session->layers[layer]);
 }
 
@@ -183,10 +238,9 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
       .created_unix_ms = session->created_unix_ms,
       .last_used_unix_ms = atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed)};
   for (uint32_t i = 0; i < session->model->layers; i++) {
-    lock_to_read(&session->layers[i]);
-    qkv_layer_usage usage = qkv_layer_read_usage(&session->layers[i].layer);
-    if (lengths != NULL) lengths[i] = session->layers[i].layer.length;
-    unlock(&session->layers[i]);
-    add_usage(&info->usage, &usage);
+    lock_info(&session->layers[i]);
+    if (lengths != NULL) lengths[i] = session->layers[i].length;
+    add_usage(&info->usage, &session->layers[i].usage);
+    unlock_info(&session->layers[i]);
   }
 }

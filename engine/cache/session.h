@@ -7,7 +7,7 @@
 // attends and fetches run together. A writer that waits goes before readers that come later, so a thread must not
 // read a layer that it reads already. Lock order: layers in ascending order of (session address, layer).
 //
-// Memory: the session itself, with its layers' locks and tables, about 200 bytes a layer, is the arena's like the
+// Memory: the session itself, with its layers' locks and tables, about 300 bytes a layer, is the arena's like the
 // rows; usage counts the rows alone.
 #ifndef QKV_ENGINE_CACHE_SESSION_H
 #define QKV_ENGINE_CACHE_SESSION_H
@@ -58,13 +58,20 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
 
 // A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
+// The same two for threads that must not wait: UNAVAILABLE, with *error left alone and nothing changed, where another
+// thread has the layer.
+qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                                  qkv_error *error);
+qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
 void qkv_session_read_done(qkv_session *session, uint32_t layer);
 
 // `layer_count` 0: all of them.
 qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
                                 qkv_error *error);
 
-// A consistent reading layer by layer. `lengths`, where not NULL, has room for model->layers.
+// Each layer as its last append or truncation left it; never waits for one that runs. `lengths`, where not NULL, has
+// room for model->layers.
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
 
 #endif

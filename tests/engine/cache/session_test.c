@@ -202,6 +202,67 @@ static void test_a_writer_gets_in(void **state) {
   teardown_scene(&s);
 }
 
+// ---- Those who must not wait ----
+
+typedef struct waiting {
+  scene *scene;
+  uint64_t length;
+} waiting;
+
+static void *append_and_wait(void *context) {
+  waiting *w = context;
+  return append(w->scene, 0, 10, 20, &w->length, NULL) == QKV_OK ? w : NULL;
+}
+
+// While the layer is read, an append waits and a try is refused; while the append waits, so are tries to read. The
+// session's info comes at once.
+static void test_tries_and_info_do_not_wait(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  uint64_t length, appended, lengths[4];
+  assert_int_equal(append(&s, 0, 0, 10, &length, NULL), QKV_OK);
+  row_pair pair;
+  make_pair(&pair, &s.rows, 0, 10, QKV_FP16);
+  const qkv_layer *layer, *again;
+  qkv_error error = {0};
+  assert_int_equal(qkv_session_try_read(s.session, 0, &layer, &error), QKV_OK);
+  assert_int_equal(
+      qkv_session_try_append(s.session, 0, 3, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error),
+      QKV_UNAVAILABLE);
+  assert_string_equal(error.text, "");
+  assert_int_equal(
+      qkv_session_try_append(s.session, 1, 3, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error),
+      QKV_OK);
+  assert_int_equal(appended, 10);
+  assert_int_equal(length, 13);
+
+  waiting w = {.scene = &s};
+  pthread_t thread;
+  assert_int_equal(pthread_create(&thread, NULL, append_and_wait, &w), 0);
+  while (qkv_session_try_read(s.session, 0, &again, &error) == QKV_OK) {
+    qkv_session_read_done(s.session, 0);
+    (void)sched_yield();
+  }
+  assert_string_equal(error.text, "");
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, lengths);
+  assert_int_equal(lengths[0], 13);
+  assert_int_equal(lengths[1], 13);
+  assert_int_equal(info.usage.tokens_exact, 20);
+  qkv_session_read_done(s.session, 0);
+  void *ended = NULL;
+  assert_int_equal(pthread_join(thread, &ended), 0);
+  assert_ptr_equal(ended, &w);
+  qkv_session_read_info(s.session, &info, lengths);
+  assert_int_equal(lengths[0], 23);
+
+  assert_int_equal(qkv_session_try_read(s.session, 4, &layer, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "layer is 4, the model tiny has 4 layers");
+  free_pair(&pair);
+  teardown_scene(&s);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_layers_are_independent),
@@ -210,6 +271,7 @@ int main(void) {
       cmocka_unit_test(test_the_last_reference_frees),
       cmocka_unit_test(test_the_fixed_cost),
       cmocka_unit_test(test_a_writer_gets_in),
+      cmocka_unit_test(test_tries_and_info_do_not_wait),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
