@@ -114,13 +114,11 @@ static void copy_page(const row_copy *copy, const qkv_page_entry *entry, float *
 
 static void copy_pages(const row_copy *copy) {
   const qkv_layer *layer = copy->layer;
-  float *rows = calloc((size_t)QKV_PAGE_TOKENS * copy->dim, sizeof *rows);
-  assert(rows != NULL);
+  float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   for (size_t i = qkv_layer_page_at(layer, copy->begin); i < layer->page_count; i++) {
     if (layer->pages[i].position >= copy->end) break;
     copy_page(copy, &layer->pages[i], rows);
   }
-  free(rows);
 }
 
 static void copy_tail(const row_copy *copy) {

@@ -70,7 +70,7 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 
 // Decoded rows of one part: out [tokens][kv_heads][dim] floats for positions [begin, begin + tokens), which
-// must be held (asserted).
+// must be held (asserted). A page is decoded whole, however few of its tokens are asked.
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
 
