@@ -2,7 +2,11 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <string.h>
+
+#include "engine/base/cpu.h"
+#include "engine/base/tensor_internal.h"
 
 typedef struct dtype_row {
   const char *name;
@@ -86,8 +90,19 @@ static uint16_t float_to_bf16(float value) {
   return (uint16_t)choose((int32_t)(bits & 0x7fffffff) > 0x7f800000, nan, rounded);
 }
 
+static _Atomic uint32_t cpu_mask = UINT32_MAX;
+
+void qkv_tensor_setup(uint32_t mask) {
+  atomic_store_explicit(&cpu_mask, mask, memory_order_relaxed);
+}
+
+static bool has_f16c(void) {
+  return (qkv_cpu_flags() & atomic_load_explicit(&cpu_mask, memory_order_relaxed) & QKV_CPU_F16C) != 0;
+}
+
 static void halves_to_floats(const uint8_t *restrict in, uint8_t *restrict out, size_t n) {
-  for (size_t i = 0; i < n; i++) {
+  const size_t done = has_f16c() ? qkvi_halves_to_floats_f16c(in, out, n) : 0;
+  for (size_t i = done; i < n; i++) {
     uint16_t half;
     memcpy(&half, in + 2 * i, sizeof half);
     float value = half_to_float(half);
@@ -105,7 +120,8 @@ static void bf16s_to_floats(const uint8_t *restrict in, uint8_t *restrict out, s
 }
 
 static void floats_to_halves(const uint8_t *restrict in, uint8_t *restrict out, size_t n) {
-  for (size_t i = 0; i < n; i++) {
+  const size_t done = has_f16c() ? qkvi_floats_to_halves_f16c(in, out, n) : 0;
+  for (size_t i = done; i < n; i++) {
     float value;
     memcpy(&value, in + 4 * i, sizeof value);
     uint16_t half = float_to_half(value);

@@ -29,6 +29,10 @@ qkv_status qkv_dtype_parse(const char *text, qkv_dtype *dtype);
 void qkv_to_float(qkv_dtype dtype, const void *in, float *out, size_t n);
 void qkv_from_float(qkv_dtype dtype, const float *in, void *out, size_t n);
 
+// Conversions use what the machine has (engine/base/cpu.h) as far as `cpu_mask` lets them, all of it without a call.
+// The bits are the same either way.
+void qkv_tensor_setup(uint32_t cpu_mask);
+
 typedef struct qkv_tensor {
   qkv_dtype dtype;
   int rank;                              // 0: absent

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine/base/cpu.h"
+#include "engine/base/tensor.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
 
@@ -65,6 +66,7 @@ const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags) {
 static _Atomic(const qkv_kernels *) in_use;
 
 void qkv_kernels_setup(uint32_t cpu_mask) {
+  qkv_tensor_setup(cpu_mask);
   atomic_store(&in_use, qkv_kernels_for(qkv_cpu_flags() & cpu_mask));
 }
 

@@ -51,7 +51,8 @@ const qkv_kernels *qkv_kernels_at(size_t row);
 // The highest table whose needs are all in `cpu_flags`.
 const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags);
 
-// Takes the table for what the machine has, as far as `cpu_mask` lets it, from here on. At start: what runs at
+// Takes the table for what the machine has, as far as `cpu_mask` lets it, from here on, and the conversions of
+// engine/base/tensor.h likewise. At start: what runs at
 // the time may finish with either table.
 void qkv_kernels_setup(uint32_t cpu_mask);
 // The table in use. Without a setup before, that for all the machine has.

@@ -268,6 +268,31 @@ static void test_long_row_in_pieces(void **state) {
   assert_memory_equal(row, values + DIM, sizeof row);
 }
 
+// With the processor's own conversions and without: the same bits, of any numbers and lengths.
+static void test_any_processor(void **state) {
+  (void)state;
+  enum { COUNT = 40000, ALL = 65536 };
+  static uint16_t halves[ALL], narrowed[2][COUNT];
+  static float widened[2][ALL];
+  static uint32_t numbers[COUNT];
+  uint64_t random = 1;
+  for (int i = 0; i < ALL; i++) halves[i] = (uint16_t)i;
+  for (int i = 0; i < COUNT; i++) {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    numbers[i] = (uint32_t)(random >> 32);
+    if (i % 3 == 0) numbers[i] = (numbers[i] & 0x8fffffff) | 0x38000000;  // about the limits of halves
+  }
+  for (size_t length = COUNT - 9; length <= COUNT; length++) {
+    for (int i = 0; i < 2; i++) {
+      qkv_tensor_setup(i == 0 ? 0 : UINT32_MAX);
+      qkv_to_float(QKV_FP16, halves, widened[i], ALL);
+      qkv_from_float(QKV_FP16, (const float *)numbers, narrowed[i], length);
+    }
+    assert_memory_equal(widened[0], widened[1], sizeof widened[0]);
+    assert_memory_equal(narrowed[0], narrowed[1], length * sizeof *narrowed[0]);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_dtypes),
                                      cmocka_unit_test(test_all_halves),
@@ -275,10 +300,14 @@ int main(void) {
                                      cmocka_unit_test(test_half_rounding),
                                      cmocka_unit_test(test_half_extremes),
                                      cmocka_unit_test(test_bf16_rounding),
+                                     cmocka_unit_test(test_any_processor),
                                      cmocka_unit_test(test_any_alignment),
                                      cmocka_unit_test(test_bytes_and_strides),
                                      cmocka_unit_test(test_check),
                                      cmocka_unit_test(test_rows_across_segments),
                                      cmocka_unit_test(test_long_row_in_pieces)};
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  qkv_tensor_setup(0);
+  int failed = cmocka_run_group_tests(tests, NULL, NULL);
+  qkv_tensor_setup(UINT32_MAX);
+  return failed + cmocka_run_group_tests(tests, NULL, NULL);
 }

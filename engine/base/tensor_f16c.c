@@ -1,0 +1,50 @@
+#include "engine/base/tensor_internal.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#include <string.h>
+
+enum { EIGHT = 8 };
+
+// The processor makes signalling NaNs quiet; we keep them as they are.
+static void keep_nans(const uint8_t *in, uint8_t *out) {
+  for (size_t i = 0; i < EIGHT; i++) {
+    uint16_t half;
+    memcpy(&half, in + 2 * i, sizeof half);
+    if ((half & 0x7fff) <= 0x7c00) continue;
+    const uint32_t bits = (uint32_t)(half & 0x8000) << 16 | 0x7f800000 | (uint32_t)(half & 0x3ff) << 13;
+    memcpy(out + 4 * i, &bits, sizeof bits);
+  }
+}
+
+size_t qkvi_halves_to_floats_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+  const __m128i magnitude = _mm_set1_epi16(0x7fff), infinity = _mm_set1_epi16(0x7c00);
+  const size_t whole = n / EIGHT * EIGHT;
+  for (size_t i = 0; i < whole; i += EIGHT) {
+    const __m128i halves = _mm_loadu_si128((const __m128i *)(in + 2 * i));
+    _mm256_storeu_ps((float *)(out + 4 * i), _mm256_cvtph_ps(halves));
+    const __m128i nan = _mm_cmpgt_epi16(_mm_and_si128(halves, magnitude), infinity);
+    if (_mm_movemask_epi8(nan) != 0) keep_nans(in + 2 * i, out + 4 * i);
+  }
+  return whole;
+}
+
+size_t qkvi_floats_to_halves_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+  const size_t whole = n / EIGHT * EIGHT;
+  for (size_t i = 0; i < whole; i += EIGHT) {
+    const __m256 floats = _mm256_loadu_ps((const float *)(in + 4 * i));
+    _mm_storeu_si128((__m128i *)(out + 2 * i), _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
+  }
+  return whole;
+}
+#else
+size_t qkvi_halves_to_floats_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+  (void)in, (void)out, (void)n;
+  return 0;
+}
+
+size_t qkvi_floats_to_halves_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+  (void)in, (void)out, (void)n;
+  return 0;
+}
+#endif
