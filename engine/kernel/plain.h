@@ -71,6 +71,14 @@ static inline QKV_DECLARE_WEIGH(weigh_plain) {
 
 // ---- Hadamard ----
 
+static inline void load_plain(const float *from, plain_floats *all) {
+  memcpy(all, from, sizeof *all);
+}
+
+static inline void store_plain(float *to, const plain_floats *all) {
+  memcpy(to, all, sizeof *all);
+}
+
 static inline uint64_t splitmix64(uint64_t *state) {
   uint64_t z = (*state += 0x9e3779b97f4a7c15u);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -80,40 +88,50 @@ static inline uint64_t splitmix64(uint64_t *state) {
 
 // The signs of a width: bit i of word w is coordinate 64 w + i, 1 for minus. Part of the format.
 static inline void flip_signs(float *row, size_t dim) {
+  static const plain_words bit = {1, 2, 4, 8, 16, 32, 64, 128};
   uint64_t state = dim, word = 0;
-  for (size_t start = 0; start < dim; start += 8, word >>= 8) {
-    if (start % 64 == 0) word = splitmix64(&state);
-    uint32_t bits[8];
-    memcpy(bits, row + start, sizeof bits);
-    for (uint32_t i = 0; i < 8; i++) bits[i] ^= (uint32_t)word >> i << 31;
-    memcpy(row + start, bits, sizeof bits);
+  for (size_t i = 0; i < dim; i += PLAIN_WIDTH, word >>= PLAIN_WIDTH) {
+    if (i % 64 == 0) word = splitmix64(&state);
+    const plain_words minus = (((int32_t)(word & 0xff) & bit) != 0) & INT32_MIN;
+    plain_floats all;
+    load_plain(row + i, &all);
+    all = (plain_floats)((plain_words)all ^ minus);
+    store_plain(row + i, &all);
   }
 }
 
-// The two innermost steps at once, so that every loop of the outer ones runs over neighbours.
-static inline void butterfly_quads(float *block, size_t size) {
-  for (size_t i = 0; i < size; i += 4) {
-    const float a = block[i] + block[i + 1], b = block[i] - block[i + 1];
-    const float c = block[i + 2] + block[i + 3], d = block[i + 2] - block[i + 3];
-    block[i] = a + c;
-    block[i + 1] = b + d;
-    block[i + 2] = a - c;
-    block[i + 3] = b - d;
-  }
+// The three innermost steps, within a vector: each adds the neighbour to a number or takes the number from it.
+static inline void butterfly_within(plain_floats *all) {
+  static const plain_words minus_1 = {0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN};
+  static const plain_words minus_2 = {0, 0, INT32_MIN, INT32_MIN, 0, 0, INT32_MIN, INT32_MIN};
+  static const plain_words minus_4 = {0, 0, 0, 0, INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN};
+  plain_floats x = *all;
+  x = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6) + (plain_floats)((plain_words)x ^ minus_1);
+  x = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5) + (plain_floats)((plain_words)x ^ minus_2);
+  x = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + (plain_floats)((plain_words)x ^ minus_4);
+  *all = x;
 }
 
-static inline void butterfly(float *restrict low, float *restrict high, size_t half) {
-  for (size_t i = 0; i < half; i++) {
-    const float a = low[i], b = high[i];
-    low[i] = a + b;
-    high[i] = a - b;
+static inline void butterfly(float *low, float *high, size_t half) {
+  for (size_t i = 0; i < half; i += PLAIN_WIDTH) {
+    plain_floats a, b;
+    load_plain(low + i, &a);
+    load_plain(high + i, &b);
+    const plain_floats sum = a + b, difference = a - b;
+    store_plain(low + i, &sum);
+    store_plain(high + i, &difference);
   }
 }
 
 // Orthonormal and its own inverse; `size` is a power of two, at least 8.
 static inline void transform_block(float *block, size_t size) {
-  butterfly_quads(block, size);
-  for (size_t half = 4; half < size; half *= 2) {
+  for (size_t i = 0; i < size; i += PLAIN_WIDTH) {
+    plain_floats all;
+    load_plain(block + i, &all);
+    butterfly_within(&all);
+    store_plain(block + i, &all);
+  }
+  for (size_t half = PLAIN_WIDTH; half < size; half *= 2) {
     for (size_t start = 0; start < size; start += 2 * half) butterfly(block + start, block + start + half, half);
   }
   const float scale = 1.0f / sqrtf((float)size);
