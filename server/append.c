@@ -14,20 +14,27 @@
 typedef struct append_stream {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
-  qkvi_request request;    // the message being applied
-  uint64_t message;        // its number, from 0
+  qkv_bytes message;  // the one being applied
+  uint64_t number;    // its number, from 0
+  bool parsed;        // `request` is this message's
+  qkvi_request request;
+  size_t next;             // item to apply
   uint64_t items, tokens;  // applied, appended
 } append_stream;
 
 // ---- One item ----
 
-qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, uint64_t *appended,
-                            uint64_t *length, qkv_error *error) {
+static qkv_status append_rows(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, bool wait,
+                              uint64_t *appended, uint64_t *length, qkv_error *error) {
+  if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
+  return (wait ? qkv_session_append : qkv_session_try_append)(session, item->layer, item->position, &item->k,
+                                                              &item->v, item->k_before_rope, appended, length, error);
+}
+
+qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, bool wait,
+                            uint64_t *appended, uint64_t *length, qkv_error *error) {
   assert(item->k.rank == 3 && item->v.rank == 3);
-  qkv_status status = daemon->options->discard
-                          ? qkvi_discard_append(session, item, appended, length, error)
-                          : qkv_session_append(session, item->layer, item->position, &item->k, &item->v,
-                                               item->k_before_rope, appended, length, error);
+  qkv_status status = append_rows(daemon, session, item, wait, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   QKV_TRY(status);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_ITEMS], 1);
@@ -36,11 +43,11 @@ qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi
   return QKV_OK;
 }
 
-static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_error *error) {
+static qkv_status apply_item(append_stream *stream, const qkvi_item *item, bool wait, qkv_error *error) {
   qkv_session *session = NULL;
   uint64_t appended = 0, length = 0;
   QKV_TRY(qkv_store_session(stream->daemon->store, item->session, &session, error));
-  qkv_status status = qkvi_append_item(stream->daemon, session, item, &appended, &length, error);
+  qkv_status status = qkvi_append_item(stream->daemon, session, item, wait, &appended, &length, error);
   qkv_session_unref(&session);
   stream->items += status == QKV_OK;
   stream->tokens += appended;
@@ -50,25 +57,46 @@ static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_e
 // ---- The stream ----
 
 static void fail(const append_stream *stream, qkv_error *error) {
-  (void)qkv_error_prefix(error, "message %" PRIu64 ": ", stream->message);
+  (void)qkv_error_prefix(error, "message %" PRIu64 ": ", stream->number);
   qkvi_control_fail(stream->call, error);
 }
 
-// The items in order; the first that fails ends the call.
-static void apply(append_stream *stream) {
-  for (size_t i = 0; i < stream->request.count; i++) {
-    qkvi_item *item = &stream->request.items[i];
-    if (item->error.status == QKV_OK && apply_item(stream, item, &item->error) != QKV_OK)
-      (void)qkvi_item_place(&item->error, i);
+static bool parse(append_stream *stream) {
+  const qkvi_limits limits = qkvi_limits_of(stream->daemon->options);
+  qkv_error error = {0};
+  qkv_status status = qkvi_request_parse(stream->message, QKVI_APPEND_REQUEST, &limits, &stream->request, &error);
+  stream->parsed = status == QKV_OK;
+  if (!stream->parsed) fail(stream, &error);
+  return stream->parsed;
+}
+
+static void apply_job(void *context);
+
+static void submit(append_stream *stream) {
+  qkv_error error = {0};
+  if (qkvi_job_try(stream->call, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
+}
+
+// The items in order; the first that fails ends the call. Without `wait`, the first whose layer is in use and the
+// rest are left to a job.
+static void apply(append_stream *stream, bool wait) {
+  for (; stream->next < stream->request.count; stream->next++) {
+    qkvi_item *item = &stream->request.items[stream->next];
+    if (!qkvi_job_wanted(stream->call)) return;
     if (item->error.status != QKV_OK) return fail(stream, &item->error);
+    qkv_status status = apply_item(stream, item, wait, &item->error);
+    if (status == QKV_UNAVAILABLE) return submit(stream);
+    if (status == QKV_OK) continue;
+    (void)qkvi_item_place(&item->error, stream->next);
+    return fail(stream, &item->error);
   }
-  stream->message++;
+  stream->number++;
   qkv_rpc_next(stream->call);
 }
 
 static void apply_job(void *context) {
   append_stream *stream = context;
-  if (qkvi_job_wanted(stream->call)) apply(stream);
+  if (qkvi_job_wanted(stream->call) && (stream->parsed || parse(stream))) apply(stream, true);
 }
 
 static append_stream *stream_of(qkv_rpc_call *call) {
@@ -84,19 +112,20 @@ static append_stream *stream_of(qkv_rpc_call *call) {
 
 static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   append_stream *stream = stream_of(call);
-  const qkvi_limits limits = qkvi_limits_of(stream->daemon->options);
-  qkv_error error = {0};
-  if (qkvi_request_parse(message, QKVI_APPEND_REQUEST, &limits, &stream->request, &error) != QKV_OK)
-    return fail(stream, &error);
-  if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX)
-    qkvi_job_submit(call, apply_job, stream);
-  else
-    apply(stream);
+  stream->message = message;
+  stream->parsed = false;
+  stream->next = 0;
+  if (message.length > QKVI_INLINE_MESSAGE_MAX) return submit(stream);
+  if (!parse(stream)) return;
+  if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX) return submit(stream);
+  apply(stream, false);
 }
 
 static void on_end(qkv_rpc_call *call) {
   const append_stream *stream = qkv_rpc_state(call);
-  if (stream == NULL) return qkv_rpc_finish(call, QKV_INVALID_ARGUMENT, "the call has no message, at least 1");
+  if (stream == NULL)
+    return qkv_rpc_finish(call, QKV_INVALID_ARGUMENT,
+                          "the call of /qkv.v1.KvCache/Append has no message, 1 is needed");
   Qkv__V1__AppendResponse response = QKV__V1__APPEND_RESPONSE__INIT;
   response.items = stream->items;
   response.tokens = stream->tokens;

@@ -7,13 +7,13 @@
 //
 // Small requests are served on their completion-queue thread: handing one over to the
 // compute pool costs a thread's wake-up, which is more than a decode step of a small model takes. Larger ones become
-// a job.
+// a job, and so does the rest of one that comes to a layer in use: only jobs wait for locks.
 #include <assert.h>
 #include <inttypes.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "server/append.h"
+#include "server/block.h"
 #include "server/control.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
@@ -29,12 +29,6 @@
 // should not take it; at the limit a step blocks the thread for 1.7 ms.
 #define INLINE_COST_MAX 262144
 
-// What one response refers to: the outputs and LSEs of all its items, freed with the last reference.
-typedef struct block {
-  _Atomic size_t references;
-  _Alignas(64) uint8_t data[];
-} block;
-
 // An item while its request is served.
 typedef struct batch_part {
   qkvi_item *item;
@@ -48,6 +42,7 @@ typedef struct attend_call {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
   bool stream;  // Decode
+  qkv_bytes message;
   qkvi_request request;
   batch_part *parts;    // [request.count]
   batch_part **order;   // parts with queries, in lock order
@@ -55,10 +50,11 @@ typedef struct attend_call {
   size_t capacity;      // of the three
   size_t part_count;    // of the request that is served
   size_t attend_count;
-  bool checked;
+  bool parsed, checked;
+  size_t next;           // part to append
   double cost;           // of all attends
   uint64_t block_bytes;  // of all outs and LSEs
-  block *block;          // ours until the answer is sent
+  qkvi_block *block;     // of block_bytes; NULL without attends
   qkv_wire_writer *writer;
 } attend_call;
 
@@ -85,12 +81,16 @@ static qkv_status plan_result(attend_call *state, batch_part *part, const qkv_mo
   return QKV_OK;
 }
 
-static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error *error) {
+static qkv_status read_layer(const batch_part *part, bool wait, const qkv_layer **layer, qkv_error *error) {
+  return (wait ? qkv_session_read : qkv_session_try_read)(part->session, part->item->layer, layer, error);
+}
+
+static qkv_status check_queries(attend_call *state, batch_part *part, bool wait, qkv_error *error) {
   const qkvi_item *item = part->item;
   qkv_attend *attend = &state->attends[state->attend_count];
   *attend = (qkv_attend){
       .position = item->position, .q = item->q, .q_before_rope = item->q_before_rope, .options = item->options};
-  QKV_TRY(qkv_session_read(part->session, item->layer, &attend->layer, error));
+  QKV_TRY(read_layer(part, wait, &attend->layer, error));
   qkv_status status = qkv_attend_check(attend, error);
   double cost = status == QKV_OK ? (double)qkv_attend_cost(attend) * (double)item->q.dims[0] : 0;
   qkv_session_read_done(part->session, item->layer);
@@ -101,9 +101,9 @@ static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error 
   return QKV_OK;
 }
 
-static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
+static qkv_status check_part(attend_call *state, batch_part *part, bool wait, qkv_error *error) {
   QKV_TRY(qkv_store_session(state->daemon->store, part->item->session, &part->session, error));
-  return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
+  return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, wait, error);
 }
 
 static void make_room(attend_call *state, size_t count) {
@@ -120,32 +120,64 @@ static void drop_part(batch_part *part, size_t index) {
   if (part->session != NULL) qkv_session_unref(&part->session);
 }
 
-static void check(attend_call *state) {
+static void drop_sessions(attend_call *state) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    if (state->parts[i].session != NULL) qkv_session_unref(&state->parts[i].session);
+  }
+}
+
+static void begin_check(attend_call *state) {
   make_room(state, state->request.count);
   state->part_count = state->request.count;
-  state->checked = true;
+  state->next = 0;
   state->attend_count = 0;
   state->cost = 0;
   state->block_bytes = 0;
+  for (size_t i = 0; i < state->part_count; i++) state->parts[i] = (batch_part){.item = &state->request.items[i]};
+}
+
+// QKV_UNAVAILABLE, with nothing kept: a layer is in use and `wait` is not set. RESOURCE_EXHAUSTED: there is no room
+// for the answer.
+static qkv_status check(attend_call *state, bool wait, qkv_error *call_error) {
+  begin_check(state);
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
-    *part = (batch_part){.item = &state->request.items[i]};
     qkv_error *error = &part->item->error;
-    if (error->status == QKV_OK && check_part(state, part, error) != QKV_OK) drop_part(part, i);
+    if (error->status != QKV_OK) continue;
+    qkv_status status = check_part(state, part, wait, error);
+    if (status == QKV_UNAVAILABLE) {
+      drop_sessions(state);
+      return status;
+    }
+    if (status != QKV_OK) drop_part(part, i);
   }
+  if (state->attend_count > 0)
+    QKV_TRY(qkvi_block_create(state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes,
+                              &state->block, call_error));
+  state->checked = true;
+  return QKV_OK;
 }
 
 // ---- Append and attend ----
 
-static void append(attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) {
-    batch_part *part = &state->parts[i];
-    uint64_t appended = 0;
-    if (part->session == NULL || part->item->k.rank == 0) continue;
-    if (qkvi_append_item(state->daemon, part->session, part->item, &appended, &part->length, &part->item->error) !=
-        QKV_OK)
-      drop_part(part, i);
+static bool append_part(attend_call *state, size_t index, bool wait) {
+  batch_part *part = &state->parts[index];
+  uint64_t appended = 0;
+  if (part->session == NULL || part->item->k.rank == 0) return true;
+  qkv_status status =
+      qkvi_append_item(state->daemon, part->session, part->item, wait, &appended, &part->length, &part->item->error);
+  if (status == QKV_UNAVAILABLE) return false;
+  if (status != QKV_OK) drop_part(part, index);
+  return true;
+}
+
+// False where it stopped before its end, at part `next`: the client has gone, or a layer is in use and `wait` is not
+// set.
+static bool append(attend_call *state, bool wait) {
+  for (; state->next < state->part_count; state->next++) {
+    if (qkv_rpc_cancelled(state->call) || !append_part(state, state->next, wait)) return false;
   }
+  return true;
 }
 
 // Lock order, as session.h prescribes it.
@@ -159,25 +191,31 @@ static bool same_layer(const batch_part *a, const batch_part *b) {
   return a->session == b->session && a->item->layer == b->item->layer;
 }
 
-// Takes each layer once, however many items name it.
-static void lock(attend_call *state, batch_part **order, size_t count) {
-  const qkv_layer *layer = NULL;
-  qsort(order, count, sizeof *order, compare_slots);
-  for (size_t i = 0; i < count; i++) {
-    if (i == 0 || !same_layer(order[i], order[i - 1])) {
-      qkv_status status = qkv_session_read(order[i]->session, order[i]->item->layer, &layer, NULL);
-      assert(status == QKV_OK);  // check_queries has read it before
-    }
-    order[i]->length = layer->length;
-    state->attends[order[i]->attend].layer = layer;
-  }
-}
-
 static void unlock(batch_part **order, size_t count) {
   for (size_t i = count; i-- > 0;) {
     if (i == 0 || !same_layer(order[i], order[i - 1]))
       qkv_session_read_done(order[i]->session, order[i]->item->layer);
   }
+}
+
+// Takes each layer once, however many items name it. False, with none taken, where one is in use and `wait` is not
+// set.
+static bool lock(attend_call *state, batch_part **order, size_t count, bool wait) {
+  const qkv_layer *layer = NULL;
+  qsort(order, count, sizeof *order, compare_slots);
+  for (size_t i = 0; i < count; i++) {
+    if (i == 0 || !same_layer(order[i], order[i - 1])) {
+      qkv_status status = read_layer(order[i], wait, &layer, NULL);
+      if (status == QKV_UNAVAILABLE) {
+        unlock(order, i);
+        return false;
+      }
+      assert(status == QKV_OK);  // check_queries has read it before
+    }
+    order[i]->length = layer->length;
+    state->attends[order[i]->attend].layer = layer;
+  }
+  return true;
 }
 
 // Only FP32 results are written by the engine where they are sent from.
@@ -220,33 +258,20 @@ static void count_attends(const attend_call *state) {
   qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_QUERIES], queries);
 }
 
-static void attend(attend_call *state, qkv_pool *pool) {
-  state->attend_count = gather(state);
-  if (state->attend_count == 0) return;
-  size_t count = state->attend_count;
-  state->block = aligned_alloc(64, sizeof *state->block + state->block_bytes);
-  if (state->block == NULL) abort();
-  atomic_init(&state->block->references, 2 * count);
+// False as lock() says.
+static bool attend(attend_call *state, bool wait) {
+  const size_t count = state->attend_count = gather(state);
+  if (count == 0) return true;
+  if (!lock(state, state->order, count, wait)) return false;
   for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
-  lock(state, state->order, count);
-  qkv_attend_run(pool, state->attends, count);
+  qkv_attend_run(wait ? state->daemon->pool : NULL, state->attends, count);
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) narrow(state, state->order[i]);
   count_attends(state);
+  return true;
 }
 
 // ---- Answer ----
-
-static void drop_sessions(attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) {
-    if (state->parts[i].session != NULL) qkv_session_unref(&state->parts[i].session);
-  }
-}
-
-static void release(void *owner) {
-  block *shared = owner;
-  if (atomic_fetch_sub_explicit(&shared->references, 1, memory_order_acq_rel) == 1) free(shared);
-}
 
 // Field numbers are those of kv_cache.proto and tensor.proto.
 static void put_tensor(const attend_call *state, uint32_t field, qkv_dtype dtype, const int64_t *dims, int rank,
@@ -258,6 +283,7 @@ static void put_tensor(const attend_call *state, uint32_t field, qkv_dtype dtype
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, 1, (uint64_t)dtype);
   qkv_wire_put_packed(writer, 2, dims, (size_t)rank);
+  qkvi_block_hold(state->block);
   qkv_wire_put_reference(writer, 15, state->block->data + offset, (size_t)bytes, state->block);
   qkv_wire_end(writer);
 }
@@ -287,32 +313,52 @@ static bool all_failed(const qkvi_request *request) {
   return true;
 }
 
+static void drop_block(attend_call *state) {
+  qkvi_block_release(state->block);
+  state->block = NULL;
+}
+
 // The call may be over, and `state` freed, when this returns.
 static void answer(attend_call *state) {
   qkvi_request *request = &state->request;
   qkv_wire_writer_clear(state->writer);
   for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
   qkv_wire_put_varint(state->writer, 2, request->id);
-  state->block = NULL;  // the references own it from here on
+  drop_block(state);  // the pieces hold it
   drop_sessions(state);
-  if (state->stream) return qkv_rpc_send(state->call, state->writer, release);
+  if (state->stream) return qkv_rpc_send(state->call, state->writer, qkvi_block_release);
   if (all_failed(request)) return qkvi_control_fail(state->call, &request->items[0].error);
-  qkv_rpc_reply(state->call, state->writer, release);
+  qkv_rpc_reply(state->call, state->writer, qkvi_block_release);
 }
 
 // ---- The call ----
 
-static void serve(attend_call *state, qkv_pool *pool) {
-  append(state);
-  attend(state, pool);
-  answer(state);
+static bool parse(attend_call *state) {
+  const qkvi_limits limits = qkvi_limits_of(state->daemon->options);
+  qkv_error error = {0};
+  qkv_status status = qkvi_request_parse(state->message, QKVI_ATTEND_REQUEST, &limits, &state->request, &error);
+  state->parsed = status == QKV_OK;
+  if (!state->parsed) qkvi_control_fail(state->call, &error);
+  return state->parsed;
+}
+
+static void serve_job(void *context);
+
+// What stopped goes on in a job, which waits for layers, unless nobody is there any more to answer.
+static void serve(attend_call *state, bool wait) {
+  if (append(state, wait) && attend(state, wait))
+    answer(state);
+  else if (qkvi_job_wanted(state->call))
+    qkvi_job_submit(state->call, serve_job, state);
 }
 
 static void serve_job(void *context) {
   attend_call *state = context;
+  qkv_error error = {0};
   if (!qkvi_job_wanted(state->call)) return;
-  if (!state->checked) check(state);
-  serve(state, state->daemon->pool);
+  if (!state->parsed && !parse(state)) return;
+  if (!state->checked && check(state, true, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
+  serve(state, true);
 }
 
 static attend_call *state_of(qkv_rpc_call *call, bool stream) {
@@ -330,15 +376,16 @@ static attend_call *state_of(qkv_rpc_call *call, bool stream) {
 
 static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   attend_call *state = state_of(call, stream);
-  const qkvi_limits limits = qkvi_limits_of(state->daemon->options);
   qkv_error error = {0};
-  if (qkvi_request_parse(message, QKVI_ATTEND_REQUEST, &limits, &state->request, &error) != QKV_OK)
-    return qkvi_control_fail(call, &error);
-  state->checked = false;
+  state->message = message;
+  state->parsed = state->checked = false;
+  if (message.length > QKVI_INLINE_MESSAGE_MAX) return qkvi_job_submit(call, serve_job, state);
+  if (!parse(state)) return;
   if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return qkvi_job_submit(call, serve_job, state);
-  check(state);
-  if (state->cost > INLINE_COST_MAX) return qkvi_job_submit(call, serve_job, state);
-  serve(state, NULL);
+  qkv_status status = check(state, false, &error);
+  if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
+  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX) return qkvi_job_submit(call, serve_job, state);
+  serve(state, false);
 }
 
 static void on_attend(qkv_rpc_call *call, qkv_bytes message) {
@@ -357,6 +404,7 @@ static void destroy(void *context) {
   attend_call *state = context;
   if (state == NULL) return;
   drop_sessions(state);  // those of a job that was refused or skipped
+  drop_block(state);
   qkvi_request_deinit(&state->request);
   qkv_wire_writer_destroy(&state->writer);
   free(state->parts);

@@ -16,7 +16,7 @@ qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *pol
   if (message->codec[0] != '\0') {
     policy->codec = qkv_codec_by_name(message->codec);
     if (policy->codec == NULL)
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is not known, known is \"%s\"",
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is \"%.64s\", known is \"%s\"", message->codec,
                       qkv_codec_by_id(QKV_CODEC_EMBEDDED)->name);
   }
   policy->bits_k = message->bits_k;

@@ -2,6 +2,44 @@
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
+
+#include "proto/wire.h"
+
+// Handlers get strings as C strings, which end at the first NUL: a name with one inside would stand for another
+// name. No message of the contract nests in itself, so the depth is the contract's.
+static qkv_status check_strings(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  qkv_wire_reader reader;
+  qkv_wire_field field;
+  bool more = true;
+  qkv_wire_reader_init(&reader, message);
+  for (;;) {
+    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
+    if (!more) return QKV_OK;
+    const ProtobufCFieldDescriptor *known = protobuf_c_message_descriptor_get_field(type, field.number);
+    if (known == NULL || field.type != QKV_WIRE_BYTES || field.bytes.length == 0) continue;
+    if (known->type == PROTOBUF_C_TYPE_MESSAGE) {
+      QKV_TRY(check_strings(field.bytes, known->descriptor, error));
+    } else if (known->type == PROTOBUF_C_TYPE_STRING) {
+      const uint8_t *text = qkv_bytes_contiguous(field.bytes, 0, field.bytes.length);
+      if (memchr(text, '\0', field.bytes.length) != NULL)
+        return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s holds a NUL byte", known->name);
+    }
+  }
+}
+
+// The message in one piece. Where the two readers of the wire format disagree, the stricter one wins.
+static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  const qkv_segment segment = {.data = flat, .length = length};
+  ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, length, flat);
+  if (request == NULL) {
+    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request of %zu bytes is truncated or no %s", length, type->name);
+  } else if (check_strings(qkv_bytes_of(&segment), type, error) != QKV_OK) {
+    protobuf_c_message_free_unpacked(request, NULL);
+    request = NULL;
+  }
+  return request;
+}
 
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   if (message.length > QKVI_CONTROL_BYTES_MAX) {
@@ -12,11 +50,8 @@ void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *t
   uint8_t *flat = malloc(message.length + 1);
   if (flat == NULL) abort();
   qkv_bytes_copy(message, 0, message.length, flat);
-  ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, message.length, flat);
+  void *request = unpack(flat, message.length, type, error);
   free(flat);
-  if (request == NULL)
-    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request of %zu bytes is truncated or no %s", message.length,
-                   type->name);
   return request;
 }
 

@@ -11,8 +11,8 @@
 
 #define QKVI_CONTROL_BYTES_MAX 1048576  // of a request without tensors
 
-// The unpacked request, which the caller frees with qkvi_control_free. Where it is too large or no such message
-// (INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576"), NULL, and *error is filled.
+// The unpacked request, which the caller frees with qkvi_control_free. Where it is too large, no such message, or has
+// a NUL inside a string (INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576"), NULL, and *error is filled.
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
 void qkvi_control_free(void *request);
 

@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "server/block.h"
 #include "server/handlers.h"
 
 static int64_t monotonic_ms(void) {
@@ -77,6 +78,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_RESERVED_BYTES], (int64_t)stats.memory.bytes_reserved);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_pool_waiting(daemon->pool));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], resident_bytes());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "qkv/v1/kv_cache.pb-c.h"
+#include "server/block.h"
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/discard.h"
@@ -42,7 +43,8 @@ typedef struct fetch_stream {
 typedef struct fetch_chunk {
   uint32_t layer;
   uint64_t position, tokens;
-  void *rows[2];  // by qkv_part; NULL where not wanted
+  const void *rows[2];    // by qkv_part; NULL where not wanted
+  qkvi_block *blocks[2];  // where they lie; a reference of ours each; NULL for rows that stay
 } fetch_chunk;
 
 // ---- The request ----
@@ -172,27 +174,31 @@ static uint64_t smaller(uint64_t a, uint64_t b) {
   return a < b ? a : b;
 }
 
-// The next chunk of the layer; tokens 0 at its end. Rows that are appended after the first chunk of a layer
+// Positions `position` to `stop` of the layer are wanted. Rows that are appended after the first chunk of a layer
 // without range.end are not sent: an appender could keep a fetch running for ever.
-static void decode_chunk(fetch_stream *stream, const qkv_layer *layer, fetch_chunk *chunk) {
-  if (!stream->entered) {
-    uint64_t first = layer->config.first_position;
-    stream->position = stream->begin > first ? stream->begin : first;
-    stream->stop = stream->end > 0 ? smaller(stream->end, layer->length) : layer->length;
-    stream->entered = true;
-  }
+static void enter_layer(fetch_stream *stream, const qkv_layer *layer) {
+  if (stream->entered) return;
+  uint64_t first = layer->config.first_position;
+  stream->position = stream->begin > first ? stream->begin : first;
+  stream->stop = stream->end > 0 ? smaller(stream->end, layer->length) : layer->length;
+  stream->entered = true;
+}
+
+// The next chunk of the layer; tokens 0 at its end.
+static qkv_status decode_chunk(fetch_stream *stream, const qkv_layer *layer, fetch_chunk *chunk, qkv_error *error) {
+  enter_layer(stream, layer);
   uint64_t stop = smaller(stream->stop, layer->length);
-  if (stream->position >= stop) return;
+  if (stream->position >= stop) return QKV_OK;
   chunk->position = stream->position;
   chunk->tokens = smaller(stop - stream->position, stream->chunk_tokens);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     if (!stream->wanted[part]) continue;
-    size_t bytes = chunk->tokens * token_bytes(stream, part);
-    assert(chunk->tokens > 0 && bytes >= chunk->tokens);
-    chunk->rows[part] = malloc(bytes);
-    if (chunk->rows[part] == NULL) abort();
-    decode_part(stream, layer, part, chunk, chunk->rows[part]);
+    QKV_TRY(qkvi_block_create(chunk->tokens * token_bytes(stream, part),
+                              (uint64_t)stream->daemon->options->limit_response_bytes, &chunk->blocks[part], error));
+    decode_part(stream, layer, part, chunk, chunk->blocks[part]->data);
+    chunk->rows[part] = chunk->blocks[part]->data;
   }
+  return QKV_OK;
 }
 
 static qkv_status find_session(const fetch_stream *stream, qkv_session **session, qkv_error *error) {
@@ -212,7 +218,7 @@ static qkv_status next_chunk(fetch_stream *stream, fetch_chunk *chunk, qkv_error
     chunk->layer = stream->layers[stream->at];
     status = qkv_session_read(session, chunk->layer, &layer, error);
     if (status != QKV_OK) break;
-    decode_chunk(stream, layer, chunk);
+    status = decode_chunk(stream, layer, chunk, error);
     qkv_session_read_done(session, chunk->layer);
     stream->position += chunk->tokens;
     if (chunk->tokens > 0) continue;
@@ -237,14 +243,14 @@ static void next_discarded(fetch_stream *stream, fetch_chunk *chunk) {
   chunk->tokens = smaller(stream->end - stream->position, stream->chunk_tokens);
   stream->position += chunk->tokens;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    if (stream->wanted[part]) chunk->rows[part] = (void *)qkvi_discard_rows();
+    if (stream->wanted[part]) chunk->rows[part] = qkvi_discard_rows();
   }
 }
 
 // ---- Answers ----
 
-static void keep(void *owner) {
-  (void)owner;  // the discard's noise stays
+static void drop_blocks(fetch_chunk *chunk) {
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) qkvi_block_release(chunk->blocks[part]);
 }
 
 // Field numbers are those of kv_cache.proto and tensor.proto.
@@ -257,7 +263,7 @@ static void put_rows(const fetch_stream *stream, uint32_t field, qkv_part part, 
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, 1, (uint64_t)stream->dtype);
   qkv_wire_put_packed(writer, 2, dims, 3);
-  qkv_wire_put_reference(writer, 15, chunk->rows[part], bytes, chunk->rows[part]);
+  qkv_wire_put_reference(writer, 15, chunk->rows[part], bytes, chunk->blocks[part]);
   qkv_wire_end(writer);
   qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES], (int64_t)bytes);
 }
@@ -268,15 +274,17 @@ static void send_next(fetch_stream *stream) {
   fetch_chunk chunk = {0};
   if (discard)
     next_discarded(stream, &chunk);
-  else if (next_chunk(stream, &chunk, &error) != QKV_OK)
+  else if (next_chunk(stream, &chunk, &error) != QKV_OK) {
+    drop_blocks(&chunk);
     return qkvi_control_fail(stream->call, &error);
+  }
   if (chunk.tokens == 0) return qkv_rpc_finish(stream->call, QKV_OK, "");
   qkv_wire_writer_clear(stream->writer);
   qkv_wire_put_varint(stream->writer, 1, chunk.layer);
   qkv_wire_put_varint(stream->writer, 2, chunk.position);
   if (chunk.rows[QKV_K] != NULL) put_rows(stream, 3, QKV_K, &chunk);
   if (chunk.rows[QKV_V] != NULL) put_rows(stream, 4, QKV_V, &chunk);
-  qkv_rpc_send(stream->call, stream->writer, discard ? keep : free);
+  qkv_rpc_send(stream->call, stream->writer, qkvi_block_release);
 }
 
 static void send_job(void *context) {

@@ -395,6 +395,15 @@ static qkv_status request_field(void *context, const qkv_wire_field *field, qkv_
   }
 }
 
+// Each tensor is within the limit; together they must be, too.
+static qkv_status check_rows(const qkvi_request *request, const qkvi_limits *limits, qkv_error *error) {
+  uint64_t bytes = qkvi_request_row_bytes(request);
+  if (bytes <= (uint64_t)limits->message_bytes_max) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "items has %zu entries with %" PRIu64 " bytes of rows, limit-message is %" PRId64, request->count,
+                  bytes, limits->message_bytes_max);
+}
+
 qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const qkvi_limits *limits,
                               qkvi_request *request, qkv_error *error) {
   size_t count = 0;
@@ -413,7 +422,7 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
   for (size_t i = 0; i < request->count; i++) {
     if (!request->items[i].own_options) request->items[i].options = request->options;
   }
-  return QKV_OK;
+  return check_rows(request, limits, error);
 }
 
 void qkvi_request_deinit(qkvi_request *request) {

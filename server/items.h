@@ -49,7 +49,8 @@ typedef struct qkvi_request {
 } qkvi_request;
 
 // Fills *request, which is zeroed before its first use. INVALID_ARGUMENT: truncated or malformed protobuf, "items
-// is empty", "items has 1025 entries, limit-items is 1024", an unknown out_dtype.
+// is empty", "items has 1025 entries, limit-items is 1024", an unknown out_dtype, more rows than a message could
+// hold (strides of 0 repeat rows).
 qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const qkvi_limits *limits,
                               qkvi_request *request, qkv_error *error);
 void qkvi_request_deinit(qkvi_request *request);

@@ -5,14 +5,17 @@
 #include "server/control.h"
 #include "server/daemon.h"
 
-void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
+qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_job_fn *job, void *context, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
-  if (qkv_pool_submit(daemon->pool, job, context) == QKV_OK) return;
-  qkv_error error = {0};
-  (void)qkv_fail(&error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
-                 daemon->options->limit_queue);
+  if (qkv_pool_submit(daemon->pool, job, context) == QKV_OK) return QKV_OK;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
-  qkvi_control_fail(call, &error);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
+                  daemon->options->limit_queue);
+}
+
+void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
+  qkv_error error = {0};
+  if (qkvi_job_try(call, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
 }
 
 bool qkvi_job_wanted(qkv_rpc_call *call) {

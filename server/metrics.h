@@ -34,6 +34,7 @@
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
   X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \
+  X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")       \
   X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                  \
   X(UPTIME, "qkvd_uptime_seconds", QKV_GAUGE, "Time since the start.")
 

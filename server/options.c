@@ -22,6 +22,8 @@ const qkv_option qkv_server_option_table[] = {
      "Threads that read and answer calls; on few cores one is the fastest."},
     {"limit-message", QKV_OPTION_BYTES, AT(limit_message), "64MiB", 4096, 2047 * MIB, "BYTES",
      "Largest request message."},
+    {"limit-response-bytes", QKV_OPTION_BYTES, AT(limit_response_bytes), "1GiB", MIB, 1024 * GIB, "BYTES",
+     "Memory for results and rows that are computed, but not sent yet."},
     {"limit-items", QKV_OPTION_INTEGER, AT(limit_items), "1024", 1, 1048576, "N", "Items in one request."},
     {"limit-sessions", QKV_OPTION_INTEGER, AT(limit_sessions), "4096", 1, 16777216, "N", "Sessions open at once."},
     {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N", "Models registered."},

@@ -10,21 +10,22 @@
 #include "engine/base/option.h"
 
 typedef struct qkv_server_options {
-  qkv_option_list listen;    // "unix:PATH" or "HOST:PORT"
-  const char *config;        // YAML file, or NULL
-  int64_t memory_budget;     // bytes of KV and of the sessions themselves
-  int64_t threads;           // of the compute pool; 0 on the command line becomes the number of cores
-  int64_t rpc_threads;       // completion queues
-  int64_t limit_message;     // bytes of one request message
-  int64_t limit_items;       // of one request
-  int64_t limit_sessions;    // open at once
-  int64_t limit_models;      // registered
-  int64_t limit_calls;       // running at once
-  int64_t limit_queue;       // jobs that wait for the compute pool
-  double bits_k, bits_v;     // what sessions and models fall back to, per coordinate
-  int64_t recent_window;     // tokens kept exact, the same
-  int64_t drain_grace;       // ms
-  qkv_option_list cpu_mask;  // processor features that may be used; none given: all
+  qkv_option_list listen;        // "unix:PATH" or "HOST:PORT"
+  const char *config;            // YAML file, or NULL
+  int64_t memory_budget;         // bytes of KV and of the sessions themselves
+  int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores
+  int64_t rpc_threads;           // completion queues
+  int64_t limit_message;         // bytes of one request message
+  int64_t limit_response_bytes;  // bytes of results and rows on their way out
+  int64_t limit_items;           // of one request
+  int64_t limit_sessions;        // open at once
+  int64_t limit_models;          // registered
+  int64_t limit_calls;           // running at once
+  int64_t limit_queue;           // jobs that wait for the compute pool
+  double bits_k, bits_v;         // what sessions and models fall back to, per coordinate
+  int64_t recent_window;         // tokens kept exact, the same
+  int64_t drain_grace;           // ms
+  qkv_option_list cpu_mask;      // processor features that may be used; none given: all
   const char *log_level;
   bool discard;  // appended rows are checked, acknowledged and dropped
   bool print_options, print_metrics, help, version;

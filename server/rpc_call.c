@@ -9,6 +9,7 @@
 #include <assert.h>
 #include <grpc/byte_buffer.h>
 #include <grpc/support/time.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -195,6 +196,12 @@ static qkv_bytes message_bytes(qkv_rpc_call *call) {
   return qkv_bytes_of_all(call->segments, slices->count);
 }
 
+static void end_without_message(qkv_rpc_call *call) {
+  char text[128];
+  (void)snprintf(text, sizeof(text), "the call of %s has no message, 1 is needed", call->method->path);
+  end_call(call, NULL, QKV_INVALID_ARGUMENT, text);
+}
+
 static void read_done(qkvi_rpc_op *op, bool ok) {
   (void)ok;  // true even where there is no message
   qkv_rpc_call *call = CALL_OF(op, read_op);
@@ -204,7 +211,7 @@ static void read_done(qkvi_rpc_op *op, bool ok) {
   } else if (call->received == NULL && call->method->end != NULL) {
     call->method->end(call);
   } else if (call->received == NULL) {
-    end_call(call, NULL, QKV_INVALID_ARGUMENT, "the call has no message");
+    end_without_message(call);
   } else if (call->received->data.raw.compression != GRPC_COMPRESS_NONE) {
     end_call(call, NULL, QKV_UNIMPLEMENTED, "compressed messages are not accepted");
   } else {

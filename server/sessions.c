@@ -1,4 +1,7 @@
 // OpenSession, CloseSession, GetSession, ListSessions, Truncate.
+//
+// Those that may take long, because they free much, go through all sessions or wait for a layer, are jobs of the
+// compute pool.
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +11,7 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
+#include "server/jobs.h"
 
 #define PAGE_SIZE_MAX 1000
 
@@ -22,6 +26,16 @@ static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
 static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
   QKV_TRY(qkv_name_check(name, "session", error));
   return qkv_store_session(daemon->store, name, session, error);
+}
+
+// Unpacks the request, hangs it on the call (the method frees it with qkvi_control_free) and gives job(call) to the
+// pool.
+static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, type, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  qkvi_job_submit(call, job, call);
 }
 
 // ---- OpenSession ----
@@ -99,16 +113,18 @@ static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSe
   return qkv_store_close(daemon->store, request->session, bytes_freed, error);
 }
 
-static void on_close_session(qkv_rpc_call *call, qkv_bytes message) {
+static void close_job(void *context) {
+  qkv_rpc_call *call = context;
   qkv_error error = {0};
   Qkv__V1__CloseSessionResponse response = QKV__V1__CLOSE_SESSION_RESPONSE__INIT;
-  Qkv__V1__CloseSessionRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__close_session_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = close_session(qkv_rpc_context(call), request, &response.bytes_freed, &error);
-  qkvi_control_free(request);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  if (!qkvi_job_wanted(call)) return;
+  if (close_session(qkv_rpc_context(call), qkv_rpc_state(call), &response.bytes_freed, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
+}
+
+static void on_close_session(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__close_session_request__descriptor, close_job);
 }
 
 // ---- GetSession ----
@@ -148,28 +164,39 @@ static bool wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session *ses
   return strcmp(request->tenant, info.config.tenant) == 0;
 }
 
-// Filters what the store lists, until the page is full or there is no more.
+// Keeps what is wanted of `listed` until the page is full. Returns how many were looked at; all references of the
+// others are given back.
+static size_t take_wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session **listed, size_t count,
+                          size_t size, session_page *page) {
+  size_t looked = 0;
+  for (; looked < count && page->count < size; looked++) {
+    (void)snprintf(page->next, sizeof page->next, "%s", qkv_session_name(listed[looked]));
+    if (!wanted(request, listed[looked])) continue;
+    page->sessions[page->count++] = listed[looked];
+    listed[looked] = NULL;
+  }
+  for (size_t i = 0; i < count; i++) {
+    if (listed[i] != NULL) qkv_session_unref(&listed[i]);
+  }
+  return looked;
+}
+
+// Filters what the store lists, until the page is full or there is no more. The store sorts all its sessions for
+// every list, so one takes them all, unless some are opened meanwhile.
 static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *request, size_t size,
                       session_page *page) {
+  const size_t room = qkv_store_read_stats(store).sessions + 1;
+  qkv_session **listed = calloc(room, sizeof *listed);
+  if (listed == NULL) abort();
   (void)snprintf(page->next, sizeof page->next, "%s", request->page_token);
   page->count = 0;
-  for (;;) {
-    size_t room = size - page->count;
-    qkv_session **listed = page->sessions + page->count;
-    size_t count = qkv_store_list(store, request->prefix, page->next, listed, room);
-    if (count > 0) (void)snprintf(page->next, sizeof page->next, "%s", qkv_session_name(listed[count - 1]));
-    for (size_t i = 0; i < count; i++) {
-      if (wanted(request, listed[i]))
-        page->sessions[page->count++] = listed[i];
-      else
-        qkv_session_unref(&listed[i]);
-    }
-    if (count < room) {
-      page->next[0] = '\0';
-      return;
-    }
-    if (page->count == size) return;
-  }
+  size_t count, looked;
+  do {
+    count = qkv_store_list(store, request->prefix, page->next, listed, room);
+    looked = take_wanted(request, listed, count, size, page);
+  } while (looked == room);
+  if (looked == count) page->next[0] = '\0';
+  free(listed);
 }
 
 static qkv_status check_list(const Qkv__V1__ListSessionsRequest *request, qkv_error *error) {
@@ -201,20 +228,20 @@ static void reply_page(qkv_rpc_call *call, session_page *page) {
   free(parts);
 }
 
-static void on_list_sessions(qkv_rpc_call *call, qkv_bytes message) {
-  qkv_error error = {0};
+static void list_job(void *context) {
+  qkv_rpc_call *call = context;
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  Qkv__V1__ListSessionsRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__list_sessions_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  if (check_list(request, &error) != QKV_OK) {
-    qkvi_control_free(request);
-    return qkvi_control_fail(call, &error);
-  }
+  const Qkv__V1__ListSessionsRequest *request = qkv_rpc_state(call);
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (check_list(request, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   session_page page;
   fill_page(daemon->store, request, request->page_size == 0 ? PAGE_SIZE_MAX : request->page_size, &page);
-  qkvi_control_free(request);
   reply_page(call, &page);
+}
+
+static void on_list_sessions(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__list_sessions_request__descriptor, list_job);
 }
 
 // ---- Truncate ----
@@ -227,18 +254,7 @@ static qkv_status truncate_session(qkv_session *session, const Qkv__V1__Truncate
   return qkv_session_truncate(session, request->position, request->layers, request->n_layers, error);
 }
 
-static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
-  qkv_error error = {0};
-  qkv_session *session = NULL;
-  Qkv__V1__TruncateRequest *request = qkvi_control_unpack(message, &qkv__v1__truncate_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
-  if (status == QKV_OK) status = truncate_session(session, request, &error);
-  qkvi_control_free(request);
-  if (status != QKV_OK) {
-    if (session != NULL) qkv_session_unref(&session);
-    return qkvi_control_fail(call, &error);
-  }
+static void reply_lengths(qkv_rpc_call *call, qkv_session *session) {
   qkv_session_info info;
   Qkv__V1__TruncateResponse response = QKV__V1__TRUNCATE_RESPONSE__INIT;
   uint64_t *lengths = read_info(session, &info);
@@ -246,12 +262,31 @@ static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
   response.lengths = lengths;
   qkvi_control_reply(call, &response.base);
   free(lengths);
-  qkv_session_unref(&session);
 }
 
-const qkv_rpc_method qkvi_sessions_methods[] = {{.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session},
-                                                {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session},
-                                                {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
-                                                {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions},
-                                                {.path = "/qkv.v1.KvCache/Truncate", .message = on_truncate},
-                                                {0}};
+static void truncate_job(void *context) {
+  qkv_rpc_call *call = context;
+  const Qkv__V1__TruncateRequest *request = qkv_rpc_state(call);
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  if (!qkvi_job_wanted(call)) return;
+  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
+  if (status == QKV_OK) status = truncate_session(session, request, &error);
+  if (status == QKV_OK)
+    reply_lengths(call, session);
+  else
+    qkvi_control_fail(call, &error);
+  if (session != NULL) qkv_session_unref(&session);
+}
+
+static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__truncate_request__descriptor, truncate_job);
+}
+
+const qkv_rpc_method qkvi_sessions_methods[] = {
+    {.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session},
+    {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
+    {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/Truncate", .message = on_truncate, .destroy = qkvi_control_free},
+    {0}};

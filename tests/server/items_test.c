@@ -346,6 +346,7 @@ static void repeated_rows_count_in_full(void **state) {
   (void)state;
   sample_request r;
   build(&r);
+  r.item.k = r.item.v = NULL;
   r.q.strides[0] = 0;
   r.q.strides[1] = 0;
   r.q.strides[2] = 4;
@@ -363,6 +364,23 @@ static void repeated_rows_count_in_full(void **state) {
   r.q.dims[1] = INT64_MAX;
   expect_item_error(&r, QKVI_ATTEND_REQUEST, QKV_INVALID_ARGUMENT,
                     "items[0].q.dims are more than 9223372036854775807 bytes");
+}
+
+// Nor must many tensors that are each within the limit.
+static void repeated_rows_count_together(void **state) {
+  (void)state;
+  sample_request r;
+  build(&r);
+  r.q.strides[0] = 0;
+  r.q.strides[1] = 0;
+  r.q.strides[2] = 4;
+  r.item.q->strides = r.q.strides;
+  r.item.q->n_strides = 3;
+  r.q.dims[0] = 511;
+  Qkv__V1__Item *items[] = {&r.item, &r.item};
+  r.message.items = items;
+  r.message.n_items = 2;
+  expect_refused(&r, "items has 2 entries with 131200 bytes of rows, limit-message is 65536");
 }
 
 static void item_mistakes_name_the_field(void **state) {
@@ -566,6 +584,7 @@ int main(void) {
       cmocka_unit_test(tensor_mistakes_name_field_value_and_limit),
       cmocka_unit_test(stride_mistakes_name_field_value_and_limit),
       cmocka_unit_test(repeated_rows_count_in_full),
+      cmocka_unit_test(repeated_rows_count_together),
       cmocka_unit_test(item_mistakes_name_the_field),
       cmocka_unit_test(one_bad_item_leaves_the_others),
       cmocka_unit_test(request_mistakes_refuse_it_whole),

@@ -211,7 +211,7 @@ static void models_out_of_their_limits(void **state) {
   model = good_model();
   model.policy = &policy;
   policy.codec = (char *)"zip";
-  expect_model_refused(&model, bad, "model.policy.codec is not known, known is \"embedded\"");
+  expect_model_refused(&model, bad, "model.policy.codec is \"zip\", known is \"embedded\"");
   policy.codec = (char *)"";
   policy.bits_k = 5;
   request.model = &model;
@@ -512,7 +512,7 @@ static void requests_of_nothing_or_too_much(void **state) {
   fixture_half_close(stream);
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, bad);
-  assert_string_equal(result.text, "the call has no message, at least 1");
+  assert_string_equal(result.text, "the call of /qkv.v1.KvCache/Append has no message, 1 is needed");
 
   // Larger than limit-message: gRPC itself refuses it.
   uint8_t *large = calloc(1, 300000);
@@ -540,6 +540,20 @@ static void bytes_that_are_no_messages(void **state) {
     assert_int_not_equal(result.text[0], 0);
     fixture_free(&result);
   }
+}
+
+// A name must not be cut at a NUL: it would be another session's.
+static void strings_with_a_nul_byte(void **state) {
+  (void)state;
+  static const uint8_t close[] = {0x0a, 5, 'w', 0, 'x', 'y', 'z'}, registered[] = {0x0a, 5, 0x0a, 3, 'm', 0, '2'};
+  fixture_result result = fixture_call(client, KV_METHOD("CloseSession"), close, sizeof close, KV_TIMEOUT_MS);
+  assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
+  assert_string_equal(result.text, "session holds a NUL byte");
+  fixture_free(&result);
+  result = fixture_call(client, KV_METHOD("RegisterModel"), registered, sizeof registered, KV_TIMEOUT_MS);
+  assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
+  assert_string_equal(result.text, "name holds a NUL byte");
+  fixture_free(&result);
 }
 
 // ---- Streams ----
@@ -633,21 +647,14 @@ static void fetches_that_do_not_fit(void **state) {
 int main(void) {
 #define BAD(test) cmocka_unit_test_teardown(test, nothing_has_changed)
   const struct CMUnitTest tests[] = {
-      BAD(models_out_of_their_limits),
-      BAD(models_that_are_not_there_or_taken),
-      BAD(sessions_that_cannot_be_opened),
-      BAD(limits_are_named_when_they_are_reached),
-      BAD(sessions_that_are_not_there),
-      BAD(truncate_of_layers_that_are_not_there),
-      BAD(tensors_that_do_not_fit_the_model),
-      BAD(rows_that_are_no_numbers),
-      BAD(positions_that_do_not_fit),
-      BAD(options_that_do_not_fit),
-      BAD(results_beyond_the_message_limit),
-      BAD(requests_of_nothing_or_too_much),
-      BAD(bytes_that_are_no_messages),
-      BAD(append_ends_at_the_first_bad_item),
-      BAD(a_malformed_request_ends_a_decode_stream),
+      BAD(models_out_of_their_limits),        BAD(models_that_are_not_there_or_taken),
+      BAD(sessions_that_cannot_be_opened),    BAD(limits_are_named_when_they_are_reached),
+      BAD(sessions_that_are_not_there),       BAD(truncate_of_layers_that_are_not_there),
+      BAD(tensors_that_do_not_fit_the_model), BAD(rows_that_are_no_numbers),
+      BAD(positions_that_do_not_fit),         BAD(options_that_do_not_fit),
+      BAD(results_beyond_the_message_limit),  BAD(requests_of_nothing_or_too_much),
+      BAD(bytes_that_are_no_messages),        BAD(strings_with_a_nul_byte),
+      BAD(append_ends_at_the_first_bad_item), BAD(a_malformed_request_ends_a_decode_stream),
       BAD(fetches_that_do_not_fit),
   };
 #undef BAD

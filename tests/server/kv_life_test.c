@@ -166,6 +166,60 @@ static void a_full_queue_refuses(void **state) {
   stop();
 }
 
+// Of an Append stream it says which message was refused.
+static void a_full_queue_refuses_a_message(void **state) {
+  (void)state;
+  start((const char *[]){"--threads", "1", "--limit-queue", "1", NULL});
+  fill_long_session("q");
+  fixture_stream *streams[8];
+  for (uint32_t i = 0; i < 8; i++) {
+    streams[i] = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+    const kv_item rows = {.session = "q", .layer = i % KV_LAYERS, .tokens = LONG_TOKENS, .seed = 1};
+    assert_true(send_items(streams[i], &rows, 1));
+    fixture_half_close(streams[i]);
+  }
+  size_t refused = 0;
+  for (size_t i = 0; i < 8; i++) {
+    uint8_t *answer = NULL;
+    size_t length = 0;
+    if (fixture_receive(streams[i], &answer, &length)) free(answer);
+    fixture_result result = fixture_finish(&streams[i]);
+    refused += result.status != QKV_OK;
+    if (result.status == QKV_OK) continue;
+    assert_int_equal(result.status, QKV_RESOURCE_EXHAUSTED);
+    assert_string_equal(result.text, "message 0: limit-queue is 1 jobs, that many wait already");
+  }
+  assert_true(refused >= 1);
+  stop();
+}
+
+// Results and rows that would not fit are refused by name; what was sent is given back.
+static void responses_have_a_limit(void **state) {
+  (void)state;
+  start((const char *[]){"--limit-response-bytes", "1MiB", NULL});
+  fill_long_session("r");
+  fixture_stream *stream = open_fetch(client, "r", LONG_TOKENS);  // 768000 bytes of k, 1152000 of v
+  fixture_result result = fixture_finish(&stream);
+  assert_int_equal(result.status, QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(result.text,
+                      "limit-response-bytes is 1048576 bytes, 768000 are on their way, 1152000 more are needed");
+  // 2721 queries: 4 heads of 24 floats each, and 4 LSEs.
+  const kv_item many = {.session = "r", .position = LONG_TOKENS, .tokens = 1, .queries = 2721, .seed = 1};
+  char text[FIXTURE_TEXT_MAX];
+  Qkv__V1__AttendResponse *response = NULL;
+  assert_int_equal(kv_attend(client, &many, 1, &response, text), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(text, "limit-response-bytes is 1048576 bytes, 0 are on their way, 1088448 more are needed");
+  assert_int_equal(kv_length(client, "r", 0), LONG_TOKENS);  // nothing has been appended
+  stream = open_fetch(client, "r", 512);
+  uint8_t *data = NULL;
+  size_t length = 0;
+  while (fixture_receive(stream, &data, &length)) free(data);
+  assert_int_equal(fixture_finish(&stream).status, QKV_OK);
+  wait_idle();
+  assert_true(kv_metric(client, "qkvd_response_bytes") == 0);
+  stop();
+}
+
 // ---- Clients that go away ----
 
 // This program again, as a client in a process of its own.
@@ -489,6 +543,8 @@ int main(int argc, char **argv) {
       cmocka_unit_test(a_full_budget_refuses_whole_items),
       cmocka_unit_test(the_model_limit_is_named),
       cmocka_unit_test(a_full_queue_refuses),
+      cmocka_unit_test(a_full_queue_refuses_a_message),
+      cmocka_unit_test(responses_have_a_limit),
       cmocka_unit_test(clients_that_die_leave_nothing_running),
       cmocka_unit_test(a_client_that_never_reads_costs_one_chunk),
       cmocka_unit_test(sessions_may_change_under_a_fetch),

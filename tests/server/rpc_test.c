@@ -302,7 +302,7 @@ static void unary_without_message_is_refused(void **out) {
   fixture_half_close(stream);
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
-  assert_string_equal(result.text, "the call has no message");
+  assert_string_equal(result.text, "the call of /t/Twice has no message, 1 is needed");
 }
 
 static void ping_pong(void **out) {

@@ -1,0 +1,189 @@
+// Jobs that take seconds: they end with their client, and nobody else waits for them.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "qkv/v1/admin.pb-c.h"
+#include "tests/server/kv.h"
+
+#include <cmocka.h>
+
+#define LONG_ITEMS 192    // of the message that takes long
+#define LONG_TOKENS 1024  // of each item; 60 MiB of rows, near limit-message
+#define SLOW_MS 200       // for an answer beside it; waiting for the job would take seconds
+
+static fixture_daemon *daemon_process;
+static fixture_client *client;
+
+static void start(const char *const *arguments) {
+  daemon_process = fixture_start(arguments);
+  client = fixture_connect(daemon_process->unix_address);
+  kv_register(client);
+}
+
+static void stop(void) {
+  fixture_disconnect(&client);
+  assert_int_equal(fixture_stop(&daemon_process, SIGTERM, 30000), 0);
+}
+
+// Waits until only the call that asks is running.
+static void wait_idle(void) {
+  int64_t until = fixture_now_ms() + 20000;
+  while (kv_metric(client, "qkvd_calls_running") > 1) {
+    assert_true(fixture_now_ms() < until);
+    fixture_sleep_ms(5);
+  }
+}
+
+// An AppendRequest whose rows are repeated by strides of 0: `count` items of `tokens` tokens each, one after the
+// other, to a layer. What takes the daemon long is quick to build and to send.
+static size_t pack_long_append(const char *session, uint32_t layer, size_t count, int64_t tokens, uint8_t **bytes) {
+  static float row[KV_HEADS * KV_VALUE_DIM];
+  int64_t k_dims[] = {tokens, KV_HEADS, KV_KEY_DIM}, v_dims[] = {tokens, KV_HEADS, KV_VALUE_DIM};
+  int64_t k_strides[] = {0, KV_KEY_DIM * 4, 4}, v_strides[] = {0, KV_VALUE_DIM * 4, 4};
+  for (size_t i = 0; i < KV_HEADS * KV_VALUE_DIM; i++) row[i] = (float)(i % 7) - 3;
+  Qkv__V1__Tensor k = QKV__V1__TENSOR__INIT, v = QKV__V1__TENSOR__INIT;
+  k.dtype = v.dtype = QKV__V1__DTYPE__DTYPE_FP32;
+  k.n_dims = v.n_dims = k.n_strides = v.n_strides = 3;
+  k.dims = k_dims;
+  v.dims = v_dims;
+  k.strides = k_strides;
+  v.strides = v_strides;
+  k.data = (ProtobufCBinaryData){KV_HEADS * KV_KEY_DIM * 4, (uint8_t *)row};
+  v.data = (ProtobufCBinaryData){KV_HEADS * KV_VALUE_DIM * 4, (uint8_t *)row};
+  Qkv__V1__Item *items = calloc(count, sizeof *items);
+  Qkv__V1__Item **pointers = calloc(count, sizeof *pointers);
+  assert_true(items != NULL && pointers != NULL);
+  for (size_t i = 0; i < count; i++) {
+    pointers[i] = &items[i];
+    qkv__v1__item__init(&items[i]);
+    items[i].session = (char *)session;
+    items[i].layer = layer;
+    items[i].position = i * (uint64_t)tokens;
+    items[i].k = &k;
+    items[i].v = &v;
+  }
+  Qkv__V1__AppendRequest request = QKV__V1__APPEND_REQUEST__INIT;
+  request.n_items = count;
+  request.items = pointers;
+  *bytes = malloc(qkv__v1__append_request__get_packed_size(&request));
+  assert_non_null(*bytes);
+  size_t length = qkv__v1__append_request__pack(&request, *bytes);
+  free(pointers);
+  free(items);
+  return length;
+}
+
+// Sent, and begun.
+static fixture_stream *open_long_append(const char *session, int64_t timeout_ms) {
+  uint8_t *bytes = NULL;
+  size_t length = pack_long_append(session, 0, LONG_ITEMS, LONG_TOKENS, &bytes);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), timeout_ms);
+  assert_true(fixture_send(stream, bytes, length));
+  fixture_half_close(stream);
+  free(bytes);
+  while (kv_length(client, session, 0) == 0) fixture_sleep_ms(1);
+  return stream;
+}
+
+// The job sees its deadline between two items, and a drain gets its thread.
+static void a_long_append_ends_with_its_client(void **state) {
+  (void)state;
+  start((const char *[]){"--drain-grace", "1s", "--threads", "1", NULL});
+  kv_open(client, "a");
+  kv_open(client, "b");
+  fixture_stream *stream = open_long_append("a", 300);
+  assert_int_equal(fixture_finish(&stream).status, QKV_DEADLINE_EXCEEDED);
+  wait_idle();
+  uint64_t length = kv_length(client, "a", 0);
+  assert_true(length < LONG_ITEMS * LONG_TOKENS);
+  fixture_sleep_ms(50);
+  assert_int_equal(kv_length(client, "a", 0), length);
+
+  stream = open_long_append("b", 0);
+  int64_t begin = fixture_now_ms();
+  fixture_disconnect(&client);
+  assert_int_equal(fixture_stop(&daemon_process, SIGTERM, 30000), 0);
+  assert_true(fixture_now_ms() - begin < (fixture_is_sanitized() ? 10000 : 3000));
+}
+
+static int64_t call_time(const char *method, const ProtobufCMessage *request) {
+  int64_t begin = fixture_now_ms();
+  fixture_result result = kv_call(client, method, request);
+  assert_int_equal(result.status, QKV_OK);
+  fixture_free(&result);
+  return fixture_now_ms() - begin;
+}
+
+// While one layer is appended to, whatever else is asked is answered, even about this session: no call waits on the
+// completion-queue thread.
+static void a_long_append_holds_up_nobody(void **state) {
+  (void)state;
+  start((const char *[]){"--threads", "2", NULL});
+  kv_open(client, "a");
+  kv_open(client, "other");
+  fixture_stream *stream = open_long_append("a", 0);
+  fixture_client *second = fixture_connect(daemon_process->unix_address);
+  Qkv__V1__GetStatusRequest status = QKV__V1__GET_STATUS_REQUEST__INIT;
+  Qkv__V1__GetSessionRequest get = QKV__V1__GET_SESSION_REQUEST__INIT;
+  Qkv__V1__ListSessionsRequest list = QKV__V1__LIST_SESSIONS_REQUEST__INIT;
+  get.session = (char *)"a";
+  int64_t slowest = 0;
+  for (size_t i = 0; i < 10; i++) {
+    // A step on the busy layer, whose answer waits; its request must not hold up the calls that follow.
+    const kv_item step = {.session = "a", .queries = 1, .seed = 2};
+    uint8_t *bytes = NULL;
+    size_t length = kv_pack(&step, 1, 0, &bytes);
+    fixture_stream *decode = fixture_open(second, KV_METHOD("Decode"), KV_TIMEOUT_MS);
+    assert_true(fixture_send(decode, bytes, length));
+    free(bytes);
+    const int64_t times[] = {call_time("/qkv.v1.Admin/GetStatus", &status.base),
+                             call_time(KV_METHOD("GetSession"), &get.base),
+                             call_time(KV_METHOD("ListSessions"), &list.base)};
+    for (size_t j = 0; j < 3; j++) slowest = times[j] > slowest ? times[j] : slowest;
+    fixture_cancel(decode);
+    (void)fixture_finish(&decode);
+  }
+  assert_true(kv_length(client, "a", 0) < LONG_ITEMS * LONG_TOKENS);  // it was running all the time
+  if (!fixture_is_sanitized()) assert_in_range(slowest, 0, SLOW_MS);
+  fixture_cancel(stream);
+  (void)fixture_finish(&stream);
+  fixture_disconnect(&second);
+  wait_idle();
+  stop();
+}
+
+// Megabytes of fields that nobody knows are walked by a job.
+static void a_message_of_unknown_fields_holds_up_nobody(void **state) {
+  (void)state;
+  start(NULL);
+  const size_t length = (size_t)32 << 20;
+  uint8_t *bytes = malloc(length);
+  assert_non_null(bytes);
+  for (size_t i = 0; i < length; i += 2) memcpy(bytes + i, "\x78\x01", 2);  // 15: 1
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+  assert_true(fixture_send(stream, bytes, length));
+  fixture_half_close(stream);
+  Qkv__V1__GetStatusRequest status = QKV__V1__GET_STATUS_REQUEST__INIT;
+  int64_t slowest = 0;
+  while (kv_metric(client, "qkvd_calls_bad_request_total") == 0) {
+    int64_t time = call_time("/qkv.v1.Admin/GetStatus", &status.base);
+    slowest = time > slowest ? time : slowest;
+  }
+  fixture_result result = fixture_finish(&stream);
+  assert_string_equal(result.text, "message 0: items is empty, at least 1");
+  if (!fixture_is_sanitized()) assert_in_range(slowest, 0, SLOW_MS);
+  free(bytes);
+  stop();
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(a_long_append_ends_with_its_client),
+      cmocka_unit_test(a_long_append_holds_up_nobody),
+      cmocka_unit_test(a_message_of_unknown_fields_holds_up_nobody),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
