@@ -61,13 +61,14 @@ static void fail(const append_stream *stream, qkv_error *error) {
   qkvi_control_fail(stream->call, error);
 }
 
+// False where the call is over.
 static bool parse(append_stream *stream) {
   const qkvi_limits limits = qkvi_limits_of(stream->daemon->options);
   qkv_error error = {0};
   qkv_status status = qkvi_request_parse(stream->message, QKVI_APPEND_REQUEST, &limits, &stream->request, &error);
   stream->parsed = status == QKV_OK;
-  if (!stream->parsed) fail(stream, &error);
-  return stream->parsed;
+  if (status != QKV_OK) fail(stream, &error);
+  return status == QKV_OK;
 }
 
 static void apply_job(void *context);

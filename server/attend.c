@@ -333,13 +333,14 @@ static void answer(attend_call *state) {
 
 // ---- The call ----
 
+// False where the call is over.
 static bool parse(attend_call *state) {
   const qkvi_limits limits = qkvi_limits_of(state->daemon->options);
   qkv_error error = {0};
   qkv_status status = qkvi_request_parse(state->message, QKVI_ATTEND_REQUEST, &limits, &state->request, &error);
   state->parsed = status == QKV_OK;
-  if (!state->parsed) qkvi_control_fail(state->call, &error);
-  return state->parsed;
+  if (status != QKV_OK) qkvi_control_fail(state->call, &error);
+  return status == QKV_OK;
 }
 
 static void serve_job(void *context);
