@@ -3,18 +3,23 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "engine/kernel/kernel.h"
 
 // A task takes the (query, head) rows of its KV head in blocks. A block is attended twice, over the exact tail
 // and over the pages, each with running softmax statistics of its own, and the two partial results are merged
-// as everywhere by their statistics: so the pages' sums stay in code space until the end.
+// as everywhere by their statistics: so the pages' sums stay in code space until the end. The pages are taken in
+// ranges of RANGE_PAGES, counted from the layer's first, each range with statistics of its own, merged in order.
+// Where a run has too few heads for the pool, ranges become tasks and the merge follows; the arithmetic is the same
+// in both cases, so that numbers depend neither on the threads nor on what else is in the batch.
 //
 // The positions that a query sees are one interval, whatever the options.
 
 #define TILE_TOKENS QKV_PAGE_TOKENS  // tokens whose scores are taken at once
 #define TILE_WIDTH 64                // coordinates of exact keys that are transposed at once
+#define RANGE_PAGES 64               // 4096 tokens
 #define LANES 16                     // sums kept side by side, so that the compiler can vectorize without reordering
 
 typedef struct head_task {
@@ -29,12 +34,13 @@ typedef struct head_task {
 
 // Running softmax over tiles.
 typedef struct partial_sums {
+  size_t rows;
   float *sums[QKV_QUERY_BLOCK];   // [value_dim] each: of exp(score - peak) * v
   float peak[QKV_QUERY_BLOCK];    // -inf while nothing was visible
   double total[QKV_QUERY_BLOCK];  // sum of exp(score - peak)
 } partial_sums;
 
-// About 290 KB of stack at the widest rows. Rows are dense, so narrow ones touch little of it.
+// About 400 KB of stack at the widest rows. Rows are dense, so narrow ones touch little of it.
 typedef struct query_block {
   size_t first, rows;                                     // of query * group + head in the group
   uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
@@ -42,6 +48,7 @@ typedef struct query_block {
   float queries[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [rows][key_dim], times the scale
   float scores[QKV_QUERY_BLOCK * TILE_TOKENS];   // [rows][TILE_TOKENS]; weights once folded
   float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];     // [rows][value_dim], of the pages; the tail's are in `out`
+  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];     // the same of one range
 } query_block;
 
 // ---- What a query sees ----
@@ -198,18 +205,60 @@ static void attend_tail(const head_task *task, query_block *block, partial_sums 
 
 // ---- The pages ----
 
-// Queries and sums are in code space here.
-static void attend_pages(const head_task *task, query_block *block, partial_sums *partial) {
+static void start_row(partial_sums *partial, size_t row, float *sums, size_t dim) {
+  memset(sums, 0, dim * sizeof *sums);
+  partial->sums[row] = sums;
+  partial->peak[row] = -INFINITY;
+  partial->total[row] = 0;
+}
+
+// sums [rows][dim]
+static void start_rows(partial_sums *partial, size_t rows, float *sums, size_t dim) {
+  for (size_t row = 0; row < rows; row++) start_row(partial, row, sums + row * dim, dim);
+  partial->rows = rows;
+}
+
+// What the block sees of one range. Queries and sums [rows][value_dim] are in code space.
+static void attend_range(const head_task *task, query_block *block, size_t range, float *sums,
+                         partial_sums *partial) {
   const qkv_layer *layer = task->layer;
   const qkv_codec *codec = layer->config.policy.codec;
-  for (size_t i = qkv_layer_page_at(layer, block->begin_min); i < layer->page_count; i++) {
+  size_t dim = task->model->value_dim;
+  start_rows(partial, block->rows, sums, dim);
+  size_t i = qkv_layer_page_at(layer, block->begin_min), end = (range + 1) * RANGE_PAGES;
+  if (i < range * RANGE_PAGES) i = range * RANGE_PAGES;
+  for (; i < end && i < layer->page_count && layer->pages[i].position < block->end_max; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
-    if (entry->position >= block->end_max) break;
     codec->scores(entry->page, task->kv_head, block->queries, block->rows, block->scores);
     if (fold(task, block, partial, entry->position, entry->tokens)) {
-      codec->accumulate(entry->page, task->kv_head, block->scores, block->rows, block->sums);
+      codec->accumulate(entry->page, task->kv_head, block->scores, block->rows, sums);
     }
   }
+}
+
+// `partial` becomes that of both; its sums stay where they are.
+static void merge_partial(partial_sums *partial, const partial_sums *other, size_t dim) {
+  assert(partial->rows == other->rows);
+  for (size_t row = 0; row < other->rows; row++) {
+    if (other->peak[row] == -INFINITY) continue;
+    float peak = partial->peak[row] > other->peak[row] ? partial->peak[row] : other->peak[row];
+    double share = exp((double)partial->peak[row] - (double)peak);
+    double other_share = exp((double)other->peak[row] - (double)peak);
+    float *sums = partial->sums[row];
+    const float *other_sums = other->sums[row];
+    for (size_t i = 0; i < dim; i++) sums[i] = sums[i] * (float)share + other_sums[i] * (float)other_share;
+    partial->total[row] = share * partial->total[row] + other_share * other->total[row];
+    partial->peak[row] = peak;
+  }
+}
+
+// The ranges [*first, *end) that hold the pages of positions [begin, end); none where they are all in the tail.
+static void ranges_of(const qkv_layer *layer, uint64_t begin, uint64_t end, size_t *first, size_t *range_end) {
+  *first = *range_end = 0;
+  if (begin >= end || begin >= layer->sealed) return;
+  uint64_t last = end < layer->sealed ? end - 1 : layer->sealed - 1;
+  *first = qkv_layer_page_at(layer, begin) / RANGE_PAGES;
+  *range_end = qkv_layer_page_at(layer, last) / RANGE_PAGES + 1;
 }
 
 // ---- Blocks ----
@@ -240,13 +289,6 @@ static void load_block(const head_task *task, query_block *block) {
   }
 }
 
-static void start_row(partial_sums *partial, size_t row, float *sums, size_t dim) {
-  memset(sums, 0, dim * sizeof *sums);
-  partial->sums[row] = sums;
-  partial->peak[row] = -INFINITY;
-  partial->total[row] = 0;
-}
-
 // out and LSE of a row from its two parts, whose statistics may be those of nothing.
 static void merge_row(const head_task *task, size_t at, size_t row, const partial_sums *tail,
                       const partial_sums *pages) {
@@ -266,50 +308,100 @@ static void merge_row(const head_task *task, size_t at, size_t row, const partia
   *lse = (float)((double)peak + log(total));
 }
 
-static void attend_block(const head_task *task, size_t first, size_t rows) {
+// The ranges' partial results of a head's only block: `partials` of ranges from `first` on.
+typedef struct head_ranges {
+  size_t first;
+  const partial_sums *partials;
+} head_ranges;
+
+// `ranges` NULL: none has been computed yet.
+static void attend_block(const head_task *task, size_t first, size_t rows, const head_ranges *ranges) {
   _Alignas(64) query_block block;
   const qkv_layer *layer = task->layer;
   const qkv_codec *codec = layer->config.policy.codec;
-  size_t dim = task->model->value_dim;
-  partial_sums tail, pages;
+  size_t dim = task->model->value_dim, range, range_end;
+  partial_sums tail, pages, own;
   block.first = first;
   block.rows = rows;
   load_block(task, &block);
   for (size_t row = 0; row < rows; row++) {
     start_row(&tail, row, task->request->out + output_row(task, first + row) * dim, dim);
-    start_row(&pages, row, block.sums + row * dim, dim);
   }
+  tail.rows = rows;
+  start_rows(&pages, rows, block.sums, dim);
   if (block.end_max > layer->sealed) attend_tail(task, &block, &tail);
-  if (block.begin_min < layer->sealed) {
-    codec->query(&task->shape, layer->config.layer, task->kv_head, block.queries, rows);
-    attend_pages(task, &block, &pages);
+  ranges_of(layer, block.begin_min, block.end_max, &range, &range_end);
+  if (range < range_end) {
+    if (ranges == NULL) codec->query(&task->shape, layer->config.layer, task->kv_head, block.queries, rows);
+    for (; range < range_end; range++) {
+      if (ranges == NULL) attend_range(task, &block, range, block.part, &own);
+      merge_partial(&pages, ranges == NULL ? &own : &ranges->partials[range - ranges->first], dim);
+    }
     codec->output(&task->shape, layer->config.layer, task->kv_head, block.sums, rows);
   }
   for (size_t row = 0; row < rows; row++) merge_row(task, output_row(task, first + row), row, &tail, &pages);
 }
 
-static void attend_head(const qkv_attend *request, uint16_t kv_head) {
+static head_task task_of(const qkv_attend *request, uint16_t kv_head) {
   const qkv_model *model = request->layer->config.model;
   const qkv_attend_options *options = &request->options;
-  head_task task = {.request = request,
-                    .layer = request->layer,
-                    .model = model,
-                    .shape = qkv_layer_shape(request->layer),
-                    .kv_head = kv_head,
-                    .group = model->q_heads / model->kv_heads,
-                    .scale = (float)(options->scale != 0 ? options->scale : model->scale),
-                    .soft_cap = (float)(options->soft_cap != 0 ? options->soft_cap : model->soft_cap)};
-  size_t rows = (size_t)request->q.dims[0] * task.group;
+  return (head_task){.request = request,
+                     .layer = request->layer,
+                     .model = model,
+                     .shape = qkv_layer_shape(request->layer),
+                     .kv_head = kv_head,
+                     .group = model->q_heads / model->kv_heads,
+                     .scale = (float)(options->scale != 0 ? options->scale : model->scale),
+                     .soft_cap = (float)(options->soft_cap != 0 ? options->soft_cap : model->soft_cap)};
+}
+
+// (Query, head) rows of one KV head.
+static size_t rows_of(const qkv_attend *request) {
+  const qkv_model *model = request->layer->config.model;
+  assert(model->kv_heads > 0);
+  return (size_t)request->q.dims[0] * (model->q_heads / model->kv_heads);
+}
+
+static void attend_head(const qkv_attend *request, uint16_t kv_head, const head_ranges *ranges) {
+  head_task task = task_of(request, kv_head);
+  size_t rows = rows_of(request);
+  assert(ranges == NULL || rows <= QKV_QUERY_BLOCK);
   for (size_t first = 0; first < rows; first += QKV_QUERY_BLOCK) {
-    attend_block(&task, first, rows - first < QKV_QUERY_BLOCK ? rows - first : QKV_QUERY_BLOCK);
+    attend_block(&task, first, rows - first < QKV_QUERY_BLOCK ? rows - first : QKV_QUERY_BLOCK, ranges);
   }
+}
+
+// One range for a head's only block.
+static void attend_head_range(const qkv_attend *request, uint16_t kv_head, size_t range, float *sums,
+                              partial_sums *partial) {
+  _Alignas(64) query_block block;
+  head_task task = task_of(request, kv_head);
+  const qkv_layer *layer = request->layer;
+  block.first = 0;
+  block.rows = rows_of(request);
+  load_block(&task, &block);
+  layer->config.policy.codec->query(&task.shape, layer->config.layer, kv_head, block.queries, block.rows);
+  attend_range(&task, &block, range, sums, partial);
 }
 
 // ---- Batches ----
 
+#define TASKS_A_THREAD 4  // a run with fewer heads than that is split into ranges
+#define SPLIT_BYTES_MAX ((size_t)64 << 20)
+
+// The ranges of one request that are tasks of their own: [first, first + count) for every KV head.
+typedef struct split {
+  size_t first, count;     // count 0: not split
+  partial_sums *partials;  // [kv_heads][count]
+  float *sums;             // [kv_heads][count][rows][value_dim]
+} split;
+
 typedef struct attend_batch {
   const qkv_attend *requests;
-  size_t heads_max;  // KV heads of the request that has most
+  size_t count;
+  size_t heads_max;   // KV heads of the request that has most
+  size_t ranges_max;  // ranges of the one that is split most
+  split *splits;      // [count], then all partials, then all sums; NULL: nothing is split
 } attend_batch;
 
 static void attend_index(void *context, size_t index, size_t worker) {
@@ -317,21 +409,84 @@ static void attend_index(void *context, size_t index, size_t worker) {
   const attend_batch *batch = context;
   const qkv_attend *request = &batch->requests[index / batch->heads_max];
   size_t kv_head = index % batch->heads_max;
-  if (kv_head < request->layer->config.model->kv_heads) attend_head(request, (uint16_t)kv_head);
+  if (kv_head >= request->layer->config.model->kv_heads) return;
+  const split *ranges = batch->splits != NULL ? &batch->splits[index / batch->heads_max] : NULL;
+  if (ranges == NULL || ranges->count == 0) return attend_head(request, (uint16_t)kv_head, NULL);
+  attend_head(request, (uint16_t)kv_head,
+              &(head_ranges){.first = ranges->first, .partials = ranges->partials + kv_head * ranges->count});
+}
+
+static void attend_range_index(void *context, size_t index, size_t worker) {
+  (void)worker;
+  const attend_batch *batch = context;
+  size_t range = index % batch->ranges_max, kv_head = index / batch->ranges_max % batch->heads_max;
+  size_t place = index / batch->ranges_max / batch->heads_max;
+  const qkv_attend *request = &batch->requests[place];
+  const qkv_model *model = request->layer->config.model;
+  const split *ranges = &batch->splits[place];
+  if (kv_head >= model->kv_heads || range >= ranges->count) return;
+  size_t at = kv_head * ranges->count + range;
+  attend_head_range(request, (uint16_t)kv_head, ranges->first + range,
+                    ranges->sums + at * rows_of(request) * model->value_dim, &ranges->partials[at]);
+}
+
+// Only requests of one block are split: larger ones have work enough, and their partial results would take room.
+static split plan_split(const qkv_attend *request) {
+  uint64_t begin, end, unused;
+  split plan = {0};
+  if (rows_of(request) > QKV_QUERY_BLOCK) return plan;
+  visible(request, 0, &begin, &unused);
+  visible(request, (uint64_t)request->q.dims[0] - 1, &unused, &end);
+  ranges_of(request->layer, begin, end, &plan.first, &plan.count);
+  plan.count -= plan.first;
+  if (plan.count < 2) plan.count = 0;
+  return plan;
+}
+
+// Plans the splits of all requests, in one block of memory. Leaves `splits` NULL where nothing is to be split, or
+// where that would take too much.
+static void split_batch(attend_batch *batch) {
+  size_t partials = 0, floats = 0;
+  for (size_t i = 0; i < batch->count; i++) {
+    const qkv_model *model = batch->requests[i].layer->config.model;
+    split plan = plan_split(&batch->requests[i]);
+    partials += plan.count * model->kv_heads;
+    floats += plan.count * model->kv_heads * rows_of(&batch->requests[i]) * model->value_dim;
+    if (plan.count > batch->ranges_max) batch->ranges_max = plan.count;
+  }
+  size_t bytes = batch->count * sizeof(split) + partials * sizeof(partial_sums) + floats * sizeof(float);
+  if (partials == 0 || bytes > SPLIT_BYTES_MAX) return;
+  batch->splits = malloc(bytes);
+  if (batch->splits == NULL) return;
+  partial_sums *next_partial = (partial_sums *)(batch->splits + batch->count);
+  float *next_sums = (float *)(next_partial + partials);
+  for (size_t i = 0; i < batch->count; i++) {
+    const qkv_model *model = batch->requests[i].layer->config.model;
+    split plan = plan_split(&batch->requests[i]);
+    plan.partials = next_partial;
+    plan.sums = next_sums;
+    next_partial += plan.count * model->kv_heads;
+    next_sums += plan.count * model->kv_heads * rows_of(&batch->requests[i]) * model->value_dim;
+    batch->splits[i] = plan;
+  }
 }
 
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
-  attend_batch batch = {.requests = requests};
+  attend_batch batch = {.requests = requests, .count = count};
   for (size_t i = 0; i < count; i++) {
     size_t heads = requests[i].layer->config.model->kv_heads;
     if (heads > batch.heads_max) batch.heads_max = heads;
   }
   size_t tasks = count * batch.heads_max;
-  if (pool != NULL) {
-    qkv_pool_loop(pool, tasks, attend_index, &batch);
+  if (pool == NULL) {
+    for (size_t i = 0; i < tasks; i++) attend_index(&batch, i, 0);
     return;
   }
-  for (size_t i = 0; i < tasks; i++) attend_index(&batch, i, 0);
+  size_t width = qkv_pool_width(pool);
+  if (width > 1 && tasks < TASKS_A_THREAD * width) split_batch(&batch);
+  if (batch.splits != NULL) qkv_pool_loop(pool, tasks * batch.ranges_max, attend_range_index, &batch);
+  qkv_pool_loop(pool, tasks, attend_index, &batch);
+  free(batch.splits);
 }
 
 uint64_t qkv_attend_cost(const qkv_attend *request) {

@@ -3,8 +3,9 @@
 // Per KV head, pages are walked in order with running softmax statistics (maximum, denominator), all query
 // heads of the KV head together, in blocks of queries; K and V are never rebuilt. The result is partial: out
 // and LSE (proto/qkv/v1/kv_cache.proto, AttendResult). A task is one KV head of one request; a batch of
-// requests runs on the pool as one loop over all of their tasks. Numbers do not depend on how many threads
-// there are.
+// requests runs on the pool as one loop over all of their tasks. Where these are too few for the pool, a task is a
+// range of 64 pages of one, and the partial results (64 MiB at most) are merged in order. Numbers do not depend on
+// how many threads there are, nor on what else is in the batch.
 //
 // Threads: pure on its inputs; the layer must not change meanwhile (session.h locks).
 #ifndef QKV_ENGINE_CACHE_ATTEND_H

@@ -376,6 +376,78 @@ static void test_threads_do_not_matter(void **state) {
   teardown_scene(&b);
 }
 
+// The same bits with any number of threads, alone and in a batch, and within the reference.
+static void check_ranges(scene *s) {
+  static const size_t threads[] = {0, 1, 2, 4};
+  size_t rows = (size_t)s->queries * s->model.q_heads, floats = rows * s->model.value_dim;
+  float *out = malloc(2 * floats * sizeof *out), *lse = malloc(2 * rows * sizeof *lse);
+  check_scene(s);
+  qkv_attend batch[2] = {s->request, s->request};
+  for (size_t i = 0; i < 2; i++) batch[i].out = out + i * floats, batch[i].lse = lse + i * rows;
+  for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++) {
+    qkv_pool *pool = NULL;
+    assert_int_equal(qkv_pool_create(threads[t], 4, &pool, NULL), QKV_OK);
+    for (size_t count = 1; count <= 2; count++) {
+      memset(out, 0xff, 2 * floats * sizeof *out);
+      qkv_attend_run(pool, batch, count);
+      for (size_t i = 0; i < count; i++) {
+        assert_memory_equal(out + i * floats, s->request.out, floats * sizeof *out);
+        assert_memory_equal(lse + i * rows, s->request.lse, rows * sizeof *lse);
+      }
+    }
+    qkv_pool_destroy(&pool);
+  }
+  free(out);
+  free(lse);
+}
+
+static void test_a_long_layer_is_split(void **state) {
+  (void)state;
+  static const qkv_attend_options options[] = {{.scale = 0},
+                                               {.begin = 5000, .end = 12300},
+                                               {.begin = 8192, .end = 16384},
+                                               {.sliding_window = 9000},
+                                               {.end = 4096},
+                                               {.begin = 19990},
+                                               {.causal_offset = -12000},
+                                               {.scale = 5, .soft_cap = 30}};
+  for (uint32_t heads = 1; heads <= 2; heads++) {
+    qkv_model model = test_model(heads, 4, 16, 8, QKV_FP16);
+    scene s;
+    setup_scene(&s, &model, test_policy(4, 4, 100), 20000);
+    for (size_t i = 0; i < sizeof options / sizeof options[0]; i++) {
+      set_queries(&s, i == 1 ? 9 : 2, 4, i);  // 36 rows are two blocks, and not split
+      s.request.options = options[i];
+      check_ranges(&s);
+    }
+    teardown_scene(&s);
+  }
+}
+
+// Ranges are of pages, however few tokens these hold.
+static void test_short_pages_are_split(void **state) {
+  (void)state;
+  qkv_model model = test_model(1, 4, 16, 8, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(3, 2, 0), 0);
+  free(s.k);
+  free(s.v);
+  free_sequence(&s.rows);
+  s.rows = make_sequence(&s.model, 2000, 23);
+  for (uint64_t length = 0; length < 1500; length += 7) {
+    must_append(&s.layer, &s.rows, length, length + QKV_PAGE_TOKENS);
+    qkv_layer_truncate(&s.layer, length + 7);
+  }
+  assert_true(s.layer.page_count > 200);
+  s.k = decoded_rows(&s.layer, QKV_K);
+  s.v = decoded_rows(&s.layer, QKV_V);
+  set_queries(&s, 3, 4, 1);
+  check_ranges(&s);
+  s.request.options = (qkv_attend_options){.begin = 445, .end = 900};
+  check_ranges(&s);
+  teardown_scene(&s);
+}
+
 // A row's result does not depend on the queries beside it.
 static void check_queries_are_independent(uint64_t sliding_window) {
   qkv_model model = test_model(2, 4, 32, 32, QKV_FP16);
@@ -520,6 +592,8 @@ int main(void) {
       cmocka_unit_test(test_queries_before_rope),
       cmocka_unit_test(test_ranges_merge_to_the_whole),
       cmocka_unit_test(test_threads_do_not_matter),
+      cmocka_unit_test(test_a_long_layer_is_split),
+      cmocka_unit_test(test_short_pages_are_split),
       cmocka_unit_test(test_queries_are_independent),
       cmocka_unit_test(test_bad_options),
       cmocka_unit_test(test_bad_queries),
