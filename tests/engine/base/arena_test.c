@@ -98,12 +98,16 @@ static void test_misuse_aborts(void **state) {
 
 typedef struct contest {
   qkv_arena *arena;
+  pthread_barrier_t *all;
   int refused, over;  // cmocka's asserts are for one thread
 } contest;
 
-// Four threads want up to 4 * 4 blocks where 6 fit.
+// Four threads want up to 4 * 4 blocks where 6 fit. At first each wants two and keeps them until all have asked.
 static void *contend(void *context) {
   contest *own = context;
+  own->refused = qkv_arena_reserve(own->arena, UINT64_C(2) * 128, NULL) != QKV_OK;
+  (void)pthread_barrier_wait(own->all);
+  if (!own->refused) qkv_arena_unreserve(own->arena, UINT64_C(2) * 128);
   for (int round = 0; round < 3000; round++) {
     size_t blocks = (size_t)round % 4 + 1;
     if (qkv_arena_reserve(own->arena, blocks * 128, NULL) != QKV_OK) {
@@ -123,9 +127,11 @@ static void test_threads_stay_within_the_budget(void **state) {
   (void)state;
   qkv_arena *arena = qkv_arena_create("memory-budget", UINT64_C(6) * 128);
   pthread_t threads[4];
+  pthread_barrier_t all;
   contest contests[4];
+  assert_int_equal(pthread_barrier_init(&all, NULL, 4), 0);
   for (int i = 0; i < 4; i++) {
-    contests[i] = (contest){.arena = arena};
+    contests[i] = (contest){.arena = arena, .all = &all};
     assert_int_equal(pthread_create(&threads[i], NULL, contend, &contests[i]), 0);
   }
   int refused = 0;
@@ -135,6 +141,7 @@ static void test_threads_stay_within_the_budget(void **state) {
     refused += contests[i].refused;
   }
   assert_true(refused > 0);
+  (void)pthread_barrier_destroy(&all);
   assert_stats(arena, 0, 0);
   assert_int_equal(qkv_arena_reserve(arena, UINT64_C(6) * 128, NULL), QKV_OK);
   qkv_arena_unreserve(arena, UINT64_C(6) * 128);
