@@ -296,7 +296,7 @@ static void put_result(const attend_call *state, const batch_part *part) {
   qkv_wire_put_varint(writer, 1, (uint64_t)item->error.status);
   qkv_wire_put_string(writer, 2, item->error.text);
   qkv_wire_end(writer);
-  qkv_wire_put_varint(writer, 2, part->length);
+  if (item->error.status == QKV_OK) qkv_wire_put_varint(writer, 2, part->length);
   if (part->session != NULL && item->q.rank != 0) {
     const qkv_model *model = qkv_session_model(part->session);
     const int64_t dims[3] = {item->q.dims[0], model->q_heads, model->value_dim};

@@ -339,6 +339,20 @@ static void a_batch_answers_item_by_item(void **state) {
   kv_close(client, "b2");
 }
 
+static void an_item_that_failed_has_no_length(void **state) {
+  (void)state;
+  kv_open(client, "gap");
+  const kv_item items[] = {{.session = "gap", .tokens = 5, .seed = 1},
+                           {.session = "gap", .position = 9, .tokens = 1, .seed = 1}};
+  Qkv__V1__AttendResponse *response = NULL;
+  assert_int_equal(kv_attend(client, items, 2, &response, NULL), QKV_OK);
+  assert_int_equal(response->results[0]->length, 5);
+  assert_int_equal(response->results[1]->status->code, QKV_FAILED_PRECONDITION);
+  assert_int_equal(response->results[1]->length, 0);
+  qkv__v1__attend_response__free_unpacked(response, NULL);
+  kv_close(client, "gap");
+}
+
 static void out_can_be_half(void **state) {
   (void)state;
   kv_open(client, "h");
@@ -681,6 +695,7 @@ int main(void) {
       cmocka_unit_test(attend_equals_the_engine),
       cmocka_unit_test(an_empty_layer_gives_zeros_and_minus_infinity),
       cmocka_unit_test(a_batch_answers_item_by_item),
+      cmocka_unit_test(an_item_that_failed_has_no_length),
       cmocka_unit_test(out_can_be_half),
       cmocka_unit_test(decode_answers_every_step_in_order),
       cmocka_unit_test(fetch_gives_the_engines_rows_in_every_form),
