@@ -5,6 +5,7 @@
 
 #include "engine/base/cpu.h"
 #include "engine/cache/model.h"
+#include "engine/codec/codec.h"
 
 #define AT(field) offsetof(qkv_server_options, field)
 #define MIB 1048576.0
@@ -30,9 +31,9 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
-    {"bits-k", QKV_OPTION_REAL, AT(bits_k), "4", 1, 8, "BITS",
+    {"bits-k", QKV_OPTION_REAL, AT(bits_k), "4", 0, 0, "BITS",
      "Bits per coordinate of keys (1, 2, 3, 4 or 8) where neither model nor session says."},
-    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 1, 8, "BITS", "The same for values."},
+    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 0, 0, "BITS", "The same for values (1, 2, 3, 4 or 8)."},
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
      "Newest tokens kept exact where neither model nor session says."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
@@ -52,6 +53,11 @@ const qkv_option qkv_server_option_table[] = {
 };
 const size_t qkv_server_option_count = sizeof(qkv_server_option_table) / sizeof(qkv_server_option_table[0]);
 
+static qkv_status check_bits(const char *name, double bits, qkv_error *error) {
+  if (qkv_codec_at(0)->bits_valid(bits)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %g, allowed are 1, 2, 3, 4 and 8", name, bits);
+}
+
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   qkv_log_level level;
   if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {
@@ -69,6 +75,8 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
                     "avx512-vbmi and neon",
                     values->cpu_mask.items[i]);
   }
+  QKV_TRY(check_bits("bits-k", values->bits_k, error));
+  QKV_TRY(check_bits("bits-v", values->bits_v, error));
   const qkv_policy policy = {NULL, values->bits_k, values->bits_v, values->recent_window};
   return qkv_policy_check(&policy, error);
 }

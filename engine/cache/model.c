@@ -128,9 +128,24 @@ static bool policy_equal(const qkv_policy *a, const qkv_policy *b) {
          a->recent_window == b->recent_window;
 }
 
+const char *qkv_model_difference(const qkv_model *a, const qkv_model *b) {
+  const struct {
+    const char *field;
+    bool same;
+  } rows[] = {
+      {"name", strcmp(a->name, b->name) == 0},  {"layers", a->layers == b->layers},
+      {"kv_heads", a->kv_heads == b->kv_heads}, {"q_heads", a->q_heads == b->q_heads},
+      {"key_dim", a->key_dim == b->key_dim},    {"value_dim", a->value_dim == b->value_dim},
+      {"dtype", a->dtype == b->dtype},          {"rope", rope_equal(&a->rope, &b->rope)},
+      {"scale", a->scale == b->scale},          {"sliding_window", a->sliding_window == b->sliding_window},
+      {"soft_cap", a->soft_cap == b->soft_cap}, {"policy", policy_equal(&a->policy, &b->policy)},
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    if (!rows[i].same) return rows[i].field;
+  }
+  return NULL;
+}
+
 bool qkv_model_equal(const qkv_model *a, const qkv_model *b) {
-  return strcmp(a->name, b->name) == 0 && a->layers == b->layers && a->kv_heads == b->kv_heads &&
-         a->q_heads == b->q_heads && a->key_dim == b->key_dim && a->value_dim == b->value_dim &&
-         a->dtype == b->dtype && rope_equal(&a->rope, &b->rope) && a->scale == b->scale &&
-         a->sliding_window == b->sliding_window && a->soft_cap == b->soft_cap && policy_equal(&a->policy, &b->policy);
+  return qkv_model_difference(a, b) == NULL;
 }

@@ -60,5 +60,7 @@ qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
 
 // Whether two resolved models are the same in every field.
 bool qkv_model_equal(const qkv_model *a, const qkv_model *b);
+// The first field of the contract in which they are not; NULL where they are the same.
+const char *qkv_model_difference(const qkv_model *a, const qkv_model *b);
 
 #endif

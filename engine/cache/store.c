@@ -102,7 +102,8 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
 static qkv_status register_locked(qkv_store *store, const qkv_model *model, const qkv_model **out, qkv_error *error) {
   model_entry *entry = find_model(store, model->name);
   if (entry != NULL && !qkv_model_equal(&entry->model, model)) {
-    return qkv_fail(error, QKV_ALREADY_EXISTS, "the name %s is taken by another model", model->name);
+    return qkv_fail(error, QKV_ALREADY_EXISTS, "the name %s is taken by a model with another %s", model->name,
+                    qkv_model_difference(&entry->model, model));
   }
   if (entry == NULL && HASH_COUNT(store->models) >= store->config.models_max) {
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-models is %zu, all are in use", store->config.models_max);

@@ -245,7 +245,7 @@ static void models_that_are_not_there_or_taken(void **state) {
   request.model = &model;
   fixture_result result = kv_call(client, KV_METHOD("RegisterModel"), &request.base);
   assert_int_equal(result.status, QKV_ALREADY_EXISTS);
-  assert_non_null(strstr(result.text, "m"));
+  assert_non_null(strstr(result.text, "the name m is taken by a model with another "));
   fixture_free(&result);
   Qkv__V1__GetModelRequest get = QKV__V1__GET_MODEL_REQUEST__INIT;
   get.name = (char *)"nothing";

@@ -103,9 +103,10 @@ static void a_long_append_ends_with_its_client(void **state) {
 
   stream = open_long_append("b", 192, 0);
   int64_t begin = fixture_now_ms();
-  fixture_disconnect(&client);
   assert_int_equal(fixture_stop(&daemon_process, SIGTERM, 30000), 0);
   assert_true(fixture_now_ms() - begin < (fixture_is_sanitized() ? 10000 : 3000));
+  assert_int_not_equal(fixture_finish(&stream).status, QKV_OK);
+  fixture_disconnect(&client);
 }
 
 static int64_t call_time(const char *method, const ProtobufCMessage *request) {

@@ -78,7 +78,7 @@ static void test_models(void **state) {
   qkv_error errors[4] = {{0}, {0}, {0}, {0}};
   model.q_heads = 4;
   assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[0]), QKV_ALREADY_EXISTS);
-  assert_string_equal(errors[0].text, "the name b is taken by another model");
+  assert_string_equal(errors[0].text, "the name b is taken by a model with another q_heads");
   model.q_heads = 0;
   assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[1]), QKV_INVALID_ARGUMENT);
   assert_string_equal(errors[1].text, "model.q_heads is 0, allowed are 1 to 65536");
