@@ -146,6 +146,8 @@ mapfile -t packages < <(qkv_packages build)
 mapfile -t missing < <(qkv_missing "${packages[@]}")
 if ((${#missing[@]} > 0)); then
   say "packages"
+  # The password, before the progress line writes over the question.
+  if (($(id -u) != 0)) && command -v sudo >/dev/null; then sudo -v || exit 1; fi
   tick "installing" &
   ticker=$!
   QKV_INSTALL_LOG=$log qkv_install "${packages[@]}" || exit 1
