@@ -1,6 +1,6 @@
 // Writes the seeds that are bytes of ours: a page and messages. Texts are committed in corpus/ as they are.
 //
-//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/... and answer/... there
+//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/... and answer/... there
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -115,6 +115,34 @@ static void write_answer(const char *directory, const char *name, uint64_t code)
   write_message(directory, "answer", name, writer);
 }
 
+// RegisterModelRequest, with every part that a model has.
+static void write_model(const char *directory) {
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  qkv_wire_begin(writer, 1);
+  qkv_wire_put_string(writer, 1, "m");
+  for (uint32_t field = 2; field <= 6; field++) qkv_wire_put_varint(writer, field, 8);
+  qkv_wire_put_varint(writer, 7, 2);
+  qkv_wire_begin(writer, 8);
+  qkv_wire_put_double(writer, 1, 10000);
+  qkv_wire_end(writer);
+  qkv_wire_begin(writer, 12);
+  qkv_wire_put_string(writer, 1, "embedded");
+  qkv_wire_put_double(writer, 2, 4);
+  qkv_wire_end(writer);
+  qkv_wire_end(writer);
+  write_message(directory, "control", "model", writer);
+}
+
+static void write_session(const char *directory) {
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  qkv_wire_put_string(writer, 1, "session");
+  qkv_wire_put_string(writer, 2, "m");
+  qkv_wire_begin(writer, 5);
+  qkv_wire_put_string(writer, 1, "embedded");
+  qkv_wire_end(writer);
+  write_message(directory, "control", "session", writer);
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
@@ -128,5 +156,7 @@ int main(int argc, char **argv) {
   write_request(argv[1], "items", "attend", true);
   write_answer(argv[1], "two", 0);
   write_answer(argv[1], "failed", 5);
+  write_model(argv[1]);
+  write_session(argv[1]);
   return 0;
 }
