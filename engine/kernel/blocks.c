@@ -43,11 +43,13 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
   unsigned depth = 1;
   while (depth < QKV_DEPTH_MAX && reach[depth + 1] > first) depth++;
   if (reach[depth] < first + QKVI_BLOCK_WIDTH) return scattered;
-  qkvi_block block;
+  qkvi_block block = {0};
   unsigned half = 0;
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
-    block.slabs[pair] = block.slabs[0];
-    if (2 * pair >= depth) continue;
+    if (2 * pair >= depth) {
+      block.slabs[pair] = block.slabs[0];
+      continue;
+    }
     const holding held = find_in_pair(reach, pair, sections[pair], first);
     if (held.bits == 0) return scattered;
     block.slabs[pair] = (uint16_t)held.slab;

@@ -58,9 +58,11 @@ const qkv_kernels *qkv_kernels_at(size_t row) {
 }
 
 const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags) {
-  size_t row = RUNGS - 1;
-  while ((ladder[row]->needs & ~cpu_flags) != 0) row--;
-  return qkv_kernels_at(row);
+  size_t highest = 0;  // the reference, which needs nothing
+  for (size_t row = 1; row < RUNGS; row++) {
+    if ((ladder[row]->needs & ~cpu_flags) == 0) highest = row;
+  }
+  return qkv_kernels_at(highest);
 }
 
 static _Atomic(const qkv_kernels *) in_use;

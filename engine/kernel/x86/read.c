@@ -85,39 +85,37 @@ static inline void load_block_8(const qkvi_block *block, const uint8_t *group, f
   }
 }
 
-// Coordinates [first, end), by way of bytes.
-static void load_scattered(const reader *r, const qkvi_codes *unpacked, unsigned first, unsigned end, float *tile,
-                           size_t stride) {
+// The scattered blocks of a group, by way of bytes.
+static void load_scattered(const reader *r, size_t group, float *tile, size_t stride) {
+  qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = r->codes->schedule->reach[r->tier];
   const size_t by_coordinate = r->part == QKV_K ? stride : 1, by_token = r->part == QKV_K ? 1 : stride;
-  for (unsigned c = first; c < end; c++) {
+  qkvi_unpack(r->part, r->codes->schedule, r->tier, r->codes->groups[group], unpacked);
+  for (unsigned c = 0; c < r->blocks.coordinates; c++) {
+    if (r->blocks.blocks[c / QKVI_BLOCK_WIDTH].kind != QKVI_BLOCK_SCATTERED) continue;
     unsigned depth = 1;
     while (depth < QKV_DEPTH_MAX && reach[depth + 1] > c) depth++;
-    float *out = tile + (c - first) * by_coordinate;
-    for (size_t t = 0; t < GROUP; t++) out[t * by_token] = qkvi_tables.values[depth][unpacked[c][t]];
+    for (size_t t = 0; t < GROUP; t++) {
+      tile[c * by_coordinate + t * by_token] = qkvi_tables.values[depth][unpacked[c][t]];
+    }
   }
 }
 
 // A group's floats: of K rows [coordinate], of V rows [token], `stride` floats apart. Those of coordinates that have
 // no bits are left alone.
 static void load_group(reader *r, size_t group, float *tile, size_t stride) {
-  qkvi_codes unpacked[QKV_DIM_MAX];
   reader_turn_to(r, group);
-  const qkvi_blocks *blocks = &r->blocks;
   const uint8_t *bytes = r->codes->groups[group];
-  if (blocks->scattered > 0) qkvi_unpack(r->part, r->codes->schedule, r->tier, bytes, unpacked);
-  for (unsigned i = 0; i < blocks->count; i++) {
-    const qkvi_block *block = &blocks->blocks[i];
-    const unsigned first = i * QKVI_BLOCK_WIDTH, end = first + QKVI_BLOCK_WIDTH;
-    float *out = tile + (r->part == QKV_K ? first * stride : first);
+  for (size_t i = 0; i < r->blocks.count; i++) {
+    const qkvi_block *block = &r->blocks.blocks[i];
+    float *out = tile + i * QKVI_BLOCK_WIDTH * (r->part == QKV_K ? stride : 1);
     if (block->kind < QKVI_BLOCK_NIBBLE_KINDS) {
       load_block_4(block, bytes, out, stride);
     } else if (block->kind == QKVI_BLOCK_8) {
       load_block_8(block, bytes, out, stride);
-    } else {
-      load_scattered(r, unpacked, first, end < blocks->coordinates ? end : blocks->coordinates, out, stride);
     }
   }
+  if (r->blocks.scattered > 0) load_scattered(r, group, tile, stride);
 }
 
 // ---- Gains ----
