@@ -1,26 +1,32 @@
 #include "engine/codec/embedded.h"
 
 #include <assert.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "engine/codec/hadamard.h"
 #include "engine/codec/pack.h"
 #include "engine/kernel/kernel.h"
 
-typedef struct schedules {
-  qkv_schedule k, v;
-} schedules;
+enum { WIDTHS = QKV_DIM_MAX / QKV_BAND };
 
-static void schedules_init(schedules *both, uint16_t key_dim, uint16_t value_dim) {
-  qkv_schedule_uniform(&both->k, key_dim);
-  qkv_schedule_uniform(&both->v, value_dim);
+// The schedule of every valid width, filled once: pages are found by the thousand.
+static qkv_schedule schedules[WIDTHS];
+
+static void fill_schedules(void) {
+  for (size_t i = 0; i < WIDTHS; i++) qkv_schedule_uniform(&schedules[i], (uint16_t)((i + 1) * QKV_BAND));
 }
 
-// Finds a head's codes; `both` must live as long as they are used.
-static void find(const void *page, uint16_t kv_head, qkv_part part, schedules *both, qkv_page_codes *codes) {
+static const qkv_schedule *schedule_of(uint16_t dim) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&once, fill_schedules);
+  assert(dim >= QKV_BAND && dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
+  return &schedules[dim / QKV_BAND - 1];
+}
+
+static void find(const void *page, uint16_t kv_head, qkv_part part, qkv_page_codes *codes) {
   const qkv_page_header *header = page;
-  schedules_init(both, header->key_dim, header->value_dim);
-  qkv_page_find(page, kv_head, part, &both->k, &both->v, codes);
+  qkv_page_find(page, kv_head, part, schedule_of(header->key_dim), schedule_of(header->value_dim), codes);
 }
 
 static bool embedded_bits_valid(double bits) {
@@ -28,9 +34,7 @@ static bool embedded_bits_valid(double bits) {
 }
 
 static size_t embedded_page_bytes(const qkv_page_shape *shape) {
-  schedules both;
-  schedules_init(&both, shape->key_dim, shape->value_dim);
-  return qkv_page_bytes(shape, &both.k, &both.v);
+  return qkv_page_bytes(shape, schedule_of(shape->key_dim), schedule_of(shape->value_dim));
 }
 
 // Codes `tokens` rows that are `stride` floats apart into the slots from `first` on; the page's other slots become
@@ -51,16 +55,15 @@ static void encode_head(qkv_part part, const qkv_schedule *schedule, unsigned ti
 static void embedded_encode(const qkv_page_shape *shape, uint32_t layer, uint64_t position, uint32_t tokens,
                             const float *k, const float *v, void *image) {
   assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
-  schedules both;
-  schedules_init(&both, shape->key_dim, shape->value_dim);
-  qkv_page_format(image, shape, QKV_CODEC_EMBEDDED, layer, position, &both.k, &both.v);
+  const qkv_schedule *key_schedule = schedule_of(shape->key_dim), *value_schedule = schedule_of(shape->value_dim);
+  qkv_page_format(image, shape, QKV_CODEC_EMBEDDED, layer, position, key_schedule, value_schedule);
   ((qkv_page_header *)image)->tokens = (uint16_t)tokens;
   for (uint16_t h = 0; h < shape->kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       const uint8_t tier = part == QKV_K ? shape->bits_k : shape->bits_v;
       const float *rows = part == QKV_K ? k : v;
       qkv_page_codes codes;
-      qkv_page_find(image, h, part, &both.k, &both.v, &codes);
+      qkv_page_find(image, h, part, key_schedule, value_schedule, &codes);
       const size_t dim = codes.schedule->dim;
       encode_head(part, codes.schedule, tier, 0, tokens, rows + h * dim, shape->kv_heads * dim,
                   (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
@@ -76,17 +79,15 @@ static void embedded_query(const qkv_page_shape *shape, uint32_t layer, uint16_t
 
 static void embedded_scores(const void *page, uint16_t kv_head, const float *queries, size_t n, float *scores) {
   assert(n <= QKV_QUERY_BLOCK);
-  schedules both;
   qkv_page_codes codes;
-  find(page, kv_head, QKV_K, &both, &codes);
+  find(page, kv_head, QKV_K, &codes);
   qkv_kernels_get()->scores(&codes, queries, n, scores);
 }
 
 static void embedded_accumulate(const void *page, uint16_t kv_head, const float *weights, size_t n, float *sums) {
   assert(n <= QKV_QUERY_BLOCK);
-  schedules both;
   qkv_page_codes codes;
-  find(page, kv_head, QKV_V, &both, &codes);
+  find(page, kv_head, QKV_V, &codes);
   qkv_kernels_get()->accumulate(&codes, weights, n, sums);
 }
 
@@ -97,9 +98,8 @@ static void embedded_output(const qkv_page_shape *shape, uint32_t layer, uint16_
 
 static void embedded_decode(const void *page, uint16_t kv_head, qkv_part part, float *rows) {
   const qkv_page_header *header = page;
-  schedules both;
   qkv_page_codes codes;
-  find(page, kv_head, part, &both, &codes);
+  find(page, kv_head, part, &codes);
   const size_t dim = codes.schedule->dim;
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   qkv_kernels_get()->decode(part, &codes, turned);
@@ -130,9 +130,8 @@ static uint32_t embedded_rows_match(const void *page, uint16_t kv_head, qkv_part
   const qkv_page_header *header = page;
   const uint8_t top = part == QKV_K ? header->bits_k : header->bits_v;
   assert(first + tokens <= header->tokens);
-  schedules both;
   qkv_page_codes theirs;
-  find(page, kv_head, part, &both, &theirs);
+  find(page, kv_head, part, &theirs);
   const qkv_schedule *schedule = theirs.schedule;
   uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   encode_head(part, schedule, top, first, tokens, rows, schedule->dim, gains, bytes);
@@ -169,13 +168,14 @@ static qkv_status embedded_validate(const void *image, size_t bytes, qkv_error *
     return qkv_fail(error, QKV_DATA_LOSS, "the page is %zu bytes, its header is %zu", bytes, sizeof header);
   }
   memcpy(&header, image, sizeof header);
-  schedules both;
-  schedules_init(&both, header.key_dim, header.value_dim);
-  const char *wrong = qkv_schedule_validate(&both.k);
+  qkv_schedule key_schedule, value_schedule;  // of any width
+  qkv_schedule_uniform(&key_schedule, header.key_dim);
+  qkv_schedule_uniform(&value_schedule, header.value_dim);
+  const char *wrong = qkv_schedule_validate(&key_schedule);
   if (wrong) return qkv_fail(error, QKV_DATA_LOSS, "page.key_dim is %u: %s", header.key_dim, wrong);
-  wrong = qkv_schedule_validate(&both.v);
+  wrong = qkv_schedule_validate(&value_schedule);
   if (wrong) return qkv_fail(error, QKV_DATA_LOSS, "page.value_dim is %u: %s", header.value_dim, wrong);
-  QKV_TRY(qkv_page_validate(image, bytes, &both.k, &both.v, error));
+  QKV_TRY(qkv_page_validate(image, bytes, &key_schedule, &value_schedule, error));
   return validate_kind(&header, error);
 }
 
