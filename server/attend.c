@@ -85,11 +85,19 @@ static qkv_status read_layer(const batch_part *part, bool wait, const qkv_layer 
   return (wait ? qkv_session_read : qkv_session_try_read)(part->session, part->item->layer, layer, error);
 }
 
+static bool client_gone(const void *call) {
+  return qkv_rpc_cancelled(call);
+}
+
 static qkv_status check_queries(attend_call *state, batch_part *part, bool wait, qkv_error *error) {
   const qkvi_item *item = part->item;
   qkv_attend *attend = &state->attends[state->attend_count];
-  *attend = (qkv_attend){
-      .position = item->position, .q = item->q, .q_before_rope = item->q_before_rope, .options = item->options};
+  *attend = (qkv_attend){.position = item->position,
+                         .q = item->q,
+                         .q_before_rope = item->q_before_rope,
+                         .options = item->options,
+                         .stopped = client_gone,
+                         .stopped_context = state->call};
   QKV_TRY(read_layer(part, wait, &attend->layer, error));
   qkv_status status = qkv_attend_check(attend, error);
   double cost = status == QKV_OK ? (double)qkv_attend_cost(attend) * (double)item->q.dims[0] : 0;
@@ -318,9 +326,10 @@ static void drop_block(attend_call *state) {
   state->block = NULL;
 }
 
-// The call may be over, and `state` freed, when this returns.
+// The call may be over, and `state` freed, when this returns. A client that is gone may have stopped the attends.
 static void answer(attend_call *state) {
   qkvi_request *request = &state->request;
+  if (!qkvi_job_wanted(state->call)) return;
   qkv_wire_writer_clear(state->writer);
   for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
   qkv_wire_put_varint(state->writer, 2, request->id);

@@ -362,11 +362,15 @@ static size_t rows_of(const qkv_attend *request) {
   return (size_t)request->q.dims[0] * (model->q_heads / model->kv_heads);
 }
 
+static bool is_stopped(const qkv_attend *request) {
+  return request->stopped != NULL && request->stopped(request->stopped_context);
+}
+
 static void attend_head(const qkv_attend *request, uint16_t kv_head, const head_ranges *ranges) {
   head_task task = task_of(request, kv_head);
   size_t rows = rows_of(request);
   assert(ranges == NULL || rows <= QKV_QUERY_BLOCK);
-  for (size_t first = 0; first < rows; first += QKV_QUERY_BLOCK) {
+  for (size_t first = 0; first < rows && !is_stopped(request); first += QKV_QUERY_BLOCK) {
     attend_block(&task, first, rows - first < QKV_QUERY_BLOCK ? rows - first : QKV_QUERY_BLOCK, ranges);
   }
 }
@@ -424,7 +428,7 @@ static void attend_range_index(void *context, size_t index, size_t worker) {
   const qkv_attend *request = &batch->requests[place];
   const qkv_model *model = request->layer->config.model;
   const split *ranges = &batch->splits[place];
-  if (kv_head >= model->kv_heads || range >= ranges->count) return;
+  if (kv_head >= model->kv_heads || range >= ranges->count || is_stopped(request)) return;
   size_t at = kv_head * ranges->count + range;
   attend_head_range(request, (uint16_t)kv_head, ranges->first + range,
                     ranges->sums + at * rows_of(request) * model->value_dim, &ranges->partials[at]);

@@ -36,6 +36,10 @@ typedef struct qkv_attend {
   qkv_attend_options options;
   float *out;  // [queries][q_heads][value_dim], dense
   float *lse;  // [queries][q_heads]
+  // Where not NULL: asked before each block of work, from any thread. Once it has said true, out and lse are left
+  // unfinished.
+  bool (*stopped)(const void *context);
+  const void *stopped_context;
 } qkv_attend;
 
 // Limits of a request; `out` and `lse` are not looked at. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
