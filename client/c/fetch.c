@@ -39,6 +39,31 @@ static grpc_byte_buffer *make_request(qkv_client *client, const qkv_client_fetch
   return qkvi_request(client);
 }
 
+// What a response holds, as views into it.
+typedef struct arrived {
+  uint32_t layer;
+  uint64_t position;
+  qkv_tensor part[2];  // K and V: dense, or of rank 0
+} arrived;
+
+static qkv_status read_response(qkv_client *client, const grpc_byte_buffer *response, arrived *rows,
+                                qkv_error *error) {
+  qkv_wire_reader reader;
+  qkv_wire_field field;
+  bool more = true;
+  *rows = (arrived){0};
+  qkv_wire_reader_init(&reader, qkvi_view(client, response));
+  for (;;) {
+    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
+    if (!more) return QKV_OK;
+    if (field.number == RESPONSE_LAYER) rows->layer = (uint32_t)field.value;
+    if (field.number == RESPONSE_POSITION) rows->position = field.value;
+    if (field.type != QKV_WIRE_BYTES) continue;
+    if (field.number == RESPONSE_K) QKV_TRY(qkvi_read_tensor(field.bytes, "k", 3, &rows->part[0], error));
+    if (field.number == RESPONSE_V) QKV_TRY(qkvi_read_tensor(field.bytes, "v", 3, &rows->part[1], error));
+  }
+}
+
 // The data in one piece: where it came in one, in place.
 static const void *whole(qkv_client *client, int which, qkv_bytes data) {
   const uint8_t *in_place = qkv_bytes_contiguous(data, 0, data.length);
@@ -53,35 +78,53 @@ static const void *whole(qkv_client *client, int which, qkv_bytes data) {
   return client->scratch[which];
 }
 
-static qkv_status read_rows(qkv_client *client, const char *name, int which, qkv_bytes message,
-                            qkv_client_tensor *rows, qkv_error *error) {
-  qkv_tensor tensor;
-  QKV_TRY(qkvi_read_tensor(message, name, 3, &tensor, error));
-  *rows = (qkv_client_tensor){.dtype = (int)tensor.dtype, .rank = 3, .bytes = tensor.data.length};
+// [at, at + count) along the first dim.
+static qkv_client_tensor cut(qkv_client *client, int which, const qkv_tensor *from, int64_t at, int64_t count) {
+  qkv_client_tensor rows = {0};
+  if (from->rank == 0) return rows;
+  size_t bytes = (size_t)(count * from->strides[0]);
+  rows = (qkv_client_tensor){.dtype = (int)from->dtype, .rank = 3, .bytes = bytes};
   for (int i = 0; i < 3; i++) {
-    rows->dims[i] = tensor.dims[i];
-    rows->strides[i] = tensor.strides[i];
+    rows.dims[i] = from->dims[i];
+    rows.strides[i] = from->strides[i];
   }
-  rows->data = whole(client, which, tensor.data);
-  return QKV_OK;
+  rows.dims[0] = count;
+  rows.data = whole(client, which, qkv_bytes_slice(from->data, (size_t)(at * from->strides[0]), bytes));
+  return rows;
 }
 
-static qkv_status read_response(qkv_client *client, const grpc_byte_buffer *response, qkv_client_rows *rows,
-                                qkv_error *error) {
-  qkv_wire_reader reader;
-  qkv_wire_field field;
-  bool more = true;
-  *rows = (qkv_client_rows){0};
-  qkv_wire_reader_init(&reader, qkvi_view(client, response));
-  for (;;) {
-    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
-    if (!more) return QKV_OK;
-    if (field.number == RESPONSE_LAYER) rows->layer = (uint32_t)field.value;
-    if (field.number == RESPONSE_POSITION) rows->position = field.value;
-    if (field.type != QKV_WIRE_BYTES) continue;
-    if (field.number == RESPONSE_K) QKV_TRY(read_rows(client, "k", 0, field.bytes, &rows->k, error));
-    if (field.number == RESPONSE_V) QKV_TRY(read_rows(client, "v", 1, field.bytes, &rows->v, error));
+// Tokens from `token` on, at most `most`, that came in one piece; a token that did not counts as one.
+static int64_t run_of(const qkv_tensor *rows, int64_t token, int64_t most) {
+  if (rows->rank == 0) return most;
+  size_t stride = (size_t)rows->strides[0];
+  qkv_bytes rest = qkv_bytes_slice(rows->data, (size_t)token * stride, (size_t)most * stride);
+  int64_t run = (int64_t)((rest.segments[0].length - rest.offset) / stride);
+  if (run < 1) return 1;
+  return run < most ? run : most;
+}
+
+// Gives the rows to fn: a run of tokens at a time where they lie, or all in one piece where tokens are not the first
+// dim. A MiB arrives in about 20 pieces; making it whole first costs a third of the time it takes to arrive.
+static bool deliver(qkv_client *client, const arrived *rows, bool heads_first,
+                    bool (*fn)(void *context, const qkv_client_rows *rows), void *context) {
+  const qkv_tensor *k = &rows->part[0], *v = &rows->part[1];
+  int64_t tokens = k->rank != 0 ? k->dims[0] : v->dims[0];
+  bool in_runs = !heads_first && (k->rank == 0 || v->rank == 0 || k->dims[0] == v->dims[0]);
+  if (!in_runs) {
+    return fn(context, &(qkv_client_rows){.layer = rows->layer,
+                                          .position = rows->position,
+                                          .k = cut(client, 0, k, 0, k->dims[0]),
+                                          .v = cut(client, 1, v, 0, v->dims[0])});
   }
+  for (int64_t token = 0, run = 0; token < tokens; token += run) {
+    run = run_of(v, token, run_of(k, token, tokens - token));
+    qkv_client_rows part = {.layer = rows->layer,
+                            .position = rows->position + (uint64_t)token,
+                            .k = cut(client, 0, k, token, run),
+                            .v = cut(client, 1, v, token, run)};
+    if (!fn(context, &part)) return false;
+  }
+  return true;
 }
 
 qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *request,
@@ -101,8 +144,9 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
     qkvi_call_run(&call, &step);
     step = (qkvi_step){0};
     if (response == NULL) break;
-    qkv_client_rows rows;
-    if (read_response(client, response, &rows, &reason) == QKV_OK) go_on = fn(context, &rows);
+    arrived rows;
+    if (read_response(client, response, &rows, &reason) == QKV_OK)
+      go_on = deliver(client, &rows, request->heads_first, fn, context);
     grpc_byte_buffer_destroy(response);
   }
   if (go_on && reason.status == QKV_OK) qkvi_call_run(&call, &(qkvi_step){.outcome = &outcome});

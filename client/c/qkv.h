@@ -209,15 +209,17 @@ typedef struct qkv_client_fetch {
   uint32_t chunk_tokens;  // 0: the daemon's choice
 } qkv_client_fetch;
 
-// What one response holds. The tensors' data is valid during the call of the function only.
+// Rows that have arrived. The tensors' data is valid during the call of the function only.
 typedef struct qkv_client_rows {
   uint32_t layer;
   uint64_t position;
   qkv_client_tensor k, v;  // dense
 } qkv_client_rows;
 
-// Calls fn for every response, in order; fn returns false to cancel (the call then returns CANCELLED). The timeout
-// is that of each response: the time that fn takes does not count. NOT_FOUND: there is no such session.
+// Calls fn for runs of tokens, in order of layers and positions, as they lie in what has arrived (of no particular
+// alignment); with heads_first once for each response, whose size chunk_tokens sets. fn returns false to cancel (the
+// call then returns CANCELLED). The timeout is that of each response: the time that fn takes does not count.
+// NOT_FOUND: there is no such session.
 qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *request,
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error);

@@ -136,7 +136,7 @@ static void the_model_limit_is_named(void **state) {
 // serves on.
 static void a_full_queue_refuses(void **state) {
   (void)state;
-  start((const char *[]){"--threads", "1", "--limit-queue", "1", NULL});
+  start((const char *[]){"--threads", "1", "--limit-queue", "1", "--cpu-mask", "none", NULL});
   fill_long_session("q");
   fixture_stream *streams[8];
   const kv_item heavy = {.session = "q", .position = LONG_TOKENS, .queries = 40, .seed = 2};
@@ -169,7 +169,7 @@ static void a_full_queue_refuses(void **state) {
 // Of an Append stream it says which message was refused.
 static void a_full_queue_refuses_a_message(void **state) {
   (void)state;
-  start((const char *[]){"--threads", "1", "--limit-queue", "1", NULL});
+  start((const char *[]){"--threads", "1", "--limit-queue", "1", "--cpu-mask", "none", NULL});
   fill_long_session("q");
   fixture_stream *streams[8];
   for (uint32_t i = 0; i < 8; i++) {

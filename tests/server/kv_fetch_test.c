@@ -1,0 +1,204 @@
+// Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the counters,
+// which a fetch moves, too.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/server/kv.h"
+
+#include <cmocka.h>
+
+static fixture_daemon *daemon_process;
+static fixture_client *client;
+
+static int start(void **state) {
+  (void)state;
+  daemon_process = fixture_start(NULL);
+  client = fixture_connect(daemon_process->unix_address);
+  kv_register(client);
+  return 0;
+}
+
+static int stop(void **state) {
+  (void)state;
+  fixture_disconnect(&client);
+  return fixture_stop(&daemon_process, 15, 30000);
+}
+
+// Reads a whole fetch into rows [kv part][layer][tokens][heads][dim] fp32, in whatever chunks it comes.
+typedef struct fetched {
+  float *rows[2];
+  uint64_t tokens;  // of each layer, from `first` on
+  uint64_t first;
+  size_t responses;
+} fetched;
+
+static size_t part_dim(int part) {
+  return part == 0 ? KV_KEY_DIM : KV_VALUE_DIM;
+}
+
+static void take_tensor(fetched *into, const Qkv__V1__FetchResponse *response, int part, bool heads_first) {
+  const Qkv__V1__Tensor *tensor = part == 0 ? response->k : response->v;
+  size_t tokens = (size_t)tensor->dims[heads_first ? 1 : 0], dim = part_dim(part);
+  assert_int_equal(tensor->n_dims, 3);
+  assert_int_equal(tensor->dims[heads_first ? 0 : 1], KV_HEADS);
+  assert_int_equal(tensor->dims[2], dim);
+  size_t size = qkv_dtype_size((qkv_dtype)tensor->dtype);
+  assert_int_equal(tensor->data.len, tokens * KV_HEADS * dim * size);
+  for (size_t t = 0; t < tokens; t++) {
+    for (size_t h = 0; h < KV_HEADS; h++) {
+      size_t from = heads_first ? h * tokens + t : t * KV_HEADS + h;
+      size_t to = (response->layer * into->tokens + response->position - into->first + t) * KV_HEADS + h;
+      qkv_to_float((qkv_dtype)tensor->dtype, tensor->data.data + from * dim * size, into->rows[part] + to * dim, dim);
+    }
+  }
+}
+
+static fetched fetch(Qkv__V1__FetchRequest *request, uint64_t first, uint64_t tokens) {
+  fetched into = {.tokens = tokens, .first = first};
+  for (int part = 0; part < 2; part++)
+    into.rows[part] = calloc(KV_LAYERS * tokens * KV_HEADS * part_dim(part), sizeof(float));
+  size_t length = qkv__v1__fetch_request__get_packed_size(request);
+  uint8_t *bytes = malloc(length + 1);
+  qkv__v1__fetch_request__pack(request, bytes);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Fetch"), KV_TIMEOUT_MS);
+  assert_true(fixture_send(stream, bytes, length));
+  fixture_half_close(stream);
+  free(bytes);
+  while (fixture_receive(stream, &bytes, &length)) {
+    Qkv__V1__FetchResponse *response = qkv__v1__fetch_response__unpack(NULL, length, bytes);
+    assert_non_null(response);
+    bool heads_first = request->layout == QKV__V1__ROW_LAYOUT__ROW_LAYOUT_HEADS_FIRST;
+    if (response->k != NULL) take_tensor(&into, response, 0, heads_first);
+    if (response->v != NULL) take_tensor(&into, response, 1, heads_first);
+    assert_int_equal(response->k != NULL, request->part != QKV__V1__FETCH_REQUEST__PART__PART_V);
+    assert_int_equal(response->v != NULL, request->part != QKV__V1__FETCH_REQUEST__PART__PART_K);
+    into.responses++;
+    qkv__v1__fetch_response__free_unpacked(response, NULL);
+    free(bytes);
+  }
+  fixture_result result = fixture_finish(&stream);
+  assert_string_equal(result.text, "");
+  assert_int_equal(result.status, QKV_OK);
+  return into;
+}
+
+static void expect_rows(const fetched *got, kv_twin *twin, uint32_t layer, int part, uint64_t begin, uint64_t end,
+                        bool before_rope, qkv_dtype dtype) {
+  size_t row = KV_HEADS * part_dim(part), count = (end - begin) * row;
+  float *expected = malloc(count * sizeof *expected);
+  uint8_t *narrow = malloc(count * 4);
+  const qkv_layer *held = NULL;
+  assert_int_equal(qkv_session_read(twin->session, layer, &held, NULL), QKV_OK);
+  qkv_layer_rows(held, part == 0 ? QKV_K : QKV_V, begin, end - begin, before_rope, expected);
+  qkv_session_read_done(twin->session, layer);
+  qkv_from_float(dtype, expected, narrow, count);
+  qkv_to_float(dtype, narrow, expected, count);
+  assert_memory_equal(got->rows[part] + (layer * got->tokens + begin - got->first) * row, expected,
+                      count * sizeof *expected);
+  free(narrow);
+  free(expected);
+}
+
+static void drop_fetched(fetched *got) {
+  free(got->rows[0]);
+  free(got->rows[1]);
+}
+
+static void fetch_gives_the_engines_rows_in_every_form(void **state) {
+  (void)state;
+  kv_open(client, "f");
+  kv_twin twin = kv_twin_open("f");
+  for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
+    const kv_item item = {.session = "f", .layer = layer, .tokens = 300, .seed = 16};
+    assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
+    kv_twin_append(&twin, &item);
+  }
+  const uint32_t chunks[] = {0, 1, 64, 77};
+  for (unsigned form = 0; form < 3 * 2 * 2 * 3; form++) {
+    Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
+    request.session = (char *)"f";
+    request.dtype = (Qkv__V1__DType)(form % 3 + 1);
+    request.layout = (Qkv__V1__RowLayout)(form / 3 % 2 + 1);
+    request.rope = (Qkv__V1__RopeForm)(form / 6 % 2 + 1);
+    request.part = (Qkv__V1__FetchRequest__Part)(form / 12 % 3);
+    request.chunk_tokens = chunks[form % 4];
+    fetched got = fetch(&request, 0, 300);
+    for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
+      for (int part = 0; part < 2; part++) {
+        if (request.part == QKV__V1__FETCH_REQUEST__PART__PART_K && part == 1) continue;
+        if (request.part == QKV__V1__FETCH_REQUEST__PART__PART_V && part == 0) continue;
+        bool before = part == 0 && request.rope == QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE;
+        expect_rows(&got, &twin, layer, part, 0, 300, before, (qkv_dtype)request.dtype);
+      }
+    }
+    drop_fetched(&got);
+  }
+
+  // The exact tail is the very rows that were appended.
+  Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
+  request.session = (char *)"f";
+  fetched got = fetch(&request, 0, 300);
+  float *sent = malloc(64 * KV_HEADS * KV_VALUE_DIM * sizeof(float));
+  kv_rows(16, 2, KV_V, 236, 64, sent);
+  assert_memory_equal(got.rows[1] + (2 * 300 + 236) * KV_HEADS * KV_VALUE_DIM, sent,
+                      64 * KV_HEADS * KV_VALUE_DIM * sizeof(float));
+  free(sent);
+  drop_fetched(&got);
+
+  // Ranges, layers in the order asked, chunks no larger than asked.
+  Qkv__V1__TokenRange range = QKV__V1__TOKEN_RANGE__INIT;
+  uint32_t layers[] = {2, 0};
+  range.begin = 50;
+  range.end = 1000;  // sent as far as it goes
+  request.range = &range;
+  request.layers = layers;
+  request.n_layers = 2;
+  request.chunk_tokens = 100;
+  got = fetch(&request, 50, 250);
+  assert_int_equal(got.responses, 6);
+  expect_rows(&got, &twin, 0, 0, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &twin, 2, 1, 50, 300, false, QKV_FP16);
+  drop_fetched(&got);
+  range.begin = 300;
+  range.end = 0;
+  got = fetch(&request, 300, 1);
+  assert_int_equal(got.responses, 0);
+  drop_fetched(&got);
+  kv_twin_close(&twin);
+  kv_close(client, "f");
+}
+
+// ---- Counters ----
+
+static void metrics_count_what_was_done(void **state) {
+  (void)state;
+  kv_open(client, "n");
+  double items = kv_metric(client, "qkvd_append_items_total"), tokens = kv_metric(client, "qkvd_append_tokens_total");
+  double bytes = kv_metric(client, "qkvd_append_bytes_total"), attends = kv_metric(client, "qkvd_attend_items_total");
+  double queries = kv_metric(client, "qkvd_attend_queries_total"), sent = kv_metric(client, "qkvd_fetch_bytes_total");
+  const kv_item both = {.session = "n", .tokens = 10, .queries = 3, .seed = 19};
+  Qkv__V1__AttendResponse *response = NULL;
+  assert_int_equal(kv_attend(client, &both, 1, &response, NULL), QKV_OK);
+  qkv__v1__attend_response__free_unpacked(response, NULL);
+  Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
+  request.session = (char *)"n";
+  fetched got = fetch(&request, 0, 10);
+  drop_fetched(&got);
+  const double coordinates = 10 * KV_HEADS * (KV_KEY_DIM + KV_VALUE_DIM);
+  assert_true(kv_metric(client, "qkvd_append_items_total") == items + 1);
+  assert_true(kv_metric(client, "qkvd_append_tokens_total") == tokens + 10);
+  assert_true(kv_metric(client, "qkvd_append_bytes_total") == bytes + coordinates * 4);
+  assert_true(kv_metric(client, "qkvd_attend_items_total") == attends + 1);
+  assert_true(kv_metric(client, "qkvd_attend_queries_total") == queries + 3);
+  assert_true(kv_metric(client, "qkvd_fetch_bytes_total") == sent + coordinates * 2);
+  kv_close(client, "n");
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(fetch_gives_the_engines_rows_in_every_form),
+                                     cmocka_unit_test(metrics_count_what_was_done)};
+  return cmocka_run_group_tests(tests, start, stop);
+}
