@@ -58,7 +58,8 @@ const char *qkv_safetensors_metadata(const qkv_safetensors *file, const char *ke
 typedef struct qkv_safetensors_writer qkv_safetensors_writer;
 
 // Writes the header for tensors of known shapes, in the order given, to "PATH.partial". Names are distinct.
-// What is passed is copied. UNAVAILABLE with the system's reason where the file cannot be written.
+// What is passed is copied. UNAVAILABLE with the system's reason where the file cannot be written, INVALID_ARGUMENT
+// where PATH is there and not a regular file (finishing would replace a device or a pipe).
 qkv_status qkv_safetensors_writer_create(const char *path, const qkv_safetensors_tensor *tensors, size_t count,
                                          const qkv_safetensors_entry *metadata, size_t metadata_count,
                                          qkv_safetensors_writer **writer, qkv_error *error);

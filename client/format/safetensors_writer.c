@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "client/format/safetensors.h"
@@ -129,10 +130,18 @@ static qkv_status write_header(qkv_safetensors_writer *writer, const qkv_safeten
   return status;
 }
 
+// A file that is renamed over a device or a pipe would take its place.
+static qkv_status check_replaceable(const char *path, qkv_error *error) {
+  struct stat there;
+  if (stat(path, &there) != 0 || S_ISREG(there.st_mode)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is there and not a regular file; give the name of a file", path);
+}
+
 qkv_status qkv_safetensors_writer_create(const char *path, const qkv_safetensors_tensor *tensors, size_t count,
                                          const qkv_safetensors_entry *metadata, size_t metadata_count,
                                          qkv_safetensors_writer **writer, qkv_error *error) {
   *writer = NULL;
+  QKV_TRY(check_replaceable(path, error));
   qkv_safetensors_writer *made = calloc(1, sizeof(*made));
   if (made == NULL) abort();
   made->count = count;

@@ -225,6 +225,21 @@ static void test_writer_refuses(void **state) {
   assert_string_equal(nowhere.text, "/nowhere/x.partial: No such file or directory");
 }
 
+static void test_a_pipe_is_not_replaced(void **state) {
+  (void)state;
+  char pipe[128];
+  qkv_safetensors_writer *writer = NULL;
+  qkv_error error = {0};
+  struct stat there;
+  path_of("pipe", pipe);
+  assert_int_equal(mkfifo(pipe, 0600), 0);
+  assert_int_equal(qkv_safetensors_writer_create(pipe, shapes, 3, NULL, 0, &writer, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "is there and not a regular file"));
+  assert_int_equal(stat(pipe, &there), 0);
+  assert_true(S_ISFIFO(there.st_mode));
+  unlink(pipe);
+}
+
 static void test_open_names_the_file(void **state) {
   (void)state;
   char path[128], text[256];
@@ -248,9 +263,12 @@ static void test_open_names_the_file(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_reads),           cmocka_unit_test(test_refuses_headers),
-      cmocka_unit_test(test_refuses_lengths), cmocka_unit_test(test_round_trip),
-      cmocka_unit_test(test_writer_refuses),  cmocka_unit_test(test_open_names_the_file)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_reads),
+                                     cmocka_unit_test(test_refuses_headers),
+                                     cmocka_unit_test(test_refuses_lengths),
+                                     cmocka_unit_test(test_round_trip),
+                                     cmocka_unit_test(test_writer_refuses),
+                                     cmocka_unit_test(test_open_names_the_file),
+                                     cmocka_unit_test(test_a_pipe_is_not_replaced)};
   return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }
