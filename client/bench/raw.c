@@ -31,7 +31,7 @@ static bool read_all(int socket, char *data, size_t size) {
   return true;
 }
 
-static bool connected_pair(bool tcp, int pair[2]) {
+bool qkv_raw_pair(bool tcp, int pair[2]) {
   if (!tcp) return socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0;
   int listener = socket(AF_INET, SOCK_STREAM, 0);
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -52,7 +52,7 @@ static bool connected_pair(bool tcp, int pair[2]) {
 bool qkv_raw_start(qkv_raw *raw, bool tcp, size_t up, size_t down) {
   *raw = (qkv_raw){.up = up, .down = down};
   int pair[2];
-  if (!connected_pair(tcp, pair)) return false;
+  if (!qkv_raw_pair(tcp, pair)) return false;
   raw->buffer = qkv_bench_rows(up > down ? up : down, 7);
   raw->peer = fork();
   if (raw->peer < 0) return false;

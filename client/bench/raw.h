@@ -16,6 +16,8 @@ typedef struct qkv_raw {
   char *buffer;
 } qkv_raw;
 
+// Two connected sockets: over loopback if `tcp`, else a unix socket pair. Blocking.
+bool qkv_raw_pair(bool tcp, int pair[2]);
 // `tcp`: over loopback, else a unix socket pair.
 bool qkv_raw_start(qkv_raw *raw, bool tcp, size_t up, size_t down);
 // One exchange; seconds, or a negative number where the peer is gone.
