@@ -116,9 +116,11 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->message = message;
   stream->parsed = false;
   stream->next = 0;
-  if (message.length > QKVI_INLINE_MESSAGE_MAX) return submit(stream);
+  // There is no work behind rows that are dropped, however many.
+  const bool discard = stream->daemon->options->discard;
+  if (message.length > QKVI_INLINE_MESSAGE_MAX && !discard) return submit(stream);
   if (!parse(stream)) return;
-  if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX) return submit(stream);
+  if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) return submit(stream);
   apply(stream, false);
 }
 

@@ -4,6 +4,7 @@
 #define QKV_SERVER_RPC_INTERNAL_H
 
 #include <grpc/grpc.h>
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "server/rpc.h"
@@ -16,13 +17,21 @@ typedef struct qkvi_rpc_op {
 // ---- Addresses (rpc_listen.c) ----
 
 typedef struct qkvi_rpc_listener {
-  char *address;    // as bound
-  char *lock_path;  // of a unix socket, else NULL
-  int lock;         // its file, or -1
+  char *address;  // as bound
+  grpc_server *server;
+  // Of a unix socket:
+  char *lock_path;   // NULL for a TCP port
+  int lock;          // its file, or -1
+  int socket;        // or -1
+  pthread_t thread;  // while `accepting`
+  bool accepting;
 } qkvi_rpc_listener;
 
 // Adds one address to a server that has not been started. On failure the listener holds nothing.
 qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error);
+// Connections are accepted between these two: once the server has started, and until it is shut down.
+void qkvi_rpc_accept(qkvi_rpc_listener *listener);
+void qkvi_rpc_accept_done(qkvi_rpc_listener *listener);
 void qkvi_rpc_unlisten(qkvi_rpc_listener *listener);  // after the server is gone
 
 // ---- Calls (rpc_call.c) ----

@@ -296,6 +296,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
     grpc_server_start(server->grpc);
     for (size_t i = 0; i < server->slot_count; i++) arm(&server->slots[i]);
     server->slots_armed = server->slot_count;
+    for (size_t i = 0; i < server->listener_count; i++) qkvi_rpc_accept(&server->listeners[i]);
   }
   start_threads(server);
   if (status != QKV_OK) {
@@ -338,6 +339,7 @@ static bool wait_idle(qkv_rpc_server *server, bool all, int64_t wait_ms) {
 void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
   atomic_store_explicit(&server->draining, true, memory_order_release);
   bool finished = wait_idle(server, false, grace_ms);
+  for (size_t i = 0; i < server->listener_count; i++) qkvi_rpc_accept_done(&server->listeners[i]);
   grpc_server_shutdown_and_notify(server->grpc, server->slots[0].queue, &server->stop);
   // An idle client may leave its connection unread for long, so it is cut off, too.
   if (!finished || !wait_idle(server, true, GOODBYE_MS)) grpc_server_cancel_all_calls(server->grpc);

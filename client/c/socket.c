@@ -10,6 +10,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+enum { SEND_BUFFER_BYTES = 1 << 20 };
+
 static qkv_status parse_unix(const char *path, qkvi_target *target, qkv_error *error) {
   size_t length = strlen(path);
   if (length == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "target unix: has no path; write unix:PATH");
@@ -66,6 +68,8 @@ static int wait_connected(int fd, int64_t timeout_ms) {
 static int connect_address(int family, const struct sockaddr *address, socklen_t size, int64_t timeout_ms, int *fd) {
   *fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (*fd < 0) return errno;
+  const int bytes = SEND_BUFFER_BYTES;
+  if (family == AF_UNIX) (void)setsockopt(*fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
   int reason = connect(*fd, address, size) == 0 ? 0 : errno;
   if (reason == EINPROGRESS) reason = wait_connected(*fd, timeout_ms);
   if (reason == 0 && family != AF_UNIX) {
