@@ -1,8 +1,10 @@
 // Fetch: decoded rows out, one chunk at a time.
 //
-// A chunk is decoded by a job of the compute pool and sent from where it was decoded to; the next one is begun
-// when it has left. So a client that does not read costs one chunk. Between chunks the session is neither
-// locked nor referenced: it can be closed, truncated or appended to, and a closed one gives its memory back.
+// A run of tokens is decoded by a job of the compute pool and sent from where it was decoded to; the next one is
+// begun when it has left. So a client that does not read costs one run. A run is a chunk that ends where a page does,
+// if it can; where chunks are smaller than a page it is the rest of the page, which is decoded once and sent in
+// several. The last chunk goes out with the status. Between runs the session is neither locked nor referenced: it can
+// be closed, truncated or appended to, and a closed one gives its memory back.
 #include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -19,7 +21,14 @@
 
 #define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
 #define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // the same, whatever the client says
-#define SCRATCH_FLOATS 262144               // rows on their way to another type or layout
+
+// Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked.
+typedef struct fetch_run {
+  uint32_t layer;
+  uint64_t position, tokens;  // what is left
+  const uint8_t *rows[2];     // of what is left, by qkv_part; NULL where not wanted
+  qkvi_block *blocks[2];      // where they lie; a reference of ours each; NULL for rows that stay
+} fetch_run;
 
 typedef struct fetch_stream {
   qkv_rpc_call *call;
@@ -37,15 +46,9 @@ typedef struct fetch_stream {
   size_t at;              // the layer that is sent, an index of `layers`
   bool entered;           // `position` and `stop` are of this layer
   uint64_t position, stop;
+  fetch_run run;
   qkv_wire_writer *writer;
 } fetch_stream;
-
-typedef struct fetch_chunk {
-  uint32_t layer;
-  uint64_t position, tokens;
-  const void *rows[2];    // by qkv_part; NULL where not wanted
-  qkvi_block *blocks[2];  // where they lie; a reference of ours each; NULL for rows that stay
-} fetch_chunk;
 
 // ---- The request ----
 
@@ -96,12 +99,15 @@ static qkv_status read_layers(fetch_stream *stream, const Qkv__V1__FetchRequest 
   return QKV_OK;
 }
 
-// Whole pages where there is room for one, so that most pages are decoded once.
+// The same of the parts that are wanted.
+static uint64_t response_token_bytes(const fetch_stream *stream) {
+  return (stream->wanted[QKV_K] ? token_bytes(stream, QKV_K) : 0) +
+         (stream->wanted[QKV_V] ? token_bytes(stream, QKV_V) : 0);
+}
+
 static uint64_t choose_chunk(const fetch_stream *stream, uint32_t asked) {
-  uint64_t bytes = (stream->wanted[QKV_K] ? token_bytes(stream, QKV_K) : 0) +
-                   (stream->wanted[QKV_V] ? token_bytes(stream, QKV_V) : 0);
+  const uint64_t bytes = response_token_bytes(stream);
   uint64_t tokens = CHUNK_BYTES / bytes;
-  if (tokens >= QKV_PAGE_TOKENS) tokens -= tokens % QKV_PAGE_TOKENS;
   if (asked > 0) tokens = asked < CHUNK_BYTES_MAX / bytes ? asked : CHUNK_BYTES_MAX / bytes;
   return tokens > 0 ? tokens : 1;
 }
@@ -129,9 +135,13 @@ static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest 
 
 // ---- Decoding ----
 
-// Rows [tokens][kv_heads][dim] of floats into their place among `chunk_tokens` tokens, from `first` on.
+static uint64_t smaller(uint64_t a, uint64_t b) {
+  return a < b ? a : b;
+}
+
+// Rows [tokens][kv_heads][dim] of floats into their place among the run's, from its token `first` on.
 static void place_rows(const fetch_stream *stream, uint32_t dim, const float *rows, uint64_t first, uint64_t tokens,
-                       uint64_t chunk_tokens, uint8_t *out) {
+                       uint8_t *out) {
   const uint32_t heads = stream->model->kv_heads;
   const size_t size = qkv_dtype_size(stream->dtype);
   if (!stream->heads_first) {
@@ -139,39 +149,38 @@ static void place_rows(const fetch_stream *stream, uint32_t dim, const float *ro
     return;
   }
   for (uint64_t token = 0; token < tokens; token++) {
+    const uint64_t inside = (first + token) % stream->chunk_tokens, begin = first + token - inside;
+    const uint64_t chunk_tokens = smaller(stream->run.tokens - begin, stream->chunk_tokens);
     for (uint32_t head = 0; head < heads; head++) {
       const float *row = rows + (token * heads + head) * dim;
-      qkv_from_float(stream->dtype, row, out + (head * chunk_tokens + first + token) * dim * size, dim);
+      qkv_from_float(stream->dtype, row, out + (begin * heads + head * chunk_tokens + inside) * dim * size, dim);
     }
   }
 }
 
-static void decode_part(const fetch_stream *stream, const qkv_layer *layer, qkv_part part, const fetch_chunk *chunk,
-                        uint8_t *out) {
+// The first position behind the page that holds `position`, where pages begin as they usually do.
+static uint64_t page_end(const qkv_layer *layer, uint64_t position) {
+  return position + QKV_PAGE_TOKENS - (position - layer->config.first_position) % QKV_PAGE_TOKENS;
+}
+
+static void decode_part(const fetch_stream *stream, const qkv_layer *layer, qkv_part part, uint8_t *out) {
+  const fetch_run *run = &stream->run;
   if (stream->dtype == QKV_FP32 && !stream->heads_first) {
-    qkv_layer_rows(layer, part, chunk->position, chunk->tokens, stream->before_rope, (float *)out);
+    qkv_layer_rows(layer, part, run->position, run->tokens, stream->before_rope, (float *)out);
     return;
   }
   const uint32_t dim = part_dim(stream->model, part);
-  const uint64_t token_floats = (uint64_t)stream->model->kv_heads * dim;
-  const uint64_t room = token_floats < SCRATCH_FLOATS ? SCRATCH_FLOATS / token_floats : 1;
-  float *scratch = malloc(room * token_floats * sizeof *scratch);
+  const uint64_t room = smaller(run->tokens, QKV_PAGE_TOKENS);
+  float *scratch = malloc(room * stream->model->kv_heads * dim * sizeof *scratch);
   if (scratch == NULL) abort();
-  for (uint64_t done = 0; done < chunk->tokens;) {
-    // Up to the end of a page, where pages begin as they usually do.
-    uint64_t inside = (chunk->position + done - layer->config.first_position) % QKV_PAGE_TOKENS;
-    uint64_t tokens = QKV_PAGE_TOKENS - inside;
-    if (tokens > room) tokens = room;
-    if (tokens > chunk->tokens - done) tokens = chunk->tokens - done;
-    qkv_layer_rows(layer, part, chunk->position + done, tokens, stream->before_rope, scratch);
-    place_rows(stream, dim, scratch, done, tokens, chunk->tokens, out);
+  for (uint64_t done = 0; done < run->tokens;) {
+    const uint64_t at = run->position + done;
+    const uint64_t tokens = smaller(page_end(layer, at) - at, run->tokens - done);
+    qkv_layer_rows(layer, part, at, tokens, stream->before_rope, scratch);
+    place_rows(stream, dim, scratch, done, tokens, out);
     done += tokens;
   }
   free(scratch);
-}
-
-static uint64_t smaller(uint64_t a, uint64_t b) {
-  return a < b ? a : b;
 }
 
 // Positions `position` to `stop` of the layer are wanted. Rows that are appended after the first chunk of a layer
@@ -184,19 +193,30 @@ static void enter_layer(fetch_stream *stream, const qkv_layer *layer) {
   stream->entered = true;
 }
 
-// The next chunk of the layer; tokens 0 at its end.
-static qkv_status decode_chunk(fetch_stream *stream, const qkv_layer *layer, fetch_chunk *chunk, qkv_error *error) {
+// Tokens of a run from `position` on, at most `most`: so many that no page is decoded twice, unless the page is
+// larger than a response may be.
+static uint64_t choose_run(const fetch_stream *stream, const qkv_layer *layer, uint64_t position, uint64_t most) {
+  const uint64_t chunk = stream->chunk_tokens, page = page_end(layer, position) - position;
+  if (most <= chunk) return most;
+  if (chunk >= page) return chunk - (chunk - page) % QKV_PAGE_TOKENS;
+  return page * response_token_bytes(stream) > CHUNK_BYTES_MAX ? chunk : smaller(page, most);
+}
+
+// The next run of the layer; tokens 0 at its end.
+static qkv_status decode_run(fetch_stream *stream, const qkv_layer *layer, qkv_error *error) {
+  fetch_run *run = &stream->run;
   enter_layer(stream, layer);
   uint64_t stop = smaller(stream->stop, layer->length);
   if (stream->position >= stop) return QKV_OK;
-  chunk->position = stream->position;
-  chunk->tokens = smaller(stop - stream->position, stream->chunk_tokens);
+  run->position = stream->position;
+  run->tokens = choose_run(stream, layer, stream->position, stop - stream->position);
+  stream->position += run->tokens;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     if (!stream->wanted[part]) continue;
-    QKV_TRY(qkvi_block_create(chunk->tokens * token_bytes(stream, part),
-                              (uint64_t)stream->daemon->options->limit_response_bytes, &chunk->blocks[part], error));
-    decode_part(stream, layer, part, chunk, chunk->blocks[part]->data);
-    chunk->rows[part] = chunk->blocks[part]->data;
+    QKV_TRY(qkvi_block_create(run->tokens * token_bytes(stream, part),
+                              (uint64_t)stream->daemon->options->limit_response_bytes, &run->blocks[part], error));
+    decode_part(stream, layer, part, run->blocks[part]->data);
+    run->rows[part] = run->blocks[part]->data;
   }
   return QKV_OK;
 }
@@ -209,19 +229,19 @@ static qkv_status find_session(const fetch_stream *stream, qkv_session **session
   return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", stream->session);
 }
 
-// The next chunk that has tokens; tokens 0 at the end of the last layer.
-static qkv_status next_chunk(fetch_stream *stream, fetch_chunk *chunk, qkv_error *error) {
+// The next run that has tokens; tokens 0 at the end of the last layer.
+static qkv_status next_run(fetch_stream *stream, qkv_error *error) {
+  fetch_run *run = &stream->run;
   qkv_session *session = NULL;
   const qkv_layer *layer = NULL;
   qkv_status status = find_session(stream, &session, error);
-  while (status == QKV_OK && stream->at < stream->layer_count && chunk->tokens == 0) {
-    chunk->layer = stream->layers[stream->at];
-    status = qkv_session_read(session, chunk->layer, &layer, error);
+  while (status == QKV_OK && stream->at < stream->layer_count && run->tokens == 0) {
+    run->layer = stream->layers[stream->at];
+    status = qkv_session_read(session, run->layer, &layer, error);
     if (status != QKV_OK) break;
-    status = decode_chunk(stream, layer, chunk, error);
-    qkv_session_read_done(session, chunk->layer);
-    stream->position += chunk->tokens;
-    if (chunk->tokens > 0) continue;
+    status = decode_run(stream, layer, error);
+    qkv_session_read_done(session, run->layer);
+    if (run->tokens > 0) continue;
     stream->at++;
     stream->entered = false;
   }
@@ -230,61 +250,74 @@ static qkv_status next_chunk(fetch_stream *stream, fetch_chunk *chunk, qkv_error
 }
 
 // The same with the engine left out (server/discard.h).
-static void next_discarded(fetch_stream *stream, fetch_chunk *chunk) {
+static void next_discarded(fetch_stream *stream) {
+  fetch_run *run = &stream->run;
   if (!stream->entered) stream->position = stream->begin;
   stream->entered = true;
+  stream->stop = stream->end;
   if (stream->position >= stream->end) {
     stream->position = stream->begin;
     stream->at++;
   }
   if (stream->at == stream->layer_count || stream->begin == stream->end) return;
-  chunk->layer = stream->layers[stream->at];
-  chunk->position = stream->position;
-  chunk->tokens = smaller(stream->end - stream->position, stream->chunk_tokens);
-  stream->position += chunk->tokens;
+  run->layer = stream->layers[stream->at];
+  run->position = stream->position;
+  run->tokens = smaller(stream->end - stream->position, stream->chunk_tokens);
+  stream->position += run->tokens;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    if (stream->wanted[part]) chunk->rows[part] = qkvi_discard_rows();
+    if (stream->wanted[part]) run->rows[part] = qkvi_discard_rows();
   }
 }
 
 // ---- Answers ----
 
-static void drop_blocks(fetch_chunk *chunk) {
-  for (qkv_part part = QKV_K; part <= QKV_V; part++) qkvi_block_release(chunk->blocks[part]);
+static void drop_run(fetch_run *run) {
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) qkvi_block_release(run->blocks[part]);
+  *run = (fetch_run){0};
 }
 
-// Field numbers are those of kv_cache.proto and tensor.proto.
-static void put_rows(const fetch_stream *stream, uint32_t field, qkv_part part, const fetch_chunk *chunk) {
+// The part's rows of the run's next tokens. Field numbers are those of kv_cache.proto and tensor.proto.
+static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64_t tokens) {
   qkv_wire_writer *writer = stream->writer;
-  const int64_t heads = stream->model->kv_heads, tokens = (int64_t)chunk->tokens;
-  const int64_t dims[3] = {stream->heads_first ? heads : tokens, stream->heads_first ? tokens : heads,
-                           part_dim(stream->model, part)};
-  size_t bytes = chunk->tokens * token_bytes(stream, part);
+  fetch_run *run = &stream->run;
+  const bool heads_first = stream->heads_first;
+  const int64_t heads = stream->model->kv_heads, count = (int64_t)tokens;
+  const int64_t dims[3] = {heads_first ? heads : count, heads_first ? count : heads, part_dim(stream->model, part)};
+  size_t bytes = tokens * token_bytes(stream, part);
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, 1, (uint64_t)stream->dtype);
   qkv_wire_put_packed(writer, 2, dims, 3);
-  qkv_wire_put_reference(writer, 15, chunk->rows[part], bytes, chunk->blocks[part]);
+  if (run->blocks[part] != NULL) qkvi_block_hold(run->blocks[part]);
+  qkv_wire_put_reference(writer, 15, run->rows[part], bytes, run->blocks[part]);
   qkv_wire_end(writer);
+  run->rows[part] += bytes;
   qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES], (int64_t)bytes);
 }
 
-static void send_next(fetch_stream *stream) {
-  const bool discard = stream->daemon->options->discard;
-  qkv_error error = {0};
-  fetch_chunk chunk = {0};
-  if (discard)
-    next_discarded(stream, &chunk);
-  else if (next_chunk(stream, &chunk, &error) != QKV_OK) {
-    drop_blocks(&chunk);
-    return qkvi_control_fail(stream->call, &error);
-  }
-  if (chunk.tokens == 0) return qkv_rpc_finish(stream->call, QKV_OK, "");
+// The run's next chunk, which ends the call where nothing can follow.
+static void send_chunk(fetch_stream *stream) {
+  fetch_run *run = &stream->run;
+  const uint64_t tokens = smaller(run->tokens, stream->chunk_tokens);
   qkv_wire_writer_clear(stream->writer);
-  qkv_wire_put_varint(stream->writer, 1, chunk.layer);
-  qkv_wire_put_varint(stream->writer, 2, chunk.position);
-  if (chunk.rows[QKV_K] != NULL) put_rows(stream, 3, QKV_K, &chunk);
-  if (chunk.rows[QKV_V] != NULL) put_rows(stream, 4, QKV_V, &chunk);
-  qkv_rpc_send(stream->call, stream->writer, qkvi_block_release);
+  qkv_wire_put_varint(stream->writer, 1, run->layer);
+  qkv_wire_put_varint(stream->writer, 2, run->position);
+  if (run->rows[QKV_K] != NULL) put_rows(stream, 3, QKV_K, tokens);
+  if (run->rows[QKV_V] != NULL) put_rows(stream, 4, QKV_V, tokens);
+  run->position += tokens;
+  run->tokens -= tokens;
+  const bool last = run->tokens == 0 && stream->position >= stream->stop && stream->at + 1 == stream->layer_count;
+  if (run->tokens == 0) drop_run(run);  // the pieces hold its blocks
+  (last ? qkv_rpc_reply : qkv_rpc_send)(stream->call, stream->writer, qkvi_block_release);
+}
+
+static void send_next(fetch_stream *stream) {
+  qkv_error error = {0};
+  if (stream->daemon->options->discard)
+    next_discarded(stream);
+  else if (next_run(stream, &error) != QKV_OK)
+    return qkvi_control_fail(stream->call, &error);
+  if (stream->run.tokens == 0) return qkv_rpc_finish(stream->call, QKV_OK, "");
+  send_chunk(stream);
 }
 
 static void send_job(void *context) {
@@ -294,6 +327,7 @@ static void send_job(void *context) {
 
 static void on_sent(qkv_rpc_call *call) {
   fetch_stream *stream = qkv_rpc_state(call);
+  if (stream->run.tokens > 0) return send_chunk(stream);
   if (stream->daemon->options->discard) return send_next(stream);
   qkvi_job_submit(call, send_job, stream);
 }
@@ -317,6 +351,7 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
 static void destroy(void *state) {
   fetch_stream *stream = state;
   if (stream == NULL) return;
+  drop_run(&stream->run);
   qkv_wire_writer_destroy(&stream->writer);
   free(stream->layers);
   free(stream);

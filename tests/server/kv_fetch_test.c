@@ -116,7 +116,7 @@ static void fetch_gives_the_engines_rows_in_every_form(void **state) {
     assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
     kv_twin_append(&twin, &item);
   }
-  const uint32_t chunks[] = {0, 1, 64, 77};
+  const uint32_t chunks[] = {0, 1, 64, 77, 24};
   for (unsigned form = 0; form < 3 * 2 * 2 * 3; form++) {
     Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
     request.session = (char *)"f";
@@ -124,7 +124,7 @@ static void fetch_gives_the_engines_rows_in_every_form(void **state) {
     request.layout = (Qkv__V1__RowLayout)(form / 3 % 2 + 1);
     request.rope = (Qkv__V1__RopeForm)(form / 6 % 2 + 1);
     request.part = (Qkv__V1__FetchRequest__Part)(form / 12 % 3);
-    request.chunk_tokens = chunks[form % 4];
+    request.chunk_tokens = chunks[form % 5];
     fetched got = fetch(&request, 0, 300);
     for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
       for (int part = 0; part < 2; part++) {
@@ -148,7 +148,7 @@ static void fetch_gives_the_engines_rows_in_every_form(void **state) {
   free(sent);
   drop_fetched(&got);
 
-  // Ranges, layers in the order asked, chunks no larger than asked.
+  // Ranges, layers in the order asked, chunks no larger than asked, which end where pages do.
   Qkv__V1__TokenRange range = QKV__V1__TOKEN_RANGE__INIT;
   uint32_t layers[] = {2, 0};
   range.begin = 50;
@@ -158,9 +158,15 @@ static void fetch_gives_the_engines_rows_in_every_form(void **state) {
   request.n_layers = 2;
   request.chunk_tokens = 100;
   got = fetch(&request, 50, 250);
-  assert_int_equal(got.responses, 6);
+  assert_int_equal(got.responses, 2 * 4);  // up to 128, 192, 256 and 300
   expect_rows(&got, &twin, 0, 0, 50, 300, false, QKV_FP16);
   expect_rows(&got, &twin, 2, 1, 50, 300, false, QKV_FP16);
+  drop_fetched(&got);
+  request.chunk_tokens = 48;
+  got = fetch(&request, 50, 250);
+  assert_int_equal(got.responses, 2 * 8);  // up to 64, 112, 128, 176, 192, 240, 256 and 300
+  expect_rows(&got, &twin, 0, 1, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &twin, 2, 0, 50, 300, false, QKV_FP16);
   drop_fetched(&got);
   range.begin = 300;
   range.end = 0;
