@@ -7,6 +7,7 @@
 #include "client/common/terminal.h"
 #include "client/worker/generate.h"
 #include "client/worker/remote.h"
+#include "client/worker/text.h"
 #include "client/worker/worker.h"
 
 #define POSITIONS_MAX (1 << 20)
@@ -184,7 +185,7 @@ int qkvi_generate(void *values, const qkv_option_list *arguments) {
   qkvi_lm *lm = NULL;
   qkv_client *client = NULL;
   qkv_error error = {0};
-  if (qkvi_worker_read(worker->prompt, &prompt, &prompt_bytes, &error) != QKV_OK ||
+  if (qkvi_text_read(worker->prompt, &prompt, &prompt_bytes, &error) != QKV_OK ||
       qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) {
     exit_status = qkv_program_failed("%s", error.text);
   } else {

@@ -158,12 +158,6 @@ qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_qu
   return status;
 }
 
-int64_t qkvi_score_window_begin(const qkvi_score_options *options, int64_t bytes, int64_t index) {
-  assert(bytes > options->length && index >= 0 && index < options->windows);
-  if (options->windows == 1) return 0;
-  return index * (bytes - (options->length + 1)) / (options->windows - 1);
-}
-
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer) {
   return scorer->session;
 }

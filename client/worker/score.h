@@ -35,9 +35,6 @@ void qkvi_scorer_destroy(qkvi_scorer **scorer);
 // Scores `length` + 1 bytes and adds to `quality`. Its session is closed whatever happens.
 qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error);
 
-// Where window `index` of a text of `bytes` begins. bytes > length.
-int64_t qkvi_score_window_begin(const qkvi_score_options *options, int64_t bytes, int64_t index);
-
 // Of the latest window's session.
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer);
 // Times of all attend calls so far; owned by the scorer.

@@ -5,6 +5,7 @@
 
 #include "client/common/terminal.h"
 #include "client/worker/score.h"
+#include "client/worker/text.h"
 #include "client/worker/worker.h"
 
 // The scoring of all texts, and what it has given so far.
@@ -26,7 +27,7 @@ static qkv_status score_windows(score_job *job, const char *path, const uint8_t 
   }
   for (int64_t i = 0; i < options->windows; i++) {
     if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
-    int64_t begin = qkvi_score_window_begin(options, bytes, i);
+    int64_t begin = qkvi_text_window(bytes, options->length, options->windows, i);
     QKV_TRY(qkvi_score_window(job->scorer, text + begin, quality, error));
     qkv_progress_add(&job->progress, (uint64_t)options->length);
   }
@@ -36,7 +37,7 @@ static qkv_status score_windows(score_job *job, const char *path, const uint8_t 
 static qkv_status score_text(score_job *job, const char *path, qkvi_quality *quality, qkv_error *error) {
   uint8_t *text = NULL;
   int64_t bytes = 0;
-  QKV_TRY(qkvi_worker_read(path, &text, &bytes, error));
+  QKV_TRY(qkvi_text_read(path, &text, &bytes, error));
   qkv_status status = score_windows(job, path, text, bytes, quality, error);
   free(text);
   qkvi_quality_sum(&job->total, quality);

@@ -33,9 +33,6 @@ int qkvi_score(void *values, const qkv_option_list *arguments);
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
 void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);
 
-// The file's bytes, free()d by the caller, at most 1 GiB.
-qkv_status qkvi_worker_read(const char *path, uint8_t **data, int64_t *bytes, qkv_error *error);
-
 // True once SIGINT or SIGTERM has come: the command then ends early and closes its session.
 bool qkvi_worker_interrupted(void);
 

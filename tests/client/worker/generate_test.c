@@ -12,7 +12,7 @@
 #include <cmocka.h>
 
 #include "client/worker/remote.h"
-#include "client/worker/worker.h"
+#include "client/worker/text.h"
 #include "tests/server/fixture.h"
 
 #define DATA QKV_SOURCE_DIR "/tests/data/tinylm/"
@@ -30,9 +30,9 @@ static int start(void **state) {
   qkv_error error = {0};
   int64_t bytes = 0;
   assert_int_equal(qkvi_lm_load(DATA, &lm, &error), QKV_OK);
-  assert_int_equal(qkvi_worker_read(DATA "prompt.txt", &prompt, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_read(DATA "prompt.txt", &prompt, &bytes, &error), QKV_OK);
   assert_int_equal(bytes, PROMPT);
-  assert_int_equal(qkvi_worker_read(DATA "greedy_continuation_160.txt", &continuation, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_read(DATA "greedy_continuation_160.txt", &continuation, &bytes, &error), QKV_OK);
   assert_int_equal(bytes, 160);
   qkv_call_error call = {0};
   assert_int_equal(qkv_client_connect(server->tcp_address, NULL, &client, &call), 0);

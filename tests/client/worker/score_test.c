@@ -11,7 +11,7 @@
 
 #include <cmocka.h>
 
-#include "client/worker/worker.h"
+#include "client/worker/text.h"
 #include "tests/server/fixture.h"
 
 #define DATA QKV_SOURCE_DIR "/tests/data/tinylm/"
@@ -38,19 +38,6 @@ static int stop(void **state) {
   return 0;
 }
 
-static void test_window_begins(void **state) {
-  (void)state;
-  // floor(i (len - 1025) / 15), as the protocol has it.
-  const qkvi_score_options options = {.windows = 16, .prefill = 768, .length = 1024};
-  assert_int_equal(qkvi_score_window_begin(&options, 42550, 0), 0);
-  assert_int_equal(qkvi_score_window_begin(&options, 42550, 1), 2768);
-  assert_int_equal(qkvi_score_window_begin(&options, 42550, 7), 19378);
-  assert_int_equal(qkvi_score_window_begin(&options, 42550, 15), 42550 - 1025);
-  assert_int_equal(qkvi_score_window_begin(&options, 1025, 15), 0);
-  const qkvi_score_options one = {.windows = 1, .prefill = 768, .length = 1024};
-  assert_int_equal(qkvi_score_window_begin(&one, 42550, 0), 0);
-}
-
 // Mean figures over the windows of a text.
 static qkvi_quality score(const char *name, const qkvi_score_options *options, qkv_client_session_info *session) {
   char path[512];
@@ -58,11 +45,11 @@ static qkvi_quality score(const char *name, const qkvi_score_options *options, q
   uint8_t *text = NULL;
   int64_t bytes = 0;
   qkv_error error = {0};
-  assert_int_equal(qkvi_worker_read(path, &text, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_read(path, &text, &bytes, &error), QKV_OK);
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, options);
   qkvi_quality quality = {0};
   for (int64_t i = 0; i < options->windows; i++) {
-    int64_t begin = qkvi_score_window_begin(options, bytes, i);
+    int64_t begin = qkvi_text_window(bytes, options->length, options->windows, i);
     if (qkvi_score_window(scorer, text + begin, &quality, &error) != QKV_OK) fail_msg("%s", error.text);
   }
   assert_int_equal(quality.positions, options->windows * (options->length - options->prefill));
@@ -139,8 +126,7 @@ static void test_failure_leaves_no_session(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_window_begins), cmocka_unit_test(test_8_bits),
-                                     cmocka_unit_test(test_4_bits), cmocka_unit_test(test_2_bits),
-                                     cmocka_unit_test(test_failure_leaves_no_session)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_8_bits), cmocka_unit_test(test_4_bits),
+                                     cmocka_unit_test(test_2_bits), cmocka_unit_test(test_failure_leaves_no_session)};
   return cmocka_run_group_tests(tests, start, stop);
 }

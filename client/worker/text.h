@@ -1,0 +1,16 @@
+// Texts to run a model over, and the windows that are cut out of them.
+#ifndef QKV_CLIENT_WORKER_TEXT_H
+#define QKV_CLIENT_WORKER_TEXT_H
+
+#include <stdint.h>
+
+#include "engine/base/status.h"
+
+// The file's bytes, free()d by the caller, at most 1 GiB. NOT_FOUND, INVALID_ARGUMENT (no ordinary file).
+qkv_status qkvi_text_read(const char *path, uint8_t **data, int64_t *bytes, qkv_error *error);
+
+// Where window `index` of `windows` begins: they have length + 1 bytes, are spread evenly over a text of `bytes`,
+// and the last one ends with it. bytes > length.
+int64_t qkvi_text_window(int64_t bytes, int64_t length, int64_t windows, int64_t index);
+
+#endif
