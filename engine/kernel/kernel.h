@@ -67,4 +67,7 @@ float qkv_gain_value(uint8_t gain);
 // The gain byte, 1 to 255, whose value is nearest to `factor` > 0; the lower one of two as near.
 uint8_t qkvi_gain_nearest(float factor);
 
+// What decode gives for a row [dim] that encode coded at `tier` >= 1: for closed loops (engine/codec/anchor.h).
+void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *row, float *decoded);
+
 #endif

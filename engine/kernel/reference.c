@@ -186,6 +186,20 @@ static uint8_t encode_row(const uint16_t *reach, const float *row, qkvi_codes *c
   return best->gain;
 }
 
+void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *row, float *decoded) {
+  assert(tier >= 1 && tier <= QKV_TIER_MAX);
+  (void)qkv_kernels_at(0);  // fills the tables
+  const uint16_t *reach = schedule->reach[tier];
+  qkvi_codes codes[QKV_DIM_MAX];
+  const float gain = qkv_gain_value(encode_row(reach, row, codes, 0));
+  memset(decoded, 0, schedule->dim * sizeof *decoded);
+  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
+    for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
+      decoded[c] = qkvi_tables.values[depth][codes[c][0] >> (QKV_DEPTH_MAX - depth)] * gain;
+    }
+  }
+}
+
 static QKV_DECLARE_ENCODE(encode_reference) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const size_t dim = schedule->dim;
