@@ -1,0 +1,59 @@
+#include "engine/codec/trial.h"
+
+#include <assert.h>
+
+#include "engine/codec/row.h"
+#include "engine/kernel/kernel.h"
+
+size_t qkvi_trial_bytes(size_t dim) {
+  return QKV_PAGE_TOKENS * (dim * sizeof(float) + 1 + dim * QKV_DEPTH_MAX / 8);
+}
+
+qkvi_trial qkvi_trial_in(void *scratch, size_t dim) {
+  qkvi_trial trial = {.decoded = scratch};
+  trial.gains = (uint8_t *)(trial.decoded + QKV_PAGE_TOKENS * dim);
+  trial.codes = trial.gains + QKV_PAGE_TOKENS;
+  return trial;
+}
+
+void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
+                    const float *rows) {
+  qkv_page_codes codes = {.gains = trial->gains, .schedule = schedule};
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    codes.groups[g] = trial->codes + g * qkv_schedule_group_bytes(schedule, tier);
+    codes.tiers[g] = (uint8_t)tier;
+  }
+  const qkv_kernels *kernels = qkv_kernels_get();
+  kernels->encode(part, schedule, tier, rows, trial->gains, trial->codes);
+  kernels->decode(part, &codes, trial->decoded);
+}
+
+double qkvi_rows_error(const float *a, const float *b, const float *weights, size_t tokens, size_t dim) {
+  double error = 0;
+  for (size_t t = 0; t < tokens; t++) error += qkvi_row_error(a + t * dim, b + t * dim, weights, dim);
+  return error;
+}
+
+unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t section) {
+  assert(budget <= QKV_TIER_MAX);
+  const size_t room = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, budget);
+  if (section > room) return 0;
+  unsigned tier = budget;
+  while (tier > 0 && QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier) + section > room) tier--;
+  return tier;
+}
+
+double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights) {
+  // Of the nested codebook by depth (codebook.h).
+  static const double by_depth[QKV_DEPTH_MAX + 1] = {1,       0.36338,  0.11821,  0.03475,  0.00957,
+                                                     0.00256, 0.000668, 0.000171, 0.0000437};
+  const uint16_t *reach = schedule->reach[tier];
+  double missed = 0, all = 0;
+  for (unsigned c = 0, depth = QKV_DEPTH_MAX; c < schedule->dim; c++) {
+    while (reach[depth] <= c) depth--;  // reach[0] is all
+    const double weight = weights ? (double)weights[c] : 1;
+    missed += weight * by_depth[depth];
+    all += weight;
+  }
+  return missed / all;
+}
