@@ -245,12 +245,12 @@ static bool prepare(const qkv_anchor_input *input, const qkv_anchor_options *opt
   return true;
 }
 
-// What each kind is expected to leave to be coded: weighted sums of squares over the rows.
+// What codes of the budget's tier are expected to miss of what each kind leaves.
 typedef struct energies {
   double left[QKV_ANCHOR_AUTO];  // by kind
 } energies;
 
-static energies energies_of(const qkv_anchor_input *input) {
+static energies energies_of(const qkv_anchor_input *input, const float *missed) {
   const size_t dim = input->schedule->dim;
   float group[QKV_DIM_MAX], all[QKV_DIM_MAX] = {0};
   double total = 0, in_groups = 0, steps = 0;
@@ -260,20 +260,20 @@ static energies energies_of(const qkv_anchor_input *input) {
     for (size_t t = begin; t < end; t++) {
       const float *row = input->rows + t * dim;
       qkvi_row_add(group, row, 1, dim);
-      total += qkvi_row_error(row, NULL, input->weights, dim);
-      if (t > 0) steps += qkvi_row_error(row, row - dim, input->weights, dim);
+      total += qkvi_row_error(row, NULL, missed, dim);
+      if (t > 0) steps += qkvi_row_error(row, row - dim, missed, dim);
     }
-    in_groups += qkvi_row_error(group, NULL, input->weights, dim) / (double)(end - begin);
+    in_groups += qkvi_row_error(group, NULL, missed, dim) / (double)(end - begin);
     qkvi_row_add(all, group, 1, dim);
   }
-  const double in_all = qkvi_row_error(all, NULL, input->weights, dim) / input->tokens;
+  const double in_all = qkvi_row_error(all, NULL, missed, dim) / input->tokens;
   return (energies){.left = {[QKV_ANCHOR_NONE] = total,
                              [QKV_ANCHOR_MEAN] = total - in_all,
                              [QKV_ANCHOR_GROUP] = total - in_groups,
                              [QKV_ANCHOR_CHAIN] = steps}};
 }
 
-// The error expected of a kind. A chain also codes the error of the row before.
+// The error expected of a kind at its own tier. A chain also codes the error of the row before.
 static double expected_error(const energies *all, qkv_anchor_kind kind, const qkv_anchor_input *input,
                              unsigned budget) {
   const qkv_schedule *schedule = input->schedule;
@@ -281,7 +281,8 @@ static double expected_error(const energies *all, qkv_anchor_kind kind, const qk
   const unsigned tier = qkvi_tier_within(schedule, budget, qkv_anchor_bytes(kind, count, schedule->dim));
   const double distortion = qkvi_tier_distortion(schedule, tier, input->weights);
   const double left = all->left[kind] > 0 ? all->left[kind] : 0;
-  return left * distortion / (kind == QKV_ANCHOR_CHAIN ? 1 - distortion + 1e-3 : 1);
+  const double error = left * distortion / qkvi_tier_distortion(schedule, budget, input->weights);
+  return kind == QKV_ANCHOR_CHAIN ? error / (1 - distortion + 1e-3) : error;
 }
 
 void qkv_anchor_choose(qkv_part part, const qkv_anchor_input *input, const qkv_anchor_options *options,
@@ -302,13 +303,15 @@ void qkv_anchor_choose(qkv_part part, const qkv_anchor_input *input, const qkv_a
   if (!automatic) return;
   // A kind that is expected to err so much more than the best so far is not tried.
   const double tolerance = 1.1;
-  const energies all = energies_of(input);
+  float missed[QKV_DIM_MAX];
+  qkvi_tier_missed(input->schedule, budget, input->weights, missed);
+  const energies all = energies_of(input, missed);
   double expected = expected_error(&all, QKV_ANCHOR_NONE, input, budget);
   for (qkv_anchor_kind kind = QKV_ANCHOR_MEAN; kind <= QKV_ANCHOR_CHAIN; kind++) {
     candidate other = {(uint8_t *)scratch + rows_bytes(dim) + qkvi_trial_bytes(dim), other_residual, {0}};
     const double hope = expected_error(&all, kind, input, budget);
     one.kind = kind;
-    if (hope >= tolerance * expected || !prepare(input, &one, budget, &other)) continue;
+    if ((kind != QKV_ANCHOR_MEAN && hope >= tolerance * expected) || !prepare(input, &one, budget, &other)) continue;
     measure(part, input, &trial, &other);
     if (other.choice.error >= choice->error) continue;
     *choice = other.choice;

@@ -125,6 +125,7 @@ typedef struct work {
   float *other;      // [64][dim]
   uint8_t *section;  // of the candidate, of any rank
   void *fit;
+  float missed[QKV_DIM_MAX];  // by codes of the budget (trial.h)
 } work;
 
 static size_t rows_bytes(size_t dim) {
@@ -157,12 +158,12 @@ static double miss(const work *w, const float *rows, const float *decoded) {
   return qkvi_rows_error(rows, decoded, w->weights, w->tokens, w->schedule->dim);
 }
 
-// Factors of a rank before coding, at its tier.
+// Factors of a rank before coding, at its tier. They take off what codes would miss.
 static qkv_low_rank_choice predict(const work *w, uint8_t rank) {
   const uint16_t dim = w->schedule->dim;
   qkv_low_rank_choice made = {QKV_LOW_RANK_PREDICTOR, rank, (uint8_t)tier_of(w, rank), qkv_low_rank_bytes(rank, dim),
                               0};
-  qkv_low_rank_fit(w->rows, w->weights, w->tokens, dim, rank, w->fit, w->section);
+  qkv_low_rank_fit(w->rows, w->missed, w->tokens, dim, rank, w->fit, w->section);
   memcpy(w->other, w->rows, rows_bytes(dim));
   subtract_factors(w, rank, w->other);
   run(w, made.tier, w->other);
@@ -186,15 +187,16 @@ static qkv_low_rank_choice correct(const work *w, uint8_t rank) {
 }
 
 // The rank up to `most` whose predictor should err least, 0 if none should come near to no factors: energies are what
-// is left of the rows after each direction.
+// the budget's codes would miss of the rows after each direction.
 static uint8_t promising_rank(const work *w, size_t most, const double *energies) {
   const double tolerance = 1.1;
-  double least = tolerance * energies[0] * qkvi_tier_distortion(w->schedule, w->budget, w->weights);
+  const double at_budget = qkvi_tier_distortion(w->schedule, w->budget, w->weights);
+  double least = tolerance * energies[0];
   uint8_t best = 0;
   for (size_t rank = 1; rank <= most; rank++) {
-    const double error = energies[rank] * qkvi_tier_distortion(w->schedule, tier_of(w, rank), w->weights);
-    if (error >= least) continue;
-    least = error;
+    const double part = qkvi_tier_distortion(w->schedule, tier_of(w, rank), w->weights) / at_budget;
+    if (energies[rank] * part >= least) continue;
+    least = energies[rank] * part;
     best = (uint8_t)rank;
   }
   return best;
@@ -207,7 +209,7 @@ static void take(const work *w, const qkv_low_rank_choice *made, uint8_t *sectio
 
 static void choose_rank(const work *w, size_t most, uint8_t *section, qkv_low_rank_choice *choice) {
   double energies[QKV_RANK_MAX + 1];
-  fit(w->rows, w->weights, w->tokens, w->schedule->dim, most, w->fit, w->section, energies);
+  fit(w->rows, w->missed, w->tokens, w->schedule->dim, most, w->fit, w->section, energies);
   const uint8_t rank = promising_rank(w, most, energies);
   if (rank == 0) return;
   const qkv_low_rank_choice made = predict(w, rank);
@@ -219,12 +221,13 @@ void qkv_low_rank_choose(qkv_part part, const qkv_schedule *schedule, const floa
                          uint8_t *section, qkv_low_rank_choice *choice) {
   assert(budget >= 1 && budget <= QKV_TIER_MAX && options->rank <= QKV_RANK_MAX);
   const size_t dim = schedule->dim;
-  work w = {part, schedule, weights, tokens, budget, rows, {0}, NULL, NULL, scratch};
+  work w = {part, schedule, weights, tokens, budget, rows, {0}, NULL, NULL, scratch, {0}};
   w.other = (float *)((char *)scratch + fit_bytes(dim));
   w.trial = qkvi_trial_in(w.other + TOKENS * dim, dim);
   w.section = (uint8_t *)(w.other + TOKENS * dim) + qkvi_trial_bytes(dim);
   run(&w, budget, rows);
   *choice = (qkv_low_rank_choice){.tier = (uint8_t)budget, .error = miss(&w, rows, w.trial.decoded)};
+  qkvi_tier_missed(schedule, budget, weights, w.missed);
   uint8_t most = options->mode == QKV_LOW_RANK_OFF ? 0 : options->rank;
   while (most > 0 && tier_of(&w, most) == 0) most--;
   if (most == 0) return;

@@ -43,17 +43,24 @@ unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t 
   return tier;
 }
 
-double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights) {
+void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *weights, float *missed) {
   // Of the nested codebook by depth (codebook.h).
-  static const double by_depth[QKV_DEPTH_MAX + 1] = {1,       0.36338,  0.11821,  0.03475,  0.00957,
-                                                     0.00256, 0.000668, 0.000171, 0.0000437};
+  static const float by_depth[QKV_DEPTH_MAX + 1] = {1,        0.36338f,  0.11821f,  0.03475f,  0.00957f,
+                                                    0.00256f, 0.000668f, 0.000171f, 0.0000437f};
   const uint16_t *reach = schedule->reach[tier];
-  double missed = 0, all = 0;
   for (unsigned c = 0, depth = QKV_DEPTH_MAX; c < schedule->dim; c++) {
     while (reach[depth] <= c) depth--;  // reach[0] is all
-    const double weight = weights ? (double)weights[c] : 1;
-    missed += weight * by_depth[depth];
-    all += weight;
+    missed[c] = (weights ? weights[c] : 1) * by_depth[depth];
   }
-  return missed / all;
+}
+
+double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights) {
+  float missed[QKV_DIM_MAX];
+  double sum = 0, all = 0;
+  qkvi_tier_missed(schedule, tier, weights, missed);
+  for (size_t c = 0; c < schedule->dim; c++) {
+    sum += (double)missed[c];
+    all += weights ? (double)weights[c] : 1;
+  }
+  return sum / all;
 }

@@ -30,8 +30,12 @@ double qkvi_rows_error(const float *a, const float *b, const float *weights, siz
 // `budget` alone. 0: none.
 unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t section);
 
-// About the part of squared rows that a tier misses, weights [dim] or NULL: what is tried is chosen by it. 1 at tier
-// 0.
+// About the part of squared rows that codes of a tier miss, weights [dim] or NULL; 1 at tier 0.
 double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights);
+
+// missed[dim]: weights (or 1) times the part of a coordinate's squares that codes of a tier miss, about. So much its
+// squares count when it is asked what is gained by taking something off before coding: without bits in full, with
+// many hardly.
+void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *weights, float *missed);
 
 #endif
