@@ -85,7 +85,7 @@ void qkvi_exact_append(qkvi_exact *exact, const qkvi_kv_rows *rows) {
 // Scores to weights in place; what lies beyond `visible` becomes 0. Returns the log of the denominator.
 static float softmax(float *scores, int64_t visible, int64_t count) {
   float max = scores[0];
-  for (int64_t i = 1; i < visible; i++) max = fmaxf(max, scores[i]);
+  for (int64_t i = 1; i < visible; i++) max = scores[i] > max ? scores[i] : max;  // fmaxf would be a call
   double sum = 0;
   for (int64_t i = 0; i < visible; i++) {
     scores[i] = expf(scores[i] - max);

@@ -7,7 +7,7 @@
   {"model", QKV_OPTION_STRING, offsetof(qkvi_worker, model), NULL, 0, 0, "DIR",                                  \
    "directory with config.json and model.safetensors; its name is the model's name in the daemon"},              \
   {"bits-k", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_k), "0", 0, 16, "BITS",                                 \
-   "code bits per coordinate of keys: 1, 2, 3, 4 or 8; 0: the daemon's default"},                                \
+   "code bits per coordinate of keys, in eighths up to 8; 0: the daemon's default"},                             \
   {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS", "the same for values"}
 // clang-format on
 
@@ -32,6 +32,8 @@ static const qkv_option score_options[] = {
     MODEL_OPTIONS,
     {"text", QKV_OPTION_LIST, offsetof(qkvi_worker, texts), NULL, 0, 0, "FILE",
      "text to score; may be given several times, the figures are then means over all windows"},
+    {"frame", QKV_OPTION_STRING, offsetof(qkvi_worker, frame), "attend", 0, 0, "FRAME",
+     "attend: a session to be attended; archive: one to be fetched, whose keys are coded before RoPE"},
     {"windows", QKV_OPTION_INTEGER, offsetof(qkvi_worker, windows), "16", 1, 1 << 20, "N",
      "windows of each text, evenly spread"},
     {"prefill", QKV_OPTION_INTEGER, offsetof(qkvi_worker, prefill), "768", 1, 1 << 20, "BYTES",

@@ -101,7 +101,8 @@ static qkv_status open_session(qkv_client *client, const qkvi_lm *lm, const qkvi
                                qkv_error *error) {
   const qkv_client_policy policy = {
       .bits_k = options->bits_k, .bits_v = options->bits_v, .recent_window = options->recent_window};
-  const qkv_session_options session = {.session = options->session, .model = lm->name, .policy = &policy};
+  const qkv_session_options session = {
+      .session = options->session, .model = lm->name, .purpose = options->purpose, .policy = &policy};
   qkv_call_error call = {0};
   if (qkv_client_open_session(client, &session, &call) != 0) return qkvi_remote_failed(&call, error);
   return QKV_OK;
@@ -162,6 +163,61 @@ qkv_status qkvi_remote_attend(qkvi_remote *remote, const qkvi_kv_rows *rows, flo
   if (qkv_client_attend(remote->client, &item, 1, &result, &call) != 0) return qkvi_remote_failed(&call, error);
   measured(remote, begin_us);
   return take_result(remote, rows, &result, out, lse, error);
+}
+
+// Where fetched rows are compared.
+typedef struct comparison {
+  const qkvi_kv_rows *rows;
+  int64_t width;  // of a token's rows
+  int64_t tokens;
+  double *error, *square;
+} comparison;
+
+static void compare_part(const comparison *to, int part, const float *rows, const qkv_client_rows *fetched) {
+  const qkv_client_tensor *tensor = part == 0 ? &fetched->k : &fetched->v;
+  const int64_t count = tensor->dims[0] * to->width;
+  const float *exact = rows + ((int64_t)fetched->position - to->rows->position) * to->width;
+  const uint8_t *at = tensor->data;
+  for (int64_t i = 0; i < count; i++) {
+    float coded;
+    memcpy(&coded, at + (size_t)i * sizeof coded, sizeof coded);
+    const double difference = (double)exact[i] - (double)coded;
+    to->error[part] += difference * difference;
+    to->square[part] += (double)exact[i] * (double)exact[i];
+  }
+}
+
+static bool compare_rows(void *context, const qkv_client_rows *fetched) {
+  comparison *to = context;
+  const int64_t tokens = fetched->k.dims[0], end = (int64_t)fetched->position + tokens;
+  if ((int64_t)fetched->position < to->rows->position || end > to->rows->position + to->rows->tokens ||
+      fetched->v.dims[0] != tokens) {
+    return false;
+  }
+  compare_part(to, 0, to->rows->k, fetched);
+  compare_part(to, 1, to->rows->v, fetched);
+  to->tokens += tokens;
+  return true;
+}
+
+qkv_status qkvi_remote_compare(qkvi_remote *remote, const qkvi_kv_rows *rows, double error[2], double square[2],
+                               qkv_error *why) {
+  const uint32_t layer = (uint32_t)rows->layer;
+  const qkv_client_fetch request = {.session = remote->session,
+                                    .layers = &layer,
+                                    .layer_count = 1,
+                                    .begin = (uint64_t)rows->position,
+                                    .end = (uint64_t)(rows->position + rows->tokens),
+                                    .dtype = QKV_CLIENT_FP32};
+  comparison to = {
+      .rows = rows, .width = remote->lm->kv_heads * remote->lm->head_dim, .error = error, .square = square};
+  qkv_call_error call = {0};
+  if (qkv_client_fetch_rows(remote->client, &request, compare_rows, &to, &call) != 0) {
+    return qkvi_remote_failed(&call, why);
+  }
+  if (to.tokens == rows->tokens) return QKV_OK;
+  return qkv_fail(why, QKV_INTERNAL, "the daemon sent %" PRId64 " tokens where %" PRId64 " are due", to.tokens,
+                  rows->tokens);
 }
 
 qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error) {

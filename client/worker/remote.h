@@ -22,6 +22,7 @@ typedef struct qkvi_remote_options {
   const char *session;
   double bits_k, bits_v;  // 0: the daemon's
   int64_t recent_window;  // tokens; -1: the daemon's
+  int purpose;            // as in qkv_session_options
 } qkvi_remote_options;
 
 // Registers the model under its name and opens the session. Client and lm are borrowed.
@@ -40,6 +41,12 @@ qkv_status qkvi_remote_append(qkvi_remote *remote, const qkvi_kv_rows *rows, qkv
 // q_heads]. One unary call.
 qkv_status qkvi_remote_attend(qkvi_remote *remote, const qkvi_kv_rows *rows, float *out, float *lse,
                               qkv_error *error);
+
+// How far the rows of a layer that the daemon has are from those given, keys and values: adds squared differences to
+// error[2], squares of the given rows to square[2]. rows->q is not looked at; rows->tokens is all that the session
+// holds from rows->position on.
+qkv_status qkvi_remote_compare(qkvi_remote *remote, const qkvi_kv_rows *rows, double error[2], double square[2],
+                               qkv_error *why);
 
 // `info->lengths` is left NULL.
 qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error);

@@ -30,6 +30,7 @@ struct qkvi_scorer {
   float *logits;        // [QKVI_SCORE_BATCH, 256]
   float *exact_logits;  // [length - prefill, 256]
   qkvi_samples attend_us;
+  double (*row_error)[2], (*row_square)[2];  // [layers][K, V], sums over windows
   qkv_client_session_info session;
   char session_name[QKVI_REMOTE_NAME_MAX];
 };
@@ -68,6 +69,9 @@ qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkv
                              .prefix_lse = floats(QKVI_SCORE_BATCH, lm->q_heads)};
   scorer->logits = floats(QKVI_SCORE_BATCH, QKVI_LM_VOCABULARY);
   scorer->exact_logits = floats(options->length - options->prefill, QKVI_LM_VOCABULARY);
+  scorer->row_error = calloc((size_t)lm->layers, sizeof *scorer->row_error);
+  scorer->row_square = calloc((size_t)lm->layers, sizeof *scorer->row_square);
+  if (scorer->row_error == NULL || scorer->row_square == NULL) abort();
   qkvi_remote_name("qkv-worker-score", scorer->session_name);
   return scorer;
 }
@@ -82,6 +86,8 @@ void qkvi_scorer_destroy(qkvi_scorer **scorer) {
   free((*scorer)->split.prefix_lse);
   free((*scorer)->logits);
   free((*scorer)->exact_logits);
+  free((*scorer)->row_error);
+  free((*scorer)->row_square);
   qkvi_samples_clear(&(*scorer)->attend_us);
   free(*scorer);
   *scorer = NULL;
@@ -124,9 +130,21 @@ static qkv_status append_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_er
   return QKV_OK;
 }
 
+static qkv_status compare_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_error *error) {
+  for (int64_t layer = 0; layer < scorer->lm->layers; layer++) {
+    const qkvi_kv_rows rows = {.layer = layer,
+                               .tokens = scorer->options.prefill,
+                               .k = qkvi_exact_k(scorer->exact, layer, 0),
+                               .v = qkvi_exact_v(scorer->exact, layer, 0)};
+    QKV_TRY(qkvi_remote_compare(remote, &rows, scorer->row_error[layer], scorer->row_square[layer], error));
+  }
+  return QKV_OK;
+}
+
 static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, float *logits,
                              qkv_error *error) {
   QKV_TRY(append_prefix(scorer, remote, error));
+  QKV_TRY(compare_prefix(scorer, remote, error));
   QKV_TRY(qkvi_remote_info(remote, &scorer->session, error));
   qkvi_remote_measure(remote, &scorer->attend_us);
   scorer->split.prefix = remote;
@@ -137,7 +155,8 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
   const qkvi_remote_options options = {.session = scorer->session_name,
                                        .bits_k = scorer->options.bits_k,
                                        .bits_v = scorer->options.bits_v,
-                                       .recent_window = 0};
+                                       .recent_window = 0,
+                                       .purpose = scorer->options.purpose};
   qkvi_remote *remote = NULL;
   QKV_TRY(qkvi_remote_open(scorer->client, scorer->lm, &options, &remote, error));
   qkv_status status = coded_pass(scorer, window, remote, logits, error);
@@ -160,6 +179,16 @@ qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_qu
 
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer) {
   return scorer->session;
+}
+
+qkvi_score_errors qkvi_scorer_errors(const qkvi_scorer *scorer) {
+  double mean[2] = {0};
+  for (int64_t layer = 0; layer < scorer->lm->layers; layer++) {
+    for (int part = 0; part < 2; part++) {
+      mean[part] += scorer->row_error[layer][part] / scorer->row_square[layer][part] / (double)scorer->lm->layers;
+    }
+  }
+  return (qkvi_score_errors){mean[0], mean[1]};
 }
 
 qkvi_samples *qkvi_scorer_attend_us(qkvi_scorer *scorer) {

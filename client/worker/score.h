@@ -24,7 +24,14 @@ enum { QKVI_SCORE_BATCH = 256 };
 typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
   double bits_k, bits_v;             // 0: the daemon's
+  int purpose;                       // of the session, as in qkv_session_options: decides the frame of keys
 } qkvi_score_options;
+
+// How far the daemon's rows of a prefix are from the exact ones: means over layers and windows of the squared error
+// relative to the squares.
+typedef struct qkvi_score_errors {
+  double rel_mse_k, rel_mse_v;
+} qkvi_score_errors;
 
 typedef struct qkvi_scorer qkvi_scorer;
 
@@ -37,6 +44,8 @@ qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_qu
 
 // Of the latest window's session.
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer);
+// Of all windows so far.
+qkvi_score_errors qkvi_scorer_errors(const qkvi_scorer *scorer);
 // Times of all attend calls so far; owned by the scorer.
 qkvi_samples *qkvi_scorer_attend_us(qkvi_scorer *scorer);
 

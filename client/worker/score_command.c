@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "client/common/terminal.h"
 #include "client/worker/score.h"
@@ -60,6 +61,13 @@ static double mean(double sum, const qkvi_quality *quality) {
   return sum / (double)quality->positions;
 }
 
+// The purposes that decide the frame of keys.
+enum { PURPOSE_ATTEND = 1, PURPOSE_FETCH = 2 };
+
+static const char *frame_name(int purpose) {
+  return purpose == PURPOSE_FETCH ? "archive" : "attend";
+}
+
 static json_t *quality_json(const qkvi_quality *quality) {
   return json_pack("{s:f, s:f, s:f}", "bits_per_byte", mean(quality->bits, quality), "bits_per_byte_exact",
                    mean(quality->bits_exact, quality), "kl_bits", mean(quality->kl_bits, quality));
@@ -76,9 +84,11 @@ static bool print_json(const score_job *job) {
     json_array_append_new(texts, text);
   }
   json_t *line = quality_json(&job->total);
+  const qkvi_score_errors errors = qkvi_scorer_errors(job->scorer);
   json_t *rest = json_pack(
-      "{s:f, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}", "bits_per_coordinate",
-      session.bits_per_coordinate, "kv_bytes", (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact,
+      "{s:f, s:f, s:f, s:s, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}", "bits_per_coordinate",
+      session.bits_per_coordinate, "rel_mse_k", errors.rel_mse_k, "rel_mse_v", errors.rel_mse_v, "frame",
+      frame_name(session.purpose), "kv_bytes", (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact,
       "kv_bytes_fp16", (json_int_t)session.bytes_fp16, "attend_us_p50", qkvi_samples_percentile(attend_us, 0.5),
       "attend_us_p99", qkvi_samples_percentile(attend_us, 0.99), "bits_k", session.bits_k, "bits_v", session.bits_v,
       "windows", (json_int_t)job->options.windows, "prefill", (json_int_t)job->options.prefill, "length",
@@ -109,10 +119,13 @@ static bool print_text(const score_job *job) {
   qkv_table_print(table, stdout);
   qkv_table_destroy(&table);
   char held[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX];
-  printf("\n%g/%g bits for keys/values, %.3f bits per coordinate all in; a window's prefix takes %s, in fp16 %s\n",
-         session.bits_k, session.bits_v, session.bits_per_coordinate,
-         qkv_human_bytes(session.bytes_coded + session.bytes_exact, held),
-         qkv_human_bytes(session.bytes_fp16, plain));
+  const qkvi_score_errors errors = qkvi_scorer_errors(job->scorer);
+  printf(
+      "\n%g/%g bits for keys/values, %s frame, %.3f bits per coordinate all in; a window's prefix takes %s, in "
+      "fp16 %s\n",
+      session.bits_k, session.bits_v, frame_name(session.purpose), session.bits_per_coordinate,
+      qkv_human_bytes(session.bytes_coded + session.bytes_exact, held), qkv_human_bytes(session.bytes_fp16, plain));
+  printf("relative squared error of rows: keys %.5f, values %.5f\n", errors.rel_mse_k, errors.rel_mse_v);
   int64_t queries = job->options.length - job->options.prefill;
   if (queries > QKVI_SCORE_BATCH) queries = QKVI_SCORE_BATCH;
   printf("attend, up to %" PRId64 " queries over %" PRId64 " positions in one call: p50 %.0f us, p99 %.0f us\n",
@@ -128,6 +141,9 @@ static int check(const qkvi_worker *worker) {
     return qkv_program_misused("--prefill is %" PRId64 ", it must be below --length, %" PRId64, worker->prefill,
                                worker->length);
   }
+  if (strcmp(worker->frame, "attend") != 0 && strcmp(worker->frame, "archive") != 0) {
+    return qkv_program_misused("--frame is %s, known are attend and archive", worker->frame);
+  }
   return QKV_EXIT_OK;
 }
 
@@ -142,7 +158,8 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
   if (qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
   score_job job = {
       .worker = worker,
-      .options = {worker->windows, worker->prefill, worker->length, worker->bits_k, worker->bits_v},
+      .options = {worker->windows, worker->prefill, worker->length, worker->bits_k, worker->bits_v,
+                  strcmp(worker->frame, "archive") == 0 ? PURPOSE_FETCH : PURPOSE_ATTEND},
       .qualities = calloc(worker->texts.count, sizeof(qkvi_quality)),
   };
   if (job.qualities == NULL) abort();

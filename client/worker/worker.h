@@ -23,6 +23,7 @@ typedef struct qkvi_worker {
   // score
   qkv_option_list texts;
   int64_t windows, prefill, length;
+  const char *frame;
 } qkvi_worker;
 
 // The two commands: `values` is a qkvi_worker. Each returns the exit status.

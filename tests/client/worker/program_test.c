@@ -81,6 +81,7 @@ static void test_usage(void **state) {
       {"score" MODEL " 2>&1", "qkv-worker: --text is missing: a file to score\n"},
       {"score" MODEL " --text x --prefill 10 --length 10 2>&1",
        "qkv-worker: --prefill is 10, it must be below --length, 10\n"},
+      {"score" MODEL " --text x --frame plain 2>&1", "qkv-worker: --frame is plain, known are attend and archive\n"},
       {"generate --byte 5 2>&1", "qkv-worker: unknown option --byte; did you mean --bytes?\n"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -99,7 +100,7 @@ static void test_failures(void **state) {
   assert_non_null(strstr(output, "/nowhere/s"));
   assert_int_equal(run("score" MODEL " --text " DATA "/prompt.txt 2>&1"), 1);
   assert_non_null(strstr(output, "prompt.txt has 512 bytes, a window needs 1025"));
-  assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bits-k 5 2>&1"), 1);
+  assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bits-k 4.9 2>&1"), 1);
   assert_non_null(strstr(output, "bits_k"));
   assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bytes 4 >/dev/full 2>/dev/null"), 1);
 }
@@ -151,6 +152,20 @@ static void test_generate_json(void **state) {
   assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bytes 3 --session s 2>&1"), 1);
 }
 
+static void test_score_archive(void **state) {
+  (void)state;
+  assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160 "
+                       "--bits-k 4 --bits-v 4 --frame archive --json"),
+                   0);
+  json_t *line = json_loads(output, 0, NULL);
+  assert_non_null(line);
+  assert_string_equal(json_string_value(json_object_get(line, "frame")), "archive");
+  // Fetched keys are rows after RoPE, or they would be nowhere near those that went in.
+  assert_true(number(line, "rel_mse_k") > 1e-4 && number(line, "rel_mse_k") < 0.0105);
+  assert_true(number(line, "kl_bits") > 0 && number(line, "kl_bits") < 0.01);
+  json_decref(line);
+}
+
 static void test_score_text(void **state) {
   (void)state;
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160"), 0);
@@ -178,7 +193,12 @@ static void test_score_json(void **state) {
   assert_non_null(line);
   expect_few_digits(output);
   expect_numbers(line, (const char *const[]){"bits_per_byte", "bits_per_byte_exact", "kl_bits", "bits_per_coordinate",
-                                             "kv_bytes", "kv_bytes_fp16", "attend_us_p50", "attend_us_p99", NULL});
+                                             "kv_bytes", "kv_bytes_fp16", "attend_us_p50", "attend_us_p99",
+                                             "rel_mse_k", "rel_mse_v", NULL});
+  assert_string_equal(json_string_value(json_object_get(line, "frame")), "attend");
+  // What 2 and 1 bits of a Gaussian coordinate lose, 0.1175 and 0.3634, less what an anchor saves.
+  assert_true(number(line, "rel_mse_k") > 0.02 && number(line, "rel_mse_k") < 0.12);
+  assert_true(number(line, "rel_mse_v") > 0.1 && number(line, "rel_mse_v") < 0.38);
   assert_int_equal(number(line, "windows"), 1);
   assert_int_equal(number(line, "prefill"), 128);
   assert_int_equal(number(line, "length"), 160);
@@ -199,6 +219,7 @@ int main(void) {
                                      cmocka_unit_test(test_text_goes_to_standard_output),
                                      cmocka_unit_test(test_generate_json),
                                      cmocka_unit_test(test_score_json),
+                                     cmocka_unit_test(test_score_archive),
                                      cmocka_unit_test(test_score_text)};
   return cmocka_run_group_tests(tests, start, stop);
 }

@@ -109,8 +109,8 @@ static void test_2_bits(void **state) {
 
 static void test_failure_leaves_no_session(void **state) {
   (void)state;
-  // 5 bits are refused when the session is opened.
-  const qkvi_score_options options = {.windows = 1, .prefill = 64, .length = 128, .bits_k = 5, .bits_v = 5};
+  // 4.9 bits are refused when the session is opened.
+  const qkvi_score_options options = {.windows = 1, .prefill = 64, .length = 128, .bits_k = 4.9, .bits_v = 4.9};
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, &options);
   uint8_t window[129] = {0};
   qkvi_quality quality = {0};
