@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "client/c/client.h"
+#include "client/c/socket.h"
 
 enum {
   // Data from this size on is sent by reference. Below, a copy into the message's first slice costs less than a
@@ -177,6 +178,10 @@ static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice 
                     (long long)call->client->options.timeout_ms);
   } else if (length == 0) {
     (void)qkvi_fail(outcome, (qkv_code)status, "%s: %s", call->method, qkv_status_text((qkv_status)status));
+  } else if (status == GRPC_STATUS_UNAVAILABLE && qkvi_socket_hung_up(call->client->fd)) {
+    // gRPC's words ("Socket closed") do not say which.
+    (void)qkvi_fail(outcome, (qkv_code)status, "the connection to %s is gone: %.*s", call->client->target, length,
+                    text);
   } else {
     (void)qkvi_fail(outcome, (qkv_code)status, "%.*s", length, text);
   }

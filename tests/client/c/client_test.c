@@ -510,6 +510,34 @@ static void test_daemon_that_dies(void **state) {
   qkv_client_close(&left);
 }
 
+// A daemon that dies under a call: the error says which one.
+static void test_daemon_that_dies_under_a_call(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  qkv_client *left = NULL;
+  qkv_decode *stream = NULL;
+  fixture_daemon *mortal = fixture_start(NULL);
+  char address[sizeof mortal->unix_address], expected[sizeof address + 64];
+  snprintf(address, sizeof address, "%s", mortal->unix_address);
+  snprintf(expected, sizeof expected, "the connection to %s is gone: ", address);
+  ok(qkv_client_connect(address, NULL, &left, &error), &error);
+  ok(qkv_decode_open(left, &stream, &error), &error);
+  qkv_client_item ask = {.session = "none", .q = queries(0, 1)};
+  qkv_client_result result;
+  ok(qkv_decode_step(stream, &ask, 1, &result, &error), &error);
+  assert_int_equal(result.code, QKV_NOT_FOUND);
+  qkv_client_results_free(&result, 1);
+  assert_int_equal(fixture_stop(&mortal, SIGKILL, 20000), -1);
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(qkv_decode_step(stream, &ask, 1, &result, &error), QKV_UNAVAILABLE);
+    assert_ptr_equal(strstr(error.text, expected), error.text);  // gRPC's words follow
+    assert_true(strlen(error.text) > strlen(expected));
+    assert_string_equal(result.text, error.text);
+  }
+  assert_int_equal(qkv_decode_close(&stream, &error), QKV_UNAVAILABLE);
+  qkv_client_close(&left);
+}
+
 // The example of the README, which uses the shared library.
 static void test_example(void **state) {
   (void)state;
@@ -542,6 +570,7 @@ int main(void) {
       WITH_SESSION(test_message_limit),
       WITH_SESSION(test_daemon_that_stops_reading),
       cmocka_unit_test(test_daemon_that_dies),
+      cmocka_unit_test(test_daemon_that_dies_under_a_call),
       cmocka_unit_test(test_example),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
