@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,7 +24,8 @@ static bool daemon_path(char *path, size_t size) {
 }
 
 static void run_daemon(const char *path, const qkv_bench_daemon *daemon, bool discard) {
-  // Whatever happens to the benchmark, the daemon stops with its process group; its log is of no interest.
+  // Whatever happens to the benchmark, the daemon does not outlive it. Its log is of no interest.
+  (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
   int null = open("/dev/null", O_RDWR);
   if (null >= 0) {
     dup2(null, STDIN_FILENO);

@@ -40,7 +40,8 @@ class Daemon:
         self.folder = tempfile.TemporaryDirectory(prefix="qkvd-e2e-")
         self.socket = os.path.join(self.folder.name, "qkvd.sock")
         self.log_path = os.path.join(self.folder.name, "log")
-        command = [binary("qkvd")]
+        # However pytest ends, the daemon does not outlive it.
+        command = ["setpriv", "--pdeathsig", "KILL", binary("qkvd")]
         if listen:
             command += ["--listen", f"unix:{self.socket}", "--listen", "127.0.0.1:0"]
         with open(self.log_path, "wb") as log:

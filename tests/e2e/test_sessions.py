@@ -177,9 +177,9 @@ def test_fetch_pieces_layers_and_layouts(make_cache):
         cache.append(0, *rows[layer], layer=layer)
     request = kv.FetchRequest(session=cache.name, layers=[2, 0, 1], chunk_tokens=50, dtype=FP32)
     pieces = list(cache.stub.Fetch(request, timeout=TIMEOUT))
-    # Pieces hold 50 tokens at most, layers in the order asked for; an empty layer sends nothing.
+    # Pieces hold 50 tokens at most and end where pages do, layers in the order asked for; an empty layer sends nothing.
     assert [(piece.layer, piece.position) for piece in pieces if piece.k.dims] == [
-        (2, 0), (2, 50), (0, 0), (0, 50), (0, 100)]
+        (2, 0), (2, 50), (2, 64), (0, 0), (0, 50), (0, 64), (0, 114), (0, 128)]
     request = kv.FetchRequest(session=cache.name, layers=[0], dtype=FP32, layout=kv.ROW_LAYOUT_HEADS_FIRST,
                               part=kv.FetchRequest.PART_V)
     request.range.begin, request.range.end = 60, 128

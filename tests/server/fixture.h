@@ -26,7 +26,7 @@ typedef struct fixture_daemon {
 } fixture_daemon;
 
 // Starts qkvd on a unix socket and a TCP port of its own, with further arguments (NULL-terminated, or NULL), and
-// waits until it is ready.
+// waits until it is ready. It is killed when the thread that has started it ends.
 fixture_daemon *fixture_start(const char *const *arguments);
 
 // Sends `signal` and waits for the end: at most `wait_ms`. Returns the exit status, or -1 if it took longer or was

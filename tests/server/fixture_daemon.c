@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -67,9 +68,11 @@ static pid_t launch(const char *const *arguments, int file) {
     assert_true(count < ARGUMENTS_MAX);
     argv[count + 1] = arguments[count];
   }
-  pid_t pid = fork();
+  pid_t parent = getpid(), pid = fork();
   assert_true(pid >= 0);
   if (pid == 0) {
+    // However the test ends, its daemon does not outlive it.
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) _exit(127);
     dup2(file, STDOUT_FILENO);
     dup2(file, STDERR_FILENO);
     execv(QKVD_PATH, (char *const *)argv);

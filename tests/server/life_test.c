@@ -6,8 +6,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "tests/server/fixture.h"
@@ -155,6 +157,29 @@ static void many_connections_are_possible(void **out) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
 }
 
+// A test that fails, or crashes, leaves no daemon behind.
+static void daemon_does_not_outlive_its_test(void **out) {
+  (void)out;
+  int pipe_ends[2], status = 0;
+  pid_t pid = 0;
+  assert_int_equal(pipe(pipe_ends), 0);
+  assert_int_equal(prctl(PR_SET_CHILD_SUBREAPER, 1), 0);  // the orphan becomes ours, so that its end is seen
+  pid_t test = fork();
+  assert_true(test >= 0);
+  if (test == 0) {
+    const fixture_daemon *daemon = fixture_start(NULL);
+    if (write(pipe_ends[1], &daemon->pid, sizeof(pid)) != (ssize_t)sizeof(pid)) _exit(1);
+    fixture_remove_directory(daemon->directory);
+    (void)raise(SIGKILL);
+  }
+  assert_int_equal(read(pipe_ends[0], &pid, sizeof(pid)), sizeof(pid));
+  assert_int_equal(waitpid(test, &status, 0), test);
+  assert_int_equal(waitpid(pid, &status, 0), pid);
+  assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  close(pipe_ends[0]);
+  close(pipe_ends[1]);
+}
+
 static void command_line_is_checked(void **out) {
   (void)out;
   expect_run((const char *[]){"--lisen", "x", NULL}, 1, "did you mean --listen?");
@@ -201,6 +226,7 @@ int main(void) {
       cmocka_unit_test(second_daemon_is_refused),
       cmocka_unit_test(stale_socket_is_replaced),
       cmocka_unit_test(many_connections_are_possible),
+      cmocka_unit_test(daemon_does_not_outlive_its_test),
       cmocka_unit_test(command_line_is_checked),
       cmocka_unit_test(lists_are_printed),
       cmocka_unit_test(idle_daemon_is_small),
