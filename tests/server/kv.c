@@ -1,6 +1,7 @@
 #include "tests/server/kv.h"
 
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +12,27 @@
 
 static const size_t part_heads[] = {KV_HEADS, KV_HEADS, KV_Q_HEADS};
 static const size_t part_dim[] = {KV_KEY_DIM, KV_VALUE_DIM, KV_KEY_DIM};
+
+// ---- A daemon and a client ----
+
+void kv_start(const char *const *arguments, fixture_daemon **daemon, fixture_client **client) {
+  *daemon = fixture_start(arguments);
+  *client = fixture_connect((*daemon)->unix_address);
+  kv_register(*client);
+}
+
+void kv_stop(fixture_daemon **daemon, fixture_client **client) {
+  fixture_disconnect(client);
+  assert_int_equal(fixture_stop(daemon, SIGTERM, 30000), 0);
+}
+
+void kv_wait_idle(fixture_client *client) {
+  int64_t until = fixture_now_ms() + 20000;
+  while (kv_metric(client, "qkvd_calls_running") > 1) {
+    assert_true(fixture_now_ms() < until);
+    fixture_sleep_ms(5);
+  }
+}
 
 // ---- Calls ----
 

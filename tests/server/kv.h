@@ -21,6 +21,15 @@
 
 #define KV_METHOD(name) "/qkv.v1.KvCache/" name
 
+// ---- A daemon and a client ----
+
+// Starts a daemon with further `arguments` (NULL: none), connects, and registers the model "m".
+void kv_start(const char *const *arguments, fixture_daemon **daemon, fixture_client **client);
+// Disconnects and stops the daemon, which must end with 0.
+void kv_stop(fixture_daemon **daemon, fixture_client **client);
+// Waits until only the call that asks is running.
+void kv_wait_idle(fixture_client *client);
+
 // ---- The model ----
 
 // Registers the model "m" in the daemon.

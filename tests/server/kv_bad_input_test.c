@@ -22,10 +22,9 @@ static const kv_item witness_rows[] = {{.session = "w", .tokens = 70, .seed = 1}
 
 static int start(void **state) {
   (void)state;
-  daemon_process = fixture_start((const char *[]){"--limit-items", "8", "--limit-message", "262144", "--limit-models",
-                                                  "2", "--limit-sessions", "2", NULL});
-  client = fixture_connect(daemon_process->unix_address);
-  kv_register(client);
+  kv_start((const char *[]){"--limit-items", "8", "--limit-message", "262144", "--limit-models", "2",
+                            "--limit-sessions", "2", NULL},
+           &daemon_process, &client);
   kv_open(client, "w");
   twin = kv_twin_open("w");
   assert_int_equal(kv_append(client, witness_rows, 2, NULL), QKV_OK);
@@ -38,8 +37,8 @@ static int start(void **state) {
 static int stop(void **state) {
   (void)state;
   kv_twin_close(&twin);
-  fixture_disconnect(&client);
-  return fixture_stop(&daemon_process, SIGTERM, 30000);
+  kv_stop(&daemon_process, &client);
+  return 0;
 }
 
 // After every test.

@@ -15,16 +15,14 @@ static fixture_client *client;
 
 static int start(void **state) {
   (void)state;
-  daemon_process = fixture_start(NULL);
-  client = fixture_connect(daemon_process->unix_address);
-  kv_register(client);
+  kv_start(NULL, &daemon_process, &client);
   return 0;
 }
 
 static int stop(void **state) {
   (void)state;
-  fixture_disconnect(&client);
-  return fixture_stop(&daemon_process, 15, 30000);
+  kv_stop(&daemon_process, &client);
+  return 0;
 }
 
 // Reads a whole fetch into rows [kv part][layer][tokens][heads][dim] fp32, in whatever chunks it comes.

@@ -20,23 +20,11 @@ static fixture_daemon *daemon_process;
 static fixture_client *client;
 
 static void start(const char *const *arguments) {
-  daemon_process = fixture_start(arguments);
-  client = fixture_connect(daemon_process->unix_address);
-  kv_register(client);
+  kv_start(arguments, &daemon_process, &client);
 }
 
 static void stop(void) {
-  fixture_disconnect(&client);
-  assert_int_equal(fixture_stop(&daemon_process, SIGTERM, 30000), 0);
-}
-
-// Waits until only the call that asks is running.
-static void wait_idle(void) {
-  int64_t until = fixture_now_ms() + 20000;
-  while (kv_metric(client, "qkvd_calls_running") > 1) {
-    assert_true(fixture_now_ms() < until);
-    fixture_sleep_ms(5);
-  }
+  kv_stop(&daemon_process, &client);
 }
 
 static bool send_items(fixture_stream *stream, const kv_item *items, size_t count) {
@@ -160,7 +148,7 @@ static void a_full_queue_refuses(void **state) {
   }
   assert_true(served >= 1 && refused >= 1);
   assert_true(kv_metric(client, "qkvd_refused_queue_total") == (double)refused);
-  wait_idle();
+  kv_wait_idle(client);
   kv_close(client, "q");
   assert_true(kv_metric(client, "qkvd_kv_bytes") == 0);
   stop();
@@ -215,7 +203,7 @@ static void responses_have_a_limit(void **state) {
   size_t length = 0;
   while (fixture_receive(stream, &data, &length)) free(data);
   assert_int_equal(fixture_finish(&stream).status, QKV_OK);
-  wait_idle();
+  kv_wait_idle(client);
   assert_true(kv_metric(client, "qkvd_response_bytes") == 0);
   stop();
 }
@@ -276,7 +264,7 @@ static void clients_that_die_leave_nothing_running(void **state) {
   pid_t pid = spawn("--die");
   assert_int_equal(waitpid(pid, &status, 0), pid);
   assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-  wait_idle();
+  kv_wait_idle(client);
   assert_int_equal(kv_length(client, "dies", 0), 5);  // what had arrived whole stays
   assert_int_equal(kv_length(client, "dies", 1), 1);
   const kv_item next = {.session = "dies", .position = 5, .tokens = 1, .seed = 3};
@@ -311,7 +299,7 @@ static void a_client_that_never_reads_costs_one_chunk(void **state) {
   assert_int_equal(kill(pid, SIGCONT), 0);
   assert_int_equal(waitpid(pid, &status, 0), pid);
   assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  wait_idle();
+  kv_wait_idle(client);
   stop();
 }
 
@@ -380,7 +368,7 @@ static void deadlines_and_cancellation_end_calls(void **state) {
   result = fixture_finish(&stream);
   assert_int_equal(result.status, QKV_CANCELLED);
   free(bytes);
-  wait_idle();
+  kv_wait_idle(client);
   // The first for certain: the second may not have reached the daemon in time, and a stream that is cancelled
   // between two messages can look like one that has ended.
   assert_true(kv_metric(client, "qkvd_calls_cancelled_total") >= cancelled + 1);

@@ -22,23 +22,11 @@ static uint64_t long_tokens(void) {
 }
 
 static void start(const char *const *arguments) {
-  daemon_process = fixture_start(arguments);
-  client = fixture_connect(daemon_process->unix_address);
-  kv_register(client);
+  kv_start(arguments, &daemon_process, &client);
 }
 
 static void stop(void) {
-  fixture_disconnect(&client);
-  assert_int_equal(fixture_stop(&daemon_process, SIGTERM, 30000), 0);
-}
-
-// Waits until only the call that asks is running.
-static void wait_idle(void) {
-  int64_t until = fixture_now_ms() + 20000;
-  while (kv_metric(client, "qkvd_calls_running") > 1) {
-    assert_true(fixture_now_ms() < until);
-    fixture_sleep_ms(5);
-  }
+  kv_stop(&daemon_process, &client);
 }
 
 // An AppendRequest whose rows are repeated by strides of 0: `count` items of `tokens` tokens each, one after the
@@ -100,7 +88,7 @@ static void a_long_append_ends_with_its_client(void **state) {
   kv_open(client, "b");
   fixture_stream *stream = open_long_append("a", 192, 300);
   assert_int_equal(fixture_finish(&stream).status, QKV_DEADLINE_EXCEEDED);
-  wait_idle();
+  kv_wait_idle(client);
   uint64_t length = kv_length(client, "a", 0);
   assert_true(length < long_tokens());
   fixture_sleep_ms(50);
@@ -134,7 +122,7 @@ static void a_long_attend_ends_with_its_client(void **state) {
   fixture_half_close(stream);
   int64_t begin = fixture_now_ms();
   assert_int_equal(fixture_finish(&stream).status, QKV_DEADLINE_EXCEEDED);
-  wait_idle();
+  kv_wait_idle(client);
   assert_true(fixture_now_ms() - begin < (fixture_is_sanitized() ? 10000 : 3000));
 
   stream = fixture_open(client, KV_METHOD("Attend"), KV_TIMEOUT_MS);
@@ -191,7 +179,7 @@ static void a_long_append_holds_up_nobody(void **state) {
   fixture_cancel(stream);
   (void)fixture_finish(&stream);
   fixture_disconnect(&second);
-  wait_idle();
+  kv_wait_idle(client);
   stop();
 }
 
