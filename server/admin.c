@@ -1,7 +1,9 @@
 // Admin.GetStatus.
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 
+#include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
 #include "qkv/v1/admin.pb-c.h"
 #include "server/control.h"
@@ -19,6 +21,7 @@ typedef struct status_parts {
   Qkv__V1__OptionValue **option_pointers;
   char (*option_texts)[OPTION_TEXT_MAX];
   char **addresses;
+  char cpu[256];  // the kernels' name and flags
 } status_parts;
 
 static void *allocate(size_t count, size_t size) {
@@ -82,6 +85,14 @@ static void put_store(const qkv_daemon *daemon, Qkv__V1__GetStatusResponse *resp
   response->kv_bytes_limit = stats.memory.bytes_max;
 }
 
+static void put_cpu(status_parts *parts, Qkv__V1__GetStatusResponse *response) {
+  const qkv_kernels *kernels = qkv_kernels_get();
+  char flags[128];
+  qkv_cpu_text(kernels->needs, flags, sizeof(flags));
+  (void)snprintf(parts->cpu, sizeof(parts->cpu), "%s: %s", kernels->name, flags);
+  response->cpu = parts->cpu;
+}
+
 static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error error = {0};
@@ -97,7 +108,7 @@ static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   response.version = (char *)QKV_VERSION;
   response.state = (char *)(atomic_load(&daemon->draining) ? "draining" : "serving");
   response.uptime_ms = (uint64_t)qkv_daemon_uptime_ms(daemon);
-  response.cpu = (char *)qkv_kernels_get()->name;
+  put_cpu(parts, &response);
   put_store(daemon, &response);
   put_metrics(daemon, parts, &response);
   put_options(daemon, parts, &response);

@@ -1,4 +1,4 @@
-// grpc.reflection.v1alpha: what grpcurl asks before it calls.
+// grpc.reflection: what grpcurl asks before it calls. v1 has the messages of v1alpha, bit for bit.
 #include <assert.h>
 #include <stdlib.h>
 
@@ -123,6 +123,10 @@ static void on_end(qkv_rpc_call *call) {
 }
 
 const qkv_rpc_method qkvi_reflection_methods[] = {
+    {.path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+     .message = on_request,
+     .end = on_end,
+     .sent = qkv_rpc_next},
     {.path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
      .message = on_request,
      .end = on_end,

@@ -11,6 +11,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "engine/base/cpu.h"
+#include "engine/kernel/kernel.h"
 #include "grpc/health/v1/health.pb-c.h"
 #include "grpc/reflection/v1alpha/reflection.pb-c.h"
 #include "qkv/v1/admin.pb-c.h"
@@ -22,7 +24,8 @@
 #define CHECK "/grpc.health.v1.Health/Check"
 #define WATCH "/grpc.health.v1.Health/Watch"
 #define GET_STATUS "/qkv.v1.Admin/GetStatus"
-#define REFLECTION "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+#define REFLECTION "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+#define REFLECTION_ALPHA "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 #define MIB (INT64_C(1) << 20)
 
 typedef struct test_state {
@@ -107,7 +110,11 @@ static void status_tells_all(void **out) {
   assert_int_equal(status->n_listen, 2);
   assert_string_equal(status->listen[0], state->daemon->unix_address);
   assert_string_equal(status->listen[1], state->daemon->tcp_address);
-  assert_true(strlen(status->cpu) > 0);
+  const qkv_kernels *kernels = qkv_kernels_for(qkv_cpu_flags());  // this machine's, which the daemon takes, too
+  char flags[128], cpu[256];
+  qkv_cpu_text(kernels->needs, flags, sizeof(flags));
+  snprintf(cpu, sizeof(cpu), "%s: %s", kernels->name, flags);
+  assert_string_equal(status->cpu, cpu);
   assert_string_equal(option_of(status, "limit-models")->value, "3");
   assert_string_equal(option_of(status, "limit-models")->source, "flag");
   assert_string_equal(option_of(status, "limit-items")->source, "default");
@@ -263,19 +270,23 @@ static void expect_error(fixture_stream *stream, int what, const char *text, int
 static void reflection_lists_services(void **out) {
   test_state *state = *out;
   static const char *const expected[] = {"qkv.v1.KvCache", "qkv.v1.Admin", "grpc.health.v1.Health",
+                                         "grpc.reflection.v1.ServerReflection",
                                          "grpc.reflection.v1alpha.ServerReflection"};
-  fixture_stream *stream = fixture_open(state->client, REFLECTION, WAIT_MS);
-  reflection_response *response = ask(stream, REQUEST(LIST_SERVICES), "");
-  for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
-    size_t found = 0;
-    for (size_t j = 0; j < response->list_services_response->n_service; j++) {
-      found += strcmp(response->list_services_response->service[j]->name, expected[i]) == 0;
+  static const char *const versions[] = {REFLECTION, REFLECTION_ALPHA};
+  for (size_t version = 0; version < 2; version++) {
+    fixture_stream *stream = fixture_open(state->client, versions[version], WAIT_MS);
+    reflection_response *response = ask(stream, REQUEST(LIST_SERVICES), "");
+    for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
+      size_t found = 0;
+      for (size_t j = 0; j < response->list_services_response->n_service; j++) {
+        found += strcmp(response->list_services_response->service[j]->name, expected[i]) == 0;
+      }
+      assert_int_equal(found, 1);
     }
-    assert_int_equal(found, 1);
+    free_response(response);
+    fixture_half_close(stream);
+    assert_int_equal(fixture_finish(&stream).status, GRPC_STATUS_OK);
   }
-  free_response(response);
-  fixture_half_close(stream);
-  assert_int_equal(fixture_finish(&stream).status, GRPC_STATUS_OK);
 }
 
 static void reflection_finds_files_and_symbols(void **out) {
@@ -290,6 +301,8 @@ static void reflection_finds_files_and_symbols(void **out) {
     expect_files(stream, REQUEST(FILE_CONTAINING_SYMBOL), symbols[i], cache, 3);
   }
   expect_files(stream, REQUEST(FILE_CONTAINING_SYMBOL), "qkv.v1.DType", tensor, 1);
+  expect_files(stream, REQUEST(FILE_CONTAINING_SYMBOL), "grpc.reflection.v1.ServerReflection",
+               "grpc/reflection/v1/reflection.proto", 1);
   expect_error(stream, REQUEST(FILE_BY_FILENAME), "kv_cache.proto", 5, "no file kv_cache.proto");
   // Prefixes, extensions of names and the package itself are no symbols.
   static const char *const none[] = {"qkv.v1", "qkv.v1.KvCach", "qkv.v1.KvCache.", "qkv.v1.KvCache.Attend.x", "",
