@@ -157,6 +157,33 @@ static void many_connections_are_possible(void **out) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
 }
 
+static int check_health(fixture_client *client, int64_t timeout_ms) {
+  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, timeout_ms);
+  int status = result.status;
+  fixture_free(&result);
+  return status;
+}
+
+// A connection for which no file descriptor is left waits until there is one.
+static void connection_waits_for_a_file_descriptor(void **out) {
+  (void)out;
+  struct rlimit all, none;
+  fixture_daemon *daemon = fixture_start(NULL);
+  assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, NULL, &all), 0);
+  none = (struct rlimit){.rlim_cur = 3, .rlim_max = all.rlim_max};  // for new ones
+  assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, &none, NULL), 0);
+  // The first one may find the descriptor that accept() took before it went to sleep.
+  fixture_client *first = fixture_connect(daemon->unix_address), *second = fixture_connect(daemon->unix_address);
+  (void)check_health(first, 500);
+  assert_int_equal(check_health(second, 500), GRPC_STATUS_DEADLINE_EXCEEDED);
+  assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, &all, NULL), 0);
+  assert_int_equal(check_health(second, WAIT_MS), GRPC_STATUS_OK);
+  assert_int_equal(check_health(first, WAIT_MS), GRPC_STATUS_OK);
+  fixture_disconnect(&first);
+  fixture_disconnect(&second);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+}
+
 // A test that fails, or crashes, leaves no daemon behind.
 static void daemon_does_not_outlive_its_test(void **out) {
   (void)out;
@@ -226,6 +253,7 @@ int main(void) {
       cmocka_unit_test(second_daemon_is_refused),
       cmocka_unit_test(stale_socket_is_replaced),
       cmocka_unit_test(many_connections_are_possible),
+      cmocka_unit_test(connection_waits_for_a_file_descriptor),
       cmocka_unit_test(daemon_does_not_outlive_its_test),
       cmocka_unit_test(command_line_is_checked),
       cmocka_unit_test(lists_are_printed),
