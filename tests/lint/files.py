@@ -1,19 +1,20 @@
 """Which files belong to the project, and what the checks say."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 
 def project_files(root):
-    """Paths of the project's files, relative to root: what git knows or would add, else all but builds."""
-    if os.path.exists(os.path.join(root, ".git")):
+    """Paths of the project's files, relative to root: what git, where it is, knows or would add; else all but builds."""
+    if os.path.exists(os.path.join(root, ".git")) and shutil.which("git"):
         command = ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
         return sorted({name for name in names if name and os.path.isfile(os.path.join(root, name))})
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in ("build", "__pycache__")]
+        folders[:] = [name for name in folders if name not in (".git", "build", "__pycache__")]
         found += [os.path.relpath(os.path.join(folder, name), root) for name in names]
     return sorted(found)
 
