@@ -14,7 +14,7 @@ qkv_packages() {
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev libyaml-dev libjansson-dev libxxhash-dev uthash-dev \
-        libopenblas-dev libcmocka-dev python3 protobuf-compiler-grpc
+        libopenblas-dev liblapacke-dev libcmocka-dev python3 protobuf-compiler-grpc
       ;;
     test)
       printf '%s\n' \

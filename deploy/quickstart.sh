@@ -16,7 +16,7 @@ model has just made itself; for held-out text see qkv-worker score. The first ru
 seconds. What the tools print goes to build/quickstart.log.
 
   --bytes N      bytes to generate (256)
-  --bits-k BITS  code bits per coordinate of keys: 1, 2, 3, 4 or 8 (4)
+  --bits-k BITS  code bits per coordinate of keys, in eighths up to 8 (4)
   --bits-v BITS  the same for values (4)
 TEXT
 }

@@ -1,6 +1,8 @@
 #include "server/contract.h"
 
+#include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 // ---- in ----
 
@@ -10,20 +12,54 @@ static qkv_status read_name(const char *from, const char *field, char *to, qkv_e
   return QKV_OK;
 }
 
+static qkv_status read_low_rank(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
+  policy->low_rank_said = message->low_rank[0] != '\0';
+  if (!policy->low_rank_said) return QKV_OK;
+  if (!qkv_low_rank_parse(message->low_rank, &policy->low_rank.mode))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "policy.low_rank is \"%.64s\", known are none, predictor, correction and auto",
+                    message->low_rank);
+  if (message->rank > QKV_RANK_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.rank is %" PRIu32 ", allowed are 0 to %d", message->rank,
+                    QKV_RANK_MAX);
+  policy->low_rank.rank = (uint8_t)(message->rank == 0 ? QKV_RANK_DEFAULT : message->rank);
+  return QKV_OK;
+}
+
+static qkv_status read_anchor(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
+  policy->anchor_said = message->anchor[0] != '\0';
+  if (!policy->anchor_said) return QKV_OK;
+  if (!qkv_anchor_parse(message->anchor, &policy->anchor.kind))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "policy.anchor is \"%.64s\", known are none, mean, group, chain and auto", message->anchor);
+  policy->anchor.every = message->anchor_every;
+  policy->anchor.threshold = (float)message->anchor_threshold;
+  return QKV_OK;
+}
+
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
   *policy = QKV_POLICY_UNSET;
   if (message == NULL) return QKV_OK;
   if (message->codec[0] != '\0') {
     policy->codec = qkv_codec_by_name(message->codec);
     if (policy->codec == NULL)
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is \"%.64s\", known is \"%s\"", message->codec,
-                      qkv_codec_by_id(QKV_CODEC_EMBEDDED)->name);
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is \"%.64s\", known are \"embedded\" and \"exact\"",
+                      message->codec);
   }
   policy->bits_k = message->bits_k;
   policy->bits_v = message->bits_v;
   if (message->recent_window_set_case == QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW)
     policy->recent_window = message->recent_window;
-  return QKV_OK;
+  if (message->gqa_compensation_set_case == QKV__V1__CODEC_POLICY__GQA_COMPENSATION_SET_GQA_COMPENSATION) {
+    policy->gqa_said = true;
+    policy->gqa_compensation = message->gqa_compensation;
+  }
+  if (message->self_calibration_set_case == QKV__V1__CODEC_POLICY__SELF_CALIBRATION_SET_SELF_CALIBRATION) {
+    policy->learn_said = true;
+    policy->learn = message->self_calibration;
+  }
+  QKV_TRY(read_low_rank(message, policy, error));
+  return read_anchor(message, policy, error);
 }
 
 static qkv_status read_rope(const Qkv__V1__Rope *message, qkv_rope *rope, qkv_error *error) {
@@ -48,13 +84,32 @@ static qkv_status read_rope(const Qkv__V1__Rope *message, qkv_rope *rope, qkv_er
   return QKV_OK;
 }
 
+static qkv_status read_overrides(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error) {
+  if (message->n_overrides > message->layers)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "overrides has %zu entries, the model has %" PRIu32 " layers",
+                    message->n_overrides, message->layers);
+  if (message->n_overrides == 0) return QKV_OK;
+  model->overrides = calloc(message->n_overrides, sizeof *model->overrides);
+  if (model->overrides == NULL) abort();
+  for (size_t i = 0; i < message->n_overrides; i++) {
+    const Qkv__V1__LayerOverride *from = message->overrides[i];
+    qkv_layer_override *to = &model->overrides[model->override_count++];
+    *to = (qkv_layer_override){
+        .layer = from->layer, .sliding_window = from->sliding_window, .soft_cap = from->soft_cap};
+    if (qkvi_policy_read(from->policy, &to->policy, error) != QKV_OK)
+      return qkv_error_prefix(error, "overrides[%zu].", i);
+  }
+  return QKV_OK;
+}
+
+void qkvi_model_clear(qkv_model *model) {
+  free(model->overrides);
+  model->overrides = NULL;
+  model->override_count = 0;
+}
+
 qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error) {
-  if (message->n_overrides > 0)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "overrides has %zu entries, they are not served yet",
-                    message->n_overrides);
-  if (message->calibration.len > 0)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "calibration has %zu bytes, it is not served yet",
-                    message->calibration.len);
+  *model = (qkv_model){0};
   unsigned dtype = (unsigned)message->dtype;
   if (dtype < QKV_FP32 || dtype > QKV_BF16)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "dtype is %d, known are 1 (fp32), 2 (fp16) and 3 (bf16)",
@@ -70,7 +125,8 @@ qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_
                        .soft_cap = message->soft_cap};
   QKV_TRY(read_name(message->name, "name", model->name, error));
   QKV_TRY(read_rope(message->rope, &model->rope, error));
-  return qkvi_policy_read(message->policy, &model->policy, error);
+  QKV_TRY(qkvi_policy_read(message->policy, &model->policy, error));
+  return read_overrides(message, model, error);
 }
 
 // ---- out ----
@@ -80,6 +136,23 @@ static void write_policy(const qkv_policy *policy, Qkv__V1__CodecPolicy *message
   if (policy->codec != NULL) message->codec = (char *)policy->codec->name;
   message->bits_k = policy->bits_k;
   message->bits_v = policy->bits_v;
+  if (policy->low_rank_said) {
+    message->low_rank = (char *)(uintptr_t)qkv_low_rank_name(policy->low_rank.mode);
+    message->rank = policy->low_rank.rank;
+  }
+  if (policy->anchor_said) {
+    message->anchor = (char *)(uintptr_t)qkv_anchor_name(policy->anchor.kind);
+    message->anchor_every = policy->anchor.every;
+    message->anchor_threshold = (double)policy->anchor.threshold;
+  }
+  if (policy->gqa_said) {
+    message->gqa_compensation_set_case = QKV__V1__CODEC_POLICY__GQA_COMPENSATION_SET_GQA_COMPENSATION;
+    message->gqa_compensation = policy->gqa_compensation;
+  }
+  if (policy->learn_said) {
+    message->self_calibration_set_case = QKV__V1__CODEC_POLICY__SELF_CALIBRATION_SET_SELF_CALIBRATION;
+    message->self_calibration = policy->learn;
+  }
   if (policy->recent_window < 0) return;
   message->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
   message->recent_window = (uint32_t)policy->recent_window;
@@ -101,6 +174,15 @@ static void write_rope(const qkv_rope *rope, Qkv__V1__Rope *message) {
   message->attention_factor = rope->attention_factor;
 }
 
+static void write_override(const qkv_layer_override *override, qkvi_override_message *message) {
+  qkv__v1__layer_override__init(&message->override);
+  message->override.layer = override->layer;
+  message->override.sliding_window = override->sliding_window;
+  message->override.soft_cap = override->soft_cap;
+  write_policy(&override->policy, &message->policy);
+  message->override.policy = &message->policy;
+}
+
 void qkvi_model_write(const qkv_model *model, qkvi_model_message *message) {
   Qkv__V1__Model *out = &message->model;
   qkv__v1__model__init(out);
@@ -120,6 +202,23 @@ void qkvi_model_write(const qkv_model *model, qkvi_model_message *message) {
   }
   write_policy(&model->policy, &message->policy);
   out->policy = &message->policy;
+  message->overrides = NULL;
+  message->override_list = NULL;
+  if (model->override_count == 0) return;
+  message->overrides = calloc(model->override_count, sizeof *message->overrides);
+  message->override_list = calloc(model->override_count, sizeof *message->override_list);
+  if (message->overrides == NULL || message->override_list == NULL) abort();
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    write_override(&model->overrides[i], &message->overrides[i]);
+    message->override_list[i] = &message->overrides[i].override;
+  }
+  out->overrides = message->override_list;
+  out->n_overrides = model->override_count;
+}
+
+void qkvi_model_message_clear(qkvi_model_message *message) {
+  free(message->overrides);
+  free((void *)message->override_list);
 }
 
 void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_session_message *message) {

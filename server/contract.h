@@ -8,18 +8,28 @@
 #include "qkv/v1/kv_cache.pb-c.h"
 
 // INVALID_ARGUMENT names the field ("dtype is 9, known are ..."), UNIMPLEMENTED what is not served yet. Limits
-// of the numbers are qkv_model_resolve's.
+// of the numbers are qkv_model_resolve's. The calibration is not looked at. Whatever comes back, the model must be
+// cleared.
 qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error);
+void qkvi_model_clear(qkv_model *model);
 // `message` may be NULL: nothing is said.
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
 
-// A model as a message, with the room its parts need.
+typedef struct qkvi_override_message {
+  Qkv__V1__LayerOverride override;
+  Qkv__V1__CodecPolicy policy;
+} qkvi_override_message;
+
+// A model as a message, with the room its parts need; to be cleared.
 typedef struct qkvi_model_message {
   Qkv__V1__Model model;
   Qkv__V1__Rope rope;
   Qkv__V1__CodecPolicy policy;
+  qkvi_override_message *overrides;
+  Qkv__V1__LayerOverride **override_list;
 } qkvi_model_message;
 void qkvi_model_write(const qkv_model *model, qkvi_model_message *message);
+void qkvi_model_message_clear(qkvi_model_message *message);
 
 typedef struct qkvi_session_message {
   Qkv__V1__SessionInfo info;

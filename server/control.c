@@ -47,6 +47,10 @@ void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *t
                    QKVI_CONTROL_BYTES_MAX);
     return NULL;
   }
+  return qkvi_control_unpack_large(message, type, error);
+}
+
+void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   uint8_t *flat = malloc(message.length + 1);
   if (flat == NULL) abort();
   qkv_bytes_copy(message, 0, message.length, flat);

@@ -1,6 +1,7 @@
 #include "server/daemon.h"
 
 #include <assert.h>
+#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -118,10 +119,27 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .memory_budget = (uint64_t)options->memory_budget,
       .models_max = (size_t)options->limit_models,
       .sessions_max = (size_t)options->limit_sessions,
-      .policy = {qkv_codec_at(0), options->bits_k, options->bits_v, options->recent_window},
+      .policy = qkv_server_options_policy(options),
+      .calibrate_tokens = (uint64_t)options->calibrate_tokens,
   };
   daemon->store = qkv_store_create(&store);
   return start_rpc(daemon, error);
+}
+
+static void calibrated(void *context, const qkv_model *model, const qkv_error *error) {
+  qkv_daemon *daemon = context;
+  const qkv_learner_stats stats = qkv_learner_read(model->learner);
+  if (error != NULL) {
+    qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason", error->text);
+    return;
+  }
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS], 1);
+  qkv_log(QKV_LOG_INFO, "calibrated", "{s:s, s:I, s:I}", "model", model->name, "version",
+          (json_int_t)qkv_calibration_slot_version(model->calibration), "tokens", (json_int_t)stats.tokens);
+}
+
+void qkv_daemon_learn(qkv_daemon *daemon) {
+  (void)qkv_store_learn(daemon->store, calibrated, daemon);
 }
 
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,

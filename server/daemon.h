@@ -42,6 +42,9 @@ void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
+// Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.
+void qkv_daemon_learn(qkv_daemon *daemon);
+
 // Sets the gauges from what they measure.
 void qkv_daemon_update_gauges(qkv_daemon *daemon);
 

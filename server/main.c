@@ -17,6 +17,7 @@
 #include "server/daemon.h"
 
 #define GAUGES_EVERY_MS 1000
+#define LEARN_EVERY_MS 250
 #define FILES_FEW 4096
 // What a drain may take beyond its grace: calls that are cut off end within the job they are in.
 #define DRAIN_SLACK_MS 20000
@@ -25,9 +26,9 @@ typedef struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
-  uv_timer_t gauges, deadline;
-  uv_work_t drain;
-  bool draining;
+  uv_timer_t gauges, calibrations, deadline;
+  uv_work_t drain, learn;
+  bool draining, learning;
 } main_loop;
 
 // Large messages come and go: glibc's defaults hand their pages back to the system and fault them in again
@@ -102,6 +103,25 @@ static void on_gauges(uv_timer_t *timer) {
   qkv_daemon_update_gauges(state->daemon);
 }
 
+static void learn(uv_work_t *work) {
+  main_loop *state = work->data;
+  qkv_daemon_learn(state->daemon);
+}
+
+static void on_learnt(uv_work_t *work, int status) {
+  (void)status;
+  main_loop *state = work->data;
+  state->learning = false;
+}
+
+// In a thread of libuv's pool, one at a time. The loop does not end before it has.
+static void on_learn(uv_timer_t *timer) {
+  main_loop *state = timer->data;
+  if (state->learning || state->draining) return;
+  state->learning = true;
+  uv_queue_work(&state->loop, &state->learn, learn, on_learnt);
+}
+
 static void on_deadline(uv_timer_t *timer) {
   (void)timer;
   qkv_log(QKV_LOG_ERROR, "calls did not end; exiting without them", NULL);
@@ -119,6 +139,7 @@ static void on_drained(uv_work_t *work, int status) {
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
+  uv_close((uv_handle_t *)&state->calibrations, NULL);
   uv_close((uv_handle_t *)&state->deadline, NULL);
 }
 
@@ -144,11 +165,14 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_init(&state->loop, &state->terminate);
   uv_signal_init(&state->loop, &state->interrupt);
   uv_timer_init(&state->loop, &state->gauges);
+  uv_timer_init(&state->loop, &state->calibrations);
   uv_timer_init(&state->loop, &state->deadline);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drain.data = state;
+  state->calibrations.data = state->learn.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
+  uv_timer_start(&state->calibrations, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
 }
 
 static void announce(const qkv_daemon *daemon) {

@@ -28,6 +28,7 @@
   X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows sent by Fetch.")                         \
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.") \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.") \
+  X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                  \
   X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                     \
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                     \
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")            \

@@ -10,19 +10,49 @@
 
 // ---- RegisterModel ----
 
+// The calibration is looked at first, so that a model is not registered without the one that it came with.
+static qkv_status read_calibration(const Qkv__V1__Model *message, const qkv_model *model,
+                                   const qkv_calibration **calibration, qkv_error *error) {
+  qkv_calibration *read = NULL;
+  qkv_model resolved = *model;
+  if (message->calibration.len == 0) return QKV_OK;
+  QKV_TRY(qkv_model_resolve(&resolved, error));
+  QKV_TRY(qkv_calibration_read(message->calibration.data, message->calibration.len, &read, error));
+  *calibration = read;
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(&resolved);
+  return qkv_calibration_check(read, &shape, error);
+}
+
+static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
+                                const qkv_model **registered, qkv_error *error) {
+  const qkv_calibration *calibration = NULL;
+  qkv_status status = read_calibration(message, model, &calibration, error);
+  if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
+  if (status == QKV_OK && calibration != NULL)
+    status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, error);
+  qkv_calibration_unref(&calibration);
+  return status;
+}
+
 static qkv_status register_model(qkv_daemon *daemon, const Qkv__V1__RegisterModelRequest *request,
                                  const qkv_model **registered, qkv_error *error) {
   qkv_model model;
   if (request->model == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "model is missing");
-  if (qkvi_model_read(request->model, &model, error) != QKV_OK) return qkv_error_prefix(error, "model.");
-  return qkv_store_register_model(daemon->store, &model, registered, error);
+  qkv_status status = qkvi_model_read(request->model, &model, error);
+  if (status != QKV_OK) {
+    status = qkv_error_prefix(error, "model.");
+  } else {
+    status = register_read(daemon, request->model, &model, registered, error);
+  }
+  qkvi_model_clear(&model);
+  return status;
 }
 
 static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   const qkv_model *registered = NULL;
   Qkv__V1__RegisterModelRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__register_model_request__descriptor, &error);
+      qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_status status = register_model(qkv_rpc_context(call), request, &registered, &error);
   qkvi_control_free(request);
@@ -33,6 +63,7 @@ static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
   qkvi_model_write(registered, &parts);
   response.model = &parts.model;
   qkvi_control_reply(call, &response.base);
+  qkvi_model_message_clear(&parts);
 }
 
 // ---- GetModel and ListModels ----
@@ -95,6 +126,7 @@ static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
   entry_message answer;
   write_entry(&found, &answer);
   qkvi_control_reply(call, &answer.response.base);
+  qkvi_model_message_clear(&answer.parts);
 }
 
 static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
@@ -118,6 +150,7 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   response.n_models = list.count;
   response.models = rows;
   qkvi_control_reply(call, &response.base);
+  for (size_t i = 0; i < list.count; i++) qkvi_model_message_clear(&parts[i].parts);
   free(rows);
   free(parts);
   free(list.entries);

@@ -32,10 +32,30 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
     {"bits-k", QKV_OPTION_REAL, AT(bits_k), "4", 0, 0, "BITS",
-     "Bits per coordinate of keys (1, 2, 3, 4 or 8) where neither model nor session says."},
-    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 0, 0, "BITS", "The same for values (1, 2, 3, 4 or 8)."},
+     "Bits per coordinate of keys, in eighths up to 8, where neither model nor session says."},
+    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 0, 0, "BITS", "The same for values."},
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
      "Newest tokens kept exact where neither model nor session says."},
+    {"anchor", QKV_OPTION_STRING, AT(anchor), "auto", 0, 0, "KIND",
+     "What rows are predicted by where neither model nor session says: none, mean, group, chain, or auto, whichever "
+     "errs least at equal bytes."},
+    {"anchor-every", QKV_OPTION_INTEGER, AT(anchor_every), "0", 0, QKV_ANCHOR_EVERY_MAX, "TOKENS",
+     "Chains store a new anchor after so many tokens; 0: only as a page begins."},
+    {"anchor-threshold", QKV_OPTION_REAL, AT(anchor_threshold), "0", 0, QKV_ANCHOR_THRESHOLD_MAX, "RATIO",
+     "Chains store a new anchor where a row differs from the one before by more than this part of its norm; 0: off."},
+    {"low-rank", QKV_OPTION_STRING, AT(low_rank), "none", 0, 0, "KIND",
+     "Low-rank factors of pages where neither model nor session says: none, predictor, correction, or auto, where "
+     "they "
+     "lower the error at equal bytes."},
+    {"rank", QKV_OPTION_INTEGER, AT(rank), "4", 1, QKV_RANK_MAX, "N",
+     "The rank of such factors; for auto the highest."},
+    {"gqa-compensation", QKV_OPTION_FLAG, AT(gqa_compensation), NULL, 0, 0, NULL,
+     "More bits, up to 8, where several query heads share a KV head: one for 2 to 4, two for up to 16, where neither "
+     "model nor session says."},
+    {"calibrate-tokens", QKV_OPTION_INTEGER, AT(calibrate_tokens), "16384", 0, 1e12, "TOKENS",
+     "Tokens after which a model's code is calibrated from its traffic, for pages to come; 0: never."},
+    {"calibrate-skip", QKV_OPTION_LIST, AT(calibrate_skip), NULL, 0, 0, "TENANT",
+     "Tenants whose rows do not teach calibrations."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
      "How long running calls may go on after SIGTERM."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
@@ -55,7 +75,8 @@ const size_t qkv_server_option_count = sizeof(qkv_server_option_table) / sizeof(
 
 static qkv_status check_bits(const char *name, double bits, qkv_error *error) {
   if (qkv_codec_at(0)->bits_valid(bits)) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %g, allowed are 1, 2, 3, 4 and 8", name, bits);
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %g, allowed are multiples of %g up to %d", name, bits,
+                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
 }
 
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
@@ -77,8 +98,36 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   }
   QKV_TRY(check_bits("bits-k", values->bits_k, error));
   QKV_TRY(check_bits("bits-v", values->bits_v, error));
-  const qkv_policy policy = {NULL, values->bits_k, values->bits_v, values->recent_window};
-  return qkv_policy_check(&policy, error);
+  qkv_anchor_kind kind;
+  qkv_low_rank_mode mode;
+  if (!qkv_low_rank_parse(values->low_rank, &mode)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--low-rank is %s, known are none, predictor, correction and auto",
+                    values->low_rank);
+  }
+  if (qkv_anchor_parse(values->anchor, &kind)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--anchor is %s, known are none, mean, group, chain and auto",
+                  values->anchor);
+}
+
+qkv_policy qkv_server_options_policy(const qkv_server_options *values) {
+  qkv_policy policy = {
+      .codec = qkv_codec_at(0),
+      .bits_k = values->bits_k,
+      .bits_v = values->bits_v,
+      .recent_window = values->recent_window,
+      .low_rank_said = true,
+      .low_rank = {.rank = (uint8_t)values->rank},
+      .gqa_said = true,
+      .gqa_compensation = values->gqa_compensation,
+      .learn_said = true,
+      .learn = true,
+      .anchor_said = true,
+      .anchor = {.every = (uint32_t)values->anchor_every, .threshold = (float)values->anchor_threshold}};
+  bool known = qkv_anchor_parse(values->anchor, &policy.anchor.kind);
+  known &= qkv_low_rank_parse(values->low_rank, &policy.low_rank.mode);
+  assert(known);
+  (void)known;
+  return policy;
 }
 
 qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *values, qkv_options **set,

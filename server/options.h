@@ -8,6 +8,7 @@
 
 #include "engine/base/log.h"
 #include "engine/base/option.h"
+#include "engine/cache/model.h"
 
 typedef struct qkv_server_options {
   qkv_option_list listen;        // "unix:PATH" or "HOST:PORT"
@@ -24,8 +25,16 @@ typedef struct qkv_server_options {
   int64_t limit_queue;           // jobs that wait for the compute pool
   double bits_k, bits_v;         // what sessions and models fall back to, per coordinate
   int64_t recent_window;         // tokens kept exact, the same
-  int64_t drain_grace;           // ms
-  qkv_option_list cpu_mask;      // processor features that may be used; none given: all
+  const char *anchor;            // what rows are predicted by, the same
+  int64_t anchor_every;          // of chains
+  double anchor_threshold;       // of chains
+  const char *low_rank;          // the same of low-rank factors
+  int64_t rank;
+  bool gqa_compensation;
+  int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
+  qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
+  int64_t drain_grace;             // ms
+  qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
   bool discard;  // appended rows are checked, acknowledged and dropped
   bool print_options, print_metrics, help, version;
@@ -44,5 +53,8 @@ qkv_log_level qkv_server_options_log_level(const qkv_server_options *values);
 
 // The features that `cpu-mask` names; it has been checked.
 uint32_t qkv_server_options_cpu_mask(const qkv_server_options *values);
+
+// What models and sessions fall back to; it has been checked.
+qkv_policy qkv_server_options_policy(const qkv_server_options *values);
 
 #endif

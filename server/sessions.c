@@ -80,6 +80,12 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
                                qkv_session **session, qkv_error *error) {
   qkv_session_config config;
   QKV_TRY(read_config(request, &config, error));
+  const qkv_option_list *skipped = &daemon->options->calibrate_skip;
+  for (size_t i = 0; i < skipped->count; i++) {
+    if (strcmp(skipped->items[i], config.tenant) != 0) continue;
+    config.policy.learn_said = true;
+    config.policy.learn = false;
+  }
   return qkv_store_open(daemon->store, &config, request->model, session, error);
 }
 

@@ -49,11 +49,15 @@ static int engine_failed(const qkv_error *error) {
 static int open_in_process(both_sides *sides) {
   const qkv_bench_settings *settings = sides->settings;
   qkv_error error = {0};
-  qkv_store_config config = {
-      .memory_budget = 4ull << 30,
-      .models_max = 1,
-      .sessions_max = 1,
-      .policy = {qkv_codec_by_id(QKV_CODEC_EMBEDDED), (double)settings->bits_k, (double)settings->bits_v, 64}};
+  qkv_store_config config = {.memory_budget = 4ull << 30,
+                             .models_max = 1,
+                             .sessions_max = 1,
+                             .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+                                        .bits_k = (double)settings->bits_k,
+                                        .bits_v = (double)settings->bits_v,
+                                        .recent_window = 64,
+                                        .anchor_said = true,
+                                        .anchor = {.kind = QKV_ANCHOR_AUTO}}};
   qkv_model model = {.name = NAME,
                      .layers = 1,
                      .kv_heads = (uint32_t)settings->kv_heads,
@@ -78,7 +82,7 @@ static int open_in_daemon(both_sides *sides, const char *target) {
   sides->client = qkv_bench_connect(settings, target);
   if (!sides->client) return 1;
   qkv_client_policy policy = {
-      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64};
+      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "auto"};
   // A daemon that was given may have the name already, with another geometry: name the geometry.
   char name[96];
   snprintf(name, sizeof name, NAME "-%lldx%lldx%lld", (long long)settings->dim, (long long)settings->kv_heads,

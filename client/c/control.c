@@ -38,6 +38,19 @@ static void fill_policy(const qkv_client_policy *from, Qkv__V1__CodecPolicy *to)
   to->codec = text_or_empty(from->codec);
   to->bits_k = from->bits_k;
   to->bits_v = from->bits_v;
+  to->anchor = text_or_empty(from->anchor);
+  to->anchor_every = from->anchor_every;
+  to->anchor_threshold = from->anchor_threshold;
+  to->low_rank = text_or_empty(from->low_rank);
+  to->rank = from->rank;
+  if (from->gqa_compensation != 0) {
+    to->gqa_compensation_set_case = QKV__V1__CODEC_POLICY__GQA_COMPENSATION_SET_GQA_COMPENSATION;
+    to->gqa_compensation = from->gqa_compensation > 0;
+  }
+  if (from->self_calibration != 0) {
+    to->self_calibration_set_case = QKV__V1__CODEC_POLICY__SELF_CALIBRATION_SET_SELF_CALIBRATION;
+    to->self_calibration = from->self_calibration > 0;
+  }
   if (from->recent_window < 0) return;
   to->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
   to->recent_window = from->recent_window < UINT32_MAX ? (uint32_t)from->recent_window : UINT32_MAX;
@@ -77,6 +90,8 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   message.scale = model->scale;
   message.sliding_window = model->sliding_window;
   message.soft_cap = model->soft_cap;
+  message.calibration.data = (uint8_t *)(uintptr_t)model->calibration;
+  message.calibration.len = model->calibration != NULL ? model->calibration_bytes : 0;
   if (model->policy != NULL) {
     fill_policy(model->policy, &policy);
     message.policy = &policy;

@@ -85,6 +85,13 @@ typedef struct qkv_client_policy {
   const char *codec;      // NULL: the next level's
   double bits_k, bits_v;  // 0: the next level's
   int64_t recent_window;  // -1: the next level's. (A zeroed struct asks for a window of 0.)
+  const char *anchor;     // "none", "mean", "group", "chain", "auto"; NULL: the next level's, with its settings
+  uint32_t anchor_every;
+  double anchor_threshold;
+  const char *low_rank;  // "none", "predictor", "correction", "auto"; NULL: the next level's, with its rank
+  uint32_t rank;
+  int gqa_compensation;  // 0: the next level's, 1: on, -1: off
+  int self_calibration;  // the same
 } qkv_client_policy;
 
 typedef struct qkv_client_model {
@@ -96,6 +103,8 @@ typedef struct qkv_client_model {
   uint64_t sliding_window;
   double soft_cap;
   const qkv_client_policy *policy;  // NULL: the daemon's
+  const void *calibration;          // a calibration file's bytes; NULL: the model's stays as it is
+  size_t calibration_bytes;
 } qkv_client_model;
 
 // Registers; the same model again is ok. ALREADY_EXISTS: another model has the name.

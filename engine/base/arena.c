@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <malloc.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -72,6 +73,32 @@ void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes) {
   if (block == NULL) return;
   free(block);
   subtract(&arena->claimed, qkv_arena_cost(bytes));
+}
+
+void *qkv_arena_alloc_beside(size_t bytes) {
+  assert(bytes > 0);
+  void *block = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(bytes));
+  assert(block != NULL);
+  return block;
+}
+
+void qkv_arena_free_beside(void *block) {
+  free(block);
+}
+
+qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error) {
+  const size_t less = qkv_arena_cost(left), more = qkv_arena_cost(made);
+  if (more > less) {
+    QKV_TRY(qkv_arena_reserve(arena, more - less, error));
+    subtract(&arena->reserved, more - less);
+  } else {
+    subtract(&arena->claimed, less - more);
+  }
+  return QKV_OK;
+}
+
+void qkv_arena_trim(void) {
+  (void)malloc_trim(0);
 }
 
 qkv_arena_stats qkv_arena_read(const qkv_arena *arena) {

@@ -44,6 +44,18 @@ void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes);
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
 
+// For a block that takes another's place, made while the other one is still in use: it is allocated beside the budget
+// and freed so unless it gets there; then the arena counts `made` in place of `left` bytes (0: of none), the one that
+// left is freed beside the budget, the other one by qkv_arena_free. So a smaller block never needs room for both.
+// Recounting can fail only where more bytes are needed: RESOURCE_EXHAUSTED as above, with nothing changed.
+void *qkv_arena_alloc_beside(size_t bytes);
+void qkv_arena_free_beside(void *block);
+qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error);
+
+// Gives what has been freed back to the machine, as far as it lies in whole pages. Takes milliseconds where much is
+// held: for whoever has just freed megabytes.
+void qkv_arena_trim(void);
+
 qkv_arena_stats qkv_arena_read(const qkv_arena *arena);
 
 #endif

@@ -6,26 +6,20 @@
 
 #include "engine/cache/layer_internal.h"
 
-void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config) {
+void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config, const qkv_coder *coder) {
   assert(config->first_position <= QKV_POSITION_MAX && config->policy.recent_window >= 0);
-  *layer = (qkv_layer){.config = *config, .sealed = config->first_position, .length = config->first_position};
+  *layer = (qkv_layer){
+      .config = *config, .coder = coder, .sealed = config->first_position, .length = config->first_position};
+  layer->clock = qkv_ema_clock_create(&config->ema, config->model->kv_heads);
 }
 
 void qkv_layer_deinit(qkv_layer *layer) {
   qkv_layer_truncate(layer, layer->config.first_position);
-  assert(layer->bytes_coded == 0);
+  assert(layer->bytes_coded == 0 && layer->bytes_beside == 0);
+  qkv_ema_clock_destroy(&layer->clock);
   free(layer->pages);
   free((void *)layer->tail);
   *layer = (qkv_layer){0};
-}
-
-qkv_page_shape qkv_layer_shape(const qkv_layer *layer) {
-  const qkv_model *model = layer->config.model;
-  return (qkv_page_shape){.kv_heads = (uint16_t)model->kv_heads,
-                          .key_dim = (uint16_t)model->key_dim,
-                          .value_dim = (uint16_t)model->value_dim,
-                          .bits_k = (uint8_t)layer->config.policy.bits_k,
-                          .bits_v = (uint8_t)layer->config.policy.bits_v};
 }
 
 size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position) {
@@ -40,6 +34,26 @@ size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position) {
     }
   }
   return low;
+}
+
+// The first page whose range is `range` or a later one.
+static size_t range_begin(const qkv_layer *layer, size_t range) {
+  size_t low = 0, high = layer->page_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (layer->pages[middle].range >= range) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+void qkv_layer_range(const qkv_layer *layer, size_t range, size_t *first, size_t *end) {
+  *first = range_begin(layer, range);
+  *end = range_begin(layer, range + 1);
+  assert(*first < *end);
 }
 
 const void *qkv_layer_exact_row(const qkv_layer *layer, qkv_part part, uint64_t position, uint32_t kv_head) {
@@ -58,6 +72,13 @@ static void drop_blocks(qkv_layer *layer, uint64_t kept) {
   }
 }
 
+static void drop_beside(qkv_layer *layer, const qkv_page_entry *entry) {
+  qkv_arena *arena = layer->config.arena;
+  layer->bytes_beside -= qkvi_beside_bytes(layer, entry);
+  if (entry->full != NULL) qkv_arena_free(arena, (void *)entry->full, entry->full_bytes);
+  if (entry->ema != NULL) qkv_arena_free(arena, entry->ema, qkv_ema_bytes(layer->config.model->kv_heads));
+}
+
 static void drop_pages(qkv_layer *layer, uint64_t position) {
   while (layer->page_count > 0) {
     qkv_page_entry *last = &layer->pages[layer->page_count - 1];
@@ -65,6 +86,7 @@ static void drop_pages(qkv_layer *layer, uint64_t position) {
       last->tokens = (uint32_t)(position - last->position);
       return;
     }
+    drop_beside(layer, last);
     layer->bytes_coded -= qkv_arena_cost(last->bytes);
     qkv_arena_free(layer->config.arena, (void *)last->page, last->bytes);
     layer->page_count--;
@@ -89,7 +111,7 @@ typedef struct row_copy {
   qkv_part part;
   uint32_t dim;
   uint64_t begin, end;  // positions
-  bool rotate_back;
+  bool before_rope;
   float *out;  // [end - begin][kv_heads][dim]
 } row_copy;
 
@@ -104,7 +126,7 @@ static void copy_page(const row_copy *copy, const qkv_page_entry *entry, float *
   uint64_t end = entry->position + entry->tokens;
   if (end > copy->end) end = copy->end;
   for (uint32_t head = 0; head < layer->config.model->kv_heads; head++) {
-    layer->config.policy.codec->decode(entry->page, (uint16_t)head, copy->part, rows);
+    entry->coder->codec->decode(entry->coder, entry->page, (uint16_t)head, copy->part, copy->before_rope, rows);
     for (uint64_t position = begin; position < end; position++) {
       memcpy(out_row(copy, position, head), rows + (position - entry->position) * copy->dim,
              copy->dim * sizeof *rows);
@@ -127,17 +149,9 @@ static void copy_tail(const row_copy *copy) {
   uint64_t position = copy->begin > layer->sealed ? copy->begin : layer->sealed;
   for (; position < copy->end; position++) {
     for (uint32_t head = 0; head < model->kv_heads; head++) {
-      qkv_to_float(model->dtype, qkv_layer_exact_row(layer, copy->part, position, head),
-                   out_row(copy, position, head), copy->dim);
-    }
-  }
-}
-
-static void rotate_back(const row_copy *copy) {
-  const qkv_model *model = copy->layer->config.model;
-  for (uint64_t position = copy->begin; position < copy->end; position++) {
-    for (uint32_t head = 0; head < model->kv_heads; head++) {
-      qkv_rope_inverse(&model->rope, out_row(copy, position, head), position);
+      float *row = out_row(copy, position, head);
+      qkv_to_float(model->dtype, qkv_layer_exact_row(layer, copy->part, position, head), row, copy->dim);
+      if (copy->before_rope) qkv_rope_inverse(&model->rope, row, position);
     }
   }
 }
@@ -151,11 +165,10 @@ void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint6
                    .dim = qkvi_part_dim(model, part),
                    .begin = begin,
                    .end = begin + tokens,
-                   .rotate_back = before_rope && part == QKV_K && model->rope.theta != 0,
+                   .before_rope = before_rope && part == QKV_K && model->rope.theta != 0,
                    .out = out};
   if (begin < layer->sealed) copy_pages(&copy);
   copy_tail(&copy);
-  if (copy.rotate_back) rotate_back(&copy);
 }
 
 // ---- Usage and invariants ----
@@ -164,17 +177,24 @@ qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
   return (qkv_layer_usage){.tokens_coded = layer->sealed - layer->config.first_position,
                            .tokens_exact = layer->length - layer->sealed,
                            .bytes_coded = layer->bytes_coded,
+                           .bytes_beside = layer->bytes_beside,
                            .bytes_exact = layer->tail_count * qkv_arena_cost(qkvi_block_bytes(layer->config.model))};
 }
 
 static const char *validate_page(const qkv_layer *layer, const qkv_page_entry *entry, uint64_t position) {
-  const qkv_codec *codec = layer->config.policy.codec;
   if (entry->position != position) return "a page does not begin where the one before ends";
-  if (codec->validate(entry->page, entry->bytes, NULL) != QKV_OK) return "a page's image is damaged";
+  if (entry->coder->codec->validate(entry->coder, entry->page, entry->bytes, NULL) != QKV_OK)
+    return "a page's image is damaged";
   const qkv_page_header *header = entry->page;
   if (header->position != entry->position) return "a page's image has another position";
   if (header->layer != layer->config.layer) return "a page's image has another layer";
   if (entry->tokens < 1 || entry->tokens > header->tokens) return "a page holds fewer tokens than are valid";
+  if ((entry->ema != NULL) != (layer->clock != NULL)) return "a page has averages where attention is not counted";
+  if (entry->serial >= layer->next_serial) return "a page's serial is one of the future";
+  if (entry->full == NULL) return NULL;
+  if (!layer->config.keep_full) return "a page is kept in full, which is not wanted";
+  if (entry->coder->codec->validate(entry->coder, entry->full, entry->full_bytes, NULL) != QKV_OK)
+    return "a full page's image is damaged";
   return NULL;
 }
 
@@ -183,7 +203,10 @@ static const char *validate_tail(const qkv_layer *layer) {
   uint64_t exact = layer->length - layer->sealed;
   if (layer->tail_count != qkvi_blocks(exact)) return "the tail has not as many blocks as its tokens need";
   if (layer->tail_count > layer->tail_capacity) return "the tail is longer than its array";
-  if (exact >= QKV_PAGE_TOKENS + (uint64_t)layer->config.policy.recent_window) return "a page was not sealed";
+  if (!qkv_codec_is_exact(layer->coder->codec) &&
+      exact >= QKV_PAGE_TOKENS + (uint64_t)layer->config.policy.recent_window) {
+    return "a page was not sealed";
+  }
   for (size_t i = 0; i < layer->tail_count; i++) {
     if (layer->tail[i] == NULL) return "a block of the tail is missing";
   }
@@ -191,15 +214,24 @@ static const char *validate_tail(const qkv_layer *layer) {
 }
 
 const char *qkv_layer_validate(const qkv_layer *layer) {
-  uint64_t position = layer->config.first_position, bytes = 0;
+  uint64_t position = layer->config.first_position, bytes = 0, beside = 0;
+  size_t next_range = 0, in_range = 0;
   if (layer->page_count > layer->page_capacity) return "the page table is longer than its array";
   for (size_t i = 0; i < layer->page_count; i++) {
     const char *reason = validate_page(layer, &layer->pages[i], position);
     if (reason != NULL) return reason;
+    if (layer->pages[i].range != next_range) {
+      if (layer->pages[i].range != ++next_range) return "a page's range is not the one that follows";
+      in_range = 0;
+    }
+    if (++in_range > QKV_RANGE_PAGES) return "a range has too many pages";
+    if (in_range > 1 && layer->pages[i].coder != layer->pages[i - 1].coder) return "a range has two coders";
     position += layer->pages[i].tokens;
     bytes += qkv_arena_cost(layer->pages[i].bytes);
+    beside += qkvi_beside_bytes(layer, &layer->pages[i]);
   }
   if (position != layer->sealed) return "the pages do not end at sealed";
   if (bytes != layer->bytes_coded) return "bytes_coded is not the sum of the pages";
+  if (beside != layer->bytes_beside) return "bytes_beside is not the sum of what the pages have beside them";
   return validate_tail(layer);
 }

@@ -9,8 +9,14 @@
 // the page and lowers the count of its tokens that are valid; later rows start a new page, so pages begin
 // anywhere and hold 1 to 64 tokens.
 //
+// Pages are coded by the layer's coder. It can change at any time; pages that are there keep theirs. Pages come in
+// *ranges* of up to QKV_RANGE_PAGES, each of one coder: what attention is split by.
+//
 // Memory is the arena's: every byte is reserved before anything changes, so an append that does not fit
 // changes nothing.
+//
+// Where attention is counted (ema.h), every page has its averages beside it. A page's image may be exchanged for one
+// at other tiers (retier.h); with keep_full the one that was coded first stays, and with it the way back.
 //
 // Threads: not safe; session.h holds the lock. Readers (attend, rows) may run together.
 #ifndef QKV_ENGINE_CACHE_LAYER_H
@@ -20,10 +26,13 @@
 
 #include "engine/base/arena.h"
 #include "engine/base/tensor.h"
+#include "engine/cache/ema.h"
 #include "engine/cache/model.h"
 
 // Positions end here: RoPE computes in double, which counts exactly no further.
 #define QKV_POSITION_MAX ((uint64_t)1 << 53)
+
+#define QKV_RANGE_PAGES 64  // 4096 tokens
 
 // Fixed for a layer's life; the pointers are borrowed.
 typedef struct qkv_layer_config {
@@ -32,28 +41,42 @@ typedef struct qkv_layer_config {
   uint32_t layer;
   uint64_t first_position;
   qkv_arena *arena;
+  qkv_ema_options ema;
+  bool keep_full;  // a page that goes to lower tiers stays beside in full
 } qkv_layer_config;
 
 typedef struct qkv_page_entry {
-  const void *page;   // image, owned
-  uint32_t bytes;     // of the image
-  uint32_t tokens;    // valid ones
-  uint64_t position;  // of its first token
+  const void *page;        // image, owned
+  const qkv_coder *coder;  // what it is coded by
+  uint32_t bytes;          // of the image
+  uint32_t tokens;         // valid ones
+  uint64_t position;       // of its first token
+  uint32_t range;          // that it belongs to; ascending without gaps from 0
+  bool lost;               // planes have been dropped and not kept
+  uint32_t full_bytes;     // of the next
+  const void *full;        // the page as it was coded, owned; NULL: `page` is the most that is held
+  qkv_ema *ema;            // owned; NULL: attention is not counted
+  uint64_t serial;         // of the image: another one, another number, in the layer's whole life
 } qkv_page_entry;
 
 // 64 tokens' exact rows: K [64][kv_heads][key_dim], then V [64][kv_heads][value_dim], in the model's dtype.
 typedef struct qkv_layer {
   qkv_layer_config config;
-  uint64_t sealed;  // positions below are in pages
-  uint64_t length;  // the next position
+  const qkv_coder *coder;  // of the pages to come
+  uint64_t sealed;         // positions below are in pages
+  uint64_t length;         // the next position
   qkv_page_entry *pages;
   size_t page_count, page_capacity;
-  uint64_t bytes_coded;  // of the pages, as the arena counts them
+  uint64_t bytes_coded;   // of the pages, as the arena counts them
+  uint64_t bytes_beside;  // of full pages and averages, likewise
+  uint64_t next_serial;
+  qkv_ema_clock *clock;  // NULL: attention is not counted
   void **tail;           // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
 } qkv_layer;
 
-void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config);
+// Coders outlive the layer.
+void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config, const qkv_coder *coder);
 void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 
 // Appends k [tokens, kv_heads, key_dim] and v [tokens, kv_heads, value_dim] at `position`; both have passed
@@ -74,15 +97,17 @@ void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
 
-// For readers: how pages are coded; the first page that ends beyond `position` (page_count: none); and one
-// head's exact row, in the model's dtype, at a position that is in the tail (asserted).
-qkv_page_shape qkv_layer_shape(const qkv_layer *layer);
+// For readers: the first page that ends beyond `position` (page_count: none); a range's pages, [*first, *end), of a
+// range that is there (asserted); and one head's exact row, in the model's dtype, at a position that is in the tail
+// (asserted).
 size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position);
+void qkv_layer_range(const qkv_layer *layer, size_t range, size_t *first, size_t *end);
 const void *qkv_layer_exact_row(const qkv_layer *layer, qkv_part part, uint64_t position, uint32_t kv_head);
 
 typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
+  uint64_t bytes_beside;              // full pages that are kept, averages of attention; likewise
 } qkv_layer_usage;
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer);

@@ -162,10 +162,10 @@ static uint64_t same_tokens(const append *a, const qkv_page_entry *entry, uint64
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     for (uint32_t head = 0; head < a->model->kv_heads && same > 0; head++) {
       read_held_form(a, part, head, position, same, rows);
-      same = entry == NULL ? same_exact(a, part, head, position, same, rows)
-                           : a->layer->config.policy.codec->rows_match(entry->page, (uint16_t)head, part,
-                                                                       (uint32_t)(position - entry->position),
-                                                                       (uint32_t)same, rows);
+      same = entry == NULL
+                 ? same_exact(a, part, head, position, same, rows)
+                 : entry->coder->codec->rows_match(entry->coder, entry->page, (uint16_t)head, part,
+                                                   (uint32_t)(position - entry->position), (uint32_t)same, rows);
     }
   }
   return same;
@@ -201,13 +201,14 @@ static append_plan plan_append(const append *a) {
   const qkv_layer *layer = a->layer;
   uint64_t window = (uint64_t)layer->config.policy.recent_window;
   uint64_t exact = a->end - layer->sealed;
-  append_plan plan = {.pages = exact > window ? (exact - window) / QKV_PAGE_TOKENS : 0};
+  bool coded = !qkv_codec_is_exact(layer->coder->codec);
+  append_plan plan = {.pages = coded && exact > window ? (exact - window) / QKV_PAGE_TOKENS : 0};
   plan.blocks = qkvi_blocks(exact - plan.pages * QKV_PAGE_TOKENS);
   if (plan.blocks < layer->tail_count) plan.blocks = layer->tail_count;
   if (plan.blocks == 0) plan.blocks = 1;
 
-  qkv_page_shape shape = qkv_layer_shape(layer);
-  uint64_t page_cost = qkv_arena_cost(layer->config.policy.codec->page_bytes(&shape));
+  uint64_t page_cost =
+      coded ? qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)) + qkvi_ema_cost(layer) : 0;
   uint64_t block_cost = qkv_arena_cost(qkvi_block_bytes(a->model));
   uint64_t pages_bytes, blocks_bytes;
   bool too_much = __builtin_mul_overflow(plan.pages, page_cost, &pages_bytes);
@@ -237,32 +238,65 @@ static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
 // The tail while it is worked on: a block whose page has been sealed waits behind the tail for its next use.
 typedef struct tail_work {
   const append *append;
-  size_t blocks;     // held: tail_count in use, the others spare
-  float *k, *v;      // one page's rows; NULL where no page gets sealed
-  size_t page_size;  // bytes
+  size_t blocks;       // held: tail_count in use, the others spare
+  float *k, *v;        // one page's rows; NULL where no page gets sealed
+  void *image;         // room for a page of any size, as soon as one gets sealed
+  size_t image_bytes;  // of that room: what was reserved for each page
 } tail_work;
 
 static bool may_seal(const append *a) {
   const qkv_layer *layer = a->layer;
   uint64_t page_end = layer->sealed + QKV_PAGE_TOKENS;
+  if (qkv_codec_is_exact(layer->coder->codec)) return false;
   return page_end <= layer->length && page_end + (uint64_t)layer->config.policy.recent_window <= a->end;
+}
+
+// A range is full, or the page is of another coder than the last one.
+static uint32_t next_range(const qkv_layer *layer) {
+  if (layer->page_count == 0) return 0;
+  const qkv_page_entry *last = &layer->pages[layer->page_count - 1];
+  size_t first = layer->page_count - 1;
+  while (first > 0 && layer->pages[first - 1].range == last->range) first--;
+  bool fits = layer->page_count - first < QKV_RANGE_PAGES && last->coder == layer->coder;
+  return last->range + (fits ? 0 : 1);
+}
+
+static qkv_ema *new_ema(const qkv_layer *layer) {
+  if (layer->clock == NULL) return NULL;
+  const uint32_t heads = layer->config.model->kv_heads;
+  qkv_ema *ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(heads));
+  qkv_ema_init(ema, heads, qkv_ema_clock_now(layer->clock));
+  return ema;
 }
 
 static void seal_first(tail_work *work) {
   qkv_layer *layer = work->append->layer;
   const qkv_model *model = work->append->model;
-  const qkv_codec *codec = layer->config.policy.codec;
-  qkv_page_shape shape = qkv_layer_shape(layer);
   void *block = layer->tail[0];
   size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
   qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_K, 0, 0), work->k, rows * model->key_dim);
   qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_V, 0, 0), work->v, rows * model->value_dim);
 
-  void *page = qkv_arena_alloc(layer->config.arena, work->page_size);
-  codec->encode(&shape, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v, page);
-  layer->pages[layer->page_count++] = (qkv_page_entry){
-      .page = page, .bytes = (uint32_t)work->page_size, .tokens = QKV_PAGE_TOKENS, .position = layer->sealed};
-  layer->bytes_coded += qkv_arena_cost(work->page_size);
+  size_t bytes =
+      layer->coder->codec->encode(layer->coder, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v, work->image);
+  void *page = qkv_arena_alloc(layer->config.arena, bytes);
+  memcpy(page, work->image, bytes);
+  if (model->learner != NULL && layer->config.policy.learn) {
+    qkv_learner_page(model->learner, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v,
+                     layer->coder, page);
+  }
+  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(work->image_bytes) - qkv_arena_cost(bytes));
+  layer->pages[layer->page_count] = (qkv_page_entry){.page = page,
+                                                     .coder = layer->coder,
+                                                     .bytes = (uint32_t)bytes,
+                                                     .tokens = QKV_PAGE_TOKENS,
+                                                     .position = layer->sealed,
+                                                     .range = next_range(layer),
+                                                     .ema = new_ema(layer),
+                                                     .serial = layer->next_serial++};
+  layer->page_count++;
+  layer->bytes_beside += qkvi_ema_cost(layer);
+  layer->bytes_coded += qkv_arena_cost(bytes);
   layer->sealed += QKV_PAGE_TOKENS;
 
   memmove((void *)layer->tail, (void *)(layer->tail + 1), (work->blocks - 1) * sizeof *layer->tail);
@@ -306,9 +340,10 @@ static void apply(const append *a, const append_plan *plan) {
   qkv_layer *layer = a->layer;
   tail_work work = {.append = a, .blocks = layer->tail_count};
   if (plan->pages > 0) {
-    qkv_page_shape shape = qkv_layer_shape(layer);
     size_t rows = (size_t)QKV_PAGE_TOKENS * a->model->kv_heads;
-    work.page_size = layer->config.policy.codec->page_bytes(&shape);
+    work.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder));
+    work.image = aligned_alloc(QKV_ARENA_ALIGN, work.image_bytes);
+    assert(work.image != NULL);
     work.k = calloc(rows * (a->model->key_dim + a->model->value_dim), sizeof *work.k);
     assert(work.k != NULL);
     work.v = work.k + rows * a->model->key_dim;
@@ -320,6 +355,7 @@ static void apply(const append *a, const append_plan *plan) {
   }
   assert(work.blocks == plan->blocks);
   free_spares(&work);
+  free(work.image);
   free(work.k);
 }
 

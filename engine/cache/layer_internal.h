@@ -1,4 +1,4 @@
-// What layer.c and layer_append.c share: where things lie in the tail.
+// What layer.c, layer_append.c and layer_retier.c share: where things lie in the tail, what pages take beside them.
 #ifndef QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 #define QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 
@@ -24,6 +24,15 @@ static inline uint64_t qkvi_blocks(uint64_t tokens) {
 
 static inline uint32_t qkvi_part_dim(const qkv_model *model, qkv_part part) {
   return part == QKV_K ? model->key_dim : model->value_dim;
+}
+
+// What the arena counts for a page's averages, and for all that it has beside its image.
+static inline size_t qkvi_ema_cost(const qkv_layer *layer) {
+  return layer->clock == NULL ? 0 : qkv_arena_cost(qkv_ema_bytes(layer->config.model->kv_heads));
+}
+
+static inline size_t qkvi_beside_bytes(const qkv_layer *layer, const qkv_page_entry *entry) {
+  return qkvi_ema_cost(layer) + (entry->full == NULL ? 0 : qkv_arena_cost(entry->full_bytes));
 }
 
 // Where a token's row of a head lies in an exact block.

@@ -11,34 +11,43 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
   if (policy->bits_k == 0) policy->bits_k = fallback->bits_k;
   if (policy->bits_v == 0) policy->bits_v = fallback->bits_v;
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
-}
-
-// "1, 2, 3, 4 and 8": the whole bits that a codec takes.
-static void list_bits(const qkv_codec *codec, char *text, size_t size) {
-  int allowed[QKV_TIER_MAX];
-  size_t count = 0;
-  for (int bits = 1; bits <= QKV_TIER_MAX; bits++) {
-    if (codec->bits_valid(bits)) allowed[count++] = bits;
-  }
-  size_t length = 0;
-  text[0] = '\0';
-  for (size_t i = 0; i < count && length < size; i++) {
-    const char *separator = i == 0 ? "" : i + 1 == count ? " and " : ", ";
-    length += (size_t)snprintf(text + length, size - length, "%s%d", separator, allowed[i]);
-  }
+  if (!policy->anchor_said) policy->anchor = fallback->anchor;
+  policy->anchor_said |= fallback->anchor_said;
+  if (!policy->gqa_said) policy->gqa_compensation = fallback->gqa_compensation;
+  policy->gqa_said |= fallback->gqa_said;
+  if (!policy->low_rank_said) policy->low_rank = fallback->low_rank;
+  policy->low_rank_said |= fallback->low_rank_said;
+  if (!policy->learn_said) policy->learn = fallback->learn;
+  policy->learn_said |= fallback->learn_said;
 }
 
 static qkv_status check_bits(const qkv_codec *codec, const char *field, double bits, qkv_error *error) {
   if (bits == 0 || codec->bits_valid(bits)) return QKV_OK;
-  char allowed[64];
-  list_bits(codec, allowed, sizeof allowed);
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is %g, allowed are %s", field, bits, allowed);
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is %g, allowed are multiples of %g up to %d", field, bits,
+                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+}
+
+static qkv_status check_anchor(const qkv_anchor_options *anchor, qkv_error *error) {
+  if (anchor->every > QKV_ANCHOR_EVERY_MAX) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.anchor_every is %" PRIu32 ", allowed are 0 to %d",
+                    anchor->every, QKV_ANCHOR_EVERY_MAX);
+  }
+  if (!(anchor->threshold >= 0 && (double)anchor->threshold <= QKV_ANCHOR_THRESHOLD_MAX)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.anchor_threshold is %g, allowed are 0 to %g",
+                    (double)anchor->threshold, QKV_ANCHOR_THRESHOLD_MAX);
+  }
+  return QKV_OK;
 }
 
 qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error) {
   const qkv_codec *codec = policy->codec != NULL ? policy->codec : qkv_codec_by_id(QKV_CODEC_EMBEDDED);
   QKV_TRY(check_bits(codec, "bits_k", policy->bits_k, error));
   QKV_TRY(check_bits(codec, "bits_v", policy->bits_v, error));
+  QKV_TRY(check_anchor(&policy->anchor, error));
+  if (policy->low_rank.rank > QKV_RANK_MAX) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.rank is %u, allowed are 0 to %d", policy->low_rank.rank,
+                    QKV_RANK_MAX);
+  }
   if (policy->recent_window < -1 || policy->recent_window > QKV_RECENT_WINDOW_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.recent_window is %" PRId64 ", allowed are 0 to %d",
                     policy->recent_window, QKV_RECENT_WINDOW_MAX);
@@ -105,6 +114,28 @@ static qkv_status in_model(qkv_status status, qkv_error *error) {
   return status != QKV_OK && error != NULL ? qkv_error_prefix(error, "model.") : status;
 }
 
+// Sorted by layer, each once, within limits.
+static qkv_status check_overrides(const qkv_model *model, qkv_error *error) {
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    const qkv_layer_override *override = &model->overrides[i];
+    if (override->layer >= model->layers) {
+      return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                      "model.overrides[%" PRIu32 "].layer is %" PRIu32 ", the model has %" PRIu32 " layers", i,
+                      override->layer, model->layers);
+    }
+    if (i > 0 && override->layer <= model->overrides[i - 1].layer) {
+      return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                      "model.overrides[%" PRIu32 "].layer is %" PRIu32 ", they must be in ascending order", i,
+                      override->layer);
+    }
+    QKV_TRY(qkv_factor_check("model.overrides.soft_cap", override->soft_cap, error));
+    if (qkv_policy_check(&override->policy, error) != QKV_OK) {
+      return error == NULL ? QKV_INVALID_ARGUMENT : qkv_error_prefix(error, "model.overrides[%" PRIu32 "].", i);
+    }
+  }
+  return QKV_OK;
+}
+
 qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error) {
   QKV_TRY(qkv_name_check(model->name, "model.name", error));
   QKV_TRY(check_geometry(model, error));
@@ -112,8 +143,43 @@ qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error) {
   QKV_TRY(qkv_factor_check("model.soft_cap", model->soft_cap, error));
   QKV_TRY(in_model(qkv_rope_resolve(&model->rope, model->key_dim, error), error));
   QKV_TRY(in_model(qkv_policy_check(&model->policy, error), error));
+  QKV_TRY(check_overrides(model, error));
   if (model->scale == 0) model->scale = 1 / sqrt(model->key_dim);
   return QKV_OK;
+}
+
+const qkv_layer_override *qkv_model_override(const qkv_model *model, uint32_t layer) {
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    if (model->overrides[i].layer == layer) return &model->overrides[i];
+  }
+  return NULL;
+}
+
+uint64_t qkv_model_window(const qkv_model *model, uint32_t layer) {
+  const qkv_layer_override *override = qkv_model_override(model, layer);
+  return override != NULL && override->sliding_window != 0 ? override->sliding_window : model->sliding_window;
+}
+
+double qkv_model_cap(const qkv_model *model, uint32_t layer) {
+  const qkv_layer_override *override = qkv_model_override(model, layer);
+  return override != NULL && override->soft_cap != 0 ? override->soft_cap : model->soft_cap;
+}
+
+qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session) {
+  const qkv_layer_override *override = qkv_model_override(model, layer);
+  if (override == NULL) return *session;
+  qkv_policy policy = override->policy;
+  qkv_policy_merge(&policy, session);
+  return policy;
+}
+
+qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model) {
+  return (qkv_calibration_shape){.layers = model->layers,
+                                 .kv_heads = model->kv_heads,
+                                 .q_heads = model->q_heads,
+                                 .key_dim = model->key_dim,
+                                 .value_dim = model->value_dim,
+                                 .rope = model->rope};
 }
 
 static bool rope_equal(const qkv_rope *a, const qkv_rope *b) {
@@ -123,9 +189,29 @@ static bool rope_equal(const qkv_rope *a, const qkv_rope *b) {
          a->beta_fast == b->beta_fast && a->beta_slow == b->beta_slow && a->attention_factor == b->attention_factor;
 }
 
-static bool policy_equal(const qkv_policy *a, const qkv_policy *b) {
+static bool anchor_equal(const qkv_anchor_options *a, const qkv_anchor_options *b) {
+  return a->kind == b->kind && a->every == b->every && a->threshold == b->threshold;
+}
+
+bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b) {
   return a->codec == b->codec && a->bits_k == b->bits_k && a->bits_v == b->bits_v &&
-         a->recent_window == b->recent_window;
+         a->recent_window == b->recent_window && a->anchor_said == b->anchor_said &&
+         anchor_equal(&a->anchor, &b->anchor) && a->low_rank_said == b->low_rank_said &&
+         a->low_rank.mode == b->low_rank.mode && a->low_rank.rank == b->low_rank.rank &&
+         a->learn_said == b->learn_said && a->learn == b->learn && a->gqa_said == b->gqa_said &&
+         a->gqa_compensation == b->gqa_compensation;
+}
+
+static bool overrides_equal(const qkv_model *a, const qkv_model *b) {
+  if (a->override_count != b->override_count) return false;
+  for (uint32_t i = 0; i < a->override_count; i++) {
+    const qkv_layer_override *x = &a->overrides[i], *y = &b->overrides[i];
+    if (x->layer != y->layer || x->sliding_window != y->sliding_window || x->soft_cap != y->soft_cap ||
+        !qkv_policy_equal(&x->policy, &y->policy)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 const char *qkv_model_difference(const qkv_model *a, const qkv_model *b) {
@@ -138,7 +224,8 @@ const char *qkv_model_difference(const qkv_model *a, const qkv_model *b) {
       {"key_dim", a->key_dim == b->key_dim},    {"value_dim", a->value_dim == b->value_dim},
       {"dtype", a->dtype == b->dtype},          {"rope", rope_equal(&a->rope, &b->rope)},
       {"scale", a->scale == b->scale},          {"sliding_window", a->sliding_window == b->sliding_window},
-      {"soft_cap", a->soft_cap == b->soft_cap}, {"policy", policy_equal(&a->policy, &b->policy)},
+      {"soft_cap", a->soft_cap == b->soft_cap}, {"policy", qkv_policy_equal(&a->policy, &b->policy)},
+      {"overrides", overrides_equal(a, b)},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     if (!rows[i].same) return rows[i].field;

@@ -10,6 +10,8 @@
 
 #include "engine/base/status.h"
 #include "engine/base/tensor.h"
+#include "engine/cache/calibration_slot.h"
+#include "engine/cache/learner.h"
 #include "engine/codec/codec.h"
 #include "engine/codec/rope.h"
 
@@ -18,19 +20,42 @@
 #define QKV_Q_HEADS_MAX 65536
 #define QKV_RECENT_WINDOW_MAX 1048576  // tokens
 
+#define QKV_ANCHOR_EVERY_MAX QKV_PAGE_TOKENS  // rows of a segment
+#define QKV_ANCHOR_THRESHOLD_MAX 1e6
+
 // How rows are coded. 0, NULL and -1 mean "not said here" until qkv_policy_merge has filled them in.
 typedef struct qkv_policy {
   const qkv_codec *codec;
   double bits_k, bits_v;
   int64_t recent_window;  // tokens kept exact beside the open page; -1 not said
+  bool anchor_said;
+  qkv_anchor_options anchor;  // of keys and values, where said
+  bool low_rank_said;
+  qkv_low_rank_options low_rank;  // of keys and values, where said
+  bool learn_said;
+  bool learn;  // rows teach the model's calibration
+  bool gqa_said;
+  bool gqa_compensation;  // bits grow by ceil(log4(query heads of a KV head)), at most to QKV_DEPTH_MAX
 } qkv_policy;
 
-#define QKV_POLICY_UNSET ((qkv_policy){NULL, 0, 0, -1})
+#define QKV_POLICY_UNSET ((qkv_policy){.recent_window = -1})
 
 // Fields that `policy` does not say are taken from `fallback`.
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback);
-// Limits of what is said. INVALID_ARGUMENT "policy.bits_k is 5, allowed are 1, 2, 3, 4 and 8".
+// Limits of what is said. INVALID_ARGUMENT "policy.bits_k is 0.3, allowed are multiples of 0.125 up
+// to 8".
 qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error);
+// Whether two policies say the same.
+bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b);
+
+// What is different in one layer. 0 and what the policy does not say: as in the model; what it says goes before what
+// a session says.
+typedef struct qkv_layer_override {
+  uint32_t layer;
+  uint64_t sliding_window;
+  double soft_cap;
+  qkv_policy policy;
+} qkv_layer_override;
 
 typedef struct qkv_model {
   char name[QKV_NAME_MAX + 1];
@@ -43,7 +68,20 @@ typedef struct qkv_model {
   uint64_t sliding_window;  // 0: none
   double soft_cap;          // 0: none
   qkv_policy policy;
+  qkv_layer_override *overrides;  // at most one for each layer, in their order; borrowed
+  uint32_t override_count;
+  // That of pages to come; NULL: data-free for ever. Borrowed, no part of equality.
+  qkv_calibration_slot *calibration;
+  qkv_learner *learner;  // NULL: the model is not calibrated from its traffic; borrowed, the same
 } qkv_model;
+
+// NULL where the layer is as the model says.
+const qkv_layer_override *qkv_model_override(const qkv_model *model, uint32_t layer);
+// A layer's own, or the model's.
+uint64_t qkv_model_window(const qkv_model *model, uint32_t layer);
+double qkv_model_cap(const qkv_model *model, uint32_t layer);
+// How a layer of a session is coded: the layer's override before the session's policy, which has been resolved.
+qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session);
 
 // Letters, digits and ._:/@- ; 1 to QKV_NAME_MAX. INVALID_ARGUMENT names `field`.
 qkv_status qkv_name_check(const char *name, const char *field, qkv_error *error);
@@ -57,6 +95,9 @@ qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error);
 #define QKV_FACTOR_MAX 1e6
 // INVALID_ARGUMENT "options.scale is nan", "model.soft_cap is 1e+09, allowed are 0 and 1e-06 to 1e+06".
 qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
+
+// What a calibration of this model has to fit.
+qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model);
 
 // Whether two resolved models are the same in every field.
 bool qkv_model_equal(const qkv_model *a, const qkv_model *b);

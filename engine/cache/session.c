@@ -3,7 +3,10 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdlib.h>
 #include <time.h>
+
+#include "engine/cache/session_internal.h"
 
 // `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
 // them: whoever asks for a session's info never waits for one that runs.
@@ -18,12 +21,16 @@ typedef struct locked_layer {
 struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
+  pthread_mutex_t codings_lock;
+  qkv_coding **codings;  // all that pages may have been written with; the last one is that of pages to come
+  size_t coding_count;
   qkv_arena *arena;  // this block is its, too
   uint64_t serial;
   _Atomic uint64_t references;
   int64_t created_unix_ms;
   _Atomic int64_t last_used_unix_ms;
-  locked_layer layers[];  // model->layers
+  _Atomic uint64_t next_layer;  // that a step of re-tiering begins with
+  locked_layer layers[];        // model->layers
 };
 
 static int64_t now_unix_ms(void) {
@@ -85,6 +92,41 @@ static void init_lock(pthread_rwlock_t *lock) {
   (void)pthread_rwlockattr_destroy(&kind);
 }
 
+// The coding for pages to come: another one where the model's calibration has changed.
+static qkv_coding *current_coding(qkv_session *session) {
+  const qkv_model *model = session->model;
+  const qkv_calibration *calibration =
+      model->calibration != NULL ? qkv_calibration_slot_get(model->calibration) : NULL;
+  qkv_coding *coding = qkv_coding_get(model, &session->config.policy, session->config.purpose, calibration);
+  qkv_calibration_unref(&calibration);
+  (void)pthread_mutex_lock(&session->codings_lock);
+  if (session->coding_count > 0 && session->codings[session->coding_count - 1] == coding) {
+    (void)pthread_mutex_unlock(&session->codings_lock);
+    qkv_coding *extra = coding;  // the list holds one reference already
+    qkv_coding_unref(&extra);
+    return coding;
+  }
+  session->codings = realloc((void *)session->codings, (session->coding_count + 1) * sizeof *session->codings);
+  if (session->codings == NULL) abort();
+  session->codings[session->coding_count++] = coding;
+  (void)pthread_mutex_unlock(&session->codings_lock);
+  return coding;
+}
+
+// The layer is locked to be written.
+static void renew_coder(qkv_session *session, uint32_t layer) {
+  qkv_layer *renewed = &session->layers[layer].layer;
+  const qkv_calibration_slot *slot = session->model->calibration;
+  if (slot == NULL || qkv_calibration_slot_version(slot) == renewed->coder->calibration) return;
+  renewed->coder = qkv_coding_layer(current_coding(session), layer);
+}
+
+static void drop_codings(qkv_session *session) {
+  for (size_t i = 0; i < session->coding_count; i++) qkv_coding_unref(&session->codings[i]);
+  free((void *)session->codings);
+  (void)pthread_mutex_destroy(&session->codings_lock);
+}
+
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
@@ -98,15 +140,23 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                            .created_unix_ms = now_unix_ms()};
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
+  atomic_init(&session->next_layer, 0);
+  int failed = pthread_mutex_init(&session->codings_lock, NULL);
+  assert(failed == 0);
+  const qkv_coding *coding = current_coding(session);
   for (uint32_t i = 0; i < model->layers; i++) {
     init_lock(&session->layers[i].lock);
-    int failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
+    failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
     assert(failed == 0);
-    qkv_layer_init(&session->layers[i].layer, &(qkv_layer_config){.model = model,
-                                                                  .policy = config->policy,
-                                                                  .layer = i,
-                                                                  .first_position = config->first_position,
-                                                                  .arena = arena});
+    qkv_layer_init(&session->layers[i].layer,
+                   &(qkv_layer_config){.model = model,
+                                       .policy = qkv_model_policy(model, i, &config->policy),
+                                       .layer = i,
+                                       .first_position = config->first_position,
+                                       .arena = arena,
+                                       .ema = config->ema,
+                                       .keep_full = config->keep_full},
+                   qkv_coding_layer(coding, i));
     publish(&session->layers[i]);
   }
   *out = session;
@@ -132,6 +182,7 @@ void qkv_session_unref(qkv_session **session) {
     (void)pthread_mutex_destroy(&left->layers[i].info_lock);
     (void)pthread_rwlock_destroy(&left->layers[i].lock);
   }
+  drop_codings(left);
   qkv_arena_free(left->arena, left, session_bytes(left->model));
 }
 
@@ -154,8 +205,11 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
 }
 
 // The write lock is held, and given back.
-static qkv_status append_locked(locked_layer *locked, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
-                                bool before_rope, uint64_t *appended, uint64_t *length, qkv_error *error) {
+static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                                qkv_error *error) {
+  locked_layer *locked = &session->layers[layer];
+  renew_coder(session, layer);
   qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
   *length = locked->layer.length;
   publish(locked);
@@ -169,9 +223,8 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
   *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
   touch(session);
-  locked_layer *locked = &session->layers[layer];
-  lock_to_write(locked);
-  return append_locked(locked, position, k, v, before_rope, appended, length, error);
+  lock_to_write(&session->layers[layer]);
+  return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
 }
 
 qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
@@ -180,9 +233,8 @@ qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t
   *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
   touch(session);
-  locked_layer *locked = &session->layers[layer];
-  if (pthread_rwlock_trywrlock(&locked->lock) != 0) return QKV_UNAVAILABLE;
-  return append_locked(locked, position, k, v, before_rope, appended, length, error);
+  if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
+  return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
 }
 
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
@@ -204,6 +256,32 @@ qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_
 void qkv_session_read_done(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
   unlock(&session->layers[layer]);
+}
+
+const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  lock_to_read(&session->layers[layer]);
+  return &session->layers[layer].layer;
+}
+
+qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  lock_to_write(&session->layers[layer]);
+  return &session->layers[layer].layer;
+}
+
+void qkvi_session_changed(qkv_session *session, uint32_t layer) {
+  publish(&session->layers[layer]);
+  unlock(&session->layers[layer]);
+}
+
+const qkv_arena *qkvi_session_arena(const qkv_session *session) {
+  return session->arena;
+}
+
+uint32_t qkvi_session_next_layer(qkv_session *session) {
+  return (uint32_t)(atomic_fetch_add_explicit(&session->next_layer, 1, memory_order_relaxed) %
+                    session->model->layers);
 }
 
 static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
@@ -229,6 +307,7 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->tokens_exact += usage->tokens_exact;
   sum->bytes_coded += usage->bytes_coded;
   sum->bytes_exact += usage->bytes_exact;
+  sum->bytes_beside += usage->bytes_beside;
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {

@@ -16,10 +16,8 @@
 #include <stdint.h>
 
 #include "engine/cache/attend.h"
+#include "engine/cache/coding.h"
 #include "engine/cache/layer.h"
-
-// The values are those of qkv.v1.Purpose.
-typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_purpose;
 
 typedef struct qkv_session_config {
   char name[QKV_NAME_MAX + 1];
@@ -27,6 +25,8 @@ typedef struct qkv_session_config {
   qkv_purpose purpose;
   qkv_policy policy;  // what the session says; merged with the model's and the store's on opening
   uint64_t first_position;
+  qkv_ema_options ema;  // attention is counted where sample_every is not 0
+  bool keep_full;       // layer.h
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;

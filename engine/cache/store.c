@@ -72,6 +72,9 @@ void qkv_store_destroy(qkv_store **store) {
   HASH_CLEAR(hh, left->models);
   for (; model != NULL; model = next_model) {
     next_model = model->hh.next;
+    qkv_learner_destroy(&model->model.learner);  // before the arena, which it has a reservation of
+    qkv_calibration_slot_destroy(&model->model.calibration);
+    free(model->model.overrides);
     free(model);
   }
   qkv_arena_destroy(&left->arena);
@@ -95,6 +98,17 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   model_entry *entry = calloc(1, sizeof *entry);
   assert(entry != NULL);
   entry->model = *model;
+  entry->model.calibration = qkv_calibration_slot_create();
+  if (store->config.calibrate_tokens > 0 && model->policy.learn) {
+    const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+    entry->model.learner =
+        qkv_learner_create(&shape, store->config.calibrate_tokens, entry->model.calibration, store->arena);
+  }
+  if (model->override_count > 0) {
+    entry->model.overrides = calloc(model->override_count, sizeof *model->overrides);
+    assert(entry->model.overrides != NULL);
+    memcpy(entry->model.overrides, model->overrides, model->override_count * sizeof *model->overrides);
+  }
   HASH_ADD_INORDER(hh, store->models, model.name[0], strlen(entry->model.name), entry, by_model_name);
   return entry;
 }
@@ -123,6 +137,40 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
   qkv_status status = register_locked(store, &resolved, out, error);
   unlock(store);
   return status;
+}
+
+qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
+                               qkv_error *error) {
+  const qkv_model *model = NULL;
+  QKV_TRY(qkv_store_model(store, name, &model, error));
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  QKV_TRY(qkv_calibration_check(calibration, &shape, error));
+  qkv_calibration_slot_set(model->calibration, calibration);
+  return QKV_OK;
+}
+
+// A model whose learner is due; NULL: none. Models stay as long as the store.
+static const qkv_model *due_model(qkv_store *store) {
+  const qkv_model *due = NULL;
+  lock_to_read(store);
+  for (model_entry *entry = store->models; entry != NULL && due == NULL; entry = entry->hh.next) {
+    if (entry->model.learner != NULL && qkv_learner_due(entry->model.learner)) due = &entry->model;
+  }
+  unlock(store);
+  return due;
+}
+
+bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model *model, const qkv_error *error),
+                     void *context) {
+  const qkv_model *model;
+  bool any = false;
+  while ((model = due_model(store)) != NULL) {
+    qkv_error error = {0};
+    bool made = qkv_learner_run(model->learner, &error);
+    fn(context, model, made ? NULL : &error);
+    any = true;
+  }
+  return any;
 }
 
 qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error) {

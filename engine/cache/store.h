@@ -12,7 +12,8 @@
 typedef struct qkv_store_config {
   uint64_t memory_budget;  // bytes of KV and of the sessions themselves
   size_t models_max, sessions_max;
-  qkv_policy policy;  // resolved: what models and sessions fall back to
+  qkv_policy policy;          // resolved: what models and sessions fall back to
+  uint64_t calibrate_tokens;  // after which a model is calibrated from its traffic (learner.h); 0: never
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;
@@ -25,6 +26,14 @@ void qkv_store_destroy(qkv_store **store);
 // is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
 qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                     qkv_error *error);
+// Pages to come of a model, in sessions open or not, are coded with this calibration. NOT_FOUND; INVALID_ARGUMENT
+// where it does not fit.
+qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
+                               qkv_error *error);
+// Makes the calibrations that are due, one after the other; false where none was. Takes seconds for a large model:
+// for a thread of its own. `fn` is told of each: its error where it failed, else NULL.
+bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model *model, const qkv_error *error),
+                     void *context);
 // NOT_FOUND "no model x".
 qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
 // Models in order of name; fn returns false to stop. `sessions` are those open with it.

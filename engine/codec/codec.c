@@ -4,9 +4,15 @@
 
 #include "engine/codec/embedded.h"
 
-enum { CODECS = 1 };
+static bool any_bits(double bits) {
+  return bits > 0;
+}
 
-static const qkv_codec *const codecs[CODECS] = {&qkvi_codec_embedded};
+static const qkv_codec exact = {.id = 0, .name = "exact", .bits_valid = any_bits};
+
+enum { CODECS = 2 };
+
+static const qkv_codec *const codecs[CODECS] = {&qkvi_codec_embedded, &exact};
 
 const qkv_codec *qkv_codec_by_id(uint8_t id) {
   for (size_t row = 0; row < CODECS; row++) {

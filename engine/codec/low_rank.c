@@ -1,5 +1,7 @@
 #include "engine/codec/low_rank.h"
 
+#include <string.h>
+
 #include <assert.h>
 #include <inttypes.h>
 
@@ -10,6 +12,25 @@ enum { ALIGN = 16, TOKENS = QKV_PAGE_TOKENS };
 
 static size_t used_bytes(size_t rank, size_t dim) {
   return rank * (dim + TOKENS + 1);
+}
+
+static const char *const names[] = {[QKV_LOW_RANK_OFF] = "none",
+                                    [QKV_LOW_RANK_PREDICTOR] = "predictor",
+                                    [QKV_LOW_RANK_CORRECTION] = "correction",
+                                    [QKV_LOW_RANK_AUTO] = "auto"};
+enum { NAMES = sizeof names / sizeof *names };
+
+const char *qkv_low_rank_name(qkv_low_rank_mode mode) {
+  return (unsigned)mode < NAMES ? names[mode] : NULL;
+}
+
+bool qkv_low_rank_parse(const char *name, qkv_low_rank_mode *mode) {
+  for (unsigned i = 0; i < NAMES; i++) {
+    if (strcmp(name, names[i]) != 0) continue;
+    *mode = (qkv_low_rank_mode)i;
+    return true;
+  }
+  return false;
 }
 
 size_t qkv_low_rank_bytes(size_t rank, size_t dim) {

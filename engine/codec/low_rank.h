@@ -23,6 +23,7 @@
 #ifndef QKV_ENGINE_CODEC_LOW_RANK_H
 #define QKV_ENGINE_CODEC_LOW_RANK_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -30,6 +31,7 @@
 #include "engine/codec/page.h"
 
 #define QKV_RANK_MAX 16
+#define QKV_RANK_DEFAULT 4
 
 // A section, found. Borrows the page's bytes.
 typedef struct qkv_low_rank {
@@ -76,6 +78,10 @@ typedef enum qkv_low_rank_mode {
   QKV_LOW_RANK_CORRECTION,
   QKV_LOW_RANK_AUTO,
 } qkv_low_rank_mode;
+
+// "none", "predictor", "correction", "auto"; NULL for other values. And back: false for other names.
+const char *qkv_low_rank_name(qkv_low_rank_mode mode);
+bool qkv_low_rank_parse(const char *name, qkv_low_rank_mode *mode);
 
 typedef struct qkv_low_rank_options {
   qkv_low_rank_mode mode;

@@ -138,15 +138,31 @@ static void section(const uint16_t *reach, const slab *s, unsigned *begin, unsig
   *end = s->wide ? both : first;
 }
 
+// One section's coordinates. Both return where the section ends in `bytes`.
+static uint8_t *pack_section(qkv_part part, slab s, const uint16_t *reach, const qkvi_codes *codes, uint8_t *bytes) {
+  unsigned at, end;
+  section(reach, &s, &at, &end);
+  for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+    slab_fit(&s, at, end);
+    part == QKV_K ? pack_k(&s, codes + at, bytes) : pack_v(&s, codes + at, bytes);
+  }
+  return bytes;
+}
+
+static const uint8_t *unpack_section(qkv_part part, slab s, const uint16_t *reach, const uint8_t *bytes,
+                                     qkvi_codes *codes) {
+  unsigned at, end;
+  section(reach, &s, &at, &end);
+  for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+    slab_fit(&s, at, end);
+    part == QKV_K ? unpack_k(&s, bytes, codes + at) : unpack_v(&s, bytes, codes + at);
+  }
+  return bytes;
+}
+
 void qkvi_pack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_codes *codes, uint8_t *bytes) {
   for (unsigned i = 0; i < 2 * PAIRS; i++) {
-    slab s = {.pair = i / 2, .wide = i % 2 == 0};
-    unsigned at, end;
-    section(schedule->reach[tier], &s, &at, &end);
-    for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
-      slab_fit(&s, at, end);
-      part == QKV_K ? pack_k(&s, codes + at, bytes) : pack_v(&s, codes + at, bytes);
-    }
+    bytes = pack_section(part, (slab){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], codes, bytes);
   }
 }
 
@@ -154,12 +170,41 @@ void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, con
                  qkvi_codes *codes) {
   memset(codes, 0, schedule->dim * sizeof *codes);
   for (unsigned i = 0; i < 2 * PAIRS; i++) {
-    slab s = {.pair = i / 2, .wide = i % 2 == 0};
-    unsigned at, end;
-    section(schedule->reach[tier], &s, &at, &end);
-    for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
-      slab_fit(&s, at, end);
-      part == QKV_K ? unpack_k(&s, bytes, codes + at) : unpack_v(&s, bytes, codes + at);
+    bytes = unpack_section(part, (slab){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], bytes, codes);
+  }
+}
+
+// Moves codes of one pair's bits to where they lie at full depth.
+static void raise(const uint16_t *reach, unsigned pair, qkvi_codes *codes) {
+  const unsigned shift = QKV_DEPTH_MAX - 2 - 2 * pair;
+  for (unsigned c = 0; c < reach[2 * pair + 1]; c++) {
+    store(codes[c], load(codes[c]) << (c < reach[2 * pair + 2] ? shift : shift + 1));
+  }
+}
+
+// Bytes of one pair's two sections.
+static size_t pair_bytes(const uint16_t *reach, unsigned pair) {
+  return (size_t)(reach[2 * pair + 1] + reach[2 * pair + 2]) * QKV_GROUP_TOKENS / 8;
+}
+
+void qkvi_narrow(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, unsigned lower,
+                 uint8_t *out) {
+  const uint16_t *reach = schedule->reach[tier], *low = schedule->reach[lower];
+  assert(lower <= tier);
+  for (unsigned pair = 0; pair < PAIRS && low[2 * pair + 1] > 0; pair++) {
+    const size_t all = pair_bytes(reach, pair), kept = pair_bytes(low, pair);
+    if (all == kept) {
+      memcpy(out, bytes, all);
+    } else {
+      qkvi_codes codes[QKV_DIM_MAX];
+      memset(codes, 0, reach[2 * pair + 1] * sizeof *codes);
+      const uint8_t *next = unpack_section(part, (slab){.pair = pair, .wide = true}, reach, bytes, codes);
+      (void)unpack_section(part, (slab){.pair = pair}, reach, next, codes);
+      raise(reach, pair, codes);
+      uint8_t *end = pack_section(part, (slab){.pair = pair, .wide = true}, low, codes, out);
+      (void)pack_section(part, (slab){.pair = pair}, low, codes, end);
     }
+    bytes += all;
+    out += kept;
   }
 }

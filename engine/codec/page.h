@@ -9,7 +9,7 @@
 //   page                                              header (64 bytes)
 //   +--------------------------------+  0              0  u32 magic "QKVP"
 //   | header                         |                 4  u8  version (1)     5  u8  codec id
-//   +--------------------------------+  64             6  u8  bits_k          7  u8  bits_v   (top tiers)
+//   +--------------------------------+  64             6  u8  tier_k          7  u8  tier_v   (the budget)
 //   | directory, 16 bytes a KV head  |                 8  u32 bytes (of the whole image)
 //   | padded to 64                   |                12  u32 layer
 //   +--------------------------------+                16  u64 position of token 0
@@ -23,22 +23,24 @@
 //   directory entry of a head         KV head (at directory[h].offset, 64-byte aligned)
 //    0  u32 offset of its block        gains of K   64 x u8       one a slot
 //    4  u8  tier of K group 0..3       gains of V   64 x u8
-//    8  u8  tier of V group 0..3       [ sections of the features, in the order of their bits ]
-//   12  u8  anchor of K  13  of V      K group 0, 1, 2, 3         codes of 16 slots each
-//   14  u8  low-rank of K 15 of V      V group 0, 1, 2, 3
+//    8  u8  tier of V group 0..3       K group 0, 1, 2, 3         codes of 16 slots each
+//   12  u8  anchor of K  13  of V      V group 0, 1, 2, 3
+//   14  u8  low-rank of K 15 of V      [ sections of the features, in the order of their bits ]
 //                                      padded to 64
 //
 // A *slot* is a token's place in the page. Slots are tokens in order unless the SLOTS feature stores a map, so
 // that tokens of one tier can be gathered into one group. A *group* is 16 slots; every group has a tier of its
-// own, separately for K and V, so that planes can be dropped for 16 tokens at a time.
+// own, separately for K and V, so that planes can be dropped for 16 tokens at a time. Tiers are in eighths of a bit a
+// coordinate (schedule.h). The header's are those that the page was budgeted with; a head may have more or less
+// (calibration.h), and every group less once planes have been dropped.
 //
-// Features (u16 bits), all 0 in version 1 as written today; a reader refuses bits it does not know:
-//   0 SLOTS     64 x u8 per head: the token in each slot
-//   1 ANCHOR    per head and K/V as the directory's anchor byte says (0 none)
-//   2 LOW_RANK  per head and K/V as the directory's low-rank byte says (0 none: else the rank)
+// Features (u16 bits); a reader refuses bits it does not know:
+//   0 SLOTS     64 x u8 per head: the token in each slot (not written in version 1)
+//   1 ANCHOR    per head and K/V as the directory's anchor byte says (0 none; anchor.h)
+//   2 LOW_RANK  per head and K/V as the directory's low-rank byte says (0 none: else the rank; low_rank.h)
 // `frame`: 0 rows as attended, 1 attend frame (rotating anchor), 2 archive frame (before RoPE).
 //
-// The codes of a group, at tier t, with n_j = reach[t][j] of the schedule: bits come in pairs. Pair p holds
+// The codes of a group, at tier t, with n_j = reach[t][j] of the head's schedule: bits come in pairs. Pair p holds
 // bits 2p (more significant) and 2p+1 of a coordinate's code, counted from the most significant; it has two
 // sections, one after the other:
 //
@@ -79,13 +81,16 @@
 #define QKV_PAGE_MAGIC 0x50564b51u  // "QKVP"
 #define QKV_PAGE_VERSION 1
 #define QKV_KV_HEADS_MAX 1024
+#define QKV_FEATURE_SLOTS 1u
+#define QKV_FEATURE_ANCHOR 2u
+#define QKV_FEATURE_LOW_RANK 4u
 
 typedef struct qkv_page_header {
   uint32_t magic;
   uint8_t version;
   uint8_t codec;
-  uint8_t bits_k;
-  uint8_t bits_v;
+  uint8_t tier_k;
+  uint8_t tier_v;
   uint32_t bytes;
   uint32_t layer;
   uint64_t position;
@@ -111,12 +116,18 @@ typedef struct qkv_page_directory {
 } qkv_page_directory;
 _Static_assert(sizeof(qkv_page_directory) == 16, "page directory entry");
 
-// What decides the size of a page.
-typedef struct qkv_page_shape {
-  uint16_t kv_heads;
-  uint16_t key_dim, value_dim;
-  uint8_t bits_k, bits_v;  // top tiers
-} qkv_page_shape;
+typedef enum qkv_part { QKV_K, QKV_V } qkv_part;
+
+// The values of `frame`.
+typedef enum qkv_frame { QKV_FRAME_PLAIN, QKV_FRAME_ATTEND, QKV_FRAME_ARCHIVE } qkv_frame;
+
+// What one head of a page is laid out by.
+typedef struct qkv_head_layout {
+  const qkv_schedule *schedules[2];   // by qkv_part
+  uint8_t tiers[2][QKV_PAGE_GROUPS];  // of each group
+  uint8_t anchors[2], ranks[2];       // as in the directory
+  size_t section_bytes;               // of the features' sections, behind the codes
+} qkv_head_layout;
 
 // The codes of one head's K or V, found: what kernels read.
 typedef struct qkv_page_codes {
@@ -126,25 +137,40 @@ typedef struct qkv_page_codes {
   const qkv_schedule *schedule;  // borrowed from the caller
 } qkv_page_codes;
 
-typedef enum qkv_part { QKV_K, QKV_V } qkv_part;
+// Bytes of a page: heads [kv_heads].
+size_t qkv_page_bytes(const qkv_head_layout *heads, uint16_t kv_heads);
 
-// Bytes of a full page (every group at its top tier) under two schedules.
-size_t qkv_page_bytes(const qkv_page_shape *shape, const qkv_schedule *k, const qkv_schedule *v);
-
-// Writes header, directory and zeroed padding for a full page; the caller fills gains and codes through
-// qkv_page_find (cast away const) and then seals the image. `image` has qkv_page_bytes, 64-byte aligned.
-void qkv_page_format(void *image, const qkv_page_shape *shape, uint8_t codec, uint32_t layer, uint64_t position,
-                     const qkv_schedule *k, const qkv_schedule *v);
+// Writes header, directory and zeros for the rest; the caller fills gains, sections and codes through qkv_page_find
+// (cast away const) and then seals the image. `image` has qkv_page_bytes, 64-byte aligned. Of `header` everything is
+// taken but magic, version, bytes and checksum.
+void qkv_page_format(void *image, const qkv_page_header *header, const qkv_head_layout *heads);
 void qkv_page_seal(void *image);  // sets the checksum
 
-// Where a head's codes are. The page must be valid (or have been formatted).
-void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_schedule *k, const qkv_schedule *v,
+// Where a head's codes are; `schedules` of that head, by qkv_part. The page must be valid (or have been formatted).
+void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_schedule *const schedules[2],
                    qkv_page_codes *codes);
 
-// Everything an image from outside must satisfy before anything else here may read it: magic, version, known
-// features, limits, heads one after the other without gaps up to `bytes`, tiers within top tiers, checksum. For
-// any bytes at any alignment. DATA_LOSS with the reason.
-qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_schedule *k, const qkv_schedule *v,
-                             qkv_error *error);
+// The directory entry of a head.
+const qkv_page_directory *qkv_page_entry_of(const void *page, uint16_t kv_head);
+
+// Where a head's sections begin, 16-byte aligned; `*bytes` gets what there is up to the end of its block, padding
+// included.
+const uint8_t *qkv_page_sections(const void *page, uint16_t kv_head, const qkv_schedule *const schedules[2],
+                                 size_t *bytes);
+
+// What an image is held to.
+typedef struct qkv_page_expected {
+  uint16_t kv_heads, key_dim, value_dim;
+  uint16_t features;  // those that are known
+  // The schedules of a head, by qkv_part.
+  const qkv_schedule *const *(*schedules_of)(const void *context, uint16_t kv_head);
+  const void *context;
+} qkv_page_expected;
+
+// Everything that an image from outside must satisfy before anything else here may read it: magic, version, known
+// features, limits, heads one after the other without gaps up to `bytes`, tiers, room for sections only where a
+// feature says so, checksum. For any bytes at any alignment. What is in the sections is the codec's to check.
+// DATA_LOSS with the reason.
+qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_page_expected *expected, qkv_error *error);
 
 #endif

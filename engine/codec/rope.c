@@ -138,17 +138,33 @@ static double pair_frequency(const qkv_rope *rope, double theta, uint32_t pair) 
   }
 }
 
+static double theta_at(const qkv_rope *rope, uint64_t position) {
+  return rope->scaling == QKV_ROPE_DYNAMIC ? dynamic_theta(rope, position) : rope->theta;
+}
+
+double qkv_rope_frequency(const qkv_rope *rope, uint64_t position, uint32_t pair) {
+  assert(rope->theta != 0 && pair < rope->width / 2);
+  return pair_frequency(rope, theta_at(rope, position), pair);
+}
+
+bool qkv_rope_steady(const qkv_rope *rope, uint64_t end) {
+  return rope->scaling != QKV_ROPE_DYNAMIC || end <= rope->original_max_position;
+}
+
+double qkv_rope_magnitude(const qkv_rope *rope) {
+  return rope->scaling == QKV_ROPE_YARN ? rope->attention_factor : 1;
+}
+
 // direction 1 or -1; `scale` multiplies what turned.
 static void rotate(const qkv_rope *rope, float *row, uint64_t position, double direction, double scale) {
   assert(rope->width % 2 == 0 && (rope->theta == 0 || rope->width > 0));
   if (rope->theta == 0) return;
-  const double theta = rope->scaling == QKV_ROPE_DYNAMIC ? dynamic_theta(rope, position) : rope->theta;
+  const double theta = theta_at(rope, position);
   const uint32_t pairs = rope->width / 2;
   for (uint32_t pair = 0; pair < pairs; pair++) {
     const double angle = direction * (double)position * pair_frequency(rope, theta, pair);
     const double c = cos(angle) * scale, s = sin(angle) * scale;
-    float *first = row + (rope->interleaved ? 2 * (size_t)pair : pair);
-    float *second = rope->interleaved ? first + 1 : first + pairs;
+    float *first = row + qkv_rope_first(rope, pair), *second = row + qkv_rope_second(rope, pair);
     const double a = *first, b = *second;
     *first = (float)(a * c - b * s);
     *second = (float)(a * s + b * c);
@@ -156,9 +172,9 @@ static void rotate(const qkv_rope *rope, float *row, uint64_t position, double d
 }
 
 void qkv_rope_forward(const qkv_rope *rope, float *row, uint64_t position) {
-  rotate(rope, row, position, 1, rope->scaling == QKV_ROPE_YARN ? rope->attention_factor : 1);
+  rotate(rope, row, position, 1, qkv_rope_magnitude(rope));
 }
 
 void qkv_rope_inverse(const qkv_rope *rope, float *row, uint64_t position) {
-  rotate(rope, row, position, -1, rope->scaling == QKV_ROPE_YARN ? 1 / rope->attention_factor : 1);
+  rotate(rope, row, position, -1, 1 / qkv_rope_magnitude(rope));
 }

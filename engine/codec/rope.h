@@ -52,4 +52,18 @@ qkv_status qkv_rope_resolve(qkv_rope *rope, uint32_t dim, qkv_error *error);
 void qkv_rope_forward(const qkv_rope *rope, float *row, uint64_t position);
 void qkv_rope_inverse(const qkv_rope *rope, float *row, uint64_t position);
 
+// Radians per position of a pair of coordinates, for rows at `position`; where the rope is steady, the same at all.
+double qkv_rope_frequency(const qkv_rope *rope, uint64_t position, uint32_t pair);
+// Whether frequencies are the same for all positions below `end`: dynamic NTK changes them beyond the trained length.
+bool qkv_rope_steady(const qkv_rope *rope, uint64_t end);
+// What rotating forward multiplies a row's length by: 1 but for YaRN.
+double qkv_rope_magnitude(const qkv_rope *rope);
+// Where the two coordinates of a pair lie in a row.
+static inline uint32_t qkv_rope_first(const qkv_rope *rope, uint32_t pair) {
+  return rope->interleaved ? 2 * pair : pair;
+}
+static inline uint32_t qkv_rope_second(const qkv_rope *rope, uint32_t pair) {
+  return rope->interleaved ? 2 * pair + 1 : pair + rope->width / 2;
+}
+
 #endif

@@ -37,8 +37,8 @@ MODEL = {"name": "bad-model", "layers": 2, "kv_heads": 2, "q_heads": 4, "key_dim
     ({"rope": model_pb2.Rope(theta=10000, width=7)}, ["rope.width", "7"]),
     ({"rope": model_pb2.Rope(theta=10000, width=32)}, ["rope.width", "32", "16"]),
     ({"rope": model_pb2.Rope(theta=10000, scaling=1)}, ["rope.factor", "0"]),
-    ({"policy": model_pb2.CodecPolicy(bits_k=5)}, ["bits_k is 5", "1, 2, 3, 4 and 8"]),
-    ({"policy": model_pb2.CodecPolicy(bits_v=2.5)}, ["bits_v is 2.5"]),
+    ({"policy": model_pb2.CodecPolicy(bits_k=8.125)}, ["bits_k is 8.125", "multiples of 0.125 up to 8"]),
+    ({"policy": model_pb2.CodecPolicy(bits_v=2.3)}, ["bits_v is 2.3"]),
     ({"policy": model_pb2.CodecPolicy(codec="zip")}, ["codec"]),
 ])
 def test_model(stub, fields, texts):
@@ -49,11 +49,12 @@ def test_model(stub, fields, texts):
     assert "bad-model" not in names
 
 
-def test_model_that_is_missing_or_not_served(stub):
+def test_model_that_is_missing_or_does_not_fit(stub):
     with refused(INVALID, "model is missing"):
         stub.RegisterModel(model_pb2.RegisterModelRequest(), timeout=TIMEOUT)
-    for fields in ({"overrides": [model_pb2.LayerOverride(layer=1)]}, {"calibration": b"x"}):
-        with refused(grpc.StatusCode.UNIMPLEMENTED, next(iter(fields))):
+    for fields, code in (({"overrides": [model_pb2.LayerOverride(layer=2)]}, INVALID),
+                         ({"calibration": b"x"}, grpc.StatusCode.DATA_LOSS)):
+        with refused(code, next(iter(fields))):
             stub.RegisterModel(model_pb2.RegisterModelRequest(model=model_pb2.Model(**{**MODEL, **fields})),
                                timeout=TIMEOUT)
     with refused(grpc.StatusCode.NOT_FOUND, "no-such-model"):
@@ -66,7 +67,7 @@ def test_model_that_is_missing_or_not_served(stub):
     ({"session": "sp ace"}, INVALID, ["session"]),
     ({"session": "x" * 129}, INVALID, ["session", "128"]),
     ({"tenant": "ten ant"}, INVALID, ["tenant"]),
-    ({"policy": model_pb2.CodecPolicy(bits_k=7)}, INVALID, ["bits_k is 7"]),
+    ({"policy": model_pb2.CodecPolicy(bits_k=9)}, INVALID, ["bits_k is 9"]),
     ({"policy": model_pb2.CodecPolicy(bits_v=float("nan"))}, INVALID, ["bits_v", "nan"]),
     ({"policy": model_pb2.CodecPolicy(recent_window=2000000)}, INVALID, ["recent_window is 2000000", "1048576"]),
     ({"purpose": 9}, INVALID, ["purpose is 9"]),

@@ -79,7 +79,7 @@ def test_print_metrics():
     (["--memory-budget", "1"], ["--memory-budget", "1"]),
     (["--limit-items", "0"], ["--limit-items is 0", "1"]),
     (["--limit-items", "1.5"], ["--limit-items", "1.5"]),
-    (["--bits-k", "5"], ["--bits-k is 5", "1, 2, 3, 4 and 8"]),
+    (["--bits-k", "5.1"], ["--bits-k is 5.1", "multiples of 0.125 up to 8"]),
     (["--drain-grace", "10parsecs"], ["--drain-grace", "10parsecs"]),
     (["--log-level", "loud"], ["--log-level is loud", "debug, info, warn"]),
     (["serve"], ["serve"]),

@@ -9,6 +9,7 @@
 
 #include "engine/codec/codec.h"
 #include "proto/wire.h"
+#include "tests/fuzz/page_coder.h"
 
 static FILE *open_seed(const char *directory, const char *target, const char *name) {
   char path[4096];
@@ -26,19 +27,19 @@ static FILE *open_seed(const char *directory, const char *target, const char *na
   return file;
 }
 
-static void write_page(const char *directory, const char *name, const qkv_page_shape *shape, uint32_t tokens) {
-  const qkv_codec *codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
-  size_t bytes = codec->page_bytes(shape);
-  void *image = aligned_alloc(64, (bytes + 63) / 64 * 64);
-  size_t k_count = (size_t)QKV_PAGE_TOKENS * shape->kv_heads * shape->key_dim;
-  size_t v_count = (size_t)QKV_PAGE_TOKENS * shape->kv_heads * shape->value_dim;
+static void write_page(const char *directory, const char *name, size_t index, uint32_t tokens) {
+  const qkv_coder *coder = fuzz_page_coder(index);
+  void *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+  size_t k_count = (size_t)QKV_PAGE_TOKENS * coder->kv_heads * coder->key_dim;
+  size_t v_count = (size_t)QKV_PAGE_TOKENS * coder->kv_heads * coder->value_dim;
   float *k = calloc(k_count, sizeof(float));
   float *v = calloc(v_count, sizeof(float));
   if (image == NULL || k == NULL || v == NULL) abort();
   for (size_t i = 0; i < k_count; i++) k[i] = (float)(i * 7 % 13) - 6.0f;
   for (size_t i = 0; i < v_count; i++) v[i] = (float)(i * 5 % 11) - 5.0f;
-  codec->encode(shape, 0, 0, tokens, k, v, image);
+  size_t bytes = coder->codec->encode(coder, 0, tokens, k, v, image);
   FILE *file = open_seed(directory, "page", name);
+  fputc((int)index, file);  // which coder reads it
   fwrite(image, 1, bytes, file);
   fclose(file);
   free(image);
@@ -148,9 +149,11 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
     return 2;
   }
-  write_page(argv[1], "one-head", &(qkv_page_shape){1, 16, 8, 2, 3}, 64);
-  write_page(argv[1], "short", &(qkv_page_shape){2, 8, 8, 4, 1}, 5);
-  write_page(argv[1], "wide", &(qkv_page_shape){1, 24, 40, 8, 8}, 64);
+  write_page(argv[1], "one-head", 0, 64);
+  write_page(argv[1], "short", 1, 5);
+  write_page(argv[1], "wide", 2, 64);
+  write_page(argv[1], "archive", 3, 64);
+  write_page(argv[1], "attend", 4, 33);
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
   write_request(argv[1], "items", "attend", true);

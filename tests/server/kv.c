@@ -250,7 +250,12 @@ kv_twin kv_twin_open(const char *session) {
   const qkv_store_config config = {.memory_budget = (uint64_t)1 << 30,
                                    .models_max = 1,
                                    .sessions_max = 1,
-                                   .policy = {qkv_codec_by_id(QKV_CODEC_EMBEDDED), 4, 4, KV_WINDOW}};
+                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+                                              .bits_k = 4,
+                                              .bits_v = 4,
+                                              .recent_window = KV_WINDOW,
+                                              .anchor_said = true,
+                                              .anchor = {.kind = QKV_ANCHOR_AUTO}}};
   kv_twin twin = {.store = qkv_store_create(&config)};
   qkv_model model = kv_model();
   qkv_session_config open = {.purpose = QKV_PURPOSE_ATTEND, .tenant = "default", .policy = QKV_POLICY_UNSET};

@@ -14,7 +14,7 @@
 static fixture_daemon *daemon_process;
 static fixture_client *client;
 static kv_twin twin;  // of the witness
-static double bytes_held;
+static double bytes_held, bytes_reserved;
 
 // 70 tokens in layer 0: a sealed page is not among them, 150 in layer 1: one is.
 static const kv_item witness_rows[] = {{.session = "w", .tokens = 70, .seed = 1},
@@ -31,6 +31,7 @@ static int start(void **state) {
   kv_twin_append(&twin, &witness_rows[0]);
   kv_twin_append(&twin, &witness_rows[1]);
   bytes_held = kv_metric(client, "qkvd_kv_bytes");
+  bytes_reserved = kv_metric(client, "qkvd_kv_reserved_bytes");
   return 0;
 }
 
@@ -48,7 +49,7 @@ static int nothing_has_changed(void **state) {
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++)
     assert_int_equal(kv_length(client, "w", layer), lengths[layer]);
   assert_true(kv_metric(client, "qkvd_kv_bytes") == bytes_held);
-  assert_true(kv_metric(client, "qkvd_kv_reserved_bytes") == 0);
+  assert_true(kv_metric(client, "qkvd_kv_reserved_bytes") == bytes_reserved);
   assert_true(kv_metric(client, "qkvd_models") == 1 && kv_metric(client, "qkvd_sessions") == 1);
   for (uint32_t layer = 0; layer < 2; layer++) {
     const kv_item query = {.session = "w", .layer = layer, .position = 200, .queries = 2, .seed = 2};
@@ -210,18 +211,18 @@ static void models_out_of_their_limits(void **state) {
   model = good_model();
   model.policy = &policy;
   policy.codec = (char *)"zip";
-  expect_model_refused(&model, bad, "model.policy.codec is \"zip\", known is \"embedded\"");
+  expect_model_refused(&model, bad, "model.policy.codec is \"zip\", known are \"embedded\" and \"exact\"");
   policy.codec = (char *)"";
-  policy.bits_k = 5;
+  policy.bits_k = 9;
   request.model = &model;
   result = kv_call(client, KV_METHOD("RegisterModel"), &request.base);
   assert_int_equal(result.status, bad);
-  assert_non_null(strstr(result.text, "policy.bits_k is 5, allowed are"));
+  assert_non_null(strstr(result.text, "policy.bits_k is 9, allowed are multiples of 0.125 up to 8"));
   fixture_free(&result);
-  policy.bits_k = 2.5;
+  policy.bits_k = 2.3;
   result = kv_call(client, KV_METHOD("RegisterModel"), &request.base);
   assert_int_equal(result.status, bad);
-  assert_non_null(strstr(result.text, "policy.bits_k is 2.5, allowed are"));
+  assert_non_null(strstr(result.text, "policy.bits_k is 2.3, allowed are multiples of 0.125 up to 8"));
   fixture_free(&result);
 
   Qkv__V1__LayerOverride override = QKV__V1__LAYER_OVERRIDE__INIT;
@@ -229,11 +230,19 @@ static void models_out_of_their_limits(void **state) {
   model = good_model();
   model.overrides = overrides;
   model.n_overrides = 1;
-  expect_model_refused(&model, QKV_UNIMPLEMENTED, "model.overrides has 1 entries, they are not served yet");
+  override.layer = model.layers;
+  char text[FIXTURE_TEXT_MAX];
+  (void)snprintf(text, sizeof text, "model.overrides[0].layer is %u, the model has %u layers", model.layers,
+                 model.layers);
+  expect_model_refused(&model, bad, text);
   model = good_model();
   model.calibration.data = (uint8_t *)"x";
   model.calibration.len = 1;
-  expect_model_refused(&model, QKV_UNIMPLEMENTED, "model.calibration has 1 bytes, it is not served yet");
+  request.model = &model;
+  result = kv_call(client, KV_METHOD("RegisterModel"), &request.base);
+  assert_int_equal(result.status, QKV_DATA_LOSS);
+  assert_non_null(strstr(result.text, "calibration has 1 bytes, its header alone takes "));
+  fixture_free(&result);
 }
 
 static void models_that_are_not_there_or_taken(void **state) {

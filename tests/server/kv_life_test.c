@@ -68,9 +68,10 @@ static void a_full_budget_refuses_whole_items(void **state) {
   char text[FIXTURE_TEXT_MAX];
   uint64_t held = 0;
   int status = QKV_OK;
-  double bytes = 0;
+  double bytes = 0, reserved = 0;
   while (status == QKV_OK) {
     bytes = kv_metric(client, "qkvd_kv_bytes");
+    reserved = kv_metric(client, "qkvd_kv_reserved_bytes");
     // The small item after the large one is not applied once that has failed.
     const kv_item items[] = {{.session = "a", .position = held, .tokens = 1000, .seed = 1},
                              {.session = "a", .layer = 1, .position = held / 1000, .tokens = 1, .seed = 1}};
@@ -84,7 +85,7 @@ static void a_full_budget_refuses_whole_items(void **state) {
   assert_int_equal(kv_length(client, "a", 0), held);
   assert_int_equal(kv_length(client, "a", 1), held / 1000);
   assert_true(kv_metric(client, "qkvd_kv_bytes") == bytes);
-  assert_true(kv_metric(client, "qkvd_kv_reserved_bytes") == 0);
+  assert_true(kv_metric(client, "qkvd_kv_reserved_bytes") == reserved);
   assert_true(kv_metric(client, "qkvd_refused_budget_total") == 1);
 
   // Attend names it, too; what is held still answers, and another session has no room either.

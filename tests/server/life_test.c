@@ -215,7 +215,7 @@ static void command_line_is_checked(void **out) {
   expect_run((const char *[]){"--listen", "7580", NULL}, 1, "listen is \"7580\", must be unix:PATH or HOST:PORT");
   expect_run((const char *[]){"--config", "no-such-file.yaml", NULL}, 1, "no-such-file.yaml");
   expect_run((const char *[]){"--log-level", "loud", NULL}, 1, "allowed are debug, info, warn and error");
-  expect_run((const char *[]){"--bits-k", "5", NULL}, 1, "allowed are 1, 2, 3, 4 and 8");
+  expect_run((const char *[]){"--bits-k", "5.2", NULL}, 1, "allowed are multiples of 0.125 up to 8");
 }
 
 static void lists_are_printed(void **out) {

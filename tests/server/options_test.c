@@ -136,9 +136,9 @@ static void values_out_of_limits(void **out) {
       {"--memory-budget=1KB", "--memory-budget is"},
       {"--memory-budget=lots", "lots"},
       {"--drain-grace=10", "10"},
-      {"--bits-v=5", "--bits-v is 5, allowed are 1, 2, 3, 4 and 8"},
-      {"--bits-k=9", "--bits-k is 9, allowed are 1, 2, 3, 4 and 8"},
-      {"--bits-k=0", "--bits-k is 0, allowed are 1, 2, 3, 4 and 8"},
+      {"--bits-v=5.2", "--bits-v is 5.2, allowed are multiples of 0.125 up to 8"},
+      {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},
+      {"--bits-k=0", "--bits-k is 0, allowed are multiples of 0.125 up to 8"},
       {"--cpu-mask=avx1024", "--cpu-mask is avx1024, allowed are none and lists of avx2, fma"},
       {"--log-level=loud", "--log-level is loud, allowed are debug, info, warn and error"},
   };

@@ -22,7 +22,8 @@ static qkvi_lm *lm;
 
 static int start(void **state) {
   (void)state;
-  server = fixture_start(NULL);
+  // The bounds are those of the data-free code alone.
+  server = fixture_start((const char *[]){"--anchor", "none", "--calibrate-tokens", "0", NULL});
   qkv_error error = {0};
   assert_int_equal(qkvi_lm_load(DATA, &lm, &error), QKV_OK);
   qkv_call_error call = {0};

@@ -50,7 +50,7 @@ static void teardown_scene(scene *s) {
   free(s->request.out);
   free(s->request.lse);
   free_tensor(&s->q_tensor);
-  qkv_layer_deinit(&s->layer);
+  deinit_layer(&s->layer);
   qkv_arena_destroy(&s->arena);
   free_sequence(&s->rows);
 }
@@ -137,7 +137,7 @@ static void test_shapes(void **state) {
     uint32_t key_dim, value_dim, long_group;
   } shapes[] = {{64, 64, 8}, {80, 80, 7}, {96, 96, 4}, {128, 128, 1}, {192, 128, 1}, {256, 256, 1}};
   static const uint64_t lengths[] = {0, 1, 63, 64, 65, 1000};
-  static const double bits[][2] = {{1, 1}, {2, 2}, {3, 3}, {4, 4}, {8, 8}, {4, 2}, {2, 4}, {8, 1}};
+  static const double bits[][2] = {{1, 1}, {2, 2.5}, {3, 3}, {4, 4}, {8, 8}, {4.375, 2}, {1.75, 4}, {8, 0.5}};
   static const int64_t windows[] = {0, 1, 64, 100};
   static const uint32_t groups[] = {1, 4, 7, 8};
   static const qkv_dtype dtypes[] = {QKV_FP16, QKV_BF16, QKV_FP32};
@@ -162,11 +162,10 @@ static void test_shapes(void **state) {
 
 static void test_all_bits(void **state) {
   (void)state;
-  static const double bits[] = {1, 2, 3, 4, 8};
   qkv_model model = test_model(2, 2, 40, 24, QKV_FP16);
-  for (size_t i = 0; i < 25; i++) {
+  for (size_t i = 0; i < 64; i++) {
     scene s;
-    setup_scene(&s, &model, test_policy(bits[i / 5], bits[i % 5], 3), 150);
+    setup_scene(&s, &model, test_policy((double)(i + 1) / 8, (double)(i * 27 % 64 + 1) / 8, 3), 150);
     set_queries(&s, 2, 2, i);
     check_scene(&s);
     teardown_scene(&s);

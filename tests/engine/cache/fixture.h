@@ -20,6 +20,9 @@
 #include "engine/cache/attend.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/model.h"
+#include "tests/engine/codec/coder.h"
+
+#define TEST_LAYER 2
 
 static inline uint64_t random_next(uint64_t *state) {
   uint64_t z = *state += 0x9e3779b97f4a7c15u;
@@ -143,11 +146,31 @@ static inline void free_pair(row_pair *made) {
   free_tensor(&made->v);
 }
 
+// A coder for all of a model's layers, data-free, in the plain frame. Owned by the caller.
+static inline qkv_coder *test_coder(const qkv_model *model, qkv_policy policy) {
+  qkv_coder *coder = coder_create((uint16_t)model->kv_heads, (uint16_t)model->key_dim, (uint16_t)model->value_dim,
+                                  policy.bits_k, policy.bits_v, QKV_FRAME_PLAIN, &model->rope);
+  coder->layer = TEST_LAYER;
+  return coder;
+}
+
+static inline qkv_layer_config test_layer_config(const qkv_model *model, qkv_policy policy, uint64_t first_position,
+                                                 qkv_arena *arena) {
+  return (qkv_layer_config){
+      .model = model, .policy = policy, .layer = TEST_LAYER, .first_position = first_position, .arena = arena};
+}
+
+// A layer with a coder of its own, which goes with it in deinit_layer.
 static inline void init_layer(qkv_layer *layer, const qkv_model *model, qkv_policy policy, uint64_t first_position,
                               qkv_arena *arena) {
-  qkv_layer_init(layer,
-                 &(qkv_layer_config){
-                     .model = model, .policy = policy, .layer = 2, .first_position = first_position, .arena = arena});
+  const qkv_layer_config config = test_layer_config(model, policy, first_position, arena);
+  qkv_layer_init(layer, &config, test_coder(model, policy));
+}
+
+static inline void deinit_layer(qkv_layer *layer) {
+  const qkv_coder *coder = layer->coder;
+  qkv_layer_deinit(layer);
+  coder_destroy(coder);
 }
 
 // Appends tokens [begin, end) of a sequence whose token 0 stands at the layer's first position.

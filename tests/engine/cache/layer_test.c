@@ -40,7 +40,7 @@ static void test_rows_come_back(void **state) {
     free(k);
     free(v);
 
-    qkv_layer_deinit(&layer);
+    deinit_layer(&layer);
     qkv_arena_destroy(&arena);
     free_sequence(&rows);
   }
@@ -63,7 +63,7 @@ static void test_parts_of_rows(void **state) {
     assert_memory_equal(part, all + begin * 2 * 24, tokens * 2 * 24 * sizeof *part);
   }
   free(all);
-  qkv_layer_deinit(&layer);
+  deinit_layer(&layer);
   qkv_arena_destroy(&arena);
   free_sequence(&rows);
 }
@@ -89,8 +89,8 @@ static void test_chunks_do_not_matter(void **state) {
     }
     assert_valid(&whole);
     assert_same_state(&whole, &chunked);
-    qkv_layer_deinit(&whole);
-    qkv_layer_deinit(&chunked);
+    deinit_layer(&whole);
+    deinit_layer(&chunked);
   }
   qkv_arena_destroy(&arena);
   free_sequence(&rows);
@@ -115,8 +115,8 @@ static void test_dtype_is_converted_once(void **state) {
   assert_int_equal(qkv_layer_append(&narrow, 0, &pair.k.tensor, &pair.v.tensor, false, &appended, NULL), QKV_OK);
   assert_int_equal(appended, 0);
   free_pair(&pair);
-  qkv_layer_deinit(&narrow);
-  qkv_layer_deinit(&wide);
+  deinit_layer(&narrow);
+  deinit_layer(&wide);
   qkv_arena_destroy(&arena);
   free_sequence(&rows);
 }
@@ -159,8 +159,8 @@ static void test_rows_before_rope(void **state) {
   }
   free_pair(&before);
   free_pair(&after);
-  qkv_layer_deinit(&a);
-  qkv_layer_deinit(&b);
+  deinit_layer(&a);
+  deinit_layer(&b);
   qkv_arena_destroy(&arena);
   free_sequence(&rows);
   free_sequence(&turned);
@@ -189,8 +189,8 @@ static void setup_scene(scene *s) {
 static void teardown_scene(scene *s) {
   assert_valid(&s->layer);
   assert_same_state(&s->layer, &s->twin);
-  qkv_layer_deinit(&s->layer);
-  qkv_layer_deinit(&s->twin);
+  deinit_layer(&s->layer);
+  deinit_layer(&s->twin);
   qkv_arena_destroy(&s->arena);
   free_sequence(&s->rows);
 }
@@ -354,7 +354,7 @@ static void test_first_position(void **state) {
   qkv_layer_truncate(&layer, 3);
   assert_int_equal(layer.length, 1000);
   assert_valid(&layer);
-  qkv_layer_deinit(&layer);
+  deinit_layer(&layer);
   qkv_arena_destroy(&arena);
   free_sequence(&rows);
 }
@@ -393,7 +393,7 @@ static void test_every_budget(void **state) {
         assert_int_equal(usage.tokens_coded + usage.tokens_exact, layer.length);
       }
       refused += full;
-      qkv_layer_deinit(&layer);
+      deinit_layer(&layer);
       qkv_arena_destroy(&arena);
     }
     assert_true(refused > 0 && refused < budgets);
@@ -404,8 +404,9 @@ static void test_every_budget(void **state) {
 static void test_a_large_append_needs_one_exact_block(void **state) {
   (void)state;
   qkv_model model = small_model();
-  qkv_page_shape shape = {.kv_heads = 2, .key_dim = 16, .value_dim = 24, .bits_k = 2, .bits_v = 2};
-  size_t page = qkv_arena_cost(qkv_codec_by_id(QKV_CODEC_EMBEDDED)->page_bytes(&shape));
+  qkv_coder *coder = test_coder(&model, test_policy(2, 2, 0));
+  size_t page = qkv_arena_cost(coder->codec->page_bytes_max(coder));
+  coder_destroy(coder);
   size_t block = (size_t)64 * 2 * (16 + 24) * 2;
   sequence rows = make_sequence(&model, 3200, 10);
   for (int enough = 0; enough < 2; enough++) {
@@ -415,7 +416,7 @@ static void test_a_large_append_needs_one_exact_block(void **state) {
     assert_int_equal(append_range(&layer, &rows, 0, 3200, NULL), enough ? QKV_OK : QKV_RESOURCE_EXHAUSTED);
     assert_int_equal(layer.page_count, enough ? 50 : 0);
     assert_int_equal(qkv_arena_read(arena).bytes_used, enough ? 50 * page : 0);
-    qkv_layer_deinit(&layer);
+    deinit_layer(&layer);
     qkv_arena_destroy(&arena);
   }
   free_sequence(&rows);
@@ -447,7 +448,7 @@ static void test_truncation_everywhere(void **state) {
     must_append(&layer, &rows, cut > 30 && cut < 200 ? cut - 30 : length, 260);
     assert_valid(&layer);
     assert_int_equal(layer.length, 260);
-    qkv_layer_deinit(&layer);
+    deinit_layer(&layer);
     assert_int_equal(qkv_arena_read(arena).bytes_used, 0);
   }
   qkv_arena_destroy(&arena);
@@ -523,7 +524,7 @@ static void test_random_walk(void **state) {
       }
       compare_with_oracle(&layer, &o);
     }
-    qkv_layer_deinit(&layer);
+    deinit_layer(&layer);
     qkv_arena_destroy(&arena);
     free_sequence(&o.rows);
   }
@@ -556,6 +557,17 @@ static void test_validate_sees_damage(void **state) {
   image[100] ^= 1;
   assert_string_equal(qkv_layer_validate(&s.layer), "a page's image is damaged");
   image[100] ^= 1;
+  // Ranges: each of one coder, one after the other.
+  assert_int_equal(s.layer.page_count, 3);
+  s.layer.pages[2].range = 2;
+  assert_string_equal(qkv_layer_validate(&s.layer), "a page's range is not the one that follows");
+  s.layer.pages[2].range = 0;
+  qkv_coder *other = test_coder(&s.model, test_policy(4, 4, 8));
+  const qkv_coder *coder = s.layer.pages[1].coder;
+  s.layer.pages[1].coder = other;
+  assert_string_equal(qkv_layer_validate(&s.layer), "a range has two coders");
+  s.layer.pages[1].coder = coder;
+  coder_destroy(other);
   teardown_scene(&s);
 }
 

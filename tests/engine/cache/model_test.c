@@ -93,12 +93,17 @@ static void test_names(void **state) {
 
 static void test_policy_limits(void **state) {
   (void)state;
-  REFUSED(policy.bits_k = 5, "model.policy.bits_k is 5, allowed are 1, 2, 3, 4 and 8");
-  REFUSED(policy.bits_v = 2.5, "model.policy.bits_v is 2.5, allowed are 1, 2, 3, 4 and 8");
-  REFUSED(policy.bits_k = NAN, "model.policy.bits_k is nan, allowed are 1, 2, 3, 4 and 8");
+  REFUSED(policy.bits_k = 0.3, "model.policy.bits_k is 0.3, allowed are multiples of 0.125 up to 8");
+  REFUSED(policy.bits_v = 8.125, "model.policy.bits_v is 8.125, allowed are multiples of 0.125 up to 8");
+  REFUSED(policy.bits_v = -1, "model.policy.bits_v is -1, allowed are multiples of 0.125 up to 8");
+  REFUSED(policy.bits_k = NAN, "model.policy.bits_k is nan, allowed are multiples of 0.125 up to 8");
   REFUSED(policy.recent_window = 1048577, "model.policy.recent_window is 1048577, allowed are 0 to 1048576");
   qkv_policy unset = QKV_POLICY_UNSET;
   assert_int_equal(qkv_policy_check(&unset, NULL), QKV_OK);
+  for (int eighths = 1; eighths <= 64; eighths++) {
+    const qkv_policy policy = test_policy(eighths / 8.0, (65 - eighths) / 8.0, 0);
+    assert_int_equal(qkv_policy_check(&policy, NULL), QKV_OK);
+  }
 }
 
 static void test_policy_merge(void **state) {

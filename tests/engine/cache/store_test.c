@@ -172,8 +172,9 @@ static void test_session_limits(void **state) {
   assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
                     "session has byte 0x20 at 1, allowed are letters, digits and ._:/@-");
   config = named_session("a");
-  config.policy.bits_k = 7;
-  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT, "policy.bits_k is 7, allowed are 1, 2, 3, 4 and 8");
+  config.policy.bits_k = 3.3;
+  assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
+                    "policy.bits_k is 3.3, allowed are multiples of 0.125 up to 8");
   config = named_session("a");
   config.purpose = (qkv_purpose)3;
   assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,

@@ -35,7 +35,7 @@ static inline double naive_gaussian(naive_random *random) {
   return radius * cos(6.283185307179586 * naive_uniform(random));
 }
 
-// A valid schedule with runs of every depth: tier by tier, depths only grow.
+// A valid schedule with runs of every depth: tier by tier, depths only grow, all full at none but the last tiers.
 static inline void naive_schedule(naive_random *random, uint16_t dim, qkv_schedule *schedule) {
   memset(schedule, 0, sizeof *schedule);
   schedule->dim = dim;
@@ -45,10 +45,11 @@ static inline void naive_schedule(naive_random *random, uint16_t dim, qkv_schedu
     for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
       const unsigned least = tier > 0 ? schedule->reach[tier - 1][depth] : 0;
       const unsigned room = (reach[depth - 1] - least) / QKV_BAND;
-      const bool reached = tier > 0 && depth <= tier + 2;
-      reach[depth] = (uint16_t)(least + (reached ? QKV_BAND * naive_below(random, room + 1) : 0));
+      const bool grows = tier > 0 && depth <= tier / QKV_TIER_BIT + 3 && naive_below(random, 4) == 0;
+      reach[depth] = (uint16_t)(least + (grows ? QKV_BAND * naive_below(random, room + 1) : 0));
     }
   }
+  qkv_schedule_finish(schedule);
 }
 
 // A bit of a group's codes: of byte `byte`, counted from the least significant.

@@ -44,7 +44,7 @@ static void part_init(part_case *c, naive_random *random, qkv_part part, uint16_
     c->gains[slot] = naive_below(random, 8) == 0 ? 0 : (uint8_t)(100 + naive_below(random, 50));
   }
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    c->codes.tiers[g] = (uint8_t)naive_below(random, dim > 256 ? 5 : QKV_TIER_MAX + 1);
+    c->codes.tiers[g] = (uint8_t)naive_below(random, dim > 256 ? 33 : QKV_TIER_MAX + 1);
     const size_t bytes = qkv_schedule_group_bytes(&c->schedule, c->codes.tiers[g]);
     c->groups[g] = malloc(bytes + 1);
     assert_non_null(c->groups[g]);
@@ -248,7 +248,7 @@ static void tiny_and_huge_rows_stay_in_range(void **state) {
     float rows[QKV_PAGE_TOKENS * 8];
     for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) rows[j] = j % 2 ? cases[i].value : -cases[i].value;
     uint8_t gains[QKV_PAGE_TOKENS], codes[64 * 4];
-    qkv_kernels_at(0)->encode(QKV_K, &schedule, 4, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_K, &schedule, 32, rows, gains, codes);
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_in_range(gains[t], cases[i].gain_min, cases[i].gain_max);
   }
 }

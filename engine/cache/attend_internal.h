@@ -1,0 +1,68 @@
+// What the files of attention share: attend.c runs requests over pages, attend_tail.c takes the exact tail,
+// attend_check.c refuses what is out of limits, attend_sample.c counts attention.
+#ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
+#define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
+
+#include "engine/cache/attend.h"
+
+#define QKVI_TILE_TOKENS QKV_PAGE_TOKENS  // tokens whose scores are taken at once
+
+typedef struct qkvi_head_task {
+  const qkv_attend *request;
+  const qkv_layer *layer;
+  const qkv_model *model;
+  uint16_t kv_head;
+  size_t group;  // query heads of a KV head
+  float scale, soft_cap;
+} qkvi_head_task;
+
+// Running softmax over tiles.
+typedef struct qkvi_partial {
+  size_t rows;
+  float *sums[QKV_QUERY_BLOCK];   // [value_dim] each: of exp(score - peak) * v
+  float peak[QKV_QUERY_BLOCK];    // -inf while nothing was visible
+  double total[QKV_QUERY_BLOCK];  // sum of exp(score - peak)
+} qkvi_partial;
+
+// About 600 KB of stack at the widest rows. Rows are dense, so narrow ones touch little of it.
+typedef struct qkvi_row_block {
+  size_t first;                                           // of query * group + head in the group
+  uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
+  uint64_t begin_min, end_max;
+  qkv_query_block queries;                           // their count is the block's
+  float scores[QKV_QUERY_BLOCK * QKVI_TILE_TOKENS];  // [rows][QKVI_TILE_TOKENS]; weights once folded
+  float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];         // [rows][value_dim], of the pages; the tail's are in `out`
+  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];         // the same of one range
+} qkvi_row_block;
+
+// The position that a query stands at, the window that holds, and what it sees: [*begin, *end), empty where
+// begin >= end.
+int64_t qkvi_attend_stand(const qkv_attend *request, uint64_t query);
+uint64_t qkvi_attend_window(const qkv_attend *request);
+void qkvi_attend_visible(const qkv_attend *request, uint64_t query, uint64_t *begin, uint64_t *end);
+
+// The scores of a tile whose first token stands at `position` and of which `tokens` are valid: masks them, moves the
+// statistics on and leaves the weights. False where no row sees anything of the tile.
+bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, uint64_t position,
+                      size_t tokens);
+
+// The parts of it: soft cap on all scores of a tile; -inf outside of slots [first, last); the slot at a position, at
+// most `tokens`.
+void qkvi_attend_cap(const qkvi_head_task *task, const qkvi_row_block *block, float *scores);
+void qkvi_attend_mask(float *scores, size_t first, size_t last);
+size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens);
+
+// (Query, head) rows of one KV head; where one of them goes in out and lse, in rows; and a block's rows from
+// block->first on, as many as queries.count: loaded, rotated and scaled.
+qkvi_head_task qkvi_attend_task(const qkv_attend *request, uint16_t kv_head);
+size_t qkvi_attend_rows(const qkv_attend *request);
+size_t qkvi_attend_output_row(const qkvi_head_task *task, size_t flat);
+void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block);
+
+// Counts the requests, which have run, on their layers' clocks, and adds those that are due to the averages.
+void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count);
+
+// What the block sees of the exact tail.
+void qkvi_attend_tail(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial);
+
+#endif

@@ -1,0 +1,165 @@
+#include "engine/cache/coding.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+struct qkv_coding {
+  _Atomic uint64_t references;  // from 0 to 1 and back only under the lock
+  const qkv_model *model;
+  qkv_policy policy;
+  qkv_purpose purpose;
+  const qkv_calibration *calibration;
+  qkv_phases *phases;
+  qkv_head_coder *heads;  // [layers][kv_heads]
+  qkv_coding *next;
+  qkv_coder layers[];  // [model->layers]
+};
+
+// Those in use.
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static qkv_coding *codings;
+
+static uint32_t version_of(const qkv_calibration *calibration) {
+  return calibration != NULL ? qkv_calibration_version(calibration) : 0;
+}
+
+static bool same(const qkv_coding *coding, const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                 const qkv_calibration *calibration) {
+  return coding->model == model && version_of(coding->calibration) == version_of(calibration) &&
+         coding->purpose == purpose && qkv_policy_equal(&coding->policy, policy);
+}
+
+static qkv_frame frame_of(const qkv_coding *coding) {
+  if (coding->model->rope.theta == 0) return QKV_FRAME_PLAIN;
+  if (coding->purpose == QKV_PURPOSE_FETCH) return QKV_FRAME_ARCHIVE;
+  return coding->calibration != NULL ? QKV_FRAME_ATTEND : QKV_FRAME_PLAIN;
+}
+
+static uint8_t tier_of(double bits) {
+  return (uint8_t)(bits * QKV_TIER_BIT);
+}
+
+// A budget in bits as a tier. With so many query heads on one KV head its error is seen as often: one bit more halves
+// it twice (algorithms: GQA compensation).
+static uint8_t budget_of(const qkv_model *model, const qkv_policy *policy, double bits) {
+  uint32_t group = model->q_heads / model->kv_heads;
+  if (policy->gqa_compensation) {
+    for (uint64_t seen = 1; seen < group; seen *= 4) bits += 1;
+  }
+  return tier_of(bits < QKV_DEPTH_MAX ? bits : QKV_DEPTH_MAX);
+}
+
+// A budgeted tier with a head's share of what the calibration gives to some and takes from others.
+static uint8_t head_tier(const qkv_coding *coding, uint32_t layer, uint32_t head, qkv_calibration_part part,
+                         uint8_t budget) {
+  int tier = budget + qkv_calibration_tier_offset(coding->calibration, layer, head, part);
+  if (tier < 0) tier = 0;
+  return (uint8_t)(tier > QKV_TIER_MAX ? QKV_TIER_MAX : tier);
+}
+
+static qkv_head_coder calibrated_head(const qkv_coding *coding, const qkv_coder *coder, uint32_t head) {
+  const qkv_calibration *calibration = coding->calibration;
+  const uint32_t layer = coder->layer;
+  const qkv_calibration_part key_part = coder->frame == QKV_FRAME_ARCHIVE ? QKV_PART_K_ARCHIVE : QKV_PART_K_ATTEND;
+  const qkv_transform *k = qkv_calibration_transform(calibration, layer, head, key_part);
+  const qkv_transform *v = qkv_calibration_transform(calibration, layer, head, QKV_PART_V);
+  return (qkv_head_coder){.transforms = {k, v},
+                          .schedules = {k->schedule, v->schedule},
+                          .tiers = {head_tier(coding, layer, head, key_part, coder->tier_k),
+                                    head_tier(coding, layer, head, QKV_PART_V, coder->tier_v)}};
+}
+
+static qkv_head_coder uniform_head(const qkv_coder *coder) {
+  const qkv_transform *k = qkv_transform_uniform(coder->key_dim);
+  const qkv_transform *v = qkv_transform_uniform(coder->value_dim);
+  return (qkv_head_coder){
+      .transforms = {k, v}, .schedules = {k->schedule, v->schedule}, .tiers = {coder->tier_k, coder->tier_v}};
+}
+
+static qkv_coder coder_of(const qkv_coding *coding, uint32_t layer) {
+  const qkv_model *model = coding->model;
+  const qkv_policy policy = qkv_model_policy(model, layer, &coding->policy);
+  return (qkv_coder){.codec = policy.codec,
+                     .layer = layer,
+                     .kv_heads = (uint16_t)model->kv_heads,
+                     .key_dim = (uint16_t)model->key_dim,
+                     .value_dim = (uint16_t)model->value_dim,
+                     .tier_k = budget_of(model, &policy, policy.bits_k),
+                     .tier_v = budget_of(model, &policy, policy.bits_v),
+                     .frame = frame_of(coding),
+                     .calibration = version_of(coding->calibration),
+                     .phases = coding->phases,
+                     .low_rank = policy.low_rank,
+                     .anchors = {policy.anchor, policy.anchor},
+                     .heads = coding->heads + (size_t)layer * model->kv_heads};
+}
+
+static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                          const qkv_calibration *calibration) {
+  qkv_coding *coding = calloc(1, sizeof *coding + model->layers * sizeof(qkv_coder));
+  if (coding == NULL) abort();
+  *coding = (qkv_coding){
+      .model = model, .policy = *policy, .purpose = purpose, .calibration = qkv_calibration_ref(calibration)};
+  if (model->rope.theta != 0) coding->phases = qkv_phases_create(&model->rope);
+  coding->heads = calloc((size_t)model->layers * model->kv_heads, sizeof *coding->heads);
+  if (coding->heads == NULL) abort();
+  for (uint32_t layer = 0; layer < model->layers; layer++) {
+    qkv_head_coder *heads = coding->heads + (size_t)layer * model->kv_heads;
+    const qkv_coder *coder = &coding->layers[layer];
+    coding->layers[layer] = coder_of(coding, layer);
+    for (uint32_t head = 0; head < model->kv_heads; head++) {
+      heads[head] = calibration != NULL ? calibrated_head(coding, coder, head) : uniform_head(coder);
+    }
+  }
+  return coding;
+}
+
+qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                           const qkv_calibration *calibration) {
+  (void)pthread_mutex_lock(&lock);
+  qkv_coding *coding = codings;
+  while (coding != NULL && !same(coding, model, policy, purpose, calibration)) coding = coding->next;
+  if (coding == NULL) {
+    coding = create(model, policy, purpose, calibration);
+    coding->next = codings;
+    codings = coding;
+  }
+  (void)atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
+  (void)pthread_mutex_unlock(&lock);
+  return coding;
+}
+
+qkv_coding *qkv_coding_ref(qkv_coding *coding) {
+  const uint64_t before = atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
+  assert(before > 0);
+  (void)before;
+  return coding;
+}
+
+static void take_out(const qkv_coding *coding) {
+  qkv_coding **at = &codings;
+  while (*at != coding) at = &(*at)->next;
+  *at = coding->next;
+}
+
+void qkv_coding_unref(qkv_coding **coding) {
+  qkv_coding *left = *coding;
+  if (left == NULL) return;
+  *coding = NULL;
+  (void)pthread_mutex_lock(&lock);
+  const bool last = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) == 1;
+  if (last) take_out(left);
+  (void)pthread_mutex_unlock(&lock);
+  if (!last) return;
+  qkv_phases_destroy(&left->phases);
+  qkv_calibration_unref(&left->calibration);
+  free(left->heads);
+  free(left);
+}
+
+const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer) {
+  assert(layer < coding->model->layers);
+  return &coding->layers[layer];
+}

@@ -1,0 +1,30 @@
+// A coding: how all layers of a model are coded for one policy, one purpose and one calibration.
+//
+// Sessions that are coded alike share one. It is reference counted: a session holds one reference for each coding
+// that any of its pages may have been written with.
+//
+// Threads: any.
+#ifndef QKV_ENGINE_CACHE_CODING_H
+#define QKV_ENGINE_CACHE_CODING_H
+
+#include <stdint.h>
+
+#include "engine/cache/model.h"
+#include "engine/codec/calibration.h"
+
+// What a session is for; decides the frame of its keys. The values are those of qkv.v1.Purpose.
+typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_purpose;
+
+typedef struct qkv_coding qkv_coding;
+
+// The policy is resolved. Models are the same where their addresses are, calibrations (NULL: data-free) where their
+// versions are. The model outlives the coding; of the calibration it takes a reference.
+qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                           const qkv_calibration *calibration);
+qkv_coding *qkv_coding_ref(qkv_coding *coding);
+void qkv_coding_unref(qkv_coding **coding);
+
+// Alive as long as the coding.
+const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer);
+
+#endif

@@ -1,0 +1,42 @@
+// A layer's pages at other tiers: the snapshot that the policy (retier.h) decides on, and the exchange of images.
+//
+//   with the layer read     qkv_layer_snapshot; qkv_layer_cut builds images beside those in use
+//   with the layer written  qkv_layer_exchange swaps pointers, which takes no time
+//   with neither            qkv_retier_decide; qkv_cut_deinit frees what was exchanged
+//
+// Down: planes are dropped, the bits that stay are unchanged, the bytes that go are free at once. Without keep_full
+// what was dropped is lost. With it the page as it was first coded stays beside, so nothing is freed; up goes to it,
+// or to anything below it, bit for bit.
+//
+// A cut names the image it was made from, and is void once that has been exchanged or truncated away.
+//
+// Threads: as the layer's.
+#ifndef QKV_ENGINE_CACHE_LAYER_RETIER_H
+#define QKV_ENGINE_CACHE_LAYER_RETIER_H
+
+#include "engine/cache/layer.h"
+#include "engine/cache/retier.h"
+
+// All pages that hold positions of [begin, end); end 0: to the end.
+void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qkv_retier_snapshot *snapshot);
+
+// The tiers that a page has, and the most that is held of it: heads [kv_heads].
+void qkv_layer_tiers(const qkv_layer *layer, const qkv_page_entry *entry, qkv_head_tiers *now, qkv_head_tiers *most);
+
+// An image that is to take a page's place.
+typedef struct qkv_cut {
+  size_t index;  // of the page
+  uint64_t serial;
+  void *image;     // beside the budget; NULL: the full page comes back. After the exchange: what was there
+  uint32_t bytes;  // of the image
+} qkv_cut;
+
+// True where the page `index` still has the image `serial` and differs from `tiers` [kv_heads], as far as those are
+// held; then fills `cut`.
+bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const qkv_head_tiers *tiers, qkv_cut *cut);
+// Does nothing where the page is not there any more. RESOURCE_EXHAUSTED where the page would grow (up, or down with
+// keep_full) and the arena has no room.
+qkv_status qkv_layer_exchange(qkv_layer *layer, qkv_cut *cut, qkv_error *error);
+void qkv_cut_deinit(qkv_cut *cut);
+
+#endif

@@ -1,0 +1,248 @@
+#include "engine/cache/learner.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/codec/calibrate.h"
+
+enum {
+  ROWS_LEARNING = 64,  // of a page, until the first calibration
+  ROWS_LATER = 2,
+  QUERIES_EVERY = 32,
+  MEASURE_EVERY = 16,     // pages
+  MEASURES_SETTLED = 32,  // measures after which an error is believed
+};
+#define ERROR_DECAY (1.0 / 64)  // share of a new measure in the running error
+#define DRIFT_FADE 0.1          // what counts after a drift of what was seen before
+
+typedef struct taught_layer {
+  pthread_mutex_t lock;
+  _Atomic uint64_t tokens;
+} taught_layer;
+
+struct qkv_learner {
+  qkv_calibration_shape shape;
+  uint64_t first;  // tokens before the first calibration
+  qkv_calibration_slot *slot;
+  qkv_arena *arena;
+  _Atomic(qkv_moments *) moments;  // each layer's under its lock; NULL until the first page
+  taught_layer *layers;
+  _Atomic uint64_t attends, pages;
+  _Atomic uint64_t due_at;  // tokens
+  _Atomic uint32_t runs;
+  _Atomic bool running;
+
+  pthread_mutex_t error_lock;  // of the rest
+  uint32_t measured_as;        // frame and budget of the pages that are measured: those of the first one
+  double error, settled;       // running mean; what it was once it had settled after the last calibration
+  uint64_t measures;
+};
+
+qkv_learner *qkv_learner_create(const qkv_calibration_shape *shape, uint64_t tokens, qkv_calibration_slot *slot,
+                                qkv_arena *arena) {
+  assert(tokens >= 1);
+  qkv_learner *learner = calloc(1, sizeof *learner);
+  if (learner == NULL) abort();
+  *learner = (qkv_learner){.shape = *shape, .first = tokens, .slot = slot, .arena = arena};
+  atomic_init(&learner->due_at, tokens);
+  learner->layers = calloc(shape->layers, sizeof *learner->layers);
+  if (learner->layers == NULL) abort();
+  for (uint32_t i = 0; i < shape->layers; i++) (void)pthread_mutex_init(&learner->layers[i].lock, NULL);
+  (void)pthread_mutex_init(&learner->error_lock, NULL);
+  return learner;
+}
+
+void qkv_learner_destroy(qkv_learner **learner) {
+  qkv_learner *old = *learner;
+  if (old == NULL) return;
+  *learner = NULL;
+  for (uint32_t i = 0; i < old->shape.layers; i++) (void)pthread_mutex_destroy(&old->layers[i].lock);
+  (void)pthread_mutex_destroy(&old->error_lock);
+  qkv_moments *moments = atomic_load(&old->moments);
+  if (moments != NULL) qkv_arena_unreserve(old->arena, qkv_moments_bytes(&old->shape));
+  qkv_moments_destroy(&moments);
+  free(old->layers);
+  free(old);
+}
+
+// ---- Teaching ----
+
+// NULL where there is no room.
+static qkv_moments *moments_of(qkv_learner *learner) {
+  qkv_moments *moments = atomic_load_explicit(&learner->moments, memory_order_acquire);
+  if (moments != NULL) return moments;
+  (void)pthread_mutex_lock(&learner->error_lock);
+  moments = atomic_load_explicit(&learner->moments, memory_order_acquire);
+  if (moments == NULL && qkv_arena_reserve(learner->arena, qkv_moments_bytes(&learner->shape), NULL) == QKV_OK) {
+    moments = qkv_moments_create(&learner->shape);
+    atomic_store_explicit(&learner->moments, moments, memory_order_release);
+  }
+  (void)pthread_mutex_unlock(&learner->error_lock);
+  return moments;
+}
+
+// Row by row, as their positions do not follow one another.
+static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
+                       const float *v) {
+  qkv_moments *moments = moments_of(learner);
+  if (moments == NULL) return;
+  const size_t rows = atomic_load_explicit(&learner->runs, memory_order_relaxed) == 0 ? ROWS_LEARNING : ROWS_LATER;
+  const size_t count = tokens < rows ? tokens : rows;
+  const size_t k_width = (size_t)learner->shape.kv_heads * learner->shape.key_dim;
+  const size_t v_width = (size_t)learner->shape.kv_heads * learner->shape.value_dim;
+  for (size_t i = 0; i < count; i++) {
+    const size_t at = i * tokens / count;
+    qkv_moments_add(moments, layer, position + at, 1, k + at * k_width, v + at * v_width, false);
+  }
+  // A page of rows that were looked at in part stands for all of them.
+  (void)atomic_fetch_add_explicit(&learner->layers[layer].tokens, tokens, memory_order_relaxed);
+}
+
+static double squared_error(const float *a, const float *b, size_t stride, size_t tokens, size_t dim, double *norm) {
+  double error = 0;
+  for (size_t t = 0; t < tokens; t++) {
+    for (size_t i = 0; i < dim; i++) {
+      const double x = a[t * stride + i], miss = x - (double)b[t * dim + i];
+      error += miss * miss;
+      *norm += x * x;
+    }
+  }
+  return error;
+}
+
+// One head's relative error, keys and values together.
+static double measure(const qkv_learner *learner, size_t tokens, const float *k, const float *v,
+                      const qkv_coder *coder, const void *page, uint16_t head) {
+  const size_t widest =
+      learner->shape.key_dim > learner->shape.value_dim ? learner->shape.key_dim : learner->shape.value_dim;
+  float *rows = malloc(QKV_PAGE_TOKENS * widest * sizeof *rows);
+  if (rows == NULL) abort();
+  double relative = 0;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const size_t dim = part == QKV_K ? learner->shape.key_dim : learner->shape.value_dim;
+    double norm = 0;
+    coder->codec->decode(coder, page, head, part, false, rows);
+    const double error =
+        squared_error((part == QKV_K ? k : v) + head * dim, rows, learner->shape.kv_heads * dim, tokens, dim, &norm);
+    relative += norm > 0 ? error / norm / 2 : 0;
+  }
+  free(rows);
+  return relative;
+}
+
+// Errors compare between pages of one kind only.
+static uint32_t kind_of(const qkv_coder *coder) {
+  return (uint32_t)coder->frame << 16 | (uint32_t)coder->tier_k << 8 | coder->tier_v;
+}
+
+static void note_error(qkv_learner *learner, const qkv_coder *coder, double error) {
+  (void)pthread_mutex_lock(&learner->error_lock);
+  if (learner->measures == 0) learner->measured_as = kind_of(coder);
+  if (learner->measured_as != kind_of(coder)) {
+    (void)pthread_mutex_unlock(&learner->error_lock);
+    return;
+  }
+  learner->measures++;
+  const double share = learner->measures < MEASURES_SETTLED ? 1.0 / (double)learner->measures : ERROR_DECAY;
+  learner->error += share * (error - learner->error);
+  if (learner->measures == MEASURES_SETTLED) learner->settled = learner->error;
+  const bool drifted = learner->settled > 0 && learner->error > QKV_LEARNER_DRIFT * learner->settled;
+  if (drifted) {
+    learner->settled = 0;
+    learner->measures = 0;
+  }
+  (void)pthread_mutex_unlock(&learner->error_lock);
+  if (!drifted || atomic_load(&learner->runs) == 0 || moments_of(learner) == NULL) return;
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
+  qkv_moments_fade(moments_of(learner), DRIFT_FADE);
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
+  atomic_store(&learner->due_at, qkv_learner_read(learner).tokens + learner->first);
+}
+
+void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
+                      const float *v, const qkv_coder *coder, const void *page) {
+  assert(layer < learner->shape.layers && tokens >= 1);
+  if (pthread_mutex_trylock(&learner->layers[layer].lock) == 0) {
+    teach_rows(learner, layer, position, tokens, k, v);
+    (void)pthread_mutex_unlock(&learner->layers[layer].lock);
+  }
+  const uint64_t number = atomic_fetch_add_explicit(&learner->pages, 1, memory_order_relaxed);
+  if (number % MEASURE_EVERY != 0) return;
+  const uint16_t head = (uint16_t)(number / MEASURE_EVERY % learner->shape.kv_heads);
+  note_error(learner, coder, measure(learner, tokens, k, v, coder, page, head));
+}
+
+bool qkv_learner_wants_queries(qkv_learner *learner) {
+  return atomic_fetch_add_explicit(&learner->attends, 1, memory_order_relaxed) % QUERIES_EVERY == 0;
+}
+
+void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope) {
+  assert(layer < learner->shape.layers);
+  qkv_moments *moments = moments_of(learner);
+  if (moments == NULL || pthread_mutex_trylock(&learner->layers[layer].lock) != 0) return;
+  qkv_moments_add_queries(moments, layer, position, 1, q, before_rope);
+  (void)pthread_mutex_unlock(&learner->layers[layer].lock);
+}
+
+// ---- Learning ----
+
+qkv_learner_stats qkv_learner_read(const qkv_learner *learner) {
+  qkv_learner_stats stats = {.tokens = UINT64_MAX, .runs = atomic_load(&learner->runs)};
+  for (uint32_t i = 0; i < learner->shape.layers; i++) {
+    const uint64_t tokens = atomic_load_explicit(&learner->layers[i].tokens, memory_order_relaxed);
+    if (tokens < stats.tokens) stats.tokens = tokens;
+  }
+  pthread_mutex_t *lock = (pthread_mutex_t *)(uintptr_t)&learner->error_lock;
+  (void)pthread_mutex_lock(lock);
+  stats.error = learner->error;
+  (void)pthread_mutex_unlock(lock);
+  return stats;
+}
+
+bool qkv_learner_due(const qkv_learner *learner) {
+  return !atomic_load(&learner->running) && qkv_learner_read(learner).tokens >= atomic_load(&learner->due_at);
+}
+
+// A copy that nobody adds to.
+static qkv_moments *copy_moments(qkv_learner *learner) {
+  qkv_moments *copy = qkv_moments_create(&learner->shape);
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
+  qkv_moments_merge(copy, moments_of(learner));
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
+  return copy;
+}
+
+static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
+  const uint32_t runs = made ? atomic_fetch_add(&learner->runs, 1) + 1 : atomic_load(&learner->runs);
+  uint64_t next = tokens * QKV_LEARNER_GROWTH;
+  if (!made) next = tokens + learner->first;
+  if (made && runs >= QKV_LEARNER_RUNS) next = UINT64_MAX;  // until a drift
+  atomic_store(&learner->due_at, next);
+  (void)pthread_mutex_lock(&learner->error_lock);
+  learner->settled = 0;
+  learner->measures = 0;
+  (void)pthread_mutex_unlock(&learner->error_lock);
+}
+
+bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
+  bool running = false;
+  if (moments_of(learner) == NULL) return false;
+  if (!atomic_compare_exchange_strong(&learner->running, &running, true)) return false;
+  const uint64_t tokens = qkv_learner_read(learner).tokens;
+  const qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
+  qkv_moments *moments = copy_moments(learner);
+  qkv_calibration *calibration = NULL;
+  const bool made = qkv_calibrate(moments, &options, &calibration, error) == QKV_OK;
+  qkv_moments_destroy(&moments);
+  if (made) {
+    const qkv_calibration *own = calibration;
+    qkv_calibration_slot_set(learner->slot, own);
+    qkv_calibration_unref(&own);
+  }
+  plan_next(learner, tokens, made);
+  atomic_store(&learner->running, false);
+  return made;
+}

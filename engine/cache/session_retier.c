@@ -1,0 +1,257 @@
+#include "engine/cache/session_retier.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "engine/cache/layer_retier.h"
+#include "engine/cache/session_internal.h"
+
+enum { PIECE = 8 };                          // pages that are cut while a layer is read once
+static const uint64_t TRIM_BYTES = 4 << 20;  // and a part of what is in use: freed between two trims
+static const uint64_t TRIM_PART = 64;
+
+static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
+  const qkv_model *model = qkv_session_model(session);
+  if (layer < model->layers) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
+                  model->name, model->layers);
+}
+
+static void trim(const qkv_arena *arena, uint64_t freed) {
+  static _Atomic uint64_t waiting;
+  const uint64_t all = atomic_fetch_add_explicit(&waiting, freed, memory_order_relaxed) + freed;
+  if (freed == 0 || all < TRIM_BYTES + qkv_arena_read(arena).bytes_used / TRIM_PART) return;
+  if (atomic_exchange_explicit(&waiting, 0, memory_order_relaxed) == 0) return;  // another thread does it
+  qkv_arena_trim();
+}
+
+// ---- Plans ----
+
+static uint64_t row_bytes(const qkv_layer *layer) {
+  return layer->bytes_coded + layer->bytes_beside;
+}
+
+static qkv_status exchange(qkv_session *session, uint32_t layer, qkv_cut *cuts, size_t count,
+                           qkv_retier_report *report, qkv_error *error) {
+  qkv_layer *written = qkvi_session_change(session, layer);
+  const uint64_t before = row_bytes(written);
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; i < count && status == QKV_OK; i++) {
+    const uint64_t serial = written->next_serial;
+    status = qkv_layer_exchange(written, &cuts[i], error);
+    report->pages += written->next_serial - serial;
+  }
+  const uint64_t after = row_bytes(written);
+  if (after < before) report->bytes_freed += before - after;
+  if (after > before) report->bytes_taken += after - before;
+  qkvi_session_changed(session, layer);
+  return status;
+}
+
+static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_retier_snapshot *snapshot,
+                              const qkv_retier_plan *plan, size_t first, qkv_retier_report *report,
+                              qkv_error *error) {
+  qkv_cut cuts[PIECE];
+  size_t count = 0;
+  const qkv_layer *read = qkvi_session_look(session, layer);
+  for (size_t i = first; i < plan->page_count && i < first + PIECE; i++) {
+    const qkv_retier_page *page = &snapshot->pages[plan->pages[i]];
+    const qkv_head_tiers *tiers = plan->tiers + i * snapshot->kv_heads;
+    if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) count++;
+  }
+  qkv_session_read_done(session, layer);
+  const qkv_status status = count > 0 ? exchange(session, layer, cuts, count, report, error) : QKV_OK;
+  for (size_t i = 0; i < count; i++) qkv_cut_deinit(&cuts[i]);
+  return status;
+}
+
+static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_snapshot *snapshot,
+                        const qkv_retier_plan *plan, qkv_retier_report *report, qkv_error *error) {
+  const uint64_t freed = report->bytes_freed;
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
+    status = apply_piece(session, layer, snapshot, plan, i, report, error);
+  }
+  report->pages_left += plan->page_count_all - plan->page_count;
+  trim(qkvi_session_arena(session), report->bytes_freed - freed);
+  return status;
+}
+
+static void take_snapshot(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+                          qkv_retier_snapshot *snapshot) {
+  qkv_layer_snapshot(qkvi_session_look(session, layer), begin, end, snapshot);
+  qkv_session_read_done(session, layer);
+}
+
+static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_retier_policy *policy,
+                               qkv_retier_report *report, qkv_error *error) {
+  qkv_retier_snapshot snapshot;
+  qkv_retier_plan plan = {0};
+  take_snapshot(session, layer, policy->begin, policy->end, &snapshot);
+  qkv_status status = qkv_retier_decide(&snapshot, policy, &plan, error);
+  if (status == QKV_OK) status = apply(session, layer, &snapshot, &plan, report, error);
+  qkv_retier_plan_deinit(&plan);
+  qkv_retier_snapshot_deinit(&snapshot);
+  return status;
+}
+
+qkv_status qkv_session_retier(qkv_session *session, const qkv_retier_policy *policy, uint32_t *layer,
+                              qkv_retier_report *report, qkv_error *error) {
+  QKV_TRY(qkv_retier_policy_check(policy, error));
+  const uint32_t next = qkvi_session_next_layer(session);
+  if (layer != NULL) *layer = next;
+  return retier_layer(session, next, policy, report, error);
+}
+
+// ---- On request ----
+
+static qkv_status check_scope(const qkv_session *session, const qkv_retier_scope *scope, double bits,
+                              qkv_error *error) {
+  for (size_t i = 0; i < scope->layer_count; i++) QKV_TRY(check_layer(session, scope->layers[i], error));
+  if (scope->end != 0 && scope->begin > scope->end) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "range.begin is %" PRIu64 ", at most range.end %" PRIu64,
+                    scope->begin, scope->end);
+  }
+  if (bits >= 0 && bits <= QKV_DEPTH_MAX && bits * QKV_TIER_BIT == floor(bits * QKV_TIER_BIT)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "bits is %g, allowed are multiples of %g up to %d", bits,
+                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+}
+
+static size_t layers_of(const qkv_session *session, const qkv_retier_scope *scope) {
+  return scope->layer_count > 0 ? scope->layer_count : qkv_session_model(session)->layers;
+}
+
+static uint32_t layer_of(const qkv_retier_scope *scope, size_t i) {
+  return scope->layer_count > 0 ? scope->layers[i] : (uint32_t)i;
+}
+
+static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_retier_scope *scope, uint8_t tier,
+                                qkv_retier_report *report, qkv_error *error) {
+  qkv_retier_snapshot snapshot;
+  qkv_retier_plan plan;
+  take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
+  qkv_retier_at_most(&snapshot, scope->begin, scope->end, tier, &plan);
+  const qkv_status status = apply(session, layer, &snapshot, &plan, report, error);
+  qkv_retier_plan_deinit(&plan);
+  qkv_retier_snapshot_deinit(&snapshot);
+  return status;
+}
+
+qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scope, double bits, bool even,
+                              qkv_retier_report *report, qkv_error *error) {
+  QKV_TRY(check_scope(session, scope, bits, error));
+  if (bits == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "bits is 0, at least %g", 1.0 / QKV_TIER_BIT);
+  qkv_retier_policy policy = QKV_RETIER_POLICY;
+  policy.bits = bits;
+  policy.begin = scope->begin;
+  policy.end = scope->end;
+  policy.hysteresis = 0;
+  policy.tier_least = bits < 1 ? 0 : policy.tier_least;
+  for (size_t i = 0; i < layers_of(session, scope); i++) {
+    const uint32_t layer = layer_of(scope, i);
+    QKV_TRY(even ? demote_evenly(session, layer, scope, (uint8_t)(bits * QKV_TIER_BIT), report, error)
+                 : retier_layer(session, layer, &policy, report, error));
+  }
+  return QKV_OK;
+}
+
+static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_retier_scope *scope, uint8_t tier,
+                                bool only_check, qkv_retier_report *report, qkv_error *error) {
+  qkv_retier_snapshot snapshot;
+  qkv_retier_plan plan = {0};
+  qkv_error inner = {0};
+  take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
+  qkv_status status = qkv_retier_at_least(&snapshot, scope->begin, scope->end, tier, &plan, &inner);
+  if (status != QKV_OK) qkv_fail(error, status, "layer %" PRIu32 ": %s", layer, inner.text);
+  if (status == QKV_OK && !only_check) status = apply(session, layer, &snapshot, &plan, report, error);
+  qkv_retier_plan_deinit(&plan);
+  qkv_retier_snapshot_deinit(&snapshot);
+  return status;
+}
+
+qkv_status qkv_session_promote(qkv_session *session, const qkv_retier_scope *scope, double bits,
+                               qkv_retier_report *report, qkv_error *error) {
+  QKV_TRY(check_scope(session, scope, bits, error));
+  const uint8_t tier = bits == 0 ? QKV_TIER_MAX : (uint8_t)(bits * QKV_TIER_BIT);
+  for (int pass = 0; pass < 2; pass++) {
+    for (size_t i = 0; i < layers_of(session, scope); i++) {
+      QKV_TRY(promote_layer(session, layer_of(scope, i), scope, tier, pass == 0, report, error));
+    }
+  }
+  return QKV_OK;
+}
+
+// ---- What is known ----
+
+void qkv_attention_stats_deinit(qkv_attention_stats *stats) {
+  free(stats->ema);
+  free(stats->bits);
+  *stats = (qkv_attention_stats){0};
+}
+
+static void add_token(qkv_attention_stats *stats, uint32_t head, uint64_t position, float ema, float bits) {
+  const size_t at = head * stats->buckets + (size_t)((position - stats->position) / stats->tokens_per_bucket);
+  stats->ema[at] += ema;
+  stats->bits[at] += bits;
+}
+
+static void add_page(const qkv_layer *layer, const qkv_page_entry *entry, qkv_attention_stats *stats) {
+  const qkv_model *model = layer->config.model;
+  for (uint16_t head = 0; head < model->kv_heads; head++) {
+    const qkv_page_directory *tiers = qkv_page_entry_of(entry->page, head);
+    const qkv_schedule *const *schedules = entry->coder->heads[head].schedules;
+    float attention[QKV_PAGE_TOKENS] = {0};
+    if (entry->ema != NULL) qkv_ema_read(entry->ema, layer->clock, head, stats->queries, attention);
+    for (uint32_t t = 0; t < entry->tokens; t++) {
+      const size_t group = t / QKV_GROUP_TOKENS;
+      const size_t bytes = qkv_schedule_group_bytes(schedules[QKV_K], tiers->tier_k[group]) +
+                           qkv_schedule_group_bytes(schedules[QKV_V], tiers->tier_v[group]);
+      const float bits = (float)(bytes * 8) / (float)(QKV_GROUP_TOKENS * (model->key_dim + model->value_dim));
+      add_token(stats, head, entry->position + t, attention[t], bits);
+    }
+  }
+}
+
+static void fill_stats(const qkv_layer *layer, qkv_attention_stats *stats) {
+  const qkv_model *model = layer->config.model;
+  for (size_t i = 0; i < layer->page_count; i++) add_page(layer, &layer->pages[i], stats);
+  for (uint64_t position = layer->sealed; position < layer->length; position++) {
+    for (uint32_t head = 0; head < model->kv_heads; head++) {
+      add_token(stats, head, position, 0, (float)(8 * qkv_dtype_size(model->dtype)));
+    }
+  }
+  for (size_t i = 0; i < stats->kv_heads * stats->buckets; i++) {
+    const uint64_t first = i % stats->buckets * stats->tokens_per_bucket;
+    const uint64_t rest = stats->tokens - first;
+    const float tokens = (float)(rest < stats->tokens_per_bucket ? rest : stats->tokens_per_bucket);
+    stats->ema[i] /= tokens;
+    stats->bits[i] /= tokens;
+  }
+}
+
+static void shape_stats(const qkv_layer *layer, size_t buckets_max, qkv_attention_stats *stats) {
+  const uint64_t tokens = layer->length - layer->config.first_position;
+  const uint64_t most = buckets_max == 0 || buckets_max > tokens ? tokens : buckets_max;
+  *stats = (qkv_attention_stats){.counted = layer->clock != NULL,
+                                 .queries = layer->clock == NULL ? 0 : qkv_ema_clock_now(layer->clock),
+                                 .position = layer->config.first_position,
+                                 .tokens = tokens,
+                                 .tokens_per_bucket = tokens == 0 ? 1 : (tokens + most - 1) / most,
+                                 .kv_heads = layer->config.model->kv_heads};
+  stats->buckets = (size_t)((tokens + stats->tokens_per_bucket - 1) / stats->tokens_per_bucket);
+  stats->ema = calloc(stats->kv_heads * stats->buckets + 1, sizeof *stats->ema);
+  stats->bits = calloc(stats->kv_heads * stats->buckets + 1, sizeof *stats->bits);
+  if (stats->ema == NULL || stats->bits == NULL) abort();
+}
+
+qkv_status qkv_session_read_attention(qkv_session *session, uint32_t layer, size_t buckets_max,
+                                      qkv_attention_stats *stats, qkv_error *error) {
+  QKV_TRY(check_layer(session, layer, error));
+  const qkv_layer *read = qkvi_session_look(session, layer);
+  shape_stats(read, buckets_max, stats);
+  fill_stats(read, stats);
+  qkv_session_read_done(session, layer);
+  return QKV_OK;
+}

@@ -1,0 +1,376 @@
+#include "engine/codec/calibrate.h"
+
+#include <assert.h>
+#include <cblas.h>
+#include <inttypes.h>
+#include <lapacke.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/codec/calibration_internal.h"
+#include "engine/codec/page.h"
+#include "engine/codec/turned.h"
+
+// Of the nested codebook, as codebook.h has it; calibrate_test.c integrates them again.
+const double qkv_codebook_distortion[QKV_DEPTH_MAX + 1] = {1,        0.36338,  0.11821,  0.03475,  0.00957,
+                                                           0.002560, 0.000668, 0.000171, 0.0000437};
+
+// Rows that never changed tell nothing about how much they may: then this part of their mean's energy, and this.
+static const double STILL = 1e-6, STILL_LEAST = 1e-10;
+
+// Matrices [dim][dim] of the head at hand.
+typedef struct workspace {
+  double *mean, *rest, *values, *variances, *vector;  // [dim]; rest: what the anchor leaves of the mean
+  double *rows, *queries;                             // C and S before RoPE
+  double *covariance, *metric;                        // C and S in a frame
+  double *root, *inverse_root, *product, *basis;      // S^{1/2}, S^{-1/2}
+  void *block;
+} workspace;
+
+// Distances of up to 131072. Measured, 1024 gives the same.
+enum { DISTANCE_OCTAVES = 18 };
+
+// Few rows say little: as many times dim / rows is added to the ridge.
+static const double FEW = 0.02;
+
+// One calibration in the making.
+typedef struct calibrator {
+  const qkv_moments *moments;
+  const qkv_calibration_shape *shape;
+  const qkv_calibrate_options *options;
+  uint8_t *bytes;
+  workspace space;
+  qkvi_turns *page, *distances;  // NULL without RoPE
+  double rows;                   // that C is of
+} calibrator;
+
+static void workspace_init(workspace *space, size_t dim) {
+  enum { VECTORS = 5, MATRICES = 8 };
+  double *next = calloc(dim * (VECTORS + MATRICES * dim), sizeof *next);
+  if (next == NULL) abort();
+  space->block = next;
+  double **const vectors[VECTORS] = {&space->mean, &space->rest, &space->values, &space->variances, &space->vector};
+  double **const matrices[MATRICES] = {&space->rows, &space->queries,      &space->covariance, &space->metric,
+                                       &space->root, &space->inverse_root, &space->product,    &space->basis};
+  for (size_t i = 0; i < VECTORS; i++, next += dim) *vectors[i] = next;
+  for (size_t i = 0; i < MATRICES; i++, next += dim * dim) *matrices[i] = next;
+}
+
+static double trace(const double *matrix, size_t dim) {
+  double sum = 0;
+  for (size_t i = 0; i < dim; i++) sum += matrix[i * dim + i];
+  return sum;
+}
+
+static bool all_finite(const double *values, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    if (!isfinite(values[i])) return false;
+  }
+  return true;
+}
+
+// out = a b, all symmetric or not, [dim][dim].
+static void multiply(const double *a, const double *b, size_t dim, double *out) {
+  const int n = (int)dim;
+  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1, a, n, b, n, 0, out, n);
+}
+
+// The eigenvectors of a symmetric matrix, which they replace, one a row, by ascending eigenvalue.
+static qkv_status decompose(double *matrix, size_t dim, double *values, qkv_error *error) {
+  // Columns of LAPACK's order are rows of ours.
+  const lapack_int n = (lapack_int)dim, info = LAPACKE_dsyevd(LAPACK_COL_MAJOR, 'V', 'L', n, matrix, n, values);
+  if (info == 0) return QKV_OK;
+  return qkv_fail(error, QKV_INTERNAL, "the eigen-decomposition ended with %d", (int)info);
+}
+
+// ---- The transform ----
+
+static void add_ridge(double *matrix, size_t dim, double part) {
+  const double ridge = part * trace(matrix, dim) / (double)dim;
+  for (size_t i = 0; i < dim; i++) matrix[i * dim + i] += ridge;
+}
+
+// M^{1/2} and its inverse, M = S^power; space->metric is S and is overwritten.
+static qkv_status find_roots(workspace *space, size_t dim, double ridge, double power, qkv_error *error) {
+  if (getenv("QKV_NOQ") || !(trace(space->metric, dim) > 0)) {
+    memset(space->metric, 0, dim * dim * sizeof *space->metric);
+    for (size_t i = 0; i < dim; i++) space->metric[i * dim + i] = 1;
+  }
+  const double least = ridge * trace(space->metric, dim) / (double)dim;
+  add_ridge(space->metric, dim, ridge);
+  QKV_TRY(decompose(space->metric, dim, space->values, error));
+  memset(space->root, 0, dim * dim * sizeof *space->root);
+  memset(space->inverse_root, 0, dim * dim * sizeof *space->inverse_root);
+  for (size_t c = 0; c < dim; c++) {
+    const double *row = space->metric + c * dim, root = pow(fmax(space->values[c], least), power / 2);
+    cblas_dger(CblasRowMajor, (int)dim, (int)dim, root, row, 1, row, 1, space->root, (int)dim);
+    cblas_dger(CblasRowMajor, (int)dim, (int)dim, 1 / root, row, 1, row, 1, space->inverse_root, (int)dim);
+  }
+  return QKV_OK;
+}
+
+// Rows that stand still get a variance that is small beside their mean.
+static void loosen(double *covariance, const double *mean, size_t dim) {
+  double energy = 0;
+  for (size_t i = 0; i < dim; i++) energy += mean[i] * mean[i];
+  const double least = fmax(STILL * energy / (double)dim, STILL_LEAST);
+  if (trace(covariance, dim) >= least * (double)dim * STILL) return;
+  memset(covariance, 0, dim * dim * sizeof *covariance);
+  for (size_t i = 0; i < dim; i++) covariance[i * dim + i] = least;
+}
+
+// The variances [dim], largest first, as weights: a part that goes beyond their limits is scaled as a whole.
+static void write_weights(const qkvi_part_view *part, const double *variances) {
+  const double scale = fmin(1, QKV_CALIBRATION_WEIGHT_MAX / variances[0]);
+  for (size_t c = 0; c < part->dim; c++) {
+    part->weights[c] = (float)fmax(variances[c] * scale, QKV_CALIBRATION_WEIGHT_MIN * 1.001);
+  }
+}
+
+// Coordinate c of the part: eigenvector `row` of S^{1/2} C S^{1/2}.
+static void write_coordinate(const workspace *space, const qkvi_part_view *part, size_t c, const double *row,
+                             double variance) {
+  const size_t dim = part->dim;
+  const double sigma = sqrt(variance);
+  double *image = space->vector;
+  cblas_dgemv(CblasRowMajor, CblasNoTrans, (int)dim, (int)dim, 1 / sigma, space->root, (int)dim, row, 1, 0, image, 1);
+  for (size_t i = 0; i < dim; i++) part->analysis[c * dim + i] = (float)image[i];
+  cblas_dgemv(CblasRowMajor, CblasNoTrans, (int)dim, (int)dim, sigma, space->inverse_root, (int)dim, row, 1, 0, image,
+              1);
+  for (size_t i = 0; i < dim; i++) part->synthesis[c * dim + i] = (float)image[i];
+}
+
+static void write_order(const qkvi_part_view *part, const double *variances) {
+  double sums[QKV_DIM_MAX / QKV_BAND] = {0};
+  uint8_t depths[QKV_DIM_MAX / QKV_BAND] = {0};
+  const size_t bands = part->dim / part->band;
+  for (size_t c = 0; c < part->dim; c++) sums[c / part->band] += variances[c];
+  for (size_t i = 0; i < part->order_count; i++) {
+    size_t best = bands;
+    double most = -1;
+    for (size_t b = 0; b < bands; b++) {
+      if (depths[b] == QKV_DEPTH_MAX || (b > 0 && depths[b] == depths[b - 1])) continue;
+      const double gain = sums[b] * (qkv_codebook_distortion[depths[b]] - qkv_codebook_distortion[depths[b] + 1]);
+      if (gain <= most) continue;
+      best = b;
+      most = gain;
+    }
+    assert(best < bands);
+    part->order[i] = (uint8_t)best;
+    depths[best]++;
+  }
+}
+
+// `mean` is the frame's; space->covariance and space->metric are, too, and are overwritten.
+static qkv_status write_part(calibrator *job, const qkvi_part_view *part, const double *mean, qkv_error *error) {
+  workspace *space = &job->space;
+  const size_t dim = part->dim;
+  for (size_t i = 0; i < dim; i++) part->mean[i] = (float)mean[i];
+  loosen(space->covariance, space->mean, dim);
+  add_ridge(space->covariance, dim, job->options->ridge_rows + FEW * (double)dim / job->rows);
+  QKV_TRY(find_roots(space, dim, job->options->ridge_queries, job->options->metric_power, error));
+  multiply(space->root, space->covariance, dim, space->product);
+  multiply(space->product, space->root, dim, space->basis);
+  // Its rounding is not symmetric; what is below the diagonal is not read.
+  QKV_TRY(decompose(space->basis, dim, space->values, error));
+  // Ascending becomes descending, and whatever was rounded stays positive.
+  double *variances = space->variances;
+  const double least = 1e-12 * space->values[dim - 1];
+  for (size_t c = 0; c < dim; c++) {
+    variances[c] = fmax(space->values[dim - 1 - c], least);
+    write_coordinate(space, part, c, space->basis + (dim - 1 - c) * dim, variances[c]);
+  }
+  write_weights(part, variances);
+  write_order(part, variances);
+  return QKV_OK;
+}
+
+// ---- Frames ----
+
+// A pair of RoPE and what its mean adds to the mean error of a score if it is not taken off.
+typedef struct pair_energy {
+  uint32_t pair;
+  double energy;
+} pair_energy;
+
+static int by_energy(const void *a, const void *b) {
+  const pair_energy *x = a, *y = b;
+  if (x->energy != y->energy) return x->energy < y->energy ? 1 : -1;
+  return x->pair < y->pair ? -1 : 1;
+}
+
+static int by_index(const void *a, const void *b) {
+  const uint16_t x = *(const uint16_t *)a, y = *(const uint16_t *)b;
+  return (x > y) - (x < y);
+}
+
+// sum_ij S_ij C_ij: the mean of (q . x)^2.
+static double error_of(const double *metric, const double *covariance, size_t dim) {
+  double sum = 0;
+  for (size_t i = 0; i < dim * dim; i++) sum += metric[i] * covariance[i];
+  return sum;
+}
+
+// Takes pairs of the mean into the anchor, largest first, until what is left is small; `mean` keeps that.
+static void write_anchor(const calibrator *job, const qkvi_part_view *part, double *mean) {
+  const qkv_rope *rope = &job->shape->rope;
+  const double *metric = job->space.metric;
+  const size_t dim = part->dim;
+  pair_energy pairs[QKV_DIM_MAX / 2];
+  const uint32_t count = rope->width / 2;
+  double left = 0;
+  for (uint32_t p = 0; p < count; p++) {
+    const size_t i = qkv_rope_first(rope, p), j = qkv_rope_second(rope, p);
+    const double size = (metric[i * dim + i] + metric[j * dim + j]) / 2;  // a turning pair meets both alike
+    // What hardly turns within a page stays in the page's mean.
+    const double kept = qkvi_turns_kept(job->page, p);
+    pairs[p] = (pair_energy){p, size * (mean[i] * mean[i] + mean[j] * mean[j]) * (1 - kept * kept)};
+    left += pairs[p].energy;
+  }
+  qsort(pairs, count, sizeof *pairs, by_energy);
+  const double small = job->options->anchor_rest * error_of(metric, job->space.covariance, dim);
+  uint16_t taken = 0;
+  for (; taken < count && taken < QKV_ANCHOR_PAIRS_MAX && left > small && pairs[taken].energy > 0; taken++) {
+    part->pair_indices[taken] = (uint16_t)pairs[taken].pair;
+    left -= pairs[taken].energy;
+  }
+  qsort(part->pair_indices, taken, sizeof *part->pair_indices, by_index);
+  for (uint16_t k = 0; k < taken; k++) {
+    const size_t i = qkv_rope_first(rope, part->pair_indices[k]), j = qkv_rope_second(rope, part->pair_indices[k]);
+    part->anchor[2 * k] = (float)mean[i];
+    part->anchor[2 * k + 1] = (float)mean[j];
+    mean[i] = mean[j] = 0;
+  }
+  part->header->anchor_pairs = taken;
+}
+
+// space->covariance = C + sign * mean mean^T
+static void add_square(double *covariance, const double *mean, size_t dim, double sign) {
+  cblas_dger(CblasRowMajor, (int)dim, (int)dim, sign, mean, 1, mean, 1, covariance, (int)dim);
+}
+
+// S as errors meet it: turned by distances; without RoPE as it is.
+static void set_metric(calibrator *job, size_t dim) {
+  memcpy(job->space.metric, job->space.queries, dim * dim * sizeof(double));
+  if (job->distances != NULL) qkvi_turn_second(job->distances, job->space.metric);
+}
+
+static qkv_status write_attend(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
+  workspace *space = &job->space;
+  const size_t dim = part->dim, square = dim * dim * sizeof(double);
+  set_metric(job, dim);
+  memcpy(space->covariance, space->rows, square);
+  if (job->page == NULL) return write_part(job, part, space->mean, error);
+  qkvi_turn_second(job->page, space->covariance);
+  double *rest = space->rest;
+  memcpy(rest, space->mean, dim * sizeof *rest);
+  write_anchor(job, part, rest);
+  // Again, with what the anchor leaves.
+  memcpy(space->covariance, space->rows, square);
+  add_square(space->covariance, rest, dim, 1);
+  qkvi_turn_second(job->page, space->covariance);
+  qkvi_turn_mean(job->page, rest);
+  add_square(space->covariance, rest, dim, -1);
+  return write_part(job, part, rest, error);
+}
+
+static qkv_status write_archive(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
+  workspace *space = &job->space;
+  set_metric(job, part->dim);
+  memcpy(space->covariance, space->rows, (size_t)part->dim * part->dim * sizeof(double));
+  return write_part(job, part, space->mean, error);
+}
+
+// ---- Heads and layers ----
+
+static qkv_status read_moments(calibrator *job, uint32_t layer, uint32_t kv_head, qkv_moments_kind kind, double *mean,
+                               double *second, qkv_error *error) {
+  static const char *const names[] = {"keys", "values", "queries"};
+  const size_t dim = kind == QKV_MOMENTS_V ? job->shape->value_dim : job->shape->key_dim;
+  const double rows = qkv_moments_read(job->moments, layer, kv_head, kind, mean, second);
+  if (kind != QKV_MOMENTS_Q && rows == 0) {
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "layer %" PRIu32 " has no rows to learn from", layer);
+  }
+  if (kind != QKV_MOMENTS_Q) job->rows = rows;
+  if (all_finite(mean, dim) && all_finite(second, dim * dim)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "the moments of %s of layer %" PRIu32 ", KV head %" PRIu32 " are not finite", names[kind], layer,
+                  kv_head);
+}
+
+static qkv_status write_values(calibrator *job, const qkvi_part_view *part, uint32_t layer, uint32_t kv_head,
+                               qkv_error *error) {
+  workspace *space = &job->space;
+  QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_V, space->mean, space->covariance, error));
+  memset(space->metric, 0, (size_t)part->dim * part->dim * sizeof *space->metric);
+  return write_part(job, part, space->mean, error);
+}
+
+static qkv_status write_head(calibrator *job, uint32_t layer, uint32_t kv_head, qkv_error *error) {
+  workspace *space = &job->space;
+  qkvi_part_view parts[QKV_CALIBRATION_PARTS];
+  for (unsigned i = 0; i < QKV_CALIBRATION_PARTS; i++) {
+    parts[i] = qkvi_calibration_part(job->shape, job->bytes, layer, kv_head, i);
+  }
+  QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_Q, space->mean, space->queries, error));
+  QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_K, space->mean, space->rows, error));
+  QKV_TRY(write_attend(job, &parts[QKV_PART_K_ATTEND], error));
+  if (job->distances != NULL) QKV_TRY(write_archive(job, &parts[QKV_PART_K_ARCHIVE], error));
+  return write_values(job, &parts[QKV_PART_V], layer, kv_head, error);
+}
+
+static qkv_status write_layer(calibrator *job, uint32_t layer, qkv_error *error) {
+  for (uint32_t head = 0; head < job->shape->kv_heads; head++) QKV_TRY(write_head(job, layer, head, error));
+  return QKV_OK;
+}
+
+// Slots of a page stand at most half a page from its middle.
+static qkvi_turns *turns_of_pages(const qkv_calibration_shape *shape) {
+  const qkvi_span slots = {-QKV_PAGE_TOKENS / 2, QKV_PAGE_TOKENS / 2, 1};
+  return qkvi_turns_create(&shape->rope, shape->key_dim, &slots, 1);
+}
+
+// Distances of queries and keys: 0, 1, 2 to 3, 4 to 7, ..., each range alike.
+static qkvi_turns *turns_of_distances(const qkv_calibration_shape *shape) {
+  qkvi_span spans[DISTANCE_OCTAVES] = {{0, 1, 1}};
+  for (unsigned i = 1; i < DISTANCE_OCTAVES; i++) {
+    spans[i] = (qkvi_span){(int64_t)1 << (i - 1), (int64_t)1 << i, 1};
+  }
+  return qkvi_turns_create(&shape->rope, shape->key_dim, spans, DISTANCE_OCTAVES);
+}
+
+static qkv_status check_part_of(const char *name, double value, double least, qkv_error *error) {
+  if (value >= least && value <= 1) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is %g, allowed are %g to 1", name, value, least);
+}
+
+qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options *options, qkv_calibration **out,
+                         qkv_error *error) {
+  const double ridge_least = 1e-9;  // roots must have an inverse
+  calibrator job = {.moments = moments, .shape = qkv_moments_shape(moments), .options = options};
+  *out = NULL;
+  QKV_TRY(check_part_of("ridge_queries", options->ridge_queries, ridge_least, error));
+  QKV_TRY(check_part_of("metric_power", options->metric_power, 0, error));
+  QKV_TRY(check_part_of("ridge_rows", options->ridge_rows, ridge_least, error));
+  QKV_TRY(check_part_of("anchor_rest", options->anchor_rest, 0, error));
+  QKV_TRY(qkvi_calibration_begin(job.shape, options->band_k, options->band_v, &job.bytes, error));
+  ((qkvi_calibration_header *)job.bytes)->tokens = (uint64_t)qkv_moments_tokens(moments);
+  const size_t widest = job.shape->key_dim > job.shape->value_dim ? job.shape->key_dim : job.shape->value_dim;
+  workspace_init(&job.space, widest);
+  if (job.shape->rope.theta != 0) {
+    job.page = turns_of_pages(job.shape);
+    job.distances = turns_of_distances(job.shape);
+  }
+  qkv_status status = QKV_OK;
+  for (uint32_t layer = 0; status == QKV_OK && layer < job.shape->layers; layer++) {
+    status = write_layer(&job, layer, error);
+  }
+  qkvi_turns_destroy(&job.page);
+  qkvi_turns_destroy(&job.distances);
+  free(job.space.block);
+  if (status == QKV_OK) return qkvi_calibration_finish(job.bytes, out, error);
+  free(job.bytes);
+  return status;
+}

@@ -1,0 +1,103 @@
+// A calibration: how the rows of one model are transformed and which coordinates get the bits, for every layer and KV
+// head, learnt from that model's own rows (calibrate.h) or loaded from a file.
+//
+// For keys of RoPE models there are two transforms, one for each frame: attend (rows after RoPE, minus the rotating
+// anchor) and archive (rows before RoPE); for values there is one. Models without RoPE have one of keys, which both
+// names give.
+//
+// It is its file: one run of bytes, which the transforms point into, so that nothing is computed when one is loaded
+// and a file gives the same codes everywhere. Pages name the version of the calibration that they were coded with.
+//
+// Little-endian. Offsets in bytes. Arrays begin at multiples of 64; what lies between is 0.
+//
+//   file                                              header (192 bytes)
+//   +--------------------------------+  0              0  u32 magic "QKVC"    4  u32 format (1)
+//   | header                         |                 8  u64 bytes (of the whole file)
+//   +--------------------------------+  192           16  u64 XXH3-64 of the file with this field 0
+//   | layer 0, KV head 0: K attend   |                24  u32 layers         28  u32 kv_heads
+//   |   [ K archive: with RoPE only ]|                32  u32 q_heads        36  u32 key_dim
+//   |   V                            |                40  u32 value_dim      44  u8  band_k   45 u8 band_v   46 u16 0
+//   +--------------------------------+                48  u64 tokens that it was learnt from
+//   | layer 0, KV head 1: the same   |                56  f64 rope.theta (0: none, and so is the rest)
+//   +--------------------------------+                64  u32 rope.width     68  u8  interleaved   69 u8 scaling
+//   | ...                            |                70  u16 0              72  f64 factor
+//   +--------------------------------+  bytes         80  u64 original_max_position
+//                                                     88  f64 low_freq_factor       96  f64 high_freq_factor
+//   part (K attend, K archive or V; dim = d)         104  f64 beta_fast            112  f64 beta_slow
+//    0  u16 anchor_pairs (K attend only, else 0)     120  f64 attention_factor     128 ... 191  0
+//    2  i8  tier_offset, eighths     3 ... 63  0
+//   64  u8  order[8 * d / band]      the bands as they get their bits, one at a time: at tier t, band b has as many
+//                                    bits as it occurs among the first t * d / (8 * band) entries
+//    .  f32 mean[d]
+//    .  f32 weights[d]
+//    .  f32 analysis[d][d]
+//    .  f32 synthesis[d][d]
+//    .  u16 pair_indices[64]         K attend of models with RoPE only, like the next; the first anchor_pairs count
+//    .  f32 anchor[64][2]
+//
+// Threads: immutable, shared by reference.
+#ifndef QKV_ENGINE_CODEC_CALIBRATION_H
+#define QKV_ENGINE_CODEC_CALIBRATION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+#include "engine/codec/rope.h"
+#include "engine/codec/transform.h"
+
+#define QKV_CALIBRATION_MAGIC 0x43564b51u  // "QKVC"
+#define QKV_CALIBRATION_FORMAT 1
+#define QKV_CALIBRATION_BYTES_MAX ((size_t)4 << 30)
+#define QKV_TIER_OFFSET_MAX 32  // eighths, either way
+
+// Limits of the numbers, so that arithmetic on any rows stays finite: means, matrix entries, weights.
+#define QKV_CALIBRATION_MEAN_MAX 1e6f
+#define QKV_CALIBRATION_ENTRY_MAX 1e9f
+#define QKV_CALIBRATION_WEIGHT_MIN 1e-18f
+#define QKV_CALIBRATION_WEIGHT_MAX 1e9f
+
+// What a calibration has to fit to.
+typedef struct qkv_calibration_shape {
+  uint32_t layers;
+  uint32_t kv_heads, q_heads;
+  uint32_t key_dim, value_dim;
+  qkv_rope rope;  // resolved; theta 0: none
+} qkv_calibration_shape;
+
+typedef enum qkv_calibration_part { QKV_PART_K_ATTEND, QKV_PART_K_ARCHIVE, QKV_PART_V } qkv_calibration_part;
+#define QKV_CALIBRATION_PARTS 3
+
+typedef struct qkv_calibration qkv_calibration;
+
+// Copies a file's bytes, which may be anything, at any alignment. DATA_LOSS, with what is wrong, for what is no
+// calibration or a damaged one; INVALID_ARGUMENT for one of a format or of a size that this build does not take. On
+// success one reference in *out, else NULL.
+qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration **out, qkv_error *error);
+
+// NULL is let through.
+const qkv_calibration *qkv_calibration_ref(const qkv_calibration *calibration);
+// Clears *calibration; the last one frees.
+void qkv_calibration_unref(const qkv_calibration **calibration);
+
+// The file, as long as the reference.
+const void *qkv_calibration_bytes(const qkv_calibration *calibration, size_t *size);
+// Of the content; never 0, which in pages stands for the data-free code.
+uint32_t qkv_calibration_version(const qkv_calibration *calibration);
+// That it was learnt from.
+uint64_t qkv_calibration_tokens(const qkv_calibration *calibration);
+const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *calibration);
+
+// INVALID_ARGUMENT "calibration.key_dim is 64, the model has 128" unless it was made for such a model.
+qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_calibration_shape *model,
+                                 qkv_error *error);
+
+// Layer and head are within the shape (asserted). As long as the reference.
+const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                               qkv_calibration_part part);
+// What is to be added to a budgeted tier for this head and part, in eighths of a bit. Over all heads and layers of a
+// part it adds up to about 0.
+int qkv_calibration_tier_offset(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                qkv_calibration_part part);
+
+#endif

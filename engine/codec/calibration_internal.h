@@ -1,0 +1,84 @@
+// Between the files of a calibration: where things lie in its bytes, and the object over them.
+#ifndef QKV_ENGINE_CODEC_CALIBRATION_INTERNAL_H
+#define QKV_ENGINE_CODEC_CALIBRATION_INTERNAL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "engine/codec/calibration.h"
+
+typedef struct qkvi_calibration_header {
+  uint32_t magic, format;
+  uint64_t bytes;
+  uint64_t checksum;
+  uint32_t layers, kv_heads, q_heads, key_dim, value_dim;
+  uint8_t band_k, band_v;
+  uint16_t reserved0;
+  uint64_t tokens;
+  double theta;
+  uint32_t width;
+  uint8_t interleaved, scaling;
+  uint16_t reserved1;
+  double factor;
+  uint64_t original_max_position;
+  double low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor;
+  uint64_t reserved2[8];
+} qkvi_calibration_header;
+_Static_assert(sizeof(qkvi_calibration_header) == 192, "calibration header");
+
+typedef struct qkvi_part_header {
+  uint16_t anchor_pairs;
+  int8_t tier_offset;
+  uint8_t reserved[61];
+} qkvi_part_header;
+_Static_assert(sizeof(qkvi_part_header) == 64, "calibration part");
+
+// One part, found in the bytes.
+typedef struct qkvi_part_view {
+  uint16_t dim;
+  uint8_t band;
+  size_t order_count;  // 8 * dim / band
+  qkvi_part_header *header;
+  uint8_t *order;
+  float *mean, *weights, *analysis, *synthesis;
+  uint16_t *pair_indices;  // NULL for parts without a rotating anchor, like the next
+  float *anchor;
+} qkvi_part_view;
+
+typedef struct qkvi_head_view {
+  qkv_transform transforms[QKV_CALIBRATION_PARTS];
+  int8_t tier_offsets[QKV_CALIBRATION_PARTS];
+} qkvi_head_view;
+
+struct qkv_calibration {
+  _Atomic uint64_t references;
+  uint32_t version;
+  qkv_calibration_shape shape;
+  uint8_t *bytes;  // 64-byte aligned
+  size_t size;
+  qkvi_head_view *heads;    // [layers][kv_heads]
+  qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
+};
+
+// The bands of bits that coordinates may share, for rows of this width.
+bool qkvi_band_valid(uint32_t band, uint32_t dim);
+// Bytes of a file; 0 where it would be above QKV_CALIBRATION_BYTES_MAX. The shape is within limits.
+size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v);
+// Where a part lies. Without RoPE both parts of keys are one.
+qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
+                                     uint32_t kv_head, qkv_calibration_part part);
+
+// Zeroed bytes with a header (tokens 0); parts are then written through the views, and the whole
+// becomes a calibration by qkvi_calibration_finish, which takes the bytes, sets the checksum and checks everything as
+// a reader does. INVALID_ARGUMENT for what the limits do not allow. tests/ writes files with these, too.
+qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v, uint8_t **bytes,
+                                  qkv_error *error);
+qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_error *error);
+
+// Sets the checksum of `size` bytes that begin with a header.
+void qkvi_calibration_seal(uint8_t *bytes, size_t size);
+
+// The schedule that an order of bands means. The order is valid.
+void qkvi_schedule_from_order(const uint8_t *order, size_t count, uint16_t dim, uint8_t band, qkv_schedule *schedule);
+
+#endif

@@ -1,0 +1,90 @@
+#include "engine/codec/narrow.h"
+
+#include <assert.h>
+#include <string.h>
+
+#include "engine/codec/anchor.h"
+#include "engine/codec/low_rank.h"
+#include "engine/codec/pack.h"
+
+void qkv_page_tiers(const void *page, qkv_head_tiers *heads) {
+  const qkv_page_header *header = page;
+  for (uint16_t h = 0; h < header->kv_heads; h++) {
+    const qkv_page_directory *entry = qkv_page_entry_of(page, h);
+    memcpy(heads[h].tiers[QKV_K], entry->tier_k, sizeof entry->tier_k);
+    memcpy(heads[h].tiers[QKV_V], entry->tier_v, sizeof entry->tier_v);
+  }
+}
+
+bool qkv_page_part_narrows(const void *page, uint16_t kv_head, qkv_part part) {
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  return qkv_anchor_kind_of(part == QKV_K ? entry->anchor_k : entry->anchor_v) != QKV_ANCHOR_CHAIN;
+}
+
+// Bytes of a head's sections without the padding of its block.
+static size_t section_bytes(const qkv_coder *coder, const void *page, uint16_t kv_head) {
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  size_t room, used;
+  qkv_anchor found;
+  const uint8_t *sections = qkv_page_sections(page, kv_head, coder->heads[kv_head].schedules, &room);
+  used = qkv_anchor_find(entry->anchor_k, sections, coder->key_dim, &found);
+  used += qkv_anchor_find(entry->anchor_v, sections + used, coder->value_dim, &found);
+  if (entry->low_rank_k != 0) used += qkv_low_rank_bytes(entry->low_rank_k, coder->key_dim);
+  if (entry->low_rank_v != 0) used += qkv_low_rank_bytes(entry->low_rank_v, coder->value_dim);
+  assert(used <= room);
+  return used;
+}
+
+static void lower(const void *page, uint16_t kv_head, qkv_part part, const uint8_t wanted[QKV_PAGE_GROUPS],
+                  uint8_t tiers[QKV_PAGE_GROUPS]) {
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  memcpy(tiers, part == QKV_K ? entry->tier_k : entry->tier_v, QKV_PAGE_GROUPS);
+  if (!qkv_page_part_narrows(page, kv_head, part)) return;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) tiers[g] = wanted[g] < tiers[g] ? wanted[g] : tiers[g];
+}
+
+static qkv_head_layout layout_of(const qkv_coder *coder, const void *page, uint16_t kv_head,
+                                 const qkv_head_tiers *wanted) {
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  const qkv_head_coder *head = &coder->heads[kv_head];
+  qkv_head_layout layout = {.schedules = {head->schedules[QKV_K], head->schedules[QKV_V]},
+                            .anchors = {entry->anchor_k, entry->anchor_v},
+                            .ranks = {entry->low_rank_k, entry->low_rank_v},
+                            .section_bytes = section_bytes(coder, page, kv_head)};
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    lower(page, kv_head, part, wanted->tiers[part], layout.tiers[part]);
+  }
+  return layout;
+}
+
+static void narrow_part(const qkv_page_codes *from, const qkv_page_codes *to, qkv_part part) {
+  memcpy((uint8_t *)to->gains, from->gains, QKV_PAGE_TOKENS);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    qkvi_narrow(part, from->schedule, from->tiers[g], from->groups[g], to->tiers[g], (uint8_t *)to->groups[g]);
+  }
+}
+
+static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_head, void *image) {
+  const qkv_schedule *const *schedules = coder->heads[kv_head].schedules;
+  size_t room;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    qkv_page_codes from, to;
+    qkv_page_find(page, kv_head, part, schedules, &from);
+    qkv_page_find(image, kv_head, part, schedules, &to);
+    narrow_part(&from, &to, part);
+  }
+  const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &room);
+  uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &room);
+  memcpy(out, sections, section_bytes(coder, page, kv_head));
+}
+
+size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image) {
+  const qkv_page_header *header = page;
+  qkv_head_layout layouts[QKV_KV_HEADS_MAX];
+  assert((header->features & QKV_FEATURE_SLOTS) == 0 && header->kv_heads == coder->kv_heads);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) layouts[h] = layout_of(coder, page, h, &heads[h]);
+  qkv_page_format(image, header, layouts);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) narrow_head(coder, page, h, image);
+  qkv_page_seal(image);
+  return ((const qkv_page_header *)image)->bytes;
+}

@@ -1,0 +1,220 @@
+#include "engine/codec/phases.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CENTRE = QKV_PAGE_TOKENS / 2 };  // slot
+
+typedef struct turn {
+  double c, s;
+} turn;
+
+struct qkv_phases {
+  qkv_rope rope;
+  uint32_t pairs;
+  double magnitude;
+  double *frequencies;                // [pairs], where steady
+  turn (*pages)[QKV_PHASES_PAGES];    // [pairs][page]: of 64 * page positions
+  float (*cosines)[QKV_PAGE_TOKENS];  // [pairs][slot]: of its distance to the centre
+  float (*sines)[QKV_PAGE_TOKENS];
+};
+
+static turn turn_of(double angle) {
+  return (turn){cos(angle), sin(angle)};
+}
+
+static void *array(size_t count, size_t size) {
+  void *made = calloc(count, size);
+  if (made == NULL) abort();
+  return made;
+}
+
+static void fill_pair(qkv_phases *phases, uint32_t pair) {
+  const double frequency = phases->frequencies[pair] = qkv_rope_frequency(&phases->rope, 0, pair);
+  for (size_t i = 0; i < QKV_PHASES_PAGES; i++) {
+    phases->pages[pair][i] = turn_of((double)(i * QKV_PAGE_TOKENS) * frequency);
+  }
+  for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) {
+    const turn at = turn_of(((double)slot - CENTRE) * frequency);
+    phases->cosines[pair][slot] = (float)at.c;
+    phases->sines[pair][slot] = (float)at.s;
+  }
+}
+
+qkv_phases *qkv_phases_create(const qkv_rope *rope) {
+  assert(rope->theta != 0 && rope->width > 0);
+  qkv_phases *phases = array(1, sizeof *phases);
+  phases->rope = *rope;
+  phases->pairs = rope->width / 2;
+  phases->magnitude = qkv_rope_magnitude(rope);
+  phases->frequencies = array(phases->pairs, sizeof *phases->frequencies);
+  phases->pages = array(phases->pairs, sizeof *phases->pages);
+  phases->cosines = array(phases->pairs, sizeof *phases->cosines);
+  phases->sines = array(phases->pairs, sizeof *phases->sines);
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) fill_pair(phases, pair);
+  return phases;
+}
+
+void qkv_phases_destroy(qkv_phases **phases) {
+  qkv_phases *old = *phases;
+  if (old == NULL) return;
+  *phases = NULL;
+  free(old->frequencies);
+  free(old->pages);
+  free(old->cosines);
+  free(old->sines);
+  free(old);
+}
+
+// Whether a page's rows all turn with the same frequencies.
+static bool steady(const qkv_phases *phases, uint64_t position) {
+  return qkv_rope_steady(&phases->rope, position + QKV_PAGE_TOKENS);
+}
+
+static double angle_at(const qkv_phases *phases, uint64_t position, uint32_t pair) {
+  return (double)position * qkv_rope_frequency(&phases->rope, position, pair);
+}
+
+// cosines and sines [tokens] of one pair, of what turns a row from the page's centre to its position.
+static void fill_slots(const qkv_phases *phases, uint64_t position, size_t tokens, uint32_t pair, float *cosines,
+                       float *sines) {
+  if (steady(phases, position)) {
+    memcpy(cosines, phases->cosines[pair], tokens * sizeof *cosines);
+    memcpy(sines, phases->sines[pair], tokens * sizeof *sines);
+    return;
+  }
+  const double centre = angle_at(phases, position + CENTRE, pair);
+  for (size_t t = 0; t < tokens; t++) {
+    const turn at = turn_of(angle_at(phases, position + t, pair) - centre);
+    cosines[t] = (float)at.c;
+    sines[t] = (float)at.s;
+  }
+}
+
+// Both coordinates of a pair, in rows [n][dim], by one angle.
+static void turn_pair(const qkv_phases *phases, uint32_t pair, float c, float s, size_t n, size_t dim, float *rows) {
+  float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
+  for (size_t i = 0; i < n; i++, first += dim, second += dim) {
+    const float a = *first, b = *second;
+    *first = a * c - b * s;
+    *second = a * s + b * c;
+  }
+}
+
+// ---- Archive frame ----
+
+// direction 1 or -1; `scale` multiplies what turned.
+static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
+                      float scale, float *rows) {
+  assert(tokens <= QKV_PAGE_TOKENS && phases->rope.width <= dim);
+  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
+    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+    const float cc = (float)centre.c * scale, cs = (float)centre.s * scale;
+    fill_slots(phases, position, tokens, pair, cosines, sines);
+    for (size_t t = 0; t < tokens; t++, first += dim, second += dim) {
+      const float c = cc * cosines[t] - cs * sines[t], s = direction * (cc * sines[t] + cs * cosines[t]);
+      const float a = *first, b = *second;
+      *first = a * c - b * s;
+      *second = a * s + b * c;
+    }
+  }
+}
+
+void qkv_phases_forward(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
+  turn_rows(phases, position, tokens, dim, 1, (float)phases->magnitude, rows);
+}
+
+void qkv_phases_inverse(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
+  turn_rows(phases, position, tokens, dim, -1, (float)(1 / phases->magnitude), rows);
+}
+
+// ---- Attend frame ----
+
+// rows [tokens][dim] += sign * the rotating anchor.
+static void add_anchor(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
+                       float sign, float *rows) {
+  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
+  const size_t dim = transform->schedule->dim;
+  const float factor = sign * (float)phases->magnitude;
+  for (size_t i = 0; i < transform->anchor_pairs; i++) {
+    const uint32_t pair = transform->pair_indices[i];
+    float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
+    const float x = factor * transform->anchor[2 * i], y = factor * transform->anchor[2 * i + 1];
+    fill_slots(phases, position, tokens, pair, cosines, sines);
+    for (size_t t = 0; t < tokens; t++, first += dim, second += dim) {
+      *first += x * cosines[t] - y * sines[t];
+      *second += x * sines[t] + y * cosines[t];
+    }
+  }
+}
+
+static void turn_by_centre(const qkv_phases *phases, uint64_t position, float direction, size_t tokens, size_t dim,
+                           float *rows) {
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+    turn_pair(phases, pair, (float)centre.c, direction * (float)centre.s, tokens, dim, rows);
+  }
+}
+
+void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
+                        float *rows) {
+  turn_by_centre(phases, position, -1, tokens, transform->schedule->dim, rows);
+  add_anchor(phases, transform, position, tokens, -1, rows);
+}
+
+void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
+                          float *rows) {
+  add_anchor(phases, transform, position, tokens, 1, rows);
+  turn_by_centre(phases, position, 1, tokens, transform->schedule->dim, rows);
+}
+
+void qkv_phases_start(qkv_phases_walk *walk) {
+  walk->base = UINT64_MAX;
+}
+
+static void rebase(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position) {
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+    walk->turns[pair][0] = centre.c;
+    walk->turns[pair][1] = centre.s;
+  }
+  walk->base = position;
+}
+
+static bool within_walk(const qkv_phases *phases, const qkv_phases_walk *walk, uint64_t position) {
+  return steady(phases, position) && position >= walk->base && position - walk->base < QKV_PHASES_SPAN &&
+         (position - walk->base) % QKV_PAGE_TOKENS == 0;
+}
+
+void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position, size_t n, size_t dim,
+                             const float *queries, float *turned) {
+  memcpy(turned, queries, n * dim * sizeof *turned);
+  if (!within_walk(phases, walk, position)) rebase(phases, walk, position);
+  const size_t page = (size_t)(position - walk->base) / QKV_PAGE_TOKENS;
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const double *base = walk->turns[pair];
+    const turn step = phases->pages[pair][page];
+    const double c = base[0] * step.c - base[1] * step.s, s = base[0] * step.s + base[1] * step.c;
+    turn_pair(phases, pair, (float)c, -(float)s, n, dim, turned);
+  }
+}
+
+// With query (a, b) and anchor (x, y) in a pair, q . R_u mu = (ax + by) cos(u w) + (bx - ay) sin(u w).
+void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position,
+                           const float *turned, float *scores) {
+  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
+  for (size_t i = 0; i < transform->anchor_pairs; i++) {
+    const uint32_t pair = transform->pair_indices[i];
+    const float a = turned[qkv_rope_first(&phases->rope, pair)], b = turned[qkv_rope_second(&phases->rope, pair)];
+    const float x = (float)phases->magnitude * transform->anchor[2 * i];
+    const float y = (float)phases->magnitude * transform->anchor[2 * i + 1];
+    const float p = a * x + b * y, r = b * x - a * y;
+    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, cosines, sines);
+    for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) scores[slot] += p * cosines[slot] + r * sines[slot];
+  }
+}

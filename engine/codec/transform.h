@@ -1,0 +1,52 @@
+// The linear transform of one head's keys or values: rows to code space and back.
+//
+//   z = analysis (x - mean)          what is quantized: ordered coordinates of about unit variance
+//   x = mean + sum_c z_c synthesis_c
+//
+// The two matrices are each other's dual, analysis . synthesis^T = 1, so the rest of the work stays in code space:
+//
+//   q . x         = q . mean + (synthesis q) . z             queries are transformed once
+//   sum_t w_t x_t = (sum_t w_t) mean + synthesis^T sum_t w_t z_t
+//
+// Data-free transforms are the randomized Hadamard (hadamard.h), without a mean and its own dual. Calibrated ones
+// are dense: the KLT of values, the query-aware KLT of keys (calibration.h), with the scale of each coordinate
+// folded in. `weights` says how much a coordinate's squared error counts; the data-free code counts all alike.
+//
+// Keys in the attend frame have a rotating anchor besides: the calibrated mean before RoPE, of the RoPE pairs that
+// carry most of it, rotated to each position and taken off before everything else (frame.h).
+//
+// Threads: pure functions.
+#ifndef QKV_ENGINE_CODEC_TRANSFORM_H
+#define QKV_ENGINE_CODEC_TRANSFORM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/codec/schedule.h"
+
+#define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor
+
+// All pointers are borrowed: from a calibration, or NULL.
+typedef struct qkv_transform {
+  const qkv_schedule *schedule;  // its dim is the rows'
+  const float *analysis;         // [dim][dim]; NULL: Hadamard, and the three below are NULL too
+  const float *synthesis;        // [dim][dim]
+  const float *mean;             // [dim]
+  const float *weights;          // [dim], > 0
+  uint16_t anchor_pairs;         // 0 to QKV_ANCHOR_PAIRS_MAX; 0: no rotating anchor
+  const uint16_t *pair_indices;  // [anchor_pairs], ascending, below rope.width / 2
+  const float *anchor;           // [anchor_pairs][2], before RoPE: first and second coordinate of each pair
+} qkv_transform;
+
+// rows [n][dim] in place, to code space. Only the first `coordinates` of a row are computed, the others become 0.
+void qkv_transform_forward(const qkv_transform *transform, float *rows, size_t n, size_t coordinates);
+// rows [n][dim] in place, back; coordinates from `coordinates` on are taken for 0.
+void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n, size_t coordinates);
+
+// queries [n][dim] in place, to code space; shares[n], what the mean adds to every score of a query.
+void qkv_transform_query(const qkv_transform *transform, float *queries, size_t n, size_t coordinates, float *shares);
+// sums [n][dim] of weighted rows in place, from code space; totals[n], the sums of those weights.
+void qkv_transform_output(const qkv_transform *transform, float *sums, const double *totals, size_t n,
+                          size_t coordinates);
+
+#endif

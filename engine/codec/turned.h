@@ -1,0 +1,41 @@
+// What RoPE makes of means and second moments: averages over the positions that rows are turned to.
+//
+// With rows x whose content does not depend on their position t, and R_t the rotation,
+//
+//   E[R_t x] = E_t[R_t] E[x]        E[R_t x x^T R_t^T] = E_t[R_t E[x x^T] R_t^T]
+//
+// A pair of coordinates (a, b) is the complex number u = a + ib, which R_t multiplies by e^{iwt}. So the averages
+// only need the means of e^{iwt} (for a mean) and of e^{i(w - w')t} and e^{i(w + w')t} (for each two pairs, of u u'*
+// and u u'), which have a closed form for t uniform in a range. Coordinates that do not turn are paired up, too, with
+// w = 0.
+//
+// t may be a position, or its distance from a page's middle or from a query. Dynamic NTK has other frequencies at
+// every position beyond the trained length; those within it are taken.
+#ifndef QKV_ENGINE_CODEC_TURNED_H
+#define QKV_ENGINE_CODEC_TURNED_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/codec/rope.h"
+
+// t uniform in [begin, end).
+typedef struct qkvi_span {
+  int64_t begin, end;
+  double weight;  // > 0, beside the others'
+} qkvi_span;
+
+typedef struct qkvi_turns qkvi_turns;
+
+// The rope is resolved and has a theta. Cost: dim^2 / 4 times the spans in sines and cosines.
+qkvi_turns *qkvi_turns_create(const qkv_rope *rope, size_t dim, const qkvi_span *spans, size_t count);
+void qkvi_turns_destroy(qkvi_turns **turns);
+
+// mean [dim] in place.
+void qkvi_turn_mean(const qkvi_turns *turns, double *mean);
+// second [dim][dim], symmetric, in place.
+void qkvi_turn_second(const qkvi_turns *turns, double *second);
+// What of a pair's length is left on average, 0 to 1.
+double qkvi_turns_kept(const qkvi_turns *turns, uint32_t pair);
+
+#endif
