@@ -123,10 +123,10 @@ typedef struct qkv_anchor_input {
 uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
                           size_t segments, uint8_t *section, size_t *bytes, float *residual);
 
-// For a chain at another tier: decoded rows [64][dim] (qkv_anchor_rows) become the residual for the ordinary kernel
-// at `tier`. The section stays as it is.
-void qkv_anchor_recode(const qkv_anchor *anchor, const qkv_schedule *schedule, unsigned tier, uint32_t tokens,
-                       float *rows);
+// For a chain at another tier, errors weighted [dim] or NULL: decoded rows [64][dim] (qkv_anchor_rows) become the
+// residual for the ordinary kernel at `tier`. The section stays as it is.
+void qkv_anchor_recode(const qkv_anchor *anchor, const qkv_schedule *schedule, const float *weights, unsigned tier,
+                       uint32_t tokens, float *rows);
 
 // What was chosen.
 typedef struct qkv_anchor_choice {

@@ -65,6 +65,7 @@ static uint8_t encode_means(const qkv_anchor_input *input, qkv_anchor_kind kind,
 // A chain under way, row by row.
 typedef struct loop {
   const qkv_schedule *schedule;
+  const float *weights;
   unsigned tier;
   float last[QKV_DIM_MAX];  // the row before, as it will be decoded
 } loop;
@@ -72,7 +73,7 @@ typedef struct loop {
 // `residual` is to be coded after `last` or an anchor, which is in `last`: moves `last` on.
 static void advance(loop *at, const float *residual) {
   float coded[QKV_DIM_MAX];
-  qkvi_row_round_trip(at->schedule, at->tier, residual, coded);
+  qkvi_row_round_trip(at->schedule, at->tier, at->weights, residual, coded);
   qkvi_row_add(at->last, coded, 1, at->schedule->dim);
 }
 
@@ -96,7 +97,7 @@ static uint8_t first_scale(const float *row, size_t dim) {
 static uint64_t run_chain(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
                           size_t segments, uint8_t *scales, int8_t *rows, float *residual) {
   const size_t dim = input->schedule->dim;
-  loop at = {.schedule = input->schedule, .tier = tier};
+  loop at = {.schedule = input->schedule, .weights = input->weights, .tier = tier};
   uint64_t starts = 0;
   for (size_t t = 0, count = 0, since = 0; t < input->tokens; t++, since++) {
     const float *row = input->rows + t * dim;
@@ -134,11 +135,11 @@ static uint8_t encode_chain(const qkv_anchor_input *input, const qkv_anchor_opti
   return QKV_ANCHOR_CHAIN;
 }
 
-void qkv_anchor_recode(const qkv_anchor *anchor, const qkv_schedule *schedule, unsigned tier, uint32_t tokens,
-                       float *rows) {
+void qkv_anchor_recode(const qkv_anchor *anchor, const qkv_schedule *schedule, const float *weights, unsigned tier,
+                       uint32_t tokens, float *rows) {
   assert(anchor->kind == QKV_ANCHOR_CHAIN && anchor->dim == schedule->dim);
   const size_t dim = schedule->dim;
-  loop at = {.schedule = schedule, .tier = tier};
+  loop at = {.schedule = schedule, .weights = weights, .tier = tier};
   for (size_t t = 0, count = 0; t < tokens; t++) {
     float *row = rows + t * dim;
     if (anchor->starts >> t & 1) {
@@ -192,7 +193,7 @@ size_t qkv_anchor_scratch_bytes(size_t dim) {
 // The error of the section and residual at their tier.
 static void measure(qkv_part part, const qkv_anchor_input *input, const qkvi_trial *trial, candidate *made) {
   const size_t dim = input->schedule->dim;
-  qkvi_trial_run(trial, part, input->schedule, made->choice.tier, made->residual);
+  qkvi_trial_run(trial, part, input->schedule, made->choice.tier, input->weights, made->residual);
   qkv_anchor anchor;
   (void)qkv_anchor_find(made->choice.byte, made->section, (uint16_t)dim, &anchor);
   qkv_anchor_rows(&anchor, trial->decoded);

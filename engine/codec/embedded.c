@@ -92,10 +92,11 @@ static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, u
 }
 
 // rows [64][dim] in code space, or what anchors leave of them, to gains and codes.
-static void encode_turned(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *rows,
+static void encode_turned(qkv_part part, const qkv_transform *transform, unsigned tier, const float *rows,
                           uint8_t *gains, uint8_t *codes) {
   memset(gains, 0, QKV_PAGE_TOKENS);
-  if (tier > 0) qkv_kernels_get()->encode(part, schedule, tier, rows, gains, codes);
+  if (tier == 0) return;
+  qkv_kernels_get()->encode(part, transform->schedule, tier, transform->weights, rows, gains, codes);
 }
 
 // One head's K or V, coded, before it has a place in the page.
@@ -194,7 +195,7 @@ static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part,
   if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, tokens, work, coded_as);
   if (!anchored) memcpy(work->residual, work->turned, QKV_PAGE_TOKENS * dim * sizeof *work->residual);
   if (coded_as->tier > 0 && factored) factor_part(coder, head, part, tokens, work, coded_as);
-  encode_turned(part, head->schedules[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes);
+  encode_turned(part, head->transforms[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes);
 }
 
 // Appends to a head's sections.
@@ -424,10 +425,12 @@ static unsigned dropped(const qkv_schedule *schedule, size_t coordinate, unsigne
 static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const qkv_page_codes *theirs, size_t group,
                                uint32_t first, uint32_t end) {
   const qkv_schedule *schedule = theirs->schedule;
+  // Gains were fitted anew where planes have been dropped (narrow.h): within an octave.
+  const int drift = mine->tiers[group] == theirs->tiers[group] ? 0 : QKV_GAIN_OCTAVE;
   qkvi_codes a[QKV_DIM_MAX], b[QKV_DIM_MAX];
   uint32_t same = end;
   for (uint32_t slot = end; slot-- > first;) {
-    if (mine->gains[slot] != theirs->gains[slot]) same = slot;
+    if (abs(mine->gains[slot] - theirs->gains[slot]) > drift) same = slot;
   }
   qkvi_unpack(part, schedule, mine->tiers[group], mine->groups[group], a);
   qkvi_unpack(part, schedule, theirs->tiers[group], theirs->groups[group], b);
@@ -485,7 +488,7 @@ static uint32_t embedded_rows_match(const qkv_coder *coder, const void *page, ui
     for (size_t i = first * schedule->dim; i < (first + tokens) * (size_t)schedule->dim; i++)
       turned[i] -= predicted[i];
   }
-  encode_turned(part, schedule, tier, turned, gains, bytes);
+  encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes);
   qkv_page_codes mine = {.gains = gains, .schedule = schedule};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     mine.groups[g] = bytes + g * qkv_schedule_group_bytes(schedule, tier);

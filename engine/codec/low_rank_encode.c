@@ -151,7 +151,7 @@ static void subtract_factors(const work *w, uint8_t rank, float *rows) {
 }
 
 static void run(const work *w, unsigned tier, const float *rows) {
-  qkvi_trial_run(&w->trial, w->part, w->schedule, tier, rows);
+  qkvi_trial_run(&w->trial, w->part, w->schedule, tier, w->weights, rows);
 }
 
 static double miss(const work *w, const float *rows, const float *decoded) {

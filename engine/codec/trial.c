@@ -17,14 +17,14 @@ qkvi_trial qkvi_trial_in(void *scratch, size_t dim) {
 }
 
 void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
-                    const float *rows) {
+                    const float *weights, const float *rows) {
   qkv_page_codes codes = {.gains = trial->gains, .schedule = schedule};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     codes.groups[g] = trial->codes + g * qkv_schedule_group_bytes(schedule, tier);
     codes.tiers[g] = (uint8_t)tier;
   }
   const qkv_kernels *kernels = qkv_kernels_get();
-  kernels->encode(part, schedule, tier, rows, trial->gains, trial->codes);
+  kernels->encode(part, schedule, tier, weights, rows, trial->gains, trial->codes);
   kernels->decode(part, &codes, trial->decoded);
 }
 

@@ -19,9 +19,10 @@ size_t qkvi_trial_bytes(size_t dim);
 // In `scratch` of qkvi_trial_bytes, 64-byte aligned.
 qkvi_trial qkvi_trial_in(void *scratch, size_t dim);
 
-// Codes rows [64][dim] at `tier` >= 1 with the kernels in use and decodes them into `decoded`.
+// Codes rows [64][dim] at `tier` >= 1, errors weighted [dim] or NULL, with the kernels in use and decodes them into
+// `decoded`.
 void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
-                    const float *rows);
+                    const float *weights, const float *rows);
 
 // The squared error of `tokens` rows, weights [dim] or NULL.
 double qkvi_rows_error(const float *a, const float *b, const float *weights, size_t tokens, size_t dim);

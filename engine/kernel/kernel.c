@@ -42,6 +42,11 @@ float qkv_exp_negative(float x) {
   return all[0];
 }
 
+#define ALIKE(x) x, x, x, x, x, x, x, x
+#define ALIKE_64 ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1)
+#define ALIKE_256 ALIKE_64, ALIKE_64, ALIKE_64, ALIKE_64
+const float qkvi_weights_alike[QKV_DIM_MAX] = {ALIKE_256, ALIKE_256, ALIKE_256, ALIKE_256};
+
 static const qkv_kernels *const ladder[] = {
     &qkvi_kernels_reference,
 #if defined(__x86_64__)

@@ -19,10 +19,11 @@
 // sums[n][dim] += sum_t weights[n][t] * gain_t * value(code_tc).
 #define QKV_DECLARE_ACCUMULATE(name) \
   void name(const qkv_page_codes *values, const float *weights, size_t n, float *sums)
-// rows [64][dim], transformed, to gains [64] and the codes of four groups at `tier`, one after the other.
-#define QKV_DECLARE_ENCODE(name)                                                                           \
-  void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *rows, uint8_t *gains, \
-            uint8_t *codes)
+// rows [64][dim], transformed, to gains [64] and the codes of four groups at `tier`, one after the other. Gains make
+// the squared error least with these weights [dim] of coordinates; NULL: all 1.
+#define QKV_DECLARE_ENCODE(name)                                                                                 \
+  void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *weights, const float *rows, \
+            uint8_t *gains, uint8_t *codes)
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
@@ -68,6 +69,9 @@ float qkv_gain_value(uint8_t gain);
 uint8_t qkvi_gain_nearest(float factor);
 
 // What decode gives for a row [dim] that encode coded at `tier` >= 1: for closed loops (engine/codec/anchor.h).
-void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *row, float *decoded);
+void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *weights, const float *row,
+                         float *decoded);
+// 1 for every coordinate: what weights NULL stand for.
+extern const float qkvi_weights_alike[QKV_DIM_MAX];
 
 #endif

@@ -114,21 +114,30 @@ static float in_order(const float lanes[LANES]) {
   return sum;
 }
 
-static float dot(const float *a, const float *b, unsigned n) {
+// sum_i weights[i] * a[i] * b[i]
+static float dot(const float *weights, const float *a, const float *b, unsigned n) {
   float lanes[LANES] = {0};
   for (unsigned i = 0; i < n; i += LANES) {
-    for (unsigned lane = 0; lane < LANES; lane++) lanes[lane] += a[i + lane] * b[i + lane];
+    for (unsigned lane = 0; lane < LANES; lane++) lanes[lane] += weights[i + lane] * a[i + lane] * b[i + lane];
+  }
+  return in_order(lanes);
+}
+
+static float sum(const float *a, unsigned n) {
+  float lanes[LANES] = {0};
+  for (unsigned i = 0; i < n; i += LANES) {
+    for (unsigned lane = 0; lane < LANES; lane++) lanes[lane] += a[i + lane];
   }
   return in_order(lanes);
 }
 
 // The squared error of gain * kept as a row.
-static float squared_error(const float *row, const float *kept, float gain, unsigned n) {
+static float squared_error(const float *weights, const float *row, const float *kept, float gain, unsigned n) {
   float lanes[LANES] = {0};
   for (unsigned i = 0; i < n; i += LANES) {
     for (unsigned lane = 0; lane < LANES; lane++) {
       const float miss = row[i + lane] - gain * kept[i + lane];
-      lanes[lane] += miss * miss;
+      lanes[lane] += weights[i + lane] * miss * miss;
     }
   }
   return in_order(lanes);
@@ -142,7 +151,7 @@ typedef struct attempt {
 } attempt;
 
 // Quantizes the row over the value of gain `scale`, then fits the gain to the codes that the tier keeps.
-static void try_scale(const uint16_t *reach, const float *row, uint8_t scale, attempt *a) {
+static void try_scale(const uint16_t *reach, const float *weights, const float *row, uint8_t scale, attempt *a) {
   const unsigned coordinates = reach[1];
   float kept[QKV_DIM_MAX];
   qkv_codebook_codes(row, 1 / qkv_gain_value(scale), coordinates, a->codes);
@@ -152,46 +161,49 @@ static void try_scale(const uint16_t *reach, const float *row, uint8_t scale, at
       kept[c] = values[a->codes[c] >> (QKV_DEPTH_MAX - depth)];
     }
   }
-  a->gain = qkvi_gain_nearest(dot(row, kept, coordinates) / dot(kept, kept, coordinates));
-  a->error = squared_error(row, kept, qkv_gain_value(a->gain), coordinates);
+  a->gain = qkvi_gain_nearest(dot(weights, row, kept, coordinates) / dot(weights, kept, kept, coordinates));
+  a->error = squared_error(weights, row, kept, qkv_gain_value(a->gain), coordinates);
 }
 
 // Codes one row into a column of `codes` and returns its gain: the best of three scales, the gain nearest to the
-// row's RMS and its two neighbours. Relative squared error on Gaussian rows of 64, at a top tier of 4 and when
-// planes are dropped afterwards:
+// row's weighted RMS and its two neighbours. Relative squared error on Gaussian rows of 64, at a top tier of 4 and
+// when planes are dropped afterwards:
 //   scales tried                            4 bits   3       2      1       8 bits
 //   RMS                                     0.00922  0.0339  0.116  0.3588  0.0000410
 //   RMS, then the fitted gain if it differs 0.00914  0.0338  0.116  0.3589  0.0000410
 //   RMS and one step up and down            0.00787  0.0330  0.116  0.3626  0.0000332
 //   RMS and two steps up and down           0.00745  0.0324  0.117  0.3680  0.0000316
-static uint8_t encode_row(const uint16_t *reach, const float *row, qkvi_codes *codes, size_t slot) {
+static uint8_t encode_row(const uint16_t *reach, const float *weights, const float *row, qkvi_codes *codes,
+                          size_t slot) {
   const unsigned coordinates = reach[1];
-  const float rms = coordinates > 0 ? sqrtf(dot(row, row, coordinates) / (float)coordinates) : 0;
+  const float rms = coordinates > 0 ? sqrtf(dot(weights, row, row, coordinates) / sum(weights, coordinates)) : 0;
   if (rms < qkv_gain_value(1) / 2) {
     for (unsigned c = 0; c < coordinates; c++) codes[c][slot] = 0;
     return 0;
   }
   const uint8_t middle = qkvi_gain_nearest(rms);
   attempt attempts[3], *best = attempts;
-  try_scale(reach, row, middle, best);
+  try_scale(reach, weights, row, middle, best);
   if (middle > 1) {
-    try_scale(reach, row, middle - 1, &attempts[1]);
+    try_scale(reach, weights, row, middle - 1, &attempts[1]);
     if (attempts[1].error < best->error) best = &attempts[1];
   }
   if (middle < UINT8_MAX) {
-    try_scale(reach, row, middle + 1, &attempts[2]);
+    try_scale(reach, weights, row, middle + 1, &attempts[2]);
     if (attempts[2].error < best->error) best = &attempts[2];
   }
   for (unsigned c = 0; c < coordinates; c++) codes[c][slot] = best->codes[c];
   return best->gain;
 }
 
-void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *row, float *decoded) {
+void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *weights, const float *row,
+                         float *decoded) {
+  if (weights == NULL) weights = qkvi_weights_alike;
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   (void)qkv_kernels_at(0);  // fills the tables
   const uint16_t *reach = schedule->reach[tier];
   qkvi_codes codes[QKV_DIM_MAX];
-  const float gain = qkv_gain_value(encode_row(reach, row, codes, 0));
+  const float gain = qkv_gain_value(encode_row(reach, weights, row, codes, 0));
   memset(decoded, 0, schedule->dim * sizeof *decoded);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
     for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
@@ -201,13 +213,14 @@ void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const floa
 }
 
 static QKV_DECLARE_ENCODE(encode_reference) {
+  if (weights == NULL) weights = qkvi_weights_alike;
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const size_t dim = schedule->dim;
   qkvi_codes unpacked[QKV_DIM_MAX];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     for (size_t t = 0; t < GROUP; t++) {
       const size_t slot = g * GROUP + t;
-      gains[slot] = encode_row(schedule->reach[tier], rows + slot * dim, unpacked, t);
+      gains[slot] = encode_row(schedule->reach[tier], weights, rows + slot * dim, unpacked, t);
     }
     qkvi_pack(part, schedule, tier, unpacked, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);

@@ -31,7 +31,7 @@ static void run_once(const workload *w, const qkv_kernels *kernels) {
       kernels->accumulate(&w->page.codes, w->scores, w->n, w->sums);
       break;
     case 'e':
-      kernels->encode(w->page.part, &w->page.schedule, w->tier, w->rows, w->gains, w->codes);
+      kernels->encode(w->page.part, &w->page.schedule, w->tier, NULL, w->rows, w->gains, w->codes);
       break;
     default:
       kernels->decode(w->page.part, &w->page.codes, w->rows);

@@ -78,7 +78,17 @@ static void check_decode(checking *c, const page_part *page) {
   guarded_free(&got);
 }
 
+// Weights that differ as much as those of a calibration, for every other page.
+static const float *some_weights(checking *c, size_t dim, float *weights) {
+  static bool weighted;
+  weighted = !weighted;
+  for (size_t i = 0; i < dim; i++) weights[i] = (float)exp2(6 - (double)naive_below(&c->random, 20));
+  return weighted ? weights : NULL;
+}
+
 static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedule, unsigned tier, input_kind kind) {
+  float room[QKV_DIM_MAX];
+  const float *weights = some_weights(c, schedule->dim, room);
   const uint8_t tiers[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
   const page_part page = {
       .part = part, .schedule = *schedule, .codes.tiers = {tiers[0], tiers[1], tiers[2], tiers[3]}};
@@ -87,8 +97,8 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = copy_of(&gains);
   guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
   guarded codes_got = copy_of(&codes);
-  qkv_kernels_at(0)->encode(part, schedule, tier, (float *)rows.data, gains.data, codes.data);
-  c->twin->encode(part, schedule, tier, (float *)rows.data, gains_got.data, codes_got.data);
+  qkv_kernels_at(0)->encode(part, schedule, tier, weights, (float *)rows.data, gains.data, codes.data);
+  c->twin->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data);
   compare(c, "encode: gains,", &page, 0, &gains, &gains_got);
   compare(c, "encode: codes,", &page, 0, &codes, &codes_got);
   guarded_free(&rows);

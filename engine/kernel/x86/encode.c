@@ -57,10 +57,10 @@ static inline __attribute__((always_inline)) words quantize(const quantizer *q, 
 
 // Some rows and three ways to code each of them. Vectors hold eight coordinates of every row.
 typedef struct attempts {
-  lanes x[STEPS_MAX];
+  lanes x[STEPS_MAX], weights[STEPS_MAX];
   lanes kept[STEPS_MAX][ATTEMPTS];
   words cells[STEPS_MAX][ATTEMPTS];                 // as of `quantize`
-  lanes with_row[ATTEMPTS], with_itself[ATTEMPTS];  // sums of kept * x and of kept * kept
+  lanes with_row[ATTEMPTS], with_itself[ATTEMPTS];  // weighted sums of kept * x and of kept * kept
 } attempts;
 
 // One number for every row and attempt: that of row r and attempt a is number QUAD * r + a, the others are any.
@@ -91,14 +91,15 @@ static numbers row_sums(const lanes sums[ATTEMPTS]) {
   return all;
 }
 
-static void load_rows(const float *rows, size_t dim, size_t steps, attempts *a) {
+// Rows that are `dim` floats apart.
+static void load_rows(const float *rows, size_t dim, size_t steps, lanes *x) {
   for (size_t s = 0; s < steps; s++) {
 #if LANES == 16
     const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(rows + s * EIGHT));
-    a->x[s] = (lanes)_mm512_insertf32x8(first, _mm256_loadu_ps(rows + dim + s * EIGHT), 1);
+    x[s] = (lanes)_mm512_insertf32x8(first, _mm256_loadu_ps(rows + dim + s * EIGHT), 1);
 #else
     (void)dim;
-    a->x[s] = load_lanes(rows + s * EIGHT);
+    x[s] = load_lanes(rows + s * EIGHT);
 #endif
   }
 }
@@ -110,13 +111,13 @@ static inline __attribute__((always_inline)) void quantize_run(unsigned depth, s
   memcpy(with_row, a->with_row, sizeof with_row);
   memcpy(with_itself, a->with_itself, sizeof with_itself);
   for (size_t s = begin; s < end; s++) {
-    const lanes x = a->x[s];
+    const lanes x = a->x[s], weight = a->weights[s], weighted = weight * x;
     for (size_t i = 0; i < ATTEMPTS; i++) {
       lanes kept;
       a->cells[s][i] = quantize(&q, depth, x * inverse[i], &kept);
       a->kept[s][i] = kept;
-      with_row[i] += x * kept;
-      with_itself[i] += kept * kept;
+      with_row[i] += weighted * kept;
+      with_itself[i] += weight * kept * kept;
     }
   }
   memcpy(a->with_row, with_row, sizeof with_row);
@@ -161,7 +162,7 @@ static numbers squared_errors(const attempts *a, size_t steps, const numbers *ga
   for (size_t s = 0; s < steps; s++) {
     for (size_t i = 0; i < ATTEMPTS; i++) {
       const lanes miss = a->x[s] - factors[i] * a->kept[s][i];
-      errors[i] += miss * miss;
+      errors[i] += a->weights[s] * miss * miss;
     }
   }
   return row_sums(errors);
@@ -183,10 +184,13 @@ static void store_codes(const uint16_t *reach, const attempts *a, size_t attempt
 // The scales to try, and the numbers to multiply the rows with. Whether a row counts as zero.
 static void choose_scales(const attempts *a, size_t steps, numbers *inverse, bool zero[ROWS]) {
   lanes squares[ATTEMPTS] = {0};
-  for (size_t s = 0; s < steps; s++) squares[0] += a->x[s] * a->x[s];
+  for (size_t s = 0; s < steps; s++) {
+    squares[0] += a->weights[s] * a->x[s] * a->x[s];
+    squares[1] += a->weights[s];
+  }
   const numbers sums = row_sums(squares);
   for (size_t row = 0; row < ROWS; row++) {
-    const float rms = steps > 0 ? sqrtf(sums[QUAD * row] / (float)(steps * EIGHT)) : 0;
+    const float rms = steps > 0 ? sqrtf(sums[QUAD * row] / sums[QUAD * row + 1]) : 0;
     zero[row] = rms < qkv_gain_value(1) / 2;
     const uint8_t middle = zero[row] ? 1 : qkvi_gain_nearest(rms);
     // Where a neighbour does not exist the middle is tried again, and does not win.
@@ -198,12 +202,14 @@ static void choose_scales(const attempts *a, size_t steps, numbers *inverse, boo
 }
 
 // Codes ROWS rows as reference.c's encode_row does. `codes` [ROWS][dim].
-static void encode_rows(const uint16_t *reach, const float *rows, size_t dim, uint8_t *gains, uint8_t *codes) {
+static void encode_rows(const uint16_t *reach, const float *weights, const float *rows, size_t dim, uint8_t *gains,
+                        uint8_t *codes) {
   attempts a;
   const size_t steps = reach[1] / EIGHT;
   bool zero[ROWS];
   numbers inverse = {0}, values = {0};
-  load_rows(rows, dim, steps, &a);
+  load_rows(rows, dim, steps, a.x);
+  load_rows(weights, 0, steps, a.weights);
   choose_scales(&a, steps, &inverse, zero);
   quantize_rows(reach, (const lanes[ATTEMPTS]){spread(&inverse, 0), spread(&inverse, 1), spread(&inverse, 2)}, &a);
   const numbers factors = row_sums(a.with_row) / row_sums(a.with_itself);
@@ -307,12 +313,13 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const size_t dim = schedule->dim;
   uint8_t group_codes[GROUP * QKV_DIM_MAX];  // [token][dim]
+  if (weights == NULL) weights = qkvi_weights_alike;
   qkvi_blocks blocks;
   qkvi_blocks_find(schedule, tier, &blocks);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     for (size_t t = 0; t < GROUP; t += ROWS) {
       const size_t slot = g * GROUP + t;
-      encode_rows(schedule->reach[tier], rows + slot * dim, dim, gains + slot, group_codes + t * dim);
+      encode_rows(schedule->reach[tier], weights, rows + slot * dim, dim, gains + slot, group_codes + t * dim);
     }
     pack_group(part, schedule, tier, &blocks, group_codes, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);

@@ -227,7 +227,7 @@ static void encode_takes_the_best_of_three_scales(void **state) {
     const size_t bytes = qkv_schedule_group_bytes(&schedule, tier);
     uint8_t *codes = malloc(QKV_PAGE_GROUPS * bytes + 1);
     assert_non_null(codes);
-    qkv_kernels_at(0)->encode(QKV_V, &schedule, tier, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_V, &schedule, tier, NULL, rows, gains, codes);
     for (unsigned t = 0; t < QKV_PAGE_TOKENS; t += 3) {
       check_row(&schedule, tier, rows + (size_t)t * schedule.dim, gains[t], codes + t / 16 * bytes, t % 16);
     }
@@ -248,7 +248,7 @@ static void tiny_and_huge_rows_stay_in_range(void **state) {
     float rows[QKV_PAGE_TOKENS * 8];
     for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) rows[j] = j % 2 ? cases[i].value : -cases[i].value;
     uint8_t gains[QKV_PAGE_TOKENS], codes[64 * 4];
-    qkv_kernels_at(0)->encode(QKV_K, &schedule, 32, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_K, &schedule, 32, NULL, rows, gains, codes);
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_in_range(gains[t], cases[i].gain_min, cases[i].gain_max);
   }
 }
