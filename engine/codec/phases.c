@@ -177,29 +177,26 @@ void qkv_phases_start(qkv_phases_walk *walk) {
   walk->base = UINT64_MAX;
 }
 
-static void rebase(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position) {
+static void rebase(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t base) {
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+    const turn centre = turn_of(angle_at(phases, base + CENTRE, pair));
     walk->turns[pair][0] = centre.c;
     walk->turns[pair][1] = centre.s;
   }
-  walk->base = position;
-}
-
-static bool within_walk(const qkv_phases *phases, const qkv_phases_walk *walk, uint64_t position) {
-  return steady(phases, position) && position >= walk->base && position - walk->base < QKV_PHASES_SPAN &&
-         (position - walk->base) % QKV_PAGE_TOKENS == 0;
+  walk->base = base;
 }
 
 void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position, size_t n, size_t dim,
                              const float *queries, float *turned) {
+  // Of the position alone: so are the bits of what is turned, whichever pages came before.
+  const size_t page = steady(phases, position) ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
+  const uint64_t base = position - page * QKV_PAGE_TOKENS;
   memcpy(turned, queries, n * dim * sizeof *turned);
-  if (!within_walk(phases, walk, position)) rebase(phases, walk, position);
-  const size_t page = (size_t)(position - walk->base) / QKV_PAGE_TOKENS;
+  if (walk->base != base) rebase(phases, walk, base);
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    const double *base = walk->turns[pair];
+    const double *first = walk->turns[pair];
     const turn step = phases->pages[pair][page];
-    const double c = base[0] * step.c - base[1] * step.s, s = base[0] * step.s + base[1] * step.c;
+    const double c = first[0] * step.c - first[1] * step.s, s = first[0] * step.s + first[1] * step.c;
     turn_pair(phases, pair, (float)c, -(float)s, n, dim, turned);
   }
 }

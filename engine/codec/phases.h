@@ -7,10 +7,10 @@
 //   archive frame   the row rotated back to before RoPE; decoding ends with RoPE
 //
 // The centre is slot 32's position. Slots stand at fixed distances from it, so that their cosines and sines, those of
-// the anchor among them, come from one table for all pages; those of the centre from another one as long as it is
-// within QKV_PHASES_SPAN of where a walk over pages has begun, so that trigonometry is needed once for so many
-// tokens. Dynamic NTK beyond its trained length has other frequencies at every position: the page is turned by those
-// of its centre, and what a row's own make of it is computed row by row, slowly.
+// the anchor among them, come from one table for all pages; those of the centre from another one, on top of those of
+// the first page of its QKV_PHASES_SPAN, so that a walk over pages needs trigonometry once for so many tokens.
+// Dynamic NTK beyond its trained length has other frequencies at every position: the page is turned by those of its
+// centre, and what a row's own make of it is computed row by row, slowly.
 //
 // Threads: immutable once created.
 #ifndef QKV_ENGINE_CODEC_PHASES_H
@@ -46,7 +46,7 @@ void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform
 void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                           float *rows);
 
-// Where a walk over pages has begun. To be started before the first page.
+// What a walk over pages keeps: the span that it is in. To be started before the first page.
 typedef struct qkv_phases_walk {
   uint64_t base;
   double turns[QKV_DIM_MAX / 2][2];  // cosine and sine of each pair at `base`
