@@ -162,10 +162,10 @@ static uint64_t same_tokens(const append *a, const qkv_page_entry *entry, uint64
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     for (uint32_t head = 0; head < a->model->kv_heads && same > 0; head++) {
       read_held_form(a, part, head, position, same, rows);
-      same = entry == NULL
-                 ? same_exact(a, part, head, position, same, rows)
-                 : entry->coder->codec->rows_match(entry->coder, entry->page, (uint16_t)head, part,
-                                                   (uint32_t)(position - entry->position), (uint32_t)same, rows);
+      same = entry == NULL ? same_exact(a, part, head, position, same, rows)
+                           : entry->coder->codec->rows_match(
+                                 entry->coder, entry->full != NULL ? entry->full : entry->page, (uint16_t)head, part,
+                                 (uint32_t)(position - entry->position), (uint32_t)same, rows);
     }
   }
   return same;

@@ -6,6 +6,7 @@
 #include "engine/codec/anchor.h"
 #include "engine/codec/low_rank.h"
 #include "engine/codec/pack.h"
+#include "engine/kernel/kernel.h"
 
 void qkv_page_tiers(const void *page, qkv_head_tiers *heads) {
   const qkv_page_header *header = page;
@@ -57,11 +58,44 @@ static qkv_head_layout layout_of(const qkv_coder *coder, const void *page, uint1
   return layout;
 }
 
-static void narrow_part(const qkv_page_codes *from, const qkv_page_codes *to, qkv_part part) {
+// sum_i weights[i] * a[i] * b[i]; weights NULL: all 1.
+static float dot(const float *weights, const float *a, const float *b, size_t n) {
+  float lanes[QKV_BAND] = {0}, sum = 0;
+  for (size_t i = 0; i < n; i += QKV_BAND) {
+    for (size_t lane = 0; lane < QKV_BAND; lane++) {
+      const float product = a[i + lane] * b[i + lane];
+      lanes[lane] += weights == NULL ? product : weights[i + lane] * product;
+    }
+  }
+  for (size_t lane = 0; lane < QKV_BAND; lane++) sum += lanes[lane];
+  return sum;
+}
+
+// The gains of groups that lost planes, fitted to what the rows were with them: least squares, as in encoding.
+static void fit_gains(const qkv_transform *transform, qkv_part part, const qkv_page_codes *from,
+                      const qkv_page_codes *to) {
+  float before[QKV_PAGE_TOKENS * QKV_DIM_MAX], after[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  const size_t dim = from->schedule->dim;
+  qkv_kernels_get()->decode(part, from, before);
+  qkv_kernels_get()->decode(part, to, after);
+  for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) {
+    const size_t group = slot / QKV_GROUP_TOKENS;
+    const float *row = before + slot * dim, *kept = after + slot * dim;
+    if (from->tiers[group] == to->tiers[group] || from->gains[slot] == 0) continue;
+    const float along = dot(transform->weights, row, kept, dim), size = dot(transform->weights, kept, kept, dim);
+    if (!(along > 0 && size > 0)) continue;
+    const float factor = along / size < 0.5f ? 0.5f : along / size > 2 ? 2 : along / size;
+    ((uint8_t *)to->gains)[slot] = qkvi_gain_nearest(qkv_gain_value(from->gains[slot]) * factor);
+  }
+}
+
+static void narrow_part(const qkv_transform *transform, qkv_part part, const qkv_page_codes *from,
+                        const qkv_page_codes *to) {
   memcpy((uint8_t *)to->gains, from->gains, QKV_PAGE_TOKENS);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     qkvi_narrow(part, from->schedule, from->tiers[g], from->groups[g], to->tiers[g], (uint8_t *)to->groups[g]);
   }
+  if (memcmp(from->tiers, to->tiers, sizeof from->tiers) != 0) fit_gains(transform, part, from, to);
 }
 
 static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_head, void *image) {
@@ -71,7 +105,7 @@ static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_he
     qkv_page_codes from, to;
     qkv_page_find(page, kv_head, part, schedules, &from);
     qkv_page_find(image, kv_head, part, schedules, &to);
-    narrow_part(&from, &to, part);
+    narrow_part(coder->heads[kv_head].transforms[part], part, &from, &to);
   }
   const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &room);
   uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &room);
