@@ -65,6 +65,10 @@ typedef struct qkv_calibration_shape {
   qkv_rope rope;  // resolved; theta 0: none
 } qkv_calibration_shape;
 
+// Whether a calibration of such a model is within limits: counts, widths, bytes. The rope is not looked at.
+// INVALID_ARGUMENT "calibration.key_dim is 20, allowed are multiples of 8 from 8 to 1024".
+qkv_status qkv_calibration_shape_check(const qkv_calibration_shape *shape, qkv_error *error);
+
 typedef enum qkv_calibration_part { QKV_PART_K_ATTEND, QKV_PART_K_ARCHIVE, QKV_PART_V } qkv_calibration_part;
 #define QKV_CALIBRATION_PARTS 3
 

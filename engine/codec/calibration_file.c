@@ -148,6 +148,10 @@ static qkv_status check_shape(const qkv_calibration_shape *shape, uint8_t band_k
                   QKV_CALIBRATION_BYTES_MAX);
 }
 
+qkv_status qkv_calibration_shape_check(const qkv_calibration_shape *shape, qkv_error *error) {
+  return check_shape(shape, QKV_BAND, QKV_BAND, error);
+}
+
 static qkv_rope rope_of(const qkvi_calibration_header *header) {
   if (header->theta == 0) return (qkv_rope){0};
   return (qkv_rope){.theta = header->theta,
@@ -186,7 +190,9 @@ static qkv_status read_rope(const qkvi_calibration_header *header, qkv_rope *rop
   }
   qkvi_calibration_header resolved = *header;
   put_rope(&resolved, rope);
-  if (memcmp(&resolved, header, sizeof resolved) == 0) return QKV_OK;
+  // Bit by bit: 0 and -0 are two spellings.
+  const uint8_t *const spelling = (const uint8_t *)&resolved, *const said = (const uint8_t *)header;
+  if (memcmp(spelling, said, sizeof resolved) == 0) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "calibration.rope has fields that its scaling does not use");
 }
 
@@ -374,6 +380,7 @@ static qkv_status read_head(qkv_calibration *calibration, uint32_t layer, uint32
 static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape *shape, qkv_calibration **out,
                         qkv_error *error) {
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
+  assert(heads > 0);
   qkv_calibration *calibration = calloc(1, sizeof *calibration);
   if (calibration == NULL) abort();
   calibration->references = 1;
@@ -405,7 +412,7 @@ static uint8_t *allocate(size_t size) {
 }
 
 qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration **out, qkv_error *error) {
-  qkv_calibration_shape shape;
+  qkv_calibration_shape shape = {0};
   *out = NULL;
   QKV_TRY(check_header(bytes, size, &shape, error));
   uint8_t *copy = allocate(size);
@@ -437,7 +444,7 @@ qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint8_t ba
 
 qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_error *error) {
   const size_t size = (size_t)((const qkvi_calibration_header *)bytes)->bytes;
-  qkv_calibration_shape shape;
+  qkv_calibration_shape shape = {0};
   *out = NULL;
   qkvi_calibration_seal(bytes, size);
   const qkv_status status = check_header(bytes, size, &shape, error);

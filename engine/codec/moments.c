@@ -8,7 +8,7 @@
 #include "engine/codec/page.h"
 #include "engine/codec/phases.h"
 
-enum { KINDS = 3, BLOCK = QKV_PAGE_TOKENS };
+enum { KINDS = 3, BLOCK = QKV_PAGE_TOKENS, FEW = 4 };
 
 // Of rows x, with y = x - shift.
 typedef struct sums {
@@ -101,7 +101,8 @@ typedef struct block {
 } block;
 
 static block block_create(size_t dim) {
-  float *rows = zeroed((BLOCK + dim) * dim, sizeof *rows);
+  float *rows = malloc((BLOCK + dim) * dim * sizeof *rows);
+  if (rows == NULL) abort();
   return (block){rows, rows + BLOCK * dim};
 }
 
@@ -114,7 +115,21 @@ static void set_shift(sums *to, const float *rows, size_t n, size_t dim) {
   }
 }
 
-// rows [n][dim], n <= BLOCK; they are overwritten.
+// So few rows that going through a matrix of their own would cost more than it saves.
+static void add_few(sums *to, const float *rows, size_t n, size_t dim) {
+  for (size_t row = 0; row < n; row++) {
+    const float *y = rows + row * dim;
+    double *products = to->products;
+    for (size_t i = 0; i < dim; i++) {
+      const double factor = (double)y[i];
+      for (size_t j = 0; j <= i; j++) products[j] += factor * (double)y[j];
+      products += i + 1;
+    }
+  }
+  to->count += (double)n;
+}
+
+// The scratch's rows [n][dim], n <= BLOCK; they are overwritten.
 static void add_block(sums *to, block *scratch, size_t n, size_t dim, bool centred) {
   float *rows = scratch->rows;
   if (centred && to->count == 0) set_shift(to, rows, n, dim);
@@ -123,6 +138,10 @@ static void add_block(sums *to, block *scratch, size_t n, size_t dim, bool centr
       rows[i * dim + j] -= (float)to->shift[j];
       to->sum[j] += (double)rows[i * dim + j];
     }
+  }
+  if (n < FEW) {
+    add_few(to, rows, n, dim);
+    return;
   }
   cblas_ssyrk(CblasRowMajor, CblasLower, CblasTrans, (int)dim, (int)n, 1.0f, rows, (int)dim, 0.0f, scratch->products,
               (int)dim);
