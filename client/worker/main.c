@@ -1,11 +1,13 @@
 // qkv-worker: a small language model whose KV cache lives in qkvd.
 #include "client/worker/worker.h"
 
-// The rows that both commands begin with.
+// The rows that commands begin with.
 // clang-format off
-#define MODEL_OPTIONS                                                                                            \
+#define MODEL_OPTION                                                                                             \
   {"model", QKV_OPTION_STRING, offsetof(qkvi_worker, model), NULL, 0, 0, "DIR",                                  \
-   "directory with config.json and model.safetensors; its name is the model's name in the daemon"},              \
+   "directory with config.json and model.safetensors; its name is the model's name in the daemon"}
+#define MODEL_OPTIONS                                                                                            \
+  MODEL_OPTION,                                                                                                  \
   {"bits-k", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_k), "0", 0, 16, "BITS",                                 \
    "code bits per coordinate of keys, in eighths up to 8; 0: the daemon's default"},                             \
   {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS", "the same for values"}
@@ -34,6 +36,9 @@ static const qkv_option score_options[] = {
      "text to score; may be given several times, the figures are then means over all windows"},
     {"frame", QKV_OPTION_STRING, offsetof(qkvi_worker, frame), "attend", 0, 0, "FRAME",
      "attend: a session to be attended; archive: one to be fetched, whose keys are coded before RoPE"},
+    {"calibration", QKV_OPTION_STRING, offsetof(qkvi_worker, calibration), NULL, 0, 0, "FILE",
+     "calibration file to register the model with, as calibrate writes it; without it the daemon codes as it would "
+     "anyway"},
     {"windows", QKV_OPTION_INTEGER, offsetof(qkvi_worker, windows), "16", 1, 1 << 20, "N",
      "windows of each text, evenly spread"},
     {"prefill", QKV_OPTION_INTEGER, offsetof(qkvi_worker, prefill), "768", 1, 1 << 20, "BYTES",
@@ -44,6 +49,17 @@ static const qkv_option score_options[] = {
     QKV_PROGRAM_OPTIONS(qkvi_worker),
 };
 
+static const qkv_option calibrate_options[] = {
+    MODEL_OPTION,
+    {"text", QKV_OPTION_LIST, offsetof(qkvi_worker, texts), NULL, 0, 0, "FILE",
+     "text to learn from, in windows of the model's context; may be given several times"},
+    {"output", QKV_OPTION_STRING, offsetof(qkvi_worker, output), NULL, 0, 0, "FILE",
+     "the calibration file to write; one that is there is replaced"},
+    {"tokens", QKV_OPTION_INTEGER, offsetof(qkvi_worker, tokens), "0", 0, 1e15, "N",
+     "bytes of the texts to learn from, from the beginning; 0: all"},
+    QKV_PROGRAM_OPTIONS(qkvi_worker),
+};
+
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static const qkv_command commands[] = {
@@ -51,6 +67,8 @@ static const qkv_command commands[] = {
      generate_options, COUNT(generate_options), 0, 0, qkvi_generate},
     {"score", "", "measure what the daemon's codes cost in quality, against an exact fp32 cache", score_options,
      COUNT(score_options), 0, 0, qkvi_score},
+    {"calibrate", "", "learn from text how the model's keys and values are best coded; needs no daemon",
+     calibrate_options, COUNT(calibrate_options), 0, 0, qkvi_calibrate},
 };
 
 int main(int argc, char **argv) {

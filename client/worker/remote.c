@@ -83,7 +83,8 @@ static qkv_status step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_er
   return take_result(remote, rows, &result, out, NULL, error);
 }
 
-static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, qkv_error *error) {
+static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, const qkvi_remote_options *options,
+                                 qkv_error *error) {
   const qkv_client_model model = {.name = lm->name,
                                   .layers = (uint32_t)lm->layers,
                                   .kv_heads = (uint32_t)lm->kv_heads,
@@ -91,7 +92,9 @@ static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, qkv_erro
                                   .key_dim = (uint32_t)lm->head_dim,
                                   .value_dim = (uint32_t)lm->head_dim,
                                   .dtype = QKV_CLIENT_FP16,
-                                  .rope = {.theta = lm->rope_theta}};
+                                  .rope = {.theta = lm->rope_theta},
+                                  .calibration = options->calibration,
+                                  .calibration_bytes = options->calibration_bytes};
   qkv_call_error call = {0};
   if (qkv_client_register_model(client, &model, &call) != 0) return qkvi_remote_failed(&call, error);
   return QKV_OK;
@@ -115,7 +118,7 @@ qkv_status qkvi_remote_open(qkv_client *client, const qkvi_lm *lm, const qkvi_re
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the session's name is longer than %zu bytes",
                     sizeof((*remote)->session) - 1);
   }
-  QKV_TRY(register_model(client, lm, error));
+  QKV_TRY(register_model(client, lm, options, error));
   QKV_TRY(open_session(client, lm, options, error));
   qkvi_remote *opened = calloc(1, sizeof(*opened));
   if (opened == NULL) abort();

@@ -156,7 +156,9 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
                                        .bits_k = scorer->options.bits_k,
                                        .bits_v = scorer->options.bits_v,
                                        .recent_window = 0,
-                                       .purpose = scorer->options.purpose};
+                                       .purpose = scorer->options.purpose,
+                                       .calibration = scorer->options.calibration,
+                                       .calibration_bytes = scorer->options.calibration_bytes};
   qkvi_remote *remote = NULL;
   QKV_TRY(qkvi_remote_open(scorer->client, scorer->lm, &options, &remote, error));
   qkv_status status = coded_pass(scorer, window, remote, logits, error);

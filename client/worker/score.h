@@ -25,6 +25,8 @@ typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
   double bits_k, bits_v;             // 0: the daemon's
   int purpose;                       // of the session, as in qkv_session_options: decides the frame of keys
+  const void *calibration;           // a file's bytes, borrowed; NULL: none is given to the daemon
+  size_t calibration_bytes;
 } qkvi_score_options;
 
 // How far the daemon's rows of a prefix are from the exact ones: means over layers and windows of the squared error

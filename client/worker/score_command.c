@@ -147,6 +147,19 @@ static int check(const qkvi_worker *worker) {
   return QKV_EXIT_OK;
 }
 
+// The calibration's bytes, which the caller frees; NULL where none is asked for.
+static qkv_status read_calibration(const qkvi_worker *worker, qkvi_score_options *options, uint8_t **bytes,
+                                   qkv_error *error) {
+  int64_t size = 0;
+  *bytes = NULL;
+  if (worker->calibration == NULL) return QKV_OK;
+  QKV_TRY(qkvi_text_read(worker->calibration, bytes, &size, error));
+  options->calibration = *bytes;
+  options->calibration_bytes = (size_t)size;
+  // Nothing at all would be taken for no calibration.
+  return size > 0 ? QKV_OK : qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is empty", worker->calibration);
+}
+
 int qkvi_score(void *values, const qkv_option_list *arguments) {
   (void)arguments;
   const qkvi_worker *worker = values;
@@ -158,19 +171,27 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
   if (qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
   score_job job = {
       .worker = worker,
-      .options = {worker->windows, worker->prefill, worker->length, worker->bits_k, worker->bits_v,
-                  strcmp(worker->frame, "archive") == 0 ? PURPOSE_FETCH : PURPOSE_ATTEND},
+      .options = {.windows = worker->windows,
+                  .prefill = worker->prefill,
+                  .length = worker->length,
+                  .bits_k = worker->bits_k,
+                  .bits_v = worker->bits_v,
+                  .purpose = strcmp(worker->frame, "archive") == 0 ? PURPOSE_FETCH : PURPOSE_ATTEND},
       .qualities = calloc(worker->texts.count, sizeof(qkvi_quality)),
   };
   if (job.qualities == NULL) abort();
+  uint8_t *calibration = NULL;
+  qkv_status status = read_calibration(worker, &job.options, &calibration, &error);
   job.scorer = qkvi_scorer_create(client, lm, &job.options);
-  if (score_texts(&job, &error) != QKV_OK) {
+  if (status == QKV_OK) status = score_texts(&job, &error);
+  if (status != QKV_OK) {
     exit_status = qkv_program_failed("%s", error.text);
   } else if (!(worker->program.json ? print_json(&job) : print_text(&job))) {
     exit_status = qkv_program_failed("standard output cannot be written");
   }
   qkvi_scorer_destroy(&job.scorer);
   free(job.qualities);
+  free(calibration);
   qkvi_worker_teardown(&lm, &client);
   return exit_status;
 }

@@ -16,6 +16,12 @@ bool qkvi_worker_interrupted(void) {
   return interrupted != 0;
 }
 
+void qkvi_worker_catch_signals(void) {
+  const struct sigaction action = {.sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND};
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
+}
+
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error) {
   *client = NULL;
   QKV_TRY(qkvi_lm_load(worker->model, lm, error));
@@ -25,10 +31,7 @@ qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client
     qkvi_lm_free(lm);
     return qkvi_remote_failed(&call, error);
   }
-  // A second signal ends the program at once.
-  const struct sigaction action = {.sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND};
-  sigaction(SIGINT, &action, NULL);
-  sigaction(SIGTERM, &action, NULL);
+  qkvi_worker_catch_signals();
   return QKV_OK;
 }
 

@@ -24,16 +24,23 @@ typedef struct qkvi_worker {
   qkv_option_list texts;
   int64_t windows, prefill, length;
   const char *frame;
+  const char *calibration;  // a file
+  // calibrate, which has texts, too
+  const char *output;
+  int64_t tokens;
 } qkvi_worker;
 
-// The two commands: `values` is a qkvi_worker. Each returns the exit status.
+// The commands: `values` is a qkvi_worker. Each returns the exit status.
 int qkvi_generate(void *values, const qkv_option_list *arguments);
 int qkvi_score(void *values, const qkv_option_list *arguments);
+int qkvi_calibrate(void *values, const qkv_option_list *arguments);
 
 // Loads the model and connects to the daemon.
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
 void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);
 
+// From now on SIGINT and SIGTERM are noted; a second one ends the program at once. Part of qkvi_worker_setup.
+void qkvi_worker_catch_signals(void);
 // True once SIGINT or SIGTERM has come: the command then ends early and closes its session.
 bool qkvi_worker_interrupted(void);
 

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <cmocka.h>
@@ -24,12 +25,13 @@ enum { OUTPUT_MAX = 1 << 16 };
 static fixture_daemon *server;
 static char output[OUTPUT_MAX];
 
-static char directory[128], prompt[160];
+static char directory[128], prompt[160], calibration[160];
 
 // A short prompt, so that all of it stays in the exact tail and the runs are quick.
 static void write_prompt(void) {
   fixture_make_directory(directory, sizeof directory);
   snprintf(prompt, sizeof prompt, "%s/prompt", directory);
+  snprintf(calibration, sizeof calibration, "%s/calibration", directory);
   FILE *file = fopen(prompt, "we");
   assert_non_null(file);
   assert_true(fputs("In the beginning God created the heaven and the", file) > 0);
@@ -81,6 +83,9 @@ static void test_usage(void **state) {
       {"score" MODEL " 2>&1", "qkv-worker: --text is missing: a file to score\n"},
       {"score" MODEL " --text x --prefill 10 --length 10 2>&1",
        "qkv-worker: --prefill is 10, it must be below --length, 10\n"},
+      {"calibrate 2>&1", "qkv-worker: --model is missing: a directory with the model\n"},
+      {"calibrate" MODEL " 2>&1", "qkv-worker: --text is missing: a file to learn from\n"},
+      {"calibrate" MODEL " --text x 2>&1", "qkv-worker: --output is missing: the calibration file to write\n"},
       {"score" MODEL " --text x --frame plain 2>&1", "qkv-worker: --frame is plain, known are attend and archive\n"},
       {"generate --byte 5 2>&1", "qkv-worker: unknown option --byte; did you mean --bytes?\n"},
   };
@@ -166,6 +171,44 @@ static void test_score_archive(void **state) {
   json_decref(line);
 }
 
+// A file is made without a daemon, replaces one that was there, and is what score takes.
+static void test_calibrate(void **state) {
+  (void)state;
+  setenv("CALIBRATION", calibration, 1);
+  assert_int_equal(run("calibrate --json --target unix:/nonexistent" MODEL " --text " DATA
+                       "/calibration.txt --tokens 700 --output $CALIBRATION"),
+                   0);
+  json_t *line = json_loads(output, 0, NULL);
+  assert_non_null(line);
+  assert_string_equal(json_string_value(json_object_get(line, "output")), calibration);
+  assert_string_equal(json_string_value(json_object_get(line, "model")), "tinylm");
+  assert_int_equal(json_integer_value(json_object_get(line, "tokens")), 700);
+  struct stat info;
+  assert_int_equal(stat(calibration, &info), 0);
+  assert_int_equal(json_integer_value(json_object_get(line, "bytes")), info.st_size);
+  json_decref(line);
+  assert_int_equal(run("calibrate" MODEL " --text $PROMPT --text $PROMPT --output $CALIBRATION"), 0);
+  assert_non_null(strstr(output, "of tinylm, from 94 tokens, 1.2 MiB\n"));
+  assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160 "
+                       "--calibration $CALIBRATION"),
+                   0);
+  assert_non_null(strstr(output, "KL bits"));
+}
+
+static void test_calibrate_failures(void **state) {
+  (void)state;
+  setenv("CALIBRATION", calibration, 1);
+  assert_int_equal(run("calibrate" MODEL " --text /nonexistent --output $CALIBRATION 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: /nonexistent: No such file or directory\n");
+  assert_int_equal(run("calibrate" MODEL " --text $PROMPT --output /dev/null 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: /dev/null is there, and no ordinary file\n");
+  assert_int_equal(run("calibrate" MODEL " --text $PROMPT --output /nonexistent/file 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: /nonexistent/file.partial: No such file or directory\n");
+  assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --calibration $PROMPT 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: calibration has 47 bytes, its header alone takes 192\n");
+  assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --calibration /dev/null 2>&1"), 1);
+}
+
 static void test_score_text(void **state) {
   (void)state;
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160"), 0);
@@ -220,6 +263,8 @@ int main(void) {
                                      cmocka_unit_test(test_generate_json),
                                      cmocka_unit_test(test_score_json),
                                      cmocka_unit_test(test_score_archive),
+                                     cmocka_unit_test(test_calibrate),
+                                     cmocka_unit_test(test_calibrate_failures),
                                      cmocka_unit_test(test_score_text)};
   return cmocka_run_group_tests(tests, start, stop);
 }

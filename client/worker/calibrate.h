@@ -1,0 +1,23 @@
+// Learning a calibration from text: the model runs over windows of it with an exact cache, and keys, values and
+// queries leave their moments (engine/codec/moments.h) behind.
+//
+// Threads: one at a time for each qkvi_calibrator.
+#ifndef QKV_CLIENT_WORKER_CALIBRATE_H
+#define QKV_CLIENT_WORKER_CALIBRATE_H
+
+#include "client/worker/lm.h"
+#include "engine/codec/calibration.h"
+
+typedef struct qkvi_calibrator qkvi_calibrator;
+
+// For windows of up to `window` tokens; `lm` is borrowed. INVALID_ARGUMENT for a model that no calibration takes.
+qkv_status qkvi_calibrator_create(const qkvi_lm *lm, int64_t window, qkvi_calibrator **calibrator, qkv_error *error);
+void qkvi_calibrator_destroy(qkvi_calibrator **calibrator);
+
+// Runs the model over a window, from position 0 on.
+qkv_status qkvi_calibrator_add(qkvi_calibrator *calibrator, const uint8_t *window, int64_t tokens, qkv_error *error);
+
+// From all windows so far; a reference for the caller. FAILED_PRECONDITION without any.
+qkv_status qkvi_calibrator_finish(const qkvi_calibrator *calibrator, qkv_calibration **calibration, qkv_error *error);
+
+#endif

@@ -1,0 +1,154 @@
+// The command `calibrate`: texts in, a calibration file out.
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "client/common/terminal.h"
+#include "client/worker/calibrate.h"
+#include "client/worker/text.h"
+#include "client/worker/worker.h"
+
+typedef struct calibrate_job {
+  const qkvi_worker *worker;
+  const qkvi_lm *lm;
+  qkvi_calibrator *calibrator;
+  int64_t left;  // tokens that may still be learnt from
+  qkv_progress progress;
+} calibrate_job;
+
+// Windows of the model's context, one after the other.
+static qkv_status learn_windows(calibrate_job *job, const uint8_t *text, int64_t bytes, qkv_error *error) {
+  for (int64_t begin = 0; begin < bytes && job->left > 0; begin += job->lm->context) {
+    if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
+    int64_t tokens = bytes - begin < job->lm->context ? bytes - begin : job->lm->context;
+    if (tokens > job->left) tokens = job->left;
+    QKV_TRY(qkvi_calibrator_add(job->calibrator, text + begin, tokens, error));
+    job->left -= tokens;
+    qkv_progress_add(&job->progress, (uint64_t)tokens);
+  }
+  return QKV_OK;
+}
+
+static qkv_status learn_text(calibrate_job *job, const char *path, qkv_error *error) {
+  uint8_t *text = NULL;
+  int64_t bytes = 0;
+  QKV_TRY(qkvi_text_read(path, &text, &bytes, error));
+  const qkv_status status = learn_windows(job, text, bytes, error);
+  free(text);
+  return status;
+}
+
+static uint64_t total_bytes(const qkvi_worker *worker) {
+  uint64_t total = 0;
+  for (size_t i = 0; i < worker->texts.count; i++) {
+    struct stat info;
+    if (stat(worker->texts.items[i], &info) == 0 && S_ISREG(info.st_mode)) total += (uint64_t)info.st_size;
+  }
+  return worker->tokens > 0 && (uint64_t)worker->tokens < total ? (uint64_t)worker->tokens : total;
+}
+
+static qkv_status learn(calibrate_job *job, qkv_calibration **calibration, qkv_error *error) {
+  const qkvi_worker *worker = job->worker;
+  QKV_TRY(qkvi_calibrator_create(job->lm, job->lm->context, &job->calibrator, error));
+  qkv_progress_start(&job->progress, "calibrating", total_bytes(worker));
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; status == QKV_OK && i < worker->texts.count; i++) {
+    status = learn_text(job, worker->texts.items[i], error);
+  }
+  qkv_progress_end(&job->progress);
+  if (status == QKV_OK) status = qkvi_calibrator_finish(job->calibrator, calibration, error);
+  qkvi_calibrator_destroy(&job->calibrator);
+  return status;
+}
+
+// ---- The file ----
+
+static qkv_status cannot_write(const char *path, qkv_error *error) {
+  return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", path, strerror(errno));
+}
+
+static qkv_status write_partial(const char *partial, const void *bytes, size_t size, qkv_error *error) {
+  FILE *file = fopen(partial, "wb");
+  if (file == NULL) return cannot_write(partial, error);
+  const bool written = fwrite(bytes, 1, size, file) == size;
+  if (fclose(file) == 0 && written) return QKV_OK;
+  const qkv_status status = cannot_write(partial, error);
+  (void)remove(partial);
+  return status;
+}
+
+// Under another name first, so that a file that was there is replaced at once or not at all.
+static qkv_status write_file(const char *path, const void *bytes, size_t size, qkv_error *error) {
+  struct stat info;
+  if (stat(path, &info) == 0 && !S_ISREG(info.st_mode)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is there, and no ordinary file", path);
+  }
+  const size_t length = strlen(path) + sizeof ".partial";
+  char *partial = malloc(length);
+  if (partial == NULL) abort();
+  (void)snprintf(partial, length, "%s.partial", path);
+  qkv_status status = write_partial(partial, bytes, size, error);
+  if (status == QKV_OK && rename(partial, path) != 0) {
+    status = cannot_write(path, error);
+    (void)remove(partial);
+  }
+  free(partial);
+  return status;
+}
+
+// ---- The command ----
+
+static bool print(const calibrate_job *job, const qkv_calibration *calibration, size_t size) {
+  const uint64_t tokens = qkv_calibration_tokens(calibration);
+  if (job->worker->program.json) {
+    return qkv_json_line(json_pack("{s:s, s:s, s:I, s:I, s:I}", "output", job->worker->output, "model", job->lm->name,
+                                   "version", (json_int_t)qkv_calibration_version(calibration), "tokens",
+                                   (json_int_t)tokens, "bytes", (json_int_t)size));
+  }
+  char held[QKV_HUMAN_MAX];
+  printf("%s: calibration %08" PRIx32 " of %s, from %" PRIu64 " tokens, %s\n", job->worker->output,
+         qkv_calibration_version(calibration), job->lm->name, tokens, qkv_human_bytes(size, held));
+  return fflush(stdout) == 0;
+}
+
+static int check(const qkvi_worker *worker) {
+  if (worker->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
+  if (worker->texts.count == 0) return qkv_program_misused("--text is missing: a file to learn from");
+  if (worker->output == NULL) return qkv_program_misused("--output is missing: the calibration file to write");
+  return QKV_EXIT_OK;
+}
+
+static qkv_status run(calibrate_job *job, bool *printed, qkv_error *error) {
+  qkv_calibration *calibration = NULL;
+  size_t size;
+  QKV_TRY(learn(job, &calibration, error));
+  const void *bytes = qkv_calibration_bytes(calibration, &size);
+  const qkv_status status = write_file(job->worker->output, bytes, size, error);
+  if (status == QKV_OK) *printed = print(job, calibration, size);
+  const qkv_calibration *reference = calibration;
+  qkv_calibration_unref(&reference);
+  return status;
+}
+
+int qkvi_calibrate(void *values, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkvi_worker *worker = values;
+  int exit_status = check(worker);
+  if (exit_status != QKV_EXIT_OK) return exit_status;
+  qkvi_lm *lm = NULL;
+  qkv_error error = {0};
+  if (qkvi_lm_load(worker->model, &lm, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
+  qkvi_worker_catch_signals();
+  calibrate_job job = {.worker = worker, .lm = lm, .left = worker->tokens > 0 ? worker->tokens : INT64_MAX};
+  bool printed = false;
+  if (run(&job, &printed, &error) != QKV_OK) {
+    exit_status = qkv_program_failed("%s", error.text);
+  } else if (!printed) {
+    exit_status = qkv_program_failed("standard output cannot be written");
+  }
+  qkvi_lm_free(&lm);
+  return exit_status;
+}
