@@ -24,9 +24,20 @@ typedef struct qkv_bench_settings {
   bool store;      // append and fetch: the real engine instead of a discard
   int64_t tokens, dim, kv_heads, q_heads;
   int64_t bits_k, bits_v;
+  // quality
+  const char *model;        // a directory
+  const char *calibration;  // a file; NULL: data-free
+  qkv_option_list texts, ways;
+  int64_t windows, prefill, length;
+  double code_k, code_v;       // 0: not given
+  const char *frame, *anchor;  // NULL: not given
+  const char *dtype;           // of rows before they are coded
+  const char *csv;             // a file to write
+  const char *dump;            // rows of another model, in place of model and texts
+  double rope_theta;           // of that model; 0: none
 } qkv_bench_settings;
 
-extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_attend;
+extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_attend, qkvi_bench_quality;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off

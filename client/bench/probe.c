@@ -1,0 +1,170 @@
+#include "client/bench/probe.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/worker/exact.h"
+#include "client/worker/forward.h"
+
+enum { BATCH = 256 };  // tokens of a forward pass
+
+struct qkvi_probe {
+  qkvi_kv kv;  // of the exact pass: the exact cache, and notes of what passes through it
+  const qkvi_lm *lm;
+  int64_t prefill, length;
+  qkv_dtype dtype;
+  const uint8_t *window;
+  qkvi_forward *forward;
+  qkvi_exact *exact, *coded;
+  float *batch_logits;           // [BATCH, 256]
+  float *logits, *coded_logits;  // [length - prefill, 256]
+  float *q, *out;                // of the exact pass: [layers, length - prefill, q_heads, head_dim]
+  float *k_rows, *v_rows;        // of a layer's prefix, coded: [prefill, kv_heads, head_dim]
+  float *attended, *lse;         // [length - prefill, q_heads (, head_dim)]
+};
+
+static float *floats(int64_t rows, int64_t columns) {
+  float *values = calloc((size_t)rows, (size_t)columns * sizeof(float));
+  if (values == NULL) abort();
+  return values;
+}
+
+static int64_t later(const qkvi_probe *probe) {
+  return probe->length - probe->prefill;
+}
+
+static int64_t q_width(const qkvi_probe *probe) {
+  return probe->lm->q_heads * probe->lm->head_dim;
+}
+
+// A layer's queries or outputs behind the prefix, from `position` on.
+static float *noted(const qkvi_probe *probe, float *all, int64_t layer, int64_t position) {
+  return all + (layer * later(probe) + position - probe->prefill) * q_width(probe);
+}
+
+static qkv_status exact_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_error *error) {
+  qkvi_probe *probe = (qkvi_probe *)kv;
+  qkvi_kv *exact = qkvi_exact_kv(probe->exact);
+  QKV_TRY(exact->step(exact, rows, out, error));
+  if (rows->position < probe->prefill) return QKV_OK;
+  const size_t bytes = (size_t)(rows->tokens * q_width(probe)) * sizeof(float);
+  memcpy(noted(probe, probe->q, rows->layer, rows->position), rows->q, bytes);
+  memcpy(noted(probe, probe->out, rows->layer, rows->position), out, bytes);
+  return QKV_OK;
+}
+
+qkvi_probe *qkvi_probe_create(const qkvi_lm *lm, int64_t prefill, int64_t length, qkv_dtype dtype) {
+  assert(prefill >= 1 && prefill < length);
+  qkvi_probe *probe = calloc(1, sizeof *probe);
+  if (probe == NULL) abort();
+  const int64_t scored = length - prefill, kv_width = lm->kv_heads * lm->head_dim;
+  *probe = (qkvi_probe){.kv.step = exact_step,
+                        .lm = lm,
+                        .prefill = prefill,
+                        .length = length,
+                        .dtype = dtype,
+                        .forward = qkvi_forward_create(lm, BATCH, length),
+                        .exact = qkvi_exact_create(lm, length),
+                        .coded = qkvi_exact_create(lm, length),
+                        .batch_logits = floats(BATCH, QKVI_LM_VOCABULARY),
+                        .logits = floats(scored, QKVI_LM_VOCABULARY),
+                        .coded_logits = floats(scored, QKVI_LM_VOCABULARY),
+                        .q = floats(lm->layers * scored, lm->q_heads * lm->head_dim),
+                        .out = floats(lm->layers * scored, lm->q_heads * lm->head_dim),
+                        .k_rows = floats(prefill, kv_width),
+                        .v_rows = floats(prefill, kv_width),
+                        .attended = floats(scored, lm->q_heads * lm->head_dim),
+                        .lse = floats(scored, lm->q_heads)};
+  return probe;
+}
+
+void qkvi_probe_destroy(qkvi_probe **probe) {
+  qkvi_probe *left = *probe;
+  if (left == NULL) return;
+  *probe = NULL;
+  qkvi_forward_destroy(&left->forward);
+  qkvi_exact_destroy(&left->exact);
+  qkvi_exact_destroy(&left->coded);
+  float *blocks[] = {left->batch_logits, left->logits, left->coded_logits, left->q,  left->out,
+                     left->k_rows,       left->v_rows, left->attended,     left->lse};
+  for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
+  free(left);
+}
+
+// Runs positions [begin, length); logits of those behind the prefix go to `keep`. Caches of ours do not fail.
+static void run_pass(qkvi_probe *probe, int64_t begin, qkvi_kv *kv, float *keep) {
+  int64_t tokens = 0;
+  for (int64_t position = begin; position < probe->length; position += tokens) {
+    // A batch ends at the prefix, so that it lies on one side of it.
+    const int64_t end = position < probe->prefill ? probe->prefill : probe->length;
+    tokens = end - position < BATCH ? end - position : BATCH;
+    const qkv_status status =
+        qkvi_forward_run(probe->forward, probe->window + position, tokens, position, kv, probe->batch_logits, NULL);
+    assert(status == QKV_OK);
+    (void)status;
+    if (position < probe->prefill) continue;
+    memcpy(keep + (position - probe->prefill) * QKVI_LM_VOCABULARY, probe->batch_logits,
+           (size_t)tokens * QKVI_LM_VOCABULARY * sizeof(float));
+  }
+}
+
+static void add_quality(const qkvi_probe *probe, const float *logits, qkvi_quality *quality) {
+  for (int64_t i = 0; i < later(probe); i++) {
+    qkvi_quality_add(quality, probe->logits + i * QKVI_LM_VOCABULARY, logits + i * QKVI_LM_VOCABULARY,
+                     probe->window[probe->prefill + i + 1]);
+  }
+}
+
+void qkvi_probe_exact(qkvi_probe *probe, const uint8_t *window, qkvi_probe_sums *sums) {
+  probe->window = window;
+  run_pass(probe, 0, &probe->kv, probe->logits);
+  add_quality(probe, probe->logits, &sums->quality);
+}
+
+void qkvi_probe_add_attention(const float *exact, const float *coded, int64_t dim, qkvi_probe_layer *sums) {
+  double error = 0, xx = 0, yy = 0, xy = 0;
+  for (int64_t i = 0; i < dim; i++) {
+    const double x = exact[i], y = coded[i];
+    error += (x - y) * (x - y);
+    xx += x * x;
+    yy += y * y;
+    xy += x * y;
+  }
+  sums->attention_error += error;
+  sums->attention_square += xx;
+  sums->attention_rows++;
+  if (xx > 0 && yy > 0) sums->attention_cosine += xy / sqrt(xx * yy);
+}
+
+// Codes the prefix of a layer into the cache of the coded pass, with the exact rows behind it, and attends with the
+// exact queries.
+static void code_layer(qkvi_probe *probe, const qkv_coder *coder, int64_t layer, qkvi_probe_layer *sums) {
+  const qkvi_lm *lm = probe->lm;
+  qkvi_recode(coder, probe->dtype, 0, (uint64_t)probe->prefill, qkvi_exact_k(probe->exact, layer, 0),
+              qkvi_exact_v(probe->exact, layer, 0), probe->k_rows, probe->v_rows, &sums->rows);
+  const qkvi_kv_rows prefix = {
+      .layer = layer, .position = 0, .tokens = probe->prefill, .k = probe->k_rows, .v = probe->v_rows};
+  const qkvi_kv_rows rest = {.layer = layer,
+                             .position = probe->prefill,
+                             .tokens = later(probe),
+                             .q = noted(probe, probe->q, layer, probe->prefill),
+                             .k = qkvi_exact_k(probe->exact, layer, probe->prefill),
+                             .v = qkvi_exact_v(probe->exact, layer, probe->prefill)};
+  qkvi_exact_append(probe->coded, &prefix);
+  qkvi_exact_append(probe->coded, &rest);
+  qkvi_exact_attend(probe->coded, &rest, 0, probe->attended, probe->lse);
+  const float *out = noted(probe, probe->out, layer, probe->prefill);
+  for (int64_t row = 0; row < later(probe) * lm->q_heads; row++) {
+    qkvi_probe_add_attention(out + row * lm->head_dim, probe->attended + row * lm->head_dim, lm->head_dim, sums);
+  }
+}
+
+void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums) {
+  for (int64_t layer = 0; layer < probe->lm->layers; layer++) {
+    code_layer(probe, qkv_coding_layer(coding, (uint32_t)layer), layer, &sums->layers[layer]);
+  }
+  run_pass(probe, probe->prefill, qkvi_exact_kv(probe->coded), probe->coded_logits);
+  add_quality(probe, probe->coded_logits, &sums->quality);
+}

@@ -1,0 +1,217 @@
+// The ways to code that `qkv-bench quality` compares.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/bench/quality.h"
+
+// Measured where nothing else is asked for. Those of calibrated frames only with --calibration.
+static const struct {
+  bool calibrated;
+  const char *setting;
+} defaults[] = {
+    {false, "plain:8"},
+    {false, "plain:4"},
+    {false, "plain:3"},
+    {false, "plain:2"},
+    {false, "plain:1"},
+    {false, "plain:4.125:mean"},
+    {false, "plain:3.125:mean"},
+    {false, "plain:2.125:mean"},
+    {false, "plain:1.125:mean"},
+    {false, "plain:4.125:auto"},
+    {false, "plain:3.125:auto"},
+    {false, "plain:2.125:auto"},
+    {false, "plain:1.125:auto"},
+    {false, "archive:4"},
+    {false, "archive:3"},
+    {false, "archive:2"},
+    {false, "archive:2.125:auto"},
+    {true, "attend:4"},
+    {true, "attend:3"},
+    {true, "attend:3/2"},
+    {true, "attend:2.5/2"},
+    {true, "attend:2.5/1.5"},
+    {true, "attend:2"},
+    {true, "attend:2/1"},
+    {true, "attend:1.5/1"},
+    {true, "attend:1"},
+    {true, "archive:3"},
+    {true, "archive:3/2"},
+    {true, "archive:2"},
+    {true, "archive:2/1"},
+    {true, "archive:1.5/1"},
+    {true, "archive:1"},
+};
+
+// ---- Names ----
+
+static const char *const frame_names[] = {
+    [QKV_FRAME_PLAIN] = "plain", [QKV_FRAME_ATTEND] = "attend", [QKV_FRAME_ARCHIVE] = "archive"};
+
+static void name_free(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
+  static const char *const anchors[] = {[QKV_ANCHOR_NONE] = "Hadamard + gain, no anchor",
+                                        [QKV_ANCHOR_MEAN] = "page mean anchor + Hadamard + gain",
+                                        [QKV_ANCHOR_GROUP] = "group anchor + Hadamard + gain",
+                                        [QKV_ANCHOR_CHAIN] = "chain + Hadamard + gain",
+                                        [QKV_ANCHOR_AUTO] = "best anchor + Hadamard + gain"};
+  const qkv_policy *policy = &setting->policy;
+  // A mean takes an eighth of a bit from the codes, which the baselines count apart.
+  const double mean = policy->anchor.kind == QKV_ANCHOR_MEAN ? 0.125 : 0;
+  char bits[48];
+  if (policy->bits_k == policy->bits_v) {
+    snprintf(bits, sizeof bits, "%g", policy->bits_k - mean);
+  } else {
+    snprintf(bits, sizeof bits, "K %g / V %g", policy->bits_k - mean, policy->bits_v - mean);
+  }
+  snprintf(name, QKVI_SETTING_NAME_MAX, "%s%s, %s",
+           setting->frame == QKV_FRAME_ARCHIVE ? "archive frame: pre-RoPE " : "", anchors[policy->anchor.kind], bits);
+}
+
+static void name_calibrated(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
+  const qkv_policy *policy = &setting->policy;
+  const char *frame = setting->frame == QKV_FRAME_ARCHIVE ? "archive frame: pre-RoPE"
+                                                          : "attend frame: rotating mean anchor + query-aware";
+  const int end =
+      snprintf(name, QKVI_SETTING_NAME_MAX, "%s KLT K %g / KLT V %g", frame, policy->bits_k, policy->bits_v);
+  if (policy->anchor.kind == QKV_ANCHOR_NONE) return;
+  snprintf(name + end, QKVI_SETTING_NAME_MAX - (size_t)end, ", %s anchor",
+           policy->anchor.kind == QKV_ANCHOR_AUTO ? "best" : qkv_anchor_name(policy->anchor.kind));
+}
+
+char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
+  if (setting->calibrated) {
+    name_calibrated(setting, name);
+  } else {
+    name_free(setting, name);
+  }
+  return name;
+}
+
+// ---- Parsing ----
+
+static qkv_status parse_frame(const char *text, qkv_frame *frame, qkv_error *error) {
+  for (size_t i = 0; i < sizeof frame_names / sizeof *frame_names; i++) {
+    if (strcmp(text, frame_names[i]) != 0) continue;
+    *frame = (qkv_frame)i;
+    return QKV_OK;
+  }
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the frame is %s, known are plain, attend and archive", text);
+}
+
+static qkv_status parse_bits(const char *text, qkv_policy *policy, qkv_error *error) {
+  char *end = NULL;
+  policy->bits_k = policy->bits_v = strtod(text, &end);
+  const bool first = end != text;
+  if (first && *end == '/') {
+    const char *second = end + 1;
+    policy->bits_v = strtod(second, &end);
+    if (end == second) end = (char *)text;
+  }
+  if (first && *end == '\0') return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the bits are %s, expected K or K/V", text);
+}
+
+static qkv_status parse_anchor(const char *text, qkv_policy *policy, qkv_error *error) {
+  if (qkv_anchor_parse(text, &policy->anchor.kind)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the anchor is %s, known are none, mean, group, chain and auto", text);
+}
+
+static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *error) {
+  setting->calibrated = calibrated && setting->frame != QKV_FRAME_PLAIN;
+  if (setting->frame == QKV_FRAME_ATTEND && !calibrated) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "the attend frame needs --calibration; without one it is plain");
+  }
+  qkv_policy *policy = &setting->policy;
+  policy->codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  policy->recent_window = 0;
+  policy->anchor_said = true;
+  if (!(policy->bits_k > 0 && policy->bits_v > 0)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "the bits are %g/%g, both must be above 0", policy->bits_k,
+                    policy->bits_v);
+  }
+  return qkv_policy_check(policy, error);
+}
+
+qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error) {
+  enum { PARTS = 3, PART_BYTES = 32 };
+  char parts[PARTS][PART_BYTES] = {"", "", "none"};
+  *setting = (qkvi_setting){.policy = QKV_POLICY_UNSET};
+  const char *at = text;
+  for (size_t i = 0; at != NULL; i++) {
+    const char *colon = strchr(at, ':');
+    const size_t bytes = colon != NULL ? (size_t)(colon - at) : strlen(at);
+    if (i == PARTS || bytes >= PART_BYTES) {
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "--setting %.64s: expected FRAME:K[/V][:ANCHOR]", text);
+    }
+    memcpy(parts[i], at, bytes);
+    parts[i][bytes] = '\0';
+    at = colon != NULL ? colon + 1 : NULL;
+  }
+  qkv_status status = parse_frame(parts[0], &setting->frame, error);
+  if (status == QKV_OK) status = parse_bits(parts[1], &setting->policy, error);
+  if (status == QKV_OK) status = parse_anchor(parts[2], &setting->policy, error);
+  if (status == QKV_OK) status = resolve(setting, calibrated, error);
+  return status == QKV_OK ? QKV_OK : qkv_error_prefix(error, "--setting %.64s: ", text);
+}
+
+// ---- The list ----
+
+static void add(qkvi_setting_list *list, const qkvi_setting *setting) {
+  if (list->count == list->room) {
+    list->room = list->room == 0 ? 32 : 2 * list->room;
+    list->items = realloc(list->items, list->room * sizeof *list->items);
+    if (list->items == NULL) abort();
+  }
+  list->items[list->count++] = *setting;
+}
+
+static qkv_status add_text(qkvi_setting_list *list, const char *text, bool calibrated, qkv_error *error) {
+  qkvi_setting setting;
+  QKV_TRY(qkvi_setting_parse(text, calibrated, &setting, error));
+  add(list, &setting);
+  return QKV_OK;
+}
+
+// Of --bits-k, --bits-v, --frame and --anchor.
+static qkv_status add_flags(qkvi_setting_list *list, const qkv_bench_settings *options, qkv_error *error) {
+  const bool calibrated = options->calibration != NULL;
+  qkvi_setting setting = {.policy = QKV_POLICY_UNSET};
+  setting.policy.bits_k = options->code_k;
+  setting.policy.bits_v = options->code_v > 0 ? options->code_v : options->code_k;
+  QKV_TRY(parse_frame(options->frame != NULL ? options->frame
+                      : calibrated           ? "attend"
+                                             : "plain",
+                      &setting.frame, error));
+  QKV_TRY(parse_anchor(options->anchor != NULL ? options->anchor : "none", &setting.policy, error));
+  QKV_TRY(resolve(&setting, calibrated, error));
+  add(list, &setting);
+  return QKV_OK;
+}
+
+qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error) {
+  const bool calibrated = options->calibration != NULL;
+  const bool flags = options->code_k > 0 || options->code_v > 0 || options->frame != NULL || options->anchor != NULL;
+  for (size_t i = 0; i < options->ways.count; i++) {
+    QKV_TRY(add_text(list, options->ways.items[i], calibrated, error));
+  }
+  if (flags) QKV_TRY(add_flags(list, options, error));
+  if (list->count > 0) return QKV_OK;
+  for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) {
+    if (calibrated || !defaults[i].calibrated) {
+      QKV_TRY(add_text(list, defaults[i].setting, defaults[i].calibrated, error));
+    }
+  }
+  return QKV_OK;
+}
+
+void qkvi_settings_clear(qkvi_setting_list *list) {
+  free(list->items);
+  *list = (qkvi_setting_list){0};
+}
+
+qkv_coding *qkvi_setting_coding(const qkvi_setting *setting, const qkv_model *model,
+                                const qkv_calibration *calibration) {
+  const qkv_purpose purpose = setting->frame == QKV_FRAME_ARCHIVE ? QKV_PURPOSE_FETCH : QKV_PURPOSE_ATTEND;
+  return qkv_coding_get(model, &setting->policy, purpose, setting->calibrated ? calibration : NULL);
+}

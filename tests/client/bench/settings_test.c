@@ -1,0 +1,114 @@
+#include "client/bench/quality.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void test_names(void **state) {
+  (void)state;
+  static const struct {
+    const char *setting;
+    bool calibrated;
+    const char *name;
+  } cases[] = {
+      // As in tests/regress/baselines.csv.
+      {"plain:4", false, "Hadamard + gain, no anchor, 4"},
+      {"plain:2.125:mean", false, "page mean anchor + Hadamard + gain, 2"},
+      {"attend:2.5/1.5", true, "attend frame: rotating mean anchor + query-aware KLT K 2.5 / KLT V 1.5"},
+      {"archive:1/1", true, "archive frame: pre-RoPE KLT K 1 / KLT V 1"},
+      // Ours alone.
+      {"plain:4:none", true, "Hadamard + gain, no anchor, 4"},
+      {"plain:3/2:auto", false, "best anchor + Hadamard + gain, K 3 / V 2"},
+      {"archive:2:chain", false, "archive frame: pre-RoPE chain + Hadamard + gain, 2"},
+      {"archive:2/1:auto", true, "archive frame: pre-RoPE KLT K 2 / KLT V 1, best anchor"},
+      {"attend:2/1:group", true, "attend frame: rotating mean anchor + query-aware KLT K 2 / KLT V 1, group anchor"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkvi_setting setting;
+    qkv_error error = {0};
+    char name[QKVI_SETTING_NAME_MAX];
+    if (qkvi_setting_parse(cases[i].setting, cases[i].calibrated, &setting, &error) != QKV_OK)
+      fail_msg("%s", error.text);
+    assert_string_equal(qkvi_setting_name(&setting, name), cases[i].name);
+  }
+}
+
+static void test_parts(void **state) {
+  (void)state;
+  qkvi_setting setting;
+  assert_int_equal(qkvi_setting_parse("archive:2.5/1.125:group", false, &setting, NULL), QKV_OK);
+  assert_int_equal(setting.frame, QKV_FRAME_ARCHIVE);
+  assert_false(setting.calibrated);
+  assert_true(setting.policy.bits_k == 2.5 && setting.policy.bits_v == 1.125);
+  assert_int_equal(setting.policy.anchor.kind, QKV_ANCHOR_GROUP);
+  assert_int_equal(setting.policy.recent_window, 0);
+  assert_int_equal(qkvi_setting_parse("archive:2", true, &setting, NULL), QKV_OK);
+  assert_true(setting.calibrated);
+  assert_true(setting.policy.bits_v == 2);
+}
+
+static void test_refused(void **state) {
+  (void)state;
+  static const struct {
+    const char *setting, *text;
+  } cases[] = {
+      {"", "the frame is , known are plain, attend and archive"},
+      {"archiv:2", "the frame is archiv, known are plain, attend and archive"},
+      {"plain", "the bits are , expected K or K/V"},
+      {"plain:2/", "the bits are 2/, expected K or K/V"},
+      {"plain:2/1/1", "the bits are 2/1/1, expected K or K/V"},
+      {"plain:2x", "the bits are 2x, expected K or K/V"},
+      {"plain:-2", "the bits are -2/-2, both must be above 0"},
+      {"plain:nan", "the bits are nan/nan, both must be above 0"},
+      {"plain:2.3", "policy.bits_k is 2.3"},
+      {"plain:2/9", "policy.bits_v is 9"},
+      {"plain:2:best", "the anchor is best, known are none, mean, group, chain and auto"},
+      {"attend:2", "the attend frame needs --calibration"},
+      {"plain:2:none:x", "expected FRAME:K[/V][:ANCHOR]"},
+      {"plain:2:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "expected FRAME:K[/V][:ANCHOR]"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkvi_setting setting;
+    qkv_error error = {0};
+    assert_int_equal(qkvi_setting_parse(cases[i].setting, false, &setting, &error), QKV_INVALID_ARGUMENT);
+    if (strstr(error.text, cases[i].text) == NULL) fail_msg("%s: %s", cases[i].setting, error.text);
+    assert_non_null(strstr(error.text, "--setting"));
+  }
+}
+
+static void test_lists(void **state) {
+  (void)state;
+  qkv_bench_settings options = {0};
+  qkvi_setting_list free_list = {0}, all = {0}, one = {0};
+  // Without a calibration everything is data-free, and names are distinct: they are what rows are found by.
+  assert_int_equal(qkvi_settings_collect(&options, &free_list, NULL), QKV_OK);
+  assert_true(free_list.count > 8);
+  for (size_t i = 0; i < free_list.count; i++) assert_false(free_list.items[i].calibrated);
+  options.calibration = "file";
+  assert_int_equal(qkvi_settings_collect(&options, &all, NULL), QKV_OK);
+  assert_true(all.count > free_list.count);
+  for (size_t i = 0; i < all.count; i++) {
+    for (size_t j = 0; j < i; j++) {
+      char a[QKVI_SETTING_NAME_MAX], b[QKVI_SETTING_NAME_MAX];
+      assert_string_not_equal(qkvi_setting_name(&all.items[i], a), qkvi_setting_name(&all.items[j], b));
+    }
+  }
+  // Flags alone are one setting, in the frame that fits.
+  options.code_k = 2;
+  assert_int_equal(qkvi_settings_collect(&options, &one, NULL), QKV_OK);
+  assert_int_equal(one.count, 1);
+  assert_int_equal(one.items[0].frame, QKV_FRAME_ATTEND);
+  assert_true(one.items[0].policy.bits_v == 2);
+  qkvi_settings_clear(&free_list);
+  qkvi_settings_clear(&all);
+  qkvi_settings_clear(&one);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_names), cmocka_unit_test(test_parts),
+                                     cmocka_unit_test(test_refused), cmocka_unit_test(test_lists)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
