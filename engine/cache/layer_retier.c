@@ -70,15 +70,14 @@ static float squared_gain(uint8_t gain) {
   return value * value;
 }
 
-// Sums over a group's valid tokens.
+// Sums over a group's valid tokens. `floor` [tokens] is added to what is expected of each.
 static void weigh_group(const head_scale *scale, const uint8_t *gains_k, const uint8_t *gains_v,
-                        const float *attention, size_t tokens, qkv_retier_group groups[2]) {
+                        const float *attention, const float *floor, size_t tokens, qkv_retier_group groups[2]) {
   float keys = 0, values = 0, peak = 0;
   for (size_t t = 0; t < tokens; t++) {
-    const float s = attention[t], moved = s * (1 - s);
-    const float value = squared_gain(gains_v[t]);
-    values += s * s * value;
-    keys += moved * moved * squared_gain(gains_k[t]) * value;
+    const float s = attention[t], weight = (s + floor[t]) * squared_gain(gains_v[t]);
+    values += weight;
+    keys += weight * (1 - s) * (1 - s) * squared_gain(gains_k[t]);
     peak = s > peak ? s : peak;
   }
   groups[QKV_K].weight = keys * scale->key_error * scale->value_size;
@@ -86,27 +85,35 @@ static void weigh_group(const head_scale *scale, const uint8_t *gains_k, const u
   groups[QKV_K].peak = groups[QKV_V].peak = peak;
 }
 
+// What is expected of each of a page's tokens whatever the average: QKV_RETIER_FLOOR times the even share; nothing
+// of those that the sliding window has passed.
+static void fill_floor(const qkv_layer *layer, const qkv_page_entry *entry, float floor[QKV_PAGE_TOKENS]) {
+  const uint64_t window = qkv_model_window(layer->config.model, layer->config.layer);
+  const float share = QKV_RETIER_FLOOR / (float)(layer->length - layer->config.first_position);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    const bool passed = window != 0 && layer->length - (entry->position + t) > window;
+    floor[t] = t >= entry->tokens || passed ? 0 : share;
+  }
+}
+
 // `groups` [2][QKV_PAGE_GROUPS] of one head of a page.
 static void fill_head(const qkv_layer *layer, const qkv_page_entry *entry, uint16_t kv_head, uint64_t now,
                       qkv_retier_group *groups) {
   const qkv_schedule *const *schedules = entry->coder->heads[kv_head].schedules;
   const head_scale scale = scale_of(layer, entry->coder, kv_head);
-  float attention[QKV_PAGE_TOKENS];
+  float attention[QKV_PAGE_TOKENS] = {0}, floor[QKV_PAGE_TOKENS];
   qkv_page_codes codes[2];
   qkv_page_find(entry->page, kv_head, QKV_K, schedules, &codes[QKV_K]);
   qkv_page_find(entry->page, kv_head, QKV_V, schedules, &codes[QKV_V]);
-  if (entry->ema != NULL) {
-    qkv_ema_read(entry->ema, layer->clock, kv_head, now, attention);
-  } else {
-    const uint64_t held = layer->length - layer->config.first_position;
-    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) attention[t] = 1 / (float)held;
-  }
+  if (entry->ema != NULL) qkv_ema_read(entry->ema, layer->clock, kv_head, now, attention);
+  fill_floor(layer, entry, floor);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     const size_t first = g * QKV_GROUP_TOKENS;
     size_t tokens = entry->tokens > first ? entry->tokens - first : 0;
     if (tokens > QKV_GROUP_TOKENS) tokens = QKV_GROUP_TOKENS;
     qkv_retier_group both[2] = {0};
-    weigh_group(&scale, codes[QKV_K].gains + first, codes[QKV_V].gains + first, attention + first, tokens, both);
+    weigh_group(&scale, codes[QKV_K].gains + first, codes[QKV_V].gains + first, attention + first, floor + first,
+                tokens, both);
     groups[g] = both[QKV_K];
     groups[QKV_PAGE_GROUPS + g] = both[QKV_V];
   }
