@@ -30,6 +30,7 @@ typedef struct owned_coder {
 } owned_coder;
 
 static inline void *coder_allocate(size_t count, size_t size) {
+  assert(count > 0 && size > 0);
   void *made = calloc(count, size);
   assert(made != NULL);
   return made;
@@ -103,6 +104,7 @@ static inline double *coder_orthogonal(naive_random *random, size_t dim) {
 // diagonal, the dual is U S^-1 W. `skew` 1: orthogonal; else S is spread from 1 / skew to skew.
 static inline void coder_dual_matrices(naive_random *random, size_t dim, double skew, float *analysis,
                                        float *synthesis) {
+  assert(dim > 1);
   double *u = coder_orthogonal(random, dim), *w = coder_orthogonal(random, dim);
   for (size_t i = 0; i < dim; i++) {
     for (size_t j = 0; j < dim; j++) {
@@ -162,12 +164,14 @@ static inline qkv_coder *coder_create_dense(naive_random *random, uint16_t kv_he
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       owned_transform *owned = &made->transforms[2 * h + part];
       const unsigned budget = made->heads[h].tiers[part];
-      const unsigned tier = budget / 2 + naive_below(random, budget / 2 * 3 + 1);
+      unsigned tier = 1 + budget / 2 + naive_below(random, budget / 2 * 3 + 1);
       transform_init(owned, random, part == QKV_K ? key_dim : value_dim, naive_below(random, 2) == 0,
                      naive_below(random, 2) == 0 ? 1 : 3, part == QKV_K && frame == QKV_FRAME_ATTEND ? rope : NULL);
       made->heads[h].transforms[part] = &owned->transform;
       made->heads[h].schedules[part] = &owned->schedule;
-      made->heads[h].tiers[part] = (uint8_t)(tier < 1 ? 1 : tier > QKV_TIER_MAX ? QKV_TIER_MAX : tier);
+      if (tier > QKV_TIER_MAX) tier = QKV_TIER_MAX;
+      while (owned->schedule.reach[tier][1] == 0) tier++;  // something is coded
+      made->heads[h].tiers[part] = (uint8_t)tier;
     }
   }
   return coder;

@@ -3,6 +3,7 @@
 #ifndef QKV_TESTS_ENGINE_CODEC_NAIVE_H
 #define QKV_TESTS_ENGINE_CODEC_NAIVE_H
 
+#include <assert.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,6 +24,7 @@ static inline uint64_t naive_next(naive_random *random) {
 }
 
 static inline unsigned naive_below(naive_random *random, unsigned limit) {
+  assert(limit > 0);
   return (unsigned)(naive_next(random) % limit);
 }
 

@@ -36,7 +36,7 @@ static page_case plan(page_shape shape, naive_random *banded) {
   page_case page = {.shape = shape,
                     .heads = calloc(shape.kv_heads, sizeof *page.heads),
                     .layouts = calloc(shape.kv_heads, sizeof *page.layouts)};
-  assert_true(page.heads != NULL && page.layouts != NULL);
+  if (page.heads == NULL || page.layouts == NULL) abort();
   const uint16_t dims[] = {shape.key_dim, shape.value_dim};
   const uint8_t tiers[] = {shape.tier_k, shape.tier_v};
   for (size_t h = 0; h < shape.kv_heads; h++) {

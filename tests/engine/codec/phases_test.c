@@ -68,7 +68,7 @@ static void fill(naive_random *random, float *numbers, size_t n) {
 
 static double largest(const float *row, size_t dim) {
   double most = 0;
-  for (size_t c = 0; c < dim; c++) most = fmax(most, fabs(row[c]));
+  for (size_t c = 0; c < dim; c++) most = fmax(most, fabs((double)row[c]));
   return most;
 }
 
@@ -76,7 +76,7 @@ static void check_rows(const float *got, const float *expected, size_t tokens, s
   for (size_t t = 0; t < tokens; t++) {
     const double allowed = tolerance(position + t) * (1 + largest(expected + t * dim, dim));
     for (size_t c = 0; c < dim; c++) {
-      if (fabs((double)got[t * dim + c] - expected[t * dim + c]) <= allowed) continue;
+      if (fabs((double)got[t * dim + c] - (double)expected[t * dim + c]) <= allowed) continue;
       fail_msg("position %llu coordinate %zu is %.9g, expected %.9g", (unsigned long long)(position + t), c,
                got[t * dim + c], expected[t * dim + c]);
     }
