@@ -94,8 +94,17 @@ static size_t compute_threads(const qkv_server_options *options) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,   qkvi_sessions_methods, qkvi_append_methods, qkvi_attend_methods,     qkvi_fetch_methods,
-      qkvi_unserved_methods, qkvi_admin_methods,    qkvi_health_methods, qkvi_reflection_methods, NULL,
+      qkvi_models_methods,
+      qkvi_calibration_methods,
+      qkvi_sessions_methods,
+      qkvi_append_methods,
+      qkvi_attend_methods,
+      qkvi_fetch_methods,
+      qkvi_unserved_methods,
+      qkvi_admin_methods,
+      qkvi_health_methods,
+      qkvi_reflection_methods,
+      NULL,
   };
   const qkv_server_options *options = daemon->options;
   const qkv_rpc_config config = {
@@ -114,6 +123,7 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
 
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
+  QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
   QKV_TRY(qkv_pool_create(compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
@@ -173,6 +183,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkv_rpc_server_destroy(&old->rpc);
   qkv_pool_destroy(&old->pool);
   if (old->store != NULL) qkv_store_destroy(&old->store);
+  qkvi_calibrations_destroy(&old->calibrations);
   qkv_health_deinit(&old->health);
   free(old);
 }

@@ -15,6 +15,7 @@
 
 #include "engine/base/pool.h"
 #include "engine/cache/store.h"
+#include "server/calibrations.h"
 #include "server/health.h"
 #include "server/metrics.h"
 #include "server/options.h"
@@ -24,7 +25,8 @@ typedef struct qkv_daemon {
   const qkv_server_options *options;
   const qkv_options *option_set;  // the same with their sources
   qkv_store *store;
-  qkv_pool *pool;  // encode and attend
+  qkvi_calibrations *calibrations;  // from files
+  qkv_pool *pool;                   // encode and attend
   qkv_rpc_server *rpc;
   qkv_health health;
   int64_t started_ms;     // on the monotonic clock

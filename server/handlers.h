@@ -5,14 +5,15 @@
 
 #include "server/rpc.h"
 
-extern const qkv_rpc_method qkvi_models_methods[];      // models.c: RegisterModel, GetModel, ListModels
-extern const qkv_rpc_method qkvi_sessions_methods[];    // sessions.c: Open, Close, Get, List, Truncate
-extern const qkv_rpc_method qkvi_append_methods[];      // append.c
-extern const qkv_rpc_method qkvi_attend_methods[];      // attend.c: Attend, Decode
-extern const qkv_rpc_method qkvi_fetch_methods[];       // fetch.c
-extern const qkv_rpc_method qkvi_unserved_methods[];    // unserved.c: in the contract, answered UNIMPLEMENTED
-extern const qkv_rpc_method qkvi_admin_methods[];       // admin.c: GetStatus
-extern const qkv_rpc_method qkvi_health_methods[];      // health.c
-extern const qkv_rpc_method qkvi_reflection_methods[];  // reflection.c
+extern const qkv_rpc_method qkvi_models_methods[];       // models.c: RegisterModel, GetModel, ListModels
+extern const qkv_rpc_method qkvi_calibration_methods[];  // calibrations.c: GetCalibration
+extern const qkv_rpc_method qkvi_sessions_methods[];     // sessions.c: Open, Close, Get, List, Truncate
+extern const qkv_rpc_method qkvi_append_methods[];       // append.c
+extern const qkv_rpc_method qkvi_attend_methods[];       // attend.c: Attend, Decode
+extern const qkv_rpc_method qkvi_fetch_methods[];        // fetch.c
+extern const qkv_rpc_method qkvi_unserved_methods[];     // unserved.c: in the contract, answered UNIMPLEMENTED
+extern const qkv_rpc_method qkvi_admin_methods[];        // admin.c: GetStatus
+extern const qkv_rpc_method qkvi_health_methods[];       // health.c
+extern const qkv_rpc_method qkvi_reflection_methods[];   // reflection.c
 
 #endif

@@ -10,26 +10,35 @@
 
 // ---- RegisterModel ----
 
-// The calibration is looked at first, so that a model is not registered without the one that it came with.
-static qkv_status read_calibration(const Qkv__V1__Model *message, const qkv_model *model,
+// That of the message, else that of --calibration; NULL for neither. It is looked at first, so that a model is not
+// registered without the one that it is to have.
+static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
                                    const qkv_calibration **calibration, qkv_error *error) {
-  qkv_calibration *read = NULL;
   qkv_model resolved = *model;
-  if (message->calibration.len == 0) return QKV_OK;
   QKV_TRY(qkv_model_resolve(&resolved, error));
-  QKV_TRY(qkv_calibration_read(message->calibration.data, message->calibration.len, &read, error));
-  *calibration = read;
+  if (message->calibration.len > 0) {
+    qkv_calibration *read = NULL;
+    QKV_TRY(qkv_calibration_read(message->calibration.data, message->calibration.len, &read, error));
+    *calibration = read;
+  } else {
+    *calibration = qkvi_calibrations_get(daemon->calibrations, resolved.name);
+  }
+  if (*calibration == NULL) return QKV_OK;
   const qkv_calibration_shape shape = qkv_model_calibration_shape(&resolved);
-  return qkv_calibration_check(read, &shape, error);
+  return qkv_calibration_check(*calibration, &shape, error);
 }
 
 static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
                                 const qkv_model **registered, qkv_error *error) {
   const qkv_calibration *calibration = NULL;
-  qkv_status status = read_calibration(message, model, &calibration, error);
+  qkv_status status = read_calibration(daemon, message, model, &calibration, error);
   if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
-  if (status == QKV_OK && calibration != NULL)
-    status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, error);
+  if (status == QKV_OK && calibration != NULL) {
+    // The daemon's own file does not take the place of what has come later.
+    const bool given = message->calibration.len > 0;
+    if (given || qkv_calibration_slot_version((*registered)->calibration) == 0)
+      status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, error);
+  }
   qkv_calibration_unref(&calibration);
   return status;
 }

@@ -52,6 +52,9 @@ const qkv_option qkv_server_option_table[] = {
     {"gqa-compensation", QKV_OPTION_FLAG, AT(gqa_compensation), NULL, 0, 0, NULL,
      "More bits, up to 8, where several query heads share a KV head: one for 2 to 4, two for up to 16, where neither "
      "model nor session says."},
+    {"calibration", QKV_OPTION_LIST, AT(calibration), NULL, 0, 0, "MODEL=FILE",
+     "Calibration file for the model that is registered under this name, where its registration brings none; may be "
+     "given several times."},
     {"calibrate-tokens", QKV_OPTION_INTEGER, AT(calibrate_tokens), "16384", 0, 1e12, "TOKENS",
      "Tokens after which a model's code is calibrated from its traffic, for pages to come; 0: never."},
     {"calibrate-skip", QKV_OPTION_LIST, AT(calibrate_skip), NULL, 0, 0, "TENANT",

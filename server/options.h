@@ -31,6 +31,7 @@ typedef struct qkv_server_options {
   const char *low_rank;          // the same of low-rank factors
   int64_t rank;
   bool gqa_compensation;
+  qkv_option_list calibration;     // "MODEL=FILE"
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
   int64_t drain_grace;             // ms

@@ -483,8 +483,7 @@ static void truncate_drops_and_appends_go_on(void **state) {
 
 static void unserved_methods_say_so(void **state) {
   (void)state;
-  const char *const methods[] = {"KvCache/GetCalibration",
-                                 "KvCache/Match",
+  const char *const methods[] = {"KvCache/Match",
                                  "KvCache/Fork",
                                  "KvCache/Pin",
                                  "KvCache/Touch",
