@@ -84,7 +84,7 @@ typedef struct sequence {
 } sequence;
 
 static inline void round_to(qkv_dtype dtype, float *values, size_t count) {
-  uint8_t *narrow = malloc(count * sizeof(float));
+  uint8_t *narrow = malloc(count * qkv_dtype_size(dtype) + 1);
   assert_non_null(narrow);
   qkv_from_float(dtype, values, narrow, count);
   qkv_to_float(dtype, narrow, values, count);
