@@ -233,6 +233,15 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error);
 
+// ---- calibrations ----
+
+// The model's calibration file, as the daemon was given or has learnt it: calls fn with one piece after the other, of
+// no particular size; fn returns false to cancel (the call then returns CANCELLED). NOT_FOUND: no such model, or it
+// has none.
+qkv_code qkv_client_get_calibration(qkv_client *client, const char *model,
+                                    bool (*fn)(void *context, const void *data, size_t bytes), void *context,
+                                    qkv_call_error *error);
+
 // ---- any other method ----
 
 // One unary call with protobuf bytes both ways, for methods without a function here ("/qkv.v1.Admin/GetStatus").

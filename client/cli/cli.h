@@ -17,7 +17,7 @@ typedef struct qkvctl_values {
   qkv_program program;
   bool metrics, options;                          // status
   const char *prefix, *tenant, *model, *session;  // sessions, load
-  const char *output, *format;                    // fetch
+  const char *output, *format;                    // fetch, calibrate
   const char *layers, *dtype;                     // fetch
   int64_t begin, end;                             // fetch: positions
   bool heads_first, before_rope;                  // fetch
@@ -39,7 +39,7 @@ qkv_status qkvctl_parse_position(const char *text, const char *what, uint64_t *p
 // and each once; NULL means all. INVALID_ARGUMENT for anything else.
 qkv_status qkvctl_parse_layers(const char *text, uint32_t layers, uint32_t *chosen, size_t *count, qkv_error *error);
 
-// ---- the commands: status.c, sessions.c, fetch.c, load.c ----
+// ---- the commands: status.c, sessions.c, fetch.c, load.c, calibrate.c ----
 
 int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
@@ -49,5 +49,6 @@ int qkvctl_rm(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);
 int qkvctl_fetch(void *values, const qkv_option_list *arguments);
 int qkvctl_load(void *values, const qkv_option_list *arguments);
+int qkvctl_calibrate(void *values, const qkv_option_list *arguments);
 
 #endif

@@ -38,6 +38,10 @@ static const qkv_option load_options[] = {
     {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "code bits of a value's coordinate; 0: the model's"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option calibrate_options[] = {
+    {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "the calibration file to write"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 #define OPTIONS(table) table, sizeof(table) / sizeof *(table)
 
 static const qkv_command commands[] = {
@@ -47,6 +51,8 @@ static const qkv_command commands[] = {
     {"session", "SESSION", "Shows one session.", OPTIONS(common_options), 1, 1, qkvctl_session},
     {"fetch", "SESSION", "Writes a session's rows to a file.", OPTIONS(fetch_options), 1, 1, qkvctl_fetch},
     {"load", "FILE", "Opens a session with the rows of a safetensors file.", OPTIONS(load_options), 1, 1, qkvctl_load},
+    {"calibrate", "MODEL", "Writes a model's calibration, as the daemon has learnt it, to a file.", OPTIONS(calibrate_options), 1, 1,
+     qkvctl_calibrate},
     {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
      qkvctl_truncate},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},

@@ -1,11 +1,10 @@
 // The command `calibrate`: texts in, a calibration file out.
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 
+#include "client/common/file.h"
 #include "client/common/terminal.h"
 #include "client/worker/calibrate.h"
 #include "client/worker/text.h"
@@ -64,41 +63,6 @@ static qkv_status learn(calibrate_job *job, qkv_calibration **calibration, qkv_e
   return status;
 }
 
-// ---- The file ----
-
-static qkv_status cannot_write(const char *path, qkv_error *error) {
-  return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", path, strerror(errno));
-}
-
-static qkv_status write_partial(const char *partial, const void *bytes, size_t size, qkv_error *error) {
-  FILE *file = fopen(partial, "wb");
-  if (file == NULL) return cannot_write(partial, error);
-  const bool written = fwrite(bytes, 1, size, file) == size;
-  if (fclose(file) == 0 && written) return QKV_OK;
-  const qkv_status status = cannot_write(partial, error);
-  (void)remove(partial);
-  return status;
-}
-
-// Under another name first, so that a file that was there is replaced at once or not at all.
-static qkv_status write_file(const char *path, const void *bytes, size_t size, qkv_error *error) {
-  struct stat info;
-  if (stat(path, &info) == 0 && !S_ISREG(info.st_mode)) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is there, and no ordinary file", path);
-  }
-  const size_t length = strlen(path) + sizeof ".partial";
-  char *partial = malloc(length);
-  if (partial == NULL) abort();
-  (void)snprintf(partial, length, "%s.partial", path);
-  qkv_status status = write_partial(partial, bytes, size, error);
-  if (status == QKV_OK && rename(partial, path) != 0) {
-    status = cannot_write(path, error);
-    (void)remove(partial);
-  }
-  free(partial);
-  return status;
-}
-
 // ---- The command ----
 
 static bool print(const calibrate_job *job, const qkv_calibration *calibration, size_t size) {
@@ -126,7 +90,7 @@ static qkv_status run(calibrate_job *job, bool *printed, qkv_error *error) {
   size_t size;
   QKV_TRY(learn(job, &calibration, error));
   const void *bytes = qkv_calibration_bytes(calibration, &size);
-  const qkv_status status = write_file(job->worker->output, bytes, size, error);
+  const qkv_status status = qkv_file_write(job->worker->output, bytes, size, error);
   if (status == QKV_OK) *printed = print(job, calibration, size);
   const qkv_calibration *reference = calibration;
   qkv_calibration_unref(&reference);

@@ -182,6 +182,7 @@ static void test_usage(void **state) {
       {{"status", "--metric"}, "qkvctl: unknown option --metric; did you mean --metrics?\n"},
       {{"truncate", "a", "x"}, "qkvctl: POSITION is \"x\", a number from 0 on is needed\n"},
       {{"fetch", "a"}, "qkvctl: fetch needs --output FILE\n"},
+      {{"calibrate", "m"}, "qkvctl: calibrate needs --output FILE\n"},
       {{"fetch", "a", "--output=x", "--dtype=int8"},
        "qkvctl: --dtype is \"int8\", allowed are fp32, fp16 and bf16\n"},
       {{"fetch", "a", "--output=x", "--format=csv"},
@@ -459,6 +460,55 @@ static void test_truncate_and_remove(void **state) {
   assert_int_equal(qkv_client_get_session(client, "chat-1", &info, NULL), QKV_NOT_FOUND);
 }
 
+// ---- calibrate ----
+
+static size_t read_file(const char *path, uint8_t *bytes, size_t size) {
+  FILE *file = fopen(path, "re");
+  if (file == NULL) fail_msg("cannot open %s", path);
+  size_t length = fread(bytes, 1, size, file);
+  assert_int_equal(fclose(file), 0);
+  return length;
+}
+
+// The golden calibration, given with a model that it fits, comes back byte for byte.
+static void test_calibrate(void **state) {
+  (void)state;
+  static uint8_t given[16384], got[16384];
+  const size_t size = read_file(QKV_SOURCE_DIR "/tests/golden/calibration_v1.bin", given, sizeof given);
+  const char *path = in_directory("calibrated.qkvc");
+  const qkv_client_model model = {.name = "calibrated",
+                                  .layers = 1,
+                                  .kv_heads = 1,
+                                  .q_heads = 1,
+                                  .key_dim = 16,
+                                  .value_dim = 8,
+                                  .dtype = QKV_CLIENT_FP16,
+                                  .rope = {.theta = 10000,
+                                           .width = 8,
+                                           .interleaved = true,
+                                           .scaling = 3,  // YaRN
+                                           .factor = 4,
+                                           .original_max_position = 2048,
+                                           .beta_slow = 2},
+                                  .calibration = given,
+                                  .calibration_bytes = size};
+  qkv_call_error error = {0};
+  if (qkv_client_register_model(client, &model, &error) != 0) fail_msg("%s", error.text);
+  assert_int_equal(RUN("calibrate", "calibrated", "--output", path, "--json"), 0);
+  json_t *done = line();
+  assert_int_equal(integer(done, "bytes"), size);
+  assert_string_equal(text(done, "model"), "calibrated");
+  json_decref(done);
+  assert_int_equal(read_file(path, got, sizeof got), size);
+  assert_memory_equal(got, given, size);
+  assert_int_equal(RUN("calibrate", "calibrated", "--output", path), 0);
+  assert_non_null(strstr(out, ": the calibration of calibrated, 6.1 KiB\n"));
+  assert_int_equal(RUN("calibrate", "nobody", "--output", path), 1);
+  assert_string_equal(err, "qkvctl: no model nobody\n");
+  assert_int_equal(RUN("calibrate", "calibrated", "--output", directory), 1);
+  assert_non_null(strstr(err, "is there, and no ordinary file\n"));
+}
+
 #define WITH_SESSION(test) cmocka_unit_test_setup_teardown(test, open_session, close_session)
 
 int main(void) {
@@ -476,6 +526,7 @@ int main(void) {
       WITH_SESSION(test_load_what_does_not_fit),
       WITH_SESSION(test_load_unknown_words),
       WITH_SESSION(test_truncate_and_remove),
+      cmocka_unit_test(test_calibrate),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -167,6 +167,33 @@ static double score(qkv_client *client, bool calibrated, int purpose) {
   return quality.kl_bits / (double)quality.positions;
 }
 
+typedef struct comparison {
+  const uint8_t *expected;
+  size_t size, at, most;  // bytes; `most` are taken
+} comparison;
+
+static bool compare(void *context, const void *data, size_t bytes) {
+  comparison *with = context;
+  assert_in_range(bytes, 1, with->size - with->at);
+  assert_memory_equal(data, with->expected + with->at, bytes);
+  with->at += bytes;
+  return with->at < with->most;
+}
+
+static void expect_calibration(qkv_client *client) {
+  qkv_call_error call = {0};
+  comparison with = {.most = SIZE_MAX};
+  with.expected = qkv_calibration_bytes(learnt, &with.size);
+  assert_int_equal(qkv_client_get_calibration(client, lm->name, compare, &with, &call), 0);
+  assert_int_equal(with.at, with.size);
+  with.at = 0;
+  with.most = 1;
+  assert_int_equal(qkv_client_get_calibration(client, lm->name, compare, &with, &call), QKV_CANCELLED);
+  with.size = 0;
+  assert_int_equal(qkv_client_get_calibration(client, "nobody", compare, &with, &call), QKV_NOT_FOUND);
+  assert_string_equal(call.text, "no model nobody");
+}
+
 // Through the daemon: the model is registered with the calibration, and its sessions are coded better from then on.
 static void the_daemon_takes_it(void **state) {
   (void)state;
@@ -180,6 +207,7 @@ static void the_daemon_takes_it(void **state) {
   print_message("KL at 2 bits: data-free %.5f, attend frame %.5f, archive frame %.5f\n", data_free, attend, archive);
   assert_true(attend < 0.6 * data_free);
   assert_true(archive < 0.4 * data_free);
+  expect_calibration(client);
   qkv_client_close(&client);
   assert_int_equal(fixture_stop(&server, SIGTERM, 20000), 0);
 }
