@@ -87,7 +87,12 @@ qkv_model kv_model(void) {
 }
 
 void kv_open(fixture_client *client, const char *session) {
+  kv_open_for(client, session, QKV_PURPOSE_ATTEND);
+}
+
+void kv_open_for(fixture_client *client, const char *session, qkv_purpose purpose) {
   Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
+  request.purpose = (Qkv__V1__Purpose)purpose;
   request.session = (char *)session;
   request.model = (char *)"m";
   expect_ok(client, KV_METHOD("OpenSession"), &request.base);
@@ -192,6 +197,7 @@ size_t kv_pack(const kv_item *items, size_t count, uint64_t id, uint8_t **bytes)
     message->layer = items[i].layer;
     message->position = items[i].position;
     message->options = items[i].options;
+    if (items[i].before_rope) message->k_rope = message->q_rope = QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE;
     if (items[i].tokens > 0) {
       message->k = make_tensor(&items[i], KV_K, items[i].tokens, &tensors[i][KV_K]);
       message->v = make_tensor(&items[i], KV_V, items[i].tokens, &tensors[i][KV_V]);
@@ -247,6 +253,10 @@ int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V
 // ---- The twin ----
 
 kv_twin kv_twin_open(const char *session) {
+  return kv_twin_open_for(session, QKV_PURPOSE_ATTEND);
+}
+
+kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose) {
   const qkv_store_config config = {.memory_budget = (uint64_t)1 << 30,
                                    .models_max = 1,
                                    .sessions_max = 1,
@@ -258,7 +268,7 @@ kv_twin kv_twin_open(const char *session) {
                                               .anchor = {.kind = QKV_ANCHOR_AUTO}}};
   kv_twin twin = {.store = qkv_store_create(&config)};
   qkv_model model = kv_model();
-  qkv_session_config open = {.purpose = QKV_PURPOSE_ATTEND, .tenant = "default", .policy = QKV_POLICY_UNSET};
+  qkv_session_config open = {.purpose = purpose, .tenant = "default", .policy = QKV_POLICY_UNSET};
   memcpy(open.name, session, strlen(session) + 1);
   qkv_error error = {0};
   qkv_status status = qkv_store_register_model(twin.store, &model, NULL, &error);
@@ -286,8 +296,8 @@ void kv_twin_append(kv_twin *twin, const kv_item *item) {
                     v_segment = {.data = (uint8_t *)v, .length = v_bytes};
   const qkv_tensor k_rows = dense(KV_K, item->tokens, &k_segment), v_rows = dense(KV_V, item->tokens, &v_segment);
   qkv_error error = {0};
-  qkv_status status = qkv_session_append(twin->session, item->layer, item->position, &k_rows, &v_rows, false,
-                                         &appended, &length, &error);
+  qkv_status status = qkv_session_append(twin->session, item->layer, item->position, &k_rows, &v_rows,
+                                         item->before_rope, &appended, &length, &error);
   assert_string_equal(error.text, "");
   assert_int_equal(status, QKV_OK);
   free(k);
@@ -298,7 +308,11 @@ void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse) 
   size_t q_bytes = 0;
   float *q = make_rows(item, KV_Q, item->queries, &q_bytes);
   const qkv_segment segment = {.data = (uint8_t *)q, .length = q_bytes};
-  qkv_attend attend = {.position = item->position, .q = dense(KV_Q, item->queries, &segment), .out = out, .lse = lse};
+  qkv_attend attend = {.position = item->position,
+                       .q = dense(KV_Q, item->queries, &segment),
+                       .q_before_rope = item->before_rope,
+                       .out = out,
+                       .lse = lse};
   qkv_error error = {0};
   assert_int_equal(qkv_session_read(twin->session, item->layer, &attend.layer, &error), QKV_OK);
   assert_int_equal(qkv_attend_check(&attend, &error), QKV_OK);

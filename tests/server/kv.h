@@ -36,8 +36,9 @@ void kv_wait_idle(fixture_client *client);
 void kv_register(fixture_client *client);
 // The same model, for this process.
 qkv_model kv_model(void);
-// Opens a session of the model "m".
+// Opens a session of the model "m", to be attended or for another purpose.
 void kv_open(fixture_client *client, const char *session);
+void kv_open_for(fixture_client *client, const char *session, qkv_purpose purpose);
 void kv_close(fixture_client *client, const char *session);
 // The daemon's view of a session; freed with qkv__v1__session_info__free_unpacked.
 Qkv__V1__SessionInfo *kv_info(fixture_client *client, const char *session);
@@ -61,6 +62,7 @@ typedef struct kv_item {
   size_t queries;  // 0: absent
   uint32_t layer;
   uint32_t seed;
+  bool before_rope;  // k and q, as they are sent
 } kv_item;
 
 // An AttendRequest, which is an AppendRequest, too, as long as no item has queries. Rows go as fp32; so does
@@ -82,6 +84,7 @@ typedef struct kv_twin {
 } kv_twin;
 
 kv_twin kv_twin_open(const char *session);
+kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose);
 void kv_twin_close(kv_twin *twin);
 void kv_twin_append(kv_twin *twin, const kv_item *item);
 // out [queries][KV_Q_HEADS][KV_VALUE_DIM], lse [queries][KV_Q_HEADS].

@@ -1,5 +1,6 @@
 // Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the counters,
 // which a fetch moves, too.
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -105,14 +106,16 @@ static void drop_fetched(fetched *got) {
   free(got->rows[1]);
 }
 
-static void fetch_gives_the_engines_rows_in_every_form(void **state) {
-  (void)state;
-  kv_open(client, "f");
-  kv_twin twin = kv_twin_open("f");
+// Of a session with rows that were sent in both forms.
+static void fetch_in_every_form(qkv_purpose purpose) {
+  kv_open_for(client, "f", purpose);
+  kv_twin twin = kv_twin_open_for("f", purpose);
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
-    const kv_item item = {.session = "f", .layer = layer, .tokens = 300, .seed = 16};
-    assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
-    kv_twin_append(&twin, &item);
+    const kv_item items[] = {{.session = "f", .layer = layer, .tokens = 100, .seed = 16, .before_rope = true},
+                             {.session = "f", .layer = layer, .position = 100, .tokens = 200, .seed = 16}};
+    assert_int_equal(kv_append(client, items, 2, NULL), QKV_OK);
+    kv_twin_append(&twin, &items[0]);
+    kv_twin_append(&twin, &items[1]);
   }
   const uint32_t chunks[] = {0, 1, 64, 77, 24};
   for (unsigned form = 0; form < 3 * 2 * 2 * 3; form++) {
@@ -175,6 +178,102 @@ static void fetch_gives_the_engines_rows_in_every_form(void **state) {
   kv_close(client, "f");
 }
 
+static void fetch_gives_the_engines_rows_in_every_form(void **state) {
+  (void)state;
+  fetch_in_every_form(QKV_PURPOSE_ATTEND);
+  fetch_in_every_form(QKV_PURPOSE_FETCH);
+}
+
+// ---- Sessions that are for being fetched ----
+
+// Rows of the test's own, [tokens][heads][dim]: an item's, turned to their positions.
+static float *turned_rows(const kv_item *item, kv_part part) {
+  const size_t heads = part == KV_Q ? KV_Q_HEADS : KV_HEADS, tokens = part == KV_Q ? item->queries : item->tokens;
+  const qkv_model model = kv_model();
+  qkv_rope rope = model.rope;
+  assert_int_equal(qkv_rope_resolve(&rope, KV_KEY_DIM, NULL), QKV_OK);
+  float *rows = calloc(tokens * heads * KV_KEY_DIM, sizeof *rows);
+  assert_non_null(rows);
+  kv_rows(item->seed, item->layer, part, item->position, tokens, rows);
+  for (size_t i = 0; i < tokens * heads; i++) {
+    qkv_rope_forward(&rope, rows + i * KV_KEY_DIM, item->position + i / heads);
+  }
+  return rows;
+}
+
+// Coded before RoPE: keys that were sent before it come back so within the error of their code; and rotated.
+static void archived_keys_come_back_in_both_forms(void **state) {
+  (void)state;
+  const kv_item item = {.session = "a", .tokens = 300, .seed = 21, .before_rope = true};
+  const size_t row = KV_HEADS * KV_KEY_DIM, coded = 192 * row, all = 300 * row;
+  kv_open_for(client, "a", QKV_PURPOSE_FETCH);
+  Qkv__V1__SessionInfo *info = kv_info(client, "a");
+  assert_int_equal(info->purpose, QKV__V1__PURPOSE__PURPOSE_FETCH);
+  qkv__v1__session_info__free_unpacked(info, NULL);
+  assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
+  float *sent[2] = {calloc(all, sizeof(float)), turned_rows(&item, KV_K)};
+  assert_non_null(sent[0]);
+  kv_rows(item.seed, item.layer, KV_K, 0, 300, sent[0]);
+  const double bound = qkv_codec_by_id(QKV_CODEC_EMBEDDED)->error_bound(4);
+  for (int after = 0; after < 2; after++) {
+    Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
+    request.session = (char *)"a";
+    request.dtype = QKV__V1__DTYPE__DTYPE_FP32;
+    request.rope = after ? QKV__V1__ROPE_FORM__ROPE_FORM_AFTER : QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE;
+    fetched got = fetch(&request, 0, 300);
+    double miss2 = 0, size2 = 0;
+    for (size_t i = 0; i < all; i++) {
+      const double size = sent[after][i], miss = (double)got.rows[0][i] - size;
+      if (i >= coded) assert_true(fabs(miss) < 2e-3);  // fp16
+      miss2 += i < coded ? miss * miss : 0;
+      size2 += i < coded ? size * size : 0;
+    }
+    assert_true(miss2 > 0 && miss2 <= 1.5 * bound * size2);
+    drop_fetched(&got);
+  }
+  free(sent[0]);
+  free(sent[1]);
+  kv_close(client, "a");
+}
+
+// They are attended like any other: the bits of the engine in this process, with queries in both forms.
+static void archived_sessions_are_attended(void **state) {
+  (void)state;
+  kv_open_for(client, "a", QKV_PURPOSE_FETCH);
+  kv_twin twin = kv_twin_open_for("a", QKV_PURPOSE_FETCH);
+  const kv_item rows = {.session = "a", .layer = 1, .tokens = 300, .seed = 22, .before_rope = true};
+  assert_int_equal(kv_append(client, &rows, 1, NULL), QKV_OK);
+  kv_twin_append(&twin, &rows);
+  for (int form = 0; form < 2; form++) {
+    const kv_item query = {
+        .session = "a", .layer = 1, .position = 290, .queries = 5, .seed = 23, .before_rope = form == 1};
+    Qkv__V1__AttendResponse *response = NULL;
+    assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
+    kv_same_attend(&twin, &query, response->results[0]);
+    qkv__v1__attend_response__free_unpacked(response, NULL);
+  }
+  kv_twin_close(&twin);
+  kv_close(client, "a");
+}
+
+// The same rows again are acknowledged, in the form that they were sent in; other rows are refused.
+static void archived_rows_are_known_again(void **state) {
+  (void)state;
+  char text[FIXTURE_TEXT_MAX];
+  kv_open_for(client, "a", QKV_PURPOSE_FETCH);
+  kv_item item = {.session = "a", .tokens = 300, .seed = 24, .before_rope = true};
+  assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
+  assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
+  item.position = 70;
+  item.tokens = 60;
+  assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
+  assert_int_equal(kv_length(client, "a", 0), 300);
+  item.before_rope = false;
+  assert_int_equal(kv_append(client, &item, 1, text), QKV_ALREADY_EXISTS);
+  assert_non_null(strstr(text, "position 70 holds other rows already"));
+  kv_close(client, "a");
+}
+
 // ---- Counters ----
 
 static void metrics_count_what_was_done(void **state) {
@@ -202,7 +301,9 @@ static void metrics_count_what_was_done(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(fetch_gives_the_engines_rows_in_every_form),
-                                     cmocka_unit_test(metrics_count_what_was_done)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(fetch_gives_the_engines_rows_in_every_form),
+      cmocka_unit_test(archived_keys_come_back_in_both_forms), cmocka_unit_test(archived_sessions_are_attended),
+      cmocka_unit_test(archived_rows_are_known_again), cmocka_unit_test(metrics_count_what_was_done)};
   return cmocka_run_group_tests(tests, start, stop);
 }
