@@ -41,7 +41,12 @@ static const struct {
     {true, "archive:2"},
     {true, "archive:2/1"},
     {true, "archive:1.5/1"},
+    {true, "archive:1.25/1.125"},
     {true, "archive:1"},
+    {true, "attend:2.5/2:auto"},
+    {true, "attend:2/1:auto"},
+    {true, "archive:2:auto"},
+    {true, "archive:1.25/1.125:auto"},
 };
 
 // ---- Names ----

@@ -1,0 +1,31 @@
+"""quality.py finds what it is there to find: a figure of any column that has moved, a scheme that is gone or new.
+And docs/quality.md shows what is in the files."""
+
+import sys
+
+import quality
+
+ROW = {"scheme": "a", "bits_per_coordinate_all_in": "2.1875", "bits_per_byte": "1.86500",
+       "delta_bits_per_byte": "-0.00100", "kl_bits": "0.001000", "rel_mse_k": "0.050000", "rel_mse_v": "0.090000"}
+MOVED = {"bits_per_coordinate_all_in": "2.1876", "bits_per_byte": "1.86530", "delta_bits_per_byte": "-0.00130",
+         "kl_bits": "0.000980", "rel_mse_k": "0.050100", "rel_mse_v": "nan"}
+ROUNDED = {"bits_per_coordinate_all_in": "2.1875", "bits_per_byte": "1.86503", "delta_bits_per_byte": "-0.00097",
+           "kl_bits": "0.001002", "rel_mse_k": "0.050001", "rel_mse_v": "0.089999"}
+
+
+def main():
+    before = {"a": ROW}
+    assert list(quality.compare(before, {"a": {**ROW, **ROUNDED}})) == []
+    for column, value in MOVED.items():
+        found = list(quality.compare(before, {"a": {**ROW, column: value}}))
+        assert found == [f"a: {column} was {ROW[column]}, is {value}"], found
+    assert list(quality.compare(before, {})) == ["a: not measured any more"]
+    assert list(quality.compare({}, before)) == ["a: new"]
+    assert "| a | 2.188 | 0.00100 | 1.8650 | -0.0010 | 0.05000 | 0.09000 |" in list(quality.table(before))
+    page = quality.read_page()
+    assert page.count("<!-- table: ") == 2
+    assert quality.with_tables(page) == page, "docs/quality.md does not show the CSV files: quality.py --update --full"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
