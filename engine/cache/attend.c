@@ -413,6 +413,21 @@ static void run_batch(qkv_pool *pool, const qkv_attend *requests, size_t count) 
   free(batch.splits);
 }
 
+// A token's queries [q_heads][key_dim] as they are attended, times the scale. False: they stand before position 0.
+static bool load_token(const qkv_attend *request, uint64_t query, float *rows) {
+  const qkv_model *model = request->layer->config.model;
+  const qkvi_head_task task = qkvi_attend_task(request, 0);
+  const int64_t stand = qkvi_attend_stand(request, query);
+  if (stand < 0) return false;
+  for (uint32_t head = 0; head < model->q_heads; head++) {
+    float *row = rows + (size_t)head * model->key_dim;
+    qkv_tensor_row(&request->q, (int64_t)query, head, row);
+    if (request->q_before_rope && model->rope.theta != 0) qkv_rope_forward(&model->rope, row, (uint64_t)stand);
+    for (size_t i = 0; i < model->key_dim; i++) row[i] *= task.scale;
+  }
+  return true;
+}
+
 // One query of a request in so many teaches the model's calibration.
 static void teach(const qkv_attend *request) {
   const qkv_model *model = request->layer->config.model;
@@ -429,8 +444,31 @@ static void teach(const qkv_attend *request) {
   free(rows);
 }
 
+// Some of the queries of a request are what pages to come are judged by: the last ones, evenly spaced over a page's
+// tokens at most.
+static void show(const qkv_attend *request) {
+  enum { MOST = 2 * QKV_QUALITY_TOKENS };
+  const qkv_model *model = request->layer->config.model;
+  qkv_quality *quality = request->layer->config.quality;
+  if (quality == NULL || !qkv_quality_wants(quality)) return;
+  float *rows = malloc((size_t)model->q_heads * model->key_dim * sizeof *rows);
+  if (rows == NULL) return;
+  const uint64_t queries = (uint64_t)request->q.dims[0], span = queries < QKV_PAGE_TOKENS ? queries : QKV_PAGE_TOKENS;
+  const uint64_t count = span < MOST ? span : MOST;
+  for (uint64_t i = count; i-- > 0;) {
+    const uint64_t query = queries - 1 - i * span / count;
+    if (load_token(request, query, rows)) {
+      qkv_quality_query(quality, (uint64_t)qkvi_attend_stand(request, query), rows);
+    }
+  }
+  free(rows);
+}
+
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
-  for (size_t i = 0; i < count; i++) teach(&requests[i]);
+  for (size_t i = 0; i < count; i++) {
+    teach(&requests[i]);
+    show(&requests[i]);
+  }
   run_batch(pool, requests, count);
   qkvi_attend_sample(pool, requests, count);
 }

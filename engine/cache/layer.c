@@ -174,7 +174,9 @@ void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint6
 // ---- Usage and invariants ----
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
-  return (qkv_layer_usage){.tokens_coded = layer->sealed - layer->config.first_position,
+  const qkv_quality *quality = layer->config.quality;
+  return (qkv_layer_usage){.quality = quality == NULL ? (qkv_quality_stats){0} : qkv_quality_read(quality),
+                           .tokens_coded = layer->sealed - layer->config.first_position,
                            .tokens_exact = layer->length - layer->sealed,
                            .bytes_coded = layer->bytes_coded,
                            .bytes_beside = layer->bytes_beside,

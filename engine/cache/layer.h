@@ -28,6 +28,7 @@
 #include "engine/base/tensor.h"
 #include "engine/cache/ema.h"
 #include "engine/cache/model.h"
+#include "engine/cache/quality.h"
 
 // Positions end here: RoPE computes in double, which counts exactly no further.
 #define QKV_POSITION_MAX ((uint64_t)1 << 53)
@@ -42,7 +43,8 @@ typedef struct qkv_layer_config {
   uint64_t first_position;
   qkv_arena *arena;
   qkv_ema_options ema;
-  bool keep_full;  // a page that goes to lower tiers stays beside in full
+  bool keep_full;        // a page that goes to lower tiers stays beside in full
+  qkv_quality *quality;  // judges pages that are sealed, which may lower their tiers; NULL: none does
 } qkv_layer_config;
 
 typedef struct qkv_page_entry {
@@ -108,6 +110,7 @@ typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
   uint64_t bytes_beside;              // full pages that are kept, averages of attention; likewise
+  qkv_quality_stats quality;          // zeros without a contract
 } qkv_layer_usage;
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer);

@@ -241,6 +241,7 @@ typedef struct tail_work {
   size_t blocks;       // held: tail_count in use, the others spare
   float *k, *v;        // one page's rows; NULL where no page gets sealed
   void *image;         // room for a page of any size, as soon as one gets sealed
+  void *narrow;        // the same, where pages are judged
   size_t image_bytes;  // of that room: what was reserved for each page
 } tail_work;
 
@@ -269,6 +270,15 @@ static qkv_ema *new_ema(const qkv_layer *layer) {
   return ema;
 }
 
+// The page that has just been coded, at the lower tiers that the session's contract allows. The bytes of it; 0: it
+// stays as it is.
+static size_t judge(tail_work *work) {
+  const qkv_layer *layer = work->append->layer;
+  if (layer->config.quality == NULL) return 0;
+  const qkv_quality_page page = {.coder = layer->coder, .page = work->image, .k = work->k, .v = work->v};
+  return qkv_quality_judge(layer->config.quality, &page, work->narrow);
+}
+
 static void seal_first(tail_work *work) {
   qkv_layer *layer = work->append->layer;
   const qkv_model *model = work->append->model;
@@ -279,12 +289,16 @@ static void seal_first(tail_work *work) {
 
   size_t bytes =
       layer->coder->codec->encode(layer->coder, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v, work->image);
-  void *page = qkv_arena_alloc(layer->config.arena, bytes);
-  memcpy(page, work->image, bytes);
   if (model->learner != NULL && layer->config.policy.learn) {
     qkv_learner_page(model->learner, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v,
-                     layer->coder, page);
+                     layer->coder, work->image);
   }
+  const size_t narrow_bytes = judge(work);
+  const void *image = narrow_bytes > 0 ? work->narrow : work->image;
+  assert(image != NULL);
+  if (narrow_bytes > 0) bytes = narrow_bytes;
+  void *page = qkv_arena_alloc(layer->config.arena, bytes);
+  memcpy(page, image, bytes);
   qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(work->image_bytes) - qkv_arena_cost(bytes));
   layer->pages[layer->page_count] = (qkv_page_entry){.page = page,
                                                      .coder = layer->coder,
@@ -292,6 +306,7 @@ static void seal_first(tail_work *work) {
                                                      .tokens = QKV_PAGE_TOKENS,
                                                      .position = layer->sealed,
                                                      .range = next_range(layer),
+                                                     .lost = narrow_bytes > 0,
                                                      .ema = new_ema(layer),
                                                      .serial = layer->next_serial++};
   layer->page_count++;
@@ -343,7 +358,8 @@ static void apply(const append *a, const append_plan *plan) {
     size_t rows = (size_t)QKV_PAGE_TOKENS * a->model->kv_heads;
     work.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder));
     work.image = aligned_alloc(QKV_ARENA_ALIGN, work.image_bytes);
-    assert(work.image != NULL);
+    work.narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, work.image_bytes);
+    assert(work.image != NULL && (work.narrow != NULL || layer->config.quality == NULL));
     work.k = calloc(rows * (a->model->key_dim + a->model->value_dim), sizeof *work.k);
     assert(work.k != NULL);
     work.v = work.k + rows * a->model->key_dim;
@@ -356,6 +372,7 @@ static void apply(const append *a, const append_plan *plan) {
   assert(work.blocks == plan->blocks);
   free_spares(&work);
   free(work.image);
+  free(work.narrow);
   free(work.k);
 }
 

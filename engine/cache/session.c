@@ -81,6 +81,33 @@ static size_t session_bytes(const qkv_model *model) {
   return sizeof(qkv_session) + model->layers * sizeof(locked_layer);
 }
 
+// Whether the layer's pages are judged.
+static bool has_contract(const qkv_session_config *config, const qkv_model *model, uint32_t layer) {
+  return config->max_attention_error > 0 &&
+         !qkv_codec_is_exact(qkv_model_policy(model, layer, &config->policy).codec);
+}
+
+// All that a session takes before it has rows.
+static uint64_t empty_cost(const qkv_session_config *config, const qkv_model *model) {
+  uint64_t cost = qkv_arena_cost(session_bytes(model));
+  for (uint32_t i = 0; i < model->layers; i++) {
+    if (has_contract(config, model, i)) cost += qkv_arena_cost(qkv_quality_bytes(model));
+  }
+  return cost;
+}
+
+static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
+  if (!has_contract(&session->config, session->model, layer)) return NULL;
+  void *block = qkv_arena_alloc(session->arena, qkv_quality_bytes(session->model));
+  return qkv_quality_init(block, session->model, layer, session->config.max_attention_error);
+}
+
+static void destroy_quality(const qkv_session *session, qkv_quality *quality) {
+  if (quality == NULL) return;
+  qkv_quality_deinit(quality);
+  qkv_arena_free(session->arena, quality, qkv_quality_bytes(session->model));
+}
+
 // A writer that waits goes before readers that come later: glibc's default kind would let readers that follow
 // each other closely keep an append out for ever.
 static void init_lock(pthread_rwlock_t *lock) {
@@ -130,9 +157,8 @@ static void drop_codings(qkv_session *session) {
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  size_t bytes = session_bytes(model);
-  QKV_TRY(qkv_arena_reserve(arena, qkv_arena_cost(bytes), error));
-  qkv_session *session = qkv_arena_alloc(arena, bytes);
+  QKV_TRY(qkv_arena_reserve(arena, empty_cost(config, model), error));
+  qkv_session *session = qkv_arena_alloc(arena, session_bytes(model));
   *session = (qkv_session){.config = *config,
                            .model = model,
                            .arena = arena,
@@ -155,7 +181,8 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                                        .first_position = config->first_position,
                                        .arena = arena,
                                        .ema = config->ema,
-                                       .keep_full = config->keep_full},
+                                       .keep_full = config->keep_full,
+                                       .quality = create_quality(session, i)},
                    qkv_coding_layer(coding, i));
     publish(&session->layers[i]);
   }
@@ -178,7 +205,9 @@ void qkv_session_unref(qkv_session **session) {
   assert(before > 0);
   if (before > 1) return;
   for (uint32_t i = 0; i < left->model->layers; i++) {
+    qkv_quality *quality = left->layers[i].layer.config.quality;
     qkv_layer_deinit(&left->layers[i].layer);
+    destroy_quality(left, quality);
     (void)pthread_mutex_destroy(&left->layers[i].info_lock);
     (void)pthread_rwlock_destroy(&left->layers[i].lock);
   }
@@ -308,6 +337,9 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->bytes_coded += usage->bytes_coded;
   sum->bytes_exact += usage->bytes_exact;
   sum->bytes_beside += usage->bytes_beside;
+  sum->quality.pages += usage->quality.pages;
+  sum->quality.missed += usage->quality.missed;
+  sum->quality.squares += usage->quality.squares;
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {

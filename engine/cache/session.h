@@ -7,8 +7,9 @@
 // attends and fetches run together. A writer that waits goes before readers that come later, so a thread must not
 // read a layer that it reads already. Lock order: layers in ascending order of (session address, layer).
 //
-// Memory: the session itself, with its layers' locks and tables, about 300 bytes a layer, is the arena's like the
-// rows; usage counts the rows alone.
+// Memory: the session itself, with its layers' locks and tables, about 300 bytes a layer, and with a quality contract
+// the queries that it is held by (qkv_quality_bytes a layer), is the arena's like the rows; usage counts the rows
+// alone.
 #ifndef QKV_ENGINE_CACHE_SESSION_H
 #define QKV_ENGINE_CACHE_SESSION_H
 
@@ -25,8 +26,9 @@ typedef struct qkv_session_config {
   qkv_purpose purpose;
   qkv_policy policy;  // what the session says; merged with the model's and the store's on opening
   uint64_t first_position;
-  qkv_ema_options ema;  // attention is counted where sample_every is not 0
-  bool keep_full;       // layer.h
+  qkv_ema_options ema;         // attention is counted where sample_every is not 0
+  bool keep_full;              // layer.h
+  double max_attention_error;  // quality.h; 0: no contract
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;
