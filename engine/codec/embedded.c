@@ -287,7 +287,7 @@ static additions find_additions(const qkv_coder *coder, const void *page, uint16
     if (bytes[each] != 0) section += qkv_anchor_find(bytes[each], section, dims[each], &anchor);
     if (each == part && found.anchored) found.anchor = anchor;
   }
-  for (qkv_part each = QKV_K; each <= part; each++) {
+  for (qkv_part each = QKV_K; each <= QKV_V && each <= part; each++) {
     if (ranks[each] != 0) section += qkv_low_rank_find(ranks[each], section, dims[each], &found.factors);
   }
   return found;
