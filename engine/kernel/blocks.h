@@ -2,6 +2,7 @@
 #ifndef QKV_ENGINE_KERNEL_BLOCKS_H
 #define QKV_ENGINE_KERNEL_BLOCKS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "engine/codec/page.h"
@@ -10,20 +11,35 @@
 #define QKVI_BLOCK_WIDTH 16
 #define QKVI_BLOCKS_MAX (QKV_DIM_MAX / QKVI_BLOCK_WIDTH)
 
+// What kernels have a way of its own for; the first three are whole slabs.
+typedef enum qkvi_block_shape {
+  QKVI_BLOCK_FIELDS,   // kinds 1 and 2: a slab, whose fields are looked up one by one
+  QKVI_BLOCK_NIBBLES,  // kinds 3 and 4: two slabs
+  QKVI_BLOCK_BYTES,    // kinds 5 to 8: four, or three
+  QKVI_BLOCK_OTHER,    // with a slab of 32 bytes, or scattered
+} qkvi_block_shape;
+
 typedef struct qkvi_block {
   uint8_t kind;                       // qkvi_block_kind
+  uint8_t shape;                      // qkvi_block_shape
+  bool half;                          // a _LOW kind: its last pair is a slab of 32 bytes, all the block's own
   uint16_t slabs[QKV_DEPTH_MAX / 2];  // offsets in the group of the 64-byte slabs of each pair; any for the pairs
                                       // that the kind does not have
 } qkvi_block;
 
 // Of one tier. A scattered block's codes come through qkvi_unpack.
-typedef struct qkvi_blocks {
+typedef struct qkvi_tier_blocks {
   unsigned coordinates;  // that have any bits
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
-  unsigned scattered;
+  unsigned deep;         // how many, from the first on, have coordinates of more than 4 bits
+  unsigned scattered, halves;
   qkvi_block blocks[QKVI_BLOCKS_MAX];
-} qkvi_blocks;
+} qkvi_tier_blocks;
 
-void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_blocks *blocks);
+static inline bool qkvi_block_is_whole(const qkvi_block *block) {
+  return block->shape != QKVI_BLOCK_OTHER;
+}
+
+void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blocks *blocks);
 
 #endif

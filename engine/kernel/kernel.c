@@ -52,6 +52,7 @@ static const qkv_kernels *const ladder[] = {
 #if defined(__x86_64__)
     &qkvi_kernels_avx2,
     &qkvi_kernels_avx512,
+    &qkvi_kernels_avx512_vnni,
 #endif
 };
 enum { RUNGS = sizeof ladder / sizeof *ladder };

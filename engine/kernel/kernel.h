@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "engine/codec/page.h"
+#include "engine/kernel/integer.h"
 
 // scores[n][64] = gain_t * sum_c queries[n][c] * value(code_tc).
 #define QKV_DECLARE_SCORES(name) void name(const qkv_page_codes *keys, const float *queries, size_t n, float *scores)
@@ -34,8 +35,29 @@
 // engine/codec/hadamard.h, in place.
 #define QKV_DECLARE_HADAMARD(name) void name(float *row, size_t dim)
 
+// In integers (integer.h): rows [n][dim] in code space, n <= QKV_INTEGER_ROWS, become `queries` of one or two bytes a
+// coordinate.
+#define QKV_DECLARE_PREPARE(name) \
+  void name(const float *rows, size_t n, uint16_t dim, unsigned parts, qkv_integer_queries *queries)
+// scores [count][64] of all the queries, in one pass over the codes for every chunk of them.
+#define QKV_DECLARE_SCORES_INTEGER(name)                                                                           \
+  void name(const qkv_page_codes *keys, const qkv_integer_queries *queries, qkv_layouts *layouts, qkv_ahead ahead, \
+            float *scores)
+// peaks [n]: the largest of each row's scores [64].
+#define QKV_DECLARE_PEAKS(name) void name(const float *scores, size_t n, float *peaks)
+// weights = exp(score - peak) * gain of scores [n][64] and the gains [64] of the values; totals [n] = the sums of
+// exp(score - peak). What is 2^-100 or less of the peak counts 2^-100, so a row with nothing to see is better not
+// looked at: its peak is -inf, its total nearly 0.
+#define QKV_DECLARE_WEIGH_INTEGER(name)                                                              \
+  void name(const float *scores, const float *peaks, size_t n, const uint8_t *gains, unsigned parts, \
+            qkv_integer_weights *weights, float *totals)
+// sums [count][dim] += the weighted sum of the values; their gains are in the weights.
+#define QKV_DECLARE_ACCUMULATE_INTEGER(name)                                                                         \
+  void name(const qkv_page_codes *values, const qkv_integer_weights *weights, qkv_layouts *layouts, qkv_ahead ahead, \
+            float *sums)
+
 typedef struct qkv_kernels {
-  const char *name;  // "reference", "avx2", "avx512"
+  const char *name;  // "reference", "avx2", "avx512", "avx512-vnni"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
   QKV_DECLARE_SCORES((*scores));
   QKV_DECLARE_ACCUMULATE((*accumulate));
@@ -45,6 +67,11 @@ typedef struct qkv_kernels {
   QKV_DECLARE_WEIGH((*weigh));
   QKV_DECLARE_HADAMARD((*hadamard_forward));
   QKV_DECLARE_HADAMARD((*hadamard_inverse));
+  QKV_DECLARE_PREPARE((*prepare));
+  QKV_DECLARE_SCORES_INTEGER((*scores_integer));
+  QKV_DECLARE_PEAKS((*peaks));
+  QKV_DECLARE_WEIGH_INTEGER((*weigh_integer));
+  QKV_DECLARE_ACCUMULATE_INTEGER((*accumulate_integer));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.
@@ -59,7 +86,9 @@ void qkv_kernels_setup(uint32_t cpu_mask);
 // The table in use. Without a setup before, that for all the machine has.
 const qkv_kernels *qkv_kernels_get(void);
 
-extern const qkv_kernels qkvi_kernels_reference, qkvi_kernels_avx2, qkvi_kernels_avx512;
+extern const qkv_kernels qkvi_kernels_reference, qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
+QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
+QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 
 // exp(x) for x <= 0, as `weigh` computes it.
 float qkv_exp_negative(float x);

@@ -6,6 +6,7 @@
 
 #include "engine/codec/codebook.h"
 #include "engine/codec/pack.h"
+#include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
@@ -237,4 +238,9 @@ const qkv_kernels qkvi_kernels_reference = {
     .weigh = weigh_plain,
     .hadamard_forward = hadamard_forward_plain,
     .hadamard_inverse = hadamard_inverse_plain,
+    .prepare = prepare_plain,
+    .scores_integer = qkvi_scores_integer_reference,
+    .peaks = peaks_plain,
+    .weigh_integer = weigh_integer_plain,
+    .accumulate_integer = qkvi_accumulate_integer_reference,
 };

@@ -1,11 +1,15 @@
 #include "engine/kernel/table.h"
 
+#include <assert.h>
+#include <math.h>
 #include <string.h>
 
 #include "engine/codec/codebook.h"
+#include "engine/codec/page.h"
 #include "engine/kernel/kernel.h"
 
 qkvi_kernel_tables qkvi_tables;
+qkvi_integer_tables qkvi_integers;
 
 static void fill_values(void) {
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
@@ -15,38 +19,113 @@ static void fill_values(void) {
   }
 }
 
-// `first` and `second`: two bits each, of pair 0 and pair 1.
-static float nibble_value(qkvi_block_kind kind, unsigned first, unsigned second) {
+// What a block of this kind has of the bits of a coordinate: two of each pair.
+static unsigned code_of(qkvi_block_kind kind, const uint8_t pairs[QKV_DEPTH_MAX / 2]) {
+  const unsigned four = pairs[0] << 2 | pairs[1];
   switch (kind) {
     case QKVI_BLOCK_1_LOW:
-      return qkvi_tables.values[1][first & 1];
+      return pairs[0] & 1;
     case QKVI_BLOCK_1_HIGH:
-      return qkvi_tables.values[1][first >> 1];
+      return pairs[0] >> 1;
     case QKVI_BLOCK_2:
-      return qkvi_tables.values[2][first];
+      return pairs[0];
     case QKVI_BLOCK_3_LOW:
-      return qkvi_tables.values[3][first << 1 | (second & 1)];
+      return pairs[0] << 1 | (pairs[1] & 1);
     case QKVI_BLOCK_3_HIGH:
-      return qkvi_tables.values[3][first << 1 | second >> 1];
+      return pairs[0] << 1 | pairs[1] >> 1;
+    case QKVI_BLOCK_4:
+      return four;
+    case QKVI_BLOCK_5_LOW:
+      return four << 1 | (pairs[2] & 1);
+    case QKVI_BLOCK_5_HIGH:
+      return four << 1 | pairs[2] >> 1;
+    case QKVI_BLOCK_6:
+      return four << 2 | pairs[2];
+    case QKVI_BLOCK_7_LOW:
+      return four << 3 | pairs[2] << 1 | (pairs[3] & 1);
+    case QKVI_BLOCK_7_HIGH:
+      return four << 3 | pairs[2] << 1 | pairs[3] >> 1;
     default:
-      return qkvi_tables.values[4][first << 2 | second];
+      return four << 4 | pairs[2] << 2 | pairs[3];
   }
 }
 
-static unsigned swapped(unsigned nibble) {
-  return (nibble & 3) << 2 | nibble >> 2;
+static const uint8_t depths[QKVI_BLOCK_SCATTERED] = {1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8};
+
+unsigned qkvi_block_depth(qkvi_block_kind kind) {
+  assert(kind < QKVI_BLOCK_SCATTERED);
+  return depths[kind];
+}
+
+// The pairs in a byte of two nibbles of even or odd fields; of one nibble, only the latter two.
+static void split_pairs(unsigned fields, unsigned byte, uint8_t pairs[QKV_DEPTH_MAX / 2]) {
+  const unsigned first_at = fields == QKVI_ODD_FIELDS ? 2 : 0;
+  pairs[0] = byte >> (4 + first_at) & 3;
+  pairs[1] = byte >> (4 + (2 - first_at)) & 3;
+  pairs[2] = byte >> first_at & 3;
+  pairs[3] = byte >> (2 - first_at) & 3;
 }
 
 static void fill_nibbles(void) {
   for (qkvi_block_kind kind = 0; kind < QKVI_BLOCK_NIBBLE_KINDS; kind++) {
-    for (unsigned n = 0; n < 16; n++) {
-      qkvi_tables.nibbles[kind][QKVI_ODD_FIELDS][n] = nibble_value(kind, n >> 2, n & 3);
-      qkvi_tables.nibbles[kind][QKVI_EVEN_FIELDS][n] = nibble_value(kind, n & 3, n >> 2);
+    for (unsigned i = 0; i < 2 * 64; i++) {
+      const unsigned fields = i / 64, n = i % 64;
+      uint8_t pairs[QKV_DEPTH_MAX / 2];
+      split_pairs(fields, n, pairs);
+      const unsigned code = code_of(kind, (const uint8_t[QKV_DEPTH_MAX / 2]){pairs[2], pairs[3]});
+      if (n < 16) qkvi_tables.nibbles[kind][fields][n] = qkvi_tables.values[depths[kind]][code];
+      const uint8_t integer = (uint8_t)qkvi_integers.shallow[depths[kind]][code];
+      qkvi_integers.nibbles[QKV_V][kind][fields][n] = integer;
+      qkvi_integers.nibbles[QKV_K][kind][fields][n] = integer ^ 0x80;
     }
   }
-  for (unsigned code = 0; code < 256; code++) {
-    qkvi_tables.bytes[QKVI_ODD_FIELDS][code] = qkvi_tables.values[8][code];
-    qkvi_tables.bytes[QKVI_EVEN_FIELDS][swapped(code >> 4) << 4 | swapped(code & 15)] = qkvi_tables.values[8][code];
+}
+
+static void fill_fields(void) {
+  for (qkvi_block_kind kind = 0; kind <= QKVI_BLOCK_2; kind++) {
+    for (unsigned i = 0; i < QKVI_FIELD_PLACES * 64; i++) {
+      const unsigned place = i / 64, n = i % 64;
+      const uint8_t pairs[QKV_DEPTH_MAX / 2] = {n >> (2 * place) & 3};
+      const uint8_t integer = (uint8_t)qkvi_integers.shallow[depths[kind]][code_of(kind, pairs)];
+      qkvi_integers.fields[QKV_V][kind][place][n] = integer;
+      qkvi_integers.fields[QKV_K][kind][place][n] = integer ^ 0x80;
+    }
+  }
+}
+
+static void fill_bytes(void) {
+  for (qkvi_block_kind kind = QKVI_BLOCK_NIBBLE_KINDS; kind < QKVI_BLOCK_SCATTERED; kind++) {
+    const unsigned deep = kind - QKVI_BLOCK_NIBBLE_KINDS;
+    for (unsigned i = 0; i < 2 * 256; i++) {
+      const unsigned fields = i / 256, byte = i % 256;
+      uint8_t pairs[QKV_DEPTH_MAX / 2];
+      split_pairs(fields, byte, pairs);
+      const unsigned code = code_of(kind, pairs);
+      qkvi_tables.bytes[deep][fields][byte] = qkvi_tables.values[depths[kind]][code];
+      const uint8_t high = (uint8_t)qkvi_integers.deep_high[depths[kind]][code];
+      const uint8_t low = (uint8_t)qkvi_integers.deep_low[depths[kind]][code];
+      qkvi_integers.bytes[QKV_V][deep][fields][0][byte] = high;
+      qkvi_integers.bytes[QKV_V][deep][fields][1][byte] = low;
+      qkvi_integers.bytes[QKV_K][deep][fields][0][byte] = high ^ 0x80;
+      qkvi_integers.bytes[QKV_K][deep][fields][1][byte] = low ^ 0x80;
+    }
+  }
+}
+
+// The multiples of the common step, which is that of depth 4, that are nearest to the centroids.
+static void fill_integers(void) {
+  qkvi_integers.step = qkv_codebook_step(4);
+  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
+    for (unsigned code = 0; code < 1u << depth; code++) {
+      const float units = qkv_codebook_value(depth, code) / qkvi_integers.step;
+      if (depth <= 4) {
+        qkvi_integers.shallow[depth][code] = (int8_t)lrintf(units);
+        continue;
+      }
+      const int fine = (int)lrintf(units * 128), high = (fine + 128) >> 8;
+      qkvi_integers.deep_high[depth][code] = (int8_t)high;
+      qkvi_integers.deep_low[depth][code] = (int8_t)(fine - 256 * high);
+    }
   }
 }
 
@@ -77,11 +156,15 @@ static void fill_middles(void) {
 
 static void fill_roots(void) {
   for (unsigned i = 0; i < 16; i++) qkvi_tables.roots[i] = qkv_gain_value((uint8_t)(128 + i % 8));
+  for (unsigned i = 0; i < 256; i++) qkvi_integers.gains[i] = qkv_gain_value((uint8_t)i);
 }
 
 void qkvi_tables_fill(void) {
   fill_roots();
   fill_values();
+  fill_integers();
   fill_nibbles();
+  fill_fields();
+  fill_bytes();
   fill_middles();
 }

@@ -22,9 +22,17 @@ typedef enum qkvi_block_kind {
   QKVI_BLOCK_3_HIGH,
   QKVI_BLOCK_4,
   QKVI_BLOCK_NIBBLE_KINDS,
-  QKVI_BLOCK_8 = QKVI_BLOCK_NIBBLE_KINDS,  // two nibbles: of pairs 0 and 1, and of pairs 2 and 3
-  QKVI_BLOCK_SCATTERED,                    // anything else
+  QKVI_BLOCK_5_LOW = QKVI_BLOCK_NIBBLE_KINDS,  // from here on two nibbles: of pairs 0 and 1, and of pairs 2 and 3
+  QKVI_BLOCK_5_HIGH,
+  QKVI_BLOCK_6,
+  QKVI_BLOCK_7_LOW,
+  QKVI_BLOCK_7_HIGH,
+  QKVI_BLOCK_8,
+  QKVI_BLOCK_SCATTERED,  // anything else
+  QKVI_BLOCK_DEEP_KINDS = QKVI_BLOCK_SCATTERED - QKVI_BLOCK_NIBBLE_KINDS,
 } qkvi_block_kind;
+
+unsigned qkvi_block_depth(qkvi_block_kind kind);
 
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
@@ -32,13 +40,28 @@ typedef struct qkvi_kernel_tables {
   float values[QKV_DEPTH_MAX + 1][1 << QKV_DEPTH_MAX];  // centroids by depth and code
   float nibbles[QKVI_BLOCK_NIBBLE_KINDS][2][16];        // [kind][even or odd fields][nibble]
   float roots[16];                                      // 2^(i % 8 / 8)
-  float bytes[2][256];                                  // the same of QKVI_BLOCK_8, first nibble above
+  float bytes[QKVI_BLOCK_DEEP_KINDS][2][256];           // the same of the deep kinds, first nibble above
   // [depth][cell]: the boundary, as the bits of a float, that splits a positive cell of depth - 1 into two of
   // `depth`. (Positive floats are in the order of their bits.)
   uint32_t middles[QKV_DEPTH_MAX + 1][1 << (QKV_DEPTH_MAX - 2)];
 } qkvi_kernel_tables;
 
+// The same of the integers that integer.h speaks of, in the shapes that byte look-ups want: tables of 64 repeat what
+// counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
+#define QKVI_FIELD_PLACES 3
+typedef struct qkvi_integer_tables {
+  float step;             // of the shallow ones
+  float gains[256];       // qkv_gain_value
+  int8_t shallow[5][16];  // [depth][code]
+  int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
+  // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.
+  _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
+  _Alignas(64) uint8_t nibbles[2][QKVI_BLOCK_NIBBLE_KINDS][2][64];  // [part][kind][even or odd fields][nibble]
+  _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_DEEP_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
+} qkvi_integer_tables;
+
 extern qkvi_kernel_tables qkvi_tables;
+extern qkvi_integer_tables qkvi_integers;
 void qkvi_tables_fill(void);
 
 #endif

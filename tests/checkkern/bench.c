@@ -8,35 +8,93 @@
 #include "engine/base/cpu.h"
 #include "tests/checkkern/checkkern.h"
 
-enum { REPEATS = 9, QUERIES_MAX = 8, RUNGS_MAX = 8 };
-#define REPEAT_NS 2e6
+enum { REPEATS = 60, QUERIES_MAX = 8, RUNGS_MAX = 8 };
+#define REPEAT_NS 1e5
 
 // One kernel on one page.
 typedef struct workload {
-  const char *kernel;
+  const struct kernel_bench *kernel;
   page_part page;
   unsigned tier;
   size_t n;      // queries
   size_t bytes;  // that GB/s count: codes and gains; of encode and decode the rows as fp16
   float *rows, *queries, *scores, *sums;
+  float peaks[QUERIES_MAX], totals[QUERIES_MAX];
   uint8_t *gains, *codes;
+  qkv_integer_queries *integer_queries;
+  qkv_integer_weights *integer_weights;
+  qkv_layouts *layouts;
 } workload;
 
-static void run_once(const workload *w, const qkv_kernels *kernels) {
-  switch (w->kernel[0]) {
-    case 's':
-      kernels->scores(&w->page.codes, w->queries, w->n, w->scores);
-      break;
-    case 'a':
-      kernels->accumulate(&w->page.codes, w->scores, w->n, w->sums);
-      break;
-    case 'e':
-      kernels->encode(w->page.part, &w->page.schedule, w->tier, NULL, w->rows, w->gains, w->codes);
-      break;
-    default:
-      kernels->decode(w->page.part, &w->page.codes, w->rows);
+// What is measured.
+typedef struct kernel_bench {
+  const char *name;
+  qkv_part part;
+  bool attends;    // queries, codes
+  unsigned parts;  // of the integer ones
+  void (*run)(workload *w, const qkv_kernels *kernels);
+} kernel_bench;
+
+static void run_scores(workload *w, const qkv_kernels *kernels) {
+  kernels->scores(&w->page.codes, w->queries, w->n, w->scores);
+}
+
+static void run_accumulate(workload *w, const qkv_kernels *kernels) {
+  kernels->accumulate(&w->page.codes, w->scores, w->n, w->sums);
+}
+
+static void run_scores_integer(workload *w, const qkv_kernels *kernels) {
+  kernels->scores_integer(&w->page.codes, w->integer_queries, w->layouts, (qkv_ahead){0}, w->scores);
+}
+
+static void run_accumulate_integer(workload *w, const qkv_kernels *kernels) {
+  kernels->accumulate_integer(&w->page.codes, w->integer_weights, w->layouts, (qkv_ahead){0}, w->sums);
+}
+
+static void run_softmax(workload *w, const qkv_kernels *kernels) {
+  for (size_t i = 0; i < w->n; i++) {
+    float *scores = w->scores + i * QKV_PAGE_TOKENS;
+    const float peak = kernels->largest(w->rows + i * QKV_PAGE_TOKENS);
+    memcpy(scores, w->rows + i * QKV_PAGE_TOKENS, QKV_PAGE_TOKENS * sizeof *scores);
+    w->totals[i] = (float)kernels->weigh(scores, peak);
   }
 }
+
+static void run_softmax_integer(workload *w, const qkv_kernels *kernels) {
+  kernels->peaks(w->rows, w->n, w->peaks);
+  kernels->weigh_integer(w->rows, w->peaks, w->n, w->page.codes.gains, w->kernel->parts, w->integer_weights,
+                         w->totals);
+}
+
+static void run_prepare(workload *w, const qkv_kernels *kernels) {
+  kernels->prepare(w->queries, w->n, w->page.schedule.dim, w->kernel->parts, w->integer_queries);
+}
+
+static void run_encode(workload *w, const qkv_kernels *kernels) {
+  kernels->encode(w->page.part, &w->page.schedule, w->tier, NULL, w->rows, w->gains, w->codes);
+}
+
+static void run_decode(workload *w, const qkv_kernels *kernels) {
+  kernels->decode(w->page.part, &w->page.codes, w->rows);
+}
+
+static const kernel_bench kernels_measured[] = {
+    {"scores", QKV_K, true, 1, run_scores},
+    {"scores q1", QKV_K, true, 1, run_scores_integer},
+    {"scores q2", QKV_K, true, 2, run_scores_integer},
+    {"softmax", QKV_V, true, 1, run_softmax},
+    {"softmax w1", QKV_V, true, 1, run_softmax_integer},
+    {"softmax w2", QKV_V, true, 2, run_softmax_integer},
+    {"sums", QKV_V, true, 1, run_accumulate},
+    {"sums w1", QKV_V, true, 1, run_accumulate_integer},
+    {"sums w2", QKV_V, true, 2, run_accumulate_integer},
+    {"prepare q1", QKV_K, true, 1, run_prepare},
+    {"prepare q2", QKV_K, true, 2, run_prepare},
+    {"encode K", QKV_K, false, 0, run_encode},
+    {"encode V", QKV_V, false, 0, run_encode},
+    {"decode K", QKV_K, false, 0, run_decode},
+    {"decode V", QKV_V, false, 0, run_decode},
+};
 
 static double now(void) {
   struct timespec time;
@@ -44,37 +102,44 @@ static double now(void) {
   return (double)time.tv_sec * 1e9 + (double)time.tv_nsec;
 }
 
-static double time_once(const workload *w, const qkv_kernels *kernels, size_t calls) {
+static double time_once(workload *w, const qkv_kernels *kernels, size_t calls) {
   const double start = now();
-  for (size_t i = 0; i < calls; i++) run_once(w, kernels);
+  for (size_t i = 0; i < calls; i++) w->kernel->run(w, kernels);
   return (now() - start) / (double)calls;
 }
 
-static float *floats(size_t n) {
-  float *all = calloc(n, sizeof *all);
+static void *zeroed(size_t bytes) {
+  void *all = aligned_alloc(64, (bytes + 63) / 64 * 64);
   assert(all != NULL);
-  return all;
+  return memset(all, 0, bytes);
 }
 
-static void workload_init(workload *w, const char *kernel, qkv_part part, uint16_t dim, unsigned tier, size_t n) {
+static void workload_init(workload *w, const kernel_bench *kernel, const qkv_schedule *schedule,
+                          const uint8_t tiers[QKV_PAGE_GROUPS], size_t n) {
   naive_random random = {2};
-  qkv_schedule schedule;
-  qkv_schedule_uniform(&schedule, dim);
-  const uint8_t tiers[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
-  *w = (workload){.kernel = kernel, .tier = tier, .n = n};
-  page_part_init(&w->page, &random, part, &schedule, tiers);
-  w->rows = floats((size_t)QKV_PAGE_TOKENS * dim);
-  w->queries = floats((size_t)QUERIES_MAX * dim);
-  w->scores = floats((size_t)QUERIES_MAX * QKV_PAGE_TOKENS);
-  w->sums = floats((size_t)QUERIES_MAX * dim);
-  w->gains = malloc(QKV_PAGE_TOKENS);
-  const size_t code_bytes = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(&schedule, tier);
-  w->codes = malloc(code_bytes);
-  assert(w->gains != NULL && w->codes != NULL);
-  fill_input(&random, INPUT_GAUSSIAN, w->queries, (size_t)QUERIES_MAX * dim);
+  const size_t dim = schedule->dim, rows = QKV_PAGE_TOKENS * dim;
+  *w = (workload){.kernel = kernel, .tier = tiers[0], .n = n};
+  page_part_init(&w->page, &random, kernel->part, schedule, tiers);
+  w->rows = zeroed(rows * sizeof(float));
+  w->queries = zeroed(QUERIES_MAX * dim * sizeof(float));
+  w->scores = zeroed(QUERIES_MAX * QKV_PAGE_TOKENS * sizeof(float));
+  w->sums = zeroed(QUERIES_MAX * dim * sizeof(float));
+  w->gains = zeroed(QKV_PAGE_TOKENS);
+  size_t code_bytes = 0;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) code_bytes += qkv_schedule_group_bytes(schedule, tiers[g]);
+  w->codes = zeroed(code_bytes);
+  w->integer_queries = zeroed(sizeof *w->integer_queries);
+  w->integer_weights = zeroed(sizeof *w->integer_weights);
+  w->layouts = zeroed(sizeof *w->layouts);
+  fill_input(&random, INPUT_GAUSSIAN, w->queries, QUERIES_MAX * dim);
   fill_input(&random, INPUT_GAUSSIAN, w->scores, (size_t)QUERIES_MAX * QKV_PAGE_TOKENS);
   fill_rows(&random, INPUT_GAUSSIAN, w->rows, dim);
-  w->bytes = n > 0 ? code_bytes + QKV_PAGE_TOKENS : (size_t)2 * QKV_PAGE_TOKENS * dim;
+  w->bytes = kernel->attends ? code_bytes + QKV_PAGE_TOKENS : 2 * rows;
+  if (!kernel->attends) return;
+  const qkv_kernels *reference = qkv_kernels_at(0);
+  reference->prepare(w->queries, n, (uint16_t)dim, kernel->parts, w->integer_queries);
+  reference->peaks(w->scores, n, w->peaks);
+  reference->weigh_integer(w->scores, w->peaks, n, w->page.codes.gains, kernel->parts, w->integer_weights, w->totals);
 }
 
 static void workload_deinit(workload *w) {
@@ -85,11 +150,15 @@ static void workload_deinit(workload *w) {
   free(w->sums);
   free(w->gains);
   free(w->codes);
+  free(w->integer_queries);
+  free(w->integer_weights);
+  free(w->layouts);
 }
 
-static void measure(uint32_t cpu_flags, const char *kernel, qkv_part part, uint16_t dim, unsigned tier, size_t n) {
+static void measure(uint32_t cpu_flags, const kernel_bench *kernel, const qkv_schedule *schedule, const char *name,
+                    const uint8_t tiers[QKV_PAGE_GROUPS], size_t n) {
   workload w;
-  workload_init(&w, kernel, part, dim, tier, n);
+  workload_init(&w, kernel, schedule, tiers, n);
   const qkv_kernels *rungs[RUNGS_MAX];
   double least[RUNGS_MAX];
   size_t calls[RUNGS_MAX], count = 0;
@@ -107,27 +176,39 @@ static void measure(uint32_t cpu_flags, const char *kernel, qkv_part part, uint1
     }
   }
   for (size_t i = 0; i < count; i++) {
-    printf("%-10s %s %5u %4u %2zu  %-9s %9.0f %8zu %7.2f %7.1f\n", kernel, part == QKV_K ? "K" : "V", dim, tier, n,
+    printf("%-11s %5u %-10s %2zu  %-11s %9.0f %8zu %7.2f %7.1f\n", kernel->name, schedule->dim, name, n,
            rungs[i]->name, least[i], w.bytes, (double)w.bytes / least[i], least[0] / least[i]);
   }
   workload_deinit(&w);
 }
 
-void bench(uint32_t cpu_flags) {
-  static const uint16_t dims[] = {64, 128};
-  static const unsigned tiers[] = {4, 2, 1, 3, 8};
+static void measure_counts(uint32_t cpu_flags, const char *filter, const qkv_schedule *schedule, const char *name,
+                           const uint8_t tiers[QKV_PAGE_GROUPS]) {
   static const size_t counts[] = {1, 4, 8};
-  printf("kernel  part   dim tier  n  rung      ns a page    bytes    GB/s   times the reference\n");
-  for (size_t d = 0; d < sizeof dims / sizeof *dims; d++) {
-    for (size_t t = 0; t < sizeof tiers / sizeof *tiers; t++) {
+  for (size_t k = 0; k < sizeof kernels_measured / sizeof *kernels_measured; k++) {
+    const kernel_bench *kernel = &kernels_measured[k];
+    if (filter != NULL && strncmp(kernel->name, filter, strlen(filter)) != 0) continue;
+    if (kernel->attends) {
       for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        measure(cpu_flags, "scores", QKV_K, dims[d], tiers[t], counts[i]);
-        measure(cpu_flags, "accumulate", QKV_V, dims[d], tiers[t], counts[i]);
+        measure(cpu_flags, kernel, schedule, name, tiers, counts[i]);
       }
-      for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-        measure(cpu_flags, "decode", part, dims[d], tiers[t], 0);
-        measure(cpu_flags, "encode", part, dims[d], tiers[t], 0);
-      }
+    } else if (tiers[0] == tiers[QKV_PAGE_GROUPS - 1]) {
+      measure(cpu_flags, kernel, schedule, name, tiers, 0);
+    }
+  }
+}
+
+void bench(uint32_t cpu_flags, const char *filter) {
+  static const uint16_t dims[] = {128, 64};
+  static const char *const mixes[] = {"4444", "2222", "1111", "3333", "8888", "4422", "4321", "4222"};  // bits
+  printf("kernel        dim bits        n  rung        ns a page    bytes    GB/s   times the reference\n");
+  for (size_t d = 0; d < sizeof dims / sizeof *dims; d++) {
+    qkv_schedule schedule;
+    qkv_schedule_uniform(&schedule, dims[d]);
+    for (size_t i = 0; i < sizeof mixes / sizeof *mixes; i++) {
+      uint8_t tiers[QKV_PAGE_GROUPS];
+      for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) tiers[g] = (uint8_t)((mixes[i][g] - '0') * QKV_TIER_BIT);
+      measure_counts(cpu_flags, filter, &schedule, mixes[i], tiers);
     }
   }
 }

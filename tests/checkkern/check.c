@@ -7,28 +7,15 @@ static const uint16_t dims[] = {8, 16, 24, 64, 80, 96, 128, 192, 256, 576, 1024}
 static const size_t counts[] = {1, 2, 3, 4, 7, 8, 32};
 enum { DIMS = sizeof dims / sizeof *dims, COUNTS = sizeof counts / sizeof *counts };
 
-typedef struct checking {
-  const qkv_kernels *twin;
-  naive_random random;
-  size_t failures;
-} checking;
-
-static const char *tiers_text(const uint8_t tiers[QKV_PAGE_GROUPS], char text[QKV_PAGE_GROUPS + 1]) {
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) text[g] = (char)('0' + tiers[g]);
-  text[QKV_PAGE_GROUPS] = '\0';
-  return text;
-}
-
-// What a twin wrote against what the reference wrote, byte by byte.
-static void compare(checking *c, const char *kernel, const page_part *page, size_t n, const guarded *expected,
-                    const guarded *got) {
-  char tiers[QKV_PAGE_GROUPS + 1];
+void check_same(checking *c, const char *kernel, const page_part *page, size_t n, const guarded *expected,
+                const guarded *got) {
+  const uint8_t *tiers = page->codes.tiers;
   size_t at = 0;
   while (at < got->bytes && got->data[at] == expected->data[at]) at++;
   if (at == got->bytes && guarded_intact(got)) return;
   c->failures++;
-  printf("%s %s %s, dim %u, tiers %s, %zu queries: ", c->twin->name, kernel, page->part == QKV_K ? "K" : "V",
-         page->schedule.dim, tiers_text(page->codes.tiers, tiers), n);
+  printf("%s %s %s, dim %u, tiers %u %u %u %u, %zu queries: ", c->twin->name, kernel, page->part == QKV_K ? "K" : "V",
+         page->schedule.dim, tiers[0], tiers[1], tiers[2], tiers[3], n);
   if (at < got->bytes) {
     printf("byte %zu of %zu differs\n", at, got->bytes);
   } else {
@@ -36,19 +23,23 @@ static void compare(checking *c, const char *kernel, const page_part *page, size
   }
 }
 
-static guarded copy_of(const guarded *from) {
-  guarded copy = guarded_make(from->bytes);
-  memcpy(copy.data, from->data, from->bytes);
-  return copy;
+bool check_equal_floats(const checking *c, const char *kernel, const float *expected, const float *got, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    if (memcmp(&expected[i], &got[i], sizeof *got) == 0) continue;
+    printf("%s %s: number %zu is %.9g, expected %.9g\n", c->twin->name, kernel, i, (double)got[i],
+           (double)expected[i]);
+    return true;
+  }
+  return false;
 }
 
 static void check_scores(checking *c, const page_part *page, size_t n, input_kind kind) {
   guarded queries = guarded_make(n * page->schedule.dim * sizeof(float));
   fill_input(&c->random, kind, (float *)queries.data, n * page->schedule.dim);
-  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = copy_of(&expected);
+  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = guarded_copy(&expected);
   qkv_kernels_at(0)->scores(&page->codes, (float *)queries.data, n, (float *)expected.data);
   c->twin->scores(&page->codes, (float *)queries.data, n, (float *)got.data);
-  compare(c, "scores", page, n, &expected, &got);
+  check_same(c, "scores", page, n, &expected, &got);
   guarded_free(&queries);
   guarded_free(&expected);
   guarded_free(&got);
@@ -59,10 +50,10 @@ static void check_accumulate(checking *c, const page_part *page, size_t n, input
   fill_input(&c->random, kind, (float *)weights.data, n * QKV_PAGE_TOKENS);
   guarded expected = guarded_make(n * page->schedule.dim * sizeof(float));
   fill_input(&c->random, INPUT_GAUSSIAN, (float *)expected.data, n * page->schedule.dim);
-  guarded got = copy_of(&expected);
+  guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->accumulate(&page->codes, (float *)weights.data, n, (float *)expected.data);
   c->twin->accumulate(&page->codes, (float *)weights.data, n, (float *)got.data);
-  compare(c, "accumulate", page, n, &expected, &got);
+  check_same(c, "accumulate", page, n, &expected, &got);
   guarded_free(&weights);
   guarded_free(&expected);
   guarded_free(&got);
@@ -70,10 +61,10 @@ static void check_accumulate(checking *c, const page_part *page, size_t n, input
 
 static void check_decode(checking *c, const page_part *page) {
   guarded expected = guarded_make((size_t)QKV_PAGE_TOKENS * page->schedule.dim * sizeof(float));
-  guarded got = copy_of(&expected);
+  guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->decode(page->part, &page->codes, (float *)expected.data);
   c->twin->decode(page->part, &page->codes, (float *)got.data);
-  compare(c, "decode", page, 0, &expected, &got);
+  check_same(c, "decode", page, 0, &expected, &got);
   guarded_free(&expected);
   guarded_free(&got);
 }
@@ -94,13 +85,13 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
       .part = part, .schedule = *schedule, .codes.tiers = {tiers[0], tiers[1], tiers[2], tiers[3]}};
   guarded rows = guarded_make((size_t)QKV_PAGE_TOKENS * schedule->dim * sizeof(float));
   fill_rows(&c->random, kind, (float *)rows.data, schedule->dim);
-  guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = copy_of(&gains);
+  guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = guarded_copy(&gains);
   guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
-  guarded codes_got = copy_of(&codes);
+  guarded codes_got = guarded_copy(&codes);
   qkv_kernels_at(0)->encode(part, schedule, tier, weights, (float *)rows.data, gains.data, codes.data);
   c->twin->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data);
-  compare(c, "encode: gains,", &page, 0, &gains, &gains_got);
-  compare(c, "encode: codes,", &page, 0, &codes, &codes_got);
+  check_same(c, "encode: gains,", &page, 0, &gains, &gains_got);
+  check_same(c, "encode: codes,", &page, 0, &codes, &codes_got);
   guarded_free(&rows);
   guarded_free(&gains);
   guarded_free(&gains_got);
@@ -112,19 +103,14 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
 static void check_softmax(checking *c, input_kind kind) {
   guarded expected = guarded_make(QKV_PAGE_TOKENS * sizeof(float));
   float *scores = (float *)expected.data;
-  fill_input(&c->random, kind, scores, QKV_PAGE_TOKENS);
-  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
-    if (kind == INPUT_GAUSSIAN) scores[t] *= 20;
-    if (naive_below(&c->random, 8) == 0) scores[t] = -INFINITY;
-  }
-  scores[naive_below(&c->random, QKV_PAGE_TOKENS)] = 3;
-  guarded got = copy_of(&expected);
+  fill_scores(&c->random, kind, scores, 1);
+  guarded got = guarded_copy(&expected);
   const float largest = qkv_kernels_at(0)->largest(scores);
   const float largest_got = c->twin->largest((float *)got.data);
   const float peak = largest + (float)naive_below(&c->random, 3);
   const double sum = qkv_kernels_at(0)->weigh(scores, peak), sum_got = c->twin->weigh((float *)got.data, peak);
   const page_part none = {0};
-  compare(c, "weigh", &none, 0, &expected, &got);
+  check_same(c, "weigh", &none, 0, &expected, &got);
   if (largest != largest_got || memcmp(&sum, &sum_got, sizeof sum) != 0) {
     c->failures++;
     printf("%s: largest %g for %g, sum %.17g for %.17g\n", c->twin->name, (double)largest_got, (double)largest,
@@ -137,14 +123,14 @@ static void check_softmax(checking *c, input_kind kind) {
 static void check_hadamard(checking *c, uint16_t dim, input_kind kind) {
   guarded expected = guarded_make(dim * sizeof(float));
   fill_input(&c->random, kind, (float *)expected.data, dim);
-  guarded got = copy_of(&expected);
+  guarded got = guarded_copy(&expected);
   const page_part row = {.schedule.dim = dim};
   qkv_kernels_at(0)->hadamard_forward((float *)expected.data, dim);
   c->twin->hadamard_forward((float *)got.data, dim);
-  compare(c, "hadamard_forward", &row, 0, &expected, &got);
+  check_same(c, "hadamard_forward", &row, 0, &expected, &got);
   qkv_kernels_at(0)->hadamard_inverse((float *)expected.data, dim);
   c->twin->hadamard_inverse((float *)got.data, dim);
-  compare(c, "hadamard_inverse", &row, 0, &expected, &got);
+  check_same(c, "hadamard_inverse", &row, 0, &expected, &got);
   guarded_free(&expected);
   guarded_free(&got);
 }
@@ -160,8 +146,13 @@ static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t 
   }
 }
 
+unsigned check_tier_step(const qkv_schedule *schedule) {
+  return schedule->dim <= 64 ? 1 : schedule->dim <= 256 ? 5 : 13;
+}
+
 static void check_schedule(checking *c, const qkv_schedule *schedule) {
-  for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++) {
+  const unsigned step = check_tier_step(schedule);
+  for (unsigned tier = naive_below(&c->random, step); tier <= QKV_TIER_MAX; tier += step) {
     const uint8_t same[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
     check_page(c, schedule, same, counts[tier % COUNTS]);
     if (tier == 0) continue;
@@ -184,10 +175,19 @@ size_t check_rung(const qkv_kernels *twin) {
     qkv_schedule schedule;
     qkv_schedule_uniform(&schedule, dims[d]);
     check_schedule(&c, &schedule);
+    check_integer(&c, &schedule);
     for (int bands = 0; bands < (dims[d] > 256 ? 1 : 3); bands++) {
       naive_schedule(&c.random, dims[d], &schedule);
       assert(qkv_schedule_validate(&schedule) == NULL);
       check_schedule(&c, &schedule);
+      check_integer(&c, &schedule);
+      for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++) {  // as calibrated ones are where they can
+        for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
+          schedule.reach[tier][depth] = (uint16_t)(schedule.reach[tier][depth] / 16 * 16);
+        }
+      }
+      qkv_schedule_finish(&schedule);
+      check_integer(&c, &schedule);
     }
   }
   return c.failures;

@@ -17,6 +17,7 @@ typedef struct guarded {
 } guarded;
 
 guarded guarded_make(size_t bytes);
+guarded guarded_copy(const guarded *from);
 bool guarded_intact(const guarded *buffer);
 void guarded_free(guarded *buffer);
 
@@ -40,9 +41,27 @@ void fill_input(naive_random *random, input_kind kind, float *numbers, size_t n)
 // Rows to encode: INPUT_EXTREME has rows of zeros, constants, and numbers next to cell boundaries.
 void fill_rows(naive_random *random, input_kind kind, float *rows, size_t dim);
 
+// Scores [n][64] of tiles, some of them masked.
+void fill_scores(naive_random *random, input_kind kind, float *scores, size_t n);
+
+typedef struct checking {
+  const qkv_kernels *twin;
+  naive_random random;
+  size_t failures;
+} checking;
+
+// What a twin wrote against what the reference wrote, byte by byte. Counts and prints failures.
+void check_same(checking *c, const char *kernel, const page_part *page, size_t n, const guarded *expected,
+                const guarded *got);
+// Whether two arrays differ, which is printed.
+bool check_equal_floats(const checking *c, const char *kernel, const float *expected, const float *got, size_t n);
+// Every so many tiers are checked: wide rows take the reference long.
+unsigned check_tier_step(const qkv_schedule *schedule);
+void check_integer(checking *c, const qkv_schedule *schedule);
+
 // The number of failures, which are printed.
 size_t check_rung(const qkv_kernels *twin);
-// Prints a table for every rung of `cpu_flags`.
-void bench(uint32_t cpu_flags);
+// Prints a table for every rung of `cpu_flags`, of the kernels whose names begin with `filter` (NULL: all).
+void bench(uint32_t cpu_flags, const char *filter);
 
 #endif

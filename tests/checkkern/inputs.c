@@ -20,6 +20,12 @@ guarded guarded_make(size_t bytes) {
   return buffer;
 }
 
+guarded guarded_copy(const guarded *from) {
+  guarded copy = guarded_make(from->bytes);
+  memcpy(copy.data, from->data, from->bytes);
+  return copy;
+}
+
 bool guarded_intact(const guarded *buffer) {
   for (size_t i = 0; i < GUARD; i++) {
     if (buffer->memory[i] != guard_byte(i) || buffer->data[buffer->bytes + i] != guard_byte(i)) return false;
@@ -60,6 +66,17 @@ void fill_input(naive_random *random, input_kind kind, float *numbers, size_t n)
     if (kind == INPUT_EXTREME && naive_below(random, 2) == 0) {
       numbers[i] = extremes[naive_below(random, sizeof extremes / sizeof *extremes)];
     }
+  }
+}
+
+void fill_scores(naive_random *random, input_kind kind, float *scores, size_t n) {
+  for (size_t row = 0; row < n; row++, scores += QKV_PAGE_TOKENS) {
+    fill_input(random, kind, scores, QKV_PAGE_TOKENS);
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+      if (kind == INPUT_GAUSSIAN) scores[t] *= 20;
+      if (naive_below(random, 8) == 0) scores[t] = -INFINITY;
+    }
+    scores[naive_below(random, QKV_PAGE_TOKENS)] = 3;
   }
 }
 

@@ -1,4 +1,4 @@
-// Usage: checkkern [--bench] [--cpu-mask LIST]
+// Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST]
 #include <stdio.h>
 #include <string.h>
 
@@ -23,20 +23,22 @@ static int check(uint32_t cpu_flags) {
 int main(int argc, char **argv) {
   uint32_t cpu_flags = qkv_cpu_flags();
   bool measure = false;
+  const char *filter = NULL;
   for (int i = 1; i < argc; i++) {
     uint32_t mask;
     if (strcmp(argv[i], "--bench") == 0) {
       measure = true;
+      if (i + 1 < argc && argv[i + 1][0] != '-') filter = argv[++i];
     } else if (strcmp(argv[i], "--cpu-mask") == 0 && i + 1 < argc && qkv_cpu_parse(argv[i + 1], &mask) == QKV_OK) {
       cpu_flags &= mask;
       i++;
     } else {
-      fprintf(stderr, "usage: checkkern [--bench] [--cpu-mask LIST]\n");
+      fprintf(stderr, "usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST]\n");
       return 2;
     }
   }
   if (measure) {
-    bench(cpu_flags);
+    bench(cpu_flags, filter);
     return 0;
   }
   return check(cpu_flags);

@@ -263,19 +263,14 @@ static inline void pack_slab(const uint8_t *codes, size_t stride, unsigned pair,
 }
 
 static void pack_block(const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
-  static const struct {
-    uint8_t depth, half;
-  } kinds[] = {
-      [QKVI_BLOCK_1_LOW] = {1, 0}, [QKVI_BLOCK_1_HIGH] = {1, 1}, [QKVI_BLOCK_2] = {2, 0},
-      [QKVI_BLOCK_3_LOW] = {3, 0}, [QKVI_BLOCK_3_HIGH] = {3, 1}, [QKVI_BLOCK_4] = {4, 0},
-      [QKVI_BLOCK_8] = {8, 0},
-  };
-  const unsigned depth = kinds[block->kind].depth;
+  const unsigned depth = qkvi_block_depth(block->kind);
+  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
+                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
   for (unsigned pair = 0; 2 * pair < depth; pair++) {
     if (2 * pair + 2 <= depth) {
       pack_slab(codes, stride, pair, true, 0, group + block->slabs[pair]);
     } else {
-      pack_slab(codes, stride, pair, false, kinds[block->kind].half, group + block->slabs[pair]);
+      pack_slab(codes, stride, pair, false, high, group + block->slabs[pair]);
     }
   }
 }
@@ -290,9 +285,9 @@ static void pack_scattered(qkv_part part, const qkv_schedule *schedule, unsigned
   qkvi_pack(part, schedule, tier, columns, group);
 }
 
-static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_blocks *blocks,
+static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
                        const uint8_t *codes, uint8_t *group) {
-  if (blocks->scattered > 0) {
+  if (blocks->scattered + blocks->halves > 0) {
     pack_scattered(part, schedule, tier, codes, group);
     return;
   }
@@ -314,7 +309,7 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   const size_t dim = schedule->dim;
   uint8_t group_codes[GROUP * QKV_DIM_MAX];  // [token][dim]
   if (weights == NULL) weights = qkvi_weights_alike;
-  qkvi_blocks blocks;
+  qkvi_tier_blocks blocks;
   qkvi_blocks_find(schedule, tier, &blocks);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     for (size_t t = 0; t < GROUP; t += ROWS) {

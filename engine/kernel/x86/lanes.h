@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "engine/kernel/table.h"
+
 #if defined(__AVX512F__)
 #define LANES 16
 #else
@@ -79,6 +81,13 @@ static inline words look_up(lookup table, words index) {
   const __m256 high = (__m256)_mm256_permutevar8x32_epi32(table.high, (__m256i)index);
   return (words)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 #endif
+}
+
+// qkv_gain_value of LANES gains.
+static inline lanes gain_lanes(const uint8_t *gains) {
+  const words g = widen_bytes(gains);
+  const words value = look_up(load_lookup(qkvi_tables.roots), g) + (((g >> 3) - 16) << 23);
+  return (lanes)(value & (words)(g != 0));
 }
 
 // table[index] of a table in memory.

@@ -25,7 +25,7 @@ typedef struct reader {
   qkv_part part;
   const qkv_page_codes *codes;
   unsigned tier;  // of `blocks`
-  qkvi_blocks blocks;
+  qkvi_tier_blocks blocks;
 } reader;
 
 static void reader_init(reader *r, qkv_part part, const qkv_page_codes *codes) {
@@ -71,8 +71,9 @@ static inline void load_block_4(const qkvi_block *block, const uint8_t *group, f
   }
 }
 
-// The same of eight bits.
-static inline void load_block_8(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+// The same of more than four bits.
+static inline void load_block_deep(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+  const float(*tables)[256] = qkvi_tables.bytes[block->kind - QKVI_BLOCK_NIBBLE_KINDS];
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     words high[2], low[2];
     join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, high);
@@ -80,19 +81,19 @@ static inline void load_block_8(const qkvi_block *block, const uint8_t *group, f
     for (unsigned item = 0; item < GROUP; item++) {
       const unsigned field = item / 4, shift = 8 * (item % 4) + 4 * (field / 2);
       const words index = (high[field % 2] >> shift & 15) << 4 | (low[field % 2] >> shift & 15);
-      store_lanes(tile + item * stride + lane, gather(qkvi_tables.bytes[field % 2], index));
+      store_lanes(tile + item * stride + lane, gather(tables[field % 2], index));
     }
   }
 }
 
-// The scattered blocks of a group, by way of bytes.
+// Blocks that do not lie in whole slabs, by way of bytes.
 static void load_scattered(const reader *r, size_t group, float *tile, size_t stride) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = r->codes->schedule->reach[r->tier];
   const size_t by_coordinate = r->part == QKV_K ? stride : 1, by_token = r->part == QKV_K ? 1 : stride;
   qkvi_unpack(r->part, r->codes->schedule, r->tier, r->codes->groups[group], unpacked);
   for (unsigned c = 0; c < r->blocks.coordinates; c++) {
-    if (r->blocks.blocks[c / QKVI_BLOCK_WIDTH].kind != QKVI_BLOCK_SCATTERED) continue;
+    if (qkvi_block_is_whole(&r->blocks.blocks[c / QKVI_BLOCK_WIDTH])) continue;
     unsigned depth = 1;
     while (depth < QKV_DEPTH_MAX && reach[depth + 1] > c) depth++;
     for (size_t t = 0; t < GROUP; t++) {
@@ -109,22 +110,14 @@ static void load_group(reader *r, size_t group, float *tile, size_t stride) {
   for (size_t i = 0; i < r->blocks.count; i++) {
     const qkvi_block *block = &r->blocks.blocks[i];
     float *out = tile + i * QKVI_BLOCK_WIDTH * (r->part == QKV_K ? stride : 1);
+    if (!qkvi_block_is_whole(block)) continue;
     if (block->kind < QKVI_BLOCK_NIBBLE_KINDS) {
       load_block_4(block, bytes, out, stride);
-    } else if (block->kind == QKVI_BLOCK_8) {
-      load_block_8(block, bytes, out, stride);
+    } else {
+      load_block_deep(block, bytes, out, stride);
     }
   }
-  if (r->blocks.scattered > 0) load_scattered(r, group, tile, stride);
-}
-
-// ---- Gains ----
-
-// qkv_gain_value of LANES gains.
-static inline lanes gain_lanes(const uint8_t *gains) {
-  const words g = widen_bytes(gains);
-  const words value = look_up(load_lookup(qkvi_tables.roots), g) + (((g >> 3) - 16) << 23);
-  return (lanes)(value & (words)(g != 0));
+  if (r->blocks.scattered + r->blocks.halves > 0) load_scattered(r, group, tile, stride);
 }
 
 // ---- Scores ----
@@ -295,4 +288,9 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .weigh = weigh_plain,
     .hadamard_forward = hadamard_forward_plain,
     .hadamard_inverse = hadamard_inverse_plain,
+    .prepare = TWIN(qkvi_prepare),
+    .scores_integer = TWIN(qkvi_scores_integer),
+    .peaks = TWIN(qkvi_peaks),
+    .weigh_integer = TWIN(qkvi_weigh_integer),
+    .accumulate_integer = TWIN(qkvi_accumulate_integer),
 };

@@ -1,11 +1,16 @@
-// Names of the twin that a file is compiled for: `qkvi_encode` is qkvi_encode_avx2 or qkvi_encode_avx512.
+// Names of the twin that a file is compiled for: `qkvi_encode` is qkvi_encode_avx2, qkvi_encode_avx512 or
+// qkvi_encode_avx512_vnni.
 #ifndef QKV_ENGINE_KERNEL_X86_TWINS_H
 #define QKV_ENGINE_KERNEL_X86_TWINS_H
 
 #include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+#define TWIN(name) name##_avx512_vnni
+#define TWIN_NAME "avx512-vnni"
+#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_AVX512 | QKV_CPU_VNNI | QKV_CPU_VBMI)
+#elif defined(__AVX512F__)
 #define TWIN(name) name##_avx512
 #define TWIN_NAME "avx512"
 #define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_AVX512)
@@ -16,5 +21,10 @@
 #endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
+QKV_DECLARE_PREPARE(TWIN(qkvi_prepare));
+QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
+QKV_DECLARE_PEAKS(TWIN(qkvi_peaks));
+QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer));
+QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer));
 
 #endif

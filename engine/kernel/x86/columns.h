@@ -1,0 +1,120 @@
+// What both integer kernels do with centroids: products with the columns of a chunk, sums, prefetches.
+#ifndef QKV_ENGINE_KERNEL_X86_COLUMNS_H
+#define QKV_ENGINE_KERNEL_X86_COLUMNS_H
+
+#include "engine/kernel/x86/bytes.h"
+
+#if defined(__AVX2__)
+#include "engine/kernel/x86/centroids.h"
+
+enum { LINE = 64 };
+
+// ---- Columns ----
+
+#if BYTE_DOTS
+#define COLUMN_BYTES 4
+#else
+#define COLUMN_BYTES 8
+// Four bytes of a column, widened: 0, 2, 1, 3.
+static void widen_columns(const uint8_t *from, size_t words_count, bool is_signed, int16_t *out) {
+  for (size_t i = 0; i < words_count; i++, from += 4, out += 4) {
+    static const uint8_t order[4] = {0, 2, 1, 3};
+    for (size_t j = 0; j < 4; j++) out[j] = is_signed ? (int16_t)(int8_t)from[order[j]] : (int16_t)from[order[j]];
+  }
+}
+#endif
+
+// Sums [column] of some groups of K or blocks of V. Several sets of them, to be added in the end, keep enough sums
+// going side by side: an addition takes four or five cycles, and two can begin in each.
+enum { SETS_MAX = 4, TOGETHER_MAX = 4 };
+typedef words column_sums[QKV_INTEGER_COLUMNS];
+
+// sums[i][column] += centroids[i] . column, for i < count.
+INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t width,
+                     column_sums *sums) {
+  plane planes[TOGETHER_MAX];
+#pragma GCC unroll 8
+  for (size_t i = 0; i < count; i++) planes[i] = plane_of(centroids[i]);
+#pragma GCC unroll 8
+  for (size_t column = 0; column < width; column++) {
+#if BYTE_DOTS
+    const bytes all = repeat_word(columns + column * COLUMN_BYTES);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < count; i++) {
+      const bytes sum = (bytes)sums[i][column];
+      sums[i][column] = (words)(part == QKV_K ? dot_keys(sum, planes[i], all) : dot_values(sum, planes[i], all));
+    }
+#else
+    (void)part;
+    const bytes even = repeat_word(columns + column * COLUMN_BYTES);
+    const bytes odd = repeat_word(columns + column * COLUMN_BYTES + 4);
+    for (size_t i = 0; i < count; i++) {
+      const words first = (words)MULTIPLY_HALVES(planes[i].even, even);
+      sums[i][column] += first + (words)MULTIPLY_HALVES(planes[i].odd, odd);
+    }
+#endif
+  }
+}
+
+INLINE void clear_sums(column_sums *sums, size_t count, size_t width) {
+#pragma GCC unroll 8
+  for (size_t i = 0; i < count; i++) {
+#pragma GCC unroll 8
+    for (size_t column = 0; column < width; column++) sums[i][column] = (words){0};
+  }
+}
+
+INLINE void add_sums(column_sums *to, const column_sums *from, size_t count, size_t width) {
+#pragma GCC unroll 8
+  for (size_t i = 0; i < count; i++) {
+#pragma GCC unroll 8
+    for (size_t column = 0; column < width; column++) to[i][column] += from[i][column];
+  }
+}
+
+// The end of the run of blocks of one shape that begins with b.
+INLINE size_t run_end(const qkvi_tier_blocks *layout, size_t b, size_t end) {
+  const uint8_t shape = layout->blocks[b].shape;
+  while (b < end && layout->blocks[b].shape == shape) b++;
+  return b;
+}
+
+// ---- Prefetch ----
+
+typedef struct prefetching {
+  const uint8_t *at, *end;
+  size_t step;  // bytes
+} prefetching;
+
+static prefetching prefetching_of(qkv_ahead ahead, size_t steps) {
+  const uint8_t *from = ahead.from;
+  if (ahead.bytes == 0) return (prefetching){0};
+  const size_t lines = (ahead.bytes + LINE - 1) / LINE;
+  return (prefetching){.at = from, .end = from + ahead.bytes, .step = (lines + steps - 1) / steps * LINE};
+}
+
+INLINE void prefetch_some(prefetching *ahead) {
+  for (size_t i = 0; i < ahead->step && ahead->at < ahead->end; i += LINE, ahead->at += LINE) {
+    _mm_prefetch((const char *)ahead->at, _MM_HINT_T0);
+  }
+}
+
+INLINE void prefetch_twice(prefetching *ahead) {
+  prefetch_some(ahead);
+  prefetch_some(ahead);
+}
+
+// ---- Sums to floats ----
+
+// A row's total from the sums of its one or two columns; `low` NULL: 0.
+INLINE lanes total_of(const words *x, const words *low, unsigned parts) {
+  lanes totals[QKV_INTEGER_PARTS];
+  for (unsigned p = 0; p < parts; p++) {
+    totals[p] = __builtin_convertvector((signed_words)x[p], lanes);
+    if (low != NULL) totals[p] += __builtin_convertvector((signed_words)low[p], lanes) * QKVI_LOW_PLANE;
+  }
+  return parts == 1 ? totals[0] : totals[0] * QKVI_HIGH_BYTE + totals[1];
+}
+
+#endif
+#endif

@@ -1,0 +1,235 @@
+// What goes around the integer kernels, in vectors: integer_plain.h says what. Compiled for AVX2 and twice for
+// AVX-512.
+#include <assert.h>
+
+#include "engine/kernel/integer_plain.h"
+#include "engine/kernel/kernel.h"
+#include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/twins.h"
+
+enum { TILE_VECTORS = QKV_PAGE_TOKENS / LANES, WORDS = QKV_PAGE_TOKENS / 4 };
+
+// ---- Across lanes ----
+
+// The larger of two numbers; b where one is none.
+INLINE lanes larger(lanes a, lanes b) {
+#if LANES == 16
+  return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return (lanes)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+}
+
+typedef float four __attribute__((vector_size(16)));
+
+// Lanes halved twice and four times: sixteen are the first eight and the others, and so on, whatever the vectors.
+INLINE float sum_of(eight low, eight high) {
+  const __m256 all = (__m256)(low + high);
+  four sum = (four)_mm256_castps256_ps128(all) + (four)_mm256_extractf128_ps(all, 1);
+  sum += (four)_mm_movehl_ps((__m128)sum, (__m128)sum);
+  return sum[0] + sum[1];
+}
+
+INLINE float largest_of(eight low, eight high) {
+  const __m256 all = _mm256_max_ps((__m256)low, (__m256)high);
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  most = _mm_max_ss(most, _mm_shuffle_ps(most, most, 1));
+  return _mm_cvtss_f32(most);
+}
+
+#if LANES == 16
+INLINE eight half_of(lanes all, int high) {
+  return (eight)(high ? _mm512_extractf32x8_ps((__m512)all, 1) : _mm512_castps512_ps256((__m512)all));
+}
+#endif
+
+INLINE float tile_sum(const lanes all[TILE_VECTORS]) {
+#if LANES == 16
+  const lanes sum = ((all[0] + all[1]) + all[2]) + all[3];
+  return sum_of(half_of(sum, 0), half_of(sum, 1));
+#else
+  const eight low = ((all[0] + all[2]) + all[4]) + all[6];
+  return sum_of(low, ((all[1] + all[3]) + all[5]) + all[7]);
+#endif
+}
+
+INLINE float tile_largest(const lanes all[TILE_VECTORS]) {
+#if LANES == 16
+  const lanes most = larger(larger(all[0], all[1]), larger(all[2], all[3]));
+  return largest_of(half_of(most, 0), half_of(most, 1));
+#else
+  const lanes low = larger(larger(all[0], all[2]), larger(all[4], all[6]));
+  return largest_of(low, larger(larger(all[1], all[3]), larger(all[5], all[7])));
+#endif
+}
+
+// ---- Weights ----
+
+// integer_plain.h's power_of_two.
+INLINE lanes powers_of_two(lanes x) {
+  const lanes clamped = larger(x, (lanes){0} + QKVI_POWER_LEAST);
+  const lanes magic = clamped + QKVI_WHOLE_MAGIC;
+  const lanes r = clamped - (magic - QKVI_WHOLE_MAGIC);
+  lanes y = 0.00957010128f * r + 0.0559178591f;
+  y = y * r + 0.240247443f;
+  y = y * r + 0.693121791f;
+  y = y * r + 0.999999285f;
+  return (lanes)((words)y + ((words)magic << 23));
+}
+
+// A row of weights, whole numbers in the low 16 bits of the words.
+typedef struct tile_row {
+  words whole[TILE_VECTORS];
+} tile_row;
+
+// weights [row] of one tile: the whole numbers; sets the scale.
+INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_VECTORS], float limit, float *scale,
+                       tile_row *out) {
+  lanes all[TILE_VECTORS];
+#pragma GCC unroll 8
+  for (size_t i = 0; i < TILE_VECTORS; i++) {
+    all[i] = powers_of_two((load_lanes(scores + i * LANES) - peak) * 1.44269504f);
+  }
+  const float total = tile_sum(all);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < TILE_VECTORS; i++) all[i] *= gains[i];
+  const float top = tile_largest(all);
+  const bool counts = top >= QKVI_NUMBER_LEAST;
+  const float factor = counts ? limit / top : 0;
+  *scale = counts ? top / limit * qkvi_integers.step : 0;
+#pragma GCC unroll 8
+  for (size_t i = 0; i < TILE_VECTORS; i++) out->whole[i] = (words)(all[i] * factor + QKVI_WHOLE_MAGIC);
+  return total;
+}
+
+#if LANES == 16
+// A byte of each of 64 numbers, in order: the lowest or the next.
+INLINE bytes pack_bytes(const tile_row *row, bool next) {
+#if BYTE_DOTS
+  const words from = {0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x4c484440, 0x5c585450, 0x6c686460, 0x7c787470};
+  const bytes order = (bytes)(next ? from + EACH_BYTE(1) : from);
+  const bytes low = _mm512_permutex2var_epi8((bytes)row->whole[0], order, (bytes)row->whole[1]);
+  const bytes high = _mm512_permutex2var_epi8((bytes)row->whole[2], order, (bytes)row->whole[3]);
+  return _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1);
+#else
+  uint8_t all[QKV_PAGE_TOKENS];
+  for (size_t i = 0; i < TILE_VECTORS; i++) {
+    const bytes shifted = (bytes)(next ? row->whole[i] >> 8 : row->whole[i]);
+    _mm_storeu_si128((__m128i *)(all + i * LANES), _mm512_cvtepi32_epi8(shifted));
+  }
+  return load_bytes(all);
+#endif
+}
+
+// Rows of 16 words, one a column, to [word][column]: a perfect shuffle for each doubling of the columns.
+INLINE void interleave(bytes *rows, size_t columns) {
+  const bytes low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const bytes high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#pragma GCC unroll 8
+  for (size_t round = 1; round < columns; round *= 2) {
+    bytes next[QKV_INTEGER_COLUMNS];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < columns / 2; i++) {
+      next[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + columns / 2]);
+      next[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + columns / 2]);
+    }
+#pragma GCC unroll 8
+    for (size_t i = 0; i < columns; i++) rows[i] = next[i];
+  }
+}
+
+INLINE void put_chunk(bytes rows[QKV_INTEGER_COLUMNS], size_t columns, uint8_t *out) {
+  interleave(rows, columns);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < columns; i++) _mm512_storeu_si512(out + 64 * i, rows[i]);
+}
+#endif
+
+// A chunk of weights; `columns` and `parts` are constants.
+INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows, const lanes gains[TILE_VECTORS],
+                           size_t columns, unsigned parts, float *scales, float *totals, uint8_t *out) {
+  const float limit = parts == 1 ? 255 : 65535;
+#if LANES == 16
+  bytes all[QKV_INTEGER_COLUMNS];
+#else
+  memset(out, 0, columns * QKV_PAGE_TOKENS);
+#endif
+#pragma GCC unroll 8
+  for (size_t row = 0; row < columns / parts; row++) {
+    tile_row whole;
+#if LANES == 16
+    if (row >= rows) {
+      for (unsigned p = 0; p < parts; p++) all[row * parts + p] = (bytes){0};
+      continue;
+    }
+    totals[row] = weigh_row(scores + row * QKV_PAGE_TOKENS, peaks[row], gains, limit, &scales[row], &whole);
+    for (unsigned p = 0; p < parts; p++) all[row * parts + p] = pack_bytes(&whole, parts == 2 && p == 0);
+#else
+    if (row >= rows) break;
+    totals[row] = weigh_row(scores + row * QKV_PAGE_TOKENS, peaks[row], gains, limit, &scales[row], &whole);
+    for (unsigned p = 0; p < parts; p++) {
+      const unsigned shift = parts == 2 && p == 0 ? 8 : 0;
+      for (size_t i = 0; i < TILE_VECTORS; i += 2) {
+        // Four numbers' bytes to a word.
+        const words low = whole.whole[i] >> shift & 255, high = whole.whole[i + 1] >> shift & 255;
+        const __m256i halves = _mm256_packus_epi32((__m256i)low, (__m256i)high);
+        const __m256i four_words = _mm256_packus_epi16(halves, halves);
+        // 128-bit halves hold numbers 0 to 3 and 8 to 11 first, then 4 to 7 and 12 to 15.
+        uint32_t in[LANES];
+        memcpy(in, &four_words, sizeof in);
+        const uint32_t ordered[4] = {in[0], in[4], in[1], in[5]};
+        for (size_t j = 0; j < 4; j++) {
+          memcpy(out + ((i * 2 + j) * columns + row * parts + p) * 4, &ordered[j], 4);
+        }
+      }
+    }
+#endif
+  }
+#if LANES == 16
+  put_chunk(all, columns, out);
+#endif
+}
+
+static void weigh_chunk(const qkvi_chunk *chunk, const float *scores, const float *peaks,
+                        const lanes gains[TILE_VECTORS], unsigned parts, float *scales, float *totals, uint8_t *out) {
+#define CASE(COLUMNS, PARTS)                           \
+  if (chunk->columns == (COLUMNS) && parts == (PARTS)) \
+  return weigh_chunk_of(scores, peaks, chunk->rows, gains, COLUMNS, PARTS, scales, totals, out)
+  CASE(1, 1);
+  CASE(2, 1);
+  CASE(4, 1);
+  CASE(8, 1);
+  CASE(2, 2);
+  CASE(4, 2);
+  CASE(8, 2);
+#undef CASE
+}
+
+QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer)) {
+  assert(n <= QKV_INTEGER_ROWS && parts >= 1 && parts <= QKV_INTEGER_PARTS);
+  lanes factors[TILE_VECTORS];
+  for (size_t i = 0; i < TILE_VECTORS; i++) factors[i] = gain_lanes(gains + i * LANES);
+  weights->count = n;
+  weights->parts = parts;
+  for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < n;) {
+    chunk = qkvi_chunk_at(chunk.first + chunk.rows, n, parts);
+    const size_t first = chunk.first;
+    weigh_chunk(&chunk, scores + first * QKV_PAGE_TOKENS, peaks + first, factors, parts, weights->scales + first,
+                totals + first, weights->bytes + first * parts * QKV_PAGE_TOKENS);
+  }
+}
+
+QKV_DECLARE_PEAKS(TWIN(qkvi_peaks)) {
+  for (size_t row = 0; row < n; row++, scores += QKV_PAGE_TOKENS) {
+    lanes all[TILE_VECTORS];
+    for (size_t i = 0; i < TILE_VECTORS; i++) all[i] = load_lanes(scores + i * LANES);
+    peaks[row] = tile_largest(all);
+  }
+}
+
+// ---- Queries ----
+
+QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
+  prepare_plain(rows, n, dim, parts, queries);
+}
