@@ -8,6 +8,10 @@
 
 enum { CENTRE = QKV_PAGE_TOKENS / 2 };  // slot
 
+// From here on a double counts angles in steps of 5e-7 radians and more: the angle of a page is then no longer that
+// of the first page of its span and the way from there. Keys and queries have to be turned by the same one.
+static const uint64_t FAR = (uint64_t)1 << 32;
+
 typedef struct turn {
   double c, s;
 } turn;
@@ -189,7 +193,8 @@ static void rebase(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t bas
 void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position, size_t n, size_t dim,
                              const float *queries, float *turned) {
   // Of the position alone: so are the bits of what is turned, whichever pages came before.
-  const size_t page = steady(phases, position) ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
+  const bool spans = position < FAR && steady(phases, position);
+  const size_t page = spans ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
   const uint64_t base = position - page * QKV_PAGE_TOKENS;
   memcpy(turned, queries, n * dim * sizeof *turned);
   if (walk->base != base) rebase(phases, walk, base);

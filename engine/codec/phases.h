@@ -8,7 +8,8 @@
 //
 // The centre is slot 32's position. Slots stand at fixed distances from it, so that their cosines and sines, those of
 // the anchor among them, come from one table for all pages; those of the centre from another one, on top of those of
-// the first page of its QKV_PHASES_SPAN, so that a walk over pages needs trigonometry once for so many tokens.
+// the first page of its QKV_PHASES_SPAN, so that a walk over pages needs trigonometry once for so many tokens (once a
+// page beyond position 2^32, where sums of angles are no longer exact enough).
 // Dynamic NTK beyond its trained length has other frequencies at every position: the page is turned by those of its
 // centre, and what a row's own make of it is computed row by row, slowly.
 //

@@ -238,11 +238,41 @@ static void the_walk_does_not_matter(void **state) {
   }
 }
 
+// However coarsely a double counts the angles, a query meets a key as if neither had been turned.
+static void keys_and_queries_turn_alike(void **state) {
+  (void)state;
+  naive_random random = {55};
+  for (size_t i = 0; i < CASES; i++) {
+    const qkv_rope rope = resolved(&cases[i]);
+    const size_t dim = cases[i].dim;
+    const qkv_transform *transform = qkv_transform_uniform((uint16_t)dim);
+    qkv_phases *phases = qkv_phases_create(&rope);
+    for (unsigned octave = 13; octave <= 53; octave++) {
+      float query[DIM_MAX], turned[DIM_MAX], row[DIM_MAX];
+      double before = 0, after = 0, size = 0;
+      // The last page of a span.
+      const uint64_t position = ((uint64_t)1 << octave) - TOKENS;
+      fill(&random, query, dim);
+      fill(&random, row, dim);
+      for (size_t c = 0; c < dim; c++) before += (double)query[c] * (double)row[c];
+      for (size_t c = 0; c < dim; c++) size += fabs((double)query[c] * (double)row[c]);
+      qkv_phases_walk walk;
+      qkv_phases_start(&walk);
+      qkv_phases_turn_queries(phases, &walk, position, 1, dim, query, turned);
+      qkv_phases_to_page(phases, transform, position, 1, row);
+      for (size_t c = 0; c < dim; c++) after += (double)turned[c] * (double)row[c];
+      if (fabs(after - before) > 2e-6 * size) fail_msg("at 2^%u: %g, not %g", octave, after, before);
+    }
+    qkv_phases_destroy(&phases);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(rows_turn_as_one_by_one),
       cmocka_unit_test(pages_turn_as_defined),
       cmocka_unit_test(the_walk_does_not_matter),
+      cmocka_unit_test(keys_and_queries_turn_alike),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
