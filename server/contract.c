@@ -244,6 +244,9 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->bytes_fp16 = (usage->tokens_coded + usage->tokens_exact) * coordinates * 2;
   if (usage->tokens_coded > 0)
     out->bits_per_coordinate = 8.0 * (double)usage->bytes_coded / ((double)usage->tokens_coded * (double)coordinates);
+  out->bytes_beside = usage->bytes_beside;
+  out->tier_bits = info->config.tier_bits;
+  out->keep_full = info->config.keep_full;
   out->created_unix_ms = info->created_unix_ms;
   out->last_used_unix_ms = info->last_used_unix_ms;
 }

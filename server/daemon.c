@@ -94,17 +94,9 @@ static size_t compute_threads(const qkv_server_options *options) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,
-      qkvi_calibration_methods,
-      qkvi_sessions_methods,
-      qkvi_append_methods,
-      qkvi_attend_methods,
-      qkvi_fetch_methods,
-      qkvi_unserved_methods,
-      qkvi_admin_methods,
-      qkvi_health_methods,
-      qkvi_reflection_methods,
-      NULL,
+      qkvi_models_methods, qkvi_calibration_methods, qkvi_sessions_methods,   qkvi_append_methods,
+      qkvi_attend_methods, qkvi_fetch_methods,       qkvi_tiers_methods,      qkvi_unserved_methods,
+      qkvi_admin_methods,  qkvi_health_methods,      qkvi_reflection_methods, NULL,
   };
   const qkv_server_options *options = daemon->options;
   const qkv_rpc_config config = {
@@ -133,6 +125,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
   };
   daemon->store = qkv_store_create(&store);
+  daemon->retierer = qkvi_retierer_create(daemon->store, options);
   return start_rpc(daemon, error);
 }
 
@@ -150,6 +143,15 @@ static void calibrated(void *context, const qkv_model *model, const qkv_error *e
 
 void qkv_daemon_learn(qkv_daemon *daemon) {
   (void)qkv_store_learn(daemon->store, calibrated, daemon);
+}
+
+bool qkv_daemon_retier(qkv_daemon *daemon) {
+  qkv_retier_report report = {0};
+  const bool more = qkvi_retierer_step(daemon->retierer, &report);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));
+  return more;
 }
 
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
@@ -183,6 +185,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkv_rpc_server_destroy(&old->rpc);
   qkv_pool_destroy(&old->pool);
   if (old->store != NULL) qkv_store_destroy(&old->store);
+  qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);
   qkv_health_deinit(&old->health);
   free(old);

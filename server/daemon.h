@@ -19,6 +19,7 @@
 #include "server/health.h"
 #include "server/metrics.h"
 #include "server/options.h"
+#include "server/retier.h"
 #include "server/rpc.h"
 
 typedef struct qkv_daemon {
@@ -27,6 +28,7 @@ typedef struct qkv_daemon {
   qkv_store *store;
   qkvi_calibrations *calibrations;  // from files
   qkv_pool *pool;                   // encode and attend
+  qkvi_retierer *retierer;
   qkv_rpc_server *rpc;
   qkv_health health;
   int64_t started_ms;     // on the monotonic clock
@@ -46,6 +48,10 @@ int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.
 void qkv_daemon_learn(qkv_daemon *daemon);
+
+// Brings sessions towards their tiers, a bounded piece of it (server/retier.h). True where there is more that
+// should not wait. One call at a time, not after drain.
+bool qkv_daemon_retier(qkv_daemon *daemon);
 
 // Sets the gauges from what they measure.
 void qkv_daemon_update_gauges(qkv_daemon *daemon);

@@ -1,7 +1,8 @@
 // qkvd: the daemon's main thread.
 //
-// libuv owns it: signals, and a timer for the gauges. SIGTERM or SIGINT drains (in a thread of libuv's pool, so
-// that the loop goes on) and exits 0; a second one exits at once with 1.
+// libuv owns it: signals, and timers for the gauges, for calibrations and for tiers in the background. SIGTERM or
+// SIGINT drains (in a thread of libuv's pool, so that the loop goes on) and exits 0; a second one exits at once
+// with 1.
 #include <assert.h>
 #include <jansson.h>
 #include <malloc.h>
@@ -18,6 +19,8 @@
 
 #define GAUGES_EVERY_MS 1000
 #define LEARN_EVERY_MS 250
+#define RETIER_EVERY_MS 250
+#define RETIER_AGAIN_MS 10  // where memory is short
 #define FILES_FEW 4096
 // What a drain may take beyond its grace: calls that are cut off end within the job they are in.
 #define DRAIN_SLACK_MS 20000
@@ -26,9 +29,9 @@ typedef struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
-  uv_timer_t gauges, calibrations, deadline;
-  uv_work_t drain, learn;
-  bool draining, learning;
+  uv_timer_t gauges, calibrations, tiers, deadline;
+  uv_work_t drain, learn, retier;
+  bool draining, learning, more_tiers;
 } main_loop;
 
 // Large messages come and go: glibc's defaults hand their pages back to the system and fault them in again
@@ -122,6 +125,26 @@ static void on_learn(uv_timer_t *timer) {
   uv_queue_work(&state->loop, &state->learn, learn, on_learnt);
 }
 
+static void retier(uv_work_t *work) {
+  main_loop *state = work->data;
+  state->more_tiers = qkv_daemon_retier(state->daemon);
+}
+
+static void on_retier(uv_timer_t *timer);
+
+static void on_retiered(uv_work_t *work, int status) {
+  (void)status;
+  main_loop *state = work->data;
+  if (state->draining) return;
+  uv_timer_start(&state->tiers, on_retier, state->more_tiers ? RETIER_AGAIN_MS : RETIER_EVERY_MS, 0);
+}
+
+// As on_learn; the timer is started again when it is done.
+static void on_retier(uv_timer_t *timer) {
+  main_loop *state = timer->data;
+  if (!state->draining) uv_queue_work(&state->loop, &state->retier, retier, on_retiered);
+}
+
 static void on_deadline(uv_timer_t *timer) {
   (void)timer;
   qkv_log(QKV_LOG_ERROR, "calls did not end; exiting without them", NULL);
@@ -140,6 +163,7 @@ static void on_drained(uv_work_t *work, int status) {
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
   uv_close((uv_handle_t *)&state->calibrations, NULL);
+  uv_close((uv_handle_t *)&state->tiers, NULL);
   uv_close((uv_handle_t *)&state->deadline, NULL);
 }
 
@@ -166,12 +190,14 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_init(&state->loop, &state->interrupt);
   uv_timer_init(&state->loop, &state->gauges);
   uv_timer_init(&state->loop, &state->calibrations);
+  uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drain.data = state;
-  state->calibrations.data = state->learn.data = state;
+  state->calibrations.data = state->learn.data = state->tiers.data = state->retier.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
+  uv_timer_start(&state->tiers, on_retier, RETIER_EVERY_MS, 0);
   uv_timer_start(&state->calibrations, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
 }
 

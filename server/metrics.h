@@ -29,9 +29,13 @@
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.") \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.") \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                  \
+  X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                        \
+  X(TIER_BYTES_FREED, "qkvd_tier_bytes_freed_total", QKV_COUNTER, "Bytes that lower tiers have freed.")         \
   X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                     \
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                     \
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")            \
+  X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                           \
+    "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")    \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
   X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \

@@ -2,8 +2,10 @@
 
 #include <assert.h>
 #include <stddef.h>
+#include <stdlib.h>
 
 #include "engine/base/cpu.h"
+#include "engine/cache/ema.h"
 #include "engine/cache/model.h"
 #include "engine/codec/codec.h"
 
@@ -59,6 +61,27 @@ const qkv_option qkv_server_option_table[] = {
      "Tokens after which a model's code is calibrated from its traffic, for pages to come; 0: never."},
     {"calibrate-skip", QKV_OPTION_LIST, AT(calibrate_skip), NULL, 0, 0, "TENANT",
      "Tenants whose rows do not teach calibrations."},
+    {"ema-alpha", QKV_OPTION_REAL, AT(ema_alpha), "0.996", 0, 0, "FACTOR",
+     "What a token's average of received attention keeps with each query; 0.996 is about the last 256."},
+    {"ema-every", QKV_OPTION_INTEGER, AT(ema_every), "16", 0, 1048576, "N",
+     "Attention is counted for one of so many decode steps or blocks of queries, of every layer; 0: never."},
+    {"keep-full", QKV_OPTION_FLAG, AT(keep_full), NULL, 0, 0, NULL,
+     "Keep pages in full beside when they go to lower tiers, where the session does not say: nothing is freed, and "
+     "the way back is exact."},
+    {"tier-bits", QKV_OPTION_REAL, AT(tier_bits), "0", 0, 0, "BITS",
+     "Average code bits per coordinate, in eighths up to 8, that sessions are brought to by attention, in the "
+     "background, where they do not say; 0: they are left as they are."},
+    {"tier-thresholds", QKV_OPTION_STRING, AT(tier_thresholds), NULL, 0, 0, "HI,MID,LO",
+     "Where tier-bits is 0: groups of tokens go to 4, 3, 2 or 1 bits where the average attention to their best token "
+     "is at least HI, MID, LO or below."},
+    {"tier-sinks", QKV_OPTION_INTEGER, AT(tier_sinks), "4", 0, 1048576, "TOKENS",
+     "First tokens of a session that the background leaves as they are."},
+    {"tier-pages", QKV_OPTION_INTEGER, AT(tier_pages), "256", 1, 1048576, "N",
+     "Pages of 64 tokens that the background changes at once, four times a second."},
+    {"memory-high", QKV_OPTION_REAL, AT(memory_high), "0.9", 0, 1, "PART",
+     "Part of memory-budget beyond which sessions are demoted, the longest unused ones first, to 2 bits at least; "
+     "1: never."},
+    {"memory-low", QKV_OPTION_REAL, AT(memory_low), "0.8", 0, 1, "PART", "Part of memory-budget at which that ends."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
      "How long running calls may go on after SIGTERM."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
@@ -82,6 +105,40 @@ static qkv_status check_bits(const char *name, double bits, qkv_error *error) {
                   1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
 }
 
+// "HI,MID,LO" into thresholds; false for anything else. Whether they fall is the policy's to check.
+static bool read_thresholds(const char *text, double *thresholds) {
+  for (size_t i = 0; i < QKV_RETIER_LEVELS - 1; i++) {
+    char *end = NULL;
+    thresholds[i] = strtod(text, &end);
+    if (end == text || *end != (i + 2 < QKV_RETIER_LEVELS ? ',' : '\0')) return false;
+    text = end + 1;
+  }
+  return true;
+}
+
+static qkv_status check_tiers(const qkv_server_options *values, qkv_error *error) {
+  const qkv_ema_options ema = {.alpha = values->ema_alpha, .sample_every = (uint32_t)values->ema_every};
+  double thresholds[QKV_RETIER_LEVELS - 1];
+  if (qkv_ema_check(&ema, error) != QKV_OK) return qkv_error_prefix(error, "--");
+  if (values->tier_bits != 0) QKV_TRY(check_bits("tier-bits", values->tier_bits, error));
+  if (values->memory_low > values->memory_high) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--memory-low is %g, at most --memory-high %g", values->memory_low,
+                    values->memory_high);
+  }
+  if (values->tier_thresholds == NULL) return QKV_OK;
+  if (values->ema_every == 0) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tier-thresholds need attention to be counted, --ema-every is 0");
+  }
+  if (!read_thresholds(values->tier_thresholds, thresholds)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tier-thresholds is \"%.64s\", three numbers HI,MID,LO are needed",
+                    values->tier_thresholds);
+  }
+  qkv_retier_policy policy = qkv_server_options_retier(values);
+  policy.bits = 0;
+  if (qkv_retier_policy_check(&policy, error) == QKV_OK) return QKV_OK;
+  return qkv_error_prefix(error, "--tier-thresholds: ");
+}
+
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   qkv_log_level level;
   if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {
@@ -101,6 +158,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   }
   QKV_TRY(check_bits("bits-k", values->bits_k, error));
   QKV_TRY(check_bits("bits-v", values->bits_v, error));
+  QKV_TRY(check_tiers(values, error));
   qkv_anchor_kind kind;
   qkv_low_rank_mode mode;
   if (!qkv_low_rank_parse(values->low_rank, &mode)) {
@@ -110,6 +168,16 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   if (qkv_anchor_parse(values->anchor, &kind)) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "--anchor is %s, known are none, mean, group, chain and auto",
                   values->anchor);
+}
+
+qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values) {
+  qkv_retier_policy policy = QKV_RETIER_POLICY;
+  policy.bits = values->tier_bits;
+  policy.tier_least = QKV_RETIER_LEAST_AUTO;
+  policy.sinks = (uint64_t)values->tier_sinks;
+  policy.pages_max = (size_t)values->tier_pages;
+  if (values->tier_thresholds != NULL) (void)read_thresholds(values->tier_thresholds, policy.thresholds);
+  return policy;
 }
 
 qkv_policy qkv_server_options_policy(const qkv_server_options *values) {

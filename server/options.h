@@ -9,6 +9,7 @@
 #include "engine/base/log.h"
 #include "engine/base/option.h"
 #include "engine/cache/model.h"
+#include "engine/cache/retier.h"
 
 typedef struct qkv_server_options {
   qkv_option_list listen;        // "unix:PATH" or "HOST:PORT"
@@ -34,6 +35,14 @@ typedef struct qkv_server_options {
   qkv_option_list calibration;     // "MODEL=FILE"
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
+  double ema_alpha;                // of the averages of attention
+  int64_t ema_every;               // blocks of queries of which one is counted; 0: none is
+  bool keep_full;                  // pages that go to lower tiers stay beside in full
+  double tier_bits;                // average that the background brings sessions to; 0: none
+  const char *tier_thresholds;     // "HI,MID,LO", or NULL
+  int64_t tier_sinks;              // first tokens that the background leaves alone
+  int64_t tier_pages;              // that the background changes at once
+  double memory_high, memory_low;  // parts of memory_budget
   int64_t drain_grace;             // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
@@ -54,6 +63,9 @@ qkv_log_level qkv_server_options_log_level(const qkv_server_options *values);
 
 // The features that `cpu-mask` names; it has been checked.
 uint32_t qkv_server_options_cpu_mask(const qkv_server_options *values);
+
+// What the background does by itself (server/retier.h); it has been checked. `bits` is `tier-bits`.
+qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values);
 
 // What models and sessions fall back to; it has been checked.
 qkv_policy qkv_server_options_policy(const qkv_server_options *values);

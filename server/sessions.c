@@ -59,8 +59,21 @@ static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_e
   return QKV_OK;
 }
 
-static qkv_status read_config(const Qkv__V1__OpenSessionRequest *request, qkv_session_config *config,
-                              qkv_error *error) {
+static qkv_status read_tiers(const qkv_server_options *options, const Qkv__V1__OpenSessionRequest *request,
+                             qkv_session_config *config, qkv_error *error) {
+  const bool said = request->tier_bits_set_case == QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
+  config->ema = (qkv_ema_options){.alpha = options->ema_alpha, .sample_every = (uint32_t)options->ema_every};
+  config->keep_full = options->keep_full;
+  if (request->keep_full_set_case == QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL)
+    config->keep_full = request->keep_full != 0;
+  config->tier_bits = said ? request->tier_bits : options->tier_bits;
+  if (config->tier_bits == 0 || qkv_codec_at(0)->bits_valid(config->tier_bits)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "tier_bits is %g, allowed are 0 and multiples of %g up to %d",
+                  config->tier_bits, 1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+}
+
+static qkv_status read_config(const qkv_daemon *daemon, const Qkv__V1__OpenSessionRequest *request,
+                              qkv_session_config *config, qkv_error *error) {
   const char *tenant = request->tenant[0] == '\0' ? "default" : request->tenant;
   unsigned purpose = (unsigned)request->purpose;
   QKV_TRY(qkv_name_check(request->session, "session", error));
@@ -73,13 +86,14 @@ static qkv_status read_config(const Qkv__V1__OpenSessionRequest *request, qkv_se
                                  .first_position = request->first_position};
   (void)snprintf(config->name, sizeof config->name, "%s", request->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
+  QKV_TRY(read_tiers(daemon->options, request, config, error));
   return qkvi_policy_read(request->policy, &config->policy, error);
 }
 
 static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSessionRequest *request,
                                qkv_session **session, qkv_error *error) {
   qkv_session_config config;
-  QKV_TRY(read_config(request, &config, error));
+  QKV_TRY(read_config(daemon, request, &config, error));
   const qkv_option_list *skipped = &daemon->options->calibrate_skip;
   for (size_t i = 0; i < skipped->count; i++) {
     if (strcmp(skipped->items[i], config.tenant) != 0) continue;

@@ -14,9 +14,6 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
   X(KvCache, Fork)                              \
   X(KvCache, Pin)                               \
   X(KvCache, Touch)                             \
-  X(KvCache, Demote)                            \
-  X(KvCache, Prefetch)                          \
-  X(KvCache, GetAttentionStats)                 \
   X(Admin, Drain)                               \
   X(Admin, Compact)                             \
   X(Admin, SetQuota)                            \

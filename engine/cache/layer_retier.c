@@ -180,6 +180,7 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
       coder = layer->pages[i].coder;
       assert(coder != NULL);
       add_lanes(coder, snapshot);
+      snapshot->data_free |= coder->calibration == 0;
     }
     page->lane = (uint32_t)(snapshot->lane_count - (size_t)2 * snapshot->kv_heads);
     fill_page(layer, i, now, page,

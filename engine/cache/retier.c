@@ -60,7 +60,7 @@ qkv_status qkv_retier_policy_check(const qkv_retier_policy *policy, qkv_error *e
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "retier.hysteresis is %g, allowed are 0 to below 1",
                     policy->hysteresis);
   }
-  if (policy->tier_least > QKV_TIER_MAX) {
+  if (policy->tier_least > QKV_TIER_MAX && policy->tier_least != QKV_RETIER_LEAST_AUTO) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "retier.tier_least is %u, at most %d", policy->tier_least,
                     QKV_TIER_MAX);
   }
@@ -390,9 +390,19 @@ static void make_plan(const decision *d, qkv_retier_plan *plan) {
 
 _Static_assert(sizeof(qkv_head_tiers) == GROUPS, "targets of a head are its tiers");
 
-qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *policy,
+static uint8_t least_tier(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *policy) {
+  if (policy->tier_least != QKV_RETIER_LEAST_AUTO) return policy->tier_least;
+  const uint8_t two = 2 * QKV_TIER_BIT;
+  if (snapshot->data_free && policy->bits >= 2) return policy->bits > 2 ? two : two - 1;  // the sinks have to be paid
+  return policy->bits >= 1 ? QKV_TIER_BIT : 0;
+}
+
+qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *given,
                              qkv_retier_plan *plan, qkv_error *error) {
-  assert(qkv_retier_policy_check(policy, NULL) == QKV_OK);
+  assert(qkv_retier_policy_check(given, NULL) == QKV_OK);
+  qkv_retier_policy resolved = *given;
+  const qkv_retier_policy *policy = &resolved;
+  resolved.tier_least = least_tier(snapshot, given);
   if (policy->bits == 0 && !snapshot->counted) {
     return qkv_fail(error, QKV_FAILED_PRECONDITION, "retier.thresholds need attention to be counted, which is off");
   }

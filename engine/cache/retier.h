@@ -22,7 +22,8 @@
 //   keys 2, values 1.25    0.0013 coded so, 0.0012 cut            e = s + 1 / n    0.00075
 //   e = 1, gains alone     0.00078                                e = s + 3 / n    0.00068
 // 8 windows, against the better split of the same bits: 1.25 bits 0.0018 for 0.0024, 2 bits 0.0004 for 0.0005. In the
-// data-free code keys at less than 2 bits cost more than this tells: tier_least should be 16 there.
+// data-free code keys at less than 2 bits cost more than this tells: tier_least should be 16 there
+// (QKV_RETIER_LEAST_AUTO).
 //
 // What the policy leaves alone: the sinks and the recent window stay at the most that is held, groups that can not be
 // cut (chains) and pages that rest as they are. A group changes only where its cost, weight * error + price * bytes,
@@ -46,12 +47,15 @@
 #define QKV_RETIER_SINKS 4
 #define QKV_RETIER_HYSTERESIS 0.05
 #define QKV_RETIER_FLOOR 3.0f  // even shares of attention
+// The least tier of a budget: 2 bits in data-free code, for a budget of 2 an eighth less; 1 bit in calibrated code
+// and for budgets below 2; none for those below 1.
+#define QKV_RETIER_LEAST_AUTO 255
 
 typedef struct qkv_retier_policy {
   double bits;                               // budget: code bits a coordinate, on average; 0: thresholds
   double thresholds[QKV_RETIER_LEVELS - 1];  // falling
   uint8_t tiers[QKV_RETIER_LEVELS];          // falling
-  uint8_t tier_least;                        // of a budget
+  uint8_t tier_least;                        // of a budget, or QKV_RETIER_LEAST_AUTO
   uint64_t begin, end;                       // positions; end 0: to the end
   uint64_t sinks, recent;                    // tokens at the beginning and at the end of the layer
   double hysteresis;                         // 0 to below 1
@@ -92,6 +96,7 @@ typedef struct qkv_retier_page {
 
 typedef struct qkv_retier_snapshot {
   uint32_t kv_heads;
+  bool data_free;                   // whether some of the pages are coded so
   bool counted;                     // whether there are averages; weights are made of gains alone where not
   uint64_t first_position, length;  // of the layer
   size_t page_count, lane_count;

@@ -29,6 +29,7 @@ typedef struct qkv_session_config {
   qkv_ema_options ema;         // attention is counted where sample_every is not 0
   bool keep_full;              // layer.h
   double max_attention_error;  // quality.h; 0: no contract
+  double tier_bits;            // what its owner brings it to (session_retier.h); 0: nothing. Not looked at here
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;

@@ -148,7 +148,7 @@ qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scop
   policy.begin = scope->begin;
   policy.end = scope->end;
   policy.hysteresis = 0;
-  policy.tier_least = bits < 1 ? 0 : policy.tier_least;
+  policy.tier_least = QKV_RETIER_LEAST_AUTO;
   for (size_t i = 0; i < layers_of(session, scope); i++) {
     const uint32_t layer = layer_of(scope, i);
     QKV_TRY(even ? demote_evenly(session, layer, scope, (uint8_t)(bits * QKV_TIER_BIT), report, error)

@@ -271,7 +271,7 @@ qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_f
   if (entry == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no session %s", name);
   qkv_session_info info;
   qkv_session_read_info(entry->session, &info, NULL);
-  *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact;
+  *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
   qkv_session_unref(&entry->session);
   free(entry);
   return QKV_OK;

@@ -94,9 +94,6 @@ UNSERVED = [
     ("Fork", kv_cache_pb2.ForkRequest()),
     ("Pin", kv_cache_pb2.PinRequest()),
     ("Touch", kv_cache_pb2.TouchRequest()),
-    ("Demote", kv_cache_pb2.DemoteRequest()),
-    ("Prefetch", kv_cache_pb2.PrefetchRequest()),
-    ("GetAttentionStats", kv_cache_pb2.GetAttentionStatsRequest()),
 ]
 
 

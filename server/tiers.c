@@ -1,0 +1,244 @@
+// Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "engine/cache/session_retier.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+#include "server/control.h"
+#include "server/daemon.h"
+#include "server/handlers.h"
+#include "server/jobs.h"
+
+#define BUCKETS_MAX 262144       // of a message: 2 MiB
+#define BUCKETS_ALL_MAX 2097152  // of a layer, over all heads
+
+static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
+  QKV_TRY(qkv_name_check(name, "session", error));
+  return qkv_store_session(daemon->store, name, session, error);
+}
+
+static qkv_status check_layers(const qkv_session *session, const uint32_t *layers, size_t count, qkv_error *error) {
+  const qkv_model *model = qkv_session_model(session);
+  if (count > model->layers)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "layers has %zu entries, the model %s has %" PRIu32 " layers", count,
+                    model->name, model->layers);
+  for (size_t i = 0; i < count; i++) {
+    if (layers[i] >= model->layers)
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "layers[%zu] is %" PRIu32 ", the model %s has %" PRIu32 " layers",
+                      i, layers[i], model->name, model->layers);
+  }
+  return QKV_OK;
+}
+
+// ---- Demote, Prefetch ----
+
+static qkv_retier_scope scope_of(const Qkv__V1__TokenRange *range, const uint32_t *layers, size_t count) {
+  qkv_retier_scope scope = {.layers = layers, .layer_count = count};
+  if (range != NULL) {
+    scope.begin = range->begin;
+    scope.end = range->end;
+  }
+  return scope;
+}
+
+static void count_report(qkv_daemon *daemon, const qkv_retier_report *report) {
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report->pages);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report->bytes_freed);
+}
+
+static qkv_status demote(qkv_daemon *daemon, const Qkv__V1__DemoteRequest *request, qkv_retier_report *report,
+                         qkv_error *error) {
+  qkv_session *session = NULL;
+  const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
+  QKV_TRY(find_session(daemon, request->session, &session, error));
+  qkv_status status = check_layers(session, request->layers, request->n_layers, error);
+  if (status == QKV_OK)
+    status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
+  qkv_session_unref(&session);
+  count_report(daemon, report);
+  return status;
+}
+
+static void demote_job(void *context) {
+  qkv_rpc_call *call = context;
+  qkv_retier_report report = {0};
+  qkv_error error = {0};
+  Qkv__V1__DemoteResponse response = QKV__V1__DEMOTE_RESPONSE__INIT;
+  if (!qkvi_job_wanted(call)) return;
+  if (demote(qkv_rpc_context(call), qkv_rpc_state(call), &report, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  response.bytes_freed = report.bytes_freed;
+  response.bytes_taken = report.bytes_taken;
+  response.pages = report.pages;
+  qkvi_control_reply(call, &response.base);
+}
+
+static qkv_status promote(qkv_daemon *daemon, const Qkv__V1__PrefetchRequest *request, qkv_retier_report *report,
+                          qkv_error *error) {
+  qkv_session *session = NULL;
+  const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
+  QKV_TRY(find_session(daemon, request->session, &session, error));
+  qkv_status status = check_layers(session, request->layers, request->n_layers, error);
+  if (status == QKV_OK) status = qkv_session_promote(session, &scope, request->bits, report, error);
+  qkv_session_unref(&session);
+  count_report(daemon, report);
+  return status;
+}
+
+static void promote_job(void *context) {
+  qkv_rpc_call *call = context;
+  qkv_retier_report report = {0};
+  qkv_error error = {0};
+  Qkv__V1__PrefetchResponse response = QKV__V1__PREFETCH_RESPONSE__INIT;
+  if (!qkvi_job_wanted(call)) return;
+  if (promote(qkv_rpc_context(call), qkv_rpc_state(call), &report, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  response.bytes = report.bytes_taken;
+  response.pages = report.pages;
+  qkvi_control_reply(call, &response.base);
+}
+
+// Unpacks the request, hangs it on the call and gives job(call) to the pool.
+static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, type, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  qkvi_job_submit(call, job, call);
+}
+
+static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__demote_request__descriptor, demote_job);
+}
+
+static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__prefetch_request__descriptor, promote_job);
+}
+
+// ---- GetAttentionStats ----
+
+// One layer's figures at a time, sent head by head. The session is not held in between: a client that does not read
+// keeps nothing of it.
+typedef struct stats_stream {
+  Qkv__V1__GetAttentionStatsRequest *request;
+  const qkv_model *model;  // NULL before the first layer; the store's, which outlives all calls
+  uint64_t serial;         // of the session
+  size_t at;               // of the layers
+  uint32_t head;           // the next one of `stats`
+  bool loaded;             // whether `stats` are those of the layer
+  qkv_attention_stats stats;
+} stats_stream;
+
+static size_t stream_layers(const stats_stream *stream) {
+  return stream->request->n_layers > 0 ? stream->request->n_layers : stream->model->layers;
+}
+
+static uint32_t stream_layer(const stats_stream *stream) {
+  return stream->request->n_layers > 0 ? stream->request->layers[stream->at] : (uint32_t)stream->at;
+}
+
+static size_t buckets_max(const qkv_model *model) {
+  const size_t share = BUCKETS_ALL_MAX / model->kv_heads;
+  return share < BUCKETS_MAX ? share : BUCKETS_MAX;
+}
+
+static qkv_status begin_stats(const qkv_session *session, stats_stream *stream, qkv_error *error) {
+  const Qkv__V1__GetAttentionStatsRequest *request = stream->request;
+  if (stream->model != NULL) {
+    if (qkv_session_serial(session) == stream->serial) return QKV_OK;
+    return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", request->session);
+  }
+  stream->model = qkv_session_model(session);
+  stream->serial = qkv_session_serial(session);
+  QKV_TRY(check_layers(session, request->layers, request->n_layers, error));
+  const size_t most = buckets_max(stream->model);
+  if (request->buckets <= most) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "buckets is %" PRIu32 ", at most %zu", request->buckets, most);
+}
+
+static void send_head(qkv_rpc_call *call, stats_stream *stream) {
+  const qkv_attention_stats *stats = &stream->stats;
+  Qkv__V1__GetAttentionStatsResponse response = QKV__V1__GET_ATTENTION_STATS_RESPONSE__INIT;
+  response.layer = stream_layer(stream);
+  response.kv_head = stream->head;
+  response.position = stats->position;
+  response.tokens_per_bucket = stats->tokens_per_bucket;
+  response.n_ema = response.n_bits = stats->buckets;
+  response.ema = stats->ema + stream->head * stats->buckets;
+  response.bits = stats->bits + stream->head * stats->buckets;
+  response.tokens = stats->tokens;
+  response.counted = stats->counted;
+  response.queries = stats->queries;
+  const size_t length = qkv__v1__get_attention_stats_response__get_packed_size(&response);
+  uint8_t *packed = malloc(length + 1);
+  if (packed == NULL) abort();
+  qkv__v1__get_attention_stats_response__pack(&response, packed);
+  if (++stream->head == stats->kv_heads) {
+    stream->head = 0;
+    stream->loaded = false;
+    stream->at++;
+  }
+  const bool last = stream->at == stream_layers(stream);
+  (last ? qkv_rpc_reply_bytes : qkv_rpc_send_bytes)(call, packed, length);
+  free(packed);
+}
+
+static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv_error *error) {
+  qkv_session *session = NULL;
+  const size_t buckets = stream->request->buckets;
+  QKV_TRY(find_session(daemon, stream->request->session, &session, error));
+  qkv_status status = begin_stats(session, stream, error);
+  if (status == QKV_OK) {
+    qkv_attention_stats_deinit(&stream->stats);
+    status = qkv_session_read_attention(session, stream_layer(stream),
+                                        buckets == 0 ? buckets_max(stream->model) : buckets, &stream->stats, error);
+  }
+  stream->loaded = status == QKV_OK;
+  qkv_session_unref(&session);
+  return status;
+}
+
+static void stats_job(void *context) {
+  qkv_rpc_call *call = context;
+  stats_stream *stream = qkv_rpc_state(call);
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (load_layer(qkv_rpc_context(call), stream, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  send_head(call, stream);
+}
+
+static void on_stats_sent(qkv_rpc_call *call) {
+  stats_stream *stream = qkv_rpc_state(call);
+  if (stream->loaded) return send_head(call, stream);
+  qkvi_job_submit(call, stats_job, call);
+}
+
+static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  Qkv__V1__GetAttentionStatsRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__get_attention_stats_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  stats_stream *stream = calloc(1, sizeof *stream);
+  if (stream == NULL) abort();
+  stream->request = request;
+  qkv_rpc_set_state(call, stream);
+  qkvi_job_submit(call, stats_job, call);
+}
+
+static void destroy_stats(void *state) {
+  stats_stream *stream = state;
+  if (stream == NULL) return;
+  qkv_attention_stats_deinit(&stream->stats);
+  qkvi_control_free(stream->request);
+  free(stream);
+}
+
+const qkv_rpc_method qkvi_tiers_methods[] = {
+    {.path = "/qkv.v1.KvCache/Demote", .message = on_demote, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/Prefetch", .message = on_prefetch, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/GetAttentionStats",
+     .message = on_get_attention_stats,
+     .sent = on_stats_sent,
+     .destroy = destroy_stats},
+    {0}};
