@@ -148,6 +148,51 @@ qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_cli
 // Drops positions >= `position` in all layers. NOT_FOUND: there is no such session.
 qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error);
 
+// ---- tiers ----
+
+// Which rows: groups of 16 tokens that lie within positions [begin, end) as a whole.
+typedef struct qkv_client_scope {
+  const char *session;
+  uint64_t begin, end;     // end 0: to the end
+  const uint32_t *layers;  // layer_count 0: all
+  size_t layer_count;
+} qkv_client_scope;
+
+typedef struct qkv_client_tiers {
+  uint64_t pages;        // changed
+  uint64_t bytes_freed;  // of codes and what is kept beside them
+  uint64_t bytes_taken;
+} qkv_client_tiers;
+
+// Drops planes of coded rows, down to an average of `bits` code bits a coordinate in each layer, by the attention
+// that tokens have received, or with `even` to `bits` at most for all. A multiple of 1/8 from 1/8 to 8, else
+// INVALID_ARGUMENT. What is dropped is lost, unless the session keeps its pages in full. `*tiers` where not NULL.
+qkv_code qkv_client_demote(qkv_client *client, const qkv_client_scope *scope, double bits, bool even,
+                           qkv_client_tiers *tiers, qkv_call_error *error);
+// Back up to at least `bits`, 0: to all that rows were coded with. FAILED_PRECONDITION, with nothing changed: planes
+// have been dropped and not kept. RESOURCE_EXHAUSTED: the daemon's memory has no room.
+qkv_code qkv_client_promote(qkv_client *client, const qkv_client_scope *scope, double bits, qkv_client_tiers *tiers,
+                            qkv_call_error *error);
+
+// What the tokens of one layer and KV head receive and have, in buckets of tokens_per_bucket, the last one maybe of
+// fewer. The arrays are valid during the call of the function only.
+typedef struct qkv_client_attention {
+  uint32_t layer, kv_head;
+  bool counted;      // else ema is zeros
+  uint64_t queries;  // that the layer has been attended with
+  uint64_t position, tokens, tokens_per_bucket;
+  size_t buckets;
+  const float *ema;   // [buckets] mean running average of attention; 0 for exact rows
+  const float *bits;  // [buckets] mean code bits a coordinate; the dtype's for exact rows
+} qkv_client_attention;
+
+// Calls fn for each layer of the scope (its positions are not looked at) and each KV head, in at most `buckets`
+// buckets; 0: one a token, as far as the daemon has as many. fn returns false to cancel (the call then returns
+// CANCELLED).
+qkv_code qkv_client_attention_stats(qkv_client *client, const qkv_client_scope *scope, uint32_t buckets,
+                                    bool (*fn)(void *context, const qkv_client_attention *head), void *context,
+                                    qkv_call_error *error);
+
 // ---- append, attend, decode ----
 
 typedef struct qkv_client_attend_options {

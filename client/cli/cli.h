@@ -18,11 +18,14 @@ typedef struct qkvctl_values {
   bool metrics, options;                          // status
   const char *prefix, *tenant, *model, *session;  // sessions, load
   const char *output, *format;                    // fetch, calibrate
-  const char *layers, *dtype;                     // fetch
-  int64_t begin, end;                             // fetch: positions
+  const char *layers, *dtype;                     // fetch; layers: demote, promote, too
+  int64_t begin, end;                             // fetch, demote, promote: positions
   bool heads_first, before_rope;                  // fetch
   const char *purpose;                            // load
   double bits_k, bits_v;                          // load
+  double bits;                                    // demote, promote
+  bool even;                                      // demote
+  bool map;                                       // session
 } qkvctl_values;
 
 // ---- connect.c ----
@@ -39,7 +42,12 @@ qkv_status qkvctl_parse_position(const char *text, const char *what, uint64_t *p
 // and each once; NULL means all. INVALID_ARGUMENT for anything else.
 qkv_status qkvctl_parse_layers(const char *text, uint32_t layers, uint32_t *chosen, size_t *count, qkv_error *error);
 
-// ---- the commands: status.c, sessions.c, fetch.c, load.c, calibrate.c ----
+// ---- map.c ----
+
+// Draws a session's tokens, layers x buckets, by their bits; as JSON lines with `--json`. Returns the exit status.
+int qkvctl_draw_map(const qkvctl_values *values, qkv_client *client, const char *session);
+
+// ---- the commands: status.c, sessions.c, fetch.c, load.c, calibrate.c, tiers.c ----
 
 int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
@@ -49,6 +57,8 @@ int qkvctl_rm(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);
 int qkvctl_fetch(void *values, const qkv_option_list *arguments);
 int qkvctl_load(void *values, const qkv_option_list *arguments);
+int qkvctl_demote(void *values, const qkv_option_list *arguments);
+int qkvctl_promote(void *values, const qkv_option_list *arguments);
 int qkvctl_calibrate(void *values, const qkv_option_list *arguments);
 
 #endif

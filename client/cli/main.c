@@ -38,6 +38,26 @@ static const qkv_option load_options[] = {
     {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "code bits of a value's coordinate; 0: the model's"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option session_options[] = {
+    {"map", QKV_OPTION_FLAG, OFFSET(map), NULL, 0, 0, NULL, "draw its tokens' bits, layers by positions"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+#define SCOPE_OPTIONS \
+    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "such as 0,2-5; all when not given"}, \
+    {"begin", QKV_OPTION_INTEGER, OFFSET(begin), "0", 0, 1.0e15, "POSITION", "the first position"}, \
+    {"end", QKV_OPTION_INTEGER, OFFSET(end), "0", 0, 1.0e15, "POSITION", "the position behind the last; 0: to the end"}
+
+static const qkv_option demote_options[] = {
+    {"bits", QKV_OPTION_REAL, OFFSET(bits), "0", 0, 8, "BITS", "average code bits of a coordinate, by attention"},
+    {"even", QKV_OPTION_FLAG, OFFSET(even), NULL, 0, 0, NULL, "at most so many bits for all, whatever the attention"},
+    SCOPE_OPTIONS,
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option promote_options[] = {
+    {"bits", QKV_OPTION_REAL, OFFSET(bits), "0", 0, 8, "BITS", "code bits of a coordinate at least; 0: all that there were"},
+    SCOPE_OPTIONS,
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 static const qkv_option calibrate_options[] = {
     {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "the calibration file to write"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
@@ -48,11 +68,13 @@ static const qkv_command commands[] = {
     {"status", "", "Shows what the daemon is and holds.", OPTIONS(status_options), 0, 0, qkvctl_status},
     {"models", "", "Lists the models.", OPTIONS(common_options), 0, 0, qkvctl_models},
     {"sessions", "", "Lists the sessions.", OPTIONS(sessions_options), 0, 0, qkvctl_sessions},
-    {"session", "SESSION", "Shows one session.", OPTIONS(common_options), 1, 1, qkvctl_session},
+    {"session", "SESSION", "Shows one session.", OPTIONS(session_options), 1, 1, qkvctl_session},
     {"fetch", "SESSION", "Writes a session's rows to a file.", OPTIONS(fetch_options), 1, 1, qkvctl_fetch},
     {"load", "FILE", "Opens a session with the rows of a safetensors file.", OPTIONS(load_options), 1, 1, qkvctl_load},
     {"calibrate", "MODEL", "Writes a model's calibration, as the daemon has learnt it, to a file.", OPTIONS(calibrate_options), 1, 1,
      qkvctl_calibrate},
+    {"demote", "SESSION", "Takes bits of a session's rows.", OPTIONS(demote_options), 1, 1, qkvctl_demote},
+    {"promote", "SESSION", "Gives them back, where they were kept.", OPTIONS(promote_options), 1, 1, qkvctl_promote},
     {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
      qkvctl_truncate},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},

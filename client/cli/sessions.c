@@ -159,6 +159,11 @@ int qkvctl_session(void *values_in, const qkv_option_list *arguments) {
   const qkvctl_values *values = values_in;
   qkv_client *client = qkvctl_connect(values);
   if (client == NULL) return QKV_EXIT_FAILED;
+  if (values->map) {
+    const int drawn = qkvctl_draw_map(values, client, arguments->items[0]);
+    qkv_client_close(&client);
+    return drawn;
+  }
   qkv_client_session_info info;
   qkv_call_error error = {0};
   int status = QKV_EXIT_OK;

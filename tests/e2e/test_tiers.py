@@ -1,0 +1,133 @@
+"""qkvctl demote, promote and session --map, and what a daemon does to tiers by itself, as people see it."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+
+import pytest
+
+from daemon import binary, clean_environment
+from kv import TIMEOUT
+from qkv.v1 import kv_cache_pb2 as kv
+
+TOKENS = 448  # 6 pages below the window of 64
+
+
+def run(*arguments):
+    return subprocess.run([binary("qkvctl"), *arguments], env=clean_environment(), capture_output=True, text=True,
+                          timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+
+
+def lines(*arguments):
+    result = run(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def cache(make_cache):
+    made = make_cache(layers=3, recent_window=64)
+    for layer in range(3):
+        k, v = made.rows(TOKENS)
+        made.append(0, k, v, layer=layer)
+        made.attend(TOKENS - 16, made.queries(16), layer=layer)
+    return made
+
+
+def test_demote_says_what_it_freed(daemon, cache):
+    before = cache.info()
+    (said,) = lines("demote", cache.name, "--bits", "2", "--even", "--layers", "0,2", "--begin", "64", "--end", "192",
+                    "--target", daemon.target)
+    after = cache.info()
+    assert said["pages"] == 4
+    assert said["bytes_freed"] == before.bytes_coded - after.bytes_coded > 0
+    result = run("demote", cache.name, "--bits", "1.5", "--target", daemon.target)
+    assert result.returncode == 0 and re.search(r"\d+ pages changed, .* freed", result.stdout)
+    assert cache.info().bits_per_coordinate < after.bits_per_coordinate - 0.5
+    cache.attend(TOKENS - 1, cache.queries(1), layer=1)
+
+
+@pytest.mark.parametrize("arguments,code,text", [
+    (["demote", "SESSION"], 2, "demote needs --bits BITS"),
+    (["demote", "SESSION", "--bits", "0.3"], 1, "bits is 0.3, allowed are multiples of 0.125 up to 8"),
+    (["demote", "nobody", "--bits", "2"], 1, "no session nobody"),
+    (["demote", "SESSION", "--bits", "2", "--layers", "3"], 2, "the session has 0 to 2"),
+    (["demote", "SESSION", "--bits", "2", "--begin", "9", "--end", "8"], 1, "range.begin is 9, at most range.end 8"),
+    (["promote", "nobody"], 1, "no session nobody"),
+    (["session", "nobody", "--map"], 1, "no session nobody"),
+])
+def test_what_cannot_be_is_refused(daemon, cache, arguments, code, text):
+    before = cache.info().bytes_coded
+    result = run(*[cache.name if word == "SESSION" else word for word in arguments], "--target", daemon.target)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert text in result.stderr
+    assert cache.info().bytes_coded == before
+
+
+def test_promote_needs_what_was_kept(daemon, cache):
+    assert run("demote", cache.name, "--bits", "2", "--target", daemon.target).returncode == 0
+    result = run("promote", cache.name, "--target", daemon.target)
+    assert result.returncode == 1 and "were not kept" in result.stderr
+
+
+def test_promote_brings_back_what_was_kept(daemon, make_cache):
+    cache = make_cache(layers=1, recent_window=64)
+    name = cache.name + "-kept"
+    cache.stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name, keep_full=True),
+                           timeout=TIMEOUT)
+    cache.name = name
+    k, v = cache.rows(TOKENS)
+    cache.append(0, k, v)
+    rows = [part.tobytes() for part in cache.fetch()]
+    assert run("demote", name, "--bits", "1.5", "--even", "--target", daemon.target).returncode == 0
+    assert [part.tobytes() for part in cache.fetch()] != rows
+    (said,) = lines("promote", name, "--target", daemon.target)
+    assert said["pages"] == 6
+    assert [part.tobytes() for part in cache.fetch()] == rows
+
+
+def test_map_in_numbers(daemon, cache):
+    assert run("demote", cache.name, "--bits", "2", "--even", "--layers", "1", "--target",
+               daemon.target).returncode == 0
+    heads = lines("session", cache.name, "--map", "--target", daemon.target)
+    assert [(head["layer"], head["kv_head"]) for head in heads] == [(layer, head) for layer in range(3)
+                                                                   for head in range(2)]
+    for head in heads:
+        assert head["tokens"] == TOKENS and head["tokens_per_bucket"] == TOKENS // 64
+        assert head["bits"][0] == (2 if head["layer"] == 1 else 4)
+        assert head["bits"][-1] == 32  # exact rows, in fp32
+        assert head["counted"] is True and head["queries"] == 16
+
+
+def test_map_in_characters(daemon, cache):
+    assert run("demote", cache.name, "--bits", "2", "--even", "--layers", "1", "--target",
+               daemon.target).returncode == 0
+    drawn = run("session", cache.name, "--map", "--target", daemon.target).stdout.splitlines()
+    assert all(len(line) <= 80 for line in drawn)
+    for layer in range(3):
+        bits = "2" if layer == 1 else "4"
+        assert re.fullmatch(rf"layer {layer} +{bits}+[#{bits}-9]?#+", drawn[layer]), drawn[layer]
+    assert drawn[3].startswith("bits") and drawn[3].endswith("exact")
+    assert "from position 0 on" in drawn[4]
+
+
+def test_map_in_colours(daemon, cache):
+    leader, follower = pty.openpty()
+    with subprocess.Popen([binary("qkvctl"), "session", cache.name, "--map", "--target", daemon.target],
+                          env=clean_environment(), stdout=follower, stdin=subprocess.DEVNULL) as process:
+        os.close(follower)
+        drawn = b""
+        while True:
+            try:
+                piece = os.read(leader, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            drawn += piece
+        assert process.wait(TIMEOUT) == 0
+    os.close(leader)
+    assert b"\x1b[48;5;34m \x1b[0m" in drawn  # 4 bits
+    assert b"\x1b[48;5;250m#\x1b[0m" in drawn  # exact
