@@ -51,10 +51,10 @@ typedef struct attend_call {
   size_t part_count;    // of the request that is served
   size_t attend_count;
   bool parsed, checked;
-  size_t next;           // part to append
-  double cost;           // of all attends
-  uint64_t block_bytes;  // of all outs and LSEs
-  qkvi_block *block;     // of block_bytes; NULL without attends
+  size_t next;                 // part to append
+  double cost;                 // of all attends
+  uint64_t block_bytes;        // of all outs and LSEs
+  qkvi_response_block *block;  // of block_bytes; NULL without attends
   qkv_wire_writer *writer;
 } attend_call;
 

@@ -15,15 +15,15 @@
 
 #include "engine/base/status.h"
 
-typedef struct qkvi_block {
+typedef struct qkvi_response_block {
   _Atomic uint64_t references;
   uint64_t bytes;  // counted
   _Alignas(64) uint8_t data[];
-} qkvi_block;
+} qkvi_response_block;
 
 // RESOURCE_EXHAUSTED: "limit-response-bytes is 1048576 bytes, 1000000 are on their way, 65536 more are needed".
-qkv_status qkvi_block_create(uint64_t bytes, uint64_t limit, qkvi_block **out, qkv_error *error);
-void qkvi_block_hold(qkvi_block *block);
+qkv_status qkvi_block_create(uint64_t bytes, uint64_t limit, qkvi_response_block **out, qkv_error *error);
+void qkvi_block_hold(qkvi_response_block *block);
 void qkvi_block_release(void *block);  // NULL is none
 
 // Bytes of all blocks.

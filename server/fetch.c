@@ -25,9 +25,9 @@
 // Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked.
 typedef struct fetch_run {
   uint32_t layer;
-  uint64_t position, tokens;  // what is left
-  const uint8_t *rows[2];     // of what is left, by qkv_part; NULL where not wanted
-  qkvi_block *blocks[2];      // where they lie; a reference of ours each; NULL for rows that stay
+  uint64_t position, tokens;       // what is left
+  const uint8_t *rows[2];          // of what is left, by qkv_part; NULL where not wanted
+  qkvi_response_block *blocks[2];  // where they lie; a reference of ours each; NULL for rows that stay
 } fetch_run;
 
 typedef struct fetch_stream {

@@ -84,6 +84,11 @@ static qkv_status options_field(void *context, const qkv_wire_field *field, qkv_
       return QKV_OK;
     case 6:
       return get_bool(field, "not_causal", &options->not_causal, error);
+    case 7:
+      QKV_TRY(get_uint64(field, "precision", &value, error));
+      options->precision =
+          value <= QKV_PRECISION_INT8 ? (qkv_precision)value : (qkv_precision)(QKV_PRECISION_INT8 + 1);
+      return QKV_OK;
     default:
       return QKV_OK;
   }

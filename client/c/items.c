@@ -25,7 +25,8 @@ enum {
   OPTIONS_SOFT_CAP,
   OPTIONS_RANGE,
   OPTIONS_CAUSAL_OFFSET,
-  OPTIONS_NOT_CAUSAL
+  OPTIONS_NOT_CAUSAL,
+  OPTIONS_PRECISION
 };
 enum { RANGE_BEGIN = 1, RANGE_END };
 enum { TENSOR_DTYPE = 1, TENSOR_DIMS, TENSOR_STRIDES, TENSOR_DATA = 15 };
@@ -131,6 +132,7 @@ static void put_options(qkv_wire_writer *writer, const qkv_client_attend_options
   }
   qkv_wire_put_varint(writer, OPTIONS_CAUSAL_OFFSET, (uint64_t)options->causal_offset);
   qkv_wire_put_varint(writer, OPTIONS_NOT_CAUSAL, options->not_causal);
+  qkv_wire_put_varint(writer, OPTIONS_PRECISION, (uint64_t)options->precision);
   qkv_wire_end(writer);
 }
 

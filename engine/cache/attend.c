@@ -65,33 +65,65 @@ size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens
   return slot < tokens ? (size_t)slot : tokens;
 }
 
+// Masks a row's scores and moves its statistics on; false where it sees nothing of the tile.
+static bool see(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, size_t row,
+                uint64_t position, size_t tokens) {
+  float *scores = block->scores + row * QKVI_TILE_TOKENS;
+  size_t first = qkvi_attend_slot(block->begin[row], position, tokens),
+         last = qkvi_attend_slot(block->end[row], position, tokens);
+  if (first >= last) {
+    memset(scores, 0, QKVI_TILE_TOKENS * sizeof *scores);
+    return false;
+  }
+  qkvi_attend_mask(scores, first, last);
+  float largest = qkv_kernels_get()->largest(scores);
+  if (largest > partial->peak[row]) {
+    float decay = qkv_exp_negative(partial->peak[row] - largest);
+    float *sums = partial->sums[row];
+    for (size_t i = 0; i < task->model->value_dim; i++) sums[i] *= decay;
+    partial->total[row] *= (double)decay;
+    partial->peak[row] = largest;
+  }
+  return true;
+}
+
 bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, uint64_t position,
                       size_t tokens) {
   bool any = false;
-  size_t dim = task->model->value_dim;
   const qkv_kernels *kernels = qkv_kernels_get();
   qkvi_attend_cap(task, block, block->scores);
   for (size_t row = 0; row < block->queries.count; row++) {
-    float *scores = block->scores + row * QKVI_TILE_TOKENS;
-    size_t first = qkvi_attend_slot(block->begin[row], position, tokens),
-           last = qkvi_attend_slot(block->end[row], position, tokens);
-    if (first >= last) {
-      memset(scores, 0, QKVI_TILE_TOKENS * sizeof *scores);
-      continue;
-    }
+    if (!see(task, block, partial, row, position, tokens)) continue;
     any = true;
-    qkvi_attend_mask(scores, first, last);
-    float largest = kernels->largest(scores);
-    if (largest > partial->peak[row]) {
-      float decay = qkv_exp_negative(partial->peak[row] - largest);
-      float *sums = partial->sums[row];
-      for (size_t i = 0; i < dim; i++) sums[i] *= decay;
-      partial->total[row] *= (double)decay;
-      partial->peak[row] = largest;
-    }
-    partial->total[row] += kernels->weigh(scores, partial->peak[row]);
+    partial->total[row] += kernels->weigh(block->scores + row * QKVI_TILE_TOKENS, partial->peak[row]);
   }
   return any;
+}
+
+// The same for a page, whose values are taken at once: in integers where the block asks for them and the page can.
+static void fold_page(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial,
+                      const qkv_page_entry *entry, float *sums) {
+  enum { UNSEEN_PEAK = 1000000000 };  // leaves no weight of a row that sees nothing
+  const qkv_codec *codec = entry->coder->codec;
+  const size_t rows = block->queries.count;
+  bool any = false, sees[QKV_QUERY_BLOCK];
+  float peaks[QKV_QUERY_BLOCK], totals[QKV_QUERY_BLOCK];
+  qkvi_attend_cap(task, block, block->scores);
+  for (size_t row = 0; row < rows; row++) {
+    sees[row] = see(task, block, partial, row, entry->position, entry->tokens);
+    peaks[row] = sees[row] ? partial->peak[row] : UNSEEN_PEAK;
+    any |= sees[row];
+  }
+  if (!any) return;
+  if (codec->weigh(entry->coder, entry->page, task->kv_head, &block->queries, block->scores, peaks, totals, sums)) {
+    for (size_t row = 0; row < rows; row++) partial->total[row] += sees[row] ? (double)totals[row] : 0;
+    return;
+  }
+  for (size_t row = 0; row < rows; row++) {
+    float *scores = block->scores + row * QKVI_TILE_TOKENS;
+    if (sees[row]) partial->total[row] += qkv_kernels_get()->weigh(scores, peaks[row]);
+  }
+  codec->accumulate(entry->coder, entry->page, task->kv_head, block->scores, rows, sums);
 }
 
 // ---- The pages ----
@@ -121,9 +153,7 @@ static void attend_range(const qkvi_head_task *task, qkvi_row_block *block, size
     const qkv_page_entry *entry = &layer->pages[i];
     const qkv_codec *codec = entry->coder->codec;
     codec->scores(entry->coder, entry->page, task->kv_head, &block->queries, block->scores);
-    if (qkvi_attend_fold(task, block, partial, entry->position, entry->tokens)) {
-      codec->accumulate(entry->coder, entry->page, task->kv_head, block->scores, block->queries.count, sums);
-    }
+    fold_page(task, block, partial, entry, sums);
   }
 }
 
@@ -169,6 +199,10 @@ size_t qkvi_attend_output_row(const qkvi_head_task *task, size_t flat) {
 void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block) {
   const qkv_attend *request = task->request;
   bool rotate = request->q_before_rope && task->model->rope.theta != 0;
+  const qkv_precision precision = request->options.precision;
+  block->queries.query_bytes = precision == QKV_PRECISION_INT16 || precision == QKV_PRECISION_INT8 ? 2 : 0;
+  block->queries.weight_bytes = precision == QKV_PRECISION_INT16 ? 2 : precision == QKV_PRECISION_INT8 ? 1 : 0;
+  if (block->queries.query_bytes > 0) memset(&block->queries.layouts, 0, sizeof block->queries.layouts);
   block->begin_min = UINT64_MAX;
   block->end_max = 0;
   for (size_t row = 0; row < block->queries.count; row++) {

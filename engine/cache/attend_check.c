@@ -13,6 +13,10 @@ static qkv_status check_options(const qkv_attend *request, qkv_error *error) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "options.range.begin is %" PRIu64 ", at most range.end %" PRIu64,
                     options->begin, options->end);
   }
+  if ((unsigned)options->precision > QKV_PRECISION_INT8) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "options.precision is %d, known are 0 to %d",
+                    (int)options->precision, QKV_PRECISION_INT8);
+  }
   if (options->not_causal && qkvi_attend_window(request) != 0) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "options.not_causal excludes a sliding window");
   }

@@ -22,6 +22,7 @@
 #include "engine/codec/page.h"
 #include "engine/codec/phases.h"
 #include "engine/codec/transform.h"
+#include "engine/kernel/integer.h"
 
 // Queries that one call of scores or accumulate takes at most: bounds every scratch.
 #define QKV_QUERY_BLOCK 32
@@ -62,6 +63,10 @@ typedef struct qkv_query_block {
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
   float shares[QKV_QUERY_BLOCK];                // what every score gets
   qkv_phases_walk walk;                         // attend frame
+  // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
+  unsigned query_bytes, weight_bytes;
+  qkv_integer_queries integers;  // of `codes`
+  qkv_layouts layouts;           // the caller's zeros before the first page
 } qkv_query_block;
 
 struct qkv_codec {
@@ -77,13 +82,18 @@ struct qkv_codec {
   // bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, const float *k, const float *v,
                    void *image);
-  // Fills the rest of a block whose `count` and `rows` are set.
+  // Fills the rest of a block whose `count`, `rows`, `query_bytes` and `weight_bytes` are set.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.
   void (*scores)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries, float *scores);
   // sums[n][value_dim] += weights[n][64] . v_t, in code space.
   void (*accumulate)(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                      float *sums);
+  // The same from scores [count][64] and their peaks [count], in integers where `queries` say so: weights are
+  // exp(score - peak), totals [count] get their sums. False, with nothing done, where a page's values are not taken
+  // in integers.
+  bool (*weigh)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                const float *scores, const float *peaks, float *totals, float *sums);
   // sums [n][value_dim] in place, from code space to model space; totals[n], the sums of all weights.
   void (*output)(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n);
   // One head's rows [tokens][key_dim or value_dim] in token order, tokens = the header's; keys as attended, or as

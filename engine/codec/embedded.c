@@ -301,12 +301,22 @@ static void add_rows(const additions *added, float *rows) {
 
 // ---- Attention ----
 
+// What lies as far ahead as prefetching pays is not known here; pages of a layer lie one after the other as a rule.
+static const qkv_ahead nothing_ahead = {0};
+
+static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
+  if (queries->query_bytes == 0) return;
+  qkv_kernels_get()->prepare(queries->codes, queries->count, coder->key_dim, queries->query_bytes,
+                             &queries->integers);
+}
+
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
   assert(queries->count <= QKV_QUERY_BLOCK);
   if (coder->frame != QKV_FRAME_PLAIN) return qkv_phases_start(&queries->walk);
   memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
   qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
                       coded_most(coder, kv_head, QKV_K), queries->shares);
+  prepare_integers(coder, queries);
 }
 
 static float dot(const float *a, const float *b, size_t n) {
@@ -345,6 +355,7 @@ static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_
   memcpy(queries->codes, queries->turned, queries->count * dim * sizeof *queries->codes);
   qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
                       coded_most(coder, kv_head, QKV_K), queries->shares);
+  prepare_integers(coder, queries);
 }
 
 static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
@@ -355,7 +366,11 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   if (coder->frame == QKV_FRAME_ARCHIVE) return archive_scores(coder, page, kv_head, queries, scores);
   if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   find(coder, page, kv_head, QKV_K, &codes);
-  qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
+  if (queries->query_bytes > 0) {
+    qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts, nothing_ahead, scores);
+  } else {
+    qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
+  }
   const additions added = find_additions(coder, page, kv_head, QKV_K);
   if (added.anchored) qkv_anchor_scores(&added.anchor, queries->codes, queries->count, scores);
   if (added.factored) qkv_low_rank_scores(&added.factors, queries->codes, queries->count, scores);
@@ -366,6 +381,20 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
       qkv_phases_add_scores(coder->phases, transform, header->position, queries->turned + i * coder->key_dim, row);
     }
   }
+}
+
+static bool embedded_weigh(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                           const float *scores, const float *peaks, float *totals, float *sums) {
+  if (queries->weight_bytes == 0) return false;
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  if (entry->anchor_v != 0 || entry->low_rank_v != 0) return false;
+  qkv_page_codes codes;
+  qkv_integer_weights weights;
+  find(coder, page, kv_head, QKV_V, &codes);
+  const qkv_kernels *kernels = qkv_kernels_get();
+  kernels->weigh_integer(scores, peaks, queries->count, codes.gains, queries->weight_bytes, &weights, totals);
+  kernels->accumulate_integer(&codes, &weights, &queries->layouts, nothing_ahead, sums);
+  return true;
 }
 
 static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights,
@@ -595,6 +624,7 @@ const qkv_codec qkvi_codec_embedded = {
     .query = embedded_query,
     .scores = embedded_scores,
     .accumulate = embedded_accumulate,
+    .weigh = embedded_weigh,
     .output = embedded_output,
     .decode = embedded_decode,
     .rows_match = embedded_rows_match,

@@ -38,7 +38,7 @@ def large(make_cache):
 
 
 def large_request(cache):
-    return kv.AttendRequest(items=[cache.item(TOKENS - 1, q=cache.queries(16))] * 16)
+    return kv.AttendRequest(items=[cache.item(TOKENS - 1, q=cache.queries(16))] * 64)
 
 
 def test_deadline_of_a_large_attend(daemon, large):
