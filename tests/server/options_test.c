@@ -140,11 +140,33 @@ static void values_out_of_limits(void **out) {
       {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},
       {"--bits-k=0", "--bits-k is 0, allowed are multiples of 0.125 up to 8"},
       {"--cpu-mask=avx1024", "--cpu-mask is avx1024, allowed are none and lists of avx2, fma"},
+      {"--ema-alpha=2", "--ema-alpha is 2, allowed are 0 (not included) to 0.99999"},
+      {"--tier-bits=1.3", "--tier-bits is 1.3, allowed are multiples of 0.125 up to 8"},
+      {"--tier-thresholds=0.1,0.01", "--tier-thresholds is \"0.1,0.01\", three numbers HI,MID,LO are needed"},
+      {"--tier-thresholds=0.1,0.2,0.3", "--tier-thresholds: retier.thresholds are not falling"},
+      {"--memory-low=0.95", "--memory-low is 0.95, at most --memory-high 0.9"},
       {"--log-level=loud", "--log-level is loud, allowed are debug, info, warn and error"},
   };
   for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
     expect_refusal((const char *[]){rows[i].argument, NULL}, rows[i].text);
   }
+}
+
+static void tiers(void **out) {
+  (void)out;
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  expect_refusal((const char *[]){"--ema-every=0", "--tier-thresholds=0.1,0.01,0.001", NULL},
+                 "--tier-thresholds need attention to be counted, --ema-every is 0");
+  assert_int_equal(read_options((const char *[]){"--tier-thresholds=0.5,0.25,0.125", "--tier-bits=1.625",
+                                                 "--tier-pages=7", "--tier-sinks=9", NULL},
+                                &values, &set, &error),
+                   QKV_OK);
+  const qkv_retier_policy policy = qkv_server_options_retier(&values);
+  assert_true(policy.thresholds[0] == 0.5 && policy.thresholds[1] == 0.25 && policy.thresholds[2] == 0.125);
+  assert_true(policy.bits == 1.625 && policy.pages_max == 7 && policy.sinks == 9);
+  qkv_options_destroy(&set);
 }
 
 static void cpu_masks(void **out) {
@@ -176,6 +198,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(unknown_names, setup, teardown),
       cmocka_unit_test(foreign_variables_are_left_alone),
       cmocka_unit_test(values_out_of_limits),
+      cmocka_unit_test(tiers),
       cmocka_unit_test(cpu_masks),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

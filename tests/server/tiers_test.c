@@ -302,12 +302,13 @@ static void statistics_come_by_layer_and_head(void **state) {
 
 // ---- In the background ----
 
+// The session is attended all the while.
 static void wait_below(fixture_client *on, const char *session, double bits) {
   const int64_t until = fixture_now_ms() + 60000;
   double now = 0;
   for (bytes_of(on, session, &now); now >= bits; bytes_of(on, session, &now)) {
     if (fixture_now_ms() > until) fail_msg("%s is still at %g bits", session, now);
-    fixture_sleep_ms(20);
+    for (uint32_t layer = 0; layer < KV_LAYERS; layer++) attend(on, session, layer, 16);
   }
 }
 
@@ -315,7 +316,7 @@ static void sessions_reach_their_budget(void **state) {
   (void)state;
   fixture_daemon *other = NULL;
   fixture_client *to = NULL;
-  kv_start((const char *[]){"--tier-bits=2", "--tier-pages=2", "--ema-every=1", NULL}, &other, &to);
+  kv_start((const char *[]){"--tier-bits=2", "--tier-pages=8", "--ema-every=1", NULL}, &other, &to);
   open_session(to, "default", 0, false);
   open_session(to, "own", 3, false);
   open_session(to, "none", 8, false);
@@ -353,7 +354,6 @@ static void short_memory_demotes_the_coldest(void **state) {
     fill(to, name, TOKENS);
     if (i == 0) bytes_of(to, name, &full);
   }
-  print_message("%g bytes\n", kv_metric(to, "qkvd_kv_bytes"));
   while (kv_metric(to, "qkvd_kv_bytes") > 0.78 * 1048576) {
     if (fixture_now_ms() > until) fail_msg("%g bytes are still held", kv_metric(to, "qkvd_kv_bytes"));
     fixture_sleep_ms(20);
