@@ -23,6 +23,8 @@ static const qkv_option options[] = {
      "query heads, a multiple of the KV heads"},
     {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
+    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "1", 1, 3, "N",
+     "arithmetic on codes: 1 in fp32, 2 in integers, 3 in integers with weights of one byte"},
 };
 
 // One session twice: in this process and in the daemon.
@@ -125,6 +127,7 @@ static int step_in_process(both_sides *sides) {
   qkv_error error = {0};
   uint64_t appended, length;
   qkv_attend request = {.position = sides->position,
+                        .options.precision = (qkv_precision)settings->precision,
                         .q = tensor_of(&q, 1, settings->q_heads, settings->dim),
                         .out = sides->out,
                         .lse = sides->lse};
@@ -149,8 +152,10 @@ static qkv_client_tensor client_tensor(const float *data, int64_t heads, int64_t
 static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
   const qkv_bench_settings *settings = sides->settings;
   qkv_call_error error = {0};
+  const qkv_client_attend_options attend = {.precision = (int)settings->precision};
   qkv_client_item item = {.session = NAME,
                           .position = sides->position,
+                          .options = &attend,
                           .k = client_tensor(sides->k, settings->kv_heads, settings->dim),
                           .v = client_tensor(sides->v, settings->kv_heads, settings->dim),
                           .q = client_tensor(sides->q, settings->q_heads, settings->dim)};

@@ -24,6 +24,7 @@ typedef struct qkv_bench_settings {
   bool store;      // append and fetch: the real engine instead of a discard
   int64_t tokens, dim, kv_heads, q_heads;
   int64_t bits_k, bits_v;
+  int64_t precision;  // as of AttendOptions
   // quality
   const char *model;        // a directory
   const char *calibration;  // a file; NULL: data-free

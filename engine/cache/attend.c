@@ -462,19 +462,25 @@ static bool load_token(const qkv_attend *request, uint64_t query, float *rows) {
   return true;
 }
 
-// One query of a request in so many teaches the model's calibration.
+// Some of the queries of a request, evenly spread, teach the model's calibration.
 static void teach(const qkv_attend *request) {
   const qkv_model *model = request->layer->config.model;
+  const uint32_t layer = request->layer->config.layer;
   if (model->learner == NULL || !request->layer->config.policy.learn) return;
-  if (!qkv_learner_wants_queries(model->learner)) return;
-  const int64_t stand = qkvi_attend_stand(request, 0);
-  if (stand < 0) return;
+  const uint64_t queries = (uint64_t)request->q.dims[0];
+  uint64_t wanted = qkv_learner_wants_queries(model->learner, layer);
+  if (wanted > queries) wanted = queries;
+  if (wanted == 0 || qkvi_attend_stand(request, 0) < 0) return;
   float *rows = malloc((size_t)model->q_heads * model->key_dim * sizeof *rows);
   if (rows == NULL) return;
-  for (uint32_t head = 0; head < model->q_heads; head++) {
-    qkv_tensor_row(&request->q, 0, head, rows + (size_t)head * model->key_dim);
+  for (uint64_t i = 0; i < wanted; i++) {
+    const uint64_t query = i * queries / wanted;
+    for (uint32_t head = 0; head < model->q_heads; head++) {
+      qkv_tensor_row(&request->q, (int64_t)query, head, rows + (size_t)head * model->key_dim);
+    }
+    qkv_learner_queries(model->learner, layer, (uint64_t)qkvi_attend_stand(request, query), rows,
+                        request->q_before_rope);
   }
-  qkv_learner_queries(model->learner, request->layer->config.layer, (uint64_t)stand, rows, request->q_before_rope);
   free(rows);
 }
 

@@ -11,7 +11,10 @@
 enum {
   ROWS_LEARNING = 64,  // of a page, until the first calibration
   ROWS_LATER = 2,
-  QUERIES_EVERY = 32,
+  QUERIES_LEARNING = 32,
+  EVERY_LEARNING = 2,  // queries of every so many attends
+  QUERIES_LATER = 1,
+  EVERY_LATER = 64,
   MEASURE_EVERY = 16,     // pages
   MEASURES_SETTLED = 32,  // measures after which an error is believed
 };
@@ -20,7 +23,7 @@ enum {
 
 typedef struct taught_layer {
   pthread_mutex_t lock;
-  _Atomic uint64_t tokens;
+  _Atomic uint64_t tokens, attends;
 } taught_layer;
 
 struct qkv_learner {
@@ -30,9 +33,10 @@ struct qkv_learner {
   qkv_arena *arena;
   _Atomic(qkv_moments *) moments;  // each layer's under its lock; NULL until the first page
   taught_layer *layers;
-  _Atomic uint64_t attends, pages;
+  _Atomic uint64_t pages;
   _Atomic uint64_t due_at;  // tokens
   _Atomic uint32_t runs;
+  _Atomic uint32_t version;  // of the last calibration made here; 0: none yet
   _Atomic bool running;
 
   pthread_mutex_t error_lock;  // of the rest
@@ -84,7 +88,7 @@ static qkv_moments *moments_of(qkv_learner *learner) {
   return moments;
 }
 
-// Row by row, as their positions do not follow one another.
+// Rows that are picked are added one by one, as their positions do not follow one another.
 static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
                        const float *v) {
   qkv_moments *moments = moments_of(learner);
@@ -93,7 +97,8 @@ static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, 
   const size_t count = tokens < rows ? tokens : rows;
   const size_t k_width = (size_t)learner->shape.kv_heads * learner->shape.key_dim;
   const size_t v_width = (size_t)learner->shape.kv_heads * learner->shape.value_dim;
-  for (size_t i = 0; i < count; i++) {
+  if (count == tokens) qkv_moments_add(moments, layer, position, tokens, k, v, false);
+  for (size_t i = 0; i < count && count < tokens; i++) {
     const size_t at = i * tokens / count;
     qkv_moments_add(moments, layer, position + at, 1, k + at * k_width, v + at * v_width, false);
   }
@@ -175,8 +180,12 @@ void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, s
   note_error(learner, coder, measure(learner, tokens, k, v, coder, page, head));
 }
 
-bool qkv_learner_wants_queries(qkv_learner *learner) {
-  return atomic_fetch_add_explicit(&learner->attends, 1, memory_order_relaxed) % QUERIES_EVERY == 0;
+size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer) {
+  assert(layer < learner->shape.layers);
+  const bool learning = atomic_load_explicit(&learner->runs, memory_order_relaxed) == 0;
+  const uint64_t attend = atomic_fetch_add_explicit(&learner->layers[layer].attends, 1, memory_order_relaxed);
+  if (attend % (learning ? EVERY_LEARNING : EVERY_LATER) != 0) return 0;
+  return learning ? QUERIES_LEARNING : QUERIES_LATER;
 }
 
 void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope) {
@@ -203,6 +212,8 @@ qkv_learner_stats qkv_learner_read(const qkv_learner *learner) {
 }
 
 bool qkv_learner_due(const qkv_learner *learner) {
+  const uint32_t version = qkv_calibration_slot_version(learner->slot);
+  if (version != 0 && version != atomic_load(&learner->version)) return false;  // one that was brought
   return !atomic_load(&learner->running) && qkv_learner_read(learner).tokens >= atomic_load(&learner->due_at);
 }
 
@@ -239,6 +250,7 @@ bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
   qkv_moments_destroy(&moments);
   if (made) {
     const qkv_calibration *own = calibration;
+    atomic_store(&learner->version, qkv_calibration_version(own));
     qkv_calibration_slot_set(learner->slot, own);
     qkv_calibration_unref(&own);
   }

@@ -6,6 +6,8 @@
 // QKV_LEARNER_RUNS, and after that whenever the measured error of the pages has grown by QKV_LEARNER_DRIFT: then what
 // was seen before counts little.
 //
+// A calibration that was brought by a file or by RegisterModel is not replaced.
+//
 // All sessions of a model teach one learner, whatever their tenant, but for those whose policy keeps out.
 //
 // Moments take memory when the first page teaches them (qkv_moments_bytes: 100 MB for 32 layers with 8 heads of 128),
@@ -39,8 +41,9 @@ void qkv_learner_destroy(qkv_learner **learner);
 // what became of it. Looks at some of its rows.
 void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
                       const float *v, const qkv_coder *coder, const void *page);
-// Whether the queries of an attend are wanted; about one in 32.
-bool qkv_learner_wants_queries(qkv_learner *learner);
+// How many of an attend's query tokens are wanted: up to 32 of every other attend of a layer until the first
+// calibration, then one of every 64th.
+size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer);
 // q [q_heads][key_dim] of one token, after RoPE unless `before_rope`.
 void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope);
 

@@ -287,7 +287,7 @@ static additions find_additions(const qkv_coder *coder, const void *page, uint16
     if (bytes[each] != 0) section += qkv_anchor_find(bytes[each], section, dims[each], &anchor);
     if (each == part && found.anchored) found.anchor = anchor;
   }
-  for (qkv_part each = QKV_K; each <= part; each++) {
+  for (qkv_part each = QKV_K; each <= QKV_V && each <= part; each++) {
     if (ranks[each] != 0) section += qkv_low_rank_find(ranks[each], section, dims[each], &found.factors);
   }
   return found;
@@ -458,6 +458,7 @@ static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const 
   const int drift = mine->tiers[group] == theirs->tiers[group] ? 0 : QKV_GAIN_OCTAVE;
   qkvi_codes a[QKV_DIM_MAX], b[QKV_DIM_MAX];
   uint32_t same = end;
+  if (theirs->tiers[group] > mine->tiers[group]) return 0;  // no page that encode has written
   for (uint32_t slot = end; slot-- > first;) {
     if (abs(mine->gains[slot] - theirs->gains[slot]) > drift) same = slot;
   }
@@ -555,9 +556,10 @@ static qkv_status validate_kind(const qkv_coder *coder, const qkv_page_header *h
   return QKV_OK;
 }
 
-// A head's block holds its sections and nothing else but padding. The directory has been found in order.
-static qkv_status validate_sections(const qkv_coder *coder, const uint8_t *image, const qkv_page_header *header,
-                                    uint16_t kv_head, qkv_error *error) {
+// A head's block has no more bits than the coder gives, its sections, and nothing else but padding. The directory has
+// been found in order.
+static qkv_status validate_head(const qkv_coder *coder, const uint8_t *image, const qkv_page_header *header,
+                                uint16_t kv_head, qkv_error *error) {
   qkv_page_directory entry;
   uint32_t end = header->bytes;
   const uint8_t *at = image + sizeof *header + kv_head * sizeof entry;
@@ -565,8 +567,12 @@ static qkv_status validate_sections(const qkv_coder *coder, const uint8_t *image
   if (kv_head + 1 < header->kv_heads) memcpy(&end, at + sizeof entry, sizeof end);
   size_t begin = entry.offset + (size_t)2 * QKV_PAGE_TOKENS, used = 0;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    const uint8_t *tiers = part == QKV_K ? entry.tier_k : entry.tier_v;
+    const uint8_t *tiers = part == QKV_K ? entry.tier_k : entry.tier_v, most = coder->heads[kv_head].tiers[part];
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+      if (tiers[g] > most) {
+        return qkv_fail(error, QKV_DATA_LOSS, "page.directory[%u].tier_%c[%zu] is %u, the coder has %u", kv_head,
+                        part == QKV_K ? 'k' : 'v', g, tiers[g], most);
+      }
       begin += qkv_schedule_group_bytes(coder->heads[kv_head].schedules[part], tiers[g]);
     }
   }
@@ -599,7 +605,7 @@ static qkv_status embedded_validate(const qkv_coder *coder, const void *image, s
   memcpy(&header, image, sizeof header);
   QKV_TRY(validate_kind(coder, &header, error));
   for (uint16_t h = 0; h < header.kv_heads; h++) {
-    QKV_TRY(validate_sections(coder, image, &header, h, error));
+    QKV_TRY(validate_head(coder, image, &header, h, error));
   }
   return QKV_OK;
 }

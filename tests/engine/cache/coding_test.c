@@ -93,11 +93,61 @@ static void test_frames(void **state) {
   }
 }
 
+// Layers with a policy of their own, whatever the session says.
+static void test_overrides(void **state) {
+  (void)state;
+  qkv_layer_override overrides[] = {
+      {.layer = 0, .sliding_window = 128, .policy = {.bits_k = 8, .recent_window = -1}},
+      {.layer = 2, .soft_cap = 30, .policy = {.codec = qkv_codec_by_name("exact"), .recent_window = 16}}};
+  qkv_model model = turning_model(10000);
+  model.overrides = overrides;
+  model.override_count = 2;
+  assert_int_equal(qkv_model_resolve(&model, NULL), QKV_OK);
+  const qkv_policy policy = test_policy(4, 2.5, 8);
+  qkv_coding *coding = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
+  const uint8_t tiers_k[] = {64, 32, 32};
+  for (uint32_t layer = 0; layer < 3; layer++) {
+    const qkv_coder *coder = qkv_coding_layer(coding, layer);
+    assert_int_equal(qkv_codec_is_exact(coder->codec), layer == 2);
+    assert_int_equal(coder->tier_k, tiers_k[layer]);
+    assert_int_equal(coder->tier_v, 20);
+  }
+  qkv_coding_unref(&coding);
+  assert_int_equal(qkv_model_window(&model, 0), 128);
+  assert_int_equal(qkv_model_window(&model, 1), 0);
+  assert_true(qkv_model_cap(&model, 2) == 30 && qkv_model_cap(&model, 0) == 0);
+  assert_int_equal(qkv_model_policy(&model, 2, &policy).recent_window, 16);
+  assert_int_equal(qkv_model_policy(&model, 0, &policy).recent_window, 8);
+}
+
+// ceil(log4 g) bits more for g query heads on a KV head, up to 8.
+static void test_gqa_compensation(void **state) {
+  (void)state;
+  const struct {
+    uint32_t group;
+    double more;
+  } cases[] = {{1, 0}, {2, 1}, {4, 1}, {5, 2}, {16, 2}, {17, 3}, {64, 3}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkv_model model = turning_model(0);
+    model.q_heads = model.kv_heads * cases[i].group;
+    qkv_policy policy = test_policy(2.5, 7, 0);
+    policy.gqa_said = policy.gqa_compensation = true;
+    qkv_coding *coding = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
+    const qkv_coder *coder = qkv_coding_layer(coding, 1);
+    assert_int_equal(coder->tier_k, (int)((2.5 + cases[i].more) * QKV_TIER_BIT));
+    assert_int_equal(coder->tier_v, cases[i].more == 0 ? 56 : 64);
+    assert_int_equal(coder->heads[1].tiers[QKV_K], coder->tier_k);
+    qkv_coding_unref(&coding);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_what_is_alike_is_shared),
       cmocka_unit_test(test_coders_are_as_the_policy_says),
       cmocka_unit_test(test_frames),
+      cmocka_unit_test(test_overrides),
+      cmocka_unit_test(test_gqa_compensation),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

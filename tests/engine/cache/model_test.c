@@ -98,12 +98,41 @@ static void test_policy_limits(void **state) {
   REFUSED(policy.bits_v = -1, "model.policy.bits_v is -1, allowed are multiples of 0.125 up to 8");
   REFUSED(policy.bits_k = NAN, "model.policy.bits_k is nan, allowed are multiples of 0.125 up to 8");
   REFUSED(policy.recent_window = 1048577, "model.policy.recent_window is 1048577, allowed are 0 to 1048576");
+  REFUSED(policy.anchor.every = 65, "model.policy.anchor_every is 65, allowed are 0 to 64");
+  REFUSED(policy.anchor.threshold = NAN, "model.policy.anchor_threshold is nan, allowed are 0 to 1e+06");
+  REFUSED(policy.low_rank.rank = 17, "model.policy.rank is 17, allowed are 0 to 16");
   qkv_policy unset = QKV_POLICY_UNSET;
   assert_int_equal(qkv_policy_check(&unset, NULL), QKV_OK);
   for (int eighths = 1; eighths <= 64; eighths++) {
     const qkv_policy policy = test_policy(eighths / 8.0, (65 - eighths) / 8.0, 0);
     assert_int_equal(qkv_policy_check(&policy, NULL), QKV_OK);
   }
+}
+
+static void expect_overrides_refused(qkv_layer_override *overrides, uint32_t count, const char *text) {
+  qkv_model model = valid_model();
+  qkv_error error = {0};
+  model.overrides = overrides;
+  model.override_count = count;
+  assert_int_equal(qkv_model_resolve(&model, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, text);
+}
+
+static void test_override_limits(void **state) {
+  (void)state;
+  qkv_layer_override overrides[2] = {{.layer = 1, .policy = QKV_POLICY_UNSET},
+                                     {.layer = 1, .policy = QKV_POLICY_UNSET}};
+  const uint32_t layers = valid_model().layers;
+  char text[128];
+  expect_overrides_refused(overrides, 2, "model.overrides[1].layer is 1, they must be in ascending order");
+  overrides[1].layer = layers;
+  (void)snprintf(text, sizeof text, "model.overrides[1].layer is %u, the model has %u layers", layers, layers);
+  expect_overrides_refused(overrides, 2, text);
+  overrides[0].policy.bits_v = 9;
+  expect_overrides_refused(overrides, 1,
+                           "model.overrides[0].policy.bits_v is 9, allowed are multiples of 0.125 up to 8");
+  overrides[0] = (qkv_layer_override){.soft_cap = -1, .policy = QKV_POLICY_UNSET};
+  expect_overrides_refused(overrides, 1, "model.overrides.soft_cap is -1, allowed are 0 and 1e-06 to 1e+06");
 }
 
 static void test_policy_merge(void **state) {
@@ -157,10 +186,15 @@ static void test_equality_sees_every_field(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_defaults),        cmocka_unit_test(test_unused_rope_fields),
-      cmocka_unit_test(test_geometry_limits), cmocka_unit_test(test_number_limits),
-      cmocka_unit_test(test_names),           cmocka_unit_test(test_policy_limits),
-      cmocka_unit_test(test_policy_merge),    cmocka_unit_test(test_equality_sees_every_field),
+      cmocka_unit_test(test_defaults),
+      cmocka_unit_test(test_unused_rope_fields),
+      cmocka_unit_test(test_geometry_limits),
+      cmocka_unit_test(test_number_limits),
+      cmocka_unit_test(test_names),
+      cmocka_unit_test(test_policy_limits),
+      cmocka_unit_test(test_override_limits),
+      cmocka_unit_test(test_policy_merge),
+      cmocka_unit_test(test_equality_sees_every_field),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

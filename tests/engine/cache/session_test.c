@@ -75,6 +75,41 @@ static void test_layers_are_independent(void **state) {
   teardown_scene(&s);
 }
 
+// A layer that stays exact gives back what came, to the bit, and never seals a page.
+static void test_exact_layer(void **state) {
+  (void)state;
+  qkv_layer_override exact = {.layer = 1, .policy = {.codec = qkv_codec_by_name("exact"), .recent_window = -1}};
+  scene s;
+  uint64_t length;
+  setup_scene(&s);
+  qkv_session_unref(&s.session);
+  s.model.overrides = &exact;
+  s.model.override_count = 1;
+  const qkv_session_config config = {.name = "b", .purpose = QKV_PURPOSE_ATTEND, .policy = test_policy(2, 2, 0)};
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &s.session, NULL), QKV_OK);
+  for (uint32_t layer = 0; layer < 2; layer++) {
+    row_pair pair;
+    uint64_t appended;
+    make_pair(&pair, &s.rows, 0, 200, QKV_FP16);
+    assert_int_equal(
+        qkv_session_append(s.session, layer, 0, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL),
+        QKV_OK);
+    free_pair(&pair);
+  }
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, NULL);
+  assert_int_equal(info.usage.tokens_coded, 192);  // of layer 0
+  assert_int_equal(info.usage.tokens_exact, 208);
+  const qkv_layer *layer;
+  float rows[200 * 16];
+  assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
+  assert_null(qkv_layer_validate(layer));
+  qkv_layer_rows(layer, QKV_K, 0, 200, false, rows);
+  assert_memory_equal(rows, s.rows.k, sizeof rows);
+  qkv_session_read_done(s.session, 1);
+  teardown_scene(&s);
+}
+
 static void test_layer_out_of_range(void **state) {
   (void)state;
   scene s;
@@ -265,13 +300,10 @@ static void test_tries_and_info_do_not_wait(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_layers_are_independent),
-      cmocka_unit_test(test_layer_out_of_range),
-      cmocka_unit_test(test_truncation),
-      cmocka_unit_test(test_the_last_reference_frees),
-      cmocka_unit_test(test_the_fixed_cost),
-      cmocka_unit_test(test_a_writer_gets_in),
-      cmocka_unit_test(test_tries_and_info_do_not_wait),
+      cmocka_unit_test(test_layers_are_independent),   cmocka_unit_test(test_exact_layer),
+      cmocka_unit_test(test_layer_out_of_range),       cmocka_unit_test(test_truncation),
+      cmocka_unit_test(test_the_last_reference_frees), cmocka_unit_test(test_the_fixed_cost),
+      cmocka_unit_test(test_a_writer_gets_in),         cmocka_unit_test(test_tries_and_info_do_not_wait),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

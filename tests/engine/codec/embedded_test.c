@@ -410,6 +410,9 @@ static void foreign_pages_are_refused(void **state) {
       {28, 12, "page.key_dim is 12, expected 8"},
       {31, 0xff, "page.value_dim is 65288, expected 8"},
       {26, 2, "page.kv_heads is 2, expected 1"},
+      // Of a row of 8 coordinates tiers 8 to 15 take the same bytes.
+      {69, 9, "page.directory[0].tier_k[1] is 9, the coder has 8"},
+      {75, 15, "page.directory[0].tier_v[3] is 15, the coder has 8"},
   };
   coded page = encode(&random, (page_shape){1, 8, 8, 1, 1}, 64, gaussian);
   qkv_error error = {0};

@@ -1,0 +1,210 @@
+// Self-calibration: what a store's models learn from the sessions that are opened with them.
+#include "engine/cache/store.h"
+#include "tests/engine/cache/fixture.h"
+
+enum { LAYERS = 2, HEADS = 2, GROUP = 2, DIM = 16, TOKENS = 512, FIRST = 256 };
+
+static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model **model) {
+  const qkv_store_config config = {.memory_budget = budget,
+                                   .models_max = 4,
+                                   .sessions_max = 16,
+                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+                                              .bits_k = 2,
+                                              .bits_v = 2,
+                                              .learn_said = true,
+                                              .learn = true},
+                                   .calibrate_tokens = tokens};
+  const qkv_model said = {.name = "pupil",
+                          .layers = LAYERS,
+                          .kv_heads = HEADS,
+                          .q_heads = HEADS * GROUP,
+                          .key_dim = DIM,
+                          .value_dim = DIM,
+                          .dtype = QKV_FP32,
+                          .rope = {.theta = 100},
+                          .policy = QKV_POLICY_UNSET};
+  qkv_store *store = qkv_store_create(&config);
+  assert_int_equal(qkv_store_register_model(store, &said, model, NULL), QKV_OK);
+  return store;
+}
+
+static qkv_session *open_session(qkv_store *store, const char *name, bool learn) {
+  qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
+  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.policy.learn_said = true;
+  config.policy.learn = learn;
+  qkv_session *session = NULL;
+  qkv_error error = {0};
+  if (qkv_store_open(store, &config, "pupil", &session, &error) != QKV_OK) fail_msg("%s", error.text);
+  return session;
+}
+
+// Keys: a constant vector, turned by RoPE, and a little in two directions; values in three directions.
+static sequence structured_rows(const qkv_model *model, uint64_t tokens, uint64_t seed) {
+  sequence rows = make_sequence(model, tokens, seed);
+  for (uint64_t t = 0; t < tokens; t++) {
+    for (uint32_t head = 0; head < HEADS; head++) {
+      float *k = rows.k + (t * HEADS + head) * DIM, *v = rows.v + (t * HEADS + head) * DIM;
+      const float a = k[0], b = k[1], c = v[0], d = v[1], e = v[2];
+      for (size_t i = 0; i < DIM; i++) {
+        k[i] = 3.0f * (float)(i % 3) + a * (float)(i % 2) + b * 0.5f;
+        v[i] = c * (float)(i % 2) + d * (float)(i % 3 == 0) + e * 0.25f;
+      }
+      qkv_rope_forward(&model->rope, k, t);
+    }
+  }
+  return rows;
+}
+
+static void append_all(qkv_session *session, const sequence *rows, uint64_t begin, uint64_t end) {
+  row_pair pair;
+  uint64_t appended, length;
+  qkv_error error = {0};
+  make_pair(&pair, rows, begin, end, QKV_FP32);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    qkv_status status =
+        qkv_session_append(session, layer, begin, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error);
+    if (status != QKV_OK) fail_msg("%s", error.text);
+  }
+  free_pair(&pair);
+}
+
+static void count_runs(void *context, const qkv_model *model, const qkv_error *error) {
+  assert_string_equal(model->name, "pupil");
+  if (error != NULL) fail_msg("%s", error->text);
+  ++*(int *)context;
+}
+
+// The relative squared error of positions [begin, end) as they are decoded, and the version of their last page.
+static double error_of(qkv_session *session, const sequence *rows, uint64_t begin, uint64_t end, uint32_t *version) {
+  const qkv_layer *layer;
+  assert_int_equal(qkv_session_read(session, 1, &layer, NULL), QKV_OK);
+  assert_valid(layer);
+  double error = 0, norm = 0;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const size_t count = (size_t)(end - begin) * HEADS * DIM;
+    const float *exact = (part == QKV_K ? rows->k : rows->v) + begin * HEADS * DIM;
+    float *decoded = malloc(count * sizeof *decoded);
+    assert_non_null(decoded);
+    qkv_layer_rows(layer, part, begin, end - begin, false, decoded);
+    for (size_t i = 0; i < count; i++) {
+      error += square((double)decoded[i] - (double)exact[i]);
+      norm += square((double)exact[i]);
+    }
+    free(decoded);
+  }
+  const qkv_page_header *header = layer->pages[qkv_layer_page_at(layer, end - 1)].page;
+  *version = header->calibration;
+  qkv_session_read_done(session, 1);
+  return error / norm;
+}
+
+static void test_pages_to_come_are_calibrated(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  uint32_t before, after;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true);
+  sequence rows = structured_rows(model, TOKENS, 7);
+  append_all(session, &rows, 0, FIRST - QKV_PAGE_TOKENS);
+  assert_false(qkv_store_learn(store, count_runs, &runs));
+  append_all(session, &rows, FIRST - QKV_PAGE_TOKENS, FIRST);
+  assert_int_equal(qkv_calibration_slot_version(model->calibration), 0);
+  assert_true(qkv_store_learn(store, count_runs, &runs));
+  assert_int_equal(runs, 1);
+  assert_false(qkv_store_learn(store, count_runs, &runs));  // not before four times as many
+  append_all(session, &rows, FIRST, TOKENS);
+
+  const double data_free = error_of(session, &rows, 0, FIRST, &before);
+  const double calibrated = error_of(session, &rows, FIRST, TOKENS, &after);
+  assert_int_equal(before, 0);
+  assert_int_equal(after, qkv_calibration_slot_version(model->calibration));
+  assert_true(after != 0);
+  if (!(calibrated < data_free / 2)) fail_msg("%g calibrated, %g before", calibrated, data_free);
+  const qkv_learner_stats stats = qkv_learner_read(model->learner);
+  assert_int_equal(stats.runs, 1);
+  assert_int_equal(stats.tokens, TOKENS);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_store_destroy(&store);
+}
+
+static void test_sessions_may_keep_out(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", false);
+  sequence rows = structured_rows(model, TOKENS, 8);
+  append_all(session, &rows, 0, TOKENS);
+  assert_int_equal(qkv_learner_read(model->learner).tokens, 0);
+  assert_false(qkv_store_learn(store, count_runs, &runs));
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_store_destroy(&store);
+}
+
+// What was brought is not replaced by what is learnt.
+static void test_a_given_calibration_stays(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true);
+  sequence rows = structured_rows(model, TOKENS, 9);
+  append_all(session, &rows, 0, FIRST);
+  assert_true(qkv_store_learn(store, count_runs, &runs));
+  const qkv_calibration *learnt = qkv_calibration_slot_get(model->calibration);
+
+  const qkv_model *other;
+  qkv_store *second = make_store(64 << 20, FIRST, &other);
+  assert_int_equal(qkv_store_calibrate(second, "pupil", learnt, NULL), QKV_OK);
+  qkv_session *taught = open_session(second, "s", true);
+  append_all(taught, &rows, 0, TOKENS);
+  assert_true(qkv_learner_read(other->learner).tokens >= FIRST);
+  assert_false(qkv_store_learn(second, count_runs, &runs));
+  assert_int_equal(qkv_calibration_slot_version(other->calibration), qkv_calibration_version(learnt));
+
+  qkv_calibration_unref(&learnt);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_session_unref(&taught);
+  qkv_store_destroy(&store);
+  qkv_store_destroy(&second);
+}
+
+// Moments are paid from the budget; where it has no room for them, nothing is learnt.
+static void test_no_room_to_learn(void **state) {
+  (void)state;
+  const qkv_model *model;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  const uint64_t moments = qkv_moments_bytes(&shape);
+  const float query[HEADS * GROUP * DIM] = {1};
+  for (uint64_t room = moments - 64; room <= moments; room += 64) {
+    qkv_arena *arena = qkv_arena_create("memory-budget", room);
+    qkv_calibration_slot *slot = qkv_calibration_slot_create();
+    qkv_learner *learner = qkv_learner_create(&shape, FIRST, slot, arena);
+    qkv_error error = {0};
+    qkv_learner_queries(learner, 0, 5, query, false);
+    assert_int_equal(qkv_arena_read(arena).bytes_reserved, room == moments ? moments : 0);
+    assert_false(qkv_learner_run(learner, &error));  // of no rows
+    assert_int_equal(error.status, room == moments ? QKV_FAILED_PRECONDITION : QKV_OK);
+    qkv_learner_destroy(&learner);
+    assert_int_equal(qkv_arena_read(arena).bytes_reserved, 0);
+    qkv_calibration_slot_destroy(&slot);
+    qkv_arena_destroy(&arena);
+  }
+  qkv_store_destroy(&store);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_pages_to_come_are_calibrated),
+      cmocka_unit_test(test_sessions_may_keep_out),
+      cmocka_unit_test(test_a_given_calibration_stays),
+      cmocka_unit_test(test_no_room_to_learn),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
