@@ -473,12 +473,18 @@ static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const 
   return same - first;
 }
 
-// What the codes of a page's slots begin from: out [64][dim] in code space.
+// Whether the factors were taken off before the rows were coded. A page does not say, its coder does: corrections are
+// fitted to what the codes miss.
+static bool factors_precede(const qkv_coder *coder, const additions *added) {
+  return added->factored && coder->low_rank.mode != QKV_LOW_RANK_CORRECTION;
+}
+
+// What the codes of a page's slots begin from, factors left out: out [64][dim] in code space.
 static void predict_rows(const additions *added, const qkv_page_codes *codes, qkv_part part, float *out) {
   const size_t dim = codes->schedule->dim;
   memset(out, 0, QKV_PAGE_TOKENS * dim * sizeof *out);
-  add_rows(added, out);
-  if (!added->anchored || added->anchor.kind != QKV_ANCHOR_CHAIN) return;
+  qkv_anchor_rows(&added->anchor, out);
+  if (added->anchor.kind != QKV_ANCHOR_CHAIN) return;
   // A segment begins from its anchor, any other row from the one before.
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   qkv_kernels_get()->decode(part, codes, rows);
@@ -488,8 +494,23 @@ static void predict_rows(const additions *added, const qkv_page_codes *codes, qk
   }
 }
 
-// The tier that a part was coded with: its budget, less what its sections take.
-static unsigned coded_tier(const additions *added, const qkv_schedule *schedule, unsigned budget) {
+// Rows [64][dim] in code space less what their codes begin from, in the order of encoding, to the same bits.
+static void take_off(const qkv_coder *coder, const additions *added, const qkv_page_codes *codes, qkv_part part,
+                     float *rows) {
+  const size_t n = QKV_PAGE_TOKENS * (size_t)codes->schedule->dim;
+  if (added->anchored) {
+    float predicted[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+    predict_rows(added, codes, part, predicted);
+    for (size_t i = 0; i < n; i++) rows[i] -= predicted[i];
+  }
+  if (factors_precede(coder, added)) qkv_low_rank_subtract(&added->factors, rows);
+}
+
+// The tier that a part was coded with: its budget, less what its sections take. A chain has kept its own, which may
+// be lower: it can begin fewer segments than it had paid for.
+static unsigned coded_tier(const additions *added, const qkv_page_codes *codes, unsigned budget) {
+  const qkv_schedule *schedule = codes->schedule;
+  if (added->anchored && added->anchor.kind == QKV_ANCHOR_CHAIN) return codes->tiers[0];
   if (added->anchored) {
     budget =
         qkvi_tier_within(schedule, budget, qkv_anchor_bytes(added->anchor.kind, added->anchor.count, schedule->dim));
@@ -508,16 +529,11 @@ static uint32_t embedded_rows_match(const qkv_coder *coder, const void *page, ui
   find(coder, page, kv_head, part, &theirs);
   const qkv_schedule *schedule = theirs.schedule;
   const additions added = find_additions(coder, page, kv_head, part);
-  const unsigned tier = coded_tier(&added, schedule, coder->heads[kv_head].tiers[part]);
+  const unsigned tier = coded_tier(&added, &theirs, coder->heads[kv_head].tiers[part]);
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   turn_rows(coder, kv_head, part, header->position, first, tokens, rows, schedule->dim, turned);
-  if (added.anchored || added.factored) {
-    float predicted[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-    predict_rows(&added, &theirs, part, predicted);
-    for (size_t i = first * schedule->dim; i < (first + tokens) * (size_t)schedule->dim; i++)
-      turned[i] -= predicted[i];
-  }
+  take_off(coder, &added, &theirs, part, turned);
   encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes);
   qkv_page_codes mine = {.gains = gains, .schedule = schedule};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {

@@ -114,3 +114,10 @@ void qkv_low_rank_rows(const qkv_low_rank *factors, float *rows) {
     }
   }
 }
+
+void qkv_low_rank_subtract(const qkv_low_rank *factors, float *rows) {
+  const size_t n = TOKENS * (size_t)factors->dim;
+  for (size_t i = 0; i < n; i++) rows[i] = -rows[i];
+  qkv_low_rank_rows(factors, rows);
+  for (size_t i = 0; i < n; i++) rows[i] = -rows[i];
+}

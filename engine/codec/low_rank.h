@@ -62,6 +62,8 @@ void qkv_low_rank_scores(const qkv_low_rank *factors, const float *queries, size
 void qkv_low_rank_accumulate(const qkv_low_rank *factors, const float *weights, size_t n, float *sums);
 // rows [64][dim], as decoded
 void qkv_low_rank_rows(const qkv_low_rank *factors, float *rows);
+// The other way: rows [64][dim] less the factors, one direction after the other.
+void qkv_low_rank_subtract(const qkv_low_rank *factors, float *rows);
 
 // ---- Encoding ----
 

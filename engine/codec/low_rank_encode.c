@@ -142,12 +142,9 @@ static unsigned tier_of(const work *w, size_t rank) {
 
 // Rows less the factors of the work's section.
 static void subtract_factors(const work *w, uint8_t rank, float *rows) {
-  const size_t n = TOKENS * (size_t)w->schedule->dim;
   qkv_low_rank factors;
   (void)qkv_low_rank_find(rank, w->section, w->schedule->dim, &factors);
-  for (size_t i = 0; i < n; i++) rows[i] = -rows[i];
-  qkv_low_rank_rows(&factors, rows);
-  for (size_t i = 0; i < n; i++) rows[i] = -rows[i];
+  qkv_low_rank_subtract(&factors, rows);
 }
 
 static void run(const work *w, unsigned tier, const float *rows) {

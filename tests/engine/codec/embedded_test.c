@@ -503,6 +503,70 @@ static void the_table_finds_its_rows(void **state) {
   }
 }
 
+// One head's rows that drift, with a jump now and then: what anchors and factors of every kind have something to do
+// with.
+static void drifting_rows(naive_random *random, float *rows, size_t tokens, size_t heads, size_t dim) {
+  for (size_t i = 0; i < heads * dim; i++) {
+    float x = (float)naive_gaussian(random);
+    for (size_t t = 0; t < tokens; t++) {
+      x += (0.3f + (float)(t % 7 == 0)) * (float)naive_gaussian(random);
+      rows[t * heads * dim + i] = x;
+    }
+  }
+}
+
+// Rows that come again are known, whatever their page has beside its codes.
+static void repeated_rows_match_behind_anchors_and_factors(void **state) {
+  (void)state;
+  static const struct {
+    qkv_anchor_options anchor;
+    qkv_low_rank_options factors;
+    double bits;
+  } cases[] = {{{QKV_ANCHOR_MEAN, 0, 0}, {0}, 4},
+               {{QKV_ANCHOR_GROUP, 0, 0}, {0}, 3},
+               {{QKV_ANCHOR_CHAIN, 0, 0}, {0}, 4},
+               {{QKV_ANCHOR_CHAIN, 16, 0}, {0}, 3},
+               {{QKV_ANCHOR_CHAIN, 0, 0.4f}, {0}, 2},
+               {{QKV_ANCHOR_CHAIN, 0, 0.6f}, {0}, 2},
+               {{QKV_ANCHOR_AUTO, 0, 0}, {QKV_LOW_RANK_AUTO, 4}, 3},
+               {{QKV_ANCHOR_MEAN, 0, 0}, {QKV_LOW_RANK_PREDICTOR, 16}, 8},
+               {{QKV_ANCHOR_NONE, 0, 0}, {QKV_LOW_RANK_CORRECTION, 4}, 4}};
+  enum { HEADS = 2, WIDTH = 64 };
+  naive_random random = {17};
+  float *k = allocate(64 * HEADS * WIDTH * sizeof *k), *v = allocate(64 * HEADS * WIDTH * sizeof *v);
+  size_t with_sections = 0;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkv_coder *coder = coder_create(HEADS, WIDTH, WIDTH, cases[i].bits, cases[i].bits, QKV_FRAME_PLAIN, NULL);
+    coder->anchors[QKV_K] = coder->anchors[QKV_V] = cases[i].anchor;
+    coder->low_rank = cases[i].factors;
+    uint8_t *image = allocate(codec()->page_bytes_max(coder));
+    for (int round = 0; round < 20; round++) {
+      drifting_rows(&random, k, 64, HEADS, WIDTH);
+      drifting_rows(&random, v, 64, HEADS, WIDTH);
+      const size_t bytes = codec()->encode(coder, 0, 64, k, v, image);
+      assert_true(bytes <= codec()->page_bytes_max(coder));
+      assert_int_equal(codec()->validate(coder, image, bytes, NULL), QKV_OK);
+      with_sections += ((const qkv_page_header *)image)->features != 0;
+      for (uint16_t h = 0; h < HEADS; h++) {
+        for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+          float rows[64 * WIDTH];
+          for (size_t t = 0; t < 64; t++) {
+            memcpy(rows + t * WIDTH, (part == QKV_K ? k : v) + (t * HEADS + h) * WIDTH, WIDTH * sizeof *rows);
+          }
+          assert_int_equal(codec()->rows_match(coder, image, h, part, 0, 64, rows), 64);
+          assert_int_equal(codec()->rows_match(coder, image, h, part, 5, 20, rows + 5 * WIDTH), 20);
+          assert_int_equal(codec()->rows_match(coder, image, h, part, 6, 20, rows + 5 * WIDTH), 0);
+        }
+      }
+    }
+    free(image);
+    coder_destroy(coder);
+  }
+  assert_true(with_sections > 100);
+  free(k);
+  free(v);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(the_table_finds_its_rows),
@@ -514,6 +578,7 @@ int main(void) {
       cmocka_unit_test(attention_is_that_over_decoded_rows),
       cmocka_unit_test(missing_slots_are_zero_rows),
       cmocka_unit_test(the_same_rows_match_and_no_others),
+      cmocka_unit_test(repeated_rows_match_behind_anchors_and_factors),
       cmocka_unit_test(encoding_is_deterministic),
       cmocka_unit_test(foreign_pages_are_refused),
       cmocka_unit_test(golden_pages_stay_readable),
