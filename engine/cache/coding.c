@@ -118,11 +118,15 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
 
 qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                            const qkv_calibration *calibration) {
+  // What coders have nothing of does not tell codings apart.
+  qkv_policy key = *policy;
+  key.recent_window = 0;
+  key.learn_said = key.learn = false;
   (void)pthread_mutex_lock(&lock);
   qkv_coding *coding = codings;
-  while (coding != NULL && !same(coding, model, policy, purpose, calibration)) coding = coding->next;
+  while (coding != NULL && !same(coding, model, &key, purpose, calibration)) coding = coding->next;
   if (coding == NULL) {
-    coding = create(model, policy, purpose, calibration);
+    coding = create(model, &key, purpose, calibration);
     coding->next = codings;
     codings = coding;
   }

@@ -243,17 +243,18 @@ bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
   if (moments_of(learner) == NULL) return false;
   if (!atomic_compare_exchange_strong(&learner->running, &running, true)) return false;
   const uint64_t tokens = qkv_learner_read(learner).tokens;
+  const uint32_t replaced = qkv_calibration_slot_version(learner->slot);
   const qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
   qkv_moments *moments = copy_moments(learner);
   qkv_calibration *calibration = NULL;
   const bool made = qkv_calibrate(moments, &options, &calibration, error) == QKV_OK;
   qkv_moments_destroy(&moments);
-  if (made) {
-    const qkv_calibration *own = calibration;
+  const qkv_calibration *own = calibration;
+  if (made && qkv_calibration_slot_version(learner->slot) == replaced) {  // else one was brought meanwhile
     atomic_store(&learner->version, qkv_calibration_version(own));
     qkv_calibration_slot_set(learner->slot, own);
-    qkv_calibration_unref(&own);
   }
+  qkv_calibration_unref(&own);
   plan_next(learner, tokens, made);
   atomic_store(&learner->running, false);
   return made;

@@ -24,6 +24,12 @@ static void test_what_is_alike_is_shared(void **state) {
   qkv_coding *coding = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
   qkv_coding *again = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
   qkv_coding *third = qkv_coding_ref(coding);
+  qkv_policy elsewhere = policy;  // other where coders have nothing of it
+  elsewhere.recent_window = 500;
+  elsewhere.learn = elsewhere.learn_said = true;
+  qkv_coding *alike = qkv_coding_get(&model, &elsewhere, QKV_PURPOSE_ATTEND, NULL);
+  assert_ptr_equal(coding, alike);
+  qkv_coding_unref(&alike);
   qkv_coding *others[] = {qkv_coding_get(&model, &policy, QKV_PURPOSE_FETCH, NULL),
                           qkv_coding_get(&model, &other_policy, QKV_PURPOSE_ATTEND, NULL),
                           qkv_coding_get(&other_model, &policy, QKV_PURPOSE_ATTEND, NULL)};
