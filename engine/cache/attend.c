@@ -490,7 +490,7 @@ static void show(const qkv_attend *request) {
   enum { MOST = 2 * QKV_QUALITY_TOKENS };
   const qkv_model *model = request->layer->config.model;
   qkv_quality *quality = request->layer->config.quality;
-  if (quality == NULL || !qkv_quality_wants(quality)) return;
+  if (quality == NULL || request->shown || !qkv_quality_wants(quality)) return;
   float *rows = malloc((size_t)model->q_heads * model->key_dim * sizeof *rows);
   if (rows == NULL) return;
   const uint64_t queries = (uint64_t)request->q.dims[0], span = queries < QKV_PAGE_TOKENS ? queries : QKV_PAGE_TOKENS;
@@ -502,6 +502,15 @@ static void show(const qkv_attend *request) {
     }
   }
   free(rows);
+}
+
+void qkvi_attend_quietly(const qkv_attend *request) {
+  run_batch(NULL, request, 1);
+}
+
+void qkv_attend_show(qkv_attend *request) {
+  show(request);
+  request->shown = true;
 }
 
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {

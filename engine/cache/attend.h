@@ -39,6 +39,7 @@ typedef struct qkv_attend {
   uint64_t position;  // of query 0
   qkv_tensor q;       // [queries, q_heads, key_dim], checked with qkv_attend_check
   bool q_before_rope;
+  bool shown;  // qkv_attend_show has seen it
   qkv_attend_options options;
   float *out;  // [queries][q_heads][value_dim], dense
   float *lse;  // [queries][q_heads]
@@ -47,6 +48,10 @@ typedef struct qkv_attend {
   bool (*stopped)(const void *context);
   const void *stopped_context;
 } qkv_attend;
+
+// For rows that are appended with their queries, before that: where pages are judged (quality.h) by what the session
+// asks, the request's queries are among it. Otherwise attending shows them. The layer need not be locked.
+void qkv_attend_show(qkv_attend *request);
 
 // Limits of a request; `out` and `lse` are not looked at. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
 // has 8 q_heads", "options.scale is nan", "options.not_causal excludes a sliding window", "q[0, 3, 5] is inf".

@@ -62,6 +62,9 @@ void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block);
 // Counts the requests, which have run, on their layers' clocks, and adds those that are due to the averages.
 void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count);
 
+// One request on the caller's thread, which nothing counts or learns from.
+void qkvi_attend_quietly(const qkv_attend *request);
+
 // What the block sees of the exact tail.
 void qkvi_attend_tail(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial);
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/attend_internal.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
@@ -270,13 +271,56 @@ static qkv_ema *new_ema(const qkv_layer *layer) {
   return ema;
 }
 
+static float *floats(size_t count) {
+  float *made = calloc(count, sizeof *made);
+  assert(made != NULL);
+  return made;
+}
+
+// What the judge's queries get from all that the layer holds, the page's rows still being in the tail.
+static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens, float *out, float *lse) {
+  const qkv_model *model = layer->config.model;
+  const uint64_t window = qkv_model_window(model, layer->config.layer);
+  const uint64_t end = layer->sealed + QKV_PAGE_TOKENS;
+  const qkv_segment segment = {.data = (const uint8_t *)queries,
+                               .length = tokens * model->q_heads * model->key_dim * sizeof *queries};
+  const qkv_attend request = {
+      .layer = layer,
+      .q = qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){(int64_t)tokens, model->q_heads, model->key_dim}, &segment),
+      .options = {.scale = 1, .begin = window != 0 && end > window ? end - window : 0, .not_causal = true},
+      .out = out,
+      .lse = lse};
+  qkvi_attend_quietly(&request);
+}
+
 // The page that has just been coded, at the lower tiers that the session's contract allows. The bytes of it; 0: it
 // stays as it is.
 static size_t judge(tail_work *work) {
   const qkv_layer *layer = work->append->layer;
+  const qkv_model *model = work->append->model;
+  const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
   if (layer->config.quality == NULL) return 0;
-  const qkv_quality_page page = {.coder = layer->coder, .page = work->image, .k = work->k, .v = work->v};
-  return qkv_quality_judge(layer->config.quality, &page, work->narrow);
+  float *queries = floats(rows * (model->key_dim + model->value_dim + 1));
+  float *out = queries + rows * model->key_dim, *lse = out + rows * model->value_dim;
+  size_t bytes = 0;
+  const size_t tokens =
+      qkv_quality_gather(layer->config.quality,
+                         layer->sealed + QKV_PAGE_TOKENS - 1 + (uint64_t)layer->config.policy.recent_window, queries);
+  if (tokens > 0) {
+    ask_all(layer, queries, tokens, out, lse);
+    const qkv_quality_page page = {.coder = layer->coder,
+                                   .page = work->image,
+                                   .k = work->k,
+                                   .v = work->v,
+                                   .held = layer->length - layer->config.first_position,
+                                   .tokens = tokens,
+                                   .queries = queries,
+                                   .out = out,
+                                   .lse = lse};
+    bytes = qkv_quality_judge(layer->config.quality, &page, work->narrow);
+  }
+  free(queries);
+  return bytes;
 }
 
 static void seal_first(tail_work *work) {

@@ -30,9 +30,9 @@ struct qkv_quality {
   qkv_quality_stats stats;
 };
 
-// Of all layers; squares in NANO.
+// Of all layers; squares and shares in NANO.
 static const double NANO = 1e-9;
-static _Atomic uint64_t pages_all, missed_all, nano_squares_all;
+static _Atomic uint64_t pages_all, missed_all, nano_squares_all, nano_shares_all;
 
 qkv_status qkv_quality_check(double error_max, qkv_error *error) {
   if (error_max >= 0 && error_max <= 1) return QKV_OK;
@@ -92,31 +92,45 @@ void qkv_quality_query(qkv_quality *quality, uint64_t stand, const float *rows) 
 
 // ---- Before a page ----
 
-// A row of the sample: that of one query head of one token.
-static void take_row(const qkv_quality *quality, size_t half, uint64_t token, uint32_t head, uint64_t last,
-                     float *row) {
-  const qkv_model *model = quality->model;
-  const uint64_t stand = quality->stands[half][token % QKV_QUALITY_TOKENS];
-  memcpy(row, rows_of(quality, half, token) + (size_t)head * model->key_dim, model->key_dim * sizeof *row);
+static void turn_token(const qkv_model *model, uint64_t stand, uint64_t last, float *rows) {
   if (stand >= last || model->rope.theta == 0) return;
-  qkv_rope_inverse(&model->rope, row, stand);
-  qkv_rope_forward(&model->rope, row, last);
+  for (uint32_t head = 0; head < model->q_heads; head++) {
+    qkv_rope_inverse(&model->rope, rows + (size_t)head * model->key_dim, stand);
+    qkv_rope_forward(&model->rope, rows + (size_t)head * model->key_dim, last);
+  }
 }
 
-// The latest tokens of a half, as many as there are and a block of queries takes, and so for query heads.
+size_t qkv_quality_gather(qkv_quality *quality, uint64_t last, float *queries) {
+  const size_t floats = token_floats(quality->model);
+  (void)pthread_mutex_lock(&quality->lock);
+  uint64_t each = quality->taken[HOLD];  // the half that comes second has no more than the other one
+  if (each > QKV_QUALITY_TOKENS) each = QKV_QUALITY_TOKENS;
+  for (uint64_t i = 0; i < HALVES * each; i++) {
+    const size_t half = (size_t)(i % HALVES);
+    const uint64_t token = quality->taken[half] - 1 - i / HALVES;
+    memcpy(queries + i * floats, rows_of(quality, half, token), floats * sizeof *queries);
+    turn_token(quality->model, quality->stands[half][token % QKV_QUALITY_TOKENS], last, queries + i * floats);
+  }
+  (void)pthread_mutex_unlock(&quality->lock);
+  return (size_t)(HALVES * each);
+}
+
+// A half of the page's queries: as many tokens as a block of queries takes, and so for query heads.
 static void fill_sample(const qkv_quality *quality, size_t half, const qkv_quality_page *page, qkvi_sample *sample) {
   const qkv_model *model = quality->model;
-  const qkv_page_header *header = page->page;
   const uint32_t group = model->q_heads / model->kv_heads;
   const size_t heads = group < QKV_QUERY_BLOCK ? group : QKV_QUERY_BLOCK;
-  const uint64_t taken = quality->taken[half];
-  size_t tokens = taken < QKV_QUALITY_TOKENS ? (size_t)taken : QKV_QUALITY_TOKENS;
+  const size_t key_dim = model->key_dim, value_dim = model->value_dim;
+  size_t tokens = page->tokens / HALVES;
   if (tokens > QKV_QUERY_BLOCK / heads) tokens = QKV_QUERY_BLOCK / heads;
   qkvi_sample_init(sample, page, quality->soft_cap, tokens * heads);
   for (uint32_t h = 0; h < model->kv_heads; h++) {
     for (size_t row = 0; row < sample->rows; row++) {
-      take_row(quality, half, taken - 1 - row / heads, h * group + (uint32_t)(row % heads),
-               header->position + header->tokens - 1, sample->queries + (h * sample->rows + row) * model->key_dim);
+      const size_t token = row / heads * HALVES + half, at = h * sample->rows + row;
+      const size_t from = token * model->q_heads + (size_t)h * group + row % heads;
+      memcpy(sample->queries + at * key_dim, page->queries + from * key_dim, key_dim * sizeof(float));
+      memcpy(sample->whole + at * value_dim, page->out + from * value_dim, value_dim * sizeof(float));
+      sample->shares[at] = page->lse[from];
     }
   }
 }
@@ -280,16 +294,19 @@ static size_t narrow_to(const qkv_quality_page *page, const qkvi_sample *sample,
   return made.best_bytes;
 }
 
-static void count(qkv_quality *quality, const double missed[HALVES], bool over) {
+static void count(qkv_quality *quality, const double missed[HALVES], double share, bool over) {
   quality->stats.pages++;
   quality->stats.missed += over;
-  quality->stats.squares += missed[HOLD];
+  quality->stats.squares += share * missed[HOLD];
+  quality->stats.shares += share;
   for (size_t half = 0; half < HALVES; half++) {
     quality->lately[half] = FADE * quality->lately[half] + fmin(missed[half], 1);
   }
   atomic_fetch_add_explicit(&pages_all, 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&missed_all, over, memory_order_relaxed);
-  atomic_fetch_add_explicit(&nano_squares_all, (uint64_t)(fmin(missed[HOLD], 1e3) / NANO), memory_order_relaxed);
+  atomic_fetch_add_explicit(&nano_squares_all, (uint64_t)(share * fmin(missed[HOLD], 1e3) / NANO),
+                            memory_order_relaxed);
+  atomic_fetch_add_explicit(&nano_shares_all, (uint64_t)(share / NANO), memory_order_relaxed);
 }
 
 // What the limit is divided by, going by how much more than the half that chose the other one has missed.
@@ -306,18 +323,20 @@ static size_t judge(qkv_quality *quality, const qkv_quality_page *page, const qk
   for (size_t half = 0; half < HALVES; half++) {
     missed[half] = qkvi_sample_measure(&samples[half], bytes > 0 ? image : page->page, false).both;
   }
-  count(quality, missed, coded.both > quality->limit);
+  count(quality, missed, samples[HOLD].share, coded.both > quality->limit);
   return bytes;
 }
 
 size_t qkv_quality_judge(qkv_quality *quality, const qkv_quality_page *page, void *image) {
+  const float even = (float)QKV_PAGE_TOKENS / (float)page->held;
   qkvi_sample samples[HALVES];
   size_t bytes = 0;
-  assert(((const qkv_page_header *)page->page)->tokens == QKV_PAGE_TOKENS);
-  (void)pthread_mutex_lock(&quality->lock);
-  for (size_t half = 0; half < HALVES; half++) fill_sample(quality, half, page, &samples[half]);
-  (void)pthread_mutex_unlock(&quality->lock);
-  for (size_t half = 0; half < HALVES; half++) qkvi_sample_answer(&samples[half]);
+  assert(((const qkv_page_header *)page->page)->tokens == QKV_PAGE_TOKENS && page->tokens >= HALVES);
+  assert(page->held >= QKV_PAGE_TOKENS);
+  for (size_t half = 0; half < HALVES; half++) {
+    fill_sample(quality, half, page, &samples[half]);
+    qkvi_sample_answer(&samples[half], half == CHOOSE ? even : 0);
+  }
   if (samples[CHOOSE].square > 0 && samples[HOLD].square > 0) bytes = judge(quality, page, samples, image);
   for (size_t half = 0; half < HALVES; half++) qkvi_sample_deinit(&samples[half]);
   return bytes;
@@ -328,11 +347,12 @@ qkv_quality_stats qkv_quality_read(const qkv_quality *quality) {
 }
 
 double qkv_quality_error(const qkv_quality_stats *stats) {
-  return stats->pages == 0 ? 0 : sqrt(stats->squares / (double)stats->pages);
+  return !(stats->shares > 0) ? 0 : sqrt(stats->squares / stats->shares);
 }
 
 qkv_quality_stats qkv_quality_totals(void) {
   return (qkv_quality_stats){.pages = atomic_load_explicit(&pages_all, memory_order_relaxed),
                              .missed = atomic_load_explicit(&missed_all, memory_order_relaxed),
-                             .squares = (double)atomic_load_explicit(&nano_squares_all, memory_order_relaxed) * NANO};
+                             .squares = (double)atomic_load_explicit(&nano_squares_all, memory_order_relaxed) * NANO,
+                             .shares = (double)atomic_load_explicit(&nano_shares_all, memory_order_relaxed) * NANO};
 }

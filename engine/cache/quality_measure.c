@@ -21,6 +21,8 @@ void qkvi_sample_init(qkvi_sample *sample, const qkv_quality_page *page, float s
                           .soft_cap = soft_cap,
                           .rows = rows,
                           .queries = floats(all * page->coder->key_dim),
+                          .whole = floats(all * page->coder->value_dim),
+                          .shares = floats(all),
                           .weights = floats(all * QKV_PAGE_TOKENS),
                           .lse = floats(all),
                           .out = floats(all * page->coder->value_dim)};
@@ -28,6 +30,8 @@ void qkvi_sample_init(qkvi_sample *sample, const qkv_quality_page *page, float s
 
 void qkvi_sample_deinit(qkvi_sample *sample) {
   free(sample->queries);
+  free(sample->whole);
+  free(sample->shares);
   free(sample->weights);
   free(sample->lse);
   free(sample->out);
@@ -60,7 +64,7 @@ static void mix(const qkvi_sample *sample, uint16_t kv_head, const float *weight
   }
 }
 
-static void answer_row(qkvi_sample *sample, uint16_t kv_head, size_t row) {
+static void answer_row(qkvi_sample *sample, uint16_t kv_head, size_t row, float share_least) {
   const qkv_coder *coder = sample->page->coder;
   const size_t at = kv_head * sample->rows + row, dim = coder->value_dim;
   const float *query = sample->queries + at * coder->key_dim;
@@ -75,15 +79,29 @@ static void answer_row(qkvi_sample *sample, uint16_t kv_head, size_t row) {
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) weights[t] = (float)((double)weights[t] / total);
   sample->lse[at] = (float)((double)peak + log(total));
   mix(sample, kv_head, weights, sample->out + at * dim);
-  for (size_t i = 0; i < dim; i++)
-    sample->square += (double)sample->out[at * dim + i] * (double)sample->out[at * dim + i];
+  sample->shares[at] = fmaxf(expf(fminf(sample->lse[at] - sample->shares[at], 0)), share_least);
 }
 
-void qkvi_sample_answer(qkvi_sample *sample) {
+static double squares(const float *values, size_t count) {
+  double sum = 0;
+  for (size_t i = 0; i < count; i++) sum += (double)values[i] * (double)values[i];
+  return sum;
+}
+
+void qkvi_sample_answer(qkvi_sample *sample, float share_least) {
+  const size_t dim = sample->page->coder->value_dim;
+  double all = 0;
   sample->square = 0;
   for (uint16_t h = 0; h < sample->page->coder->kv_heads; h++) {
-    for (size_t row = 0; row < sample->rows; row++) answer_row(sample, h, row);
+    for (size_t row = 0; row < sample->rows; row++) {
+      const size_t at = h * sample->rows + row;
+      const double square = squares(sample->whole + at * dim, dim);
+      answer_row(sample, h, row, share_least);
+      sample->square += (double)sample->shares[at] * square;
+      all += square;
+    }
   }
+  sample->share = all > 0 ? sample->square / all : 0;
 }
 
 // ---- Codes ----
@@ -112,36 +130,45 @@ static void weigh(const qkvi_sample *sample, const void *image, uint16_t kv_head
   }
 }
 
-static double squared_distance(const float *a, const float *b, size_t count) {
-  double sum = 0;
-  for (size_t i = 0; i < count; i++) {
-    const double difference = (double)a[i] - (double)b[i];
-    sum += difference * difference;
+// What a head's sums [rows][value_dim], over the exact denominator, do to the output.
+static double missed_by(const qkvi_sample *sample, uint16_t kv_head, const float *sums) {
+  const size_t dim = sample->page->coder->value_dim;
+  double missed = 0;
+  for (size_t row = 0; row < sample->rows; row++) {
+    const size_t at = kv_head * sample->rows + row;
+    const float *out = sample->out + at * dim;
+    const double share = (double)sample->shares[at];
+    double sum = 0;
+    for (size_t i = 0; i < dim; i++) {
+      const double difference = (double)sums[row * dim + i] - (double)out[i];
+      sum += difference * difference;
+    }
+    missed += share * share * sum;
   }
-  return sum;
+  return missed;
 }
 
-// What the values' codes make of weights [rows][64], against the exact answers.
+// Weights [rows][64] with the values' codes.
 static double missed_by_values(const qkvi_sample *sample, const void *image, uint16_t kv_head, const float *weights,
                                scratch *work) {
   const qkv_coder *coder = sample->page->coder;
-  const size_t rows = sample->rows, count = rows * coder->value_dim;
-  memset(work->sums, 0, count * sizeof *work->sums);
-  for (size_t row = 0; row < rows; row++) {
+  memset(work->sums, 0, sample->rows * coder->value_dim * sizeof *work->sums);
+  for (size_t row = 0; row < sample->rows; row++) {
     work->totals[row] = 0;
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) work->totals[row] += (double)weights[row * QKV_PAGE_TOKENS + t];
   }
-  coder->codec->accumulate(coder, image, kv_head, weights, rows, work->sums);
-  coder->codec->output(coder, kv_head, work->sums, work->totals, rows);
-  return squared_distance(work->sums, sample->out + kv_head * count, count);
+  coder->codec->accumulate(coder, image, kv_head, weights, sample->rows, work->sums);
+  coder->codec->output(coder, kv_head, work->sums, work->totals, sample->rows);
+  return missed_by(sample, kv_head, work->sums);
 }
 
+// Weights [rows][64], made of the keys' codes, with exact values.
 static double missed_by_keys(const qkvi_sample *sample, uint16_t kv_head, const float *weights, scratch *work) {
-  const size_t dim = sample->page->coder->value_dim, count = sample->rows * dim;
+  const size_t dim = sample->page->coder->value_dim;
   for (size_t row = 0; row < sample->rows; row++) {
     mix(sample, kv_head, weights + row * QKV_PAGE_TOKENS, work->sums + row * dim);
   }
-  return squared_distance(work->sums, sample->out + kv_head * count, count);
+  return missed_by(sample, kv_head, work->sums);
 }
 
 qkvi_missed qkvi_sample_measure(const qkvi_sample *sample, const void *image, bool parts) {

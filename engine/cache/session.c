@@ -340,6 +340,7 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->quality.pages += usage->quality.pages;
   sum->quality.missed += usage->quality.missed;
   sum->quality.squares += usage->quality.squares;
+  sum->quality.shares += usage->quality.shares;
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {

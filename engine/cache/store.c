@@ -203,6 +203,7 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
   QKV_TRY(qkv_name_check(config->name, "session", error));
   QKV_TRY(qkv_name_check(config->tenant, "tenant", error));
   QKV_TRY(qkv_policy_check(&config->policy, error));
+  QKV_TRY(qkv_quality_check(config->max_attention_error, error));
   if (config->purpose != QKV_PURPOSE_ATTEND && config->purpose != QKV_PURPOSE_FETCH) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "purpose is %d, allowed are %d (attend) and %d (fetch)",
                     (int)config->purpose, QKV_PURPOSE_ATTEND, QKV_PURPOSE_FETCH);
