@@ -172,6 +172,7 @@ static bool append_part(attend_call *state, size_t index, bool wait) {
   batch_part *part = &state->parts[index];
   uint64_t appended = 0;
   if (part->session == NULL || part->item->k.rank == 0) return true;
+  if (part->item->q.rank != 0) qkv_attend_show(&state->attends[part->attend]);
   qkv_status status =
       qkvi_append_item(state->daemon, part->session, part->item, wait, &appended, &part->length, &part->item->error);
   if (status == QKV_UNAVAILABLE) return false;

@@ -247,6 +247,10 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->bytes_beside = usage->bytes_beside;
   out->tier_bits = info->config.tier_bits;
   out->keep_full = info->config.keep_full;
+  out->attention_error = qkv_quality_error(&usage->quality);
+  out->max_attention_error = info->config.max_attention_error;
+  out->contract_pages = usage->quality.pages;
+  out->contract_missed = usage->quality.missed;
   out->created_unix_ms = info->created_unix_ms;
   out->last_used_unix_ms = info->last_used_unix_ms;
 }

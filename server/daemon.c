@@ -80,6 +80,10 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_pool_waiting(daemon->pool));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
+  const qkv_quality_stats quality = qkv_quality_totals();
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_MISSED], (int64_t)quality.missed);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_ERROR], (int64_t)(qkv_quality_error(&quality) * 1e6));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], resident_bytes());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }

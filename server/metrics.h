@@ -38,6 +38,12 @@
     "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")    \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
+  X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                   \
+    "Pages whose attention error was measured for a session's max_attention_error.")                            \
+  X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                 \
+    "Of these, pages that miss it with all the bits of their policy.")                                          \
+  X(CONTRACT_ERROR, "qkvd_contract_error_millionths", QKV_GAUGE,                                                \
+    "Their attention error, the root of the mean square over all of them.")                                     \
   X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \
   X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")       \
   X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                  \

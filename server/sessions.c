@@ -48,12 +48,6 @@ static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_e
   if (durability > QKV__V1__DURABILITY__DURABILITY_MEMORY)
     return qkv_fail(error, QKV_UNIMPLEMENTED, "durability is %s, only MEMORY is served yet",
                     durability == QKV__V1__DURABILITY__DURABILITY_ASYNC ? "ASYNC" : "SYNC");
-  if (!(request->max_attention_error >= 0))
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "max_attention_error is %g, at least 0",
-                    request->max_attention_error);
-  if (request->max_attention_error > 0)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "max_attention_error is %g, it is not served yet",
-                    request->max_attention_error);
   if (request->ttl_ms > 0)
     return qkv_fail(error, QKV_UNIMPLEMENTED, "ttl_ms is %" PRIu64 ", it is not served yet", request->ttl_ms);
   return QKV_OK;
@@ -83,7 +77,8 @@ static qkv_status read_config(const qkv_daemon *daemon, const Qkv__V1__OpenSessi
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "purpose is %d, known are 1 (attend) and 2 (fetch)", (int)purpose);
   QKV_TRY(check_served(request, error));
   *config = (qkv_session_config){.purpose = purpose == 0 ? QKV_PURPOSE_ATTEND : (qkv_purpose)purpose,
-                                 .first_position = request->first_position};
+                                 .first_position = request->first_position,
+                                 .max_attention_error = request->max_attention_error};
   (void)snprintf(config->name, sizeof config->name, "%s", request->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
   QKV_TRY(read_tiers(daemon->options, request, config, error));

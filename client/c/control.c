@@ -112,6 +112,7 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
   request.tenant = text_or_empty(options->tenant);
   request.purpose = (Qkv__V1__Purpose)options->purpose;
   request.first_position = options->first_position;
+  request.max_attention_error = options->max_attention_error;
   if (options->policy != NULL) {
     fill_policy(options->policy, &policy);
     request.policy = &policy;
@@ -151,6 +152,10 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .bytes_exact = from->bytes_exact,
       .bytes_fp16 = from->bytes_fp16,
       .bits_per_coordinate = from->bits_per_coordinate,
+      .max_attention_error = from->max_attention_error,
+      .attention_error = from->attention_error,
+      .contract_pages = from->contract_pages,
+      .contract_missed = from->contract_missed,
       .created_unix_ms = from->created_unix_ms,
       .last_used_unix_ms = from->last_used_unix_ms,
       .layers = (uint32_t)from->n_lengths,

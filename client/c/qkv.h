@@ -118,6 +118,7 @@ typedef struct qkv_session_options {
   int purpose;                      // 0 or 1: attend, 2: fetch
   const qkv_client_policy *policy;  // NULL: the model's
   uint64_t first_position;
+  double max_attention_error;  // quality contract, 0 to 1; 0: none
 } qkv_session_options;
 
 typedef struct qkv_client_session_info {
@@ -129,6 +130,9 @@ typedef struct qkv_client_session_info {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact, bytes_fp16;
   double bits_per_coordinate;
+  // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
+  double max_attention_error, attention_error;
+  uint64_t contract_pages, contract_missed;
   int64_t created_unix_ms, last_used_unix_ms;
   uint32_t layers;
   uint64_t *lengths;  // [layers]; owned by the caller: qkv_free

@@ -111,15 +111,17 @@ static json_t *session_json(const qkv_client_session_info *info) {
   for (uint32_t i = 0; i < info->layers; i++) {
     json_array_append_new(lengths, json_integer((json_int_t)info->lengths[i]));
   }
-  return json_pack("{s:s, s:s, s:s, s:s, s:f, s:f, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I}", "session",
-                   info->session, "model", info->model, "tenant", info->tenant, "purpose",
-                   purpose_name(info->purpose), "bits_k", info->bits_k, "bits_v", info->bits_v, "recent_window",
-                   (json_int_t)info->recent_window, "first_position", (json_int_t)info->first_position, "lengths",
-                   lengths, "tokens_coded", (json_int_t)info->tokens_coded, "tokens_exact",
-                   (json_int_t)info->tokens_exact, "bytes_coded", (json_int_t)info->bytes_coded, "bytes_exact",
-                   (json_int_t)info->bytes_exact, "bytes_fp16", (json_int_t)info->bytes_fp16, "bits_per_coordinate",
-                   info->bits_per_coordinate, "created_unix_ms", (json_int_t)info->created_unix_ms,
-                   "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
+  return json_pack(
+      "{s:s, s:s, s:s, s:s, s:f, s:f, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:I, s:I, s:I}",
+      "session", info->session, "model", info->model, "tenant", info->tenant, "purpose", purpose_name(info->purpose),
+      "bits_k", info->bits_k, "bits_v", info->bits_v, "recent_window", (json_int_t)info->recent_window,
+      "first_position", (json_int_t)info->first_position, "lengths", lengths, "tokens_coded",
+      (json_int_t)info->tokens_coded, "tokens_exact", (json_int_t)info->tokens_exact, "bytes_coded",
+      (json_int_t)info->bytes_coded, "bytes_exact", (json_int_t)info->bytes_exact, "bytes_fp16",
+      (json_int_t)info->bytes_fp16, "bits_per_coordinate", info->bits_per_coordinate, "max_attention_error",
+      info->max_attention_error, "attention_error", info->attention_error, "contract_pages",
+      (json_int_t)info->contract_pages, "contract_missed", (json_int_t)info->contract_missed, "created_unix_ms",
+      (json_int_t)info->created_unix_ms, "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
 }
 
 // Neighbouring layers of the same length share a line.
@@ -148,6 +150,10 @@ static void print_session(const qkv_client_session_info *info) {
   printf("recent window   %" PRIu64 " tokens\n", info->recent_window);
   printf("coded           %" PRIu64 " rows, %s, %.3f bits per coordinate all in\n", info->tokens_coded,
          qkv_human_bytes(info->bytes_coded, coded), info->bits_per_coordinate);
+  if (info->max_attention_error > 0) {
+    printf("contract        attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
+           info->max_attention_error, info->attention_error, info->contract_pages, info->contract_missed);
+  }
   printf("exact           %" PRIu64 " rows, %s\n", info->tokens_exact, qkv_human_bytes(info->bytes_exact, exact));
   printf("as fp16         %s\n", qkv_human_bytes(info->bytes_fp16, plain));
   printf("opened          %s ago, last used %s ago\n", age(info->created_unix_ms, made),

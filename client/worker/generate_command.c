@@ -61,7 +61,8 @@ static qkv_status open_and_run(generate_job *job, qkv_client *client, qkv_error 
   const qkvi_remote_options remote = {.session = worker->session != NULL ? worker->session : job->session,
                                       .bits_k = worker->bits_k,
                                       .bits_v = worker->bits_v,
-                                      .recent_window = -1};
+                                      .recent_window = -1,
+                                      .max_attention_error = worker->max_attention_error};
   QKV_TRY(qkvi_remote_open(client, job->lm, &remote, &job->remote, error));
   int64_t positions_max = job->prompt_bytes + worker->bytes;
   if (worker->compare) job->exact = qkvi_exact_create(job->lm, positions_max);
@@ -94,6 +95,11 @@ static bool print_summary_json(generate_job *job) {
                            (json_int_t)info->bytes_fp16, "bits_per_coordinate", info->bits_per_coordinate,
                            "attend_us_p50", qkvi_samples_percentile(&job->attend_us, 0.5), "attend_us_p99",
                            qkvi_samples_percentile(&job->attend_us, 0.99));
+  if (info->max_attention_error > 0) {
+    json_object_set_new(line, "attention_error", json_real(info->attention_error));
+    json_object_set_new(line, "contract_pages", json_integer((json_int_t)info->contract_pages));
+    json_object_set_new(line, "contract_missed", json_integer((json_int_t)info->contract_missed));
+  }
   if (quality->positions > 0) {
     double positions = (double)quality->positions;
     json_object_set_new(line, "bits_per_byte", json_real(quality->bits / positions));

@@ -10,7 +10,9 @@
   MODEL_OPTION,                                                                                                  \
   {"bits-k", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_k), "0", 0, 16, "BITS",                                 \
    "code bits per coordinate of keys, in eighths up to 8; 0: the daemon's default"},                             \
-  {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS", "the same for values"}
+  {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS", "the same for values"},          \
+  {"max-attention-error", QKV_OPTION_REAL, offsetof(qkvi_worker, max_attention_error), "0", 0, 1, "ERROR",       \
+   "quality contract: fewer bits as long as the relative error of attention's output stays below; 0: none"}
 // clang-format on
 
 static const qkv_option generate_options[] = {

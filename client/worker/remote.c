@@ -104,8 +104,11 @@ static qkv_status open_session(qkv_client *client, const qkvi_lm *lm, const qkvi
                                qkv_error *error) {
   const qkv_client_policy policy = {
       .bits_k = options->bits_k, .bits_v = options->bits_v, .recent_window = options->recent_window};
-  const qkv_session_options session = {
-      .session = options->session, .model = lm->name, .purpose = options->purpose, .policy = &policy};
+  const qkv_session_options session = {.session = options->session,
+                                       .model = lm->name,
+                                       .purpose = options->purpose,
+                                       .policy = &policy,
+                                       .max_attention_error = options->max_attention_error};
   qkv_call_error call = {0};
   if (qkv_client_open_session(client, &session, &call) != 0) return qkvi_remote_failed(&call, error);
   return QKV_OK;

@@ -1,6 +1,7 @@
 #include "client/worker/score.h"
 
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,6 +21,14 @@ typedef struct split_kv {
   float *lse, *prefix_out, *prefix_lse;  // [QKVI_SCORE_BATCH, q_heads (, head_dim)]
 } split_kv;
 
+// The cache of a prefix that is run in the daemon, too; what comes back from there is not used.
+typedef struct shown_kv {
+  qkvi_kv kv;
+  qkvi_exact *exact;
+  qkvi_remote *remote;
+  float *out;  // [QKVI_SCORE_BATCH, q_heads, head_dim]
+} shown_kv;
+
 struct qkvi_scorer {
   qkvi_score_options options;
   const qkvi_lm *lm;
@@ -32,6 +41,8 @@ struct qkvi_scorer {
   qkvi_samples attend_us;
   double (*row_error)[2], (*row_square)[2];  // [layers][K, V], sums over windows
   qkv_client_session_info session;
+  double windows, bits, square;  // scored, and sums over them: bits per coordinate, squared errors of judged pages
+  uint64_t pages, missed;        // likewise: judged, and such as miss the contract
   char session_name[QKVI_REMOTE_NAME_MAX];
 };
 
@@ -43,6 +54,13 @@ static qkv_status split_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, 
   qkvi_merge(out, split->lse, split->prefix_out, split->prefix_lse, rows->tokens * split->lm->q_heads,
              split->lm->head_dim);
   return QKV_OK;
+}
+
+static qkv_status shown_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_error *error) {
+  shown_kv *shown = (shown_kv *)kv;
+  qkvi_kv *exact = qkvi_exact_kv(shown->exact), *remote = qkvi_remote_kv(shown->remote);
+  QKV_TRY(exact->step(exact, rows, out, error));
+  return remote->step(remote, rows, shown->out, error);
 }
 
 static float *floats(int64_t rows, int64_t columns) {
@@ -97,14 +115,14 @@ static int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// Runs the positions [begin, length) through a cache. The logits of those from `prefill` on go to `keep`.
-static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t begin, qkvi_kv *kv, float *keep,
-                           qkv_error *error) {
+// Runs the positions [begin, end) through a cache. The logits of those from `prefill` on go to `keep`.
+static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t begin, int64_t end, qkvi_kv *kv,
+                           float *keep, qkv_error *error) {
   int64_t tokens = 0;
-  for (int64_t position = begin; position < scorer->options.length; position += tokens) {
+  for (int64_t position = begin; position < end; position += tokens) {
     // A batch ends at the prefill, so that it lies on one side of it.
-    int64_t end = position < scorer->options.prefill ? scorer->options.prefill : scorer->options.length;
-    tokens = smaller(QKVI_SCORE_BATCH, end - position);
+    int64_t side = position < scorer->options.prefill ? scorer->options.prefill : end;
+    tokens = smaller(QKVI_SCORE_BATCH, side - position);
     QKV_TRY(qkvi_forward_run(scorer->forward, window + position, tokens, position, kv, scorer->logits, error));
     if (position >= scorer->options.prefill) {
       memcpy(keep + (position - scorer->options.prefill) * QKVI_LM_VOCABULARY, scorer->logits,
@@ -130,6 +148,25 @@ static qkv_status append_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_er
   return QKV_OK;
 }
 
+static qkv_status show_prefix(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, qkv_error *error) {
+  shown_kv shown = {.kv.step = shown_step,
+                    .exact = scorer->exact,
+                    .remote = remote,
+                    .out = floats(QKVI_SCORE_BATCH, scorer->lm->q_heads * scorer->lm->head_dim)};
+  qkv_status status = run_pass(scorer, window, 0, scorer->options.prefill, &shown.kv, NULL, error);
+  free(shown.out);
+  return status;
+}
+
+static void add_session(qkvi_scorer *scorer) {
+  const qkv_client_session_info *session = &scorer->session;
+  scorer->windows++;
+  scorer->bits += session->bits_per_coordinate;
+  scorer->pages += session->contract_pages;
+  scorer->missed += session->contract_missed;
+  scorer->square += session->attention_error * session->attention_error * (double)session->contract_pages;
+}
+
 static qkv_status compare_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_error *error) {
   for (int64_t layer = 0; layer < scorer->lm->layers; layer++) {
     const qkvi_kv_rows rows = {.layer = layer,
@@ -143,12 +180,14 @@ static qkv_status compare_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_e
 
 static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, float *logits,
                              qkv_error *error) {
-  QKV_TRY(append_prefix(scorer, remote, error));
+  QKV_TRY(scorer->options.max_attention_error > 0 ? show_prefix(scorer, window, remote, error)
+                                                  : append_prefix(scorer, remote, error));
   QKV_TRY(compare_prefix(scorer, remote, error));
   QKV_TRY(qkvi_remote_info(remote, &scorer->session, error));
+  add_session(scorer);
   qkvi_remote_measure(remote, &scorer->attend_us);
   scorer->split.prefix = remote;
-  return run_pass(scorer, window, scorer->options.prefill, &scorer->split.kv, logits, error);
+  return run_pass(scorer, window, scorer->options.prefill, scorer->options.length, &scorer->split.kv, logits, error);
 }
 
 static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float *logits, qkv_error *error) {
@@ -157,6 +196,7 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
                                        .bits_v = scorer->options.bits_v,
                                        .recent_window = 0,
                                        .purpose = scorer->options.purpose,
+                                       .max_attention_error = scorer->options.max_attention_error,
                                        .calibration = scorer->options.calibration,
                                        .calibration_bytes = scorer->options.calibration_bytes};
   qkvi_remote *remote = NULL;
@@ -168,7 +208,8 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
 
 qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error) {
   int64_t prefill = scorer->options.prefill, scored = scorer->options.length - prefill;
-  QKV_TRY(run_pass(scorer, window, 0, qkvi_exact_kv(scorer->exact), scorer->exact_logits, error));
+  QKV_TRY(
+      run_pass(scorer, window, 0, scorer->options.length, qkvi_exact_kv(scorer->exact), scorer->exact_logits, error));
   float *logits = floats(scored, QKVI_LM_VOCABULARY);
   qkv_status status = coded_logits(scorer, window, logits, error);
   for (int64_t i = 0; status == QKV_OK && i < scored; i++) {
@@ -180,7 +221,12 @@ qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_qu
 }
 
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer) {
-  return scorer->session;
+  qkv_client_session_info session = scorer->session;
+  if (scorer->windows > 0) session.bits_per_coordinate = scorer->bits / scorer->windows;
+  if (scorer->pages > 0) session.attention_error = sqrt(scorer->square / (double)scorer->pages);
+  session.contract_pages = scorer->pages;
+  session.contract_missed = scorer->missed;
+  return session;
 }
 
 qkvi_score_errors qkvi_scorer_errors(const qkvi_scorer *scorer) {

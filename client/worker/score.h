@@ -8,6 +8,10 @@
 //           daemon, all of them coded; the worker holds those of later positions itself and merges the two partial
 //           attentions by their LSE. So hidden states carry the codes' error from layer to layer.
 //
+// With a quality contract the prefix comes to the daemon as from a worker that runs it there, keys, values and
+// queries of QKVI_SCORE_BATCH positions at a time; its answers are not used. The daemon so knows queries of the
+// prefix, none of those that are compared.
+//
 // Compared are the next-byte distributions at the positions from `prefill` on.
 #ifndef QKV_CLIENT_WORKER_SCORE_H
 #define QKV_CLIENT_WORKER_SCORE_H
@@ -24,6 +28,7 @@ enum { QKVI_SCORE_BATCH = 256 };
 typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
   double bits_k, bits_v;             // 0: the daemon's
+  double max_attention_error;        // quality contract; 0: none
   int purpose;                       // of the session, as in qkv_session_options: decides the frame of keys
   const void *calibration;           // a file's bytes, borrowed; NULL: none is given to the daemon
   size_t calibration_bytes;
@@ -44,7 +49,7 @@ void qkvi_scorer_destroy(qkvi_scorer **scorer);
 // Scores `length` + 1 bytes and adds to `quality`. Its session is closed whatever happens.
 qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error);
 
-// Of the latest window's session.
+// Of the latest window's session; bits per coordinate and what is said of its contract are over all windows.
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer);
 // Of all windows so far.
 qkvi_score_errors qkvi_scorer_errors(const qkvi_scorer *scorer);

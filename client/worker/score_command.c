@@ -86,12 +86,15 @@ static bool print_json(const score_job *job) {
   json_t *line = quality_json(&job->total);
   const qkvi_score_errors errors = qkvi_scorer_errors(job->scorer);
   json_t *rest = json_pack(
-      "{s:f, s:f, s:f, s:s, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}", "bits_per_coordinate",
-      session.bits_per_coordinate, "rel_mse_k", errors.rel_mse_k, "rel_mse_v", errors.rel_mse_v, "frame",
-      frame_name(session.purpose), "kv_bytes", (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact,
-      "kv_bytes_fp16", (json_int_t)session.bytes_fp16, "attend_us_p50", qkvi_samples_percentile(attend_us, 0.5),
-      "attend_us_p99", qkvi_samples_percentile(attend_us, 0.99), "bits_k", session.bits_k, "bits_v", session.bits_v,
-      "windows", (json_int_t)job->options.windows, "prefill", (json_int_t)job->options.prefill, "length",
+      "{s:f, s:f, s:f, s:I, s:I, s:f, s:f, s:s, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}",
+      "bits_per_coordinate", session.bits_per_coordinate, "max_attention_error", session.max_attention_error,
+      "attention_error", session.attention_error, "contract_pages", (json_int_t)session.contract_pages,
+      "contract_missed", (json_int_t)session.contract_missed, "rel_mse_k", errors.rel_mse_k, "rel_mse_v",
+      errors.rel_mse_v, "frame", frame_name(session.purpose), "kv_bytes",
+      (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact, "kv_bytes_fp16",
+      (json_int_t)session.bytes_fp16, "attend_us_p50", qkvi_samples_percentile(attend_us, 0.5), "attend_us_p99",
+      qkvi_samples_percentile(attend_us, 0.99), "bits_k", session.bits_k, "bits_v", session.bits_v, "windows",
+      (json_int_t)job->options.windows, "prefill", (json_int_t)job->options.prefill, "length",
       (json_int_t)job->options.length, "model", session.model, "texts", texts);
   json_object_update(line, rest);
   json_decref(rest);
@@ -125,6 +128,10 @@ static bool print_text(const score_job *job) {
       "fp16 %s\n",
       session.bits_k, session.bits_v, frame_name(session.purpose), session.bits_per_coordinate,
       qkv_human_bytes(session.bytes_coded + session.bytes_exact, held), qkv_human_bytes(session.bytes_fp16, plain));
+  if (session.max_attention_error > 0) {
+    printf("attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
+           session.max_attention_error, session.attention_error, session.contract_pages, session.contract_missed);
+  }
   printf("relative squared error of rows: keys %.5f, values %.5f\n", errors.rel_mse_k, errors.rel_mse_v);
   int64_t queries = job->options.length - job->options.prefill;
   if (queries > QKVI_SCORE_BATCH) queries = QKVI_SCORE_BATCH;
@@ -176,6 +183,7 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
                   .length = worker->length,
                   .bits_k = worker->bits_k,
                   .bits_v = worker->bits_v,
+                  .max_attention_error = worker->max_attention_error,
                   .purpose = strcmp(worker->frame, "archive") == 0 ? PURPOSE_FETCH : PURPOSE_ATTEND},
       .qualities = calloc(worker->texts.count, sizeof(qkvi_quality)),
   };

@@ -12,7 +12,7 @@
 typedef struct qkvi_worker {
   qkv_program program;  // first, as client/common/program.h wants it
   const char *model;    // a directory
-  double bits_k, bits_v;
+  double bits_k, bits_v, max_attention_error;
   // generate
   const char *prompt;
   int64_t bytes;

@@ -73,8 +73,8 @@ def test_model_that_is_missing_or_does_not_fit(stub):
     ({"purpose": 9}, INVALID, ["purpose is 9"]),
     ({"durability": kv.DURABILITY_ASYNC}, grpc.StatusCode.UNIMPLEMENTED, ["durability"]),
     ({"durability": kv.DURABILITY_SYNC}, grpc.StatusCode.UNIMPLEMENTED, ["durability"]),
-    ({"max_attention_error": 0.1}, grpc.StatusCode.UNIMPLEMENTED, ["max_attention_error"]),
-    ({"max_attention_error": float("nan")}, INVALID, ["max_attention_error"]),
+    ({"max_attention_error": 1.5}, INVALID, ["max_attention_error is 1.5, allowed are 0 to 1"]),
+    ({"max_attention_error": float("nan")}, INVALID, ["max_attention_error is nan, allowed are 0 to 1"]),
     ({"ttl_ms": 5}, grpc.StatusCode.UNIMPLEMENTED, ["ttl_ms"]),
 ])
 def test_open_session(stub, fields, code, texts):

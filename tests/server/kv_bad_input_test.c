@@ -308,10 +308,10 @@ static void sessions_that_cannot_be_opened(void **state) {
   request.durability = QKV__V1__DURABILITY__DURABILITY_SYNC;
   expect_open_refused(&request, later, "durability is SYNC, only MEMORY is served yet");
   request = good_open();
-  request.max_attention_error = 0.01;
-  expect_open_refused(&request, later, "max_attention_error is 0.01, it is not served yet");
+  request.max_attention_error = 1.25;
+  expect_open_refused(&request, bad, "max_attention_error is 1.25, allowed are 0 to 1");
   request.max_attention_error = -1;
-  expect_open_refused(&request, bad, "max_attention_error is -1, at least 0");
+  expect_open_refused(&request, bad, "max_attention_error is -1, allowed are 0 to 1");
   request = good_open();
   request.ttl_ms = 1000;
   expect_open_refused(&request, later, "ttl_ms is 1000, it is not served yet");
