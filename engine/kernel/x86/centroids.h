@@ -128,7 +128,7 @@ INLINE void load_planes(qkv_part part, qkvi_block_shape shape, const qkvi_block 
   index[1] = blend_bits(0xf0, up(above.odd, 4), below.odd);
   index[2] = blend_bits(0xf0, above.even, down(below.even, 4));
   index[3] = blend_bits(0xf0, above.odd, down(below.odd, 4));
-#pragma GCC unroll 8
+  UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     high[f] = look_up_256(from[f % 2][0], index[f]);
     low[f] = look_up_256(from[f % 2][1], index[f]);

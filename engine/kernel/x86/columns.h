@@ -33,13 +33,13 @@ typedef words column_sums[QKV_INTEGER_COLUMNS];
 INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t width,
                      column_sums *sums) {
   plane planes[TOGETHER_MAX];
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < count; i++) planes[i] = plane_of(centroids[i]);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t column = 0; column < width; column++) {
 #if BYTE_DOTS
     const bytes all = repeat_word(columns + column * COLUMN_BYTES);
-#pragma GCC unroll 8
+    UNROLL
     for (size_t i = 0; i < count; i++) {
       const bytes sum = (bytes)sums[i][column];
       sums[i][column] = (words)(part == QKV_K ? dot_keys(sum, planes[i], all) : dot_values(sum, planes[i], all));
@@ -57,17 +57,17 @@ INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const 
 }
 
 INLINE void clear_sums(column_sums *sums, size_t count, size_t width) {
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < count; i++) {
-#pragma GCC unroll 8
+    UNROLL
     for (size_t column = 0; column < width; column++) sums[i][column] = (words){0};
   }
 }
 
 INLINE void add_sums(column_sums *to, const column_sums *from, size_t count, size_t width) {
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < count; i++) {
-#pragma GCC unroll 8
+    UNROLL
     for (size_t column = 0; column < width; column++) to[i][column] += from[i][column];
   }
 }

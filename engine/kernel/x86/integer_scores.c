@@ -32,14 +32,14 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
   const uint8_t *columns = pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
   shallow_block blocks[TOGETHER_MAX];
   const tables t = load_tables(QKV_K, shape, block);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t g = 0; g < count; g++) {
     load_shallow(QKV_K, shape, block, pass->groups[g], pass->reach, pass->unpacked, b, lane, &blocks[g]);
   }
-#pragma GCC unroll 8
+  UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     bytes centroids[TOGETHER_MAX];
-#pragma GCC unroll 8
+    UNROLL
     for (size_t g = 0; g < count; g++) centroids[g] = field_of(shape, block, &blocks[g], &t, f);
     add_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % key_sets(count, width)]);
   }
@@ -78,7 +78,7 @@ INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_
   const uint8_t *columns = pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
   load_deep(QKV_K, shape, &pass->layout->blocks[b], pass->groups[0], pass->reach, pass->unpacked, b, lane, first,
             second);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     add_dots(QKV_K, &first[f], 1, columns + f * width * COLUMN_BYTES, width, sums);
     add_dots(QKV_K, &second[f], 1, columns + f * width * COLUMN_BYTES, width, low);
@@ -91,7 +91,7 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t width, column_s
   const size_t deep = pass->layout->deep;
   clear_sums(sums, 1, width);
   clear_sums(low, 1, width);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t column = 0; column < width; column++) {
     const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[deep * width + column] : 0;
     sums[0][column] += offset;
@@ -118,20 +118,20 @@ INLINE void score_groups(const key_pass *pass, size_t count, bool with_deep, siz
     if (key_sets(count, width) > 1) clear_sums(sets[1], count, width);
     if (with_deep) score_deep(pass, lane, width, sums, low, ahead);
 #if BYTE_DOTS
-#pragma GCC unroll 8
+    UNROLL
     for (size_t column = 0; column < width; column++) {
       const int32_t *offsets = pass->offsets + column;
       const int32_t offset = offsets[pass->layout->count * width] - offsets[deep * width];
-#pragma GCC unroll 8
+      UNROLL
       for (size_t g = 0; g < count; g++) sums[g][column] += (uint32_t)offset;
     }
 #endif
     score_shallow(pass, deep, lane, count, width, sets, ahead);
     if (key_sets(count, width) > 1) add_sums(sums, sets[1], count, width);
-#pragma GCC unroll 8
+    UNROLL
     for (size_t g = 0; g < count; g++) {
       const lanes factors = gain_lanes(gains + g * GROUP + lane);
-#pragma GCC unroll 8
+      UNROLL
       for (size_t row = 0; row < width / parts; row++) {
         if (row >= rows) break;
         const lanes total = total_of(&sums[g][row * parts], with_deep ? &low[0][row * parts] : NULL, parts);

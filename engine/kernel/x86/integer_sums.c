@@ -24,7 +24,7 @@ INLINE void add_deep_shape(const value_pass *pass, qkvi_block_shape shape, size_
   bytes first[FIELDS], second[FIELDS];
   load_deep(QKV_V, shape, &pass->layouts[g]->blocks[b], pass->groups[g], pass->reach[g], pass->unpacked[g], b, lane,
             first, second);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     const uint8_t *columns = pass->columns[g] + f * width * COLUMN_BYTES;
     add_dots(QKV_V, &first[f], 1, columns, width, sums);
@@ -46,16 +46,16 @@ INLINE void add_shape(const value_pass *pass, qkvi_block_shape shape, const qkvi
                       size_t b, size_t lane, size_t count, size_t width, column_sums (*sums)[TOGETHER_MAX]) {
   shallow_block blocks[TOGETHER_MAX];
   tables t[TOGETHER_MAX];
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < count; i++) {
     t[i] = load_tables(QKV_V, shape, &layout->blocks[b + i]);
     load_shallow(QKV_V, shape, &layout->blocks[b + i], pass->groups[g], pass->reach[g], pass->unpacked[g], b + i,
                  lane, &blocks[i]);
   }
-#pragma GCC unroll 8
+  UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     bytes centroids[TOGETHER_MAX];
-#pragma GCC unroll 8
+    UNROLL
     for (size_t i = 0; i < count; i++) centroids[i] = field_of(shape, &layout->blocks[b + i], &blocks[i], &t[i], f);
     add_dots(QKV_V, centroids, count, pass->columns[g] + f * width * COLUMN_BYTES, width,
              sums[f % value_sets(count, width)]);
@@ -112,7 +112,7 @@ INLINE void add_blocks(const value_pass *pass, run_kind kind, size_t b, size_t c
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH && b * QKVI_BLOCK_WIDTH + lane < dim; lane += LANES) {
     column_sums all[SETS_MAX][TOGETHER_MAX], low[1];
     const size_t sets = value_sets(count, width);
-#pragma GCC unroll 8
+    UNROLL
     for (size_t set = 0; set < sets; set++) clear_sums(all[set], count, width);
     size_t g = 0;
     if (kind == RUN_DEEP) {
@@ -129,12 +129,12 @@ INLINE void add_blocks(const value_pass *pass, run_kind kind, size_t b, size_t c
     } else {
       add_shallow(pass, g, b, lane, count, width, all);
     }
-#pragma GCC unroll 8
+    UNROLL
     for (size_t set = 1; set < sets; set++) add_sums(all[0], all[set], count, width);
-#pragma GCC unroll 8
+    UNROLL
     for (size_t i = 0; i < count; i++) {
       const size_t first = (b + i) * QKVI_BLOCK_WIDTH + lane;
-#pragma GCC unroll 8
+      UNROLL
       for (size_t row = 0; row < width / parts; row++) {
         if (row >= rows) break;
         const lanes total = total_of(&all[0][i][row * parts], kind == RUN_DEEP ? &low[0][row * parts] : NULL, parts);

@@ -10,6 +10,14 @@
 
 #include "engine/kernel/table.h"
 
+// Before loops whose counts are constants once they are inlined. Sanitizers leave some of them alone, and the
+// compiler says so, which is an error.
+#ifdef QKV_SANITIZED
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
 #if defined(__AVX512F__)
 #define LANES 16
 #else

@@ -87,18 +87,18 @@ typedef struct tile_row {
 INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_VECTORS], float limit, float *scale,
                        tile_row *out) {
   lanes all[TILE_VECTORS];
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) {
     all[i] = powers_of_two((load_lanes(scores + i * LANES) - peak) * 1.44269504f);
   }
   const float total = tile_sum(all);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) all[i] *= gains[i];
   const float top = tile_largest(all);
   const bool counts = top >= QKVI_NUMBER_LEAST;
   const float factor = counts ? limit / top : 0;
   *scale = counts ? top / limit * qkvi_integers.step : 0;
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) out->whole[i] = (words)(all[i] * factor + QKVI_WHOLE_MAGIC);
   return total;
 }
@@ -126,22 +126,22 @@ INLINE bytes pack_bytes(const tile_row *row, bool next) {
 INLINE void interleave(bytes *rows, size_t columns) {
   const bytes low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const bytes high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t round = 1; round < columns; round *= 2) {
     bytes next[QKV_INTEGER_COLUMNS];
-#pragma GCC unroll 8
+    UNROLL
     for (size_t i = 0; i < columns / 2; i++) {
       next[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + columns / 2]);
       next[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + columns / 2]);
     }
-#pragma GCC unroll 8
+    UNROLL
     for (size_t i = 0; i < columns; i++) rows[i] = next[i];
   }
 }
 
 INLINE void put_chunk(bytes rows[QKV_INTEGER_COLUMNS], size_t columns, uint8_t *out) {
   interleave(rows, columns);
-#pragma GCC unroll 8
+  UNROLL
   for (size_t i = 0; i < columns; i++) _mm512_storeu_si512(out + 64 * i, rows[i]);
 }
 #endif
@@ -155,7 +155,7 @@ INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows,
 #else
   memset(out, 0, columns * QKV_PAGE_TOKENS);
 #endif
-#pragma GCC unroll 8
+  UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     tile_row whole;
 #if LANES == 16
