@@ -62,7 +62,8 @@ static fixture_stream *open_fetch(fixture_client *from, const char *session, uin
 
 static void a_full_budget_refuses_whole_items(void **state) {
   (void)state;
-  start((const char *[]){"--memory-budget", "1MiB", NULL});
+  // Nothing is demoted to make room, which would hold the session for a moment after it is closed.
+  start((const char *[]){"--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1", NULL});
   kv_open(client, "a");
   kv_open(client, "b");
   char text[FIXTURE_TEXT_MAX];

@@ -84,6 +84,7 @@ INLINE bool is_of_nibbles(qkvi_block_shape shape, const qkvi_block *block) {
 INLINE tables load_tables(qkv_part part, qkvi_block_shape shape, const qkvi_block *block) {
   tables t = {0};
   const qkv_part from = table_part(part);
+  if (shape == QKVI_BLOCK_OTHER && block->kind >= QKVI_BLOCK_NIBBLE_KINDS) return t;  // scattered: not looked up
   if (!BYTE_DOTS || is_of_nibbles(shape, block)) {
     t.all[QKVI_EVEN_FIELDS] = load_table(qkvi_integers.nibbles[from][block->kind][QKVI_EVEN_FIELDS]);
     t.all[QKVI_ODD_FIELDS] = load_table(qkvi_integers.nibbles[from][block->kind][QKVI_ODD_FIELDS]);
