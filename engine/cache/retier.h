@@ -117,7 +117,7 @@ typedef struct qkv_retier_plan {
 } qkv_retier_plan;
 
 // The policy has passed the check. FAILED_PRECONDITION for thresholds where nothing is counted.
-qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *policy,
+qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *given,
                              qkv_retier_plan *plan, qkv_error *error);
 // Without a policy: every group of positions [begin, end) (end 0: to the end) at `tier` at most, or at least as far
 // as it is held (QKV_TIER_MAX: all of it). FAILED_PRECONDITION where planes that are wanted back have been dropped:

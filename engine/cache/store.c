@@ -142,7 +142,8 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
                                qkv_error *error) {
   const qkv_model *model = NULL;
-  QKV_TRY(qkv_store_model(store, name, &model, error));
+  qkv_status status = qkv_store_model(store, name, &model, error);
+  if (model == NULL) return status;
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
   QKV_TRY(qkv_calibration_check(calibration, &shape, error));
   qkv_calibration_slot_set(model->calibration, calibration);

@@ -57,16 +57,16 @@ const qkv_transform *qkv_transform_uniform(uint16_t dim);
 
 // Up to QKV_QUERY_BLOCK queries of one KV head, ready for the pages of one coder.
 typedef struct qkv_query_block {
+  qkv_integer_queries integers;  // of `codes`
   size_t count;
+  qkv_layouts layouts;   // the caller's zeros before the first page
+  qkv_phases_walk walk;  // attend frame
+  // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
+  unsigned query_bytes, weight_bytes;
+  float shares[QKV_QUERY_BLOCK];                // what every score gets
   float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
   float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
-  float shares[QKV_QUERY_BLOCK];                // what every score gets
-  qkv_phases_walk walk;                         // attend frame
-  // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
-  unsigned query_bytes, weight_bytes;
-  qkv_integer_queries integers;  // of `codes`
-  qkv_layouts layouts;           // the caller's zeros before the first page
 } qkv_query_block;
 
 struct qkv_codec {

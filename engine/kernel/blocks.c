@@ -34,12 +34,12 @@ static qkvi_block_kind kind_of(unsigned depth, bool high) {
 }
 
 static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_DEPTH_MAX / 2], unsigned first) {
-  const qkvi_block scattered = {.kind = QKVI_BLOCK_SCATTERED, .shape = QKVI_BLOCK_OTHER};
+  const qkvi_block scattered = {.kind = QKVI_BLOCK_SCATTERED, .shape = QKVI_BLOCK_ANY};
   unsigned depth = 1;
   while (depth < QKV_DEPTH_MAX && reach[depth + 1] > first) depth++;
   if (reach[depth] < first + QKVI_BLOCK_WIDTH) return scattered;
   qkvi_block block = {0};
-  bool high = false;
+  bool high = false, half = false;
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     if (2 * pair >= depth) {
       block.slabs[pair] = block.slabs[0];
@@ -49,11 +49,10 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
     if (held.bits == 0) return scattered;
     block.slabs[pair] = (uint16_t)held.slab;
     high = held.high;
-    block.half = held.half;
+    half = held.half;
   }
   block.kind = (uint8_t)kind_of(depth, high);
-  block.shape = depth > 4 ? QKVI_BLOCK_BYTES : depth > 2 ? QKVI_BLOCK_NIBBLES : QKVI_BLOCK_FIELDS;
-  if (block.half) block.shape = QKVI_BLOCK_OTHER;
+  block.shape = (uint8_t)((half ? QKVI_BLOCK_FIELDS_HALF : QKVI_BLOCK_FIELDS) + (depth - 1) / 2);
   return block;
 }
 
@@ -73,6 +72,6 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
   for (unsigned i = 0; i < blocks->count; i++) {
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);
     blocks->scattered += blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED;
-    blocks->halves += blocks->blocks[i].half;
+    blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
   }
 }

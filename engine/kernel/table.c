@@ -93,6 +93,13 @@ static void fill_fields(void) {
   }
 }
 
+// The bytes of a deep code.
+static void put_planes(qkv_part part, unsigned depth, unsigned code, uint8_t *high, uint8_t *low) {
+  const uint8_t flip = part == QKV_K ? 0x80 : 0;
+  *high = (uint8_t)qkvi_integers.deep_high[depth][code] ^ flip;
+  *low = (uint8_t)qkvi_integers.deep_low[depth][code] ^ flip;
+}
+
 static void fill_bytes(void) {
   for (qkvi_block_kind kind = QKVI_BLOCK_NIBBLE_KINDS; kind < QKVI_BLOCK_SCATTERED; kind++) {
     const unsigned deep = kind - QKVI_BLOCK_NIBBLE_KINDS;
@@ -102,12 +109,25 @@ static void fill_bytes(void) {
       split_pairs(fields, byte, pairs);
       const unsigned code = code_of(kind, pairs);
       qkvi_tables.bytes[deep][fields][byte] = qkvi_tables.values[depths[kind]][code];
-      const uint8_t high = (uint8_t)qkvi_integers.deep_high[depths[kind]][code];
-      const uint8_t low = (uint8_t)qkvi_integers.deep_low[depths[kind]][code];
-      qkvi_integers.bytes[QKV_V][deep][fields][0][byte] = high;
-      qkvi_integers.bytes[QKV_V][deep][fields][1][byte] = low;
-      qkvi_integers.bytes[QKV_K][deep][fields][0][byte] = high ^ 0x80;
-      qkvi_integers.bytes[QKV_K][deep][fields][1][byte] = low ^ 0x80;
+      for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+        uint8_t(*planes)[256] = qkvi_integers.bytes[part][deep][fields];
+        put_planes(part, depths[kind], code, &planes[0][byte], &planes[1][byte]);
+      }
+    }
+  }
+}
+
+static void fill_sixes(void) {
+  for (qkvi_block_kind kind = QKVI_BLOCK_5_LOW; kind <= QKVI_BLOCK_6; kind++) {
+    for (unsigned i = 0; i < 2 * 64; i++) {
+      const unsigned fields = i / 64, six = i % 64;
+      uint8_t pairs[QKV_DEPTH_MAX / 2];
+      split_pairs(fields, six, pairs);
+      const unsigned code = code_of(kind, (const uint8_t[QKV_DEPTH_MAX / 2]){pairs[2], pairs[3], six >> 4 & 3});
+      for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+        uint8_t(*planes)[64] = qkvi_integers.sixes[part][kind - QKVI_BLOCK_5_LOW][fields];
+        put_planes(part, depths[kind], code, &planes[0][six], &planes[1][six]);
+      }
     }
   }
 }
@@ -166,5 +186,6 @@ void qkvi_tables_fill(void) {
   fill_nibbles();
   fill_fields();
   fill_bytes();
+  fill_sixes();
   fill_middles();
 }

@@ -57,6 +57,8 @@ typedef struct qkvi_integer_tables {
   // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
   _Alignas(64) uint8_t nibbles[2][QKVI_BLOCK_NIBBLE_KINDS][2][64];  // [part][kind][even or odd fields][nibble]
+  // Of kinds 5 and 6: a nibble below, the bits of pair 2 above it.
+  _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 - QKVI_BLOCK_5_LOW + 1][2][2][64];  // [part][kind][fields][high, low]
   _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_DEEP_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
 } qkvi_integer_tables;
 

@@ -23,10 +23,6 @@ INLINE joined join(bytes first, bytes second) {
   return (joined){blend_bits(0x33, first, second), blend_bits(0xcc, first, second)};
 }
 
-INLINE bytes and_each(bytes all, uint8_t mask) {
-  return (bytes)((words)all & EACH_BYTE(mask));
-}
-
 // A slab of 32 bytes as if it were the first half of a slab of 64 (page.h).
 INLINE bytes load_half(qkv_part part, unsigned pair, const uint8_t *slab, size_t lane) {
   if (part == QKV_V) {
@@ -54,11 +50,20 @@ INLINE bytes load_half(qkv_part part, unsigned pair, const uint8_t *slab, size_t
   return (bytes)(from_0 << 2 | from_4 >> 4 | from_1 << 5 | from_5 >> 1);
 }
 
-// The lanes from `lane` on of a block's slab of `pair`. `shape` is a constant.
-INLINE bytes load_slab(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, unsigned pair, bool last,
+INLINE bool is_half(qkvi_block_shape shape) {
+  return shape >= QKVI_BLOCK_FIELDS_HALF && shape <= QKVI_BLOCK_BYTES_HALF;
+}
+
+// The pairs of a shape, as that of whole slabs.
+INLINE qkvi_block_shape whole_of(qkvi_block_shape shape) {
+  return is_half(shape) ? shape - QKVI_BLOCK_FIELDS_HALF : shape;
+}
+
+// The lanes from `lane` on of a block's slab of `pair`.
+INLINE bytes load_slab(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, unsigned pair,
                        const uint8_t *group, size_t lane) {
   const uint8_t *slab = group + block->slabs[pair];
-  if (shape == QKVI_BLOCK_OTHER && last && block->half) return load_half(part, pair, slab, lane);
+  if (is_half(shape) && pair == whole_of(shape)) return load_half(part, pair, slab, lane);
   return load_bytes(slab + 4 * lane);
 }
 
@@ -67,73 +72,68 @@ INLINE qkv_part table_part(qkv_part part) {
   return BYTE_DOTS ? part : QKV_V;
 }
 
-// What the centroids of a block of up to four bits are looked up with, so that each field is only when it is wanted.
-typedef struct indices {
-  bytes even, odd;  // of the shape QKVI_BLOCK_FIELDS all four fields in `even`
-} indices;
+// A block's bits on the way to its centroids, which are looked up field by field when they are wanted.
+typedef struct source {
+  joined above;  // pairs 0 and 1; of QKVI_BLOCK_FIELDS pair 0 alone, in both
+  joined below;  // pairs 2 and 3; of QKVI_BLOCK_SIXES pair 2 alone, in both
+} source;
 
-typedef struct tables {
-  bytes all[QKVI_FIELD_PLACES];
-} tables;
-
-INLINE bool is_of_nibbles(qkvi_block_shape shape, const qkvi_block *block) {
-  if (shape == QKVI_BLOCK_NIBBLES) return true;
-  return shape == QKVI_BLOCK_OTHER && block->kind > QKVI_BLOCK_2;
-}
-
-INLINE tables load_tables(qkv_part part, qkvi_block_shape shape, const qkvi_block *block) {
-  tables t = {0};
-  const qkv_part from = table_part(part);
-  if (shape == QKVI_BLOCK_OTHER && block->kind >= QKVI_BLOCK_NIBBLE_KINDS) return t;  // scattered: not looked up
-  if (!BYTE_DOTS || is_of_nibbles(shape, block)) {
-    t.all[QKVI_EVEN_FIELDS] = load_table(qkvi_integers.nibbles[from][block->kind][QKVI_EVEN_FIELDS]);
-    t.all[QKVI_ODD_FIELDS] = load_table(qkvi_integers.nibbles[from][block->kind][QKVI_ODD_FIELDS]);
-  } else {
-    for (size_t i = 0; i < QKVI_FIELD_PLACES; i++) t.all[i] = load_table(qkvi_integers.fields[from][block->kind][i]);
-  }
-  return t;
-}
-
-INLINE indices load_indices(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const uint8_t *group,
-                            size_t lane) {
-  if (is_of_nibbles(shape, block)) {
-    const bytes first = load_slab(part, shape, block, 0, false, group, lane);
-    const joined j = join(first, load_slab(part, shape, block, 1, true, group, lane));
-    return (indices){j.even, j.odd};
-  }
-  const bytes first = load_slab(part, shape, block, 0, true, group, lane);
-  return (indices){first, first};
-}
-
-INLINE bytes look_field_up(qkvi_block_shape shape, const qkvi_block *block, const indices *from, const tables *t,
-                           size_t field) {
-  if (!BYTE_DOTS || is_of_nibbles(shape, block)) {
-    const bytes index = field % 2 == 0 ? from->even : from->odd;
-    return look_up_byte(t->all[field % 2], field < 2 ? index : down(index, 4));
-  }
-  if (field < QKVI_FIELD_PLACES) return look_up_byte(t->all[field], from->even);
-  return look_up_byte(t->all[QKVI_FIELD_PLACES - 1], down(from->even, 2));
-}
-
-// The two planes of a block of a kind of more than four bits.
-INLINE void load_planes(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const uint8_t *group,
-                        size_t lane, bytes high[FIELDS], bytes low[FIELDS]) {
-  const uint8_t(*from)[2][256] = qkvi_integers.bytes[table_part(part)][block->kind - QKVI_BLOCK_NIBBLE_KINDS];
-  const bool three = block->kind <= QKVI_BLOCK_6;
-  const joined above = join(load_slab(part, shape, block, 0, false, group, lane),
-                            load_slab(part, shape, block, 1, false, group, lane));
-  const joined below = join(load_slab(part, shape, block, 2, three, group, lane),
-                            load_slab(part, shape, block, 3, !three, group, lane));
-  bytes index[FIELDS];
-  index[0] = blend_bits(0xf0, up(above.even, 4), below.even);
-  index[1] = blend_bits(0xf0, up(above.odd, 4), below.odd);
-  index[2] = blend_bits(0xf0, above.even, down(below.even, 4));
-  index[3] = blend_bits(0xf0, above.odd, down(below.odd, 4));
+INLINE source load_source(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const uint8_t *group,
+                          size_t lane) {
+  const qkvi_block_shape whole = whole_of(shape);
+  bytes pairs[QKV_DEPTH_MAX / 2];
   UNROLL
-  for (size_t f = 0; f < FIELDS; f++) {
-    high[f] = look_up_256(from[f % 2][0], index[f]);
-    low[f] = look_up_256(from[f % 2][1], index[f]);
+  for (unsigned pair = 0; pair <= whole; pair++) pairs[pair] = load_slab(part, shape, block, pair, group, lane);
+  source s;
+  s.above = whole == QKVI_BLOCK_FIELDS ? (joined){pairs[0], pairs[0]} : join(pairs[0], pairs[1]);
+  s.below = s.above;
+  if (whole == QKVI_BLOCK_SIXES) s.below = (joined){pairs[2], pairs[2]};
+  if (whole == QKVI_BLOCK_BYTES) s.below = join(pairs[2], pairs[3]);
+  return s;
+}
+
+INLINE bytes nibble_of(const joined *j, size_t field) {
+  const bytes both = field % 2 == 0 ? j->even : j->odd;
+  return field < 2 ? both : down(both, 4);
+}
+
+// The centroids of a field of a block of up to four bits.
+INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const source *from,
+                          size_t field) {
+  const qkv_part table = table_part(part);
+  if (!BYTE_DOTS || whole_of(shape) == QKVI_BLOCK_NIBBLES) {
+    return look_up_byte(load_table(qkvi_integers.nibbles[table][block->kind][field % 2]),
+                        nibble_of(&from->above, field));
   }
+  const size_t place = field < QKVI_FIELD_PLACES ? field : QKVI_FIELD_PLACES - 1;
+  const bytes index = field < QKVI_FIELD_PLACES ? from->above.even : down(from->above.even, 2);
+  return look_up_byte(load_table(qkvi_integers.fields[table][block->kind][place]), index);
+}
+
+// The high and low bytes of the centroids of a field of a block of more.
+INLINE void planes_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const source *from,
+                      size_t field, bytes *high, bytes *low) {
+  const qkv_part table = table_part(part);
+  const size_t fields = field % 2;
+#if BYTE_DOTS
+  if (whole_of(shape) == QKVI_BLOCK_SIXES) {
+    const bytes third = from->below.even;
+    const bytes shifted = field == 0 ? up(third, 4) : field == 1 ? up(third, 2) : field == 2 ? third : down(third, 2);
+    const bytes index = blend_bits(0x0f, nibble_of(&from->above, field), shifted);
+    const uint8_t(*sixes)[64] = qkvi_integers.sixes[table][block->kind - QKVI_BLOCK_5_LOW][fields];
+    *high = look_up_byte(load_table(sixes[0]), index);
+    *low = look_up_byte(load_table(sixes[1]), index);
+    return;
+  }
+#else
+  (void)shape;
+#endif
+  const bytes above = fields == 0 ? from->above.even : from->above.odd;
+  const bytes below = fields == 0 ? from->below.even : from->below.odd;
+  const bytes index = field < 2 ? blend_bits(0xf0, up(above, 4), below) : blend_bits(0xf0, above, down(below, 4));
+  const uint8_t(*planes)[256] = qkvi_integers.bytes[table][block->kind - QKVI_BLOCK_NIBBLE_KINDS][fields];
+  *high = look_up_256(planes[0], index);
+  *low = look_up_256(planes[1], index);
 }
 
 // ---- Scattered blocks ----
@@ -150,9 +150,10 @@ static void unpack_scattered(qkv_part part, const qkv_page_codes *codes, size_t 
   if (out->there) qkvi_unpack(part, codes->schedule, codes->tiers[group], codes->groups[group], out->codes);
 }
 
-// The planes of block b as the loaders above give them; `low` NULL for one without deep coordinates.
+// The centroids of block b as the look-ups above give them: [0] alone, or of a `deep` block [0] the high and [1] the
+// low bytes.
 static void gather_scattered(qkv_part part, const uint16_t *reach, const unpacked *from, size_t b, size_t lane,
-                             bytes high[FIELDS], bytes *low) {
+                             bool deep, bytes out[2][FIELDS]) {
   int8_t planes[2][FIELDS][sizeof(bytes)] = {0};
   for (unsigned c = 0; c < QKVI_BLOCK_WIDTH; c++) {
     const unsigned coordinate = (unsigned)b * QKVI_BLOCK_WIDTH + c;
@@ -168,7 +169,7 @@ static void gather_scattered(qkv_part part, const uint16_t *reach, const unpacke
       if (depth > 4) {
         *first = qkvi_integers.deep_high[depth][code];
         *second = qkvi_integers.deep_low[depth][code];
-      } else if (low == NULL) {
+      } else if (!deep) {
         *first = qkvi_integers.shallow[depth][code];
       } else {  // c = 2 h + l / 128
         const int32_t integer = (int32_t)qkvi_integers.shallow[depth][code], half = (integer + 1) >> 1;
@@ -179,41 +180,8 @@ static void gather_scattered(qkv_part part, const uint16_t *reach, const unpacke
   }
   const uint8_t flip = table_part(part) == QKV_K ? 0x80 : 0;
   for (size_t f = 0; f < FIELDS; f++) {
-    high[f] = (bytes)((words)load_bytes(planes[0][f]) ^ EACH_BYTE(flip));
-    if (low != NULL) low[f] = (bytes)((words)load_bytes(planes[1][f]) ^ EACH_BYTE(flip));
-  }
-}
-
-// A block of up to four bits of a group on the way to its centroids. `shape` is a constant, and the look-ups and
-// branches on it vanish.
-typedef struct shallow_block {
-  indices from;
-  bytes scattered[FIELDS];
-} shallow_block;
-
-INLINE void load_shallow(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const uint8_t *group,
-                         const uint16_t *reach, const unpacked *from, size_t b, size_t lane, shallow_block *out) {
-  if (shape == QKVI_BLOCK_OTHER && block->kind == QKVI_BLOCK_SCATTERED) {
-    gather_scattered(part, reach, from, b, lane, out->scattered, NULL);
-  } else {
-    out->from = load_indices(part, shape, block, group, lane);
-  }
-}
-
-INLINE bytes field_of(qkvi_block_shape shape, const qkvi_block *block, const shallow_block *from, const tables *t,
-                      size_t field) {
-  if (shape == QKVI_BLOCK_OTHER && block->kind == QKVI_BLOCK_SCATTERED) return from->scattered[field];
-  return look_field_up(shape, block, &from->from, t, field);
-}
-
-// The planes of a block of more than four bits.
-INLINE void load_deep(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const uint8_t *group,
-                      const uint16_t *reach, const unpacked *from, size_t b, size_t lane, bytes high[FIELDS],
-                      bytes low[FIELDS]) {
-  if (shape == QKVI_BLOCK_BYTES || block->kind != QKVI_BLOCK_SCATTERED) {
-    load_planes(part, shape, block, group, lane, high, low);
-  } else {
-    gather_scattered(part, reach, from, b, lane, high, low);
+    out[0][f] = (bytes)((words)load_bytes(planes[0][f]) ^ EACH_BYTE(flip));
+    out[1][f] = (bytes)((words)load_bytes(planes[1][f]) ^ EACH_BYTE(flip));
   }
 }
 

@@ -25,98 +25,188 @@ INLINE size_t keys_together(size_t columns) {
   return columns <= 2 ? 4 : 2;
 }
 
+INLINE const uint8_t *block_columns(const key_pass *pass, size_t b, size_t width) {
+  return pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
+}
+
 // Block b, of up to four bits. sums [set][count].
 INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
                         size_t width, column_sums (*sums)[TOGETHER_MAX]) {
   const qkvi_block *block = &pass->layout->blocks[b];
-  const uint8_t *columns = pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
-  shallow_block blocks[TOGETHER_MAX];
-  const tables t = load_tables(QKV_K, shape, block);
+  const uint8_t *columns = block_columns(pass, b, width);
+  source from[TOGETHER_MAX];
   UNROLL
-  for (size_t g = 0; g < count; g++) {
-    load_shallow(QKV_K, shape, block, pass->groups[g], pass->reach, pass->unpacked, b, lane, &blocks[g]);
-  }
+  for (size_t g = 0; g < count; g++) from[g] = load_source(QKV_K, shape, block, pass->groups[g], lane);
   UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     bytes centroids[TOGETHER_MAX];
     UNROLL
-    for (size_t g = 0; g < count; g++) centroids[g] = field_of(shape, block, &blocks[g], &t, f);
+    for (size_t g = 0; g < count; g++) centroids[g] = centroids_of(QKV_K, shape, block, &from[g], f);
     add_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % key_sets(count, width)]);
   }
 }
 
-// The blocks from `begin` on, of up to four bits.
+// The same of the groups from `first` on, of more.
+INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t first,
+                             size_t count, size_t width, column_sums *sums, column_sums *low) {
+  const qkvi_block *block = &pass->layout->blocks[b];
+  const uint8_t *columns = block_columns(pass, b, width);
+  source from[TOGETHER_MAX];
+  UNROLL
+  for (size_t g = 0; g < count; g++) from[g] = load_source(QKV_K, shape, block, pass->groups[first + g], lane);
+  UNROLL
+  for (size_t f = 0; f < FIELDS; f++) {
+    bytes high_planes[TOGETHER_MAX], low_planes[TOGETHER_MAX];
+    UNROLL
+    for (size_t g = 0; g < count; g++) {
+      planes_of(QKV_K, shape, block, &from[g], f, &high_planes[g], &low_planes[g]);
+    }
+    add_dots(QKV_K, high_planes, count, columns + f * width * COLUMN_BYTES, width, sums);
+    add_dots(QKV_K, low_planes, count, columns + f * width * COLUMN_BYTES, width, low);
+  }
+}
+
+// A scattered block, of one group.
+INLINE void score_scattered(const key_pass *pass, size_t b, size_t lane, size_t width, column_sums *sums,
+                            column_sums *low) {
+  bytes planes[2][FIELDS];
+  const uint8_t *columns = block_columns(pass, b, width);
+  gather_scattered(QKV_K, pass->reach, pass->unpacked, b, lane, low != NULL, planes);
+  for (size_t f = 0; f < FIELDS; f++) {
+    add_dots(QKV_K, &planes[0][f], 1, columns + f * width * COLUMN_BYTES, width, sums);
+    if (low != NULL) add_dots(QKV_K, &planes[1][f], 1, columns + f * width * COLUMN_BYTES, width, low);
+  }
+}
+
+// The blocks from `begin` on, of up to four bits; a run of one shape at a time, so that the sums stay in registers.
 INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_t count, size_t width,
                           column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+#define RUN(SHAPE)                                           \
+  case SHAPE:                                                \
+    for (; b < end; b++) {                                   \
+      score_block(pass, SHAPE, b, lane, count, width, sums); \
+      prefetch_some(&along);                                 \
+    }                                                        \
+    break
   prefetching along = *ahead;
   for (size_t b = begin; b < pass->layout->count;) {
     const size_t end = run_end(pass->layout, b, pass->layout->count);
-    const uint8_t shape = pass->layout->blocks[b].shape;
-    if (shape == QKVI_BLOCK_NIBBLES) {
-      for (; b < end; b++) {
-        score_block(pass, QKVI_BLOCK_NIBBLES, b, lane, count, width, sums);
-        prefetch_some(&along);
-      }
-    } else if (shape == QKVI_BLOCK_FIELDS) {
-      for (; b < end; b++) {
-        score_block(pass, QKVI_BLOCK_FIELDS, b, lane, count, width, sums);
-        prefetch_some(&along);
-      }
-    } else {
-      for (; b < end; b++) {
-        score_block(pass, QKVI_BLOCK_OTHER, b, lane, count, width, sums);
-        prefetch_some(&along);
-      }
+    switch (pass->layout->blocks[b].shape) {
+      RUN(QKVI_BLOCK_NIBBLES);
+      RUN(QKVI_BLOCK_FIELDS);
+      RUN(QKVI_BLOCK_NIBBLES_HALF);
+      RUN(QKVI_BLOCK_FIELDS_HALF);
+      default:
+        assert(count == 1);
+        for (; b < end; b++) score_scattered(pass, b, lane, width, sums[0], NULL);
     }
   }
   *ahead = along;
+#undef RUN
 }
 
-INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t width,
-                             column_sums *sums, column_sums *low) {
-  bytes first[FIELDS], second[FIELDS];
-  const uint8_t *columns = pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
-  load_deep(QKV_K, shape, &pass->layout->blocks[b], pass->groups[0], pass->reach, pass->unpacked, b, lane, first,
-            second);
-  UNROLL
-  for (size_t f = 0; f < FIELDS; f++) {
-    add_dots(QKV_K, &first[f], 1, columns + f * width * COLUMN_BYTES, width, sums);
-    add_dots(QKV_K, &second[f], 1, columns + f * width * COLUMN_BYTES, width, low);
-  }
-}
-
-// The blocks with more than four bits of one group: their sums to `sums`, the low planes' to `low`.
-INLINE void score_deep(const key_pass *pass, size_t lane, size_t width, column_sums *sums, column_sums *low,
-                       prefetching *ahead) {
+// The blocks with more than four bits, of the groups from `first` on: their sums to `sums`, the low bytes' to `low`.
+INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width, column_sums *sums,
+                       column_sums *low, prefetching *ahead) {
+#define RUN(SHAPE)                                                            \
+  case SHAPE:                                                                 \
+    for (; b < end; b++) {                                                    \
+      score_deep_block(pass, SHAPE, b, lane, first, count, width, sums, low); \
+      prefetch_some(&along);                                                  \
+    }                                                                         \
+    break
   const size_t deep = pass->layout->deep;
-  clear_sums(sums, 1, width);
-  clear_sums(low, 1, width);
+  prefetching along = *ahead;
+  clear_sums(sums, count, width);
+  clear_sums(low, count, width);
   UNROLL
   for (size_t column = 0; column < width; column++) {
     const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[deep * width + column] : 0;
-    sums[0][column] += offset;
-    low[0][column] += offset;
-  }
-  for (size_t b = 0; b < deep; b++) {
-    prefetch_some(ahead);
-    if (pass->layout->blocks[b].shape == QKVI_BLOCK_BYTES) {
-      score_deep_block(pass, QKVI_BLOCK_BYTES, b, lane, width, sums, low);
-    } else {
-      score_deep_block(pass, QKVI_BLOCK_OTHER, b, lane, width, sums, low);
+    UNROLL
+    for (size_t g = 0; g < count; g++) {
+      sums[g][column] += offset;
+      low[g][column] += offset;
     }
   }
-  add_sums(sums, sums, 1, width);
+  for (size_t b = 0; b < deep;) {
+    const size_t end = run_end(pass->layout, b, deep);
+    switch (pass->layout->blocks[b].shape) {
+      RUN(QKVI_BLOCK_SIXES);
+      RUN(QKVI_BLOCK_BYTES);
+      RUN(QKVI_BLOCK_SIXES_HALF);
+      RUN(QKVI_BLOCK_BYTES_HALF);
+      default:
+        assert(count == 1);
+        for (; b < end; b++) score_scattered(pass, b, lane, width, sums, low);
+    }
+  }
+  add_sums(sums, sums, count, width);
+  *ahead = along;
+#undef RUN
 }
 
-// scores [rows][64] of `count` groups, from their first slot on.
-INLINE void score_groups(const key_pass *pass, size_t count, bool with_deep, size_t width, unsigned parts,
-                         size_t rows, const float *scales, const uint8_t *gains, float *scores, prefetching *ahead) {
+// The same by way of variables of its own, which can be registers.
+INLINE void score_deep_to(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width,
+                          column_sums *sums, column_sums *low, prefetching *ahead) {
+  column_sums own_sums[TOGETHER_MAX], own_low[TOGETHER_MAX];
+  score_deep(pass, lane, first, count, width, own_sums, own_low, ahead);
+  UNROLL
+  for (size_t g = 0; g < count; g++) {
+    UNROLL
+    for (size_t column = 0; column < width; column++) {
+      sums[first + g][column] = own_sums[g][column];
+      low[first + g][column] = own_low[g][column];
+    }
+  }
+}
+
+// The same for whatever width; groups go together as far as there are registers for twice the sums. A function of its
+// own, so that what comes after it has the registers for itself.
+__attribute__((noinline)) static void score_deep_groups(const key_pass *pass, size_t lane, size_t count, size_t width,
+                                                        column_sums *sums, column_sums *low, prefetching *ahead) {
+#if BYTE_DOTS
+  if (count == 4 && width == 1) return score_deep_to(pass, lane, 0, 4, 1, sums, low, ahead);
+  if (count == 4 && width == 2) return score_deep_to(pass, lane, 0, 4, 2, sums, low, ahead);
+#endif
+  for (size_t g = 0; g < count; g++) {
+    if (width == 1) score_deep_to(pass, lane, g, 1, 1, sums, low, ahead);
+    if (width == 2) score_deep_to(pass, lane, g, 1, 2, sums, low, ahead);
+    if (width == 4) score_deep_to(pass, lane, g, 1, 4, sums, low, ahead);
+    if (width == 8) score_deep_to(pass, lane, g, 1, 8, sums, low, ahead);
+  }
+}
+
+// What becomes of the sums.
+typedef struct key_outcome {
+  unsigned parts;
+  size_t rows;
+  const float *scales;
+  const uint8_t *gains;  // from the first group on
+  float *scores;         // [rows][64], from the first group's first slot on
+} key_outcome;
+
+// The scores of a group's lanes from `lane` on. `width` and `parts` are constants, as all indices of sums must be.
+INLINE void put_scores(const key_outcome *out, size_t g, size_t lane, size_t width, unsigned parts, lanes factors,
+                       const words *sums, const words *low) {
+  UNROLL
+  for (size_t row = 0; row < width / parts; row++) {
+    if (row >= out->rows) break;
+    const lanes total = total_of(&sums[row * parts], low != NULL ? &low[row * parts] : NULL, parts);
+    store_lanes(out->scores + row * QKV_PAGE_TOKENS + g * GROUP + lane, total * out->scales[row] * factors);
+  }
+}
+
+INLINE void score_groups(const key_pass *pass, size_t count, size_t width, bool with_deep, const key_outcome *out,
+                         prefetching *ahead) {
   const size_t deep = with_deep ? pass->layout->deep : 0;
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
-    column_sums sets[SETS_MAX][TOGETHER_MAX], *sums = sets[0], low[1];
+    column_sums sets[SETS_MAX][TOGETHER_MAX], *sums = sets[0], high[TOGETHER_MAX], low[TOGETHER_MAX];
     clear_sums(sets[0], count, width);
     if (key_sets(count, width) > 1) clear_sums(sets[1], count, width);
-    if (with_deep) score_deep(pass, lane, width, sums, low, ahead);
+    if (with_deep) {
+      score_deep_groups(pass, lane, count, width, high, low, ahead);
+      add_sums(sums, high, count, width);
+    }
 #if BYTE_DOTS
     UNROLL
     for (size_t column = 0; column < width; column++) {
@@ -130,53 +220,46 @@ INLINE void score_groups(const key_pass *pass, size_t count, bool with_deep, siz
     if (key_sets(count, width) > 1) add_sums(sums, sets[1], count, width);
     UNROLL
     for (size_t g = 0; g < count; g++) {
-      const lanes factors = gain_lanes(gains + g * GROUP + lane);
-      UNROLL
-      for (size_t row = 0; row < width / parts; row++) {
-        if (row >= rows) break;
-        const lanes total = total_of(&sums[g][row * parts], with_deep ? &low[0][row * parts] : NULL, parts);
-        store_lanes(scores + row * QKV_PAGE_TOKENS + g * GROUP + lane, total * scales[row] * factors);
+      const lanes factors = gain_lanes(out->gains + g * GROUP + lane);
+      if (out->parts == 1) {
+        put_scores(out, g, lane, width, 1, factors, sums[g], with_deep ? low[g] : NULL);
+      } else {
+        put_scores(out, g, lane, width, 2, factors, sums[g], with_deep ? low[g] : NULL);
       }
     }
   }
 }
 
-// The same for whatever number of groups, columns and parts: these become constants.
-static void score_chunk(const key_pass *pass, size_t count, const qkvi_chunk *chunk, unsigned parts,
-                        const float *scales, const uint8_t *gains, float *scores, prefetching *ahead) {
-#define CASE(COUNT, DEEP, WIDTH, PARTS)              \
-  if (chunk->columns == (WIDTH) && parts == (PARTS)) \
-  return score_groups(pass, COUNT, DEEP, WIDTH, PARTS, chunk->rows, scales, gains, scores, ahead)
-#define CASES(COUNT, DEEP) \
-  CASE(COUNT, DEEP, 1, 1); \
-  CASE(COUNT, DEEP, 2, 1); \
-  CASE(COUNT, DEEP, 4, 1); \
-  CASE(COUNT, DEEP, 8, 1); \
-  CASE(COUNT, DEEP, 2, 2); \
-  CASE(COUNT, DEEP, 4, 2); \
-  CASE(COUNT, DEEP, 8, 2)
-  if (count == 4) {
-    CASE(4, false, 1, 1);
-    CASE(4, false, 2, 1);
-    CASE(4, false, 2, 2);
-  } else if (count == 2) {
-    CASE(2, false, 4, 1);
-    CASE(2, false, 8, 1);
-    CASE(2, false, 4, 2);
-    CASE(2, false, 8, 2);
-  } else if (pass->layout->deep > 0) {
-    CASES(1, true);
-  } else {
-    CASES(1, false);
+// The same for whatever number of groups and columns: these become constants.
+static void score_chunk(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
+                        prefetching *ahead) {
+#define CASE(COUNT, WIDTH)                                 \
+  if (count == (COUNT) && columns == (WIDTH)) {            \
+    if (pass->layout->deep == 0) {                         \
+      score_groups(pass, COUNT, WIDTH, false, out, ahead); \
+    } else {                                               \
+      score_groups(pass, COUNT, WIDTH, true, out, ahead);  \
+    }                                                      \
+    return;                                                \
   }
-#undef CASES
+#if BYTE_DOTS
+  CASE(4, 1)
+  CASE(4, 2)
+  CASE(2, 4)
+  CASE(2, 8)
+#endif
+  CASE(1, 1)
+  CASE(1, 2)
+  CASE(1, 4)
+  CASE(1, 8)
 #undef CASE
+  assert(!"a combination without code of its own");
 }
 
-// How many groups from g on go together: all of one tier, without deep or scattered blocks.
+// How many groups from g on go together: all of one tier, without scattered blocks.
 static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, const qkvi_tier_blocks *layout,
                               size_t most) {
-  if (layout->deep + layout->scattered > 0 || g + most > QKV_PAGE_GROUPS) return 1;
+  if (layout->scattered > 0 || g + most > QKV_PAGE_GROUPS) return 1;
   for (size_t i = 1; i < most; i++) {
     if (tiers[g + i] != tiers[g]) return 1;
   }
@@ -197,7 +280,7 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
     columns = (const uint8_t *)wide;
 #endif
     const size_t most = keys_together(chunk.columns);
-    if (chunk.first == 0) along = prefetching_of(ahead, QKV_PAGE_GROUPS / most * blocks);
+    if (chunk.first == 0) along = prefetching_of(ahead, QKV_PAGE_GROUPS / most * blocks * (GROUP / LANES));
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       const uint8_t tier = keys->tiers[g];
       key_pass pass = {.layout = qkvi_layouts_find(layouts, keys->schedule, tier),
@@ -208,8 +291,12 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
       count = groups_together(keys->tiers, g, pass.layout, most);
       for (size_t i = 0; i < count; i++) pass.groups[i] = keys->groups[g + i];
       unpack_scattered(QKV_K, keys, g, pass.layout, &scattered);
-      score_chunk(&pass, count, &chunk, parts, queries->scales + chunk.first, keys->gains + g * GROUP,
-                  scores + chunk.first * QKV_PAGE_TOKENS + g * GROUP, &along);
+      const key_outcome out = {.parts = parts,
+                               .rows = chunk.rows,
+                               .scales = queries->scales + chunk.first,
+                               .gains = keys->gains + g * GROUP,
+                               .scores = scores + chunk.first * QKV_PAGE_TOKENS + g * GROUP};
+      score_chunk(&pass, count, chunk.columns, &out, &along);
     }
   }
 }

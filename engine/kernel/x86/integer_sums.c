@@ -1,91 +1,34 @@
 // Weighted sums in integers (kernel/integer.h). Compiled for AVX2, for AVX-512 and for AVX-512 with VNNI and VBMI.
+#include <assert.h>
+
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/columns.h"
 #include "engine/kernel/x86/twins.h"
 
-// One chunk of weights against the groups in the order of their tiers, the highest first, so that a block's depth
-// never grows from one to the next.
-typedef struct value_pass {
-  const qkvi_tier_blocks *layouts[QKV_PAGE_GROUPS];
-  const uint16_t *reach[QKV_PAGE_GROUPS];
+// The groups of one tier.
+typedef struct value_run {
+  const qkvi_tier_blocks *layout;
+  const uint16_t *reach;
+  size_t count;
   const uint8_t *groups[QKV_PAGE_GROUPS];
-  const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, of the group's first token
+  const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const unpacked *unpacked[QKV_PAGE_GROUPS];
-  bool uniform;  // all of one tier
-} value_pass;
+} value_run;
+
+// What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
+// block of a lower tier is then one of all the higher ones as well.
+typedef struct value_outcome {
+  unsigned parts;
+  size_t rows, dim;
+  const float *scales;
+  float *sums;               // [rows][dim]
+  bool only, first;          // tier of the page
+  column_sums *whole, *low;  // [lane vectors]; NULL with only one tier; `low` of deep blocks
+} value_outcome;
 
 INLINE size_t value_sets(size_t count, size_t width) {
   if (!BYTE_DOTS || count * width > QKV_INTEGER_COLUMNS) return 1;
   return count * width <= 2 ? 4 : 2;
-}
-
-INLINE void add_deep_shape(const value_pass *pass, qkvi_block_shape shape, size_t g, size_t b, size_t lane,
-                           size_t width, column_sums *sums, column_sums *low) {
-  bytes first[FIELDS], second[FIELDS];
-  load_deep(QKV_V, shape, &pass->layouts[g]->blocks[b], pass->groups[g], pass->reach[g], pass->unpacked[g], b, lane,
-            first, second);
-  UNROLL
-  for (size_t f = 0; f < FIELDS; f++) {
-    const uint8_t *columns = pass->columns[g] + f * width * COLUMN_BYTES;
-    add_dots(QKV_V, &first[f], 1, columns, width, sums);
-    add_dots(QKV_V, &second[f], 1, columns, width, low);
-  }
-}
-
-INLINE void add_deep(const value_pass *pass, size_t g, size_t b, size_t lane, size_t width, column_sums *sums,
-                     column_sums *low) {
-  if (pass->layouts[g]->blocks[b].shape == QKVI_BLOCK_BYTES) {
-    add_deep_shape(pass, QKVI_BLOCK_BYTES, g, b, lane, width, sums, low);
-  } else {
-    add_deep_shape(pass, QKVI_BLOCK_OTHER, g, b, lane, width, sums, low);
-  }
-}
-
-// Blocks b to b + count of group g, of up to four bits and of one shape. sums [set][count].
-INLINE void add_shape(const value_pass *pass, qkvi_block_shape shape, const qkvi_tier_blocks *layout, size_t g,
-                      size_t b, size_t lane, size_t count, size_t width, column_sums (*sums)[TOGETHER_MAX]) {
-  shallow_block blocks[TOGETHER_MAX];
-  tables t[TOGETHER_MAX];
-  UNROLL
-  for (size_t i = 0; i < count; i++) {
-    t[i] = load_tables(QKV_V, shape, &layout->blocks[b + i]);
-    load_shallow(QKV_V, shape, &layout->blocks[b + i], pass->groups[g], pass->reach[g], pass->unpacked[g], b + i,
-                 lane, &blocks[i]);
-  }
-  UNROLL
-  for (size_t f = 0; f < FIELDS; f++) {
-    bytes centroids[TOGETHER_MAX];
-    UNROLL
-    for (size_t i = 0; i < count; i++) centroids[i] = field_of(shape, &layout->blocks[b + i], &blocks[i], &t[i], f);
-    add_dots(QKV_V, centroids, count, pass->columns[g] + f * width * COLUMN_BYTES, width,
-             sums[f % value_sets(count, width)]);
-  }
-}
-
-// The same in all groups from g on that have them.
-INLINE void add_shallow(const value_pass *pass, size_t g, size_t b, size_t lane, size_t count, size_t width,
-                        column_sums (*sums)[TOGETHER_MAX]) {
-  for (; g < QKV_PAGE_GROUPS && b < pass->layouts[g]->count; g++) {
-    const qkvi_tier_blocks *layout = pass->layouts[g];
-    switch (layout->blocks[b].shape) {
-      case QKVI_BLOCK_NIBBLES:
-        add_shape(pass, QKVI_BLOCK_NIBBLES, layout, g, b, lane, count, width, sums);
-        break;
-      case QKVI_BLOCK_FIELDS:
-        add_shape(pass, QKVI_BLOCK_FIELDS, layout, g, b, lane, count, width, sums);
-        break;
-      default:
-        add_shape(pass, QKVI_BLOCK_OTHER, layout, g, b, lane, count, width, sums);
-    }
-  }
-}
-
-// The same where all groups have one layout.
-INLINE void add_uniform(const value_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
-                        size_t width, column_sums (*sums)[TOGETHER_MAX]) {
-  const qkvi_tier_blocks *layout = pass->layouts[0];
-#pragma GCC unroll 4
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) add_shape(pass, shape, layout, g, b, lane, count, width, sums);
 }
 
 // Adds the first `coordinates` of a vector.
@@ -97,141 +40,223 @@ INLINE void add_to_sums(lanes all, size_t coordinates, float *sums) {
   }
 }
 
-// How a run of blocks is summed.
-typedef enum run_kind {
-  RUN_MIXED,  // of any layouts
-  RUN_DEEP,   // of any layouts, with more than four bits in some groups
-  RUN_NIBBLES,
-  RUN_FIELDS,  // all groups of one layout, and of one shape
-} run_kind;
+// Sums of the coordinates from `first` on; `low` NULL where the block is not deep. `width` and `parts` are constants,
+// as all indices of sums must be.
+INLINE void fold_parts(const value_outcome *out, size_t first, size_t width, unsigned parts, const words *sums,
+                       const words *low) {
+  UNROLL
+  for (size_t row = 0; row < width / parts; row++) {
+    if (row >= out->rows) break;
+    const lanes total = total_of(&sums[row * parts], low != NULL ? &low[row * parts] : NULL, parts);
+    add_to_sums(total * out->scales[row], out->dim - first, out->sums + row * out->dim + first);
+  }
+}
 
-// sums [rows][dim] of blocks b to b + count. With more than one, none is deep and every group has all or none of
-// them.
-INLINE void add_blocks(const value_pass *pass, run_kind kind, size_t b, size_t count, size_t dim, size_t width,
-                       unsigned parts, size_t rows, const float *scales, float *sums) {
-  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH && b * QKVI_BLOCK_WIDTH + lane < dim; lane += LANES) {
-    column_sums all[SETS_MAX][TOGETHER_MAX], low[1];
-    const size_t sets = value_sets(count, width);
+INLINE void fold(const value_outcome *out, size_t first, size_t width, const words *sums, const words *low) {
+  if (first >= out->dim) return;
+  if (out->parts == 1) {
+    fold_parts(out, first, width, 1, sums, low);
+  } else {
+    fold_parts(out, first, width, 2, sums, low);
+  }
+}
+
+INLINE void keep(const value_outcome *out, size_t first, size_t width, const words *sums, const words *low) {
+  if (out->only) {
+    fold(out, first, width, sums, low);
+    return;
+  }
+  column_sums *whole = out->whole + first / LANES, *fine = out->low + first / LANES;
+  UNROLL
+  for (size_t column = 0; column < width; column++) {
+    (*whole)[column] = out->first ? sums[column] : (*whole)[column] + sums[column];
+    if (low != NULL) (*fine)[column] = out->first ? low[column] : (*fine)[column] + low[column];
+  }
+}
+
+// Blocks b to b + count, of up to four bits and of one shape.
+INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width,
+                       const value_outcome *out) {
+  const qkvi_block *blocks = &run->layout->blocks[b];
+  const size_t sets = value_sets(count, width);
+  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+    column_sums sums[SETS_MAX][TOGETHER_MAX];
     UNROLL
-    for (size_t set = 0; set < sets; set++) clear_sums(all[set], count, width);
-    size_t g = 0;
-    if (kind == RUN_DEEP) {
-      clear_sums(low, 1, width);
-      for (; g < QKV_PAGE_GROUPS && b < pass->layouts[g]->deep; g++) {
-        add_deep(pass, g, b, lane, width, all[0], low);
-      }
-      add_sums(all[0], all[0], 1, width);
-    }
-    if (kind == RUN_NIBBLES) {
-      add_uniform(pass, QKVI_BLOCK_NIBBLES, b, lane, count, width, all);
-    } else if (kind == RUN_FIELDS) {
-      add_uniform(pass, QKVI_BLOCK_FIELDS, b, lane, count, width, all);
-    } else {
-      add_shallow(pass, g, b, lane, count, width, all);
-    }
-    UNROLL
-    for (size_t set = 1; set < sets; set++) add_sums(all[0], all[set], count, width);
-    UNROLL
-    for (size_t i = 0; i < count; i++) {
-      const size_t first = (b + i) * QKVI_BLOCK_WIDTH + lane;
+    for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
+    for (size_t g = 0; g < run->count; g++) {
+      source from[TOGETHER_MAX];
       UNROLL
-      for (size_t row = 0; row < width / parts; row++) {
-        if (row >= rows) break;
-        const lanes total = total_of(&all[0][i][row * parts], kind == RUN_DEEP ? &low[0][row * parts] : NULL, parts);
-        add_to_sums(total * scales[row], dim - first, sums + row * dim + first);
+      for (size_t i = 0; i < count; i++) from[i] = load_source(QKV_V, shape, &blocks[i], run->groups[g], lane);
+      UNROLL
+      for (size_t f = 0; f < FIELDS; f++) {
+        bytes centroids[TOGETHER_MAX];
+        UNROLL
+        for (size_t i = 0; i < count; i++) centroids[i] = centroids_of(QKV_V, shape, &blocks[i], &from[i], f);
+        add_dots(QKV_V, centroids, count, run->columns[g] + f * width * COLUMN_BYTES, width, sums[f % sets]);
       }
     }
+    UNROLL
+    for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
+    UNROLL
+    for (size_t i = 0; i < count; i++) keep(out, (b + i) * QKVI_BLOCK_WIDTH + lane, width, sums[0][i], NULL);
   }
 }
 
-// Whether blocks b and b + 1 can be taken at once: both of one shape in each group.
-INLINE bool goes_with_next(const value_pass *pass, size_t b) {
-  if (b < pass->layouts[0]->deep) return false;
-  for (size_t g = 0; g < QKV_PAGE_GROUPS && b < pass->layouts[g]->count; g++) {
-    const qkvi_block *blocks = pass->layouts[g]->blocks;
-    if (b + 1 == pass->layouts[g]->count || blocks[b].shape != blocks[b + 1].shape ||
-        blocks[b].shape == QKVI_BLOCK_OTHER) {
-      return false;
+// Block b, of more.
+INLINE void sum_deep_block(const value_run *run, qkvi_block_shape shape, size_t b, size_t width,
+                           const value_outcome *out) {
+  const qkvi_block *block = &run->layout->blocks[b];
+  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+    column_sums sums[1], low[1];
+    clear_sums(sums, 1, width);
+    clear_sums(low, 1, width);
+    for (size_t g = 0; g < run->count; g++) {
+      const source from = load_source(QKV_V, shape, block, run->groups[g], lane);
+      UNROLL
+      for (size_t f = 0; f < FIELDS; f++) {
+        bytes high_plane, low_plane;
+        planes_of(QKV_V, shape, block, &from, f, &high_plane, &low_plane);
+        add_dots(QKV_V, &high_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
+        add_dots(QKV_V, &low_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
+      }
     }
+    add_sums(sums, sums, 1, width);
+    keep(out, b * QKVI_BLOCK_WIDTH + lane, width, sums[0], low[0]);
   }
-  return true;
 }
 
-INLINE void add_chunk_of(const value_pass *pass, size_t dim, size_t width, unsigned parts, size_t rows,
-                         const float *scales, float *sums, prefetching *ahead) {
-  const qkvi_tier_blocks *layout = pass->layouts[0];
+INLINE void sum_scattered(const value_run *run, size_t b, bool deep, size_t width, const value_outcome *out) {
+  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+    column_sums sums[1], low[1];
+    clear_sums(sums, 1, width);
+    clear_sums(low, 1, width);
+    for (size_t g = 0; g < run->count; g++) {
+      bytes planes[2][FIELDS];
+      gather_scattered(QKV_V, run->reach, run->unpacked[g], b, lane, deep, planes);
+      for (size_t f = 0; f < FIELDS; f++) {
+        add_dots(QKV_V, &planes[0][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
+        if (deep) add_dots(QKV_V, &planes[1][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
+      }
+    }
+    if (deep) add_sums(sums, sums, 1, width);
+    keep(out, b * QKVI_BLOCK_WIDTH + lane, width, sums[0], deep ? low[0] : NULL);
+  }
+}
+
+// Two blocks at once, which share the columns, where the processor has registers enough.
+enum { VALUES_TOGETHER = BYTE_DOTS ? 2 : 1 };
+
+INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
+#define PAIRS(SHAPE)                                               \
+  case SHAPE:                                                      \
+    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {     \
+      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, out);      \
+      prefetch_twice(&along);                                      \
+    }                                                              \
+    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, out); \
+    break
+#define EACH(SHAPE, SUM)     \
+  case SHAPE:                \
+    for (; b < end; b++) {   \
+      SUM;                   \
+      prefetch_some(&along); \
+    }                        \
+    break
   prefetching along = *ahead;
+  const qkvi_tier_blocks *layout = run->layout;
   for (size_t b = 0; b < layout->count;) {
-    size_t pairs_end = b;
-    if (BYTE_DOTS && pass->uniform && b >= layout->deep && layout->blocks[b].shape != QKVI_BLOCK_OTHER) {
-      pairs_end = b + (run_end(layout, b, layout->count) - b) / 2 * 2;
-    }
-    if (b < pairs_end && layout->blocks[b].shape == QKVI_BLOCK_NIBBLES) {
-      for (; b < pairs_end; b += 2, prefetch_twice(&along)) {
-        add_blocks(pass, RUN_NIBBLES, b, 2, dim, width, parts, rows, scales, sums);
-      }
-    } else if (b < pairs_end) {
-      for (; b < pairs_end; b += 2, prefetch_twice(&along)) {
-        add_blocks(pass, RUN_FIELDS, b, 2, dim, width, parts, rows, scales, sums);
-      }
-    } else if (b < layout->deep) {
-      add_blocks(pass, RUN_DEEP, b, 1, dim, width, parts, rows, scales, sums);
-      prefetch_some(&along);
-      b++;
-    } else if (BYTE_DOTS && !pass->uniform && goes_with_next(pass, b)) {
-      add_blocks(pass, RUN_MIXED, b, 2, dim, width, parts, rows, scales, sums);
-      prefetch_twice(&along);
-      b += 2;
-    } else {
-      add_blocks(pass, RUN_MIXED, b, 1, dim, width, parts, rows, scales, sums);
-      prefetch_some(&along);
-      b++;
+    const size_t end = run_end(layout, b, b < layout->deep ? layout->deep : layout->count);
+    switch (layout->blocks[b].shape) {
+      PAIRS(QKVI_BLOCK_NIBBLES);
+      PAIRS(QKVI_BLOCK_FIELDS);
+      EACH(QKVI_BLOCK_NIBBLES_HALF, sum_blocks(run, QKVI_BLOCK_NIBBLES_HALF, b, 1, width, out));
+      EACH(QKVI_BLOCK_FIELDS_HALF, sum_blocks(run, QKVI_BLOCK_FIELDS_HALF, b, 1, width, out));
+      EACH(QKVI_BLOCK_SIXES, sum_deep_block(run, QKVI_BLOCK_SIXES, b, width, out));
+      EACH(QKVI_BLOCK_BYTES, sum_deep_block(run, QKVI_BLOCK_BYTES, b, width, out));
+      EACH(QKVI_BLOCK_SIXES_HALF, sum_deep_block(run, QKVI_BLOCK_SIXES_HALF, b, width, out));
+      EACH(QKVI_BLOCK_BYTES_HALF, sum_deep_block(run, QKVI_BLOCK_BYTES_HALF, b, width, out));
+      default:
+        for (; b < end; b++) sum_scattered(run, b, b < layout->deep, width, out);
     }
   }
   *ahead = along;
+#undef PAIRS
+#undef EACH
 }
 
-static void add_chunk(const value_pass *pass, const qkvi_chunk *chunk, unsigned parts, size_t dim,
-                      const float *scales, float *sums, prefetching *ahead) {
-#define CASE(WIDTH, PARTS)                           \
-  if (chunk->columns == (WIDTH) && parts == (PARTS)) \
-  return add_chunk_of(pass, dim, WIDTH, PARTS, chunk->rows, scales, sums, ahead)
-  CASE(1, 1);
-  CASE(2, 1);
-  CASE(4, 1);
-  CASE(8, 1);
-  CASE(2, 2);
-  CASE(4, 2);
-  CASE(8, 2);
+static void sum_chunk(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
+#define CASE(WIDTH)                  \
+  case WIDTH:                        \
+    sum_run(run, WIDTH, out, ahead); \
+    break
+  switch (columns) {
+    CASE(1);
+    CASE(2);
+    CASE(4);
+    CASE(8);
+    default:
+      assert(!"a chunk of other than 1, 2, 4 or 8 columns");
+  }
 #undef CASE
 }
 
-// Group numbers by falling tier.
-static void order_groups(const uint8_t tiers[QKV_PAGE_GROUPS], size_t order[QKV_PAGE_GROUPS]) {
-  for (size_t i = 0; i < QKV_PAGE_GROUPS; i++) {
-    size_t at = i;
-    for (; at > 0 && tiers[order[at - 1]] < tiers[i]; at--) order[at] = order[at - 1];
-    order[at] = i;
+// The sums that were kept for several tiers, of all the blocks of the highest.
+static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier_blocks *layout) {
+  for (size_t c = 0; c < layout->count * QKVI_BLOCK_WIDTH; c += LANES) {
+    const words *low = c / QKVI_BLOCK_WIDTH < layout->deep ? out->low[c / LANES] : NULL;
+    switch (columns) {
+      case 1:
+        fold(out, c, 1, out->whole[c / LANES], low);
+        break;
+      case 2:
+        fold(out, c, 2, out->whole[c / LANES], low);
+        break;
+      case 4:
+        fold(out, c, 4, out->whole[c / LANES], low);
+        break;
+      default:
+        fold(out, c, 8, out->whole[c / LANES], low);
+    }
+  }
+}
+
+// The groups of a page by tier, the highest first. Returns how many tiers there are; group_of[i][j] is the number of
+// run i's group j.
+static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, unpacked *scattered,
+                        value_run runs[QKV_PAGE_GROUPS], size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS]) {
+  size_t count = 0;
+  for (int below = QKV_TIER_MAX + 1;;) {
+    int tier = -1;
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+      if (values->tiers[g] < below && values->tiers[g] > tier) tier = values->tiers[g];
+    }
+    if (tier < 0) return count;
+    value_run *run = &runs[count];
+    *run = (value_run){.layout = qkvi_layouts_find(layouts, values->schedule, (unsigned)tier),
+                       .reach = values->schedule->reach[tier]};
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+      if (values->tiers[g] != tier) continue;
+      run->groups[run->count] = values->groups[g];
+      run->unpacked[run->count] = &scattered[g];
+      unpack_scattered(QKV_V, values, g, run->layout, &scattered[g]);
+      group_of[count][run->count++] = g;
+    }
+    below = tier;
+    count++;
   }
 }
 
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   const size_t dim = values->schedule->dim;
   const unsigned parts = weights->parts;
-  size_t order[QKV_PAGE_GROUPS];
-  value_pass pass = {.uniform = true};
+  value_run runs[QKV_PAGE_GROUPS];
+  size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS];
   unpacked scattered[QKV_PAGE_GROUPS];
-  prefetching along = prefetching_of(ahead, qkvi_column_bytes(dim) / QKVI_BLOCK_WIDTH);
-  order_groups(values->tiers, order);
-  for (size_t i = 0; i < QKV_PAGE_GROUPS; i++) {
-    const size_t g = order[i];
-    pass.layouts[i] = qkvi_layouts_find(layouts, values->schedule, values->tiers[g]);
-    pass.reach[i] = values->schedule->reach[values->tiers[g]];
-    pass.groups[i] = values->groups[g];
-    pass.unpacked[i] = &scattered[i];
-    pass.uniform = pass.uniform && pass.layouts[i] == pass.layouts[0];
-    unpack_scattered(QKV_V, values, g, pass.layouts[i], &scattered[i]);
-  }
+  column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
+  const size_t run_count = find_runs(values, layouts, scattered, runs, group_of);
+  size_t steps = 1;
+  for (size_t i = 0; i < run_count; i++) steps += runs[i].layout->count;
+  prefetching along = prefetching_of(ahead, steps);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, weights->count, parts);
     const uint8_t *columns = weights->bytes + chunk.first * parts * QKV_PAGE_TOKENS;
@@ -240,9 +265,21 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
     widen_columns(columns, QKV_PAGE_TOKENS / 4 * chunk.columns, false, wide);
     columns = (const uint8_t *)wide;
 #endif
-    for (size_t i = 0; i < QKV_PAGE_GROUPS; i++) {
-      pass.columns[i] = columns + order[i] * (GROUP / 4) * chunk.columns * COLUMN_BYTES;
+    value_outcome out = {.parts = parts,
+                         .rows = chunk.rows,
+                         .dim = dim,
+                         .scales = weights->scales + chunk.first,
+                         .sums = sums + chunk.first * dim,
+                         .only = run_count == 1,
+                         .whole = whole,
+                         .low = low};
+    for (size_t i = 0; i < run_count; i++) {
+      for (size_t j = 0; j < runs[i].count; j++) {
+        runs[i].columns[j] = columns + group_of[i][j] * (GROUP / 4) * chunk.columns * COLUMN_BYTES;
+      }
+      out.first = i == 0;
+      sum_chunk(&runs[i], chunk.columns, &out, &along);
     }
-    add_chunk(&pass, &chunk, parts, dim, weights->scales + chunk.first, sums + chunk.first * dim, &along);
+    if (!out.only) fold_chunk(&out, chunk.columns, runs[0].layout);
   }
 }
