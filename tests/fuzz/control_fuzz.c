@@ -19,7 +19,7 @@ static void read_model(const void *request) {
     if (error.text[0] == '\0') __builtin_trap();
     return;
   }
-  const qkv_policy fallback = {.codec = qkv_codec_at(0), .bits_k = 4, .bits_v = 4, .page_tokens = 64};
+  const qkv_policy fallback = {.codec = qkv_codec_at(0), .bits_k = 4, .bits_v = 4, .recent_window = 64};
   qkv_policy_merge(&model.policy, &fallback);
   qkvi_model_message parts;
   qkvi_model_write(&model, &parts);
