@@ -16,7 +16,7 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 
   asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
   tsan      the server's tests and those of the engine's threads under ThreadSanitizer
-  fuzz      every fuzz target for --fuzz-seconds (30 by default)
+  fuzz      every fuzz target for --fuzz-seconds (15 by default)
   release   all tests with the release build, and the lint
 TEXT
 }
@@ -27,7 +27,7 @@ fail() {
 }
 
 stages=()
-fuzz_seconds=30
+fuzz_seconds=15
 while (($# > 0)); do
   case "$1" in
     --help | -h)

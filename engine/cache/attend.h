@@ -57,6 +57,10 @@ void qkv_attend_show(qkv_attend *request);
 // has 8 q_heads", "options.scale is nan", "options.not_causal excludes a sliding window", "q[0, 3, 5] is inf".
 qkv_status qkv_attend_check(const qkv_attend *request, qkv_error *error);
 
+// The positions that a checked request reads, [*begin, *end) as far as the layer goes: what must be in memory
+// (layer_spill.h) when it runs.
+void qkv_attend_span(const qkv_attend *request, uint64_t *begin, uint64_t *end);
+
 // Runs `count` checked requests. `pool` may be NULL: all on the caller.
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count);
 

@@ -88,3 +88,9 @@ qkv_status qkv_attend_check(const qkv_attend *request, qkv_error *error) {
   }
   return QKV_OK;
 }
+
+void qkv_attend_span(const qkv_attend *request, uint64_t *begin, uint64_t *end) {
+  uint64_t unused;
+  qkvi_attend_visible(request, 0, begin, &unused);
+  qkvi_attend_visible(request, (uint64_t)request->q.dims[0] - 1, &unused, end);
+}

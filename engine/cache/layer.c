@@ -13,8 +13,11 @@ void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config, const qkv_
   layer->clock = qkv_ema_clock_create(&config->ema, config->model->kv_heads);
 }
 
+static void cut(qkv_layer *layer, uint64_t position);
+
 void qkv_layer_deinit(qkv_layer *layer) {
-  qkv_layer_truncate(layer, layer->config.first_position);
+  layer->config.backing = NULL;  // which keeps what it has
+  cut(layer, layer->config.first_position);
   assert(layer->bytes_coded == 0 && layer->bytes_beside == 0);
   qkv_ema_clock_destroy(&layer->clock);
   free(layer->pages);
@@ -79,23 +82,46 @@ static void drop_beside(qkv_layer *layer, const qkv_page_entry *entry) {
   if (entry->ema != NULL) qkv_arena_free(arena, entry->ema, qkv_ema_bytes(layer->config.model->kv_heads));
 }
 
+static void drop_page(qkv_layer *layer, const qkv_page_entry *entry) {
+  const qkv_backing *backing = layer->config.backing;
+  drop_beside(layer, entry);
+  layer->bytes_stored -= entry->record_bytes;
+  if (backing != NULL && entry->record != 0) backing->drop(backing->context, entry->record);
+  if (entry->page == NULL) {
+    layer->tokens_cold -= entry->tokens;
+    return;
+  }
+  layer->bytes_coded -= qkv_arena_cost(entry->bytes);
+  qkv_arena_free(layer->config.arena, (void *)entry->page, entry->bytes);
+}
+
 static void drop_pages(qkv_layer *layer, uint64_t position) {
   while (layer->page_count > 0) {
     qkv_page_entry *last = &layer->pages[layer->page_count - 1];
     if (last->position < position) {
-      last->tokens = (uint32_t)(position - last->position);
-      return;
+      const uint32_t tokens = (uint32_t)(position - last->position);
+      if (last->page == NULL) layer->tokens_cold -= last->tokens - tokens;
+      last->tokens = tokens;
+      break;
     }
-    drop_beside(layer, last);
-    layer->bytes_coded -= qkv_arena_cost(last->bytes);
-    qkv_arena_free(layer->config.arena, (void *)last->page, last->bytes);
+    drop_page(layer, last);
     layer->page_count--;
   }
+  if (layer->saved > layer->page_count) layer->saved = layer->page_count;
+  if (layer->settled > layer->saved) layer->settled = layer->saved;
 }
 
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position) {
+  const qkv_backing *backing = layer->config.backing;
   if (position >= layer->length) return;
   if (position < layer->config.first_position) position = layer->config.first_position;
+  if (backing != NULL && position < layer->sealed)
+    backing->cut(backing->context, layer->config.session, layer->config.layer, position);
+  cut(layer, position);
+}
+
+// What is behind `position`, which is not beyond the length.
+static void cut(qkv_layer *layer, uint64_t position) {
   layer->length = position;
   if (position < layer->sealed) {
     drop_pages(layer, position);
@@ -122,6 +148,7 @@ static float *out_row(const row_copy *copy, uint64_t position, uint32_t kv_head)
 
 static void copy_page(const row_copy *copy, const qkv_page_entry *entry, float *rows) {
   const qkv_layer *layer = copy->layer;
+  assert(entry->page != NULL);
   uint64_t begin = copy->begin > entry->position ? copy->begin : entry->position;
   uint64_t end = entry->position + entry->tokens;
   if (end > copy->end) end = copy->end;
@@ -180,11 +207,28 @@ qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
                            .tokens_exact = layer->length - layer->sealed,
                            .bytes_coded = layer->bytes_coded,
                            .bytes_beside = layer->bytes_beside,
+                           .tokens_cold = layer->tokens_cold,
+                           .bytes_stored = layer->bytes_stored,
                            .bytes_exact = layer->tail_count * qkv_arena_cost(qkvi_block_bytes(layer->config.model))};
+}
+
+uint64_t qkv_layer_durable(const qkv_layer *layer) {
+  if (layer->settled == 0) return layer->config.first_position;
+  const qkv_page_entry *last = &layer->pages[layer->settled - 1];
+  return last->position + last->tokens;
+}
+
+static const char *validate_cold(const qkv_page_entry *entry) {
+  if (entry->tokens < 1 || entry->tokens > QKV_PAGE_TOKENS) return "a page has no tokens, or too many";
+  if (entry->record == 0) return "a page has neither an image nor a record";
+  if (entry->full != NULL) return "a cold page has a full image";
+  return entry->bytes == entry->record_bytes ? NULL : "a cold page's bytes are not its record's";
 }
 
 static const char *validate_page(const qkv_layer *layer, const qkv_page_entry *entry, uint64_t position) {
   if (entry->position != position) return "a page does not begin where the one before ends";
+  if (entry->record == 0 && entry->record_bytes != 0) return "a page without a record has bytes of one";
+  if (entry->page == NULL) return validate_cold(entry);
   if (entry->coder->codec->validate(entry->coder, entry->page, entry->bytes, NULL) != QKV_OK)
     return "a page's image is damaged";
   const qkv_page_header *header = entry->page;
@@ -216,7 +260,7 @@ static const char *validate_tail(const qkv_layer *layer) {
 }
 
 const char *qkv_layer_validate(const qkv_layer *layer) {
-  uint64_t position = layer->config.first_position, bytes = 0, beside = 0;
+  uint64_t position = layer->config.first_position, bytes = 0, beside = 0, stored = 0, cold = 0;
   size_t next_range = 0, in_range = 0;
   if (layer->page_count > layer->page_capacity) return "the page table is longer than its array";
   for (size_t i = 0; i < layer->page_count; i++) {
@@ -229,11 +273,16 @@ const char *qkv_layer_validate(const qkv_layer *layer) {
     if (++in_range > QKV_RANGE_PAGES) return "a range has too many pages";
     if (in_range > 1 && layer->pages[i].coder != layer->pages[i - 1].coder) return "a range has two coders";
     position += layer->pages[i].tokens;
-    bytes += qkv_arena_cost(layer->pages[i].bytes);
+    bytes += layer->pages[i].page != NULL ? qkv_arena_cost(layer->pages[i].bytes) : 0;
+    cold += layer->pages[i].page != NULL ? 0 : layer->pages[i].tokens;
+    stored += layer->pages[i].record_bytes;
     beside += qkvi_beside_bytes(layer, &layer->pages[i]);
   }
   if (position != layer->sealed) return "the pages do not end at sealed";
   if (bytes != layer->bytes_coded) return "bytes_coded is not the sum of the pages";
   if (beside != layer->bytes_beside) return "bytes_beside is not the sum of what the pages have beside them";
+  if (stored != layer->bytes_stored) return "bytes_stored is not the sum of the records";
+  if (cold != layer->tokens_cold) return "tokens_cold is not the sum of the cold pages' tokens";
+  if (layer->settled > layer->saved || layer->saved > layer->page_count) return "more is saved than there is";
   return validate_tail(layer);
 }

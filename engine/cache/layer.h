@@ -16,7 +16,8 @@
 // changes nothing.
 //
 // Where attention is counted (ema.h), every page has its averages beside it. A page's image may be exchanged for one
-// at other tiers (retier.h); with keep_full the one that was coded first stays, and with it the way back.
+// at other tiers (retier.h); with keep_full the one that was coded first stays, and with it the way back. With a
+// backing, pages are put there when they are sealed, and their images may leave memory (layer_spill.h).
 //
 // Threads: not safe; session.h holds the lock. Readers (attend, rows) may run together.
 #ifndef QKV_ENGINE_CACHE_LAYER_H
@@ -26,6 +27,7 @@
 
 #include "engine/base/arena.h"
 #include "engine/base/tensor.h"
+#include "engine/cache/backing.h"
 #include "engine/cache/ema.h"
 #include "engine/cache/model.h"
 #include "engine/cache/quality.h"
@@ -43,20 +45,25 @@ typedef struct qkv_layer_config {
   uint64_t first_position;
   qkv_arena *arena;
   qkv_ema_options ema;
-  bool keep_full;        // a page that goes to lower tiers stays beside in full
-  qkv_quality *quality;  // judges pages that are sealed, which may lower their tiers; NULL: none does
+  bool keep_full;              // a page that goes to lower tiers stays beside in full
+  qkv_quality *quality;        // judges pages that are sealed, which may lower their tiers; NULL: none does
+  const qkv_backing *backing;  // NULL: memory is all there is
+  uint64_t session;            // as the backing knows it
 } qkv_layer_config;
 
 typedef struct qkv_page_entry {
-  const void *page;        // image, owned
+  const void *page;        // image, owned; NULL: cold, there is only the record
   const qkv_coder *coder;  // what it is coded by
-  uint32_t bytes;          // of the image
+  uint32_t bytes;          // of the image, or, where that is cold, of the record's
   uint32_t tokens;         // valid ones
   uint64_t position;       // of its first token
   uint32_t range;          // that it belongs to; ascending without gaps from 0
-  bool lost;               // planes have been dropped and not kept
+  bool lost;               // planes have been dropped and not kept in memory
+  bool record_lost;        // nor has the record got them
   uint32_t full_bytes;     // of the next
   const void *full;        // the page as it was coded, owned; NULL: `page` is the most that is held
+  uint32_t record_bytes;   // of the page as the backing has it
+  uint64_t record;         // its number there; 0: it has none
   qkv_ema *ema;            // owned; NULL: attention is not counted
   uint64_t serial;         // of the image: another one, another number, in the layer's whole life
 } qkv_page_entry;
@@ -71,6 +78,10 @@ typedef struct qkv_layer {
   size_t page_count, page_capacity;
   uint64_t bytes_coded;   // of the pages, as the arena counts them
   uint64_t bytes_beside;  // of full pages and averages, likewise
+  uint64_t bytes_stored;  // of the records
+  uint64_t tokens_cold;
+  size_t saved;    // pages below have been given to the backing
+  size_t settled;  // and are durable
   uint64_t next_serial;
   qkv_ema_clock *clock;  // NULL: attention is not counted
   void **tail;           // exact blocks of 64 tokens from `sealed` on
@@ -87,7 +98,7 @@ void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 // Errors, all without any change: INVALID_ARGUMENT (shape; "k[3, 0, 17] is nan"; |x| > QKV_ROW_MAX, after
 // RoPE too; QKV_POSITION_MAX),
 // ALREADY_EXISTS (differs from what is held, names the position), FAILED_PRECONDITION ("position is 70, the
-// expected position is 64"), RESOURCE_EXHAUSTED (the arena's).
+// expected position is 64"), RESOURCE_EXHAUSTED (the arena's), UNAVAILABLE (rows are held in a cold page).
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
                             bool before_rope, uint64_t *appended, qkv_error *error);
 
@@ -95,7 +106,7 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 
 // Decoded rows of one part: out [tokens][kv_heads][dim] floats for positions [begin, begin + tokens), which
-// must be held (asserted). A page is decoded whole, however few of its tokens are asked.
+// must be held, and in memory (asserted). A page is decoded whole, however few of its tokens are asked.
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
 
@@ -110,10 +121,14 @@ typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
   uint64_t bytes_beside;              // full pages that are kept, averages of attention; likewise
+  uint64_t tokens_cold;               // of tokens_coded: those that are only on the SSD
+  uint64_t bytes_stored;              // of pages on the SSD, before they are packed there
   qkv_quality_stats quality;          // zeros without a contract
 } qkv_layer_usage;
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer);
+// Positions below survive the process.
+uint64_t qkv_layer_durable(const qkv_layer *layer);
 
 // NULL, or the invariant that does not hold.
 const char *qkv_layer_validate(const qkv_layer *layer);

@@ -179,6 +179,8 @@ static qkv_status check_held(const append *a, qkv_error *error) {
     const qkv_page_entry *entry = position < layer->sealed ? &layer->pages[qkv_layer_page_at(layer, position)] : NULL;
     uint64_t end = entry != NULL ? entry->position + entry->tokens : position + QKV_PAGE_TOKENS;
     if (end > held) end = held;
+    if (entry != NULL && entry->page == NULL)
+      return qkv_fail(error, QKV_UNAVAILABLE, "position %" PRIu64 " is on the SSD", position);
     uint64_t same = same_tokens(a, entry, position, end - position);
     if (same < end - position) {
       return qkv_fail(error, QKV_ALREADY_EXISTS, "position %" PRIu64 " holds other rows already", position + same);
@@ -228,9 +230,12 @@ static void *grow(void *array, size_t *capacity, size_t needed, size_t item_byte
   return grown;
 }
 
+void qkvi_layer_grow_pages(qkv_layer *layer, size_t count) {
+  layer->pages = grow(layer->pages, &layer->page_capacity, count, sizeof *layer->pages);
+}
+
 static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
-  layer->pages =
-      grow(layer->pages, &layer->page_capacity, layer->page_count + (size_t)plan->pages, sizeof *layer->pages);
+  qkvi_layer_grow_pages(layer, layer->page_count + (size_t)plan->pages);
   layer->tail = grow((void *)layer->tail, &layer->tail_capacity, (size_t)plan->blocks, sizeof *layer->tail);
 }
 
@@ -254,7 +259,7 @@ static bool may_seal(const append *a) {
 }
 
 // A range is full, or the page is of another coder than the last one.
-static uint32_t next_range(const qkv_layer *layer) {
+uint32_t qkvi_layer_next_range(const qkv_layer *layer) {
   if (layer->page_count == 0) return 0;
   const qkv_page_entry *last = &layer->pages[layer->page_count - 1];
   size_t first = layer->page_count - 1;
@@ -263,7 +268,7 @@ static uint32_t next_range(const qkv_layer *layer) {
   return last->range + (fits ? 0 : 1);
 }
 
-static qkv_ema *new_ema(const qkv_layer *layer) {
+qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer) {
   if (layer->clock == NULL) return NULL;
   const uint32_t heads = layer->config.model->kv_heads;
   qkv_ema *ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(heads));
@@ -299,7 +304,8 @@ static size_t judge(tail_work *work) {
   const qkv_layer *layer = work->append->layer;
   const qkv_model *model = work->append->model;
   const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
-  if (layer->config.quality == NULL) return 0;
+  // Without the whole layer in memory there is nothing to judge by.
+  if (layer->config.quality == NULL || layer->tokens_cold > 0) return 0;
   float *queries = floats(rows * (model->key_dim + model->value_dim + 1));
   float *out = queries + rows * model->key_dim, *lse = out + rows * model->value_dim;
   size_t bytes = 0;
@@ -349,9 +355,9 @@ static void seal_first(tail_work *work) {
                                                      .bytes = (uint32_t)bytes,
                                                      .tokens = QKV_PAGE_TOKENS,
                                                      .position = layer->sealed,
-                                                     .range = next_range(layer),
+                                                     .range = qkvi_layer_next_range(layer),
                                                      .lost = narrow_bytes > 0,
-                                                     .ema = new_ema(layer),
+                                                     .ema = qkvi_layer_new_ema(layer),
                                                      .serial = layer->next_serial++};
   layer->page_count++;
   layer->bytes_beside += qkvi_ema_cost(layer);

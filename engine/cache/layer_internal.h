@@ -35,6 +35,11 @@ static inline size_t qkvi_beside_bytes(const qkv_layer *layer, const qkv_page_en
   return qkvi_ema_cost(layer) + (entry->full == NULL ? 0 : qkv_arena_cost(entry->full_bytes));
 }
 
+// For pages that are added: room for so many, the range of the next one by layer->coder, its averages.
+void qkvi_layer_grow_pages(qkv_layer *layer, size_t count);
+uint32_t qkvi_layer_next_range(const qkv_layer *layer);
+qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer);
+
 // Where a token's row of a head lies in an exact block.
 static inline uint8_t *qkvi_block_row(const qkv_model *model, void *block, qkv_part part, uint64_t token,
                                       uint32_t kv_head) {

@@ -176,6 +176,7 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
   snapshot->groups = room((last - first) * snapshot->kv_heads * 2 * QKV_PAGE_GROUPS, sizeof *snapshot->groups);
   for (size_t i = first; i < last; i++) {
     qkv_retier_page *page = &snapshot->pages[snapshot->page_count];
+    if (layer->pages[i].page == NULL) continue;
     if (coder == NULL || layer->pages[i].coder != coder) {
       coder = layer->pages[i].coder;
       assert(coder != NULL);
@@ -192,7 +193,8 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
 // ---- The exchange ----
 
 static qkv_page_entry *entry_of(const qkv_layer *layer, size_t index, uint64_t serial) {
-  if (index >= layer->page_count || layer->pages[index].serial != serial) return NULL;
+  if (index >= layer->page_count || layer->pages[index].serial != serial || layer->pages[index].page == NULL)
+    return NULL;
   return &layer->pages[index];
 }
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "engine/cache/layer_spill.h"
 #include "engine/cache/session_internal.h"
 
 // `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
@@ -14,7 +15,8 @@ typedef struct locked_layer {
   pthread_rwlock_t lock;
   qkv_layer layer;
   pthread_mutex_t info_lock;
-  uint64_t length;
+  uint64_t length, durable;
+  bool unsettled;
   qkv_layer_usage usage;
 } locked_layer;
 
@@ -22,7 +24,7 @@ struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
   pthread_mutex_t codings_lock;
-  qkv_coding **codings;  // all that pages may have been written with; the last one is that of pages to come
+  qkv_coding **codings;  // all that pages may have been written with, and that of pages to come
   size_t coding_count;
   qkv_arena *arena;  // this block is its, too
   uint64_t serial;
@@ -30,7 +32,8 @@ struct qkv_session {
   int64_t created_unix_ms;
   _Atomic int64_t last_used_unix_ms;
   _Atomic uint64_t next_layer;  // that a step of re-tiering begins with
-  locked_layer layers[];        // model->layers
+  _Atomic uint64_t pins;
+  locked_layer layers[];  // model->layers
 };
 
 static int64_t now_unix_ms(void) {
@@ -73,6 +76,8 @@ static void publish(locked_layer *layer) {
   qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   lock_info(layer);
   layer->length = layer->layer.length;
+  layer->durable = qkv_layer_durable(&layer->layer);
+  layer->unsettled = layer->layer.config.backing != NULL && layer->layer.settled < layer->layer.page_count;
   layer->usage = usage;
   unlock_info(layer);
 }
@@ -119,15 +124,12 @@ static void init_lock(pthread_rwlock_t *lock) {
   (void)pthread_rwlockattr_destroy(&kind);
 }
 
-// The coding for pages to come: another one where the model's calibration has changed.
-static qkv_coding *current_coding(qkv_session *session) {
-  const qkv_model *model = session->model;
-  const qkv_calibration *calibration =
-      model->calibration != NULL ? qkv_calibration_slot_get(model->calibration) : NULL;
-  qkv_coding *coding = qkv_coding_get(model, &session->config.policy, session->config.purpose, calibration);
-  qkv_calibration_unref(&calibration);
+const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration) {
+  qkv_coding *coding = qkv_coding_get(session->model, &session->config.policy, session->config.purpose, calibration);
   (void)pthread_mutex_lock(&session->codings_lock);
-  if (session->coding_count > 0 && session->codings[session->coding_count - 1] == coding) {
+  size_t i = 0;
+  while (i < session->coding_count && session->codings[i] != coding) i++;
+  if (i < session->coding_count) {
     (void)pthread_mutex_unlock(&session->codings_lock);
     qkv_coding *extra = coding;  // the list holds one reference already
     qkv_coding_unref(&extra);
@@ -137,6 +139,16 @@ static qkv_coding *current_coding(qkv_session *session) {
   if (session->codings == NULL) abort();
   session->codings[session->coding_count++] = coding;
   (void)pthread_mutex_unlock(&session->codings_lock);
+  return coding;
+}
+
+// The coding for pages to come: another one where the model's calibration has changed.
+static const qkv_coding *current_coding(qkv_session *session) {
+  const qkv_model *model = session->model;
+  const qkv_calibration *calibration =
+      model->calibration != NULL ? qkv_calibration_slot_get(model->calibration) : NULL;
+  const qkv_coding *coding = qkvi_session_coding(session, calibration);
+  qkv_calibration_unref(&calibration);
   return coding;
 }
 
@@ -167,6 +179,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   atomic_init(&session->next_layer, 0);
+  atomic_init(&session->pins, 0);
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
   assert(failed == 0);
   const qkv_coding *coding = current_coding(session);
@@ -182,7 +195,9 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                                        .arena = arena,
                                        .ema = config->ema,
                                        .keep_full = config->keep_full,
-                                       .quality = create_quality(session, i)},
+                                       .quality = create_quality(session, i),
+                                       .backing = config->backing,
+                                       .session = config->id},
                    qkv_coding_layer(coding, i));
     publish(&session->layers[i]);
   }
@@ -241,6 +256,7 @@ static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t p
   renew_coder(session, layer);
   qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
   *length = locked->layer.length;
+  (void)qkv_layer_save(&locked->layer);  // what finds no room is given again when there is some (session_spill.h)
   publish(locked);
   unlock(locked);
   return status;
@@ -304,8 +320,29 @@ void qkvi_session_changed(qkv_session *session, uint32_t layer) {
   unlock(&session->layers[layer]);
 }
 
-const qkv_arena *qkvi_session_arena(const qkv_session *session) {
+qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return NULL;
+  return &session->layers[layer].layer;
+}
+
+bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
+  lock_info(&session->layers[layer]);
+  const bool unsettled = session->layers[layer].unsettled;
+  unlock_info(&session->layers[layer]);
+  return unsettled;
+}
+
+qkv_arena *qkvi_session_arena(const qkv_session *session) {
   return session->arena;
+}
+
+const qkv_session_config *qkvi_session_config(const qkv_session *session) {
+  return &session->config;
+}
+
+_Atomic uint64_t *qkvi_session_pins(qkv_session *session) {
+  return &session->pins;
 }
 
 uint32_t qkvi_session_next_layer(qkv_session *session) {
@@ -337,6 +374,8 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->bytes_coded += usage->bytes_coded;
   sum->bytes_exact += usage->bytes_exact;
   sum->bytes_beside += usage->bytes_beside;
+  sum->tokens_cold += usage->tokens_cold;
+  sum->bytes_stored += usage->bytes_stored;
   sum->quality.pages += usage->quality.pages;
   sum->quality.missed += usage->quality.missed;
   sum->quality.squares += usage->quality.squares;
@@ -353,6 +392,14 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
     lock_info(&session->layers[i]);
     if (lengths != NULL) lengths[i] = session->layers[i].length;
     add_usage(&info->usage, &session->layers[i].usage);
+    unlock_info(&session->layers[i]);
+  }
+}
+
+void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    lock_info(&session->layers[i]);
+    durable[i] = session->layers[i].durable;
     unlock_info(&session->layers[i]);
   }
 }

@@ -20,6 +20,14 @@
 #include "engine/cache/coding.h"
 #include "engine/cache/layer.h"
 
+// Whether pages are written beyond memory; when an append is acknowledged is the daemon's business. The values are
+// those of qkv.v1.Durability.
+typedef enum qkv_durability {
+  QKV_DURABILITY_MEMORY = 1,
+  QKV_DURABILITY_ASYNC = 2,
+  QKV_DURABILITY_SYNC = 3
+} qkv_durability;
+
 typedef struct qkv_session_config {
   char name[QKV_NAME_MAX + 1];
   char tenant[QKV_NAME_MAX + 1];
@@ -30,6 +38,9 @@ typedef struct qkv_session_config {
   bool keep_full;              // layer.h
   double max_attention_error;  // quality.h; 0: no contract
   double tier_bits;            // what its owner brings it to (session_retier.h); 0: nothing. Not looked at here
+  qkv_durability durability;   // 0: MEMORY
+  const qkv_backing *backing;  // not with MEMORY; outlives the session
+  uint64_t id;                 // as the backing knows it: unique for ever
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;
@@ -53,8 +64,8 @@ const char *qkv_session_name(const qkv_session *session);
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
 uint64_t qkv_session_serial(const qkv_session *session);
 
-// As qkv_layer_append. INVALID_ARGUMENT "layer is 6, the model tinylm has 6 layers". `*length` gets the layer's
-// length afterwards, 0 where there is no such layer.
+// As qkv_layer_append; pages that are sealed are given to the backing. INVALID_ARGUMENT "layer is 6, the model tinylm
+// has 6 layers". `*length` gets the layer's length afterwards, 0 where there is no such layer.
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error);
@@ -76,5 +87,7 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
 // Each layer as its last append or truncation left it; never waits for one that runs. `lengths`, where not NULL, has
 // room for model->layers.
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
+// For each of model->layers: positions below survive the process, as far as is known (session_spill.h).
+void qkv_session_read_durable(qkv_session *session, uint64_t *durable);
 
 #endif

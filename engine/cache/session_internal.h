@@ -1,6 +1,10 @@
-// A session's layers for session_retier.c: read and written without that being a use of the session.
+// A session's layers for session_retier.c and session_spill.c: read and written without that being a use of the
+// session.
 #ifndef QKV_ENGINE_CACHE_SESSION_INTERNAL_H
 #define QKV_ENGINE_CACHE_SESSION_INTERNAL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
 
 #include "engine/cache/session.h"
 
@@ -10,7 +14,20 @@ const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer);
 qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer);
 void qkvi_session_changed(qkv_session *session, uint32_t layer);
 
-const qkv_arena *qkvi_session_arena(const qkv_session *session);
+// As qkvi_session_change; NULL where another thread has the layer.
+qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer);
+
+qkv_arena *qkvi_session_arena(const qkv_session *session);
+const qkv_session_config *qkvi_session_config(const qkv_session *session);
+
+// Whether there is anything of the layer that is not settled (layer_spill.h), as it was last published.
+bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
+
+// The number of those who need what they have brought back to stay in memory.
+_Atomic uint64_t *qkvi_session_pins(qkv_session *session);
+
+// How pages of such a calibration (NULL: data-free) are coded here; alive as long as the session.
+const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration);
 
 // Layers in turn.
 uint32_t qkvi_session_next_layer(qkv_session *session);

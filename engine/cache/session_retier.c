@@ -197,18 +197,23 @@ static void add_token(qkv_attention_stats *stats, uint32_t head, uint64_t positi
   stats->bits[at] += bits;
 }
 
+// Code bits a coordinate of the keys and values of a group; 0 where they are not in memory.
+static float group_bits(const qkv_model *model, const qkv_page_entry *entry, uint16_t head, size_t group) {
+  if (entry->page == NULL) return 0;
+  const qkv_page_directory *tiers = qkv_page_entry_of(entry->page, head);
+  const qkv_schedule *const *schedules = entry->coder->heads[head].schedules;
+  const size_t bytes = qkv_schedule_group_bytes(schedules[QKV_K], tiers->tier_k[group]) +
+                       qkv_schedule_group_bytes(schedules[QKV_V], tiers->tier_v[group]);
+  return (float)(bytes * 8) / (float)(QKV_GROUP_TOKENS * (model->key_dim + model->value_dim));
+}
+
 static void add_page(const qkv_layer *layer, const qkv_page_entry *entry, qkv_attention_stats *stats) {
   const qkv_model *model = layer->config.model;
   for (uint16_t head = 0; head < model->kv_heads; head++) {
-    const qkv_page_directory *tiers = qkv_page_entry_of(entry->page, head);
-    const qkv_schedule *const *schedules = entry->coder->heads[head].schedules;
     float attention[QKV_PAGE_TOKENS] = {0};
     if (entry->ema != NULL) qkv_ema_read(entry->ema, layer->clock, head, stats->queries, attention);
     for (uint32_t t = 0; t < entry->tokens; t++) {
-      const size_t group = t / QKV_GROUP_TOKENS;
-      const size_t bytes = qkv_schedule_group_bytes(schedules[QKV_K], tiers->tier_k[group]) +
-                           qkv_schedule_group_bytes(schedules[QKV_V], tiers->tier_v[group]);
-      const float bits = (float)(bytes * 8) / (float)(QKV_GROUP_TOKENS * (model->key_dim + model->value_dim));
+      const float bits = group_bits(model, entry, head, t / QKV_GROUP_TOKENS);
       add_token(stats, head, entry->position + t, attention[t], bits);
     }
   }

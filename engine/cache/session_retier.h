@@ -49,9 +49,9 @@ typedef struct qkv_attention_stats {
   uint64_t tokens_per_bucket;
   uint32_t kv_heads;
   size_t buckets;
-  float *ema;  // [kv_heads][buckets]: mean average attention; 0 for exact rows, which are not counted
-  float
-      *bits;  // [kv_heads][buckets]: code bits a coordinate, of keys and values together; the dtype's for exact rows
+  float *ema;   // [kv_heads][buckets]: mean average attention; 0 for exact rows, which are not counted
+  float *bits;  // [kv_heads][buckets]: code bits a coordinate, of keys and values together; the dtype's for exact
+                // rows, 0 for what is only on the SSD
 } qkv_attention_stats;
 
 // In at most buckets_max buckets; 0: one a token. INVALID_ARGUMENT "layer is 6, ...".

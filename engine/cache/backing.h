@@ -1,0 +1,34 @@
+// Where sealed pages are kept beyond memory, as the engine sees it: a table of functions. The daemon puts the SSD
+// tier behind it (server/spill.h), tests a double. The engine itself has no I/O.
+//
+//   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays
+//                       └──────► GONE                       restore: whoever attends or fetches brings it back
+//
+// A page is put once, as it was first coded. Planes that are dropped later are dropped in memory alone, so what was
+// written is the way back to full precision.
+//
+// Threads: any; all but `context` is constant. The functions are called with a layer written, so they never wait.
+#ifndef QKV_ENGINE_CACHE_BACKING_H
+#define QKV_ENGINE_CACHE_BACKING_H
+
+#include <stdint.h>
+
+typedef enum qkv_record_state {
+  QKV_RECORD_GONE,     // could not be written, or was dropped
+  QKV_RECORD_WAITING,  // on its way
+  QKV_RECORD_WRITTEN,  // can be read back by this process
+  QKV_RECORD_DURABLE,  // and by the next one
+} qkv_record_state;
+
+typedef struct qkv_backing {
+  void *context;
+  // Copies a page [bytes] of a session. Its record's number, larger than all before; 0: no room for it now.
+  uint64_t (*put)(void *context, uint64_t session, const void *page, uint32_t bytes);
+  qkv_record_state (*state)(void *context, uint64_t record);
+  // The record is not needed any more.
+  void (*drop)(void *context, uint64_t record);
+  // What was put of this layer up to now is cut off at `position`, for the next process, too.
+  void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
+} qkv_backing;
+
+#endif

@@ -1,0 +1,55 @@
+// A layer's pages beyond memory: their records (backing.h), leaving memory and coming back.
+//
+//   with the layer read     qkv_layer_holds, qkv_layer_missing
+//   with the layer written  everything else; none of it takes long
+//
+// A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
+// read to be held; whoever calls them looks first, under the same lock.
+//
+// Threads: as the layer's.
+#ifndef QKV_ENGINE_CACHE_LAYER_SPILL_H
+#define QKV_ENGINE_CACHE_LAYER_SPILL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/cache/layer.h"
+
+// Puts the pages that have no record yet, in order. False where the backing has no room for all of them now.
+bool qkv_layer_save(qkv_layer *layer);
+// Takes note of what has become of the records: `durable` moves on; pages whose record is gone will be put again.
+void qkv_layer_settle(qkv_layer *layer);
+
+// Images of pages whose records can be read back leave memory, the first ones first, until `bytes` of the arena are
+// free or there are no more. Returns the bytes.
+uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes);
+
+// Whether every page with positions of [begin, end) is in memory.
+bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end);
+
+// A page to be read back.
+typedef struct qkv_missing_page {
+  size_t index;
+  uint64_t serial;
+  uint64_t record;
+  uint64_t position;
+  uint32_t bytes;  // of the record's image
+} qkv_missing_page;
+
+// The pages of [begin, end), end 0: to the end, that are cold, or with `full` have lost planes that their record has;
+// in order, at most `max`. Returns how many.
+size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
+                         size_t max);
+
+// Puts `*image`, from qkv_arena_alloc_beside, in its place; then `*image` is what was there before, or NULL, to be
+// freed with qkv_arena_free_beside in any case. Nothing is done where the page is not missing any more. DATA_LOSS
+// where the image is not that page's; RESOURCE_EXHAUSTED (the arena's).
+qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void **image, qkv_error *error);
+
+// A cold page at the end of a layer that has no exact rows: what is found of a session that outlived its process.
+// `position` is the layer's length (asserted). RESOURCE_EXHAUSTED (the arena's).
+qkv_status qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes,
+                           qkv_error *error);
+
+#endif

@@ -1,0 +1,70 @@
+#include "engine/cache/session_spill.h"
+
+#include <assert.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "engine/cache/session_internal.h"
+
+bool qkv_session_settle(qkv_session *session) {
+  bool all = true;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
+    if (!qkvi_session_unsettled(session, i)) continue;
+    qkv_layer *layer = qkvi_session_try_change(session, i);
+    all &= layer != NULL;
+    if (layer == NULL) continue;
+    qkv_layer_settle(layer);
+    (void)qkv_layer_save(layer);
+    all &= layer->settled == layer->page_count;
+    qkvi_session_changed(session, i);
+  }
+  return all;
+}
+
+// The pins are looked at under the lock that restoring takes, so what was restored since a pin was set is safe.
+uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes) {
+  uint64_t freed = 0;
+  if (qkvi_session_config(session)->backing == NULL) return 0;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers && freed < bytes; i++) {
+    qkv_layer *layer = qkvi_session_change(session, i);
+    if (atomic_load(qkvi_session_pins(session)) == 0) freed += qkv_layer_evict(layer, bytes - freed);
+    qkvi_session_changed(session, i);
+  }
+  return freed;
+}
+
+void qkv_session_pin(qkv_session *session) {
+  (void)atomic_fetch_add(qkvi_session_pins(session), 1);
+}
+
+void qkv_session_unpin(qkv_session *session) {
+  const uint64_t before = atomic_fetch_sub(qkvi_session_pins(session), 1);
+  assert(before > 0);
+  (void)before;
+}
+
+size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
+                           qkv_missing_page *out, size_t max) {
+  const size_t count = qkv_layer_missing(qkvi_session_look(session, layer), begin, end, full, out, max);
+  qkv_session_read_done(session, layer);
+  return count;
+}
+
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
+                               qkv_error *error) {
+  void *copy = qkv_arena_alloc_beside(page->bytes);
+  memcpy(copy, image, page->bytes);
+  const qkv_status status = qkv_layer_restore(qkvi_session_change(session, layer), page, &copy, error);
+  qkvi_session_changed(session, layer);
+  qkv_arena_free_beside(copy);
+  return status;
+}
+
+qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,
+                             uint32_t tokens, uint64_t record, uint32_t bytes, qkv_error *error) {
+  const qkv_coding *coding = qkvi_session_coding(session, calibration);
+  const qkv_status status = qkv_layer_adopt(qkvi_session_change(session, layer), qkv_coding_layer(coding, layer),
+                                            tokens, record, bytes, error);
+  qkvi_session_changed(session, layer);
+  return status;
+}

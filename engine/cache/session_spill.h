@@ -1,0 +1,38 @@
+// A session beyond memory: its pages go to the backing when they are sealed, may leave memory once they can be read
+// back, and come back when they are asked for.
+//
+// Threads: any that may wait for a layer; settle and the pins never wait. None of this counts as a use of the
+// session.
+#ifndef QKV_ENGINE_CACHE_SESSION_SPILL_H
+#define QKV_ENGINE_CACHE_SESSION_SPILL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "engine/cache/layer_spill.h"
+#include "engine/cache/session.h"
+
+// Gives pages to the backing that found no room there before, and takes note of those that have become durable.
+// Layers in use are left out. True where all that is sealed is durable.
+bool qkv_session_settle(qkv_session *session);
+
+// Pages that can be read back leave memory until `bytes` are free or there are no more; nothing of a pinned session.
+// Returns the bytes.
+uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes);
+
+// From here on what is restored stays. Counted.
+void qkv_session_pin(qkv_session *session);
+void qkv_session_unpin(qkv_session *session);
+
+// As qkv_layer_missing. The layer is below the model's (asserted).
+size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
+                           qkv_missing_page *out, size_t max);
+// As qkv_layer_restore, from a copy of `image` [page->bytes].
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
+                               qkv_error *error);
+
+// As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free.
+qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,
+                             uint32_t tokens, uint64_t record, uint32_t bytes, qkv_error *error);
+
+#endif

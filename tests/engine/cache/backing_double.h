@@ -1,0 +1,74 @@
+// A backing in memory, whose records move on when the test says so.
+#ifndef QKV_TESTS_ENGINE_CACHE_BACKING_DOUBLE_H
+#define QKV_TESTS_ENGINE_CACHE_BACKING_DOUBLE_H
+
+#include "engine/cache/backing.h"
+#include "tests/engine/cache/fixture.h"
+
+enum { DOUBLE_RECORDS = 256 };
+
+typedef struct double_record {
+  void *page;
+  uint32_t bytes;
+  uint64_t session;
+  qkv_record_state state;
+} double_record;
+
+typedef struct backing_double {
+  qkv_backing backing;
+  double_record records[DOUBLE_RECORDS];  // by number
+  uint64_t count;                         // numbers given out, 1 to count
+  uint64_t room;                          // records that it still takes
+  qkv_record_state first;                 // what a new record is
+  size_t drops, cuts;
+  uint64_t cut_position;
+} backing_double;
+
+static inline uint64_t double_put(void *context, uint64_t session, const void *page, uint32_t bytes) {
+  backing_double *made = context;
+  if (made->room == 0) return 0;
+  made->room--;
+  const uint64_t number = ++made->count;
+  assert_true(number < DOUBLE_RECORDS);
+  double_record *record = &made->records[number];
+  *record = (double_record){.page = malloc(bytes), .bytes = bytes, .session = session, .state = made->first};
+  assert_non_null(record->page);
+  memcpy(record->page, page, bytes);
+  return number;
+}
+
+static inline qkv_record_state double_state(void *context, uint64_t record) {
+  const backing_double *made = context;
+  return made->records[record].state;
+}
+
+static inline void double_drop(void *context, uint64_t record) {
+  backing_double *made = context;
+  assert_true(made->records[record].state != QKV_RECORD_GONE || made->records[record].page != NULL);
+  made->records[record].state = QKV_RECORD_GONE;
+  made->drops++;
+}
+
+static inline void double_cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
+  backing_double *made = context;
+  (void)session;
+  (void)layer;
+  made->cuts++;
+  made->cut_position = position;
+}
+
+static inline void double_init(backing_double *made) {
+  *made = (backing_double){.room = DOUBLE_RECORDS, .first = QKV_RECORD_DURABLE};
+  made->backing = (qkv_backing){
+      .context = made, .put = double_put, .state = double_state, .drop = double_drop, .cut = double_cut};
+}
+
+static inline void double_all(backing_double *made, qkv_record_state state) {
+  for (uint64_t i = 1; i <= made->count; i++) made->records[i].state = state;
+}
+
+static inline void double_deinit(backing_double *made) {
+  for (uint64_t i = 1; i <= made->count; i++) free(made->records[i].page);
+}
+
+#endif

@@ -1,0 +1,276 @@
+#include "engine/cache/layer_spill.h"
+
+#include "engine/cache/layer_retier.h"
+#include "tests/engine/cache/backing_double.h"
+
+enum { TOKENS = 300, PAGES = 4, FIRST = 7, MISSING = 16 };
+
+typedef struct state {
+  qkv_model model;
+  qkv_arena *arena;
+  qkv_layer layer;
+  backing_double backing;
+  sequence rows;
+  const qkv_coder *coder;
+  float *k, *v;  // as decoded before anything left memory
+} state;
+
+static void begin(state *s) {
+  const qkv_policy policy = test_policy(4, 3, 0);
+  s->model = test_model(2, 2, 32, 16, QKV_FP16);
+  s->arena = qkv_arena_create("memory-budget", 1 << 20);
+  double_init(&s->backing);
+  s->coder = test_coder(&s->model, policy);
+  qkv_layer_config config = test_layer_config(&s->model, policy, FIRST, s->arena);
+  config.backing = &s->backing.backing;
+  config.session = 42;
+  config.ema = (qkv_ema_options){.alpha = 0.9, .sample_every = 1};
+  qkv_layer_init(&s->layer, &config, s->coder);
+  s->rows = make_sequence(&s->model, TOKENS, 5);
+  s->k = s->v = NULL;
+}
+
+static void fill(state *s) {
+  must_append(&s->layer, &s->rows, 0, TOKENS);
+  assert_int_equal(s->layer.page_count, PAGES);
+  s->k = decoded_rows(&s->layer, QKV_K);
+  s->v = decoded_rows(&s->layer, QKV_V);
+}
+
+static void end(state *s) {
+  qkv_layer_deinit(&s->layer);
+  coder_destroy(s->coder);
+  free_sequence(&s->rows);
+  free(s->k);
+  free(s->v);
+  double_deinit(&s->backing);
+  qkv_arena_destroy(&s->arena);
+}
+
+// Brings all that is missing back; returns how much that was.
+static size_t restore_all(state *s, bool full) {
+  qkv_missing_page missing[MISSING];
+  const size_t count = qkv_layer_missing(&s->layer, 0, 0, full, missing, MISSING);
+  for (size_t i = 0; i < count; i++) {
+    const double_record *record = &s->backing.records[missing[i].record];
+    assert_int_equal(record->bytes, missing[i].bytes);
+    void *image = qkv_arena_alloc_beside(missing[i].bytes);
+    memcpy(image, record->page, record->bytes);
+    qkv_error error = {0};
+    if (qkv_layer_restore(&s->layer, &missing[i], &image, &error) != QKV_OK) fail_msg("%s", error.text);
+    qkv_arena_free_beside(image);
+  }
+  return count;
+}
+
+static void assert_rows_as_before(const state *s) {
+  const size_t rows = (size_t)(s->layer.length - FIRST) * s->model.kv_heads;
+  float *k = decoded_rows(&s->layer, QKV_K), *v = decoded_rows(&s->layer, QKV_V);
+  assert_memory_equal(k, s->k, rows * s->model.key_dim * sizeof *k);
+  assert_memory_equal(v, s->v, rows * s->model.value_dim * sizeof *v);
+  free(k);
+  free(v);
+}
+
+static void test_out_and_back(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(s.backing.count, PAGES);
+  assert_int_equal(s.backing.records[1].session, 42);
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
+  const uint64_t before = qkv_arena_read(s.arena).bytes_used, coded = s.layer.bytes_coded;
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), coded);
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, before - coded);
+  assert_valid(&s.layer);
+  const qkv_layer_usage usage = qkv_layer_read_usage(&s.layer);
+  assert_int_equal(usage.bytes_coded, 0);
+  assert_int_equal(usage.tokens_cold, (uint64_t)PAGES * 64);
+  assert_int_equal(usage.tokens_coded, (uint64_t)PAGES * 64);
+  assert_false(qkv_layer_holds(&s.layer, 0, FIRST + 1));
+  assert_true(qkv_layer_holds(&s.layer, FIRST + PAGES * 64, UINT64_MAX));
+  assert_int_equal(restore_all(&s, false), PAGES);
+  assert_valid(&s.layer);
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, before);
+  assert_rows_as_before(&s);
+  end(&s);
+}
+
+// As many pages as are asked for, the first ones first; and only those that can be read back.
+static void test_evicts_what_is_written(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  s.backing.first = QKV_RECORD_WAITING;
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), 0);
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST);
+  s.backing.records[2].state = QKV_RECORD_WRITTEN;
+  s.backing.records[3].state = QKV_RECORD_DURABLE;
+  assert_true(qkv_layer_evict(&s.layer, 1) > 0);
+  assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
+  assert_false(qkv_layer_holds(&s.layer, FIRST + 64, FIRST + 65));
+  assert_true(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
+  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX) > 0);
+  assert_false(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
+  assert_true(qkv_layer_holds(&s.layer, FIRST + 192, UINT64_MAX));
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST);  // the first page is not
+  double_all(&s.backing, QKV_RECORD_DURABLE);
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
+  assert_valid(&s.layer);
+  end(&s);
+}
+
+// A backing without room takes the rest later; a record that failed is put again.
+static void test_puts_again(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  s.backing.room = 1;
+  fill(&s);
+  assert_false(qkv_layer_save(&s.layer));
+  assert_int_equal(s.backing.count, 1);
+  assert_valid(&s.layer);
+  s.backing.room = 100;
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(s.backing.count, PAGES);
+  s.backing.records[2].state = QKV_RECORD_GONE;
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + 64);
+  assert_valid(&s.layer);
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(s.backing.count, PAGES + 1);
+  assert_int_equal(s.layer.pages[1].record, PAGES + 1);
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
+  assert_valid(&s.layer);
+  end(&s);
+}
+
+// Planes that were dropped in memory are in the record.
+static void test_full_precision_returns(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  qkv_head_tiers tiers[2];
+  qkv_cut cut;
+  memset(tiers, QKV_TIER_BIT, sizeof tiers);  // one bit
+  assert_true(qkv_layer_cut(&s.layer, 1, s.layer.pages[1].serial, tiers, &cut));
+  assert_int_equal(qkv_layer_exchange(&s.layer, &cut, NULL), QKV_OK);
+  qkv_cut_deinit(&cut);
+  assert_int_equal(restore_all(&s, false), 0);
+  assert_int_equal(restore_all(&s, true), 1);
+  assert_valid(&s.layer);
+  assert_rows_as_before(&s);
+  assert_int_equal(restore_all(&s, true), 0);
+  end(&s);
+}
+
+static void test_truncates_cold_pages(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  qkv_layer_settle(&s.layer);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  qkv_layer_truncate(&s.layer, FIRST + 100);
+  assert_valid(&s.layer);
+  assert_int_equal(s.backing.cuts, 1);
+  assert_int_equal(s.backing.cut_position, FIRST + 100);
+  assert_int_equal(s.backing.drops, PAGES - 2);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + 100);
+  assert_int_equal(restore_all(&s, false), 2);
+  assert_rows_as_before(&s);
+  must_append(&s.layer, &s.rows, 100, TOKENS);
+  assert_true(qkv_layer_save(&s.layer));
+  assert_valid(&s.layer);
+  end(&s);
+}
+
+static void test_refuses_another_page(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  qkv_missing_page missing[MISSING];
+  assert_int_equal(qkv_layer_missing(&s.layer, FIRST + 64, FIRST + 65, false, missing, MISSING), 1);
+  void *image = qkv_arena_alloc_beside(missing[0].bytes);
+  memcpy(image, s.backing.records[1].page, s.backing.records[1].bytes);
+  qkv_error error = {0};
+  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], &image, &error), QKV_DATA_LOSS);
+  assert_string_equal(error.text,
+                      "layer 2: position 71 on the SSD is damaged: it is the page at position 7 of layer 2");
+  memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
+  ((uint8_t *)image)[200] ^= 4;
+  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], &image, &error), QKV_DATA_LOSS);
+  assert_valid(&s.layer);
+  qkv_arena_free_beside(image);
+  end(&s);
+}
+
+// Rows that are held in a cold page cannot be compared.
+static void test_append_below_a_cold_page(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  qkv_error error = {0};
+  assert_int_equal(append_range(&s.layer, &s.rows, 70, 80, &error), QKV_UNAVAILABLE);
+  assert_string_equal(error.text, "position 77 is on the SSD");
+  assert_int_equal(restore_all(&s, false), PAGES);
+  assert_int_equal(append_range(&s.layer, &s.rows, 70, 80, &error), QKV_OK);
+  end(&s);
+}
+
+// What another process left: the layer is the same, and goes on where its pages end.
+static void test_adopts(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  qkv_layer found;
+  qkv_layer_init(&found, &s.layer.config, s.coder);
+  for (size_t i = 0; i < PAGES; i++) {
+    assert_int_equal(qkv_layer_adopt(&found, s.coder, 64, i + 1, s.backing.records[i + 1].bytes, NULL), QKV_OK);
+  }
+  assert_valid(&found);
+  assert_int_equal(found.length, FIRST + PAGES * 64);
+  assert_int_equal(qkv_layer_durable(&found), found.length);
+  state again = {.layer = found, .backing = s.backing, .model = s.model, .k = s.k, .v = s.v};
+  assert_int_equal(restore_all(&again, false), PAGES);
+  assert_valid(&again.layer);
+  assert_rows_as_before(&again);
+  must_append(&again.layer, &s.rows, PAGES * 64, TOKENS);
+  assert_same_state(&again.layer, &s.layer);
+  qkv_layer_deinit(&again.layer);
+  end(&s);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_out_and_back),
+      cmocka_unit_test(test_evicts_what_is_written),
+      cmocka_unit_test(test_puts_again),
+      cmocka_unit_test(test_full_precision_returns),
+      cmocka_unit_test(test_truncates_cold_pages),
+      cmocka_unit_test(test_refuses_another_page),
+      cmocka_unit_test(test_append_below_a_cold_page),
+      cmocka_unit_test(test_adopts),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
