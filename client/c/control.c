@@ -113,6 +113,14 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
   request.purpose = (Qkv__V1__Purpose)options->purpose;
   request.first_position = options->first_position;
   request.max_attention_error = options->max_attention_error;
+  if (options->tier_bits != 0) {
+    request.tier_bits_set_case = QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
+    request.tier_bits = options->tier_bits == -1 ? 0 : options->tier_bits;
+  }
+  if (options->keep_full != 0) {
+    request.keep_full_set_case = QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL;
+    request.keep_full = options->keep_full > 0;
+  }
   if (options->policy != NULL) {
     fill_policy(options->policy, &policy);
     request.policy = &policy;
@@ -151,7 +159,10 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .bytes_coded = from->bytes_coded,
       .bytes_exact = from->bytes_exact,
       .bytes_fp16 = from->bytes_fp16,
+      .bytes_beside = from->bytes_beside,
       .bits_per_coordinate = from->bits_per_coordinate,
+      .tier_bits = from->tier_bits,
+      .keep_full = from->keep_full != 0,
       .max_attention_error = from->max_attention_error,
       .attention_error = from->attention_error,
       .contract_pages = from->contract_pages,

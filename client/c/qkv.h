@@ -119,6 +119,8 @@ typedef struct qkv_session_options {
   const qkv_client_policy *policy;  // NULL: the model's
   uint64_t first_position;
   double max_attention_error;  // quality contract, 0 to 1; 0: none
+  double tier_bits;  // average bits that the session is brought to in the background; 0: the daemon's, -1: none
+  int keep_full;     // pages that lose bits stay beside in full; 0: the daemon's, 1: on, -1: off
 } qkv_session_options;
 
 typedef struct qkv_client_session_info {
@@ -129,7 +131,10 @@ typedef struct qkv_client_session_info {
   uint64_t first_position;
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact, bytes_fp16;
+  uint64_t bytes_beside;  // averages of attention, and pages that are kept in full
   double bits_per_coordinate;
+  double tier_bits;  // 0: none
+  bool keep_full;
   // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
   double max_attention_error, attention_error;
   uint64_t contract_pages, contract_missed;

@@ -23,6 +23,8 @@ typedef struct qkvctl_values {
   bool heads_first, before_rope;                  // fetch
   const char *purpose;                            // load
   double bits_k, bits_v;                          // load
+  double tier_bits;                               // load; below 0: the daemon's
+  bool keep_full;                                 // load
   double bits;                                    // demote, promote
   bool even;                                      // demote
   bool map;                                       // session

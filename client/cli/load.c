@@ -167,7 +167,10 @@ static qkv_code open_session(const load_job *job, const qkvctl_values *values, q
       .purpose = strcmp(values->purpose, "fetch") == 0 ? 2 : 1,
       .policy = &policy,
       .first_position = job->first_position,
+      .keep_full = values->keep_full ? 1 : 0,
   };
+  // What libqkv takes for "none" and for "the daemon's" are the other way round.
+  if (values->tier_bits >= 0) options.tier_bits = values->tier_bits == 0 ? -1 : values->tier_bits;
   return qkv_client_open_session(job->client, &options, error);
 }
 

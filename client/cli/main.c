@@ -36,6 +36,10 @@ static const qkv_option load_options[] = {
     {"purpose", QKV_OPTION_STRING, OFFSET(purpose), "attend", 0, 0, "NAME", "attend or fetch"},
     {"bits-k", QKV_OPTION_REAL, OFFSET(bits_k), "0", 0, 8, "BITS", "code bits of a key's coordinate; 0: the model's"},
     {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "code bits of a value's coordinate; 0: the model's"},
+    {"tier-bits", QKV_OPTION_REAL, OFFSET(tier_bits), "-1", -1, 8, "BITS",
+     "average bits that it is brought to in the background, by attention; 0: none, -1: the daemon's"},
+    {"keep-full", QKV_OPTION_FLAG, OFFSET(keep_full), NULL, 0, 0, NULL,
+     "keep pages that lose bits in full beside, so that promote can give them back"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option session_options[] = {

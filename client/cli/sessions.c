@@ -111,7 +111,9 @@ static json_t *session_json(const qkv_client_session_info *info) {
   for (uint32_t i = 0; i < info->layers; i++) {
     json_array_append_new(lengths, json_integer((json_int_t)info->lengths[i]));
   }
-  return json_pack(
+  json_t *tiers = json_pack("{s:I, s:f, s:b}", "bytes_beside", (json_int_t)info->bytes_beside, "tier_bits",
+                            info->tier_bits, "keep_full", (int)info->keep_full);
+  json_t *object = json_pack(
       "{s:s, s:s, s:s, s:s, s:f, s:f, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:I, s:I, s:I}",
       "session", info->session, "model", info->model, "tenant", info->tenant, "purpose", purpose_name(info->purpose),
       "bits_k", info->bits_k, "bits_v", info->bits_v, "recent_window", (json_int_t)info->recent_window,
@@ -122,6 +124,9 @@ static json_t *session_json(const qkv_client_session_info *info) {
       info->max_attention_error, "attention_error", info->attention_error, "contract_pages",
       (json_int_t)info->contract_pages, "contract_missed", (json_int_t)info->contract_missed, "created_unix_ms",
       (json_int_t)info->created_unix_ms, "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
+  json_object_update(object, tiers);
+  json_decref(tiers);
+  return object;
 }
 
 // Neighbouring layers of the same length share a line.
@@ -141,7 +146,8 @@ static void print_lengths(const qkv_client_session_info *info) {
 }
 
 static void print_session(const qkv_client_session_info *info) {
-  char coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX], idle[QKV_HUMAN_MAX];
+  char beside[QKV_HUMAN_MAX], coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX],
+      idle[QKV_HUMAN_MAX];
   printf("session         %s\n", info->session);
   printf("model           %s\n", info->model);
   printf("tenant          %s\n", info->tenant);
@@ -150,6 +156,9 @@ static void print_session(const qkv_client_session_info *info) {
   printf("recent window   %" PRIu64 " tokens\n", info->recent_window);
   printf("coded           %" PRIu64 " rows, %s, %.3f bits per coordinate all in\n", info->tokens_coded,
          qkv_human_bytes(info->bytes_coded, coded), info->bits_per_coordinate);
+  printf("beside          %s%s\n", qkv_human_bytes(info->bytes_beside, beside),
+         info->keep_full ? ", pages that lose bits are kept in full" : "");
+  if (info->tier_bits > 0) printf("tiers           towards %g bits on average, by attention\n", info->tier_bits);
   if (info->max_attention_error > 0) {
     printf("contract        attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
            info->max_attention_error, info->attention_error, info->contract_pages, info->contract_missed);

@@ -102,8 +102,10 @@ static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, const qk
 
 static qkv_status open_session(qkv_client *client, const qkvi_lm *lm, const qkvi_remote_options *options,
                                qkv_error *error) {
-  const qkv_client_policy policy = {
-      .bits_k = options->bits_k, .bits_v = options->bits_v, .recent_window = options->recent_window};
+  const qkv_client_policy policy = {.bits_k = options->bits_k,
+                                    .bits_v = options->bits_v,
+                                    .recent_window = options->recent_window,
+                                    .anchor = options->anchor};
   const qkv_session_options session = {.session = options->session,
                                        .model = lm->name,
                                        .purpose = options->purpose,
@@ -224,6 +226,13 @@ qkv_status qkvi_remote_compare(qkvi_remote *remote, const qkvi_kv_rows *rows, do
   if (to.tokens == rows->tokens) return QKV_OK;
   return qkv_fail(why, QKV_INTERNAL, "the daemon sent %" PRId64 " tokens where %" PRId64 " are due", to.tokens,
                   rows->tokens);
+}
+
+qkv_status qkvi_remote_demote(qkvi_remote *remote, double bits, bool even, qkv_error *error) {
+  const qkv_client_scope all = {.session = remote->session};
+  qkv_call_error call = {0};
+  if (qkv_client_demote(remote->client, &all, bits, even, NULL, &call) == 0) return QKV_OK;
+  return qkvi_remote_failed(&call, error);
 }
 
 qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error) {

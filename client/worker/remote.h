@@ -24,6 +24,7 @@ typedef struct qkvi_remote_options {
   int64_t recent_window;  // tokens; -1: the daemon's
   int purpose;            // as in qkv_session_options
   double max_attention_error;
+  const char *anchor;       // its kind; NULL: the daemon's
   const void *calibration;  // a file's bytes for the model; NULL: none
   size_t calibration_bytes;
 } qkvi_remote_options;
@@ -50,6 +51,9 @@ qkv_status qkvi_remote_attend(qkvi_remote *remote, const qkvi_kv_rows *rows, flo
 // holds from rows->position on.
 qkv_status qkvi_remote_compare(qkvi_remote *remote, const qkvi_kv_rows *rows, double error[2], double square[2],
                                qkv_error *why);
+
+// Drops planes of what is coded: to an average of `bits`, by attention, or with `even` to `bits` at most for all.
+qkv_status qkvi_remote_demote(qkvi_remote *remote, double bits, bool even, qkv_error *error);
 
 // `info->lengths` is left NULL.
 qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error);

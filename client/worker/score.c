@@ -71,6 +71,7 @@ static float *floats(int64_t rows, int64_t columns) {
 
 qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkvi_score_options *options) {
   assert(options->prefill >= 1 && options->prefill < options->length);
+  assert(options->demote_after >= 0 && options->demote_after < options->length - options->prefill);
   qkvi_scorer *scorer = calloc(1, sizeof(*scorer));
   if (scorer == NULL) abort();
   scorer->options = *options;
@@ -115,7 +116,8 @@ static int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// Runs the positions [begin, end) through a cache. The logits of those from `prefill` on go to `keep`.
+// Runs the positions [begin, end) through a cache. The logits of those from `prefill` on go to `keep`, which begins
+// there.
 static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t begin, int64_t end, qkvi_kv *kv,
                            float *keep, qkv_error *error) {
   int64_t tokens = 0;
@@ -178,16 +180,27 @@ static qkv_status compare_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_e
   return QKV_OK;
 }
 
+// Whether the daemon is to see the queries of the prefix.
+static bool asks_attention(const qkvi_score_options *options) {
+  return options->max_attention_error > 0 || (options->demote_bits > 0 && !options->demote_even);
+}
+
 static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, float *logits,
                              qkv_error *error) {
-  QKV_TRY(scorer->options.max_attention_error > 0 ? show_prefix(scorer, window, remote, error)
-                                                  : append_prefix(scorer, remote, error));
+  const qkvi_score_options *options = &scorer->options;
+  const int64_t from = options->prefill + options->demote_after;
+  QKV_TRY(asks_attention(options) ? show_prefix(scorer, window, remote, error)
+                                  : append_prefix(scorer, remote, error));
+  scorer->split.prefix = remote;
+  QKV_TRY(run_pass(scorer, window, options->prefill, from, &scorer->split.kv, logits, error));
+  if (options->demote_bits > 0) {
+    QKV_TRY(qkvi_remote_demote(remote, options->demote_bits, options->demote_even, error));
+  }
   QKV_TRY(compare_prefix(scorer, remote, error));
   QKV_TRY(qkvi_remote_info(remote, &scorer->session, error));
   add_session(scorer);
   qkvi_remote_measure(remote, &scorer->attend_us);
-  scorer->split.prefix = remote;
-  return run_pass(scorer, window, scorer->options.prefill, scorer->options.length, &scorer->split.kv, logits, error);
+  return run_pass(scorer, window, from, options->length, &scorer->split.kv, logits, error);
 }
 
 static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float *logits, qkv_error *error) {
@@ -197,6 +210,7 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
                                        .recent_window = 0,
                                        .purpose = scorer->options.purpose,
                                        .max_attention_error = scorer->options.max_attention_error,
+                                       .anchor = scorer->options.anchor,
                                        .calibration = scorer->options.calibration,
                                        .calibration_bytes = scorer->options.calibration_bytes};
   qkvi_remote *remote = NULL;
@@ -212,7 +226,7 @@ qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_qu
       run_pass(scorer, window, 0, scorer->options.length, qkvi_exact_kv(scorer->exact), scorer->exact_logits, error));
   float *logits = floats(scored, QKVI_LM_VOCABULARY);
   qkv_status status = coded_logits(scorer, window, logits, error);
-  for (int64_t i = 0; status == QKV_OK && i < scored; i++) {
+  for (int64_t i = scorer->options.demote_after; status == QKV_OK && i < scored; i++) {
     qkvi_quality_add(quality, scorer->exact_logits + i * QKVI_LM_VOCABULARY, logits + i * QKVI_LM_VOCABULARY,
                      window[prefill + i + 1]);
   }

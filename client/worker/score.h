@@ -12,10 +12,14 @@
 // queries of QKVI_SCORE_BATCH positions at a time; its answers are not used. The daemon so knows queries of the
 // prefix, none of those that are compared.
 //
-// Compared are the next-byte distributions at the positions from `prefill` on.
+// With `demote_bits` the prefix comes in the same way, so that its tokens' attention is counted. After `demote_after`
+// queries behind the prefix, which are not scored, the session is brought to so many bits.
+//
+// Compared are the next-byte distributions at the positions from prefill + demote_after on.
 #ifndef QKV_CLIENT_WORKER_SCORE_H
 #define QKV_CLIENT_WORKER_SCORE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "client/c/qkv.h"
@@ -29,8 +33,12 @@ typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
   double bits_k, bits_v;             // 0: the daemon's
   double max_attention_error;        // quality contract; 0: none
-  int purpose;                       // of the session, as in qkv_session_options: decides the frame of keys
-  const void *calibration;           // a file's bytes, borrowed; NULL: none is given to the daemon
+  const char *anchor;                // its kind, borrowed; NULL: the daemon's
+  int64_t demote_after;              // queries behind the prefill that are not scored; < length - prefill
+  double demote_bits;       // average that the session is then brought to, by attention; 0: it stays as it is
+  bool demote_even;         // to so many for all, whatever the attention
+  int purpose;              // of the session, as in qkv_session_options: decides the frame of keys
+  const void *calibration;  // a file's bytes, borrowed; NULL: none is given to the daemon
   size_t calibration_bytes;
 } qkvi_score_options;
 

@@ -73,6 +73,11 @@ static json_t *quality_json(const qkvi_quality *quality) {
                    mean(quality->bits_exact, quality), "kl_bits", mean(quality->kl_bits, quality));
 }
 
+static json_t *demotion_json(const qkvi_score_options *options) {
+  return json_pack("{s:I, s:f, s:b}", "after", (json_int_t)options->demote_after, "bits", options->demote_bits,
+                   "even", (int)options->demote_even);
+}
+
 static bool print_json(const score_job *job) {
   const qkv_option_list *paths = &job->worker->texts;
   const qkv_client_session_info session = qkvi_scorer_session(job->scorer);
@@ -86,18 +91,20 @@ static bool print_json(const score_job *job) {
   json_t *line = quality_json(&job->total);
   const qkvi_score_errors errors = qkvi_scorer_errors(job->scorer);
   json_t *rest = json_pack(
-      "{s:f, s:f, s:f, s:I, s:I, s:f, s:f, s:s, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}",
+      "{s:f, s:f, s:f, s:I, s:I, s:f, s:f, s:s, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}",
       "bits_per_coordinate", session.bits_per_coordinate, "max_attention_error", session.max_attention_error,
       "attention_error", session.attention_error, "contract_pages", (json_int_t)session.contract_pages,
       "contract_missed", (json_int_t)session.contract_missed, "rel_mse_k", errors.rel_mse_k, "rel_mse_v",
       errors.rel_mse_v, "frame", frame_name(session.purpose), "kv_bytes",
-      (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact, "kv_bytes_fp16",
-      (json_int_t)session.bytes_fp16, "attend_us_p50", qkvi_samples_percentile(attend_us, 0.5), "attend_us_p99",
-      qkvi_samples_percentile(attend_us, 0.99), "bits_k", session.bits_k, "bits_v", session.bits_v, "windows",
-      (json_int_t)job->options.windows, "prefill", (json_int_t)job->options.prefill, "length",
-      (json_int_t)job->options.length, "model", session.model, "texts", texts);
+      (json_int_t)session.bytes_coded + (json_int_t)session.bytes_exact, "kv_bytes_beside",
+      (json_int_t)session.bytes_beside, "kv_bytes_fp16", (json_int_t)session.bytes_fp16, "attend_us_p50",
+      qkvi_samples_percentile(attend_us, 0.5), "attend_us_p99", qkvi_samples_percentile(attend_us, 0.99), "bits_k",
+      session.bits_k, "bits_v", session.bits_v, "windows", (json_int_t)job->options.windows, "prefill",
+      (json_int_t)job->options.prefill, "length", (json_int_t)job->options.length, "model", session.model, "texts",
+      texts);
   json_object_update(line, rest);
   json_decref(rest);
+  if (job->options.demote_bits > 0) json_object_set_new(line, "demoted", demotion_json(&job->options));
   return qkv_json_figures(line);
 }
 
@@ -128,6 +135,10 @@ static bool print_text(const score_job *job) {
       "fp16 %s\n",
       session.bits_k, session.bits_v, frame_name(session.purpose), session.bits_per_coordinate,
       qkv_human_bytes(session.bytes_coded + session.bytes_exact, held), qkv_human_bytes(session.bytes_fp16, plain));
+  if (job->options.demote_bits > 0) {
+    printf("demoted to %g bits %s after %" PRId64 " positions behind the prefill\n", job->options.demote_bits,
+           job->options.demote_even ? "for all" : "on average", job->options.demote_after);
+  }
   if (session.max_attention_error > 0) {
     printf("attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
            session.max_attention_error, session.attention_error, session.contract_pages, session.contract_missed);
@@ -147,6 +158,13 @@ static int check(const qkvi_worker *worker) {
   if (worker->prefill >= worker->length) {
     return qkv_program_misused("--prefill is %" PRId64 ", it must be below --length, %" PRId64, worker->prefill,
                                worker->length);
+  }
+  if (worker->demote_after >= worker->length - worker->prefill) {
+    return qkv_program_misused("--demote-after is %" PRId64 ", it must be below --length - --prefill, %" PRId64,
+                               worker->demote_after, worker->length - worker->prefill);
+  }
+  if (worker->demote_even && worker->demote_bits == 0) {
+    return qkv_program_misused("--demote-even needs --demote-bits BITS");
   }
   if (strcmp(worker->frame, "attend") != 0 && strcmp(worker->frame, "archive") != 0) {
     return qkv_program_misused("--frame is %s, known are attend and archive", worker->frame);
@@ -184,6 +202,10 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
                   .bits_k = worker->bits_k,
                   .bits_v = worker->bits_v,
                   .max_attention_error = worker->max_attention_error,
+                  .anchor = worker->anchor,
+                  .demote_after = worker->demote_after,
+                  .demote_bits = worker->demote_bits,
+                  .demote_even = worker->demote_even,
                   .purpose = strcmp(worker->frame, "archive") == 0 ? PURPOSE_FETCH : PURPOSE_ATTEND},
       .qualities = calloc(worker->texts.count, sizeof(qkvi_quality)),
   };

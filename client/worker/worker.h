@@ -23,7 +23,10 @@ typedef struct qkvi_worker {
   // score
   qkv_option_list texts;
   int64_t windows, prefill, length;
-  const char *frame;
+  const char *frame, *anchor;
+  int64_t demote_after;
+  double demote_bits;
+  bool demote_even;
   const char *calibration;  // a file
   // calibrate, which has texts, too
   const char *output;

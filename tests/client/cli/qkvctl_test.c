@@ -388,6 +388,34 @@ static void test_load(void **state) {
   check_round_trip("--heads-first");
 }
 
+static void test_load_with_tiers(void **state) {
+  (void)state;
+  char path[256];
+  memcpy(path, in_directory("tiers.safetensors"), sizeof path);
+  assert_int_equal(RUN("fetch", "chat-1", "--output", path), 0);
+  static const struct {
+    const char *bits;
+    double tier_bits;
+  } cases[] = {{"2.5", 2.5}, {"0", 0}, {"-1", 0}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    assert_int_equal(RUN("load", path, "--session", "tiers", "--tier-bits", cases[i].bits, "--keep-full"), 0);
+    assert_int_equal(RUN("session", "tiers", "--json"), 0);
+    json_t *session = line();
+    assert_true(json_number_value(json_object_get(session, "tier_bits")) == cases[i].tier_bits);
+    assert_true(json_is_true(json_object_get(session, "keep_full")));
+    assert_int_equal(integer(session, "bytes_beside"), 0);  // no page is sealed yet
+    json_decref(session);
+    assert_int_equal(RUN("rm", "tiers"), 0);
+  }
+  assert_int_equal(RUN("load", path, "--session", "tiers"), 0);
+  assert_int_equal(RUN("session", "tiers"), 0);
+  assert_non_null(strstr(out, "\nbeside          "));
+  assert_null(strstr(out, "kept in full"));
+  assert_int_equal(RUN("rm", "tiers"), 0);
+  assert_int_equal(RUN("load", path, "--session", "tiers", "--tier-bits", "2.3"), 1);
+  assert_non_null(strstr(err, "tier_bits is 2.3, allowed are 0 and multiples of 0.125 up to 8"));
+}
+
 // A file that does not fit the model: the session it opened is closed again.
 static void test_load_what_does_not_fit(void **state) {
   (void)state;
@@ -523,6 +551,7 @@ int main(void) {
       WITH_SESSION(test_fetch_npy),
       WITH_SESSION(test_fetch_nothing),
       WITH_SESSION(test_load),
+      WITH_SESSION(test_load_with_tiers),
       WITH_SESSION(test_load_what_does_not_fit),
       WITH_SESSION(test_load_unknown_words),
       WITH_SESSION(test_truncate_and_remove),

@@ -83,6 +83,9 @@ static void test_usage(void **state) {
       {"score" MODEL " 2>&1", "qkv-worker: --text is missing: a file to score\n"},
       {"score" MODEL " --text x --prefill 10 --length 10 2>&1",
        "qkv-worker: --prefill is 10, it must be below --length, 10\n"},
+      {"score" MODEL " --text x --prefill 10 --length 20 --demote-after 10 2>&1",
+       "qkv-worker: --demote-after is 10, it must be below --length - --prefill, 10\n"},
+      {"score" MODEL " --text x --demote-even 2>&1", "qkv-worker: --demote-even needs --demote-bits BITS\n"},
       {"calibrate 2>&1", "qkv-worker: --model is missing: a directory with the model\n"},
       {"calibrate" MODEL " 2>&1", "qkv-worker: --text is missing: a file to learn from\n"},
       {"calibrate" MODEL " --text x 2>&1", "qkv-worker: --output is missing: the calibration file to write\n"},
@@ -209,6 +212,35 @@ static void test_calibrate_failures(void **state) {
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --calibration /dev/null 2>&1"), 1);
 }
 
+// Chains read rows in order: such a session has fewer groups to cut, or none.
+static void test_score_options_reach_the_session(void **state) {
+  (void)state;
+#define SHORT \
+  "score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160 --bits-k 4 --bits-v 4"
+  static const struct {
+    const char *arguments;
+    double least, most;  // bits a coordinate, all in
+  } cases[] = {{SHORT " --anchor none --json", 4, 4.3},
+               {SHORT " --anchor none --demote-bits 2 --demote-even --json", 2, 2.3},
+               {SHORT " --anchor chain --demote-bits 2 --demote-even --json", 4, 4.3},
+               {SHORT " --anchor none --demote-bits 2.5 --demote-after 8 --json", 2.4, 2.8}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    assert_int_equal(run(cases[i].arguments), 0);
+    json_t *line = json_loads(output, 0, NULL);
+    assert_non_null(line);
+    const double bits = number(line, "bits_per_coordinate");
+    if (!(bits > cases[i].least && bits < cases[i].most)) fail_msg("%s: %g bits", cases[i].arguments, bits);
+    const json_t *demoted = json_object_get(line, "demoted");
+    assert_int_equal(demoted != NULL, i > 0);
+    if (i == 3) assert_true(number(demoted, "after") == 8 && number(demoted, "bits") == 2.5);
+    json_decref(line);
+  }
+  assert_int_equal(run(SHORT " --anchor chains 2>&1"), 1);
+  assert_non_null(strstr(output, "policy.anchor is"));
+  assert_int_equal(run(SHORT " --demote-bits 0.3 2>&1"), 1);
+  assert_non_null(strstr(output, "bits is 0.3, allowed are multiples of 0.125 up to 8"));
+}
+
 static void test_score_text(void **state) {
   (void)state;
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160"), 0);
@@ -265,6 +297,7 @@ int main(void) {
                                      cmocka_unit_test(test_score_archive),
                                      cmocka_unit_test(test_calibrate),
                                      cmocka_unit_test(test_calibrate_failures),
+                                     cmocka_unit_test(test_score_options_reach_the_session),
                                      cmocka_unit_test(test_score_text)};
   return cmocka_run_group_tests(tests, start, stop);
 }

@@ -11,6 +11,7 @@
 
 #include <cmocka.h>
 
+#include "client/worker/calibrate.h"
 #include "client/worker/text.h"
 #include "tests/server/fixture.h"
 
@@ -53,7 +54,8 @@ static qkvi_quality score(const char *name, const qkvi_score_options *options, q
     int64_t begin = qkvi_text_window(bytes, options->length, options->windows, i);
     if (qkvi_score_window(scorer, text + begin, &quality, &error) != QKV_OK) fail_msg("%s", error.text);
   }
-  assert_int_equal(quality.positions, options->windows * (options->length - options->prefill));
+  assert_int_equal(quality.positions,
+                   options->windows * (options->length - options->prefill - options->demote_after));
   assert_int_equal(qkvi_scorer_attend_us(scorer)->count, options->windows * lm->layers);
   *session = qkvi_scorer_session(scorer);
   qkvi_scorer_destroy(&scorer);
@@ -126,8 +128,95 @@ static void test_failure_leaves_no_session(void **state) {
   (void)score("heldout_kjv.txt", &good, &session);
 }
 
+// ---- Tiers ----
+
+static uint8_t *calibration;
+static int64_t calibration_bytes;
+
+static int calibrate(void **state) {
+  (void)state;
+  qkv_error error = {0};
+  uint8_t *learnt_from = NULL;
+  int64_t bytes = 0;
+  size_t size = 0;
+  qkvi_calibrator *calibrator = NULL;
+  qkv_calibration *made = NULL;
+  assert_int_equal(qkvi_text_read(DATA "calibration.txt", &learnt_from, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_calibrator_create(lm, 1024, &calibrator, &error), QKV_OK);
+  for (int64_t at = 0; at < 4; at++) {
+    assert_int_equal(qkvi_calibrator_add(calibrator, learnt_from + at * 1024, 1024, &error), QKV_OK);
+  }
+  assert_int_equal(qkvi_calibrator_finish(calibrator, &made, &error), QKV_OK);
+  const void *file = qkv_calibration_bytes(made, &size);
+  calibration = malloc(size);
+  assert_non_null(calibration);
+  memcpy(calibration, file, size);
+  calibration_bytes = (int64_t)size;
+  const qkv_calibration *reference = made;
+  qkv_calibration_unref(&reference);
+  qkvi_calibrator_destroy(&calibrator);
+  free(learnt_from);
+  return 0;
+}
+
+static int forget_calibration(void **state) {
+  (void)state;
+  free(calibration);
+  return 0;
+}
+
+// One window of each text in the attend frame; its KL, and its bits all in.
+static double demoted(qkvi_score_options options, double *bits) {
+  qkv_client_session_info session;
+  options.windows = 1;
+  options.prefill = fixture_is_sanitized() ? 320 : 768;
+  options.length = options.prefill + (fixture_is_sanitized() ? 64 : 256);
+  options.purpose = 1;
+  options.calibration = calibration;
+  options.calibration_bytes = (size_t)calibration_bytes;
+  const double first = score("heldout_kjv.txt", &options, &session).kl_bits;
+  *bits = session.bits_per_coordinate / 2;
+  const double second = score("heldout_jargon.txt", &options, &session).kl_bits;
+  *bits += session.bits_per_coordinate / 2;
+  return (first + second) / 2;
+}
+
+// docs/tiers.md has the figures of 32 windows; here two tell the direction.
+static void test_tiers_by_attention(void **state) {
+  (void)state;
+  double bits, even_bits, coded_bits, full_bits;
+  const double kl = demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4, .demote_bits = 1.5}, &bits);
+  const double even =
+      demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4, .demote_bits = 1.5, .demote_even = true}, &even_bits);
+  const double coded = demoted((qkvi_score_options){.bits_k = 2, .bits_v = 1}, &coded_bits);
+  const double full = demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4}, &full_bits);
+  if (!(bits < even_bits + 0.05 && full_bits > 4)) fail_msg("%g bits, even %g, all %g", bits, even_bits, full_bits);
+  if (!(full < kl && kl < 0.95 * even && kl < 0.95 * coded)) {
+    fail_msg("KL by attention %g, even %g, coded so %g, in full %g", kl, even, coded, full);
+  }
+}
+
+// Memory runs short in the middle: half of the codes' bytes go, and what is left is no worse than what would have
+// been coded so from the start.
+static void test_half_of_the_memory(void **state) {
+  (void)state;
+  double bits, coded_bits;
+  const int64_t after = fixture_is_sanitized() ? 32 : 128;
+  const double kl =
+      demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4, .demote_bits = 1.875, .demote_after = after}, &bits);
+  const double coded =
+      demoted((qkvi_score_options){.bits_k = 2.25, .bits_v = 1.5, .demote_after = after}, &coded_bits);
+  assert_true(bits < 4.1875 / 2 + 0.02);
+  if (!(kl < 1.5 * coded)) fail_msg("KL %g, coded so %g", kl, coded);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_8_bits), cmocka_unit_test(test_4_bits),
-                                     cmocka_unit_test(test_2_bits), cmocka_unit_test(test_failure_leaves_no_session)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_8_bits),
+      cmocka_unit_test(test_4_bits),
+      cmocka_unit_test(test_2_bits),
+      cmocka_unit_test(test_failure_leaves_no_session),
+      cmocka_unit_test_setup_teardown(test_tiers_by_attention, calibrate, forget_calibration),
+      cmocka_unit_test_setup_teardown(test_half_of_the_memory, calibrate, forget_calibration)};
   return cmocka_run_group_tests(tests, start, stop);
 }
