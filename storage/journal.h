@@ -1,0 +1,115 @@
+// The journal: what sessions there are, what was closed and cut, and what the caller wants to know of models. The
+// file is "journal.qkv"; entries are appended, each in blocks of its own, so that no durable byte is written twice.
+//
+//   0       4096     8192
+//   +--------+--------+---------+---------+-----
+//   | header | header | entry   | entry   |          the header is there twice
+//   +--------+--------+---------+---------+-----
+//
+//   header, 4096 bytes                     entry, at a multiple of 4096
+//   0     8  magic "QKVJOURN"              0    8  magic "QKVENTRY"
+//   8     2  version (1)   10  6  zero     8    2  version (1)   10  2  kind   12  4  layer
+//   16    8  store: its number             16   8  sequence
+//   24    8  epoch                         24   8  durable: newest sequence that was durable before
+//   32    8  durable: sequence of the      32   8  session
+//            last entry it was made with   40   8  position
+//   40 4048  zero                          48   8  watermark: a record's number
+//   4088  8  XXH3-64 of 0 to 4087          56   8  offset in the file
+//                                          64   8  bytes of the payload
+//                                          72   8  XXH3-64 of the payload
+//                                          80  40  zero
+//                                          120  8  XXH3-64 of bytes 0 to 119, seeded with the store's number
+//                                          128     the payload, then zeros up to a block
+//
+// At every start the journal is written anew without what is closed (new file, fsync, rename, fsync of the
+// directory), and the epoch is raised. Numbers of records, sessions and entries are (epoch << 40) + count: unique for
+// ever, and those of a later start are larger.
+//
+// A torn tail is cut. An entry that was durable and is damaged is another matter, for it may have closed or cut a
+// session: later entries (their `durable`) and records (their `journal`) show it, and every session that was opened
+// before the lost entry is given up. Never wrong rows, rather none.
+#ifndef QKV_STORAGE_JOURNAL_H
+#define QKV_STORAGE_JOURNAL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+#include "storage/record.h"
+
+#define QKVI_JOURNAL_MAGIC 0x4e52554f4a564b51u  // "QKVJOURN"
+#define QKVI_ENTRY_MAGIC 0x5952544e45564b51u    // "QKVENTRY"
+#define QKV_JOURNAL_PAYLOAD_MAX (UINT64_C(1) << 30)
+#define QKV_LAYER_ALL UINT32_MAX
+#define QKVI_EPOCH_SHIFT 40
+
+enum { QKVI_JOURNAL_VERSION = 1 };
+
+typedef enum qkv_journal_kind {
+  QKV_JOURNAL_MODEL = 1,             // the caller's bytes
+  QKV_JOURNAL_CALIBRATION = 2,       // the caller's bytes
+  QKV_JOURNAL_SESSION_OPEN = 3,      // session, the caller's bytes
+  QKV_JOURNAL_SESSION_NOTE = 4,      // session, the caller's bytes: the last one counts
+  QKV_JOURNAL_SESSION_CLOSE = 5,     // session
+  QKV_JOURNAL_SESSION_TRUNCATE = 6,  // session, layer or QKV_LAYER_ALL, position, watermark
+} qkv_journal_kind;
+
+typedef struct qkvi_journal_header {
+  uint64_t magic;
+  uint16_t version, zero[3];
+  uint64_t store, epoch, durable;
+  uint64_t zeros[506];
+  uint64_t hash;
+} qkvi_journal_header;
+
+typedef struct qkvi_entry_header {
+  uint64_t magic;
+  uint16_t version, kind;
+  uint32_t layer;
+  uint64_t sequence, durable;
+  uint64_t session, position, watermark;
+  uint64_t offset;
+  uint64_t payload_bytes, payload_hash;
+  uint64_t zeros[5];
+  uint64_t header_hash;
+} qkvi_entry_header;
+
+_Static_assert(sizeof(qkvi_journal_header) == QKV_STORAGE_BLOCK, "one block");
+_Static_assert(sizeof(qkvi_entry_header) == 128, "128 bytes without padding");
+
+// One entry, as callers see it.
+typedef struct qkv_journal_entry {
+  qkv_journal_kind kind;
+  uint32_t layer;      // of SESSION_TRUNCATE, or QKV_LAYER_ALL
+  uint64_t sequence;   // order of the entries
+  uint64_t session;    // of SESSION_*
+  uint64_t position;   // of SESSION_TRUNCATE: tokens that are left
+  uint64_t watermark;  // of SESSION_TRUNCATE: records with smaller numbers are cut
+  const void *payload;
+  uint64_t bytes;  // of the payload
+} qkv_journal_entry;
+
+// What a journal's bytes say about themselves.
+typedef struct qkvi_journal_report {
+  uint64_t store, epoch;
+  uint64_t last;         // sequence of the last good entry, or 0
+  uint64_t end;          // bytes up to its end
+  uint64_t bad;          // damaged entries
+  uint64_t lost_before;  // sessions opened by an earlier entry than this may have lost one; 0: none is missing
+} qkvi_journal_report;
+
+// Bytes of an entry in the file.
+uint64_t qkvi_entry_extent(uint64_t payload_bytes);
+// Both headers, two blocks.
+void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable);
+// One entry with its zeros, qkvi_entry_extent(entry->bytes) bytes, as it lies at `offset`.
+void qkvi_entry_make(uint8_t *out, const qkv_journal_entry *entry, uint64_t store, uint64_t durable, uint64_t offset);
+
+// Walks over a journal in memory and calls each() for every good entry, in order. `journal_seen` is the largest
+// `journal` of any record of the store. DATA_LOSS: neither header is good, or it is of an unknown version.
+qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journal_seen,
+                             void (*each)(void *context, const qkv_journal_entry *entry), void *context,
+                             qkvi_journal_report *report, qkv_error *error);
+
+#endif

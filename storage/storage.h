@@ -1,0 +1,225 @@
+// The SSD tier: records that outlive the process, and the journal that says which of them count.
+//
+//   caller's threads                         storage thread (a libuv loop)           encoders
+//   put ──► dirty bytes, mailbox ──────────► ─────────────────────────────────────► zstd?, XXH3
+//                                            write buffers (1 MiB) ──► segment  ◄──── encoded
+//   written(), durable() ◄────────────────── completions, fdatasync for many
+//   read ──────────────────────────────────► driver ──► check ──► done()
+//   batch: wait(i) checks and decodes on the caller's own thread, later reads run meanwhile
+//
+// A record (record.h) lies in a segment (segment.h); numbers of records stay valid when compaction moves the bytes.
+// Metadata lies in the journal (journal.h). A directory belongs to one process (lock file).
+//
+// Promises
+// - What durable() has been called for with QKV_OK is there after any crash, unless its session was closed or cut.
+// - A read gives the bytes that were put, or a miss (NOT_FOUND), or DATA_LOSS. Never others.
+// - What was closed or cut, and acknowledged, stays so. A record that was only dropped may come back after a restart
+//   unless one with a higher number took its place: use close and truncate for what must be gone.
+// - Errors of the disk are statuses and counters, never an abort.
+//
+// Who may call: every function from any thread; callbacks run on the storage thread, must not block, and may call
+// anything here but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 72
+// bytes a record + what reads have under way. Everything is bounded; what is full refuses.
+#ifndef QKV_STORAGE_STORAGE_H
+#define QKV_STORAGE_STORAGE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+#include "storage/journal.h"
+#include "storage/record.h"
+
+typedef struct qkv_storage qkv_storage;
+
+typedef struct qkv_storage_config {
+  const char *directory;         // made where it is missing; its parent exists
+  const char *io;                // "auto", "uring", "pread"
+  uint64_t bytes_max;            // budget of all segments on the disk; 0: the disk's end
+  uint64_t segment_bytes;        // of one file, a multiple of 4096, at least 1 MiB
+  uint64_t dirty_bytes_max;      // payloads that wait to be written
+  uint64_t compact_bytes_per_s;  // rate of background compaction; 0: only when asked for
+  double compact_below;          // share of live bytes under which a sealed segment is compacted
+  int64_t sync_ms;               // records that are in no hurry are durable after about this time
+  size_t encoders;               // threads that compress and hash; 0: the storage thread does it
+  unsigned depth;                // requests at a time in the driver
+  unsigned open_files_max;       // segments that are open at a time
+  bool compress;                 // try zstd
+} qkv_storage_config;
+
+// auto, no budget, 256 MiB segments, 64 MiB dirty, 64 MiB/s below 0.5, 1 s, 1 encoder, depth 32, 64 files, zstd.
+void qkv_storage_config_init(qkv_storage_config *config);
+
+// ---- Opening ----
+
+// A record as it is told of. `tokens` of the meta is how many count: fewer than were put where a truncation cut it.
+typedef struct qkv_record_info {
+  uint64_t record;
+  qkv_record_meta meta;
+  uint64_t bytes;         // of the payload as it was put
+  uint64_t stored_bytes;  // of the payload on the disk
+} qkv_record_info;
+
+// Called during open, on the caller's thread. First all entries in their order, those of closed sessions and of
+// sessions that are given up left out; false from entry() drops the entry for good, with a SESSION_OPEN its session.
+// Then the records of the sessions that are left, by session, layer, position, kind; of several with the same four,
+// the one with the highest number; none that a truncation cut. Both may be NULL: everything is kept.
+typedef struct qkv_storage_restore {
+  void *context;
+  bool (*entry)(void *context, const qkv_journal_entry *entry);
+  void (*record)(void *context, const qkv_record_info *info);
+} qkv_storage_restore;
+
+// Recovers what is there and starts the storage thread. FAILED_PRECONDITION: another process has the directory, or
+// it has segments and no journal. INVALID_ARGUMENT: a field of the config. PERMISSION_DENIED, NOT_FOUND, INTERNAL:
+// what the system said. DATA_LOSS: both headers of the journal are damaged. UNAVAILABLE: io_uring is asked for and
+// refused.
+qkv_status qkv_storage_open(const qkv_storage_config *config, const qkv_storage_restore *restore,
+                            qkv_storage **storage, qkv_error *error);
+// Finishes what has been submitted, seals, syncs, stops the thread. Batches must have been destroyed.
+void qkv_storage_close(qkv_storage **storage);
+
+// ---- Journal ----
+
+// A number for a new session, never given before.
+uint64_t qkv_storage_session_number(qkv_storage *storage);
+
+typedef void qkv_storage_done_fn(void *context, qkv_status status);
+
+// Appends an entry of kind MODEL, CALIBRATION, SESSION_OPEN or SESSION_NOTE; the payload is copied. done() (may be
+// NULL): it is durable, or INTERNAL, RESOURCE_EXHAUSTED as the disk said, and then it may or may not be there later.
+// Puts for a session may follow without waiting, but count after a crash only once its SESSION_OPEN is durable.
+// INVALID_ARGUMENT: kind, or more than QKV_JOURNAL_PAYLOAD_MAX bytes.
+qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
+                               uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error);
+// Records of the session are unreadable at once; done(): for ever.
+void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
+// Records of `layer` (or QKV_LAYER_ALL) that were put before and begin at or beyond `position` are unreadable at
+// once; done(): for ever. One that begins before it and ends behind it stays, restore tells its tokens below.
+void qkv_storage_session_truncate(qkv_storage *storage, uint64_t session, uint32_t layer, uint64_t position,
+                                  qkv_storage_done_fn *done, void *context);
+
+// ---- Records ----
+
+typedef void qkv_storage_put_fn(void *context, uint64_t record, qkv_status status);
+
+typedef struct qkv_storage_put_request {
+  qkv_record_meta meta;
+  const void *payload;  // borrowed until written()
+  uint64_t bytes;       // 1 to QKV_RECORD_BYTES_MAX, and it must fit into a segment
+  bool hurry;           // make it durable now rather than within sync_ms
+  // The payload is free, and with QKV_OK the record can be read. Otherwise nothing was put: RESOURCE_EXHAUSTED (the
+  // disk is full), INTERNAL (it failed), CANCELLED (session closed or cut, record dropped). Never NULL.
+  qkv_storage_put_fn *written;
+  // After written(QKV_OK) only, once: the record is durable, or INTERNAL: it may not be. May be NULL.
+  qkv_storage_put_fn *durable;
+  void *context;
+} qkv_storage_put_request;
+
+// UNAVAILABLE: dirty_bytes_max is reached, try again when qkv_storage_when_ready says so. RESOURCE_EXHAUSTED:
+// bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK.
+qkv_status qkv_storage_put(qkv_storage *storage, const qkv_storage_put_request *request, uint64_t *record,
+                           qkv_error *error);
+
+// The caller's, until ready() is called.
+typedef struct qkv_storage_waiter {
+  void (*ready)(struct qkv_storage_waiter *waiter);
+  void *context;
+  struct qkv_storage_waiter *next;  // the storage's
+} qkv_storage_waiter;
+
+// Calls ready() once as soon as no more than half of dirty_bytes_max is dirty; perhaps before this returns.
+void qkv_storage_when_ready(qkv_storage *storage, qkv_storage_waiter *waiter);
+
+// done(): every put that was accepted before is durable or has failed.
+void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
+
+// Unreadable at once, its room free later. Drop what another record replaces once that one is durable. A number that
+// is not there is ignored.
+void qkv_storage_drop(qkv_storage *storage, uint64_t record);
+
+// NOT_FOUND, without a text: it is not written yet, or no longer there.
+qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info);
+
+// Reads the payload of a record of `session` into `buffer`, whose `bytes` are qkv_record_info.bytes (asserted against
+// the header: INVALID_ARGUMENT). done(): NOT_FOUND, DATA_LOSS (counted and logged with segment and offset; the bytes
+// of the buffer are undefined then), or QKV_OK.
+void qkv_storage_read(qkv_storage *storage, uint64_t session, uint64_t record, void *buffer, uint64_t bytes,
+                      qkv_storage_done_fn *done, void *context);
+
+// ---- Reading many, for compute threads ----
+
+typedef struct qkv_storage_batch qkv_storage_batch;
+
+typedef struct qkv_storage_item {
+  uint64_t session, record;
+} qkv_storage_item;
+
+// Starts reading `items` (copied) in their order, up to `ahead_bytes` (at least one item) in front of what has been
+// waited for.
+qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const qkv_storage_item *items, size_t count,
+                                            uint64_t ahead_bytes);
+// Waits for item `i`, checks it and decodes it into `buffer` on this thread. Each item once, by any thread, best in
+// order. Statuses as of qkv_storage_read.
+qkv_status qkv_storage_batch_wait(qkv_storage_batch *batch, size_t i, void *buffer, uint64_t bytes, qkv_error *error);
+// No one waits any more. Waits for reads that are under way. Clears *batch.
+void qkv_storage_batch_destroy(qkv_storage_batch **batch);
+
+// ---- Looking after it ----
+
+typedef struct qkv_storage_stats {
+  const char *io;              // the driver
+  uint64_t records, sessions;  // that can be read; sessions that have any
+  uint64_t segments;           // files
+  uint64_t disk_bytes;         // of all segments
+  uint64_t live_bytes;         // of records that can be read, headers and blocks counted
+  uint64_t dead_bytes;         // of records that cannot
+  uint64_t dirty_bytes;        // payloads that wait to be written
+  uint64_t journal_bytes;
+  uint64_t puts, put_bytes;      // written
+  uint64_t put_stored_bytes;     // of these, what zstd left
+  uint64_t compressed;           // records that zstd was worth it for
+  uint64_t puts_refused;         // for dirty bytes
+  uint64_t puts_refused_budget;  // for bytes_max
+  uint64_t puts_failed;          // by the disk
+  uint64_t full_errors;          // ENOSPC and EDQUOT
+  uint64_t device_errors;        // other errors of writes and syncs
+  uint64_t reads, read_bytes;    // that succeeded, payload
+  uint64_t read_errors;          // DATA_LOSS
+  uint64_t syncs;                // fdatasync of segments
+  uint64_t compactions, compacted_bytes;
+  uint64_t recovered_records, recovered_bytes;  // of this start, live
+  uint64_t recovery_read_bytes;                 // headers, summaries, journal, tails
+  double recovery_s;
+  uint64_t bad_records;                                 // damaged, found by recovery or compaction
+  uint64_t bad_entries;                                 // of the journal
+  uint64_t sessions_given_up;                           // because of these
+  uint64_t io_short, io_retries, io_waiting, io_depth;  // of the driver's front
+} qkv_storage_stats;
+
+void qkv_storage_read_stats(qkv_storage *storage, qkv_storage_stats *stats);
+
+typedef struct qkv_storage_segment {
+  uint64_t segment;  // number; its file is segment-<16 hex digits>.qkv
+  uint64_t file_bytes, live_bytes, records;
+  bool sealed;
+} qkv_storage_segment;
+
+// Up to `count` segments in ascending order, into `segments`; returns how many there are.
+size_t qkv_storage_list_segments(qkv_storage *storage, qkv_storage_segment *segments, size_t count);
+
+// Compacts every sealed segment whose live share is below `live_share`, without a rate; done() when that is over.
+void qkv_storage_compact(qkv_storage *storage, double live_share, qkv_storage_done_fn *done, void *context);
+
+typedef struct qkv_storage_verify_report {
+  uint64_t records, bytes;  // that were read
+  uint64_t bad;             // DATA_LOSS
+} qkv_storage_verify_report;
+
+// Reads and checks every record. Blocks the caller; progress() (may be NULL) is called on its thread after every
+// record and ends it by false: CANCELLED. QKV_OK also where bad ones were found.
+qkv_status qkv_storage_verify(qkv_storage *storage, bool (*progress)(void *context, uint64_t done, uint64_t all),
+                              void *context, qkv_storage_verify_report *report);
+
+#endif
