@@ -78,6 +78,8 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_BYTES], (int64_t)stats.memory.bytes_used);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_RESERVED_BYTES], (int64_t)stats.memory.bytes_reserved);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_pool_waiting(daemon->pool));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   const qkv_quality_stats quality = qkv_quality_totals();
@@ -136,6 +138,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
 static void calibrated(void *context, const qkv_model *model, const qkv_error *error) {
   qkv_daemon *daemon = context;
   const qkv_learner_stats stats = qkv_learner_read(model->learner);
+  if (error != NULL && error->status == QKV_CANCELLED) return;  // the daemon ends
   if (error != NULL) {
     qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason", error->text);
     return;
@@ -178,6 +181,7 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
 
 void qkv_daemon_drain(qkv_daemon *daemon) {
   atomic_store(&daemon->draining, true);
+  qkv_store_stop_learning(daemon->store);
   qkv_health_drain(&daemon->health);
   qkv_rpc_server_drain(daemon->rpc, daemon->options->drain_grace);
 }

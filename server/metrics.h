@@ -38,6 +38,9 @@
     "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")    \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
+  X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")    \
+  X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                     \
+    "Bytes of calibrations and coders in use, beside the memory budget.")                                       \
   X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                   \
     "Pages whose attention error was measured for a session's max_attention_error.")                            \
   X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                 \

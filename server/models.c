@@ -7,6 +7,7 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
+#include "server/jobs.h"
 
 // ---- RegisterModel ----
 
@@ -57,22 +58,29 @@ static qkv_status register_model(qkv_daemon *daemon, const Qkv__V1__RegisterMode
   return status;
 }
 
-static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
+// A calibration of 100 MB takes a good part of a second to be read, so this is a job of the compute pool.
+static void register_job(void *context) {
+  qkv_rpc_call *call = context;
   qkv_error error = {0};
   const qkv_model *registered = NULL;
-  Qkv__V1__RegisterModelRequest *request =
-      qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = register_model(qkv_rpc_context(call), request, &registered, &error);
-  qkvi_control_free(request);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
-
+  if (!qkvi_job_wanted(call)) return;
+  if (register_model(qkv_rpc_context(call), qkv_rpc_state(call), &registered, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
   qkvi_model_message parts;
   Qkv__V1__RegisterModelResponse response = QKV__V1__REGISTER_MODEL_RESPONSE__INIT;
   qkvi_model_write(registered, &parts);
   response.model = &parts.model;
   qkvi_control_reply(call, &response.base);
   qkvi_model_message_clear(&parts);
+}
+
+static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  Qkv__V1__RegisterModelRequest *request =
+      qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  qkvi_job_submit(call, register_job, call);
 }
 
 // ---- GetModel and ListModels ----
@@ -165,7 +173,8 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   free(list.entries);
 }
 
-const qkv_rpc_method qkvi_models_methods[] = {{.path = "/qkv.v1.KvCache/RegisterModel", .message = on_register_model},
-                                              {.path = "/qkv.v1.KvCache/GetModel", .message = on_get_model},
-                                              {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models},
-                                              {0}};
+const qkv_rpc_method qkvi_models_methods[] = {
+    {.path = "/qkv.v1.KvCache/RegisterModel", .message = on_register_model, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/GetModel", .message = on_get_model},
+    {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models},
+    {0}};

@@ -17,9 +17,10 @@ struct qkv_coding {
   qkv_coder layers[];  // [model->layers]
 };
 
-// Those in use.
+// Those in use, and the memory of all of them.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static qkv_coding *codings;
+static uint64_t held;
 
 static uint32_t version_of(const qkv_calibration *calibration) {
   return calibration != NULL ? qkv_calibration_version(calibration) : 0;
@@ -116,6 +117,25 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
   return coding;
 }
 
+static uint64_t bytes_of(const qkv_coding *coding) {
+  // Frequency, turns of pages, cosines and sines of slots.
+  const size_t pair = sizeof(double) * (1 + 2 * QKV_PHASES_PAGES) + 2 * QKV_PAGE_TOKENS * sizeof(float);
+  const size_t layers = coding->model->layers;
+  const size_t phases = coding->phases != NULL ? coding->model->rope.width / 2 * pair : 0;
+  return sizeof *coding + layers * (sizeof(qkv_coder) + coding->model->kv_heads * sizeof(qkv_head_coder)) + phases;
+}
+
+uint64_t qkv_coding_bytes_held(void) {
+  (void)pthread_mutex_lock(&lock);
+  const uint64_t bytes = held;
+  (void)pthread_mutex_unlock(&lock);
+  return bytes;
+}
+
+bool qkv_coding_has(const qkv_coding *coding, const qkv_coder *coder) {
+  return coder >= coding->layers && coder < coding->layers + coding->model->layers;
+}
+
 qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                            const qkv_calibration *calibration) {
   // What coders have nothing of does not tell codings apart.
@@ -129,6 +149,7 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
     coding = create(model, &key, purpose, calibration);
     coding->next = codings;
     codings = coding;
+    held += bytes_of(coding);
   }
   (void)atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
   (void)pthread_mutex_unlock(&lock);
@@ -143,6 +164,7 @@ qkv_coding *qkv_coding_ref(qkv_coding *coding) {
 }
 
 static void take_out(const qkv_coding *coding) {
+  held -= bytes_of(coding);
   qkv_coding **at = &codings;
   while (*at != coding) at = &(*at)->next;
   *at = coding->next;

@@ -24,6 +24,11 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
 qkv_coding *qkv_coding_ref(qkv_coding *coding);
 void qkv_coding_unref(qkv_coding **coding);
 
+// Memory of all codings that there are, without their calibrations.
+uint64_t qkv_coding_bytes_held(void);
+
+// Whether a coder is one of the coding's.
+bool qkv_coding_has(const qkv_coding *coding, const qkv_coder *coder);
 // Alive as long as the coding.
 const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer);
 

@@ -19,10 +19,10 @@ enum {
   MEASURES_SETTLED = 32,  // measures after which an error is believed
 };
 #define ERROR_DECAY (1.0 / 64)  // share of a new measure in the running error
-#define DRIFT_FADE 0.1          // what counts after a drift of what was seen before
 
 typedef struct taught_layer {
   pthread_mutex_t lock;
+  bool teaches;
   _Atomic uint64_t tokens, attends;
 } taught_layer;
 
@@ -31,13 +31,14 @@ struct qkv_learner {
   uint64_t first;  // tokens before the first calibration
   qkv_calibration_slot *slot;
   qkv_arena *arena;
-  _Atomic(qkv_moments *) moments;  // each layer's under its lock; NULL until the first page
+  _Atomic(qkv_moments *) moments;  // each layer's under its lock, the pointer under any of them; NULL: none
   taught_layer *layers;
   _Atomic uint64_t pages;
-  _Atomic uint64_t due_at;  // tokens
+  _Atomic uint64_t due_at;  // tokens; UINT64_MAX: not before a drift
+  _Atomic bool fresh;       // nothing has been learnt yet, or not since the last drift
   _Atomic uint32_t runs;
   _Atomic uint32_t version;  // of the last calibration made here; 0: none yet
-  _Atomic bool running;
+  _Atomic bool running, stopped;
 
   pthread_mutex_t error_lock;  // of the rest
   uint32_t measured_as;        // frame and budget of the pages that are measured: those of the first one
@@ -45,36 +46,75 @@ struct qkv_learner {
   uint64_t measures;
 };
 
-qkv_learner *qkv_learner_create(const qkv_calibration_shape *shape, uint64_t tokens, qkv_calibration_slot *slot,
-                                qkv_arena *arena) {
+qkv_learner *qkv_learner_create(const qkv_calibration_shape *shape, const bool *teaches, uint64_t tokens,
+                                qkv_calibration_slot *slot, qkv_arena *arena) {
   assert(tokens >= 1);
+  bool any = false;
   qkv_learner *learner = calloc(1, sizeof *learner);
   if (learner == NULL) abort();
   *learner = (qkv_learner){.shape = *shape, .first = tokens, .slot = slot, .arena = arena};
   atomic_init(&learner->due_at, tokens);
+  atomic_init(&learner->fresh, true);
   learner->layers = calloc(shape->layers, sizeof *learner->layers);
   if (learner->layers == NULL) abort();
-  for (uint32_t i = 0; i < shape->layers; i++) (void)pthread_mutex_init(&learner->layers[i].lock, NULL);
+  for (uint32_t i = 0; i < shape->layers; i++) {
+    (void)pthread_mutex_init(&learner->layers[i].lock, NULL);
+    learner->layers[i].teaches = teaches[i];
+    any |= teaches[i];
+  }
+  assert(any);
+  (void)any;
   (void)pthread_mutex_init(&learner->error_lock, NULL);
   return learner;
+}
+
+static void lock_layers(qkv_learner *learner) {
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
+}
+
+static void unlock_layers(qkv_learner *learner) {
+  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
+}
+
+// The moments go, and with them what was counted.
+static void forget(qkv_learner *learner) {
+  lock_layers(learner);
+  qkv_moments *moments = atomic_exchange(&learner->moments, NULL);
+  for (uint32_t i = 0; i < learner->shape.layers; i++) atomic_store(&learner->layers[i].tokens, 0);
+  unlock_layers(learner);
+  if (moments != NULL) qkv_arena_unreserve(learner->arena, qkv_moments_bytes(&learner->shape));
+  qkv_moments_destroy(&moments);
 }
 
 void qkv_learner_destroy(qkv_learner **learner) {
   qkv_learner *old = *learner;
   if (old == NULL) return;
   *learner = NULL;
+  forget(old);
   for (uint32_t i = 0; i < old->shape.layers; i++) (void)pthread_mutex_destroy(&old->layers[i].lock);
   (void)pthread_mutex_destroy(&old->error_lock);
-  qkv_moments *moments = atomic_load(&old->moments);
-  if (moments != NULL) qkv_arena_unreserve(old->arena, qkv_moments_bytes(&old->shape));
-  qkv_moments_destroy(&moments);
   free(old->layers);
   free(old);
 }
 
+void qkv_learner_stop(qkv_learner *learner) {
+  atomic_store(&learner->stopped, true);
+}
+
 // ---- Teaching ----
 
-// NULL where there is no room.
+// The calibration in use was brought, not learnt.
+static bool was_brought(const qkv_learner *learner) {
+  const uint32_t version = qkv_calibration_slot_version(learner->slot);
+  return version != 0 && version != atomic_load(&learner->version);
+}
+
+// Whether what is taught now will ever be looked at.
+static bool wants(const qkv_learner *learner) {
+  return atomic_load_explicit(&learner->due_at, memory_order_relaxed) != UINT64_MAX && !was_brought(learner);
+}
+
+// With a layer locked. NULL where there is no room.
 static qkv_moments *moments_of(qkv_learner *learner) {
   qkv_moments *moments = atomic_load_explicit(&learner->moments, memory_order_acquire);
   if (moments != NULL) return moments;
@@ -91,9 +131,9 @@ static qkv_moments *moments_of(qkv_learner *learner) {
 // Rows that are picked are added one by one, as their positions do not follow one another.
 static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
                        const float *v) {
-  qkv_moments *moments = moments_of(learner);
+  qkv_moments *moments = wants(learner) ? moments_of(learner) : NULL;
   if (moments == NULL) return;
-  const size_t rows = atomic_load_explicit(&learner->runs, memory_order_relaxed) == 0 ? ROWS_LEARNING : ROWS_LATER;
+  const size_t rows = atomic_load_explicit(&learner->fresh, memory_order_relaxed) ? ROWS_LEARNING : ROWS_LATER;
   const size_t count = tokens < rows ? tokens : rows;
   const size_t k_width = (size_t)learner->shape.kv_heads * learner->shape.key_dim;
   const size_t v_width = (size_t)learner->shape.kv_heads * learner->shape.value_dim;
@@ -160,11 +200,10 @@ static void note_error(qkv_learner *learner, const qkv_coder *coder, double erro
     learner->measures = 0;
   }
   (void)pthread_mutex_unlock(&learner->error_lock);
-  if (!drifted || atomic_load(&learner->runs) == 0 || moments_of(learner) == NULL) return;
-  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
-  qkv_moments_fade(moments_of(learner), DRIFT_FADE);
-  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
-  atomic_store(&learner->due_at, qkv_learner_read(learner).tokens + learner->first);
+  if (!drifted || atomic_load(&learner->fresh) || was_brought(learner)) return;
+  forget(learner);
+  atomic_store(&learner->fresh, true);
+  atomic_store(&learner->due_at, learner->first);
 }
 
 void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
@@ -174,6 +213,7 @@ void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, s
     teach_rows(learner, layer, position, tokens, k, v);
     (void)pthread_mutex_unlock(&learner->layers[layer].lock);
   }
+  if (was_brought(learner) && atomic_load_explicit(&learner->moments, memory_order_relaxed) != NULL) forget(learner);
   const uint64_t number = atomic_fetch_add_explicit(&learner->pages, 1, memory_order_relaxed);
   if (number % MEASURE_EVERY != 0) return;
   const uint16_t head = (uint16_t)(number / MEASURE_EVERY % learner->shape.kv_heads);
@@ -182,7 +222,8 @@ void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, s
 
 size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer) {
   assert(layer < learner->shape.layers);
-  const bool learning = atomic_load_explicit(&learner->runs, memory_order_relaxed) == 0;
+  if (!wants(learner)) return 0;
+  const bool learning = atomic_load_explicit(&learner->fresh, memory_order_relaxed);
   const uint64_t attend = atomic_fetch_add_explicit(&learner->layers[layer].attends, 1, memory_order_relaxed);
   if (attend % (learning ? EVERY_LEARNING : EVERY_LATER) != 0) return 0;
   return learning ? QUERIES_LEARNING : QUERIES_LATER;
@@ -190,9 +231,9 @@ size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer) {
 
 void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope) {
   assert(layer < learner->shape.layers);
-  qkv_moments *moments = moments_of(learner);
-  if (moments == NULL || pthread_mutex_trylock(&learner->layers[layer].lock) != 0) return;
-  qkv_moments_add_queries(moments, layer, position, 1, q, before_rope);
+  if (pthread_mutex_trylock(&learner->layers[layer].lock) != 0) return;
+  qkv_moments *moments = wants(learner) ? moments_of(learner) : NULL;
+  if (moments != NULL) qkv_moments_add_queries(moments, layer, position, 1, q, before_rope);
   (void)pthread_mutex_unlock(&learner->layers[layer].lock);
 }
 
@@ -202,7 +243,10 @@ qkv_learner_stats qkv_learner_read(const qkv_learner *learner) {
   qkv_learner_stats stats = {.tokens = UINT64_MAX, .runs = atomic_load(&learner->runs)};
   for (uint32_t i = 0; i < learner->shape.layers; i++) {
     const uint64_t tokens = atomic_load_explicit(&learner->layers[i].tokens, memory_order_relaxed);
-    if (tokens < stats.tokens) stats.tokens = tokens;
+    if (learner->layers[i].teaches && tokens < stats.tokens) stats.tokens = tokens;
+  }
+  if (atomic_load_explicit(&learner->moments, memory_order_relaxed) != NULL) {
+    stats.bytes = qkv_moments_bytes(&learner->shape);
   }
   pthread_mutex_t *lock = (pthread_mutex_t *)(uintptr_t)&learner->error_lock;
   (void)pthread_mutex_lock(lock);
@@ -212,17 +256,20 @@ qkv_learner_stats qkv_learner_read(const qkv_learner *learner) {
 }
 
 bool qkv_learner_due(const qkv_learner *learner) {
-  const uint32_t version = qkv_calibration_slot_version(learner->slot);
-  if (version != 0 && version != atomic_load(&learner->version)) return false;  // one that was brought
+  if (was_brought(learner) || atomic_load(&learner->stopped)) return false;
   return !atomic_load(&learner->running) && qkv_learner_read(learner).tokens >= atomic_load(&learner->due_at);
 }
 
-// A copy that nobody adds to.
+// A copy that nobody adds to; NULL where there are none.
 static qkv_moments *copy_moments(qkv_learner *learner) {
-  qkv_moments *copy = qkv_moments_create(&learner->shape);
-  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
-  qkv_moments_merge(copy, moments_of(learner));
-  for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
+  qkv_moments *copy = NULL;
+  lock_layers(learner);
+  const qkv_moments *moments = atomic_load(&learner->moments);
+  if (moments != NULL) {
+    copy = qkv_moments_create(&learner->shape);
+    qkv_moments_merge(copy, moments);
+  }
+  unlock_layers(learner);
   return copy;
 }
 
@@ -232,6 +279,8 @@ static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
   if (!made) next = tokens + learner->first;
   if (made && runs >= QKV_LEARNER_RUNS) next = UINT64_MAX;  // until a drift
   atomic_store(&learner->due_at, next);
+  if (made) atomic_store(&learner->fresh, false);
+  if (next == UINT64_MAX) forget(learner);
   (void)pthread_mutex_lock(&learner->error_lock);
   learner->settled = 0;
   learner->measures = 0;
@@ -240,13 +289,17 @@ static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
 
 bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
   bool running = false;
-  if (moments_of(learner) == NULL) return false;
   if (!atomic_compare_exchange_strong(&learner->running, &running, true)) return false;
   const uint64_t tokens = qkv_learner_read(learner).tokens;
   const uint32_t replaced = qkv_calibration_slot_version(learner->slot);
-  const qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
-  qkv_moments *moments = copy_moments(learner);
+  qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
+  options.cancelled = &learner->stopped;
   qkv_calibration *calibration = NULL;
+  qkv_moments *moments = copy_moments(learner);
+  if (moments == NULL) {
+    atomic_store(&learner->running, false);
+    return false;
+  }
   const bool made = qkv_calibrate(moments, &options, &calibration, error) == QKV_OK;
   qkv_moments_destroy(&moments);
   const qkv_calibration *own = calibration;

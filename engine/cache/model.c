@@ -173,6 +173,16 @@ qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_po
   return policy;
 }
 
+qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error) {
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    const uint32_t layer = model->overrides[i].layer;
+    const qkv_policy policy = qkv_model_policy(model, layer, session);
+    if (qkv_policy_check(&policy, error) == QKV_OK) continue;
+    return error == NULL ? QKV_INVALID_ARGUMENT : qkv_error_prefix(error, "layer %" PRIu32 ": ", layer);
+  }
+  return QKV_OK;
+}
+
 qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model) {
   return (qkv_calibration_shape){.layers = model->layers,
                                  .kv_heads = model->kv_heads,

@@ -82,6 +82,8 @@ uint64_t qkv_model_window(const qkv_model *model, uint32_t layer);
 double qkv_model_cap(const qkv_model *model, uint32_t layer);
 // How a layer of a session is coded: the layer's override before the session's policy, which has been resolved.
 qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session);
+// Limits of what the two make together in each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
+qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error);
 
 // Letters, digits and ._:/@- ; 1 to QKV_NAME_MAX. INVALID_ARGUMENT names `field`.
 qkv_status qkv_name_check(const char *name, const char *field, qkv_error *error);

@@ -392,8 +392,9 @@ _Static_assert(sizeof(qkv_head_tiers) == GROUPS, "targets of a head are its tier
 
 static uint8_t least_tier(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *policy) {
   if (policy->tier_least != QKV_RETIER_LEAST_AUTO) return policy->tier_least;
+  if (!snapshot->data_free) return 0;
   const uint8_t two = 2 * QKV_TIER_BIT;
-  if (snapshot->data_free && policy->bits >= 2) return policy->bits > 2 ? two : two - 1;  // the sinks have to be paid
+  if (policy->bits >= 2) return policy->bits > 2 ? two : two - 1;  // the sinks have to be paid
   return policy->bits >= 1 ? QKV_TIER_BIT : 0;
 }
 

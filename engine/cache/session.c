@@ -24,9 +24,11 @@ struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
   pthread_mutex_t codings_lock;
-  qkv_coding **codings;  // all that pages may have been written with, and that of pages to come
+  qkv_coding **codings;  // all that pages are written with, and those of pages to come
   size_t coding_count;
-  qkv_arena *arena;  // this block is its, too
+  pthread_rwlock_t codings_use;  // read by who has a coder without having its layer; written to drop some. Never
+                                 // waited for to be written, nor is a layer by who writes it
+  qkv_arena *arena;              // this block is its, too
   uint64_t serial;
   _Atomic uint64_t references;
   int64_t created_unix_ms;
@@ -153,17 +155,73 @@ static const qkv_coding *current_coding(qkv_session *session) {
 }
 
 // The layer is locked to be written.
-static void renew_coder(qkv_session *session, uint32_t layer) {
+static bool renew_coder(qkv_session *session, uint32_t layer) {
   qkv_layer *renewed = &session->layers[layer].layer;
   const qkv_calibration_slot *slot = session->model->calibration;
-  if (slot == NULL || qkv_calibration_slot_version(slot) == renewed->coder->calibration) return;
+  if (slot == NULL || qkv_calibration_slot_version(slot) == renewed->coder->calibration) return false;
+  qkvi_session_use_codings(session);
   renewed->coder = qkv_coding_layer(current_coding(session), layer);
+  qkvi_session_codings_used(session);
+  return true;
+}
+
+void qkvi_session_use_codings(qkv_session *session) {
+  int failed = pthread_rwlock_rdlock(&session->codings_use);
+  assert(failed == 0);
+}
+
+void qkvi_session_codings_used(qkv_session *session) {
+  int failed = pthread_rwlock_unlock(&session->codings_use);
+  assert(failed == 0);
+}
+
+static void mark_coder(const qkv_session *session, const qkv_coder *coder, bool *used) {
+  for (size_t i = 0; i < session->coding_count; i++) used[i] |= qkv_coding_has(session->codings[i], coder);
+}
+
+// False where a layer is in use.
+static bool mark_used(qkv_session *session, bool *used) {
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    locked_layer *locked = &session->layers[i];
+    if (pthread_rwlock_tryrdlock(&locked->lock) != 0) return false;
+    const qkv_coder *last = locked->layer.coder;
+    mark_coder(session, last, used);
+    for (size_t p = 0; p < locked->layer.page_count; p++) {
+      if (locked->layer.pages[p].coder == last) continue;
+      last = locked->layer.pages[p].coder;
+      mark_coder(session, last, used);
+    }
+    unlock(locked);
+  }
+  return true;
+}
+
+// Codings that nothing is coded by any more go, and with the last session that has one a calibration that has been
+// replaced. Now or another time: nobody waits.
+static void drop_unused(qkv_session *session) {
+  if (pthread_rwlock_trywrlock(&session->codings_use) != 0) return;
+  bool *used = calloc(session->coding_count + 1, sizeof *used);
+  if (used == NULL) abort();
+  if (session->coding_count > 1 && mark_used(session, used)) {
+    size_t kept = 0;
+    for (size_t i = 0; i < session->coding_count; i++) {
+      if (used[i]) {
+        session->codings[kept++] = session->codings[i];
+      } else {
+        qkv_coding_unref(&session->codings[i]);
+      }
+    }
+    session->coding_count = kept;
+  }
+  free(used);
+  qkvi_session_codings_used(session);
 }
 
 static void drop_codings(qkv_session *session) {
   for (size_t i = 0; i < session->coding_count; i++) qkv_coding_unref(&session->codings[i]);
   free((void *)session->codings);
   (void)pthread_mutex_destroy(&session->codings_lock);
+  (void)pthread_rwlock_destroy(&session->codings_use);
 }
 
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
@@ -181,6 +239,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->next_layer, 0);
   atomic_init(&session->pins, 0);
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
+  failed |= pthread_rwlock_init(&session->codings_use, NULL);
   assert(failed == 0);
   const qkv_coding *coding = current_coding(session);
   for (uint32_t i = 0; i < model->layers; i++) {
@@ -253,12 +312,13 @@ static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t p
                                 const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                                 qkv_error *error) {
   locked_layer *locked = &session->layers[layer];
-  renew_coder(session, layer);
+  const bool renewed = renew_coder(session, layer);
   qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
   *length = locked->layer.length;
   (void)qkv_layer_save(&locked->layer);  // what finds no room is given again when there is some (session_spill.h)
   publish(locked);
   unlock(locked);
+  if (renewed) drop_unused(session);
   return status;
 }
 
@@ -365,6 +425,7 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
     for (uint32_t i = 0; i < session->model->layers; i++) truncate_layer(session, i, position);
   }
   for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
+  drop_unused(session);
   return QKV_OK;
 }
 

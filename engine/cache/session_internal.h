@@ -26,7 +26,11 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 // The number of those who need what they have brought back to stay in memory.
 _Atomic uint64_t *qkvi_session_pins(qkv_session *session);
 
-// How pages of such a calibration (NULL: data-free) are coded here; alive as long as the session.
+// Around what is done with coders of this session while their layer is not locked: they stay alive.
+void qkvi_session_use_codings(qkv_session *session);
+void qkvi_session_codings_used(qkv_session *session);
+
+// How pages of such a calibration (NULL: data-free) are coded here; alive while a layer uses it, or as above.
 const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration);
 
 // Layers in turn.

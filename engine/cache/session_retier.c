@@ -79,10 +79,17 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   return status;
 }
 
+// Followed by drop_snapshot: it has schedules of the session's coders.
 static void take_snapshot(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
                           qkv_retier_snapshot *snapshot) {
+  qkvi_session_use_codings(session);
   qkv_layer_snapshot(qkvi_session_look(session, layer), begin, end, snapshot);
   qkv_session_read_done(session, layer);
+}
+
+static void drop_snapshot(qkv_session *session, qkv_retier_snapshot *snapshot) {
+  qkv_retier_snapshot_deinit(snapshot);
+  qkvi_session_codings_used(session);
 }
 
 static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_retier_policy *policy,
@@ -93,7 +100,7 @@ static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_r
   qkv_status status = qkv_retier_decide(&snapshot, policy, &plan, error);
   if (status == QKV_OK) status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  qkv_retier_snapshot_deinit(&snapshot);
+  drop_snapshot(session, &snapshot);
   return status;
 }
 
@@ -135,7 +142,7 @@ static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_
   qkv_retier_at_most(&snapshot, scope->begin, scope->end, tier, &plan);
   const qkv_status status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  qkv_retier_snapshot_deinit(&snapshot);
+  drop_snapshot(session, &snapshot);
   return status;
 }
 
@@ -167,7 +174,7 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
   if (status != QKV_OK) qkv_fail(error, status, "layer %" PRIu32 ": %s", layer, inner.text);
   if (status == QKV_OK && !only_check) status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  qkv_retier_snapshot_deinit(&snapshot);
+  drop_snapshot(session, &snapshot);
   return status;
 }
 

@@ -94,15 +94,28 @@ static int by_model_name(const model_entry *a, const model_entry *b) {
   return strcmp(a->model.name, b->model.name);
 }
 
+// NULL where no layer is to teach.
+static qkv_learner *create_learner(qkv_store *store, const qkv_model *model, qkv_calibration_slot *slot) {
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  bool teaches[QKV_LAYERS_MAX], any = false;
+  for (uint32_t i = 0; i < model->layers; i++) {
+    const qkv_layer_override *override = qkv_model_override(model, i);
+    const qkv_policy *own = override != NULL ? &override->policy : NULL;
+    teaches[i] =
+        own == NULL || !((own->codec != NULL && qkv_codec_is_exact(own->codec)) || (own->learn_said && !own->learn));
+    any |= teaches[i];
+  }
+  return any ? qkv_learner_create(&shape, teaches, store->config.calibrate_tokens, slot, store->arena) : NULL;
+}
+
 static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   model_entry *entry = calloc(1, sizeof *entry);
   assert(entry != NULL);
   entry->model = *model;
   entry->model.calibration = qkv_calibration_slot_create();
+  entry->model.overrides = NULL;
   if (store->config.calibrate_tokens > 0 && model->policy.learn) {
-    const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
-    entry->model.learner =
-        qkv_learner_create(&shape, store->config.calibrate_tokens, entry->model.calibration, store->arena);
+    entry->model.learner = create_learner(store, model, entry->model.calibration);
   }
   if (model->override_count > 0) {
     entry->model.overrides = calloc(model->override_count, sizeof *model->overrides);
@@ -133,6 +146,7 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
   QKV_TRY(qkv_model_resolve(&resolved, error));
   qkv_policy_merge(&resolved.policy, &store->config.policy);
   QKV_TRY(qkv_policy_check(&resolved.policy, error));
+  QKV_TRY(qkv_model_policy_check(&resolved, &resolved.policy, error));
   lock_to_write(store);
   qkv_status status = register_locked(store, &resolved, out, error);
   unlock(store);
@@ -148,6 +162,14 @@ qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_cal
   QKV_TRY(qkv_calibration_check(calibration, &shape, error));
   qkv_calibration_slot_set(model->calibration, calibration);
   return QKV_OK;
+}
+
+void qkv_store_stop_learning(qkv_store *store) {
+  lock_to_read(store);
+  for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
+    if (entry->model.learner != NULL) qkv_learner_stop(entry->model.learner);
+  }
+  unlock(store);
 }
 
 // A model whose learner is due; NULL: none. Models stay as long as the store.
@@ -232,6 +254,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
   if (model == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no model %s", model_name);
   qkv_policy_merge(&config->policy, &model->model.policy);
   QKV_TRY(qkv_policy_check(&config->policy, error));
+  QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   if (find_session(store, config->name) != NULL) {
     return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
   }
@@ -309,7 +332,11 @@ size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, q
 qkv_store_stats qkv_store_read_stats(qkv_store *store) {
   lock_to_read(store);
   qkv_store_stats stats = {.models = HASH_COUNT(store->models), .sessions = HASH_COUNT(store->sessions)};
+  for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
+    if (entry->model.learner != NULL) stats.learning_bytes += qkv_learner_read(entry->model.learner).bytes;
+  }
   unlock(store);
   stats.memory = qkv_arena_read(store->arena);
+  stats.calibration_bytes = qkv_calibration_bytes_held() + qkv_coding_bytes_held();
   return stats;
 }

@@ -31,9 +31,12 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
                                qkv_error *error);
 // Makes the calibrations that are due, one after the other; false where none was. Takes seconds for a large model:
-// for a thread of its own. `fn` is told of each: its error where it failed, else NULL.
+// for a thread of its own. `fn` is told of each: its error where it failed (CANCELLED: by qkv_store_stop_learning),
+// else NULL.
 bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model *model, const qkv_error *error),
                      void *context);
+// Nothing is learnt any more; one that is being made is given up.
+void qkv_store_stop_learning(qkv_store *store);
 // NOT_FOUND "no model x".
 qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
 // Models in order of name; fn returns false to stop. `sessions` are those open with it.
@@ -57,6 +60,8 @@ size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, q
 typedef struct qkv_store_stats {
   size_t models, sessions;
   qkv_arena_stats memory;
+  uint64_t learning_bytes;     // of memory: moments of self-calibration
+  uint64_t calibration_bytes;  // beside it: calibrations, and what coders make of them, of the whole process
 } qkv_store_stats;
 qkv_store_stats qkv_store_read_stats(qkv_store *store);
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "engine/codec/calibration_internal.h"
+#include "engine/codec/hadamard.h"
 #include "engine/codec/page.h"
 #include "engine/codec/turned.h"
 
@@ -220,13 +221,15 @@ static void write_anchor(const calibrator *job, const qkvi_part_view *part, doub
   const size_t dim = part->dim;
   pair_energy pairs[QKV_DIM_MAX / 2];
   const uint32_t count = rope->width / 2;
+  const double magnitude = qkv_rope_magnitude(rope);  // of rows, as the covariance has it
   double left = 0;
   for (uint32_t p = 0; p < count; p++) {
     const size_t i = qkv_rope_first(rope, p), j = qkv_rope_second(rope, p);
     const double size = (metric[i * dim + i] + metric[j * dim + j]) / 2;  // a turning pair meets both alike
     // What hardly turns within a page stays in the page's mean.
     const double kept = qkvi_turns_kept(job->page, p);
-    pairs[p] = (pair_energy){p, size * (mean[i] * mean[i] + mean[j] * mean[j]) * (1 - kept * kept)};
+    const double energy = magnitude * magnitude * (mean[i] * mean[i] + mean[j] * mean[j]);
+    pairs[p] = (pair_energy){p, size * energy * (1 - kept * kept)};
     left += pairs[p].energy;
   }
   qsort(pairs, count, sizeof *pairs, by_energy);
@@ -257,6 +260,19 @@ static void set_metric(calibrator *job, size_t dim) {
   if (job->distances != NULL) qkvi_turn_second(job->distances, job->space.metric);
 }
 
+// Rows from before RoPE grow with it (YaRN), too, so that scores meet their errors once more so large.
+static void grow_metric(const calibrator *job, size_t dim) {
+  const qkv_rope *rope = &job->shape->rope;
+  const double magnitude = qkv_rope_magnitude(rope);
+  for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
+    const size_t places[] = {qkv_rope_first(rope, pair), qkv_rope_second(rope, pair)};
+    for (size_t i = 0; i < 2; i++) {
+      cblas_dscal((int)dim, magnitude, job->space.metric + places[i] * dim, 1);
+      cblas_dscal((int)dim, magnitude, job->space.metric + places[i], (int)dim);
+    }
+  }
+}
+
 static qkv_status write_attend(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
   workspace *space = &job->space;
   const size_t dim = part->dim, square = dim * dim * sizeof(double);
@@ -279,6 +295,7 @@ static qkv_status write_attend(calibrator *job, const qkvi_part_view *part, qkv_
 static qkv_status write_archive(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
   workspace *space = &job->space;
   set_metric(job, part->dim);
+  grow_metric(job, part->dim);
   memcpy(space->covariance, space->rows, (size_t)part->dim * part->dim * sizeof(double));
   return write_part(job, part, space->mean, error);
 }
@@ -290,9 +307,6 @@ static qkv_status read_moments(calibrator *job, uint32_t layer, uint32_t kv_head
   static const char *const names[] = {"keys", "values", "queries"};
   const size_t dim = kind == QKV_MOMENTS_V ? job->shape->value_dim : job->shape->key_dim;
   const double rows = qkv_moments_read(job->moments, layer, kv_head, kind, mean, second);
-  if (kind != QKV_MOMENTS_Q && rows == 0) {
-    return qkv_fail(error, QKV_FAILED_PRECONDITION, "layer %" PRIu32 " has no rows to learn from", layer);
-  }
   if (kind != QKV_MOMENTS_Q) job->rows = rows;
   if (all_finite(mean, dim) && all_finite(second, dim * dim)) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT,
@@ -308,6 +322,22 @@ static qkv_status write_values(calibrator *job, const qkvi_part_view *part, uint
   return write_part(job, part, space->mean, error);
 }
 
+// The transform of the data-free code, in a calibration's words: all coordinates weigh the same, so that bands get
+// their bits in turn.
+static void write_data_free(const qkvi_part_view *part) {
+  const size_t dim = part->dim;
+  double variances[QKV_DIM_MAX] = {0};
+  for (size_t c = 0; c < dim; c++) {
+    float *row = part->analysis + c * dim;
+    row[c] = 1;
+    qkv_hadamard_inverse(row, dim);  // row c of the forward transform, whose inverse is its transpose
+    memcpy(part->synthesis + c * dim, row, dim * sizeof *row);
+    variances[c] = 1;
+  }
+  write_weights(part, variances);
+  write_order(part, variances);
+}
+
 static qkv_status write_head(calibrator *job, uint32_t layer, uint32_t kv_head, qkv_error *error) {
   workspace *space = &job->space;
   qkvi_part_view parts[QKV_CALIBRATION_PARTS];
@@ -316,13 +346,23 @@ static qkv_status write_head(calibrator *job, uint32_t layer, uint32_t kv_head, 
   }
   QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_Q, space->mean, space->queries, error));
   QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_K, space->mean, space->rows, error));
+  if (job->rows == 0) {
+    write_data_free(&parts[QKV_PART_K_ATTEND]);
+    if (job->distances != NULL) write_data_free(&parts[QKV_PART_K_ARCHIVE]);
+    write_data_free(&parts[QKV_PART_V]);
+    return QKV_OK;
+  }
   QKV_TRY(write_attend(job, &parts[QKV_PART_K_ATTEND], error));
   if (job->distances != NULL) QKV_TRY(write_archive(job, &parts[QKV_PART_K_ARCHIVE], error));
   return write_values(job, &parts[QKV_PART_V], layer, kv_head, error);
 }
 
 static qkv_status write_layer(calibrator *job, uint32_t layer, qkv_error *error) {
-  for (uint32_t head = 0; head < job->shape->kv_heads; head++) QKV_TRY(write_head(job, layer, head, error));
+  const _Atomic bool *cancelled = job->options->cancelled;
+  for (uint32_t head = 0; head < job->shape->kv_heads; head++) {
+    if (cancelled != NULL && atomic_load(cancelled)) return qkv_fail(error, QKV_CANCELLED, "it was called off");
+    QKV_TRY(write_head(job, layer, head, error));
+  }
   return QKV_OK;
 }
 
@@ -355,8 +395,10 @@ qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options
   QKV_TRY(check_part_of("metric_power", options->metric_power, 0, error));
   QKV_TRY(check_part_of("ridge_rows", options->ridge_rows, ridge_least, error));
   QKV_TRY(check_part_of("anchor_rest", options->anchor_rest, 0, error));
+  const double tokens = qkv_moments_tokens(moments);
+  if (tokens == 0) return qkv_fail(error, QKV_FAILED_PRECONDITION, "there are no rows to learn from");
   QKV_TRY(qkvi_calibration_begin(job.shape, options->band_k, options->band_v, &job.bytes, error));
-  ((qkvi_calibration_header *)job.bytes)->tokens = (uint64_t)qkv_moments_tokens(moments);
+  ((qkvi_calibration_header *)job.bytes)->tokens = (uint64_t)tokens;
   const size_t widest = job.shape->key_dim > job.shape->value_dim ? job.shape->key_dim : job.shape->value_dim;
   workspace_init(&job.space, widest);
   if (job.shape->rope.theta != 0) {

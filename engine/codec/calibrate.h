@@ -34,6 +34,8 @@
 #ifndef QKV_ENGINE_CODEC_CALIBRATE_H
 #define QKV_ENGINE_CODEC_CALIBRATE_H
 
+#include <stdatomic.h>
+
 #include "engine/codec/calibration.h"
 #include "engine/codec/moments.h"
 
@@ -43,13 +45,16 @@ typedef struct qkv_calibrate_options {
   double ridge_queries;    // what is added to S, as a part of its mean eigenvalue
   double ridge_rows;       // the same for C
   double anchor_rest;      // mean energy that the rotating anchor may leave, as a part of the variance
+  // Looked at before each head, borrowed; where it is set, CANCELLED. NULL: nobody cancels.
+  const _Atomic bool *cancelled;
 } qkv_calibrate_options;
 
-#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){8, 8, 0.5, 0.01, 1e-5, 0.03})
+#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){8, 8, 0.5, 0.01, 1e-5, 0.03, NULL})
 
-// The moments are of at least one token in every layer, else FAILED_PRECONDITION "layer 3 has no rows";
-// INVALID_ARGUMENT for options out of their limits and for moments that are not finite. On success one reference in
-// *out, else NULL. Takes about 10 eigen-decompositions of width d per layer and KV head.
+// A layer that the moments have no rows of gets the data-free code's transforms: layers that stay exact need none.
+// FAILED_PRECONDITION where they have no rows at all; INVALID_ARGUMENT for options out of their limits and for
+// moments that are not finite; DATA_LOSS where what comes out is beyond a calibration's limits. On success one
+// reference in *out, else NULL. Takes about 10 eigen-decompositions of width d per layer and KV head.
 qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options *options, qkv_calibration **out,
                          qkv_error *error);
 

@@ -6,6 +6,25 @@
 
 #include "engine/codec/calibration_internal.h"
 
+static _Atomic uint64_t held;
+
+void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
+  const qkv_calibration_shape *shape = &calibration->shape;
+  const size_t heads = (size_t)shape->layers * shape->kv_heads;
+  const size_t parts = shape->rope.theta != 0 ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
+  const uint64_t bytes =
+      sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) + heads * parts * sizeof(qkv_schedule);
+  if (more) {
+    (void)atomic_fetch_add_explicit(&held, bytes, memory_order_relaxed);
+  } else {
+    (void)atomic_fetch_sub_explicit(&held, bytes, memory_order_relaxed);
+  }
+}
+
+uint64_t qkv_calibration_bytes_held(void) {
+  return atomic_load_explicit(&held, memory_order_relaxed);
+}
+
 const qkv_calibration *qkv_calibration_ref(const qkv_calibration *calibration) {
   if (calibration == NULL) return NULL;
   // The count is the one thing that changes.
@@ -20,6 +39,7 @@ void qkv_calibration_unref(const qkv_calibration **calibration) {
   qkv_calibration *left = (qkv_calibration *)*calibration;
   *calibration = NULL;
   if (left == NULL || atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) != 1) return;
+  qkvi_calibration_count(left, false);
   free(left->heads);
   free(left->schedules);
   free(left->bytes);

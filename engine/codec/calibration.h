@@ -56,6 +56,10 @@
 #define QKV_CALIBRATION_ENTRY_MAX 1e9f
 #define QKV_CALIBRATION_WEIGHT_MIN 1e-18f
 #define QKV_CALIBRATION_WEIGHT_MAX 1e9f
+// Of a coordinate of any row that is let in, and of its square times its weight, so that sums of squares over a page
+// stay finite in fp32.
+#define QKV_CALIBRATION_COORDINATE_MAX 1e15
+#define QKV_CALIBRATION_SQUARE_MAX 1e30
 
 // What a calibration has to fit to.
 typedef struct qkv_calibration_shape {
@@ -95,6 +99,9 @@ const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *cal
 // INVALID_ARGUMENT "calibration.key_dim is 64, the model has 128" unless it was made for such a model.
 qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_calibration_shape *model,
                                  qkv_error *error);
+
+// Memory of all calibrations that there are.
+uint64_t qkv_calibration_bytes_held(void);
 
 // Layer and head are within the shape (asserted). As long as the reference.
 const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,

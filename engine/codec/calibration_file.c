@@ -8,6 +8,7 @@
 #include <xxhash.h>
 
 #include "engine/codec/calibration_internal.h"
+#include "engine/codec/codec.h"
 #include "engine/codec/page.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a calibration is read where it lies");
@@ -305,6 +306,35 @@ static qkv_status check_anchor(const qkvi_part_view *part, const qkv_rope *rope,
   return QKV_OK;
 }
 
+// How large an entry of a row gets in the part's frame: RoPE turns pairs, YaRN scales them, and the rotating anchor
+// is taken off.
+static double row_bound(const qkvi_part_view *part, const qkv_rope *rope) {
+  const double magnitude = rope->theta != 0 ? qkv_rope_magnitude(rope) : 1;
+  double anchor = 0;
+  for (size_t i = 0; i < 2 * (size_t)part->header->anchor_pairs; i++)
+    anchor = fmax(anchor, fabs((double)part->anchor[i]));
+  return 2 * (QKV_ROW_MAX * fmax(1, 1 / magnitude) + anchor * fmax(1, magnitude));
+}
+
+// Each number is within its limits; here, what they make of rows together.
+static qkv_status check_products(const qkvi_part_view *part, const qkv_rope *rope, qkv_error *error) {
+  const double bound = row_bound(part, rope);
+  for (size_t c = 0; c < part->dim; c++) {
+    double most = 0;
+    for (size_t i = 0; i < part->dim; i++) {
+      most += fabs((double)part->analysis[c * part->dim + i]) * (bound + fabs((double)part->mean[i]));
+    }
+    if (!(most <= QKV_CALIBRATION_COORDINATE_MAX)) {
+      REFUSE("coordinate %zu of a row can be %g, at most %g", c, most, QKV_CALIBRATION_COORDINATE_MAX);
+    }
+    const double square = most * most * (double)part->weights[c];
+    if (square <= QKV_CALIBRATION_SQUARE_MAX) continue;
+    REFUSE("coordinate %zu of a row can have a weighted square of %g, at most %g", c, square,
+           QKV_CALIBRATION_SQUARE_MAX);
+  }
+  return QKV_OK;
+}
+
 // A row of alternating ones goes through analysis and synthesis and must come back.
 static qkv_status check_duality(const qkvi_part_view *part, qkv_error *error) {
   const size_t dim = part->dim;
@@ -331,6 +361,7 @@ static qkv_status check_part(const qkvi_part_view *part, const qkv_rope *rope, q
   QKV_TRY(check_order(part, error));
   QKV_TRY(check_anchor(part, rope, error));
   QKV_TRY(check_numbers(part, error));
+  QKV_TRY(check_products(part, rope, error));
   return check_duality(part, error);
 }
 
@@ -390,6 +421,7 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   calibration->heads = calloc(heads, sizeof *calibration->heads);
   calibration->schedules = calloc(heads * parts_of(shape), sizeof *calibration->schedules);
   if (calibration->heads == NULL || calibration->schedules == NULL) abort();
+  qkvi_calibration_count(calibration, true);
   calibration->version = (uint32_t)((const qkvi_calibration_header *)bytes)->checksum;
   if (calibration->version == 0) calibration->version = 1;
   for (uint32_t layer = 0; layer < shape->layers; layer++) {

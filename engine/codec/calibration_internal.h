@@ -75,6 +75,9 @@ qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint8_t ba
                                   qkv_error *error);
 qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_error *error);
 
+// A calibration comes or goes: qkv_calibration_bytes_held.
+void qkvi_calibration_count(const qkv_calibration *calibration, bool more);
+
 // Sets the checksum of `size` bytes that begin with a header.
 void qkvi_calibration_seal(uint8_t *bytes, size_t size);
 

@@ -236,10 +236,10 @@ void qkv_moments_fade(qkv_moments *moments, double factor) {
 }
 
 double qkv_moments_tokens(const qkv_moments *moments) {
-  double least = sums_at(moments, 0, 0, QKV_MOMENTS_K)->count;
-  for (uint32_t layer = 1; layer < moments->shape.layers; layer++) {
+  double least = 0;
+  for (uint32_t layer = 0; layer < moments->shape.layers; layer++) {
     const double count = sums_at(moments, layer, 0, QKV_MOMENTS_K)->count;
-    least = count < least ? count : least;
+    if (count > 0 && (least == 0 || count < least)) least = count;
   }
   return least;
 }

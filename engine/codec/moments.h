@@ -40,7 +40,8 @@ void qkv_moments_merge(qkv_moments *into, const qkv_moments *from);
 // What was added so far counts `factor` times, 0 <= factor <= 1.
 void qkv_moments_fade(qkv_moments *moments, double factor);
 
-// Tokens whose keys and values were added to the layer that has the fewest, as far as they still count.
+// Tokens whose keys and values were added to the layer that has the fewest of those that have any, as far as they
+// still count. 0: nothing was added.
 double qkv_moments_tokens(const qkv_moments *moments);
 
 typedef enum qkv_moments_kind { QKV_MOMENTS_K, QKV_MOMENTS_V, QKV_MOMENTS_Q } qkv_moments_kind;

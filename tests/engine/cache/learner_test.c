@@ -4,7 +4,8 @@
 
 enum { LAYERS = 2, HEADS = 2, GROUP = 2, DIM = 16, TOKENS = 512, FIRST = 256 };
 
-static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model **model) {
+static qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_layer_override *overrides, uint32_t count,
+                                  const qkv_model **model) {
   const qkv_store_config config = {.memory_budget = budget,
                                    .models_max = 4,
                                    .sessions_max = 16,
@@ -22,10 +23,16 @@ static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model *
                           .value_dim = DIM,
                           .dtype = QKV_FP32,
                           .rope = {.theta = 100},
-                          .policy = QKV_POLICY_UNSET};
+                          .policy = QKV_POLICY_UNSET,
+                          .overrides = overrides,
+                          .override_count = count};
   qkv_store *store = qkv_store_create(&config);
   assert_int_equal(qkv_store_register_model(store, &said, model, NULL), QKV_OK);
   return store;
+}
+
+static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model **model) {
+  return make_store_with(budget, tokens, NULL, 0, model);
 }
 
 static qkv_session *open_session(qkv_store *store, const char *name, bool learn) {
@@ -162,7 +169,8 @@ static void test_a_given_calibration_stays(void **state) {
   assert_int_equal(qkv_store_calibrate(second, "pupil", learnt, NULL), QKV_OK);
   qkv_session *taught = open_session(second, "s", true);
   append_all(taught, &rows, 0, TOKENS);
-  assert_true(qkv_learner_read(other->learner).tokens >= FIRST);
+  assert_int_equal(qkv_learner_read(other->learner).tokens, 0);  // nobody would look at it
+  assert_int_equal(qkv_learner_read(other->learner).bytes, 0);
   assert_false(qkv_store_learn(second, count_runs, &runs));
   assert_int_equal(qkv_calibration_slot_version(other->calibration), qkv_calibration_version(learnt));
 
@@ -185,7 +193,8 @@ static void test_no_room_to_learn(void **state) {
   for (uint64_t room = moments - 64; room <= moments; room += 64) {
     qkv_arena *arena = qkv_arena_create("memory-budget", room);
     qkv_calibration_slot *slot = qkv_calibration_slot_create();
-    qkv_learner *learner = qkv_learner_create(&shape, FIRST, slot, arena);
+    const bool teaches[LAYERS] = {true, true};
+    qkv_learner *learner = qkv_learner_create(&shape, teaches, FIRST, slot, arena);
     qkv_error error = {0};
     qkv_learner_queries(learner, 0, 5, query, false);
     assert_int_equal(qkv_arena_read(arena).bytes_reserved, room == moments ? moments : 0);
@@ -199,12 +208,138 @@ static void test_no_room_to_learn(void **state) {
   qkv_store_destroy(&store);
 }
 
+// Layers that stay exact have no pages, and those that the model keeps out teach nothing: neither is waited for.
+static void test_only_teachers_are_waited_for(void **state) {
+  (void)state;
+  for (int way = 0; way < 2; way++) {
+    const qkv_model *model;
+    int runs = 0;
+    uint32_t version;
+    qkv_layer_override override = {.layer = 0, .policy = QKV_POLICY_UNSET};
+    if (way == 0) override.policy.codec = qkv_codec_by_name("exact");
+    override.policy.learn_said = way == 1;
+    qkv_store *store = make_store_with(64 << 20, FIRST, &override, 1, &model);
+    qkv_session *session = open_session(store, "s", true);
+    sequence rows = structured_rows(model, TOKENS, 10);
+    append_all(session, &rows, 0, FIRST);
+    assert_int_equal(qkv_learner_read(model->learner).tokens, FIRST);
+    assert_true(qkv_store_learn(store, count_runs, &runs));
+    assert_int_equal(runs, 1);
+    append_all(session, &rows, FIRST, TOKENS);
+    assert_true(error_of(session, &rows, FIRST, TOKENS, &version) < error_of(session, &rows, 0, FIRST, &version) / 2);
+    free_sequence(&rows);
+    qkv_session_unref(&session);
+    qkv_store_destroy(&store);
+  }
+  const qkv_model *model;
+  qkv_layer_override all[LAYERS] = {{.layer = 0, .policy = QKV_POLICY_UNSET},
+                                    {.layer = 1, .policy = QKV_POLICY_UNSET}};
+  for (size_t i = 0; i < LAYERS; i++) all[i].policy.codec = qkv_codec_by_name("exact");
+  qkv_store *store = make_store_with(64 << 20, FIRST, all, LAYERS, &model);
+  assert_null(model->learner);
+  assert_false(qkv_store_learn(store, count_runs, NULL));
+  qkv_store_destroy(&store);
+}
+
+static void test_learning_stops(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_error error = {0};
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true);
+  sequence rows = structured_rows(model, TOKENS, 11);
+  append_all(session, &rows, 0, FIRST);
+  assert_true(qkv_learner_due(model->learner));
+  qkv_store_stop_learning(store);
+  assert_false(qkv_store_learn(store, count_runs, &runs));
+  assert_false(qkv_learner_run(model->learner, &error));  // as one that ran would find it
+  assert_int_equal(error.status, QKV_CANCELLED);
+  assert_int_equal(qkv_calibration_slot_version(model->calibration), 0);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_store_destroy(&store);
+}
+
+static void feed(qkv_store *store, const sequence *rows) {
+  uint64_t freed;
+  qkv_session *session = open_session(store, "fed", true);
+  append_all(session, rows, 0, TOKENS);
+  qkv_session_unref(&session);
+  assert_int_equal(qkv_store_close(store, "fed", &freed, NULL), QKV_OK);
+}
+
+// The moments are there as long as a calibration is to follow; other rows, which are coded worse, bring them back.
+static void test_a_drift_is_learnt_from(void **state) {
+  (void)state;
+  enum { FEW = 64, MOST = 400 };  // sessions, 16 pages each; every 16th page is measured
+  const qkv_model *model;
+  int runs = 0, fed = 0;
+  qkv_store *store = make_store(64 << 20, FEW, &model);
+  sequence rows = structured_rows(model, TOKENS, 12), others = make_sequence(model, TOKENS, 13);
+  for (; runs < QKV_LEARNER_RUNS; fed++) {
+    assert_true(fed < MOST);
+    feed(store, &rows);
+    if (runs < QKV_LEARNER_RUNS - 1) assert_true(qkv_store_read_stats(store).learning_bytes > 0);
+    (void)qkv_store_learn(store, count_runs, &runs);
+  }
+  for (fed = 0; fed < 80; fed++) feed(store, &rows);  // until the error has settled
+  assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
+  assert_int_equal(qkv_store_read_stats(store).memory.bytes_reserved, 0);
+  assert_false(qkv_store_learn(store, count_runs, &runs));
+  const uint32_t version = qkv_calibration_slot_version(model->calibration);
+  const double before = qkv_learner_read(model->learner).error;
+
+  for (fed = 0; runs == QKV_LEARNER_RUNS; fed++) {
+    assert_true(fed < MOST);
+    feed(store, &others);
+    (void)qkv_store_learn(store, count_runs, &runs);
+  }
+  assert_int_equal(runs, QKV_LEARNER_RUNS + 1);
+  assert_true(qkv_learner_read(model->learner).error > before);
+  assert_true(qkv_calibration_slot_version(model->calibration) != version);
+  assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
+  free_sequence(&rows);
+  free_sequence(&others);
+  qkv_store_destroy(&store);
+}
+
+// What nothing is coded by any more goes.
+static void test_codings_go(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true), *empty = open_session(store, "empty", true);
+  sequence rows = structured_rows(model, TOKENS, 14);
+  const uint64_t one = qkv_coding_bytes_held();  // both have the same
+  assert_true(one > 0);
+  assert_int_equal(qkv_store_read_stats(store).calibration_bytes, one);
+  append_all(session, &rows, 0, FIRST);
+  assert_true(qkv_store_learn(store, count_runs, &runs));
+  assert_true(qkv_calibration_bytes_held() > 0);
+  assert_int_equal(qkv_coding_bytes_held(), one);
+  append_all(session, &rows, FIRST, TOKENS);  // has pages of both
+  append_all(empty, &rows, 0, QKV_PAGE_TOKENS);
+  assert_int_equal(qkv_coding_bytes_held(), 2 * one);
+  assert_int_equal(qkv_session_truncate(session, 0, NULL, 0, NULL), QKV_OK);
+  assert_int_equal(qkv_coding_bytes_held(), one);
+  append_all(session, &rows, 0, TOKENS);
+  assert_int_equal(qkv_coding_bytes_held(), one);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_session_unref(&empty);
+  qkv_store_destroy(&store);
+  assert_int_equal(qkv_coding_bytes_held(), 0);
+  assert_int_equal(qkv_calibration_bytes_held(), 0);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_pages_to_come_are_calibrated),
-      cmocka_unit_test(test_sessions_may_keep_out),
-      cmocka_unit_test(test_a_given_calibration_stays),
-      cmocka_unit_test(test_no_room_to_learn),
+      cmocka_unit_test(test_pages_to_come_are_calibrated), cmocka_unit_test(test_sessions_may_keep_out),
+      cmocka_unit_test(test_a_given_calibration_stays),    cmocka_unit_test(test_no_room_to_learn),
+      cmocka_unit_test(test_only_teachers_are_waited_for), cmocka_unit_test(test_learning_stops),
+      cmocka_unit_test(test_a_drift_is_learnt_from),       cmocka_unit_test(test_codings_go),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

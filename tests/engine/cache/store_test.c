@@ -94,6 +94,37 @@ static void test_models(void **state) {
   assert_null(store);
 }
 
+// What a layer's override leaves open is filled in by the model's or the session's policy: checked together.
+static void test_overrides(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 4, 4);
+  qkv_layer_override override = {.layer = 1, .policy = QKV_POLICY_UNSET};
+  override.policy.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  qkv_model model = named_model("m");
+  model.overrides = &override;
+  model.override_count = 1;
+  model.policy.codec = qkv_codec_by_name("exact");
+  model.policy.bits_k = 16;
+  qkv_error error = {0};
+  assert_int_equal(qkv_store_register_model(store, &model, NULL, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "layer 1: policy.bits_k is 16, allowed are multiples of 0.125 up to 8");
+  assert_int_equal(qkv_store_read_stats(store).models, 0);
+  model.policy = QKV_POLICY_UNSET;
+  assert_int_equal(qkv_store_register_model(store, &model, NULL, NULL), QKV_OK);
+  qkv_session_config config = named_session("s");
+  config.policy.codec = qkv_codec_by_name("exact");
+  config.policy.bits_v = 16;
+  assert_open_fails(store, &config, "m", QKV_INVALID_ARGUMENT,
+                    "layer 1: policy.bits_v is 16, allowed are multiples of 0.125 up to 8");
+  // A pointer to none is not taken for the store's own.
+  memcpy(model.name, "n", sizeof "n");
+  model.override_count = 0;
+  const qkv_model *registered;
+  assert_int_equal(qkv_store_register_model(store, &model, &registered, NULL), QKV_OK);
+  assert_null(registered->overrides);
+  qkv_store_destroy(&store);
+}
+
 typedef struct listing {
   char text[128];
   size_t stop_after, count;
@@ -437,6 +468,7 @@ static void test_many_threads(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_models),
+      cmocka_unit_test(test_overrides),
       cmocka_unit_test(test_each_model_in_order),
       cmocka_unit_test(test_sessions),
       cmocka_unit_test(test_session_limits),

@@ -6,6 +6,7 @@
 
 #include "engine/codec/calibrate.h"
 #include "engine/codec/codebook.h"
+#include "engine/codec/codec.h"
 #include "naive.h"
 
 enum { DIM = 32, SAMPLES = 8192, FRESH = 4096, WIDTH_MAX = 64 };
@@ -319,6 +320,86 @@ static void both_frames_find_the_turning_constant(void **state) {
   }
 }
 
+// YaRN makes rows larger, and queries; what is learnt of them is as it was.
+static void yarn_changes_sizes_alone(void **state) {
+  (void)state;
+  source keys = falling(DIM, 1, 1, 4, 61);
+  const source queries = falling(DIM, 1, 0.97, 0, 62);
+  unsigned pairs[2];
+  for (size_t i = 0; i < 2; i++) {
+    const qkv_rope rope = {.theta = 10000,
+                           .scaling = QKV_ROPE_YARN,
+                           .factor = 1,
+                           .original_max_position = 4096,
+                           .attention_factor = i == 0 ? 1 : 8};
+    qkv_calibration *calibration = learn(&keys, &queries, &queries, rope, 63);
+    pairs[i] = qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ATTEND)->anchor_pairs;
+    unref(calibration);
+  }
+  assert_in_range(pairs[0], 1, DIM / 2 - 2);
+  assert_int_equal(pairs[0], pairs[1]);
+}
+
+// Half of the coordinates turn, and count 16 times in a query and in a key: so 256 times in a score's error, and the
+// square root of that in the metric.
+static void yarn_weighs_what_turns(void **state) {
+  (void)state;
+  const source keys = falling(DIM, 1, 1, 0, 64), queries = falling(DIM, 1, 1, 0, 65);
+  const qkv_rope rope = {.theta = 10000,
+                         .width = DIM / 2,
+                         .scaling = QKV_ROPE_YARN,
+                         .factor = 1,
+                         .original_max_position = 4096,
+                         .attention_factor = 4};
+  qkv_calibration *calibration = learn(&keys, &queries, &queries, rope, 66);
+  const float *weights = qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ARCHIVE)->weights;
+  const float ratio = weights[DIM / 4] / weights[DIM - DIM / 4];
+  if (!(ratio > 8 && ratio < 24)) fail_msg("the metric's ratio is %g", (double)ratio);
+  unref(calibration);
+}
+
+static bool same_rows(const float *a, const float *b, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    if (fabsf(a[i] - b[i]) > 1e-6f) return false;
+  }
+  return true;
+}
+
+// A layer that stays exact teaches nothing: its part is the code that needs no calibration.
+static void layers_without_rows_are_data_free(void **state) {
+  (void)state;
+  const qkv_calibration_shape one = shape_of(DIM, (qkv_rope){.theta = 10000});
+  qkv_calibration_shape shape = one;
+  shape.layers = 2;
+  naive_random random = {71};
+  const source keys = falling(DIM, 1, 0.9, 1, 72);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  float row[WIDTH_MAX], plain[WIDTH_MAX];
+  for (size_t t = 0; t < SAMPLES; t++) {
+    draw(&keys, &random, row);
+    qkv_moments_add(moments, 1, t, 1, row, row, true);
+  }
+  qkv_calibration *calibration = calibrate(moments, &QKV_CALIBRATE_DEFAULTS);
+  assert_int_equal(qkv_calibration_tokens(calibration), SAMPLES);
+  for (unsigned part = 0; part < QKV_CALIBRATION_PARTS; part++) {
+    const qkv_transform *transform = qkv_calibration_transform(calibration, 0, 0, part);
+    const qkv_schedule *uniform = qkv_transform_uniform(DIM)->schedule;
+    memcpy(plain, row, sizeof plain);
+    float given[WIDTH_MAX];
+    memcpy(given, row, sizeof given);
+    qkv_transform_forward(transform, given, 1, DIM);
+    qkv_transform_forward(qkv_transform_uniform(DIM), plain, 1, DIM);
+    assert_true(same_rows(given, plain, DIM));
+    qkv_transform_inverse(transform, given, 1, DIM);
+    assert_true(same_rows(given, row, DIM));
+    assert_int_equal(transform->anchor_pairs, 0);
+    for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++)
+      assert_memory_equal(transform->schedule->reach[tier], uniform->reach[tier], sizeof uniform->reach[tier]);
+  }
+  unref(calibration);
+  qkv_moments_destroy(&moments);
+}
+
 // Whatever the rows are, they come back at 8 bits.
 static void expect_rows_back(const source *keys, size_t tokens, qkv_rope rope, bool attended) {
   const qkv_calibration_shape shape = shape_of(keys->dim, rope);
@@ -392,10 +473,13 @@ static void what_cannot_be_learnt_is_refused(void **state) {
   shape.layers = 2;
   qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
   qkv_moments *moments = qkv_moments_create(&shape);
-  expect_refused(moments, &options, QKV_FAILED_PRECONDITION, "layer 0 has no rows to learn from");
+  expect_refused(moments, &options, QKV_FAILED_PRECONDITION, "there are no rows to learn from");
   float row[24] = {1};
   qkv_moments_add(moments, 0, 0, 1, row, row, true);
-  expect_refused(moments, &options, QKV_FAILED_PRECONDITION, "layer 1 has no rows to learn from");
+  const _Atomic bool cancelled = true;
+  options.cancelled = &cancelled;
+  expect_refused(moments, &options, QKV_CANCELLED, "it was called off");
+  options.cancelled = NULL;
   row[3] = INFINITY;
   qkv_moments_add_queries(moments, 1, 0, 1, row, true);
   row[3] = 0;
@@ -416,10 +500,16 @@ static void what_cannot_be_learnt_is_refused(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(distortions_are_the_codebooks),         cmocka_unit_test(values_are_coded_near_the_bound),
-      cmocka_unit_test(keys_are_coded_for_their_queries),      cmocka_unit_test(analysis_and_synthesis_are_duals),
-      cmocka_unit_test(both_frames_find_the_turning_constant), cmocka_unit_test(rows_of_any_kind_are_learnt),
+      cmocka_unit_test(distortions_are_the_codebooks),
+      cmocka_unit_test(values_are_coded_near_the_bound),
+      cmocka_unit_test(keys_are_coded_for_their_queries),
+      cmocka_unit_test(analysis_and_synthesis_are_duals),
+      cmocka_unit_test(both_frames_find_the_turning_constant),
+      cmocka_unit_test(rows_of_any_kind_are_learnt),
       cmocka_unit_test(what_cannot_be_learnt_is_refused),
+      cmocka_unit_test(layers_without_rows_are_data_free),
+      cmocka_unit_test(yarn_changes_sizes_alone),
+      cmocka_unit_test(yarn_weighs_what_turns),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

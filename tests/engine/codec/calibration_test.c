@@ -327,6 +327,28 @@ static void damage_is_told(void **state) {
   free(bytes);
 }
 
+// Numbers that are within their limits each, but not together: squares of rows would overflow.
+static void absurd_products_are_refused(void **state) {
+  (void)state;
+  const qkv_calibration_shape shape = shape_of(16, 8, false);
+  size_t size;
+  for (size_t which = 0; which < 2; which++) {
+    uint8_t *bytes = make_bytes(&shape, 8, 8, &size);
+    const qkvi_part_view part = qkvi_calibration_part(&shape, bytes, 0, 0, QKV_PART_K_ATTEND);
+    for (size_t i = 0; i < (which == 0 ? part.dim : 1u); i++) part.analysis[i] = 1e9f;
+    part.mean[0] = 0;
+    part.weights[0] = which == 0 ? 1e-18f : 1e9f;
+    qkvi_calibration_seal(bytes, size);
+    expect_refused(bytes, size, QKV_DATA_LOSS,
+                   which == 0
+                       ? "calibration, layer 0, KV head 0, k_attend: coordinate 0 of a row can be 1.0487e+15, "
+                         "at most 1e+15"
+                       : "calibration, layer 0, KV head 0, k_attend: coordinate 0 of a row can have a weighted "
+                         "square of 4.29497e+36, at most 1e+30");
+    free(bytes);
+  }
+}
+
 static void every_cut_and_every_flip_is_refused(void **state) {
   (void)state;
   const qkv_calibration_shape shape = {.layers = 1, .kv_heads = 1, .q_heads = 1, .key_dim = 8, .value_dim = 8};
@@ -382,15 +404,11 @@ static void golden_file(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(bytes_are_as_drawn),
-      cmocka_unit_test(parts_are_found_again),
-      cmocka_unit_test(orders_become_schedules),
-      cmocka_unit_test(versions_follow_the_content),
-      cmocka_unit_test(another_model_is_told_apart),
-      cmocka_unit_test(damage_is_told),
-      cmocka_unit_test(every_cut_and_every_flip_is_refused),
-      cmocka_unit_test(limits_hold_for_writers),
-      cmocka_unit_test(golden_file),
+      cmocka_unit_test(bytes_are_as_drawn),          cmocka_unit_test(parts_are_found_again),
+      cmocka_unit_test(orders_become_schedules),     cmocka_unit_test(versions_follow_the_content),
+      cmocka_unit_test(another_model_is_told_apart), cmocka_unit_test(damage_is_told),
+      cmocka_unit_test(absurd_products_are_refused), cmocka_unit_test(every_cut_and_every_flip_is_refused),
+      cmocka_unit_test(limits_hold_for_writers),     cmocka_unit_test(golden_file),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
