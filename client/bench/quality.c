@@ -65,7 +65,7 @@ typedef struct quality_job {
   const qkv_bench_settings *settings;
   qkv_dtype dtype;
   qkvi_lm *lm;
-  qkvi_dump *dump;
+  qkv_dump *dump;
   qkv_model model;
   size_t layers;                       // that are measured
   const qkv_calibration *calibration;  // or NULL
@@ -95,15 +95,15 @@ static qkv_status load_model(quality_job *job, qkv_error *error) {
 }
 
 static qkv_status load_dump(quality_job *job, qkv_error *error) {
-  QKV_TRY(qkvi_dump_open(job->settings->dump, &job->dump, error));
-  job->layers = qkvi_dump_layers(job->dump);
+  QKV_TRY(qkv_dump_open(job->settings->dump, &job->dump, error));
+  job->layers = qkv_dump_layers(job->dump);
   job->model = qkvi_dump_model(job->dump);
   job->model.rope.theta = job->settings->rope_theta;
   if (job->calibration == NULL) return QKV_OK;
   // What the file cannot tell. The rest is checked.
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(job->calibration);
   if (shape->layers > job->model.layers) job->model.layers = shape->layers;
-  if (!qkvi_dump_has_queries(job->dump)) job->model.q_heads = shape->q_heads;
+  if (!qkv_dump_has_queries(job->dump)) job->model.q_heads = shape->q_heads;
   if (job->model.rope.theta == 0) job->model.rope = shape->rope;
   return QKV_OK;
 }
@@ -177,7 +177,7 @@ static void tear_down(quality_job *job) {
   qkvi_probe_destroy(&job->probe);
   qkv_calibration_unref(&job->calibration);
   qkvi_lm_free(&job->lm);
-  qkvi_dump_close(&job->dump);
+  qkv_dump_close(&job->dump);
   qkvi_settings_clear(&job->ways);
 }
 

@@ -11,6 +11,8 @@
 #include "client/common/program.h"
 #include "engine/base/option.h"
 #include "engine/base/tensor.h"
+#include "engine/codec/calibration.h"
+#include "qkv/v1/model.pb-c.h"
 
 // The values of all commands' options; each command's table says which it has.
 typedef struct qkvctl_values {
@@ -18,6 +20,7 @@ typedef struct qkvctl_values {
   bool metrics, options;                          // status
   const char *prefix, *tenant, *model, *session;  // sessions, load
   const char *output, *format;                    // fetch, calibrate
+  const char *from;                               // calibrate: a dump
   const char *layers, *dtype;                     // fetch; layers: demote, promote, too
   int64_t begin, end;                             // fetch, demote, promote: positions
   bool heads_first, before_rope;                  // fetch
@@ -48,6 +51,14 @@ qkv_status qkvctl_parse_layers(const char *text, uint32_t layers, uint32_t *chos
 
 // Draws a session's tokens, layers x buckets, by their bits; as JSON lines with `--json`. Returns the exit status.
 int qkvctl_draw_map(const qkvctl_values *values, qkv_client *client, const char *session);
+
+// ---- learn.c ----
+
+// A calibration of the model from a dump of its rows, with a progress bar; a reference for the caller.
+// INVALID_ARGUMENT, NOT_FOUND, with the file's name: what is no dump, or none of this model; else NULL in
+// *calibration.
+qkv_status qkvctl_learn(const char *path, const Qkv__V1__Model *model, qkv_calibration **calibration,
+                        qkv_error *error);
 
 // ---- the commands: status.c, sessions.c, fetch.c, load.c, calibrate.c, tiers.c ----
 

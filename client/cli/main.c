@@ -63,6 +63,8 @@ static const qkv_option promote_options[] = {
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option calibrate_options[] = {
+    {"from", QKV_OPTION_STRING, OFFSET(from), NULL, 0, 0, "FILE",
+     "learn it from this file instead: layers.N.k and layers.N.v as fetch writes them, and layers.N.q, queries, where it has them"},
     {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "the calibration file to write"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
@@ -75,7 +77,7 @@ static const qkv_command commands[] = {
     {"session", "SESSION", "Shows one session.", OPTIONS(session_options), 1, 1, qkvctl_session},
     {"fetch", "SESSION", "Writes a session's rows to a file.", OPTIONS(fetch_options), 1, 1, qkvctl_fetch},
     {"load", "FILE", "Opens a session with the rows of a safetensors file.", OPTIONS(load_options), 1, 1, qkvctl_load},
-    {"calibrate", "MODEL", "Writes a model's calibration, as the daemon has learnt it, to a file.", OPTIONS(calibrate_options), 1, 1,
+    {"calibrate", "MODEL", "Writes a model's calibration to a file: what the daemon has learnt, or what a file of rows tells.", OPTIONS(calibrate_options), 1, 1,
      qkvctl_calibrate},
     {"demote", "SESSION", "Takes bits of a session's rows.", OPTIONS(demote_options), 1, 1, qkvctl_demote},
     {"promote", "SESSION", "Gives them back, where they were kept.", OPTIONS(promote_options), 1, 1, qkvctl_promote},

@@ -106,11 +106,11 @@ static void write_dump(const dump_form *form) {
 // Writes and measures layer 3, which is the second one.
 static qkvi_probe_layer measure(const dump_form *form, const char *setting_text) {
   write_dump(form);
-  qkvi_dump *dump = NULL;
+  qkv_dump *dump = NULL;
   qkv_error error = {0};
-  if (qkvi_dump_open(path, &dump, &error) != QKV_OK) fail_msg("%s", error.text);
-  assert_int_equal(qkvi_dump_layers(dump), 2);
-  assert_true(qkvi_dump_has_queries(dump) == form->queries);
+  if (qkv_dump_open(path, &dump, &error) != QKV_OK) fail_msg("%s", error.text);
+  assert_int_equal(qkv_dump_layers(dump), 2);
+  assert_true(qkv_dump_has_queries(dump) == form->queries);
   qkv_model model = qkvi_dump_model(dump);
   assert_int_equal(model.layers, 4);
   assert_int_equal(model.kv_heads, KV_HEADS);
@@ -123,7 +123,7 @@ static qkvi_probe_layer measure(const dump_form *form, const char *setting_text)
   qkvi_probe_layer sums = {0};
   assert_int_equal(qkvi_dump_measure(dump, &model, 1, QKV_FP32, &coding, 1, &sums, &error), QKV_OK);
   qkv_coding_unref(&coding);
-  qkvi_dump_close(&dump);
+  qkv_dump_close(&dump);
   return sums;
 }
 
@@ -179,13 +179,13 @@ static void test_forms(void **state) {
 static void test_before_rope_needs_a_rope(void **state) {
   (void)state;
   write_dump(&(dump_form){.before_rope = true});
-  qkvi_dump *dump = NULL;
+  qkv_dump *dump = NULL;
   qkv_error error = {0};
-  assert_int_equal(qkvi_dump_open(path, &dump, &error), QKV_OK);
+  assert_int_equal(qkv_dump_open(path, &dump, &error), QKV_OK);
   qkv_model model = qkvi_dump_model(dump);
   assert_int_equal(qkv_model_resolve(&model, &error), QKV_OK);
   assert_int_equal(qkvi_dump_measure(dump, &model, 0, QKV_FP32, NULL, 0, NULL, &error), QKV_FAILED_PRECONDITION);
-  qkvi_dump_close(&dump);
+  qkv_dump_close(&dump);
 }
 
 // Opens a file of the tensors and expects that it is refused.
@@ -202,9 +202,9 @@ static void refused(const qkv_safetensors_tensor *tensors, size_t count, const c
     assert_int_equal(qkv_safetensors_write(writer, i, zeros, bytes, NULL), QKV_OK);
   }
   assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
-  qkvi_dump *dump = NULL;
+  qkv_dump *dump = NULL;
   qkv_error error = {0};
-  assert_int_equal(qkvi_dump_open(path, &dump, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_dump_open(path, &dump, &error), QKV_INVALID_ARGUMENT);
   assert_null(dump);
   if (strstr(error.text, text) == NULL) fail_msg("%s, expected %s", error.text, text);
   assert_non_null(strstr(error.text, path));

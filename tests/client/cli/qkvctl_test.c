@@ -15,6 +15,7 @@
 
 #include "client/c/qkv.h"
 #include "client/format/safetensors.h"
+#include "engine/codec/calibrate.h"
 #include "tests/server/fixture.h"
 
 enum { LAYERS = 3, HEADS = 2, DIM = 16, TOKENS = 150, OUTPUT_MAX = 1 << 16 };
@@ -537,6 +538,125 @@ static void test_calibrate(void **state) {
   assert_non_null(strstr(err, "is there, and no ordinary file\n"));
 }
 
+// ---- calibrate --from ----
+
+static float many[2 * TOKENS][HEADS][DIM];  // queries of TOKENS tokens, of twice as many heads
+
+// Layers [first, 2), with queries or without.
+static const char *write_dump(const char *name, int first, bool queries, int64_t dim) {
+  static const char *const names[] = {"layers.0.k", "layers.0.v", "layers.0.q",
+                                      "layers.1.k", "layers.1.v", "layers.1.q"};
+  qkv_safetensors_tensor tensors[6];
+  const void *rows[6];
+  size_t count = 0;
+  for (int i = 3 * first; i < 6; i++) {
+    if (i % 3 == 2 && !queries) continue;
+    rows[count] = i % 3 == 0 ? (const void *)k : i % 3 == 1 ? (const void *)v : (const void *)many;
+    tensors[count++] = (qkv_safetensors_tensor){.name = names[i],
+                                                .dtype = QKV_FP32,
+                                                .rank = 3,
+                                                .dims = {TOKENS, i % 3 == 2 ? 2 * HEADS : HEADS * DIM / dim, dim}};
+  }
+  qkv_safetensors_writer *writer = NULL;
+  const qkv_safetensors_entry metadata[] = {{"first_position", "1000"}};
+  const char *path = in_directory(name);
+  assert_int_equal(qkv_safetensors_writer_create(path, tensors, count, metadata, 1, &writer, NULL), QKV_OK);
+  for (size_t i = 0; i < count; i++) {
+    const size_t bytes = sizeof k * (tensors[i].dims[1] == 2 * HEADS && tensors[i].name[9] == 'q' ? 2 : 1);
+    assert_int_equal(qkv_safetensors_write(writer, i, rows[i], bytes, NULL), QKV_OK);
+  }
+  assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
+  return path;
+}
+
+static qkv_client_model dumped(void) {
+  return (qkv_client_model){.name = "dumped",
+                            .layers = 2,
+                            .kv_heads = HEADS,
+                            .q_heads = 2 * HEADS,
+                            .key_dim = DIM,
+                            .value_dim = DIM,
+                            .dtype = QKV_CLIENT_FP16,
+                            .rope = {.theta = 10000}};
+}
+
+// The same rows by the library itself.
+static const qkv_calibration *calibration_of_rows(void) {
+  qkv_calibration_shape shape = {2, HEADS, 2 * HEADS, DIM, DIM, {.theta = 10000}};
+  assert_int_equal(qkv_rope_resolve(&shape.rope, DIM, NULL), QKV_OK);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  for (uint32_t layer = 0; layer < 2; layer++) {
+    qkv_moments_add(moments, layer, 1000, TOKENS, &k[0][0][0], &v[0][0][0], false);
+    qkv_moments_add_queries(moments, layer, 1000, TOKENS, &many[0][0][0], false);
+  }
+  qkv_calibration *calibration = NULL;
+  assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &calibration, NULL), QKV_OK);
+  qkv_moments_destroy(&moments);
+  return calibration;
+}
+
+static void test_calibrate_from_rows(void **state) {
+  (void)state;
+  static uint8_t got[131072];
+  char dump[256], path[256];
+  qkv_client_model model = dumped();
+  qkv_call_error error = {0};
+  fill(&many[0][0][0], sizeof many / 4, 3);
+  if (qkv_client_register_model(client, &model, &error) != 0) fail_msg("%s", error.text);
+  memcpy(dump, write_dump("rows.safetensors", 0, true, DIM), sizeof dump);
+  memcpy(path, in_directory("rows.qkvc"), sizeof path);
+  assert_int_equal(RUN("calibrate", "dumped", "--from", dump, "--output", path, "--json"), 0);
+  const qkv_calibration *expected = calibration_of_rows();
+  size_t size;
+  const void *bytes = qkv_calibration_bytes(expected, &size);
+  json_t *done = line();
+  assert_int_equal(integer(done, "bytes"), size);
+  assert_int_equal(integer(done, "tokens"), TOKENS);
+  assert_int_equal(integer(done, "version"), qkv_calibration_version(expected));
+  json_decref(done);
+  assert_int_equal(read_file(path, got, sizeof got), size);
+  assert_memory_equal(got, bytes, size);
+  // It is one of that model.
+  model.calibration = got;
+  model.calibration_bytes = size;
+  if (qkv_client_register_model(client, &model, &error) != 0) fail_msg("%s", error.text);
+  memcpy(dump, write_dump("few.safetensors", 0, false, DIM), sizeof dump);
+  assert_int_equal(RUN("calibrate", "dumped", "--from", dump, "--output", path), 0);
+  assert_non_null(strstr(out, "of dumped, from 150 tokens, "));
+  qkv_calibration_unref(&expected);
+}
+
+static void test_calibrate_from_other_rows(void **state) {
+  (void)state;
+  const struct {
+    const char *name;
+    int first;
+    int64_t dim;
+    const char *model, *text;
+  } cases[] = {
+      {"half.safetensors", 1, DIM, "dumped",
+       "half.safetensors: it has no rows of layer 0, which the model dumped codes\n"},
+      {"wide.safetensors", 0, 2 * DIM, "dumped",
+       "wide.safetensors: its keys have 1 heads of 32, the model dumped has 2 of 16\n"},
+      {"rows2.safetensors", 0, DIM, "one", "rows2.safetensors: it has rows of layer 1, the model one has 1 layers\n"},
+      {"rows3.safetensors", 0, DIM, "nobody", "no model nobody\n"},
+  };
+  qkv_client_model model = dumped();
+  qkv_call_error error = {0};
+  char dump[256];
+  model.name = "one";
+  model.layers = 1;
+  if (qkv_client_register_model(client, &model, &error) != 0) fail_msg("%s", error.text);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    memcpy(dump, write_dump(cases[i].name, cases[i].first, false, cases[i].dim), sizeof dump);
+    assert_int_equal(RUN("calibrate", cases[i].model, "--from", dump, "--output", in_directory("none.qkvc")), 1);
+    if (strstr(err, cases[i].text) == NULL) fail_msg("%s", err);
+    assert_false(exists("none.qkvc"));
+  }
+  assert_int_equal(RUN("calibrate", "dumped", "--from", "/no/such/file", "--output", "/dev/null"), 1);
+  assert_non_null(strstr(err, "/no/such/file: "));
+}
+
 #define WITH_SESSION(test) cmocka_unit_test_setup_teardown(test, open_session, close_session)
 
 int main(void) {
@@ -556,6 +676,8 @@ int main(void) {
       WITH_SESSION(test_load_unknown_words),
       WITH_SESSION(test_truncate_and_remove),
       cmocka_unit_test(test_calibrate),
+      cmocka_unit_test(test_calibrate_from_rows),
+      cmocka_unit_test(test_calibrate_from_other_rows),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
 }

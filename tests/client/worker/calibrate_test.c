@@ -225,7 +225,7 @@ static void models_that_no_calibration_takes(void **state) {
   qkv_calibration *calibration = NULL;
   assert_int_equal(qkvi_calibrator_create(lm, WINDOW, &calibrator, &error), QKV_OK);
   assert_int_equal(qkvi_calibrator_finish(calibrator, &calibration, &error), QKV_FAILED_PRECONDITION);
-  assert_string_equal(error.text, "layer 0 has no rows to learn from");
+  assert_string_equal(error.text, "there are no rows to learn from");
   qkvi_calibrator_destroy(&calibrator);
 }
 
