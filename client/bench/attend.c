@@ -1,252 +1,163 @@
-// qkv-bench attend: a decode step (append one row, attend) through the daemon and in process, in turn.
+// qkv-bench attend: attention over coded pages, in this process, beside what limits it and what it replaces.
 //
-// Both run the same engine on the same rows, so the difference is what the daemon costs: the socket, gRPC,
-// parsing and the answer. That both answer the same bits is checked on the way.
-#include <stdio.h>
+// In turn, repeat by repeat: the pages' bytes read and nothing else, attention on the codes, and attention on plain
+// fp16 and fp32 rows. Medians of each, so that what else the machine does hits all of them.
 #include <stdlib.h>
 #include <string.h>
 
 #include "client/bench/bench.h"
-#include "engine/cache/store.h"
+#include "client/bench/plain.h"
+#include "engine/base/cpu.h"
+#include "engine/kernel/kernel.h"
 
-#define NAME "qkv-bench"
+#define PLAIN_TOKENS_MAX 32768  // beyond, the time is that of so many tokens, times the rest: they fill no cache
+#define ERROR_TOKENS_MAX 8192
 
 static const qkv_option options[] = {
-    QKV_BENCH_OPTIONS,
-    {"rounds", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, rounds), "200", 1, 100000, "N",
-     "steps in each repeat"},
-    {"tokens", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, tokens), "512", 1, 4194304, "N",
-     "tokens that are there before the first step"},
-    {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "64", 8, 1024, "N", "width of a row"},
-    {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "2", 1, 128, "N", "KV heads"},
-    {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "8", 1, 1024, "N",
+    {"tokens", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, tokens), "131072", 64, 16777216, "N",
+     "tokens of a session"},
+    {"sessions", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, sessions), "1", 1, 65536, "N",
+     "sessions that one call attends"},
+    {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "128", 8, 1024, "N",
+     "width of a row, a multiple of 8"},
+    {"value-dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, value_dim), "0", 0, 1024, "N",
+     "the same of values; 0: that of keys"},
+    {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "8", 1, 128, "N", "KV heads"},
+    {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
      "query heads, a multiple of the KV heads"},
-    {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
-    {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
-    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "1", 1, 3, "N",
-     "arithmetic on codes: 1 in fp32, 2 in integers, 3 in integers with weights of one byte"},
+    {"q-len", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_len), "1", 1, 4096, "N", "query tokens"},
+    {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "4", 0, 8, "BITS",
+     "code bits per coordinate of keys, a multiple of 0.125"},
+    {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",
+     "the same for values; 0: that of keys"},
+    {"low-share", QKV_OPTION_REAL, offsetof(qkv_bench_settings, low_share), "0", 0, 1, "SHARE",
+     "of all groups of 16 tokens, those that have been brought down to --low-bits"},
+    {"low-bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, low_bits), "2", 0, 8, "BITS", "what they have"},
+    {"frame", QKV_OPTION_STRING, offsetof(qkv_bench_settings, frame), "plain", 0, 0, "FRAME",
+     "plain, attend or archive; the latter two of a model with RoPE"},
+    {"calibrated", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, calibrated), NULL, 0, 0, NULL,
+     "skewed rows and queries, and a code calibrated for them"},
+    {"anchor", QKV_OPTION_STRING, offsetof(qkv_bench_settings, anchor), "auto", 0, 0, "KIND",
+     "none, mean, group, chain or auto"},
+    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "0", 0, 3, "N",
+     "arithmetic on codes, as in AttendOptions; 0: the default"},
+    {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 256, "N", "threads"},
+    {"order", QKV_OPTION_STRING, offsetof(qkv_bench_settings, order), "random", 0, 0, "ORDER",
+     "random: pages that follow each other lie anywhere; linear: one after the other"},
+    {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
+     "what to use of the processor, as of qkvd"},
+    {"repeats", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, repeats), "9", 1, 1000, "N",
+     "repeats; medians are reported"},
+    {"json", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.json), NULL, 0, 0, NULL,
+     "print one JSON object a line on standard output"},
+    {"help", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.help), NULL, 0, 0, NULL, "show this help"},
+    {"version", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.version), NULL, 0, 0, NULL, "show the version"},
 };
 
-// One session twice: in this process and in the daemon.
-typedef struct both_sides {
-  const qkv_bench_settings *settings;
-  uint64_t position;
-  float *k, *v, *q;  // rows of one step
-  float *out, *lse;  // of the side in process
-  size_t out_count, lse_count;
-  qkv_store *store;
-  qkv_session *session;
-  qkv_client *client;
-  qkv_decode *stream;
-} both_sides;
-
-static qkv_tensor tensor_of(const qkv_segment *segment, int64_t tokens, int64_t heads, int64_t dim) {
-  return qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){tokens, heads, dim}, segment);
-}
-
-static int engine_failed(const qkv_error *error) {
-  return qkv_program_failed("in process: %s", error->text);
-}
-
-static int open_in_process(both_sides *sides) {
-  const qkv_bench_settings *settings = sides->settings;
-  qkv_error error = {0};
-  qkv_store_config config = {.memory_budget = 4ull << 30,
-                             .models_max = 1,
-                             .sessions_max = 1,
-                             .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
-                                        .bits_k = (double)settings->bits_k,
-                                        .bits_v = (double)settings->bits_v,
-                                        .recent_window = 64,
-                                        .anchor_said = true,
-                                        .anchor = {.kind = QKV_ANCHOR_AUTO}}};
-  qkv_model model = {.name = NAME,
-                     .layers = 1,
-                     .kv_heads = (uint32_t)settings->kv_heads,
-                     .q_heads = (uint32_t)settings->q_heads,
-                     .key_dim = (uint32_t)settings->dim,
-                     .value_dim = (uint32_t)settings->dim,
-                     .dtype = QKV_FP32,
-                     .policy = QKV_POLICY_UNSET};
-  qkv_session_config session = {
-      .name = NAME, .tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
-  sides->store = qkv_store_create(&config);
-  if (qkv_store_register_model(sides->store, &model, NULL, &error) != QKV_OK ||
-      qkv_store_open(sides->store, &session, NAME, &sides->session, &error) != QKV_OK) {
-    return engine_failed(&error);
+static int take_mask(const qkv_option_list *names) {
+  uint32_t all = names->count == 0 ? UINT32_MAX : 0, flags;
+  for (size_t i = 0; i < names->count; i++) {
+    if (qkv_cpu_parse(names->items[i], &flags) != QKV_OK) {
+      return qkv_program_failed(
+          "--cpu-mask has %s, allowed are none and lists of avx2, fma, f16c, avx512, "
+          "avx512-vnni, avx512-vbmi and neon",
+          names->items[i]);
+    }
+    all |= flags;
   }
+  qkv_kernels_setup(all);
   return 0;
 }
 
-static int open_in_daemon(both_sides *sides, const char *target) {
-  const qkv_bench_settings *settings = sides->settings;
-  qkv_call_error error = {0};
-  sides->client = qkv_bench_connect(settings, target);
-  if (!sides->client) return 1;
-  qkv_client_policy policy = {
-      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "auto"};
-  // A daemon that was given may have the name already, with another geometry: name the geometry.
-  char name[96];
-  snprintf(name, sizeof name, NAME "-%lldx%lldx%lld", (long long)settings->dim, (long long)settings->kv_heads,
-           (long long)settings->q_heads);
-  qkv_client_model model = {.name = name,
-                            .layers = 1,
-                            .kv_heads = (uint32_t)settings->kv_heads,
-                            .q_heads = (uint32_t)settings->q_heads,
-                            .key_dim = (uint32_t)settings->dim,
-                            .value_dim = (uint32_t)settings->dim,
-                            .dtype = QKV_CLIENT_FP32};
-  if (qkv_client_register_model(sides->client, &model, &error) != 0) {
-    return qkv_bench_failed("register the model", &error);
-  }
-  qkv_client_close_session(sides->client, NAME, NULL, &(qkv_call_error){0});  // of a run that was cut short
-  qkv_session_options session = {.session = NAME, .model = name, .policy = &policy};
-  if (qkv_client_open_session(sides->client, &session, &error) != 0) {
-    return qkv_bench_failed("open a session", &error);
-  }
-  if (qkv_decode_open(sides->client, &sides->stream, &error) != 0) return qkv_bench_failed("decode", &error);
-  return 0;
+typedef struct timings {
+  qkv_samples raw, codes, fp16, fp32;  // seconds
+} timings;
+
+static void add_time(qkv_samples *samples, double begin) {
+  qkv_samples_add(samples, qkv_bench_now() - begin);
 }
 
-static void next_rows(both_sides *sides) {
-  size_t row = (size_t)(sides->settings->kv_heads * sides->settings->dim);
-  qkv_bench_floats(sides->k, row, 3 * sides->position + 1);
-  qkv_bench_floats(sides->v, row, 3 * sides->position + 2);
-  qkv_bench_floats(sides->q, (size_t)(sides->settings->q_heads * sides->settings->dim), 3 * sides->position + 3);
-}
-
-static int step_in_process(both_sides *sides) {
-  const qkv_bench_settings *settings = sides->settings;
-  size_t row = (size_t)(settings->kv_heads * settings->dim) * sizeof(float);
-  qkv_segment k = {.data = (const uint8_t *)sides->k, .length = row};
-  qkv_segment v = {.data = (const uint8_t *)sides->v, .length = row};
-  qkv_segment q = {.data = (const uint8_t *)sides->q,
-                   .length = (size_t)(settings->q_heads * settings->dim) * sizeof(float)};
-  qkv_tensor kt = tensor_of(&k, 1, settings->kv_heads, settings->dim);
-  qkv_tensor vt = tensor_of(&v, 1, settings->kv_heads, settings->dim);
-  qkv_error error = {0};
-  uint64_t appended, length;
-  qkv_attend request = {.position = sides->position,
-                        .options.precision = (qkv_precision)settings->precision,
-                        .q = tensor_of(&q, 1, settings->q_heads, settings->dim),
-                        .out = sides->out,
-                        .lse = sides->lse};
-  if (qkv_session_append(sides->session, 0, sides->position, &kt, &vt, false, &appended, &length, &error) != QKV_OK ||
-      qkv_session_read(sides->session, 0, &request.layer, &error) != QKV_OK) {
-    return engine_failed(&error);
-  }
-  qkv_status status = qkv_attend_check(&request, &error);
-  if (status == QKV_OK) qkv_attend_run(NULL, &request, 1);
-  qkv_session_read_done(sides->session, 0);
-  return status == QKV_OK ? 0 : engine_failed(&error);
-}
-
-static qkv_client_tensor client_tensor(const float *data, int64_t heads, int64_t dim) {
-  return (qkv_client_tensor){.dtype = QKV_CLIENT_FP32,
-                             .rank = 3,
-                             .dims = {1, heads, dim},
-                             .data = data,
-                             .bytes = (size_t)(heads * dim) * sizeof *data};
-}
-
-static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
-  const qkv_bench_settings *settings = sides->settings;
-  qkv_call_error error = {0};
-  const qkv_client_attend_options attend = {.precision = (int)settings->precision};
-  qkv_client_item item = {.session = NAME,
-                          .position = sides->position,
-                          .options = &attend,
-                          .k = client_tensor(sides->k, settings->kv_heads, settings->dim),
-                          .v = client_tensor(sides->v, settings->kv_heads, settings->dim),
-                          .q = client_tensor(sides->q, settings->q_heads, settings->dim)};
-  if (qkv_decode_step(sides->stream, &item, 1, result, &error) != 0) return qkv_bench_failed("decode", &error);
-  return result->code == 0 ? 0 : qkv_program_failed("decode: %s", result->text);
-}
-
-static int step(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
-  next_rows(sides);
+static void repeat(qkv_pool *pool, const qkv_bench_pages *pages, const qkv_bench_plain *fp16,
+                   const qkv_bench_plain *fp32, timings *t) {
   double begin = qkv_bench_now();
-  if (step_in_process(sides)) return 1;
-  qkv_samples_add(in_process, 1e6 * (qkv_bench_now() - begin));
-  qkv_client_result result = {0};
+  (void)qkv_bench_read(pool, pages);
+  add_time(&t->raw, begin);
   begin = qkv_bench_now();
-  int status = step_in_daemon(sides, &result);
-  qkv_samples_add(in_daemon, 1e6 * (qkv_bench_now() - begin));
-  if (!status && (result.out_count != sides->out_count || result.lse_count != sides->lse_count ||
-                  memcmp(result.out, sides->out, sides->out_count * sizeof(float)) != 0 ||
-                  memcmp(result.lse, sides->lse, sides->lse_count * sizeof(float)) != 0)) {
-    status = qkv_program_failed("at position %llu the daemon and the engine in process differ",
-                                (unsigned long long)sides->position);
-  }
-  qkv_client_results_free(&result, 1);
-  sides->position++;
-  return status;
+  qkv_attend_run(pool, pages->requests, pages->sessions);
+  add_time(&t->codes, begin);
+  begin = qkv_bench_now();
+  qkv_bench_plain_run(pool, fp16);
+  add_time(&t->fp16, begin);
+  begin = qkv_bench_now();
+  qkv_bench_plain_run(pool, fp32);
+  add_time(&t->fp32, begin);
 }
 
-static int measure(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
-  const qkv_bench_settings *settings = sides->settings;
-  while (sides->position < (uint64_t)settings->tokens) {
-    if (step(sides, in_process, in_daemon)) return 1;
-  }
-  qkv_samples_clear(in_process);
-  qkv_samples_clear(in_daemon);
-  for (int64_t i = 0; i < settings->repeats * settings->rounds; i++) {
-    if (step(sides, in_process, in_daemon)) return 1;
-  }
-  double engine = qkv_samples_quantile(in_process, 0.5), daemon = qkv_samples_quantile(in_daemon, 0.5);
-  qkv_bench_report(
-      settings, json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f}", "bench", "attend", "tokens",
-                          (json_int_t)settings->tokens, "dim", (json_int_t)settings->dim, "kv_heads",
-                          (json_int_t)settings->kv_heads, "q_heads", (json_int_t)settings->q_heads, "bits_k",
-                          (json_int_t)settings->bits_k, "bits_v", (json_int_t)settings->bits_v, "engine_us_p50",
-                          engine, "engine_us_p99", qkv_samples_quantile(in_process, 0.99), "daemon_us_p50", daemon,
-                          "daemon_us_p99", qkv_samples_quantile(in_daemon, 0.99), "added_us_p50", daemon - engine));
-  return 0;
+static double median(qkv_samples *samples) {
+  return qkv_samples_quantile(samples, 0.5);
 }
 
-static void close_sides(both_sides *sides) {
-  qkv_call_error ignored = {0};
-  if (sides->stream) qkv_decode_close(&sides->stream, &ignored);
-  if (sides->client) qkv_client_close_session(sides->client, NAME, NULL, &ignored);
-  qkv_client_close(&sides->client);
-  qkv_session_unref(&sides->session);
-  qkv_store_destroy(&sides->store);
-  free(sides->k);
-  free(sides->out);
+static void report(const qkv_bench_settings *settings, const qkv_bench_pages *pages, timings *t,
+                   double plain_factor) {
+  const double seconds = median(&t->codes), raw = median(&t->raw), bytes = (double)pages->bytes;
+  const qkv_bench_error error = qkv_bench_measure_error(pages, ERROR_TOKENS_MAX);
+  json_t *shape =
+      json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:b, s:s, s:I}", "bench", "attend",
+                "kernels", qkv_kernels_get()->name, "tokens", (json_int_t)settings->tokens, "sessions",
+                (json_int_t)settings->sessions, "dim", (json_int_t)pages->model.key_dim, "value_dim",
+                (json_int_t)pages->model.value_dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
+                (json_int_t)settings->q_heads, "q_len", (json_int_t)settings->q_len, "bits_k", settings->code_k,
+                "bits_v", settings->code_v > 0 ? settings->code_v : settings->code_k, "low_share",
+                settings->low_share, "threads", (json_int_t)settings->threads, "calibrated", settings->calibrated,
+                "frame", settings->frame, "precision", (json_int_t)settings->precision);
+  json_t *figures =
+      json_pack("{s:f, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "us", 1e6 * seconds, "code_bytes",
+                (json_int_t)pages->bytes, "gbps", 1e-9 * bytes / seconds, "raw_gbps", 1e-9 * bytes / raw, "fraction",
+                raw / seconds, "fp16_us", 1e6 * plain_factor * median(&t->fp16), "fp32_us",
+                1e6 * plain_factor * median(&t->fp32), "rel_err", error.arithmetic, "code_err", error.code);
+  json_object_update(shape, figures);
+  json_decref(figures);
+  qkv_bench_report(settings, shape);
 }
 
-static int compare(const qkv_bench_settings *settings, const char *target) {
-  both_sides sides = {.settings = settings,
-                      .out_count = (size_t)(settings->q_heads * settings->dim),
-                      .lse_count = (size_t)settings->q_heads};
-  size_t row = (size_t)(settings->kv_heads * settings->dim), query = sides.out_count;
-  sides.k = malloc((2 * row + query) * sizeof(float));
-  sides.out = malloc((sides.out_count + sides.lse_count) * sizeof(float));
-  if (!sides.k || !sides.out) abort();
-  sides.v = sides.k + row;
-  sides.q = sides.v + row;
-  sides.lse = sides.out + sides.out_count;
-  qkv_samples in_process = {0}, in_daemon = {0};
-  int status = open_in_process(&sides) || open_in_daemon(&sides, target);
-  if (!status) status = measure(&sides, &in_process, &in_daemon);
-  close_sides(&sides);
-  qkv_samples_free(&in_process);
-  qkv_samples_free(&in_daemon);
-  return status;
+static void measure(const qkv_bench_settings *settings, const qkv_bench_pages *pages, qkv_pool *pool) {
+  const double tokens = (double)settings->tokens * (double)settings->sessions;
+  const size_t plain_tokens = tokens < PLAIN_TOKENS_MAX ? (size_t)tokens : PLAIN_TOKENS_MAX;
+  qkv_bench_plain fp16, fp32;
+  timings t = {0};
+  qkv_bench_plain_init(&fp16, pages, QKV_FP16, plain_tokens);
+  qkv_bench_plain_init(&fp32, pages, QKV_FP32, plain_tokens);
+  repeat(pool, pages, &fp16, &fp32, &t);
+  qkv_samples *all[] = {&t.raw, &t.codes, &t.fp16, &t.fp32};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) qkv_samples_clear(all[i]);
+  for (int64_t i = 0; i < settings->repeats; i++) repeat(pool, pages, &fp16, &fp32, &t);
+  report(settings, pages, &t, tokens / (double)plain_tokens);
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) qkv_samples_free(all[i]);
+  qkv_bench_plain_deinit(&fp16);
+  qkv_bench_plain_deinit(&fp32);
 }
 
-static int run(void *settings, const qkv_option_list *arguments) {
+static int run(void *values, const qkv_option_list *arguments) {
   (void)arguments;
-  qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, ((const qkv_bench_settings *)settings)->program.target, false)) return 1;
-  int status = compare(settings, daemon.target);
-  qkv_bench_daemon_stop(&daemon);
+  const qkv_bench_settings *settings = values;
+  qkv_bench_pages pages;
+  qkv_pool *pool = NULL;
+  qkv_error error = {0};
+  int status = take_mask(&settings->cpu_mask);
+  if (status) return status;
+  if (qkv_pool_create((size_t)settings->threads - 1, 1, &pool, &error) != QKV_OK) {
+    return qkv_program_failed("%s", error.text);
+  }
+  status = qkv_bench_pages_init(settings, &pages);
+  if (!status) measure(settings, &pages, pool);
+  qkv_bench_pages_deinit(&pages);
+  qkv_pool_destroy(&pool);
   return status;
 }
 
 const qkv_command qkvi_bench_attend = {.name = "attend",
                                        .arguments = "",
-                                       .summary = "a decode step through the daemon and in process",
+                                       .summary = "attention on codes, in process, beside reading the same bytes",
                                        .options = options,
                                        .option_count = sizeof options / sizeof *options,
                                        .run = run};

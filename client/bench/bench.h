@@ -36,9 +36,17 @@ typedef struct qkv_bench_settings {
   const char *csv;             // a file to write
   const char *dump;            // rows of another model, in place of model and texts
   double rope_theta;           // of that model; 0: none
+  // attend
+  int64_t value_dim;  // 0: dim
+  int64_t q_len, sessions, threads;
+  double low_share, low_bits;  // of groups that are at lower bits than the others
+  bool calibrated;
+  const char *order;  // "random", "linear"
+  qkv_option_list cpu_mask;
 } qkv_bench_settings;
 
-extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_attend, qkvi_bench_quality;
+extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_step, qkvi_bench_attend,
+    qkvi_bench_quality;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off

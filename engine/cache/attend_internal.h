@@ -28,11 +28,12 @@ typedef struct qkvi_partial {
 typedef struct qkvi_row_block {
   size_t first;                                           // of query * group + head in the group
   uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
-  uint64_t begin_min, end_max;
-  qkv_query_block queries;                           // their count is the block's
-  float scores[QKV_QUERY_BLOCK * QKVI_TILE_TOKENS];  // [rows][QKVI_TILE_TOKENS]; weights once folded
-  float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];         // [rows][value_dim], of the pages; the tail's are in `out`
-  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];         // the same of one range
+  uint64_t begin_min, end_max;                            // what any row sees
+  uint64_t begin_max, end_min;                            // what all see
+  qkv_query_block queries;                                // their count is the block's
+  float scores[QKV_QUERY_BLOCK * QKVI_TILE_TOKENS];       // [rows][QKVI_TILE_TOKENS]; weights once folded
+  float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // [rows][value_dim], of the pages; the tail's are in `out`
+  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // the same of one range
 } qkvi_row_block;
 
 // The position that a query stands at, the window that holds, and what it sees: [*begin, *end), empty where

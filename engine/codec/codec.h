@@ -60,6 +60,7 @@ typedef struct qkv_query_block {
   qkv_integer_queries integers;  // of `codes`
   size_t count;
   qkv_layouts layouts;   // the caller's zeros before the first page
+  const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none
   qkv_phases_walk walk;  // attend frame
   // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
   unsigned query_bytes, weight_bytes;

@@ -301,8 +301,15 @@ static void add_rows(const additions *added, float *rows) {
 
 // ---- Attention ----
 
-// What lies as far ahead as prefetching pays is not known here; pages of a layer lie one after the other as a rule.
-static const qkv_ahead nothing_ahead = {0};
+// What of the page ahead is fetched while a head's K, or its V, is worked on: half of the head's block each.
+static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries, uint16_t kv_head, qkv_part part) {
+  if (queries->ahead == NULL) return (qkv_ahead){0};
+  const qkv_page_header *header = queries->ahead;
+  const qkv_page_directory *entry = qkv_page_entry_of(header, kv_head);
+  const size_t end = kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
+  const size_t middle = entry->offset + (end - entry->offset) / 2, begin = part == QKV_K ? entry->offset : middle;
+  return (qkv_ahead){(const uint8_t *)header + begin, (part == QKV_K ? middle : end) - begin};
+}
 
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
   if (queries->query_bytes == 0) return;
@@ -312,6 +319,7 @@ static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
 
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
   assert(queries->count <= QKV_QUERY_BLOCK);
+  queries->ahead = NULL;
   if (coder->frame != QKV_FRAME_PLAIN) return qkv_phases_start(&queries->walk);
   memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
   qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
@@ -367,7 +375,8 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   find(coder, page, kv_head, QKV_K, &codes);
   if (queries->query_bytes > 0) {
-    qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts, nothing_ahead, scores);
+    qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
+                                      ahead_of(coder, queries, kv_head, QKV_K), scores);
   } else {
     qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
   }
@@ -393,7 +402,7 @@ static bool embedded_weigh(const qkv_coder *coder, const void *page, uint16_t kv
   find(coder, page, kv_head, QKV_V, &codes);
   const qkv_kernels *kernels = qkv_kernels_get();
   kernels->weigh_integer(scores, peaks, queries->count, codes.gains, queries->weight_bytes, &weights, totals);
-  kernels->accumulate_integer(&codes, &weights, &queries->layouts, nothing_ahead, sums);
+  kernels->accumulate_integer(&codes, &weights, &queries->layouts, ahead_of(coder, queries, kv_head, QKV_V), sums);
   return true;
 }
 

@@ -30,6 +30,8 @@
 #define QKV_INTEGER_COLUMNS 8  // bytes that one pass over the codes multiplies with
 #define QKV_INTEGER_PARTS 2    // bytes of a number at most
 
+#define QKVI_LIMIT_1 127.0f  // of the numbers in a byte, and in two
+#define QKVI_LIMIT_2 32639.0f
 #define QKVI_HIGH_BYTE 256.0f         // what the first of two bytes counts
 #define QKVI_LOW_PLANE (1.0f / 128)   // what the low byte of a deep centroid counts
 #define QKVI_NUMBER_LEAST 1e-30f      // largest numbers below this are taken for 0, so that 1 / them is finite

@@ -39,7 +39,7 @@ static inline void round_row(const float *row, float factor, size_t n, int32_t *
 // bytes [parts][length]; returns the scale.
 static inline float query_bytes(const float *row, size_t dim, size_t length, unsigned parts, int8_t *bytes) {
   int32_t whole[QKV_DIM_MAX];
-  const float limit = parts == 1 ? 127 : 127 * 256 + 127;
+  const float limit = parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2;
   const float top = largest_magnitude(row, dim);
   memset(bytes, 0, parts * length);
   if (top < QKVI_NUMBER_LEAST) return 0;

@@ -39,7 +39,7 @@ def test_help_and_version(tool):
 
 COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "fetch", "load", "rm")]
 COMMANDS += [("qkv-worker", command) for command in ("generate", "score")]
-COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "attend", "fetch")]
+COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "attend", "step", "fetch")]
 
 
 @pytest.mark.parametrize("tool,command", COMMANDS)
@@ -61,7 +61,7 @@ def test_help_of_every_command(tool, command):
     ("qkv-worker", ["generate", "--promt", "x"], ["--promt", "did you mean --prompt"]),
     ("qkv-worker", ["generate"], ["--model"]),
     ("qkv-worker", ["score", "--model", DATA], ["--text"]),
-    ("qkv-bench", ["attend", "--round", "3"], ["--round", "did you mean --rounds"]),
+    ("qkv-bench", ["step", "--round", "3"], ["--round", "did you mean --rounds"]),
 ])
 def test_wrong_usage(tool, arguments, texts):
     result = run(tool, *arguments)

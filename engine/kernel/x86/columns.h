@@ -86,9 +86,11 @@ typedef struct prefetching {
   size_t step;  // bytes
 } prefetching;
 
+// In so many steps, or all in the first.
 static prefetching prefetching_of(qkv_ahead ahead, size_t steps) {
   const uint8_t *from = ahead.from;
   if (ahead.bytes == 0) return (prefetching){0};
+  if (steps == 0) steps = 1;
   const size_t lines = (ahead.bytes + LINE - 1) / LINE;
   return (prefetching){.at = from, .end = from + ahead.bytes, .step = (lines + steps - 1) / steps * LINE};
 }
@@ -97,11 +99,6 @@ INLINE void prefetch_some(prefetching *ahead) {
   for (size_t i = 0; i < ahead->step && ahead->at < ahead->end; i += LINE, ahead->at += LINE) {
     _mm_prefetch((const char *)ahead->at, _MM_HINT_T0);
   }
-}
-
-INLINE void prefetch_twice(prefetching *ahead) {
-  prefetch_some(ahead);
-  prefetch_some(ahead);
 }
 
 // ---- Sums to floats ----

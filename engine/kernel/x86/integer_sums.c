@@ -76,7 +76,7 @@ INLINE void keep(const value_outcome *out, size_t first, size_t width, const wor
 
 // Blocks b to b + count, of up to four bits and of one shape.
 INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width,
-                       const value_outcome *out) {
+                       const value_outcome *out, prefetching *ahead) {
   const qkvi_block *blocks = &run->layout->blocks[b];
   const size_t sets = value_sets(count, width);
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
@@ -94,6 +94,7 @@ INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, s
         for (size_t i = 0; i < count; i++) centroids[i] = centroids_of(QKV_V, shape, &blocks[i], &from[i], f);
         add_dots(QKV_V, centroids, count, run->columns[g] + f * width * COLUMN_BYTES, width, sums[f % sets]);
       }
+      prefetch_some(ahead);
     }
     UNROLL
     for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
@@ -147,13 +148,12 @@ INLINE void sum_scattered(const value_run *run, size_t b, bool deep, size_t widt
 enum { VALUES_TOGETHER = BYTE_DOTS ? 2 : 1 };
 
 INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
-#define PAIRS(SHAPE)                                               \
-  case SHAPE:                                                      \
-    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {     \
-      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, out);      \
-      prefetch_twice(&along);                                      \
-    }                                                              \
-    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, out); \
+#define PAIRS(SHAPE)                                                       \
+  case SHAPE:                                                              \
+    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {             \
+      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, out, &along);      \
+    }                                                                      \
+    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, out, &along); \
     break
 #define EACH(SHAPE, SUM)     \
   case SHAPE:                \
@@ -169,8 +169,8 @@ INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out
     switch (layout->blocks[b].shape) {
       PAIRS(QKVI_BLOCK_NIBBLES);
       PAIRS(QKVI_BLOCK_FIELDS);
-      EACH(QKVI_BLOCK_NIBBLES_HALF, sum_blocks(run, QKVI_BLOCK_NIBBLES_HALF, b, 1, width, out));
-      EACH(QKVI_BLOCK_FIELDS_HALF, sum_blocks(run, QKVI_BLOCK_FIELDS_HALF, b, 1, width, out));
+      EACH(QKVI_BLOCK_NIBBLES_HALF, sum_blocks(run, QKVI_BLOCK_NIBBLES_HALF, b, 1, width, out, &along));
+      EACH(QKVI_BLOCK_FIELDS_HALF, sum_blocks(run, QKVI_BLOCK_FIELDS_HALF, b, 1, width, out, &along));
       EACH(QKVI_BLOCK_SIXES, sum_deep_block(run, QKVI_BLOCK_SIXES, b, width, out));
       EACH(QKVI_BLOCK_BYTES, sum_deep_block(run, QKVI_BLOCK_BYTES, b, width, out));
       EACH(QKVI_BLOCK_SIXES_HALF, sum_deep_block(run, QKVI_BLOCK_SIXES_HALF, b, width, out));
@@ -254,8 +254,10 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   unpacked scattered[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
   const size_t run_count = find_runs(values, layouts, scattered, runs, group_of);
-  size_t steps = 1;
-  for (size_t i = 0; i < run_count; i++) steps += runs[i].layout->count;
+  size_t steps = 0;
+  for (size_t i = 0; i < run_count; i++) {
+    steps += runs[i].layout->count / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);
+  }
   prefetching along = prefetching_of(ahead, steps);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, weights->count, parts);

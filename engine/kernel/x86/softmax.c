@@ -4,10 +4,10 @@
 
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/interleave.h"
 #include "engine/kernel/x86/twins.h"
 
-enum { TILE_VECTORS = QKV_PAGE_TOKENS / LANES, WORDS = QKV_PAGE_TOKENS / 4 };
+enum { TILE_VECTORS = SIXTY_FOUR_VECTORS };
 
 // ---- Across lanes ----
 
@@ -78,14 +78,9 @@ INLINE lanes powers_of_two(lanes x) {
   return (lanes)((words)y + ((words)magic << 23));
 }
 
-// A row of weights, whole numbers in the low 16 bits of the words.
-typedef struct tile_row {
-  words whole[TILE_VECTORS];
-} tile_row;
-
 // weights [row] of one tile: the whole numbers; sets the scale.
 INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_VECTORS], float limit, float *scale,
-                       tile_row *out) {
+                       sixty_four *out) {
   lanes all[TILE_VECTORS];
   UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) {
@@ -103,49 +98,6 @@ INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_V
   return total;
 }
 
-#if LANES == 16
-// A byte of each of 64 numbers, in order: the lowest or the next.
-INLINE bytes pack_bytes(const tile_row *row, bool next) {
-#if BYTE_DOTS
-  const words from = {0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x4c484440, 0x5c585450, 0x6c686460, 0x7c787470};
-  const bytes order = (bytes)(next ? from + EACH_BYTE(1) : from);
-  const bytes low = _mm512_permutex2var_epi8((bytes)row->whole[0], order, (bytes)row->whole[1]);
-  const bytes high = _mm512_permutex2var_epi8((bytes)row->whole[2], order, (bytes)row->whole[3]);
-  return _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1);
-#else
-  uint8_t all[QKV_PAGE_TOKENS];
-  for (size_t i = 0; i < TILE_VECTORS; i++) {
-    const bytes shifted = (bytes)(next ? row->whole[i] >> 8 : row->whole[i]);
-    _mm_storeu_si128((__m128i *)(all + i * LANES), _mm512_cvtepi32_epi8(shifted));
-  }
-  return load_bytes(all);
-#endif
-}
-
-// Rows of 16 words, one a column, to [word][column]: a perfect shuffle for each doubling of the columns.
-INLINE void interleave(bytes *rows, size_t columns) {
-  const bytes low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const bytes high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  UNROLL
-  for (size_t round = 1; round < columns; round *= 2) {
-    bytes next[QKV_INTEGER_COLUMNS];
-    UNROLL
-    for (size_t i = 0; i < columns / 2; i++) {
-      next[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + columns / 2]);
-      next[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + columns / 2]);
-    }
-    UNROLL
-    for (size_t i = 0; i < columns; i++) rows[i] = next[i];
-  }
-}
-
-INLINE void put_chunk(bytes rows[QKV_INTEGER_COLUMNS], size_t columns, uint8_t *out) {
-  interleave(rows, columns);
-  UNROLL
-  for (size_t i = 0; i < columns; i++) _mm512_storeu_si512(out + 64 * i, rows[i]);
-}
-#endif
-
 // A chunk of weights; `columns` and `parts` are constants.
 INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows, const lanes gains[TILE_VECTORS],
                            size_t columns, unsigned parts, float *scales, float *totals, uint8_t *out) {
@@ -157,7 +109,7 @@ INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows,
 #endif
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
-    tile_row whole;
+    sixty_four whole;
 #if LANES == 16
     if (row >= rows) {
       for (unsigned p = 0; p < parts; p++) all[row * parts + p] = (bytes){0};
@@ -187,7 +139,7 @@ INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows,
 #endif
   }
 #if LANES == 16
-  put_chunk(all, columns, out);
+  put_interleaved(all, columns, out);
 #endif
 }
 
@@ -226,10 +178,4 @@ QKV_DECLARE_PEAKS(TWIN(qkvi_peaks)) {
     for (size_t i = 0; i < TILE_VECTORS; i++) all[i] = load_lanes(scores + i * LANES);
     peaks[row] = tile_largest(all);
   }
-}
-
-// ---- Queries ----
-
-QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
-  prepare_plain(rows, n, dim, parts, queries);
 }

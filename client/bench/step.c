@@ -1,0 +1,252 @@
+// qkv-bench step: a decode step (append one row, attend) through the daemon and in process, in turn.
+//
+// Both run the same engine on the same rows, so the difference is what the daemon costs: the socket, gRPC,
+// parsing and the answer. That both answer the same bits is checked on the way.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/bench/bench.h"
+#include "engine/cache/store.h"
+
+#define NAME "qkv-bench"
+
+static const qkv_option options[] = {
+    QKV_BENCH_OPTIONS,
+    {"rounds", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, rounds), "200", 1, 100000, "N",
+     "steps in each repeat"},
+    {"tokens", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, tokens), "512", 1, 4194304, "N",
+     "tokens that are there before the first step"},
+    {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "64", 8, 1024, "N", "width of a row"},
+    {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "2", 1, 128, "N", "KV heads"},
+    {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "8", 1, 1024, "N",
+     "query heads, a multiple of the KV heads"},
+    {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
+    {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
+    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "1", 1, 3, "N",
+     "arithmetic on codes: 1 in fp32, 2 in integers, 3 in integers with weights of one byte"},
+};
+
+// One session twice: in this process and in the daemon.
+typedef struct both_sides {
+  const qkv_bench_settings *settings;
+  uint64_t position;
+  float *k, *v, *q;  // rows of one step
+  float *out, *lse;  // of the side in process
+  size_t out_count, lse_count;
+  qkv_store *store;
+  qkv_session *session;
+  qkv_client *client;
+  qkv_decode *stream;
+} both_sides;
+
+static qkv_tensor tensor_of(const qkv_segment *segment, int64_t tokens, int64_t heads, int64_t dim) {
+  return qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){tokens, heads, dim}, segment);
+}
+
+static int engine_failed(const qkv_error *error) {
+  return qkv_program_failed("in process: %s", error->text);
+}
+
+static int open_in_process(both_sides *sides) {
+  const qkv_bench_settings *settings = sides->settings;
+  qkv_error error = {0};
+  qkv_store_config config = {.memory_budget = 4ull << 30,
+                             .models_max = 1,
+                             .sessions_max = 1,
+                             .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+                                        .bits_k = (double)settings->bits_k,
+                                        .bits_v = (double)settings->bits_v,
+                                        .recent_window = 64,
+                                        .anchor_said = true,
+                                        .anchor = {.kind = QKV_ANCHOR_AUTO}}};
+  qkv_model model = {.name = NAME,
+                     .layers = 1,
+                     .kv_heads = (uint32_t)settings->kv_heads,
+                     .q_heads = (uint32_t)settings->q_heads,
+                     .key_dim = (uint32_t)settings->dim,
+                     .value_dim = (uint32_t)settings->dim,
+                     .dtype = QKV_FP32,
+                     .policy = QKV_POLICY_UNSET};
+  qkv_session_config session = {
+      .name = NAME, .tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
+  sides->store = qkv_store_create(&config);
+  if (qkv_store_register_model(sides->store, &model, NULL, &error) != QKV_OK ||
+      qkv_store_open(sides->store, &session, NAME, &sides->session, &error) != QKV_OK) {
+    return engine_failed(&error);
+  }
+  return 0;
+}
+
+static int open_in_daemon(both_sides *sides, const char *target) {
+  const qkv_bench_settings *settings = sides->settings;
+  qkv_call_error error = {0};
+  sides->client = qkv_bench_connect(settings, target);
+  if (!sides->client) return 1;
+  qkv_client_policy policy = {
+      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "auto"};
+  // A daemon that was given may have the name already, with another geometry: name the geometry.
+  char name[96];
+  snprintf(name, sizeof name, NAME "-%lldx%lldx%lld", (long long)settings->dim, (long long)settings->kv_heads,
+           (long long)settings->q_heads);
+  qkv_client_model model = {.name = name,
+                            .layers = 1,
+                            .kv_heads = (uint32_t)settings->kv_heads,
+                            .q_heads = (uint32_t)settings->q_heads,
+                            .key_dim = (uint32_t)settings->dim,
+                            .value_dim = (uint32_t)settings->dim,
+                            .dtype = QKV_CLIENT_FP32};
+  if (qkv_client_register_model(sides->client, &model, &error) != 0) {
+    return qkv_bench_failed("register the model", &error);
+  }
+  qkv_client_close_session(sides->client, NAME, NULL, &(qkv_call_error){0});  // of a run that was cut short
+  qkv_session_options session = {.session = NAME, .model = name, .policy = &policy};
+  if (qkv_client_open_session(sides->client, &session, &error) != 0) {
+    return qkv_bench_failed("open a session", &error);
+  }
+  if (qkv_decode_open(sides->client, &sides->stream, &error) != 0) return qkv_bench_failed("decode", &error);
+  return 0;
+}
+
+static void next_rows(both_sides *sides) {
+  size_t row = (size_t)(sides->settings->kv_heads * sides->settings->dim);
+  qkv_bench_floats(sides->k, row, 3 * sides->position + 1);
+  qkv_bench_floats(sides->v, row, 3 * sides->position + 2);
+  qkv_bench_floats(sides->q, (size_t)(sides->settings->q_heads * sides->settings->dim), 3 * sides->position + 3);
+}
+
+static int step_in_process(both_sides *sides) {
+  const qkv_bench_settings *settings = sides->settings;
+  size_t row = (size_t)(settings->kv_heads * settings->dim) * sizeof(float);
+  qkv_segment k = {.data = (const uint8_t *)sides->k, .length = row};
+  qkv_segment v = {.data = (const uint8_t *)sides->v, .length = row};
+  qkv_segment q = {.data = (const uint8_t *)sides->q,
+                   .length = (size_t)(settings->q_heads * settings->dim) * sizeof(float)};
+  qkv_tensor kt = tensor_of(&k, 1, settings->kv_heads, settings->dim);
+  qkv_tensor vt = tensor_of(&v, 1, settings->kv_heads, settings->dim);
+  qkv_error error = {0};
+  uint64_t appended, length;
+  qkv_attend request = {.position = sides->position,
+                        .options.precision = (qkv_precision)settings->precision,
+                        .q = tensor_of(&q, 1, settings->q_heads, settings->dim),
+                        .out = sides->out,
+                        .lse = sides->lse};
+  if (qkv_session_append(sides->session, 0, sides->position, &kt, &vt, false, &appended, &length, &error) != QKV_OK ||
+      qkv_session_read(sides->session, 0, &request.layer, &error) != QKV_OK) {
+    return engine_failed(&error);
+  }
+  qkv_status status = qkv_attend_check(&request, &error);
+  if (status == QKV_OK) qkv_attend_run(NULL, &request, 1);
+  qkv_session_read_done(sides->session, 0);
+  return status == QKV_OK ? 0 : engine_failed(&error);
+}
+
+static qkv_client_tensor client_tensor(const float *data, int64_t heads, int64_t dim) {
+  return (qkv_client_tensor){.dtype = QKV_CLIENT_FP32,
+                             .rank = 3,
+                             .dims = {1, heads, dim},
+                             .data = data,
+                             .bytes = (size_t)(heads * dim) * sizeof *data};
+}
+
+static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
+  const qkv_bench_settings *settings = sides->settings;
+  qkv_call_error error = {0};
+  const qkv_client_attend_options attend = {.precision = (int)settings->precision};
+  qkv_client_item item = {.session = NAME,
+                          .position = sides->position,
+                          .options = &attend,
+                          .k = client_tensor(sides->k, settings->kv_heads, settings->dim),
+                          .v = client_tensor(sides->v, settings->kv_heads, settings->dim),
+                          .q = client_tensor(sides->q, settings->q_heads, settings->dim)};
+  if (qkv_decode_step(sides->stream, &item, 1, result, &error) != 0) return qkv_bench_failed("decode", &error);
+  return result->code == 0 ? 0 : qkv_program_failed("decode: %s", result->text);
+}
+
+static int step(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
+  next_rows(sides);
+  double begin = qkv_bench_now();
+  if (step_in_process(sides)) return 1;
+  qkv_samples_add(in_process, 1e6 * (qkv_bench_now() - begin));
+  qkv_client_result result = {0};
+  begin = qkv_bench_now();
+  int status = step_in_daemon(sides, &result);
+  qkv_samples_add(in_daemon, 1e6 * (qkv_bench_now() - begin));
+  if (!status && (result.out_count != sides->out_count || result.lse_count != sides->lse_count ||
+                  memcmp(result.out, sides->out, sides->out_count * sizeof(float)) != 0 ||
+                  memcmp(result.lse, sides->lse, sides->lse_count * sizeof(float)) != 0)) {
+    status = qkv_program_failed("at position %llu the daemon and the engine in process differ",
+                                (unsigned long long)sides->position);
+  }
+  qkv_client_results_free(&result, 1);
+  sides->position++;
+  return status;
+}
+
+static int measure(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
+  const qkv_bench_settings *settings = sides->settings;
+  while (sides->position < (uint64_t)settings->tokens) {
+    if (step(sides, in_process, in_daemon)) return 1;
+  }
+  qkv_samples_clear(in_process);
+  qkv_samples_clear(in_daemon);
+  for (int64_t i = 0; i < settings->repeats * settings->rounds; i++) {
+    if (step(sides, in_process, in_daemon)) return 1;
+  }
+  double engine = qkv_samples_quantile(in_process, 0.5), daemon = qkv_samples_quantile(in_daemon, 0.5);
+  qkv_bench_report(
+      settings, json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f}", "bench", "step", "tokens",
+                          (json_int_t)settings->tokens, "dim", (json_int_t)settings->dim, "kv_heads",
+                          (json_int_t)settings->kv_heads, "q_heads", (json_int_t)settings->q_heads, "bits_k",
+                          (json_int_t)settings->bits_k, "bits_v", (json_int_t)settings->bits_v, "engine_us_p50",
+                          engine, "engine_us_p99", qkv_samples_quantile(in_process, 0.99), "daemon_us_p50", daemon,
+                          "daemon_us_p99", qkv_samples_quantile(in_daemon, 0.99), "added_us_p50", daemon - engine));
+  return 0;
+}
+
+static void close_sides(both_sides *sides) {
+  qkv_call_error ignored = {0};
+  if (sides->stream) qkv_decode_close(&sides->stream, &ignored);
+  if (sides->client) qkv_client_close_session(sides->client, NAME, NULL, &ignored);
+  qkv_client_close(&sides->client);
+  qkv_session_unref(&sides->session);
+  qkv_store_destroy(&sides->store);
+  free(sides->k);
+  free(sides->out);
+}
+
+static int compare(const qkv_bench_settings *settings, const char *target) {
+  both_sides sides = {.settings = settings,
+                      .out_count = (size_t)(settings->q_heads * settings->dim),
+                      .lse_count = (size_t)settings->q_heads};
+  size_t row = (size_t)(settings->kv_heads * settings->dim), query = sides.out_count;
+  sides.k = malloc((2 * row + query) * sizeof(float));
+  sides.out = malloc((sides.out_count + sides.lse_count) * sizeof(float));
+  if (!sides.k || !sides.out) abort();
+  sides.v = sides.k + row;
+  sides.q = sides.v + row;
+  sides.lse = sides.out + sides.out_count;
+  qkv_samples in_process = {0}, in_daemon = {0};
+  int status = open_in_process(&sides) || open_in_daemon(&sides, target);
+  if (!status) status = measure(&sides, &in_process, &in_daemon);
+  close_sides(&sides);
+  qkv_samples_free(&in_process);
+  qkv_samples_free(&in_daemon);
+  return status;
+}
+
+static int run(void *settings, const qkv_option_list *arguments) {
+  (void)arguments;
+  qkv_bench_daemon daemon;
+  if (!qkv_bench_daemon_start(&daemon, ((const qkv_bench_settings *)settings)->program.target, false)) return 1;
+  int status = compare(settings, daemon.target);
+  qkv_bench_daemon_stop(&daemon);
+  return status;
+}
+
+const qkv_command qkvi_bench_step = {.name = "step",
+                                     .arguments = "",
+                                     .summary = "a decode step through the daemon and in process",
+                                     .options = options,
+                                     .option_count = sizeof options / sizeof *options,
+                                     .run = run};
