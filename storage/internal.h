@@ -1,0 +1,335 @@
+// What the files of the storage share: one struct, owned by the storage thread. Not for others: see storage.h.
+//
+//   storage.c  life, mailbox, thread; calls.c    put.c      encoding, placing, writing       sync.c    fdatasync,
+//   sealing segments.c files, room, preparing            read.c     reading, batches (batch.c)       compact.c
+//   moving, removing log.c      the journal's file                recover.c  opening sessions.c who is alive
+//
+// `lock` guards what callers look at: the mailbox, numbers, dirty bytes, waiters, statistics, the index and the table
+// of segments where they change. The storage thread reads the latter two without it, for only it changes them.
+#ifndef QKV_STORAGE_INTERNAL_H
+#define QKV_STORAGE_INTERNAL_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <uv.h>
+
+#include "engine/base/pool.h"
+#include "storage/index.h"
+#include "storage/io.h"
+#include "storage/journal.h"
+#include "storage/segment.h"
+#include "storage/storage.h"
+
+#define QKVI_NO_SEGMENT UINT32_MAX
+
+enum {
+  QKVI_WRITE_BYTES = 1 << 20,  // of one write
+  QKVI_WRITE_BUFFERS = 8,      // 8 MiB, the usual RLIMIT_MEMLOCK
+};
+
+#define QKVI_JOURNAL_REWRITE (UINT64_C(64) << 20)  // bytes of a journal that may be written anew
+
+// Work for the storage thread, part of whatever it is about.
+typedef struct qkvi_message {
+  void (*run)(qkv_storage *storage, struct qkvi_message *message);
+  struct qkvi_message *next;
+} qkvi_message;
+
+typedef struct qkvi_put qkvi_put;
+
+typedef struct qkvi_put_list {
+  qkvi_put *first, *last;
+} qkvi_put_list;
+
+// A record on its way to the disk: one that was put, or one that compaction moves.
+struct qkvi_put {
+  qkvi_message message;
+  qkv_storage *storage;
+  qkv_storage_put_request request;
+  uint64_t record;
+  uint64_t order;   // of acceptance
+  uint64_t after;   // order of the journal entry that must be durable before it is placed
+  uint32_t tokens;  // that count
+  qkv_record_header header;
+  const uint8_t *stored;  // header.stored_bytes bytes
+  uint8_t *owned;         // where `stored` is not the caller's
+  uint32_t segment;       // slot, once it is placed
+  uint64_t copied;        // bytes of its extent that are in write buffers
+  unsigned writing;       // write buffers with bytes of it
+  int error;              // errno of the first write that failed
+  bool cancelled;         // closed, cut or dropped
+  bool queued;            // encoded, not all in buffers
+  bool moved;             // by compaction, which `request.context` is
+  uint32_t old_segment;   // of a moved one
+  uint64_t old_offset;
+  qkvi_put *next;                     // in the queue, or of a segment's unsynced ones
+  qkvi_put *all_previous, *all_next;  // of all that are under way
+};
+
+typedef enum qkvi_segment_state {
+  QKVI_SEGMENT_PREPARING,  // being made
+  QKVI_SEGMENT_OPEN,       // takes records
+  QKVI_SEGMENT_SEALING,    // takes no more; summary and footer are coming
+  QKVI_SEGMENT_SEALED,
+  QKVI_SEGMENT_FAILED,  // a write or sync failed: takes no more and is never sealed
+} qkvi_segment_state;
+
+typedef struct qkvi_segment {
+  uint64_t number;
+  uint32_t slot;
+  qkvi_segment_state state;
+  int file;          // -1: closed
+  unsigned users;    // requests under way
+  unsigned writing;  // of these, write buffers
+  unsigned placing;  // of these, a record that is not all in buffers: 0 or 1
+  uint64_t used_at;  // order of last use, for closing files
+  uint64_t file_bytes;
+  uint64_t end;  // where the next record goes
+  uint64_t live_bytes, live_records;
+  uint64_t data_bytes;         // of records that were placed
+  qkv_record_header *headers;  // of these, until it is sealed
+  uint64_t headers_count, headers_room;
+  qkvi_put_list unsynced, syncing;  // written; `syncing`: an fdatasync that covers them is under way
+  bool sync_running, sync_wanted;
+  bool sync_failed;        // what is written there is in doubt
+  qkv_io_request request;  // for preparing, syncing and sealing, one after the other
+  uint8_t *block;          // what that writes
+} qkvi_segment;
+
+// A piece of the stream of records.
+typedef struct qkvi_buffer {
+  qkv_storage *storage;
+  uint8_t *bytes;
+  uint64_t used;
+  uint32_t segment;
+  uint64_t offset;                                       // in it
+  qkvi_put *puts[QKVI_WRITE_BYTES / QKV_STORAGE_BLOCK];  // with bytes in it
+  unsigned count;
+  qkv_io_request request;
+  struct qkvi_buffer *next;  // free ones
+} qkvi_buffer;
+
+// The journal's file (log.c).
+typedef struct qkvi_pending_entry {
+  qkvi_message message;
+  uint64_t order;           // of submission
+  qkv_journal_entry entry;  // payload is owned; its sequence comes with its batch
+  qkv_storage_done_fn *done;
+  void *context;
+  struct qkvi_pending_entry *next;
+} qkvi_pending_entry;
+
+typedef struct qkvi_journal {
+  int file;
+  uint64_t bytes;                // up to the last durable entry
+  uint64_t epoch, durable;       // sequence of the newest durable entry
+  uint64_t submitted, resolved;  // orders of the newest entry, and of the newest that is durable or has failed
+  uint64_t rewrite_at;           // bytes
+  bool running, failed;
+  qkvi_pending_entry *pending, **pending_last;  // not begun
+  qkvi_pending_entry *batch;                    // being written
+  qkv_io_request request;
+  uint8_t *buffer;
+  uint64_t buffer_bytes;
+  uint64_t rewrite_bytes, rewrite_durable;  // of the new file
+  int rewrite_file;
+} qkvi_journal;
+
+typedef struct qkvi_sync_waiter {
+  qkvi_message message;
+  uint64_t order;  // puts accepted before this
+  qkv_storage_done_fn *done;
+  void *context;
+  struct qkvi_sync_waiter *next;
+} qkvi_sync_waiter;
+
+typedef struct qkvi_compact_request {
+  qkvi_message message;
+  double live_share;
+  uint64_t below;  // segments with smaller numbers are what it is about
+  qkv_storage_done_fn *done;
+  void *context;
+  struct qkvi_compact_request *next;
+} qkvi_compact_request;
+
+typedef struct qkvi_compaction {
+  uint32_t segment;   // slot that is being emptied, or QKVI_NO_SEGMENT
+  uint64_t *records;  // numbers in it
+  uint64_t count, next;
+  unsigned moving;  // records under way
+  uint64_t moving_bytes;
+  int64_t allowance;  // bytes that the rate allows now
+  qkvi_compact_request *asked, **asked_last;
+  bool going;
+  bool aborted;  // the disk is full or fails: not before something changes
+} qkvi_compaction;
+
+typedef struct qkvi_poisoned qkvi_poisoned;
+
+struct qkv_storage {
+  qkv_storage_config config;
+  int lock_file;
+  uv_loop_t loop;
+  qkv_io *io;
+  uv_async_t wake;
+  uv_timer_t tick;  // sync_ms
+  uv_timer_t compact_tick;
+  uv_check_t after;  // of a turn: whether it can end
+  pthread_t thread;
+  bool threaded, ending, ended;
+  qkv_pool *encoders;  // NULL: the storage thread
+  uint64_t store;      // its number
+
+  pthread_mutex_t lock;
+  qkvi_message *mailbox, **mailbox_last;
+  uint64_t record_next, session_next;
+  uint64_t order_next;
+  uint64_t dirty_bytes;
+  uint64_t room_bytes;     // for new records, by the budget; UINT64_MAX without one
+  uint64_t waiting_bytes;  // extents of puts that are not placed
+  qkv_storage_waiter *waiters;
+  qkv_storage_stats stats;
+
+  qkvi_index *index;
+  qkvi_segment **segments;  // by slot; NULL: free
+  uint32_t segments_room;
+  uint64_t segments_count;
+  uint64_t segment_next;  // number
+  uint64_t use_clock;
+  unsigned open_files;
+  uint32_t current, spare;   // slots or QKVI_NO_SEGMENT: takes records; made ahead
+  bool preparing, no_spare;  // `no_spare`: making one has failed, not before something changes
+
+  qkvi_put_list queue;  // encoded, to be placed
+  bool placing;
+  qkvi_put *all_first, *all_last;
+  qkvi_sync_waiter *sync_waiters;
+  uint8_t *region;
+  qkvi_buffer buffers[QKVI_WRITE_BUFFERS];
+  qkvi_buffer *free_buffers, *filling;
+  unsigned writes;  // buffers under way
+  uint64_t reads;   // requests and decodings under way
+  qkvi_journal journal;
+  qkvi_poisoned *poisoned;
+  qkvi_compaction compaction;
+};
+
+// storage.c
+void *qkvi_checked(void *memory);  // aborts without
+uint8_t *qkvi_aligned(uint64_t bytes);
+void qkvi_post(qkv_storage *storage, qkvi_message *message);
+void qkvi_post_locked(qkv_storage *storage, qkvi_message *message);
+void qkvi_stat_add(qkv_storage *storage, uint64_t *stat, uint64_t delta);
+// The status of an errno of a write, counted.
+qkv_status qkvi_write_error(qkv_storage *storage, int error);
+// Everything but io, journal and records: what recovery needs.
+qkv_storage *qkvi_storage_create(const qkv_storage_config *config);
+// Opens over an io of the caller's (it goes to the storage) whose loop is storage->loop, without a thread:
+// qkvi_storage_turn runs it, on the caller's thread. For tests.
+qkv_status qkvi_storage_open_over(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error);
+void qkvi_storage_turn(qkv_storage *storage, bool wait);
+void qkvi_storage_destroy(qkv_storage **storage);
+
+// segments.c
+qkvi_segment *qkvi_segment_add(qkv_storage *storage, uint64_t number, qkvi_segment_state state, uint64_t file_bytes);
+// Opens its file where it is closed. 0 or an errno. Counts a user.
+int qkvi_segment_use(qkv_storage *storage, qkvi_segment *segment);
+void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment);
+// A segment that takes a record of `extent` bytes, or NULL: then one is being made and qkvi_place is called again.
+qkvi_segment *qkvi_segment_for(qkv_storage *storage, uint64_t extent);
+void qkvi_segment_note(qkv_storage *storage, qkvi_segment *segment, const qkv_record_header *header);
+void qkvi_segment_become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state);
+void qkvi_segment_live(qkv_storage *storage, qkvi_segment *segment, int64_t bytes, int64_t records);
+// It takes no more: seals it once everything in it is durable.
+void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment);
+void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment);
+// Takes it away if nothing lives in it and nobody uses it.
+void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment);
+void qkvi_segments_room(qkv_storage *storage);  // reckons storage->room_bytes anew
+
+// put.c
+void qkvi_put_message(qkv_storage *storage, qkvi_message *message);
+void qkvi_put_enqueue(qkv_storage *storage, qkvi_put *put);  // encoded
+void qkvi_place(qkv_storage *storage);
+void qkvi_put_fail_queue(qkv_storage *storage, int error);
+void qkvi_put_finish(qkv_storage *storage, qkvi_put *put);  // frees
+void qkvi_flush_buffer(qkv_storage *storage);
+
+// Takes a record out of the index; its room is dead.
+void qkvi_forget(qkv_storage *storage, uint64_t record);
+
+// sync.c
+void qkvi_sync_later(qkv_storage *storage, qkvi_segment *segment, qkvi_put *put);
+void qkvi_sync_segment(qkv_storage *storage, qkvi_segment *segment);
+void qkvi_sync_all(qkv_storage *storage);
+void qkvi_sync_message(qkv_storage *storage, qkvi_message *message);
+void qkvi_sync_settle(qkv_storage *storage);  // answers waiters
+
+// read.c
+typedef struct qkvi_read {
+  qkvi_message message;
+  qkv_storage *storage;
+  uint64_t session, record;
+  qkv_io_request request;
+  uint8_t *bytes;                  // the record as it is read, or NULL
+  uint64_t store, number, offset;  // where it should lie
+  uint32_t slot;
+  uint64_t stored;  // bytes
+  unsigned attempts;
+  int error;
+  qkv_status status;  // NOT_FOUND, or OK: `bytes` are there
+  void *buffer;
+  uint64_t buffer_bytes;
+  qkv_storage_done_fn *done;
+  void *context;
+  void (*arrived)(struct qkvi_read *read);  // on the storage thread: bytes or a status are there
+} qkvi_read;
+void qkvi_read_message(qkv_storage *storage, qkvi_message *message);
+// Checks and decodes into `buffer`, on any thread. OK, INVALID_ARGUMENT, or DATA_LOSS with what is wrong.
+qkv_status qkvi_read_decode(const qkvi_read *read, void *buffer, uint64_t bytes, const char **wrong);
+// Counts and logs a read's end.
+void qkvi_read_count(qkvi_read *read, qkv_status status, const char *wrong);
+
+// log.c
+void qkvi_journal_message(qkv_storage *storage, qkvi_message *message);
+void qkvi_journal_write(qkv_storage *storage);
+bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session);
+void qkvi_poison_clear(qkv_storage *storage);
+
+// sessions.c: who is alive, by the journal.
+typedef struct qkvi_sessions qkvi_sessions;
+qkvi_sessions *qkvi_sessions_create(void);
+void qkvi_sessions_destroy(qkvi_sessions **sessions);
+void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry);
+// Gives up what was opened before `sequence`; returns how many were alive.
+uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence);
+void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session);
+bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session);
+// Tokens of a record that a truncation leaves, its session being the one; 0: it is cut.
+uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry);
+// Tokens of a record that count: 0 for one that is cut or of a dead session.
+uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *entry);
+
+// A journal's bytes, built entry by entry: headers first, sequences from `epoch` on.
+typedef struct qkvi_journal_image {
+  uint8_t *bytes;  // aligned
+  uint64_t size, room;
+  uint64_t store, epoch, count;
+} qkvi_journal_image;
+void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch);
+void qkvi_image_add(qkvi_journal_image *image, const qkv_journal_entry *entry);
+void qkvi_image_finish(qkvi_journal_image *image);  // fills in the headers
+
+// compact.c
+void qkvi_compact_consider(qkv_storage *storage);
+void qkvi_compact_go(qkv_storage *storage);
+void qkvi_compact_message(qkv_storage *storage, qkvi_message *message);
+void qkvi_compact_moved(qkv_storage *storage, qkvi_put *put, qkv_status status);  // durable, or not
+void qkvi_compact_tick(uv_timer_t *timer);
+
+// recover.c
+qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error);
+
+#endif

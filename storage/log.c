@@ -1,0 +1,300 @@
+// The journal's file: entries that came while one batch was written make the next one; a file that has grown, or that
+// a write has failed in, is written anew.
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/base/log.h"
+#include "storage/internal.h"
+
+#define uthash_fatal(text) abort()
+#include <uthash.h>
+
+static const uint64_t BATCH_BYTES_MAX = UINT64_C(4) << 20;  // or one entry
+
+// Sessions whose closing or cutting could not be written: a later record of theirs would be mixed, after a crash,
+// with what should be gone.
+struct qkvi_poisoned {
+  uint64_t session;
+  UT_hash_handle hh;
+};
+
+bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session) {
+  qkvi_poisoned *found = NULL;
+  HASH_FIND(hh, storage->poisoned, &session, sizeof session, found);
+  return found != NULL;
+}
+
+static void poison(qkv_storage *storage, uint64_t session) {
+  if (!qkvi_session_poisoned(storage, session)) {
+    qkvi_poisoned *made = qkvi_checked(calloc(1, sizeof *made));
+    made->session = session;
+    HASH_ADD(hh, storage->poisoned, session, sizeof made->session, made);
+  }
+  for (qkvi_put *put = storage->all_first; put != NULL; put = put->all_next) {
+    if (!put->moved && put->request.meta.session == session) put->cancelled = true;
+  }
+}
+
+void qkvi_poison_clear(qkv_storage *storage) {
+  qkvi_poisoned *poisoned, *next;
+  HASH_ITER(hh, storage->poisoned, poisoned, next) {
+    HASH_DEL(storage->poisoned, poisoned);
+    free(poisoned);
+  }
+}
+
+// ---- Ends of a batch ----
+
+static void end_batch(qkv_storage *storage, int error) {
+  qkvi_journal *journal = &storage->journal;
+  qkvi_pending_entry *entry = journal->batch;
+  journal->batch = NULL;
+  journal->running = false;
+  if (error != 0) {
+    qkv_log(QKV_LOG_ERROR, "the journal cannot be written", "{s:s}", "error", strerror(error));
+    journal->failed = true;
+  }
+  const qkv_status status = error == 0 ? QKV_OK : qkvi_write_error(storage, error);
+  while (entry != NULL) {
+    qkvi_pending_entry *next = entry->next;
+    if (error == 0) journal->durable = entry->entry.sequence;
+    journal->resolved = entry->order;
+    const bool gone =
+        entry->entry.kind == QKV_JOURNAL_SESSION_CLOSE || entry->entry.kind == QKV_JOURNAL_SESSION_TRUNCATE;
+    if (error != 0 && gone) poison(storage, entry->entry.session);
+    if (entry->done != NULL) entry->done(entry->context, status);
+    free((void *)entry->entry.payload);
+    free(entry);
+    entry = next;
+  }
+  if (error == 0) {
+    pthread_mutex_lock(&storage->lock);
+    storage->stats.journal_bytes = journal->bytes;
+    pthread_mutex_unlock(&storage->lock);
+  }
+  qkvi_journal_write(storage);
+  qkvi_place(storage);
+}
+
+static void batch_step(qkv_io_request *request) {
+  qkv_storage *storage = request->context;
+  qkvi_journal *journal = &storage->journal;
+  if (request->error == 0 && request->kind == QKV_IO_WRITE) {
+    *request = (qkv_io_request){.kind = QKV_IO_SYNC, .file = journal->file, .done = batch_step, .context = storage};
+    qkv_io_submit(storage->io, request);
+    return;
+  }
+  free(journal->buffer);
+  journal->buffer = NULL;
+  if (request->error == 0) journal->bytes += journal->buffer_bytes;
+  end_batch(storage, request->error);
+}
+
+// Moves pending entries into the batch.
+static void take_batch(qkvi_journal *journal) {
+  journal->buffer_bytes = 0;
+  qkvi_pending_entry **last = &journal->batch;
+  while (journal->pending != NULL) {
+    qkvi_pending_entry *entry = journal->pending;
+    const uint64_t extent = qkvi_entry_extent(entry->entry.bytes);
+    if (journal->buffer_bytes > 0 && journal->buffer_bytes + extent > BATCH_BYTES_MAX) break;
+    journal->buffer_bytes += extent;
+    journal->pending = entry->next;
+    entry->next = NULL;
+    *last = entry;
+    last = &entry->next;
+  }
+  if (journal->pending == NULL) journal->pending_last = &journal->pending;
+}
+
+static void write_batch(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
+  journal->buffer = qkvi_aligned(journal->buffer_bytes);
+  uint64_t at = 0, sequence = journal->durable;
+  for (qkvi_pending_entry *entry = journal->batch; entry != NULL; entry = entry->next) {
+    entry->entry.sequence = ++sequence;
+    qkvi_entry_make(journal->buffer + at, &entry->entry, storage->store, journal->durable, journal->bytes + at);
+    at += qkvi_entry_extent(entry->entry.bytes);
+  }
+  journal->request = (qkv_io_request){.kind = QKV_IO_WRITE,
+                                      .file = journal->file,
+                                      .offset = journal->bytes,
+                                      .size = at,
+                                      .bytes = journal->buffer,
+                                      .done = batch_step,
+                                      .context = storage};
+  qkv_io_submit(storage->io, &journal->request);
+}
+
+// ---- Anew ----
+
+typedef struct rewriting {
+  qkvi_sessions *sessions;
+  qkvi_journal_image image;
+} rewriting;
+
+static void note_entry(void *context, const qkv_journal_entry *entry) {
+  qkvi_sessions_note(((rewriting *)context)->sessions, entry);
+}
+
+static void keep_entry(void *context, const qkv_journal_entry *entry) {
+  rewriting *on = context;
+  const bool of_session = entry->kind >= QKV_JOURNAL_SESSION_OPEN;
+  if (!of_session || qkvi_sessions_alive(on->sessions, entry->session)) qkvi_image_add(&on->image, entry);
+}
+
+static void end_rewrite(qkv_storage *storage, int error) {
+  qkvi_journal *journal = &storage->journal;
+  free(journal->buffer);
+  journal->buffer = NULL;
+  if (error == 0) error = qkv_io_rename(storage->io, "journal.new", "journal.qkv");
+  // From here on the new file is the journal, whether the directory could be synced or not: a failure is the batch's.
+  const bool renamed = error == 0;
+  if (error == 0) error = qkv_io_sync_directory(storage->io);
+  if (renamed) {
+    qkv_io_close(storage->io, journal->file);
+    journal->file = journal->rewrite_file;
+    journal->bytes = journal->rewrite_bytes;
+    journal->epoch++;
+    journal->durable = journal->rewrite_durable;
+    journal->rewrite_at = journal->bytes * 4 > QKVI_JOURNAL_REWRITE ? journal->bytes * 4 : QKVI_JOURNAL_REWRITE;
+    pthread_mutex_lock(&storage->lock);
+    const uint64_t first = journal->epoch << QKVI_EPOCH_SHIFT | 1;
+    if (storage->record_next < first) storage->record_next = first;
+    if (storage->session_next < first) storage->session_next = first;
+    pthread_mutex_unlock(&storage->lock);
+  } else if (journal->rewrite_file >= 0) {
+    qkv_io_close(storage->io, journal->rewrite_file);
+    (void)qkv_io_remove(storage->io, "journal.new");
+  }
+  journal->rewrite_file = -1;
+  if (error != 0) {
+    end_batch(storage, error);
+    return;
+  }
+  journal->failed = false;
+  write_batch(storage);
+}
+
+static void rewrite_step(qkv_io_request *request) {
+  qkv_storage *storage = request->context;
+  qkvi_journal *journal = &storage->journal;
+  if (request->error == 0 && request->kind == QKV_IO_WRITE) {
+    *request = (qkv_io_request){
+        .kind = QKV_IO_SYNC, .file = journal->rewrite_file, .done = rewrite_step, .context = storage};
+    qkv_io_submit(storage->io, request);
+    return;
+  }
+  end_rewrite(storage, request->error);
+}
+
+static void old_read(qkv_io_request *request) {
+  qkv_storage *storage = request->context;
+  qkvi_journal *journal = &storage->journal;
+  if (request->error != 0) {
+    end_rewrite(storage, request->error);
+    return;
+  }
+  rewriting on = {.sessions = qkvi_sessions_create()};
+  qkvi_journal_report report;
+  qkvi_image_init(&on.image, storage->store, journal->epoch + 1);
+  qkv_status status =
+      qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, note_entry, &on, &report, NULL);
+  if (status == QKV_OK && report.lost_before != 0) status = QKV_DATA_LOSS;
+  if (status == QKV_OK) {
+    status = qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, keep_entry, &on, &report, NULL);
+  }
+  qkvi_sessions_destroy(&on.sessions);
+  qkvi_image_finish(&on.image);
+  free(journal->buffer);
+  journal->buffer = on.image.bytes;
+  // Damage that was read from a journal is for recovery to judge; the old file stays as it is.
+  const int error = status == QKV_OK ? qkv_io_open(storage->io, "journal.new", true, &journal->rewrite_file) : EIO;
+  if (error != 0) {
+    journal->rewrite_file = -1;
+    end_rewrite(storage, error);
+    return;
+  }
+  journal->rewrite_bytes = on.image.size;
+  journal->rewrite_durable = on.image.epoch << QKVI_EPOCH_SHIFT | on.image.count;
+  *request = (qkv_io_request){.kind = QKV_IO_WRITE,
+                              .file = journal->rewrite_file,
+                              .size = on.image.size,
+                              .bytes = journal->buffer,
+                              .done = rewrite_step,
+                              .context = storage};
+  qkv_io_submit(storage->io, request);
+}
+
+static void rewrite(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
+  journal->rewrite_file = -1;
+  (void)qkv_io_remove(storage->io, "journal.new");
+  journal->buffer = qkvi_aligned(journal->bytes);
+  journal->request = (qkv_io_request){.kind = QKV_IO_READ,
+                                      .file = journal->file,
+                                      .size = journal->bytes,
+                                      .bytes = journal->buffer,
+                                      .done = old_read,
+                                      .context = storage};
+  qkv_io_submit(storage->io, &journal->request);
+}
+
+// ---- Entries ----
+
+void qkvi_journal_write(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
+  if (journal->running || journal->pending == NULL) return;
+  journal->running = true;
+  take_batch(journal);
+  if (journal->failed || journal->bytes > journal->rewrite_at) {
+    rewrite(storage);
+  } else {
+    write_batch(storage);
+  }
+}
+
+// What an entry says of records takes effect at once.
+static void apply(qkv_storage *storage, const qkv_journal_entry *entry) {
+  qkv_journal_entry cut = *entry;
+  if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) {
+    cut.layer = QKV_LAYER_ALL;
+    cut.position = 0;
+    cut.watermark = UINT64_MAX;
+  } else if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) {
+    return;
+  }
+  for (qkvi_entry *next, *at = qkvi_index_first(storage->index, cut.session); at != NULL; at = next) {
+    next = qkvi_index_next(storage->index, at);
+    const uint32_t tokens = qkvi_cut_tokens(&cut, at);
+    if (tokens == 0) {
+      qkvi_forget(storage, at->record);
+    } else if (tokens < at->tokens) {
+      pthread_mutex_lock(&storage->lock);
+      at->tokens = tokens;
+      pthread_mutex_unlock(&storage->lock);
+    }
+  }
+  for (qkvi_put *put = storage->all_first; put != NULL; put = put->all_next) {
+    if (put->moved || put->request.meta.session != cut.session) continue;
+    const qkv_record_meta *meta = &put->request.meta;
+    const qkvi_entry as_entry = {
+        .record = put->record, .position = meta->position, .layer = meta->layer, .tokens = meta->tokens};
+    const uint32_t tokens = qkvi_cut_tokens(&cut, &as_entry);
+    if (tokens == 0) put->cancelled = true;
+    if (tokens < put->tokens) put->tokens = tokens;
+  }
+  qkvi_compact_consider(storage);
+}
+
+void qkvi_journal_message(qkv_storage *storage, qkvi_message *message) {
+  qkvi_pending_entry *entry = (qkvi_pending_entry *)message;
+  qkvi_journal *journal = &storage->journal;
+  apply(storage, &entry->entry);
+  entry->next = NULL;
+  *journal->pending_last = entry;
+  journal->pending_last = &entry->next;
+  qkvi_journal_write(storage);
+}

@@ -1,0 +1,381 @@
+// Opening: what the segments hold, what the journal says, and from both what is alive.
+#include <assert.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <time.h>
+
+#include "engine/base/log.h"
+#include "storage/internal.h"
+
+enum { WINDOW = 4 << 20 };  // bytes of an unsealed segment that are read at a time
+
+typedef struct recovery {
+  qkv_storage *storage;
+  const qkv_storage_restore *restore;
+  qkvi_entry *found;
+  uint64_t found_count, found_room;
+  uint64_t *numbers;  // of segments
+  uint64_t numbers_count, numbers_room;
+  bool has_journal;
+  uint64_t epoch;         // the largest that any file names
+  uint64_t journal_seen;  // by any record
+  uint64_t read_bytes;
+  qkvi_sessions *sessions;
+  qkvi_journal_image image;
+} recovery;
+
+static void block_done(qkv_io_request *request) {
+  (void)request;
+}
+
+// 0 or an errno.
+static int request_now(recovery *on, qkv_io_kind kind, int file, uint64_t offset, void *bytes, uint64_t size) {
+  qkv_io_request request = {
+      .kind = kind, .file = file, .offset = offset, .size = size, .bytes = bytes, .done = block_done};
+  qkv_io_submit(on->storage->io, &request);
+  qkv_io_drain(on->storage->io);
+  if (kind == QKV_IO_READ && request.error == 0) on->read_bytes += size;
+  return request.error;
+}
+
+static qkv_status failed(qkv_error *error, const char *what, int code) {
+  const bool full = code == ENOSPC || code == EDQUOT;
+  return qkv_fail(error, full ? QKV_RESOURCE_EXHAUSTED : QKV_INTERNAL, "%s: %s", what, strerror(code));
+}
+
+// ---- Segments ----
+
+static void add_found(recovery *on, const qkv_record_header *header, const qkvi_segment *segment) {
+  if (on->found_count == on->found_room) {
+    on->found_room = on->found_room == 0 ? 1024 : 2 * on->found_room;
+    on->found = qkvi_checked(realloc(on->found, on->found_room * sizeof *on->found));
+  }
+  on->found[on->found_count++] = qkvi_entry_of(header, segment->slot);
+  if (header->journal > on->journal_seen) on->journal_seen = header->journal;
+}
+
+// By footer and summary. false: it has none, or they are damaged.
+static bool read_sealed(recovery *on, qkvi_segment *segment) {
+  const uint64_t size = segment->file_bytes;
+  qkvi_segment_footer *footer = (qkvi_segment_footer *)qkvi_aligned(QKV_STORAGE_BLOCK);
+  uint8_t *summary = NULL;
+  bool good = false;
+  if (request_now(on, QKV_IO_READ, segment->file, size - QKV_STORAGE_BLOCK, footer, QKV_STORAGE_BLOCK) == 0 &&
+      qkvi_segment_footer_check(footer, on->storage->store, segment->number, size) == NULL) {
+    const uint64_t bytes = size - QKV_STORAGE_BLOCK - footer->end;
+    summary = qkvi_aligned(bytes + QKV_STORAGE_BLOCK);
+    const char *wrong = "it cannot be read";
+    if (bytes == 0 || request_now(on, QKV_IO_READ, segment->file, footer->end, summary, bytes) == 0) {
+      wrong = qkvi_segment_summary_check(footer, (const qkv_record_header *)summary);
+    }
+    good = wrong == NULL;
+    if (!good) {
+      qkv_log(QKV_LOG_ERROR, "a segment's summary is bad, its records are read instead", "{s:I, s:I, s:s}", "segment",
+              (json_int_t)segment->number, "offset", (json_int_t)footer->end, "error", wrong);
+      on->storage->stats.bad_records++;
+    }
+  }
+  if (good) {
+    const qkv_record_header *headers = (const qkv_record_header *)summary;
+    segment->end = footer->end;
+    for (uint64_t i = 0; i < footer->records; i++) {
+      add_found(on, &headers[i], segment);
+      segment->data_bytes += qkvi_record_extent(headers[i].stored_bytes);
+    }
+  }
+  free(summary);
+  free(footer);
+  return good;
+}
+
+static void log_bad(recovery *on, const qkvi_segment *segment, uint64_t offset, const char *error) {
+  on->storage->stats.bad_records++;
+  qkv_log(QKV_LOG_WARN, "recovery drops what is no good record", "{s:I, s:I, s:s}", "segment",
+          (json_int_t)segment->number, "offset", (json_int_t)offset, "error", error);
+}
+
+static void scan_records(recovery *on, qkvi_segment *segment) {
+  qkvi_segment_scan scan;
+  qkvi_segment_scan_init(&scan, on->storage->store, segment->number, segment->file_bytes);
+  uint64_t room = WINDOW;
+  uint8_t *window = qkvi_aligned(room);
+  for (uint64_t wanted = QKV_STORAGE_BLOCK; wanted > 0;) {
+    if (wanted > room) {
+      free(window);
+      room = wanted;
+      window = qkvi_aligned(room);
+    }
+    const uint64_t left = scan.file_bytes - scan.offset, size = left < room ? left : room, begin = scan.offset;
+    if (size == 0) break;
+    const int error = request_now(on, QKV_IO_READ, segment->file, begin, window, size);
+    if (error != 0) {
+      log_bad(on, segment, begin, strerror(error));
+      scan.offset += size;
+      continue;
+    }
+    const uint64_t bad = scan.bad;
+    for (const qkv_record_header *header;;) {
+      const uint64_t at = scan.offset - begin;
+      header = qkvi_segment_scan_next(&scan, window + at, size - at, &wanted);
+      if (header == NULL) break;
+      add_found(on, header, segment);
+      qkvi_segment_note(on->storage, segment, header);
+    }
+    if (scan.bad > bad) log_bad(on, segment, scan.bad_offset, "damaged, or a torn tail");
+  }
+  free(window);
+  segment->end = scan.end;
+}
+
+// What was written before the crash may not be durable yet: first that, then the footer.
+static int seal_now(recovery *on, qkvi_segment *segment) {
+  const uint64_t bytes = qkvi_segment_tail_bytes(segment->headers_count);
+  uint8_t *tail = qkvi_aligned(bytes);
+  qkvi_segment_tail_make(tail, on->storage->store, segment->number, segment->end, segment->headers,
+                         segment->headers_count);
+  int error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);
+  if (error == 0) error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);
+  if (error == 0) error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);
+  if (error == 0) error = qkv_io_truncate(on->storage->io, segment->file, segment->end + bytes);
+  free(tail);
+  if (error == 0) segment->file_bytes = segment->end + bytes;
+  return error;
+}
+
+static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) {
+  qkv_storage *storage = on->storage;
+  qkvi_segment *segment = qkvi_segment_add(storage, number, QKVI_SEGMENT_SEALED, 0);
+  if (number >= storage->segment_next) storage->segment_next = number + 1;
+  int code = qkvi_segment_use(storage, segment);
+  if (code != 0) return failed(error, "a segment cannot be opened", code);
+  code = qkv_io_size(storage->io, segment->file, &segment->file_bytes);
+  segment->file_bytes = segment->file_bytes / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
+  qkv_status status = QKV_OK;
+  if (code == 0 && segment->file_bytes >= 2 * (uint64_t)QKV_STORAGE_BLOCK) {
+    qkvi_segment_header *header = (qkvi_segment_header *)qkvi_aligned(QKV_STORAGE_BLOCK);
+    if (request_now(on, QKV_IO_READ, segment->file, 0, header, QKV_STORAGE_BLOCK) == 0) {
+      const char *wrong = qkvi_segment_header_check(header, storage->store, number);
+      if (wrong == NULL && header->epoch > on->epoch) on->epoch = header->epoch;
+      if (wrong != NULL && header->magic == QKVI_SEGMENT_MAGIC && header->version > QKVI_SEGMENT_VERSION) {
+        status = qkv_fail(error, QKV_FAILED_PRECONDITION, "segment %" PRIu64 " has version %u, known is %u", number,
+                          header->version, QKVI_SEGMENT_VERSION);
+      }
+    }
+    free(header);
+    if (status == QKV_OK && !read_sealed(on, segment)) {
+      scan_records(on, segment);
+      if (segment->headers_count > 0 && (code = seal_now(on, segment)) != 0) segment->state = QKVI_SEGMENT_FAILED;
+    }
+  }
+  if (segment->state == QKVI_SEGMENT_SEALED) {
+    free(segment->headers);
+    segment->headers = NULL;
+  }
+  segment->users--;  // it goes, if it is dead, when that is known
+  return status;
+}
+
+// ---- The journal ----
+
+static void note_name(void *context, const char *name) {
+  recovery *on = context;
+  uint64_t number;
+  if (strcmp(name, "journal.qkv") == 0) on->has_journal = true;
+  if (!qkvi_segment_parse_name(name, &number)) return;
+  if (on->numbers_count == on->numbers_room) {
+    on->numbers_room = on->numbers_room == 0 ? 64 : 2 * on->numbers_room;
+    on->numbers = qkvi_checked(realloc(on->numbers, on->numbers_room * sizeof *on->numbers));
+  }
+  on->numbers[on->numbers_count++] = number;
+}
+
+static void note_entry(void *context, const qkv_journal_entry *entry) {
+  qkvi_sessions_note(((recovery *)context)->sessions, entry);
+}
+
+static void tell_entry(void *context, const qkv_journal_entry *entry) {
+  recovery *on = context;
+  if (entry->kind >= QKV_JOURNAL_SESSION_OPEN && !qkvi_sessions_alive(on->sessions, entry->session)) return;
+  const qkv_storage_restore *restore = on->restore;
+  if (restore != NULL && restore->entry != NULL && !restore->entry(restore->context, entry)) {
+    if (entry->kind == QKV_JOURNAL_SESSION_OPEN) qkvi_sessions_drop(on->sessions, entry->session);
+    return;
+  }
+  qkvi_image_add(&on->image, entry);
+}
+
+// Reads the journal into `bytes` (the caller frees).
+static qkv_status read_journal(recovery *on, uint8_t **bytes, uint64_t *size, qkv_error *error) {
+  qkvi_journal *journal = &on->storage->journal;
+  int code = qkv_io_open(on->storage->io, "journal.qkv", false, &journal->file);
+  if (code != 0) {
+    journal->file = -1;
+    return failed(error, "journal.qkv", code);
+  }
+  code = qkv_io_size(on->storage->io, journal->file, size);
+  *size = *size / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
+  *bytes = qkvi_aligned(*size + QKV_STORAGE_BLOCK);
+  if (code == 0 && *size > 0) code = request_now(on, QKV_IO_READ, journal->file, 0, *bytes, *size);
+  return code == 0 ? QKV_OK : failed(error, "journal.qkv", code);
+}
+
+// The new journal takes the old one's place.
+static qkv_status write_journal(recovery *on, qkv_error *error) {
+  qkv_storage *storage = on->storage;
+  qkvi_journal *journal = &storage->journal;
+  int file = -1;
+  qkvi_image_finish(&on->image);
+  int code = qkv_io_open(storage->io, "journal.new", true, &file);
+  if (code != 0) return failed(error, "journal.new", code);
+  code = request_now(on, QKV_IO_WRITE, file, 0, on->image.bytes, on->image.size);
+  if (code == 0) code = request_now(on, QKV_IO_SYNC, file, 0, NULL, 0);
+  if (code == 0) code = qkv_io_rename(storage->io, "journal.new", "journal.qkv");
+  if (code == 0) code = qkv_io_sync_directory(storage->io);
+  if (code != 0) {
+    qkv_io_close(storage->io, file);
+    return failed(error, "the journal cannot be written", code);
+  }
+  if (journal->file >= 0) qkv_io_close(storage->io, journal->file);
+  journal->file = file;
+  journal->bytes = on->image.size;
+  journal->rewrite_at = journal->bytes * 4 > QKVI_JOURNAL_REWRITE ? journal->bytes * 4 : QKVI_JOURNAL_REWRITE;
+  journal->epoch = on->image.epoch;
+  journal->durable = on->image.epoch << QKVI_EPOCH_SHIFT | on->image.count;
+  storage->stats.journal_bytes = journal->bytes;
+  storage->record_next = storage->session_next = on->image.epoch << QKVI_EPOCH_SHIFT | 1;
+  return QKV_OK;
+}
+
+// ---- What is alive ----
+
+#define ORDER(field)                              \
+  if (first->field != second->field) {            \
+    return first->field < second->field ? -1 : 1; \
+  }
+
+// The winner of several first: the highest number, and of its copies the one in the oldest segment: only what was
+// durable is ever copied, so the original is whole where a copy may be torn.
+static int compare(const void *a, const void *b) {
+  const qkvi_entry *first = a, *second = b;
+  ORDER(session)
+  ORDER(layer)
+  ORDER(position)
+  ORDER(kind)
+  if (first->record != second->record) return first->record > second->record ? -1 : 1;
+  ORDER(segment)
+  ORDER(offset)
+  return 0;
+}
+
+static bool same_place(const qkvi_entry *a, const qkvi_entry *b) {
+  return a->session == b->session && a->layer == b->layer && a->position == b->position && a->kind == b->kind;
+}
+
+static void settle_records(recovery *on) {
+  qkv_storage *storage = on->storage;
+  uint64_t alive = 0;
+  for (uint64_t i = 0; i < on->found_count; i++) {
+    qkvi_entry entry = on->found[i];
+    entry.tokens = qkvi_sessions_tokens(on->sessions, &entry);
+    if (entry.tokens > 0) on->found[alive++] = entry;
+  }
+  if (alive > 0) qsort(on->found, alive, sizeof *on->found, compare);
+  for (uint64_t i = 0; i < alive; i++) {
+    const qkvi_entry *entry = &on->found[i];
+    if (i > 0 && same_place(entry, entry - 1)) continue;
+    qkvi_segment *segment = storage->segments[entry->segment];
+    qkvi_index_add(storage->index, entry);
+    qkvi_segment_live(storage, segment, (int64_t)qkvi_record_extent(entry->stored_bytes), 1);
+    storage->stats.recovered_records++;
+    storage->stats.recovered_bytes += entry->raw_bytes;
+    if (on->restore != NULL && on->restore->record != NULL) {
+      const qkv_record_info info = qkvi_entry_info(entry);
+      on->restore->record(on->restore->context, &info);
+    }
+  }
+}
+
+static int compare_numbers(const void *a, const void *b) {
+  const uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
+  return first < second ? -1 : first > second;
+}
+
+static void ignore_entry(void *context, const qkv_journal_entry *entry) {
+  (void)context;
+  (void)entry;
+}
+
+static qkv_status read_all(recovery *on, qkv_error *error) {
+  qkv_storage *storage = on->storage;
+  uint8_t *bytes = NULL;
+  uint64_t size = 0;
+  qkvi_journal_report report = {0};
+  qkv_status status = read_journal(on, &bytes, &size, error);
+  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, 0, ignore_entry, on, &report, error);
+  storage->store = report.store;
+  on->epoch = report.epoch;
+  // In ascending order, so that slots are: the older segment has the smaller one.
+  if (on->numbers_count > 0) qsort(on->numbers, on->numbers_count, sizeof *on->numbers, compare_numbers);
+  for (uint64_t i = 0; status == QKV_OK && i < on->numbers_count; i++) {
+    status = read_segment(on, on->numbers[i], error);
+  }
+  if (status == QKV_OK) {
+    status = qkvi_journal_scan(bytes, size, on->journal_seen, note_entry, on, &report, error);
+  }
+  if (status == QKV_OK && report.lost_before != 0) {
+    storage->stats.bad_entries = report.bad;
+    storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
+    qkv_log(QKV_LOG_ERROR, "the journal has lost entries that were durable; sessions that they may concern are gone",
+            "{s:I, s:I}", "bad", (json_int_t)report.bad, "sessions", (json_int_t)storage->stats.sessions_given_up);
+  }
+  qkvi_image_init(&on->image, storage->store, on->epoch + 1);
+  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, tell_entry, on, &report, error);
+  free(bytes);
+  if (status != QKV_OK) return status;
+  settle_records(on);
+  return QKV_OK;
+}
+
+static double now_s(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
+  recovery on = {.storage = storage, .restore = restore, .sessions = qkvi_sessions_create()};
+  const double begin = now_s();
+  storage->segment_next = 1;
+  storage->journal.file = -1;
+  const int code = qkv_io_list(storage->io, note_name, &on);
+  qkv_status status = QKV_OK;
+  (void)qkv_io_remove(storage->io, "journal.new");
+  if (code != 0) {
+    status = failed(error, "the directory cannot be listed", code);
+  } else if (on.has_journal) {
+    status = read_all(&on, error);
+  } else if (on.numbers_count > 0) {
+    status =
+        qkv_fail(error, QKV_FAILED_PRECONDITION,
+                 "there are %" PRIu64 " segments and no journal.qkv; move them away to begin anew", on.numbers_count);
+  } else {
+    if (storage->store == 0 && getrandom(&storage->store, sizeof storage->store, 0) != sizeof storage->store) abort();
+    storage->store |= 1;  // never 0
+    qkvi_image_init(&on.image, storage->store, 1);
+  }
+  if (status == QKV_OK) status = write_journal(&on, error);
+  for (uint32_t i = 0; status == QKV_OK && i < storage->segments_room; i++) {
+    if (storage->segments[i] != NULL) qkvi_segment_reap(storage, storage->segments[i]);
+  }
+  storage->stats.recovery_read_bytes = on.read_bytes;
+  storage->stats.recovery_s = now_s() - begin;
+  qkvi_sessions_destroy(&on.sessions);
+  free(on.image.bytes);
+  free(on.numbers);
+  free(on.found);
+  return status;
+}

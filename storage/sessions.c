@@ -1,0 +1,146 @@
+// Who is alive, by the entries of the journal in their order; and a journal's bytes, built from entries that are
+// kept.
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "storage/internal.h"
+
+#define uthash_fatal(text) abort()
+#include <uthash.h>
+
+typedef struct session_cut {
+  qkv_journal_entry entry;
+  struct session_cut *next;
+} session_cut;
+
+typedef struct known_session {
+  uint64_t session, opened;  // sequence
+  bool dead;
+  session_cut *cuts;
+  UT_hash_handle hh;
+} known_session;
+
+struct qkvi_sessions {
+  known_session *known;
+};
+
+qkvi_sessions *qkvi_sessions_create(void) {
+  return qkvi_checked(calloc(1, sizeof(qkvi_sessions)));
+}
+
+static void drop_cuts(known_session *session) {
+  while (session->cuts != NULL) {
+    session_cut *next = session->cuts->next;
+    free(session->cuts);
+    session->cuts = next;
+  }
+}
+
+void qkvi_sessions_destroy(qkvi_sessions **sessions) {
+  known_session *session, *next;
+  if (*sessions == NULL) return;
+  HASH_ITER(hh, (*sessions)->known, session, next) {
+    HASH_DEL((*sessions)->known, session);
+    drop_cuts(session);
+    free(session);
+  }
+  free(*sessions);
+  *sessions = NULL;
+}
+
+static known_session *find(const qkvi_sessions *sessions, uint64_t number) {
+  known_session *found = NULL;
+  HASH_FIND(hh, sessions->known, &number, sizeof number, found);
+  return found;
+}
+
+void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  known_session *session = find(sessions, entry->session);
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN && session == NULL) {
+    session = qkvi_checked(calloc(1, sizeof *session));
+    session->session = entry->session;
+    session->opened = entry->sequence;
+    HASH_ADD(hh, sessions->known, session, sizeof session->session, session);
+  }
+  if (session == NULL) return;
+  if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) session->dead = true;
+  if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) {
+    session_cut *cut = qkvi_checked(malloc(sizeof *cut));
+    *cut = (session_cut){.entry = *entry, .next = session->cuts};
+    cut->entry.payload = NULL;
+    session->cuts = cut;
+  }
+}
+
+uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence) {
+  uint64_t given_up = 0;
+  known_session *session, *next;
+  HASH_ITER(hh, sessions->known, session, next) {
+    if (session->dead || session->opened >= sequence) continue;
+    session->dead = true;
+    given_up++;
+  }
+  return given_up;
+}
+
+void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session) {
+  known_session *found = find(sessions, session);
+  if (found != NULL) found->dead = true;
+}
+
+bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
+  const known_session *found = find(sessions, session);
+  return found != NULL && !found->dead;
+}
+
+uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry) {
+  if (entry->record >= cut->watermark || (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer)) {
+    return entry->tokens;
+  }
+  if (entry->position >= cut->position) return 0;
+  const uint64_t left = cut->position - entry->position;
+  return left < entry->tokens ? (uint32_t)left : entry->tokens;
+}
+
+uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *entry) {
+  const known_session *found = find(sessions, entry->session);
+  if (found == NULL || found->dead) return 0;
+  uint32_t tokens = entry->tokens;
+  for (const session_cut *cut = found->cuts; cut != NULL; cut = cut->next) {
+    const uint32_t left = qkvi_cut_tokens(&cut->entry, entry);
+    if (left < tokens) tokens = left;
+  }
+  return tokens;
+}
+
+// ---- A journal's bytes ----
+
+enum { IMAGE_FIRST = 1 << 20 };
+
+void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch) {
+  *image = (qkvi_journal_image){.size = 2 * sizeof(qkvi_journal_header), .room = IMAGE_FIRST, .store = store};
+  image->epoch = epoch;
+  image->bytes = qkvi_aligned(image->room);
+}
+
+void qkvi_image_add(qkvi_journal_image *image, const qkv_journal_entry *entry) {
+  const uint64_t extent = qkvi_entry_extent(entry->bytes);
+  if (image->room - image->size < extent) {
+    const uint64_t room = 2 * image->room + extent / IMAGE_FIRST * IMAGE_FIRST;
+    uint8_t *grown = qkvi_aligned(room);
+    memcpy(grown, image->bytes, image->size);
+    free(image->bytes);
+    image->bytes = grown;
+    image->room = room;
+  }
+  qkv_journal_entry numbered = *entry;
+  numbered.sequence = image->epoch << QKVI_EPOCH_SHIFT | ++image->count;
+  // All of it is durable before anyone sees it.
+  qkvi_entry_make(image->bytes + image->size, &numbered, image->store, 0, image->size);
+  image->size += extent;
+}
+
+void qkvi_image_finish(qkvi_journal_image *image) {
+  qkvi_journal_header_make(image->bytes, image->store, image->epoch, image->epoch << QKVI_EPOCH_SHIFT | image->count);
+}
