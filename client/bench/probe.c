@@ -20,7 +20,8 @@ struct qkvi_probe {
   qkvi_exact *exact, *coded;
   float *batch_logits;           // [BATCH, 256]
   float *logits, *coded_logits;  // [length - prefill, 256]
-  float *q, *out;                // of the exact pass: [layers, length - prefill, q_heads, head_dim]
+  float *q;                      // of the exact pass: [layers, length, q_heads, head_dim]
+  float *out;                    // of the exact pass: [layers, length - prefill, q_heads, head_dim]
   float *k_rows, *v_rows;        // of a layer's prefix, coded: [prefill, kv_heads, head_dim]
   float *attended, *lse;         // [length - prefill, q_heads (, head_dim)]
 };
@@ -39,19 +40,23 @@ static int64_t q_width(const qkvi_probe *probe) {
   return probe->lm->q_heads * probe->lm->head_dim;
 }
 
-// A layer's queries or outputs behind the prefix, from `position` on.
-static float *noted(const qkvi_probe *probe, float *all, int64_t layer, int64_t position) {
-  return all + (layer * later(probe) + position - probe->prefill) * q_width(probe);
+// A layer's queries from `position` on, and its outputs behind the prefix.
+static float *noted_q(const qkvi_probe *probe, int64_t layer, int64_t position) {
+  return probe->q + (layer * probe->length + position) * q_width(probe);
+}
+
+static float *noted_out(const qkvi_probe *probe, int64_t layer, int64_t position) {
+  return probe->out + (layer * later(probe) + position - probe->prefill) * q_width(probe);
 }
 
 static qkv_status exact_step(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_error *error) {
   qkvi_probe *probe = (qkvi_probe *)kv;
   qkvi_kv *exact = qkvi_exact_kv(probe->exact);
   QKV_TRY(exact->step(exact, rows, out, error));
-  if (rows->position < probe->prefill) return QKV_OK;
   const size_t bytes = (size_t)(rows->tokens * q_width(probe)) * sizeof(float);
-  memcpy(noted(probe, probe->q, rows->layer, rows->position), rows->q, bytes);
-  memcpy(noted(probe, probe->out, rows->layer, rows->position), out, bytes);
+  memcpy(noted_q(probe, rows->layer, rows->position), rows->q, bytes);
+  if (rows->position < probe->prefill) return QKV_OK;
+  memcpy(noted_out(probe, rows->layer, rows->position), out, bytes);
   return QKV_OK;
 }
 
@@ -71,7 +76,7 @@ qkvi_probe *qkvi_probe_create(const qkvi_lm *lm, int64_t prefill, int64_t length
                         .batch_logits = floats(BATCH, QKVI_LM_VOCABULARY),
                         .logits = floats(scored, QKVI_LM_VOCABULARY),
                         .coded_logits = floats(scored, QKVI_LM_VOCABULARY),
-                        .q = floats(lm->layers * scored, lm->q_heads * lm->head_dim),
+                        .q = floats(lm->layers * length, lm->q_heads * lm->head_dim),
                         .out = floats(lm->layers * scored, lm->q_heads * lm->head_dim),
                         .k_rows = floats(prefill, kv_width),
                         .v_rows = floats(prefill, kv_width),
@@ -138,33 +143,61 @@ void qkvi_probe_add_attention(const float *exact, const float *coded, int64_t di
   if (xx > 0 && yy > 0) sums->attention_cosine += xy / sqrt(xx * yy);
 }
 
-// Codes the prefix of a layer into the cache of the coded pass, with the exact rows behind it, and attends with the
-// exact queries.
-static void code_layer(qkvi_probe *probe, const qkv_coder *coder, int64_t layer, qkvi_probe_layer *sums) {
+// Puts the coded rows of a layer's prefix into the cache of the coded pass, the exact ones behind it, and attends
+// with the exact queries.
+static void attend_layer(qkvi_probe *probe, int64_t layer, qkvi_probe_layer *sums) {
   const qkvi_lm *lm = probe->lm;
-  qkvi_recode(coder, probe->dtype, 0, (uint64_t)probe->prefill, qkvi_exact_k(probe->exact, layer, 0),
-              qkvi_exact_v(probe->exact, layer, 0), probe->k_rows, probe->v_rows, &sums->rows);
   const qkvi_kv_rows prefix = {
       .layer = layer, .position = 0, .tokens = probe->prefill, .k = probe->k_rows, .v = probe->v_rows};
   const qkvi_kv_rows rest = {.layer = layer,
                              .position = probe->prefill,
                              .tokens = later(probe),
-                             .q = noted(probe, probe->q, layer, probe->prefill),
+                             .q = noted_q(probe, layer, probe->prefill),
                              .k = qkvi_exact_k(probe->exact, layer, probe->prefill),
                              .v = qkvi_exact_v(probe->exact, layer, probe->prefill)};
   qkvi_exact_append(probe->coded, &prefix);
   qkvi_exact_append(probe->coded, &rest);
   qkvi_exact_attend(probe->coded, &rest, 0, probe->attended, probe->lse);
-  const float *out = noted(probe, probe->out, layer, probe->prefill);
+  const float *out = noted_out(probe, layer, probe->prefill);
   for (int64_t row = 0; row < later(probe) * lm->q_heads; row++) {
     qkvi_probe_add_attention(out + row * lm->head_dim, probe->attended + row * lm->head_dim, lm->head_dim, sums);
   }
 }
 
-void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums) {
-  for (int64_t layer = 0; layer < probe->lm->layers; layer++) {
-    code_layer(probe, qkv_coding_layer(coding, (uint32_t)layer), layer, &sums->layers[layer]);
-  }
+// The coded pass itself, once the cache is filled.
+static void score(qkvi_probe *probe, qkvi_probe_sums *sums) {
   run_pass(probe, probe->prefill, qkvi_exact_kv(probe->coded), probe->coded_logits);
   add_quality(probe, probe->coded_logits, &sums->quality);
+}
+
+void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums) {
+  for (int64_t layer = 0; layer < probe->lm->layers; layer++) {
+    qkvi_recode(qkv_coding_layer(coding, (uint32_t)layer), probe->dtype, 0, (uint64_t)probe->prefill,
+                qkvi_exact_k(probe->exact, layer, 0), qkvi_exact_v(probe->exact, layer, 0), probe->k_rows,
+                probe->v_rows, &sums->layers[layer].rows);
+    attend_layer(probe, layer, &sums->layers[layer]);
+  }
+  score(probe, sums);
+}
+
+// As a worker does: so many rows of a layer at a time, with their queries.
+static void fill_session(const qkvi_probe *probe, qkvi_tiered *session, int64_t layer) {
+  int64_t tokens = 0;
+  for (int64_t at = 0; at < probe->prefill; at += tokens) {
+    tokens = probe->prefill - at < BATCH ? probe->prefill - at : BATCH;
+    qkvi_tiered_add(session, (uint32_t)layer, (uint64_t)at, (uint64_t)tokens, qkvi_exact_k(probe->exact, layer, at),
+                    qkvi_exact_v(probe->exact, layer, at), noted_q(probe, layer, at));
+  }
+}
+
+void qkvi_probe_tiered(qkvi_probe *probe, qkvi_tiered *session, double bits, qkvi_probe_sums *sums) {
+  const int64_t layers = probe->lm->layers;
+  for (int64_t layer = 0; layer < layers; layer++) fill_session(probe, session, layer);
+  qkvi_tiered_demote(session, bits);
+  for (int64_t layer = 0; layer < layers; layer++) {
+    qkvi_tiered_read(session, (uint32_t)layer, (uint64_t)probe->prefill, qkvi_exact_k(probe->exact, layer, 0),
+                     qkvi_exact_v(probe->exact, layer, 0), probe->k_rows, probe->v_rows, &sums->layers[layer].rows);
+    attend_layer(probe, layer, &sums->layers[layer]);
+  }
+  score(probe, sums);
 }

@@ -11,6 +11,7 @@
 #define QKV_CLIENT_BENCH_PROBE_H
 
 #include "client/bench/recode.h"
+#include "client/bench/tiered.h"
 #include "client/worker/figures.h"
 #include "client/worker/lm.h"
 #include "engine/cache/coding.h"
@@ -46,5 +47,8 @@ void qkvi_probe_exact(qkvi_probe *probe, const uint8_t *window, qkvi_probe_sums 
 
 // A coded pass over the same window.
 void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums);
+// The same with a session that is asked the prefix's own queries, and then brought to an average of `bits` by their
+// attention; a new one, which is full.
+void qkvi_probe_tiered(qkvi_probe *probe, qkvi_tiered *session, double bits, qkvi_probe_sums *sums);
 
 #endif

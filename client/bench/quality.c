@@ -28,8 +28,10 @@ static const qkv_option options[] = {
      "of a window whose keys and values are coded"},
     {"length", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, length), "1024", 2, 1 << 20, "BYTES",
      "of a window; those after the prefill are scored"},
-    {"setting", QKV_OPTION_LIST, offsetof(qkv_bench_settings, ways), NULL, 0, 0, "FRAME:K[/V][:ANCHOR]",
-     "a way to code, such as plain:4 or archive:2/1.5:auto; may be given several times. Without any, a list of them"},
+    {"setting", QKV_OPTION_LIST, offsetof(qkv_bench_settings, ways), NULL, 0, 0, "WAY",
+     "a way to code, FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS], such as plain:4, archive:2/1.5:auto or "
+     "attend:4@1.5, whose tokens are brought to 1.5 bits by attention; may be given several times. Without any, a "
+     "list of them"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "0", 0, 8, "BITS",
      "code bits per coordinate of keys, a multiple of 0.125; with those below, one more way to code"},
     {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",
@@ -70,6 +72,7 @@ typedef struct quality_job {
   size_t layers;                       // that are measured
   const qkv_calibration *calibration;  // or NULL
   qkvi_setting_list ways;
+  qkv_model sessions[2];  // the model as sessions have it, without and with the calibration
   qkv_coding **codings;   // [ways.count]
   qkvi_probe_sums *sums;  // [1 + ways.count]; the first is the exact cache's
   window_sums *windows;   // [ways.count]
@@ -127,8 +130,9 @@ static void *zeroed(size_t count, size_t bytes) {
   return memory;
 }
 
-// Without RoPE there is one frame: asking for another is an error, those of the default list are left out.
-static qkv_status check_frames(quality_job *job, qkv_error *error) {
+// Without RoPE there is one frame, and a dump has queries of its last tokens only: asking for what cannot be is an
+// error, what of it the default list has is left out.
+static qkv_status check_ways(quality_job *job, qkv_error *error) {
   const bool asked = job->settings->ways.count > 0 || job->settings->frame != NULL;
   size_t kept = 0;
   for (size_t i = 0; i < job->ways.count; i++) {
@@ -136,10 +140,25 @@ static qkv_status check_frames(quality_job *job, qkv_error *error) {
     if (archive && asked) {
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "the archive frame needs a model with RoPE; see --rope-theta");
     }
-    if (!archive) job->ways.items[kept++] = job->ways.items[i];
+    const bool tiers = job->ways.items[i].tier_bits > 0 && job->dump != NULL;
+    if (tiers && asked) {
+      return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                      "tiers by attention need --model and --text, a dump has few queries");
+    }
+    if (!archive && !tiers) job->ways.items[kept++] = job->ways.items[i];
   }
   job->ways.count = kept;
   return QKV_OK;
+}
+
+// Those of ways with tiers.
+static void prepare_sessions(quality_job *job) {
+  for (size_t i = 0; i < 2; i++) {
+    job->sessions[i] = job->model;
+    job->sessions[i].dtype = job->dtype;
+    job->sessions[i].calibration = qkv_calibration_slot_create();
+  }
+  if (job->calibration != NULL) qkv_calibration_slot_set(job->sessions[1].calibration, job->calibration);
 }
 
 static qkv_status prepare(quality_job *job, qkv_error *error) {
@@ -152,7 +171,7 @@ static qkv_status prepare(quality_job *job, qkv_error *error) {
     const qkv_calibration_shape shape = qkv_model_calibration_shape(&job->model);
     QKV_TRY(qkv_calibration_check(job->calibration, &shape, error));
   }
-  QKV_TRY(check_frames(job, error));
+  QKV_TRY(check_ways(job, error));
   if (job->lm != NULL) job->probe = qkvi_probe_create(job->lm, settings->prefill, settings->length, job->dtype);
   job->codings = zeroed(job->ways.count, sizeof *job->codings);
   job->sums = zeroed(1 + job->ways.count, sizeof *job->sums);
@@ -162,6 +181,7 @@ static qkv_status prepare(quality_job *job, qkv_error *error) {
     job->codings[i] = qkvi_setting_coding(&job->ways.items[i], &job->model, job->calibration);
     job->sums[1 + i].layers = zeroed(job->layers, sizeof *job->sums->layers);
   }
+  prepare_sessions(job);
   return QKV_OK;
 }
 
@@ -170,6 +190,7 @@ static void tear_down(quality_job *job) {
     qkv_coding_unref(&job->codings[i]);
     free(job->sums[1 + i].layers);
   }
+  for (size_t i = 0; i < 2; i++) qkv_calibration_slot_destroy(&job->sessions[i].calibration);
   free(job->codings);
   free(job->sums);
   free(job->windows);
@@ -184,8 +205,16 @@ static void tear_down(quality_job *job) {
 static void measure_way(quality_job *job, size_t way) {
   qkvi_probe_sums *sums = &job->sums[1 + way];
   window_sums *windows = &job->windows[way];
+  const qkvi_setting *setting = &job->ways.items[way];
   const qkvi_quality before = sums->quality;
-  qkvi_probe_coded(job->probe, job->codings[way], sums);
+  if (setting->tier_bits > 0) {
+    qkvi_tiered *session =
+        qkvi_tiered_create(&job->sessions[setting->calibrated], &setting->policy, qkvi_setting_purpose(setting));
+    qkvi_probe_tiered(job->probe, session, setting->tier_bits, sums);
+    qkvi_tiered_destroy(&session);
+  } else {
+    qkvi_probe_coded(job->probe, job->codings[way], sums);
+  }
   const double kl = (sums->quality.kl_bits - before.kl_bits) / (double)(sums->quality.positions - before.positions);
   windows->windows++;
   windows->kl += kl;

@@ -16,9 +16,10 @@ typedef struct qkvi_setting {
   qkv_frame frame;
   bool calibrated;
   qkv_policy policy;  // resolved
+  double tier_bits;   // average that the rows are then brought to by attention; 0: they stay as they are
 } qkvi_setting;
 
-enum { QKVI_SETTING_NAME_MAX = 128 };
+enum { QKVI_SETTING_NAME_MAX = 192 };
 // What it is called in tables and files; the same as in tests/regress/baselines.csv where that has it.
 char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]);
 
@@ -27,7 +28,7 @@ typedef struct qkvi_setting_list {
   size_t count, room;
 } qkvi_setting_list;
 
-// "FRAME:K[/V][:ANCHOR]", as docs/quality.md has it. INVALID_ARGUMENT names what is wrong.
+// "FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", as docs/quality.md has it. INVALID_ARGUMENT names what is wrong.
 qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error);
 // What the command's options ask for: its --setting, that of --bits-k and its companions, else the default list.
 qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error);
@@ -36,6 +37,7 @@ void qkvi_settings_clear(qkvi_setting_list *list);
 // How pages of a session with this setting are coded. `calibration` may be NULL where the setting is data-free.
 qkv_coding *qkvi_setting_coding(const qkvi_setting *setting, const qkv_model *model,
                                 const qkv_calibration *calibration);
+qkv_purpose qkvi_setting_purpose(const qkvi_setting *setting);
 
 // The figures of one way to code. NAN: not measured.
 typedef struct qkvi_quality_row {

@@ -26,7 +26,15 @@ static const struct {
     {false, "archive:4"},
     {false, "archive:3"},
     {false, "archive:2"},
+    {false, "archive:3.125:auto"},
     {false, "archive:2.125:auto"},
+    {false, "archive:3.125:auto:auto"},
+    {false, "archive:2.125:auto:auto"},
+    {false, "plain:3.125:mean:predictor"},
+    {false, "plain:3.125:mean:correction"},
+    {false, "plain:2.125:mean:predictor"},
+    {false, "plain:2.125:mean:correction"},
+    {false, "plain:4@2"},
     {true, "attend:4"},
     {true, "attend:3"},
     {true, "attend:3/2"},
@@ -47,6 +55,11 @@ static const struct {
     {true, "attend:2/1:auto"},
     {true, "archive:2:auto"},
     {true, "archive:1.25/1.125:auto"},
+    {true, "attend:4@2"},
+    {true, "attend:4@1.5"},
+    {true, "attend:4@1.375"},
+    {true, "attend:4@1"},
+    {true, "archive:4@1.5"},
 };
 
 // ---- Names ----
@@ -84,16 +97,33 @@ static void name_calibrated(const qkvi_setting *setting, char name[QKVI_SETTING_
            policy->anchor.kind == QKV_ANCHOR_AUTO ? "best" : qkv_anchor_name(policy->anchor.kind));
 }
 
+// What comes on top of the codes, and what becomes of them later.
+static void name_rest(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
+  const qkv_low_rank_options *low_rank = &setting->policy.low_rank;
+  size_t length = strlen(name);
+  if (low_rank->mode != QKV_LOW_RANK_OFF) {
+    snprintf(name + length, QKVI_SETTING_NAME_MAX - length, ", low-rank %s %u", qkv_low_rank_name(low_rank->mode),
+             low_rank->rank);
+  }
+  length = strlen(name);
+  if (setting->tier_bits > 0) {
+    snprintf(name + length, QKVI_SETTING_NAME_MAX - length, ", by attention to %g", setting->tier_bits);
+  }
+}
+
 char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
   if (setting->calibrated) {
     name_calibrated(setting, name);
   } else {
     name_free(setting, name);
   }
+  name_rest(setting, name);
   return name;
 }
 
 // ---- Parsing ----
+
+enum { PARTS = 4, PART_BYTES = 32 };
 
 static qkv_status parse_frame(const char *text, qkv_frame *frame, qkv_error *error) {
   for (size_t i = 0; i < sizeof frame_names / sizeof *frame_names; i++) {
@@ -122,6 +152,35 @@ static qkv_status parse_anchor(const char *text, qkv_policy *policy, qkv_error *
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "the anchor is %s, known are none, mean, group, chain and auto", text);
 }
 
+// "MODE" or "MODE/RANK"
+static qkv_status parse_low_rank(const char *text, qkv_policy *policy, qkv_error *error) {
+  char mode[PART_BYTES];
+  const char *slash = strchr(text, '/');
+  const size_t length = slash != NULL ? (size_t)(slash - text) : strlen(text);
+  char *end = NULL;
+  const unsigned long rank = slash != NULL ? strtoul(slash + 1, &end, 10) : QKV_RANK_DEFAULT;
+  memcpy(mode, text, length);
+  mode[length] = '\0';
+  if (!qkv_low_rank_parse(mode, &policy->low_rank.mode)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "the low rank is %s, known are none, predictor, correction and auto",
+                    mode);
+  }
+  policy->low_rank_said = true;
+  policy->low_rank.rank = (uint8_t)rank;
+  if (slash == NULL || (slash[1] >= '0' && slash[1] <= '9' && *end == '\0' && rank >= 1 && rank <= QKV_RANK_MAX))
+    return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the rank is %s, allowed are 1 to %d", slash + 1, QKV_RANK_MAX);
+}
+
+static qkv_status parse_tiers(const char *text, double *bits, qkv_error *error) {
+  char *end = NULL;
+  *bits = strtod(text, &end);
+  if (end != text && *end == '\0' && *bits > 0 && qkv_codec_by_id(QKV_CODEC_EMBEDDED)->bits_valid(*bits))
+    return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the average is %s, allowed are multiples of %g up to %d", text,
+                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+}
+
 static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *error) {
   setting->calibrated = calibrated && setting->frame != QKV_FRAME_PLAIN;
   if (setting->frame == QKV_FRAME_ATTEND && !calibrated) {
@@ -139,15 +198,17 @@ static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *err
 }
 
 qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error) {
-  enum { PARTS = 3, PART_BYTES = 32 };
-  char parts[PARTS][PART_BYTES] = {"", "", "none"};
+  char parts[PARTS][PART_BYTES] = {"", "", "none", "none"}, whole[PARTS * PART_BYTES] = "";
+  const char *tiers = strchr(text, '@');
   *setting = (qkvi_setting){.policy = QKV_POLICY_UNSET};
-  const char *at = text;
+  snprintf(whole, sizeof whole, "%.*s", tiers != NULL ? (int)(tiers - text) : (int)sizeof whole, text);
+  const char *at = whole;
   for (size_t i = 0; at != NULL; i++) {
     const char *colon = strchr(at, ':');
     const size_t bytes = colon != NULL ? (size_t)(colon - at) : strlen(at);
     if (i == PARTS || bytes >= PART_BYTES) {
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "--setting %.64s: expected FRAME:K[/V][:ANCHOR]", text);
+      return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                      "--setting %.64s: expected FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", text);
     }
     memcpy(parts[i], at, bytes);
     parts[i][bytes] = '\0';
@@ -156,6 +217,8 @@ qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *s
   qkv_status status = parse_frame(parts[0], &setting->frame, error);
   if (status == QKV_OK) status = parse_bits(parts[1], &setting->policy, error);
   if (status == QKV_OK) status = parse_anchor(parts[2], &setting->policy, error);
+  if (status == QKV_OK) status = parse_low_rank(parts[3], &setting->policy, error);
+  if (status == QKV_OK && tiers != NULL) status = parse_tiers(tiers + 1, &setting->tier_bits, error);
   if (status == QKV_OK) status = resolve(setting, calibrated, error);
   return status == QKV_OK ? QKV_OK : qkv_error_prefix(error, "--setting %.64s: ", text);
 }
@@ -215,8 +278,12 @@ void qkvi_settings_clear(qkvi_setting_list *list) {
   *list = (qkvi_setting_list){0};
 }
 
+qkv_purpose qkvi_setting_purpose(const qkvi_setting *setting) {
+  return setting->frame == QKV_FRAME_ARCHIVE ? QKV_PURPOSE_FETCH : QKV_PURPOSE_ATTEND;
+}
+
 qkv_coding *qkvi_setting_coding(const qkvi_setting *setting, const qkv_model *model,
                                 const qkv_calibration *calibration) {
-  const qkv_purpose purpose = setting->frame == QKV_FRAME_ARCHIVE ? QKV_PURPOSE_FETCH : QKV_PURPOSE_ATTEND;
-  return qkv_coding_get(model, &setting->policy, purpose, setting->calibrated ? calibration : NULL);
+  return qkv_coding_get(model, &setting->policy, qkvi_setting_purpose(setting),
+                        setting->calibrated ? calibration : NULL);
 }

@@ -82,9 +82,14 @@ void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uin
   free(scratch.page);
   free(scratch.k);
   free(scratch.v);
-  sums->coordinates += tokens * (k_row + v_row);
-  compare(k, k_out, tokens * coder->kv_heads, coder->key_dim, QKV_K, sums);
-  compare(v, v_out, tokens * coder->kv_heads, coder->value_dim, QKV_V, sums);
+  qkvi_recoded_compare(coder->kv_heads, coder->key_dim, coder->value_dim, tokens, k, v, k_out, v_out, sums);
+}
+
+void qkvi_recoded_compare(uint32_t kv_heads, size_t key_dim, size_t value_dim, uint64_t tokens, const float *k,
+                          const float *v, const float *k_out, const float *v_out, qkvi_recoded *sums) {
+  sums->coordinates += tokens * kv_heads * (key_dim + value_dim);
+  compare(k, k_out, tokens * kv_heads, key_dim, QKV_K, sums);
+  compare(v, v_out, tokens * kv_heads, value_dim, QKV_V, sums);
 }
 
 double qkvi_recoded_error(const qkvi_recoded *sums, qkv_part part) {

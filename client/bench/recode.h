@@ -25,6 +25,10 @@ typedef struct qkvi_recoded {
 void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
                  const float *v, float *k_out, float *v_out, qkvi_recoded *sums);
 
+// Adds what `tokens` rows that were coded are from those that went in, and their number; not bytes.
+void qkvi_recoded_compare(uint32_t kv_heads, size_t key_dim, size_t value_dim, uint64_t tokens, const float *k,
+                          const float *v, const float *k_out, const float *v_out, qkvi_recoded *sums);
+
 // Relative squared error of one part, and the mean cosine.
 double qkvi_recoded_error(const qkvi_recoded *sums, qkv_part part);
 double qkvi_recoded_cosine(const qkvi_recoded *sums, qkv_part part);

@@ -58,6 +58,15 @@ static int stop(void **state) {
   return 0;
 }
 
+// What a session in process makes of it, with its own queries.
+static void code(qkvi_probe *made, const qkvi_setting *setting, qkv_dtype dtype, qkvi_probe_sums *sums) {
+  qkv_model own = model;
+  own.dtype = dtype;
+  qkvi_tiered *session = qkvi_tiered_create(&own, &setting->policy, qkvi_setting_purpose(setting));
+  qkvi_probe_tiered(made, session, setting->tier_bits, sums);
+  qkvi_tiered_destroy(&session);
+}
+
 // Measures one setting in process.
 static qkvi_probe_sums probe(const char *text_of_setting, qkv_dtype dtype, qkvi_quality *exact) {
   qkvi_setting setting;
@@ -67,7 +76,11 @@ static qkvi_probe_sums probe(const char *text_of_setting, qkv_dtype dtype, qkvi_
   qkvi_probe_sums alone = {0}, sums = {.layers = calloc((size_t)lm->layers, sizeof(qkvi_probe_layer))};
   assert_non_null(sums.layers);
   qkvi_probe_exact(made, text, &alone);
-  qkvi_probe_coded(made, coding, &sums);
+  if (setting.tier_bits > 0) {
+    code(made, &setting, dtype, &sums);
+  } else {
+    qkvi_probe_coded(made, coding, &sums);
+  }
   *exact = alone.quality;
   qkvi_probe_destroy(&made);
   qkv_coding_unref(&coding);
@@ -80,11 +93,16 @@ static bool near(double a, double b, double relative) {
 
 // The worker's model is fp16, so rows are rounded to that on the way; for the rest the two differ by the order of
 // sums in fp32: the daemon's partial attention is merged with the worker's.
-static void check_against_daemon(const char *setting, double bits_k, double bits_v, int purpose) {
+static void check_against_daemon(const char *setting, double bits_k, double bits_v, int purpose, double demote_bits) {
   qkvi_quality exact;
   qkvi_probe_sums sums = probe(setting, QKV_FP16, &exact);
-  const qkvi_score_options options = {
-      .windows = 1, .prefill = PREFILL, .length = LENGTH, .bits_k = bits_k, .bits_v = bits_v, .purpose = purpose};
+  const qkvi_score_options options = {.windows = 1,
+                                      .prefill = PREFILL,
+                                      .length = LENGTH,
+                                      .bits_k = bits_k,
+                                      .bits_v = bits_v,
+                                      .purpose = purpose,
+                                      .demote_bits = demote_bits};
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, &options);
   qkvi_quality quality = {0};
   qkv_error error = {0};
@@ -113,9 +131,10 @@ static void check_against_daemon(const char *setting, double bits_k, double bits
 
 static void test_as_through_the_daemon(void **state) {
   (void)state;
-  check_against_daemon("plain:4", 4, 4, 1);
-  check_against_daemon("plain:2/1.5", 2, 1.5, 1);
-  check_against_daemon("archive:3", 3, 3, 2);
+  check_against_daemon("plain:4", 4, 4, 1, 0);
+  check_against_daemon("plain:2/1.5", 2, 1.5, 1, 0);
+  check_against_daemon("archive:3", 3, 3, 2, 0);
+  check_against_daemon("plain:4@2.25", 4, 4, 1, 2.25);
 }
 
 static void test_figures(void **state) {

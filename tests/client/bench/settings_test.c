@@ -25,6 +25,12 @@ static void test_names(void **state) {
       {"archive:2:chain", false, "archive frame: pre-RoPE chain + Hadamard + gain, 2"},
       {"archive:2/1:auto", true, "archive frame: pre-RoPE KLT K 2 / KLT V 1, best anchor"},
       {"attend:2/1:group", true, "attend frame: rotating mean anchor + query-aware KLT K 2 / KLT V 1, group anchor"},
+      {"plain:3.125:mean:correction", false, "page mean anchor + Hadamard + gain, 3, low-rank correction 4"},
+      {"plain:3:none:auto/8", false, "Hadamard + gain, no anchor, 3, low-rank auto 8"},
+      {"attend:4@1.5", true,
+       "attend frame: rotating mean anchor + query-aware KLT K 4 / KLT V 4, by attention to 1.5"},
+      {"plain:4:auto:predictor/2@2", false,
+       "best anchor + Hadamard + gain, 4, low-rank predictor 2, by attention to 2"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkvi_setting setting;
@@ -67,8 +73,15 @@ static void test_refused(void **state) {
       {"plain:2/9", "policy.bits_v is 9"},
       {"plain:2:best", "the anchor is best, known are none, mean, group, chain and auto"},
       {"attend:2", "the attend frame needs --calibration"},
-      {"plain:2:none:x", "expected FRAME:K[/V][:ANCHOR]"},
-      {"plain:2:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "expected FRAME:K[/V][:ANCHOR]"},
+      {"plain:2:none:x", "the low rank is x, known are none, predictor, correction and auto"},
+      {"plain:2:none:auto/0", "the rank is 0, allowed are 1 to 16"},
+      {"plain:2:none:auto/17", "the rank is 17, allowed are 1 to 16"},
+      {"plain:2:none:auto/", "the rank is , allowed are 1 to 16"},
+      {"plain:2@", "the average is , allowed are multiples of 0.125 up to 8"},
+      {"plain:2@1.3", "the average is 1.3, allowed are multiples of 0.125 up to 8"},
+      {"plain:2@9", "the average is 9, allowed are multiples of 0.125 up to 8"},
+      {"plain:2:none:auto:x", "expected FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]"},
+      {"plain:2:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "expected FRAME:K[/V][:ANCHOR["},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkvi_setting setting;
