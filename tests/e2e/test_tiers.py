@@ -5,11 +5,13 @@ import os
 import pty
 import re
 import subprocess
+import time
 
+import numpy as np
 import pytest
 
-from daemon import binary, clean_environment
-from kv import TIMEOUT
+from daemon import SANITIZED, Daemon, binary, clean_environment
+from kv import TIMEOUT, Cache
 from qkv.v1 import kv_cache_pb2 as kv
 
 TOKENS = 448  # 6 pages below the window of 64
@@ -64,6 +66,53 @@ def test_what_cannot_be_is_refused(daemon, cache, arguments, code, text):
     assert (result.returncode, result.stdout) == (code, "")
     assert text in result.stderr
     assert cache.info().bytes_coded == before
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers keep freed memory")
+def test_demotion_gives_memory_back_to_the_machine(name):
+    """33 MB of codes at 8 bits, down to 1: what the daemon says it has freed the machine has."""
+    with Daemon("--anchor", "none", "--calibrate-tokens", "0") as daemon:
+        cache = Cache(daemon.stub(), name, layers=2, kv_heads=4, q_heads=4, key_dim=128, value_dim=128, recent_window=0,
+                      bits_k=8, bits_v=8)
+        k, v = cache.rows(1024)
+        for layer in range(2):
+            for position in range(0, 16384, 1024):
+                cache.append(position, k, v, layer=layer)
+        before, held = daemon.rss_bytes(), cache.info().bytes_coded
+        assert held > 32 << 20
+        (said,) = lines("demote", name, "--bits", "1", "--even", "--target", daemon.target)
+        fallen = before - daemon.rss_bytes()
+        assert said["bytes_freed"] == held - cache.info().bytes_coded > 0.8 * held
+        assert 0.8 * said["bytes_freed"] < fallen < 1.2 * said["bytes_freed"], (said, fallen)
+
+
+def test_thresholds_decide_in_the_background(name):
+    """Of 448 tokens one gets nearly all attention, one 3 %, one 0.4 %, the others none."""
+    with Daemon("--anchor", "none", "--ema-every", "1", "--tier-thresholds", "0.1,0.01,0.001") as daemon:
+        cache = Cache(daemon.stub(), name, layers=1, recent_window=64)
+        k, v = cache.rows(TOKENS)
+        k[:] = 0.001 * k
+        for token, score in ((200, 12), (300, 8.5), (120, 6.5)):
+            k[token] = 0
+            k[token, :, 0] = score
+        queries = np.zeros((16, 4, 16), np.float32)
+        queries[:, :, 0] = 4  # times the scale, 1 / 4
+        cache.append(0, k, v)
+        expected = np.ones(384)
+        expected[0:16] = 4  # sinks
+        expected[192:208], expected[288:304], expected[112:128] = 4, 3, 2
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            cache.attend(TOKENS - 16, queries)
+            heads = list(cache.stub.GetAttentionStats(kv.GetAttentionStatsRequest(session=name), timeout=TIMEOUT))
+            if all(np.array_equal(head.bits[:384], expected) for head in heads):
+                break
+            assert time.monotonic() < deadline, [list(head.bits[:384:16]) for head in heads]
+            time.sleep(0.05)
+        assert len(heads) == 2
+        for head in heads:
+            assert head.ema[200] > 0.9 > 0.1 > head.ema[300] > 0.01 > head.ema[120] > 0.001 > head.ema[64]
+        assert daemon.metric("qkvd_tier_pages_total") >= 6
 
 
 def test_promote_needs_what_was_kept(daemon, cache):
