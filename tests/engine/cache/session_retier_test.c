@@ -6,6 +6,7 @@
 
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
+#include "engine/codec/calibrate.h"
 #include "tests/engine/cache/fixture.h"
 
 typedef struct scene {
@@ -316,6 +317,8 @@ enum { THREADS_TOKENS = 64 * 30, ROUNDS = 120 };
 
 typedef struct crowd {
   scene s;
+  qkv_calibration_slot *slot;
+  const qkv_calibration *calibrations[2];
   _Atomic bool done;
 } crowd;
 
@@ -367,6 +370,56 @@ static void *retier_on(void *context) {
   return NULL;
 }
 
+// One calibration after the other, so that codings come and go.
+static void *calibrate_on(void *context) {
+  crowd *c = context;
+  for (size_t i = 0; !atomic_load(&c->done); i++) {
+    qkv_calibration_slot_set(c->slot, i % 3 == 2 ? NULL : c->calibrations[i % 3]);
+    uint64_t lengths[4];
+    qkv_session_info info;
+    qkv_session_read_info(c->s.session, &info, lengths);
+    assert_int_equal(qkv_session_truncate(c->s.session, lengths[i % 2], NULL, 0, NULL), QKV_OK);
+  }
+  return NULL;
+}
+
+static const qkv_calibration *calibration_of(const qkv_model *model, uint64_t seed) {
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  sequence rows = make_sequence(model, 128, seed);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  for (uint32_t layer = 0; layer < model->layers; layer++)
+    qkv_moments_add(moments, layer, 0, 128, rows.k, rows.v, false);
+  qkv_calibration *calibration = NULL;
+  assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &calibration, NULL), QKV_OK);
+  qkv_moments_destroy(&moments);
+  free_sequence(&rows);
+  return calibration;
+}
+
+static void calibrations_change_meanwhile(void **state) {
+  (void)state;
+  static void *(*const jobs[])(void *) = {append_and_truncate, attend_on, retier_on, retier_on, calibrate_on};
+  enum { JOBS = sizeof jobs / sizeof *jobs };
+  crowd c = {.slot = qkv_calibration_slot_create()};
+  pthread_t threads[JOBS];
+  qkv_model model = test_model(2, 2, 32, 32, QKV_FP16);
+  for (uint64_t i = 0; i < 2; i++) c.calibrations[i] = calibration_of(&model, 5 + i);
+  model.calibration = c.slot;
+  setup_scene(&c.s, model, test_policy(4, 4, 16), THREADS_TOKENS, false);
+  const uint64_t one = qkv_coding_bytes_held();
+  for (size_t i = 0; i < JOBS; i++) assert_int_equal(pthread_create(&threads[i], NULL, jobs[i], &c), 0);
+  for (size_t i = 0; i < JOBS; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);
+  check_layers(&c.s);
+  for (size_t i = 0; i < 2; i++) qkv_calibration_unref(&c.calibrations[i]);
+  qkv_calibration_slot_set(c.slot, NULL);
+  assert_int_equal(qkv_session_truncate(c.s.session, 0, NULL, 0, NULL), QKV_OK);
+  for (uint32_t layer = 0; layer < 2; layer++) append(&c.s, layer, 0, 1);
+  assert_int_equal(qkv_coding_bytes_held(), one);
+  assert_int_equal(qkv_calibration_bytes_held(), 0);
+  teardown_scene(&c.s);
+  qkv_calibration_slot_destroy(&c.slot);
+}
+
 static void everything_runs_together(void **state) {
   (void)state;
   for (int keep_full = 0; keep_full < 2; keep_full++) {
@@ -385,9 +438,10 @@ static void everything_runs_together(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(demoting_frees_what_it_says),  cmocka_unit_test(promoting_needs_what_was_kept),
-      cmocka_unit_test(steps_reach_the_budget),       cmocka_unit_test(statistics_are_those_of_the_tokens),
-      cmocka_unit_test(demoting_shrinks_the_process), cmocka_unit_test(everything_runs_together),
+      cmocka_unit_test(demoting_frees_what_it_says),   cmocka_unit_test(promoting_needs_what_was_kept),
+      cmocka_unit_test(steps_reach_the_budget),        cmocka_unit_test(statistics_are_those_of_the_tokens),
+      cmocka_unit_test(demoting_shrinks_the_process),  cmocka_unit_test(everything_runs_together),
+      cmocka_unit_test(calibrations_change_meanwhile),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
