@@ -94,9 +94,10 @@ static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, u
 // rows [64][dim] in code space, or what anchors leave of them, to gains and codes.
 static void encode_turned(qkv_part part, const qkv_transform *transform, unsigned tier, const float *rows,
                           uint8_t *gains, uint8_t *codes) {
+  float errors[QKV_PAGE_TOKENS];
   memset(gains, 0, QKV_PAGE_TOKENS);
   if (tier == 0) return;
-  qkv_kernels_get()->encode(part, transform->schedule, tier, transform->weights, rows, gains, codes);
+  qkv_kernels_get()->encode(part, transform->schedule, tier, transform->weights, rows, gains, codes, errors);
 }
 
 // One head's K or V, coded, before it has a place in the page.

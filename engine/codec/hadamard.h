@@ -9,8 +9,8 @@
 
 #include <stddef.h>
 
-// In place, `dim` a multiple of 8 up to QKV_DIM_MAX.
-void qkv_hadamard_forward(float *row, size_t dim);
-void qkv_hadamard_inverse(float *row, size_t dim);
+// rows [n][dim] in place, `dim` a multiple of 8 up to QKV_DIM_MAX.
+void qkv_hadamard_forward(float *rows, size_t n, size_t dim);
+void qkv_hadamard_inverse(float *rows, size_t n, size_t dim);
 
 #endif

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "engine/codec/hadamard.h"
+#include "engine/kernel/kernel.h"
 
 enum { LANES = 8 };  // sums kept side by side, so that the compiler can vectorize without reordering
 
@@ -17,52 +18,27 @@ static float dot(const float *a, const float *b, size_t n) {
   return sum;
 }
 
-// rows [n][dim] become their products with the first `coordinates` rows of `matrix` [dim][dim]; the others are 0.
-static void multiply(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n) {
-  float out[QKV_DIM_MAX];
-  for (size_t i = 0; i < n; i++) {
-    float *row = rows + i * dim;
-    for (size_t c = 0; c < coordinates; c++) out[c] = dot(matrix + c * dim, row, dim);
-    memcpy(row, out, coordinates * sizeof *row);
-    memset(row + coordinates, 0, (dim - coordinates) * sizeof *row);
-  }
-}
-
-// rows [n][dim] become sum_c row[c] matrix[c], over the first `coordinates`.
-static void combine(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n) {
-  float out[QKV_DIM_MAX];
-  for (size_t i = 0; i < n; i++) {
-    float *row = rows + i * dim;
-    memset(out, 0, dim * sizeof *out);
-    for (size_t c = 0; c < coordinates; c++) {
-      const float factor = row[c], *from = matrix + c * dim;
-      for (size_t j = 0; j < dim; j++) out[j] += factor * from[j];
-    }
-    memcpy(row, out, dim * sizeof *row);
-  }
-}
-
 void qkv_transform_forward(const qkv_transform *transform, float *rows, size_t n, size_t coordinates) {
   const size_t dim = transform->schedule->dim;
   assert(coordinates <= dim);
   if (transform->analysis == NULL) {
-    for (size_t i = 0; i < n; i++) qkv_hadamard_forward(rows + i * dim, dim);
+    qkv_hadamard_forward(rows, n, dim);
     return;
   }
   for (size_t i = 0; i < n; i++) {
     for (size_t j = 0; j < dim; j++) rows[i * dim + j] -= transform->mean[j];
   }
-  multiply(transform->analysis, dim, coordinates, rows, n);
+  qkv_kernels_get()->multiply(transform->analysis, dim, coordinates, rows, n);
 }
 
 void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n, size_t coordinates) {
   const size_t dim = transform->schedule->dim;
   assert(coordinates <= dim);
   if (transform->analysis == NULL) {
-    for (size_t i = 0; i < n; i++) qkv_hadamard_inverse(rows + i * dim, dim);
+    qkv_hadamard_inverse(rows, n, dim);
     return;
   }
-  combine(transform->synthesis, dim, coordinates, rows, n);
+  qkv_kernels_get()->combine(transform->synthesis, dim, coordinates, rows, n);
   for (size_t i = 0; i < n; i++) {
     for (size_t j = 0; j < dim; j++) rows[i * dim + j] += transform->mean[j];
   }
@@ -73,21 +49,21 @@ void qkv_transform_query(const qkv_transform *transform, float *queries, size_t 
   const size_t dim = transform->schedule->dim;
   memset(shares, 0, n * sizeof *shares);
   if (transform->analysis == NULL) {
-    for (size_t i = 0; i < n; i++) qkv_hadamard_forward(queries + i * dim, dim);
+    qkv_hadamard_forward(queries, n, dim);
     return;
   }
   for (size_t i = 0; i < n; i++) shares[i] = dot(queries + i * dim, transform->mean, dim);
-  multiply(transform->synthesis, dim, coordinates, queries, n);
+  qkv_kernels_get()->multiply(transform->synthesis, dim, coordinates, queries, n);
 }
 
 void qkv_transform_output(const qkv_transform *transform, float *sums, const double *totals, size_t n,
                           size_t coordinates) {
   const size_t dim = transform->schedule->dim;
   if (transform->analysis == NULL) {
-    for (size_t i = 0; i < n; i++) qkv_hadamard_inverse(sums + i * dim, dim);
+    qkv_hadamard_inverse(sums, n, dim);
     return;
   }
-  combine(transform->synthesis, dim, coordinates, sums, n);
+  qkv_kernels_get()->combine(transform->synthesis, dim, coordinates, sums, n);
   for (size_t i = 0; i < n; i++) {
     const float total = (float)totals[i];
     for (size_t j = 0; j < dim; j++) sums[i * dim + j] += total * transform->mean[j];

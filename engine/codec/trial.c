@@ -6,12 +6,13 @@
 #include "engine/kernel/kernel.h"
 
 size_t qkvi_trial_bytes(size_t dim) {
-  return QKV_PAGE_TOKENS * (dim * sizeof(float) + 1 + dim * QKV_DEPTH_MAX / 8);
+  return QKV_PAGE_TOKENS * ((dim + 1) * sizeof(float) + 1 + dim * QKV_DEPTH_MAX / 8);
 }
 
 qkvi_trial qkvi_trial_in(void *scratch, size_t dim) {
   qkvi_trial trial = {.decoded = scratch};
-  trial.gains = (uint8_t *)(trial.decoded + QKV_PAGE_TOKENS * dim);
+  trial.errors = trial.decoded + QKV_PAGE_TOKENS * dim;
+  trial.gains = (uint8_t *)(trial.errors + QKV_PAGE_TOKENS);
   trial.codes = trial.gains + QKV_PAGE_TOKENS;
   return trial;
 }
@@ -24,7 +25,7 @@ void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *
     codes.tiers[g] = (uint8_t)tier;
   }
   const qkv_kernels *kernels = qkv_kernels_get();
-  kernels->encode(part, schedule, tier, weights, rows, trial->gains, trial->codes);
+  kernels->encode(part, schedule, tier, weights, rows, trial->gains, trial->codes, trial->errors);
   kernels->decode(part, &codes, trial->decoded);
 }
 

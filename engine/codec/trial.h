@@ -12,6 +12,7 @@
 typedef struct qkvi_trial {
   float *decoded;  // [64][dim]
   uint8_t *gains;  // [64]
+  float *errors;   // [64], of rows
   uint8_t *codes;  // of the highest tier
 } qkvi_trial;
 

@@ -21,10 +21,11 @@
 #define QKV_DECLARE_ACCUMULATE(name) \
   void name(const qkv_page_codes *values, const float *weights, size_t n, float *sums)
 // rows [64][dim], transformed, to gains [64] and the codes of four groups at `tier`, one after the other. Gains make
-// the squared error least with these weights [dim] of coordinates; NULL: all 1.
+// the squared error least with these weights [dim] of coordinates; NULL: all 1. errors [64], about, of coordinates
+// that have bits (encode_plain.h).
 #define QKV_DECLARE_ENCODE(name)                                                                                 \
   void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *weights, const float *rows, \
-            uint8_t *gains, uint8_t *codes)
+            uint8_t *gains, uint8_t *codes, float *errors)
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
@@ -32,8 +33,12 @@
 #define QKV_DECLARE_LARGEST(name) float name(const float *scores)
 // Scores [64] become weights exp(score - peak), peak the largest so far; returns their sum.
 #define QKV_DECLARE_WEIGH(name) double name(float *scores, float peak)
-// engine/codec/hadamard.h, in place.
-#define QKV_DECLARE_HADAMARD(name) void name(float *row, size_t dim)
+// engine/codec/hadamard.h: rows [n][dim] in place.
+#define QKV_DECLARE_HADAMARD(name) void name(float *rows, size_t n, size_t dim)
+// Dense transforms of rows [n][dim] in place, matrix [dim][dim]. `multiply`: products with the matrix's first
+// `coordinates` rows, then zeros; each is a sum over 16 lanes, j % 16, which are then added by halves. `combine`:
+// sum_c row[c] matrix[c] over the first `coordinates`, in their order.
+#define QKV_DECLARE_DENSE(name) void name(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n)
 
 // In integers (integer.h): rows [n][dim] in code space, n <= QKV_INTEGER_ROWS, become `queries` of one or two bytes a
 // coordinate.
@@ -67,6 +72,8 @@ typedef struct qkv_kernels {
   QKV_DECLARE_WEIGH((*weigh));
   QKV_DECLARE_HADAMARD((*hadamard_forward));
   QKV_DECLARE_HADAMARD((*hadamard_inverse));
+  QKV_DECLARE_DENSE((*multiply));
+  QKV_DECLARE_DENSE((*combine));
   QKV_DECLARE_PREPARE((*prepare));
   QKV_DECLARE_SCORES_INTEGER((*scores_integer));
   QKV_DECLARE_PEAKS((*peaks));

@@ -150,14 +150,18 @@ static inline void transform(float *row, size_t dim) {
 
 static inline QKV_DECLARE_HADAMARD(hadamard_forward_plain) {
   assert(dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
-  flip_signs(row, dim);
-  transform(row, dim);
+  for (size_t i = 0; i < n; i++) {
+    flip_signs(rows + i * dim, dim);
+    transform(rows + i * dim, dim);
+  }
 }
 
 static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
   assert(dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
-  transform(row, dim);
-  flip_signs(row, dim);
+  for (size_t i = 0; i < n; i++) {
+    transform(rows + i * dim, dim);
+    flip_signs(rows + i * dim, dim);
+  }
 }
 
 #endif

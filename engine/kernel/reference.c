@@ -6,12 +6,13 @@
 
 #include "engine/codec/codebook.h"
 #include "engine/codec/pack.h"
+#include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
 
-enum { GROUP = QKV_GROUP_TOKENS, LANES = 8, QUADS = GROUP / 4 };
+enum { GROUP = QKV_GROUP_TOKENS, QUADS = GROUP / 4 };
 
 // Four slots. GCC keeps an array of these in registers, where it reloads an array of floats at every step: ten
 // times the speed in score_group (64 coordinates x 16 slots: 87 against 867 ns).
@@ -108,93 +109,94 @@ static QKV_DECLARE_DECODE(decode_reference) {
   }
 }
 
-// Sums over rows are LANES sums over i % LANES, then those in order. n is a multiple of LANES.
-static float in_order(const float lanes[LANES]) {
-  float sum = 0;
-  for (size_t lane = 0; lane < LANES; lane++) sum += lanes[lane];
-  return sum;
+// ---- Encoding: encode_plain.h ----
+
+// Lanes are added by halves.
+static float lanes_sum(float lanes[SUM_LANES]) {
+  for (size_t half = SUM_LANES / 2; half > 0; half /= 2) {
+    for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 }
 
-// sum_i weights[i] * a[i] * b[i]
-static float dot(const float *weights, const float *a, const float *b, unsigned n) {
-  float lanes[LANES] = {0};
-  for (unsigned i = 0; i < n; i += LANES) {
-    for (unsigned lane = 0; lane < LANES; lane++) lanes[lane] += weights[i + lane] * a[i + lane] * b[i + lane];
-  }
-  return in_order(lanes);
+// sum_i weights[i] * row[i] * row[i]
+static float sum_squares(const float *weights, const float *row, unsigned n) {
+  float lanes[SUM_LANES] = {0};
+  for (unsigned i = 0; i < n; i++) lanes[i % SUM_LANES] += weights[i] * row[i] * row[i];
+  return lanes_sum(lanes);
 }
 
 static float sum(const float *a, unsigned n) {
-  float lanes[LANES] = {0};
-  for (unsigned i = 0; i < n; i += LANES) {
-    for (unsigned lane = 0; lane < LANES; lane++) lanes[lane] += a[i + lane];
-  }
-  return in_order(lanes);
+  float lanes[SUM_LANES] = {0};
+  for (unsigned i = 0; i < n; i++) lanes[i % SUM_LANES] += a[i];
+  return lanes_sum(lanes);
 }
 
-// The squared error of gain * kept as a row.
-static float squared_error(const float *weights, const float *row, const float *kept, float gain, unsigned n) {
-  float lanes[LANES] = {0};
-  for (unsigned i = 0; i < n; i += LANES) {
-    for (unsigned lane = 0; lane < LANES; lane++) {
-      const float miss = row[i + lane] - gain * kept[i + lane];
-      lanes[lane] += weights[i + lane] * miss * miss;
-    }
+// A coordinate of `depth` bits at a scale: its code at full depth, t and the centroid in steps.
+typedef struct tried {
+  uint8_t code;
+  float t, unit;
+} tried;
+
+static tried try_coordinate(unsigned depth, size_t scale, float x, float inverse) {
+  const float y = x * inverse, t = fabsf(y);
+  if (depth <= 4) {
+    const unsigned whole = (unsigned)((t < T_MAX ? t : T_MAX) + 8388608.0f - 8388608.0f);  // 2^23: to the nearest
+    const uint8_t code = qkvi_tables.cells[scale][whole];
+    return (tried){.code = signbit(x) ? (uint8_t)~code : code,
+                   .t = (float)whole,
+                   .unit = (float)qkvi_integers.units[scale][depth][whole]};
   }
-  return in_order(lanes);
+  const uint8_t code = qkv_codebook_code(y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale]);
+  const float value = fabsf(qkvi_tables.values[depth][code >> (QKV_DEPTH_MAX - depth)]);
+  return (tried){.code = code, .t = t, .unit = value * qkvi_tables.inverse_step};
 }
 
-// A way to code a row.
-typedef struct attempt {
-  uint8_t codes[QKV_DIM_MAX];  // at full depth
-  uint8_t gain;
-  float error;  // squared, of what the tier keeps
-} attempt;
-
-// Quantizes the row over the value of gain `scale`, then fits the gain to the codes that the tier keeps.
-static void try_scale(const uint16_t *reach, const float *weights, const float *row, uint8_t scale, attempt *a) {
-  const unsigned coordinates = reach[1];
-  float kept[QKV_DIM_MAX];
-  qkv_codebook_codes(row, 1 / qkv_gain_value(scale), coordinates, a->codes);
-  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
-    const float *values = qkvi_tables.values[depth];
-    for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
-      kept[c] = values[a->codes[c] >> (QKV_DEPTH_MAX - depth)];
-    }
+static void try_scale(const uint16_t *reach, const float *weights, const float *row, float inverse, size_t scale,
+                      float *with_row, float *with_itself) {
+  float a[SUM_LANES] = {0}, b[SUM_LANES] = {0};
+  unsigned depth = QKV_DEPTH_MAX;
+  for (unsigned c = 0; c < reach[1]; c++) {
+    while (reach[depth] <= c) depth--;
+    const tried at = try_coordinate(depth, scale, row[c], inverse);
+    const float weighted = weights[c] * at.unit;
+    a[c % SUM_LANES] += weighted * at.t;
+    b[c % SUM_LANES] += weighted * at.unit;
   }
-  a->gain = qkvi_gain_nearest(dot(weights, row, kept, coordinates) / dot(weights, kept, kept, coordinates));
-  a->error = squared_error(weights, row, kept, qkv_gain_value(a->gain), coordinates);
+  *with_row = lanes_sum(a);
+  *with_itself = lanes_sum(b);
 }
 
-// Codes one row into a column of `codes` and returns its gain: the best of three scales, the gain nearest to the
-// row's weighted RMS and its two neighbours. Relative squared error on Gaussian rows of 64, at a top tier of 4 and
-// when planes are dropped afterwards:
+// Codes `count` rows, `dim` floats apart, into columns of `codes`. Relative squared error on Gaussian rows of 64, at a
+// top tier of 4 and when planes are dropped afterwards, by the scales that are tried (with cells as fine as floats):
 //   scales tried                            4 bits   3       2      1       8 bits
 //   RMS                                     0.00922  0.0339  0.116  0.3588  0.0000410
 //   RMS, then the fitted gain if it differs 0.00914  0.0338  0.116  0.3589  0.0000410
 //   RMS and one step up and down            0.00787  0.0330  0.116  0.3626  0.0000332
 //   RMS and two steps up and down           0.00745  0.0324  0.117  0.3680  0.0000316
-static uint8_t encode_row(const uint16_t *reach, const float *weights, const float *row, qkvi_codes *codes,
-                          size_t slot) {
-  const unsigned coordinates = reach[1];
-  const float rms = coordinates > 0 ? sqrtf(dot(weights, row, row, coordinates) / sum(weights, coordinates)) : 0;
-  if (rms < qkv_gain_value(1) / 2) {
-    for (unsigned c = 0; c < coordinates; c++) codes[c][slot] = 0;
-    return 0;
+static void encode_group(const uint16_t *reach, const float *weights, const float *rows, size_t dim, size_t count,
+                         group_choice *choice, qkvi_codes *codes) {
+  group_scales scales = {0};
+  group_sums sums = {0};
+  for (size_t t = 0; t < count; t++) scales.squares[t] = sum_squares(weights, rows + t * dim, reach[1]);
+  choose_scales(sum(weights, reach[1]), &scales);
+  for (size_t t = 0; t < count; t++) {
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      float a, b;
+      try_scale(reach, weights, rows + t * dim, scales.inverse[t], s, &a, &b);
+      sums.with_row[s][t] = a;
+      sums.with_itself[s][t] = b;
+    }
   }
-  const uint8_t middle = qkvi_gain_nearest(rms);
-  attempt attempts[3], *best = attempts;
-  try_scale(reach, weights, row, middle, best);
-  if (middle > 1) {
-    try_scale(reach, weights, row, middle - 1, &attempts[1]);
-    if (attempts[1].error < best->error) best = &attempts[1];
+  choose_attempts(&scales, &sums, choice);
+  for (size_t t = 0; t < count; t++) {
+    unsigned depth = QKV_DEPTH_MAX;
+    for (unsigned c = 0; c < reach[1]; c++) {
+      while (reach[depth] <= c) depth--;
+      const tried at = try_coordinate(depth, choice->scales[t], rows[t * dim + c], scales.inverse[t]);
+      codes[c][t] = choice->zero[t] ? 0 : at.code;
+    }
   }
-  if (middle < UINT8_MAX) {
-    try_scale(reach, weights, row, middle + 1, &attempts[2]);
-    if (attempts[2].error < best->error) best = &attempts[2];
-  }
-  for (unsigned c = 0; c < coordinates; c++) codes[c][slot] = best->codes[c];
-  return best->gain;
 }
 
 void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *weights, const float *row,
@@ -204,7 +206,9 @@ void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const floa
   (void)qkv_kernels_at(0);  // fills the tables
   const uint16_t *reach = schedule->reach[tier];
   qkvi_codes codes[QKV_DIM_MAX];
-  const float gain = qkv_gain_value(encode_row(reach, weights, row, codes, 0));
+  group_choice choice;
+  encode_group(reach, weights, row, schedule->dim, 1, &choice, codes);
+  const float gain = qkv_gain_value(choice.gains[0]);
   memset(decoded, 0, schedule->dim * sizeof *decoded);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
     for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) {
@@ -219,12 +223,38 @@ static QKV_DECLARE_ENCODE(encode_reference) {
   const size_t dim = schedule->dim;
   qkvi_codes unpacked[QKV_DIM_MAX];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    for (size_t t = 0; t < GROUP; t++) {
-      const size_t slot = g * GROUP + t;
-      gains[slot] = encode_row(schedule->reach[tier], weights, rows + slot * dim, unpacked, t);
-    }
+    group_choice choice;
+    encode_group(schedule->reach[tier], weights, rows + g * GROUP * dim, dim, GROUP, &choice, unpacked);
+    memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
+    memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
     qkvi_pack(part, schedule, tier, unpacked, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);
+  }
+}
+
+// ---- Dense transforms ----
+
+static QKV_DECLARE_DENSE(multiply_reference) {
+  float out[QKV_DIM_MAX];
+  for (size_t i = 0; i < n; i++, rows += dim) {
+    memset(out, 0, dim * sizeof *out);
+    for (size_t c = 0; c < coordinates; c++) {
+      float lanes[SUM_LANES] = {0};
+      for (size_t j = 0; j < dim; j++) lanes[j % SUM_LANES] += matrix[c * dim + j] * rows[j];
+      out[c] = lanes_sum(lanes);
+    }
+    memcpy(rows, out, dim * sizeof *out);
+  }
+}
+
+static QKV_DECLARE_DENSE(combine_reference) {
+  float out[QKV_DIM_MAX];
+  for (size_t i = 0; i < n; i++, rows += dim) {
+    memset(out, 0, dim * sizeof *out);
+    for (size_t c = 0; c < coordinates; c++) {
+      for (size_t j = 0; j < dim; j++) out[j] += rows[c] * matrix[c * dim + j];
+    }
+    memcpy(rows, out, dim * sizeof *out);
   }
 }
 
@@ -238,6 +268,8 @@ const qkv_kernels qkvi_kernels_reference = {
     .weigh = weigh_plain,
     .hadamard_forward = hadamard_forward_plain,
     .hadamard_inverse = hadamard_inverse_plain,
+    .multiply = multiply_reference,
+    .combine = combine_reference,
     .prepare = prepare_plain,
     .scores_integer = qkvi_scores_integer_reference,
     .peaks = peaks_plain,

@@ -179,6 +179,39 @@ static void fill_roots(void) {
   for (unsigned i = 0; i < 256; i++) qkvi_integers.gains[i] = qkv_gain_value((uint8_t)i);
 }
 
+// What encoding looks t up in.
+static void fill_encoding(void) {
+  qkvi_tables.inverse_step = 1 / qkvi_integers.step;
+  static const uint8_t scale_gains[QKVI_SCALES] = {128, 129, 127};
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    qkvi_tables.scales[s] = qkv_gain_value(scale_gains[s]);
+    for (unsigned t = 0; t < 256; t++) {
+      const uint8_t code = qkv_codebook_code((float)t / 64 * qkvi_tables.scales[s]);
+      qkvi_tables.cells[s][t] = code;
+      for (unsigned depth = 1; depth <= 4; depth++) {
+        qkvi_integers.units[s][depth][t] = (uint8_t)qkvi_integers.shallow[depth][code >> (QKV_DEPTH_MAX - depth)];
+      }
+    }
+    for (unsigned depth = 2; depth <= 4; depth++) {
+      for (unsigned cell = 0; cell < 1u << (depth - 2); cell++) {
+        const unsigned upper = ((1u << (depth - 1)) + 2 * cell + 1) << (QKV_DEPTH_MAX - depth);
+        uint32_t t = 0;
+        while (t < 256 && qkvi_tables.cells[s][t] < upper) t++;
+        qkvi_tables.firsts[s][depth][cell] = t;
+      }
+    }
+  }
+  for (unsigned depth = 1; depth <= 4; depth++) {
+    const unsigned half = 1u << (depth - 1);
+    for (unsigned cell = 0; cell < half; cell++) {
+      qkvi_tables.units[depth][cell] = (float)qkvi_integers.shallow[depth][half + cell];
+    }
+  }
+  for (unsigned i = 0; i < 8; i++) {
+    qkvi_tables.gain_middles[i] = (qkv_gain_value((uint8_t)(128 + i)) + qkv_gain_value((uint8_t)(129 + i))) / 2;
+  }
+}
+
 void qkvi_tables_fill(void) {
   fill_roots();
   fill_values();
@@ -188,4 +221,5 @@ void qkvi_tables_fill(void) {
   fill_bytes();
   fill_sixes();
   fill_middles();
+  fill_encoding();
 }

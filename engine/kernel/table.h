@@ -34,6 +34,8 @@ typedef enum qkvi_block_kind {
 
 unsigned qkvi_block_depth(qkvi_block_kind kind);
 
+#define QKVI_SCALES 3
+
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
 typedef struct qkvi_kernel_tables {
@@ -44,6 +46,12 @@ typedef struct qkvi_kernel_tables {
   // [depth][cell]: the boundary, as the bits of a float, that splits a positive cell of depth - 1 into two of
   // `depth`. (Positive floats are in the order of their bits.)
   uint32_t middles[QKV_DEPTH_MAX + 1][1 << (QKV_DEPTH_MAX - 2)];
+  float inverse_step;                   // 1 / qkvi_integers.step
+  float gain_middles[8];                // between the gains of an octave and the next ones
+  float scales[QKVI_SCALES];            // what encoding tries (encode_plain.h), times the middle one's inverse
+  uint8_t cells[QKVI_SCALES][256];      // of t: codes of positive coordinates at the full depth
+  float units[5][16];                   // [depth][cell]: the centroids of positive cells in steps
+  uint32_t firsts[QKVI_SCALES][5][16];  // `middles` of t: the first of the upper cell
 } qkvi_kernel_tables;
 
 // The same of the integers that integer.h speaks of, in the shapes that byte look-ups want: tables of 64 repeat what
@@ -53,6 +61,7 @@ typedef struct qkvi_integer_tables {
   float step;             // of the shallow ones
   float gains[256];       // qkv_gain_value
   int8_t shallow[5][16];  // [depth][code]
+  _Alignas(64) uint8_t units[QKVI_SCALES][5][256];  // [depth][t]: centroids of t in steps, for encoding
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]

@@ -18,9 +18,10 @@ typedef struct workload {
   unsigned tier;
   size_t n;      // queries
   size_t bytes;  // that GB/s count: codes and gains; of encode and decode the rows as fp16
-  float *rows, *queries, *scores, *sums;
+  float *rows, *queries, *scores, *sums, *turned, *matrix;
   float peaks[QUERIES_MAX], totals[QUERIES_MAX];
   uint8_t *gains, *codes;
+  float errors[QKV_PAGE_TOKENS];
   qkv_integer_queries *integer_queries;
   qkv_integer_weights *integer_weights;
   qkv_layouts *layouts;
@@ -71,11 +72,30 @@ static void run_prepare(workload *w, const qkv_kernels *kernels) {
 }
 
 static void run_encode(workload *w, const qkv_kernels *kernels) {
-  kernels->encode(w->page.part, &w->page.schedule, w->tier, NULL, w->rows, w->gains, w->codes);
+  kernels->encode(w->page.part, &w->page.schedule, w->tier, NULL, w->rows, w->gains, w->codes, w->errors);
+}
+
+static void run_encode_weighted(workload *w, const qkv_kernels *kernels) {
+  kernels->encode(w->page.part, &w->page.schedule, w->tier, qkvi_weights_alike, w->rows, w->gains, w->codes,
+                  w->errors);
 }
 
 static void run_decode(workload *w, const qkv_kernels *kernels) {
   kernels->decode(w->page.part, &w->page.codes, w->rows);
+}
+
+static void run_hadamard(workload *w, const qkv_kernels *kernels) {
+  kernels->hadamard_forward(w->rows, QKV_PAGE_TOKENS, w->page.schedule.dim);
+}
+
+static void run_multiply(workload *w, const qkv_kernels *kernels) {
+  memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
+  kernels->multiply(w->matrix, w->page.schedule.dim, w->page.schedule.dim, w->turned, QKV_PAGE_TOKENS);
+}
+
+static void run_combine(workload *w, const qkv_kernels *kernels) {
+  memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
+  kernels->combine(w->matrix, w->page.schedule.dim, w->page.schedule.dim, w->turned, QKV_PAGE_TOKENS);
 }
 
 static const kernel_bench kernels_measured[] = {
@@ -94,6 +114,10 @@ static const kernel_bench kernels_measured[] = {
     {"encode V", QKV_V, false, 0, run_encode},
     {"decode K", QKV_K, false, 0, run_decode},
     {"decode V", QKV_V, false, 0, run_decode},
+    {"weighted K", QKV_K, false, 0, run_encode_weighted},
+    {"hadamard", QKV_K, false, 0, run_hadamard},
+    {"multiply", QKV_K, false, 0, run_multiply},
+    {"combine", QKV_K, false, 0, run_combine},
 };
 
 static double now(void) {
@@ -121,6 +145,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   *w = (workload){.kernel = kernel, .tier = tiers[0], .n = n};
   page_part_init(&w->page, &random, kernel->part, schedule, tiers);
   w->rows = zeroed(rows * sizeof(float));
+  w->turned = zeroed(rows * sizeof(float));
+  w->matrix = zeroed(dim * dim * sizeof(float));
   w->queries = zeroed(QUERIES_MAX * dim * sizeof(float));
   w->scores = zeroed(QUERIES_MAX * QKV_PAGE_TOKENS * sizeof(float));
   w->sums = zeroed(QUERIES_MAX * dim * sizeof(float));
@@ -134,6 +160,7 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   fill_input(&random, INPUT_GAUSSIAN, w->queries, QUERIES_MAX * dim);
   fill_input(&random, INPUT_GAUSSIAN, w->scores, (size_t)QUERIES_MAX * QKV_PAGE_TOKENS);
   fill_rows(&random, INPUT_GAUSSIAN, w->rows, dim);
+  fill_input(&random, INPUT_GAUSSIAN, w->matrix, dim * dim);
   w->bytes = kernel->attends ? code_bytes + QKV_PAGE_TOKENS : 2 * rows;
   if (!kernel->attends) return;
   const qkv_kernels *reference = qkv_kernels_at(0);
@@ -145,6 +172,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
 static void workload_deinit(workload *w) {
   page_part_deinit(&w->page);
   free(w->rows);
+  free(w->turned);
+  free(w->matrix);
   free(w->queries);
   free(w->scores);
   free(w->sums);

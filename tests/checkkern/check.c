@@ -86,15 +86,21 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded rows = guarded_make((size_t)QKV_PAGE_TOKENS * schedule->dim * sizeof(float));
   fill_rows(&c->random, kind, (float *)rows.data, schedule->dim);
   guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = guarded_copy(&gains);
+  guarded errors = guarded_make(QKV_PAGE_TOKENS * sizeof(float)), errors_got = guarded_copy(&errors);
   guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
   guarded codes_got = guarded_copy(&codes);
-  qkv_kernels_at(0)->encode(part, schedule, tier, weights, (float *)rows.data, gains.data, codes.data);
-  c->twin->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data);
+  qkv_kernels_at(0)->encode(part, schedule, tier, weights, (float *)rows.data, gains.data, codes.data,
+                            (float *)errors.data);
+  c->twin->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data,
+                  (float *)errors_got.data);
   check_same(c, "encode: gains,", &page, 0, &gains, &gains_got);
   check_same(c, "encode: codes,", &page, 0, &codes, &codes_got);
+  check_same(c, "encode: errors,", &page, 0, &errors, &errors_got);
   guarded_free(&rows);
   guarded_free(&gains);
   guarded_free(&gains_got);
+  guarded_free(&errors);
+  guarded_free(&errors_got);
   guarded_free(&codes);
   guarded_free(&codes_got);
 }
@@ -120,19 +126,46 @@ static void check_softmax(checking *c, input_kind kind) {
   guarded_free(&got);
 }
 
-static void check_hadamard(checking *c, uint16_t dim, input_kind kind) {
-  guarded expected = guarded_make(dim * sizeof(float));
-  fill_input(&c->random, kind, (float *)expected.data, dim);
+// Runs both ways of a transform, one on what the other has made.
+static void check_rows(checking *c, const char *name, const page_part *shape, size_t n, input_kind kind,
+                       void (*run)(const qkv_kernels *kernels, bool back, float *rows, size_t n, const page_part *shape,
+                                   const float *matrix),
+                       const float *matrix) {
+  guarded expected = guarded_make(n * shape->schedule.dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)expected.data, n * shape->schedule.dim);
   guarded got = guarded_copy(&expected);
-  const page_part row = {.schedule.dim = dim};
-  qkv_kernels_at(0)->hadamard_forward((float *)expected.data, dim);
-  c->twin->hadamard_forward((float *)got.data, dim);
-  check_same(c, "hadamard_forward", &row, 0, &expected, &got);
-  qkv_kernels_at(0)->hadamard_inverse((float *)expected.data, dim);
-  c->twin->hadamard_inverse((float *)got.data, dim);
-  check_same(c, "hadamard_inverse", &row, 0, &expected, &got);
+  for (int back = 0; back <= 1; back++) {
+    run(qkv_kernels_at(0), back, (float *)expected.data, n, shape, matrix);
+    run(c->twin, back, (float *)got.data, n, shape, matrix);
+    check_same(c, name, shape, n, &expected, &got);
+  }
   guarded_free(&expected);
   guarded_free(&got);
+}
+
+static void run_hadamard(const qkv_kernels *kernels, bool back, float *rows, size_t n, const page_part *shape,
+                         const float *matrix) {
+  (void)matrix;
+  (back ? kernels->hadamard_inverse : kernels->hadamard_forward)(rows, n, shape->schedule.dim);
+}
+
+// As many coordinates as the shape's tier has.
+static void run_dense(const qkv_kernels *kernels, bool back, float *rows, size_t n, const page_part *shape,
+                      const float *matrix) {
+  (back ? kernels->combine : kernels->multiply)(matrix, shape->schedule.dim, shape->schedule.reach[0][0], rows, n);
+}
+
+static void check_transforms(checking *c, uint16_t dim, input_kind kind) {
+  page_part shape = {.schedule.dim = dim};
+  check_rows(c, "hadamard", &shape, 1 + naive_below(&c->random, 5), kind, run_hadamard, NULL);
+  if (dim > 256 && dim % 64 != 0) return;  // the reference takes long
+  guarded matrix = guarded_make((size_t)dim * dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)matrix.data, (size_t)dim * dim);
+  shape.schedule.reach[0][0] = (uint16_t)naive_below(&c->random, dim + 1u);
+  check_rows(c, "dense", &shape, 1 + naive_below(&c->random, 9), kind, run_dense, (float *)matrix.data);
+  shape.schedule.reach[0][0] = dim;
+  check_rows(c, "dense", &shape, 4, kind, run_dense, (float *)matrix.data);
+  guarded_free(&matrix);
 }
 
 static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t tiers[QKV_PAGE_GROUPS], size_t n) {
@@ -170,7 +203,7 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
 size_t check_rung(const qkv_kernels *twin) {
   checking c = {.twin = twin, .random = {1}};
   for (int round = 0; round < 300; round++) check_softmax(&c, round % INPUT_KINDS);
-  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND) check_hadamard(&c, dim, dim % INPUT_KINDS);
+  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND) check_transforms(&c, dim, dim / QKV_BAND % INPUT_KINDS);
   for (size_t d = 0; d < DIMS; d++) {
     qkv_schedule schedule;
     qkv_schedule_uniform(&schedule, dims[d]);

@@ -1,322 +1,324 @@
-// Encoding rows in vectors. Compiled once for AVX2 and once for AVX-512.
+// Encoding rows in vectors (kernel/encode_plain.h). Compiled once for each family.
 //
-// The reference's sums run over eight lanes, so a vector holds eight coordinates of as many rows as it has eights.
-// Codes of a group are gathered as bytes [token][coordinate] and then packed block by block.
+// Coordinates of up to four bits with no weights, where sums are whole numbers, go the way of encode_bytes.h where the
+// processor has it. All others go through 32-bit lanes here: thresholds are searched, of t for coordinates of up to
+// four bits, of floats for those of more. Codes of a group are gathered as bytes [token][coordinate] and then packed
+// block by block (encode_pack.h).
 #include <assert.h>
 #include <math.h>
 #include <stdbool.h>
 
 #include "engine/codec/pack.h"
 #include "engine/kernel/blocks.h"
+#include "engine/kernel/encode_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/x86/encode_bytes.h"
+#include "engine/kernel/x86/encode_pack.h"
+#include "engine/kernel/x86/lane_sums.h"
 #include "engine/kernel/x86/lanes.h"
 #include "engine/kernel/x86/twins.h"
 
-enum { GROUP = QKV_GROUP_TOKENS, EIGHT = 8, ROWS = LANES / EIGHT, STEPS_MAX = QKV_DIM_MAX / EIGHT, ATTEMPTS = 3 };
+enum { EIGHT = 8, SHALLOW = 4, STEPS_MAX = 2 * QKV_DIM_MAX / EIGHT, SUMS = SUM_VECTORS };
+
+// ---- Steps ----
+
+// LANES coordinates of one depth: of a vector that holds two depths, two steps take a half each.
+typedef struct step {
+  uint16_t first;  // coordinate of the vector
+  uint8_t eights;  // those that count: bit 0 the lower eight, bit 1 the upper
+} step;
+
+typedef struct steps {
+  size_t count;
+  size_t ends[QKV_DEPTH_MAX + 1];  // of the steps of `depth`; those of deeper coordinates come first
+  step at[STEPS_MAX];
+  lanes weights[STEPS_MAX];  // 0 where a lane does not count
+} steps;
+
+// Lanes that a step does not have are 0.
+static inline lanes load_step(const step *at, const float *row) {
+#if LANES == 16
+  const __mmask16 mask = (__mmask16)((at->eights & 1 ? 0x00ff : 0) | (at->eights & 2 ? 0xff00 : 0));
+  return (lanes)_mm512_maskz_loadu_ps(mask, row + at->first);
+#else
+  return load_lanes(row + at->first);
+#endif
+}
+
+static void find_steps(const uint16_t *reach, const float *weights, steps *out) {
+  out->count = 0;
+  unsigned from = 0;
+  for (unsigned depth = QKV_DEPTH_MAX; depth >= 1; depth--) {
+    for (; from < reach[depth]; from += EIGHT) {
+      const unsigned first = from / LANES * LANES;
+      const uint8_t bit = (uint8_t)(1u << (from - first) / EIGHT);
+      step *last = out->at + out->count - 1;
+      const bool begun = depth < QKV_DEPTH_MAX && out->count > out->ends[depth + 1];
+      if ((begun || (depth == QKV_DEPTH_MAX && out->count > 0)) && last->first == first) {
+        last->eights |= bit;
+      } else {
+        out->at[out->count++] = (step){(uint16_t)first, bit};
+      }
+    }
+    out->ends[depth] = out->count;
+  }
+  for (size_t i = 0; i < out->count; i++) out->weights[i] = load_step(&out->at[i], weights);
+}
 
 // ---- Quantization ----
 
 enum { IN_REGISTERS = 5 };  // depths whose tables have at most 16 entries
 
-// The tables of one depth.
-typedef struct quantizer {
-  words first_middle;
-  lookup middles[IN_REGISTERS + 1];
-  lookup values;
-} quantizer;
-
-static inline __attribute__((always_inline)) quantizer quantizer_of(unsigned depth) {
-  quantizer q = {.first_middle = (words){0} + qkvi_tables.middles[2][0]};
-  const unsigned shallow = depth < IN_REGISTERS ? depth : IN_REGISTERS;
-  for (unsigned d = 3; d <= shallow; d++) q.middles[d] = load_lookup(qkvi_tables.middles[d]);
-  q.values = load_lookup(qkvi_tables.values[depth] + (1u << (depth - 1)));
-  return q;
-}
-
-// Looks the cells of x up. `kept` gets the centroids; the result is a code less half the codes there are: the cell of
-// a positive x, its complement of a negative one.
-static inline __attribute__((always_inline)) words quantize(const quantizer *q, unsigned depth, lanes x,
-                                                            lanes *kept) {
+// The cells of |x|, and of a negative x their complements, of more than four bits; `units` gets the centroids.
+static inline __attribute__((always_inline)) words quantize_deep(unsigned depth, lanes x, lanes *units) {
   const words negative = (words)(x < 0);
   // |x|; for a negative x the next smaller number, because -x on a boundary belongs to the cell nearer to 0.
   const words magnitude = ((words)x & 0x7fffffff) + negative;
-  words cell = {0};
-  if (depth >= 2) cell = one_up(cell, q->first_middle, magnitude);
+  words cell = one_up((words){0}, (words){0} + qkvi_tables.middles[2][0], magnitude);
   for (unsigned d = 3; d <= depth; d++) {
-    const words middle =
-        d <= IN_REGISTERS ? look_up(q->middles[d], cell) : (words)gather((const float *)qkvi_tables.middles[d], cell);
+    const words middle = d <= IN_REGISTERS ? look_up(load_lookup(qkvi_tables.middles[d]), cell)
+                                           : (words)gather((const float *)qkvi_tables.middles[d], cell);
     cell = one_up(cell + cell, middle, magnitude);
   }
-  const words value = depth <= IN_REGISTERS ? look_up(q->values, cell)
-                                            : (words)gather(qkvi_tables.values[depth] + (1u << (depth - 1)), cell);
-  *kept = (lanes)(value ^ (negative & 0x80000000));
+  const float *values = qkvi_tables.values[depth] + (1u << (depth - 1));
+  const lanes value = depth <= IN_REGISTERS ? (lanes)look_up(load_lookup(values), cell) : gather(values, cell);
+  *units = value * qkvi_tables.inverse_step;
   return cell ^ negative;
+}
+
+// The tables of a depth up to four at one scale.
+typedef struct searcher {
+  words first;
+  lookup firsts[SHALLOW + 1], units;
+} searcher;
+
+static inline __attribute__((always_inline)) searcher searcher_of(unsigned depth, size_t scale) {
+  searcher s = {.first = (words){0} + qkvi_tables.firsts[scale][2][0]};
+  for (unsigned d = 3; d <= depth; d++) s.firsts[d] = load_lookup(qkvi_tables.firsts[scale][d]);
+  s.units = load_lookup(qkvi_tables.units[depth]);
+  return s;
+}
+
+static inline __attribute__((always_inline)) words find_cells(const searcher *s, unsigned depth, words t) {
+  words cell = {0};
+  if (depth >= 2) cell = one_up(cell, s->first, t);
+  for (unsigned d = 3; d <= depth; d++) cell = one_up(cell + cell, look_up(s->firsts[d], cell), t);
+  return cell;
+}
+
+static inline lanes round_t(lanes magnitude) {
+#if LANES == 16
+  const lanes bounded = (lanes)_mm512_min_ps((__m512)magnitude, _mm512_set1_ps(T_MAX));
+#else
+  const lanes bounded = (lanes)_mm256_min_ps((__m256)magnitude, _mm256_set1_ps(T_MAX));
+#endif
+  return (bounded + 8388608.0f) - 8388608.0f;
 }
 
 // ---- Rows ----
 
-// Some rows and three ways to code each of them. Vectors hold eight coordinates of every row.
-typedef struct attempts {
-  lanes x[STEPS_MAX], weights[STEPS_MAX];
-  lanes kept[STEPS_MAX][ATTEMPTS];
-  words cells[STEPS_MAX][ATTEMPTS];                 // as of `quantize`
-  lanes with_row[ATTEMPTS], with_itself[ATTEMPTS];  // weighted sums of kept * x and of kept * kept
-} attempts;
+// One row in the vectors of its steps.
+typedef struct row_steps {
+  lanes y[STEPS_MAX];  // 64 / m times the row
+  lanes t[STEPS_MAX];
+} row_steps;
 
-// One number for every row and attempt: that of row r and attempt a is number QUAD * r + a, the others are any.
-enum { QUAD = 4 };
-typedef float numbers __attribute__((vector_size(32)));
-
-// A row's number in every lane of the row.
-static inline lanes spread(const numbers *all, size_t attempt) {
-  const float *from = (const float *)all + attempt;
-#if LANES == 16
-  return (lanes)_mm512_insertf32x8(_mm512_set1_ps(from[0]), _mm256_set1_ps(from[QUAD]), 1);
-#else
-  return (lanes)_mm256_set1_ps(from[0]);
-#endif
+static void bring_row(const steps *all, const float *row, float inverse, row_steps *out) {
+  const lanes factor = (lanes){0} + inverse;
+  for (size_t i = 0; i < all->count; i++) {
+    const lanes y = load_step(&all->at[i], row) * factor, magnitude = (lanes)((words)y & 0x7fffffff);
+    out->y[i] = y;
+    out->t[i] = i < all->ends[SHALLOW + 1] ? magnitude : round_t(magnitude);
+  }
 }
 
-// The sums over each row's eight lanes, in their order.
-static numbers row_sums(const lanes sums[ATTEMPTS]) {
-  float in[EIGHT * EIGHT] = {0}, out[EIGHT * EIGHT];
-  for (size_t i = 0; i < ATTEMPTS; i++) {
-    for (size_t row = 0; row < ROWS; row++) {
-      memcpy(in + (QUAD * row + i) * EIGHT, (const float *)&sums[i] + row * EIGHT, EIGHT * sizeof *in);
+typedef struct row_sums {
+  lanes with_row[QKVI_SCALES][SUMS], with_itself[QKVI_SCALES][SUMS];
+} row_sums;
+
+static float sum_squares(const steps *all, const float *row) {
+  lanes sums[SUMS] = {0};
+  for (size_t i = 0; i < all->count; i++) {
+    const lanes x = load_step(&all->at[i], row);
+    sums[all->at[i].first / LANES % SUMS] += all->weights[i] * x * x;
+  }
+  return add_lanes(sums);
+}
+
+// Which of the sums a step goes to: 0 where they are one vector.
+static inline size_t sum_of(const step *at) {
+  return at->first / LANES % SUMS;
+}
+
+static inline __attribute__((always_inline)) void add_shallow(unsigned depth, const steps *all, const row_steps *row,
+                                                              row_sums *sums) {
+  if (all->ends[depth + 1] == all->ends[depth]) return;
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const searcher search = searcher_of(depth, s);
+    lanes a[SUMS], b[SUMS];
+    memcpy(a, sums->with_row[s], sizeof a);
+    memcpy(b, sums->with_itself[s], sizeof b);
+    for (size_t i = all->ends[depth + 1]; i < all->ends[depth]; i++) {
+      const words cell = find_cells(&search, depth, (words)__builtin_convertvector(row->t[i], signed_words));
+      const lanes units = (lanes)look_up(search.units, cell), weighted = all->weights[i] * units;
+      a[sum_of(&all->at[i])] += weighted * row->t[i];
+      b[sum_of(&all->at[i])] += weighted * units;
+    }
+    memcpy(sums->with_row[s], a, sizeof a);
+    memcpy(sums->with_itself[s], b, sizeof b);
+  }
+}
+
+static inline __attribute__((always_inline)) void add_deep(unsigned depth, const steps *all, size_t begin,
+                                                           const row_steps *row, row_sums *sums) {
+  for (size_t i = begin; i < all->ends[depth]; i++) {
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      lanes units;
+      (void)quantize_deep(depth, row->y[i] * (1.0f / T_PER_UNIT) * qkvi_tables.scales[s], &units);
+      const lanes weighted = all->weights[i] * units;
+      sums->with_row[s][sum_of(&all->at[i])] += weighted * row->t[i];
+      sums->with_itself[s][sum_of(&all->at[i])] += weighted * units;
     }
   }
-  transpose_eight(in, EIGHT, out, EIGHT);
-  numbers all = {0};
-  for (size_t i = 0; i < EIGHT; i++) all += load_eight(out + i * EIGHT);
-  return all;
-}
-
-// Rows that are `dim` floats apart.
-static void load_rows(const float *rows, size_t dim, size_t steps, lanes *x) {
-  for (size_t s = 0; s < steps; s++) {
-#if LANES == 16
-    const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(rows + s * EIGHT));
-    x[s] = (lanes)_mm512_insertf32x8(first, _mm256_loadu_ps(rows + dim + s * EIGHT), 1);
-#else
-    (void)dim;
-    x[s] = load_lanes(rows + s * EIGHT);
-#endif
-  }
-}
-
-static inline __attribute__((always_inline)) void quantize_run(unsigned depth, size_t begin, size_t end,
-                                                               const lanes inverse[ATTEMPTS], attempts *a) {
-  const quantizer q = quantizer_of(depth);
-  lanes with_row[ATTEMPTS], with_itself[ATTEMPTS];
-  memcpy(with_row, a->with_row, sizeof with_row);
-  memcpy(with_itself, a->with_itself, sizeof with_itself);
-  for (size_t s = begin; s < end; s++) {
-    const lanes x = a->x[s], weight = a->weights[s], weighted = weight * x;
-    for (size_t i = 0; i < ATTEMPTS; i++) {
-      lanes kept;
-      a->cells[s][i] = quantize(&q, depth, x * inverse[i], &kept);
-      a->kept[s][i] = kept;
-      with_row[i] += weighted * kept;
-      with_itself[i] += weight * kept * kept;
-    }
-  }
-  memcpy(a->with_row, with_row, sizeof with_row);
-  memcpy(a->with_itself, with_itself, sizeof with_itself);
-}
-
-// The first step of the coordinates that have exactly `depth` bits.
-static size_t first_step(const uint16_t *reach, unsigned depth) {
-  return depth < QKV_DEPTH_MAX ? reach[depth + 1] / EIGHT : 0;
 }
 
 // Coordinates in the order of the reference's sums: from 0 on, so the deepest first.
-static void quantize_rows(const uint16_t *reach, const lanes inverse[ATTEMPTS], attempts *a) {
-  memset(a->with_row, 0, sizeof a->with_row);
-  memset(a->with_itself, 0, sizeof a->with_itself);
-  for (unsigned depth = QKV_DEPTH_MAX; depth >= 1; depth--) {
-    const size_t begin = first_step(reach, depth), end = reach[depth] / EIGHT;
-    if (begin == end) continue;
-    switch (depth) {  // constants, so that the search has no loop
-      case 1:
-        quantize_run(1, begin, end, inverse, a);
-        break;
-      case 2:
-        quantize_run(2, begin, end, inverse, a);
-        break;
-      case 3:
-        quantize_run(3, begin, end, inverse, a);
-        break;
-      case 4:
-        quantize_run(4, begin, end, inverse, a);
-        break;
-      default:
-        quantize_run(depth, begin, end, inverse, a);
-    }
+static void sum_row(const steps *all, const row_steps *row, size_t index, group_sums *out) {
+  row_sums sums;
+  memset(&sums, 0, sizeof sums);
+  // Constants, so that the search has no loop.
+  add_deep(8, all, 0, row, &sums);
+  add_deep(7, all, all->ends[8], row, &sums);
+  add_deep(6, all, all->ends[7], row, &sums);
+  add_deep(5, all, all->ends[6], row, &sums);
+  add_shallow(4, all, row, &sums);
+  add_shallow(3, all, row, &sums);
+  add_shallow(2, all, row, &sums);
+  add_shallow(1, all, row, &sums);
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    out->with_row[s][index] = add_lanes(sums.with_row[s]);
+    out->with_itself[s][index] = add_lanes(sums.with_itself[s]);
   }
 }
 
-// The squared errors of the attempts with their gains.
-static numbers squared_errors(const attempts *a, size_t steps, const numbers *gains) {
-  lanes errors[ATTEMPTS] = {0}, factors[ATTEMPTS];
-  for (size_t i = 0; i < ATTEMPTS; i++) factors[i] = spread(gains, i);
-  for (size_t s = 0; s < steps; s++) {
-    for (size_t i = 0; i < ATTEMPTS; i++) {
-      const lanes miss = a->x[s] - factors[i] * a->kept[s][i];
-      errors[i] += a->weights[s] * miss * miss;
-    }
+// ---- Codes ----
+
+// The low bytes of a step's lanes.
+static inline void store_bytes(const step *at, words all, uint8_t *codes) {
+#if LANES == 16
+  const __m128i bytes_16 = _mm512_cvtepi32_epi8((__m512i)all);
+  if (at->eights == 3) {
+    _mm_storeu_si128((__m128i *)(codes + at->first), bytes_16);
+  } else if (at->eights == 1) {
+    _mm_storel_epi64((__m128i *)(codes + at->first), bytes_16);
+  } else {
+    _mm_storel_epi64((__m128i *)(codes + at->first + EIGHT), _mm_unpackhi_epi64(bytes_16, bytes_16));
   }
-  return row_sums(errors);
+#else
+  const __m256i low = _mm256_and_si256((__m256i)all, _mm256_set1_epi32(0xff));
+  const __m128i both = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64((__m128i *)(codes + at->first), _mm_packus_epi16(both, both));
+#endif
 }
 
-static void store_codes(const uint16_t *reach, const attempts *a, size_t attempt, size_t row, uint8_t *codes) {
-  for (unsigned depth = QKV_DEPTH_MAX; depth >= 1; depth--) {
-    const __m128i half = _mm_set1_epi32(1 << (depth - 1));
-    for (size_t s = first_step(reach, depth); s < reach[depth] / (size_t)EIGHT; s++) {
-      const __m128i *from = (const __m128i *)((const uint32_t *)&a->cells[s][attempt] + row * EIGHT);
-      const __m128i low = _mm_add_epi32(_mm_loadu_si128(from), half);
-      const __m128i high = _mm_add_epi32(_mm_loadu_si128(from + 1), half);
-      const __m128i both = _mm_slli_epi16(_mm_packus_epi32(low, high), (int)(QKV_DEPTH_MAX - depth));
-      _mm_storel_epi64((__m128i *)(codes + s * EIGHT), _mm_packus_epi16(both, both));
-    }
-  }
-}
-
-// The scales to try, and the numbers to multiply the rows with. Whether a row counts as zero.
-static void choose_scales(const attempts *a, size_t steps, numbers *inverse, bool zero[ROWS]) {
-  lanes squares[ATTEMPTS] = {0};
-  for (size_t s = 0; s < steps; s++) {
-    squares[0] += a->weights[s] * a->x[s] * a->x[s];
-    squares[1] += a->weights[s];
-  }
-  const numbers sums = row_sums(squares);
-  for (size_t row = 0; row < ROWS; row++) {
-    const float rms = steps > 0 ? sqrtf(sums[QUAD * row] / sums[QUAD * row + 1]) : 0;
-    zero[row] = rms < qkv_gain_value(1) / 2;
-    const uint8_t middle = zero[row] ? 1 : qkvi_gain_nearest(rms);
-    // Where a neighbour does not exist the middle is tried again, and does not win.
-    float *out = (float *)inverse + QUAD * row;
-    out[0] = 1 / qkv_gain_value(middle);
-    out[1] = middle > 1 ? 1 / qkv_gain_value(middle - 1) : out[0];
-    out[2] = middle < UINT8_MAX ? 1 / qkv_gain_value(middle + 1) : out[0];
+static inline __attribute__((always_inline)) void code_shallow(unsigned depth, const steps *all, const row_steps *row,
+                                                               size_t scale, uint8_t *codes) {
+  if (all->ends[depth + 1] == all->ends[depth]) return;
+  const searcher search = searcher_of(depth, scale);
+  for (size_t i = all->ends[depth + 1]; i < all->ends[depth]; i++) {
+    const words cell = find_cells(&search, depth, (words)__builtin_convertvector(row->t[i], signed_words));
+    const words negative = (words)((signed_words)row->y[i] < 0);
+    store_bytes(&all->at[i], ((cell + (1u << (depth - 1))) ^ negative) << (QKV_DEPTH_MAX - depth), codes);
   }
 }
 
-// Codes ROWS rows as reference.c's encode_row does. `codes` [ROWS][dim].
-static void encode_rows(const uint16_t *reach, const float *weights, const float *rows, size_t dim, uint8_t *gains,
-                        uint8_t *codes) {
-  attempts a;
-  const size_t steps = reach[1] / EIGHT;
-  bool zero[ROWS];
-  numbers inverse = {0}, values = {0};
-  load_rows(rows, dim, steps, a.x);
-  load_rows(weights, 0, steps, a.weights);
-  choose_scales(&a, steps, &inverse, zero);
-  quantize_rows(reach, (const lanes[ATTEMPTS]){spread(&inverse, 0), spread(&inverse, 1), spread(&inverse, 2)}, &a);
-  const numbers factors = row_sums(a.with_row) / row_sums(a.with_itself);
-  uint8_t fitted[ROWS * QUAD];
-  for (size_t row = 0; row < ROWS; row++) {
-    for (size_t i = QUAD * row; i < QUAD * row + ATTEMPTS; i++) {
-      fitted[i] = zero[row] ? 0 : qkvi_gain_nearest(((const float *)&factors)[i]);
-      ((float *)&values)[i] = qkv_gain_value(fitted[i]);
-    }
-  }
-  const numbers errors = squared_errors(&a, steps, &values);
-  for (size_t row = 0; row < ROWS; row++) {
-    const float *error = (const float *)&errors + QUAD * row;
-    size_t best = error[1] < error[0] ? 1 : 0;
-    if (error[2] < error[best]) best = 2;
-    gains[row] = fitted[QUAD * row + best];
-    store_codes(reach, &a, best, row, codes + row * dim);
-    if (zero[row]) memset(codes + row * dim, 0, steps * EIGHT);
+static inline __attribute__((always_inline)) void code_deep(unsigned depth, const steps *all, size_t begin,
+                                                            const row_steps *row, size_t scale, uint8_t *codes) {
+  for (size_t i = begin; i < all->ends[depth]; i++) {
+    lanes units;
+    const words cell =
+        quantize_deep(depth, row->y[i] * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale], &units);
+    store_bytes(&all->at[i], (cell + (1u << (depth - 1))) << (QKV_DEPTH_MAX - depth), codes);
   }
 }
 
-// ---- Packing ----
-
-// out[j][i] = in[i][j] of 16 x 16 bytes.
-static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t *out, size_t out_stride) {
-  __m128i r[GROUP], p[GROUP];
-  for (size_t i = 0; i < GROUP; i++) r[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
-  // Interleaving rows i and i + 8, four times, rotates the bits of (row, column) by four.
-  for (int round = 0; round < 4; round++) {
-    for (size_t i = 0; i < GROUP / 2; i++) {
-      p[2 * i] = _mm_unpacklo_epi8(r[i], r[i + GROUP / 2]);
-      p[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + GROUP / 2]);
-    }
-    memcpy(r, p, sizeof r);
-  }
-  for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
+static void code_row(const steps *all, const row_steps *row, size_t scale, uint8_t *codes) {
+  code_deep(8, all, 0, row, scale, codes);
+  code_deep(7, all, all->ends[8], row, scale, codes);
+  code_deep(6, all, all->ends[7], row, scale, codes);
+  code_deep(5, all, all->ends[6], row, scale, codes);
+  code_shallow(4, all, row, scale, codes);
+  code_shallow(3, all, row, scale, codes);
+  code_shallow(2, all, row, scale, codes);
+  code_shallow(1, all, row, scale, codes);
 }
 
-// What a pair takes of the codes [item][lane] of a block, into its slab: two bits or, in a narrow slab, one.
-static inline void pack_slab(const uint8_t *codes, size_t stride, unsigned pair, bool wide, unsigned half,
-                             uint8_t *slab) {
-  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  for (size_t lane = 0; lane < GROUP; lane += LANES) {
-    words packed = load_words(slab + 4 * lane);
-    for (unsigned item = 0; item < GROUP; item++) {
-      const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
-      packed |= (widen_bytes(codes + item * stride + lane) >> from & mask) << to;
-    }
-    memcpy(slab + 4 * lane, &packed, sizeof packed);
-  }
-}
-
-static void pack_block(const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
-  const unsigned depth = qkvi_block_depth(block->kind);
-  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
-                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
-  for (unsigned pair = 0; 2 * pair < depth; pair++) {
-    if (2 * pair + 2 <= depth) {
-      pack_slab(codes, stride, pair, true, 0, group + block->slabs[pair]);
-    } else {
-      pack_slab(codes, stride, pair, false, high, group + block->slabs[pair]);
-    }
-  }
-}
-
-// `codes` [GROUP][dim] at full depth.
-static void pack_scattered(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *codes,
-                           uint8_t *group) {
-  qkvi_codes columns[QKV_DIM_MAX];
+// rows [GROUP][dim] to codes [GROUP][dim] at full depth.
+static void encode_group(const steps *all, float weight, const float *rows, size_t dim, group_choice *choice,
+                         uint8_t *codes) {
+  group_scales scales;
+  group_sums sums;
+  row_steps row;
+  for (size_t t = 0; t < GROUP; t++) scales.squares[t] = sum_squares(all, rows + t * dim);
+  choose_scales(weight, &scales);
   for (size_t t = 0; t < GROUP; t++) {
-    for (size_t c = 0; c < schedule->reach[tier][1]; c++) columns[c][t] = codes[t * schedule->dim + c];
+    bring_row(all, rows + t * dim, scales.inverse[t], &row);
+    sum_row(all, &row, t, &sums);
   }
-  qkvi_pack(part, schedule, tier, columns, group);
+  choose_attempts(&scales, &sums, choice);
+  for (size_t t = 0; t < GROUP; t++) {
+    if (choice->zero[t]) {
+      memset(codes + t * dim, 0, dim);
+      continue;
+    }
+    bring_row(all, rows + t * dim, scales.inverse[t], &row);
+    code_row(all, &row, choice->scales[t], codes + t * dim);
+  }
 }
 
-static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                       const uint8_t *codes, uint8_t *group) {
-  if (blocks->scattered + blocks->halves > 0) {
-    pack_scattered(part, schedule, tier, codes, group);
-    return;
-  }
-  memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
-  for (unsigned i = 0; i < blocks->count; i++) {
-    const uint8_t *block = codes + (size_t)i * QKVI_BLOCK_WIDTH;
-    if (part == QKV_V) {
-      pack_block(&blocks->blocks[i], block, schedule->dim, group);
+static float sum_weights(const steps *all) {
+  lanes sums[SUMS] = {0};
+  for (size_t i = 0; i < all->count; i++) sums[all->at[i].first / LANES % SUMS] += all->weights[i];
+  return add_lanes(sums);
+}
+
+// Codes groups of rows [GROUP][dim] one after the other; the way is that of `all` or, where that is NULL, of `plan`.
+typedef struct way {
+  const steps *all;
+  float weight;  // of all coordinates
+  const byte_plan *plan;
+} way;
+
+static void encode_page(const way *by, qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *rows,
+                        uint8_t *gains, uint8_t *codes, float *errors) {
+  const size_t dim = schedule->dim;
+  uint8_t group_codes[GROUP * QKV_DIM_MAX];  // [token][dim]
+  qkvi_tier_blocks blocks;
+  qkvi_blocks_find(schedule, tier, &blocks);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, rows += GROUP * dim) {
+    group_choice choice;
+    if (by->all != NULL) {
+      encode_group(by->all, by->weight, rows, dim, &choice, group_codes);
     } else {
-      uint8_t columns[QKVI_BLOCK_WIDTH * GROUP];
-      transpose_bytes(block, schedule->dim, columns, GROUP);
-      pack_block(&blocks->blocks[i], columns, GROUP, group);
+      encode_bytes(schedule->reach[tier], by->plan, rows, dim, &choice, group_codes);
     }
+    memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
+    memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
+    pack_group(part, schedule, tier, &blocks, group_codes, codes);
+    codes += qkv_schedule_group_bytes(schedule, tier);
   }
 }
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
-  const size_t dim = schedule->dim;
-  uint8_t group_codes[GROUP * QKV_DIM_MAX];  // [token][dim]
-  if (weights == NULL) weights = qkvi_weights_alike;
-  qkvi_tier_blocks blocks;
-  qkvi_blocks_find(schedule, tier, &blocks);
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    for (size_t t = 0; t < GROUP; t += ROWS) {
-      const size_t slot = g * GROUP + t;
-      encode_rows(schedule->reach[tier], weights, rows + slot * dim, dim, gains + slot, group_codes + t * dim);
-    }
-    pack_group(part, schedule, tier, &blocks, group_codes, codes);
-    codes += qkv_schedule_group_bytes(schedule, tier);
+  const uint16_t *reach = schedule->reach[tier];
+  if (encode_bytes_can(reach, weights)) {
+    byte_plan plan;
+    plan_bytes(reach, &plan);
+    encode_page(&(way){.plan = &plan}, part, schedule, tier, rows, gains, codes, errors);
+  } else {
+    steps all;
+    find_steps(reach, weights != NULL ? weights : qkvi_weights_alike, &all);
+    encode_page(&(way){.all = &all, .weight = sum_weights(&all)}, part, schedule, tier, rows, gains, codes, errors);
   }
 }

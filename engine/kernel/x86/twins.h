@@ -21,6 +21,10 @@
 #endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
+QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward));
+QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse));
+QKV_DECLARE_DENSE(TWIN(qkvi_multiply));
+QKV_DECLARE_DENSE(TWIN(qkvi_combine));
 QKV_DECLARE_PREPARE(TWIN(qkvi_prepare));
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
 QKV_DECLARE_PEAKS(TWIN(qkvi_peaks));

@@ -34,6 +34,7 @@ typedef struct coded {
   float *rows, *residual, *decoded;  // [64][dim]
   const float *weights;              // [dim] of squared errors, or NULL
   uint8_t gains[TOKENS], *codes;
+  float errors[TOKENS];
   qkv_page_codes page;
   qkv_anchor anchor;
 } coded;
@@ -69,7 +70,7 @@ static void code(coded *c, qkv_part part) {
     c->page.groups[g] = c->codes + g * qkv_schedule_group_bytes(&c->schedule, c->tier);
     c->page.tiers[g] = c->tier;
   }
-  qkv_kernels_get()->encode(part, &c->schedule, c->tier, c->weights, c->residual, c->gains, c->codes);
+  qkv_kernels_get()->encode(part, &c->schedule, c->tier, c->weights, c->residual, c->gains, c->codes, c->errors);
   qkv_kernels_get()->decode(part, &c->page, c->decoded);
   assert_int_equal(qkv_anchor_find(c->byte, c->section, c->schedule.dim, &c->anchor), c->bytes);
   qkv_anchor_rows(&c->anchor, c->decoded);

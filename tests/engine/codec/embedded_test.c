@@ -229,7 +229,7 @@ static void expected_row(qkv_part part, const qkv_page_codes *uncut, unsigned t,
     const unsigned depth = naive_depth(schedule->reach[tier], c), dropped = naive_depth(top, c) - depth;
     row[c] = depth == 0 ? 0 : qkv_gain_value(uncut->gains[t]) * qkv_codebook_value(depth, code >> dropped);
   }
-  qkv_hadamard_inverse(row, schedule->dim);
+  qkv_hadamard_inverse(row, 1, schedule->dim);
 }
 
 // Dropping planes leaves the smaller quantizer's values of the leading bits, and nothing else changes. (A page coded

@@ -133,7 +133,7 @@ static void leave_code_space(const qkv_transform *transform, const double *z, do
   if (transform->synthesis == NULL) {
     float turned[QKV_DIM_MAX] = {0};
     for (size_t c = 0; c < dim; c++) turned[c] = (float)z[c];
-    qkv_hadamard_inverse(turned, dim);
+    qkv_hadamard_inverse(turned, 1, dim);
     for (size_t c = 0; c < dim; c++) row[c] = turned[c];
     return;
   }

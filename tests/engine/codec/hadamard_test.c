@@ -49,7 +49,7 @@ static void forward_is_the_definition(void **state) {
     double expected[QKV_DIM_MAX];
     fill(&random, row, dims[d]);
     by_definition(row, dims[d], expected);
-    qkv_hadamard_forward(row, dims[d]);
+    qkv_hadamard_forward(row, 1, dims[d]);
     for (size_t i = 0; i < dims[d]; i++) assert_true(fabs(row[i] - expected[i]) < 1e-5);
   }
 }
@@ -61,8 +61,8 @@ static void inverse_takes_it_back(void **state) {
     float row[QKV_DIM_MAX], turned[QKV_DIM_MAX];
     fill(&random, row, dims[d]);
     memcpy(turned, row, dims[d] * sizeof *row);
-    qkv_hadamard_forward(turned, dims[d]);
-    qkv_hadamard_inverse(turned, dims[d]);
+    qkv_hadamard_forward(turned, 1, dims[d]);
+    qkv_hadamard_inverse(turned, 1, dims[d]);
     for (size_t i = 0; i < dims[d]; i++) assert_true(fabsf(row[i] - turned[i]) < 1e-5f);
   }
 }
@@ -76,8 +76,8 @@ static void inner_products_are_kept(void **state) {
     fill(&random, a, dims[d]);
     fill(&random, b, dims[d]);
     for (size_t i = 0; i < dims[d]; i++) before += (double)a[i] * b[i];
-    qkv_hadamard_forward(a, dims[d]);
-    qkv_hadamard_forward(b, dims[d]);
+    qkv_hadamard_forward(a, 1, dims[d]);
+    qkv_hadamard_forward(b, 1, dims[d]);
     for (size_t i = 0; i < dims[d]; i++) after += (double)a[i] * b[i];
     assert_true(fabs(before - after) < 1e-4 * sqrt((double)dims[d]));
   }
@@ -89,7 +89,7 @@ static void an_outlier_is_spread(void **state) {
   for (size_t at = 0; at < 128; at++) {
     float row[128] = {0};
     row[at] = 100;
-    qkv_hadamard_forward(row, 128);
+    qkv_hadamard_forward(row, 1, 128);
     for (size_t i = 0; i < 128; i++) assert_true(fabsf(fabsf(row[i]) - 100 / sqrtf(128)) < 1e-4f);
   }
 }

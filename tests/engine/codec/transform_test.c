@@ -138,14 +138,14 @@ static void without_matrices_it_is_the_hadamard(void **state) {
     assert_null(transform->mean);
     float *rows = random_rows(&random, dims[d]), *expected = copy_of(rows, dims[d]), shares[ROWS];
     const double totals[ROWS] = {1, 2, 3, 4, 5};
-    for (size_t i = 0; i < ROWS; i++) qkv_hadamard_forward(expected + i * dims[d], dims[d]);
+    for (size_t i = 0; i < ROWS; i++) qkv_hadamard_forward(expected + i * dims[d], 1, dims[d]);
     float *queries = copy_of(rows, dims[d]);
     qkv_transform_forward(transform, rows, ROWS, dims[d]);
     qkv_transform_query(transform, queries, ROWS, dims[d], shares);
     assert_memory_equal(rows, expected, ROWS * dims[d] * sizeof *rows);
     assert_memory_equal(queries, expected, ROWS * dims[d] * sizeof *rows);
     for (size_t i = 0; i < ROWS; i++) assert_true(shares[i] == 0);
-    for (size_t i = 0; i < ROWS; i++) qkv_hadamard_inverse(expected + i * dims[d], dims[d]);
+    for (size_t i = 0; i < ROWS; i++) qkv_hadamard_inverse(expected + i * dims[d], 1, dims[d]);
     qkv_transform_inverse(transform, rows, ROWS, dims[d]);
     qkv_transform_output(transform, queries, totals, ROWS, dims[d]);
     assert_memory_equal(rows, expected, ROWS * dims[d] * sizeof *rows);

@@ -224,10 +224,11 @@ static void encode_takes_the_best_of_three_scales(void **state) {
       for (size_t c = 0; c < schedule.dim; c++) rows[t * schedule.dim + c] *= scale;
     }
     uint8_t gains[QKV_PAGE_TOKENS];
+    float errors[QKV_PAGE_TOKENS];
     const size_t bytes = qkv_schedule_group_bytes(&schedule, tier);
     uint8_t *codes = malloc(QKV_PAGE_GROUPS * bytes + 1);
     assert_non_null(codes);
-    qkv_kernels_at(0)->encode(QKV_V, &schedule, tier, NULL, rows, gains, codes);
+    qkv_kernels_at(0)->encode(QKV_V, &schedule, tier, NULL, rows, gains, codes, errors);
     for (unsigned t = 0; t < QKV_PAGE_TOKENS; t += 3) {
       check_row(&schedule, tier, rows + (size_t)t * schedule.dim, gains[t], codes + t / 16 * bytes, t % 16);
     }
@@ -248,7 +249,8 @@ static void tiny_and_huge_rows_stay_in_range(void **state) {
     float rows[QKV_PAGE_TOKENS * 8];
     for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) rows[j] = j % 2 ? cases[i].value : -cases[i].value;
     uint8_t gains[QKV_PAGE_TOKENS], codes[64 * 4];
-    qkv_kernels_at(0)->encode(QKV_K, &schedule, 32, NULL, rows, gains, codes);
+    float errors[QKV_PAGE_TOKENS];
+    qkv_kernels_at(0)->encode(QKV_K, &schedule, 32, NULL, rows, gains, codes, errors);
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_in_range(gains[t], cases[i].gain_min, cases[i].gain_max);
   }
 }

@@ -1,0 +1,121 @@
+// How rows are coded, as far as it is the same everywhere: what is decided about the 16 rows of a group, side by side,
+// from sums that every kernel takes in its own way but in the same order.
+//
+// A row x is brought to units of its own: the gain byte nearest to its weighted RMS has value m, and t = |x| 64 / m,
+// for coordinates of up to four bits rounded to a whole number of at most 255 (a cell of 1/64 sigma: on Gaussian rows
+// of 128 at 4 bits it adds 0.2 % to the squared error, and makes a look-up of what was a search). Three scales are
+// tried, m and an eighth of an octave up and down. For each one coordinates get their cells and from them centroids
+// K, in steps of the codebook of 4 bits (whole numbers, too, to four bits), and the gain g is fitted:
+//
+//   A = sum w t K,  B = sum w K K        g = the gain byte nearest to A / B, in the row's units
+//   squared error = sum w x x - r (2 A - r B), r = g's value in K per t
+//
+// The scale that errs least is taken. Sums are over 16 lanes, coordinate % 16, which are then added by halves: to four
+// bits and with no weights they are whole numbers, so any other order gives the same.
+#ifndef QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
+#define QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "engine/kernel/kernel.h"
+#include "engine/kernel/table.h"
+
+enum { SUM_LANES = 16, GAIN_STEPS = 8 };
+#define T_MAX 255.0f   // of coordinates of up to four bits
+#define T_PER_UNIT 64  // t of |x| = m
+
+// One number of every row of a group.
+typedef float each __attribute__((vector_size(4 * QKV_GROUP_TOKENS)));
+typedef int32_t each_word __attribute__((vector_size(4 * QKV_GROUP_TOKENS)));
+
+typedef struct group_scales {
+  each squares;    // sum w x x
+  each inverse;    // 64 / m
+  each unit;       // m / 64
+  each_word zero;  // all ones where the row counts as zero
+} group_scales;
+
+typedef struct group_sums {
+  each with_row[QKVI_SCALES], with_itself[QKVI_SCALES];  // A, B
+} group_sums;
+
+typedef struct group_choice {
+  uint8_t gains[QKV_GROUP_TOKENS], scales[QKV_GROUP_TOKENS];
+  bool zero[QKV_GROUP_TOKENS];
+  float errors[QKV_GROUP_TOKENS];
+} group_choice;
+
+static inline void values_of_gains(const each_word *gains, each *values) {
+  for (size_t i = 0; i < QKV_GROUP_TOKENS; i++) (*values)[i] = qkvi_integers.gains[(*gains)[i]];
+}
+
+static inline void clamp_gains(each_word *gains) {
+  const each_word low = *gains < 1, high = *gains > UINT8_MAX;
+  *gains = (*gains & ~low & ~high) | (low & 1) | (high & UINT8_MAX);
+}
+
+// qkvi_gain_nearest of every number.
+static inline void nearest_gains(const each *factors, each_word *gains) {
+  const each_word bits = (each_word)*factors;
+  const each mantissa = (each)((bits & 0x7fffff) | 0x3f800000);
+  each_word g = 128 + GAIN_STEPS * ((bits >> 23) - 127);
+  for (size_t i = 0; i < GAIN_STEPS; i++) g -= mantissa > qkvi_tables.gain_middles[i];  // true is -1
+  clamp_gains(&g);
+  *gains = g;
+}
+
+// The same of their square roots.
+static inline void nearest_gains_of_squares(const each *squares, each_word *gains) {
+  const each_word bits = (each_word)*squares, exponent = (bits >> 23) - 127;
+  const each mantissa = (each)((bits & 0x7fffff) | ((127 + (exponent & 1)) << 23));  // [1, 4)
+  each_word g = 128 + GAIN_STEPS * (exponent >> 1);
+  for (size_t i = 0; i < GAIN_STEPS; i++) {
+    g -= mantissa > qkvi_tables.gain_middles[i] * qkvi_tables.gain_middles[i];
+  }
+  clamp_gains(&g);
+  *gains = g;
+}
+
+// From `squares`; `weight` is the sum of the weights.
+static inline void choose_scales(float weight, group_scales *s) {
+  const float least = qkvi_integers.gains[1] / 2;
+  const each mean = s->squares / (weight > 0 ? weight : 1);
+  each_word middle;
+  each value;
+  s->zero = mean < least * least;
+  nearest_gains_of_squares(&mean, &middle);
+  values_of_gains(&middle, &value);
+  s->inverse = T_PER_UNIT / value;
+  s->unit = value / T_PER_UNIT;
+}
+
+static inline void choose_attempts(const group_scales *s, const group_sums *sums, group_choice *choice) {
+  const float step = qkvi_integers.step;
+  each_word best = {0}, gains = {0};
+  each most = {0};
+  for (int32_t i = 0; i < QKVI_SCALES; i++) {
+    const each a = sums->with_row[i], b = sums->with_itself[i];
+    const each factor = a / b * (s->unit / step);
+    each_word fitted;
+    each value;
+    nearest_gains(&factor, &fitted);
+    values_of_gains(&fitted, &value);
+    const each ratio = value * (s->inverse * step);
+    const each gained = ratio * (a + a - ratio * b);
+    const each_word better = i == 0 ? ~(each_word){0} : gained > most;
+    most = (each)(((each_word)gained & better) | ((each_word)most & ~better));
+    gains = (fitted & better) | (gains & ~better);
+    best = (better & i) | (best & ~better);
+  }
+  gains &= ~s->zero;
+  const each missed = s->squares - (each)((each_word)(most * (s->unit * s->unit)) & ~s->zero);
+  for (size_t i = 0; i < QKV_GROUP_TOKENS; i++) {
+    choice->gains[i] = (uint8_t)gains[i];
+    choice->scales[i] = (uint8_t)best[i];
+    choice->zero[i] = s->zero[i] != 0;
+    choice->errors[i] = missed[i] > 0 ? missed[i] : 0;
+  }
+}
+
+#endif

@@ -1,0 +1,221 @@
+// Encoding rows of coordinates of up to four bits that all count alike, with VBMI and VNNI: t in bytes, centroids and
+// codes by look-ups in tables of 256, sums by integer dot products. They are whole numbers below 2^24, so the order in
+// which the reference takes them makes no difference.
+#ifndef QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
+#define QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
+
+#include <stdbool.h>
+
+#include "engine/kernel/encode_plain.h"
+#include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/encode_pack.h"
+#include "engine/kernel/x86/lane_sums.h"
+
+#if defined(__AVX2__)
+enum { BYTES_DIM_MAX = 512 };  // 512 * 255 * 88 is less than 2^24
+
+static bool encode_bytes_can(const uint16_t *reach, const float *weights) {
+  return BYTE_DOTS && weights == NULL && reach[1] > 0 && reach[1] <= BYTES_DIM_MAX && reach[5] == 0;
+}
+
+#if BYTE_DOTS
+enum { VECTOR = 64, VECTORS_MAX = BYTES_DIM_MAX / VECTOR, RUNS_MAX = 4 };
+
+// A vector's coordinates of one depth.
+typedef struct byte_run {
+  unsigned depth;
+  uint64_t mask;
+} byte_run;
+
+typedef struct byte_plan {
+  size_t vectors;
+  bool alike;  // all coordinates have the depth of the first
+  size_t counts[VECTORS_MAX];
+  byte_run runs[VECTORS_MAX][RUNS_MAX];
+} byte_plan;
+
+static uint64_t first_ones(size_t n) {
+  return n >= VECTOR ? UINT64_MAX : ((uint64_t)1 << n) - 1;
+}
+
+static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
+  *plan = (byte_plan){.vectors = (reach[1] + VECTOR - 1u) / VECTOR, .alike = true};
+  unsigned first_depth = 4;
+  while (reach[first_depth] == 0) first_depth--;
+  plan->alike = reach[first_depth] == reach[1];
+  for (unsigned depth = 4; depth >= 1; depth--) {
+    const size_t begin = depth < 4 ? reach[depth + 1] : 0, end = reach[depth];
+    for (size_t v = begin / VECTOR; v * VECTOR < end; v++) {
+      const size_t low = begin > v * VECTOR ? begin - v * VECTOR : 0;
+      const uint64_t mask = first_ones(end - v * VECTOR) & ~first_ones(low);
+      if (mask == 0) continue;
+      plan->runs[v][plan->counts[v]++] = (byte_run){depth, mask};
+    }
+  }
+}
+
+typedef struct table_256 {
+  bytes quarters[4];
+} table_256;
+
+INLINE table_256 load_256(const uint8_t *table) {
+  return (table_256){{load_bytes(table), load_bytes(table + 64), load_bytes(table + 128), load_bytes(table + 192)}};
+}
+
+INLINE bytes find_256(const table_256 *table, bytes index, __mmask64 upper) {
+  const bytes low = _mm512_permutex2var_epi8(table->quarters[0], index, table->quarters[1]);
+  const bytes high = _mm512_permutex2var_epi8(table->quarters[2], index, table->quarters[3]);
+  return _mm512_mask_blend_epi8(upper, low, high);
+}
+
+// t of 64 coordinates and which of them are negative, from the first `mask` of them; others are 0.
+INLINE bytes bring_to_bytes(const float *row, uint64_t mask, __m512 inverse, __mmask64 *negative) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i x[4], t[4];
+  UNROLL
+  for (size_t i = 0; i < 4; i++) {
+    const __m512 all = _mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), row + 16 * i);
+    x[i] = _mm512_castps_si512(all);
+    t[i] = _mm512_cvtps_epi32(_mm512_mul_ps(all, inverse));
+  }
+  // What is too large becomes -32768, which has no opposite.
+  const __m512i least = _mm512_set1_epi16(-32767);
+  const __m512i low = _mm512_abs_epi16(_mm512_max_epi16(_mm512_packs_epi32(t[0], t[1]), least));
+  const __m512i high = _mm512_abs_epi16(_mm512_max_epi16(_mm512_packs_epi32(t[2], t[3]), least));
+  const __m512i signs = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+  *negative = _mm512_movepi8_mask(_mm512_permutexvar_epi32(order, signs));
+  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+}
+
+static void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, each *squares) {
+  __m512 sums[GROUP];
+  for (size_t r = 0; r < GROUP; r++) {
+    sums[r] = _mm512_setzero_ps();
+    size_t c = 0;
+    for (; c + 16 <= coordinates; c += 16) {
+      const __m512 x = _mm512_loadu_ps(rows + r * dim + c);
+      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(x, x));
+    }
+    if (c < coordinates) {
+      const __m512 x = _mm512_maskz_loadu_ps(0x00ff, rows + r * dim + c);
+      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(x, x));
+    }
+  }
+  *squares = (each)add_lanes_of_16(sums, false);
+}
+
+// A group's t and signs.
+typedef struct byte_rows {
+  _Alignas(64) uint8_t t[GROUP][BYTES_DIM_MAX];
+  uint64_t negative[GROUP][VECTORS_MAX];
+} byte_rows;
+
+INLINE void add_dots_of(const table_256 *units, bytes t, __mmask64 mask, __mmask64 upper, bytes *with_row,
+                        bytes *with_itself) {
+  UNROLL
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const bytes k = _mm512_maskz_mov_epi8(mask, find_256(&units[s], t, upper));
+    with_row[s] = _mm512_dpbusd_epi32(with_row[s], t, k);
+    with_itself[s] = _mm512_dpbusd_epi32(with_itself[s], k, k);
+  }
+}
+
+INLINE void load_units(const byte_run *run, table_256 units[QKVI_SCALES]) {
+  UNROLL
+  for (size_t s = 0; s < QKVI_SCALES; s++) units[s] = load_256(qkvi_integers.units[s][run->depth]);
+}
+
+INLINE void sum_row_of_bytes(const byte_plan *plan, const table_256 *alike, const uint8_t *row, bytes *with_row,
+                             bytes *with_itself) {
+  for (size_t v = 0; v < plan->vectors; v++) {
+    const bytes t = load_bytes(row + v * VECTOR);
+    const __mmask64 upper = _mm512_movepi8_mask(t);
+    if (alike != NULL) {
+      add_dots_of(alike, t, plan->runs[v][0].mask, upper, with_row, with_itself);
+      continue;
+    }
+    for (size_t i = 0; i < plan->counts[v]; i++) {
+      table_256 units[QKVI_SCALES];
+      load_units(&plan->runs[v][i], units);
+      add_dots_of(units, t, plan->runs[v][i].mask, upper, with_row, with_itself);
+    }
+  }
+}
+
+INLINE void sum_rows_of_bytes(const byte_plan *plan, const table_256 *alike, const byte_rows *rows,
+                              group_sums *sums) {
+  __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
+  for (size_t r = 0; r < GROUP; r++) {
+    bytes a[QKVI_SCALES], b[QKVI_SCALES];
+    for (size_t s = 0; s < QKVI_SCALES; s++) a[s] = b[s] = _mm512_setzero_si512();
+    sum_row_of_bytes(plan, alike, rows->t[r], a, b);
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      with_row[s][r] = _mm512_castsi512_ps(a[s]);
+      with_itself[s][r] = _mm512_castsi512_ps(b[s]);
+    }
+  }
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const __m512 a = add_lanes_of_16(with_row[s], true), b = add_lanes_of_16(with_itself[s], true);
+    sums->with_row[s] = (each)_mm512_cvtepi32_ps(_mm512_castps_si512(a));
+    sums->with_itself[s] = (each)_mm512_cvtepi32_ps(_mm512_castps_si512(b));
+  }
+}
+
+static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, const group_choice *choice, size_t dim,
+                               uint8_t *codes) {
+  for (size_t r = 0; r < GROUP; r++) {
+    const table_256 cells = load_256(qkvi_tables.cells[choice->scales[r]]);
+    const uint64_t some = choice->zero[r] ? 0 : UINT64_MAX;
+    for (size_t v = 0; v < plan->vectors; v++) {
+      const bytes t = load_bytes(rows->t[r] + v * VECTOR);
+      const bytes cell = find_256(&cells, t, _mm512_movepi8_mask(t));
+      const bytes sign = _mm512_movm_epi8(rows->negative[r][v]);
+      _mm512_mask_storeu_epi8(codes + r * dim + v * VECTOR, first_ones(dim - v * VECTOR),
+                              _mm512_maskz_mov_epi8(some, _mm512_xor_si512(cell, sign)));
+    }
+  }
+}
+
+// rows [GROUP][dim] to codes [GROUP][dim] at full depth.
+static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
+                         group_choice *choice, uint8_t *codes) {
+  byte_rows in_bytes;
+  group_scales scales;
+  group_sums sums;
+  sum_squares_of_16(rows, dim, reach[1], &scales.squares);
+  choose_scales(reach[1], &scales);
+  for (size_t r = 0; r < GROUP; r++) {
+    const __m512 inverse = _mm512_set1_ps(scales.inverse[r]);
+    for (size_t v = 0; v < plan->vectors; v++) {
+      __mmask64 negative;
+      const bytes t =
+          bring_to_bytes(rows + r * dim + v * VECTOR, first_ones(reach[1] - v * VECTOR), inverse, &negative);
+      _mm512_store_si512(in_bytes.t[r] + v * VECTOR, t);
+      in_bytes.negative[r][v] = negative;
+    }
+  }
+  if (plan->alike) {
+    table_256 units[QKVI_SCALES];
+    load_units(&plan->runs[0][0], units);
+    sum_rows_of_bytes(plan, units, &in_bytes, &sums);
+  } else {
+    sum_rows_of_bytes(plan, NULL, &in_bytes, &sums);
+  }
+  choose_attempts(&scales, &sums, choice);
+  code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
+}
+#else
+typedef struct byte_plan {
+  size_t vectors;
+} byte_plan;
+static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
+  (void)reach;
+  *plan = (byte_plan){0};
+}
+static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
+                         group_choice *choice, uint8_t *codes) {
+  (void)reach, (void)plan, (void)rows, (void)dim, (void)choice, (void)codes;
+}
+#endif
+#endif
+#endif

@@ -1,0 +1,156 @@
+// Packing the codes of a group: bytes [token][coordinate] at full depth into slabs (page.h).
+#ifndef QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
+#define QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
+
+#include "engine/kernel/x86/bytes.h"
+
+#if defined(__AVX2__)
+#include "engine/codec/pack.h"
+#include "engine/kernel/blocks.h"
+
+enum { GROUP = QKV_GROUP_TOKENS };
+
+#if LANES == 16
+// Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i.
+typedef struct block_fields {
+  bytes of[4];
+} block_fields;
+
+// codes [item][lane], `stride` apart.
+INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
+  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i within =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  block_fields fields;
+  UNROLL
+  for (size_t f = 0; f < 4; f++, codes += 4 * stride) {
+    __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + stride)), 1);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 2 * stride)), 2);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 3 * stride)), 3);
+    fields.of[f] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, four), within);
+  }
+  return fields;
+}
+
+// codes [lane][item], `stride` apart: a transpose of 32-bit words.
+INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
+  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i rows[4];
+  UNROLL
+  for (size_t i = 0; i < 4; i++, codes += 4 * stride) {
+    __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + stride)), 1);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 2 * stride)), 2);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 3 * stride)), 3);
+    rows[i] = _mm512_permutexvar_epi32(dwords, four);  // quarter f: field f of four lanes
+  }
+  const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44), b = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(rows[0], rows[1], 0xee), d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xee);
+  return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+                         _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
+}
+
+// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low or high half.
+INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
+  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
+  bytes packed = load_bytes(slab);
+  UNROLL
+  for (unsigned f = 0; f < 4; f++) {
+    const unsigned to = 2 * (f ^ (pair & 1)) + half;
+    const bytes moved = from >= to ? down(fields->of[f], (int)(from - to)) : up(fields->of[f], (int)(to - from));
+    packed = _mm512_or_si512(packed, _mm512_and_si512(moved, _mm512_set1_epi8((char)(mask << to))));
+  }
+  _mm512_storeu_si512(slab, packed);
+}
+
+INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
+  const unsigned depth = qkvi_block_depth(block->kind);
+  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
+                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
+  UNROLL
+  for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
+    if (2 * pair + 2 <= depth) pack_slab(fields, pair, true, 0, group + block->slabs[pair]);
+    if (2 * pair + 1 == depth) pack_slab(fields, pair, false, high, group + block->slabs[pair]);
+  }
+}
+
+static void pack_block(qkv_part part, const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
+  const block_fields fields = part == QKV_V ? fields_of_values(codes, stride) : fields_of_keys(codes, stride);
+  pack_pairs(block, &fields, group);
+}
+#else
+// out[j][i] = in[i][j] of 16 x 16 bytes.
+static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t *out, size_t out_stride) {
+  __m128i r[GROUP], p[GROUP];
+  for (size_t i = 0; i < GROUP; i++) r[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
+  // Interleaving rows i and i + 8, four times, rotates the bits of (row, column) by four.
+  for (int round = 0; round < 4; round++) {
+    for (size_t i = 0; i < GROUP / 2; i++) {
+      p[2 * i] = _mm_unpacklo_epi8(r[i], r[i + GROUP / 2]);
+      p[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + GROUP / 2]);
+    }
+    memcpy(r, p, sizeof r);
+  }
+  for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
+}
+
+// What a pair takes of the codes [item][lane] of a block, into its slab: two bits or, in a narrow slab, one.
+static inline void pack_slab(const uint8_t *codes, size_t stride, unsigned pair, bool wide, unsigned half,
+                             uint8_t *slab) {
+  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
+  for (size_t lane = 0; lane < GROUP; lane += LANES) {
+    words packed = load_words(slab + 4 * lane);
+    for (unsigned item = 0; item < GROUP; item++) {
+      const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
+      packed |= (widen_bytes(codes + item * stride + lane) >> from & mask) << to;
+    }
+    memcpy(slab + 4 * lane, &packed, sizeof packed);
+  }
+}
+
+static void pack_block(qkv_part part, const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
+  uint8_t columns[QKVI_BLOCK_WIDTH * GROUP];
+  if (part == QKV_K) {
+    transpose_bytes(codes, stride, columns, GROUP);
+    codes = columns;
+    stride = GROUP;
+  }
+  const unsigned depth = qkvi_block_depth(block->kind);
+  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
+                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
+  for (unsigned pair = 0; 2 * pair < depth; pair++) {
+    if (2 * pair + 2 <= depth) {
+      pack_slab(codes, stride, pair, true, 0, group + block->slabs[pair]);
+    } else {
+      pack_slab(codes, stride, pair, false, high, group + block->slabs[pair]);
+    }
+  }
+}
+
+#endif
+
+// `codes` [GROUP][dim] at full depth.
+static void pack_scattered(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *codes,
+                           uint8_t *group) {
+  qkvi_codes columns[QKV_DIM_MAX];
+  for (size_t t = 0; t < GROUP; t++) {
+    for (size_t c = 0; c < schedule->reach[tier][1]; c++) columns[c][t] = codes[t * schedule->dim + c];
+  }
+  qkvi_pack(part, schedule, tier, columns, group);
+}
+
+static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
+                       const uint8_t *codes, uint8_t *group) {
+  if (blocks->scattered + blocks->halves > 0) {
+    pack_scattered(part, schedule, tier, codes, group);
+    return;
+  }
+  memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
+  for (unsigned i = 0; i < blocks->count; i++) {
+    pack_block(part, &blocks->blocks[i], codes + (size_t)i * QKVI_BLOCK_WIDTH, schedule->dim, group);
+  }
+}
+
+#endif
+#endif
