@@ -245,7 +245,7 @@ static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
 typedef struct tail_work {
   const append *append;
   size_t blocks;       // held: tail_count in use, the others spare
-  float *k, *v;        // one page's rows; NULL where no page gets sealed
+  float *k, *v;        // room for one page's rows; NULL where no page gets sealed
   void *image;         // room for a page of any size, as soon as one gets sealed
   void *narrow;        // the same, where pages are judged
   size_t image_bytes;  // of that room: what was reserved for each page
@@ -334,12 +334,16 @@ static void seal_first(tail_work *work) {
   const qkv_model *model = work->append->model;
   void *block = layer->tail[0];
   size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
-  qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_K, 0, 0), work->k, rows * model->key_dim);
-  qkv_to_float(model->dtype, qkvi_block_row(model, block, QKV_V, 0, 0), work->v, rows * model->value_dim);
+  const void *k = qkvi_block_row(model, block, QKV_K, 0, 0), *v = qkvi_block_row(model, block, QKV_V, 0, 0);
+  const bool learns = model->learner != NULL && layer->config.policy.learn;
+  if (learns || layer->config.quality != NULL) {
+    qkv_to_float(model->dtype, k, work->k, rows * model->key_dim);
+    qkv_to_float(model->dtype, v, work->v, rows * model->value_dim);
+  }
 
   size_t bytes =
-      layer->coder->codec->encode(layer->coder, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v, work->image);
-  if (model->learner != NULL && layer->config.policy.learn) {
+      layer->coder->codec->encode(layer->coder, layer->sealed, QKV_PAGE_TOKENS, model->dtype, k, v, work->image);
+  if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v,
                      layer->coder, work->image);
   }

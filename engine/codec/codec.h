@@ -17,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/tensor.h"
 #include "engine/codec/anchor.h"
 #include "engine/codec/low_rank.h"
 #include "engine/codec/page.h"
@@ -78,11 +79,11 @@ struct qkv_codec {
   // Most bytes that a page takes.
   size_t (*page_bytes_max)(const qkv_coder *coder);
   // Codes `tokens` (1..64) rows from `position` on: k is [tokens][kv_heads][key_dim], as attended (after RoPE), v is
-  // [tokens][kv_heads][value_dim], dense and finite, |x| <= QKV_ROW_MAX. Fills the whole image (64-byte aligned, with
-  // room for page_bytes_max) and seals it. The missing slots of a short page are coded as zero rows. Returns the
-  // bytes of the image.
-  size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, const float *k, const float *v,
-                   void *image);
+  // [tokens][kv_heads][value_dim], of type `dtype`, dense and finite, |x| <= QKV_ROW_MAX. Fills the whole image
+  // (64-byte aligned, with room for page_bytes_max) and seals it. The missing slots of a short page are coded as zero
+  // rows. Returns the bytes of the image.
+  size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
+                   const void *v, void *image);
   // Fills the rest of a block whose `count`, `rows`, `query_bytes` and `weight_bytes` are set.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.

@@ -1,5 +1,5 @@
-// How rows are coded, as far as it is the same everywhere: what is decided about the 16 rows of a group, side by side,
-// from sums that every kernel takes in its own way but in the same order.
+// How rows are coded, as far as it is the same everywhere: what is decided about the 16 rows of a group, side by
+// side, from sums that every kernel takes in its own way but in the same order.
 //
 // A row x is brought to units of its own: the gain byte nearest to its weighted RMS has value m, and t = |x| 64 / m,
 // for coordinates of up to four bits rounded to a whole number of at most 255 (a cell of 1/64 sigma: on Gaussian rows
@@ -10,8 +10,8 @@
 //   A = sum w t K,  B = sum w K K        g = the gain byte nearest to A / B, in the row's units
 //   squared error = sum w x x - r (2 A - r B), r = g's value in K per t
 //
-// The scale that errs least is taken. Sums are over 16 lanes, coordinate % 16, which are then added by halves: to four
-// bits and with no weights they are whole numbers, so any other order gives the same.
+// The scale that errs least is taken. Sums are over 16 lanes, coordinate % 16, which are then added by halves: to
+// four bits and with no weights they are whole numbers, so any other order gives the same.
 #ifndef QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
 #define QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
 
@@ -51,7 +51,7 @@ static inline void values_of_gains(const each_word *gains, each *values) {
 }
 
 static inline void clamp_gains(each_word *gains) {
-  const each_word low = *gains < 1, high = *gains > UINT8_MAX;
+  const each_word low = *gains<1, high = *gains> UINT8_MAX;
   *gains = (*gains & ~low & ~high) | (low & 1) | (high & UINT8_MAX);
 }
 

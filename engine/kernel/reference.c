@@ -167,8 +167,9 @@ static void try_scale(const uint16_t *reach, const float *weights, const float *
   *with_itself = lanes_sum(b);
 }
 
-// Codes `count` rows, `dim` floats apart, into columns of `codes`. Relative squared error on Gaussian rows of 64, at a
-// top tier of 4 and when planes are dropped afterwards, by the scales that are tried (with cells as fine as floats):
+// Codes `count` rows, `dim` floats apart, into columns of `codes`. Relative squared error on Gaussian rows of 64, at
+// a top tier of 4 and when planes are dropped afterwards, by the scales that are tried (with cells as fine as
+// floats):
 //   scales tried                            4 bits   3       2      1       8 bits
 //   RMS                                     0.00922  0.0339  0.116  0.3588  0.0000410
 //   RMS, then the fitted gain if it differs 0.00914  0.0338  0.116  0.3589  0.0000410

@@ -58,9 +58,9 @@ typedef struct qkvi_kernel_tables {
 // counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
 #define QKVI_FIELD_PLACES 3
 typedef struct qkvi_integer_tables {
-  float step;             // of the shallow ones
-  float gains[256];       // qkv_gain_value
-  int8_t shallow[5][16];  // [depth][code]
+  float step;                                       // of the shallow ones
+  float gains[256];                                 // qkv_gain_value
+  int8_t shallow[5][16];                            // [depth][code]
   _Alignas(64) uint8_t units[QKVI_SCALES][5][256];  // [depth][t]: centroids of t in steps, for encoding
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.

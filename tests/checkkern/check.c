@@ -128,8 +128,8 @@ static void check_softmax(checking *c, input_kind kind) {
 
 // Runs both ways of a transform, one on what the other has made.
 static void check_rows(checking *c, const char *name, const page_part *shape, size_t n, input_kind kind,
-                       void (*run)(const qkv_kernels *kernels, bool back, float *rows, size_t n, const page_part *shape,
-                                   const float *matrix),
+                       void (*run)(const qkv_kernels *kernels, bool back, float *rows, size_t n,
+                                   const page_part *shape, const float *matrix),
                        const float *matrix) {
   guarded expected = guarded_make(n * shape->schedule.dim * sizeof(float));
   fill_input(&c->random, kind, (float *)expected.data, n * shape->schedule.dim);
@@ -203,7 +203,8 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
 size_t check_rung(const qkv_kernels *twin) {
   checking c = {.twin = twin, .random = {1}};
   for (int round = 0; round < 300; round++) check_softmax(&c, round % INPUT_KINDS);
-  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND) check_transforms(&c, dim, dim / QKV_BAND % INPUT_KINDS);
+  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND)
+    check_transforms(&c, dim, dim / QKV_BAND % INPUT_KINDS);
   for (size_t d = 0; d < DIMS; d++) {
     qkv_schedule schedule;
     qkv_schedule_uniform(&schedule, dims[d]);

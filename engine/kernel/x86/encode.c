@@ -1,9 +1,9 @@
 // Encoding rows in vectors (kernel/encode_plain.h). Compiled once for each family.
 //
-// Coordinates of up to four bits with no weights, where sums are whole numbers, go the way of encode_bytes.h where the
-// processor has it. All others go through 32-bit lanes here: thresholds are searched, of t for coordinates of up to
-// four bits, of floats for those of more. Codes of a group are gathered as bytes [token][coordinate] and then packed
-// block by block (encode_pack.h).
+// Coordinates of up to four bits with no weights, where sums are whole numbers, go the way of encode_bytes.h where
+// the processor has it. All others go through 32-bit lanes here: thresholds are searched, of t for coordinates of up
+// to four bits, of floats for those of more. Codes of a group are gathered as bytes [token][coordinate] and then
+// packed block by block (encode_pack.h).
 #include <assert.h>
 #include <math.h>
 #include <stdbool.h>
@@ -159,7 +159,7 @@ static inline __attribute__((always_inline)) void add_shallow(unsigned depth, co
     memcpy(a, sums->with_row[s], sizeof a);
     memcpy(b, sums->with_itself[s], sizeof b);
     for (size_t i = all->ends[depth + 1]; i < all->ends[depth]; i++) {
-      const words cell = find_cells(&search, depth, (words)__builtin_convertvector(row->t[i], signed_words));
+      const words cell = find_cells(&search, depth, (words) __builtin_convertvector(row->t[i], signed_words));
       const lanes units = (lanes)look_up(search.units, cell), weighted = all->weights[i] * units;
       a[sum_of(&all->at[i])] += weighted * row->t[i];
       b[sum_of(&all->at[i])] += weighted * units;
@@ -226,7 +226,7 @@ static inline __attribute__((always_inline)) void code_shallow(unsigned depth, c
   if (all->ends[depth + 1] == all->ends[depth]) return;
   const searcher search = searcher_of(depth, scale);
   for (size_t i = all->ends[depth + 1]; i < all->ends[depth]; i++) {
-    const words cell = find_cells(&search, depth, (words)__builtin_convertvector(row->t[i], signed_words));
+    const words cell = find_cells(&search, depth, (words) __builtin_convertvector(row->t[i], signed_words));
     const words negative = (words)((signed_words)row->y[i] < 0);
     store_bytes(&all->at[i], ((cell + (1u << (depth - 1))) ^ negative) << (QKV_DEPTH_MAX - depth), codes);
   }
@@ -236,8 +236,7 @@ static inline __attribute__((always_inline)) void code_deep(unsigned depth, cons
                                                             const row_steps *row, size_t scale, uint8_t *codes) {
   for (size_t i = begin; i < all->ends[depth]; i++) {
     lanes units;
-    const words cell =
-        quantize_deep(depth, row->y[i] * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale], &units);
+    const words cell = quantize_deep(depth, row->y[i] * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale], &units);
     store_bytes(&all->at[i], (cell + (1u << (depth - 1))) << (QKV_DEPTH_MAX - depth), codes);
   }
 }

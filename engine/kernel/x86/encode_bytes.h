@@ -1,6 +1,6 @@
 // Encoding rows of coordinates of up to four bits that all count alike, with VBMI and VNNI: t in bytes, centroids and
-// codes by look-ups in tables of 256, sums by integer dot products. They are whole numbers below 2^24, so the order in
-// which the reference takes them makes no difference.
+// codes by look-ups in tables of 256, sums by integer dot products. They are whole numbers below 2^24, so the order
+// in which the reference takes them makes no difference.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 
@@ -68,13 +68,14 @@ INLINE bytes find_256(const table_256 *table, bytes index, __mmask64 upper) {
   return _mm512_mask_blend_epi8(upper, low, high);
 }
 
-// t of 64 coordinates and which of them are negative, from the first `mask` of them; others are 0.
-INLINE bytes bring_to_bytes(const float *row, uint64_t mask, __m512 inverse, __mmask64 *negative) {
+// t of 64 coordinates and which of them are negative; those that are not in the mask are 0. `whole`: all are.
+INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 inverse, __mmask64 *negative) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i x[4], t[4];
   UNROLL
   for (size_t i = 0; i < 4; i++) {
-    const __m512 all = _mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), row + 16 * i);
+    const __m512 all =
+        whole ? _mm512_loadu_ps(row + 16 * i) : _mm512_maskz_loadu_ps((__mmask16)(mask >> (16 * i)), row + 16 * i);
     x[i] = _mm512_castps_si512(all);
     t[i] = _mm512_cvtps_epi32(_mm512_mul_ps(all, inverse));
   }
@@ -110,11 +111,12 @@ typedef struct byte_rows {
   uint64_t negative[GROUP][VECTORS_MAX];
 } byte_rows;
 
-INLINE void add_dots_of(const table_256 *units, bytes t, __mmask64 mask, __mmask64 upper, bytes *with_row,
+// `whole`: the mask has all.
+INLINE void add_dots_of(const table_256 *units, bytes t, bool whole, __mmask64 mask, __mmask64 upper, bytes *with_row,
                         bytes *with_itself) {
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) {
-    const bytes k = _mm512_maskz_mov_epi8(mask, find_256(&units[s], t, upper));
+    const bytes found = find_256(&units[s], t, upper), k = whole ? found : _mm512_maskz_mov_epi8(mask, found);
     with_row[s] = _mm512_dpbusd_epi32(with_row[s], t, k);
     with_itself[s] = _mm512_dpbusd_epi32(with_itself[s], k, k);
   }
@@ -125,30 +127,30 @@ INLINE void load_units(const byte_run *run, table_256 units[QKVI_SCALES]) {
   for (size_t s = 0; s < QKVI_SCALES; s++) units[s] = load_256(qkvi_integers.units[s][run->depth]);
 }
 
-INLINE void sum_row_of_bytes(const byte_plan *plan, const table_256 *alike, const uint8_t *row, bytes *with_row,
-                             bytes *with_itself) {
+INLINE void sum_row_of_bytes(const byte_plan *plan, bool whole, const table_256 *alike, const uint8_t *row,
+                             bytes *with_row, bytes *with_itself) {
   for (size_t v = 0; v < plan->vectors; v++) {
     const bytes t = load_bytes(row + v * VECTOR);
     const __mmask64 upper = _mm512_movepi8_mask(t);
-    if (alike != NULL) {
-      add_dots_of(alike, t, plan->runs[v][0].mask, upper, with_row, with_itself);
+    if (alike != NULL) {  // where coordinates end within a vector, t is 0 behind them
+      add_dots_of(alike, t, whole, plan->runs[v][0].mask, upper, with_row, with_itself);
       continue;
     }
     for (size_t i = 0; i < plan->counts[v]; i++) {
       table_256 units[QKVI_SCALES];
       load_units(&plan->runs[v][i], units);
-      add_dots_of(units, t, plan->runs[v][i].mask, upper, with_row, with_itself);
+      add_dots_of(units, t, false, plan->runs[v][i].mask, upper, with_row, with_itself);
     }
   }
 }
 
-INLINE void sum_rows_of_bytes(const byte_plan *plan, const table_256 *alike, const byte_rows *rows,
+INLINE void sum_rows_of_bytes(const byte_plan *plan, bool whole, const table_256 *alike, const byte_rows *rows,
                               group_sums *sums) {
   __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
   for (size_t r = 0; r < GROUP; r++) {
     bytes a[QKVI_SCALES], b[QKVI_SCALES];
     for (size_t s = 0; s < QKVI_SCALES; s++) a[s] = b[s] = _mm512_setzero_si512();
-    sum_row_of_bytes(plan, alike, rows->t[r], a, b);
+    sum_row_of_bytes(plan, whole, alike, rows->t[r], a, b);
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       with_row[s][r] = _mm512_castsi512_ps(a[s]);
       with_itself[s][r] = _mm512_castsi512_ps(b[s]);
@@ -165,20 +167,26 @@ static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, con
                                uint8_t *codes) {
   for (size_t r = 0; r < GROUP; r++) {
     const table_256 cells = load_256(qkvi_tables.cells[choice->scales[r]]);
-    const uint64_t some = choice->zero[r] ? 0 : UINT64_MAX;
+    if (choice->zero[r]) {
+      memset(codes + r * dim, 0, dim);
+      continue;
+    }
     for (size_t v = 0; v < plan->vectors; v++) {
       const bytes t = load_bytes(rows->t[r] + v * VECTOR);
       const bytes cell = find_256(&cells, t, _mm512_movepi8_mask(t));
-      const bytes sign = _mm512_movm_epi8(rows->negative[r][v]);
-      _mm512_mask_storeu_epi8(codes + r * dim + v * VECTOR, first_ones(dim - v * VECTOR),
-                              _mm512_maskz_mov_epi8(some, _mm512_xor_si512(cell, sign)));
+      const bytes code = _mm512_xor_si512(cell, _mm512_movm_epi8(rows->negative[r][v]));
+      if (v * VECTOR + VECTOR <= dim) {
+        _mm512_storeu_si512(codes + r * dim + v * VECTOR, code);
+      } else {
+        _mm512_mask_storeu_epi8(codes + r * dim + v * VECTOR, first_ones(dim - v * VECTOR), code);
+      }
     }
   }
 }
 
-// rows [GROUP][dim] to codes [GROUP][dim] at full depth.
-static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
-                         group_choice *choice, uint8_t *codes) {
+// rows [GROUP][dim] to codes [GROUP][dim] at full depth. `whole`: vectors are full.
+INLINE void encode_in_bytes(const uint16_t *reach, const byte_plan *plan, bool whole, const float *rows, size_t dim,
+                            group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
   group_scales scales;
   group_sums sums;
@@ -189,7 +197,7 @@ static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const flo
     for (size_t v = 0; v < plan->vectors; v++) {
       __mmask64 negative;
       const bytes t =
-          bring_to_bytes(rows + r * dim + v * VECTOR, first_ones(reach[1] - v * VECTOR), inverse, &negative);
+          bring_to_bytes(rows + r * dim + v * VECTOR, whole, first_ones(reach[1] - v * VECTOR), inverse, &negative);
       _mm512_store_si512(in_bytes.t[r] + v * VECTOR, t);
       in_bytes.negative[r][v] = negative;
     }
@@ -197,12 +205,21 @@ static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const flo
   if (plan->alike) {
     table_256 units[QKVI_SCALES];
     load_units(&plan->runs[0][0], units);
-    sum_rows_of_bytes(plan, units, &in_bytes, &sums);
+    sum_rows_of_bytes(plan, whole, units, &in_bytes, &sums);
   } else {
-    sum_rows_of_bytes(plan, NULL, &in_bytes, &sums);
+    sum_rows_of_bytes(plan, whole, NULL, &in_bytes, &sums);
   }
   choose_attempts(&scales, &sums, choice);
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
+}
+
+static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
+                         group_choice *choice, uint8_t *codes) {
+  if (reach[1] % VECTOR == 0) {
+    encode_in_bytes(reach, plan, true, rows, dim, choice, codes);
+  } else {
+    encode_in_bytes(reach, plan, false, rows, dim, choice, codes);
+  }
 }
 #else
 typedef struct byte_plan {

@@ -19,8 +19,7 @@ typedef struct block_fields {
 // codes [item][lane], `stride` apart.
 INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
   const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i within =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   block_fields fields;
   UNROLL
   for (size_t f = 0; f < 4; f++, codes += 4 * stride) {

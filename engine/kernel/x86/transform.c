@@ -22,17 +22,14 @@ INLINE void meet_neighbours(__m512 *a, __m512 *b) {
   *b = _mm512_sub_ps(low, high);
 }
 
-// `vectors`, a power of two of at least 2, is a constant. Signs [vectors] are flipped before or after.
-INLINE void transform_vectors(float *block, size_t vectors, const uint16_t *before, const uint16_t *after) {
-  const __m512i minus = _mm512_set1_epi32(INT32_MIN);
+// `vectors`, a power of two of at least 2, is a constant. Signs, as -0, are flipped before or after.
+INLINE void transform_vectors(float *block, size_t vectors, const float *before, const float *after) {
   const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(vectors * LANES)));
   __m512 v[IN_REGISTERS];
   UNROLL
   for (size_t i = 0; i < vectors; i++) {
     v[i] = _mm512_loadu_ps(block + i * LANES);
-    if (before == NULL) continue;
-    const __m512i bits = _mm512_castps_si512(v[i]);
-    v[i] = _mm512_castsi512_ps(_mm512_mask_xor_epi32(bits, before[i], bits, minus));
+    if (before != NULL) v[i] = _mm512_xor_ps(v[i], _mm512_loadu_ps(before + i * LANES));
   }
   UNROLL
   for (size_t i = 0; i < vectors; i += 2) {
@@ -51,19 +48,17 @@ INLINE void transform_vectors(float *block, size_t vectors, const uint16_t *befo
   }
   UNROLL
   for (size_t i = 0; i < vectors; i++) {
-    const __m512 scaled = _mm512_mul_ps(v[i], scale);
-    const __m512i bits = _mm512_castps_si512(scaled);
-    const __m512 out =
-        after == NULL ? scaled : _mm512_castsi512_ps(_mm512_mask_xor_epi32(bits, after[i], bits, minus));
-    _mm512_storeu_ps(block + i * LANES, out);
+    v[i] = _mm512_mul_ps(v[i], scale);
+    if (after != NULL) v[i] = _mm512_xor_ps(v[i], _mm512_loadu_ps(after + i * LANES));
+    _mm512_storeu_ps(block + i * LANES, v[i]);
   }
 }
 
 // The block of a row that begins with coordinate `start`, in every row.
-INLINE void transform_blocks(float *rows, size_t n, size_t dim, size_t start, size_t vectors, const uint16_t *before,
-                             const uint16_t *after) {
-  const uint16_t *first = before != NULL ? before + start / LANES : NULL;
-  const uint16_t *last = after != NULL ? after + start / LANES : NULL;
+INLINE void transform_blocks(float *rows, size_t n, size_t dim, size_t start, size_t vectors, const float *before,
+                             const float *after) {
+  const float *first = before != NULL ? before + start : NULL;
+  const float *last = after != NULL ? after + start : NULL;
   for (size_t i = 0; i < n; i++) transform_vectors(rows + i * dim + start, vectors, first, last);
 }
 
@@ -72,7 +67,7 @@ static bool fits_registers(size_t dim) {
 }
 
 // Widths that are sums of 32, 64, 128 and 256.
-static void transform_rows(float *rows, size_t n, size_t dim, const uint16_t *before, const uint16_t *after) {
+static void transform_rows(float *rows, size_t n, size_t dim, const float *before, const float *after) {
   size_t start = 0;
   for (size_t size = IN_REGISTERS * LANES; size >= CHUNK; size /= 2) {
     if ((dim & size) == 0) continue;
@@ -93,23 +88,21 @@ static void transform_rows(float *rows, size_t n, size_t dim, const uint16_t *be
   }
 }
 
-static void fill_signs(size_t dim, uint16_t *signs) {
-  uint64_t state = dim, word = 0;
-  for (size_t i = 0; i < dim; i += LANES, word >>= LANES) {
-    if (i % 64 == 0) word = splitmix64(&state);
-    signs[i / LANES] = (uint16_t)word;
-  }
+// -0 where a sign is flipped.
+static void fill_signs(size_t dim, float *signs) {
+  memset(signs, 0, dim * sizeof *signs);
+  flip_signs(signs, dim);
 }
 
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward)) {
-  uint16_t signs[QKV_DIM_MAX / LANES];
+  _Alignas(64) float signs[2 * IN_REGISTERS * LANES];
   if (!fits_registers(dim)) return hadamard_forward_plain(rows, n, dim);
   fill_signs(dim, signs);
   transform_rows(rows, n, dim, signs, NULL);
 }
 
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse)) {
-  uint16_t signs[QKV_DIM_MAX / LANES];
+  _Alignas(64) float signs[2 * IN_REGISTERS * LANES];
   if (!fits_registers(dim)) return hadamard_inverse_plain(rows, n, dim);
   fill_signs(dim, signs);
   transform_rows(rows, n, dim, NULL, signs);

@@ -67,7 +67,7 @@ static const qkv_codec *codec_of(const framed *page) {
 static void encode(framed *page) {
   const frame_case *like = page->like;
   page->image = allocate(codec_of(page)->page_bytes_max(page->coder));
-  page->bytes = codec_of(page)->encode(page->coder, like->position, like->tokens, page->rows[QKV_K],
+  page->bytes = codec_of(page)->encode(page->coder, like->position, like->tokens, QKV_FP32, page->rows[QKV_K],
                                        page->rows[QKV_V], page->image);
   assert_true(page->bytes <= codec_of(page)->page_bytes_max(page->coder));
   qkv_error error = {0};

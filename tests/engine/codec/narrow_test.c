@@ -43,7 +43,8 @@ static void *random_page(const qkv_coder *coder, naive_random *random, uint32_t 
   for (size_t i = 0; i < (k + v) * QKV_PAGE_TOKENS; i++) rows[i] = (float)naive_gaussian(random);
   void *page = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
   assert_non_null(page);
-  coder->codec->encode(coder, 64 * naive_below(random, 1000), tokens, rows, rows + k * QKV_PAGE_TOKENS, page);
+  coder->codec->encode(coder, 64 * naive_below(random, 1000), tokens, QKV_FP32, rows, rows + k * QKV_PAGE_TOKENS,
+                       page);
   free(rows);
   return page;
 }

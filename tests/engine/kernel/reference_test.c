@@ -165,16 +165,35 @@ static void queries_do_not_mix(void **state) {
   part_deinit(&v);
 }
 
-// Codes of one scale, as encode tries them: the squared error with the best gain byte, by trying all.
-static double best_error(const float *row, const qkv_schedule *schedule, unsigned tier, uint8_t scale, uint8_t *codes,
-                         uint8_t *best_gain) {
+// A way to code a row (engine/kernel/encode_plain.h), in units of its middle gain.
+typedef struct coding {
+  double t[QKV_DIM_MAX], kept[QKV_DIM_MAX];
+  uint8_t codes[QKV_DIM_MAX];
+} coding;
+
+static void code_row(const float *row, const uint16_t *reach, int middle, double scale, coding *made) {
+  const float inverse = 64 / qkv_gain_value((uint8_t)middle);
+  for (unsigned c = 0; c < reach[1]; c++) {
+    const unsigned depth = naive_depth(reach, c);
+    const float y = row[c] * inverse;
+    const double whole = fmin(nearbyint(fabs((double)y)), 255), step = (double)qkv_codebook_step(4);
+    const float looked_up = depth <= 4 ? (float)copysign(whole, (double)row[c]) : y;
+    made->t[c] = depth <= 4 ? whole : fabs((double)y);
+    made->codes[c] = qkv_codebook_code(looked_up / 64 * (float)scale);
+    if (whole == 0 && depth <= 4) made->codes[c] = signbit(row[c]) ? 127 : 128;
+    const double value = fabs((double)qkv_codebook_value(depth, made->codes[c] >> (8 - depth)));
+    made->kept[c] = 64 * (depth <= 4 ? step * nearbyint(value / step) : value);
+  }
+}
+
+// The squared error with the best gain byte, by trying all.
+static double best_error(const coding *made, unsigned coordinates, int middle, uint8_t *best_gain) {
   double best = INFINITY;
   for (int gain = 1; gain < 256; gain++) {
+    const double ratio = naive_gain((uint8_t)gain) / naive_gain((uint8_t)middle);
     double error = 0;
-    for (unsigned c = 0; c < schedule->reach[tier][1]; c++) {
-      const unsigned depth = naive_depth(schedule->reach[tier], c);
-      codes[c] = qkv_codebook_code(row[c] * (1 / qkv_gain_value(scale)));
-      const double miss = row[c] - naive_gain((uint8_t)gain) * qkv_codebook_value(depth, codes[c] >> (8 - depth));
+    for (unsigned c = 0; c < coordinates; c++) {
+      const double miss = made->t[c] - ratio * made->kept[c];
       error += miss * miss;
     }
     if (error < best) best = error, *best_gain = (uint8_t)gain;
@@ -198,12 +217,14 @@ static void check_row(const qkv_schedule *schedule, unsigned tier, const float *
   for (int g = 2; g < 256; g++) {
     if (fabs(naive_gain((uint8_t)g) - rms) < fabs(naive_gain((uint8_t)middle) - rms)) middle = g;
   }
-  uint8_t codes[QKV_DIM_MAX], best_codes[QKV_DIM_MAX], fitted = 0, best_gain = 0;
+  coding made;
+  uint8_t best_codes[QKV_DIM_MAX], fitted = 0, best_gain = 0;
   double best = INFINITY;
-  static const int steps[] = {0, -1, 1};
+  static const uint8_t scales[] = {128, 129, 127};
   for (int i = 0; i < 3; i++) {
-    const double error = best_error(row, schedule, tier, (uint8_t)(middle + steps[i]), codes, &fitted);
-    if (error < best * (1 - 1e-6)) best = error, best_gain = fitted, memcpy(best_codes, codes, sizeof codes);
+    code_row(row, reach, middle, (double)qkv_gain_value(scales[i]), &made);
+    const double error = best_error(&made, reach[1], middle, &fitted);
+    if (error < best * (1 - 1e-6)) best = error, best_gain = fitted, memcpy(best_codes, made.codes, reach[1]);
   }
   assert_int_equal(gain, best_gain);
   for (unsigned c = 0; c < reach[1]; c++) {

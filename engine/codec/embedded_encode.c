@@ -1,0 +1,393 @@
+// The embedded codec: rows to pages, and whether rows are those of a page.
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/codec/embedded.h"
+#include "engine/codec/embedded_internal.h"
+#include "engine/codec/narrow.h"
+#include "engine/codec/pack.h"
+#include "engine/codec/trial.h"
+#include "engine/kernel/kernel.h"
+
+// Where rows lie.
+typedef struct source_rows {
+  qkv_dtype dtype;
+  const uint8_t *data;
+  size_t stride, bytes;            // from one to the next; of one
+  const struct source_rows *next;  // those of the same tokens that are wanted next; NULL: none
+} source_rows;
+
+// Rows of one head lie apart, which no processor expects: the next ones are fetched meanwhile.
+static void fetch_ahead(const source_rows *rows, size_t t) {
+  enum { LINE = 64 };
+  const uint8_t *at = rows->data + t * rows->stride;
+  for (size_t i = 0; i < rows->bytes; i += LINE) __builtin_prefetch(at + i);
+}
+
+// `tokens` rows, those of a page's slots from `first` on, to code space: out [64][dim], zeros in the other slots.
+// `position` is that of slot 0.
+static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, uint64_t position, uint32_t first,
+                      uint32_t tokens, const source_rows *rows, float *out) {
+  const qkv_transform *transform = coder->heads[kv_head].transforms[part];
+  const size_t dim = qkvi_coder_dim(coder, part), end = first + tokens;
+  memset(out, 0, first * dim * sizeof *out);
+  memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
+  for (size_t t = 0; t < tokens; t++) {
+    if (rows->next != NULL) fetch_ahead(rows->next, t);
+    qkv_to_float(rows->dtype, rows->data + t * rows->stride, out + (first + t) * dim, dim);
+  }
+  if (part == QKV_K && coder->frame == QKV_FRAME_ARCHIVE) {
+    qkv_phases_inverse(coder->phases, position, QKV_PAGE_TOKENS, dim, out);
+  } else if (part == QKV_K && coder->frame == QKV_FRAME_ATTEND) {
+    qkv_phases_to_page(coder->phases, transform, position, QKV_PAGE_TOKENS, out);
+    memset(out, 0, first * dim * sizeof *out);
+    memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
+  }
+  qkv_transform_forward(transform, out + first * dim, tokens, qkvi_coded_most(coder, kv_head, part));
+}
+
+// rows [64][dim] in code space, or what anchors leave of them, to gains and codes.
+static void encode_turned(qkv_part part, const qkv_transform *transform, unsigned tier, const float *rows,
+                          uint8_t *gains, uint8_t *codes) {
+  float errors[QKV_PAGE_TOKENS];
+  memset(gains, 0, QKV_PAGE_TOKENS);
+  if (tier == 0) return;
+  qkv_kernels_get()->encode(part, transform->schedule, tier, transform->weights, rows, gains, codes, errors);
+}
+
+// One head's K or V, coded, before it has a place in the page.
+typedef struct coded_part {
+  uint8_t tier;
+  uint8_t anchor, rank;  // as in the directory
+  size_t section_bytes;  // of the anchors
+  size_t factor_bytes;   // of the low-rank factors
+  uint8_t gains[QKV_PAGE_TOKENS];
+  uint8_t *codes;    // room for those of the head's tier
+  uint8_t *section;  // room for any anchors
+  uint8_t *factors;  // and factors
+} coded_part;
+
+// What encoding a page needs beside the image.
+typedef struct page_work {
+  coded_part *parts;  // [kv_heads][2]
+  uint8_t *bytes;     // their codes and sections
+  float *turned;      // [64][QKV_DIM_MAX]
+  float *residual;    // the same
+  void *anchor;       // for qkv_anchor_choose
+  void *low_rank;     // for qkv_low_rank_choose
+} page_work;
+
+static void *room(size_t bytes) {
+  void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  if (made == NULL) abort();
+  return made;
+}
+
+static page_work begin_work(const qkv_coder *coder) {
+  const size_t most = coder->key_dim > coder->value_dim ? coder->key_dim : coder->value_dim;
+  const size_t code_bytes = QKV_PAGE_TOKENS * most, factor_bytes = qkv_low_rank_bytes(QKV_RANK_MAX, most);
+  const size_t part_bytes = code_bytes + qkv_anchor_bytes_max(most) + factor_bytes;
+  page_work work = {.parts = room(2 * (size_t)coder->kv_heads * sizeof(coded_part)),
+                    .bytes = room(2 * (size_t)coder->kv_heads * part_bytes),
+                    .turned = room(QKV_PAGE_TOKENS * most * sizeof(float)),
+                    .residual = room(QKV_PAGE_TOKENS * most * sizeof(float)),
+                    .anchor = room(qkv_anchor_scratch_bytes(most)),
+                    .low_rank = room(qkv_low_rank_scratch_bytes(most))};
+  for (size_t i = 0; i < 2 * (size_t)coder->kv_heads; i++) {
+    work.parts[i].codes = work.bytes + i * part_bytes;
+    work.parts[i].factors = work.parts[i].codes + code_bytes;
+    work.parts[i].section = work.parts[i].factors + factor_bytes;
+  }
+  return work;
+}
+
+static void end_work(page_work *work) {
+  free(work->parts);
+  free(work->bytes);
+  free(work->turned);
+  free(work->residual);
+  free(work->anchor);
+  free(work->low_rank);
+}
+
+// Anchors for turned rows; what they leave comes into work->residual.
+static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
+                        const page_work *work, coded_part *coded_as) {
+  const qkv_anchor_input input = {.schedule = head->schedules[part],
+                                  .weights = head->transforms[part]->weights,
+                                  .rows = work->turned,
+                                  .tokens = tokens};
+  qkv_anchor_choice choice;
+  qkv_anchor_choose(part, &input, &coder->anchors[part], head->tiers[part], work->anchor, coded_as->section,
+                    work->residual, &choice);
+  coded_as->tier = choice.tier;
+  coded_as->anchor = choice.byte;
+  coded_as->section_bytes = choice.bytes;
+}
+
+// Low-rank factors for what is left, in place. Not behind a chain, whose rows depend on each other.
+static void factor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
+                        const page_work *work, coded_part *coded_as) {
+  if (qkv_anchor_kind_of(coded_as->anchor) == QKV_ANCHOR_CHAIN) return;
+  qkv_low_rank_choice choice;
+  qkv_low_rank_choose(part, head->schedules[part], head->transforms[part]->weights, tokens, &coder->low_rank,
+                      coded_as->tier, work->low_rank, work->residual, coded_as->factors, &choice);
+  coded_as->tier = choice.tier;
+  coded_as->rank = choice.rank;
+  coded_as->factor_bytes = choice.bytes;
+}
+
+// A page's rows.
+typedef struct page_rows {
+  uint64_t position;
+  uint32_t tokens;
+  qkv_dtype dtype;
+  const void *parts[2];  // [tokens][kv_heads][dim]
+} page_rows;
+
+static source_rows source_of(const qkv_coder *coder, const page_rows *rows, uint16_t kv_head, qkv_part part) {
+  const size_t bytes = qkvi_coder_dim(coder, part) * qkv_dtype_size(rows->dtype);
+  return (source_rows){.dtype = rows->dtype,
+                       .data = (const uint8_t *)rows->parts[part] + kv_head * bytes,
+                       .stride = coder->kv_heads * bytes,
+                       .bytes = bytes};
+}
+
+// One head's K or V to code space.
+static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows, float *turned) {
+  source_rows source = source_of(coder, rows, kv_head, part), next;
+  if (part == QKV_K || kv_head + 1 < coder->kv_heads) {
+    next = part == QKV_K ? source_of(coder, rows, kv_head, QKV_V)
+                         : source_of(coder, rows, (uint16_t)(kv_head + 1), QKV_K);
+    source.next = &next;
+  }
+  turn_rows(coder, kv_head, part, rows->position, 0, rows->tokens, &source, turned);
+}
+
+static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
+                        const page_work *work) {
+  const qkv_head_coder *head = &coder->heads[kv_head];
+  const size_t dim = qkvi_coder_dim(coder, part);
+  coded_part *coded_as = &work->parts[2 * kv_head + part];
+  const bool anchored = coder->anchors[part].kind != QKV_ANCHOR_NONE,
+             factored = coder->low_rank.mode != QKV_LOW_RANK_OFF;
+  turn_part(coder, kv_head, part, rows, work->turned);
+  coded_as->tier = head->tiers[part];
+  coded_as->anchor = coded_as->rank = 0;
+  coded_as->section_bytes = coded_as->factor_bytes = 0;
+  if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, rows->tokens, work, coded_as);
+  if (!anchored) memcpy(work->residual, work->turned, QKV_PAGE_TOKENS * dim * sizeof *work->residual);
+  if (coded_as->tier > 0 && factored) factor_part(coder, head, part, rows->tokens, work, coded_as);
+  encode_turned(part, head->transforms[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes);
+}
+
+// Appends to a head's sections.
+static uint8_t *place_section(uint8_t *at, const uint8_t *section, size_t bytes) {
+  memcpy(at, section, bytes);
+  return at + bytes;
+}
+
+static void place_head(const qkv_coder *coder, uint16_t kv_head, const coded_part parts[2], void *image) {
+  size_t bytes;
+  uint8_t *section = (uint8_t *)qkv_page_sections(image, kv_head, coder->heads[kv_head].schedules, &bytes);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    qkv_page_codes codes;
+    qkvi_find(coder, image, kv_head, part, &codes);
+    memcpy((uint8_t *)codes.gains, parts[part].gains, QKV_PAGE_TOKENS);
+    memcpy((uint8_t *)codes.groups[0], parts[part].codes,
+           QKV_PAGE_GROUPS * qkv_schedule_group_bytes(codes.schedule, parts[part].tier));
+    section = place_section(section, parts[part].section, parts[part].section_bytes);
+  }
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    section = place_section(section, parts[part].factors, parts[part].factor_bytes);
+  }
+}
+
+// Header and directory for what has been coded; `parts` NULL: rows with nothing beside, at their heads' tiers.
+static void format_page(const qkv_coder *coder, uint64_t position, uint32_t tokens, const coded_part *parts,
+                        void *image) {
+  qkv_head_layout heads[QKV_KV_HEADS_MAX];
+  uint16_t features = 0;
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    heads[h] = qkvi_layout_of(coder, h);
+    for (qkv_part part = QKV_K; parts != NULL && part <= QKV_V; part++) {
+      const coded_part *coded_as = &parts[2 * h + part];
+      memset(heads[h].tiers[part], coded_as->tier, sizeof heads[h].tiers[part]);
+      heads[h].anchors[part] = coded_as->anchor;
+      heads[h].ranks[part] = coded_as->rank;
+      heads[h].section_bytes += coded_as->section_bytes + coded_as->factor_bytes;
+      if (coded_as->anchor != 0) features |= QKV_FEATURE_ANCHOR;
+      if (coded_as->rank != 0) features |= QKV_FEATURE_LOW_RANK;
+    }
+  }
+  const qkv_page_header header = {.codec = QKV_CODEC_EMBEDDED,
+                                  .tier_k = coder->tier_k,
+                                  .tier_v = coder->tier_v,
+                                  .layer = coder->layer,
+                                  .position = position,
+                                  .tokens = (uint16_t)tokens,
+                                  .kv_heads = coder->kv_heads,
+                                  .key_dim = coder->key_dim,
+                                  .value_dim = coder->value_dim,
+                                  .calibration = coder->calibration,
+                                  .features = features,
+                                  .frame = (uint8_t)coder->frame};
+  qkv_page_format(image, &header, heads);
+}
+
+// Rows with nothing beside their codes go to their places at once.
+static void encode_plainly(const qkv_coder *coder, const page_rows *rows, void *image) {
+  _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  format_page(coder, rows->position, rows->tokens, NULL, image);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      qkv_page_codes codes;
+      qkvi_find(coder, image, h, part, &codes);
+      turn_part(coder, h, part, rows, turned);
+      encode_turned(part, coder->heads[h].transforms[part], coder->heads[h].tiers[part], turned,
+                    (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
+    }
+  }
+}
+
+static void encode_with_additions(const qkv_coder *coder, const page_rows *rows, void *image) {
+  page_work work = begin_work(coder);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    encode_part(coder, h, QKV_K, rows, &work);
+    encode_part(coder, h, QKV_V, rows, &work);
+  }
+  format_page(coder, rows->position, rows->tokens, work.parts, image);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) place_head(coder, h, &work.parts[2 * h], image);
+  end_work(&work);
+}
+
+size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype,
+                            const void *k, const void *v, void *image) {
+  assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
+  const page_rows rows = {position, tokens, dtype, {k, v}};
+  if (coder->anchors[QKV_K].kind == QKV_ANCHOR_NONE && coder->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
+      coder->low_rank.mode == QKV_LOW_RANK_OFF) {
+    encode_plainly(coder, &rows, image);
+  } else {
+    encode_with_additions(coder, &rows, image);
+  }
+  qkv_page_seal(image);
+  return ((const qkv_page_header *)image)->bytes;
+}
+
+// ---- Comparing ----
+
+// How many bits of a coordinate's code the lower tier does not have.
+static unsigned dropped(const qkv_schedule *schedule, size_t coordinate, unsigned high, unsigned low) {
+  unsigned bits = 0;
+  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
+    bits += coordinate < schedule->reach[high][depth];
+    bits -= coordinate < schedule->reach[low][depth];
+  }
+  return bits;
+}
+
+// Slots [first, end) of one group that are the same in both, one after the other. `theirs` may be at a lower tier:
+// its codes are prefixes of those at the top.
+static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const qkv_page_codes *theirs, size_t group,
+                               uint32_t first, uint32_t end) {
+  const qkv_schedule *schedule = theirs->schedule;
+  // Gains were fitted anew where planes have been dropped (narrow.h): within an octave.
+  const int drift = mine->tiers[group] == theirs->tiers[group] ? 0 : QKV_GAIN_OCTAVE;
+  qkvi_codes a[QKV_DIM_MAX], b[QKV_DIM_MAX];
+  uint32_t same = end;
+  if (theirs->tiers[group] > mine->tiers[group]) return 0;  // no page that encode has written
+  for (uint32_t slot = end; slot-- > first;) {
+    if (abs(mine->gains[slot] - theirs->gains[slot]) > drift) same = slot;
+  }
+  qkvi_unpack(part, schedule, mine->tiers[group], mine->groups[group], a);
+  qkvi_unpack(part, schedule, theirs->tiers[group], theirs->groups[group], b);
+  for (size_t c = 0; c < schedule->dim; c++) {
+    const unsigned drop = dropped(schedule, c, mine->tiers[group], theirs->tiers[group]);
+    for (uint32_t slot = first; slot < same; slot++) {
+      if (a[c][slot % QKV_GROUP_TOKENS] >> drop != b[c][slot % QKV_GROUP_TOKENS]) same = slot;
+    }
+  }
+  return same - first;
+}
+
+// Whether the factors were taken off before the rows were coded. A page does not say, its coder does: corrections are
+// fitted to what the codes miss.
+static bool factors_precede(const qkv_coder *coder, const qkvi_additions *added) {
+  return added->factored && coder->low_rank.mode != QKV_LOW_RANK_CORRECTION;
+}
+
+// What the codes of a page's slots begin from, factors left out: out [64][dim] in code space.
+static void predict_rows(const qkvi_additions *added, const qkv_page_codes *codes, qkv_part part, float *out) {
+  const size_t dim = codes->schedule->dim;
+  memset(out, 0, QKV_PAGE_TOKENS * dim * sizeof *out);
+  qkv_anchor_rows(&added->anchor, out);
+  if (added->anchor.kind != QKV_ANCHOR_CHAIN) return;
+  // A segment begins from its anchor, any other row from the one before.
+  float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  qkv_kernels_get()->decode(part, codes, rows);
+  qkv_anchor_rows(&added->anchor, rows);
+  for (size_t t = 1; t < QKV_PAGE_TOKENS; t++) {
+    if ((added->anchor.starts >> t & 1) == 0) memcpy(out + t * dim, rows + (t - 1) * dim, dim * sizeof *out);
+  }
+}
+
+// Rows [64][dim] in code space less what their codes begin from, in the order of encoding, to the same bits.
+static void take_off(const qkv_coder *coder, const qkvi_additions *added, const qkv_page_codes *codes, qkv_part part,
+                     float *rows) {
+  const size_t n = QKV_PAGE_TOKENS * (size_t)codes->schedule->dim;
+  if (added->anchored) {
+    float predicted[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+    predict_rows(added, codes, part, predicted);
+    for (size_t i = 0; i < n; i++) rows[i] -= predicted[i];
+  }
+  if (factors_precede(coder, added)) qkv_low_rank_subtract(&added->factors, rows);
+}
+
+// The tier that a part was coded with: its budget, less what its sections take. A chain has kept its own, which may
+// be lower: it can begin fewer segments than it had paid for.
+static unsigned coded_tier(const qkvi_additions *added, const qkv_page_codes *codes, unsigned budget) {
+  const qkv_schedule *schedule = codes->schedule;
+  if (added->anchored && added->anchor.kind == QKV_ANCHOR_CHAIN) return codes->tiers[0];
+  if (added->anchored) {
+    budget =
+        qkvi_tier_within(schedule, budget, qkv_anchor_bytes(added->anchor.kind, added->anchor.count, schedule->dim));
+  }
+  if (added->factored) {
+    budget = qkvi_tier_within(schedule, budget, qkv_low_rank_bytes(added->factors.rank, schedule->dim));
+  }
+  return budget;
+}
+
+uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                                  uint32_t first, uint32_t tokens, const float *rows) {
+  const qkv_page_header *header = page;
+  assert(first + tokens <= header->tokens);
+  qkv_page_codes theirs;
+  qkvi_find(coder, page, kv_head, part, &theirs);
+  const qkv_schedule *schedule = theirs.schedule;
+  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
+  const unsigned tier = coded_tier(&added, &theirs, coder->heads[kv_head].tiers[part]);
+  float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  const size_t row_bytes = schedule->dim * sizeof *rows;
+  const source_rows source = {QKV_FP32, (const uint8_t *)rows, row_bytes, row_bytes, NULL};
+  turn_rows(coder, kv_head, part, header->position, first, tokens, &source, turned);
+  take_off(coder, &added, &theirs, part, turned);
+  encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes);
+  qkv_page_codes mine = {.gains = gains, .schedule = schedule};
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    mine.groups[g] = bytes + g * qkv_schedule_group_bytes(schedule, tier);
+    mine.tiers[g] = (uint8_t)tier;
+  }
+  for (uint32_t slot = first; slot < first + tokens;) {
+    const size_t group = slot / QKV_GROUP_TOKENS;
+    uint32_t end = (uint32_t)(group + 1) * QKV_GROUP_TOKENS;
+    if (end > first + tokens) end = first + tokens;
+    const uint32_t same = matching_slots(part, &mine, &theirs, group, slot, end);
+    if (same < end - slot) return slot + same - first;
+    slot = end;
+  }
+  return tokens;
+}

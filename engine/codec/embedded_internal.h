@@ -1,0 +1,52 @@
+// Between the files of the embedded codec: what attending, decoding and encoding need of a coder's heads and of a
+// page.
+#ifndef QKV_ENGINE_CODEC_EMBEDDED_INTERNAL_H
+#define QKV_ENGINE_CODEC_EMBEDDED_INTERNAL_H
+
+#include <stdbool.h>
+#include <string.h>
+
+#include "engine/codec/codec.h"
+
+static inline void qkvi_find(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                             qkv_page_codes *codes) {
+  qkv_page_find(page, kv_head, part, coder->heads[kv_head].schedules, codes);
+}
+
+static inline uint16_t qkvi_coder_dim(const qkv_coder *coder, qkv_part part) {
+  return part == QKV_K ? coder->key_dim : coder->value_dim;
+}
+
+// Coordinates that have any bits at a tier.
+static inline size_t qkvi_coded(const qkv_schedule *schedule, unsigned tier) {
+  return schedule->reach[tier][1];
+}
+
+// The same at the highest tier of a head's part; no page of the coder has more.
+static inline size_t qkvi_coded_most(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
+  return qkvi_coded(coder->heads[kv_head].schedules[part], coder->heads[kv_head].tiers[part]);
+}
+
+static inline qkv_head_layout qkvi_layout_of(const qkv_coder *coder, uint16_t kv_head) {
+  const qkv_head_coder *head = &coder->heads[kv_head];
+  qkv_head_layout layout = {.schedules = {head->schedules[QKV_K], head->schedules[QKV_V]}};
+  memset(layout.tiers[QKV_K], head->tiers[QKV_K], sizeof layout.tiers[QKV_K]);
+  memset(layout.tiers[QKV_V], head->tiers[QKV_V], sizeof layout.tiers[QKV_V]);
+  return layout;
+}
+
+// What a head's part has beside its codes.
+typedef struct qkvi_additions {
+  bool anchored, factored;
+  qkv_anchor anchor;
+  qkv_low_rank factors;
+} qkvi_additions;
+qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part);
+
+// qkv_codec.encode and qkv_codec.rows_match.
+size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype,
+                            const void *k, const void *v, void *image);
+uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                                  uint32_t first, uint32_t tokens, const float *rows);
+
+#endif
