@@ -40,7 +40,7 @@ static void fill(float *rows, size_t count, size_t dim, bool skewed, double spre
     float *row = rows + i * dim;
     const float factor = (float)exp(spread * (double)factors[i]);
     for (size_t c = 0; c < dim; c++) row[c] *= skewed ? 2.83f * expf(-4 * (float)c / (float)dim) * factor : factor;
-    if (skewed) qkv_hadamard_inverse(row, dim);
+    if (skewed) qkv_hadamard_inverse(row, 1, dim);
   }
   free(factors);
 }

@@ -330,7 +330,7 @@ static void write_data_free(const qkvi_part_view *part) {
   for (size_t c = 0; c < dim; c++) {
     float *row = part->analysis + c * dim;
     row[c] = 1;
-    qkv_hadamard_inverse(row, dim);  // row c of the forward transform, whose inverse is its transpose
+    qkv_hadamard_inverse(row, 1, dim);  // row c of the forward transform, whose inverse is its transpose
     memcpy(part->synthesis + c * dim, row, dim * sizeof *row);
     variances[c] = 1;
   }

@@ -202,11 +202,16 @@ static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t k
   qkv_page_codes codes;
   qkvi_find(coder, page, kv_head, part, &codes);
   const size_t dim = codes.schedule->dim, tokens = header->tokens;
-  float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
-  qkv_kernels_get()->decode(part, &codes, turned);
-  add_rows(&added, turned);
-  memcpy(rows, turned, tokens * dim * sizeof *rows);
+  if (tokens == QKV_PAGE_TOKENS) {
+    qkv_kernels_get()->decode(part, &codes, rows);
+    add_rows(&added, rows);
+  } else {
+    float all[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+    qkv_kernels_get()->decode(part, &codes, all);
+    add_rows(&added, all);
+    memcpy(rows, all, tokens * dim * sizeof *rows);
+  }
   qkv_transform_inverse(transform, rows, tokens, qkvi_coded_most(coder, kv_head, part));
   if (part == QKV_V || coder->phases == NULL) return;
   if (coder->frame == QKV_FRAME_ATTEND) {

@@ -9,6 +9,7 @@
 #include "engine/kernel/blocks.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/plain.h"
+#include "engine/kernel/x86/bytes.h"
 #include "engine/kernel/x86/lanes.h"
 #include "engine/kernel/x86/twins.h"
 
@@ -53,26 +54,44 @@ static inline void join_fields(const uint8_t *first_slab, const uint8_t *second_
   nibbles[QKVI_ODD_FIELDS] = (first & EACH(0xcc)) | (second & EACH(0x33));
 }
 
+// What floats are multiplied with on the way, as rows are decoded: the gains of the tokens.
+typedef struct scaling {
+  const float *gains;  // [GROUP]; NULL: nothing
+  bool by_item;        // a vector is a token's (V); else lanes are tokens (K)
+} scaling;
+
+// A vector of a block, its lanes from `lane` on.
+INLINE void store_scaled(const scaling *by, unsigned item, size_t lane, lanes all, float *out) {
+  if (by->gains != NULL) all *= by->by_item ? (lanes){0} + by->gains[item] : load_lanes(by->gains + lane);
+  store_lanes(out + lane, all);
+}
+
 // The 16 vectors of 16 floats of a block, `stride` floats apart.
-static inline void load_block_4(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+INLINE void load_block_4(const qkvi_block *block, const uint8_t *group, const scaling *by, float *tile,
+                         size_t stride) {
   const lookup even = load_lookup(qkvi_tables.nibbles[block->kind][QKVI_EVEN_FIELDS]);
   const lookup odd = load_lookup(qkvi_tables.nibbles[block->kind][QKVI_ODD_FIELDS]);
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     words nibbles[2];
     join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, nibbles);
     for (unsigned i = 0; i < 4; i++) {
-      float *out = tile + i * stride + lane;
+      float *out = tile + i * stride;
       const unsigned shift = 8 * i;
-      store_lanes(out, (lanes)look_up(even, nibbles[QKVI_EVEN_FIELDS] >> shift));
-      store_lanes(out + 4 * stride, (lanes)look_up(odd, nibbles[QKVI_ODD_FIELDS] >> shift));
-      store_lanes(out + 8 * stride, (lanes)look_up(even, nibbles[QKVI_EVEN_FIELDS] >> (shift + 4)));
-      store_lanes(out + 12 * stride, (lanes)look_up(odd, nibbles[QKVI_ODD_FIELDS] >> (shift + 4)));
+      const words low_even = look_up(even, nibbles[QKVI_EVEN_FIELDS] >> shift);
+      const words low_odd = look_up(odd, nibbles[QKVI_ODD_FIELDS] >> shift);
+      const words high_even = look_up(even, nibbles[QKVI_EVEN_FIELDS] >> (shift + 4));
+      const words high_odd = look_up(odd, nibbles[QKVI_ODD_FIELDS] >> (shift + 4));
+      store_scaled(by, i, lane, (lanes)low_even, out);
+      store_scaled(by, i + 4, lane, (lanes)low_odd, out + 4 * stride);
+      store_scaled(by, i + 8, lane, (lanes)high_even, out + 8 * stride);
+      store_scaled(by, i + 12, lane, (lanes)high_odd, out + 12 * stride);
     }
   }
 }
 
 // The same of more than four bits.
-static inline void load_block_deep(const qkvi_block *block, const uint8_t *group, float *tile, size_t stride) {
+INLINE void load_block_deep(const qkvi_block *block, const uint8_t *group, const scaling *by, float *tile,
+                            size_t stride) {
   const float(*tables)[256] = qkvi_tables.bytes[block->kind - QKVI_BLOCK_NIBBLE_KINDS];
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     words high[2], low[2];
@@ -81,13 +100,13 @@ static inline void load_block_deep(const qkvi_block *block, const uint8_t *group
     for (unsigned item = 0; item < GROUP; item++) {
       const unsigned field = item / 4, shift = 8 * (item % 4) + 4 * (field / 2);
       const words index = (high[field % 2] >> shift & 15) << 4 | (low[field % 2] >> shift & 15);
-      store_lanes(tile + item * stride + lane, gather(tables[field % 2], index));
+      store_scaled(by, item, lane, gather(tables[field % 2], index), tile + item * stride);
     }
   }
 }
 
 // Blocks that do not lie in whole slabs, by way of bytes.
-static void load_scattered(const reader *r, size_t group, float *tile, size_t stride) {
+static void load_scattered(const reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = r->codes->schedule->reach[r->tier];
   const size_t by_coordinate = r->part == QKV_K ? stride : 1, by_token = r->part == QKV_K ? 1 : stride;
@@ -97,27 +116,32 @@ static void load_scattered(const reader *r, size_t group, float *tile, size_t st
     unsigned depth = 1;
     while (depth < QKV_DEPTH_MAX && reach[depth + 1] > c) depth++;
     for (size_t t = 0; t < GROUP; t++) {
-      tile[c * by_coordinate + t * by_token] = qkvi_tables.values[depth][unpacked[c][t]];
+      const float value = qkvi_tables.values[depth][unpacked[c][t]];
+      tile[c * by_coordinate + t * by_token] = by->gains != NULL ? value * by->gains[t] : value;
     }
   }
 }
 
 // A group's floats: of K rows [coordinate], of V rows [token], `stride` floats apart. Those of coordinates that have
 // no bits are left alone.
-static void load_group(reader *r, size_t group, float *tile, size_t stride) {
+INLINE void load_group_scaled(reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
   reader_turn_to(r, group);
-  const uint8_t *bytes = r->codes->groups[group];
+  const uint8_t *from = r->codes->groups[group];
   for (size_t i = 0; i < r->blocks.count; i++) {
     const qkvi_block *block = &r->blocks.blocks[i];
     float *out = tile + i * QKVI_BLOCK_WIDTH * (r->part == QKV_K ? stride : 1);
     if (!qkvi_block_is_whole(block)) continue;
     if (block->kind < QKVI_BLOCK_NIBBLE_KINDS) {
-      load_block_4(block, bytes, out, stride);
+      load_block_4(block, from, by, out, stride);
     } else {
-      load_block_deep(block, bytes, out, stride);
+      load_block_deep(block, from, by, out, stride);
     }
   }
-  if (r->blocks.scattered + r->blocks.halves > 0) load_scattered(r, group, tile, stride);
+  if (r->blocks.scattered + r->blocks.halves > 0) load_scattered(r, group, by, tile, stride);
+}
+
+static void load_group(reader *r, size_t group, float *tile, size_t stride) {
+  load_group_scaled(r, group, &(scaling){0}, tile, stride);
 }
 
 // ---- Scores ----
@@ -253,22 +277,21 @@ static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
 
 static void decode_group(reader *r, size_t group, float *rows) {
   const size_t dim = r->codes->schedule->dim;
+  float gains[GROUP];
+  for (size_t t = 0; t < GROUP; t += LANES) {
+    store_lanes(gains + t, gain_lanes(r->codes->gains + group * GROUP + t));
+  }
   if (r->part == QKV_V) {
-    load_group(r, group, rows, dim);
+    load_group_scaled(r, group, &(scaling){gains, true}, rows, dim);
   } else {
     _Alignas(64) float tile[QKV_DIM_MAX * GROUP];
-    load_group(r, group, tile, GROUP);
+    load_group_scaled(r, group, &(scaling){gains, false}, tile, GROUP);
     for (size_t c = 0; c < r->blocks.coordinates; c += 8) {
       for (size_t t = 0; t < GROUP; t += 8) transpose_eight(tile + c * GROUP + t, GROUP, rows + t * dim + c, dim);
     }
   }
-  for (size_t t = 0; t < GROUP; t++) {
-    const float gain = qkv_gain_value(r->codes->gains[group * GROUP + t]);
-    float *row = rows + t * dim;
-    size_t c = 0;
-    for (; c < r->blocks.coordinates; c += 8) store_eight(row + c, load_eight(row + c) * gain);
-    memset(row + c, 0, (dim - c) * sizeof *row);
-  }
+  const size_t coded = r->blocks.coordinates;
+  for (size_t t = 0; coded < dim && t < GROUP; t++) memset(rows + t * dim + coded, 0, (dim - coded) * sizeof *rows);
 }
 
 static QKV_DECLARE_DECODE(decode_twin) {
