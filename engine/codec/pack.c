@@ -124,6 +124,12 @@ static void pack_v(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
   }
 }
 
+void qkvi_pack_slab(qkv_part part, unsigned pair, bool wide, unsigned width, const qkvi_codes *codes,
+                    uint8_t *bytes) {
+  const slab s = {pair, wide, width};
+  part == QKV_K ? pack_k(&s, codes, bytes) : pack_v(&s, codes, bytes);
+}
+
 // Sets `s` to the slab at coordinate `at` of a group's section that ends at `end`: the largest that fits.
 static void slab_fit(slab *s, unsigned at, unsigned end) {
   s->width = 4;

@@ -291,7 +291,7 @@ typedef struct way {
 static void encode_page(const way *by, qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *rows,
                         uint8_t *gains, uint8_t *codes, float *errors) {
   const size_t dim = schedule->dim;
-  uint8_t group_codes[GROUP * QKV_DIM_MAX];  // [token][dim]
+  uint8_t group_codes[GROUP * QKV_DIM_MAX + QKVI_BLOCK_WIDTH];  // [token][dim]
   qkvi_tier_blocks blocks;
   qkvi_blocks_find(schedule, tier, &blocks);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, rows += GROUP * dim) {

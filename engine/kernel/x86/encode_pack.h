@@ -10,6 +10,21 @@
 
 enum { GROUP = QKV_GROUP_TOKENS };
 
+// out[j][i] = in[i][j] of 16 x 16 bytes.
+static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t *out, size_t out_stride) {
+  __m128i r[GROUP], p[GROUP];
+  for (size_t i = 0; i < GROUP; i++) r[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
+  // Interleaving rows i and i + 8, four times, rotates the bits of (row, column) by four.
+  for (int round = 0; round < 4; round++) {
+    for (size_t i = 0; i < GROUP / 2; i++) {
+      p[2 * i] = _mm_unpacklo_epi8(r[i], r[i + GROUP / 2]);
+      p[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + GROUP / 2]);
+    }
+    memcpy(r, p, sizeof r);
+  }
+  for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
+}
+
 #if LANES == 16
 // Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i.
 typedef struct block_fields {
@@ -63,6 +78,39 @@ INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsi
   _mm512_storeu_si512(slab, packed);
 }
 
+INLINE block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride) {
+  return part == QKV_V ? fields_of_values(codes, stride) : fields_of_keys(codes, stride);
+}
+#else
+// Codes of a block [item][lane].
+typedef struct block_fields {
+  uint8_t codes[QKVI_BLOCK_WIDTH][GROUP];
+} block_fields;
+
+static inline block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride) {
+  block_fields fields;
+  if (part == QKV_K) {
+    transpose_bytes(codes, stride, fields.codes[0], GROUP);
+  } else {
+    for (size_t i = 0; i < GROUP; i++) memcpy(fields.codes[i], codes + i * stride, sizeof fields.codes[i]);
+  }
+  return fields;
+}
+
+// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low or high half.
+static inline void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
+  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
+  for (size_t lane = 0; lane < GROUP; lane += LANES) {
+    words packed = load_words(slab + 4 * lane);
+    for (unsigned item = 0; item < GROUP; item++) {
+      const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
+      packed |= (widen_bytes(fields->codes[item] + lane) >> from & mask) << to;
+    }
+    memcpy(slab + 4 * lane, &packed, sizeof packed);
+  }
+}
+#endif
+
 INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
   const unsigned depth = qkvi_block_depth(block->kind);
   const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
@@ -74,80 +122,52 @@ INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint
   }
 }
 
-static void pack_block(qkv_part part, const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
-  const block_fields fields = part == QKV_V ? fields_of_values(codes, stride) : fields_of_keys(codes, stride);
-  pack_pairs(block, &fields, group);
-}
-#else
-// out[j][i] = in[i][j] of 16 x 16 bytes.
-static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t *out, size_t out_stride) {
-  __m128i r[GROUP], p[GROUP];
-  for (size_t i = 0; i < GROUP; i++) r[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
-  // Interleaving rows i and i + 8, four times, rotates the bits of (row, column) by four.
-  for (int round = 0; round < 4; round++) {
-    for (size_t i = 0; i < GROUP / 2; i++) {
-      p[2 * i] = _mm_unpacklo_epi8(r[i], r[i + GROUP / 2]);
-      p[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + GROUP / 2]);
-    }
-    memcpy(r, p, sizeof r);
+// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
+static uint8_t *pack_rest(qkv_part part, unsigned pair, bool wide, const uint8_t *codes, size_t stride,
+                          unsigned coordinates, uint8_t *slab) {
+  const uint8_t *end = codes + coordinates;
+  for (unsigned width = 2; width > 0; width /= 2) {
+    const unsigned here = (wide ? 4 : 8) * width;
+    if (codes + here > end) continue;
+    qkvi_codes columns[QKVI_BLOCK_WIDTH];
+    transpose_bytes(codes, stride, columns[0], GROUP);
+    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)columns, slab);
+    codes += here;
+    slab += (size_t)GROUP * width;
   }
-  for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
+  return slab;
 }
 
-// What a pair takes of the codes [item][lane] of a block, into its slab: two bits or, in a narrow slab, one.
-static inline void pack_slab(const uint8_t *codes, size_t stride, unsigned pair, bool wide, unsigned half,
-                             uint8_t *slab) {
-  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  for (size_t lane = 0; lane < GROUP; lane += LANES) {
-    words packed = load_words(slab + 4 * lane);
-    for (unsigned item = 0; item < GROUP; item++) {
-      const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
-      packed |= (widen_bytes(codes + item * stride + lane) >> from & mask) << to;
-    }
-    memcpy(slab + 4 * lane, &packed, sizeof packed);
-  }
-}
-
-static void pack_block(qkv_part part, const qkvi_block *block, const uint8_t *codes, size_t stride, uint8_t *group) {
-  uint8_t columns[QKVI_BLOCK_WIDTH * GROUP];
-  if (part == QKV_K) {
-    transpose_bytes(codes, stride, columns, GROUP);
-    codes = columns;
-    stride = GROUP;
-  }
-  const unsigned depth = qkvi_block_depth(block->kind);
-  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
-                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
-  for (unsigned pair = 0; 2 * pair < depth; pair++) {
-    if (2 * pair + 2 <= depth) {
-      pack_slab(codes, stride, pair, true, 0, group + block->slabs[pair]);
-    } else {
-      pack_slab(codes, stride, pair, false, high, group + block->slabs[pair]);
+// A group slab by slab, where blocks do not lie in whole ones. codes [GROUP][stride] at full depth.
+static void pack_sections(qkv_part part, const uint16_t *reach, const uint8_t *codes, size_t stride, uint8_t *group) {
+  enum { SLAB = 64 };
+  for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
+    for (int narrow = 0; narrow <= 1; narrow++) {
+      unsigned c = narrow ? reach[2 * pair + 2] : 0;
+      const unsigned end = narrow ? reach[2 * pair + 1] : reach[2 * pair + 2];
+      const unsigned here = narrow ? 2 * QKVI_BLOCK_WIDTH : QKVI_BLOCK_WIDTH;
+      for (; c + here <= end; c += here, group += SLAB) {
+        for (unsigned half = 0; half <= (unsigned)narrow; half++) {
+          const block_fields fields = fields_of(part, codes + c + half * QKVI_BLOCK_WIDTH, stride);
+          pack_slab(&fields, pair, !narrow, half, group);
+        }
+      }
+      group = pack_rest(part, pair, !narrow, codes + c, stride, end - c, group);
     }
   }
 }
 
-#endif
-
-// `codes` [GROUP][dim] at full depth.
-static void pack_scattered(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *codes,
-                           uint8_t *group) {
-  qkvi_codes columns[QKV_DIM_MAX];
-  for (size_t t = 0; t < GROUP; t++) {
-    for (size_t c = 0; c < schedule->reach[tier][1]; c++) columns[c][t] = codes[t * schedule->dim + c];
-  }
-  qkvi_pack(part, schedule, tier, columns, group);
-}
-
+// codes [GROUP][dim] at full depth, and room for a block behind them.
 static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
                        const uint8_t *codes, uint8_t *group) {
+  memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
   if (blocks->scattered + blocks->halves > 0) {
-    pack_scattered(part, schedule, tier, codes, group);
+    pack_sections(part, schedule->reach[tier], codes, schedule->dim, group);
     return;
   }
-  memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
   for (unsigned i = 0; i < blocks->count; i++) {
-    pack_block(part, &blocks->blocks[i], codes + (size_t)i * QKVI_BLOCK_WIDTH, schedule->dim, group);
+    const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, schedule->dim);
+    pack_pairs(&blocks->blocks[i], &fields, group);
   }
 }
 
