@@ -26,7 +26,8 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 // The number of those who need what they have brought back to stay in memory.
 _Atomic uint64_t *qkvi_session_pins(qkv_session *session);
 
-// Around what is done with coders of this session while their layer is not locked: they stay alive.
+// Around what is done with coders of this session after their layer's lock is given back: they stay alive. No layer
+// is waited for in between.
 void qkvi_session_use_codings(qkv_session *session);
 void qkvi_session_codings_used(qkv_session *session);
 

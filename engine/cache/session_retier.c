@@ -79,17 +79,12 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   return status;
 }
 
-// Followed by drop_snapshot: it has schedules of the session's coders.
+// It has schedules of the session's coders, until qkvi_session_codings_used.
 static void take_snapshot(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
                           qkv_retier_snapshot *snapshot) {
-  qkvi_session_use_codings(session);
   qkv_layer_snapshot(qkvi_session_look(session, layer), begin, end, snapshot);
+  qkvi_session_use_codings(session);
   qkv_session_read_done(session, layer);
-}
-
-static void drop_snapshot(qkv_session *session, qkv_retier_snapshot *snapshot) {
-  qkv_retier_snapshot_deinit(snapshot);
-  qkvi_session_codings_used(session);
 }
 
 static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_retier_policy *policy,
@@ -98,9 +93,10 @@ static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_r
   qkv_retier_plan plan = {0};
   take_snapshot(session, layer, policy->begin, policy->end, &snapshot);
   qkv_status status = qkv_retier_decide(&snapshot, policy, &plan, error);
+  qkvi_session_codings_used(session);
   if (status == QKV_OK) status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  drop_snapshot(session, &snapshot);
+  qkv_retier_snapshot_deinit(&snapshot);
   return status;
 }
 
@@ -140,9 +136,10 @@ static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_
   qkv_retier_plan plan;
   take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
   qkv_retier_at_most(&snapshot, scope->begin, scope->end, tier, &plan);
+  qkvi_session_codings_used(session);
   const qkv_status status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  drop_snapshot(session, &snapshot);
+  qkv_retier_snapshot_deinit(&snapshot);
   return status;
 }
 
@@ -171,10 +168,11 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
   qkv_error inner = {0};
   take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
   qkv_status status = qkv_retier_at_least(&snapshot, scope->begin, scope->end, tier, &plan, &inner);
+  qkvi_session_codings_used(session);
   if (status != QKV_OK) qkv_fail(error, status, "layer %" PRIu32 ": %s", layer, inner.text);
   if (status == QKV_OK && !only_check) status = apply(session, layer, &snapshot, &plan, report, error);
   qkv_retier_plan_deinit(&plan);
-  drop_snapshot(session, &snapshot);
+  qkv_retier_snapshot_deinit(&snapshot);
   return status;
 }
 
