@@ -530,6 +530,13 @@ static void test_calibrate(void **state) {
   json_decref(done);
   assert_int_equal(read_file(path, got, sizeof got), size);
   assert_memory_equal(got, given, size);
+  assert_int_equal(RUN("status", "--json"), 0);
+  json_t *status = line();
+  assert_true(integer(status, "calibration_bytes") > (int64_t)size);  // and what it takes to find its parts
+  assert_int_equal(integer(status, "learning_bytes"), 0);
+  json_decref(status);
+  assert_int_equal(RUN("status"), 0);
+  assert_non_null(strstr(out, "\ncalibration "));
   assert_int_equal(RUN("calibrate", "calibrated", "--output", path), 0);
   assert_non_null(strstr(out, ": the calibration of calibrated, 6.1 KiB\n"));
   assert_int_equal(RUN("calibrate", "nobody", "--output", path), 1);
