@@ -4,8 +4,9 @@ set datafile separator ","
 set terminal svg size 900,640 enhanced font "sans-serif,13" background "white"
 # Without the tabs and trailing blanks that gnuplot writes.
 set output "| expand -t 1 | sed 's/ *$//' > docs/quality.svg"
-# Without calibrated codes that have anchors on top, which lie all but upon those that have none.
-ours = "< grep -v 'KLT.*best anchor' tests/regress/quality.csv"
+# Without calibrated codes that have anchors on top, which lie all but upon those that have none; tiers apart.
+ours = "< grep -v -e 'KLT.*best anchor' -e low-rank -e 'by attention' tests/regress/quality.csv"
+tiers = "< grep 'by attention' tests/regress/quality.csv"
 theirs = "tests/regress/baselines.csv"
 
 # The rows of a scheme: names that begin with `text`.
@@ -33,4 +34,6 @@ plot \
   ours using (bits("best anchor")):5 every ::1 with linespoints lc "#44aa44" lw 2 pt 5 title "data-free, best anchor", \
   ours using (bits("attend frame")):5 every ::1 with linespoints lc "#2255cc" lw 2 pt 7 title "attend frame, calibrated", \
   ours using (bits("archive frame: pre-RoPE KLT")):5 every ::1 with linespoints lc "#cc4411" lw 2 pt 9 \
-    title "archive frame, calibrated"
+    title "archive frame, calibrated", \
+  tiers using (bits("attend frame")):5 every ::0 with linespoints lc "#2255cc" dt 2 pt 6 \
+    title "attend frame, from 4 bits by attention"
