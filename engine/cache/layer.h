@@ -102,6 +102,11 @@ void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
                             bool before_rope, uint64_t *appended, qkv_error *error);
 
+// All exact rows become pages, the last one a short one: for what is to leave memory or to survive the process. Takes
+// no memory, as rows of usual sizes are larger than their codes; where they are not, RESOURCE_EXHAUSTED (the
+// arena's), and what was sealed until then stays so. Rows of an exact codec stay as they are.
+qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error);
+
 // Drops positions >= `position`; does nothing beyond the length.
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/cache/attend_internal.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
@@ -210,8 +209,7 @@ static append_plan plan_append(const append *a) {
   if (plan.blocks < layer->tail_count) plan.blocks = layer->tail_count;
   if (plan.blocks == 0) plan.blocks = 1;
 
-  uint64_t page_cost =
-      coded ? qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)) + qkvi_ema_cost(layer) : 0;
+  uint64_t page_cost = coded ? qkvi_seal_cost(layer) : 0;
   uint64_t block_cost = qkv_arena_cost(qkvi_block_bytes(a->model));
   uint64_t pages_bytes, blocks_bytes;
   bool too_much = __builtin_mul_overflow(plan.pages, page_cost, &pages_bytes);
@@ -241,14 +239,10 @@ static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
 
 // ---- Application ----
 
-// The tail while it is worked on: a block whose page has been sealed waits behind the tail for its next use.
+// The tail while it is worked on.
 typedef struct tail_work {
-  const append *append;
-  size_t blocks;       // held: tail_count in use, the others spare
-  float *k, *v;        // room for one page's rows; NULL where no page gets sealed
-  void *image;         // room for a page of any size, as soon as one gets sealed
-  void *narrow;        // the same, where pages are judged
-  size_t image_bytes;  // of that room: what was reserved for each page
+  size_t blocks;  // held: tail_count in use, the others spare
+  qkvi_seal_room room;
 } tail_work;
 
 static bool may_seal(const append *a) {
@@ -258,124 +252,18 @@ static bool may_seal(const append *a) {
   return page_end <= layer->length && page_end + (uint64_t)layer->config.policy.recent_window <= a->end;
 }
 
-// A range is full, or the page is of another coder than the last one.
-uint32_t qkvi_layer_next_range(const qkv_layer *layer) {
-  if (layer->page_count == 0) return 0;
-  const qkv_page_entry *last = &layer->pages[layer->page_count - 1];
-  size_t first = layer->page_count - 1;
-  while (first > 0 && layer->pages[first - 1].range == last->range) first--;
-  bool fits = layer->page_count - first < QKV_RANGE_PAGES && last->coder == layer->coder;
-  return last->range + (fits ? 0 : 1);
-}
-
-qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer) {
-  if (layer->clock == NULL) return NULL;
-  const uint32_t heads = layer->config.model->kv_heads;
-  qkv_ema *ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(heads));
-  qkv_ema_init(ema, heads, qkv_ema_clock_now(layer->clock));
-  return ema;
-}
-
-static float *floats(size_t count) {
-  float *made = calloc(count, sizeof *made);
-  assert(made != NULL);
-  return made;
-}
-
-// What the judge's queries get from all that the layer holds, the page's rows still being in the tail.
-static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens, float *out, float *lse) {
-  const qkv_model *model = layer->config.model;
-  const uint64_t window = qkv_model_window(model, layer->config.layer);
-  const uint64_t end = layer->sealed + QKV_PAGE_TOKENS;
-  const qkv_segment segment = {.data = (const uint8_t *)queries,
-                               .length = tokens * model->q_heads * model->key_dim * sizeof *queries};
-  const qkv_attend request = {
-      .layer = layer,
-      .q = qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){(int64_t)tokens, model->q_heads, model->key_dim}, &segment),
-      .options = {.scale = 1, .begin = window != 0 && end > window ? end - window : 0, .not_causal = true},
-      .out = out,
-      .lse = lse};
-  qkvi_attend_quietly(&request);
-}
-
-// The page that has just been coded, at the lower tiers that the session's contract allows. The bytes of it; 0: it
-// stays as it is.
-static size_t judge(tail_work *work) {
-  const qkv_layer *layer = work->append->layer;
-  const qkv_model *model = work->append->model;
-  const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
-  // Without the whole layer in memory there is nothing to judge by.
-  if (layer->config.quality == NULL || layer->tokens_cold > 0) return 0;
-  float *queries = floats(rows * (model->key_dim + model->value_dim + 1));
-  float *out = queries + rows * model->key_dim, *lse = out + rows * model->value_dim;
-  size_t bytes = 0;
-  const size_t tokens =
-      qkv_quality_gather(layer->config.quality,
-                         layer->sealed + QKV_PAGE_TOKENS - 1 + (uint64_t)layer->config.policy.recent_window, queries);
-  if (tokens > 0) {
-    ask_all(layer, queries, tokens, out, lse);
-    const qkv_quality_page page = {.coder = layer->coder,
-                                   .page = work->image,
-                                   .k = work->k,
-                                   .v = work->v,
-                                   .held = layer->length - layer->config.first_position,
-                                   .tokens = tokens,
-                                   .queries = queries,
-                                   .out = out,
-                                   .lse = lse};
-    bytes = qkv_quality_judge(layer->config.quality, &page, work->narrow);
-  }
-  free(queries);
-  return bytes;
-}
-
-static void seal_first(tail_work *work) {
-  qkv_layer *layer = work->append->layer;
-  const qkv_model *model = work->append->model;
+// The tail's first page; its block waits behind the tail for its next use.
+static void seal_first(const append *a, tail_work *work) {
+  qkv_layer *layer = a->layer;
   void *block = layer->tail[0];
-  size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
-  const void *k = qkvi_block_row(model, block, QKV_K, 0, 0), *v = qkvi_block_row(model, block, QKV_V, 0, 0);
-  const bool learns = model->learner != NULL && layer->config.policy.learn;
-  if (learns || layer->config.quality != NULL) {
-    qkv_to_float(model->dtype, k, work->k, rows * model->key_dim);
-    qkv_to_float(model->dtype, v, work->v, rows * model->value_dim);
-  }
-
-  size_t bytes =
-      layer->coder->codec->encode(layer->coder, layer->sealed, QKV_PAGE_TOKENS, model->dtype, k, v, work->image);
-  if (learns) {
-    qkv_learner_page(model->learner, layer->config.layer, layer->sealed, QKV_PAGE_TOKENS, work->k, work->v,
-                     layer->coder, work->image);
-  }
-  const size_t narrow_bytes = judge(work);
-  const void *image = narrow_bytes > 0 ? work->narrow : work->image;
-  assert(image != NULL);
-  if (narrow_bytes > 0) bytes = narrow_bytes;
-  void *page = qkv_arena_alloc(layer->config.arena, bytes);
-  memcpy(page, image, bytes);
-  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(work->image_bytes) - qkv_arena_cost(bytes));
-  layer->pages[layer->page_count] = (qkv_page_entry){.page = page,
-                                                     .coder = layer->coder,
-                                                     .bytes = (uint32_t)bytes,
-                                                     .tokens = QKV_PAGE_TOKENS,
-                                                     .position = layer->sealed,
-                                                     .range = qkvi_layer_next_range(layer),
-                                                     .lost = narrow_bytes > 0,
-                                                     .ema = qkvi_layer_new_ema(layer),
-                                                     .serial = layer->next_serial++};
-  layer->page_count++;
-  layer->bytes_beside += qkvi_ema_cost(layer);
-  layer->bytes_coded += qkv_arena_cost(bytes);
-  layer->sealed += QKV_PAGE_TOKENS;
-
+  qkvi_seal_page(layer, &work->room);
   memmove((void *)layer->tail, (void *)(layer->tail + 1), (work->blocks - 1) * sizeof *layer->tail);
   layer->tail[work->blocks - 1] = block;
   layer->tail_count--;
 }
 
 // Writes rows up to the end of the last block, or begins another.
-static void fill_block(tail_work *work) {
-  const append *a = work->append;
+static void fill_block(const append *a, tail_work *work) {
   qkv_layer *layer = a->layer;
   uint64_t offset = layer->length - layer->sealed;
   if (offset == layer->tail_count * (uint64_t)QKV_PAGE_TOKENS) {
@@ -397,37 +285,25 @@ static void fill_block(tail_work *work) {
   }
 }
 
-static void free_spares(tail_work *work) {
-  qkv_layer *layer = work->append->layer;
+static void free_spares(qkv_layer *layer, tail_work *work) {
   while (work->blocks > layer->tail_count) {
     void *block = layer->tail[--work->blocks];
-    qkv_arena_free(layer->config.arena, block, qkvi_block_bytes(work->append->model));
+    qkv_arena_free(layer->config.arena, block, qkvi_block_bytes(layer->config.model));
   }
 }
 
 static void apply(const append *a, const append_plan *plan) {
   qkv_layer *layer = a->layer;
-  tail_work work = {.append = a, .blocks = layer->tail_count};
-  if (plan->pages > 0) {
-    size_t rows = (size_t)QKV_PAGE_TOKENS * a->model->kv_heads;
-    work.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder));
-    work.image = aligned_alloc(QKV_ARENA_ALIGN, work.image_bytes);
-    work.narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, work.image_bytes);
-    assert(work.image != NULL && (work.narrow != NULL || layer->config.quality == NULL));
-    work.k = calloc(rows * (a->model->key_dim + a->model->value_dim), sizeof *work.k);
-    assert(work.k != NULL);
-    work.v = work.k + rows * a->model->key_dim;
-  }
+  tail_work work = {.blocks = layer->tail_count};
+  if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
   for (;;) {
-    while (may_seal(a)) seal_first(&work);
+    while (may_seal(a)) seal_first(a, &work);
     if (layer->length == a->end) break;
-    fill_block(&work);
+    fill_block(a, &work);
   }
   assert(work.blocks == plan->blocks);
-  free_spares(&work);
-  free(work.image);
-  free(work.narrow);
-  free(work.k);
+  free_spares(layer, &work);
+  qkvi_seal_end(&work.room);
 }
 
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,

@@ -40,6 +40,22 @@ void qkvi_layer_grow_pages(qkv_layer *layer, size_t count);
 uint32_t qkvi_layer_next_range(const qkv_layer *layer);
 qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer);
 
+// Sealing (layer_seal.c): room for the rows and the image of one page at a time, and what a page may take of the
+// arena.
+typedef struct qkvi_seal_room {
+  float *k, *v;        // one page's rows
+  void *image;         // a page of any size
+  void *narrow;        // the same, where pages are judged
+  size_t image_bytes;  // of that room: what is reserved for each page
+} qkvi_seal_room;
+
+uint64_t qkvi_seal_cost(const qkv_layer *layer);
+void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room);
+void qkvi_seal_end(qkvi_seal_room *room);  // of one that was zeroed, too
+// The tail's first block becomes a page; qkvi_seal_cost was reserved, the array has room. The block stays, for the
+// caller to take off the tail.
+void qkvi_seal_page(qkv_layer *layer, qkvi_seal_room *room);
+
 // Where a token's row of a head lies in an exact block.
 static inline uint8_t *qkvi_block_row(const qkv_model *model, void *block, qkv_part part, uint64_t token,
                                       uint32_t kv_head) {

@@ -76,6 +76,14 @@ uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes) {
   return freed;
 }
 
+uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t tokens) {
+  const uint64_t block = qkv_arena_cost(qkvi_block_bytes(layer->config.model));
+  if (qkv_codec_is_exact(layer->coder->codec)) return (qkvi_blocks(tokens) + 1) * block;
+  const uint64_t window = (uint64_t)layer->config.policy.recent_window;
+  return (qkvi_blocks(tokens) + 1) * qkvi_seal_cost(layer) +
+         (qkvi_blocks(window < tokens ? window : tokens) + 2) * block;
+}
+
 // ---- Back into memory ----
 
 bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end) {
@@ -104,6 +112,15 @@ size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, b
                                       .bytes = entry->record_bytes};
   }
   return count;
+}
+
+uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full) {
+  uint64_t bytes = 0;
+  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
+    if (end != 0 && layer->pages[i].position >= end) break;
+    if (is_missing(&layer->pages[i], full)) bytes += qkv_arena_cost(layer->pages[i].record_bytes);
+  }
+  return bytes;
 }
 
 static qkv_status check_image(const qkv_layer *layer, const qkv_page_entry *entry, const void *image,

@@ -25,6 +25,9 @@ void qkv_layer_settle(qkv_layer *layer);
 // free or there are no more. Returns the bytes.
 uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes);
 
+// What an append of so many tokens takes of the arena at most.
+uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t tokens);
+
 // Whether every page with positions of [begin, end) is in memory.
 bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end);
 
@@ -41,6 +44,9 @@ typedef struct qkv_missing_page {
 // in order, at most `max`. Returns how many.
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
                          size_t max);
+
+// Bytes that all of these would take of the arena.
+uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full);
 
 // Puts `*image`, from qkv_arena_alloc_beside, in its place; then `*image` is what was there before, or NULL, to be
 // freed with qkv_arena_free_beside in any case. Nothing is done where the page is not missing any more. DATA_LOSS

@@ -17,6 +17,7 @@ typedef struct locked_layer {
   pthread_mutex_t info_lock;
   uint64_t length, durable;
   bool unsettled;
+  _Atomic uint64_t pins;
   qkv_layer_usage usage;
 } locked_layer;
 
@@ -34,7 +35,8 @@ struct qkv_session {
   int64_t created_unix_ms;
   _Atomic int64_t last_used_unix_ms;
   _Atomic uint64_t next_layer;  // that a step of re-tiering begins with
-  _Atomic uint64_t pins;
+  _Atomic uint64_t ttl_ms;
+  _Atomic bool pinned;    // by the owner
   locked_layer layers[];  // model->layers
 };
 
@@ -46,6 +48,24 @@ static int64_t now_unix_ms(void) {
 
 static void touch(qkv_session *session) {
   atomic_store_explicit(&session->last_used_unix_ms, now_unix_ms(), memory_order_relaxed);
+}
+
+void qkv_session_touch(qkv_session *session) {
+  touch(session);
+}
+
+void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
+  atomic_store_explicit(&session->ttl_ms, ttl_ms, memory_order_relaxed);
+}
+
+void qkv_session_set_pinned(qkv_session *session, bool pinned) {
+  atomic_store(&session->pinned, pinned);
+}
+
+bool qkv_session_expired(const qkv_session *session) {
+  const uint64_t ttl = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
+  const int64_t idle = now_unix_ms() - atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed);
+  return ttl > 0 && idle >= 0 && (uint64_t)idle >= ttl;
 }
 
 static void lock_to_read(locked_layer *layer) {
@@ -237,13 +257,15 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   atomic_init(&session->next_layer, 0);
-  atomic_init(&session->pins, 0);
+  atomic_init(&session->pinned, config->pinned);
+  atomic_init(&session->ttl_ms, config->ttl_ms);
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
   failed |= pthread_rwlock_init(&session->codings_use, NULL);
   assert(failed == 0);
   const qkv_coding *coding = current_coding(session);
   for (uint32_t i = 0; i < model->layers; i++) {
     init_lock(&session->layers[i].lock);
+    atomic_init(&session->layers[i].pins, 0);
     failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
     assert(failed == 0);
     qkv_layer_init(&session->layers[i].layer,
@@ -397,12 +419,17 @@ qkv_arena *qkvi_session_arena(const qkv_session *session) {
   return session->arena;
 }
 
-const qkv_session_config *qkvi_session_config(const qkv_session *session) {
+const qkv_session_config *qkv_session_config_of(const qkv_session *session) {
   return &session->config;
 }
 
-_Atomic uint64_t *qkvi_session_pins(qkv_session *session) {
-  return &session->pins;
+_Atomic uint64_t *qkvi_session_pins(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  return &session->layers[layer].pins;
+}
+
+bool qkvi_session_stays(qkv_session *session, uint32_t layer) {
+  return atomic_load(&session->pinned) || atomic_load(qkvi_session_pins(session, layer)) > 0;
 }
 
 uint32_t qkvi_session_next_layer(qkv_session *session) {
@@ -449,6 +476,8 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
       .model = session->model,
       .created_unix_ms = session->created_unix_ms,
       .last_used_unix_ms = atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed)};
+  info->config.ttl_ms = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
+  info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   for (uint32_t i = 0; i < session->model->layers; i++) {
     lock_info(&session->layers[i]);
     if (lengths != NULL) lengths[i] = session->layers[i].length;

@@ -41,12 +41,14 @@ typedef struct qkv_session_config {
   qkv_durability durability;   // 0: MEMORY
   const qkv_backing *backing;  // not with MEMORY; outlives the session
   uint64_t id;                 // as the backing knows it: unique for ever
+  uint64_t ttl_ms;             // unused for so long, it has expired; 0: never
+  bool pinned;                 // nothing of it leaves memory
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;
 
 typedef struct qkv_session_info {
-  qkv_session_config config;  // resolved
+  qkv_session_config config;  // resolved; ttl_ms and pinned as they are now
   const qkv_model *model;     // alive while the session is
   qkv_layer_usage usage;      // over all layers
   int64_t created_unix_ms, last_used_unix_ms;
@@ -61,8 +63,15 @@ void qkv_session_unref(qkv_session **session);
 
 const qkv_model *qkv_session_model(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
+const qkv_session_config *qkv_session_config_of(const qkv_session *session);  // resolved
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
 uint64_t qkv_session_serial(const qkv_session *session);
+
+// A use of the session, though nothing is done.
+void qkv_session_touch(qkv_session *session);
+void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms);
+void qkv_session_set_pinned(qkv_session *session, bool pinned);
+bool qkv_session_expired(const qkv_session *session);
 
 // As qkv_layer_append; pages that are sealed are given to the backing. INVALID_ARGUMENT "layer is 6, the model tinylm
 // has 6 layers". `*length` gets the layer's length afterwards, 0 where there is no such layer.

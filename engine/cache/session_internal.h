@@ -18,13 +18,14 @@ void qkvi_session_changed(qkv_session *session, uint32_t layer);
 qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer);
 
 qkv_arena *qkvi_session_arena(const qkv_session *session);
-const qkv_session_config *qkvi_session_config(const qkv_session *session);
 
 // Whether there is anything of the layer that is not settled (layer_spill.h), as it was last published.
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 
-// The number of those who need what they have brought back to stay in memory.
-_Atomic uint64_t *qkvi_session_pins(qkv_session *session);
+// The number of those who need what they have brought back of a layer to stay in memory; whether there are any, or
+// the owner has pinned the session.
+_Atomic uint64_t *qkvi_session_pins(qkv_session *session, uint32_t layer);
+bool qkvi_session_stays(qkv_session *session, uint32_t layer);
 
 // Around what is done with coders of this session after their layer's lock is given back: they stay alive. No layer
 // is waited for in between.

@@ -21,26 +21,43 @@ bool qkv_session_settle(qkv_session *session) {
   return all;
 }
 
+qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
+  qkv_status status = QKV_OK;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers && status == QKV_OK; i++) {
+    qkv_layer *layer = qkvi_session_change(session, i);
+    status = qkv_layer_seal(layer, error);
+    (void)qkv_layer_save(layer);
+    qkvi_session_changed(session, i);
+  }
+  return status;
+}
+
 // The pins are looked at under the lock that restoring takes, so what was restored since a pin was set is safe.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes) {
   uint64_t freed = 0;
-  if (qkvi_session_config(session)->backing == NULL) return 0;
+  if (qkv_session_config_of(session)->backing == NULL) return 0;
   for (uint32_t i = 0; i < qkv_session_model(session)->layers && freed < bytes; i++) {
     qkv_layer *layer = qkvi_session_change(session, i);
-    if (atomic_load(qkvi_session_pins(session)) == 0) freed += qkv_layer_evict(layer, bytes - freed);
+    if (!qkvi_session_stays(session, i)) freed += qkv_layer_evict(layer, bytes - freed);
     qkvi_session_changed(session, i);
   }
   return freed;
 }
 
-void qkv_session_pin(qkv_session *session) {
-  (void)atomic_fetch_add(qkvi_session_pins(session), 1);
+void qkv_session_pin(qkv_session *session, uint32_t layer) {
+  (void)atomic_fetch_add(qkvi_session_pins(session, layer), 1);
 }
 
-void qkv_session_unpin(qkv_session *session) {
-  const uint64_t before = atomic_fetch_sub(qkvi_session_pins(session), 1);
+void qkv_session_unpin(qkv_session *session, uint32_t layer) {
+  const uint64_t before = atomic_fetch_sub(qkvi_session_pins(session, layer), 1);
   assert(before > 0);
   (void)before;
+}
+
+uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t tokens) {
+  const uint64_t cost = qkv_layer_append_cost(qkvi_session_look(session, layer), tokens);
+  qkv_session_read_done(session, layer);
+  return cost;
 }
 
 size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
@@ -48,6 +65,12 @@ size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin,
   const size_t count = qkv_layer_missing(qkvi_session_look(session, layer), begin, end, full, out, max);
   qkv_session_read_done(session, layer);
   return count;
+}
+
+uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full) {
+  const uint64_t bytes = qkv_layer_missing_bytes(qkvi_session_look(session, layer), begin, end, full);
+  qkv_session_read_done(session, layer);
+  return bytes;
 }
 
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
@@ -63,6 +86,7 @@ qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_m
 qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,
                              uint32_t tokens, uint64_t record, uint32_t bytes, qkv_error *error) {
   qkv_layer *adopting = qkvi_session_change(session, layer);
+  qkvi_session_use_codings(session);
   qkvi_session_use_codings(session);
   const qkv_coding *coding = qkvi_session_coding(session, calibration);
   const qkv_status status = qkv_layer_adopt(adopting, qkv_coding_layer(coding, layer), tokens, record, bytes, error);

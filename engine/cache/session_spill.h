@@ -16,17 +16,25 @@
 // Layers in use are left out. True where all that is sealed is durable.
 bool qkv_session_settle(qkv_session *session);
 
-// Pages that can be read back leave memory until `bytes` are free or there are no more; nothing of a pinned session.
+// As qkv_layer_seal for every layer, and gives the pages to the backing: what a session that is to survive its
+// process needs. RESOURCE_EXHAUSTED; layers that were sealed until then stay so.
+qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
+
+// Pages that can be read back leave memory until `bytes` are free or there are no more; nothing of pinned layers.
 // Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes);
 
-// From here on what is restored stays. Counted.
-void qkv_session_pin(qkv_session *session);
-void qkv_session_unpin(qkv_session *session);
+// From here on what is restored of the layer stays. Counted; beside the owner's own (qkv_session_set_pinned).
+void qkv_session_pin(qkv_session *session, uint32_t layer);
+void qkv_session_unpin(qkv_session *session, uint32_t layer);
 
-// As qkv_layer_missing. The layer is below the model's (asserted).
+// As qkv_layer_append_cost. The layer is below the model's (asserted), here and in what follows.
+uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t tokens);
+// As qkv_layer_missing.
 size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
                            qkv_missing_page *out, size_t max);
+// Bytes of all these pages.
+uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
 // As qkv_layer_restore, from a copy of `image` [page->bytes].
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
                                qkv_error *error);

@@ -236,6 +236,54 @@ static void test_append_below_a_cold_page(void **unused) {
   end(&s);
 }
 
+// The exact rows become pages, the last one a short one, after which rows go on.
+static void test_seals_the_tail(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);
+  assert_int_equal(s.layer.sealed, FIRST + TOKENS);
+  assert_int_equal(s.layer.page_count, PAGES + 1);
+  assert_int_equal(s.layer.pages[PAGES].tokens, TOKENS - PAGES * 64);
+  assert_valid(&s.layer);
+  assert_true(qkv_layer_save(&s.layer));
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + TOKENS);
+  assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);  // there is nothing to do
+  assert_int_equal(s.layer.page_count, PAGES + 1);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  sequence more = make_sequence(&s.model, 100, 9);
+  row_pair pair;
+  uint64_t appended;
+  make_pair(&pair, &more, 0, 100, s.model.dtype);
+  assert_int_equal(qkv_layer_append(&s.layer, FIRST + TOKENS, &pair.k.tensor, &pair.v.tensor, false, &appended, NULL),
+                   QKV_OK);
+  assert_int_equal(s.layer.page_count, PAGES + 2);
+  assert_int_equal(s.layer.pages[PAGES + 1].position, FIRST + TOKENS);
+  assert_valid(&s.layer);
+  free_pair(&pair);
+  free_sequence(&more);
+  end(&s);
+}
+
+// A full budget is when sealing is wanted most.
+static void test_seals_without_room(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  const qkv_arena_stats memory = qkv_arena_read(s.arena);
+  const uint64_t taken = memory.bytes_max - memory.bytes_used;
+  assert_int_equal(qkv_arena_reserve(s.arena, taken, NULL), QKV_OK);
+  assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);
+  assert_int_equal(s.layer.page_count, PAGES + 1);
+  assert_valid(&s.layer);
+  assert_true(qkv_arena_read(s.arena).bytes_used < memory.bytes_used);
+  qkv_arena_unreserve(s.arena, taken);
+  end(&s);
+}
+
 // What another process left: the layer is the same, and goes on where its pages end.
 static void test_adopts(void **unused) {
   (void)unused;
@@ -271,6 +319,8 @@ int main(void) {
       cmocka_unit_test(test_refuses_another_page),
       cmocka_unit_test(test_append_below_a_cold_page),
       cmocka_unit_test(test_adopts),
+      cmocka_unit_test(test_seals_the_tail),
+      cmocka_unit_test(test_seals_without_room),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

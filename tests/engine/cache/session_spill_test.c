@@ -1,0 +1,222 @@
+#include "engine/cache/session_spill.h"
+
+#include <pthread.h>
+
+#include "tests/engine/cache/backing_double.h"
+
+enum { LAYERS = 4, TOKENS = 200, PAGES = 3, FIRST = 3 };
+
+typedef struct scene {
+  qkv_model model;
+  qkv_arena *arena;
+  sequence rows;
+  backing_double backing;
+  qkv_session_config config;
+  qkv_session *session;
+} scene;
+
+static qkv_session *open_session(const scene *s) {
+  qkv_session *session = NULL;
+  qkv_error error = {0};
+  if (qkv_session_create(&s->config, &s->model, s->arena, &session, &error) != QKV_OK) fail_msg("%s", error.text);
+  return session;
+}
+
+static void setup(scene *s) {
+  s->model = test_model(1, 2, 16, 8, QKV_FP16);
+  s->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 24);
+  s->rows = make_sequence(&s->model, TOKENS, 1);
+  double_init(&s->backing);
+  s->config = (qkv_session_config){.name = "a",
+                                   .tenant = "default",
+                                   .purpose = QKV_PURPOSE_ATTEND,
+                                   .policy = test_policy(4, 4, 8),
+                                   .first_position = FIRST,
+                                   .durability = QKV_DURABILITY_ASYNC,
+                                   .backing = &s->backing.backing,
+                                   .id = 77};
+  s->session = open_session(s);
+}
+
+static void append_all(scene *s) {
+  row_pair pair;
+  make_pair(&pair, &s->rows, 0, TOKENS, QKV_FP16);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    uint64_t appended, length;
+    assert_int_equal(
+        qkv_session_append(s->session, layer, FIRST, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL),
+        QKV_OK);
+  }
+  free_pair(&pair);
+}
+
+static void teardown(scene *s) {
+  qkv_session_unref(&s->session);
+  assert_int_equal(qkv_arena_read(s->arena).bytes_used, 0);
+  assert_int_equal(s->backing.drops, 0);  // what has been written stays when a session leaves memory
+  qkv_arena_destroy(&s->arena);
+  free_sequence(&s->rows);
+  double_deinit(&s->backing);
+}
+
+static uint64_t durable(const scene *s, uint32_t layer) {
+  uint64_t all[LAYERS];
+  qkv_session_read_durable(s->session, all);
+  return all[layer];
+}
+
+static void test_appended_pages_are_put(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  s.backing.first = QKV_RECORD_WAITING;
+  append_all(&s);
+  assert_int_equal(s.backing.count, LAYERS * PAGES);
+  assert_int_equal(s.backing.records[1].session, 77);
+  assert_false(qkv_session_settle(s.session));
+  assert_int_equal(durable(&s, 1), FIRST);
+  double_all(&s.backing, QKV_RECORD_DURABLE);
+  assert_true(qkv_session_settle(s.session));
+  for (uint32_t layer = 0; layer < LAYERS; layer++) assert_int_equal(durable(&s, layer), FIRST + PAGES * 64);
+  teardown(&s);
+}
+
+// What the backing had no room for is put when there is some.
+static void test_settle_puts_the_rest(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  s.backing.room = 3;
+  append_all(&s);
+  assert_int_equal(s.backing.count, 3);
+  s.backing.room = 100;
+  (void)qkv_session_settle(s.session);
+  assert_int_equal(s.backing.count, LAYERS * PAGES);
+  assert_true(qkv_session_settle(s.session));
+  teardown(&s);
+}
+
+static void restore_layer(scene *s, uint32_t layer) {
+  qkv_missing_page missing[8];
+  const size_t count = qkv_session_missing(s->session, layer, 0, 0, false, missing, 8);
+  assert_int_equal(count, PAGES);
+  for (size_t i = 0; i < count; i++) {
+    assert_int_equal(
+        qkv_session_restore(s->session, layer, &missing[i], s->backing.records[missing[i].record].page, NULL),
+        QKV_OK);
+  }
+}
+
+static void test_pins_keep_what_came_back(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_session_info info;
+  setup(&s);
+  append_all(&s);
+  assert_true(qkv_session_evict(s.session, UINT64_MAX) > 0);
+  qkv_session_read_info(s.session, &info, NULL);
+  assert_int_equal(info.usage.bytes_coded, 0);
+  assert_int_equal(info.usage.tokens_cold, LAYERS * PAGES * 64);
+  qkv_session_pin(s.session, 2);
+  restore_layer(&s, 2);
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX), 0);
+  qkv_session_unpin(s.session, 2);
+  qkv_session_set_pinned(s.session, true);
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX), 0);
+  qkv_session_set_pinned(s.session, false);
+  assert_true(qkv_session_evict(s.session, UINT64_MAX) > 0);
+  assert_int_equal(qkv_session_missing(s.session, 2, 0, 0, false, (qkv_missing_page[8]){0}, 8), PAGES);
+  teardown(&s);
+}
+
+// A session of the next process, from the records of this one.
+static void test_found_again(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  append_all(&s);
+  assert_int_equal(qkv_session_seal(s.session, NULL), QKV_OK);
+  const size_t records = s.backing.count;
+  assert_true(records > LAYERS * PAGES);
+  const qkv_layer *layer;
+  assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
+  float *before = decoded_rows(layer, QKV_V);
+  qkv_session_read_done(s.session, 1);
+  qkv_session *first = s.session;
+  s.session = open_session(&s);
+  for (uint64_t i = 1; i <= records; i++) {
+    const qkv_page_header *header = s.backing.records[i].page;
+    assert_int_equal(
+        qkv_session_adopt(s.session, header->layer, NULL, header->tokens, i, s.backing.records[i].bytes, NULL),
+        QKV_OK);
+  }
+  qkv_missing_page missing[8];
+  const size_t count = qkv_session_missing(s.session, 1, 0, 0, false, missing, 8);
+  for (size_t i = 0; i < count; i++) {
+    assert_int_equal(qkv_session_restore(s.session, 1, &missing[i], s.backing.records[missing[i].record].page, NULL),
+                     QKV_OK);
+  }
+  assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
+  assert_int_equal(layer->length, FIRST + TOKENS);
+  assert_valid(layer);
+  float *after = decoded_rows(layer, QKV_V);
+  qkv_session_read_done(s.session, 1);
+  assert_memory_equal(before, after, TOKENS * 8 * sizeof *after);
+  free(before);
+  free(after);
+  qkv_session_unref(&first);
+  teardown(&s);
+}
+
+// ---- Threads ----
+
+typedef struct rush {
+  scene *scene;
+  _Atomic bool stop;
+} rush;
+
+static void *evict_all_the_time(void *context) {
+  rush *r = context;
+  while (!atomic_load(&r->stop)) {
+    (void)qkv_session_evict(r->scene->session, UINT64_MAX);
+    (void)qkv_session_settle(r->scene->session);
+  }
+  return NULL;
+}
+
+// Whoever pins, restores and then reads finds everything, however hard another thread evicts.
+static void test_eviction_beside_reads(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  append_all(&s);
+  rush r = {.scene = &s};
+  pthread_t thread;
+  assert_int_equal(pthread_create(&thread, NULL, evict_all_the_time, &r), 0);
+  for (int i = 0; i < 200; i++) {
+    const qkv_layer *layer;
+    qkv_missing_page missing[8];
+    qkv_session_pin(s.session, 0);
+    const size_t count = qkv_session_missing(s.session, 0, 0, 0, false, missing, 8);
+    for (size_t j = 0; j < count; j++) {
+      assert_int_equal(
+          qkv_session_restore(s.session, 0, &missing[j], s.backing.records[missing[j].record].page, NULL), QKV_OK);
+    }
+    assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
+    assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
+    qkv_session_read_done(s.session, 0);
+    qkv_session_unpin(s.session, 0);
+  }
+  atomic_store(&r.stop, true);
+  assert_int_equal(pthread_join(thread, NULL), 0);
+  teardown(&s);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_appended_pages_are_put),   cmocka_unit_test(test_settle_puts_the_rest),
+      cmocka_unit_test(test_pins_keep_what_came_back), cmocka_unit_test(test_found_again),
+      cmocka_unit_test(test_eviction_beside_reads),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
