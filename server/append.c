@@ -4,12 +4,15 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/control.h"
 #include "server/discard.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/restore.h"
 
 typedef struct append_stream {
   qkv_rpc_call *call;
@@ -17,6 +20,7 @@ typedef struct append_stream {
   qkv_bytes message;  // the one being applied
   uint64_t number;    // its number, from 0
   bool parsed;        // `request` is this message's
+  qkvi_patience patience;
   qkvi_request request;
   size_t next;             // item to apply
   uint64_t items, tokens;  // applied, appended
@@ -24,17 +28,69 @@ typedef struct append_stream {
 
 // ---- One item ----
 
-static qkv_status append_rows(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, bool wait,
-                              uint64_t *appended, uint64_t *length, qkv_error *error) {
-  if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
-  return (wait ? qkv_session_append : qkv_session_try_append)(session, item->layer, item->position, &item->k,
-                                                              &item->v, item->k_before_rope, appended, length, error);
+enum { ROOM_TRIES = 4 };
+
+static qkv_status make_room(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkv_error *error) {
+  const uint64_t cost = qkv_session_append_cost(session, item->layer, (uint64_t)item->k.dims[0]);
+  return qkvi_spill_make_room(daemon->spill, cost, error);
 }
 
-qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, bool wait,
+// What the append is to be compared with; it stays while the session is pinned.
+static qkv_status bring_back(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
+                             qkv_error *error) {
+  const uint64_t end = item->position + (uint64_t)item->k.dims[0];
+  return qkvi_restore(daemon->spill, session, item->layer, item->position, end, false, error);
+}
+
+static qkv_status append_patiently(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
+                                   uint64_t *appended, uint64_t *length, qkv_error *error) {
+  bool pinned = false;
+  qkv_status status = QKV_UNAVAILABLE;
+  for (int tries = 0; tries <= ROOM_TRIES; tries++) {
+    *error = (qkv_error){0};
+    status = qkv_session_append(session, item->layer, item->position, &item->k, &item->v, item->k_before_rope,
+                                appended, length, error);
+    if (status != QKV_UNAVAILABLE && status != QKV_RESOURCE_EXHAUSTED) break;
+    // Rows that came back may have to leave for the append.
+    if (pinned) qkv_session_unpin(session, item->layer);
+    pinned = status == QKV_UNAVAILABLE;
+    if (pinned) qkv_session_pin(session, item->layer);
+    qkv_error reason = {0};
+    const qkv_status prepared = (pinned ? bring_back : make_room)(daemon, session, item, &reason);
+    if (prepared == QKV_OK) continue;
+    status = prepared;
+    *error = reason;
+    break;
+  }
+  if (pinned) qkv_session_unpin(session, item->layer);
+  return status;
+}
+
+static qkv_status append_rows(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
+                              qkvi_patience *patience, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  qkv_error reason = {0};
+  qkv_status status;
+  if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
+  if (*patience == QKVI_FOR_DISK) {
+    status = append_patiently(daemon, session, item, appended, length, &reason);
+  } else {
+    status = (*patience == QKVI_AT_ONCE ? qkv_session_try_append : qkv_session_append)(
+        session, item->layer, item->position, &item->k, &item->v, item->k_before_rope, appended, length, &reason);
+    const bool cold = status == QKV_UNAVAILABLE && *patience == QKVI_FOR_LAYERS;
+    const bool full = status == QKV_RESOURCE_EXHAUSTED && daemon->spill != NULL;
+    if (status == QKV_UNAVAILABLE || full) {
+      *patience = cold || full ? QKVI_FOR_DISK : QKVI_FOR_LAYERS;
+      return QKV_UNAVAILABLE;
+    }
+  }
+  if (status != QKV_OK) *error = reason;
+  return status;
+}
+
+qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkvi_patience *patience,
                             uint64_t *appended, uint64_t *length, qkv_error *error) {
   assert(item->k.rank == 3 && item->v.rank == 3);
-  qkv_status status = append_rows(daemon, session, item, wait, appended, length, error);
+  qkv_status status = append_rows(daemon, session, item, patience, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   QKV_TRY(status);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_ITEMS], 1);
@@ -43,15 +99,37 @@ qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi
   return QKV_OK;
 }
 
-static qkv_status apply_item(append_stream *stream, const qkvi_item *item, bool wait, qkv_error *error) {
+qkv_status qkvi_append_sync(qkv_daemon *daemon, qkv_session *session, qkvi_patience *patience, qkv_error *error) {
+  if (!qkvi_spill_owes(daemon->spill, session)) return QKV_OK;
+  if (*patience == QKVI_FOR_DISK) return qkvi_spill_sync(daemon->spill, session, error);
+  *patience = QKVI_FOR_DISK;
+  return QKV_UNAVAILABLE;
+}
+
+static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_error *error) {
   qkv_session *session = NULL;
   uint64_t appended = 0, length = 0;
   QKV_TRY(qkv_store_session(stream->daemon->store, item->session, &session, error));
-  qkv_status status = qkvi_append_item(stream->daemon, session, item, wait, &appended, &length, error);
+  qkv_status status = qkvi_append_item(stream->daemon, session, item, &stream->patience, &appended, &length, error);
   qkv_session_unref(&session);
   stream->items += status == QKV_OK;
   stream->tokens += appended;
   return status;
+}
+
+// Of all sessions that the message names.
+static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
+  const char *last = "";
+  for (size_t i = 0; i < stream->request.count && stream->daemon->spill != NULL; i++) {
+    const char *name = stream->request.items[i].session;
+    qkv_session *session = NULL;
+    if (strcmp(name, last) == 0 || qkv_store_session(stream->daemon->store, name, &session, NULL) != QKV_OK) continue;
+    last = name;
+    const qkv_status status = qkvi_append_sync(stream->daemon, session, &stream->patience, error);
+    qkv_session_unref(&session);
+    QKV_TRY(status);
+  }
+  return QKV_OK;
 }
 
 // ---- The stream ----
@@ -75,29 +153,32 @@ static void apply_job(void *context);
 
 static void submit(append_stream *stream) {
   qkv_error error = {0};
-  if (qkvi_job_try(stream->call, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
+  if (qkvi_patient_job_try(stream->call, stream->patience, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 
-// The items in order; the first that fails ends the call. Without `wait`, the first whose layer is in use and the
-// rest are left to a job.
-static void apply(append_stream *stream, bool wait) {
+// The items in order; the first that fails ends the call. What takes more patience, and the rest, is left to a job.
+static void apply(append_stream *stream) {
   for (; stream->next < stream->request.count; stream->next++) {
     qkvi_item *item = &stream->request.items[stream->next];
     if (!qkvi_job_wanted(stream->call)) return;
     if (item->error.status != QKV_OK) return fail(stream, &item->error);
-    qkv_status status = apply_item(stream, item, wait, &item->error);
-    if (status == QKV_UNAVAILABLE) return submit(stream);
+    qkv_status status = apply_item(stream, item, &item->error);
     if (status == QKV_OK) continue;
+    if (status == QKV_UNAVAILABLE && item->error.status == QKV_OK) return submit(stream);
     (void)qkvi_item_place(&item->error, stream->next);
     return fail(stream, &item->error);
   }
+  qkv_error error = {0};
+  const qkv_status synced = sync_sessions(stream, &error);
+  if (synced == QKV_UNAVAILABLE && error.status == QKV_OK) return submit(stream);
+  if (synced != QKV_OK) return fail(stream, &error);
   stream->number++;
   qkv_rpc_next(stream->call);
 }
 
 static void apply_job(void *context) {
   append_stream *stream = context;
-  if (qkvi_job_wanted(stream->call) && (stream->parsed || parse(stream))) apply(stream, true);
+  if (qkvi_job_wanted(stream->call) && (stream->parsed || parse(stream))) apply(stream);
 }
 
 static append_stream *stream_of(qkv_rpc_call *call) {
@@ -116,12 +197,14 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->message = message;
   stream->parsed = false;
   stream->next = 0;
+  stream->patience = QKVI_FOR_LAYERS;
   // There is no work behind rows that are dropped, however many.
   const bool discard = stream->daemon->options->discard;
   if (message.length > QKVI_INLINE_MESSAGE_MAX && !discard) return submit(stream);
   if (!parse(stream)) return;
   if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) return submit(stream);
-  apply(stream, false);
+  stream->patience = QKVI_AT_ONCE;
+  apply(stream);
 }
 
 static void on_end(qkv_rpc_call *call) {

@@ -4,6 +4,7 @@
 
 #include "server/daemon.h"
 #include "server/items.h"
+#include "server/jobs.h"
 
 // Requests with more bytes of rows (and queries) than this go to the compute pool, not through the thread of the
 // completion queue, which they would block. Measured with scalar kernels on 2 vCPUs, fp32 rows of 2 KV heads of 16
@@ -16,8 +17,13 @@
 #define QKVI_INLINE_MESSAGE_MAX 65536
 
 // Appends the item's rows (it has some) to its session and counts them. `*appended` gets the tokens that are
-// new, `*length` the layer's length. Errors are qkv_session_append's or, without `wait`, qkv_session_try_append's.
-qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, bool wait,
+// new, `*length` the layer's length. Errors are qkv_session_append's; QKV_UNAVAILABLE, with *error left alone, where
+// it takes more patience (server/jobs.h).
+qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkvi_patience *patience,
                             uint64_t *appended, uint64_t *length, qkv_error *error);
+
+// Before appends to a SYNC session are acknowledged: what they have sealed is durable. QKV_UNAVAILABLE as above, or
+// with *error filled where the disk does not take it.
+qkv_status qkvi_append_sync(qkv_daemon *daemon, qkv_session *session, qkvi_patience *patience, qkv_error *error);
 
 #endif

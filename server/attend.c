@@ -12,11 +12,14 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "engine/cache/session_spill.h"
 #include "server/append.h"
+#include "server/attend_pieces.h"
 #include "server/block.h"
 #include "server/control.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/restore.h"
 
 // Most that a request served on a completion-queue thread reads: bytes of codes and exact rows, times queries.
 // Measured with scalar kernels on 2 vCPUs: a decode step over a unix socket, 2 KV heads of 16 and 24 coordinates,
@@ -36,6 +39,9 @@ typedef struct batch_part {
   uint64_t length;       // the layer's, afterwards
   size_t attend;         // its place in `attends`, where the item has queries
   size_t out, lse;       // bytes into the block
+  uint64_t begin, end;   // positions that it reads
+  bool cold, pinned;     // not all of them are in memory; what comes back stays
+  bool done;             // attended piece by piece
 } batch_part;
 
 typedef struct attend_call {
@@ -51,7 +57,9 @@ typedef struct attend_call {
   size_t part_count;    // of the request that is served
   size_t attend_count;
   bool parsed, checked;
+  qkvi_patience patience;
   size_t next;                 // part to append
+  size_t next_sync;            // part whose rows are to be durable
   double cost;                 // of all attends
   uint64_t block_bytes;        // of all outs and LSEs
   qkvi_response_block *block;  // of block_bytes; NULL without attends
@@ -89,7 +97,7 @@ static bool client_gone(const void *call) {
   return qkv_rpc_cancelled(call);
 }
 
-static qkv_status check_queries(attend_call *state, batch_part *part, bool wait, qkv_error *error) {
+static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error *error) {
   const qkvi_item *item = part->item;
   qkv_attend *attend = &state->attends[state->attend_count];
   *attend = (qkv_attend){.position = item->position,
@@ -98,7 +106,7 @@ static qkv_status check_queries(attend_call *state, batch_part *part, bool wait,
                          .options = item->options,
                          .stopped = client_gone,
                          .stopped_context = state->call};
-  QKV_TRY(read_layer(part, wait, &attend->layer, error));
+  QKV_TRY(read_layer(part, state->patience != QKVI_AT_ONCE, &attend->layer, error));
   qkv_status status = qkv_attend_check(attend, error);
   double cost = status == QKV_OK ? (double)qkv_attend_cost(attend) * (double)item->q.dims[0] : 0;
   qkv_session_read_done(part->session, item->layer);
@@ -109,9 +117,9 @@ static qkv_status check_queries(attend_call *state, batch_part *part, bool wait,
   return QKV_OK;
 }
 
-static qkv_status check_part(attend_call *state, batch_part *part, bool wait, qkv_error *error) {
+static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
   QKV_TRY(qkv_store_session(state->daemon->store, part->item->session, &part->session, error));
-  return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, wait, error);
+  return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
 }
 
 static void make_room(attend_call *state, size_t count) {
@@ -123,36 +131,41 @@ static void make_room(attend_call *state, size_t count) {
   state->capacity = count;
 }
 
+static void let_go(batch_part *part) {
+  if (part->session == NULL) return;
+  if (part->pinned) qkv_session_unpin(part->session, part->item->layer);
+  part->pinned = false;
+  qkv_session_unref(&part->session);
+}
+
 static void drop_part(batch_part *part, size_t index) {
   (void)qkvi_item_place(&part->item->error, index);
-  if (part->session != NULL) qkv_session_unref(&part->session);
+  let_go(part);
 }
 
 static void drop_sessions(attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) {
-    if (state->parts[i].session != NULL) qkv_session_unref(&state->parts[i].session);
-  }
+  for (size_t i = 0; i < state->part_count; i++) let_go(&state->parts[i]);
 }
 
 static void begin_check(attend_call *state) {
   make_room(state, state->request.count);
   state->part_count = state->request.count;
-  state->next = 0;
+  state->next = state->next_sync = 0;
   state->attend_count = 0;
   state->cost = 0;
   state->block_bytes = 0;
   for (size_t i = 0; i < state->part_count; i++) state->parts[i] = (batch_part){.item = &state->request.items[i]};
 }
 
-// QKV_UNAVAILABLE, with nothing kept: a layer is in use and `wait` is not set. RESOURCE_EXHAUSTED: there is no room
-// for the answer.
-static qkv_status check(attend_call *state, bool wait, qkv_error *call_error) {
+// QKV_UNAVAILABLE, with nothing kept: a layer is in use and there is no patience. RESOURCE_EXHAUSTED: there is no
+// room for the answer.
+static qkv_status check(attend_call *state, qkv_error *call_error) {
   begin_check(state);
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
     qkv_error *error = &part->item->error;
     if (error->status != QKV_OK) continue;
-    qkv_status status = check_part(state, part, wait, error);
+    qkv_status status = check_part(state, part, error);
     if (status == QKV_UNAVAILABLE) {
       drop_sessions(state);
       return status;
@@ -168,23 +181,35 @@ static qkv_status check(attend_call *state, bool wait, qkv_error *call_error) {
 
 // ---- Append and attend ----
 
-static bool append_part(attend_call *state, size_t index, bool wait) {
+static bool append_part(attend_call *state, size_t index) {
   batch_part *part = &state->parts[index];
   uint64_t appended = 0;
   if (part->session == NULL || part->item->k.rank == 0) return true;
   if (part->item->q.rank != 0) qkv_attend_show(&state->attends[part->attend]);
-  qkv_status status =
-      qkvi_append_item(state->daemon, part->session, part->item, wait, &appended, &part->length, &part->item->error);
-  if (status == QKV_UNAVAILABLE) return false;
+  qkv_status status = qkvi_append_item(state->daemon, part->session, part->item, &state->patience, &appended,
+                                       &part->length, &part->item->error);
+  if (status == QKV_UNAVAILABLE && part->item->error.status == QKV_OK) return false;
   if (status != QKV_OK) drop_part(part, index);
   return true;
 }
 
-// False where it stopped before its end, at part `next`: the client has gone, or a layer is in use and `wait` is not
-// set.
-static bool append(attend_call *state, bool wait) {
+// False where it stopped before its end, at part `next`: the client has gone, or it takes more patience.
+static bool append(attend_call *state) {
   for (; state->next < state->part_count; state->next++) {
-    if (qkv_rpc_cancelled(state->call) || !append_part(state, state->next, wait)) return false;
+    if (qkv_rpc_cancelled(state->call) || !append_part(state, state->next)) return false;
+  }
+  return true;
+}
+
+// The same for what has to be durable before it is acknowledged.
+static bool sync_parts(attend_call *state) {
+  for (; state->next_sync < state->part_count; state->next_sync++) {
+    batch_part *part = &state->parts[state->next_sync];
+    if (part->session == NULL || part->item->k.rank == 0) continue;
+    qkv_error *error = &part->item->error;
+    const qkv_status status = qkvi_append_sync(state->daemon, part->session, &state->patience, error);
+    if (status == QKV_UNAVAILABLE && error->status == QKV_OK) return false;
+    if (status != QKV_OK) drop_part(part, state->next_sync);
   }
   return true;
 }
@@ -207,16 +232,17 @@ static void unlock(batch_part **order, size_t count) {
   }
 }
 
-// Takes each layer once, however many items name it. False, with none taken, where one is in use and `wait` is not
-// set.
-static bool lock(attend_call *state, batch_part **order, size_t count, bool wait) {
+// Takes each layer once, however many items name it. False, with none taken, where one is in use and there is no
+// patience.
+static bool lock(attend_call *state, batch_part **order, size_t count) {
   const qkv_layer *layer = NULL;
   qsort(order, count, sizeof *order, compare_slots);
   for (size_t i = 0; i < count; i++) {
     if (i == 0 || !same_layer(order[i], order[i - 1])) {
-      qkv_status status = read_layer(order[i], wait, &layer, NULL);
+      qkv_status status = read_layer(order[i], state->patience != QKVI_AT_ONCE, &layer, NULL);
       if (status == QKV_UNAVAILABLE) {
         unlock(order, i);
+        state->patience = QKVI_FOR_LAYERS;
         return false;
       }
       assert(status == QKV_OK);  // check_queries has read it before
@@ -225,6 +251,26 @@ static bool lock(attend_call *state, batch_part **order, size_t count, bool wait
     state->attends[order[i]->attend].layer = layer;
   }
   return true;
+}
+
+// `attends` without those whose append has failed; gives the parts that are left.
+static size_t gather(attend_call *state) {
+  size_t count = 0;
+  for (size_t i = 0; i < state->part_count; i++) {
+    batch_part *part = &state->parts[i];
+    if (part->session == NULL || part->item->q.rank == 0 || part->done) continue;
+    state->attends[count] = state->attends[part->attend];
+    part->attend = count;
+    state->order[count++] = part;
+  }
+  return count;
+}
+
+static void count_attends(const attend_call *state) {
+  int64_t queries = 0;
+  for (size_t i = 0; i < state->attend_count; i++) queries += state->attends[i].q.dims[0];
+  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_ITEMS], (int64_t)state->attend_count);
+  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_QUERIES], queries);
 }
 
 // Only FP32 results are written by the engine where they are sent from.
@@ -247,33 +293,77 @@ static void aim(const attend_call *state, const batch_part *part) {
   if (attend->out == NULL) abort();
 }
 
-// `attends` without those whose append has failed; gives the parts that are left.
-static size_t gather(attend_call *state) {
-  size_t count = 0;
+// Notes the parts whose positions are not all in memory; whether there are any.
+static bool find_cold(const attend_call *state, size_t count) {
+  bool any = false;
+  for (size_t i = 0; i < count; i++) {
+    batch_part *part = state->order[i];
+    const qkv_attend *request = &state->attends[part->attend];
+    qkv_attend_span(request, &part->begin, &part->end);
+    part->cold = !qkv_layer_holds(request->layer, part->begin, part->end);
+    any |= part->cold;
+  }
+  return any;
+}
+
+// More than fits into memory.
+static qkv_status attend_pieces(attend_call *state, batch_part *part, qkv_error *error) {
+  qkv_session_unpin(part->session, part->item->layer);
+  part->pinned = false;
+  aim(state, part);
+  const qkv_status status =
+      qkvi_attend_pieces(state->daemon->spill, state->daemon->pool, part->session, part->item->layer,
+                         &state->attends[part->attend], part->begin, part->end, &part->length, error);
+  narrow(state, part);
+  part->done = true;
+  return status;
+}
+
+// Brings those parts' pages back, which then stay until the answer is made.
+static void bring_back(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
-    if (part->session == NULL || part->item->q.rank == 0) continue;
-    state->attends[count] = state->attends[part->attend];
-    part->attend = count;
-    state->order[count++] = part;
+    qkv_error error = {0};
+    if (part->session == NULL || !part->cold) continue;
+    if (!part->pinned) qkv_session_pin(part->session, part->item->layer);
+    part->pinned = true;
+    part->cold = false;
+    qkv_status status =
+        qkvi_restore(state->daemon->spill, part->session, part->item->layer, part->begin, part->end, false, &error);
+    if (status == QKV_RESOURCE_EXHAUSTED) {
+      error = (qkv_error){0};
+      status = attend_pieces(state, part, &error);
+    }
+    if (status == QKV_OK) continue;
+    part->item->error = error;
+    drop_part(part, i);
   }
-  return count;
 }
 
-static void count_attends(const attend_call *state) {
-  int64_t queries = 0;
-  for (size_t i = 0; i < state->attend_count; i++) queries += state->attends[i].q.dims[0];
-  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_ITEMS], (int64_t)state->attend_count);
-  qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_QUERIES], queries);
+// With all layers locked and all that is read in memory: the number of parts; 0 where none is left. False where it
+// takes more patience.
+static bool lock_all(attend_call *state, size_t *count) {
+  for (;;) {
+    *count = state->attend_count = gather(state);
+    if (*count == 0) return true;
+    if (!lock(state, state->order, *count)) return false;
+    if (!find_cold(state, *count)) return true;
+    unlock(state->order, *count);
+    if (state->patience != QKVI_FOR_DISK) {
+      state->patience = QKVI_FOR_DISK;
+      return false;
+    }
+    bring_back(state);
+  }
 }
 
-// False as lock() says.
-static bool attend(attend_call *state, bool wait) {
-  const size_t count = state->attend_count = gather(state);
+// False as lock_all() says.
+static bool attend(attend_call *state) {
+  size_t count;
+  if (!lock_all(state, &count)) return false;
   if (count == 0) return true;
-  if (!lock(state, state->order, count, wait)) return false;
   for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
-  qkv_attend_run(wait ? state->daemon->pool : NULL, state->attends, count);
+  qkv_attend_run(state->patience != QKVI_AT_ONCE ? state->daemon->pool : NULL, state->attends, count);
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) narrow(state, state->order[i]);
   count_attends(state);
@@ -355,21 +445,22 @@ static bool parse(attend_call *state) {
 
 static void serve_job(void *context);
 
-// What stopped goes on in a job, which waits for layers, unless nobody is there any more to answer.
-static void serve(attend_call *state, bool wait) {
-  if (append(state, wait) && attend(state, wait))
+// What stopped goes on in a job that has the patience, unless nobody is there any more to answer.
+static void serve(attend_call *state) {
+  if (append(state) && sync_parts(state) && attend(state))
     answer(state);
   else if (qkvi_job_wanted(state->call))
-    qkvi_job_submit(state->call, serve_job, state);
+    qkvi_patient_job_submit(state->call, state->patience, serve_job, state);
 }
 
 static void serve_job(void *context) {
   attend_call *state = context;
   qkv_error error = {0};
   if (!qkvi_job_wanted(state->call)) return;
+  if (state->patience == QKVI_AT_ONCE) state->patience = QKVI_FOR_LAYERS;
   if (!state->parsed && !parse(state)) return;
-  if (!state->checked && check(state, true, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
-  serve(state, true);
+  if (!state->checked && check(state, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
+  serve(state);
 }
 
 static attend_call *state_of(qkv_rpc_call *call, bool stream) {
@@ -390,13 +481,14 @@ static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   qkv_error error = {0};
   state->message = message;
   state->parsed = state->checked = false;
+  state->patience = QKVI_AT_ONCE;
   if (message.length > QKVI_INLINE_MESSAGE_MAX) return qkvi_job_submit(call, serve_job, state);
   if (!parse(state)) return;
   if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return qkvi_job_submit(call, serve_job, state);
-  qkv_status status = check(state, false, &error);
+  qkv_status status = check(state, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
   if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX) return qkvi_job_submit(call, serve_job, state);
-  serve(state, false);
+  serve(state);
 }
 
 static void on_attend(qkv_rpc_call *call, qkv_bytes message) {

@@ -234,7 +234,8 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   write_policy(&info->config.policy, &message->policy);
   out->policy = &message->policy;
   out->first_position = info->config.first_position;
-  out->durability = QKV__V1__DURABILITY__DURABILITY_MEMORY;
+  out->durability = info->config.durability == 0 ? QKV__V1__DURABILITY__DURABILITY_MEMORY
+                                                 : (Qkv__V1__Durability)info->config.durability;
   out->lengths = lengths;
   out->n_lengths = lengths == NULL ? 0 : model->layers;
   out->tokens_coded = usage->tokens_coded;
@@ -242,8 +243,12 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->bytes_coded = usage->bytes_coded;
   out->bytes_exact = usage->bytes_exact;
   out->bytes_fp16 = (usage->tokens_coded + usage->tokens_exact) * coordinates * 2;
-  if (usage->tokens_coded > 0)
-    out->bits_per_coordinate = 8.0 * (double)usage->bytes_coded / ((double)usage->tokens_coded * (double)coordinates);
+  const uint64_t warm = usage->tokens_coded - usage->tokens_cold;
+  if (warm > 0) out->bits_per_coordinate = 8.0 * (double)usage->bytes_coded / ((double)warm * (double)coordinates);
+  out->tokens_cold = usage->tokens_cold;
+  out->bytes_stored = usage->bytes_stored;
+  out->ttl_ms = info->config.ttl_ms;
+  out->pinned = info->config.pinned;
   out->bytes_beside = usage->bytes_beside;
   out->tier_bits = info->config.tier_bits;
   out->keep_full = info->config.keep_full;

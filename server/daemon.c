@@ -9,6 +9,9 @@
 
 #include "server/block.h"
 #include "server/handlers.h"
+#include "server/lifetime.h"
+
+enum { DISK_THREADS = 8 };  // what runs there waits most of the time
 
 static int64_t monotonic_ms(void) {
   struct timespec now;
@@ -71,6 +74,17 @@ static int64_t resident_bytes(void) {
   return (int64_t)resident * sysconf(_SC_PAGESIZE);
 }
 
+static void update_storage(qkv_daemon *daemon) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(qkvi_spill_storage(daemon->spill), &stats);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_RECORDS], (int64_t)stats.records);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_SEGMENTS], (int64_t)stats.segments);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_LIVE_BYTES], (int64_t)stats.live_bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_DEAD_BYTES], (int64_t)stats.dead_bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_DIRTY_BYTES], (int64_t)stats.dirty_bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_BAD_RECORDS], (int64_t)(stats.bad_records + stats.read_errors));
+}
+
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
@@ -86,6 +100,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_MISSED], (int64_t)quality.missed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_ERROR], (int64_t)(qkv_quality_error(&quality) * 1e6));
+  if (daemon->spill != NULL) update_storage(daemon);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], resident_bytes());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }
@@ -100,9 +115,19 @@ static size_t compute_threads(const qkv_server_options *options) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods, qkvi_calibration_methods, qkvi_sessions_methods,   qkvi_append_methods,
-      qkvi_attend_methods, qkvi_fetch_methods,       qkvi_tiers_methods,      qkvi_unserved_methods,
-      qkvi_admin_methods,  qkvi_health_methods,      qkvi_reflection_methods, NULL,
+      qkvi_models_methods,
+      qkvi_calibration_methods,
+      qkvi_sessions_methods,
+      qkvi_append_methods,
+      qkvi_attend_methods,
+      qkvi_fetch_methods,
+      qkvi_tiers_methods,
+      qkvi_lifetime_methods,
+      qkvi_unserved_methods,
+      qkvi_admin_methods,
+      qkvi_health_methods,
+      qkvi_reflection_methods,
+      NULL,
   };
   const qkv_server_options *options = daemon->options;
   const qkv_rpc_config config = {
@@ -131,7 +156,9 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
   };
   daemon->store = qkv_store_create(&store);
-  daemon->retierer = qkvi_retierer_create(daemon->store, options);
+  QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
+  QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
+  daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);
   return start_rpc(daemon, error);
 }
 
@@ -154,6 +181,7 @@ void qkv_daemon_learn(qkv_daemon *daemon) {
 
 bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_retier_report report = {0};
+  qkvi_lifetime_expire(daemon);
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
@@ -184,6 +212,7 @@ void qkv_daemon_drain(qkv_daemon *daemon) {
   qkv_store_stop_learning(daemon->store);
   qkv_health_drain(&daemon->health);
   qkv_rpc_server_drain(daemon->rpc, daemon->options->drain_grace);
+  if (daemon->spill != NULL) qkvi_spill_finish(daemon->spill, QKV_DAEMON_FINISH_MS);
 }
 
 void qkv_daemon_destroy(qkv_daemon **daemon) {
@@ -192,6 +221,8 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   *daemon = NULL;
   qkv_rpc_server_destroy(&old->rpc);
   qkv_pool_destroy(&old->pool);
+  qkv_pool_destroy(&old->disk_pool);
+  qkvi_spill_destroy(&old->spill);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);

@@ -21,6 +21,7 @@
 #include "server/options.h"
 #include "server/retier.h"
 #include "server/rpc.h"
+#include "server/spill.h"
 
 typedef struct qkv_daemon {
   const qkv_server_options *options;
@@ -28,6 +29,8 @@ typedef struct qkv_daemon {
   qkv_store *store;
   qkvi_calibrations *calibrations;  // from files
   qkv_pool *pool;                   // encode and attend
+  qkv_pool *disk_pool;              // whatever waits for the disk
+  qkvi_spill *spill;                // NULL without a data-dir
   qkvi_retierer *retierer;
   qkv_rpc_server *rpc;
   qkv_health health;
@@ -35,6 +38,9 @@ typedef struct qkv_daemon {
   _Atomic bool draining;  // set once, before calls are refused
   qkv_metric_value metrics[QKV_METRIC_COUNT];
 } qkv_daemon;
+
+// What sessions that outlive the process may take after the calls have ended.
+#define QKV_DAEMON_FINISH_MS 30000
 
 // Starts pool, store and server; calls are served from here on. `options` and `option_set` are borrowed.
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,

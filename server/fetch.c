@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/block.h"
 #include "server/control.h"
@@ -18,6 +19,7 @@
 #include "server/discard.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/restore.h"
 
 #define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
 #define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // the same, whatever the client says
@@ -33,6 +35,7 @@ typedef struct fetch_run {
 typedef struct fetch_stream {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
+  qkvi_patience patience;
   char session[QKV_NAME_MAX + 1];
   uint64_t serial;         // of the session, so that another one of its name is not taken for it
   const qkv_model *model;  // the store's
@@ -202,14 +205,26 @@ static uint64_t choose_run(const fetch_stream *stream, const qkv_layer *layer, u
   return page * response_token_bytes(stream) > CHUNK_BYTES_MAX ? chunk : smaller(page, most);
 }
 
-// The next run of the layer; tokens 0 at its end.
+// What comes back from the SSD at once, in tokens: a small part of the budget.
+static uint64_t restore_tokens(const fetch_stream *stream) {
+  const qkv_model *model = stream->model;
+  const uint64_t page = (uint64_t)QKV_PAGE_TOKENS * model->kv_heads * (model->key_dim + model->value_dim) * 2;
+  const uint64_t pages = smaller(qkvi_spill_budget(stream->daemon->spill) / 8 / page, 64);
+  return pages > 0 ? pages * QKV_PAGE_TOKENS : QKV_PAGE_TOKENS;
+}
+
+// The next run of the layer; tokens 0 at its end. QKV_UNAVAILABLE, with nothing changed, where it is not in memory.
 static qkv_status decode_run(fetch_stream *stream, const qkv_layer *layer, qkv_error *error) {
   fetch_run *run = &stream->run;
   enter_layer(stream, layer);
   uint64_t stop = smaller(stream->stop, layer->length);
   if (stream->position >= stop) return QKV_OK;
   run->position = stream->position;
-  run->tokens = choose_run(stream, layer, stream->position, stop - stream->position);
+  uint64_t most = stop - stream->position;
+  if (stream->patience == QKVI_FOR_DISK) most = smaller(most, restore_tokens(stream));
+  const uint64_t tokens = choose_run(stream, layer, stream->position, most);
+  if (!qkv_layer_holds(layer, stream->position, stream->position + tokens)) return QKV_UNAVAILABLE;
+  run->tokens = tokens;
   stream->position += run->tokens;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     if (!stream->wanted[part]) continue;
@@ -229,23 +244,42 @@ static qkv_status find_session(const fetch_stream *stream, qkv_session **session
   return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", stream->session);
 }
 
-// The next run that has tokens; tokens 0 at the end of the last layer.
-static qkv_status next_run(fetch_stream *stream, qkv_error *error) {
+// The next run that has tokens; tokens 0 at the end of the last layer. What is not in memory is brought back where
+// there is patience.
+static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error *error) {
   fetch_run *run = &stream->run;
-  qkv_session *session = NULL;
   const qkv_layer *layer = NULL;
-  qkv_status status = find_session(stream, &session, error);
+  qkv_status status = QKV_OK;
+  bool pinned = false;
   while (status == QKV_OK && stream->at < stream->layer_count && run->tokens == 0) {
     run->layer = stream->layers[stream->at];
     status = qkv_session_read(session, run->layer, &layer, error);
     if (status != QKV_OK) break;
     status = decode_run(stream, layer, error);
     qkv_session_read_done(session, run->layer);
-    if (run->tokens > 0) continue;
+    if (status == QKV_UNAVAILABLE && stream->patience == QKVI_FOR_DISK) {
+      const uint64_t end = stream->position + smaller(stream->stop - stream->position, restore_tokens(stream));
+      if (!pinned) qkv_session_pin(session, run->layer);
+      pinned = true;
+      status = qkvi_restore(stream->daemon->spill, session, run->layer, stream->position, end, false, error);
+      continue;
+    }
+    if (run->tokens > 0 || status != QKV_OK) break;
+    if (pinned) qkv_session_unpin(session, run->layer);
+    pinned = false;
     stream->at++;
     stream->entered = false;
   }
-  if (session != NULL) qkv_session_unref(&session);
+  if (pinned) qkv_session_unpin(session, run->layer);
+  return status;
+}
+
+static qkv_status next_run(fetch_stream *stream, qkv_error *error) {
+  qkv_session *session = NULL;
+  qkv_status status = find_session(stream, &session, error);
+  if (status != QKV_OK) return status;
+  status = find_run(stream, session, error);
+  qkv_session_unref(&session);
   return status;
 }
 
@@ -310,12 +344,23 @@ static void send_chunk(fetch_stream *stream) {
   (last ? qkv_rpc_reply : qkv_rpc_send)(stream->call, stream->writer, qkvi_block_release);
 }
 
+static void send_job(void *context);
+
+// The rest of the fetch goes on where the disk may be waited for.
+static void be_patient(fetch_stream *stream) {
+  stream->patience = QKVI_FOR_DISK;
+  qkvi_patient_job_submit(stream->call, stream->patience, send_job, stream);
+}
+
 static void send_next(fetch_stream *stream) {
   qkv_error error = {0};
+  qkv_status status = QKV_OK;
   if (stream->daemon->options->discard)
     next_discarded(stream);
-  else if (next_run(stream, &error) != QKV_OK)
-    return qkvi_control_fail(stream->call, &error);
+  else
+    status = next_run(stream, &error);
+  if (status == QKV_UNAVAILABLE && error.status == QKV_OK) return be_patient(stream);
+  if (status != QKV_OK) return qkvi_control_fail(stream->call, &error);
   if (stream->run.tokens == 0) return qkv_rpc_finish(stream->call, QKV_OK, "");
   send_chunk(stream);
 }
@@ -329,7 +374,7 @@ static void on_sent(qkv_rpc_call *call) {
   fetch_stream *stream = qkv_rpc_state(call);
   if (stream->run.tokens > 0) return send_chunk(stream);
   if (stream->daemon->options->discard) return send_next(stream);
-  qkvi_job_submit(call, send_job, stream);
+  qkvi_patient_job_submit(call, stream->patience, send_job, stream);
 }
 
 static void on_message(qkv_rpc_call *call, qkv_bytes message) {
@@ -341,6 +386,7 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->call = call;
   stream->daemon = qkv_rpc_context(call);
   stream->writer = qkv_wire_writer_create();
+  stream->patience = QKVI_FOR_LAYERS;
   qkv_rpc_set_state(call, stream);
   qkv_status status = begin_fetch(stream, request, &error);
   qkvi_control_free(request);

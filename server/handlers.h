@@ -12,6 +12,7 @@ extern const qkv_rpc_method qkvi_append_methods[];       // append.c
 extern const qkv_rpc_method qkvi_attend_methods[];       // attend.c: Attend, Decode
 extern const qkv_rpc_method qkvi_fetch_methods[];        // fetch.c
 extern const qkv_rpc_method qkvi_tiers_methods[];        // tiers.c: Demote, Prefetch, GetAttentionStats
+extern const qkv_rpc_method qkvi_lifetime_methods[];     // lifetime.c: Pin, Touch
 extern const qkv_rpc_method qkvi_unserved_methods[];     // unserved.c: in the contract, answered UNIMPLEMENTED
 extern const qkv_rpc_method qkvi_admin_methods[];        // admin.c: GetStatus
 extern const qkv_rpc_method qkvi_health_methods[];       // health.c

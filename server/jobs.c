@@ -5,17 +5,27 @@
 #include "server/control.h"
 #include "server/daemon.h"
 
-qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_job_fn *job, void *context, qkv_error *error) {
+qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
+                                qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
-  if (qkv_pool_submit(daemon->pool, job, context) == QKV_OK) return QKV_OK;
+  qkv_pool *pool = patience == QKVI_FOR_DISK ? daemon->disk_pool : daemon->pool;
+  if (qkv_pool_submit(pool, job, context) == QKV_OK) return QKV_OK;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
                   daemon->options->limit_queue);
 }
 
-void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
+void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context) {
   qkv_error error = {0};
-  if (qkvi_job_try(call, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+  if (qkvi_patient_job_try(call, patience, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_job_fn *job, void *context, qkv_error *error) {
+  return qkvi_patient_job_try(call, QKVI_FOR_LAYERS, job, context, error);
+}
+
+void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
+  qkvi_patient_job_submit(call, QKVI_FOR_LAYERS, job, context);
 }
 
 bool qkvi_job_wanted(qkv_rpc_call *call) {

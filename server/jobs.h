@@ -1,4 +1,4 @@
-// Work for the compute pool on behalf of a call.
+// Work for the pools on behalf of a call: the compute pool, and the disk pool for whatever waits for the disk.
 #ifndef QKV_SERVER_JOBS_H
 #define QKV_SERVER_JOBS_H
 
@@ -12,6 +12,16 @@ qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_job_fn *job, void *context, qkv_
 
 // The same; a refusal ends the call. The handler is done with it either way.
 void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context);
+
+// What a handler may wait for where it runs: nothing on a completion-queue thread, layers in a job of the compute
+// pool, the disk, too, in one of the disk pool. Functions that come to what they may not wait for raise it to what
+// they need and return QKV_UNAVAILABLE with nothing changed; the caller goes on in a job for that.
+typedef enum qkvi_patience { QKVI_AT_ONCE, QKVI_FOR_LAYERS, QKVI_FOR_DISK } qkvi_patience;
+
+// Goes on in a job of the pool that has the patience.
+qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
+                                qkv_error *error);
+void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context);
 
 // First thing in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
 bool qkvi_job_wanted(qkv_rpc_call *call);

@@ -176,7 +176,8 @@ static void on_signal(uv_signal_t *handle, int number) {
   state->draining = true;
   int64_t grace = state->daemon->options->drain_grace;
   qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
-  uv_timer_start(&state->deadline, on_deadline, (uint64_t)grace + DRAIN_SLACK_MS, 0);
+  const int64_t finish = state->daemon->spill != NULL ? QKV_DAEMON_FINISH_MS : 0;
+  uv_timer_start(&state->deadline, on_deadline, (uint64_t)(grace + finish + DRAIN_SLACK_MS), 0);
   uv_queue_work(&state->loop, &state->drain, drain, on_drained);
 }
 

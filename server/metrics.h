@@ -8,48 +8,70 @@
 #include "engine/base/status.h"
 
 // id, name, kind, help
-#define QKV_METRIC_MAP(X)                                                                                       \
-  X(CALLS, "qkvd_calls_total", QKV_COUNTER, "Calls that have begun, whatever became of them.")                  \
-  X(CALLS_RUNNING, "qkvd_calls_running", QKV_GAUGE, "Calls running now.")                                       \
-  X(CALLS_OK, "qkvd_calls_ok_total", QKV_COUNTER, "Calls answered OK.")                                         \
-  X(CALLS_CANCELLED, "qkvd_calls_cancelled_total", QKV_COUNTER,                                                 \
-    "Calls whose client cancelled, went away or ran into its deadline.")                                        \
-  X(CALLS_BAD_REQUEST, "qkvd_calls_bad_request_total", QKV_COUNTER, "Calls answered INVALID_ARGUMENT.")         \
-  X(CALLS_REFUSED, "qkvd_calls_refused_total", QKV_COUNTER,                                                     \
-    "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                          \
-  X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")           \
-  X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")   \
-  X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")              \
-  X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                    \
-  X(APPEND_TOKENS, "qkvd_append_tokens_total", QKV_COUNTER, "Rows appended, counted per layer.")                \
-  X(APPEND_BYTES, "qkvd_append_bytes_total", QKV_COUNTER, "Bytes of appended rows as they arrived.")            \
-  X(ATTEND_ITEMS, "qkvd_attend_items_total", QKV_COUNTER, "Items attended.")                                    \
-  X(ATTEND_QUERIES, "qkvd_attend_queries_total", QKV_COUNTER, "Query rows attended.")                           \
-  X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows sent by Fetch.")                         \
-  X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.") \
-  X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.") \
-  X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                  \
-  X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                        \
-  X(TIER_BYTES_FREED, "qkvd_tier_bytes_freed_total", QKV_COUNTER, "Bytes that lower tiers have freed.")         \
-  X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                     \
-  X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                     \
-  X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")            \
-  X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                           \
-    "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")    \
-  X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")    \
-  X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                              \
-  X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")    \
-  X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                     \
-    "Bytes of calibrations and coders in use, beside the memory budget.")                                       \
-  X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                   \
-    "Pages whose attention error was measured for a session's max_attention_error.")                            \
-  X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                 \
-    "Of these, pages that miss it with all the bits of their policy.")                                          \
-  X(CONTRACT_ERROR, "qkvd_contract_error_millionths", QKV_GAUGE,                                                \
-    "Their attention error, the root of the mean square over all of them.")                                     \
-  X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                           \
-  X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")       \
-  X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                  \
+#define QKV_METRIC_MAP(X)                                                                                           \
+  X(CALLS, "qkvd_calls_total", QKV_COUNTER, "Calls that have begun, whatever became of them.")                      \
+  X(CALLS_RUNNING, "qkvd_calls_running", QKV_GAUGE, "Calls running now.")                                           \
+  X(CALLS_OK, "qkvd_calls_ok_total", QKV_COUNTER, "Calls answered OK.")                                             \
+  X(CALLS_CANCELLED, "qkvd_calls_cancelled_total", QKV_COUNTER,                                                     \
+    "Calls whose client cancelled, went away or ran into its deadline.")                                            \
+  X(CALLS_BAD_REQUEST, "qkvd_calls_bad_request_total", QKV_COUNTER, "Calls answered INVALID_ARGUMENT.")             \
+  X(CALLS_REFUSED, "qkvd_calls_refused_total", QKV_COUNTER,                                                         \
+    "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                              \
+  X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")               \
+  X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \
+  X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")                  \
+  X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                        \
+  X(APPEND_TOKENS, "qkvd_append_tokens_total", QKV_COUNTER, "Rows appended, counted per layer.")                    \
+  X(APPEND_BYTES, "qkvd_append_bytes_total", QKV_COUNTER, "Bytes of appended rows as they arrived.")                \
+  X(ATTEND_ITEMS, "qkvd_attend_items_total", QKV_COUNTER, "Items attended.")                                        \
+  X(ATTEND_QUERIES, "qkvd_attend_queries_total", QKV_COUNTER, "Query rows attended.")                               \
+  X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows sent by Fetch.")                             \
+  X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
+  X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
+  X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \
+  X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                            \
+  X(TIER_BYTES_FREED, "qkvd_tier_bytes_freed_total", QKV_COUNTER, "Bytes that lower tiers have freed.")             \
+  X(SPILL_PAGES, "qkvd_storage_pages_total", QKV_COUNTER, "Pages given to the SSD tier.")                           \
+  X(SPILL_BYTES, "qkvd_storage_page_bytes_total", QKV_COUNTER, "Their bytes, before they are packed.")              \
+  X(SPILL_REFUSED, "qkvd_storage_refused_total", QKV_COUNTER,                                                       \
+    "Pages that found no room there and were given again later.")                                                   \
+  X(SPILL_FAILED, "qkvd_storage_failed_total", QKV_COUNTER,                                                         \
+    "Writes, syncs and journal entries that failed: data is in memory only.")                                       \
+  X(SPILL_WAITS, "qkvd_storage_waits_total", QKV_COUNTER,                                                           \
+    "Times that a request waited for pages to be written before memory had room.")                                  \
+  X(SPILL_EVICTED_BYTES, "qkvd_storage_evicted_bytes_total", QKV_COUNTER,                                           \
+    "Bytes that left memory, being on the SSD.")                                                                    \
+  X(RESTORED_PAGES, "qkvd_storage_restored_pages_total", QKV_COUNTER, "Pages brought back into memory.")            \
+  X(RESTORED_BYTES, "qkvd_storage_restored_bytes_total", QKV_COUNTER, "Their bytes.")                               \
+  X(RESTORE_LOST, "qkvd_storage_lost_pages_total", QKV_COUNTER,                                                     \
+    "Pages that could not be brought back: damaged, or not there.")                                                 \
+  X(STORAGE_RECORDS, "qkvd_storage_records", QKV_GAUGE, "Pages on the SSD.")                                        \
+  X(STORAGE_SEGMENTS, "qkvd_storage_segments", QKV_GAUGE, "Files they lie in.")                                     \
+  X(STORAGE_LIVE_BYTES, "qkvd_storage_live_bytes", QKV_GAUGE, "Bytes of these that are needed.")                    \
+  X(STORAGE_DEAD_BYTES, "qkvd_storage_dead_bytes", QKV_GAUGE, "Bytes that compaction can free.")                    \
+  X(STORAGE_DIRTY_BYTES, "qkvd_storage_dirty_bytes", QKV_GAUGE, "Bytes that wait to be written.")                   \
+  X(STORAGE_BAD_RECORDS, "qkvd_storage_bad_records_total", QKV_COUNTER,                                             \
+    "Damaged records that recovery, compaction or a read has found.")                                               \
+  X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \
+  X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                         \
+  X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                         \
+  X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")                \
+  X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                               \
+    "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")        \
+  X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")        \
+  X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                                  \
+  X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")        \
+  X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                         \
+    "Bytes of calibrations and coders in use, beside the memory budget.")                                           \
+  X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                       \
+    "Pages whose attention error was measured for a session's max_attention_error.")                                \
+  X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                     \
+    "Of these, pages that miss it with all the bits of their policy.")                                              \
+  X(CONTRACT_ERROR, "qkvd_contract_error_millionths", QKV_GAUGE,                                                    \
+    "Their attention error, the root of the mean square over all of them.")                                         \
+  X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                               \
+  X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")           \
+  X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                      \
   X(UPTIME, "qkvd_uptime_seconds", QKV_GAUGE, "Time since the start.")
 
 typedef enum qkv_metric_id {

@@ -1,8 +1,10 @@
 #include "server/options.h"
 
 #include <assert.h>
+#include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "engine/base/cpu.h"
 #include "engine/cache/ema.h"
@@ -82,6 +84,22 @@ const qkv_option qkv_server_option_table[] = {
      "Part of memory-budget beyond which sessions are demoted, the longest unused ones first, to 2 bits at least; "
      "1: never."},
     {"memory-low", QKV_OPTION_REAL, AT(memory_low), "0.8", 0, 1, "PART", "Part of memory-budget at which that ends."},
+    {"data-dir", QKV_OPTION_STRING, AT(data_dir), NULL, 0, 0, "DIR",
+     "Directory of the SSD tier: sessions that are not in memory alone outlive the process, and memory-budget."},
+    {"durability", QKV_OPTION_STRING, AT(durability), NULL, 0, 0, "KIND",
+     "Of sessions that do not say: memory, async (written behind) or sync (appends are acknowledged once what they "
+     "have sealed is on the device). Without it async with a data-dir, and memory otherwise."},
+    {"storage-io", QKV_OPTION_STRING, AT(storage_io), "auto", 0, 0, "DRIVER",
+     "How the disk is read and written: uring, pread, or auto, io_uring where it is allowed."},
+    {"storage-budget", QKV_OPTION_BYTES, AT(storage_budget), "0", 0, 1024 * 1024 * GIB, "BYTES",
+     "Room on the disk; 0: as much as there is."},
+    {"storage-segment", QKV_OPTION_BYTES, AT(storage_segment), "256MiB", MIB, 16 * GIB, "BYTES",
+     "Size of a file there, a multiple of 4096."},
+    {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",
+     "Pages that wait to be written, beside memory-budget."},
+    {"storage-compact-rate", QKV_OPTION_BYTES, AT(storage_compact_rate), "64MiB", 0, 64 * GIB, "BYTES",
+     "Bytes a second that files are compacted by in the background, where less than half of one is needed; 0: "
+     "never."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
      "How long running calls may go on after SIGTERM."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
@@ -139,6 +157,38 @@ static qkv_status check_tiers(const qkv_server_options *values, qkv_error *error
   return qkv_error_prefix(error, "--tier-thresholds: ");
 }
 
+static bool read_durability(const char *text, qkv_durability *durability) {
+  static const char *const names[] = {"memory", "async", "sync"};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    if (strcmp(text, names[i]) != 0) continue;
+    *durability = (qkv_durability)(QKV_DURABILITY_MEMORY + i);
+    return true;
+  }
+  return false;
+}
+
+static qkv_status check_storage(const qkv_server_options *values, qkv_error *error) {
+  const char *io = values->storage_io;
+  qkv_durability durability;
+  if (strcmp(io, "auto") != 0 && strcmp(io, "uring") != 0 && strcmp(io, "pread") != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--storage-io is %s, known are auto, uring and pread", io);
+  if (values->storage_segment % 4096 != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--storage-segment is %" PRId64 ", allowed are multiples of 4096",
+                    values->storage_segment);
+  if (values->durability == NULL) return QKV_OK;
+  if (!read_durability(values->durability, &durability))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--durability is %s, known are memory, async and sync",
+                    values->durability);
+  if (durability == QKV_DURABILITY_MEMORY || values->data_dir != NULL) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--durability is %s, which needs a --data-dir", values->durability);
+}
+
+qkv_durability qkv_server_options_durability(const qkv_server_options *values) {
+  qkv_durability durability = values->data_dir == NULL ? QKV_DURABILITY_MEMORY : QKV_DURABILITY_ASYNC;
+  if (values->durability != NULL) (void)read_durability(values->durability, &durability);
+  return durability;
+}
+
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   qkv_log_level level;
   if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {
@@ -159,6 +209,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   QKV_TRY(check_bits("bits-k", values->bits_k, error));
   QKV_TRY(check_bits("bits-v", values->bits_v, error));
   QKV_TRY(check_tiers(values, error));
+  QKV_TRY(check_storage(values, error));
   qkv_anchor_kind kind;
   qkv_low_rank_mode mode;
   if (!qkv_low_rank_parse(values->low_rank, &mode)) {

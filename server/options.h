@@ -10,6 +10,7 @@
 #include "engine/base/option.h"
 #include "engine/cache/model.h"
 #include "engine/cache/retier.h"
+#include "engine/cache/session.h"
 
 typedef struct qkv_server_options {
   qkv_option_list listen;        // "unix:PATH" or "HOST:PORT"
@@ -35,6 +36,13 @@ typedef struct qkv_server_options {
   qkv_option_list calibration;     // "MODEL=FILE"
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
+  const char *data_dir;            // of the SSD tier, or NULL
+  const char *durability;          // of sessions that do not say; NULL: async with a data_dir, else memory
+  const char *storage_io;          // auto, uring or pread
+  int64_t storage_budget;          // bytes on the disk; 0: as much as it has
+  int64_t storage_segment;         // bytes of a file
+  int64_t storage_dirty;           // bytes that wait to be written
+  int64_t storage_compact_rate;    // bytes a second; 0: never
   double ema_alpha;                // of the averages of attention
   int64_t ema_every;               // blocks of queries of which one is counted; 0: none is
   bool keep_full;                  // pages that go to lower tiers stay beside in full
@@ -69,5 +77,8 @@ qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values);
 
 // What models and sessions fall back to; it has been checked.
 qkv_policy qkv_server_options_policy(const qkv_server_options *values);
+
+// What sessions are opened with that do not say.
+qkv_durability qkv_server_options_durability(const qkv_server_options *values);
 
 #endif

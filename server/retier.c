@@ -23,6 +23,7 @@ typedef struct note {
 
 struct qkvi_retierer {
   qkv_store *store;
+  qkvi_spill *spill;         // NULL: memory is all there is
   qkv_retier_policy policy;  // tier-bits, or the thresholds
   bool thresholds;
   uint64_t high, low;  // bytes
@@ -52,10 +53,11 @@ static int64_t now_ms(void) {
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-qkvi_retierer *qkvi_retierer_create(qkv_store *store, const qkv_server_options *options) {
+qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_spill *spill, const qkv_server_options *options) {
   qkvi_retierer *retierer = calloc(1, sizeof *retierer);
   if (retierer == NULL) abort();
   retierer->store = store;
+  retierer->spill = spill;
   retierer->policy = qkv_server_options_retier(options);
   retierer->thresholds = options->tier_thresholds != NULL;
   retierer->high =
@@ -211,6 +213,9 @@ static bool press_sessions(step *on) {
     if (at->info.config.max_attention_error > 0 || at->info.config.keep_full) continue;
     if (at->info.usage.tokens_coded > 0) press_session(on, at);
   }
+  // What cannot be demoted any further leaves memory, where it is on the SSD.
+  if (retierer->spill != NULL && !spent(on) && used(retierer) > retierer->low)
+    (void)qkvi_spill_evict(retierer->spill, retierer->low);
   if (used(retierer) <= retierer->low) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;

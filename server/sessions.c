@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_spill.h"
 #include "server/contract.h"
 #include "server/control.h"
 #include "server/daemon.h"
@@ -29,13 +30,14 @@ static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_s
 }
 
 // Unpacks the request, hangs it on the call (the method frees it with qkvi_control_free) and gives job(call) to the
-// pool.
+// pool: with an SSD tier to the one that may wait for it.
 static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error error = {0};
   void *request = qkvi_control_unpack(message, type, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  qkvi_job_submit(call, job, call);
+  qkvi_patient_job_submit(call, daemon->spill != NULL ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
 }
 
 // ---- OpenSession ----
@@ -45,11 +47,6 @@ static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_e
   unsigned durability = (unsigned)request->durability;
   if (durability > QKV__V1__DURABILITY__DURABILITY_SYNC)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 0 to 3", (int)durability);
-  if (durability > QKV__V1__DURABILITY__DURABILITY_MEMORY)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "durability is %s, only MEMORY is served yet",
-                    durability == QKV__V1__DURABILITY__DURABILITY_ASYNC ? "ASYNC" : "SYNC");
-  if (request->ttl_ms > 0)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "ttl_ms is %" PRIu64 ", it is not served yet", request->ttl_ms);
   return QKV_OK;
 }
 
@@ -78,7 +75,11 @@ static qkv_status read_config(const qkv_daemon *daemon, const Qkv__V1__OpenSessi
   QKV_TRY(check_served(request, error));
   *config = (qkv_session_config){.purpose = purpose == 0 ? QKV_PURPOSE_ATTEND : (qkv_purpose)purpose,
                                  .first_position = request->first_position,
-                                 .max_attention_error = request->max_attention_error};
+                                 .durability = request->durability == QKV__V1__DURABILITY__DURABILITY_UNSPECIFIED
+                                                   ? qkv_server_options_durability(daemon->options)
+                                                   : (qkv_durability)request->durability,
+                                 .max_attention_error = request->max_attention_error,
+                                 .ttl_ms = request->ttl_ms};
   (void)snprintf(config->name, sizeof config->name, "%s", request->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
   QKV_TRY(read_tiers(daemon->options, request, config, error));
@@ -95,19 +96,16 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
     config.policy.learn_said = true;
     config.policy.learn = false;
   }
-  return qkv_store_open(daemon->store, &config, request->model, session, error);
+  QKV_TRY(qkvi_spill_enlist(daemon->spill, &config, error));
+  QKV_TRY(qkv_store_open(daemon->store, &config, request->model, session, error));
+  if (config.backing == NULL || qkvi_spill_opened(daemon->spill, *session, error) == QKV_OK) return QKV_OK;
+  uint64_t freed;
+  (void)qkv_store_close(daemon->store, config.name, &freed, NULL);
+  qkv_session_unref(session);
+  return error->status;
 }
 
-static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
-  qkv_error error = {0};
-  qkv_session *session = NULL;
-  Qkv__V1__OpenSessionRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__open_session_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = open_session(qkv_rpc_context(call), request, &session, &error);
-  qkvi_control_free(request);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
-
+static void reply_opened(qkv_rpc_call *call, qkv_session *session) {
   qkv_session_info info;
   qkvi_session_message parts;
   Qkv__V1__OpenSessionResponse response = QKV__V1__OPEN_SESSION_RESPONSE__INIT;
@@ -116,16 +114,69 @@ static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
   response.info = &parts.info;
   qkvi_control_reply(call, &response.base);
   free(lengths);
+}
+
+static void open_now(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  if (open_session(qkv_rpc_context(call), request, &session, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  reply_opened(call, session);
   qkv_session_unref(&session);
+}
+
+static void open_job(void *context) {
+  qkv_rpc_call *call = context;
+  if (qkvi_job_wanted(call)) open_now(call, qkv_rpc_state(call));
+}
+
+// One that goes into the journal waits for the disk.
+static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  if (daemon->spill != NULL) return submit(call, message, &qkv__v1__open_session_request__descriptor, open_job);
+  qkv_error error = {0};
+  Qkv__V1__OpenSessionRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__open_session_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  open_now(call, request);
+  qkvi_control_free(request);
 }
 
 // ---- CloseSession ----
 
+static uint64_t held_bytes(qkv_session *session) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  return info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
+}
+
+// To the SSD, as a whole.
+static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t *bytes_freed, qkv_error *error) {
+  if (qkv_session_config_of(session)->backing == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "keep is set, the session %s is in memory alone",
+                    qkv_session_name(session));
+  const uint64_t before = held_bytes(session);
+  QKV_TRY(qkv_session_seal(session, error));
+  QKV_TRY(qkvi_spill_sync(daemon->spill, session, error));
+  (void)qkv_session_evict(session, UINT64_MAX);
+  const uint64_t after = held_bytes(session);
+  *bytes_freed = before > after ? before - after : 0;
+  return QKV_OK;
+}
+
 static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSessionRequest *request,
                                 uint64_t *bytes_freed, qkv_error *error) {
-  QKV_TRY(qkv_name_check(request->session, "session", error));
-  if (request->keep) return qkv_fail(error, QKV_UNIMPLEMENTED, "keep is set, it is not served yet");
-  return qkv_store_close(daemon->store, request->session, bytes_freed, error);
+  qkv_session *session = NULL;
+  QKV_TRY(find_session(daemon, request->session, &session, error));
+  qkv_status status;
+  if (request->keep) {
+    status = sink(daemon, session, bytes_freed, error);
+  } else {
+    status = qkv_store_close(daemon->store, request->session, bytes_freed, error);
+    if (status == QKV_OK) status = qkvi_spill_closed(daemon->spill, session, error);
+  }
+  qkv_session_unref(&session);
+  return status;
 }
 
 static void close_job(void *context) {
@@ -157,8 +208,14 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
   qkv_session_info info;
   qkvi_session_message parts;
   uint64_t *lengths = read_info(session, &info);
+  uint64_t *durable = calloc(info.model->layers, sizeof *durable);
+  if (durable == NULL) abort();
+  qkv_session_read_durable(session, durable);
   qkvi_session_write(&info, lengths, &parts);
+  parts.info.durable = durable;
+  parts.info.n_durable = info.config.backing != NULL ? info.model->layers : 0;
   qkvi_control_reply(call, &parts.info.base);
+  free(durable);
   free(lengths);
   qkv_session_unref(&session);
 }
@@ -281,12 +338,14 @@ static void reply_lengths(qkv_rpc_call *call, qkv_session *session) {
 
 static void truncate_job(void *context) {
   qkv_rpc_call *call = context;
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   const Qkv__V1__TruncateRequest *request = qkv_rpc_state(call);
   qkv_error error = {0};
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
+  qkv_status status = find_session(daemon, request->session, &session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
+  if (status == QKV_OK) status = qkvi_spill_truncated(daemon->spill, session, &error);
   if (status == QKV_OK)
     reply_lengths(call, session);
   else
@@ -299,7 +358,7 @@ static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
 }
 
 const qkv_rpc_method qkvi_sessions_methods[] = {
-    {.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session},
+    {.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
     {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions, .destroy = qkvi_control_free},

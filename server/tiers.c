@@ -1,14 +1,17 @@
-// Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool.
+// Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool; Prefetch, with
+// an SSD tier, one of the disk pool.
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "engine/cache/session_retier.h"
+#include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/restore.h"
 
 #define BUCKETS_MAX 262144       // of a message: 2 MiB
 #define BUCKETS_ALL_MAX 2097152  // of a layer, over all heads
@@ -74,13 +77,43 @@ static void demote_job(void *context) {
   qkvi_control_reply(call, &response.base);
 }
 
+static uint32_t scope_layer(const qkv_retier_scope *scope, size_t i) {
+  return scope->layer_count > 0 ? scope->layers[i] : (uint32_t)i;
+}
+
+// What is on the SSD, in full.
+static qkv_status restore(qkvi_spill *spill, qkv_session *session, const qkv_retier_scope *scope, uint32_t layer,
+                          qkv_retier_report *report, qkv_error *error) {
+  qkv_session_info before, after;
+  qkv_session_read_info(session, &before, NULL);
+  const qkv_status status = qkvi_restore(spill, session, layer, scope->begin, scope->end, true, error);
+  qkv_session_read_info(session, &after, NULL);
+  if (after.usage.bytes_coded > before.usage.bytes_coded)
+    report->bytes_taken += after.usage.bytes_coded - before.usage.bytes_coded;
+  if (after.usage.tokens_cold < before.usage.tokens_cold)
+    report->pages += (before.usage.tokens_cold - after.usage.tokens_cold) / QKV_PAGE_TOKENS;
+  return status;
+}
+
+static qkv_status promote_session(qkvi_spill *spill, qkv_session *session, const qkv_retier_scope *scope, double bits,
+                                  qkv_retier_report *report, qkv_error *error) {
+  const size_t layers = scope->layer_count > 0 ? scope->layer_count : qkv_session_model(session)->layers;
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; i < layers; i++) qkv_session_pin(session, scope_layer(scope, i));
+  for (size_t i = 0; i < layers && spill != NULL && status == QKV_OK; i++)
+    status = restore(spill, session, scope, scope_layer(scope, i), report, error);
+  if (status == QKV_OK) status = qkv_session_promote(session, scope, bits, report, error);
+  for (size_t i = 0; i < layers; i++) qkv_session_unpin(session, scope_layer(scope, i));
+  return status;
+}
+
 static qkv_status promote(qkv_daemon *daemon, const Qkv__V1__PrefetchRequest *request, qkv_retier_report *report,
                           qkv_error *error) {
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
   QKV_TRY(find_session(daemon, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
-  if (status == QKV_OK) status = qkv_session_promote(session, &scope, request->bits, report, error);
+  if (status == QKV_OK) status = promote_session(daemon->spill, session, &scope, request->bits, report, error);
   qkv_session_unref(&session);
   count_report(daemon, report);
   return status;
@@ -105,7 +138,9 @@ static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessage
   void *request = qkvi_control_unpack(message, type, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  qkvi_job_submit(call, job, call);
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const bool disk = job == promote_job && daemon->spill != NULL;
+  qkvi_patient_job_submit(call, disk ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
 }
 
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {

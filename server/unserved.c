@@ -12,8 +12,6 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
 #define UNSERVED_MAP(X)                         \
   X(KvCache, Match)                             \
   X(KvCache, Fork)                              \
-  X(KvCache, Pin)                               \
-  X(KvCache, Touch)                             \
   X(Admin, Drain)                               \
   X(Admin, Compact)                             \
   X(Admin, SetQuota)                            \

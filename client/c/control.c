@@ -113,6 +113,7 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
   request.purpose = (Qkv__V1__Purpose)options->purpose;
   request.first_position = options->first_position;
   request.max_attention_error = options->max_attention_error;
+  request.durability = (Qkv__V1__Durability)options->durability;
   if (options->tier_bits != 0) {
     request.tier_bits_set_case = QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
     request.tier_bits = options->tier_bits == -1 ? 0 : options->tier_bits;
@@ -131,17 +132,28 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
   return code;
 }
 
-qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
-                                  qkv_call_error *error) {
+static qkv_code close_session(qkv_client *client, const char *session, bool keep, uint64_t *bytes_freed,
+                              qkv_call_error *error) {
   Qkv__V1__CloseSessionRequest request = QKV__V1__CLOSE_SESSION_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
   request.session = text_or_empty(session);
+  request.keep = keep;
   qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/CloseSession", &request.base,
                                           &qkv__v1__close_session_response__descriptor, &answer, error);
   if (code != QKV_OK) return code;
   if (bytes_freed != NULL) *bytes_freed = ((const Qkv__V1__CloseSessionResponse *)answer)->bytes_freed;
   protobuf_c_message_free_unpacked(answer, NULL);
   return QKV_OK;
+}
+
+qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
+                                  qkv_call_error *error) {
+  return close_session(client, session, false, bytes_freed, error);
+}
+
+qkv_code qkv_client_sink_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
+                                 qkv_call_error *error) {
+  return close_session(client, session, true, bytes_freed, error);
 }
 
 static void copy_name(char out[129], const char *name) {
@@ -163,6 +175,9 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .bits_per_coordinate = from->bits_per_coordinate,
       .tier_bits = from->tier_bits,
       .keep_full = from->keep_full != 0,
+      .durability = (int)from->durability,
+      .tokens_cold = from->tokens_cold,
+      .bytes_stored = from->bytes_stored,
       .max_attention_error = from->max_attention_error,
       .attention_error = from->attention_error,
       .contract_pages = from->contract_pages,
@@ -180,9 +195,12 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
     info->recent_window = from->policy->recent_window;
   }
   if (from->n_lengths == 0) return;
-  info->lengths = malloc(from->n_lengths * sizeof *info->lengths);
+  info->lengths = malloc(2 * from->n_lengths * sizeof *info->lengths);
   assert(info->lengths != NULL);
   memcpy(info->lengths, from->lengths, from->n_lengths * sizeof *info->lengths);
+  if (from->n_durable != from->n_lengths) return;
+  info->durable = info->lengths + from->n_lengths;
+  memcpy(info->durable, from->durable, from->n_durable * sizeof *info->durable);
 }
 
 qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,

@@ -121,6 +121,7 @@ typedef struct qkv_session_options {
   double max_attention_error;  // quality contract, 0 to 1; 0: none
   double tier_bits;  // average bits that the session is brought to in the background; 0: the daemon's, -1: none
   int keep_full;     // pages that lose bits stay beside in full; 0: the daemon's, 1: on, -1: off
+  int durability;    // 0: the daemon's, 1: memory, 2: async, 3: sync; 2 and 3 need a daemon with a data-dir
 } qkv_session_options;
 
 typedef struct qkv_client_session_info {
@@ -135,12 +136,15 @@ typedef struct qkv_client_session_info {
   double bits_per_coordinate;
   double tier_bits;  // 0: none
   bool keep_full;
+  int durability;                      // as in qkv_session_options
+  uint64_t tokens_cold, bytes_stored;  // of tokens_coded, those on the SSD alone; bytes of all pages there
   // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
   double max_attention_error, attention_error;
   uint64_t contract_pages, contract_missed;
   int64_t created_unix_ms, last_used_unix_ms;
   uint32_t layers;
   uint64_t *lengths;  // [layers]; owned by the caller: qkv_free
+  uint64_t *durable;  // [layers], in the same block: positions below are on the SSD; NULL: in memory alone
 } qkv_client_session_info;
 
 // Opens an empty session, which stays until qkv_client_close_session, whatever becomes of this client. NOT_FOUND:
@@ -150,6 +154,10 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
 // Closes a session and frees what it holds; `*bytes_freed` where not NULL. NOT_FOUND: there is no such session.
 qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
                                   qkv_call_error *error);
+// The session leaves memory as a whole, exact rows coded, and stays on the SSD; it comes back when it is next used.
+// FAILED_PRECONDITION for one in memory alone.
+qkv_code qkv_client_sink_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
+                                 qkv_call_error *error);
 // What a session is and holds now, into *info, whose `lengths` the caller frees. On failure *info is zeroed.
 // NOT_FOUND: there is no such session.
 qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,

@@ -28,6 +28,7 @@ typedef struct qkvctl_values {
   double bits_k, bits_v;                          // load
   double tier_bits;                               // load; below 0: the daemon's
   bool keep_full;                                 // load
+  const char *durability;                         // load
   double bits;                                    // demote, promote
   bool even;                                      // demote
   bool map;                                       // session
@@ -66,6 +67,7 @@ int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
 int qkvctl_sessions(void *values, const qkv_option_list *arguments);
 int qkvctl_session(void *values, const qkv_option_list *arguments);
+int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);
 int qkvctl_fetch(void *values, const qkv_option_list *arguments);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "client/cli/cli.h"
+#include "client/common/durability.h"
 #include "client/common/terminal.h"
 #include "client/format/safetensors.h"
 
@@ -26,6 +27,7 @@ typedef struct load_job {
   uint64_t first_position;
   bool heads_first, before_rope;
   uint64_t rows, bytes;  // over all layers
+  int durability;        // as in qkv_session_options
 } load_job;
 
 // ---- the file ----
@@ -168,6 +170,7 @@ static qkv_code open_session(const load_job *job, const qkvctl_values *values, q
       .policy = &policy,
       .first_position = job->first_position,
       .keep_full = values->keep_full ? 1 : 0,
+      .durability = job->durability,
   };
   // What libqkv takes for "none" and for "the daemon's" are the other way round.
   if (values->tier_bits >= 0) options.tier_bits = values->tier_bits == 0 ? -1 : values->tier_bits;
@@ -203,6 +206,9 @@ static int report(const load_job *job, bool json) {
 
 static int load(load_job *job, const qkvctl_values *values) {
   qkv_call_error error = {0};
+  qkv_error misused = {0};
+  if (qkvi_durability_parse(values->durability, &job->durability, &misused) != QKV_OK)
+    return qkv_program_misused("%s", misused.text);
   job->client = qkvctl_connect(values);
   if (job->client == NULL) return QKV_EXIT_FAILED;
   if (open_session(job, values, &error) != 0) return qkv_program_failed("%s", error.text);

@@ -40,6 +40,8 @@ static const qkv_option load_options[] = {
      "average bits that it is brought to in the background, by attention; 0: none, -1: the daemon's"},
     {"keep-full", QKV_OPTION_FLAG, OFFSET(keep_full), NULL, 0, 0, NULL,
      "keep pages that lose bits in full beside, so that promote can give them back"},
+    {"durability", QKV_OPTION_STRING, OFFSET(durability), NULL, 0, 0, "KIND",
+     "memory, async or sync; the daemon's when not given"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option session_options[] = {
@@ -83,6 +85,8 @@ static const qkv_command commands[] = {
     {"promote", "SESSION", "Gives them back, where they were kept.", OPTIONS(promote_options), 1, 1, qkvctl_promote},
     {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
      qkvctl_truncate},
+    {"sink", "SESSION...", "Takes sessions out of memory, which stay on the SSD.", OPTIONS(common_options), 1, SIZE_MAX,
+     qkvctl_sink},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
 };
 // clang-format on

@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "client/cli/cli.h"
+#include "client/common/durability.h"
 #include "client/common/terminal.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
@@ -106,6 +107,17 @@ int qkvctl_sessions(void *values_in, const qkv_option_list *arguments) {
 
 // ---- session ----
 
+static void add_storage_json(const qkv_client_session_info *info, json_t *object) {
+  json_object_set_new(object, "durability", json_string(qkvi_durability_name(info->durability)));
+  json_object_set_new(object, "tokens_cold", json_integer((json_int_t)info->tokens_cold));
+  json_object_set_new(object, "bytes_stored", json_integer((json_int_t)info->bytes_stored));
+  if (info->durable == NULL) return;
+  json_t *durable = json_array();
+  for (uint32_t i = 0; i < info->layers; i++)
+    json_array_append_new(durable, json_integer((json_int_t)info->durable[i]));
+  json_object_set_new(object, "durable", durable);
+}
+
 static json_t *session_json(const qkv_client_session_info *info) {
   json_t *lengths = json_array();
   for (uint32_t i = 0; i < info->layers; i++) {
@@ -126,6 +138,7 @@ static json_t *session_json(const qkv_client_session_info *info) {
       (json_int_t)info->created_unix_ms, "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
   json_object_update(object, tiers);
   json_decref(tiers);
+  add_storage_json(info, object);
   return object;
 }
 
@@ -145,6 +158,15 @@ static void print_lengths(const qkv_client_session_info *info) {
   }
 }
 
+static void print_storage(const qkv_client_session_info *info) {
+  char stored[QKV_HUMAN_MAX];
+  uint64_t least = info->durable[0];
+  for (uint32_t i = 1; i < info->layers; i++) least = info->durable[i] < least ? info->durable[i] : least;
+  printf("on the SSD      %s, %" PRIu64 " rows there alone, %s, durable up to position %" PRIu64 "\n",
+         qkv_human_bytes(info->bytes_stored, stored), info->tokens_cold, qkvi_durability_name(info->durability),
+         least);
+}
+
 static void print_session(const qkv_client_session_info *info) {
   char beside[QKV_HUMAN_MAX], coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX],
       idle[QKV_HUMAN_MAX];
@@ -158,6 +180,7 @@ static void print_session(const qkv_client_session_info *info) {
          qkv_human_bytes(info->bytes_coded, coded), info->bits_per_coordinate);
   printf("beside          %s%s\n", qkv_human_bytes(info->bytes_beside, beside),
          info->keep_full ? ", pages that lose bits are kept in full" : "");
+  if (info->durable != NULL) print_storage(info);
   if (info->tier_bits > 0) printf("tiers           towards %g bits on average, by attention\n", info->tier_bits);
   if (info->max_attention_error > 0) {
     printf("contract        attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
@@ -196,6 +219,19 @@ int qkvctl_session(void *values_in, const qkv_option_list *arguments) {
 
 // ---- rm, truncate ----
 
+static int sink_one(qkv_client *client, const char *session, bool json) {
+  uint64_t freed = 0;
+  qkv_call_error error = {0};
+  char text[QKV_HUMAN_MAX];
+  if (qkv_client_sink_session(client, session, &freed, &error) != 0) return qkv_program_failed("%s", error.text);
+  if (!json) {
+    printf("%s is on the SSD, %s freed\n", session, qkv_human_bytes(freed, text));
+    return QKV_EXIT_OK;
+  }
+  json_t *line = json_pack("{s:s, s:I}", "session", session, "bytes_freed", (json_int_t)freed);
+  return qkv_json_line(line) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
+}
+
 static int remove_one(qkv_client *client, const char *session, bool json) {
   uint64_t freed = 0;
   qkv_call_error error = {0};
@@ -210,17 +246,25 @@ static int remove_one(qkv_client *client, const char *session, bool json) {
 }
 
 // One that fails does not keep the others.
-int qkvctl_rm(void *values_in, const qkv_option_list *arguments) {
-  const qkvctl_values *values = values_in;
+static int each(const qkvctl_values *values, const qkv_option_list *arguments,
+                int (*one)(qkv_client *client, const char *session, bool json)) {
   qkv_client *client = qkvctl_connect(values);
   if (client == NULL) return QKV_EXIT_FAILED;
   int status = QKV_EXIT_OK;
   for (size_t i = 0; i < arguments->count; i++) {
-    int one = remove_one(client, arguments->items[i], values->program.json);
-    if (one != QKV_EXIT_OK) status = one;
+    const int done = one(client, arguments->items[i], values->program.json);
+    if (done != QKV_EXIT_OK) status = done;
   }
   qkv_client_close(&client);
   return status;
+}
+
+int qkvctl_rm(void *values, const qkv_option_list *arguments) {
+  return each(values, arguments, remove_one);
+}
+
+int qkvctl_sink(void *values, const qkv_option_list *arguments) {
+  return each(values, arguments, sink_one);
 }
 
 int qkvctl_truncate(void *values_in, const qkv_option_list *arguments) {

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "client/common/durability.h"
 #include "client/common/terminal.h"
 #include "client/worker/generate.h"
 #include "client/worker/remote.h"
@@ -15,6 +16,7 @@
 typedef struct generate_job {
   const qkvi_worker *worker;
   const qkvi_lm *lm;
+  int durability;                      // as in qkv_session_options
   char session[QKVI_REMOTE_NAME_MAX];  // a name of our own, where none is given
   const uint8_t *prompt;
   int64_t prompt_bytes;
@@ -62,7 +64,8 @@ static qkv_status open_and_run(generate_job *job, qkv_client *client, qkv_error 
                                       .bits_k = worker->bits_k,
                                       .bits_v = worker->bits_v,
                                       .recent_window = -1,
-                                      .max_attention_error = worker->max_attention_error};
+                                      .max_attention_error = worker->max_attention_error,
+                                      .durability = job->durability};
   QKV_TRY(qkvi_remote_open(client, job->lm, &remote, &job->remote, error));
   int64_t positions_max = job->prompt_bytes + worker->bytes;
   if (worker->compare) job->exact = qkvi_exact_create(job->lm, positions_max);
@@ -175,6 +178,8 @@ static int generate(const qkvi_worker *worker, const qkvi_lm *lm, qkv_client *cl
   generate_job job = {.worker = worker, .lm = lm, .prompt = prompt, .prompt_bytes = prompt_bytes};
   qkvi_remote_name("qkv-worker", job.session);
   qkv_error error = {0};
+  if (qkvi_durability_parse(worker->durability, &job.durability, &error) != QKV_OK)
+    return qkv_program_misused("%s", error.text);
   qkv_status status = open_and_run(&job, client, &error);
   int exit_status = status == QKV_OK ? finish(&job) : qkv_program_failed("%s", error.text);
   qkvi_samples_clear(&job.attend_us);

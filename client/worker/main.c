@@ -23,6 +23,8 @@ static const qkv_option generate_options[] = {
      "the session's name in the daemon; a name of its own when not given"},
     {"keep", QKV_OPTION_FLAG, offsetof(qkvi_worker, keep), NULL, 0, 0, NULL,
      "leave the session open in the daemon at the end"},
+    {"durability", QKV_OPTION_STRING, offsetof(qkvi_worker, durability), NULL, 0, 0, "KIND",
+     "of the session: memory, async or sync; the daemon's when not given"},
     {"temperature", QKV_OPTION_REAL, offsetof(qkvi_worker, temperature), "0", 0, 100, "T",
      "of the sampling; 0 takes the likeliest byte"},
     {"seed", QKV_OPTION_INTEGER, offsetof(qkvi_worker, seed), "1", 0, 9007199254740992.0, "N", "of the sampling"},

@@ -110,7 +110,8 @@ static qkv_status open_session(qkv_client *client, const qkvi_lm *lm, const qkvi
                                        .model = lm->name,
                                        .purpose = options->purpose,
                                        .policy = &policy,
-                                       .max_attention_error = options->max_attention_error};
+                                       .max_attention_error = options->max_attention_error,
+                                       .durability = options->durability};
   qkv_call_error call = {0};
   if (qkv_client_open_session(client, &session, &call) != 0) return qkvi_remote_failed(&call, error);
   return QKV_OK;
@@ -241,7 +242,7 @@ qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, 
     return qkvi_remote_failed(&call, error);
   }
   qkv_free(info->lengths);
-  info->lengths = NULL;
+  info->lengths = info->durable = NULL;
   return QKV_OK;
 }
 

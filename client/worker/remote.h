@@ -24,6 +24,7 @@ typedef struct qkvi_remote_options {
   int64_t recent_window;  // tokens; -1: the daemon's
   int purpose;            // as in qkv_session_options
   double max_attention_error;
+  int durability;           // as in qkv_session_options
   const char *anchor;       // its kind; NULL: the daemon's
   const void *calibration;  // a file's bytes for the model; NULL: none
   size_t calibration_bytes;
@@ -55,7 +56,7 @@ qkv_status qkvi_remote_compare(qkvi_remote *remote, const qkvi_kv_rows *rows, do
 // Drops planes of what is coded: to an average of `bits`, by attention, or with `even` to `bits` at most for all.
 qkv_status qkvi_remote_demote(qkvi_remote *remote, double bits, bool even, qkv_error *error);
 
-// `info->lengths` is left NULL.
+// `info->lengths` and `info->durable` are left NULL.
 qkv_status qkvi_remote_info(qkvi_remote *remote, qkv_client_session_info *info, qkv_error *error);
 
 // Every attend call's time as the worker sees it, in microseconds, goes here from now on; NULL: nowhere.

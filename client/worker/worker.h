@@ -18,6 +18,7 @@ typedef struct qkvi_worker {
   int64_t bytes;
   const char *session;
   bool keep, compare;
+  const char *durability;
   double temperature;
   int64_t seed;
   // score

@@ -62,7 +62,7 @@ class Cache:
     """A model and one session of it, as small as the tests want it."""
 
     def __init__(self, stub, name, layers=2, kv_heads=2, q_heads=4, key_dim=16, value_dim=16, dtype=FP32, seed=1,
-                 recent_window=None, bits_k=0, bits_v=0, first_position=0, purpose=0, **model_fields):
+                 recent_window=None, bits_k=0, bits_v=0, first_position=0, purpose=0, durability=0, **model_fields):
         self.stub, self.name = stub, name
         self.kv_heads, self.q_heads, self.key_dim, self.value_dim = kv_heads, q_heads, key_dim, value_dim
         self.random = np.random.default_rng(seed)
@@ -73,7 +73,8 @@ class Cache:
         if recent_window is not None:
             policy.recent_window = recent_window
         stub.OpenSession(kv.OpenSessionRequest(session=name, model=self.model.name, policy=policy, purpose=purpose,
-                                               first_position=first_position), timeout=TIMEOUT)
+                                               first_position=first_position, durability=durability),
+                         timeout=TIMEOUT)
 
     def rows(self, tokens):
         """Random K and V."""

@@ -71,11 +71,10 @@ def test_model_that_is_missing_or_does_not_fit(stub):
     ({"policy": model_pb2.CodecPolicy(bits_v=float("nan"))}, INVALID, ["bits_v", "nan"]),
     ({"policy": model_pb2.CodecPolicy(recent_window=2000000)}, INVALID, ["recent_window is 2000000", "1048576"]),
     ({"purpose": 9}, INVALID, ["purpose is 9"]),
-    ({"durability": kv.DURABILITY_ASYNC}, grpc.StatusCode.UNIMPLEMENTED, ["durability"]),
-    ({"durability": kv.DURABILITY_SYNC}, grpc.StatusCode.UNIMPLEMENTED, ["durability"]),
+    ({"durability": kv.DURABILITY_ASYNC}, grpc.StatusCode.FAILED_PRECONDITION, ["durability"]),
+    ({"durability": kv.DURABILITY_SYNC}, grpc.StatusCode.FAILED_PRECONDITION, ["durability"]),
     ({"max_attention_error": 1.5}, INVALID, ["max_attention_error is 1.5, allowed are 0 to 1"]),
     ({"max_attention_error": float("nan")}, INVALID, ["max_attention_error is nan, allowed are 0 to 1"]),
-    ({"ttl_ms": 5}, grpc.StatusCode.UNIMPLEMENTED, ["ttl_ms"]),
 ])
 def test_open_session(stub, fields, code, texts):
     stub.RegisterModel(model_pb2.RegisterModelRequest(model=model_pb2.Model(**{**MODEL, "name": "good"})),

@@ -6,6 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
+from daemon import SLOWNESS
 from kv import FP16, FP32, TIMEOUT, array_of, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
@@ -188,3 +189,34 @@ def test_fetch_pieces_layers_and_layouts(make_cache):
     assert all(not piece.HasField("k") for piece in pieces)
     found = np.concatenate([array_of(piece.v) for piece in pieces], axis=1)
     assert np.array_equal(found, rows[0][1][60:128].transpose(1, 0, 2))
+
+
+def test_sessions_expire(make_cache, daemon):
+    lasting, passing = make_cache(), make_cache()
+    for cache, ttl_ms in ((lasting, 3600_000), (passing, 300)):
+        cache.append(0, *cache.rows(100))
+        cache.stub.Touch(kv.TouchRequest(session=cache.name, ttl_ms=ttl_ms), timeout=TIMEOUT)
+        assert cache.info().ttl_ms == ttl_ms
+    gone = time.monotonic() + 30 * SLOWNESS
+    while time.monotonic() < gone:
+        try:
+            passing.info()
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.NOT_FOUND
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the session is still there")
+    assert daemon.metric("qkvd_sessions_expired_total") == 1
+    lasting.stub.Touch(kv.TouchRequest(session=lasting.name), timeout=TIMEOUT)  # leaves the time as it is
+    assert lasting.info().ttl_ms == 3600_000
+
+
+def test_pin(make_cache):
+    cache = make_cache()
+    cache.stub.Pin(kv.PinRequest(session=cache.name), timeout=TIMEOUT)
+    assert cache.info().pinned
+    cache.stub.Pin(kv.PinRequest(session=cache.name, unpin=True), timeout=TIMEOUT)
+    assert not cache.info().pinned
+    with refused(grpc.StatusCode.NOT_FOUND, "nothing"):
+        cache.stub.Pin(kv.PinRequest(session="nothing"), timeout=TIMEOUT)

@@ -92,8 +92,6 @@ def test_reflection_answers_many_requests_on_one_stream(daemon, stub):
 UNSERVED = [
     ("Match", kv_cache_pb2.MatchRequest()),
     ("Fork", kv_cache_pb2.ForkRequest()),
-    ("Pin", kv_cache_pb2.PinRequest()),
-    ("Touch", kv_cache_pb2.TouchRequest()),
 ]
 
 

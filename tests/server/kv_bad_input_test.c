@@ -277,7 +277,7 @@ static Qkv__V1__OpenSessionRequest good_open(void) {
 
 static void sessions_that_cannot_be_opened(void **state) {
   (void)state;
-  const qkv_status bad = QKV_INVALID_ARGUMENT, later = QKV_UNIMPLEMENTED;
+  const qkv_status bad = QKV_INVALID_ARGUMENT;
   Qkv__V1__OpenSessionRequest request = good_open();
   request.session = (char *)"";
   expect_open_refused(&request, bad, "session is empty");
@@ -304,17 +304,14 @@ static void sessions_that_cannot_be_opened(void **state) {
   request.durability = (Qkv__V1__Durability)4;
   expect_open_refused(&request, bad, "durability is 4, known are 0 to 3");
   request.durability = QKV__V1__DURABILITY__DURABILITY_ASYNC;
-  expect_open_refused(&request, later, "durability is ASYNC, only MEMORY is served yet");
+  expect_open_refused(&request, QKV_FAILED_PRECONDITION, "durability is ASYNC, the daemon has no data-dir");
   request.durability = QKV__V1__DURABILITY__DURABILITY_SYNC;
-  expect_open_refused(&request, later, "durability is SYNC, only MEMORY is served yet");
+  expect_open_refused(&request, QKV_FAILED_PRECONDITION, "durability is SYNC, the daemon has no data-dir");
   request = good_open();
   request.max_attention_error = 1.25;
   expect_open_refused(&request, bad, "max_attention_error is 1.25, allowed are 0 to 1");
   request.max_attention_error = -1;
   expect_open_refused(&request, bad, "max_attention_error is -1, allowed are 0 to 1");
-  request = good_open();
-  request.ttl_ms = 1000;
-  expect_open_refused(&request, later, "ttl_ms is 1000, it is not served yet");
 }
 
 static void limits_are_named_when_they_are_reached(void **state) {
@@ -340,7 +337,8 @@ static void sessions_that_are_not_there(void **state) {
   expect_refused(KV_METHOD("CloseSession"), &close.base, QKV_NOT_FOUND, "no session gone");
   close.session = (char *)"w";
   close.keep = 1;
-  expect_refused(KV_METHOD("CloseSession"), &close.base, QKV_UNIMPLEMENTED, "keep is set, it is not served yet");
+  expect_refused(KV_METHOD("CloseSession"), &close.base, QKV_FAILED_PRECONDITION,
+                 "keep is set, the session w is in memory alone");
   Qkv__V1__TruncateRequest truncate = QKV__V1__TRUNCATE_REQUEST__INIT;
   truncate.session = (char *)"gone";
   expect_refused(KV_METHOD("Truncate"), &truncate.base, QKV_NOT_FOUND, "no session gone");

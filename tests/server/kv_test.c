@@ -485,8 +485,6 @@ static void unserved_methods_say_so(void **state) {
   (void)state;
   const char *const methods[] = {"KvCache/Match",
                                  "KvCache/Fork",
-                                 "KvCache/Pin",
-                                 "KvCache/Touch",
                                  "Admin/Drain",
                                  "Admin/Compact",
                                  "Admin/SetQuota",

@@ -1,0 +1,106 @@
+#include "server/lifetime.h"
+
+#include <jansson.h>
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "qkv/v1/kv_cache.pb-c.h"
+#include "server/control.h"
+#include "server/handlers.h"
+#include "server/jobs.h"
+
+// ---- Pin, Touch ----
+
+static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
+  QKV_TRY(qkv_name_check(name, "session", error));
+  return qkv_store_session(daemon->store, name, session, error);
+}
+
+static qkv_status pin(const qkv_daemon *daemon, const Qkv__V1__PinRequest *request, qkv_error *error) {
+  qkv_session *session = NULL;
+  QKV_TRY(find_session(daemon, request->session, &session, error));
+  qkv_session_set_pinned(session, !request->unpin);
+  const qkv_status status = qkvi_spill_noted(daemon->spill, session, error);
+  qkv_session_unref(&session);
+  return status;
+}
+
+static void pin_job(void *context) {
+  qkv_rpc_call *call = context;
+  qkv_error error = {0};
+  Qkv__V1__PinResponse response = QKV__V1__PIN_RESPONSE__INIT;
+  if (!qkvi_job_wanted(call)) return;
+  if (pin(qkv_rpc_context(call), qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  qkvi_control_reply(call, &response.base);
+}
+
+static qkv_status touch(const qkv_daemon *daemon, const Qkv__V1__TouchRequest *request, qkv_error *error) {
+  qkv_session *session = NULL;
+  QKV_TRY(find_session(daemon, request->session, &session, error));
+  qkv_session_touch(session);
+  qkv_status status = QKV_OK;
+  if (request->ttl_ms_set_case == QKV__V1__TOUCH_REQUEST__TTL_MS_SET_TTL_MS) {
+    qkv_session_set_ttl(session, request->ttl_ms);
+    status = qkvi_spill_noted(daemon->spill, session, error);
+  }
+  qkv_session_unref(&session);
+  return status;
+}
+
+static void touch_job(void *context) {
+  qkv_rpc_call *call = context;
+  qkv_error error = {0};
+  Qkv__V1__TouchResponse response = QKV__V1__TOUCH_RESPONSE__INIT;
+  if (!qkvi_job_wanted(call)) return;
+  if (touch(qkv_rpc_context(call), qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  qkvi_control_reply(call, &response.base);
+}
+
+// What is noted waits for the disk.
+static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, type, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  qkvi_patient_job_submit(call, daemon->spill != NULL ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
+}
+
+static void on_pin(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__pin_request__descriptor, pin_job);
+}
+
+static void on_touch(qkv_rpc_call *call, qkv_bytes message) {
+  submit(call, message, &qkv__v1__touch_request__descriptor, touch_job);
+}
+
+const qkv_rpc_method qkvi_lifetime_methods[] = {
+    {.path = "/qkv.v1.KvCache/Pin", .message = on_pin, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.KvCache/Touch", .message = on_touch, .destroy = qkvi_control_free},
+    {0}};
+
+// ---- Expiry ----
+
+static void expire(qkv_daemon *daemon, qkv_session *session) {
+  uint64_t freed = 0;
+  qkv_error error = {0};
+  if (qkv_store_close(daemon->store, qkv_session_name(session), &freed, NULL) != QKV_OK) return;
+  if (qkvi_spill_closed(daemon->spill, session, &error) != QKV_OK)
+    qkv_log(QKV_LOG_ERROR, "a session that expired may come back", "{s:s, s:s}", "session", qkv_session_name(session),
+            "reason", error.text);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_SESSIONS_EXPIRED], 1);
+  qkv_log(QKV_LOG_INFO, "session expired", "{s:s, s:I}", "session", qkv_session_name(session), "bytes",
+          (json_int_t)freed);
+}
+
+void qkvi_lifetime_expire(qkv_daemon *daemon) {
+  const size_t room = qkv_store_read_stats(daemon->store).sessions + 1;
+  qkv_session **listed = calloc(room, sizeof *listed);
+  if (listed == NULL) abort();
+  const size_t count = qkv_store_list(daemon->store, "", "", listed, room);
+  for (size_t i = 0; i < count; i++) {
+    if (qkv_session_expired(listed[i])) expire(daemon, listed[i]);
+    qkv_session_unref(&listed[i]);
+  }
+  free((void *)listed);
+}

@@ -1,0 +1,91 @@
+#include "server/restore.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/metrics.h"
+#include "server/spill_internal.h"
+
+enum { CHUNK_PAGES = 256, ROOM_TRIES = 4 };
+static const uint64_t AHEAD_BYTES = 16 << 20;
+
+typedef struct restoring {
+  qkvi_spill *spill;
+  qkv_session *session;
+  uint32_t layer;
+  qkv_missing_page pages[CHUNK_PAGES];
+  size_t count;
+  uint8_t *image;
+} restoring;
+
+// Another one may take the room that was made before it is used.
+static qkv_status put_back(const restoring *all, const qkv_missing_page *page, qkv_error *error) {
+  qkv_status status = QKV_RESOURCE_EXHAUSTED;
+  for (int i = 0; i < ROOM_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
+    status = qkv_session_restore(all->session, all->layer, page, all->image, error);
+    if (status == QKV_RESOURCE_EXHAUSTED) QKV_TRY(qkvi_spill_make_room(all->spill, 2 * (uint64_t)page->bytes, error));
+  }
+  return status;
+}
+
+static qkv_status fail(const restoring *all, const qkv_missing_page *page, const qkv_error *reason,
+                       qkv_error *error) {
+  qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORE_LOST], 1);
+  return qkv_fail(error, QKV_DATA_LOSS,
+                  "session %s: layer %" PRIu32 ": the page at position %" PRIu64
+                  " is lost (%s); truncate to that position and append again",
+                  qkv_session_name(all->session), all->layer, page->position,
+                  reason->text[0] != '\0' ? reason->text : "it is not on the disk");
+}
+
+static qkv_status restore_page(const restoring *all, qkv_storage_batch *batch, size_t i, qkv_error *error) {
+  const qkv_missing_page *page = &all->pages[i];
+  qkv_error reason = {0};
+  qkv_status status = qkv_storage_batch_wait(batch, i, all->image, page->bytes, &reason);
+  if (status != QKV_OK) return fail(all, page, &reason, error);
+  status = put_back(all, page, &reason);
+  if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
+  if (status != QKV_OK) return qkv_fail(error, status, "%s", reason.text);
+  qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_PAGES], 1);
+  qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_BYTES], page->bytes);
+  return QKV_OK;
+}
+
+static qkv_status restore_chunk(restoring *all, qkv_error *error) {
+  qkv_storage_item items[CHUNK_PAGES];
+  const uint64_t session = qkv_session_config_of(all->session)->id;
+  uint64_t bytes = 0, largest = 0;
+  for (size_t i = 0; i < all->count; i++) {
+    items[i] = (qkv_storage_item){.session = session, .record = all->pages[i].record};
+    bytes += qkv_arena_cost(all->pages[i].bytes);
+    if (all->pages[i].bytes > largest) largest = all->pages[i].bytes;
+  }
+  QKV_TRY(qkvi_spill_make_room(all->spill, bytes, error));
+  all->image = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(largest));
+  if (all->image == NULL) abort();
+  qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, AHEAD_BYTES);
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; i < all->count && status == QKV_OK; i++) status = restore_page(all, batch, i, error);
+  qkv_storage_batch_destroy(&batch);
+  free(all->image);
+  return status;
+}
+
+qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+                        bool full, qkv_error *error) {
+  restoring all = {.spill = spill, .session = session, .layer = layer};
+  const uint64_t bytes = qkv_session_missing_bytes(session, layer, begin, end, full);
+  const uint64_t most = qkvi_spill_budget(spill) / 2;
+  if (bytes > most)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "session %s: layer %" PRIu32 ": %" PRIu64
+                    " bytes are to come back from the SSD, half of "
+                    "memory-budget is %" PRIu64,
+                    qkv_session_name(session), layer, bytes, most);
+  for (;;) {
+    all.count = qkv_session_missing(session, layer, begin, end, full, all.pages, CHUNK_PAGES);
+    if (all.count == 0) return QKV_OK;
+    QKV_TRY(restore_chunk(&all, error));
+  }
+}

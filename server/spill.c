@@ -1,0 +1,676 @@
+#include "server/spill.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/contract.h"
+#include "server/metrics.h"
+#include "server/spill_internal.h"
+
+enum { STEP_MS = 20, IDLE_MS = 250, ROOM_WAIT_MS = 10000, SYNC_WAIT_MS = 30000 };
+
+static int64_t now_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static int64_t unix_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_REALTIME, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void lock(qkvi_spill *spill) {
+  const int failed = pthread_mutex_lock(&spill->lock);
+  assert(failed == 0);
+  (void)failed;
+}
+
+static void unlock(qkvi_spill *spill) {
+  (void)pthread_mutex_unlock(&spill->lock);
+}
+
+// Something has become of what was under way.
+static void progress(qkvi_spill *spill) {
+  lock(spill);
+  spill->steps++;
+  (void)pthread_cond_broadcast(&spill->moved);
+  unlock(spill);
+}
+
+// Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
+static uint64_t await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
+  struct timespec until;
+  (void)clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_sec += ms / 1000;
+  until.tv_nsec += ms % 1000 * 1000000;
+  if (until.tv_nsec >= 1000000000) {
+    until.tv_sec++;
+    until.tv_nsec -= 1000000000;
+  }
+  lock(spill);
+  while (spill->steps == seen && pthread_cond_timedwait(&spill->moved, &spill->lock, &until) != ETIMEDOUT) continue;
+  seen = spill->steps;
+  unlock(spill);
+  return seen;
+}
+
+static uint64_t steps_of(qkvi_spill *spill) {
+  lock(spill);
+  const uint64_t steps = spill->steps;
+  unlock(spill);
+  return steps;
+}
+
+// ---- Records under way ----
+
+static qkvi_pending *find_pending(qkvi_spill *spill, uint64_t record) {
+  qkvi_pending *found;
+  HASH_FIND(hh, spill->pending, &record, sizeof record, found);
+  return found;
+}
+
+static void forget(qkvi_spill *spill, qkvi_pending *pending) {
+  HASH_DEL(spill->pending, pending);
+  free(pending->page);
+  free(pending);
+}
+
+static void note_failure(qkvi_spill *spill, qkv_status status) {
+  spill->failures++;
+  spill->failure = status;
+  qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_FAILED], 1);
+}
+
+static void on_written(void *context, uint64_t record, qkv_status status) {
+  qkvi_spill *spill = context;
+  lock(spill);
+  qkvi_pending *pending = find_pending(spill, record);
+  assert(pending != NULL);
+  free(pending->page);
+  pending->page = NULL;
+  pending->state = QKV_RECORD_WRITTEN;
+  if (status != QKV_OK) {
+    if (status != QKV_CANCELLED) note_failure(spill, status);
+    forget(spill, pending);
+  }
+  unlock(spill);
+  progress(spill);
+}
+
+static void on_durable(void *context, uint64_t record, qkv_status status) {
+  qkvi_spill *spill = context;
+  lock(spill);
+  qkvi_pending *pending = find_pending(spill, record);
+  assert(pending != NULL);
+  if (status != QKV_OK) {
+    note_failure(spill, status);
+    pending->state = QKV_RECORD_GONE;
+  } else {
+    spill->failure = QKV_OK;
+    forget(spill, pending);
+  }
+  unlock(spill);
+  progress(spill);
+}
+
+// ---- Calibrations in the journal ----
+
+static qkvi_known *find_known(qkvi_spill *spill, const char *model, uint32_t version) {
+  for (qkvi_known *known = spill->known; known != NULL; known = known->next) {
+    if (known->version == version && strcmp(known->model, model) == 0) return known;
+  }
+  return NULL;
+}
+
+void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version, bool durable) {
+  qkvi_known *known = calloc(1, sizeof *known);
+  if (known == NULL) abort();
+  *known = (qkvi_known){.version = version, .durable = durable, .next = spill->known};
+  (void)snprintf(known->model, sizeof known->model, "%s", model);
+  spill->known = known;
+}
+
+// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
+static bool calibration_ready(qkvi_spill *spill, const qkv_page_header *header) {
+  if (header->calibration == 0) return true;
+  lock(spill);
+  bool ready = false;
+  for (const qkvi_known *known = spill->known; known != NULL; known = known->next) {
+    ready |= known->version == header->calibration && known->durable;
+  }
+  if (!ready) spill->wanted = true;
+  unlock(spill);
+  return ready;
+}
+
+static qkv_status journal_model(qkvi_spill *spill, qkv_journal_kind kind, const Qkv__V1__Model *message,
+                                qkv_error *error) {
+  const size_t bytes = qkv__v1__model__get_packed_size(message);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__model__pack(message, payload);
+  const qkv_status status = qkvi_spill_journal(spill, kind, 0, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+// The model's calibration of now, where the journal does not have it yet.
+static bool journal_calibration(void *context, const qkv_model *model, size_t sessions) {
+  qkvi_spill *spill = context;
+  (void)sessions;
+  const qkv_calibration *calibration = qkv_calibration_slot_get(model->calibration);
+  const uint32_t version = calibration == NULL ? 0 : qkv_calibration_version(calibration);
+  lock(spill);
+  const bool wanted = version != 0 && find_known(spill, model->name, version) == NULL;
+  unlock(spill);
+  if (wanted) {
+    Qkv__V1__Model message = QKV__V1__MODEL__INIT;
+    qkv_error error = {0};
+    message.name = (char *)model->name;
+    message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
+    const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
+    if (status != QKV_OK) qkv_log(QKV_LOG_ERROR, "a calibration was not written", "{s:s}", "reason", error.text);
+    lock(spill);
+    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, version, true);
+    unlock(spill);
+  }
+  qkv_calibration_unref(&calibration);
+  return true;
+}
+
+// ---- The backing ----
+
+static uint64_t put(void *context, uint64_t session, const void *page, uint32_t bytes) {
+  const qkvi_backing *backing = context;
+  qkvi_spill *spill = backing->spill;
+  const qkv_page_header *header = page;
+  atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
+  if (!calibration_ready(spill, header)) return 0;
+  qkvi_pending *pending = calloc(1, sizeof *pending);
+  if (pending == NULL) abort();
+  pending->page = malloc(bytes);
+  if (pending->page == NULL) abort();
+  memcpy(pending->page, page, bytes);
+  const qkv_storage_put_request request = {.meta = {.session = session,
+                                                    .position = header->position,
+                                                    .layer = header->layer,
+                                                    .tokens = header->tokens,
+                                                    .codec = header->codec,
+                                                    .calibration = header->calibration},
+                                           .payload = pending->page,
+                                           .bytes = bytes,
+                                           .hurry = backing->hurry,
+                                           .written = on_written,
+                                           .durable = on_durable,
+                                           .context = spill};
+  pending->state = QKV_RECORD_WAITING;
+  // The callbacks may come before put returns, and find the record when they have the lock.
+  lock(spill);
+  qkv_error error = {0};
+  const qkv_status status = qkv_storage_put(spill->storage, &request, &pending->record, &error);
+  if (status == QKV_OK) {
+    HASH_ADD(hh, spill->pending, record, sizeof pending->record, pending);
+  } else {
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_REFUSED], 1);
+    if (status != QKV_UNAVAILABLE) note_failure(spill, status);
+  }
+  unlock(spill);
+  if (status == QKV_OK) {
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_PAGES], 1);
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_BYTES], bytes);
+    return pending->record;
+  }
+  free(pending->page);
+  free(pending);
+  return 0;
+}
+
+static qkv_record_state state_of(void *context, uint64_t record) {
+  qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
+  lock(spill);
+  const qkvi_pending *pending = find_pending(spill, record);
+  const qkv_record_state state = pending != NULL ? pending->state : QKV_RECORD_DURABLE;
+  unlock(spill);
+  if (pending != NULL) return state;
+  qkv_record_info info;
+  return qkv_storage_find(spill->storage, record, &info) == QKV_OK ? QKV_RECORD_DURABLE : QKV_RECORD_GONE;
+}
+
+static void drop(void *context, uint64_t record) {
+  const qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
+  qkv_storage_drop(spill->storage, record);
+}
+
+static void on_cut(void *context, qkv_status status) {
+  qkvi_spill *spill = context;
+  lock(spill);
+  spill->cuts--;
+  if (status != QKV_OK) note_failure(spill, status);
+  unlock(spill);
+  progress(spill);
+}
+
+void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position) {
+  lock(spill);
+  spill->cuts++;
+  unlock(spill);
+  qkv_storage_session_truncate(spill->storage, session, layer, position, on_cut, spill);
+}
+
+static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
+  qkvi_spill_cut(((const qkvi_backing *)context)->spill, session, layer, position);
+}
+
+static void init_backing(qkvi_spill *spill, qkvi_backing *backing, bool hurry) {
+  *backing = (qkvi_backing){.spill = spill, .hurry = hurry};
+  backing->table = (qkv_backing){.context = backing, .put = put, .state = state_of, .drop = drop, .cut = cut};
+}
+
+// ---- The journal ----
+
+typedef struct journal_wait {
+  qkvi_spill *spill;
+  bool done;
+  qkv_status status;
+} journal_wait;
+
+static void on_journal(void *context, qkv_status status) {
+  journal_wait *wait = context;
+  qkvi_spill *spill = wait->spill;
+  lock(spill);
+  wait->status = status;
+  wait->done = true;
+  spill->steps++;
+  (void)pthread_cond_broadcast(&spill->moved);
+  unlock(spill);
+}
+
+static qkv_status finish_wait(journal_wait *wait, qkv_error *error) {
+  lock(wait->spill);
+  while (!wait->done) (void)pthread_cond_wait(&wait->spill->moved, &wait->spill->lock);
+  unlock(wait->spill);
+  if (wait->status == QKV_OK) return QKV_OK;
+  return qkv_fail(error, wait->status, "the journal in --data-dir was not written");
+}
+
+qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
+                              uint64_t bytes, qkv_error *error) {
+  journal_wait wait = {.spill = spill};
+  QKV_TRY(qkv_storage_journal(spill->storage, kind, session, payload, bytes, on_journal, &wait, error));
+  return finish_wait(&wait, error);
+}
+
+// ---- Sessions ----
+
+qkv_status qkvi_spill_enlist(qkvi_spill *spill, qkv_session_config *config, qkv_error *error) {
+  if (config->durability <= QKV_DURABILITY_MEMORY) return QKV_OK;
+  if (spill == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "durability is %s, the daemon has no data-dir",
+                    config->durability == QKV_DURABILITY_SYNC ? "SYNC" : "ASYNC");
+  config->backing = &spill->backings[config->durability == QKV_DURABILITY_SYNC].table;
+  config->id = qkv_storage_session_number(spill->storage);
+  return QKV_OK;
+}
+
+const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durability) {
+  return &spill->backings[durability == QKV_DURABILITY_SYNC].table;
+}
+
+// One at a time, so that a model is written once.
+static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, qkv_error *error) {
+  qkv_status status = QKV_OK;
+  (void)pthread_mutex_lock(&spill->models_lock);
+  lock(spill);
+  const bool known = find_known(spill, model->name, 0) != NULL;
+  unlock(spill);
+  if (!known) {
+    qkvi_model_message message;
+    qkvi_model_write(model, &message);
+    status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
+    qkvi_model_message_clear(&message);
+    lock(spill);
+    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0, true);
+    unlock(spill);
+  }
+  (void)pthread_mutex_unlock(&spill->models_lock);
+  return status;
+}
+
+static qkv_status journal_info(qkvi_spill *spill, qkv_journal_kind kind, const qkv_session_info *info,
+                               qkv_error *error) {
+  qkvi_session_message message;
+  qkvi_session_write(info, NULL, &message);
+  const size_t bytes = qkv__v1__session_info__get_packed_size(&message.info);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__session_info__pack(&message.info, payload);
+  const qkv_status status = qkvi_spill_journal(spill, kind, info->config.id, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  if (info.config.backing == NULL) return QKV_OK;
+  QKV_TRY(journal_model_once(spill, info.model, error));
+  return journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
+}
+
+qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  return info.config.backing == NULL ? QKV_OK : journal_info(spill, QKV_JOURNAL_SESSION_NOTE, &info, error);
+}
+
+qkv_status qkvi_spill_closed(qkvi_spill *spill, const qkv_session *session, qkv_error *error) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  journal_wait wait = {.spill = spill};
+  if (config->backing == NULL) return QKV_OK;
+  qkv_storage_session_close(spill->storage, config->id, on_journal, &wait);
+  return finish_wait(&wait, error);
+}
+
+static bool cuts_waiting(qkvi_spill *spill) {
+  lock(spill);
+  const bool waiting = spill->cuts > 0;
+  unlock(spill);
+  return waiting;
+}
+
+qkv_status qkvi_spill_truncated(qkvi_spill *spill, const qkv_session *session, qkv_error *error) {
+  if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
+  const int64_t until = now_ms() + SYNC_WAIT_MS;
+  uint64_t seen = steps_of(spill);
+  while (cuts_waiting(spill)) {
+    if (now_ms() > until)
+      return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the truncation is not durable yet",
+                      qkv_session_name(session));
+    seen = await(spill, seen, STEP_MS);
+  }
+  return QKV_OK;
+}
+
+bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session) {
+  if (spill == NULL || qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) return false;
+  return !qkv_session_settle(session) || cuts_waiting(spill);
+}
+
+static qkv_status failure_of(qkvi_spill *spill) {
+  lock(spill);
+  const qkv_status failure = spill->failure;
+  unlock(spill);
+  return failure;
+}
+
+qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  const int64_t until = now_ms() + SYNC_WAIT_MS;
+  uint64_t seen = steps_of(spill);
+  while (!qkv_session_settle(session) || cuts_waiting(spill)) {
+    const qkv_status failure = failure_of(spill);
+    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || now_ms() > until)
+      return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
+                      qkv_session_name(session),
+                      failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full" : "the disk failed");
+    seen = await(spill, seen, STEP_MS);
+  }
+  return QKV_OK;
+}
+
+// ---- Room ----
+
+typedef struct candidate {
+  qkv_session *session;  // a reference
+  int64_t last_used_unix_ms;
+} candidate;
+
+static int by_last_use(const void *a, const void *b) {
+  const int64_t first = ((const candidate *)a)->last_used_unix_ms;
+  const int64_t second = ((const candidate *)b)->last_used_unix_ms;
+  return (first > second) - (first < second);
+}
+
+// Sessions that are not in memory alone, the longest unused first. The caller returns each.
+static candidate *list_sessions(qkvi_spill *spill, size_t *count) {
+  const size_t room = qkv_store_read_stats(spill->store).sessions + 1;
+  qkv_session **listed = calloc(room, sizeof *listed);
+  candidate *made = calloc(room, sizeof *made);
+  if (listed == NULL || made == NULL) abort();
+  const size_t all = qkv_store_list(spill->store, "", "", listed, room);
+  *count = 0;
+  for (size_t i = 0; i < all; i++) {
+    qkv_session_info info;
+    qkv_session_read_info(listed[i], &info, NULL);
+    if (info.config.backing == NULL) {
+      qkv_session_unref(&listed[i]);
+    } else {
+      made[(*count)++] = (candidate){listed[i], info.last_used_unix_ms};
+    }
+  }
+  free((void *)listed);
+  qsort(made, *count, sizeof *made, by_last_use);
+  return made;
+}
+
+static void drop_sessions(candidate *sessions, size_t count) {
+  for (size_t i = 0; i < count; i++) qkv_session_unref(&sessions[i].session);
+  free(sessions);
+}
+
+static uint64_t bytes_taken(qkvi_spill *spill) {
+  const qkv_arena_stats memory = qkv_store_read_stats(spill->store).memory;
+  return memory.bytes_used + memory.bytes_reserved;
+}
+
+uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
+  uint64_t freed = 0;
+  size_t count;
+  (void)pthread_mutex_lock(&spill->room_lock);
+  candidate *sessions = list_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    const uint64_t taken = bytes_taken(spill);
+    if (taken <= target) break;
+    freed += qkv_session_evict(sessions[i].session, taken - target);
+  }
+  drop_sessions(sessions, count);
+  (void)pthread_mutex_unlock(&spill->room_lock);
+  qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
+  if (freed > 0) qkvi_spill_trim(spill, freed);
+  return freed;
+}
+
+void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
+  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
+  const uint64_t all = atomic_fetch_add_explicit(&spill->freed, freed, memory_order_relaxed) + freed;
+  if (all < budget / 32) return;
+  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0) qkv_arena_trim();
+}
+
+static bool anything_pending(qkvi_spill *spill) {
+  lock(spill);
+  const bool any = spill->pending != NULL || spill->wanted;
+  unlock(spill);
+  return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
+}
+
+// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
+// are more, of sessions that were in use just now.
+static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
+  uint64_t sealed = 0;
+  size_t count;
+  *left = false;
+  (void)pthread_mutex_lock(&spill->room_lock);
+  candidate *sessions = list_sessions(spill, &count);
+  for (size_t i = 0; i < count && sealed < bytes; i++) {
+    qkv_session_info info;
+    qkv_session_read_info(sessions[i].session, &info, NULL);
+    if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
+    *left = unix_ms() - info.last_used_unix_ms < IDLE_MS;
+    if (*left) break;
+    if (qkv_session_seal(sessions[i].session, NULL) == QKV_OK) sealed += info.usage.bytes_exact;
+  }
+  drop_sessions(sessions, count);
+  (void)pthread_mutex_unlock(&spill->room_lock);
+  return sealed;
+}
+
+// A little more than is asked for leaves memory, so that the next one need not ask.
+qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error) {
+  const int64_t until = now_ms() + ROOM_WAIT_MS;
+  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
+  uint64_t seen = steps_of(spill);
+  while (bytes <= budget) {
+    const uint64_t slack = (budget - bytes) / 16;
+    const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
+    if (bytes_taken(spill) <= budget - bytes) return QKV_OK;
+    (void)qkvi_spill_evict(spill, budget - bytes - slack);
+    const uint64_t taken = bytes_taken(spill);
+    if (taken <= budget - bytes) return QKV_OK;
+    bool later = pending;
+    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0) continue;
+    if (!later || failure_of(spill) != QKV_OK || now_ms() > until) break;
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
+    seen = await(spill, seen, STEP_MS);
+  }
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
+                  budget, bytes);
+}
+
+// ---- The thread ----
+
+static bool settle_sessions(qkvi_spill *spill) {
+  size_t count;
+  bool all = true;
+  candidate *sessions = list_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) all &= qkv_session_settle(sessions[i].session);
+  drop_sessions(sessions, count);
+  return all;
+}
+
+static bool take_flag(qkvi_spill *spill, bool *flag) {
+  lock(spill);
+  const bool was = *flag;
+  *flag = false;
+  unlock(spill);
+  return was;
+}
+
+static void *work(void *context) {
+  qkvi_spill *spill = context;
+  uint64_t seen = 0;
+  for (;;) {
+    if (take_flag(spill, &spill->wanted)) qkv_store_each_model(spill->store, journal_calibration, spill);
+    if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
+      atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
+    lock(spill);
+    const bool ending = spill->ending;
+    unlock(spill);
+    if (ending) return NULL;
+    seen = await(spill, seen, STEP_MS);
+  }
+}
+
+// ---- Life ----
+
+static void init_locks(qkvi_spill *spill) {
+  pthread_condattr_t clock;
+  int failed = pthread_condattr_init(&clock);
+  failed |= pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+  failed |= pthread_cond_init(&spill->moved, &clock);
+  failed |= pthread_mutex_init(&spill->lock, NULL);
+  failed |= pthread_mutex_init(&spill->room_lock, NULL);
+  failed |= pthread_mutex_init(&spill->models_lock, NULL);
+  assert(failed == 0);
+  (void)failed;
+  (void)pthread_condattr_destroy(&clock);
+}
+
+qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store, qkv_metric_value *metrics,
+                             qkvi_spill **out, qkv_error *error) {
+  *out = NULL;
+  if (options->data_dir == NULL) return QKV_OK;
+  qkvi_spill *spill = calloc(1, sizeof *spill);
+  if (spill == NULL) abort();
+  spill->store = store;
+  spill->metrics = metrics;
+  init_locks(spill);
+  init_backing(spill, &spill->backings[0], false);
+  init_backing(spill, &spill->backings[1], true);
+  qkv_status status = qkvi_spill_recover(spill, options, error);
+  if (status == QKV_OK && pthread_create(&spill->thread, NULL, work, spill) != 0) abort();
+  if (status == QKV_OK) {
+    (void)pthread_setname_np(spill->thread, "qkvd-spill");
+    spill->started = true;
+    *out = spill;
+  } else {
+    qkvi_spill_destroy(&spill);
+  }
+  return status;
+}
+
+void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
+  const int64_t until = now_ms() + wait_ms;
+  uint64_t seen = steps_of(spill);
+  size_t count;
+  candidate *sessions = list_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    qkv_error error = {0};
+    if (qkv_session_seal(sessions[i].session, &error) != QKV_OK)
+      qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s}", "session",
+              qkv_session_name(sessions[i].session), "reason", error.text);
+  }
+  size_t left = count;
+  for (;;) {
+    left = 0;
+    for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i].session) ? 0 : 1;
+    if ((left == 0 && !cuts_waiting(spill)) || now_ms() > until) break;
+    seen = await(spill, seen, STEP_MS);
+  }
+  if (left > 0) qkv_log(QKV_LOG_ERROR, "sessions are not durable as a whole", "{s:I}", "sessions", (json_int_t)left);
+  drop_sessions(sessions, count);
+}
+
+void qkvi_spill_destroy(qkvi_spill **spill) {
+  qkvi_spill *old = *spill;
+  if (old == NULL) return;
+  *spill = NULL;
+  if (old->started) {
+    lock(old);
+    old->ending = true;
+    old->steps++;
+    (void)pthread_cond_broadcast(&old->moved);
+    unlock(old);
+    (void)pthread_join(old->thread, NULL);
+  }
+  if (old->storage != NULL) qkv_storage_close(&old->storage);
+  for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
+    next = known->next;
+    free(known);
+  }
+  qkvi_pending *pending, *after;
+  HASH_ITER(hh, old->pending, pending, after) forget(old, pending);
+  (void)pthread_mutex_destroy(&old->models_lock);
+  (void)pthread_mutex_destroy(&old->room_lock);
+  (void)pthread_mutex_destroy(&old->lock);
+  (void)pthread_cond_destroy(&old->moved);
+  free(old);
+}
+
+uint64_t qkvi_spill_budget(const qkvi_spill *spill) {
+  return qkv_store_read_stats(spill->store).memory.bytes_max;
+}
+
+qkv_storage *qkvi_spill_storage(const qkvi_spill *spill) {
+  return spill->storage;
+}

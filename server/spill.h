@@ -1,0 +1,67 @@
+// The SSD tier of the daemon: storage/ behind the engine's backing (engine/cache/backing.h), and what the two need
+// done beside the traffic.
+//
+//   append seals a page ──► backing.put ──► storage                  in the append, which never waits for it
+//   settle                  pages that found no room, durable marks  spill thread, when something is under way
+//   make room               cold sessions leave memory               whoever needs the bytes, longest unused first
+//   restore                 pages come back                          jobs of the disk pool (server/restore.h)
+//   start                   models, calibrations, sessions           before calls are served (server/recovery.c)
+//
+// What a session needs to be found again is in the journal before it is acknowledged: its SessionInfo, its model,
+// and, before any page that was coded with it, its calibration.
+//
+// Threads: any. "Waits" means for the disk: not on completion-queue threads nor in the compute pool.
+#ifndef QKV_SERVER_SPILL_H
+#define QKV_SERVER_SPILL_H
+
+#include "engine/base/metric.h"
+#include "engine/cache/store.h"
+#include "server/options.h"
+#include "storage/storage.h"
+
+typedef struct qkvi_spill qkvi_spill;
+
+// Opens options->data_dir and brings what is there into the store. *out is NULL where no directory is named. Errors
+// of qkv_storage_open.
+qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store, qkv_metric_value *metrics,
+                             qkvi_spill **out, qkv_error *error);
+// Seals all sessions that are to survive, waits until they are durable, but no longer than `wait_ms`. Waits. Nothing
+// is called any more but destroy.
+void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms);
+// After the store's sessions have gone. NULL is let through.
+void qkvi_spill_destroy(qkvi_spill **spill);
+
+// memory-budget.
+uint64_t qkvi_spill_budget(const qkvi_spill *spill);
+
+qkv_storage *qkvi_spill_storage(const qkvi_spill *spill);
+
+// For qkv_session_config, before the session is opened: backing and number, by config->durability.
+// FAILED_PRECONDITION where `spill` is NULL and more than MEMORY is asked for.
+qkv_status qkvi_spill_enlist(qkvi_spill *spill, qkv_session_config *config, qkv_error *error);
+// After it was opened: into the journal. Waits.
+qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error);
+// After it was closed: nothing of it can be read again, by the next process neither. Waits. Nothing for sessions in
+// memory.
+qkv_status qkvi_spill_closed(qkvi_spill *spill, const qkv_session *session, qkv_error *error);
+
+// After its ttl_ms or its pin has changed: the next process knows it. Waits. Nothing for sessions in memory.
+qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error);
+
+// After a truncation: it holds for the next process, too. Waits.
+qkv_status qkvi_spill_truncated(qkvi_spill *spill, const qkv_session *session, qkv_error *error);
+
+// Whether an acknowledgement has to wait for qkvi_spill_sync: the session is SYNC and has something that is not
+// durable.
+bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session);
+// All that is sealed, and all that was cut, is durable. Waits. UNAVAILABLE with the reason where the disk does not
+// take it; the rows are in memory all the same.
+qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error);
+
+// Sessions leave memory, the longest unused first, until `bytes` more are free in memory-budget. Waits, at most some
+// seconds, where pages must be written first. RESOURCE_EXHAUSTED where nothing more can leave.
+qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error);
+// The same without waiting, down to `target` bytes in use. Returns the bytes that were freed.
+uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target);
+
+#endif

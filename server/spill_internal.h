@@ -1,0 +1,75 @@
+// What spill.c and recovery.c share.
+#ifndef QKV_SERVER_SPILL_INTERNAL_H
+#define QKV_SERVER_SPILL_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "engine/cache/backing.h"
+#include "server/spill.h"
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
+
+// A record that is not durable yet.
+typedef struct qkvi_pending {
+  uint64_t record;
+  qkv_record_state state;
+  void *page;  // the copy that storage writes from; NULL once it has
+  UT_hash_handle hh;
+} qkvi_pending;
+
+// What the journal has: a model (version 0), or one of its calibrations.
+typedef struct qkvi_known {
+  char model[QKV_NAME_MAX + 1];
+  uint32_t version;
+  bool durable;
+  struct qkvi_known *next;
+} qkvi_known;
+
+typedef struct qkvi_backing {
+  qkv_backing table;  // its context is this
+  qkvi_spill *spill;
+  bool hurry;  // of SYNC sessions
+} qkvi_backing;
+
+struct qkvi_spill {
+  qkv_store *store;
+  qkv_storage *storage;
+  qkv_metric_value *metrics;
+  qkvi_backing backings[2];  // ASYNC, SYNC
+
+  pthread_mutex_t lock;  // of everything down to `known`; nothing is waited for under it but `moved`
+  pthread_cond_t moved;  // `steps` has grown
+  uint64_t steps;
+  bool ending, wanted;  // wanted: a page waits for its calibration to be in the journal
+  qkvi_pending *pending;
+  uint64_t cuts;       // truncations that are not durable yet
+  uint64_t failures;   // so far
+  qkv_status failure;  // of the last record; OK again once one is durable
+  qkvi_known *known;
+
+  pthread_mutex_t room_lock;    // one eviction at a time
+  pthread_mutex_t models_lock;  // one model at a time into the journal
+  _Atomic bool unsettled;       // some session may have something to settle
+  _Atomic uint64_t freed;       // since memory was last given back to the machine
+  pthread_t thread;
+  bool started;
+};
+
+// Opens the storage and fills the store (recovery.c).
+qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error);
+
+// Under the lock, or before the thread is started.
+void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version, bool durable);
+const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durability);
+// Writes an entry and waits until it is durable.
+qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
+                              uint64_t bytes, qkv_error *error);
+// What was put of a layer up to now ends at `position`, for ever.
+void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position);
+// Gives memory back to the machine once enough of it has been freed.
+void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed);
+
+#endif

@@ -1,0 +1,248 @@
+"""The SSD tier through the real daemon: sessions that outlive it and that are larger than its memory."""
+
+import glob
+import os
+import subprocess
+
+import grpc
+import numpy as np
+import pytest
+
+from daemon import SLOWNESS, Daemon, binary, clean_environment
+from kv import Cache, refused
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
+
+ASYNC, SYNC = kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC
+LAYERS = 2
+
+
+@pytest.fixture(params=["uring", "pread"])
+def start(request, tmp_path):
+    """Starts daemons on one directory, one after the other."""
+    def make(*arguments):
+        return Daemon("--data-dir", str(tmp_path / "data"), "--storage-io", request.param, "--storage-segment", "4MiB",
+                      *arguments)
+    return make
+
+
+def open_cache(daemon, durability=SYNC, name="s", **fields):
+    return Cache(daemon.stub(), name, layers=LAYERS, durability=durability, recent_window=16, **fields)
+
+
+def reopen(daemon, cache):
+    """The same session in another daemon."""
+    cache.stub = daemon.stub()
+    return cache
+
+
+def fill(cache, tokens, position=0):
+    for layer in range(LAYERS):
+        cache.append(position, *cache.rows(tokens), layer=layer)
+
+
+def rows(cache, end, layer=0):
+    return cache.fetch(layers=(layer,), range=tensor_pb2.TokenRange(begin=0, end=end))
+
+
+def assert_same_rows(before, after):
+    for a, b in zip(before, after):
+        assert np.array_equal(a, b)
+
+
+def test_synced_rows_survive_a_kill(start):
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        info = cache.info()
+        assert info.durability == SYNC
+        assert list(info.durable) == [256] * LAYERS  # 300 tokens, 16 of them recent: four pages
+        before = [rows(cache, 256, layer) for layer in range(LAYERS)]
+        daemon.kill()
+    with start() as daemon:
+        reopen(daemon, cache)
+        info = cache.info()
+        assert list(info.lengths) == list(info.durable) == [256] * LAYERS
+        assert info.tokens_cold == 256 * LAYERS and info.bytes_coded == 0
+        for layer in range(LAYERS):
+            assert_same_rows(before[layer], rows(cache, 256, layer))
+        fill(cache, 100, position=256)  # goes on where it ended
+        assert list(cache.info().lengths) == [356] * LAYERS
+
+
+def test_a_clean_stop_keeps_everything(start):
+    queries = np.random.default_rng(3).standard_normal((2, 4, 16)).astype(np.float32)
+    with start() as daemon:
+        cache = open_cache(daemon, ASYNC)
+        fill(cache, 150)
+        exact, _ = cache.attend(149, queries)
+        before = rows(cache, 128)
+    with start() as daemon:
+        reopen(daemon, cache)
+        assert list(cache.info().durable) == [150] * LAYERS
+        assert_same_rows(before, rows(cache, 128))
+        coded, _ = cache.attend(149, queries)  # the recent window is coded now
+        assert np.abs(coded - exact).max() < 0.2
+
+
+def test_attend_is_the_same_from_the_disk(start):
+    queries = np.random.default_rng(4).standard_normal((3, 4, 16)).astype(np.float32)
+    with start() as daemon:
+        cache = open_cache(daemon, ASYNC)
+        fill(cache, 500)
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+        info = cache.info()
+        assert info.tokens_exact == 0 and info.bytes_coded == 0 and info.tokens_cold == 500 * LAYERS
+        first = cache.attend(499, queries)
+        assert cache.info().tokens_cold == 500  # one layer has come back
+        assert_same_rows(first, cache.attend(499, queries))
+        assert daemon.metric("qkvd_storage_restored_pages_total") == 8
+
+
+def test_more_than_memory(start):
+    """Eight times the budget: appended, kept, and read back."""
+    budget, sessions, tokens = 1 << 20, 24, 4096
+    with start("--memory-budget", str(budget), "--memory-high", "1", "--memory-low", "1", "--ema-every", "0",
+               "--storage-dirty", "1MiB", "--calibrate-tokens", "0") as daemon:
+        caches = [open_cache(daemon, ASYNC, f"s{i}", seed=i) for i in range(sessions)]
+        for cache in caches:
+            for position in range(0, tokens, 1024):
+                fill(cache, 1024, position)
+        stored = sum(cache.info().bytes_stored for cache in caches)
+        assert stored > 6 * budget
+        assert daemon.metric("qkvd_kv_bytes") <= budget
+        last = tokens - 64
+        for cache in caches:
+            k = np.random.default_rng(caches.index(cache)).standard_normal((1024, 2, 16)).astype(np.float32)
+            got, _ = rows(cache, 64)
+            assert np.abs(got - k[:64]).mean() < 0.2  # the rows that were sent, coded
+            assert rows(cache, last)[0].shape == (last, 2, 16)
+        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 4 * budget
+
+
+def test_truncation_and_closing_hold_after_a_kill(start):
+    with start() as daemon:
+        kept, closed = open_cache(daemon, name="kept"), open_cache(daemon, name="closed")
+        fill(kept, 300)
+        fill(closed, 300)
+        kept.stub.Truncate(kv.TruncateRequest(session="kept", position=100))
+        kept.stub.CloseSession(kv.CloseSessionRequest(session="closed"))
+        before = rows(kept, 100)
+        daemon.kill()
+    with start() as daemon:
+        reopen(daemon, kept)
+        assert list(kept.info().lengths) == [100] * LAYERS
+        assert_same_rows(before, rows(kept, 100))
+        with refused(grpc.StatusCode.NOT_FOUND, "closed"):
+            kept.stub.GetSession(kv.GetSessionRequest(session="closed"))
+        fill(kept, 100, position=100)
+        daemon.kill()
+    with start() as daemon:
+        assert reopen(daemon, kept).info().lengths[0] == 164
+
+
+def test_full_precision_comes_back(start):
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        before = rows(cache, 256)
+        demoted = cache.stub.Demote(kv.DemoteRequest(session="s", bits=1, even=True))
+        assert demoted.bytes_freed > 0
+        assert not np.array_equal(before[0], rows(cache, 256)[0])
+        cache.stub.Prefetch(kv.PrefetchRequest(session="s"))
+        assert_same_rows(before, rows(cache, 256))
+        cache.stub.Demote(kv.DemoteRequest(session="s", bits=1, even=True))
+        daemon.kill()
+    with start() as daemon:
+        assert_same_rows(before, rows(reopen(daemon, cache), 256))
+
+
+def test_a_second_daemon_is_refused(start, tmp_path):
+    with start():
+        second = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")],
+                                capture_output=True, text=True, timeout=30 * SLOWNESS, env=clean_environment())
+        assert second.returncode != 0
+        assert "--data-dir" in second.stderr and "another process" in second.stderr
+
+
+def test_damage_is_told(start, tmp_path):
+    """A flipped bit costs the page that it is in, and nothing else; never wrong rows."""
+    with start() as daemon:
+        cache = open_cache(daemon, bits_k=8, bits_v=8)
+        fill(cache, 400)
+        before = [rows(cache, 384, layer) for layer in range(LAYERS)]
+    segments = sorted(glob.glob(str(tmp_path / "data" / "segment-*.qkv")))
+    with open(segments[0], "r+b") as file:
+        file.seek(4096 + 1000)  # in the first record's payload
+        byte = file.read(1)[0]
+        file.seek(4096 + 1000)
+        file.write(bytes([byte ^ 16]))
+    with start() as daemon:
+        reopen(daemon, cache)
+        lost = 0
+        for layer in range(LAYERS):
+            for begin in range(0, 384, 64):
+                try:
+                    got = cache.fetch(layers=(layer,), range=tensor_pb2.TokenRange(begin=begin, end=begin + 64))
+                except grpc.RpcError as error:
+                    assert error.code() == grpc.StatusCode.DATA_LOSS, error
+                    assert "truncate to that position" in error.details()
+                    lost += 1
+                else:
+                    assert_same_rows([part[begin:begin + 64] for part in before[layer]], got)
+        assert lost == 1
+        assert daemon.metric("qkvd_storage_lost_pages_total") == 1
+        cache.stub.Truncate(kv.TruncateRequest(session="s", position=0))  # the way out
+        fill(cache, 100)
+
+
+def test_memory_sessions_beside(start):
+    with start("--durability", "memory") as daemon:
+        cache = open_cache(daemon, 0)
+        fill(cache, 200)
+        info = cache.info()
+        assert info.durability == kv.DURABILITY_MEMORY and len(info.durable) == 0 and info.bytes_stored == 0
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "keep", "memory"):
+            cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+    with start() as daemon, refused(grpc.StatusCode.NOT_FOUND, "s"):
+        daemon.stub().GetSession(kv.GetSessionRequest(session="s"))
+
+
+def test_without_a_directory():
+    with Daemon() as daemon, refused(grpc.StatusCode.FAILED_PRECONDITION, "durability is SYNC", "data-dir"):
+        open_cache(daemon, SYNC)
+
+
+def test_pins_and_times_outlive_the_daemon(start):
+    with start("--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1") as daemon:
+        pinned = open_cache(daemon, ASYNC, "pinned")
+        fill(pinned, 1000)
+        pinned.stub.Pin(kv.PinRequest(session="pinned"))
+        pinned.stub.Touch(kv.TouchRequest(session="pinned", ttl_ms=3600_000))
+        for i in range(8):
+            fill(open_cache(daemon, ASYNC, f"other-{i}"), 4000)
+        assert pinned.info().tokens_cold == 0
+        daemon.kill()
+    with start() as daemon:
+        info = reopen(daemon, pinned).info()
+        assert info.pinned and info.ttl_ms == 3600_000
+
+
+def test_a_session_larger_than_memory(start):
+    """One layer is four times the budget: attended piece by piece, as it would be in one."""
+    queries = np.random.default_rng(5).standard_normal((2, 4, 16)).astype(np.float32)
+    tokens = 65536
+    def make(daemon, durability):
+        cache = Cache(daemon.stub(), "large", layers=1, durability=durability, recent_window=16)
+        for position in range(0, tokens, 4096):
+            cache.append(position, *cache.rows(4096))
+        return cache
+    with Daemon("--calibrate-tokens", "0", "--ema-every", "0") as daemon:
+        expected = make(daemon, 0).attend(tokens - 2, queries)
+    with start("--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1", "--ema-every", "0",
+               "--calibrate-tokens", "0") as daemon:
+        cache = make(daemon, ASYNC)
+        assert cache.info().bytes_stored > 2 << 20
+        out, lse = cache.attend(tokens - 2, queries)
+        assert np.abs(out - expected[0]).max() < 1e-5 and np.abs(lse - expected[1]).max() < 1e-5
+        assert daemon.metric("qkvd_kv_bytes") <= 1 << 20
