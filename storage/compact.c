@@ -8,8 +8,8 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
-// Records under way at a time, in bytes (or one), and how often the rate gives its share.
-enum { MOVING_MAX = 4 << 20, TICK_MS = 20 };
+// Records under way at a time, in bytes (or one); how often the rate gives its share; further tries of a bad read.
+enum { MOVING_MAX = 4 << 20, TICK_MS = 20, ATTEMPTS_MAX = 3 };
 // With less room than two segments, segments are worth emptying that are not mostly dead.
 static const double PRESSED_SHARE = 0.9;
 
@@ -19,7 +19,7 @@ static double live_share(const qkvi_segment *segment) {
 
 static bool is_candidate(const qkvi_segment *segment) {
   // A failed one has no footer: it goes as soon as it can.
-  return segment != NULL && segment->live_records > 0 &&
+  return segment != NULL && segment->live_records > 0 && !segment->unmovable &&
          (segment->state == QKVI_SEGMENT_SEALED || segment->state == QKVI_SEGMENT_FAILED) &&
          segment->unsynced.first == NULL && segment->syncing.first == NULL && segment->placing == 0 &&
          segment->writing == 0;
@@ -120,6 +120,15 @@ static void give_up_record(qkv_storage *storage, const qkvi_read *read, const ch
   }
 }
 
+// What the device does not give may be given at another time: it stays, and so does its segment.
+static void leave_record(qkv_storage *storage, const qkvi_read *read, const char *wrong) {
+  qkv_log(QKV_LOG_ERROR, "compaction cannot read a record and leaves it", "{s:I, s:I, s:I, s:s}", "record",
+          (json_int_t)read->record, "segment", (json_int_t)read->number, "offset", (json_int_t)read->offset, "error",
+          wrong);
+  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
+  if (entry != NULL) storage->segments[entry->segment]->unmovable = true;
+}
+
 static void move_arrived(qkvi_read *read) {
   qkv_storage *storage = read->storage;
   const move_read *move = (const move_read *)read;
@@ -127,19 +136,25 @@ static void move_arrived(qkvi_read *read) {
   const char *wrong = NULL;
   storage->reads--;
   const qkv_record_header *header = (const qkv_record_header *)read->bytes;
-  if (read->status == QKV_OK) {
-    wrong =
-        read->error != 0 ? strerror(read->error) : qkvi_record_check(header, read->store, read->number, read->offset);
+  const bool unread = read->status == QKV_OK && read->error != 0;
+  if (unread) {
+    wrong = strerror(read->error);
+  } else if (read->status == QKV_OK) {
+    wrong = qkvi_record_check(header, read->store, read->number, read->offset);
     if (wrong == NULL && header->record != read->record) wrong = "another record lies there";
     if (wrong == NULL && header->stored_bytes != read->stored) wrong = "impossible size";
     if (wrong == NULL) wrong = qkvi_record_check_payload(header, header + 1);
   }
-  if (wrong != NULL && read->attempts++ == 0) {
+  if (wrong != NULL && read->attempts++ < ATTEMPTS_MAX) {
     storage->reads++;
     qkvi_read_message(storage, &read->message);
     return;
   }
-  if (wrong != NULL) give_up_record(storage, read, wrong);
+  if (unread) {
+    leave_record(storage, read, wrong);
+  } else if (wrong != NULL) {
+    give_up_record(storage, read, wrong);
+  }
   if (wrong != NULL || read->status != QKV_OK) {
     free(read->bytes);
     free(read);

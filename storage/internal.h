@@ -93,6 +93,7 @@ typedef struct qkvi_segment {
   uint64_t headers_count, headers_room;
   qkvi_put_list unsynced, syncing;  // written; `syncing`: an fdatasync that covers them is under way
   bool sync_running, sync_wanted;
+  bool unmovable;          // compaction could not read all of it
   bool sync_failed;        // what is written there is in doubt
   qkv_io_request request;  // for preparing, syncing and sealing, one after the other
   uint8_t *block;          // what that writes

@@ -98,6 +98,7 @@ static void log_bad(recovery *on, const qkvi_segment *segment, uint64_t offset, 
           (json_int_t)segment->number, "offset", (json_int_t)offset, "error", error);
 }
 
+// Reads and checks every record. What cannot be read now may be there later: such a segment is left as it is.
 static void scan_records(recovery *on, qkvi_segment *segment) {
   qkvi_segment_scan scan;
   qkvi_segment_scan_init(&scan, on->storage->store, segment->number, segment->file_bytes);
@@ -114,6 +115,7 @@ static void scan_records(recovery *on, qkvi_segment *segment) {
     const int error = request_now(on, QKV_IO_READ, segment->file, begin, window, size);
     if (error != 0) {
       log_bad(on, segment, begin, strerror(error));
+      segment->state = QKVI_SEGMENT_FAILED;
       scan.offset += size;
       continue;
     }
@@ -168,7 +170,8 @@ static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) 
     free(header);
     if (status == QKV_OK && !read_sealed(on, segment)) {
       scan_records(on, segment);
-      if (segment->headers_count > 0 && (code = seal_now(on, segment)) != 0) segment->state = QKVI_SEGMENT_FAILED;
+      const bool sealable = segment->state == QKVI_SEGMENT_SEALED && segment->headers_count > 0;
+      if (sealable && seal_now(on, segment) != 0) segment->state = QKVI_SEGMENT_FAILED;
     }
   }
   if (segment->state == QKVI_SEGMENT_SEALED) {

@@ -110,7 +110,7 @@ typedef struct qkv_storage_put_request {
   uint64_t bytes;       // 1 to QKV_RECORD_BYTES_MAX, and it must fit into a segment
   bool hurry;           // make it durable now rather than within sync_ms
   // The payload is free, and with QKV_OK the record can be read. Otherwise nothing was put: RESOURCE_EXHAUSTED (the
-  // disk is full), INTERNAL (it failed), CANCELLED (session closed or cut, record dropped). Never NULL.
+  // disk or the budget is full), INTERNAL (it failed), CANCELLED (session closed or cut, record dropped). Never NULL.
   qkv_storage_put_fn *written;
   // After written(QKV_OK) only, once: the record is durable, or INTERNAL: it may not be. May be NULL.
   qkv_storage_put_fn *durable;
