@@ -112,12 +112,15 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
     }
     if (entry->sequence != next) {
       if (next > durable) break;  // a torn tail: nobody was told that this one is there
+      report->bad++;
       report->lost_before = entry->sequence;
     }
     if (state == BAD_PAYLOAD) {
       if (entry->sequence > durable) break;
       report->bad++;
-      report->lost_before = entry->sequence;
+      // What is lost is known: a model, a calibration, or a session that is not opened. Only a note leaves an older
+      // one in force.
+      if (entry->kind == QKV_JOURNAL_SESSION_NOTE) report->lost_before = entry->sequence;
     } else {
       const qkv_journal_entry view = view_of(entry);
       each(context, &view);
@@ -127,7 +130,9 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
     next = entry->sequence + 1;
     offset += state == GOOD_ENTRY ? qkvi_entry_extent(entry->payload_bytes) : QKV_STORAGE_BLOCK;
   }
-  if (next <= durable) report->lost_before = UINT64_MAX;
-  if (report->lost_before != 0) report->bad++;
+  if (next <= durable) {
+    report->bad++;
+    report->lost_before = UINT64_MAX;
+  }
   return QKV_OK;
 }

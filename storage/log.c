@@ -202,7 +202,7 @@ static void old_read(qkv_io_request *request) {
   qkvi_image_init(&on.image, storage->store, journal->epoch + 1);
   qkv_status status =
       qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, note_entry, &on, &report, NULL);
-  if (status == QKV_OK && report.lost_before != 0) status = QKV_DATA_LOSS;
+  if (status == QKV_OK && report.bad > 0) status = QKV_DATA_LOSS;
   if (status == QKV_OK) {
     status = qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, keep_entry, &on, &report, NULL);
   }

@@ -78,12 +78,12 @@ static uint64_t saving_of(uint64_t bytes) {
   return bytes - bytes * 3 / 100 - 1;
 }
 
-static bool samples_shrink(const uint8_t *raw, uint64_t bytes, uint8_t *out) {
+static bool samples_shrink(ZSTD_CCtx *zstd, const uint8_t *raw, uint64_t bytes, uint8_t *out) {
   if (bytes <= (uint64_t)SAMPLES * SAMPLE_BYTES) return true;
   uint64_t made = 0;
   for (uint64_t i = 0; i < SAMPLES; i++) {
     const uint8_t *sample = raw + (bytes - SAMPLE_BYTES) / (SAMPLES - 1) * i;
-    const size_t size = ZSTD_compress(out, bytes, sample, SAMPLE_BYTES, LEVEL);
+    const size_t size = ZSTD_compressCCtx(zstd, out, bytes, sample, SAMPLE_BYTES, LEVEL);
     if (ZSTD_isError(size)) return false;
     made += size;
   }
@@ -92,7 +92,13 @@ static bool samples_shrink(const uint8_t *raw, uint64_t bytes, uint8_t *out) {
 
 uint64_t qkvi_record_compress(const void *raw, uint64_t bytes, void *out) {
   assert(bytes <= QKV_RECORD_BYTES_MAX);
-  if (!samples_shrink(raw, bytes, out)) return 0;
-  const size_t made = ZSTD_compress(out, saving_of(bytes), raw, bytes, LEVEL);
-  return ZSTD_isError(made) ? 0 : made;
+  ZSTD_CCtx *zstd = ZSTD_createCCtx();
+  if (zstd == NULL) return 0;
+  uint64_t stored = 0;
+  if (samples_shrink(zstd, raw, bytes, out)) {
+    const size_t made = ZSTD_compressCCtx(zstd, out, saving_of(bytes), raw, bytes, LEVEL);
+    if (!ZSTD_isError(made)) stored = made;
+  }
+  ZSTD_freeCCtx(zstd);
+  return stored;
 }

@@ -329,7 +329,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   if (status == QKV_OK) {
     status = qkvi_journal_scan(bytes, size, on->journal_seen, note_entry, on, &report, error);
   }
-  if (status == QKV_OK && report.lost_before != 0) {
+  if (status == QKV_OK && report.bad > 0) {
     storage->stats.bad_entries = report.bad;
     storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
     qkv_log(QKV_LOG_ERROR, "the journal has lost entries that were durable; sessions that they may concern are gone",

@@ -36,6 +36,10 @@ typedef struct qkv_bench_settings {
   const char *csv;             // a file to write
   const char *dump;            // rows of another model, in place of model and texts
   double rope_theta;           // of that model; 0: none
+  // storage
+  const char *directory;
+  int64_t record;  // payload bytes of one
+  bool codes;
   // attend
   int64_t value_dim;  // 0: dim
   int64_t q_len, sessions, threads;
@@ -46,7 +50,7 @@ typedef struct qkv_bench_settings {
 } qkv_bench_settings;
 
 extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_step, qkvi_bench_attend,
-    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality;
+    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off

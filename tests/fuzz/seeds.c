@@ -1,6 +1,8 @@
-// Writes the seeds that are bytes of ours: a page and messages. Texts are committed in corpus/ as they are.
+// Writes the seeds that are bytes of ours: a page, messages, and files of the storage. Texts are committed in corpus/
+// as they are.
 //
-//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/... and answer/... there
+//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/..., answer/...,
+//                            segment/... and journal/... there
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,6 +11,7 @@
 
 #include "engine/codec/codec.h"
 #include "proto/wire.h"
+#include "storage/internal.h"
 #include "tests/fuzz/page_coder.h"
 
 static FILE *open_seed(const char *directory, const char *target, const char *name) {
@@ -144,6 +147,44 @@ static void write_session(const char *directory) {
   write_message(directory, "control", "session", writer);
 }
 
+// A sealed segment of two records (its numbers are those that segment_fuzz.c looks for), and a journal of two
+// entries.
+static void write_storage(const char *directory) {
+  enum { STORE = 7, SEGMENT = 1, BLOCK = 4096 };
+  uint8_t *bytes = aligned_alloc(BLOCK, 8 * BLOCK);
+  if (bytes == NULL) abort();
+  memset(bytes, 0, 8 * BLOCK);
+  qkvi_segment_header_make((qkvi_segment_header *)bytes, STORE, SEGMENT, 1);
+  qkv_record_header headers[2];
+  for (uint64_t i = 0; i < 2; i++) {
+    const qkv_record_meta meta = {.session = 1, .position = 64 * i, .tokens = 64};
+    uint8_t *at = bytes + (1 + i) * BLOCK, raw[500] = {1, 2, 3};
+    const uint64_t stored = i == 0 ? qkvi_record_compress(raw, sizeof raw, at + sizeof *headers) : sizeof raw;
+    if (i == 1) memcpy(at + sizeof *headers, raw, sizeof raw);
+    qkvi_record_describe(&headers[i], &meta, i + 1, sizeof raw, i == 0 ? QKV_RECORD_ZSTD : QKV_RECORD_PLAIN,
+                         at + sizeof *headers, stored);
+    qkvi_record_place(&headers[i], STORE, SEGMENT, (1 + i) * BLOCK, 0);
+    memcpy(at, &headers[i], sizeof *headers);
+  }
+  qkvi_segment_tail_make(bytes + 3 * BLOCK, STORE, SEGMENT, 3 * BLOCK, headers, 2);
+  FILE *file = open_seed(directory, "segment", "sealed");
+  fwrite(bytes, 1, 3 * BLOCK + qkvi_segment_tail_bytes(2), file);
+  fclose(file);
+  qkvi_journal_header_make(bytes, STORE, 1, 0);
+  for (uint64_t i = 0; i < 2; i++) {
+    const qkv_journal_entry entry = {.kind = i == 0 ? QKV_JOURNAL_SESSION_OPEN : QKV_JOURNAL_SESSION_TRUNCATE,
+                                     .sequence = UINT64_C(1) << QKVI_EPOCH_SHIFT | (i + 1),
+                                     .session = 9,
+                                     .payload = "model",
+                                     .bytes = 5};
+    qkvi_entry_make(bytes + (2 + i) * BLOCK, &entry, STORE, 0, (2 + i) * BLOCK);
+  }
+  file = open_seed(directory, "journal", "two");
+  fwrite(bytes, 1, 4 * BLOCK, file);
+  fclose(file);
+  free(bytes);
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
@@ -161,5 +202,6 @@ int main(int argc, char **argv) {
   write_answer(argv[1], "failed", 5);
   write_model(argv[1]);
   write_session(argv[1]);
+  write_storage(argv[1]);
   return 0;
 }

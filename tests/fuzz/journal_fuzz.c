@@ -1,0 +1,63 @@
+// storage/journal.h: recovery takes any bytes for a journal; entries that it tells of lie inside, in ascending order.
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "storage/journal.h"
+#include "tests/fuzz/fuzz.h"
+
+typedef struct told {
+  const uint8_t *bytes;
+  uint64_t size, last, sum;
+} told;
+
+static void tell(void *context, const qkv_journal_entry *entry) {
+  told *all = context;
+  const uint8_t *payload = entry->payload;
+  if (entry->sequence <= all->last) __builtin_trap();
+  if (payload < all->bytes || entry->bytes > all->size - (uint64_t)(payload - all->bytes)) __builtin_trap();
+  for (uint64_t i = 0; i < entry->bytes; i++) all->sum += payload[i];
+  all->last = entry->sequence;
+}
+
+static void scan(const uint8_t *bytes, uint64_t size) {
+  static const uint64_t seen[] = {0, UINT64_C(1) << QKVI_EPOCH_SHIFT | 3};
+  for (size_t i = 0; i < 2; i++) {
+    told all = {.bytes = bytes, .size = size};
+    qkvi_journal_report report;
+    qkv_error error = {0};
+    const qkv_status status = qkvi_journal_scan(bytes, size, seen[i], tell, &all, &report, &error);
+    if (status != QKV_OK && error.text[0] == '\0') __builtin_trap();
+    if (status == QKV_OK && report.end > size) __builtin_trap();
+  }
+}
+
+// A fuzzer does not guess checksums: they are put right.
+static void seal(uint8_t *bytes, uint64_t size) {
+  const uint64_t store = size >= QKV_STORAGE_BLOCK ? ((qkvi_journal_header *)bytes)->store : 0;
+  for (uint64_t at = 0; at + QKV_STORAGE_BLOCK <= size; at += QKV_STORAGE_BLOCK) {
+    qkvi_entry_header *entry = (qkvi_entry_header *)(bytes + at);
+    qkvi_journal_header *header = (qkvi_journal_header *)(bytes + at);
+    if (entry->magic == QKVI_ENTRY_MAGIC) {
+      entry->offset = at;
+      if (entry->payload_bytes <= size - at - sizeof *entry) {
+        entry->payload_hash = XXH3_64bits(entry + 1, entry->payload_bytes);
+      }
+      entry->header_hash = XXH3_64bits_withSeed(entry, offsetof(qkvi_entry_header, header_hash), store);
+    } else if (header->magic == QKVI_JOURNAL_MAGIC) {
+      header->hash = XXH3_64bits(header, offsetof(qkvi_journal_header, hash));
+    }
+  }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  const size_t whole = size / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
+  uint8_t *bytes = aligned_alloc(QKV_STORAGE_BLOCK, whole + QKV_STORAGE_BLOCK);
+  if (bytes == NULL) abort();
+  memcpy(bytes, data, whole);
+  scan(bytes, whole);
+  seal(bytes, whole);
+  scan(bytes, whole);
+  free(bytes);
+  return 0;
+}

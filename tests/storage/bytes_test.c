@@ -1,0 +1,434 @@
+// storage/record.h, segment.h, journal.h: bytes that are made are read back, damaged ones are refused, torn ones cut;
+// golden files of version 1 are decoded for ever.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "storage/internal.h"
+
+enum { STORE = 0x5107, SEGMENT = 3 };
+
+static uint8_t *aligned(size_t size) {
+  uint8_t *bytes = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+  assert_non_null(bytes);
+  memset(bytes, 0, (size + 4095) / 4096 * 4096);
+  return bytes;
+}
+
+static void fill(uint8_t *bytes, size_t size, unsigned seed) {
+  uint32_t x = seed * 2654435761u + 1;
+  for (size_t i = 0; i < size; i++) {
+    x = x * 1664525u + 1013904223u;
+    bytes[i] = seed % 2 == 0 ? (uint8_t)(x >> 24) : (uint8_t)(x >> 28);
+  }
+}
+
+// A record of `size` bytes at `at`; returns its extent.
+static uint64_t make_record(uint8_t *out, uint64_t record, size_t size, uint64_t at) {
+  uint8_t *raw = aligned(size), *packed = aligned(size);
+  const qkv_record_meta meta = {
+      .session = 8, .position = 64 * record, .layer = 2, .tokens = 64, .codec = 4, .calibration = 5, .kind = 6};
+  fill(raw, size, (unsigned)record);
+  const uint64_t stored = qkvi_record_compress(raw, size, packed);
+  qkv_record_header header;
+  qkvi_record_describe(&header, &meta, record, size, stored > 0 ? QKV_RECORD_ZSTD : QKV_RECORD_PLAIN,
+                       stored > 0 ? packed : raw, stored > 0 ? stored : size);
+  qkvi_record_place(&header, STORE, SEGMENT, at, 17);
+  memcpy(out, &header, sizeof header);
+  memcpy(out + sizeof header, stored > 0 ? packed : raw, header.stored_bytes);
+  free(raw);
+  free(packed);
+  return qkvi_record_extent(header.stored_bytes);
+}
+
+static void check_record(const uint8_t *bytes, uint64_t record, size_t size, uint64_t at) {
+  const qkv_record_header *header = (const qkv_record_header *)bytes;
+  uint8_t *wanted = aligned(size), *got = aligned(size);
+  fill(wanted, size, (unsigned)record);
+  assert_null(qkvi_record_check(header, STORE, SEGMENT, at));
+  assert_null(qkvi_record_check_payload(header, header + 1));
+  assert_int_equal(header->record, record);
+  assert_int_equal(header->session, 8);
+  assert_int_equal(header->raw_bytes, size);
+  assert_int_equal(header->calibration, 5);
+  assert_null(qkvi_record_decode(header, header + 1, got));
+  assert_memory_equal(wanted, got, size);
+  free(wanted);
+  free(got);
+}
+
+static void records_are_read_back(void **state) {
+  (void)state;
+  static const size_t sizes[] = {1, 100, 4096 - 128, 5000, 100000};
+  uint8_t *bytes = aligned(200000);
+  for (size_t i = 0; i < 5; i++) {
+    for (uint64_t record = 1; record <= 2; record++) {
+      memset(bytes, 0, 200000);
+      const uint64_t extent = make_record(bytes, record, sizes[i], 4096);
+      assert_int_equal(extent % 4096, 0);
+      check_record(bytes, record, sizes[i], 4096);
+    }
+  }
+  // Nibbles save, noise does not.
+  assert_int_equal(((qkv_record_header *)bytes)->encoding, QKV_RECORD_PLAIN);
+  (void)make_record(bytes, 1, 100000, 4096);
+  assert_int_equal(((qkv_record_header *)bytes)->encoding, QKV_RECORD_ZSTD);
+  assert_true(((qkv_record_header *)bytes)->stored_bytes <= 97000);
+  free(bytes);
+}
+
+static void every_bit_of_a_record_counts(void **state) {
+  (void)state;
+  uint8_t *bytes = aligned(8192);
+  (void)make_record(bytes, 2, 600, 4096);
+  for (size_t i = 0; i < 128 + 600; i++) {
+    const qkv_record_header *header = (const qkv_record_header *)bytes;
+    bytes[i] ^= 4;
+    const char *wrong = qkvi_record_check(header, STORE, SEGMENT, 4096);
+    if (wrong == NULL) wrong = qkvi_record_check_payload(header, header + 1);
+    assert_non_null(wrong);
+    bytes[i] ^= 4;
+  }
+  const qkv_record_header *header = (const qkv_record_header *)bytes;
+  assert_non_null(qkvi_record_check(header, STORE + 1, SEGMENT, 4096));
+  assert_non_null(qkvi_record_check(header, STORE, SEGMENT + 1, 4096));
+  assert_non_null(qkvi_record_check(header, STORE, SEGMENT, 8192));
+  assert_null(qkvi_record_check(header, STORE, SEGMENT, 4096));
+  free(bytes);
+}
+
+// ---- Segments ----
+
+typedef struct segment_image {
+  uint8_t *bytes;
+  uint64_t size, end;
+  uint64_t offsets[8];
+} segment_image;
+
+static const size_t sizes_in_segment[8] = {100, 5000, 20000, 1, 4096, 70000, 300, 9000};
+
+static segment_image make_segment(void) {
+  segment_image image = {.size = 256 << 10, .end = 4096};
+  image.bytes = aligned(image.size);
+  qkvi_segment_header_make((qkvi_segment_header *)image.bytes, STORE, SEGMENT, 1);
+  for (size_t i = 0; i < 8; i++) {
+    image.offsets[i] = image.end;
+    image.end += make_record(image.bytes + image.end, i + 1, sizes_in_segment[i], image.end);
+  }
+  return image;
+}
+
+// Scans with windows of `window` bytes; `seen[i]`: record i + 1 was found. Returns how many were bad.
+static uint64_t scan_all(const segment_image *image, uint64_t window, bool seen[8]) {
+  qkvi_segment_scan scan;
+  qkvi_segment_scan_init(&scan, STORE, SEGMENT, image->size);
+  memset(seen, 0, 8 * sizeof *seen);
+  for (uint64_t wanted = window; wanted > 0;) {
+    const uint64_t begin = scan.offset, left = image->size - begin;
+    const uint64_t size = wanted > window ? wanted : window;
+    uint8_t *piece = aligned(size);
+    memcpy(piece, image->bytes + begin, left < size ? left : size);
+    for (const qkv_record_header *header;;) {
+      const uint64_t at = scan.offset - begin, limit = left < size ? left : size;
+      header = qkvi_segment_scan_next(&scan, piece + at, limit - at, &wanted);
+      if (header == NULL) break;
+      assert_false(seen[header->record - 1]);
+      seen[header->record - 1] = true;
+    }
+    free(piece);
+  }
+  return scan.bad;
+}
+
+static void segments_are_scanned(void **state) {
+  (void)state;
+  segment_image image = make_segment();
+  bool seen[8];
+  static const uint64_t windows[] = {4096, 8192, 64 << 10, 1 << 20};
+  for (size_t w = 0; w < 4; w++) {
+    assert_int_equal(scan_all(&image, windows[w], seen), 0);
+    for (size_t i = 0; i < 8; i++) assert_true(seen[i]);
+  }
+  // One is damaged, in the header or in the payload: the others are found.
+  for (size_t hurt = 0; hurt < 8; hurt++) {
+    for (int part = 0; part < 2; part++) {
+      uint8_t *byte = &image.bytes[image.offsets[hurt] + (part == 0 ? 20 : 128)];
+      *byte ^= 1;
+      assert_int_equal(scan_all(&image, 8192, seen), 1);
+      for (size_t i = 0; i < 8; i++) assert_int_equal(seen[i], i != hurt);
+      *byte ^= 1;
+    }
+  }
+  // A hole, as after a power cut.
+  memset(image.bytes + image.offsets[5], 0, 4096);
+  assert_int_equal(scan_all(&image, 8192, seen), 0);
+  for (size_t i = 0; i < 8; i++) assert_int_equal(seen[i], i != 5);
+  free(image.bytes);
+}
+
+static void footers_are_checked(void **state) {
+  (void)state;
+  qkv_record_header headers[40];
+  uint8_t payload[600];
+  fill(payload, sizeof payload, 2);
+  const qkv_record_meta meta = {.session = 1, .tokens = 64};
+  for (uint64_t i = 0; i < 40; i++) {
+    qkvi_record_describe(&headers[i], &meta, i + 1, sizeof payload, QKV_RECORD_PLAIN, payload, sizeof payload);
+    qkvi_record_place(&headers[i], STORE, SEGMENT, 4096 * (i + 1), 0);
+  }
+  const uint64_t end = 41 * 4096, tail = qkvi_segment_tail_bytes(40), size = end + tail;
+  uint8_t *bytes = aligned(tail);
+  qkvi_segment_tail_make(bytes, STORE, SEGMENT, end, headers, 40);
+  const qkvi_segment_footer *footer = (const qkvi_segment_footer *)(bytes + tail - 4096);
+  assert_null(qkvi_segment_footer_check(footer, STORE, SEGMENT, size));
+  assert_null(qkvi_segment_summary_check(footer, (const qkv_record_header *)bytes));
+  assert_non_null(qkvi_segment_footer_check(footer, STORE, SEGMENT, size + 4096));
+  assert_non_null(qkvi_segment_footer_check(footer, STORE, SEGMENT + 1, size));
+  assert_non_null(qkvi_segment_footer_check(footer, STORE + 1, SEGMENT, size));
+  bytes[200] ^= 1;
+  assert_non_null(qkvi_segment_summary_check(footer, (const qkv_record_header *)bytes));
+  bytes[200] ^= 1;
+  bytes[tail - 4096 + 40] ^= 1;
+  assert_non_null(qkvi_segment_footer_check(footer, STORE, SEGMENT, size));
+  free(bytes);
+  char name[QKVI_SEGMENT_NAME_MAX];
+  uint64_t number = 0;
+  qkvi_segment_name(0xa1, name);
+  assert_string_equal(name, "segment-00000000000000a1.qkv");
+  assert_true(qkvi_segment_parse_name(name, &number));
+  assert_int_equal(number, 0xa1);
+  assert_false(qkvi_segment_parse_name("segment-a1.qkv", &number));
+  assert_false(qkvi_segment_parse_name("segment-00000000000000a1.qkv.old", &number));
+}
+
+// ---- Journals ----
+
+typedef struct heard {
+  size_t count;
+  uint64_t sessions[16];
+} heard;
+
+static void hear(void *context, const qkv_journal_entry *entry) {
+  heard *all = context;
+  assert_true(all->count < 16);
+  all->sessions[all->count++] = entry->session;
+}
+
+// Five entries of epoch 1: the first two were there when the file was made, each later one knows that the one before
+// it is durable. Entry i is of session 100 + i and begins at offsets[i].
+static uint8_t *make_journal(uint64_t *size, uint64_t offsets[5]) {
+  uint8_t *bytes = aligned(64 << 10), payload[5000];
+  fill(payload, sizeof payload, 4);
+  qkvi_journal_header_make(bytes, STORE, 1, UINT64_C(1) << 40 | 2);
+  uint64_t at = 8192;
+  for (uint64_t i = 0; i < 5; i++) {
+    const qkv_journal_entry entry = {.kind = QKV_JOURNAL_SESSION_OPEN,
+                                     .sequence = UINT64_C(1) << 40 | (i + 1),
+                                     .session = 100 + i,
+                                     .payload = payload,
+                                     .bytes = i * 1200};
+    offsets[i] = at;
+    qkvi_entry_make(bytes + at, &entry, STORE, i < 2 ? 0 : UINT64_C(1) << 40 | i, at);
+    at += qkvi_entry_extent(entry.bytes);
+  }
+  *size = at;
+  return bytes;
+}
+
+static qkvi_journal_report scan_journal(const uint8_t *bytes, uint64_t size, uint64_t seen, heard *all) {
+  qkvi_journal_report report;
+  *all = (heard){0};
+  assert_int_equal(qkvi_journal_scan(bytes, size, seen, hear, all, &report, NULL), QKV_OK);
+  return report;
+}
+
+static void journals_are_scanned(void **state) {
+  (void)state;
+  uint64_t size, offsets[5];
+  uint8_t *bytes = make_journal(&size, offsets);
+  heard all;
+  qkvi_journal_report report = scan_journal(bytes, size, 0, &all);
+  assert_int_equal(all.count, 5);
+  assert_int_equal(report.store, STORE);
+  assert_int_equal(report.end, size);
+  assert_int_equal(report.lost_before, 0);
+  assert_int_equal(report.last, UINT64_C(1) << 40 | 5);
+  // The last entry is torn: it was never acknowledged.
+  bytes[offsets[4] + 300] ^= 1;
+  report = scan_journal(bytes, size, 0, &all);
+  assert_int_equal(all.count, 4);
+  assert_int_equal(report.lost_before, 0);
+  assert_int_equal(report.bad, 0);
+  // A record knows better: it was durable. Its header says that it only opened a session.
+  report = scan_journal(bytes, size, UINT64_C(1) << 40 | 5, &all);
+  assert_int_equal(all.count, 4);
+  assert_int_equal(report.bad, 1);
+  assert_int_equal(report.lost_before, 0);
+  bytes[offsets[4] + 30] ^= 1;
+  report = scan_journal(bytes, size, UINT64_C(1) << 40 | 5, &all);
+  assert_int_equal(report.lost_before, UINT64_MAX);
+  bytes[offsets[4] + 30] ^= 1;
+  // Records of another epoch know nothing of it.
+  report = scan_journal(bytes, size, 5, &all);
+  assert_int_equal(report.lost_before, 0);
+  bytes[offsets[4] + 300] ^= 1;
+  // One in the middle that was durable is damaged: sessions that were opened before the next one are in doubt.
+  for (int part = 0; part < 2; part++) {
+    bytes[offsets[2] + (part == 0 ? 20 : 300)] ^= 1;
+    report = scan_journal(bytes, size, 0, &all);
+    assert_int_equal(all.count, 4);
+    assert_int_equal(all.sessions[2], 103);
+    assert_int_equal(report.bad, 1);
+    assert_int_equal(report.lost_before, part == 0 ? (UINT64_C(1) << 40 | 4) : 0);
+    bytes[offsets[2] + (part == 0 ? 20 : 300)] ^= 1;
+  }
+  free(bytes);
+}
+
+static void one_header_is_enough(void **state) {
+  (void)state;
+  uint64_t size, offsets[5];
+  uint8_t *bytes = make_journal(&size, offsets);
+  heard all;
+  bytes[100] ^= 1;
+  scan_journal(bytes, size, 0, &all);
+  assert_int_equal(all.count, 5);
+  bytes[4096 + 100] ^= 1;
+  qkvi_journal_report report;
+  qkv_error error = {0};
+  assert_int_equal(qkvi_journal_scan(bytes, size, 0, hear, &all, &report, &error), QKV_DATA_LOSS);
+  assert_non_null(strstr(error.text, "both headers"));
+  assert_int_equal(qkvi_journal_scan(bytes, 4096, 0, hear, &all, &report, NULL), QKV_DATA_LOSS);
+  free(bytes);
+}
+
+// ---- Golden ----
+
+static uint8_t *read_golden(const char *name, size_t *size) {
+  char path[400];
+  (void)snprintf(path, sizeof path, QKV_SOURCE_DIR "/tests/golden/%s", name);
+  FILE *file = fopen(path, "rb");
+  assert_non_null(file);
+  uint8_t *bytes = aligned(1 << 20);
+  *size = fread(bytes, 1, 1 << 20, file);
+  assert_int_equal(fclose(file), 0);
+  return bytes;
+}
+
+// Written once by version 1: a sealed segment of eight records, four of them zstd's, and a journal of five entries.
+static void golden_files_stay_readable(void **state) {
+  (void)state;
+  size_t size;
+  uint8_t *bytes = read_golden("storage_segment_v1.bin", &size);
+  assert_null(qkvi_segment_header_check((qkvi_segment_header *)bytes, STORE, SEGMENT));
+  const qkvi_segment_footer *footer = (const qkvi_segment_footer *)(bytes + size - 4096);
+  assert_null(qkvi_segment_footer_check(footer, STORE, SEGMENT, size));
+  const qkv_record_header *headers = (const qkv_record_header *)(bytes + footer->end);
+  assert_null(qkvi_segment_summary_check(footer, headers));
+  assert_int_equal(footer->records, 8);
+  unsigned packed = 0;
+  for (size_t i = 0; i < 8; i++) {
+    packed += headers[i].encoding == QKV_RECORD_ZSTD;
+    check_record(bytes + headers[i].offset, i + 1, sizes_in_segment[i], headers[i].offset);
+  }
+  assert_int_equal(packed, 4);
+  free(bytes);
+  bytes = read_golden("storage_journal_v1.bin", &size);
+  heard all;
+  const qkvi_journal_report report = scan_journal(bytes, size, 0, &all);
+  assert_int_equal(all.count, 5);
+  for (size_t i = 0; i < 5; i++) assert_int_equal(all.sessions[i], 100 + i);
+  assert_int_equal(report.lost_before, 0);
+  // The journal's bytes are made the same way today.
+  uint64_t size_now, offsets[5];
+  uint8_t *now = make_journal(&size_now, offsets);
+  assert_int_equal(size_now, size);
+  assert_memory_equal(now, bytes, size);
+  free(now);
+  free(bytes);
+}
+
+// QKV_GOLDEN=DIR writes the files that golden_files_stay_readable reads; for a new version, under a new name.
+static int write_golden(void **state) {
+  (void)state;
+  const char *directory = getenv("QKV_GOLDEN");
+  if (directory == NULL) return 0;
+  const segment_image image = make_segment();
+  qkv_record_header headers[8];
+  for (size_t i = 0; i < 8; i++) memcpy(&headers[i], image.bytes + image.offsets[i], sizeof headers[i]);
+  qkvi_segment_tail_make(image.bytes + image.end, STORE, SEGMENT, image.end, headers, 8);
+  uint64_t size, offsets[5];
+  uint8_t *journal = make_journal(&size, offsets);
+  const struct {
+    const char *name;
+    const uint8_t *bytes;
+    size_t size;
+  } files[] = {{"storage_segment_v1.bin", image.bytes, image.end + qkvi_segment_tail_bytes(8)},
+               {"storage_journal_v1.bin", journal, size}};
+  for (size_t i = 0; i < 2; i++) {
+    char path[400];
+    (void)snprintf(path, sizeof path, "%s/%s", directory, files[i].name);
+    FILE *file = fopen(path, "wb");
+    if (file == NULL || fwrite(files[i].bytes, 1, files[i].size, file) != files[i].size || fclose(file) != 0)
+      return -1;
+  }
+  free(journal);
+  free(image.bytes);
+  return 0;
+}
+
+// ---- Index ----
+
+static void the_index_finds_what_is_there(void **state) {
+  (void)state;
+  enum { COUNT = 5000 };
+  static bool there[COUNT + 1];
+  qkvi_index *index = qkvi_index_create();
+  uint32_t x = 7;
+  size_t count = 0;
+  for (int i = 0; i < 60000; i++) {
+    x = x * 1664525u + 1013904223u;
+    const uint64_t record = 1 + (x >> 8) % COUNT;
+    if (there[record]) {
+      qkvi_index_remove(index, record);
+      count--;
+    } else {
+      const qkvi_entry entry = {.record = record, .session = record % 7, .offset = 4096 * record};
+      qkvi_index_add(index, &entry);
+      count++;
+    }
+    there[record] = !there[record];
+  }
+  assert_int_equal(qkvi_index_records(index), count);
+  for (uint64_t record = 1; record <= COUNT; record++) {
+    const qkvi_entry *entry = qkvi_index_find(index, record);
+    assert_int_equal(entry != NULL, there[record]);
+    if (entry != NULL) assert_int_equal(entry->offset, 4096 * record);
+  }
+  size_t listed = 0;
+  for (uint64_t session = 0; session < 7; session++) {
+    for (const qkvi_entry *entry = qkvi_index_first(index, session); entry != NULL;
+         entry = qkvi_index_next(index, entry)) {
+      assert_int_equal(entry->record % 7, session);
+      listed++;
+    }
+  }
+  assert_int_equal(listed, count);
+  assert_int_equal(qkvi_index_sessions(index), 7);
+  qkvi_index_destroy(&index);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(records_are_read_back),      cmocka_unit_test(every_bit_of_a_record_counts),
+      cmocka_unit_test(segments_are_scanned),       cmocka_unit_test(footers_are_checked),
+      cmocka_unit_test(journals_are_scanned),       cmocka_unit_test(one_header_is_enough),
+      cmocka_unit_test(golden_files_stay_readable), cmocka_unit_test(the_index_finds_what_is_there),
+  };
+  return cmocka_run_group_tests(tests, write_golden, NULL);
+}
