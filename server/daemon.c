@@ -115,19 +115,13 @@ static size_t compute_threads(const qkv_server_options *options) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,
-      qkvi_calibration_methods,
-      qkvi_sessions_methods,
-      qkvi_append_methods,
-      qkvi_attend_methods,
-      qkvi_fetch_methods,
-      qkvi_tiers_methods,
-      qkvi_lifetime_methods,
-      qkvi_unserved_methods,
-      qkvi_admin_methods,
-      qkvi_health_methods,
-      qkvi_reflection_methods,
-      NULL,
+      qkvi_models_methods,     qkvi_calibration_methods,
+      qkvi_sessions_methods,   qkvi_append_methods,
+      qkvi_attend_methods,     qkvi_fetch_methods,
+      qkvi_tiers_methods,      qkvi_lifetime_methods,
+      qkvi_unserved_methods,   qkvi_admin_methods,
+      qkvi_storage_methods,    qkvi_health_methods,
+      qkvi_reflection_methods, NULL,
   };
   const qkv_server_options *options = daemon->options;
   const qkv_rpc_config config = {

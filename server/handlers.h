@@ -15,6 +15,7 @@ extern const qkv_rpc_method qkvi_tiers_methods[];        // tiers.c: Demote, Pre
 extern const qkv_rpc_method qkvi_lifetime_methods[];     // lifetime.c: Pin, Touch
 extern const qkv_rpc_method qkvi_unserved_methods[];     // unserved.c: in the contract, answered UNIMPLEMENTED
 extern const qkv_rpc_method qkvi_admin_methods[];        // admin.c: GetStatus
+extern const qkv_rpc_method qkvi_storage_methods[];      // storage.c: GetStorage, VerifyStorage, Compact
 extern const qkv_rpc_method qkvi_health_methods[];       // health.c
 extern const qkv_rpc_method qkvi_reflection_methods[];   // reflection.c
 

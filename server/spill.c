@@ -15,40 +15,34 @@
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { STEP_MS = 20, IDLE_MS = 250, ROOM_WAIT_MS = 10000, SYNC_WAIT_MS = 30000 };
+enum { SYNC_WAIT_MS = 30000 };
 
-static int64_t now_ms(void) {
+int64_t qkvi_spill_now_ms(void) {
   struct timespec now;
   (void)clock_gettime(CLOCK_MONOTONIC, &now);
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-static int64_t unix_ms(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_REALTIME, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
-static void lock(qkvi_spill *spill) {
+void qkvi_spill_lock(qkvi_spill *spill) {
   const int failed = pthread_mutex_lock(&spill->lock);
   assert(failed == 0);
   (void)failed;
 }
 
-static void unlock(qkvi_spill *spill) {
+void qkvi_spill_unlock(qkvi_spill *spill) {
   (void)pthread_mutex_unlock(&spill->lock);
 }
 
 // Something has become of what was under way.
 static void progress(qkvi_spill *spill) {
-  lock(spill);
+  qkvi_spill_lock(spill);
   spill->steps++;
   (void)pthread_cond_broadcast(&spill->moved);
-  unlock(spill);
+  qkvi_spill_unlock(spill);
 }
 
 // Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
-static uint64_t await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
+uint64_t qkvi_spill_await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
   struct timespec until;
   (void)clock_gettime(CLOCK_MONOTONIC, &until);
   until.tv_sec += ms / 1000;
@@ -57,17 +51,17 @@ static uint64_t await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
     until.tv_sec++;
     until.tv_nsec -= 1000000000;
   }
-  lock(spill);
+  qkvi_spill_lock(spill);
   while (spill->steps == seen && pthread_cond_timedwait(&spill->moved, &spill->lock, &until) != ETIMEDOUT) continue;
   seen = spill->steps;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return seen;
 }
 
-static uint64_t steps_of(qkvi_spill *spill) {
-  lock(spill);
+uint64_t qkvi_spill_steps(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
   const uint64_t steps = spill->steps;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return steps;
 }
 
@@ -93,7 +87,7 @@ static void note_failure(qkvi_spill *spill, qkv_status status) {
 
 static void on_written(void *context, uint64_t record, qkv_status status) {
   qkvi_spill *spill = context;
-  lock(spill);
+  qkvi_spill_lock(spill);
   qkvi_pending *pending = find_pending(spill, record);
   assert(pending != NULL);
   free(pending->page);
@@ -103,13 +97,13 @@ static void on_written(void *context, uint64_t record, qkv_status status) {
     if (status != QKV_CANCELLED) note_failure(spill, status);
     forget(spill, pending);
   }
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   progress(spill);
 }
 
 static void on_durable(void *context, uint64_t record, qkv_status status) {
   qkvi_spill *spill = context;
-  lock(spill);
+  qkvi_spill_lock(spill);
   qkvi_pending *pending = find_pending(spill, record);
   assert(pending != NULL);
   if (status != QKV_OK) {
@@ -119,7 +113,7 @@ static void on_durable(void *context, uint64_t record, qkv_status status) {
     spill->failure = QKV_OK;
     forget(spill, pending);
   }
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   progress(spill);
 }
 
@@ -143,13 +137,13 @@ void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t versio
 // Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
 static bool calibration_ready(qkvi_spill *spill, const qkv_page_header *header) {
   if (header->calibration == 0) return true;
-  lock(spill);
+  qkvi_spill_lock(spill);
   bool ready = false;
   for (const qkvi_known *known = spill->known; known != NULL; known = known->next) {
     ready |= known->version == header->calibration && known->durable;
   }
   if (!ready) spill->wanted = true;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return ready;
 }
 
@@ -170,9 +164,9 @@ static bool journal_calibration(void *context, const qkv_model *model, size_t se
   (void)sessions;
   const qkv_calibration *calibration = qkv_calibration_slot_get(model->calibration);
   const uint32_t version = calibration == NULL ? 0 : qkv_calibration_version(calibration);
-  lock(spill);
+  qkvi_spill_lock(spill);
   const bool wanted = version != 0 && find_known(spill, model->name, version) == NULL;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   if (wanted) {
     Qkv__V1__Model message = QKV__V1__MODEL__INIT;
     qkv_error error = {0};
@@ -180,9 +174,9 @@ static bool journal_calibration(void *context, const qkv_model *model, size_t se
     message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
     const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
     if (status != QKV_OK) qkv_log(QKV_LOG_ERROR, "a calibration was not written", "{s:s}", "reason", error.text);
-    lock(spill);
+    qkvi_spill_lock(spill);
     if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, version, true);
-    unlock(spill);
+    qkvi_spill_unlock(spill);
   }
   qkv_calibration_unref(&calibration);
   return true;
@@ -215,7 +209,7 @@ static uint64_t put(void *context, uint64_t session, const void *page, uint32_t 
                                            .context = spill};
   pending->state = QKV_RECORD_WAITING;
   // The callbacks may come before put returns, and find the record when they have the lock.
-  lock(spill);
+  qkvi_spill_lock(spill);
   qkv_error error = {0};
   const qkv_status status = qkv_storage_put(spill->storage, &request, &pending->record, &error);
   if (status == QKV_OK) {
@@ -224,7 +218,7 @@ static uint64_t put(void *context, uint64_t session, const void *page, uint32_t 
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_REFUSED], 1);
     if (status != QKV_UNAVAILABLE) note_failure(spill, status);
   }
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   if (status == QKV_OK) {
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_PAGES], 1);
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_BYTES], bytes);
@@ -237,10 +231,10 @@ static uint64_t put(void *context, uint64_t session, const void *page, uint32_t 
 
 static qkv_record_state state_of(void *context, uint64_t record) {
   qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
-  lock(spill);
+  qkvi_spill_lock(spill);
   const qkvi_pending *pending = find_pending(spill, record);
   const qkv_record_state state = pending != NULL ? pending->state : QKV_RECORD_DURABLE;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   if (pending != NULL) return state;
   qkv_record_info info;
   return qkv_storage_find(spill->storage, record, &info) == QKV_OK ? QKV_RECORD_DURABLE : QKV_RECORD_GONE;
@@ -253,17 +247,17 @@ static void drop(void *context, uint64_t record) {
 
 static void on_cut(void *context, qkv_status status) {
   qkvi_spill *spill = context;
-  lock(spill);
+  qkvi_spill_lock(spill);
   spill->cuts--;
   if (status != QKV_OK) note_failure(spill, status);
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   progress(spill);
 }
 
 void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position) {
-  lock(spill);
+  qkvi_spill_lock(spill);
   spill->cuts++;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   qkv_storage_session_truncate(spill->storage, session, layer, position, on_cut, spill);
 }
 
@@ -287,18 +281,18 @@ typedef struct journal_wait {
 static void on_journal(void *context, qkv_status status) {
   journal_wait *wait = context;
   qkvi_spill *spill = wait->spill;
-  lock(spill);
+  qkvi_spill_lock(spill);
   wait->status = status;
   wait->done = true;
   spill->steps++;
   (void)pthread_cond_broadcast(&spill->moved);
-  unlock(spill);
+  qkvi_spill_unlock(spill);
 }
 
 static qkv_status finish_wait(journal_wait *wait, qkv_error *error) {
-  lock(wait->spill);
+  qkvi_spill_lock(wait->spill);
   while (!wait->done) (void)pthread_cond_wait(&wait->spill->moved, &wait->spill->lock);
-  unlock(wait->spill);
+  qkvi_spill_unlock(wait->spill);
   if (wait->status == QKV_OK) return QKV_OK;
   return qkv_fail(error, wait->status, "the journal in --data-dir was not written");
 }
@@ -330,17 +324,17 @@ const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durabili
 static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, qkv_error *error) {
   qkv_status status = QKV_OK;
   (void)pthread_mutex_lock(&spill->models_lock);
-  lock(spill);
+  qkvi_spill_lock(spill);
   const bool known = find_known(spill, model->name, 0) != NULL;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   if (!known) {
     qkvi_model_message message;
     qkvi_model_write(model, &message);
     status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
     qkvi_model_message_clear(&message);
-    lock(spill);
+    qkvi_spill_lock(spill);
     if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0, true);
-    unlock(spill);
+    qkvi_spill_unlock(spill);
   }
   (void)pthread_mutex_unlock(&spill->models_lock);
   return status;
@@ -382,21 +376,21 @@ qkv_status qkvi_spill_closed(qkvi_spill *spill, const qkv_session *session, qkv_
 }
 
 static bool cuts_waiting(qkvi_spill *spill) {
-  lock(spill);
+  qkvi_spill_lock(spill);
   const bool waiting = spill->cuts > 0;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return waiting;
 }
 
 qkv_status qkvi_spill_truncated(qkvi_spill *spill, const qkv_session *session, qkv_error *error) {
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
-  const int64_t until = now_ms() + SYNC_WAIT_MS;
-  uint64_t seen = steps_of(spill);
+  const int64_t until = qkvi_spill_now_ms() + SYNC_WAIT_MS;
+  uint64_t seen = qkvi_spill_steps(spill);
   while (cuts_waiting(spill)) {
-    if (now_ms() > until)
+    if (qkvi_spill_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the truncation is not durable yet",
                       qkv_session_name(session));
-    seen = await(spill, seen, STEP_MS);
+    seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return QKV_OK;
 }
@@ -406,145 +400,77 @@ bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session) {
   return !qkv_session_settle(session) || cuts_waiting(spill);
 }
 
-static qkv_status failure_of(qkvi_spill *spill) {
-  lock(spill);
+qkv_status qkvi_spill_failure(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
   const qkv_status failure = spill->failure;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return failure;
 }
 
 qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
-  const int64_t until = now_ms() + SYNC_WAIT_MS;
-  uint64_t seen = steps_of(spill);
+  const int64_t until = qkvi_spill_now_ms() + SYNC_WAIT_MS;
+  uint64_t seen = qkvi_spill_steps(spill);
   while (!qkv_session_settle(session) || cuts_waiting(spill)) {
-    const qkv_status failure = failure_of(spill);
-    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || now_ms() > until)
+    const qkv_status failure = qkvi_spill_failure(spill);
+    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_spill_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session),
                       failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full" : "the disk failed");
-    seen = await(spill, seen, STEP_MS);
+    seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return QKV_OK;
 }
 
-// ---- Room ----
+// ---- Looking after the disk ----
 
-typedef struct candidate {
-  qkv_session *session;  // a reference
-  int64_t last_used_unix_ms;
-} candidate;
-
-static int by_last_use(const void *a, const void *b) {
-  const int64_t first = ((const candidate *)a)->last_used_unix_ms;
-  const int64_t second = ((const candidate *)b)->last_used_unix_ms;
-  return (first > second) - (first < second);
+static bool on_verified(void *context, uint64_t done, uint64_t all) {
+  qkvi_spill *spill = context;
+  qkvi_spill_lock(spill);
+  spill->verify.done = done;
+  spill->verify.all = all;
+  const bool go_on = !spill->finishing;
+  qkvi_spill_unlock(spill);
+  return go_on;
 }
 
-// Sessions that are not in memory alone, the longest unused first. The caller returns each.
-static candidate *list_sessions(qkvi_spill *spill, size_t *count) {
-  const size_t room = qkv_store_read_stats(spill->store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
-  candidate *made = calloc(room, sizeof *made);
-  if (listed == NULL || made == NULL) abort();
-  const size_t all = qkv_store_list(spill->store, "", "", listed, room);
-  *count = 0;
-  for (size_t i = 0; i < all; i++) {
-    qkv_session_info info;
-    qkv_session_read_info(listed[i], &info, NULL);
-    if (info.config.backing == NULL) {
-      qkv_session_unref(&listed[i]);
-    } else {
-      made[(*count)++] = (candidate){listed[i], info.last_used_unix_ms};
-    }
-  }
-  free((void *)listed);
-  qsort(made, *count, sizeof *made, by_last_use);
-  return made;
+static void verify_job(void *context) {
+  qkvi_spill *spill = context;
+  qkv_storage_verify_report report = {0};
+  (void)qkv_storage_verify(spill->storage, on_verified, spill, &report);
+  qkvi_spill_lock(spill);
+  spill->verify.running = false;
+  spill->verify.bad = report.bad;
+  spill->verify.bytes = report.bytes;
+  qkvi_spill_unlock(spill);
+  if (report.bad > 0)
+    qkv_log(QKV_LOG_ERROR, "damaged records", "{s:I, s:I}", "bad", (json_int_t)report.bad, "records",
+            (json_int_t)report.records);
 }
 
-static void drop_sessions(candidate *sessions, size_t count) {
-  for (size_t i = 0; i < count; i++) qkv_session_unref(&sessions[i].session);
-  free(sessions);
+qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start) {
+  qkvi_spill_lock(spill);
+  const bool begin = start && !spill->verify.running;
+  if (begin) spill->verify = (qkvi_verify){.running = true};
+  qkvi_spill_unlock(spill);
+  const bool refused = begin && qkv_pool_submit(pool, verify_job, spill) != QKV_OK;
+  qkvi_spill_lock(spill);
+  if (refused) spill->verify.running = false;
+  const qkvi_verify verify = spill->verify;
+  qkvi_spill_unlock(spill);
+  return verify;
 }
 
-static uint64_t bytes_taken(qkvi_spill *spill) {
-  const qkv_arena_stats memory = qkv_store_read_stats(spill->store).memory;
-  return memory.bytes_used + memory.bytes_reserved;
-}
-
-uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
-  uint64_t freed = 0;
-  size_t count;
-  (void)pthread_mutex_lock(&spill->room_lock);
-  candidate *sessions = list_sessions(spill, &count);
-  for (size_t i = 0; i < count; i++) {
-    const uint64_t taken = bytes_taken(spill);
-    if (taken <= target) break;
-    freed += qkv_session_evict(sessions[i].session, taken - target);
-  }
-  drop_sessions(sessions, count);
-  (void)pthread_mutex_unlock(&spill->room_lock);
-  qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
-  if (freed > 0) qkvi_spill_trim(spill, freed);
-  return freed;
-}
-
-void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
-  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
-  const uint64_t all = atomic_fetch_add_explicit(&spill->freed, freed, memory_order_relaxed) + freed;
-  if (all < budget / 32) return;
-  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0) qkv_arena_trim();
-}
-
-static bool anything_pending(qkvi_spill *spill) {
-  lock(spill);
-  const bool any = spill->pending != NULL || spill->wanted;
-  unlock(spill);
-  return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
-}
-
-// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
-// are more, of sessions that were in use just now.
-static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
-  uint64_t sealed = 0;
-  size_t count;
-  *left = false;
-  (void)pthread_mutex_lock(&spill->room_lock);
-  candidate *sessions = list_sessions(spill, &count);
-  for (size_t i = 0; i < count && sealed < bytes; i++) {
-    qkv_session_info info;
-    qkv_session_read_info(sessions[i].session, &info, NULL);
-    if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
-    *left = unix_ms() - info.last_used_unix_ms < IDLE_MS;
-    if (*left) break;
-    if (qkv_session_seal(sessions[i].session, NULL) == QKV_OK) sealed += info.usage.bytes_exact;
-  }
-  drop_sessions(sessions, count);
-  (void)pthread_mutex_unlock(&spill->room_lock);
-  return sealed;
-}
-
-// A little more than is asked for leaves memory, so that the next one need not ask.
-qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error) {
-  const int64_t until = now_ms() + ROOM_WAIT_MS;
-  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
-  uint64_t seen = steps_of(spill);
-  while (bytes <= budget) {
-    const uint64_t slack = (budget - bytes) / 16;
-    const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
-    if (bytes_taken(spill) <= budget - bytes) return QKV_OK;
-    (void)qkvi_spill_evict(spill, budget - bytes - slack);
-    const uint64_t taken = bytes_taken(spill);
-    if (taken <= budget - bytes) return QKV_OK;
-    bool later = pending;
-    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0) continue;
-    if (!later || failure_of(spill) != QKV_OK || now_ms() > until) break;
-    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
-    seen = await(spill, seen, STEP_MS);
-  }
-  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                  "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
-                  budget, bytes);
+qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error) {
+  qkv_storage_stats before, after;
+  journal_wait wait = {.spill = spill};
+  qkv_storage_read_stats(spill->storage, &before);
+  qkv_storage_compact(spill->storage, live_share, on_journal, &wait);
+  qkvi_spill_lock(spill);
+  while (!wait.done) (void)pthread_cond_wait(&spill->moved, &spill->lock);
+  qkvi_spill_unlock(spill);
+  qkv_storage_read_stats(spill->storage, &after);
+  *freed = before.disk_bytes > after.disk_bytes ? before.disk_bytes - after.disk_bytes : 0;
+  return wait.status == QKV_OK ? QKV_OK : qkv_fail(error, wait.status, "the disk did not take what was to be moved");
 }
 
 // ---- The thread ----
@@ -552,17 +478,17 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
 static bool settle_sessions(qkvi_spill *spill) {
   size_t count;
   bool all = true;
-  candidate *sessions = list_sessions(spill, &count);
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
   for (size_t i = 0; i < count; i++) all &= qkv_session_settle(sessions[i].session);
-  drop_sessions(sessions, count);
+  qkvi_spill_drop_sessions(sessions, count);
   return all;
 }
 
 static bool take_flag(qkvi_spill *spill, bool *flag) {
-  lock(spill);
+  qkvi_spill_lock(spill);
   const bool was = *flag;
   *flag = false;
-  unlock(spill);
+  qkvi_spill_unlock(spill);
   return was;
 }
 
@@ -573,11 +499,11 @@ static void *work(void *context) {
     if (take_flag(spill, &spill->wanted)) qkv_store_each_model(spill->store, journal_calibration, spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
-    lock(spill);
+    qkvi_spill_lock(spill);
     const bool ending = spill->ending;
-    unlock(spill);
+    qkvi_spill_unlock(spill);
     if (ending) return NULL;
-    seen = await(spill, seen, STEP_MS);
+    seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
 }
 
@@ -620,10 +546,13 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
 }
 
 void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
-  const int64_t until = now_ms() + wait_ms;
-  uint64_t seen = steps_of(spill);
+  qkvi_spill_lock(spill);
+  spill->finishing = true;
+  qkvi_spill_unlock(spill);
+  const int64_t until = qkvi_spill_now_ms() + wait_ms;
+  uint64_t seen = qkvi_spill_steps(spill);
   size_t count;
-  candidate *sessions = list_sessions(spill, &count);
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
   for (size_t i = 0; i < count; i++) {
     qkv_error error = {0};
     if (qkv_session_seal(sessions[i].session, &error) != QKV_OK)
@@ -634,11 +563,11 @@ void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
   for (;;) {
     left = 0;
     for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i].session) ? 0 : 1;
-    if ((left == 0 && !cuts_waiting(spill)) || now_ms() > until) break;
-    seen = await(spill, seen, STEP_MS);
+    if ((left == 0 && !cuts_waiting(spill)) || qkvi_spill_now_ms() > until) break;
+    seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   if (left > 0) qkv_log(QKV_LOG_ERROR, "sessions are not durable as a whole", "{s:I}", "sessions", (json_int_t)left);
-  drop_sessions(sessions, count);
+  qkvi_spill_drop_sessions(sessions, count);
 }
 
 void qkvi_spill_destroy(qkvi_spill **spill) {
@@ -646,11 +575,11 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
   if (old == NULL) return;
   *spill = NULL;
   if (old->started) {
-    lock(old);
+    qkvi_spill_lock(old);
     old->ending = true;
     old->steps++;
     (void)pthread_cond_broadcast(&old->moved);
-    unlock(old);
+    qkvi_spill_unlock(old);
     (void)pthread_join(old->thread, NULL);
   }
   if (old->storage != NULL) qkv_storage_close(&old->storage);

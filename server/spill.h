@@ -15,6 +15,7 @@
 #define QKV_SERVER_SPILL_H
 
 #include "engine/base/metric.h"
+#include "engine/base/pool.h"
 #include "engine/cache/store.h"
 #include "server/options.h"
 #include "storage/storage.h"
@@ -30,6 +31,16 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
 void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms);
 // After the store's sessions have gone. NULL is let through.
 void qkvi_spill_destroy(qkvi_spill **spill);
+
+// A check of all records, one at a time for the daemon. `start`: begins one unless it runs, in a job of `pool`.
+typedef struct qkvi_verify {
+  bool running;
+  uint64_t done, all;  // records
+  uint64_t bad, bytes;
+} qkvi_verify;
+qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start);
+// Files of which at most this share is needed give it to others. Waits. The bytes that the disk got back.
+qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error);
 
 // memory-budget.
 uint64_t qkvi_spill_budget(const qkvi_spill *spill);

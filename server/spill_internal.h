@@ -1,4 +1,4 @@
-// What spill.c and recovery.c share.
+// What spill.c, spill_room.c and recovery.c share.
 #ifndef QKV_SERVER_SPILL_INTERNAL_H
 #define QKV_SERVER_SPILL_INTERNAL_H
 
@@ -43,12 +43,13 @@ struct qkvi_spill {
   pthread_mutex_t lock;  // of everything down to `known`; nothing is waited for under it but `moved`
   pthread_cond_t moved;  // `steps` has grown
   uint64_t steps;
-  bool ending, wanted;  // wanted: a page waits for its calibration to be in the journal
+  bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   qkvi_pending *pending;
   uint64_t cuts;       // truncations that are not durable yet
   uint64_t failures;   // so far
   qkv_status failure;  // of the last record; OK again once one is durable
   qkvi_known *known;
+  qkvi_verify verify;
 
   pthread_mutex_t room_lock;    // one eviction at a time
   pthread_mutex_t models_lock;  // one model at a time into the journal
@@ -57,6 +58,24 @@ struct qkvi_spill {
   pthread_t thread;
   bool started;
 };
+
+#define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
+
+int64_t qkvi_spill_now_ms(void);
+void qkvi_spill_lock(qkvi_spill *spill);
+void qkvi_spill_unlock(qkvi_spill *spill);
+uint64_t qkvi_spill_steps(qkvi_spill *spill);
+// Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
+uint64_t qkvi_spill_await(qkvi_spill *spill, uint64_t seen, int64_t ms);
+qkv_status qkvi_spill_failure(qkvi_spill *spill);
+
+// Sessions that are not in memory alone, the longest unused first; to be given back.
+typedef struct qkvi_spilled {
+  qkv_session *session;  // a reference
+  int64_t last_used_unix_ms;
+} qkvi_spilled;
+qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
+void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);
 
 // Opens the storage and fills the store (recovery.c).
 qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error);

@@ -13,7 +13,6 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
   X(KvCache, Match)                             \
   X(KvCache, Fork)                              \
   X(Admin, Drain)                               \
-  X(Admin, Compact)                             \
   X(Admin, SetQuota)                            \
   X(SharedMemory, SystemSharedMemoryStatus)     \
   X(SharedMemory, SystemSharedMemoryRegister)   \

@@ -67,6 +67,7 @@ int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
 int qkvctl_sessions(void *values, const qkv_option_list *arguments);
 int qkvctl_session(void *values, const qkv_option_list *arguments);
+int qkvctl_storage(void *values, const qkv_option_list *arguments);
 int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);

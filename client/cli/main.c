@@ -85,6 +85,8 @@ static const qkv_command commands[] = {
     {"promote", "SESSION", "Gives them back, where they were kept.", OPTIONS(promote_options), 1, 1, qkvctl_promote},
     {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
      qkvctl_truncate},
+    {"storage", "[show|verify|compact]", "Shows the SSD tier, reads all of it, or makes room there.", OPTIONS(common_options), 0, 1,
+     qkvctl_storage},
     {"sink", "SESSION...", "Takes sessions out of memory, which stay on the SSD.", OPTIONS(common_options), 1, SIZE_MAX,
      qkvctl_sink},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},

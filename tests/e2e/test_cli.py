@@ -37,17 +37,19 @@ def test_help_and_version(tool):
     assert re.search(r"\d+\.\d+\.\d+", run(tool, "--version").stdout)
 
 
-COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "fetch", "load", "rm")]
+COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "storage", "fetch", "load", "sink", "rm")]
 COMMANDS += [("qkv-worker", command) for command in ("generate", "score")]
-COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "attend", "step", "fetch")]
+COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "step", "fetch")]
+IN_PROCESS = [("qkv-bench", command) for command in ("attend", "encode", "decode", "quality")]
 
 
-@pytest.mark.parametrize("tool,command", COMMANDS)
+@pytest.mark.parametrize("tool,command", COMMANDS + IN_PROCESS)
 def test_help_of_every_command(tool, command):
     result = run(tool, command, "--help")
     assert (result.returncode, result.stderr) == (0, "")
-    for option in ("--target", "--json", "--help", "--version"):
+    for option in ("--json", "--help", "--version"):
         assert option in result.stdout
+    assert ("--target" in result.stdout) == ((tool, command) in COMMANDS)
     assert command in run(tool, "--help").stdout
 
 

@@ -1,6 +1,7 @@
 """The SSD tier through the real daemon: sessions that outlive it and that are larger than its memory."""
 
 import glob
+import json
 import os
 import subprocess
 
@@ -246,3 +247,46 @@ def test_a_session_larger_than_memory(start):
         out, lse = cache.attend(tokens - 2, queries)
         assert np.abs(out - expected[0]).max() < 1e-5 and np.abs(lse - expected[1]).max() < 1e-5
         assert daemon.metric("qkvd_kv_bytes") <= 1 << 20
+
+
+def qkvctl(daemon, *arguments):
+    done = subprocess.run([binary("qkvctl"), *arguments, "--target", daemon.target, "--json"], capture_output=True,
+                          text=True, timeout=60 * SLOWNESS, env=clean_environment())
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_qkvctl_storage(start, tmp_path):
+    with start("--storage-compact-rate", "0") as daemon:
+        kept, closed = open_cache(daemon, name="kept"), open_cache(daemon, name="closed")
+        fill(kept, 1000)
+        for position in range(0, 60000, 4000):
+            fill(closed, 4000, position)
+        before = rows(kept, 900)
+        status, (storage,), _ = qkvctl(daemon, "storage")
+        assert status == 0 and storage["records"] == (15 + 937) * LAYERS
+        assert storage["put_bytes"] >= storage["put_stored_bytes"] > 0 and storage["bad_records"] == 0
+        assert len(storage["segments"]) >= 2 and sum(s["records"] for s in storage["segments"]) == storage["records"]
+        status, (report,), _ = qkvctl(daemon, "storage", "verify")
+        assert status == 0 and report == {"records": storage["records"], "bytes": report["bytes"], "bad": 0}
+        kept.stub.CloseSession(kv.CloseSessionRequest(session="closed"))
+        status, (freed,), _ = qkvctl(daemon, "storage", "compact")
+        assert status == 0 and freed["bytes_freed"] >= 4 << 20
+        assert_same_rows(before, rows(kept, 900))
+        status, (line,), _ = qkvctl(daemon, "sink", "kept")
+        assert status == 0 and line["bytes_freed"] > 0
+        status, (session,), _ = qkvctl(daemon, "session", "kept")
+        assert session["durability"] == "sync" and session["tokens_cold"] == 1000 * LAYERS
+        assert session["durable"] == [1000] * LAYERS
+        assert_same_rows(before, rows(kept, 900))
+    segment = sorted(glob.glob(str(tmp_path / "data" / "segment-*.qkv")))[-1]
+    with open(segment, "r+b") as file:
+        file.seek(4096 + 600)
+        byte = file.read(1)[0]
+        file.seek(4096 + 600)
+        file.write(bytes([byte ^ 1]))
+    with start() as daemon:
+        status, (report,), _ = qkvctl(daemon, "storage", "verify")
+        assert status != 0 and report["bad"] == 1
+    with Daemon() as daemon:
+        status, _, text = qkvctl(daemon, "storage")
+        assert status != 0 and "no data-dir" in text

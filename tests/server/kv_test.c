@@ -486,7 +486,7 @@ static void unserved_methods_say_so(void **state) {
   const char *const methods[] = {"KvCache/Match",
                                  "KvCache/Fork",
                                  "Admin/Drain",
-                                 "Admin/Compact",
+
                                  "Admin/SetQuota",
                                  "SharedMemory/SystemSharedMemoryStatus",
                                  "SharedMemory/SystemSharedMemoryRegister",

@@ -1,0 +1,130 @@
+// Room in memory-budget: sessions that are on the SSD leave it.
+#include <assert.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/metrics.h"
+#include "server/spill_internal.h"
+
+enum { IDLE_MS = 250, WAIT_MS = 10000 };
+
+static int64_t unix_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_REALTIME, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static int by_last_use(const void *a, const void *b) {
+  const int64_t first = ((const qkvi_spilled *)a)->last_used_unix_ms;
+  const int64_t second = ((const qkvi_spilled *)b)->last_used_unix_ms;
+  return (first > second) - (first < second);
+}
+
+// Sessions that are not in memory alone, the longest unused first. The caller returns each.
+qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count) {
+  const size_t room = qkv_store_read_stats(spill->store).sessions + 1;
+  qkv_session **listed = calloc(room, sizeof *listed);
+  qkvi_spilled *made = calloc(room, sizeof *made);
+  if (listed == NULL || made == NULL) abort();
+  const size_t all = qkv_store_list(spill->store, "", "", listed, room);
+  *count = 0;
+  for (size_t i = 0; i < all; i++) {
+    qkv_session_info info;
+    qkv_session_read_info(listed[i], &info, NULL);
+    if (info.config.backing == NULL) {
+      qkv_session_unref(&listed[i]);
+    } else {
+      made[(*count)++] = (qkvi_spilled){listed[i], info.last_used_unix_ms};
+    }
+  }
+  free((void *)listed);
+  qsort(made, *count, sizeof *made, by_last_use);
+  return made;
+}
+
+void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count) {
+  for (size_t i = 0; i < count; i++) qkv_session_unref(&sessions[i].session);
+  free(sessions);
+}
+
+static uint64_t bytes_taken(qkvi_spill *spill) {
+  const qkv_arena_stats memory = qkv_store_read_stats(spill->store).memory;
+  return memory.bytes_used + memory.bytes_reserved;
+}
+
+uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
+  uint64_t freed = 0;
+  size_t count;
+  (void)pthread_mutex_lock(&spill->room_lock);
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    const uint64_t taken = bytes_taken(spill);
+    if (taken <= target) break;
+    freed += qkv_session_evict(sessions[i].session, taken - target);
+  }
+  qkvi_spill_drop_sessions(sessions, count);
+  (void)pthread_mutex_unlock(&spill->room_lock);
+  qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
+  if (freed > 0) qkvi_spill_trim(spill, freed);
+  return freed;
+}
+
+void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
+  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
+  const uint64_t all = atomic_fetch_add_explicit(&spill->freed, freed, memory_order_relaxed) + freed;
+  if (all < budget / 32) return;
+  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0) qkv_arena_trim();
+}
+
+static bool anything_pending(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
+  const bool any = spill->pending != NULL || spill->wanted;
+  qkvi_spill_unlock(spill);
+  return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
+}
+
+// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
+// are more, of sessions that were in use just now.
+static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
+  uint64_t sealed = 0;
+  size_t count;
+  *left = false;
+  (void)pthread_mutex_lock(&spill->room_lock);
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count && sealed < bytes; i++) {
+    qkv_session_info info;
+    qkv_session_read_info(sessions[i].session, &info, NULL);
+    if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
+    *left = unix_ms() - info.last_used_unix_ms < IDLE_MS;
+    if (*left) break;
+    if (qkv_session_seal(sessions[i].session, NULL) == QKV_OK) sealed += info.usage.bytes_exact;
+  }
+  qkvi_spill_drop_sessions(sessions, count);
+  (void)pthread_mutex_unlock(&spill->room_lock);
+  return sealed;
+}
+
+// A little more than is asked for leaves memory, so that the next one need not ask.
+qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error) {
+  const int64_t until = qkvi_spill_now_ms() + WAIT_MS;
+  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
+  uint64_t seen = qkvi_spill_steps(spill);
+  while (bytes <= budget) {
+    const uint64_t slack = (budget - bytes) / 16;
+    const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
+    if (bytes_taken(spill) <= budget - bytes) return QKV_OK;
+    (void)qkvi_spill_evict(spill, budget - bytes - slack);
+    const uint64_t taken = bytes_taken(spill);
+    if (taken <= budget - bytes) return QKV_OK;
+    bool later = pending;
+    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0) continue;
+    if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until) break;
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
+    seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
+  }
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
+                  budget, bytes);
+}
