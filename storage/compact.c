@@ -12,13 +12,15 @@
 enum { MOVING_MAX = 4 << 20, TICK_MS = 20, ATTEMPTS_MAX = 3 };
 // With less room than two segments, segments are worth emptying that are not mostly dead.
 static const double PRESSED_SHARE = 0.9;
+// Every start seals what was open: more segments than this of less than an eighth of their size become fewer.
+enum { SMALL_MAX = 16 };
 
 static double live_share(const qkvi_segment *segment) {
   return (double)segment->live_bytes / (double)segment->file_bytes;
 }
 
 static bool is_candidate(const qkvi_segment *segment) {
-  // A failed one has no footer: it goes as soon as it can.
+  // A failed one is whole as far as it was read or written; it has no footer.
   return segment != NULL && segment->live_records > 0 && !segment->unmovable &&
          (segment->state == QKVI_SEGMENT_SEALED || segment->state == QKVI_SEGMENT_FAILED) &&
          segment->unsynced.first == NULL && segment->syncing.first == NULL && segment->placing == 0 &&
@@ -37,6 +39,18 @@ static qkvi_segment *worst_below(const qkv_storage *storage, double share, uint6
     if (worst == NULL || live_share(segment) < live_share(worst)) worst = segment;
   }
   return worst;
+}
+
+static qkvi_segment *smallest_of_many(const qkv_storage *storage) {
+  qkvi_segment *smallest = NULL;
+  unsigned small = 0;
+  for (uint32_t i = 0; i < storage->segments_room; i++) {
+    qkvi_segment *segment = storage->segments[i];
+    if (!is_candidate(segment) || segment->file_bytes >= storage->config.segment_bytes / 8) continue;
+    small++;
+    if (smallest == NULL || segment->file_bytes < smallest->file_bytes) smallest = segment;
+  }
+  return small > SMALL_MAX ? smallest : NULL;
 }
 
 static void answer_asked(qkv_storage *storage, qkv_status status) {
@@ -58,7 +72,8 @@ static qkvi_segment *choose(qkv_storage *storage) {
   }
   if (storage->config.compact_bytes_per_s == 0 || storage->ending || compaction->aborted) return NULL;
   const double share = is_pressed(storage) ? PRESSED_SHARE : storage->config.compact_below;
-  return worst_below(storage, share, UINT64_MAX);
+  qkvi_segment *worst = worst_below(storage, share, UINT64_MAX);
+  return worst != NULL ? worst : smallest_of_many(storage);
 }
 
 static void finish_segment(qkv_storage *storage) {

@@ -54,6 +54,7 @@ static void grow(qkvi_index *index) {
   assert(index->room < UINT32_C(1) << 30);
   index->room *= 2;
   index->entries = checked(realloc(index->entries, (size_t)index->room * sizeof *index->entries));
+  memset(index->entries + index->places, 0, (size_t)(index->room - index->places) * sizeof *index->entries);
   make_table(index, 2 * index->room);
   for (uint32_t i = 0; i < index->places; i++) {
     if (index->entries[i].record != 0) link_table(index, i);
@@ -64,7 +65,7 @@ qkvi_index *qkvi_index_create(void) {
   qkvi_index *index = checked(calloc(1, sizeof *index));
   index->room = ROOM_FIRST;
   index->free = QKVI_NO_ENTRY;
-  index->entries = checked(malloc((size_t)index->room * sizeof *index->entries));
+  index->entries = checked(calloc(index->room, sizeof *index->entries));
   make_table(index, 2 * ROOM_FIRST);
   return index;
 }
@@ -72,10 +73,12 @@ qkvi_index *qkvi_index_create(void) {
 void qkvi_index_destroy(qkvi_index **index) {
   qkvi_index *old = *index;
   if (old == NULL) return;
-  index_session *session, *next;
-  HASH_ITER(hh, old->sessions, session, next) {
-    HASH_DEL(old->sessions, session);
+  index_session *session = old->sessions;
+  HASH_CLEAR(hh, old->sessions);
+  while (session != NULL) {
+    index_session *next = session->hh.next;
     free(session);
+    session = next;
   }
   free(old->table);
   free(old->entries);

@@ -38,10 +38,12 @@ static void poison(qkv_storage *storage, uint64_t session) {
 }
 
 void qkvi_poison_clear(qkv_storage *storage) {
-  qkvi_poisoned *poisoned, *next;
-  HASH_ITER(hh, storage->poisoned, poisoned, next) {
-    HASH_DEL(storage->poisoned, poisoned);
+  qkvi_poisoned *poisoned = storage->poisoned;
+  HASH_CLEAR(hh, storage->poisoned);
+  while (poisoned != NULL) {
+    qkvi_poisoned *next = poisoned->hh.next;
     free(poisoned);
+    poisoned = next;
   }
 }
 

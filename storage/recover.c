@@ -326,9 +326,13 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   for (uint64_t i = 0; status == QKV_OK && i < on->numbers_count; i++) {
     status = read_segment(on, on->numbers[i], error);
   }
-  if (status == QKV_OK) {
-    status = qkvi_journal_scan(bytes, size, on->journal_seen, note_entry, on, &report, error);
+  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, ignore_entry, on, &report, error);
+  if (status == QKV_OK && report.bad > 0) {
+    // What was wrong on the way may be right in the medium, and much hangs on it: once more.
+    const int code = request_now(on, QKV_IO_READ, storage->journal.file, 0, bytes, size);
+    if (code != 0) status = failed(error, "journal.qkv", code);
   }
+  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, note_entry, on, &report, error);
   if (status == QKV_OK && report.bad > 0) {
     storage->stats.bad_entries = report.bad;
     storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);

@@ -3,6 +3,7 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>
 
@@ -12,8 +13,8 @@ void qkvi_segment_name(uint64_t segment, char name[QKVI_SEGMENT_NAME_MAX]) {
 
 bool qkvi_segment_parse_name(const char *name, uint64_t *segment) {
   char again[QKVI_SEGMENT_NAME_MAX];
-  int end = 0;
-  if (sscanf(name, "segment-%16" SCNx64 ".qkv%n", segment, &end) != 1 || end == 0) return false;
+  if (strncmp(name, "segment-", 8) != 0) return false;
+  *segment = strtoull(name + 8, NULL, 16);
   qkvi_segment_name(*segment, again);
   return strcmp(name, again) == 0;
 }

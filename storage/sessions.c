@@ -38,12 +38,14 @@ static void drop_cuts(known_session *session) {
 }
 
 void qkvi_sessions_destroy(qkvi_sessions **sessions) {
-  known_session *session, *next;
   if (*sessions == NULL) return;
-  HASH_ITER(hh, (*sessions)->known, session, next) {
-    HASH_DEL((*sessions)->known, session);
+  known_session *session = (*sessions)->known;
+  HASH_CLEAR(hh, (*sessions)->known);
+  while (session != NULL) {
+    known_session *next = session->hh.next;
     drop_cuts(session);
     free(session);
+    session = next;
   }
   free(*sessions);
   *sessions = NULL;

@@ -93,10 +93,11 @@ typedef void qkv_storage_done_fn(void *context, qkv_status status);
 // INVALID_ARGUMENT: kind, or more than QKV_JOURNAL_PAYLOAD_MAX bytes.
 qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
                                uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error);
-// Records of the session are unreadable at once; done(): for ever.
+// Records of the session are unreadable for whatever is submitted later; done(): for ever.
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
-// Records of `layer` (or QKV_LAYER_ALL) that were put before and begin at or beyond `position` are unreadable at
-// once; done(): for ever. One that begins before it and ends behind it stays, restore tells its tokens below.
+// Records of `layer` (or QKV_LAYER_ALL) that were put before and begin at or beyond `position` are unreadable for
+// whatever is submitted later; done(): for ever. One that begins before it and ends behind it stays, restore tells
+// its tokens below.
 void qkv_storage_session_truncate(qkv_storage *storage, uint64_t session, uint32_t layer, uint64_t position,
                                   qkv_storage_done_fn *done, void *context);
 
@@ -135,8 +136,8 @@ void qkv_storage_when_ready(qkv_storage *storage, qkv_storage_waiter *waiter);
 // done(): every put that was accepted before is durable or has failed.
 void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
 
-// Unreadable at once, its room free later. Drop what another record replaces once that one is durable. A number that
-// is not there is ignored.
+// Unreadable for whatever is submitted later, its room free later. Drop what another record replaces once that one is
+// durable. A number that is not there is ignored.
 void qkv_storage_drop(qkv_storage *storage, uint64_t record);
 
 // NOT_FOUND, without a text: it is not written yet, or no longer there.

@@ -191,11 +191,18 @@ static int repeat(storage_side *side, json_t **result) {
   qkv_samples_add(&side->read, gigabytes / (qkv_bench_now() - begin));
   qkv_storage_stats stats;
   qkv_storage_read_stats(side->storage, &stats);
+  // And how long it takes to know all of them again.
+  qkv_storage_close(&side->storage);
+  if (qkv_storage_open(&config, NULL, &side->storage, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
+  qkv_storage_stats recovered;
+  qkv_storage_read_stats(side->storage, &recovered);
   json_decref(*result);
-  *result = json_pack("{s:s, s:f, s:f, s:f, s:I, s:I}", "io", side->io, "put_GB_s",
-                      qkv_samples_quantile(&side->put, 0.5), "read_GB_s", qkv_samples_quantile(&side->read, 0.5),
-                      "stored_share", (double)stats.put_stored_bytes / (double)stats.put_bytes, "records",
-                      (json_int_t)side->count, "record_bytes", (json_int_t)side->settings->record);
+  *result =
+      json_pack("{s:s, s:f, s:f, s:f, s:I, s:I, s:I, s:f}", "io", side->io, "put_GB_s",
+                qkv_samples_quantile(&side->put, 0.5), "read_GB_s", qkv_samples_quantile(&side->read, 0.5),
+                "stored_share", (double)stats.put_stored_bytes / (double)stats.put_bytes, "records",
+                (json_int_t)side->count, "record_bytes", (json_int_t)side->settings->record, "recovered_records",
+                (json_int_t)recovered.recovered_records, "recovery_ms", 1e3 * recovered.recovery_s);
   qkv_storage_close(&side->storage);
   remove_files(config.directory);
   return status;

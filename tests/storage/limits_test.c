@@ -162,6 +162,23 @@ static void compaction_comes_by_itself(void **state) {
   check_scattered(on, session, records);
 }
 
+static void small_segments_become_fewer(void **state) {
+  scene *on = *state;
+  uint64_t records[24], session = 0;
+  for (uint64_t i = 0; i < 24; i++) {
+    scene_open(on);
+    if (i == 0) session = scene_session(on);
+    records[i] = scene_put(on, session, 0, 64 * i, 1000);
+    scene_close(on);
+  }
+  on->config.compact_bytes_per_s = UINT64_C(1) << 30;
+  on->config.sync_ms = 1;
+  scene_open(on);
+  assert_int_equal(on->record_count, 24);
+  while (scene_stats(on).segments > 17) scene_sync(on);
+  for (uint64_t i = 0; i < 24; i++) scene_check(on, session, records[i], 64 * i, 1000);
+}
+
 static void compaction_drops_what_is_damaged(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -210,6 +227,7 @@ int main(void) {
       BOTH(compaction_comes_by_itself),
       BOTH(compaction_drops_what_is_damaged),
       BOTH(verify_can_be_ended),
+      BOTH(small_segments_become_fewer),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
