@@ -133,7 +133,9 @@ typedef struct qkv_anchor_choice {
   uint8_t byte;  // for the directory
   uint8_t tier;  // of all four groups
   size_t bytes;  // of the section
-  double error;  // weighted, squared, of all rows together
+  double error;  // weighted, squared, of all rows together, about
+  // What is left, coded; in the scratch, until that is used for something else.
+  const uint8_t *gains, *codes;
 } qkv_anchor_choice;
 
 // Anchors of options->kind, or for AUTO of the kind with the least error, where section and codes together take at

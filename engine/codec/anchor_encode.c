@@ -27,35 +27,54 @@ static void subtract(const float *a, const float *b, size_t dim, float *differen
 
 // ---- Means ----
 
-// Means over the slots of each of `count` equal parts of the page. A part without tokens takes the one before, so
-// that it costs nothing in the unit.
-static void means(const qkv_anchor_input *input, size_t count, float *rows) {
-  const size_t dim = input->schedule->dim, slots = TOKENS / count;
+// Sums over a page's rows.
+typedef struct row_sums {
+  float groups[GROUPS * QKV_DIM_MAX];  // [group][dim]
+  double squares, steps;               // weighted
+} row_sums;
+
+static void sum_rows(const qkv_anchor_input *input, const float *weights, row_sums *sums) {
+  qkv_kernels_get()->sums(input->rows, input->tokens, input->schedule->dim, weights, sums->groups, &sums->squares,
+                          &sums->steps);
+}
+
+static size_t group_tokens(const qkv_anchor_input *input, size_t group) {
+  const size_t begin = group * GROUP;
+  if (begin >= input->tokens) return 0;
+  return input->tokens - begin < GROUP ? input->tokens - begin : GROUP;
+}
+
+// The mean of all rows, or those of groups. A group without tokens takes the one before, so that it costs nothing in
+// the unit.
+static void means(const qkv_anchor_input *input, const row_sums *sums, size_t count, float *rows) {
+  const size_t dim = input->schedule->dim;
   for (size_t r = 0; r < count; r++) {
     float *mean = rows + r * dim;
-    const size_t begin = r * slots, end = begin + slots < input->tokens ? begin + slots : input->tokens;
-    if (begin >= end) {
+    const size_t tokens = count == 1 ? input->tokens : group_tokens(input, r);
+    if (tokens == 0) {
       memcpy(mean, mean - dim, dim * sizeof *mean);
       continue;
     }
-    memset(mean, 0, dim * sizeof *mean);
-    for (size_t t = begin; t < end; t++) qkvi_row_add(mean, input->rows + t * dim, 1, dim);
-    for (size_t c = 0; c < dim; c++) mean[c] /= (float)(end - begin);
+    memcpy(mean, sums->groups + r * dim, dim * sizeof *mean);
+    for (size_t g = 1; count == 1 && g < GROUPS; g++) qkvi_row_add(mean, sums->groups + g * dim, 1, dim);
+    for (size_t c = 0; c < dim; c++) mean[c] /= (float)tokens;
   }
 }
 
-static uint8_t encode_means(const qkv_anchor_input *input, qkv_anchor_kind kind, uint8_t *section, size_t *bytes,
-                            float *residual) {
+static uint8_t encode_means(const qkv_anchor_input *input, const row_sums *sums, qkv_anchor_kind kind,
+                            uint8_t *section, size_t *bytes, float *residual) {
   const size_t dim = input->schedule->dim, count = kind == QKV_ANCHOR_MEAN ? 1 : GROUPS;
   float rows[GROUPS * QKV_DIM_MAX];
-  means(input, count, rows);
+  means(input, sums, count, rows);
   const unsigned unit = qkvi_anchor_unit_for(qkvi_row_largest(rows, count * dim));
   *bytes = qkv_anchor_bytes(kind, count, dim);
   memset(section, 0, *bytes);
   quantize(rows, qkvi_anchor_unit(unit), count * dim, (int8_t *)section);
   qkvi_row_widen(rows, (const int8_t *)section, qkvi_anchor_unit(unit), count * dim);
-  for (size_t t = 0; t < input->tokens; t++) {
-    subtract(input->rows + t * dim, rows + t * count / TOKENS * dim, dim, residual + t * dim);
+  for (size_t g = 0; g < GROUPS; g++) {
+    const size_t first = g * GROUP * dim;
+    qkv_kernels_get()->subtract(input->rows + first, group_tokens(input, g), dim, rows + g * count / GROUPS * dim,
+                                residual + first);
   }
   return (uint8_t)(kind | unit << QKVI_ANCHOR_KIND_BITS);
 }
@@ -152,15 +171,15 @@ void qkv_anchor_recode(const qkv_anchor *anchor, const qkv_schedule *schedule, c
   memset(rows + tokens * dim, 0, (TOKENS - tokens) * dim * sizeof *rows);
 }
 
-uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
-                          size_t segments, uint8_t *section, size_t *bytes, float *residual) {
+static uint8_t encode_anchor(const qkv_anchor_input *input, const row_sums *sums, const qkv_anchor_options *options,
+                             unsigned tier, size_t segments, uint8_t *section, size_t *bytes, float *residual) {
   assert(input->tokens >= 1 && input->tokens <= TOKENS);
   const size_t dim = input->schedule->dim;
   memset(residual + input->tokens * dim, 0, (TOKENS - input->tokens) * dim * sizeof *residual);
   switch (options->kind) {
     case QKV_ANCHOR_MEAN:
     case QKV_ANCHOR_GROUP:
-      return encode_means(input, options->kind, section, bytes, residual);
+      return encode_means(input, sums, options->kind, section, bytes, residual);
     case QKV_ANCHOR_CHAIN:
       return encode_chain(input, options, tier, segments, section, bytes, residual);
     case QKV_ANCHOR_NONE:
@@ -173,12 +192,22 @@ uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_option
   return QKV_ANCHOR_NONE;
 }
 
+uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
+                          size_t segments, uint8_t *section, size_t *bytes, float *residual) {
+  row_sums sums;
+  if (options->kind == QKV_ANCHOR_MEAN || options->kind == QKV_ANCHOR_GROUP) {
+    sum_rows(input, qkvi_weights_alike, &sums);
+  }
+  return encode_anchor(input, &sums, options, tier, segments, section, bytes, residual);
+}
+
 // ---- Choice ----
 
 // A section and residual.
 typedef struct candidate {
   uint8_t *section;
   float *residual;  // [64][dim]
+  qkvi_trial trial;
   qkv_anchor_choice choice;
 } candidate;
 
@@ -187,17 +216,16 @@ static size_t rows_bytes(size_t dim) {
 }
 
 size_t qkv_anchor_scratch_bytes(size_t dim) {
-  return rows_bytes(dim) + qkvi_trial_bytes(dim) + qkv_anchor_bytes_max(dim);
+  return rows_bytes(dim) + 2 * qkvi_trial_bytes(dim) + qkv_anchor_bytes_max(dim);
 }
 
-// The error of the section and residual at their tier.
-static void measure(qkv_part part, const qkv_anchor_input *input, const qkvi_trial *trial, candidate *made) {
-  const size_t dim = input->schedule->dim;
-  qkvi_trial_run(trial, part, input->schedule, made->choice.tier, input->weights, made->residual);
-  qkv_anchor anchor;
-  (void)qkv_anchor_find(made->choice.byte, made->section, (uint16_t)dim, &anchor);
-  qkv_anchor_rows(&anchor, trial->decoded);
-  made->choice.error = qkvi_rows_error(input->rows, trial->decoded, input->weights, input->tokens, dim);
+// Codes what is left at its tier. A chain's rows are coded as they were in the loop, so of every kind the error is
+// that of the codes.
+static void measure(qkv_part part, const qkv_anchor_input *input, candidate *made) {
+  made->choice.error =
+      qkvi_trial_encode(&made->trial, part, input->schedule, made->choice.tier, input->weights, made->residual);
+  made->choice.gains = made->trial.gains;
+  made->choice.codes = made->trial.codes;
 }
 
 // As many segments as the budget pays for with a tier left; 0 if none.
@@ -234,15 +262,15 @@ static bool prepare_chain(const qkv_anchor_input *input, const qkv_anchor_option
 }
 
 // Section, residual and tier of a kind at the budget's bytes. False where the kind leaves no tier.
-static bool prepare(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned budget,
-                    candidate *made) {
+static bool prepare(const qkv_anchor_input *input, const row_sums *sums, const qkv_anchor_options *options,
+                    unsigned budget, candidate *made) {
   if (options->kind == QKV_ANCHOR_CHAIN) return prepare_chain(input, options, budget, made);
   const size_t count = options->kind == QKV_ANCHOR_GROUP ? GROUPS : 1;
   const size_t bytes = qkv_anchor_bytes(options->kind, count, input->schedule->dim);
   made->choice.tier = (uint8_t)qkvi_tier_within(input->schedule, budget, bytes);
   if (made->choice.tier == 0) return false;
   made->choice.byte =
-      qkv_anchor_encode(input, options, made->choice.tier, 1, made->section, &made->choice.bytes, made->residual);
+      encode_anchor(input, sums, options, made->choice.tier, 1, made->section, &made->choice.bytes, made->residual);
   return true;
 }
 
@@ -251,27 +279,20 @@ typedef struct energies {
   double left[QKV_ANCHOR_AUTO];  // by kind
 } energies;
 
-static energies energies_of(const qkv_anchor_input *input, const float *missed) {
+static energies energies_of(const qkv_anchor_input *input, const row_sums *sums, const float *missed) {
   const size_t dim = input->schedule->dim;
-  float group[QKV_DIM_MAX], all[QKV_DIM_MAX] = {0};
-  double total = 0, in_groups = 0, steps = 0;
-  for (size_t begin = 0; begin < input->tokens; begin += GROUP) {
-    const size_t end = begin + GROUP < input->tokens ? begin + GROUP : input->tokens;
-    memset(group, 0, dim * sizeof *group);
-    for (size_t t = begin; t < end; t++) {
-      const float *row = input->rows + t * dim;
-      qkvi_row_add(group, row, 1, dim);
-      total += qkvi_row_error(row, NULL, missed, dim);
-      if (t > 0) steps += qkvi_row_error(row, row - dim, missed, dim);
-    }
-    in_groups += qkvi_row_error(group, NULL, missed, dim) / (double)(end - begin);
+  float all[QKV_DIM_MAX] = {0};
+  double in_groups = 0;
+  for (size_t g = 0; g < GROUPS && group_tokens(input, g) > 0; g++) {
+    const float *group = sums->groups + g * dim;
+    in_groups += qkvi_row_error(group, NULL, missed, dim) / (double)group_tokens(input, g);
     qkvi_row_add(all, group, 1, dim);
   }
   const double in_all = qkvi_row_error(all, NULL, missed, dim) / input->tokens;
-  return (energies){.left = {[QKV_ANCHOR_NONE] = total,
-                             [QKV_ANCHOR_MEAN] = total - in_all,
-                             [QKV_ANCHOR_GROUP] = total - in_groups,
-                             [QKV_ANCHOR_CHAIN] = steps}};
+  return (energies){.left = {[QKV_ANCHOR_NONE] = sums->squares,
+                             [QKV_ANCHOR_MEAN] = sums->squares - in_all,
+                             [QKV_ANCHOR_GROUP] = sums->squares - in_groups,
+                             [QKV_ANCHOR_CHAIN] = sums->steps}};
 }
 
 // The error expected of a kind at its own tier. A chain also codes the error of the row before.
@@ -291,32 +312,39 @@ void qkv_anchor_choose(qkv_part part, const qkv_anchor_input *input, const qkv_a
   assert(budget >= 1 && budget <= QKV_TIER_MAX);
   const size_t dim = input->schedule->dim;
   float *other_residual = scratch;
-  const qkvi_trial trial = qkvi_trial_in(other_residual + TOKENS * dim, dim);
-  candidate best = {section, residual, {0}};
+  uint8_t *trials = (uint8_t *)(other_residual + TOKENS * dim), *other_section = trials + 2 * qkvi_trial_bytes(dim);
+  candidate best = {section, residual, qkvi_trial_in(trials, dim), {0}};
+  candidate other = {other_section, other_residual, qkvi_trial_in(trials + qkvi_trial_bytes(dim), dim), {0}};
   qkv_anchor_options one = *options;
   const bool automatic = options->kind == QKV_ANCHOR_AUTO;
-  if (automatic || !prepare(input, &one, budget, &best)) {
+  float missed[QKV_DIM_MAX];
+  row_sums sums;
+  qkvi_tier_missed(input->schedule, budget, input->weights, missed);
+  if (options->kind != QKV_ANCHOR_NONE && options->kind != QKV_ANCHOR_CHAIN) sum_rows(input, missed, &sums);
+  if (automatic || !prepare(input, &sums, &one, budget, &best)) {
     one.kind = QKV_ANCHOR_NONE;
-    (void)prepare(input, &one, budget, &best);
+    (void)prepare(input, &sums, &one, budget, &best);
   }
-  measure(part, input, &trial, &best);
+  measure(part, input, &best);
   *choice = best.choice;
   if (!automatic) return;
   // A kind that is expected to err so much more than the best so far is not tried.
   const double tolerance = 1.1;
-  float missed[QKV_DIM_MAX];
-  qkvi_tier_missed(input->schedule, budget, input->weights, missed);
-  const energies all = energies_of(input, missed);
+  const energies all = energies_of(input, &sums, missed);
   double expected = expected_error(&all, QKV_ANCHOR_NONE, input, budget);
   for (qkv_anchor_kind kind = QKV_ANCHOR_MEAN; kind <= QKV_ANCHOR_CHAIN; kind++) {
-    candidate other = {(uint8_t *)scratch + rows_bytes(dim) + qkvi_trial_bytes(dim), other_residual, {0}};
     const double hope = expected_error(&all, kind, input, budget);
     one.kind = kind;
-    if ((kind != QKV_ANCHOR_MEAN && hope >= tolerance * expected) || !prepare(input, &one, budget, &other)) continue;
-    measure(part, input, &trial, &other);
+    if ((kind != QKV_ANCHOR_MEAN && hope >= tolerance * expected) || !prepare(input, &sums, &one, budget, &other)) {
+      continue;
+    }
+    measure(part, input, &other);
     if (other.choice.error >= choice->error) continue;
     *choice = other.choice;
     expected = hope;
+    const qkvi_trial spare = best.trial;
+    best.trial = other.trial;
+    other.trial = spare;
     memcpy(section, other.section, choice->bytes);
     memcpy(residual, other.residual, rows_bytes(dim));
   }

@@ -111,7 +111,7 @@ static void end_work(page_work *work) {
   free(work->low_rank);
 }
 
-// Anchors for turned rows; what they leave comes into work->residual.
+// Anchors for turned rows; what they leave comes into work->residual and is coded.
 static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
                         const page_work *work, coded_part *coded_as) {
   const qkv_anchor_input input = {.schedule = head->schedules[part],
@@ -124,6 +124,9 @@ static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_
   coded_as->tier = choice.tier;
   coded_as->anchor = choice.byte;
   coded_as->section_bytes = choice.bytes;
+  memcpy(coded_as->gains, choice.gains, sizeof coded_as->gains);
+  memcpy(coded_as->codes, choice.codes,
+         QKV_PAGE_GROUPS * qkv_schedule_group_bytes(head->schedules[part], choice.tier));
 }
 
 // Low-rank factors for what is left, in place. Not behind a chain, whose rows depend on each other.
@@ -179,6 +182,7 @@ static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part,
   if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, rows->tokens, work, coded_as);
   if (!anchored) memcpy(work->residual, work->turned, QKV_PAGE_TOKENS * dim * sizeof *work->residual);
   if (coded_as->tier > 0 && factored) factor_part(coder, head, part, rows->tokens, work, coded_as);
+  if (anchored && coded_as->tier > 0 && coded_as->rank == 0) return;
   encode_turned(part, head->transforms[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes);
 }
 

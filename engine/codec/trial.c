@@ -17,6 +17,19 @@ qkvi_trial qkvi_trial_in(void *scratch, size_t dim) {
   return trial;
 }
 
+double qkvi_trial_encode(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
+                         const float *weights, const float *rows) {
+  const size_t dim = schedule->dim, coded = schedule->reach[tier][1];
+  qkv_kernels_get()->encode(part, schedule, tier, weights, rows, trial->gains, trial->codes, trial->errors);
+  double error = 0;
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    error += (double)trial->errors[t];
+    if (coded == dim) continue;
+    error += qkvi_row_error(rows + t * dim + coded, NULL, weights ? weights + coded : NULL, dim - coded);
+  }
+  return error;
+}
+
 void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
                     const float *weights, const float *rows) {
   qkv_page_codes codes = {.gains = trial->gains, .schedule = schedule};
@@ -44,10 +57,11 @@ unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t 
   return tier;
 }
 
+// Of the nested codebook (codebook.h).
+static const float by_depth[QKV_DEPTH_MAX + 1] = {1,        0.36338f,  0.11821f,  0.03475f,  0.00957f,
+                                                  0.00256f, 0.000668f, 0.000171f, 0.0000437f};
+
 void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *weights, float *missed) {
-  // Of the nested codebook by depth (codebook.h).
-  static const float by_depth[QKV_DEPTH_MAX + 1] = {1,        0.36338f,  0.11821f,  0.03475f,  0.00957f,
-                                                    0.00256f, 0.000668f, 0.000171f, 0.0000437f};
   const uint16_t *reach = schedule->reach[tier];
   for (unsigned c = 0, depth = QKV_DEPTH_MAX; c < schedule->dim; c++) {
     while (reach[depth] <= c) depth--;  // reach[0] is all
@@ -56,12 +70,20 @@ void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *
 }
 
 double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights) {
-  float missed[QKV_DIM_MAX];
   double sum = 0, all = 0;
+  if (weights == NULL) {
+    const uint16_t *reach = schedule->reach[tier];
+    for (unsigned depth = 0; depth <= QKV_DEPTH_MAX; depth++) {
+      const unsigned deeper = depth < QKV_DEPTH_MAX ? reach[depth + 1] : 0;
+      sum += (double)by_depth[depth] * (double)(reach[depth] - deeper);
+    }
+    return sum / schedule->dim;
+  }
+  float missed[QKV_DIM_MAX];
   qkvi_tier_missed(schedule, tier, weights, missed);
   for (size_t c = 0; c < schedule->dim; c++) {
     sum += (double)missed[c];
-    all += weights ? (double)weights[c] : 1;
+    all += (double)weights[c];
   }
   return sum / all;
 }

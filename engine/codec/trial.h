@@ -12,7 +12,7 @@
 typedef struct qkvi_trial {
   float *decoded;  // [64][dim]
   uint8_t *gains;  // [64]
-  float *errors;   // [64], of rows
+  float *errors;   // [64], of rows, about
   uint8_t *codes;  // of the highest tier
 } qkvi_trial;
 
@@ -20,8 +20,11 @@ size_t qkvi_trial_bytes(size_t dim);
 // In `scratch` of qkvi_trial_bytes, 64-byte aligned.
 qkvi_trial qkvi_trial_in(void *scratch, size_t dim);
 
-// Codes rows [64][dim] at `tier` >= 1, errors weighted [dim] or NULL, with the kernels in use and decodes them into
-// `decoded`.
+// Codes rows [64][dim] at `tier` >= 1, errors weighted [dim] or NULL, with the kernels in use. Returns their squared
+// error, about.
+double qkvi_trial_encode(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
+                         const float *weights, const float *rows);
+// The same, and decodes them into `decoded`.
 void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *schedule, unsigned tier,
                     const float *weights, const float *rows);
 

@@ -35,6 +35,13 @@
 #define QKV_DECLARE_WEIGH(name) double name(float *scores, float peak)
 // engine/codec/hadamard.h: rows [n][dim] in place.
 #define QKV_DECLARE_HADAMARD(name) void name(float *rows, size_t n, size_t dim)
+// What anchors are chosen by, of rows [tokens][dim]: sums [4][dim] of each group's rows; with weights [dim], the sum
+// of all squares and that of the squares of differences between neighbours.
+#define QKV_DECLARE_SUMS(name)                                                                                \
+  void name(const float *rows, size_t tokens, size_t dim, const float *weights, float *sums, double *squares, \
+            double *steps)
+// out [n][dim] = rows [n][dim] less one row.
+#define QKV_DECLARE_SUBTRACT(name) void name(const float *rows, size_t n, size_t dim, const float *row, float *out)
 // Dense transforms of rows [n][dim] in place, matrix [dim][dim]. `multiply`: products with the matrix's first
 // `coordinates` rows, then zeros; each is a sum over 16 lanes, j % 16, which are then added by halves. `combine`:
 // sum_c row[c] matrix[c] over the first `coordinates`, in their order.
@@ -72,6 +79,8 @@ typedef struct qkv_kernels {
   QKV_DECLARE_WEIGH((*weigh));
   QKV_DECLARE_HADAMARD((*hadamard_forward));
   QKV_DECLARE_HADAMARD((*hadamard_inverse));
+  QKV_DECLARE_SUMS((*sums));
+  QKV_DECLARE_SUBTRACT((*subtract));
   QKV_DECLARE_DENSE((*multiply));
   QKV_DECLARE_DENSE((*combine));
   QKV_DECLARE_PREPARE((*prepare));

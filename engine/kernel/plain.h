@@ -164,4 +164,59 @@ static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
   }
 }
 
+// ---- Sums over a page's rows ----
+
+typedef float plain_wide __attribute__((vector_size(4 * PLAIN_LANES)));
+
+// Those of the lanes of `bytes`, the others being 0.
+static inline __attribute__((always_inline)) void add_columns(const float *rows, size_t tokens, size_t dim,
+                                                              const float *weights, size_t bytes, float *sums,
+                                                              plain_wide *squares, plain_wide *steps) {
+  plain_wide weight = {0}, before = {0}, all = {0}, moved = {0};
+  memcpy(&weight, weights, bytes);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, sums += dim) {
+    plain_wide sum = {0};
+    for (size_t t = g * QKV_GROUP_TOKENS; t < (g + 1) * QKV_GROUP_TOKENS && t < tokens; t++) {
+      plain_wide x = {0};
+      memcpy(&x, rows + t * dim, bytes);
+      const plain_wide step = x - (t > 0 ? before : x);
+      sum += x;
+      all += weight * x * x;
+      moved += weight * step * step;
+      before = x;
+    }
+    memcpy(sums, &sum, bytes);
+  }
+  *squares += all;
+  *steps += moved;
+}
+
+static inline QKV_DECLARE_SUMS(sums_plain) {
+  plain_wide all = {0}, moved = {0};
+  size_t c = 0;
+  for (; c + PLAIN_LANES <= dim; c += PLAIN_LANES) {
+    add_columns(rows + c, tokens, dim, weights + c, sizeof all, sums + c, &all, &moved);
+  }
+  if (c < dim) add_columns(rows + c, tokens, dim, weights + c, sizeof all / 2, sums + c, &all, &moved);
+  *squares = *steps = 0;
+  for (size_t i = 0; i < PLAIN_LANES; i++) {
+    *squares += (double)all[i];
+    *steps += (double)moved[i];
+  }
+}
+
+static inline QKV_DECLARE_SUBTRACT(subtract_plain) {
+  for (size_t i = 0; i < n; i++, rows += dim, out += dim) {
+    size_t c = 0;
+    for (; c + PLAIN_LANES <= dim; c += PLAIN_LANES) {
+      plain_wide x, y;
+      memcpy(&x, rows + c, sizeof x);
+      memcpy(&y, row + c, sizeof y);
+      x -= y;
+      memcpy(out + c, &x, sizeof x);
+    }
+    for (; c < dim; c++) out[c] = rows[c] - row[c];
+  }
+}
+
 #endif

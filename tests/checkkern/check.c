@@ -155,9 +155,40 @@ static void run_dense(const qkv_kernels *kernels, bool back, float *rows, size_t
   (back ? kernels->combine : kernels->multiply)(matrix, shape->schedule.dim, shape->schedule.reach[0][0], rows, n);
 }
 
+// The sums that anchors are chosen by, and rows less the last one.
+static void check_sums_of_rows(checking *c, uint16_t dim, input_kind kind) {
+  const page_part shape = {.schedule.dim = dim};
+  const size_t tokens = 1 + naive_below(&c->random, QKV_PAGE_TOKENS);
+  float weights[QKV_DIM_MAX];
+  guarded rows = guarded_make(tokens * dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)rows.data, tokens * dim);
+  for (size_t i = 0; i < dim; i++) weights[i] = (float)naive_below(&c->random, 9) / 8;
+  guarded expected = guarded_make(QKV_PAGE_GROUPS * dim * sizeof(float)), got = guarded_copy(&expected);
+  double sums[2][2];
+  qkv_kernels_at(0)->sums((float *)rows.data, tokens, dim, weights, (float *)expected.data, &sums[0][0], &sums[0][1]);
+  c->twin->sums((float *)rows.data, tokens, dim, weights, (float *)got.data, &sums[1][0], &sums[1][1]);
+  check_same(c, "sums of rows", &shape, 0, &expected, &got);
+  if (memcmp(sums[0], sums[1], sizeof sums[0]) != 0) {
+    c->failures++;
+    printf("%s: sums of squares %.17g and %.17g for %.17g and %.17g\n", c->twin->name, sums[1][0], sums[1][1],
+           sums[0][0], sums[0][1]);
+  }
+  guarded left = guarded_make(rows.bytes), left_got = guarded_copy(&left);
+  const float *last = (float *)rows.data + (tokens - 1) * dim;
+  qkv_kernels_at(0)->subtract((float *)rows.data, tokens, dim, last, (float *)left.data);
+  c->twin->subtract((float *)rows.data, tokens, dim, last, (float *)left_got.data);
+  check_same(c, "subtract", &shape, 0, &left, &left_got);
+  guarded_free(&rows);
+  guarded_free(&expected);
+  guarded_free(&got);
+  guarded_free(&left);
+  guarded_free(&left_got);
+}
+
 static void check_transforms(checking *c, uint16_t dim, input_kind kind) {
   page_part shape = {.schedule.dim = dim};
   check_rows(c, "hadamard", &shape, 1 + naive_below(&c->random, 5), kind, run_hadamard, NULL);
+  check_sums_of_rows(c, dim, kind);
   if (dim > 256 && dim % 64 != 0) return;  // the reference takes long
   guarded matrix = guarded_make((size_t)dim * dim * sizeof(float));
   fill_input(&c->random, kind, (float *)matrix.data, (size_t)dim * dim);
