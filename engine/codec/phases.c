@@ -24,6 +24,7 @@ struct qkv_phases {
   turn (*pages)[QKV_PHASES_PAGES];    // [pairs][page]: of 64 * page positions
   float (*cosines)[QKV_PAGE_TOKENS];  // [pairs][slot]: of its distance to the centre
   float (*sines)[QKV_PAGE_TOKENS];
+  float *slot_cosines, *slot_sines;  // the same, [slot][pair]
 };
 
 static turn turn_of(double angle) {
@@ -45,6 +46,8 @@ static void fill_pair(qkv_phases *phases, uint32_t pair) {
     const turn at = turn_of(((double)slot - CENTRE) * frequency);
     phases->cosines[pair][slot] = (float)at.c;
     phases->sines[pair][slot] = (float)at.s;
+    phases->slot_cosines[slot * phases->pairs + pair] = (float)at.c;
+    phases->slot_sines[slot * phases->pairs + pair] = (float)at.s;
   }
 }
 
@@ -58,6 +61,8 @@ qkv_phases *qkv_phases_create(const qkv_rope *rope) {
   phases->pages = array(phases->pairs, sizeof *phases->pages);
   phases->cosines = array(phases->pairs, sizeof *phases->cosines);
   phases->sines = array(phases->pairs, sizeof *phases->sines);
+  phases->slot_cosines = array(phases->pairs, QKV_PAGE_TOKENS * sizeof *phases->slot_cosines);
+  phases->slot_sines = array(phases->pairs, QKV_PAGE_TOKENS * sizeof *phases->slot_sines);
   for (uint32_t pair = 0; pair < phases->pairs; pair++) fill_pair(phases, pair);
   return phases;
 }
@@ -70,6 +75,8 @@ void qkv_phases_destroy(qkv_phases **phases) {
   free(old->pages);
   free(old->cosines);
   free(old->sines);
+  free(old->slot_cosines);
+  free(old->slot_sines);
   free(old);
 }
 
@@ -79,7 +86,8 @@ static bool steady(const qkv_phases *phases, uint64_t position) {
 }
 
 static double angle_at(const qkv_phases *phases, uint64_t position, uint32_t pair) {
-  return (double)position * qkv_rope_frequency(&phases->rope, position, pair);
+  const bool same = qkv_rope_steady(&phases->rope, position + 1);
+  return (double)position * (same ? phases->frequencies[pair] : qkv_rope_frequency(&phases->rope, position, pair));
 }
 
 // cosines and sines [tokens] of one pair, of what turns a row from the page's centre to its position.
@@ -98,22 +106,30 @@ static void fill_slots(const qkv_phases *phases, uint64_t position, size_t token
   }
 }
 
-// Both coordinates of a pair, in rows [n][dim], by one angle.
-static void turn_pair(const qkv_phases *phases, uint32_t pair, float c, float s, size_t n, size_t dim, float *rows) {
-  float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
-  for (size_t i = 0; i < n; i++, first += dim, second += dim) {
-    const float a = *first, b = *second;
-    *first = a * c - b * s;
-    *second = a * s + b * c;
+// The pairs of a row, each by its angle: cosines and sines [pairs].
+static void turn_row(const qkv_phases *phases, const float *restrict cosines, const float *restrict sines,
+                     float *restrict row) {
+  const size_t pairs = phases->pairs;
+  if (phases->rope.interleaved) {
+    for (size_t i = 0; i < pairs; i++) {
+      const float a = row[2 * i], b = row[2 * i + 1], c = cosines[i], s = sines[i];
+      row[2 * i] = a * c - b * s;
+      row[2 * i + 1] = a * s + b * c;
+    }
+    return;
+  }
+  for (size_t i = 0; i < pairs; i++) {
+    const float a = row[i], b = row[i + pairs], c = cosines[i], s = sines[i];
+    row[i] = a * c - b * s;
+    row[i + pairs] = a * s + b * c;
   }
 }
 
 // ---- Archive frame ----
 
-// direction 1 or -1; `scale` multiplies what turned.
-static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
-                      float scale, float *rows) {
-  assert(tokens <= QKV_PAGE_TOKENS && phases->rope.width <= dim);
+// direction 1 or -1; `scale` multiplies what turned. Where frequencies change, row by row.
+static void turn_unsteady(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
+                          float scale, float *rows) {
   float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
@@ -126,6 +142,27 @@ static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens
       *first = a * c - b * s;
       *second = a * s + b * c;
     }
+  }
+}
+
+static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
+                      float scale, float *rows) {
+  assert(tokens <= QKV_PAGE_TOKENS && phases->rope.width <= dim);
+  if (!steady(phases, position)) return turn_unsteady(phases, position, tokens, dim, direction, scale, rows);
+  float centre_c[QKV_DIM_MAX / 2], centre_s[QKV_DIM_MAX / 2], cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  const size_t pairs = phases->pairs;
+  for (uint32_t pair = 0; pair < pairs; pair++) {
+    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+    centre_c[pair] = (float)centre.c * scale;
+    centre_s[pair] = (float)centre.s * scale;
+  }
+  for (size_t t = 0; t < tokens; t++) {
+    const float *slot_c = phases->slot_cosines + t * pairs, *slot_s = phases->slot_sines + t * pairs;
+    for (size_t i = 0; i < pairs; i++) {
+      cosines[i] = centre_c[i] * slot_c[i] - centre_s[i] * slot_s[i];
+      sines[i] = direction * (centre_c[i] * slot_s[i] + centre_s[i] * slot_c[i]);
+    }
+    turn_row(phases, cosines, sines, rows + t * dim);
   }
 }
 
@@ -159,10 +196,13 @@ static void add_anchor(const qkv_phases *phases, const qkv_transform *transform,
 
 static void turn_by_centre(const qkv_phases *phases, uint64_t position, float direction, size_t tokens, size_t dim,
                            float *rows) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
-    turn_pair(phases, pair, (float)centre.c, direction * (float)centre.s, tokens, dim, rows);
+    cosines[pair] = (float)centre.c;
+    sines[pair] = direction * (float)centre.s;
   }
+  for (size_t t = 0; t < tokens; t++) turn_row(phases, cosines, sines, rows + t * dim);
 }
 
 void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
@@ -198,12 +238,14 @@ void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, ui
   const uint64_t base = position - page * QKV_PAGE_TOKENS;
   memcpy(turned, queries, n * dim * sizeof *turned);
   if (walk->base != base) rebase(phases, walk, base);
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     const double *first = walk->turns[pair];
     const turn step = phases->pages[pair][page];
-    const double c = first[0] * step.c - first[1] * step.s, s = first[0] * step.s + first[1] * step.c;
-    turn_pair(phases, pair, (float)c, -(float)s, n, dim, turned);
+    cosines[pair] = (float)(first[0] * step.c - first[1] * step.s);
+    sines[pair] = -(float)(first[0] * step.s + first[1] * step.c);
   }
+  for (size_t i = 0; i < n; i++) turn_row(phases, cosines, sines, turned + i * dim);
 }
 
 // With query (a, b) and anchor (x, y) in a pair, q . R_u mu = (ax + by) cos(u w) + (bx - ay) sin(u w).
