@@ -307,7 +307,8 @@ void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry)
 // Gives up what was opened before `sequence`; returns how many were alive.
 uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence);
 void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session);
-bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session);
+// Whether an entry still says something: all have been noted.
+bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry);
 // Tokens of a record that a truncation leaves, its session being the one; 0: it is cut.
 uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry);
 // Tokens of a record that count: 0 for one that is cut or of a dead session.

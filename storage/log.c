@@ -143,8 +143,7 @@ static void note_entry(void *context, const qkv_journal_entry *entry) {
 
 static void keep_entry(void *context, const qkv_journal_entry *entry) {
   rewriting *on = context;
-  const bool of_session = entry->kind >= QKV_JOURNAL_SESSION_OPEN;
-  if (!of_session || qkvi_sessions_alive(on->sessions, entry->session)) qkvi_image_add(&on->image, entry);
+  if (qkvi_sessions_keep(on->sessions, entry)) qkvi_image_add(&on->image, entry);
 }
 
 static void end_rewrite(qkv_storage *storage, int error) {

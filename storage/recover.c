@@ -202,7 +202,7 @@ static void note_entry(void *context, const qkv_journal_entry *entry) {
 
 static void tell_entry(void *context, const qkv_journal_entry *entry) {
   recovery *on = context;
-  if (entry->kind >= QKV_JOURNAL_SESSION_OPEN && !qkvi_sessions_alive(on->sessions, entry->session)) return;
+  if (!qkvi_sessions_keep(on->sessions, entry)) return;
   const qkv_storage_restore *restore = on->restore;
   if (restore != NULL && restore->entry != NULL && !restore->entry(restore->context, entry)) {
     if (entry->kind == QKV_JOURNAL_SESSION_OPEN) qkvi_sessions_drop(on->sessions, entry->session);

@@ -15,7 +15,7 @@ typedef struct session_cut {
 } session_cut;
 
 typedef struct known_session {
-  uint64_t session, opened;  // sequence
+  uint64_t session, opened, noted;  // sequences of SESSION_OPEN and of the last SESSION_NOTE
   bool dead;
   session_cut *cuts;
   UT_hash_handle hh;
@@ -67,6 +67,7 @@ void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry)
   }
   if (session == NULL) return;
   if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) session->dead = true;
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) session->noted = entry->sequence;
   if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) {
     session_cut *cut = qkvi_checked(malloc(sizeof *cut));
     *cut = (session_cut){.entry = *entry, .next = session->cuts};
@@ -91,9 +92,23 @@ void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session) {
   if (found != NULL) found->dead = true;
 }
 
-bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
-  const known_session *found = find(sessions, session);
-  return found != NULL && !found->dead;
+// Whether a later cut does all that this one does.
+static bool outdone(const known_session *session, const qkv_journal_entry *entry) {
+  for (const session_cut *cut = session->cuts; cut != NULL; cut = cut->next) {
+    const qkv_journal_entry *later = &cut->entry;
+    if (later->sequence <= entry->sequence) return false;
+    if ((later->layer == QKV_LAYER_ALL || later->layer == entry->layer) && later->position <= entry->position)
+      return true;
+  }
+  return false;
+}
+
+bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  if (entry->kind < QKV_JOURNAL_SESSION_OPEN) return true;
+  const known_session *session = find(sessions, entry->session);
+  if (session == NULL || session->dead) return false;
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return entry->sequence == session->noted;
+  return entry->kind != QKV_JOURNAL_SESSION_TRUNCATE || !outdone(session, entry);
 }
 
 uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry) {

@@ -213,11 +213,19 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
 
 static qkv_status take_directory(qkv_storage *storage, qkv_error *error) {
   const char *directory = storage->config.directory;
+  errno = 0;
   if (mkdir(directory, 0700) != 0 && errno != EEXIST) {
     return qkv_fail(error, errno == EACCES ? QKV_PERMISSION_DENIED : QKV_NOT_FOUND, "%s: %s", directory,
                     strerror(errno));
   }
   char path[4096];
+  if (errno != EEXIST && snprintf(path, sizeof path, "%s/..", directory) < (int)sizeof path) {
+    const int parent = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);  // a new name is durable there
+    if (parent >= 0) {
+      (void)fsync(parent);
+      close(parent);
+    }
+  }
   if (snprintf(path, sizeof path, "%s/lock", directory) >= (int)sizeof path) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the storage directory's path is too long");
   }

@@ -62,9 +62,10 @@ typedef struct qkv_record_info {
 } qkv_record_info;
 
 // Called during open, on the caller's thread. First all entries in their order, those of closed sessions and of
-// sessions that are given up left out; false from entry() drops the entry for good, with a SESSION_OPEN its session.
-// Then the records of the sessions that are left, by session, layer, position, kind; of several with the same four,
-// the one with the highest number; none that a truncation cut. Both may be NULL: everything is kept.
+// sessions that are given up left out, and what later entries outdo; false from entry() drops the entry for good,
+// with a SESSION_OPEN its session. Then the records of the sessions that are left, by session, layer, position, kind;
+// of several with the same four, the one with the highest number; none that a truncation cut. Both may be NULL:
+// everything is kept.
 typedef struct qkv_storage_restore {
   void *context;
   bool (*entry)(void *context, const qkv_journal_entry *entry);

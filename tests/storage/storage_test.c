@@ -157,6 +157,39 @@ static void truncation_cuts(void **state) {
   assert_int_equal(on->records[3].record, again);
 }
 
+static void the_journal_keeps_what_counts(void **state) {
+  scene *on = *state;
+  scene_open(on);
+  const uint64_t session = scene_session(on), gone = scene_session(on);
+  enum { LARGE = 4 << 20 };
+  char *note = calloc(1, LARGE);
+  assert_non_null(note);
+  for (char i = 'a'; i < 'a' + 24; i++) {  // 96 MiB: it is written anew on the way
+    memset(note, i, 8);
+    const uint64_t of = i % 2 == 0 ? session : gone;
+    assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_SESSION_NOTE, of, note, LARGE, NULL, NULL, NULL),
+                     QKV_OK);
+    if (i == 'c') assert_int_equal(scene_close_session(on, gone), QKV_OK);
+  }
+  for (uint64_t i = 0; i < 10; i++) assert_int_equal(scene_truncate(on, session, 1, 500 - i), QKV_OK);
+  assert_int_equal(scene_truncate(on, session, 2, 600), QKV_OK);
+  assert_true(scene_stats(on).journal_bytes < UINT64_C(80) << 20);
+  assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_MODEL, 0, "model", 5, NULL, NULL, NULL), QKV_OK);
+  free(note);
+  scene_close(on);
+  for (int round = 0; round < 2; round++) {
+    scene_open(on);
+    assert_int_equal(on->entry_count, 5);
+    assert_int_equal(on->entries[0].kind, QKV_JOURNAL_SESSION_OPEN);
+    assert_int_equal(on->entries[1].kind, QKV_JOURNAL_SESSION_NOTE);
+    assert_memory_equal(on->texts[1], "xxxxxxxx", 8);
+    assert_int_equal(on->entries[2].position, 491);
+    assert_int_equal(on->entries[3].position, 600);
+    assert_int_equal(on->entries[4].kind, QKV_JOURNAL_MODEL);
+    scene_close(on);
+  }
+}
+
 static void the_newest_of_a_place_wins(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -316,20 +349,11 @@ static void batches_read_ahead(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      BOTH(puts_come_back),
-      BOTH(reads_say_what_is_wrong),
-      BOTH(puts_are_checked),
-      BOTH(config_is_checked),
-      BOTH(sessions_close_for_ever),
-      BOTH(records_of_unknown_sessions_are_dead),
-      BOTH(truncation_cuts),
-      BOTH(the_newest_of_a_place_wins),
-      BOTH(dropped_records_are_gone),
-      BOTH(a_second_storage_is_refused),
-      BOTH(a_missing_journal_is_refused),
-      BOTH(damage_is_data_loss),
-      BOTH(a_lost_footer_costs_nothing),
-      BOTH(batches_read_ahead),
+      BOTH(puts_come_back),           BOTH(reads_say_what_is_wrong),       BOTH(puts_are_checked),
+      BOTH(config_is_checked),        BOTH(sessions_close_for_ever),       BOTH(records_of_unknown_sessions_are_dead),
+      BOTH(truncation_cuts),          BOTH(the_journal_keeps_what_counts), BOTH(the_newest_of_a_place_wins),
+      BOTH(dropped_records_are_gone), BOTH(a_second_storage_is_refused),   BOTH(a_missing_journal_is_refused),
+      BOTH(damage_is_data_loss),      BOTH(a_lost_footer_costs_nothing),   BOTH(batches_read_ahead),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
