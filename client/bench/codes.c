@@ -214,7 +214,7 @@ int qkv_bench_codes_measure(qkv_bench_codes *codes, const char *bench, void (*on
   qkv_bench_report(
       settings,
       json_pack("{s:s, s:s, s:I, s:I, s:I, s:f, s:s, s:s, s:b, s:f, s:f, s:f, s:f, s:f}", "bench", bench, "kernels",
-                qkv_kernels_get()->name, "tokens", (json_int_t)(codes->pages * QKV_PAGE_TOKENS), "dim",
+                qkv_kernels_get()->name, "tokens", (json_int_t)codes->pages * QKV_PAGE_TOKENS, "dim",
                 (json_int_t)settings->dim, "kv_heads", (json_int_t)settings->kv_heads, "bits", settings->code_k,
                 "anchor", settings->anchor, "frame", settings->frame, "calibrated", settings->calibrated, "ns_a_row",
                 1e9 * took / rows, "rows_per_s", rows / took, "gbps", 1e-9 * bytes / took, "memcpy_gbps",

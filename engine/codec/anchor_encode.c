@@ -195,9 +195,7 @@ static uint8_t encode_anchor(const qkv_anchor_input *input, const row_sums *sums
 uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
                           size_t segments, uint8_t *section, size_t *bytes, float *residual) {
   row_sums sums;
-  if (options->kind == QKV_ANCHOR_MEAN || options->kind == QKV_ANCHOR_GROUP) {
-    sum_rows(input, qkvi_weights_alike, &sums);
-  }
+  sum_rows(input, qkvi_weights_alike, &sums);
   return encode_anchor(input, &sums, options, tier, segments, section, bytes, residual);
 }
 
@@ -320,7 +318,7 @@ void qkv_anchor_choose(qkv_part part, const qkv_anchor_input *input, const qkv_a
   float missed[QKV_DIM_MAX];
   row_sums sums;
   qkvi_tier_missed(input->schedule, budget, input->weights, missed);
-  if (options->kind != QKV_ANCHOR_NONE && options->kind != QKV_ANCHOR_CHAIN) sum_rows(input, missed, &sums);
+  sum_rows(input, missed, &sums);
   if (automatic || !prepare(input, &sums, &one, budget, &best)) {
     one.kind = QKV_ANCHOR_NONE;
     (void)prepare(input, &sums, &one, budget, &best);
