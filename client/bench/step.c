@@ -23,8 +23,8 @@ static const qkv_option options[] = {
      "query heads, a multiple of the KV heads"},
     {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
-    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "1", 1, 3, "N",
-     "arithmetic on codes: 1 in fp32, 2 in integers, 3 in integers with weights of one byte"},
+    {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "0", 0, 3, "N",
+     "arithmetic on codes, as in AttendOptions; 0: the default"},
 };
 
 // One session twice: in this process and in the daemon.

@@ -219,7 +219,7 @@ typedef struct qkv_client_attend_options {
   uint64_t begin, end;
   int64_t causal_offset;
   bool not_causal;
-  int precision;  // 0 and 1: fp32; 2: int16; 3: int8
+  int precision;  // 0: integers as fine as the codes need; 1: fp32; 2: int16; 3: int8
 } qkv_client_attend_options;
 
 // One layer of one session; fields as in proto/qkv/v1/kv_cache.proto's Item.

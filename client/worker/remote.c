@@ -12,6 +12,7 @@ struct qkvi_remote {
   qkv_client *client;
   const qkvi_lm *lm;
   char session[129];
+  qkv_client_attend_options options;
   qkv_decode *stream;  // opened by the first step
   qkvi_samples *attend_us;
 };
@@ -42,7 +43,10 @@ static qkv_client_item item_of(const qkvi_remote *remote, const qkvi_kv_rows *ro
     item.k = tensor_of(rows->k, rows->tokens, lm->kv_heads, lm->head_dim);
     item.v = tensor_of(rows->v, rows->tokens, lm->kv_heads, lm->head_dim);
   }
-  if (attend) item.q = tensor_of(rows->q, rows->tokens, lm->q_heads, lm->head_dim);
+  if (attend) {
+    item.q = tensor_of(rows->q, rows->tokens, lm->q_heads, lm->head_dim);
+    item.options = &remote->options;
+  }
   return item;
 }
 
@@ -131,6 +135,7 @@ qkv_status qkvi_remote_open(qkv_client *client, const qkvi_lm *lm, const qkvi_re
   opened->kv.step = step;
   opened->client = client;
   opened->lm = lm;
+  opened->options.precision = options->precision;
   memcpy(opened->session, options->session, strlen(options->session) + 1);
   *remote = opened;
   return QKV_OK;

@@ -28,6 +28,7 @@ typedef struct qkvi_remote_options {
   const char *anchor;       // its kind; NULL: the daemon's
   const void *calibration;  // a file's bytes for the model; NULL: none
   size_t calibration_bytes;
+  int precision;  // of attention, as in qkv_client_attend_options
 } qkvi_remote_options;
 
 // Registers the model under its name and opens the session. Client and lm are borrowed.

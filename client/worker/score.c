@@ -212,7 +212,8 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
                                        .max_attention_error = scorer->options.max_attention_error,
                                        .anchor = scorer->options.anchor,
                                        .calibration = scorer->options.calibration,
-                                       .calibration_bytes = scorer->options.calibration_bytes};
+                                       .calibration_bytes = scorer->options.calibration_bytes,
+                                       .precision = scorer->options.precision};
   qkvi_remote *remote = NULL;
   QKV_TRY(qkvi_remote_open(scorer->client, scorer->lm, &options, &remote, error));
   qkv_status status = coded_pass(scorer, window, remote, logits, error);

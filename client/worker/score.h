@@ -40,6 +40,7 @@ typedef struct qkvi_score_options {
   int purpose;              // of the session, as in qkv_session_options: decides the frame of keys
   const void *calibration;  // a file's bytes, borrowed; NULL: none is given to the daemon
   size_t calibration_bytes;
+  int precision;  // of attention, as in qkv_client_attend_options
 } qkvi_score_options;
 
 // How far the daemon's rows of a prefix are from the exact ones: means over layers and windows of the squared error

@@ -240,10 +240,9 @@ size_t qkvi_attend_output_row(const qkvi_head_task *task, size_t flat) {
 void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block) {
   const qkv_attend *request = task->request;
   bool rotate = request->q_before_rope && task->model->rope.theta != 0;
-  const qkv_precision precision = request->options.precision;
-  block->queries.query_bytes = precision == QKV_PRECISION_INT16 || precision == QKV_PRECISION_INT8 ? 2 : 0;
-  block->queries.weight_bytes = precision == QKV_PRECISION_INT16 ? 2 : precision == QKV_PRECISION_INT8 ? 1 : 0;
-  if (block->queries.query_bytes > 0) memset(&block->queries.layouts, 0, sizeof block->queries.layouts);
+  block->queries.precision = request->options.precision;
+  if (block->queries.precision != QKV_PRECISION_FP32)
+    memset(&block->queries.layouts, 0, sizeof block->queries.layouts);
   block->begin_min = block->end_min = UINT64_MAX;
   block->begin_max = block->end_max = 0;
   for (size_t row = 0; row < block->queries.count; row++) {

@@ -19,11 +19,6 @@
 #include "engine/base/tensor.h"
 #include "engine/cache/layer.h"
 
-// The arithmetic on codes. In integers a query is two bytes a coordinate; the weights of a page are two bytes a token
-// in INT16 and one in INT8 (engine/kernel/integer.h). Exact rows, and values with anchors, are in floats in any case.
-// The values are those of qkv.v1.AttendOptions.Precision.
-typedef enum qkv_precision { QKV_PRECISION_FP32 = 1, QKV_PRECISION_INT16 = 2, QKV_PRECISION_INT8 = 3 } qkv_precision;
-
 typedef struct qkv_attend_options {
   double scale;             // 0: the model's
   uint64_t sliding_window;  // 0: the model's; else > 0
@@ -31,7 +26,7 @@ typedef struct qkv_attend_options {
   uint64_t begin, end;      // token range; end 0: to the end
   int64_t causal_offset;
   bool not_causal;
-  qkv_precision precision;  // 0: FP32
+  qkv_precision precision;
 } qkv_attend_options;
 
 typedef struct qkv_attend {

@@ -61,7 +61,10 @@ static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens,
   const qkv_attend request = {
       .layer = layer,
       .q = qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){(int64_t)tokens, model->q_heads, model->key_dim}, &segment),
-      .options = {.scale = 1, .begin = window != 0 && end > window ? end - window : 0, .not_causal = true},
+      .options = {.scale = 1,
+                  .begin = window != 0 && end > window ? end - window : 0,
+                  .not_causal = true,
+                  .precision = QKV_PRECISION_FP32},
       .out = out,
       .lse = lse};
   qkvi_attend_quietly(&request);

@@ -118,7 +118,7 @@ static void weigh(const qkvi_sample *sample, const void *image, uint16_t kv_head
   const qkv_coder *coder = sample->page->coder;
   const size_t rows = sample->rows, first = kv_head * rows;
   work->block.count = rows;
-  work->block.query_bytes = work->block.weight_bytes = 0;
+  work->block.precision = QKV_PRECISION_FP32;
   memcpy(work->block.rows, sample->queries + first * coder->key_dim, rows * coder->key_dim * sizeof(float));
   coder->codec->query(coder, kv_head, &work->block);
   coder->codec->scores(coder, image, kv_head, &work->block, work->weights);

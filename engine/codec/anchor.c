@@ -194,6 +194,13 @@ const float *qkv_anchor_weights(const qkv_anchor *anchor, const float *weights, 
   return chain ? scratch : weights;
 }
 
+void qkv_anchor_add_mean(const qkv_anchor *anchor, const float *totals, size_t n, float *sums) {
+  assert(anchor->kind == QKV_ANCHOR_MEAN);
+  float row[QKV_DIM_MAX];
+  load_row(anchor, 0, row);
+  for (size_t i = 0; i < n; i++) qkvi_row_add(sums + i * anchor->dim, row, totals[i], anchor->dim);
+}
+
 void qkv_anchor_rows(const qkv_anchor *anchor, float *rows) {
   const size_t dim = anchor->dim;
   float row[QKV_DIM_MAX];

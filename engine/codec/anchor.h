@@ -91,6 +91,9 @@ size_t qkv_anchor_find(uint8_t byte, const uint8_t *section, uint16_t dim, qkv_a
 // scores[n][64], as the kernels give them (gain_t q.c(code_t)), become q.y_t. Slots without a token get any number.
 void qkv_anchor_scores(const qkv_anchor *anchor, const float *queries, size_t n, float *scores);
 
+// Adds what a mean contributes to sums[n][dim], totals[n] the sums of the weights.
+void qkv_anchor_add_mean(const qkv_anchor *anchor, const float *totals, size_t n, float *sums);
+
 // Adds what anchors contribute to sums[n][dim] and returns the weights [n][64] for the kernel that adds the codes:
 // `weights` themselves, or for a chain `scratch` [n][64]. Weights of slots without a token must be 0.
 const float *qkv_anchor_weights(const qkv_anchor *anchor, const float *weights, size_t n, float *scratch,

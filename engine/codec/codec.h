@@ -22,6 +22,7 @@
 #include "engine/codec/low_rank.h"
 #include "engine/codec/page.h"
 #include "engine/codec/phases.h"
+#include "engine/codec/precision.h"
 #include "engine/codec/transform.h"
 #include "engine/kernel/integer.h"
 
@@ -35,6 +36,7 @@ typedef struct qkv_head_coder {
   const qkv_transform *transforms[2];  // by qkv_part
   const qkv_schedule *schedules[2];    // theirs
   uint8_t tiers[2];                    // what rows are coded with
+  uint8_t query_bytes, weight_bytes;   // that integers need (precision.h); 0: two
 } qkv_head_coder;
 
 // How the pages of one layer are coded under one calibration. Immutable; whoever holds pages keeps their coder alive
@@ -63,6 +65,7 @@ typedef struct qkv_query_block {
   qkv_layouts layouts;   // the caller's zeros before the first page
   const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none
   qkv_phases_walk walk;  // attend frame
+  qkv_precision precision;
   // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
   unsigned query_bytes, weight_bytes;
   float shares[QKV_QUERY_BLOCK];                // what every score gets
@@ -84,7 +87,7 @@ struct qkv_codec {
   // rows. Returns the bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                    const void *v, void *image);
-  // Fills the rest of a block whose `count`, `rows`, `query_bytes` and `weight_bytes` are set.
+  // Fills the rest of a block whose `count`, `rows`, `precision` and, with zeros, `layouts` are set.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.
   void (*scores)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries, float *scores);

@@ -87,9 +87,20 @@ static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
                              &queries->integers);
 }
 
+static void choose_bytes(const qkv_head_coder *head, qkv_query_block *queries) {
+  static const uint8_t asked[][2] = {
+      [QKV_PRECISION_FP32] = {0, 0}, [QKV_PRECISION_INT16] = {2, 2}, [QKV_PRECISION_INT8] = {2, 1}};
+  queries->query_bytes = asked[queries->precision][QKV_K];
+  queries->weight_bytes = asked[queries->precision][QKV_V];
+  if (queries->precision != QKV_PRECISION_DEFAULT) return;
+  queries->query_bytes = head->query_bytes == 1 ? 1 : 2;
+  queries->weight_bytes = head->weight_bytes == 1 ? 1 : 2;
+}
+
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
   assert(queries->count <= QKV_QUERY_BLOCK);
   queries->ahead = NULL;
+  choose_bytes(&coder->heads[kv_head], queries);
   if (coder->frame != QKV_FRAME_PLAIN) return qkv_phases_start(&queries->walk);
   memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
   qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
@@ -165,14 +176,15 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
 static bool embedded_weigh(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                            const float *scores, const float *peaks, float *totals, float *sums) {
   if (queries->weight_bytes == 0) return false;
-  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
-  if (entry->anchor_v != 0 || entry->low_rank_v != 0) return false;
+  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_V);
+  if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) return false;
   qkv_page_codes codes;
   qkv_integer_weights weights;
   qkvi_find(coder, page, kv_head, QKV_V, &codes);
   const qkv_kernels *kernels = qkv_kernels_get();
   kernels->weigh_integer(scores, peaks, queries->count, codes.gains, queries->weight_bytes, &weights, totals);
   kernels->accumulate_integer(&codes, &weights, &queries->layouts, ahead_of(coder, queries, kv_head, QKV_V), sums);
+  if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals, queries->count, sums);
   return true;
 }
 

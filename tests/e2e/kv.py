@@ -85,8 +85,11 @@ class Cache:
     def queries(self, count):
         return self.random.standard_normal((count, self.q_heads, self.key_dim)).astype(np.float32)
 
-    def item(self, position=0, k=None, v=None, q=None, layer=0, dtype=FP32, **fields):
+    def item(self, position=0, k=None, v=None, q=None, layer=0, dtype=FP32, in_floats=True, **fields):
+        """With queries, attention is in FP32 unless `in_floats` is false or the options say otherwise."""
         item = kv.Item(session=self.name, layer=layer, position=position, **fields)
+        if q is not None and in_floats and item.options.precision == 0:
+            item.options.precision = kv.AttendOptions.PRECISION_FP32
         for field, array in (("k", k), ("v", v), ("q", q)):
             if array is not None:
                 getattr(item, field).CopyFrom(tensor(array, dtype))

@@ -34,6 +34,20 @@ def test_exact_rows(make_cache, tokens, queries):
     assert_close(lse, expected_lse)
 
 
+def test_precision(make_cache):
+    cache = make_cache(recent_window=0)
+    cache.append(0, *cache.rows(512))
+    q = cache.queries(4)
+    exact, lse = cache.attend(511, q)
+    assert np.array_equal(exact, cache.attend(511, q, options=kv.AttendOptions(precision="PRECISION_FP32"))[0])
+    rough = [cache.attend(511, q, in_floats=False, options=kv.AttendOptions(precision=precision))
+             for precision in ("PRECISION_UNSPECIFIED", "PRECISION_INT8", "PRECISION_INT16")]
+    errors = [np.linalg.norm(out - exact) / np.linalg.norm(exact) for out, _ in rough]
+    assert 0.03 > errors[0] > errors[1] > errors[2] > 0
+    for _, other in rough:
+        assert_close(other, lse, relative=1e-2)
+
+
 @pytest.mark.parametrize("bits_k,bits_v", [(1, 1), (2, 4), (4, 2), (3, 3), (8, 8)])
 def test_coded_rows(make_cache, bits_k, bits_v):
     cache = make_cache(recent_window=10, bits_k=bits_k, bits_v=bits_v)
@@ -89,9 +103,9 @@ def test_request_options_hold_for_items_without_their_own(make_cache):
     k, v = cache.rows(100)
     cache.append(0, k, v)
     q = cache.queries(1)
-    plain, own = cache.item(99, q=q), cache.item(99, q=q, options=kv.AttendOptions(scale=0.1))
-    answer = cache.stub.Attend(kv.AttendRequest(items=[plain, own], options=kv.AttendOptions(scale=0.9), id=77),
-                               timeout=TIMEOUT)
+    plain, own = cache.item(99, q=q, in_floats=False), cache.item(99, q=q, options=kv.AttendOptions(scale=0.1))
+    options = kv.AttendOptions(scale=0.9, precision=kv.AttendOptions.PRECISION_FP32)
+    answer = cache.stub.Attend(kv.AttendRequest(items=[plain, own], options=options, id=77), timeout=TIMEOUT)
     assert answer.id == 77
     rows = cache.fetch()
     for result, scale in zip(answer.results, (0.9, 0.1)):

@@ -175,6 +175,21 @@ def test_generate_keeps_its_session_when_asked(daemon, stub):
     assert run("qkvctl", "rm", "kept", "--target", daemon.target).returncode == 0
 
 
+def test_bench_attend_gives_the_promised_keys():
+    shapes = [[], ["--calibrated", "--frame", "attend"], ["--low-share", "0.5", "--order", "linear", "--q-len", "3"],
+              ["--frame", "archive", "--sessions", "2", "--threads", "2", "--value-dim", "32"],
+              ["--cpu-mask", "none", "--precision", "1", "--anchor", "mean"]]
+    for shape in shapes:
+        figures = json_lines("qkv-bench", "attend", "--tokens", "256", "--dim", "64", "--kv-heads", "2", "--q-heads",
+                             "8", "--repeats", "1", *shape)[-1]
+        assert {"us", "code_bytes", "gbps", "raw_gbps", "fraction", "fp16_us", "fp32_us"} <= set(figures)
+        assert all(figures[key] > 0 for key in ("us", "code_bytes", "gbps", "raw_gbps", "fraction", "fp16_us"))
+        # Of rows and queries without any structure a little more than a tenth; tinylm: tests/client/bench/precision_test.c.
+        assert 0 < figures["rel_err"] < (1e-5 if "--precision" in shape else 0.13 * figures["code_err"])
+    failed = run("qkv-bench", "attend", "--frame", "attend")
+    assert failed.returncode != 0 and "--calibrated" in failed.stderr
+
+
 def test_score_gives_the_promised_keys(daemon, stub):
     lines = json_lines("qkv-worker", "score", "--model", DATA, "--text", os.path.join(DATA, "heldout_kjv.txt"),
                        "--windows", "1", "--prefill", "192", "--length", "256", "--bits-k", "4", "--bits-v", "4",

@@ -102,7 +102,8 @@ static void check_against_daemon(const char *setting, double bits_k, double bits
                                       .bits_k = bits_k,
                                       .bits_v = bits_v,
                                       .purpose = purpose,
-                                      .demote_bits = demote_bits};
+                                      .demote_bits = demote_bits,
+                                      .precision = QKV_PRECISION_FP32};
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, &options);
   qkvi_quality quality = {0};
   qkv_error error = {0};

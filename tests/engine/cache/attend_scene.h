@@ -60,10 +60,13 @@ static inline void teardown_scene(scene *s) {
   free_sequence(&s->rows);
 }
 
+// In floats unless the request says otherwise: what is compared with float64.
 static inline void run(qkv_pool *pool, const qkv_attend *request) {
   qkv_error error = {0};
-  if (qkv_attend_check(request, &error) != QKV_OK) fail_msg("%s", error.text);
-  qkv_attend_run(pool, request, 1);
+  qkv_attend exact = *request;
+  if (exact.options.precision == QKV_PRECISION_DEFAULT) exact.options.precision = QKV_PRECISION_FP32;
+  if (qkv_attend_check(&exact, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_attend_run(pool, &exact, 1);
 }
 
 // ---- The reference: float64 attention over the decoded rows, straight from the definition ----
@@ -142,6 +145,7 @@ static inline void check_ranges(scene *s) {
   size_t rows = (size_t)s->queries * s->model.q_heads, floats = rows * s->model.value_dim;
   float *out = malloc(2 * floats * sizeof *out), *lse = malloc(2 * rows * sizeof *lse);
   check_scene(s);
+  if (s->request.options.precision == QKV_PRECISION_DEFAULT) s->request.options.precision = QKV_PRECISION_FP32;
   qkv_attend batch[2] = {s->request, s->request};
   for (size_t i = 0; i < 2; i++) batch[i].out = out + i * floats, batch[i].lse = lse + i * rows;
   for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++) {

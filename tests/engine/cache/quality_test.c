@@ -57,6 +57,7 @@ static void ask(scene *s, uint64_t stand, const float *queries) {
   qkv_attend request = {.layer = &s->layer,
                         .position = stand,
                         .q = tensor.tensor,
+                        .options.precision = QKV_PRECISION_FP32,
                         .out = calloc((size_t)s->model.q_heads * s->model.value_dim, sizeof(float)),
                         .lse = calloc(s->model.q_heads, sizeof(float))};
   qkv_error error = {0};

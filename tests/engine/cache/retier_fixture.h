@@ -58,10 +58,13 @@ static inline void forget(question *asked) {
   free(asked->request.lse);
 }
 
+// In floats unless the request says otherwise: what is compared with float64.
 static inline void run(qkv_pool *pool, const qkv_attend *request) {
   qkv_error error = {0};
-  if (qkv_attend_check(request, &error) != QKV_OK) fail_msg("%s", error.text);
-  qkv_attend_run(pool, request, 1);
+  qkv_attend exact = *request;
+  if (exact.options.precision == QKV_PRECISION_DEFAULT) exact.options.precision = QKV_PRECISION_FP32;
+  if (qkv_attend_check(&exact, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_attend_run(pool, &exact, 1);
 }
 
 // Softmax weights of one query head over the tokens of the layer, from its decoded keys.

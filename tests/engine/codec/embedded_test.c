@@ -267,7 +267,7 @@ static void check_attention(const coded *page, naive_random *random) {
   const uint16_t h = (uint16_t)(coder->kv_heads - 1);
   float *k = allocate(64 * kd * sizeof *k), *v = allocate(64 * vd * sizeof *v);
   qkv_query_block *block = allocate(sizeof *block);
-  block->query_bytes = block->weight_bytes = 0;
+  block->precision = QKV_PRECISION_FP32;
   float *queries = block->rows, *sums = allocate(N * vd * sizeof *sums);
   float scores[N * 64], weights[N * 64] = {0};
   double totals[N] = {0};
@@ -334,7 +334,7 @@ static void missing_slots_are_zero_rows(void **state) {
   assert_int_equal(naive_read(page.image, 24, 2), 5);
   float scores[64];
   qkv_query_block *block = allocate(sizeof *block);
-  block->query_bytes = block->weight_bytes = 0;
+  block->precision = QKV_PRECISION_FP32;
   block->count = 1;
   for (size_t c = 0; c < 64; c++) block->rows[c] = 1;
   codec()->query(page.coder, 1, block);

@@ -315,7 +315,7 @@ static void check_attention(const framed *page, naive_random *random) {
   const qkv_coder *coder = page->coder;
   const uint16_t h = (uint16_t)(coder->kv_heads - 1);
   qkv_query_block *block = allocate(sizeof *block);
-  block->query_bytes = block->weight_bytes = 0;
+  block->precision = QKV_PRECISION_FP32;
   float *sums = allocate((size_t)N * coder->value_dim * sizeof *sums);
   float scores[N * TOKENS], weights[N * TOKENS] = {0};
   double totals[N] = {0};

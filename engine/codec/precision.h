@@ -1,0 +1,33 @@
+// How exact attention on codes is, and how exact it needs to be.
+//
+// In integers (kernel/integer.h) a query is rounded to one byte a coordinate or to two, and so are a page's weights.
+// One byte takes less time and errs more; what matters is the error beside that of the codes:
+//
+//   queries   steps of top / 127, top about 2.7 standard deviations of the largest coordinate, so sigma_1 0.0061 in
+//   every
+//             coordinate that has bits, against sum_c sigma_c^2 D_c of the codes, D_c the distortion of c's depth
+//   weights   0.0042 of the output (pages of equal weights and of very unequal ones err less), against sqrt(D)
+//
+// Measured on tinylm, data-free and calibrated, the error that both add is about 0.6 of what these say at most
+// (tests/client/bench/precision_test.c). Two bytes are taken where one would add more than a tenth.
+//
+// Threads: pure functions.
+#ifndef QKV_ENGINE_CODEC_PRECISION_H
+#define QKV_ENGINE_CODEC_PRECISION_H
+
+#include "engine/codec/transform.h"
+
+// The arithmetic on codes. The values are those of qkv.v1.AttendOptions.Precision. Exact rows are in floats in any
+// case, and so are keys in the archive frame and values whose anchors are groups or chains or that have factors.
+typedef enum qkv_precision {
+  QKV_PRECISION_DEFAULT = 0,  // in integers, of one byte or two, as the codes need it
+  QKV_PRECISION_FP32 = 1,
+  QKV_PRECISION_INT16 = 2,  // two bytes for queries and weights
+  QKV_PRECISION_INT8 = 3,   // two bytes for queries, one for weights
+} qkv_precision;
+
+// The bytes of a query's coordinates that the keys of a tier need, and of a weight that the values need: 1 or 2.
+unsigned qkvi_query_bytes(const qkv_transform *keys, unsigned tier);
+unsigned qkvi_weight_bytes(const qkv_transform *values, unsigned tier);
+
+#endif
