@@ -241,8 +241,7 @@ void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block) {
   const qkv_attend *request = task->request;
   bool rotate = request->q_before_rope && task->model->rope.theta != 0;
   block->queries.precision = request->options.precision;
-  if (block->queries.precision != QKV_PRECISION_FP32)
-    memset(&block->queries.layouts, 0, sizeof block->queries.layouts);
+  if (block->queries.precision != QKV_PRECISION_FP32) qkvi_layouts_clear(&block->queries.layouts);
   block->begin_min = block->end_min = UINT64_MAX;
   block->begin_max = block->end_max = 0;
   for (size_t row = 0; row < block->queries.count; row++) {

@@ -62,7 +62,7 @@ const qkv_transform *qkv_transform_uniform(uint16_t dim);
 typedef struct qkv_query_block {
   qkv_integer_queries integers;  // of `codes`
   size_t count;
-  qkv_layouts layouts;   // the caller's zeros before the first page
+  qkv_layouts layouts;   // cleared by the caller before the first page
   const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none
   qkv_phases_walk walk;  // attend frame
   qkv_precision precision;
@@ -87,7 +87,7 @@ struct qkv_codec {
   // rows. Returns the bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                    const void *v, void *image);
-  // Fills the rest of a block whose `count`, `rows`, `precision` and, with zeros, `layouts` are set.
+  // Fills the rest of a block whose `count`, `rows` and `precision` are set and whose `layouts` are cleared.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.
   void (*scores)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries, float *scores);

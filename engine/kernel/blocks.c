@@ -56,6 +56,44 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
   return block;
 }
 
+// ---- Halves of scattered blocks ----
+
+static qkvi_unit unit_of(unsigned slab, qkvi_unit_how how, unsigned place) {
+  return (qkvi_unit){.slab = (uint16_t)slab, .how = (uint8_t)how, .place = (uint8_t)place};
+}
+
+// Where a pair holds the 8 coordinates from `first` on.
+static qkvi_unit find_unit(const uint16_t *reach, unsigned pair, unsigned section, unsigned first) {
+  const unsigned both = reach[2 * pair + 2], any = reach[2 * pair + 1];
+  if (first >= any) return unit_of(0, QKVI_UNIT_NONE, 0);
+  if (first < both) {
+    const unsigned slab = first / QKVI_BLOCK_WIDTH * QKVI_BLOCK_WIDTH;
+    const bool whole = slab + QKVI_BLOCK_WIDTH <= both;
+    return unit_of(section + 4 * slab, whole ? QKVI_UNIT_WIDE : QKVI_UNIT_WIDE_HALF, (first - slab) / QKV_BAND);
+  }
+  // 16 tokens x 1 bit are 2 bytes a coordinate.
+  const unsigned at = first - both, narrow = section + 4 * both;
+  const unsigned slab = at / NARROW_WIDTH * NARROW_WIDTH, left = any - both - slab;
+  if (left >= NARROW_WIDTH) return unit_of(narrow + 2 * slab, QKVI_UNIT_NARROW, (at - slab) / QKV_BAND);
+  if (left >= QKVI_BLOCK_WIDTH && at < slab + QKVI_BLOCK_WIDTH) {
+    return unit_of(narrow + 2 * slab, QKVI_UNIT_NARROW_HALF, (at - slab) / QKV_BAND);
+  }
+  return unit_of(narrow + 2 * at, QKVI_UNIT_NARROW_QUARTER, 0);
+}
+
+static void find_halves(const uint16_t *reach, const unsigned sections[QKV_DEPTH_MAX / 2], unsigned b,
+                        qkvi_tier_blocks *blocks) {
+  for (unsigned half = 0; half < 2; half++) {
+    const unsigned first = b * QKVI_BLOCK_WIDTH + half * QKV_BAND;
+    unsigned depth = 0;
+    while (depth < QKV_DEPTH_MAX && reach[depth + 1] > first) depth++;
+    blocks->depths[b][half] = (uint8_t)depth;
+    for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
+      blocks->units[b][half][pair] = find_unit(reach, pair, sections[pair], first);
+    }
+  }
+}
+
 void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blocks *blocks) {
   assert(tier <= QKV_TIER_MAX);
   const uint16_t *reach = schedule->reach[tier];
@@ -72,6 +110,7 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
   for (unsigned i = 0; i < blocks->count; i++) {
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);
     blocks->scattered += blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED;
+    if (blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED) find_halves(reach, sections, i, blocks);
     blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
   }
 }

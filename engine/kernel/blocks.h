@@ -31,13 +31,32 @@ typedef struct qkvi_block {
                                       // that the kind does not have
 } qkvi_block;
 
-// Of one tier. A scattered block's codes come through qkvi_unpack.
+// How the bits of one pair lie of half a block, 8 coordinates.
+typedef enum qkvi_unit_how {
+  QKVI_UNIT_NONE,
+  QKVI_UNIT_WIDE,            // in half `place` of a wide slab of 64 bytes
+  QKVI_UNIT_WIDE_HALF,       // in one of 32
+  QKVI_UNIT_NARROW,          // in a quarter of a narrow slab of 64 bytes
+  QKVI_UNIT_NARROW_HALF,     // in half of one of 32
+  QKVI_UNIT_NARROW_QUARTER,  // in one of 16
+} qkvi_unit_how;
+
+typedef struct qkvi_unit {
+  uint16_t slab;  // offset in the group
+  uint8_t how;    // qkvi_unit_how
+  uint8_t place;  // in the slab, in eights of coordinates
+} qkvi_unit;
+
+// Of one tier.
 typedef struct qkvi_tier_blocks {
   unsigned coordinates;  // that have any bits
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
   unsigned deep;         // how many, from the first on, have coordinates of more than 4 bits
   unsigned scattered, halves;
   qkvi_block blocks[QKVI_BLOCKS_MAX];
+  // Of scattered blocks, by halves: bits of their coordinates, and where each pair's lie.
+  uint8_t depths[QKVI_BLOCKS_MAX][2];
+  qkvi_unit units[QKVI_BLOCKS_MAX][2][QKV_DEPTH_MAX / 2];
 } qkvi_tier_blocks;
 
 static inline bool qkvi_block_is_whole(const qkvi_block *block) {

@@ -87,7 +87,7 @@ typedef struct qkv_integer_weights {
   _Alignas(64) uint8_t bytes[QKV_INTEGER_PARTS * QKV_INTEGER_ROWS * QKV_PAGE_TOKENS];  // [chunk][16][column][4]
 } qkv_integer_weights;
 
-// Where the codes of the tiers met last lie. Zeroed by its owner before the first use; of one thread. The schedules
+// Where the codes of the tiers met last lie. Cleared by its owner before the first use; of one thread. The schedules
 // must live as long.
 #define QKV_LAYOUTS 8
 typedef struct qkv_layouts {
@@ -98,6 +98,12 @@ typedef struct qkv_layouts {
   } all[QKV_LAYOUTS];
   size_t next;  // to be replaced
 } qkv_layouts;
+
+// For whoever would rather not write all of them zeros.
+static inline void qkvi_layouts_clear(qkv_layouts *layouts) {
+  for (size_t i = 0; i < QKV_LAYOUTS; i++) layouts->all[i].schedule = NULL;
+  layouts->next = 0;
+}
 
 const qkvi_tier_blocks *qkvi_layouts_find(qkv_layouts *layouts, const qkv_schedule *schedule, unsigned tier);
 

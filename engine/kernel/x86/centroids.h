@@ -6,7 +6,6 @@
 #include "engine/kernel/x86/bytes.h"
 
 #if defined(__AVX2__)
-#include "engine/codec/pack.h"
 #include "engine/kernel/blocks.h"
 #include "engine/kernel/integer.h"
 
@@ -134,55 +133,6 @@ INLINE void planes_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *b
   const uint8_t(*planes)[256] = qkvi_integers.bytes[table][block->kind - QKVI_BLOCK_NIBBLE_KINDS][fields];
   *high = look_up_256(planes[0], index);
   *low = look_up_256(planes[1], index);
-}
-
-// ---- Scattered blocks ----
-
-// The codes of a group, one byte each, where a layout has blocks that do not lie in slabs of their own.
-typedef struct unpacked {
-  bool there;
-  qkvi_codes codes[QKV_DIM_MAX];
-} unpacked;
-
-static void unpack_scattered(qkv_part part, const qkv_page_codes *codes, size_t group, const qkvi_tier_blocks *layout,
-                             unpacked *out) {
-  out->there = layout->scattered > 0;
-  if (out->there) qkvi_unpack(part, codes->schedule, codes->tiers[group], codes->groups[group], out->codes);
-}
-
-// The centroids of block b as the look-ups above give them: [0] alone, or of a `deep` block [0] the high and [1] the
-// low bytes.
-static void gather_scattered(qkv_part part, const uint16_t *reach, const unpacked *from, size_t b, size_t lane,
-                             bool deep, bytes out[2][FIELDS]) {
-  int8_t planes[2][FIELDS][sizeof(bytes)] = {0};
-  for (unsigned c = 0; c < QKVI_BLOCK_WIDTH; c++) {
-    const unsigned coordinate = (unsigned)b * QKVI_BLOCK_WIDTH + c;
-    unsigned depth = 0;
-    while (depth < QKV_DEPTH_MAX && reach[depth + 1] > coordinate) depth++;
-    if (depth == 0) break;
-    for (unsigned t = 0; t < GROUP; t++) {
-      const unsigned item = part == QKV_K ? c : t, in_lane = (part == QKV_K ? t : c) - (unsigned)lane;
-      if (in_lane >= LANES) continue;
-      const uint8_t code = from->codes[coordinate][t];
-      int8_t *first = &planes[0][item / 4][4 * in_lane + item % 4];
-      int8_t *second = &planes[1][item / 4][4 * in_lane + item % 4];
-      if (depth > 4) {
-        *first = qkvi_integers.deep_high[depth][code];
-        *second = qkvi_integers.deep_low[depth][code];
-      } else if (!deep) {
-        *first = qkvi_integers.shallow[depth][code];
-      } else {  // c = 2 h + l / 128
-        const int32_t integer = (int32_t)qkvi_integers.shallow[depth][code], half = (integer + 1) >> 1;
-        *first = (int8_t)half;
-        *second = (int8_t)(128 * (integer - 2 * half));
-      }
-    }
-  }
-  const uint8_t flip = table_part(part) == QKV_K ? 0x80 : 0;
-  for (size_t f = 0; f < FIELDS; f++) {
-    out[0][f] = (bytes)((words)load_bytes(planes[0][f]) ^ EACH_BYTE(flip));
-    out[1][f] = (bytes)((words)load_bytes(planes[1][f]) ^ EACH_BYTE(flip));
-  }
 }
 
 #endif

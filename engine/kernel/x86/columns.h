@@ -5,7 +5,7 @@
 #include "engine/kernel/x86/bytes.h"
 
 #if defined(__AVX2__)
-#include "engine/kernel/x86/centroids.h"
+#include "engine/kernel/x86/mixed.h"
 
 enum { LINE = 64 };
 

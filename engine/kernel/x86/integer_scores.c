@@ -8,9 +8,8 @@
 // One chunk of queries against some groups of one tier.
 typedef struct key_pass {
   const qkvi_tier_blocks *layout;
-  const uint16_t *reach;
   const uint8_t *groups[QKV_PAGE_GROUPS];
-  const unpacked *unpacked;  // of the only group, if the layout has scattered blocks
+  const mixed_group *mixed;  // of each group
   const uint8_t *columns;    // the chunk's
   const int32_t *offsets;    // the chunk's
 } key_pass;
@@ -66,15 +65,21 @@ INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_
   }
 }
 
-// A scattered block, of one group.
-INLINE void score_scattered(const key_pass *pass, size_t b, size_t lane, size_t width, column_sums *sums,
-                            column_sums *low) {
-  bytes planes[2][FIELDS];
+// A block that is not whole, of the groups from `first` on.
+INLINE void score_mixed(const key_pass *pass, size_t b, size_t lane, size_t first, size_t count, size_t width,
+                        column_sums *sums, column_sums *low) {
   const uint8_t *columns = block_columns(pass, b, width);
-  gather_scattered(QKV_K, pass->reach, pass->unpacked, b, lane, low != NULL, planes);
+  ROLLED
   for (size_t f = 0; f < FIELDS; f++) {
-    add_dots(QKV_K, &planes[0][f], 1, columns + f * width * COLUMN_BYTES, width, sums);
-    if (low != NULL) add_dots(QKV_K, &planes[1][f], 1, columns + f * width * COLUMN_BYTES, width, low);
+    bytes high_planes[TOGETHER_MAX], low_planes[TOGETHER_MAX];
+    UNROLL
+    for (size_t g = 0; g < count; g++) {
+      const mixed_planes *planes = &pass->mixed[first + g][b][lane / LANES];
+      high_planes[g] = (*planes)[0][f];
+      if (low != NULL) low_planes[g] = (*planes)[1][f];
+    }
+    add_dots(QKV_K, high_planes, count, columns + f * width * COLUMN_BYTES, width, sums);
+    if (low != NULL) add_dots(QKV_K, low_planes, count, columns + f * width * COLUMN_BYTES, width, low);
   }
 }
 
@@ -97,8 +102,10 @@ INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_
       RUN(QKVI_BLOCK_NIBBLES_HALF);
       RUN(QKVI_BLOCK_FIELDS_HALF);
       default:
-        assert(count == 1);
-        for (; b < end; b++) score_scattered(pass, b, lane, width, sums[0], NULL);
+        for (; b < end; b++) {
+          score_mixed(pass, b, lane, 0, count, width, sums[0], NULL);
+          prefetch_some(&along);
+        }
     }
   }
   *ahead = along;
@@ -136,8 +143,10 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t c
       RUN(QKVI_BLOCK_SIXES_HALF);
       RUN(QKVI_BLOCK_BYTES_HALF);
       default:
-        assert(count == 1);
-        for (; b < end; b++) score_scattered(pass, b, lane, width, sums, low);
+        for (; b < end; b++) {
+          score_mixed(pass, b, lane, first, count, width, sums, low);
+          prefetch_some(&along);
+        }
     }
   }
   add_sums(sums, sums, count, width);
@@ -256,10 +265,9 @@ static void score_chunk(const key_pass *pass, size_t count, size_t columns, cons
   assert(!"a combination without code of its own");
 }
 
-// How many groups from g on go together: all of one tier, without scattered blocks.
-static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, const qkvi_tier_blocks *layout,
-                              size_t most) {
-  if (layout->scattered > 0 || g + most > QKV_PAGE_GROUPS) return 1;
+// How many groups from g on go together: all of one tier.
+static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, size_t most) {
+  if (g + most > QKV_PAGE_GROUPS) return 1;
   for (size_t i = 1; i < most; i++) {
     if (tiers[g + i] != tiers[g]) return 1;
   }
@@ -269,8 +277,11 @@ static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, co
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   const size_t length = qkvi_column_bytes(queries->dim), blocks = length / QKVI_BLOCK_WIDTH;
   const unsigned parts = queries->parts;
-  unpacked scattered;
+  mixed_group mixed[QKV_PAGE_GROUPS];
   prefetching along = {0};
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    mix_group(QKV_K, qkvi_layouts_find(layouts, keys->schedule, keys->tiers[g]), keys->groups[g], mixed[g]);
+  }
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
     const uint8_t *columns = (const uint8_t *)queries->bytes + chunk.first * parts * length;
@@ -284,13 +295,11 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       const uint8_t tier = keys->tiers[g];
       key_pass pass = {.layout = qkvi_layouts_find(layouts, keys->schedule, tier),
-                       .reach = keys->schedule->reach[tier],
-                       .unpacked = &scattered,
+                       .mixed = &mixed[g],
                        .columns = columns,
                        .offsets = queries->offsets + chunk.first * parts * (blocks + 1)};
-      count = groups_together(keys->tiers, g, pass.layout, most);
+      count = groups_together(keys->tiers, g, most);
       for (size_t i = 0; i < count; i++) pass.groups[i] = keys->groups[g + i];
-      unpack_scattered(QKV_K, keys, g, pass.layout, &scattered);
       const key_outcome out = {.parts = parts,
                                .rows = chunk.rows,
                                .scales = queries->scales + chunk.first,

@@ -8,11 +8,10 @@
 // The groups of one tier.
 typedef struct value_run {
   const qkvi_tier_blocks *layout;
-  const uint16_t *reach;
   size_t count;
   const uint8_t *groups[QKV_PAGE_GROUPS];
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
-  const unpacked *unpacked[QKV_PAGE_GROUPS];
+  const mixed_group *mixed[QKV_PAGE_GROUPS];
 } value_run;
 
 // What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
@@ -126,17 +125,17 @@ INLINE void sum_deep_block(const value_run *run, qkvi_block_shape shape, size_t 
   }
 }
 
-INLINE void sum_scattered(const value_run *run, size_t b, bool deep, size_t width, const value_outcome *out) {
+INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t width, const value_outcome *out) {
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
     column_sums sums[1], low[1];
     clear_sums(sums, 1, width);
     clear_sums(low, 1, width);
     for (size_t g = 0; g < run->count; g++) {
-      bytes planes[2][FIELDS];
-      gather_scattered(QKV_V, run->reach, run->unpacked[g], b, lane, deep, planes);
+      const mixed_planes *planes = &(*run->mixed[g])[b][lane / LANES];
+      ROLLED
       for (size_t f = 0; f < FIELDS; f++) {
-        add_dots(QKV_V, &planes[0][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
-        if (deep) add_dots(QKV_V, &planes[1][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
+        add_dots(QKV_V, &(*planes)[0][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
+        if (deep) add_dots(QKV_V, &(*planes)[1][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
       }
     }
     if (deep) add_sums(sums, sums, 1, width);
@@ -176,7 +175,10 @@ INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out
       EACH(QKVI_BLOCK_SIXES_HALF, sum_deep_block(run, QKVI_BLOCK_SIXES_HALF, b, width, out));
       EACH(QKVI_BLOCK_BYTES_HALF, sum_deep_block(run, QKVI_BLOCK_BYTES_HALF, b, width, out));
       default:
-        for (; b < end; b++) sum_scattered(run, b, b < layout->deep, width, out);
+        for (; b < end; b++) {
+          sum_mixed(run, b, b < layout->deep, width, out);
+          prefetch_some(&along);
+        }
     }
   }
   *ahead = along;
@@ -222,7 +224,7 @@ static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier
 
 // The groups of a page by tier, the highest first. Returns how many tiers there are; group_of[i][j] is the number of
 // run i's group j.
-static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, unpacked *scattered,
+static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, mixed_group *mixed,
                         value_run runs[QKV_PAGE_GROUPS], size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS]) {
   size_t count = 0;
   for (int below = QKV_TIER_MAX + 1;;) {
@@ -232,13 +234,12 @@ static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, unpa
     }
     if (tier < 0) return count;
     value_run *run = &runs[count];
-    *run = (value_run){.layout = qkvi_layouts_find(layouts, values->schedule, (unsigned)tier),
-                       .reach = values->schedule->reach[tier]};
+    *run = (value_run){.layout = qkvi_layouts_find(layouts, values->schedule, (unsigned)tier)};
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       if (values->tiers[g] != tier) continue;
       run->groups[run->count] = values->groups[g];
-      run->unpacked[run->count] = &scattered[g];
-      unpack_scattered(QKV_V, values, g, run->layout, &scattered[g]);
+      run->mixed[run->count] = &mixed[g];
+      mix_group(QKV_V, run->layout, values->groups[g], mixed[g]);
       group_of[count][run->count++] = g;
     }
     below = tier;
@@ -251,9 +252,9 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   const unsigned parts = weights->parts;
   value_run runs[QKV_PAGE_GROUPS];
   size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS];
-  unpacked scattered[QKV_PAGE_GROUPS];
+  mixed_group mixed[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
-  const size_t run_count = find_runs(values, layouts, scattered, runs, group_of);
+  const size_t run_count = find_runs(values, layouts, mixed, runs, group_of);
   size_t steps = 0;
   for (size_t i = 0; i < run_count; i++) {
     steps += runs[i].layout->count / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);

@@ -14,8 +14,10 @@
 // compiler says so, which is an error.
 #ifdef QKV_SANITIZED
 #define UNROLL
+#define ROLLED
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#define ROLLED _Pragma("GCC unroll 1")  // where copies of the body would only take the compiler's time
 #endif
 
 #if defined(__AVX512F__)
