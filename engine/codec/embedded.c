@@ -155,13 +155,14 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   if (coder->frame == QKV_FRAME_ARCHIVE) return archive_scores(coder, page, kv_head, queries, scores);
   if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
-  if (queries->query_bytes > 0) {
+  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
+  // A chain sums the scores of codes up, and with them what rounding adds to each.
+  if (queries->query_bytes > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
     qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
                                       ahead_of(coder, queries, kv_head, QKV_K), scores);
   } else {
     qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
   }
-  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
   if (added.anchored) qkv_anchor_scores(&added.anchor, queries->codes, queries->count, scores);
   if (added.factored) qkv_low_rank_scores(&added.factors, queries->codes, queries->count, scores);
   for (size_t i = 0; i < queries->count && transform->mean != NULL; i++) {

@@ -17,8 +17,9 @@
 
 #include "engine/codec/transform.h"
 
-// The arithmetic on codes. The values are those of qkv.v1.AttendOptions.Precision. Exact rows are in floats in any
-// case, and so are keys in the archive frame and values whose anchors are groups or chains or that have factors.
+// The arithmetic on codes. The values are those of qkv.v1.AttendOptions.Precision. In floats in any case are exact
+// rows, keys in the archive frame, keys whose anchors are chains, and values whose anchors are groups or chains or
+// that have factors.
 typedef enum qkv_precision {
   QKV_PRECISION_DEFAULT = 0,  // in integers, of one byte or two, as the codes need it
   QKV_PRECISION_FP32 = 1,
