@@ -356,7 +356,7 @@ static void deadlines_and_cancellation_end_calls(void **state) {
   fixture_result result = fixture_finish(&idle);
   assert_int_equal(result.status, QKV_DEADLINE_EXCEEDED);
   // A computation that takes longer than its client waits.
-  const kv_item heavy = {.session = "long", .position = LONG_TOKENS, .queries = 100};
+  const kv_item heavy = {.session = "long", .position = LONG_TOKENS, .queries = 2000};
   uint8_t *bytes = NULL;
   length = kv_pack(&heavy, 1, 0, &bytes);
   result = fixture_call(client, KV_METHOD("Attend"), bytes, length, 2);
