@@ -280,7 +280,8 @@ def test_qkvctl_storage(start, tmp_path):
         assert_same_rows(before, rows(kept, 900))
     for segment in glob.glob(str(tmp_path / "data" / "segment-*.qkv")):
         content = np.fromfile(segment, np.uint8)
-        content[4096 + 600:len(content) // 2:4096] ^= 1  # payloads; the summary and the footer stay whole
+        end = int.from_bytes(content[-4096 + 32:-4096 + 40].tobytes(), "little")  # where the summary begins
+        content[4096 + 600:end:4096] ^= 1
         content.tofile(segment)
     with start() as daemon:
         status, (report,), _ = qkvctl(daemon, "storage", "verify")
