@@ -87,7 +87,6 @@ qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_cal
                              uint32_t tokens, uint64_t record, uint32_t bytes, qkv_error *error) {
   qkv_layer *adopting = qkvi_session_change(session, layer);
   qkvi_session_use_codings(session);
-  qkvi_session_use_codings(session);
   const qkv_coding *coding = qkvi_session_coding(session, calibration);
   const qkv_status status = qkv_layer_adopt(adopting, qkv_coding_layer(coding, layer), tokens, record, bytes, error);
   qkvi_session_codings_used(session);
