@@ -15,7 +15,7 @@
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { SYNC_WAIT_MS = 30000 };
+enum { SYNC_WAIT_MS = 30000, PAUSE_MS = 250, PAUSE_MAX_MS = 30000, EXPEL_IDLE_MS = 1000 };
 
 int64_t qkvi_spill_now_ms(void) {
   struct timespec now;
@@ -79,10 +79,28 @@ static void forget(qkvi_spill *spill, qkvi_pending *pending) {
   free(pending);
 }
 
+// The disk is left alone for a while, longer each time: pages stay in memory, which serves them.
 static void note_failure(qkvi_spill *spill, qkv_status status) {
-  spill->failures++;
+  if (spill->failure == QKV_OK)
+    qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
+            "status", qkv_status_name(status));
   spill->failure = status;
+  spill->full |= status == QKV_RESOURCE_EXHAUSTED;
+  spill->pause_ms = spill->pause_ms == 0                 ? PAUSE_MS
+                    : spill->pause_ms * 2 < PAUSE_MAX_MS ? spill->pause_ms * 2
+                                                         : PAUSE_MAX_MS;
+  spill->retry_ms = qkvi_spill_now_ms() + spill->pause_ms;
   qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_FAILED], 1);
+  qkv_metric_set(&spill->metrics[QKV_METRIC_SPILL_DEGRADED], 1);
+}
+
+// What was accepted before the disk refused says nothing.
+static void note_success(qkvi_spill *spill) {
+  if (spill->failure != QKV_OK && qkvi_spill_now_ms() < spill->retry_ms) return;
+  if (spill->failure != QKV_OK) qkv_log(QKV_LOG_INFO, "the data directory takes pages again", NULL);
+  spill->failure = QKV_OK;
+  spill->pause_ms = spill->retry_ms = 0;
+  qkv_metric_set(&spill->metrics[QKV_METRIC_SPILL_DEGRADED], 0);
 }
 
 static void on_written(void *context, uint64_t record, qkv_status status) {
@@ -110,7 +128,7 @@ static void on_durable(void *context, uint64_t record, qkv_status status) {
     note_failure(spill, status);
     pending->state = QKV_RECORD_GONE;
   } else {
-    spill->failure = QKV_OK;
+    note_success(spill);
     forget(spill, pending);
   }
   qkvi_spill_unlock(spill);
@@ -184,12 +202,19 @@ static bool journal_calibration(void *context, const qkv_model *model, size_t se
 
 // ---- The backing ----
 
+static bool resting(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
+  const bool rests = spill->retry_ms != 0 && qkvi_spill_now_ms() < spill->retry_ms;
+  qkvi_spill_unlock(spill);
+  return rests;
+}
+
 static uint64_t put(void *context, uint64_t session, const void *page, uint32_t bytes) {
   const qkvi_backing *backing = context;
   qkvi_spill *spill = backing->spill;
   const qkv_page_header *header = page;
   atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
-  if (!calibration_ready(spill, header)) return 0;
+  if (resting(spill) || !calibration_ready(spill, header)) return 0;
   qkvi_pending *pending = calloc(1, sizeof *pending);
   if (pending == NULL) abort();
   pending->page = malloc(bytes);
@@ -492,10 +517,33 @@ static bool take_flag(qkvi_spill *spill, bool *flag) {
   return was;
 }
 
+// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
+static void expel(qkvi_spill *spill) {
+  size_t count;
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    qkv_session *session = sessions[i].session;
+    qkv_session_info info;
+    qkv_error error = {0};
+    uint64_t freed;
+    qkv_session_read_info(session, &info, NULL);
+    if (info.config.pinned || info.usage.bytes_stored == 0) continue;
+    if (qkvi_spill_unix_ms() - info.last_used_unix_ms < EXPEL_IDLE_MS) break;
+    if (qkv_store_close(spill->store, qkv_session_name(session), &freed, NULL) != QKV_OK) continue;
+    (void)qkvi_spill_closed(spill, session, &error);
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
+    qkv_log(QKV_LOG_WARN, "the disk is full, a session was deleted", "{s:s, s:I}", "session",
+            qkv_session_name(session), "bytes", (json_int_t)info.usage.bytes_stored);
+    break;
+  }
+  qkvi_spill_drop_sessions(sessions, count);
+}
+
 static void *work(void *context) {
   qkvi_spill *spill = context;
   uint64_t seen = 0;
   for (;;) {
+    if (take_flag(spill, &spill->full)) expel(spill);
     if (take_flag(spill, &spill->wanted)) qkv_store_each_model(spill->store, journal_calibration, spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
@@ -564,6 +612,7 @@ void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
     left = 0;
     for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i].session) ? 0 : 1;
     if ((left == 0 && !cuts_waiting(spill)) || qkvi_spill_now_ms() > until) break;
+    if (qkvi_spill_failure(spill) != QKV_OK) break;
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   if (left > 0) qkv_log(QKV_LOG_ERROR, "sessions are not durable as a whole", "{s:I}", "sessions", (json_int_t)left);

@@ -45,9 +45,10 @@ struct qkvi_spill {
   uint64_t steps;
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   qkvi_pending *pending;
-  uint64_t cuts;       // truncations that are not durable yet
-  uint64_t failures;   // so far
-  qkv_status failure;  // of the last record; OK again once one is durable
+  uint64_t cuts;               // truncations that are not durable yet
+  qkv_status failure;          // of the last record; OK again once one is durable
+  int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
+  bool full;                   // for want of room
   qkvi_known *known;
   qkvi_verify verify;
 
@@ -62,6 +63,7 @@ struct qkvi_spill {
 #define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
 
 int64_t qkvi_spill_now_ms(void);
+int64_t qkvi_spill_unix_ms(void);
 void qkvi_spill_lock(qkvi_spill *spill);
 void qkvi_spill_unlock(qkvi_spill *spill);
 uint64_t qkvi_spill_steps(qkvi_spill *spill);

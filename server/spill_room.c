@@ -10,7 +10,7 @@
 
 enum { IDLE_MS = 250, WAIT_MS = 10000 };
 
-static int64_t unix_ms(void) {
+int64_t qkvi_spill_unix_ms(void) {
   struct timespec now;
   (void)clock_gettime(CLOCK_REALTIME, &now);
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
@@ -97,7 +97,7 @@ static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
     qkv_session_info info;
     qkv_session_read_info(sessions[i].session, &info, NULL);
     if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
-    *left = unix_ms() - info.last_used_unix_ms < IDLE_MS;
+    *left = qkvi_spill_unix_ms() - info.last_used_unix_ms < IDLE_MS;
     if (*left) break;
     if (qkv_session_seal(sessions[i].session, NULL) == QKV_OK) sealed += info.usage.bytes_exact;
   }

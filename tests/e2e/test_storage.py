@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import subprocess
+import time
 
 import grpc
 import numpy as np
@@ -289,3 +290,35 @@ def test_qkvctl_storage(start, tmp_path):
     with Daemon() as daemon:
         status, _, text = qkvctl(daemon, "storage")
         assert status != 0 and "no data-dir" in text
+
+
+def test_a_full_disk(start):
+    """The longest unused sessions go; pinned ones stay; where none can go, memory serves alone."""
+    def wait_for(condition):
+        until = time.monotonic() + 30 * SLOWNESS
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+    with start("--storage-budget", "16MiB") as daemon:
+        first, second = open_cache(daemon, ASYNC, "first"), open_cache(daemon, ASYNC, "second")
+        fill(first, 4000)
+        fill(second, 4000)
+        second.stub.Pin(kv.PinRequest(session="second"))
+        last = open_cache(daemon, ASYNC, "last")
+        time.sleep(1.1)  # sessions in use are not deleted
+        for position in range(0, 120000, 4000):
+            fill(last, 4000, position)
+        wait_for(lambda: daemon.metric("qkvd_storage_expelled_sessions_total") >= 1)
+        with refused(grpc.StatusCode.NOT_FOUND, "first"):
+            first.info()
+        assert second.info().lengths[0] == 4000
+        last.stub.Pin(kv.PinRequest(session="last"))
+        for position in range(120000, 160000, 4000):
+            fill(last, 4000, position)
+        wait_for(lambda: daemon.metric("qkvd_storage_degraded") == 1)
+        assert rows(last, 100)[0].shape[0] == 100  # and everything is served
+        fill(last, 100, 160000)
+        synced = open_cache(daemon, SYNC, "synced")
+        with refused(grpc.StatusCode.UNAVAILABLE, "not durable", "full"):
+            fill(synced, 200)
