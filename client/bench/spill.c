@@ -1,0 +1,184 @@
+// qkv-bench spill: a session goes to the SSD of a running daemon and comes back.
+//
+//   append   rows arrive, are coded and written; ends when everything that is sealed is durable
+//   cold     the session has left memory; one query for every layer brings it back, or streams it where it is larger
+//            than memory
+//   warm     the same queries again
+//
+// The daemon is the caller's, with --data-dir and the --memory-budget that is to be tried. fio measures the device in
+// the same directory (docs/storage.md).
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "client/bench/bench.h"
+
+#define NAME "qkv-bench-spill"
+
+enum { CHUNK_TOKENS = 512 };
+
+static const qkv_option options[] = {
+    QKV_BENCH_OPTIONS,
+    {"layers", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, rounds), "32", 1, 1024, "N", "layers of the model"},
+    {"tokens", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, tokens), "32768", 64, 4194304, "N",
+     "tokens of the session"},
+    {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "128", 8, 1024, "N", "width of a row"},
+    {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "8", 1, 128, "N", "KV heads"},
+    {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
+     "query heads, a multiple of the KV heads"},
+    {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
+    {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
+};
+
+typedef struct spilling {
+  const qkv_bench_settings *settings;
+  qkv_client *client;
+  uint16_t *k, *v;  // rows of one chunk
+  float *q;         // one query
+  qkv_client_session_info info;
+} spilling;
+
+static qkv_client_tensor rows_of(const spilling *all, const void *data, int64_t tokens) {
+  const qkv_bench_settings *settings = all->settings;
+  return (qkv_client_tensor){.dtype = QKV_CLIENT_FP16,
+                             .rank = 3,
+                             .dims = {tokens, settings->kv_heads, settings->dim},
+                             .data = data,
+                             .bytes = (size_t)(tokens * settings->kv_heads * settings->dim) * sizeof(uint16_t)};
+}
+
+static int open_session(spilling *all) {
+  const qkv_bench_settings *settings = all->settings;
+  qkv_call_error error = {0};
+  const qkv_client_policy policy = {
+      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "none"};
+  char name[96];
+  snprintf(name, sizeof name, NAME "-%lldx%lldx%lldx%lld", (long long)settings->rounds, (long long)settings->dim,
+           (long long)settings->kv_heads, (long long)settings->q_heads);
+  const qkv_client_model model = {.name = name,
+                                  .layers = (uint32_t)settings->rounds,
+                                  .kv_heads = (uint32_t)settings->kv_heads,
+                                  .q_heads = (uint32_t)settings->q_heads,
+                                  .key_dim = (uint32_t)settings->dim,
+                                  .value_dim = (uint32_t)settings->dim,
+                                  .dtype = QKV_CLIENT_FP16};
+  qkv_client_close_session(all->client, NAME, NULL, &(qkv_call_error){0});  // of a run that was cut short
+  if (qkv_client_register_model(all->client, &model, &error) != 0)
+    return qkv_bench_failed("register the model", &error);
+  const qkv_session_options session = {.session = NAME, .model = name, .policy = &policy, .durability = 2};
+  if (qkv_client_open_session(all->client, &session, &error) != 0) return qkv_bench_failed("open a session", &error);
+  return 0;
+}
+
+static int read_info(spilling *all) {
+  qkv_call_error error = {0};
+  qkv_free(all->info.lengths);
+  if (qkv_client_get_session(all->client, NAME, &all->info, &error) != 0) return qkv_bench_failed("ask", &error);
+  return 0;
+}
+
+static int append_all(spilling *all, double *seconds) {
+  const qkv_bench_settings *settings = all->settings;
+  const double begin = qkv_bench_now();
+  for (int64_t position = 0; position < settings->tokens; position += CHUNK_TOKENS) {
+    const int64_t left = settings->tokens - position, tokens = left < CHUNK_TOKENS ? left : CHUNK_TOKENS;
+    for (int64_t layer = 0; layer < settings->rounds; layer++) {
+      qkv_call_error error = {0};
+      const qkv_client_item item = {.session = NAME,
+                                    .layer = (uint32_t)layer,
+                                    .position = (uint64_t)position,
+                                    .k = rows_of(all, all->k, tokens),
+                                    .v = rows_of(all, all->v, tokens)};
+      if (qkv_client_append(all->client, &item, 1, NULL, &error) != 0) return qkv_bench_failed("append", &error);
+    }
+  }
+  // Sealed pages are durable about a second later at most, and what is not sealed is not written.
+  const struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
+  for (bool durable = false; !durable; (void)nanosleep(&pause, NULL)) {
+    if (read_info(all) != 0) return 1;
+    durable = all->info.durable != NULL;
+    for (uint32_t i = 0; i < all->info.layers && durable; i++)
+      durable = all->info.durable[i] + 192 > all->info.lengths[i];
+    if (all->info.durable == NULL) return qkv_program_failed("the daemon has no data-dir");
+  }
+  *seconds = qkv_bench_now() - begin;
+  return 0;
+}
+
+// A query of the last position to every layer.
+static int attend_all(spilling *all, double *seconds) {
+  const qkv_bench_settings *settings = all->settings;
+  const double begin = qkv_bench_now();
+  for (int64_t layer = 0; layer < settings->rounds; layer++) {
+    qkv_call_error error = {0};
+    qkv_client_result result;
+    const qkv_client_item item = {.session = NAME,
+                                  .layer = (uint32_t)layer,
+                                  .position = (uint64_t)settings->tokens - 1,
+                                  .q = {.dtype = QKV_CLIENT_FP32,
+                                        .rank = 3,
+                                        .dims = {1, settings->q_heads, settings->dim},
+                                        .data = all->q,
+                                        .bytes = (size_t)(settings->q_heads * settings->dim) * sizeof(float)}};
+    if (qkv_client_attend(all->client, &item, 1, &result, &error) != 0) return qkv_bench_failed("attend", &error);
+    qkv_client_results_free(&result, 1);
+  }
+  *seconds = qkv_bench_now() - begin;
+  return 0;
+}
+
+static int measure(spilling *all) {
+  double append_s = 0, cold_s = 0, warm_s = 0;
+  qkv_call_error error = {0};
+  if (open_session(all) != 0 || append_all(all, &append_s) != 0) return QKV_EXIT_FAILED;
+  qkv_samples cold = {0}, warm = {0};
+  for (int64_t i = 0; i < all->settings->repeats; i++) {
+    if (qkv_client_sink_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("sink", &error);
+    if (attend_all(all, &cold_s) != 0 || attend_all(all, &warm_s) != 0) return QKV_EXIT_FAILED;
+    qkv_samples_add(&cold, cold_s);
+    qkv_samples_add(&warm, warm_s);
+  }
+  if (read_info(all) != 0) return QKV_EXIT_FAILED;
+  const double stored = (double)all->info.bytes_stored * 1e-9;
+  const double cold_median = qkv_samples_quantile(&cold, 0.5), warm_median = qkv_samples_quantile(&warm, 0.5);
+  qkv_bench_report(
+      all->settings,
+      json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill", "stored_gb", stored, "append_s",
+                append_s, "append_fp16_gbps", (double)all->info.bytes_fp16 * 1e-9 / append_s, "append_stored_gbps",
+                stored / append_s, "cold_s", cold_median, "cold_gbps", stored / cold_median, "warm_s", warm_median));
+  qkv_samples_free(&cold);
+  qkv_samples_free(&warm);
+  if (qkv_client_close_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("close", &error);
+  return QKV_EXIT_OK;
+}
+
+static int run(void *values, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkv_bench_settings *settings = values;
+  if (settings->program.target == NULL) return qkv_program_misused("--target is missing: a qkvd with a --data-dir");
+  spilling all = {.settings = settings};
+  const size_t row_bytes = (size_t)(settings->kv_heads * settings->dim) * sizeof(uint16_t);
+  all.k = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 1);
+  all.v = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 2);
+  all.q = calloc((size_t)(settings->q_heads * settings->dim), sizeof *all.q);
+  if (all.q == NULL) abort();
+  qkv_bench_floats(all.q, (size_t)(settings->q_heads * settings->dim), 3);
+  all.client = qkv_bench_connect(settings, settings->program.target);
+  const int status = all.client == NULL ? QKV_EXIT_FAILED : measure(&all);
+  qkv_client_close(&all.client);
+  qkv_free(all.info.lengths);
+  free(all.k);
+  free(all.v);
+  free(all.q);
+  return status;
+}
+
+const qkv_command qkvi_bench_spill = {
+    .name = "spill",
+    .arguments = "",
+    .summary = "a session to the SSD of a running daemon and back",
+    .options = options,
+    .option_count = sizeof options / sizeof *options,
+    .run = run,
+};
