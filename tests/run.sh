@@ -15,7 +15,7 @@ Installs the Debian packages that are missing, builds, and runs the tests, stage
 stage that fails. Builds lie in build/<preset>; a second run builds only what has changed.
 
   asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
-  tsan      the server's tests and those of the engine's threads under ThreadSanitizer
+  tsan      the tests of server, storage and the engine's threads under ThreadSanitizer
   fuzz      every fuzz target for --fuzz-seconds (15 by default)
   release   all tests with the release build, and the lint
 TEXT
@@ -77,8 +77,8 @@ run_asan() {
 
 run_tsan() {
   build tsan
-  say "tests of the tsan build: server and threads"
-  "${unrandomized[@]}" ctest --preset tsan -j2 -L '^(server|threads)$'
+  say "tests of the tsan build: server, storage and threads"
+  "${unrandomized[@]}" ctest --preset tsan -j2 -L '^(server|threads|storage)$'
 }
 
 run_fuzz() {
