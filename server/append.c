@@ -123,7 +123,8 @@ static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
   for (size_t i = 0; i < stream->request.count && stream->daemon->spill != NULL; i++) {
     const char *name = stream->request.items[i].session;
     qkv_session *session = NULL;
-    if (strcmp(name, last) == 0 || qkv_store_session(stream->daemon->store, name, &session, NULL) != QKV_OK) continue;
+    if (strcmp(name, last) == 0) continue;
+    QKV_TRY(qkv_store_session(stream->daemon->store, name, &session, error));
     last = name;
     const qkv_status status = qkvi_append_sync(stream->daemon, session, &stream->patience, error);
     qkv_session_unref(&session);

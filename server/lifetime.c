@@ -84,7 +84,7 @@ const qkv_rpc_method qkvi_lifetime_methods[] = {
 static void expire(qkv_daemon *daemon, qkv_session *session) {
   uint64_t freed = 0;
   qkv_error error = {0};
-  if (qkv_store_close(daemon->store, qkv_session_name(session), &freed, NULL) != QKV_OK) return;
+  if (qkv_store_close_session(daemon->store, session, &freed, NULL) != QKV_OK) return;
   if (qkvi_spill_closed(daemon->spill, session, &error) != QKV_OK)
     qkv_log(QKV_LOG_ERROR, "a session that expired may come back", "{s:s, s:s}", "session", qkv_session_name(session),
             "reason", error.text);

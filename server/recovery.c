@@ -21,8 +21,9 @@ typedef struct recovery {
   struct found_session {
     uint64_t number;
     qkv_session *session;
+    struct found_session *next;  // of those that gave way
     UT_hash_handle hh;
-  } * sessions;
+  } * sessions, *closed;
   uint64_t pages;
   // The layer that records come for.
   uint64_t at_session;
@@ -54,7 +55,7 @@ static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_erro
   qkv_status status = qkvi_model_read(message, &model, error);
   if (status == QKV_OK) status = qkv_store_register_model(all->spill->store, &model, NULL, error);
   qkvi_model_clear(&model);
-  if (status == QKV_OK) qkvi_spill_note_known(all->spill, message->name, 0, true);
+  if (status == QKV_OK) qkvi_spill_note_known(all->spill, message->name, 0);
   return status == QKV_OK;
 }
 
@@ -74,7 +75,7 @@ static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qk
   kept->calibration = calibration;
   kept->next = all->calibrations;
   all->calibrations = kept;
-  qkvi_spill_note_known(all->spill, message->name, qkv_calibration_version(calibration), true);
+  qkvi_spill_note_known(all->spill, message->name, qkv_calibration_version(calibration));
   return true;
 }
 
@@ -108,6 +109,20 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
   return qkvi_policy_read(message->policy, &config->policy, error);
 }
 
+// A session of this name that was opened before was closed, though the journal does not say so.
+static void give_way(recovery *all, const char *name) {
+  struct found_session *found, *after;
+  HASH_ITER(hh, all->sessions, found, after) {
+    uint64_t freed;
+    if (strcmp(qkv_session_name(found->session), name) != 0) continue;
+    (void)qkv_store_close_session(all->spill->store, found->session, &freed, NULL);
+    qkv_session_unref(&found->session);
+    HASH_DEL(all->sessions, found);
+    found->next = all->closed;
+    all->closed = found;
+  }
+}
+
 static bool take_session(recovery *all, const qkv_journal_entry *entry) {
   qkv_error error = {0};
   qkv_session_config config;
@@ -115,6 +130,7 @@ static bool take_session(recovery *all, const qkv_journal_entry *entry) {
   Qkv__V1__SessionInfo *message = qkv__v1__session_info__unpack(NULL, entry->bytes, entry->payload);
   if (message == NULL) return false;
   qkv_status status = session_config(all, message, entry->session, &config, &error);
+  if (status == QKV_OK) give_way(all, message->session);
   if (status == QKV_OK) status = qkv_store_open(all->spill->store, &config, message->model, &session, &error);
   if (status != QKV_OK) refuse(all, "session", message->session, &error);
   qkv__v1__session_info__free_unpacked(message, NULL);
@@ -201,7 +217,10 @@ static void on_record(void *context, const qkv_record_info *info) {
   }
   qkv_error error = {0};
   if (all->broken) return;
-  all->broken = adopt(all, found->session, info, &error) != QKV_OK;
+  const qkv_status status = adopt(all, found->session, info, &error);
+  if (status != QKV_OK && status != QKV_DATA_LOSS)
+    return refuse(all, "session", qkv_session_name(found->session), &error);
+  all->broken = status != QKV_OK;
   if (all->broken) {
     note_cut(all);
     qkv_log(QKV_LOG_WARN, "a session ends earlier than it did", "{s:s, s:I, s:I, s:s}", "session",
@@ -216,6 +235,10 @@ static void on_record(void *context, const qkv_record_info *info) {
 // ---- All ----
 
 static void drop(recovery *all) {
+  for (struct found_session *closed = all->closed, *next; closed != NULL; closed = next) {
+    next = closed->next;
+    free(closed);
+  }
   free(all->cuts);
   for (kept_calibration *kept = all->calibrations, *next; kept != NULL; kept = next) {
     next = kept->next;
@@ -255,6 +278,8 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
     status = qkv_fail(error, all.refused.status, "%s", all.refused.text);
   }
   if (status == QKV_OK) {
+    for (const struct found_session *at = all.closed; at != NULL; at = at->next)
+      qkv_storage_session_close(spill->storage, at->number, NULL, NULL);
     for (size_t i = 0; i < all.cut_count; i++)
       qkvi_spill_cut(spill, all.cuts[i].session, all.cuts[i].layer, all.cuts[i].position);
     report(&all);

@@ -14,6 +14,7 @@ typedef struct restoring {
   qkvi_spill *spill;
   qkv_session *session;
   uint32_t layer;
+  bool full;
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   uint8_t *image;
@@ -39,10 +40,28 @@ static qkv_status fail(const restoring *all, const qkv_missing_page *page, const
                   reason->text[0] != '\0' ? reason->text : "it is not on the disk");
 }
 
+// Others may have brought it back, or cut it off.
+static bool still_missing(const restoring *all, const qkv_missing_page *page) {
+  qkv_missing_page now;
+  return qkv_session_missing(all->session, all->layer, page->position, page->position + 1, all->full, &now, 1) == 1 &&
+         now.record == page->record;
+}
+
+static bool still_open(const restoring *all) {
+  qkv_session *session = NULL;
+  if (qkv_store_session(all->spill->store, qkv_session_name(all->session), &session, NULL) != QKV_OK) return false;
+  const bool same = session == all->session;
+  qkv_session_unref(&session);
+  return same;
+}
+
 static qkv_status restore_page(const restoring *all, qkv_storage_batch *batch, size_t i, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
   qkv_error reason = {0};
   qkv_status status = qkv_storage_batch_wait(batch, i, all->image, page->bytes, &reason);
+  if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
+  if (status == QKV_NOT_FOUND && !still_open(all))
+    return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->session));
   if (status != QKV_OK) return fail(all, page, &reason, error);
   status = put_back(all, page, &reason);
   if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
@@ -74,7 +93,7 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
 
 qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
                         bool full, qkv_error *error) {
-  restoring all = {.spill = spill, .session = session, .layer = layer};
+  restoring all = {.spill = spill, .session = session, .layer = layer, .full = full};
   const uint64_t bytes = qkv_session_missing_bytes(session, layer, begin, end, full);
   const uint64_t most = qkvi_spill_budget(spill) / 2;
   if (bytes > most)

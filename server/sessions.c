@@ -100,7 +100,7 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
   QKV_TRY(qkv_store_open(daemon->store, &config, request->model, session, error));
   if (config.backing == NULL || qkvi_spill_opened(daemon->spill, *session, error) == QKV_OK) return QKV_OK;
   uint64_t freed;
-  (void)qkv_store_close(daemon->store, config.name, &freed, NULL);
+  (void)qkv_store_close_session(daemon->store, *session, &freed, NULL);
   qkv_session_unref(session);
   return error->status;
 }
@@ -172,7 +172,7 @@ static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSe
   if (request->keep) {
     status = sink(daemon, session, bytes_freed, error);
   } else {
-    status = qkv_store_close(daemon->store, request->session, bytes_freed, error);
+    status = qkv_store_close_session(daemon->store, session, bytes_freed, error);
     if (status == QKV_OK) status = qkvi_spill_closed(daemon->spill, session, error);
   }
   qkv_session_unref(&session);

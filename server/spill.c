@@ -15,7 +15,7 @@
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { SYNC_WAIT_MS = 30000, PAUSE_MS = 250, PAUSE_MAX_MS = 30000, EXPEL_IDLE_MS = 1000 };
+enum { SYNC_WAIT_MS = 30000, PAUSE_MS = 250, PAUSE_MAX_MS = 30000 };
 
 int64_t qkvi_spill_now_ms(void) {
   struct timespec now;
@@ -86,10 +86,12 @@ static void note_failure(qkvi_spill *spill, qkv_status status) {
             "status", qkv_status_name(status));
   spill->failure = status;
   spill->full |= status == QKV_RESOURCE_EXHAUSTED;
-  spill->pause_ms = spill->pause_ms == 0                 ? PAUSE_MS
-                    : spill->pause_ms * 2 < PAUSE_MAX_MS ? spill->pause_ms * 2
-                                                         : PAUSE_MAX_MS;
-  spill->retry_ms = qkvi_spill_now_ms() + spill->pause_ms;
+  const int64_t now = qkvi_spill_now_ms();
+  if (now >= spill->retry_ms) {  // of many that fail at once one counts
+    const int64_t pause = spill->pause_ms == 0 ? PAUSE_MS : 2 * spill->pause_ms;
+    spill->pause_ms = pause < PAUSE_MAX_MS ? pause : PAUSE_MAX_MS;
+    spill->retry_ms = now + spill->pause_ms;
+  }
   qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_FAILED], 1);
   qkv_metric_set(&spill->metrics[QKV_METRIC_SPILL_DEGRADED], 1);
 }
@@ -144,23 +146,20 @@ static qkvi_known *find_known(qkvi_spill *spill, const char *model, uint32_t ver
   return NULL;
 }
 
-void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version, bool durable) {
+void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version) {
   qkvi_known *known = calloc(1, sizeof *known);
   if (known == NULL) abort();
-  *known = (qkvi_known){.version = version, .durable = durable, .next = spill->known};
+  *known = (qkvi_known){.version = version, .next = spill->known};
   (void)snprintf(known->model, sizeof known->model, "%s", model);
   spill->known = known;
 }
 
 // Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
-static bool calibration_ready(qkvi_spill *spill, const qkv_page_header *header) {
-  if (header->calibration == 0) return true;
+static bool calibration_ready(qkvi_spill *spill, const char *model, uint32_t version) {
+  if (version == 0) return true;
   qkvi_spill_lock(spill);
-  bool ready = false;
-  for (const qkvi_known *known = spill->known; known != NULL; known = known->next) {
-    ready |= known->version == header->calibration && known->durable;
-  }
-  if (!ready) spill->wanted = true;
+  const bool ready = find_known(spill, model, version) != NULL;
+  spill->wanted |= !ready;
   qkvi_spill_unlock(spill);
   return ready;
 }
@@ -176,28 +175,40 @@ static qkv_status journal_model(qkvi_spill *spill, qkv_journal_kind kind, const 
   return status;
 }
 
-// The model's calibration of now, where the journal does not have it yet.
-static bool journal_calibration(void *context, const qkv_model *model, size_t sessions) {
-  qkvi_spill *spill = context;
-  (void)sessions;
-  const qkv_calibration *calibration = qkv_calibration_slot_get(model->calibration);
-  const uint32_t version = calibration == NULL ? 0 : qkv_calibration_version(calibration);
+static void journal_calibration(qkvi_spill *spill, const qkv_model *model, const qkv_calibration *calibration) {
+  const uint32_t version = qkv_calibration_version(calibration);
   qkvi_spill_lock(spill);
-  const bool wanted = version != 0 && find_known(spill, model->name, version) == NULL;
+  const bool wanted = find_known(spill, model->name, 0) != NULL && find_known(spill, model->name, version) == NULL;
   qkvi_spill_unlock(spill);
-  if (wanted) {
-    Qkv__V1__Model message = QKV__V1__MODEL__INIT;
-    qkv_error error = {0};
-    message.name = (char *)model->name;
-    message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
-    const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
-    if (status != QKV_OK) qkv_log(QKV_LOG_ERROR, "a calibration was not written", "{s:s}", "reason", error.text);
-    qkvi_spill_lock(spill);
-    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, version, true);
-    qkvi_spill_unlock(spill);
+  if (!wanted) return;
+  Qkv__V1__Model message = QKV__V1__MODEL__INIT;
+  qkv_error error = {0};
+  message.name = (char *)model->name;
+  message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
+  const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
+  qkvi_spill_lock(spill);
+  if (status == QKV_OK) {
+    qkvi_spill_note_known(spill, model->name, version);
+  } else {
+    note_failure(spill, status);
   }
-  qkv_calibration_unref(&calibration);
-  return true;
+  qkvi_spill_unlock(spill);
+}
+
+// Those that sessions on the SSD are coded with and the journal does not have.
+static void journal_calibrations(qkvi_spill *spill) {
+  enum { MOST = 16 };
+  size_t count;
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    const qkv_calibration *calibrations[MOST];
+    const size_t used = qkv_session_calibrations(sessions[i].session, calibrations, MOST);
+    for (size_t c = 0; c < used; c++) {
+      journal_calibration(spill, qkv_session_model(sessions[i].session), calibrations[c]);
+      qkv_calibration_unref(&calibrations[c]);
+    }
+  }
+  qkvi_spill_drop_sessions(sessions, count);
 }
 
 // ---- The backing ----
@@ -209,12 +220,22 @@ static bool resting(qkvi_spill *spill) {
   return rests;
 }
 
-static uint64_t put(void *context, uint64_t session, const void *page, uint32_t bytes) {
+// Whether a truncation of the session could not be written: what is put after it would stand beside what it cut.
+static bool poisoned(qkvi_spill *spill, uint64_t session) {
+  qkvi_spill_lock(spill);
+  bool found = false;
+  for (const qkvi_poisoned *at = spill->poisoned; at != NULL; at = at->next) found |= at->session == session;
+  qkvi_spill_unlock(spill);
+  return found;
+}
+
+static uint64_t put(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
+                    uint32_t tokens) {
   const qkvi_backing *backing = context;
   qkvi_spill *spill = backing->spill;
   const qkv_page_header *header = page;
   atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
-  if (resting(spill) || !calibration_ready(spill, header)) return 0;
+  if (resting(spill) || poisoned(spill, session) || !calibration_ready(spill, model, header->calibration)) return 0;
   qkvi_pending *pending = calloc(1, sizeof *pending);
   if (pending == NULL) abort();
   pending->page = malloc(bytes);
@@ -223,7 +244,7 @@ static uint64_t put(void *context, uint64_t session, const void *page, uint32_t 
   const qkv_storage_put_request request = {.meta = {.session = session,
                                                     .position = header->position,
                                                     .layer = header->layer,
-                                                    .tokens = header->tokens,
+                                                    .tokens = tokens,
                                                     .codec = header->codec,
                                                     .calibration = header->calibration},
                                            .payload = pending->page,
@@ -266,24 +287,38 @@ static qkv_record_state state_of(void *context, uint64_t record) {
 }
 
 static void drop(void *context, uint64_t record) {
-  const qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
+  qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
+  qkvi_spill_lock(spill);
+  qkvi_pending *pending = find_pending(spill, record);
+  if (pending != NULL && pending->state == QKV_RECORD_GONE) forget(spill, pending);
+  qkvi_spill_unlock(spill);
   qkv_storage_drop(spill->storage, record);
 }
 
 static void on_cut(void *context, qkv_status status) {
-  qkvi_spill *spill = context;
+  qkvi_poisoned *cutting = context;
+  qkvi_spill *spill = cutting->spill;
   qkvi_spill_lock(spill);
   spill->cuts--;
-  if (status != QKV_OK) note_failure(spill, status);
+  if (status != QKV_OK) {
+    note_failure(spill, status);
+    cutting->next = spill->poisoned;
+    spill->poisoned = cutting;
+    cutting = NULL;
+  }
   qkvi_spill_unlock(spill);
+  free(cutting);
   progress(spill);
 }
 
 void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position) {
+  qkvi_poisoned *cutting = calloc(1, sizeof *cutting);
+  if (cutting == NULL) abort();
+  *cutting = (qkvi_poisoned){.spill = spill, .session = session};
   qkvi_spill_lock(spill);
   spill->cuts++;
   qkvi_spill_unlock(spill);
-  qkv_storage_session_truncate(spill->storage, session, layer, position, on_cut, spill);
+  qkv_storage_session_truncate(spill->storage, session, layer, position, on_cut, cutting);
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -358,7 +393,7 @@ static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, 
     status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
     qkvi_model_message_clear(&message);
     qkvi_spill_lock(spill);
-    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0, true);
+    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0);
     qkvi_spill_unlock(spill);
   }
   (void)pthread_mutex_unlock(&spill->models_lock);
@@ -383,7 +418,10 @@ qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error 
   qkv_session_read_info(session, &info, NULL);
   if (info.config.backing == NULL) return QKV_OK;
   QKV_TRY(journal_model_once(spill, info.model, error));
-  return journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
+  const qkv_status status = journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
+  // It may be there nevertheless.
+  if (status != QKV_OK) qkv_storage_session_close(spill->storage, info.config.id, NULL, NULL);
+  return status;
 }
 
 qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
@@ -392,10 +430,11 @@ qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *
   return info.config.backing == NULL ? QKV_OK : journal_info(spill, QKV_JOURNAL_SESSION_NOTE, &info, error);
 }
 
-qkv_status qkvi_spill_closed(qkvi_spill *spill, const qkv_session *session, qkv_error *error) {
+qkv_status qkvi_spill_closed(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
   const qkv_session_config *config = qkv_session_config_of(session);
   journal_wait wait = {.spill = spill};
   if (config->backing == NULL) return QKV_OK;
+  qkv_session_detach(session);  // whoever still has it puts nothing behind its end
   qkv_storage_session_close(spill->storage, config->id, on_journal, &wait);
   return finish_wait(&wait, error);
 }
@@ -417,7 +456,9 @@ qkv_status qkvi_spill_truncated(qkvi_spill *spill, const qkv_session *session, q
                       qkv_session_name(session));
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
-  return QKV_OK;
+  if (!poisoned(spill, qkv_session_config_of(session)->id)) return QKV_OK;
+  return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the disk did not take the truncation, close the session",
+                  qkv_session_name(session));
 }
 
 bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session) {
@@ -436,7 +477,8 @@ qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *e
   const int64_t until = qkvi_spill_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_spill_steps(spill);
   while (!qkv_session_settle(session) || cuts_waiting(spill)) {
-    const qkv_status failure = qkvi_spill_failure(spill);
+    const qkv_status failure =
+        poisoned(spill, qkv_session_config_of(session)->id) ? QKV_INTERNAL : qkvi_spill_failure(spill);
     if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_spill_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session),
@@ -517,34 +559,12 @@ static bool take_flag(qkvi_spill *spill, bool *flag) {
   return was;
 }
 
-// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
-static void expel(qkvi_spill *spill) {
-  size_t count;
-  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
-  for (size_t i = 0; i < count; i++) {
-    qkv_session *session = sessions[i].session;
-    qkv_session_info info;
-    qkv_error error = {0};
-    uint64_t freed;
-    qkv_session_read_info(session, &info, NULL);
-    if (info.config.pinned || info.usage.bytes_stored == 0) continue;
-    if (qkvi_spill_unix_ms() - info.last_used_unix_ms < EXPEL_IDLE_MS) break;
-    if (qkv_store_close(spill->store, qkv_session_name(session), &freed, NULL) != QKV_OK) continue;
-    (void)qkvi_spill_closed(spill, session, &error);
-    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-    qkv_log(QKV_LOG_WARN, "the disk is full, a session was deleted", "{s:s, s:I}", "session",
-            qkv_session_name(session), "bytes", (json_int_t)info.usage.bytes_stored);
-    break;
-  }
-  qkvi_spill_drop_sessions(sessions, count);
-}
-
 static void *work(void *context) {
   qkvi_spill *spill = context;
   uint64_t seen = 0;
   for (;;) {
-    if (take_flag(spill, &spill->full)) expel(spill);
-    if (take_flag(spill, &spill->wanted)) qkv_store_each_model(spill->store, journal_calibration, spill);
+    if (take_flag(spill, &spill->full)) qkvi_spill_expel(spill);
+    if (!resting(spill) && take_flag(spill, &spill->wanted)) journal_calibrations(spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
     qkvi_spill_lock(spill);
@@ -596,6 +616,8 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
 void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
   qkvi_spill_lock(spill);
   spill->finishing = true;
+  spill->failure = QKV_OK;  // the disk gets another chance
+  spill->pause_ms = spill->retry_ms = 0;
   qkvi_spill_unlock(spill);
   const int64_t until = qkvi_spill_now_ms() + wait_ms;
   uint64_t seen = qkvi_spill_steps(spill);
@@ -635,6 +657,10 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
   for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
     next = known->next;
     free(known);
+  }
+  for (qkvi_poisoned *at = old->poisoned, *next; at != NULL; at = next) {
+    next = at->next;
+    free(at);
   }
   qkvi_pending *pending, *after;
   HASH_ITER(hh, old->pending, pending, after) forget(old, pending);

@@ -54,7 +54,7 @@ qkv_status qkvi_spill_enlist(qkvi_spill *spill, qkv_session_config *config, qkv_
 qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error);
 // After it was closed: nothing of it can be read again, by the next process neither. Waits. Nothing for sessions in
 // memory.
-qkv_status qkvi_spill_closed(qkvi_spill *spill, const qkv_session *session, qkv_error *error);
+qkv_status qkvi_spill_closed(qkvi_spill *spill, qkv_session *session, qkv_error *error);
 
 // After its ttl_ms or its pin has changed: the next process knows it. Waits. Nothing for sessions in memory.
 qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error);

@@ -24,9 +24,15 @@ typedef struct qkvi_pending {
 typedef struct qkvi_known {
   char model[QKV_NAME_MAX + 1];
   uint32_t version;
-  bool durable;
   struct qkvi_known *next;
 } qkvi_known;
+
+// A truncation on its way; those that failed are kept.
+typedef struct qkvi_poisoned {
+  qkvi_spill *spill;
+  uint64_t session;
+  struct qkvi_poisoned *next;
+} qkvi_poisoned;
 
 typedef struct qkvi_backing {
   qkv_backing table;  // its context is this
@@ -50,6 +56,7 @@ struct qkvi_spill {
   int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
   bool full;                   // for want of room
   qkvi_known *known;
+  qkvi_poisoned *poisoned;
   qkvi_verify verify;
 
   pthread_mutex_t room_lock;    // one eviction at a time
@@ -79,11 +86,14 @@ typedef struct qkvi_spilled {
 qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
 void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);
 
+// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
+void qkvi_spill_expel(qkvi_spill *spill);
+
 // Opens the storage and fills the store (recovery.c).
 qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error);
 
 // Under the lock, or before the thread is started.
-void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version, bool durable);
+void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version);
 const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durability);
 // Writes an entry and waits until it is durable.
 qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,

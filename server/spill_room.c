@@ -1,6 +1,7 @@
-// Room in memory-budget: sessions that are on the SSD leave it.
+// Room: sessions that are on the SSD leave memory, and where the SSD is full, that.
 #include <assert.h>
 #include <inttypes.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -8,7 +9,7 @@
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { IDLE_MS = 250, WAIT_MS = 10000 };
+enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000, WAIT_MS = 10000 };
 
 int64_t qkvi_spill_unix_ms(void) {
   struct timespec now;
@@ -80,7 +81,9 @@ void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
 
 static bool anything_pending(qkvi_spill *spill) {
   qkvi_spill_lock(spill);
-  const bool any = spill->pending != NULL || spill->wanted;
+  bool any = spill->wanted;
+  for (const qkvi_pending *at = spill->pending; at != NULL && !any; at = at->hh.next)
+    any = at->state != QKV_RECORD_GONE;
   qkvi_spill_unlock(spill);
   return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
 }
@@ -99,7 +102,10 @@ static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
     if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
     *left = qkvi_spill_unix_ms() - info.last_used_unix_ms < IDLE_MS;
     if (*left) break;
-    if (qkv_session_seal(sessions[i].session, NULL) == QKV_OK) sealed += info.usage.bytes_exact;
+    const uint64_t before = info.usage.bytes_exact;
+    (void)qkv_session_seal(sessions[i].session, NULL);
+    qkv_session_read_info(sessions[i].session, &info, NULL);
+    sealed += before > info.usage.bytes_exact ? before - info.usage.bytes_exact : 0;  // exact layers stay
   }
   qkvi_spill_drop_sessions(sessions, count);
   (void)pthread_mutex_unlock(&spill->room_lock);
@@ -119,7 +125,7 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
     const uint64_t taken = bytes_taken(spill);
     if (taken <= budget - bytes) return QKV_OK;
     bool later = pending;
-    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0) continue;
+    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0 && qkvi_spill_now_ms() < until) continue;
     if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until) break;
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
@@ -127,4 +133,30 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                   "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
                   budget, bytes);
+}
+
+// ---- On the disk ----
+
+// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
+void qkvi_spill_expel(qkvi_spill *spill) {
+  size_t count;
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    qkv_session *session = sessions[i].session;
+    qkv_session_info info;
+    qkv_error error = {0};
+    uint64_t freed;
+    qkv_session_read_info(session, &info, NULL);
+    if (info.config.pinned || info.usage.bytes_stored == 0) continue;
+    if (qkvi_spill_unix_ms() - info.last_used_unix_ms < EXPEL_IDLE_MS) break;
+    if (qkv_store_close_session(spill->store, session, &freed, NULL) != QKV_OK) continue;
+    if (qkvi_spill_closed(spill, session, &error) != QKV_OK)
+      qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s}", "session",
+              qkv_session_name(session), "reason", error.text);
+    qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
+    qkv_log(QKV_LOG_WARN, "the disk is full, a session was deleted", "{s:s, s:I}", "session",
+            qkv_session_name(session), "bytes", (json_int_t)info.usage.bytes_stored);
+    break;
+  }
+  qkvi_spill_drop_sessions(sessions, count);
 }

@@ -106,7 +106,8 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
   while (size - offset >= QKV_STORAGE_BLOCK) {
     const qkvi_entry_header *entry = (const qkvi_entry_header *)(bytes + offset);
     const entry_state state = look_at(bytes, size, offset, header->store);
-    if (state == NO_ENTRY || entry->sequence < next) {
+    // Sequences are of the epoch that the file was begun in.
+    if (state == NO_ENTRY || entry->sequence < next || entry->sequence >> QKVI_EPOCH_SHIFT != header->epoch) {
       offset += QKV_STORAGE_BLOCK;
       continue;
     }
@@ -128,6 +129,7 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
     }
     report->last = entry->sequence;
     next = entry->sequence + 1;
+    if (next == 0) break;
     offset += state == GOOD_ENTRY ? qkvi_entry_extent(entry->payload_bytes) : QKV_STORAGE_BLOCK;
   }
   if (next <= durable) {

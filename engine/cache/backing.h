@@ -22,8 +22,10 @@ typedef enum qkv_record_state {
 
 typedef struct qkv_backing {
   void *context;
-  // Copies a page [bytes] of a session. Its record's number, larger than all before; 0: no room for it now.
-  uint64_t (*put)(void *context, uint64_t session, const void *page, uint32_t bytes);
+  // Copies a page [bytes] of a session of the model, of which the first `tokens` count. Its record's number, larger
+  // than all before; 0: no room for it now.
+  uint64_t (*put)(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
+                  uint32_t tokens);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);

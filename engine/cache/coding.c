@@ -191,3 +191,7 @@ const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer) {
   assert(layer < coding->model->layers);
   return &coding->layers[layer];
 }
+
+const qkv_calibration *qkv_coding_calibration(const qkv_coding *coding) {
+  return coding->calibration;
+}

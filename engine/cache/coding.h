@@ -29,6 +29,9 @@ uint64_t qkv_coding_bytes_held(void);
 
 // Whether a coder is one of the coding's.
 bool qkv_coding_has(const qkv_coding *coding, const qkv_coder *coder);
+// As the coding has it, without a reference for the caller; NULL: data-free.
+const qkv_calibration *qkv_coding_calibration(const qkv_coding *coding);
+
 // Alive as long as the coding.
 const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer);
 

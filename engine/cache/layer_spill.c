@@ -22,7 +22,8 @@ bool qkv_layer_save(qkv_layer *layer) {
     assert(entry->page != NULL);
     const void *most = entry->full != NULL ? entry->full : entry->page;
     const uint32_t bytes = entry->full != NULL ? entry->full_bytes : entry->bytes;
-    entry->record = backing->put(backing->context, layer->config.session, most, bytes);
+    entry->record =
+        backing->put(backing->context, layer->config.session, layer->config.model->name, most, bytes, entry->tokens);
     if (entry->record == 0) return false;
     entry->record_bytes = bytes;
     entry->record_lost = entry->lost;
@@ -38,6 +39,7 @@ void qkv_layer_settle(qkv_layer *layer) {
     if (state == QKV_RECORD_DURABLE) continue;
     if (state != QKV_RECORD_GONE || entry->page == NULL) return;
     layer->bytes_stored -= entry->record_bytes;
+    layer->config.backing->drop(layer->config.backing->context, entry->record);
     entry->record = 0;
     entry->record_bytes = 0;
     layer->saved = layer->settled;
@@ -94,8 +96,9 @@ bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end) {
   return true;
 }
 
-static bool is_missing(const qkv_page_entry *entry, bool full) {
-  return entry->page == NULL || (full && entry->lost && entry->record != 0 && !entry->record_lost);
+static bool is_missing(const qkv_layer *layer, const qkv_page_entry *entry, bool full) {
+  if (entry->page == NULL) return true;
+  return full && entry->lost && !entry->record_lost && state_of(layer, entry) >= QKV_RECORD_WRITTEN;
 }
 
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
@@ -104,7 +107,7 @@ size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, b
   for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count && count < max; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
     if (end != 0 && entry->position >= end) break;
-    if (!is_missing(entry, full)) continue;
+    if (!is_missing(layer, entry, full)) continue;
     out[count++] = (qkv_missing_page){.index = i,
                                       .serial = entry->serial,
                                       .record = entry->record,
@@ -118,7 +121,7 @@ uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_
   uint64_t bytes = 0;
   for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
     if (end != 0 && layer->pages[i].position >= end) break;
-    if (is_missing(&layer->pages[i], full)) bytes += qkv_arena_cost(layer->pages[i].record_bytes);
+    if (is_missing(layer, &layer->pages[i], full)) bytes += qkv_arena_cost(layer->pages[i].record_bytes);
   }
   return bytes;
 }

@@ -8,6 +8,7 @@
 
 #include "engine/cache/layer_spill.h"
 #include "engine/cache/session_internal.h"
+#include "engine/cache/session_spill.h"
 
 // `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
 // them: whoever asks for a session's info never waits for one that runs.
@@ -162,6 +163,17 @@ const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibratio
   session->codings[session->coding_count++] = coding;
   (void)pthread_mutex_unlock(&session->codings_lock);
   return coding;
+}
+
+size_t qkv_session_calibrations(qkv_session *session, const qkv_calibration **out, size_t max) {
+  size_t count = 0;
+  (void)pthread_mutex_lock(&session->codings_lock);
+  for (size_t i = 0; i < session->coding_count && count < max; i++) {
+    const qkv_calibration *calibration = qkv_coding_calibration(session->codings[i]);
+    if (calibration != NULL) out[count++] = qkv_calibration_ref(calibration);
+  }
+  (void)pthread_mutex_unlock(&session->codings_lock);
+  return count;
 }
 
 // The coding for pages to come: another one where the model's calibration has changed.

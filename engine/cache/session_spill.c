@@ -21,6 +21,13 @@ bool qkv_session_settle(qkv_session *session) {
   return all;
 }
 
+void qkv_session_detach(qkv_session *session) {
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
+    qkvi_session_change(session, i)->config.backing = NULL;
+    qkvi_session_changed(session, i);
+  }
+}
+
 qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
   qkv_status status = QKV_OK;
   for (uint32_t i = 0; i < qkv_session_model(session)->layers && status == QKV_OK; i++) {

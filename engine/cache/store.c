@@ -285,9 +285,12 @@ qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **o
   return entry != NULL ? QKV_OK : qkv_fail(error, QKV_NOT_FOUND, "no session %s", name);
 }
 
-qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error) {
+// `session` NULL: whichever has the name.
+static qkv_status close_entry(qkv_store *store, const char *name, const qkv_session *session, uint64_t *bytes_freed,
+                              qkv_error *error) {
   lock_to_write(store);
   session_entry *entry = find_session(store, name);
+  if (entry != NULL && session != NULL && entry->session != session) entry = NULL;
   if (entry != NULL) {
     HASH_DEL(store->sessions, entry);
     entry->model->sessions--;
@@ -300,6 +303,15 @@ qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_f
   qkv_session_unref(&entry->session);
   free(entry);
   return QKV_OK;
+}
+
+qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error) {
+  return close_entry(store, name, NULL, bytes_freed, error);
+}
+
+qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
+                                   qkv_error *error) {
+  return close_entry(store, qkv_session_name(session), session, bytes_freed, error);
 }
 
 typedef struct listed {

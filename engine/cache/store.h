@@ -53,6 +53,10 @@ qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **o
 // Takes it out of the table; `*bytes_freed` gets the bytes of its rows.
 qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error);
 
+// The same for this session; NOT_FOUND where it is not open any more, whoever has its name now.
+qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
+                                   qkv_error *error);
+
 // References to up to `max` open sessions in order of name, beginning after `after` ("" from the start), whose
 // names have the prefix. The caller returns each. Returns how many.
 size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, qkv_session **out, size_t max);

@@ -9,7 +9,7 @@ enum { DOUBLE_RECORDS = 256 };
 
 typedef struct double_record {
   void *page;
-  uint32_t bytes;
+  uint32_t bytes, tokens;
   uint64_t session;
   qkv_record_state state;
 } double_record;
@@ -24,14 +24,17 @@ typedef struct backing_double {
   uint64_t cut_position;
 } backing_double;
 
-static inline uint64_t double_put(void *context, uint64_t session, const void *page, uint32_t bytes) {
+static inline uint64_t double_put(void *context, uint64_t session, const char *model, const void *page,
+                                  uint32_t bytes, uint32_t tokens) {
   backing_double *made = context;
+  (void)model;
   if (made->room == 0) return 0;
   made->room--;
   const uint64_t number = ++made->count;
   assert_true(number < DOUBLE_RECORDS);
   double_record *record = &made->records[number];
-  *record = (double_record){.page = malloc(bytes), .bytes = bytes, .session = session, .state = made->first};
+  *record = (double_record){
+      .page = malloc(bytes), .bytes = bytes, .tokens = tokens, .session = session, .state = made->first};
   assert_non_null(record->page);
   memcpy(record->page, page, bytes);
   return number;
@@ -44,7 +47,6 @@ static inline qkv_record_state double_state(void *context, uint64_t record) {
 
 static inline void double_drop(void *context, uint64_t record) {
   backing_double *made = context;
-  assert_true(made->records[record].state != QKV_RECORD_GONE || made->records[record].page != NULL);
   made->records[record].state = QKV_RECORD_GONE;
   made->drops++;
 }

@@ -197,6 +197,23 @@ static void test_truncates_cold_pages(void **unused) {
   end(&s);
 }
 
+// What is cut before it was put is put with what is left.
+static void test_puts_what_is_left(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  s.backing.room = 0;
+  fill(&s);
+  assert_false(qkv_layer_save(&s.layer));
+  qkv_layer_truncate(&s.layer, FIRST + 100);
+  s.backing.room = 10;
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(s.backing.count, 2);
+  assert_int_equal(s.backing.records[1].tokens, 64);
+  assert_int_equal(s.backing.records[2].tokens, 36);
+  end(&s);
+}
+
 static void test_refuses_another_page(void **unused) {
   (void)unused;
   state s;
@@ -316,6 +333,7 @@ int main(void) {
       cmocka_unit_test(test_puts_again),
       cmocka_unit_test(test_full_precision_returns),
       cmocka_unit_test(test_truncates_cold_pages),
+      cmocka_unit_test(test_puts_what_is_left),
       cmocka_unit_test(test_refuses_another_page),
       cmocka_unit_test(test_append_below_a_cold_page),
       cmocka_unit_test(test_adopts),
