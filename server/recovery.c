@@ -21,9 +21,9 @@ typedef struct recovery {
   struct found_session {
     uint64_t number;
     qkv_session *session;
-    struct found_session *next;  // of those that gave way
+    bool closed;  // another one of its name came later
     UT_hash_handle hh;
-  } * sessions, *closed;
+  } * sessions;
   uint64_t pages;
   // The layer that records come for.
   uint64_t at_session;
@@ -111,15 +111,11 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
 
 // A session of this name that was opened before was closed, though the journal does not say so.
 static void give_way(recovery *all, const char *name) {
-  struct found_session *found, *after;
-  HASH_ITER(hh, all->sessions, found, after) {
+  for (struct found_session *found = all->sessions; found != NULL; found = found->hh.next) {
     uint64_t freed;
-    if (strcmp(qkv_session_name(found->session), name) != 0) continue;
+    if (found->closed || strcmp(qkv_session_name(found->session), name) != 0) continue;
     (void)qkv_store_close_session(all->spill->store, found->session, &freed, NULL);
-    qkv_session_unref(&found->session);
-    HASH_DEL(all->sessions, found);
-    found->next = all->closed;
-    all->closed = found;
+    found->closed = true;
   }
 }
 
@@ -147,7 +143,7 @@ static bool take_note(recovery *all, const qkv_journal_entry *entry) {
   struct found_session *found;
   Qkv__V1__SessionInfo *message = qkv__v1__session_info__unpack(NULL, entry->bytes, entry->payload);
   HASH_FIND(hh, all->sessions, &entry->session, sizeof entry->session, found);
-  if (message != NULL && found != NULL) {
+  if (message != NULL && found != NULL && !found->closed) {
     qkv_session_set_ttl(found->session, message->ttl_ms);
     qkv_session_set_pinned(found->session, message->pinned != 0);
   }
@@ -208,7 +204,7 @@ static void on_record(void *context, const qkv_record_info *info) {
   const qkv_record_meta *meta = &info->meta;
   struct found_session *found;
   HASH_FIND(hh, all->sessions, &meta->session, sizeof meta->session, found);
-  if (found == NULL || meta->layer >= qkv_session_model(found->session)->layers) return;
+  if (found == NULL || found->closed || meta->layer >= qkv_session_model(found->session)->layers) return;
   if (meta->session != all->at_session || meta->layer != all->at_layer) {
     all->at_session = meta->session;
     all->at_layer = meta->layer;
@@ -235,19 +231,17 @@ static void on_record(void *context, const qkv_record_info *info) {
 // ---- All ----
 
 static void drop(recovery *all) {
-  for (struct found_session *closed = all->closed, *next; closed != NULL; closed = next) {
-    next = closed->next;
-    free(closed);
-  }
   free(all->cuts);
   for (kept_calibration *kept = all->calibrations, *next; kept != NULL; kept = next) {
     next = kept->next;
     qkv_calibration_unref(&kept->calibration);
     free(kept);
   }
-  struct found_session *found, *after;
-  HASH_ITER(hh, all->sessions, found, after) {
-    HASH_DEL(all->sessions, found);
+  // Clearing frees the table alone; the entries stay linked.
+  struct found_session *found = all->sessions, *after;
+  HASH_CLEAR(hh, all->sessions);
+  for (; found != NULL; found = after) {
+    after = found->hh.next;
     qkv_session_unref(&found->session);
     free(found);
   }
@@ -278,8 +272,9 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
     status = qkv_fail(error, all.refused.status, "%s", all.refused.text);
   }
   if (status == QKV_OK) {
-    for (const struct found_session *at = all.closed; at != NULL; at = at->next)
-      qkv_storage_session_close(spill->storage, at->number, NULL, NULL);
+    for (const struct found_session *at = all.sessions; at != NULL; at = at->hh.next) {
+      if (at->closed) qkv_storage_session_close(spill->storage, at->number, NULL, NULL);
+    }
     for (size_t i = 0; i < all.cut_count; i++)
       qkvi_spill_cut(spill, all.cuts[i].session, all.cuts[i].layer, all.cuts[i].position);
     report(&all);

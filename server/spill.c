@@ -629,7 +629,7 @@ void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms) {
       qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s}", "session",
               qkv_session_name(sessions[i].session), "reason", error.text);
   }
-  size_t left = count;
+  size_t left;
   for (;;) {
     left = 0;
     for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i].session) ? 0 : 1;
@@ -662,8 +662,14 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
     next = at->next;
     free(at);
   }
-  qkvi_pending *pending, *after;
-  HASH_ITER(hh, old->pending, pending, after) forget(old, pending);
+  // Clearing frees the table alone; the entries stay linked.
+  qkvi_pending *pending = old->pending, *after;
+  HASH_CLEAR(hh, old->pending);
+  for (; pending != NULL; pending = after) {
+    after = pending->hh.next;
+    free(pending->page);
+    free(pending);
+  }
   (void)pthread_mutex_destroy(&old->models_lock);
   (void)pthread_mutex_destroy(&old->room_lock);
   (void)pthread_mutex_destroy(&old->lock);
