@@ -322,3 +322,20 @@ def test_a_full_disk(start):
         synced = open_cache(daemon, SYNC, "synced")
         with refused(grpc.StatusCode.UNAVAILABLE, "not durable", "full"):
             fill(synced, 200)
+
+
+def test_a_start_with_too_little_memory_changes_nothing(start, tmp_path):
+    """What pages take in memory though they are cold: averages of attention, which were not counted before."""
+    with start("--ema-every", "0", "--calibrate-tokens", "0") as daemon:
+        cache = open_cache(daemon, ASYNC, kv_heads=8, q_heads=8)
+        for position in range(0, 60000, 4000):
+            fill(cache, 4000, position)
+        before = rows(cache, 1000)
+    refusal = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"),
+                              "--memory-budget", "1MiB"],
+                             capture_output=True, text=True, timeout=30 * SLOWNESS, env=clean_environment())
+    assert refusal.returncode != 0
+    assert "session s" in refusal.stderr and "memory-budget" in refusal.stderr
+    with start() as daemon:
+        assert list(reopen(daemon, cache).info().lengths) == [60000] * LAYERS
+        assert_same_rows(before, rows(cache, 1000))
