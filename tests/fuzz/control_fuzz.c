@@ -10,6 +10,17 @@
 #include "server/contract.h"
 #include "tests/fuzz/fuzz.h"
 
+// What was read is written, and read again the same.
+static void write_and_read(const qkv_model *model) {
+  qkv_error error = {0};
+  qkvi_model_message parts;
+  qkvi_model_write(model, &parts);
+  qkv_model again;
+  if (qkvi_model_read(&parts.model, &again, &error) != QKV_OK || !qkv_model_equal(model, &again)) __builtin_trap();
+  qkvi_model_clear(&again);
+  qkvi_model_message_clear(&parts);
+}
+
 static void read_model(const void *request) {
   const Qkv__V1__RegisterModelRequest *message = request;
   qkv_error error = {0};
@@ -17,14 +28,12 @@ static void read_model(const void *request) {
   if (message->model == NULL) return;
   if (qkvi_model_read(message->model, &model, &error) != QKV_OK || qkv_model_resolve(&model, &error) != QKV_OK) {
     if (error.text[0] == '\0') __builtin_trap();
-    return;
+  } else {
+    const qkv_policy fallback = {.codec = qkv_codec_at(0), .bits_k = 4, .bits_v = 4, .recent_window = 64};
+    qkv_policy_merge(&model.policy, &fallback);
+    write_and_read(&model);
   }
-  const qkv_policy fallback = {.codec = qkv_codec_at(0), .bits_k = 4, .bits_v = 4, .recent_window = 64};
-  qkv_policy_merge(&model.policy, &fallback);
-  qkvi_model_message parts;
-  qkvi_model_write(&model, &parts);
-  qkv_model again;
-  if (qkvi_model_read(&parts.model, &again, &error) != QKV_OK || !qkv_model_equal(&model, &again)) __builtin_trap();
+  qkvi_model_clear(&model);
 }
 
 static void read_policy(const void *request) {
@@ -44,6 +53,8 @@ static const struct {
     {&qkv__v1__list_sessions_request__descriptor, NULL},
     {&qkv__v1__fetch_request__descriptor, NULL},
     {&qkv__v1__truncate_request__descriptor, NULL},
+    {&qkv__v1__touch_request__descriptor, NULL},
+    {&qkv__v1__session_info__descriptor, NULL},  // what the journal has of a session
     {&qkv__v1__get_status_request__descriptor, NULL},
     {&grpc__reflection__v1alpha__server_reflection_request__descriptor, NULL},
 };
