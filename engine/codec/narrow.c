@@ -1,6 +1,7 @@
 #include "engine/codec/narrow.h"
 
 #include <assert.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "engine/codec/anchor.h"
@@ -98,18 +99,67 @@ static void narrow_part(const qkv_transform *transform, qkv_part part, const qkv
   if (memcmp(from->tiers, to->tiers, sizeof from->tiers) != 0) fit_gains(transform, part, from, to);
 }
 
+// Weighted squares of rows [64][dim] less the factors.
+static float left_by(const uint8_t *section, uint8_t rank, const float *weights, uint16_t dim, const float *rows,
+                     float *scratch) {
+  qkv_low_rank found;
+  float sum = 0;
+  (void)qkv_low_rank_find(rank, section, dim, &found);
+  memcpy(scratch, rows, (size_t)QKV_PAGE_TOKENS * dim * sizeof *rows);
+  qkv_low_rank_subtract(&found, scratch);
+  for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++)
+    sum += dot(weights, scratch + slot * dim, scratch + slot * dim, dim);
+  return sum;
+}
+
+// Factors take over what the codes have lost, as far as their rank goes: they are fitted to the rows as they were,
+// less the codes that are left. `section` has the old ones; they stay where new ones are no better.
+static void refit(const float *weights, qkv_part part, uint32_t tokens, uint8_t rank, const qkv_page_codes *from,
+                  const qkv_page_codes *to, uint8_t *section) {
+  const uint16_t dim = from->schedule->dim;
+  const size_t bytes = qkv_low_rank_bytes(rank, dim), count = (size_t)QKV_PAGE_TOKENS * dim;
+  float *rows = malloc(2 * count * sizeof *rows + bytes), *work = rows + count;
+  void *scratch = aligned_alloc(64, (qkv_low_rank_scratch_bytes(dim) + 63) / 64 * 64);
+  if (rows == NULL || scratch == NULL) abort();
+  uint8_t *fitted = (uint8_t *)(work + count);
+  qkv_low_rank old;
+  (void)qkv_low_rank_find(rank, section, dim, &old);
+  qkv_kernels_get()->decode(part, from, rows);
+  qkv_kernels_get()->decode(part, to, work);
+  qkv_low_rank_rows(&old, rows);
+  for (size_t i = 0; i < count; i++) rows[i] -= work[i];
+  qkv_low_rank_fit(rows, weights, tokens, dim, rank, scratch, fitted);
+  if (left_by(fitted, rank, weights, dim, rows, work) < left_by(section, rank, weights, dim, rows, work))
+    memcpy(section, fitted, bytes);
+  free(scratch);
+  free(rows);
+}
+
 static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_head, void *image) {
   const qkv_schedule *const *schedules = coder->heads[kv_head].schedules;
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  const uint8_t ranks[2] = {entry->low_rank_k, entry->low_rank_v};
+  qkv_page_codes from[2], to[2];
+  qkv_anchor found;
   size_t room;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    qkv_page_codes from, to;
-    qkv_page_find(page, kv_head, part, schedules, &from);
-    qkv_page_find(image, kv_head, part, schedules, &to);
-    narrow_part(coder->heads[kv_head].transforms[part], part, &from, &to);
+    qkv_page_find(page, kv_head, part, schedules, &from[part]);
+    qkv_page_find(image, kv_head, part, schedules, &to[part]);
+    narrow_part(coder->heads[kv_head].transforms[part], part, &from[part], &to[part]);
   }
   const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &room);
   uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &room);
   memcpy(out, sections, section_bytes(coder, page, kv_head));
+  out += qkv_anchor_find(entry->anchor_k, out, coder->key_dim, &found);
+  out += qkv_anchor_find(entry->anchor_v, out, coder->value_dim, &found);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    if (ranks[part] == 0) continue;
+    const uint16_t dim = from[part].schedule->dim;
+    if (memcmp(from[part].tiers, to[part].tiers, sizeof to[part].tiers) != 0)
+      refit(coder->heads[kv_head].transforms[part]->weights, part, ((const qkv_page_header *)page)->tokens,
+            ranks[part], &from[part], &to[part], out);
+    out += qkv_low_rank_bytes(ranks[part], dim);
+  }
 }
 
 size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image) {

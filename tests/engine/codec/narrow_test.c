@@ -278,6 +278,60 @@ static void sections_go_along(void **state) {
   coder_destroy(coder);
 }
 
+// Values of a page against those it was made from.
+static double value_error(const qkv_coder *coder, const void *page, const float *v) {
+  const size_t dim = coder->value_dim;
+  float *rows = coder_allocate(QKV_PAGE_TOKENS * dim, sizeof *rows);
+  double sum = 0;
+  coder->codec->decode(coder, page, 0, QKV_V, false, rows);
+  for (size_t i = 0; i < QKV_PAGE_TOKENS * dim; i++)
+    sum += ((double)rows[i] - (double)v[i]) * ((double)rows[i] - (double)v[i]);
+  free(rows);
+  return sum;
+}
+
+// Factors that were fitted to what 4 bits miss are fitted anew to what 1 bit misses.
+static void factors_are_fitted_anew(void **state) {
+  (void)state;
+  enum { DIM = 32, COUNT = QKV_PAGE_TOKENS * DIM };
+  static const qkv_low_rank_mode modes[] = {QKV_LOW_RANK_CORRECTION, QKV_LOW_RANK_PREDICTOR};
+  static const double most[] = {0.3, 0.95};  // a predictor has taken what it can of the rows before they were coded
+  for (size_t m = 0; m < 2; m++) {
+    naive_random random = {25};
+    qkv_coder *coder = coder_create(1, DIM, DIM, 4, 4, QKV_FRAME_PLAIN, NULL);
+    coder->low_rank = (qkv_low_rank_options){.mode = modes[m], .rank = 3};
+    float *k = coder_allocate(COUNT, sizeof *k), *v = coder_allocate(COUNT, sizeof *v), direction[DIM];
+    for (size_t c = 0; c < DIM; c++) direction[c] = (float)naive_gaussian(&random);
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+      const float along = 2 * (float)naive_gaussian(&random);
+      for (size_t c = 0; c < DIM; c++) {
+        k[t * DIM + c] = (float)naive_gaussian(&random);
+        v[t * DIM + c] = along * direction[c] + 0.5f * (float)naive_gaussian(&random);
+      }
+    }
+    uint8_t *page = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+    assert_non_null(page);
+    coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, k, v, page);
+    assert_int_equal(qkv_page_entry_of(page, 0)->low_rank_v, 3);
+    qkv_head_tiers wanted;
+    memset(&wanted, QKV_TIER_BIT, sizeof wanted);
+    uint8_t *image = narrowed(coder, page, &wanted);
+    const double fitted = value_error(coder, image, v);
+    size_t room;
+    const size_t bytes = 2 * qkv_low_rank_bytes(3, DIM);
+    memcpy((uint8_t *)qkv_page_sections(image, 0, coder->heads[0].schedules, &room),
+           qkv_page_sections(page, 0, coder->heads[0].schedules, &room), bytes);
+    const double copied = value_error(coder, image, v);
+    printf("factors of rank 3, 4 bits to 1: error %.4g fitted anew, %.4g as they were\n", fitted, copied);
+    assert_true(fitted < most[m] * copied);
+    free(image);
+    free(page);
+    free(k);
+    free(v);
+    coder_destroy(coder);
+  }
+}
+
 static double now_us(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -310,8 +364,11 @@ static void a_page_takes_microseconds(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(groups_are_cut_bit_by_bit),           cmocka_unit_test(pages_keep_the_bits_that_stay),
-      cmocka_unit_test(narrowed_rows_stay_within_the_bound), cmocka_unit_test(sections_go_along),
+      cmocka_unit_test(groups_are_cut_bit_by_bit),
+      cmocka_unit_test(pages_keep_the_bits_that_stay),
+      cmocka_unit_test(narrowed_rows_stay_within_the_bound),
+      cmocka_unit_test(sections_go_along),
+      cmocka_unit_test(factors_are_fitted_anew),
       cmocka_unit_test(a_page_takes_microseconds),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
