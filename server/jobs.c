@@ -28,6 +28,25 @@ void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
   qkvi_patient_job_submit(call, QKVI_FOR_LAYERS, job, context);
 }
 
+void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                      qkvi_patience patience, qkv_job_fn *job) {
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, type, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  qkvi_patient_job_submit(call, patience, job, call);
+}
+
+qkvi_patience qkvi_session_patience(const qkv_rpc_call *call) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  return daemon->spill != NULL ? QKVI_FOR_DISK : QKVI_FOR_LAYERS;
+}
+
+qkv_status qkvi_request_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
+  QKV_TRY(qkv_name_check(name, "session", error));
+  return qkv_store_session(daemon->store, name, session, error);
+}
+
 bool qkvi_job_wanted(qkv_rpc_call *call) {
   if (!qkv_rpc_cancelled(call)) return true;
   qkv_rpc_finish(call, QKV_CANCELLED, "the client has gone");

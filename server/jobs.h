@@ -2,9 +2,11 @@
 #ifndef QKV_SERVER_JOBS_H
 #define QKV_SERVER_JOBS_H
 
+#include <protobuf-c/protobuf-c.h>
 #include <stdbool.h>
 
 #include "engine/base/pool.h"
+#include "server/daemon.h"
 #include "server/rpc.h"
 
 // Gives job(context) to the pool. RESOURCE_EXHAUSTED where limit-queue jobs wait already.
@@ -22,6 +24,14 @@ typedef enum qkvi_patience { QKVI_AT_ONCE, QKVI_FOR_LAYERS, QKVI_FOR_DISK } qkvi
 qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
                                 qkv_error *error);
 void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context);
+
+// Unpacks a request, hangs it on the call (the method frees it with qkvi_control_free) and goes on in job(call).
+void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                      qkvi_patience patience, qkv_job_fn *job);
+// What changes a session's life needs: the disk pool's where there is an SSD tier, which is then waited for.
+qkvi_patience qkvi_session_patience(const qkv_rpc_call *call);
+// The session that a request names, with a reference. INVALID_ARGUMENT for a bad name, NOT_FOUND.
+qkv_status qkvi_request_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error);
 
 // First thing in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
 bool qkvi_job_wanted(qkv_rpc_call *call);

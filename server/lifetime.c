@@ -11,14 +11,9 @@
 
 // ---- Pin, Touch ----
 
-static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
-  QKV_TRY(qkv_name_check(name, "session", error));
-  return qkv_store_session(daemon->store, name, session, error);
-}
-
 static qkv_status pin(const qkv_daemon *daemon, const Qkv__V1__PinRequest *request, qkv_error *error) {
   qkv_session *session = NULL;
-  QKV_TRY(find_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_session_set_pinned(session, !request->unpin);
   const qkv_status status = qkvi_spill_noted(daemon->spill, session, error);
   qkv_session_unref(&session);
@@ -36,7 +31,7 @@ static void pin_job(void *context) {
 
 static qkv_status touch(const qkv_daemon *daemon, const Qkv__V1__TouchRequest *request, qkv_error *error) {
   qkv_session *session = NULL;
-  QKV_TRY(find_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_session_touch(session);
   qkv_status status = QKV_OK;
   if (request->ttl_ms_set_case == QKV__V1__TOUCH_REQUEST__TTL_MS_SET_TTL_MS) {
@@ -56,22 +51,12 @@ static void touch_job(void *context) {
   qkvi_control_reply(call, &response.base);
 }
 
-// What is noted waits for the disk.
-static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_error error = {0};
-  void *request = qkvi_control_unpack(message, type, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_rpc_set_state(call, request);
-  qkvi_patient_job_submit(call, daemon->spill != NULL ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
-}
-
 static void on_pin(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__pin_request__descriptor, pin_job);
+  qkvi_request_job(call, message, &qkv__v1__pin_request__descriptor, qkvi_session_patience(call), pin_job);
 }
 
 static void on_touch(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__touch_request__descriptor, touch_job);
+  qkvi_request_job(call, message, &qkv__v1__touch_request__descriptor, qkvi_session_patience(call), touch_job);
 }
 
 const qkv_rpc_method qkvi_lifetime_methods[] = {

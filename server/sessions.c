@@ -24,22 +24,6 @@ static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
   return lengths;
 }
 
-static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
-  QKV_TRY(qkv_name_check(name, "session", error));
-  return qkv_store_session(daemon->store, name, session, error);
-}
-
-// Unpacks the request, hangs it on the call (the method frees it with qkvi_control_free) and gives job(call) to the
-// pool: with an SSD tier to the one that may wait for it.
-static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_error error = {0};
-  void *request = qkvi_control_unpack(message, type, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_rpc_set_state(call, request);
-  qkvi_patient_job_submit(call, daemon->spill != NULL ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
-}
-
 // ---- OpenSession ----
 
 // What the contract has and this daemon does not serve yet.
@@ -133,7 +117,9 @@ static void open_job(void *context) {
 // One that goes into the journal waits for the disk.
 static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  if (daemon->spill != NULL) return submit(call, message, &qkv__v1__open_session_request__descriptor, open_job);
+  if (daemon->spill != NULL)
+    return qkvi_request_job(call, message, &qkv__v1__open_session_request__descriptor, qkvi_session_patience(call),
+                            open_job);
   qkv_error error = {0};
   Qkv__V1__OpenSessionRequest *request =
       qkvi_control_unpack(message, &qkv__v1__open_session_request__descriptor, &error);
@@ -168,7 +154,7 @@ static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t 
 static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSessionRequest *request,
                                 uint64_t *bytes_freed, qkv_error *error) {
   qkv_session *session = NULL;
-  QKV_TRY(find_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_status status;
   if (request->keep) {
     status = sink(daemon, session, bytes_freed, error);
@@ -191,7 +177,8 @@ static void close_job(void *context) {
 }
 
 static void on_close_session(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__close_session_request__descriptor, close_job);
+  qkvi_request_job(call, message, &qkv__v1__close_session_request__descriptor, qkvi_session_patience(call),
+                   close_job);
 }
 
 // ---- GetSession ----
@@ -202,7 +189,7 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
   Qkv__V1__GetSessionRequest *request =
       qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = find_session(qkv_rpc_context(call), request->session, &session, &error);
+  qkv_status status = qkvi_request_session(qkv_rpc_context(call), request->session, &session, &error);
   qkvi_control_free(request);
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
 
@@ -314,7 +301,7 @@ static void list_job(void *context) {
 }
 
 static void on_list_sessions(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__list_sessions_request__descriptor, list_job);
+  qkvi_request_job(call, message, &qkv__v1__list_sessions_request__descriptor, qkvi_session_patience(call), list_job);
 }
 
 // ---- Truncate ----
@@ -344,7 +331,7 @@ static void truncate_job(void *context) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = find_session(daemon, request->session, &session, &error);
+  qkv_status status = qkvi_request_session(daemon, request->session, &session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
   if (status == QKV_OK) status = qkvi_spill_truncated(daemon->spill, session, &error);
   if (status == QKV_OK)
@@ -355,7 +342,7 @@ static void truncate_job(void *context) {
 }
 
 static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__truncate_request__descriptor, truncate_job);
+  qkvi_request_job(call, message, &qkv__v1__truncate_request__descriptor, qkvi_session_patience(call), truncate_job);
 }
 
 const qkv_rpc_method qkvi_sessions_methods[] = {

@@ -10,18 +10,11 @@
 
 #define LIVE_SHARE 0.9  // that is worth moving by hand
 
-static qkv_status check(const qkv_daemon *daemon, qkv_error *error) {
-  if (daemon->spill != NULL) return QKV_OK;
-  return qkv_fail(error, QKV_FAILED_PRECONDITION, "the daemon has no data-dir");
-}
-
+// Waits for the disk, where there is one.
 static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
-  qkv_error error = {0};
-  void *request = qkvi_control_unpack(message, type, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_rpc_set_state(call, request);
-  if (check(qkv_rpc_context(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
-  qkvi_patient_job_submit(call, QKVI_FOR_DISK, job, call);
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  if (daemon->spill == NULL) return qkv_rpc_finish(call, QKV_FAILED_PRECONDITION, "the daemon has no data-dir");
+  qkvi_request_job(call, message, type, QKVI_FOR_DISK, job);
 }
 
 // ---- GetStorage ----

@@ -16,11 +16,6 @@
 #define BUCKETS_MAX 262144       // of a message: 2 MiB
 #define BUCKETS_ALL_MAX 2097152  // of a layer, over all heads
 
-static qkv_status find_session(const qkv_daemon *daemon, const char *name, qkv_session **session, qkv_error *error) {
-  QKV_TRY(qkv_name_check(name, "session", error));
-  return qkv_store_session(daemon->store, name, session, error);
-}
-
 static qkv_status check_layers(const qkv_session *session, const uint32_t *layers, size_t count, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   if (count > model->layers)
@@ -54,7 +49,7 @@ static qkv_status demote(qkv_daemon *daemon, const Qkv__V1__DemoteRequest *reque
                          qkv_error *error) {
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(find_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   if (status == QKV_OK)
     status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
@@ -111,7 +106,7 @@ static qkv_status promote(qkv_daemon *daemon, const Qkv__V1__PrefetchRequest *re
                           qkv_error *error) {
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(find_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   if (status == QKV_OK) status = promote_session(daemon->spill, session, &scope, request->bits, report, error);
   qkv_session_unref(&session);
@@ -132,23 +127,12 @@ static void promote_job(void *context) {
   qkvi_control_reply(call, &response.base);
 }
 
-// Unpacks the request, hangs it on the call and gives job(call) to the pool.
-static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
-  qkv_error error = {0};
-  void *request = qkvi_control_unpack(message, type, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_rpc_set_state(call, request);
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  const bool disk = job == promote_job && daemon->spill != NULL;
-  qkvi_patient_job_submit(call, disk ? QKVI_FOR_DISK : QKVI_FOR_LAYERS, job, call);
-}
-
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__demote_request__descriptor, demote_job);
+  qkvi_request_job(call, message, &qkv__v1__demote_request__descriptor, QKVI_FOR_LAYERS, demote_job);
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
-  submit(call, message, &qkv__v1__prefetch_request__descriptor, promote_job);
+  qkvi_request_job(call, message, &qkv__v1__prefetch_request__descriptor, qkvi_session_patience(call), promote_job);
 }
 
 // ---- GetAttentionStats ----
@@ -222,7 +206,7 @@ static void send_head(qkv_rpc_call *call, stats_stream *stream) {
 static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv_error *error) {
   qkv_session *session = NULL;
   const size_t buckets = stream->request->buckets;
-  QKV_TRY(find_session(daemon, stream->request->session, &session, error));
+  QKV_TRY(qkvi_request_session(daemon, stream->request->session, &session, error));
   qkv_status status = begin_stats(session, stream, error);
   if (status == QKV_OK) {
     qkv_attention_stats_deinit(&stream->stats);
