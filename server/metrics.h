@@ -39,7 +39,7 @@
     "Writes, syncs and journal entries that failed: data is in memory only.")                                       \
   X(SPILL_DEGRADED, "qkvd_storage_degraded", QKV_GAUGE, "1 while the disk refuses: sessions are in memory alone.")  \
   X(SPILL_EXPELLED, "qkvd_storage_expelled_sessions_total", QKV_COUNTER,                                            \
-    "Sessions deleted because the disk was full.")                                                                  \
+    "Sessions deleted because storage-budget was full.")                                                            \
   X(SPILL_WAITS, "qkvd_storage_waits_total", QKV_COUNTER,                                                           \
     "Times that a request waited for pages to be written before memory had room.")                                  \
   X(SPILL_EVICTED_BYTES, "qkvd_storage_evicted_bytes_total", QKV_COUNTER,                                           \

@@ -85,7 +85,8 @@ static void note_failure(qkvi_spill *spill, qkv_status status) {
     qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
             "status", qkv_status_name(status));
   spill->failure = status;
-  spill->full |= status == QKV_RESOURCE_EXHAUSTED;
+  // A device without room may have it again; a budget has not, unless something goes.
+  spill->full |= status == QKV_RESOURCE_EXHAUSTED && spill->budgeted;
   const int64_t now = qkvi_spill_now_ms();
   if (now >= spill->retry_ms) {  // of many that fail at once one counts
     const int64_t pause = spill->pause_ms == 0 ? PAUSE_MS : 2 * spill->pause_ms;
@@ -354,7 +355,8 @@ static qkv_status finish_wait(journal_wait *wait, qkv_error *error) {
   while (!wait->done) (void)pthread_cond_wait(&wait->spill->moved, &wait->spill->lock);
   qkvi_spill_unlock(wait->spill);
   if (wait->status == QKV_OK) return QKV_OK;
-  return qkv_fail(error, wait->status, "the journal in --data-dir was not written");
+  return qkv_fail(error, wait->status, "the journal in data-dir was not written, the disk %s",
+                  wait->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
 }
 
 qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
@@ -597,6 +599,7 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
   qkvi_spill *spill = calloc(1, sizeof *spill);
   if (spill == NULL) abort();
   spill->store = store;
+  spill->budgeted = options->storage_budget > 0;
   spill->metrics = metrics;
   init_locks(spill);
   init_backing(spill, &spill->backings[0], false);

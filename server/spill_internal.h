@@ -65,6 +65,7 @@ struct qkvi_spill {
   _Atomic uint64_t freed;       // since memory was last given back to the machine
   pthread_t thread;
   bool started;
+  bool budgeted;  // by storage-budget
 };
 
 #define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
@@ -86,7 +87,7 @@ typedef struct qkvi_spilled {
 qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
 void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);
 
-// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
+// storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
 void qkvi_spill_expel(qkvi_spill *spill);
 
 // Opens the storage and fills the store (recovery.c).

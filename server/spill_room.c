@@ -1,4 +1,4 @@
-// Room: sessions that are on the SSD leave memory, and where the SSD is full, that.
+// Room: sessions that are on the SSD leave memory, and that where its budget is full.
 #include <assert.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -137,7 +137,7 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
 
 // ---- On the disk ----
 
-// There is no room on the disk: the longest unused session that nobody has pinned goes from it, and from memory.
+// storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
 void qkvi_spill_expel(qkvi_spill *spill) {
   size_t count;
   qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
@@ -154,7 +154,7 @@ void qkvi_spill_expel(qkvi_spill *spill) {
       qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s}", "session",
               qkv_session_name(session), "reason", error.text);
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-    qkv_log(QKV_LOG_WARN, "the disk is full, a session was deleted", "{s:s, s:I}", "session",
+    qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:I}", "session",
             qkv_session_name(session), "bytes", (json_int_t)info.usage.bytes_stored);
     break;
   }

@@ -159,6 +159,10 @@ static int finish(generate_job *job) {
 }
 
 static int check(const qkvi_worker *worker) {
+  int durability;
+  qkv_error error = {0};
+  if (qkvi_durability_parse(worker->durability, &durability, &error) != QKV_OK)
+    return qkv_program_misused("%s", error.text);
   if (worker->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
   if (worker->prompt == NULL) return qkv_program_misused("--prompt is missing: a file to continue");
   return QKV_EXIT_OK;
@@ -178,8 +182,7 @@ static int generate(const qkvi_worker *worker, const qkvi_lm *lm, qkv_client *cl
   generate_job job = {.worker = worker, .lm = lm, .prompt = prompt, .prompt_bytes = prompt_bytes};
   qkvi_remote_name("qkv-worker", job.session);
   qkv_error error = {0};
-  if (qkvi_durability_parse(worker->durability, &job.durability, &error) != QKV_OK)
-    return qkv_program_misused("%s", error.text);
+  (void)qkvi_durability_parse(worker->durability, &job.durability, NULL);  // checked before
   qkv_status status = open_and_run(&job, client, &error);
   int exit_status = status == QKV_OK ? finish(&job) : qkv_program_failed("%s", error.text);
   qkvi_samples_clear(&job.attend_us);
