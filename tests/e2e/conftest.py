@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from daemon import SLOWNESS, Daemon
+from daemon import PATIENCE, Daemon
 from health.v1 import health_pb2, health_pb2_grpc
 from kv import Cache
 
@@ -19,7 +19,7 @@ def daemon():
 def stub(daemon):
     yield daemon.stub()
     assert daemon.alive(), daemon.log_text()
-    answer = health_pb2_grpc.HealthStub(daemon.channel()).Check(health_pb2.HealthCheckRequest(), timeout=10 * SLOWNESS)
+    answer = health_pb2_grpc.HealthStub(daemon.channel()).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     daemon.disconnect()
 

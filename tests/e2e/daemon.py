@@ -13,9 +13,7 @@ from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc
 
 BIN_DIR = os.environ["QKV_BIN_DIR"]
 SANITIZED = bool(os.environ.get("QKV_SANITIZE"))
-# Bounds on time are for ordinary builds; sanitizers are several times slower.
-SLOWNESS = 8 if SANITIZED else 1
-START_SECONDS = 10 * SLOWNESS
+PATIENCE = 240  # seconds for what has to happen, however slow the build and busy the machine
 SANITIZER_REPORT = re.compile(r"(Address|Leak|Thread|UndefinedBehavior)Sanitizer|runtime error:")
 
 
@@ -28,6 +26,14 @@ def clean_environment(**more):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("QKV")}
     environment.update(more)
     return environment
+
+
+def wait_for(condition, what):
+    """Fails where `condition()` does not come true."""
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
 
 
 class Daemon:
@@ -62,7 +68,7 @@ class Daemon:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def wait_until_ready(self):
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not any(line["message"] == "ready" for line in self.log_lines()):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
@@ -90,7 +96,7 @@ class Daemon:
         return kv_cache_pb2_grpc.KvCacheStub(self.channel(target))
 
     def status(self):
-        return admin_pb2_grpc.AdminStub(self.channel()).GetStatus(admin_pb2.GetStatusRequest(), timeout=10 * SLOWNESS)
+        return admin_pb2_grpc.AdminStub(self.channel()).GetStatus(admin_pb2.GetStatusRequest(), timeout=PATIENCE)
 
     def metric(self, name):
         return next(metric.value for metric in self.status().metrics if metric.name == name)
@@ -115,8 +121,8 @@ class Daemon:
         self.process.wait()
         self.killed = True
 
-    def wait(self, seconds=15):
-        return self.process.wait(timeout=seconds * SLOWNESS)
+    def wait(self):
+        return self.process.wait(timeout=PATIENCE)
 
     def stop(self):
         """Asserts that SIGTERM ends the daemon with 0, without a sanitizer's report and without its socket."""

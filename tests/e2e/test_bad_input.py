@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import SLOWNESS, Daemon
+from daemon import PATIENCE, Daemon
 from kv import FP32, TIMEOUT, refused, tensor
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2, tensor_pb2
@@ -265,7 +265,7 @@ def test_fetch(filled, fields, code, texts):
 
 def raw_call(daemon, path, data):
     """A unary call with these bytes for a message."""
-    return daemon.channel().unary_unary(path)(data, timeout=20 * SLOWNESS)
+    return daemon.channel().unary_unary(path)(data, timeout=PATIENCE)
 
 
 UNARY = ["RegisterModel", "GetModel", "OpenSession", "CloseSession", "GetSession", "Attend", "Truncate"]
@@ -322,7 +322,7 @@ def test_garbage_on_the_port(daemon, stub, index):
     host, port = daemon.tcp.rsplit(":", 1)
     for family, address in ((socket.AF_INET, (host, int(port))), (socket.AF_UNIX, daemon.socket)):
         with socket.socket(family) as connection:
-            connection.settimeout(5 * SLOWNESS)
+            connection.settimeout(PATIENCE)
             connection.connect(address)
             try:
                 connection.sendall(GARBAGE[index])

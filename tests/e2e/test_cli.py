@@ -9,16 +9,16 @@ import subprocess
 import numpy as np
 import pytest
 
-from daemon import SLOWNESS, binary, clean_environment
+from daemon import PATIENCE, binary, clean_environment
 from kv import FP16, TIMEOUT
 from qkv.v1 import kv_cache_pb2 as kv
 
 DATA = os.path.join(os.path.dirname(__file__), "..", "data", "tinylm")
 
 
-def run(tool, *arguments, timeout=120, **environment):
+def run(tool, *arguments, **environment):
     return subprocess.run([binary(tool), *arguments], env=clean_environment(**environment), capture_output=True,
-                          text=True, timeout=timeout * SLOWNESS, stdin=subprocess.DEVNULL)
+                          text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
 
 
 def json_lines(tool, *arguments, **more):
@@ -156,8 +156,7 @@ GENERATE = ["generate", "--model", DATA, "--prompt", os.path.join(DATA, "prompt.
 
 
 def test_generate_continues_the_prompt(daemon, stub):
-    result = run("qkv-worker", *GENERATE, "--bytes", "40", "--bits-k", "8", "--bits-v", "8", "--target", daemon.target,
-                 timeout=60)
+    result = run("qkv-worker", *GENERATE, "--bytes", "40", "--bits-k", "8", "--bits-v", "8", "--target", daemon.target)
     assert result.returncode == 0, result.stderr
     with open(os.path.join(DATA, "greedy_continuation_160.txt")) as file:
         expected = file.read()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from daemon import SLOWNESS, clean_environment
+from daemon import PATIENCE, clean_environment
 
 ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
 
@@ -22,7 +22,7 @@ def test_python_example(daemon, stub):
     environment = clean_environment(PYTHONPATH=os.environ["QKV_STUBS"])
     for target in (daemon.target, daemon.tcp):
         result = subprocess.run([sys.executable, example, target], env=environment, capture_output=True, text=True,
-                                timeout=60 * SLOWNESS)
+                                timeout=PATIENCE)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout == "[1, 8, 64] length 100\n"
     assert daemon.status().sessions == 0
@@ -30,7 +30,7 @@ def test_python_example(daemon, stub):
 
 def test_c_example(daemon, stub):
     result = subprocess.run([os.path.join(os.environ["QKV_BIN_DIR"], "example_attend"), daemon.target],
-                            env=clean_environment(), capture_output=True, text=True, timeout=60 * SLOWNESS)
+                            env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "[1, 8, 64] length 100\n"
     assert daemon.status().sessions == 0

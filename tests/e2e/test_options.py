@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 
-from daemon import SLOWNESS, Daemon, binary, clean_environment
+from daemon import PATIENCE, Daemon, binary, clean_environment
 
 
 def qkvd(*arguments, **environment):
     """A qkvd that is expected to end by itself."""
     return subprocess.run([binary("qkvd"), *arguments], env=clean_environment(**environment), capture_output=True,
-                          text=True, timeout=20 * SLOWNESS)
+                          text=True, timeout=PATIENCE)
 
 
 def options_of(daemon):

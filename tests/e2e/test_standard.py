@@ -6,7 +6,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 
-from daemon import SLOWNESS, Daemon
+from daemon import PATIENCE, SANITIZED, Daemon
 from health.v1 import health_pb2, health_pb2_grpc
 from kv import TIMEOUT, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2, model_pb2, shared_memory_pb2, shared_memory_pb2_grpc
@@ -119,7 +119,7 @@ def test_methods_nobody_knows_are_answered(daemon, stub):
     channel = daemon.channel()
     for path in ("/qkv.v1.KvCache/NoSuchMethod", "/no.such.Service/Method", "/x"):
         with refused(grpc.StatusCode.UNIMPLEMENTED):
-            channel.unary_unary(path)(b"", timeout=10 * SLOWNESS)
+            channel.unary_unary(path)(b"", timeout=PATIENCE)
 
 
 def test_status(daemon, stub):
@@ -155,7 +155,7 @@ def test_many_clients_at_once(daemon, stub):
     assert not failures
 
 
-@pytest.mark.skipif(SLOWNESS > 1, reason="a sanitizer's own memory is counted too")
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer's own memory is counted too")
 def test_idle_daemon_is_small():
     with Daemon() as daemon:
         daemon.status()

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import os
 import subprocess
 import time
 
@@ -10,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import SLOWNESS, Daemon, binary, clean_environment
+from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from kv import Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
@@ -162,7 +161,7 @@ def test_full_precision_comes_back(start):
 def test_a_second_daemon_is_refused(start, tmp_path):
     with start():
         second = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")],
-                                capture_output=True, text=True, timeout=30 * SLOWNESS, env=clean_environment())
+                                capture_output=True, text=True, timeout=PATIENCE, env=clean_environment())
         assert second.returncode != 0
         assert "--data-dir" in second.stderr and "another process" in second.stderr
 
@@ -252,7 +251,7 @@ def test_a_session_larger_than_memory(start):
 
 def qkvctl(daemon, *arguments):
     done = subprocess.run([binary("qkvctl"), *arguments, "--target", daemon.target, "--json"], capture_output=True,
-                          text=True, timeout=60 * SLOWNESS, env=clean_environment())
+                          text=True, timeout=PATIENCE, env=clean_environment())
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
@@ -294,12 +293,6 @@ def test_qkvctl_storage(start, tmp_path):
 
 def test_a_full_disk(start):
     """The longest unused sessions go; pinned ones stay; where none can go, memory serves alone."""
-    def wait_for(condition):
-        until = time.monotonic() + 30 * SLOWNESS
-        while not condition():
-            assert time.monotonic() < until
-            time.sleep(0.02)
-
     with start("--storage-budget", "16MiB") as daemon:
         first, second = open_cache(daemon, ASYNC, "first"), open_cache(daemon, ASYNC, "second")
         fill(first, 4000)
@@ -309,14 +302,14 @@ def test_a_full_disk(start):
         time.sleep(1.1)  # sessions in use are not deleted
         for position in range(0, 120000, 4000):
             fill(last, 4000, position)
-        wait_for(lambda: daemon.metric("qkvd_storage_expelled_sessions_total") >= 1)
+        wait_for(lambda: daemon.metric("qkvd_storage_expelled_sessions_total") >= 1, "no session was deleted")
         with refused(grpc.StatusCode.NOT_FOUND, "first"):
             first.info()
         assert second.info().lengths[0] == 4000
         last.stub.Pin(kv.PinRequest(session="last"))
         for position in range(120000, 160000, 4000):
             fill(last, 4000, position)
-        wait_for(lambda: daemon.metric("qkvd_storage_degraded") == 1)
+        wait_for(lambda: daemon.metric("qkvd_storage_degraded") == 1, "the disk is not full")
         assert rows(last, 100)[0].shape[0] == 100  # and everything is served
         fill(last, 100, 160000)
         synced = open_cache(daemon, SYNC, "synced")
@@ -333,7 +326,7 @@ def test_a_start_with_too_little_memory_changes_nothing(start, tmp_path):
         before = rows(cache, 1000)
     refusal = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"),
                               "--memory-budget", "1MiB"],
-                             capture_output=True, text=True, timeout=30 * SLOWNESS, env=clean_environment())
+                             capture_output=True, text=True, timeout=PATIENCE, env=clean_environment())
     assert refusal.returncode != 0
     assert "session s" in refusal.stderr and "memory-budget" in refusal.stderr
     with start() as daemon:

@@ -11,62 +11,44 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import SLOWNESS, Daemon, clean_environment
+from daemon import PATIENCE, SANITIZED, Daemon, clean_environment, wait_for
 from kv import TIMEOUT, Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
 
 
 def settled(daemon):
     """Waits until no call is running but the one that asks."""
-    deadline = time.monotonic() + 20 * SLOWNESS
-    while daemon.metric("qkvd_calls_running") > 1:
-        assert time.monotonic() < deadline, "calls are left running"
-        time.sleep(0.05)
-
-
-TOKENS = 4096 if SLOWNESS == 1 else 1024
+    wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls are left running")
 
 
 @pytest.fixture
 def large(make_cache):
-    """A session whose attention takes the daemon a while."""
     cache = make_cache(kv_heads=4, q_heads=32, key_dim=128, value_dim=128, recent_window=0)
-    k, v = cache.rows(1024)
-    for position in range(0, TOKENS, 1024):
-        cache.append(position, k, v)
+    cache.append(0, *cache.rows(1024))
     return cache
 
 
-def large_request(cache):
-    return kv.AttendRequest(items=[cache.item(TOKENS - 1, q=cache.queries(16))] * 64)
-
-
-def test_deadline_of_a_large_attend(daemon, large):
-    request = large_request(large)
-    begin = time.monotonic()
-    with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
-        large.stub.Attend(request, timeout=0.1)
-    assert time.monotonic() - begin < 1 * SLOWNESS
-    settled(daemon)
-
-
-def test_cancel_of_a_large_attend(daemon, large):
-    call = large.stub.Attend.future(large_request(large), timeout=TIMEOUT)
-    time.sleep(0.2)
-    call.cancel()
-    assert call.cancelled()
-    settled(daemon)
-    assert daemon.metric("qkvd_calls_cancelled_total") >= 1
-
-
-def test_short_calls_are_served_beside_a_large_one(daemon, large):
-    call = large.stub.Attend.future(large_request(large), timeout=TIMEOUT)
-    begin = time.monotonic()
-    for _ in range(5):
-        daemon.status()
-    assert time.monotonic() - begin < 2 * SLOWNESS
-    call.cancel()
-    settled(daemon)
+def test_a_large_attend_is_cut_short():
+    """One that would take minutes: others are served meanwhile, its end by deadline and by its client is soon."""
+    with Daemon("--cpu-mask", "none") as daemon:
+        cache = Cache(daemon.stub(), "large", layers=1, kv_heads=4, q_heads=32, key_dim=128, value_dim=128,
+                      recent_window=0)
+        k, v = cache.rows(1024)
+        for position in range(0, 8192, 1024):
+            cache.append(position, k, v)
+        request = kv.AttendRequest(items=[cache.item(8191, q=cache.queries(32))] * 64)
+        with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
+            cache.stub.Attend(request, timeout=0.2)
+        settled(daemon)
+        call = cache.stub.Attend.future(request, timeout=TIMEOUT)
+        wait_for(lambda: daemon.metric("qkvd_calls_running") > 1, "the call has not arrived")
+        for _ in range(5):
+            daemon.status()
+        assert not call.done()
+        call.cancel()
+        assert call.cancelled()
+        settled(daemon)
+        assert daemon.metric("qkvd_calls_cancelled_total") >= 1
 
 
 def test_fetch_that_is_cancelled(daemon, large):
@@ -94,7 +76,7 @@ def test_fetch_that_nobody_reads(daemon, long):
     for call in calls:
         next(call)
     time.sleep(1)
-    if SLOWNESS == 1:
+    if not SANITIZED:
         assert daemon.rss_bytes() - before < 32 << 20
     assert daemon.metric("qkvd_calls_running") >= 5
     long.append(8192, *long.rows(3))
@@ -105,9 +87,9 @@ def test_fetch_that_nobody_reads(daemon, long):
 
 
 def test_fetch_deadline_while_nobody_reads(daemon, long):
-    call = long.stub.Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=1 * SLOWNESS)
+    call = long.stub.Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=5)
     next(call)
-    time.sleep(1.5 * SLOWNESS)
+    time.sleep(5.5)
     with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
         list(call)
     settled(daemon)
@@ -146,10 +128,7 @@ def test_client_that_dies_in_its_stream(daemon, make_cache, method, signal_numbe
                               stdout=subprocess.PIPE, env=environment, text=True)
     try:
         assert client.stdout.readline() == "sent\n"
-        deadline = time.monotonic() + 10 * SLOWNESS
-        while cache.info().lengths[0] < 50:
-            assert time.monotonic() < deadline, "what was sent has not arrived"
-            time.sleep(0.01)
+        wait_for(lambda: cache.info().lengths[0] >= 50, "what was sent has not arrived")
     finally:
         client.send_signal(signal_number)
         client.wait()
@@ -226,13 +205,14 @@ def test_full_budget_refuses_whole_appends_and_recovers():
         assert 0 < status.kv_bytes <= status.kv_bytes_limit == 1 << 20
         assert daemon.metric("qkvd_refused_budget_total") >= 2
         cache.stub.CloseSession(kv.CloseSessionRequest(session="first"), timeout=TIMEOUT)
-        assert daemon.status().kv_bytes == empty / 2
+        # A session that is being demoted at the moment is freed when that is done.
+        wait_for(lambda: daemon.status().kv_bytes == empty / 2, "the memory is not given back")
         other.append(0, *other.rows(1000))
         assert other.info().lengths[0] == 1000
 
 
 def test_drain_lets_a_running_stream_finish():
-    with Daemon("--drain-grace", "30s") as daemon:
+    with Daemon("--drain-grace", "10m") as daemon:
         cache = Cache(daemon.stub(), "session")
         k, v = cache.rows(10)
         go_on = threading.Event()
@@ -251,13 +231,11 @@ def test_drain_lets_a_running_stream_finish():
         with refused(grpc.StatusCode.UNAVAILABLE):
             cache.info()
         with refused(grpc.StatusCode.UNAVAILABLE):
-            daemon.stub().GetSession(kv.GetSessionRequest(session="session"), timeout=5 * SLOWNESS)
+            daemon.stub().GetSession(kv.GetSessionRequest(session="session"), timeout=PATIENCE)
         go_on.set()
         assert next(answers).results[0].length == 10
         assert list(answers) == []
-        begin = time.monotonic()
         assert daemon.wait() == 0
-        assert time.monotonic() - begin < 5 * SLOWNESS
 
 
 def test_drain_ends_within_its_bound():
@@ -277,18 +255,16 @@ def test_drain_ends_within_its_bound():
             list(answers)
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert daemon.wait() == 0
-        assert 0.4 < time.monotonic() - begin < 5 * SLOWNESS
+        assert time.monotonic() - begin > 0.4
         never.set()
 
 
 def test_idle_clients_do_not_hold_up_the_end():
-    with Daemon() as daemon:
+    with Daemon("--drain-grace", "10m") as daemon:
         for _ in range(5):
             daemon.stub().ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT)
-        begin = time.monotonic()
         daemon.terminate()
         assert daemon.wait() == 0
-        assert time.monotonic() - begin < 3 * SLOWNESS
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
