@@ -60,7 +60,8 @@ const qkv_transform *qkv_transform_uniform(uint16_t dim);
 
 // Up to QKV_QUERY_BLOCK queries of one KV head, ready for the pages of one coder.
 typedef struct qkv_query_block {
-  qkv_integer_queries integers;  // of `codes`
+  qkv_integer_room room;
+  qkv_integer_queries integers;  // of `codes`, in `room`
   size_t count;
   qkv_layouts layouts;   // cleared by the caller before the first page
   const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none

@@ -83,6 +83,7 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
 
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
   if (queries->query_bytes == 0) return;
+  queries->integers = qkvi_integer_queries_in(&queries->room);
   qkv_kernels_get()->prepare(queries->codes, queries->count, coder->key_dim, queries->query_bytes,
                              &queries->integers);
 }

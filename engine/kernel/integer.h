@@ -67,17 +67,27 @@ static inline qkvi_chunk qkvi_chunk_of(size_t row, size_t count, unsigned parts)
   return chunk;
 }
 
-// Queries as the kernels want them.
+// Queries as the kernels want them, in somebody's memory.
 typedef struct qkv_integer_queries {
   size_t count;
   unsigned parts;  // 1 or 2
   uint16_t dim;
-  float scales[QKV_INTEGER_ROWS];
+  float *scales;  // [count]
   // -128 times the sums of a column's bytes over the coordinates of blocks [0, b): [chunk][b][column].
-  int32_t offsets[(QKVI_BLOCKS_MAX + 1) * QKV_INTEGER_PARTS * QKV_INTEGER_ROWS];
-  _Alignas(
-      64) int8_t bytes[QKV_INTEGER_PARTS * QKV_INTEGER_ROWS * QKV_DIM_MAX];  // [chunk][dim up to 16s / 4][column][4]
+  int32_t *offsets;
+  int8_t *bytes;  // [chunk][dim up to 16s / 4][column][4], 64-byte aligned
 } qkv_integer_queries;
+
+// Room for QKV_INTEGER_ROWS of them.
+typedef struct qkv_integer_room {
+  float scales[QKV_INTEGER_ROWS];
+  int32_t offsets[(QKVI_BLOCKS_MAX + 1) * QKV_INTEGER_PARTS * QKV_INTEGER_ROWS];
+  _Alignas(64) int8_t bytes[QKV_INTEGER_PARTS * QKV_INTEGER_ROWS * QKV_DIM_MAX];
+} qkv_integer_room;
+
+static inline qkv_integer_queries qkvi_integer_queries_in(qkv_integer_room *room) {
+  return (qkv_integer_queries){.scales = room->scales, .offsets = room->offsets, .bytes = room->bytes};
+}
 
 // The weights of a tile.
 typedef struct qkv_integer_weights {

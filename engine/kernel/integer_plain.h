@@ -70,7 +70,7 @@ static inline void put_offsets(const int8_t *bytes, size_t blocks, size_t column
 }
 
 static inline QKV_DECLARE_PREPARE(prepare_plain) {
-  assert(n <= QKV_INTEGER_ROWS && parts >= 1 && parts <= QKV_INTEGER_PARTS);
+  assert(parts >= 1 && parts <= QKV_INTEGER_PARTS);
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH;
   queries->count = n;
   queries->parts = parts;

@@ -47,8 +47,8 @@
 // sum_c row[c] matrix[c] over the first `coordinates`, in their order.
 #define QKV_DECLARE_DENSE(name) void name(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n)
 
-// In integers (integer.h): rows [n][dim] in code space, n <= QKV_INTEGER_ROWS, become `queries` of one or two bytes a
-// coordinate.
+// In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of one or two
+// bytes a coordinate.
 #define QKV_DECLARE_PREPARE(name) \
   void name(const float *rows, size_t n, uint16_t dim, unsigned parts, qkv_integer_queries *queries)
 // scores [count][64] of all the queries, in one pass over the codes for every chunk of them.

@@ -22,7 +22,8 @@ typedef struct workload {
   float peaks[QUERIES_MAX], totals[QUERIES_MAX];
   uint8_t *gains, *codes;
   float errors[QKV_PAGE_TOKENS];
-  qkv_integer_queries *integer_queries;
+  qkv_integer_room *room;
+  qkv_integer_queries integer_queries;
   qkv_integer_weights *integer_weights;
   qkv_layouts *layouts;
 } workload;
@@ -45,7 +46,7 @@ static void run_accumulate(workload *w, const qkv_kernels *kernels) {
 }
 
 static void run_scores_integer(workload *w, const qkv_kernels *kernels) {
-  kernels->scores_integer(&w->page.codes, w->integer_queries, w->layouts, (qkv_ahead){0}, w->scores);
+  kernels->scores_integer(&w->page.codes, &w->integer_queries, w->layouts, (qkv_ahead){0}, w->scores);
 }
 
 static void run_accumulate_integer(workload *w, const qkv_kernels *kernels) {
@@ -68,7 +69,7 @@ static void run_softmax_integer(workload *w, const qkv_kernels *kernels) {
 }
 
 static void run_prepare(workload *w, const qkv_kernels *kernels) {
-  kernels->prepare(w->queries, w->n, w->page.schedule.dim, w->kernel->parts, w->integer_queries);
+  kernels->prepare(w->queries, w->n, w->page.schedule.dim, w->kernel->parts, &w->integer_queries);
 }
 
 static void run_encode(workload *w, const qkv_kernels *kernels) {
@@ -154,7 +155,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   size_t code_bytes = 0;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) code_bytes += qkv_schedule_group_bytes(schedule, tiers[g]);
   w->codes = zeroed(code_bytes);
-  w->integer_queries = zeroed(sizeof *w->integer_queries);
+  w->room = zeroed(sizeof *w->room);
+  w->integer_queries = qkvi_integer_queries_in(w->room);
   w->integer_weights = zeroed(sizeof *w->integer_weights);
   w->layouts = zeroed(sizeof *w->layouts);
   fill_input(&random, INPUT_GAUSSIAN, w->queries, QUERIES_MAX * dim);
@@ -164,7 +166,7 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   w->bytes = kernel->attends ? code_bytes + QKV_PAGE_TOKENS : 2 * rows;
   if (!kernel->attends) return;
   const qkv_kernels *reference = qkv_kernels_at(0);
-  reference->prepare(w->queries, n, (uint16_t)dim, kernel->parts, w->integer_queries);
+  reference->prepare(w->queries, n, (uint16_t)dim, kernel->parts, &w->integer_queries);
   reference->peaks(w->scores, n, w->peaks);
   reference->weigh_integer(w->scores, w->peaks, n, w->page.codes.gains, kernel->parts, w->integer_weights, w->totals);
 }
@@ -179,7 +181,7 @@ static void workload_deinit(workload *w) {
   free(w->sums);
   free(w->gains);
   free(w->codes);
-  free(w->integer_queries);
+  free(w->room);
   free(w->integer_weights);
   free(w->layouts);
 }

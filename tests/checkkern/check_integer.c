@@ -18,12 +18,13 @@ static void *fresh(size_t bytes) {
 
 static void scores_of(const qkv_kernels *kernels, const page_part *page, const float *rows, size_t n, unsigned parts,
                       const guarded *out) {
-  qkv_integer_queries *queries = fresh(sizeof *queries);
+  qkv_integer_room *room = fresh(sizeof *room);
+  qkv_integer_queries queries = qkvi_integer_queries_in(room);
   qkv_layouts *layouts = fresh(sizeof *layouts);
-  kernels->prepare(rows, n, page->schedule.dim, parts, queries);
+  kernels->prepare(rows, n, page->schedule.dim, parts, &queries);
   const qkv_ahead ahead = {page->codes.groups[0], page->groups[0].bytes};
-  kernels->scores_integer(&page->codes, queries, layouts, ahead, (float *)out->data);
-  free(queries);
+  kernels->scores_integer(&page->codes, &queries, layouts, ahead, (float *)out->data);
+  free(room);
   free(layouts);
 }
 

@@ -118,7 +118,7 @@ static void prepare_chunk(const preparing *p, size_t columns, unsigned parts) {
 }
 
 QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
-  assert(n <= QKV_INTEGER_ROWS && parts >= 1 && parts <= QKV_INTEGER_PARTS);
+  assert(parts >= 1 && parts <= QKV_INTEGER_PARTS);
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH;
   const float limit = parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2;
   queries->count = n;
