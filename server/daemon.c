@@ -91,6 +91,10 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_SESSIONS], (int64_t)stats.sessions);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_BYTES], (int64_t)stats.memory.bytes_used);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_RESERVED_BYTES], (int64_t)stats.memory.bytes_reserved);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_RESIDENT_BYTES], (int64_t)stats.heap.bytes_resident);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_SPLIT_PAGES], (int64_t)stats.heap.tiles_split);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_HUGE_PAGES],
+                 qkv_heap_is_huge(qkv_arena_heap(qkv_store_arena(daemon->store))));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
@@ -144,12 +148,16 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   QKV_TRY(qkv_pool_create(compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
+      .heap = qkv_server_options_heap(options),
       .models_max = (size_t)options->limit_models,
       .sessions_max = (size_t)options->limit_sessions,
       .policy = qkv_server_options_policy(options),
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
   };
   daemon->store = qkv_store_create(&store);
+  qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
+          qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
+          (json_int_t)qkv_heap_numa_nodes());
   QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
   QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);
@@ -177,6 +185,7 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_retier_report report = {0};
   qkvi_lifetime_expire(daemon);
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
+  qkv_heap_tend(qkv_arena_heap(qkv_store_arena(daemon->store)));
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));

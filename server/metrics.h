@@ -62,6 +62,10 @@
   X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                               \
     "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")        \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")        \
+  X(KV_RESIDENT_BYTES, "qkvd_kv_resident_bytes", QKV_GAUGE,                                                         \
+    "Memory that these lie in, holes included; at most, as not every page of 2 MiB can be had.")                    \
+  X(KV_HUGE_PAGES, "qkvd_kv_huge_pages", QKV_GAUGE, "1 where they lie on pages of 2 MiB.")                          \
+  X(KV_SPLIT_PAGES, "qkvd_kv_split_pages", QKV_GAUGE, "Of these, pages of which a part went back to the machine.")  \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                                  \
   X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")        \
   X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                         \

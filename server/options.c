@@ -21,6 +21,12 @@ const qkv_option qkv_server_option_table[] = {
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
      "Memory for all sessions, their keys and values; sessions and appends beyond it are refused."},
+    {"huge-pages", QKV_OPTION_STRING, AT(huge_pages), "auto", 0, 0, "PAGES",
+     "What keys and values lie on: auto, pages of 2 MiB where the kernel gives them on request, or off. The log says "
+     "which."},
+    {"numa", QKV_OPTION_STRING, AT(numa), "off", 0, 0, "PLACE",
+     "Where keys and values lie on a machine of several nodes: off, where the kernel likes, interleave, on all in "
+     "turn, or local, on the node of the thread that writes them."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
      "Compute threads, for encoding and attention; 0: one for each core."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
@@ -183,6 +189,25 @@ static qkv_status check_storage(const qkv_server_options *values, qkv_error *err
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "--durability is %s, which needs a --data-dir", values->durability);
 }
 
+static qkv_status check_memory(const qkv_server_options *values, qkv_error *error) {
+  const char *pages = values->huge_pages;
+  qkv_heap_numa numa;
+  if (strcmp(pages, "auto") != 0 && strcmp(pages, "off") != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--huge-pages is %s, known are auto and off", pages);
+  if (!qkv_heap_numa_parse(values->numa, &numa))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--numa is %s, known are off, interleave and local", values->numa);
+  const qkv_heap_config config = qkv_server_options_heap(values);
+  if (qkv_heap_check(&config, error) == QKV_OK) return QKV_OK;
+  return qkv_error_prefix(error, "--");
+}
+
+qkv_heap_config qkv_server_options_heap(const qkv_server_options *values) {
+  qkv_heap_config config = {.pages =
+                                strcmp(values->huge_pages, "off") == 0 ? QKV_HEAP_PAGES_SMALL : QKV_HEAP_PAGES_AUTO};
+  (void)qkv_heap_numa_parse(values->numa, &config.numa);
+  return config;
+}
+
 qkv_durability qkv_server_options_durability(const qkv_server_options *values) {
   qkv_durability durability = values->data_dir == NULL ? QKV_DURABILITY_MEMORY : QKV_DURABILITY_ASYNC;
   if (values->durability != NULL) (void)read_durability(values->durability, &durability);
@@ -210,6 +235,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   QKV_TRY(check_bits("bits-v", values->bits_v, error));
   QKV_TRY(check_tiers(values, error));
   QKV_TRY(check_storage(values, error));
+  QKV_TRY(check_memory(values, error));
   qkv_anchor_kind kind;
   qkv_low_rank_mode mode;
   if (!qkv_low_rank_parse(values->low_rank, &mode)) {

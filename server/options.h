@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/heap.h"
 #include "engine/base/log.h"
 #include "engine/base/option.h"
 #include "engine/cache/model.h"
@@ -13,9 +14,11 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_server_options {
-  qkv_option_list listen;        // "unix:PATH" or "HOST:PORT"
-  const char *config;            // YAML file, or NULL
-  int64_t memory_budget;         // bytes of KV and of the sessions themselves
+  qkv_option_list listen;  // "unix:PATH" or "HOST:PORT"
+  const char *config;      // YAML file, or NULL
+  int64_t memory_budget;   // bytes of KV and of the sessions themselves
+  const char *huge_pages;
+  const char *numa;
   int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores
   int64_t rpc_threads;           // completion queues
   int64_t limit_message;         // bytes of one request message
@@ -77,6 +80,9 @@ qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values);
 
 // What models and sessions fall back to; it has been checked.
 qkv_policy qkv_server_options_policy(const qkv_server_options *values);
+
+// Where keys and values lie; it has been checked.
+qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);
 
 // What sessions are opened with that do not say.
 qkv_durability qkv_server_options_durability(const qkv_server_options *values);

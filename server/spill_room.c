@@ -76,7 +76,8 @@ void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
   const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
   const uint64_t all = atomic_fetch_add_explicit(&spill->freed, freed, memory_order_relaxed) + freed;
   if (all < budget / 32) return;
-  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0) qkv_arena_trim();
+  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0)
+    qkv_arena_trim(qkv_store_arena(spill->store));
 }
 
 static bool anything_pending(qkvi_spill *spill) {

@@ -155,12 +155,12 @@ static void scatter(qkv_bench_pages *pages) {
     entries[j] = swapped;
   }
   for (size_t i = 0; i < count; i++) {
-    void *copy = qkv_arena_alloc_beside(entries[i]->bytes);
+    void *copy = qkv_arena_alloc_beside(pages->arena, entries[i]->bytes);
     memcpy(copy, entries[i]->page, entries[i]->bytes);
     old[i] = (void *)entries[i]->page;
     entries[i]->page = copy;
   }
-  for (size_t i = 0; i < count; i++) qkv_arena_free_beside(old[i]);
+  for (size_t i = 0; i < count; i++) qkv_arena_free_beside(pages->arena, old[i], entries[i]->bytes);
   free(entries);
   free((void *)old);
   free(dice);

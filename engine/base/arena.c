@@ -13,24 +13,38 @@ struct qkv_arena {
   uint64_t bytes_max;
   _Atomic uint64_t claimed;   // bytes allocated or reserved; at most bytes_max
   _Atomic uint64_t reserved;  // bytes reserved
+  qkv_heap *heap;
 };
+
+// Sanitizers watch what malloc gives out.
+#ifdef QKV_SANITIZED
+static const bool from_heap = false;
+#else
+static const bool from_heap = true;
+#endif
 
 static void subtract(_Atomic uint64_t *counter, uint64_t bytes) {
   uint64_t before = atomic_fetch_sub_explicit(counter, bytes, memory_order_relaxed);
   assert(before >= bytes);
 }
 
-qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max) {
+qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget_name, uint64_t bytes_max) {
   qkv_arena *arena = calloc(1, sizeof *arena);
   assert(arena != NULL);
   arena->budget_name = budget_name;
   arena->bytes_max = bytes_max;
+  arena->heap = qkv_heap_create(from_heap ? bytes_max : 0, config);
   return arena;
+}
+
+qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max) {
+  return qkv_arena_create_on(&(qkv_heap_config){0}, budget_name, bytes_max);
 }
 
 void qkv_arena_destroy(qkv_arena **arena) {
   if (*arena == NULL) return;
   assert(atomic_load(&(*arena)->claimed) == 0 && atomic_load(&(*arena)->reserved) == 0);
+  qkv_heap_destroy(&(*arena)->heap);
   free(*arena);
   *arena = NULL;
 }
@@ -61,29 +75,30 @@ void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes) {
 }
 
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
-  assert(bytes > 0);
-  size_t cost = qkv_arena_cost(bytes);
-  subtract(&arena->reserved, cost);
-  void *block = aligned_alloc(QKV_ARENA_ALIGN, cost);
-  assert(block != NULL);
-  return block;
+  subtract(&arena->reserved, qkv_arena_cost(bytes));
+  return qkv_arena_alloc_beside(arena, bytes);
 }
 
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes) {
   if (block == NULL) return;
-  free(block);
+  qkv_arena_free_beside(arena, block, bytes);
   subtract(&arena->claimed, qkv_arena_cost(bytes));
 }
 
-void *qkv_arena_alloc_beside(size_t bytes) {
+void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes) {
   assert(bytes > 0);
+  if (from_heap) return qkv_heap_alloc(arena->heap, bytes);
   void *block = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(bytes));
   assert(block != NULL);
   return block;
 }
 
-void qkv_arena_free_beside(void *block) {
-  free(block);
+void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes) {
+  if (from_heap) {
+    qkv_heap_free(arena->heap, block, bytes);
+  } else {
+    free(block);
+  }
 }
 
 qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error) {
@@ -97,8 +112,13 @@ qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_err
   return QKV_OK;
 }
 
-void qkv_arena_trim(void) {
+void qkv_arena_trim(qkv_arena *arena) {
+  qkv_heap_trim(arena->heap);
   (void)malloc_trim(0);
+}
+
+qkv_heap *qkv_arena_heap(const qkv_arena *arena) {
+  return arena->heap;
 }
 
 qkv_arena_stats qkv_arena_read(const qkv_arena *arena) {

@@ -8,16 +8,18 @@
 //   page = qkv_arena_alloc(arena, bytes);        cannot fail within the reservation
 //   qkv_arena_unreserve(arena, what_was_not_used);
 //
-// Blocks are aligned to 64 bytes. Threads: any; the counters are atomic.
+// Blocks are aligned to 64 bytes and lie in a heap of the arena's own (heap.h); from malloc in builds with
+// sanitizers, which would not see into it. Threads: any; the counters are atomic.
 #ifndef QKV_ENGINE_BASE_ARENA_H
 #define QKV_ENGINE_BASE_ARENA_H
 
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/heap.h"
 #include "engine/base/status.h"
 
-#define QKV_ARENA_ALIGN 64
+#define QKV_ARENA_ALIGN QKV_HEAP_ALIGN
 
 typedef struct qkv_arena qkv_arena;
 
@@ -29,6 +31,8 @@ typedef struct qkv_arena_stats {
 
 // `budget_name` is the option a refusal names ("memory-budget"); borrowed for the arena's life. Never fails.
 qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max);
+// The same with a heap that is not as by default.
+qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget_name, uint64_t bytes_max);
 // Every block must have been freed and every reservation returned (asserted). Clears *arena.
 void qkv_arena_destroy(qkv_arena **arena);
 
@@ -48,13 +52,16 @@ void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
 // and freed so unless it gets there; then the arena counts `made` in place of `left` bytes (0: of none), the one that
 // left is freed beside the budget, the other one by qkv_arena_free. So a smaller block never needs room for both.
 // Recounting can fail only where more bytes are needed: RESOURCE_EXHAUSTED as above, with nothing changed.
-void *qkv_arena_alloc_beside(size_t bytes);
-void qkv_arena_free_beside(void *block);
+void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes);
+void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes);
 qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error);
 
-// Gives what has been freed back to the machine, as far as it lies in whole pages. Takes milliseconds where much is
-// held: for whoever has just freed megabytes.
-void qkv_arena_trim(void);
+// Gives what has been freed back to the machine (qkv_heap_trim, and as far as malloc has whole pages). Takes
+// milliseconds where much is held: for whoever has just freed megabytes.
+void qkv_arena_trim(qkv_arena *arena);
+
+// Borrowed.
+qkv_heap *qkv_arena_heap(const qkv_arena *arena);
 
 qkv_arena_stats qkv_arena_read(const qkv_arena *arena);
 

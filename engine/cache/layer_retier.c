@@ -215,7 +215,7 @@ static void cut_image(const qkv_page_entry *entry, const void *held, const qkv_h
   void *wide = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(((const qkv_page_header *)held)->bytes));
   if (wide == NULL) abort();
   cut->bytes = (uint32_t)entry->coder->codec->narrow(entry->coder, held, tiers, wide);
-  cut->image = qkv_arena_alloc_beside(cut->bytes);
+  cut->image = qkv_arena_alloc_beside(cut->arena, cut->bytes);
   memcpy(cut->image, wide, cut->bytes);
   free(wide);
 }
@@ -224,7 +224,7 @@ bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const 
   const qkv_page_entry *entry = entry_of(layer, index, serial);
   const uint32_t heads = layer->config.model->kv_heads;
   const size_t bytes = heads * sizeof *tiers;
-  *cut = (qkv_cut){.index = index, .serial = serial};
+  *cut = (qkv_cut){.index = index, .serial = serial, .arena = layer->config.arena};
   if (entry == NULL) return false;
   const void *held = entry->full != NULL ? entry->full : entry->page;
   qkv_head_tiers *now = room((size_t)3 * heads, sizeof *now), *most = now + heads, *wanted = most + heads;
@@ -247,6 +247,7 @@ static void restore(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut) {
   layer->bytes_coded += qkv_arena_cost(entry->full_bytes);
   layer->bytes_beside -= qkv_arena_cost(entry->full_bytes);
   cut->image = (void *)entry->page;
+  cut->bytes = entry->bytes;
   entry->page = entry->full;
   entry->bytes = entry->full_bytes;
   entry->full = NULL;
@@ -259,6 +260,7 @@ static qkv_status replace(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut,
   layer->bytes_coded -= qkv_arena_cost(entry->bytes);
   layer->bytes_coded += qkv_arena_cost(cut->bytes);
   void *left = (void *)entry->page;
+  const uint32_t left_bytes = entry->bytes;
   if (keeps) {
     layer->bytes_beside += qkv_arena_cost(entry->bytes);
     entry->full = entry->page;
@@ -269,6 +271,7 @@ static qkv_status replace(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut,
   entry->page = cut->image;
   entry->bytes = cut->bytes;
   cut->image = left;
+  cut->bytes = left_bytes;
   return QKV_OK;
 }
 
@@ -288,6 +291,6 @@ qkv_status qkv_layer_exchange(qkv_layer *layer, qkv_cut *cut, qkv_error *error) 
 }
 
 void qkv_cut_deinit(qkv_cut *cut) {
-  qkv_arena_free_beside(cut->image);
+  qkv_arena_free_beside(cut->arena, cut->image, cut->bytes);
   cut->image = NULL;
 }

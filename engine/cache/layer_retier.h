@@ -27,8 +27,9 @@ void qkv_layer_tiers(const qkv_layer *layer, const qkv_page_entry *entry, qkv_he
 typedef struct qkv_cut {
   size_t index;  // of the page
   uint64_t serial;
-  void *image;     // beside the budget; NULL: the full page comes back. After the exchange: what was there
-  uint32_t bytes;  // of the image
+  qkv_arena *arena;  // the layer's
+  void *image;       // beside the budget; NULL: the full page comes back. After the exchange: what was there
+  uint32_t bytes;    // of the image
 } qkv_cut;
 
 // True where the page `index` still has the image `serial` and differs from `tiers` [kv_heads], as far as those are

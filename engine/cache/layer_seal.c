@@ -152,7 +152,7 @@ void qkvi_seal_page(qkv_layer *layer, qkvi_seal_room *room) {
 static qkv_ema *ema_beside(const qkv_layer *layer) {
   if (layer->clock == NULL) return NULL;
   const uint32_t heads = layer->config.model->kv_heads;
-  qkv_ema *ema = qkv_arena_alloc_beside(qkv_ema_bytes(heads));
+  qkv_ema *ema = qkv_arena_alloc_beside(layer->config.arena, qkv_ema_bytes(heads));
   qkv_ema_init(ema, heads, qkv_ema_clock_now(layer->clock));
   return ema;
 }
@@ -164,9 +164,9 @@ static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t toke
   bool narrow;
   const size_t bytes = encode(layer, room, tokens, &narrow);
   QKV_TRY(qkv_arena_recount(layer->config.arena, block_bytes, qkv_arena_cost(bytes) + qkvi_ema_cost(layer), error));
-  void *page = qkv_arena_alloc_beside(bytes);
+  void *page = qkv_arena_alloc_beside(layer->config.arena, bytes);
   memcpy(page, narrow ? room->narrow : room->image, bytes);
-  qkv_arena_free_beside(layer->tail[0]);
+  qkv_arena_free_beside(layer->config.arena, layer->tail[0], block_bytes);
   layer->tail_count--;
   memmove((void *)layer->tail, (void *)(layer->tail + 1), layer->tail_count * sizeof *layer->tail);
   qkvi_layer_grow_pages(layer, layer->page_count + 1);

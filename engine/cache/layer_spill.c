@@ -136,7 +136,9 @@ static qkv_status check_image(const qkv_layer *layer, const qkv_page_entry *entr
                   header->layer);
 }
 
-qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void **image, qkv_error *error) {
+// `*image` becomes what was there before, or NULL, and `*bytes` what that has; else they stay.
+static qkv_status put_back(qkv_layer *layer, const qkv_missing_page *page, void **image, uint32_t *bytes,
+                           qkv_error *error) {
   if (page->index >= layer->page_count) return QKV_OK;
   qkv_page_entry *entry = &layer->pages[page->index];
   if (entry->serial != page->serial || entry->record != page->record) return QKV_OK;
@@ -153,12 +155,20 @@ qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, voi
   }
   layer->bytes_coded += qkv_arena_cost(entry->record_bytes);
   void *left = (void *)entry->page;
+  *bytes = entry->bytes;
   entry->page = *image;
   entry->bytes = entry->record_bytes;
   entry->lost = entry->record_lost;
   entry->serial = layer->next_serial++;
   *image = left;
   return QKV_OK;
+}
+
+qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error) {
+  uint32_t bytes = page->bytes;
+  const qkv_status status = put_back(layer, page, &image, &bytes, error);
+  qkv_arena_free_beside(layer->config.arena, image, bytes);
+  return status;
 }
 
 // ---- Found again ----

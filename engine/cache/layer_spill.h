@@ -48,10 +48,10 @@ size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, b
 // Bytes that all of these would take of the arena.
 uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full);
 
-// Puts `*image`, from qkv_arena_alloc_beside, in its place; then `*image` is what was there before, or NULL, to be
-// freed with qkv_arena_free_beside in any case. Nothing is done where the page is not missing any more. DATA_LOSS
-// where the image is not that page's; RESOURCE_EXHAUSTED (the arena's).
-qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void **image, qkv_error *error);
+// Puts `image` [page->bytes], from qkv_arena_alloc_beside, in its place. It is the layer's in any case, and freed
+// where the page is not missing any more. DATA_LOSS where the image is not that page's; RESOURCE_EXHAUSTED (the
+// arena's).
+qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error);
 
 // A cold page at the end of a layer that has no exact rows: what is found of a session that outlived its process.
 // `position` is the layer's length (asserted). RESOURCE_EXHAUSTED (the arena's).

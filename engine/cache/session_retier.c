@@ -19,12 +19,12 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
                   model->name, model->layers);
 }
 
-static void trim(const qkv_arena *arena, uint64_t freed) {
+static void trim(qkv_arena *arena, uint64_t freed) {
   static _Atomic uint64_t waiting;
   const uint64_t all = atomic_fetch_add_explicit(&waiting, freed, memory_order_relaxed) + freed;
   if (freed == 0 || all < TRIM_BYTES + qkv_arena_read(arena).bytes_used / TRIM_PART) return;
   if (atomic_exchange_explicit(&waiting, 0, memory_order_relaxed) == 0) return;  // another thread does it
-  qkv_arena_trim();
+  qkv_arena_trim(arena);
 }
 
 // ---- Plans ----

@@ -82,11 +82,10 @@ uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_
 
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
                                qkv_error *error) {
-  void *copy = qkv_arena_alloc_beside(page->bytes);
+  void *copy = qkv_arena_alloc_beside(qkvi_session_arena(session), page->bytes);
   memcpy(copy, image, page->bytes);
-  const qkv_status status = qkv_layer_restore(qkvi_session_change(session, layer), page, &copy, error);
+  const qkv_status status = qkv_layer_restore(qkvi_session_change(session, layer), page, copy, error);
   qkvi_session_changed(session, layer);
-  qkv_arena_free_beside(copy);
   return status;
 }
 

@@ -50,7 +50,7 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   qkv_store *store = calloc(1, sizeof *store);
   assert(store != NULL);
   store->config = *config;
-  store->arena = qkv_arena_create("memory-budget", config->memory_budget);
+  store->arena = qkv_arena_create_on(&config->heap, "memory-budget", config->memory_budget);
   int failed = pthread_rwlock_init(&store->lock, NULL);
   assert(failed == 0);
   return store;
@@ -80,6 +80,10 @@ void qkv_store_destroy(qkv_store **store) {
   qkv_arena_destroy(&left->arena);
   (void)pthread_rwlock_destroy(&left->lock);
   free(left);
+}
+
+qkv_arena *qkv_store_arena(const qkv_store *store) {
+  return store->arena;
 }
 
 // ---- Models ----
@@ -349,6 +353,7 @@ qkv_store_stats qkv_store_read_stats(qkv_store *store) {
   }
   unlock(store);
   stats.memory = qkv_arena_read(store->arena);
+  stats.heap = qkv_heap_read(qkv_arena_heap(store->arena));
   stats.calibration_bytes = qkv_calibration_bytes_held() + qkv_coding_bytes_held();
   return stats;
 }

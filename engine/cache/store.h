@@ -11,6 +11,7 @@
 
 typedef struct qkv_store_config {
   uint64_t memory_budget;  // bytes of KV and of the sessions themselves
+  qkv_heap_config heap;    // where these lie
   size_t models_max, sessions_max;
   qkv_policy policy;          // resolved: what models and sessions fall back to
   uint64_t calibrate_tokens;  // after which a model is calibrated from its traffic (learner.h); 0: never
@@ -21,6 +22,8 @@ typedef struct qkv_store qkv_store;
 qkv_store *qkv_store_create(const qkv_store_config *config);
 // Closes every session; users must be gone (asserted by the arena).
 void qkv_store_destroy(qkv_store **store);
+// What all sessions' memory comes from. Borrowed.
+qkv_arena *qkv_store_arena(const qkv_store *store);
 
 // Resolves, checks and keeps a copy. `*out` (where not NULL) lives as long as the store. The same model again
 // is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
@@ -64,6 +67,7 @@ size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, q
 typedef struct qkv_store_stats {
   size_t models, sessions;
   qkv_arena_stats memory;
+  qkv_heap_stats heap;
   uint64_t learning_bytes;     // of memory: moments of self-calibration
   uint64_t calibration_bytes;  // beside it: calibrations, and what coders make of them, of the whole process
 } qkv_store_stats;

@@ -243,6 +243,22 @@ static void idle_daemon_is_small(void **out) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
 }
 
+// Where memory lies is said in the log, whatever the machine has.
+static void memory_is_where_it_is_asked_for(void **out) {
+  (void)out;
+  static const char *const said[] = {"\"pages\":\"small pages, as asked\"", "\"numa\":\"local\""};
+  fixture_daemon *daemon = fixture_start((const char *[]){"--huge-pages", "off", "--numa", "local", NULL});
+  char text[4096];
+  FILE *file = fopen(daemon->log_path, "r");
+  assert_non_null(file);
+  text[fread(text, 1, sizeof text - 1, file)] = '\0';
+  (void)fclose(file);
+  for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
+    if (strstr(text, said[i]) == NULL) fail_msg("no %s in %s", said[i], text);
+  }
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(stops_when_idle),
@@ -258,6 +274,7 @@ int main(void) {
       cmocka_unit_test(command_line_is_checked),
       cmocka_unit_test(lists_are_printed),
       cmocka_unit_test(idle_daemon_is_small),
+      cmocka_unit_test(memory_is_where_it_is_asked_for),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

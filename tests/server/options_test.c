@@ -135,6 +135,8 @@ static void values_out_of_limits(void **out) {
       {"--rpc-threads=0", "--rpc-threads is 0, allowed are 1 to 64"},
       {"--memory-budget=1KB", "--memory-budget is"},
       {"--memory-budget=lots", "lots"},
+      {"--huge-pages=always", "--huge-pages is always, known are auto and off"},
+      {"--numa=both", "--numa is both, known are off, interleave and local"},
       {"--drain-grace=10", "10"},
       {"--bits-v=5.2", "--bits-v is 5.2, allowed are multiples of 0.125 up to 8"},
       {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},

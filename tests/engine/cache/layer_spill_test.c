@@ -54,11 +54,10 @@ static size_t restore_all(state *s, bool full) {
   for (size_t i = 0; i < count; i++) {
     const double_record *record = &s->backing.records[missing[i].record];
     assert_int_equal(record->bytes, missing[i].bytes);
-    void *image = qkv_arena_alloc_beside(missing[i].bytes);
+    void *image = qkv_arena_alloc_beside(s->arena, missing[i].bytes);
     memcpy(image, record->page, record->bytes);
     qkv_error error = {0};
-    if (qkv_layer_restore(&s->layer, &missing[i], &image, &error) != QKV_OK) fail_msg("%s", error.text);
-    qkv_arena_free_beside(image);
+    if (qkv_layer_restore(&s->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
   }
   return count;
 }
@@ -223,17 +222,17 @@ static void test_refuses_another_page(void **unused) {
   (void)qkv_layer_evict(&s.layer, UINT64_MAX);
   qkv_missing_page missing[MISSING];
   assert_int_equal(qkv_layer_missing(&s.layer, FIRST + 64, FIRST + 65, false, missing, MISSING), 1);
-  void *image = qkv_arena_alloc_beside(missing[0].bytes);
+  void *image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[1].page, s.backing.records[1].bytes);
   qkv_error error = {0};
-  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], &image, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_string_equal(error.text,
                       "layer 2: position 71 on the SSD is damaged: it is the page at position 7 of layer 2");
+  image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((uint8_t *)image)[200] ^= 4;
-  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], &image, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_valid(&s.layer);
-  qkv_arena_free_beside(image);
   end(&s);
 }
 
@@ -316,7 +315,7 @@ static void test_adopts(void **unused) {
   assert_valid(&found);
   assert_int_equal(found.length, FIRST + PAGES * 64);
   assert_int_equal(qkv_layer_durable(&found), found.length);
-  state again = {.layer = found, .backing = s.backing, .model = s.model, .k = s.k, .v = s.v};
+  state again = {.arena = s.arena, .layer = found, .backing = s.backing, .model = s.model, .k = s.k, .v = s.v};
   assert_int_equal(restore_all(&again, false), PAGES);
   assert_valid(&again.layer);
   assert_rows_as_before(&again);
