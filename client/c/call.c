@@ -245,6 +245,35 @@ qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *re
   return outcome.code;
 }
 
+qkv_code qkvi_read_stream(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_response_fn fn,
+                          void *context, qkv_call_error *error) {
+  qkvi_call call;
+  qkv_call_error outcome = {0};
+  qkv_error reason = {0};
+  bool go_on = true;
+  const qkv_code code = qkvi_call_open(client, method, true, &call, error);
+  if (code != QKV_OK) {
+    grpc_byte_buffer_destroy(request);
+    return code;
+  }
+  qkvi_step step = {.request = request, .last = true};
+  while (go_on) {
+    grpc_byte_buffer *response = NULL;
+    step.response = &response;
+    qkvi_call_run(&call, &step);
+    step = (qkvi_step){0};
+    if (response == NULL) break;
+    go_on = fn(client, response, context, &reason);
+    grpc_byte_buffer_destroy(response);
+  }
+  if (go_on) qkvi_call_run(&call, &(qkvi_step){.outcome = &outcome});
+  qkvi_call_close(&call);
+  if (reason.status != QKV_OK) return qkvi_malformed(error, method, &reason);
+  if (!go_on) return qkvi_fail(error, QKV_CANCELLED, "cancelled by the caller");
+  if (error != NULL) *error = outcome;
+  return outcome.code;
+}
+
 static void *flatten(const grpc_byte_buffer *buffer, qkv_bytes view, size_t *bytes) {
   *bytes = grpc_byte_buffer_length((grpc_byte_buffer *)(uintptr_t)buffer);
   void *flat = malloc(*bytes + 1);

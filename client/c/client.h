@@ -106,6 +106,14 @@ void qkvi_call_run(qkvi_call *call, const qkvi_step *step);
 qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *request, grpc_byte_buffer **response,
                     qkv_call_error *error);
 
+// Given each response of a stream; false ends the call: the caller wants no more, or `reason` says what is wrong with
+// the response.
+typedef bool (*qkvi_response_fn)(qkv_client *client, const grpc_byte_buffer *response, void *context,
+                                 qkv_error *reason);
+// A call with one request and a stream of responses. Takes `request`. CANCELLED where `fn` ended it for no reason.
+qkv_code qkvi_read_stream(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_response_fn fn,
+                          void *context, qkv_call_error *error);
+
 // ---- items.c ----
 
 // Writes `items` as field 1 of AppendRequest or AttendRequest into the client's writer.

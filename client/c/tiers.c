@@ -84,9 +84,13 @@ static grpc_byte_buffer *stats_request(const qkv_client_scope *scope, uint32_t b
   return buffer;
 }
 
-static qkv_status deliver(qkv_client *client, const grpc_byte_buffer *buffer,
-                          bool (*fn)(void *context, const qkv_client_attention *head), void *context, bool *go_on,
-                          qkv_error *error) {
+typedef struct receiver {
+  bool (*fn)(void *context, const qkv_client_attention *head);
+  void *context;
+} receiver;
+
+static bool deliver(qkv_client *client, const grpc_byte_buffer *buffer, void *context, qkv_error *reason) {
+  const receiver *to = context;
   const qkv_bytes view = qkvi_view(client, buffer);
   uint8_t *flat = malloc(view.length + 1);
   assert(flat != NULL);
@@ -96,7 +100,8 @@ static qkv_status deliver(qkv_client *client, const grpc_byte_buffer *buffer,
   free(flat);
   if (response == NULL || response->n_ema != response->n_bits) {
     if (response != NULL) qkv__v1__get_attention_stats_response__free_unpacked(response, NULL);
-    return qkv_fail(error, QKV_INTERNAL, "%zu bytes are no statistics", view.length);
+    (void)qkv_fail(reason, QKV_INTERNAL, "%zu bytes are no statistics", view.length);
+    return false;
   }
   const qkv_client_attention head = {.layer = response->layer,
                                      .kv_head = response->kv_head,
@@ -108,34 +113,14 @@ static qkv_status deliver(qkv_client *client, const grpc_byte_buffer *buffer,
                                      .buckets = response->n_ema,
                                      .ema = response->ema,
                                      .bits = response->bits};
-  *go_on = fn(context, &head);
+  const bool go_on = to->fn(to->context, &head);
   qkv__v1__get_attention_stats_response__free_unpacked(response, NULL);
-  return QKV_OK;
+  return go_on;
 }
 
 qkv_code qkv_client_attention_stats(qkv_client *client, const qkv_client_scope *scope, uint32_t buckets,
                                     bool (*fn)(void *context, const qkv_client_attention *head), void *context,
                                     qkv_call_error *error) {
-  qkvi_call call;
-  qkv_call_error outcome = {0};
-  qkv_error reason = {0};
-  bool go_on = true;
-  const qkv_code code = qkvi_call_open(client, stats_method, true, &call, error);
-  if (code != QKV_OK) return code;
-  qkvi_step step = {.request = stats_request(scope, buckets), .last = true};
-  while (go_on && reason.status == QKV_OK) {
-    grpc_byte_buffer *response = NULL;
-    step.response = &response;
-    qkvi_call_run(&call, &step);
-    step = (qkvi_step){0};
-    if (response == NULL) break;
-    (void)deliver(client, response, fn, context, &go_on, &reason);
-    grpc_byte_buffer_destroy(response);
-  }
-  if (go_on && reason.status == QKV_OK) qkvi_call_run(&call, &(qkvi_step){.outcome = &outcome});
-  qkvi_call_close(&call);
-  if (!go_on) return qkvi_fail(error, QKV_CANCELLED, "cancelled by the caller");
-  if (reason.status != QKV_OK) return qkvi_malformed(error, stats_method, &reason);
-  if (error != NULL) *error = outcome;
-  return outcome.code;
+  return qkvi_read_stream(client, stats_method, stats_request(scope, buckets), deliver, &(receiver){fn, context},
+                          error);
 }
