@@ -110,7 +110,7 @@ const qkv_option qkv_server_option_table[] = {
      "How long running calls may go on after SIGTERM."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
      "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
-     "avx512-vnni, avx512-vbmi, neon. Without it all."},
+     "avx512-vnni, avx512-vbmi, neon, neon-dotprod. Without it all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
@@ -228,7 +228,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
     if (qkv_cpu_parse(values->cpu_mask.items[i], &flags) == QKV_OK) continue;
     return qkv_fail(error, QKV_INVALID_ARGUMENT,
                     "--cpu-mask is %s, allowed are none and lists of avx2, fma, f16c, avx512, avx512-vnni, "
-                    "avx512-vbmi and neon",
+                    "avx512-vbmi, neon and neon-dotprod",
                     values->cpu_mask.items[i]);
   }
   QKV_TRY(check_bits("bits-k", values->bits_k, error));

@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=deploy/packages.sh
 . deploy/packages.sh
 
-readonly all_stages=(asan tsan fuzz release)
+readonly all_stages=(asan tsan fuzz arm release)
 
 usage() {
   cat <<'TEXT'
@@ -17,6 +17,7 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
   asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
   tsan      the tests of server, storage and the engine's threads under ThreadSanitizer
   fuzz      every fuzz target for --fuzz-seconds (15 by default)
+  arm       the kernels for 64-bit ARM, cross-compiled and run by qemu
   release   all tests with the release build, and the lint
 TEXT
 }
@@ -85,6 +86,12 @@ run_fuzz() {
   build fuzz
   say "fuzz targets, $fuzz_seconds s each"
   "${unrandomized[@]}" tests/fuzz/smoke.sh --seconds "$fuzz_seconds"
+}
+
+run_arm() {
+  build arm
+  say "tests of the arm build"
+  ctest --preset arm -j2
 }
 
 run_release() {

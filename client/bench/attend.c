@@ -60,7 +60,7 @@ static int take_mask(const qkv_option_list *names) {
     if (qkv_cpu_parse(names->items[i], &flags) != QKV_OK) {
       return qkv_program_failed(
           "--cpu-mask has %s, allowed are none and lists of avx2, fma, f16c, avx512, "
-          "avx512-vnni, avx512-vbmi and neon",
+          "avx512-vnni, avx512-vbmi, neon and neon-dotprod",
           names->items[i]);
     }
     all |= flags;

@@ -29,8 +29,15 @@ static uint32_t detect(void) {
   return flags;
 }
 #elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+// What the kernel says that it saves and the processor has.
 static uint32_t detect(void) {
-  return QKV_CPU_NEON;
+  const unsigned long has = getauxval(AT_HWCAP);
+  uint32_t flags = 0;
+  if ((has & HWCAP_ASIMD) != 0) flags |= QKV_CPU_NEON;
+  if ((has & HWCAP_ASIMDDP) != 0) flags |= QKV_CPU_DOTPROD;
+  return flags;
 }
 #else
 static uint32_t detect(void) {

@@ -14,7 +14,8 @@
   X(AVX512, "avx512", 3) /* F, BW, VL, DQ together */ \
   X(VNNI, "avx512-vnni", 4)                           \
   X(VBMI, "avx512-vbmi", 5)                           \
-  X(NEON, "neon", 6)
+  X(NEON, "neon", 6)                                  \
+  X(DOTPROD, "neon-dotprod", 7)
 
 typedef enum qkv_cpu_flag {
 #define X(id, name, bit) QKV_CPU_##id = 1u << (bit),

@@ -96,12 +96,12 @@ void qkv_tensor_setup(uint32_t mask) {
   atomic_store_explicit(&cpu_mask, mask, memory_order_relaxed);
 }
 
-static bool has_f16c(void) {
-  return (qkv_cpu_flags() & atomic_load_explicit(&cpu_mask, memory_order_relaxed) & QKV_CPU_F16C) != 0;
+static bool converts_halves(void) {
+  return (qkv_cpu_flags() & atomic_load_explicit(&cpu_mask, memory_order_relaxed) & QKVI_CPU_HALVES) != 0;
 }
 
 static void halves_to_floats(const uint8_t *restrict in, uint8_t *restrict out, size_t n) {
-  const size_t done = has_f16c() ? qkvi_halves_to_floats_f16c(in, out, n) : 0;
+  const size_t done = converts_halves() ? qkvi_halves_to_floats(in, out, n) : 0;
   for (size_t i = done; i < n; i++) {
     uint16_t half;
     memcpy(&half, in + 2 * i, sizeof half);
@@ -120,7 +120,7 @@ static void bf16s_to_floats(const uint8_t *restrict in, uint8_t *restrict out, s
 }
 
 static void floats_to_halves(const uint8_t *restrict in, uint8_t *restrict out, size_t n) {
-  const size_t done = has_f16c() ? qkvi_floats_to_halves_f16c(in, out, n) : 0;
+  const size_t done = converts_halves() ? qkvi_floats_to_halves(in, out, n) : 0;
   for (size_t i = done; i < n; i++) {
     float value;
     memcpy(&value, in + 4 * i, sizeof value);

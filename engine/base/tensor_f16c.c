@@ -22,7 +22,7 @@ static int any_nan(__m128i magnitudes) {
   return _mm_movemask_epi8(_mm_cmpgt_epi16(magnitudes, _mm_set1_epi16(0x7c00)));
 }
 
-size_t qkvi_halves_to_floats_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+size_t qkvi_halves_to_floats(const uint8_t *in, uint8_t *out, size_t n) {
   const __m128i magnitude = _mm_set1_epi16(0x7fff);
   const size_t whole = n / EIGHT * EIGHT;
   size_t i = 0;
@@ -44,7 +44,7 @@ size_t qkvi_halves_to_floats_f16c(const uint8_t *in, uint8_t *out, size_t n) {
   return whole;
 }
 
-size_t qkvi_floats_to_halves_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+size_t qkvi_floats_to_halves(const uint8_t *in, uint8_t *out, size_t n) {
   const size_t whole = n / EIGHT * EIGHT;
   for (size_t i = 0; i < whole; i += EIGHT) {
     const __m256 floats = _mm256_loadu_ps((const float *)(in + 4 * i));
@@ -52,13 +52,13 @@ size_t qkvi_floats_to_halves_f16c(const uint8_t *in, uint8_t *out, size_t n) {
   }
   return whole;
 }
-#else
-size_t qkvi_halves_to_floats_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+#elif !defined(__aarch64__)
+size_t qkvi_halves_to_floats(const uint8_t *in, uint8_t *out, size_t n) {
   (void)in, (void)out, (void)n;
   return 0;
 }
 
-size_t qkvi_floats_to_halves_f16c(const uint8_t *in, uint8_t *out, size_t n) {
+size_t qkvi_floats_to_halves(const uint8_t *in, uint8_t *out, size_t n) {
   (void)in, (void)out, (void)n;
   return 0;
 }

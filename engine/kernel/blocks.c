@@ -110,7 +110,7 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
   for (unsigned i = 0; i < blocks->count; i++) {
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);
     blocks->scattered += blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED;
-    if (blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED) find_halves(reach, sections, i, blocks);
+    if (!qkvi_block_is_whole(&blocks->blocks[i])) find_halves(reach, sections, i, blocks);
     blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
   }
 }

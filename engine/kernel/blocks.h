@@ -54,7 +54,7 @@ typedef struct qkvi_tier_blocks {
   unsigned deep;         // how many, from the first on, have coordinates of more than 4 bits
   unsigned scattered, halves;
   qkvi_block blocks[QKVI_BLOCKS_MAX];
-  // Of scattered blocks, by halves: bits of their coordinates, and where each pair's lie.
+  // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.
   uint8_t depths[QKVI_BLOCKS_MAX][2];
   qkvi_unit units[QKVI_BLOCKS_MAX][2][QKV_DEPTH_MAX / 2];
 } qkvi_tier_blocks;

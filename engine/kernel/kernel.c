@@ -53,6 +53,9 @@ static const qkv_kernels *const ladder[] = {
     &qkvi_kernels_avx2,
     &qkvi_kernels_avx512,
     &qkvi_kernels_avx512_vnni,
+#elif defined(__aarch64__)
+    &qkvi_kernels_neon,
+    &qkvi_kernels_neon_dotprod,
 #endif
 };
 enum { RUNGS = sizeof ladder / sizeof *ladder };

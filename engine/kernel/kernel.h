@@ -69,7 +69,7 @@
             float *sums)
 
 typedef struct qkv_kernels {
-  const char *name;  // "reference", "avx2", "avx512", "avx512-vnni"
+  const char *name;  // "reference", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
   QKV_DECLARE_SCORES((*scores));
   QKV_DECLARE_ACCUMULATE((*accumulate));
@@ -102,7 +102,9 @@ void qkv_kernels_setup(uint32_t cpu_mask);
 // The table in use. Without a setup before, that for all the machine has.
 const qkv_kernels *qkv_kernels_get(void);
 
-extern const qkv_kernels qkvi_kernels_reference, qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
+extern const qkv_kernels qkvi_kernels_reference;
+extern const qkv_kernels qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
+extern const qkv_kernels qkvi_kernels_neon, qkvi_kernels_neon_dotprod;
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
 QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 

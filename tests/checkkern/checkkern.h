@@ -59,6 +59,9 @@ bool check_equal_floats(const checking *c, const char *kernel, const float *expe
 unsigned check_tier_step(const qkv_schedule *schedule);
 void check_integer(checking *c, const qkv_schedule *schedule);
 
+// Conversions of elements (engine/base/tensor.h) with what the processor has against those without. The number of
+// failures, which are printed.
+size_t check_conversions(uint32_t cpu_flags);
 // The number of failures, which are printed.
 size_t check_rung(const qkv_kernels *twin);
 // Prints a table for every rung of `cpu_flags`, of the kernels whose names begin with `filter` (NULL: all).

@@ -1,14 +1,16 @@
-// Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST]
+// Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME]
 #include <stdio.h>
 #include <string.h>
 
 #include "engine/base/cpu.h"
 #include "tests/checkkern/checkkern.h"
 
-static int check(uint32_t cpu_flags) {
-  size_t failures = 0;
+// Of one rung or, where `rung` is NULL, of all.
+static int check(uint32_t cpu_flags, const char *rung) {
+  size_t failures = check_conversions(cpu_flags);
   for (size_t row = 1; qkv_kernels_at(row) != NULL; row++) {
     const qkv_kernels *twin = qkv_kernels_at(row);
+    if (rung != NULL && strcmp(rung, twin->name) != 0) continue;
     if ((twin->needs & ~cpu_flags) != 0) {
       printf("%s: skipped, this machine or the mask lacks it\n", twin->name);
       continue;
@@ -23,7 +25,7 @@ static int check(uint32_t cpu_flags) {
 int main(int argc, char **argv) {
   uint32_t cpu_flags = qkv_cpu_flags();
   bool measure = false;
-  const char *filter = NULL;
+  const char *filter = NULL, *rung = NULL;
   for (int i = 1; i < argc; i++) {
     uint32_t mask;
     if (strcmp(argv[i], "--bench") == 0) {
@@ -32,8 +34,10 @@ int main(int argc, char **argv) {
     } else if (strcmp(argv[i], "--cpu-mask") == 0 && i + 1 < argc && qkv_cpu_parse(argv[i + 1], &mask) == QKV_OK) {
       cpu_flags &= mask;
       i++;
+    } else if (strcmp(argv[i], "--rung") == 0 && i + 1 < argc) {
+      rung = argv[++i];
     } else {
-      fprintf(stderr, "usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST]\n");
+      fprintf(stderr, "usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME]\n");
       return 2;
     }
   }
@@ -41,5 +45,5 @@ int main(int argc, char **argv) {
     bench(cpu_flags, filter);
     return 0;
   }
-  return check(cpu_flags);
+  return check(cpu_flags, rung);
 }

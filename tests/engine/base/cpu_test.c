@@ -9,13 +9,13 @@
 
 static void test_text(void **state) {
   (void)state;
-  char text[64];
+  char text[128];
   qkv_cpu_text(0, text, sizeof text);
   assert_string_equal(text, "none");
   qkv_cpu_text(QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_F16C, text, sizeof text);
   assert_string_equal(text, "avx2,fma,f16c");
   qkv_cpu_text(UINT32_MAX, text, sizeof text);
-  assert_string_equal(text, "avx2,fma,f16c,avx512,avx512-vnni,avx512-vbmi,neon");
+  assert_string_equal(text, "avx2,fma,f16c,avx512,avx512-vnni,avx512-vbmi,neon,neon-dotprod");
   memset(text, 'x', sizeof text);
   qkv_cpu_text(UINT32_MAX, text, 8);
   assert_string_equal(text, "avx2,fm");
@@ -28,7 +28,8 @@ static void test_flags_are_consistent(void **state) {
   assert_int_equal(flags, qkv_cpu_flags());
   if ((flags & (QKV_CPU_VNNI | QKV_CPU_VBMI)) != 0) assert_true((flags & QKV_CPU_AVX512) != 0);
   if ((flags & QKV_CPU_AVX512) != 0) assert_true((flags & QKV_CPU_AVX2) != 0);
-  if ((flags & QKV_CPU_NEON) != 0) assert_int_equal(flags, QKV_CPU_NEON);
+  if ((flags & QKV_CPU_DOTPROD) != 0) assert_true((flags & QKV_CPU_NEON) != 0);
+  if ((flags & QKV_CPU_NEON) != 0) assert_int_equal(flags & ~(QKV_CPU_NEON | QKV_CPU_DOTPROD), 0);
 }
 
 static void names_make_flags(void **state) {
