@@ -11,13 +11,18 @@
 enum { GROUP = QKV_GROUP_TOKENS };
 
 const qkvi_tier_blocks *qkvi_layouts_find(qkv_layouts *layouts, const qkv_schedule *schedule, unsigned tier) {
+  size_t place = 0;
+  layouts->finds++;
   for (size_t i = 0; i < QKV_LAYOUTS; i++) {
-    if (layouts->all[i].schedule == schedule && layouts->all[i].tier == tier) return &layouts->all[i].blocks;
+    if (layouts->all[i].schedule == schedule && layouts->all[i].tier == tier) {
+      layouts->all[i].used = layouts->finds;
+      return &layouts->all[i].blocks;
+    }
+    if (layouts->all[i].used < layouts->all[place].used) place = i;
   }
-  const size_t place = layouts->next;
-  layouts->next = (place + 1) % QKV_LAYOUTS;
   layouts->all[place].schedule = schedule;
   layouts->all[place].tier = tier;
+  layouts->all[place].used = layouts->finds;
   qkvi_blocks_find(schedule, tier, &layouts->all[place].blocks);
   return &layouts->all[place].blocks;
 }

@@ -104,17 +104,22 @@ typedef struct qkv_layouts {
   struct {
     const qkv_schedule *schedule;  // NULL: free
     unsigned tier;
+    uint64_t used;  // number of the find that met it last
     qkvi_tier_blocks blocks;
   } all[QKV_LAYOUTS];
-  size_t next;  // to be replaced
+  uint64_t finds;
 } qkv_layouts;
 
 // For whoever would rather not write all of them zeros.
 static inline void qkvi_layouts_clear(qkv_layouts *layouts) {
-  for (size_t i = 0; i < QKV_LAYOUTS; i++) layouts->all[i].schedule = NULL;
-  layouts->next = 0;
+  for (size_t i = 0; i < QKV_LAYOUTS; i++) {
+    layouts->all[i].schedule = NULL;
+    layouts->all[i].used = 0;
+  }
+  layouts->finds = 0;
 }
 
+// Stays as it is while fewer than QKV_LAYOUTS others are found: the one that was found longest ago makes room.
 const qkvi_tier_blocks *qkvi_layouts_find(qkv_layouts *layouts, const qkv_schedule *schedule, unsigned tier);
 
 // Bytes that will be read soon, to be prefetched along the way; none where `bytes` is 0.

@@ -7,6 +7,7 @@
 
 #include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
+#include "tests/engine/codec/naive.h"
 
 static void gains_are_eighths_of_an_octave(void **state) {
   (void)state;
@@ -56,12 +57,35 @@ static void every_rung_is_reached_by_its_needs(void **state) {
   }
 }
 
+// A page's four groups are found one after the other, and the layouts of all are used then.
+static void layouts_found_last_stay(void **state) {
+  (void)state;
+  enum { GROUPS = QKV_PAGE_GROUPS, TIERS = QKV_LAYOUTS + 3, FINDS = 2000 };
+  static qkv_schedule schedule;
+  static qkv_layouts layouts;
+  naive_random random = {5};
+  qkv_schedule_uniform(&schedule, 128);
+  qkvi_layouts_clear(&layouts);
+  const qkvi_tier_blocks *found[GROUPS] = {0};
+  unsigned tiers[GROUPS] = {0};
+  for (size_t i = 0; i < FINDS; i++) {
+    tiers[i % GROUPS] = QKV_TIER_BIT / 2 * naive_below(&random, TIERS);
+    found[i % GROUPS] = qkvi_layouts_find(&layouts, &schedule, tiers[i % GROUPS]);
+    for (size_t j = 0; j < GROUPS && j <= i; j++) {
+      static qkvi_tier_blocks expected;
+      memset(&expected, 0, sizeof expected);
+      qkvi_blocks_find(&schedule, tiers[j], &expected);
+      assert_int_equal(found[j]->coordinates, expected.coordinates);
+      assert_memory_equal(found[j]->blocks, expected.blocks, expected.count * sizeof *expected.blocks);
+    }
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(gains_are_eighths_of_an_octave),
-      cmocka_unit_test(nearest_gain_is_the_nearest),
-      cmocka_unit_test(a_mask_takes_a_lower_rung),
-      cmocka_unit_test(every_rung_is_reached_by_its_needs),
+      cmocka_unit_test(gains_are_eighths_of_an_octave), cmocka_unit_test(nearest_gain_is_the_nearest),
+      cmocka_unit_test(a_mask_takes_a_lower_rung),      cmocka_unit_test(every_rung_is_reached_by_its_needs),
+      cmocka_unit_test(layouts_found_last_stay),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
