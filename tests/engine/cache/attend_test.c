@@ -267,6 +267,37 @@ static void test_a_long_layer_is_split(void **state) {
   }
 }
 
+// Beyond so many ranges they are taken in turn by all heads, with threads or without, and numbers are those of
+// requests of many rows, which are not split.
+static void test_a_far_layer_is_split(void **state) {
+  (void)state;
+  enum { ROWS = 40, HEADS = 2, DIM = 8 };
+  const qkv_model model = test_model(HEADS, 1, DIM, DIM, QKV_FP16);
+  scene s;
+  setup_scene(&s, &model, test_policy(4, 4, 100), 64 * 64 * 33 + 300);
+  assert_true(s.layer.pages[s.layer.page_count - 1].range >= 32);
+  set_queries(&s, ROWS, 1, 1);
+  run(NULL, &s.request);
+  for (size_t threads = 0; threads < 3; threads++) {
+    float alone[HEADS * DIM], alone_lse[HEADS];
+    test_tensor q;
+    qkv_pool *pool = NULL;
+    make_tensor(&q, QKV_FP32, s.q + (size_t)(ROWS - 1) * HEADS * DIM, 1, HEADS, DIM);
+    if (threads > 0) assert_int_equal(qkv_pool_create(threads, 4, &pool, NULL), QKV_OK);
+    qkv_attend request = s.request;
+    request.q = q.tensor;
+    request.position += ROWS - 1;
+    request.out = alone;
+    request.lse = alone_lse;
+    run(pool, &request);
+    assert_memory_equal(alone, s.request.out + (size_t)(ROWS - 1) * HEADS * DIM, sizeof alone);
+    assert_memory_equal(alone_lse, s.request.lse + (size_t)(ROWS - 1) * HEADS, sizeof alone_lse);
+    qkv_pool_destroy(&pool);
+    free_tensor(&q);
+  }
+  teardown_scene(&s);
+}
+
 // Ranges are of pages, however few tokens these hold.
 static void test_short_pages_are_split(void **state) {
   (void)state;
@@ -436,6 +467,7 @@ int main(void) {
       cmocka_unit_test(test_ranges_merge_to_the_whole),
       cmocka_unit_test(test_threads_do_not_matter),
       cmocka_unit_test(test_a_long_layer_is_split),
+      cmocka_unit_test(test_a_far_layer_is_split),
       cmocka_unit_test(test_short_pages_are_split),
       cmocka_unit_test(test_queries_are_independent),
       cmocka_unit_test(test_bad_options),
