@@ -12,7 +12,9 @@ struct qkv_coding {
   qkv_purpose purpose;
   const qkv_calibration *calibration;
   qkv_phases *phases;
-  qkv_head_coder *heads;  // [layers][kv_heads]
+  qkv_head_coder *heads;   // [layers][kv_heads]
+  qkv_rebuild **rebuilds;  // of heads, the archive frame's; one for all that are data-free
+  size_t rebuild_count;
   qkv_coding *next;
   qkv_coder layers[];  // [model->layers]
 };
@@ -97,6 +99,21 @@ static qkv_coder coder_of(const qkv_coding *coding, uint32_t layer) {
                      .heads = coding->heads + (size_t)layer * model->kv_heads};
 }
 
+// What attending keys of the archive frame takes. Heads that are data-free differ in tiers only.
+static void make_rebuilds(qkv_coding *coding, size_t heads) {
+  if (frame_of(coding) != QKV_FRAME_ARCHIVE) return;
+  coding->rebuilds = calloc(heads, sizeof *coding->rebuilds);
+  if (coding->rebuilds == NULL) abort();
+  for (size_t i = 0; i < heads; i++) {
+    qkv_head_coder *head = &coding->heads[i];
+    const qkv_head_coder *before = i > 0 ? head - 1 : NULL;
+    const bool alike = before != NULL && before->transforms[QKV_K] == head->transforms[QKV_K] &&
+                       before->tiers[QKV_K] == head->tiers[QKV_K];
+    head->rebuild = alike ? before->rebuild : qkv_rebuild_create(head->transforms[QKV_K], head->tiers[QKV_K]);
+    if (!alike) coding->rebuilds[coding->rebuild_count++] = (qkv_rebuild *)head->rebuild;
+  }
+}
+
 static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                           const qkv_calibration *calibration) {
   qkv_coding *coding = calloc(1, sizeof *coding + model->layers * sizeof(qkv_coder));
@@ -116,6 +133,7 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
       heads[head].weight_bytes = (uint8_t)qkvi_weight_bytes(heads[head].transforms[QKV_V], heads[head].tiers[QKV_V]);
     }
   }
+  make_rebuilds(coding, (size_t)model->layers * model->kv_heads);
   return coding;
 }
 
@@ -124,7 +142,10 @@ static uint64_t bytes_of(const qkv_coding *coding) {
   const size_t pair = sizeof(double) * (1 + 2 * QKV_PHASES_PAGES) + 2 * QKV_PAGE_TOKENS * sizeof(float);
   const size_t layers = coding->model->layers;
   const size_t phases = coding->phases != NULL ? coding->model->rope.width / 2 * pair : 0;
-  return sizeof *coding + layers * (sizeof(qkv_coder) + coding->model->kv_heads * sizeof(qkv_head_coder)) + phases;
+  uint64_t rebuilds = 0;
+  for (size_t i = 0; i < coding->rebuild_count; i++) rebuilds += coding->rebuilds[i]->bytes;
+  return sizeof *coding + layers * (sizeof(qkv_coder) + coding->model->kv_heads * sizeof(qkv_head_coder)) + phases +
+         rebuilds;
 }
 
 uint64_t qkv_coding_bytes_held(void) {
@@ -183,6 +204,8 @@ void qkv_coding_unref(qkv_coding **coding) {
   if (!last) return;
   qkv_phases_destroy(&left->phases);
   qkv_calibration_unref(&left->calibration);
+  for (size_t i = 0; i < left->rebuild_count; i++) qkv_rebuild_destroy(&left->rebuilds[i]);
+  free(left->rebuilds);
   free(left->heads);
   free(left);
 }

@@ -151,6 +151,10 @@ static void sum_up(float *scores, float share, size_t n) {
   for (size_t t = 0; t < n; t++) scores[t] = share += scores[t];
 }
 
+void qkv_anchor_values(const qkv_anchor *anchor, float *rows) {
+  for (size_t r = 0; r < anchor->count; r++) load_row(anchor, r, rows + r * anchor->dim);
+}
+
 void qkv_anchor_scores(const qkv_anchor *anchor, const float *queries, size_t n, float *scores) {
   float row[QKV_DIM_MAX];
   span slots = {0};

@@ -88,6 +88,9 @@ size_t qkv_anchor_find(uint8_t byte, const uint8_t *section, uint16_t dim, qkv_a
 
 // ---- Attending and decoding ----
 
+// rows [count][dim] in code space: the anchor's own.
+void qkv_anchor_values(const qkv_anchor *anchor, float *rows);
+
 // scores[n][64], as the kernels give them (gain_t q.c(code_t)), become q.y_t. Slots without a token get any number.
 void qkv_anchor_scores(const qkv_anchor *anchor, const float *queries, size_t n, float *scores);
 

@@ -23,6 +23,7 @@
 #include "engine/codec/page.h"
 #include "engine/codec/phases.h"
 #include "engine/codec/precision.h"
+#include "engine/codec/rebuild.h"
 #include "engine/codec/transform.h"
 #include "engine/kernel/integer.h"
 
@@ -37,6 +38,7 @@ typedef struct qkv_head_coder {
   const qkv_schedule *schedules[2];    // theirs
   uint8_t tiers[2];                    // what rows are coded with
   uint8_t query_bytes, weight_bytes;   // that integers need (precision.h); 0: two
+  const qkv_rebuild *rebuild;          // archive frame; NULL: keys become rows before they are attended
 } qkv_head_coder;
 
 // How the pages of one layer are coded under one calibration. Immutable; whoever holds pages keeps their coder alive

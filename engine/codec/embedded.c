@@ -123,8 +123,8 @@ static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t k
                             bool before_rope, float *rows);
 
 // Rows after RoPE have to be made before a query can meet them.
-static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, const qkv_query_block *queries,
-                           float *scores) {
+static void score_rows(const qkv_coder *coder, const void *page, uint16_t kv_head, const qkv_query_block *queries,
+                       float *scores) {
   const qkv_page_header *header = page;
   const size_t dim = coder->key_dim;
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
@@ -135,6 +135,49 @@ static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv
       scores[i * QKV_PAGE_TOKENS + t] = dot(queries->rows + i * dim, rows + t * dim, dim);
     }
   }
+}
+
+// means [4][dim]: what all rows of a group have before RoPE beside what their codes say.
+static void group_means(const qkv_transform *transform, const qkvi_additions *added, size_t coordinates,
+                        float *means) {
+  const size_t dim = transform->schedule->dim, rows = added->anchored ? added->anchor.count : 1;
+  if (added->anchored) {
+    qkv_anchor_values(&added->anchor, means);
+    qkv_transform_inverse(transform, means, rows, coordinates);
+  } else if (transform->mean != NULL) {
+    memcpy(means, transform->mean, dim * sizeof *means);
+  } else {
+    memset(means, 0, dim * sizeof *means);
+  }
+  for (size_t g = rows; g < QKV_PAGE_GROUPS; g++) memcpy(means + g * dim, means, dim * sizeof *means);
+}
+
+// Before RoPE, as columns (rebuild.h); false where that has to be done with rows.
+static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                          float *scores) {
+  const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
+  if (queries->query_bytes == 0 || head->rebuild == NULL || added.factored) return false;
+  if (added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN) return false;
+  if (queries->precision == QKV_PRECISION_INT16 && head->rebuild->columns.parts == 1) return false;
+  const uint64_t position = ((const qkv_page_header *)page)->position;
+  const size_t dim = coder->key_dim;
+  _Alignas(64) float columns[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  float means[QKV_PAGE_GROUPS * QKV_DIM_MAX];
+  qkv_page_codes codes;
+  qkvi_find(coder, page, kv_head, QKV_K, &codes);
+  group_means(head->transforms[QKV_K], &added, qkvi_coded_most(coder, kv_head, QKV_K), means);
+  qkv_kernels_get()->scores_integer(&codes, &head->rebuild->columns, &queries->layouts,
+                                    ahead_of(coder, queries, kv_head, QKV_K), columns);
+  qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
+                          queries->turned);
+  qkv_phases_score_columns(coder->phases, position, dim, columns, means, queries->count, queries->turned, scores);
+  return true;
+}
+
+static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                           float *scores) {
+  if (!score_columns(coder, page, kv_head, queries, scores)) score_rows(coder, page, kv_head, queries, scores);
 }
 
 // In the attend frame queries have a form of their own for every page.
@@ -169,9 +212,9 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   for (size_t i = 0; i < queries->count && transform->mean != NULL; i++) {
     float *row = scores + i * QKV_PAGE_TOKENS;
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) row[t] += queries->shares[i];
-    if (coder->frame == QKV_FRAME_ATTEND) {
-      qkv_phases_add_scores(coder->phases, transform, header->position, queries->turned + i * coder->key_dim, row);
-    }
+  }
+  if (coder->frame == QKV_FRAME_ATTEND) {
+    qkv_phases_add_scores(coder->phases, transform, header->position, queries->count, queries->turned, scores);
   }
 }
 

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/kernel/kernel.h"
+
 enum { CENTRE = QKV_PAGE_TOKENS / 2 };  // slot
 
 // From here on a double counts angles in steps of 5e-7 radians and more: the angle of a page is then no longer that
@@ -21,7 +23,7 @@ struct qkv_phases {
   uint32_t pairs;
   double magnitude;
   double *frequencies;                // [pairs], where steady
-  turn (*pages)[QKV_PHASES_PAGES];    // [pairs][page]: of 64 * page positions
+  double *page_cosines, *page_sines;  // [page][pair]: of 64 * page positions
   float (*cosines)[QKV_PAGE_TOKENS];  // [pairs][slot]: of its distance to the centre
   float (*sines)[QKV_PAGE_TOKENS];
   float *slot_cosines, *slot_sines;  // the same, [slot][pair]
@@ -40,7 +42,9 @@ static void *array(size_t count, size_t size) {
 static void fill_pair(qkv_phases *phases, uint32_t pair) {
   const double frequency = phases->frequencies[pair] = qkv_rope_frequency(&phases->rope, 0, pair);
   for (size_t i = 0; i < QKV_PHASES_PAGES; i++) {
-    phases->pages[pair][i] = turn_of((double)(i * QKV_PAGE_TOKENS) * frequency);
+    const turn page = turn_of((double)(i * QKV_PAGE_TOKENS) * frequency);
+    phases->page_cosines[i * phases->pairs + pair] = page.c;
+    phases->page_sines[i * phases->pairs + pair] = page.s;
   }
   for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) {
     const turn at = turn_of(((double)slot - CENTRE) * frequency);
@@ -58,7 +62,8 @@ qkv_phases *qkv_phases_create(const qkv_rope *rope) {
   phases->pairs = rope->width / 2;
   phases->magnitude = qkv_rope_magnitude(rope);
   phases->frequencies = array(phases->pairs, sizeof *phases->frequencies);
-  phases->pages = array(phases->pairs, sizeof *phases->pages);
+  phases->page_cosines = array(phases->pairs, QKV_PHASES_PAGES * sizeof *phases->page_cosines);
+  phases->page_sines = array(phases->pairs, QKV_PHASES_PAGES * sizeof *phases->page_sines);
   phases->cosines = array(phases->pairs, sizeof *phases->cosines);
   phases->sines = array(phases->pairs, sizeof *phases->sines);
   phases->slot_cosines = array(phases->pairs, QKV_PAGE_TOKENS * sizeof *phases->slot_cosines);
@@ -72,7 +77,8 @@ void qkv_phases_destroy(qkv_phases **phases) {
   if (old == NULL) return;
   *phases = NULL;
   free(old->frequencies);
-  free(old->pages);
+  free(old->page_cosines);
+  free(old->page_sines);
   free(old->cosines);
   free(old->sines);
   free(old->slot_cosines);
@@ -224,8 +230,8 @@ void qkv_phases_start(qkv_phases_walk *walk) {
 static void rebase(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t base) {
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     const turn centre = turn_of(angle_at(phases, base + CENTRE, pair));
-    walk->turns[pair][0] = centre.c;
-    walk->turns[pair][1] = centre.s;
+    walk->cosines[pair] = centre.c;
+    walk->sines[pair] = centre.s;
   }
   walk->base = base;
 }
@@ -239,26 +245,72 @@ void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, ui
   memcpy(turned, queries, n * dim * sizeof *turned);
   if (walk->base != base) rebase(phases, walk, base);
   float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  const double *page_c = phases->page_cosines + page * phases->pairs;
+  const double *page_s = phases->page_sines + page * phases->pairs;
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    const double *first = walk->turns[pair];
-    const turn step = phases->pages[pair][page];
-    cosines[pair] = (float)(first[0] * step.c - first[1] * step.s);
-    sines[pair] = -(float)(first[0] * step.s + first[1] * step.c);
+    const double c = walk->cosines[pair], s = walk->sines[pair];
+    cosines[pair] = (float)(c * page_c[pair] - s * page_s[pair]);
+    sines[pair] = -(float)(c * page_s[pair] + s * page_c[pair]);
   }
   for (size_t i = 0; i < n; i++) turn_row(phases, cosines, sines, turned + i * dim);
 }
 
-// With query (a, b) and anchor (x, y) in a pair, q . R_u mu = (ax + by) cos(u w) + (bx - ay) sin(u w).
-void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position,
-                           const float *turned, float *scores) {
-  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
-  for (size_t i = 0; i < transform->anchor_pairs; i++) {
-    const uint32_t pair = transform->pair_indices[i];
-    const float a = turned[qkv_rope_first(&phases->rope, pair)], b = turned[qkv_rope_second(&phases->rope, pair)];
-    const float x = (float)phases->magnitude * transform->anchor[2 * i];
-    const float y = (float)phases->magnitude * transform->anchor[2 * i + 1];
-    const float p = a * x + b * y, r = b * x - a * y;
-    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, cosines, sines);
-    for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) scores[slot] += p * cosines[slot] + r * sines[slot];
+// ---- Scores ----
+
+// Cosines and sines of the slots of a page that is not steady.
+typedef struct slot_room {
+  float cosines[QKV_DIM_MAX / 2][QKV_PAGE_TOKENS], sines[QKV_DIM_MAX / 2][QKV_PAGE_TOKENS];
+} slot_room;
+
+static qkv_slot_turns slot_turns(const qkv_phases *phases, uint64_t position, slot_room *room) {
+  qkv_slot_turns turns = {.pairs = phases->pairs,
+                          .step = phases->rope.interleaved ? 2 : 1,
+                          .apart = phases->rope.interleaved ? 1 : phases->pairs,
+                          .cosines = phases->cosines[0],
+                          .sines = phases->sines[0]};
+  if (steady(phases, position)) return turns;
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, room->cosines[pair], room->sines[pair]);
   }
+  turns.cosines = room->cosines[0];
+  turns.sines = room->sines[0];
+  return turns;
+}
+
+// With query (a, b) and anchor (x, y) in a pair, q . R_u mu = (ax + by) cos(u w) + (bx - ay) sin(u w).
+void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t n,
+                           const float *turned, float *scores) {
+  enum { TOGETHER = 4 };
+  float factors[TOGETHER * QKV_ANCHOR_PAIRS_MAX * 2];
+  slot_room room;
+  const size_t count = transform->anchor_pairs, dim = transform->schedule->dim;
+  const qkv_slot_turns turns = slot_turns(phases, position, &room);
+  for (size_t first = 0, some; first < n && count > 0; first += some) {
+    some = n - first < TOGETHER ? n - first : TOGETHER;
+    for (size_t i = 0; i < some; i++) {
+      const float *query = turned + (first + i) * dim;
+      for (size_t j = 0; j < count; j++) {
+        const uint32_t pair = transform->pair_indices[j];
+        const float a = query[qkv_rope_first(&phases->rope, pair)], b = query[qkv_rope_second(&phases->rope, pair)];
+        const float x = (float)phases->magnitude * transform->anchor[2 * j];
+        const float y = (float)phases->magnitude * transform->anchor[2 * j + 1];
+        factors[(i * count + j) * 2] = a * x + b * y;
+        factors[(i * count + j) * 2 + 1] = b * x - a * y;
+      }
+    }
+    qkv_kernels_get()->add_waves(&turns, transform->pair_indices, count, factors, some,
+                                 scores + first * QKV_PAGE_TOKENS);
+  }
+}
+
+void qkv_phases_score_columns(const qkv_phases *phases, uint64_t position, size_t dim, const float *columns,
+                              const float *means, size_t n, float *turned, float *scores) {
+  slot_room room;
+  const qkv_slot_turns turns = slot_turns(phases, position, &room);
+  if (phases->magnitude != 1) {
+    for (size_t i = 0; i < n; i++) {
+      for (size_t j = 0; j < 2 * (size_t)phases->pairs; j++) turned[i * dim + j] *= (float)phases->magnitude;
+    }
+  }
+  qkv_kernels_get()->score_columns(columns, dim, means, &turns, turned, n, scores);
 }

@@ -50,15 +50,22 @@ void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transfo
 // What a walk over pages keeps: the span that it is in. To be started before the first page.
 typedef struct qkv_phases_walk {
   uint64_t base;
-  double turns[QKV_DIM_MAX / 2][2];  // cosine and sine of each pair at `base`
+  double cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];  // of each pair at `base`
 } qkv_phases_walk;
 void qkv_phases_start(qkv_phases_walk *walk);
 
 // turned [n][dim] = queries [n][dim], as attended, turned back by the page's centre.
 void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, uint64_t position, size_t n, size_t dim,
                              const float *queries, float *turned);
-// scores[64] += q . (the rotating anchor of each slot), q a query that has been turned back.
-void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position,
+// scores[n][64] += q . (the rotating anchor of each slot), q queries [n][dim] that have been turned back.
+void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t n,
                            const float *turned, float *scores);
+
+// ---- Archive frame: scores ----
+
+// scores[n][64] = q . x_t of rows before RoPE, given as columns [dim][64] without the means [4][dim] of their groups;
+// q queries [n][dim] that have been turned back, in which what turns is stretched as RoPE does.
+void qkv_phases_score_columns(const qkv_phases *phases, uint64_t position, size_t dim, const float *columns,
+                              const float *means, size_t n, float *turned, float *scores);
 
 #endif

@@ -18,8 +18,8 @@
 #include "engine/codec/transform.h"
 
 // The arithmetic on codes. The values are those of qkv.v1.AttendOptions.Precision. In floats in any case are exact
-// rows, keys in the archive frame, keys whose anchors are chains, and values whose anchors are groups or chains or
-// that have factors.
+// rows, keys whose anchors are chains, keys of the archive frame that have factors or whose columns have one byte
+// where two are asked for (rebuild.h), and values whose anchors are groups or chains or that have factors.
 typedef enum qkv_precision {
   QKV_PRECISION_DEFAULT = 0,  // in integers, of one byte or two, as the codes need it
   QKV_PRECISION_FP32 = 1,
@@ -27,6 +27,9 @@ typedef enum qkv_precision {
   QKV_PRECISION_INT8 = 3,   // two bytes for queries, one for weights
 } qkv_precision;
 
+// 1 or 2, the bytes for what adds so much to the squared error of a score, with the queries that the keys are coded
+// for, when it is done with one.
+unsigned qkvi_bytes_for(const qkv_transform *keys, unsigned tier, double error_squared);
 // The bytes of a query's coordinates that the keys of a tier need, and of a weight that the values need: 1 or 2.
 unsigned qkvi_query_bytes(const qkv_transform *keys, unsigned tier);
 unsigned qkvi_weight_bytes(const qkv_transform *values, unsigned tier);

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "engine/codec/page.h"
+#include "engine/kernel/dense.h"
 #include "engine/kernel/integer.h"
 
 // scores[n][64] = gain_t * sum_c queries[n][c] * value(code_tc).
@@ -46,6 +47,27 @@
 // `coordinates` rows, then zeros; each is a sum over 16 lanes, j % 16, which are then added by halves. `combine`:
 // sum_c row[c] matrix[c] over the first `coordinates`, in their order.
 #define QKV_DECLARE_DENSE(name) void name(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n)
+// The same as `multiply` in whole numbers (dense.h), with the matrix's first `coordinates` outputs.
+#define QKV_DECLARE_MULTIPLY_INTEGER(name) \
+  void name(const qkv_dense *matrix, size_t coordinates, float *rows, size_t n)
+
+// How the slots of a page turn from its centre: pair p of coordinates, p * step and p * step + apart, by angles whose
+// cosines and sines are [pairs][64]. Coordinates from 2 * pairs on do not turn.
+typedef struct qkv_slot_turns {
+  size_t pairs, step, apart;
+  const float *cosines, *sines;
+} qkv_slot_turns;
+
+// scores [n][64] += factors[i][j][0] cosine + factors[i][j][1] sine of pair pairs[j] of `count`; factors
+// [n][count][2].
+#define QKV_DECLARE_ADD_WAVES(name)                                                                           \
+  void name(const qkv_slot_turns *turns, const uint16_t *pairs, size_t count, const float *factors, size_t n, \
+            float *scores)
+// scores [n][64] = query . row_t, the rows given as columns [dim][64], with the means [4][dim] of their groups added
+// and then turned.
+#define QKV_DECLARE_SCORE_COLUMNS(name)                                                                              \
+  void name(const float *columns, size_t dim, const float *means, const qkv_slot_turns *turns, const float *queries, \
+            size_t n, float *scores)
 
 // In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of one or two
 // bytes a coordinate.
@@ -83,6 +105,9 @@ typedef struct qkv_kernels {
   QKV_DECLARE_SUBTRACT((*subtract));
   QKV_DECLARE_DENSE((*multiply));
   QKV_DECLARE_DENSE((*combine));
+  QKV_DECLARE_MULTIPLY_INTEGER((*multiply_integer));
+  QKV_DECLARE_ADD_WAVES((*add_waves));
+  QKV_DECLARE_SCORE_COLUMNS((*score_columns));
   QKV_DECLARE_PREPARE((*prepare));
   QKV_DECLARE_SCORES_INTEGER((*scores_integer));
   QKV_DECLARE_PEAKS((*peaks));
@@ -105,6 +130,7 @@ const qkv_kernels *qkv_kernels_get(void);
 extern const qkv_kernels qkvi_kernels_reference;
 extern const qkv_kernels qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
 extern const qkv_kernels qkvi_kernels_neon, qkvi_kernels_neon_dotprod;
+QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference);
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
 QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 

@@ -9,6 +9,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
 
@@ -273,6 +274,9 @@ const qkv_kernels qkvi_kernels_reference = {
     .subtract = subtract_plain,
     .multiply = multiply_reference,
     .combine = combine_reference,
+    .multiply_integer = qkvi_multiply_integer_reference,
+    .add_waves = add_waves_plain,
+    .score_columns = score_columns_plain,
     .prepare = prepare_plain,
     .scores_integer = qkvi_scores_integer_reference,
     .peaks = peaks_plain,

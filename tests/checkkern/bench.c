@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "engine/base/cpu.h"
+#include "engine/base/tensor.h"
 #include "tests/checkkern/checkkern.h"
 
 enum { REPEATS = 60, QUERIES_MAX = 8, RUNGS_MAX = 8 };
@@ -25,6 +26,10 @@ typedef struct workload {
   qkv_integer_room *room;
   qkv_integer_queries integer_queries;
   qkv_integer_weights *integer_weights;
+  qkv_dense dense;
+  qkv_slot_turns turns;
+  uint16_t pairs[QKV_DIM_MAX / 2];
+  void *dense_memory;
   qkv_layouts *layouts;
 } workload;
 
@@ -99,6 +104,59 @@ static void run_combine(workload *w, const qkv_kernels *kernels) {
   kernels->combine(w->matrix, w->page.schedule.dim, w->page.schedule.dim, w->turned, QKV_PAGE_TOKENS);
 }
 
+static void run_multiply_integer(workload *w, const qkv_kernels *kernels) {
+  memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
+  kernels->multiply_integer(&w->dense, w->page.schedule.dim, w->turned, QKV_PAGE_TOKENS);
+}
+
+static void run_turn(workload *w, const qkv_kernels *kernels) {
+  kernels->multiply_integer(&w->dense, w->page.schedule.dim, w->queries, w->n);
+}
+
+static void run_waves(workload *w, const qkv_kernels *kernels) {
+  kernels->add_waves(&w->turns, w->pairs, w->turns.pairs, w->queries, w->n, w->scores);
+}
+
+static void run_columns(workload *w, const qkv_kernels *kernels) {
+  kernels->score_columns(w->rows, w->page.schedule.dim, w->turned, &w->turns, w->queries, w->n, w->scores);
+}
+
+static void run_group_sums(workload *w, const qkv_kernels *kernels) {
+  double squares, steps;
+  kernels->sums(w->rows, QKV_PAGE_TOKENS, w->page.schedule.dim, qkvi_weights_alike, w->turned, &squares, &steps);
+}
+
+static void run_subtract(workload *w, const qkv_kernels *kernels) {
+  kernels->subtract(w->rows, QKV_PAGE_TOKENS, w->page.schedule.dim, w->rows, w->turned);
+}
+
+// Conversions choose for themselves what they use: nothing beside the reference, else all that there is.
+static void convert(workload *w, const qkv_kernels *kernels, qkv_dtype dtype, bool in) {
+  const size_t n = (size_t)QKV_PAGE_TOKENS * w->page.schedule.dim;
+  qkv_tensor_setup(kernels->needs == 0 ? 0 : UINT32_MAX);
+  if (in) {
+    qkv_to_float(dtype, w->turned, w->rows, n);
+  } else {
+    qkv_from_float(dtype, w->rows, w->turned, n);
+  }
+}
+
+static void run_from_fp16(workload *w, const qkv_kernels *kernels) {
+  convert(w, kernels, QKV_FP16, true);
+}
+
+static void run_to_fp16(workload *w, const qkv_kernels *kernels) {
+  convert(w, kernels, QKV_FP16, false);
+}
+
+static void run_from_bf16(workload *w, const qkv_kernels *kernels) {
+  convert(w, kernels, QKV_BF16, true);
+}
+
+static void run_to_bf16(workload *w, const qkv_kernels *kernels) {
+  convert(w, kernels, QKV_BF16, false);
+}
+
 static const kernel_bench kernels_measured[] = {
     {"scores", QKV_K, true, 1, run_scores},
     {"scores q1", QKV_K, true, 1, run_scores_integer},
@@ -119,6 +177,16 @@ static const kernel_bench kernels_measured[] = {
     {"hadamard", QKV_K, false, 0, run_hadamard},
     {"multiply", QKV_K, false, 0, run_multiply},
     {"combine", QKV_K, false, 0, run_combine},
+    {"multiply 16", QKV_K, false, 0, run_multiply_integer},
+    {"turn 16", QKV_K, true, 1, run_turn},
+    {"waves", QKV_K, true, 1, run_waves},
+    {"columns", QKV_K, true, 1, run_columns},
+    {"group sums", QKV_K, false, 0, run_group_sums},
+    {"subtract", QKV_K, false, 0, run_subtract},
+    {"from fp16", QKV_K, false, 0, run_from_fp16},
+    {"to fp16", QKV_K, false, 0, run_to_fp16},
+    {"from bf16", QKV_K, false, 0, run_from_bf16},
+    {"to bf16", QKV_K, false, 0, run_to_bf16},
 };
 
 static double now(void) {
@@ -163,6 +231,11 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   fill_input(&random, INPUT_GAUSSIAN, w->scores, (size_t)QUERIES_MAX * QKV_PAGE_TOKENS);
   fill_rows(&random, INPUT_GAUSSIAN, w->rows, dim);
   fill_input(&random, INPUT_GAUSSIAN, w->matrix, dim * dim);
+  w->dense_memory = zeroed(qkv_dense_bytes(dim, dim));
+  w->dense = qkv_dense_in(w->dense_memory, w->matrix, dim, dim);
+  w->turns = (qkv_slot_turns){
+      .pairs = dim / 2, .step = 1, .apart = dim / 2, .cosines = w->matrix, .sines = w->matrix + dim * dim / 2};
+  for (size_t i = 0; i < dim / 2; i++) w->pairs[i] = (uint16_t)i;
   w->bytes = kernel->attends ? code_bytes + QKV_PAGE_TOKENS : 2 * rows;
   if (!kernel->attends) return;
   const qkv_kernels *reference = qkv_kernels_at(0);
@@ -176,6 +249,7 @@ static void workload_deinit(workload *w) {
   free(w->rows);
   free(w->turned);
   free(w->matrix);
+  free(w->dense_memory);
   free(w->queries);
   free(w->scores);
   free(w->sums);

@@ -189,6 +189,7 @@ static void check_transforms(checking *c, uint16_t dim, input_kind kind) {
   page_part shape = {.schedule.dim = dim};
   check_rows(c, "hadamard", &shape, 1 + naive_below(&c->random, 5), kind, run_hadamard, NULL);
   check_sums_of_rows(c, dim, kind);
+  check_rows_of(c, dim, kind);
   if (dim > 256 && dim % 64 != 0) return;  // the reference takes long
   guarded matrix = guarded_make((size_t)dim * dim * sizeof(float));
   fill_input(&c->random, kind, (float *)matrix.data, (size_t)dim * dim);

@@ -58,6 +58,7 @@ bool check_equal_floats(const checking *c, const char *kernel, const float *expe
 // Every so many tiers are checked: wide rows take the reference long.
 unsigned check_tier_step(const qkv_schedule *schedule);
 void check_integer(checking *c, const qkv_schedule *schedule);
+void check_rows_of(checking *c, uint16_t dim, input_kind kind);
 
 // Conversions of elements (engine/base/tensor.h) with what the processor has against those without. The number of
 // failures, which are printed.

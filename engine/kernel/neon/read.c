@@ -8,6 +8,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/quarters.h"
 #include "engine/kernel/neon/twins.h"
+#include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 
 enum { QUERIES_AT_ONCE = 4 };
@@ -261,6 +262,9 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .subtract = subtract_plain,
     .multiply = TWIN(qkvi_multiply),
     .combine = TWIN(qkvi_combine),
+    .multiply_integer = qkvi_multiply_integer_reference,
+    .add_waves = add_waves_plain,
+    .score_columns = score_columns_plain,
     .prepare = prepare_plain,
     .scores_integer = TWIN(qkvi_scores_integer),
     .peaks = peaks_plain,

@@ -36,6 +36,13 @@ static inline void *coder_allocate(size_t count, size_t size) {
   return made;
 }
 
+// What attending keys of the archive frame takes, for the head as it is now.
+static inline void coder_rebuild(qkv_head_coder *head) {
+  qkv_rebuild *old = (qkv_rebuild *)head->rebuild;
+  qkv_rebuild_destroy(&old);
+  head->rebuild = qkv_rebuild_create(head->transforms[QKV_K], head->tiers[QKV_K]);
+}
+
 // Data-free, of layer CODER_LAYER. `rope` NULL: none.
 static inline qkv_coder *coder_create(uint16_t kv_heads, uint16_t key_dim, uint16_t value_dim, double bits_k,
                                       double bits_v, qkv_frame frame, const qkv_rope *rope) {
@@ -47,6 +54,7 @@ static inline qkv_coder *coder_create(uint16_t kv_heads, uint16_t key_dim, uint1
   for (uint16_t h = 0; h < kv_heads; h++) {
     made->heads[h] =
         (qkv_head_coder){.transforms = {k, v}, .schedules = {k->schedule, v->schedule}, .tiers = {tier_k, tier_v}};
+    if (frame == QKV_FRAME_ARCHIVE) coder_rebuild(&made->heads[h]);
   }
   made->coder = (qkv_coder){.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
                             .layer = CODER_LAYER,
@@ -71,6 +79,10 @@ static inline void coder_destroy(const qkv_coder *coder) {
   if (made == NULL) return;
   for (size_t i = 0; made->transforms != NULL && i < (size_t)2 * coder->kv_heads; i++) {
     transform_deinit(&made->transforms[i]);
+  }
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    qkv_rebuild *rebuild = (qkv_rebuild *)made->heads[h].rebuild;
+    qkv_rebuild_destroy(&rebuild);
   }
   free(made->transforms);
   qkv_phases_destroy(&made->phases);
@@ -173,6 +185,7 @@ static inline qkv_coder *coder_create_dense(naive_random *random, uint16_t kv_he
       while (owned->schedule.reach[tier][1] == 0) tier++;  // something is coded
       made->heads[h].tiers[part] = (uint8_t)tier;
     }
+    if (frame == QKV_FRAME_ARCHIVE) coder_rebuild(&made->heads[h]);
   }
   return coder;
 }

@@ -356,6 +356,53 @@ static void attention_is_that_over_decoded_rows(void **state) {
   }
 }
 
+// Queries, and the columns of keys in the archive frame, are rounded: all pages' scores taken together.
+static void check_precision(const framed *page, const qkv_query_block *exact, qkv_precision precision, double most) {
+  const qkv_coder *coder = page->coder;
+  qkv_query_block *block = allocate(sizeof *block);
+  float scores[2][QKV_QUERY_BLOCK * TOKENS];
+  double miss2 = 0, size2 = 0;
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    for (int rounded = 0; rounded <= 1; rounded++) {
+      block->count = exact->count;
+      block->precision = rounded ? precision : QKV_PRECISION_FP32;
+      memcpy(block->rows, exact->rows, exact->count * coder->key_dim * sizeof *block->rows);
+      qkvi_layouts_clear(&block->layouts);
+      coder->codec->query(coder, h, block);
+      coder->codec->scores(coder, page->image, h, block, scores[rounded]);
+    }
+    for (size_t i = 0; i < exact->count; i++) {
+      for (size_t t = i * TOKENS; t < i * TOKENS + page->like->tokens; t++) {
+        const double miss = (double)scores[1][t] - (double)scores[0][t];
+        miss2 += miss * miss, size2 += (double)scores[0][t] * (double)scores[0][t];
+      }
+    }
+  }
+  assert_true(size2 > 0);
+  assert_true(sqrt(miss2) <= most * sqrt(size2));
+  free(block);
+}
+
+static void whole_numbers_miss_little(void **state) {
+  (void)state;
+  naive_random random = {76};
+  qkv_query_block *block = allocate(sizeof *block);
+  for (size_t i = 0; i < CASES; i++) {
+    framed page = make(&cases[i], &random);
+    for (qkv_anchor_kind kind = QKV_ANCHOR_NONE; kind <= QKV_ANCHOR_AUTO; kind++) {
+      page.coder->anchors[QKV_K].kind = kind;
+      free(page.image);
+      encode(&page);
+      block->count = 1 + naive_below(&random, 12);
+      for (size_t j = 0; j < block->count * page.coder->key_dim; j++) block->rows[j] = (float)naive_gaussian(&random);
+      check_precision(&page, block, QKV_PRECISION_DEFAULT, 0.03);
+      check_precision(&page, block, QKV_PRECISION_INT16, 0.015);
+    }
+    release(&page);
+  }
+  free(block);
+}
+
 // ---- Repeated rows ----
 
 static void the_same_rows_match_and_no_others(void **state) {
@@ -392,11 +439,9 @@ static void the_same_rows_match_and_no_others(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(pages_decode_as_drawn),
-      cmocka_unit_test(both_forms_of_keys_are_one),
-      cmocka_unit_test(what_is_known_costs_nothing),
-      cmocka_unit_test(attention_is_that_over_decoded_rows),
-      cmocka_unit_test(the_same_rows_match_and_no_others),
+      cmocka_unit_test(pages_decode_as_drawn),       cmocka_unit_test(both_forms_of_keys_are_one),
+      cmocka_unit_test(what_is_known_costs_nothing), cmocka_unit_test(attention_is_that_over_decoded_rows),
+      cmocka_unit_test(whole_numbers_miss_little),   cmocka_unit_test(the_same_rows_match_and_no_others),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -185,7 +185,7 @@ static void check_page(naive_random *random, const qkv_phases *phases, const qkv
   qkv_phases_turn_queries(phases, &walk, position, 1, dim, query, turned);
   check_row(turned, expected, dim, position);
   for (size_t t = 0; t < TOKENS; t++) scores[t] = (float)t;
-  qkv_phases_add_scores(phases, transform, position, turned, scores);
+  qkv_phases_add_scores(phases, transform, position, 1, turned, scores);
   for (size_t t = 0; t < TOKENS; t++) {
     double sum = (double)t, size = (double)t;
     for (size_t c = 0; c < dim; c++) {

@@ -1,0 +1,47 @@
+// Rows to whole numbers for dense transforms (dense.h), in plain loops over independent lanes.
+#ifndef QKV_ENGINE_KERNEL_DENSE_PLAIN_H
+#define QKV_ENGINE_KERNEL_DENSE_PLAIN_H
+
+#include <math.h>
+#include <string.h>
+
+#include "engine/kernel/dense.h"
+#include "engine/kernel/integer.h"
+#include "engine/kernel/plain.h"
+
+// Sums over 16 lanes, j % 16, which are then added by halves.
+static inline float dense_squares(const float *row, size_t dim) {
+  plain_wide sums = {0};
+  size_t j = 0;
+  for (; j + PLAIN_LANES <= dim; j += PLAIN_LANES) {
+    plain_wide x;
+    memcpy(&x, row + j, sizeof x);
+    sums += x * x;
+  }
+  float lanes[PLAIN_LANES];
+  memcpy(lanes, &sums, sizeof lanes);
+  for (size_t i = 0; j + i < dim; i++) lanes[i] += row[j + i] * row[j + i];
+  for (size_t half = PLAIN_LANES / 2; half > 0; half /= 2) {
+    for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// out [dim]; returns the scale.
+static inline float dense_words(const float *row, size_t dim, int16_t *out) {
+  const float squares = dense_squares(row, dim);
+  if (squares < QKVI_DENSE_SQUARE_LEAST) {
+    memset(out, 0, dim * sizeof *out);
+    return 0;
+  }
+  const float length = sqrtf(squares), factor = QKVI_DENSE_ROW_LENGTH / length;
+  for (size_t j = 0; j < dim; j++) {
+    const float sum = row[j] * factor + QKVI_WHOLE_MAGIC;
+    uint32_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    out[j] = (int16_t)(uint16_t)bits;
+  }
+  return length / QKVI_DENSE_ROW_LENGTH;
+}
+
+#endif

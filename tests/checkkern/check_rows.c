@@ -1,0 +1,106 @@
+// Twins of what works on whole rows in whole numbers, and on rows as columns with rotary phases.
+#include <assert.h>
+#include <stdlib.h>
+
+#include "tests/checkkern/checkkern.h"
+
+typedef struct made_matrix {
+  void *memory;
+  qkv_dense matrix;
+} made_matrix;
+
+static made_matrix make_matrix(checking *c, size_t dim, size_t outputs, input_kind kind) {
+  float *numbers = calloc(dim * outputs, sizeof *numbers);
+  fill_input(&c->random, kind, numbers, dim * outputs);
+  for (size_t i = 0; i < dim; i++) numbers[i] *= i % 3 == 0 ? 100 : 0.01f;  // the first row
+  made_matrix made = {.memory = aligned_alloc(64, (qkv_dense_bytes(dim, outputs) + 63) / 64 * 64)};
+  assert(made.memory != NULL);
+  made.matrix = qkv_dense_in(made.memory, numbers, dim, outputs);
+  free(numbers);
+  return made;
+}
+
+static void check_multiply(checking *c, uint16_t dim, size_t n, input_kind kind) {
+  const page_part shape = {.schedule.dim = dim};
+  const size_t outputs = 1 + naive_below(&c->random, dim),
+               coordinates = naive_below(&c->random, (uint32_t)outputs + 1);
+  made_matrix made = make_matrix(c, dim, outputs, kind);
+  guarded expected = guarded_make(n * dim * sizeof(float));
+  fill_input(&c->random, kind, (float *)expected.data, n * dim);
+  if (n > 2) memset(expected.data, 0, dim * sizeof(float));
+  guarded got = guarded_copy(&expected);
+  qkv_kernels_at(0)->multiply_integer(&made.matrix, coordinates, (float *)expected.data, n);
+  c->twin->multiply_integer(&made.matrix, coordinates, (float *)got.data, n);
+  check_same(c, "multiply_integer", &shape, n, &expected, &got);
+  guarded_free(&expected);
+  guarded_free(&got);
+  free(made.memory);
+}
+
+// Turns of so many pairs, not those of any rope.
+typedef struct made_turns {
+  guarded cosines, sines;
+  qkv_slot_turns turns;
+} made_turns;
+
+static made_turns make_turns(checking *c, size_t pairs, bool interleaved) {
+  made_turns made = {.cosines = guarded_make((pairs + 1) * QKV_PAGE_TOKENS * sizeof(float)),
+                     .sines = guarded_make((pairs + 1) * QKV_PAGE_TOKENS * sizeof(float))};
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.cosines.data, pairs * QKV_PAGE_TOKENS);
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.sines.data, pairs * QKV_PAGE_TOKENS);
+  made.turns = (qkv_slot_turns){.pairs = pairs,
+                                .step = interleaved ? 2 : 1,
+                                .apart = interleaved ? 1 : pairs,
+                                .cosines = (float *)made.cosines.data,
+                                .sines = (float *)made.sines.data};
+  return made;
+}
+
+static void check_waves(checking *c, const qkv_slot_turns *turns, size_t n, input_kind kind) {
+  const page_part none = {0};
+  const size_t count = 1 + naive_below(&c->random, 64);
+  uint16_t pairs[64];
+  for (size_t i = 0; i < count; i++) pairs[i] = (uint16_t)naive_below(&c->random, (uint32_t)turns->pairs + 1);
+  guarded factors = guarded_make(n * count * 2 * sizeof(float));
+  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float));
+  fill_input(&c->random, kind, (float *)factors.data, n * count * 2);
+  fill_input(&c->random, kind, (float *)expected.data, n * QKV_PAGE_TOKENS);
+  guarded got = guarded_copy(&expected);
+  qkv_kernels_at(0)->add_waves(turns, pairs, count, (float *)factors.data, n, (float *)expected.data);
+  c->twin->add_waves(turns, pairs, count, (float *)factors.data, n, (float *)got.data);
+  check_same(c, "add_waves", &none, n, &expected, &got);
+  guarded_free(&factors);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim, size_t n, input_kind kind) {
+  const page_part shape = {.schedule.dim = dim};
+  guarded columns = guarded_make((size_t)dim * QKV_PAGE_TOKENS * sizeof(float));
+  guarded means = guarded_make((size_t)QKV_PAGE_GROUPS * dim * sizeof(float));
+  guarded queries = guarded_make(n * dim * sizeof(float));
+  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = guarded_copy(&expected);
+  fill_input(&c->random, kind, (float *)columns.data, (size_t)dim * QKV_PAGE_TOKENS);
+  fill_input(&c->random, kind, (float *)means.data, (size_t)QKV_PAGE_GROUPS * dim);
+  fill_input(&c->random, kind, (float *)queries.data, n * dim);
+  qkv_kernels_at(0)->score_columns((float *)columns.data, dim, (float *)means.data, turns, (float *)queries.data, n,
+                                   (float *)expected.data);
+  c->twin->score_columns((float *)columns.data, dim, (float *)means.data, turns, (float *)queries.data, n,
+                         (float *)got.data);
+  check_same(c, "score_columns", &shape, n, &expected, &got);
+  guarded_free(&columns);
+  guarded_free(&means);
+  guarded_free(&queries);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
+  const size_t n = 1 + naive_below(&c->random, 12);
+  check_multiply(c, dim, n, kind);
+  made_turns made = make_turns(c, naive_below(&c->random, dim / 2u + 1), naive_below(&c->random, 2));
+  check_waves(c, &made.turns, n, kind);
+  check_columns(c, &made.turns, dim, n, kind);
+  guarded_free(&made.cosines);
+  guarded_free(&made.sines);
+}
