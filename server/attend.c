@@ -19,6 +19,7 @@
 #include "server/control.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/read_ahead.h"
 #include "server/restore.h"
 
 // Most that a request served on a completion-queue thread reads: bytes of codes and exact rows, times queries.
@@ -362,6 +363,10 @@ static bool attend(attend_call *state) {
   size_t count;
   if (!lock_all(state, &count)) return false;
   if (count == 0) return true;
+  for (size_t i = 0; i < count; i++) {
+    const batch_part *part = state->order[i];
+    qkvi_read_ahead(state->daemon, part->session, &state->attends[part->attend], part->end);
+  }
   for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
   qkv_attend_run(state->patience != QKVI_AT_ONCE ? state->daemon->pool : NULL, state->attends, count);
   unlock(state->order, count);

@@ -19,6 +19,7 @@
 #include "server/discard.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/read_ahead.h"
 #include "server/restore.h"
 
 #define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
@@ -262,6 +263,8 @@ static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error
       if (!pinned) qkv_session_pin(session, run->layer);
       pinned = true;
       status = qkvi_restore(stream->daemon->spill, session, run->layer, stream->position, end, false, error);
+      const uint64_t after = end + smaller(stream->stop - end, restore_tokens(stream));
+      if (status == QKV_OK) qkvi_read_ahead_run(stream->daemon, session, run->layer, end, after);
       continue;
     }
     if (run->tokens > 0 || status != QKV_OK) break;

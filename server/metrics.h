@@ -46,6 +46,8 @@
     "Bytes that left memory, being on the SSD.")                                                                    \
   X(RESTORED_PAGES, "qkvd_storage_restored_pages_total", QKV_COUNTER, "Pages brought back into memory.")            \
   X(RESTORED_BYTES, "qkvd_storage_restored_bytes_total", QKV_COUNTER, "Their bytes.")                               \
+  X(READ_AHEAD_BYTES, "qkvd_storage_read_ahead_bytes_total", QKV_COUNTER,                                           \
+    "Of these, bytes that were brought back before they were asked for.")                                           \
   X(RESTORE_LOST, "qkvd_storage_lost_pages_total", QKV_COUNTER,                                                     \
     "Pages that could not be brought back: damaged, or not there.")                                                 \
   X(STORAGE_RECORDS, "qkvd_storage_records", QKV_GAUGE, "Pages on the SSD.")                                        \

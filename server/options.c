@@ -103,6 +103,10 @@ const qkv_option qkv_server_option_table[] = {
      "Size of a file there, a multiple of 4096."},
     {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",
      "Pages that wait to be written, beside memory-budget."},
+    {"storage-read-ahead", QKV_OPTION_BYTES, AT(storage_read_ahead), "256MiB", 0, 64 * GIB, "BYTES",
+     "Pages of the layers to come that are brought back ahead of the requests for them, an eighth of memory-budget "
+     "at "
+     "most; 0: none."},
     {"storage-compact-rate", QKV_OPTION_BYTES, AT(storage_compact_rate), "64MiB", 0, 64 * GIB, "BYTES",
      "Bytes a second that files are compacted by in the background, where less than half of one is needed; 0: "
      "never."},

@@ -11,28 +11,73 @@ enum { CHUNK_PAGES = 256, ROOM_TRIES = 4 };
 static const uint64_t AHEAD_BYTES = 16 << 20;
 
 typedef struct restoring {
+  qkvi_restoring here;  // in the list of those under way
   qkvi_spill *spill;
   qkv_session *session;
   uint32_t layer;
   bool full;
+  bool ahead;      // nobody waits for it
+  uint64_t bytes;  // that have come back
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   uint8_t *image;
 } restoring;
+
+// ---- One at a time ----
+
+static const qkvi_restoring *find_other(const restoring *all) {
+  const qkvi_restoring *at = all->spill->restoring;
+  while (at != NULL && (at->session != all->session || at->layer != all->layer)) at = at->next;
+  return at;
+}
+
+// False where someone else has the layer and this one does not wait.
+static bool enter(restoring *all) {
+  qkvi_spill *spill = all->spill;
+  qkvi_spill_lock(spill);
+  while (!all->ahead && find_other(all) != NULL) (void)pthread_cond_wait(&spill->moved, &spill->lock);
+  const bool alone = find_other(all) == NULL;
+  if (alone) {
+    all->here = (qkvi_restoring){.session = all->session, .layer = all->layer, .next = spill->restoring};
+    spill->restoring = &all->here;
+  }
+  qkvi_spill_unlock(spill);
+  return alone;
+}
+
+static void leave(restoring *all) {
+  qkvi_spill_lock(all->spill);
+  qkvi_restoring **link = &all->spill->restoring;
+  while (*link != &all->here) link = &(*link)->next;
+  *link = all->here.next;
+  qkvi_spill_unlock(all->spill);
+  qkvi_spill_progress(all->spill);
+}
+
+// ---- Pages ----
+
+// What is asked for makes others leave, and waits for that; what is not takes what leaves at once.
+static qkv_status make_room(const restoring *all, uint64_t bytes, qkv_error *error) {
+  if (!all->ahead) return qkvi_spill_make_room(all->spill, bytes, error);
+  const uint64_t budget = qkvi_spill_budget(all->spill);
+  if (bytes > budget) return QKV_RESOURCE_EXHAUSTED;
+  (void)qkvi_spill_evict(all->spill, budget - bytes);
+  return qkvi_spill_taken(all->spill) <= budget - bytes ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+}
 
 // Another one may take the room that was made before it is used.
 static qkv_status put_back(const restoring *all, const qkv_missing_page *page, qkv_error *error) {
   qkv_status status = QKV_RESOURCE_EXHAUSTED;
   for (int i = 0; i < ROOM_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
     status = qkv_session_restore(all->session, all->layer, page, all->image, error);
-    if (status == QKV_RESOURCE_EXHAUSTED) QKV_TRY(qkvi_spill_make_room(all->spill, 2 * (uint64_t)page->bytes, error));
+    if (status == QKV_RESOURCE_EXHAUSTED) QKV_TRY(make_room(all, 2 * (uint64_t)page->bytes, error));
   }
   return status;
 }
 
 static qkv_status fail(const restoring *all, const qkv_missing_page *page, const qkv_error *reason,
                        qkv_error *error) {
-  qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORE_LOST], 1);
+  if (!all->ahead) qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORE_LOST], 1);
   return qkv_fail(error, QKV_DATA_LOSS,
                   "session %s: layer %" PRIu32 ": the page at position %" PRIu64
                   " is lost (%s); truncate to that position and append again",
@@ -55,7 +100,7 @@ static bool still_open(const restoring *all) {
   return same;
 }
 
-static qkv_status restore_page(const restoring *all, qkv_storage_batch *batch, size_t i, qkv_error *error) {
+static qkv_status restore_page(restoring *all, qkv_storage_batch *batch, size_t i, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
   qkv_error reason = {0};
   qkv_status status = qkv_storage_batch_wait(batch, i, all->image, page->bytes, &reason);
@@ -66,6 +111,7 @@ static qkv_status restore_page(const restoring *all, qkv_storage_batch *batch, s
   status = put_back(all, page, &reason);
   if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
   if (status != QKV_OK) return qkv_fail(error, status, "%s", reason.text);
+  all->bytes += page->bytes;
   qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_PAGES], 1);
   qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_BYTES], page->bytes);
   return QKV_OK;
@@ -80,7 +126,7 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
     bytes += qkv_arena_cost(all->pages[i].bytes);
     if (all->pages[i].bytes > largest) largest = all->pages[i].bytes;
   }
-  QKV_TRY(qkvi_spill_make_room(all->spill, bytes, error));
+  QKV_TRY(make_room(all, bytes, error));
   all->image = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(largest));
   if (all->image == NULL) abort();
   qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, AHEAD_BYTES);
@@ -91,20 +137,36 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   return status;
 }
 
-qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
-                        bool full, qkv_error *error) {
-  restoring all = {.spill = spill, .session = session, .layer = layer, .full = full};
-  const uint64_t bytes = qkv_session_missing_bytes(session, layer, begin, end, full);
-  const uint64_t most = qkvi_spill_budget(spill) / 2;
+static qkv_status restore(restoring *all, uint64_t begin, uint64_t end, qkv_error *error) {
+  const uint64_t bytes = qkv_session_missing_bytes(all->session, all->layer, begin, end, all->full);
+  const uint64_t most = qkvi_spill_budget(all->spill) / 2;
   if (bytes > most)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "session %s: layer %" PRIu32 ": %" PRIu64
                     " bytes are to come back from the SSD, half of "
                     "memory-budget is %" PRIu64,
-                    qkv_session_name(session), layer, bytes, most);
+                    qkv_session_name(all->session), all->layer, bytes, most);
   for (;;) {
-    all.count = qkv_session_missing(session, layer, begin, end, full, all.pages, CHUNK_PAGES);
-    if (all.count == 0) return QKV_OK;
-    QKV_TRY(restore_chunk(&all, error));
+    all->count = qkv_session_missing(all->session, all->layer, begin, end, all->full, all->pages, CHUNK_PAGES);
+    if (all->count == 0) return QKV_OK;
+    QKV_TRY(restore_chunk(all, error));
   }
+}
+
+qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+                        bool full, qkv_error *error) {
+  restoring all = {.spill = spill, .session = session, .layer = layer, .full = full};
+  (void)enter(&all);
+  const qkv_status status = restore(&all, begin, end, error);
+  leave(&all);
+  return status;
+}
+
+uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end) {
+  qkv_error error = {0};
+  restoring all = {.spill = spill, .session = session, .layer = layer, .ahead = true};
+  if (!enter(&all)) return 0;
+  (void)restore(&all, begin, end, &error);
+  leave(&all);
+  return all.bytes;
 }

@@ -1,4 +1,5 @@
-// Pages back from the SSD.
+// Pages back from the SSD, one at a time for each layer: who comes to a layer that is being brought back waits, and
+// then looks at what is still missing.
 #ifndef QKV_SERVER_RESTORE_H
 #define QKV_SERVER_RESTORE_H
 
@@ -11,5 +12,8 @@
 // then.
 qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
                         bool full, qkv_error *error);
+// The same for what nobody has asked for yet: ends without a word where there is no room at once, where a page is
+// lost, or where someone else brings the layer back. The bytes that have come back.
+uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end);
 
 #endif

@@ -33,15 +33,13 @@ void qkvi_spill_unlock(qkvi_spill *spill) {
   (void)pthread_mutex_unlock(&spill->lock);
 }
 
-// Something has become of what was under way.
-static void progress(qkvi_spill *spill) {
+void qkvi_spill_progress(qkvi_spill *spill) {
   qkvi_spill_lock(spill);
   spill->steps++;
   (void)pthread_cond_broadcast(&spill->moved);
   qkvi_spill_unlock(spill);
 }
 
-// Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
 uint64_t qkvi_spill_await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
   struct timespec until;
   (void)clock_gettime(CLOCK_MONOTONIC, &until);
@@ -80,7 +78,7 @@ static void forget(qkvi_spill *spill, qkvi_pending *pending) {
 }
 
 // The disk is left alone for a while, longer each time: pages stay in memory, which serves them.
-static void note_failure(qkvi_spill *spill, qkv_status status) {
+void qkvi_spill_note_failure(qkvi_spill *spill, qkv_status status) {
   if (spill->failure == QKV_OK)
     qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
             "status", qkv_status_name(status));
@@ -115,11 +113,11 @@ static void on_written(void *context, uint64_t record, qkv_status status) {
   pending->page = NULL;
   pending->state = QKV_RECORD_WRITTEN;
   if (status != QKV_OK) {
-    if (status != QKV_CANCELLED) note_failure(spill, status);
+    if (status != QKV_CANCELLED) qkvi_spill_note_failure(spill, status);
     forget(spill, pending);
   }
   qkvi_spill_unlock(spill);
-  progress(spill);
+  qkvi_spill_progress(spill);
 }
 
 static void on_durable(void *context, uint64_t record, qkv_status status) {
@@ -128,88 +126,31 @@ static void on_durable(void *context, uint64_t record, qkv_status status) {
   qkvi_pending *pending = find_pending(spill, record);
   assert(pending != NULL);
   if (status != QKV_OK) {
-    note_failure(spill, status);
+    qkvi_spill_note_failure(spill, status);
     pending->state = QKV_RECORD_GONE;
   } else {
     note_success(spill);
     forget(spill, pending);
   }
   qkvi_spill_unlock(spill);
-  progress(spill);
+  qkvi_spill_progress(spill);
 }
 
-// ---- Calibrations in the journal ----
-
-static qkvi_known *find_known(qkvi_spill *spill, const char *model, uint32_t version) {
-  for (qkvi_known *known = spill->known; known != NULL; known = known->next) {
-    if (known->version == version && strcmp(known->model, model) == 0) return known;
-  }
-  return NULL;
-}
-
-void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version) {
-  qkvi_known *known = calloc(1, sizeof *known);
-  if (known == NULL) abort();
-  *known = (qkvi_known){.version = version, .next = spill->known};
-  (void)snprintf(known->model, sizeof known->model, "%s", model);
-  spill->known = known;
-}
-
-// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
-static bool calibration_ready(qkvi_spill *spill, const char *model, uint32_t version) {
-  if (version == 0) return true;
+static void on_hastened(void *context, qkv_status status) {
+  qkvi_spill *spill = context;
+  (void)status;  // each record says it for itself
   qkvi_spill_lock(spill);
-  const bool ready = find_known(spill, model, version) != NULL;
-  spill->wanted |= !ready;
+  spill->hastening = false;
   qkvi_spill_unlock(spill);
-  return ready;
+  qkvi_spill_progress(spill);
 }
 
-static qkv_status journal_model(qkvi_spill *spill, qkv_journal_kind kind, const Qkv__V1__Model *message,
-                                qkv_error *error) {
-  const size_t bytes = qkv__v1__model__get_packed_size(message);
-  uint8_t *payload = malloc(bytes + 1);
-  if (payload == NULL) abort();
-  (void)qkv__v1__model__pack(message, payload);
-  const qkv_status status = qkvi_spill_journal(spill, kind, 0, payload, bytes, error);
-  free(payload);
-  return status;
-}
-
-static void journal_calibration(qkvi_spill *spill, const qkv_model *model, const qkv_calibration *calibration) {
-  const uint32_t version = qkv_calibration_version(calibration);
+void qkvi_spill_hasten(qkvi_spill *spill) {
   qkvi_spill_lock(spill);
-  const bool wanted = find_known(spill, model->name, 0) != NULL && find_known(spill, model->name, version) == NULL;
+  const bool begin = !spill->hastening;
+  spill->hastening = true;
   qkvi_spill_unlock(spill);
-  if (!wanted) return;
-  Qkv__V1__Model message = QKV__V1__MODEL__INIT;
-  qkv_error error = {0};
-  message.name = (char *)model->name;
-  message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
-  const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
-  qkvi_spill_lock(spill);
-  if (status == QKV_OK) {
-    qkvi_spill_note_known(spill, model->name, version);
-  } else {
-    note_failure(spill, status);
-  }
-  qkvi_spill_unlock(spill);
-}
-
-// Those that sessions on the SSD are coded with and the journal does not have.
-static void journal_calibrations(qkvi_spill *spill) {
-  enum { MOST = 16 };
-  size_t count;
-  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
-  for (size_t i = 0; i < count; i++) {
-    const qkv_calibration *calibrations[MOST];
-    const size_t used = qkv_session_calibrations(sessions[i].session, calibrations, MOST);
-    for (size_t c = 0; c < used; c++) {
-      journal_calibration(spill, qkv_session_model(sessions[i].session), calibrations[c]);
-      qkv_calibration_unref(&calibrations[c]);
-    }
-  }
-  qkvi_spill_drop_sessions(sessions, count);
+  if (begin) qkv_storage_sync(spill->storage, on_hastened, spill);
 }
 
 // ---- The backing ----
@@ -236,7 +177,8 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
   qkvi_spill *spill = backing->spill;
   const qkv_page_header *header = page;
   atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
-  if (resting(spill) || poisoned(spill, session) || !calibration_ready(spill, model, header->calibration)) return 0;
+  if (resting(spill) || poisoned(spill, session) || !qkvi_spill_calibration_ready(spill, model, header->calibration))
+    return 0;
   qkvi_pending *pending = calloc(1, sizeof *pending);
   if (pending == NULL) abort();
   pending->page = malloc(bytes);
@@ -263,7 +205,7 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
     HASH_ADD(hh, spill->pending, record, sizeof pending->record, pending);
   } else {
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_REFUSED], 1);
-    if (status != QKV_UNAVAILABLE) note_failure(spill, status);
+    if (status != QKV_UNAVAILABLE) qkvi_spill_note_failure(spill, status);
   }
   qkvi_spill_unlock(spill);
   if (status == QKV_OK) {
@@ -302,14 +244,14 @@ static void on_cut(void *context, qkv_status status) {
   qkvi_spill_lock(spill);
   spill->cuts--;
   if (status != QKV_OK) {
-    note_failure(spill, status);
+    qkvi_spill_note_failure(spill, status);
     cutting->next = spill->poisoned;
     spill->poisoned = cutting;
     cutting = NULL;
   }
   qkvi_spill_unlock(spill);
   free(cutting);
-  progress(spill);
+  qkvi_spill_progress(spill);
 }
 
 void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position) {
@@ -331,41 +273,6 @@ static void init_backing(qkvi_spill *spill, qkvi_backing *backing, bool hurry) {
   backing->table = (qkv_backing){.context = backing, .put = put, .state = state_of, .drop = drop, .cut = cut};
 }
 
-// ---- The journal ----
-
-typedef struct journal_wait {
-  qkvi_spill *spill;
-  bool done;
-  qkv_status status;
-} journal_wait;
-
-static void on_journal(void *context, qkv_status status) {
-  journal_wait *wait = context;
-  qkvi_spill *spill = wait->spill;
-  qkvi_spill_lock(spill);
-  wait->status = status;
-  wait->done = true;
-  spill->steps++;
-  (void)pthread_cond_broadcast(&spill->moved);
-  qkvi_spill_unlock(spill);
-}
-
-static qkv_status finish_wait(journal_wait *wait, qkv_error *error) {
-  qkvi_spill_lock(wait->spill);
-  while (!wait->done) (void)pthread_cond_wait(&wait->spill->moved, &wait->spill->lock);
-  qkvi_spill_unlock(wait->spill);
-  if (wait->status == QKV_OK) return QKV_OK;
-  return qkv_fail(error, wait->status, "the journal in data-dir was not written, the disk %s",
-                  wait->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
-}
-
-qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
-                              uint64_t bytes, qkv_error *error) {
-  journal_wait wait = {.spill = spill};
-  QKV_TRY(qkv_storage_journal(spill->storage, kind, session, payload, bytes, on_journal, &wait, error));
-  return finish_wait(&wait, error);
-}
-
 // ---- Sessions ----
 
 qkv_status qkvi_spill_enlist(qkvi_spill *spill, qkv_session_config *config, qkv_error *error) {
@@ -382,63 +289,13 @@ const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durabili
   return &spill->backings[durability == QKV_DURABILITY_SYNC].table;
 }
 
-// One at a time, so that a model is written once.
-static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, qkv_error *error) {
-  qkv_status status = QKV_OK;
-  (void)pthread_mutex_lock(&spill->models_lock);
-  qkvi_spill_lock(spill);
-  const bool known = find_known(spill, model->name, 0) != NULL;
-  qkvi_spill_unlock(spill);
-  if (!known) {
-    qkvi_model_message message;
-    qkvi_model_write(model, &message);
-    status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
-    qkvi_model_message_clear(&message);
-    qkvi_spill_lock(spill);
-    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0);
-    qkvi_spill_unlock(spill);
-  }
-  (void)pthread_mutex_unlock(&spill->models_lock);
-  return status;
-}
-
-static qkv_status journal_info(qkvi_spill *spill, qkv_journal_kind kind, const qkv_session_info *info,
-                               qkv_error *error) {
-  qkvi_session_message message;
-  qkvi_session_write(info, NULL, &message);
-  const size_t bytes = qkv__v1__session_info__get_packed_size(&message.info);
-  uint8_t *payload = malloc(bytes + 1);
-  if (payload == NULL) abort();
-  (void)qkv__v1__session_info__pack(&message.info, payload);
-  const qkv_status status = qkvi_spill_journal(spill, kind, info->config.id, payload, bytes, error);
-  free(payload);
-  return status;
-}
-
-qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
-  qkv_session_info info;
-  qkv_session_read_info(session, &info, NULL);
-  if (info.config.backing == NULL) return QKV_OK;
-  QKV_TRY(journal_model_once(spill, info.model, error));
-  const qkv_status status = journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
-  // It may be there nevertheless.
-  if (status != QKV_OK) qkv_storage_session_close(spill->storage, info.config.id, NULL, NULL);
-  return status;
-}
-
-qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
-  qkv_session_info info;
-  qkv_session_read_info(session, &info, NULL);
-  return info.config.backing == NULL ? QKV_OK : journal_info(spill, QKV_JOURNAL_SESSION_NOTE, &info, error);
-}
-
 qkv_status qkvi_spill_closed(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
   const qkv_session_config *config = qkv_session_config_of(session);
-  journal_wait wait = {.spill = spill};
+  qkvi_journal_wait wait = {.spill = spill};
   if (config->backing == NULL) return QKV_OK;
   qkv_session_detach(session);  // whoever still has it puts nothing behind its end
-  qkv_storage_session_close(spill->storage, config->id, on_journal, &wait);
-  return finish_wait(&wait, error);
+  qkv_storage_session_close(spill->storage, config->id, qkvi_spill_on_journal, &wait);
+  return qkvi_spill_finish_wait(&wait, error);
 }
 
 static bool cuts_waiting(qkvi_spill *spill) {
@@ -531,9 +388,9 @@ qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start) {
 
 qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error) {
   qkv_storage_stats before, after;
-  journal_wait wait = {.spill = spill};
+  qkvi_journal_wait wait = {.spill = spill};
   qkv_storage_read_stats(spill->storage, &before);
-  qkv_storage_compact(spill->storage, live_share, on_journal, &wait);
+  qkv_storage_compact(spill->storage, live_share, qkvi_spill_on_journal, &wait);
   qkvi_spill_lock(spill);
   while (!wait.done) (void)pthread_cond_wait(&spill->moved, &spill->lock);
   qkvi_spill_unlock(spill);
@@ -566,7 +423,7 @@ static void *work(void *context) {
   uint64_t seen = 0;
   for (;;) {
     if (take_flag(spill, &spill->full)) qkvi_spill_expel(spill);
-    if (!resting(spill) && take_flag(spill, &spill->wanted)) journal_calibrations(spill);
+    if (!resting(spill) && take_flag(spill, &spill->wanted)) qkvi_spill_journal_calibrations(spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
     qkvi_spill_lock(spill);

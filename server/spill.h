@@ -4,7 +4,8 @@
 //   append seals a page ──► backing.put ──► storage                  in the append, which never waits for it
 //   settle                  pages that found no room, durable marks  spill thread, when something is under way
 //   make room               cold sessions leave memory               whoever needs the bytes, longest unused first
-//   restore                 pages come back                          jobs of the disk pool (server/restore.h)
+//   restore                 pages come back                          jobs of the disk pool (server/restore.h),
+//                                                                    some ahead (server/read_ahead.h)
 //   start                   models, calibrations, sessions           before calls are served (server/recovery.c)
 //
 // What a session needs to be found again is in the journal before it is acknowledged: its SessionInfo, its model,

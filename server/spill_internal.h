@@ -34,6 +34,19 @@ typedef struct qkvi_poisoned {
   struct qkvi_poisoned *next;
 } qkvi_poisoned;
 
+// A layer that someone brings back; on that one's stack.
+typedef struct qkvi_restoring {
+  const qkv_session *session;
+  uint32_t layer;
+  struct qkvi_restoring *next;
+} qkvi_restoring;
+
+// A session of which layers to come are brought back (server/read_ahead.c).
+typedef struct qkvi_ahead {
+  const qkv_session *session;
+  struct qkvi_ahead *next;
+} qkvi_ahead;
+
 typedef struct qkvi_backing {
   qkv_backing table;  // its context is this
   qkvi_spill *spill;
@@ -46,18 +59,22 @@ struct qkvi_spill {
   qkv_metric_value *metrics;
   qkvi_backing backings[2];  // ASYNC, SYNC
 
-  pthread_mutex_t lock;  // of everything down to `known`; nothing is waited for under it but `moved`
+  pthread_mutex_t lock;  // of everything down to `ahead_count`; nothing is waited for under it but `moved`
   pthread_cond_t moved;  // `steps` has grown
   uint64_t steps;
-  bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   qkvi_pending *pending;
   uint64_t cuts;               // truncations that are not durable yet
   qkv_status failure;          // of the last record; OK again once one is durable
   int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
-  bool full;                   // for want of room
   qkvi_known *known;
   qkvi_poisoned *poisoned;
   qkvi_verify verify;
+  bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
+  bool full;                       // for want of room
+  bool hastening;                  // a sync that someone waits for is under way
+  qkvi_restoring *restoring;       // layers that are being brought back
+  qkvi_ahead *ahead;               // sessions that are read ahead
+  size_t ahead_count;
 
   pthread_mutex_t room_lock;    // one eviction at a time
   pthread_mutex_t models_lock;  // one model at a time into the journal
@@ -78,6 +95,10 @@ uint64_t qkvi_spill_steps(qkvi_spill *spill);
 // Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
 uint64_t qkvi_spill_await(qkvi_spill *spill, uint64_t seen, int64_t ms);
 qkv_status qkvi_spill_failure(qkvi_spill *spill);
+// Something that is waited for has moved.
+void qkvi_spill_progress(qkvi_spill *spill);
+// What is written becomes durable now rather than within a second.
+void qkvi_spill_hasten(qkvi_spill *spill);
 
 // Sessions that are not in memory alone, the longest unused first; to be given back.
 typedef struct qkvi_spilled {
@@ -86,6 +107,9 @@ typedef struct qkvi_spilled {
 } qkvi_spilled;
 qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
 void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);
+
+// Bytes of memory-budget that are used or promised.
+uint64_t qkvi_spill_taken(qkvi_spill *spill);
 
 // storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
 void qkvi_spill_expel(qkvi_spill *spill);
@@ -96,6 +120,22 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
 // Under the lock, or before the thread is started.
 void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version);
 const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durability);
+// The disk refused something; under the lock.
+void qkvi_spill_note_failure(qkvi_spill *spill, qkv_status status);
+
+// Waiting for an entry of the journal: `done` with this as its context, then finish.
+typedef struct qkvi_journal_wait {
+  qkvi_spill *spill;
+  bool done;
+  qkv_status status;
+} qkvi_journal_wait;
+void qkvi_spill_on_journal(void *context, qkv_status status);
+qkv_status qkvi_spill_finish_wait(qkvi_journal_wait *wait, qkv_error *error);
+// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread, which
+// then writes those that sessions on the SSD are coded with.
+bool qkvi_spill_calibration_ready(qkvi_spill *spill, const char *model, uint32_t version);
+void qkvi_spill_journal_calibrations(qkvi_spill *spill);
+
 // Writes an entry and waits until it is durable.
 qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
                               uint64_t bytes, qkv_error *error);

@@ -50,7 +50,7 @@ void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count) {
   free(sessions);
 }
 
-static uint64_t bytes_taken(qkvi_spill *spill) {
+uint64_t qkvi_spill_taken(qkvi_spill *spill) {
   const qkv_arena_stats memory = qkv_store_read_stats(spill->store).memory;
   return memory.bytes_used + memory.bytes_reserved;
 }
@@ -61,7 +61,7 @@ uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
   (void)pthread_mutex_lock(&spill->room_lock);
   qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
   for (size_t i = 0; i < count; i++) {
-    const uint64_t taken = bytes_taken(spill);
+    const uint64_t taken = qkvi_spill_taken(spill);
     if (taken <= target) break;
     freed += qkv_session_evict(sessions[i].session, taken - target);
   }
@@ -121,14 +121,15 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
   while (bytes <= budget) {
     const uint64_t slack = (budget - bytes) / 16;
     const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
-    if (bytes_taken(spill) <= budget - bytes) return QKV_OK;
+    if (qkvi_spill_taken(spill) <= budget - bytes) return QKV_OK;
     (void)qkvi_spill_evict(spill, budget - bytes - slack);
-    const uint64_t taken = bytes_taken(spill);
+    const uint64_t taken = qkvi_spill_taken(spill);
     if (taken <= budget - bytes) return QKV_OK;
     bool later = pending;
     if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0 && qkvi_spill_now_ms() < until) continue;
     if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until) break;
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
+    qkvi_spill_hasten(spill);
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,

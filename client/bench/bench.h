@@ -39,6 +39,7 @@ typedef struct qkv_bench_settings {
   // storage
   const char *directory;
   int64_t record;  // payload bytes of one
+  int64_t pause;   // ms
   bool codes;
   // attend
   int64_t value_dim;  // 0: dim

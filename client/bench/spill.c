@@ -28,6 +28,8 @@ static const qkv_option options[] = {
     {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
      "query heads, a multiple of the KV heads"},
     {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
+    {"pause", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, pause), "0", 0, 60000, "TIME",
+     "between two layers' queries, as a model computes; not counted"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
 };
 
@@ -106,12 +108,15 @@ static int append_all(spilling *all, double *seconds) {
   return 0;
 }
 
-// A query of the last position to every layer.
-static int attend_all(spilling *all, double *seconds) {
+// A query of the last position to every layer. `layers` gets the time of each.
+static int attend_all(spilling *all, double *seconds, qkv_samples *layers) {
   const qkv_bench_settings *settings = all->settings;
-  const double begin = qkv_bench_now();
+  const struct timespec pause = {.tv_sec = settings->pause / 1000, .tv_nsec = settings->pause % 1000 * 1000000};
+  *seconds = 0;
   for (int64_t layer = 0; layer < settings->rounds; layer++) {
     qkv_call_error error = {0};
+    if (layer > 0 && settings->pause > 0) (void)nanosleep(&pause, NULL);
+    const double begin = qkv_bench_now();
     qkv_client_result result;
     const qkv_client_item item = {.session = NAME,
                                   .layer = (uint32_t)layer,
@@ -123,8 +128,10 @@ static int attend_all(spilling *all, double *seconds) {
                                         .bytes = (size_t)(settings->q_heads * settings->dim) * sizeof(float)}};
     if (qkv_client_attend(all->client, &item, 1, &result, &error) != 0) return qkv_bench_failed("attend", &error);
     qkv_client_results_free(&result, 1);
+    const double took = qkv_bench_now() - begin;
+    qkv_samples_add(layers, took);
+    *seconds += took;
   }
-  *seconds = qkv_bench_now() - begin;
   return 0;
 }
 
@@ -132,10 +139,11 @@ static int measure(spilling *all) {
   double append_s = 0, cold_s = 0, warm_s = 0;
   qkv_call_error error = {0};
   if (open_session(all) != 0 || append_all(all, &append_s) != 0) return QKV_EXIT_FAILED;
-  qkv_samples cold = {0}, warm = {0};
+  qkv_samples cold = {0}, warm = {0}, cold_layers = {0}, warm_layers = {0};
   for (int64_t i = 0; i < all->settings->repeats; i++) {
     if (qkv_client_sink_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("sink", &error);
-    if (attend_all(all, &cold_s) != 0 || attend_all(all, &warm_s) != 0) return QKV_EXIT_FAILED;
+    if (attend_all(all, &cold_s, &cold_layers) != 0 || attend_all(all, &warm_s, &warm_layers) != 0)
+      return QKV_EXIT_FAILED;
     qkv_samples_add(&cold, cold_s);
     qkv_samples_add(&warm, warm_s);
   }
@@ -144,11 +152,17 @@ static int measure(spilling *all) {
   const double cold_median = qkv_samples_quantile(&cold, 0.5), warm_median = qkv_samples_quantile(&warm, 0.5);
   qkv_bench_report(
       all->settings,
-      json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill", "stored_gb", stored, "append_s",
-                append_s, "append_fp16_gbps", (double)all->info.bytes_fp16 * 1e-9 / append_s, "append_stored_gbps",
-                stored / append_s, "cold_s", cold_median, "cold_gbps", stored / cold_median, "warm_s", warm_median));
+      json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill", "stored_gb", stored,
+                "append_s", append_s, "append_fp16_gbps", (double)all->info.bytes_fp16 * 1e-9 / append_s,
+                "append_stored_gbps", stored / append_s, "cold_s", cold_median, "cold_gbps", stored / cold_median,
+                "warm_s", warm_median, "cold_layer_ms", 1e3 * qkv_samples_quantile(&cold_layers, 0.5),
+                "cold_layer_p99_ms", 1e3 * qkv_samples_quantile(&cold_layers, 0.99), "warm_layer_ms",
+                1e3 * qkv_samples_quantile(&warm_layers, 0.5), "warm_layer_p99_ms",
+                1e3 * qkv_samples_quantile(&warm_layers, 0.99)));
   qkv_samples_free(&cold);
   qkv_samples_free(&warm);
+  qkv_samples_free(&cold_layers);
+  qkv_samples_free(&warm_layers);
   if (qkv_client_close_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("close", &error);
   return QKV_EXIT_OK;
 }

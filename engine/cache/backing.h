@@ -2,7 +2,7 @@
 // tier behind it (server/spill.h), tests a double. The engine itself has no I/O.
 //
 //   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays
-//                       └──────► GONE                       restore: whoever attends or fetches brings it back
+//                       └──────────┴─► GONE                 restore: whoever attends or fetches brings it back
 //
 // A page is put once, as it was first coded. Planes that are dropped later are dropped in memory alone, so what was
 // written is the way back to full precision.
@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 typedef enum qkv_record_state {
-  QKV_RECORD_GONE,     // could not be written, or was dropped
+  QKV_RECORD_GONE,     // could not be written or made durable, or was dropped
   QKV_RECORD_WAITING,  // on its way
   QKV_RECORD_WRITTEN,  // can be read back by this process
   QKV_RECORD_DURABLE,  // and by the next one

@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <stdlib.h>
 
 #include "engine/cache/layer_internal.h"
 
@@ -69,12 +70,50 @@ static uint64_t evict_page(qkv_layer *layer, qkv_page_entry *entry) {
   return freed;
 }
 
+// A page that can leave, and the attention that its tokens receive, all heads together.
+typedef struct leaving {
+  size_t index;
+  float heat;
+} leaving;
+
+static float heat_of(const qkv_layer *layer, const qkv_page_entry *entry, uint64_t now) {
+  float values[QKV_PAGE_TOKENS], sum = 0;
+  if (entry->ema == NULL) return 0;
+  for (uint32_t head = 0; head < layer->config.model->kv_heads; head++) {
+    qkv_ema_read(entry->ema, layer->clock, head, now, values);
+    for (size_t t = 0; t < entry->tokens; t++) sum += values[t];
+  }
+  return sum;
+}
+
+static int coldest_first(const void *a, const void *b) {
+  const leaving *left = a, *right = b;
+  if (left->heat != right->heat) return left->heat < right->heat ? -1 : 1;
+  return (left->index > right->index) - (left->index < right->index);
+}
+
+// Pages whose records are only written stay: an fdatasync that fails may yet take those away, and then the image is
+// what they are put again from.
+static size_t find_leaving(const qkv_layer *layer, leaving *out) {
+  const uint64_t now = layer->clock == NULL ? 0 : qkv_ema_clock_now(layer->clock);
+  size_t count = 0;
+  for (size_t i = 0; i < layer->page_count; i++) {
+    const qkv_page_entry *entry = &layer->pages[i];
+    if (entry->page != NULL && state_of(layer, entry) == QKV_RECORD_DURABLE)
+      out[count++] = (leaving){.index = i, .heat = heat_of(layer, entry, now)};
+  }
+  return count;
+}
+
 uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes) {
   uint64_t freed = 0;
-  for (size_t i = 0; i < layer->page_count && freed < bytes; i++) {
-    qkv_page_entry *entry = &layer->pages[i];
-    if (entry->page != NULL && state_of(layer, entry) >= QKV_RECORD_WRITTEN) freed += evict_page(layer, entry);
-  }
+  if (layer->bytes_coded == 0) return 0;
+  leaving *pages = malloc(layer->page_count * sizeof *pages);
+  if (pages == NULL) abort();
+  const size_t count = find_leaving(layer, pages);
+  qsort(pages, count, sizeof *pages, coldest_first);
+  for (size_t i = 0; i < count && freed < bytes; i++) freed += evict_page(layer, &layer->pages[pages[i].index]);
+  free(pages);
   return freed;
 }
 

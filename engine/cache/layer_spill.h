@@ -21,8 +21,8 @@ bool qkv_layer_save(qkv_layer *layer);
 // Takes note of what has become of the records: `durable` moves on; pages whose record is gone will be put again.
 void qkv_layer_settle(qkv_layer *layer);
 
-// Images of pages whose records can be read back leave memory, the first ones first, until `bytes` of the arena are
-// free or there are no more. Returns the bytes.
+// Images of pages whose records are durable leave memory, those first that receive least attention (ema.h), of equals
+// the oldest, until `bytes` of the arena are free or there are no more. Returns the bytes.
 uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes);
 
 // What an append of so many tokens takes of the arena at most.

@@ -35,7 +35,9 @@ struct qkv_session {
   _Atomic uint64_t references;
   int64_t created_unix_ms;
   _Atomic int64_t last_used_unix_ms;
-  _Atomic uint64_t next_layer;  // that a step of re-tiering begins with
+  _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
+  _Atomic uint32_t last_layer;   // that was appended to or read
+  _Atomic uint64_t tokens_cold;  // of all layers
   _Atomic uint64_t ttl_ms;
   _Atomic bool pinned;    // by the owner
   locked_layer layers[];  // model->layers
@@ -49,6 +51,15 @@ static int64_t now_unix_ms(void) {
 
 static void touch(qkv_session *session) {
   atomic_store_explicit(&session->last_used_unix_ms, now_unix_ms(), memory_order_relaxed);
+}
+
+static void touch_layer(qkv_session *session, uint32_t layer) {
+  touch(session);
+  atomic_store_explicit(&session->last_layer, layer, memory_order_relaxed);
+}
+
+uint32_t qkv_session_last_layer(const qkv_session *session) {
+  return atomic_load_explicit(&session->last_layer, memory_order_relaxed);
 }
 
 void qkv_session_touch(qkv_session *session) {
@@ -95,9 +106,12 @@ static void unlock_info(locked_layer *layer) {
 }
 
 // The layer is locked, or nobody else's yet.
-static void publish(locked_layer *layer) {
+static void publish(qkv_session *session, locked_layer *layer) {
   qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   lock_info(layer);
+  // What was there before is taken off: a difference, which may be below 0.
+  atomic_fetch_add_explicit(&session->tokens_cold, usage.tokens_cold - layer->usage.tokens_cold,
+                            memory_order_relaxed);
   layer->length = layer->layer.length;
   layer->durable = qkv_layer_durable(&layer->layer);
   layer->unsettled = layer->layer.config.backing != NULL && layer->layer.settled < layer->layer.page_count;
@@ -269,6 +283,8 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   atomic_init(&session->next_layer, 0);
+  atomic_init(&session->last_layer, 0);
+  atomic_init(&session->tokens_cold, 0);
   atomic_init(&session->pinned, config->pinned);
   atomic_init(&session->ttl_ms, config->ttl_ms);
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
@@ -278,6 +294,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   for (uint32_t i = 0; i < model->layers; i++) {
     init_lock(&session->layers[i].lock);
     atomic_init(&session->layers[i].pins, 0);
+    session->layers[i].usage = (qkv_layer_usage){0};
     failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
     assert(failed == 0);
     qkv_layer_init(&session->layers[i].layer,
@@ -292,7 +309,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                                        .backing = config->backing,
                                        .session = config->id},
                    qkv_coding_layer(coding, i));
-    publish(&session->layers[i]);
+    publish(session, &session->layers[i]);
   }
   *out = session;
   return QKV_OK;
@@ -350,7 +367,7 @@ static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t p
   qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
   *length = locked->layer.length;
   (void)qkv_layer_save(&locked->layer);  // what finds no room is given again when there is some (session_spill.h)
-  publish(locked);
+  publish(session, locked);
   unlock(locked);
   if (renewed) drop_unused(session);
   return status;
@@ -361,7 +378,7 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
                               qkv_error *error) {
   *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
-  touch(session);
+  touch_layer(session, layer);
   lock_to_write(&session->layers[layer]);
   return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
 }
@@ -371,14 +388,14 @@ qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t
                                   qkv_error *error) {
   *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
-  touch(session);
+  touch_layer(session, layer);
   if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
   return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
 }
 
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
   QKV_TRY(check_layer(session, layer, error));
-  touch(session);
+  touch_layer(session, layer);
   lock_to_read(&session->layers[layer]);
   *out = &session->layers[layer].layer;
   return QKV_OK;
@@ -386,7 +403,7 @@ qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_laye
 
 qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
   QKV_TRY(check_layer(session, layer, error));
-  touch(session);
+  touch_layer(session, layer);
   if (pthread_rwlock_tryrdlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
   *out = &session->layers[layer].layer;
   return QKV_OK;
@@ -410,7 +427,7 @@ qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer) {
 }
 
 void qkvi_session_changed(qkv_session *session, uint32_t layer) {
-  publish(&session->layers[layer]);
+  publish(session, &session->layers[layer]);
   unlock(&session->layers[layer]);
 }
 
@@ -418,6 +435,19 @@ qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
   if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return NULL;
   return &session->layers[layer].layer;
+}
+
+bool qkv_session_has_cold(const qkv_session *session) {
+  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed) > 0;
+}
+
+uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
+  assert(layer < session->model->layers);
+  lock_info(&session->layers[layer]);
+  const uint64_t tokens = session->layers[layer].usage.tokens_cold;
+  *bytes = session->layers[layer].usage.bytes_stored;
+  unlock_info(&session->layers[layer]);
+  return tokens;
 }
 
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
@@ -452,7 +482,7 @@ uint32_t qkvi_session_next_layer(qkv_session *session) {
 static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
   lock_to_write(&session->layers[layer]);
   qkv_layer_truncate(&session->layers[layer].layer, position);
-  publish(&session->layers[layer]);
+  publish(session, &session->layers[layer]);
   unlock(&session->layers[layer]);
 }
 

@@ -43,10 +43,12 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes) {
   uint64_t freed = 0;
   if (qkv_session_config_of(session)->backing == NULL) return 0;
-  for (uint32_t i = 0; i < qkv_session_model(session)->layers && freed < bytes; i++) {
-    qkv_layer *layer = qkvi_session_change(session, i);
-    if (!qkvi_session_stays(session, i)) freed += qkv_layer_evict(layer, bytes - freed);
-    qkvi_session_changed(session, i);
+  const uint32_t layers = qkv_session_model(session)->layers, last = qkv_session_last_layer(session);
+  for (uint32_t i = 0; i < layers && freed < bytes; i++) {
+    const uint32_t at = (last + layers - i) % layers;
+    qkv_layer *layer = qkvi_session_change(session, at);
+    if (!qkvi_session_stays(session, at)) freed += qkv_layer_evict(layer, bytes - freed);
+    qkvi_session_changed(session, at);
   }
   return freed;
 }

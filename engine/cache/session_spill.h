@@ -27,9 +27,17 @@ void qkv_session_detach(qkv_session *session);
 // process needs. RESOURCE_EXHAUSTED; layers that were sealed until then stay so.
 qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
-// Pages that can be read back leave memory until `bytes` are free or there are no more; nothing of pinned layers.
-// Returns the bytes.
+// As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
+// are used in turn, so the one that was used last is needed again last: it goes first, then those before it, down to
+// the one that comes next. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes);
+
+// Whether any page is cold; the cold tokens of a layer, and the bytes of all its records. As of the last change;
+// never waits.
+bool qkv_session_has_cold(const qkv_session *session);
+uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes);
+// The layer that was appended to or read last; 0 where none was.
+uint32_t qkv_session_last_layer(const qkv_session *session);
 
 // From here on what is restored of the layer stays. Counted; beside the owner's own (qkv_session_set_pinned).
 void qkv_session_pin(qkv_session *session, uint32_t layer);

@@ -88,7 +88,7 @@ def test_a_clean_stop_keeps_everything(start):
 
 def test_attend_is_the_same_from_the_disk(start):
     queries = np.random.default_rng(4).standard_normal((3, 4, 16)).astype(np.float32)
-    with start() as daemon:
+    with start("--storage-read-ahead", "0") as daemon:
         cache = open_cache(daemon, ASYNC)
         fill(cache, 500)
         cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
@@ -98,6 +98,34 @@ def test_attend_is_the_same_from_the_disk(start):
         assert cache.info().tokens_cold == 500  # one layer has come back
         assert_same_rows(first, cache.attend(499, queries))
         assert daemon.metric("qkvd_storage_restored_pages_total") == 8
+
+
+def test_layers_to_come_are_read_ahead(start):
+    """As far as the bytes go; attended they are the same, and Fetch reads its next run ahead."""
+    queries = np.random.default_rng(6).standard_normal((1, 4, 16)).astype(np.float32)
+    layers = 8
+    with start("--storage-read-ahead", "60KiB", "--ema-every", "0", "--calibrate-tokens", "0") as daemon:
+        cache = Cache(daemon.stub(), "s", layers=layers, durability=ASYNC, recent_window=16)
+        for layer in range(layers):
+            cache.append(0, *cache.rows(500), layer=layer)
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+        each = cache.info().bytes_stored // layers
+        ahead = 60 * 1024 // each  # layers
+        assert 1 < ahead < layers - 1
+        before = [cache.attend(499, queries, layer=0)]
+        wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") == ahead * each, "nothing is read ahead")
+        assert cache.info().tokens_cold == 500 * (layers - 1 - ahead)
+        for layer in range(1, layers):
+            before.append(cache.attend(499, queries, layer=layer))
+        wait_for(lambda: daemon.metric("qkvd_storage_restored_pages_total") == layers * 8, "pages have not come once")
+        assert cache.info().tokens_cold == 0
+        for layer in range(layers):
+            assert_same_rows(before[layer], cache.attend(499, queries, layer=layer))
+        cache.append(500, *cache.rows(12000))
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+        seen = daemon.metric("qkvd_storage_read_ahead_bytes_total")
+        assert rows(cache, 12500)[0].shape == (12500, 2, 16)
+        wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") > seen, "no run is read ahead")
 
 
 def test_more_than_memory(start):

@@ -98,8 +98,8 @@ static void test_out_and_back(void **unused) {
   end(&s);
 }
 
-// As many pages as are asked for, the first ones first; and only those that can be read back.
-static void test_evicts_what_is_written(void **unused) {
+// As many pages as are asked for, the first ones first where attention says nothing; and only those that are durable.
+static void test_evicts_what_is_durable(void **unused) {
   (void)unused;
   state s;
   begin(&s);
@@ -109,13 +109,14 @@ static void test_evicts_what_is_written(void **unused) {
   assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), 0);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST);
-  s.backing.records[2].state = QKV_RECORD_WRITTEN;
-  s.backing.records[3].state = QKV_RECORD_DURABLE;
+  s.backing.records[1].state = QKV_RECORD_WRITTEN;
+  s.backing.records[2].state = s.backing.records[3].state = QKV_RECORD_DURABLE;
   assert_true(qkv_layer_evict(&s.layer, 1) > 0);
   assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 64, FIRST + 65));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
   assert_true(qkv_layer_evict(&s.layer, UINT64_MAX) > 0);
+  assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 192, UINT64_MAX));
   qkv_layer_settle(&s.layer);
@@ -123,6 +124,65 @@ static void test_evicts_what_is_written(void **unused) {
   double_all(&s.backing, QKV_RECORD_DURABLE);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
+  assert_valid(&s.layer);
+  end(&s);
+}
+
+// What is written and then not made durable is in memory still, and is put again.
+static void test_a_failed_sync_costs_nothing(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  s.backing.first = QKV_RECORD_WRITTEN;
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), 0);
+  double_all(&s.backing, QKV_RECORD_GONE);
+  s.backing.first = QKV_RECORD_DURABLE;
+  for (int i = 0; i < PAGES; i++) {
+    qkv_layer_settle(&s.layer);
+    assert_true(qkv_layer_save(&s.layer));
+  }
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(s.backing.count, 2 * PAGES);
+  assert_int_equal(s.backing.drops, PAGES);
+  assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
+  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX) > 0);
+  assert_int_equal(restore_all(&s, false), PAGES);
+  assert_rows_as_before(&s);
+  assert_valid(&s.layer);
+  end(&s);
+}
+
+// Attention to the tokens of one page, as of one query that all heads share.
+static void heat(state *s, size_t page, float share) {
+  float attention[QKV_PAGE_TOKENS];
+  qkv_ema_step step;
+  assert_true(qkv_ema_clock_count(s->layer.clock, 1, 1, &step));
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) attention[t] = share / QKV_PAGE_TOKENS;
+  for (uint32_t head = 0; head < s->model.kv_heads; head++)
+    qkv_ema_add(s->layer.pages[page].ema, s->layer.clock, head, &step, attention);
+}
+
+// Those that receive least attention go first.
+static void test_evicts_the_coldest(void **unused) {
+  (void)unused;
+  static const size_t order[] = {2, 0, 3, 1};  // from the coldest on
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_int_equal(PAGES, sizeof order / sizeof *order);
+  for (size_t i = 1; i < PAGES; i++) heat(&s, order[i], 0.2f * (float)i);
+  assert_true(qkv_layer_save(&s.layer));
+  for (size_t i = 0; i < PAGES; i++) {
+    assert_true(qkv_layer_evict(&s.layer, 1) > 0);
+    for (size_t p = 0; p < PAGES; p++) {
+      bool gone = false;
+      for (size_t k = 0; k <= i; k++) gone |= order[k] == p;
+      assert_int_equal(s.layer.pages[p].page == NULL, gone);
+    }
+  }
+  assert_int_equal(qkv_layer_evict(&s.layer, 1), 0);
   assert_valid(&s.layer);
   end(&s);
 }
@@ -328,7 +388,9 @@ static void test_adopts(void **unused) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_out_and_back),
-      cmocka_unit_test(test_evicts_what_is_written),
+      cmocka_unit_test(test_evicts_what_is_durable),
+      cmocka_unit_test(test_a_failed_sync_costs_nothing),
+      cmocka_unit_test(test_evicts_the_coldest),
       cmocka_unit_test(test_puts_again),
       cmocka_unit_test(test_full_precision_returns),
       cmocka_unit_test(test_truncates_cold_pages),

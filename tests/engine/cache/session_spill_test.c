@@ -129,6 +129,33 @@ static void test_pins_keep_what_came_back(void **unused) {
   teardown(&s);
 }
 
+static uint64_t cold(const scene *s, uint32_t layer) {
+  uint64_t bytes;
+  return qkv_session_cold(s->session, layer, &bytes);
+}
+
+// The layer that was used last goes first, the one that comes next last.
+static void test_layers_leave_in_turn(void **unused) {
+  (void)unused;
+  static const uint32_t order[LAYERS] = {1, 0, 3, 2};
+  scene s;
+  const qkv_layer *layer;
+  setup(&s);
+  append_all(&s);
+  assert_int_equal(qkv_session_last_layer(s.session), LAYERS - 1);
+  assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
+  qkv_session_read_done(s.session, 1);
+  assert_false(qkv_session_has_cold(s.session));
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    for (int page = 0; page < PAGES; page++) assert_true(qkv_session_evict(s.session, 1) > 0);
+    for (uint32_t k = 0; k < LAYERS; k++) assert_int_equal(cold(&s, order[k]), k <= i ? PAGES * 64 : 0);
+  }
+  assert_true(qkv_session_has_cold(s.session));
+  for (uint32_t i = 0; i < LAYERS; i++) restore_layer(&s, i);
+  assert_false(qkv_session_has_cold(s.session));
+  teardown(&s);
+}
+
 // A session of the next process, from the records of this one.
 static void test_found_again(void **unused) {
   (void)unused;
@@ -214,8 +241,11 @@ static void test_eviction_beside_reads(void **unused) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_appended_pages_are_put),   cmocka_unit_test(test_settle_puts_the_rest),
-      cmocka_unit_test(test_pins_keep_what_came_back), cmocka_unit_test(test_found_again),
+      cmocka_unit_test(test_appended_pages_are_put),
+      cmocka_unit_test(test_settle_puts_the_rest),
+      cmocka_unit_test(test_pins_keep_what_came_back),
+      cmocka_unit_test(test_layers_leave_in_turn),
+      cmocka_unit_test(test_found_again),
       cmocka_unit_test(test_eviction_beside_reads),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

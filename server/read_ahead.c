@@ -1,0 +1,129 @@
+#include "server/read_ahead.h"
+
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/restore.h"
+#include "server/spill_internal.h"
+
+enum { JOBS_MAX = 2, BUDGET_PART = 8 };
+
+typedef struct reading_ahead {
+  qkvi_ahead here;  // in the list of those under way
+  qkv_daemon *daemon;
+  qkv_session *session;     // a reference
+  bool run;                 // of one layer; else layers behind the one that is used
+  uint32_t layer;           // of a run
+  uint64_t begin, end;      // positions
+  uint64_t queries;         // of the request
+  uint64_t sliding_window;  // of its own, or 0
+} reading_ahead;
+
+static uint64_t window_bytes(const qkv_daemon *daemon) {
+  const uint64_t most = (uint64_t)daemon->options->storage_read_ahead;
+  const uint64_t part = qkvi_spill_budget(daemon->spill) / BUDGET_PART;
+  return most < part ? most : part;
+}
+
+// Where a request like this one begins in a layer.
+static uint64_t begin_in(const reading_ahead *on, uint32_t layer) {
+  const uint64_t own = on->sliding_window,
+                 window = own > 0 ? own : qkv_model_window(qkv_session_model(on->session), layer);
+  const uint64_t seen = window + on->queries;
+  return window > 0 && on->end > seen && on->end - seen > on->begin ? on->end - seen : on->begin;
+}
+
+// The next layer behind `done`, and behind the one that is used, of which something is cold, within the window. Pages
+// that leave first are those that a sliding window has passed: so many may be cold without being missed.
+static bool next_layer(const reading_ahead *on, int64_t done, uint32_t *layer) {
+  const uint64_t window = window_bytes(on->daemon);
+  const uint64_t first = qkv_session_config_of(on->session)->first_position;
+  uint64_t sum = 0;
+  for (uint32_t i = qkv_session_last_layer(on->session) + 1; i < qkv_session_model(on->session)->layers; i++) {
+    uint64_t bytes;
+    const uint64_t cold = qkv_session_cold(on->session, i, &bytes), begin = begin_in(on, i);
+    sum += bytes;
+    if (sum > window) return false;
+    if ((int64_t)i <= done || cold <= (begin > first ? begin - first : 0)) continue;
+    *layer = i;
+    return true;
+  }
+  return false;
+}
+
+static uint64_t bring_back(const reading_ahead *on, uint32_t layer, uint64_t begin, uint64_t end) {
+  qkvi_spill *spill = on->daemon->spill;
+  qkv_session_pin(on->session, layer);
+  const uint64_t bytes = qkvi_restore_ahead(spill, on->session, layer, begin, end);
+  qkv_session_unpin(on->session, layer);
+  qkv_metric_add(&spill->metrics[QKV_METRIC_READ_AHEAD_BYTES], (int64_t)bytes);
+  return bytes;
+}
+
+static void leave(reading_ahead *on) {
+  qkvi_spill *spill = on->daemon->spill;
+  qkvi_spill_lock(spill);
+  qkvi_ahead **link = &spill->ahead;
+  while (*link != &on->here) link = &(*link)->next;
+  *link = on->here.next;
+  spill->ahead_count--;
+  qkvi_spill_unlock(spill);
+  qkv_session_unref(&on->session);
+  free(on);
+}
+
+static void job(void *context) {
+  reading_ahead *on = context;
+  uint32_t layer = 0;
+  int64_t done = -1;
+  if (on->run) (void)bring_back(on, on->layer, on->begin, on->end);
+  while (!on->run && next_layer(on, done, &layer) && bring_back(on, layer, begin_in(on, layer), on->end) > 0)
+    done = layer;
+  leave(on);
+}
+
+// Whether the session may have a job now; then it is in the list.
+static bool enter(reading_ahead *on) {
+  qkvi_spill *spill = on->daemon->spill;
+  qkvi_spill_lock(spill);
+  bool free_place = spill->ahead_count < JOBS_MAX;
+  for (const qkvi_ahead *at = spill->ahead; at != NULL; at = at->next) free_place &= at->session != on->session;
+  if (free_place) {
+    on->here = (qkvi_ahead){.session = on->session, .next = spill->ahead};
+    spill->ahead = &on->here;
+    spill->ahead_count++;
+  }
+  qkvi_spill_unlock(spill);
+  return free_place;
+}
+
+static void begin_job(const reading_ahead *wanted) {
+  reading_ahead *on = malloc(sizeof *on);
+  if (on == NULL) abort();
+  *on = *wanted;
+  if (!enter(on)) return free(on);
+  (void)qkv_session_ref(on->session);
+  if (qkv_pool_submit(on->daemon->disk_pool, job, on) != QKV_OK) leave(on);
+}
+
+static bool may_read(const qkv_daemon *daemon, const qkv_session *session) {
+  return daemon->spill != NULL && daemon->options->storage_read_ahead > 0 && qkv_session_has_cold(session);
+}
+
+void qkvi_read_ahead(qkv_daemon *daemon, qkv_session *session, const qkv_attend *request, uint64_t end) {
+  if (!may_read(daemon, session)) return;
+  const reading_ahead wanted = {.daemon = daemon,
+                                .session = session,
+                                .begin = request->options.begin,
+                                .end = end,
+                                .queries = (uint64_t)request->q.dims[0],
+                                .sliding_window = request->options.sliding_window};
+  uint32_t next;
+  if (next_layer(&wanted, -1, &next)) begin_job(&wanted);
+}
+
+void qkvi_read_ahead_run(qkv_daemon *daemon, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end) {
+  if (!may_read(daemon, session) || begin >= end) return;
+  begin_job(&(reading_ahead){
+      .daemon = daemon, .session = session, .run = true, .layer = layer, .begin = begin, .end = end});
+}

@@ -1,0 +1,162 @@
+// What the journal has of models, calibrations and sessions, so that the next process finds them.
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/contract.h"
+#include "server/spill_internal.h"
+
+// ---- The journal ----
+
+void qkvi_spill_on_journal(void *context, qkv_status status) {
+  qkvi_journal_wait *wait = context;
+  qkvi_spill *spill = wait->spill;
+  qkvi_spill_lock(spill);
+  wait->status = status;
+  wait->done = true;
+  spill->steps++;
+  (void)pthread_cond_broadcast(&spill->moved);
+  qkvi_spill_unlock(spill);
+}
+
+qkv_status qkvi_spill_finish_wait(qkvi_journal_wait *wait, qkv_error *error) {
+  qkvi_spill_lock(wait->spill);
+  while (!wait->done) (void)pthread_cond_wait(&wait->spill->moved, &wait->spill->lock);
+  qkvi_spill_unlock(wait->spill);
+  if (wait->status == QKV_OK) return QKV_OK;
+  return qkv_fail(error, wait->status, "the journal in data-dir was not written, the disk %s",
+                  wait->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
+}
+
+qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t session, const void *payload,
+                              uint64_t bytes, qkv_error *error) {
+  qkvi_journal_wait wait = {.spill = spill};
+  QKV_TRY(qkv_storage_journal(spill->storage, kind, session, payload, bytes, qkvi_spill_on_journal, &wait, error));
+  return qkvi_spill_finish_wait(&wait, error);
+}
+
+// ---- Calibrations in the journal ----
+
+static qkvi_known *find_known(qkvi_spill *spill, const char *model, uint32_t version) {
+  for (qkvi_known *known = spill->known; known != NULL; known = known->next) {
+    if (known->version == version && strcmp(known->model, model) == 0) return known;
+  }
+  return NULL;
+}
+
+void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version) {
+  qkvi_known *known = calloc(1, sizeof *known);
+  if (known == NULL) abort();
+  *known = (qkvi_known){.version = version, .next = spill->known};
+  (void)snprintf(known->model, sizeof known->model, "%s", model);
+  spill->known = known;
+}
+
+// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
+bool qkvi_spill_calibration_ready(qkvi_spill *spill, const char *model, uint32_t version) {
+  if (version == 0) return true;
+  qkvi_spill_lock(spill);
+  const bool ready = find_known(spill, model, version) != NULL;
+  spill->wanted |= !ready;
+  qkvi_spill_unlock(spill);
+  return ready;
+}
+
+static qkv_status journal_model(qkvi_spill *spill, qkv_journal_kind kind, const Qkv__V1__Model *message,
+                                qkv_error *error) {
+  const size_t bytes = qkv__v1__model__get_packed_size(message);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__model__pack(message, payload);
+  const qkv_status status = qkvi_spill_journal(spill, kind, 0, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+static void journal_calibration(qkvi_spill *spill, const qkv_model *model, const qkv_calibration *calibration) {
+  const uint32_t version = qkv_calibration_version(calibration);
+  qkvi_spill_lock(spill);
+  const bool wanted = find_known(spill, model->name, 0) != NULL && find_known(spill, model->name, version) == NULL;
+  qkvi_spill_unlock(spill);
+  if (!wanted) return;
+  Qkv__V1__Model message = QKV__V1__MODEL__INIT;
+  qkv_error error = {0};
+  message.name = (char *)model->name;
+  message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
+  const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
+  qkvi_spill_lock(spill);
+  if (status == QKV_OK) {
+    qkvi_spill_note_known(spill, model->name, version);
+  } else {
+    qkvi_spill_note_failure(spill, status);
+  }
+  qkvi_spill_unlock(spill);
+}
+
+// Those that sessions on the SSD are coded with and the journal does not have.
+void qkvi_spill_journal_calibrations(qkvi_spill *spill) {
+  enum { MOST = 16 };
+  size_t count;
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) {
+    const qkv_calibration *calibrations[MOST];
+    const size_t used = qkv_session_calibrations(sessions[i].session, calibrations, MOST);
+    for (size_t c = 0; c < used; c++) {
+      journal_calibration(spill, qkv_session_model(sessions[i].session), calibrations[c]);
+      qkv_calibration_unref(&calibrations[c]);
+    }
+  }
+  qkvi_spill_drop_sessions(sessions, count);
+}
+
+// ---- Models and sessions ----
+
+// One at a time, so that a model is written once.
+static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, qkv_error *error) {
+  qkv_status status = QKV_OK;
+  (void)pthread_mutex_lock(&spill->models_lock);
+  qkvi_spill_lock(spill);
+  const bool known = find_known(spill, model->name, 0) != NULL;
+  qkvi_spill_unlock(spill);
+  if (!known) {
+    qkvi_model_message message;
+    qkvi_model_write(model, &message);
+    status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
+    qkvi_model_message_clear(&message);
+    qkvi_spill_lock(spill);
+    if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0);
+    qkvi_spill_unlock(spill);
+  }
+  (void)pthread_mutex_unlock(&spill->models_lock);
+  return status;
+}
+
+static qkv_status journal_info(qkvi_spill *spill, qkv_journal_kind kind, const qkv_session_info *info,
+                               qkv_error *error) {
+  qkvi_session_message message;
+  qkvi_session_write(info, NULL, &message);
+  const size_t bytes = qkv__v1__session_info__get_packed_size(&message.info);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__session_info__pack(&message.info, payload);
+  const qkv_status status = qkvi_spill_journal(spill, kind, info->config.id, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  if (info.config.backing == NULL) return QKV_OK;
+  QKV_TRY(journal_model_once(spill, info.model, error));
+  const qkv_status status = journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
+  // It may be there nevertheless.
+  if (status != QKV_OK) qkv_storage_session_close(spill->storage, info.config.id, NULL, NULL);
+  return status;
+}
+
+qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  return info.config.backing == NULL ? QKV_OK : journal_info(spill, QKV_JOURNAL_SESSION_NOTE, &info, error);
+}
