@@ -20,6 +20,7 @@ typedef struct append_stream {
   qkv_bytes message;  // the one being applied
   uint64_t number;    // its number, from 0
   bool parsed;        // `request` is this message's
+  bool bulk;          // it has so much that others go before it
   qkvi_patience patience;
   qkvi_request request;
   size_t next;             // item to apply
@@ -154,7 +155,10 @@ static void apply_job(void *context);
 
 static void submit(append_stream *stream) {
   qkv_error error = {0};
-  if (qkvi_patient_job_try(stream->call, stream->patience, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
+  const qkv_daemon *daemon = stream->daemon;
+  qkv_pool *pool = stream->bulk ? daemon->bulk_pool : daemon->pool;
+  if (stream->patience == QKVI_FOR_DISK) pool = daemon->disk_pool;
+  if (qkvi_pool_job_try(stream->call, pool, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 
 // The items in order; the first that fails ends the call. What takes more patience, and the rest, is left to a job.
@@ -201,9 +205,11 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->patience = QKVI_FOR_LAYERS;
   // There is no work behind rows that are dropped, however many.
   const bool discard = stream->daemon->options->discard;
-  if (message.length > QKVI_INLINE_MESSAGE_MAX && !discard) return submit(stream);
+  stream->bulk = message.length > QKVI_INLINE_MESSAGE_MAX && !discard;
+  if (stream->bulk) return submit(stream);
   if (!parse(stream)) return;
-  if (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) return submit(stream);
+  stream->bulk = qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard;
+  if (stream->bulk) return submit(stream);
   stream->patience = QKVI_AT_ONCE;
   apply(stream);
 }

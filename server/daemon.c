@@ -13,6 +13,10 @@
 
 enum { DISK_THREADS = 8 };  // what runs there waits most of the time
 
+// Rows in bulk, and whatever waits for the disk, stand back behind requests for sessions in memory: as many threads
+// as in the compute pool take a tenth of what those take where there is not enough for both.
+enum { BULK_NICE = 10 };
+
 static int64_t monotonic_ms(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -98,7 +102,8 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_pool_waiting(daemon->pool));
+  const size_t waiting = qkv_pool_waiting(daemon->pool) + qkv_pool_waiting(daemon->bulk_pool);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)waiting);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   const qkv_quality_stats quality = qkv_quality_totals();
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);
@@ -158,7 +163,9 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());
-  QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
+  QKV_TRY(qkv_pool_create_nice(compute_threads(options), (size_t)options->limit_queue, BULK_NICE, &daemon->bulk_pool,
+                               error));
+  QKV_TRY(qkv_pool_create_nice(DISK_THREADS, (size_t)options->limit_queue, BULK_NICE, &daemon->disk_pool, error));
   QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);
   return start_rpc(daemon, error);
@@ -224,6 +231,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   *daemon = NULL;
   qkv_rpc_server_destroy(&old->rpc);
   qkv_pool_destroy(&old->pool);
+  qkv_pool_destroy(&old->bulk_pool);
   qkv_pool_destroy(&old->disk_pool);
   qkvi_spill_destroy(&old->spill);
   if (old->store != NULL) qkv_store_destroy(&old->store);

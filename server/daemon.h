@@ -28,7 +28,8 @@ typedef struct qkv_daemon {
   const qkv_options *option_set;  // the same with their sources
   qkv_store *store;
   qkvi_calibrations *calibrations;  // from files
-  qkv_pool *pool;                   // encode and attend
+  qkv_pool *pool;                   // attend, and whatever is asked for with it
+  qkv_pool *bulk_pool;              // appends without a query
   qkv_pool *disk_pool;              // whatever waits for the disk
   qkvi_spill *spill;                // NULL without a data-dir
   qkvi_retierer *retierer;

@@ -5,14 +5,18 @@
 #include "server/control.h"
 #include "server/daemon.h"
 
-qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
-                                qkv_error *error) {
+qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job, void *context, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_pool *pool = patience == QKVI_FOR_DISK ? daemon->disk_pool : daemon->pool;
   if (qkv_pool_submit(pool, job, context) == QKV_OK) return QKV_OK;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
                   daemon->options->limit_queue);
+}
+
+qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
+                                qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  return qkvi_pool_job_try(call, patience == QKVI_FOR_DISK ? daemon->disk_pool : daemon->pool, job, context, error);
 }
 
 void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context) {

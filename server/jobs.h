@@ -9,7 +9,9 @@
 #include "server/daemon.h"
 #include "server/rpc.h"
 
-// Gives job(context) to the pool. RESOURCE_EXHAUSTED where limit-queue jobs wait already.
+// Gives job(context) to a pool, the compute pool where none is named. RESOURCE_EXHAUSTED where limit-queue jobs wait
+// already.
+qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job, void *context, qkv_error *error);
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_job_fn *job, void *context, qkv_error *error);
 
 // The same; a refusal ends the call. The handler is done with it either way.

@@ -16,6 +16,8 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
+enum { ENCODERS_NICE = 10 };  // nobody waits for what they do but the disk
+
 void qkv_storage_config_init(qkv_storage_config *config) {
   *config = (qkv_storage_config){.io = "auto",
                                  .segment_bytes = UINT64_C(256) << 20,
@@ -287,7 +289,8 @@ static qkv_status open_all(qkv_storage *storage, const qkv_storage_restore *rest
   QKV_TRY(take_directory(storage, error));
   const qkv_io_config io = {.directory = config->directory, .driver = config->io, .depth = config->depth};
   QKV_TRY(qkv_io_create(&storage->loop, &io, &storage->io, error));
-  if (config->encoders > 0) QKV_TRY(qkv_pool_create(config->encoders, 1024, &storage->encoders, error));
+  if (config->encoders > 0)
+    QKV_TRY(qkv_pool_create_nice(config->encoders, 1024, ENCODERS_NICE, &storage->encoders, error));
   QKV_TRY(qkvi_storage_open_over(storage, restore, error));
   const int code = pthread_create(&storage->thread, NULL, thread_main, storage);
   if (code != 0) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "the storage thread: %s", strerror(code));

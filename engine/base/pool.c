@@ -6,6 +6,9 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef struct pool_job {
   qkv_job_fn *run;
@@ -41,6 +44,7 @@ struct qkv_pool {
   size_t queue_head;
   size_t queue_length;
   size_t threads;
+  int nice;  // of these
   pool_member *members;
 };
 
@@ -77,9 +81,16 @@ static void run_job(qkv_pool *pool) {
   pthread_mutex_lock(&pool->lock);
 }
 
+// Of this thread alone, as Linux has it.
+static void stand_back(int nice) {
+  const id_t self = (id_t)syscall(SYS_gettid);
+  (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
+}
+
 static void *thread_main(void *context) {
   const pool_member *self = context;
   qkv_pool *pool = self->pool;
+  if (pool->nice > 0) stand_back(pool->nice);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);
@@ -98,11 +109,16 @@ static void *thread_main(void *context) {
 }
 
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
+  return qkv_pool_create_nice(threads, queue_max, 0, pool, error);
+}
+
+qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
   qkv_pool *made = calloc(1, sizeof *made);
   assert(made != NULL);
   pthread_mutex_init(&made->lock, NULL);
   pthread_cond_init(&made->work, NULL);
   made->queue_max = queue_max;
+  made->nice = nice;
   made->queue = calloc(queue_max + 1, sizeof *made->queue);
   made->members = calloc(threads + 1, sizeof *made->members);
   assert(made->queue != NULL && made->members != NULL);

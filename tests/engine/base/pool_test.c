@@ -1,5 +1,9 @@
 #include "engine/base/pool.h"
 
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -231,6 +235,23 @@ static void test_many_callers(void **state) {
   assert_int_equal(done + refused, 400);
 }
 
+static void note_priority(void *context) {
+  *(_Atomic int *)context = 100 + getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
+}
+
+// Of that pool's threads alone.
+static void test_nice_threads(void **state) {
+  (void)state;
+  qkv_pool *pool = NULL;
+  _Atomic int seen = 0;
+  const int own = getpriority(PRIO_PROCESS, 0);
+  assert_int_equal(qkv_pool_create_nice(1, 1, 3, &pool, NULL), QKV_OK);
+  assert_int_equal(qkv_pool_submit(pool, note_priority, &seen), QKV_OK);
+  qkv_pool_destroy(&pool);
+  assert_int_equal(seen - 100, own + 3 < 19 ? own + 3 : 19);
+  assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -238,6 +259,7 @@ int main(void) {
                                      cmocka_unit_test(test_queue_is_bounded),
                                      cmocka_unit_test(test_no_threads),
                                      cmocka_unit_test(test_jobs_with_nested_loops),
-                                     cmocka_unit_test(test_many_callers)};
+                                     cmocka_unit_test(test_many_callers),
+                                     cmocka_unit_test(test_nice_threads)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,301 @@
+// qkv-bench beside: attends of a session in memory, while others go to the SSD of a running daemon and come back.
+//
+//   quiet       nothing else
+//   spilling    another connection appends to sessions that take more than memory, one request at a time
+//   restoring   it attends them in turn, layer by layer: each has to come back, and another one to leave
+//
+// The three take turns, a window each. The daemon is the caller's, with --data-dir and a --memory-budget that is a
+// part of what the other sessions take.
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "client/bench/bench.h"
+
+#define NAME "qkv-bench-beside"
+
+enum { CHUNK_TOKENS = 512 };
+
+typedef enum mode { QUIET, SPILLING, RESTORING, MODES, ENDING } mode;
+
+static const qkv_option options[] = {
+    QKV_BENCH_OPTIONS,
+    {"layers", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, rounds), "8", 1, 1024, "N", "layers of the model"},
+    {"tokens", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, tokens), "8192", 512, 4194304, "N",
+     "tokens of each session"},
+    {"sessions", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, sessions), "32", 2, 65536, "N",
+     "sessions that come and go"},
+    {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "128", 8, 1024, "N", "width of a row"},
+    {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "8", 1, 128, "N", "KV heads"},
+    {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
+     "query heads, a multiple of the KV heads"},
+    {"window", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, pause), "3s", 10, 3600000, "TIME",
+     "how long one of the three goes on"},
+};
+
+struct shared {
+  _Atomic int mode;               // what the other one is to do
+  _Atomic int doing;              // what it does
+  _Atomic bool failed;            // it has said why
+  _Atomic uint64_t steps[MODES];  // that it has done
+};
+
+typedef struct beside {
+  const qkv_bench_settings *settings;
+  qkv_client *client, *other;
+  char model[96];
+  uint16_t *k, *v;
+  float *q;
+  uint64_t appended, attended;  // steps that are done: of a layer of a chunk, of a layer
+  struct shared *shared;        // with the other process
+} beside;
+
+static qkv_client_tensor tensor_of(const beside *all, int dtype, int64_t tokens, int64_t heads, const void *data) {
+  const size_t element = dtype == QKV_CLIENT_FP32 ? sizeof(float) : sizeof(uint16_t);
+  return (qkv_client_tensor){.dtype = dtype,
+                             .rank = 3,
+                             .dims = {tokens, heads, all->settings->dim},
+                             .data = data,
+                             .bytes = (size_t)(tokens * heads * all->settings->dim) * element};
+}
+
+static int append_chunk(const beside *all, qkv_client *client, const char *session, int64_t layer, int64_t position) {
+  qkv_call_error error = {0};
+  const int64_t heads = all->settings->kv_heads;
+  const qkv_client_item item = {.session = session,
+                                .layer = (uint32_t)layer,
+                                .position = (uint64_t)position,
+                                .k = tensor_of(all, QKV_CLIENT_FP16, CHUNK_TOKENS, heads, all->k),
+                                .v = tensor_of(all, QKV_CLIENT_FP16, CHUNK_TOKENS, heads, all->v)};
+  return qkv_client_append(client, &item, 1, NULL, &error) == 0 ? 0 : qkv_bench_failed("append", &error);
+}
+
+static int attend_layer(const beside *all, qkv_client *client, const char *session, int64_t layer) {
+  qkv_call_error error = {0};
+  qkv_client_result result;
+  const qkv_client_item item = {.session = session,
+                                .layer = (uint32_t)layer,
+                                .position = (uint64_t)all->settings->tokens - 1,
+                                .q = tensor_of(all, QKV_CLIENT_FP32, 1, all->settings->q_heads, all->q)};
+  if (qkv_client_attend(client, &item, 1, &result, &error) != 0) return qkv_bench_failed("attend", &error);
+  qkv_client_results_free(&result, 1);
+  return 0;
+}
+
+static int open_session(const beside *all, qkv_client *client, const char *name) {
+  qkv_call_error error = {0};
+  const qkv_client_policy policy = {.bits_k = 4, .bits_v = 4, .recent_window = 64, .anchor = "none"};
+  const qkv_session_options session = {.session = name, .model = all->model, .policy = &policy, .durability = 2};
+  qkv_client_close_session(client, name, NULL, &error);  // of a run before
+  error = (qkv_call_error){0};
+  if (qkv_client_open_session(client, &session, &error) != 0) return qkv_bench_failed("open a session", &error);
+  return 0;
+}
+
+static void name_model(beside *all) {
+  const qkv_bench_settings *settings = all->settings;
+  snprintf(all->model, sizeof all->model, NAME "-%lldx%lldx%lldx%lld", (long long)settings->rounds,
+           (long long)settings->dim, (long long)settings->kv_heads, (long long)settings->q_heads);
+}
+
+// The same again is no mistake, so both processes do it.
+static int register_model(const beside *all, qkv_client *client) {
+  const qkv_bench_settings *settings = all->settings;
+  qkv_call_error error = {0};
+  const qkv_client_model model = {.name = all->model,
+                                  .layers = (uint32_t)settings->rounds,
+                                  .kv_heads = (uint32_t)settings->kv_heads,
+                                  .q_heads = (uint32_t)settings->q_heads,
+                                  .key_dim = (uint32_t)settings->dim,
+                                  .value_dim = (uint32_t)settings->dim,
+                                  .dtype = QKV_CLIENT_FP16};
+  if (qkv_client_register_model(client, &model, &error) != 0) return qkv_bench_failed("register the model", &error);
+  return 0;
+}
+
+// ---- The others ----
+
+static void name_other(const beside *all, uint64_t number, char *name, size_t bytes) {
+  snprintf(name, bytes, NAME "-%llu", (unsigned long long)(number % (uint64_t)all->settings->sessions));
+}
+
+static uint64_t chunks(const beside *all) {
+  return (uint64_t)all->settings->tokens / CHUNK_TOKENS;
+}
+
+// Session by session, chunk by chunk, layer by layer; behind the last session the first one is begun anew.
+static int append_step(beside *all) {
+  char name[64];
+  const uint64_t layers = (uint64_t)all->settings->rounds;
+  const uint64_t layer = all->appended % layers, chunk = all->appended / layers % chunks(all);
+  name_other(all, all->appended / layers / chunks(all), name, sizeof name);
+  if (layer == 0 && chunk == 0 && open_session(all, all->other, name) != 0) return 1;
+  all->appended++;
+  return append_chunk(all, all->other, name, (int64_t)layer, (int64_t)chunk * CHUNK_TOKENS);
+}
+
+// Session by session, the longest unused first, layer by layer.
+static int attend_step(beside *all) {
+  char name[64];
+  const uint64_t layers = (uint64_t)all->settings->rounds;
+  const uint64_t begun = all->appended / layers / chunks(all) + 1;  // is still being appended to
+  name_other(all, begun + all->attended / layers % (uint64_t)(all->settings->sessions - 1), name, sizeof name);
+  return attend_layer(all, all->other, name, (int64_t)(all->attended++ % layers));
+}
+
+// Of the other process: the sessions are appended to once before it waits for orders.
+static int work(beside *all) {
+  const uint64_t steps = (uint64_t)all->settings->sessions * chunks(all) * (uint64_t)all->settings->rounds;
+  if (register_model(all, all->other) != 0) return 1;
+  for (uint64_t i = 0; i < steps; i++) {
+    if (append_step(all) != 0) return 1;
+  }
+  const struct timespec pause = {.tv_nsec = 2 * 1000 * 1000};
+  for (;;) {
+    const mode wanted = (mode)atomic_load(&all->shared->mode);
+    atomic_store(&all->shared->doing, wanted);
+    if (wanted == ENDING) return 0;
+    int status = 0;
+    if (wanted == QUIET) (void)nanosleep(&pause, NULL);
+    if (wanted == SPILLING) status = append_step(all);
+    if (wanted == RESTORING) status = attend_step(all);
+    if (status == 0) {
+      atomic_fetch_add(&all->shared->steps[wanted], 1);
+      continue;
+    }
+    return 1;
+  }
+}
+
+static int run_other(beside *all) {
+  (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+  all->other = qkv_bench_connect(all->settings, all->settings->program.target);
+  const int status = all->other == NULL ? 1 : work(all);
+  if (status != 0) atomic_store(&all->shared->failed, true);
+  qkv_client_close(&all->other);
+  return status;
+}
+
+// Waits until the other connection does it.
+static void change(beside *all, mode wanted) {
+  const struct timespec pause = {.tv_nsec = 1000 * 1000};
+  atomic_store(&all->shared->mode, wanted);
+  while (atomic_load(&all->shared->doing) != (int)wanted && !atomic_load(&all->shared->failed))
+    (void)nanosleep(&pause, NULL);
+}
+
+// ---- The one ----
+
+static int window(beside *all, mode which, qkv_samples *samples) {
+  change(all, which);
+  const double until = qkv_bench_now() + (double)all->settings->pause * 1e-3;
+  for (int64_t i = 0; qkv_bench_now() < until; i++) {
+    const double begin = qkv_bench_now();
+    if (attend_layer(all, all->client, NAME, i % all->settings->rounds) != 0 || atomic_load(&all->shared->failed))
+      return 1;
+    qkv_samples_add(samples, (qkv_bench_now() - begin) * 1e3);
+  }
+  return 0;
+}
+
+static int prepare(beside *all) {
+  if (register_model(all, all->client) != 0 || open_session(all, all->client, NAME) != 0) return 1;
+  for (int64_t position = 0; position < all->settings->tokens; position += CHUNK_TOKENS) {
+    for (int64_t layer = 0; layer < all->settings->rounds; layer++) {
+      if (append_chunk(all, all->client, NAME, layer, position) != 0) return 1;
+    }
+  }
+  return 0;
+}
+
+static void report(beside *all, qkv_samples *samples) {
+  const qkv_bench_settings *settings = all->settings;
+  const double busy_s = (double)(settings->repeats * settings->pause) * 1e-3;
+  const double row = (double)(settings->kv_heads * settings->dim) * 2 * 2;  // bytes of a token, K and V, fp16
+  double p50[MODES], p99[MODES];
+  for (int i = 0; i < MODES; i++) {
+    p50[i] = qkv_samples_quantile(&samples[i], 0.5);
+    p99[i] = qkv_samples_quantile(&samples[i], 0.99);
+  }
+  qkv_bench_report(
+      settings,
+      json_pack(
+          "{s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "beside", "attends",
+          (int)samples[QUIET].count, "quiet_p50_ms", p50[QUIET], "quiet_p99_ms", p99[QUIET], "spilling_p50_ms",
+          p50[SPILLING], "spilling_p99_ms", p99[SPILLING], "restoring_p50_ms", p50[RESTORING], "restoring_p99_ms",
+          p99[RESTORING], "spilling_slower", p99[SPILLING] / p99[QUIET], "restoring_slower",
+          p99[RESTORING] / p99[QUIET], "spilled_fp16_gbps",
+          (double)atomic_load(&all->shared->steps[SPILLING]) * CHUNK_TOKENS * row * 1e-9 / busy_s,
+          "restored_fp16_gbps",
+          (double)atomic_load(&all->shared->steps[RESTORING]) * (double)settings->tokens * row * 1e-9 / busy_s));
+}
+
+static int measure(beside *all) {
+  qkv_samples samples[MODES] = {0};
+  int status = prepare(all);
+  // Until the others are there the session is used, so that it stays.
+  while (status == 0 && atomic_load(&all->shared->doing) != QUIET && !atomic_load(&all->shared->failed)) {
+    for (int64_t i = 0; i < all->settings->rounds && status == 0; i++)
+      status = attend_layer(all, all->client, NAME, i);
+  }
+  for (int64_t i = 0; i < all->settings->repeats && status == 0; i++) {
+    for (int which = 0; which < MODES && status == 0; which++) status = window(all, (mode)which, &samples[which]);
+  }
+  change(all, ENDING);
+  if (status == 0) report(all, samples);
+  for (int i = 0; i < MODES; i++) qkv_samples_free(&samples[i]);
+  char name[64];
+  for (int64_t i = 0; i < all->settings->sessions; i++) {
+    name_other(all, (uint64_t)i, name, sizeof name);
+    qkv_client_close_session(all->client, name, NULL, &(qkv_call_error){0});
+  }
+  qkv_client_close_session(all->client, NAME, NULL, &(qkv_call_error){0});
+  return status == 0 ? QKV_EXIT_OK : QKV_EXIT_FAILED;
+}
+
+static int run(void *values, const qkv_option_list *arguments) {
+  (void)arguments;
+  const qkv_bench_settings *settings = values;
+  if (settings->program.target == NULL) return qkv_program_misused("--target is missing: a qkvd with a --data-dir");
+  beside all = {.settings = settings};
+  const size_t row_bytes = (size_t)(settings->kv_heads * settings->dim) * sizeof(uint16_t);
+  all.k = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 1);
+  all.v = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 2);
+  all.q = calloc((size_t)(settings->q_heads * settings->dim), sizeof *all.q);
+  all.shared = mmap(NULL, sizeof *all.shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (all.q == NULL || all.shared == MAP_FAILED) abort();
+  atomic_init(&all.shared->doing, MODES);  // nothing yet
+  qkv_bench_floats(all.q, (size_t)(settings->q_heads * settings->dim), 3);
+  name_model(&all);
+  fflush(NULL);
+  const pid_t other = fork();  // before there is a connection: gRPC's threads would not come along
+  if (other < 0) return qkv_program_failed("fork: %s", strerror(errno));
+  if (other == 0) _exit(run_other(&all));
+  all.client = qkv_bench_connect(settings, settings->program.target);
+  const int status = all.client == NULL ? QKV_EXIT_FAILED : measure(&all);
+  if (all.client == NULL) atomic_store(&all.shared->mode, ENDING);
+  (void)waitpid(other, NULL, 0);
+  qkv_client_close(&all.client);
+  free(all.k);
+  free(all.v);
+  free(all.q);
+  (void)munmap(all.shared, sizeof *all.shared);
+  return status;
+}
+
+const qkv_command qkvi_bench_beside = {
+    .name = "beside",
+    .arguments = "",
+    .summary = "attends in memory beside sessions that go to the SSD and come back",
+    .options = options,
+    .option_count = sizeof options / sizeof *options,
+    .run = run,
+};
