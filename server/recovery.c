@@ -1,4 +1,5 @@
 // What the data directory has, brought into the store: models, calibrations, sessions with all their pages cold.
+#include <assert.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <string.h>
@@ -10,6 +11,8 @@
 typedef struct kept_calibration {
   char model[QKV_NAME_MAX + 1];
   const qkv_calibration *calibration;
+  size_t place;  // among those of the journal
+  bool used;     // by a page
   struct kept_calibration *next;
 } kept_calibration;
 
@@ -17,7 +20,8 @@ typedef struct kept_calibration {
 typedef struct recovery {
   qkvi_spill *spill;
   const qkv_server_options *options;
-  kept_calibration *calibrations;
+  kept_calibration *calibrations;    // the last one first
+  size_t calibration_count, sifted;  // of these, and those that keep() was asked of
   struct found_session {
     uint64_t number;
     qkv_session *session;
@@ -73,9 +77,9 @@ static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qk
   if (kept == NULL) abort();
   (void)snprintf(kept->model, sizeof kept->model, "%s", message->name);
   kept->calibration = calibration;
+  kept->place = all->calibration_count++;
   kept->next = all->calibrations;
   all->calibrations = kept;
-  qkvi_spill_note_known(all->spill, message->name, qkv_calibration_version(calibration));
   return true;
 }
 
@@ -170,26 +174,26 @@ static bool on_entry(void *context, const qkv_journal_entry *entry) {
 
 // ---- Records ----
 
-static const qkv_calibration *find_calibration(const recovery *all, const char *model, uint32_t version) {
-  for (const kept_calibration *kept = all->calibrations; kept != NULL; kept = kept->next) {
-    if (qkv_calibration_version(kept->calibration) == version && strcmp(kept->model, model) == 0)
-      return kept->calibration;
-  }
-  return NULL;
+static kept_calibration *find_calibration(const recovery *all, const char *model, uint32_t version) {
+  kept_calibration *kept = all->calibrations;
+  while (kept != NULL && (qkv_calibration_version(kept->calibration) != version || strcmp(kept->model, model) != 0))
+    kept = kept->next;
+  return kept;
 }
 
 static qkv_status adopt(const recovery *all, qkv_session *session, const qkv_record_info *info, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   const qkv_record_meta *meta = &info->meta;
-  const qkv_calibration *calibration = find_calibration(all, model->name, meta->calibration);
+  kept_calibration *calibration = find_calibration(all, model->name, meta->calibration);
   if (meta->position != all->expected)
     return qkv_fail(error, QKV_DATA_LOSS, "position %" PRIu64 " is missing", all->expected);
   if (calibration == NULL && meta->calibration != 0)
     return qkv_fail(error, QKV_DATA_LOSS, "position %" PRIu64 " has a calibration that is missing", all->expected);
   if (meta->tokens < 1 || meta->tokens > QKV_PAGE_TOKENS || info->bytes > UINT32_MAX)
     return qkv_fail(error, QKV_DATA_LOSS, "position %" PRIu64 " has an impossible record", all->expected);
-  return qkv_session_adopt(session, meta->layer, calibration, meta->tokens, info->record, (uint32_t)info->bytes,
-                           error);
+  if (calibration != NULL) calibration->used = true;
+  return qkv_session_adopt(session, meta->layer, calibration == NULL ? NULL : calibration->calibration, meta->tokens,
+                           info->record, (uint32_t)info->bytes, error);
 }
 
 static void note_cut(recovery *all) {
@@ -228,6 +232,27 @@ static void on_record(void *context, const qkv_record_info *info) {
   all->pages++;
 }
 
+// ---- What stays in the journal ----
+
+// A calibration that a page is coded with, or that pages to come will be: the last one of its model.
+static bool keep_calibration(const recovery *all, size_t place) {
+  const kept_calibration *kept = all->calibrations;
+  while (kept != NULL && kept->place != place) kept = kept->next;
+  assert(kept != NULL);
+  const kept_calibration *last = all->calibrations;
+  while (strcmp(last->model, kept->model) != 0) last = last->next;
+  if (!kept->used && kept != last) return false;
+  qkvi_spill_note_known(all->spill, kept->model, qkv_calibration_version(kept->calibration));
+  return true;
+}
+
+// Of a directory that is refused nothing goes.
+static bool on_keep(void *context, const qkv_journal_entry *entry) {
+  recovery *all = context;
+  return all->refused.status != QKV_OK || entry->kind != QKV_JOURNAL_CALIBRATION ||
+         keep_calibration(all, all->sifted++);
+}
+
 // ---- All ----
 
 static void drop(recovery *all) {
@@ -258,7 +283,7 @@ static void report(const recovery *all) {
 
 qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error) {
   recovery all = {.spill = spill, .options = options, .at_session = UINT64_MAX};
-  const qkv_storage_restore restore = {.context = &all, .entry = on_entry, .record = on_record};
+  const qkv_storage_restore restore = {.context = &all, .entry = on_entry, .record = on_record, .keep = on_keep};
   qkv_storage_config config;
   qkv_storage_config_init(&config);
   config.directory = options->data_dir;

@@ -119,8 +119,11 @@ static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, 
   const bool known = find_known(spill, model->name, 0) != NULL;
   qkvi_spill_unlock(spill);
   if (!known) {
+    // What was asked for: what it left to the daemon is the next daemon's to say.
+    qkv_model asked = *model;
+    asked.policy = model->asked;
     qkvi_model_message message;
-    qkvi_model_write(model, &message);
+    qkvi_model_write(&asked, &message);
     status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
     qkvi_model_message_clear(&message);
     qkvi_spill_lock(spill);

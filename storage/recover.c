@@ -302,6 +302,31 @@ static void settle_records(recovery *on) {
   }
 }
 
+typedef struct sifting {
+  const qkv_storage_restore *restore;
+  qkvi_journal_image image;
+} sifting;
+
+static void sift_entry(void *context, const qkv_journal_entry *entry) {
+  sifting *on = context;
+  const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN;
+  if (on->restore->keep(on->restore->context, entry) || !may_go) qkvi_image_add(&on->image, entry);
+}
+
+// What is kept of the new journal, now that the records are known.
+static qkv_status sift_entries(recovery *on, qkv_error *error) {
+  sifting sifted = {.restore = on->restore};
+  qkvi_journal_report report = {0};
+  if (on->restore == NULL || on->restore->keep == NULL) return QKV_OK;
+  qkvi_image_finish(&on->image);
+  qkvi_image_init(&sifted.image, on->image.store, on->image.epoch);
+  const qkv_status status =
+      qkvi_journal_scan(on->image.bytes, on->image.size, 0, sift_entry, &sifted, &report, error);
+  free(on->image.bytes);
+  on->image = sifted.image;
+  return status;
+}
+
 static int compare_numbers(const void *a, const void *b) {
   const uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
   return first < second ? -1 : first > second;
@@ -344,7 +369,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   free(bytes);
   if (status != QKV_OK) return status;
   settle_records(on);
-  return QKV_OK;
+  return sift_entries(on, error);
 }
 
 static double now_s(void) {

@@ -64,12 +64,14 @@ typedef struct qkv_record_info {
 // Called during open, on the caller's thread. First all entries in their order, those of closed sessions and of
 // sessions that are given up left out, and what later entries outdo; false from entry() drops the entry for good,
 // with a SESSION_OPEN its session. Then the records of the sessions that are left, by session, layer, position, kind;
-// of several with the same four, the one with the highest number; none that a truncation cut. Both may be NULL:
-// everything is kept.
+// of several with the same four, the one with the highest number; none that a truncation cut. Then once more the
+// entries that are kept, in their order: false from keep() drops one, of the kinds MODEL and CALIBRATION, which
+// nobody needs any more. Any may be NULL: everything is kept.
 typedef struct qkv_storage_restore {
   void *context;
   bool (*entry)(void *context, const qkv_journal_entry *entry);
   void (*record)(void *context, const qkv_record_info *info);
+  bool (*keep)(void *context, const qkv_journal_entry *entry);
 } qkv_storage_restore;
 
 // Recovers what is there and starts the storage thread. FAILED_PRECONDITION: another process has the directory, or

@@ -68,6 +68,7 @@ typedef struct qkv_model {
   uint64_t sliding_window;  // 0: none
   double soft_cap;          // 0: none
   qkv_policy policy;
+  qkv_policy asked;  // that of its registration, before the store's was merged into it; no part of equality
   qkv_layer_override *overrides;  // at most one for each layer, in their order; borrowed
   uint32_t override_count;
   // That of pages to come; NULL: data-free for ever. Borrowed, no part of equality.

@@ -148,6 +148,7 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
                                     qkv_error *error) {
   qkv_model resolved = *model;
   QKV_TRY(qkv_model_resolve(&resolved, error));
+  resolved.asked = resolved.policy;
   qkv_policy_merge(&resolved.policy, &store->config.policy);
   QKV_TRY(qkv_policy_check(&resolved.policy, error));
   QKV_TRY(qkv_model_policy_check(&resolved, &resolved.policy, error));

@@ -1,5 +1,6 @@
 """The SSD tier through the real daemon: sessions that outlive it and that are larger than its memory."""
 
+import copy
 import glob
 import json
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from kv import Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
-from qkv.v1 import tensor_pb2
+from qkv.v1 import model_pb2, tensor_pb2
 
 ASYNC, SYNC = kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC
 LAYERS = 2
@@ -29,6 +30,15 @@ def start(request, tmp_path):
 
 def open_cache(daemon, durability=SYNC, name="s", **fields):
     return Cache(daemon.stub(), name, layers=LAYERS, durability=durability, recent_window=16, **fields)
+
+
+def open_session(daemon, cache, name):
+    """Another session of a cache's model."""
+    made = copy.copy(cache)
+    made.stub, made.name = daemon.stub(), name
+    made.stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name, durability=SYNC,
+                                                policy=model_pb2.CodecPolicy(recent_window=16)))
+    return made
 
 
 def reopen(daemon, cache):
@@ -360,3 +370,72 @@ def test_a_start_with_too_little_memory_changes_nothing(start, tmp_path):
     with start() as daemon:
         assert list(reopen(daemon, cache).info().lengths) == [60000] * LAYERS
         assert_same_rows(before, rows(cache, 1000))
+
+
+def test_other_defaults_after_a_restart(start):
+    """A model is what its registration asked for; what that left to the daemon is the next daemon's to say."""
+    with start("--bits-k", "4", "--recent-window", "16") as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        policy = cache.info().policy
+        assert (policy.bits_k, policy.recent_window) == (4, 16)
+        before = rows(cache, 256)
+    with start("--bits-k", "3", "--recent-window", "32") as daemon:
+        stub = reopen(daemon, cache).stub
+        stub.RegisterModel(model_pb2.RegisterModelRequest(model=cache.model))
+        model = stub.GetModel(model_pb2.GetModelRequest(name=cache.model.name)).model
+        assert (model.policy.bits_k, model.policy.recent_window) == (3, 32)
+        assert (cache.info().policy.bits_k, cache.info().policy.recent_window) == (4, 16)  # what it was opened with
+        assert_same_rows(before, rows(cache, 256))
+        other = model_pb2.Model()
+        other.CopyFrom(cache.model)
+        other.policy.bits_k = 4
+        with refused(grpc.StatusCode.ALREADY_EXISTS, "another policy"):
+            stub.RegisterModel(model_pb2.RegisterModelRequest(model=other))
+
+
+def learnt(seed):
+    """A calibration of the models here."""
+    with Daemon("--calibrate-tokens", "256") as daemon:
+        cache = Cache(daemon.stub(), "s", layers=LAYERS, seed=seed)
+        fill(cache, 1024)
+        wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "nothing is calibrated")
+        request = model_pb2.GetCalibrationRequest(model=cache.model.name)
+        return b"".join(piece.chunk for piece in cache.stub.GetCalibration(request))
+
+
+def test_calibrations_that_no_page_names_go(start, tmp_path):
+    first, second = learnt(1), learnt(2)
+    assert first != second
+
+    def calibrate(cache, calibration):
+        model = model_pb2.Model()
+        model.CopyFrom(cache.model)
+        model.calibration = calibration
+        cache.stub.RegisterModel(model_pb2.RegisterModelRequest(model=model))
+
+    def journal():
+        return open(tmp_path / "data" / "journal.qkv", "rb").read()
+
+    with start("--calibrate-tokens", "0") as daemon:
+        old = open_cache(daemon, name="old")
+        calibrate(old, first)
+        fill(old, 300)
+        calibrate(old, second)
+        new = open_session(daemon, old, "new")
+        fill(new, 300)
+        before = [rows(old, 256), rows(new, 256)]
+    with start("--calibrate-tokens", "0") as daemon:
+        assert_same_rows(before[0], rows(reopen(daemon, old), 256))
+        assert_same_rows(before[1], rows(reopen(daemon, new), 256))
+        assert first in journal() and second in journal()
+        old.stub.CloseSession(kv.CloseSessionRequest(session="old"))
+    with start("--calibrate-tokens", "0") as daemon:
+        assert first not in journal() and second in journal()
+        assert_same_rows(before[1], rows(reopen(daemon, new), 256))
+        calibrate(new, first)  # may come again
+        fill(new, 300, position=300)
+    with start("--calibrate-tokens", "0") as daemon:
+        assert first in journal() and second in journal()
+        assert_same_rows(before[1], rows(reopen(daemon, new), 256))
+        assert list(new.info().lengths) == [600] * LAYERS

@@ -55,6 +55,12 @@ int scene_teardown(void **state) {
   return 0;
 }
 
+static bool is_wanted(void *context, const qkv_journal_entry *entry) {
+  const scene *on = context;
+  const size_t length = on->unwanted == NULL ? 0 : strlen(on->unwanted);
+  return length == 0 || entry->bytes != length || memcmp(entry->payload, on->unwanted, length) != 0;
+}
+
 static bool note_entry(void *context, const qkv_journal_entry *entry) {
   scene *on = context;
   assert_true(on->entry_count < sizeof on->entries / sizeof *on->entries);
@@ -72,7 +78,7 @@ static void note_record(void *context, const qkv_record_info *info) {
 
 qkv_status scene_try_open(scene *on, qkv_error *error) {
   on->entry_count = on->record_count = 0;
-  const qkv_storage_restore restore = {.context = on, .entry = note_entry, .record = note_record};
+  const qkv_storage_restore restore = {.context = on, .entry = note_entry, .record = note_record, .keep = is_wanted};
   return qkv_storage_open(&on->config, &restore, &on->storage, error);
 }
 

@@ -21,6 +21,7 @@ typedef struct scene {
   qkv_journal_entry entries[64];
   char texts[64][64];  // payloads of these
   size_t entry_count;
+  const char *unwanted;  // text of entries that are not kept; NULL: none
   qkv_record_info records[4096];
   size_t record_count;
 } scene;

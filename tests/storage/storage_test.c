@@ -190,6 +190,29 @@ static void the_journal_keeps_what_counts(void **state) {
   }
 }
 
+static void entries_that_nobody_needs_go(void **state) {
+  scene *on = *state;
+  scene_open(on);
+  const uint64_t session = scene_session(on);
+  const uint64_t record = scene_put(on, session, 0, 0, 3000);
+  assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_CALIBRATION, 0, "old", 3, NULL, NULL, NULL), QKV_OK);
+  assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_CALIBRATION, 0, "new", 3, NULL, NULL, NULL), QKV_OK);
+  assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_SESSION_NOTE, session, "old", 3, NULL, NULL, NULL),
+                   QKV_OK);
+  scene_close(on);
+  on->unwanted = "old";
+  scene_open(on);
+  assert_int_equal(on->entry_count, 4);  // told once more
+  scene_close(on);
+  on->unwanted = NULL;
+  scene_open(on);
+  assert_int_equal(on->entry_count, 3);
+  assert_int_equal(on->entries[0].kind, QKV_JOURNAL_SESSION_OPEN);
+  assert_memory_equal(on->texts[1], "new", 3);
+  assert_int_equal(on->entries[2].kind, QKV_JOURNAL_SESSION_NOTE);  // not of a kind that can go
+  scene_check(on, session, record, 0, 3000);
+}
+
 static void the_newest_of_a_place_wins(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -349,11 +372,22 @@ static void batches_read_ahead(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      BOTH(puts_come_back),           BOTH(reads_say_what_is_wrong),       BOTH(puts_are_checked),
-      BOTH(config_is_checked),        BOTH(sessions_close_for_ever),       BOTH(records_of_unknown_sessions_are_dead),
-      BOTH(truncation_cuts),          BOTH(the_journal_keeps_what_counts), BOTH(the_newest_of_a_place_wins),
-      BOTH(dropped_records_are_gone), BOTH(a_second_storage_is_refused),   BOTH(a_missing_journal_is_refused),
-      BOTH(damage_is_data_loss),      BOTH(a_lost_footer_costs_nothing),   BOTH(batches_read_ahead),
+      BOTH(puts_come_back),
+      BOTH(reads_say_what_is_wrong),
+      BOTH(puts_are_checked),
+      BOTH(config_is_checked),
+      BOTH(sessions_close_for_ever),
+      BOTH(records_of_unknown_sessions_are_dead),
+      BOTH(truncation_cuts),
+      BOTH(the_journal_keeps_what_counts),
+      BOTH(the_newest_of_a_place_wins),
+      BOTH(entries_that_nobody_needs_go),
+      BOTH(dropped_records_are_gone),
+      BOTH(a_second_storage_is_refused),
+      BOTH(a_missing_journal_is_refused),
+      BOTH(damage_is_data_loss),
+      BOTH(a_lost_footer_costs_nothing),
+      BOTH(batches_read_ahead),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
