@@ -39,10 +39,10 @@ def wait_for(condition, what):
 class Daemon:
     """Starts qkvd on a unix socket and a TCP port of the system's choice; `arguments` are added.
 
-    Use as a context manager: leaving it stops the daemon with SIGTERM and asserts a clean exit.
+    `before` is called in the new process before it becomes the daemon. Use as a context manager: leaving it stops the daemon with SIGTERM and asserts a clean exit.
     """
 
-    def __init__(self, *arguments, environment=None, listen=True):
+    def __init__(self, *arguments, environment=None, listen=True, before=None):
         self.folder = tempfile.TemporaryDirectory(prefix="qkvd-e2e-")
         self.socket = os.path.join(self.folder.name, "qkvd.sock")
         self.log_path = os.path.join(self.folder.name, "log")
@@ -52,7 +52,7 @@ class Daemon:
             command += ["--listen", f"unix:{self.socket}", "--listen", "127.0.0.1:0"]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command + list(arguments), stderr=log, stdin=subprocess.DEVNULL,
-                                            env=clean_environment(**(environment or {})))
+                                            env=clean_environment(**(environment or {})), preexec_fn=before)
         self.channels = []
         self.killed = False
         self.wait_until_ready()

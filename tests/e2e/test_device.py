@@ -1,0 +1,224 @@
+"""Devices and systems that refuse: no io_uring, no room, a sync that fails. What is not allowed here is skipped."""
+
+import ctypes
+import os
+import resource
+import struct
+import subprocess
+
+import grpc
+import numpy as np
+import pytest
+
+from daemon import BIN_DIR, SANITIZED, Daemon, wait_for
+from kv import Cache, refused
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
+
+ASYNC, SYNC = kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC
+LAYERS = 2
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+# Of <linux/prctl.h>, <linux/seccomp.h>, <linux/filter.h>, <sched.h>, <sys/mount.h>.
+PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 22, 24, 38
+SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x00050000, 0x7FFF0000
+LOAD_WORD, JUMP_EQUAL, RETURN = 0x20, 0x15, 0x06
+IO_URING_SETUP, CAP_IPC_LOCK, EPERM, ENOSYS = 425, 14, 1, 38
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x00020000, 4096, 16384, 1 << 18
+
+
+def prctl(option, *arguments):
+    values = [ctypes.c_ulong(argument) for argument in arguments] + [ctypes.c_ulong(0)] * (4 - len(arguments))
+    if LIBC.prctl(ctypes.c_int(option), *values) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def deny_io_uring(error):
+    """As container runtimes do it: a seccomp filter, for this process and what it becomes."""
+    program = b"".join(struct.pack("HBBI", *row) for row in (
+        (LOAD_WORD, 0, 0, 0),  # the call's number
+        (JUMP_EQUAL, 0, 1, IO_URING_SETUP),
+        (RETURN, 0, 0, SECCOMP_RET_ERRNO | error),
+        (RETURN, 0, 0, SECCOMP_RET_ALLOW)))
+    rows = ctypes.create_string_buffer(program, len(program))
+    filter_program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(rows)))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_program))
+
+
+def show_instead(file, target):
+    """A mount namespace in which `target` is that file."""
+    done = [LIBC.unshare(CLONE_NEWNS), LIBC.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None),
+            LIBC.mount(str(file).encode(), str(target).encode(), None, ctypes.c_ulong(MS_BIND), None)]
+    if any(done):
+        raise OSError(ctypes.get_errno(), "mount")
+
+
+def allowed(before):
+    """Whether a process may do that to itself."""
+    try:
+        return subprocess.run(["true"], preexec_fn=before).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def rows(cache, end, layer=0):
+    return cache.fetch(layers=(layer,), range=tensor_pb2.TokenRange(begin=0, end=end))
+
+
+def fill(cache, tokens, position=0):
+    for layer in range(LAYERS):
+        cache.append(position, *cache.rows(tokens), layer=layer)
+
+
+def messages(daemon, text):
+    return [line for line in daemon.log_lines() if line["message"] == text]
+
+
+def serve(daemon):
+    """Rows go to the disk and come back."""
+    cache = Cache(daemon.stub(), "s", layers=LAYERS, durability=SYNC, recent_window=16)
+    fill(cache, 300)
+    before = rows(cache, 256)
+    cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+    assert cache.info().tokens_cold == 300 * LAYERS
+    for first, second in zip(before, rows(cache, 256)):
+        assert np.array_equal(first, second)
+
+
+# ---- No io_uring ----
+
+@pytest.mark.parametrize("error, reason", [(EPERM, "a seccomp filter forbids it"), (ENOSYS, "the kernel has none")])
+def test_io_uring_is_forbidden(tmp_path, error, reason):
+    def before():
+        deny_io_uring(error)
+
+    if not allowed(before):
+        pytest.skip("seccomp filters are not allowed here")
+    with Daemon("--data-dir", str(tmp_path / "data"), before=before) as daemon:
+        (line,) = messages(daemon, "io_uring is not used, storage reads and writes with threads")
+        assert line["level"] == "warn" and reason in line["reason"], line
+        assert messages(daemon, "data directory opened")[0]["io"] == "pread"
+        serve(daemon)
+    with pytest.raises(AssertionError, match=reason):  # where it is asked for by name, that is the end
+        Daemon("--data-dir", str(tmp_path / "data"), "--storage-io", "uring", before=before)
+
+
+def test_io_uring_is_switched_off(tmp_path):
+    setting = tmp_path / "io_uring_disabled"
+    setting.write_text("2\n")
+
+    def before():
+        show_instead(setting, "/proc/sys/kernel/io_uring_disabled")
+        deny_io_uring(EPERM)
+
+    if not allowed(before):
+        pytest.skip("mounts are not allowed here, or the kernel has no such setting")
+    with Daemon("--data-dir", str(tmp_path / "data"), before=before) as daemon:
+        (line,) = messages(daemon, "io_uring is not used, storage reads and writes with threads")
+        assert "sysctl kernel.io_uring_disabled" in line["reason"], line
+        serve(daemon)
+
+
+def test_little_memory_may_be_locked(tmp_path):
+    """New kernels refuse the registered buffers alone, old ones the ring: both are told, and served."""
+    def before():
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+        if os.geteuid() == 0:
+            prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK)  # which stands above the limit
+
+    if not allowed(before):
+        pytest.skip("the limit of locked memory cannot be lowered here")
+    with Daemon("--data-dir", str(tmp_path / "data"), before=before) as daemon:
+        lines = messages(daemon, "write buffers are not registered with io_uring")
+        lines += messages(daemon, "io_uring is not used, storage reads and writes with threads")
+        if messages(daemon, "data directory opened")[0]["io"] == "pread" and "RLIMIT_MEMLOCK" not in str(lines):
+            assert lines, daemon.log_text()
+            pytest.skip(f"io_uring is not allowed here: {lines[0]}")
+        assert lines and "RLIMIT_MEMLOCK is too low" in str(lines[0]), daemon.log_text()
+        serve(daemon)
+
+
+# ---- A sync that fails ----
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_a_failing_sync_loses_nothing(tmp_path):
+    """Pages whose sync failed stay in memory, and are written again elsewhere once the device takes them."""
+    flag = tmp_path / "fail"
+    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_sync.so")
+    assert os.path.exists(library)
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
+    with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_SYNC": str(flag)}) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=LAYERS, durability=ASYNC, recent_window=16)
+        fill(cache, 300)
+        wait_for(lambda: list(cache.info().durable) == [256] * LAYERS, "nothing becomes durable")
+        flag.touch()
+        fill(cache, 300, position=300)
+        wait_for(lambda: daemon.metric("qkvd_storage_failed_total") > 0, "no sync fails")
+        assert list(cache.info().durable) == [256] * LAYERS
+        synced = Cache(daemon.stub(), "synced", layers=LAYERS, durability=SYNC, recent_window=16)
+        with refused(grpc.StatusCode.UNAVAILABLE, "not durable", "the disk failed"):
+            fill(synced, 300)
+        before = [rows(cache, 576, layer) for layer in range(LAYERS)]
+        flag.unlink()
+        wait_for(lambda: list(cache.info().durable) == [576] * LAYERS, "it does not become durable any more")
+        wait_for(lambda: list(synced.info().durable)[0] == 256, "nor what was not acknowledged")
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert list(cache.info().lengths) == [576] * LAYERS
+        for layer in range(LAYERS):
+            for first, second in zip(before[layer], rows(cache, 576, layer)):
+                assert np.array_equal(first, second)
+
+
+# ---- A full file system ----
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """An ext4 of 64 MiB in a file."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    made = subprocess.run(f"mkfs.ext4 -q -m 0 {image} && mount -o loop {image} {folder}", shell=True,
+                          capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("io", ["uring", "pread"])
+def test_a_full_file_system(small_disk, io):
+    """Nothing is deleted and everything is served; with room again everything becomes durable."""
+    arguments = ("--data-dir", str(small_disk / "data"), "--storage-io", io, "--storage-segment", "4MiB",
+                 "--calibrate-tokens", "0", "--ema-every", "0")
+    with Daemon(*arguments) as daemon:
+        first = Cache(daemon.stub(), "first", layers=LAYERS, durability=ASYNC, recent_window=16)
+        large = Cache(daemon.stub(), "large", layers=LAYERS, durability=ASYNC, recent_window=16, bits_k=8, bits_v=8)
+        synced = Cache(daemon.stub(), "synced", layers=LAYERS, durability=SYNC, recent_window=16)
+        fill(first, 300)
+        position = 0
+        while daemon.metric("qkvd_storage_degraded") == 0:
+            assert position < 4_000_000, "the disk is never full"
+            fill(large, 4000, position)
+            position += 4000
+        fill(first, 4000, 300)
+        assert daemon.metric("qkvd_storage_expelled_sessions_total") == 0
+        before = [rows(first, 4224, layer) for layer in range(LAYERS)]
+        assert rows(large, 4000)[0].shape == (4000, 2, 16)
+        with refused(grpc.StatusCode.UNAVAILABLE):
+            fill(synced, 300)
+        large.stub.CloseSession(kv.CloseSessionRequest(session="large"))
+        wait_for(lambda: min(first.info().durable) >= 4224, "it does not become durable")
+        wait_for(lambda: daemon.metric("qkvd_storage_degraded") == 0, "the disk has room again")
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        first.stub = daemon.stub()
+        for layer in range(LAYERS):
+            for a, b in zip(before[layer], rows(first, 4224, layer)):
+                assert np.array_equal(a, b)
+        with refused(grpc.StatusCode.NOT_FOUND, "large"):
+            large.stub = daemon.stub()
+            large.info()
