@@ -12,6 +12,8 @@
 
 #include "client/common/program.h"
 
+enum { ARGUMENTS_MAX = 16 };
+
 // The path of qkvd beside this executable.
 static bool daemon_path(char *path, size_t size) {
   ssize_t length = readlink("/proc/self/exe", path, size - 1);
@@ -23,7 +25,7 @@ static bool daemon_path(char *path, size_t size) {
   return snprintf(slash + 1, room, "qkvd") < (int)room && access(path, X_OK) == 0;
 }
 
-static void run_daemon(const char *path, const qkv_bench_daemon *daemon, bool discard) {
+static void run_daemon(const char *path, const qkv_bench_daemon *daemon, const char *const *arguments) {
   // Whatever happens to the benchmark, the daemon does not outlive it. Its log is of no interest.
   (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
   int null = open("/dev/null", O_RDWR);
@@ -31,13 +33,14 @@ static void run_daemon(const char *path, const qkv_bench_daemon *daemon, bool di
     dup2(null, STDIN_FILENO);
     dup2(null, STDOUT_FILENO);
   }
-  const char *arguments[] = {path, "--listen", daemon->target, "--log-level", "error", discard ? "--discard" : NULL,
-                             NULL};
-  execv(path, (char *const *)arguments);
+  const char *all[ARGUMENTS_MAX] = {path, "--listen", daemon->target, "--log-level", "error", "--calibrate-tokens",
+                                    "0"};
+  for (size_t i = 7; *arguments != NULL && i + 1 < ARGUMENTS_MAX; i++) all[i] = *arguments++;
+  execv(path, (char *const *)all);
   _exit(127);
 }
 
-bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, bool discard) {
+bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, const char *const *arguments) {
   memset(daemon, 0, sizeof *daemon);
   if (target) {
     snprintf(daemon->target, sizeof daemon->target, "%s", target);
@@ -60,7 +63,7 @@ bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, bool d
     daemon->pid = 0;
     return false;
   }
-  if (daemon->pid == 0) run_daemon(path, daemon, discard);
+  if (daemon->pid == 0) run_daemon(path, daemon, arguments);
   return true;
 }
 

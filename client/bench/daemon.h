@@ -11,9 +11,9 @@ typedef struct qkv_bench_daemon {
   char directory[64];
 } qkv_bench_daemon;
 
-// Uses `target` where given; else starts a daemon (with --discard if `discard`). False, and a sentence on
-// standard error, where that fails.
-bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, bool discard);
+// Uses `target` where given; else starts a daemon, which learns no calibrations, with further arguments
+// (NULL-terminated). False, and a sentence on standard error, where that fails.
+bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, const char *const *arguments);
 // Stops what start has started.
 void qkv_bench_daemon_stop(qkv_bench_daemon *daemon);
 

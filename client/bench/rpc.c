@@ -43,7 +43,7 @@ static int run(void *values, const qkv_option_list *arguments) {
   (void)arguments;
   const qkv_bench_settings *settings = values;
   qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, settings->program.target, false)) return 1;
+  if (!qkv_bench_daemon_start(&daemon, settings->program.target, (const char *const[]){NULL})) return 1;
   bool tcp = strncmp(daemon.target, "unix:", 5) != 0;
   qkv_raw raw;
   qkv_samples calls = {0}, echoes = {0};

@@ -1,15 +1,20 @@
 // qkv-bench step: a decode step (append one row, attend) through the daemon and in process, in turn.
 //
 // Both run the same engine on the same rows, so the difference is what the daemon costs: the socket, gRPC,
-// parsing and the answer. That both answer the same bits is checked on the way.
+// parsing and the answer. That both answer the same bits is checked on the way. In turn with them a bare gRPC call
+// carries the same bytes: a long session's codes have driven everything else out of the caches when it comes, as they
+// have for the daemon.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "client/bench/bench.h"
+#include "client/bench/echo.h"
 #include "engine/cache/store.h"
 
 #define NAME "qkv-bench"
+
+enum { FILL_TOKENS = 256 };
 
 static const qkv_option options[] = {
     QKV_BENCH_OPTIONS,
@@ -23,6 +28,8 @@ static const qkv_option options[] = {
      "query heads, a multiple of the KV heads"},
     {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
+    {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 256, "N",
+     "compute threads, of a daemon that is started for the run and in this process"},
     {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "0", 0, 3, "N",
      "arithmetic on codes, as in AttendOptions; 0: the default"},
 };
@@ -34,11 +41,18 @@ typedef struct both_sides {
   float *k, *v, *q;  // rows of one step
   float *out, *lse;  // of the side in process
   size_t out_count, lse_count;
+  qkv_pool *pool;
   qkv_store *store;
   qkv_session *session;
   qkv_client *client;
   qkv_decode *stream;
+  qkv_echo *echo;
 } both_sides;
+
+// Microseconds.
+typedef struct step_times {
+  qkv_samples engine, daemon, grpc;
+} step_times;
 
 static qkv_tensor tensor_of(const qkv_segment *segment, int64_t tokens, int64_t heads, int64_t dim) {
   return qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){tokens, heads, dim}, segment);
@@ -71,7 +85,8 @@ static int open_in_process(both_sides *sides) {
   qkv_session_config session = {
       .name = NAME, .tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
   sides->store = qkv_store_create(&config);
-  if (qkv_store_register_model(sides->store, &model, NULL, &error) != QKV_OK ||
+  if (qkv_pool_create((size_t)settings->threads - 1, 1, &sides->pool, &error) != QKV_OK ||
+      qkv_store_register_model(sides->store, &model, NULL, &error) != QKV_OK ||
       qkv_store_open(sides->store, &session, NAME, &sides->session, &error) != QKV_OK) {
     return engine_failed(&error);
   }
@@ -136,17 +151,17 @@ static int step_in_process(both_sides *sides) {
     return engine_failed(&error);
   }
   qkv_status status = qkv_attend_check(&request, &error);
-  if (status == QKV_OK) qkv_attend_run(NULL, &request, 1);
+  if (status == QKV_OK) qkv_attend_run(sides->pool, &request, 1);
   qkv_session_read_done(sides->session, 0);
   return status == QKV_OK ? 0 : engine_failed(&error);
 }
 
-static qkv_client_tensor client_tensor(const float *data, int64_t heads, int64_t dim) {
+static qkv_client_tensor client_tensor(const float *data, int64_t tokens, int64_t heads, int64_t dim) {
   return (qkv_client_tensor){.dtype = QKV_CLIENT_FP32,
                              .rank = 3,
-                             .dims = {1, heads, dim},
+                             .dims = {tokens, heads, dim},
                              .data = data,
-                             .bytes = (size_t)(heads * dim) * sizeof *data};
+                             .bytes = (size_t)(tokens * heads * dim) * sizeof *data};
 }
 
 static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
@@ -156,22 +171,29 @@ static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
   qkv_client_item item = {.session = NAME,
                           .position = sides->position,
                           .options = &attend,
-                          .k = client_tensor(sides->k, settings->kv_heads, settings->dim),
-                          .v = client_tensor(sides->v, settings->kv_heads, settings->dim),
-                          .q = client_tensor(sides->q, settings->q_heads, settings->dim)};
+                          .k = client_tensor(sides->k, 1, settings->kv_heads, settings->dim),
+                          .v = client_tensor(sides->v, 1, settings->kv_heads, settings->dim),
+                          .q = client_tensor(sides->q, 1, settings->q_heads, settings->dim)};
   if (qkv_decode_step(sides->stream, &item, 1, result, &error) != 0) return qkv_bench_failed("decode", &error);
   return result->code == 0 ? 0 : qkv_program_failed("decode: %s", result->text);
 }
 
-static int step(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
+static int exchange(both_sides *sides, qkv_samples *grpc) {
+  const double seconds = qkv_echo_exchange(sides->echo);
+  qkv_samples_add(grpc, 1e6 * seconds);
+  return seconds < 0 ? qkv_program_failed("the bare gRPC call has failed") : 0;
+}
+
+static int step(both_sides *sides, step_times *times) {
   next_rows(sides);
   double begin = qkv_bench_now();
   if (step_in_process(sides)) return 1;
-  qkv_samples_add(in_process, 1e6 * (qkv_bench_now() - begin));
+  qkv_samples_add(&times->engine, 1e6 * (qkv_bench_now() - begin));
+  if (exchange(sides, &times->grpc)) return 1;
   qkv_client_result result = {0};
   begin = qkv_bench_now();
   int status = step_in_daemon(sides, &result);
-  qkv_samples_add(in_daemon, 1e6 * (qkv_bench_now() - begin));
+  qkv_samples_add(&times->daemon, 1e6 * (qkv_bench_now() - begin));
   if (!status && (result.out_count != sides->out_count || result.lse_count != sides->lse_count ||
                   memcmp(result.out, sides->out, sides->out_count * sizeof(float)) != 0 ||
                   memcmp(result.lse, sides->lse, sides->lse_count * sizeof(float)) != 0)) {
@@ -183,24 +205,61 @@ static int step(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daem
   return status;
 }
 
-static int measure(both_sides *sides, qkv_samples *in_process, qkv_samples *in_daemon) {
+// Rows that nothing attends, many at a time.
+static int fill(both_sides *sides, size_t tokens) {
   const qkv_bench_settings *settings = sides->settings;
+  const size_t row = (size_t)(settings->kv_heads * settings->dim), bytes = tokens * row * sizeof(float);
+  float *rows = malloc(2 * bytes);
+  if (!rows) abort();
+  qkv_bench_floats(rows, tokens * row, 3 * sides->position + 1);
+  qkv_bench_floats(rows + tokens * row, tokens * row, 3 * sides->position + 2);
+  const qkv_segment k = {.data = (const uint8_t *)rows, .length = bytes};
+  const qkv_segment v = {.data = (const uint8_t *)rows + bytes, .length = bytes};
+  const qkv_tensor kt = tensor_of(&k, (int64_t)tokens, settings->kv_heads, settings->dim);
+  const qkv_tensor vt = tensor_of(&v, (int64_t)tokens, settings->kv_heads, settings->dim);
+  const qkv_client_item item = {
+      .session = NAME,
+      .position = sides->position,
+      .k = client_tensor(rows, (int64_t)tokens, settings->kv_heads, settings->dim),
+      .v = client_tensor(rows + tokens * row, (int64_t)tokens, settings->kv_heads, settings->dim)};
+  qkv_error error = {0};
+  qkv_call_error call_error = {0};
+  uint64_t appended, length;
+  int status = 0;
+  if (qkv_session_append(sides->session, 0, sides->position, &kt, &vt, false, &appended, &length, &error) != QKV_OK) {
+    status = engine_failed(&error);
+  } else if (qkv_client_append(sides->client, &item, 1, NULL, &call_error) != 0) {
+    status = qkv_bench_failed("append", &call_error);
+  }
+  sides->position += tokens;
+  free(rows);
+  return status;
+}
+
+static int measure(both_sides *sides, step_times *times) {
+  const qkv_bench_settings *settings = sides->settings;
+  while (sides->position + FILL_TOKENS <= (uint64_t)settings->tokens) {
+    if (fill(sides, FILL_TOKENS)) return 1;
+  }
   while (sides->position < (uint64_t)settings->tokens) {
-    if (step(sides, in_process, in_daemon)) return 1;
+    if (step(sides, times)) return 1;
   }
-  qkv_samples_clear(in_process);
-  qkv_samples_clear(in_daemon);
+  qkv_samples_clear(&times->engine);
+  qkv_samples_clear(&times->daemon);
+  qkv_samples_clear(&times->grpc);
   for (int64_t i = 0; i < settings->repeats * settings->rounds; i++) {
-    if (step(sides, in_process, in_daemon)) return 1;
+    if (step(sides, times)) return 1;
   }
-  double engine = qkv_samples_quantile(in_process, 0.5), daemon = qkv_samples_quantile(in_daemon, 0.5);
+  double engine = qkv_samples_quantile(&times->engine, 0.5), daemon = qkv_samples_quantile(&times->daemon, 0.5);
   qkv_bench_report(
-      settings, json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f}", "bench", "step", "tokens",
-                          (json_int_t)settings->tokens, "dim", (json_int_t)settings->dim, "kv_heads",
-                          (json_int_t)settings->kv_heads, "q_heads", (json_int_t)settings->q_heads, "bits_k",
-                          (json_int_t)settings->bits_k, "bits_v", (json_int_t)settings->bits_v, "engine_us_p50",
-                          engine, "engine_us_p99", qkv_samples_quantile(in_process, 0.99), "daemon_us_p50", daemon,
-                          "daemon_us_p99", qkv_samples_quantile(in_daemon, 0.99), "added_us_p50", daemon - engine));
+      settings, json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "step",
+                          "tokens", (json_int_t)settings->tokens, "threads", (json_int_t)settings->threads, "dim",
+                          (json_int_t)settings->dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
+                          (json_int_t)settings->q_heads, "bits_k", (json_int_t)settings->bits_k, "bits_v",
+                          (json_int_t)settings->bits_v, "engine_us_p50", engine, "engine_us_p99",
+                          qkv_samples_quantile(&times->engine, 0.99), "daemon_us_p50", daemon, "daemon_us_p99",
+                          qkv_samples_quantile(&times->daemon, 0.99), "added_us_p50", daemon - engine, "grpc_us_p50",
+                          qkv_samples_quantile(&times->grpc, 0.5)));
   return 0;
 }
 
@@ -211,12 +270,14 @@ static void close_sides(both_sides *sides) {
   qkv_client_close(&sides->client);
   qkv_session_unref(&sides->session);
   qkv_store_destroy(&sides->store);
+  qkv_pool_destroy(&sides->pool);
   free(sides->k);
   free(sides->out);
 }
 
-static int compare(const qkv_bench_settings *settings, const char *target) {
+static int compare(const qkv_bench_settings *settings, const char *target, qkv_echo *echo) {
   both_sides sides = {.settings = settings,
+                      .echo = echo,
                       .out_count = (size_t)(settings->q_heads * settings->dim),
                       .lse_count = (size_t)settings->q_heads};
   size_t row = (size_t)(settings->kv_heads * settings->dim), query = sides.out_count;
@@ -226,20 +287,32 @@ static int compare(const qkv_bench_settings *settings, const char *target) {
   sides.v = sides.k + row;
   sides.q = sides.v + row;
   sides.lse = sides.out + sides.out_count;
-  qkv_samples in_process = {0}, in_daemon = {0};
+  step_times times = {0};
   int status = open_in_process(&sides) || open_in_daemon(&sides, target);
-  if (!status) status = measure(&sides, &in_process, &in_daemon);
+  if (!status) status = measure(&sides, &times);
   close_sides(&sides);
-  qkv_samples_free(&in_process);
-  qkv_samples_free(&in_daemon);
+  qkv_samples_free(&times.engine);
+  qkv_samples_free(&times.daemon);
+  qkv_samples_free(&times.grpc);
   return status;
 }
 
 static int run(void *settings, const qkv_option_list *arguments) {
   (void)arguments;
+  const qkv_bench_settings *given = settings;
   qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, ((const qkv_bench_settings *)settings)->program.target, false)) return 1;
-  int status = compare(settings, daemon.target);
+  char threads[32];
+  snprintf(threads, sizeof threads, "%lld", (long long)given->threads);
+  if (!qkv_bench_daemon_start(&daemon, given->program.target, (const char *const[]){"--threads", threads, NULL}))
+    return 1;
+  const size_t rows = (size_t)(given->dim * (2 * given->kv_heads + given->q_heads));
+  const size_t results = (size_t)((given->dim + 1) * given->q_heads);
+  qkv_echo echo;
+  int status = 1;
+  if (qkv_echo_start(&echo, strncmp(daemon.target, "unix:", 5) != 0, rows * sizeof(float), results * sizeof(float))) {
+    status = compare(given, daemon.target, &echo);
+    qkv_echo_stop(&echo);
+  }
   qkv_bench_daemon_stop(&daemon);
   return status;
 }

@@ -170,7 +170,9 @@ static int run_transfer(const qkv_bench_settings *settings, const char *bench, i
                                2 * HEADS * DIM * 2);
   }
   qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, settings->program.target, !settings->store)) return 1;
+  if (!qkv_bench_daemon_start(&daemon, settings->program.target,
+                              (const char *const[]){settings->store ? NULL : "--discard", NULL}))
+    return 1;
   bool tcp = strncmp(daemon.target, "unix:", 5) != 0;
   size_t bytes = (size_t)settings->bytes;
   beside others = {0};

@@ -300,14 +300,14 @@ static void attend_pages(const qkvi_head_task *task, qkvi_row_block *block, cons
   const qkv_coder *coder = NULL;
   size_t dim = task->model->value_dim, range, range_end;
   qkvi_partial own;
-  start_rows(pages, block->queries.count, block->sums, dim);
+  start_rows(pages, tail->rows, block->sums, dim);
   ranges_of(layer, block->begin_min, block->end_max, &range, &range_end);
   for (; range < range_end; range++) {
     const qkv_coder *next = coder_of(layer, range);
     if (next != coder) {
       if (coder != NULL) {
         leave_coder(task, coder, block, pages, tail);
-        start_rows(pages, block->queries.count, block->sums, dim);
+        start_rows(pages, tail->rows, block->sums, dim);
       }
       coder = next;
       if (ranges == NULL) coder->codec->query(coder, task->kv_head, &block->queries);
