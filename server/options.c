@@ -102,7 +102,9 @@ const qkv_option qkv_server_option_table[] = {
     {"storage-segment", QKV_OPTION_BYTES, AT(storage_segment), "256MiB", MIB, 16 * GIB, "BYTES",
      "Size of a file there, a multiple of 4096."},
     {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",
-     "Pages that wait to be written, beside memory-budget."},
+     "Pages that wait to be written. They and other buffers of the SSD tier take a sixteenth of memory-budget at "
+     "most, so "
+     "that they may be fewer."},
     {"storage-read-ahead", QKV_OPTION_BYTES, AT(storage_read_ahead), "256MiB", 0, 64 * GIB, "BYTES",
      "Pages of the layers to come that are brought back ahead of the requests for them, an eighth of memory-budget "
      "at "

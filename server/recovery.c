@@ -281,7 +281,8 @@ static void report(const recovery *all) {
           (json_int_t)stats.sessions_given_up, "seconds", stats.recovery_s);
 }
 
-qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error) {
+qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, uint64_t dirty_bytes,
+                              qkv_error *error) {
   recovery all = {.spill = spill, .options = options, .at_session = UINT64_MAX};
   const qkv_storage_restore restore = {.context = &all, .entry = on_entry, .record = on_record, .keep = on_keep};
   qkv_storage_config config;
@@ -290,7 +291,7 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
   config.io = options->storage_io;
   config.bytes_max = (uint64_t)options->storage_budget;
   config.segment_bytes = (uint64_t)options->storage_segment;
-  config.dirty_bytes_max = (uint64_t)options->storage_dirty;
+  config.dirty_bytes_max = dirty_bytes;
   config.compact_bytes_per_s = (uint64_t)options->storage_compact_rate;
   qkv_status status = qkv_storage_open(&config, &restore, &spill->storage, error);
   if (status == QKV_OK && all.refused.status != QKV_OK) {

@@ -449,6 +449,30 @@ static void init_locks(qkvi_spill *spill) {
   (void)pthread_condattr_destroy(&clock);
 }
 
+// Pages that wait to be written, twice: as they are and as zstd has left them. Buffers of writes and reads.
+static const uint64_t FIXED_BUFFERS = UINT64_C(24) << 20, WINDOW_MAX = UINT64_C(16) << 20, DIRTY_LEAST = 1 << 20;
+enum { BUFFERS_PART = 16, WINDOW_PART = 64 };
+
+// What storage-dirty may be: the smaller the budget, the less, down to what a disk is worth being asked for.
+static uint64_t dirty_bytes(const qkvi_spill *spill, const qkv_server_options *options) {
+  const uint64_t half = spill->buffer_bytes / 2, fixed = half < FIXED_BUFFERS ? half : FIXED_BUFFERS;
+  const uint64_t part = (spill->buffer_bytes - fixed) / 2, dirty = part > DIRTY_LEAST ? part : DIRTY_LEAST;
+  return dirty < (uint64_t)options->storage_dirty ? dirty : (uint64_t)options->storage_dirty;
+}
+
+static qkv_status reserve_buffers(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error) {
+  const uint64_t most = 2 * (uint64_t)options->storage_dirty + FIXED_BUFFERS;
+  const uint64_t part = qkvi_spill_budget(spill) / BUFFERS_PART, bytes = part < most ? part : most;
+  QKV_TRY(qkv_arena_reserve(qkv_store_arena(spill->store), bytes, error));
+  spill->buffer_bytes = bytes;
+  return QKV_OK;
+}
+
+uint64_t qkvi_spill_window(const qkvi_spill *spill, size_t beside) {
+  const uint64_t part = qkvi_spill_budget(spill) / WINDOW_PART;
+  return (part < WINDOW_MAX ? part : WINDOW_MAX) / (beside + 1);
+}
+
 qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store, qkv_metric_value *metrics,
                              qkvi_spill **out, qkv_error *error) {
   *out = NULL;
@@ -461,7 +485,8 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
   init_locks(spill);
   init_backing(spill, &spill->backings[0], false);
   init_backing(spill, &spill->backings[1], true);
-  qkv_status status = qkvi_spill_recover(spill, options, error);
+  qkv_status status = reserve_buffers(spill, options, error);
+  if (status == QKV_OK) status = qkvi_spill_recover(spill, options, dirty_bytes(spill, options), error);
   if (status == QKV_OK && pthread_create(&spill->thread, NULL, work, spill) != 0) abort();
   if (status == QKV_OK) {
     (void)pthread_setname_np(spill->thread, "qkvd-spill");
@@ -514,6 +539,7 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
     (void)pthread_join(old->thread, NULL);
   }
   if (old->storage != NULL) qkv_storage_close(&old->storage);
+  qkv_arena_unreserve(qkv_store_arena(old->store), old->buffer_bytes);
   for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
     next = known->next;
     free(known);

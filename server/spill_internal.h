@@ -82,8 +82,12 @@ struct qkvi_spill {
   _Atomic uint64_t freed;       // since memory was last given back to the machine
   pthread_t thread;
   bool started;
-  bool budgeted;  // by storage-budget
+  bool budgeted;          // by storage-budget
+  uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
 };
+
+// Bytes that each of those who bring pages back may have read and not taken yet.
+uint64_t qkvi_spill_window(const qkvi_spill *spill, size_t beside);
 
 #define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
 
@@ -114,8 +118,9 @@ uint64_t qkvi_spill_taken(qkvi_spill *spill);
 // storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
 void qkvi_spill_expel(qkvi_spill *spill);
 
-// Opens the storage and fills the store (recovery.c).
-qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error);
+// Opens the storage and fills the store (recovery.c). So much may wait to be written.
+qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, uint64_t dirty_bytes,
+                              qkv_error *error);
 
 // Under the lock, or before the thread is started.
 void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version);

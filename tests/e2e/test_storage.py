@@ -281,7 +281,7 @@ def test_a_session_larger_than_memory(start):
     with start("--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1", "--ema-every", "0",
                "--calibrate-tokens", "0") as daemon:
         cache = make(daemon, ASYNC)
-        assert cache.info().bytes_stored > 2 << 20
+        wait_for(lambda: cache.info().bytes_stored > 2 << 20, "it is not written")
         out, lse = cache.attend(tokens - 2, queries)
         assert np.abs(out - expected[0]).max() < 1e-5 and np.abs(lse - expected[1]).max() < 1e-5
         assert daemon.metric("qkvd_kv_bytes") <= 1 << 20
