@@ -23,20 +23,6 @@ INLINE uint8x16_t shallow_centroids(qkv_part part, qkvi_block_kind kind, const q
   return vqtbl1q_u8(vld1q_u8(table), nibble_of(&from->above, field));
 }
 
-INLINE uint8x16_t look_up_64(const uint8_t *table, uint8x16_t index) {
-  return vqtbl4q_u8(vld1q_u8_x4(table), index);
-}
-
-// An index that is beyond a table of 64 leaves what was there.
-INLINE uint8x16_t look_up_256(const uint8_t *table, uint8x16_t index) {
-  uint8x16_t found = look_up_64(table, index);
-  UNROLL
-  for (uint8_t from = 64; from != 0; from += 64) {
-    found = vqtbx4q_u8(found, vld1q_u8_x4(table + from), vsubq_u8(index, vdupq_n_u8(from)));
-  }
-  return found;
-}
-
 // The high and low bytes of the centroids of more than four bits.
 INLINE void deep_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field, uint8x16_t *high,
                            uint8x16_t *low) {
@@ -44,12 +30,13 @@ INLINE void deep_centroids(qkv_part part, qkvi_block_kind kind, const quarter *f
     const uint8x16_t third = keep(down(from->third, (int)(2 * field)), 3);
     const uint8x16_t index = vorrq_u8(vshlq_n_u8(third, 4), nibble_of(&from->above, field));
     const uint8_t(*planes)[64] = qkvi_integers.sixes[table_of(part)][kind - QKVI_BLOCK_5_LOW][field % 2];
-    *high = look_up_64(planes[0], index);
-    *low = look_up_64(planes[1], index);
+    *high = look_up_64(load_64(planes[0]), index);
+    *low = look_up_64(load_64(planes[1]), index);
   } else {
     const uint8_t(*planes)[256] = qkvi_integers.bytes[table_of(part)][kind - QKVI_BLOCK_NIBBLE_KINDS][field % 2];
-    *high = look_up_256(planes[0], byte_of(from, field));
-    *low = look_up_256(planes[1], byte_of(from, field));
+    const table_256 above = load_256(planes[0]), below = load_256(planes[1]);
+    *high = look_up_256(&above, byte_of(from, field));
+    *low = look_up_256(&below, byte_of(from, field));
   }
 }
 

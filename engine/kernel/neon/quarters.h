@@ -8,35 +8,15 @@
 #ifndef QKV_ENGINE_KERNEL_NEON_QUARTERS_H
 #define QKV_ENGINE_KERNEL_NEON_QUARTERS_H
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#include <stdint.h>
-
 #include "engine/kernel/blocks.h"
+#include "engine/kernel/neon/vectors.h"
 #include "engine/kernel/table.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#if defined(__aarch64__)
 
-// Before loops whose counts are constants once they are inlined. Sanitizers leave some of them alone, and the
-// compiler says so, which is an error.
-#ifdef QKV_SANITIZED
-#define UNROLL
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
-
-enum { GROUP = QKV_GROUP_TOKENS, FIELDS = 4, QUARTERS = 4, QUARTER_BYTES = 16, HALVES = 2 };
+enum { FIELDS = 4, QUARTERS = 4, QUARTER_BYTES = 16, HALVES = 2 };
 
 // ---- Halves of blocks ----
-
-// Shifts of bytes, down.
-INLINE uint8x16_t down(uint8x16_t all, int bits) {
-  return vshlq_u8(all, vdupq_n_s8((int8_t)-bits));
-}
-
-INLINE uint8x16_t keep(uint8x16_t all, uint8_t mask) {
-  return vandq_u8(all, vdupq_n_u8(mask));
-}
 
 // Bits at 0 and 4 of every byte to fields 0 and 1, which odd pairs have the other way round.
 INLINE uint8x16_t to_two_fields(uint8x16_t all, uint8_t mask, bool odd) {

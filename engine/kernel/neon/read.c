@@ -243,16 +243,12 @@ static QKV_DECLARE_DECODE(decode_twin) {
   }
 }
 
-static QKV_DECLARE_ENCODE(encode_twin) {
-  qkvi_kernels_reference.encode(part, schedule, tier, weights, rows, gains, codes, errors);
-}
-
 const qkv_kernels TWIN(qkvi_kernels) = {
     .name = TWIN_NAME,
     .needs = TWIN_NEEDS,
     .scores = scores_twin,
     .accumulate = accumulate_twin,
-    .encode = encode_twin,
+    .encode = TWIN(qkvi_encode),
     .decode = decode_twin,
     .largest = largest_plain,
     .weigh = weigh_plain,

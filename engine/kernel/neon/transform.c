@@ -2,26 +2,19 @@
 #include <string.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/neon/quarters.h"
 #include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/vectors.h"
 
 // Rows that are taken at once, and rows of the matrix or vectors of it: their products fill the registers.
-enum { ROWS = 4, ACROSS = 4, PRODUCT_ROWS = 2, PRODUCTS_ACROSS = 2, SUM_QUADS = 4, STEP = 4 * SUM_QUADS };
-
-// Sixteen lanes, added by halves.
-INLINE float add_lanes(const float32x4_t sums[SUM_QUADS]) {
-  const float32x4_t by_four = (sums[0] + sums[2]) + (sums[1] + sums[3]);
-  const float32x2_t by_two = vget_low_f32(by_four) + vget_high_f32(by_four);
-  return by_two[0] + by_two[1];
-}
+enum { ROWS = 4, ACROSS = 4, PRODUCT_ROWS = 2, PRODUCTS_ACROSS = 2 };
 
 // out[i * dim + c] = rows[i] . matrix[c], for i < count and c < across, constants.
 INLINE void multiply_tile(const float *matrix, size_t dim, const float *rows, size_t count, size_t across,
                           float *out) {
   float32x4_t sums[PRODUCT_ROWS * PRODUCTS_ACROSS][SUM_QUADS] = {0};
-  for (size_t j = 0; j < dim; j += STEP) {
+  for (size_t j = 0; j < dim; j += SUM_STEP) {
     // A row may end with eight.
-    const size_t quads = dim - j >= STEP ? SUM_QUADS : SUM_QUADS / 2;
+    const size_t quads = dim - j >= SUM_STEP ? SUM_QUADS : SUM_QUADS / 2;
     UNROLL
     for (size_t q = 0; q < SUM_QUADS; q++) {
       if (q >= quads) break;

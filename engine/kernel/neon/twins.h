@@ -15,6 +15,7 @@
 #define TWIN_NEEDS QKV_CPU_NEON
 #endif
 
+QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
 QKV_DECLARE_DENSE(TWIN(qkvi_multiply));
 QKV_DECLARE_DENSE(TWIN(qkvi_combine));
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
