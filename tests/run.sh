@@ -58,7 +58,7 @@ say() { printf '== %02d:%02d  %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 unrandomized=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then unrandomized=(setarch "$(uname -m)" -R); fi
 
-build() { # preset
+build() { # preset [target]
   say "build $1"
   cmake --preset "$1" >"build/$1.configure.log" 2>&1 || {
     cat "build/$1.configure.log" >&2
@@ -67,7 +67,8 @@ build() { # preset
   # Ninja's progress line is for people.
   local quiet=(-- --quiet)
   if [[ -t 1 ]]; then quiet=(); fi
-  cmake --build --preset "$1" --parallel "$(nproc)" "${quiet[@]}" || fail "the $1 build failed, see above"
+  cmake --build --preset "$1" --parallel "$(nproc)" ${2:+--target "$2"} "${quiet[@]}" ||
+    fail "the $1 build failed, see above"
 }
 
 run_asan() {
@@ -88,10 +89,21 @@ run_fuzz() {
   "${unrandomized[@]}" tests/fuzz/smoke.sh --seconds "$fuzz_seconds"
 }
 
+# Those of what the reference wrote, in checkkern's output; each of them once.
+digests() {
+  sed -n 's/.*equal to the reference, \([0-9a-f]*\)$/\1/p' "$@" | sort -u
+}
+
 run_arm() {
   build arm
   say "tests of the arm build"
   ctest --preset arm -j2
+  build release checkkern
+  say "the reference's bytes here and there"
+  local here there
+  here=$(build/release/bin/checkkern --rung reference | digests)
+  there=$(digests build/arm/Testing/Temporary/LastTest.log)
+  [[ $here == "$there" ]] || fail "the scalar reference writes other bytes on ARM: digests $here and ${there//$'\n'/ }"
 }
 
 run_release() {

@@ -48,6 +48,7 @@ typedef struct checking {
   const qkv_kernels *twin;
   naive_random random;
   size_t failures;
+  uint64_t digest;  // of what the reference wrote: the same on every machine
 } checking;
 
 // What a twin wrote against what the reference wrote, byte by byte. Counts and prints failures.
@@ -63,8 +64,8 @@ void check_rows_of(checking *c, uint16_t dim, input_kind kind);
 // Conversions of elements (engine/base/tensor.h) with what the processor has against those without. The number of
 // failures, which are printed.
 size_t check_conversions(uint32_t cpu_flags);
-// The number of failures, which are printed.
-size_t check_rung(const qkv_kernels *twin);
+// The number of failures, which are printed; `*digest` gets that of what the reference wrote.
+size_t check_rung(const qkv_kernels *twin, uint64_t *digest);
 // Prints a table for every rung of `cpu_flags`, of the kernels whose names begin with `filter` (NULL: all).
 void bench(uint32_t cpu_flags, const char *filter);
 

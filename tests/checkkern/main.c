@@ -1,22 +1,24 @@
 // Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME]
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "engine/base/cpu.h"
 #include "tests/checkkern/checkkern.h"
 
-// Of one rung or, where `rung` is NULL, of all.
+// Of one rung, possibly the reference itself, or, where `rung` is NULL, of all the others.
 static int check(uint32_t cpu_flags, const char *rung) {
   size_t failures = check_conversions(cpu_flags);
-  for (size_t row = 1; qkv_kernels_at(row) != NULL; row++) {
+  for (size_t row = rung != NULL ? 0 : 1; qkv_kernels_at(row) != NULL; row++) {
     const qkv_kernels *twin = qkv_kernels_at(row);
     if (rung != NULL && strcmp(rung, twin->name) != 0) continue;
     if ((twin->needs & ~cpu_flags) != 0) {
       printf("%s: skipped, this machine or the mask lacks it\n", twin->name);
       continue;
     }
-    const size_t failed = check_rung(twin);
-    printf("%s: %s\n", twin->name, failed == 0 ? "equal to the reference" : "FAILED");
+    uint64_t digest;
+    const size_t failed = check_rung(twin, &digest);
+    printf("%s: %s, %016" PRIx64 "\n", twin->name, failed == 0 ? "equal to the reference" : "FAILED", digest);
     failures += failed;
   }
   return failures == 0 ? 0 : 1;
