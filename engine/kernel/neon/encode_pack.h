@@ -28,9 +28,10 @@ static block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride
       vst4q_u8(fields.of[i], four);
       continue;
     }
+    const uint32x4x4_t words_of = {{vreinterpretq_u32_u8(four.val[0]), vreinterpretq_u32_u8(four.val[1]),
+                                    vreinterpretq_u32_u8(four.val[2]), vreinterpretq_u32_u8(four.val[3])}};
     uint32_t words[SLAB_FIELDS][4];
-    vst4q_u32(words[0], (uint32x4x4_t){{vreinterpretq_u32_u8(four.val[0]), vreinterpretq_u32_u8(four.val[1]),
-                                        vreinterpretq_u32_u8(four.val[2]), vreinterpretq_u32_u8(four.val[3])}});
+    vst4q_u32(words[0], words_of);
     for (size_t f = 0; f < SLAB_FIELDS; f++) memcpy(fields.of[f] + 16 * i, words[f], sizeof words[f]);
   }
   return fields;

@@ -18,6 +18,7 @@
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
 QKV_DECLARE_DENSE(TWIN(qkvi_multiply));
 QKV_DECLARE_DENSE(TWIN(qkvi_combine));
+QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer));
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer));
 
