@@ -91,7 +91,7 @@ run_fuzz() {
 
 # Those of what the reference wrote, in checkkern's output; each of them once.
 digests() {
-  sed -n 's/.*equal to the reference, \([0-9a-f]*\)$/\1/p' "$@" | sort -u
+  sed -n 's/.*equal to the reference, \([0-9a-f]\{16\}\)$/\1/p' "$@" | sort -u
 }
 
 run_arm() {
