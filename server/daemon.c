@@ -68,16 +68,6 @@ static void count_ended(void *context, qkv_status status) {
   qkv_metric_add(&daemon->metrics[outcome(status)], 1);
 }
 
-// Resident bytes of this process, 0 where the system does not say.
-static int64_t resident_bytes(void) {
-  long long total = 0, resident = 0;
-  FILE *file = fopen("/proc/self/statm", "re");
-  if (file == NULL) return 0;
-  if (fscanf(file, "%lld %lld", &total, &resident) != 2) resident = 0;  // NOLINT(cert-err34-c): the kernel's text
-  fclose(file);
-  return (int64_t)resident * sysconf(_SC_PAGESIZE);
-}
-
 static void update_storage(qkv_daemon *daemon) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(qkvi_spill_storage(daemon->spill), &stats);
@@ -110,7 +100,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_MISSED], (int64_t)quality.missed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_ERROR], (int64_t)(qkv_quality_error(&quality) * 1e6));
   if (daemon->spill != NULL) update_storage(daemon);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], resident_bytes());
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], qkvi_memory_resident());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }
 
@@ -192,7 +182,7 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_retier_report report = {0};
   qkvi_lifetime_expire(daemon);
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
-  qkv_heap_tend(qkv_arena_heap(qkv_store_arena(daemon->store)));
+  qkvi_memory_tend(&daemon->memory, daemon->store);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));

@@ -17,6 +17,7 @@
 #include "engine/cache/store.h"
 #include "server/calibrations.h"
 #include "server/health.h"
+#include "server/memory.h"
 #include "server/metrics.h"
 #include "server/options.h"
 #include "server/retier.h"
@@ -33,6 +34,7 @@ typedef struct qkv_daemon {
   qkv_pool *disk_pool;              // whatever waits for the disk
   qkvi_spill *spill;                // NULL without a data-dir
   qkvi_retierer *retierer;
+  qkvi_memory memory;
   qkv_rpc_server *rpc;
   qkv_health health;
   int64_t started_ms;     // on the monotonic clock
@@ -56,7 +58,8 @@ int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.
 void qkv_daemon_learn(qkv_daemon *daemon);
 
-// Brings sessions towards their tiers, a bounded piece of it (server/retier.h). True where there is more that
+// Brings sessions towards their tiers, a bounded piece of it (server/retier.h), and gives idle memory back
+// (server/memory.h). True where there is more that
 // should not wait. One call at a time, not after drain.
 bool qkv_daemon_retier(qkv_daemon *daemon);
 

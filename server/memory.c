@@ -1,0 +1,52 @@
+#include "server/memory.h"
+
+#include <malloc.h>
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { EVERY_MS = 250, BUDGET_PARTS = 64, KEPT_MIN = 16 << 20 };
+
+// Large messages come and go: with these, 1 MiB messages go 1.5 to 2 times as fast over a socket.
+void qkvi_memory_setup(void) {
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TOP_PAD, 64 << 20);
+}
+
+int64_t qkvi_memory_resident(void) {
+  long long total = 0, resident = 0;
+  FILE *file = fopen("/proc/self/statm", "re");
+  if (file == NULL) return 0;
+  if (fscanf(file, "%lld %lld", &total, &resident) != 2) resident = 0;  // NOLINT(cert-err34-c): the kernel's text
+  fclose(file);
+  return (int64_t)resident * sysconf(_SC_PAGESIZE);
+}
+
+static int64_t now_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+// Resident bytes that are neither of the heap nor in blocks of malloc: what it keeps, and code and stacks.
+static int64_t idle_bytes(qkv_store *store) {
+  const qkv_heap_stats heap = qkv_store_read_stats(store).heap;
+  const struct mallinfo2 info = mallinfo2();
+  const int64_t used = (int64_t)(heap.bytes_resident + info.uordblks + info.hblkhd), all = qkvi_memory_resident();
+  return all > used ? all - used : 0;
+}
+
+void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
+  const int64_t now = now_ms();
+  if (now < memory->next_ms) return;
+  memory->next_ms = now + EVERY_MS;
+  qkv_heap_tend(qkv_arena_heap(qkv_store_arena(store)));
+  int64_t kept_max = (int64_t)(qkv_store_read_stats(store).memory.bytes_max / BUDGET_PARTS), idle = idle_bytes(store);
+  if (kept_max < KEPT_MIN) kept_max = KEPT_MIN;
+  if (idle > memory->left + kept_max) {
+    (void)malloc_trim(0);
+    idle = memory->left = idle_bytes(store);
+  }
+  if (idle < memory->left) memory->left = idle;
+}

@@ -1,0 +1,27 @@
+// The process's memory beside sessions: what malloc keeps of messages, buffers and pages on their way to the disk.
+//
+// glibc hands freed pages back to the system and faults them in again for the next message unless it is told to keep
+// them; told so, it keeps what many threads have freed here and there until somebody asks. So it is asked, whenever
+// more than a part of memory-budget lies idle.
+//
+// Threads: setup before any other; tend by one thread at a time.
+#ifndef QKV_SERVER_MEMORY_H
+#define QKV_SERVER_MEMORY_H
+
+#include <stdint.h>
+
+#include "engine/cache/store.h"
+
+typedef struct qkvi_memory {
+  int64_t next_ms;  // on the monotonic clock
+  int64_t left;     // bytes beyond what is in use that malloc did not give back the last time
+} qkvi_memory;
+
+void qkvi_memory_setup(void);
+// Gives back what malloc keeps beyond a 64th of memory-budget, and makes the heap's pages whole; every quarter of a
+// second at most. Takes milliseconds.
+void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
+// Resident bytes of this process, 0 where the system does not say.
+int64_t qkvi_memory_resident(void);
+
+#endif
