@@ -34,6 +34,7 @@ bool qkv_layer_save(qkv_layer *layer) {
 }
 
 void qkv_layer_settle(qkv_layer *layer) {
+  if (layer->config.backing == NULL) return;  // it has been closed meanwhile
   for (; layer->settled < layer->saved; layer->settled++) {
     qkv_page_entry *entry = &layer->pages[layer->settled];
     const qkv_record_state state = state_of(layer, entry);

@@ -1,0 +1,400 @@
+// The SSD tier of the daemon in this process, with what meets there done at once: sessions that leave memory while
+// they are brought back, that are closed and cut while their pages are written, and files that are compacted
+// meanwhile. Rows are compared, bit for bit, with those of a session that did the same in memory alone. Runs under
+// ThreadSanitizer.
+#include "server/spill.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/metrics.h"
+#include "server/restore.h"
+#include "tests/engine/cache/fixture.h"
+
+enum { LAYERS = 4, TOKENS = 1024, ROUNDS = 12 };
+
+typedef struct scene {
+  char directory[64];
+  qkv_model model;
+  sequence rows[2];
+  qkv_server_options values;
+  qkv_options *options;
+  qkv_metric_value metrics[QKV_METRIC_COUNT];
+  qkv_store *store;
+  qkvi_spill *spill;
+} scene;
+
+// All decoded rows of a session's layers.
+typedef struct content {
+  uint64_t length;
+  float *rows[LAYERS][2];
+} content;
+
+// ---- Life ----
+
+static void start(scene *s) {
+  qkv_error error = {0};
+  memset(s->metrics, 0, sizeof s->metrics);
+  s->store = qkv_store_create(&(qkv_store_config){.memory_budget = (uint64_t)s->values.memory_budget,
+                                                  .models_max = 4,
+                                                  .sessions_max = 100,
+                                                  .policy = qkv_server_options_policy(&s->values)});
+  if (qkvi_spill_create(&s->values, s->store, s->metrics, &s->spill, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkv_store_register_model(s->store, &s->model, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void stop(scene *s) {
+  qkvi_spill_finish(s->spill, 60000);
+  qkvi_spill_destroy(&s->spill);
+  qkv_store_destroy(&s->store);
+}
+
+static void restart(scene *s) {
+  stop(s);
+  start(s);
+}
+
+static void setup(scene *s, const char *io) {
+  snprintf(s->directory, sizeof s->directory, "spill-%d-%s", (int)getpid(), io);
+  const char *arguments[] = {
+      "qkvd", "--listen",        "unix:unused", "--data-dir",        s->directory, "--storage-io",
+      io,     "--memory-budget", "16MiB",       "--storage-segment", "1MiB",       "--storage-compact-rate",
+      "0"};
+  qkv_error error = {0};
+  if (qkv_server_options_read(sizeof arguments / sizeof *arguments, (char **)(uintptr_t)arguments, &s->values,
+                              &s->options, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  s->model = test_model(2, 2, 32, 16, QKV_FP16);
+  for (int i = 0; i < 2; i++) s->rows[i] = make_sequence(&s->model, TOKENS, 7 + 10 * (uint64_t)i);
+  start(s);
+}
+
+static void teardown(scene *s) {
+  char command[128];
+  stop(s);
+  qkv_options_destroy(&s->options);
+  for (int i = 0; i < 2; i++) free_sequence(&s->rows[i]);
+  snprintf(command, sizeof command, "rm -r %s", s->directory);
+  assert_int_equal(system(command), 0);  // NOLINT(cert-env33-c)
+}
+
+static qkv_session *open_session(const scene *s, const char *name, qkv_durability durability) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  qkv_session_config config = {.tenant = "default",
+                               .purpose = QKV_PURPOSE_ATTEND,
+                               .policy = {.recent_window = 0, .bits_k = 4, .bits_v = 3},
+                               .ema = {.alpha = 0.9, .sample_every = 1},
+                               .durability = durability};
+  snprintf(config.name, sizeof config.name, "%s", name);
+  qkv_status status = qkvi_spill_enlist(s->spill, &config, &error);
+  if (status == QKV_OK) status = qkv_store_open(s->store, &config, "tiny", &session, &error);
+  if (status == QKV_OK) status = qkvi_spill_opened(s->spill, session, &error);
+  if (status != QKV_OK) fail_msg("%s", error.text);
+  return session;
+}
+
+static qkv_session *find_session(const scene *s, const char *name) {
+  qkv_session *session = NULL;
+  assert_int_equal(qkv_store_session(s->store, name, &session, NULL), QKV_OK);
+  return session;
+}
+
+// Tokens [begin, end) of one of the sequences, to all layers.
+static qkv_status append(const scene *s, qkv_session *session, int which, uint64_t begin, uint64_t end) {
+  row_pair pair;
+  qkv_status status = QKV_OK;
+  make_pair(&pair, &s->rows[which], begin, end, QKV_FP16);
+  for (uint32_t layer = 0; layer < LAYERS && status == QKV_OK; layer++) {
+    uint64_t appended, length;
+    status =
+        qkv_session_append(session, layer, begin, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL);
+  }
+  free_pair(&pair);
+  return status;
+}
+
+static void sync_all(const scene *s, qkv_session *session) {
+  qkv_error error = {0};
+  if (qkvi_spill_sync(s->spill, session, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void close_session(const scene *s, qkv_session **session) {
+  uint64_t freed;
+  qkv_error error = {0};
+  assert_int_equal(qkv_store_close_session(s->store, *session, &freed, NULL), QKV_OK);
+  if (qkvi_spill_closed(s->spill, *session, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_session_unref(session);
+}
+
+// ---- Rows ----
+
+static void read_content(qkv_session *session, content *out) {
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    const qkv_layer *layer;
+    assert_int_equal(qkv_session_read(session, i, &layer, NULL), QKV_OK);
+    out->length = layer->length;
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) out->rows[i][part] = decoded_rows(layer, part);
+    qkv_session_read_done(session, i);
+  }
+}
+
+static void free_content(content *at) {
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    free(at->rows[i][0]);
+    free(at->rows[i][1]);
+  }
+}
+
+static size_t part_bytes(const scene *s, const content *at, int part) {
+  return at->length * s->model.kv_heads * (part == QKV_K ? s->model.key_dim : s->model.value_dim) * sizeof(float);
+}
+
+// Brought back as a whole; false where it is not what it should be. Not in the main thread alone, so nothing is
+// asserted.
+static bool same_layer(const scene *s, qkv_session *session, uint32_t at, const content *wanted) {
+  const qkv_layer *layer;
+  qkv_session_pin(session, at);
+  bool same = qkvi_restore(s->spill, session, at, 0, 0, false, NULL) == QKV_OK;
+  if (same && qkv_session_read(session, at, &layer, NULL) == QKV_OK) {
+    same = layer->length == wanted->length && qkv_layer_holds(layer, 0, layer->length);
+    for (int part = QKV_K; part <= QKV_V && same; part++) {
+      float *rows = decoded_rows(layer, (qkv_part)part);
+      same = memcmp(rows, wanted->rows[at][part], part_bytes(s, wanted, part)) == 0;
+      free(rows);
+    }
+    qkv_session_read_done(session, at);
+  }
+  qkv_session_unpin(session, at);
+  return same;
+}
+
+static void assert_same(const scene *s, const char *name, const content *wanted) {
+  qkv_session *session = find_session(s, name);
+  for (uint32_t i = 0; i < LAYERS; i++) assert_true(same_layer(s, session, i, wanted));
+  qkv_session_unref(&session);
+}
+
+// What a session in memory alone has after the same; sealed, as a stop seals.
+static content in_memory(const scene *s, uint64_t cut_at) {
+  content made;
+  qkv_session *session = open_session(s, "memory", QKV_DURABILITY_MEMORY);
+  assert_int_equal(append(s, session, 0, 0, TOKENS), QKV_OK);
+  if (cut_at < TOKENS) {
+    assert_int_equal(qkv_session_truncate(session, cut_at, NULL, 0, NULL), QKV_OK);
+    assert_int_equal(append(s, session, 1, cut_at, TOKENS), QKV_OK);
+  }
+  assert_int_equal(qkv_session_seal(session, NULL), QKV_OK);
+  read_content(session, &made);
+  close_session(s, &session);
+  return made;
+}
+
+// ---- Another thread ----
+
+typedef struct other {
+  const scene *s;
+  qkv_session *session;
+  const content *wanted;
+  uint64_t seed;
+  _Atomic bool stop, wrong;
+  pthread_t thread;
+} other;
+
+static void begin_other(other *on, void *(*run)(void *)) {
+  assert_int_equal(pthread_create(&on->thread, NULL, run, on), 0);
+}
+
+static void end_other(other *on) {
+  atomic_store(&on->stop, true);
+  assert_int_equal(pthread_join(on->thread, NULL), 0);
+  assert_false(atomic_load(&on->wrong));
+}
+
+static void *evict(void *context) {
+  other *on = context;
+  while (!atomic_load(&on->stop)) (void)qkv_session_evict(on->session, UINT64_MAX);
+  return NULL;
+}
+
+static void *bring_back(void *context) {
+  other *on = context;
+  for (int i = 0; i < ROUNDS; i++) {
+    if (!same_layer(on->s, on->session, (uint32_t)random_below(&on->seed, LAYERS), on->wanted))
+      atomic_store(&on->wrong, true);
+  }
+  return NULL;
+}
+
+static void *read_ahead(void *context) {
+  other *on = context;
+  while (!atomic_load(&on->stop))
+    (void)qkvi_restore_ahead(on->s->spill, on->session, (uint32_t)random_below(&on->seed, LAYERS), 0, 0);
+  return NULL;
+}
+
+static void *settle(void *context) {
+  other *on = context;
+  while (!atomic_load(&on->stop)) (void)qkv_session_settle(on->session);
+  return NULL;
+}
+
+// The same rows again and again: whatever of them is new.
+static void *append_on(void *context) {
+  other *on = context;
+  for (uint64_t at = 0; at < TOKENS && !atomic_load(&on->stop); at += 64)
+    (void)append(on->s, on->session, 0, at, at + 64);
+  return NULL;
+}
+
+static void *compact(void *context) {
+  other *on = context;
+  uint64_t freed;
+  while (!atomic_load(&on->stop)) {
+    if (qkvi_spill_compact(on->s->spill, 0.99, &freed, NULL) != QKV_OK) atomic_store(&on->wrong, true);
+  }
+  return NULL;
+}
+
+// ---- Tests ----
+
+static void test_eviction_while_it_comes_back(const char *io) {
+  scene s;
+  setup(&s, io);
+  content wanted = in_memory(&s, TOKENS);
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  sync_all(&s, session);
+  other evicting = {.s = &s, .session = session}, ahead = {.s = &s, .session = session, .seed = 3};
+  other readers[3];
+  begin_other(&evicting, evict);
+  begin_other(&ahead, read_ahead);
+  for (int i = 0; i < 3; i++) {
+    readers[i] = (other){.s = &s, .session = session, .wanted = &wanted, .seed = 100 + (uint64_t)i};
+    begin_other(&readers[i], bring_back);
+  }
+  for (int i = 0; i < 3; i++) end_other(&readers[i]);
+  end_other(&evicting);
+  end_other(&ahead);
+  qkv_session_unref(&session);
+  restart(&s);
+  assert_same(&s, "a", &wanted);
+  free_content(&wanted);
+  teardown(&s);
+}
+
+static void test_closing_while_it_is_written(const char *io) {
+  scene s;
+  qkv_storage_stats stats;
+  setup(&s, io);
+  for (int i = 0; i < ROUNDS; i++) {
+    qkv_session *session = open_session(&s, "a", i % 2 == 0 ? QKV_DURABILITY_ASYNC : QKV_DURABILITY_SYNC);
+    other settling = {.s = &s, .session = session}, appending = settling;
+    begin_other(&appending, append_on);
+    begin_other(&settling, settle);
+    assert_int_equal(append(&s, session, 0, 0, 64 * (uint64_t)(i % 4 + 1)), QKV_OK);
+    qkv_session *closing = qkv_session_ref(session);  // both threads go on with it
+    close_session(&s, &closing);
+    end_other(&appending);
+    end_other(&settling);
+    qkv_session_unref(&session);
+    if (i % 4 == 3) restart(&s);
+    assert_int_equal(qkv_store_read_stats(s.store).sessions, 0);
+  }
+  restart(&s);
+  qkv_storage_read_stats(qkvi_spill_storage(s.spill), &stats);
+  assert_int_equal(stats.records, 0);
+  assert_int_equal(qkv_store_read_stats(s.store).sessions, 0);
+  teardown(&s);
+}
+
+static void test_truncation_while_it_is_written(const char *io) {
+  scene s;
+  uint64_t seed = 5;
+  setup(&s, io);
+  for (int i = 0; i < ROUNDS; i++) {
+    const uint64_t cut_at = 1 + random_below(&seed, TOKENS - 1);
+    content wanted = in_memory(&s, cut_at);
+    qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+    other settling = {.s = &s, .session = session}, evicting = settling;
+    begin_other(&settling, settle);
+    begin_other(&evicting, evict);
+    assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+    assert_int_equal(qkv_session_truncate(session, cut_at, NULL, 0, NULL), QKV_OK);
+    assert_int_equal(append(&s, session, 1, cut_at, TOKENS), QKV_OK);
+    end_other(&settling);
+    end_other(&evicting);
+    assert_int_equal(qkvi_spill_truncated(s.spill, session, NULL), QKV_OK);
+    assert_int_equal(qkv_session_seal(session, NULL), QKV_OK);
+    for (uint32_t layer = 0; layer < LAYERS; layer++) assert_true(same_layer(&s, session, layer, &wanted));
+    qkv_session_unref(&session);
+    restart(&s);
+    assert_same(&s, "a", &wanted);
+    session = find_session(&s, "a");
+    close_session(&s, &session);
+    free_content(&wanted);
+  }
+  teardown(&s);
+}
+
+static void test_recovery_of_what_was_compacted(const char *io) {
+  scene s;
+  setup(&s, io);
+  content wanted = in_memory(&s, TOKENS);
+  for (int i = 0; i < 4; i++) {
+    char name[2][16];
+    other compacting = {.s = &s};
+    for (int k = 0; k < 2; k++) snprintf(name[k], sizeof name[k], "%s-%d", k == 0 ? "kept" : "closed", i);
+    qkv_session *kept = open_session(&s, name[0], QKV_DURABILITY_ASYNC);
+    qkv_session *closed = open_session(&s, name[1], QKV_DURABILITY_ASYNC);
+    begin_other(&compacting, compact);
+    for (uint64_t at = 0; at < TOKENS; at += 128) {
+      assert_int_equal(append(&s, kept, 0, at, at + 128), QKV_OK);
+      assert_int_equal(append(&s, closed, 0, at, at + 128), QKV_OK);
+    }
+    sync_all(&s, kept);
+    close_session(&s, &closed);
+    (void)qkv_session_evict(kept, UINT64_MAX);
+    for (uint32_t layer = 0; layer < LAYERS; layer++) assert_true(same_layer(&s, kept, layer, &wanted));
+    end_other(&compacting);
+    qkv_session_unref(&kept);
+    restart(&s);
+    for (int k = 0; k <= i; k++) {
+      snprintf(name[0], sizeof name[0], "kept-%d", k);
+      assert_same(&s, name[0], &wanted);
+    }
+  }
+  free_content(&wanted);
+  teardown(&s);
+}
+
+#define BOTH(test)                          \
+  static void test##_uring(void **unused) { \
+    (void)unused;                           \
+    test("auto");                           \
+  }                                         \
+  static void test##_pread(void **unused) { \
+    (void)unused;                           \
+    test("pread");                          \
+  }
+BOTH(test_eviction_while_it_comes_back)
+BOTH(test_closing_while_it_is_written)
+BOTH(test_truncation_while_it_is_written)
+BOTH(test_recovery_of_what_was_compacted)
+
+int main(void) {
+  qkv_log_setup(stderr, QKV_LOG_ERROR);
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_eviction_while_it_comes_back_uring),
+      cmocka_unit_test(test_eviction_while_it_comes_back_pread),
+      cmocka_unit_test(test_closing_while_it_is_written_uring),
+      cmocka_unit_test(test_closing_while_it_is_written_pread),
+      cmocka_unit_test(test_truncation_while_it_is_written_uring),
+      cmocka_unit_test(test_truncation_while_it_is_written_pread),
+      cmocka_unit_test(test_recovery_of_what_was_compacted_uring),
+      cmocka_unit_test(test_recovery_of_what_was_compacted_pread),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
