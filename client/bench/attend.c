@@ -44,6 +44,8 @@ static const qkv_option options[] = {
     {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 256, "N", "threads"},
     {"order", QKV_OPTION_STRING, offsetof(qkv_bench_settings, order), "random", 0, 0, "ORDER",
      "random: pages that follow each other lie anywhere; linear: one after the other"},
+    {"huge-pages", QKV_OPTION_STRING, offsetof(qkv_bench_settings, huge_pages), "auto", 0, 0, "PAGES",
+     "what codes lie on, as of qkvd: auto or off"},
     {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
      "what to use of the processor, as of qkvd"},
     {"repeats", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, repeats), "9", 1, 1000, "N",
@@ -144,6 +146,8 @@ static int run(void *values, const qkv_option_list *arguments) {
   qkv_pool *pool = NULL;
   qkv_error error = {0};
   int status = take_mask(&settings->cpu_mask);
+  if (strcmp(settings->huge_pages, "auto") != 0 && strcmp(settings->huge_pages, "off") != 0)
+    return qkv_program_misused("--huge-pages is %s, known are auto and off", settings->huge_pages);
   if (status) return status;
   if (qkv_pool_create((size_t)settings->threads - 1, 1, &pool, &error) != QKV_OK) {
     return qkv_program_failed("%s", error.text);

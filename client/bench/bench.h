@@ -46,12 +46,16 @@ typedef struct qkv_bench_settings {
   int64_t q_len, sessions, threads;
   double low_share, low_bits;  // of groups that are at lower bits than the others
   bool calibrated;
-  const char *order;  // "random", "linear"
+  const char *order;       // "random", "linear"
+  const char *huge_pages;  // "auto", "off"; NULL: auto
   qkv_option_list cpu_mask;
+  // heap
+  const char *allocator;
 } qkv_bench_settings;
 
 extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_step, qkvi_bench_attend,
-    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage, qkvi_bench_spill, qkvi_bench_beside;
+    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage, qkvi_bench_spill, qkvi_bench_beside,
+    qkvi_bench_heap;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off

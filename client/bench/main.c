@@ -16,7 +16,7 @@ int main(int argc, char **argv) {
   setup_malloc();
   const qkv_command commands[] = {qkvi_bench_rpc,     qkvi_bench_append, qkvi_bench_fetch,  qkvi_bench_step,
                                   qkvi_bench_attend,  qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality,
-                                  qkvi_bench_storage, qkvi_bench_spill,  qkvi_bench_beside};
+                                  qkvi_bench_storage, qkvi_bench_spill,  qkvi_bench_beside, qkvi_bench_heap};
   const qkv_command_set set = {.program = "qkv-bench",
                                .summary = "Measures a qkvd, the machine's own limit beside it, and the codes.",
                                .commands = commands,

@@ -239,7 +239,9 @@ int qkv_bench_pages_init(const qkv_bench_settings *settings, qkv_bench_pages *pa
   fill(pages->k, rows, model->key_dim, settings->calibrated, 0.3, 1);
   fill(pages->v, rows, model->value_dim, settings->calibrated, 0.3, 3);
   fill(pages->q, queries, model->key_dim, settings->calibrated, 0, 5);
-  pages->arena = qkv_arena_create("memory", (uint64_t)1 << 40);
+  const bool small = settings->huge_pages != NULL && strcmp(settings->huge_pages, "off") == 0;
+  pages->arena = qkv_arena_create_on(&(qkv_heap_config){.pages = small ? QKV_HEAP_PAGES_SMALL : QKV_HEAP_PAGES_AUTO},
+                                     "memory", (uint64_t)1 << 40);
   if (settings->calibrated) status = calibrate(pages, &error);
   if (status == QKV_OK) status = make_sessions(settings, pages, &policy, &error);
   if (status == QKV_OK) status = make_requests(settings, pages, &error);
