@@ -1,4 +1,4 @@
-// The integer kernels' twins against the reference, and the reference against sums taken here in double precision.
+// The integer kernels' twins against the reference.
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -46,8 +46,8 @@ typedef struct made_turns {
 static made_turns make_turns(checking *c, size_t pairs, bool interleaved) {
   made_turns made = {.cosines = guarded_make((pairs + 1) * QKV_PAGE_TOKENS * sizeof(float)),
                      .sines = guarded_make((pairs + 1) * QKV_PAGE_TOKENS * sizeof(float))};
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.cosines.data, pairs * QKV_PAGE_TOKENS);
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.sines.data, pairs * QKV_PAGE_TOKENS);
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.cosines.data, (pairs + 1) * QKV_PAGE_TOKENS);
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)made.sines.data, (pairs + 1) * QKV_PAGE_TOKENS);
   made.turns = (qkv_slot_turns){.pairs = pairs,
                                 .step = interleaved ? 2 : 1,
                                 .apart = interleaved ? 1 : pairs,
@@ -98,7 +98,8 @@ static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim
 void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 12);
   check_multiply(c, dim, n, kind);
-  made_turns made = make_turns(c, naive_below(&c->random, dim / 2u + 1), naive_below(&c->random, 2));
+  const size_t pairs = naive_below(&c->random, dim / 2u + 1);
+  made_turns made = make_turns(c, pairs, naive_below(&c->random, 2));
   check_waves(c, &made.turns, n, kind);
   check_columns(c, &made.turns, dim, n, kind);
   guarded_free(&made.cosines);
