@@ -418,6 +418,32 @@ static bool take_flag(qkvi_spill *spill, bool *flag) {
   return was;
 }
 
+// What a page on the SSD takes beside its bytes: its entry in the layer (engine/cache/layer.h) and in the storage's
+// index, each in arrays that double, and in the index's table.
+enum { RECORD_COST = 2 * (sizeof(qkv_page_entry) + 80) + 16, COUNT_MS = 100, DIRECTORY_PART = 8 };
+
+// These are part of memory-budget, up to an eighth of it. Where there is no room the coldest pages leave, and it is
+// tried again.
+static void count_directory(qkvi_spill *spill) {
+  qkv_storage_stats stats;
+  const int64_t now = qkvi_spill_now_ms();
+  if (now < spill->counted_ms + COUNT_MS) return;
+  spill->counted_ms = now;
+  qkv_storage_read_stats(spill->storage, &stats);
+  const uint64_t budget = qkvi_spill_budget(spill), most = budget / DIRECTORY_PART;
+  const uint64_t all = stats.records * RECORD_COST, wanted = all < most ? all : most,
+                 counted = spill->directory_bytes;
+  qkv_arena *arena = qkv_store_arena(spill->store);
+  if (wanted <= counted) {
+    qkv_arena_unreserve(arena, counted - wanted);
+    spill->directory_bytes = wanted;
+  } else if (qkv_arena_reserve(arena, wanted - counted, NULL) == QKV_OK) {
+    spill->directory_bytes = wanted;
+  } else {
+    (void)qkvi_spill_evict(spill, budget - (wanted - counted));
+  }
+}
+
 static void *work(void *context) {
   qkvi_spill *spill = context;
   uint64_t seen = 0;
@@ -426,6 +452,7 @@ static void *work(void *context) {
     if (!resting(spill) && take_flag(spill, &spill->wanted)) qkvi_spill_journal_calibrations(spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
+    count_directory(spill);
     qkvi_spill_lock(spill);
     const bool ending = spill->ending;
     qkvi_spill_unlock(spill);
@@ -539,7 +566,7 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
     (void)pthread_join(old->thread, NULL);
   }
   if (old->storage != NULL) qkv_storage_close(&old->storage);
-  qkv_arena_unreserve(qkv_store_arena(old->store), old->buffer_bytes);
+  qkv_arena_unreserve(qkv_store_arena(old->store), old->buffer_bytes + old->directory_bytes);
   for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
     next = known->next;
     free(known);

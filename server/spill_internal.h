@@ -84,6 +84,9 @@ struct qkvi_spill {
   bool started;
   bool budgeted;          // by storage-budget
   uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
+  // The spill thread's: the same for what is known of each record, as of then.
+  uint64_t directory_bytes;
+  int64_t counted_ms;
 };
 
 // Bytes that each of those who bring pages back may have read and not taken yet.

@@ -159,6 +159,20 @@ def test_more_than_memory(start):
         assert daemon.metric("qkvd_storage_evicted_bytes_total") > 4 * budget
 
 
+def test_buffers_and_directories_are_part_of_the_budget(start):
+    with start("--memory-budget", "64MiB", "--calibrate-tokens", "0") as daemon:
+        def reserved():
+            return daemon.metric("qkvd_kv_reserved_bytes")
+        assert reserved() == 4 << 20
+        cache = open_cache(daemon)
+        fill(cache, 4000)
+        records = daemon.metric("qkvd_storage_records")
+        assert records == 4000 // 64 * LAYERS
+        wait_for(lambda: reserved() >= (4 << 20) + 300 * records, "records are not counted")
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s"))
+        wait_for(lambda: reserved() == 4 << 20, "they are counted still")
+
+
 def test_truncation_and_closing_hold_after_a_kill(start):
     with start() as daemon:
         kept, closed = open_cache(daemon, name="kept"), open_cache(daemon, name="closed")
