@@ -157,28 +157,6 @@ static void start_rows(qkvi_partial *partial, size_t rows, float *sums, size_t d
   partial->rows = rows;
 }
 
-// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when the codes of the
-// page after the next one are fetched while a page is worked on. Where they lie is read from that page's directory,
-// which is fetched two pages earlier.
-enum { AHEAD = 2, DIRECTORY_AHEAD = 4 };
-
-// Without a look at the page itself, which would wait for it. Inlined: gcc drops calls of functions that do nothing
-// but prefetch.
-__attribute__((always_inline)) static inline void fetch_directory(const qkv_layer *layer, uint16_t kv_head,
-                                                                  size_t i) {
-  if (i >= layer->page_count) return;
-  const uint8_t *page = layer->pages[i].page;
-  __builtin_prefetch(page);
-  __builtin_prefetch(page + sizeof(qkv_page_header) + kv_head * sizeof(qkv_page_directory));
-}
-
-// Pages of the next range, which may be another thread's, are as near to being read as any.
-static void look_ahead(const qkvi_head_task *task, qkvi_row_block *block, size_t i) {
-  const qkv_layer *layer = task->layer;
-  block->queries.ahead = i + AHEAD < layer->page_count ? layer->pages[i + AHEAD].page : NULL;
-  fetch_directory(layer, task->kv_head, i + DIRECTORY_AHEAD);
-}
-
 // What the block sees of one range; its queries are ready for that range's coder. Sums [rows][value_dim] are in code
 // space.
 static void attend_range(const qkvi_head_task *task, qkvi_row_block *block, size_t range, float *sums,
@@ -188,11 +166,12 @@ static void attend_range(const qkvi_head_task *task, qkvi_row_block *block, size
   start_rows(partial, block->queries.count, sums, task->model->value_dim);
   qkv_layer_range(layer, range, &i, &end);
   if (i < seen) i = seen;
-  for (size_t first = 0; first < DIRECTORY_AHEAD; first++) fetch_directory(layer, task->kv_head, i + first);
+  for (size_t first = 0; first < QKVI_DIRECTORY_AHEAD; first++)
+    qkvi_attend_fetch_directory(layer, task->kv_head, i + first);
   for (; i < end && layer->pages[i].position < block->end_max; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
     const qkv_codec *codec = entry->coder->codec;
-    look_ahead(task, block, i);
+    qkvi_attend_look_ahead(layer, task->kv_head, block, i);
     codec->scores(entry->coder, entry->page, task->kv_head, &block->queries, block->scores);
     fold_page(task, block, partial, entry, sums);
   }

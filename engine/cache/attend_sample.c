@@ -3,7 +3,8 @@
 // Attend's own passes are left alone. Of a request that is due (ema.h) the last block of queries meets the coded
 // pages once more, now that the log of the softmax's denominator is known: exp(score - LSE) is the weight itself.
 // That reads the keys alone, for one block of QKV_QUERY_BLOCK rows in sample_every: 58 % of an attend more for
-// one in 16, so 3.6 % on average (ema_test prints it).
+// one in 16, so 3.6 % on average (ema_test prints it), and as long as the attend itself over 32768 tokens, which come
+// from memory twice (`qkv-bench step`, p99 against p50; 3.3 times as long before pages were fetched ahead).
 //
 // Requests for a part of the pages are not counted: their weights are shares of that part.
 #include <math.h>
@@ -72,6 +73,8 @@ static void sample_range(const sample *due, uint16_t kv_head, size_t range) {
   for (; i < end && layer->pages[i].position < block.end_max; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
     if (entry->position + entry->tokens <= block.begin_min) continue;
+    qkvi_attend_look_ahead(layer, kv_head, &block, i);
+    if (i + QKVI_AHEAD < end) qkv_ema_fetch(layer->pages[i + QKVI_AHEAD].ema, task.model->kv_heads, kv_head);
     mean_weights(&task, &block, entry, lse, mean);
     qkv_ema_add(entry->ema, layer->clock, kv_head, &due->step, mean);
   }
@@ -84,7 +87,7 @@ static size_t ranges_of(const qkv_layer *layer) {
 static void sample_index(void *context, size_t index, size_t worker) {
   (void)worker;
   const sample_batch *batch = context;
-  const size_t range = index % batch->ranges_max, kv_head = index / batch->ranges_max % batch->heads_max;
+  const size_t kv_head = index % batch->heads_max, range = index / batch->heads_max % batch->ranges_max;
   const sample *due = &batch->samples[index / batch->ranges_max / batch->heads_max];
   const qkv_layer *layer = due->request->layer;
   if (kv_head >= layer->config.model->kv_heads || range >= ranges_of(layer)) return;

@@ -81,6 +81,16 @@ typedef struct qkv_ema {
 } qkv_ema;
 
 size_t qkv_ema_bytes(uint32_t kv_heads);
+// Brings what qkv_ema_add needs for one of a page's `kv_heads` into the cache, without a look at it.
+__attribute__((always_inline)) static inline void qkv_ema_fetch(const qkv_ema *ema, uint32_t kv_heads,
+                                                                uint32_t kv_head) {
+  enum { WORDS = QKV_PAGE_TOKENS / 4, LINE_WORDS = 8 };
+  __builtin_prefetch(&ema->words[kv_head]);
+  for (size_t i = 0; i <= WORDS; i += LINE_WORDS) {
+    __builtin_prefetch(&ema->words[kv_heads + (size_t)kv_head * WORDS + i]);
+  }
+}
+
 // In memory of qkv_ema_bytes.
 void qkv_ema_init(qkv_ema *ema, uint32_t kv_heads, uint64_t now);
 

@@ -79,7 +79,7 @@ static void what_does_not_fit_comes_from_elsewhere(void **state) {
   qkv_heap_destroy(&heap);
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef QKV_SANITIZED
 static const bool limits_address_space = false;  // they need terabytes themselves
 #else
 static const bool limits_address_space = true;
