@@ -86,7 +86,9 @@ class Session:
         self.stub.CloseSession(kv.CloseSessionRequest(session=self.name, keep=True))
 
     def tiers(self, rng):
-        """Down and back: nothing is lost, as the record has it all. Rows that are exact still are not touched."""
+        """Down and back: nothing is lost, as the records have it all; first they must be there."""
+        self.sink(rng)
+        self.stub.Prefetch(kv.PrefetchRequest(session=self.name))
         self.stub.Demote(kv.DemoteRequest(session=self.name, bits=2, even=True))
         self.stub.Prefetch(kv.PrefetchRequest(session=self.name))
 
