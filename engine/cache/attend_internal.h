@@ -45,7 +45,7 @@ enum { QKVI_AHEAD = 2, QKVI_DIRECTORY_AHEAD = 4 };
 // but prefetch.
 __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(const qkv_layer *layer,
                                                                               uint16_t kv_head, size_t i) {
-  if (i >= layer->page_count) return;
+  if (i >= layer->page_count || layer->pages[i].page == NULL) return;
   const uint8_t *page = layer->pages[i].page;
   __builtin_prefetch(page);
   __builtin_prefetch(page + sizeof(qkv_page_header) + kv_head * sizeof(qkv_page_directory));
