@@ -33,7 +33,8 @@ static int64_t now_ms(void) {
 static int64_t idle_bytes(qkv_store *store) {
   const qkv_heap_stats heap = qkv_store_read_stats(store).heap;
   const struct mallinfo2 info = mallinfo2();
-  const int64_t used = (int64_t)(heap.bytes_resident + info.uordblks + info.hblkhd), all = qkvi_memory_resident();
+  const uint64_t span = heap.bytes_resident - heap.bytes_outside;
+  const int64_t used = (int64_t)(span + info.uordblks + info.hblkhd), all = qkvi_memory_resident();
   return all > used ? all - used : 0;
 }
 
@@ -41,9 +42,14 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
   const int64_t now = now_ms();
   if (now < memory->next_ms) return;
   memory->next_ms = now + EVERY_MS;
-  qkv_heap_tend(qkv_arena_heap(qkv_store_arena(store)));
-  int64_t kept_max = (int64_t)(qkv_store_read_stats(store).memory.bytes_max / BUDGET_PARTS), idle = idle_bytes(store);
+  qkv_heap *heap = qkv_arena_heap(qkv_store_arena(store));
+  const qkv_store_stats stats = qkv_store_read_stats(store);
+  int64_t kept_max = (int64_t)(stats.memory.bytes_max / BUDGET_PARTS);
   if (kept_max < KEPT_MIN) kept_max = KEPT_MIN;
+  qkv_heap_tend(heap);
+  if (stats.heap.bytes_resident > stats.heap.bytes_used + stats.heap.bytes_used / 8 + (uint64_t)kept_max)
+    qkv_heap_trim(heap);
+  int64_t idle = idle_bytes(store);
   if (idle > memory->left + kept_max) {
     (void)malloc_trim(0);
     idle = memory->left = idle_bytes(store);

@@ -18,8 +18,8 @@ typedef struct qkvi_memory {
 } qkvi_memory;
 
 void qkvi_memory_setup(void);
-// Gives back what malloc keeps beyond a 64th of memory-budget, and makes the heap's pages whole; every quarter of a
-// second at most. Takes milliseconds.
+// Gives back what malloc keeps beyond a 64th of memory-budget, and what sessions that are gone have left of theirs,
+// and makes the heap's pages whole; every quarter of a second at most. Takes milliseconds.
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
 int64_t qkvi_memory_resident(void);

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "engine/base/heap_numa.h"
@@ -242,6 +243,7 @@ void qkv_heap_free(qkv_heap *heap, void *block, size_t bytes) {
 void qkv_heap_trim(qkv_heap *heap) {
   (void)pthread_mutex_lock(&heap->lock);
   give_back(heap, heap->used + heap->used / 32 + TILE);
+  if (heap->resident <= resident_limit(heap)) heap->resident_next = resident_limit(heap);
   (void)pthread_mutex_unlock(&heap->lock);
 }
 
@@ -265,6 +267,7 @@ qkv_heap_stats qkv_heap_read(qkv_heap *heap) {
   (void)pthread_mutex_lock(&heap->lock);
   const qkv_heap_stats stats = {.bytes_used = heap->used + heap->outside,
                                 .bytes_resident = heap->resident + heap->outside,
+                                .bytes_outside = heap->outside,
                                 .tiles_split = heap->split};
   (void)pthread_mutex_unlock(&heap->lock);
   return stats;
@@ -333,18 +336,29 @@ static void look_for_pages(qkv_heap *heap, qkv_heap_pages wanted) {
   }
 }
 
+// Where address space is limited (ulimit -v), threads and messages need some, too.
+static uint64_t span_max(void) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SPAN_MAX;
+  return limit.rlim_cur / 4 < SPAN_MAX ? limit.rlim_cur / 4 : SPAN_MAX;
+}
+
 // As much address space as can be had, at least what one step of growing takes.
 static void map_span(qkv_heap *heap) {
-  uint64_t bytes = heap->bytes_max < SPAN_MAX / SPAN_FACTOR ? heap->bytes_max * SPAN_FACTOR : SPAN_MAX;
+  const uint64_t most = span_max();
+  uint64_t bytes = heap->bytes_max < most / SPAN_FACTOR ? heap->bytes_max * SPAN_FACTOR : most;
   for (bytes = (bytes + GROW - 1) / GROW * GROW; bytes >= GROW; bytes = bytes / 2 / GROW * GROW) {
     void *mapping = mmap(NULL, bytes + TILE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) continue;
+    heap->tiles = calloc(bytes / TILE, sizeof *heap->tiles);
+    if (heap->tiles == NULL) {
+      (void)munmap(mapping, bytes + TILE);
+      return;
+    }
     heap->mapping = mapping;
     heap->mapping_bytes = bytes + TILE;
     heap->span = (uint8_t *)mapping + (TILE - (uintptr_t)mapping % TILE) % TILE;
     heap->span_bytes = bytes;
-    heap->tiles = calloc(bytes / TILE, sizeof *heap->tiles);
-    assert(heap->tiles != NULL);
     (void)madvise(heap->span, bytes, heap->huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     return;
   }

@@ -37,7 +37,8 @@ typedef struct qkv_heap_config {
 
 typedef struct qkv_heap_stats {
   uint64_t bytes_used;      // in blocks
-  uint64_t bytes_resident;  // of the span; at most, as not every page of 2 MiB can be had
+  uint64_t bytes_resident;  // of the span and of malloc's blocks; at most, as not every page of 2 MiB can be had
+  uint64_t bytes_outside;   // of both, in malloc's blocks
   uint64_t tiles_split;     // tiles that are resident in part
 } qkv_heap_stats;
 

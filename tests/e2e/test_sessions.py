@@ -6,8 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import wait_for
-from kv import FP16, FP32, TIMEOUT, array_of, refused
+from daemon import Daemon, wait_for
+from kv import FP16, FP32, TIMEOUT, Cache, array_of, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 
@@ -196,12 +196,26 @@ def test_sessions_expire(make_cache, daemon):
     for cache, ttl_ms in ((lasting, 3600_000), (passing, 2000)):
         cache.append(0, *cache.rows(100))
         cache.stub.Touch(kv.TouchRequest(session=cache.name, ttl_ms=ttl_ms), timeout=TIMEOUT)
-        assert cache.info().ttl_ms == ttl_ms
+    assert lasting.info().ttl_ms == 3600_000
     wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 1, "no session has expired")
     with refused(grpc.StatusCode.NOT_FOUND, passing.name):
         passing.info()
     lasting.stub.Touch(kv.TouchRequest(session=lasting.name), timeout=TIMEOUT)  # leaves the time as it is
     assert lasting.info().ttl_ms == 3600_000
+
+
+def test_memory_of_closed_sessions_goes_back_to_the_machine():
+    with Daemon("--memory-budget", "1GiB") as daemon:
+        caches = [Cache(daemon.stub(), name, kv_heads=4, q_heads=32, key_dim=128, value_dim=128, recent_window=100000)
+                  for name in ("first", "second")]
+        for cache in caches:
+            for position in range(0, 8192, 1024):
+                cache.append(position, *cache.rows(1024))
+        assert daemon.metric("qkvd_kv_bytes") >= 64 << 20
+        for cache in caches:
+            cache.stub.CloseSession(kv.CloseSessionRequest(session=cache.name), timeout=TIMEOUT)
+        assert daemon.metric("qkvd_kv_bytes") == 0
+        wait_for(lambda: daemon.metric("qkvd_kv_resident_bytes") <= 16 << 20, "the memory is kept")
 
 
 def test_pin(make_cache):

@@ -30,7 +30,7 @@ def large(make_cache):
 
 def test_a_large_attend_is_cut_short():
     """One that would take minutes: others are served meanwhile, its end by deadline and by its client is soon."""
-    with Daemon("--cpu-mask", "none") as daemon:
+    with Daemon("--cpu-mask", "none", "--threads", "1") as daemon:
         cache = Cache(daemon.stub(), "large", layers=1, kv_heads=4, q_heads=32, key_dim=128, value_dim=128,
                       recent_window=0)
         k, v = cache.rows(1024)
