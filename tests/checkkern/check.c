@@ -222,12 +222,12 @@ static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t 
   }
 }
 
-unsigned check_tier_step(const qkv_schedule *schedule) {
-  return schedule->dim <= 64 ? 1 : schedule->dim <= 256 ? 5 : 13;
+unsigned check_tier_step(const checking *c, const qkv_schedule *schedule) {
+  return c->every * (schedule->dim <= 64 ? 1 : schedule->dim <= 256 ? 5 : 13);
 }
 
 static void check_schedule(checking *c, const qkv_schedule *schedule) {
-  const unsigned step = check_tier_step(schedule);
+  const unsigned step = check_tier_step(c, schedule);
   for (unsigned tier = naive_below(&c->random, step); tier <= QKV_TIER_MAX; tier += step) {
     const uint8_t same[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
     check_page(c, schedule, same, counts[tier % COUNTS]);
@@ -243,11 +243,12 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
   }
 }
 
-size_t check_rung(const qkv_kernels *twin, uint64_t *digest) {
-  checking c = {.twin = twin, .random = {1}};
+size_t check_rung(const qkv_kernels *twin, unsigned every, uint64_t *digest) {
+  checking c = {.twin = twin, .random = {1}, .every = every};
   for (int round = 0; round < 300; round++) check_softmax(&c, round % INPUT_KINDS);
-  for (uint16_t dim = QKV_BAND; dim <= QKV_DIM_MAX; dim += QKV_BAND)
-    check_transforms(&c, dim, dim / QKV_BAND % INPUT_KINDS);
+  for (unsigned i = 0, dim = QKV_BAND; dim <= QKV_DIM_MAX; i++, dim += every * QKV_BAND) {
+    check_transforms(&c, (uint16_t)dim, i % INPUT_KINDS);
+  }
   for (size_t d = 0; d < DIMS; d++) {
     qkv_schedule schedule;
     qkv_schedule_uniform(&schedule, dims[d]);

@@ -88,7 +88,7 @@ static void check_page(checking *c, const qkv_schedule *schedule, const uint8_t 
 }
 
 void check_integer(checking *c, const qkv_schedule *schedule) {
-  const unsigned step = check_tier_step(schedule);
+  const unsigned step = check_tier_step(c, schedule);
   for (unsigned tier = naive_below(&c->random, step); tier <= QKV_TIER_MAX; tier += step) {
     const uint8_t same[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
     check_page(c, schedule, same, counts[naive_below(&c->random, COUNTS)]);

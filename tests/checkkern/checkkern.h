@@ -47,6 +47,7 @@ void fill_scores(naive_random *random, input_kind kind, float *scores, size_t n)
 typedef struct checking {
   const qkv_kernels *twin;
   naive_random random;
+  unsigned every;  // of so many widths and tiers one is checked
   size_t failures;
   uint64_t digest;  // of what the reference wrote: the same on every machine
 } checking;
@@ -57,7 +58,7 @@ void check_same(checking *c, const char *kernel, const page_part *page, size_t n
 // Whether two arrays differ, which is printed.
 bool check_equal_floats(const checking *c, const char *kernel, const float *expected, const float *got, size_t n);
 // Every so many tiers are checked: wide rows take the reference long.
-unsigned check_tier_step(const qkv_schedule *schedule);
+unsigned check_tier_step(const checking *c, const qkv_schedule *schedule);
 void check_integer(checking *c, const qkv_schedule *schedule);
 void check_rows_of(checking *c, uint16_t dim, input_kind kind);
 
@@ -65,7 +66,7 @@ void check_rows_of(checking *c, uint16_t dim, input_kind kind);
 // failures, which are printed.
 size_t check_conversions(uint32_t cpu_flags);
 // The number of failures, which are printed; `*digest` gets that of what the reference wrote.
-size_t check_rung(const qkv_kernels *twin, uint64_t *digest);
+size_t check_rung(const qkv_kernels *twin, unsigned every, uint64_t *digest);
 // Prints a table for every rung of `cpu_flags`, of the kernels whose names begin with `filter` (NULL: all).
 void bench(uint32_t cpu_flags, const char *filter);
 

@@ -1,4 +1,5 @@
-// Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME]
+// Usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME] [--every N]
+// N, 1 to 9: one of so many widths and tiers is checked.
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,7 +8,7 @@
 #include "tests/checkkern/checkkern.h"
 
 // Of one rung, possibly the reference itself, or, where `rung` is NULL, of all the others.
-static int check(uint32_t cpu_flags, const char *rung) {
+static int check(uint32_t cpu_flags, const char *rung, unsigned every) {
   size_t failures = check_conversions(cpu_flags);
   for (size_t row = rung != NULL ? 0 : 1; qkv_kernels_at(row) != NULL; row++) {
     const qkv_kernels *twin = qkv_kernels_at(row);
@@ -17,7 +18,7 @@ static int check(uint32_t cpu_flags, const char *rung) {
       continue;
     }
     uint64_t digest;
-    const size_t failed = check_rung(twin, &digest);
+    const size_t failed = check_rung(twin, every, &digest);
     printf("%s: %s, %016" PRIx64 "\n", twin->name, failed == 0 ? "equal to the reference" : "FAILED", digest);
     failures += failed;
   }
@@ -27,6 +28,7 @@ static int check(uint32_t cpu_flags, const char *rung) {
 int main(int argc, char **argv) {
   uint32_t cpu_flags = qkv_cpu_flags();
   bool measure = false;
+  unsigned every = 1;
   const char *filter = NULL, *rung = NULL;
   for (int i = 1; i < argc; i++) {
     uint32_t mask;
@@ -38,8 +40,10 @@ int main(int argc, char **argv) {
       i++;
     } else if (strcmp(argv[i], "--rung") == 0 && i + 1 < argc) {
       rung = argv[++i];
+    } else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc && argv[i + 1][0] >= '1' && argv[i + 1][0] <= '9') {
+      every = (unsigned)(argv[++i][0] - '0');
     } else {
-      fprintf(stderr, "usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME]\n");
+      fprintf(stderr, "usage: checkkern [--bench [KERNEL]] [--cpu-mask LIST] [--rung NAME] [--every N]\n");
       return 2;
     }
   }
@@ -47,5 +51,5 @@ int main(int argc, char **argv) {
     bench(cpu_flags, filter);
     return 0;
   }
-  return check(cpu_flags, rung);
+  return check(cpu_flags, rung, every);
 }
