@@ -26,16 +26,28 @@ static struct {
   size_t length;
 } script;
 
+// The kind is read once: a client may have its answer, and the next call's script, before we return.
+static void answer(qkv_rpc_call *call, void (*send)(qkv_rpc_call *call, const void *data, size_t length)) {
+  switch (script.kind) {
+    case ANSWER_BYTES:
+      send(call, script.bytes, script.length);
+      break;
+    case ANSWER_STATUS:
+      qkv_rpc_finish(call, QKV_DATA_LOSS, "it is gone");
+      break;
+    case ANSWER_NOTHING:
+      break;
+  }
+}
+
 static void answer_unary(qkv_rpc_call *call, qkv_bytes message) {
   (void)message;
-  if (script.kind == ANSWER_BYTES) qkv_rpc_reply_bytes(call, script.bytes, script.length);
-  if (script.kind == ANSWER_STATUS) qkv_rpc_finish(call, QKV_DATA_LOSS, "it is gone");
+  answer(call, qkv_rpc_reply_bytes);
 }
 
 static void answer_stream(qkv_rpc_call *call, qkv_bytes message) {
   (void)message;
-  if (script.kind == ANSWER_BYTES) qkv_rpc_send_bytes(call, script.bytes, script.length);
-  if (script.kind == ANSWER_STATUS) qkv_rpc_finish(call, QKV_DATA_LOSS, "it is gone");
+  answer(call, qkv_rpc_send_bytes);
 }
 
 static void on_end(qkv_rpc_call *call) {
