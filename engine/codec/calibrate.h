@@ -13,7 +13,8 @@
 //                     by distances: log-uniform, every octave up to 2^17 alike.
 //   values   the plain KLT: S = 1.
 //   bits     bands of coordinates get them one at a time, where the next one lowers the error most, going by the
-//            distortions of the nested codebook (codebook.h): reverse water-filling for every tier at once.
+//            distortions of the nested codebook (codebook.h): reverse water-filling for every tier at once. Bands
+//            are of 16 coordinates in rows of 128 and more, and of 8 in others.
 //
 // Both matrices are regularized by a part of their mean eigenvalue, C by more where it is of few rows. Without
 // queries (nobody attended) S = 1.
@@ -40,7 +41,7 @@
 #include "engine/codec/moments.h"
 
 typedef struct qkv_calibrate_options {
-  uint8_t band_k, band_v;  // coordinates that share a depth: 8, or 16 where it divides the width
+  uint8_t band_k, band_v;  // coordinates that share a depth: 8, or 16 where it divides the width; 0: by the width
   double metric_power;     // how far queries are looked at: M = S^metric_power; 0: not at all
   double ridge_queries;    // what is added to S, as a part of its mean eigenvalue
   double ridge_rows;       // the same for C
@@ -49,7 +50,7 @@ typedef struct qkv_calibrate_options {
   const _Atomic bool *cancelled;
 } qkv_calibrate_options;
 
-#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){8, 8, 0.5, 0.01, 1e-5, 0.03, NULL})
+#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){0, 0, 0.5, 0.01, 1e-5, 0.03, NULL})
 
 // A layer that the moments have no rows of gets the data-free code's transforms: layers that stay exact need none.
 // FAILED_PRECONDITION where they have no rows at all; INVALID_ARGUMENT for options out of their limits and for

@@ -1,7 +1,8 @@
 // The constants behind codebook.h, found by a weighted Lloyd iteration on N(0, 1): boundaries that serve several
 // depths at once are moved to the minimum of a weighted sum of the depths' errors, with weights set so that
 // depths 2, 3 and 4 lose about equally. Then, per depth to 4, the integers below 128 and the step with the
-// smallest error. tests/engine/codec/codebook_test.c holds them to what codebook.h promises.
+// smallest error; depths 5 and 6 have the step of depth 4. tests/engine/codec/codebook_test.c holds them to what
+// codebook.h promises.
 //
 // Included by codebook.c alone.
 #ifndef QKV_ENGINE_CODEC_CODEBOOK_TABLE_H
@@ -63,14 +64,12 @@ static const uint8_t cell_start[QKVI_CELLS] = {
     X(4) X(12) X(20) X(29) X(39) X(51) X(66) X(88)
 #define QKVI_STEP_4 0.030841269f
 #define QKVI_INTEGERS_5(X) \
-    X(251) X(754) X(1261) X(1775) X(2298) X(2834) X(3387) X(3962) X(4594) X(5298) X(6060) X(6901) X(7864) X(9017) \
-    X(10602) X(13159)
-#define QKVI_STEP_5 0x1p-12f
+    X(2) X(6) X(10) X(14) X(18) X(22) X(27) X(31) X(36) X(42) X(48) X(55) X(62) X(71) X(84) X(104)
+#define QKVI_STEP_5 QKVI_STEP_4
 #define QKVI_INTEGERS_6(X) \
-    X(126) X(377) X(628) X(881) X(1135) X(1390) X(1646) X(1906) X(2167) X(2432) X(2700) X(2973) X(3249) X(3531) \
-    X(3819) X(4112) X(4429) X(4770) X(5122) X(5488) X(5870) X(6270) X(6691) X(7138) X(7621) X(8151) X(8731) X(9377) \
-    X(10186) X(11265) X(12710) X(14950)
-#define QKVI_STEP_6 0x1p-12f
+    X(1) X(3) X(5) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(24) X(26) X(28) X(30) X(33) X(35) X(38) X(41) \
+    X(43) X(46) X(50) X(53) X(57) X(60) X(65) X(69) X(74) X(81) X(89) X(101) X(118)
+#define QKVI_STEP_6 QKVI_STEP_4
 #define QKVI_INTEGERS_7(X) \
     X(63) X(188) X(314) X(440) X(565) X(692) X(818) X(944) X(1071) X(1198) X(1326) X(1454) X(1582) X(1711) X(1841) \
     X(1971) X(2102) X(2234) X(2366) X(2499) X(2633) X(2768) X(2904) X(3042) X(3180) X(3320) X(3461) X(3603) X(3747) \

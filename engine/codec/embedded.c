@@ -360,7 +360,7 @@ static qkv_status embedded_validate(const qkv_coder *coder, const void *image, s
 // with outliers where the width is a power of two, and whatever tier a page is cut to. (In other widths an
 // outlier is spread over its block alone, and the row's gain fits the other blocks badly.)
 static double embedded_error_bound(double bits) {
-  static const double bounds[] = {1, 0.372, 0.122, 0.0354, 0.0098, 0.0027, 0.00072, 0.000185, 0.0000445};
+  static const double bounds[] = {1, 0.372, 0.122, 0.0354, 0.0098, 0.0027, 0.00076, 0.000185, 0.0000445};
   assert(embedded_bits_valid(bits));
   const int whole = (int)bits;
   const double rest = bits - whole;

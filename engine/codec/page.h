@@ -8,7 +8,7 @@
 //
 //   page                                              header (64 bytes)
 //   +--------------------------------+  0              0  u32 magic "QKVP"
-//   | header                         |                 4  u8  version (1)     5  u8  codec id
+//   | header                         |                 4  u8  version (2)     5  u8  codec id
 //   +--------------------------------+  64             6  u8  tier_k          7  u8  tier_v   (the budget)
 //   | directory, 16 bytes a KV head  |                 8  u32 bytes (of the whole image)
 //   | padded to 64                   |                12  u32 layer
@@ -35,7 +35,7 @@
 // (calibration.h), and every group less once planes have been dropped.
 //
 // Features (u16 bits); a reader refuses bits it does not know:
-//   0 SLOTS     64 x u8 per head: the token in each slot (not written in version 1)
+//   0 SLOTS     64 x u8 per head: the token in each slot (not written yet)
 //   1 ANCHOR    per head and K/V as the directory's anchor byte says (0 none; anchor.h)
 //   2 LOW_RANK  per head and K/V as the directory's low-rank byte says (0 none: else the rank; low_rank.h)
 // `frame`: 0 rows as attended, 1 attend frame (rotating anchor), 2 archive frame (before RoPE).
@@ -79,7 +79,7 @@
 #define QKV_PAGE_TOKENS 64
 #define QKV_PAGE_GROUPS (QKV_PAGE_TOKENS / QKV_GROUP_TOKENS)
 #define QKV_PAGE_MAGIC 0x50564b51u  // "QKVP"
-#define QKV_PAGE_VERSION 1
+#define QKV_PAGE_VERSION 2          // 1 had other centroids at depths 5 and 6
 #define QKV_KV_HEADS_MAX 1024
 #define QKV_FEATURE_SLOTS 1u
 #define QKV_FEATURE_ANCHOR 2u

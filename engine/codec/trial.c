@@ -59,7 +59,7 @@ unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t 
 
 // Of the nested codebook (codebook.h).
 static const float by_depth[QKV_DEPTH_MAX + 1] = {1,        0.36338f,  0.11821f,  0.03475f,  0.00957f,
-                                                  0.00256f, 0.000668f, 0.000171f, 0.0000437f};
+                                                  0.00261f, 0.000732f, 0.000171f, 0.0000437f};
 
 void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *weights, float *missed) {
   const uint16_t *reach = schedule->reach[tier];

@@ -105,7 +105,7 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
   }
   blocks->coordinates = reach[1];
   blocks->count = (reach[1] + QKVI_BLOCK_WIDTH - 1) / QKVI_BLOCK_WIDTH;
-  blocks->deep = (reach[5] + QKVI_BLOCK_WIDTH - 1) / QKVI_BLOCK_WIDTH;
+  blocks->deep = (reach[QKVI_SHALLOW_MAX + 1] + QKVI_BLOCK_WIDTH - 1) / QKVI_BLOCK_WIDTH;
   blocks->scattered = blocks->halves = 0;
   for (unsigned i = 0; i < blocks->count; i++) {
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);

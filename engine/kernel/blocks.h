@@ -51,7 +51,7 @@ typedef struct qkvi_unit {
 typedef struct qkvi_tier_blocks {
   unsigned coordinates;  // that have any bits
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
-  unsigned deep;         // how many, from the first on, have coordinates of more than 4 bits
+  unsigned deep;         // how many, from the first on, have coordinates of more than QKVI_SHALLOW_MAX bits
   unsigned scattered, halves;
   qkvi_block blocks[QKVI_BLOCKS_MAX];
   // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.

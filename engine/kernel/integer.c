@@ -29,7 +29,7 @@ const qkvi_tier_blocks *qkvi_layouts_find(qkv_layouts *layouts, const qkv_schedu
 
 // A group's integers by coordinate: those of shallow ones in `low`, whose `high` is 0.
 typedef struct tile {
-  unsigned deep, coordinates;  // more than 4 bits, any bits
+  unsigned deep, coordinates;  // more than QKVI_SHALLOW_MAX bits, any bits
   int8_t high[QKV_DIM_MAX][GROUP], low[QKV_DIM_MAX][GROUP];
 } tile;
 
@@ -37,15 +37,16 @@ static void load_tile(qkv_part part, const qkv_page_codes *codes, size_t group, 
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = codes->schedule->reach[codes->tiers[group]];
   qkvi_unpack(part, codes->schedule, codes->tiers[group], codes->groups[group], unpacked);
-  out->deep = reach[5];
+  out->deep = reach[QKVI_SHALLOW_MAX + 1];
   out->coordinates = reach[1];
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
     const unsigned begin = depth < QKV_DEPTH_MAX ? reach[depth + 1] : 0;
     for (unsigned c = begin; c < reach[depth]; c++) {
       for (size_t t = 0; t < GROUP; t++) {
         const uint8_t code = unpacked[c][t];
-        out->high[c][t] = depth > 4 ? qkvi_integers.deep_high[depth][code] : 0;
-        out->low[c][t] = depth > 4 ? qkvi_integers.deep_low[depth][code] : qkvi_integers.shallow[depth][code];
+        out->high[c][t] = depth > QKVI_SHALLOW_MAX ? qkvi_integers.deep_high[depth][code] : 0;
+        out->low[c][t] =
+            depth > QKVI_SHALLOW_MAX ? qkvi_integers.deep_low[depth][code] : qkvi_integers.shallow[depth][code];
       }
     }
   }

@@ -3,12 +3,12 @@
 // Centroids, queries and weights are bytes, and the sums over them 32-bit integers, which come out the same in any
 // order; so all twins agree to the bit. A query is one byte a coordinate, times a scale of its own, or two bytes (the
 // first 256 times the second). The weights of a tile are one unsigned byte a token or two, relative to the tile's
-// largest, with the gains of the values in them. The centroids of depths 1 to 4 are the codebook's rounded to
-// multiples of one step for all depths, QKVI_STEP, those of depths 5 to 8 to multiples of QKVI_STEP / 128 and in two
+// largest, with the gains of the values in them. The centroids of depths 1 to 6 are the codebook's rounded to
+// multiples of one step for all depths, QKVI_STEP, those of depths 7 and 8 to multiples of QKVI_STEP / 128 and in two
 // bytes. So no sum depends on depths or tiers: a page of mixed tiers or of a calibrated schedule takes the same few
 // operations a coordinate as any other.
 //
-// In the following, depth_c > 4 is `deep`, c the integer of a shallow coordinate and (h, l) the bytes of a deep one
+// In the following, depth_c > 6 is `deep`, c the integer of a shallow coordinate and (h, l) the bytes of a deep one
 // (value = step * (2 h + l / 128)), and p counts the query's or weight's bytes:
 //
 //   X_p = sum shallow c q_p + 2 sum deep h q_p     L_p = sum deep l q_p      int32, exact
@@ -16,7 +16,7 @@
 //   scores[t] = T * scale * gain_t                 sums[c] += T * scale
 //
 // The scales hold the step. What rounding costs, against the same codes in floating point, as a share of the code's
-// own error (tests/checkkern --error prints it): the centroids 0.7 / 3.9 / 4.0 / 0 % at depths 1 / 2 / 3 / 4.
+// own error (tests/checkkern --error prints it): the centroids 0.7 / 3.9 / 4.0 / 0 / 0 / 0 % at depths 1 to 6.
 #ifndef QKV_ENGINE_KERNEL_INTEGER_H
 #define QKV_ENGINE_KERNEL_INTEGER_H
 

@@ -109,8 +109,8 @@ static void fill_bytes(void) {
       split_pairs(fields, byte, pairs);
       const unsigned code = code_of(kind, pairs);
       qkvi_tables.bytes[deep][fields][byte] = qkvi_tables.values[depths[kind]][code];
-      for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-        uint8_t(*planes)[256] = qkvi_integers.bytes[part][deep][fields];
+      for (qkv_part part = QKV_K; part <= QKV_V && kind >= QKVI_BLOCK_7_LOW; part++) {
+        uint8_t(*planes)[256] = qkvi_integers.bytes[part][kind - QKVI_BLOCK_7_LOW][fields];
         put_planes(part, depths[kind], code, &planes[0][byte], &planes[1][byte]);
       }
     }
@@ -124,21 +124,21 @@ static void fill_sixes(void) {
       uint8_t pairs[QKV_DEPTH_MAX / 2];
       split_pairs(fields, six, pairs);
       const unsigned code = code_of(kind, (const uint8_t[QKV_DEPTH_MAX / 2]){pairs[2], pairs[3], six >> 4 & 3});
-      for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-        uint8_t(*planes)[64] = qkvi_integers.sixes[part][kind - QKVI_BLOCK_5_LOW][fields];
-        put_planes(part, depths[kind], code, &planes[0][six], &planes[1][six]);
-      }
+      const uint8_t integer = (uint8_t)qkvi_integers.shallow[depths[kind]][code];
+      qkvi_integers.sixes[QKV_V][kind - QKVI_BLOCK_5_LOW][fields][six] = integer;
+      qkvi_integers.sixes[QKV_K][kind - QKVI_BLOCK_5_LOW][fields][six] = integer ^ 0x80;
     }
   }
+  memset(qkvi_integers.none[QKV_K], 0x80, sizeof qkvi_integers.none[QKV_K]);
 }
 
-// The multiples of the common step, which is that of depth 4, that are nearest to the centroids.
+// The multiples of the common step, which is that of depths 4 to 6, that are nearest to the centroids.
 static void fill_integers(void) {
   qkvi_integers.step = qkv_codebook_step(4);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
     for (unsigned code = 0; code < 1u << depth; code++) {
       const float units = qkv_codebook_value(depth, code) / qkvi_integers.step;
-      if (depth <= 4) {
+      if (depth <= QKVI_SHALLOW_MAX) {
         qkvi_integers.shallow[depth][code] = (int8_t)lrintf(units);
         continue;
       }

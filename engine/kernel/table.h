@@ -30,11 +30,14 @@ typedef enum qkvi_block_kind {
   QKVI_BLOCK_8,
   QKVI_BLOCK_SCATTERED,  // anything else
   QKVI_BLOCK_DEEP_KINDS = QKVI_BLOCK_SCATTERED - QKVI_BLOCK_NIBBLE_KINDS,
+  QKVI_BLOCK_WIDE_KINDS = QKVI_BLOCK_SCATTERED - QKVI_BLOCK_7_LOW,  // whose centroids are two bytes
 } qkvi_block_kind;
 
 unsigned qkvi_block_depth(qkvi_block_kind kind);
 
 #define QKVI_SCALES 3
+#define QKVI_SHALLOW_MAX 6  // bits of a coordinate whose centroid is a single byte (integer.h)
+#define QKVI_SHALLOW_CODES (1 << QKVI_SHALLOW_MAX)
 
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
@@ -58,17 +61,19 @@ typedef struct qkvi_kernel_tables {
 // counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
 #define QKVI_FIELD_PLACES 3
 typedef struct qkvi_integer_tables {
-  float step;                                       // of the shallow ones
-  float gains[256];                                 // qkv_gain_value
-  int8_t shallow[5][16];                            // [depth][code]
-  _Alignas(64) uint8_t units[QKVI_SCALES][5][256];  // [depth][t]: centroids of t in steps, for encoding
+  float step;                                                // of the shallow ones
+  float gains[256];                                          // qkv_gain_value
+  int8_t shallow[QKVI_SHALLOW_MAX + 1][QKVI_SHALLOW_CODES];  // [depth][code]
+  _Alignas(64) uint8_t units[QKVI_SCALES][5][256];           // [depth][t]: centroids of t in steps, for encoding
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
   _Alignas(64) uint8_t nibbles[2][QKVI_BLOCK_NIBBLE_KINDS][2][64];  // [part][kind][even or odd fields][nibble]
   // Of kinds 5 and 6: a nibble below, the bits of pair 2 above it.
-  _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 - QKVI_BLOCK_5_LOW + 1][2][2][64];  // [part][kind][fields][high, low]
-  _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_DEEP_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
+  _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 - QKVI_BLOCK_5_LOW + 1][2][64];  // [part][kind][even or odd fields][six]
+  _Alignas(64) uint8_t none[2][64];                                           // [part]: of coordinates without bits
+  // Of kinds 7 and 8, in two planes.
+  _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_WIDE_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
 } qkvi_integer_tables;
 
 extern qkvi_kernel_tables qkvi_tables;

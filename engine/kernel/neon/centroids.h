@@ -18,26 +18,25 @@ INLINE qkv_part table_of(qkv_part part) {
   return part == QKV_K ? QKV_V : QKV_K;
 }
 
-INLINE uint8x16_t shallow_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field) {
+// The centroids of up to four bits, and of five or six.
+INLINE uint8x16_t nibble_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field) {
   const uint8_t *table = qkvi_integers.nibbles[table_of(part)][kind][field % 2];
   return vqtbl1q_u8(vld1q_u8(table), nibble_of(&from->above, field));
 }
 
-// The high and low bytes of the centroids of more than four bits.
+INLINE uint8x16_t six_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field) {
+  const uint8x16_t third = keep(down(from->third, (int)(2 * field)), 3);
+  const uint8x16_t index = vorrq_u8(vshlq_n_u8(third, 4), nibble_of(&from->above, field));
+  return look_up_64(load_64(qkvi_integers.sixes[table_of(part)][kind - QKVI_BLOCK_5_LOW][field % 2]), index);
+}
+
+// The high and low bytes of the centroids of more.
 INLINE void deep_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field, uint8x16_t *high,
                            uint8x16_t *low) {
-  if (kind <= QKVI_BLOCK_6) {
-    const uint8x16_t third = keep(down(from->third, (int)(2 * field)), 3);
-    const uint8x16_t index = vorrq_u8(vshlq_n_u8(third, 4), nibble_of(&from->above, field));
-    const uint8_t(*planes)[64] = qkvi_integers.sixes[table_of(part)][kind - QKVI_BLOCK_5_LOW][field % 2];
-    *high = look_up_64(load_64(planes[0]), index);
-    *low = look_up_64(load_64(planes[1]), index);
-  } else {
-    const uint8_t(*planes)[256] = qkvi_integers.bytes[table_of(part)][kind - QKVI_BLOCK_NIBBLE_KINDS][field % 2];
-    const table_256 above = load_256(planes[0]), below = load_256(planes[1]);
-    *high = look_up_256(&above, byte_of(from, field));
-    *low = look_up_256(&below, byte_of(from, field));
-  }
+  const uint8_t(*planes)[256] = qkvi_integers.bytes[table_of(part)][kind - QKVI_BLOCK_7_LOW][field % 2];
+  const table_256 above = load_256(planes[0]), below = load_256(planes[1]);
+  *high = look_up_256(&above, byte_of(from, field));
+  *low = look_up_256(&below, byte_of(from, field));
 }
 
 // ---- Products ----
@@ -138,7 +137,7 @@ INLINE void add_dots(qkv_part part, uint8x16_t centroids, const uint8_t *columns
 
 // ---- Sums ----
 
-// Of up to four bits, and of more.
+// Of up to QKVI_SHALLOW_MAX bits, and of more.
 typedef struct quarter_sums {
   dots shallow[QKV_INTEGER_COLUMNS], high[QKV_INTEGER_COLUMNS], low[QKV_INTEGER_COLUMNS];
 } quarter_sums;
@@ -150,9 +149,16 @@ INLINE void clear_dots(dots *sums, size_t width) {
 
 INLINE void add_shallow(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t first, size_t end,
                         const uint8_t *columns, size_t width, dots *sums) {
-  UNROLL
-  for (size_t f = first; f < end; f++) {
-    add_dots(part, shallow_centroids(part, kind, from, f), columns, f, width, sums);
+  if (kind >= QKVI_BLOCK_NIBBLE_KINDS) {
+    UNROLL
+    for (size_t f = first; f < end; f++) {
+      add_dots(part, six_centroids(part, kind, from, f), columns, f, width, sums);
+    }
+  } else {
+    UNROLL
+    for (size_t f = first; f < end; f++) {
+      add_dots(part, nibble_centroids(part, kind, from, f), columns, f, width, sums);
+    }
   }
 }
 

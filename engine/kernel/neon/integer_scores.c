@@ -29,7 +29,7 @@ INLINE void score_halves(const key_pass *pass, size_t b, size_t at, size_t width
   for (size_t half = 0; half < HALVES; half++) {
     const qkvi_block_kind kind = kind_of_half(pass->layout, b, half);
     if (kind == QKVI_BLOCK_SCATTERED) continue;
-    if (deep && kind >= QKVI_BLOCK_NIBBLE_KINDS) {
+    if (deep && kind >= QKVI_BLOCK_7_LOW) {
       add_deep(QKV_K, kind, &from, 2 * half, 2 * half + 2, columns, width, sums);
     } else {
       add_shallow(QKV_K, kind, &from, 2 * half, 2 * half + 2, columns, width, sums->shallow);
@@ -37,7 +37,7 @@ INLINE void score_halves(const key_pass *pass, size_t b, size_t at, size_t width
   }
 }
 
-// The blocks of up to four bits.
+// The blocks of up to QKVI_SHALLOW_MAX bits.
 INLINE void score_shallow(const key_pass *pass, size_t at, size_t width, quarter_sums *sums) {
   for (size_t b = pass->layout->deep; b < pass->layout->count; b++) {
     const qkvi_block *block = &pass->layout->blocks[b];

@@ -68,7 +68,7 @@ INLINE void fold(const value_pass *pass, size_t first, size_t width, unsigned pa
   }
 }
 
-// Quarter `at` of block b, of all groups; `deep`: some of them may have more than four bits there.
+// Quarter `at` of block b, of all groups; `deep`: some of them may have more than QKVI_SHALLOW_MAX bits there.
 INLINE void sum_quarter(const value_pass *pass, size_t b, size_t at, size_t width, bool deep, parts_met *met) {
   quarter_sums sums;
   unsigned shallow_groups = 0, deep_groups = 0;
@@ -82,7 +82,7 @@ INLINE void sum_quarter(const value_pass *pass, size_t b, size_t at, size_t widt
     const qkvi_block_kind kind = kind_of_half(layout, b, at / 2);
     if (kind == QKVI_BLOCK_SCATTERED) continue;
     const quarter from = load_any(QKV_V, layout, b, pass->groups[g], at);
-    if (deep && kind >= QKVI_BLOCK_NIBBLE_KINDS) {
+    if (deep && kind >= QKVI_BLOCK_7_LOW) {
       deep_groups |= 1u << g;
       add_deep(QKV_V, kind, &from, 0, FIELDS, columns, width, &sums);
     } else {

@@ -111,19 +111,19 @@ INLINE joined join(uint8x16_t first, uint8x16_t second) {
   return (joined){vbslq_u8(even, first, second), vbslq_u8(even, second, first)};
 }
 
-// Of a whole block; `deep`, a constant, of more than four bits.
+// Of a whole block; without `deep` of up to QKVI_SHALLOW_MAX bits.
 INLINE quarter load_whole(const qkvi_block *block, const uint8_t *group, size_t at, bool deep) {
   const uint8_t *from = group + QUARTER_BYTES * at;
   quarter all = {.above = join(vld1q_u8(from + block->slabs[0]), vld1q_u8(from + block->slabs[1]))};
-  if (!deep) return all;
   all.third = vld1q_u8(from + block->slabs[2]);
+  if (!deep) return all;
   all.below = join(all.third, vld1q_u8(from + block->slabs[3]));
   return all;
 }
 
 // Of any block. `part` is a constant.
 INLINE quarter load_any(qkv_part part, const qkvi_tier_blocks *layout, size_t b, const uint8_t *group, size_t at) {
-  if (qkvi_block_is_whole(&layout->blocks[b])) return load_whole(&layout->blocks[b], group, at, b < layout->deep);
+  if (qkvi_block_is_whole(&layout->blocks[b])) return load_whole(&layout->blocks[b], group, at, true);
   uint8x16_t pairs[QKV_DEPTH_MAX / 2];
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     pairs[pair] = load_halves(part, layout->units[b], pair, group, at);

@@ -94,6 +94,24 @@ static inline bytes look_up_byte(bytes table, bytes index) {
 #endif
 }
 
+// The same with a table of 64 in memory, and six bits of the index.
+static inline bytes look_up_six(const uint8_t *table, bytes index) {
+#if BYTE_DOTS
+  return _mm512_permutexvar_epi8(index, load_bytes(table));
+#else
+  const bytes a = look_up_byte(load_table(table), index), b = look_up_byte(load_table(table + 16), index);
+  const bytes c = look_up_byte(load_table(table + 32), index), d = look_up_byte(load_table(table + 48), index);
+#if LANES == 16
+  const __mmask64 odd = _mm512_test_epi8_mask(index, _mm512_set1_epi8(16));
+  const __mmask64 upper = _mm512_test_epi8_mask(index, _mm512_set1_epi8(32));
+  return _mm512_mask_blend_epi8(upper, _mm512_mask_blend_epi8(odd, a, b), _mm512_mask_blend_epi8(odd, c, d));
+#else
+  const __m256i odd = _mm256_slli_epi16(index, 3), upper = _mm256_slli_epi16(index, 2);  // their highest bits
+  return _mm256_blendv_epi8(_mm256_blendv_epi8(a, b, odd), _mm256_blendv_epi8(c, d, odd), upper);
+#endif
+#endif
+}
+
 // Looks all the bytes of an index up in a table of 256.
 static inline bytes look_up_256(const uint8_t *table, bytes index) {
 #if BYTE_DOTS

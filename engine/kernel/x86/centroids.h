@@ -96,10 +96,20 @@ INLINE bytes nibble_of(const joined *j, size_t field) {
   return field < 2 ? both : down(both, 4);
 }
 
-// The centroids of a field of a block of up to four bits.
+// Fields 0 to 3 of pairs 0 and 1 below, of pair 2 above them.
+INLINE bytes six_of(const source *from, size_t field) {
+  const bytes third = from->below.even;
+  const bytes shifted = field == 0 ? up(third, 4) : field == 1 ? up(third, 2) : field == 2 ? third : down(third, 2);
+  return blend_bits(0x0f, nibble_of(&from->above, field), shifted);
+}
+
+// The centroids of a field of a block of up to QKVI_SHALLOW_MAX bits.
 INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const source *from,
                           size_t field) {
   const qkv_part table = table_part(part);
+  if (whole_of(shape) == QKVI_BLOCK_SIXES) {
+    return look_up_six(qkvi_integers.sixes[table][block->kind - QKVI_BLOCK_5_LOW][field % 2], six_of(from, field));
+  }
   if (!BYTE_DOTS || whole_of(shape) == QKVI_BLOCK_NIBBLES) {
     return look_up_byte(load_table(qkvi_integers.nibbles[table][block->kind][field % 2]),
                         nibble_of(&from->above, field));
@@ -109,28 +119,14 @@ INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
   return look_up_byte(load_table(qkvi_integers.fields[table][block->kind][place]), index);
 }
 
-// The high and low bytes of the centroids of a field of a block of more.
-INLINE void planes_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const source *from,
-                      size_t field, bytes *high, bytes *low) {
-  const qkv_part table = table_part(part);
+// The high and low bytes of the centroids of a field of a block of more, which has four pairs.
+INLINE void planes_of(qkv_part part, const qkvi_block *block, const source *from, size_t field, bytes *high,
+                      bytes *low) {
   const size_t fields = field % 2;
-#if BYTE_DOTS
-  if (whole_of(shape) == QKVI_BLOCK_SIXES) {
-    const bytes third = from->below.even;
-    const bytes shifted = field == 0 ? up(third, 4) : field == 1 ? up(third, 2) : field == 2 ? third : down(third, 2);
-    const bytes index = blend_bits(0x0f, nibble_of(&from->above, field), shifted);
-    const uint8_t(*sixes)[64] = qkvi_integers.sixes[table][block->kind - QKVI_BLOCK_5_LOW][fields];
-    *high = look_up_byte(load_table(sixes[0]), index);
-    *low = look_up_byte(load_table(sixes[1]), index);
-    return;
-  }
-#else
-  (void)shape;
-#endif
   const bytes above = fields == 0 ? from->above.even : from->above.odd;
   const bytes below = fields == 0 ? from->below.even : from->below.odd;
   const bytes index = field < 2 ? blend_bits(0xf0, up(above, 4), below) : blend_bits(0xf0, above, down(below, 4));
-  const uint8_t(*planes)[256] = qkvi_integers.bytes[table][block->kind - QKVI_BLOCK_NIBBLE_KINDS][fields];
+  const uint8_t(*planes)[256] = qkvi_integers.bytes[table_part(part)][block->kind - QKVI_BLOCK_7_LOW][fields];
   *high = look_up_256(planes[0], index);
   *low = look_up_256(planes[1], index);
 }

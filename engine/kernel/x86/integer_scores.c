@@ -28,7 +28,7 @@ INLINE const uint8_t *block_columns(const key_pass *pass, size_t b, size_t width
   return pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
 }
 
-// Block b, of up to four bits. sums [set][count].
+// Block b, of up to QKVI_SHALLOW_MAX bits. sums [set][count].
 INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
                         size_t width, column_sums (*sums)[TOGETHER_MAX]) {
   const qkvi_block *block = &pass->layout->blocks[b];
@@ -58,7 +58,7 @@ INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_
     bytes high_planes[TOGETHER_MAX], low_planes[TOGETHER_MAX];
     UNROLL
     for (size_t g = 0; g < count; g++) {
-      planes_of(QKV_K, shape, block, &from[g], f, &high_planes[g], &low_planes[g]);
+      planes_of(QKV_K, block, &from[g], f, &high_planes[g], &low_planes[g]);
     }
     add_dots(QKV_K, high_planes, count, columns + f * width * COLUMN_BYTES, width, sums);
     add_dots(QKV_K, low_planes, count, columns + f * width * COLUMN_BYTES, width, low);
@@ -83,7 +83,8 @@ INLINE void score_mixed(const key_pass *pass, size_t b, size_t lane, size_t firs
   }
 }
 
-// The blocks from `begin` on, of up to four bits; a run of one shape at a time, so that the sums stay in registers.
+// The blocks from `begin` on, of up to QKVI_SHALLOW_MAX bits; a run of one shape at a time, so that the sums stay in
+// registers.
 INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_t count, size_t width,
                           column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
 #define RUN(SHAPE)                                           \
@@ -99,6 +100,8 @@ INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_
     switch (pass->layout->blocks[b].shape) {
       RUN(QKVI_BLOCK_NIBBLES);
       RUN(QKVI_BLOCK_FIELDS);
+      RUN(QKVI_BLOCK_SIXES);
+      RUN(QKVI_BLOCK_SIXES_HALF);
       RUN(QKVI_BLOCK_NIBBLES_HALF);
       RUN(QKVI_BLOCK_FIELDS_HALF);
       default:
@@ -112,7 +115,7 @@ INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_
 #undef RUN
 }
 
-// The blocks with more than four bits, of the groups from `first` on: their sums to `sums`, the low bytes' to `low`.
+// The blocks with more bits, of the groups from `first` on: their sums to `sums`, the low bytes' to `low`.
 INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width, column_sums *sums,
                        column_sums *low, prefetching *ahead) {
 #define RUN(SHAPE)                                                            \
@@ -138,9 +141,7 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t c
   for (size_t b = 0; b < deep;) {
     const size_t end = run_end(pass->layout, b, deep);
     switch (pass->layout->blocks[b].shape) {
-      RUN(QKVI_BLOCK_SIXES);
       RUN(QKVI_BLOCK_BYTES);
-      RUN(QKVI_BLOCK_SIXES_HALF);
       RUN(QKVI_BLOCK_BYTES_HALF);
       default:
         for (; b < end; b++) {

@@ -73,7 +73,7 @@ INLINE void keep(const value_outcome *out, size_t first, size_t width, const wor
   }
 }
 
-// Blocks b to b + count, of up to four bits and of one shape.
+// Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape.
 INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width,
                        const value_outcome *out, prefetching *ahead) {
   const qkvi_block *blocks = &run->layout->blocks[b];
@@ -115,7 +115,7 @@ INLINE void sum_deep_block(const value_run *run, qkvi_block_shape shape, size_t 
       UNROLL
       for (size_t f = 0; f < FIELDS; f++) {
         bytes high_plane, low_plane;
-        planes_of(QKV_V, shape, block, &from, f, &high_plane, &low_plane);
+        planes_of(QKV_V, block, &from, f, &high_plane, &low_plane);
         add_dots(QKV_V, &high_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
         add_dots(QKV_V, &low_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
       }
@@ -168,11 +168,11 @@ INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out
     switch (layout->blocks[b].shape) {
       PAIRS(QKVI_BLOCK_NIBBLES);
       PAIRS(QKVI_BLOCK_FIELDS);
+      PAIRS(QKVI_BLOCK_SIXES);
       EACH(QKVI_BLOCK_NIBBLES_HALF, sum_blocks(run, QKVI_BLOCK_NIBBLES_HALF, b, 1, width, out, &along));
       EACH(QKVI_BLOCK_FIELDS_HALF, sum_blocks(run, QKVI_BLOCK_FIELDS_HALF, b, 1, width, out, &along));
-      EACH(QKVI_BLOCK_SIXES, sum_deep_block(run, QKVI_BLOCK_SIXES, b, width, out));
+      EACH(QKVI_BLOCK_SIXES_HALF, sum_blocks(run, QKVI_BLOCK_SIXES_HALF, b, 1, width, out, &along));
       EACH(QKVI_BLOCK_BYTES, sum_deep_block(run, QKVI_BLOCK_BYTES, b, width, out));
-      EACH(QKVI_BLOCK_SIXES_HALF, sum_deep_block(run, QKVI_BLOCK_SIXES_HALF, b, width, out));
       EACH(QKVI_BLOCK_BYTES_HALF, sum_deep_block(run, QKVI_BLOCK_BYTES_HALF, b, width, out));
       default:
         for (; b < end; b++) {

@@ -107,6 +107,8 @@ INLINE __m256i value_unit(const qkvi_unit *unit, const uint8_t *group) {
 // A pair of a block as a wide slab would have it, of the lanes from `lane` on.
 INLINE bytes pair_of(qkv_part part, const qkvi_unit units[2][QKV_DEPTH_MAX / 2], unsigned pair, const uint8_t *group,
                      size_t lane) {
+  // Both halves of one slab.
+  if (units[1][pair].how == QKVI_UNIT_WIDE) return load_bytes(group + units[0][pair].slab + 4 * lane);
   if (part == QKV_K) {
     const words first = (words)key_unit(&units[0][pair], group, lane, pair % 2 != 0);
     return (bytes)(first | (words)key_unit(&units[1][pair], group, lane, pair % 2 != 0) << 4);
@@ -138,34 +140,12 @@ INLINE bytes each_byte(uint8_t byte) {
   return (bytes)((words){0} + EACH_BYTE(byte));
 }
 
-// The field's centroids of up to four bits.
-INLINE bytes shallow_field(qkv_part part, unsigned depth, const source *from, size_t field) {
-  const qkv_part table = table_part(part);
-  if (depth == 0) return each_byte(table == QKV_K ? 0x80 : 0);
-  return look_up_byte(load_table(qkvi_integers.nibbles[table][unit_kind(depth)][field % 2]),
-                      nibble_of(&from->above, field));
-}
-
-INLINE bytes average(bytes a, bytes b) {
-#if LANES == 16
-  return _mm512_avg_epu8(a, b);
-#else
-  return _mm256_avg_epu8(a, b);
-#endif
-}
-
-// The field's centroids as two bytes, whatever their depth. A shallow c is 2 h + l / 128 with h = (c + 1) / 2 rounded
-// down and l = 0 or -128.
-INLINE void deep_field(qkv_part part, unsigned depth, const source *from, size_t field, bytes out[2]) {
-  if (depth > QKV_DEPTH_MAX / 2) {
-    const qkvi_block block = {.kind = (uint8_t)unit_kind(depth)};
-    planes_of(part, QKVI_BLOCK_BYTES, &block, from, field, &out[0], &out[1]);
-    return;
-  }
-  const words flip = (words)each_byte(table_part(part) == QKV_K ? 0 : 0x80);
-  const words shallow = (words)shallow_field(part, depth, from, field) ^ flip;  // 128 more
-  out[0] = (bytes)((words)average((bytes)shallow, each_byte(0x80)) ^ flip);
-  out[1] = (bytes)(((shallow & EACH_BYTE(1)) << 7 ^ EACH_BYTE(0x80)) ^ flip);
+// The field's look-up table of a half of up to QKVI_SHALLOW_MAX bits.
+INLINE const uint8_t *half_table(qkv_part table, unsigned depth, size_t field) {
+  if (depth == 0) return qkvi_integers.none[table];
+  const unsigned kind = unit_kind(depth);
+  if (kind < QKVI_BLOCK_NIBBLE_KINDS) return qkvi_integers.nibbles[table][kind][field % 2];
+  return qkvi_integers.sixes[table][kind - QKVI_BLOCK_5_LOW][field % 2];
 }
 
 // Of K the first half's in fields 0 and 1, of V in the lower lanes.
@@ -179,24 +159,76 @@ INLINE bytes of_halves(qkv_part part, size_t field, size_t lane, bytes first, by
 #endif
 }
 
-static void mix_block(qkv_part part, const qkvi_tier_blocks *layout, size_t b, const uint8_t *group, size_t lane,
-                      mixed_planes out) {
+// The centroids of a field of a block whose halves are shallow.
+INLINE bytes shallow_field(qkv_part part, const uint8_t depths[2], const source *from, size_t field, size_t lane) {
+  const qkv_part table = table_part(part);
+  const bytes index = depths[0] > QKV_DEPTH_MAX / 2 ? six_of(from, field) : nibble_of(&from->above, field);
+  const bool second = part == QKV_K ? field >= FIELDS / 2 : lane > 0;
+  const bytes all = look_up_six(half_table(table, depths[second], field), index);
+  if (part == QKV_K || LANES < 16) return all;
+  return of_halves(part, field, lane, all, look_up_six(half_table(table, depths[1], field), index));
+}
+
+INLINE bytes average(bytes a, bytes b) {
+#if LANES == 16
+  return _mm512_avg_epu8(a, b);
+#else
+  return _mm256_avg_epu8(a, b);
+#endif
+}
+
+// The field's centroids as two bytes, whatever their depth. A shallow c is 2 h + l / 128 with h = (c + 1) / 2 rounded
+// down and l = 0 or -128.
+INLINE void deep_field(qkv_part part, unsigned depth, const source *from, size_t field, bytes out[2]) {
+  if (depth > QKVI_SHALLOW_MAX) {
+    const qkvi_block block = {.kind = (uint8_t)unit_kind(depth)};
+    planes_of(part, &block, from, field, &out[0], &out[1]);
+    return;
+  }
+  const qkv_part table = table_part(part);
+  const words flip = (words)each_byte(table == QKV_K ? 0 : 0x80);
+  const words shallow = (words)look_up_six(half_table(table, depth, field), six_of(from, field)) ^ flip;  // 128 more
+  out[0] = (bytes)((words)average((bytes)shallow, each_byte(0x80)) ^ flip);
+  out[1] = (bytes)(((shallow & EACH_BYTE(1)) << 7 ^ EACH_BYTE(0x80)) ^ flip);
+}
+
+// `pairs`, of the deeper half, is a constant.
+INLINE void mix_block(qkv_part part, const qkvi_tier_blocks *layout, size_t b, const uint8_t *group, size_t lane,
+                      unsigned pairs, mixed_planes out) {
   const uint8_t *depths = layout->depths[b];
-  bytes pairs[QKV_DEPTH_MAX / 2];
-  const bool deep = b < layout->deep;
-  for (unsigned pair = 0; pair < (deep ? 4 : 2); pair++)
-    pairs[pair] = pair_of(part, layout->units[b], pair, group, lane);
-  source from = {.above = join(pairs[0], pairs[1])};
-  if (deep) from.below = join(pairs[2], pairs[3]);
+  bytes all[QKV_DEPTH_MAX / 2];
+  UNROLL
+  for (unsigned pair = 0; pair < pairs; pair++) all[pair] = pair_of(part, layout->units[b], pair, group, lane);
+  source from = {.above = join(all[0], all[1])};
+  if (pairs == 3) from.below = (joined){all[2], all[2]};
+  if (pairs < 4) {
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++) out[0][f] = shallow_field(part, depths, &from, f, lane);
+    return;
+  }
+  // Pair 2 alone is what shallow halves look up.
+  const source shallow = {.above = from.above, .below = {all[2], all[2]}};
+  from.below = join(all[2], all[3]);
   for (size_t f = 0; f < FIELDS; f++) {
-    if (deep) {
-      bytes first[2], second[2];
-      deep_field(part, depths[0], &from, f, first);
-      deep_field(part, depths[1], &from, f, second);
-      for (size_t i = 0; i < 2; i++) out[i][f] = of_halves(part, f, lane, first[i], second[i]);
-    } else {
-      const bytes first = shallow_field(part, depths[0], &from, f);
-      out[0][f] = of_halves(part, f, lane, first, shallow_field(part, depths[1], &from, f));
+    bytes first[2], second[2];
+    deep_field(part, depths[0], &from, f, first);
+    deep_field(part, depths[1], depths[1] > QKVI_SHALLOW_MAX ? &from : &shallow, f, second);
+    for (size_t i = 0; i < 2; i++) out[i][f] = of_halves(part, f, lane, first[i], second[i]);
+  }
+}
+
+INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, mixed_group out) {
+  for (size_t b = 0; b < layout->count; b++) {
+    if (layout->blocks[b].shape != QKVI_BLOCK_ANY) continue;
+    for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+      bytes(*planes)[FIELDS] = out[b][lane / LANES];
+      if (layout->depths[b][0] <= QKV_DEPTH_MAX / 2) {
+        mix_block(part, layout, b, group, lane, 2, planes);
+      } else if (layout->depths[b][0] <= QKVI_SHALLOW_MAX) {
+        mix_block(part, layout, b, group, lane, 3, planes);
+      } else {
+        mix_block(part, layout, b, group, lane, 4, planes);
+      }
     }
   }
 }
@@ -204,15 +236,10 @@ static void mix_block(qkv_part part, const qkvi_tier_blocks *layout, size_t b, c
 // All that is not whole.
 static void mix_group(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, mixed_group out) {
   if (layout->scattered == 0) return;
-  for (size_t b = 0; b < layout->count; b++) {
-    if (layout->blocks[b].shape != QKVI_BLOCK_ANY) continue;
-    for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
-      if (part == QKV_K) {
-        mix_block(QKV_K, layout, b, group, lane, out[b][lane / LANES]);
-      } else {
-        mix_block(QKV_V, layout, b, group, lane, out[b][lane / LANES]);
-      }
-    }
+  if (part == QKV_K) {
+    mix_blocks(QKV_K, layout, group, out);
+  } else {
+    mix_blocks(QKV_V, layout, group, out);
   }
 }
 

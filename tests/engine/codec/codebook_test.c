@@ -12,7 +12,7 @@
 
 // Lloyd-Max quantizers of N(0, 1), depths 1 to 8, and how much worse a nested one may be.
 static const double optimal[] = {0, 0.36338, 0.11748, 0.03454, 0.00950, 0.002499, 0.00064, 0.000163, 0.0000412};
-static const double allowed[] = {0, 1.01, 1.01, 1.01, 1.01, 1.03, 1.05, 1.06, 1.07};
+static const double allowed[] = {0, 1.01, 1.01, 1.01, 1.01, 1.05, 1.15, 1.06, 1.07};
 
 static double density(double x) {
   return exp(-x * x / 2) / sqrt(2 * 3.14159265358979323846);
@@ -57,7 +57,7 @@ static void nested_quantizers_are_near_optimal(void **state) {
       }
       const double value = qkv_codebook_value(depth, code);
       error += m[2] - 2 * value * m[1] + value * value * m[0];
-      const double tolerance = depth <= 4 ? qkv_codebook_step(depth) / 2 + 1e-3 : 2e-4;
+      const double tolerance = depth <= 6 ? qkv_codebook_step(depth) / 2 + 1e-3 : 2e-4;
       assert_true(fabs(value - m[1] / m[0]) <= tolerance);
     }
     printf("%u      %.8f  %.8f  %+.2f %%  %.9g\n", depth, optimal[depth], error, (error / optimal[depth] - 1) * 100,
@@ -72,7 +72,8 @@ static void values_are_small_integers_times_a_step(void **state) {
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
     for (unsigned code = 0; code < 1u << depth; code++) {
       const int16_t integer = qkv_codebook_integer(depth, code);
-      assert_true(depth > 4 || abs(integer) <= 127);
+      assert_true(depth > 6 || abs(integer) <= 127);
+      assert_true(depth < 4 || depth > 6 || qkv_codebook_step(depth) == qkv_codebook_step(4));
       assert_true(qkv_codebook_value(depth, code) == (float)integer * qkv_codebook_step(depth));
       assert_int_equal(integer, -qkv_codebook_integer(depth, (1u << depth) - 1 - code));
       if (code > 0) assert_true(integer > qkv_codebook_integer(depth, code - 1));

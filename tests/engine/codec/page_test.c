@@ -105,7 +105,7 @@ static void header_and_directory_are_as_drawn(void **state) {
   const size_t head = up64(128 + 64 * 96 * 4 / 8 + 64 * (80 * 2 + 40) / 8);
   assert_int_equal(page.bytes, 128 + 3 * head);
   assert_memory_equal(b, "QKVP", 4);
-  assert_int_equal(b[4], 1);
+  assert_int_equal(b[4], 2);
   assert_int_equal(b[5], 1);
   assert_int_equal(b[6], 32);
   assert_int_equal(b[7], 20);
@@ -310,7 +310,7 @@ static void refusals_say_why(void **state) {
     const char *text;
   } cases[] = {
       {0, 'X', "page.magic is 0x50564b58, expected 0x50564b51"},
-      {4, 2, "page.version is 2, known is 1"},
+      {4, 3, "page.version is 3, known is 2"},
       {36, 1, "page.features is 0x1, known are 0x0"},
       {37, 0x80, "page.features is 0x8000, known are 0x0"},
       {38, 3, "page.frame is 3, at most 2"},
