@@ -129,7 +129,7 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
     coding->layers[layer] = coder_of(coding, layer);
     for (uint32_t head = 0; head < model->kv_heads; head++) {
       heads[head] = calibration != NULL ? calibrated_head(coding, coder, head) : uniform_head(coder);
-      heads[head].query_bytes = (uint8_t)qkvi_query_bytes(heads[head].transforms[QKV_K], heads[head].tiers[QKV_K]);
+      heads[head].query_limit = qkvi_query_limit(heads[head].transforms[QKV_K], heads[head].tiers[QKV_K]);
       heads[head].weight_bytes = (uint8_t)qkvi_weight_bytes(heads[head].transforms[QKV_V], heads[head].tiers[QKV_V]);
     }
   }

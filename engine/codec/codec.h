@@ -37,7 +37,8 @@ typedef struct qkv_head_coder {
   const qkv_transform *transforms[2];  // by qkv_part
   const qkv_schedule *schedules[2];    // theirs
   uint8_t tiers[2];                    // what rows are coded with
-  uint8_t query_bytes, weight_bytes;   // that integers need (precision.h); 0: two
+  float query_limit;                   // that integers need (precision.h); 0: the most
+  uint8_t weight_bytes;                // the same; 0: two
   const qkv_rebuild *rebuild;          // archive frame; NULL: keys become rows before they are attended
 } qkv_head_coder;
 
@@ -69,8 +70,10 @@ typedef struct qkv_query_block {
   const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none
   qkv_phases_walk walk;  // attend frame
   qkv_precision precision;
-  // Bytes of a query's coordinates and of weights where arithmetic is in integers (kernel/integer.h); 0: in floats.
-  unsigned query_bytes, weight_bytes;
+  // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in
+  // floats.
+  float query_limit;
+  unsigned weight_bytes;
   float shares[QKV_QUERY_BLOCK];                // what every score gets
   float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
   float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space

@@ -82,19 +82,21 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
 }
 
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
-  if (queries->query_bytes == 0) return;
+  if (queries->query_limit == 0) return;
   queries->integers = qkvi_integer_queries_in(&queries->room);
-  qkv_kernels_get()->prepare(queries->codes, queries->count, coder->key_dim, queries->query_bytes,
+  qkv_kernels_get()->prepare(queries->codes, queries->count, coder->key_dim, queries->query_limit,
                              &queries->integers);
 }
 
 static void choose_bytes(const qkv_head_coder *head, qkv_query_block *queries) {
-  static const uint8_t asked[][2] = {
-      [QKV_PRECISION_FP32] = {0, 0}, [QKV_PRECISION_INT16] = {2, 2}, [QKV_PRECISION_INT8] = {2, 1}};
-  queries->query_bytes = asked[queries->precision][QKV_K];
-  queries->weight_bytes = asked[queries->precision][QKV_V];
-  if (queries->precision != QKV_PRECISION_DEFAULT) return;
-  queries->query_bytes = head->query_bytes == 1 ? 1 : 2;
+  static const uint8_t weight_bytes[] = {
+      [QKV_PRECISION_FP32] = 0, [QKV_PRECISION_INT16] = 2, [QKV_PRECISION_INT8] = 1};
+  queries->query_limit = queries->precision == QKV_PRECISION_FP32 ? 0 : QKVI_LIMIT_2;
+  if (queries->precision != QKV_PRECISION_DEFAULT) {
+    queries->weight_bytes = weight_bytes[queries->precision];
+    return;
+  }
+  if (head->query_limit > 0) queries->query_limit = head->query_limit;
   queries->weight_bytes = head->weight_bytes == 1 ? 1 : 2;
 }
 
@@ -157,7 +159,7 @@ static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_
                           float *scores) {
   const qkv_head_coder *head = &coder->heads[kv_head];
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
-  if (queries->query_bytes == 0 || head->rebuild == NULL || added.factored) return false;
+  if (queries->query_limit == 0 || head->rebuild == NULL || added.factored) return false;
   if (added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN) return false;
   if (queries->precision == QKV_PRECISION_INT16 && head->rebuild->columns.parts == 1) return false;
   const uint64_t position = ((const qkv_page_header *)page)->position;
@@ -201,7 +203,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
   // A chain sums the scores of codes up, and with them what rounding adds to each.
-  if (queries->query_bytes > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
+  if (queries->query_limit > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
     qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
                                       ahead_of(coder, queries, kv_head, QKV_K), scores);
   } else {

@@ -1,15 +1,16 @@
 // How exact attention on codes is, and how exact it needs to be.
 //
-// In integers (kernel/integer.h) a query is rounded to one byte a coordinate or to two, and so are a page's weights.
-// One byte takes less time and errs more; what matters is the error beside that of the codes:
+// In integers (kernel/integer.h) a query is rounded to whole numbers up to a limit, and a page's weights to one byte
+// or two. Less takes less time and errs more; what matters is the error beside that of the codes:
 //
-//   queries   steps of top / 127, top about 2.7 standard deviations of the largest coordinate, so sigma_1 0.0061 in
-//   every
-//             coordinate that has bits, against sum_c sigma_c^2 D_c of the codes, D_c the distortion of c's depth
-//   weights   0.0042 of the output (pages of equal weights and of very unequal ones err less), against sqrt(D)
+//   queries   steps of top / limit, the same in every coordinate that has bits, against sum_c sigma_c^2 D_c of the
+//             codes, D_c the distortion of c's depth. In a byte (127), sigma_1 0.0061 where top is about 2.7 standard
+//             deviations of the largest coordinate; taken as 0.0075
+//   weights   0.0038 of the output in a byte (pages of equal weights and of very unequal ones err less), against
+//             sqrt(D)
 //
-// Measured on tinylm, data-free and calibrated, the error that both add is about 0.6 of what these say at most
-// (tests/client/bench/precision_test.c). Two bytes are taken where one would add more than a tenth.
+// Each may add a tenth. Measured on tinylm, data-free and calibrated, 1 to 8 bits, both together add 0.01 to 0.08
+// (tests/client/bench/precision_test.c).
 //
 // Threads: pure functions.
 #ifndef QKV_ENGINE_CODEC_PRECISION_H
@@ -30,8 +31,10 @@ typedef enum qkv_precision {
 // 1 or 2, the bytes for what adds so much to the squared error of a score, with the queries that the keys are coded
 // for, when it is done with one.
 unsigned qkvi_bytes_for(const qkv_transform *keys, unsigned tier, double error_squared);
-// The bytes of a query's coordinates that the keys of a tier need, and of a weight that the values need: 1 or 2.
-unsigned qkvi_query_bytes(const qkv_transform *keys, unsigned tier);
+// What the largest of a query's coordinates has to become, in whole numbers, for the keys of a tier: QKVI_LIMIT_1
+// where a byte is enough, up to QKVI_LIMIT_2 (kernel/integer.h).
+float qkvi_query_limit(const qkv_transform *keys, unsigned tier);
+// The bytes of a weight that the values need: 1 or 2.
 unsigned qkvi_weight_bytes(const qkv_transform *values, unsigned tier);
 
 #endif

@@ -69,7 +69,7 @@ qkv_rebuild *qkv_rebuild_create(const qkv_transform *keys, unsigned tier) {
   *made =
       (qkv_rebuild){.columns = {.scales = room(dim * sizeof(float)), .offsets = room(offsets), .bytes = room(bytes)},
                     .bytes = sizeof *made + dim * sizeof(float) + offsets + bytes};
-  qkv_kernels_get()->prepare(columns, dim, (uint16_t)dim, parts, &made->columns);
+  qkv_kernels_get()->prepare(columns, dim, (uint16_t)dim, parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2, &made->columns);
   free(columns);
   return made;
 }

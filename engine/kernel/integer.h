@@ -2,11 +2,12 @@
 //
 // Centroids, queries and weights are bytes, and the sums over them 32-bit integers, which come out the same in any
 // order; so all twins agree to the bit. A query is one byte a coordinate, times a scale of its own, or two bytes (the
-// first 256 times the second). The weights of a tile are one unsigned byte a token or two, relative to the tile's
-// largest, with the gains of the values in them. The centroids of depths 1 to 6 are the codebook's rounded to
-// multiples of one step for all depths, QKVI_STEP, those of depths 7 and 8 to multiples of QKVI_STEP / 128 and in two
-// bytes. So no sum depends on depths or tiers: a page of mixed tiers or of a calibrated schedule takes the same few
-// operations a coordinate as any other.
+// first 256 times the second). Its largest number is as large as the codes need it (codec/precision.h): where
+// coordinates are in order of variance most first bytes are 0 then, and need no products. The weights of a tile are
+// one unsigned byte a token or two, relative to the tile's largest, with the gains of the values in them. The
+// centroids of depths 1 to 6 are the codebook's rounded to multiples of one step for all depths, QKVI_STEP, those of
+// depths 7 and 8 to multiples of QKVI_STEP / 128 and in two bytes. So no sum depends on depths or tiers: a page of
+// mixed tiers or of a calibrated schedule takes the same few operations a coordinate as any other.
 //
 // In the following, depth_c > 6 is `deep`, c the integer of a shallow coordinate and (h, l) the bytes of a deep one
 // (value = step * (2 h + l / 128)), and p counts the query's or weight's bytes:
@@ -72,11 +73,17 @@ typedef struct qkv_integer_queries {
   size_t count;
   unsigned parts;  // 1 or 2
   uint16_t dim;
+  size_t wide;    // blocks; in those from here on the first of two bytes are all 0
   float *scales;  // [count]
   // -128 times the sums of a column's bytes over the coordinates of blocks [0, b): [chunk][b][column].
   int32_t *offsets;
   int8_t *bytes;  // [chunk][dim up to 16s / 4][column][4], 64-byte aligned
 } qkv_integer_queries;
+
+// The bytes of numbers up to `limit`.
+static inline unsigned qkvi_parts_of(float limit) {
+  return limit > QKVI_LIMIT_1 ? 2 : 1;
+}
 
 // Room for QKV_INTEGER_ROWS of them.
 typedef struct qkv_integer_room {

@@ -37,9 +37,9 @@ static inline void round_row(const float *row, float factor, size_t n, int32_t *
 }
 
 // bytes [parts][length]; returns the scale.
-static inline float query_bytes(const float *row, size_t dim, size_t length, unsigned parts, int8_t *bytes) {
+static inline float query_bytes(const float *row, size_t dim, size_t length, float limit, int8_t *bytes) {
   int32_t whole[QKV_DIM_MAX];
-  const float limit = parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2;
+  const unsigned parts = qkvi_parts_of(limit);
   const float top = largest_magnitude(row, dim);
   memset(bytes, 0, parts * length);
   if (top < QKVI_NUMBER_LEAST) return 0;
@@ -69,12 +69,22 @@ static inline void put_offsets(const int8_t *bytes, size_t blocks, size_t column
   }
 }
 
+// The blocks up to the last one with a byte that is not 0.
+static inline size_t blocks_used(const int8_t *bytes, size_t blocks) {
+  for (size_t i = blocks * QKVI_BLOCK_WIDTH; i-- > 0;) {
+    if (bytes[i] != 0) return i / QKVI_BLOCK_WIDTH + 1;
+  }
+  return 0;
+}
+
 static inline QKV_DECLARE_PREPARE(prepare_plain) {
+  const unsigned parts = qkvi_parts_of(limit);
   assert(parts >= 1 && parts <= QKV_INTEGER_PARTS);
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH;
   queries->count = n;
   queries->parts = parts;
   queries->dim = dim;
+  queries->wide = 0;
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < n;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, n, parts);
     int8_t *out = queries->bytes + chunk.first * parts * length;
@@ -83,10 +93,12 @@ static inline QKV_DECLARE_PREPARE(prepare_plain) {
       int8_t bytes[QKV_INTEGER_PARTS * QKV_DIM_MAX];
       if (i < chunk.rows) {
         const size_t row = chunk.first + i;
-        queries->scales[row] = query_bytes(rows + row * dim, dim, length, parts, bytes);
+        queries->scales[row] = query_bytes(rows + row * dim, dim, length, limit, bytes);
       } else {
         memset(bytes, 0, parts * length);
       }
+      const size_t wide = parts == 2 ? blocks_used(bytes, blocks) : 0;
+      if (wide > queries->wide) queries->wide = wide;
       for (unsigned p = 0; p < parts; p++) {
         put_column(bytes + p * length, length, chunk.columns, i * parts + p, out);
         put_offsets(bytes + p * length, blocks, chunk.columns, i * parts + p, offsets);

@@ -69,10 +69,10 @@ typedef struct qkv_slot_turns {
   void name(const float *columns, size_t dim, const float *means, const qkv_slot_turns *turns, const float *queries, \
             size_t n, float *scores)
 
-// In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of one or two
-// bytes a coordinate.
+// In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of whole numbers
+// up to `limit`: of a byte a coordinate up to QKVI_LIMIT_1, else of two, up to QKVI_LIMIT_2.
 #define QKV_DECLARE_PREPARE(name) \
-  void name(const float *rows, size_t n, uint16_t dim, unsigned parts, qkv_integer_queries *queries)
+  void name(const float *rows, size_t n, uint16_t dim, float limit, qkv_integer_queries *queries)
 // scores [count][64] of all the queries, in one pass over the codes for every chunk of them.
 #define QKV_DECLARE_SCORES_INTEGER(name)                                                                           \
   void name(const qkv_page_codes *keys, const qkv_integer_queries *queries, qkv_layouts *layouts, qkv_ahead ahead, \

@@ -75,7 +75,8 @@ static void run_softmax_integer(workload *w, const qkv_kernels *kernels) {
 }
 
 static void run_prepare(workload *w, const qkv_kernels *kernels) {
-  kernels->prepare(w->queries, w->n, w->page.schedule.dim, w->kernel->parts, &w->integer_queries);
+  kernels->prepare(w->queries, w->n, w->page.schedule.dim, w->kernel->parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2,
+                   &w->integer_queries);
 }
 
 static void run_encode(workload *w, const qkv_kernels *kernels) {
@@ -240,7 +241,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   w->bytes = kernel->attends ? code_bytes + QKV_PAGE_TOKENS : 2 * rows;
   if (!kernel->attends) return;
   const qkv_kernels *reference = qkv_kernels_at(0);
-  reference->prepare(w->queries, n, (uint16_t)dim, kernel->parts, &w->integer_queries);
+  reference->prepare(w->queries, n, (uint16_t)dim, kernel->parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2,
+                     &w->integer_queries);
   reference->peaks(w->scores, n, w->peaks);
   reference->weigh_integer(w->scores, w->peaks, n, w->page.codes.gains, kernel->parts, w->integer_weights, w->totals);
 }
@@ -304,7 +306,8 @@ static void measure_counts(uint32_t cpu_flags, const char *filter, const qkv_sch
   }
 }
 
-// As a calibration gives them out where variances fall by e^8 over a row: bands of 16, or of 8 in narrow rows.
+// As a calibration gives them out where variances fall by e^8 over a row, six bits at most as long as there are
+// others: bands of 16, or of 8 in narrow rows.
 static void skewed_schedule(qkv_schedule *schedule, uint16_t dim) {
   const unsigned band = dim < 128 ? 8 : 16, bands = dim / band;
   unsigned depths[QKV_DIM_MAX / QKV_BAND] = {0};
@@ -313,10 +316,10 @@ static void skewed_schedule(qkv_schedule *schedule, uint16_t dim) {
   for (unsigned tier = 0, given = 0; tier <= QKV_TIER_MAX; tier++) {
     for (; given < tier * dim / (QKV_TIER_BIT * band); given++) {
       unsigned best = 0;
-      double most = -1;
+      double most = -9;
       for (unsigned b = 0; b < bands; b++) {
-        const double gain = depths[b] < QKV_DEPTH_MAX ? exp(-8.0 * b / bands) * exp2(-2.0 * depths[b]) : -1;
-        if (gain > most && (b == 0 || depths[b] < depths[b - 1])) best = b, most = gain;
+        const double gain = depths[b] < 6 ? exp(-8.0 * b / bands) * exp2(-2.0 * depths[b]) : -1.0 * depths[b];
+        if (gain > most && depths[b] < QKV_DEPTH_MAX && (b == 0 || depths[b] < depths[b - 1])) best = b, most = gain;
       }
       depths[best]++;
     }

@@ -29,14 +29,14 @@ static void widen_columns(const uint8_t *from, size_t words_count, bool is_signe
 enum { SETS_MAX = 4, TOGETHER_MAX = 4 };
 typedef words column_sums[QKV_INTEGER_COLUMNS];
 
-// sums[i][column] += centroids[i] . column, for i < count.
-INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t width,
-                     column_sums *sums) {
+// sums[i][column] += centroids[i] . column, for i < count and the columns from `first` on, every `step`th.
+INLINE void add_some_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t first,
+                          size_t step, size_t width, column_sums *sums) {
   plane planes[TOGETHER_MAX];
   UNROLL
   for (size_t i = 0; i < count; i++) planes[i] = plane_of(centroids[i]);
   UNROLL
-  for (size_t column = 0; column < width; column++) {
+  for (size_t column = first; column < width; column += step) {
 #if BYTE_DOTS
     const bytes all = repeat_word(columns + column * COLUMN_BYTES);
     UNROLL
@@ -49,11 +49,16 @@ INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const 
     const bytes even = repeat_word(columns + column * COLUMN_BYTES);
     const bytes odd = repeat_word(columns + column * COLUMN_BYTES + 4);
     for (size_t i = 0; i < count; i++) {
-      const words first = (words)MULTIPLY_HALVES(planes[i].even, even);
-      sums[i][column] += first + (words)MULTIPLY_HALVES(planes[i].odd, odd);
+      const words evens = (words)MULTIPLY_HALVES(planes[i].even, even);
+      sums[i][column] += evens + (words)MULTIPLY_HALVES(planes[i].odd, odd);
     }
 #endif
   }
+}
+
+INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t width,
+                     column_sums *sums) {
+  add_some_dots(part, centroids, count, columns, 0, 1, width, sums);
 }
 
 INLINE void clear_sums(column_sums *sums, size_t count, size_t width) {

@@ -12,6 +12,7 @@ typedef struct key_pass {
   const mixed_group *mixed;  // of each group
   const uint8_t *columns;    // the chunk's
   const int32_t *offsets;    // the chunk's
+  size_t wide;               // blocks that need all columns; the others only the second of each two
 } key_pass;
 
 // How many sets of sums, and how many groups of one tier are taken at once.
@@ -28,9 +29,9 @@ INLINE const uint8_t *block_columns(const key_pass *pass, size_t b, size_t width
   return pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
 }
 
-// Block b, of up to QKVI_SHALLOW_MAX bits. sums [set][count].
+// Block b, of up to QKVI_SHALLOW_MAX bits. sums [set][count]. `halved`: only the second of each two columns.
 INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
-                        size_t width, column_sums (*sums)[TOGETHER_MAX]) {
+                        size_t width, bool halved, column_sums (*sums)[TOGETHER_MAX]) {
   const qkvi_block *block = &pass->layout->blocks[b];
   const uint8_t *columns = block_columns(pass, b, width);
   source from[TOGETHER_MAX];
@@ -41,7 +42,8 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
     bytes centroids[TOGETHER_MAX];
     UNROLL
     for (size_t g = 0; g < count; g++) centroids[g] = centroids_of(QKV_K, shape, block, &from[g], f);
-    add_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % key_sets(count, width)]);
+    add_some_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, halved ? 1 : 0, halved ? 2 : 1, width,
+                  sums[f % key_sets(count, width)]);
   }
 }
 
@@ -83,20 +85,20 @@ INLINE void score_mixed(const key_pass *pass, size_t b, size_t lane, size_t firs
   }
 }
 
-// The blocks from `begin` on, of up to QKVI_SHALLOW_MAX bits; a run of one shape at a time, so that the sums stay in
-// registers.
-INLINE void score_shallow(const key_pass *pass, size_t begin, size_t lane, size_t count, size_t width,
-                          column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
-#define RUN(SHAPE)                                           \
-  case SHAPE:                                                \
-    for (; b < end; b++) {                                   \
-      score_block(pass, SHAPE, b, lane, count, width, sums); \
-      prefetch_some(&along);                                 \
-    }                                                        \
+// The blocks from `begin` to `last`, of up to QKVI_SHALLOW_MAX bits; a run of one shape at a time, so that the sums
+// stay in registers.
+INLINE void score_shallow(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
+                          bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+#define RUN(SHAPE)                                                   \
+  case SHAPE:                                                        \
+    for (; b < end; b++) {                                           \
+      score_block(pass, SHAPE, b, lane, count, width, halved, sums); \
+      prefetch_some(&along);                                         \
+    }                                                                \
     break
   prefetching along = *ahead;
-  for (size_t b = begin; b < pass->layout->count;) {
-    const size_t end = run_end(pass->layout, b, pass->layout->count);
+  for (size_t b = begin; b < last;) {
+    const size_t end = run_end(pass->layout, b, last);
     switch (pass->layout->blocks[b].shape) {
       RUN(QKVI_BLOCK_NIBBLES);
       RUN(QKVI_BLOCK_FIELDS);
@@ -206,14 +208,16 @@ INLINE void put_scores(const key_outcome *out, size_t g, size_t lane, size_t wid
   }
 }
 
-INLINE void score_groups(const key_pass *pass, size_t count, size_t width, bool with_deep, const key_outcome *out,
+// `count` and `width` are constants.
+INLINE void score_groups(const key_pass *pass, size_t count, size_t width, const key_outcome *out,
                          prefetching *ahead) {
-  const size_t deep = with_deep ? pass->layout->deep : 0;
+  const size_t deep = pass->layout->deep, blocks = pass->layout->count;
+  const size_t least = pass->wide < deep ? deep : pass->wide, wide = least < blocks ? least : blocks;
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     column_sums sets[SETS_MAX][TOGETHER_MAX], *sums = sets[0], high[TOGETHER_MAX], low[TOGETHER_MAX];
     clear_sums(sets[0], count, width);
     if (key_sets(count, width) > 1) clear_sums(sets[1], count, width);
-    if (with_deep) {
+    if (deep > 0) {
       score_deep_groups(pass, lane, count, width, high, low, ahead);
       add_sums(sums, high, count, width);
     }
@@ -221,20 +225,21 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, bool 
     UNROLL
     for (size_t column = 0; column < width; column++) {
       const int32_t *offsets = pass->offsets + column;
-      const int32_t offset = offsets[pass->layout->count * width] - offsets[deep * width];
+      const int32_t offset = offsets[blocks * width] - offsets[deep * width];
       UNROLL
       for (size_t g = 0; g < count; g++) sums[g][column] += (uint32_t)offset;
     }
 #endif
-    score_shallow(pass, deep, lane, count, width, sets, ahead);
+    score_shallow(pass, deep, wide, lane, count, width, false, sets, ahead);
+    if (width > 1 && wide < blocks) score_shallow(pass, wide, blocks, lane, count, width, true, sets, ahead);
     if (key_sets(count, width) > 1) add_sums(sums, sets[1], count, width);
     UNROLL
     for (size_t g = 0; g < count; g++) {
       const lanes factors = gain_lanes(out->gains + g * GROUP + lane);
       if (out->parts == 1) {
-        put_scores(out, g, lane, width, 1, factors, sums[g], with_deep ? low[g] : NULL);
+        put_scores(out, g, lane, width, 1, factors, sums[g], deep > 0 ? low[g] : NULL);
       } else {
-        put_scores(out, g, lane, width, 2, factors, sums[g], with_deep ? low[g] : NULL);
+        put_scores(out, g, lane, width, 2, factors, sums[g], deep > 0 ? low[g] : NULL);
       }
     }
   }
@@ -243,25 +248,18 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, bool 
 // The same for whatever number of groups and columns: these become constants.
 static void score_chunk(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                         prefetching *ahead) {
-#define CASE(COUNT, WIDTH)                                 \
-  if (count == (COUNT) && columns == (WIDTH)) {            \
-    if (pass->layout->deep == 0) {                         \
-      score_groups(pass, COUNT, WIDTH, false, out, ahead); \
-    } else {                                               \
-      score_groups(pass, COUNT, WIDTH, true, out, ahead);  \
-    }                                                      \
-    return;                                                \
-  }
+#define CASE(COUNT, WIDTH) \
+  if (count == (COUNT) && columns == (WIDTH)) return score_groups(pass, COUNT, WIDTH, out, ahead)
 #if BYTE_DOTS
-  CASE(4, 1)
-  CASE(4, 2)
-  CASE(2, 4)
-  CASE(2, 8)
+  CASE(4, 1);
+  CASE(4, 2);
+  CASE(2, 4);
+  CASE(2, 8);
 #endif
-  CASE(1, 1)
-  CASE(1, 2)
-  CASE(1, 4)
-  CASE(1, 8)
+  CASE(1, 1);
+  CASE(1, 2);
+  CASE(1, 4);
+  CASE(1, 8);
 #undef CASE
   assert(!"a combination without code of its own");
 }
@@ -298,6 +296,7 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
       key_pass pass = {.layout = qkvi_layouts_find(layouts, keys->schedule, tier),
                        .mixed = &mixed[g],
                        .columns = columns,
+                       .wide = parts == 2 ? queries->wide : blocks,
                        .offsets = queries->offsets + chunk.first * parts * (blocks + 1)};
       count = groups_together(keys->tiers, g, most);
       for (size_t i = 0; i < count; i++) pass.groups[i] = keys->groups[g + i];

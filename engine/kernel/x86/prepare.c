@@ -59,7 +59,16 @@ typedef struct preparing {
   float factors[QKV_INTEGER_COLUMNS];
   int8_t *bytes;
   int32_t *offsets;
+  size_t *wide;
 } preparing;
+
+// qkv_integer_queries.wide, with the first bytes from coordinate `at` on.
+INLINE void count_wide(const preparing *p, bytes first, size_t at) {
+  const uint64_t used = _mm512_test_epi8_mask(first, first);
+  if (used == 0) return;
+  const size_t blocks = (at + 63 - (size_t)__builtin_clzll(used)) / QKVI_BLOCK_WIDTH + 1;
+  if (blocks > *p->wide) *p->wide = blocks;
+}
 
 // Coordinates [at, at + 64) of a chunk; `columns` and `parts` are constants.
 INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts) {
@@ -76,6 +85,7 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
     UNROLL
     for (size_t i = 0; i < SIXTY_FOUR_VECTORS; i++) whole.whole[i] += 128;
     all[row * parts] = pack_bytes(&whole, true);
+    count_wide(p, all[row * parts], at);
   }
   const size_t block = at / QKVI_BLOCK_WIDTH, blocks = p->length / QKVI_BLOCK_WIDTH;
   UNROLL
@@ -118,9 +128,9 @@ static void prepare_chunk(const preparing *p, size_t columns, unsigned parts) {
 }
 
 QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
-  assert(parts >= 1 && parts <= QKV_INTEGER_PARTS);
+  const unsigned parts = qkvi_parts_of(limit);
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH;
-  const float limit = parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2;
+  queries->wide = 0;
   queries->count = n;
   queries->parts = parts;
   queries->dim = dim;
@@ -130,6 +140,7 @@ QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
                    .dim = dim,
                    .length = length,
                    .rows_count = chunk.rows,
+                   .wide = &queries->wide,
                    .bytes = queries->bytes + chunk.first * parts * length,
                    .offsets = queries->offsets + chunk.first * parts * (blocks + 1)};
     for (size_t row = 0; row < chunk.rows; row++) {
@@ -143,6 +154,6 @@ QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
 }
 #else
 QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
-  prepare_plain(rows, n, dim, parts, queries);
+  prepare_plain(rows, n, dim, limit, queries);
 }
 #endif

@@ -150,7 +150,8 @@ static void distortions_are_the_codebooks(void **state) {
 }
 
 // Values: the error is the one that variances and depths predict, and as near to Shannon's bound as scalar quantizers
-// come: 2.72 times it at many bits, and more for nesting and bands.
+// come: 2.72 times it at many bits, and more for nesting and bands. At 4 bits more again, because coordinates rarely
+// get more than six.
 static void values_are_coded_near_the_bound(void **state) {
   (void)state;
   const source keys = falling(DIM, 1, 1, 0, 1), values = falling(DIM, 4, 0.85, 10, 2);
@@ -175,7 +176,7 @@ static void values_are_coded_near_the_bound(void **state) {
     print_message("%.2f %.5f    %.5f  %.5f\n", tiers[i] / 8.0, error / all, predicted(transform, tiers[i]) / all,
                   least / all);
     assert_true(fabs(error / predicted(transform, tiers[i]) - 1) < 0.05);
-    assert_true(error < 3.1 * least);
+    assert_true(error < (tiers[i] < 32 ? 3.1 : 5) * least);
   }
   unref(calibration);
 }
