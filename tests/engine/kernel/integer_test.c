@@ -71,7 +71,7 @@ static void check_scores(naive_random *random, uint16_t dim, bool banded, unsign
   for (size_t i = 0; i < (size_t)ROWS * dim; i++) queries[i] = (float)naive_gaussian(random);
   qkv_integer_queries integers = qkvi_integer_queries_in(&room);
   qkvi_layouts_clear(&layouts);
-  qkv_kernels_at(0)->prepare(queries, ROWS, dim, parts, &integers);
+  qkv_kernels_at(0)->prepare(queries, ROWS, dim, parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2, &integers);
   qkv_kernels_at(0)->scores_integer(&p.codes, &integers, &layouts, (qkv_ahead){0}, scores);
   for (size_t i = 0; i < ROWS; i++) {
     const double unit = largest_of(queries + i * dim, dim) / (parts == 1 ? 127 : 32639);
