@@ -12,8 +12,8 @@ void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
   const qkv_calibration_shape *shape = &calibration->shape;
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
   const size_t parts = shape->rope.theta != 0 ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
-  const uint64_t bytes =
-      sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) + heads * parts * sizeof(qkv_schedule);
+  const uint64_t bytes = sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) +
+                         heads * parts * sizeof(qkv_schedule) + calibration->whole_bytes;
   if (more) {
     (void)atomic_fetch_add_explicit(&held, bytes, memory_order_relaxed);
   } else {
@@ -42,6 +42,7 @@ void qkv_calibration_unref(const qkv_calibration **calibration) {
   qkvi_calibration_count(left, false);
   free(left->heads);
   free(left->schedules);
+  free(left->whole);
   free(left->bytes);
   free(left);
 }

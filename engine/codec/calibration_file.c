@@ -382,11 +382,35 @@ static qkv_transform transform_of(const qkvi_part_view *part, const qkv_schedule
                          .anchor = part->anchor};
 }
 
+// Of one matrix, aligned.
+static size_t whole_bytes(size_t dim) {
+  return aligned(qkv_dense_bytes(dim, dim));
+}
+
+// Of one head: the analysis of every part, the synthesis of keys in the attend frame.
+static size_t head_whole_bytes(const qkv_calibration_shape *shape) {
+  return whole_bytes(shape->key_dim) * parts_of(shape) + whole_bytes(shape->value_dim);
+}
+
+// The matrices of a head's part in whole numbers; returns the memory behind them.
+static uint8_t *make_whole(qkvi_head_view *head, qkv_calibration_part part, uint8_t *memory) {
+  qkv_transform *transform = &head->transforms[part];
+  const size_t dim = transform->schedule->dim;
+  head->forward[part] = qkv_dense_in(memory, transform->analysis, dim, dim);
+  transform->forward = &head->forward[part];
+  memory += whole_bytes(dim);
+  if (part != QKV_PART_K_ATTEND) return memory;
+  head->turning = qkv_dense_in(memory, transform->synthesis, dim, dim);
+  transform->turning = &head->turning;
+  return memory + whole_bytes(dim);
+}
+
 static qkv_status read_head(qkv_calibration *calibration, uint32_t layer, uint32_t kv_head, qkv_error *error) {
   static const char *const names[] = {"k_attend", "k_archive", "v"};
   const size_t index = (size_t)layer * calibration->shape.kv_heads + kv_head;
   qkvi_head_view *head = &calibration->heads[index];
   qkv_schedule *schedule = &calibration->schedules[index * parts_of(&calibration->shape)];
+  uint8_t *whole = calibration->whole + index * head_whole_bytes(&calibration->shape);
   for (unsigned i = 0; i < QKV_CALIBRATION_PARTS; i++) {
     if (i == QKV_PART_K_ARCHIVE && !rotates(&calibration->shape)) {
       head->transforms[i] = head->transforms[QKV_PART_K_ATTEND];
@@ -402,9 +426,16 @@ static qkv_status read_head(qkv_calibration *calibration, uint32_t layer, uint32
     qkvi_schedule_from_order(part.order, part.order_count, part.dim, part.band, schedule);
     assert(qkv_schedule_validate(schedule) == NULL);
     head->transforms[i] = transform_of(&part, schedule++);
+    whole = make_whole(head, i, whole);
     head->tier_offsets[i] = part.header->tier_offset;
   }
   return QKV_OK;
+}
+
+static uint8_t *allocate(size_t size) {
+  uint8_t *bytes = aligned_alloc(ALIGN, size);  // a multiple of it
+  if (bytes == NULL) abort();
+  return bytes;
 }
 
 // Takes the bytes, on failure too.
@@ -420,6 +451,8 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   calibration->size = size;
   calibration->heads = calloc(heads, sizeof *calibration->heads);
   calibration->schedules = calloc(heads * parts_of(shape), sizeof *calibration->schedules);
+  calibration->whole_bytes = heads * head_whole_bytes(shape);
+  calibration->whole = allocate(calibration->whole_bytes);
   if (calibration->heads == NULL || calibration->schedules == NULL) abort();
   qkvi_calibration_count(calibration, true);
   calibration->version = (uint32_t)((const qkvi_calibration_header *)bytes)->checksum;
@@ -435,12 +468,6 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   }
   *out = calibration;
   return QKV_OK;
-}
-
-static uint8_t *allocate(size_t size) {
-  uint8_t *bytes = aligned_alloc(ALIGN, size);  // a multiple of it
-  if (bytes == NULL) abort();
-  return bytes;
 }
 
 qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration **out, qkv_error *error) {

@@ -48,6 +48,7 @@ typedef struct qkvi_part_view {
 typedef struct qkvi_head_view {
   qkv_transform transforms[QKV_CALIBRATION_PARTS];
   int8_t tier_offsets[QKV_CALIBRATION_PARTS];
+  qkv_dense forward[QKV_CALIBRATION_PARTS], turning;  // what transforms point to
 } qkvi_head_view;
 
 struct qkv_calibration {
@@ -58,6 +59,8 @@ struct qkv_calibration {
   size_t size;
   qkvi_head_view *heads;    // [layers][kv_heads]
   qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
+  uint8_t *whole;           // matrices in whole numbers, of all heads
+  size_t whole_bytes;
 };
 
 // The bands of bits that coordinates may share, for rows of this width.

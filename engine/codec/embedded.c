@@ -188,8 +188,13 @@ static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_
   qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
                           queries->turned);
   memcpy(queries->codes, queries->turned, queries->count * dim * sizeof *queries->codes);
-  qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
-                      qkvi_coded_most(coder, kv_head, QKV_K), queries->shares);
+  const qkv_transform *transform = coder->heads[kv_head].transforms[QKV_K];
+  const size_t coded = qkvi_coded_most(coder, kv_head, QKV_K);
+  if (queries->query_bytes > 0) {
+    qkv_transform_turned(transform, queries->codes, queries->count, coded, queries->shares);
+  } else {
+    qkv_transform_query(transform, queries->codes, queries->count, coded, queries->shares);
+  }
   prepare_integers(coder, queries);
 }
 

@@ -25,10 +25,7 @@ void qkv_transform_forward(const qkv_transform *transform, float *rows, size_t n
     qkv_hadamard_forward(rows, n, dim);
     return;
   }
-  for (size_t i = 0; i < n; i++) {
-    for (size_t j = 0; j < dim; j++) rows[i * dim + j] -= transform->mean[j];
-  }
-  qkv_kernels_get()->multiply(transform->analysis, dim, coordinates, rows, n);
+  qkv_kernels_get()->multiply_integer(transform->forward, coordinates, transform->mean, rows, n);
 }
 
 void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n, size_t coordinates) {
@@ -44,6 +41,12 @@ void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n
   }
 }
 
+// What the mean adds to the scores of queries.
+static void mean_shares(const qkv_transform *transform, const float *queries, size_t n, float *shares) {
+  const size_t dim = transform->schedule->dim;
+  for (size_t i = 0; i < n; i++) shares[i] = dot(queries + i * dim, transform->mean, dim);
+}
+
 void qkv_transform_query(const qkv_transform *transform, float *queries, size_t n, size_t coordinates,
                          float *shares) {
   const size_t dim = transform->schedule->dim;
@@ -52,8 +55,15 @@ void qkv_transform_query(const qkv_transform *transform, float *queries, size_t 
     qkv_hadamard_forward(queries, n, dim);
     return;
   }
-  for (size_t i = 0; i < n; i++) shares[i] = dot(queries + i * dim, transform->mean, dim);
+  mean_shares(transform, queries, n, shares);
   qkv_kernels_get()->multiply(transform->synthesis, dim, coordinates, queries, n);
+}
+
+void qkv_transform_turned(const qkv_transform *transform, float *queries, size_t n, size_t coordinates,
+                          float *shares) {
+  if (transform->turning == NULL) return qkv_transform_query(transform, queries, n, coordinates, shares);
+  mean_shares(transform, queries, n, shares);
+  qkv_kernels_get()->multiply_integer(transform->turning, coordinates, NULL, queries, n);
 }
 
 void qkv_transform_output(const qkv_transform *transform, float *sums, const double *totals, size_t n,

@@ -10,7 +10,8 @@
 //
 // Data-free transforms are the randomized Hadamard (hadamard.h), without a mean and its own dual. Calibrated ones
 // are dense: the KLT of values, the query-aware KLT of keys (calibration.h), with the scale of each coordinate
-// folded in. `weights` says how much a coordinate's squared error counts; the data-free code counts all alike.
+// folded in; rows go through `analysis` in whole numbers of 16 bits (kernel/dense.h). `weights` says how much a
+// coordinate's squared error counts; the data-free code counts all alike.
 //
 // Keys in the attend frame have a rotating anchor besides: the calibrated mean before RoPE, of the RoPE pairs that
 // carry most of it, rotated to each position and taken off before everything else (frame.h).
@@ -23,6 +24,7 @@
 #include <stdint.h>
 
 #include "engine/codec/schedule.h"
+#include "engine/kernel/dense.h"
 
 #define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor
 
@@ -32,8 +34,10 @@ typedef struct qkv_transform {
   const float *analysis;         // [dim][dim]; NULL: Hadamard, and the three below are NULL too
   const float *synthesis;        // [dim][dim]
   const float *mean;             // [dim]
-  const float *weights;          // [dim], > 0
-  uint16_t anchor_pairs;         // 0 to QKV_ANCHOR_PAIRS_MAX; 0: no rotating anchor
+  const qkv_dense *forward;      // the analysis in whole numbers, which rows are coded with
+  const qkv_dense *turning;  // the same of the synthesis, for queries that are transformed page by page; NULL: none
+  const float *weights;      // [dim], > 0
+  uint16_t anchor_pairs;     // 0 to QKV_ANCHOR_PAIRS_MAX; 0: no rotating anchor
   const uint16_t *pair_indices;  // [anchor_pairs], ascending, below rope.width / 2
   const float *anchor;           // [anchor_pairs][2], before RoPE: first and second coordinate of each pair
 } qkv_transform;
@@ -45,6 +49,9 @@ void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n
 
 // queries [n][dim] in place, to code space; shares[n], what the mean adds to every score of a query.
 void qkv_transform_query(const qkv_transform *transform, float *queries, size_t n, size_t coordinates, float *shares);
+// The same in whole numbers where the transform has them: it errs as kernel/dense.h says.
+void qkv_transform_turned(const qkv_transform *transform, float *queries, size_t n, size_t coordinates,
+                          float *shares);
 // sums [n][dim] of weighted rows in place, from code space; totals[n], the sums of those weights.
 void qkv_transform_output(const qkv_transform *transform, float *sums, const double *totals, size_t n,
                           size_t coordinates);

@@ -57,7 +57,7 @@ QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference) {
   const size_t dim = matrix->dim;
   int16_t x[QKV_DIM_MAX];
   for (size_t i = 0; i < n; i++, rows += dim) {
-    const float scale = dense_words(rows, dim, x);
+    const float scale = dense_words(rows, mean, dim, x);
     memset(rows, 0, dim * sizeof *rows);
     for (size_t c = 0; c < coordinates; c++) {
       const int16_t *block = matrix->words + c / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS * dim;

@@ -3,8 +3,8 @@
 //   a_cj = round(A_cj / scale_c)    x_j = round(row_j / s)    out_c = (scale_c s) sum_j a_cj x_j
 //
 // Scales make the length of a matrix's row at most QKVI_DENSE_LENGTH and that of x at most QKVI_DENSE_ROW_LENGTH, so
-// that no sum overflows (Cauchy and Schwarz), and all numbers fit. Of 128 alike coordinates each has about 12 bits: a
-// sum is 1e-4 of its terms' length off.
+// that no sum overflows (Cauchy and Schwarz), and all numbers fit. Of 128 alike coordinates each has about 12 bits; a
+// sum is about 1e-5 of the product of both lengths off.
 #ifndef QKV_ENGINE_KERNEL_DENSE_H
 #define QKV_ENGINE_KERNEL_DENSE_H
 

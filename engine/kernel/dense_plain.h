@@ -27,8 +27,9 @@ static inline float dense_squares(const float *row, size_t dim) {
   return lanes[0];
 }
 
-// out [dim]; returns the scale.
-static inline float dense_words(const float *row, size_t dim, int16_t *out) {
+// out [dim] of a row less the mean (NULL: none), which it becomes; returns the scale.
+static inline float dense_words(float *restrict row, const float *restrict mean, size_t dim, int16_t *restrict out) {
+  for (size_t j = 0; mean != NULL && j < dim; j++) row[j] -= mean[j];
   const float squares = dense_squares(row, dim);
   if (squares < QKVI_DENSE_SQUARE_LEAST) {
     memset(out, 0, dim * sizeof *out);

@@ -70,11 +70,11 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   }
 }
 
-INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, float *rows) {
+INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, float *rows) {
   _Alignas(64) float out[ROWS * QKV_DIM_MAX];
   const size_t dim = matrix->dim, vectors = (coordinates + LANES - 1) / LANES;
   dense_rows x;
-  for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, dim, x.words[i]);
+  for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   size_t v = 0;
   for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, out);
   for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, out);
@@ -87,6 +87,6 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
 QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   size_t i = 0;
-  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, rows + i * matrix->dim);
-  for (; i < n; i++) multiply_some(matrix, coordinates, 1, rows + i * matrix->dim);
+  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);
+  for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, rows + i * matrix->dim);
 }

@@ -4,6 +4,7 @@
 // cmocka wants the above first
 #include <cmocka.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 
 #include "engine/codec/calibration_internal.h"
@@ -149,7 +150,7 @@ static void parts_are_found_again(void **state) {
           for (size_t i = 0; i < 32; i++) back[i] = row[i] = (float)(i * i);
           qkv_transform_forward(transform, back, 1, transform->schedule->dim);
           qkv_transform_inverse(transform, back, 1, transform->schedule->dim);
-          assert_memory_equal(row, back, transform->schedule->dim * sizeof(float));
+          for (size_t i = 0; i < transform->schedule->dim; i++) assert_true(fabsf(row[i] - back[i]) <= 0.2f);
           seed++;
         }
       }

@@ -19,6 +19,8 @@ typedef struct owned_transform {
   float *matrices;  // analysis, synthesis; NULL: data-free
   float *vectors;   // mean, weights, anchor
   uint16_t pairs[QKV_ANCHOR_PAIRS_MAX];
+  void *whole[2];
+  qkv_dense forward, turning;
 } owned_transform;
 
 // A coder that owns its parts. It must not move: take it from coder_create.
@@ -72,6 +74,15 @@ static inline qkv_coder *coder_create(uint16_t kv_heads, uint16_t key_dim, uint1
 static inline void transform_deinit(owned_transform *owned) {
   free(owned->matrices);
   free(owned->vectors);
+  free(owned->whole[0]);
+  free(owned->whole[1]);
+}
+
+// A matrix [dim][dim] in whole numbers.
+static inline qkv_dense coder_whole(const float *matrix, size_t dim, void **memory) {
+  *memory = aligned_alloc(64, (qkv_dense_bytes(dim, dim) + 63) / 64 * 64);
+  assert(*memory != NULL);
+  return qkv_dense_in(*memory, matrix, dim, dim);
 }
 
 static inline void coder_destroy(const qkv_coder *coder) {
@@ -153,7 +164,11 @@ static inline void transform_init(owned_transform *owned, naive_random *random, 
     for (size_t i = 0; i < 2; i++) anchor[2 * (size_t)pairs + i] = (float)(3 * naive_gaussian(random));
     owned->pairs[pairs++] = pair;
   }
+  owned->forward = coder_whole(owned->matrices, dim, &owned->whole[0]);
+  owned->turning = coder_whole(owned->matrices + square, dim, &owned->whole[1]);
   owned->transform = (qkv_transform){.schedule = &owned->schedule,
+                                     .forward = &owned->forward,
+                                     .turning = &owned->turning,
                                      .analysis = owned->matrices,
                                      .synthesis = owned->matrices + square,
                                      .mean = mean,

@@ -62,12 +62,14 @@ static void check_case(naive_random *random, const transform_case *c) {
   const size_t dim = c->dim;
   for (size_t i = 0; i < ROWS; i++) {
     for (size_t z = 0; z < dim; z++) {
-      double expected = 0;
+      double expected = 0, row2 = 0, matrix2 = 0;
       for (size_t j = 0; j < dim; j++) {
-        expected += (double)transform->analysis[z * dim + j] * ((double)c->rows[i * dim + j] - transform->mean[j]);
+        const double entry = transform->analysis[z * dim + j];
+        const double left = (double)c->rows[i * dim + j] - transform->mean[j];
+        expected += entry * left, row2 += left * left, matrix2 += entry * entry;
       }
       if (z >= c->coordinates) expected = 0;
-      assert_true(fabs(c->turned[i * dim + z] - expected) <= 1e-4);
+      assert_true(fabs(c->turned[i * dim + z] - expected) <= 6e-5 * sqrt(row2 * matrix2));  // kernel/dense.h
       if (z >= c->coordinates) assert_true(c->turned[i * dim + z] == 0);
     }
   }
@@ -124,7 +126,7 @@ static void all_coordinates_come_back(void **state) {
     transform_case c;
     case_init(&c, &random, dims[d], 3, dims[d]);
     qkv_transform_inverse(&c.owned.transform, c.turned, ROWS, dims[d]);
-    for (size_t i = 0; i < ROWS * dims[d]; i++) assert_true(fabsf(c.turned[i] - c.rows[i]) <= 2e-4f);
+    for (size_t i = 0; i < ROWS * dims[d]; i++) assert_true(fabsf(c.turned[i] - c.rows[i]) <= 4e-3f);
     case_deinit(&c);
   }
 }
