@@ -10,8 +10,14 @@
 //   A = sum w t K,  B = sum w K K        g = the gain byte nearest to A / B, in the row's units
 //   squared error = sum w x x - r (2 A - r B), r = g's value in K per t
 //
-// The scale that errs least is taken. Sums are over 16 lanes, coordinate % 16, which are then added by halves: to
-// four bits and with no weights they are whole numbers, so any other order gives the same.
+// The scale that errs least is taken. Four neighbours count alike, with the mean of their weights: their t K and K K
+// add up to a whole number, then the weight multiplies. Coordinates of more than four bits are not looked up for
+// that: K is taken for t itself, at most the outermost centroid, and what their cells miss on average comes off A and
+// B.
+//
+// Sums run over 16 lanes, which are then added by halves: of the squares coordinate % 16, of A and B apart those of
+// up to four bits, fours % 16, and those of more, coordinate % 16. To four bits and with no weights they are whole
+// numbers, so any other order gives the same.
 #ifndef QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
 #define QKV_ENGINE_KERNEL_ENCODE_PLAIN_H
 
@@ -21,7 +27,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/table.h"
 
-enum { SUM_LANES = 16, GAIN_STEPS = 8 };
+enum { SUM_LANES = 16, GAIN_STEPS = 8, FOURS = 4, SHALLOW_MAX = 4 };
 #define T_MAX 255.0f   // of coordinates of up to four bits
 #define T_PER_UNIT 64  // t of |x| = m
 
@@ -37,8 +43,40 @@ typedef struct group_scales {
 } group_scales;
 
 typedef struct group_sums {
-  each with_row[QKVI_SCALES], with_itself[QKVI_SCALES];  // A, B
+  each with_row[QKVI_SCALES], with_itself[QKVI_SCALES];            // A, B of up to four bits
+  each deep_with_row[QKVI_SCALES], deep_with_itself[QKVI_SCALES];  // of more
 } group_sums;
+
+// What all rows share.
+typedef struct row_weights {
+  float sum;  // over all coordinates that have bits
+  // Of fours and, the same, of coordinates. Behind what has bits all are 0, as far as whole vectors reach.
+  float fours[QKV_DIM_MAX / FOURS + SUM_LANES];
+  float weights[QKV_DIM_MAX + SUM_LANES];
+} row_weights;
+
+static inline float halves_sum(float lanes[SUM_LANES]) {
+  for (size_t half = SUM_LANES / 2; half > 0; half /= 2) {
+    for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+static inline void weigh_coordinates(const uint16_t *reach, const float *weights, row_weights *out) {
+  float lanes[SUM_LANES] = {0};
+  unsigned c = 0;
+  for (; c < reach[1]; c++) {
+    if (c % FOURS == 0) {
+      const float *four = weights + c;
+      out->fours[c / FOURS] = ((four[0] + four[1]) + (four[2] + four[3])) / FOURS;
+    }
+    out->weights[c] = out->fours[c / FOURS];
+    lanes[c % SUM_LANES] += out->weights[c];
+  }
+  out->sum = halves_sum(lanes);
+  memset(out->weights + c, 0, SUM_LANES * sizeof *out->weights);
+  memset(out->fours + c / FOURS, 0, SUM_LANES * sizeof *out->fours);
+}
 
 typedef struct group_choice {
   uint8_t gains[QKV_GROUP_TOKENS], scales[QKV_GROUP_TOKENS];
@@ -95,7 +133,7 @@ static inline void choose_attempts(const group_scales *s, const group_sums *sums
   each_word best = {0}, gains = {0};
   each most = {0};
   for (int32_t i = 0; i < QKVI_SCALES; i++) {
-    const each a = sums->with_row[i], b = sums->with_itself[i];
+    const each a = sums->with_row[i] + sums->deep_with_row[i], b = sums->with_itself[i] + sums->deep_with_itself[i];
     const each factor = a / b * (s->unit / step);
     each_word fitted;
     each value;

@@ -112,60 +112,63 @@ static QKV_DECLARE_DECODE(decode_reference) {
 
 // ---- Encoding: encode_plain.h ----
 
-// Lanes are added by halves.
-static float lanes_sum(float lanes[SUM_LANES]) {
-  for (size_t half = SUM_LANES / 2; half > 0; half /= 2) {
-    for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
-}
-
 // sum_i weights[i] * row[i] * row[i]
 static float sum_squares(const float *weights, const float *row, unsigned n) {
   float lanes[SUM_LANES] = {0};
   for (unsigned i = 0; i < n; i++) lanes[i % SUM_LANES] += weights[i] * row[i] * row[i];
-  return lanes_sum(lanes);
+  return halves_sum(lanes);
 }
 
-static float sum(const float *a, unsigned n) {
-  float lanes[SUM_LANES] = {0};
-  for (unsigned i = 0; i < n; i++) lanes[i % SUM_LANES] += a[i];
-  return lanes_sum(lanes);
+// t of a coordinate of up to four bits.
+static unsigned whole_t(float x, float inverse) {
+  const float t = fabsf(x * inverse);
+  return (unsigned)((t < T_MAX ? t : T_MAX) + 8388608.0f - 8388608.0f);  // 2^23: to the nearest
 }
 
-// A coordinate of `depth` bits at a scale: its code at full depth, t and the centroid in steps.
-typedef struct tried {
-  uint8_t code;
-  float t, unit;
-} tried;
-
-static tried try_coordinate(unsigned depth, size_t scale, float x, float inverse) {
-  const float y = x * inverse, t = fabsf(y);
-  if (depth <= 4) {
-    const unsigned whole = (unsigned)((t < T_MAX ? t : T_MAX) + 8388608.0f - 8388608.0f);  // 2^23: to the nearest
-    const uint8_t code = qkvi_tables.cells[scale][whole];
-    return (tried){.code = signbit(x) ? (uint8_t)~code : code,
-                   .t = (float)whole,
-                   .unit = (float)qkvi_integers.units[scale][depth][whole]};
+// The code, at full depth.
+static uint8_t code_of(unsigned depth, size_t scale, float x, float inverse) {
+  if (depth > SHALLOW_MAX) {
+    return qkv_codebook_code(x * inverse * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale]);
   }
-  const uint8_t code = qkv_codebook_code(y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale]);
-  const float value = fabsf(qkvi_tables.values[depth][code >> (QKV_DEPTH_MAX - depth)]);
-  return (tried){.code = code, .t = t, .unit = value * qkvi_tables.inverse_step};
+  const uint8_t code = qkvi_tables.cells[scale][whole_t(x, inverse)];
+  return signbit(x) ? (uint8_t)~code : code;
 }
 
-static void try_scale(const uint16_t *reach, const float *weights, const float *row, float inverse, size_t scale,
-                      float *with_row, float *with_itself) {
+// A and B of coordinates of up to four bits.
+static void try_shallow(const uint16_t *reach, const float *fours, const float *row, float inverse, size_t scale,
+                        float *with_row, float *with_itself) {
+  float a[SUM_LANES] = {0}, b[SUM_LANES] = {0};
+  unsigned depth = SHALLOW_MAX;
+  for (unsigned c = reach[SHALLOW_MAX + 1]; c < reach[1]; c += FOURS) {
+    while (reach[depth] <= c) depth--;
+    int32_t tk = 0, kk = 0;
+    for (unsigned i = c; i < c + FOURS; i++) {
+      const int32_t t = (int32_t)whole_t(row[i], inverse), k = qkvi_integers.units[scale][depth][t];
+      tk += t * k;
+      kk += k * k;
+    }
+    a[c / FOURS % SUM_LANES] += fours[c / FOURS] * (float)tk;
+    b[c / FOURS % SUM_LANES] += fours[c / FOURS] * (float)kk;
+  }
+  *with_row = halves_sum(a);
+  *with_itself = halves_sum(b);
+}
+
+// And of more.
+static void try_deep(const uint16_t *reach, const float *weights, const float *row, float inverse, size_t scale,
+                     float *with_row, float *with_itself) {
   float a[SUM_LANES] = {0}, b[SUM_LANES] = {0};
   unsigned depth = QKV_DEPTH_MAX;
-  for (unsigned c = 0; c < reach[1]; c++) {
+  for (unsigned c = 0; c < reach[SHALLOW_MAX + 1]; c++) {
     while (reach[depth] <= c) depth--;
-    const tried at = try_coordinate(depth, scale, row[c], inverse);
-    const float weighted = weights[c] * at.unit;
-    a[c % SUM_LANES] += weighted * at.t;
-    b[c % SUM_LANES] += weighted * at.unit;
+    const uint8_t code = code_of(depth, scale, row[c], inverse);
+    const float value = fabsf(qkvi_tables.values[depth][code >> (QKV_DEPTH_MAX - depth)]);
+    const float k = value * qkvi_tables.inverse_step, weighted = weights[c] * k;
+    a[c % SUM_LANES] += weighted * fabsf(row[c] * inverse);
+    b[c % SUM_LANES] += weighted * k;
   }
-  *with_row = lanes_sum(a);
-  *with_itself = lanes_sum(b);
+  *with_row = halves_sum(a);
+  *with_itself = halves_sum(b);
 }
 
 // Codes `count` rows, `dim` floats apart, into columns of `codes`. Relative squared error on Gaussian rows of 64, at
@@ -176,18 +179,22 @@ static void try_scale(const uint16_t *reach, const float *weights, const float *
 //   RMS, then the fitted gain if it differs 0.00914  0.0338  0.116  0.3589  0.0000410
 //   RMS and one step up and down            0.00787  0.0330  0.116  0.3626  0.0000332
 //   RMS and two steps up and down           0.00745  0.0324  0.117  0.3680  0.0000316
-static void encode_group(const uint16_t *reach, const float *weights, const float *rows, size_t dim, size_t count,
-                         group_choice *choice, qkvi_codes *codes) {
+static void encode_group(const uint16_t *reach, const row_weights *weights, const float *rows, size_t dim,
+                         size_t count, group_choice *choice, qkvi_codes *codes) {
   group_scales scales = {0};
   group_sums sums = {0};
-  for (size_t t = 0; t < count; t++) scales.squares[t] = sum_squares(weights, rows + t * dim, reach[1]);
-  choose_scales(sum(weights, reach[1]), &scales);
+  for (size_t t = 0; t < count; t++) scales.squares[t] = sum_squares(weights->weights, rows + t * dim, reach[1]);
+  choose_scales(weights->sum, &scales);
   for (size_t t = 0; t < count; t++) {
+    const float *row = rows + t * dim, inverse = scales.inverse[t];
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       float a, b;
-      try_scale(reach, weights, rows + t * dim, scales.inverse[t], s, &a, &b);
+      try_shallow(reach, weights->fours, row, inverse, s, &a, &b);
       sums.with_row[s][t] = a;
       sums.with_itself[s][t] = b;
+      try_deep(reach, weights->weights, row, inverse, s, &a, &b);
+      sums.deep_with_row[s][t] = a;
+      sums.deep_with_itself[s][t] = b;
     }
   }
   choose_attempts(&scales, &sums, choice);
@@ -195,8 +202,8 @@ static void encode_group(const uint16_t *reach, const float *weights, const floa
     unsigned depth = QKV_DEPTH_MAX;
     for (unsigned c = 0; c < reach[1]; c++) {
       while (reach[depth] <= c) depth--;
-      const tried at = try_coordinate(depth, choice->scales[t], rows[t * dim + c], scales.inverse[t]);
-      codes[c][t] = choice->zero[t] ? 0 : at.code;
+      const uint8_t code = code_of(depth, choice->scales[t], rows[t * dim + c], scales.inverse[t]);
+      codes[c][t] = choice->zero[t] ? 0 : code;
     }
   }
 }
@@ -209,7 +216,9 @@ void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const floa
   const uint16_t *reach = schedule->reach[tier];
   qkvi_codes codes[QKV_DIM_MAX];
   group_choice choice;
-  encode_group(reach, weights, row, schedule->dim, 1, &choice, codes);
+  row_weights each_weight;
+  weigh_coordinates(reach, weights, &each_weight);
+  encode_group(reach, &each_weight, row, schedule->dim, 1, &choice, codes);
   const float gain = qkv_gain_value(choice.gains[0]);
   memset(decoded, 0, schedule->dim * sizeof *decoded);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
@@ -224,9 +233,11 @@ static QKV_DECLARE_ENCODE(encode_reference) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const size_t dim = schedule->dim;
   qkvi_codes unpacked[QKV_DIM_MAX];
+  row_weights each_weight;
+  weigh_coordinates(schedule->reach[tier], weights, &each_weight);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     group_choice choice;
-    encode_group(schedule->reach[tier], weights, rows + g * GROUP * dim, dim, GROUP, &choice, unpacked);
+    encode_group(schedule->reach[tier], &each_weight, rows + g * GROUP * dim, dim, GROUP, &choice, unpacked);
     memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
     memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
     qkvi_pack(part, schedule, tier, unpacked, codes);
@@ -243,7 +254,7 @@ static QKV_DECLARE_DENSE(multiply_reference) {
     for (size_t c = 0; c < coordinates; c++) {
       float lanes[SUM_LANES] = {0};
       for (size_t j = 0; j < dim; j++) lanes[j % SUM_LANES] += matrix[c * dim + j] * rows[j];
-      out[c] = lanes_sum(lanes);
+      out[c] = halves_sum(lanes);
     }
     memcpy(rows, out, dim * sizeof *out);
   }

@@ -1,6 +1,6 @@
-// Encoding rows of coordinates of up to four bits that all count alike, with VBMI and VNNI: t in bytes, centroids and
-// codes by look-ups in tables of 256, sums by integer dot products. They are whole numbers below 2^24, so the order
-// in which the reference takes them makes no difference.
+// Encoding coordinates of up to four bits with VBMI and VNNI: t in bytes, centroids and codes by look-ups in tables
+// of 256, sums by integer dot products. Where all count alike and none has more bits, they are whole numbers below
+// 2^24, so the order in which the reference takes them makes no difference.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 
@@ -8,14 +8,15 @@
 
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/encode_deep.h"
 #include "engine/kernel/x86/encode_pack.h"
 #include "engine/kernel/x86/lane_sums.h"
 
 #if defined(__AVX2__)
 enum { BYTES_DIM_MAX = 512 };  // 512 * 255 * 88 is less than 2^24
 
-static bool encode_bytes_can(const uint16_t *reach, const float *weights) {
-  return BYTE_DOTS && weights == NULL && reach[1] > 0 && reach[1] <= BYTES_DIM_MAX && reach[5] == 0;
+static bool encode_bytes_can(const uint16_t *reach) {
+  return BYTE_DOTS && reach[1] > 0 && reach[1] <= BYTES_DIM_MAX;
 }
 
 #if BYTE_DOTS
@@ -29,7 +30,8 @@ typedef struct byte_run {
 
 typedef struct byte_plan {
   size_t vectors;
-  bool alike;  // all coordinates have the depth of the first
+  bool alike;    // all coordinates have the depth of the first
+  bool counted;  // they count alike, and none has more than four bits
   size_t counts[VECTORS_MAX];
   byte_run runs[VECTORS_MAX][RUNS_MAX];
 } byte_plan;
@@ -38,13 +40,13 @@ static uint64_t first_ones(size_t n) {
   return n >= VECTOR ? UINT64_MAX : ((uint64_t)1 << n) - 1;
 }
 
-static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
-  *plan = (byte_plan){.vectors = (reach[1] + VECTOR - 1u) / VECTOR, .alike = true};
+static void plan_bytes(const uint16_t *reach, bool weighted, byte_plan *plan) {
+  *plan = (byte_plan){.vectors = (reach[1] + VECTOR - 1u) / VECTOR, .counted = !weighted && reach[5] == 0};
   unsigned first_depth = 4;
   while (reach[first_depth] == 0) first_depth--;
-  plan->alike = reach[first_depth] == reach[1];
+  plan->alike = plan->counted && reach[first_depth] == reach[1];
   for (unsigned depth = 4; depth >= 1; depth--) {
-    const size_t begin = depth < 4 ? reach[depth + 1] : 0, end = reach[depth];
+    const size_t begin = reach[depth + 1], end = reach[depth];
     for (size_t v = begin / VECTOR; v * VECTOR < end; v++) {
       const size_t low = begin > v * VECTOR ? begin - v * VECTOR : 0;
       const uint64_t mask = first_ones(end - v * VECTOR) & ~first_ones(low);
@@ -88,18 +90,17 @@ INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
 }
 
-static void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, each *squares) {
+// weights NULL: all 1.
+INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights,
+                              each *squares) {
   __m512 sums[GROUP];
   for (size_t r = 0; r < GROUP; r++) {
     sums[r] = _mm512_setzero_ps();
-    size_t c = 0;
-    for (; c + 16 <= coordinates; c += 16) {
-      const __m512 x = _mm512_loadu_ps(rows + r * dim + c);
-      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(x, x));
-    }
-    if (c < coordinates) {
-      const __m512 x = _mm512_maskz_loadu_ps(0x00ff, rows + r * dim + c);
-      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(x, x));
+    for (size_t c = 0; c < coordinates; c += 16) {
+      const __m512 x = c + 16 <= coordinates ? _mm512_loadu_ps(rows + r * dim + c)
+                                             : _mm512_maskz_loadu_ps(0x00ff, rows + r * dim + c);
+      const __m512 weighted = weights != NULL ? _mm512_mul_ps(_mm512_loadu_ps(weights + c), x) : x;
+      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(weighted, x));
     }
   }
   *squares = (each)add_lanes_of_16(sums, false);
@@ -163,6 +164,41 @@ INLINE void sum_rows_of_bytes(const byte_plan *plan, bool whole, const table_256
   }
 }
 
+// The same where fours have weights.
+static void sum_weighted_rows(const byte_plan *plan, const float *fours, const byte_rows *rows, group_sums *sums) {
+  __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
+  for (size_t r = 0; r < GROUP; r++) {
+    __m512 a[QKVI_SCALES], b[QKVI_SCALES];
+    for (size_t s = 0; s < QKVI_SCALES; s++) a[s] = b[s] = _mm512_setzero_ps();
+    for (size_t v = 0; v < plan->vectors; v++) {
+      const bytes t = load_bytes(rows->t[r] + v * VECTOR);
+      const __mmask64 upper = _mm512_movepi8_mask(t);
+      const __m512 weights = _mm512_loadu_ps(fours + v * VECTOR / FOURS);
+      bytes tk[QKVI_SCALES], kk[QKVI_SCALES];
+      UNROLL
+      for (size_t s = 0; s < QKVI_SCALES; s++) tk[s] = kk[s] = _mm512_setzero_si512();
+      for (size_t i = 0; i < plan->counts[v]; i++) {
+        table_256 units[QKVI_SCALES];
+        load_units(&plan->runs[v][i], units);
+        add_dots_of(units, t, false, plan->runs[v][i].mask, upper, tk, kk);
+      }
+      UNROLL
+      for (size_t s = 0; s < QKVI_SCALES; s++) {
+        a[s] = _mm512_add_ps(a[s], _mm512_mul_ps(weights, _mm512_cvtepi32_ps(tk[s])));
+        b[s] = _mm512_add_ps(b[s], _mm512_mul_ps(weights, _mm512_cvtepi32_ps(kk[s])));
+      }
+    }
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      with_row[s][r] = a[s];
+      with_itself[s][r] = b[s];
+    }
+  }
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    sums->with_row[s] = (each)add_lanes_of_16(with_row[s], false);
+    sums->with_itself[s] = (each)add_lanes_of_16(with_itself[s], false);
+  }
+}
+
 static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, const group_choice *choice, size_t dim,
                                uint8_t *codes) {
   for (size_t r = 0; r < GROUP; r++) {
@@ -184,16 +220,17 @@ static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, con
   }
 }
 
-// rows [GROUP][dim] to codes [GROUP][dim] at full depth. `whole`: vectors are full.
-INLINE void encode_in_bytes(const uint16_t *reach, const byte_plan *plan, bool whole, const float *rows, size_t dim,
+// rows [GROUP][dim] to codes [GROUP][dim] at full depth, right for coordinates of up to four bits. `whole`:
+// vectors are full.
+INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan,
+                            const steps *deep, bool whole, const float *rows, size_t dim, group_scales *scales,
                             group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
-  group_scales scales;
-  group_sums sums;
-  sum_squares_of_16(rows, dim, reach[1], &scales.squares);
-  choose_scales(reach[1], &scales);
+  group_sums sums = {0};
+  sum_squares_of_16(rows, dim, reach[1], plan->counted ? NULL : weights->weights, &scales->squares);
+  choose_scales(weights->sum, scales);
   for (size_t r = 0; r < GROUP; r++) {
-    const __m512 inverse = _mm512_set1_ps(scales.inverse[r]);
+    const __m512 inverse = _mm512_set1_ps(scales->inverse[r]);
     for (size_t v = 0; v < plan->vectors; v++) {
       __mmask64 negative;
       const bytes t =
@@ -206,32 +243,35 @@ INLINE void encode_in_bytes(const uint16_t *reach, const byte_plan *plan, bool w
     table_256 units[QKVI_SCALES];
     load_units(&plan->runs[0][0], units);
     sum_rows_of_bytes(plan, whole, units, &in_bytes, &sums);
-  } else {
+  } else if (plan->counted) {
     sum_rows_of_bytes(plan, whole, NULL, &in_bytes, &sums);
+  } else {
+    sum_weighted_rows(plan, weights->fours, &in_bytes, &sums);
+    sum_deep_rows(deep, weights->weights, rows, dim, &scales->inverse, &sums);
   }
-  choose_attempts(&scales, &sums, choice);
+  choose_attempts(scales, &sums, choice);
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
 }
 
-static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
-                         group_choice *choice, uint8_t *codes) {
+static void encode_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan, const steps *deep,
+                         const float *rows, size_t dim, group_scales *scales, group_choice *choice, uint8_t *codes) {
   if (reach[1] % VECTOR == 0) {
-    encode_in_bytes(reach, plan, true, rows, dim, choice, codes);
+    encode_in_bytes(reach, weights, plan, deep, true, rows, dim, scales, choice, codes);
   } else {
-    encode_in_bytes(reach, plan, false, rows, dim, choice, codes);
+    encode_in_bytes(reach, weights, plan, deep, false, rows, dim, scales, choice, codes);
   }
 }
 #else
 typedef struct byte_plan {
   size_t vectors;
 } byte_plan;
-static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
-  (void)reach;
+static void plan_bytes(const uint16_t *reach, bool weighted, byte_plan *plan) {
+  (void)reach, (void)weighted;
   *plan = (byte_plan){0};
 }
-static void encode_bytes(const uint16_t *reach, const byte_plan *plan, const float *rows, size_t dim,
-                         group_choice *choice, uint8_t *codes) {
-  (void)reach, (void)plan, (void)rows, (void)dim, (void)choice, (void)codes;
+static void encode_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan, const steps *deep,
+                         const float *rows, size_t dim, group_scales *scales, group_choice *choice, uint8_t *codes) {
+  (void)reach, (void)weights, (void)plan, (void)deep, (void)rows, (void)dim, (void)scales, (void)choice, (void)codes;
 }
 #endif
 #endif
