@@ -9,28 +9,37 @@
 #include "engine/kernel/integer.h"
 #include "engine/kernel/plain.h"
 
-// Sums over 16 lanes, j % 16, which are then added by halves.
-static inline float dense_squares(const float *row, size_t dim) {
+// The squares of a row less the mean (NULL: none), which it becomes: sums over 16 lanes, j % 16, which are then added
+// by halves.
+static inline float dense_squares(float *restrict row, const float *restrict mean, size_t dim) {
   plain_wide sums = {0};
   size_t j = 0;
   for (; j + PLAIN_LANES <= dim; j += PLAIN_LANES) {
     plain_wide x;
     memcpy(&x, row + j, sizeof x);
+    if (mean != NULL) {
+      plain_wide y;
+      memcpy(&y, mean + j, sizeof y);
+      x -= y;
+      memcpy(row + j, &x, sizeof x);
+    }
     sums += x * x;
   }
   float lanes[PLAIN_LANES];
   memcpy(lanes, &sums, sizeof lanes);
-  for (size_t i = 0; j + i < dim; i++) lanes[i] += row[j + i] * row[j + i];
+  for (size_t i = 0; j + i < dim; i++) {
+    if (mean != NULL) row[j + i] -= mean[j + i];
+    lanes[i] += row[j + i] * row[j + i];
+  }
   for (size_t half = PLAIN_LANES / 2; half > 0; half /= 2) {
     for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
   }
   return lanes[0];
 }
 
-// out [dim] of a row less the mean (NULL: none), which it becomes; returns the scale.
+// out [dim] of a row less the mean, which it becomes; returns the scale.
 static inline float dense_words(float *restrict row, const float *restrict mean, size_t dim, int16_t *restrict out) {
-  for (size_t j = 0; mean != NULL && j < dim; j++) row[j] -= mean[j];
-  const float squares = dense_squares(row, dim);
+  const float squares = dense_squares(row, mean, dim);
   if (squares < QKVI_DENSE_SQUARE_LEAST) {
     memset(out, 0, dim * sizeof *out);
     return 0;

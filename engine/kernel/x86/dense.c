@@ -37,6 +37,16 @@ typedef struct dense_rows {
   float scales[ROWS];
 } dense_rows;
 
+// Of a vector that reaches beyond the row's end its lower half.
+INLINE void put_outputs(lanes all, size_t c, size_t dim, float *row) {
+#if LANES == 16
+  _mm512_mask_storeu_ps(row + c, c + LANES <= dim ? 0xffff : 0x00ff, (__m512)all);
+#else
+  (void)dim;
+  store_lanes(row + c, all);
+#endif
+}
+
 // Vectors [v, v + across) of outputs of `count` rows; both are constants.
 INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t count, size_t v, size_t across,
                           float *rows) {
@@ -65,21 +75,19 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
     UNROLL
     for (size_t k = 0; k < across; k++) {
       const lanes scale = load_lanes(matrix->scales + (v + k) * LANES) * x->scales[i];
-      store_lanes(rows + i * QKV_DIM_MAX + (v + k) * LANES, to_lanes(sums[i * across + k]) * scale);
+      put_outputs(to_lanes(sums[i * across + k]) * scale, (v + k) * LANES, dim, rows + i * dim);
     }
   }
 }
 
 INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, float *rows) {
-  _Alignas(64) float out[ROWS * QKV_DIM_MAX];
   const size_t dim = matrix->dim, vectors = (coordinates + LANES - 1) / LANES;
   dense_rows x;
   for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   size_t v = 0;
-  for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, out);
-  for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, out);
-  for (size_t i = 0; i < count; i++) {
-    memcpy(rows + i * dim, out + i * QKV_DIM_MAX, coordinates * sizeof *rows);
+  for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, rows);
+  for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, rows);
+  for (size_t i = 0; coordinates < dim && i < count; i++) {
     memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
   }
 }
