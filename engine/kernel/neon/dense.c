@@ -52,11 +52,11 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   }
 }
 
-INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, float *rows) {
+INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, float *rows) {
   float out[ROWS * QKV_DIM_MAX];
   const size_t dim = matrix->dim;
   dense_rows x;
-  for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, dim, x.words[i]);
+  for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   for (size_t b = 0; b * QKVI_DENSE_OUTPUTS < coordinates; b++) multiply_tile(matrix, &x, count, b, out);
   for (size_t i = 0; i < count; i++) {
     memcpy(rows + i * dim, out + i * QKV_DIM_MAX, coordinates * sizeof *rows);
@@ -67,6 +67,6 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
 QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   size_t i = 0;
-  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, rows + i * matrix->dim);
-  for (; i < n; i++) multiply_some(matrix, coordinates, 1, rows + i * matrix->dim);
+  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);
+  for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, rows + i * matrix->dim);
 }

@@ -14,16 +14,12 @@
 #include "engine/kernel/neon/twins.h"
 #include "engine/kernel/neon/vectors.h"
 
-enum {
-  BYTES_MAX = 512,  // coordinates whose sums are exact in any order: 512 * 255 * 88 is less than 2^24
-  SHALLOW = 4,
-};
+enum { BYTES_MAX = 512 };  // coordinates whose sums are exact in any order: 512 * 255 * 88 is less than 2^24
 
 // How rows are coded at a tier.
 typedef struct way {
   const uint16_t *reach;
-  const float *weights;
-  float weight;   // of all coordinates
+  row_weights weights;
   size_t stride;  // of rows of bytes: coordinates that have bits, up to 16s
   bool in_bytes;  // all up to four bits and alike: sums are whole numbers
   uint8_t depths[QKV_DIM_MAX];
@@ -36,23 +32,18 @@ typedef struct byte_rows {
 } byte_rows;
 
 static unsigned deep_of(const way *by) {
-  return by->reach[SHALLOW + 1];
+  return by->reach[SHALLOW_MAX + 1];
 }
 
-// sum_i weights[i] * row[i] * row[i], or the sum of the weights where `row` is NULL.
-INLINE float sum_weighted(const float *weights, const float *row, size_t n) {
+// sum_i weights[i] * row[i] * row[i]
+INLINE float sum_squares(const float *weights, const float *row, size_t n) {
   float32x4_t sums[SUM_QUADS] = {0};
   for (size_t i = 0; i < n; i += SUM_STEP) {
     UNROLL
     for (size_t q = 0; q < SUM_QUADS; q++) {
       if (i + 4 * q >= n) break;
-      const float32x4_t w = vld1q_f32(weights + i + 4 * q);
-      if (row == NULL) {
-        sums[q] += w;
-      } else {
-        const float32x4_t x = vld1q_f32(row + i + 4 * q);
-        sums[q] += w * x * x;
-      }
+      const float32x4_t x = vld1q_f32(row + i + 4 * q);
+      sums[q] += vld1q_f32(weights + i + 4 * q) * x * x;
     }
   }
   return add_lanes(sums);
@@ -60,9 +51,8 @@ INLINE float sum_weighted(const float *weights, const float *row, size_t n) {
 
 static void way_init(way *by, const uint16_t *reach, const float *weights) {
   by->reach = reach;
-  by->in_bytes = weights == NULL && reach[1] <= BYTES_MAX && reach[SHALLOW + 1] == 0;
-  by->weights = weights != NULL ? weights : qkvi_weights_alike;
-  by->weight = sum_weighted(by->weights, NULL, reach[1]);
+  by->in_bytes = weights == NULL && reach[1] <= BYTES_MAX && reach[SHALLOW_MAX + 1] == 0;
+  weigh_coordinates(reach, weights != NULL ? weights : qkvi_weights_alike, &by->weights);
   by->stride = (reach[1] + 15u) / 16 * 16;
   memset(by->depths, 0, sizeof by->depths);
   for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) memset(by->depths, (int)depth, reach[depth]);
@@ -107,7 +97,7 @@ INLINE void find_units_of(const way *by, unsigned depth, const uint8_t *t, const
 static void find_units(const way *by, byte_rows *rows) {
   for (size_t s = 0; s < QKVI_SCALES; s++) {
     memset(rows->units[s], 0, GROUP * by->stride);
-    for (unsigned depth = 1; depth <= SHALLOW; depth++) {
+    for (unsigned depth = 1; depth <= SHALLOW_MAX; depth++) {
       if (by->reach[depth] == by->reach[depth + 1]) continue;
       const table_256 table = load_256(qkvi_integers.units[s][depth]);
       find_units_of(by, depth, rows->t, &table, rows->units[s]);
@@ -146,34 +136,51 @@ INLINE uint8_t deep_code(float y, size_t scale) {
   return qkv_codebook_code(y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale]);
 }
 
-static void widen_bytes(const uint8_t *from, size_t n, float *out) {
-  for (size_t i = 0; i < n; i++) out[i] = (float)from[i];
+// Products of fours together.
+INLINE float32x4_t dot_fours(uint8x16_t a, uint8x16_t b) {
+  const uint32x4_t low = vpaddlq_u16(vmull_u8(vget_low_u8(a), vget_low_u8(b)));
+  const uint32x4_t high = vpaddlq_u16(vmull_high_u8(a, b));
+  return vcvtq_f32_u32(vpaddq_u32(low, high));
 }
 
-static void sum_floats(const way *by, const byte_rows *rows, size_t r, const float *row, float inverse,
-                       group_sums *sums) {
-  float t[QKV_DIM_MAX], units[QKV_DIM_MAX], weights[QKV_DIM_MAX];
-  memcpy(weights, by->weights, by->reach[1] * sizeof *weights);
-  memset(weights + by->reach[1], 0, (by->stride - by->reach[1]) * sizeof *weights);
-  widen_bytes(rows->t + r * by->stride, by->stride, t);
-  for (unsigned c = 0; c < deep_of(by); c++) t[c] = fabsf(row[c] * inverse);
+static void sum_fours(const way *by, const byte_rows *rows, size_t r, group_sums *sums) {
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const uint8_t *t = rows->t + r * by->stride, *units = rows->units[s] + r * by->stride;
+    float32x4_t a[SUM_QUADS] = {0}, b[SUM_QUADS] = {0};
+    for (size_t c = 0; c < by->stride; c += 16) {
+      const float32x4_t weights = vld1q_f32(by->weights.fours + c / FOURS);
+      const uint8x16_t unit = vld1q_u8(units + c);
+      a[c / 16 % SUM_QUADS] += weights * dot_fours(vld1q_u8(t + c), unit);
+      b[c / 16 % SUM_QUADS] += weights * dot_fours(unit, unit);
+    }
+    sums->with_row[s][r] = add_lanes(a);
+    sums->with_itself[s][r] = add_lanes(b);
+  }
+}
+
+static void sum_deep(const way *by, size_t r, const float *row, float inverse, group_sums *sums) {
+  float t[QKV_DIM_MAX], units[QKV_DIM_MAX];
+  const unsigned deep = deep_of(by), end = (deep + SUM_STEP - 1) / SUM_STEP * SUM_STEP;
+  memset(t, 0, end * sizeof *t);
+  memset(units, 0, end * sizeof *units);
+  for (unsigned c = 0; c < deep; c++) t[c] = fabsf(row[c] * inverse);
   for (size_t s = 0; s < QKVI_SCALES; s++) {
     float32x4_t a[SUM_QUADS] = {0}, b[SUM_QUADS] = {0};
-    widen_bytes(rows->units[s] + r * by->stride, by->stride, units);
-    for (unsigned c = 0; c < deep_of(by); c++) {
+    for (unsigned c = 0; c < deep; c++) {
       const unsigned depth = by->depths[c], code = deep_code(row[c] * inverse, s) >> (QKV_DEPTH_MAX - depth);
       units[c] = fabsf(qkvi_tables.values[depth][code]) * qkvi_tables.inverse_step;
     }
-    for (size_t c = 0; c < by->stride; c += SUM_STEP) {
+    for (size_t c = 0; c < end; c += SUM_STEP) {
       UNROLL
       for (size_t q = 0; q < SUM_QUADS; q++) {
-        const float32x4_t unit = vld1q_f32(units + c + 4 * q), weighted = vld1q_f32(weights + c + 4 * q) * unit;
+        const float32x4_t unit = vld1q_f32(units + c + 4 * q);
+        const float32x4_t weighted = vld1q_f32(by->weights.weights + c + 4 * q) * unit;
         a[q] += weighted * vld1q_f32(t + c + 4 * q);
         b[q] += weighted * unit;
       }
     }
-    sums->with_row[s][r] = add_lanes(a);
-    sums->with_itself[s][r] = add_lanes(b);
+    sums->deep_with_row[s][r] = add_lanes(a);
+    sums->deep_with_itself[s][r] = add_lanes(b);
   }
 }
 
@@ -196,9 +203,11 @@ static void code_shallow(const way *by, const byte_rows *rows, const group_choic
 static void encode_group(const way *by, const float *rows, size_t dim, group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
   group_scales scales;
-  group_sums sums;
-  for (size_t r = 0; r < GROUP; r++) scales.squares[r] = sum_weighted(by->weights, rows + r * dim, by->reach[1]);
-  choose_scales(by->weight, &scales);
+  group_sums sums = {0};
+  for (size_t r = 0; r < GROUP; r++) {
+    scales.squares[r] = sum_squares(by->weights.weights, rows + r * dim, by->reach[1]);
+  }
+  choose_scales(by->weights.sum, &scales);
   for (size_t r = 0; r < GROUP; r++) {
     const size_t at = r * by->stride;
     bring_row(by, rows + r * dim, scales.inverse[r], in_bytes.t + at, in_bytes.negative + at);
@@ -207,7 +216,10 @@ static void encode_group(const way *by, const float *rows, size_t dim, group_cho
   if (by->in_bytes) {
     sum_bytes(by, &in_bytes, &sums);
   } else {
-    for (size_t r = 0; r < GROUP; r++) sum_floats(by, &in_bytes, r, rows + r * dim, scales.inverse[r], &sums);
+    for (size_t r = 0; r < GROUP; r++) {
+      sum_fours(by, &in_bytes, r, &sums);
+      sum_deep(by, r, rows + r * dim, scales.inverse[r], &sums);
+    }
   }
   choose_attempts(&scales, &sums, choice);
   code_shallow(by, &in_bytes, choice, codes);
