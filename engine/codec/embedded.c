@@ -190,7 +190,7 @@ static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_
   memcpy(queries->codes, queries->turned, queries->count * dim * sizeof *queries->codes);
   const qkv_transform *transform = coder->heads[kv_head].transforms[QKV_K];
   const size_t coded = qkvi_coded_most(coder, kv_head, QKV_K);
-  if (queries->query_bytes > 0) {
+  if (queries->query_limit > 0) {
     qkv_transform_turned(transform, queries->codes, queries->count, coded, queries->shares);
   } else {
     qkv_transform_query(transform, queries->codes, queries->count, coded, queries->shares);
