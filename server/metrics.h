@@ -63,7 +63,8 @@
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")                \
   X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                               \
     "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")        \
-  X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE, "Bytes of KV promised to appends that run now.")        \
+  X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE,                                                         \
+    "Bytes of KV promised to appends that run now, and to buffers of the SSD tier.")                                \
   X(KV_RESIDENT_BYTES, "qkvd_kv_resident_bytes", QKV_GAUGE,                                                         \
     "Memory that these lie in, holes included; at most, as not every page of 2 MiB can be had.")                    \
   X(KV_HUGE_PAGES, "qkvd_kv_huge_pages", QKV_GAUGE, "1 where they lie on pages of 2 MiB.")                          \

@@ -16,6 +16,7 @@ typedef struct restoring {
   uint32_t layer;
   bool full;
   bool ahead;      // nobody waits for it
+  uint64_t most;   // of memory-budget in use, then
   uint64_t bytes;  // that have come back
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
@@ -62,10 +63,9 @@ static void leave(restoring *all) {
 // What is asked for makes others leave, and waits for that; what is not takes what leaves at once.
 static qkv_status make_room(const restoring *all, uint64_t bytes, qkv_error *error) {
   if (!all->ahead) return qkvi_spill_make_room(all->spill, bytes, error);
-  const uint64_t budget = qkvi_spill_budget(all->spill);
-  if (bytes > budget) return QKV_RESOURCE_EXHAUSTED;
-  (void)qkvi_spill_evict(all->spill, budget - bytes);
-  return qkvi_spill_taken(all->spill) <= budget - bytes ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+  if (bytes > all->most) return QKV_RESOURCE_EXHAUSTED;
+  (void)qkvi_spill_evict(all->spill, all->most - bytes);
+  return qkvi_spill_taken(all->spill) <= all->most - bytes ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
 }
 
 // Another one may take the room that was made before it is used.
@@ -165,9 +165,10 @@ qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer,
   return status;
 }
 
-uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end) {
+uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+                            uint64_t memory_max) {
   qkv_error error = {0};
-  restoring all = {.spill = spill, .session = session, .layer = layer, .ahead = true};
+  restoring all = {.spill = spill, .session = session, .layer = layer, .ahead = true, .most = memory_max};
   if (!enter(&all)) return 0;
   (void)restore(&all, begin, end, &error);
   leave(&all);

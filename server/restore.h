@@ -12,8 +12,9 @@
 // then.
 qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
                         bool full, qkv_error *error);
-// The same for what nobody has asked for yet: ends without a word where there is no room at once, where a page is
-// lost, or where someone else brings the layer back. The bytes that have come back.
-uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end);
+// The same for what nobody has asked for yet: ends without a word where there is no room at once below `memory_max`
+// of memory-budget, where a page is lost, or where someone else brings the layer back. The bytes that have come back.
+uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+                            uint64_t memory_max);
 
 #endif

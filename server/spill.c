@@ -142,7 +142,6 @@ static void on_hastened(void *context, qkv_status status) {
   qkvi_spill_lock(spill);
   spill->hastening = false;
   qkvi_spill_unlock(spill);
-  qkvi_spill_progress(spill);
 }
 
 void qkvi_spill_hasten(qkvi_spill *spill) {

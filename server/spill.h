@@ -73,7 +73,8 @@ qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *e
 // Sessions leave memory, the longest unused first, until `bytes` more are free in memory-budget. Waits, at most some
 // seconds, where pages must be written first. RESOURCE_EXHAUSTED where nothing more can leave.
 qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error);
-// The same without waiting, down to `target` bytes in use. Returns the bytes that were freed.
+// The same without waiting, for layers in use neither, down to `target` bytes in use. Returns the bytes that were
+// freed.
 uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target);
 
 #endif

@@ -55,7 +55,7 @@ uint64_t qkvi_spill_taken(qkvi_spill *spill) {
   return memory.bytes_used + memory.bytes_reserved;
 }
 
-uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
+static uint64_t evict(qkvi_spill *spill, uint64_t target, bool wait) {
   uint64_t freed = 0;
   size_t count;
   (void)pthread_mutex_lock(&spill->room_lock);
@@ -63,13 +63,17 @@ uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
   for (size_t i = 0; i < count; i++) {
     const uint64_t taken = qkvi_spill_taken(spill);
     if (taken <= target) break;
-    freed += qkv_session_evict(sessions[i].session, taken - target);
+    freed += qkv_session_evict(sessions[i].session, taken - target, wait);
   }
   qkvi_spill_drop_sessions(sessions, count);
   (void)pthread_mutex_unlock(&spill->room_lock);
   qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
   if (freed > 0) qkvi_spill_trim(spill, freed);
   return freed;
+}
+
+uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
+  return evict(spill, target, false);
 }
 
 void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
@@ -87,6 +91,14 @@ static bool anything_pending(qkvi_spill *spill) {
     any = at->state != QKV_RECORD_GONE;
   qkvi_spill_unlock(spill);
   return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
+}
+
+// What is read ahead is pinned, for milliseconds.
+static bool anything_ahead(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
+  const bool any = spill->ahead_count > 0;
+  qkvi_spill_unlock(spill);
+  return any;
 }
 
 // Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
@@ -122,11 +134,13 @@ qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *er
     const uint64_t slack = (budget - bytes) / 16;
     const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
     if (qkvi_spill_taken(spill) <= budget - bytes) return QKV_OK;
-    (void)qkvi_spill_evict(spill, budget - bytes - slack);
+    (void)evict(spill, budget - bytes - slack, false);
+    if (qkvi_spill_taken(spill) > budget - bytes) (void)evict(spill, budget - bytes - slack, true);
     const uint64_t taken = qkvi_spill_taken(spill);
     if (taken <= budget - bytes) return QKV_OK;
     bool later = pending;
     if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0 && qkvi_spill_now_ms() < until) continue;
+    later |= anything_ahead(spill);
     if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until) break;
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_spill_hasten(spill);

@@ -95,13 +95,13 @@ static int coldest_first(const void *a, const void *b) {
 
 // Pages whose records are only written stay: an fdatasync that fails may yet take those away, and then the image is
 // what they are put again from.
-static size_t find_leaving(const qkv_layer *layer, leaving *out) {
+static size_t find_leaving(const qkv_layer *layer, bool ordered, leaving *out) {
   const uint64_t now = layer->clock == NULL ? 0 : qkv_ema_clock_now(layer->clock);
   size_t count = 0;
   for (size_t i = 0; i < layer->page_count; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
     if (entry->page != NULL && state_of(layer, entry) == QKV_RECORD_DURABLE)
-      out[count++] = (leaving){.index = i, .heat = heat_of(layer, entry, now)};
+      out[count++] = (leaving){.index = i, .heat = ordered ? heat_of(layer, entry, now) : 0};
   }
   return count;
 }
@@ -111,7 +111,7 @@ uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes) {
   if (layer->bytes_coded == 0) return 0;
   leaving *pages = malloc(layer->page_count * sizeof *pages);
   if (pages == NULL) abort();
-  const size_t count = find_leaving(layer, pages);
+  const size_t count = find_leaving(layer, bytes < layer->bytes_coded, pages);  // unless all of them go
   qsort(pages, count, sizeof *pages, coldest_first);
   for (size_t i = 0; i < count && freed < bytes; i++) freed += evict_page(layer, &layer->pages[pages[i].index]);
   free(pages);

@@ -40,13 +40,15 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
 }
 
 // The pins are looked at under the lock that restoring takes, so what was restored since a pin was set is safe.
-uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes) {
+uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait) {
   uint64_t freed = 0;
   if (qkv_session_config_of(session)->backing == NULL) return 0;
   const uint32_t layers = qkv_session_model(session)->layers, last = qkv_session_last_layer(session);
   for (uint32_t i = 0; i < layers && freed < bytes; i++) {
     const uint32_t at = (last + layers - i) % layers;
-    qkv_layer *layer = qkvi_session_change(session, at);
+    if (qkvi_session_stays(session, at)) continue;
+    qkv_layer *layer = wait ? qkvi_session_change(session, at) : qkvi_session_try_change(session, at);
+    if (layer == NULL) continue;
     if (!qkvi_session_stays(session, at)) freed += qkv_layer_evict(layer, bytes - freed);
     qkvi_session_changed(session, at);
   }

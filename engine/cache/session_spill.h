@@ -29,8 +29,8 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
 // are used in turn, so the one that was used last is needed again last: it goes first, then those before it, down to
-// the one that comes next. Returns the bytes.
-uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes);
+// the one that comes next. Layers that are in use are left out unless `wait`. Returns the bytes.
+uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
 // Whether any page is cold; the cold tokens of a layer, and the bytes of all its records. As of the last change;
 // never waits.

@@ -215,7 +215,7 @@ static void end_other(other *on) {
 
 static void *evict(void *context) {
   other *on = context;
-  while (!atomic_load(&on->stop)) (void)qkv_session_evict(on->session, UINT64_MAX);
+  while (!atomic_load(&on->stop)) (void)qkv_session_evict(on->session, UINT64_MAX, true);
   return NULL;
 }
 
@@ -231,7 +231,8 @@ static void *bring_back(void *context) {
 static void *read_ahead(void *context) {
   other *on = context;
   while (!atomic_load(&on->stop))
-    (void)qkvi_restore_ahead(on->s->spill, on->session, (uint32_t)random_below(&on->seed, LAYERS), 0, 0);
+    (void)qkvi_restore_ahead(on->s->spill, on->session, (uint32_t)random_below(&on->seed, LAYERS), 0, 0,
+                             qkvi_spill_budget(on->s->spill));
   return NULL;
 }
 
@@ -356,7 +357,7 @@ static void test_recovery_of_what_was_compacted(const char *io) {
     }
     sync_all(&s, kept);
     close_session(&s, &closed);
-    (void)qkv_session_evict(kept, UINT64_MAX);
+    (void)qkv_session_evict(kept, UINT64_MAX, true);
     for (uint32_t layer = 0; layer < LAYERS; layer++) assert_true(same_layer(&s, kept, layer, &wanted));
     end_other(&compacting);
     qkv_session_unref(&kept);

@@ -113,18 +113,18 @@ static void test_pins_keep_what_came_back(void **unused) {
   qkv_session_info info;
   setup(&s);
   append_all(&s);
-  assert_true(qkv_session_evict(s.session, UINT64_MAX) > 0);
+  assert_true(qkv_session_evict(s.session, UINT64_MAX, true) > 0);
   qkv_session_read_info(s.session, &info, NULL);
   assert_int_equal(info.usage.bytes_coded, 0);
   assert_int_equal(info.usage.tokens_cold, LAYERS * PAGES * 64);
   qkv_session_pin(s.session, 2);
   restore_layer(&s, 2);
-  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX), 0);
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX, true), 0);
   qkv_session_unpin(s.session, 2);
   qkv_session_set_pinned(s.session, true);
-  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX), 0);
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX, true), 0);
   qkv_session_set_pinned(s.session, false);
-  assert_true(qkv_session_evict(s.session, UINT64_MAX) > 0);
+  assert_true(qkv_session_evict(s.session, UINT64_MAX, true) > 0);
   assert_int_equal(qkv_session_missing(s.session, 2, 0, 0, false, (qkv_missing_page[8]){0}, 8), PAGES);
   teardown(&s);
 }
@@ -147,7 +147,7 @@ static void test_layers_leave_in_turn(void **unused) {
   qkv_session_read_done(s.session, 1);
   assert_false(qkv_session_has_cold(s.session));
   for (uint32_t i = 0; i < LAYERS; i++) {
-    for (int page = 0; page < PAGES; page++) assert_true(qkv_session_evict(s.session, 1) > 0);
+    for (int page = 0; page < PAGES; page++) assert_true(qkv_session_evict(s.session, 1, true) > 0);
     for (uint32_t k = 0; k < LAYERS; k++) assert_int_equal(cold(&s, order[k]), k <= i ? PAGES * 64 : 0);
   }
   assert_true(qkv_session_has_cold(s.session));
@@ -205,7 +205,7 @@ typedef struct rush {
 static void *evict_all_the_time(void *context) {
   rush *r = context;
   while (!atomic_load(&r->stop)) {
-    (void)qkv_session_evict(r->scene->session, UINT64_MAX);
+    (void)qkv_session_evict(r->scene->session, UINT64_MAX, true);
     (void)qkv_session_settle(r->scene->session);
   }
   return NULL;
