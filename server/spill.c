@@ -196,10 +196,11 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
                                            .durable = on_durable,
                                            .context = spill};
   pending->state = QKV_RECORD_WAITING;
-  // The callbacks may come before put returns, and find the record when they have the lock.
+  // The callbacks may come before put returns; they find the record, and free it, once they have the lock.
   qkvi_spill_lock(spill);
   qkv_error error = {0};
   const qkv_status status = qkv_storage_put(spill->storage, &request, &pending->record, &error);
+  const uint64_t record = pending->record;
   if (status == QKV_OK) {
     HASH_ADD(hh, spill->pending, record, sizeof pending->record, pending);
   } else {
@@ -210,7 +211,7 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
   if (status == QKV_OK) {
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_PAGES], 1);
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_BYTES], bytes);
-    return pending->record;
+    return record;
   }
   free(pending->page);
   free(pending);
