@@ -143,10 +143,10 @@ static void write_coordinate(const workspace *space, const qkvi_part_view *part,
   for (size_t i = 0; i < dim; i++) part->synthesis[c * dim + i] = (float)image[i];
 }
 
-// Attention takes up to six bits of a coordinate with one look-up and one product, and several times that for more. So
-// where codes are attended, bits beyond must lower the error 4 times as much as others do. Rows of 128 of which some
-// channels are eight times as large, 4 bits (`qkv-bench attend --calibrated --tokens 16384`): 2.0 ms and an error of
-// 0.049; without it 2.5 ms and 0.042, with 24 in place of 4 1.7 ms and 0.067. At 2 bits all are the same.
+// Attention takes up to six bits of a coordinate with one look-up and one product, and several times that for more.
+// So where codes are attended, bits beyond must lower the error 4 times as much as others do. Rows of 128 of which
+// some channels are eight times as large, 4 bits (`qkv-bench attend --calibrated --tokens 16384`): 2.0 ms and an
+// error of 0.049; without it 2.5 ms and 0.042, with 24 in place of 4 1.7 ms and 0.067. At 2 bits all are the same.
 enum { SHALLOW = 6, BEYOND_ATTENDED = 4, BEYOND_REBUILT = 1 };
 
 static void write_order(const qkvi_part_view *part, const double *variances, int beyond) {
