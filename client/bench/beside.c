@@ -56,6 +56,7 @@ typedef struct beside {
   float *q;
   uint64_t appended, attended;  // steps that are done: of a layer of a chunk, of a layer
   struct shared *shared;        // with the other process
+  pid_t process;                // that one
 } beside;
 
 static qkv_client_tensor tensor_of(const beside *all, int dtype, int64_t tokens, int64_t heads, const void *data) {
@@ -184,12 +185,18 @@ static int run_other(beside *all) {
   return status;
 }
 
+// Whether the other process is still of use: it has not failed, and nobody has killed it.
+static bool other_works(const beside *all) {
+  siginfo_t ended = {0};
+  return !atomic_load(&all->shared->failed) &&
+         (waitid(P_PID, (id_t)all->process, &ended, WEXITED | WNOHANG | WNOWAIT) != 0 || ended.si_pid == 0);
+}
+
 // Waits until the other connection does it.
 static void change(beside *all, mode wanted) {
   const struct timespec pause = {.tv_nsec = 1000 * 1000};
   atomic_store(&all->shared->mode, wanted);
-  while (atomic_load(&all->shared->doing) != (int)wanted && !atomic_load(&all->shared->failed))
-    (void)nanosleep(&pause, NULL);
+  while (atomic_load(&all->shared->doing) != (int)wanted && other_works(all)) (void)nanosleep(&pause, NULL);
 }
 
 // ---- The one ----
@@ -199,8 +206,9 @@ static int window(beside *all, mode which, qkv_samples *samples) {
   const double until = qkv_bench_now() + (double)all->settings->pause * 1e-3;
   for (int64_t i = 0; qkv_bench_now() < until; i++) {
     const double begin = qkv_bench_now();
-    if (attend_layer(all, all->client, NAME, i % all->settings->rounds) != 0 || atomic_load(&all->shared->failed))
-      return 1;
+    if (attend_layer(all, all->client, NAME, i % all->settings->rounds) != 0) return 1;
+    if (!other_works(all))
+      return atomic_load(&all->shared->failed) ? 1 : qkv_program_failed("the other process is gone");
     qkv_samples_add(samples, (qkv_bench_now() - begin) * 1e3);
   }
   return 0;
@@ -242,7 +250,7 @@ static int measure(beside *all) {
   qkv_samples samples[MODES] = {0};
   int status = prepare(all);
   // Until the others are there the session is used, so that it stays.
-  while (status == 0 && atomic_load(&all->shared->doing) != QUIET && !atomic_load(&all->shared->failed)) {
+  while (status == 0 && atomic_load(&all->shared->doing) != QUIET && other_works(all)) {
     for (int64_t i = 0; i < all->settings->rounds && status == 0; i++)
       status = attend_layer(all, all->client, NAME, i);
   }
@@ -276,13 +284,13 @@ static int run(void *values, const qkv_option_list *arguments) {
   qkv_bench_floats(all.q, (size_t)(settings->q_heads * settings->dim), 3);
   name_model(&all);
   fflush(NULL);
-  const pid_t other = fork();  // before there is a connection: gRPC's threads would not come along
-  if (other < 0) return qkv_program_failed("fork: %s", strerror(errno));
-  if (other == 0) _exit(run_other(&all));
+  all.process = fork();  // before there is a connection: gRPC's threads would not come along
+  if (all.process < 0) return qkv_program_failed("fork: %s", strerror(errno));
+  if (all.process == 0) _exit(run_other(&all));
   all.client = qkv_bench_connect(settings, settings->program.target);
   const int status = all.client == NULL ? QKV_EXIT_FAILED : measure(&all);
   if (all.client == NULL) atomic_store(&all.shared->mode, ENDING);
-  (void)waitpid(other, NULL, 0);
+  (void)waitpid(all.process, NULL, 0);
   qkv_client_close(&all.client);
   free(all.k);
   free(all.v);

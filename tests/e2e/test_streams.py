@@ -88,9 +88,9 @@ def test_fetch_that_nobody_reads(daemon, long):
 
 
 def test_fetch_deadline_while_nobody_reads(daemon, long):
-    call = long.stub.Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=5)
+    call = long.stub.Fetch(kv.FetchRequest(session=long.name, layers=[0], dtype=1), timeout=10)
     next(call)
-    time.sleep(5.5)
+    time.sleep(10.5)
     with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
         list(call)
     settled(daemon)
