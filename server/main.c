@@ -172,6 +172,16 @@ static void on_signal(uv_signal_t *handle, int number) {
   uv_queue_work(&state->loop, &state->drain, drain, on_drained);
 }
 
+// Signals to end are for the main thread alone: every other is made while they are blocked, those of libuv's pool,
+// too.
+static void block_signals(bool block) {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  pthread_sigmask(block ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
+}
+
 // Signals are caught before the daemon says that it is ready.
 static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   state->daemon = daemon;
@@ -189,8 +199,9 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
-  uv_timer_start(&state->tiers, on_retier, RETIER_EVERY_MS, 0);
   uv_timer_start(&state->calibrations, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
+  on_retier(&state->tiers);  // makes libuv's pool
+  block_signals(false);
 }
 
 static void announce(const qkv_daemon *daemon) {
@@ -218,6 +229,7 @@ static int serve(const qkv_server_options *options, const qkv_options *set) {
 }
 
 int main(int argc, char **argv) {
+  block_signals(true);  // until the loop is set up
   qkvi_memory_setup();
   signal(SIGPIPE, SIG_IGN);
   qkv_server_options options;

@@ -114,3 +114,51 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
     blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
   }
 }
+
+// ---- Reading and packing by blocks ----
+
+void qkvi_reader_init(qkvi_reader *reader, qkv_part part, const qkv_page_codes *codes) {
+  reader->part = part;
+  reader->codes = codes;
+  reader->tier = codes->tiers[0];
+  qkvi_blocks_find(codes->schedule, reader->tier, &reader->blocks);
+}
+
+void qkvi_reader_turn_to(qkvi_reader *reader, size_t group) {
+  if (reader->codes->tiers[group] == reader->tier) return;
+  reader->tier = reader->codes->tiers[group];
+  qkvi_blocks_find(reader->codes->schedule, reader->tier, &reader->blocks);
+}
+
+// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
+static uint8_t *pack_rest(const qkvi_packing *packing, qkv_part part, unsigned pair, bool wide, const uint8_t *codes,
+                          size_t stride, unsigned coordinates, uint8_t *slab) {
+  const uint8_t *end = codes + coordinates;
+  for (unsigned width = 2; width > 0; width /= 2) {
+    const unsigned here = (wide ? 4 : 8) * width;
+    if (codes + here > end) continue;
+    qkvi_codes columns[QKVI_BLOCK_WIDTH];
+    packing->transpose(codes, stride, here, columns);
+    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)columns, slab);
+    codes += here;
+    slab += (size_t)QKV_GROUP_TOKENS * width;
+  }
+  return slab;
+}
+
+void qkvi_pack_sections(const qkvi_packing *packing, qkv_part part, const uint16_t *reach, const uint8_t *codes,
+                        size_t stride, uint8_t *group) {
+  enum { SLAB = 64 };
+  for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
+    for (int narrow = 0; narrow <= 1; narrow++) {
+      unsigned c = narrow ? reach[2 * pair + 2] : 0;
+      const unsigned end = narrow ? reach[2 * pair + 1] : reach[2 * pair + 2];
+      const unsigned here = narrow ? NARROW_WIDTH : QKVI_BLOCK_WIDTH;
+      for (; c + here <= end; c += here, group += SLAB) {
+        for (unsigned half = 0; half <= (unsigned)narrow; half++)
+          packing->block(part, pair, !narrow, half, codes + c + half * QKVI_BLOCK_WIDTH, stride, group);
+      }
+      group = pack_rest(packing, part, pair, !narrow, codes + c, stride, end - c, group);
+    }
+  }
+}

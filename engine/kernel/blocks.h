@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "engine/codec/pack.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/table.h"
 
@@ -64,5 +65,30 @@ static inline bool qkvi_block_is_whole(const qkvi_block *block) {
 }
 
 void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blocks *blocks);
+
+// Where the blocks of the groups of a page lie, whose tiers are few different ones.
+typedef struct qkvi_reader {
+  qkv_part part;
+  const qkv_page_codes *codes;
+  unsigned tier;  // of `blocks`
+  qkvi_tier_blocks blocks;
+} qkvi_reader;
+
+// For the first group.
+void qkvi_reader_init(qkvi_reader *reader, qkv_part part, const qkv_page_codes *codes);
+void qkvi_reader_turn_to(qkvi_reader *reader, size_t group);
+
+// How a twin packs codes at full depth, [QKV_GROUP_TOKENS][stride].
+typedef struct qkvi_packing {
+  // Adds what `pair` takes of a block to its slab of 64 bytes, a half of it where that is narrow.
+  void (*block)(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
+                uint8_t *slab);
+  // columns [c][t] = codes [t][c] of `count` coordinates, at most 16; more of the 16 may be written.
+  void (*transpose)(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns);
+} qkvi_packing;
+
+// A group slab by slab, where blocks do not lie in whole ones. `group` is zeros.
+void qkvi_pack_sections(const qkvi_packing *packing, qkv_part part, const uint16_t *reach, const uint8_t *codes,
+                        size_t stride, uint8_t *group);
 
 #endif

@@ -1,4 +1,5 @@
 // The daemon's life: start, refusal to start, drain, exit.
+#include <dirent.h>
 #include <grpc/grpc.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -107,6 +108,43 @@ static void expect_run(const char *const *arguments, int status, const char *tex
   char output[16384];
   assert_int_equal(fixture_run(arguments, output, sizeof(output)), status);
   if (strstr(output, text) == NULL) fail_msg("\"%s\" is not in \"%s\"", text, output);
+}
+
+// The signals that a thread of the daemon blocks, a bit each; all for one that has no name of its own: libraries make
+// such before main() begins.
+static uint64_t blocked_signals(const fixture_daemon *daemon, const char *thread) {
+  char path[320], line[256];
+  snprintf(path, sizeof(path), "/proc/%d/task/%.200s/status", daemon->pid, thread);
+  FILE *file = fopen(path, "re");
+  assert_non_null(file);
+  uint64_t blocked = 0;
+  while (fgets(line, sizeof(line), file) != NULL) {
+    if (strcmp(line, "Name:\tqkvd\n") == 0) blocked = UINT64_MAX;
+    if (strncmp(line, "SigBlk:", 7) == 0) blocked |= strtoull(line + 7, NULL, 16);
+  }
+  (void)fclose(file);
+  return blocked;
+}
+
+// A signal to end that another thread took would wait there for as long as that thread waits.
+static void signals_go_to_the_main_thread(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start(NULL);
+  char path[64];
+  snprintf(path, sizeof(path), "/proc/%d/task", daemon->pid);
+  DIR *tasks = opendir(path);
+  assert_non_null(tasks);
+  const uint64_t end = UINT64_C(1) << (SIGTERM - 1) | UINT64_C(1) << (SIGINT - 1);
+  size_t named = 0;
+  for (const struct dirent *task; (task = readdir(tasks)) != NULL;) {
+    if (task->d_name[0] == '.') continue;
+    const uint64_t blocked = blocked_signals(daemon, task->d_name);
+    if ((blocked & end) != end) fail_msg("thread %s takes signals", task->d_name);
+    named += blocked != UINT64_MAX;
+  }
+  closedir(tasks);
+  assert_true(named >= 4);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
 }
 
 static void second_daemon_is_refused(void **out) {
@@ -266,6 +304,7 @@ int main(void) {
       cmocka_unit_test(watcher_is_told),
       cmocka_unit_test(stuck_stream_is_cut_after_the_grace),
       cmocka_unit_test(second_signal_ends_at_once),
+      cmocka_unit_test(signals_go_to_the_main_thread),
       cmocka_unit_test(second_daemon_is_refused),
       cmocka_unit_test(stale_socket_is_replaced),
       cmocka_unit_test(many_connections_are_possible),

@@ -13,25 +13,6 @@
 
 enum { QUERIES_AT_ONCE = 4 };
 
-// Where the blocks of the tiers lie; a page has few different ones.
-typedef struct reader {
-  const qkv_page_codes *codes;
-  unsigned tier;  // of `blocks`
-  qkvi_tier_blocks blocks;
-} reader;
-
-static void reader_init(reader *r, const qkv_page_codes *codes) {
-  r->codes = codes;
-  r->tier = codes->tiers[0];
-  qkvi_blocks_find(codes->schedule, r->tier, &r->blocks);
-}
-
-static void reader_turn_to(reader *r, size_t group) {
-  if (r->codes->tiers[group] == r->tier) return;
-  r->tier = r->codes->tiers[group];
-  qkvi_blocks_find(r->codes->schedule, r->tier, &r->blocks);
-}
-
 static void gain_values(const uint8_t *gains, size_t n, float *values) {
   for (size_t t = 0; t < n; t++) values[t] = qkvi_integers.gains[gains[t]];
 }
@@ -90,8 +71,8 @@ INLINE void put_quarter(qkv_part part, const qkvi_tier_blocks *layout, size_t b,
 
 // A group's floats: of K rows [coordinate], of V rows [token], `stride` floats apart. Those of coordinates that have
 // no bits are left alone.
-INLINE void load_group(qkv_part part, reader *r, size_t group, float *tile, size_t stride) {
-  reader_turn_to(r, group);
+INLINE void load_group(qkv_part part, qkvi_reader *r, size_t group, float *tile, size_t stride) {
+  qkvi_reader_turn_to(r, group);
   for (size_t b = 0; b < r->blocks.count; b++) {
     float *out = tile + b * QKVI_BLOCK_WIDTH * (part == QKV_K ? stride : 1);
     for (size_t at = 0; at < QUARTERS; at++) {
@@ -126,8 +107,8 @@ INLINE void score_queries(const float *tile, unsigned coordinates, const float *
 static QKV_DECLARE_SCORES(scores_twin) {
   float tile[QKV_DIM_MAX * GROUP];  // [coordinate][token]
   const size_t dim = keys->schedule->dim;
-  reader r;
-  reader_init(&r, keys);
+  qkvi_reader r;
+  qkvi_reader_init(&r, QKV_K, keys);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     float gains[GROUP], *out = scores + g * GROUP;
     gain_values(keys->gains + g * GROUP, GROUP, gains);
@@ -180,8 +161,8 @@ INLINE void add_tile(const float *tile, size_t dim, unsigned coordinates, const 
 static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
   float tile[GROUP * QKV_DIM_MAX];  // [token][dim]
   const size_t dim = values->schedule->dim;
-  reader r;
-  reader_init(&r, values);
+  qkvi_reader r;
+  qkvi_reader_init(&r, QKV_V, values);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     float gains[GROUP];
     const float *w = weights + g * GROUP;
@@ -213,7 +194,7 @@ INLINE void transpose_four(const float *in, size_t in_stride, float *out, size_t
   vst1q_f32(out + 3 * out_stride, vreinterpretq_f32_f64(vtrn2q_f64(b, d)));
 }
 
-static void decode_keys(reader *r, size_t group, float *rows) {
+static void decode_keys(qkvi_reader *r, size_t group, float *rows) {
   float tile[QKV_DIM_MAX * GROUP];
   const size_t dim = r->codes->schedule->dim;
   load_group(QKV_K, r, group, tile, GROUP);
@@ -224,8 +205,8 @@ static void decode_keys(reader *r, size_t group, float *rows) {
 
 static QKV_DECLARE_DECODE(decode_twin) {
   const size_t dim = codes->schedule->dim;
-  reader r;
-  reader_init(&r, codes);
+  qkvi_reader r;
+  qkvi_reader_init(&r, part, codes);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, rows += GROUP * dim) {
     float gains[GROUP];
     gain_values(codes->gains + g * GROUP, GROUP, gains);

@@ -122,39 +122,15 @@ INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint
   }
 }
 
-// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
-static uint8_t *pack_rest(qkv_part part, unsigned pair, bool wide, const uint8_t *codes, size_t stride,
-                          unsigned coordinates, uint8_t *slab) {
-  const uint8_t *end = codes + coordinates;
-  for (unsigned width = 2; width > 0; width /= 2) {
-    const unsigned here = (wide ? 4 : 8) * width;
-    if (codes + here > end) continue;
-    qkvi_codes columns[QKVI_BLOCK_WIDTH];
-    transpose_bytes(codes, stride, columns[0], GROUP);
-    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)columns, slab);
-    codes += here;
-    slab += (size_t)GROUP * width;
-  }
-  return slab;
+static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
+                       uint8_t *slab) {
+  const block_fields fields = fields_of(part, codes, stride);
+  pack_slab(&fields, pair, wide, half, slab);
 }
 
-// A group slab by slab, where blocks do not lie in whole ones. codes [GROUP][stride] at full depth.
-static void pack_sections(qkv_part part, const uint16_t *reach, const uint8_t *codes, size_t stride, uint8_t *group) {
-  enum { SLAB = 64 };
-  for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
-    for (int narrow = 0; narrow <= 1; narrow++) {
-      unsigned c = narrow ? reach[2 * pair + 2] : 0;
-      const unsigned end = narrow ? reach[2 * pair + 1] : reach[2 * pair + 2];
-      const unsigned here = narrow ? 2 * QKVI_BLOCK_WIDTH : QKVI_BLOCK_WIDTH;
-      for (; c + here <= end; c += here, group += SLAB) {
-        for (unsigned half = 0; half <= (unsigned)narrow; half++) {
-          const block_fields fields = fields_of(part, codes + c + half * QKVI_BLOCK_WIDTH, stride);
-          pack_slab(&fields, pair, !narrow, half, group);
-        }
-      }
-      group = pack_rest(part, pair, !narrow, codes + c, stride, end - c, group);
-    }
-  }
+static void transpose_block(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns) {
+  (void)count;  // there is room for a block behind the rows
+  transpose_bytes(codes, stride, columns[0], GROUP);
 }
 
 // codes [GROUP][dim] at full depth, and room for a block behind them.
@@ -162,7 +138,8 @@ static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tie
                        const uint8_t *codes, uint8_t *group) {
   memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
   if (blocks->scattered + blocks->halves > 0) {
-    pack_sections(part, schedule->reach[tier], codes, schedule->dim, group);
+    qkvi_pack_sections(&(qkvi_packing){pack_block, transpose_block}, part, schedule->reach[tier], codes,
+                       schedule->dim, group);
     return;
   }
   for (unsigned i = 0; i < blocks->count; i++) {

@@ -21,27 +21,6 @@ enum {
   QUERIES_AT_ONCE = 4,
 };
 
-// Where the blocks of the tiers lie; a page has few different ones.
-typedef struct reader {
-  qkv_part part;
-  const qkv_page_codes *codes;
-  unsigned tier;  // of `blocks`
-  qkvi_tier_blocks blocks;
-} reader;
-
-static void reader_init(reader *r, qkv_part part, const qkv_page_codes *codes) {
-  r->part = part;
-  r->codes = codes;
-  r->tier = codes->tiers[0];
-  qkvi_blocks_find(codes->schedule, r->tier, &r->blocks);
-}
-
-static void reader_turn_to(reader *r, size_t group) {
-  if (r->codes->tiers[group] == r->tier) return;
-  r->tier = r->codes->tiers[group];
-  qkvi_blocks_find(r->codes->schedule, r->tier, &r->blocks);
-}
-
 // ---- Codes to floats ----
 
 #define EACH(byte) ((uint32_t)(byte)*0x01010101u)
@@ -106,7 +85,7 @@ INLINE void load_block_deep(const qkvi_block *block, const uint8_t *group, const
 }
 
 // Blocks that do not lie in whole slabs, by way of bytes.
-static void load_scattered(const reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
+static void load_scattered(const qkvi_reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = r->codes->schedule->reach[r->tier];
   const size_t by_coordinate = r->part == QKV_K ? stride : 1, by_token = r->part == QKV_K ? 1 : stride;
@@ -124,8 +103,8 @@ static void load_scattered(const reader *r, size_t group, const scaling *by, flo
 
 // A group's floats: of K rows [coordinate], of V rows [token], `stride` floats apart. Those of coordinates that have
 // no bits are left alone.
-INLINE void load_group_scaled(reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
-  reader_turn_to(r, group);
+INLINE void load_group_scaled(qkvi_reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
+  qkvi_reader_turn_to(r, group);
   const uint8_t *from = r->codes->groups[group];
   for (size_t i = 0; i < r->blocks.count; i++) {
     const qkvi_block *block = &r->blocks.blocks[i];
@@ -140,7 +119,7 @@ INLINE void load_group_scaled(reader *r, size_t group, const scaling *by, float 
   if (r->blocks.scattered + r->blocks.halves > 0) load_scattered(r, group, by, tile, stride);
 }
 
-static void load_group(reader *r, size_t group, float *tile, size_t stride) {
+static void load_group(qkvi_reader *r, size_t group, float *tile, size_t stride) {
   load_group_scaled(r, group, &(scaling){0}, tile, stride);
 }
 
@@ -182,8 +161,8 @@ static QKV_DECLARE_SCORES(scores_twin) {
   _Alignas(64) float tile[QKV_DIM_MAX * TILE_TOKENS];  // [coordinate][TILE_TOKENS]
   float gains[TILE_TOKENS];
   const qkv_schedule *schedule = keys->schedule;
-  reader r;
-  reader_init(&r, QKV_K, keys);
+  qkvi_reader r;
+  qkvi_reader_init(&r, QKV_K, keys);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g += TILE_GROUPS) {
     unsigned coordinates = 0;
     for (size_t j = 0; j < TILE_GROUPS; j++) {
@@ -265,8 +244,8 @@ static void add_tile(const float *tile, size_t dim, unsigned coordinates, const 
 static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
   _Alignas(64) float tile[GROUP * QKV_DIM_MAX];  // [token][dim]
   const size_t dim = values->schedule->dim;
-  reader r;
-  reader_init(&r, QKV_V, values);
+  qkvi_reader r;
+  qkvi_reader_init(&r, QKV_V, values);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     load_group(&r, g, tile, dim);
     add_tile(tile, dim, r.blocks.coordinates, weights + g * GROUP, values->gains + g * GROUP, n, sums);
@@ -275,7 +254,7 @@ static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
 
 // ---- Rows ----
 
-static void decode_group(reader *r, size_t group, float *rows) {
+static void decode_group(qkvi_reader *r, size_t group, float *rows) {
   const size_t dim = r->codes->schedule->dim;
   float gains[GROUP];
   for (size_t t = 0; t < GROUP; t += LANES) {
@@ -295,8 +274,8 @@ static void decode_group(reader *r, size_t group, float *rows) {
 }
 
 static QKV_DECLARE_DECODE(decode_twin) {
-  reader r;
-  reader_init(&r, part, codes);
+  qkvi_reader r;
+  qkvi_reader_init(&r, part, codes);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) decode_group(&r, g, rows + g * GROUP * codes->schedule->dim);
 }
 
