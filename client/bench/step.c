@@ -1,15 +1,16 @@
 // qkv-bench step: a decode step (append one row, attend) through the daemon and in process, in turn.
 //
 // Both run the same engine on the same rows, so the difference is what the daemon costs: the socket, gRPC,
-// parsing and the answer. That both answer the same bits is checked on the way. In turn with them a bare gRPC call
-// carries the same bytes: a long session's codes have driven everything else out of the caches when it comes, as they
-// have for the daemon.
+// parsing and the answer. That both answer the same bits is checked on the way. In turn with them the same bytes go
+// by way of a bare socket in one step and of a bare gRPC call in the next: a long session's codes have driven
+// everything else out of the caches when these come, as they have for the daemon.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "client/bench/bench.h"
 #include "client/bench/echo.h"
+#include "client/bench/raw.h"
 #include "engine/cache/store.h"
 
 #define NAME "qkv-bench"
@@ -34,6 +35,12 @@ static const qkv_option options[] = {
      "arithmetic on codes, as in AttendOptions; 0: the default"},
 };
 
+// What carries the bytes of a step and does nothing else.
+typedef struct step_carriers {
+  qkv_raw raw;
+  qkv_echo grpc;
+} step_carriers;
+
 // One session twice: in this process and in the daemon.
 typedef struct both_sides {
   const qkv_bench_settings *settings;
@@ -46,12 +53,12 @@ typedef struct both_sides {
   qkv_session *session;
   qkv_client *client;
   qkv_decode *stream;
-  qkv_echo *echo;
+  step_carriers *carriers;
 } both_sides;
 
 // Microseconds.
 typedef struct step_times {
-  qkv_samples engine, daemon, grpc;
+  qkv_samples engine, daemon, raw, grpc;
 } step_times;
 
 static qkv_tensor tensor_of(const qkv_segment *segment, int64_t tokens, int64_t heads, int64_t dim) {
@@ -178,10 +185,11 @@ static int step_in_daemon(both_sides *sides, qkv_client_result *result) {
   return result->code == 0 ? 0 : qkv_program_failed("decode: %s", result->text);
 }
 
-static int exchange(both_sides *sides, qkv_samples *grpc) {
-  const double seconds = qkv_echo_exchange(sides->echo);
-  qkv_samples_add(grpc, 1e6 * seconds);
-  return seconds < 0 ? qkv_program_failed("the bare gRPC call has failed") : 0;
+static int exchange(both_sides *sides, step_times *times) {
+  const bool raw = sides->position % 2 == 0;
+  const double seconds = raw ? qkv_raw_exchange(&sides->carriers->raw) : qkv_echo_exchange(&sides->carriers->grpc);
+  qkv_samples_add(raw ? &times->raw : &times->grpc, 1e6 * seconds);
+  return seconds < 0 ? qkv_program_failed("a bare %s has failed", raw ? "socket" : "gRPC call") : 0;
 }
 
 static int step(both_sides *sides, step_times *times) {
@@ -189,7 +197,7 @@ static int step(both_sides *sides, step_times *times) {
   double begin = qkv_bench_now();
   if (step_in_process(sides)) return 1;
   qkv_samples_add(&times->engine, 1e6 * (qkv_bench_now() - begin));
-  if (exchange(sides, &times->grpc)) return 1;
+  if (exchange(sides, times)) return 1;
   qkv_client_result result = {0};
   begin = qkv_bench_now();
   int status = step_in_daemon(sides, &result);
@@ -246,20 +254,22 @@ static int measure(both_sides *sides, step_times *times) {
   }
   qkv_samples_clear(&times->engine);
   qkv_samples_clear(&times->daemon);
+  qkv_samples_clear(&times->raw);
   qkv_samples_clear(&times->grpc);
   for (int64_t i = 0; i < settings->repeats * settings->rounds; i++) {
     if (step(sides, times)) return 1;
   }
   double engine = qkv_samples_quantile(&times->engine, 0.5), daemon = qkv_samples_quantile(&times->daemon, 0.5);
   qkv_bench_report(
-      settings, json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "step",
-                          "tokens", (json_int_t)settings->tokens, "threads", (json_int_t)settings->threads, "dim",
-                          (json_int_t)settings->dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
-                          (json_int_t)settings->q_heads, "bits_k", (json_int_t)settings->bits_k, "bits_v",
-                          (json_int_t)settings->bits_v, "engine_us_p50", engine, "engine_us_p99",
-                          qkv_samples_quantile(&times->engine, 0.99), "daemon_us_p50", daemon, "daemon_us_p99",
-                          qkv_samples_quantile(&times->daemon, 0.99), "added_us_p50", daemon - engine, "grpc_us_p50",
-                          qkv_samples_quantile(&times->grpc, 0.5)));
+      settings,
+      json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "step",
+                "tokens", (json_int_t)settings->tokens, "threads", (json_int_t)settings->threads, "dim",
+                (json_int_t)settings->dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
+                (json_int_t)settings->q_heads, "bits_k", (json_int_t)settings->bits_k, "bits_v",
+                (json_int_t)settings->bits_v, "engine_us_p50", engine, "engine_us_p99",
+                qkv_samples_quantile(&times->engine, 0.99), "daemon_us_p50", daemon, "daemon_us_p99",
+                qkv_samples_quantile(&times->daemon, 0.99), "added_us_p50", daemon - engine, "raw_us_p50",
+                qkv_samples_quantile(&times->raw, 0.5), "grpc_us_p50", qkv_samples_quantile(&times->grpc, 0.5)));
   return 0;
 }
 
@@ -275,9 +285,9 @@ static void close_sides(both_sides *sides) {
   free(sides->out);
 }
 
-static int compare(const qkv_bench_settings *settings, const char *target, qkv_echo *echo) {
+static int compare(const qkv_bench_settings *settings, const char *target, step_carriers *carriers) {
   both_sides sides = {.settings = settings,
-                      .echo = echo,
+                      .carriers = carriers,
                       .out_count = (size_t)(settings->q_heads * settings->dim),
                       .lse_count = (size_t)settings->q_heads};
   size_t row = (size_t)(settings->kv_heads * settings->dim), query = sides.out_count;
@@ -293,6 +303,7 @@ static int compare(const qkv_bench_settings *settings, const char *target, qkv_e
   close_sides(&sides);
   qkv_samples_free(&times.engine);
   qkv_samples_free(&times.daemon);
+  qkv_samples_free(&times.raw);
   qkv_samples_free(&times.grpc);
   return status;
 }
@@ -307,12 +318,16 @@ static int run(void *settings, const qkv_option_list *arguments) {
     return 1;
   const size_t rows = (size_t)(given->dim * (2 * given->kv_heads + given->q_heads));
   const size_t results = (size_t)((given->dim + 1) * given->q_heads);
-  qkv_echo echo;
+  const bool tcp = strncmp(daemon.target, "unix:", 5) != 0;
+  step_carriers carriers;
   int status = 1;
-  if (qkv_echo_start(&echo, strncmp(daemon.target, "unix:", 5) != 0, rows * sizeof(float), results * sizeof(float))) {
-    status = compare(given, daemon.target, &echo);
-    qkv_echo_stop(&echo);
+  if (!qkv_echo_start(&carriers.grpc, tcp, rows * sizeof(float), results * sizeof(float))) goto end;
+  if (qkv_raw_start(&carriers.raw, tcp, rows * sizeof(float), results * sizeof(float))) {
+    status = compare(given, daemon.target, &carriers);
+    qkv_raw_stop(&carriers.raw);
   }
+  qkv_echo_stop(&carriers.grpc);
+end:
   qkv_bench_daemon_stop(&daemon);
   return status;
 }
