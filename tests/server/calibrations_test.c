@@ -69,7 +69,7 @@ static int get(fixture_client *client, const char *model, const qkv_calibration 
   request.model = (char *)model;
   uint8_t packed[256];
   const size_t length = qkv__v1__get_calibration_request__pack(&request, packed);
-  fixture_stream *stream = fixture_open(client, KV_METHOD("GetCalibration"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("GetCalibration"), FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, packed, length));
   fixture_half_close(stream);
   size_t size = 0, at = 0, count = 0;

@@ -20,7 +20,6 @@
 
 #include <cmocka.h>
 
-#define WAIT_MS 30000
 #define CHECK "/grpc.health.v1.Health/Check"
 #define WATCH "/grpc.health.v1.Health/Watch"
 #define GET_STATUS "/qkv.v1.Admin/GetStatus"
@@ -48,7 +47,7 @@ static int setup(void **out) {
 static int teardown(void **out) {
   test_state *state = *out;
   fixture_disconnect(&state->client);
-  int status = fixture_stop(&state->daemon, SIGTERM, WAIT_MS);
+  int status = fixture_stop(&state->daemon, SIGTERM, FIXTURE_PATIENCE_MS);
   free(state);
   return status;
 }
@@ -56,7 +55,7 @@ static int teardown(void **out) {
 // ---- GetStatus ----
 
 static Qkv__V1__GetStatusResponse *get_status(fixture_client *client) {
-  fixture_result result = fixture_call(client, GET_STATUS, NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   Qkv__V1__GetStatusResponse *status = qkv__v1__get_status_response__unpack(NULL, result.length, result.data);
   assert_non_null(status);
@@ -81,7 +80,7 @@ static double read_metric(fixture_client *client, const char *name) {
 
 // Waits until the call that asks is the only one.
 static void wait_quiet(fixture_client *client) {
-  int64_t until = fixture_now_ms() + WAIT_MS;
+  int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   while (read_metric(client, "qkvd_calls_running") > 1) {
     assert_true(fixture_now_ms() < until);
     fixture_sleep_ms(5);
@@ -128,12 +127,12 @@ static void status_tells_all(void **out) {
 static void calls_are_counted_by_their_end(void **out) {
   test_state *state = *out;
   double before = read_metric(state->client, "qkvd_calls_refused_total");
-  fixture_result result = fixture_call(state->client, "/qkv.v1.KvCache/Nothing", NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/qkv.v1.KvCache/Nothing", NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_UNIMPLEMENTED);
   assert_string_equal(result.text, "no method /qkv.v1.KvCache/Nothing");
   assert_true(read_metric(state->client, "qkvd_calls_refused_total") == before + 1);
   before = read_metric(state->client, "qkvd_calls_bad_request_total");
-  result = fixture_call(state->client, GET_STATUS, "\xff\xff", 2, WAIT_MS);
+  result = fixture_call(state->client, GET_STATUS, "\xff\xff", 2, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
   assert_true(read_metric(state->client, "qkvd_calls_bad_request_total") == before + 1);
 }
@@ -162,12 +161,13 @@ static void health_check(void **out) {
   uint8_t request[64];
   for (size_t i = 0; i < 3; i++) {
     fixture_result result =
-        fixture_call(state->client, CHECK, request, health_request(services[i], request), WAIT_MS);
+        fixture_call(state->client, CHECK, request, health_request(services[i], request), FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, GRPC_STATUS_OK);
     assert_int_equal(serving(result.data, result.length), 1);
     fixture_free(&result);
   }
-  fixture_result result = fixture_call(state->client, CHECK, request, health_request("qkv.v2", request), WAIT_MS);
+  fixture_result result =
+      fixture_call(state->client, CHECK, request, health_request("qkv.v2", request), FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_NOT_FOUND);
   assert_string_equal(result.text, "no service qkv.v2");
 }
@@ -202,13 +202,13 @@ static void too_many_calls_are_refused(void **out) {
   test_state *state = *out;
   fixture_stream *streams[6];
   for (size_t i = 0; i < 6; i++) streams[i] = watch(state->client, "", 0, 1);
-  fixture_result result = fixture_call(state->client, GET_STATUS, NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(state->client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_RESOURCE_EXHAUSTED);
   assert_string_equal(result.text, "limit-calls is 6 and so many calls are running");
   fixture_cancel(streams[0]);
   (void)fixture_finish(&streams[0]);
   do {
-    result = fixture_call(state->client, GET_STATUS, NULL, 0, WAIT_MS);
+    result = fixture_call(state->client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);
     fixture_free(&result);
   } while (result.status == GRPC_STATUS_RESOURCE_EXHAUSTED);
   assert_int_equal(result.status, GRPC_STATUS_OK);
@@ -274,7 +274,7 @@ static void reflection_lists_services(void **out) {
                                          "grpc.reflection.v1alpha.ServerReflection"};
   static const char *const versions[] = {REFLECTION, REFLECTION_ALPHA};
   for (size_t version = 0; version < 2; version++) {
-    fixture_stream *stream = fixture_open(state->client, versions[version], WAIT_MS);
+    fixture_stream *stream = fixture_open(state->client, versions[version], FIXTURE_PATIENCE_MS);
     reflection_response *response = ask(stream, REQUEST(LIST_SERVICES), "");
     for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
       size_t found = 0;
@@ -292,7 +292,7 @@ static void reflection_lists_services(void **out) {
 static void reflection_finds_files_and_symbols(void **out) {
   test_state *state = *out;
   static const char cache[] = "qkv/v1/kv_cache.proto", tensor[] = "qkv/v1/tensor.proto";
-  fixture_stream *stream = fixture_open(state->client, REFLECTION, WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, REFLECTION, FIXTURE_PATIENCE_MS);
   expect_files(stream, REQUEST(FILE_BY_FILENAME), cache, cache, 3);  // with model and tensor
   expect_files(stream, REQUEST(FILE_BY_FILENAME), tensor, tensor, 1);
   static const char *const symbols[] = {"qkv.v1.KvCache",           "qkv.v1.KvCache.Attend", "qkv.v1.FetchRequest",
@@ -322,7 +322,7 @@ static void reflection_finds_files_and_symbols(void **out) {
 static void large_message_is_refused(void **out) {
   test_state *state = *out;
   uint8_t *data = calloc(1, 3 * MIB);
-  fixture_result result = fixture_call(state->client, GET_STATUS, data, 3 * MIB, WAIT_MS);
+  fixture_result result = fixture_call(state->client, GET_STATUS, data, 3 * MIB, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_RESOURCE_EXHAUSTED);
   assert_non_null(strstr(result.text, "2097152"));
   free(data);
@@ -334,7 +334,7 @@ static void bomb_is_refused_in_little_memory(void **out) {
   int64_t length = 256 * MIB;
   uint8_t *zeros = calloc(1, length);  // 256 KiB once it is compressed
   assert_non_null(zeros);
-  fixture_result result = fixture_call_gzip(state->client, GET_STATUS, zeros, length, WAIT_MS);
+  fixture_result result = fixture_call_gzip(state->client, GET_STATUS, zeros, length, FIXTURE_PATIENCE_MS);
   free(zeros);
   assert_int_equal(result.status, GRPC_STATUS_UNIMPLEMENTED);
   wait_quiet(state->client);
@@ -373,7 +373,8 @@ static void garbage_on_the_sockets(void **out) {
     close(file);
   }
   uint8_t request[64];
-  fixture_result result = fixture_call(state->client, CHECK, request, health_request("", request), WAIT_MS);
+  fixture_result result =
+      fixture_call(state->client, CHECK, request, health_request("", request), FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
 }
@@ -384,7 +385,7 @@ static void truncated_messages_are_refused(void **out) {
   uint8_t request[64];
   size_t length = health_request("qkv.v1.KvCache", request);
   for (size_t cut = 1; cut < length; cut++) {
-    fixture_result result = fixture_call(state->client, CHECK, request, cut, WAIT_MS);
+    fixture_result result = fixture_call(state->client, CHECK, request, cut, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
     assert_non_null(strstr(result.text, "truncated"));
   }

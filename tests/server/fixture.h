@@ -45,6 +45,8 @@ void fixture_make_directory(char *path, size_t size);
 void fixture_remove_directory(const char *path);
 
 int64_t fixture_now_ms(void);
+// For what must happen, however busy the machine is.
+#define FIXTURE_PATIENCE_MS 240000
 void fixture_sleep_ms(int64_t ms);
 
 // Whether the tests are built with a sanitizer: memory and time are then not what they are for.

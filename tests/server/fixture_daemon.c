@@ -16,7 +16,6 @@
 #include <cmocka.h>
 
 #define ARGUMENTS_MAX 32
-#define START_MS 60000
 #define POLL_MS 5
 
 int64_t fixture_now_ms(void) {
@@ -117,7 +116,7 @@ int fixture_run(const char *const *arguments, char *output, size_t size) {
   char directory[128], path[160];
   fixture_make_directory(directory, sizeof(directory));
   snprintf(path, sizeof(path), "%s/log", directory);
-  int status = wait_end(launch(arguments, open_log(path)), START_MS);
+  int status = wait_end(launch(arguments, open_log(path)), FIXTURE_PATIENCE_MS);
   read_file(path, output, size);
   fixture_remove_directory(directory);
   return status;
@@ -126,7 +125,7 @@ int fixture_run(const char *const *arguments, char *output, size_t size) {
 // Waits for the "ready" line; the TCP address is in the "listening" line before it.
 static void wait_ready(fixture_daemon *daemon) {
   char text[8192];
-  int64_t until = fixture_now_ms() + START_MS;
+  int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   do {
     int status;
     fixture_sleep_ms(POLL_MS);

@@ -27,7 +27,7 @@ void kv_stop(fixture_daemon **daemon, fixture_client **client) {
 }
 
 void kv_wait_idle(fixture_client *client) {
-  int64_t until = fixture_now_ms() + 20000;
+  int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   while (kv_metric(client, "qkvd_calls_running") > 1) {
     assert_true(fixture_now_ms() < until);
     fixture_sleep_ms(5);
@@ -41,7 +41,7 @@ fixture_result kv_call(fixture_client *client, const char *method, const Protobu
   uint8_t *bytes = malloc(length + 1);
   assert_non_null(bytes);
   protobuf_c_message_pack(request, bytes);
-  fixture_result result = fixture_call(client, method, bytes, length, KV_TIMEOUT_MS);
+  fixture_result result = fixture_call(client, method, bytes, length, FIXTURE_PATIENCE_MS);
   free(bytes);
   return result;
 }
@@ -226,7 +226,7 @@ static void give_text(const fixture_result *result, char *text) {
 int kv_append(fixture_client *client, const kv_item *items, size_t count, char *text) {
   uint8_t *bytes = NULL;
   size_t length = kv_pack(items, count, 0, &bytes);
-  fixture_result result = fixture_call(client, KV_METHOD("Append"), bytes, length, KV_TIMEOUT_MS);
+  fixture_result result = fixture_call(client, KV_METHOD("Append"), bytes, length, FIXTURE_PATIENCE_MS);
   give_text(&result, text);
   free(bytes);
   fixture_free(&result);
@@ -237,7 +237,7 @@ int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V
               char *text) {
   uint8_t *bytes = NULL;
   size_t length = kv_pack(items, count, 0, &bytes);
-  fixture_result result = fixture_call(client, KV_METHOD("Attend"), bytes, length, KV_TIMEOUT_MS);
+  fixture_result result = fixture_call(client, KV_METHOD("Attend"), bytes, length, FIXTURE_PATIENCE_MS);
   give_text(&result, text);
   *response = NULL;
   if (result.status == QKV_OK) {

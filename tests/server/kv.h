@@ -16,8 +16,7 @@
 #define KV_Q_HEADS 4
 #define KV_KEY_DIM 16
 #define KV_VALUE_DIM 24
-#define KV_WINDOW 64         // recent window of the model
-#define KV_TIMEOUT_MS 60000  // of calls that are meant to end
+#define KV_WINDOW 64  // recent window of the model
 
 #define KV_METHOD(name) "/qkv.v1.KvCache/" name
 

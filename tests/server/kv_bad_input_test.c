@@ -514,7 +514,7 @@ static void requests_of_nothing_or_too_much(void **state) {
   expect_append_refused(&queries, 1, bad, "message 0: items[0].q is set, Append takes k and v only");
 
   // An Append without any message.
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), FIXTURE_PATIENCE_MS);
   fixture_half_close(stream);
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, bad);
@@ -522,7 +522,7 @@ static void requests_of_nothing_or_too_much(void **state) {
 
   // Larger than limit-message: gRPC itself refuses it.
   uint8_t *large = calloc(1, 300000);
-  result = fixture_call(client, KV_METHOD("Attend"), large, 300000, KV_TIMEOUT_MS);
+  result = fixture_call(client, KV_METHOD("Attend"), large, 300000, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, QKV_RESOURCE_EXHAUSTED);
   assert_non_null(strstr(result.text, "300000 vs. 262144"));
   free(large);
@@ -537,11 +537,11 @@ static void bytes_that_are_no_messages(void **state) {
   for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++) {
     char path[64];
     (void)snprintf(path, sizeof path, "/qkv.v1.KvCache/%s", methods[i]);
-    fixture_result result = fixture_call(client, path, truncated, sizeof truncated, KV_TIMEOUT_MS);
+    fixture_result result = fixture_call(client, path, truncated, sizeof truncated, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
     assert_non_null(strstr(result.text, "truncated"));
     fixture_free(&result);
-    result = fixture_call(client, path, garbage, sizeof garbage, KV_TIMEOUT_MS);
+    result = fixture_call(client, path, garbage, sizeof garbage, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
     assert_int_not_equal(result.text[0], 0);
     fixture_free(&result);
@@ -552,11 +552,11 @@ static void bytes_that_are_no_messages(void **state) {
 static void strings_with_a_nul_byte(void **state) {
   (void)state;
   static const uint8_t close[] = {0x0a, 5, 'w', 0, 'x', 'y', 'z'}, registered[] = {0x0a, 5, 0x0a, 3, 'm', 0, '2'};
-  fixture_result result = fixture_call(client, KV_METHOD("CloseSession"), close, sizeof close, KV_TIMEOUT_MS);
+  fixture_result result = fixture_call(client, KV_METHOD("CloseSession"), close, sizeof close, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
   assert_string_equal(result.text, "session holds a NUL byte");
   fixture_free(&result);
-  result = fixture_call(client, KV_METHOD("RegisterModel"), registered, sizeof registered, KV_TIMEOUT_MS);
+  result = fixture_call(client, KV_METHOD("RegisterModel"), registered, sizeof registered, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, QKV_INVALID_ARGUMENT);
   assert_string_equal(result.text, "name holds a NUL byte");
   fixture_free(&result);
@@ -576,7 +576,7 @@ static bool send_items(fixture_stream *stream, const kv_item *items, size_t coun
 static void append_ends_at_the_first_bad_item(void **state) {
   (void)state;
   kv_open(client, "s");
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), FIXTURE_PATIENCE_MS);
   const kv_item first = {.session = "s", .tokens = 3, .seed = 4};
   const kv_item second[] = {{.session = "s", .position = 3, .tokens = 2, .seed = 4},
                             {.session = "s", .layer = 1, .position = 8, .tokens = 1, .seed = 4},
@@ -594,7 +594,7 @@ static void append_ends_at_the_first_bad_item(void **state) {
 
 static void a_malformed_request_ends_a_decode_stream(void **state) {
   (void)state;
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Decode"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   const kv_item query = {.session = "w", .position = 70, .queries = 1};
   uint8_t *answer = NULL;
   size_t length = 0;

@@ -62,7 +62,7 @@ static fetched fetch(Qkv__V1__FetchRequest *request, uint64_t first, uint64_t to
   size_t length = qkv__v1__fetch_request__get_packed_size(request);
   uint8_t *bytes = malloc(length + 1);
   qkv__v1__fetch_request__pack(request, bytes);
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Fetch"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Fetch"), FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, bytes, length));
   fixture_half_close(stream);
   free(bytes);

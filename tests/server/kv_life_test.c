@@ -131,7 +131,7 @@ static void a_full_queue_refuses(void **state) {
   fixture_stream *streams[8];
   const kv_item heavy = {.session = "q", .position = LONG_TOKENS, .queries = 40, .seed = 2};
   for (size_t i = 0; i < 8; i++) {
-    streams[i] = fixture_open(client, KV_METHOD("Decode"), KV_TIMEOUT_MS);
+    streams[i] = fixture_open(client, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
     assert_true(send_items(streams[i], &heavy, 1));
   }
   size_t served = 0, refused = 0;
@@ -163,7 +163,7 @@ static void a_full_queue_refuses_a_message(void **state) {
   fill_long_session("q");
   fixture_stream *streams[8];
   for (uint32_t i = 0; i < 8; i++) {
-    streams[i] = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+    streams[i] = fixture_open(client, KV_METHOD("Append"), FIXTURE_PATIENCE_MS);
     const kv_item rows = {.session = "q", .layer = i % KV_LAYERS, .tokens = LONG_TOKENS, .seed = 1};
     assert_true(send_items(streams[i], &rows, 1));
     fixture_half_close(streams[i]);
@@ -391,7 +391,7 @@ static void *decode_steps(void *context) {
   worker *self = context;
   fixture_client *own = fixture_connect(self->address);
   kv_twin twin = kv_twin_open(self->session);
-  fixture_stream *stream = fixture_open(own, KV_METHOD("Decode"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(own, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   for (uint64_t step = 0; step < 150; step++) {
     // The session's own row and query, and a query to the session they all share.
     const kv_item items[] = {
@@ -499,7 +499,7 @@ static void discard_checks_shapes_and_keeps_nothing(void **state) {
   request.chunk_tokens = 300;
   uint8_t bytes[64];
   size_t length = qkv__v1__fetch_request__pack(&request, bytes);
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Fetch"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Fetch"), FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, bytes, length));
   fixture_half_close(stream);
   size_t responses = 0, varied = 0;

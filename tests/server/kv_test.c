@@ -196,7 +196,7 @@ static void append_streams_and_acknowledges_again(void **state) {
   (void)state;
   kv_open(client, "a");
   for (int round = 0; round < 2; round++) {
-    fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), KV_TIMEOUT_MS);
+    fixture_stream *stream = fixture_open(client, KV_METHOD("Append"), FIXTURE_PATIENCE_MS);
     for (uint64_t message = 0; message < 4; message++) {
       kv_item items[KV_LAYERS];
       for (uint32_t layer = 0; layer < KV_LAYERS; layer++)
@@ -367,7 +367,7 @@ static void out_can_be_half(void **state) {
     bytes = realloc(bytes, length + 2);
     bytes[length++] = 0x18;  // out_dtype
     bytes[length++] = (uint8_t)dtype;
-    fixture_result result = fixture_call(client, KV_METHOD("Attend"), bytes, length, KV_TIMEOUT_MS);
+    fixture_result result = fixture_call(client, KV_METHOD("Attend"), bytes, length, FIXTURE_PATIENCE_MS);
     free(bytes);
     assert_string_equal(result.text, "");
     Qkv__V1__AttendResponse *narrow = qkv__v1__attend_response__unpack(NULL, result.length, result.data);
@@ -396,7 +396,7 @@ static void decode_answers_every_step_in_order(void **state) {
   (void)state;
   kv_open(client, "d");
   kv_twin twin = kv_twin_open("d");
-  fixture_stream *stream = fixture_open(client, KV_METHOD("Decode"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   for (uint64_t step = 0; step < 200; step++) {
     const kv_item item = {.session = "d", .position = step, .tokens = 1, .queries = 1, .seed = 15};
     const kv_item gap = {.session = "d", .position = step + 5, .tokens = 1, .queries = 1, .seed = 15};
@@ -497,7 +497,7 @@ static void unserved_methods_say_so(void **state) {
   for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++) {
     char path[128];
     (void)snprintf(path, sizeof path, "/qkv.v1.%s", methods[i]);
-    fixture_result result = fixture_call(client, path, "", 0, KV_TIMEOUT_MS);
+    fixture_result result = fixture_call(client, path, "", 0, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, QKV_UNIMPLEMENTED);
     assert_non_null(strstr(result.text, "is in the contract, but this daemon does not serve it yet"));
     assert_non_null(strstr(result.text, strchr(methods[i], '/') + 1));

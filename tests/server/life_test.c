@@ -17,21 +17,15 @@
 
 #include <cmocka.h>
 
-#define WAIT_MS 30000
 #define WATCH "/grpc.health.v1.Health/Watch"
 #define REFLECTION "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 #define MIB (INT64_C(1) << 20)
-
-// A sanitizer's checks at exit take their time.
-static int64_t soon_ms(void) {
-  return fixture_is_sanitized() ? 20000 : 3000;
-}
 
 static void stops_when_idle(void **out) {
   (void)out;
   for (int i = 0; i < 2; i++) {
     fixture_daemon *daemon = fixture_start(NULL);
-    assert_int_equal(fixture_stop(&daemon, i == 0 ? SIGTERM : SIGINT, soon_ms()), 0);
+    assert_int_equal(fixture_stop(&daemon, i == 0 ? SIGTERM : SIGINT, FIXTURE_PATIENCE_MS), 0);
   }
 }
 
@@ -40,10 +34,10 @@ static void stops_with_an_idle_client(void **out) {
   (void)out;
   fixture_daemon *daemon = fixture_start(NULL);
   fixture_client *client = fixture_connect(daemon->tcp_address);
-  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
   fixture_disconnect(&client);
 }
 
@@ -51,7 +45,7 @@ static void watcher_is_told(void **out) {
   (void)out;
   fixture_daemon *daemon = fixture_start(NULL);
   fixture_client *client = fixture_connect(daemon->unix_address);
-  fixture_stream *stream = fixture_open(client, WATCH, WAIT_MS);
+  fixture_stream *stream = fixture_open(client, WATCH, FIXTURE_PATIENCE_MS);
   uint8_t *data;
   size_t length;
   assert_true(fixture_send(stream, NULL, 0));
@@ -65,7 +59,7 @@ static void watcher_is_told(void **out) {
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, GRPC_STATUS_UNAVAILABLE);
   assert_non_null(strstr(result.text, "draining"));
-  assert_int_equal(fixture_stop(&daemon, 0, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, 0, FIXTURE_PATIENCE_MS), 0);
   fixture_disconnect(&client);
 }
 
@@ -81,7 +75,7 @@ static void stuck_stream_is_cut_after_the_grace(void **out) {
   assert_true(fixture_receive(stream, &data, &length));
   free(data);
   int64_t begin = fixture_now_ms();
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, 500 + soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
   assert_true(fixture_now_ms() - begin >= 500);
   assert_int_not_equal(fixture_finish(&stream).status, GRPC_STATUS_OK);
   fixture_disconnect(&client);
@@ -99,7 +93,7 @@ static void second_signal_ends_at_once(void **out) {
   free(data);
   assert_int_equal(kill(daemon->pid, SIGTERM), 0);
   fixture_sleep_ms(200);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 1);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 1);
   (void)fixture_finish(&stream);
   fixture_disconnect(&client);
 }
@@ -144,7 +138,7 @@ static void signals_go_to_the_main_thread(void **out) {
   }
   closedir(tasks);
   assert_true(named >= 4);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 static void second_daemon_is_refused(void **out) {
@@ -154,11 +148,11 @@ static void second_daemon_is_refused(void **out) {
   expect_run((const char *[]){"--listen", daemon->tcp_address, NULL}, 1,
              "Address already in use; is another qkvd running?");
   fixture_client *client = fixture_connect(daemon->unix_address);  // the first one is none the worse
-  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
   fixture_disconnect(&client);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 // kill -9 leaves the socket and the lock file behind; the next daemon takes them over and cleans up.
@@ -171,11 +165,11 @@ static void stale_socket_is_replaced(void **out) {
   for (int i = 0; i < 2; i++) {
     fixture_daemon *daemon = fixture_start((const char *[]){"--listen", address, NULL});
     fixture_client *client = fixture_connect(address);
-    fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, WAIT_MS);
+    fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, GRPC_STATUS_OK);
     fixture_free(&result);
     fixture_disconnect(&client);
-    (void)fixture_stop(&daemon, i == 0 ? SIGKILL : SIGTERM, soon_ms());
+    (void)fixture_stop(&daemon, i == 0 ? SIGKILL : SIGTERM, FIXTURE_PATIENCE_MS);
     assert_int_equal(access(path, F_OK), i == 0 ? 0 : -1);
   }
   assert_int_equal(rmdir(directory), 0);  // nothing is left, no lock file either
@@ -192,7 +186,7 @@ static void many_connections_are_possible(void **out) {
   assert_int_equal(setrlimit(RLIMIT_NOFILE, &ours), 0);
   assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, NULL, &theirs), 0);
   assert_int_equal(theirs.rlim_cur, ours.rlim_max);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 static int check_health(fixture_client *client, int64_t timeout_ms) {
@@ -215,11 +209,11 @@ static void connection_waits_for_a_file_descriptor(void **out) {
   (void)check_health(first, 500);
   assert_int_equal(check_health(second, 500), GRPC_STATUS_DEADLINE_EXCEEDED);
   assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, &all, NULL), 0);
-  assert_int_equal(check_health(second, WAIT_MS), GRPC_STATUS_OK);
-  assert_int_equal(check_health(first, WAIT_MS), GRPC_STATUS_OK);
+  assert_int_equal(check_health(second, FIXTURE_PATIENCE_MS), GRPC_STATUS_OK);
+  assert_int_equal(check_health(first, FIXTURE_PATIENCE_MS), GRPC_STATUS_OK);
   fixture_disconnect(&first);
   fixture_disconnect(&second);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 // A test that fails, or crashes, leaves no daemon behind.
@@ -272,13 +266,13 @@ static void idle_daemon_is_small(void **out) {
   }
   fixture_daemon *daemon = fixture_start(NULL);
   fixture_client *client = fixture_connect(daemon->unix_address);
-  fixture_result result = fixture_call(client, "/qkv.v1.Admin/GetStatus", NULL, 0, WAIT_MS);
+  fixture_result result = fixture_call(client, "/qkv.v1.Admin/GetStatus", NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
   fixture_sleep_ms(1200);  // a tick of its timer
   assert_in_range(fixture_memory(daemon, "VmRSS"), MIB, 60 * MIB);
   fixture_disconnect(&client);
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 // Where memory lies is said in the log, whatever the machine has.
@@ -294,7 +288,7 @@ static void memory_is_where_it_is_asked_for(void **out) {
   for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
     if (strstr(text, said[i]) == NULL) fail_msg("no %s in %s", said[i], text);
   }
-  assert_int_equal(fixture_stop(&daemon, SIGTERM, soon_ms()), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 int main(void) {

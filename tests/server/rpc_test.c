@@ -15,7 +15,6 @@
 
 #include <cmocka.h>
 
-#define WAIT_MS 20000
 #define BIG (3 << 20)
 
 // What the handlers below saw.
@@ -38,7 +37,7 @@ static counters *seen(const qkv_rpc_call *call) {
 }
 
 static void wait_for(atomic_int *counter, int value) {
-  int64_t until = fixture_now_ms() + WAIT_MS;
+  int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   while (atomic_load(counter) < value && fixture_now_ms() < until) fixture_sleep_ms(2);
   assert_int_equal(atomic_load(counter), value);
 }
@@ -235,7 +234,7 @@ static int setup(void **out) {
 static int teardown(void **out) {
   test_state *state = *out;
   fixture_disconnect(&state->client);
-  qkv_rpc_server_drain(state->server, WAIT_MS);
+  qkv_rpc_server_drain(state->server, FIXTURE_PATIENCE_MS);
   qkv_rpc_server_destroy(&state->server);
   int ended = state->seen.ended_ok + state->seen.ended_cancelled + state->seen.ended_other;
   assert_int_equal(state->seen.began, ended);
@@ -251,7 +250,7 @@ static void replies_with_references(void **out) {
   uint8_t *data = malloc(BIG);
   assert_non_null(data);
   for (size_t i = 0; i < BIG; i++) data[i] = (uint8_t)(i * 31 >> 3);
-  fixture_result result = fixture_call(state->client, "/t/Twice", data, BIG, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Twice", data, BIG, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   // 10 07, then twice 0a LENGTH DATA
   assert_int_equal(result.length, 2 + 2 * (1 + 4 + BIG));
@@ -267,7 +266,7 @@ static void replies_with_references(void **out) {
 static void reads_a_stream(void **out) {
   test_state *state = *out;
   uint8_t *data = calloc(1, BIG);
-  fixture_stream *stream = fixture_open(state->client, "/t/Sum", WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, "/t/Sum", FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, data, BIG));
   assert_true(fixture_send(stream, NULL, 0));
   assert_true(fixture_send(stream, data, 5));
@@ -286,7 +285,7 @@ static void reads_a_stream(void **out) {
 
 static void stream_without_messages_ends(void **out) {
   test_state *state = *out;
-  fixture_stream *stream = fixture_open(state->client, "/t/Sum", WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, "/t/Sum", FIXTURE_PATIENCE_MS);
   fixture_half_close(stream);
   uint8_t *answer;
   size_t length;
@@ -298,7 +297,7 @@ static void stream_without_messages_ends(void **out) {
 
 static void unary_without_message_is_refused(void **out) {
   test_state *state = *out;
-  fixture_stream *stream = fixture_open(state->client, "/t/Twice", WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, "/t/Twice", FIXTURE_PATIENCE_MS);
   fixture_half_close(stream);
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
@@ -307,7 +306,7 @@ static void unary_without_message_is_refused(void **out) {
 
 static void ping_pong(void **out) {
   test_state *state = *out;
-  fixture_stream *stream = fixture_open(state->client, "/t/Ping", WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, "/t/Ping", FIXTURE_PATIENCE_MS);
   for (int i = 0; i < 50; i++) {
     uint8_t *answer;
     size_t length;
@@ -324,7 +323,7 @@ static void ping_pong(void **out) {
 static void answers_from_another_thread(void **out) {
   test_state *state = *out;
   for (int i = 0; i < 10; i++) {
-    fixture_result result = fixture_call(state->client, "/t/Later", "x", 1, WAIT_MS);
+    fixture_result result = fixture_call(state->client, "/t/Later", "x", 1, FIXTURE_PATIENCE_MS);
     assert_int_equal(result.status, GRPC_STATUS_OK);
     assert_memory_equal(result.data, "later", 5);
     fixture_free(&result);
@@ -334,7 +333,7 @@ static void answers_from_another_thread(void **out) {
 
 static void status_text_arrives(void **out) {
   test_state *state = *out;
-  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);
   assert_string_equal(result.text, "page \"7\" is dämaged");
 }
@@ -345,14 +344,14 @@ static void deadline_reaches_the_worker(void **out) {
   fixture_result result = fixture_call(state->client, "/t/Work", "x", 1, 100);
   assert_int_equal(result.status, GRPC_STATUS_DEADLINE_EXCEEDED);
   wait_for(&state->seen.cancels, 1);
-  assert_true(fixture_now_ms() - begin < WAIT_MS / 2);
+  assert_true(fixture_now_ms() - begin < FIXTURE_PATIENCE_MS / 2);
   wait_for(&state->seen.destroys, 1);
   wait_for(&state->seen.ended_cancelled, 1);
 }
 
 static void cancellation_reaches_a_held_call(void **out) {
   test_state *state = *out;
-  fixture_stream *stream = fixture_open(state->client, "/t/Hold", WAIT_MS);
+  fixture_stream *stream = fixture_open(state->client, "/t/Hold", FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, "x", 1));
   wait_for(&state->seen.messages, 1);
   fixture_cancel(stream);
@@ -419,13 +418,13 @@ static void survives_calls_that_end_at_any_moment(void **out) {
   pthread_t threads[3];
   for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&threads[i], NULL, disturb, state), 0);
   for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
-  int64_t until = fixture_now_ms() + WAIT_MS;
+  int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   counters *all = &state->seen;
   while (all->began != all->ended_ok + all->ended_cancelled + all->ended_other && fixture_now_ms() < until) {
     fixture_sleep_ms(5);
   }
   assert_in_range(all->began, 1, 3 * 140);  // a call may be over before it has left the client
-  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);
 }
 
@@ -437,7 +436,7 @@ static void too_many_calls_are_refused(void **out) {
     assert_true(fixture_send(streams[i], "x", 1));
   }
   wait_for(&state->seen.messages, 4);
-  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_RESOURCE_EXHAUSTED);
   assert_string_equal(result.text, "limit-calls is 4 and so many calls are running");
   for (int i = 0; i < 4; i++) {
@@ -445,30 +444,30 @@ static void too_many_calls_are_refused(void **out) {
     (void)fixture_finish(&streams[i]);
   }
   wait_for(&state->seen.destroys, 4);
-  result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);
 }
 
 static void unknown_method_is_named(void **out) {
   test_state *state = *out;
-  fixture_result result = fixture_call(state->client, "/t/Nothing", "x", 1, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Nothing", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_UNIMPLEMENTED);
   assert_string_equal(result.text, "no method /t/Nothing");
-  result = fixture_call(state->client, "/t/Sums", "x", 1, WAIT_MS);
+  result = fixture_call(state->client, "/t/Sums", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_UNIMPLEMENTED);
 }
 
 static void compressed_message_is_refused(void **out) {
   test_state *state = *out;
   uint8_t *zeros = calloc(1, 64 << 20);
-  fixture_result result = fixture_call_gzip(state->client, "/t/Twice", zeros, 64 << 20, WAIT_MS);
+  fixture_result result = fixture_call_gzip(state->client, "/t/Twice", zeros, 64 << 20, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_UNIMPLEMENTED);
   assert_non_null(strstr(result.text, "gzip"));
   free(zeros);
 }
 
 static void *drain(void *context) {
-  qkv_rpc_server_drain(context, WAIT_MS);
+  qkv_rpc_server_drain(context, FIXTURE_PATIENCE_MS);
   return NULL;
 }
 
@@ -484,7 +483,7 @@ static void draining_refuses_and_waits(void **out) {
   assert_int_equal(pthread_create(&thread, NULL, drain, state->server), 0);
   fixture_result result;
   do {
-    result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+    result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   } while (result.status == GRPC_STATUS_DATA_LOSS);
   assert_int_equal(result.status, GRPC_STATUS_UNAVAILABLE);
   assert_non_null(strstr(result.text, "draining"));
@@ -530,7 +529,7 @@ static void addresses_in_use_are_refused(void **out) {
   expect_refusal(state->address, QKV_UNAVAILABLE, "another qkvd listens on this socket");
   expect_refusal("unix:missing-directory/s", QKV_UNAVAILABLE, "No such file or directory");
   expect_refusal("203.0.113.1:7580", QKV_UNAVAILABLE, "cannot listen on 203.0.113.1:7580");
-  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, WAIT_MS);
+  fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);  // still there
 }
 

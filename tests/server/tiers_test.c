@@ -271,7 +271,7 @@ static void statistics_come_by_layer_and_head(void **state) {
   request.buckets = BUCKETS;
   uint8_t packed[256], *bytes = NULL;
   size_t length = qkv__v1__get_attention_stats_request__pack(&request, packed), seen = 0;
-  fixture_stream *stream = fixture_open(client, KV_METHOD("GetAttentionStats"), KV_TIMEOUT_MS);
+  fixture_stream *stream = fixture_open(client, KV_METHOD("GetAttentionStats"), FIXTURE_PATIENCE_MS);
   assert_true(fixture_send(stream, packed, length));
   fixture_half_close(stream);
   for (; fixture_receive(stream, &bytes, &length); seen++) {
@@ -304,7 +304,7 @@ static void statistics_come_by_layer_and_head(void **state) {
 
 // The session is attended all the while.
 static void wait_below(fixture_client *on, const char *session, double bits) {
-  const int64_t until = fixture_now_ms() + 60000;
+  const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   double now = 0;
   for (bytes_of(on, session, &now); now >= bits; bytes_of(on, session, &now)) {
     if (fixture_now_ms() > until) fail_msg("%s is still at %g bits", session, now);
@@ -347,7 +347,7 @@ static void short_memory_demotes_the_coldest(void **state) {
   kv_start((const char *[]){"--memory-budget=1MiB", "--memory-high=0.8", "--memory-low=0.78", NULL}, &other, &to);
   double full = 0, first = 0, last = 0;
   char name[16];
-  const int64_t until = fixture_now_ms() + 60000;
+  const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   for (int i = 0; i < SESSIONS; i++) {
     (void)snprintf(name, sizeof name, "s%d", i);
     open_session(to, name, 0, i == 1);
