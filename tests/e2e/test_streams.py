@@ -212,6 +212,15 @@ def test_full_budget_refuses_whole_appends_and_recovers():
         assert other.info().lengths[0] == 1000
 
 
+def is_refused(cache):
+    try:
+        cache.info()
+    except grpc.RpcError as error:
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        return True
+    return False
+
+
 def test_drain_lets_a_running_stream_finish():
     with Daemon("--drain-grace", "10m") as daemon:
         cache = Cache(daemon.stub(), "session")
@@ -226,11 +235,9 @@ def test_drain_lets_a_running_stream_finish():
         answers = cache.stub.Decode(requests(), timeout=TIMEOUT)
         assert next(answers).results[0].length == 5
         daemon.terminate()
-        time.sleep(0.5)
-        assert daemon.alive()
         # New calls are refused, on this connection and on new ones.
-        with refused(grpc.StatusCode.UNAVAILABLE):
-            cache.info()
+        wait_for(lambda: is_refused(cache), "no drain has begun")
+        assert daemon.alive()
         with refused(grpc.StatusCode.UNAVAILABLE):
             daemon.stub().GetSession(kv.GetSessionRequest(session="session"), timeout=PATIENCE)
         go_on.set()

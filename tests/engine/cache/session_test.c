@@ -211,7 +211,7 @@ static void *read_in_a_loop(void *context) {
 
 static void *give_up_in_time(void *context) {
   rush *r = context;
-  for (int i = 0; i < 300 && !atomic_load(&r->over); i++)
+  for (int i = 0; i < 24000 && !atomic_load(&r->over); i++)
     (void)nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
   bool given_up = !atomic_exchange(&r->over, true);
   return given_up ? r : NULL;
