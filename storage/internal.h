@@ -210,8 +210,10 @@ struct qkv_storage {
   uint8_t *region;
   qkvi_buffer buffers[QKVI_WRITE_BUFFERS];
   qkvi_buffer *free_buffers, *filling;
-  unsigned writes;  // buffers under way
-  uint64_t reads;   // requests and decodings under way
+  unsigned writes;                          // buffers under way
+  uint64_t reads;                           // requests and decodings under way
+  uint64_t reading;                         // of these, with the disk
+  qkvi_message *fileless, **fileless_last;  // reads that wait for the file of another to be closed
   qkvi_journal journal;
   qkvi_poisoned *poisoned;
   qkvi_compaction compaction;
@@ -235,7 +237,9 @@ void qkvi_storage_destroy(qkv_storage **storage);
 
 // segments.c
 qkvi_segment *qkvi_segment_add(qkv_storage *storage, uint64_t number, qkvi_segment_state state, uint64_t file_bytes);
-// Opens its file where it is closed. 0 or an errno. Counts a user.
+// Whether its file is open or may be: open_files_max, of which one that nobody uses is closed for it.
+bool qkvi_segment_has_place(qkv_storage *storage, const qkvi_segment *segment);
+// Opens its file where it is closed, place or not. 0 or an errno. Counts a user.
 int qkvi_segment_use(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment);
 // A segment that takes a record of `extent` bytes, or NULL: then one is being made and qkvi_place is called again.

@@ -13,18 +13,45 @@ static void arrive(qkvi_read *read, qkv_status status) {
   read->arrived(read);
 }
 
+// ---- Files ----
+
+// A read whose segment is closed while as many as may be open are in use waits for one of the reads under way.
+static bool has_file(qkv_storage *storage, const qkvi_read *read) {
+  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
+  if (entry == NULL || storage->reading == 0) return true;
+  return qkvi_segment_has_place(storage, storage->segments[entry->segment]);
+}
+
+static void await_file(qkv_storage *storage, qkvi_read *read) {
+  read->message.next = NULL;
+  *storage->fileless_last = &read->message;
+  storage->fileless_last = &read->message.next;
+}
+
+static void begin(qkv_storage *storage, qkvi_read *read);
+
+static void begin_waiting(qkv_storage *storage) {
+  while (storage->fileless != NULL && has_file(storage, (qkvi_read *)storage->fileless)) {
+    qkvi_message *first = storage->fileless;
+    storage->fileless = first->next;
+    if (storage->fileless == NULL) storage->fileless_last = &storage->fileless;
+    begin(storage, (qkvi_read *)first);
+  }
+}
+
+// ---- One record ----
+
 static void read_done(qkv_io_request *request) {
   qkvi_read *read = request->context;
   qkv_storage *storage = read->storage;
   read->error = request->error;
+  storage->reading--;
   qkvi_segment_leave(storage, storage->segments[read->slot]);
+  begin_waiting(storage);
   arrive(read, QKV_OK);
 }
 
-void qkvi_read_message(qkv_storage *storage, qkvi_message *message) {
-  qkvi_read *read = (qkvi_read *)message;
-  free(read->bytes);
-  read->bytes = NULL;
+static void begin(qkv_storage *storage, qkvi_read *read) {
   const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
   if (entry == NULL || entry->session != read->session) {
     arrive(read, QKV_NOT_FOUND);
@@ -50,7 +77,19 @@ void qkvi_read_message(qkv_storage *storage, qkvi_message *message) {
                                    .bytes = read->bytes,
                                    .done = read_done,
                                    .context = read};
+  storage->reading++;
   qkv_io_submit(storage->io, &read->request);
+}
+
+void qkvi_read_message(qkv_storage *storage, qkvi_message *message) {
+  qkvi_read *read = (qkvi_read *)message;
+  free(read->bytes);
+  read->bytes = NULL;
+  if (storage->fileless == NULL && has_file(storage, read)) {
+    begin(storage, read);
+  } else {
+    await_file(storage, read);
+  }
 }
 
 qkv_status qkvi_read_decode(const qkvi_read *read, void *buffer, uint64_t bytes, const char **wrong) {

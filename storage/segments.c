@@ -37,7 +37,8 @@ static void close_file(qkv_storage *storage, qkvi_segment *segment) {
   storage->open_files--;
 }
 
-static void close_oldest(qkv_storage *storage) {
+// False where all are in use.
+static bool close_oldest(qkv_storage *storage) {
   qkvi_segment *oldest = NULL;
   for (uint32_t i = 0; i < storage->segments_room; i++) {
     qkvi_segment *segment = storage->segments[i];
@@ -46,12 +47,17 @@ static void close_oldest(qkv_storage *storage) {
     if (oldest == NULL || segment->used_at < oldest->used_at) oldest = segment;
   }
   if (oldest != NULL) close_file(storage, oldest);
+  return oldest != NULL;
+}
+
+bool qkvi_segment_has_place(qkv_storage *storage, const qkvi_segment *segment) {
+  return segment->file >= 0 || storage->open_files < storage->config.open_files_max || close_oldest(storage);
 }
 
 int qkvi_segment_use(qkv_storage *storage, qkvi_segment *segment) {
   if (segment->file < 0) {
     char name[QKVI_SEGMENT_NAME_MAX];
-    if (storage->open_files >= storage->config.open_files_max) close_oldest(storage);
+    (void)qkvi_segment_has_place(storage, segment);
     qkvi_segment_name(segment->number, name);
     const int error = qkv_io_open(storage->io, name, false, &segment->file);
     if (error != 0) {
@@ -235,7 +241,7 @@ static void prepare_segment(qkv_storage *storage) {
     prepare_failed(storage, ENOSPC);
     return;
   }
-  if (storage->open_files >= storage->config.open_files_max) close_oldest(storage);
+  if (storage->open_files >= storage->config.open_files_max) (void)close_oldest(storage);
   char name[QKVI_SEGMENT_NAME_MAX];
   const uint64_t number = storage->segment_next++;
   qkvi_segment_name(number, name);

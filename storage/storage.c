@@ -188,6 +188,7 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
   storage->journal.file = -1;
   storage->journal.pending_last = &storage->journal.pending;
   storage->mailbox_last = &storage->mailbox;
+  storage->fileless_last = &storage->fileless;
   storage->compaction.asked_last = &storage->compaction.asked;
   storage->compaction.segment = QKVI_NO_SEGMENT;
   storage->current = storage->spare = QKVI_NO_SEGMENT;

@@ -248,8 +248,32 @@ def test_damage_is_told(start, tmp_path):
                     assert_same_rows([part[begin:begin + 64] for part in before[layer]], got)
         assert lost == 1
         assert daemon.metric("qkvd_storage_lost_pages_total") == 1
+        lines = [line for line in daemon.log_lines() if line["message"] == "a record cannot be read"]
+        assert lines and all(line["segment"] == 1 and line["offset"] == 4096 for line in lines)
         cache.stub.Truncate(kv.TruncateRequest(session="s", position=0))  # the way out
         fill(cache, 100)
+
+
+def test_recovery_tells_what_it_drops(start, tmp_path):
+    """A record that is damaged in a segment without a footer: its session ends there, the others do not."""
+    with start() as daemon:
+        damaged, other = open_cache(daemon, name="damaged"), open_cache(daemon, name="other")
+        fill(damaged, 300)
+        fill(other, 300)
+        before = rows(other, 256)
+        daemon.kill()
+    (segment,) = [path for path in glob.glob(str(tmp_path / "data" / "segment-*.qkv"))
+                  if np.fromfile(path, np.uint8)[4096:].any()]  # the next one may have been made
+    content = np.fromfile(segment, np.uint8)
+    content[4096 + 1000] ^= 16  # the payload of the first record: layer 0, position 0
+    content.tofile(segment)
+    with start() as daemon:
+        assert list(reopen(daemon, damaged).info().lengths) == [0, 256]
+        assert list(reopen(daemon, other).info().lengths) == [256, 256]
+        assert_same_rows(before, rows(other, 256))
+        assert daemon.metric("qkvd_storage_bad_records_total") == 1
+        (line,) = [line for line in daemon.log_lines() if line["message"] == "recovery drops what is no good record"]
+        assert line["offset"] == 4096 and f"segment-{line['segment']:016x}.qkv" in segment
 
 
 def test_memory_sessions_beside(start):

@@ -2,10 +2,12 @@
 #include "storage/io.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "storage/io_drivers.h"
 #include "tests/fault/disk.h"
 #include "tests/storage/fixture.h"
 
@@ -15,6 +17,7 @@ typedef struct io_scene {
   uv_loop_t loop;
   qkv_io *io;
   int ended;
+  uint64_t deepest;  // requests at a time
 } io_scene;
 
 static void open_io(io_scene *ring, const scene *on, unsigned depth) {
@@ -91,17 +94,13 @@ static void files_are_written_and_read(void **state) {
   free(in);
 }
 
-static void more_than_the_depth(void **state) {
-  const scene *on = *state;
-  io_scene ring;
-  open_io(&ring, on, 3);
-  int file = -1;
-  assert_int_equal(qkv_io_open(ring.io, "many", true, &file), 0);
+// MANY blocks, submitted at once.
+static void write_and_read(io_scene *ring, int file) {
   uint8_t *out = blocks(MANY), *in = blocks(MANY);
   scene_fill(out, (size_t)MANY * BLOCK, 9, false);
   static qkv_io_request requests[MANY];
   for (int way = 0; way < 2; way++) {
-    ring.ended = 0;
+    ring->ended = 0;
     for (size_t i = 0; i < MANY; i++) {
       requests[i] = (qkv_io_request){.kind = way == 0 ? QKV_IO_WRITE : QKV_IO_READ,
                                      .file = file,
@@ -109,22 +108,58 @@ static void more_than_the_depth(void **state) {
                                      .size = BLOCK,
                                      .bytes = (way == 0 ? out : in) + i * BLOCK,
                                      .done = on_ended,
-                                     .context = &ring};
-      qkv_io_submit(ring.io, &requests[i]);
-      assert_true(qkv_io_read_stats(ring.io).depth <= 3);
+                                     .context = ring};
+      qkv_io_submit(ring->io, &requests[i]);
+      const uint64_t depth = qkv_io_read_stats(ring->io).depth;
+      if (depth > ring->deepest) ring->deepest = depth;
     }
-    qkv_io_drain(ring.io);
-    assert_int_equal(ring.ended, MANY);
+    qkv_io_drain(ring->io);
+    assert_int_equal(ring->ended, MANY);
     for (size_t i = 0; i < MANY; i++) assert_int_equal(requests[i].error, 0);
   }
   assert_memory_equal(in, out, (size_t)MANY * BLOCK);
-  const qkv_io_stats stats = qkv_io_read_stats(ring.io);
+  const qkv_io_stats stats = qkv_io_read_stats(ring->io);
   assert_int_equal(stats.writes, MANY);
   assert_int_equal(stats.read_bytes, (uint64_t)MANY * BLOCK);
-  qkv_io_close(ring.io, file);
-  close_io(&ring);
   free(out);
   free(in);
+}
+
+static void more_than_the_depth(void **state) {
+  const scene *on = *state;
+  io_scene ring;
+  open_io(&ring, on, 3);
+  int file = -1;
+  assert_int_equal(qkv_io_open(ring.io, "many", true, &file), 0);
+  write_and_read(&ring, file);
+  assert_true(ring.deepest <= 3);
+  qkv_io_close(ring.io, file);
+  close_io(&ring);
+}
+
+// A ring of two places under a front that would give it all at once.
+static void a_full_ring_is_waited_for(void **state) {
+  (void)state;
+  io_scene ring = {0};
+  qkv_io_driver driver = {0};
+  qkv_error error = {0};
+  const qkv_io_config config = {.directory = ".", .driver = "uring", .depth = 2};
+  assert_int_equal(uv_loop_init(&ring.loop), 0);
+  if (qkvi_uring_create(&ring.loop, &config, &driver, &error) != QKV_OK) {
+    print_message("%s\n", error.text);
+    assert_int_equal(uv_loop_close(&ring.loop), 0);
+    skip();
+  }
+  ring.io = qkv_io_create_over(&ring.loop, driver, MANY);
+  qkvi_uring_attach(driver.self, ring.io);
+  char name[32];
+  int file = -1;
+  (void)snprintf(name, sizeof name, "ring-%d", (int)getpid());
+  assert_int_equal(qkv_io_open(ring.io, name, true, &file), 0);
+  write_and_read(&ring, file);
+  qkv_io_close(ring.io, file);
+  assert_int_equal(qkv_io_remove(ring.io, name), 0);
+  close_io(&ring);
 }
 
 // A driver that does a part of most requests and is often interrupted.
@@ -176,6 +211,7 @@ int main(void) {
       BOTH(files_are_written_and_read),
       BOTH(more_than_the_depth),
       cmocka_unit_test_setup_teardown(automatic_takes_one, scene_setup_pread, scene_teardown),
+      cmocka_unit_test(a_full_ring_is_waited_for),
       cmocka_unit_test(short_results_go_on),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,7 +1,10 @@
 // Limits and space: dirty bytes, budget, open files; compaction keeps what lives and gives the rest back.
+#include <dirent.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "tests/storage/fixture.h"
 
@@ -92,6 +95,47 @@ static void the_budget_is_kept(void **state) {
   assert_int_equal(scene_stats(on).live_bytes, 0);
 }
 
+// ---- Open files ----
+
+static unsigned open_segments(void) {
+  unsigned count = 0;
+  DIR *listing = opendir("/proc/self/fd");
+  assert_non_null(listing);
+  for (const struct dirent *entry; (entry = readdir(listing)) != NULL;) {
+    char target[256];
+    const ssize_t size = readlinkat(dirfd(listing), entry->d_name, target, sizeof target - 1);
+    target[size > 0 ? size : 0] = '\0';
+    count += strstr(target, "/segment-") != NULL ? 1 : 0;
+  }
+  closedir(listing);
+  return count;
+}
+
+// One batch wants records of more segments than may be open.
+static void files_stay_few(void **state) {
+  enum { RECORDS = 150, OPEN_MAX = 4 };
+  scene *on = *state;
+  on->config.segment_bytes = 1 << 20;
+  on->config.open_files_max = OPEN_MAX;
+  scene_open(on);
+  const uint64_t session = scene_session(on);
+  qkv_storage_item items[RECORDS];
+  for (uint64_t i = 0; i < RECORDS; i++)
+    items[i] = (qkv_storage_item){.session = session, .record = scene_put(on, session, 0, 64 * i, SIZE)};
+  assert_true(scene_stats(on).segments > 2 * OPEN_MAX);
+  uint8_t *buffer = malloc(SIZE);
+  assert_non_null(buffer);
+  qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, items, RECORDS, (uint64_t)RECORDS * 2 * SIZE);
+  for (size_t i = 0; i < RECORDS; i++) {
+    assert_int_equal(qkv_storage_batch_wait(batch, i, buffer, SIZE, NULL), QKV_OK);
+    assert_true(open_segments() <= OPEN_MAX);
+  }
+  qkv_storage_batch_destroy(&batch);
+  assert_int_equal(scene_compact(on, 1.1), QKV_OK);  // which reads one by one
+  for (size_t i = 0; i < RECORDS; i++) scene_check(on, session, items[i].record, 64 * i, SIZE);
+  free(buffer);
+}
+
 // ---- Compaction ----
 
 // Puts COUNT records and drops two of three.
@@ -162,6 +206,32 @@ static void compaction_comes_by_itself(void **state) {
   check_scattered(on, session, records);
 }
 
+static double now_s(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static void compaction_keeps_to_its_rate(void **state) {
+  scene *on = *state;
+  const double rate = 4 << 20;
+  on->config.segment_bytes = 1 << 20;
+  on->config.compact_bytes_per_s = (uint64_t)rate;
+  on->config.sync_ms = 1;
+  scene_open(on);
+  uint64_t records[COUNT];
+  const double begin = now_s();
+  const uint64_t session = scatter(on, records);
+  while (scene_stats(on).dead_bytes > scene_stats(on).live_bytes) {
+    scene_sync(on);
+    // A share of 20 ms and one record may be ahead of the time.
+    const uint64_t moved = scene_stats(on).compacted_bytes;
+    assert_true((double)moved <= (now_s() - begin + 0.04) * rate + 2 * SIZE);
+  }
+  assert_true(scene_stats(on).compacted_bytes > 4 * SIZE);
+  check_scattered(on, session, records);
+}
+
 static void small_segments_become_fewer(void **state) {
   scene *on = *state;
   uint64_t records[24], session = 0;
@@ -223,8 +293,10 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       BOTH(dirty_bytes_push_back),
       BOTH(the_budget_is_kept),
+      BOTH(files_stay_few),
       BOTH(compaction_gives_space_back),
       BOTH(compaction_comes_by_itself),
+      BOTH(compaction_keeps_to_its_rate),
       BOTH(compaction_drops_what_is_damaged),
       BOTH(verify_can_be_ended),
       BOTH(small_segments_become_fewer),
