@@ -157,7 +157,7 @@ static void submit(append_stream *stream) {
   qkv_error error = {0};
   const qkv_daemon *daemon = stream->daemon;
   qkv_pool *pool = stream->bulk ? daemon->bulk_pool : daemon->pool;
-  if (stream->patience == QKVI_FOR_DISK) pool = daemon->disk_pool;
+  if (stream->patience == QKVI_FOR_DISK) pool = stream->bulk ? daemon->bulk_disk_pool : daemon->disk_pool;
   if (qkvi_pool_job_try(stream->call, pool, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 

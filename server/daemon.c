@@ -13,8 +13,8 @@
 
 enum { DISK_THREADS = 8 };  // what runs there waits most of the time
 
-// Rows in bulk, and whatever waits for the disk, stand back behind requests for sessions in memory: as many threads
-// as in the compute pool take a tenth of what those take where there is not enough for both.
+// Rows in bulk, and what nobody waits for to go on, stand back behind requests: as many threads as in the compute
+// pool take a tenth of what those take where there is not enough for both.
 enum { BULK_NICE = 10 };
 
 static int64_t monotonic_ms(void) {
@@ -155,7 +155,9 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
           (json_int_t)qkv_heap_numa_nodes());
   QKV_TRY(qkv_pool_create_nice(compute_threads(options), (size_t)options->limit_queue, BULK_NICE, &daemon->bulk_pool,
                                error));
-  QKV_TRY(qkv_pool_create_nice(DISK_THREADS, (size_t)options->limit_queue, BULK_NICE, &daemon->disk_pool, error));
+  QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
+  QKV_TRY(
+      qkv_pool_create_nice(DISK_THREADS, (size_t)options->limit_queue, BULK_NICE, &daemon->bulk_disk_pool, error));
   QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);
   return start_rpc(daemon, error);
@@ -223,6 +225,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkv_pool_destroy(&old->pool);
   qkv_pool_destroy(&old->bulk_pool);
   qkv_pool_destroy(&old->disk_pool);
+  qkv_pool_destroy(&old->bulk_disk_pool);
   qkvi_spill_destroy(&old->spill);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_retierer_destroy(&old->retierer);

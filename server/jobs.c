@@ -13,10 +13,14 @@ qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job
                   daemon->options->limit_queue);
 }
 
+// The pool that has the patience.
+static qkv_pool *pool_of(const qkv_daemon *daemon, qkvi_patience patience) {
+  return patience == QKVI_FOR_DISK ? daemon->disk_pool : daemon->pool;
+}
+
 qkv_status qkvi_patient_job_try(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context,
                                 qkv_error *error) {
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  return qkvi_pool_job_try(call, patience == QKVI_FOR_DISK ? daemon->disk_pool : daemon->pool, job, context, error);
+  return qkvi_pool_job_try(call, pool_of(qkv_rpc_context(call), patience), job, context, error);
 }
 
 void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job_fn *job, void *context) {
@@ -32,13 +36,18 @@ void qkvi_job_submit(qkv_rpc_call *call, qkv_job_fn *job, void *context) {
   qkvi_patient_job_submit(call, QKVI_FOR_LAYERS, job, context);
 }
 
-void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
-                      qkvi_patience patience, qkv_job_fn *job) {
+void qkvi_request_pool_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                           qkv_pool *pool, qkv_job_fn *job) {
   qkv_error error = {0};
   void *request = qkvi_control_unpack(message, type, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  qkvi_patient_job_submit(call, patience, job, call);
+  if (qkvi_pool_job_try(call, pool, job, call, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                      qkvi_patience patience, qkv_job_fn *job) {
+  qkvi_request_pool_job(call, message, type, pool_of(qkv_rpc_context(call), patience), job);
 }
 
 qkvi_patience qkvi_session_patience(const qkv_rpc_call *call) {

@@ -30,6 +30,9 @@ void qkvi_patient_job_submit(qkv_rpc_call *call, qkvi_patience patience, qkv_job
 // Unpacks a request, hangs it on the call (the method frees it with qkvi_control_free) and goes on in job(call).
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
                       qkvi_patience patience, qkv_job_fn *job);
+// The same in a pool that is named.
+void qkvi_request_pool_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                           qkv_pool *pool, qkv_job_fn *job);
 // What changes a session's life needs: the disk pool's where there is an SSD tier, which is then waited for.
 qkvi_patience qkvi_session_patience(const qkv_rpc_call *call);
 // The session that a request names, with a reference. INVALID_ARGUMENT for a bad name, NOT_FOUND.

@@ -21,7 +21,6 @@ typedef struct restoring {
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   uint8_t *image;
-  uint64_t window;  // bytes that are read ahead of what is put back
 } restoring;
 
 // ---- One at a time ----
@@ -39,10 +38,12 @@ static bool enter(restoring *all) {
   while (!all->ahead && find_other(all) != NULL) (void)pthread_cond_wait(&spill->moved, &spill->lock);
   const bool alone = find_other(all) == NULL;
   if (alone) {
-    size_t beside = 0;
-    for (const qkvi_restoring *at = spill->restoring; at != NULL; at = at->next) beside++;
-    all->window = qkvi_spill_window(spill, beside);
-    all->here = (qkvi_restoring){.session = all->session, .layer = all->layer, .next = spill->restoring};
+    uint64_t taken = 0;
+    for (const qkvi_restoring *at = spill->restoring; at != NULL; at = at->next) taken += at->window;
+    all->here = (qkvi_restoring){.session = all->session,
+                                 .layer = all->layer,
+                                 .window = qkvi_spill_window(spill, taken),
+                                 .next = spill->restoring};
     spill->restoring = &all->here;
   }
   qkvi_spill_unlock(spill);
@@ -132,7 +133,7 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   QKV_TRY(make_room(all, bytes, error));
   all->image = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(largest));
   if (all->image == NULL) abort();
-  qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, all->window);
+  qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, all->here.window);
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < all->count && status == QKV_OK; i++) status = restore_page(all, batch, i, error);
   qkv_storage_batch_destroy(&batch);

@@ -495,9 +495,9 @@ static qkv_status reserve_buffers(qkvi_spill *spill, const qkv_server_options *o
   return QKV_OK;
 }
 
-uint64_t qkvi_spill_window(const qkvi_spill *spill, size_t beside) {
-  const uint64_t part = qkvi_spill_budget(spill) / WINDOW_PART;
-  return (part < WINDOW_MAX ? part : WINDOW_MAX) / (beside + 1);
+uint64_t qkvi_spill_window(const qkvi_spill *spill, uint64_t taken) {
+  const uint64_t part = qkvi_spill_budget(spill) / WINDOW_PART, all = part < WINDOW_MAX ? part : WINDOW_MAX;
+  return taken < all ? (all - taken) / 2 : 0;
 }
 
 qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store, qkv_metric_value *metrics,

@@ -38,6 +38,7 @@ typedef struct qkvi_poisoned {
 typedef struct qkvi_restoring {
   const qkv_session *session;
   uint32_t layer;
+  uint64_t window;  // bytes that are read ahead of what is put back
   struct qkvi_restoring *next;
 } qkvi_restoring;
 
@@ -89,8 +90,9 @@ struct qkvi_spill {
   int64_t counted_ms;
 };
 
-// Bytes that each of those who bring pages back may have read and not taken yet.
-uint64_t qkvi_spill_window(const qkvi_spill *spill, size_t beside);
+// Bytes that one who brings pages back may have read and not taken yet, beside others with `taken`: half of what is
+// left, so that all together keep to what is reserved for them. 0: one page at a time.
+uint64_t qkvi_spill_window(const qkvi_spill *spill, uint64_t taken);
 
 #define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
 

@@ -83,7 +83,7 @@ static void verify_job(void *context) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const Qkv__V1__VerifyStorageRequest *request = qkv_rpc_state(call);
   if (!qkvi_job_wanted(call)) return;
-  const qkvi_verify verify = qkvi_spill_verify(daemon->spill, daemon->disk_pool, request->start != 0);
+  const qkvi_verify verify = qkvi_spill_verify(daemon->spill, daemon->bulk_disk_pool, request->start != 0);
   Qkv__V1__VerifyStorageResponse response = QKV__V1__VERIFY_STORAGE_RESPONSE__INIT;
   response.running = verify.running;
   response.records_done = verify.done;

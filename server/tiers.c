@@ -1,5 +1,5 @@
 // Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool; Prefetch, with
-// an SSD tier, one of the disk pool.
+// an SSD tier, one of the pool for bulk work with the disk.
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -132,7 +132,9 @@ static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__prefetch_request__descriptor, qkvi_session_patience(call), promote_job);
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_pool *pool = daemon->spill != NULL ? daemon->bulk_disk_pool : daemon->pool;
+  qkvi_request_pool_job(call, message, &qkv__v1__prefetch_request__descriptor, pool, promote_job);
 }
 
 // ---- GetAttentionStats ----
