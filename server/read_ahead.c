@@ -6,14 +6,16 @@
 #include "server/restore.h"
 #include "server/spill_internal.h"
 
-enum { JOBS_MAX = 2, BUDGET_PART = 8 };
+// A session whose layers have been gone through so often (the rows of its prompt are once) is gone through again:
+// behind its last layer comes the first one.
+enum { JOBS_MAX = 2, BUDGET_PART = 8, TURNS_MIN = 2 };
 
 typedef struct reading_ahead {
   qkvi_ahead here;  // in the list of those under way
   qkv_daemon *daemon;
   qkv_session *session;     // a reference
   bool run;                 // of one layer; else layers behind the one that is used
-  uint32_t layer;           // of a run
+  uint32_t layer;           // of a run; else the one that was used as this began
   uint64_t begin, end;      // positions
   uint64_t queries;         // of the request
   uint64_t sliding_window;  // of its own, or 0
@@ -33,19 +35,27 @@ static uint64_t begin_in(const reading_ahead *on, uint32_t layer) {
   return window > 0 && on->end > seen && on->end - seen > on->begin ? on->end - seen : on->begin;
 }
 
-// The next layer behind `done`, and behind the one that is used, of which something is cold, within the window. Pages
-// that leave first are those that a sliding window has passed: so many may be cold without being missed.
-static bool next_layer(const reading_ahead *on, int64_t done, uint32_t *layer) {
+static uint32_t layer_at(const reading_ahead *on, uint32_t step) {
+  return (on->layer + step) % qkv_session_model(on->session)->layers;
+}
+
+// The next layer behind step `done`, and behind the one that is used, of which something is cold, within the window,
+// in steps from on->layer, once around at most. Pages that leave first are those that a sliding window has passed: so
+// many may be cold without being missed.
+static bool next_layer(const reading_ahead *on, uint32_t done, uint32_t *step) {
   const uint64_t window = window_bytes(on->daemon);
   const uint64_t first = qkv_session_config_of(on->session)->first_position;
+  const uint32_t layers = qkv_session_model(on->session)->layers;
+  const uint32_t end = qkv_session_turns(on->session) < TURNS_MIN ? layers - on->layer : layers;
   uint64_t sum = 0;
-  for (uint32_t i = qkv_session_last_layer(on->session) + 1; i < qkv_session_model(on->session)->layers; i++) {
+  for (uint32_t i = (qkv_session_last_layer(on->session) + layers - on->layer) % layers + 1; i < end; i++) {
     uint64_t bytes;
-    const uint64_t cold = qkv_session_cold(on->session, i, &bytes), begin = begin_in(on, i);
+    const uint64_t cold = qkv_session_cold(on->session, layer_at(on, i), &bytes),
+                   begin = begin_in(on, layer_at(on, i));
     sum += bytes;
     if (sum > window) return false;
-    if ((int64_t)i <= done || cold <= (begin > first ? begin - first : 0)) continue;
-    *layer = i;
+    if (i <= done || cold <= (begin > first ? begin - first : 0)) continue;
+    *step = i;
     return true;
   }
   return false;
@@ -77,11 +87,13 @@ static void leave(reading_ahead *on) {
 
 static void job(void *context) {
   reading_ahead *on = context;
-  uint32_t layer = 0;
-  int64_t done = -1;
+  uint32_t done = 0, step;
   if (on->run) (void)bring_back(on, on->layer, on->begin, on->end);
-  while (!on->run && next_layer(on, done, &layer) && bring_back(on, layer, begin_in(on, layer), on->end) > 0)
-    done = layer;
+  while (!on->run && next_layer(on, done, &step)) {
+    const uint32_t layer = layer_at(on, step);
+    if (bring_back(on, layer, begin_in(on, layer), on->end) == 0) break;
+    done = step;
+  }
   leave(on);
 }
 
@@ -117,12 +129,13 @@ void qkvi_read_ahead(qkv_daemon *daemon, qkv_session *session, const qkv_attend 
   if (!may_read(daemon, session)) return;
   const reading_ahead wanted = {.daemon = daemon,
                                 .session = session,
+                                .layer = qkv_session_last_layer(session),
                                 .begin = request->options.begin,
                                 .end = end,
                                 .queries = (uint64_t)request->q.dims[0],
                                 .sliding_window = request->options.sliding_window};
-  uint32_t next;
-  if (next_layer(&wanted, -1, &next)) begin_job(&wanted);
+  uint32_t step;
+  if (next_layer(&wanted, 0, &step)) begin_job(&wanted);
 }
 
 void qkvi_read_ahead_run(qkv_daemon *daemon, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end) {

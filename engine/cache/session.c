@@ -37,6 +37,7 @@ struct qkv_session {
   _Atomic int64_t last_used_unix_ms;
   _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
   _Atomic uint32_t last_layer;   // that was appended to or read
+  _Atomic uint32_t turns;        // times that the first layer came after the last one
   _Atomic uint64_t tokens_cold;  // of all layers
   _Atomic uint64_t ttl_ms;
   _Atomic bool pinned;    // by the owner
@@ -55,7 +56,13 @@ static void touch(qkv_session *session) {
 
 static void touch_layer(qkv_session *session, uint32_t layer) {
   touch(session);
-  atomic_store_explicit(&session->last_layer, layer, memory_order_relaxed);
+  const uint32_t before = atomic_exchange_explicit(&session->last_layer, layer, memory_order_relaxed);
+  if (layer == 0 && before == session->model->layers - 1 && before > 0)
+    (void)atomic_fetch_add_explicit(&session->turns, 1, memory_order_relaxed);
+}
+
+uint32_t qkv_session_turns(const qkv_session *session) {
+  return atomic_load_explicit(&session->turns, memory_order_relaxed);
 }
 
 uint32_t qkv_session_last_layer(const qkv_session *session) {
@@ -284,6 +291,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   atomic_init(&session->next_layer, 0);
   atomic_init(&session->last_layer, 0);
+  atomic_init(&session->turns, 0);
   atomic_init(&session->tokens_cold, 0);
   atomic_init(&session->pinned, config->pinned);
   atomic_init(&session->ttl_ms, config->ttl_ms);

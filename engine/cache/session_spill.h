@@ -38,6 +38,8 @@ bool qkv_session_has_cold(const qkv_session *session);
 uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes);
 // The layer that was appended to or read last; 0 where none was.
 uint32_t qkv_session_last_layer(const qkv_session *session);
+// How often the first layer was used next after the last one, as each step of a model does.
+uint32_t qkv_session_turns(const qkv_session *session);
 
 // From here on what is restored of the layer stays. Counted; beside the owner's own (qkv_session_set_pinned).
 void qkv_session_pin(qkv_session *session, uint32_t layer);

@@ -122,15 +122,24 @@ def test_layers_to_come_are_read_ahead(start):
         each = cache.info().bytes_stored // layers
         ahead = 60 * 1024 // each  # layers
         assert 1 < ahead < layers - 1
+        cache.attend(499, queries, layer=layers - 1)  # of the first turn: nothing is behind the last layer
+        assert daemon.metric("qkvd_storage_read_ahead_bytes_total") == 0
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
         before = [cache.attend(499, queries, layer=0)]
         wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") == ahead * each, "nothing is read ahead")
         assert cache.info().tokens_cold == 500 * (layers - 1 - ahead)
         for layer in range(1, layers):
             before.append(cache.attend(499, queries, layer=layer))
-        wait_for(lambda: daemon.metric("qkvd_storage_restored_pages_total") == layers * 8, "pages have not come once")
+        wait_for(lambda: daemon.metric("qkvd_storage_restored_pages_total") == (layers + 1) * 8, "pages have not come once")
         assert cache.info().tokens_cold == 0
         for layer in range(layers):
             assert_same_rows(before[layer], cache.attend(499, queries, layer=layer))
+        # It has been gone through twice: behind the last layer comes the first one.
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
+        seen = daemon.metric("qkvd_storage_read_ahead_bytes_total")
+        assert_same_rows(before[-1], cache.attend(499, queries, layer=layers - 1))
+        wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") == seen + ahead * each, "nor around")
+        assert_same_rows(before[0], cache.attend(499, queries, layer=0))
         cache.append(500, *cache.rows(12000))
         seen = daemon.metric("qkvd_storage_read_ahead_bytes_total")
 

@@ -143,6 +143,12 @@ static void test_layers_leave_in_turn(void **unused) {
   setup(&s);
   append_all(&s);
   assert_int_equal(qkv_session_last_layer(s.session), LAYERS - 1);
+  assert_int_equal(qkv_session_turns(s.session), 0);
+  for (int i = 0; i < 2; i++) {  // however often the first layer is looked at
+    assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
+    qkv_session_read_done(s.session, 0);
+    assert_int_equal(qkv_session_turns(s.session), 1);
+  }
   assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
   qkv_session_read_done(s.session, 1);
   assert_false(qkv_session_has_cold(s.session));
