@@ -128,6 +128,7 @@ static void on_durable(void *context, uint64_t record, qkv_status status) {
   if (status != QKV_OK) {
     qkvi_spill_note_failure(spill, status);
     pending->state = QKV_RECORD_GONE;
+    if (pending->closed) forget(spill, pending);
   } else {
     note_success(spill);
     forget(spill, pending);
@@ -196,6 +197,7 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
                                            .durable = on_durable,
                                            .context = spill};
   pending->state = QKV_RECORD_WAITING;
+  pending->session = session;
   // The callbacks may come before put returns; they find the record, and free it, once they have the lock.
   qkvi_spill_lock(spill);
   qkv_error error = {0};
@@ -236,6 +238,18 @@ static void drop(void *context, uint64_t record) {
   if (pending != NULL && pending->state == QKV_RECORD_GONE) forget(spill, pending);
   qkvi_spill_unlock(spill);
   qkv_storage_drop(spill->storage, record);
+}
+
+// What the session has under way is nobody's any more.
+static void abandon(qkvi_spill *spill, uint64_t session) {
+  qkvi_spill_lock(spill);
+  for (qkvi_pending *at = spill->pending, *next; at != NULL; at = next) {
+    next = at->hh.next;
+    if (at->session != session) continue;
+    at->closed = true;
+    if (at->state == QKV_RECORD_GONE) forget(spill, at);
+  }
+  qkvi_spill_unlock(spill);
 }
 
 static void on_cut(void *context, qkv_status status) {
@@ -294,6 +308,7 @@ qkv_status qkvi_spill_closed(qkvi_spill *spill, qkv_session *session, qkv_error 
   qkvi_journal_wait wait = {.spill = spill};
   if (config->backing == NULL) return QKV_OK;
   qkv_session_detach(session);  // whoever still has it puts nothing behind its end
+  abandon(spill, config->id);
   qkv_storage_session_close(spill->storage, config->id, qkvi_spill_on_journal, &wait);
   return qkvi_spill_finish_wait(&wait, error);
 }

@@ -14,9 +14,10 @@
 
 // A record that is not durable yet.
 typedef struct qkvi_pending {
-  uint64_t record;
+  uint64_t record, session;
   qkv_record_state state;
-  void *page;  // the copy that storage writes from; NULL once it has
+  bool closed;  // its session is: nobody asks for it
+  void *page;   // the copy that storage writes from; NULL once it has
   UT_hash_handle hh;
 } qkvi_pending;
 
