@@ -18,11 +18,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "client/bench/bench.h"
+#include "client/bench/traffic.h"
 
 #define NAME "qkv-bench-beside"
-
-enum { CHUNK_TOKENS = 512 };
 
 typedef enum mode { QUIET, SPILLING, RESTORING, MODES, ENDING } mode;
 
@@ -37,6 +35,8 @@ static const qkv_option options[] = {
     {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "8", 1, 128, "N", "KV heads"},
     {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
      "query heads, a multiple of the KV heads"},
+    {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
+    {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
     {"window", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, pause), "3s", 10, 3600000, "TIME",
      "how long one of the three goes on"},
 };
@@ -51,76 +51,11 @@ struct shared {
 typedef struct beside {
   const qkv_bench_settings *settings;
   qkv_client *client, *other;
-  char model[96];
-  uint16_t *k, *v;
-  float *q;
+  qkv_bench_traffic traffic;
   uint64_t appended, attended;  // steps that are done: of a layer of a chunk, of a layer
   struct shared *shared;        // with the other process
   pid_t process;                // that one
 } beside;
-
-static qkv_client_tensor tensor_of(const beside *all, int dtype, int64_t tokens, int64_t heads, const void *data) {
-  const size_t element = dtype == QKV_CLIENT_FP32 ? sizeof(float) : sizeof(uint16_t);
-  return (qkv_client_tensor){.dtype = dtype,
-                             .rank = 3,
-                             .dims = {tokens, heads, all->settings->dim},
-                             .data = data,
-                             .bytes = (size_t)(tokens * heads * all->settings->dim) * element};
-}
-
-static int append_chunk(const beside *all, qkv_client *client, const char *session, int64_t layer, int64_t position) {
-  qkv_call_error error = {0};
-  const int64_t heads = all->settings->kv_heads;
-  const qkv_client_item item = {.session = session,
-                                .layer = (uint32_t)layer,
-                                .position = (uint64_t)position,
-                                .k = tensor_of(all, QKV_CLIENT_FP16, CHUNK_TOKENS, heads, all->k),
-                                .v = tensor_of(all, QKV_CLIENT_FP16, CHUNK_TOKENS, heads, all->v)};
-  return qkv_client_append(client, &item, 1, NULL, &error) == 0 ? 0 : qkv_bench_failed("append", &error);
-}
-
-static int attend_layer(const beside *all, qkv_client *client, const char *session, int64_t layer) {
-  qkv_call_error error = {0};
-  qkv_client_result result;
-  const qkv_client_item item = {.session = session,
-                                .layer = (uint32_t)layer,
-                                .position = (uint64_t)all->settings->tokens - 1,
-                                .q = tensor_of(all, QKV_CLIENT_FP32, 1, all->settings->q_heads, all->q)};
-  if (qkv_client_attend(client, &item, 1, &result, &error) != 0) return qkv_bench_failed("attend", &error);
-  qkv_client_results_free(&result, 1);
-  return 0;
-}
-
-static int open_session(const beside *all, qkv_client *client, const char *name) {
-  qkv_call_error error = {0};
-  const qkv_client_policy policy = {.bits_k = 4, .bits_v = 4, .recent_window = 64, .anchor = "none"};
-  const qkv_session_options session = {.session = name, .model = all->model, .policy = &policy, .durability = 2};
-  qkv_client_close_session(client, name, NULL, &error);  // of a run before
-  error = (qkv_call_error){0};
-  if (qkv_client_open_session(client, &session, &error) != 0) return qkv_bench_failed("open a session", &error);
-  return 0;
-}
-
-static void name_model(beside *all) {
-  const qkv_bench_settings *settings = all->settings;
-  snprintf(all->model, sizeof all->model, NAME "-%lldx%lldx%lldx%lld", (long long)settings->rounds,
-           (long long)settings->dim, (long long)settings->kv_heads, (long long)settings->q_heads);
-}
-
-// The same again is no mistake, so both processes do it.
-static int register_model(const beside *all, qkv_client *client) {
-  const qkv_bench_settings *settings = all->settings;
-  qkv_call_error error = {0};
-  const qkv_client_model model = {.name = all->model,
-                                  .layers = (uint32_t)settings->rounds,
-                                  .kv_heads = (uint32_t)settings->kv_heads,
-                                  .q_heads = (uint32_t)settings->q_heads,
-                                  .key_dim = (uint32_t)settings->dim,
-                                  .value_dim = (uint32_t)settings->dim,
-                                  .dtype = QKV_CLIENT_FP16};
-  if (qkv_client_register_model(client, &model, &error) != 0) return qkv_bench_failed("register the model", &error);
-  return 0;
-}
 
 // ---- The others ----
 
@@ -129,7 +64,7 @@ static void name_other(const beside *all, uint64_t number, char *name, size_t by
 }
 
 static uint64_t chunks(const beside *all) {
-  return (uint64_t)all->settings->tokens / CHUNK_TOKENS;
+  return (uint64_t)all->settings->tokens / QKV_BENCH_CHUNK_TOKENS;
 }
 
 // Session by session, chunk by chunk, layer by layer; behind the last session the first one is begun anew.
@@ -138,9 +73,10 @@ static int append_step(beside *all) {
   const uint64_t layers = (uint64_t)all->settings->rounds;
   const uint64_t layer = all->appended % layers, chunk = all->appended / layers % chunks(all);
   name_other(all, all->appended / layers / chunks(all), name, sizeof name);
-  if (layer == 0 && chunk == 0 && open_session(all, all->other, name) != 0) return 1;
+  if (layer == 0 && chunk == 0 && qkv_bench_traffic_open(&all->traffic, all->other, name) != 0) return 1;
   all->appended++;
-  return append_chunk(all, all->other, name, (int64_t)layer, (int64_t)chunk * CHUNK_TOKENS);
+  return qkv_bench_traffic_append(&all->traffic, all->other, name, (int64_t)layer,
+                                  (int64_t)chunk * QKV_BENCH_CHUNK_TOKENS);
 }
 
 // Session by session, the longest unused first, layer by layer.
@@ -149,13 +85,13 @@ static int attend_step(beside *all) {
   const uint64_t layers = (uint64_t)all->settings->rounds;
   const uint64_t begun = all->appended / layers / chunks(all) + 1;  // is still being appended to
   name_other(all, begun + all->attended / layers % (uint64_t)(all->settings->sessions - 1), name, sizeof name);
-  return attend_layer(all, all->other, name, (int64_t)(all->attended++ % layers));
+  return qkv_bench_traffic_attend(&all->traffic, all->other, name, (int64_t)(all->attended++ % layers));
 }
 
 // Of the other process: the sessions are appended to once before it waits for orders.
 static int work(beside *all) {
   const uint64_t steps = (uint64_t)all->settings->sessions * chunks(all) * (uint64_t)all->settings->rounds;
-  if (register_model(all, all->other) != 0) return 1;
+  if (qkv_bench_traffic_register(&all->traffic, all->other) != 0) return 1;
   for (uint64_t i = 0; i < steps; i++) {
     if (append_step(all) != 0) return 1;
   }
@@ -206,7 +142,7 @@ static int window(beside *all, mode which, qkv_samples *samples) {
   const double until = qkv_bench_now() + (double)all->settings->pause * 1e-3;
   for (int64_t i = 0; qkv_bench_now() < until; i++) {
     const double begin = qkv_bench_now();
-    if (attend_layer(all, all->client, NAME, i % all->settings->rounds) != 0) return 1;
+    if (qkv_bench_traffic_attend(&all->traffic, all->client, NAME, i % all->settings->rounds) != 0) return 1;
     if (!other_works(all))
       return atomic_load(&all->shared->failed) ? 1 : qkv_program_failed("the other process is gone");
     qkv_samples_add(samples, (qkv_bench_now() - begin) * 1e3);
@@ -215,10 +151,12 @@ static int window(beside *all, mode which, qkv_samples *samples) {
 }
 
 static int prepare(beside *all) {
-  if (register_model(all, all->client) != 0 || open_session(all, all->client, NAME) != 0) return 1;
-  for (int64_t position = 0; position < all->settings->tokens; position += CHUNK_TOKENS) {
+  const qkv_bench_traffic *traffic = &all->traffic;
+  if (qkv_bench_traffic_register(traffic, all->client) != 0) return 1;
+  if (qkv_bench_traffic_open(traffic, all->client, NAME) != 0) return 1;
+  for (int64_t position = 0; position < all->settings->tokens; position += QKV_BENCH_CHUNK_TOKENS) {
     for (int64_t layer = 0; layer < all->settings->rounds; layer++) {
-      if (append_chunk(all, all->client, NAME, layer, position) != 0) return 1;
+      if (qkv_bench_traffic_append(traffic, all->client, NAME, layer, position) != 0) return 1;
     }
   }
   return 0;
@@ -241,7 +179,7 @@ static void report(beside *all, qkv_samples *samples) {
           p50[SPILLING], "spilling_p99_ms", p99[SPILLING], "restoring_p50_ms", p50[RESTORING], "restoring_p99_ms",
           p99[RESTORING], "spilling_slower", p99[SPILLING] / p99[QUIET], "restoring_slower",
           p99[RESTORING] / p99[QUIET], "spilled_fp16_gbps",
-          (double)atomic_load(&all->shared->steps[SPILLING]) * CHUNK_TOKENS * row * 1e-9 / busy_s,
+          (double)atomic_load(&all->shared->steps[SPILLING]) * QKV_BENCH_CHUNK_TOKENS * row * 1e-9 / busy_s,
           "restored_fp16_gbps",
           (double)atomic_load(&all->shared->steps[RESTORING]) * (double)settings->tokens * row * 1e-9 / busy_s));
 }
@@ -252,7 +190,7 @@ static int measure(beside *all) {
   // Until the others are there the session is used, so that it stays.
   while (status == 0 && atomic_load(&all->shared->doing) != QUIET && other_works(all)) {
     for (int64_t i = 0; i < all->settings->rounds && status == 0; i++)
-      status = attend_layer(all, all->client, NAME, i);
+      status = qkv_bench_traffic_attend(&all->traffic, all->client, NAME, i);
   }
   for (int64_t i = 0; i < all->settings->repeats && status == 0; i++) {
     for (int which = 0; which < MODES && status == 0; which++) status = window(all, (mode)which, &samples[which]);
@@ -274,15 +212,10 @@ static int run(void *values, const qkv_option_list *arguments) {
   const qkv_bench_settings *settings = values;
   if (settings->program.target == NULL) return qkv_program_misused("--target is missing: a qkvd with a --data-dir");
   beside all = {.settings = settings};
-  const size_t row_bytes = (size_t)(settings->kv_heads * settings->dim) * sizeof(uint16_t);
-  all.k = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 1);
-  all.v = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 2);
-  all.q = calloc((size_t)(settings->q_heads * settings->dim), sizeof *all.q);
   all.shared = mmap(NULL, sizeof *all.shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (all.q == NULL || all.shared == MAP_FAILED) abort();
+  if (all.shared == MAP_FAILED) abort();
   atomic_init(&all.shared->doing, MODES);  // nothing yet
-  qkv_bench_floats(all.q, (size_t)(settings->q_heads * settings->dim), 3);
-  name_model(&all);
+  qkv_bench_traffic_init(&all.traffic, settings, NAME);
   fflush(NULL);
   all.process = fork();  // before there is a connection: gRPC's threads would not come along
   if (all.process < 0) return qkv_program_failed("fork: %s", strerror(errno));
@@ -292,9 +225,7 @@ static int run(void *values, const qkv_option_list *arguments) {
   if (all.client == NULL) atomic_store(&all.shared->mode, ENDING);
   (void)waitpid(all.process, NULL, 0);
   qkv_client_close(&all.client);
-  free(all.k);
-  free(all.v);
-  free(all.q);
+  qkv_bench_traffic_deinit(&all.traffic);
   (void)munmap(all.shared, sizeof *all.shared);
   return status;
 }

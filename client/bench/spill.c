@@ -12,11 +12,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "client/bench/bench.h"
+#include "client/bench/traffic.h"
 
 #define NAME "qkv-bench-spill"
-
-enum { CHUNK_TOKENS = 512 };
 
 static const qkv_option options[] = {
     QKV_BENCH_OPTIONS,
@@ -36,42 +34,9 @@ static const qkv_option options[] = {
 typedef struct spilling {
   const qkv_bench_settings *settings;
   qkv_client *client;
-  uint16_t *k, *v;  // rows of one chunk
-  float *q;         // one query
+  qkv_bench_traffic traffic;
   qkv_client_session_info info;
 } spilling;
-
-static qkv_client_tensor rows_of(const spilling *all, const void *data, int64_t tokens) {
-  const qkv_bench_settings *settings = all->settings;
-  return (qkv_client_tensor){.dtype = QKV_CLIENT_FP16,
-                             .rank = 3,
-                             .dims = {tokens, settings->kv_heads, settings->dim},
-                             .data = data,
-                             .bytes = (size_t)(tokens * settings->kv_heads * settings->dim) * sizeof(uint16_t)};
-}
-
-static int open_session(spilling *all) {
-  const qkv_bench_settings *settings = all->settings;
-  qkv_call_error error = {0};
-  const qkv_client_policy policy = {
-      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "none"};
-  char name[96];
-  snprintf(name, sizeof name, NAME "-%lldx%lldx%lldx%lld", (long long)settings->rounds, (long long)settings->dim,
-           (long long)settings->kv_heads, (long long)settings->q_heads);
-  const qkv_client_model model = {.name = name,
-                                  .layers = (uint32_t)settings->rounds,
-                                  .kv_heads = (uint32_t)settings->kv_heads,
-                                  .q_heads = (uint32_t)settings->q_heads,
-                                  .key_dim = (uint32_t)settings->dim,
-                                  .value_dim = (uint32_t)settings->dim,
-                                  .dtype = QKV_CLIENT_FP16};
-  qkv_client_close_session(all->client, NAME, NULL, &(qkv_call_error){0});  // of a run that was cut short
-  if (qkv_client_register_model(all->client, &model, &error) != 0)
-    return qkv_bench_failed("register the model", &error);
-  const qkv_session_options session = {.session = NAME, .model = name, .policy = &policy, .durability = 2};
-  if (qkv_client_open_session(all->client, &session, &error) != 0) return qkv_bench_failed("open a session", &error);
-  return 0;
-}
 
 static int read_info(spilling *all) {
   qkv_call_error error = {0};
@@ -83,16 +48,9 @@ static int read_info(spilling *all) {
 static int append_all(spilling *all, double *seconds) {
   const qkv_bench_settings *settings = all->settings;
   const double begin = qkv_bench_now();
-  for (int64_t position = 0; position < settings->tokens; position += CHUNK_TOKENS) {
-    const int64_t left = settings->tokens - position, tokens = left < CHUNK_TOKENS ? left : CHUNK_TOKENS;
+  for (int64_t position = 0; position < settings->tokens; position += QKV_BENCH_CHUNK_TOKENS) {
     for (int64_t layer = 0; layer < settings->rounds; layer++) {
-      qkv_call_error error = {0};
-      const qkv_client_item item = {.session = NAME,
-                                    .layer = (uint32_t)layer,
-                                    .position = (uint64_t)position,
-                                    .k = rows_of(all, all->k, tokens),
-                                    .v = rows_of(all, all->v, tokens)};
-      if (qkv_client_append(all->client, &item, 1, NULL, &error) != 0) return qkv_bench_failed("append", &error);
+      if (qkv_bench_traffic_append(&all->traffic, all->client, NAME, layer, position) != 0) return 1;
     }
   }
   // Sealed pages are durable about a second later at most, and what is not sealed is not written.
@@ -114,20 +72,9 @@ static int attend_all(spilling *all, double *seconds, qkv_samples *layers) {
   const struct timespec pause = {.tv_sec = settings->pause / 1000, .tv_nsec = settings->pause % 1000 * 1000000};
   *seconds = 0;
   for (int64_t layer = 0; layer < settings->rounds; layer++) {
-    qkv_call_error error = {0};
     if (layer > 0 && settings->pause > 0) (void)nanosleep(&pause, NULL);
     const double begin = qkv_bench_now();
-    qkv_client_result result;
-    const qkv_client_item item = {.session = NAME,
-                                  .layer = (uint32_t)layer,
-                                  .position = (uint64_t)settings->tokens - 1,
-                                  .q = {.dtype = QKV_CLIENT_FP32,
-                                        .rank = 3,
-                                        .dims = {1, settings->q_heads, settings->dim},
-                                        .data = all->q,
-                                        .bytes = (size_t)(settings->q_heads * settings->dim) * sizeof(float)}};
-    if (qkv_client_attend(all->client, &item, 1, &result, &error) != 0) return qkv_bench_failed("attend", &error);
-    qkv_client_results_free(&result, 1);
+    if (qkv_bench_traffic_attend(&all->traffic, all->client, NAME, layer) != 0) return 1;
     const double took = qkv_bench_now() - begin;
     qkv_samples_add(layers, took);
     *seconds += took;
@@ -138,7 +85,9 @@ static int attend_all(spilling *all, double *seconds, qkv_samples *layers) {
 static int measure(spilling *all) {
   double append_s = 0, cold_s = 0, warm_s = 0;
   qkv_call_error error = {0};
-  if (open_session(all) != 0 || append_all(all, &append_s) != 0) return QKV_EXIT_FAILED;
+  if (qkv_bench_traffic_register(&all->traffic, all->client) != 0 ||
+      qkv_bench_traffic_open(&all->traffic, all->client, NAME) != 0 || append_all(all, &append_s) != 0)
+    return QKV_EXIT_FAILED;
   qkv_samples cold = {0}, warm = {0}, cold_layers = {0}, warm_layers = {0};
   for (int64_t i = 0; i < all->settings->repeats; i++) {
     if (qkv_client_sink_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("sink", &error);
@@ -172,19 +121,12 @@ static int run(void *values, const qkv_option_list *arguments) {
   const qkv_bench_settings *settings = values;
   if (settings->program.target == NULL) return qkv_program_misused("--target is missing: a qkvd with a --data-dir");
   spilling all = {.settings = settings};
-  const size_t row_bytes = (size_t)(settings->kv_heads * settings->dim) * sizeof(uint16_t);
-  all.k = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 1);
-  all.v = qkv_bench_rows(CHUNK_TOKENS * row_bytes, 2);
-  all.q = calloc((size_t)(settings->q_heads * settings->dim), sizeof *all.q);
-  if (all.q == NULL) abort();
-  qkv_bench_floats(all.q, (size_t)(settings->q_heads * settings->dim), 3);
+  qkv_bench_traffic_init(&all.traffic, settings, NAME);
   all.client = qkv_bench_connect(settings, settings->program.target);
   const int status = all.client == NULL ? QKV_EXIT_FAILED : measure(&all);
   qkv_client_close(&all.client);
   qkv_free(all.info.lengths);
-  free(all.k);
-  free(all.v);
-  free(all.q);
+  qkv_bench_traffic_deinit(&all.traffic);
   return status;
 }
 
