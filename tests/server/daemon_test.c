@@ -400,7 +400,7 @@ static void calls_that_are_over_when_they_arrive(void **out) {
   wait_quiet(state->client);
   assert_int_equal(kill(state->daemon->pid, SIGSTOP), 0);
   for (size_t i = 0; i < 3; i++) {
-    streams[i] = fixture_open(state->client, i == 0 ? WATCH : CHECK, 100);
+    streams[i] = fixture_open(state->client, i == 0 ? WATCH : CHECK, 3000);
     assert_true(fixture_send(streams[i], request, length));
   }
   fixture_cancel(streams[0]);

@@ -29,6 +29,9 @@ typedef struct fixture_daemon {
 // waits until it is ready. It is killed when the thread that has started it ends.
 fixture_daemon *fixture_start(const char *const *arguments);
 
+// Waits until its log has the text.
+void fixture_wait_log(const fixture_daemon *daemon, const char *text);
+
 // Sends `signal` and waits for the end: at most `wait_ms`. Returns the exit status, or -1 if it took longer or was
 // killed. Clears *daemon.
 int fixture_stop(fixture_daemon **daemon, int signal, int64_t wait_ms);

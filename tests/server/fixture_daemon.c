@@ -138,6 +138,16 @@ static void wait_ready(fixture_daemon *daemon) {
   assert_int_equal(sscanf(address, "\"address\":\"%63[0-9.:]", daemon->tcp_address), 1);
 }
 
+void fixture_wait_log(const fixture_daemon *daemon, const char *text) {
+  char log[8192];
+  const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
+  for (read_file(daemon->log_path, log, sizeof(log)); strstr(log, text) == NULL;
+       read_file(daemon->log_path, log, sizeof(log))) {
+    if (fixture_now_ms() > until) fail_msg("no %s in %s", text, log);
+    fixture_sleep_ms(POLL_MS);
+  }
+}
+
 fixture_daemon *fixture_start(const char *const *arguments) {
   fixture_daemon *daemon = calloc(1, sizeof(*daemon));
   assert_non_null(daemon);

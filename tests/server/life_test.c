@@ -92,7 +92,7 @@ static void second_signal_ends_at_once(void **out) {
   assert_true(fixture_receive(stream, &data, &length));
   free(data);
   assert_int_equal(kill(daemon->pid, SIGTERM), 0);
-  fixture_sleep_ms(200);
+  fixture_wait_log(daemon, "draining");
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 1);
   (void)fixture_finish(&stream);
   fixture_disconnect(&client);
@@ -280,14 +280,7 @@ static void memory_is_where_it_is_asked_for(void **out) {
   (void)out;
   static const char *const said[] = {"\"pages\":\"small pages, as asked\"", "\"numa\":\"local\""};
   fixture_daemon *daemon = fixture_start((const char *[]){"--huge-pages", "off", "--numa", "local", NULL});
-  char text[4096];
-  FILE *file = fopen(daemon->log_path, "r");
-  assert_non_null(file);
-  text[fread(text, 1, sizeof text - 1, file)] = '\0';
-  (void)fclose(file);
-  for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
-    if (strstr(text, said[i]) == NULL) fail_msg("no %s in %s", said[i], text);
-  }
+  for (size_t i = 0; i < sizeof said / sizeof *said; i++) fixture_wait_log(daemon, said[i]);
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
