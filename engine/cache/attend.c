@@ -65,9 +65,11 @@ size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens
   return slot < tokens ? (size_t)slot : tokens;
 }
 
-// A row's statistics with a tile's largest score among them.
-static void raise_peak(const qkvi_head_task *task, qkvi_partial *partial, size_t row, float largest) {
-  if (largest <= partial->peak[row]) return;
+// A row's statistics with a tile's largest score among them. Weights may be above 1 as long as none is above
+// e^`slack`: peaks that rise a little at a time would have the sums multiplied by factors again and again.
+#define PEAK_SLACK 8.0f
+static void raise_peak(const qkvi_head_task *task, qkvi_partial *partial, size_t row, float largest, float slack) {
+  if (largest <= partial->peak[row] + slack) return;
   const float decay = qkv_exp_negative(partial->peak[row] - largest);
   float *sums = partial->sums[row];
   for (size_t i = 0; i < task->model->value_dim; i++) sums[i] *= decay;
@@ -92,7 +94,7 @@ static bool mask_row(qkvi_row_block *block, size_t row, uint64_t position, size_
 static bool see(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, size_t row,
                 uint64_t position, size_t tokens) {
   if (!mask_row(block, row, position, tokens)) return false;
-  raise_peak(task, partial, row, qkv_kernels_get()->largest(block->scores + row * QKVI_TILE_TOKENS));
+  raise_peak(task, partial, row, qkv_kernels_get()->largest(block->scores + row * QKVI_TILE_TOKENS), 0);
   return true;
 }
 
@@ -119,16 +121,16 @@ static void fold_page(const qkvi_head_task *task, qkvi_row_block *block, qkvi_pa
   const bool whole = entry->tokens == QKVI_TILE_TOKENS && block->begin_max <= entry->position &&
                      block->end_min >= entry->position + QKVI_TILE_TOKENS;
   bool any = whole, sees[QKV_QUERY_BLOCK];
-  float peaks[QKV_QUERY_BLOCK], totals[QKV_QUERY_BLOCK];
+  float largest[QKV_QUERY_BLOCK], peaks[QKV_QUERY_BLOCK], totals[QKV_QUERY_BLOCK];
   qkvi_attend_cap(task, block, block->scores);
   for (size_t row = 0; row < rows; row++) {
     sees[row] = whole || mask_row(block, row, entry->position, entry->tokens);
     any |= sees[row];
   }
   if (!any) return;
-  kernels->peaks(block->scores, rows, peaks);
+  kernels->peaks(block->scores, rows, largest);
   for (size_t row = 0; row < rows; row++) {
-    if (sees[row]) raise_peak(task, partial, row, peaks[row]);
+    if (sees[row]) raise_peak(task, partial, row, largest[row], PEAK_SLACK);
     peaks[row] = sees[row] ? partial->peak[row] : UNSEEN_PEAK;
   }
   if (codec->weigh(entry->coder, entry->page, task->kv_head, &block->queries, block->scores, peaks, totals, sums)) {
@@ -137,7 +139,9 @@ static void fold_page(const qkvi_head_task *task, qkvi_row_block *block, qkvi_pa
   }
   for (size_t row = 0; row < rows; row++) {
     float *scores = block->scores + row * QKVI_TILE_TOKENS;
-    if (sees[row]) partial->total[row] += kernels->weigh(scores, peaks[row]);
+    if (!sees[row]) continue;
+    raise_peak(task, partial, row, largest[row], 0);
+    partial->total[row] += kernels->weigh(scores, partial->peak[row]);
   }
   codec->accumulate(entry->coder, entry->page, task->kv_head, block->scores, rows, sums);
 }

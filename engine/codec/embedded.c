@@ -63,6 +63,13 @@ qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uin
   return found;
 }
 
+// The same where there are none most of the time.
+static inline qkvi_additions additions_of(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part) {
+  const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
+  if ((entry->anchor_k | entry->anchor_v | entry->low_rank_k | entry->low_rank_v) == 0) return (qkvi_additions){0};
+  return qkvi_additions_find(coder, page, kv_head, part);
+}
+
 // rows [64][dim], as decoded from the codes, with all that comes on top.
 static void add_rows(const qkvi_additions *added, float *rows) {
   if (added->anchored) qkv_anchor_rows(&added->anchor, rows);
@@ -206,7 +213,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   if (coder->frame == QKV_FRAME_ARCHIVE) return archive_scores(coder, page, kv_head, queries, scores);
   if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
-  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
+  const qkvi_additions added = additions_of(coder, page, kv_head, QKV_K);
   // A chain sums the scores of codes up, and with them what rounding adds to each.
   if (queries->query_limit > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
     qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
@@ -228,7 +235,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
 static bool embedded_weigh(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                            const float *scores, const float *peaks, float *totals, float *sums) {
   if (queries->weight_bytes == 0) return false;
-  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_V);
+  const qkvi_additions added = additions_of(coder, page, kv_head, QKV_V);
   if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) return false;
   qkv_page_codes codes;
   qkv_integer_weights weights;

@@ -113,6 +113,9 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
     if (!qkvi_block_is_whole(&blocks->blocks[i])) find_halves(reach, sections, i, blocks);
     blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
   }
+  for (unsigned i = blocks->count; i * QKVI_BLOCK_WIDTH < schedule->dim; i++) {
+    blocks->blocks[i] = (qkvi_block){.kind = QKVI_BLOCK_NONE, .shape = QKVI_BLOCK_FIELDS};
+  }
 }
 
 // ---- Reading and packing by blocks ----

@@ -54,7 +54,7 @@ typedef struct qkvi_tier_blocks {
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
   unsigned deep;         // how many, from the first on, have coordinates of more than QKVI_SHALLOW_MAX bits
   unsigned scattered, halves;
-  qkvi_block blocks[QKVI_BLOCKS_MAX];
+  qkvi_block blocks[QKVI_BLOCKS_MAX];  // and, up to the row's end, those without bits
   // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.
   uint8_t depths[QKVI_BLOCKS_MAX][2];
   qkvi_unit units[QKVI_BLOCKS_MAX][2][QKV_DEPTH_MAX / 2];
@@ -62,6 +62,12 @@ typedef struct qkvi_tier_blocks {
 
 static inline bool qkvi_block_is_whole(const qkvi_block *block) {
   return block->shape <= QKVI_BLOCK_BYTES;
+}
+
+// All blocks are whole and of up to QKVI_SHALLOW_MAX bits. Such a block can be taken for one of a larger shape, too:
+// its tables do not look at what its kind does not have.
+static inline bool qkvi_blocks_are_plain(const qkvi_tier_blocks *blocks) {
+  return (blocks->deep | blocks->scattered | blocks->halves) == 0;
 }
 
 void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blocks *blocks);

@@ -23,6 +23,8 @@ static void fill_values(void) {
 static unsigned code_of(qkvi_block_kind kind, const uint8_t pairs[QKV_DEPTH_MAX / 2]) {
   const unsigned four = pairs[0] << 2 | pairs[1];
   switch (kind) {
+    case QKVI_BLOCK_NONE:
+      return 0;
     case QKVI_BLOCK_1_LOW:
       return pairs[0] & 1;
     case QKVI_BLOCK_1_HIGH:
@@ -50,7 +52,7 @@ static unsigned code_of(qkvi_block_kind kind, const uint8_t pairs[QKV_DEPTH_MAX 
   }
 }
 
-static const uint8_t depths[QKVI_BLOCK_SCATTERED] = {1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8};
+static const uint8_t depths[QKVI_BLOCK_SCATTERED] = {0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8};
 
 unsigned qkvi_block_depth(qkvi_block_kind kind) {
   assert(kind < QKVI_BLOCK_SCATTERED);
@@ -129,7 +131,6 @@ static void fill_sixes(void) {
       qkvi_integers.sixes[QKV_K][kind - QKVI_BLOCK_5_LOW][fields][six] = integer ^ 0x80;
     }
   }
-  memset(qkvi_integers.none[QKV_K], 0x80, sizeof qkvi_integers.none[QKV_K]);
 }
 
 // The multiples of the common step, which is that of depths 4 to 6, that are nearest to the centroids.

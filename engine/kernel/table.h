@@ -15,6 +15,7 @@
 
 // The depth of a block, and which half of a narrow slab it is.
 typedef enum qkvi_block_kind {
+  QKVI_BLOCK_NONE,  // no bits
   QKVI_BLOCK_1_LOW,
   QKVI_BLOCK_1_HIGH,
   QKVI_BLOCK_2,
@@ -66,12 +67,11 @@ typedef struct qkvi_integer_tables {
   int8_t shallow[QKVI_SHALLOW_MAX + 1][QKVI_SHALLOW_CODES];  // [depth][code]
   _Alignas(64) uint8_t units[QKVI_SCALES][5][256];           // [depth][t]: centroids of t in steps, for encoding
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
-  // Of kinds 1 and 2: bits 2 i and 2 i + 1 of an index count.
+  // Of kinds up to 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
   _Alignas(64) uint8_t nibbles[2][QKVI_BLOCK_NIBBLE_KINDS][2][64];  // [part][kind][even or odd fields][nibble]
   // Of kinds 5 and 6: a nibble below, the bits of pair 2 above it.
   _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 - QKVI_BLOCK_5_LOW + 1][2][64];  // [part][kind][even or odd fields][six]
-  _Alignas(64) uint8_t none[2][64];                                           // [part]: of coordinates without bits
   // Of kinds 7 and 8, in two planes.
   _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_WIDE_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
 } qkvi_integer_tables;

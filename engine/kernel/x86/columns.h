@@ -84,6 +84,54 @@ INLINE size_t run_end(const qkvi_tier_blocks *layout, size_t b, size_t end) {
   return b;
 }
 
+// ---- Groups ----
+
+// The groups of a page by what their codes lie like.
+typedef struct page_groups {
+  const qkvi_tier_blocks *layouts[QKV_PAGE_GROUPS];
+  const uint8_t *groups[QKV_PAGE_GROUPS];
+  bool alike;  // all of one tier
+  bool plain;  // qkvi_blocks_are_plain of all
+} page_groups;
+
+static page_groups find_groups(const qkv_page_codes *codes, qkv_layouts *layouts) {
+  page_groups page = {.alike = true, .plain = true};
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    const bool again = g > 0 && codes->tiers[g] == codes->tiers[g - 1];
+    page.layouts[g] = again ? page.layouts[g - 1] : qkvi_layouts_find(layouts, codes->schedule, codes->tiers[g]);
+    page.alike &= g == 0 || again;
+    page.plain &= qkvi_blocks_are_plain(page.layouts[g]);
+    // A group that has no codes must have 64 bytes to read all the same where others have some.
+    page.groups[g] = page.layouts[g]->count > 0 ? codes->groups[g] : codes->gains;
+  }
+  return page;
+}
+
+INLINE size_t most_blocks(const page_groups *page) {
+  size_t most = 0;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    if (page->layouts[g]->count > most) most = page->layouts[g]->count;
+  }
+  return most;
+}
+
+// What block b can be taken for in all of some groups of plain blocks.
+INLINE uint8_t shape_of_all(const qkvi_tier_blocks *const *layouts, size_t count, size_t b) {
+  uint8_t most = 0;
+  for (size_t g = 0; g < count; g++) {
+    const uint8_t shape = layouts[g]->blocks[b].shape;
+    most = shape > most ? shape : most;
+  }
+  return most;
+}
+
+// The same as run_end of blocks that are taken for the same.
+INLINE size_t run_end_of_all(const qkvi_tier_blocks *const *layouts, size_t count, size_t b, size_t end) {
+  const uint8_t shape = shape_of_all(layouts, count, b);
+  while (b < end && shape_of_all(layouts, count, b) == shape) b++;
+  return b;
+}
+
 // ---- Prefetch ----
 
 typedef struct prefetching {

@@ -5,14 +5,15 @@
 #include "engine/kernel/x86/columns.h"
 #include "engine/kernel/x86/twins.h"
 
-// One chunk of queries against some groups of one tier.
+// One chunk of queries against some groups, all of one tier or all of plain blocks.
 typedef struct key_pass {
-  const qkvi_tier_blocks *layout;
-  const uint8_t *groups[QKV_PAGE_GROUPS];
+  const qkvi_tier_blocks *const *layouts;  // of each group
+  const uint8_t *const *groups;
   const mixed_group *mixed;  // of each group
-  const uint8_t *columns;    // the chunk's
-  const int32_t *offsets;    // the chunk's
-  size_t wide;               // blocks that need all columns; the others only the second of each two
+  size_t blocks, deep;
+  const uint8_t *columns;  // the chunk's
+  const int32_t *offsets;  // the chunk's
+  size_t wide;             // blocks that need all columns; the others only the second of each two
 } key_pass;
 
 // How many sets of sums, and how many groups of one tier are taken at once.
@@ -31,17 +32,20 @@ INLINE const uint8_t *block_columns(const key_pass *pass, size_t b, size_t width
 
 // Block b, of up to QKVI_SHALLOW_MAX bits. sums [set][count]. `halved`: only the second of each two columns.
 INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
-                        size_t width, bool halved, column_sums (*sums)[TOGETHER_MAX]) {
-  const qkvi_block *block = &pass->layout->blocks[b];
+                        size_t width, bool alike, bool halved, column_sums (*sums)[TOGETHER_MAX]) {
   const uint8_t *columns = block_columns(pass, b, width);
+  const qkvi_block *blocks[TOGETHER_MAX];
   source from[TOGETHER_MAX];
   UNROLL
-  for (size_t g = 0; g < count; g++) from[g] = load_source(QKV_K, shape, block, pass->groups[g], lane);
+  for (size_t g = 0; g < count; g++) {
+    blocks[g] = &pass->layouts[alike ? 0 : g]->blocks[b];
+    from[g] = load_source(QKV_K, shape, blocks[g], pass->groups[g], lane);
+  }
   UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     bytes centroids[TOGETHER_MAX];
     UNROLL
-    for (size_t g = 0; g < count; g++) centroids[g] = centroids_of(QKV_K, shape, block, &from[g], f);
+    for (size_t g = 0; g < count; g++) centroids[g] = centroids_of(QKV_K, shape, blocks[g], &from[g], f);
     add_some_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, halved ? 1 : 0, halved ? 2 : 1, width,
                   sums[f % key_sets(count, width)]);
   }
@@ -50,7 +54,7 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
 // The same of the groups from `first` on, of more.
 INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t first,
                              size_t count, size_t width, column_sums *sums, column_sums *low) {
-  const qkvi_block *block = &pass->layout->blocks[b];
+  const qkvi_block *block = &pass->layouts[0]->blocks[b];
   const uint8_t *columns = block_columns(pass, b, width);
   source from[TOGETHER_MAX];
   UNROLL
@@ -85,21 +89,39 @@ INLINE void score_mixed(const key_pass *pass, size_t b, size_t lane, size_t firs
   }
 }
 
-// The blocks from `begin` to `last`, of up to QKVI_SHALLOW_MAX bits; a run of one shape at a time, so that the sums
-// stay in registers.
-INLINE void score_shallow(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
-                          bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
-#define RUN(SHAPE)                                                   \
-  case SHAPE:                                                        \
-    for (; b < end; b++) {                                           \
-      score_block(pass, SHAPE, b, lane, count, width, halved, sums); \
-      prefetch_some(&along);                                         \
-    }                                                                \
+#define RUN(SHAPE)                                                          \
+  case SHAPE:                                                               \
+    for (; b < end; b++) {                                                  \
+      score_block(pass, SHAPE, b, lane, count, width, alike, halved, sums); \
+      prefetch_some(&along);                                                \
+    }                                                                       \
     break
+
+// The blocks from `begin` to `last`, which are plain; a run of one shape at a time, so that the sums stay in
+// registers.
+INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
+                        bool alike, bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
   prefetching along = *ahead;
   for (size_t b = begin; b < last;) {
-    const size_t end = run_end(pass->layout, b, last);
-    switch (pass->layout->blocks[b].shape) {
+    const size_t end = run_end_of_all(pass->layouts, alike ? 1 : count, b, last);
+    switch (shape_of_all(pass->layouts, alike ? 1 : count, b)) {
+      RUN(QKVI_BLOCK_NIBBLES);
+      RUN(QKVI_BLOCK_FIELDS);
+      default:
+        RUN(QKVI_BLOCK_SIXES);
+    }
+  }
+  *ahead = along;
+}
+
+// The same of any blocks of up to QKVI_SHALLOW_MAX bits, of groups that are alike.
+INLINE void score_shallow(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
+                          bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+  const bool alike = true;
+  prefetching along = *ahead;
+  for (size_t b = begin; b < last;) {
+    const size_t end = run_end(pass->layouts[0], b, last);
+    switch (pass->layouts[0]->blocks[b].shape) {
       RUN(QKVI_BLOCK_NIBBLES);
       RUN(QKVI_BLOCK_FIELDS);
       RUN(QKVI_BLOCK_SIXES);
@@ -114,8 +136,8 @@ INLINE void score_shallow(const key_pass *pass, size_t begin, size_t last, size_
     }
   }
   *ahead = along;
-#undef RUN
 }
+#undef RUN
 
 // The blocks with more bits, of the groups from `first` on: their sums to `sums`, the low bytes' to `low`.
 INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width, column_sums *sums,
@@ -127,7 +149,7 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t c
       prefetch_some(&along);                                                  \
     }                                                                         \
     break
-  const size_t deep = pass->layout->deep;
+  const size_t deep = pass->deep;
   prefetching along = *ahead;
   clear_sums(sums, count, width);
   clear_sums(low, count, width);
@@ -141,8 +163,8 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t c
     }
   }
   for (size_t b = 0; b < deep;) {
-    const size_t end = run_end(pass->layout, b, deep);
-    switch (pass->layout->blocks[b].shape) {
+    const size_t end = run_end(pass->layouts[0], b, deep);
+    switch (pass->layouts[0]->blocks[b].shape) {
       RUN(QKVI_BLOCK_BYTES);
       RUN(QKVI_BLOCK_BYTES_HALF);
       default:
@@ -208,11 +230,16 @@ INLINE void put_scores(const key_outcome *out, size_t g, size_t lane, size_t wid
   }
 }
 
-// `count` and `width` are constants.
-INLINE void score_groups(const key_pass *pass, size_t count, size_t width, const key_outcome *out,
+// Plain blocks of one tier, or of several; other ones.
+typedef enum key_way { KEYS_ALIKE, KEYS_VARIOUS, KEYS_ANY } key_way;
+
+// `count`, `width` and `way` are constants.
+INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_way way, const key_outcome *out,
                          prefetching *ahead) {
-  const size_t deep = pass->layout->deep, blocks = pass->layout->count;
-  const size_t least = pass->wide < deep ? deep : pass->wide, wide = least < blocks ? least : blocks;
+  const size_t deep = way == KEYS_ANY ? pass->deep : 0, blocks = pass->blocks;
+  const size_t least = pass->wide < deep ? deep : pass->wide;
+  const size_t wide = way == KEYS_VARIOUS || least > blocks ? blocks : least;
+  const bool halves = way != KEYS_VARIOUS && width > 1;
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     column_sums sets[SETS_MAX][TOGETHER_MAX], *sums = sets[0], high[TOGETHER_MAX], low[TOGETHER_MAX];
     clear_sums(sets[0], count, width);
@@ -230,8 +257,14 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, const
       for (size_t g = 0; g < count; g++) sums[g][column] += (uint32_t)offset;
     }
 #endif
-    score_shallow(pass, deep, wide, lane, count, width, false, sets, ahead);
-    if (width > 1 && wide < blocks) score_shallow(pass, wide, blocks, lane, count, width, true, sets, ahead);
+    if (way == KEYS_ANY) {
+      score_shallow(pass, deep, wide, lane, count, width, false, sets, ahead);
+      if (halves && wide < blocks) score_shallow(pass, wide, blocks, lane, count, width, true, sets, ahead);
+    } else {
+      const bool alike = way == KEYS_ALIKE;
+      score_plain(pass, 0, wide, lane, count, width, alike, false, sets, ahead);
+      if (halves && wide < blocks) score_plain(pass, wide, blocks, lane, count, width, alike, true, sets, ahead);
+    }
     if (key_sets(count, width) > 1) add_sums(sums, sets[1], count, width);
     UNROLL
     for (size_t g = 0; g < count; g++) {
@@ -245,30 +278,68 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, const
   }
 }
 
-// The same for whatever number of groups and columns: these become constants.
-static void score_chunk(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
+// The same for whatever number of groups and columns: these become constants. Functions of their own, which the
+// compiler does better with.
+#define CASE(COUNT, WIDTH, WAY) \
+  if (count == (COUNT) && columns == (WIDTH)) return score_groups(pass, COUNT, WIDTH, WAY, out, ahead)
+static void score_alike(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                         prefetching *ahead) {
-#define CASE(COUNT, WIDTH) \
-  if (count == (COUNT) && columns == (WIDTH)) return score_groups(pass, COUNT, WIDTH, out, ahead)
 #if BYTE_DOTS
-  CASE(4, 1);
-  CASE(4, 2);
-  CASE(2, 4);
-  CASE(2, 8);
+  CASE(4, 1, KEYS_ALIKE);
+  CASE(4, 2, KEYS_ALIKE);
+  CASE(2, 4, KEYS_ALIKE);
+  CASE(2, 8, KEYS_ALIKE);
+#else
+  CASE(1, 1, KEYS_ALIKE);
+  CASE(1, 2, KEYS_ALIKE);
+  CASE(1, 4, KEYS_ALIKE);
+  CASE(1, 8, KEYS_ALIKE);
 #endif
-  CASE(1, 1);
-  CASE(1, 2);
-  CASE(1, 4);
-  CASE(1, 8);
-#undef CASE
   assert(!"a combination without code of its own");
 }
 
-// How many groups from g on go together: all of one tier.
-static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, size_t most) {
+#if BYTE_DOTS
+static void score_various(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
+                          prefetching *ahead) {
+  CASE(4, 1, KEYS_VARIOUS);
+  CASE(4, 2, KEYS_VARIOUS);
+  CASE(2, 4, KEYS_VARIOUS);
+  CASE(2, 8, KEYS_VARIOUS);
+  assert(!"a combination without code of its own");
+}
+#endif
+
+static void score_any(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
+                      prefetching *ahead) {
+#if BYTE_DOTS
+  CASE(4, 1, KEYS_ANY);
+  CASE(4, 2, KEYS_ANY);
+  CASE(2, 4, KEYS_ANY);
+  CASE(2, 8, KEYS_ANY);
+#endif
+  CASE(1, 1, KEYS_ANY);
+  CASE(1, 2, KEYS_ANY);
+  CASE(1, 4, KEYS_ANY);
+  CASE(1, 8, KEYS_ANY);
+  assert(!"a combination without code of its own");
+}
+#undef CASE
+
+static void score_chunk(const page_groups *page, const key_pass *pass, size_t count, size_t columns,
+                        const key_outcome *out, prefetching *ahead) {
+  if (!page->plain) return score_any(pass, count, columns, out, ahead);
+#if BYTE_DOTS
+  if (!page->alike) return score_various(pass, count, columns, out, ahead);
+#endif
+  score_alike(pass, count, columns, out, ahead);
+}
+
+// How many groups from g on go together: all of one tier, or plain ones.
+static size_t groups_together(const page_groups *page, size_t g, size_t most) {
+  if (page->alike || page->plain) return most;
   if (g + most > QKV_PAGE_GROUPS) return 1;
   for (size_t i = 1; i < most; i++) {
-    if (tiers[g + i] != tiers[g]) return 1;
+    if (page->layouts[g + i] != page->layouts[g]) return 1;
   }
   return most;
 }
@@ -276,10 +347,12 @@ static size_t groups_together(const uint8_t tiers[QKV_PAGE_GROUPS], size_t g, si
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   const size_t length = qkvi_column_bytes(queries->dim), blocks = length / QKVI_BLOCK_WIDTH;
   const unsigned parts = queries->parts;
+  const page_groups page = find_groups(keys, layouts);
+  const size_t blocks_of_all = most_blocks(&page);
   mixed_group mixed[QKV_PAGE_GROUPS];
   prefetching along = {0};
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    mix_group(QKV_K, qkvi_layouts_find(layouts, keys->schedule, keys->tiers[g]), keys->groups[g], mixed[g]);
+  if (!page.plain) {
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) mix_group(QKV_K, page.layouts[g], page.groups[g], mixed[g]);
   }
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
@@ -292,20 +365,21 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
     const size_t most = keys_together(chunk.columns);
     if (chunk.first == 0) along = prefetching_of(ahead, QKV_PAGE_GROUPS / most * blocks * (GROUP / LANES));
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
-      const uint8_t tier = keys->tiers[g];
-      key_pass pass = {.layout = qkvi_layouts_find(layouts, keys->schedule, tier),
-                       .mixed = &mixed[g],
-                       .columns = columns,
-                       .wide = parts == 2 ? queries->wide : blocks,
-                       .offsets = queries->offsets + chunk.first * parts * (blocks + 1)};
-      count = groups_together(keys->tiers, g, most);
-      for (size_t i = 0; i < count; i++) pass.groups[i] = keys->groups[g + i];
+      count = groups_together(&page, g, most);
+      const key_pass pass = {.layouts = &page.layouts[g],
+                             .groups = &page.groups[g],
+                             .mixed = &mixed[g],
+                             .blocks = page.plain && most > 1 ? blocks_of_all : page.layouts[g]->count,
+                             .deep = page.layouts[g]->deep,
+                             .columns = columns,
+                             .wide = parts == 2 ? queries->wide : blocks,
+                             .offsets = queries->offsets + chunk.first * parts * (blocks + 1)};
       const key_outcome out = {.parts = parts,
                                .rows = chunk.rows,
                                .scales = queries->scales + chunk.first,
                                .gains = keys->gains + g * GROUP,
                                .scores = scores + chunk.first * QKV_PAGE_TOKENS + g * GROUP};
-      score_chunk(&pass, count, chunk.columns, &out, &along);
+      score_chunk(&page, &pass, count, chunk.columns, &out, &along);
     }
   }
 }

@@ -5,10 +5,10 @@
 #include "engine/kernel/x86/columns.h"
 #include "engine/kernel/x86/twins.h"
 
-// The groups of one tier.
+// The groups of one tier, or all groups where their blocks are plain.
 typedef struct value_run {
-  const qkvi_tier_blocks *layout;
-  size_t count;
+  const qkvi_tier_blocks *layouts[QKV_PAGE_GROUPS];  // only the first one counts where they are alike
+  size_t count, blocks;
   const uint8_t *groups[QKV_PAGE_GROUPS];
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const mixed_group *mixed[QKV_PAGE_GROUPS];
@@ -21,8 +21,8 @@ typedef struct value_outcome {
   size_t rows, dim;
   const float *scales;
   float *sums;               // [rows][dim]
-  bool only, first;          // tier of the page
-  column_sums *whole, *low;  // [lane vectors]; NULL with only one tier; `low` of deep blocks
+  bool first;                // tier of the page
+  column_sums *whole, *low;  // [lane vectors]; NULL with only one run; `low` of deep blocks
 } value_outcome;
 
 INLINE size_t value_sets(size_t count, size_t width) {
@@ -61,7 +61,7 @@ INLINE void fold(const value_outcome *out, size_t first, size_t width, const wor
 }
 
 INLINE void keep(const value_outcome *out, size_t first, size_t width, const words *sums, const words *low) {
-  if (out->only) {
+  if (out->whole == NULL) {
     fold(out, first, width, sums, low);
     return;
   }
@@ -73,16 +73,16 @@ INLINE void keep(const value_outcome *out, size_t first, size_t width, const wor
   }
 }
 
-// Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape.
-INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width,
-                       const value_outcome *out, prefetching *ahead) {
-  const qkvi_block *blocks = &run->layout->blocks[b];
+// Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape, of so many groups.
+INLINE void sum_blocks(const value_run *run, size_t groups, qkvi_block_shape shape, size_t b, size_t count,
+                       size_t width, bool alike, const value_outcome *out, prefetching *ahead) {
   const size_t sets = value_sets(count, width);
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
     column_sums sums[SETS_MAX][TOGETHER_MAX];
     UNROLL
     for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
-    for (size_t g = 0; g < run->count; g++) {
+    for (size_t g = 0; g < groups; g++) {
+      const qkvi_block *blocks = &run->layouts[alike ? 0 : g]->blocks[b];
       source from[TOGETHER_MAX];
       UNROLL
       for (size_t i = 0; i < count; i++) from[i] = load_source(QKV_V, shape, &blocks[i], run->groups[g], lane);
@@ -105,7 +105,7 @@ INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, s
 // Block b, of more.
 INLINE void sum_deep_block(const value_run *run, qkvi_block_shape shape, size_t b, size_t width,
                            const value_outcome *out) {
-  const qkvi_block *block = &run->layout->blocks[b];
+  const qkvi_block *block = &run->layouts[0]->blocks[b];
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
     column_sums sums[1], low[1];
     clear_sums(sums, 1, width);
@@ -146,14 +146,35 @@ INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t width, c
 // Two blocks at once, which share the columns, where the processor has registers enough.
 enum { VALUES_TOGETHER = BYTE_DOTS ? 2 : 1 };
 
-INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
-#define PAIRS(SHAPE)                                                       \
-  case SHAPE:                                                              \
-    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {             \
-      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, out, &along);      \
-    }                                                                      \
-    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, out, &along); \
+#define PAIRS(SHAPE)                                                                      \
+  case SHAPE:                                                                             \
+    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {                            \
+      sum_blocks(run, groups, SHAPE, b, VALUES_TOGETHER, width, alike, out, &along);      \
+    }                                                                                     \
+    for (; b < end; b++) sum_blocks(run, groups, SHAPE, b, 1, width, alike, out, &along); \
     break
+
+// All groups, which have plain blocks.
+INLINE void sum_plain(const value_run *run, size_t width, bool alike, const value_outcome *outcome,
+                      prefetching *ahead) {
+  value_outcome alone = *outcome, *out = &alone;
+  alone.whole = NULL;
+  const size_t groups = QKV_PAGE_GROUPS, looked_at = alike ? 1 : groups;
+  prefetching along = *ahead;
+  for (size_t b = 0; b < run->blocks;) {
+    const size_t end = run_end_of_all(run->layouts, looked_at, b, run->blocks);
+    switch (shape_of_all(run->layouts, looked_at, b)) {
+      PAIRS(QKVI_BLOCK_NIBBLES);
+      PAIRS(QKVI_BLOCK_FIELDS);
+      default:
+        PAIRS(QKVI_BLOCK_SIXES);
+    }
+  }
+  *ahead = along;
+}
+
+// Any blocks of groups that are alike.
+INLINE void sum_any(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
 #define EACH(SHAPE, SUM)     \
   case SHAPE:                \
     for (; b < end; b++) {   \
@@ -161,17 +182,20 @@ INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out
       prefetch_some(&along); \
     }                        \
     break
+#define HALVES(SHAPE) EACH(SHAPE, sum_blocks(run, groups, SHAPE, b, 1, width, alike, out, &along))
+  const size_t groups = run->count;
+  const bool alike = true;
   prefetching along = *ahead;
-  const qkvi_tier_blocks *layout = run->layout;
+  const qkvi_tier_blocks *layout = run->layouts[0];
   for (size_t b = 0; b < layout->count;) {
     const size_t end = run_end(layout, b, b < layout->deep ? layout->deep : layout->count);
     switch (layout->blocks[b].shape) {
       PAIRS(QKVI_BLOCK_NIBBLES);
       PAIRS(QKVI_BLOCK_FIELDS);
       PAIRS(QKVI_BLOCK_SIXES);
-      EACH(QKVI_BLOCK_NIBBLES_HALF, sum_blocks(run, QKVI_BLOCK_NIBBLES_HALF, b, 1, width, out, &along));
-      EACH(QKVI_BLOCK_FIELDS_HALF, sum_blocks(run, QKVI_BLOCK_FIELDS_HALF, b, 1, width, out, &along));
-      EACH(QKVI_BLOCK_SIXES_HALF, sum_blocks(run, QKVI_BLOCK_SIXES_HALF, b, 1, width, out, &along));
+      HALVES(QKVI_BLOCK_NIBBLES_HALF);
+      HALVES(QKVI_BLOCK_FIELDS_HALF);
+      HALVES(QKVI_BLOCK_SIXES_HALF);
       EACH(QKVI_BLOCK_BYTES, sum_deep_block(run, QKVI_BLOCK_BYTES, b, width, out));
       EACH(QKVI_BLOCK_BYTES_HALF, sum_deep_block(run, QKVI_BLOCK_BYTES_HALF, b, width, out));
       default:
@@ -182,25 +206,45 @@ INLINE void sum_run(const value_run *run, size_t width, const value_outcome *out
     }
   }
   *ahead = along;
-#undef PAIRS
 #undef EACH
+#undef HALVES
+}
+#undef PAIRS
+
+// For whatever number of columns, which becomes a constant. Functions of their own, which the compiler does better
+// with.
+#define EACH_WIDTH(SUM)                                      \
+  switch (columns) {                                         \
+    case 1:                                                  \
+      return SUM(1);                                         \
+    case 2:                                                  \
+      return SUM(2);                                         \
+    case 4:                                                  \
+      return SUM(4);                                         \
+    case 8:                                                  \
+      return SUM(8);                                         \
+    default:                                                 \
+      assert(!"a chunk of other than 1, 2, 4 or 8 columns"); \
+  }
+
+static void sum_alike(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
+#define SUM(WIDTH) sum_plain(run, WIDTH, true, out, ahead)
+  EACH_WIDTH(SUM)
+#undef SUM
+}
+
+static void sum_various(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
+#define SUM(WIDTH) sum_plain(run, WIDTH, false, out, ahead)
+  EACH_WIDTH(SUM)
+#undef SUM
 }
 
 static void sum_chunk(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
-#define CASE(WIDTH)                  \
-  case WIDTH:                        \
-    sum_run(run, WIDTH, out, ahead); \
-    break
-  switch (columns) {
-    CASE(1);
-    CASE(2);
-    CASE(4);
-    CASE(8);
-    default:
-      assert(!"a chunk of other than 1, 2, 4 or 8 columns");
-  }
-#undef CASE
+#define SUM(WIDTH) sum_any(run, WIDTH, out, ahead)
+  EACH_WIDTH(SUM)
+#undef SUM
 }
+#undef EACH_WIDTH
 
 // The sums that were kept for several tiers, of all the blocks of the highest.
 static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier_blocks *layout) {
@@ -222,10 +266,11 @@ static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier
   }
 }
 
-// The groups of a page by tier, the highest first. Returns how many tiers there are; group_of[i][j] is the number of
-// run i's group j.
-static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, mixed_group *mixed,
-                        value_run runs[QKV_PAGE_GROUPS], size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS]) {
+// The groups of a page by tier, the highest first; all at once where they are alike or plain. Returns how many runs
+// there are; group_of[i][j] is the number of run i's group j.
+static size_t find_runs(const qkv_page_codes *values, const page_groups *page, mixed_group *mixed,
+                        value_run runs[QKV_PAGE_GROUPS], uint8_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS]) {
+  const bool whole = page->alike || page->plain;
   size_t count = 0;
   for (int below = QKV_TIER_MAX + 1;;) {
     int tier = -1;
@@ -234,14 +279,17 @@ static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, mixe
     }
     if (tier < 0) return count;
     value_run *run = &runs[count];
-    *run = (value_run){.layout = qkvi_layouts_find(layouts, values->schedule, (unsigned)tier)};
+    run->count = run->blocks = 0;
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-      if (values->tiers[g] != tier) continue;
-      run->groups[run->count] = values->groups[g];
+      if (!whole && values->tiers[g] != tier) continue;
+      if (page->layouts[g]->count > run->blocks) run->blocks = page->layouts[g]->count;
+      if (!page->plain) mix_group(QKV_V, page->layouts[g], values->groups[g], mixed[g]);
+      run->layouts[run->count] = page->layouts[g];
+      run->groups[run->count] = page->groups[g];
       run->mixed[run->count] = &mixed[g];
-      mix_group(QKV_V, run->layout, values->groups[g], mixed[g]);
-      group_of[count][run->count++] = g;
+      group_of[count][run->count++] = (uint8_t)g;
     }
+    if (whole) return 1;
     below = tier;
     count++;
   }
@@ -250,14 +298,15 @@ static size_t find_runs(const qkv_page_codes *values, qkv_layouts *layouts, mixe
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   const size_t dim = values->schedule->dim;
   const unsigned parts = weights->parts;
+  const page_groups page = find_groups(values, layouts);
   value_run runs[QKV_PAGE_GROUPS];
-  size_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS];
+  uint8_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS];
   mixed_group mixed[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
-  const size_t run_count = find_runs(values, layouts, mixed, runs, group_of);
+  const size_t run_count = find_runs(values, &page, mixed, runs, group_of);
   size_t steps = 0;
   for (size_t i = 0; i < run_count; i++) {
-    steps += runs[i].layout->count / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);
+    steps += runs[i].blocks / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);
   }
   prefetching along = prefetching_of(ahead, steps);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
@@ -273,16 +322,21 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
                          .dim = dim,
                          .scales = weights->scales + chunk.first,
                          .sums = sums + chunk.first * dim,
-                         .only = run_count == 1,
-                         .whole = whole,
+                         .whole = run_count > 1 ? whole : NULL,
                          .low = low};
     for (size_t i = 0; i < run_count; i++) {
       for (size_t j = 0; j < runs[i].count; j++) {
-        runs[i].columns[j] = columns + group_of[i][j] * (GROUP / 4) * chunk.columns * COLUMN_BYTES;
+        runs[i].columns[j] = columns + group_of[i][j] * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
       }
       out.first = i == 0;
-      sum_chunk(&runs[i], chunk.columns, &out, &along);
+      if (!page.plain) {
+        sum_chunk(&runs[i], chunk.columns, &out, &along);
+      } else if (page.alike) {
+        sum_alike(&runs[i], chunk.columns, &out, &along);
+      } else {
+        sum_various(&runs[i], chunk.columns, &out, &along);
+      }
     }
-    if (!out.only) fold_chunk(&out, chunk.columns, runs[0].layout);
+    if (run_count > 1) fold_chunk(&out, chunk.columns, runs[0].layouts[0]);
   }
 }

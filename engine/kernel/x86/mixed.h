@@ -124,15 +124,9 @@ INLINE bytes pair_of(qkv_part part, const qkvi_unit units[2][QKV_DEPTH_MAX / 2],
 // ---- Centroids ----
 
 INLINE unsigned unit_kind(unsigned depth) {
-  static const uint8_t kinds[QKV_DEPTH_MAX + 1] = {0,
-                                                   QKVI_BLOCK_1_LOW,
-                                                   QKVI_BLOCK_2,
-                                                   QKVI_BLOCK_3_LOW,
-                                                   QKVI_BLOCK_4,
-                                                   QKVI_BLOCK_5_LOW,
-                                                   QKVI_BLOCK_6,
-                                                   QKVI_BLOCK_7_LOW,
-                                                   QKVI_BLOCK_8};
+  static const uint8_t kinds[QKV_DEPTH_MAX + 1] = {QKVI_BLOCK_NONE,  QKVI_BLOCK_1_LOW, QKVI_BLOCK_2,
+                                                   QKVI_BLOCK_3_LOW, QKVI_BLOCK_4,     QKVI_BLOCK_5_LOW,
+                                                   QKVI_BLOCK_6,     QKVI_BLOCK_7_LOW, QKVI_BLOCK_8};
   return kinds[depth];
 }
 
@@ -142,7 +136,6 @@ INLINE bytes each_byte(uint8_t byte) {
 
 // The field's look-up table of a half of up to QKVI_SHALLOW_MAX bits.
 INLINE const uint8_t *half_table(qkv_part table, unsigned depth, size_t field) {
-  if (depth == 0) return qkvi_integers.none[table];
   const unsigned kind = unit_kind(depth);
   if (kind < QKVI_BLOCK_NIBBLE_KINDS) return qkvi_integers.nibbles[table][kind][field % 2];
   return qkvi_integers.sixes[table][kind - QKVI_BLOCK_5_LOW][field % 2];
