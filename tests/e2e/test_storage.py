@@ -130,7 +130,8 @@ def test_layers_to_come_are_read_ahead(start):
         assert cache.info().tokens_cold == 500 * (layers - 1 - ahead)
         for layer in range(1, layers):
             before.append(cache.attend(499, queries, layer=layer))
-        wait_for(lambda: daemon.metric("qkvd_storage_restored_pages_total") == (layers + 1) * 8, "pages have not come once")
+        restored = (layers + 1) * 8
+        wait_for(lambda: daemon.metric("qkvd_storage_restored_pages_total") == restored, "pages have not come once")
         assert cache.info().tokens_cold == 0
         for layer in range(layers):
             assert_same_rows(before[layer], cache.attend(499, queries, layer=layer))
@@ -183,6 +184,45 @@ def test_buffers_and_directories_are_part_of_the_budget(start):
         wait_for(lambda: reserved() >= (4 << 20) + 300 * records, "records are not counted")
         cache.stub.CloseSession(kv.CloseSessionRequest(session="s"))
         wait_for(lambda: reserved() == 4 << 20, "they are counted still")
+
+
+def test_segments_are_preallocated(start, tmp_path):
+    with start() as daemon:
+        fill(open_cache(daemon), 300)
+        first = tmp_path / "data" / "segment-0000000000000001.qkv"
+        assert first.stat().st_size == first.stat().st_blocks * 512 == 4 << 20
+    assert first.stat().st_size < 1 << 20  # sealed: the rest is cut off
+
+
+def test_appends_wait_for_the_disk(start):
+    """More comes than memory holds before any of it is durable: requests wait, and that is told."""
+    with start("--memory-budget", "2MiB", "--memory-high", "1", "--memory-low", "1", "--storage-dirty", "1MiB",
+               "--ema-every", "0", "--calibrate-tokens", "0") as daemon:
+        cache = open_cache(daemon, ASYNC, bits_k=8, bits_v=8)
+        position = 0
+
+        def held_back():
+            nonlocal position
+            fill(cache, 16384, position)
+            position += 16384
+            assert daemon.metric("qkvd_storage_dirty_bytes") <= 1 << 20
+            return daemon.metric("qkvd_storage_waits_total") > 0
+        wait_for(held_back, "nothing is held back")
+        assert list(cache.info().lengths) == [position] * LAYERS
+        assert rows(cache, 100)[0].shape[0] == 100
+
+
+def test_what_has_expired_stays_away(start):
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        cache.stub.Touch(kv.TouchRequest(session="s", ttl_ms=1))
+        wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 1, "it does not expire")
+        daemon.kill()
+    with start() as daemon:
+        with refused(grpc.StatusCode.NOT_FOUND, "s"):
+            reopen(daemon, cache).info()
+        assert daemon.metric("qkvd_storage_records") == 0
 
 
 def test_truncation_and_closing_hold_after_a_kill(start):
