@@ -77,13 +77,6 @@ INLINE void add_sums(column_sums *to, const column_sums *from, size_t count, siz
   }
 }
 
-// The end of the run of blocks of one shape that begins with b.
-INLINE size_t run_end(const qkvi_tier_blocks *layout, size_t b, size_t end) {
-  const uint8_t shape = layout->blocks[b].shape;
-  while (b < end && layout->blocks[b].shape == shape) b++;
-  return b;
-}
-
 // ---- Groups ----
 
 // The groups of a page by what their codes lie like.
@@ -125,7 +118,7 @@ INLINE uint8_t shape_of_all(const qkvi_tier_blocks *const *layouts, size_t count
   return most;
 }
 
-// The same as run_end of blocks that are taken for the same.
+// The end of the run of blocks that are taken for the same, which begins with b.
 INLINE size_t run_end_of_all(const qkvi_tier_blocks *const *layouts, size_t count, size_t b, size_t end) {
   const uint8_t shape = shape_of_all(layouts, count, b);
   while (b < end && shape_of_all(layouts, count, b) == shape) b++;

@@ -51,44 +51,6 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
   }
 }
 
-// The same of the groups from `first` on, of more.
-INLINE void score_deep_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t first,
-                             size_t count, size_t width, column_sums *sums, column_sums *low) {
-  const qkvi_block *block = &pass->layouts[0]->blocks[b];
-  const uint8_t *columns = block_columns(pass, b, width);
-  source from[TOGETHER_MAX];
-  UNROLL
-  for (size_t g = 0; g < count; g++) from[g] = load_source(QKV_K, shape, block, pass->groups[first + g], lane);
-  UNROLL
-  for (size_t f = 0; f < FIELDS; f++) {
-    bytes high_planes[TOGETHER_MAX], low_planes[TOGETHER_MAX];
-    UNROLL
-    for (size_t g = 0; g < count; g++) {
-      planes_of(QKV_K, block, &from[g], f, &high_planes[g], &low_planes[g]);
-    }
-    add_dots(QKV_K, high_planes, count, columns + f * width * COLUMN_BYTES, width, sums);
-    add_dots(QKV_K, low_planes, count, columns + f * width * COLUMN_BYTES, width, low);
-  }
-}
-
-// A block that is not whole, of the groups from `first` on.
-INLINE void score_mixed(const key_pass *pass, size_t b, size_t lane, size_t first, size_t count, size_t width,
-                        column_sums *sums, column_sums *low) {
-  const uint8_t *columns = block_columns(pass, b, width);
-  ROLLED
-  for (size_t f = 0; f < FIELDS; f++) {
-    bytes high_planes[TOGETHER_MAX], low_planes[TOGETHER_MAX];
-    UNROLL
-    for (size_t g = 0; g < count; g++) {
-      const mixed_planes *planes = &pass->mixed[first + g][b][lane / LANES];
-      high_planes[g] = (*planes)[0][f];
-      if (low != NULL) low_planes[g] = (*planes)[1][f];
-    }
-    add_dots(QKV_K, high_planes, count, columns + f * width * COLUMN_BYTES, width, sums);
-    if (low != NULL) add_dots(QKV_K, low_planes, count, columns + f * width * COLUMN_BYTES, width, low);
-  }
-}
-
 #define RUN(SHAPE)                                                          \
   case SHAPE:                                                               \
     for (; b < end; b++) {                                                  \
@@ -114,99 +76,59 @@ INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t 
   *ahead = along;
 }
 
-// The same of any blocks of up to QKVI_SHALLOW_MAX bits, of groups that are alike.
-INLINE void score_shallow(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
-                          bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
-  const bool alike = true;
+#undef RUN
+
+// The same of any blocks, whose centroids are there.
+INLINE void score_mixed(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
+                        bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
   prefetching along = *ahead;
-  for (size_t b = begin; b < last;) {
-    const size_t end = run_end(pass->layouts[0], b, last);
-    switch (pass->layouts[0]->blocks[b].shape) {
-      RUN(QKVI_BLOCK_NIBBLES);
-      RUN(QKVI_BLOCK_FIELDS);
-      RUN(QKVI_BLOCK_SIXES);
-      RUN(QKVI_BLOCK_SIXES_HALF);
-      RUN(QKVI_BLOCK_NIBBLES_HALF);
-      RUN(QKVI_BLOCK_FIELDS_HALF);
-      default:
-        for (; b < end; b++) {
-          score_mixed(pass, b, lane, 0, count, width, sums[0], NULL);
-          prefetch_some(&along);
-        }
+  for (size_t b = begin; b < last; b++) {
+    const uint8_t *columns = block_columns(pass, b, width);
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++) {
+      bytes centroids[TOGETHER_MAX];
+      UNROLL
+      for (size_t g = 0; g < count; g++) centroids[g] = pass->mixed[g][b][lane / LANES][0][f];
+      add_some_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, halved ? 1 : 0, halved ? 2 : 1,
+                    width, sums[f % key_sets(count, width)]);
     }
+    prefetch_some(&along);
   }
   *ahead = along;
 }
-#undef RUN
 
-// The blocks with more bits, of the groups from `first` on: their sums to `sums`, the low bytes' to `low`.
-INLINE void score_deep(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width, column_sums *sums,
-                       column_sums *low, prefetching *ahead) {
-#define RUN(SHAPE)                                                            \
-  case SHAPE:                                                                 \
-    for (; b < end; b++) {                                                    \
-      score_deep_block(pass, SHAPE, b, lane, first, count, width, sums, low); \
-      prefetch_some(&along);                                                  \
-    }                                                                         \
-    break
+// The blocks of more than QKVI_SHALLOW_MAX bits, of group g: their sums, and those of the low bytes.
+INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width, words *sums, words *low) {
   const size_t deep = pass->deep;
-  prefetching along = *ahead;
-  clear_sums(sums, count, width);
-  clear_sums(low, count, width);
+  column_sums high_sums[1], low_sums[1];
+  clear_sums(high_sums, 1, width);
+  clear_sums(low_sums, 1, width);
+  for (size_t b = 0; b < deep; b++) {
+    const mixed_planes *planes = &pass->mixed[g][b][lane / LANES];
+    const uint8_t *columns = block_columns(pass, b, width);
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++, columns += width * COLUMN_BYTES) {
+      add_dots(QKV_K, &(*planes)[0][f], 1, columns, width, high_sums);
+      add_dots(QKV_K, &(*planes)[1][f], 1, columns, width, low_sums);
+    }
+  }
   UNROLL
   for (size_t column = 0; column < width; column++) {
     const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[deep * width + column] : 0;
-    UNROLL
-    for (size_t g = 0; g < count; g++) {
-      sums[g][column] += offset;
-      low[g][column] += offset;
-    }
-  }
-  for (size_t b = 0; b < deep;) {
-    const size_t end = run_end(pass->layouts[0], b, deep);
-    switch (pass->layouts[0]->blocks[b].shape) {
-      RUN(QKVI_BLOCK_BYTES);
-      RUN(QKVI_BLOCK_BYTES_HALF);
-      default:
-        for (; b < end; b++) {
-          score_mixed(pass, b, lane, first, count, width, sums, low);
-          prefetch_some(&along);
-        }
-    }
-  }
-  add_sums(sums, sums, count, width);
-  *ahead = along;
-#undef RUN
-}
-
-// The same by way of variables of its own, which can be registers.
-INLINE void score_deep_to(const key_pass *pass, size_t lane, size_t first, size_t count, size_t width,
-                          column_sums *sums, column_sums *low, prefetching *ahead) {
-  column_sums own_sums[TOGETHER_MAX], own_low[TOGETHER_MAX];
-  score_deep(pass, lane, first, count, width, own_sums, own_low, ahead);
-  UNROLL
-  for (size_t g = 0; g < count; g++) {
-    UNROLL
-    for (size_t column = 0; column < width; column++) {
-      sums[first + g][column] = own_sums[g][column];
-      low[first + g][column] = own_low[g][column];
-    }
+    sums[column] = 2 * (high_sums[0][column] + offset);
+    low[column] = low_sums[0][column] + offset;
   }
 }
 
-// The same for whatever width; groups go together as far as there are registers for twice the sums. A function of its
-// own, so that what comes after it has the registers for itself.
+// The same of all groups, for whatever width. A function of its own, so that what comes after it has the registers
+// for itself.
 __attribute__((noinline)) static void score_deep_groups(const key_pass *pass, size_t lane, size_t count, size_t width,
-                                                        column_sums *sums, column_sums *low, prefetching *ahead) {
-#if BYTE_DOTS
-  if (count == 4 && width == 1) return score_deep_to(pass, lane, 0, 4, 1, sums, low, ahead);
-  if (count == 4 && width == 2) return score_deep_to(pass, lane, 0, 4, 2, sums, low, ahead);
-#endif
+                                                        column_sums *sums, column_sums *low) {
   for (size_t g = 0; g < count; g++) {
-    if (width == 1) score_deep_to(pass, lane, g, 1, 1, sums, low, ahead);
-    if (width == 2) score_deep_to(pass, lane, g, 1, 2, sums, low, ahead);
-    if (width == 4) score_deep_to(pass, lane, g, 1, 4, sums, low, ahead);
-    if (width == 8) score_deep_to(pass, lane, g, 1, 8, sums, low, ahead);
+    if (width == 1) score_deep(pass, lane, g, 1, sums[g], low[g]);
+    if (width == 2) score_deep(pass, lane, g, 2, sums[g], low[g]);
+    if (width == 4) score_deep(pass, lane, g, 4, sums[g], low[g]);
+    if (width == 8) score_deep(pass, lane, g, 8, sums[g], low[g]);
   }
 }
 
@@ -242,10 +164,11 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_w
   const bool halves = way != KEYS_VARIOUS && width > 1;
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     column_sums sets[SETS_MAX][TOGETHER_MAX], *sums = sets[0], high[TOGETHER_MAX], low[TOGETHER_MAX];
+    prefetch_some(ahead);
     clear_sums(sets[0], count, width);
     if (key_sets(count, width) > 1) clear_sums(sets[1], count, width);
     if (deep > 0) {
-      score_deep_groups(pass, lane, count, width, high, low, ahead);
+      score_deep_groups(pass, lane, count, width, high, low);
       add_sums(sums, high, count, width);
     }
 #if BYTE_DOTS
@@ -258,8 +181,8 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_w
     }
 #endif
     if (way == KEYS_ANY) {
-      score_shallow(pass, deep, wide, lane, count, width, false, sets, ahead);
-      if (halves && wide < blocks) score_shallow(pass, wide, blocks, lane, count, width, true, sets, ahead);
+      score_mixed(pass, deep, wide, lane, count, width, false, sets, ahead);
+      if (halves && wide < blocks) score_mixed(pass, wide, blocks, lane, count, width, true, sets, ahead);
     } else {
       const bool alike = way == KEYS_ALIKE;
       score_plain(pass, 0, wide, lane, count, width, alike, false, sets, ahead);
@@ -352,7 +275,10 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   mixed_group mixed[QKV_PAGE_GROUPS];
   prefetching along = {0};
   if (!page.plain) {
-    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) mix_group(QKV_K, page.layouts[g], page.groups[g], mixed[g]);
+    for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
+      for (count = 1; g + count < QKV_PAGE_GROUPS && page.layouts[g + count] == page.layouts[g];) count++;
+      mix_groups(QKV_K, page.layouts[g], &page.groups[g], count, &mixed[g]);
+    }
   }
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
@@ -363,7 +289,10 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
     columns = (const uint8_t *)wide;
 #endif
     const size_t most = keys_together(chunk.columns);
-    if (chunk.first == 0) along = prefetching_of(ahead, QKV_PAGE_GROUPS / most * blocks * (GROUP / LANES));
+    if (chunk.first == 0) {
+      const size_t steps = page.layouts[0]->count - page.layouts[0]->deep + 1;
+      along = prefetching_of(ahead, QKV_PAGE_GROUPS / most * steps * (GROUP / LANES));
+    }
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       count = groups_together(&page, g, most);
       const key_pass pass = {.layouts = &page.layouts[g],

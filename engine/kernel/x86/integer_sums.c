@@ -11,7 +11,7 @@ typedef struct value_run {
   size_t count, blocks;
   const uint8_t *groups[QKV_PAGE_GROUPS];
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
-  const mixed_group *mixed[QKV_PAGE_GROUPS];
+  const mixed_group *mixed;                 // of each group
 } value_run;
 
 // What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
@@ -102,44 +102,35 @@ INLINE void sum_blocks(const value_run *run, size_t groups, qkvi_block_shape sha
   }
 }
 
-// Block b, of more.
-INLINE void sum_deep_block(const value_run *run, qkvi_block_shape shape, size_t b, size_t width,
-                           const value_outcome *out) {
-  const qkvi_block *block = &run->layouts[0]->blocks[b];
+// The same where their centroids are there; one block of more bits.
+INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t count, size_t width, const value_outcome *out,
+                      prefetching *ahead) {
+  const size_t sets = value_sets(count, width);
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
-    column_sums sums[1], low[1];
-    clear_sums(sums, 1, width);
+    column_sums sums[SETS_MAX][TOGETHER_MAX], low[1];
+    UNROLL
+    for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
     clear_sums(low, 1, width);
     for (size_t g = 0; g < run->count; g++) {
-      const source from = load_source(QKV_V, shape, block, run->groups[g], lane);
+      const mixed_group *mixed = &run->mixed[g];
       UNROLL
       for (size_t f = 0; f < FIELDS; f++) {
-        bytes high_plane, low_plane;
-        planes_of(QKV_V, block, &from, f, &high_plane, &low_plane);
-        add_dots(QKV_V, &high_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
-        add_dots(QKV_V, &low_plane, 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
+        const uint8_t *columns = run->columns[g] + f * width * COLUMN_BYTES;
+        bytes centroids[TOGETHER_MAX];
+        UNROLL
+        for (size_t i = 0; i < count; i++) centroids[i] = (*mixed)[b + i][lane / LANES][0][f];
+        add_dots(QKV_V, centroids, count, columns, width, sums[f % sets]);
+        if (deep) add_dots(QKV_V, &(*mixed)[b][lane / LANES][1][f], 1, columns, width, low);
       }
+      prefetch_some(ahead);
     }
-    add_sums(sums, sums, 1, width);
-    keep(out, b * QKVI_BLOCK_WIDTH + lane, width, sums[0], low[0]);
-  }
-}
-
-INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t width, const value_outcome *out) {
-  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
-    column_sums sums[1], low[1];
-    clear_sums(sums, 1, width);
-    clear_sums(low, 1, width);
-    for (size_t g = 0; g < run->count; g++) {
-      const mixed_planes *planes = &(*run->mixed[g])[b][lane / LANES];
-      ROLLED
-      for (size_t f = 0; f < FIELDS; f++) {
-        add_dots(QKV_V, &(*planes)[0][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, sums);
-        if (deep) add_dots(QKV_V, &(*planes)[1][f], 1, run->columns[g] + f * width * COLUMN_BYTES, width, low);
-      }
+    UNROLL
+    for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
+    if (deep) add_sums(sums[0], sums[0], 1, width);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      keep(out, (b + i) * QKVI_BLOCK_WIDTH + lane, width, sums[0][i], deep ? low[0] : NULL);
     }
-    if (deep) add_sums(sums, sums, 1, width);
-    keep(out, b * QKVI_BLOCK_WIDTH + lane, width, sums[0], deep ? low[0] : NULL);
   }
 }
 
@@ -173,43 +164,20 @@ INLINE void sum_plain(const value_run *run, size_t width, bool alike, const valu
   *ahead = along;
 }
 
+#undef PAIRS
+
 // Any blocks of groups that are alike.
 INLINE void sum_any(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
-#define EACH(SHAPE, SUM)     \
-  case SHAPE:                \
-    for (; b < end; b++) {   \
-      SUM;                   \
-      prefetch_some(&along); \
-    }                        \
-    break
-#define HALVES(SHAPE) EACH(SHAPE, sum_blocks(run, groups, SHAPE, b, 1, width, alike, out, &along))
-  const size_t groups = run->count;
-  const bool alike = true;
   prefetching along = *ahead;
-  const qkvi_tier_blocks *layout = run->layouts[0];
-  for (size_t b = 0; b < layout->count;) {
-    const size_t end = run_end(layout, b, b < layout->deep ? layout->deep : layout->count);
-    switch (layout->blocks[b].shape) {
-      PAIRS(QKVI_BLOCK_NIBBLES);
-      PAIRS(QKVI_BLOCK_FIELDS);
-      PAIRS(QKVI_BLOCK_SIXES);
-      HALVES(QKVI_BLOCK_NIBBLES_HALF);
-      HALVES(QKVI_BLOCK_FIELDS_HALF);
-      HALVES(QKVI_BLOCK_SIXES_HALF);
-      EACH(QKVI_BLOCK_BYTES, sum_deep_block(run, QKVI_BLOCK_BYTES, b, width, out));
-      EACH(QKVI_BLOCK_BYTES_HALF, sum_deep_block(run, QKVI_BLOCK_BYTES_HALF, b, width, out));
-      default:
-        for (; b < end; b++) {
-          sum_mixed(run, b, b < layout->deep, width, out);
-          prefetch_some(&along);
-        }
-    }
+  const size_t deep = run->layouts[0]->deep;
+  size_t b = 0;
+  for (; b < deep; b++) sum_mixed(run, b, true, 1, width, out, &along);
+  for (; b + VALUES_TOGETHER <= run->blocks; b += VALUES_TOGETHER) {
+    sum_mixed(run, b, false, VALUES_TOGETHER, width, out, &along);
   }
+  for (; b < run->blocks; b++) sum_mixed(run, b, false, 1, width, out, &along);
   *ahead = along;
-#undef EACH
-#undef HALVES
 }
-#undef PAIRS
 
 // For whatever number of columns, which becomes a constant. Functions of their own, which the compiler does better
 // with.
@@ -283,13 +251,14 @@ static size_t find_runs(const qkv_page_codes *values, const page_groups *page, m
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       if (!whole && values->tiers[g] != tier) continue;
       if (page->layouts[g]->count > run->blocks) run->blocks = page->layouts[g]->count;
-      if (!page->plain) mix_group(QKV_V, page->layouts[g], values->groups[g], mixed[g]);
       run->layouts[run->count] = page->layouts[g];
       run->groups[run->count] = page->groups[g];
-      run->mixed[run->count] = &mixed[g];
       group_of[count][run->count++] = (uint8_t)g;
     }
+    if (!page->plain) mix_groups(QKV_V, run->layouts[0], run->groups, run->count, mixed);
+    run->mixed = mixed;
     if (whole) return 1;
+    mixed += run->count;
     below = tier;
     count++;
   }

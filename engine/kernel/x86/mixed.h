@@ -1,7 +1,10 @@
-// Blocks whose two halves have different depths, or that do not lie in slabs of their own: their centroids in the
-// vectors that whole blocks give (centroids.h), ahead of the sums.
+// Groups whose blocks are not plain (blocks.h): the centroids of all their blocks in vectors (centroids.h), ahead of
+// the sums. So the sums have no copy for each shape and no branch on it. In a calibrated schedule almost every block
+// has a shape of its own; with copies for each, their instructions did not stay decoded from one page to the next,
+// and a page took a fifth longer (docs/performance.md).
 //
-// A half is 8 coordinates. Whatever slab it lies in, its bits of a pair are brought to where a wide slab would have
+// Blocks whose two halves have different depths, or that do not lie in slabs of their own, are put together first. A
+// half is 8 coordinates. Whatever slab it lies in, its bits of a pair are brought to where a wide slab would have
 // them: of K to fields 0 and 1 of every byte, of V to 8 lanes; a narrow slab's to the lower bit. The two halves
 // together are a wide slab of their block, whose halves are looked up in tables of their own.
 #ifndef QKV_ENGINE_KERNEL_X86_MIXED_H
@@ -17,7 +20,7 @@ typedef uint16_t shorts __attribute__((vector_size(4 * LANES)));
 // Of a block and half of its lanes, or all: the centroids of each field; of deep blocks their high bytes, then the
 // low.
 typedef bytes mixed_planes[2][FIELDS];
-// Of a group: [block][lanes]; what is whole is left alone.
+// Of a group: [block][lanes].
 typedef mixed_planes mixed_group[QKVI_BLOCKS_MAX][LANE_SETS];
 
 INLINE bytes shift_down(bytes all, int bits) {
@@ -210,29 +213,70 @@ INLINE void mix_block(qkv_part part, const qkvi_tier_blocks *layout, size_t b, c
   }
 }
 
-INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, mixed_group out) {
-  for (size_t b = 0; b < layout->count; b++) {
-    if (layout->blocks[b].shape != QKVI_BLOCK_ANY) continue;
-    for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
-      bytes(*planes)[FIELDS] = out[b][lane / LANES];
-      if (layout->depths[b][0] <= QKV_DEPTH_MAX / 2) {
-        mix_block(part, layout, b, group, lane, 2, planes);
-      } else if (layout->depths[b][0] <= QKVI_SHALLOW_MAX) {
-        mix_block(part, layout, b, group, lane, 3, planes);
-      } else {
-        mix_block(part, layout, b, group, lane, 4, planes);
+INLINE void mix_any_block(qkv_part part, const qkvi_tier_blocks *layout, size_t b, const uint8_t *group, size_t lane,
+                          mixed_planes out) {
+  if (layout->depths[b][0] <= QKV_DEPTH_MAX / 2) {
+    mix_block(part, layout, b, group, lane, 2, out);
+  } else if (layout->depths[b][0] <= QKVI_SHALLOW_MAX) {
+    mix_block(part, layout, b, group, lane, 3, out);
+  } else {
+    mix_block(part, layout, b, group, lane, 4, out);
+  }
+}
+
+// Block b, which lies in slabs of its own, of all the groups: their tables are loaded once.
+INLINE void read_block(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, size_t b,
+                       const uint8_t *const *groups, size_t count, mixed_group *out) {
+  for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+    for (size_t g = 0; g < count; g++) {
+      bytes(*planes)[FIELDS] = out[g][b][lane / LANES];
+      const source from = load_source(part, shape, block, groups[g], lane);
+      UNROLL
+      for (size_t f = 0; f < FIELDS; f++) {
+        if (whole_of(shape) == QKVI_BLOCK_BYTES) {
+          planes_of(part, block, &from, f, &planes[0][f], &planes[1][f]);
+        } else {
+          planes[0][f] = centroids_of(part, shape, block, &from, f);
+        }
       }
     }
   }
 }
 
-// All that is not whole.
-static void mix_group(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, mixed_group out) {
-  if (layout->scattered == 0) return;
+INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *const *groups, size_t count,
+                       mixed_group *out) {
+#define READ(SHAPE)                                        \
+  case SHAPE:                                              \
+    read_block(part, SHAPE, block, b, groups, count, out); \
+    break
+  for (size_t b = 0; b < layout->count; b++) {
+    const qkvi_block *block = &layout->blocks[b];
+    switch (block->shape) {
+      READ(QKVI_BLOCK_FIELDS);
+      READ(QKVI_BLOCK_NIBBLES);
+      READ(QKVI_BLOCK_SIXES);
+      READ(QKVI_BLOCK_BYTES);
+      READ(QKVI_BLOCK_FIELDS_HALF);
+      READ(QKVI_BLOCK_NIBBLES_HALF);
+      READ(QKVI_BLOCK_SIXES_HALF);
+      READ(QKVI_BLOCK_BYTES_HALF);
+      default:
+        for (size_t i = 0; i < count * LANE_SETS; i++) {
+          const size_t g = i / LANE_SETS, lanes_at = i % LANE_SETS;
+          mix_any_block(part, layout, b, groups[g], lanes_at * LANES, out[g][b][lanes_at]);
+        }
+    }
+  }
+#undef READ
+}
+
+// Groups of one tier.
+static void mix_groups(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *const *groups, size_t count,
+                       mixed_group *out) {
   if (part == QKV_K) {
-    mix_blocks(QKV_K, layout, group, out);
+    mix_blocks(QKV_K, layout, groups, count, out);
   } else {
-    mix_blocks(QKV_V, layout, group, out);
+    mix_blocks(QKV_V, layout, groups, count, out);
   }
 }
 
