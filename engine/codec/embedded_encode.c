@@ -10,31 +10,16 @@
 #include "engine/codec/trial.h"
 #include "engine/kernel/kernel.h"
 
-// Where rows lie.
-typedef struct source_rows {
-  qkv_dtype dtype;
-  const uint8_t *data;
-  size_t stride, bytes;            // from one to the next; of one
-  const struct source_rows *next;  // those of the same tokens that are wanted next; NULL: none
-} source_rows;
-
-// Rows of one head lie apart, which no processor expects: the next ones are fetched meanwhile.
-static void fetch_ahead(const source_rows *rows, size_t t) {
-  enum { LINE = 64 };
-  const uint8_t *at = rows->data + t * rows->stride;
-  for (size_t i = 0; i < rows->bytes; i += LINE) __builtin_prefetch(at + i);
-}
-
 // `tokens` rows, those of a page's slots from `first` on, to code space: out [64][dim], zeros in the other slots.
 // `position` is that of slot 0.
 static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, uint64_t position, uint32_t first,
-                      uint32_t tokens, const source_rows *rows, float *out) {
+                      uint32_t tokens, const qkv_rows *rows, float *out) {
   const qkv_transform *transform = coder->heads[kv_head].transforms[part];
   const size_t dim = qkvi_coder_dim(coder, part), end = first + tokens;
   memset(out, 0, first * dim * sizeof *out);
   memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
   for (size_t t = 0; t < tokens; t++) {
-    if (rows->next != NULL) fetch_ahead(rows->next, t);
+    if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
     qkv_to_float(rows->dtype, rows->data + t * rows->stride, out + (first + t) * dim, dim);
   }
   if (part == QKV_K && coder->frame == QKV_FRAME_ARCHIVE) {
@@ -149,22 +134,27 @@ typedef struct page_rows {
   const void *parts[2];  // [tokens][kv_heads][dim]
 } page_rows;
 
-static source_rows source_of(const qkv_coder *coder, const page_rows *rows, uint16_t kv_head, qkv_part part) {
+static qkv_rows source_of(const qkv_coder *coder, const page_rows *rows, uint16_t kv_head, qkv_part part) {
   const size_t bytes = qkvi_coder_dim(coder, part) * qkv_dtype_size(rows->dtype);
-  return (source_rows){.dtype = rows->dtype,
-                       .data = (const uint8_t *)rows->parts[part] + kv_head * bytes,
-                       .stride = coder->kv_heads * bytes,
-                       .bytes = bytes};
+  return (qkv_rows){.dtype = rows->dtype,
+                    .data = (const uint8_t *)rows->parts[part] + kv_head * bytes,
+                    .stride = coder->kv_heads * bytes,
+                    .bytes = bytes};
+}
+
+// Those that come after a part's, as far as there are any.
+static const qkv_rows *next_of(const qkv_coder *coder, const page_rows *rows, uint16_t kv_head, qkv_part part,
+                               qkv_rows *room) {
+  if (part == QKV_V && kv_head + 1 == coder->kv_heads) return NULL;
+  *room =
+      part == QKV_K ? source_of(coder, rows, kv_head, QKV_V) : source_of(coder, rows, (uint16_t)(kv_head + 1), QKV_K);
+  return room;
 }
 
 // One head's K or V to code space.
 static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows, float *turned) {
-  source_rows source = source_of(coder, rows, kv_head, part), next;
-  if (part == QKV_K || kv_head + 1 < coder->kv_heads) {
-    next = part == QKV_K ? source_of(coder, rows, kv_head, QKV_V)
-                         : source_of(coder, rows, (uint16_t)(kv_head + 1), QKV_K);
-    source.next = &next;
-  }
+  qkv_rows source = source_of(coder, rows, kv_head, part), room;
+  source.next = next_of(coder, rows, kv_head, part, &room);
   turn_rows(coder, kv_head, part, rows->position, 0, rows->tokens, &source, turned);
 }
 
@@ -240,17 +230,31 @@ static void format_page(const qkv_coder *coder, uint64_t position, uint32_t toke
   qkv_page_format(image, &header, heads);
 }
 
+// One head's K or V to its place.
+static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
+                                uint8_t *gains, uint8_t *codes) {
+  const qkv_transform *transform = coder->heads[kv_head].transforms[part];
+  const uint8_t tier = coder->heads[kv_head].tiers[part];
+  const bool as_it_is = part == QKV_V || coder->frame == QKV_FRAME_PLAIN;
+  if (tier > 0 && as_it_is && transform->analysis == NULL) {
+    qkv_rows source = source_of(coder, rows, kv_head, part), room;
+    source.next = next_of(coder, rows, kv_head, part, &room);
+    qkv_kernels_get()->encode_rows(part, transform->schedule, tier, &source, rows->tokens, gains, codes);
+    return;
+  }
+  _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  turn_part(coder, kv_head, part, rows, turned);
+  encode_turned(part, transform, tier, turned, gains, codes);
+}
+
 // Rows with nothing beside their codes go to their places at once.
 static void encode_plainly(const qkv_coder *coder, const page_rows *rows, void *image) {
-  _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   format_page(coder, rows->position, rows->tokens, NULL, image);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       qkv_page_codes codes;
       qkvi_find(coder, image, h, part, &codes);
-      turn_part(coder, h, part, rows, turned);
-      encode_turned(part, coder->heads[h].transforms[part], coder->heads[h].tiers[part], turned,
-                    (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
+      encode_part_plainly(coder, h, part, rows, (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
     }
   }
 }
@@ -376,7 +380,7 @@ uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   const size_t row_bytes = schedule->dim * sizeof *rows;
-  const source_rows source = {QKV_FP32, (const uint8_t *)rows, row_bytes, row_bytes, NULL};
+  const qkv_rows source = {QKV_FP32, (const uint8_t *)rows, row_bytes, row_bytes, NULL};
   turn_rows(coder, kv_head, part, header->position, first, tokens, &source, turned);
   take_off(coder, &added, &theirs, part, turned);
   encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes);

@@ -78,14 +78,37 @@ static inline void weigh_coordinates(const uint16_t *reach, const float *weights
   memset(out->fours + c / FOURS, 0, SUM_LANES * sizeof *out->fours);
 }
 
+// encode_rows by way of a transform and a kernel that take floats.
+static inline void encode_rows_plain(QKV_DECLARE_HADAMARD((*forward)), QKV_DECLARE_ENCODE((*encode)), qkv_part part,
+                                     const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens,
+                                     uint8_t *gains, uint8_t *codes) {
+  _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  float errors[QKV_PAGE_TOKENS];
+  const size_t dim = schedule->dim;
+  for (size_t t = 0; t < tokens; t++) {
+    if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
+    qkv_to_float(rows->dtype, rows->data + t * rows->stride, turned + t * dim, dim);
+  }
+  memset(turned + tokens * dim, 0, (QKV_PAGE_TOKENS - tokens) * dim * sizeof *turned);
+  forward(turned, tokens, dim);
+  encode(part, schedule, tier, NULL, turned, gains, codes, errors);
+}
+
 typedef struct group_choice {
   uint8_t gains[QKV_GROUP_TOKENS], scales[QKV_GROUP_TOKENS];
-  bool zero[QKV_GROUP_TOKENS];
+  uint8_t zero[QKV_GROUP_TOKENS];  // not 0 where the row counts as zero
   float errors[QKV_GROUP_TOKENS];
 } group_choice;
 
+// qkv_gain_value of gains that are not 0.
 static inline void values_of_gains(const each_word *gains, each *values) {
-  for (size_t i = 0; i < QKV_GROUP_TOKENS; i++) (*values)[i] = qkvi_integers.gains[(*gains)[i]];
+  each_word bits = {0};
+  for (int32_t i = 0; i < GAIN_STEPS; i++) {
+    int32_t root;
+    memcpy(&root, &qkvi_tables.roots[i], sizeof root);
+    bits |= ((*gains & (GAIN_STEPS - 1)) == i) & root;
+  }
+  *values = (each)(bits + (((*gains >> 3) - 16) << 23));
 }
 
 static inline void clamp_gains(each_word *gains) {
@@ -128,6 +151,12 @@ static inline void choose_scales(float weight, group_scales *s) {
   s->unit = value / T_PER_UNIT;
 }
 
+static inline void narrow_words(const each_word *words, uint8_t *out) {
+  typedef uint8_t each_byte __attribute__((vector_size(QKV_GROUP_TOKENS)));
+  const each_byte bytes = __builtin_convertvector(*words, each_byte);
+  memcpy(out, &bytes, sizeof bytes);
+}
+
 static inline void choose_attempts(const group_scales *s, const group_sums *sums, group_choice *choice) {
   const float step = qkvi_integers.step;
   each_word best = {0}, gains = {0};
@@ -148,12 +177,11 @@ static inline void choose_attempts(const group_scales *s, const group_sums *sums
   }
   gains &= ~s->zero;
   const each missed = s->squares - (each)((each_word)(most * (s->unit * s->unit)) & ~s->zero);
-  for (size_t i = 0; i < QKV_GROUP_TOKENS; i++) {
-    choice->gains[i] = (uint8_t)gains[i];
-    choice->scales[i] = (uint8_t)best[i];
-    choice->zero[i] = s->zero[i] != 0;
-    choice->errors[i] = missed[i] > 0 ? missed[i] : 0;
-  }
+  const each errors = (each)((each_word)missed & (missed > 0));
+  narrow_words(&gains, choice->gains);
+  narrow_words(&best, choice->scales);
+  narrow_words(&s->zero, choice->zero);
+  memcpy(choice->errors, &errors, sizeof errors);
 }
 
 #endif

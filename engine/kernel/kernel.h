@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/tensor.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/dense.h"
 #include "engine/kernel/integer.h"
@@ -27,6 +28,25 @@
 #define QKV_DECLARE_ENCODE(name)                                                                                 \
   void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const float *weights, const float *rows, \
             uint8_t *gains, uint8_t *codes, float *errors)
+// Rows that may lie apart.
+typedef struct qkv_rows {
+  qkv_dtype dtype;
+  const uint8_t *data;
+  size_t stride, bytes;         // from one to the next; of one
+  const struct qkv_rows *next;  // those of the same tokens that are wanted next; NULL: none
+} qkv_rows;
+
+// Rows of one head lie apart in memory, which no processor expects: the next ones are fetched meanwhile.
+static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
+  enum { LINE = 64 };
+  const uint8_t *at = rows->data + t * rows->stride;
+  for (size_t i = 0; i < rows->bytes; i += LINE) __builtin_prefetch(at + i);
+}
+
+// The same of `tokens` rows as they came, through the Hadamard transform; the others count as zeros.
+#define QKV_DECLARE_ENCODE_ROWS(name)                                                                        \
+  void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens, \
+            uint8_t *gains, uint8_t *codes)
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
@@ -97,6 +117,7 @@ typedef struct qkv_kernels {
   QKV_DECLARE_SCORES((*scores));
   QKV_DECLARE_ACCUMULATE((*accumulate));
   QKV_DECLARE_ENCODE((*encode));
+  QKV_DECLARE_ENCODE_ROWS((*encode_rows));
   QKV_DECLARE_DECODE((*decode));
   QKV_DECLARE_LARGEST((*largest));
   QKV_DECLARE_WEIGH((*weigh));

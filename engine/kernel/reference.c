@@ -245,6 +245,10 @@ static QKV_DECLARE_ENCODE(encode_reference) {
   }
 }
 
+static QKV_DECLARE_ENCODE_ROWS(encode_rows_reference) {
+  encode_rows_plain(hadamard_forward_plain, encode_reference, part, schedule, tier, rows, tokens, gains, codes);
+}
+
 // ---- Dense transforms ----
 
 static QKV_DECLARE_DENSE(multiply_reference) {
@@ -276,6 +280,7 @@ const qkv_kernels qkvi_kernels_reference = {
     .scores = scores_reference,
     .accumulate = accumulate_reference,
     .encode = encode_reference,
+    .encode_rows = encode_rows_reference,
     .decode = decode_reference,
     .largest = largest_plain,
     .weigh = weigh_plain,

@@ -190,7 +190,9 @@ static void fill_encoding(void) {
       const uint8_t code = qkv_codebook_code((float)t / 64 * qkvi_tables.scales[s]);
       qkvi_tables.cells[s][t] = code;
       for (unsigned depth = 1; depth <= 4; depth++) {
-        qkvi_integers.units[s][depth][t] = (uint8_t)qkvi_integers.shallow[depth][code >> (QKV_DEPTH_MAX - depth)];
+        const uint8_t unit = (uint8_t)qkvi_integers.shallow[depth][code >> (QKV_DEPTH_MAX - depth)];
+        qkvi_integers.units[s][depth][t] = unit;
+        qkvi_integers.codes[depth][unit] = code;
       }
     }
     for (unsigned depth = 2; depth <= 4; depth++) {

@@ -66,6 +66,7 @@ typedef struct qkvi_integer_tables {
   float gains[256];                                          // qkv_gain_value
   int8_t shallow[QKVI_SHALLOW_MAX + 1][QKVI_SHALLOW_CODES];  // [depth][code]
   _Alignas(64) uint8_t units[QKVI_SCALES][5][256];           // [depth][t]: centroids of t in steps, for encoding
+  _Alignas(64) uint8_t codes[5][128];                        // [depth][centroid]: codes, whose first bits count
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds up to 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]

@@ -23,6 +23,7 @@ typedef struct workload {
   float *rows, *queries, *scores, *sums, *turned, *matrix;
   float peaks[QUERIES_MAX], totals[QUERIES_MAX];
   uint8_t *gains, *codes;
+  uint16_t *halves;  // the rows
   float errors[QKV_PAGE_TOKENS];
   qkv_integer_room *room;
   qkv_integer_queries integer_queries;
@@ -86,6 +87,13 @@ static void run_encode(workload *w, const qkv_kernels *kernels) {
 static void run_encode_weighted(workload *w, const qkv_kernels *kernels) {
   kernels->encode(w->page.part, &w->page.schedule, w->tier, qkvi_weights_alike, w->rows, w->gains, w->codes,
                   w->errors);
+}
+
+// Rows of fp16.
+static void run_encode_rows(workload *w, const qkv_kernels *kernels) {
+  const size_t bytes = w->page.schedule.dim * sizeof(uint16_t);
+  const qkv_rows rows = {.dtype = QKV_FP16, .data = (const uint8_t *)w->halves, .stride = bytes, .bytes = bytes};
+  kernels->encode_rows(w->page.part, &w->page.schedule, w->tier, &rows, QKV_PAGE_TOKENS, w->gains, w->codes);
 }
 
 static void run_decode(workload *w, const qkv_kernels *kernels) {
@@ -173,6 +181,8 @@ static const kernel_bench kernels_measured[] = {
     {"prepare q2", QKV_K, true, 2, run_prepare},
     {"encode K", QKV_K, false, 0, run_encode},
     {"encode V", QKV_V, false, 0, run_encode},
+    {"encode_rows K", QKV_K, false, 0, run_encode_rows},
+    {"encode_rows V", QKV_V, false, 0, run_encode_rows},
     {"decode K", QKV_K, false, 0, run_decode},
     {"decode V", QKV_V, false, 0, run_decode},
     {"weighted K", QKV_K, false, 0, run_encode_weighted},
@@ -232,6 +242,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   fill_input(&random, INPUT_GAUSSIAN, w->queries, QUERIES_MAX * dim);
   fill_input(&random, INPUT_GAUSSIAN, w->scores, (size_t)QUERIES_MAX * QKV_PAGE_TOKENS);
   fill_rows(&random, INPUT_GAUSSIAN, w->rows, dim);
+  w->halves = zeroed(rows * sizeof *w->halves);
+  qkv_from_float(QKV_FP16, w->rows, w->halves, rows);
   fill_input(&random, INPUT_GAUSSIAN, w->matrix, dim * dim);
   w->dense_memory = zeroed(qkv_dense_bytes(dim, dim));
   w->dense = qkv_dense_in(w->dense_memory, w->matrix, dim, dim);
@@ -258,6 +270,7 @@ static void workload_deinit(workload *w) {
   free(w->sums);
   free(w->gains);
   free(w->codes);
+  free(w->halves);
   free(w->room);
   free(w->integer_weights);
   free(w->layouts);

@@ -1,5 +1,6 @@
 #include <assert.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "tests/checkkern/checkkern.h"
 
@@ -112,6 +113,44 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded_free(&gains_got);
   guarded_free(&errors);
   guarded_free(&errors_got);
+  guarded_free(&codes);
+  guarded_free(&codes_got);
+}
+
+// Rows that lie apart, some of a page or all, and others to fetch meanwhile.
+static void check_encode_rows(checking *c, qkv_part part, const qkv_schedule *schedule, unsigned tier,
+                              input_kind kind) {
+  static const qkv_dtype dtypes[] = {QKV_FP16, QKV_BF16, QKV_FP32};
+  const qkv_dtype dtype = dtypes[naive_below(&c->random, 3)];
+  const page_part page = {.part = part,
+                          .schedule = *schedule,
+                          .codes.tiers = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier}};
+  const size_t bytes = schedule->dim * qkv_dtype_size(dtype), stride = bytes + 2 * naive_below(&c->random, 40);
+  const size_t tokens =
+      naive_below(&c->random, 2) == 0 ? QKV_PAGE_TOKENS : naive_below(&c->random, QKV_PAGE_TOKENS + 1);
+  float *floats = malloc((size_t)QKV_PAGE_TOKENS * schedule->dim * sizeof *floats);
+  assert(floats != NULL);
+  fill_rows(&c->random, kind, floats, schedule->dim);
+  for (size_t i = 0; i < (size_t)QKV_PAGE_TOKENS * schedule->dim; i++)
+    floats[i] = fmaxf(fminf(floats[i], 6e4f), -6e4f);
+  guarded data = guarded_make(tokens > 0 ? (tokens - 1) * stride + bytes : 0);
+  for (size_t t = 0; t < tokens; t++) {
+    qkv_from_float(dtype, floats + t * schedule->dim, data.data + t * stride, schedule->dim);
+  }
+  const qkv_rows next = {.dtype = dtype, .data = data.data, .stride = stride, .bytes = bytes};
+  qkv_rows rows = next;
+  if (naive_below(&c->random, 2) == 0) rows.next = &next;
+  guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = guarded_copy(&gains);
+  guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
+  guarded codes_got = guarded_copy(&codes);
+  qkv_kernels_at(0)->encode_rows(part, schedule, tier, &rows, tokens, gains.data, codes.data);
+  c->twin->encode_rows(part, schedule, tier, &rows, tokens, gains_got.data, codes_got.data);
+  check_same(c, "encode_rows: gains,", &page, tokens, &gains, &gains_got);
+  check_same(c, "encode_rows: codes,", &page, tokens, &codes, &codes_got);
+  free(floats);
+  guarded_free(&data);
+  guarded_free(&gains);
+  guarded_free(&gains_got);
   guarded_free(&codes);
   guarded_free(&codes_got);
 }
@@ -234,6 +273,7 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
     if (tier == 0) continue;
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       check_encode(c, part, schedule, tier, naive_below(&c->random, INPUT_KINDS));
+      check_encode_rows(c, part, schedule, tier, naive_below(&c->random, INPUT_KINDS));
     }
   }
   for (size_t i = 0; i < COUNTS; i++) {

@@ -4,6 +4,7 @@
 // [coordinate] of V, whose vectors the sums then run over in the reference's order.
 #include <string.h>
 
+#include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/quarters.h"
@@ -224,12 +225,17 @@ static QKV_DECLARE_DECODE(decode_twin) {
   }
 }
 
+static QKV_DECLARE_ENCODE_ROWS(encode_rows_twin) {
+  encode_rows_plain(hadamard_forward_plain, TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes);
+}
+
 const qkv_kernels TWIN(qkvi_kernels) = {
     .name = TWIN_NAME,
     .needs = TWIN_NEEDS,
     .scores = scores_twin,
     .accumulate = accumulate_twin,
     .encode = TWIN(qkvi_encode),
+    .encode_rows = encode_rows_twin,
     .decode = decode_twin,
     .largest = largest_plain,
     .weigh = weigh_plain,

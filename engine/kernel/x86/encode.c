@@ -1,6 +1,7 @@
 // Encoding rows in vectors (kernel/encode_plain.h). Compiled once for each family.
 //
-// Coordinates of up to four bits go the way of encode_bytes.h where the processor has it, else through 32-bit lanes
+// Coordinates of up to four bits go the way of encode_columns.h or, with weights or deeper ones beside them, of
+// encode_bytes.h where the processor has it, else through 32-bit lanes
 // here, where thresholds of t are searched; those of more go the way of encode_deep.h. Codes of a group are gathered
 // as bytes [token][coordinate] and then packed block by block (encode_pack.h).
 #include <assert.h>
@@ -11,11 +12,14 @@
 #include "engine/kernel/blocks.h"
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/plain.h"
 #include "engine/kernel/x86/encode_bytes.h"
+#include "engine/kernel/x86/encode_columns.h"
 #include "engine/kernel/x86/encode_deep.h"
 #include "engine/kernel/x86/encode_pack.h"
 #include "engine/kernel/x86/lane_sums.h"
 #include "engine/kernel/x86/lanes.h"
+#include "engine/kernel/x86/turn_columns.h"
 #include "engine/kernel/x86/twins.h"
 
 // ---- Search ----
@@ -160,20 +164,64 @@ static void encode_searching(const uint16_t *reach, const row_weights *weights, 
   }
 }
 
+// How rows are coded and where their codes go.
+typedef struct coded_as {
+  qkv_part part;
+  unsigned tier;
+  const qkv_schedule *schedule;
+  qkvi_tier_blocks blocks;
+} coded_as;
+
+#if BYTE_DOTS
+// A group's columns, with their squares in `scales`, to gains and codes.
+static void encode_columns(const coded_as *as, const columns *all, group_scales *scales, uint8_t *gains,
+                           uint8_t *codes, float *errors) {
+  const uint16_t *reach = as->schedule->reach[as->tier];
+  uint8_t quads[QUADS_MAX][64];
+  group_sums sums = {0};
+  group_choice choice;
+  tried_group tried;
+  choose_scales(reach[1], scales);
+  try_columns(reach, all, &scales->inverse, &tried, &sums);
+  choose_attempts(scales, &sums, &choice);
+  code_columns(reach, &tried, &choice, quads);
+  pack_columns(as->part, as->schedule, as->tier, &as->blocks, (const uint8_t(*)[64])quads, codes);
+  memcpy(gains, choice.gains, sizeof choice.gains);
+  memcpy(errors, choice.errors, sizeof choice.errors);
+}
+
+static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+  const size_t dim = as->schedule->dim, coordinates = as->schedule->reach[as->tier][1];
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    columns all;
+    group_scales scales;
+    columns_of_rows(rows + g * GROUP * dim, dim, coordinates, &all);
+    sum_columns(&all, coordinates, &scales.squares);
+    encode_columns(as, &all, &scales, gains + g * GROUP, codes, errors + g * GROUP);
+    codes += qkv_schedule_group_bytes(as->schedule, as->tier);
+  }
+}
+#else
+static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+  (void)as, (void)rows, (void)gains, (void)codes, (void)errors;
+}
+#endif
+
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const uint16_t *reach = schedule->reach[tier];
   const size_t dim = schedule->dim;
   const bool in_bytes = encode_bytes_can(reach);
   uint8_t group_codes[GROUP * QKV_DIM_MAX + QKVI_BLOCK_WIDTH];  // [token][dim]
-  qkvi_tier_blocks blocks;
+  coded_as as = {.part = part, .schedule = schedule, .tier = tier};
   row_weights each_weight;
   byte_plan plan;
   steps all;
-  qkvi_blocks_find(schedule, tier, &blocks);
+  qkvi_blocks_find(schedule, tier, &as.blocks);
+  if (columns_can(reach, weights)) return encode_by_columns(&as, rows, gains, codes, errors);
   weigh_coordinates(reach, weights != NULL ? weights : qkvi_weights_alike, &each_weight);
   find_steps(reach, &all);
-  if (in_bytes) plan_bytes(reach, weights != NULL, &plan);
+  if (in_bytes) plan_bytes(reach, &plan);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, rows += GROUP * dim) {
     group_choice choice;
     group_scales scales;
@@ -185,7 +233,55 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
     code_deep_rows(&all, rows, dim, &scales.inverse, &choice, group_codes);
     memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
     memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
-    pack_group(part, schedule, tier, &blocks, group_codes, codes);
+    pack_group(part, schedule, tier, &as.blocks, group_codes, dim, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);
   }
+}
+
+#if BYTE_DOTS
+// The rows of a group, the first of which is row `first` of the page; zeros from `tokens` on.
+static void find_rows(const qkv_rows *rows, size_t first, size_t tokens, const uint8_t *found[GROUP]) {
+  static const uint16_t zeros[2 * TURN_SIZE_MAX];
+  for (size_t t = 0; t < GROUP; t++) {
+    found[t] = first + t < tokens ? rows->data + (first + t) * rows->stride : (const uint8_t *)zeros;
+  }
+}
+
+INLINE void encode_turning(qkv_dtype dtype, const coded_as *as, const qkv_rows *rows, size_t tokens, uint8_t *gains,
+                           uint8_t *codes) {
+  const size_t dim = as->schedule->dim, stride = qkv_schedule_group_bytes(as->schedule, as->tier);
+  turn_signs signs;
+  fill_turn_signs(dim, &signs);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, gains += GROUP, codes += stride) {
+    const uint8_t *found[GROUP];
+    columns all;
+    group_scales scales;
+    float errors[GROUP];
+    if (g * GROUP >= tokens) {
+      memset(gains, 0, GROUP);
+      memset(codes, 0, stride);
+      continue;
+    }
+    find_rows(rows, g * GROUP, tokens, found);
+    turn_group(dtype, found, rows->next, g * GROUP, dim, &signs, &all, &scales.squares);
+    encode_columns(as, &all, &scales, gains, codes, errors);
+  }
+}
+
+static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dtype dtype) {
+  const uint16_t *reach = schedule->reach[tier];
+  return columns_can(reach, NULL) && reach[1] == schedule->dim && turns_columns(dtype, schedule->dim);
+}
+#endif
+
+QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
+#if BYTE_DOTS
+  if (encodes_turning(schedule, tier, rows->dtype)) {
+    coded_as as = {.part = part, .schedule = schedule, .tier = tier};
+    qkvi_blocks_find(schedule, tier, &as.blocks);
+    if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes);
+    return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes);
+  }
+#endif
+  encode_rows_plain(TWIN(qkvi_hadamard_forward), TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes);
 }

@@ -1,6 +1,5 @@
-// Encoding coordinates of up to four bits with VBMI and VNNI: t in bytes, centroids and codes by look-ups in tables
-// of 256, sums by integer dot products. Where all count alike and none has more bits, they are whole numbers below
-// 2^24, so the order in which the reference takes them makes no difference.
+// Encoding coordinates of up to four bits with VBMI and VNNI where they have weights or deeper ones beside them: t in
+// bytes, centroids and codes by look-ups in tables of 256, sums by integer dot products.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 
@@ -13,7 +12,7 @@
 #include "engine/kernel/x86/lane_sums.h"
 
 #if defined(__AVX2__)
-enum { BYTES_DIM_MAX = 512 };  // 512 * 255 * 88 is less than 2^24
+enum { BYTES_DIM_MAX = 512 };
 
 static bool encode_bytes_can(const uint16_t *reach) {
   return BYTE_DOTS && reach[1] > 0 && reach[1] <= BYTES_DIM_MAX;
@@ -30,8 +29,6 @@ typedef struct byte_run {
 
 typedef struct byte_plan {
   size_t vectors;
-  bool alike;    // all coordinates have the depth of the first
-  bool counted;  // they count alike, and none has more than four bits
   size_t counts[VECTORS_MAX];
   byte_run runs[VECTORS_MAX][RUNS_MAX];
 } byte_plan;
@@ -40,11 +37,8 @@ static uint64_t first_ones(size_t n) {
   return n >= VECTOR ? UINT64_MAX : ((uint64_t)1 << n) - 1;
 }
 
-static void plan_bytes(const uint16_t *reach, bool weighted, byte_plan *plan) {
-  *plan = (byte_plan){.vectors = (reach[1] + VECTOR - 1u) / VECTOR, .counted = !weighted && reach[5] == 0};
-  unsigned first_depth = 4;
-  while (reach[first_depth] == 0) first_depth--;
-  plan->alike = plan->counted && reach[first_depth] == reach[1];
+static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
+  *plan = (byte_plan){.vectors = (reach[1] + VECTOR - 1u) / VECTOR};
   for (unsigned depth = 4; depth >= 1; depth--) {
     const size_t begin = reach[depth + 1], end = reach[depth];
     for (size_t v = begin / VECTOR; v * VECTOR < end; v++) {
@@ -90,7 +84,6 @@ INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
 }
 
-// weights NULL: all 1.
 INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights,
                               each *squares) {
   __m512 sums[GROUP];
@@ -99,7 +92,7 @@ INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates,
     for (size_t c = 0; c < coordinates; c += 16) {
       const __m512 x = c + 16 <= coordinates ? _mm512_loadu_ps(rows + r * dim + c)
                                              : _mm512_maskz_loadu_ps(0x00ff, rows + r * dim + c);
-      const __m512 weighted = weights != NULL ? _mm512_mul_ps(_mm512_loadu_ps(weights + c), x) : x;
+      const __m512 weighted = _mm512_mul_ps(_mm512_loadu_ps(weights + c), x);
       sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(weighted, x));
     }
   }
@@ -112,12 +105,11 @@ typedef struct byte_rows {
   uint64_t negative[GROUP][VECTORS_MAX];
 } byte_rows;
 
-// `whole`: the mask has all.
-INLINE void add_dots_of(const table_256 *units, bytes t, bool whole, __mmask64 mask, __mmask64 upper, bytes *with_row,
+INLINE void add_dots_of(const table_256 *units, bytes t, __mmask64 mask, __mmask64 upper, bytes *with_row,
                         bytes *with_itself) {
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) {
-    const bytes found = find_256(&units[s], t, upper), k = whole ? found : _mm512_maskz_mov_epi8(mask, found);
+    const bytes k = _mm512_maskz_mov_epi8(mask, find_256(&units[s], t, upper));
     with_row[s] = _mm512_dpbusd_epi32(with_row[s], t, k);
     with_itself[s] = _mm512_dpbusd_epi32(with_itself[s], k, k);
   }
@@ -128,43 +120,6 @@ INLINE void load_units(const byte_run *run, table_256 units[QKVI_SCALES]) {
   for (size_t s = 0; s < QKVI_SCALES; s++) units[s] = load_256(qkvi_integers.units[s][run->depth]);
 }
 
-INLINE void sum_row_of_bytes(const byte_plan *plan, bool whole, const table_256 *alike, const uint8_t *row,
-                             bytes *with_row, bytes *with_itself) {
-  for (size_t v = 0; v < plan->vectors; v++) {
-    const bytes t = load_bytes(row + v * VECTOR);
-    const __mmask64 upper = _mm512_movepi8_mask(t);
-    if (alike != NULL) {  // where coordinates end within a vector, t is 0 behind them
-      add_dots_of(alike, t, whole, plan->runs[v][0].mask, upper, with_row, with_itself);
-      continue;
-    }
-    for (size_t i = 0; i < plan->counts[v]; i++) {
-      table_256 units[QKVI_SCALES];
-      load_units(&plan->runs[v][i], units);
-      add_dots_of(units, t, false, plan->runs[v][i].mask, upper, with_row, with_itself);
-    }
-  }
-}
-
-INLINE void sum_rows_of_bytes(const byte_plan *plan, bool whole, const table_256 *alike, const byte_rows *rows,
-                              group_sums *sums) {
-  __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
-  for (size_t r = 0; r < GROUP; r++) {
-    bytes a[QKVI_SCALES], b[QKVI_SCALES];
-    for (size_t s = 0; s < QKVI_SCALES; s++) a[s] = b[s] = _mm512_setzero_si512();
-    sum_row_of_bytes(plan, whole, alike, rows->t[r], a, b);
-    for (size_t s = 0; s < QKVI_SCALES; s++) {
-      with_row[s][r] = _mm512_castsi512_ps(a[s]);
-      with_itself[s][r] = _mm512_castsi512_ps(b[s]);
-    }
-  }
-  for (size_t s = 0; s < QKVI_SCALES; s++) {
-    const __m512 a = add_lanes_of_16(with_row[s], true), b = add_lanes_of_16(with_itself[s], true);
-    sums->with_row[s] = (each)_mm512_cvtepi32_ps(_mm512_castps_si512(a));
-    sums->with_itself[s] = (each)_mm512_cvtepi32_ps(_mm512_castps_si512(b));
-  }
-}
-
-// The same where fours have weights.
 static void sum_weighted_rows(const byte_plan *plan, const float *fours, const byte_rows *rows, group_sums *sums) {
   __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
   for (size_t r = 0; r < GROUP; r++) {
@@ -180,7 +135,7 @@ static void sum_weighted_rows(const byte_plan *plan, const float *fours, const b
       for (size_t i = 0; i < plan->counts[v]; i++) {
         table_256 units[QKVI_SCALES];
         load_units(&plan->runs[v][i], units);
-        add_dots_of(units, t, false, plan->runs[v][i].mask, upper, tk, kk);
+        add_dots_of(units, t, plan->runs[v][i].mask, upper, tk, kk);
       }
       UNROLL
       for (size_t s = 0; s < QKVI_SCALES; s++) {
@@ -227,7 +182,7 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
                             group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
   group_sums sums = {0};
-  sum_squares_of_16(rows, dim, reach[1], plan->counted ? NULL : weights->weights, &scales->squares);
+  sum_squares_of_16(rows, dim, reach[1], weights->weights, &scales->squares);
   choose_scales(weights->sum, scales);
   for (size_t r = 0; r < GROUP; r++) {
     const __m512 inverse = _mm512_set1_ps(scales->inverse[r]);
@@ -239,16 +194,8 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
       in_bytes.negative[r][v] = negative;
     }
   }
-  if (plan->alike) {
-    table_256 units[QKVI_SCALES];
-    load_units(&plan->runs[0][0], units);
-    sum_rows_of_bytes(plan, whole, units, &in_bytes, &sums);
-  } else if (plan->counted) {
-    sum_rows_of_bytes(plan, whole, NULL, &in_bytes, &sums);
-  } else {
-    sum_weighted_rows(plan, weights->fours, &in_bytes, &sums);
-    sum_deep_rows(deep, weights->weights, rows, dim, &scales->inverse, &sums);
-  }
+  sum_weighted_rows(plan, weights->fours, &in_bytes, &sums);
+  sum_deep_rows(deep, weights->weights, rows, dim, &scales->inverse, &sums);
   choose_attempts(scales, &sums, choice);
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
 }
@@ -265,8 +212,8 @@ static void encode_bytes(const uint16_t *reach, const row_weights *weights, cons
 typedef struct byte_plan {
   size_t vectors;
 } byte_plan;
-static void plan_bytes(const uint16_t *reach, bool weighted, byte_plan *plan) {
-  (void)reach, (void)weighted;
+static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
+  (void)reach;
   *plan = (byte_plan){0};
 }
 static void encode_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan, const steps *deep,

@@ -47,6 +47,14 @@ INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
   return fields;
 }
 
+// Quarter f of four vectors, field f of four lanes each.
+INLINE block_fields fields_of_quarters(const bytes v[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+  return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+                         _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
+}
+
 // codes [lane][item], `stride` apart: a transpose of 32-bit words.
 INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
   const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -59,21 +67,19 @@ INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
     four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 3 * stride)), 3);
     rows[i] = _mm512_permutexvar_epi32(dwords, four);  // quarter f: field f of four lanes
   }
-  const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44), b = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
-  const __m512i c = _mm512_shuffle_i32x4(rows[0], rows[1], 0xee), d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xee);
-  return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
-                         _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
+  return fields_of_quarters(rows);
 }
 
-// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low or high half.
+// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
+// high.
 INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
   const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  bytes packed = load_bytes(slab);
+  bytes packed = half == 0 ? _mm512_setzero_si512() : load_bytes(slab);
   UNROLL
   for (unsigned f = 0; f < 4; f++) {
     const unsigned to = 2 * (f ^ (pair & 1)) + half;
     const bytes moved = from >= to ? down(fields->of[f], (int)(from - to)) : up(fields->of[f], (int)(to - from));
-    packed = _mm512_or_si512(packed, _mm512_and_si512(moved, _mm512_set1_epi8((char)(mask << to))));
+    packed = blend_bits((uint8_t)(mask << to), moved, packed);
   }
   _mm512_storeu_si512(slab, packed);
 }
@@ -97,11 +103,12 @@ static inline block_fields fields_of(qkv_part part, const uint8_t *codes, size_t
   return fields;
 }
 
-// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low or high half.
+// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
+// high.
 static inline void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
   const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
-    words packed = load_words(slab + 4 * lane);
+    words packed = half == 0 ? (words){0} : load_words(slab + 4 * lane);
     for (unsigned item = 0; item < GROUP; item++) {
       const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
       packed |= (widen_bytes(fields->codes[item] + lane) >> from & mask) << to;
@@ -112,6 +119,11 @@ static inline void pack_slab(const block_fields *fields, unsigned pair, bool wid
 #endif
 
 INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
+  if (block->kind == QKVI_BLOCK_4) {  // most are
+    pack_slab(fields, 0, true, 0, group + block->slabs[0]);
+    pack_slab(fields, 1, true, 0, group + block->slabs[1]);
+    return;
+  }
   const unsigned depth = qkvi_block_depth(block->kind);
   const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
                     block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
@@ -133,17 +145,17 @@ static void transpose_block(const uint8_t *codes, size_t stride, size_t count, q
   transpose_bytes(codes, stride, columns[0], GROUP);
 }
 
-// codes [GROUP][dim] at full depth, and room for a block behind them.
+// codes [GROUP], `stride` apart, at full depth, and room for a block behind them.
 static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                       const uint8_t *codes, uint8_t *group) {
-  memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
+                       const uint8_t *codes, size_t stride, uint8_t *group) {
   if (blocks->scattered + blocks->halves > 0) {
-    qkvi_pack_sections(&(qkvi_packing){pack_block, transpose_block}, part, schedule->reach[tier], codes,
-                       schedule->dim, group);
+    memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
+    qkvi_pack_sections(&(qkvi_packing){pack_block, transpose_block}, part, schedule->reach[tier], codes, stride,
+                       group);
     return;
   }
   for (unsigned i = 0; i < blocks->count; i++) {
-    const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, schedule->dim);
+    const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, stride);
     pack_pairs(&blocks->blocks[i], &fields, group);
   }
 }

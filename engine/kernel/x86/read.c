@@ -285,6 +285,7 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .scores = scores_twin,
     .accumulate = accumulate_twin,
     .encode = TWIN(qkvi_encode),
+    .encode_rows = TWIN(qkvi_encode_rows),
     .decode = decode_twin,
     .largest = largest_plain,
     .weigh = weigh_plain,

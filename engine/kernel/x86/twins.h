@@ -21,6 +21,7 @@
 #endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
+QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows));
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward));
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse));
 QKV_DECLARE_DENSE(TWIN(qkvi_multiply));
