@@ -173,24 +173,33 @@ typedef struct coded_as {
 } coded_as;
 
 #if BYTE_DOTS
+static void find_column_blocks(coded_as *as) {
+  if (!all_fours(as->schedule->reach[as->tier])) qkvi_blocks_find(as->schedule, as->tier, &as->blocks);
+}
+
 // A group's columns, with their squares in `scales`, to gains and codes.
 static void encode_columns(const coded_as *as, const columns *all, group_scales *scales, uint8_t *gains,
                            uint8_t *codes, float *errors) {
   const uint16_t *reach = as->schedule->reach[as->tier];
-  uint8_t quads[QUADS_MAX][64];
   group_sums sums = {0};
   group_choice choice;
   tried_group tried;
   choose_scales(reach[1], scales);
   try_columns(reach, all, &scales->inverse, &tried, &sums);
   choose_attempts(scales, &sums, &choice);
-  code_columns(reach, &tried, &choice, quads);
-  pack_columns(as->part, as->schedule, as->tier, &as->blocks, (const uint8_t(*)[64])quads, codes);
+  if (!all_fours(reach)) {
+    pack_columns(as->part, as->schedule, as->tier, &as->blocks, &tried, &choice, codes);
+  } else if (as->part == QKV_K) {
+    pack_fours(QKV_K, reach[1], &tried, &choice, codes);
+  } else {
+    pack_fours(QKV_V, reach[1], &tried, &choice, codes);
+  }
   memcpy(gains, choice.gains, sizeof choice.gains);
   memcpy(errors, choice.errors, sizeof choice.errors);
 }
 
-static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+static void encode_by_columns(coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+  find_column_blocks(as);
   const size_t dim = as->schedule->dim, coordinates = as->schedule->reach[as->tier][1];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     columns all;
@@ -202,7 +211,7 @@ static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *ga
   }
 }
 #else
-static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+static void encode_by_columns(coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
   (void)as, (void)rows, (void)gains, (void)codes, (void)errors;
 }
 #endif
@@ -213,12 +222,15 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   const size_t dim = schedule->dim;
   const bool in_bytes = encode_bytes_can(reach);
   uint8_t group_codes[GROUP * QKV_DIM_MAX + QKVI_BLOCK_WIDTH];  // [token][dim]
-  coded_as as = {.part = part, .schedule = schedule, .tier = tier};
+  coded_as as;
   row_weights each_weight;
   byte_plan plan;
   steps all;
-  qkvi_blocks_find(schedule, tier, &as.blocks);
+  as.part = part;
+  as.tier = tier;
+  as.schedule = schedule;
   if (columns_can(reach, weights)) return encode_by_columns(&as, rows, gains, codes, errors);
+  qkvi_blocks_find(schedule, tier, &as.blocks);
   weigh_coordinates(reach, weights != NULL ? weights : qkvi_weights_alike, &each_weight);
   find_steps(reach, &all);
   if (in_bytes) plan_bytes(reach, &plan);
@@ -277,8 +289,11 @@ static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dty
 QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
 #if BYTE_DOTS
   if (encodes_turning(schedule, tier, rows->dtype)) {
-    coded_as as = {.part = part, .schedule = schedule, .tier = tier};
-    qkvi_blocks_find(schedule, tier, &as.blocks);
+    coded_as as;
+    as.part = part;
+    as.tier = tier;
+    as.schedule = schedule;
+    find_column_blocks(&as);
     if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes);
     return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes);
   }

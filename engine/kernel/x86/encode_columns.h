@@ -169,14 +169,34 @@ static void code_columns(const uint16_t *reach, const tried_group *tried, const 
   }
 }
 
-INLINE block_fields fields_of_quads(qkv_part part, const uint8_t (*codes)[64]) {
-  bytes quads[BLOCK_QUADS];
-  UNROLL
-  for (size_t i = 0; i < BLOCK_QUADS; i++) quads[i] = load_bytes(codes[i]);
+INLINE block_fields fields_of_quads(qkv_part part, const bytes quads[BLOCK_QUADS]) {
+  bytes turned[BLOCK_QUADS];
   if (part == QKV_K) return (block_fields){{quads[0], quads[1], quads[2], quads[3]}};
   UNROLL
-  for (size_t i = 0; i < BLOCK_QUADS; i++) quads[i] = turn_quarters(quads[i]);
-  return fields_of_quarters(quads);
+  for (size_t i = 0; i < BLOCK_QUADS; i++) turned[i] = turn_quarters(quads[i]);
+  return fields_of_quarters(turned);
+}
+
+// Where all coordinates have four bits, whole slabs of pair 0 and then of pair 1 follow each other.
+static bool all_fours(const uint16_t *reach) {
+  return reach[SHALLOW_MAX] == reach[1] && reach[1] % QKVI_BLOCK_WIDTH == 0;
+}
+
+// `part` is a constant.
+INLINE void pack_fours(qkv_part part, size_t coordinates, const tried_group *tried, const group_choice *choice,
+                       uint8_t *group) {
+  enum { SLAB = 64 };
+  const chosen_rows rows = rows_of_choice(choice);
+  const uint8_t *table = qkvi_integers.codes[SHALLOW_MAX];
+  const bytes low = load_bytes(table), high = load_bytes(table + 64);
+  for (size_t i = 0; i < coordinates / QKVI_BLOCK_WIDTH; i++) {
+    bytes quads[BLOCK_QUADS];
+    UNROLL
+    for (size_t j = 0; j < BLOCK_QUADS; j++) quads[j] = code_quad(tried, i * BLOCK_QUADS + j, &rows, low, high);
+    const block_fields fields = fields_of_quads(part, quads);
+    pack_slab(&fields, 0, true, 0, group + i * SLAB);
+    pack_slab(&fields, 1, true, 0, group + coordinates * SLAB / QKVI_BLOCK_WIDTH + i * SLAB);
+  }
 }
 
 // The same as bytes [row][coordinates].
@@ -187,16 +207,21 @@ static void codes_by_row(const uint8_t (*codes)[64], size_t coordinates, uint8_t
 }
 
 static void pack_columns(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                         const uint8_t (*codes)[64], uint8_t *group) {
+                         const tried_group *tried, const group_choice *choice, uint8_t *group) {
+  uint8_t codes[QUADS_MAX][64];
+  const uint16_t *reach = schedule->reach[tier];
+  code_columns(reach, tried, choice, codes);
   if (blocks->scattered + blocks->halves > 0) {
     uint8_t rows[GROUP * COLUMNS_MAX + QKVI_BLOCK_WIDTH];
-    const size_t coordinates = schedule->reach[tier][1];
-    codes_by_row(codes, coordinates, rows);
-    pack_group(part, schedule, tier, blocks, rows, coordinates, group);
+    codes_by_row((const uint8_t(*)[64])codes, reach[1], rows);
+    pack_group(part, schedule, tier, blocks, rows, reach[1], group);
     return;
   }
   for (unsigned i = 0; i < blocks->count; i++) {
-    const block_fields fields = fields_of_quads(part, codes + i * BLOCK_QUADS);
+    bytes quads[BLOCK_QUADS];
+    UNROLL
+    for (size_t j = 0; j < BLOCK_QUADS; j++) quads[j] = load_bytes(codes[i * BLOCK_QUADS + j]);
+    const block_fields fields = fields_of_quads(part, quads);
     pack_pairs(&blocks->blocks[i], &fields, group);
   }
 }

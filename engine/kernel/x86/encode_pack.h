@@ -119,11 +119,6 @@ static inline void pack_slab(const block_fields *fields, unsigned pair, bool wid
 #endif
 
 INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
-  if (block->kind == QKVI_BLOCK_4) {  // most are
-    pack_slab(fields, 0, true, 0, group + block->slabs[0]);
-    pack_slab(fields, 1, true, 0, group + block->slabs[1]);
-    return;
-  }
   const unsigned depth = qkvi_block_depth(block->kind);
   const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
                     block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;

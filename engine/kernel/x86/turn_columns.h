@@ -23,11 +23,12 @@ typedef struct turn_signs {
 } turn_signs;
 
 static void fill_turn_signs(size_t dim, turn_signs *out) {
-  float signs[2 * TURN_SIZE_MAX] = {0};
-  flip_signs(signs, dim);
-  for (size_t c = 0; c < dim; c++) {
-    uint16_t *at = out->of[c / TURN_BLOCK] + c % TURN_BLOCK / 8 * 16 + c % 8;
-    at[0] = at[8] = signbit(signs[c]) ? 0x8000 : 0;
+  const __m512i order = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3);
+  uint64_t state = dim, word = 0;
+  for (size_t c = 0; c < dim; c += TURN_BLOCK, word >>= TURN_BLOCK) {
+    if (c % 64 == 0) word = splitmix64(&state);  // as flip_signs
+    const __m256i signs = _mm256_maskz_set1_epi16((__mmask16)word, INT16_MIN);
+    _mm512_store_si512(out->of[c / TURN_BLOCK], _mm512_permutexvar_epi64(order, _mm512_castsi256_si512(signs)));
   }
 }
 
@@ -64,14 +65,6 @@ INLINE void take_block(qkv_dtype dtype, const uint8_t *const rows[GROUP], size_t
     x[i] = widen_numbers(dtype, _mm512_castsi512_si256(v[i]));
     x[i + 8] = widen_numbers(dtype, _mm512_extracti64x4_epi64(v[i], 1));
   }
-}
-
-// 1, which the compiler does not know: a - 1 b is a subtraction by the units that otherwise multiply, of which there
-// are as many as of those that add.
-INLINE __m512 unknown_one(void) {
-  __m512 one = _mm512_set1_ps(1);
-  __asm__("" : "+v"(one));
-  return one;
 }
 
 // `count` is a constant.
