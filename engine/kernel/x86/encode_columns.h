@@ -208,7 +208,7 @@ static void codes_by_row(const uint8_t (*codes)[64], size_t coordinates, uint8_t
 
 static void pack_columns(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
                          const tried_group *tried, const group_choice *choice, uint8_t *group) {
-  uint8_t codes[QUADS_MAX][64];
+  _Alignas(64) uint8_t codes[QUADS_MAX][64];
   const uint16_t *reach = schedule->reach[tier];
   code_columns(reach, tried, choice, codes);
   if (blocks->scattered + blocks->halves > 0) {

@@ -14,9 +14,11 @@
 // compiler says so, which is an error.
 #ifdef QKV_SANITIZED
 #define UNROLL
+#define UNROLL_16
 #define ROLLED
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL_16 _Pragma("GCC unroll 16")
 #define ROLLED _Pragma("GCC unroll 1")  // where copies of the body would only take the compiler's time
 #endif
 

@@ -71,7 +71,8 @@ INLINE void take_block(qkv_dtype dtype, const uint8_t *const rows[GROUP], size_t
 INLINE void meet_vectors(__m512 *x, size_t count, __m512 one) {
   UNROLL
   for (size_t half = 1; half < count; half *= 2) {
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < count; i++) {
+    UNROLL_16
+    for (size_t i = 0; i < count; i++) {
       if ((i & half) != 0) continue;
       const __m512 low = x[i], high = x[i + half];
       x[i] = _mm512_add_ps(low, high);
@@ -85,10 +86,12 @@ INLINE void meet_blocks(float (*x)[GROUP], size_t blocks, __m512 one, __m512 squ
   const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(blocks * TURN_BLOCK)));
   for (size_t c = 0; c < TURN_BLOCK; c++) {
     __m512 v[TURN_SIZE_MAX / TURN_BLOCK];
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < blocks; i++) v[i] = _mm512_load_ps(x[i * TURN_BLOCK + c]);
+    UNROLL_16
+    for (size_t i = 0; i < blocks; i++) v[i] = _mm512_load_ps(x[i * TURN_BLOCK + c]);
     meet_vectors(v, blocks, one);
     __m512 sum = squares[c];
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < blocks; i++) {
+    UNROLL_16
+    for (size_t i = 0; i < blocks; i++) {
       v[i] = _mm512_mul_ps(v[i], scale);
       sum = _mm512_add_ps(sum, _mm512_mul_ps(v[i], v[i]));
       _mm512_store_ps(x[i * TURN_BLOCK + c], v[i]);
@@ -114,8 +117,8 @@ INLINE void turn_group(qkv_dtype dtype, const uint8_t *const rows[GROUP], const 
     if (next != NULL) fetch_share(next, first, b, blocks);
     take_block(dtype, rows, offset, b % 2, signs->of[b], x);
     meet_vectors(x, TURN_BLOCK, one);
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < TURN_BLOCK; i++)
-        _mm512_store_ps(out->x[b * TURN_BLOCK + i], x[i]);
+    UNROLL_16
+    for (size_t i = 0; i < TURN_BLOCK; i++) _mm512_store_ps(out->x[b * TURN_BLOCK + i], x[i]);
   }
   __m512 sums[SUM_LANES] = {0};
   size_t start = 0;
