@@ -164,19 +164,14 @@ static void encode_searching(const uint16_t *reach, const row_weights *weights, 
   }
 }
 
-// How rows are coded and where their codes go.
+// How rows are coded.
 typedef struct coded_as {
   qkv_part part;
   unsigned tier;
   const qkv_schedule *schedule;
-  qkvi_tier_blocks blocks;
 } coded_as;
 
 #if BYTE_DOTS
-static void find_column_blocks(coded_as *as) {
-  if (!all_fours(as->schedule->reach[as->tier])) qkvi_blocks_find(as->schedule, as->tier, &as->blocks);
-}
-
 // A group's columns, with their squares in `scales`, to gains and codes.
 static void encode_columns(const coded_as *as, const columns *all, group_scales *scales, uint8_t *gains,
                            uint8_t *codes, float *errors) {
@@ -188,7 +183,7 @@ static void encode_columns(const coded_as *as, const columns *all, group_scales 
   try_columns(reach, all, &scales->inverse, &tried, &sums);
   choose_attempts(scales, &sums, &choice);
   if (!all_fours(reach)) {
-    pack_columns(as->part, as->schedule, as->tier, &as->blocks, &tried, &choice, codes);
+    pack_columns(as->part, reach, &tried, &choice, codes);
   } else if (as->part == QKV_K) {
     pack_fours(QKV_K, reach[1], &tried, &choice, codes);
   } else {
@@ -198,20 +193,18 @@ static void encode_columns(const coded_as *as, const columns *all, group_scales 
   memcpy(errors, choice.errors, sizeof choice.errors);
 }
 
-static void encode_by_columns(coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
-  find_column_blocks(as);
+static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
   const size_t dim = as->schedule->dim, coordinates = as->schedule->reach[as->tier][1];
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     columns all;
     group_scales scales;
-    columns_of_rows(rows + g * GROUP * dim, dim, coordinates, &all);
-    sum_columns(&all, coordinates, &scales.squares);
+    columns_of_rows(rows + g * GROUP * dim, dim, coordinates, &all, &scales.squares);
     encode_columns(as, &all, &scales, gains + g * GROUP, codes, errors + g * GROUP);
     codes += qkv_schedule_group_bytes(as->schedule, as->tier);
   }
 }
 #else
-static void encode_by_columns(coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
+static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
   (void)as, (void)rows, (void)gains, (void)codes, (void)errors;
 }
 #endif
@@ -222,15 +215,14 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   const size_t dim = schedule->dim;
   const bool in_bytes = encode_bytes_can(reach);
   uint8_t group_codes[GROUP * QKV_DIM_MAX + QKVI_BLOCK_WIDTH];  // [token][dim]
-  coded_as as;
+  qkvi_tier_blocks blocks;
   row_weights each_weight;
   byte_plan plan;
   steps all;
-  as.part = part;
-  as.tier = tier;
-  as.schedule = schedule;
-  if (columns_can(reach, weights)) return encode_by_columns(&as, rows, gains, codes, errors);
-  qkvi_blocks_find(schedule, tier, &as.blocks);
+  if (columns_can(reach, weights)) {
+    return encode_by_columns(&(coded_as){part, tier, schedule}, rows, gains, codes, errors);
+  }
+  qkvi_blocks_find(schedule, tier, &blocks);
   weigh_coordinates(reach, weights != NULL ? weights : qkvi_weights_alike, &each_weight);
   find_steps(reach, &all);
   if (in_bytes) plan_bytes(reach, &plan);
@@ -245,7 +237,7 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
     code_deep_rows(&all, rows, dim, &scales.inverse, &choice, group_codes);
     memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
     memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
-    pack_group(part, schedule, tier, &as.blocks, group_codes, dim, codes);
+    pack_group(part, schedule, tier, &blocks, group_codes, codes);
     codes += qkv_schedule_group_bytes(schedule, tier);
   }
 }
@@ -289,11 +281,7 @@ static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dty
 QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
 #if BYTE_DOTS
   if (encodes_turning(schedule, tier, rows->dtype)) {
-    coded_as as;
-    as.part = part;
-    as.tier = tier;
-    as.schedule = schedule;
-    find_column_blocks(&as);
+    const coded_as as = {part, tier, schedule};
     if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes);
     return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes);
   }

@@ -24,17 +24,10 @@ static bool columns_can(const uint16_t *reach, const float *weights) {
 enum { QUAD = 4, QUADS_MAX = COLUMNS_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH / QUAD };
 
 typedef struct columns {
-  _Alignas(64) float x[COLUMNS_MAX][GROUP];
+  _Alignas(64) float x[COLUMNS_MAX + QKV_BAND][GROUP];  // whole blocks
 } columns;
 
 // ---- Rows to columns ----
-
-// The first `coordinates`, a multiple of 8.
-static void columns_of_rows(const float *rows, size_t dim, size_t coordinates, columns *out) {
-  for (size_t c = 0; c < coordinates; c += 8) {
-    for (size_t t = 0; t < GROUP; t += 8) transpose_eight(rows + t * dim + c, dim, out->x[c] + t, GROUP);
-  }
-}
 
 // Lane i and i + 8, then 4, 2 and 1 apart, are added; destroys them.
 INLINE void add_halves(__m512 sums[SUM_LANES], each *out) {
@@ -44,11 +37,44 @@ INLINE void add_halves(__m512 sums[SUM_LANES], each *out) {
   *out = (each)sums[0];
 }
 
-static void sum_columns(const columns *all, size_t coordinates, each *squares) {
+// 16 coordinates of 16 rows as columns, by quarters of vectors and then within them; those of the mask.
+INLINE void columns_of_block(const float *rows, size_t dim, __mmask16 mask, __m512 x[QKVI_BLOCK_WIDTH]) {
+  __m512 quarters[4][4];  // [quarter of coordinates][row % 4]: rows i, i + 4, i + 8, i + 12
+  UNROLL
+  for (size_t i = 0; i < 4; i++) {
+    bytes v[4];
+    UNROLL
+    for (size_t j = 0; j < 4; j++) v[j] = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, rows + (i + 4 * j) * dim));
+    const block_fields met = fields_of_quarters(v);
+    UNROLL
+    for (size_t q = 0; q < 4; q++) quarters[q][i] = _mm512_castsi512_ps(met.of[q]);
+  }
+  UNROLL
+  for (size_t q = 0; q < 4; q++) {
+    const __m512 *v = quarters[q];
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1]));
+    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1]));
+    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+    x[4 * q] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    x[4 * q + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    x[4 * q + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    x[4 * q + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+}
+
+// The first `coordinates`, a multiple of 8, of 16 rows, and the sums of their squares.
+static void columns_of_rows(const float *rows, size_t dim, size_t coordinates, columns *out, each *squares) {
   __m512 sums[SUM_LANES] = {0};
-  for (size_t c = 0; c < coordinates; c++) {
-    const __m512 x = _mm512_load_ps(all->x[c]);
-    sums[c % SUM_LANES] = _mm512_add_ps(sums[c % SUM_LANES], _mm512_mul_ps(x, x));
+  for (size_t c = 0; c < coordinates; c += QKVI_BLOCK_WIDTH) {
+    const __mmask16 mask = c + QKVI_BLOCK_WIDTH <= coordinates ? 0xffff : 0x00ff;
+    __m512 x[QKVI_BLOCK_WIDTH];
+    columns_of_block(rows + c, dim, mask, x);
+    UNROLL_16
+    for (size_t i = 0; i < QKVI_BLOCK_WIDTH; i++) {
+      sums[i] = _mm512_add_ps(sums[i], _mm512_mul_ps(x[i], x[i]));
+      _mm512_store_ps(out->x[c + i], x[i]);
+    }
   }
   add_halves(sums, squares);
 }
@@ -199,31 +225,57 @@ INLINE void pack_fours(qkv_part part, size_t coordinates, const tried_group *tri
   }
 }
 
-// The same as bytes [row][coordinates].
-static void codes_by_row(const uint8_t (*codes)[64], size_t coordinates, uint8_t *rows) {
-  for (size_t q = 0; q < coordinates / QUAD; q++) {
-    for (size_t t = 0; t < GROUP; t++) memcpy(rows + t * coordinates + q * QUAD, codes[q] + t * QUAD, QUAD);
+// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
+static uint8_t *pack_quads_rest(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[64],
+                                size_t coordinates, uint8_t *slab) {
+  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (unsigned width = 2; width > 0; width /= 2) {
+    const size_t here = (wide ? 4u : 8u) * width;
+    if (here > coordinates) continue;
+    _Alignas(64) qkvi_codes by_coordinate[QKVI_BLOCK_WIDTH];
+    for (size_t q = 0; q < here / QUAD; q++) {
+      const bytes turned = turn_quarters(load_bytes(codes[q]));
+      _mm512_store_si512(by_coordinate[q * QUAD], _mm512_permutexvar_epi32(dwords, turned));
+    }
+    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)by_coordinate, slab);
+    codes += here / QUAD;
+    coordinates -= here;
+    slab += (size_t)GROUP * width;
   }
+  return slab;
 }
 
-static void pack_columns(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                         const tried_group *tried, const group_choice *choice, uint8_t *group) {
-  _Alignas(64) uint8_t codes[QUADS_MAX][64];
-  const uint16_t *reach = schedule->reach[tier];
-  code_columns(reach, tried, choice, codes);
-  if (blocks->scattered + blocks->halves > 0) {
-    uint8_t rows[GROUP * COLUMNS_MAX + QKVI_BLOCK_WIDTH];
-    codes_by_row((const uint8_t(*)[64])codes, reach[1], rows);
-    pack_group(part, schedule, tier, blocks, rows, reach[1], group);
-    return;
+// 16 coordinates of a slab of 64 bytes.
+INLINE void pack_quads(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t (*codes)[64],
+                       uint8_t *slab) {
+  bytes quads[BLOCK_QUADS];
+  UNROLL
+  for (size_t i = 0; i < BLOCK_QUADS; i++) quads[i] = load_bytes(codes[i]);
+  const block_fields fields = fields_of_quads(part, quads);
+  pack_slab(&fields, pair, wide, half, slab);
+}
+
+// A section of pair `pair`, which as `wide` is a constant: coordinates [begin, end). Returns where the next one is.
+INLINE uint8_t *pack_section_of_quads(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[64],
+                                      size_t begin, size_t end, uint8_t *slab) {
+  enum { SLAB = 64 };
+  const size_t here = wide ? QKVI_BLOCK_WIDTH : 2 * QKVI_BLOCK_WIDTH;
+  for (; begin + here <= end; begin += here, slab += SLAB) {
+    pack_quads(part, pair, wide, 0, codes + begin / QUAD, slab);
+    if (!wide) pack_quads(part, pair, wide, 1, codes + begin / QUAD + BLOCK_QUADS, slab);
   }
-  for (unsigned i = 0; i < blocks->count; i++) {
-    bytes quads[BLOCK_QUADS];
-    UNROLL
-    for (size_t j = 0; j < BLOCK_QUADS; j++) quads[j] = load_bytes(codes[i * BLOCK_QUADS + j]);
-    const block_fields fields = fields_of_quads(part, quads);
-    pack_pairs(&blocks->blocks[i], &fields, group);
-  }
+  return begin < end ? pack_quads_rest(part, pair, wide, codes + begin / QUAD, end - begin, slab) : slab;
+}
+
+static void pack_columns(qkv_part part, const uint16_t *reach, const tried_group *tried, const group_choice *choice,
+                         uint8_t *group) {
+  _Alignas(64) uint8_t room[QUADS_MAX][64];
+  const uint8_t(*codes)[64] = (const uint8_t(*)[64])room;
+  code_columns(reach, tried, choice, room);
+  group = pack_section_of_quads(part, 0, true, codes, 0, reach[2], group);
+  group = pack_section_of_quads(part, 0, false, codes, reach[2], reach[1], group);
+  group = pack_section_of_quads(part, 1, true, codes, 0, reach[4], group);
+  (void)pack_section_of_quads(part, 1, false, codes, reach[4], reach[3], group);
 }
 #endif
 #endif

@@ -140,9 +140,10 @@ static void transpose_block(const uint8_t *codes, size_t stride, size_t count, q
   transpose_bytes(codes, stride, columns[0], GROUP);
 }
 
-// codes [GROUP], `stride` apart, at full depth, and room for a block behind them.
+// codes [GROUP][dim] at full depth, and room for a block behind them.
 static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                       const uint8_t *codes, size_t stride, uint8_t *group) {
+                       const uint8_t *codes, uint8_t *group) {
+  const size_t stride = schedule->dim;
   if (blocks->scattered + blocks->halves > 0) {
     memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
     qkvi_pack_sections(&(qkvi_packing){pack_block, transpose_block}, part, schedule->reach[tier], codes, stride,

@@ -9,7 +9,7 @@
 #include "engine/kernel/plain.h"
 #include "engine/kernel/x86/encode_columns.h"
 
-#if BYTE_DOTS
+#if defined(__AVX2__) && BYTE_DOTS
 enum { TURN_BLOCK = 16, TURN_CHUNK = 2 * TURN_BLOCK, TURN_SIZE_MAX = 256 };
 
 static bool turns_columns(qkv_dtype dtype, size_t dim) {
