@@ -14,17 +14,17 @@ enum { CHUNK = 2 * LANES, IN_REGISTERS = 16 };  // vectors
 
 // One step of two vectors, 32 numbers: neighbours meet, and the bits of a number's index move down by one. After five
 // of them numbers are where they were.
-INLINE void meet_neighbours(__m512 *a, __m512 *b, __m512 one) {
+INLINE void meet_neighbours(__m512 *a, __m512 *b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   const __m512 low = _mm512_permutex2var_ps(*a, even, *b), high = _mm512_permutex2var_ps(*a, odd, *b);
   *a = _mm512_add_ps(low, high);
-  *b = _mm512_fnmadd_ps(one, high, low);
+  *b = _mm512_sub_ps(low, high);
 }
 
 // `vectors`, a power of two of at least 2, is a constant. Signs, as -0, are flipped before or after.
 INLINE void transform_vectors(float *block, size_t vectors, const float *before, const float *after) {
-  const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(vectors * LANES))), one = unknown_one();
+  const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(vectors * LANES)));
   __m512 v[IN_REGISTERS];
   UNROLL
   for (size_t i = 0; i < vectors; i++) {
@@ -34,7 +34,7 @@ INLINE void transform_vectors(float *block, size_t vectors, const float *before,
   UNROLL
   for (size_t i = 0; i < vectors; i += 2) {
     UNROLL
-    for (int step = 0; step < 5; step++) meet_neighbours(&v[i], &v[i + 1], one);
+    for (int step = 0; step < 5; step++) meet_neighbours(&v[i], &v[i + 1]);
   }
   UNROLL
   for (size_t half = 2; half < vectors; half *= 2) {
@@ -43,7 +43,7 @@ INLINE void transform_vectors(float *block, size_t vectors, const float *before,
       if ((i & half) != 0) continue;
       const __m512 low = v[i], high = v[i + half];
       v[i] = _mm512_add_ps(low, high);
-      v[i + half] = _mm512_fnmadd_ps(one, high, low);
+      v[i + half] = _mm512_sub_ps(low, high);
     }
   }
   UNROLL
