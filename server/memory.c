@@ -5,7 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { EVERY_MS = 250, BUDGET_PARTS = 64, KEPT_MIN = 16 << 20 };
+enum { EVERY_MS = 250, BUDGET_PARTS = 64, KEPT_MIN = 8 << 20 };
 
 // Large messages come and go: with these, 1 MiB messages go 1.5 to 2 times as fast over a socket.
 void qkvi_memory_setup(void) {

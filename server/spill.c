@@ -437,6 +437,11 @@ static bool take_flag(qkvi_spill *spill, bool *flag) {
 // index, each in arrays that double, and in the index's table.
 enum { RECORD_COST = 2 * (sizeof(qkv_page_entry) + 80) + 16, COUNT_MS = 100, DIRECTORY_PART = 8 };
 
+// What the heap of pages learns of it.
+static void note_beside(const qkvi_spill *spill) {
+  qkv_heap_set_beside(qkv_arena_heap(qkv_store_arena(spill->store)), spill->buffer_bytes + spill->directory_bytes);
+}
+
 // These are part of memory-budget, up to an eighth of it. Where there is no room the coldest pages leave, and it is
 // tried again.
 static void count_directory(qkvi_spill *spill) {
@@ -457,6 +462,7 @@ static void count_directory(qkvi_spill *spill) {
   } else {
     (void)qkvi_spill_evict(spill, budget - (wanted - counted));
   }
+  if (spill->directory_bytes != counted) note_beside(spill);
 }
 
 static void *work(void *context) {
@@ -507,6 +513,7 @@ static qkv_status reserve_buffers(qkvi_spill *spill, const qkv_server_options *o
   const uint64_t part = qkvi_spill_budget(spill) / BUFFERS_PART, bytes = part < most ? part : most;
   QKV_TRY(qkv_arena_reserve(qkv_store_arena(spill->store), bytes, error));
   spill->buffer_bytes = bytes;
+  note_beside(spill);
   return QKV_OK;
 }
 

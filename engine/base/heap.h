@@ -52,6 +52,9 @@ qkv_status qkv_heap_check(const qkv_heap_config *config, qkv_error *error);
 // Blocks that are left go with it, but for those of malloc. Clears *heap.
 void qkv_heap_destroy(qkv_heap **heap);
 
+// So much of bytes_max is taken elsewhere, by buffers: so much less is resident here.
+void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes);
+
 // Aligned to 64 bytes, contents undefined. Aborts where the machine is out of memory.
 void *qkv_heap_alloc(qkv_heap *heap, size_t bytes);
 // `bytes` as they were asked for (asserted as far as a hole would lie in a hole). NULL is none.

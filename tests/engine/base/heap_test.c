@@ -204,6 +204,24 @@ static uint64_t within(pile *p, uint64_t bytes_max, const void *first) {
   return resident;
 }
 
+// Of the budget a quarter is elsewhere: of what is here so much less stays.
+static void what_lies_elsewhere_counts(void **state) {
+  (void)state;
+  const uint64_t bytes_max = 160 * MIB, here = 120 * MIB;
+  pile p = {.heap = make(bytes_max), .slots = calloc(SLOTS, sizeof(slot)), .seed = 5};
+  assert_non_null(p.slots);
+  qkv_heap_set_beside(p.heap, bytes_max - here);
+  for (size_t bytes = 64; p.used + bytes + 64 <= here; bytes = page_like(&p.seed)) put(&p, bytes);
+  while (p.used > here / 2) drop(&p, random_below(&p.seed, p.count));
+  while (p.used + MIB <= here) {  // few of the holes take one
+    put(&p, MIB / 2);
+    assert_true(qkv_heap_read(p.heap).bytes_resident <= here + bytes_max / 16 + 2 * TILE);
+  }
+  while (p.count > 0) drop(&p, p.count - 1);
+  qkv_heap_destroy(&p.heap);
+  free(p.slots);
+}
+
 // Full, then partly freed at random, one at a time or in runs, then full again with pages of other sizes.
 static void resident_memory_stays_within_a_tenth(void **state) {
   (void)state;
@@ -366,6 +384,7 @@ int main(void) {
                                      cmocka_unit_test(without_address_space),
                                      cmocka_unit_test(test_misuse_aborts),
                                      cmocka_unit_test(resident_memory_stays_within_a_tenth),
+                                     cmocka_unit_test(what_lies_elsewhere_counts),
                                      cmocka_unit_test(split_tiles_become_whole),
                                      cmocka_unit_test(threads_have_blocks_of_their_own),
                                      cmocka_unit_test(small_pages_stay_small),
