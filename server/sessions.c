@@ -14,6 +14,8 @@
 #include "server/handlers.h"
 #include "server/jobs.h"
 
+enum { OPEN_ROOM = 1 << 18 };  // more than a session takes without rows, and some other one beside it
+
 #define PAGE_SIZE_MAX 1000
 
 // The session's lengths, as many as its model has layers; the caller frees them.
@@ -81,7 +83,15 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
     config.policy.learn = false;
   }
   QKV_TRY(qkvi_spill_enlist(daemon->spill, &config, error));
-  QKV_TRY(qkv_store_open(daemon->store, &config, request->model, session, error));
+  qkv_error refused = {0};
+  qkv_status status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
+  // Memory may be full to the last byte with what can leave it. (Or there are too many sessions, which is said then.)
+  if (status == QKV_RESOURCE_EXHAUSTED && daemon->spill != NULL &&
+      qkvi_spill_make_room(daemon->spill, OPEN_ROOM, NULL) == QKV_OK) {
+    refused = (qkv_error){0};
+    status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
+  }
+  if (status != QKV_OK) return qkv_fail(error, status, "%s", refused.text);
   if (config.backing == NULL || qkvi_spill_opened(daemon->spill, *session, error) == QKV_OK) return QKV_OK;
   uint64_t freed;
   (void)qkv_store_close_session(daemon->store, *session, &freed, NULL);
