@@ -92,7 +92,10 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
-  const size_t waiting = qkv_pool_waiting(daemon->pool) + qkv_pool_waiting(daemon->bulk_pool);
+  const qkv_pool *const pools[] = {daemon->pool, daemon->bulk_pool, daemon->disk_pool, daemon->bulk_disk_pool};
+  size_t waiting = 0;
+  for (size_t i = 0; i < sizeof pools / sizeof *pools; i++)
+    waiting += pools[i] == NULL ? 0 : qkv_pool_waiting(pools[i]);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)waiting);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   const qkv_quality_stats quality = qkv_quality_totals();

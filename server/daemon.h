@@ -32,7 +32,7 @@ typedef struct qkv_daemon {
   qkv_pool *pool;                   // attend, and whatever is asked for with it
   qkv_pool *bulk_pool;              // appends without a query
   qkv_pool *disk_pool;              // whatever waits for the disk
-  qkv_pool *bulk_disk_pool;         // of that, appends without a query, and what is done ahead of time
+  qkv_pool *bulk_disk_pool;         // of that, appends without a query and the check of all records
   qkvi_spill *spill;                // NULL without a data-dir
   qkvi_retierer *retierer;
   qkvi_memory memory;

@@ -133,7 +133,8 @@ static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_pool *pool = daemon->spill != NULL ? daemon->bulk_disk_pool : daemon->pool;
+  // An attend of the same layer waits for it: it must not stand back.
+  qkv_pool *pool = daemon->spill != NULL ? daemon->disk_pool : daemon->pool;
   qkvi_request_pool_job(call, message, &qkv__v1__prefetch_request__descriptor, pool, promote_job);
 }
 

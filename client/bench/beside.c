@@ -64,7 +64,7 @@ static void name_other(const beside *all, uint64_t number, char *name, size_t by
 }
 
 static uint64_t chunks(const beside *all) {
-  return (uint64_t)all->settings->tokens / QKV_BENCH_CHUNK_TOKENS;
+  return ((uint64_t)all->settings->tokens + QKV_BENCH_CHUNK_TOKENS - 1) / QKV_BENCH_CHUNK_TOKENS;
 }
 
 // Session by session, chunk by chunk, layer by layer; behind the last session the first one is begun anew.

@@ -139,13 +139,22 @@ static void files_stay_few(void **state) {
 // ---- Compaction ----
 
 // Puts COUNT records and drops two of three.
-static uint64_t scatter(scene *on, uint64_t records[COUNT]) {
+static uint64_t put_many(scene *on, uint64_t records[COUNT]) {
   const uint64_t session = scene_session(on);
   for (size_t i = 0; i < COUNT; i++) records[i] = scene_put(on, session, 0, 64 * i, SIZE);
+  return session;
+}
+
+static void drop_most(scene *on, const uint64_t records[COUNT]) {
   for (size_t i = 0; i < COUNT; i++) {
     if (i % 3 != 0) qkv_storage_drop(on->storage, records[i]);
   }
   scene_sync(on);
+}
+
+static uint64_t scatter(scene *on, uint64_t records[COUNT]) {
+  const uint64_t session = put_many(on, records);
+  drop_most(on, records);
   return session;
 }
 
@@ -214,14 +223,15 @@ static double now_s(void) {
 
 static void compaction_keeps_to_its_rate(void **state) {
   scene *on = *state;
-  const double rate = 4 << 20;
+  const double rate = 1 << 20;
   on->config.segment_bytes = 1 << 20;
   on->config.compact_bytes_per_s = (uint64_t)rate;
   on->config.sync_ms = 1;
   scene_open(on);
   uint64_t records[COUNT];
+  const uint64_t session = put_many(on, records);
   const double begin = now_s();
-  const uint64_t session = scatter(on, records);
+  drop_most(on, records);
   while (scene_stats(on).dead_bytes > scene_stats(on).live_bytes) {
     scene_sync(on);
     // A share of 20 ms and one record may be ahead of the time.
