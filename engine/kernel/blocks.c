@@ -107,8 +107,10 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
   blocks->count = (reach[1] + QKVI_BLOCK_WIDTH - 1) / QKVI_BLOCK_WIDTH;
   blocks->deep = (reach[QKVI_SHALLOW_MAX + 1] + QKVI_BLOCK_WIDTH - 1) / QKVI_BLOCK_WIDTH;
   blocks->scattered = blocks->halves = 0;
+  blocks->shape = QKVI_BLOCK_FIELDS;
   for (unsigned i = 0; i < blocks->count; i++) {
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);
+    if (blocks->blocks[i].shape > blocks->shape) blocks->shape = blocks->blocks[i].shape;
     blocks->scattered += blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED;
     if (!qkvi_block_is_whole(&blocks->blocks[i])) find_halves(reach, sections, i, blocks);
     blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;

@@ -54,6 +54,7 @@ typedef struct qkvi_tier_blocks {
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
   unsigned deep;         // how many, from the first on, have coordinates of more than QKVI_SHALLOW_MAX bits
   unsigned scattered, halves;
+  uint8_t shape;                       // the largest of its blocks
   qkvi_block blocks[QKVI_BLOCKS_MAX];  // and, up to the row's end, those without bits
   // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.
   uint8_t depths[QKVI_BLOCKS_MAX][2];

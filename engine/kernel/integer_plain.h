@@ -123,7 +123,7 @@ static inline QKV_DECLARE_PEAKS(peaks_plain) {
   }
 }
 
-// 2^x for x <= 0, 3e-6 of it off at most; 2^-100 from -100 down and for what is no number. x is split into the
+// 2^x for x up to 100, 3e-6 of it off at most; 2^-100 from -100 down and for what is no number. x is split into the
 // nearest whole number and the rest, whose power is the polynomial with the least largest error.
 static inline float power_of_two(float x) {
   const float clamped = x > QKVI_POWER_LEAST ? x : QKVI_POWER_LEAST;

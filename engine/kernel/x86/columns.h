@@ -83,45 +83,40 @@ INLINE void add_sums(column_sums *to, const column_sums *from, size_t count, siz
 typedef struct page_groups {
   const qkvi_tier_blocks *layouts[QKV_PAGE_GROUPS];
   const uint8_t *groups[QKV_PAGE_GROUPS];
-  bool alike;  // all of one tier
-  bool plain;  // qkvi_blocks_are_plain of all
+  bool alike;     // all of one tier
+  bool plain;     // qkvi_blocks_are_plain of all
+  size_t blocks;  // of the group that has most
+  uint8_t shape;  // what plain blocks of all groups can be taken for: the largest
 } page_groups;
 
-static page_groups find_groups(const qkv_page_codes *codes, qkv_layouts *layouts) {
-  page_groups page = {.alike = true, .plain = true};
+INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_groups *page) {
+  const qkvi_tier_blocks *layout = NULL;
+  bool alike = true, plain = true;
+  size_t blocks = 0;
+  uint8_t shape = 0;
+  ROLLED
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    const bool again = g > 0 && codes->tiers[g] == codes->tiers[g - 1];
-    page.layouts[g] = again ? page.layouts[g - 1] : qkvi_layouts_find(layouts, codes->schedule, codes->tiers[g]);
-    page.alike &= g == 0 || again;
-    page.plain &= qkvi_blocks_are_plain(page.layouts[g]);
+    if (g == 0 || codes->tiers[g] != codes->tiers[g - 1]) {
+      layout = qkvi_layouts_find(layouts, codes->schedule, codes->tiers[g]);
+      alike &= g == 0;
+      plain &= qkvi_blocks_are_plain(layout);
+      blocks = layout->count > blocks ? layout->count : blocks;
+      shape = layout->shape > shape ? layout->shape : shape;
+    }
+    page->layouts[g] = layout;
     // A group that has no codes must have 64 bytes to read all the same where others have some.
-    page.groups[g] = page.layouts[g]->count > 0 ? codes->groups[g] : codes->gains;
+    page->groups[g] = layout->count > 0 ? codes->groups[g] : codes->gains;
   }
-  return page;
+  page->alike = alike;
+  page->plain = plain;
+  page->blocks = blocks;
+  page->shape = shape;
 }
 
-INLINE size_t most_blocks(const page_groups *page) {
-  size_t most = 0;
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    if (page->layouts[g]->count > most) most = page->layouts[g]->count;
-  }
-  return most;
-}
-
-// What block b can be taken for in all of some groups of plain blocks.
-INLINE uint8_t shape_of_all(const qkvi_tier_blocks *const *layouts, size_t count, size_t b) {
-  uint8_t most = 0;
-  for (size_t g = 0; g < count; g++) {
-    const uint8_t shape = layouts[g]->blocks[b].shape;
-    most = shape > most ? shape : most;
-  }
-  return most;
-}
-
-// The end of the run of blocks that are taken for the same, which begins with b.
-INLINE size_t run_end_of_all(const qkvi_tier_blocks *const *layouts, size_t count, size_t b, size_t end) {
-  const uint8_t shape = shape_of_all(layouts, count, b);
-  while (b < end && shape_of_all(layouts, count, b) == shape) b++;
+// The end of the run of blocks of one shape that begins with b.
+INLINE size_t run_end(const qkvi_tier_blocks *layout, size_t b, size_t end) {
+  const uint8_t shape = layout->blocks[b].shape;
+  while (b < end && layout->blocks[b].shape == shape) b++;
   return b;
 }
 

@@ -11,6 +11,7 @@ typedef struct key_pass {
   const uint8_t *const *groups;
   const mixed_group *mixed;  // of each group
   size_t blocks, deep;
+  uint8_t shape;           // of groups of several tiers
   const uint8_t *columns;  // the chunk's
   const int32_t *offsets;  // the chunk's
   size_t wide;             // blocks that need all columns; the others only the second of each two
@@ -60,13 +61,13 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
     break
 
 // The blocks from `begin` to `last`, which are plain; a run of one shape at a time, so that the sums stay in
-// registers.
+// registers. Those of several tiers are all taken for the largest.
 INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
                         bool alike, bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
   prefetching along = *ahead;
   for (size_t b = begin; b < last;) {
-    const size_t end = run_end_of_all(pass->layouts, alike ? 1 : count, b, last);
-    switch (shape_of_all(pass->layouts, alike ? 1 : count, b)) {
+    const size_t end = alike ? run_end(pass->layouts[0], b, last) : last;
+    switch (alike ? pass->layouts[0]->blocks[b].shape : pass->shape) {
       RUN(QKVI_BLOCK_NIBBLES);
       RUN(QKVI_BLOCK_FIELDS);
       default:
@@ -270,10 +271,10 @@ static size_t groups_together(const page_groups *page, size_t g, size_t most) {
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   const size_t length = qkvi_column_bytes(queries->dim), blocks = length / QKVI_BLOCK_WIDTH;
   const unsigned parts = queries->parts;
-  const page_groups page = find_groups(keys, layouts);
-  const size_t blocks_of_all = most_blocks(&page);
+  page_groups page;
   mixed_group mixed[QKV_PAGE_GROUPS];
   prefetching along = {0};
+  find_groups(keys, layouts, &page);
   if (!page.plain) {
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       for (count = 1; g + count < QKV_PAGE_GROUPS && page.layouts[g + count] == page.layouts[g];) count++;
@@ -298,7 +299,8 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
       const key_pass pass = {.layouts = &page.layouts[g],
                              .groups = &page.groups[g],
                              .mixed = &mixed[g],
-                             .blocks = page.plain && most > 1 ? blocks_of_all : page.layouts[g]->count,
+                             .blocks = page.plain && most > 1 ? page.blocks : page.layouts[g]->count,
+                             .shape = page.shape,
                              .deep = page.layouts[g]->deep,
                              .columns = columns,
                              .wide = parts == 2 ? queries->wide : blocks,

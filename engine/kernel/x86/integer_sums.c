@@ -7,11 +7,15 @@
 
 // The groups of one tier, or all groups where their blocks are plain.
 typedef struct value_run {
-  const qkvi_tier_blocks *layouts[QKV_PAGE_GROUPS];  // only the first one counts where they are alike
+  const qkvi_tier_blocks *const *layouts;  // only the first one counts where they are alike
+  const uint8_t *const *groups;
   size_t count, blocks;
-  const uint8_t *groups[QKV_PAGE_GROUPS];
+  uint8_t shape;                            // that blocks of several tiers are taken for
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const mixed_group *mixed;                 // of each group
+  // Of some of a page's groups: which, and theirs.
+  uint8_t numbers[QKV_PAGE_GROUPS];
+  const uint8_t *some[QKV_PAGE_GROUPS];
 } value_run;
 
 // What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
@@ -73,15 +77,15 @@ INLINE void keep(const value_outcome *out, size_t first, size_t width, const wor
   }
 }
 
-// Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape, of so many groups.
-INLINE void sum_blocks(const value_run *run, size_t groups, qkvi_block_shape shape, size_t b, size_t count,
-                       size_t width, bool alike, const value_outcome *out, prefetching *ahead) {
+// Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape, of all groups.
+INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width, bool alike,
+                       const value_outcome *out, prefetching *ahead) {
   const size_t sets = value_sets(count, width);
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
     column_sums sums[SETS_MAX][TOGETHER_MAX];
     UNROLL
     for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
-    for (size_t g = 0; g < groups; g++) {
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       const qkvi_block *blocks = &run->layouts[alike ? 0 : g]->blocks[b];
       source from[TOGETHER_MAX];
       UNROLL
@@ -98,7 +102,7 @@ INLINE void sum_blocks(const value_run *run, size_t groups, qkvi_block_shape sha
     UNROLL
     for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
     UNROLL
-    for (size_t i = 0; i < count; i++) keep(out, (b + i) * QKVI_BLOCK_WIDTH + lane, width, sums[0][i], NULL);
+    for (size_t i = 0; i < count; i++) fold(out, (b + i) * QKVI_BLOCK_WIDTH + lane, width, sums[0][i], NULL);
   }
 }
 
@@ -137,24 +141,20 @@ INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t count, s
 // Two blocks at once, which share the columns, where the processor has registers enough.
 enum { VALUES_TOGETHER = BYTE_DOTS ? 2 : 1 };
 
-#define PAIRS(SHAPE)                                                                      \
-  case SHAPE:                                                                             \
-    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {                            \
-      sum_blocks(run, groups, SHAPE, b, VALUES_TOGETHER, width, alike, out, &along);      \
-    }                                                                                     \
-    for (; b < end; b++) sum_blocks(run, groups, SHAPE, b, 1, width, alike, out, &along); \
+#define PAIRS(SHAPE)                                                              \
+  case SHAPE:                                                                     \
+    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {                    \
+      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, alike, out, &along);      \
+    }                                                                             \
+    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, alike, out, &along); \
     break
 
 // All groups, which have plain blocks.
-INLINE void sum_plain(const value_run *run, size_t width, bool alike, const value_outcome *outcome,
-                      prefetching *ahead) {
-  value_outcome alone = *outcome, *out = &alone;
-  alone.whole = NULL;
-  const size_t groups = QKV_PAGE_GROUPS, looked_at = alike ? 1 : groups;
+INLINE void sum_plain(const value_run *run, size_t width, bool alike, const value_outcome *out, prefetching *ahead) {
   prefetching along = *ahead;
   for (size_t b = 0; b < run->blocks;) {
-    const size_t end = run_end_of_all(run->layouts, looked_at, b, run->blocks);
-    switch (shape_of_all(run->layouts, looked_at, b)) {
+    const size_t end = alike ? run_end(run->layouts[0], b, run->blocks) : run->blocks;
+    switch (alike ? run->layouts[0]->blocks[b].shape : run->shape) {
       PAIRS(QKVI_BLOCK_NIBBLES);
       PAIRS(QKVI_BLOCK_FIELDS);
       default:
@@ -234,11 +234,9 @@ static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier
   }
 }
 
-// The groups of a page by tier, the highest first; all at once where they are alike or plain. Returns how many runs
-// there are; group_of[i][j] is the number of run i's group j.
+// The groups of a page by tier, the highest first. Returns how many tiers there are.
 static size_t find_runs(const qkv_page_codes *values, const page_groups *page, mixed_group *mixed,
-                        value_run runs[QKV_PAGE_GROUPS], uint8_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS]) {
-  const bool whole = page->alike || page->plain;
+                        value_run runs[QKV_PAGE_GROUPS]) {
   size_t count = 0;
   for (int below = QKV_TIER_MAX + 1;;) {
     int tier = -1;
@@ -247,32 +245,43 @@ static size_t find_runs(const qkv_page_codes *values, const page_groups *page, m
     }
     if (tier < 0) return count;
     value_run *run = &runs[count];
-    run->count = run->blocks = 0;
+    run->groups = run->some;
+    run->count = 0;
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-      if (!whole && values->tiers[g] != tier) continue;
-      if (page->layouts[g]->count > run->blocks) run->blocks = page->layouts[g]->count;
-      run->layouts[run->count] = page->layouts[g];
-      run->groups[run->count] = page->groups[g];
-      group_of[count][run->count++] = (uint8_t)g;
+      if (values->tiers[g] != tier) continue;
+      run->layouts = &page->layouts[g];
+      run->some[run->count] = values->groups[g];
+      run->numbers[run->count++] = (uint8_t)g;
     }
-    if (!page->plain) mix_groups(QKV_V, run->layouts[0], run->groups, run->count, mixed);
+    run->blocks = run->layouts[0]->count;
     run->mixed = mixed;
-    if (whole) return 1;
+    mix_groups(QKV_V, run->layouts[0], run->groups, run->count, mixed);
     mixed += run->count;
     below = tier;
     count++;
   }
 }
 
+// All groups of a page at once, which have plain blocks.
+static size_t find_run(const page_groups *page, value_run *run) {
+  run->layouts = page->layouts;
+  run->groups = page->groups;
+  run->blocks = page->blocks;
+  run->shape = page->shape;
+  run->count = QKV_PAGE_GROUPS;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) run->numbers[g] = (uint8_t)g;
+  return 1;
+}
+
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   const size_t dim = values->schedule->dim;
   const unsigned parts = weights->parts;
-  const page_groups page = find_groups(values, layouts);
+  page_groups page;
   value_run runs[QKV_PAGE_GROUPS];
-  uint8_t group_of[QKV_PAGE_GROUPS][QKV_PAGE_GROUPS];
   mixed_group mixed[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
-  const size_t run_count = find_runs(values, &page, mixed, runs, group_of);
+  find_groups(values, layouts, &page);
+  const size_t run_count = page.plain ? find_run(&page, &runs[0]) : find_runs(values, &page, mixed, runs);
   size_t steps = 0;
   for (size_t i = 0; i < run_count; i++) {
     steps += runs[i].blocks / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);
@@ -295,7 +304,7 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
                          .low = low};
     for (size_t i = 0; i < run_count; i++) {
       for (size_t j = 0; j < runs[i].count; j++) {
-        runs[i].columns[j] = columns + group_of[i][j] * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
+        runs[i].columns[j] = columns + runs[i].numbers[j] * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
       }
       out.first = i == 0;
       if (!page.plain) {

@@ -66,16 +66,25 @@ INLINE float tile_largest(const lanes all[TILE_VECTORS]) {
 
 // ---- Weights ----
 
-// integer_plain.h's power_of_two.
-INLINE lanes powers_of_two(lanes x) {
-  const lanes clamped = larger(x, (lanes){0} + QKVI_POWER_LEAST);
-  const lanes magic = clamped + QKVI_WHOLE_MAGIC;
-  const lanes r = clamped - (magic - QKVI_WHOLE_MAGIC);
-  lanes y = 0.00957010128f * r + 0.0559178591f;
-  y = y * r + 0.240247443f;
-  y = y * r + 0.693121791f;
-  y = y * r + 0.999999285f;
-  return (lanes)((words)y + ((words)magic << 23));
+// integer_plain.h's power_of_two of (scores - peak) / ln 2, step by step for four vectors at once: the processor does
+// not look ahead far enough to find what is independent of each other in one vector after the other.
+INLINE void powers_of_four(const float *scores, float peak, lanes out[4]) {
+#define EACH(STEP)                 \
+  UNROLL                           \
+  for (size_t i = 0; i < 4; i++) { \
+    STEP;                          \
+  }
+  lanes x[4], magic[4], y[4];
+  EACH(x[i] = (load_lanes(scores + i * LANES) - peak) * 1.44269504f)
+  EACH(x[i] = larger(x[i], (lanes){0} + QKVI_POWER_LEAST))
+  EACH(magic[i] = x[i] + QKVI_WHOLE_MAGIC)
+  EACH(x[i] -= magic[i] - QKVI_WHOLE_MAGIC)
+  EACH(y[i] = 0.00957010128f * x[i] + 0.0559178591f)
+  EACH(y[i] = y[i] * x[i] + 0.240247443f)
+  EACH(y[i] = y[i] * x[i] + 0.693121791f)
+  EACH(y[i] = y[i] * x[i] + 0.999999285f)
+  EACH(out[i] = (lanes)((words)y[i] + ((words)magic[i] << 23)))
+#undef EACH
 }
 
 // weights [row] of one tile: the whole numbers; sets the scale.
@@ -83,9 +92,7 @@ INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_V
                        sixty_four *out) {
   lanes all[TILE_VECTORS];
   UNROLL
-  for (size_t i = 0; i < TILE_VECTORS; i++) {
-    all[i] = powers_of_two((load_lanes(scores + i * LANES) - peak) * 1.44269504f);
-  }
+  for (size_t i = 0; i < TILE_VECTORS; i += 4) powers_of_four(scores + i * LANES, peak, &all[i]);
   const float total = tile_sum(all);
   UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) all[i] *= gains[i];
