@@ -72,7 +72,7 @@ static qkvi_pending *find_pending(qkvi_spill *spill, uint64_t record) {
 }
 
 static void forget(qkvi_spill *spill, qkvi_pending *pending) {
-  HASH_DEL(spill->pending, pending);
+  HASH_DEL(spill->pending, pending);  // NOLINT(clang-analyzer-unix.Malloc): what was freed is not linked any more
   free(pending->page);
   free(pending);
 }

@@ -69,12 +69,12 @@ static void *append_share(void *context) {
 }
 
 static int append_rows(const spilling *all) {
-  appending shares[64] = {0};
   const int64_t count = all->settings->threads;
+  appending shares[64] = {{.all = all, .client = all->client, .step = count}};
   int status = 0;
-  for (int64_t i = 0; i < count; i++) {
+  for (int64_t i = 1; i < count; i++) {
     shares[i] = (appending){.all = all, .first = i, .step = count};
-    shares[i].client = i == 0 ? all->client : qkv_bench_connect(all->settings, all->settings->program.target);
+    shares[i].client = qkv_bench_connect(all->settings, all->settings->program.target);
     if (shares[i].client == NULL) return 1;
   }
   for (int64_t i = 1; i < count; i++) {
