@@ -187,11 +187,14 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_retier_report report = {0};
   qkvi_lifetime_expire(daemon);
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
-  qkvi_memory_tend(&daemon->memory, daemon->store);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));
   return more;
+}
+
+void qkv_daemon_tend(qkv_daemon *daemon) {
+  qkvi_memory_tend(&daemon->memory, daemon->store);
 }
 
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,

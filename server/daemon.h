@@ -59,10 +59,11 @@ int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.
 void qkv_daemon_learn(qkv_daemon *daemon);
 
-// Brings sessions towards their tiers, a bounded piece of it (server/retier.h), and gives idle memory back
-// (server/memory.h). True where there is more that
-// should not wait. One call at a time, not after drain.
+// Brings sessions towards their tiers, a bounded piece of it (server/retier.h), and ends those that have expired.
+// True where there is more that should not wait. One call at a time, not after drain; waits for layers.
 bool qkv_daemon_retier(qkv_daemon *daemon);
+// Gives idle memory back (server/memory.h). One call at a time, not after drain; waits for nobody.
+void qkv_daemon_tend(qkv_daemon *daemon);
 
 // Sets the gauges from what they measure.
 void qkv_daemon_update_gauges(qkv_daemon *daemon);

@@ -13,13 +13,12 @@
 #include "engine/cache/store.h"
 
 typedef struct qkvi_memory {
-  int64_t next_ms;  // on the monotonic clock
-  int64_t left;     // bytes beyond what is in use that malloc did not give back the last time
+  int64_t left;  // bytes beyond what is in use that malloc did not give back the last time
 } qkvi_memory;
 
 void qkvi_memory_setup(void);
 // Gives back what malloc keeps beyond a 64th of memory-budget, and what sessions that are gone have left of theirs,
-// and makes the heap's pages whole; every quarter of a second at most. Takes milliseconds.
+// and makes the heap's pages whole. Takes milliseconds; meant for four times a second.
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
 int64_t qkvi_memory_resident(void);
