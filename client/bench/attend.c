@@ -1,7 +1,7 @@
 // qkv-bench attend: attention over coded pages, in this process, beside what limits it and what it replaces.
 //
-// In turn, repeat by repeat: the pages' bytes read and nothing else, attention on the codes, and attention on plain
-// fp16 and fp32 rows. Medians of each, so that what else the machine does hits all of them.
+// In turn, repeat by repeat (unless --alone): the pages' bytes read and nothing else, attention on the codes, and
+// attention on plain fp16 and fp32 rows. Medians of each, so that what else the machine does hits all of them.
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,6 +44,8 @@ static const qkv_option options[] = {
     {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 256, "N", "threads"},
     {"order", QKV_OPTION_STRING, offsetof(qkv_bench_settings, order), "random", 0, 0, "ORDER",
      "random: pages that follow each other lie anywhere; linear: one after the other"},
+    {"alone", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, alone), NULL, 0, 0, NULL,
+     "attention on the codes and nothing else, repeat after repeat"},
     {"huge-pages", QKV_OPTION_STRING, offsetof(qkv_bench_settings, huge_pages), "auto", 0, 0, "PAGES",
      "what codes lie on, as of qkvd: auto or off"},
     {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
@@ -79,14 +81,18 @@ static void add_time(qkv_samples *samples, double begin) {
   qkv_samples_add(samples, qkv_bench_now() - begin);
 }
 
+static void attend(qkv_pool *pool, const qkv_bench_pages *pages, timings *t) {
+  const double begin = qkv_bench_now();
+  qkv_attend_run(pool, pages->requests, pages->sessions);
+  add_time(&t->codes, begin);
+}
+
 static void repeat(qkv_pool *pool, const qkv_bench_pages *pages, const qkv_bench_plain *fp16,
                    const qkv_bench_plain *fp32, timings *t) {
   double begin = qkv_bench_now();
   (void)qkv_bench_read(pool, pages);
   add_time(&t->raw, begin);
-  begin = qkv_bench_now();
-  qkv_attend_run(pool, pages->requests, pages->sessions);
-  add_time(&t->codes, begin);
+  attend(pool, pages, t);
   begin = qkv_bench_now();
   qkv_bench_plain_run(pool, fp16);
   add_time(&t->fp16, begin);
@@ -101,7 +107,7 @@ static double median(qkv_samples *samples) {
 
 static void report(const qkv_bench_settings *settings, const qkv_bench_pages *pages, timings *t,
                    double plain_factor) {
-  const double seconds = median(&t->codes), raw = median(&t->raw), bytes = (double)pages->bytes;
+  const double seconds = median(&t->codes), bytes = (double)pages->bytes;
   const qkv_bench_error error = qkv_bench_measure_error(pages, ERROR_TOKENS_MAX);
   json_t *shape =
       json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:b, s:s, s:I}", "bench", "attend",
@@ -113,13 +119,32 @@ static void report(const qkv_bench_settings *settings, const qkv_bench_pages *pa
                 settings->low_share, "threads", (json_int_t)settings->threads, "calibrated", settings->calibrated,
                 "frame", settings->frame, "precision", (json_int_t)settings->precision);
   json_t *figures =
-      json_pack("{s:f, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "us", 1e6 * seconds, "code_bytes",
-                (json_int_t)pages->bytes, "gbps", 1e-9 * bytes / seconds, "raw_gbps", 1e-9 * bytes / raw, "fraction",
-                raw / seconds, "fp16_us", 1e6 * plain_factor * median(&t->fp16), "fp32_us",
-                1e6 * plain_factor * median(&t->fp32), "rel_err", error.arithmetic, "code_err", error.code);
+      json_pack("{s:f, s:I, s:f, s:f, s:f}", "us", 1e6 * seconds, "code_bytes", (json_int_t)pages->bytes, "gbps",
+                1e-9 * bytes / seconds, "rel_err", error.arithmetic, "code_err", error.code);
   json_object_update(shape, figures);
   json_decref(figures);
+  if (!settings->alone) {
+    const double raw = median(&t->raw);
+    figures = json_pack("{s:f, s:f, s:f, s:f}", "raw_gbps", 1e-9 * bytes / raw, "fraction", raw / seconds, "fp16_us",
+                        1e6 * plain_factor * median(&t->fp16), "fp32_us", 1e6 * plain_factor * median(&t->fp32));
+    json_object_update(shape, figures);
+    json_decref(figures);
+  }
   qkv_bench_report(settings, shape);
+}
+
+static void clear(timings *t) {
+  qkv_samples *all[] = {&t->raw, &t->codes, &t->fp16, &t->fp32};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) qkv_samples_clear(all[i]);
+}
+
+static void measure_alone(const qkv_bench_settings *settings, const qkv_bench_pages *pages, qkv_pool *pool) {
+  timings t = {0};
+  attend(pool, pages, &t);
+  clear(&t);
+  for (int64_t i = 0; i < settings->repeats; i++) attend(pool, pages, &t);
+  report(settings, pages, &t, 1);
+  qkv_samples_free(&t.codes);
 }
 
 static void measure(const qkv_bench_settings *settings, const qkv_bench_pages *pages, qkv_pool *pool) {
@@ -130,10 +155,10 @@ static void measure(const qkv_bench_settings *settings, const qkv_bench_pages *p
   qkv_bench_plain_init(&fp16, pages, QKV_FP16, plain_tokens);
   qkv_bench_plain_init(&fp32, pages, QKV_FP32, plain_tokens);
   repeat(pool, pages, &fp16, &fp32, &t);
-  qkv_samples *all[] = {&t.raw, &t.codes, &t.fp16, &t.fp32};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) qkv_samples_clear(all[i]);
+  clear(&t);
   for (int64_t i = 0; i < settings->repeats; i++) repeat(pool, pages, &fp16, &fp32, &t);
   report(settings, pages, &t, tokens / (double)plain_tokens);
+  qkv_samples *all[] = {&t.raw, &t.codes, &t.fp16, &t.fp32};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) qkv_samples_free(all[i]);
   qkv_bench_plain_deinit(&fp16);
   qkv_bench_plain_deinit(&fp32);
@@ -153,7 +178,7 @@ static int run(void *values, const qkv_option_list *arguments) {
     return qkv_program_failed("%s", error.text);
   }
   status = qkv_bench_pages_init(settings, &pages);
-  if (!status) measure(settings, &pages, pool);
+  if (!status) (settings->alone ? measure_alone : measure)(settings, &pages, pool);
   qkv_bench_pages_deinit(&pages);
   qkv_pool_destroy(&pool);
   return status;

@@ -45,7 +45,7 @@ typedef struct qkv_bench_settings {
   int64_t value_dim;  // 0: dim
   int64_t q_len, sessions, threads;
   double low_share, low_bits;  // of groups that are at lower bits than the others
-  bool calibrated;
+  bool calibrated, alone;
   const char *order;       // "random", "linear"
   const char *huge_pages;  // "auto", "off"; NULL: auto
   qkv_option_list cpu_mask;

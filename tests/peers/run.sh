@@ -65,7 +65,7 @@ export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 measure() { # name tokens group threads
   case "$1" in
     qkvd)
-      "$bench" attend --tokens "$2" --dim 128 --kv-heads 8 --q-heads $((8 * $3)) --threads "$4" --repeats 5 --json |
+      "$bench" attend --tokens "$2" --dim 128 --kv-heads 8 --q-heads $((8 * $3)) --threads "$4" --repeats 5 --alone --json |
         sed 's/.*"us":\([0-9.]*\).*/\1/'
       ;;
     ggml\ *) "$sources/flash-ggml" "${1#* }" "$2" "$3" "$4" 5 ;;

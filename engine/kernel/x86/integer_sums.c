@@ -10,12 +10,12 @@ typedef struct value_run {
   const qkvi_tier_blocks *const *layouts;  // only the first one counts where they are alike
   const uint8_t *const *groups;
   size_t count, blocks;
-  uint8_t shape;                            // that blocks of several tiers are taken for
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const mixed_group *mixed;                 // of each group
-  // Of some of a page's groups: which, and theirs.
-  uint8_t numbers[QKV_PAGE_GROUPS];
+  // Of some of a page's groups: theirs, and which.
   const uint8_t *some[QKV_PAGE_GROUPS];
+  uint8_t numbers[QKV_PAGE_GROUPS];
+  uint8_t shape;  // that blocks of several tiers are taken for
 } value_run;
 
 // What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
