@@ -7,7 +7,7 @@
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { CHUNK_PAGES = 256, ROOM_TRIES = 4 };
+enum { CHUNK_PAGES = 256, ROOM_TRIES = 64 };
 
 typedef struct restoring {
   qkvi_restoring here;  // in the list of those under way
