@@ -206,18 +206,22 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_w
 // compiler does better with.
 #define CASE(COUNT, WIDTH, WAY) \
   if (count == (COUNT) && columns == (WIDTH)) return score_groups(pass, COUNT, WIDTH, WAY, out, ahead)
+#define CASES_ALONE(WAY) \
+  CASE(1, 1, WAY);       \
+  CASE(1, 2, WAY);       \
+  CASE(1, 4, WAY);       \
+  CASE(1, 8, WAY)
+#define CASES_TOGETHER(WAY) \
+  CASE(4, 1, WAY);          \
+  CASE(4, 2, WAY);          \
+  CASE(2, 4, WAY);          \
+  CASE(2, 8, WAY)
 static void score_alike(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                         prefetching *ahead) {
 #if BYTE_DOTS
-  CASE(4, 1, KEYS_ALIKE);
-  CASE(4, 2, KEYS_ALIKE);
-  CASE(2, 4, KEYS_ALIKE);
-  CASE(2, 8, KEYS_ALIKE);
+  CASES_TOGETHER(KEYS_ALIKE);
 #else
-  CASE(1, 1, KEYS_ALIKE);
-  CASE(1, 2, KEYS_ALIKE);
-  CASE(1, 4, KEYS_ALIKE);
-  CASE(1, 8, KEYS_ALIKE);
+  CASES_ALONE(KEYS_ALIKE);
 #endif
   assert(!"a combination without code of its own");
 }
@@ -225,10 +229,7 @@ static void score_alike(const key_pass *pass, size_t count, size_t columns, cons
 #if BYTE_DOTS
 static void score_various(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                           prefetching *ahead) {
-  CASE(4, 1, KEYS_VARIOUS);
-  CASE(4, 2, KEYS_VARIOUS);
-  CASE(2, 4, KEYS_VARIOUS);
-  CASE(2, 8, KEYS_VARIOUS);
+  CASES_TOGETHER(KEYS_VARIOUS);
   assert(!"a combination without code of its own");
 }
 #endif
@@ -236,17 +237,13 @@ static void score_various(const key_pass *pass, size_t count, size_t columns, co
 static void score_any(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                       prefetching *ahead) {
 #if BYTE_DOTS
-  CASE(4, 1, KEYS_ANY);
-  CASE(4, 2, KEYS_ANY);
-  CASE(2, 4, KEYS_ANY);
-  CASE(2, 8, KEYS_ANY);
+  CASES_TOGETHER(KEYS_ANY);
 #endif
-  CASE(1, 1, KEYS_ANY);
-  CASE(1, 2, KEYS_ANY);
-  CASE(1, 4, KEYS_ANY);
-  CASE(1, 8, KEYS_ANY);
+  CASES_ALONE(KEYS_ANY);
   assert(!"a combination without code of its own");
 }
+#undef CASES_TOGETHER
+#undef CASES_ALONE
 #undef CASE
 
 static void score_chunk(const page_groups *page, const key_pass *pass, size_t count, size_t columns,

@@ -68,16 +68,6 @@ static inline words widen_bytes(const uint8_t *from) {
 #endif
 }
 
-#if LANES == 16
-// 1, which the compiler does not know: a - 1 b is a subtraction by the units that otherwise multiply, of which there
-// are as many as of those that add.
-static inline __m512 unknown_one(void) {
-  __m512 one = _mm512_set1_ps(1);
-  __asm__("" : "+v"(one));
-  return one;
-}
-#endif
-
 // A table of 16 entries in registers. An index counts with its four low bits.
 typedef struct lookup {
 #if LANES == 16

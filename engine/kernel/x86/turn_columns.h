@@ -68,7 +68,7 @@ INLINE void take_block(qkv_dtype dtype, const uint8_t *const rows[GROUP], size_t
 }
 
 // `count` is a constant.
-INLINE void meet_vectors(__m512 *x, size_t count, __m512 one) {
+INLINE void meet_vectors(__m512 *x, size_t count) {
   UNROLL
   for (size_t half = 1; half < count; half *= 2) {
     UNROLL_16
@@ -76,19 +76,19 @@ INLINE void meet_vectors(__m512 *x, size_t count, __m512 one) {
       if ((i & half) != 0) continue;
       const __m512 low = x[i], high = x[i + half];
       x[i] = _mm512_add_ps(low, high);
-      x[i + half] = _mm512_fnmadd_ps(one, high, low);
+      x[i + half] = _mm512_sub_ps(low, high);
     }
   }
 }
 
 // What is left of a transform once its blocks of 16 are done, and the sums of squares. `blocks` is a constant.
-INLINE void meet_blocks(float (*x)[GROUP], size_t blocks, __m512 one, __m512 squares[SUM_LANES]) {
+INLINE void meet_blocks(float (*x)[GROUP], size_t blocks, __m512 squares[SUM_LANES]) {
   const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(blocks * TURN_BLOCK)));
   for (size_t c = 0; c < TURN_BLOCK; c++) {
     __m512 v[TURN_SIZE_MAX / TURN_BLOCK];
     UNROLL_16
     for (size_t i = 0; i < blocks; i++) v[i] = _mm512_load_ps(x[i * TURN_BLOCK + c]);
-    meet_vectors(v, blocks, one);
+    meet_vectors(v, blocks);
     __m512 sum = squares[c];
     UNROLL_16
     for (size_t i = 0; i < blocks; i++) {
@@ -110,13 +110,12 @@ INLINE void fetch_share(const qkv_rows *next, size_t first, size_t block, size_t
 INLINE void turn_group(qkv_dtype dtype, const uint8_t *const rows[GROUP], const qkv_rows *next, size_t first,
                        size_t dim, const turn_signs *signs, columns *out, each *squares) {
   const size_t blocks = dim / TURN_BLOCK;
-  const __m512 one = unknown_one();
   for (size_t b = 0; b < blocks; b++) {
     __m512 x[TURN_BLOCK];
     const size_t offset = b / 2 * TURN_CHUNK * sizeof(uint16_t);
     if (next != NULL) fetch_share(next, first, b, blocks);
     take_block(dtype, rows, offset, b % 2, signs->of[b], x);
-    meet_vectors(x, TURN_BLOCK, one);
+    meet_vectors(x, TURN_BLOCK);
     UNROLL_16
     for (size_t i = 0; i < TURN_BLOCK; i++) _mm512_store_ps(out->x[b * TURN_BLOCK + i], x[i]);
   }
@@ -126,16 +125,16 @@ INLINE void turn_group(qkv_dtype dtype, const uint8_t *const rows[GROUP], const 
     if ((dim & size) == 0) continue;
     switch (size / TURN_BLOCK) {
       case 2:
-        meet_blocks(out->x + start, 2, one, sums);
+        meet_blocks(out->x + start, 2, sums);
         break;
       case 4:
-        meet_blocks(out->x + start, 4, one, sums);
+        meet_blocks(out->x + start, 4, sums);
         break;
       case 8:
-        meet_blocks(out->x + start, 8, one, sums);
+        meet_blocks(out->x + start, 8, sums);
         break;
       default:
-        meet_blocks(out->x + start, 16, one, sums);
+        meet_blocks(out->x + start, 16, sums);
     }
     start += size;
   }
