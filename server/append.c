@@ -29,41 +29,33 @@ typedef struct append_stream {
 
 // ---- One item ----
 
-enum { ROOM_TRIES = 4 };
+enum { TRIES = 4 };
 
-static qkv_status make_room(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkv_error *error) {
-  const uint64_t cost = qkv_session_append_cost(session, item->layer, (uint64_t)item->k.dims[0]);
-  return qkvi_spill_make_room(daemon->spill, cost, error);
-}
-
-// What the append is to be compared with; it stays while the session is pinned.
-static qkv_status bring_back(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
-                             qkv_error *error) {
+// What the append is to be compared with, and room for the rest: then it fails only where others have changed the
+// layer meanwhile.
+static qkv_status prepare(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, uint64_t *room,
+                          qkv_error *error) {
   const uint64_t end = item->position + (uint64_t)item->k.dims[0];
-  return qkvi_restore(daemon->spill, session, item->layer, item->position, end, false, error);
+  const qkvi_wanted wanted = {.session = session,
+                              .layer = item->layer,
+                              .begin = item->position,
+                              .end = end,
+                              .beside = qkv_session_append_cost(session, item->layer, end)};
+  return qkvi_restore(daemon->spill, &wanted, room, error);
 }
 
 static qkv_status append_patiently(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
                                    uint64_t *appended, uint64_t *length, qkv_error *error) {
-  bool pinned = false;
   qkv_status status = QKV_UNAVAILABLE;
-  for (int tries = 0; tries <= ROOM_TRIES; tries++) {
+  for (int i = 0; i <= TRIES && (status == QKV_UNAVAILABLE || status == QKV_RESOURCE_EXHAUSTED); i++) {
+    uint64_t room = 0;
     *error = (qkv_error){0};
-    status = qkv_session_append(session, item->layer, item->position, &item->k, &item->v, item->k_before_rope,
-                                appended, length, error);
-    if (status != QKV_UNAVAILABLE && status != QKV_RESOURCE_EXHAUSTED) break;
-    // Rows that came back may have to leave for the append.
-    if (pinned) qkv_session_unpin(session, item->layer);
-    pinned = status == QKV_UNAVAILABLE;
-    if (pinned) qkv_session_pin(session, item->layer);
-    qkv_error reason = {0};
-    const qkv_status prepared = (pinned ? bring_back : make_room)(daemon, session, item, &reason);
-    if (prepared == QKV_OK) continue;
-    status = prepared;
-    *error = reason;
-    break;
+    if (i > 0) QKV_TRY(prepare(daemon, session, item, &room, error));
+    status = qkv_session_append_in(session, item->layer, &room, item->position, &item->k, &item->v,
+                                   item->k_before_rope, appended, length, error);
+    qkvi_spill_unclaim(daemon->spill, &room);
+    if (i > 0) qkvi_spill_release(daemon->spill, session, item->layer);
   }
-  if (pinned) qkv_session_unpin(session, item->layer);
   return status;
 }
 

@@ -41,7 +41,7 @@ typedef struct batch_part {
   size_t attend;         // its place in `attends`, where the item has queries
   size_t out, lse;       // bytes into the block
   uint64_t begin, end;   // positions that it reads
-  bool cold, pinned;     // not all of them are in memory; what comes back stays
+  bool cold, held;       // not all of them are in memory; what has come back stays
   bool done;             // attended piece by piece
 } batch_part;
 
@@ -132,20 +132,24 @@ static void make_room(attend_call *state, size_t count) {
   state->capacity = count;
 }
 
-static void let_go(batch_part *part) {
+static void release(const attend_call *state, batch_part *part) {
+  if (part->held) qkvi_spill_release(state->daemon->spill, part->session, part->item->layer);
+  part->held = false;
+}
+
+static void let_go(const attend_call *state, batch_part *part) {
   if (part->session == NULL) return;
-  if (part->pinned) qkv_session_unpin(part->session, part->item->layer);
-  part->pinned = false;
+  release(state, part);
   qkv_session_unref(&part->session);
 }
 
-static void drop_part(batch_part *part, size_t index) {
-  (void)qkvi_item_place(&part->item->error, index);
-  let_go(part);
+static void drop_part(attend_call *state, size_t index) {
+  (void)qkvi_item_place(&state->parts[index].item->error, index);
+  let_go(state, &state->parts[index]);
 }
 
 static void drop_sessions(attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) let_go(&state->parts[i]);
+  for (size_t i = 0; i < state->part_count; i++) let_go(state, &state->parts[i]);
 }
 
 static void begin_check(attend_call *state) {
@@ -171,7 +175,7 @@ static qkv_status check(attend_call *state, qkv_error *call_error) {
       drop_sessions(state);
       return status;
     }
-    if (status != QKV_OK) drop_part(part, i);
+    if (status != QKV_OK) drop_part(state, i);
   }
   if (state->attend_count > 0)
     QKV_TRY(qkvi_block_create(state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes,
@@ -190,7 +194,7 @@ static bool append_part(attend_call *state, size_t index) {
   qkv_status status = qkvi_append_item(state->daemon, part->session, part->item, &state->patience, &appended,
                                        &part->length, &part->item->error);
   if (status == QKV_UNAVAILABLE && part->item->error.status == QKV_OK) return false;
-  if (status != QKV_OK) drop_part(part, index);
+  if (status != QKV_OK) drop_part(state, index);
   return true;
 }
 
@@ -210,7 +214,7 @@ static bool sync_parts(attend_call *state) {
     qkv_error *error = &part->item->error;
     const qkv_status status = qkvi_append_sync(state->daemon, part->session, &state->patience, error);
     if (status == QKV_UNAVAILABLE && error->status == QKV_OK) return false;
-    if (status != QKV_OK) drop_part(part, state->next_sync);
+    if (status != QKV_OK) drop_part(state, state->next_sync);
   }
   return true;
 }
@@ -308,13 +312,11 @@ static bool find_cold(const attend_call *state, size_t count) {
 }
 
 // More than fits into memory.
-static qkv_status attend_pieces(attend_call *state, batch_part *part, qkv_error *error) {
-  qkv_session_unpin(part->session, part->item->layer);
-  part->pinned = false;
+static qkv_status attend_pieces(attend_call *state, batch_part *part, size_t held, qkv_error *error) {
   aim(state, part);
   const qkv_status status =
       qkvi_attend_pieces(state->daemon->spill, state->daemon->pool, part->session, part->item->layer,
-                         &state->attends[part->attend], part->begin, part->end, &part->length, error);
+                         &state->attends[part->attend], part->begin, part->end, held, &part->length, error);
   narrow(state, part);
   part->done = true;
   return status;
@@ -322,22 +324,27 @@ static qkv_status attend_pieces(attend_call *state, batch_part *part, qkv_error 
 
 // Brings those parts' pages back, which then stay until the answer is made.
 static void bring_back(attend_call *state) {
+  size_t held = 0;
+  for (size_t i = 0; i < state->part_count; i++) held += state->parts[i].held ? 1 : 0;
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
     qkv_error error = {0};
     if (part->session == NULL || !part->cold) continue;
-    if (!part->pinned) qkv_session_pin(part->session, part->item->layer);
-    part->pinned = true;
+    held -= part->held ? 1 : 0;
+    release(state, part);
     part->cold = false;
-    qkv_status status =
-        qkvi_restore(state->daemon->spill, part->session, part->item->layer, part->begin, part->end, false, &error);
+    const qkvi_wanted wanted = {
+        .session = part->session, .layer = part->item->layer, .begin = part->begin, .end = part->end, .held = held};
+    qkv_status status = qkvi_restore(state->daemon->spill, &wanted, NULL, &error);
+    part->held = status == QKV_OK;
+    held += part->held ? 1 : 0;
     if (status == QKV_RESOURCE_EXHAUSTED) {
       error = (qkv_error){0};
-      status = attend_pieces(state, part, &error);
+      status = attend_pieces(state, part, held, &error);
     }
     if (status == QKV_OK) continue;
     part->item->error = error;
-    drop_part(part, i);
+    drop_part(state, i);
   }
 }
 

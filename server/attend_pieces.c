@@ -16,6 +16,7 @@ typedef struct pieces {
   qkv_session *session;
   uint32_t layer;
   const qkv_attend *request;
+  size_t held;
   float *out, *lse;  // of one piece
   uint64_t *length;
   uint64_t bytes;  // of a piece, at most
@@ -29,7 +30,7 @@ static uint64_t piece_tokens(const pieces *all) {
   return (pages > 0 ? pages : 1) * QKV_PAGE_TOKENS;
 }
 
-// With the session pinned. False where a page has gone again, which only another one's truncation and appends can do.
+// With the layer held. False where a page has gone again, which only another one's truncation and appends can do.
 static bool run(const pieces *all, uint64_t begin, uint64_t end) {
   const qkv_layer *layer;
   qkv_attend piece = *all->request;
@@ -51,14 +52,14 @@ static bool run(const pieces *all, uint64_t begin, uint64_t end) {
 static qkv_status attend_piece(const pieces *all, uint64_t begin, uint64_t end, qkv_error *error) {
   qkv_status status = QKV_OK;
   bool done = false;
-  // What came back before may have to leave for it.
-  QKV_TRY(qkvi_spill_make_room(all->spill, all->bytes, error));
-  qkv_session_pin(all->session, all->layer);
+  const qkvi_wanted wanted = {
+      .session = all->session, .layer = all->layer, .begin = begin, .end = end, .held = all->held};
   for (int i = 0; i < TRIES && status == QKV_OK && !done; i++) {
-    status = qkvi_restore(all->spill, all->session, all->layer, begin, end, false, error);
-    if (status == QKV_OK) done = run(all, begin, end);
+    status = qkvi_restore(all->spill, &wanted, NULL, error);
+    if (status != QKV_OK) break;
+    done = run(all, begin, end);
+    qkvi_spill_release(all->spill, all->session, all->layer);
   }
-  qkv_session_unpin(all->session, all->layer);
   if (status == QKV_OK && !done) status = qkv_fail(error, QKV_UNAVAILABLE, "the session is changed all the time");
   return status;
 }
@@ -73,7 +74,7 @@ static void merge(const float *out, float lse, size_t dim, float *all_out, float
 }
 
 qkv_status qkvi_attend_pieces(qkvi_spill *spill, qkv_pool *pool, qkv_session *session, uint32_t layer,
-                              const qkv_attend *request, uint64_t begin, uint64_t end, uint64_t *length,
+                              const qkv_attend *request, uint64_t begin, uint64_t end, size_t held, uint64_t *length,
                               qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   const size_t rows = (size_t)request->q.dims[0] * model->q_heads, dim = model->value_dim;
@@ -82,6 +83,7 @@ qkv_status qkvi_attend_pieces(qkvi_spill *spill, qkv_pool *pool, qkv_session *se
                 .session = session,
                 .layer = layer,
                 .request = request,
+                .held = held,
                 .length = length,
                 .bytes = qkvi_spill_budget(spill) / BUDGET_PART};
   all.out = malloc(rows * dim * sizeof *all.out + rows * sizeof *all.lse);

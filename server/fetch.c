@@ -251,7 +251,7 @@ static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error
   fetch_run *run = &stream->run;
   const qkv_layer *layer = NULL;
   qkv_status status = QKV_OK;
-  bool pinned = false;
+  bool held = false;
   while (status == QKV_OK && stream->at < stream->layer_count && run->tokens == 0) {
     run->layer = stream->layers[stream->at];
     status = qkv_session_read(session, run->layer, &layer, error);
@@ -260,20 +260,21 @@ static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error
     qkv_session_read_done(session, run->layer);
     if (status == QKV_UNAVAILABLE && stream->patience == QKVI_FOR_DISK) {
       const uint64_t end = stream->position + smaller(stream->stop - stream->position, restore_tokens(stream));
-      if (!pinned) qkv_session_pin(session, run->layer);
-      pinned = true;
-      status = qkvi_restore(stream->daemon->spill, session, run->layer, stream->position, end, false, error);
+      if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
+      const qkvi_wanted wanted = {.session = session, .layer = run->layer, .begin = stream->position, .end = end};
+      status = qkvi_restore(stream->daemon->spill, &wanted, NULL, error);
+      held = status == QKV_OK;
       const uint64_t after = end + smaller(stream->stop - end, restore_tokens(stream));
       if (status == QKV_OK) qkvi_read_ahead_run(stream->daemon, session, run->layer, end, after);
       continue;
     }
     if (run->tokens > 0 || status != QKV_OK) break;
-    if (pinned) qkv_session_unpin(session, run->layer);
-    pinned = false;
+    if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
+    held = false;
     stream->at++;
     stream->entered = false;
   }
-  if (pinned) qkv_session_unpin(session, run->layer);
+  if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
   return status;
 }
 

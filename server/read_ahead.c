@@ -64,11 +64,11 @@ static bool next_layer(const reading_ahead *on, uint32_t done, uint32_t *step) {
 static uint64_t bring_back(const reading_ahead *on, uint32_t layer, uint64_t begin, uint64_t end) {
   qkvi_spill *spill = on->daemon->spill;
   const double budget = (double)qkvi_spill_budget(spill);
-  qkv_session_pin(on->session, layer);
+  const qkvi_wanted wanted = {.session = on->session, .layer = layer, .begin = begin, .end = end};
+  qkvi_spill_hold(spill, on->session, layer);
   // Not above memory-high: nothing is demoted for pages that nobody has asked for.
-  const uint64_t bytes = qkvi_restore_ahead(spill, on->session, layer, begin, end,
-                                            (uint64_t)(on->daemon->options->memory_high * budget));
-  qkv_session_unpin(on->session, layer);
+  const uint64_t bytes = qkvi_restore_ahead(spill, &wanted, (uint64_t)(on->daemon->options->memory_high * budget));
+  qkvi_spill_release(spill, on->session, layer);
   qkv_metric_add(&spill->metrics[QKV_METRIC_READ_AHEAD_BYTES], (int64_t)bytes);
   return bytes;
 }

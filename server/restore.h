@@ -5,16 +5,24 @@
 
 #include "server/spill.h"
 
-// Brings the pages of [begin, end), end 0: to the end, of a layer back into memory; with `full` those, too, that have
-// lost planes. The layer is pinned by the caller, or they may leave again at any moment. Makes room where it has to;
-// RESOURCE_EXHAUSTED, with nothing done, for more than half of memory-budget. Waits. DATA_LOSS "session a: layer 3:
-// the page at position 128 is lost (...); truncate to that position and append again" leaves what has come back until
-// then.
-qkv_status qkvi_restore(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
-                        bool full, qkv_error *error);
+typedef struct qkvi_wanted {
+  qkv_session *session;
+  uint32_t layer;
+  uint64_t begin, end;  // positions; end 0: to the end
+  bool full;            // pages, too, that have lost planes
+  size_t held;          // layers that the caller holds already (server/spill.h)
+  uint64_t beside;      // bytes of memory-budget that it needs together with the pages
+} qkvi_wanted;
+
+// Brings pages back into memory. With QKV_OK the layer is held, for the caller to release, and `*room` (NULL where
+// nothing is wanted beside) has got at least what is wanted beside. Claims what it needs (server/spill.h), all of it
+// before it begins; RESOURCE_EXHAUSTED, with nothing done, for more than half of memory-budget. Waits. DATA_LOSS
+// "session a: layer 3: the page at position 128 is lost (...); truncate to that position and append again" leaves
+// what has come back until then.
+qkv_status qkvi_restore(qkvi_spill *spill, const qkvi_wanted *wanted, uint64_t *room, qkv_error *error);
 // The same for what nobody has asked for yet: ends without a word where there is no room at once below `memory_max`
-// of memory-budget, where a page is lost, or where someone else brings the layer back. The bytes that have come back.
-uint64_t qkvi_restore_ahead(qkvi_spill *spill, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
-                            uint64_t memory_max);
+// of memory-budget, where a page is lost, or where someone else brings the layer back. The bytes that have come back;
+// what they may leave again by is up to the caller, who holds the layer or does not.
+uint64_t qkvi_restore_ahead(qkvi_spill *spill, const qkvi_wanted *wanted, uint64_t memory_max);
 
 #endif

@@ -14,7 +14,7 @@
 #include "server/handlers.h"
 #include "server/jobs.h"
 
-enum { OPEN_ROOM = 1 << 18 };  // more than a session takes without rows, and some other one beside it
+enum { OPEN_ROOM = 1 << 18 };  // more than a session takes without rows
 
 #define PAGE_SIZE_MAX 1000
 
@@ -86,10 +86,13 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
   qkv_error refused = {0};
   qkv_status status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
   // Memory may be full to the last byte with what can leave it. (Or there are too many sessions, which is said then.)
+  uint64_t room = 0;
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->spill != NULL &&
-      qkvi_spill_make_room(daemon->spill, OPEN_ROOM, NULL) == QKV_OK) {
+      qkvi_spill_claim(daemon->spill, OPEN_ROOM, 0, &room, NULL) == QKV_OK) {
     refused = (qkv_error){0};
+    config.room = &room;
     status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
+    qkvi_spill_unclaim(daemon->spill, &room);
   }
   if (status != QKV_OK) return qkv_fail(error, status, "%s", refused.text);
   if (config.backing == NULL || qkvi_spill_opened(daemon->spill, *session, error) == QKV_OK) return QKV_OK;

@@ -3,7 +3,7 @@
 //
 //   append seals a page ──► backing.put ──► storage                  in the append, which never waits for it
 //   settle                  pages that found no room, durable marks  spill thread, when something is under way
-//   make room               cold sessions leave memory               whoever needs the bytes, longest unused first
+//   claim                   cold sessions leave memory               whoever needs the bytes, longest unused first
 //   restore                 pages come back                          jobs of the disk pool (server/restore.h),
 //                                                                    some ahead (server/read_ahead.h)
 //   start                   models, calibrations, sessions           before calls are served (server/recovery.c)
@@ -70,11 +70,20 @@ bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session);
 // take it; the rows are in memory all the same.
 qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error);
 
-// Sessions leave memory, the longest unused first, until `bytes` more are free in memory-budget. Waits, at most some
-// seconds, where pages must be written first. RESOURCE_EXHAUSTED where nothing more can leave.
-qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error);
-// The same without waiting, for layers in use neither, down to `target` bytes in use. Returns the bytes that were
-// freed.
+// A layer stays in memory while it is held for a piece of work; counted. Who waits for room knows by this whether
+// some will be left. `spill` NULL: nobody waits.
+void qkvi_spill_hold(qkvi_spill *spill, qkv_session *session, uint32_t layer);
+void qkvi_spill_release(qkvi_spill *spill, qkv_session *session, uint32_t layer);
+
+// Adds `bytes` of memory-budget to a room (engine/base/arena.h), which is the caller's to use. Sessions leave memory
+// for it, the longest unused first. Waits, at most some seconds, for others' turn, who came before, and where pages
+// must be written first or layers are held; the caller itself holds `held`, and should hold as little as it can: two
+// that hold what the other one waits for are both refused. RESOURCE_EXHAUSTED where nothing more can leave.
+qkv_status qkvi_spill_claim(qkvi_spill *spill, uint64_t bytes, size_t held, uint64_t *room, qkv_error *error);
+// What is left of a room.
+void qkvi_spill_unclaim(qkvi_spill *spill, uint64_t *room);
+// Sessions leave memory without waiting, for layers in use neither, down to `target` bytes in use. Returns the bytes
+// that were freed.
 uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target);
 
 #endif

@@ -61,7 +61,7 @@ struct qkvi_spill {
   qkv_metric_value *metrics;
   qkvi_backing backings[2];  // ASYNC, SYNC
 
-  pthread_mutex_t lock;  // of everything down to `ahead_count`; nothing is waited for under it but `moved`
+  pthread_mutex_t lock;  // of everything down to `holds`; nothing is waited for under it but `moved`
   pthread_cond_t moved;  // `steps` has grown
   uint64_t steps;
   qkvi_pending *pending;
@@ -77,6 +77,8 @@ struct qkvi_spill {
   qkvi_restoring *restoring;       // layers that are being brought back
   qkvi_ahead *ahead;               // sessions that are read ahead
   size_t ahead_count;
+  uint64_t turn, turns;  // whose turn it is to make room, and how many have asked for one
+  size_t holds;          // of layers, but those of whoever waits for room or for a layer
 
   pthread_mutex_t room_lock;    // one eviction at a time
   pthread_mutex_t models_lock;  // one model at a time into the journal

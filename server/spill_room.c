@@ -93,13 +93,34 @@ static bool anything_pending(qkvi_spill *spill) {
   return any || atomic_load_explicit(&spill->unsettled, memory_order_relaxed);
 }
 
-// What is read ahead is pinned, for milliseconds.
-static bool anything_ahead(qkvi_spill *spill) {
+// ---- Layers in use ----
+
+void qkvi_spill_hold(qkvi_spill *spill, qkv_session *session, uint32_t layer) {
+  qkv_session_pin(session, layer);
+  if (spill == NULL) return;
   qkvi_spill_lock(spill);
-  const bool any = spill->ahead_count > 0;
+  spill->holds++;
+  qkvi_spill_unlock(spill);
+}
+
+void qkvi_spill_release(qkvi_spill *spill, qkv_session *session, uint32_t layer) {
+  qkv_session_unpin(session, layer);
+  if (spill == NULL) return;
+  qkvi_spill_lock(spill);
+  assert(spill->holds > 0);
+  spill->holds--;
+  qkvi_spill_unlock(spill);
+  qkvi_spill_progress(spill);
+}
+
+static bool anything_held(qkvi_spill *spill) {
+  qkvi_spill_lock(spill);
+  const bool any = spill->holds > 0;
   qkvi_spill_unlock(spill);
   return any;
 }
+
+// ---- Room ----
 
 // Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
 // are more, of sessions that were in use just now.
@@ -125,30 +146,90 @@ static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
   return sealed;
 }
 
-// A little more than is asked for leaves memory, so that the next one need not ask.
-qkv_status qkvi_spill_make_room(qkvi_spill *spill, uint64_t bytes, qkv_error *error) {
-  const int64_t until = qkvi_spill_now_ms() + WAIT_MS;
-  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
+// What will not leave, at least: sessions in memory alone and those that are pinned.
+static uint64_t staying(qkvi_spill *spill) {
+  const size_t room = qkv_store_read_stats(spill->store).sessions + 1;
+  qkv_session **listed = calloc(room, sizeof *listed);
+  if (listed == NULL) abort();
+  const size_t count = qkv_store_list(spill->store, "", "", listed, room);
+  uint64_t bytes = qkv_store_read_stats(spill->store).learning_bytes + spill->buffer_bytes;
+  for (size_t i = 0; i < count; i++) {
+    qkv_session_info info;
+    qkv_session_read_info(listed[i], &info, NULL);
+    if (info.config.backing == NULL || info.config.pinned)
+      bytes += info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
+    qkv_session_unref(&listed[i]);
+  }
+  free((void *)listed);
+  return bytes;
+}
+
+// Makes room until it could be reserved. A little more than is asked for leaves memory, so that the next one need not
+// ask. What gets free meanwhile, by whomever, is kept for this one.
+static qkv_status make_room(qkvi_spill *spill, uint64_t bytes, int64_t until) {
+  qkv_arena *arena = qkv_store_arena(spill->store);
+  const uint64_t budget = qkvi_spill_budget(spill), most = budget - bytes, target = most - most / 16;
   uint64_t seen = qkvi_spill_steps(spill);
-  while (bytes <= budget) {
-    const uint64_t slack = (budget - bytes) / 16;
+  for (;;) {
     const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
-    if (qkvi_spill_taken(spill) <= budget - bytes) return QKV_OK;
-    (void)evict(spill, budget - bytes - slack, false);
-    if (qkvi_spill_taken(spill) > budget - bytes) (void)evict(spill, budget - bytes - slack, true);
+    if (qkv_arena_reserve_next(arena, bytes) == QKV_OK) return QKV_OK;
+    (void)evict(spill, target, false);
+    if (qkvi_spill_taken(spill) > most) (void)evict(spill, target, true);
+    if (qkv_arena_reserve_next(arena, bytes) == QKV_OK) return QKV_OK;
     const uint64_t taken = qkvi_spill_taken(spill);
-    if (taken <= budget - bytes) return QKV_OK;
     bool later = pending;
-    if (!pending && seal_idle(spill, taken - (budget - bytes), &later) > 0 && qkvi_spill_now_ms() < until) continue;
-    later |= anything_ahead(spill);
-    if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until) break;
+    if (!pending && taken > most && seal_idle(spill, taken - most, &later) > 0 && qkvi_spill_now_ms() < until)
+      continue;
+    later |= anything_held(spill);
+    if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until || staying(spill) > most) break;
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_spill_hasten(spill);
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
+  qkv_arena_let_go(arena);
+  return QKV_RESOURCE_EXHAUSTED;
+}
+
+static void take_turn(qkvi_spill *spill, size_t held) {
+  qkvi_spill_lock(spill);
+  assert(spill->holds >= held);
+  spill->holds -= held;
+  const uint64_t mine = spill->turns++;
+  while (spill->turn != mine) (void)pthread_cond_wait(&spill->moved, &spill->lock);
+  qkvi_spill_unlock(spill);
+}
+
+static void end_turn(qkvi_spill *spill, size_t held) {
+  qkvi_spill_lock(spill);
+  spill->holds += held;
+  spill->turn++;
+  qkvi_spill_unlock(spill);
+  qkvi_spill_progress(spill);
+}
+
+qkv_status qkvi_spill_claim(qkvi_spill *spill, uint64_t bytes, size_t held, uint64_t *room, qkv_error *error) {
+  const int64_t until = qkvi_spill_now_ms() + WAIT_MS;
+  const uint64_t budget = qkvi_spill_budget(spill);
+  qkv_status status = bytes <= budget ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+  if (status == QKV_OK && bytes > 0) {
+    take_turn(spill, held);
+    status = make_room(spill, bytes, until);
+    end_turn(spill, held);
+  }
+  if (status == QKV_OK) {
+    *room += bytes;
+    return QKV_OK;
+  }
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                   "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
                   budget, bytes);
+}
+
+void qkvi_spill_unclaim(qkvi_spill *spill, uint64_t *room) {
+  if (*room == 0) return;
+  qkv_arena_unreserve(qkv_store_arena(spill->store), *room);
+  *room = 0;
+  qkvi_spill_progress(spill);
 }
 
 // ---- On the disk ----

@@ -78,10 +78,12 @@ static uint32_t scope_layer(const qkv_retier_scope *scope, size_t i) {
 
 // What is on the SSD, in full.
 static qkv_status restore(qkvi_spill *spill, qkv_session *session, const qkv_retier_scope *scope, uint32_t layer,
-                          qkv_retier_report *report, qkv_error *error) {
+                          size_t held, qkv_retier_report *report, qkv_error *error) {
+  const qkvi_wanted wanted = {
+      .session = session, .layer = layer, .begin = scope->begin, .end = scope->end, .full = true, .held = held};
   qkv_session_info before, after;
   qkv_session_read_info(session, &before, NULL);
-  const qkv_status status = qkvi_restore(spill, session, layer, scope->begin, scope->end, true, error);
+  const qkv_status status = qkvi_restore(spill, &wanted, NULL, error);
   qkv_session_read_info(session, &after, NULL);
   if (after.usage.bytes_coded > before.usage.bytes_coded)
     report->bytes_taken += after.usage.bytes_coded - before.usage.bytes_coded;
@@ -94,11 +96,11 @@ static qkv_status promote_session(qkvi_spill *spill, qkv_session *session, const
                                   qkv_retier_report *report, qkv_error *error) {
   const size_t layers = scope->layer_count > 0 ? scope->layer_count : qkv_session_model(session)->layers;
   qkv_status status = QKV_OK;
-  for (size_t i = 0; i < layers; i++) qkv_session_pin(session, scope_layer(scope, i));
-  for (size_t i = 0; i < layers && spill != NULL && status == QKV_OK; i++)
-    status = restore(spill, session, scope, scope_layer(scope, i), report, error);
+  size_t held = 0;  // the layers that have come back
+  for (; held < layers && spill != NULL && status == QKV_OK; held += status == QKV_OK)
+    status = restore(spill, session, scope, scope_layer(scope, held), held, report, error);
   if (status == QKV_OK) status = qkv_session_promote(session, scope, bits, report, error);
-  for (size_t i = 0; i < layers; i++) qkv_session_unpin(session, scope_layer(scope, i));
+  for (size_t i = 0; i < held; i++) qkvi_spill_release(spill, session, scope_layer(scope, i));
   return status;
 }
 

@@ -13,6 +13,7 @@ struct qkv_arena {
   uint64_t bytes_max;
   _Atomic uint64_t claimed;   // bytes allocated or reserved; at most bytes_max
   _Atomic uint64_t reserved;  // bytes reserved
+  _Atomic uint64_t kept;      // bytes that others leave to one who waits for them
   qkv_heap *heap;
 };
 
@@ -54,19 +55,41 @@ size_t qkv_arena_cost(size_t bytes) {
   return (bytes + QKV_ARENA_ALIGN - 1) / QKV_ARENA_ALIGN * QKV_ARENA_ALIGN;
 }
 
-qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+static qkv_status reserve(qkv_arena *arena, uint64_t kept, uint64_t bytes, qkv_error *error) {
   uint64_t claimed = atomic_load_explicit(&arena->claimed, memory_order_relaxed);
   do {
     assert(claimed <= arena->bytes_max);
-    if (bytes > arena->bytes_max - claimed) {
+    const uint64_t left = arena->bytes_max - claimed, mine = left > kept ? left - kept : 0;
+    if (bytes > mine) {
       return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                       "%s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64 " more are needed", arena->budget_name,
-                      arena->bytes_max, claimed, bytes);
+                      arena->bytes_max, arena->bytes_max - mine, bytes);
     }
   } while (!atomic_compare_exchange_weak_explicit(&arena->claimed, &claimed, claimed + bytes, memory_order_relaxed,
                                                   memory_order_relaxed));
   atomic_fetch_add_explicit(&arena->reserved, bytes, memory_order_relaxed);
   return QKV_OK;
+}
+
+qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  return reserve(arena, atomic_load_explicit(&arena->kept, memory_order_relaxed), bytes, error);
+}
+
+qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error) {
+  const uint64_t held = room == NULL ? 0 : *room, taken = held < bytes ? held : bytes;
+  QKV_TRY(qkv_arena_reserve(arena, bytes - taken, error));
+  if (room != NULL) *room -= taken;
+  return QKV_OK;
+}
+
+qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes) {
+  const qkv_status status = reserve(arena, 0, bytes, NULL);
+  atomic_store_explicit(&arena->kept, status == QKV_OK ? 0 : bytes, memory_order_relaxed);
+  return status;
+}
+
+void qkv_arena_let_go(qkv_arena *arena) {
+  atomic_store_explicit(&arena->kept, 0, memory_order_relaxed);
 }
 
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes) {
@@ -101,10 +124,10 @@ void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes) {
   }
 }
 
-qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error) {
+qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error) {
   const size_t less = qkv_arena_cost(left), more = qkv_arena_cost(made);
   if (more > less) {
-    QKV_TRY(qkv_arena_reserve(arena, more - less, error));
+    QKV_TRY(qkv_arena_reserve_in(arena, room, more - less, error));
     subtract(&arena->reserved, more - less);
   } else {
     subtract(&arena->claimed, less - more);

@@ -8,6 +8,10 @@
 //   page = qkv_arena_alloc(arena, bytes);        cannot fail within the reservation
 //   qkv_arena_unreserve(arena, what_was_not_used);
 //
+// Where memory is full as a rule, whoever has waited for room reserves it before it is known how much of it will be
+// used, and hands it on as a *room*: bytes of a reservation, which what it calls uses up first. So nobody else gets
+// them in between.
+//
 // Blocks are aligned to 64 bytes and lie in a heap of the arena's own (heap.h); from malloc in builds with
 // sanitizers, which would not see into it. Threads: any; the counters are atomic.
 #ifndef QKV_ENGINE_BASE_ARENA_H
@@ -42,6 +46,12 @@ size_t qkv_arena_cost(size_t bytes);
 // RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed".
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
+// The same out of a room (NULL: of none), which gets less by what is taken of it, and what it has not got as above.
+qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error);
+// The same for one who waits: where there is no room for it, what gets free is kept for it from here on, until it is
+// reserved by this or let go of. One at a time.
+qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes);
+void qkv_arena_let_go(qkv_arena *arena);
 
 // Turns qkv_arena_cost(bytes) of a reservation (asserted to be there) into a block. Contents are undefined.
 // Aborts where the machine itself is out of memory: the budget is there so that it is not.
@@ -51,10 +61,11 @@ void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
 // For a block that takes another's place, made while the other one is still in use: it is allocated beside the budget
 // and freed so unless it gets there; then the arena counts `made` in place of `left` bytes (0: of none), the one that
 // left is freed beside the budget, the other one by qkv_arena_free. So a smaller block never needs room for both.
-// Recounting can fail only where more bytes are needed: RESOURCE_EXHAUSTED as above, with nothing changed.
+// Recounting can fail only where more bytes are needed, and `room` (as above) has not got them: RESOURCE_EXHAUSTED,
+// with nothing changed.
 void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes);
 void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes);
-qkv_status qkv_arena_recount(qkv_arena *arena, size_t left, size_t made, qkv_error *error);
+qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error);
 
 // Gives what has been freed back to the machine (qkv_heap_trim, and as far as malloc has whole pages). Takes
 // milliseconds where much is held: for whoever has just freed megabytes.

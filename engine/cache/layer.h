@@ -86,6 +86,7 @@ typedef struct qkv_layer {
   qkv_ema_clock *clock;  // NULL: attention is not counted
   void **tail;           // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
+  uint64_t *room;  // of whoever has the layer (arena.h), for what is appended or comes back; NULL: none
 } qkv_layer;
 
 // Coders outlive the layer.

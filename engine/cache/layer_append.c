@@ -324,7 +324,7 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
   if (a.end <= layer->length) return QKV_OK;
 
   append_plan plan = plan_append(&a);
-  QKV_TRY(qkv_arena_reserve(layer->config.arena, plan.bytes, error));
+  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->room, plan.bytes, error));
   grow_arrays(layer, &plan);
   *appended = a.end - layer->length;
   apply(&a, &plan);

@@ -240,7 +240,7 @@ bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const 
 
 // The full page takes its place again.
 static void restore(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut) {
-  const qkv_status status = qkv_arena_recount(layer->config.arena, entry->bytes, 0, NULL);
+  const qkv_status status = qkv_arena_recount(layer->config.arena, NULL, entry->bytes, 0, NULL);
   assert(status == QKV_OK);
   (void)status;
   layer->bytes_coded -= qkv_arena_cost(entry->bytes);
@@ -256,7 +256,7 @@ static void restore(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut) {
 
 static qkv_status replace(qkv_layer *layer, qkv_page_entry *entry, qkv_cut *cut, qkv_error *error) {
   const bool keeps = layer->config.keep_full && entry->full == NULL;
-  QKV_TRY(qkv_arena_recount(layer->config.arena, keeps ? 0 : entry->bytes, cut->bytes, error));
+  QKV_TRY(qkv_arena_recount(layer->config.arena, NULL, keeps ? 0 : entry->bytes, cut->bytes, error));
   layer->bytes_coded -= qkv_arena_cost(entry->bytes);
   layer->bytes_coded += qkv_arena_cost(cut->bytes);
   void *left = (void *)entry->page;

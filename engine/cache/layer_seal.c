@@ -163,7 +163,8 @@ static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t toke
   const size_t block_bytes = qkvi_block_bytes(layer->config.model);
   bool narrow;
   const size_t bytes = encode(layer, room, tokens, &narrow);
-  QKV_TRY(qkv_arena_recount(layer->config.arena, block_bytes, qkv_arena_cost(bytes) + qkvi_ema_cost(layer), error));
+  QKV_TRY(
+      qkv_arena_recount(layer->config.arena, NULL, block_bytes, qkv_arena_cost(bytes) + qkvi_ema_cost(layer), error));
   void *page = qkv_arena_alloc_beside(layer->config.arena, bytes);
   memcpy(page, narrow ? room->narrow : room->image, bytes);
   qkv_arena_free_beside(layer->config.arena, layer->tail[0], block_bytes);

@@ -118,7 +118,9 @@ uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes) {
   return freed;
 }
 
-uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t tokens) {
+uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end) {
+  if (end <= layer->length) return 0;
+  const uint64_t tokens = end - layer->length;
   const uint64_t block = qkv_arena_cost(qkvi_block_bytes(layer->config.model));
   if (qkv_codec_is_exact(layer->coder->codec)) return (qkvi_blocks(tokens) + 1) * block;
   const uint64_t window = (uint64_t)layer->config.policy.recent_window;
@@ -187,7 +189,7 @@ static qkv_status put_back(qkv_layer *layer, const qkv_missing_page *page, void 
     return qkv_fail(error, QKV_DATA_LOSS, "layer %" PRIu32 ": position %" PRIu64 " on the SSD is damaged: %s",
                     layer->config.layer, entry->position, reason.text);
   const bool cold = entry->page == NULL;
-  QKV_TRY(qkv_arena_recount(layer->config.arena, cold ? 0 : entry->bytes, entry->record_bytes, error));
+  QKV_TRY(qkv_arena_recount(layer->config.arena, layer->room, cold ? 0 : entry->bytes, entry->record_bytes, error));
   if (cold) {
     layer->tokens_cold -= entry->tokens;
   } else {

@@ -25,8 +25,8 @@ void qkv_layer_settle(qkv_layer *layer);
 // the oldest, until `bytes` of the arena are free or there are no more. Returns the bytes.
 uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes);
 
-// What an append of so many tokens takes of the arena at most.
-uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t tokens);
+// What an append of rows up to `end` takes of the arena at most.
+uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end);
 
 // Whether every page with positions of [begin, end) is in memory.
 bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end);

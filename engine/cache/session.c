@@ -280,13 +280,14 @@ static void drop_codings(qkv_session *session) {
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  QKV_TRY(qkv_arena_reserve(arena, empty_cost(config, model), error));
+  QKV_TRY(qkv_arena_reserve_in(arena, config->room, empty_cost(config, model), error));
   qkv_session *session = qkv_arena_alloc(arena, session_bytes(model));
   *session = (qkv_session){.config = *config,
                            .model = model,
                            .arena = arena,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
                            .created_unix_ms = now_unix_ms()};
+  session->config.room = NULL;
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
   atomic_init(&session->next_layer, 0);
@@ -374,6 +375,7 @@ static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t p
   const bool renewed = renew_coder(session, layer);
   qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
   *length = locked->layer.length;
+  locked->layer.room = NULL;
   (void)qkv_layer_save(&locked->layer);  // what finds no room is given again when there is some (session_spill.h)
   publish(session, locked);
   unlock(locked);
@@ -384,10 +386,17 @@ static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t p
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error) {
+  return qkv_session_append_in(session, layer, NULL, position, k, v, before_rope, appended, length, error);
+}
+
+qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, uint64_t *room, uint64_t position,
+                                 const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
+                                 uint64_t *length, qkv_error *error) {
   *appended = *length = 0;
   QKV_TRY(check_layer(session, layer, error));
   touch_layer(session, layer);
   lock_to_write(&session->layers[layer]);
+  session->layers[layer].layer.room = room;
   return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
 }
 

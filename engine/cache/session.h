@@ -43,6 +43,7 @@ typedef struct qkv_session_config {
   uint64_t id;                 // as the backing knows it: unique for ever
   uint64_t ttl_ms;             // unused for so long, it has expired; 0: never
   bool pinned;                 // nothing of it leaves memory
+  uint64_t *room;              // that it is created in (arena.h), or NULL; not looked at afterwards
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;
@@ -78,6 +79,11 @@ bool qkv_session_expired(const qkv_session *session);
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error);
+
+// The same in a room (arena.h).
+qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, uint64_t *room, uint64_t position,
+                                 const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
+                                 uint64_t *length, qkv_error *error);
 
 // A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);

@@ -65,8 +65,8 @@ void qkv_session_unpin(qkv_session *session, uint32_t layer) {
   (void)before;
 }
 
-uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t tokens) {
-  const uint64_t cost = qkv_layer_append_cost(qkvi_session_look(session, layer), tokens);
+uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t end) {
+  const uint64_t cost = qkv_layer_append_cost(qkvi_session_look(session, layer), end);
   qkv_session_read_done(session, layer);
   return cost;
 }
@@ -84,11 +84,14 @@ uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_
   return bytes;
 }
 
-qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
-                               qkv_error *error) {
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
+                               const void *image, qkv_error *error) {
   void *copy = qkv_arena_alloc_beside(qkvi_session_arena(session), page->bytes);
   memcpy(copy, image, page->bytes);
-  const qkv_status status = qkv_layer_restore(qkvi_session_change(session, layer), page, copy, error);
+  qkv_layer *restoring = qkvi_session_change(session, layer);
+  restoring->room = room;
+  const qkv_status status = qkv_layer_restore(restoring, page, copy, error);
+  restoring->room = NULL;
   qkvi_session_changed(session, layer);
   return status;
 }

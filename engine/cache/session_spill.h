@@ -46,15 +46,15 @@ void qkv_session_pin(qkv_session *session, uint32_t layer);
 void qkv_session_unpin(qkv_session *session, uint32_t layer);
 
 // As qkv_layer_append_cost. The layer is below the model's (asserted), here and in what follows.
-uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t tokens);
+uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t end);
 // As qkv_layer_missing.
 size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
                            qkv_missing_page *out, size_t max);
 // Bytes of all these pages.
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
-// As qkv_layer_restore, from a copy of `image` [page->bytes].
-qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, const qkv_missing_page *page, const void *image,
-                               qkv_error *error);
+// As qkv_layer_restore, from a copy of `image` [page->bytes], in a room (arena.h).
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
+                               const void *image, qkv_error *error);
 
 // As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free.
 qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,

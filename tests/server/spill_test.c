@@ -56,11 +56,11 @@ static void restart(scene *s) {
   start(s);
 }
 
-static void setup(scene *s, const char *io) {
+static void setup_with(scene *s, const char *io, const char *budget) {
   snprintf(s->directory, sizeof s->directory, "spill-%d-%s", (int)getpid(), io);
   const char *arguments[] = {
       "qkvd", "--listen",        "unix:unused", "--data-dir",        s->directory, "--storage-io",
-      io,     "--memory-budget", "16MiB",       "--storage-segment", "1MiB",       "--storage-compact-rate",
+      io,     "--memory-budget", budget,        "--storage-segment", "1MiB",       "--storage-compact-rate",
       "0"};
   qkv_error error = {0};
   if (qkv_server_options_read(sizeof arguments / sizeof *arguments, (char **)(uintptr_t)arguments, &s->values,
@@ -69,6 +69,10 @@ static void setup(scene *s, const char *io) {
   s->model = test_model(2, 2, 32, 16, QKV_FP16);
   for (int i = 0; i < 2; i++) s->rows[i] = make_sequence(&s->model, TOKENS, 7 + 10 * (uint64_t)i);
   start(s);
+}
+
+static void setup(scene *s, const char *io) {
+  setup_with(s, io, "16MiB");
 }
 
 static void teardown(scene *s) {
@@ -156,9 +160,10 @@ static size_t part_bytes(const scene *s, const content *at, int part) {
 // asserted.
 static bool same_layer(const scene *s, qkv_session *session, uint32_t at, const content *wanted) {
   const qkv_layer *layer;
-  qkv_session_pin(session, at);
-  bool same = qkvi_restore(s->spill, session, at, 0, 0, false, NULL) == QKV_OK;
-  if (same && qkv_session_read(session, at, &layer, NULL) == QKV_OK) {
+  const qkvi_wanted wanted_layer = {.session = session, .layer = at};
+  if (qkvi_restore(s->spill, &wanted_layer, NULL, NULL) != QKV_OK) return false;
+  bool same = true;
+  if (qkv_session_read(session, at, &layer, NULL) == QKV_OK) {
     same = layer->length == wanted->length && qkv_layer_holds(layer, 0, layer->length);
     for (int part = QKV_K; part <= QKV_V && same; part++) {
       float *rows = decoded_rows(layer, (qkv_part)part);
@@ -167,7 +172,7 @@ static bool same_layer(const scene *s, qkv_session *session, uint32_t at, const 
     }
     qkv_session_read_done(session, at);
   }
-  qkv_session_unpin(session, at);
+  qkvi_spill_release(s->spill, session, at);
   return same;
 }
 
@@ -230,9 +235,10 @@ static void *bring_back(void *context) {
 
 static void *read_ahead(void *context) {
   other *on = context;
-  while (!atomic_load(&on->stop))
-    (void)qkvi_restore_ahead(on->s->spill, on->session, (uint32_t)random_below(&on->seed, LAYERS), 0, 0,
-                             qkvi_spill_budget(on->s->spill));
+  while (!atomic_load(&on->stop)) {
+    const qkvi_wanted wanted = {.session = on->session, .layer = (uint32_t)random_below(&on->seed, LAYERS)};
+    (void)qkvi_restore_ahead(on->s->spill, &wanted, qkvi_spill_budget(on->s->spill));
+  }
   return NULL;
 }
 
@@ -255,6 +261,51 @@ static void *compact(void *context) {
   uint64_t freed;
   while (!atomic_load(&on->stop)) {
     if (qkvi_spill_compact(on->s->spill, 0.99, &freed, NULL) != QKV_OK) atomic_store(&on->wrong, true);
+  }
+  return NULL;
+}
+
+// Takes whatever room there is, bit by bit, up to a third of it, as others do that never wait.
+static void *take_room(void *context) {
+  const other *on = context;
+  qkv_arena *arena = qkv_store_arena(on->s->store);
+  const uint64_t bit = 1024, most = qkvi_spill_budget(on->s->spill) / 3;
+  uint64_t taken = 0;
+  while (!atomic_load(&on->stop)) {
+    if (qkv_arena_reserve(arena, bit, NULL) == QKV_OK) taken += bit;
+    if (taken < most) continue;
+    qkv_arena_unreserve(arena, taken);
+    taken = 0;
+  }
+  qkv_arena_unreserve(arena, taken);
+  return NULL;
+}
+
+// Appends that have claimed what they may take, and begin anew when the session is full.
+static void *append_in_room(void *context) {
+  other *on = context;
+  const scene *s = on->s;
+  for (uint64_t i = 0; i < ROUNDS * (uint64_t)LAYERS; i++) {
+    const uint32_t layer = (uint32_t)i % LAYERS;
+    const uint64_t begin = i / LAYERS * 128 % TOKENS, end = begin + 128;
+    const qkvi_wanted wanted = {.session = on->session,
+                                .layer = layer,
+                                .begin = begin,
+                                .end = end,
+                                .beside = qkv_session_append_cost(on->session, layer, end)};
+    uint64_t room = 0, appended, length;
+    row_pair pair;
+    make_pair(&pair, &s->rows[0], begin, end, QKV_FP16);
+    if (qkvi_restore(s->spill, &wanted, &room, NULL) != QKV_OK) {
+      atomic_store(&on->wrong, true);
+    } else {
+      if (qkv_session_append_in(on->session, layer, &room, begin, &pair.k.tensor, &pair.v.tensor, false, &appended,
+                                &length, NULL) != QKV_OK)
+        atomic_store(&on->wrong, true);
+      qkvi_spill_release(s->spill, on->session, layer);
+      qkvi_spill_unclaim(s->spill, &room);
+    }
+    free_pair(&pair);
   }
   return NULL;
 }
@@ -371,6 +422,41 @@ static void test_recovery_of_what_was_compacted(const char *io) {
   teardown(&s);
 }
 
+// Room that is made is for the one who has waited for it.
+static void test_room_that_others_take(const char *io) {
+  enum { READERS = 8, APPENDERS = 2 };
+  scene s;
+  other readers[READERS], appenders[APPENDERS], taking = {.s = &s};
+  setup_with(&s, io, "1MiB");
+  content wanted = in_memory(&s, TOKENS);
+  for (int i = 0; i < READERS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "read-%d", i);
+    readers[i] = (other){.s = &s,
+                         .session = open_session(&s, name, QKV_DURABILITY_ASYNC),
+                         .wanted = &wanted,
+                         .seed = 200 + (uint64_t)i};
+    assert_int_equal(append(&s, readers[i].session, 0, 0, TOKENS), QKV_OK);
+    sync_all(&s, readers[i].session);
+    (void)qkv_session_evict(readers[i].session, UINT64_MAX, true);
+  }
+  for (int i = 0; i < APPENDERS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "append-%d", i);
+    appenders[i] = (other){.s = &s, .session = open_session(&s, name, QKV_DURABILITY_ASYNC)};
+  }
+  begin_other(&taking, take_room);
+  for (int i = 0; i < APPENDERS; i++) begin_other(&appenders[i], append_in_room);
+  for (int i = 0; i < READERS; i++) begin_other(&readers[i], bring_back);
+  for (int i = 0; i < READERS; i++) end_other(&readers[i]);
+  for (int i = 0; i < APPENDERS; i++) end_other(&appenders[i]);
+  end_other(&taking);
+  for (int i = 0; i < APPENDERS; i++) qkv_session_unref(&appenders[i].session);
+  for (int i = 0; i < READERS; i++) qkv_session_unref(&readers[i].session);
+  free_content(&wanted);
+  teardown(&s);
+}
+
 #define BOTH(test)                          \
   static void test##_uring(void **unused) { \
     (void)unused;                           \
@@ -384,6 +470,7 @@ BOTH(test_eviction_while_it_comes_back)
 BOTH(test_closing_while_it_is_written)
 BOTH(test_truncation_while_it_is_written)
 BOTH(test_recovery_of_what_was_compacted)
+BOTH(test_room_that_others_take)
 
 int main(void) {
   qkv_log_setup(stderr, QKV_LOG_ERROR);
@@ -396,6 +483,8 @@ int main(void) {
       cmocka_unit_test(test_truncation_while_it_is_written_pread),
       cmocka_unit_test(test_recovery_of_what_was_compacted_uring),
       cmocka_unit_test(test_recovery_of_what_was_compacted_pread),
+      cmocka_unit_test(test_room_that_others_take_uring),
+      cmocka_unit_test(test_room_that_others_take_pread),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -59,6 +59,45 @@ static void test_refusal_changes_nothing(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+static void test_a_room_is_used_up_first(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  uint64_t room = 500;
+  assert_int_equal(qkv_arena_reserve(arena, room, NULL), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_in(arena, &room, 300, NULL), QKV_OK);
+  assert_int_equal(room, 200);
+  assert_stats(arena, 0, 500);
+  assert_int_equal(qkv_arena_reserve_in(arena, &room, 701, NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(room, 200);  // a refusal changes nothing
+  assert_int_equal(qkv_arena_reserve_in(arena, &room, 700, NULL), QKV_OK);
+  assert_int_equal(room, 0);
+  assert_stats(arena, 0, 1000);
+  qkv_arena_unreserve(arena, 1000);
+  qkv_arena_destroy(&arena);
+}
+
+static void test_what_gets_free_is_kept_for_the_next(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 900, NULL), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_RESOURCE_EXHAUSTED);
+  qkv_arena_unreserve(arena, 150);
+  qkv_error error = {0};
+  assert_int_equal(qkv_arena_reserve(arena, 1, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "memory-budget is 1000 bytes, 1000 in use, 1 more are needed");
+  qkv_arena_unreserve(arena, 150);
+  assert_int_equal(qkv_arena_reserve(arena, 101, NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(qkv_arena_reserve(arena, 100, NULL), QKV_OK);  // beyond what is kept
+  assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_next(arena, 1), QKV_RESOURCE_EXHAUSTED);
+  qkv_arena_unreserve(arena, 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 1000, NULL), QKV_RESOURCE_EXHAUSTED);
+  qkv_arena_let_go(arena);
+  assert_int_equal(qkv_arena_reserve(arena, 1000, NULL), QKV_OK);
+  qkv_arena_unreserve(arena, 1000);
+  qkv_arena_destroy(&arena);
+}
+
 static void alloc_without_reservation(void) {
   qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
   (void)qkv_arena_reserve(arena, 64, NULL);
@@ -149,8 +188,11 @@ static void test_threads_stay_within_the_budget(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost), cmocka_unit_test(test_reserve_alloc_free),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost),
+                                     cmocka_unit_test(test_reserve_alloc_free),
                                      cmocka_unit_test(test_refusal_changes_nothing),
+                                     cmocka_unit_test(test_a_room_is_used_up_first),
+                                     cmocka_unit_test(test_what_gets_free_is_kept_for_the_next),
                                      cmocka_unit_test(test_misuse_aborts),
                                      cmocka_unit_test(test_threads_stay_within_the_budget)};
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -102,7 +102,7 @@ static void restore_layer(scene *s, uint32_t layer) {
   assert_int_equal(count, PAGES);
   for (size_t i = 0; i < count; i++) {
     assert_int_equal(
-        qkv_session_restore(s->session, layer, &missing[i], s->backing.records[missing[i].record].page, NULL),
+        qkv_session_restore(s->session, layer, NULL, &missing[i], s->backing.records[missing[i].record].page, NULL),
         QKV_OK);
   }
 }
@@ -186,8 +186,9 @@ static void test_found_again(void **unused) {
   qkv_missing_page missing[8];
   const size_t count = qkv_session_missing(s.session, 1, 0, 0, false, missing, 8);
   for (size_t i = 0; i < count; i++) {
-    assert_int_equal(qkv_session_restore(s.session, 1, &missing[i], s.backing.records[missing[i].record].page, NULL),
-                     QKV_OK);
+    assert_int_equal(
+        qkv_session_restore(s.session, 1, NULL, &missing[i], s.backing.records[missing[i].record].page, NULL),
+        QKV_OK);
   }
   assert_int_equal(qkv_session_read(s.session, 1, &layer, NULL), QKV_OK);
   assert_int_equal(layer->length, FIRST + TOKENS);
@@ -233,7 +234,8 @@ static void test_eviction_beside_reads(void **unused) {
     const size_t count = qkv_session_missing(s.session, 0, 0, 0, false, missing, 8);
     for (size_t j = 0; j < count; j++) {
       assert_int_equal(
-          qkv_session_restore(s.session, 0, &missing[j], s.backing.records[missing[j].record].page, NULL), QKV_OK);
+          qkv_session_restore(s.session, 0, NULL, &missing[j], s.backing.records[missing[j].record].page, NULL),
+          QKV_OK);
     }
     assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
     assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
