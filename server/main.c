@@ -1,7 +1,7 @@
 // qkvd: the daemon's main thread.
 //
-// libuv owns it: signals, and timers for the gauges, for calibrations, tiers and idle memory in the background.
-// SIGTERM or SIGINT drains (in a thread of libuv's pool, so that the loop goes on) and exits 0; a second one exits at
+// libuv owns it: signals, timers for the gauges and for idle memory, and calibrations and tiers in the background, in
+// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of libuv's pool, so that the loop goes on) and exits 0; a second one exits at
 // once with 1.
 #include <assert.h>
 #include <jansson.h>
@@ -17,7 +17,8 @@
 #include "server/daemon.h"
 
 #define GAUGES_EVERY_MS 1000
-#define CHORE_EVERY_MS 250
+#define TEND_EVERY_MS 250
+#define LEARN_EVERY_MS 250
 #define RETIER_EVERY_MS 250
 #define RETIER_AGAIN_MS 10  // where memory is short
 #define FILES_FEW 4096
@@ -26,23 +27,13 @@
 
 typedef struct main_loop main_loop;
 
-// Done again and again in a thread of libuv's pool, one at a time.
-typedef struct chore {
-  main_loop *state;
-  void (*run)(qkv_daemon *daemon);
-  uv_timer_t timer;
-  uv_work_t work;
-  bool running;
-} chore;
-
 struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
-  uv_timer_t gauges, tiers, deadline;
-  uv_work_t drain, retier;
-  chore learn, tend;
-  bool draining, more_tiers;
+  uv_timer_t gauges, tend, learning, tiers, deadline;
+  uv_work_t drain, learn, retier;
+  bool draining, learns, more_tiers;
 };
 
 // As many connections as the system lets us have. gRPC 1.51 stops listening for good when accept() finds no file
@@ -109,34 +100,35 @@ static void on_gauges(uv_timer_t *timer) {
   qkv_daemon_update_gauges(state->daemon);
 }
 
-static void run_chore(uv_work_t *work) {
-  chore *one = work->data;
-  one->run(one->state->daemon);
+// Not in the background: malloc's and the heap's locks are held.
+static void on_tend(uv_timer_t *timer) {
+  const main_loop *state = timer->data;
+  if (!state->draining) qkv_daemon_tend(state->daemon);
 }
 
-static void on_chore_done(uv_work_t *work, int status) {
+static void learn(uv_work_t *work) {
+  const main_loop *state = work->data;
+  qkv_pool_stand_back(QKV_DAEMON_BULK_NICE);
+  qkv_daemon_learn(state->daemon);
+}
+
+static void on_learnt(uv_work_t *work, int status) {
   (void)status;
-  chore *one = work->data;
-  one->running = false;
+  main_loop *state = work->data;
+  state->learns = false;
 }
 
 // The loop does not end before it has.
-static void on_chore(uv_timer_t *timer) {
-  chore *one = timer->data;
-  if (one->running || one->state->draining) return;
-  one->running = true;
-  uv_queue_work(&one->state->loop, &one->work, run_chore, on_chore_done);
-}
-
-static void start_chore(main_loop *state, chore *one, void (*run)(qkv_daemon *daemon)) {
-  *one = (chore){.state = state, .run = run};
-  uv_timer_init(&state->loop, &one->timer);
-  one->timer.data = one->work.data = one;
-  uv_timer_start(&one->timer, on_chore, CHORE_EVERY_MS, CHORE_EVERY_MS);
+static void on_learn(uv_timer_t *timer) {
+  main_loop *state = timer->data;
+  if (state->learns || state->draining) return;
+  state->learns = true;
+  uv_queue_work(&state->loop, &state->learn, learn, on_learnt);
 }
 
 static void retier(uv_work_t *work) {
   main_loop *state = work->data;
+  qkv_pool_stand_back(QKV_DAEMON_BULK_NICE);
   state->more_tiers = qkv_daemon_retier(state->daemon);
 }
 
@@ -149,7 +141,7 @@ static void on_retiered(uv_work_t *work, int status) {
   uv_timer_start(&state->tiers, on_retier, state->more_tiers ? RETIER_AGAIN_MS : RETIER_EVERY_MS, 0);
 }
 
-// Like a chore; the timer is started again when it is done.
+// The timer is started again when it is done.
 static void on_retier(uv_timer_t *timer) {
   main_loop *state = timer->data;
   if (!state->draining) uv_queue_work(&state->loop, &state->retier, retier, on_retiered);
@@ -172,8 +164,8 @@ static void on_drained(uv_work_t *work, int status) {
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
-  uv_close((uv_handle_t *)&state->learn.timer, NULL);
-  uv_close((uv_handle_t *)&state->tend.timer, NULL);
+  uv_close((uv_handle_t *)&state->tend, NULL);
+  uv_close((uv_handle_t *)&state->learning, NULL);
   uv_close((uv_handle_t *)&state->tiers, NULL);
   uv_close((uv_handle_t *)&state->deadline, NULL);
 }
@@ -211,15 +203,17 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_init(&state->loop, &state->terminate);
   uv_signal_init(&state->loop, &state->interrupt);
   uv_timer_init(&state->loop, &state->gauges);
+  uv_timer_init(&state->loop, &state->tend);
+  uv_timer_init(&state->loop, &state->learning);
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drain.data = state;
-  state->tiers.data = state->retier.data = state;
+  state->tend.data = state->learning.data = state->learn.data = state->tiers.data = state->retier.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
-  start_chore(state, &state->learn, qkv_daemon_learn);
-  start_chore(state, &state->tend, qkv_daemon_tend);
+  uv_timer_start(&state->tend, on_tend, TEND_EVERY_MS, TEND_EVERY_MS);
+  uv_timer_start(&state->learning, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
   on_retier(&state->tiers);  // makes libuv's pool
   block_signals(false);
 }

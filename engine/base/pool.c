@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -78,11 +79,20 @@ static void run_job(qkv_pool *pool) {
   pool->queue_length--;
   pthread_mutex_unlock(&pool->lock);
   job.run(job.context);
+  qkv_pool_yield();
   pthread_mutex_lock(&pool->lock);
 }
 
+static _Thread_local bool stands_back;
+
+void qkv_pool_yield(void) {
+  if (stands_back) sched_yield();
+}
+
 // Of this thread alone, as Linux has it.
-static void stand_back(int nice) {
+void qkv_pool_stand_back(int nice) {
+  if (stands_back) return;
+  stands_back = true;
   const id_t self = (id_t)syscall(SYS_gettid);
   (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
 }
@@ -90,7 +100,7 @@ static void stand_back(int nice) {
 static void *thread_main(void *context) {
   const pool_member *self = context;
   qkv_pool *pool = self->pool;
-  if (pool->nice > 0) stand_back(pool->nice);
+  if (pool->nice > 0) qkv_pool_stand_back(pool->nice);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);

@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "engine/base/pool.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
 
@@ -73,6 +74,7 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
     status = apply_piece(session, layer, snapshot, plan, i, report, error);
+    qkv_pool_yield();
   }
   report->pages_left += plan->page_count_all - plan->page_count;
   trim(qkvi_session_arena(session), report->bytes_freed - freed);
