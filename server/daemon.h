@@ -56,8 +56,8 @@ void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
-// Rows in bulk, and what nobody waits for to go on, stand back behind requests (qkv_pool_stand_back): as many threads as
-// in the compute pool take a tenth of what those take where there is not enough for both.
+// Rows in bulk, and what nobody waits for to go on, stand back behind requests (qkv_pool_stand_back): as many threads
+// as in the compute pool take a tenth of what those take where there is not enough for both.
 enum { QKV_DAEMON_BULK_NICE = 10 };
 
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.

@@ -1,8 +1,8 @@
 // qkvd: the daemon's main thread.
 //
 // libuv owns it: signals, timers for the gauges and for idle memory, and calibrations and tiers in the background, in
-// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of libuv's pool, so that the loop goes on) and exits 0; a second one exits at
-// once with 1.
+// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of libuv's pool, so that the loop
+// goes on) and exits 0; a second one exits at once with 1.
 #include <assert.h>
 #include <jansson.h>
 #include <signal.h>

@@ -2,9 +2,10 @@
 //
 //   quiet       nothing else
 //   spilling    another connection appends to sessions that take more than memory, one request at a time
-//   restoring   it attends them in turn, layer by layer: each has to come back, and another one to leave
+//   restoring   it brings them back in turn, layer by layer (Prefetch), and each time another one has to leave
+//   attending   it attends them in turn, layer by layer: they come back, and attention is taken for it, too
 //
-// The three take turns, a window each. The daemon is the caller's, with --data-dir and a --memory-budget that is a
+// They take turns, a window each. The daemon is the caller's, with --data-dir and a --memory-budget that is a
 // part of what the other sessions take.
 #include <errno.h>
 #include <signal.h>
@@ -22,7 +23,7 @@
 
 #define NAME "qkv-bench-beside"
 
-typedef enum mode { QUIET, SPILLING, RESTORING, MODES, ENDING } mode;
+typedef enum mode { QUIET, SPILLING, RESTORING, ATTENDING, MODES, ENDING } mode;
 
 static const qkv_option options[] = {
     QKV_BENCH_OPTIONS,
@@ -38,7 +39,7 @@ static const qkv_option options[] = {
     {"bits-k", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_k), "4", 1, 8, "BITS", "code bits of keys"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
     {"window", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, pause), "3s", 10, 3600000, "TIME",
-     "how long one of the three goes on"},
+     "how long each of the four goes on"},
 };
 
 struct shared {
@@ -52,7 +53,7 @@ typedef struct beside {
   const qkv_bench_settings *settings;
   qkv_client *client, *other;
   qkv_bench_traffic traffic;
-  uint64_t appended, attended;  // steps that are done: of a layer of a chunk, of a layer
+  uint64_t appended, returned;  // steps that are done: of a layer of a chunk, of a layer
   struct shared *shared;        // with the other process
   pid_t process;                // that one
 } beside;
@@ -80,12 +81,14 @@ static int append_step(beside *all) {
 }
 
 // Session by session, the longest unused first, layer by layer.
-static int attend_step(beside *all) {
+static int return_step(beside *all, mode wanted) {
   char name[64];
   const uint64_t layers = (uint64_t)all->settings->rounds;
   const uint64_t begun = all->appended / layers / chunks(all) + 1;  // is still being appended to
-  name_other(all, begun + all->attended / layers % (uint64_t)(all->settings->sessions - 1), name, sizeof name);
-  return qkv_bench_traffic_attend(&all->traffic, all->other, name, (int64_t)(all->attended++ % layers));
+  name_other(all, begun + all->returned / layers % (uint64_t)(all->settings->sessions - 1), name, sizeof name);
+  const int64_t layer = (int64_t)(all->returned++ % layers);
+  return wanted == RESTORING ? qkv_bench_traffic_prefetch(&all->traffic, all->other, name, layer)
+                             : qkv_bench_traffic_attend(&all->traffic, all->other, name, layer);
 }
 
 // Of the other process: the sessions are appended to once before it waits for orders.
@@ -103,7 +106,7 @@ static int work(beside *all) {
     int status = 0;
     if (wanted == QUIET) (void)nanosleep(&pause, NULL);
     if (wanted == SPILLING) status = append_step(all);
-    if (wanted == RESTORING) status = attend_step(all);
+    if (wanted == RESTORING || wanted == ATTENDING) status = return_step(all, wanted);
     if (status == 0) {
       atomic_fetch_add(&all->shared->steps[wanted], 1);
       continue;
@@ -162,26 +165,32 @@ static int prepare(beside *all) {
   return 0;
 }
 
-static void report(beside *all, qkv_samples *samples) {
+static double done_gbps(const beside *all, mode which, int64_t tokens) {
   const qkv_bench_settings *settings = all->settings;
-  const double busy_s = (double)(settings->repeats * settings->pause) * 1e-3;
   const double row = (double)(settings->kv_heads * settings->dim) * 2 * 2;  // bytes of a token, K and V, fp16
-  double p50[MODES], p99[MODES];
+  const double busy_s = (double)(settings->repeats * settings->pause) * 1e-3;
+  return (double)atomic_load(&all->shared->steps[which]) * (double)tokens * row * 1e-9 / busy_s;
+}
+
+static void report(const beside *all, qkv_samples *samples) {
+  static const char *const names[MODES] = {"quiet", "spilling", "restoring", "attending"};
+  json_t *line = json_pack("{s:s, s:i}", "bench", "beside", "attends", (int)samples[QUIET].count);
+  const double quiet = qkv_samples_quantile(&samples[QUIET], 0.99);
   for (int i = 0; i < MODES; i++) {
-    p50[i] = qkv_samples_quantile(&samples[i], 0.5);
-    p99[i] = qkv_samples_quantile(&samples[i], 0.99);
+    char key[64];
+    const double p99 = qkv_samples_quantile(&samples[i], 0.99);
+    snprintf(key, sizeof key, "%s_p50_ms", names[i]);
+    json_object_set_new(line, key, json_real(qkv_samples_quantile(&samples[i], 0.5)));
+    snprintf(key, sizeof key, "%s_p99_ms", names[i]);
+    json_object_set_new(line, key, json_real(p99));
+    if (i == QUIET) continue;
+    snprintf(key, sizeof key, "%s_slower", names[i]);
+    json_object_set_new(line, key, json_real(p99 / quiet));
+    snprintf(key, sizeof key, "%s_fp16_gbps", names[i]);
+    const int64_t tokens = i == SPILLING ? QKV_BENCH_CHUNK_TOKENS : all->settings->tokens;
+    json_object_set_new(line, key, json_real(done_gbps(all, (mode)i, tokens)));
   }
-  qkv_bench_report(
-      settings,
-      json_pack(
-          "{s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "beside", "attends",
-          (int)samples[QUIET].count, "quiet_p50_ms", p50[QUIET], "quiet_p99_ms", p99[QUIET], "spilling_p50_ms",
-          p50[SPILLING], "spilling_p99_ms", p99[SPILLING], "restoring_p50_ms", p50[RESTORING], "restoring_p99_ms",
-          p99[RESTORING], "spilling_slower", p99[SPILLING] / p99[QUIET], "restoring_slower",
-          p99[RESTORING] / p99[QUIET], "spilled_fp16_gbps",
-          (double)atomic_load(&all->shared->steps[SPILLING]) * QKV_BENCH_CHUNK_TOKENS * row * 1e-9 / busy_s,
-          "restored_fp16_gbps",
-          (double)atomic_load(&all->shared->steps[RESTORING]) * (double)settings->tokens * row * 1e-9 / busy_s));
+  qkv_bench_report(all->settings, line);
 }
 
 static int measure(beside *all) {

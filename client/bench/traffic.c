@@ -83,3 +83,12 @@ int qkv_bench_traffic_attend(const qkv_bench_traffic *traffic, qkv_client *clien
   qkv_client_results_free(&result, 1);
   return 0;
 }
+
+int qkv_bench_traffic_prefetch(const qkv_bench_traffic *traffic, qkv_client *client, const char *session,
+                               int64_t layer) {
+  (void)traffic;
+  const uint32_t of = (uint32_t)layer;
+  const qkv_client_scope scope = {.session = session, .layers = &of, .layer_count = 1};
+  qkv_call_error error = {0};
+  return qkv_client_promote(client, &scope, 0, NULL, &error) == 0 ? 0 : qkv_bench_failed("prefetch", &error);
+}

@@ -27,5 +27,8 @@ int qkv_bench_traffic_append(const qkv_bench_traffic *traffic, qkv_client *clien
 // The query at the last position.
 int qkv_bench_traffic_attend(const qkv_bench_traffic *traffic, qkv_client *client, const char *session,
                              int64_t layer);
+// Brings a layer back into memory.
+int qkv_bench_traffic_prefetch(const qkv_bench_traffic *traffic, qkv_client *client, const char *session,
+                               int64_t layer);
 
 #endif

@@ -26,8 +26,9 @@ qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qk
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
 // The calling thread stands back from now on, as those do; again does nothing.
 void qkv_pool_stand_back(int nice);
-// In a thread that stands back, some hundred microseconds of work apart: whoever else waits for the processor has it now.
-// (The system takes it from a running thread only when its timer ticks, every 4 ms at 250 Hz.) Nothing in others.
+// In a thread that stands back, some hundred microseconds of work apart: whoever else waits for the processor has it
+// now. (The system takes it from a running thread only when its timer ticks, every 4 ms at 250 Hz.) Nothing in
+// others.
 void qkv_pool_yield(void);
 // Runs what is queued, joins the threads, clears *pool.
 void qkv_pool_destroy(qkv_pool **pool);
