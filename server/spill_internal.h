@@ -83,7 +83,6 @@ struct qkvi_spill {
   pthread_mutex_t room_lock;    // one eviction at a time
   pthread_mutex_t models_lock;  // one model at a time into the journal
   _Atomic bool unsettled;       // some session may have something to settle
-  _Atomic uint64_t freed;       // since memory was last given back to the machine
   pthread_t thread;
   bool started;
   bool budgeted;          // by storage-budget
@@ -154,7 +153,5 @@ qkv_status qkvi_spill_journal(qkvi_spill *spill, qkv_journal_kind kind, uint64_t
                               uint64_t bytes, qkv_error *error);
 // What was put of a layer up to now ends at `position`, for ever.
 void qkvi_spill_cut(qkvi_spill *spill, uint64_t session, uint32_t layer, uint64_t position);
-// Gives memory back to the machine once enough of it has been freed.
-void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed);
 
 #endif

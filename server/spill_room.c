@@ -68,20 +68,11 @@ static uint64_t evict(qkvi_spill *spill, uint64_t target, bool wait) {
   qkvi_spill_drop_sessions(sessions, count);
   (void)pthread_mutex_unlock(&spill->room_lock);
   qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
-  if (freed > 0) qkvi_spill_trim(spill, freed);
   return freed;
 }
 
 uint64_t qkvi_spill_evict(qkvi_spill *spill, uint64_t target) {
   return evict(spill, target, false);
-}
-
-void qkvi_spill_trim(qkvi_spill *spill, uint64_t freed) {
-  const uint64_t budget = qkv_store_read_stats(spill->store).memory.bytes_max;
-  const uint64_t all = atomic_fetch_add_explicit(&spill->freed, freed, memory_order_relaxed) + freed;
-  if (all < budget / 32) return;
-  if (atomic_exchange_explicit(&spill->freed, 0, memory_order_relaxed) > 0)
-    qkv_arena_trim(qkv_store_arena(spill->store));
 }
 
 static bool anything_pending(qkvi_spill *spill) {

@@ -16,7 +16,7 @@ void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room) {
   room->image = aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
   room->narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
   assert(room->image != NULL && (room->narrow != NULL || layer->config.quality == NULL));
-  room->k = calloc(rows * (model->key_dim + model->value_dim), sizeof *room->k);
+  room->k = malloc(rows * (model->key_dim + model->value_dim) * sizeof *room->k);
   assert(room->k != NULL);
   room->v = room->k + rows * model->key_dim;
 }
