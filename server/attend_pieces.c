@@ -22,11 +22,17 @@ typedef struct pieces {
   uint64_t bytes;  // of a piece, at most
 } pieces;
 
-// Tokens of a piece, whole pages.
+// Tokens of a piece, whole pages, by what the layer's pages take on average.
 static uint64_t piece_tokens(const pieces *all) {
-  const qkv_model *model = qkv_session_model(all->session);
-  const uint64_t token = (uint64_t)model->kv_heads * (model->key_dim + model->value_dim) * 2;  // codes take less
-  const uint64_t pages = all->bytes / (token * QKV_PAGE_TOKENS);
+  const qkv_layer *layer;
+  uint64_t sealed = 0, bytes = 0;
+  if (qkv_session_read(all->session, all->layer, &layer, NULL) == QKV_OK) {
+    sealed = layer->sealed - layer->config.first_position;
+    bytes = layer->bytes_stored;
+    qkv_session_read_done(all->session, all->layer);
+  }
+  const uint64_t page = sealed < QKV_PAGE_TOKENS ? bytes : bytes / (sealed / QKV_PAGE_TOKENS);
+  const uint64_t pages = all->bytes / (page + 1);
   return (pages > 0 ? pages : 1) * QKV_PAGE_TOKENS;
 }
 

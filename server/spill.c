@@ -347,6 +347,11 @@ qkv_status qkvi_spill_failure(qkvi_spill *spill) {
   return failure;
 }
 
+static const char *refusal(qkv_status failure) {
+  if (failure == QKV_RESOURCE_EXHAUSTED) return "the disk or storage-budget is full";
+  return failure == QKV_OK ? "the disk takes longer than 30 s" : "the disk failed";
+}
+
 qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
   const int64_t until = qkvi_spill_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_spill_steps(spill);
@@ -355,8 +360,7 @@ qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *e
         poisoned(spill, qkv_session_config_of(session)->id) ? QKV_INTERNAL : qkvi_spill_failure(spill);
     if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_spill_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
-                      qkv_session_name(session),
-                      failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full" : "the disk failed");
+                      qkv_session_name(session), refusal(failure));
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return QKV_OK;
