@@ -71,6 +71,13 @@ static inline bool qkvi_blocks_are_plain(const qkvi_tier_blocks *blocks) {
   return (blocks->deep | blocks->scattered | blocks->halves) == 0;
 }
 
+// All blocks have two bits, or all four: each is 64 bytes behind the one before it.
+static inline bool qkvi_blocks_are_steady(const qkvi_tier_blocks *blocks) {
+  if (!qkvi_blocks_are_plain(blocks) || blocks->count == 0) return false;
+  const uint8_t kind = blocks->blocks[0].kind;
+  return (kind == QKVI_BLOCK_2 || kind == QKVI_BLOCK_4) && blocks->blocks[blocks->count - 1].kind == kind;
+}
+
 void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blocks *blocks);
 
 // Where the blocks of the groups of a page lie, whose tiers are few different ones.

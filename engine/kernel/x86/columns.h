@@ -85,13 +85,14 @@ typedef struct page_groups {
   const uint8_t *groups[QKV_PAGE_GROUPS];
   bool alike;     // all of one tier
   bool plain;     // qkvi_blocks_are_plain of all
+  bool steady;    // qkvi_blocks_are_steady of all, which have as many blocks
   size_t blocks;  // of the group that has most
   uint8_t shape;  // what plain blocks of all groups can be taken for: the largest
 } page_groups;
 
 INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_groups *page) {
   const qkvi_tier_blocks *layout = NULL;
-  bool alike = true, plain = true;
+  bool alike = true, plain = true, steady = true;
   size_t blocks = 0;
   uint8_t shape = 0;
   ROLLED
@@ -100,6 +101,7 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
       layout = qkvi_layouts_find(layouts, codes->schedule, codes->tiers[g]);
       alike &= g == 0;
       plain &= qkvi_blocks_are_plain(layout);
+      steady &= qkvi_blocks_are_steady(layout) && (g == 0 || layout->count == blocks);
       blocks = layout->count > blocks ? layout->count : blocks;
       shape = layout->shape > shape ? layout->shape : shape;
     }
@@ -109,6 +111,7 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
   }
   page->alike = alike;
   page->plain = plain;
+  page->steady = steady;
   page->blocks = blocks;
   page->shape = shape;
 }
@@ -141,6 +144,55 @@ INLINE void prefetch_some(prefetching *ahead) {
     _mm_prefetch((const char *)ahead->at, _MM_HINT_T0);
   }
 }
+
+// ---- Steady blocks ----
+
+#if BYTE_DOTS
+// A group of steady blocks: its codes and tables are found once, and not block by block.
+typedef struct steady_group {
+  const uint8_t *pairs[2];  // block 0's slabs; the next block's are a line behind
+  const uint8_t *tables;    // [64] for each field that has one of its own
+} steady_group;
+
+INLINE steady_group steady_of(qkv_part part, qkvi_block_shape shape, const page_groups *page, size_t g) {
+  const qkvi_block *block = &page->layouts[g]->blocks[0];
+  const uint8_t *tables = shape == QKVI_BLOCK_FIELDS ? qkvi_integers.fields[part][block->kind][0]
+                                                     : qkvi_integers.nibbles[part][block->kind][0];
+  return (steady_group){{page->groups[g] + block->slabs[0], page->groups[g] + block->slabs[1]}, tables};
+}
+
+INLINE joined steady_block(qkvi_block_shape shape, const steady_group *group, size_t b) {
+  const bytes first = load_bytes(group->pairs[0] + b * LINE);
+  if (shape == QKVI_BLOCK_FIELDS) return (joined){first, first};
+  return join(first, load_bytes(group->pairs[1] + b * LINE));
+}
+
+INLINE bytes steady_centroids(qkvi_block_shape shape, const steady_group *group, const joined *block, size_t field) {
+  if (shape == QKVI_BLOCK_NIBBLES) {
+    return look_up_byte(load_bytes(group->tables + field % 2 * 64), nibble_of(block, field));
+  }
+  const size_t place = field < QKVI_FIELD_PLACES ? field : QKVI_FIELD_PLACES - 1;
+  const bytes index = field < QKVI_FIELD_PLACES ? block->even : down(block->even, 2);
+  return look_up_byte(load_bytes(group->tables + place * 64), index);
+}
+
+INLINE prefetching prefetching_all(qkv_ahead ahead) {
+  if (ahead.bytes == 0) return (prefetching){0};
+  return (prefetching){.at = ahead.from, .end = (const uint8_t *)ahead.from + ahead.bytes};
+}
+
+// So many lines, if any are left to fetch; a constant number, perhaps beyond the end.
+INLINE void prefetch_lines(prefetching *ahead, size_t lines) {
+  if (ahead->at >= ahead->end) return;
+  UNROLL
+  for (size_t i = 0; i < lines; i++) _mm_prefetch((const char *)ahead->at + i * LINE, _MM_HINT_T0);
+  ahead->at += lines * LINE;
+}
+
+INLINE void prefetch_rest(prefetching *ahead) {
+  for (; ahead->at < ahead->end; ahead->at += LINE) _mm_prefetch((const char *)ahead->at, _MM_HINT_T0);
+}
+#endif
 
 // ---- Sums to floats ----
 

@@ -255,6 +255,110 @@ static void score_chunk(const page_groups *page, const key_pass *pass, size_t co
   score_alike(pass, count, columns, out, ahead);
 }
 
+#if BYTE_DOTS
+// ---- Steady blocks ----
+
+// A chunk of queries of one byte against a page.
+typedef struct steady_keys {
+  size_t blocks, rows;
+  const uint8_t *columns, *gains;
+  const int32_t *offsets;  // of all blocks
+  const float *scales;
+  float *scores;
+} steady_keys;
+
+// Groups from `first` on; `shape`, `count` and `width` are constants.
+INLINE void score_steady_groups(const page_groups *page, const steady_keys *keys, qkvi_block_shape shape,
+                                size_t first, size_t count, size_t width, prefetching *ahead) {
+  const size_t sets = key_sets(count, width);
+  const uint8_t *columns = keys->columns;
+  steady_group groups[TOGETHER_MAX];
+  column_sums sums[SETS_MAX][TOGETHER_MAX];
+  UNROLL
+  for (size_t g = 0; g < count; g++) groups[g] = steady_of(QKV_K, shape, page, first + g);
+  UNROLL
+  for (size_t set = 1; set < sets; set++) clear_sums(sums[set], count, width);
+  UNROLL
+  for (size_t column = 0; column < width; column++) {
+    UNROLL
+    for (size_t g = 0; g < count; g++) sums[0][g][column] = (words)repeat_word(&keys->offsets[column]);
+  }
+  for (size_t b = 0; b < keys->blocks; b++, columns += FIELDS * width * COLUMN_BYTES) {
+    joined blocks[TOGETHER_MAX];
+    prefetch_lines(ahead, 2 * count);
+    UNROLL
+    for (size_t g = 0; g < count; g++) blocks[g] = steady_block(shape, &groups[g], b);
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++) {
+      bytes centroids[TOGETHER_MAX];
+      UNROLL
+      for (size_t g = 0; g < count; g++) centroids[g] = steady_centroids(shape, &groups[g], &blocks[g], f);
+      add_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
+    }
+  }
+  UNROLL
+  for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
+  lanes factors[TOGETHER_MAX];
+  UNROLL
+  for (size_t g = 0; g < count; g++) factors[g] = gain_lanes(keys->gains + (first + g) * GROUP);
+  UNROLL
+  for (size_t row = 0; row < width; row++) {
+    if (row >= keys->rows) break;
+    UNROLL
+    for (size_t g = 0; g < count; g++) {
+      store_lanes(keys->scores + row * QKV_PAGE_TOKENS + (first + g) * GROUP,
+                  total_of(&sums[0][g][row], NULL, 1) * keys->scales[row] * factors[g]);
+    }
+  }
+}
+
+// Functions of their own for the constants.
+#define STEADY(NAME, SHAPE, COUNT, WIDTH)                                                 \
+  static void NAME(const page_groups *page, const steady_keys *all, prefetching *ahead) { \
+    const steady_keys keys = *all;                                                        \
+    prefetching along = *ahead;                                                           \
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g += (COUNT)) {                               \
+      score_steady_groups(page, &keys, SHAPE, g, COUNT, WIDTH, &along);                   \
+    }                                                                                     \
+    *ahead = along;                                                                       \
+  }
+STEADY(score_nibbles_1, QKVI_BLOCK_NIBBLES, 4, 1)
+STEADY(score_nibbles_2, QKVI_BLOCK_NIBBLES, 4, 2)
+STEADY(score_nibbles_4, QKVI_BLOCK_NIBBLES, 2, 4)
+STEADY(score_nibbles_8, QKVI_BLOCK_NIBBLES, 2, 8)
+STEADY(score_fields_1, QKVI_BLOCK_FIELDS, 4, 1)
+STEADY(score_fields_2, QKVI_BLOCK_FIELDS, 4, 2)
+STEADY(score_fields_4, QKVI_BLOCK_FIELDS, 2, 4)
+STEADY(score_fields_8, QKVI_BLOCK_FIELDS, 2, 8)
+#undef STEADY
+
+static void score_steady(const page_groups *page, const steady_keys *keys, size_t columns, prefetching *ahead) {
+  const bool fields = page->shape == QKVI_BLOCK_FIELDS;
+  if (columns == 1) return (fields ? score_fields_1 : score_nibbles_1)(page, keys, ahead);
+  if (columns == 2) return (fields ? score_fields_2 : score_nibbles_2)(page, keys, ahead);
+  if (columns == 4) return (fields ? score_fields_4 : score_nibbles_4)(page, keys, ahead);
+  (fields ? score_fields_8 : score_nibbles_8)(page, keys, ahead);
+}
+
+static void scores_of_steady(const page_groups *page, const qkv_page_codes *codes, const qkv_integer_queries *queries,
+                             size_t length, qkv_ahead ahead, float *scores) {
+  const size_t blocks = length / QKVI_BLOCK_WIDTH;
+  prefetching along = prefetching_all(ahead);
+  for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
+    chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, 1);
+    const steady_keys keys = {.blocks = page->blocks,
+                              .rows = chunk.rows,
+                              .columns = (const uint8_t *)queries->bytes + chunk.first * length,
+                              .gains = codes->gains,
+                              .offsets = queries->offsets + chunk.first * (blocks + 1) + page->blocks * chunk.columns,
+                              .scales = queries->scales + chunk.first,
+                              .scores = scores + chunk.first * QKV_PAGE_TOKENS};
+    score_steady(page, &keys, chunk.columns, &along);
+  }
+  prefetch_rest(&along);
+}
+#endif
+
 // How many groups from g on go together: all of one tier, or plain ones.
 static size_t groups_together(const page_groups *page, size_t g, size_t most) {
   if (page->alike || page->plain) return most;
@@ -272,6 +376,9 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   mixed_group mixed[QKV_PAGE_GROUPS];
   prefetching along = {0};
   find_groups(keys, layouts, &page);
+#if BYTE_DOTS
+  if (page.steady && parts == 1) return scores_of_steady(&page, keys, queries, length, ahead, scores);
+#endif
   if (!page.plain) {
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       for (count = 1; g + count < QKV_PAGE_GROUPS && page.layouts[g + count] == page.layouts[g];) count++;
