@@ -78,8 +78,7 @@ static void raise_peak(const qkvi_head_task *task, qkvi_partial *partial, size_t
 }
 
 // Masks a row's scores; false where it sees nothing of the tile.
-static bool mask_row(qkvi_row_block *block, size_t row, uint64_t position, size_t tokens) {
-  float *scores = block->scores + row * QKVI_TILE_TOKENS;
+static bool mask_row(const qkvi_row_block *block, size_t row, uint64_t position, size_t tokens, float *scores) {
   size_t first = qkvi_attend_slot(block->begin[row], position, tokens),
          last = qkvi_attend_slot(block->end[row], position, tokens);
   if (first < last) {
@@ -93,7 +92,7 @@ static bool mask_row(qkvi_row_block *block, size_t row, uint64_t position, size_
 // Masks a row's scores and moves its statistics on; false where it sees nothing of the tile.
 static bool see(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, size_t row,
                 uint64_t position, size_t tokens) {
-  if (!mask_row(block, row, position, tokens)) return false;
+  if (!mask_row(block, row, position, tokens, block->scores + row * QKVI_TILE_TOKENS)) return false;
   raise_peak(task, partial, row, qkv_kernels_get()->largest(block->scores + row * QKVI_TILE_TOKENS), 0);
   return true;
 }
@@ -111,39 +110,105 @@ bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_pa
   return any;
 }
 
-// The same for a page, whose values are taken at once: in integers where the block asks for them and the page can.
-static void fold_page(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial,
-                      const qkv_page_entry *entry, float *sums) {
-  enum { UNSEEN_PEAK = 1000000000 };  // leaves no weight of a row that sees nothing
-  const qkv_codec *codec = entry->coder->codec;
-  const qkv_kernels *kernels = qkv_kernels_get();
+// ---- Some pages at once ----
+
+// Pages that follow each other in a range: all their scores are taken, then all their weights, then the sums. What
+// one of them waits for, others have to do. The numbers are those of one page after the other.
+typedef struct page_run {
+  size_t first, count;             // in the layer
+  bool sees[QKV_QUERY_BLOCK];      // [page][row]
+  float largest[QKV_QUERY_BLOCK];  // of the scores [page][row]
+} page_run;
+
+// As many as there is room for scores.
+static size_t pages_together(size_t rows) {
+  const size_t most = QKV_QUERY_BLOCK / rows;
+  return most < QKV_PAGES_TOGETHER ? most : QKV_PAGES_TOGETHER;
+}
+
+// While the keys of a page are worked on, those of the one that comes second after it are fetched; behind the last
+// ones come the values of the first. After those the keys of the next run.
+static void score_run(const qkvi_head_task *task, qkvi_row_block *block, page_run *run) {
+  const qkv_layer *layer = task->layer;
   const size_t rows = block->queries.count;
-  const bool whole = entry->tokens == QKVI_TILE_TOKENS && block->begin_max <= entry->position &&
-                     block->end_min >= entry->position + QKVI_TILE_TOKENS;
-  bool any = whole, sees[QKV_QUERY_BLOCK];
-  float largest[QKV_QUERY_BLOCK], peaks[QKV_QUERY_BLOCK], totals[QKV_QUERY_BLOCK];
-  qkvi_attend_cap(task, block, block->scores);
-  for (size_t row = 0; row < rows; row++) {
-    sees[row] = whole || mask_row(block, row, entry->position, entry->tokens);
-    any |= sees[row];
+  for (size_t p = 0; p < run->count; p++) {
+    const qkv_page_entry *entry = &layer->pages[run->first + p];
+    const bool is_last = p + QKVI_AHEAD >= run->count && run->count >= QKVI_AHEAD;
+    float *scores = block->scores + p * rows * QKVI_TILE_TOKENS;
+    qkvi_attend_fetch(layer, block, 0, run->first + p + QKVI_AHEAD - (is_last ? run->count : 0),
+                      is_last ? QKV_V : QKV_K);
+    entry->coder->codec->scores(entry->coder, entry->page, task->kv_head, &block->queries, scores);
+    qkvi_attend_cap(task, block, scores);
+    const bool whole = entry->tokens == QKVI_TILE_TOKENS && block->begin_max <= entry->position &&
+                       block->end_min >= entry->position + QKVI_TILE_TOKENS;
+    for (size_t row = 0; row < rows; row++) {
+      run->sees[p * rows + row] =
+          whole || mask_row(block, row, entry->position, entry->tokens, scores + row * QKVI_TILE_TOKENS);
+    }
   }
-  if (!any) return;
-  kernels->peaks(block->scores, rows, largest);
-  for (size_t row = 0; row < rows; row++) {
-    if (sees[row]) raise_peak(task, partial, row, largest[row], PEAK_SLACK);
-    peaks[row] = sees[row] ? partial->peak[row] : UNSEEN_PEAK;
+  qkv_kernels_get()->peaks(block->scores, run->count * rows, run->largest);
+}
+
+// Whether a page's scores are within the peaks.
+static bool within(const page_run *run, const qkvi_partial *partial, size_t p) {
+  for (size_t i = p * partial->rows; i < (p + 1) * partial->rows; i++) {
+    if (run->sees[i] && run->largest[i] > partial->peak[i % partial->rows] + PEAK_SLACK) return false;
   }
-  if (codec->weigh(entry->coder, entry->page, task->kv_head, &block->queries, block->scores, peaks, totals, sums)) {
-    for (size_t row = 0; row < rows; row++) partial->total[row] += sees[row] ? (double)totals[row] : 0;
-    return;
+  return true;
+}
+
+// In integers, where the block asks for them and the pages can. `count` pages from the p-th on, all within the peaks.
+static size_t weigh_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, const page_run *run,
+                        size_t p, size_t count, float *sums) {
+  enum { UNSEEN_PEAK = 1000000000 };  // leaves no weight of a row that sees nothing
+  const qkv_layer *layer = task->layer;
+  const qkv_page_entry *entries = &layer->pages[run->first + p];
+  const size_t rows = partial->rows;
+  const bool *sees = run->sees + p * rows;
+  const void *pages[QKV_PAGES_TOGETHER];
+  float peaks[QKV_QUERY_BLOCK], totals[QKV_QUERY_BLOCK];
+  for (size_t i = 0; i < count; i++) {
+    const bool is_last = p + i + QKVI_AHEAD >= run->count && run->count >= QKVI_AHEAD;
+    pages[i] = entries[i].page;
+    qkvi_attend_fetch(layer, block, i, run->first + p + i + QKVI_AHEAD, is_last ? QKV_K : QKV_V);
+    for (size_t row = 0; row < rows; row++)
+      peaks[i * rows + row] = sees[i * rows + row] ? partial->peak[row] : UNSEEN_PEAK;
   }
-  for (size_t row = 0; row < rows; row++) {
-    float *scores = block->scores + row * QKVI_TILE_TOKENS;
-    if (!sees[row]) continue;
-    raise_peak(task, partial, row, largest[row], 0);
-    partial->total[row] += kernels->weigh(scores, partial->peak[row]);
+  const size_t done = entries->coder->codec->weigh(entries->coder, pages, count, task->kv_head, &block->queries,
+                                                   block->scores + p * rows * QKVI_TILE_TOKENS, peaks, totals, sums);
+  for (size_t i = 0; i < done; i++) {
+    for (size_t row = 0; row < rows; row++)
+      partial->total[row] += sees[i * rows + row] ? (double)totals[i * rows + row] : 0;
   }
-  codec->accumulate(entry->coder, entry->page, task->kv_head, block->scores, rows, sums);
+  return done;
+}
+
+// In floats: the p-th page.
+static void weigh_page(const qkvi_head_task *task, const qkvi_row_block *block, qkvi_partial *partial,
+                       const page_run *run, size_t p, float *scores, float *sums) {
+  const qkv_page_entry *entry = &task->layer->pages[run->first + p];
+  for (size_t row = 0; row < partial->rows; row++) {
+    if (!run->sees[p * partial->rows + row]) continue;
+    raise_peak(task, partial, row, run->largest[p * partial->rows + row], 0);
+    partial->total[row] += qkv_kernels_get()->weigh(scores + row * QKVI_TILE_TOKENS, partial->peak[row]);
+  }
+  entry->coder->codec->accumulate(entry->coder, entry->page, task->kv_head, scores, block->queries.count, sums);
+}
+
+static void fold_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, const page_run *run,
+                     float *sums) {
+  const size_t rows = partial->rows;
+  for (size_t p = 0, done; p < run->count; p += done) {
+    size_t count = 1;
+    for (size_t row = 0; row < rows; row++) {
+      if (run->sees[p * rows + row]) raise_peak(task, partial, row, run->largest[p * rows + row], PEAK_SLACK);
+    }
+    while (p + count < run->count && within(run, partial, p + count)) count++;
+    done = weigh_run(task, block, partial, run, p, count, sums);
+    if (done > 0) continue;
+    weigh_page(task, block, partial, run, p, block->scores + p * rows * QKVI_TILE_TOKENS, sums);
+    done = 1;
+  }
 }
 
 // ---- The pages ----
@@ -172,12 +237,15 @@ static void attend_range(const qkvi_head_task *task, qkvi_row_block *block, size
   if (i < seen) i = seen;
   for (size_t first = 0; first < QKVI_DIRECTORY_AHEAD; first++)
     qkvi_attend_fetch_directory(layer, task->kv_head, i + first);
-  for (; i < end && layer->pages[i].position < block->end_max; i++) {
-    const qkv_page_entry *entry = &layer->pages[i];
-    const qkv_codec *codec = entry->coder->codec;
-    qkvi_attend_look_ahead(layer, task->kv_head, block, i);
-    codec->scores(entry->coder, entry->page, task->kv_head, &block->queries, block->scores);
-    fold_page(task, block, partial, entry, sums);
+  const size_t most = pages_together(block->queries.count);
+  for (page_run run; i < end && layer->pages[i].position < block->end_max; i += run.count) {
+    run.first = i;
+    for (run.count = 0; run.count < most && i + run.count < end; run.count++) {
+      if (layer->pages[i + run.count].position >= block->end_max) break;
+      qkvi_attend_fetch_directory(layer, task->kv_head, i + run.count + QKVI_DIRECTORY_AHEAD);
+    }
+    score_run(task, block, &run);
+    fold_run(task, block, partial, &run, sums);
   }
 }
 

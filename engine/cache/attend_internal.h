@@ -36,10 +36,10 @@ typedef struct qkvi_row_block {
   float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // the same of one range
 } qkvi_row_block;
 
-// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when the codes of the
-// page after the next one are fetched while a page is worked on. Where they lie is read from that page's directory,
-// which is fetched two pages earlier.
-enum { QKVI_AHEAD = 2, QKVI_DIRECTORY_AHEAD = 4 };
+// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when the codes that come
+// second after those of a page are fetched while that is worked on. Where they lie is read from their page's
+// directory, which is fetched earlier still.
+enum { QKVI_AHEAD = 2, QKVI_DIRECTORY_AHEAD = QKV_PAGES_TOGETHER };
 
 // Without a look at the page itself, which would wait for it. Inlined: gcc drops calls of functions that do nothing
 // but prefetch.
@@ -51,12 +51,12 @@ __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(co
   __builtin_prefetch(page + sizeof(qkv_page_header) + kv_head * sizeof(qkv_page_directory));
 }
 
-// Page `i` is about to be read. Pages of the next range, which may be another thread's, are as near to being read as
-// any.
-__attribute__((always_inline)) static inline void qkvi_attend_look_ahead(const qkv_layer *layer, uint16_t kv_head,
-                                                                         qkvi_row_block *block, size_t i) {
-  block->queries.ahead = i + QKVI_AHEAD < layer->page_count ? layer->pages[i + QKVI_AHEAD].page : NULL;
-  qkvi_attend_fetch_directory(layer, kv_head, i + QKVI_DIRECTORY_AHEAD);
+// What is to be fetched while the `place`th page of a call is worked on. Pages of the next range, which may be
+// another thread's, are as near to being read as any.
+static inline void qkvi_attend_fetch(const qkv_layer *layer, qkvi_row_block *block, size_t place, size_t i,
+                                     qkv_part part) {
+  block->queries.ahead[place].page = i < layer->page_count ? layer->pages[i].page : NULL;
+  block->queries.ahead[place].part = part;
 }
 
 // The position that a query stands at, the window that holds, and what it sees: [*begin, *end), empty where

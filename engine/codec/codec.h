@@ -29,6 +29,8 @@
 
 // Queries that one call of scores or accumulate takes at most: bounds every scratch.
 #define QKV_QUERY_BLOCK 32
+// Pages that one call of weigh takes at most.
+#define QKV_PAGES_TOGETHER 8
 
 typedef struct qkv_codec qkv_codec;
 typedef struct qkv_head_tiers qkv_head_tiers;  // narrow.h
@@ -66,8 +68,13 @@ typedef struct qkv_query_block {
   qkv_integer_room room;
   qkv_integer_queries integers;  // of `codes`, in `room`
   size_t count;
-  qkv_layouts layouts;   // cleared by the caller before the first page
-  const void *ahead;     // a page to be attended soon, brought into the cache along the way; query() sets NULL: none
+  qkv_layouts layouts;  // cleared by the caller before the first page
+  // Brought into the cache while the i-th page of a call is worked on: codes of a page to be attended soon. query()
+  // sets NULL: none.
+  struct {
+    const void *page;
+    qkv_part part;
+  } ahead[QKV_PAGES_TOGETHER];
   qkv_phases_walk walk;  // attend frame
   qkv_precision precision;
   // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in
@@ -100,11 +107,11 @@ struct qkv_codec {
   // sums[n][value_dim] += weights[n][64] . v_t, in code space.
   void (*accumulate)(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                      float *sums);
-  // The same from scores [count][64] and their peaks [count], in integers where `queries` say so: weights are
-  // exp(score - peak), totals [count] get their sums. False, with nothing done, where a page's values are not taken
-  // in integers.
-  bool (*weigh)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
-                const float *scores, const float *peaks, float *totals, float *sums);
+  // The same of up to QKV_PAGES_TOGETHER pages, one after the other, from scores [pages][count][64] and their peaks
+  // [pages][count], in integers where `queries` say so: weights are exp(score - peak), totals [pages][count] get
+  // their sums. Returns how many pages are done: those before the first whose values are not taken in integers.
+  size_t (*weigh)(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
+                  qkv_query_block *queries, const float *scores, const float *peaks, float *totals, float *sums);
   // sums [n][value_dim] in place, from code space to model space; totals[n], the sums of all weights.
   void (*output)(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n);
   // One head's rows [tokens][key_dim or value_dim] in token order, tokens = the header's; keys as attended, or as

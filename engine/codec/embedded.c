@@ -78,14 +78,19 @@ static void add_rows(const qkvi_additions *added, float *rows) {
 
 // ---- Attention ----
 
-// What of the page ahead is fetched while a head's K, or its V, is worked on: half of the head's block each.
-static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries, uint16_t kv_head, qkv_part part) {
-  if (queries->ahead == NULL) return (qkv_ahead){0};
-  const qkv_page_header *header = queries->ahead;
+// What is fetched while the i-th page of a call is worked on: with K all that comes before it in a head's block, with
+// V all that comes behind.
+static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries, uint16_t kv_head, size_t i) {
+  const qkv_page_header *header = queries->ahead[i].page;
+  if (header == NULL) return (qkv_ahead){0};
   const qkv_page_directory *entry = qkv_page_entry_of(header, kv_head);
-  const size_t end = kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
-  const size_t middle = entry->offset + (end - entry->offset) / 2, begin = part == QKV_K ? entry->offset : middle;
-  return (qkv_ahead){(const uint8_t *)header + begin, (part == QKV_K ? middle : end) - begin};
+  const qkv_schedule *keys = coder->heads[kv_head].schedules[QKV_K];
+  size_t begin = entry->offset, middle = begin + (size_t)2 * QKV_PAGE_TOKENS;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) middle += qkv_schedule_group_bytes(keys, entry->tier_k[g]);
+  const bool is_keys = queries->ahead[i].part == QKV_K;
+  const size_t end = is_keys ? middle : kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
+  if (!is_keys) begin = middle;
+  return (qkv_ahead){(const uint8_t *)header + begin, end - begin};
 }
 
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
@@ -109,7 +114,7 @@ static void choose_bytes(const qkv_head_coder *head, qkv_query_block *queries) {
 
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
   assert(queries->count <= QKV_QUERY_BLOCK);
-  queries->ahead = NULL;
+  for (size_t i = 0; i < QKV_PAGES_TOGETHER; i++) queries->ahead[i].page = NULL;
   choose_bytes(&coder->heads[kv_head], queries);
   if (coder->frame != QKV_FRAME_PLAIN) return qkv_phases_start(&queries->walk);
   memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
@@ -177,7 +182,7 @@ static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
   group_means(head->transforms[QKV_K], &added, qkvi_coded_most(coder, kv_head, QKV_K), means);
   qkv_kernels_get()->scores_integer(&codes, &head->rebuild->columns, &queries->layouts,
-                                    ahead_of(coder, queries, kv_head, QKV_K), columns);
+                                    ahead_of(coder, queries, kv_head, 0), columns);
   qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
                           queries->turned);
   qkv_phases_score_columns(coder->phases, position, dim, columns, means, queries->count, queries->turned, scores);
@@ -217,7 +222,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   // A chain sums the scores of codes up, and with them what rounding adds to each.
   if (queries->query_limit > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
     qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
-                                      ahead_of(coder, queries, kv_head, QKV_K), scores);
+                                      ahead_of(coder, queries, kv_head, 0), scores);
   } else {
     qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
   }
@@ -232,19 +237,30 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   }
 }
 
-static bool embedded_weigh(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
-                           const float *scores, const float *peaks, float *totals, float *sums) {
-  if (queries->weight_bytes == 0) return false;
-  const qkvi_additions added = additions_of(coder, page, kv_head, QKV_V);
-  if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) return false;
-  qkv_page_codes codes;
-  qkv_integer_weights weights;
-  qkvi_find(coder, page, kv_head, QKV_V, &codes);
+static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
+                             qkv_query_block *queries, const float *scores, const float *peaks, float *totals,
+                             float *sums) {
   const qkv_kernels *kernels = qkv_kernels_get();
-  kernels->weigh_integer(scores, peaks, queries->count, codes.gains, queries->weight_bytes, &weights, totals);
-  kernels->accumulate_integer(&codes, &weights, &queries->layouts, ahead_of(coder, queries, kv_head, QKV_V), sums);
-  if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals, queries->count, sums);
-  return true;
+  const size_t n = queries->count;
+  qkv_page_codes codes[QKV_PAGES_TOGETHER];
+  qkv_integer_weights weights[QKV_PAGES_TOGETHER];
+  size_t done = 0;
+  assert(page_count <= QKV_PAGES_TOGETHER);
+  // All weights first: what one waits for, another has to do.
+  for (; queries->weight_bytes > 0 && done < page_count; done++) {
+    const qkvi_additions added = additions_of(coder, pages[done], kv_head, QKV_V);
+    if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) break;
+    qkvi_find(coder, pages[done], kv_head, QKV_V, &codes[done]);
+    kernels->weigh_integer(scores + done * n * QKV_PAGE_TOKENS, peaks + done * n, n, codes[done].gains,
+                           queries->weight_bytes, &weights[done], totals + done * n);
+  }
+  for (size_t i = 0; i < done; i++) {
+    kernels->accumulate_integer(&codes[i], &weights[i], &queries->layouts, ahead_of(coder, queries, kv_head, i),
+                                sums);
+    const qkvi_additions added = additions_of(coder, pages[i], kv_head, QKV_V);
+    if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals + i * n, n, sums);
+  }
+  return done;
 }
 
 static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights,
