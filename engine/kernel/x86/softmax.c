@@ -66,16 +66,17 @@ INLINE float tile_largest(const lanes all[TILE_VECTORS]) {
 
 // ---- Weights ----
 
-// integer_plain.h's power_of_two of (scores - peak) / ln 2, step by step for four vectors at once: the processor does
-// not look ahead far enough to find what is independent of each other in one vector after the other.
-INLINE void powers_of_four(const float *scores, float peak, lanes out[4]) {
-#define EACH(STEP)                 \
-  UNROLL                           \
-  for (size_t i = 0; i < 4; i++) { \
-    STEP;                          \
+// integer_plain.h's power_of_two of (scores - peak) / ln 2, step by step for some vectors at once: the processor does
+// not look ahead far enough to find what is independent of each other in one vector after the other. `count`, up to
+// 8, is a constant; every TILE_VECTORS have a peak.
+INLINE void powers_of(const float *scores, const float *peaks, size_t count, lanes *out) {
+#define EACH(STEP)                     \
+  UNROLL                               \
+  for (size_t i = 0; i < count; i++) { \
+    STEP;                              \
   }
-  lanes x[4], magic[4], y[4];
-  EACH(x[i] = (load_lanes(scores + i * LANES) - peak) * 1.44269504f)
+  lanes x[8], magic[8], y[8];
+  EACH(x[i] = (load_lanes(scores + i * LANES) - peaks[i / TILE_VECTORS]) * 1.44269504f)
   EACH(x[i] = larger(x[i], (lanes){0} + QKVI_POWER_LEAST))
   EACH(magic[i] = x[i] + QKVI_WHOLE_MAGIC)
   EACH(x[i] -= magic[i] - QKVI_WHOLE_MAGIC)
@@ -92,7 +93,7 @@ INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_V
                        sixty_four *out) {
   lanes all[TILE_VECTORS];
   UNROLL
-  for (size_t i = 0; i < TILE_VECTORS; i += 4) powers_of_four(scores + i * LANES, peak, &all[i]);
+  for (size_t i = 0; i < TILE_VECTORS; i += 4) powers_of(scores + i * LANES, &peak, 4, &all[i]);
   const float total = tile_sum(all);
   UNROLL
   for (size_t i = 0; i < TILE_VECTORS; i++) all[i] *= gains[i];
@@ -105,26 +106,102 @@ INLINE float weigh_row(const float *scores, float peak, const lanes gains[TILE_V
   return total;
 }
 
+#if LANES == 16
+// ---- Four rows at once ----
+
+typedef struct four_rows {
+  lanes rows[4];
+} four_rows;
+
+// Of each row's lanes what tile_sum or tile_largest make of them, in the row's quarter.
+INLINE lanes fold_four(const four_rows *all, bool largest) {
+#define FOLD(A, B) (largest ? larger(A, B) : (A) + (B))
+#define CHOOSE(A, B, WHICH) ((lanes)_mm512_shuffle_f32x4((__m512)(A), (__m512)(B), WHICH))
+#define WITHIN(A, WHICH) ((lanes)_mm512_permute_ps((__m512)(A), WHICH))
+  const lanes *r = all->rows;
+  const lanes first = FOLD(CHOOSE(r[0], r[1], 0x44), CHOOSE(r[0], r[1], 0xee));
+  const lanes second = FOLD(CHOOSE(r[2], r[3], 0x44), CHOOSE(r[2], r[3], 0xee));
+  const lanes fours = FOLD(CHOOSE(first, second, 0x88), CHOOSE(first, second, 0xdd));
+  const lanes twos = FOLD(fours, WITHIN(fours, 0x4e));
+  return FOLD(twos, WITHIN(twos, 0xb1));
+#undef WITHIN
+#undef CHOOSE
+#undef FOLD
+}
+
+// The first lane of every quarter.
+INLINE void store_quarters(lanes all, float out[4]) {
+  const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, (__m512)all)));
+}
+
+// weigh_row of four rows.
+INLINE void weigh_four(const float *scores, const float *peaks, const lanes gains[TILE_VECTORS], float limit,
+                       float *scales, float *totals, sixty_four out[4]) {
+  lanes all[4 * TILE_VECTORS];
+  four_rows sums, tops;
+  powers_of(scores, peaks, 8, all);
+  powers_of(scores + 8 * LANES, peaks + 2, 8, all + 8);
+  UNROLL
+  for (size_t row = 0; row < 4; row++) {
+    lanes *w = all + row * TILE_VECTORS;
+    sums.rows[row] = ((w[0] + w[1]) + w[2]) + w[3];
+    UNROLL
+    for (size_t i = 0; i < TILE_VECTORS; i++) w[i] *= gains[i];
+    tops.rows[row] = larger(larger(w[0], w[1]), larger(w[2], w[3]));
+  }
+  store_quarters(fold_four(&sums, false), totals);
+  const lanes top = fold_four(&tops, true);
+  const words counts = (words)(top >= QKVI_NUMBER_LEAST);
+  const lanes factors = (lanes)((words)(limit / top) & counts);
+  store_quarters((lanes)((words)(top / limit * qkvi_integers.step) & counts), scales);
+#define ROW(I)                                                                                      \
+  {                                                                                                 \
+    const lanes factor = (lanes)_mm512_shuffle_f32x4((__m512)factors, (__m512)factors, 0x55 * (I)); \
+    UNROLL                                                                                          \
+    for (size_t i = 0; i < TILE_VECTORS; i++) {                                                     \
+      out[I].whole[i] = (words)(all[(I)*TILE_VECTORS + i] * factor + QKVI_WHOLE_MAGIC);             \
+    }                                                                                               \
+  }
+  ROW(0) ROW(1) ROW(2) ROW(3)
+#undef ROW
+}
+#endif
+
 // A chunk of weights; `columns` and `parts` are constants.
 INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows, const lanes gains[TILE_VECTORS],
                            size_t columns, unsigned parts, float *scales, float *totals, uint8_t *out) {
   const float limit = parts == 1 ? 255 : 65535;
 #if LANES == 16
+  enum { FOUR = 4 };
   bytes all[QKV_INTEGER_COLUMNS];
+  UNROLL
+  for (size_t row = 0; row < columns / parts; row += FOUR) {
+    sixty_four whole[FOUR];
+    const size_t left = rows > row ? rows - row : 0;
+    if (columns / parts < FOUR || left < FOUR) {
+      UNROLL
+      for (size_t i = 0; i < FOUR; i++) {
+        whole[i] = (sixty_four){0};
+        if (i >= left) continue;
+        totals[row + i] = weigh_row(scores + (row + i) * QKV_PAGE_TOKENS, peaks[row + i], gains, limit,
+                                    &scales[row + i], &whole[i]);
+      }
+    } else {
+      weigh_four(scores + row * QKV_PAGE_TOKENS, peaks + row, gains, limit, scales + row, totals + row, whole);
+    }
+    UNROLL
+    for (size_t i = 0; i < FOUR; i++) {
+      if (row + i >= columns / parts) continue;
+      for (unsigned p = 0; p < parts; p++) all[(row + i) * parts + p] = pack_bytes(&whole[i], parts == 2 && p == 0);
+    }
+  }
+  put_interleaved(all, columns, out);
 #else
   memset(out, 0, columns * QKV_PAGE_TOKENS);
-#endif
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     sixty_four whole;
-#if LANES == 16
-    if (row >= rows) {
-      for (unsigned p = 0; p < parts; p++) all[row * parts + p] = (bytes){0};
-      continue;
-    }
-    totals[row] = weigh_row(scores + row * QKV_PAGE_TOKENS, peaks[row], gains, limit, &scales[row], &whole);
-    for (unsigned p = 0; p < parts; p++) all[row * parts + p] = pack_bytes(&whole, parts == 2 && p == 0);
-#else
     if (row >= rows) break;
     totals[row] = weigh_row(scores + row * QKV_PAGE_TOKENS, peaks[row], gains, limit, &scales[row], &whole);
     for (unsigned p = 0; p < parts; p++) {
@@ -143,10 +220,7 @@ INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows,
         }
       }
     }
-#endif
   }
-#if LANES == 16
-  put_interleaved(all, columns, out);
 #endif
 }
 
@@ -180,7 +254,19 @@ QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer)) {
 }
 
 QKV_DECLARE_PEAKS(TWIN(qkvi_peaks)) {
-  for (size_t row = 0; row < n; row++, scores += QKV_PAGE_TOKENS) {
+  size_t row = 0;
+#if LANES == 16
+  for (; row + 4 <= n; row += 4) {
+    four_rows all;
+    UNROLL
+    for (size_t i = 0; i < 4; i++, scores += QKV_PAGE_TOKENS) {
+      const lanes low = larger(load_lanes(scores), load_lanes(scores + LANES));
+      all.rows[i] = larger(low, larger(load_lanes(scores + 2 * LANES), load_lanes(scores + 3 * LANES)));
+    }
+    store_quarters(fold_four(&all, true), peaks + row);
+  }
+#endif
+  for (; row < n; row++, scores += QKV_PAGE_TOKENS) {
     lanes all[TILE_VECTORS];
     for (size_t i = 0; i < TILE_VECTORS; i++) all[i] = load_lanes(scores + i * LANES);
     peaks[row] = tile_largest(all);
