@@ -1,5 +1,5 @@
-// What the files of attention share: attend.c runs requests over pages, attend_tail.c takes the exact tail,
-// attend_check.c refuses what is out of limits, attend_sample.c counts attention.
+// What the files of attention share: attend.c runs requests over pages, attend_fold.c weighs what they see of them,
+// attend_tail.c takes the exact tail, attend_check.c refuses what is out of limits, attend_sample.c counts attention.
 #ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 #define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 
@@ -36,10 +36,9 @@ typedef struct qkvi_row_block {
   float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // the same of one range
 } qkvi_row_block;
 
-// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when the codes that come
-// second after those of a page are fetched while that is worked on. Where they lie is read from their page's
-// directory, which is fetched earlier still.
-enum { QKVI_AHEAD = 2, QKVI_DIRECTORY_AHEAD = QKV_PAGES_TOGETHER };
+// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when codes are fetched
+// while others are worked on. Where they lie is read from their page's directory, which is fetched earlier still.
+enum { QKVI_DIRECTORY_AHEAD = QKV_PAGES_TOGETHER };
 
 // Without a look at the page itself, which would wait for it. Inlined: gcc drops calls of functions that do nothing
 // but prefetch.
@@ -70,8 +69,13 @@ void qkvi_attend_visible(const qkv_attend *request, uint64_t query, uint64_t *be
 bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, uint64_t position,
                       size_t tokens);
 
-// The parts of it: soft cap on all scores of a tile; -inf outside of slots [first, last); the slot at a position, at
-// most `tokens`.
+// The same of the pages [first, end) of a range as far as the block sees them, whose queries are ready for their
+// coder; `sums` [rows][value_dim] are in code space.
+void qkvi_attend_runs(const qkvi_head_task *task, qkvi_row_block *block, size_t first, size_t end, float *sums,
+                      qkvi_partial *partial);
+
+// The parts of a fold: soft cap on all scores of a tile; -inf outside of slots [first, last); the slot at a position,
+// at most `tokens`.
 void qkvi_attend_cap(const qkvi_head_task *task, const qkvi_row_block *block, float *scores);
 void qkvi_attend_mask(float *scores, size_t first, size_t last);
 size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens);

@@ -14,6 +14,8 @@
 #include "engine/cache/attend_internal.h"
 #include "engine/kernel/kernel.h"
 
+enum { AHEAD = 2 };  // pages on their way
+
 typedef struct sample {
   const qkv_attend *request;
   qkv_ema_step step;
@@ -73,9 +75,9 @@ static void sample_range(const sample *due, uint16_t kv_head, size_t range) {
   for (; i < end && layer->pages[i].position < block.end_max; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
     if (entry->position + entry->tokens <= block.begin_min) continue;
-    qkvi_attend_fetch(layer, &block, 0, i + QKVI_AHEAD, QKV_K);
+    qkvi_attend_fetch(layer, &block, 0, i + AHEAD, QKV_K);
     qkvi_attend_fetch_directory(layer, kv_head, i + QKVI_DIRECTORY_AHEAD);
-    if (i + QKVI_AHEAD < end) qkv_ema_fetch(layer->pages[i + QKVI_AHEAD].ema, task.model->kv_heads, kv_head);
+    if (i + AHEAD < end) qkv_ema_fetch(layer->pages[i + AHEAD].ema, task.model->kv_heads, kv_head);
     mean_weights(&task, &block, entry, lse, mean);
     qkv_ema_add(entry->ema, layer->clock, kv_head, &due->step, mean);
   }
