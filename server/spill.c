@@ -282,9 +282,14 @@ static void cut(void *context, uint64_t session, uint32_t layer, uint64_t positi
   qkvi_spill_cut(((const qkvi_backing *)context)->spill, session, layer, position);
 }
 
+static bool takes(void *context) {
+  return qkvi_spill_failure(((const qkvi_backing *)context)->spill) == QKV_OK;
+}
+
 static void init_backing(qkvi_spill *spill, qkvi_backing *backing, bool hurry) {
   *backing = (qkvi_backing){.spill = spill, .hurry = hurry};
-  backing->table = (qkv_backing){.context = backing, .put = put, .state = state_of, .drop = drop, .cut = cut};
+  backing->table =
+      (qkv_backing){.context = backing, .put = put, .state = state_of, .drop = drop, .takes = takes, .cut = cut};
 }
 
 // ---- Sessions ----

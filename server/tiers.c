@@ -51,6 +51,8 @@ static qkv_status demote(qkv_daemon *daemon, const Qkv__V1__DemoteRequest *reque
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
   QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
+  // Planes that are not on the disk stay: what can be there soon is waited for.
+  if (status == QKV_OK && daemon->spill != NULL) (void)qkvi_spill_sync(daemon->spill, session, &(qkv_error){0});
   if (status == QKV_OK)
     status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
   qkv_session_unref(&session);
@@ -130,7 +132,7 @@ static void promote_job(void *context) {
 }
 
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__demote_request__descriptor, QKVI_FOR_LAYERS, demote_job);
+  qkvi_request_job(call, message, &qkv__v1__demote_request__descriptor, qkvi_session_patience(call), demote_job);
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {

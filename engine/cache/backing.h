@@ -4,13 +4,14 @@
 //   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays
 //                       └──────────┴─► GONE                 restore: whoever attends or fetches brings it back
 //
-// A page is put once, as it was first coded. Planes that are dropped later are dropped in memory alone, so what was
-// written is the way back to full precision.
+// A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE, so
+// that it is the way back to full precision; unless nothing is taken.
 //
 // Threads: any; all but `context` is constant. The functions are called with a layer written, so they never wait.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
 #define QKV_ENGINE_CACHE_BACKING_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 typedef enum qkv_record_state {
@@ -29,6 +30,8 @@ typedef struct qkv_backing {
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
+  // False where the disk has failed or is full: what it has not got by now may never be there.
+  bool (*takes)(void *context);
   // What was put of this layer up to now is cut off at `position`, for the next process, too.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
 } qkv_backing;

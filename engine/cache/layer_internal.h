@@ -39,6 +39,7 @@ static inline size_t qkvi_beside_bytes(const qkv_layer *layer, const qkv_page_en
 void qkvi_layer_grow_pages(qkv_layer *layer, size_t count);
 uint32_t qkvi_layer_next_range(const qkv_layer *layer);
 qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer);
+qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_entry *entry);
 
 // Sealing (layer_seal.c): room for the rows and the image of one page at a time, and what a page may take of the
 // arena.

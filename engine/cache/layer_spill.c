@@ -6,7 +6,7 @@
 
 #include "engine/cache/layer_internal.h"
 
-static qkv_record_state state_of(const qkv_layer *layer, const qkv_page_entry *entry) {
+qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_entry *entry) {
   const qkv_backing *backing = layer->config.backing;
   if (backing == NULL || entry->record == 0) return QKV_RECORD_GONE;
   return backing->state(backing->context, entry->record);
@@ -37,7 +37,7 @@ void qkv_layer_settle(qkv_layer *layer) {
   if (layer->config.backing == NULL) return;  // it has been closed meanwhile
   for (; layer->settled < layer->saved; layer->settled++) {
     qkv_page_entry *entry = &layer->pages[layer->settled];
-    const qkv_record_state state = state_of(layer, entry);
+    const qkv_record_state state = qkvi_layer_record_state(layer, entry);
     if (state == QKV_RECORD_DURABLE) continue;
     if (state != QKV_RECORD_GONE || entry->page == NULL) return;
     layer->bytes_stored -= entry->record_bytes;
@@ -100,7 +100,7 @@ static size_t find_leaving(const qkv_layer *layer, bool ordered, leaving *out) {
   size_t count = 0;
   for (size_t i = 0; i < layer->page_count; i++) {
     const qkv_page_entry *entry = &layer->pages[i];
-    if (entry->page != NULL && state_of(layer, entry) == QKV_RECORD_DURABLE)
+    if (entry->page != NULL && qkvi_layer_record_state(layer, entry) == QKV_RECORD_DURABLE)
       out[count++] = (leaving){.index = i, .heat = ordered ? heat_of(layer, entry, now) : 0};
   }
   return count;
@@ -140,7 +140,7 @@ bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end) {
 
 static bool is_missing(const qkv_layer *layer, const qkv_page_entry *entry, bool full) {
   if (entry->page == NULL) return true;
-  return full && entry->lost && !entry->record_lost && state_of(layer, entry) >= QKV_RECORD_WRITTEN;
+  return full && entry->lost && !entry->record_lost && qkvi_layer_record_state(layer, entry) >= QKV_RECORD_WRITTEN;
 }
 
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,

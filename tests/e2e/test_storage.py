@@ -263,6 +263,18 @@ def test_full_precision_comes_back(start):
         assert_same_rows(before, rows(reopen(daemon, cache), 256))
 
 
+def test_what_is_demoted_at_once_comes_back(start):
+    """Demote waits until the disk has the planes that go."""
+    with start() as daemon:
+        cache = open_cache(daemon, ASYNC)
+        for begin in range(0, 512, 64):
+            fill(cache, 64, position=begin)
+            assert cache.stub.Demote(kv.DemoteRequest(session="s", bits=1, even=True)).pages > 0 or begin < 128
+        demoted = rows(cache, 448)
+        cache.stub.Prefetch(kv.PrefetchRequest(session="s"))
+        assert not np.array_equal(demoted[0], rows(cache, 448)[0])
+
+
 def test_a_second_daemon_is_refused(start, tmp_path):
     with start():
         second = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")],

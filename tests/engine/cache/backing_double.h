@@ -20,6 +20,7 @@ typedef struct backing_double {
   uint64_t count;                         // numbers given out, 1 to count
   uint64_t room;                          // records that it still takes
   qkv_record_state first;                 // what a new record is
+  bool failed;                            // takes nothing any more
   size_t drops, cuts;
   uint64_t cut_position;
 } backing_double;
@@ -28,7 +29,7 @@ static inline uint64_t double_put(void *context, uint64_t session, const char *m
                                   uint32_t bytes, uint32_t tokens) {
   backing_double *made = context;
   (void)model;
-  if (made->room == 0) return 0;
+  if (made->room == 0 || made->failed) return 0;
   made->room--;
   const uint64_t number = ++made->count;
   assert_true(number < DOUBLE_RECORDS);
@@ -51,6 +52,10 @@ static inline void double_drop(void *context, uint64_t record) {
   made->drops++;
 }
 
+static inline bool double_takes(void *context) {
+  return !((const backing_double *)context)->failed;
+}
+
 static inline void double_cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
   backing_double *made = context;
   (void)session;
@@ -61,8 +66,12 @@ static inline void double_cut(void *context, uint64_t session, uint32_t layer, u
 
 static inline void double_init(backing_double *made) {
   *made = (backing_double){.room = DOUBLE_RECORDS, .first = QKV_RECORD_DURABLE};
-  made->backing = (qkv_backing){
-      .context = made, .put = double_put, .state = double_state, .drop = double_drop, .cut = double_cut};
+  made->backing = (qkv_backing){.context = made,
+                                .put = double_put,
+                                .state = double_state,
+                                .drop = double_drop,
+                                .takes = double_takes,
+                                .cut = double_cut};
 }
 
 static inline void double_all(backing_double *made, qkv_record_state state) {

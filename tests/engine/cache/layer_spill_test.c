@@ -234,6 +234,33 @@ static void test_full_precision_returns(void **unused) {
   end(&s);
 }
 
+// Planes are dropped once the record has them for good: not before, unless the disk takes nothing any more.
+static void test_planes_wait_for_the_record(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  s.backing.first = QKV_RECORD_WAITING;
+  fill(&s);
+  qkv_head_tiers tiers[2];
+  qkv_cut cut;
+  memset(tiers, QKV_TIER_BIT, sizeof tiers);  // one bit
+  const uint64_t serial = s.layer.pages[1].serial;
+  assert_false(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));  // not put yet
+  assert_true(qkv_layer_save(&s.layer));
+  for (qkv_record_state at = QKV_RECORD_GONE; at < QKV_RECORD_DURABLE; at++) {
+    double_all(&s.backing, at);
+    assert_false(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
+  }
+  s.backing.failed = true;
+  assert_true(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
+  qkv_cut_deinit(&cut);
+  s.backing.failed = false;
+  double_all(&s.backing, QKV_RECORD_DURABLE);
+  assert_true(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
+  qkv_cut_deinit(&cut);
+  end(&s);
+}
+
 static void test_truncates_cold_pages(void **unused) {
   (void)unused;
   state s;
@@ -393,6 +420,7 @@ int main(void) {
       cmocka_unit_test(test_evicts_the_coldest),
       cmocka_unit_test(test_puts_again),
       cmocka_unit_test(test_full_precision_returns),
+      cmocka_unit_test(test_planes_wait_for_the_record),
       cmocka_unit_test(test_truncates_cold_pages),
       cmocka_unit_test(test_puts_what_is_left),
       cmocka_unit_test(test_refuses_another_page),
