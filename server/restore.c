@@ -1,6 +1,7 @@
 #include "server/restore.h"
 
 #include <inttypes.h>
+#include <sched.h>
 #include <stdlib.h>
 
 #include "engine/cache/session_spill.h"
@@ -131,7 +132,10 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   if (all->image == NULL) abort();
   qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, all->here.window);
   qkv_status status = QKV_OK;
-  for (size_t i = 0; i < all->count && status == QKV_OK; i++) status = restore_page(all, batch, i, error);
+  for (size_t i = 0; i < all->count && status == QKV_OK; i++) {
+    status = restore_page(all, batch, i, error);
+    (void)sched_yield();  // attends of what is in memory go first
+  }
   qkv_storage_batch_destroy(&batch);
   free(all->image);
   return status;

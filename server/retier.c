@@ -220,7 +220,8 @@ static bool press_sessions(step *on) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;
   }
-  return retierer->pressed && spent(on);
+  // With an SSD whoever needs room makes it: nothing is urgent.
+  return retierer->pressed && spent(on) && retierer->spill == NULL;
 }
 
 bool qkvi_retierer_step(qkvi_retierer *retierer, qkv_retier_report *report) {
