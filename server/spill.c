@@ -366,6 +366,7 @@ qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *e
     if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_spill_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session), refusal(failure));
+    if (qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) qkvi_spill_hasten(spill);
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return QKV_OK;
