@@ -4,8 +4,8 @@
 //   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays
 //                       └──────────┴─► GONE                 restore: whoever attends or fetches brings it back
 //
-// A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE, so
-// that it is the way back to full precision; unless nothing is taken.
+// A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE,
+// so that it is the way back to full precision; unless nothing is taken.
 //
 // Threads: any; all but `context` is constant. The functions are called with a layer written, so they never wait.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
