@@ -4,13 +4,16 @@
 // ThreadSanitizer.
 #include "server/spill.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/restore.h"
+#include "server/spill_internal.h"
 #include "tests/engine/cache/fixture.h"
 
 enum { LAYERS = 4, TOKENS = 1024, ROUNDS = 12 };
@@ -310,6 +313,44 @@ static void *append_in_room(void *context) {
   return NULL;
 }
 
+// What all that come back at a time read ahead keeps to what one alone may.
+static void *watch_windows(void *context) {
+  other *on = context;
+  qkvi_spill *spill = on->s->spill;
+  while (!atomic_load(&on->stop)) {
+    uint64_t sum = 0;
+    qkvi_spill_lock(spill);
+    for (const qkvi_restoring *at = spill->restoring; at != NULL; at = at->next) sum += at->window;
+    qkvi_spill_unlock(spill);
+    if (sum > 2 * qkvi_spill_window(spill, 0)) atomic_store(&on->wrong, true);
+  }
+  return NULL;
+}
+
+// ---- A disk that does not make durable ----
+
+static _Atomic bool failing;
+
+int fdatasync(int file) {  // in place of libc's; not io_uring's
+  if (!atomic_load(&failing)) return (int)syscall(SYS_fdatasync, file);
+  errno = EIO;
+  return -1;
+}
+
+// Records of the session that are not durable, nor in the state `but`, and will not be waited for longer than a
+// minute.
+static size_t await_pending(qkvi_spill *spill, uint64_t session, qkv_record_state but) {
+  const int64_t until = qkvi_spill_now_ms() + 60000;
+  for (uint64_t seen = qkvi_spill_steps(spill);; seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS)) {
+    size_t count = 0;
+    qkvi_spill_lock(spill);
+    for (const qkvi_pending *at = spill->pending; at != NULL; at = at->hh.next)
+      count += at->session == session && at->state != but;
+    qkvi_spill_unlock(spill);
+    if (count == 0 || qkvi_spill_now_ms() > until) return count;
+  }
+}
+
 // ---- Tests ----
 
 static void test_eviction_while_it_comes_back(const char *io) {
@@ -426,7 +467,7 @@ static void test_recovery_of_what_was_compacted(const char *io) {
 static void test_room_that_others_take(const char *io) {
   enum { READERS = 8, APPENDERS = 2 };
   scene s;
-  other readers[READERS], appenders[APPENDERS], taking = {.s = &s};
+  other readers[READERS], appenders[APPENDERS], taking = {.s = &s}, watching = {.s = &s};
   setup_with(&s, io, "1MiB");
   content wanted = in_memory(&s, TOKENS);
   for (int i = 0; i < READERS; i++) {
@@ -446,14 +487,51 @@ static void test_room_that_others_take(const char *io) {
     appenders[i] = (other){.s = &s, .session = open_session(&s, name, QKV_DURABILITY_ASYNC)};
   }
   begin_other(&taking, take_room);
+  begin_other(&watching, watch_windows);
   for (int i = 0; i < APPENDERS; i++) begin_other(&appenders[i], append_in_room);
   for (int i = 0; i < READERS; i++) begin_other(&readers[i], bring_back);
   for (int i = 0; i < READERS; i++) end_other(&readers[i]);
   for (int i = 0; i < APPENDERS; i++) end_other(&appenders[i]);
   end_other(&taking);
+  end_other(&watching);
   for (int i = 0; i < APPENDERS; i++) qkv_session_unref(&appenders[i].session);
   for (int i = 0; i < READERS; i++) qkv_session_unref(&readers[i].session);
   free_content(&wanted);
+  teardown(&s);
+}
+
+// Records that fail after their session was closed are forgotten, not kept for it.
+static void test_closing_while_the_disk_fails(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "pread");
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  const uint64_t id = qkv_session_config_of(session)->id;
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  assert_int_equal(await_pending(s.spill, id, QKV_RECORD_WRITTEN), 0);
+  atomic_store(&failing, true);  // within the second after which they would be durable
+  uint64_t freed;
+  assert_int_equal(qkv_store_close_session(s.store, session, &freed, NULL), QKV_OK);
+  assert_int_equal(qkvi_spill_closed(s.spill, session, NULL), QKV_INTERNAL);  // it may come back
+  qkv_session_unref(&session);
+  assert_int_equal(await_pending(s.spill, id, (qkv_record_state)-1), 0);
+  atomic_store(&failing, false);
+  teardown(&s);
+}
+
+static void test_windows_of_many(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  const uint64_t first = qkvi_spill_window(s.spill, 0);
+  uint64_t taken = 0;
+  assert_true(first > 0 && 2 * first <= qkvi_spill_budget(s.spill) / 64);
+  for (int i = 0; i < 100; i++) {
+    const uint64_t next = qkvi_spill_window(s.spill, taken);
+    assert_true(next <= first && taken + next <= 2 * first);
+    taken += next;
+  }
+  assert_int_equal(qkvi_spill_window(s.spill, 2 * first), 0);
   teardown(&s);
 }
 
@@ -485,6 +563,8 @@ int main(void) {
       cmocka_unit_test(test_recovery_of_what_was_compacted_pread),
       cmocka_unit_test(test_room_that_others_take_uring),
       cmocka_unit_test(test_room_that_others_take_pread),
+      cmocka_unit_test(test_closing_while_the_disk_fails),
+      cmocka_unit_test(test_windows_of_many),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
