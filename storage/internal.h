@@ -29,7 +29,7 @@ enum {
   QKVI_WRITE_BUFFERS = 8,      // 8 MiB, the usual RLIMIT_MEMLOCK
 };
 
-#define QKVI_JOURNAL_REWRITE (UINT64_C(64) << 20)  // bytes of a journal that may be written anew
+#define QKVI_JOURNAL_REWRITE (UINT64_C(8) << 20)  // bytes of a journal that may be written anew
 
 // Work for the storage thread, part of whatever it is about.
 typedef struct qkvi_message {
@@ -300,6 +300,8 @@ void qkvi_read_count(qkvi_read *read, qkv_status status, const char *wrong);
 // log.c
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message);
 void qkvi_journal_write(qkv_storage *storage);
+// The size at which one that has been written anew with `bytes` is due again. Old and new are in memory meanwhile.
+uint64_t qkvi_journal_rewrite_at(uint64_t bytes);
 bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session);
 void qkvi_poison_clear(qkv_storage *storage);
 

@@ -146,6 +146,10 @@ static void keep_entry(void *context, const qkv_journal_entry *entry) {
   if (qkvi_sessions_keep(on->sessions, entry)) qkvi_image_add(&on->image, entry);
 }
 
+uint64_t qkvi_journal_rewrite_at(uint64_t bytes) {
+  return bytes * 2 > QKVI_JOURNAL_REWRITE ? bytes * 2 : QKVI_JOURNAL_REWRITE;
+}
+
 static void end_rewrite(qkv_storage *storage, int error) {
   qkvi_journal *journal = &storage->journal;
   free(journal->buffer);
@@ -160,7 +164,7 @@ static void end_rewrite(qkv_storage *storage, int error) {
     journal->bytes = journal->rewrite_bytes;
     journal->epoch++;
     journal->durable = journal->rewrite_durable;
-    journal->rewrite_at = journal->bytes * 4 > QKVI_JOURNAL_REWRITE ? journal->bytes * 4 : QKVI_JOURNAL_REWRITE;
+    journal->rewrite_at = qkvi_journal_rewrite_at(journal->bytes);
     pthread_mutex_lock(&storage->lock);
     const uint64_t first = journal->epoch << QKVI_EPOCH_SHIFT | 1;
     if (storage->record_next < first) storage->record_next = first;
