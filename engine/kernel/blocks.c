@@ -81,8 +81,8 @@ static qkvi_unit find_unit(const uint16_t *reach, unsigned pair, unsigned sectio
   return unit_of(narrow + 2 * at, QKVI_UNIT_NARROW_QUARTER, 0);
 }
 
-static void find_halves(const uint16_t *reach, const unsigned sections[QKV_DEPTH_MAX / 2], unsigned b,
-                        qkvi_tier_blocks *blocks) {
+static void find_units(const uint16_t *reach, const unsigned sections[QKV_DEPTH_MAX / 2], unsigned b,
+                       qkvi_tier_blocks *blocks) {
   for (unsigned half = 0; half < 2; half++) {
     const unsigned first = b * QKVI_BLOCK_WIDTH + half * QKV_BAND;
     unsigned depth = 0;
@@ -112,8 +112,12 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
     blocks->blocks[i] = find_block(reach, sections, i * QKVI_BLOCK_WIDTH);
     if (blocks->blocks[i].shape > blocks->shape) blocks->shape = blocks->blocks[i].shape;
     blocks->scattered += blocks->blocks[i].kind == QKVI_BLOCK_SCATTERED;
-    if (!qkvi_block_is_whole(&blocks->blocks[i])) find_halves(reach, sections, i, blocks);
-    blocks->halves += !qkvi_block_is_whole(&blocks->blocks[i]) && blocks->blocks[i].shape != QKVI_BLOCK_ANY;
+    if (qkvi_block_is_whole(&blocks->blocks[i])) continue;
+    find_units(reach, sections, i, blocks);
+    const unsigned pair = qkvi_block_half(&blocks->blocks[i]);
+    if (pair >= QKV_DEPTH_MAX / 2) continue;
+    blocks->halves |= (uint8_t)(1u << pair);
+    blocks->half_slabs[pair] = blocks->blocks[i].slabs[pair];
   }
   for (unsigned i = blocks->count; i * QKVI_BLOCK_WIDTH < schedule->dim; i++) {
     blocks->blocks[i] = (qkvi_block){.kind = QKVI_BLOCK_NONE, .shape = QKVI_BLOCK_FIELDS};

@@ -53,9 +53,11 @@ typedef struct qkvi_tier_blocks {
   unsigned coordinates;  // that have any bits
   unsigned count;        // blocks that they make, the last one possibly of 8 coordinates
   unsigned deep;         // how many, from the first on, have coordinates of more than QKVI_SHALLOW_MAX bits
-  unsigned scattered, halves;
-  uint8_t shape;                       // the largest of its blocks
-  qkvi_block blocks[QKVI_BLOCKS_MAX];  // and, up to the row's end, those without bits
+  unsigned scattered;
+  uint8_t shape;                           // the largest of its blocks
+  uint8_t halves;                          // of which pairs a block has a slab of 32 bytes for its own: bit by bit,
+  uint16_t half_slabs[QKV_DEPTH_MAX / 2];  // and where
+  qkvi_block blocks[QKVI_BLOCKS_MAX];      // and, up to the row's end, those without bits
   // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.
   uint8_t depths[QKVI_BLOCKS_MAX][2];
   qkvi_unit units[QKVI_BLOCKS_MAX][2][QKV_DEPTH_MAX / 2];
@@ -63,6 +65,11 @@ typedef struct qkvi_tier_blocks {
 
 static inline bool qkvi_block_is_whole(const qkvi_block *block) {
   return block->shape <= QKVI_BLOCK_BYTES;
+}
+
+// The pair that lies in a slab of 32 bytes, the block's last; QKV_DEPTH_MAX / 2 or more: none.
+static inline unsigned qkvi_block_half(const qkvi_block *block) {
+  return (unsigned)block->shape - QKVI_BLOCK_FIELDS_HALF;
 }
 
 // All blocks are whole and of up to QKVI_SHALLOW_MAX bits. Such a block can be taken for one of a larger shape, too:

@@ -32,6 +32,14 @@ static inline bytes load_bytes(const void *from) {
 #endif
 }
 
+static inline void put_bytes(void *to, bytes all) {
+#if LANES == 16
+  _mm512_storeu_si512(to, all);
+#else
+  _mm256_storeu_si256(to, all);
+#endif
+}
+
 // The same four bytes in every lane.
 static inline bytes repeat_word(const void *from) {
   int32_t word;

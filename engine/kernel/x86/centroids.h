@@ -91,6 +91,32 @@ INLINE source load_source(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
   return s;
 }
 
+// Slabs of 32 bytes that are blocks' own, as slabs of 64, by pair.
+typedef uint8_t spread_slabs[(QKVI_SHALLOW_MAX + 1) / 2][64];
+
+INLINE void spread_halves(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, spread_slabs out) {
+  UNROLL
+  for (unsigned pair = 0; pair < sizeof(spread_slabs) / 64; pair++) {
+    if ((layout->halves >> pair & 1) == 0) continue;
+    for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
+      put_bytes(out[pair] + 4 * lane, load_half(part, pair, group + layout->half_slabs[pair], lane));
+    }
+  }
+}
+
+// A block of up to QKVI_SHALLOW_MAX bits as QKVI_BLOCK_SIXES, its half from where it was spread.
+INLINE source load_spread(const qkvi_block *block, const uint8_t *group, const spread_slabs spread, size_t lane) {
+  const unsigned half = qkvi_block_half(block);
+  bytes pairs[sizeof(spread_slabs) / 64];
+  UNROLL
+  for (unsigned pair = 0; pair < sizeof(spread_slabs) / 64; pair++) {
+    // What lies behind a half does not count, and must be there.
+    const uint8_t *slab = pair >= half ? spread[half] : group + block->slabs[pair];
+    pairs[pair] = load_bytes(slab + 4 * lane);
+  }
+  return (source){.above = join(pairs[0], pairs[1]), .below = {pairs[2], pairs[2]}};
+}
+
 INLINE bytes nibble_of(const joined *j, size_t field) {
   const bytes both = field % 2 == 0 ? j->even : j->odd;
   return field < 2 ? both : down(both, 4);

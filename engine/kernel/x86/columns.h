@@ -86,13 +86,14 @@ typedef struct page_groups {
   bool alike;     // all of one tier
   bool plain;     // qkvi_blocks_are_plain of all
   bool steady;    // qkvi_blocks_are_steady of all, which have as many blocks
+  bool spread;    // their blocks are once halves have been spread, but for deep ones of groups that are alike
   size_t blocks;  // of the group that has most
   uint8_t shape;  // what plain blocks of all groups can be taken for: the largest
 } page_groups;
 
 INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_groups *page) {
   const qkvi_tier_blocks *layout = NULL;
-  bool alike = true, plain = true, steady = true;
+  bool alike = true, plain = true, steady = true, deep = false, scattered = false;
   size_t blocks = 0;
   uint8_t shape = 0;
   ROLLED
@@ -102,6 +103,8 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
       alike &= g == 0;
       plain &= qkvi_blocks_are_plain(layout);
       steady &= qkvi_blocks_are_steady(layout) && (g == 0 || layout->count == blocks);
+      deep |= layout->deep > 0;
+      scattered |= layout->scattered > 0;
       blocks = layout->count > blocks ? layout->count : blocks;
       shape = layout->shape > shape ? layout->shape : shape;
     }
@@ -112,8 +115,22 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
   page->alike = alike;
   page->plain = plain;
   page->steady = steady;
+  page->spread = !plain && !scattered && (alike || !deep);
   page->blocks = blocks;
   page->shape = shape;
+}
+
+// What `spread` asks for; then groups have 64 bytes to read where there are no halves.
+static void spread_groups(qkv_part part, const qkv_page_codes *codes, page_groups *page,
+                          spread_slabs out[QKV_PAGE_GROUPS]) {
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+    if (part == QKV_K) {
+      spread_halves(QKV_K, page->layouts[g], page->groups[g], out[g]);
+    } else {
+      spread_halves(QKV_V, page->layouts[g], page->groups[g], out[g]);
+    }
+    if (qkv_schedule_group_bytes(codes->schedule, codes->tiers[g]) < LINE) page->groups[g] = codes->gains;
+  }
 }
 
 // The end of the run of blocks of one shape that begins with b.

@@ -9,9 +9,10 @@
 typedef struct key_pass {
   const qkvi_tier_blocks *const *layouts;  // of each group
   const uint8_t *const *groups;
-  const mixed_group *mixed;  // of each group
+  const mixed_group *mixed;    // of each group
+  const spread_slabs *spread;  // likewise
   size_t blocks, deep;
-  uint8_t shape;           // of groups of several tiers
+  uint8_t shape;           // that blocks are taken for
   const uint8_t *columns;  // the chunk's
   const int32_t *offsets;  // the chunk's
   size_t wide;             // blocks that need all columns; the others only the second of each two
@@ -31,16 +32,20 @@ INLINE const uint8_t *block_columns(const key_pass *pass, size_t b, size_t width
   return pass->columns + b * (QKVI_BLOCK_WIDTH / 4) * width * COLUMN_BYTES;
 }
 
+// Plain blocks of one tier, or of several; those that have been spread; other ones.
+typedef enum key_way { KEYS_ALIKE, KEYS_VARIOUS, KEYS_SPREAD, KEYS_ANY } key_way;
+
 // Block b, of up to QKVI_SHALLOW_MAX bits. sums [set][count]. `halved`: only the second of each two columns.
 INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, size_t lane, size_t count,
-                        size_t width, bool alike, bool halved, column_sums (*sums)[TOGETHER_MAX]) {
+                        size_t width, key_way way, bool halved, column_sums (*sums)[TOGETHER_MAX]) {
   const uint8_t *columns = block_columns(pass, b, width);
   const qkvi_block *blocks[TOGETHER_MAX];
   source from[TOGETHER_MAX];
   UNROLL
   for (size_t g = 0; g < count; g++) {
-    blocks[g] = &pass->layouts[alike ? 0 : g]->blocks[b];
-    from[g] = load_source(QKV_K, shape, blocks[g], pass->groups[g], lane);
+    blocks[g] = &pass->layouts[way == KEYS_ALIKE ? 0 : g]->blocks[b];
+    from[g] = way == KEYS_SPREAD ? load_spread(blocks[g], pass->groups[g], pass->spread[g], lane)
+                                 : load_source(QKV_K, shape, blocks[g], pass->groups[g], lane);
   }
   UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
@@ -52,22 +57,24 @@ INLINE void score_block(const key_pass *pass, qkvi_block_shape shape, size_t b, 
   }
 }
 
-#define RUN(SHAPE)                                                          \
-  case SHAPE:                                                               \
-    for (; b < end; b++) {                                                  \
-      score_block(pass, SHAPE, b, lane, count, width, alike, halved, sums); \
-      prefetch_some(&along);                                                \
-    }                                                                       \
+#define RUN(SHAPE)                                                        \
+  case SHAPE:                                                             \
+    for (; b < end; b++) {                                                \
+      score_block(pass, SHAPE, b, lane, count, width, way, halved, sums); \
+      prefetch_some(&along);                                              \
+    }                                                                     \
     break
 
-// The blocks from `begin` to `last`, which are plain; a run of one shape at a time, so that the sums stay in
-// registers. Those of several tiers are all taken for the largest.
+// The blocks from `begin` to `last`, which are plain. All are taken for the largest shape: with look-ups of 64 bytes
+// that costs little, and a loop for each shape more (a calibrated page with four of them a seventh). Without, a run
+// of one shape at a time, where they are of one tier.
 INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
-                        bool alike, bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+                        key_way way, bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+  const bool own = way == KEYS_ALIKE && !BYTE_DOTS;
   prefetching along = *ahead;
   for (size_t b = begin; b < last;) {
-    const size_t end = alike ? run_end(pass->layouts[0], b, last) : last;
-    switch (alike ? pass->layouts[0]->blocks[b].shape : pass->shape) {
+    const size_t end = own ? run_end(pass->layouts[0], b, last) : last;
+    switch (own ? pass->layouts[0]->blocks[b].shape : pass->shape) {
       RUN(QKVI_BLOCK_NIBBLES);
       RUN(QKVI_BLOCK_FIELDS);
       default:
@@ -78,6 +85,17 @@ INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t 
 }
 
 #undef RUN
+
+// The same of blocks that have been spread.
+INLINE void score_spread(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
+                         bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
+  prefetching along = *ahead;
+  for (size_t b = begin; b < last; b++) {
+    score_block(pass, QKVI_BLOCK_SIXES, b, lane, count, width, KEYS_SPREAD, halved, sums);
+    prefetch_some(&along);
+  }
+  *ahead = along;
+}
 
 // The same of any blocks, whose centroids are there.
 INLINE void score_mixed(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
@@ -153,13 +171,10 @@ INLINE void put_scores(const key_outcome *out, size_t g, size_t lane, size_t wid
   }
 }
 
-// Plain blocks of one tier, or of several; other ones.
-typedef enum key_way { KEYS_ALIKE, KEYS_VARIOUS, KEYS_ANY } key_way;
-
 // `count`, `width` and `way` are constants.
 INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_way way, const key_outcome *out,
                          prefetching *ahead) {
-  const size_t deep = way == KEYS_ANY ? pass->deep : 0, blocks = pass->blocks;
+  const size_t deep = way == KEYS_ANY || way == KEYS_SPREAD ? pass->deep : 0, blocks = pass->blocks;
   const size_t least = pass->wide < deep ? deep : pass->wide;
   const size_t wide = way == KEYS_VARIOUS || least > blocks ? blocks : least;
   const bool halves = way != KEYS_VARIOUS && width > 1;
@@ -184,10 +199,12 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_w
     if (way == KEYS_ANY) {
       score_mixed(pass, deep, wide, lane, count, width, false, sets, ahead);
       if (halves && wide < blocks) score_mixed(pass, wide, blocks, lane, count, width, true, sets, ahead);
+    } else if (way == KEYS_SPREAD) {
+      score_spread(pass, deep, wide, lane, count, width, false, sets, ahead);
+      if (halves && wide < blocks) score_spread(pass, wide, blocks, lane, count, width, true, sets, ahead);
     } else {
-      const bool alike = way == KEYS_ALIKE;
-      score_plain(pass, 0, wide, lane, count, width, alike, false, sets, ahead);
-      if (halves && wide < blocks) score_plain(pass, wide, blocks, lane, count, width, alike, true, sets, ahead);
+      score_plain(pass, 0, wide, lane, count, width, way, false, sets, ahead);
+      if (halves && wide < blocks) score_plain(pass, wide, blocks, lane, count, width, way, true, sets, ahead);
     }
     if (key_sets(count, width) > 1) add_sums(sums, sets[1], count, width);
     UNROLL
@@ -234,6 +251,16 @@ static void score_various(const key_pass *pass, size_t count, size_t columns, co
 }
 #endif
 
+static void score_halves(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
+                         prefetching *ahead) {
+#if BYTE_DOTS
+  CASES_TOGETHER(KEYS_SPREAD);
+#else
+  CASES_ALONE(KEYS_SPREAD);
+#endif
+  assert(!"a combination without code of its own");
+}
+
 static void score_any(const key_pass *pass, size_t count, size_t columns, const key_outcome *out,
                       prefetching *ahead) {
 #if BYTE_DOTS
@@ -248,6 +275,7 @@ static void score_any(const key_pass *pass, size_t count, size_t columns, const 
 
 static void score_chunk(const page_groups *page, const key_pass *pass, size_t count, size_t columns,
                         const key_outcome *out, prefetching *ahead) {
+  if (page->spread) return score_halves(pass, count, columns, out, ahead);
   if (!page->plain) return score_any(pass, count, columns, out, ahead);
 #if BYTE_DOTS
   if (!page->alike) return score_various(pass, count, columns, out, ahead);
@@ -361,7 +389,7 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
 
 // How many groups from g on go together: all of one tier, or plain ones.
 static size_t groups_together(const page_groups *page, size_t g, size_t most) {
-  if (page->alike || page->plain) return most;
+  if (page->alike || page->plain || page->spread) return most;
   if (g + most > QKV_PAGE_GROUPS) return 1;
   for (size_t i = 1; i < most; i++) {
     if (page->layouts[g + i] != page->layouts[g]) return 1;
@@ -374,6 +402,7 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   const unsigned parts = queries->parts;
   page_groups page;
   mixed_group mixed[QKV_PAGE_GROUPS];
+  _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
   prefetching along = {0};
   find_groups(keys, layouts, &page);
 #if BYTE_DOTS
@@ -382,8 +411,10 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   if (!page.plain) {
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {
       for (count = 1; g + count < QKV_PAGE_GROUPS && page.layouts[g + count] == page.layouts[g];) count++;
-      mix_groups(QKV_K, page.layouts[g], &page.groups[g], count, &mixed[g]);
+      const size_t blocks_ahead = page.spread ? page.layouts[g]->deep : page.layouts[g]->count;
+      mix_groups(QKV_K, page.layouts[g], blocks_ahead, &page.groups[g], count, &mixed[g]);
     }
+    if (page.spread) spread_groups(QKV_K, keys, &page, spread);
   }
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
@@ -403,7 +434,8 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
       const key_pass pass = {.layouts = &page.layouts[g],
                              .groups = &page.groups[g],
                              .mixed = &mixed[g],
-                             .blocks = page.plain && most > 1 ? page.blocks : page.layouts[g]->count,
+                             .spread = &spread[g],
+                             .blocks = (page.plain || page.spread) && most > 1 ? page.blocks : page.layouts[g]->count,
                              .shape = page.shape,
                              .deep = page.layouts[g]->deep,
                              .columns = columns,

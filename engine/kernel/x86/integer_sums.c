@@ -12,10 +12,11 @@ typedef struct value_run {
   size_t count, blocks;
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const mixed_group *mixed;                 // of each group
+  const spread_slabs *spread;               // likewise
   // Of some of a page's groups: theirs, and which.
   const uint8_t *some[QKV_PAGE_GROUPS];
   uint8_t numbers[QKV_PAGE_GROUPS];
-  uint8_t shape;  // that blocks of several tiers are taken for
+  uint8_t shape;  // that blocks are taken for
 } value_run;
 
 // What becomes of a chunk's sums. A page of several tiers is summed tier by tier, the highest first, in integers; a
@@ -77,19 +78,25 @@ INLINE void keep(const value_outcome *out, size_t first, size_t width, const wor
   }
 }
 
+// Plain blocks of one tier, or of several; those that have been spread.
+typedef enum value_way { VALUES_ALIKE, VALUES_VARIOUS, VALUES_SPREAD } value_way;
+
 // Blocks b to b + count, of up to QKVI_SHALLOW_MAX bits and of one shape, of all groups.
-INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width, bool alike,
-                       const value_outcome *out, prefetching *ahead) {
+INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, size_t count, size_t width,
+                       value_way way, const value_outcome *out, prefetching *ahead) {
   const size_t sets = value_sets(count, width);
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
     column_sums sums[SETS_MAX][TOGETHER_MAX];
     UNROLL
     for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-      const qkvi_block *blocks = &run->layouts[alike ? 0 : g]->blocks[b];
+      const qkvi_block *blocks = &run->layouts[way == VALUES_ALIKE ? 0 : g]->blocks[b];
       source from[TOGETHER_MAX];
       UNROLL
-      for (size_t i = 0; i < count; i++) from[i] = load_source(QKV_V, shape, &blocks[i], run->groups[g], lane);
+      for (size_t i = 0; i < count; i++) {
+        from[i] = way == VALUES_SPREAD ? load_spread(&blocks[i], run->groups[g], run->spread[g], lane)
+                                       : load_source(QKV_V, shape, &blocks[i], run->groups[g], lane);
+      }
       UNROLL
       for (size_t f = 0; f < FIELDS; f++) {
         bytes centroids[TOGETHER_MAX];
@@ -141,20 +148,22 @@ INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t count, s
 // Two blocks at once, which share the columns, where the processor has registers enough.
 enum { VALUES_TOGETHER = BYTE_DOTS ? 2 : 1 };
 
-#define PAIRS(SHAPE)                                                              \
-  case SHAPE:                                                                     \
-    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {                    \
-      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, alike, out, &along);      \
-    }                                                                             \
-    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, alike, out, &along); \
+#define PAIRS(SHAPE)                                                            \
+  case SHAPE:                                                                   \
+    for (; b + VALUES_TOGETHER <= end; b += VALUES_TOGETHER) {                  \
+      sum_blocks(run, SHAPE, b, VALUES_TOGETHER, width, way, out, &along);      \
+    }                                                                           \
+    for (; b < end; b++) sum_blocks(run, SHAPE, b, 1, width, way, out, &along); \
     break
 
 // All groups, which have plain blocks.
-INLINE void sum_plain(const value_run *run, size_t width, bool alike, const value_outcome *out, prefetching *ahead) {
+INLINE void sum_plain(const value_run *run, size_t width, value_way way, const value_outcome *out,
+                      prefetching *ahead) {
+  const bool own = way == VALUES_ALIKE && !BYTE_DOTS;
   prefetching along = *ahead;
   for (size_t b = 0; b < run->blocks;) {
-    const size_t end = alike ? run_end(run->layouts[0], b, run->blocks) : run->blocks;
-    switch (alike ? run->layouts[0]->blocks[b].shape : run->shape) {
+    const size_t end = own ? run_end(run->layouts[0], b, run->blocks) : run->blocks;
+    switch (own ? run->layouts[0]->blocks[b].shape : run->shape) {
       PAIRS(QKVI_BLOCK_NIBBLES);
       PAIRS(QKVI_BLOCK_FIELDS);
       default:
@@ -165,6 +174,19 @@ INLINE void sum_plain(const value_run *run, size_t width, bool alike, const valu
 }
 
 #undef PAIRS
+
+// All groups, whose halves have been spread; deep blocks are of groups that are alike.
+INLINE void sum_spread(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
+  prefetching along = *ahead;
+  const size_t deep = run->layouts[0]->deep;
+  size_t b = 0;
+  for (; b < deep; b++) sum_mixed(run, b, true, 1, width, out, &along);
+  for (; b + VALUES_TOGETHER <= run->blocks; b += VALUES_TOGETHER) {
+    sum_blocks(run, QKVI_BLOCK_SIXES, b, VALUES_TOGETHER, width, VALUES_SPREAD, out, &along);
+  }
+  for (; b < run->blocks; b++) sum_blocks(run, QKVI_BLOCK_SIXES, b, 1, width, VALUES_SPREAD, out, &along);
+  *ahead = along;
+}
 
 // Any blocks of groups that are alike.
 INLINE void sum_any(const value_run *run, size_t width, const value_outcome *out, prefetching *ahead) {
@@ -196,13 +218,19 @@ INLINE void sum_any(const value_run *run, size_t width, const value_outcome *out
   }
 
 static void sum_alike(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
-#define SUM(WIDTH) sum_plain(run, WIDTH, true, out, ahead)
+#define SUM(WIDTH) sum_plain(run, WIDTH, VALUES_ALIKE, out, ahead)
   EACH_WIDTH(SUM)
 #undef SUM
 }
 
 static void sum_various(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
-#define SUM(WIDTH) sum_plain(run, WIDTH, false, out, ahead)
+#define SUM(WIDTH) sum_plain(run, WIDTH, VALUES_VARIOUS, out, ahead)
+  EACH_WIDTH(SUM)
+#undef SUM
+}
+
+static void sum_halves(const value_run *run, size_t columns, const value_outcome *out, prefetching *ahead) {
+#define SUM(WIDTH) sum_spread(run, WIDTH, out, ahead)
   EACH_WIDTH(SUM)
 #undef SUM
 }
@@ -255,14 +283,14 @@ static size_t find_runs(const qkv_page_codes *values, const page_groups *page, m
     }
     run->blocks = run->layouts[0]->count;
     run->mixed = mixed;
-    mix_groups(QKV_V, run->layouts[0], run->groups, run->count, mixed);
+    mix_groups(QKV_V, run->layouts[0], run->blocks, run->groups, run->count, mixed);
     mixed += run->count;
     below = tier;
     count++;
   }
 }
 
-// All groups of a page at once, which have plain blocks.
+// All groups of a page at once, which have plain blocks or spread ones.
 static size_t find_run(const page_groups *page, value_run *run) {
   run->layouts = page->layouts;
   run->groups = page->groups;
@@ -373,12 +401,20 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   page_groups page;
   value_run runs[QKV_PAGE_GROUPS];
   mixed_group mixed[QKV_PAGE_GROUPS];
+  _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
   find_groups(values, layouts, &page);
 #if BYTE_DOTS
   if (page.steady && parts == 1) return sums_of_steady(&page, weights, dim, ahead, sums);
 #endif
-  const size_t run_count = page.plain ? find_run(&page, &runs[0]) : find_runs(values, &page, mixed, runs);
+  const bool at_once = page.plain || page.spread;
+  const size_t run_count = at_once ? find_run(&page, &runs[0]) : find_runs(values, &page, mixed, runs);
+  if (page.spread) {
+    runs[0].mixed = mixed;
+    runs[0].spread = spread;
+    mix_groups(QKV_V, page.layouts[0], page.layouts[0]->deep, page.groups, QKV_PAGE_GROUPS, mixed);
+    spread_groups(QKV_V, values, &page, spread);
+  }
   size_t steps = 0;
   for (size_t i = 0; i < run_count; i++) {
     steps += runs[i].blocks / VALUES_TOGETHER * runs[i].count * (QKVI_BLOCK_WIDTH / LANES);
@@ -404,7 +440,9 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
         runs[i].columns[j] = columns + runs[i].numbers[j] * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
       }
       out.first = i == 0;
-      if (!page.plain) {
+      if (page.spread) {
+        sum_halves(&runs[i], chunk.columns, &out, &along);
+      } else if (!page.plain) {
         sum_chunk(&runs[i], chunk.columns, &out, &along);
       } else if (page.alike) {
         sum_alike(&runs[i], chunk.columns, &out, &along);

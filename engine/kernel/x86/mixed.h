@@ -1,7 +1,6 @@
-// Groups whose blocks are not plain (blocks.h): the centroids of all their blocks in vectors (centroids.h), ahead of
-// the sums. So the sums have no copy for each shape and no branch on it. In a calibrated schedule almost every block
-// has a shape of its own; with copies for each, their instructions did not stay decoded from one page to the next,
-// and a page took a fifth longer (docs/performance.md).
+// Groups whose blocks are not plain (blocks.h) and cannot be made so by spreading their halves (centroids.h): the
+// centroids of all their blocks in vectors, ahead of the sums; of the others that of deep blocks. So the sums have no
+// copy for each shape and no branch on it.
 //
 // Blocks whose two halves have different depths, or that do not lie in slabs of their own, are put together first. A
 // half is 8 coordinates. Whatever slab it lies in, its bits of a pair are brought to where a wide slab would have
@@ -243,13 +242,13 @@ INLINE void read_block(qkv_part part, qkvi_block_shape shape, const qkvi_block *
   }
 }
 
-INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *const *groups, size_t count,
-                       mixed_group *out) {
+INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, size_t blocks, const uint8_t *const *groups,
+                       size_t count, mixed_group *out) {
 #define READ(SHAPE)                                        \
   case SHAPE:                                              \
     read_block(part, SHAPE, block, b, groups, count, out); \
     break
-  for (size_t b = 0; b < layout->count; b++) {
+  for (size_t b = 0; b < blocks; b++) {
     const qkvi_block *block = &layout->blocks[b];
     switch (block->shape) {
       READ(QKVI_BLOCK_FIELDS);
@@ -270,13 +269,13 @@ INLINE void mix_blocks(qkv_part part, const qkvi_tier_blocks *layout, const uint
 #undef READ
 }
 
-// Groups of one tier.
-static void mix_groups(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *const *groups, size_t count,
-                       mixed_group *out) {
+// The first blocks of groups of one tier.
+static void mix_groups(qkv_part part, const qkvi_tier_blocks *layout, size_t blocks, const uint8_t *const *groups,
+                       size_t count, mixed_group *out) {
   if (part == QKV_K) {
-    mix_blocks(QKV_K, layout, groups, count, out);
+    mix_blocks(QKV_K, layout, blocks, groups, count, out);
   } else {
-    mix_blocks(QKV_V, layout, groups, count, out);
+    mix_blocks(QKV_V, layout, blocks, groups, count, out);
   }
 }
 
