@@ -31,7 +31,7 @@ static void submit_entry(qkv_storage *storage, const qkv_journal_entry *entry, q
   if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) pending->entry.watermark = storage->record_next;
   qkvi_post_locked(storage, &pending->message);
   pthread_mutex_unlock(&storage->lock);
-  uv_async_send(&storage->wake);
+  qkvi_wake_ring(&storage->wake);
 }
 
 qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
@@ -123,7 +123,7 @@ qkv_status qkv_storage_put(qkv_storage *storage, const qkv_storage_put_request *
     free(put);
     return status;
   }
-  uv_async_send(&storage->wake);
+  qkvi_wake_ring(&storage->wake);
   return QKV_OK;
 }
 
@@ -145,7 +145,7 @@ void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *con
   waiter->order = storage->order_next;
   qkvi_post_locked(storage, &waiter->message);
   pthread_mutex_unlock(&storage->lock);
-  uv_async_send(&storage->wake);
+  qkvi_wake_ring(&storage->wake);
 }
 
 typedef struct drop_message {

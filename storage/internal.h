@@ -21,6 +21,7 @@
 #include "storage/journal.h"
 #include "storage/segment.h"
 #include "storage/storage.h"
+#include "storage/wake.h"
 
 #define QKVI_NO_SEGMENT UINT32_MAX
 
@@ -174,7 +175,7 @@ struct qkv_storage {
   int lock_file;
   uv_loop_t loop;
   qkv_io *io;
-  uv_async_t wake;
+  qkvi_wake wake;
   uv_timer_t tick;  // sync_ms
   uv_timer_t compact_tick;
   uv_check_t after;  // of a turn: whether it can end

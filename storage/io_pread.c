@@ -8,6 +8,7 @@
 
 #include "engine/base/pool.h"
 #include "storage/io_drivers.h"
+#include "storage/wake.h"
 
 enum { THREADS_MAX = 16 };  // more do not help a device that is fed by io_uring's best depth
 
@@ -25,7 +26,7 @@ struct pread_driver {
   qkvi_files files;
   qkv_io *io;
   qkv_pool *pool;
-  uv_async_t *wake;
+  qkvi_wake *wake;
   pread_job *jobs, *free;  // as many as may run
   pthread_mutex_t lock;
   pread_job *finished;  // guarded by the lock
@@ -61,12 +62,12 @@ static void run_job(void *context) {
   job->next = driver->finished;
   driver->finished = job;
   // Under the lock: whoever takes the last job may end the driver.
-  uv_async_send(driver->wake);
+  qkvi_wake_ring(driver->wake);
   pthread_mutex_unlock(&driver->lock);
 }
 
-static void collect(uv_async_t *handle) {
-  pread_driver *driver = handle->data;
+static void collect(void *context) {
+  pread_driver *driver = context;
   pthread_mutex_lock(&driver->lock);
   pread_job *job = driver->finished;
   driver->finished = NULL;
@@ -106,8 +107,8 @@ static void adopt(void *self, void *region, size_t bytes) {
   (void)bytes;
 }
 
-static void free_handle(uv_handle_t *handle) {
-  free(handle);
+static void free_wake(uv_handle_t *handle) {
+  free(handle->data);
 }
 
 static void destroy(void *self) {
@@ -115,7 +116,8 @@ static void destroy(void *self) {
   qkv_pool_destroy(&driver->pool);
   assert(driver->finished == NULL);
   pthread_mutex_destroy(&driver->lock);
-  uv_close((uv_handle_t *)driver->wake, free_handle);
+  qkvi_wake_deinit(driver->wake);
+  uv_close((uv_handle_t *)&driver->wake->poll, free_wake);
   qkvi_files_deinit(&driver->files);
   free(driver->jobs);
   free(driver);
@@ -143,8 +145,7 @@ qkv_status qkvi_pread_create(uv_loop_t *loop, const qkv_io_config *config, qkv_i
     made->jobs[i] = (pread_job){.driver = made, .next = made->free};
     made->free = &made->jobs[i];
   }
-  uv_async_init(loop, made->wake, collect);
-  made->wake->data = made;
+  qkvi_wake_init(loop, made->wake, collect, made);
   *driver = (qkv_io_driver){
       .name = "pread", .self = made, .start = start, .flush = flush, .adopt = adopt, .destroy = destroy};
   qkvi_files_fill(driver);

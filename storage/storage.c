@@ -53,7 +53,7 @@ void qkvi_post(qkv_storage *storage, qkvi_message *message) {
   pthread_mutex_lock(&storage->lock);
   qkvi_post_locked(storage, message);
   pthread_mutex_unlock(&storage->lock);
-  uv_async_send(&storage->wake);
+  qkvi_wake_ring(&storage->wake);
 }
 
 void qkvi_stat_add(qkv_storage *storage, uint64_t *stat, uint64_t delta) {
@@ -70,8 +70,8 @@ qkv_status qkvi_write_error(qkv_storage *storage, int error) {
 
 // ---- The loop ----
 
-static void run_mailbox(uv_async_t *handle) {
-  qkv_storage *storage = handle->data;
+static void run_mailbox(void *context) {
+  qkv_storage *storage = context;
   pthread_mutex_lock(&storage->lock);
   qkvi_message *message = storage->mailbox;
   storage->mailbox = NULL;
@@ -195,11 +195,11 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
   storage->index = qkvi_index_create();
   pthread_mutex_init(&storage->lock, NULL);
   if (uv_loop_init(&storage->loop) != 0) abort();
-  uv_async_init(&storage->loop, &storage->wake, run_mailbox);
+  qkvi_wake_init(&storage->loop, &storage->wake, run_mailbox, storage);
   uv_timer_init(&storage->loop, &storage->tick);
   uv_timer_init(&storage->loop, &storage->compact_tick);
   uv_check_init(&storage->loop, &storage->after);
-  storage->wake.data = storage->tick.data = storage->compact_tick.data = storage->after.data = storage;
+  storage->tick.data = storage->compact_tick.data = storage->after.data = storage;
   // Zeroed by the system, touched once here: no page faults while writing.
   const size_t bytes = (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS;
   storage->region = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -269,7 +269,8 @@ void qkvi_storage_destroy(qkv_storage **storage) {
   }
   if (old->journal.file >= 0) qkv_io_close(old->io, old->journal.file);
   qkv_io_destroy(&old->io);
-  uv_close((uv_handle_t *)&old->wake, ignore_close);
+  qkvi_wake_deinit(&old->wake);
+  uv_close((uv_handle_t *)&old->wake.poll, ignore_close);
   uv_close((uv_handle_t *)&old->tick, ignore_close);
   uv_close((uv_handle_t *)&old->compact_tick, ignore_close);
   uv_close((uv_handle_t *)&old->after, ignore_close);
