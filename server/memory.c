@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-enum { BUDGET_PARTS = 64, KEPT_MIN = 8 << 20 };
+enum { BUDGET_PARTS = 64, KEPT_MIN = 8 << 20, FORGET_PARTS = 32 };
 
 // Large messages come and go: with these, 1 MiB messages go 1.5 to 2 times as fast over a socket.
 void qkvi_memory_setup(void) {
@@ -39,6 +39,8 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
   qkv_heap_tend(heap);
   if (stats.heap.bytes_resident > stats.heap.bytes_used + stats.heap.bytes_used / 8 + (uint64_t)kept_max)
     qkv_heap_trim(heap);
+  // What lay between blocks in use then may go now.
+  memory->left -= memory->left / FORGET_PARTS;
   int64_t idle = idle_bytes(store);
   if (idle > memory->left + kept_max) {
     (void)malloc_trim(0);

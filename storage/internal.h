@@ -30,7 +30,7 @@ enum {
   QKVI_WRITE_BUFFERS = 8,      // 8 MiB, the usual RLIMIT_MEMLOCK
 };
 
-#define QKVI_JOURNAL_REWRITE (UINT64_C(8) << 20)  // bytes of a journal that may be written anew
+#define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be written anew
 
 // Work for the storage thread, part of whatever it is about.
 typedef struct qkvi_message {
@@ -137,6 +137,8 @@ typedef struct qkvi_journal {
   uint64_t buffer_bytes;
   uint64_t rewrite_bytes, rewrite_durable;  // of the new file
   int rewrite_file;
+  uint8_t *old;  // what is written anew, while it is looked at
+  uint64_t old_bytes;
 } qkvi_journal;
 
 typedef struct qkvi_sync_waiter {
@@ -327,7 +329,8 @@ typedef struct qkvi_journal_image {
   uint64_t size, room;
   uint64_t store, epoch, count;
 } qkvi_journal_image;
-void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch);
+// `room`: bytes that it is likely to take at most.
+void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch, uint64_t room);
 void qkvi_image_add(qkvi_journal_image *image, const qkv_journal_entry *entry);
 void qkvi_image_finish(qkvi_journal_image *image);  // fills in the headers
 

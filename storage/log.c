@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "engine/base/log.h"
 #include "storage/internal.h"
@@ -195,25 +196,31 @@ static void rewrite_step(qkv_io_request *request) {
   end_rewrite(storage, request->error);
 }
 
+static void drop_old(qkvi_journal *journal) {
+  munmap(journal->old, journal->old_bytes);
+  journal->old = NULL;
+}
+
 static void old_read(qkv_io_request *request) {
   qkv_storage *storage = request->context;
   qkvi_journal *journal = &storage->journal;
   if (request->error != 0) {
+    drop_old(journal);
     end_rewrite(storage, request->error);
     return;
   }
   rewriting on = {.sessions = qkvi_sessions_create()};
   qkvi_journal_report report;
-  qkvi_image_init(&on.image, storage->store, journal->epoch + 1);
+  qkvi_image_init(&on.image, storage->store, journal->epoch + 1, journal->old_bytes);
   qkv_status status =
-      qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, note_entry, &on, &report, NULL);
+      qkvi_journal_scan(journal->old, journal->old_bytes, journal->durable, note_entry, &on, &report, NULL);
   if (status == QKV_OK && report.bad > 0) status = QKV_DATA_LOSS;
   if (status == QKV_OK) {
-    status = qkvi_journal_scan(journal->buffer, journal->bytes, journal->durable, keep_entry, &on, &report, NULL);
+    status = qkvi_journal_scan(journal->old, journal->old_bytes, journal->durable, keep_entry, &on, &report, NULL);
   }
   qkvi_sessions_destroy(&on.sessions);
   qkvi_image_finish(&on.image);
-  free(journal->buffer);
+  drop_old(journal);
   journal->buffer = on.image.bytes;
   // Damage that was read from a journal is for recovery to judge; the old file stays as it is.
   const int error = status == QKV_OK ? qkv_io_open(storage->io, "journal.new", true, &journal->rewrite_file) : EIO;
@@ -233,15 +240,18 @@ static void old_read(qkv_io_request *request) {
   qkv_io_submit(storage->io, request);
 }
 
+// The old one has pages of its own, which go back to the system at once: malloc keeps the most that there ever was.
 static void rewrite(qkv_storage *storage) {
   qkvi_journal *journal = &storage->journal;
   journal->rewrite_file = -1;
   (void)qkv_io_remove(storage->io, "journal.new");
-  journal->buffer = qkvi_aligned(journal->bytes);
+  journal->old_bytes = journal->bytes;
+  journal->old = mmap(NULL, journal->old_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (journal->old == MAP_FAILED) abort();
   journal->request = (qkv_io_request){.kind = QKV_IO_READ,
                                       .file = journal->file,
-                                      .size = journal->bytes,
-                                      .bytes = journal->buffer,
+                                      .size = journal->old_bytes,
+                                      .bytes = journal->old,
                                       .done = old_read,
                                       .context = storage};
   qkv_io_submit(storage->io, &journal->request);

@@ -319,7 +319,7 @@ static qkv_status sift_entries(recovery *on, qkv_error *error) {
   qkvi_journal_report report = {0};
   if (on->restore == NULL || on->restore->keep == NULL) return QKV_OK;
   qkvi_image_finish(&on->image);
-  qkvi_image_init(&sifted.image, on->image.store, on->image.epoch);
+  qkvi_image_init(&sifted.image, on->image.store, on->image.epoch, on->image.size);
   const qkv_status status =
       qkvi_journal_scan(on->image.bytes, on->image.size, 0, sift_entry, &sifted, &report, error);
   free(on->image.bytes);
@@ -364,7 +364,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
     qkv_log(QKV_LOG_ERROR, "the journal has lost entries that were durable; sessions that they may concern are gone",
             "{s:I, s:I}", "bad", (json_int_t)report.bad, "sessions", (json_int_t)storage->stats.sessions_given_up);
   }
-  qkvi_image_init(&on->image, storage->store, on->epoch + 1);
+  qkvi_image_init(&on->image, storage->store, on->epoch + 1, size);
   if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, tell_entry, on, &report, error);
   free(bytes);
   if (status != QKV_OK) return status;
@@ -397,7 +397,7 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
   } else {
     if (storage->store == 0 && getrandom(&storage->store, sizeof storage->store, 0) != sizeof storage->store) abort();
     storage->store |= 1;  // never 0
-    qkvi_image_init(&on.image, storage->store, 1);
+    qkvi_image_init(&on.image, storage->store, 1, 0);
   }
   if (status == QKV_OK) status = write_journal(&on, error);
   for (uint32_t i = 0; status == QKV_OK && i < storage->segments_room; i++) {

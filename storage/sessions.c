@@ -135,9 +135,11 @@ uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *e
 
 enum { IMAGE_FIRST = 1 << 20 };
 
-void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch) {
-  *image = (qkvi_journal_image){.size = 2 * sizeof(qkvi_journal_header), .room = IMAGE_FIRST, .store = store};
-  image->epoch = epoch;
+void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch, uint64_t room) {
+  *image = (qkvi_journal_image){.size = 2 * sizeof(qkvi_journal_header),
+                                .room = room > IMAGE_FIRST ? room : IMAGE_FIRST,
+                                .store = store,
+                                .epoch = epoch};
   image->bytes = qkvi_aligned(image->room);
 }
 
