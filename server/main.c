@@ -1,8 +1,8 @@
 // qkvd: the daemon's main thread.
 //
 // libuv owns it: signals, timers for the gauges and for idle memory, and calibrations and tiers in the background, in
-// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of libuv's pool, so that the loop
-// goes on) and exits 0; a second one exits at once with 1.
+// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of its own, so that the loop goes
+// on) and exits 0; a second one exits at once with 1.
 #include <assert.h>
 #include <jansson.h>
 #include <signal.h>
@@ -32,7 +32,9 @@ struct main_loop {
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
   uv_timer_t gauges, tend, learning, tiers, deadline;
-  uv_work_t drain, learn, retier;
+  uv_work_t learn, retier;
+  uv_thread_t drain;
+  uv_async_t drained;
   bool draining, learns, more_tiers;
 };
 
@@ -153,14 +155,16 @@ static void on_deadline(uv_timer_t *timer) {
   _exit(EXIT_FAILURE);
 }
 
-static void drain(uv_work_t *work) {
-  main_loop *state = work->data;
+static void drain(void *context) {
+  main_loop *state = context;
   qkv_daemon_drain(state->daemon);
+  uv_async_send(&state->drained);
 }
 
-static void on_drained(uv_work_t *work, int status) {
-  (void)status;
-  main_loop *state = work->data;
+static void on_drained(uv_async_t *async) {
+  main_loop *state = async->data;
+  uv_thread_join(&state->drain);
+  uv_close((uv_handle_t *)async, NULL);
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
@@ -168,6 +172,16 @@ static void on_drained(uv_work_t *work, int status) {
   uv_close((uv_handle_t *)&state->learning, NULL);
   uv_close((uv_handle_t *)&state->tiers, NULL);
   uv_close((uv_handle_t *)&state->deadline, NULL);
+}
+
+// Signals to end are for the main thread alone: every other is made while they are blocked, those of libuv's pool,
+// too.
+static void block_signals(bool block) {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  pthread_sigmask(block ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
 }
 
 static void on_signal(uv_signal_t *handle, int number) {
@@ -181,17 +195,9 @@ static void on_signal(uv_signal_t *handle, int number) {
   qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
   const int64_t finish = state->daemon->spill != NULL ? QKV_DAEMON_FINISH_MS : 0;
   uv_timer_start(&state->deadline, on_deadline, (uint64_t)(grace + finish + DRAIN_SLACK_MS), 0);
-  uv_queue_work(&state->loop, &state->drain, drain, on_drained);
-}
-
-// Signals to end are for the main thread alone: every other is made while they are blocked, those of libuv's pool,
-// too.
-static void block_signals(bool block) {
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGTERM);
-  sigaddset(&set, SIGINT);
-  pthread_sigmask(block ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
+  block_signals(true);
+  if (uv_thread_create(&state->drain, drain, state) != 0) abort();
+  block_signals(false);
 }
 
 // Signals are caught before the daemon says that it is ready.
@@ -202,12 +208,13 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   (void)failed;
   uv_signal_init(&state->loop, &state->terminate);
   uv_signal_init(&state->loop, &state->interrupt);
+  uv_async_init(&state->loop, &state->drained, on_drained);
   uv_timer_init(&state->loop, &state->gauges);
   uv_timer_init(&state->loop, &state->tend);
   uv_timer_init(&state->loop, &state->learning);
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
-  state->terminate.data = state->interrupt.data = state->gauges.data = state->drain.data = state;
+  state->terminate.data = state->interrupt.data = state->gauges.data = state->drained.data = state;
   state->tend.data = state->learning.data = state->learn.data = state->tiers.data = state->retier.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);

@@ -179,8 +179,8 @@ static qkv_status restore(restoring *all, qkv_error *error) {
     if (missing_bytes(wanted) <= bytes) status = restore_chunks(all, error);
     if (status == QKV_OK && all->room >= wanted->beside) return QKV_OK;
     if (status == QKV_OK) status = QKV_RESOURCE_EXHAUSTED;
-    qkvi_spill_release(all->spill, wanted->session, wanted->layer);
     qkvi_spill_unclaim(all->spill, &all->room);
+    qkvi_spill_release(all->spill, wanted->session, wanted->layer);
   }
   return qkv_fail(error, status, "session %s: layer %" PRIu32 " is changed all the time",
                   qkv_session_name(wanted->session), wanted->layer);

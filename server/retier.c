@@ -187,12 +187,16 @@ static void press_session(step *on, const candidate *at) {
   qkvi_retierer *retierer = on->retierer;
   note *known = note_of(retierer, at);
   qkv_retier_policy policy = retierer->policy;
-  while (known->pressed < PRESSED_STEPS && !spent(on) && used(retierer) > retierer->low) {
+  const uint32_t layers = at->info.model->layers;
+  uint32_t still = 0;  // layers in a row that did not change, those whose pages wait for the disk among them
+  while (known->pressed < PRESSED_STEPS && still < layers && !spent(on) && used(retierer) > retierer->low) {
+    const uint64_t before = on->report->pages;
     policy.bits = pressed_bits[known->pressed];
     retier_layer(on, at->session, &policy, &known->clean_pressed);
-    if (known->clean_pressed < at->info.model->layers) continue;
+    still = on->report->pages == before ? still + 1 : 0;
+    if (known->clean_pressed < layers) continue;
     known->pressed++;
-    known->clean_pressed = 0;
+    known->clean_pressed = still = 0;
   }
 }
 
@@ -208,9 +212,11 @@ static bool press_sessions(step *on) {
   if (!retierer->pressed) log_pressure(retierer, "memory-high is reached, sessions are demoted");
   retierer->pressed = true;
   qsort(on->candidates, on->count, sizeof *on->candidates, by_last_use);
+  bool alone = false;  // in memory: nothing but demotion makes room of it
   for (size_t i = 0; i < on->count && !spent(on) && used(retierer) > retierer->low; i++) {
     const candidate *at = &on->candidates[i];
     if (at->info.config.max_attention_error > 0 || at->info.config.keep_full) continue;
+    alone |= at->info.config.backing == NULL;
     if (at->info.usage.tokens_coded > 0) press_session(on, at);
   }
   // What cannot be demoted any further leaves memory, where it is on the SSD.
@@ -220,8 +226,8 @@ static bool press_sessions(step *on) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;
   }
-  // With an SSD whoever needs room makes it: nothing is urgent.
-  return retierer->pressed && spent(on) && retierer->spill == NULL;
+  // Of what is on the SSD, too, whoever needs room makes it: that is not urgent.
+  return retierer->pressed && spent(on) && alone;
 }
 
 bool qkvi_retierer_step(qkvi_retierer *retierer, qkv_retier_report *report) {

@@ -282,8 +282,9 @@ static void cut(void *context, uint64_t session, uint32_t layer, uint64_t positi
   qkvi_spill_cut(((const qkvi_backing *)context)->spill, session, layer, position);
 }
 
-static bool takes(void *context) {
-  return qkvi_spill_failure(((const qkvi_backing *)context)->spill) == QKV_OK;
+static bool takes(void *context, uint64_t session) {
+  qkvi_spill *spill = ((const qkvi_backing *)context)->spill;
+  return qkvi_spill_failure(spill) == QKV_OK && !poisoned(spill, session);
 }
 
 static void init_backing(qkvi_spill *spill, qkvi_backing *backing, bool hurry) {

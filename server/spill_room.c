@@ -161,6 +161,7 @@ static qkv_status make_room(qkvi_spill *spill, uint64_t bytes, int64_t until) {
   qkv_arena *arena = qkv_store_arena(spill->store);
   const uint64_t budget = qkvi_spill_budget(spill), most = budget - bytes, target = most - most / 16;
   uint64_t seen = qkvi_spill_steps(spill);
+  bool waited = false;
   for (;;) {
     const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
     if (qkv_arena_reserve_next(arena, bytes) == QKV_OK) return QKV_OK;
@@ -171,7 +172,8 @@ static qkv_status make_room(qkvi_spill *spill, uint64_t bytes, int64_t until) {
     bool later = pending;
     if (!pending && taken > most && seal_idle(spill, taken - most, &later) > 0 && qkvi_spill_now_ms() < until)
       continue;
-    later |= anything_held(spill);
+    later |= anything_held(spill) || !waited;  // for a room that was given and is not held yet
+    waited = true;
     if (!later || qkvi_spill_failure(spill) != QKV_OK || qkvi_spill_now_ms() > until || staying(spill) > most) break;
     qkv_metric_add(&spill->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_spill_hasten(spill);
@@ -204,7 +206,8 @@ qkv_status qkvi_spill_claim(qkvi_spill *spill, uint64_t bytes, size_t held, uint
   qkv_status status = bytes <= budget ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
   if (status == QKV_OK && bytes > 0) {
     take_turn(spill, held);
-    status = make_room(spill, bytes, until);
+    const int64_t least = qkvi_spill_now_ms() + QKVI_SPILL_STEP_MS;  // however long the turn took to come
+    status = make_room(spill, bytes, until > least ? until : least);
     end_turn(spill, held);
   }
   if (status == QKV_OK) {

@@ -1,5 +1,5 @@
-// Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool; Prefetch, with
-// an SSD tier, one of the pool for bulk work with the disk.
+// Demote, Prefetch and GetAttentionStats. All wait for layers, so they are jobs of the compute pool; with an SSD tier
+// Demote and Prefetch are jobs of pools that wait for the disk.
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -132,7 +132,10 @@ static void promote_job(void *context) {
 }
 
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__demote_request__descriptor, qkvi_session_patience(call), demote_job);
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  // It waits for the disk, and nobody for it.
+  qkv_pool *pool = daemon->spill != NULL ? daemon->bulk_disk_pool : daemon->pool;
+  qkvi_request_pool_job(call, message, &qkv__v1__demote_request__descriptor, pool, demote_job);
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {

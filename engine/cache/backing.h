@@ -7,7 +7,8 @@
 // A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE,
 // so that it is the way back to full precision; unless nothing is taken.
 //
-// Threads: any; all but `context` is constant. The functions are called with a layer written, so they never wait.
+// Threads: any; all but `context` is constant. The functions are called with a layer read or written: they never
+// wait.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
 #define QKV_ENGINE_CACHE_BACKING_H
 
@@ -30,8 +31,8 @@ typedef struct qkv_backing {
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
-  // False where the disk has failed or is full: what it has not got by now may never be there.
-  bool (*takes)(void *context);
+  // False where the disk has failed or is full, or takes nothing of this session: what is not there may never be.
+  bool (*takes)(void *context, uint64_t session);
   // What was put of this layer up to now is cut off at `position`, for the next process, too.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
 } qkv_backing;

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/base/pool.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
@@ -298,10 +297,7 @@ static void apply(const append *a, const append_plan *plan) {
   tail_work work = {.blocks = layer->tail_count};
   if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
   for (;;) {
-    while (may_seal(a)) {
-      seal_first(a, &work);
-      qkv_pool_yield();
-    }
+    while (may_seal(a)) seal_first(a, &work);
     if (layer->length == a->end) break;
     fill_block(a, &work);
   }

@@ -220,11 +220,12 @@ static void cut_image(const qkv_page_entry *entry, const void *held, const qkv_h
   free(wide);
 }
 
-// Whether the disk will soon have the planes, and nobody would if they went now.
-static bool too_early(const qkv_layer *layer, const qkv_page_entry *entry) {
+bool qkv_layer_cut_early(const qkv_layer *layer, size_t index, uint64_t serial) {
+  const qkv_page_entry *entry = entry_of(layer, index, serial);
   const qkv_backing *backing = layer->config.backing;
-  if (backing == NULL || layer->config.keep_full || entry->full != NULL) return false;
-  return qkvi_layer_record_state(layer, entry) != QKV_RECORD_DURABLE && backing->takes(backing->context);
+  if (entry == NULL || backing == NULL || layer->config.keep_full || entry->full != NULL) return false;
+  return qkvi_layer_record_state(layer, entry) != QKV_RECORD_DURABLE &&
+         backing->takes(backing->context, layer->config.session);
 }
 
 bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const qkv_head_tiers *tiers, qkv_cut *cut) {
@@ -232,7 +233,7 @@ bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const 
   const uint32_t heads = layer->config.model->kv_heads;
   const size_t bytes = heads * sizeof *tiers;
   *cut = (qkv_cut){.index = index, .serial = serial, .arena = layer->config.arena};
-  if (entry == NULL || too_early(layer, entry)) return false;
+  if (entry == NULL) return false;
   const void *held = entry->full != NULL ? entry->full : entry->page;
   qkv_head_tiers *now = room((size_t)3 * heads, sizeof *now), *most = now + heads, *wanted = most + heads;
   qkv_layer_tiers(layer, entry, now, most);

@@ -33,8 +33,10 @@ typedef struct qkv_cut {
 } qkv_cut;
 
 // True where the page `index` still has the image `serial` and differs from `tiers` [kv_heads], as far as those are
-// held; then fills `cut`. Not of a page that is still on its way to the backing, unless it is kept in full.
+// held; then fills `cut`.
 bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const qkv_head_tiers *tiers, qkv_cut *cut);
+// Whether the page `index` has planes that the backing will soon have, and nobody would if they went now.
+bool qkv_layer_cut_early(const qkv_layer *layer, size_t index, uint64_t serial);
 // Does nothing where the page is not there any more. RESOURCE_EXHAUSTED where the page would grow (up, or down with
 // keep_full) and the arena has no room.
 qkv_status qkv_layer_exchange(qkv_layer *layer, qkv_cut *cut, qkv_error *error);

@@ -60,7 +60,11 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
   for (size_t i = first; i < plan->page_count && i < first + PIECE; i++) {
     const qkv_retier_page *page = &snapshot->pages[plan->pages[i]];
     const qkv_head_tiers *tiers = plan->tiers + i * snapshot->kv_heads;
-    if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) count++;
+    if (qkv_layer_cut_early(read, page->index, page->serial)) {
+      report->pages_left++;
+    } else if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) {
+      count++;
+    }
   }
   qkv_session_read_done(session, layer);
   const qkv_status status = count > 0 ? exchange(session, layer, cuts, count, report, error) : QKV_OK;

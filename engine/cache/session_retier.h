@@ -12,8 +12,9 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_retier_report {
-  uint64_t pages;       // changed
-  uint64_t pages_left;  // that should change, too, but were beyond the policy's pages_max
+  uint64_t pages;  // changed
+  uint64_t
+      pages_left;  // that should change, too, but were beyond the policy's pages_max, or on their way to the backing
   // Of the rows, as usage has them (bytes_coded + bytes_beside): what they fell and rose by.
   uint64_t bytes_freed, bytes_taken;
 } qkv_retier_report;

@@ -88,7 +88,9 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
   size_t begin = entry->offset, middle = begin + (size_t)2 * QKV_PAGE_TOKENS;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) middle += qkv_schedule_group_bytes(keys, entry->tier_k[g]);
   const bool is_keys = queries->ahead[i].part == QKV_K;
-  const size_t end = is_keys ? middle : kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
+  const size_t last = kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
+  if (middle > last) middle = last;  // of a page that another calibration codes
+  const size_t end = is_keys ? middle : last;
   if (!is_keys) begin = middle;
   return (qkv_ahead){(const uint8_t *)header + begin, end - begin};
 }

@@ -52,7 +52,8 @@ static inline void double_drop(void *context, uint64_t record) {
   made->drops++;
 }
 
-static inline bool double_takes(void *context) {
+static inline bool double_takes(void *context, uint64_t session) {
+  (void)session;
   return !((const backing_double *)context)->failed;
 }
 

@@ -241,23 +241,19 @@ static void test_planes_wait_for_the_record(void **unused) {
   begin(&s);
   s.backing.first = QKV_RECORD_WAITING;
   fill(&s);
-  qkv_head_tiers tiers[2];
-  qkv_cut cut;
-  memset(tiers, QKV_TIER_BIT, sizeof tiers);  // one bit
   const uint64_t serial = s.layer.pages[1].serial;
-  assert_false(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));  // not put yet
+  assert_true(qkv_layer_cut_early(&s.layer, 1, serial));  // not put yet
   assert_true(qkv_layer_save(&s.layer));
   for (qkv_record_state at = QKV_RECORD_GONE; at < QKV_RECORD_DURABLE; at++) {
     double_all(&s.backing, at);
-    assert_false(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
+    assert_true(qkv_layer_cut_early(&s.layer, 1, serial));
   }
   s.backing.failed = true;
-  assert_true(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
-  qkv_cut_deinit(&cut);
+  assert_false(qkv_layer_cut_early(&s.layer, 1, serial));
   s.backing.failed = false;
+  assert_false(qkv_layer_cut_early(&s.layer, 1, serial + 1));  // not there any more
   double_all(&s.backing, QKV_RECORD_DURABLE);
-  assert_true(qkv_layer_cut(&s.layer, 1, serial, tiers, &cut));
-  qkv_cut_deinit(&cut);
+  assert_false(qkv_layer_cut_early(&s.layer, 1, serial));
   end(&s);
 }
 
