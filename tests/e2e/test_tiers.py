@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from daemon import SANITIZED, Daemon, binary, clean_environment
+from daemon import SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache
 from qkv.v1 import kv_cache_pb2 as kv
 
@@ -112,7 +112,8 @@ def test_thresholds_decide_in_the_background(name):
         assert len(heads) == 2
         for head in heads:
             assert head.ema[200] > 0.9 > 0.1 > head.ema[300] > 0.01 > head.ema[120] > 0.001 > head.ema[64]
-        assert daemon.metric("qkvd_tier_pages_total") >= 6
+        # The metric follows when the step is done.
+        wait_for(lambda: daemon.metric("qkvd_tier_pages_total") >= 6, "the pages are not counted")
 
 
 def test_promote_needs_what_was_kept(daemon, cache):
