@@ -263,28 +263,38 @@ def test_full_precision_comes_back(start):
         assert_same_rows(before, rows(reopen(daemon, cache), 256))
 
 
+def assert_as_never_demoted(daemon, cache, end):
+    """By another session that got the same rows."""
+    twin = open_cache(daemon, name="twin")
+    for begin in range(0, end + 64, 64):
+        fill(twin, 64, position=begin)
+    for layer in range(LAYERS):
+        assert_same_rows(rows(twin, end, layer), rows(cache, end, layer))
+
+
 def test_what_is_demoted_at_once_comes_back(start):
     """Demote waits until the disk has the planes that go."""
     with start() as daemon:
         cache = open_cache(daemon, ASYNC)
+        demoted = []
         for begin in range(0, 512, 64):
             fill(cache, 64, position=begin)
-            assert cache.stub.Demote(kv.DemoteRequest(session="s", bits=1, even=True)).pages > 0 or begin < 128
+            demoted.append(cache.stub.Demote(kv.DemoteRequest(session="s", bits=1, even=True)).pages)
+        assert demoted == [0] + 7 * [LAYERS]  # one page of each layer, but for the first 64 tokens, which are recent
         cache.stub.Prefetch(kv.PrefetchRequest(session="s"))
-        twin = open_cache(daemon, ASYNC, "twin")
-        for begin in range(0, 512, 64):
-            fill(twin, 64, position=begin)
-        assert_same_rows(rows(twin, 448), rows(cache, 448))
+        assert_as_never_demoted(daemon, cache, 448)
 
 
 def test_the_background_demotes_what_the_disk_has(start):
-    """What was too early to be demoted, as the disk had not got it yet, is demoted later."""
+    """What was too early to be demoted, as the disk had not got it yet, is demoted later, and comes back."""
     with start("--tier-bits", "1") as daemon:
         cache = open_cache(daemon, ASYNC)
-        fill(cache, 2048)
+        for begin in range(0, 2048, 64):
+            fill(cache, 64, position=begin)
         full = cache.info().bytes_coded
         wait_for(lambda: cache.info().bytes_coded < 0.6 * full, "nothing was demoted")
-        cache.stub.Prefetch(kv.PrefetchRequest(session="s"))
+    with start() as daemon:
+        assert_as_never_demoted(daemon, reopen(daemon, cache), 1984)
 
 
 def test_a_second_daemon_is_refused(start, tmp_path):
