@@ -1,8 +1,10 @@
 // What the files of the storage share: one struct, owned by the storage thread. Not for others: see storage.h.
 //
-//   storage.c  life, mailbox, thread; calls.c    put.c      encoding, placing, writing       sync.c    fdatasync,
-//   sealing segments.c files, room, preparing            read.c     reading, batches (batch.c)       compact.c
-//   moving, removing log.c      the journal's file                recover.c  opening sessions.c who is alive
+//   storage.c   life, mailbox, thread; calls.c        log.c       the journal's file
+//   put.c       encoding, placing, writing            rewrite.c   the journal anew
+//   sync.c      fdatasync, sealing                    recover.c   opening
+//   segments.c  files, room, preparing                sessions.c  who is alive
+//   read.c      reading, batches (batch.c)            compact.c   moving, removing
 //
 // `lock` guards what callers look at: the mailbox, numbers, dirty bytes, waiters, statistics, the index and the table
 // of segments where they change. The storage thread reads the latter two without it, for only it changes them.
@@ -31,6 +33,7 @@ enum {
 };
 
 #define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be written anew
+#define QKVI_JOURNAL_PIECE (UINT64_C(256) << 10)  // bytes of it that are in memory then
 
 // Work for the storage thread, part of whatever it is about.
 typedef struct qkvi_message {
@@ -128,17 +131,15 @@ typedef struct qkvi_journal {
   uint64_t bytes;                // up to the last durable entry
   uint64_t epoch, durable;       // sequence of the newest durable entry
   uint64_t submitted, resolved;  // orders of the newest entry, and of the newest that is durable or has failed
-  uint64_t rewrite_at;           // bytes
+  uint64_t rewrite_at;           // bytes at which it is due to be written anew
   bool running, failed;
   qkvi_pending_entry *pending, **pending_last;  // not begun
   qkvi_pending_entry *batch;                    // being written
   qkv_io_request request;
   uint8_t *buffer;
   uint64_t buffer_bytes;
-  uint64_t rewrite_bytes, rewrite_durable;  // of the new file
-  int rewrite_file;
-  uint8_t *old;  // what is written anew, while it is looked at
-  uint64_t old_bytes;
+  struct qkvi_rewriting *rewriting;   // NULL: it is not written anew
+  uint64_t rewrite_min, piece_bytes;  // QKVI_JOURNAL_*, or less in tests
 } qkvi_journal;
 
 typedef struct qkvi_sync_waiter {
@@ -303,10 +304,16 @@ void qkvi_read_count(qkvi_read *read, qkv_status status, const char *wrong);
 // log.c
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message);
 void qkvi_journal_write(qkv_storage *storage);
-// The size at which one that has been written anew with `bytes` is due again. Old and new are in memory meanwhile.
-uint64_t qkvi_journal_rewrite_at(uint64_t bytes);
+// The rewriting that the batch waited for has ended: it is written now, or fails.
+void qkvi_journal_rewritten(qkv_storage *storage, int error);
 bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session);
 void qkvi_poison_clear(qkv_storage *storage);
+
+// rewrite.c
+// Writes the journal anew without what is gone or outdone; then qkvi_journal_rewritten().
+void qkvi_journal_rewrite(qkv_storage *storage);
+// What one of `bytes` may grow to before it is due again.
+uint64_t qkvi_journal_rewrite_at(const qkvi_journal *journal, uint64_t bytes);
 
 // sessions.c: who is alive, by the journal.
 typedef struct qkvi_sessions qkvi_sessions;

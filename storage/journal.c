@@ -1,6 +1,7 @@
 #include "storage/journal.h"
 
 #include <assert.h>
+#include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>
 
@@ -50,15 +51,17 @@ static bool header_good(const qkvi_journal_header *header) {
          header->hash == XXH3_64bits(header, offsetof(qkvi_journal_header, hash));
 }
 
+static bool entry_good(const qkvi_entry_header *header, uint64_t store, uint64_t offset) {
+  return header->magic == QKVI_ENTRY_MAGIC && header->header_hash == hash_of(header, store) &&
+         header->version == QKVI_JOURNAL_VERSION && header->offset == offset && header->sequence != 0 &&
+         header->payload_bytes <= QKV_JOURNAL_PAYLOAD_MAX;
+}
+
 typedef enum entry_state { NO_ENTRY, BAD_PAYLOAD, GOOD_ENTRY } entry_state;
 
 static entry_state look_at(const uint8_t *bytes, uint64_t size, uint64_t offset, uint64_t store) {
   const qkvi_entry_header *header = (const qkvi_entry_header *)(bytes + offset);
-  if (header->magic != QKVI_ENTRY_MAGIC || header->header_hash != hash_of(header, store) ||
-      header->version != QKVI_JOURNAL_VERSION || header->offset != offset || header->sequence == 0 ||
-      header->payload_bytes > QKV_JOURNAL_PAYLOAD_MAX) {
-    return NO_ENTRY;
-  }
+  if (!entry_good(header, store, offset)) return NO_ENTRY;
   if (qkvi_entry_extent(header->payload_bytes) > size - offset) return BAD_PAYLOAD;
   const bool good = XXH3_64bits(header + 1, header->payload_bytes) == header->payload_hash;
   return good ? GOOD_ENTRY : BAD_PAYLOAD;
@@ -137,4 +140,49 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
     report->lost_before = UINT64_MAX;
   }
   return QKV_OK;
+}
+
+void qkvi_journal_walk_init(qkvi_journal_walk *walk, uint64_t store, uint64_t epoch) {
+  *walk = (qkvi_journal_walk){.store = store,
+                              .offset = 2 * sizeof(qkvi_journal_header),
+                              .next = epoch << QKVI_EPOCH_SHIFT | 1,
+                              .hash = XXH3_createState()};
+  if (walk->hash == NULL) abort();
+}
+
+void qkvi_journal_walk_deinit(qkvi_journal_walk *walk) {
+  (void)XXH3_freeState(walk->hash);
+  walk->hash = NULL;
+}
+
+bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block) {
+  const uint8_t *payload = block;
+  uint64_t room = QKV_STORAGE_BLOCK;
+  walk->first = walk->left == 0;
+  if (walk->first) {
+    const qkvi_entry_header *header = (const qkvi_entry_header *)block;
+    if (!entry_good(header, walk->store, walk->offset) || header->sequence != walk->next) return false;
+    walk->entry = view_of(header);
+    walk->entry.payload = NULL;
+    walk->next++;
+    walk->left = header->payload_bytes;
+    walk->payload_hash = header->payload_hash;
+    (void)XXH3_64bits_reset(walk->hash);
+    payload += sizeof *header;
+    room -= sizeof *header;
+  }
+  const uint64_t bytes = walk->left < room ? walk->left : room;
+  if (bytes > 0) (void)XXH3_64bits_update(walk->hash, payload, bytes);
+  walk->used = (uint64_t)(payload - block) + bytes;
+  walk->left -= bytes;
+  walk->offset += QKV_STORAGE_BLOCK;
+  return walk->left > 0 || XXH3_64bits_digest(walk->hash) == walk->payload_hash;
+}
+
+void qkvi_entry_renumber(uint8_t *block, uint64_t store, uint64_t sequence, uint64_t offset) {
+  qkvi_entry_header *header = (qkvi_entry_header *)block;
+  header->sequence = sequence;
+  header->durable = 0;
+  header->offset = offset;
+  header->header_hash = hash_of(header, store);
 }

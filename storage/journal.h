@@ -112,4 +112,25 @@ qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journ
                              void (*each)(void *context, const qkv_journal_entry *entry), void *context,
                              qkvi_journal_report *report, qkv_error *error);
 
+// A walk over a journal that this process has written, so that nothing is missing, torn or out of order: block by
+// block, from the first one behind the headers.
+typedef struct qkvi_journal_walk {
+  uint64_t store;
+  uint64_t offset;            // of the next block
+  uint64_t next;              // sequence of the next entry
+  qkv_journal_entry entry;    // that the last block is of; without its payload
+  bool first;                 // that block is the entry's first one
+  uint64_t used, left;        // bytes of that block that count; of the payload, in blocks to come
+  uint64_t payload_hash;      // as it should be
+  struct XXH3_state_s *hash;  // as it is so far
+} qkvi_journal_walk;
+
+// Of a file that was begun in `epoch`.
+void qkvi_journal_walk_init(qkvi_journal_walk *walk, uint64_t store, uint64_t epoch);
+void qkvi_journal_walk_deinit(qkvi_journal_walk *walk);
+// false: the block is not what must come, or was the last one of an entry with damage.
+bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block);
+// Makes the first block of an entry that of another journal of the store, where it is durable before anyone sees it.
+void qkvi_entry_renumber(uint8_t *block, uint64_t store, uint64_t sequence, uint64_t offset);
+
 #endif

@@ -1,10 +1,8 @@
 // The journal's file: entries that came while one batch was written make the next one; a file that has grown, or that
-// a write has failed in, is written anew.
+// a write has failed in, is written anew (rewrite.c).
 #include <assert.h>
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "engine/base/log.h"
 #include "storage/internal.h"
@@ -131,130 +129,13 @@ static void write_batch(qkv_storage *storage) {
   qkv_io_submit(storage->io, &journal->request);
 }
 
-// ---- Anew ----
-
-typedef struct rewriting {
-  qkvi_sessions *sessions;
-  qkvi_journal_image image;
-} rewriting;
-
-static void note_entry(void *context, const qkv_journal_entry *entry) {
-  qkvi_sessions_note(((rewriting *)context)->sessions, entry);
-}
-
-static void keep_entry(void *context, const qkv_journal_entry *entry) {
-  rewriting *on = context;
-  if (qkvi_sessions_keep(on->sessions, entry)) qkvi_image_add(&on->image, entry);
-}
-
-uint64_t qkvi_journal_rewrite_at(uint64_t bytes) {
-  return bytes * 2 > QKVI_JOURNAL_REWRITE ? bytes * 2 : QKVI_JOURNAL_REWRITE;
-}
-
-static void end_rewrite(qkv_storage *storage, int error) {
-  qkvi_journal *journal = &storage->journal;
-  free(journal->buffer);
-  journal->buffer = NULL;
-  if (error == 0) error = qkv_io_rename(storage->io, "journal.new", "journal.qkv");
-  // From here on the new file is the journal, whether the directory could be synced or not: a failure is the batch's.
-  const bool renamed = error == 0;
-  if (error == 0) error = qkv_io_sync_directory(storage->io);
-  if (renamed) {
-    qkv_io_close(storage->io, journal->file);
-    journal->file = journal->rewrite_file;
-    journal->bytes = journal->rewrite_bytes;
-    journal->epoch++;
-    journal->durable = journal->rewrite_durable;
-    journal->rewrite_at = qkvi_journal_rewrite_at(journal->bytes);
-    pthread_mutex_lock(&storage->lock);
-    const uint64_t first = journal->epoch << QKVI_EPOCH_SHIFT | 1;
-    if (storage->record_next < first) storage->record_next = first;
-    if (storage->session_next < first) storage->session_next = first;
-    pthread_mutex_unlock(&storage->lock);
-  } else if (journal->rewrite_file >= 0) {
-    qkv_io_close(storage->io, journal->rewrite_file);
-    (void)qkv_io_remove(storage->io, "journal.new");
-  }
-  journal->rewrite_file = -1;
+void qkvi_journal_rewritten(qkv_storage *storage, int error) {
   if (error != 0) {
     end_batch(storage, error);
     return;
   }
-  journal->failed = false;
+  storage->journal.failed = false;
   write_batch(storage);
-}
-
-static void rewrite_step(qkv_io_request *request) {
-  qkv_storage *storage = request->context;
-  qkvi_journal *journal = &storage->journal;
-  if (request->error == 0 && request->kind == QKV_IO_WRITE) {
-    *request = (qkv_io_request){
-        .kind = QKV_IO_SYNC, .file = journal->rewrite_file, .done = rewrite_step, .context = storage};
-    qkv_io_submit(storage->io, request);
-    return;
-  }
-  end_rewrite(storage, request->error);
-}
-
-static void drop_old(qkvi_journal *journal) {
-  munmap(journal->old, journal->old_bytes);
-  journal->old = NULL;
-}
-
-static void old_read(qkv_io_request *request) {
-  qkv_storage *storage = request->context;
-  qkvi_journal *journal = &storage->journal;
-  if (request->error != 0) {
-    drop_old(journal);
-    end_rewrite(storage, request->error);
-    return;
-  }
-  rewriting on = {.sessions = qkvi_sessions_create()};
-  qkvi_journal_report report;
-  qkvi_image_init(&on.image, storage->store, journal->epoch + 1, journal->old_bytes);
-  qkv_status status =
-      qkvi_journal_scan(journal->old, journal->old_bytes, journal->durable, note_entry, &on, &report, NULL);
-  if (status == QKV_OK && report.bad > 0) status = QKV_DATA_LOSS;
-  if (status == QKV_OK) {
-    status = qkvi_journal_scan(journal->old, journal->old_bytes, journal->durable, keep_entry, &on, &report, NULL);
-  }
-  qkvi_sessions_destroy(&on.sessions);
-  qkvi_image_finish(&on.image);
-  drop_old(journal);
-  journal->buffer = on.image.bytes;
-  // Damage that was read from a journal is for recovery to judge; the old file stays as it is.
-  const int error = status == QKV_OK ? qkv_io_open(storage->io, "journal.new", true, &journal->rewrite_file) : EIO;
-  if (error != 0) {
-    journal->rewrite_file = -1;
-    end_rewrite(storage, error);
-    return;
-  }
-  journal->rewrite_bytes = on.image.size;
-  journal->rewrite_durable = on.image.epoch << QKVI_EPOCH_SHIFT | on.image.count;
-  *request = (qkv_io_request){.kind = QKV_IO_WRITE,
-                              .file = journal->rewrite_file,
-                              .size = on.image.size,
-                              .bytes = journal->buffer,
-                              .done = rewrite_step,
-                              .context = storage};
-  qkv_io_submit(storage->io, request);
-}
-
-// The old one has pages of its own, which go back to the system at once: malloc keeps the most that there ever was.
-static void rewrite(qkv_storage *storage) {
-  qkvi_journal *journal = &storage->journal;
-  journal->rewrite_file = -1;
-  (void)qkv_io_remove(storage->io, "journal.new");
-  journal->old_bytes = journal->bytes;
-  journal->old = mmap(NULL, journal->old_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (journal->old == MAP_FAILED) abort();
-  journal->request = (qkv_io_request){.kind = QKV_IO_READ,
-                                      .file = journal->file,
-                                      .size = journal->old_bytes,
-                                      .bytes = journal->old,
-                                      .done = old_read,
-                                      .context = storage};
-  qkv_io_submit(storage->io, &journal->request);
 }
 
 // ---- Entries ----
@@ -265,7 +146,7 @@ void qkvi_journal_write(qkv_storage *storage) {
   journal->running = true;
   take_batch(journal);
   if (journal->failed || journal->bytes > journal->rewrite_at) {
-    rewrite(storage);
+    qkvi_journal_rewrite(storage);
   } else {
     write_batch(storage);
   }

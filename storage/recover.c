@@ -245,7 +245,7 @@ static qkv_status write_journal(recovery *on, qkv_error *error) {
   if (journal->file >= 0) qkv_io_close(storage->io, journal->file);
   journal->file = file;
   journal->bytes = on->image.size;
-  journal->rewrite_at = qkvi_journal_rewrite_at(journal->bytes);
+  journal->rewrite_at = qkvi_journal_rewrite_at(journal, journal->bytes);
   journal->epoch = on->image.epoch;
   journal->durable = on->image.epoch << QKVI_EPOCH_SHIFT | on->image.count;
   storage->stats.journal_bytes = journal->bytes;

@@ -32,6 +32,22 @@ static void scan(const uint8_t *bytes, uint64_t size) {
   }
 }
 
+// What is written anew is read block by block.
+static void walk(const uint8_t *bytes, uint64_t size) {
+  if (size < 2 * (uint64_t)QKV_STORAGE_BLOCK) return;
+  const qkvi_journal_header *header = (const qkvi_journal_header *)bytes;
+  qkvi_journal_walk on;
+  uint64_t entries = 0;
+  qkvi_journal_walk_init(&on, header->store, header->epoch);
+  const uint64_t first = on.next;
+  while (on.offset < size && qkvi_journal_walk_block(&on, bytes + on.offset)) {
+    entries += on.first ? 1 : 0;
+    if (on.used > QKV_STORAGE_BLOCK || on.left > QKV_JOURNAL_PAYLOAD_MAX) __builtin_trap();
+  }
+  if (on.next - first < entries) __builtin_trap();
+  qkvi_journal_walk_deinit(&on);
+}
+
 // A fuzzer does not guess checksums: they are put right.
 static void seal(uint8_t *bytes, uint64_t size) {
   const uint64_t store = size >= QKV_STORAGE_BLOCK ? ((qkvi_journal_header *)bytes)->store : 0;
@@ -56,8 +72,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (bytes == NULL) abort();
   memcpy(bytes, data, whole);
   scan(bytes, whole);
+  walk(bytes, whole);
   seal(bytes, whole);
   scan(bytes, whole);
+  walk(bytes, whole);
   free(bytes);
   return 0;
 }

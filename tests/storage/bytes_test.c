@@ -307,6 +307,56 @@ static void one_header_is_enough(void **state) {
   free(bytes);
 }
 
+static bool walk(const uint8_t *bytes, uint64_t size, uint64_t epoch) {
+  qkvi_journal_walk on;
+  qkvi_journal_walk_init(&on, STORE, epoch);
+  uint64_t entries = 0;
+  bool good = true;
+  while (good && on.offset < size) {
+    good = qkvi_journal_walk_block(&on, bytes + on.offset);
+    if (!good || !on.first) continue;
+    assert_int_equal(on.entry.session, 100 + entries);
+    assert_int_equal(on.entry.bytes, 1200 * entries);
+    entries++;
+  }
+  assert_true(!good || (entries == 5 && on.left == 0 && on.next == (epoch << QKVI_EPOCH_SHIFT | 6)));
+  qkvi_journal_walk_deinit(&on);
+  return good;
+}
+
+static void journals_are_walked(void **state) {
+  (void)state;
+  uint64_t size, offsets[5];
+  uint8_t *bytes = make_journal(&size, offsets);
+  heard all;
+  assert_true(walk(bytes, size, 1));
+  assert_false(walk(bytes, size, 2));
+  for (size_t i = 0; i < 5; i++) {
+    const uint64_t last = sizeof(qkvi_entry_header) + i * 1200 - 1;
+    for (size_t part = 0; part < 2; part++) {  // of the header, and of what counts the last byte
+      const uint64_t at = offsets[i] + (part == 0 ? 16 : last);
+      bytes[at] ^= 1;
+      assert_false(walk(bytes, size, 1));
+      bytes[at] ^= 1;
+    }
+  }
+  // One that is left out.
+  memmove(bytes + offsets[1], bytes + offsets[2], size - offsets[2]);
+  assert_false(walk(bytes, size - (offsets[2] - offsets[1]), 1));
+  free(bytes);
+  // Entries that become those of another file.
+  bytes = make_journal(&size, offsets);
+  qkvi_journal_header_make(bytes, STORE, 7, UINT64_C(7) << 40 | 5);
+  for (uint64_t i = 0; i < 5; i++)
+    qkvi_entry_renumber(bytes + offsets[i], STORE, UINT64_C(7) << 40 | (i + 1), offsets[i]);
+  assert_true(walk(bytes, size, 7));
+  const qkvi_journal_report report = scan_journal(bytes, size, 0, &all);
+  assert_int_equal(all.count, 5);
+  assert_int_equal(report.bad, 0);
+  assert_int_equal(report.end, size);
+  free(bytes);
+}
+
 // ---- Golden ----
 
 static uint8_t *read_golden(const char *name, size_t *size) {
@@ -425,10 +475,11 @@ static void the_index_finds_what_is_there(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(records_are_read_back),      cmocka_unit_test(every_bit_of_a_record_counts),
-      cmocka_unit_test(segments_are_scanned),       cmocka_unit_test(footers_are_checked),
-      cmocka_unit_test(journals_are_scanned),       cmocka_unit_test(one_header_is_enough),
-      cmocka_unit_test(golden_files_stay_readable), cmocka_unit_test(the_index_finds_what_is_there),
+      cmocka_unit_test(records_are_read_back),         cmocka_unit_test(every_bit_of_a_record_counts),
+      cmocka_unit_test(segments_are_scanned),          cmocka_unit_test(footers_are_checked),
+      cmocka_unit_test(journals_are_scanned),          cmocka_unit_test(journals_are_walked),
+      cmocka_unit_test(one_header_is_enough),          cmocka_unit_test(golden_files_stay_readable),
+      cmocka_unit_test(the_index_finds_what_is_there),
   };
   return cmocka_run_group_tests(tests, write_golden, NULL);
 }
