@@ -105,7 +105,6 @@ static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_e
   QKV_TRY(qkv_store_session(stream->daemon->store, item->session, &session, error));
   qkv_status status = qkvi_append_item(stream->daemon, session, item, &stream->patience, &appended, &length, error);
   qkv_session_unref(&session);
-  qkv_pool_yield();  // the layer is free again
   stream->items += status == QKV_OK;
   stream->tokens += appended;
   return status;

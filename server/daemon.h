@@ -56,8 +56,9 @@ void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
-// Rows in bulk, and what nobody waits for to go on, stand back behind requests (qkv_pool_stand_back): as many threads
-// as in the compute pool take a tenth of what those take where there is not enough for both.
+// Of rows in bulk, and of what nobody waits for to go on: as many threads as in the compute pool take a tenth of what
+// those take where there is not enough for both. They give way to attention besides
+// (engine/base/precedence.h).
 enum { QKV_DAEMON_BULK_NICE = 10 };
 
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.

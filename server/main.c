@@ -13,6 +13,7 @@
 #include <unistd.h>
 #include <uv.h>
 
+#include "engine/base/precedence.h"
 #include "engine/kernel/kernel.h"
 #include "server/daemon.h"
 
@@ -110,7 +111,7 @@ static void on_tend(uv_timer_t *timer) {
 
 static void learn(uv_work_t *work) {
   const main_loop *state = work->data;
-  qkv_pool_stand_back(QKV_DAEMON_BULK_NICE);
+  qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
   qkv_daemon_learn(state->daemon);
 }
 
@@ -130,7 +131,7 @@ static void on_learn(uv_timer_t *timer) {
 
 static void retier(uv_work_t *work) {
   main_loop *state = work->data;
-  qkv_pool_stand_back(QKV_DAEMON_BULK_NICE);
+  qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
   state->more_tiers = qkv_daemon_retier(state->daemon);
 }
 

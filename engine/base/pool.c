@@ -2,14 +2,12 @@
 
 #include <assert.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+#include "engine/base/precedence.h"
 
 typedef struct pool_job {
   qkv_job_fn *run;
@@ -45,7 +43,8 @@ struct qkv_pool {
   size_t queue_head;
   size_t queue_length;
   size_t threads;
-  int nice;  // of these
+  bool stands_back;
+  int nice;  // of threads that do
   pool_member *members;
 };
 
@@ -78,29 +77,15 @@ static void run_job(qkv_pool *pool) {
   pool->queue_head = (pool->queue_head + 1) % pool->queue_max;
   pool->queue_length--;
   pthread_mutex_unlock(&pool->lock);
+  qkv_precedence_give_way();
   job.run(job.context);
-  qkv_pool_yield();
   pthread_mutex_lock(&pool->lock);
-}
-
-static _Thread_local bool stands_back;
-
-void qkv_pool_yield(void) {
-  if (stands_back) sched_yield();
-}
-
-// Of this thread alone, as Linux has it.
-void qkv_pool_stand_back(int nice) {
-  if (stands_back) return;
-  stands_back = true;
-  const id_t self = (id_t)syscall(SYS_gettid);
-  (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
 }
 
 static void *thread_main(void *context) {
   const pool_member *self = context;
   qkv_pool *pool = self->pool;
-  if (pool->nice > 0) qkv_pool_stand_back(pool->nice);
+  if (pool->stands_back) qkv_precedence_stand_back(pool->nice);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);
@@ -118,16 +103,14 @@ static void *thread_main(void *context) {
   return NULL;
 }
 
-qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
-  return qkv_pool_create_nice(threads, queue_max, 0, pool, error);
-}
-
-qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
+static qkv_status create(size_t threads, size_t queue_max, bool stands_back, int nice, qkv_pool **pool,
+                         qkv_error *error) {
   qkv_pool *made = calloc(1, sizeof *made);
   assert(made != NULL);
   pthread_mutex_init(&made->lock, NULL);
   pthread_cond_init(&made->work, NULL);
   made->queue_max = queue_max;
+  made->stands_back = stands_back;
   made->nice = nice;
   made->queue = calloc(queue_max + 1, sizeof *made->queue);
   made->members = calloc(threads + 1, sizeof *made->members);
@@ -148,6 +131,14 @@ qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_
   }
   *pool = made;
   return QKV_OK;
+}
+
+qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
+  return create(threads, queue_max, false, 0, pool, error);
+}
+
+qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
+  return create(threads, queue_max, true, nice, pool, error);
 }
 
 void qkv_pool_destroy(qkv_pool **pool) {

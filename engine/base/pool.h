@@ -21,15 +21,9 @@ typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
 
 // `threads` >= 0 (0: jobs are refused, loops run on the caller alone); `queue_max` jobs may wait.
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
-// The same with threads that stand back: `nice` (0 to 19) is added to the process's, so that what runs there takes
-// the processor from other threads in small parts only. Where the system refuses that they are as others.
+// The same with threads that stand back (engine/base/precedence.h), which have that nice value, and give way between
+// jobs.
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
-// The calling thread stands back from now on, as those do; again does nothing.
-void qkv_pool_stand_back(int nice);
-// In a thread that stands back, some hundred microseconds of work apart: whoever else waits for the processor has it
-// now. (The system takes it from a running thread only when its timer ticks, every 4 ms at 250 Hz.) Nothing in
-// others.
-void qkv_pool_yield(void);
 // Runs what is queued, joins the threads, clears *pool.
 void qkv_pool_destroy(qkv_pool **pool);
 

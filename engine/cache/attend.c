@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/attend_internal.h"
 #include "engine/kernel/kernel.h"
 
@@ -492,12 +493,14 @@ void qkv_attend_show(qkv_attend *request) {
 }
 
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
+  qkv_precedence_begin();
   for (size_t i = 0; i < count; i++) {
     teach(&requests[i]);
     show(&requests[i]);
   }
   run_batch(pool, requests, count);
   qkvi_attend_sample(pool, requests, count);
+  qkv_precedence_end();
 }
 
 uint64_t qkv_attend_cost(const qkv_attend *request) {

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
@@ -297,7 +298,10 @@ static void apply(const append *a, const append_plan *plan) {
   tail_work work = {.blocks = layer->tail_count};
   if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
   for (;;) {
-    while (may_seal(a)) seal_first(a, &work);
+    while (may_seal(a)) {
+      seal_first(a, &work);
+      qkv_precedence_give_way();
+    }
     if (layer->length == a->end) break;
     fill_block(a, &work);
   }

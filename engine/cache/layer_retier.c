@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/layer_internal.h"
 #include "engine/codec/calibrate.h"
 #include "engine/kernel/kernel.h"
@@ -187,7 +188,17 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
     fill_page(layer, i, now, page,
               snapshot->groups + snapshot->page_count * snapshot->kv_heads * 2 * QKV_PAGE_GROUPS);
     snapshot->page_count++;
+    qkv_precedence_give_way();
   }
+}
+
+bool qkv_layer_lowered(const qkv_layer *layer, uint64_t begin, uint64_t end) {
+  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
+    const qkv_page_entry *entry = &layer->pages[i];
+    if (end != 0 && entry->position >= end) return false;
+    if (entry->page != NULL && (entry->full != NULL || entry->lost)) return true;
+  }
+  return false;
 }
 
 // ---- The exchange ----

@@ -23,6 +23,9 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
 // The tiers that a page has, and the most that is held of it: heads [kv_heads].
 void qkv_layer_tiers(const qkv_layer *layer, const qkv_page_entry *entry, qkv_head_tiers *now, qkv_head_tiers *most);
 
+// Whether any page in memory that holds positions of [begin, end) has fewer planes than it was coded with.
+bool qkv_layer_lowered(const qkv_layer *layer, uint64_t begin, uint64_t end);
+
 // An image that is to take a page's place.
 typedef struct qkv_cut {
   size_t index;  // of the page

@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "engine/base/pool.h"
+#include "engine/base/precedence.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
 
@@ -65,6 +65,7 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
     } else if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) {
       count++;
     }
+    qkv_precedence_give_way();
   }
   qkv_session_read_done(session, layer);
   const qkv_status status = count > 0 ? exchange(session, layer, cuts, count, report, error) : QKV_OK;
@@ -78,7 +79,6 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
     status = apply_piece(session, layer, snapshot, plan, i, report, error);
-    qkv_pool_yield();
   }
   report->pages_left += plan->page_count_all - plan->page_count;
   trim(qkvi_session_arena(session), report->bytes_freed - freed);
@@ -172,6 +172,9 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
   qkv_retier_snapshot snapshot;
   qkv_retier_plan plan = {0};
   qkv_error inner = {0};
+  const bool lowered = qkv_layer_lowered(qkvi_session_look(session, layer), scope->begin, scope->end);
+  qkv_session_read_done(session, layer);
+  if (!lowered) return QKV_OK;
   take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
   qkv_status status = qkv_retier_at_least(&snapshot, scope->begin, scope->end, tier, &plan, &inner);
   qkvi_session_codings_used(session);

@@ -252,26 +252,6 @@ static void test_nice_threads(void **state) {
   assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
 }
 
-static void stand_back(void *context) {
-  qkv_pool_stand_back(3);
-  qkv_pool_stand_back(3);
-  qkv_pool_yield();
-  note_priority(context);
-}
-
-// A thread stands back once, however often it is told.
-static void test_a_thread_stands_back(void **state) {
-  (void)state;
-  qkv_pool *pool = NULL;
-  _Atomic int seen[2] = {0};
-  const int own = getpriority(PRIO_PROCESS, 0);
-  assert_int_equal(qkv_pool_create(1, 2, &pool, NULL), QKV_OK);
-  for (int i = 0; i < 2; i++) assert_int_equal(qkv_pool_submit(pool, stand_back, &seen[i]), QKV_OK);
-  qkv_pool_destroy(&pool);
-  for (int i = 0; i < 2; i++) assert_int_equal(seen[i] - 100, own + 3 < 19 ? own + 3 : 19);
-  assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
-}
-
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -280,7 +260,6 @@ int main(void) {
                                      cmocka_unit_test(test_no_threads),
                                      cmocka_unit_test(test_jobs_with_nested_loops),
                                      cmocka_unit_test(test_many_callers),
-                                     cmocka_unit_test(test_nice_threads),
-                                     cmocka_unit_test(test_a_thread_stands_back)};
+                                     cmocka_unit_test(test_nice_threads)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
