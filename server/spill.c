@@ -358,10 +358,20 @@ static const char *refusal(qkv_status failure) {
   return failure == QKV_OK ? "the disk takes longer than 30 s" : "the disk failed";
 }
 
-qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+// Whether what is sealed below ends[layer] of each layer is durable; NULL: everything, and every cut.
+static bool is_durable(qkvi_spill *spill, qkv_session *session, const uint64_t *ends) {
+  const bool settled = qkv_session_settle(session);
+  if (ends == NULL) return settled && !cuts_waiting(spill);
+  bool durable = true;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++)
+    durable &= qkv_session_is_durable(session, i, ends[i]);
+  return durable;
+}
+
+static qkv_status await_durable(qkvi_spill *spill, qkv_session *session, const uint64_t *ends, qkv_error *error) {
   const int64_t until = qkvi_spill_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_spill_steps(spill);
-  while (!qkv_session_settle(session) || cuts_waiting(spill)) {
+  while (!is_durable(spill, session, ends)) {
     const qkv_status failure =
         poisoned(spill, qkv_session_config_of(session)->id) ? QKV_INTERNAL : qkvi_spill_failure(spill);
     if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_spill_now_ms() > until)
@@ -371,6 +381,27 @@ qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *e
     seen = qkvi_spill_await(spill, seen, QKVI_SPILL_STEP_MS);
   }
   return QKV_OK;
+}
+
+qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
+  return await_durable(spill, session, NULL, error);
+}
+
+qkv_status qkvi_spill_sync_range(qkvi_spill *spill, qkv_session *session, const uint32_t *layers, size_t layer_count,
+                                 uint64_t end, qkv_error *error) {
+  const uint32_t all = qkv_session_model(session)->layers;
+  qkv_session_info info;
+  uint64_t *lengths = calloc(all, sizeof *lengths), *ends = calloc(all, sizeof *ends);
+  if (lengths == NULL || ends == NULL) abort();
+  qkv_session_read_info(session, &info, lengths);
+  for (size_t i = 0; i < (layer_count > 0 ? layer_count : all); i++) {
+    const uint32_t layer = layer_count > 0 ? layers[i] : (uint32_t)i;
+    ends[layer] = end > 0 && end < lengths[layer] ? end : lengths[layer];
+  }
+  const qkv_status status = await_durable(spill, session, ends, error);
+  free(lengths);
+  free(ends);
+  return status;
 }
 
 // ---- Looking after the disk ----

@@ -69,6 +69,10 @@ bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session);
 // All that is sealed, and all that was cut, is durable. Waits. UNAVAILABLE with the reason where the disk does not
 // take it; the rows are in memory all the same.
 qkv_status qkvi_spill_sync(qkvi_spill *spill, qkv_session *session, qkv_error *error);
+// The same for what is sealed now of these layers (layer_count 0: of all) below `end` (0: all of it), whatever else
+// is on its way.
+qkv_status qkvi_spill_sync_range(qkvi_spill *spill, qkv_session *session, const uint32_t *layers, size_t layer_count,
+                                 uint64_t end, qkv_error *error);
 
 // A layer stays in memory while it is held for a piece of work; counted. Who waits for room knows by this whether
 // some will be left. `spill` NULL: nobody waits.

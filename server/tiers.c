@@ -52,7 +52,8 @@ static qkv_status demote(qkv_daemon *daemon, const Qkv__V1__DemoteRequest *reque
   QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   // Planes that are not on the disk stay: what can be there soon is waited for.
-  if (status == QKV_OK && daemon->spill != NULL) (void)qkvi_spill_sync(daemon->spill, session, &(qkv_error){0});
+  if (status == QKV_OK && daemon->spill != NULL)
+    (void)qkvi_spill_sync_range(daemon->spill, session, scope.layers, scope.layer_count, scope.end, &(qkv_error){0});
   if (status == QKV_OK)
     status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
   qkv_session_unref(&session);

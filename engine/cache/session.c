@@ -552,3 +552,11 @@ void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
     unlock_info(&session->layers[i]);
   }
 }
+
+bool qkv_session_is_durable(qkv_session *session, uint32_t layer, uint64_t end) {
+  assert(layer < session->model->layers);
+  lock_info(&session->layers[layer]);
+  const bool durable = !session->layers[layer].unsettled || session->layers[layer].durable >= end;
+  unlock_info(&session->layers[layer]);
+  return durable;
+}

@@ -104,5 +104,8 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
 // For each of model->layers: positions below survive the process, as far as is known (session_spill.h).
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable);
+// Whether that holds for all rows of the layer that are below `end` and not exact. The layer is below the model's
+// (asserted).
+bool qkv_session_is_durable(qkv_session *session, uint32_t layer, uint64_t end);
 
 #endif

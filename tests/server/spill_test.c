@@ -383,6 +383,32 @@ static void test_eviction_while_it_comes_back(const char *io) {
   teardown(&s);
 }
 
+// Somebody has the last layer, of which nobody so learns that it has become durable.
+static void test_a_range_waits_for_itself(const char *io) {
+  scene s;
+  const qkv_layer *layer = NULL;
+  qkv_error error = {0};
+  setup(&s, io);
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, 256), QKV_OK);
+  sync_all(&s, session);
+  assert_int_equal(append(&s, session, 0, 256, 512), QKV_OK);
+  assert_int_equal(qkv_session_read(session, LAYERS - 1, &layer, NULL), QKV_OK);
+  const uint32_t first[] = {0, 2};
+  if (qkvi_spill_sync_range(s.spill, session, first, 2, 0, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkvi_spill_sync_range(s.spill, session, NULL, 0, 256, &error) != QKV_OK) fail_msg("%s", error.text);
+  uint64_t durable[LAYERS];
+  qkv_session_read_durable(session, durable);
+  assert_int_equal(durable[0], 512);
+  assert_int_equal(durable[2], 512);
+  qkv_session_read_done(session, LAYERS - 1);
+  if (qkvi_spill_sync_range(s.spill, session, NULL, 0, 512, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_session_read_durable(session, durable);
+  assert_int_equal(durable[LAYERS - 1], 512);
+  qkv_session_unref(&session);
+  teardown(&s);
+}
+
 static void test_closing_while_it_is_written(const char *io) {
   scene s;
   qkv_storage_stats stats;
@@ -560,6 +586,7 @@ static void test_windows_of_many(void **unused) {
     test("pread");                          \
   }
 BOTH(test_eviction_while_it_comes_back)
+BOTH(test_a_range_waits_for_itself)
 BOTH(test_closing_while_it_is_written)
 BOTH(test_truncation_while_it_is_written)
 BOTH(test_recovery_of_what_was_compacted)
@@ -570,6 +597,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_eviction_while_it_comes_back_uring),
       cmocka_unit_test(test_eviction_while_it_comes_back_pread),
+      cmocka_unit_test(test_a_range_waits_for_itself_uring),
+      cmocka_unit_test(test_a_range_waits_for_itself_pread),
       cmocka_unit_test(test_closing_while_it_is_written_uring),
       cmocka_unit_test(test_closing_while_it_is_written_pread),
       cmocka_unit_test(test_truncation_while_it_is_written_uring),

@@ -75,9 +75,19 @@ static void test_appended_pages_are_put(void **unused) {
   assert_int_equal(s.backing.records[1].session, 77);
   assert_false(qkv_session_settle(s.session));
   assert_int_equal(durable(&s, 1), FIRST);
+  assert_true(qkv_session_is_durable(s.session, 1, FIRST));
+  assert_false(qkv_session_is_durable(s.session, 1, FIRST + 1));
+  s.backing.records[PAGES + 1].state = QKV_RECORD_DURABLE;  // the second layer's first page
+  assert_false(qkv_session_settle(s.session));
+  assert_true(qkv_session_is_durable(s.session, 1, FIRST + 64));
+  assert_false(qkv_session_is_durable(s.session, 1, FIRST + 65));
+  assert_false(qkv_session_is_durable(s.session, 0, FIRST + 64));
   double_all(&s.backing, QKV_RECORD_DURABLE);
   assert_true(qkv_session_settle(s.session));
-  for (uint32_t layer = 0; layer < LAYERS; layer++) assert_int_equal(durable(&s, layer), FIRST + PAGES * 64);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    assert_int_equal(durable(&s, layer), FIRST + PAGES * 64);
+    assert_true(qkv_session_is_durable(s.session, layer, UINT64_MAX));
+  }
   teardown(&s);
 }
 
