@@ -252,7 +252,6 @@ static int serve(const qkv_server_options *options, const qkv_options *set) {
 
 int main(int argc, char **argv) {
   block_signals(true);  // until the loop is set up
-  qkvi_memory_setup();
   signal(SIGPIPE, SIG_IGN);
   qkv_server_options options;
   qkv_options *set = NULL;
@@ -264,6 +263,7 @@ int main(int argc, char **argv) {
   } else if (!print_only(&options, set)) {
     qkv_log_setup(stderr, qkv_server_options_log_level(&options));
     raise_file_limit();
+    qkvi_memory_setup(options.memory_budget);
     qkv_kernels_setup(qkv_server_options_cpu_mask(&options));
     result = serve(&options, set);
   }
