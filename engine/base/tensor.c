@@ -307,3 +307,38 @@ void qkv_tensor_row_raw(const qkv_tensor *tensor, int64_t i, int64_t j, void *ou
   size_t length = (size_t)tensor->dims[tensor->rank - 1] * qkv_dtype_size(tensor->dtype);
   qkv_bytes_copy(tensor->data, row_offset(tensor, i, j), length, out);
 }
+
+// Magnitudes are in the order of their bits, NaN and infinity last; a difference below 0 leaves its sign.
+static bool within_16(const uint8_t *bytes, size_t n, int16_t most) {
+  int16_t signs = 0;
+  for (size_t i = 0; i < n; i++) {
+    int16_t bits;
+    memcpy(&bits, bytes + i * sizeof bits, sizeof bits);
+    signs = (int16_t)(signs | (most - (bits & INT16_MAX)));
+  }
+  return signs >= 0;
+}
+
+static bool within_32(const uint8_t *bytes, size_t n, int32_t most) {
+  int32_t signs = 0;
+  for (size_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, bytes + i * sizeof bits, sizeof bits);
+    signs |= most - (bits & INT32_MAX);
+  }
+  return signs >= 0;
+}
+
+bool qkv_tensor_within(const qkv_tensor *tensor, int64_t i, float most) {
+  const size_t element = qkv_dtype_size(tensor->dtype);
+  size_t n = 1;
+  for (int dim = tensor->rank - 1; dim > 0; dim--) {
+    if (tensor->dims[dim] > 1 && tensor->strides[dim] != (int64_t)(n * element)) return false;
+    n *= (size_t)tensor->dims[dim];
+  }
+  const uint8_t *bytes = qkv_bytes_contiguous(tensor->data, row_offset(tensor, i, 0), n * element);
+  if (bytes == NULL) return false;
+  int32_t bits = 0;
+  qkv_from_float(tensor->dtype, &most, &bits, 1);
+  return element == sizeof bits ? within_32(bytes, n, bits) : within_16(bytes, n, (int16_t)bits);
+}

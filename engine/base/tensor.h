@@ -59,6 +59,10 @@ qkv_status qkv_tensor_bytes(qkv_dtype dtype, int rank, const int64_t *dims, int6
 // into `out`. The tensor must have passed qkv_tensor_check; i and j lie inside (asserted).
 void qkv_tensor_row(const qkv_tensor *tensor, int64_t i, int64_t j, float *out);
 
+// true: no element of [i] is a NaN or beyond `most` in magnitude, which has to be exact in the tensor's type. false:
+// one may be; also where the bytes do not lie in one piece. Some ten times as fast as rows in floats.
+bool qkv_tensor_within(const qkv_tensor *tensor, int64_t i, float most);
+
 // The same row's raw bytes, dims[rank-1] elements.
 void qkv_tensor_row_raw(const qkv_tensor *tensor, int64_t i, int64_t j, void *out);
 

@@ -119,11 +119,14 @@ static qkv_status check_row(const append *a, qkv_part part, uint64_t token, uint
   return QKV_OK;
 }
 
+// A token's rows at once where they stay as they are; row by row where they do not, or for what there is to say.
 static qkv_status check_rows(const append *a, qkv_error *error) {
   for (uint64_t token = 0; token < a->end - a->position; token++) {
-    for (uint32_t head = 0; head < a->model->kv_heads; head++) {
-      QKV_TRY(check_row(a, QKV_K, token, head, error));
-      QKV_TRY(check_row(a, QKV_V, token, head, error));
+    const bool k = !a->rotate && qkv_tensor_within(a->k, (int64_t)token, QKV_ROW_MAX);
+    const bool v = qkv_tensor_within(a->v, (int64_t)token, QKV_ROW_MAX);
+    for (uint32_t head = 0; head < a->model->kv_heads && !(k && v); head++) {
+      if (!k) QKV_TRY(check_row(a, QKV_K, token, head, error));
+      if (!v) QKV_TRY(check_row(a, QKV_V, token, head, error));
     }
   }
   return QKV_OK;

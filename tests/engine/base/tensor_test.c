@@ -269,6 +269,41 @@ static void test_long_row_in_pieces(void **state) {
 }
 
 // With the processor's own conversions and without: the same bits, of any numbers and lengths.
+// Each value alone, at each place of a row of rows.
+static void test_within(void **state) {
+  (void)state;
+  enum { HEADS = 3, DIM = 7, ELEMENTS = HEADS * DIM };
+  const qkv_dtype types[] = {QKV_FP16, QKV_BF16, QKV_FP32};
+  for (size_t t = 0; t < 3; t++) {
+    const size_t element = qkv_dtype_size(types[t]);
+    uint8_t bytes[2 * ELEMENTS * 4 + 1];
+    const qkv_segment segment = {.data = bytes + 1, .length = 2 * ELEMENTS * element};
+    qkv_tensor tensor = qkv_tensor_dense(types[t], 3, (const int64_t[]){2, HEADS, DIM}, &segment);
+    for (uint32_t pattern = 0; pattern < 65536; pattern++) {
+      const uint32_t value = element == 2 ? pattern : pattern << 16 | (pattern & 1);
+      float as_float;
+      qkv_to_float(types[t], &value, &as_float, 1);
+      const bool inside = fabsf(as_float) <= 32768;
+      memset(bytes, 0, sizeof bytes);
+      memcpy(bytes + 1 + (ELEMENTS + pattern % ELEMENTS) * element, &value, element);
+      assert_true(qkv_tensor_within(&tensor, 0, 32768));
+      assert_int_equal(qkv_tensor_within(&tensor, 1, 32768), inside);
+    }
+    // What does not lie in one piece is not looked at.
+    memset(bytes, 0, sizeof bytes);
+    assert_true(qkv_tensor_within(&tensor, 1, 32768));
+    qkv_segment halves[] = {{.data = bytes + 1, .length = 2 * ELEMENTS * element - 3},
+                            {.data = bytes + 2 * ELEMENTS * element - 2, .length = 3}};
+    tensor.data = qkv_bytes_of_all(halves, 2);
+    assert_true(qkv_tensor_within(&tensor, 0, 32768));
+    assert_false(qkv_tensor_within(&tensor, 1, 32768));
+    tensor.data = qkv_bytes_of(&segment);
+    tensor.dims[0] = 1;
+    tensor.strides[1] += (int64_t)element;
+    assert_false(qkv_tensor_within(&tensor, 0, 32768));
+  }
+}
+
 static void test_any_processor(void **state) {
   (void)state;
   enum { COUNT = 40000, ALL = 65536 };
@@ -301,6 +336,7 @@ int main(void) {
                                      cmocka_unit_test(test_half_extremes),
                                      cmocka_unit_test(test_bf16_rounding),
                                      cmocka_unit_test(test_any_processor),
+                                     cmocka_unit_test(test_within),
                                      cmocka_unit_test(test_any_alignment),
                                      cmocka_unit_test(test_bytes_and_strides),
                                      cmocka_unit_test(test_check),
