@@ -156,7 +156,12 @@ void qkvi_flush_buffer(qkv_storage *storage) {
 
 // A buffer with room behind `offset` of the segment, or NULL.
 static qkvi_buffer *buffer_at(qkv_storage *storage, qkvi_segment *segment, uint64_t offset) {
-  if (storage->filling != NULL) return storage->filling;
+  // One of a segment that has failed meanwhile goes out as it is.
+  if (storage->filling != NULL && storage->filling->segment != segment->slot) qkvi_flush_buffer(storage);
+  if (storage->filling != NULL) {
+    assert(storage->filling->offset + storage->filling->used == offset);
+    return storage->filling;
+  }
   qkvi_buffer *buffer = storage->free_buffers;
   // A file that is written stays open.
   if (buffer == NULL || qkvi_segment_use(storage, segment) != 0) return NULL;
