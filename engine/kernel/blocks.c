@@ -33,6 +33,15 @@ static qkvi_block_kind kind_of(unsigned depth, bool high) {
   return kinds[depth] + (high ? 1u : 0u);
 }
 
+// What lies behind a half does not count, and is there in any case.
+static void place_spread(qkvi_block *block) {
+  const unsigned half = qkvi_block_half(block);
+  for (unsigned pair = 0; pair < QKVI_SHALLOW_PAIRS; pair++) {
+    block->spread[pair] = pair >= half;
+    block->places[pair] = pair >= half ? (uint16_t)(64 * half) : block->slabs[pair];
+  }
+}
+
 static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_DEPTH_MAX / 2], unsigned first) {
   const qkvi_block scattered = {.kind = QKVI_BLOCK_SCATTERED, .shape = QKVI_BLOCK_ANY};
   unsigned depth = 1;
@@ -53,6 +62,7 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
   }
   block.kind = (uint8_t)kind_of(depth, high);
   block.shape = (uint8_t)((half ? QKVI_BLOCK_FIELDS_HALF : QKVI_BLOCK_FIELDS) + (depth - 1) / 2);
+  place_spread(&block);
   return block;
 }
 

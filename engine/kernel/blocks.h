@@ -30,6 +30,10 @@ typedef struct qkvi_block {
   uint8_t shape;                      // qkvi_block_shape
   uint16_t slabs[QKV_DEPTH_MAX / 2];  // offsets in the group of the 64-byte slabs of each pair; any for the pairs
                                       // that the kind does not have
+  // The same of the pairs of a block of up to QKVI_SHALLOW_MAX bits once halves are 64 bytes, too, each at 64 times
+  // its pair among them.
+  uint16_t places[QKVI_SHALLOW_PAIRS];
+  uint8_t spread[QKVI_SHALLOW_PAIRS];  // 0: in the group, 1: among the halves
 } qkvi_block;
 
 // How the bits of one pair lie of half a block, 8 coordinates.

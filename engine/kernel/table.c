@@ -70,15 +70,12 @@ static void split_pairs(unsigned fields, unsigned byte, uint8_t pairs[QKV_DEPTH_
 
 static void fill_nibbles(void) {
   for (qkvi_block_kind kind = 0; kind < QKVI_BLOCK_NIBBLE_KINDS; kind++) {
-    for (unsigned i = 0; i < 2 * 64; i++) {
-      const unsigned fields = i / 64, n = i % 64;
+    for (unsigned i = 0; i < 2 * 16; i++) {
+      const unsigned fields = i / 16, n = i % 16;
       uint8_t pairs[QKV_DEPTH_MAX / 2];
       split_pairs(fields, n, pairs);
       const unsigned code = code_of(kind, (const uint8_t[QKV_DEPTH_MAX / 2]){pairs[2], pairs[3]});
-      if (n < 16) qkvi_tables.nibbles[kind][fields][n] = qkvi_tables.values[depths[kind]][code];
-      const uint8_t integer = (uint8_t)qkvi_integers.shallow[depths[kind]][code];
-      qkvi_integers.nibbles[QKV_V][kind][fields][n] = integer;
-      qkvi_integers.nibbles[QKV_K][kind][fields][n] = integer ^ 0x80;
+      qkvi_tables.nibbles[kind][fields][n] = qkvi_tables.values[depths[kind]][code];
     }
   }
 }
@@ -120,15 +117,15 @@ static void fill_bytes(void) {
 }
 
 static void fill_sixes(void) {
-  for (qkvi_block_kind kind = QKVI_BLOCK_5_LOW; kind <= QKVI_BLOCK_6; kind++) {
+  for (qkvi_block_kind kind = 0; kind <= QKVI_BLOCK_6; kind++) {
     for (unsigned i = 0; i < 2 * 64; i++) {
       const unsigned fields = i / 64, six = i % 64;
       uint8_t pairs[QKV_DEPTH_MAX / 2];
       split_pairs(fields, six, pairs);
       const unsigned code = code_of(kind, (const uint8_t[QKV_DEPTH_MAX / 2]){pairs[2], pairs[3], six >> 4 & 3});
       const uint8_t integer = (uint8_t)qkvi_integers.shallow[depths[kind]][code];
-      qkvi_integers.sixes[QKV_V][kind - QKVI_BLOCK_5_LOW][fields][six] = integer;
-      qkvi_integers.sixes[QKV_K][kind - QKVI_BLOCK_5_LOW][fields][six] = integer ^ 0x80;
+      qkvi_integers.sixes[QKV_V][kind][fields][six] = integer;
+      qkvi_integers.sixes[QKV_K][kind][fields][six] = integer ^ 0x80;
     }
   }
 }

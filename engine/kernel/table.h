@@ -39,6 +39,7 @@ unsigned qkvi_block_depth(qkvi_block_kind kind);
 #define QKVI_SCALES 3
 #define QKVI_SHALLOW_MAX 6  // bits of a coordinate whose centroid is a single byte (integer.h)
 #define QKVI_SHALLOW_CODES (1 << QKVI_SHALLOW_MAX)
+#define QKVI_SHALLOW_PAIRS (QKVI_SHALLOW_MAX / 2)
 
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
@@ -70,9 +71,8 @@ typedef struct qkvi_integer_tables {
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds up to 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
-  _Alignas(64) uint8_t nibbles[2][QKVI_BLOCK_NIBBLE_KINDS][2][64];  // [part][kind][even or odd fields][nibble]
-  // Of kinds 5 and 6: a nibble below, the bits of pair 2 above it.
-  _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 - QKVI_BLOCK_5_LOW + 1][2][64];  // [part][kind][even or odd fields][six]
+  // Of kinds up to 6: a nibble below, the bits of pair 2 above it, which do not count up to kind 4.
+  _Alignas(64) uint8_t sixes[2][QKVI_BLOCK_6 + 1][2][64];  // [part][kind][even or odd fields][six]
   // Of kinds 7 and 8, in two planes.
   _Alignas(64) uint8_t bytes[2][QKVI_BLOCK_WIDE_KINDS][2][2][256];  // [part][kind][fields][high, low][byte]
 } qkvi_integer_tables;

@@ -23,7 +23,7 @@ static void scores_of(const qkv_kernels *kernels, const page_part *page, const f
   qkv_integer_queries queries = qkvi_integer_queries_in(room);
   qkv_layouts *layouts = fresh(sizeof *layouts);
   kernels->prepare(rows, n, page->schedule.dim, limit, &queries);
-  const qkv_ahead ahead = {page->codes.groups[0], page->groups[0].bytes};
+  const qkv_ahead ahead = {page->codes.groups[0], page->groups.bytes};
   kernels->scores_integer(&page->codes, &queries, layouts, ahead, (float *)out->data);
   free(room);
   free(layouts);

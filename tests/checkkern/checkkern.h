@@ -25,7 +25,7 @@ void guarded_free(guarded *buffer);
 typedef struct page_part {
   qkv_part part;
   qkv_schedule schedule;
-  guarded gains, groups[QKV_PAGE_GROUPS];
+  guarded gains, groups;  // one group after the other, as in a page
   qkv_page_codes codes;
 } page_part;
 

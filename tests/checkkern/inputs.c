@@ -45,17 +45,20 @@ void page_part_init(page_part *page, naive_random *random, qkv_part part, const 
   page->gains = guarded_make(QKV_PAGE_TOKENS);
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) page->gains.data[t] = (uint8_t)naive_below(random, 256);
   page->codes = (qkv_page_codes){.gains = page->gains.data, .schedule = &page->schedule};
+  size_t bytes = 0, at = 0;
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) bytes += qkv_schedule_group_bytes(schedule, tiers[g]);
+  page->groups = guarded_make(bytes);
+  for (size_t i = 0; i < bytes; i++) page->groups.data[i] = (uint8_t)naive_next(random);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    page->groups[g] = guarded_make(qkv_schedule_group_bytes(schedule, tiers[g]));
-    for (size_t i = 0; i < page->groups[g].bytes; i++) page->groups[g].data[i] = (uint8_t)naive_next(random);
-    page->codes.groups[g] = page->groups[g].data;
+    page->codes.groups[g] = page->groups.data + at;
     page->codes.tiers[g] = tiers[g];
+    at += qkv_schedule_group_bytes(schedule, tiers[g]);
   }
 }
 
 void page_part_deinit(page_part *page) {
   guarded_free(&page->gains);
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) guarded_free(&page->groups[g]);
+  guarded_free(&page->groups);
 }
 
 void fill_input(naive_random *random, input_kind kind, float *numbers, size_t n) {

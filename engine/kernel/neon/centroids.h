@@ -20,14 +20,14 @@ INLINE qkv_part table_of(qkv_part part) {
 
 // The centroids of up to four bits, and of five or six.
 INLINE uint8x16_t nibble_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field) {
-  const uint8_t *table = qkvi_integers.nibbles[table_of(part)][kind][field % 2];
+  const uint8_t *table = qkvi_integers.sixes[table_of(part)][kind][field % 2];
   return vqtbl1q_u8(vld1q_u8(table), nibble_of(&from->above, field));
 }
 
 INLINE uint8x16_t six_centroids(qkv_part part, qkvi_block_kind kind, const quarter *from, size_t field) {
   const uint8x16_t third = keep(down(from->third, (int)(2 * field)), 3);
   const uint8x16_t index = vorrq_u8(vshlq_n_u8(third, 4), nibble_of(&from->above, field));
-  return look_up_64(load_64(qkvi_integers.sixes[table_of(part)][kind - QKVI_BLOCK_5_LOW][field % 2]), index);
+  return look_up_64(load_64(qkvi_integers.sixes[table_of(part)][kind][field % 2]), index);
 }
 
 // The high and low bytes of the centroids of more.

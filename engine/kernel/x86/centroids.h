@@ -134,13 +134,10 @@ INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
                           size_t field) {
   const qkv_part table = table_part(part);
   if (whole_of(shape) == QKVI_BLOCK_SIXES) {
-    const uint8_t(*sixes)[64] = block->kind < QKVI_BLOCK_NIBBLE_KINDS
-                                    ? qkvi_integers.nibbles[table][block->kind]
-                                    : qkvi_integers.sixes[table][block->kind - QKVI_BLOCK_5_LOW];
-    return look_up_six(sixes[field % 2], six_of(from, field));
+    return look_up_six(qkvi_integers.sixes[table][block->kind][field % 2], six_of(from, field));
   }
   if (!BYTE_DOTS || whole_of(shape) == QKVI_BLOCK_NIBBLES) {
-    return look_up_byte(load_table(qkvi_integers.nibbles[table][block->kind][field % 2]),
+    return look_up_byte(load_table(qkvi_integers.sixes[table][block->kind][field % 2]),
                         nibble_of(&from->above, field));
   }
   const size_t place = field < QKVI_FIELD_PLACES ? field : QKVI_FIELD_PLACES - 1;

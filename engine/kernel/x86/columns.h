@@ -174,7 +174,7 @@ typedef struct steady_group {
 INLINE steady_group steady_of(qkv_part part, qkvi_block_shape shape, const page_groups *page, size_t g) {
   const qkvi_block *block = &page->layouts[g]->blocks[0];
   const uint8_t *tables = shape == QKVI_BLOCK_FIELDS ? qkvi_integers.fields[part][block->kind][0]
-                                                     : qkvi_integers.nibbles[part][block->kind][0];
+                                                     : qkvi_integers.sixes[part][block->kind][0];
   return (steady_group){{page->groups[g] + block->slabs[0], page->groups[g] + block->slabs[1]}, tables};
 }
 

@@ -2,7 +2,7 @@
 #include <assert.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/x86/columns.h"
+#include "engine/kernel/x86/banded.h"
 #include "engine/kernel/x86/twins.h"
 
 // One chunk of queries against some groups, all of one tier or all of plain blocks.
@@ -385,6 +385,123 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
   }
   prefetch_rest(&along);
 }
+
+// ---- Banded blocks ----
+
+// A chunk of queries against a page.
+typedef struct banded_keys {
+  banded page;
+  size_t wide;             // blocks that need all columns; the others only the second of each two
+  const uint8_t *columns;  // the chunk's
+  const int32_t *offsets;  // the chunk's
+  const mixed_group *mixed;
+  key_outcome out;
+} banded_keys;
+
+// Blocks b to `end`; all but b and `end` are constants. Returns `end`.
+INLINE size_t score_banded_blocks(const banded_keys *keys, qkvi_block_shape shape, size_t b, size_t end, size_t g,
+                                  size_t count, size_t width, size_t step, column_sums (*sums)[TOGETHER_MAX],
+                                  prefetching *along) {
+  const size_t at = g * keys->page.stride, stride = keys->page.stride;
+  const uint8_t *columns = keys->columns + b * FIELDS * width * COLUMN_BYTES;
+  for (; b < end; b++) {
+    const banded_block block = banded_block_of(QKV_K, shape, &keys->page, b);
+    source from[TOGETHER_MAX];
+    prefetch_some(along);
+    UNROLL
+    for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &block, at + i * stride);
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++, columns += width * COLUMN_BYTES) {
+      bytes centroids[TOGETHER_MAX];
+      UNROLL
+      for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &block, &from[i], f);
+      add_some_dots(QKV_K, centroids, count, columns, step - 1, step, width, sums[f % key_sets(count, width)]);
+    }
+  }
+  return b;
+}
+
+// Groups from g on; `count`, `width` and `parts` are constants.
+INLINE void score_banded_groups(const banded_keys *keys, size_t g, size_t count, size_t width, unsigned parts,
+                                prefetching *along) {
+  const size_t deep = keys->page.layout->deep, blocks = keys->page.layout->count, sets = key_sets(count, width);
+  const size_t wide = keys->wide < deep ? deep : keys->wide < blocks ? keys->wide : blocks;
+  column_sums sums[SETS_MAX][TOGETHER_MAX], high[TOGETHER_MAX], low[TOGETHER_MAX];
+  UNROLL
+  for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
+  if (deep > 0) {
+    const key_pass pass = {
+        .mixed = keys->mixed + g, .deep = deep, .columns = keys->columns, .offsets = keys->offsets};
+    score_deep_groups(&pass, 0, count, width, high, low);
+    add_sums(sums[0], high, count, width);
+  }
+  UNROLL
+  for (size_t column = 0; column < width; column++) {
+    const int32_t *offsets = keys->offsets + column;
+    const uint32_t offset = (uint32_t)offsets[blocks * width] - (uint32_t)offsets[deep * width];
+    UNROLL
+    for (size_t i = 0; i < count; i++) sums[0][i][column] += offset;
+  }
+  size_t b = deep;
+  if (parts == 2) b = score_banded_blocks(keys, QKVI_BLOCK_SIXES, b, wide, g, count, width, 1, sums, along);
+  b = score_banded_blocks(keys, QKVI_BLOCK_SIXES, b, banded_until(&keys->page, b, QKVI_BLOCK_NIBBLES), g, count,
+                          width, parts, sums, along);
+  score_banded_blocks(keys, QKVI_BLOCK_NIBBLES, b, blocks, g, count, width, parts, sums, along);
+  UNROLL
+  for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
+  UNROLL
+  for (size_t i = 0; i < count; i++) {
+    const lanes factors = gain_lanes(keys->out.gains + (g + i) * GROUP);
+    put_scores(&keys->out, g + i, 0, width, parts, factors, sums[0][i], deep > 0 ? low[i] : NULL);
+  }
+}
+
+// Functions of their own for the constants: groups at once, columns, bytes of a query.
+#define BANDED(COUNT, WIDTH, PARTS)                                                         \
+  static void score_banded_##WIDTH##_##PARTS(const banded_keys *keys, prefetching *ahead) { \
+    prefetching along = *ahead;                                                             \
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g += (COUNT)) {                                 \
+      score_banded_groups(keys, g, COUNT, WIDTH, PARTS, &along);                            \
+    }                                                                                       \
+    *ahead = along;                                                                         \
+  }
+BANDED(4, 1, 1)
+BANDED(4, 2, 1)
+BANDED(2, 4, 1)
+BANDED(2, 8, 1)
+BANDED(4, 2, 2)
+BANDED(2, 4, 2)
+BANDED(2, 8, 2)
+#undef BANDED
+
+static void score_banded(const banded_keys *keys, size_t columns, prefetching *along) {
+  const bool two = keys->out.parts == 2;
+  if (columns == 1) return score_banded_1_1(keys, along);
+  if (columns == 2) return (two ? score_banded_2_2 : score_banded_2_1)(keys, along);
+  if (columns == 4) return (two ? score_banded_4_2 : score_banded_4_1)(keys, along);
+  (two ? score_banded_8_2 : score_banded_8_1)(keys, along);
+}
+
+static void scores_of_banded(const qkv_page_codes *codes, const page_groups *page, const qkv_integer_queries *queries,
+                             float *scores, prefetching *along) {
+  const size_t length = qkvi_column_bytes(queries->dim), blocks = length / QKVI_BLOCK_WIDTH;
+  const unsigned parts = queries->parts;
+  _Alignas(64) banded_halves halves;
+  mixed_group mixed[QKV_PAGE_GROUPS];
+  banded_keys keys = {.page = banded_of(QKV_K, page, halves), .wide = queries->wide, .mixed = mixed};
+  mix_groups(QKV_K, page->layouts[0], page->layouts[0]->deep, page->groups, QKV_PAGE_GROUPS, mixed);
+  for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
+    chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
+    keys.columns = (const uint8_t *)queries->bytes + chunk.first * parts * length;
+    keys.offsets = queries->offsets + chunk.first * parts * (blocks + 1);
+    keys.out = (key_outcome){.parts = parts,
+                             .rows = chunk.rows,
+                             .scales = queries->scales + chunk.first,
+                             .gains = codes->gains,
+                             .scores = scores + chunk.first * QKV_PAGE_TOKENS};
+    score_banded(&keys, chunk.columns, along);
+  }
+}
 #endif
 
 // How many groups from g on go together: all of one tier, or plain ones.
@@ -407,6 +524,12 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   find_groups(keys, layouts, &page);
 #if BYTE_DOTS
   if (page.steady && parts == 1) return scores_of_steady(&page, keys, queries, length, ahead, scores);
+  if (groups_are_banded(&page)) {
+    const size_t steps = page.blocks - page.layouts[0]->deep + 1;
+    along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS / 2);
+    scores_of_banded(keys, &page, queries, scores, &along);
+    return;
+  }
 #endif
   if (!page.plain) {
     for (size_t g = 0, count; g < QKV_PAGE_GROUPS; g += count) {

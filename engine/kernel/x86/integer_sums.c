@@ -2,7 +2,7 @@
 #include <assert.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/x86/columns.h"
+#include "engine/kernel/x86/banded.h"
 #include "engine/kernel/x86/twins.h"
 
 // The groups of one tier, or all groups where their blocks are plain.
@@ -240,8 +240,6 @@ static void sum_chunk(const value_run *run, size_t columns, const value_outcome 
   EACH_WIDTH(SUM)
 #undef SUM
 }
-#undef EACH_WIDTH
-
 // The sums that were kept for several tiers, of all the blocks of the highest.
 static void fold_chunk(const value_outcome *out, size_t columns, const qkvi_tier_blocks *layout) {
   for (size_t c = 0; c < layout->count * QKVI_BLOCK_WIDTH; c += LANES) {
@@ -393,7 +391,90 @@ static void sums_of_steady(const page_groups *page, const qkv_integer_weights *w
   }
   prefetch_rest(&along);
 }
+
+// ---- Banded blocks ----
+
+// A chunk of weights against a page.
+typedef struct banded_values {
+  banded page;
+  const uint8_t *columns;
+  const value_run *run;  // of deep blocks
+  value_outcome out;
+} banded_values;
+
+// Blocks b to b + count; `shape`, `count` and `width` are constants.
+INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shape, size_t b, size_t count,
+                              size_t width, prefetching *along) {
+  const size_t sets = value_sets(count, width), stride = values->page.stride;
+  const uint8_t *columns = values->columns;
+  banded_block blocks[TOGETHER_MAX];
+  column_sums sums[SETS_MAX][TOGETHER_MAX];
+  UNROLL
+  for (size_t i = 0; i < count; i++) blocks[i] = banded_block_of(QKV_V, shape, &values->page, b + i);
+  UNROLL
+  for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
+  for (size_t g = 0, at = 0; g < QKV_PAGE_GROUPS; g++, at += stride, columns += FIELDS * width * COLUMN_BYTES) {
+    source from[TOGETHER_MAX];
+    prefetch_some(along);
+    UNROLL
+    for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &blocks[i], at);
+    UNROLL
+    for (size_t f = 0; f < FIELDS; f++) {
+      bytes centroids[TOGETHER_MAX];
+      UNROLL
+      for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &blocks[i], &from[i], f);
+      add_dots(QKV_V, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
+    }
+  }
+  UNROLL
+  for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
+  UNROLL
+  for (size_t i = 0; i < count; i++) fold(&values->out, (b + i) * QKVI_BLOCK_WIDTH, width, sums[0][i], NULL);
+}
+
+INLINE void sum_banded(const banded_values *values, size_t width, prefetching *ahead) {
+  const size_t blocks = values->page.layout->count;
+  const size_t sixes = banded_until(&values->page, values->page.layout->deep, QKVI_BLOCK_NIBBLES);
+  prefetching along = *ahead;
+  size_t b = 0;
+  for (; b < values->page.layout->deep; b++) sum_mixed(values->run, b, true, 1, width, &values->out, &along);
+  for (; b < sixes && b + 2 <= blocks; b += 2) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b, 2, width, &along);
+  if (b < sixes) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b++, 1, width, &along);
+  for (; b + 2 <= blocks; b += 2) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 2, width, &along);
+  if (b < blocks) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+  *ahead = along;
+}
+
+static void sum_banded_chunk(const banded_values *values, size_t columns, prefetching *along) {
+#define SUM(WIDTH) sum_banded(values, WIDTH, along)
+  EACH_WIDTH(SUM)
+#undef SUM
+}
+
+static void sums_of_banded(const page_groups *page, const qkv_integer_weights *weights, size_t dim, float *sums,
+                           prefetching *along) {
+  const unsigned parts = weights->parts;
+  _Alignas(64) banded_halves halves;
+  mixed_group mixed[QKV_PAGE_GROUPS];
+  value_run run = {.mixed = mixed, .count = QKV_PAGE_GROUPS};
+  banded_values values = {.page = banded_of(QKV_V, page, halves), .run = &run};
+  mix_groups(QKV_V, page->layouts[0], page->layouts[0]->deep, page->groups, QKV_PAGE_GROUPS, mixed);
+  for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
+    chunk = qkvi_chunk_at(chunk.first + chunk.rows, weights->count, parts);
+    values.columns = weights->bytes + chunk.first * parts * QKV_PAGE_TOKENS;
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+      run.columns[g] = values.columns + g * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
+    }
+    values.out = (value_outcome){.parts = parts,
+                                 .rows = chunk.rows,
+                                 .dim = dim,
+                                 .scales = weights->scales + chunk.first,
+                                 .sums = sums + chunk.first * dim};
+    sum_banded_chunk(&values, chunk.columns, along);
+  }
+}
 #endif
+#undef EACH_WIDTH
 
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   const size_t dim = values->schedule->dim;
@@ -406,6 +487,11 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   find_groups(values, layouts, &page);
 #if BYTE_DOTS
   if (page.steady && parts == 1) return sums_of_steady(&page, weights, dim, ahead, sums);
+  if (groups_are_banded(&page)) {
+    prefetching along = prefetching_of(ahead, (page.blocks + 1) / 2 * QKV_PAGE_GROUPS);
+    sums_of_banded(&page, weights, dim, sums, &along);
+    return;
+  }
 #endif
   const bool at_once = page.plain || page.spread;
   const size_t run_count = at_once ? find_run(&page, &runs[0]) : find_runs(values, &page, mixed, runs);

@@ -138,9 +138,7 @@ INLINE bytes each_byte(uint8_t byte) {
 
 // The field's look-up table of a half of up to QKVI_SHALLOW_MAX bits.
 INLINE const uint8_t *half_table(qkv_part table, unsigned depth, size_t field) {
-  const unsigned kind = unit_kind(depth);
-  if (kind < QKVI_BLOCK_NIBBLE_KINDS) return qkvi_integers.nibbles[table][kind][field % 2];
-  return qkvi_integers.sixes[table][kind - QKVI_BLOCK_5_LOW][field % 2];
+  return qkvi_integers.sixes[table][unit_kind(depth)][field % 2];
 }
 
 // Of K the first half's in fields 0 and 1, of V in the lower lanes.

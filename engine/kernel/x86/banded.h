@@ -1,0 +1,79 @@
+// Pages of calibrated schedules: groups of one tier whose blocks lie in slabs of their own, of 64 bytes or of 32, and
+// one group's codes as far behind another's as any two neighbours'. Slabs of 32 bytes are made 64 ahead, as far apart
+// as the groups, so that a block is at one distance in all of them. Its depth is known before its codes are loaded:
+// what it does not have is not loaded.
+#ifndef QKV_ENGINE_KERNEL_X86_BANDED_H
+#define QKV_ENGINE_KERNEL_X86_BANDED_H
+
+#include "engine/kernel/x86/columns.h"
+
+#if defined(__AVX2__)
+#if BYTE_DOTS
+typedef struct banded {
+  const qkvi_tier_blocks *layout;
+  size_t stride;            // from a group to the next
+  const uint8_t *bases[2];  // of group 0: its codes, its halves
+} banded;
+
+// Halves [QKV_PAGE_GROUPS][stride], of which 64 bytes a pair are used.
+typedef uint8_t banded_halves[QKV_PAGE_GROUPS * QKV_DIM_MAX * QKV_GROUP_TOKENS + sizeof(spread_slabs)];
+
+// Whether the groups of a page are so.
+INLINE bool groups_are_banded(const page_groups *page) {
+  const size_t stride = (size_t)(page->groups[1] - page->groups[0]);
+  // Plain blocks of one shape are as fast in the other loops.
+  if (!page->alike || !(page->spread || (page->plain && page->shape == QKVI_BLOCK_SIXES))) return false;
+  for (size_t g = 2; g < QKV_PAGE_GROUPS; g++) {
+    if ((size_t)(page->groups[g] - page->groups[g - 1]) != stride) return false;
+  }
+  return stride >= sizeof(spread_slabs) && stride <= QKV_DIM_MAX * QKV_GROUP_TOKENS;
+}
+
+INLINE banded banded_of(qkv_part part, const page_groups *page, banded_halves halves) {
+  const size_t stride = (size_t)(page->groups[1] - page->groups[0]);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS && !page->plain; g++) {
+    spread_halves(part, page->layouts[0], page->groups[g], (uint8_t(*)[64])(halves + g * stride));
+  }
+  return (banded){page->layouts[0], stride, {page->groups[0], halves}};
+}
+
+// A block of some groups: where each pair lies in group 0, and its tables.
+typedef struct banded_block {
+  const uint8_t *pairs[QKVI_SHALLOW_PAIRS];
+  const uint8_t (*tables)[64];
+} banded_block;
+
+// `shape` is at least the block's, and a constant.
+INLINE banded_block banded_block_of(qkv_part part, qkvi_block_shape shape, const banded *page, size_t b) {
+  const qkvi_block *block = &page->layout->blocks[b];
+  banded_block found = {.tables = qkvi_integers.sixes[part][block->kind]};
+  UNROLL
+  for (unsigned pair = 0; pair <= shape; pair++) {
+    found.pairs[pair] = page->bases[block->spread[pair]] + block->places[pair];
+  }
+  return found;
+}
+
+// `at` is the group's distance.
+INLINE source banded_source(qkvi_block_shape shape, const banded_block *block, size_t at) {
+  bytes pairs[QKVI_SHALLOW_PAIRS];
+  UNROLL
+  for (unsigned pair = 0; pair <= shape; pair++) pairs[pair] = load_bytes(block->pairs[pair] + at);
+  if (shape == QKVI_BLOCK_SIXES) return (source){join(pairs[0], pairs[1]), {pairs[2], pairs[2]}};
+  return (source){.above = join(pairs[0], pairs[1])};
+}
+
+INLINE bytes banded_centroids(qkvi_block_shape shape, const banded_block *block, const source *from, size_t field) {
+  const bytes index = shape == QKVI_BLOCK_SIXES ? six_of(from, field) : nibble_of(&from->above, field);
+  return look_up_byte(load_bytes(block->tables[field % 2]), index);
+}
+
+// Where the blocks of `shape` or less begin, as depths fall: from `begin` on.
+INLINE size_t banded_until(const banded *page, size_t begin, qkvi_block_shape shape) {
+  size_t b = begin;
+  while (b < page->layout->count && whole_of(page->layout->blocks[b].shape) > shape) b++;
+  return b;
+}
+#endif
+#endif
+#endif
