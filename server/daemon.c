@@ -152,10 +152,10 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());
-  QKV_TRY(qkv_pool_create_nice(compute_threads(options), (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
+  QKV_TRY(qkv_pool_create_back(compute_threads(options), (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
                                &daemon->bulk_pool, error));
   QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
-  QKV_TRY(qkv_pool_create_nice(DISK_THREADS, (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
+  QKV_TRY(qkv_pool_create_back(DISK_THREADS, (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
                                &daemon->bulk_disk_pool, error));
   QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);

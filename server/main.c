@@ -113,6 +113,7 @@ static void learn(uv_work_t *work) {
   const main_loop *state = work->data;
   qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
   qkv_daemon_learn(state->daemon);
+  qkv_precedence_rest();
 }
 
 static void on_learnt(uv_work_t *work, int status) {
@@ -133,6 +134,7 @@ static void retier(uv_work_t *work) {
   main_loop *state = work->data;
   qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
   state->more_tiers = qkv_daemon_retier(state->daemon);
+  qkv_precedence_rest();
 }
 
 static void on_retier(uv_timer_t *timer);

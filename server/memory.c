@@ -6,9 +6,10 @@
 
 enum { BUDGET_PARTS = 64, KEPT_MIN = 8 << 20, FORGET_PARTS = 32 };
 
-// Of what is free at an arena's end, which malloc_trim leaves alone where it is not the first arena. 4 MiB are enough
-// for messages of 1 MiB to go at full speed, 1.5 to 2 times that of glibc's own 128 KiB; docs/performance.md.
-static const int64_t TOP_MIN = 4 << 20, TOP_MAX = 512 << 20;
+// Of what is free at an arena's end, which malloc_trim leaves alone where it is not the first arena; more than the 64
+// MiB that such an arena's parts have at most would never be given back. 4 MiB are enough for messages of 1 MiB to go
+// at full speed, 1.5 to 2 times that of glibc's own 128 KiB; docs/performance.md.
+static const int64_t TOP_MIN = 4 << 20, TOP_MAX = 16 << 20;
 
 void qkvi_memory_setup(int64_t budget) {
   int64_t top = budget / BUDGET_PARTS;

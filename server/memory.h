@@ -16,7 +16,7 @@ typedef struct qkvi_memory {
   int64_t left;  // bytes beyond what is in use that malloc did not give back the last time
 } qkvi_memory;
 
-// What malloc keeps at the end of each arena: up to a 64th of memory-budget, at least 4 MiB.
+// What malloc keeps at the end of each arena: up to a 64th of memory-budget, 4 to 16 MiB.
 void qkvi_memory_setup(int64_t budget);
 // Gives back what malloc keeps beyond a 64th of memory-budget, and what sessions that are gone have left of theirs,
 // and makes the heap's pages whole. Takes milliseconds; meant for four times a second.

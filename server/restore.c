@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <stdlib.h>
 
-#include "engine/base/precedence.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/spill_internal.h"
@@ -136,7 +135,6 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   for (size_t i = 0; i < all->count && status == QKV_OK; i++) {
     status = restore_page(all, batch, i, error);
     (void)sched_yield();  // attends of what is in memory go first
-    qkv_precedence_give_way();
   }
   qkv_storage_batch_destroy(&batch);
   free(all->image);

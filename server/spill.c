@@ -10,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/session_spill.h"
 #include "server/contract.h"
 #include "server/metrics.h"
@@ -42,6 +43,7 @@ void qkvi_spill_progress(qkvi_spill *spill) {
 
 uint64_t qkvi_spill_await(qkvi_spill *spill, uint64_t seen, int64_t ms) {
   struct timespec until;
+  qkv_precedence_rest();
   (void)clock_gettime(CLOCK_MONOTONIC, &until);
   until.tv_sec += ms / 1000;
   until.tv_nsec += ms % 1000 * 1000000;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/spill_internal.h"
@@ -184,6 +185,7 @@ static qkv_status make_room(qkvi_spill *spill, uint64_t bytes, int64_t until) {
 }
 
 static void take_turn(qkvi_spill *spill, size_t held) {
+  qkv_precedence_rest();
   qkvi_spill_lock(spill);
   assert(spill->holds >= held);
   spill->holds -= held;

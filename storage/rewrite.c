@@ -98,6 +98,7 @@ static void go_on(qkv_storage *storage) {
     return;
   }
   if (error == 0) error = qkv_io_open(storage->io, "journal.new", true, &on->file);
+  if (error != 0) on->file = -1;
   if (error != 0) {
     end_rewriting(storage, error);
     return;

@@ -44,7 +44,7 @@ struct qkv_pool {
   size_t queue_length;
   size_t threads;
   bool stands_back;
-  int nice;  // of threads that do
+  int nice;
   pool_member *members;
 };
 
@@ -79,13 +79,14 @@ static void run_job(qkv_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
   qkv_precedence_give_way();
   job.run(job.context);
+  qkv_precedence_rest();
   pthread_mutex_lock(&pool->lock);
 }
 
 static void *thread_main(void *context) {
   const pool_member *self = context;
   qkv_pool *pool = self->pool;
-  if (pool->stands_back) qkv_precedence_stand_back(pool->nice);
+  (pool->stands_back ? qkv_precedence_stand_back : qkv_precedence_be_nice)(pool->nice);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);
@@ -138,6 +139,10 @@ qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qk
 }
 
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
+  return create(threads, queue_max, false, nice, pool, error);
+}
+
+qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
   return create(threads, queue_max, true, nice, pool, error);
 }
 

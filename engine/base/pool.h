@@ -21,9 +21,10 @@ typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
 
 // `threads` >= 0 (0: jobs are refused, loops run on the caller alone); `queue_max` jobs may wait.
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
-// The same with threads that stand back (engine/base/precedence.h), which have that nice value, and give way between
-// jobs.
+// The same with threads that have that nice value.
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
+// And stand back (engine/base/precedence.h); they give way before each job.
+qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
 // Runs what is queued, joins the threads, clears *pool.
 void qkv_pool_destroy(qkv_pool **pool);
 

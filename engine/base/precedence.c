@@ -1,6 +1,5 @@
 #include "engine/base/precedence.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -11,20 +10,24 @@
 #include <time.h>
 #include <unistd.h>
 
-static _Atomic int first;  // what goes first
-static _Atomic int aside;  // threads that wait for it
+static _Atomic int first;   // threads that compute what goes first
+static _Atomic int beside;  // threads that stand back and have a processor
+static _Atomic int aside;   // threads that wait for one
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t over;  // `first` has become 0
+static pthread_cond_t changed;  // `first` or `beside` has become less
+static int processors;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static _Thread_local bool stands_back;
-static _Thread_local int64_t goes_on_until;  // us: it has waited long enough
+static _Thread_local bool stands_back, works;  // the latter: is one of `beside`
+static _Thread_local int64_t goes_on_until;    // us: it has waited long enough
 
-static void make_condition(void) {
+static void make(void) {
+  cpu_set_t set;
+  processors = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
   pthread_condattr_t attributes;
   pthread_condattr_init(&attributes);
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&over, &attributes);
+  pthread_cond_init(&changed, &attributes);
   pthread_condattr_destroy(&attributes);
 }
 
@@ -34,45 +37,75 @@ static int64_t now_us(void) {
   return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-void qkv_precedence_begin(void) {
-  atomic_fetch_add(&first, 1);
+// Whoever comes to wait counts itself in `aside` before it looks at the others, so one of the two sees the other.
+static void wake(void) {
+  if (atomic_load(&aside) == 0) return;
+  pthread_mutex_lock(&lock);
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&lock);
 }
 
-// Whoever comes to wait counts itself in `aside` before it looks at `first`, so one of the two sees the other.
-void qkv_precedence_end(void) {
-  if (atomic_fetch_sub(&first, 1) != 1 || atomic_load(&aside) == 0) return;
-  pthread_mutex_lock(&lock);
-  pthread_cond_broadcast(&over);
-  pthread_mutex_unlock(&lock);
+void qkv_precedence_begin(int threads) {
+  atomic_fetch_add(&first, threads);
+}
+
+void qkv_precedence_end(int threads) {
+  atomic_fetch_sub(&first, threads);
+  wake();
+}
+
+void qkv_precedence_be_nice(int nice) {
+  const id_t self = (id_t)syscall(SYS_gettid);  // of this thread alone, as Linux has it
+  if (nice > 0) (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
 }
 
 void qkv_precedence_stand_back(int nice) {
   if (stands_back) return;
   stands_back = true;
-  pthread_once(&once, make_condition);
-  if (nice == 0) return;
-  const id_t self = (id_t)syscall(SYS_gettid);  // of this thread alone, as Linux has it
-  (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + nice);
+  pthread_once(&once, make);
+  qkv_precedence_be_nice(nice);
+}
+
+// One that neither what goes first has nor others that stand back.
+static bool take_processor(void) {
+  int now = atomic_load(&beside);
+  do {
+    const int before = atomic_load(&first);
+    if (before > 0 && before + now >= processors) return false;
+  } while (!atomic_compare_exchange_weak(&beside, &now, now + 1));
+  works = true;
+  return true;
 }
 
 // False where it has waited as long as it may.
-static bool wait_until_over(void) {
+static bool wait_for_processor(void) {
   const int64_t until = now_us() + QKV_WAY_GIVEN_US;
   const struct timespec deadline = {.tv_sec = until / 1000000, .tv_nsec = until % 1000000 * 1000};
   int code = 0;
   pthread_mutex_lock(&lock);
   atomic_fetch_add(&aside, 1);
-  while (atomic_load(&first) > 0 && code == 0) code = pthread_cond_timedwait(&over, &lock, &deadline);
+  while (!take_processor() && code == 0) code = pthread_cond_timedwait(&changed, &lock, &deadline);
   atomic_fetch_sub(&aside, 1);
   pthread_mutex_unlock(&lock);
-  return code == 0;
+  return works;
+}
+
+void qkv_precedence_rest(void) {
+  if (!works) return;
+  works = false;
+  atomic_fetch_sub(&beside, 1);
+  wake();
 }
 
 void qkv_precedence_give_way(void) {
   if (!stands_back) return;
-  if (atomic_load(&first) == 0) {
+  if (works) atomic_fetch_sub(&beside, 1);
+  works = false;
+  if (take_processor()) {
     (void)sched_yield();  // to those who have something to do with what comes first
-  } else if (now_us() >= goes_on_until && !wait_until_over()) {
-    goes_on_until = now_us() + QKV_WAY_TAKEN_US;
+    return;
   }
+  if (now_us() >= goes_on_until && !wait_for_processor()) goes_on_until = now_us() + QKV_WAY_TAKEN_US;
+  if (!works) atomic_fetch_add(&beside, 1);
+  works = true;
 }

@@ -493,14 +493,15 @@ void qkv_attend_show(qkv_attend *request) {
 }
 
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
-  qkv_precedence_begin();
+  const int threads = pool == NULL ? 1 : (int)qkv_pool_width(pool);
+  qkv_precedence_begin(threads);
   for (size_t i = 0; i < count; i++) {
     teach(&requests[i]);
     show(&requests[i]);
   }
   run_batch(pool, requests, count);
   qkvi_attend_sample(pool, requests, count);
-  qkv_precedence_end();
+  qkv_precedence_end(threads);
 }
 
 uint64_t qkv_attend_cost(const qkv_attend *request) {

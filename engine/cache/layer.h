@@ -23,6 +23,7 @@
 #ifndef QKV_ENGINE_CACHE_LAYER_H
 #define QKV_ENGINE_CACHE_LAYER_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 #include "engine/base/arena.h"
@@ -87,6 +88,7 @@ typedef struct qkv_layer {
   void **tail;           // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
   uint64_t *room;  // of whoever has the layer (arena.h), for what is appended or comes back; NULL: none
+  const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: nobody does
 } qkv_layer;
 
 // Coders outlive the layer.

@@ -301,11 +301,9 @@ static void apply(const append *a, const append_plan *plan) {
   tail_work work = {.blocks = layer->tail_count};
   if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
   for (;;) {
-    while (may_seal(a)) {
-      seal_first(a, &work);
-      qkv_precedence_give_way();
-    }
+    while (may_seal(a)) seal_first(a, &work);
     if (layer->length == a->end) break;
+    qkvi_layer_give_way(layer);
     fill_block(a, &work);
   }
   assert(work.blocks == plan->blocks);

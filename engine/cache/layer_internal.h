@@ -2,9 +2,11 @@
 #ifndef QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 #define QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/layer.h"
 
 // Bytes of the exact rows of one token, all KV heads, K and V.
@@ -56,6 +58,12 @@ void qkvi_seal_end(qkvi_seal_room *room);  // of one that was zeroed, too
 // The tail's first block becomes a page; qkvi_seal_cost was reserved, the array has room. The block stays, for the
 // caller to take off the tail.
 void qkvi_seal_page(qkv_layer *layer, qkvi_seal_room *room);
+
+// As qkv_precedence_give_way, by whoever has the layer; not while someone waits for it, perhaps attention itself.
+static inline void qkvi_layer_give_way(const qkv_layer *layer) {
+  if (layer->waiting == NULL || atomic_load_explicit(layer->waiting, memory_order_relaxed) == 0)
+    qkv_precedence_give_way();
+}
 
 // Where a token's row of a head lies in an exact block.
 static inline uint8_t *qkvi_block_row(const qkv_model *model, void *block, qkv_part part, uint64_t token,

@@ -188,7 +188,7 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qk
     fill_page(layer, i, now, page,
               snapshot->groups + snapshot->page_count * snapshot->kv_heads * 2 * QKV_PAGE_GROUPS);
     snapshot->page_count++;
-    qkv_precedence_give_way();
+    qkvi_layer_give_way(layer);
   }
 }
 

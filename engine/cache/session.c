@@ -14,6 +14,7 @@
 // them: whoever asks for a session's info never waits for one that runs.
 typedef struct locked_layer {
   pthread_rwlock_t lock;
+  _Atomic unsigned waiting;  // threads, for the lock
   qkv_layer layer;
   pthread_mutex_t info_lock;
   uint64_t length, durable;
@@ -88,12 +89,18 @@ bool qkv_session_expired(const qkv_session *session) {
 }
 
 static void lock_to_read(locked_layer *layer) {
+  if (pthread_rwlock_tryrdlock(&layer->lock) == 0) return;
+  atomic_fetch_add_explicit(&layer->waiting, 1, memory_order_relaxed);
   int failed = pthread_rwlock_rdlock(&layer->lock);
+  atomic_fetch_sub_explicit(&layer->waiting, 1, memory_order_relaxed);
   assert(failed == 0);
 }
 
 static void lock_to_write(locked_layer *layer) {
+  if (pthread_rwlock_trywrlock(&layer->lock) == 0) return;
+  atomic_fetch_add_explicit(&layer->waiting, 1, memory_order_relaxed);
   int failed = pthread_rwlock_wrlock(&layer->lock);
+  atomic_fetch_sub_explicit(&layer->waiting, 1, memory_order_relaxed);
   assert(failed == 0);
 }
 
@@ -318,6 +325,8 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                                        .backing = config->backing,
                                        .session = config->id},
                    qkv_coding_layer(coding, i));
+    atomic_init(&session->layers[i].waiting, 0);
+    session->layers[i].layer.waiting = &session->layers[i].waiting;
     publish(session, &session->layers[i]);
   }
   *out = session;

@@ -65,7 +65,6 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
     } else if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) {
       count++;
     }
-    qkv_precedence_give_way();
   }
   qkv_session_read_done(session, layer);
   const qkv_status status = count > 0 ? exchange(session, layer, cuts, count, report, error) : QKV_OK;
@@ -79,6 +78,7 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
     status = apply_piece(session, layer, snapshot, plan, i, report, error);
+    qkv_precedence_give_way();
   }
   report->pages_left += plan->page_count_all - plan->page_count;
   trim(qkvi_session_arena(session), report->bytes_freed - freed);

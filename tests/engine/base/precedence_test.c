@@ -1,6 +1,7 @@
 #include "engine/base/precedence.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -42,6 +43,7 @@ static void *work(void *context) {
     if (self->ways_given == 0) self->first_us = us;
     self->ways_given++;
   }
+  qkv_precedence_rest();
   return NULL;
 }
 
@@ -80,11 +82,11 @@ static void test_nice(void **state) {
 static void test_nobody_starves(void **state) {
   (void)state;
   worker self = {.stands_back = true};
-  qkv_precedence_begin();
+  qkv_precedence_begin(1000);
   const pthread_t thread = start(&self);
   await(&self, 100);
   end(&self, thread);
-  qkv_precedence_end();
+  qkv_precedence_end(1000);
   assert_true(self.first_us >= QKV_WAY_GIVEN_US);
 }
 
@@ -92,13 +94,13 @@ static void test_nobody_starves(void **state) {
 static void test_time_of_its_own(void **state) {
   (void)state;
   worker self = {.stands_back = true};
-  qkv_precedence_begin();
+  qkv_precedence_begin(1000);
   const double begin = now_us();
   const pthread_t thread = start(&self);
   await(&self, 1000);
   end(&self, thread);
   const double took = now_us() - begin;
-  qkv_precedence_end();
+  qkv_precedence_end(1000);
   assert_true(took < 1000.0 * QKV_WAY_GIVEN_US);
 }
 
@@ -106,8 +108,8 @@ static void test_time_of_its_own(void **state) {
 static void test_others_go_on(void **state) {
   (void)state;
   bool at_once = false;
-  qkv_precedence_begin();
-  qkv_precedence_begin();
+  qkv_precedence_begin(1000);
+  qkv_precedence_begin(1000);
   while (!at_once) {
     worker self = {0};
     const pthread_t thread = start(&self);
@@ -115,8 +117,8 @@ static void test_others_go_on(void **state) {
     end(&self, thread);
     at_once = self.first_us < QKV_WAY_GIVEN_US;
   }
-  qkv_precedence_end();
-  qkv_precedence_end();
+  qkv_precedence_end(1000);
+  qkv_precedence_end(1000);
 }
 
 // Whoever waits is woken: sooner than it would go on by itself. Without end where it is not.
@@ -125,20 +127,50 @@ static void test_the_end_wakes(void **state) {
   bool woken = false;
   while (!woken) {
     worker self = {.stands_back = true};
-    qkv_precedence_begin();
+    qkv_precedence_begin(1000);
     const pthread_t thread = start(&self);
     (void)usleep(QKV_WAY_GIVEN_US / 2);
     const bool waits = self.ways_given == 0;
-    qkv_precedence_end();
+    qkv_precedence_end(1000);
     await(&self, 1);
     end(&self, thread);
     woken = waits && self.first_us > 0 && self.first_us < QKV_WAY_GIVEN_US;
   }
 }
 
+// Who stands back has what processors attention leaves, one thread each.
+static void test_processors_that_are_left(void **state) {
+  (void)state;
+  cpu_set_t set;
+  assert_int_equal(sched_getaffinity(0, sizeof set, &set), 0);
+  const int most = CPU_COUNT(&set) - 1;
+  if (most == 0) skip();
+  qkv_precedence_begin(most);
+  qkv_precedence_stand_back(0);
+  qkv_precedence_give_way();  // the last one is this thread's
+  worker late = {.stands_back = true};
+  pthread_t thread = start(&late);
+  await(&late, 1);
+  end(&late, thread);
+  assert_true(late.first_us >= QKV_WAY_GIVEN_US);
+  qkv_precedence_rest();
+  bool at_once = false;
+  while (!at_once) {
+    worker next = {.stands_back = true};
+    thread = start(&next);
+    await(&next, 1);
+    end(&next, thread);
+    at_once = next.first_us < QKV_WAY_GIVEN_US;
+  }
+  qkv_precedence_end(most);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_nice), cmocka_unit_test(test_nobody_starves),
-                                     cmocka_unit_test(test_time_of_its_own), cmocka_unit_test(test_others_go_on),
-                                     cmocka_unit_test(test_the_end_wakes)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_nice),
+                                     cmocka_unit_test(test_nobody_starves),
+                                     cmocka_unit_test(test_time_of_its_own),
+                                     cmocka_unit_test(test_others_go_on),
+                                     cmocka_unit_test(test_the_end_wakes),
+                                     cmocka_unit_test(test_processors_that_are_left)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
