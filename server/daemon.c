@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
-#include <unistd.h>
 
+#include "engine/base/cpu.h"
 #include "server/block.h"
 #include "server/handlers.h"
 #include "server/lifetime.h"
@@ -106,9 +106,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
 // ---- Life ----
 
 static size_t compute_threads(const qkv_server_options *options) {
-  if (options->threads > 0) return (size_t)options->threads;
-  long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  return cores > 0 ? (size_t)cores : 1;
+  return (size_t)(options->threads > 0 ? options->threads : qkv_cpu_count());
 }
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {

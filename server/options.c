@@ -28,7 +28,7 @@ const qkv_option qkv_server_option_table[] = {
      "Where keys and values lie on a machine of several nodes: off, where the kernel likes, interleave, on all in "
      "turn, or local, on the node of the thread that writes them."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
-     "Compute threads, for encoding and attention; 0: one for each core."},
+     "Compute threads, for encoding and attention; 0: one for each processor that qkvd may use."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
      "Threads that read and answer calls; on few cores one is the fastest."},
     {"limit-message", QKV_OPTION_BYTES, AT(limit_message), "64MiB", 4096, 2047 * MIB, "BYTES",

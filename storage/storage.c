@@ -16,7 +16,7 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
-enum { ENCODERS_NICE = 10 };  // nobody waits for what they do but the disk
+enum { ENCODERS_NICE = 10 };  // what attends goes first
 
 void qkv_storage_config_init(qkv_storage_config *config) {
   *config = (qkv_storage_config){.io = "auto",

@@ -2,9 +2,11 @@
 
 #include <assert.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -97,4 +99,11 @@ void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
     if (length >= size) return;  // cut
   }
   if (length == 0) (void)snprintf(text, size, "none");
+}
+
+int qkv_cpu_count(void) {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more of them than the set has room for
+  return online > 0 ? (int)online : 1;
 }

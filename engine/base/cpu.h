@@ -30,4 +30,7 @@ void qkv_cpu_text(uint32_t flags, char *text, uint64_t size);
 // The reverse: "avx2,fma", "none". INVALID_ARGUMENT for a name that is none of these.
 qkv_status qkv_cpu_parse(const char *text, uint32_t *flags);
 
+// Processors that this process may run on; >= 1.
+int qkv_cpu_count(void);
+
 #endif

@@ -10,6 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "engine/base/cpu.h"
+
 static _Atomic int first;   // threads that compute what goes first
 static _Atomic int beside;  // threads that stand back and have a processor
 static _Atomic int aside;   // threads that wait for one
@@ -22,8 +24,7 @@ static _Thread_local bool stands_back, works;  // the latter: is one of `beside`
 static _Thread_local int64_t goes_on_until;    // us: it has waited long enough
 
 static void make(void) {
-  cpu_set_t set;
-  processors = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+  processors = qkv_cpu_count();
   pthread_condattr_t attributes;
   pthread_condattr_init(&attributes);
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -1,5 +1,6 @@
 #include "engine/base/cpu.h"
 
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -47,11 +48,27 @@ static void names_make_flags(void **state) {
   assert_int_equal(qkv_cpu_parse("avx2,none", &flags), QKV_INVALID_ARGUMENT);
 }
 
+// Those that are left to it, by taskset or a container's cpuset.
+static void test_count(void **state) {
+  (void)state;
+  cpu_set_t all, one;
+  assert_int_equal(sched_getaffinity(0, sizeof all, &all), 0);
+  assert_int_equal(qkv_cpu_count(), CPU_COUNT(&all));
+  int cpu = 0;
+  while (!CPU_ISSET(cpu, &all)) cpu++;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
+  assert_int_equal(qkv_cpu_count(), 1);
+  assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_text),
       cmocka_unit_test(test_flags_are_consistent),
       cmocka_unit_test(names_make_flags),
+      cmocka_unit_test(test_count),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
