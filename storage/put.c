@@ -122,14 +122,16 @@ static void buffer_done(qkv_io_request *request) {
             "offset", (json_int_t)buffer->offset, "error", strerror(request->error));
     qkvi_segment_fail(storage, segment);
   }
+  // The buffer, with its request, may be in use again before all of its records have ended.
   qkvi_put *finished[sizeof buffer->puts / sizeof *buffer->puts];
   const unsigned count = buffer->count;
+  const int error = request->error;
   memcpy((void *)finished, (void *)buffer->puts, count * sizeof *finished);
   buffer->next = storage->free_buffers;
   storage->free_buffers = buffer;
   for (unsigned i = 0; i < count; i++) {
     qkvi_put *put = finished[i];
-    if (request->error != 0) put->error = request->error;
+    if (error != 0) put->error = error;
     put->writing--;
     if (put->writing == 0 && !put->queued) written(storage, put);
   }
@@ -225,7 +227,8 @@ static void dequeue(qkv_storage *storage, qkvi_put *put) {
 
 // Gives the first of the queue its place. false: not now.
 static bool place_first(qkv_storage *storage, qkvi_put *put) {
-  if (put->copied == 0 && put->cancelled) {
+  // One that has its place keeps it: the segment counts on its bytes.
+  if (put->segment == QKVI_NO_SEGMENT && put->cancelled) {
     dequeue(storage, put);
     refuse(storage, put, QKV_CANCELLED);
     return true;

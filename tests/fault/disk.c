@@ -50,7 +50,7 @@ struct fault_disk {
   fault_plan plan;
   qkv_io *io;
   uv_idle_t *turns;
-  bool crashed;
+  bool crashed, held;
   uint64_t done;   // requests and names, against plan.crash_after
   uint64_t order;  // of writes and syncs
   uint64_t damaged_segments, damaged_journal;
@@ -300,6 +300,7 @@ static void turn(uv_idle_t *handle) {
     uv_idle_stop(handle);
     return;
   }
+  if (disk->held) return;
   // Some of what is in flight lands, in any order.
   for (uint64_t lands = 1 + fault_disk_random(disk, disk->flight_count); lands > 0; lands--) {
     const size_t which = (size_t)fault_disk_random(disk, disk->flight_count);
@@ -309,6 +310,19 @@ static void turn(uv_idle_t *handle) {
     const int64_t result = disk->crashed ? -EIO : perform(disk, &in);
     qkvi_io_finish(disk->io, in.request, result);
   }
+}
+
+bool fault_disk_land(fault_disk *disk, qkv_io_kind kind, size_t skip, int error) {
+  size_t at = 0;
+  for (; at < disk->flight_count; at++) {
+    if (disk->flights[at].request->kind == kind && skip-- == 0) break;
+  }
+  if (at == disk->flight_count) return false;
+  const flight in = disk->flights[at];
+  disk->flight_count--;
+  memmove(&disk->flights[at], &disk->flights[at + 1], (disk->flight_count - at) * sizeof in);
+  qkvi_io_finish(disk->io, in.request, error != 0 ? -error : perform(disk, &in));
+  return true;
 }
 
 static bool start(void *self, qkv_io_request *request) {
@@ -458,6 +472,10 @@ void fault_disk_destroy(fault_disk **disk) {
 void fault_disk_plan(fault_disk *disk, const fault_plan *plan) {
   disk->plan = *plan;
   disk->done = 0;
+}
+
+void fault_disk_hold(fault_disk *disk, bool held) {
+  disk->held = held;
 }
 
 void fault_disk_crash(fault_disk *disk) {

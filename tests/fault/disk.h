@@ -40,6 +40,11 @@ void fault_disk_destroy(fault_disk **disk);
 qkv_io *fault_disk_attach(fault_disk *disk, uv_loop_t *loop, unsigned depth);
 
 void fault_disk_plan(fault_disk *disk, const fault_plan *plan);
+// Held, nothing lands by itself. fault_disk_land lets one request of a kind land, the oldest behind `skip` others,
+// with `error` (an errno) or as the plan says. false: there is none.
+void fault_disk_hold(fault_disk *disk, bool held);
+bool fault_disk_land(fault_disk *disk, qkv_io_kind kind, size_t skip, int error);
+
 // Dead from now on: every request fails, nothing changes any more.
 void fault_disk_crash(fault_disk *disk);
 bool fault_disk_crashed(const fault_disk *disk);

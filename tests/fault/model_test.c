@@ -165,6 +165,11 @@ static bool writes_anew(const model *on) {
   return on->seed % 7 == 3 || on->seed % 7 == 5;
 }
 
+// Some have so few write buffers that records wait for one, also after they were given their place.
+static bool has_few_buffers(const model *on) {
+  return on->seed % 9 / 3 == 1;
+}
+
 static uint64_t payload_of(const model *on, uint64_t number, uint8_t payload[PAYLOAD_MAX]) {
   const uint64_t more = writes_anew(on) ? number * 7919 % (PAYLOAD_MAX - sizeof number) : 0;
   memcpy(payload, &number, sizeof number);
@@ -396,7 +401,7 @@ static qkv_status open_storage(model *on, uint64_t budget, qkv_error *error) {
   config.directory = "";
   config.segment_bytes = 1 << 20;
   config.bytes_max = budget;
-  config.dirty_bytes_max = 600000;
+  config.dirty_bytes_max = has_few_buffers(on) ? 4000000 : 600000;
   config.compact_bytes_per_s = 0;
   config.sync_ms = INT64_C(1) << 40;  // no clock decides anything
   config.encoders = 0;
@@ -407,6 +412,8 @@ static qkv_status open_storage(model *on, uint64_t budget, qkv_error *error) {
     on->storage->journal.rewrite_min = 128 << 10;
     on->storage->journal.piece_bytes = 16 << 10;
   }
+  for (int left = QKVI_WRITE_BUFFERS; has_few_buffers(on) && left > 2; left--)
+    on->storage->free_buffers = on->storage->free_buffers->next;
   on->storage->store = 1 + drawn(on, UINT64_C(1) << 60);
   on->storage->io = fault_disk_attach(on->disk, &on->storage->loop, 8);
   const qkv_storage_restore restore = {.context = on, .entry = tell_entry, .record = tell_record};
@@ -583,7 +590,7 @@ static uint64_t from_environment(const char *name, uint64_t otherwise) {
 // or in what this test took for granted.
 static void kept_seeds(void **state) {
   (void)state;
-  static const uint64_t seeds[] = {1, 25, 105, 330, 394, 560};
+  static const uint64_t seeds[] = {1, 4, 5, 25, 105, 330, 394, 560};
   if (getenv("QKV_FAULT_SEED") != NULL) skip();
   for (size_t i = 0; i < sizeof seeds / sizeof *seeds; i++) (void)run_seed(seeds[i]);
 }

@@ -1,0 +1,248 @@
+// Single faults at the one moment where they hurt: the disk is held, and its requests land one by one.
+#include <errno.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "engine/base/log.h"
+#include "storage/internal.h"
+#include "tests/fault/disk.h"
+
+enum { MIB = 1 << 20, SEGMENT = 16 << 20, SMALL = 1000, FULL = MIB - sizeof(qkv_record_header) };
+
+typedef struct moment {
+  fault_disk *disk;
+  qkv_storage *storage;
+  uint64_t session;
+  size_t told;  // records, by the last opening
+} moment;
+
+// A record that was put.
+typedef struct piece {
+  uint64_t number, size;
+  uint8_t *bytes;
+  bool ended, settled;  // written() has been called; nothing more will be
+  qkv_status status;    // the last one
+} piece;
+
+// ---- Doing ----
+
+static void count_record(void *context, const qkv_record_info *info) {
+  (void)info;
+  ((moment *)context)->told++;
+}
+
+static void open_storage(moment *on) {
+  qkv_storage_config config;
+  qkv_storage_config_init(&config);
+  config.directory = "";
+  config.segment_bytes = SEGMENT;
+  config.compact_bytes_per_s = 0;
+  config.sync_ms = INT64_C(1) << 40;
+  config.encoders = 0;
+  config.compress = false;
+  on->storage = qkvi_storage_create(&config);
+  on->storage->io = fault_disk_attach(on->disk, &on->storage->loop, 32);
+  on->told = 0;
+  const qkv_storage_restore restore = {.context = on, .record = count_record};
+  qkv_error error = {0};
+  if (qkvi_storage_open_over(on->storage, &restore, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+// Everything that can happen while the disk is held.
+static void turn(moment *on) {
+  for (int i = 0; i < 8; i++) qkvi_storage_turn(on->storage, false);
+}
+
+static void note_done(void *context, qkv_status status) {
+  *(qkv_status *)context = status;
+}
+
+static qkv_status journal(moment *on, qkv_journal_kind kind) {
+  qkv_status status = QKV_CANCELLED;  // which it never is
+  assert_int_equal(qkv_storage_journal(on->storage, kind, on->session, "x", 1, note_done, &status, NULL), QKV_OK);
+  while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
+  return status;
+}
+
+static void note_written(void *context, uint64_t record, qkv_status status) {
+  piece *made = context;
+  assert_true(!made->ended && record == made->number);
+  made->ended = true;
+  made->settled = status != QKV_OK;
+  made->status = status;
+}
+
+static void note_durable(void *context, uint64_t record, qkv_status status) {
+  piece *made = context;
+  assert_true(made->ended && !made->settled && record == made->number);
+  made->settled = true;
+  made->status = status;
+}
+
+static void put(moment *on, piece *made, uint64_t position, uint64_t size) {
+  *made = (piece){.size = size, .bytes = malloc(size)};
+  assert_non_null(made->bytes);
+  memset(made->bytes, (int)(1 + position % 255), size);
+  const qkv_storage_put_request request = {.meta = {.session = on->session, .position = position, .tokens = 1},
+                                           .payload = made->bytes,
+                                           .bytes = size,
+                                           .hurry = true,
+                                           .written = note_written,
+                                           .durable = note_durable,
+                                           .context = made};
+  assert_int_equal(qkv_storage_put(on->storage, &request, &made->number, NULL), QKV_OK);
+  turn(on);
+}
+
+static qkv_status settle(moment *on, const piece *made) {
+  while (!made->settled) qkvi_storage_turn(on->storage, true);
+  return made->status;
+}
+
+// The record is there and has its bytes.
+static void check(moment *on, const piece *made) {
+  uint8_t *bytes = malloc(made->size);
+  assert_non_null(bytes);
+  qkv_status status = QKV_CANCELLED;
+  qkv_storage_read(on->storage, on->session, made->number, bytes, made->size, note_done, &status);
+  while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
+  assert_int_equal(status, QKV_OK);
+  assert_memory_equal(bytes, made->bytes, made->size);
+  free(bytes);
+}
+
+static void free_pieces(piece *pieces, size_t count) {
+  for (size_t i = 0; i < count; i++) free(pieces[i].bytes);
+}
+
+static void keep_buffers(moment *on, int count) {
+  for (int left = QKVI_WRITE_BUFFERS; left > count; left--)
+    on->storage->free_buffers = on->storage->free_buffers->next;
+}
+
+// ---- Life ----
+
+static void begin(moment *on, uint64_t seed) {
+  *on = (moment){.disk = fault_disk_create(seed)};
+  open_storage(on);
+  on->session = qkv_storage_session_number(on->storage);
+  assert_int_equal(journal(on, QKV_JOURNAL_SESSION_OPEN), QKV_OK);
+}
+
+static void end(moment *on) {
+  qkv_storage_close(&on->storage);
+  fault_disk_destroy(&on->disk);
+}
+
+// ---- Writes ----
+
+// Two writes are under way, and behind them a buffer that is half full, when the segment fails. The next record goes
+// to another segment, and not into that buffer.
+static void a_failed_segment_keeps_its_buffer(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[7];
+  begin(&on, 1);
+  put(&on, &pieces[0], 0, SEGMENT / 2);
+  assert_int_equal(settle(&on, &pieces[0]), QKV_OK);
+  put(&on, &pieces[1], 1, SMALL);  // behind the middle: the next segment is made
+  assert_int_equal(settle(&on, &pieces[1]), QKV_OK);
+  while (on.storage->preparing) qkvi_storage_turn(on.storage, true);
+  assert_int_not_equal(on.storage->spare, QKVI_NO_SEGMENT);
+  fault_disk_hold(on.disk, true);
+  for (uint64_t i = 2; i < 5; i++) put(&on, &pieces[i], i, FULL);
+  put(&on, &pieces[5], 5, SMALL);
+  assert_true(fault_disk_land(on.disk, QKV_IO_WRITE, 0, EIO));
+  assert_non_null(on.storage->filling);
+  put(&on, &pieces[6], 6, SMALL);
+  fault_disk_hold(on.disk, false);
+  assert_int_equal(settle(&on, &pieces[2]), QKV_INTERNAL);
+  for (size_t i = 3; i < 7; i++) {
+    assert_int_equal(settle(&on, &pieces[i]), QKV_OK);
+    check(&on, &pieces[i]);
+  }
+  free_pieces(pieces, 7);
+  end(&on);
+}
+
+// A write fails that has records of compaction in it and one that was put. When the first of them has ended, whoever
+// waits for a buffer takes this one; the others have failed nevertheless.
+static void a_failed_write_fails_for_all_of_its_records(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[7];
+  begin(&on, 1);
+  for (uint64_t i = 0; i < 2; i++) put(&on, &pieces[i], i, SMALL);
+  for (size_t i = 0; i < 2; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_OK);
+  qkv_storage_close(&on.storage);  // seals their segment
+  open_storage(&on);
+  keep_buffers(&on, 3);
+  put(&on, &pieces[2], 2, SMALL);
+  assert_int_equal(settle(&on, &pieces[2]), QKV_OK);
+  fault_disk_hold(on.disk, true);
+  for (uint64_t i = 3; i < 5; i++) put(&on, &pieces[i], i, FULL);
+  qkv_status compacted = QKV_CANCELLED;
+  qkv_storage_compact(on.storage, 1.1, note_done, &compacted);
+  turn(&on);
+  while (fault_disk_land(on.disk, QKV_IO_READ, 0, 0)) turn(&on);
+  assert_int_equal(on.storage->compaction.moving, 2);
+  put(&on, &pieces[5], 5, SMALL);
+  put(&on, &pieces[6], 6, 3 * MIB);  // fills that buffer up, and waits for more
+  assert_null(on.storage->free_buffers);
+  assert_true(fault_disk_land(on.disk, QKV_IO_WRITE, 2, EIO));
+  fault_disk_hold(on.disk, false);
+  assert_int_equal(settle(&on, &pieces[5]), QKV_INTERNAL);
+  while (compacted == QKV_CANCELLED) qkvi_storage_turn(on.storage, true);
+  for (size_t i = 0; i < 5; i++) check(&on, &pieces[i]);
+  (void)settle(&on, &pieces[6]);
+  free_pieces(pieces, 7);
+  end(&on);
+}
+
+// A record has its place, but no buffer yet, when its session is closed.
+static void a_place_that_was_given_is_filled(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[3];
+  begin(&on, 1);
+  keep_buffers(&on, 2);
+  fault_disk_hold(on.disk, true);
+  for (uint64_t i = 0; i < 2; i++) put(&on, &pieces[i], i, FULL);
+  turn(&on);
+  while (on.storage->preparing) {
+    for (qkv_io_kind kind = QKV_IO_READ; kind <= QKV_IO_ALLOCATE; kind++) (void)fault_disk_land(on.disk, kind, 0, 0);
+    turn(&on);
+  }
+  put(&on, &pieces[2], 2, SMALL);
+  assert_null(on.storage->free_buffers);
+  qkvi_segment *segment = on.storage->segments[on.storage->current];
+  assert_int_equal(segment->placing, 1);
+  qkv_status closed = QKV_CANCELLED;
+  qkv_storage_session_close(on.storage, on.session, note_done, &closed);
+  turn(&on);
+  fault_disk_hold(on.disk, false);
+  for (size_t i = 0; i < 3; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_CANCELLED);
+  assert_int_equal(segment->placing, 0);  // or the storage could not be closed
+  free_pieces(pieces, 3);
+  end(&on);
+}
+
+int main(void) {
+  FILE *nowhere = fopen("/dev/null", "we");
+  if (nowhere != NULL) qkv_log_setup(nowhere, QKV_LOG_ERROR);
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(a_failed_segment_keeps_its_buffer),
+      cmocka_unit_test(a_failed_write_fails_for_all_of_its_records),
+      cmocka_unit_test(a_place_that_was_given_is_filled),
+  };
+  const int failed = cmocka_run_group_tests(tests, NULL, NULL);
+  if (nowhere != NULL) (void)fclose(nowhere);
+  return failed;
+}
