@@ -56,6 +56,9 @@ static void add_found(recovery *on, const qkv_record_header *header, const qkvi_
   }
   on->found[on->found_count++] = qkvi_entry_of(header, segment->slot);
   if (header->journal > on->journal_seen) on->journal_seen = header->journal;
+  // One that was written anew may be lost with its name, and leave records with numbers of its epoch.
+  const uint64_t numbers = header->record > header->journal ? header->record : header->journal;
+  if (numbers >> QKVI_EPOCH_SHIFT > on->epoch) on->epoch = numbers >> QKVI_EPOCH_SHIFT;
 }
 
 // By footer and summary. false: it has none, or they are damaged.
@@ -134,18 +137,35 @@ static void scan_records(recovery *on, qkvi_segment *segment) {
 }
 
 // What was written before the crash may not be durable yet: first that, then the footer.
-static int seal_now(recovery *on, qkvi_segment *segment) {
+static int write_tail(recovery *on, qkvi_segment *segment) {
+  int error = qkvi_segment_use(on->storage, segment);
+  if (error != 0) return error;
   const uint64_t bytes = qkvi_segment_tail_bytes(segment->headers_count);
   uint8_t *tail = qkvi_aligned(bytes);
   qkvi_segment_tail_make(tail, on->storage->store, segment->number, segment->end, segment->headers,
                          segment->headers_count);
-  int error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);
+  error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);
   if (error == 0) error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);
   if (error == 0) error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);
   if (error == 0) error = qkv_io_truncate(on->storage->io, segment->file, segment->end + bytes);
   free(tail);
   if (error == 0) segment->file_bytes = segment->end + bytes;
+  segment->users--;
   return error;
+}
+
+// Those without a footer get one, if anything in them lives.
+static void seal_segments(recovery *on) {
+  qkv_storage *storage = on->storage;
+  for (uint32_t i = 0; i < storage->segments_room; i++) {
+    qkvi_segment *segment = storage->segments[i];
+    if (segment == NULL || segment->state != QKVI_SEGMENT_SEALING) continue;
+    const bool failed = segment->live_records > 0 && write_tail(on, segment) != 0;
+    segment->state = failed ? QKVI_SEGMENT_FAILED : QKVI_SEGMENT_SEALED;
+    if (failed) continue;
+    free(segment->headers);
+    segment->headers = NULL;
+  }
 }
 
 static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) {
@@ -169,14 +189,9 @@ static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) 
     }
     free(header);
     if (status == QKV_OK && !read_sealed(on, segment)) {
+      segment->state = QKVI_SEGMENT_SEALING;
       scan_records(on, segment);
-      const bool sealable = segment->state == QKVI_SEGMENT_SEALED && segment->headers_count > 0;
-      if (sealable && seal_now(on, segment) != 0) segment->state = QKVI_SEGMENT_FAILED;
     }
-  }
-  if (segment->state == QKVI_SEGMENT_SEALED) {
-    free(segment->headers);
-    segment->headers = NULL;
   }
   segment->users--;  // it goes, if it is dead, when that is known
   return status;
@@ -261,7 +276,7 @@ static qkv_status write_journal(recovery *on, qkv_error *error) {
   }
 
 // The winner of several first: the highest number, and of its copies the one in the oldest segment: only what was
-// durable is ever copied, so the original is whole where a copy may be torn.
+// durable is ever copied, so the original is whole where a copy may be in doubt.
 static int compare(const void *a, const void *b) {
   const qkvi_entry *first = a, *second = b;
   ORDER(session)
@@ -278,6 +293,15 @@ static bool same_place(const qkvi_entry *a, const qkvi_entry *b) {
   return a->session == b->session && a->layer == b->layer && a->position == b->position && a->kind == b->kind;
 }
 
+// Of copies of one record, which `first` begins, the one that counts: with a footer behind it, where there is such.
+// What has none may have failed to become durable, and still be there to read until the power fails.
+static const qkvi_entry *best_copy(const recovery *on, const qkvi_entry *first, const qkvi_entry *end) {
+  for (const qkvi_entry *copy = first; copy < end && copy->record == first->record; copy++) {
+    if (on->storage->segments[copy->segment]->state == QKVI_SEGMENT_SEALED) return copy;
+  }
+  return first;
+}
+
 static void settle_records(recovery *on) {
   qkv_storage *storage = on->storage;
   uint64_t alive = 0;
@@ -288,8 +312,8 @@ static void settle_records(recovery *on) {
   }
   if (alive > 0) qsort(on->found, alive, sizeof *on->found, compare);
   for (uint64_t i = 0; i < alive; i++) {
-    const qkvi_entry *entry = &on->found[i];
-    if (i > 0 && same_place(entry, entry - 1)) continue;
+    if (i > 0 && same_place(&on->found[i], &on->found[i - 1])) continue;
+    const qkvi_entry *entry = best_copy(on, &on->found[i], on->found + alive);
     qkvi_segment *segment = storage->segments[entry->segment];
     qkvi_index_add(storage->index, entry);
     qkvi_segment_live(storage, segment, (int64_t)qkvi_record_extent(entry->stored_bytes), 1);
@@ -369,6 +393,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   free(bytes);
   if (status != QKV_OK) return status;
   settle_records(on);
+  seal_segments(on);
   return sift_entries(on, error);
 }
 

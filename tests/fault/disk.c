@@ -403,6 +403,7 @@ static int list(void *self, void (*each)(void *context, const char *name), void 
 static int sync_directory(void *self) {
   fault_disk *disk = self;
   if (step(disk) || fault_disk_chance(disk, disk->plan.name_error)) return -EIO;
+  if (disk->plan.directory_error > 0 && fault_disk_chance(disk, disk->plan.directory_error)) return -EIO;
   sync_names(disk, disk->change_count);
   forget_files(disk);
   return 0;

@@ -118,6 +118,13 @@ static void check(moment *on, const piece *made) {
   free(bytes);
 }
 
+static qkv_status compact(moment *on, double live_share) {
+  qkv_status status = QKV_CANCELLED;
+  qkv_storage_compact(on->storage, live_share, note_done, &status);
+  while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
+  return status;
+}
+
 static void free_pieces(piece *pieces, size_t count) {
   for (size_t i = 0; i < count; i++) free(pieces[i].bytes);
 }
@@ -234,6 +241,82 @@ static void a_place_that_was_given_is_filled(void **state) {
   end(&on);
 }
 
+// ---- Copies ----
+
+// A copy of a record is written and fails to become durable, another one replaces the original. A start that finds
+// both takes the one that is there when the power fails.
+static void a_copy_in_doubt_does_not_count(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[3];
+  begin(&on, 1);
+  put(&on, &pieces[0], 0, SMALL);
+  assert_int_equal(settle(&on, &pieces[0]), QKV_OK);
+  qkv_storage_close(&on.storage);
+  open_storage(&on);
+  put(&on, &pieces[1], 1, SMALL);
+  assert_int_equal(settle(&on, &pieces[1]), QKV_OK);
+  fault_disk_plan(on.disk, &(fault_plan){.sync_error = 1});
+  fault_disk_hold(on.disk, true);
+  put(&on, &pieces[2], 2, 6 * MIB);  // keeps its segment from being compacted
+  qkv_status compacted = QKV_CANCELLED;
+  qkv_storage_compact(on.storage, 0.3, note_done, &compacted);
+  turn(&on);
+  assert_true(fault_disk_land(on.disk, QKV_IO_READ, 0, 0));
+  fault_disk_hold(on.disk, false);
+  while (compacted == QKV_CANCELLED) qkvi_storage_turn(on.storage, true);
+  assert_int_equal(compacted, QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(settle(&on, &pieces[2]), QKV_INTERNAL);
+  fault_disk_plan(on.disk, &(fault_plan){0});
+  assert_int_equal(compact(&on, 0.3), QKV_OK);
+  assert_int_equal(on.storage->stats.compactions, 2);
+  qkv_storage_close(&on.storage);
+  fault_disk_restart(on.disk, false);
+  open_storage(&on);
+  assert_int_equal(on.told, 3);
+  fault_disk_crash(on.disk);
+  qkv_storage_close(&on.storage);
+  fault_disk_restart(on.disk, true);
+  open_storage(&on);
+  for (size_t i = 0; i < 2; i++) check(&on, &pieces[i]);
+  free_pieces(pieces, 3);
+  end(&on);
+}
+
+// ---- Names ----
+
+// The journal is written anew, the directory's sync fails, numbers of the new epoch are given out, and the power
+// fails, which brings the old journal back. They are not given again.
+static void numbers_are_given_once(void **state) {
+  (void)state;
+  for (uint64_t seed = 1; seed <= 8; seed++) {
+    moment on;
+    piece pieces[3];
+    begin(&on, seed);
+    put(&on, &pieces[0], 0, SMALL);  // into a segment that needs no directory any more
+    assert_int_equal(settle(&on, &pieces[0]), QKV_OK);
+    on.storage->journal.rewrite_at = 0;
+    fault_disk_plan(on.disk, &(fault_plan){.directory_error = 1});
+    assert_int_equal(journal(&on, QKV_JOURNAL_SESSION_NOTE), QKV_INTERNAL);
+    fault_disk_plan(on.disk, &(fault_plan){0});
+    put(&on, &pieces[1], 1, SMALL);
+    assert_int_equal(settle(&on, &pieces[1]), QKV_OK);
+    const uint64_t session = qkv_storage_session_number(on.storage);
+    fault_disk_crash(on.disk);
+    qkv_storage_close(&on.storage);
+    fault_disk_restart(on.disk, true);
+    open_storage(&on);
+    assert_int_equal(on.told, 2);
+    assert_true(qkv_storage_session_number(on.storage) > session);
+    put(&on, &pieces[2], 2, SMALL);
+    assert_true(pieces[2].number > pieces[1].number);
+    assert_int_equal(settle(&on, &pieces[2]), QKV_OK);
+    for (size_t i = 0; i < 3; i++) check(&on, &pieces[i]);
+    free_pieces(pieces, 3);
+    end(&on);
+  }
+}
+
 int main(void) {
   FILE *nowhere = fopen("/dev/null", "we");
   if (nowhere != NULL) qkv_log_setup(nowhere, QKV_LOG_ERROR);
@@ -241,6 +324,8 @@ int main(void) {
       cmocka_unit_test(a_failed_segment_keeps_its_buffer),
       cmocka_unit_test(a_failed_write_fails_for_all_of_its_records),
       cmocka_unit_test(a_place_that_was_given_is_filled),
+      cmocka_unit_test(a_copy_in_doubt_does_not_count),
+      cmocka_unit_test(numbers_are_given_once),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   if (nowhere != NULL) (void)fclose(nowhere);
