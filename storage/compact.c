@@ -105,7 +105,9 @@ void qkvi_compact_consider(qkv_storage *storage) {
     const qkvi_entry *entry = qkvi_index_at(storage->index, place);
     if (entry != NULL && entry->segment == segment->slot) compaction->records[compaction->count++] = entry->record;
   }
-  uv_timer_start(&storage->compact_tick, qkvi_compact_tick, TICK_MS, TICK_MS);
+  // Without a rate only what was asked for is done, at once.
+  if (storage->config.compact_bytes_per_s > 0)
+    uv_timer_start(&storage->compact_tick, qkvi_compact_tick, TICK_MS, TICK_MS);
   qkvi_compact_go(storage);
 }
 
