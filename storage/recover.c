@@ -168,6 +168,22 @@ static void seal_segments(recovery *on) {
   }
 }
 
+// One that is damaged is none: its records are read all the same. But nothing is taken for dead, and removed, because
+// it is not understood.
+static qkv_status check_header(recovery *on, const qkvi_segment_header *header, uint64_t number, qkv_error *error) {
+  if (qkvi_segment_header_check(header, on->storage->store, number) == NULL) {
+    if (header->epoch > on->epoch) on->epoch = header->epoch;
+    return QKV_OK;
+  }
+  if (header->magic == QKVI_SEGMENT_MAGIC && header->version > QKVI_SEGMENT_VERSION)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "segment %" PRIu64 " has version %u, known is %u", number,
+                    header->version, QKVI_SEGMENT_VERSION);
+  if (qkvi_segment_header_check(header, 0, number) == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION,
+                    "segment %" PRIu64 " is not of the store that journal.qkv is of; move one of them away", number);
+  return QKV_OK;
+}
+
 static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) {
   qkv_storage *storage = on->storage;
   qkvi_segment *segment = qkvi_segment_add(storage, number, QKVI_SEGMENT_SEALED, 0);
@@ -175,17 +191,13 @@ static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) 
   int code = qkvi_segment_use(storage, segment);
   if (code != 0) return failed(error, "a segment cannot be opened", code);
   code = qkv_io_size(storage->io, segment->file, &segment->file_bytes);
+  if (code != 0) return failed(error, "a segment's size", code);
   segment->file_bytes = segment->file_bytes / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
   qkv_status status = QKV_OK;
-  if (code == 0 && segment->file_bytes >= 2 * (uint64_t)QKV_STORAGE_BLOCK) {
+  if (segment->file_bytes >= 2 * (uint64_t)QKV_STORAGE_BLOCK) {
     qkvi_segment_header *header = (qkvi_segment_header *)qkvi_aligned(QKV_STORAGE_BLOCK);
     if (request_now(on, QKV_IO_READ, segment->file, 0, header, QKV_STORAGE_BLOCK) == 0) {
-      const char *wrong = qkvi_segment_header_check(header, storage->store, number);
-      if (wrong == NULL && header->epoch > on->epoch) on->epoch = header->epoch;
-      if (wrong != NULL && header->magic == QKVI_SEGMENT_MAGIC && header->version > QKVI_SEGMENT_VERSION) {
-        status = qkv_fail(error, QKV_FAILED_PRECONDITION, "segment %" PRIu64 " has version %u, known is %u", number,
-                          header->version, QKVI_SEGMENT_VERSION);
-      }
+      status = check_header(on, header, number, error);
     }
     free(header);
     if (status == QKV_OK && !read_sealed(on, segment)) {

@@ -75,9 +75,9 @@ typedef struct qkv_storage_restore {
 } qkv_storage_restore;
 
 // Recovers what is there and starts the storage thread. FAILED_PRECONDITION: another process has the directory, or
-// it has segments and no journal. INVALID_ARGUMENT: a field of the config. PERMISSION_DENIED, NOT_FOUND, INTERNAL:
-// what the system said. DATA_LOSS: both headers of the journal are damaged. UNAVAILABLE: io_uring is asked for and
-// refused.
+// it has segments and no journal, or some of another store or a later version. INVALID_ARGUMENT: a field of the
+// config. PERMISSION_DENIED, NOT_FOUND, INTERNAL: what the system said. DATA_LOSS: both headers of the journal are
+// damaged. UNAVAILABLE: io_uring is asked for and refused.
 qkv_status qkv_storage_open(const qkv_storage_config *config, const qkv_storage_restore *restore,
                             qkv_storage **storage, qkv_error *error);
 // Finishes what has been submitted, seals, syncs, stops the thread. Batches must have been destroyed.

@@ -268,6 +268,33 @@ static void a_missing_journal_is_refused(void **state) {
   assert_non_null(strstr(error.text, "no journal.qkv"));
 }
 
+// A segment that this store does not understand keeps it from opening, and stays.
+static void foreign_segments_are_refused(void **state) {
+  scene *on = *state;
+  char path[128], aside[140];
+  qkv_error error = {0};
+  scene_open(on);
+  scene_put(on, scene_session(on), 0, 0, 3000);
+  scene_close(on);
+  scene_file(on, "segment-", path);
+  (void)snprintf(aside, sizeof aside, "%s.aside", on->directory);
+  assert_int_equal(rename(path, aside), 0);
+  char journal[128];
+  scene_file(on, "journal.qkv", journal);
+  assert_int_equal(unlink(journal), 0);
+  scene_open(on);
+  scene_close(on);
+  assert_int_equal(rename(aside, path), 0);
+  assert_int_equal(scene_try_open(on, &error), QKV_FAILED_PRECONDITION);
+  assert_non_null(strstr(error.text, "is not of the store"));
+  scene_damage(path, 8);  // its version, which is 17 now
+  error = (qkv_error){0};
+  assert_int_equal(scene_try_open(on, &error), QKV_FAILED_PRECONDITION);
+  assert_non_null(strstr(error.text, "has version 17"));
+  assert_int_equal(unlink(path), 0);
+  scene_open(on);
+}
+
 static void damage_is_data_loss(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -402,6 +429,7 @@ int main(void) {
       BOTH(dropped_records_are_gone),
       BOTH(a_second_storage_is_refused),
       BOTH(a_missing_journal_is_refused),
+      BOTH(foreign_segments_are_refused),
       BOTH(damage_is_data_loss),
       BOTH(a_lost_footer_costs_nothing),
       BOTH(recovery_reads_little),
