@@ -13,13 +13,14 @@
 #include "engine/cache/store.h"
 
 typedef struct qkvi_memory {
-  int64_t left;  // bytes beyond what is in use that malloc did not give back the last time
+  uint64_t used;  // bytes of the heap that are in use, or were: it follows what is freed some seconds behind
+  int64_t left;   // bytes beyond what is in use that malloc did not give back the last time
 } qkvi_memory;
 
 // What malloc keeps at the end of each arena: up to a 64th of memory-budget, 4 to 16 MiB.
 void qkvi_memory_setup(int64_t budget);
-// Gives back what malloc keeps beyond a 64th of memory-budget, and what sessions that are gone have left of theirs,
-// and makes the heap's pages whole. Takes milliseconds; meant for four times a second.
+// Gives back what malloc keeps beyond a 64th of memory-budget, and, within some ten seconds, what sessions that are
+// gone have left of theirs, and makes the heap's pages whole. Takes milliseconds; meant for four times a second.
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
 int64_t qkvi_memory_resident(void);

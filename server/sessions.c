@@ -158,7 +158,6 @@ static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t 
   QKV_TRY(qkv_session_seal(session, error));
   QKV_TRY(qkvi_spill_sync(daemon->spill, session, error));
   (void)qkv_session_evict(session, UINT64_MAX, true);
-  qkv_arena_trim(qkv_store_arena(daemon->store));
   const uint64_t after = held_bytes(session);
   *bytes_freed = before > after ? before - after : 0;
   return QKV_OK;

@@ -156,7 +156,7 @@ static void run_rounds(const qkv_bench_settings *settings, pile *p, findings *fo
     thin(p, 50 + below(&p->seed, 40), round % 3 == 0 ? 1 : 1 + below(&p->seed, 64));
     if (round % 5 != 4) continue;
     if (p->heap != NULL) {
-      qkv_heap_trim(p->heap);
+      qkv_heap_trim(p->heap, 0);
     } else {
       (void)malloc_trim(0);
     }

@@ -2,7 +2,6 @@
 
 #include <assert.h>
 #include <inttypes.h>
-#include <malloc.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -133,11 +132,6 @@ qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size
     subtract(&arena->claimed, less - more);
   }
   return QKV_OK;
-}
-
-void qkv_arena_trim(qkv_arena *arena) {
-  qkv_heap_trim(arena->heap);
-  (void)malloc_trim(0);
 }
 
 qkv_heap *qkv_arena_heap(const qkv_arena *arena) {

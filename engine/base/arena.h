@@ -67,10 +67,6 @@ void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes);
 void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes);
 qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error);
 
-// Gives what has been freed back to the machine (qkv_heap_trim, and as far as malloc has whole pages). Takes
-// milliseconds where much is held: for whoever has just freed megabytes.
-void qkv_arena_trim(qkv_arena *arena);
-
 // Borrowed.
 qkv_heap *qkv_arena_heap(const qkv_arena *arena);
 

@@ -248,9 +248,10 @@ void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes) {
   (void)pthread_mutex_unlock(&heap->lock);
 }
 
-void qkv_heap_trim(qkv_heap *heap) {
+void qkv_heap_trim(qkv_heap *heap, uint64_t used) {
   (void)pthread_mutex_lock(&heap->lock);
-  give_back(heap, heap->used + heap->used / 32 + TILE);
+  const uint64_t left = used > heap->used ? used : heap->used;
+  give_back(heap, left + left / 32 + TILE);
   if (heap->resident <= resident_limit(heap)) heap->resident_next = resident_limit(heap);
   (void)pthread_mutex_unlock(&heap->lock);
 }

@@ -60,9 +60,9 @@ void *qkv_heap_alloc(qkv_heap *heap, size_t bytes);
 // `bytes` as they were asked for (asserted as far as a hole would lie in a hole). NULL is none.
 void qkv_heap_free(qkv_heap *heap, void *block, size_t bytes);
 
-// Holes go back to the machine until a 32nd of what is used and a tile is left of them, as far as tiles are not
-// nearly full. Takes a millisecond for some hundred MiB.
-void qkv_heap_trim(qkv_heap *heap);
+// Holes go back to the machine until no more is resident than `used` bytes, or what is in use where that is more,
+// with a 32nd and a tile; as far as tiles are not nearly full. Takes a millisecond for some hundred MiB.
+void qkv_heap_trim(qkv_heap *heap, uint64_t used);
 // Tiles that have been split and are nearly full again become pages of 2 MiB, some of them. For now and then.
 void qkv_heap_tend(qkv_heap *heap);
 

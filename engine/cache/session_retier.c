@@ -9,23 +9,13 @@
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
 
-enum { PIECE = 8 };                          // pages that are cut while a layer is read once
-static const uint64_t TRIM_BYTES = 4 << 20;  // and a part of what is in use: freed between two trims
-static const uint64_t TRIM_PART = 64;
+enum { PIECE = 8 };  // pages that are cut while a layer is read once
 
 static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   if (layer < model->layers) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
                   model->name, model->layers);
-}
-
-static void trim(qkv_arena *arena, uint64_t freed) {
-  static _Atomic uint64_t waiting;
-  const uint64_t all = atomic_fetch_add_explicit(&waiting, freed, memory_order_relaxed) + freed;
-  if (freed == 0 || all < TRIM_BYTES + qkv_arena_read(arena).bytes_used / TRIM_PART) return;
-  if (atomic_exchange_explicit(&waiting, 0, memory_order_relaxed) == 0) return;  // another thread does it
-  qkv_arena_trim(arena);
 }
 
 // ---- Plans ----
@@ -74,14 +64,12 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
 
 static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_snapshot *snapshot,
                         const qkv_retier_plan *plan, qkv_retier_report *report, qkv_error *error) {
-  const uint64_t freed = report->bytes_freed;
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
     status = apply_piece(session, layer, snapshot, plan, i, report, error);
     qkv_precedence_give_way();
   }
   report->pages_left += plan->page_count_all - plan->page_count;
-  trim(qkvi_session_arena(session), report->bytes_freed - freed);
   return status;
 }
 

@@ -1,7 +1,7 @@
 // A session's tokens at other tiers: on request, or step by step in the background; and what is known of them.
 //
 // Work is done in pieces: a layer is read while a few images are built, and written only to swap their pointers, so
-// appends and attends go on in between. What was freed goes back to the machine now and then (qkv_arena_trim).
+// appends and attends go on in between.
 //
 // Threads: any that may wait for a layer. None of this counts as a use of the session. Two that re-tier one session
 // at a time get along: a plan's pages that have changed meanwhile are left out.

@@ -81,9 +81,9 @@ def test_demotion_gives_memory_back_to_the_machine(name):
         before, held = daemon.rss_bytes(), cache.info().bytes_coded
         assert held > 32 << 20
         (said,) = lines("demote", name, "--bits", "1", "--even", "--target", daemon.target)
-        fallen = before - daemon.rss_bytes()
         assert said["bytes_freed"] == held - cache.info().bytes_coded > 0.8 * held
-        assert fallen > 0.7 * said["bytes_freed"], (said, fallen)  # or more: malloc gives back what it kept, too
+        # or more: malloc gives back what it kept, too
+        wait_for(lambda: before - daemon.rss_bytes() > 0.7 * said["bytes_freed"], "the memory is kept")
 
 
 def test_thresholds_decide_in_the_background(name):

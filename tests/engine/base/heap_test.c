@@ -51,7 +51,7 @@ static void blocks_are_aligned_and_apart(void **state) {
   qkv_heap_free(heap, NULL, 1);
   assert_valid(heap);
   assert_int_equal(qkv_heap_read(heap).bytes_used, 0);
-  qkv_heap_trim(heap);
+  qkv_heap_trim(heap, 0);
   assert_true(qkv_heap_read(heap).bytes_resident <= TILE);
   assert_valid(heap);
   qkv_heap_destroy(&heap);
@@ -243,7 +243,7 @@ static void resident_memory_stays_within_a_tenth(void **state) {
         drop(&p, p.count - 1 - random_below(&p.seed, 1 + from / 2));
       if (p.count > from) drop(&p, from);
     }
-    if (round % 2 == 0) qkv_heap_trim(p.heap);
+    if (round % 2 == 0) qkv_heap_trim(p.heap, 0);
     const uint64_t left = within(&p, bytes_max, first);
     printf("in use %3llu MiB, resident %3llu; then %3llu and %3llu%s, %llu pages of 2 MiB split\n",
            (unsigned long long)(full / MIB), (unsigned long long)(resident / MIB), (unsigned long long)(p.used / MIB),
@@ -252,7 +252,7 @@ static void resident_memory_stays_within_a_tenth(void **state) {
     if (round % 2 == 0) assert_true(left <= p.used + p.used / 10 + 2 * TILE);
   }
   while (p.count > 0) drop(&p, p.count - 1);
-  qkv_heap_trim(p.heap);
+  qkv_heap_trim(p.heap, 0);
   assert_valid(p.heap);
   assert_true(resident_of(first, bytes_max) <= TILE);
   assert_int_equal(qkv_heap_read(p.heap).tiles_split, 0);
@@ -276,7 +276,7 @@ static void split_tiles_become_whole(void **state) {
   for (size_t i = 0; i < BLOCKS; i++) {
     if (i % 4 != 0) qkv_heap_free(heap, blocks[i], bytes);
   }
-  qkv_heap_trim(heap);
+  qkv_heap_trim(heap, 0);
   assert_true(qkv_heap_read(heap).tiles_split >= 3);
   assert_valid(heap);
   for (size_t i = 0; i < BLOCKS; i++) {
@@ -314,7 +314,7 @@ static void *work(void *context) {
     at->block = qkv_heap_alloc(own->heap, at->bytes);
     at->block[0] = (uint8_t)(uintptr_t)own;
     at->block[at->bytes - 1] = (uint8_t)at->bytes;
-    if (round % 64 == 0) qkv_heap_trim(own->heap);
+    if (round % 64 == 0) qkv_heap_trim(own->heap, 0);
     if (round % 64 == 32) qkv_heap_tend(own->heap);
   }
   for (size_t i = 0; i < HELD; i++) qkv_heap_free(own->heap, held[i].block, held[i].bytes);
