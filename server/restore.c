@@ -2,7 +2,7 @@
 
 #include <inttypes.h>
 #include <sched.h>
-#include <stdlib.h>
+#include <stdatomic.h>
 
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
@@ -14,13 +14,17 @@ typedef struct restoring {
   qkvi_restoring here;  // in the list of those under way
   qkvi_spill *spill;
   qkvi_wanted wanted;
-  bool ahead;      // nobody waits for it
-  uint64_t most;   // of memory-budget in use, then
-  uint64_t room;   // for what comes back, and beside it
-  uint64_t bytes;  // that have come back
+  bool ahead;     // nobody waits for it
+  uint64_t most;  // of memory-budget in use, then
+  uint64_t room;  // for what comes back, and beside it
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
-  uint8_t *image;
+  qkv_storage_batch *batch;  // of these pages
+  _Atomic size_t next;       // the first of them that no thread has taken
+  _Atomic uint64_t bytes;    // that have come back
+  // Of the first page that has failed; under spill->lock.
+  size_t failed;
+  qkv_error error;
 } restoring;
 
 // ---- One at a time ----
@@ -90,21 +94,44 @@ static bool still_open(const restoring *all) {
   return same;
 }
 
-static qkv_status restore_page(restoring *all, qkv_storage_batch *batch, size_t i, qkv_error *error) {
+static qkv_status restore_page(restoring *all, size_t i, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
+  qkv_arena *arena = qkv_store_arena(all->spill->store);
   qkv_error reason = {0};
-  qkv_status status = qkv_storage_batch_wait(batch, i, all->image, page->bytes, &reason);
+  void *image = qkv_arena_alloc_beside(arena, page->bytes);
+  qkv_status status = qkv_storage_batch_wait(all->batch, i, image, page->bytes, &reason);
+  if (status != QKV_OK) qkv_arena_free_beside(arena, image, page->bytes);
   if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
   if (status == QKV_NOT_FOUND && !still_open(all))
     return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->wanted.session));
   if (status != QKV_OK) return fail(all, page, &reason, error);
-  status = qkv_session_restore(all->wanted.session, all->wanted.layer, &all->room, page, all->image, &reason);
+  status = qkv_session_restore(all->wanted.session, all->wanted.layer, &all->room, page, image, &reason);
   if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
   if (status != QKV_OK) return qkv_fail(error, status, "%s", reason.text);
-  all->bytes += page->bytes;
+  atomic_fetch_add_explicit(&all->bytes, page->bytes, memory_order_relaxed);
   qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_PAGES], 1);
   qkv_metric_add(&all->spill->metrics[QKV_METRIC_RESTORED_BYTES], page->bytes);
   return QKV_OK;
+}
+
+// A thread's part of the pages: the next one, until there are no more or one has failed.
+static void restore_pages(void *context, size_t index, size_t worker) {
+  restoring *all = context;
+  (void)index;
+  (void)worker;
+  for (size_t i; (i = atomic_fetch_add(&all->next, 1)) < all->count;) {
+    qkv_error error = {0};
+    const qkv_status status = restore_page(all, i, &error);
+    (void)sched_yield();  // attends of what is in memory go first
+    if (status == QKV_OK) continue;
+    atomic_store(&all->next, all->count);
+    qkvi_spill_lock(all->spill);
+    if (i < all->failed) {
+      all->failed = i;
+      all->error = error;
+    }
+    qkvi_spill_unlock(all->spill);
+  }
 }
 
 // What nobody has asked for takes what leaves at once.
@@ -121,24 +148,20 @@ static qkv_status take_room(restoring *all, uint64_t bytes) {
 static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   qkv_storage_item items[CHUNK_PAGES];
   const uint64_t session = qkv_session_config_of(all->wanted.session)->id;
-  uint64_t bytes = 0, largest = 0;
+  uint64_t bytes = 0;
   for (size_t i = 0; i < all->count; i++) {
     items[i] = (qkv_storage_item){.session = session, .record = all->pages[i].record};
     bytes += qkv_arena_cost(all->pages[i].bytes);
-    if (all->pages[i].bytes > largest) largest = all->pages[i].bytes;
   }
   if (all->ahead) QKV_TRY(take_room(all, bytes));
-  all->image = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(largest));
-  if (all->image == NULL) abort();
-  qkv_storage_batch *batch = qkv_storage_batch_create(all->spill->storage, items, all->count, all->here.window);
-  qkv_status status = QKV_OK;
-  for (size_t i = 0; i < all->count && status == QKV_OK; i++) {
-    status = restore_page(all, batch, i, error);
-    (void)sched_yield();  // attends of what is in memory go first
-  }
-  qkv_storage_batch_destroy(&batch);
-  free(all->image);
-  return status;
+  all->batch = qkv_storage_batch_create(all->spill->storage, items, all->count, all->here.window);
+  atomic_store(&all->next, 0);
+  all->failed = all->count;
+  const size_t width = qkv_pool_width(all->spill->restorers);
+  qkv_pool_loop(all->spill->restorers, width < all->count ? width : all->count, restore_pages, all);
+  qkv_storage_batch_destroy(&all->batch);
+  if (all->failed == all->count) return QKV_OK;
+  return qkv_fail(error, all->error.status, "%s", all->error.text);
 }
 
 static qkv_status restore_chunks(restoring *all, qkv_error *error) {
@@ -206,5 +229,5 @@ uint64_t qkvi_restore_ahead(qkvi_spill *spill, const qkvi_wanted *wanted, uint64
   (void)restore_chunks(&all, &error);
   qkvi_spill_unclaim(spill, &all.room);
   leave(&all);
-  return all.bytes;
+  return atomic_load(&all.bytes);
 }

@@ -10,13 +10,14 @@
 #include <string.h>
 #include <time.h>
 
+#include "engine/base/cpu.h"
 #include "engine/base/precedence.h"
 #include "engine/cache/session_spill.h"
 #include "server/contract.h"
 #include "server/metrics.h"
 #include "server/spill_internal.h"
 
-enum { SYNC_WAIT_MS = 30000, PAUSE_MS = 250, PAUSE_MAX_MS = 30000 };
+enum { SYNC_WAIT_MS = 30000, PAUSE_MS = 250, PAUSE_MAX_MS = 30000, RESTORERS_MAX = 3 };
 
 int64_t qkvi_spill_now_ms(void) {
   struct timespec now;
@@ -578,7 +579,9 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
   init_locks(spill);
   init_backing(spill, &spill->backings[0], false);
   init_backing(spill, &spill->backings[1], true);
-  qkv_status status = reserve_buffers(spill, options, error);
+  const int others = qkv_cpu_count() - 1, helpers = others < RESTORERS_MAX ? others : RESTORERS_MAX;
+  qkv_status status = qkv_pool_create(helpers > 0 ? (size_t)helpers : 0, 0, &spill->restorers, error);
+  if (status == QKV_OK) status = reserve_buffers(spill, options, error);
   if (status == QKV_OK) status = qkvi_spill_recover(spill, options, dirty_bytes(spill, options), error);
   if (status == QKV_OK && pthread_create(&spill->thread, NULL, work, spill) != 0) abort();
   if (status == QKV_OK) {
@@ -631,6 +634,7 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
     qkvi_spill_unlock(old);
     (void)pthread_join(old->thread, NULL);
   }
+  qkv_pool_destroy(&old->restorers);
   if (old->storage != NULL) qkv_storage_close(&old->storage);
   qkv_arena_unreserve(qkv_store_arena(old->store), old->buffer_bytes + old->directory_bytes);
   for (qkvi_known *known = old->known, *next; known != NULL; known = next) {

@@ -60,6 +60,7 @@ struct qkvi_spill {
   qkv_storage *storage;
   qkv_metric_value *metrics;
   qkvi_backing backings[2];  // ASYNC, SYNC
+  qkv_pool *restorers;       // that help whoever brings pages back
 
   pthread_mutex_t lock;  // of everything down to `holds`; nothing is waited for under it but `moved`
   pthread_cond_t moved;  // `steps` has grown

@@ -2,7 +2,6 @@
 
 #include <assert.h>
 #include <stdatomic.h>
-#include <string.h>
 
 #include "engine/cache/session_internal.h"
 
@@ -44,7 +43,7 @@ uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait) {
   uint64_t freed = 0;
   if (qkv_session_config_of(session)->backing == NULL) return 0;
   const uint32_t layers = qkv_session_model(session)->layers, last = qkv_session_last_layer(session);
-  for (uint32_t i = 0; i < layers && freed < bytes; i++) {
+  for (uint32_t i = 1; i <= layers && freed < bytes; i++) {
     const uint32_t at = (last + layers - i) % layers;
     if (qkvi_session_stays(session, at)) continue;
     qkv_layer *layer = wait ? qkvi_session_change(session, at) : qkvi_session_try_change(session, at);
@@ -85,12 +84,10 @@ uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_
 }
 
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
-                               const void *image, qkv_error *error) {
-  void *copy = qkv_arena_alloc_beside(qkvi_session_arena(session), page->bytes);
-  memcpy(copy, image, page->bytes);
+                               void *image, qkv_error *error) {
   qkv_layer *restoring = qkvi_session_change(session, layer);
   restoring->room = room;
-  const qkv_status status = qkv_layer_restore(restoring, page, copy, error);
+  const qkv_status status = qkv_layer_restore(restoring, page, image, error);
   restoring->room = NULL;
   qkvi_session_changed(session, layer);
   return status;

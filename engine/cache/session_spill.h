@@ -28,8 +28,9 @@ void qkv_session_detach(qkv_session *session);
 qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
-// are used in turn, so the one that was used last is needed again last: it goes first, then those before it, down to
-// the one that comes next. Layers that are in use are left out unless `wait`. Returns the bytes.
+// are used in turn, so the one before that which is used is needed again last: it goes first, then those before it,
+// down to the one that comes next; then that which is used, as it may be what room is made for. Layers that are in
+// use by others are left out unless `wait`. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
 // Whether any page is cold; the cold tokens of a layer, and the bytes of all its records. As of the last change;
@@ -52,9 +53,9 @@ size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin,
                            qkv_missing_page *out, size_t max);
 // Bytes of all these pages.
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
-// As qkv_layer_restore, from a copy of `image` [page->bytes], in a room (arena.h).
+// As qkv_layer_restore, in a room (arena.h), which is looked at under the layer's lock alone: for any thread.
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
-                               const void *image, qkv_error *error);
+                               void *image, qkv_error *error);
 
 // As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free.
 qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,
