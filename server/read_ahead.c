@@ -39,24 +39,37 @@ static uint32_t layer_at(const reading_ahead *on, uint32_t step) {
   return (on->layer + step) % qkv_session_model(on->session)->layers;
 }
 
+// What is read ahead of a layer.
+typedef struct range {
+  uint32_t step;  // in steps from on->layer
+  uint64_t begin, end;
+} range;
+
+// Whole pages of a layer's `bytes` that `room` has room for.
+static uint64_t end_in(const reading_ahead *on, uint64_t begin, uint64_t bytes, uint64_t room) {
+  if (bytes <= room) return on->end;
+  const double part = (double)room / (double)bytes * (double)(on->end - begin);
+  return begin + (uint64_t)part / QKV_PAGE_TOKENS * QKV_PAGE_TOKENS;
+}
+
 // The next layer behind step `done`, and behind the one that is used, of which something is cold, within the window,
-// in steps from on->layer, once around at most. Pages that leave first are those that a sliding window has passed: so
-// many may be cold without being missed.
-static bool next_layer(const reading_ahead *on, uint32_t done, uint32_t *step) {
+// once around at most; of the last one that is as much as fits. Pages that leave first are those that a sliding
+// window has passed: so many may be cold without being missed.
+static bool next_range(const reading_ahead *on, uint32_t done, range *next) {
   const uint64_t window = window_bytes(on->daemon);
   const uint64_t first = qkv_session_config_of(on->session)->first_position;
   const uint32_t layers = qkv_session_model(on->session)->layers;
-  const uint32_t end = qkv_session_turns(on->session) < TURNS_MIN ? layers - on->layer : layers;
+  const uint32_t steps = qkv_session_turns(on->session) < TURNS_MIN ? layers - on->layer : layers;
   uint64_t sum = 0;
-  for (uint32_t i = (qkv_session_last_layer(on->session) + layers - on->layer) % layers + 1; i < end; i++) {
+  for (uint32_t i = (qkv_session_last_layer(on->session) + layers - on->layer) % layers + 1; i < steps; i++) {
     uint64_t bytes;
-    const uint64_t cold = qkv_session_cold(on->session, layer_at(on, i), &bytes),
-                   begin = begin_in(on, layer_at(on, i));
+    const uint64_t cold = qkv_session_cold(on->session, layer_at(on, i), &bytes), room = window - sum;
+    const uint64_t begin = begin_in(on, layer_at(on, i)), end = end_in(on, begin, bytes, room);
+    const uint64_t outside = (begin > first ? begin - first : 0) + (on->end - end);
+    *next = (range){.step = i, .begin = begin, .end = end};
+    if (i > done && begin < end && cold > outside) return true;
+    if (bytes > room) return false;
     sum += bytes;
-    if (sum > window) return false;
-    if (i <= done || cold <= (begin > first ? begin - first : 0)) continue;
-    *step = i;
-    return true;
   }
   return false;
 }
@@ -87,12 +100,10 @@ static void leave(reading_ahead *on) {
 
 static void job(void *context) {
   reading_ahead *on = context;
-  uint32_t done = 0, step;
+  range next = {0};
   if (on->run) (void)bring_back(on, on->layer, on->begin, on->end);
-  while (!on->run && next_layer(on, done, &step)) {
-    const uint32_t layer = layer_at(on, step);
-    if (bring_back(on, layer, begin_in(on, layer), on->end) == 0) break;
-    done = step;
+  while (!on->run && next_range(on, next.step, &next)) {
+    if (bring_back(on, layer_at(on, next.step), next.begin, next.end) == 0) break;
   }
   leave(on);
 }
@@ -134,8 +145,8 @@ void qkvi_read_ahead(qkv_daemon *daemon, qkv_session *session, const qkv_attend 
                                 .end = end,
                                 .queries = (uint64_t)request->q.dims[0],
                                 .sliding_window = request->options.sliding_window};
-  uint32_t step;
-  if (next_layer(&wanted, 0, &step)) begin_job(&wanted);
+  range next;
+  if (next_range(&wanted, 0, &next)) begin_job(&wanted);
 }
 
 void qkvi_read_ahead_run(qkv_daemon *daemon, qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end) {

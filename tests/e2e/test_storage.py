@@ -122,12 +122,14 @@ def test_layers_to_come_are_read_ahead(start):
         each = cache.info().bytes_stored // layers
         ahead = 60 * 1024 // each  # layers
         assert 1 < ahead < layers - 1
+        part = int((60 * 1024 - ahead * each) / each * 500) // 64 * 64  # tokens of the layer behind these
+        assert part > 0
         cache.attend(499, queries, layer=layers - 1)  # of the first turn: nothing is behind the last layer
         assert daemon.metric("qkvd_storage_read_ahead_bytes_total") == 0
         cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
         before = [cache.attend(499, queries, layer=0)]
-        wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") == ahead * each, "nothing is read ahead")
-        assert cache.info().tokens_cold == 500 * (layers - 1 - ahead)
+        wait_for(lambda: cache.info().tokens_cold == 500 * (layers - 1 - ahead) - part, "nothing is read ahead")
+        wait_for(lambda: ahead * each < daemon.metric("qkvd_storage_read_ahead_bytes_total") <= 60 * 1024, "or too much")
         for layer in range(1, layers):
             before.append(cache.attend(499, queries, layer=layer))
         restored = (layers + 1) * 8
@@ -139,7 +141,7 @@ def test_layers_to_come_are_read_ahead(start):
         cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))
         seen = daemon.metric("qkvd_storage_read_ahead_bytes_total")
         assert_same_rows(before[-1], cache.attend(499, queries, layer=layers - 1))
-        wait_for(lambda: daemon.metric("qkvd_storage_read_ahead_bytes_total") == seen + ahead * each, "nor around")
+        wait_for(lambda: cache.info().tokens_cold == 500 * (layers - 1 - ahead) - part, "nor around")
         for layer in range(layers):
             assert_same_rows(before[layer], cache.attend(499, queries, layer=layer))
         cache.append(500, *cache.rows(12000))
