@@ -40,6 +40,7 @@ typedef struct qkv_bench_settings {
   const char *directory;
   int64_t record;  // payload bytes of one
   int64_t pause;   // ms
+  bool keep;       // spill: the session
   bool codes;
   // attend
   int64_t value_dim;  // 0: dim

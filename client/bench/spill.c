@@ -32,6 +32,8 @@ static const qkv_option options[] = {
      "between two layers' queries, as a model computes; not counted"},
     {"connections", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 64, "N",
      "that rows are appended by at a time, each to its share of the layers"},
+    {"keep", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, keep), NULL, 0, 0, NULL,
+     "the session stays; one that an earlier run has left is attended without appending"},
     {"bits-v", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, bits_v), "4", 1, 8, "BITS", "code bits of values"},
 };
 
@@ -100,6 +102,12 @@ static double busy_seconds(void) {
   return (double)(user + nice + system) / (double)sysconf(_SC_CLK_TCK);
 }
 
+// Whether an earlier run has left it.
+static bool is_there(spilling *all) {
+  qkv_call_error error = {0};
+  return qkv_client_get_session(all->client, NAME, &all->info, &error) == 0;
+}
+
 static int append_all(spilling *all, double *seconds, double *cores) {
   const double begin = qkv_bench_now(), busy = busy_seconds();
   if (append_rows(all) != 0) return 1;
@@ -136,8 +144,10 @@ static int attend_all(spilling *all, double *seconds, qkv_samples *layers) {
 static int measure(spilling *all) {
   double append_s = 0, append_cores = 0, cold_s = 0, warm_s = 0;
   qkv_call_error error = {0};
-  if (qkv_bench_traffic_register(&all->traffic, all->client) != 0 ||
-      qkv_bench_traffic_open(&all->traffic, all->client, NAME) != 0 || append_all(all, &append_s, &append_cores) != 0)
+  const bool append = !all->settings->keep || !is_there(all);
+  if (append && (qkv_bench_traffic_register(&all->traffic, all->client) != 0 ||
+                 qkv_bench_traffic_open(&all->traffic, all->client, NAME) != 0 ||
+                 append_all(all, &append_s, &append_cores) != 0))
     return QKV_EXIT_FAILED;
   qkv_samples cold = {0}, warm = {0}, cold_layers = {0}, warm_layers = {0};
   for (int64_t i = 0; i < all->settings->repeats; i++) {
@@ -150,20 +160,21 @@ static int measure(spilling *all) {
   if (read_info(all) != 0) return QKV_EXIT_FAILED;
   const double stored = (double)all->info.bytes_stored * 1e-9;
   const double cold_median = qkv_samples_quantile(&cold, 0.5), warm_median = qkv_samples_quantile(&warm, 0.5);
-  qkv_bench_report(
-      all->settings,
-      json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill", "stored_gb",
-                stored, "append_s", append_s, "append_fp16_gbps", (double)all->info.bytes_fp16 * 1e-9 / append_s,
-                "append_stored_gbps", stored / append_s, "append_cores_busy", append_cores, "cold_s", cold_median,
-                "cold_gbps", stored / cold_median, "warm_s", warm_median, "cold_layer_ms",
-                1e3 * qkv_samples_quantile(&cold_layers, 0.5), "cold_layer_p99_ms",
-                1e3 * qkv_samples_quantile(&cold_layers, 0.99), "warm_layer_ms",
-                1e3 * qkv_samples_quantile(&warm_layers, 0.5), "warm_layer_p99_ms",
-                1e3 * qkv_samples_quantile(&warm_layers, 0.99)));
+  qkv_bench_report(all->settings,
+                   json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill",
+                             "stored_gb", stored, "append_s", append_s, "append_fp16_gbps",
+                             append ? (double)all->info.bytes_fp16 * 1e-9 / append_s : 0, "append_stored_gbps",
+                             append ? stored / append_s : 0, "append_cores_busy", append_cores, "cold_s", cold_median,
+                             "cold_gbps", stored / cold_median, "warm_s", warm_median, "cold_layer_ms",
+                             1e3 * qkv_samples_quantile(&cold_layers, 0.5), "cold_layer_p99_ms",
+                             1e3 * qkv_samples_quantile(&cold_layers, 0.99), "warm_layer_ms",
+                             1e3 * qkv_samples_quantile(&warm_layers, 0.5), "warm_layer_p99_ms",
+                             1e3 * qkv_samples_quantile(&warm_layers, 0.99)));
   qkv_samples_free(&cold);
   qkv_samples_free(&warm);
   qkv_samples_free(&cold_layers);
   qkv_samples_free(&warm_layers);
+  if (all->settings->keep) return QKV_EXIT_OK;
   if (qkv_client_close_session(all->client, NAME, NULL, &error) != 0) return qkv_bench_failed("close", &error);
   return QKV_EXIT_OK;
 }
