@@ -41,6 +41,10 @@ unsigned qkvi_block_depth(qkvi_block_kind kind);
 #define QKVI_SHALLOW_CODES (1 << QKVI_SHALLOW_MAX)
 #define QKVI_SHALLOW_PAIRS (QKVI_SHALLOW_MAX / 2)
 
+// The largest centroids of up to two bits and of up to four in steps.
+#define QKVI_MOST_2 51
+#define QKVI_MOST_4 88
+
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 
 typedef struct qkvi_kernel_tables {

@@ -29,7 +29,7 @@ typedef struct page_part {
   qkv_page_codes codes;
 } page_part;
 
-// Random codes and gains under `schedule`.
+// Random codes and gains under `schedule`; the gains of one page in three are nearly alike.
 void page_part_init(page_part *page, naive_random *random, qkv_part part, const qkv_schedule *schedule,
                     const uint8_t tiers[QKV_PAGE_GROUPS]);
 void page_part_deinit(page_part *page);
@@ -41,7 +41,7 @@ void fill_input(naive_random *random, input_kind kind, float *numbers, size_t n)
 // Rows to encode: INPUT_EXTREME has rows of zeros, constants, and numbers next to cell boundaries.
 void fill_rows(naive_random *random, input_kind kind, float *rows, size_t dim);
 
-// Scores [n][64] of tiles, some of them masked.
+// Scores [n][64] of tiles, some of them masked; those of one row in four are alike.
 void fill_scores(naive_random *random, input_kind kind, float *scores, size_t n);
 
 typedef struct checking {

@@ -24,6 +24,9 @@ typedef __m256i bytes;
 #define BYTE_DOTS 0
 #endif
 
+// Whether pages of one depth have loops of their own (columns.h).
+#define STEADY_LOOPS (BYTE_DOTS || LANES == 8)
+
 static inline bytes load_bytes(const void *from) {
 #if LANES == 16
   return _mm512_loadu_si512(from);

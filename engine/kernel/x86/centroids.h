@@ -19,7 +19,12 @@ typedef struct joined {
 } joined;
 
 INLINE joined join(bytes first, bytes second) {
+#if LANES == 16
   return (joined){blend_bits(0x33, first, second), blend_bits(0xcc, first, second)};
+#else
+  const words other = ((words)first ^ (words)second) & EACH_BYTE(0x33);
+  return (joined){(bytes)((words)second ^ other), (bytes)((words)first ^ other)};
+#endif
 }
 
 // A slab of 32 bytes as if it were the first half of a slab of 64 (page.h).

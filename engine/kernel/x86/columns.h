@@ -6,6 +6,7 @@
 
 #if defined(__AVX2__)
 #include "engine/kernel/x86/mixed.h"
+#include "engine/kernel/x86/narrow.h"
 
 enum { LINE = 64 };
 
@@ -60,6 +61,20 @@ INLINE void add_dots(qkv_part part, const bytes *centroids, size_t count, const 
                      column_sums *sums) {
   add_some_dots(part, centroids, count, columns, 0, 1, width, sums);
 }
+
+#if LANES == 8
+INLINE void add_narrow_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t width,
+                            column_sums *sums) {
+  UNROLL
+  for (size_t column = 0; column < width; column++) {
+    const bytes numbers = repeat_word(columns + column * 4);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      sums[i][column] = (words)narrow_dot(part, (bytes)sums[i][column], centroids[i], numbers);
+    }
+  }
+}
+#endif
 
 INLINE void clear_sums(column_sums *sums, size_t count, size_t width) {
   UNROLL
@@ -164,33 +179,90 @@ INLINE void prefetch_some(prefetching *ahead) {
 
 // ---- Steady blocks ----
 
-#if BYTE_DOTS
+#if STEADY_LOOPS
+enum { VECTORS = GROUP / LANES };  // of a group's tokens (K) or a block's coordinates (V)
+// As many go together as there are registers for: with one column or two, with four or eight.
+enum { STEADY_MANY = BYTE_DOTS ? 4 : 2, STEADY_FEW = BYTE_DOTS ? 2 : 1 };
+
 // A group of steady blocks: its codes and tables are found once, and not block by block.
 typedef struct steady_group {
   const uint8_t *pairs[2];  // block 0's slabs; the next block's are a line behind
-  const uint8_t *tables;    // [64] for each field that has one of its own
+#if BYTE_DOTS
+  const uint8_t *tables;  // [64] for each field that has one of its own
+#else
+  bytes tables[2];  // of even fields, of odd ones
+#endif
 } steady_group;
 
 INLINE steady_group steady_of(qkv_part part, qkvi_block_shape shape, const page_groups *page, size_t g) {
   const qkvi_block *block = &page->layouts[g]->blocks[0];
-  const uint8_t *tables = shape == QKVI_BLOCK_FIELDS ? qkvi_integers.fields[part][block->kind][0]
-                                                     : qkvi_integers.sixes[part][block->kind][0];
-  return (steady_group){{page->groups[g] + block->slabs[0], page->groups[g] + block->slabs[1]}, tables};
+  steady_group found = {.pairs = {page->groups[g] + block->slabs[0], page->groups[g] + block->slabs[1]}};
+#if BYTE_DOTS
+  found.tables = shape == QKVI_BLOCK_FIELDS ? qkvi_integers.fields[part][block->kind][0]
+                                            : qkvi_integers.sixes[part][block->kind][0];
+#else
+  for (size_t odd = 0; odd < 2; odd++) {
+    found.tables[odd] = narrow_table(part, shape, qkvi_integers.sixes[QKV_V][block->kind][odd]);
+  }
+#endif
+  return found;
 }
 
-INLINE joined steady_block(qkvi_block_shape shape, const steady_group *group, size_t b) {
-  const bytes first = load_bytes(group->pairs[0] + b * LINE);
+// What lies `at` bytes behind its pairs' beginnings.
+INLINE joined steady_codes(qkvi_block_shape shape, const steady_group *group, size_t at) {
+  const bytes first = load_bytes(group->pairs[0] + at);
   if (shape == QKVI_BLOCK_FIELDS) return (joined){first, first};
-  return join(first, load_bytes(group->pairs[1] + b * LINE));
+  return join(first, load_bytes(group->pairs[1] + at));
 }
 
-INLINE bytes steady_centroids(qkvi_block_shape shape, const steady_group *group, const joined *block, size_t field) {
+INLINE bytes steady_centroids(qkvi_block_shape shape, const steady_group *group, const joined *codes, size_t field) {
+#if BYTE_DOTS
   if (shape == QKVI_BLOCK_NIBBLES) {
-    return look_up_byte(load_bytes(group->tables + field % 2 * 64), nibble_of(block, field));
+    return look_up_byte(load_bytes(group->tables + field % 2 * 64), nibble_of(codes, field));
   }
   const size_t place = field < QKVI_FIELD_PLACES ? field : QKVI_FIELD_PLACES - 1;
-  const bytes index = field < QKVI_FIELD_PLACES ? block->even : down(block->even, 2);
+  const bytes index = field < QKVI_FIELD_PLACES ? codes->even : down(codes->even, 2);
   return look_up_byte(load_bytes(group->tables + place * 64), index);
+#else
+  (void)shape;
+  return look_up_byte(group->tables[field % 2], nibble_of(codes, field));
+#endif
+}
+
+// sums[set][i][column] += codes[i] . the 16 numbers of a chunk from 4 * `quad` on, which lie at `columns`. The codes
+// are of groups[i / each]. `halves`, or NULL: some of the numbers are split.
+INLINE void add_steady_fields(qkv_part part, qkvi_block_shape shape, const steady_group *groups, size_t each,
+                              const joined *codes, size_t count, const uint8_t *columns, const split_columns *halves,
+                              size_t quad, size_t width, size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
+  UNROLL
+  for (size_t f = 0; f < FIELDS; f++) {
+    bytes centroids[TOGETHER_MAX];
+    UNROLL
+    for (size_t i = 0; i < count; i++) centroids[i] = steady_centroids(shape, &groups[i / each], &codes[i], f);
+#if BYTE_DOTS
+    (void)halves, (void)quad;
+    add_dots(part, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
+#else
+    const size_t at = (quad + f) * width * 4;
+    const bool split = halves != NULL && halves->split[quad + f] != 0;
+    add_narrow_dots(part, centroids, count, split ? halves->first + at : columns + f * width * 4, width,
+                    sums[f % sets]);
+    if (split) add_narrow_dots(part, centroids, count, halves->second + at, width, sums[f % sets]);
+#endif
+  }
+}
+
+INLINE void add_steady(qkv_part part, qkvi_block_shape shape, const steady_group *groups, size_t each,
+                       const joined *codes, size_t count, const uint8_t *columns, size_t quad, size_t width,
+                       size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
+#if !BYTE_DOTS
+  const split_columns *halves = (const void *)(columns - quad * width * 4);
+  if (shape != QKVI_BLOCK_FIELDS && any_split(halves, quad)) {
+    add_steady_fields(part, shape, groups, each, codes, count, columns, halves, quad, width, sets, sums);
+    return;
+  }
+#endif
+  add_steady_fields(part, shape, groups, each, codes, count, columns, NULL, quad, width, sets, sums);
 }
 
 INLINE prefetching prefetching_all(qkv_ahead ahead) {

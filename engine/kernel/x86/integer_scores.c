@@ -283,7 +283,7 @@ static void score_chunk(const page_groups *page, const key_pass *pass, size_t co
   score_alike(pass, count, columns, out, ahead);
 }
 
-#if BYTE_DOTS
+#if STEADY_LOOPS
 // ---- Steady blocks ----
 
 // A chunk of queries of one byte against a page.
@@ -295,7 +295,17 @@ typedef struct steady_keys {
   float *scores;
 } steady_keys;
 
-// Groups from `first` on; `shape`, `count` and `width` are constants.
+// What centroids are more than 0 counts, of the sum of a column's bytes.
+INLINE words steady_offset(qkvi_block_shape shape, const int32_t *offset) {
+#if BYTE_DOTS
+  (void)shape;
+  return (words)repeat_word(offset);
+#else
+  return (words){0} + (uint32_t)(*offset / 128 * narrow_most(shape));
+#endif
+}
+
+// Vectors of groups from `first` on; `shape`, `count` and `width` are constants.
 INLINE void score_steady_groups(const page_groups *page, const steady_keys *keys, qkvi_block_shape shape,
                                 size_t first, size_t count, size_t width, prefetching *ahead) {
   const size_t sets = key_sets(count, width);
@@ -303,61 +313,60 @@ INLINE void score_steady_groups(const page_groups *page, const steady_keys *keys
   steady_group groups[TOGETHER_MAX];
   column_sums sums[SETS_MAX][TOGETHER_MAX];
   UNROLL
-  for (size_t g = 0; g < count; g++) groups[g] = steady_of(QKV_K, shape, page, first + g);
+  for (size_t g = 0; g < count; g += VECTORS) {
+    groups[g / VECTORS] = steady_of(QKV_K, shape, page, (first + g) / VECTORS);
+  }
   UNROLL
   for (size_t set = 1; set < sets; set++) clear_sums(sums[set], count, width);
   UNROLL
   for (size_t column = 0; column < width; column++) {
     UNROLL
-    for (size_t g = 0; g < count; g++) sums[0][g][column] = (words)repeat_word(&keys->offsets[column]);
+    for (size_t g = 0; g < count; g++) sums[0][g][column] = steady_offset(shape, &keys->offsets[column]);
   }
-  for (size_t b = 0; b < keys->blocks; b++, columns += FIELDS * width * COLUMN_BYTES) {
-    joined blocks[TOGETHER_MAX];
-    prefetch_lines(ahead, 2 * count);
+  for (size_t b = 0; b < keys->blocks; b++, columns += FIELDS * width * 4) {
+    joined codes[TOGETHER_MAX];
+    prefetch_lines(ahead, 2 * count / VECTORS);
     UNROLL
-    for (size_t g = 0; g < count; g++) blocks[g] = steady_block(shape, &groups[g], b);
-    UNROLL
-    for (size_t f = 0; f < FIELDS; f++) {
-      bytes centroids[TOGETHER_MAX];
-      UNROLL
-      for (size_t g = 0; g < count; g++) centroids[g] = steady_centroids(shape, &groups[g], &blocks[g], f);
-      add_dots(QKV_K, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
+    for (size_t g = 0; g < count; g++) {
+      const size_t vector = (count < VECTORS ? first : g) % VECTORS;
+      codes[g] = steady_codes(shape, &groups[g / VECTORS], b * LINE + vector * sizeof(bytes));
     }
+    add_steady(QKV_K, shape, groups, VECTORS, codes, count, columns, b * FIELDS, width, sets, sums);
   }
   UNROLL
   for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
   lanes factors[TOGETHER_MAX];
   UNROLL
-  for (size_t g = 0; g < count; g++) factors[g] = gain_lanes(keys->gains + (first + g) * GROUP);
+  for (size_t g = 0; g < count; g++) factors[g] = gain_lanes(keys->gains + (first + g) * LANES);
   UNROLL
   for (size_t row = 0; row < width; row++) {
     if (row >= keys->rows) break;
     UNROLL
     for (size_t g = 0; g < count; g++) {
-      store_lanes(keys->scores + row * QKV_PAGE_TOKENS + (first + g) * GROUP,
+      store_lanes(keys->scores + row * QKV_PAGE_TOKENS + (first + g) * LANES,
                   total_of(&sums[0][g][row], NULL, 1) * keys->scales[row] * factors[g]);
     }
   }
 }
 
-// Functions of their own for the constants.
+// Functions of their own for the constants: vectors at once, columns.
 #define STEADY(NAME, SHAPE, COUNT, WIDTH)                                                 \
   static void NAME(const page_groups *page, const steady_keys *all, prefetching *ahead) { \
     const steady_keys keys = *all;                                                        \
     prefetching along = *ahead;                                                           \
-    for (size_t g = 0; g < QKV_PAGE_GROUPS; g += (COUNT)) {                               \
+    for (size_t g = 0; g < QKV_PAGE_GROUPS * VECTORS; g += (COUNT)) {                     \
       score_steady_groups(page, &keys, SHAPE, g, COUNT, WIDTH, &along);                   \
     }                                                                                     \
     *ahead = along;                                                                       \
   }
-STEADY(score_nibbles_1, QKVI_BLOCK_NIBBLES, 4, 1)
-STEADY(score_nibbles_2, QKVI_BLOCK_NIBBLES, 4, 2)
-STEADY(score_nibbles_4, QKVI_BLOCK_NIBBLES, 2, 4)
-STEADY(score_nibbles_8, QKVI_BLOCK_NIBBLES, 2, 8)
-STEADY(score_fields_1, QKVI_BLOCK_FIELDS, 4, 1)
-STEADY(score_fields_2, QKVI_BLOCK_FIELDS, 4, 2)
-STEADY(score_fields_4, QKVI_BLOCK_FIELDS, 2, 4)
-STEADY(score_fields_8, QKVI_BLOCK_FIELDS, 2, 8)
+STEADY(score_nibbles_1, QKVI_BLOCK_NIBBLES, STEADY_MANY, 1)
+STEADY(score_nibbles_2, QKVI_BLOCK_NIBBLES, STEADY_MANY, 2)
+STEADY(score_nibbles_4, QKVI_BLOCK_NIBBLES, STEADY_FEW, 4)
+STEADY(score_nibbles_8, QKVI_BLOCK_NIBBLES, STEADY_FEW, 8)
+STEADY(score_fields_1, QKVI_BLOCK_FIELDS, STEADY_MANY, 1)
+STEADY(score_fields_2, QKVI_BLOCK_FIELDS, STEADY_MANY, 2)
+STEADY(score_fields_4, QKVI_BLOCK_FIELDS, STEADY_FEW, 4)
+STEADY(score_fields_8, QKVI_BLOCK_FIELDS, STEADY_FEW, 8)
 #undef STEADY
 
 static void score_steady(const page_groups *page, const steady_keys *keys, size_t columns, prefetching *ahead) {
@@ -374,9 +383,15 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
   prefetching along = prefetching_all(ahead);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, 1);
+    const uint8_t *columns = (const uint8_t *)queries->bytes + chunk.first * length;
+#if !BYTE_DOTS
+    split_columns halves;
+    split_large(QKV_K, page->shape, columns, page->blocks * QKVI_BLOCK_WIDTH, chunk.columns, &halves);
+    columns = halves.whole;
+#endif
     const steady_keys keys = {.blocks = page->blocks,
                               .rows = chunk.rows,
-                              .columns = (const uint8_t *)queries->bytes + chunk.first * length,
+                              .columns = columns,
                               .gains = codes->gains,
                               .offsets = queries->offsets + chunk.first * (blocks + 1) + page->blocks * chunk.columns,
                               .scales = queries->scales + chunk.first,
@@ -385,7 +400,9 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
   }
   prefetch_rest(&along);
 }
+#endif
 
+#if BYTE_DOTS
 // ---- Banded blocks ----
 
 // A chunk of queries against a page.
@@ -522,8 +539,10 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
   prefetching along = {0};
   find_groups(keys, layouts, &page);
-#if BYTE_DOTS
+#if STEADY_LOOPS
   if (page.steady && parts == 1) return scores_of_steady(&page, keys, queries, length, ahead, scores);
+#endif
+#if BYTE_DOTS
   if (groups_are_banded(&page)) {
     const size_t steps = page.blocks - page.layouts[0]->deep + 1;
     along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS / 2);

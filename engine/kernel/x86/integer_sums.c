@@ -299,7 +299,7 @@ static size_t find_run(const page_groups *page, value_run *run) {
   return 1;
 }
 
-#if BYTE_DOTS
+#if STEADY_LOOPS
 // ---- Steady blocks ----
 
 // A chunk of weights of one byte.
@@ -310,7 +310,7 @@ typedef struct steady_values {
   float *sums;
 } steady_values;
 
-// Blocks b to b + count; `shape`, `count` and `width` are constants.
+// Vectors of blocks from b on; `shape`, `count` and `width` are constants.
 INLINE void sum_steady_blocks(const steady_group groups[QKV_PAGE_GROUPS], const steady_values *values,
                               qkvi_block_shape shape, size_t b, size_t count, size_t width, prefetching *ahead) {
   const size_t sets = value_sets(count, width);
@@ -318,18 +318,12 @@ INLINE void sum_steady_blocks(const steady_group groups[QKV_PAGE_GROUPS], const 
   column_sums sums[SETS_MAX][TOGETHER_MAX];
   UNROLL
   for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, columns += FIELDS * width * COLUMN_BYTES) {
-    joined blocks[TOGETHER_MAX];
-    prefetch_lines(ahead, 2 * count);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, columns += FIELDS * width * 4) {
+    joined codes[TOGETHER_MAX];
+    prefetch_lines(ahead, 2 * count / VECTORS);
     UNROLL
-    for (size_t i = 0; i < count; i++) blocks[i] = steady_block(shape, &groups[g], b + i);
-    UNROLL
-    for (size_t f = 0; f < FIELDS; f++) {
-      bytes centroids[TOGETHER_MAX];
-      UNROLL
-      for (size_t i = 0; i < count; i++) centroids[i] = steady_centroids(shape, &groups[g], &blocks[i], f);
-      add_dots(QKV_V, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
-    }
+    for (size_t i = 0; i < count; i++) codes[i] = steady_codes(shape, &groups[g], (b + i) * sizeof(bytes));
+    add_steady(QKV_V, shape, &groups[g], count, codes, count, columns, g * FIELDS, width, sets, sums);
   }
   UNROLL
   for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
@@ -338,34 +332,35 @@ INLINE void sum_steady_blocks(const steady_group groups[QKV_PAGE_GROUPS], const 
     if (row >= values->rows) break;
     UNROLL
     for (size_t i = 0; i < count; i++) {
-      float *at = values->sums + row * values->dim + (b + i) * QKVI_BLOCK_WIDTH;
+      float *at = values->sums + row * values->dim + (b + i) * LANES;
       store_lanes(at, load_lanes(at) + total_of(&sums[0][i][row], NULL, 1) * values->scales[row]);
     }
   }
 }
 
 // Functions of their own for the constants.
-#define STEADY(NAME, SHAPE, COUNT, WIDTH)                                                          \
-  static void NAME(const page_groups *page, const steady_values *all, prefetching *ahead) {        \
-    const steady_values values = *all;                                                             \
-    steady_group groups[QKV_PAGE_GROUPS];                                                          \
-    prefetching along = *ahead;                                                                    \
-    size_t b = 0;                                                                                  \
-    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) groups[g] = steady_of(QKV_V, SHAPE, page, g);     \
-    for (; b + (COUNT) <= values.blocks; b += (COUNT)) {                                           \
-      sum_steady_blocks(groups, &values, SHAPE, b, COUNT, WIDTH, &along);                          \
-    }                                                                                              \
-    for (; b < values.blocks; b++) sum_steady_blocks(groups, &values, SHAPE, b, 1, WIDTH, &along); \
-    *ahead = along;                                                                                \
+#define STEADY(NAME, SHAPE, COUNT, WIDTH)                                                      \
+  static void NAME(const page_groups *page, const steady_values *all, prefetching *ahead) {    \
+    const steady_values values = *all;                                                         \
+    steady_group groups[QKV_PAGE_GROUPS];                                                      \
+    prefetching along = *ahead;                                                                \
+    size_t b = 0;                                                                              \
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) groups[g] = steady_of(QKV_V, SHAPE, page, g); \
+    const size_t end = values.blocks * VECTORS;                                                \
+    for (; b + (COUNT) <= end; b += (COUNT)) {                                                 \
+      sum_steady_blocks(groups, &values, SHAPE, b, COUNT, WIDTH, &along);                      \
+    }                                                                                          \
+    for (; b < end; b++) sum_steady_blocks(groups, &values, SHAPE, b, 1, WIDTH, &along);       \
+    *ahead = along;                                                                            \
   }
-STEADY(sum_nibbles_1, QKVI_BLOCK_NIBBLES, 4, 1)
-STEADY(sum_nibbles_2, QKVI_BLOCK_NIBBLES, 4, 2)
-STEADY(sum_nibbles_4, QKVI_BLOCK_NIBBLES, 2, 4)
-STEADY(sum_nibbles_8, QKVI_BLOCK_NIBBLES, 2, 8)
-STEADY(sum_fields_1, QKVI_BLOCK_FIELDS, 4, 1)
-STEADY(sum_fields_2, QKVI_BLOCK_FIELDS, 4, 2)
-STEADY(sum_fields_4, QKVI_BLOCK_FIELDS, 2, 4)
-STEADY(sum_fields_8, QKVI_BLOCK_FIELDS, 2, 8)
+STEADY(sum_nibbles_1, QKVI_BLOCK_NIBBLES, STEADY_MANY, 1)
+STEADY(sum_nibbles_2, QKVI_BLOCK_NIBBLES, STEADY_MANY, 2)
+STEADY(sum_nibbles_4, QKVI_BLOCK_NIBBLES, STEADY_FEW, 4)
+STEADY(sum_nibbles_8, QKVI_BLOCK_NIBBLES, STEADY_FEW, 8)
+STEADY(sum_fields_1, QKVI_BLOCK_FIELDS, STEADY_MANY, 1)
+STEADY(sum_fields_2, QKVI_BLOCK_FIELDS, STEADY_MANY, 2)
+STEADY(sum_fields_4, QKVI_BLOCK_FIELDS, STEADY_FEW, 4)
+STEADY(sum_fields_8, QKVI_BLOCK_FIELDS, STEADY_FEW, 8)
 #undef STEADY
 
 static void sum_steady(const page_groups *page, const steady_values *values, size_t columns, prefetching *ahead) {
@@ -381,17 +376,25 @@ static void sums_of_steady(const page_groups *page, const qkv_integer_weights *w
   prefetching along = prefetching_all(ahead);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, weights->count, 1);
+    const uint8_t *columns = weights->bytes + chunk.first * QKV_PAGE_TOKENS;
+#if !BYTE_DOTS
+    split_columns halves;
+    split_large(QKV_V, page->shape, columns, QKV_PAGE_TOKENS, chunk.columns, &halves);
+    columns = halves.whole;
+#endif
     const steady_values values = {.blocks = page->blocks,
                                   .rows = chunk.rows,
                                   .dim = dim,
-                                  .columns = weights->bytes + chunk.first * QKV_PAGE_TOKENS,
+                                  .columns = columns,
                                   .scales = weights->scales + chunk.first,
                                   .sums = sums + chunk.first * dim};
     sum_steady(page, &values, chunk.columns, &along);
   }
   prefetch_rest(&along);
 }
+#endif
 
+#if BYTE_DOTS
 // ---- Banded blocks ----
 
 // A chunk of weights against a page.
@@ -485,8 +488,10 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
   find_groups(values, layouts, &page);
-#if BYTE_DOTS
+#if STEADY_LOOPS
   if (page.steady && parts == 1) return sums_of_steady(&page, weights, dim, ahead, sums);
+#endif
+#if BYTE_DOTS
   if (groups_are_banded(&page)) {
     prefetching along = prefetching_of(ahead, (page.blocks + 1) / 2 * QKV_PAGE_GROUPS);
     sums_of_banded(&page, weights, dim, sums, &along);

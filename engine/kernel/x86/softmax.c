@@ -198,7 +198,7 @@ INLINE void weigh_chunk_of(const float *scores, const float *peaks, size_t rows,
   }
   put_interleaved(all, columns, out);
 #else
-  memset(out, 0, columns * QKV_PAGE_TOKENS);
+  if (rows * parts < columns) memset(out, 0, columns * QKV_PAGE_TOKENS);
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     sixty_four whole;

@@ -1,0 +1,75 @@
+// Products of bytes without VNNI, for pages of one depth: vpmaddubsw adds two of them in 16 bits, vpmaddwd with ones
+// two of those sums in 32. That is three operations where 16-bit products take four and centroids have to be widened
+// (bytes.h), as long as no sum of 16 bits saturates.
+//
+// One factor is unsigned: of V the weight, of K the centroid and the largest one more. Two neighbours in a column
+// that would be too large together, one of some hundreds unless weights are much alike, are split into halves, which
+// are multiplied one after the other.
+#ifndef QKV_ENGINE_KERNEL_X86_NARROW_H
+#define QKV_ENGINE_KERNEL_X86_NARROW_H
+
+#include "engine/kernel/x86/centroids.h"
+
+typedef struct split_columns split_columns;
+
+#if defined(__AVX2__) && LANES == 8
+// A chunk's columns, [number / 4][column][number % 4], and the halves of vectors in which there are such neighbours.
+struct split_columns {
+  _Alignas(32) uint8_t whole[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
+  uint8_t first[QKV_INTEGER_COLUMNS * QKV_DIM_MAX], second[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
+  uint8_t split[QKV_DIM_MAX / 4];  // by number / 4
+};
+
+// The largest centroid of what is taken for a shape.
+INLINE int narrow_most(qkvi_block_shape shape) {
+  return shape == QKVI_BLOCK_FIELDS ? QKVI_MOST_2 : QKVI_MOST_4;
+}
+
+INLINE bytes narrow_table(qkv_part part, qkvi_block_shape shape, const uint8_t *table) {
+  const bytes all = load_table(table);
+  return part == QKV_K ? _mm256_add_epi8(all, _mm256_set1_epi8((char)narrow_most(shape))) : all;
+}
+
+// `count` numbers of each column, whole blocks.
+static void split_large(qkv_part part, qkvi_block_shape shape, const uint8_t *columns, size_t count, size_t width,
+                        split_columns *out) {
+  // Of two neighbours. Where those of a query have different signs they are always small enough.
+  const int limit = INT16_MAX / narrow_most(shape) / (part == QKV_K ? 2 : 1);
+  const bytes most = _mm256_set1_epi16((short)limit), ones = _mm256_set1_epi8(1);
+  const size_t size = count * width;
+  memset(out->split, 0, count / 4);
+  for (size_t at = 0; at < size; at += sizeof(bytes)) {
+    const bytes all = at + sizeof(bytes) <= size
+                          ? load_bytes(columns + at)
+                          : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)(columns + at)));
+    bytes two = part == QKV_K ? _mm256_maddubs_epi16(ones, all) : _mm256_maddubs_epi16(all, ones);
+    if (part == QKV_K) two = _mm256_abs_epi16(two);
+    const bytes large = _mm256_cmpgt_epi16(two, most);
+    put_bytes(out->whole + at, all);
+    if (_mm256_testz_si256(large, large)) continue;
+    const bytes magnitudes = part == QKV_K ? _mm256_abs_epi8(all) : all;
+    bytes second = (bytes)((words)down(magnitudes, 1) & EACH_BYTE(0x7f));
+    if (part == QKV_K) second = _mm256_sign_epi8(second, all);
+    put_bytes(out->first + at, _mm256_sub_epi8(all, second));
+    put_bytes(out->second + at, second);
+    memset(out->split + at / 4 / width, 1, sizeof(bytes) / 4 / width);
+  }
+}
+
+// Of a block's four.
+INLINE bool any_split(const split_columns *columns, size_t quad) {
+  uint32_t four;
+  memcpy(&four, columns->split + quad, sizeof four);
+  return four != 0;
+}
+
+INLINE bytes narrow_dot(qkv_part part, bytes sum, bytes centroids, bytes column) {
+  const bytes two = part == QKV_K ? _mm256_maddubs_epi16(centroids, column) : _mm256_maddubs_epi16(column, centroids);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+  // In turn: gcc would rather add products to each other first, and has no registers for all of them.
+  __asm__("" : "+x"(sum));
+  return sum;
+}
+
+#endif
+#endif
