@@ -295,7 +295,7 @@ def test_the_background_demotes_what_the_disk_has(start):
             fill(cache, 64, position=begin)
         full = cache.info().bytes_coded
         wait_for(lambda: cache.info().bytes_coded < 0.6 * full, "nothing was demoted")
-    with start() as daemon:
+    with start("--tier-sinks", "2048") as daemon:  # or what comes back is demoted again
         assert_as_never_demoted(daemon, reopen(daemon, cache), 1984)
 
 
