@@ -25,11 +25,22 @@ static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t 
   for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
 }
 
-#if LANES == 16
-// Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i.
+// Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i; a part of the
+// lanes.
 typedef struct block_fields {
   bytes of[4];
 } block_fields;
+
+enum { PARTS = GROUP / LANES };  // vectors that hold a slab of 64 bytes, or a 32-bit number of each row of a group
+
+#if LANES == 16
+// Quarter f of four vectors, field f of four lanes each.
+INLINE block_fields fields_of_quarters(const bytes v[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+  return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+                         _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
+}
 
 // codes [item][lane], `stride` apart.
 INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
@@ -47,14 +58,6 @@ INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
   return fields;
 }
 
-// Quarter f of four vectors, field f of four lanes each.
-INLINE block_fields fields_of_quarters(const bytes v[4]) {
-  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
-  const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
-  return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
-                         _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
-}
-
 // codes [lane][item], `stride` apart: a transpose of 32-bit words.
 INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
   const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -69,54 +72,54 @@ INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
   }
   return fields_of_quarters(rows);
 }
+#else
+// codes [item][lane], `stride` apart: fours of rows of eight bytes become eight fours of bytes.
+INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
+  block_fields fields;
+  UNROLL
+  for (size_t f = 0; f < 4; f++, codes += 4 * stride) {
+    __m128i row[4];
+    UNROLL
+    for (size_t i = 0; i < 4; i++) row[i] = _mm_loadl_epi64((const __m128i *)(codes + i * stride));
+    const __m128i low = _mm_unpacklo_epi8(row[0], row[1]), high = _mm_unpacklo_epi8(row[2], row[3]);
+    fields.of[f] = _mm256_set_m128i(_mm_unpackhi_epi16(low, high), _mm_unpacklo_epi16(low, high));
+  }
+  return fields;
+}
+
+// codes [lane][item], `stride` apart: transposes of 4 x 4 words, of the first four lanes and of the others.
+INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
+  __m256i v[4];
+  UNROLL
+  for (size_t i = 0; i < 4; i++) {
+    v[i] = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)(codes + (i + 4) * stride)),
+                            _mm_loadu_si128((const __m128i *)(codes + i * stride)));
+  }
+  const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
+  const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+  return (block_fields){{_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
+                         _mm256_unpackhi_epi64(b, d)}};
+}
+#endif
+
+// Part `p` of a block's codes [token][coordinate].
+INLINE block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride, size_t p) {
+  return part == QKV_V ? fields_of_values(codes + p * LANES, stride) : fields_of_keys(codes + p * LANES * stride, stride);
+}
 
 // What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
 // high.
 INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
   const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  bytes packed = half == 0 ? _mm512_setzero_si512() : load_bytes(slab);
+  bytes packed = half == 0 ? (bytes)(words){0} : load_bytes(slab);
   UNROLL
   for (unsigned f = 0; f < 4; f++) {
     const unsigned to = 2 * (f ^ (pair & 1)) + half;
     const bytes moved = from >= to ? down(fields->of[f], (int)(from - to)) : up(fields->of[f], (int)(to - from));
     packed = blend_bits((uint8_t)(mask << to), moved, packed);
   }
-  _mm512_storeu_si512(slab, packed);
+  put_bytes(slab, packed);
 }
-
-INLINE block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride) {
-  return part == QKV_V ? fields_of_values(codes, stride) : fields_of_keys(codes, stride);
-}
-#else
-// Codes of a block [item][lane].
-typedef struct block_fields {
-  uint8_t codes[QKVI_BLOCK_WIDTH][GROUP];
-} block_fields;
-
-static inline block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride) {
-  block_fields fields;
-  if (part == QKV_K) {
-    transpose_bytes(codes, stride, fields.codes[0], GROUP);
-  } else {
-    for (size_t i = 0; i < GROUP; i++) memcpy(fields.codes[i], codes + i * stride, sizeof fields.codes[i]);
-  }
-  return fields;
-}
-
-// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
-// high.
-static inline void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
-  const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  for (size_t lane = 0; lane < GROUP; lane += LANES) {
-    words packed = half == 0 ? (words){0} : load_words(slab + 4 * lane);
-    for (unsigned item = 0; item < GROUP; item++) {
-      const unsigned field = (item / 4) ^ (pair & 1), to = 8 * (item % 4) + 2 * field + half;
-      packed |= (widen_bytes(fields->codes[item] + lane) >> from & mask) << to;
-    }
-    memcpy(slab + 4 * lane, &packed, sizeof packed);
-  }
-}
-#endif
 
 INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
   const unsigned depth = qkvi_block_depth(block->kind);
@@ -131,8 +134,11 @@ INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint
 
 static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
                        uint8_t *slab) {
-  const block_fields fields = fields_of(part, codes, stride);
-  pack_slab(&fields, pair, wide, half, slab);
+  UNROLL
+  for (size_t p = 0; p < PARTS; p++) {
+    const block_fields fields = fields_of(part, codes, stride, p);
+    pack_slab(&fields, pair, wide, half, slab + p * sizeof(bytes));
+  }
 }
 
 static void transpose_block(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns) {
@@ -151,8 +157,11 @@ static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tie
     return;
   }
   for (unsigned i = 0; i < blocks->count; i++) {
-    const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, stride);
-    pack_pairs(&blocks->blocks[i], &fields, group);
+    UNROLL
+    for (size_t p = 0; p < PARTS; p++) {
+      const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, stride, p);
+      pack_pairs(&blocks->blocks[i], &fields, group + p * sizeof(bytes));
+    }
   }
 }
 
