@@ -31,15 +31,23 @@ enum { SUM_LANES = 16, GAIN_STEPS = 8, FOURS = 4, SHALLOW_MAX = 4 };
 #define T_MAX 255.0f   // of coordinates of up to four bits
 #define T_PER_UNIT 64  // t of |x| = m
 
-// One number of every row of a group.
-typedef float each __attribute__((vector_size(4 * QKV_GROUP_TOKENS)));
-typedef int32_t each_word __attribute__((vector_size(4 * QKV_GROUP_TOKENS)));
+// One number of every row of a group; as many as a vector has are worked on at once.
+typedef float each[QKV_GROUP_TOKENS];
+#if defined(__AVX512F__)
+#define ROWS_AT_ONCE 16
+#elif defined(__AVX2__)
+#define ROWS_AT_ONCE 8
+#else
+#define ROWS_AT_ONCE 4
+#endif
+typedef float some __attribute__((vector_size(4 * ROWS_AT_ONCE)));
+typedef int32_t some_words __attribute__((vector_size(4 * ROWS_AT_ONCE)));
 
 typedef struct group_scales {
-  each squares;    // sum w x x
-  each inverse;    // 64 / m
-  each unit;       // m / 64
-  each_word zero;  // all ones where the row counts as zero
+  each squares;                    // sum w x x
+  each inverse;                    // 64 / m
+  each unit;                       // m / 64
+  int32_t zero[QKV_GROUP_TOKENS];  // all ones where the row counts as zero
 } group_scales;
 
 typedef struct group_sums {
@@ -100,88 +108,101 @@ typedef struct group_choice {
   float errors[QKV_GROUP_TOKENS];
 } group_choice;
 
+static inline some load_some_rows(const float *from) {
+  some all;
+  memcpy(&all, from, sizeof all);
+  return all;
+}
+
+static inline void store_some_rows(float *to, some all) {
+  memcpy(to, &all, sizeof all);
+}
+
 // qkv_gain_value of gains that are not 0.
-static inline void values_of_gains(const each_word *gains, each *values) {
-  each_word bits = {0};
+static inline some values_of_gains(some_words gains) {
+  some_words bits = {0};
   for (int32_t i = 0; i < GAIN_STEPS; i++) {
     int32_t root;
     memcpy(&root, &qkvi_tables.roots[i], sizeof root);
-    bits |= ((*gains & (GAIN_STEPS - 1)) == i) & root;
+    bits |= ((gains & (GAIN_STEPS - 1)) == i) & root;
   }
-  *values = (each)(bits + (((*gains >> 3) - 16) << 23));
+  return (some)(bits + (((gains >> 3) - 16) << 23));
 }
 
-static inline void clamp_gains(each_word *gains) {
-  const each_word low = *gains<1, high = *gains> UINT8_MAX;
-  *gains = (*gains & ~low & ~high) | (low & 1) | (high & UINT8_MAX);
+static inline some_words clamp_gains(some_words gains) {
+  const some_words low = gains < 1, high = gains > UINT8_MAX;
+  return (gains & ~low & ~high) | (low & 1) | (high & UINT8_MAX);
 }
 
 // qkvi_gain_nearest of every number.
-static inline void nearest_gains(const each *factors, each_word *gains) {
-  const each_word bits = (each_word)*factors;
-  const each mantissa = (each)((bits & 0x7fffff) | 0x3f800000);
-  each_word g = 128 + GAIN_STEPS * ((bits >> 23) - 127);
+static inline some_words nearest_gains(some factors) {
+  const some_words bits = (some_words)factors;
+  const some mantissa = (some)((bits & 0x7fffff) | 0x3f800000);
+  some_words g = 128 + GAIN_STEPS * ((bits >> 23) - 127);
   for (size_t i = 0; i < GAIN_STEPS; i++) g -= mantissa > qkvi_tables.gain_middles[i];  // true is -1
-  clamp_gains(&g);
-  *gains = g;
+  return clamp_gains(g);
 }
 
 // The same of their square roots.
-static inline void nearest_gains_of_squares(const each *squares, each_word *gains) {
-  const each_word bits = (each_word)*squares, exponent = (bits >> 23) - 127;
-  const each mantissa = (each)((bits & 0x7fffff) | ((127 + (exponent & 1)) << 23));  // [1, 4)
-  each_word g = 128 + GAIN_STEPS * (exponent >> 1);
+static inline some_words nearest_gains_of_squares(some squares) {
+  const some_words bits = (some_words)squares, exponent = (bits >> 23) - 127;
+  const some mantissa = (some)((bits & 0x7fffff) | ((127 + (exponent & 1)) << 23));  // [1, 4)
+  some_words g = 128 + GAIN_STEPS * (exponent >> 1);
   for (size_t i = 0; i < GAIN_STEPS; i++) {
     g -= mantissa > qkvi_tables.gain_middles[i] * qkvi_tables.gain_middles[i];
   }
-  clamp_gains(&g);
-  *gains = g;
+  return clamp_gains(g);
 }
 
 // From `squares`; `weight` is the sum of the weights.
 static inline void choose_scales(float weight, group_scales *s) {
   const float least = qkvi_integers.gains[1] / 2;
-  const each mean = s->squares / (weight > 0 ? weight : 1);
-  each_word middle;
-  each value;
-  s->zero = mean < least * least;
-  nearest_gains_of_squares(&mean, &middle);
-  values_of_gains(&middle, &value);
-  s->inverse = T_PER_UNIT / value;
-  s->unit = value / T_PER_UNIT;
+  for (size_t r = 0; r < QKV_GROUP_TOKENS; r += ROWS_AT_ONCE) {
+    const some mean = load_some_rows(s->squares + r) / (weight > 0 ? weight : 1);
+    const some_words zero = mean < least * least;
+    const some value = values_of_gains(nearest_gains_of_squares(mean));
+    memcpy(s->zero + r, &zero, sizeof zero);
+    store_some_rows(s->inverse + r, T_PER_UNIT / value);
+    store_some_rows(s->unit + r, value / T_PER_UNIT);
+  }
 }
 
-static inline void narrow_words(const each_word *words, uint8_t *out) {
-  typedef uint8_t each_byte __attribute__((vector_size(QKV_GROUP_TOKENS)));
-  const each_byte bytes = __builtin_convertvector(*words, each_byte);
-  memcpy(out, &bytes, sizeof bytes);
+static inline void narrow_words(some_words all, uint8_t *out) {
+  typedef uint8_t some_bytes __attribute__((vector_size(ROWS_AT_ONCE)));
+  const some_bytes narrow = __builtin_convertvector(all, some_bytes);
+  memcpy(out, &narrow, sizeof narrow);
 }
 
-static inline void choose_attempts(const group_scales *s, const group_sums *sums, group_choice *choice) {
+// Of rows [r, r + ROWS_AT_ONCE).
+static inline void choose_some_attempts(const group_scales *s, const group_sums *sums, size_t r,
+                                        group_choice *choice) {
   const float step = qkvi_integers.step;
-  each_word best = {0}, gains = {0};
-  each most = {0};
+  const some unit = load_some_rows(s->unit + r), inverse = load_some_rows(s->inverse + r);
+  some_words best = {0}, gains = {0}, zero;
+  some most = {0};
+  memcpy(&zero, s->zero + r, sizeof zero);
   for (int32_t i = 0; i < QKVI_SCALES; i++) {
-    const each a = sums->with_row[i] + sums->deep_with_row[i], b = sums->with_itself[i] + sums->deep_with_itself[i];
-    const each factor = a / b * (s->unit / step);
-    each_word fitted;
-    each value;
-    nearest_gains(&factor, &fitted);
-    values_of_gains(&fitted, &value);
-    const each ratio = value * (s->inverse * step);
-    const each gained = ratio * (a + a - ratio * b);
-    const each_word better = i == 0 ? ~(each_word){0} : gained > most;
-    most = (each)(((each_word)gained & better) | ((each_word)most & ~better));
+    const some a = load_some_rows(sums->with_row[i] + r) + load_some_rows(sums->deep_with_row[i] + r);
+    const some b = load_some_rows(sums->with_itself[i] + r) + load_some_rows(sums->deep_with_itself[i] + r);
+    const some_words fitted = nearest_gains(a / b * (unit / step));
+    const some ratio = values_of_gains(fitted) * (inverse * step);
+    const some gained = ratio * (a + a - ratio * b);
+    const some_words better = i == 0 ? ~(some_words){0} : gained > most;
+    most = (some)(((some_words)gained & better) | ((some_words)most & ~better));
     gains = (fitted & better) | (gains & ~better);
     best = (better & i) | (best & ~better);
   }
-  gains &= ~s->zero;
-  const each missed = s->squares - (each)((each_word)(most * (s->unit * s->unit)) & ~s->zero);
-  const each errors = (each)((each_word)missed & (missed > 0));
-  narrow_words(&gains, choice->gains);
-  narrow_words(&best, choice->scales);
-  narrow_words(&s->zero, choice->zero);
-  memcpy(choice->errors, &errors, sizeof errors);
+  gains &= ~zero;
+  const some missed = load_some_rows(s->squares + r) - (some)((some_words)(most * (unit * unit)) & ~zero);
+  const some errors = (some)((some_words)missed & (missed > 0));
+  narrow_words(gains, choice->gains + r);
+  narrow_words(best, choice->scales + r);
+  narrow_words(zero, choice->zero + r);
+  store_some_rows(choice->errors + r, errors);
+}
+
+static inline void choose_attempts(const group_scales *s, const group_sums *sums, group_choice *choice) {
+  for (size_t r = 0; r < QKV_GROUP_TOKENS; r += ROWS_AT_ONCE) choose_some_attempts(s, sums, r, choice);
 }
 
 #endif

@@ -105,6 +105,17 @@ static inline bytes look_up_byte(bytes table, bytes index) {
 #endif
 }
 
+#if !BYTE_DOTS
+// The same where no index is above 15.
+static inline bytes look_up_cell(bytes table, bytes index) {
+#if LANES == 16
+  return _mm512_shuffle_epi8(table, index);
+#else
+  return _mm256_shuffle_epi8(table, index);
+#endif
+}
+#endif
+
 // The same with a table of 64 in memory, and six bits of the index.
 static inline bytes look_up_six(const uint8_t *table, bytes index) {
 #if BYTE_DOTS

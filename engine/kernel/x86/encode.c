@@ -1,9 +1,9 @@
 // Encoding rows in vectors (kernel/encode_plain.h). Compiled once for each family.
 //
-// Coordinates of up to four bits go the way of encode_columns.h or, with weights or deeper ones beside them, of
-// encode_bytes.h where the processor has it, else through 32-bit lanes
-// here, where thresholds of t are searched; those of more go the way of encode_deep.h. Codes of a group are gathered
-// as bytes [token][coordinate] and then packed block by block (encode_pack.h).
+// Coordinates of up to four bits go the way of encode_columns.h; with weights or deeper ones beside them that of
+// encode_bytes.h where the processor has it, else through 32-bit lanes here, where thresholds of t are searched. Those
+// of more go the way of encode_deep.h. Codes of a group that has some are gathered as bytes [token][coordinate] and then
+// packed block by block (encode_pack.h).
 #include <assert.h>
 #include <math.h>
 #include <stdbool.h>
@@ -148,7 +148,7 @@ static void encode_searching(const uint16_t *reach, const row_weights *weights, 
     try_shallow(1, all, rows + t * dim, scales->inverse[t], &row);
     sum_shallow(&row, weights->fours, reach[1], t, &sums);
   }
-  sum_deep_rows(all, weights->weights, rows, dim, &scales->inverse, &sums);
+  sum_deep_rows(all, weights->weights, rows, dim, scales->inverse, &sums);
   choose_attempts(scales, &sums, choice);
   for (size_t t = 0; t < GROUP; t++, rows += dim, codes += dim) {
     const float inverse = scales->inverse[t];
@@ -171,7 +171,6 @@ typedef struct coded_as {
   const qkv_schedule *schedule;
 } coded_as;
 
-#if BYTE_DOTS
 // A group's columns, with their squares in `scales`, to gains and codes.
 static void encode_columns(const coded_as *as, const columns *all, group_scales *scales, uint8_t *gains,
                            uint8_t *codes, float *errors) {
@@ -180,7 +179,7 @@ static void encode_columns(const coded_as *as, const columns *all, group_scales 
   group_choice choice;
   tried_group tried;
   choose_scales(reach[1], scales);
-  try_columns(reach, all, &scales->inverse, &tried, &sums);
+  try_columns(reach, all, scales->inverse, &tried, &sums);
   choose_attempts(scales, &sums, &choice);
   if (!all_fours(reach)) {
     pack_columns(as->part, reach, &tried, &choice, codes);
@@ -198,16 +197,11 @@ static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *ga
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     columns all;
     group_scales scales;
-    columns_of_rows(rows + g * GROUP * dim, dim, coordinates, &all, &scales.squares);
+    columns_of_rows(rows + g * GROUP * dim, dim, coordinates, &all, scales.squares);
     encode_columns(as, &all, &scales, gains + g * GROUP, codes, errors + g * GROUP);
     codes += qkv_schedule_group_bytes(as->schedule, as->tier);
   }
 }
-#else
-static void encode_by_columns(const coded_as *as, const float *rows, uint8_t *gains, uint8_t *codes, float *errors) {
-  (void)as, (void)rows, (void)gains, (void)codes, (void)errors;
-}
-#endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
@@ -234,7 +228,7 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
     } else {
       encode_searching(reach, &each_weight, &all, rows, dim, &scales, &choice, group_codes);
     }
-    code_deep_rows(&all, rows, dim, &scales.inverse, &choice, group_codes);
+    code_deep_rows(&all, rows, dim, scales.inverse, &choice, group_codes);
     memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
     memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
     pack_group(part, schedule, tier, &blocks, group_codes, codes);
@@ -242,7 +236,6 @@ QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
   }
 }
 
-#if BYTE_DOTS
 // The rows of a group, the first of which is row `first` of the page; zeros from `tokens` on.
 static void find_rows(const qkv_rows *rows, size_t first, size_t tokens, const uint8_t *found[GROUP]) {
   static const uint16_t zeros[2 * TURN_SIZE_MAX];
@@ -267,7 +260,7 @@ INLINE void encode_turning(qkv_dtype dtype, const coded_as *as, const qkv_rows *
       continue;
     }
     find_rows(rows, g * GROUP, tokens, found);
-    turn_group(dtype, found, rows->next, g * GROUP, dim, &signs, &all, &scales.squares);
+    turn_group(dtype, found, rows->next, g * GROUP, dim, &signs, &all, scales.squares);
     encode_columns(as, &all, &scales, gains, codes, errors);
   }
 }
@@ -276,15 +269,12 @@ static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dty
   const uint16_t *reach = schedule->reach[tier];
   return columns_can(reach, NULL) && reach[1] == schedule->dim && turns_columns(dtype, schedule->dim);
 }
-#endif
 
 QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
-#if BYTE_DOTS
   if (encodes_turning(schedule, tier, rows->dtype)) {
     const coded_as as = {part, tier, schedule};
     if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes);
     return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes);
   }
-#endif
   encode_rows_plain(TWIN(qkvi_hadamard_forward), TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes);
 }

@@ -85,7 +85,7 @@ INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 
 }
 
 INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights,
-                              each *squares) {
+                              each squares) {
   __m512 sums[GROUP];
   for (size_t r = 0; r < GROUP; r++) {
     sums[r] = _mm512_setzero_ps();
@@ -96,7 +96,7 @@ INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates,
       sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(weighted, x));
     }
   }
-  *squares = (each)add_lanes_of_16(sums, false);
+  _mm512_storeu_ps(squares, add_lanes_of_16(sums, false));
 }
 
 // A group's t and signs.
@@ -149,8 +149,8 @@ static void sum_weighted_rows(const byte_plan *plan, const float *fours, const b
     }
   }
   for (size_t s = 0; s < QKVI_SCALES; s++) {
-    sums->with_row[s] = (each)add_lanes_of_16(with_row[s], false);
-    sums->with_itself[s] = (each)add_lanes_of_16(with_itself[s], false);
+    _mm512_storeu_ps(sums->with_row[s], add_lanes_of_16(with_row[s], false));
+    _mm512_storeu_ps(sums->with_itself[s], add_lanes_of_16(with_itself[s], false));
   }
 }
 
@@ -182,7 +182,7 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
                             group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
   group_sums sums = {0};
-  sum_squares_of_16(rows, dim, reach[1], weights->weights, &scales->squares);
+  sum_squares_of_16(rows, dim, reach[1], weights->weights, scales->squares);
   choose_scales(weights->sum, scales);
   for (size_t r = 0; r < GROUP; r++) {
     const __m512 inverse = _mm512_set1_ps(scales->inverse[r]);
@@ -195,7 +195,7 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
     }
   }
   sum_weighted_rows(plan, weights->fours, &in_bytes, &sums);
-  sum_deep_rows(deep, weights->weights, rows, dim, &scales->inverse, &sums);
+  sum_deep_rows(deep, weights->weights, rows, dim, scales->inverse, &sums);
   choose_attempts(scales, &sums, choice);
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
 }

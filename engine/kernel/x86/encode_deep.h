@@ -142,15 +142,15 @@ static inline __attribute__((always_inline)) void add_deep(unsigned depth, const
 }
 
 // In the order of the reference's sums: the deepest come first.
-static void sum_deep_rows(const steps *all, const float *weights, const float *rows, size_t dim, const each *inverse,
+static void sum_deep_rows(const steps *all, const float *weights, const float *rows, size_t dim, const each inverse,
                           group_sums *out) {
   for (size_t r = 0; r < GROUP && all->ends[SHALLOW_MAX + 1] > 0; r++, rows += dim) {
     deep_sums sums;
     memset(&sums, 0, sizeof sums);
-    add_deep(8, all, 0, weights, rows, (*inverse)[r], &sums);
-    add_deep(7, all, all->ends[8], weights, rows, (*inverse)[r], &sums);
-    add_deep(6, all, all->ends[7], weights, rows, (*inverse)[r], &sums);
-    add_deep(5, all, all->ends[6], weights, rows, (*inverse)[r], &sums);
+    add_deep(8, all, 0, weights, rows, inverse[r], &sums);
+    add_deep(7, all, all->ends[8], weights, rows, inverse[r], &sums);
+    add_deep(6, all, all->ends[7], weights, rows, inverse[r], &sums);
+    add_deep(5, all, all->ends[6], weights, rows, inverse[r], &sums);
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       out->deep_with_row[s][r] = add_lanes(sums.with_row[s]);
       out->deep_with_itself[s][r] = add_lanes(sums.with_itself[s]);
@@ -189,16 +189,16 @@ static inline __attribute__((always_inline)) void code_deep(unsigned depth, cons
 }
 
 // Of rows that do not count as zero.
-static void code_deep_rows(const steps *all, const float *rows, size_t dim, const each *inverse,
+static void code_deep_rows(const steps *all, const float *rows, size_t dim, const each inverse,
                            const group_choice *choice, uint8_t *codes) {
   for (size_t r = 0; r < GROUP && all->ends[SHALLOW_MAX + 1] > 0; r++, rows += dim, codes += dim) {
     const size_t scale = choice->scales[r];
     if (choice->zero[r]) continue;
     // Constants, so that the search has no loop.
-    code_deep(8, all, 0, rows, (*inverse)[r], scale, codes);
-    code_deep(7, all, all->ends[8], rows, (*inverse)[r], scale, codes);
-    code_deep(6, all, all->ends[7], rows, (*inverse)[r], scale, codes);
-    code_deep(5, all, all->ends[6], rows, (*inverse)[r], scale, codes);
+    code_deep(8, all, 0, rows, inverse[r], scale, codes);
+    code_deep(7, all, all->ends[8], rows, inverse[r], scale, codes);
+    code_deep(6, all, all->ends[7], rows, inverse[r], scale, codes);
+    code_deep(5, all, all->ends[6], rows, inverse[r], scale, codes);
   }
 }
 

@@ -9,80 +9,108 @@
 
 // ---- Hadamard ----
 
-#if LANES == 16
-enum { CHUNK = 2 * LANES, IN_REGISTERS = 16 };  // vectors
+enum { CHUNK = 32, BLOCK_MAX = 256, VECTORS_MAX = BLOCK_MAX / LANES };  // numbers, and vectors
 
+// Every second number of two vectors meets its neighbour: sums to `a`, differences to `b`.
+INLINE void meet(lanes *a, lanes *b, lanes low, lanes high) {
+  *a = low + high;
+  *b = low - high;
+}
+
+#if LANES == 16
 // One step of two vectors, 32 numbers: neighbours meet, and the bits of a number's index move down by one. After five
 // of them numbers are where they were.
-INLINE void meet_neighbours(__m512 *a, __m512 *b) {
+INLINE void meet_neighbours(lanes *a, lanes *b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  const __m512 low = _mm512_permutex2var_ps(*a, even, *b), high = _mm512_permutex2var_ps(*a, odd, *b);
-  *a = _mm512_add_ps(low, high);
-  *b = _mm512_sub_ps(low, high);
+  meet(a, b, (lanes)_mm512_permutex2var_ps((__m512)*a, even, (__m512)*b),
+       (lanes)_mm512_permutex2var_ps((__m512)*a, odd, (__m512)*b));
+}
+
+// The steps within two vectors.
+INLINE void meet_within(lanes *a, lanes *b) {
+  UNROLL
+  for (int step = 0; step < 5; step++) meet_neighbours(a, b);
+}
+#else
+// One step within halves of two vectors: neighbours meet. The lowest bit of a number's index becomes that of its
+// vector, whose bit becomes the higher one of the two within its half, and that the lower.
+INLINE void meet_neighbours(lanes *a, lanes *b) {
+  meet(a, b, (lanes)_mm256_shuffle_ps((__m256)*a, (__m256)*b, 0x88),
+       (lanes)_mm256_shuffle_ps((__m256)*a, (__m256)*b, 0xdd));
+}
+
+// The steps within two vectors: of neighbours, of numbers two apart, of halves, and of the two.
+INLINE void meet_within(lanes *a, lanes *b) {
+  meet_neighbours(a, b);
+  meet_neighbours(a, b);
+  meet(a, b, (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x20),
+       (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x31));
+  meet_neighbours(a, b);
+  *a = (lanes)_mm256_permute4x64_pd((__m256d)*a, 0xd8);
+  *b = (lanes)_mm256_permute4x64_pd((__m256d)*b, 0xd8);
+}
+#endif
+
+INLINE lanes flip(lanes all, const float *signs) {
+  return (lanes)((words)all ^ load_words(signs));
 }
 
 // `vectors`, a power of two of at least 2, is a constant. Signs, as -0, are flipped before or after.
 INLINE void transform_vectors(float *block, size_t vectors, const float *before, const float *after) {
-  const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)(vectors * LANES)));
-  __m512 v[IN_REGISTERS];
+  const float scale = 1.0f / sqrtf((float)(vectors * LANES));
+  lanes v[VECTORS_MAX];
   UNROLL
   for (size_t i = 0; i < vectors; i++) {
-    v[i] = _mm512_loadu_ps(block + i * LANES);
-    if (before != NULL) v[i] = _mm512_xor_ps(v[i], _mm512_loadu_ps(before + i * LANES));
+    v[i] = load_lanes(block + i * LANES);
+    if (before != NULL) v[i] = flip(v[i], before + i * LANES);
   }
   UNROLL
-  for (size_t i = 0; i < vectors; i += 2) {
-    UNROLL
-    for (int step = 0; step < 5; step++) meet_neighbours(&v[i], &v[i + 1]);
-  }
+  for (size_t i = 0; i < vectors; i += 2) meet_within(&v[i], &v[i + 1]);
   UNROLL
   for (size_t half = 2; half < vectors; half *= 2) {
     UNROLL
     for (size_t i = 0; i < vectors; i++) {
-      if ((i & half) != 0) continue;
-      const __m512 low = v[i], high = v[i + half];
-      v[i] = _mm512_add_ps(low, high);
-      v[i + half] = _mm512_sub_ps(low, high);
+      if ((i & half) == 0) meet(&v[i], &v[i + half], v[i], v[i + half]);
     }
   }
   UNROLL
   for (size_t i = 0; i < vectors; i++) {
-    v[i] = _mm512_mul_ps(v[i], scale);
-    if (after != NULL) v[i] = _mm512_xor_ps(v[i], _mm512_loadu_ps(after + i * LANES));
-    _mm512_storeu_ps(block + i * LANES, v[i]);
+    v[i] = v[i] * scale;
+    if (after != NULL) v[i] = flip(v[i], after + i * LANES);
+    store_lanes(block + i * LANES, v[i]);
   }
 }
 
 // The block of a row that begins with coordinate `start`, in every row.
-INLINE void transform_blocks(float *rows, size_t n, size_t dim, size_t start, size_t vectors, const float *before,
+INLINE void transform_blocks(float *rows, size_t n, size_t dim, size_t start, size_t size, const float *before,
                              const float *after) {
   const float *first = before != NULL ? before + start : NULL;
   const float *last = after != NULL ? after + start : NULL;
-  for (size_t i = 0; i < n; i++) transform_vectors(rows + i * dim + start, vectors, first, last);
+  for (size_t i = 0; i < n; i++) transform_vectors(rows + i * dim + start, size / LANES, first, last);
 }
 
 static bool fits_registers(size_t dim) {
-  return dim % CHUNK == 0 && dim < 2 * IN_REGISTERS * LANES;
+  return dim % CHUNK == 0 && dim < 2 * BLOCK_MAX;
 }
 
 // Widths that are sums of 32, 64, 128 and 256.
 static void transform_rows(float *rows, size_t n, size_t dim, const float *before, const float *after) {
   size_t start = 0;
-  for (size_t size = IN_REGISTERS * LANES; size >= CHUNK; size /= 2) {
+  for (size_t size = BLOCK_MAX; size >= CHUNK; size /= 2) {
     if ((dim & size) == 0) continue;
-    switch (size / LANES) {
-      case 2:
-        transform_blocks(rows, n, dim, start, 2, before, after);
+    switch (size) {
+      case 32:
+        transform_blocks(rows, n, dim, start, 32, before, after);
         break;
-      case 4:
-        transform_blocks(rows, n, dim, start, 4, before, after);
+      case 64:
+        transform_blocks(rows, n, dim, start, 64, before, after);
         break;
-      case 8:
-        transform_blocks(rows, n, dim, start, 8, before, after);
+      case 128:
+        transform_blocks(rows, n, dim, start, 128, before, after);
         break;
       default:
-        transform_blocks(rows, n, dim, start, 16, before, after);
+        transform_blocks(rows, n, dim, start, 256, before, after);
     }
     start += size;
   }
@@ -95,27 +123,18 @@ static void fill_signs(size_t dim, float *signs) {
 }
 
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward)) {
-  _Alignas(64) float signs[2 * IN_REGISTERS * LANES];
+  _Alignas(64) float signs[2 * BLOCK_MAX];
   if (!fits_registers(dim)) return hadamard_forward_plain(rows, n, dim);
   fill_signs(dim, signs);
   transform_rows(rows, n, dim, signs, NULL);
 }
 
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse)) {
-  _Alignas(64) float signs[2 * IN_REGISTERS * LANES];
+  _Alignas(64) float signs[2 * BLOCK_MAX];
   if (!fits_registers(dim)) return hadamard_inverse_plain(rows, n, dim);
   fill_signs(dim, signs);
   transform_rows(rows, n, dim, NULL, signs);
 }
-#else
-QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward)) {
-  hadamard_forward_plain(rows, n, dim);
-}
-
-QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse)) {
-  hadamard_inverse_plain(rows, n, dim);
-}
-#endif
 
 // ---- Dense ----
 

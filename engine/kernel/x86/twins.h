@@ -17,7 +17,7 @@
 #else
 #define TWIN(name) name##_avx2
 #define TWIN_NAME "avx2"
-#define TWIN_NEEDS QKV_CPU_AVX2
+#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_F16C)
 #endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
