@@ -12,25 +12,20 @@
 // The squares of a row less the mean (NULL: none), which it becomes: sums over 16 lanes, j % 16, which are then added
 // by halves.
 static inline float dense_squares(float *restrict row, const float *restrict mean, size_t dim) {
-  plain_wide sums = {0};
-  size_t j = 0;
-  for (; j + PLAIN_LANES <= dim; j += PLAIN_LANES) {
-    plain_wide x;
+  plain_floats sums[PLAIN_LANES / PLAIN_WIDTH] = {0};
+  for (size_t j = 0; j < dim; j += PLAIN_WIDTH) {
+    plain_floats x;
     memcpy(&x, row + j, sizeof x);
     if (mean != NULL) {
-      plain_wide y;
+      plain_floats y;
       memcpy(&y, mean + j, sizeof y);
       x -= y;
       memcpy(row + j, &x, sizeof x);
     }
-    sums += x * x;
+    sums[j / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH)] += x * x;
   }
   float lanes[PLAIN_LANES];
-  memcpy(lanes, &sums, sizeof lanes);
-  for (size_t i = 0; j + i < dim; i++) {
-    if (mean != NULL) row[j + i] -= mean[j + i];
-    lanes[i] += row[j + i] * row[j + i];
-  }
+  memcpy(lanes, sums, sizeof lanes);
   for (size_t half = PLAIN_LANES / 2; half > 0; half /= 2) {
     for (size_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
   }

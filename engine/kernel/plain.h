@@ -166,56 +166,51 @@ static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
 
 // ---- Sums over a page's rows ----
 
-typedef float plain_wide __attribute__((vector_size(4 * PLAIN_LANES)));
-
-// Those of the lanes of `bytes`, the others being 0.
+// Of PLAIN_WIDTH columns.
 static inline __attribute__((always_inline)) void add_columns(const float *rows, size_t tokens, size_t dim,
-                                                              const float *weights, size_t bytes, float *sums,
-                                                              plain_wide *squares, plain_wide *steps) {
-  plain_wide weight = {0}, before = {0}, all = {0}, moved = {0};
-  memcpy(&weight, weights, bytes);
+                                                              const float *weights, float *sums, plain_floats *squares,
+                                                              plain_floats *steps) {
+  plain_floats weight, before = {0}, all = {0}, moved = {0};
+  memcpy(&weight, weights, sizeof weight);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, sums += dim) {
-    plain_wide sum = {0};
+    plain_floats sum = {0};
     for (size_t t = g * QKV_GROUP_TOKENS; t < (g + 1) * QKV_GROUP_TOKENS && t < tokens; t++) {
-      plain_wide x = {0};
-      memcpy(&x, rows + t * dim, bytes);
-      const plain_wide step = x - (t > 0 ? before : x);
+      plain_floats x;
+      memcpy(&x, rows + t * dim, sizeof x);
+      const plain_floats step = x - (t > 0 ? before : x);
       sum += x;
       all += weight * x * x;
       moved += weight * step * step;
       before = x;
     }
-    memcpy(sums, &sum, bytes);
+    memcpy(sums, &sum, sizeof sum);
   }
   *squares += all;
   *steps += moved;
 }
 
 static inline QKV_DECLARE_SUMS(sums_plain) {
-  plain_wide all = {0}, moved = {0};
-  size_t c = 0;
-  for (; c + PLAIN_LANES <= dim; c += PLAIN_LANES) {
-    add_columns(rows + c, tokens, dim, weights + c, sizeof all, sums + c, &all, &moved);
+  plain_floats all[PLAIN_LANES / PLAIN_WIDTH] = {0}, moved[PLAIN_LANES / PLAIN_WIDTH] = {0};
+  for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
+    const size_t i = c / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH);
+    add_columns(rows + c, tokens, dim, weights + c, sums + c, &all[i], &moved[i]);
   }
-  if (c < dim) add_columns(rows + c, tokens, dim, weights + c, sizeof all / 2, sums + c, &all, &moved);
   *squares = *steps = 0;
   for (size_t i = 0; i < PLAIN_LANES; i++) {
-    *squares += (double)all[i];
-    *steps += (double)moved[i];
+    *squares += (double)all[i / PLAIN_WIDTH][i % PLAIN_WIDTH];
+    *steps += (double)moved[i / PLAIN_WIDTH][i % PLAIN_WIDTH];
   }
 }
 
 static inline QKV_DECLARE_SUBTRACT(subtract_plain) {
   for (size_t i = 0; i < n; i++, rows += dim, out += dim) {
-    size_t c = 0;
-    for (; c + PLAIN_LANES <= dim; c += PLAIN_LANES) {
-      plain_wide x, y;
+    for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
+      plain_floats x, y;
       memcpy(&x, rows + c, sizeof x);
       memcpy(&y, row + c, sizeof y);
       x -= y;
       memcpy(out + c, &x, sizeof x);
     }
-    for (; c < dim; c++) out[c] = rows[c] - row[c];
   }
 }
 
