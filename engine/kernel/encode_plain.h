@@ -130,7 +130,7 @@ static inline some values_of_gains(some_words gains) {
 }
 
 static inline some_words clamp_gains(some_words gains) {
-  const some_words low = gains < 1, high = gains > UINT8_MAX;
+  const some_words low = gains<1, high = gains> UINT8_MAX;
   return (gains & ~low & ~high) | (low & 1) | (high & UINT8_MAX);
 }
 

@@ -168,8 +168,8 @@ static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
 
 // Of PLAIN_WIDTH columns.
 static inline __attribute__((always_inline)) void add_columns(const float *rows, size_t tokens, size_t dim,
-                                                              const float *weights, float *sums, plain_floats *squares,
-                                                              plain_floats *steps) {
+                                                              const float *weights, float *sums,
+                                                              plain_floats *squares, plain_floats *steps) {
   plain_floats weight, before = {0}, all = {0}, moved = {0};
   memcpy(&weight, weights, sizeof weight);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, sums += dim) {

@@ -1,9 +1,9 @@
 // Encoding rows in vectors (kernel/encode_plain.h). Compiled once for each family.
 //
 // Coordinates of up to four bits go the way of encode_columns.h; with weights or deeper ones beside them that of
-// encode_bytes.h where the processor has it, else through 32-bit lanes here, where thresholds of t are searched. Those
-// of more go the way of encode_deep.h. Codes of a group that has some are gathered as bytes [token][coordinate] and then
-// packed block by block (encode_pack.h).
+// encode_bytes.h where the processor has it, else through 32-bit lanes here, where thresholds of t are searched.
+// Those of more go the way of encode_deep.h. Codes of a group that has some are gathered as bytes [token][coordinate]
+// and then packed block by block (encode_pack.h).
 #include <assert.h>
 #include <math.h>
 #include <stdbool.h>

@@ -84,8 +84,7 @@ INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
 }
 
-INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights,
-                              each squares) {
+INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights, each squares) {
   __m512 sums[GROUP];
   for (size_t r = 0; r < GROUP; r++) {
     sums[r] = _mm512_setzero_ps();

@@ -1,11 +1,11 @@
 // Encoding where coordinates count alike and none has more than four bits. The 16 rows of a group lie side by side,
 // a coordinate of all of them in a vector or two: the steps of a Hadamard transform meet whole vectors, sums over
-// coordinates leave one number a row, and t of four coordinates become bytes [row][coordinate], the shape that both dot
-// products and slabs of keys want. Sums of t K and K K are whole numbers below 2^24, so the order in which the
+// coordinates leave one number a row, and t of four coordinates become bytes [row][coordinate], the shape that both
+// dot products and slabs of keys want. Sums of t K and K K are whole numbers below 2^24, so the order in which the
 // reference takes them makes no difference.
 //
-// With VBMI centroids are looked up by t, and codes by centroids; without it cells are searched, bit by bit in look-ups
-// of 16 bytes, and centroids and codes are looked up by cells.
+// With VBMI centroids are looked up by t, and codes by centroids; without it cells are searched, bit by bit in
+// look-ups of 16 bytes, and centroids and codes are looked up by cells.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_COLUMNS_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_COLUMNS_H
 
@@ -150,8 +150,7 @@ INLINE bytes t_of_quad(const float (*x)[GROUP], size_t first, lanes inverse, byt
   const bytes least = SIMD(set1_epi16)(-32767);
   const bytes low = SIMD(abs_epi16)(SIMD(max_epi16)(SIMD(packs_epi32)(t[0], t[1]), least));
   const bytes high = SIMD(abs_epi16)(SIMD(max_epi16)(SIMD(packs_epi32)(t[2], t[3]), least));
-  const bytes signs =
-      SIMD(packs_epi16)(SIMD(packs_epi32)(bits[0], bits[1]), SIMD(packs_epi32)(bits[2], bits[3]));
+  const bytes signs = SIMD(packs_epi16)(SIMD(packs_epi32)(bits[0], bits[1]), SIMD(packs_epi32)(bits[2], bits[3]));
   *negative = signs_of(turn_quarters(signs));
   return turn_quarters(SIMD(packus_epi16)(low, high));
 }
@@ -356,7 +355,8 @@ INLINE bytes find_codes(const code_table *table, bytes found) {
 #endif
 
 // [row][coordinate] of LANES rows, at full depth.
-INLINE bytes code_quad(const tried_group *tried, size_t q, size_t p, const chosen_rows *rows, const code_table *table) {
+INLINE bytes code_quad(const tried_group *tried, size_t q, size_t p, const chosen_rows *rows,
+                       const code_table *table) {
   const size_t at = p * sizeof(bytes);
   bytes found = load_bytes(tried->found[q][0] + at);
   found = choose_rows(found, rows->second, load_bytes(tried->found[q][1] + at));

@@ -104,7 +104,8 @@ INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
 
 // Part `p` of a block's codes [token][coordinate].
 INLINE block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride, size_t p) {
-  return part == QKV_V ? fields_of_values(codes + p * LANES, stride) : fields_of_keys(codes + p * LANES * stride, stride);
+  return part == QKV_V ? fields_of_values(codes + p * LANES, stride)
+                       : fields_of_keys(codes + p * LANES * stride, stride);
 }
 
 // What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
