@@ -67,14 +67,14 @@ typedef struct qkvi_kernel_tables {
 // counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
 #define QKVI_FIELD_PLACES 3
 typedef struct qkvi_integer_tables {
+  _Alignas(16) int8_t below[QKVI_SCALES][5][16];  // [scale][depth][cell]: `firsts` - 1, less 128
+  // Of positive cells by depth: `units` in bytes, and codes at full depth, of which the first bits count.
+  _Alignas(16) uint8_t unit_of_cell[5][16], code_of_cell[5][16];
   float step;                                                // of the shallow ones
   float gains[256];                                          // qkv_gain_value
   int8_t shallow[QKVI_SHALLOW_MAX + 1][QKVI_SHALLOW_CODES];  // [depth][code]
   _Alignas(64) uint8_t units[QKVI_SCALES][5][256];           // [depth][t]: centroids of t in steps, for encoding
   _Alignas(64) uint8_t codes[5][128];                        // [depth][centroid]: codes, whose first bits count
-  _Alignas(16) int8_t below[QKVI_SCALES][5][16];             // [scale][depth][cell]: `firsts` - 1, less 128
-  // Of positive cells by depth: `units` in bytes, and codes at full depth, of which the first bits count.
-  _Alignas(16) uint8_t unit_of_cell[5][16], code_of_cell[5][16];
   int8_t deep_high[QKV_DEPTH_MAX + 1][256], deep_low[QKV_DEPTH_MAX + 1][256];
   // Of kinds up to 2: bits 2 i and 2 i + 1 of an index count.
   _Alignas(64) uint8_t fields[2][QKVI_BLOCK_2 + 1][QKVI_FIELD_PLACES][64];  // [part][kind][i][index]
