@@ -20,7 +20,7 @@ qkv_packages() {
       printf '%s\n' \
         clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
         python3-pytest python3-numpy python3-grpcio python3-protobuf \
-        gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+        gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user libsimde-dev
       ;;
     *)
       echo "qkv_packages: $1 is neither build nor test" >&2

@@ -27,6 +27,9 @@ static int check(uint32_t cpu_flags, const char *rung, unsigned every) {
 
 int main(int argc, char **argv) {
   uint32_t cpu_flags = qkv_cpu_flags();
+#if defined(QKV_CHECKKERN_EMULATED)
+  cpu_flags |= QKV_CPU_AVX512 | QKV_CPU_VNNI | QKV_CPU_VBMI;
+#endif
   bool measure = false;
   unsigned every = 1;
   const char *filter = NULL, *rung = NULL;
