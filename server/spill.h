@@ -30,7 +30,7 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
 // Seals all sessions that are to survive, waits until they are durable, but no longer than `wait_ms`. Waits. Nothing
 // is called any more but destroy.
 void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms);
-// After the store's sessions have gone. NULL is let through.
+// When nothing calls it any more, and before its store. NULL is let through.
 void qkvi_spill_destroy(qkvi_spill **spill);
 
 // A check of all records, one at a time for the daemon. `start`: begins one unless it runs, in a job of `pool`.
