@@ -11,7 +11,7 @@
 
 enum { CHUNK = 32, BLOCK_MAX = 256, VECTORS_MAX = BLOCK_MAX / LANES };  // numbers, and vectors
 
-// Every second number of two vectors meets its neighbour: sums to `a`, differences to `b`.
+// Sums to `a`, differences to `b`.
 INLINE void meet(lanes *a, lanes *b, lanes low, lanes high) {
   *a = low + high;
   *b = low - high;
