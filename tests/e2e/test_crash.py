@@ -1,6 +1,7 @@
 """kill -9 under load, again and again: what was acknowledged as durable is there, and nothing is wrong.
 
-QKV_CRASH_ROUNDS and QKV_CRASH_SEED set how often and with what; by hand: 1000 rounds.
+QKV_CRASH_ROUNDS and QKV_CRASH_SEED set how often and with what. By hand:
+QKV_CRASH_ROUNDS=1000 ctest --preset release --timeout 8000 -R e2e/crash.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Sessions of several times the memory come, grow, leave memory, come back, are cut and go, while resident memory is
 watched and rows are compared with what was sent.
 
-QKV_SOAK_SECONDS and QKV_SOAK_SEED set how long and with what; by hand: an hour, with eight times the memory, and then
-resident memory is asked to stay within a tenth of the budget. (In seconds, and with little memory, it is the number of
-threads that decides.)
+QKV_SOAK_SECONDS and QKV_SOAK_SEED set how long and with what; by hand an hour, with eight times the memory, and then
+resident memory is asked to stay within a tenth of the budget (in seconds, and with little memory, it is the number of
+threads that decides): QKV_SOAK_SECONDS=3600 ctest --preset release --timeout 8000 -V -R e2e/soak
 """
 
 import os
