@@ -51,8 +51,10 @@ static const qkv_kernels *const ladder[] = {
     &qkvi_kernels_reference,
 #if defined(__x86_64__)
     &qkvi_kernels_avx2,
+#ifndef QKV_WITHOUT_AVX512
     &qkvi_kernels_avx512,
     &qkvi_kernels_avx512_vnni,
+#endif
 #elif defined(__aarch64__)
     &qkvi_kernels_neon,
     &qkvi_kernels_neon_dotprod,
