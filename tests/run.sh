@@ -51,6 +51,9 @@ while (($# > 0)); do
 done
 ((${#stages[@]} > 0)) || stages=("${all_stages[@]}")
 
+# Tests at a time: those that wait, for a disk or a daemon, leave their processor to another one.
+at_once=$(($(nproc) + 1))
+
 say() { printf '== %02d:%02d  %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 
 # Sanitizers map their shadow memory at fixed places; the kernel's strongest address randomization gets in the
@@ -74,13 +77,13 @@ build() { # preset [target]
 run_asan() {
   build asan
   say "tests of the asan build"
-  "${unrandomized[@]}" ctest --preset asan -j2
+  "${unrandomized[@]}" ctest --preset asan -j "$at_once"
 }
 
 run_tsan() {
   build tsan
   say "tests of the tsan build: server, storage and threads"
-  "${unrandomized[@]}" ctest --preset tsan -j2 -L '^(server|threads|storage)$'
+  "${unrandomized[@]}" ctest --preset tsan -j "$at_once"
 }
 
 run_fuzz() {
@@ -97,7 +100,7 @@ digests() {
 run_arm() {
   build arm
   say "tests of the arm build"
-  ctest --preset arm -j2
+  ctest --preset arm -j "$at_once"
   build release checkkern
   say "the reference's bytes here and there"
   local here there
@@ -109,7 +112,7 @@ run_arm() {
 run_release() {
   build release
   say "tests of the release build"
-  ctest --preset release -j2
+  ctest --preset release -j "$at_once"
 }
 
 say "packages"

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 build=${1:-build/release}
-output=$(run-clang-tidy-14 -quiet -j "$(nproc)" -p "$build" "^$PWD/(engine|proto|storage|server|client)/.*\.c$" 2>&1) || {
+output=$(nice run-clang-tidy-14 -quiet -j "$(nproc)" -p "$build" "^$PWD/(engine|proto|storage|server|client)/.*\.c$" 2>&1) || {
   # Colours and the lines that say nothing.
   sed 's/\x1b\[[0-9;]*m//g' <<<"$output" |
     grep -vE '^(clang-tidy-14 |[0-9]+ warnings? generated|Suppressed|Use -header-filter)'
