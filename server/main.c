@@ -39,15 +39,14 @@ struct main_loop {
   bool draining, learns, more_tiers;
 };
 
-// As many connections as the system lets us have. gRPC 1.51 stops listening for good when accept() finds no file
-// descriptor left, so what is left over after that is said aloud.
+// As many connections as the system lets us have; further ones wait until there is room (rpc_listen.c).
 static void raise_file_limit(void) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   limit.rlim_cur = limit.rlim_max;
   if (setrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_max < FILES_FEW) {
-    qkv_log(QKV_LOG_WARN, "few file descriptors: more connections than this make the daemon unreachable", "{s:I}",
-            "limit", (json_int_t)limit.rlim_max);
+    qkv_log(QKV_LOG_WARN, "few file descriptors: more connections than this have to wait", "{s:I}", "limit",
+            (json_int_t)limit.rlim_max);
   }
 }
 

@@ -16,13 +16,16 @@ typedef struct qkvi_rpc_op {
 
 // ---- Addresses (rpc_listen.c) ----
 
+// As many as a name may stand for; more are left out.
+#define QKVI_RPC_SOCKETS_MAX 16
+
 typedef struct qkvi_rpc_listener {
   char *address;  // as bound
   grpc_server *server;
-  // Of a unix socket:
-  char *lock_path;   // NULL for a TCP port
-  int lock;          // its file, or -1
-  int socket;        // or -1
+  char *lock_path;  // of a unix socket; NULL for a TCP port
+  int lock;         // its file, or -1
+  int sockets[QKVI_RPC_SOCKETS_MAX];
+  size_t socket_count;
   pthread_t thread;  // while `accepting`
   bool accepting;
 } qkvi_rpc_listener;

@@ -1,19 +1,20 @@
 // Addresses: "unix:PATH" and "HOST:PORT".
 //
-// A unix socket is ours: bound, guarded by a lock file (two servers on one path do not notice each other) and
-// accepted by a thread that gives gRPC the connections. gRPC would leave them the system's send buffer, which halves
-// what large answers reach.
-//
-// A TCP port is gRPC's. It tells only that binding failed, so each address is tried with a socket of our own first,
-// which knows the reason.
+// Sockets are ours, and accepted by a thread that gives gRPC the connections: gRPC 1.51 tells only that binding has
+// failed, stops listening for good when accept() finds no file descriptor left, leaves unix sockets the system's send
+// buffer, which halves what large answers reach, and resets TCP connections whose client does not read for some
+// seconds. A unix socket is guarded by a lock file (two servers on one path do not notice each other).
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grpc/grpc_posix.h>
 #include <grpc/grpc_security.h>
 #include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +31,11 @@
 #define SEND_BUFFER_BYTES (1 << 20)
 // How long a connection that cannot be accepted now (no file descriptor is left) waits for the next attempt.
 #define ACCEPT_PAUSE_MS 100
+// A TCP connection whose peer has vanished without a word is noticed after the first and so many of the second. The
+// kernel asks, not gRPC: a client in the middle of its own work answers no pings, the kernel does for it.
+#define KEEPALIVE_S 30
+#define KEEPALIVE_AGAIN_S 10
+#define KEEPALIVE_TIMES 3
 
 // ---- unix:PATH ----
 
@@ -82,17 +88,18 @@ static char *join(const char *a, const char *b) {
   return text;
 }
 
-static qkv_status bind_unix(const char *path, int *bound, qkv_error *error) {
+static qkv_status bind_unix(const char *path, qkvi_rpc_listener *listener, qkv_error *error) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   memcpy(address.sun_path, path, strlen(path) + 1);
-  *bound = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  bool ok = *bound >= 0 && (unlink(path) == 0 || errno == ENOENT);
+  const int bound = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  bool ok = bound >= 0 && (unlink(path) == 0 || errno == ENOENT);
+  if (bound >= 0) listener->sockets[listener->socket_count++] = bound;
   if (ok) {
     mode_t mask = umask(0117);  // srw-rw----
-    ok = bind(*bound, (const struct sockaddr *)&address, sizeof(address)) == 0;
+    ok = bind(bound, (const struct sockaddr *)&address, sizeof(address)) == 0;
     umask(mask);
   }
-  if (ok && listen(*bound, SOMAXCONN) == 0) return QKV_OK;
+  if (ok && listen(bound, SOMAXCONN) == 0) return QKV_OK;
   return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on unix:%s: %s", path, strerror(errno));
 }
 
@@ -102,42 +109,12 @@ static qkv_status listen_unix(const char *path, qkvi_rpc_listener *listener, qkv
   listener->address = join(UNIX_PREFIX, path);
   listener->lock_path = join(path, ".lock");
   qkv_status status = take_lock(listener->lock_path, &listener->lock, error);
-  if (status == QKV_OK) status = bind_unix(path, &listener->socket, error);
+  if (status == QKV_OK) status = bind_unix(path, listener, error);
   if (status != QKV_OK) qkvi_rpc_unlisten(listener);
   return status;
 }
 
-// Until the socket is shut down.
-static void *accept_connections(void *context) {
-  qkvi_rpc_listener *listener = context;
-  grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
-  for (;;) {
-    const int bytes = SEND_BUFFER_BYTES;
-    int connection = accept4(listener->socket, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (connection >= 0) {
-      (void)setsockopt(connection, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
-      grpc_server_add_channel_from_fd(listener->server, connection, credentials);
-    } else if (errno == EINVAL) {
-      break;
-    } else if (errno != EINTR && errno != ECONNABORTED) {
-      qkv_log(QKV_LOG_WARN, "cannot accept a connection, trying again", "{s:s, s:s}", "address", listener->address,
-              "reason", strerror(errno));
-      (void)poll(NULL, 0, ACCEPT_PAUSE_MS);
-    }
-  }
-  grpc_server_credentials_release(credentials);
-  return NULL;
-}
-
 // ---- HOST:PORT ----
-
-static qkv_status bind_grpc(grpc_server *server, const char *address, int *port, qkv_error *error) {
-  grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
-  *port = grpc_server_add_http2_port(server, address, credentials);
-  grpc_server_credentials_release(credentials);
-  if (*port == 0) return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on %s", address);
-  return QKV_OK;
-}
 
 // Splits "HOST:PORT" and "[IPV6]:PORT".
 static qkv_status split(const char *address, char *host, const char **port, qkv_error *error) {
@@ -163,37 +140,61 @@ static qkv_status split(const char *address, char *host, const char **port, qkv_
   return QKV_OK;
 }
 
-// The reason why an address cannot be bound, or 0.
-static int try_bind(const struct addrinfo *info) {
-  int result = 0, on = 1;
-  int file = socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (file < 0) return errno;
-  setsockopt(file, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (bind(file, info->ai_addr, info->ai_addrlen) != 0) result = errno;
-  close(file);
-  return result;
+static int listen_at(const struct addrinfo *info, int *bound) {
+  const int on = 1, off = 0;
+  *bound = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (*bound < 0) return errno;
+  (void)setsockopt(*bound, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (info->ai_family == AF_INET6) (void)setsockopt(*bound, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
+  if (bind(*bound, info->ai_addr, info->ai_addrlen) == 0 && listen(*bound, SOMAXCONN) == 0) return 0;
+  const int reason = errno;
+  close(*bound);
+  return reason;
 }
 
-// The same for all that a name stands for. "localhost" may stand for an IPv6 address that the machine does not
-// have; such are left out as gRPC does, unless there is no other.
-static int try_bind_all(const struct addrinfo *info) {
+// An address of IPv4 has its port where one of IPv6 has it.
+static_assert(offsetof(struct sockaddr_in, sin_port) == offsetof(struct sockaddr_in6, sin6_port), "ports");
+
+static in_port_t bound_port(int socket) {
+  struct sockaddr_in6 address = {0};
+  socklen_t length = sizeof(address);
+  const int failed = getsockname(socket, (struct sockaddr *)&address, &length);
+  assert(failed == 0);
+  (void)failed;
+  return address.sin6_port;
+}
+
+// /etc/hosts may name an address twice.
+static bool is_repeated(const struct addrinfo *list, const struct addrinfo *info) {
+  for (; list != info; list = list->ai_next) {
+    if (list->ai_addrlen == info->ai_addrlen && memcmp(list->ai_addr, info->ai_addr, info->ai_addrlen) == 0)
+      return true;
+  }
+  return false;
+}
+
+// All that a name stands for, at one port. "localhost" may stand for an IPv6 address that the machine does not have:
+// such are left out, unless there is no other. The reason why there is none, or 0.
+static int listen_at_all(const struct addrinfo *list, qkvi_rpc_listener *listener) {
   int missing = 0;
-  bool bound = false;
-  for (; info != NULL; info = info->ai_next) {
-    int reason = try_bind(info);
-    if (reason == EAFNOSUPPORT || reason == EADDRNOTAVAIL) {
+  for (const struct addrinfo *info = list; info != NULL && listener->socket_count < QKVI_RPC_SOCKETS_MAX;
+       info = info->ai_next) {
+    if (is_repeated(list, info)) continue;
+    if (listener->socket_count > 0)
+      ((struct sockaddr_in *)info->ai_addr)->sin_port = bound_port(listener->sockets[0]);
+    const int reason = listen_at(info, &listener->sockets[listener->socket_count]);
+    if (reason == 0) {
+      listener->socket_count++;
+    } else if (reason == EAFNOSUPPORT || reason == EADDRNOTAVAIL) {
       missing = reason;
-    } else if (reason != 0) {
-      return reason;
     } else {
-      bound = true;
+      return reason;
     }
   }
-  return bound ? 0 : missing;
+  return listener->socket_count > 0 ? 0 : missing;
 }
 
-static qkv_status listen_tcp(grpc_server *server, const char *address, qkvi_rpc_listener *listener,
-                             qkv_error *error) {
+static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, qkv_error *error) {
   char host[HOST_MAX + 1];
   const char *port = NULL;
   QKV_TRY(split(address, host, &port, error));
@@ -202,16 +203,16 @@ static qkv_status listen_tcp(grpc_server *server, const char *address, qkvi_rpc_
   if (failed != 0) {
     return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on %s: %s", address, gai_strerror(failed));
   }
-  int reason = try_bind_all(found);
+  const int reason = listen_at_all(found, listener);
   freeaddrinfo(found);
   if (reason != 0) {
+    qkvi_rpc_unlisten(listener);
     return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on %s: %s%s", address, strerror(reason),
                     reason == EADDRINUSE ? "; is another qkvd running?" : "");
   }
-  int bound;
-  QKV_TRY(bind_grpc(server, address, &bound, error));
   char *text = NULL;
-  int length = asprintf(&text, "%.*s:%d", (int)(strrchr(address, ':') - address), address, bound);
+  int length = asprintf(&text, "%.*s:%d", (int)(strrchr(address, ':') - address), address,
+                        ntohs(bound_port(listener->sockets[0])));
   assert(length > 0);
   (void)length;
   listener->address = text;
@@ -219,15 +220,59 @@ static qkv_status listen_tcp(grpc_server *server, const char *address, qkvi_rpc_
 }
 
 qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error) {
-  *listener = (qkvi_rpc_listener){.server = server, .lock = -1, .socket = -1};
+  *listener = (qkvi_rpc_listener){.server = server, .lock = -1};
   if (strncmp(address, UNIX_PREFIX, strlen(UNIX_PREFIX)) == 0) {
     return listen_unix(address + strlen(UNIX_PREFIX), listener, error);
   }
-  return listen_tcp(server, address, listener, error);
+  return listen_tcp(address, listener, error);
+}
+
+// ---- Connections ----
+
+static void set_integer(int connection, int level, int option, int value) {
+  (void)setsockopt(connection, level, option, &value, sizeof(value));
+}
+
+static void set_options(const qkvi_rpc_listener *listener, int connection) {
+  if (listener->lock_path != NULL) return set_integer(connection, SOL_SOCKET, SO_SNDBUF, SEND_BUFFER_BYTES);
+  set_integer(connection, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_integer(connection, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_integer(connection, IPPROTO_TCP, TCP_KEEPIDLE, KEEPALIVE_S);
+  set_integer(connection, IPPROTO_TCP, TCP_KEEPINTVL, KEEPALIVE_AGAIN_S);
+  set_integer(connection, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_TIMES);
+}
+
+static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_server_credentials *credentials) {
+  const int connection = accept4(socket, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  if (connection >= 0) {
+    set_options(listener, connection);
+    grpc_server_add_channel_from_fd(listener->server, connection, credentials);
+  } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+    qkv_log(QKV_LOG_WARN, "cannot accept a connection, trying again", "{s:s, s:s}", "address", listener->address,
+            "reason", strerror(errno));
+    (void)poll(NULL, 0, ACCEPT_PAUSE_MS);
+  }  // else it is gone again
+}
+
+// Until the sockets are shut down.
+static void *accept_connections(void *context) {
+  const qkvi_rpc_listener *listener = context;
+  grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
+  struct pollfd waited[QKVI_RPC_SOCKETS_MAX];
+  for (size_t i = 0; i < listener->socket_count; i++)
+    waited[i] = (struct pollfd){.fd = listener->sockets[i], .events = POLLIN};
+  for (bool open = true; open;) {
+    (void)poll(waited, (nfds_t)listener->socket_count, -1);
+    for (size_t i = 0; i < listener->socket_count; i++) {
+      if ((waited[i].revents & POLLHUP) != 0) open = false;
+      if (waited[i].revents == POLLIN) accept_one(listener, waited[i].fd, credentials);
+    }
+  }
+  grpc_server_credentials_release(credentials);
+  return NULL;
 }
 
 void qkvi_rpc_accept(qkvi_rpc_listener *listener) {
-  if (listener->socket < 0) return;
   int failed = pthread_create(&listener->thread, NULL, accept_connections, listener);
   assert(failed == 0);
   (void)failed;
@@ -235,19 +280,23 @@ void qkvi_rpc_accept(qkvi_rpc_listener *listener) {
   listener->accepting = true;
 }
 
+static void close_sockets(qkvi_rpc_listener *listener) {
+  for (size_t i = 0; i < listener->socket_count; i++) close(listener->sockets[i]);
+  listener->socket_count = 0;
+}
+
 void qkvi_rpc_accept_done(qkvi_rpc_listener *listener) {
   if (listener->accepting) {
-    (void)shutdown(listener->socket, SHUT_RDWR);
+    for (size_t i = 0; i < listener->socket_count; i++) (void)shutdown(listener->sockets[i], SHUT_RDWR);
     pthread_join(listener->thread, NULL);
   }
-  if (listener->socket >= 0) close(listener->socket);
-  listener->socket = -1;
+  close_sockets(listener);
   listener->accepting = false;
 }
 
 void qkvi_rpc_unlisten(qkvi_rpc_listener *listener) {
   assert(!listener->accepting);
-  if (listener->socket >= 0) close(listener->socket);
+  close_sockets(listener);
   if (listener->lock >= 0) {
     unlink(listener->address + strlen(UNIX_PREFIX));
     unlink(listener->lock_path);
@@ -255,5 +304,5 @@ void qkvi_rpc_unlisten(qkvi_rpc_listener *listener) {
   }
   free(listener->lock_path);
   free(listener->address);
-  *listener = (qkvi_rpc_listener){.lock = -1, .socket = -1};
+  *listener = (qkvi_rpc_listener){.lock = -1};
 }

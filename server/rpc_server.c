@@ -14,9 +14,6 @@
 #include "server/rpc_internal.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
-// An idle connection whose peer has vanished without a word is noticed after the sum of these.
-#define KEEPALIVE_TIME_MS 30000
-#define KEEPALIVE_TIMEOUT_MS 10000
 #define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
 // Memory of gRPC's own, beside messages that handlers hold.
 #define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
@@ -211,14 +208,11 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
       integer_arg(GRPC_ARG_MAX_METADATA_SIZE, METADATA_BYTES_MAX),
-      integer_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
       // gRPC would inflate a message before it looks at its size.
       integer_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE),
       integer_arg(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0),
-      integer_arg(GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_TIME_MS),
-      integer_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIMEOUT_MS),
+      integer_arg(GRPC_ARG_KEEPALIVE_TIME_MS, INT32_MAX),  // never: rpc_listen.c
       integer_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
-      integer_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
       integer_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, CLIENT_PING_INTERVAL_MS),
       {.type = GRPC_ARG_POINTER,
        .key = (char *)GRPC_ARG_RESOURCE_QUOTA,

@@ -196,16 +196,13 @@ static int check_health(fixture_client *client, int64_t timeout_ms) {
   return status;
 }
 
-// A connection for which no file descriptor is left waits until there is one.
-static void connection_waits_for_a_file_descriptor(void **out) {
-  (void)out;
+static void wait_for_a_file_descriptor(const fixture_daemon *daemon, const char *address) {
   struct rlimit all, none;
-  fixture_daemon *daemon = fixture_start(NULL);
   assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, NULL, &all), 0);
   none = (struct rlimit){.rlim_cur = 3, .rlim_max = all.rlim_max};  // for new ones
   assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, &none, NULL), 0);
   // The first one may find the descriptor that accept() took before it went to sleep.
-  fixture_client *first = fixture_connect(daemon->unix_address), *second = fixture_connect(daemon->unix_address);
+  fixture_client *first = fixture_connect(address), *second = fixture_connect(address);
   (void)check_health(first, 500);
   assert_int_equal(check_health(second, 500), GRPC_STATUS_DEADLINE_EXCEEDED);
   assert_int_equal(prlimit(daemon->pid, RLIMIT_NOFILE, &all, NULL), 0);
@@ -213,6 +210,14 @@ static void connection_waits_for_a_file_descriptor(void **out) {
   assert_int_equal(check_health(first, FIXTURE_PATIENCE_MS), GRPC_STATUS_OK);
   fixture_disconnect(&first);
   fixture_disconnect(&second);
+}
+
+// A connection for which no file descriptor is left waits until there is one.
+static void connection_waits_for_a_file_descriptor(void **out) {
+  (void)out;
+  fixture_daemon *daemon = fixture_start(NULL);
+  wait_for_a_file_descriptor(daemon, daemon->unix_address);
+  wait_for_a_file_descriptor(daemon, daemon->tcp_address);
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
