@@ -6,20 +6,35 @@
 
 #include "proto/wire.h"
 
+// Takes what a field has cost of what the message may still have.
+static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
+  if (bytes > *left)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d bytes beside those of files",
+                    QKVI_CONTROL_BYTES_MAX);
+  *left -= bytes;
+  return QKV_OK;
+}
+
 // Handlers get strings as C strings, which end at the first NUL: a name with one inside would stand for another
-// name. No message of the contract nests in itself, so the depth is the contract's.
-static qkv_status check_strings(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+// name. And a field of two bytes takes a hundred when it is unpacked, so all but the contents of `bytes` fields,
+// which are files, has a limit. No message of the contract nests in itself, so the depth is the contract's.
+static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *type, size_t *left, qkv_error *error) {
   qkv_wire_reader reader;
   qkv_wire_field field;
   bool more = true;
   qkv_wire_reader_init(&reader, message);
   for (;;) {
+    const size_t before = reader.rest.length;
     QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
     if (!more) return QKV_OK;
     const ProtobufCFieldDescriptor *known = protobuf_c_message_descriptor_get_field(type, field.number);
-    if (known == NULL || field.type != QKV_WIRE_BYTES || field.bytes.length == 0) continue;
+    const bool has_bytes = known != NULL && field.type == QKV_WIRE_BYTES && field.bytes.length > 0;
+    const bool counted =
+        !has_bytes || (known->type != PROTOBUF_C_TYPE_MESSAGE && known->type != PROTOBUF_C_TYPE_BYTES);
+    QKV_TRY(spend(before - reader.rest.length - (counted ? 0 : field.bytes.length), left, error));
+    if (!has_bytes) continue;
     if (known->type == PROTOBUF_C_TYPE_MESSAGE) {
-      QKV_TRY(check_strings(field.bytes, known->descriptor, error));
+      QKV_TRY(check(field.bytes, known->descriptor, left, error));
     } else if (known->type == PROTOBUF_C_TYPE_STRING) {
       const uint8_t *text = qkv_bytes_contiguous(field.bytes, 0, field.bytes.length);
       if (memchr(text, '\0', field.bytes.length) != NULL)
@@ -31,13 +46,11 @@ static qkv_status check_strings(qkv_bytes message, const ProtobufCMessageDescrip
 // The message in one piece. Where the two readers of the wire format disagree, the stricter one wins.
 static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   const qkv_segment segment = {.data = flat, .length = length};
+  size_t left = QKVI_CONTROL_BYTES_MAX;
+  if (check(qkv_bytes_of(&segment), type, &left, error) != QKV_OK) return NULL;
   ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, length, flat);
-  if (request == NULL) {
+  if (request == NULL)
     (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request of %zu bytes is truncated or no %s", length, type->name);
-  } else if (check_strings(qkv_bytes_of(&segment), type, error) != QKV_OK) {
-    protobuf_c_message_free_unpacked(request, NULL);
-    request = NULL;
-  }
   return request;
 }
 

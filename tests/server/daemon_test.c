@@ -23,6 +23,7 @@
 #define CHECK "/grpc.health.v1.Health/Check"
 #define WATCH "/grpc.health.v1.Health/Watch"
 #define GET_STATUS "/qkv.v1.Admin/GetStatus"
+#define REGISTER_MODEL "/qkv.v1.KvCache/RegisterModel"
 #define REFLECTION "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 #define REFLECTION_ALPHA "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 #define MIB (INT64_C(1) << 20)
@@ -341,6 +342,24 @@ static void bomb_is_refused_in_little_memory(void **out) {
   if (!fixture_is_sanitized()) assert_in_range(fixture_memory(state->daemon, "VmHWM"), 1, 100 * MIB);
 }
 
+// A model of empty overrides, two bytes each, which would take a hundred each once they are unpacked.
+static void swarm_is_refused_in_little_memory(void **out) {
+  test_state *state = *out;
+  enum { OVERRIDES = 13, EMPTY = 1000000, LENGTH = 2 * EMPTY, HEAD = 4 };  // model.proto
+  uint8_t *request = malloc(HEAD + LENGTH);
+  assert_non_null(request);
+  const uint8_t head[HEAD] = {0x0a, 0x80 | (LENGTH & 0x7f), 0x80 | (LENGTH >> 7 & 0x7f), LENGTH >> 14};
+  memcpy(request, head, HEAD);
+  for (size_t i = 0; i < EMPTY; i++) memcpy(request + HEAD + 2 * i, (const uint8_t[]){OVERRIDES << 3 | 2, 0}, 2);
+  const int64_t before = fixture_memory(state->daemon, "VmHWM");
+  fixture_result result = fixture_call(state->client, REGISTER_MODEL, request, HEAD + LENGTH, FIXTURE_PATIENCE_MS);
+  free(request);
+  assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
+  assert_string_equal(result.text, "request has more than 1048576 bytes beside those of files");
+  wait_quiet(state->client);
+  if (!fixture_is_sanitized()) assert_in_range(fixture_memory(state->daemon, "VmHWM") - before, 0, 16 * MIB);
+}
+
 static int connect_unix(const char *address) {
   struct sockaddr_un peer = {.sun_family = AF_UNIX};
   snprintf(peer.sun_path, sizeof(peer.sun_path), "%s", address + strlen("unix:"));
@@ -421,6 +440,7 @@ int main(void) {
       cmocka_unit_test(reflection_lists_services),
       cmocka_unit_test(reflection_finds_files_and_symbols),
       cmocka_unit_test(large_message_is_refused),
+      cmocka_unit_test(swarm_is_refused_in_little_memory),
       cmocka_unit_test(bomb_is_refused_in_little_memory),
       cmocka_unit_test(garbage_on_the_sockets),
       cmocka_unit_test(truncated_messages_are_refused),
