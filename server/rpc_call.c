@@ -45,7 +45,7 @@ static void drop_outgoing(qkv_rpc_call *call) {
 static void unref(qkv_rpc_call *call) {
   if (atomic_fetch_sub_explicit(&call->refs, 1, memory_order_acq_rel) != 1) return;
   assert(atomic_load(&call->phase) == QKVI_RPC_OVER);
-  if (call->method != NULL && call->method->destroy != NULL) call->method->destroy(call->state);
+  if (call->method->destroy != NULL) call->method->destroy(call->state);
   qkv_rpc_server *server = call->server;
   grpc_call_unref(call->grpc);
   free(call);
@@ -224,7 +224,7 @@ static void close_done(qkvi_rpc_op *op, bool ok) {
   qkv_rpc_call *call = CALL_OF(op, close_op);
   if (call->closed_by_cancel) {
     atomic_store_explicit(&call->cancelled, true, memory_order_release);
-    if (call->method != NULL && call->method->cancelled != NULL) call->method->cancelled(call);
+    if (call->method->cancelled != NULL) call->method->cancelled(call);
   }
   unref(call);
 }
@@ -251,17 +251,13 @@ qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method 
   return call;
 }
 
-void qkvi_rpc_call_start(qkv_rpc_call *call, qkv_status refusal, const char *text) {
+void qkvi_rpc_call_start(qkv_rpc_call *call) {
   grpc_op op;
   memset(&op, 0, sizeof(op));
   op.op = GRPC_OP_RECV_CLOSE_ON_SERVER;
   op.data.recv_close_on_server.cancelled = &call->closed_by_cancel;
   start_batch(call, &op, 1, &call->close_op);
-  if (refusal != QKV_OK) {
-    end_call(call, NULL, refusal, text);
-  } else {
-    read_message(call);
-  }
+  read_message(call);
 }
 
 // ---- For handlers ----

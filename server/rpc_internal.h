@@ -53,7 +53,7 @@ typedef enum qkvi_rpc_phase {
 
 struct qkv_rpc_call {
   qkv_rpc_server *server;
-  const qkv_rpc_method *method;  // NULL for a call that is only refused
+  const qkv_rpc_method *method;
   void *state;
   grpc_call *grpc;
   gpr_timespec deadline;
@@ -72,11 +72,11 @@ struct qkv_rpc_call {
   qkv_segment own_segments[QKVI_RPC_SEGMENTS];
 };
 
-// Takes the gRPC call. It counts as running (began) from now on.
+// Takes the gRPC call.
 qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
                                    gpr_timespec deadline);
-// Waits for the first message, or refuses the call at once if `refusal` is not QKV_OK.
-void qkvi_rpc_call_start(qkv_rpc_call *call, qkv_status refusal, const char *text);
+// Waits for the first message.
+void qkvi_rpc_call_start(qkv_rpc_call *call);
 
 // ---- The server, as its calls see it (rpc_server.c) ----
 

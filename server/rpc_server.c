@@ -14,6 +14,9 @@
 #include "server/rpc_internal.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
+// A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and who
+// does not is cut off.
+#define STREAMS_MORE 100
 #define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
 // Memory of gRPC's own, beside messages that handlers hold.
 #define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
@@ -124,25 +127,30 @@ static void count(qkv_rpc_server *server, size_t *counter, int change) {
   pthread_mutex_unlock(&server->lock);
 }
 
-// Whether a new call must be refused; `text` says why.
+// A call that is not refused counts as running.
 static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool known, qkv_error *error) {
-  pthread_mutex_lock(&server->lock);
-  size_t calls = ++server->calls;
+  pthread_mutex_lock(&server->lock);  // whoever drains counts the calls after it has said so
+  const bool draining = atomic_load_explicit(&server->draining, memory_order_acquire);
+  const bool full = server->calls == server->calls_max;
+  if (known && !draining && !full) server->calls++;
   pthread_mutex_unlock(&server->lock);
-  if (server->began != NULL) server->began(server->context);
-  if (atomic_load_explicit(&server->draining, memory_order_acquire)) {
-    return qkv_fail(error, QKV_UNAVAILABLE, "draining: the daemon is about to stop");
-  }
-  if (calls > server->calls_max) {
+  if (draining) return qkv_fail(error, QKV_UNAVAILABLE, "draining: the daemon is about to stop");
+  if (full) {
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-calls is %zu and so many calls are running",
                     server->calls_max);
   }
-  if (!known) {
-    size_t length = GRPC_SLICE_LENGTH(*path);
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "no method %.*s", (int)(length < 200 ? length : 200),
-                    (const char *)GRPC_SLICE_START_PTR(*path));
-  }
-  return QKV_OK;
+  if (known) return QKV_OK;
+  size_t length = GRPC_SLICE_LENGTH(*path);
+  return qkv_fail(error, QKV_UNIMPLEMENTED, "no method %.*s", (int)(length < 200 ? length : 200),
+                  (const char *)GRPC_SLICE_START_PTR(*path));
+}
+
+// Cancelled, not answered: gRPC puts the status among what it has to send and forgets the call, however many its
+// client makes without reading, and stops reading itself where those are too many.
+static void refuse(qkv_rpc_server *server, grpc_call *call, const qkv_error *error) {
+  qkvi_rpc_server_ended(server, error->status);
+  (void)grpc_call_cancel_with_status(call, (grpc_status_code)error->status, error->text, NULL);
+  grpc_call_unref(call);
 }
 
 static void accept_done(qkvi_rpc_op *op, bool ok) {
@@ -155,12 +163,17 @@ static void accept_done(qkvi_rpc_op *op, bool ok) {
   }
   const qkv_rpc_method *method = find_method(server, &slot->details.method);
   qkv_error error = {0};
-  qkv_status refusal = admit(server, &slot->details.method, method != NULL, &error);
-  qkv_rpc_call *call =
-      qkvi_rpc_call_create(server, refusal == QKV_OK ? method : NULL, slot->call, slot->details.deadline);
+  if (server->began != NULL) server->began(server->context);
+  const bool admitted = admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
+  grpc_call *const grpc = slot->call;
+  qkv_rpc_call *call = admitted ? qkvi_rpc_call_create(server, method, grpc, slot->details.deadline) : NULL;
   disarm(slot);
   arm(slot);
-  qkvi_rpc_call_start(call, refusal, error.text);
+  if (admitted) {
+    qkvi_rpc_call_start(call);
+  } else {
+    refuse(server, grpc, &error);
+  }
 }
 
 static void *run_queue(void *context) {
@@ -207,6 +220,7 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
   grpc_arg args[] = {
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
+      integer_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, 2 * (int64_t)config->calls_max + STREAMS_MORE),
       integer_arg(GRPC_ARG_MAX_METADATA_SIZE, METADATA_BYTES_MAX),
       // gRPC would inflate a message before it looks at its size.
       integer_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE),

@@ -199,6 +199,16 @@ static void watch_ends_with_its_client(void **out) {
   assert_true(read_metric(state->client, "qkvd_calls_cancelled_total") == before + 3);
 }
 
+// Calls that have been ended make room, but not at once.
+static void wait_served(fixture_client *client) {
+  fixture_result result;
+  do {
+    result = fixture_call(client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);
+    fixture_free(&result);
+  } while (result.status == GRPC_STATUS_RESOURCE_EXHAUSTED);
+  assert_int_equal(result.status, GRPC_STATUS_OK);
+}
+
 static void too_many_calls_are_refused(void **out) {
   test_state *state = *out;
   fixture_stream *streams[6];
@@ -208,11 +218,7 @@ static void too_many_calls_are_refused(void **out) {
   assert_string_equal(result.text, "limit-calls is 6 and so many calls are running");
   fixture_cancel(streams[0]);
   (void)fixture_finish(&streams[0]);
-  do {
-    result = fixture_call(state->client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);
-    fixture_free(&result);
-  } while (result.status == GRPC_STATUS_RESOURCE_EXHAUSTED);
-  assert_int_equal(result.status, GRPC_STATUS_OK);
+  wait_served(state->client);
   for (size_t i = 1; i < 6; i++) {
     fixture_cancel(streams[i]);
     (void)fixture_finish(&streams[i]);
@@ -342,6 +348,62 @@ static void bomb_is_refused_in_little_memory(void **out) {
   if (!fixture_is_sanitized()) assert_in_range(fixture_memory(state->daemon, "VmHWM"), 1, 100 * MIB);
 }
 
+static int connect_unix(const char *address) {
+  struct sockaddr_un peer = {.sun_family = AF_UNIX};
+  snprintf(peer.sun_path, sizeof(peer.sun_path), "%s", address + strlen("unix:"));
+  int file = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  assert_int_equal(connect(file, (struct sockaddr *)&peer, sizeof(peer)), 0);
+  return file;
+}
+
+static int connect_tcp(const char *address) {
+  unsigned long port = strtoul(strrchr(address, ':') + 1, NULL, 10);
+  struct sockaddr_in peer = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+  peer.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  int file = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  assert_int_equal(connect(file, (struct sockaddr *)&peer, sizeof(peer)), 0);
+  return file;
+}
+
+static size_t put_frame(uint8_t *out, uint8_t type, uint8_t flags, uint32_t stream, const void *body, size_t length) {
+  const uint8_t head[] = {
+      0, 0, (uint8_t)length, type, flags, 0, (uint8_t)(stream >> 16), (uint8_t)(stream >> 8), (uint8_t)stream};
+  memcpy(out, head, sizeof(head));
+  if (length > 0) memcpy(out + sizeof(head), body, length);
+  return sizeof(head) + length;
+}
+
+// Calls without end of a client that reads no answer, in frames of HTTP/2 and HPACK: in 6 bytes each, as most of
+// them is in the table that the first one makes.
+static void flood_of_calls_is_cut(void **out) {
+  test_state *state = *out;
+  enum { HEADERS = 1, SETTINGS = 4, CALLS = 20000 };
+  static const char first[] =
+      "\x83\x86\x44\x16/qkv.v1.KvCache/Attend\x40\x0a:authority\x01l\x40\x0c"
+      "content-type\x10"
+      "application/grpc\x40\x02te\x08trailers";
+  static const char other[] = "\x83\x86\xc1\xc0\xbf\xbe", greeting[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  uint8_t frame[128];
+  wait_quiet(state->client);
+  const int64_t before = fixture_memory(state->daemon, "VmHWM");
+  int file = connect_unix(state->daemon->unix_address);
+  assert_int_equal(send(file, greeting, sizeof(greeting) - 1, MSG_NOSIGNAL), sizeof(greeting) - 1);
+  (void)send(file, frame, put_frame(frame, SETTINGS, 0, 0, "", 0), MSG_NOSIGNAL);
+  assert_true(recv(file, frame, sizeof(frame), 0) > 0);  // its settings
+  (void)send(file, frame, put_frame(frame, SETTINGS, 1, 0, "", 0), MSG_NOSIGNAL);
+  bool cut = false;
+  for (uint32_t i = 0; i < CALLS && !cut; i++) {
+    const size_t length = i == 0 ? put_frame(frame, HEADERS, 4, 1, first, sizeof(first) - 1)
+                                 : put_frame(frame, HEADERS, 4, 2 * i + 1, other, sizeof(other) - 1);
+    cut = send(file, frame, length, MSG_NOSIGNAL) < 0;
+  }
+  assert_true(cut);
+  close(file);
+  wait_served(state->client);
+  wait_quiet(state->client);
+  if (!fixture_is_sanitized()) assert_in_range(fixture_memory(state->daemon, "VmHWM") - before, 0, 16 * MIB);
+}
+
 // A model of empty overrides, two bytes each, which would take a hundred each once they are unpacked.
 static void swarm_is_refused_in_little_memory(void **out) {
   test_state *state = *out;
@@ -358,23 +420,6 @@ static void swarm_is_refused_in_little_memory(void **out) {
   assert_string_equal(result.text, "request has more than 1048576 bytes beside those of files");
   wait_quiet(state->client);
   if (!fixture_is_sanitized()) assert_in_range(fixture_memory(state->daemon, "VmHWM") - before, 0, 16 * MIB);
-}
-
-static int connect_unix(const char *address) {
-  struct sockaddr_un peer = {.sun_family = AF_UNIX};
-  snprintf(peer.sun_path, sizeof(peer.sun_path), "%s", address + strlen("unix:"));
-  int file = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  assert_int_equal(connect(file, (struct sockaddr *)&peer, sizeof(peer)), 0);
-  return file;
-}
-
-static int connect_tcp(const char *address) {
-  unsigned long port = strtoul(strrchr(address, ':') + 1, NULL, 10);
-  struct sockaddr_in peer = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-  peer.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  int file = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  assert_int_equal(connect(file, (struct sockaddr *)&peer, sizeof(peer)), 0);
-  return file;
 }
 
 static void garbage_on_the_sockets(void **out) {
@@ -440,6 +485,7 @@ int main(void) {
       cmocka_unit_test(reflection_lists_services),
       cmocka_unit_test(reflection_finds_files_and_symbols),
       cmocka_unit_test(large_message_is_refused),
+      cmocka_unit_test(flood_of_calls_is_cut),
       cmocka_unit_test(swarm_is_refused_in_little_memory),
       cmocka_unit_test(bomb_is_refused_in_little_memory),
       cmocka_unit_test(garbage_on_the_sockets),
