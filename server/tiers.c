@@ -3,10 +3,12 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "engine/cache/session_retier.h"
 #include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
+#include "server/block.h"
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
@@ -152,12 +154,14 @@ static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
 // keeps nothing of it.
 typedef struct stats_stream {
   Qkv__V1__GetAttentionStatsRequest *request;
-  const qkv_model *model;  // NULL before the first layer; the store's, which outlives all calls
-  uint64_t serial;         // of the session
-  size_t at;               // of the layers
-  uint32_t head;           // the next one of `stats`
-  bool loaded;             // whether `stats` are those of the layer
-  qkv_attention_stats stats;
+  const qkv_model *model;      // NULL before the first layer; the store's, which outlives all calls
+  uint64_t serial;             // of the session
+  size_t at;                   // of the layers
+  uint32_t head;               // the next one of `stats`
+  bool loaded;                 // whether `stats` are those of the layer
+  qkv_attention_stats stats;   // their arrays are the block's
+  qkvi_response_block *block;  // a reference
+  qkv_wire_writer *writer;
 } stats_stream;
 
 static size_t stream_layers(const stats_stream *stream) {
@@ -187,31 +191,49 @@ static qkv_status begin_stats(const qkv_session *session, stats_stream *stream, 
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "buckets is %" PRIu32 ", at most %zu", request->buckets, most);
 }
 
+static void put_floats(const stats_stream *stream, uint32_t field, const float *values) {
+  const size_t buckets = stream->stats.buckets;
+  if (buckets == 0) return;
+  qkvi_block_hold(stream->block);
+  qkv_wire_put_reference(stream->writer, field, values + stream->head * buckets, buckets * sizeof *values,
+                         stream->block);
+}
+
+// Field numbers are those of kv_cache.proto.
 static void send_head(qkv_rpc_call *call, stats_stream *stream) {
   const qkv_attention_stats *stats = &stream->stats;
-  Qkv__V1__GetAttentionStatsResponse response = QKV__V1__GET_ATTENTION_STATS_RESPONSE__INIT;
-  response.layer = stream_layer(stream);
-  response.kv_head = stream->head;
-  response.position = stats->position;
-  response.tokens_per_bucket = stats->tokens_per_bucket;
-  response.n_ema = response.n_bits = stats->buckets;
-  response.ema = stats->ema + stream->head * stats->buckets;
-  response.bits = stats->bits + stream->head * stats->buckets;
-  response.tokens = stats->tokens;
-  response.counted = stats->counted;
-  response.queries = stats->queries;
-  const size_t length = qkv__v1__get_attention_stats_response__get_packed_size(&response);
-  uint8_t *packed = malloc(length + 1);
-  if (packed == NULL) abort();
-  qkv__v1__get_attention_stats_response__pack(&response, packed);
+  qkv_wire_writer_clear(stream->writer);
+  qkv_wire_put_varint(stream->writer, 1, stream_layer(stream));
+  qkv_wire_put_varint(stream->writer, 2, stream->head);
+  qkv_wire_put_varint(stream->writer, 3, stats->position);
+  qkv_wire_put_varint(stream->writer, 4, stats->tokens_per_bucket);
+  put_floats(stream, 5, stats->ema);
+  put_floats(stream, 6, stats->bits);
+  qkv_wire_put_varint(stream->writer, 7, stats->tokens);
+  qkv_wire_put_varint(stream->writer, 8, stats->counted);
+  qkv_wire_put_varint(stream->writer, 9, stats->queries);
   if (++stream->head == stats->kv_heads) {
     stream->head = 0;
     stream->loaded = false;
     stream->at++;
   }
   const bool last = stream->at == stream_layers(stream);
-  (last ? qkv_rpc_reply_bytes : qkv_rpc_send_bytes)(call, packed, length);
-  free(packed);
+  (last ? qkv_rpc_reply : qkv_rpc_send)(call, stream->writer, qkvi_block_release);
+}
+
+// What waits to be sent is counted, as other responses are.
+static qkv_status keep_stats(const qkv_daemon *daemon, stats_stream *stream, const qkv_attention_stats *stats,
+                             qkv_error *error) {
+  const size_t count = stats->kv_heads * stats->buckets;
+  QKV_TRY(qkvi_block_create(2 * count * sizeof(float), (uint64_t)daemon->options->limit_response_bytes,
+                            &stream->block, error));
+  stream->stats = *stats;
+  stream->stats.ema = (float *)stream->block->data;
+  stream->stats.bits = stream->stats.ema + count;
+  if (count == 0) return QKV_OK;
+  memcpy(stream->stats.ema, stats->ema, count * sizeof(float));
+  memcpy(stream->stats.bits, stats->bits, count * sizeof(float));
+  return QKV_OK;
 }
 
 static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv_error *error) {
@@ -219,11 +241,14 @@ static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv
   const size_t buckets = stream->request->buckets;
   QKV_TRY(qkvi_request_session(daemon, stream->request->session, &session, error));
   qkv_status status = begin_stats(session, stream, error);
-  if (status == QKV_OK) {
-    qkv_attention_stats_deinit(&stream->stats);
+  qkv_attention_stats stats = {0};
+  qkvi_block_release(stream->block);
+  stream->block = NULL;
+  if (status == QKV_OK)
     status = qkv_session_read_attention(session, stream_layer(stream),
-                                        buckets == 0 ? buckets_max(stream->model) : buckets, &stream->stats, error);
-  }
+                                        buckets == 0 ? buckets_max(stream->model) : buckets, &stats, error);
+  if (status == QKV_OK) status = keep_stats(daemon, stream, &stats, error);
+  qkv_attention_stats_deinit(&stats);
   stream->loaded = status == QKV_OK;
   qkv_session_unref(&session);
   return status;
@@ -252,6 +277,7 @@ static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
   stats_stream *stream = calloc(1, sizeof *stream);
   if (stream == NULL) abort();
   stream->request = request;
+  stream->writer = qkv_wire_writer_create();
   qkv_rpc_set_state(call, stream);
   qkvi_job_submit(call, stats_job, call);
 }
@@ -259,7 +285,8 @@ static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
 static void destroy_stats(void *state) {
   stats_stream *stream = state;
   if (stream == NULL) return;
-  qkv_attention_stats_deinit(&stream->stats);
+  qkvi_block_release(stream->block);
+  qkv_wire_writer_destroy(&stream->writer);
   qkvi_control_free(stream->request);
   free(stream);
 }

@@ -7,11 +7,12 @@ import re
 import subprocess
 import time
 
+import grpc
 import numpy as np
 import pytest
 
 from daemon import SANITIZED, Daemon, binary, clean_environment, wait_for
-from kv import TIMEOUT, Cache
+from kv import TIMEOUT, Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
 
 TOKENS = 448  # 6 pages below the window of 64
@@ -181,3 +182,18 @@ def test_map_in_colours(daemon, cache):
     os.close(leader)
     assert b"\x1b[48;5;34m \x1b[0m" in drawn  # 4 bits
     assert b"\x1b[48;5;250m#\x1b[0m" in drawn  # exact
+
+
+def test_statistics_are_counted_among_responses(name):
+    """What waits for a client that does not read has a limit."""
+    with Daemon("--limit-response-bytes", "1MiB") as daemon:
+        cache = Cache(daemon.stub(), name, layers=1, kv_heads=64, q_heads=64, key_dim=8, value_dim=8)
+        cache.append(0, *cache.rows(2176))
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED,
+                     "limit-response-bytes is 1048576 bytes, 0 are on their way, 1114112 more are needed"):
+            list(cache.stub.GetAttentionStats(kv.GetAttentionStatsRequest(session=name), timeout=TIMEOUT))
+        request = kv.GetAttentionStatsRequest(session=name, buckets=64)
+        heads = list(cache.stub.GetAttentionStats(request, timeout=TIMEOUT))
+        assert [head.kv_head for head in heads] == list(range(64))
+        assert all(len(head.ema) == len(head.bits) == 64 and head.bits[0] == 4 for head in heads)
+        wait_for(lambda: daemon.metric("qkvd_response_bytes") == 0, "statistics that have been sent are still counted")
