@@ -15,6 +15,7 @@
 
 enum {
   TIMEOUT_MS = 60000,
+  CONNECT_TIMEOUT_MAX_MS = INT32_MAX,  // so that a point in time can be counted with
   MESSAGE_BYTES_MAX = 256 << 20,
   RETRY_FIRST_MS = 5,
   RETRY_MAX_MS = 100,
@@ -157,6 +158,8 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   if (options != NULL) client->options = *options;
   if (client->options.timeout_ms <= 0) client->options.timeout_ms = TIMEOUT_MS;
   if (client->options.connect_timeout_ms <= 0) client->options.connect_timeout_ms = client->options.timeout_ms;
+  if (client->options.connect_timeout_ms > CONNECT_TIMEOUT_MAX_MS)
+    client->options.connect_timeout_ms = CONNECT_TIMEOUT_MAX_MS;
   if (client->options.message_bytes_max <= 0) client->options.message_bytes_max = MESSAGE_BYTES_MAX;
   client->fd = -1;
   client->target = strdup(target);

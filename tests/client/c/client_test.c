@@ -451,6 +451,16 @@ static void test_nobody_answers(void **state) {
   assert_string_equal(error.text, "target is NULL");
 }
 
+static void test_endless_patience(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  qkv_client *patient = NULL;
+  ok(qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.timeout_ms = INT64_MAX}, &patient, &error),
+     &error);
+  ok(qkv_client_register_model(patient, &exact_model, &error), &error);
+  qkv_client_close(&patient);
+}
+
 // A response that is larger than the client takes.
 static void test_message_limit(void **state) {
   (void)state;
@@ -567,6 +577,7 @@ int main(void) {
       WITH_SESSION(test_truncate),
       WITH_SESSION(test_tcp),
       cmocka_unit_test(test_nobody_answers),
+      cmocka_unit_test(test_endless_patience),
       WITH_SESSION(test_message_limit),
       WITH_SESSION(test_daemon_that_stops_reading),
       cmocka_unit_test(test_daemon_that_dies),
