@@ -154,12 +154,26 @@ static int write_tail(recovery *on, qkvi_segment *segment) {
   return error;
 }
 
+// The summary tells of what counts alone: a copy that does not may be in doubt, and with a footer behind it would be
+// taken for whole by the next start.
+static void forget_dead(const recovery *on, qkvi_segment *segment) {
+  uint64_t count = 0;
+  for (uint64_t i = 0; i < segment->headers_count; i++) {
+    const qkv_record_header *header = &segment->headers[i];
+    const qkvi_entry *entry = qkvi_index_find(on->storage->index, header->record);
+    if (entry != NULL && entry->segment == segment->slot && entry->offset == header->offset)
+      segment->headers[count++] = *header;
+  }
+  segment->headers_count = count;
+}
+
 // Those without a footer get one, if anything in them lives.
 static void seal_segments(recovery *on) {
   qkv_storage *storage = on->storage;
   for (uint32_t i = 0; i < storage->segments_room; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (segment == NULL || segment->state != QKVI_SEGMENT_SEALING) continue;
+    forget_dead(on, segment);
     const bool failed = segment->live_records > 0 && write_tail(on, segment) != 0;
     segment->state = failed ? QKVI_SEGMENT_FAILED : QKVI_SEGMENT_SEALED;
     if (failed) continue;
