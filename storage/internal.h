@@ -330,17 +330,6 @@ uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry);
 // Tokens of a record that count: 0 for one that is cut or of a dead session.
 uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *entry);
 
-// A journal's bytes, built entry by entry: headers first, sequences from `epoch` on.
-typedef struct qkvi_journal_image {
-  uint8_t *bytes;  // aligned
-  uint64_t size, room;
-  uint64_t store, epoch, count;
-} qkvi_journal_image;
-// `room`: bytes that it is likely to take at most.
-void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch, uint64_t room);
-void qkvi_image_add(qkvi_journal_image *image, const qkv_journal_entry *entry);
-void qkvi_image_finish(qkvi_journal_image *image);  // fills in the headers
-
 // compact.c
 void qkvi_compact_consider(qkv_storage *storage);
 void qkvi_compact_go(qkv_storage *storage);

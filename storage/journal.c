@@ -1,6 +1,7 @@
 #include "storage/journal.h"
 
 #include <assert.h>
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>
@@ -57,28 +58,6 @@ static bool entry_good(const qkvi_entry_header *header, uint64_t store, uint64_t
          header->payload_bytes <= QKV_JOURNAL_PAYLOAD_MAX;
 }
 
-typedef enum entry_state { NO_ENTRY, BAD_PAYLOAD, GOOD_ENTRY } entry_state;
-
-static entry_state look_at(const uint8_t *bytes, uint64_t size, uint64_t offset, uint64_t store) {
-  const qkvi_entry_header *header = (const qkvi_entry_header *)(bytes + offset);
-  if (!entry_good(header, store, offset)) return NO_ENTRY;
-  if (qkvi_entry_extent(header->payload_bytes) > size - offset) return BAD_PAYLOAD;
-  const bool good = XXH3_64bits(header + 1, header->payload_bytes) == header->payload_hash;
-  return good ? GOOD_ENTRY : BAD_PAYLOAD;
-}
-
-// The newest entry that is known to have been durable: nothing up to it can be missing by a crash alone.
-static uint64_t find_durable(const uint8_t *bytes, uint64_t size, const qkvi_journal_header *header,
-                             uint64_t journal_seen) {
-  uint64_t durable = journal_seen >> QKVI_EPOCH_SHIFT == header->epoch ? journal_seen : 0;
-  if (header->durable > durable) durable = header->durable;
-  for (uint64_t offset = 2 * sizeof *header; size - offset >= QKV_STORAGE_BLOCK; offset += QKV_STORAGE_BLOCK) {
-    const qkvi_entry_header *entry = (const qkvi_entry_header *)(bytes + offset);
-    if (look_at(bytes, size, offset, header->store) != NO_ENTRY && entry->durable > durable) durable = entry->durable;
-  }
-  return durable;
-}
-
 static qkv_journal_entry view_of(const qkvi_entry_header *header) {
   return (qkv_journal_entry){.kind = (qkv_journal_kind)header->kind,
                              .layer = header->layer,
@@ -90,50 +69,95 @@ static qkv_journal_entry view_of(const qkvi_entry_header *header) {
                              .bytes = header->payload_bytes};
 }
 
-qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journal_seen,
-                             void (*each)(void *context, const qkv_journal_entry *entry), void *context,
-                             qkvi_journal_report *report, qkv_error *error) {
-  *report = (qkvi_journal_report){0};
-  if (size < 2 * sizeof(qkvi_journal_header)) return qkv_fail(error, QKV_DATA_LOSS, "the journal has no header");
-  const qkvi_journal_header *header = (const qkvi_journal_header *)bytes;
-  if (!header_good(header)) header++;
+static qkv_status unread(qkv_error *error, uint64_t offset) {
+  return qkv_fail(error, QKV_INTERNAL, "the journal cannot be read at %" PRIu64, offset);
+}
+
+qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_journal_header *header,
+                                    qkv_error *error) {
+  if (source->size < 2 * sizeof *header) return qkv_fail(error, QKV_DATA_LOSS, "the journal has no header");
+  const qkvi_journal_header *both = (const qkvi_journal_header *)source->at(source->context, 0, 2 * sizeof *header);
+  if (both == NULL) return unread(error, 0);
+  *header = header_good(&both[0]) ? both[0] : both[1];
   if (!header_good(header)) return qkv_fail(error, QKV_DATA_LOSS, "both headers of the journal are damaged");
-  if (header->version != QKVI_JOURNAL_VERSION) {
+  if (header->version != QKVI_JOURNAL_VERSION)
     return qkv_fail(error, QKV_DATA_LOSS, "the journal has version %u, known is %u", header->version,
                     QKVI_JOURNAL_VERSION);
+  return QKV_OK;
+}
+
+// The block at `offset`, as an entry's header whose payload is not looked at. *entry is of kind 0 where it is none.
+static qkv_status read_header(const qkvi_journal_source *source, uint64_t store, uint64_t offset,
+                              qkvi_entry_header *entry, qkv_error *error) {
+  const uint8_t *block = source->at(source->context, offset, QKV_STORAGE_BLOCK);
+  if (block == NULL) return unread(error, offset);
+  memcpy(entry, block, sizeof *entry);
+  if (!entry_good(entry, store, offset)) *entry = (qkvi_entry_header){0};
+  return QKV_OK;
+}
+
+qkv_status qkvi_journal_durable(const qkvi_journal_source *source, const qkvi_journal_header *header,
+                                uint64_t journal_seen, uint64_t *durable, qkv_error *error) {
+  *durable = journal_seen >> QKVI_EPOCH_SHIFT == header->epoch ? journal_seen : 0;
+  if (header->durable > *durable) *durable = header->durable;
+  for (uint64_t offset = 2 * sizeof *header; offset < source->size; offset += QKV_STORAGE_BLOCK) {
+    qkvi_entry_header entry = {0};
+    QKV_TRY(read_header(source, header->store, offset, &entry, error));
+    if (entry.durable > *durable) *durable = entry.durable;
   }
-  *report = (qkvi_journal_report){.store = header->store, .epoch = header->epoch, .end = 2 * sizeof *header};
-  const uint64_t durable = find_durable(bytes, size, header, journal_seen);
+  return QKV_OK;
+}
+
+// The whole entry whose header was read. *good is false, and *bytes undefined, where its payload is not what it was.
+static qkv_status read_payload(const qkvi_journal_source *source, const qkvi_entry_header *entry,
+                               const uint8_t **bytes, bool *good, qkv_error *error) {
+  const uint64_t extent = qkvi_entry_extent(entry->payload_bytes);
+  *good = extent <= source->size - entry->offset;
+  if (!*good) return QKV_OK;
+  *bytes = source->at(source->context, entry->offset, extent);
+  if (*bytes == NULL) return unread(error, entry->offset);
+  *good = memcmp(*bytes, entry, sizeof *entry) == 0 &&
+          XXH3_64bits(*bytes + sizeof *entry, entry->payload_bytes) == entry->payload_hash;
+  return QKV_OK;
+}
+
+qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journal_header *header, uint64_t durable,
+                             void (*each)(void *context, const qkv_journal_entry *entry), void *context,
+                             qkvi_journal_report *report, qkv_error *error) {
+  *report = (qkvi_journal_report){.end = 2 * sizeof *header};
   uint64_t next = header->epoch << QKVI_EPOCH_SHIFT | 1;  // sequence of the entry that must come
   uint64_t offset = report->end;
-  while (size - offset >= QKV_STORAGE_BLOCK) {
-    const qkvi_entry_header *entry = (const qkvi_entry_header *)(bytes + offset);
-    const entry_state state = look_at(bytes, size, offset, header->store);
+  while (offset < source->size) {
+    qkvi_entry_header entry = {0};
+    QKV_TRY(read_header(source, header->store, offset, &entry, error));
     // Sequences are of the epoch that the file was begun in.
-    if (state == NO_ENTRY || entry->sequence < next || entry->sequence >> QKVI_EPOCH_SHIFT != header->epoch) {
+    if (entry.sequence < next || entry.sequence >> QKVI_EPOCH_SHIFT != header->epoch) {
       offset += QKV_STORAGE_BLOCK;
       continue;
     }
-    if (entry->sequence != next) {
+    if (entry.sequence != next) {
       if (next > durable) break;  // a torn tail: nobody was told that this one is there
       report->bad++;
-      report->lost_before = entry->sequence;
+      report->lost_before = entry.sequence;
     }
-    if (state == BAD_PAYLOAD) {
-      if (entry->sequence > durable) break;
+    const uint8_t *bytes = NULL;
+    bool good;
+    QKV_TRY(read_payload(source, &entry, &bytes, &good, error));
+    if (good) {
+      const qkv_journal_entry view = view_of((const qkvi_entry_header *)bytes);
+      each(context, &view);
+      report->end = offset + qkvi_entry_extent(entry.payload_bytes);
+    } else {
+      if (entry.sequence > durable) break;
       report->bad++;
       // What is lost is known: a model, a calibration, or a session that is not opened. Only a note leaves an older
       // one in force.
-      if (entry->kind == QKV_JOURNAL_SESSION_NOTE) report->lost_before = entry->sequence;
-    } else {
-      const qkv_journal_entry view = view_of(entry);
-      each(context, &view);
-      report->end = offset + qkvi_entry_extent(entry->payload_bytes);
+      if (entry.kind == QKV_JOURNAL_SESSION_NOTE) report->lost_before = entry.sequence;
     }
-    report->last = entry->sequence;
-    next = entry->sequence + 1;
+    report->last = entry.sequence;
+    next = entry.sequence + 1;
     if (next == 0) break;
-    offset += state == GOOD_ENTRY ? qkvi_entry_extent(entry->payload_bytes) : QKV_STORAGE_BLOCK;
+    offset = good ? report->end : offset + QKV_STORAGE_BLOCK;
   }
   if (next <= durable) {
     report->bad++;

@@ -90,9 +90,17 @@ typedef struct qkv_journal_entry {
   uint64_t bytes;  // of the payload
 } qkv_journal_entry;
 
+// A journal's bytes, wherever they are: in a file they are read piece by piece.
+typedef struct qkvi_journal_source {
+  void *context;
+  uint64_t size;  // a multiple of blocks
+  // `size` bytes from `offset` on, which are there, both multiples of blocks; good until the next call. NULL: they
+  // cannot be read, the caller of the scan knows why.
+  const uint8_t *(*at)(void *context, uint64_t offset, uint64_t size);
+} qkvi_journal_source;
+
 // What a journal's bytes say about themselves.
 typedef struct qkvi_journal_report {
-  uint64_t store, epoch;
   uint64_t last;         // sequence of the last good entry, or 0
   uint64_t end;          // bytes up to its end
   uint64_t bad;          // damaged entries
@@ -106,9 +114,16 @@ void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint
 // One entry with its zeros, qkvi_entry_extent(entry->bytes) bytes, as it lies at `offset`.
 void qkvi_entry_make(uint8_t *out, const qkv_journal_entry *entry, uint64_t store, uint64_t durable, uint64_t offset);
 
-// Walks over a journal in memory and calls each() for every good entry, in order. `journal_seen` is the largest
-// `journal` of any record of the store. DATA_LOSS: neither header is good, or it is of an unknown version.
-qkv_status qkvi_journal_scan(const uint8_t *bytes, uint64_t size, uint64_t journal_seen,
+// All that is read of a journal fails with INTERNAL where at() does.
+
+// A good one of the two headers. DATA_LOSS: there is none, or it is of an unknown version.
+qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_journal_header *header, qkv_error *error);
+// The newest entry that is known to have been durable: nothing up to it can be missing by a crash alone.
+// `journal_seen` is the largest `journal` of any record of the store.
+qkv_status qkvi_journal_durable(const qkvi_journal_source *source, const qkvi_journal_header *header,
+                                uint64_t journal_seen, uint64_t *durable, qkv_error *error);
+// Calls each() for every good entry, in order; its payload is good until each() returns.
+qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journal_header *header, uint64_t durable,
                              void (*each)(void *context, const qkv_journal_entry *entry), void *context,
                              qkvi_journal_report *report, qkv_error *error);
 

@@ -25,7 +25,23 @@ typedef struct recovery {
   uint64_t journal_seen;  // by any record
   uint64_t read_bytes;
   qkvi_sessions *sessions;
-  qkvi_journal_image image;
+  // The journal as it is.
+  struct journal_window {
+    uint8_t *bytes;  // `size` of the file, from `begin` on
+    uint64_t begin, size, room;
+    int error;  // errno of a read that failed
+  } window;
+  qkvi_journal_header header;
+  uint64_t journal_bytes, durable;
+  uint64_t *refused;  // sequences of entries that restore->entry() let go
+  uint64_t refused_count, refused_room, refused_next;
+  // The one that is written.
+  struct journal_output {
+    int file, error;
+    uint8_t *bytes;  // `size` to be written at `offset`
+    uint64_t offset, size, room;
+    uint64_t count;  // entries
+  } output;
 } recovery;
 
 static void block_done(qkv_io_request *request) {
@@ -237,60 +253,172 @@ static void note_name(void *context, const char *name) {
   on->numbers[on->numbers_count++] = number;
 }
 
+// What is read of the journal at a time: journal.piece_bytes, or an entry that is larger.
+static const uint8_t *window_at(void *context, uint64_t offset, uint64_t size) {
+  recovery *on = context;
+  struct journal_window *window = &on->window;
+  if (offset >= window->begin && offset - window->begin + size <= window->size)
+    return window->bytes + (offset - window->begin);
+  if (size > window->room || window->bytes == NULL) {
+    free(window->bytes);
+    window->room = size > on->storage->journal.piece_bytes ? size : on->storage->journal.piece_bytes;
+    window->bytes = qkvi_aligned(window->room);
+  }
+  const uint64_t left = on->journal_bytes - offset;
+  window->begin = offset;
+  window->size = left < window->room ? left : window->room;
+  window->error = request_now(on, QKV_IO_READ, on->storage->journal.file, offset, window->bytes, window->size);
+  if (window->error == 0) return window->bytes;
+  window->size = 0;
+  return NULL;
+}
+
+// What comes next looks at the file anew.
+static qkvi_journal_source journal_source(recovery *on) {
+  on->window.size = 0;
+  return (qkvi_journal_source){.context = on, .size = on->journal_bytes, .at = window_at};
+}
+
+static qkv_status journal_failed(const recovery *on, qkv_status status, qkv_error *error) {
+  return status == QKV_INTERNAL && on->window.error != 0 ? failed(error, "journal.qkv", on->window.error) : status;
+}
+
+static qkv_status open_journal(recovery *on, qkv_error *error) {
+  qkvi_journal *journal = &on->storage->journal;
+  int code = qkv_io_open(on->storage->io, "journal.qkv", false, &journal->file);
+  if (code != 0) journal->file = -1;
+  if (code == 0) code = qkv_io_size(on->storage->io, journal->file, &on->journal_bytes);
+  if (code != 0) return failed(error, "journal.qkv", code);
+  on->journal_bytes = on->journal_bytes / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
+  const qkvi_journal_source source = journal_source(on);
+  const qkv_status status = qkvi_journal_header_read(&source, &on->header, error);
+  on->storage->store = on->header.store;
+  on->epoch = on->header.epoch;
+  return journal_failed(on, status, error);
+}
+
+static qkv_status scan_journal(recovery *on, void (*each)(void *context, const qkv_journal_entry *entry),
+                               qkvi_journal_report *report, qkv_error *error) {
+  const qkvi_journal_source source = journal_source(on);
+  return journal_failed(on, qkvi_journal_scan(&source, &on->header, on->durable, each, on, report, error), error);
+}
+
 static void note_entry(void *context, const qkv_journal_entry *entry) {
   qkvi_sessions_note(((recovery *)context)->sessions, entry);
 }
 
+// Who is alive, by all entries.
+static qkv_status note_entries(recovery *on, qkvi_journal_report *report, qkv_error *error) {
+  const qkvi_journal_source source = journal_source(on);
+  qkvi_sessions_destroy(&on->sessions);
+  on->sessions = qkvi_sessions_create();
+  const qkv_status status = qkvi_journal_durable(&source, &on->header, on->journal_seen, &on->durable, error);
+  return status == QKV_OK ? scan_journal(on, note_entry, report, error) : journal_failed(on, status, error);
+}
+
 static void tell_entry(void *context, const qkv_journal_entry *entry) {
   recovery *on = context;
-  if (!qkvi_sessions_keep(on->sessions, entry)) return;
   const qkv_storage_restore *restore = on->restore;
-  if (restore != NULL && restore->entry != NULL && !restore->entry(restore->context, entry)) {
-    if (entry->kind == QKV_JOURNAL_SESSION_OPEN) qkvi_sessions_drop(on->sessions, entry->session);
+  if (!qkvi_sessions_keep(on->sessions, entry) || restore == NULL || restore->entry == NULL ||
+      restore->entry(restore->context, entry))
+    return;
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) qkvi_sessions_drop(on->sessions, entry->session);
+  if (on->refused_count == on->refused_room) {
+    on->refused_room = on->refused_room == 0 ? 64 : 2 * on->refused_room;
+    on->refused = qkvi_checked(realloc(on->refused, on->refused_room * sizeof *on->refused));
+  }
+  on->refused[on->refused_count++] = entry->sequence;
+}
+
+// All entries once more, after the records are known or before: they are what they were, or nothing is done.
+static qkv_status scan_again(recovery *on, void (*each)(void *context, const qkv_journal_entry *entry),
+                             const qkvi_journal_report *before, qkv_error *error) {
+  qkvi_journal_report report = {0};
+  QKV_TRY(scan_journal(on, each, &report, error));
+  if (report.last == before->last && report.end == before->end && report.bad == before->bad) return QKV_OK;
+  return qkv_fail(error, QKV_INTERNAL, "journal.qkv is not the same each time that it is read");
+}
+
+// ---- The journal anew ----
+
+static void flush_output(recovery *on) {
+  struct journal_output *output = &on->output;
+  if (output->size > 0 && output->error == 0)
+    output->error = request_now(on, QKV_IO_WRITE, output->file, output->offset, output->bytes, output->size);
+  output->offset += output->size;
+  output->size = 0;
+}
+
+static void write_entry(recovery *on, const qkv_journal_entry *entry) {
+  struct journal_output *output = &on->output;
+  const uint64_t extent = qkvi_entry_extent(entry->bytes);
+  if (output->room - output->size < extent) flush_output(on);
+  if (output->room < extent) {
+    free(output->bytes);
+    output->room = extent;
+    output->bytes = qkvi_aligned(extent);
+  }
+  qkv_journal_entry numbered = *entry;
+  numbered.sequence = (on->epoch + 1) << QKVI_EPOCH_SHIFT | ++output->count;
+  // All of it is durable before anyone sees it.
+  qkvi_entry_make(output->bytes + output->size, &numbered, on->storage->store, 0, output->offset + output->size);
+  output->size += extent;
+}
+
+static void keep_entry(void *context, const qkv_journal_entry *entry) {
+  recovery *on = context;
+  const qkv_storage_restore *restore = on->restore;
+  if (on->refused_next < on->refused_count && on->refused[on->refused_next] == entry->sequence) {
+    on->refused_next++;
     return;
   }
-  qkvi_image_add(&on->image, entry);
+  if (!qkvi_sessions_keep(on->sessions, entry)) return;
+  const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN;
+  if (restore == NULL || restore->keep == NULL || restore->keep(restore->context, entry) || !may_go)
+    write_entry(on, entry);
 }
 
-// Reads the journal into `bytes` (the caller frees).
-static qkv_status read_journal(recovery *on, uint8_t **bytes, uint64_t *size, qkv_error *error) {
-  qkvi_journal *journal = &on->storage->journal;
-  int code = qkv_io_open(on->storage->io, "journal.qkv", false, &journal->file);
-  if (code != 0) {
-    journal->file = -1;
-    return failed(error, "journal.qkv", code);
-  }
-  code = qkv_io_size(on->storage->io, journal->file, size);
-  *size = *size / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
-  *bytes = qkvi_aligned(*size + QKV_STORAGE_BLOCK);
-  if (code == 0 && *size > 0) code = request_now(on, QKV_IO_READ, journal->file, 0, *bytes, *size);
-  return code == 0 ? QKV_OK : failed(error, "journal.qkv", code);
+static int end_output(recovery *on) {
+  struct journal_output *output = &on->output;
+  flush_output(on);
+  qkvi_journal_header_make(output->bytes, on->storage->store, on->epoch + 1,
+                           (on->epoch + 1) << QKVI_EPOCH_SHIFT | output->count);
+  int code = output->error;
+  if (code == 0)
+    code = request_now(on, QKV_IO_WRITE, output->file, 0, output->bytes, 2 * sizeof(qkvi_journal_header));
+  if (code == 0) code = request_now(on, QKV_IO_SYNC, output->file, 0, NULL, 0);
+  if (code == 0) code = qkv_io_rename(on->storage->io, "journal.new", "journal.qkv");
+  if (code == 0) code = qkv_io_sync_directory(on->storage->io);
+  return code;
 }
 
-// The new journal takes the old one's place.
-static qkv_status write_journal(recovery *on, qkv_error *error) {
+// The new journal takes the old one's place, which `before` is of; NULL: there is none.
+static qkv_status write_journal(recovery *on, const qkvi_journal_report *before, qkv_error *error) {
   qkv_storage *storage = on->storage;
   qkvi_journal *journal = &storage->journal;
-  int file = -1;
-  qkvi_image_finish(&on->image);
-  int code = qkv_io_open(storage->io, "journal.new", true, &file);
+  struct journal_output *output = &on->output;
+  *output = (struct journal_output){.offset = 2 * sizeof(qkvi_journal_header), .room = journal->piece_bytes};
+  int code = qkv_io_open(storage->io, "journal.new", true, &output->file);
   if (code != 0) return failed(error, "journal.new", code);
-  code = request_now(on, QKV_IO_WRITE, file, 0, on->image.bytes, on->image.size);
-  if (code == 0) code = request_now(on, QKV_IO_SYNC, file, 0, NULL, 0);
-  if (code == 0) code = qkv_io_rename(storage->io, "journal.new", "journal.qkv");
-  if (code == 0) code = qkv_io_sync_directory(storage->io);
-  if (code != 0) {
-    qkv_io_close(storage->io, file);
-    return failed(error, "the journal cannot be written", code);
+  output->bytes = qkvi_aligned(output->room);
+  qkv_status status = before == NULL ? QKV_OK : scan_again(on, keep_entry, before, error);
+  if (status == QKV_OK) {
+    code = end_output(on);
+    if (code != 0) status = failed(error, "the journal cannot be written", code);
+  }
+  free(output->bytes);
+  if (status != QKV_OK) {
+    qkv_io_close(storage->io, output->file);
+    return status;
   }
   if (journal->file >= 0) qkv_io_close(storage->io, journal->file);
-  journal->file = file;
-  journal->bytes = on->image.size;
+  journal->file = output->file;
+  journal->bytes = output->offset;
   journal->rewrite_at = qkvi_journal_rewrite_at(journal, journal->bytes);
-  journal->epoch = on->image.epoch;
-  journal->durable = on->image.epoch << QKVI_EPOCH_SHIFT | on->image.count;
+  journal->epoch = on->epoch + 1;
+  journal->durable = journal->epoch << QKVI_EPOCH_SHIFT | output->count;
   storage->stats.journal_bytes = journal->bytes;
-  storage->record_next = storage->session_next = on->image.epoch << QKVI_EPOCH_SHIFT | 1;
+  storage->record_next = storage->session_next = journal->epoch << QKVI_EPOCH_SHIFT | 1;
   return QKV_OK;
 }
 
@@ -352,75 +480,36 @@ static void settle_records(recovery *on) {
   }
 }
 
-typedef struct sifting {
-  const qkv_storage_restore *restore;
-  qkvi_journal_image image;
-} sifting;
-
-static void sift_entry(void *context, const qkv_journal_entry *entry) {
-  sifting *on = context;
-  const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN;
-  if (on->restore->keep(on->restore->context, entry) || !may_go) qkvi_image_add(&on->image, entry);
-}
-
-// What is kept of the new journal, now that the records are known.
-static qkv_status sift_entries(recovery *on, qkv_error *error) {
-  sifting sifted = {.restore = on->restore};
-  qkvi_journal_report report = {0};
-  if (on->restore == NULL || on->restore->keep == NULL) return QKV_OK;
-  qkvi_image_finish(&on->image);
-  qkvi_image_init(&sifted.image, on->image.store, on->image.epoch, on->image.size);
-  const qkv_status status =
-      qkvi_journal_scan(on->image.bytes, on->image.size, 0, sift_entry, &sifted, &report, error);
-  free(on->image.bytes);
-  on->image = sifted.image;
-  return status;
-}
-
 static int compare_numbers(const void *a, const void *b) {
   const uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
   return first < second ? -1 : first > second;
 }
 
-static void ignore_entry(void *context, const qkv_journal_entry *entry) {
-  (void)context;
-  (void)entry;
+static qkv_status read_segments(recovery *on, qkv_error *error) {
+  // In ascending order, so that slots are: the older segment has the smaller one.
+  if (on->numbers_count > 0) qsort(on->numbers, on->numbers_count, sizeof *on->numbers, compare_numbers);
+  for (uint64_t i = 0; i < on->numbers_count; i++) QKV_TRY(read_segment(on, on->numbers[i], error));
+  return QKV_OK;
 }
 
 static qkv_status read_all(recovery *on, qkv_error *error) {
   qkv_storage *storage = on->storage;
-  uint8_t *bytes = NULL;
-  uint64_t size = 0;
   qkvi_journal_report report = {0};
-  qkv_status status = read_journal(on, &bytes, &size, error);
-  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, 0, ignore_entry, on, &report, error);
-  storage->store = report.store;
-  on->epoch = report.epoch;
-  // In ascending order, so that slots are: the older segment has the smaller one.
-  if (on->numbers_count > 0) qsort(on->numbers, on->numbers_count, sizeof *on->numbers, compare_numbers);
-  for (uint64_t i = 0; status == QKV_OK && i < on->numbers_count; i++) {
-    status = read_segment(on, on->numbers[i], error);
-  }
-  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, ignore_entry, on, &report, error);
-  if (status == QKV_OK && report.bad > 0) {
-    // What was wrong on the way may be right in the medium, and much hangs on it: once more.
-    const int code = request_now(on, QKV_IO_READ, storage->journal.file, 0, bytes, size);
-    if (code != 0) status = failed(error, "journal.qkv", code);
-  }
-  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, note_entry, on, &report, error);
-  if (status == QKV_OK && report.bad > 0) {
+  QKV_TRY(open_journal(on, error));
+  QKV_TRY(read_segments(on, error));
+  QKV_TRY(note_entries(on, &report, error));
+  // What was wrong on the way may be right in the medium, and much hangs on it: once more.
+  if (report.bad > 0) QKV_TRY(note_entries(on, &report, error));
+  if (report.bad > 0) {
     storage->stats.bad_entries = report.bad;
     storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
     qkv_log(QKV_LOG_ERROR, "the journal has lost entries that were durable; sessions that they may concern are gone",
             "{s:I, s:I}", "bad", (json_int_t)report.bad, "sessions", (json_int_t)storage->stats.sessions_given_up);
   }
-  qkvi_image_init(&on->image, storage->store, on->epoch + 1, size);
-  if (status == QKV_OK) status = qkvi_journal_scan(bytes, size, on->journal_seen, tell_entry, on, &report, error);
-  free(bytes);
-  if (status != QKV_OK) return status;
+  QKV_TRY(scan_again(on, tell_entry, &report, error));
   settle_records(on);
   seal_segments(on);
-  return sift_entries(on, error);
+  return write_journal(on, &report, error);
 }
 
 static double now_s(void) {
@@ -430,7 +519,7 @@ static double now_s(void) {
 }
 
 qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
-  recovery on = {.storage = storage, .restore = restore, .sessions = qkvi_sessions_create()};
+  recovery on = {.storage = storage, .restore = restore};
   const double begin = now_s();
   storage->segment_next = 1;
   storage->journal.file = -1;
@@ -448,16 +537,16 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
   } else {
     if (storage->store == 0 && getrandom(&storage->store, sizeof storage->store, 0) != sizeof storage->store) abort();
     storage->store |= 1;  // never 0
-    qkvi_image_init(&on.image, storage->store, 1, 0);
+    status = write_journal(&on, NULL, error);
   }
-  if (status == QKV_OK) status = write_journal(&on, error);
   for (uint32_t i = 0; status == QKV_OK && i < storage->segments_room; i++) {
     if (storage->segments[i] != NULL) qkvi_segment_reap(storage, storage->segments[i]);
   }
   storage->stats.recovery_read_bytes = on.read_bytes;
   storage->stats.recovery_s = now_s() - begin;
   qkvi_sessions_destroy(&on.sessions);
-  free(on.image.bytes);
+  free(on.window.bytes);
+  free(on.refused);
   free(on.numbers);
   free(on.found);
   return status;

@@ -1,5 +1,4 @@
-// Who is alive, by the entries of the journal in their order; and a journal's bytes, built from entries that are
-// kept.
+// Who is alive, by the entries of the journal in their order.
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -129,37 +128,4 @@ uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *e
     if (left < tokens) tokens = left;
   }
   return tokens;
-}
-
-// ---- A journal's bytes ----
-
-enum { IMAGE_FIRST = 1 << 20 };
-
-void qkvi_image_init(qkvi_journal_image *image, uint64_t store, uint64_t epoch, uint64_t room) {
-  *image = (qkvi_journal_image){.size = 2 * sizeof(qkvi_journal_header),
-                                .room = room > IMAGE_FIRST ? room : IMAGE_FIRST,
-                                .store = store,
-                                .epoch = epoch};
-  image->bytes = qkvi_aligned(image->room);
-}
-
-void qkvi_image_add(qkvi_journal_image *image, const qkv_journal_entry *entry) {
-  const uint64_t extent = qkvi_entry_extent(entry->bytes);
-  if (image->room - image->size < extent) {
-    const uint64_t room = 2 * image->room + extent / IMAGE_FIRST * IMAGE_FIRST;
-    uint8_t *grown = qkvi_aligned(room);
-    memcpy(grown, image->bytes, image->size);
-    free(image->bytes);
-    image->bytes = grown;
-    image->room = room;
-  }
-  qkv_journal_entry numbered = *entry;
-  numbered.sequence = image->epoch << QKVI_EPOCH_SHIFT | ++image->count;
-  // All of it is durable before anyone sees it.
-  qkvi_entry_make(image->bytes + image->size, &numbered, image->store, 0, image->size);
-  image->size += extent;
-}
-
-void qkvi_image_finish(qkvi_journal_image *image) {
-  qkvi_journal_header_make(image->bytes, image->store, image->epoch, image->epoch << QKVI_EPOCH_SHIFT | image->count);
 }

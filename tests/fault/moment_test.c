@@ -14,13 +14,14 @@
 #include "storage/internal.h"
 #include "tests/fault/disk.h"
 
-enum { MIB = 1 << 20, SEGMENT = 16 << 20, SMALL = 1000, FULL = MIB - sizeof(qkv_record_header) };
+enum { MIB = 1 << 20, SEGMENT = 16 << 20, SMALL = 1000, FULL = MIB - sizeof(qkv_record_header), PIECE = 16 << 10 };
 
 typedef struct moment {
   fault_disk *disk;
   qkv_storage *storage;
   uint64_t session;
-  size_t told;  // records, by the last opening
+  size_t told;     // records, by the last opening
+  size_t entries;  // of the journal
 } moment;
 
 // A record that was put.
@@ -38,6 +39,17 @@ static void count_record(void *context, const qkv_record_info *info) {
   ((moment *)context)->told++;
 }
 
+// Models, the first of which has one byte.
+static bool count_entry(void *context, const qkv_journal_entry *entry) {
+  moment *on = context;
+  const uint8_t *payload = entry->payload;
+  if (entry->kind == QKV_JOURNAL_MODEL) {
+    for (uint64_t i = 0; i < entry->bytes; i++) assert_int_equal(payload[i], 1 + on->entries);
+    on->entries++;
+  }
+  return true;
+}
+
 static void open_storage(moment *on) {
   qkv_storage_config config;
   qkv_storage_config_init(&config);
@@ -49,8 +61,9 @@ static void open_storage(moment *on) {
   config.compress = false;
   on->storage = qkvi_storage_create(&config);
   on->storage->io = fault_disk_attach(on->disk, &on->storage->loop, 32);
-  on->told = 0;
-  const qkv_storage_restore restore = {.context = on, .record = count_record};
+  on->storage->journal.piece_bytes = PIECE;
+  on->told = on->entries = 0;
+  const qkv_storage_restore restore = {.context = on, .record = count_record, .entry = count_entry};
   qkv_error error = {0};
   if (qkvi_storage_open_over(on->storage, &restore, &error) != QKV_OK) fail_msg("%s", error.text);
 }
@@ -64,11 +77,16 @@ static void note_done(void *context, qkv_status status) {
   *(qkv_status *)context = status;
 }
 
-static qkv_status journal(moment *on, qkv_journal_kind kind) {
+static qkv_status journal_bytes(moment *on, qkv_journal_kind kind, const void *payload, uint64_t bytes) {
   qkv_status status = QKV_CANCELLED;  // which it never is
-  assert_int_equal(qkv_storage_journal(on->storage, kind, on->session, "x", 1, note_done, &status, NULL), QKV_OK);
+  assert_int_equal(qkv_storage_journal(on->storage, kind, on->session, payload, bytes, note_done, &status, NULL),
+                   QKV_OK);
   while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
   return status;
+}
+
+static qkv_status journal(moment *on, qkv_journal_kind kind) {
+  return journal_bytes(on, kind, "x", 1);
 }
 
 static void note_written(void *context, uint64_t record, qkv_status status) {
@@ -143,7 +161,7 @@ static void begin(moment *on, uint64_t seed) {
   assert_int_equal(journal(on, QKV_JOURNAL_SESSION_OPEN), QKV_OK);
 }
 
-static void end(moment *on) {
+static void finish(moment *on) {
   qkv_storage_close(&on->storage);
   fault_disk_destroy(&on->disk);
 }
@@ -176,7 +194,7 @@ static void a_failed_segment_keeps_its_buffer(void **state) {
     check(&on, &pieces[i]);
   }
   free_pieces(pieces, 7);
-  end(&on);
+  finish(&on);
 }
 
 // A write fails that has records of compaction in it and one that was put. When the first of them has ended, whoever
@@ -210,7 +228,7 @@ static void a_failed_write_fails_for_all_of_its_records(void **state) {
   for (size_t i = 0; i < 5; i++) check(&on, &pieces[i]);
   (void)settle(&on, &pieces[6]);
   free_pieces(pieces, 7);
-  end(&on);
+  finish(&on);
 }
 
 // A record has its place, but no buffer yet, when its session is closed.
@@ -238,7 +256,7 @@ static void a_place_that_was_given_is_filled(void **state) {
   for (size_t i = 0; i < 3; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_CANCELLED);
   assert_int_equal(segment->placing, 0);  // or the storage could not be closed
   free_pieces(pieces, 3);
-  end(&on);
+  finish(&on);
 }
 
 // ---- Copies ----
@@ -279,7 +297,7 @@ static void copy_in_doubt(uint64_t seed) {
   open_storage(&on);
   for (size_t i = 0; i < 2; i++) check(&on, &pieces[i]);
   free_pieces(pieces, 3);
-  end(&on);
+  finish(&on);
 }
 
 static void a_copy_in_doubt_does_not_count(void **state) {
@@ -317,7 +335,61 @@ static void numbers_are_given_once(void **state) {
     assert_int_equal(settle(&on, &pieces[2]), QKV_OK);
     for (size_t i = 0; i < 3; i++) check(&on, &pieces[i]);
     free_pieces(pieces, 3);
-    end(&on);
+    finish(&on);
+  }
+}
+
+// ---- The journal ----
+
+static void write_model(moment *on, size_t which, uint64_t bytes) {
+  uint8_t *payload = malloc(bytes);
+  assert_non_null(payload);
+  memset(payload, (int)(1 + which), bytes);
+  assert_int_equal(journal_bytes(on, QKV_JOURNAL_MODEL, payload, bytes), QKV_OK);
+  free(payload);
+}
+
+// A journal of several pieces, with entries that are larger than one, ends at `end`: the file does, or there are
+// zeros. What is whole before it is there, and more can be written. Returns its size without that.
+static uint64_t tear_journal(uint64_t end, bool zeros) {
+  static const uint64_t sizes[] = {1, 9000, 40000, 4096 - 128, 4096 - 127, 3 * PIECE - 128, 20000};
+  enum { MODELS = sizeof sizes / sizeof *sizes };
+  moment on;
+  size_t whole = 0;
+  begin(&on, 1);
+  for (size_t i = 0; i < MODELS; i++) {
+    const uint64_t from = on.storage->journal.bytes;
+    write_model(&on, i, sizes[i]);
+    // Behind the payload there are zeros up to a block.
+    if ((zeros ? from + sizeof(qkvi_entry_header) + sizes[i] : on.storage->journal.bytes) <= end) whole++;
+  }
+  const uint64_t size = on.storage->journal.bytes;
+  assert_true(size > 4 * PIECE);
+  if (end > size) end = size;
+  if (!zeros) assert_int_equal(qkv_io_truncate(on.storage->io, on.storage->journal.file, end), 0);
+  qkv_storage_close(&on.storage);
+  uint64_t bytes;
+  uint8_t *file = fault_disk_bytes(on.disk, "journal.qkv", &bytes);
+  assert_int_equal(bytes, zeros ? size : end);
+  memset(file + end, 0, size - end);
+  open_storage(&on);
+  assert_int_equal(on.entries, whole);
+  write_model(&on, whole, 5000);
+  for (int i = 0; i < 2; i++) {
+    qkv_storage_close(&on.storage);
+    open_storage(&on);
+    assert_int_equal(on.entries, whole + 1);
+  }
+  finish(&on);
+  return size;
+}
+
+static void a_journal_may_be_torn_anywhere(void **state) {
+  (void)state;
+  const uint64_t size = tear_journal(UINT64_MAX, false);
+  for (uint64_t end = 2 * sizeof(qkvi_journal_header); end < size; end += 2048) {
+    (void)tear_journal(end, false);
+    (void)tear_journal(end, true);
   }
 }
 
@@ -330,6 +402,7 @@ int main(void) {
       cmocka_unit_test(a_place_that_was_given_is_filled),
       cmocka_unit_test(a_copy_in_doubt_does_not_count),
       cmocka_unit_test(numbers_are_given_once),
+      cmocka_unit_test(a_journal_may_be_torn_anywhere),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   if (nowhere != NULL) (void)fclose(nowhere);

@@ -240,10 +240,25 @@ static uint8_t *make_journal(uint64_t *size, uint64_t offsets[5]) {
   return bytes;
 }
 
+static const uint8_t *in_memory(void *context, uint64_t offset, uint64_t size) {
+  (void)size;
+  return (const uint8_t *)context + offset;
+}
+
+static qkvi_journal_source source_of(const uint8_t *bytes, uint64_t size) {
+  return (qkvi_journal_source){.context = (void *)(uintptr_t)bytes, .size = size, .at = in_memory};
+}
+
 static qkvi_journal_report scan_journal(const uint8_t *bytes, uint64_t size, uint64_t seen, heard *all) {
+  const qkvi_journal_source source = source_of(bytes, size);
+  qkvi_journal_header header;
   qkvi_journal_report report;
+  uint64_t durable;
   *all = (heard){0};
-  assert_int_equal(qkvi_journal_scan(bytes, size, seen, hear, all, &report, NULL), QKV_OK);
+  assert_int_equal(qkvi_journal_header_read(&source, &header, NULL), QKV_OK);
+  assert_int_equal(header.store, STORE);
+  assert_int_equal(qkvi_journal_durable(&source, &header, seen, &durable, NULL), QKV_OK);
+  assert_int_equal(qkvi_journal_scan(&source, &header, durable, hear, all, &report, NULL), QKV_OK);
   return report;
 }
 
@@ -254,7 +269,6 @@ static void journals_are_scanned(void **state) {
   heard all;
   qkvi_journal_report report = scan_journal(bytes, size, 0, &all);
   assert_int_equal(all.count, 5);
-  assert_int_equal(report.store, STORE);
   assert_int_equal(report.end, size);
   assert_int_equal(report.lost_before, 0);
   assert_int_equal(report.last, UINT64_C(1) << 40 | 5);
@@ -299,11 +313,51 @@ static void one_header_is_enough(void **state) {
   scan_journal(bytes, size, 0, &all);
   assert_int_equal(all.count, 5);
   bytes[4096 + 100] ^= 1;
-  qkvi_journal_report report;
+  qkvi_journal_header header;
+  qkvi_journal_source source = source_of(bytes, size);
   qkv_error error = {0};
-  assert_int_equal(qkvi_journal_scan(bytes, size, 0, hear, &all, &report, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkvi_journal_header_read(&source, &header, &error), QKV_DATA_LOSS);
   assert_non_null(strstr(error.text, "both headers"));
-  assert_int_equal(qkvi_journal_scan(bytes, 4096, 0, hear, &all, &report, NULL), QKV_DATA_LOSS);
+  source.size = 4096;
+  assert_int_equal(qkvi_journal_header_read(&source, &header, NULL), QKV_DATA_LOSS);
+  free(bytes);
+}
+
+// A device that gives blocks until it has given `left` of them.
+typedef struct failing {
+  const uint8_t *bytes;
+  uint64_t left;
+} failing;
+
+static const uint8_t *at_first(void *context, uint64_t offset, uint64_t size) {
+  failing *device = context;
+  if (device->left < size / QKV_STORAGE_BLOCK) return NULL;
+  device->left -= size / QKV_STORAGE_BLOCK;
+  return device->bytes + offset;
+}
+
+// Wherever reading fails, it fails as a whole.
+static void what_cannot_be_read_is_an_error(void **state) {
+  (void)state;
+  uint64_t size, offsets[5], gives = 0;
+  uint8_t *bytes = make_journal(&size, offsets);
+  for (bool whole = false; !whole; gives++) {
+    failing device = {.bytes = bytes, .left = gives};
+    const qkvi_journal_source source = {.context = &device, .size = size, .at = at_first};
+    qkvi_journal_header header;
+    qkvi_journal_report report;
+    uint64_t durable;
+    heard all = {0};
+    qkv_error error = {0};
+    qkv_status status = qkvi_journal_header_read(&source, &header, &error);
+    if (status == QKV_OK) status = qkvi_journal_durable(&source, &header, 0, &durable, &error);
+    if (status == QKV_OK) status = qkvi_journal_scan(&source, &header, durable, hear, &all, &report, &error);
+    whole = status == QKV_OK;
+    if (whole) assert_int_equal(all.count, 5);
+    if (!whole) assert_int_equal(status, QKV_INTERNAL);
+    if (!whole) assert_non_null(strstr(error.text, "the journal cannot be read at "));
+  }
+  assert_true(gives > size / QKV_STORAGE_BLOCK);
   free(bytes);
 }
 
@@ -475,10 +529,15 @@ static void the_index_finds_what_is_there(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(records_are_read_back),         cmocka_unit_test(every_bit_of_a_record_counts),
-      cmocka_unit_test(segments_are_scanned),          cmocka_unit_test(footers_are_checked),
-      cmocka_unit_test(journals_are_scanned),          cmocka_unit_test(journals_are_walked),
-      cmocka_unit_test(one_header_is_enough),          cmocka_unit_test(golden_files_stay_readable),
+      cmocka_unit_test(records_are_read_back),
+      cmocka_unit_test(every_bit_of_a_record_counts),
+      cmocka_unit_test(segments_are_scanned),
+      cmocka_unit_test(footers_are_checked),
+      cmocka_unit_test(journals_are_scanned),
+      cmocka_unit_test(journals_are_walked),
+      cmocka_unit_test(what_cannot_be_read_is_an_error),
+      cmocka_unit_test(one_header_is_enough),
+      cmocka_unit_test(golden_files_stay_readable),
       cmocka_unit_test(the_index_finds_what_is_there),
   };
   return cmocka_run_group_tests(tests, write_golden, NULL);
