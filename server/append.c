@@ -83,6 +83,13 @@ static qkv_status append_rows(const qkv_daemon *daemon, qkv_session *session, co
 qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkvi_patience *patience,
                             uint64_t *appended, uint64_t *length, qkv_error *error) {
   assert(item->k.rank == 3 && item->v.rank == 3);
+  if (qkvi_spill_is_loose(daemon->spill, session)) {
+    if (*patience != QKVI_FOR_DISK) {
+      *patience = QKVI_FOR_DISK;
+      return QKV_UNAVAILABLE;
+    }
+    QKV_TRY(qkvi_spill_tie(daemon->spill, session, error));
+  }
   qkv_status status = append_rows(daemon, session, item, patience, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   QKV_TRY(status);

@@ -72,6 +72,7 @@ static void update_storage(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_LIVE_BYTES], (int64_t)stats.live_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_DEAD_BYTES], (int64_t)stats.dead_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_DIRTY_BYTES], (int64_t)stats.dirty_bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_UNREAD_SEGMENTS], (int64_t)stats.unread_segments);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_BAD_RECORDS], (int64_t)(stats.bad_records + stats.read_errors));
 }
 

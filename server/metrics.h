@@ -55,6 +55,8 @@
   X(STORAGE_LIVE_BYTES, "qkvd_storage_live_bytes", QKV_GAUGE, "Bytes of these that are needed.")                    \
   X(STORAGE_DEAD_BYTES, "qkvd_storage_dead_bytes", QKV_GAUGE, "Bytes that compaction can free.")                    \
   X(STORAGE_DIRTY_BYTES, "qkvd_storage_dirty_bytes", QKV_GAUGE, "Bytes that wait to be written.")                   \
+  X(STORAGE_UNREAD_SEGMENTS, "qkvd_storage_unread_segments", QKV_GAUGE,                                             \
+    "Files of the SSD that the device did not give at the start; they stay for the next one.")                      \
   X(STORAGE_BAD_RECORDS, "qkvd_storage_bad_records_total", QKV_COUNTER,                                             \
     "Damaged records that recovery, compaction or a read has found.")                                               \
   X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \

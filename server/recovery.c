@@ -272,13 +272,25 @@ static void drop(recovery *all) {
   }
 }
 
+// Where everything was read they end for ever where they do now. Where not, nothing is cut of them yet: what is
+// missing may be there for the next start.
+static void end_sessions(const recovery *all) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(all->spill->storage, &stats);
+  for (size_t i = 0; i < all->cut_count && stats.unread_segments == 0; i++)
+    qkvi_spill_cut(all->spill, all->cuts[i].session, all->cuts[i].layer, all->cuts[i].position);
+  for (struct found_session *at = all->sessions; at != NULL && stats.unread_segments > 0; at = at->hh.next)
+    if (!at->closed) qkvi_spill_note_loose(all->spill, at->number);
+}
+
 static void report(const recovery *all) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(all->spill->storage, &stats);
-  qkv_log(QKV_LOG_INFO, "data directory opened", "{s:s, s:s, s:I, s:I, s:I, s:I, s:f}", "directory",
+  qkv_log(QKV_LOG_INFO, "data directory opened", "{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:f}", "directory",
           all->options->data_dir, "io", stats.io, "sessions", (json_int_t)HASH_COUNT(all->sessions), "pages",
-          (json_int_t)all->pages, "bad_records", (json_int_t)stats.bad_records, "sessions_given_up",
-          (json_int_t)stats.sessions_given_up, "seconds", stats.recovery_s);
+          (json_int_t)all->pages, "unread_segments", (json_int_t)stats.unread_segments, "bad_records",
+          (json_int_t)stats.bad_records, "sessions_given_up", (json_int_t)stats.sessions_given_up, "seconds",
+          stats.recovery_s);
 }
 
 qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *options, uint64_t dirty_bytes,
@@ -301,8 +313,7 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
     for (const struct found_session *at = all.sessions; at != NULL; at = at->hh.next) {
       if (at->closed) qkv_storage_session_close(spill->storage, at->number, NULL, NULL);
     }
-    for (size_t i = 0; i < all.cut_count; i++)
-      qkvi_spill_cut(spill, all.cuts[i].session, all.cuts[i].layer, all.cuts[i].position);
+    end_sessions(&all);
     report(&all);
   } else {
     status = qkv_error_prefix(error, "--data-dir %s: ", options->data_dir);

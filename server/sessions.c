@@ -344,6 +344,8 @@ static void truncate_job(void *context) {
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
   qkv_status status = qkvi_request_session(daemon, request->session, &session, &error);
+  if (status == QKV_OK && qkvi_spill_is_loose(daemon->spill, session))
+    status = qkvi_spill_tie(daemon->spill, session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
   if (status == QKV_OK) status = qkvi_spill_truncated(daemon->spill, session, &error);
   if (status == QKV_OK)

@@ -537,6 +537,7 @@ static void init_locks(qkvi_spill *spill) {
   failed |= pthread_mutex_init(&spill->lock, NULL);
   failed |= pthread_mutex_init(&spill->room_lock, NULL);
   failed |= pthread_mutex_init(&spill->models_lock, NULL);
+  failed |= pthread_mutex_init(&spill->loose_lock, NULL);
   assert(failed == 0);
   (void)failed;
   (void)pthread_condattr_destroy(&clock);
@@ -653,6 +654,8 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
     free(pending->page);
     free(pending);
   }
+  qkvi_spill_drop_loose(old);
+  (void)pthread_mutex_destroy(&old->loose_lock);
   (void)pthread_mutex_destroy(&old->models_lock);
   (void)pthread_mutex_destroy(&old->room_lock);
   (void)pthread_mutex_destroy(&old->lock);

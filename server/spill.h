@@ -63,6 +63,12 @@ qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *
 // After a truncation: it holds for the next process, too. Waits.
 qkv_status qkvi_spill_truncated(qkvi_spill *spill, const qkv_session *session, qkv_error *error);
 
+// Whether the start could not read all that may be of the session, so that it may end later for the next one. Then
+// nothing is appended or truncated before qkvi_spill_tie: it ends where it does now, for ever. Waits. Errors of
+// qkvi_spill_truncated.
+bool qkvi_spill_is_loose(qkvi_spill *spill, const qkv_session *session);
+qkv_status qkvi_spill_tie(qkvi_spill *spill, qkv_session *session, qkv_error *error);
+
 // Whether an acknowledgement has to wait for qkvi_spill_sync: the session is SYNC and has something that is not
 // durable.
 bool qkvi_spill_owes(qkvi_spill *spill, qkv_session *session);

@@ -49,6 +49,12 @@ typedef struct qkvi_ahead {
   struct qkvi_ahead *next;
 } qkvi_ahead;
 
+// A session whose end may move: records of it may lie where the start could not read.
+typedef struct qkvi_loose {
+  uint64_t session;
+  UT_hash_handle hh;
+} qkvi_loose;
+
 typedef struct qkvi_backing {
   qkv_backing table;  // its context is this
   qkvi_spill *spill;
@@ -71,6 +77,7 @@ struct qkvi_spill {
   int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
   qkvi_known *known;
   qkvi_poisoned *poisoned;
+  qkvi_loose *loose;
   qkvi_verify verify;
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   bool full;                       // for want of room
@@ -83,10 +90,12 @@ struct qkvi_spill {
 
   pthread_mutex_t room_lock;    // one eviction at a time
   pthread_mutex_t models_lock;  // one model at a time into the journal
+  pthread_mutex_t loose_lock;   // one session at a time is tied
   _Atomic bool unsettled;       // some session may have something to settle
   pthread_t thread;
   bool started;
   bool budgeted;          // by storage-budget
+  bool unread;            // the start could not read all segments
   uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
   // The spill thread's: the same for what is known of each record, as of then.
   uint64_t directory_bytes;
@@ -132,6 +141,8 @@ qkv_status qkvi_spill_recover(qkvi_spill *spill, const qkv_server_options *optio
 
 // Under the lock, or before the thread is started.
 void qkvi_spill_note_known(qkvi_spill *spill, const char *model, uint32_t version);
+void qkvi_spill_note_loose(qkvi_spill *spill, uint64_t session);
+void qkvi_spill_drop_loose(qkvi_spill *spill);
 const qkv_backing *qkvi_spill_backing(qkvi_spill *spill, qkv_durability durability);
 // The disk refused something; under the lock.
 void qkvi_spill_note_failure(qkvi_spill *spill, qkv_status status);

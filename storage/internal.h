@@ -98,6 +98,7 @@ typedef struct qkvi_segment {
   qkvi_put_list unsynced, syncing;  // written; `syncing`: an fdatasync that covers them is under way
   bool sync_running, sync_wanted;
   bool unmovable;          // compaction could not read all of it
+  bool unread;             // the start could not, and what lives there is not known: it stays for the next one
   bool sync_failed;        // what is written there is in doubt
   qkv_io_request request;  // for preparing, syncing and sealing, one after the other
   uint8_t *block;          // what that writes

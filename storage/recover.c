@@ -13,6 +13,9 @@
 
 enum { WINDOW = 4 << 20 };  // bytes of an unsealed segment that are read at a time
 
+// Epochs whose numbers only segments that cannot be read may know: of journals written anew whose names were lost.
+enum { EPOCHS_UNKNOWN = 256 };
+
 typedef struct recovery {
   qkv_storage *storage;
   const qkv_storage_restore *restore;
@@ -77,7 +80,7 @@ static void add_found(recovery *on, const qkv_record_header *header, const qkvi_
   if (numbers >> QKVI_EPOCH_SHIFT > on->epoch) on->epoch = numbers >> QKVI_EPOCH_SHIFT;
 }
 
-// By footer and summary. false: it has none, or they are damaged.
+// By footer and summary. false: it has none, or they are damaged or cannot be read.
 static bool read_sealed(recovery *on, qkvi_segment *segment) {
   const uint64_t size = segment->file_bytes;
   qkvi_segment_footer *footer = (qkvi_segment_footer *)qkvi_aligned(QKV_STORAGE_BLOCK);
@@ -87,12 +90,10 @@ static bool read_sealed(recovery *on, qkvi_segment *segment) {
       qkvi_segment_footer_check(footer, on->storage->store, segment->number, size) == NULL) {
     const uint64_t bytes = size - QKV_STORAGE_BLOCK - footer->end;
     summary = qkvi_aligned(bytes + QKV_STORAGE_BLOCK);
-    const char *wrong = "it cannot be read";
-    if (bytes == 0 || request_now(on, QKV_IO_READ, segment->file, footer->end, summary, bytes) == 0) {
-      wrong = qkvi_segment_summary_check(footer, (const qkv_record_header *)summary);
-    }
-    good = wrong == NULL;
-    if (!good) {
+    good = bytes == 0 || request_now(on, QKV_IO_READ, segment->file, footer->end, summary, bytes) == 0;
+    const char *wrong = good ? qkvi_segment_summary_check(footer, (const qkv_record_header *)summary) : NULL;
+    if (wrong != NULL) {
+      good = false;
       qkv_log(QKV_LOG_ERROR, "a segment's summary is bad, its records are read instead", "{s:I, s:I, s:s}", "segment",
               (json_int_t)segment->number, "offset", (json_int_t)footer->end, "error", wrong);
       on->storage->stats.bad_records++;
@@ -117,7 +118,17 @@ static void log_bad(recovery *on, const qkvi_segment *segment, uint64_t offset, 
           (json_int_t)segment->number, "offset", (json_int_t)offset, "error", error);
 }
 
-// Reads and checks every record. What cannot be read now may be there later: such a segment is left as it is.
+// What the device does not give now it may give later: the segment stays as it is.
+static void leave_unread(recovery *on, qkvi_segment *segment, uint64_t offset, int error) {
+  segment->state = QKVI_SEGMENT_FAILED;
+  if (segment->unread) return;
+  segment->unread = segment->unmovable = true;
+  on->storage->stats.unread_segments++;
+  qkv_log(QKV_LOG_ERROR, "a segment cannot be read, it stays for the next start", "{s:I, s:I, s:s}", "segment",
+          (json_int_t)segment->number, "offset", (json_int_t)offset, "error", strerror(error));
+}
+
+// Reads and checks every record.
 static void scan_records(recovery *on, qkvi_segment *segment) {
   qkvi_segment_scan scan;
   qkvi_segment_scan_init(&scan, on->storage->store, segment->number, segment->file_bytes);
@@ -133,8 +144,7 @@ static void scan_records(recovery *on, qkvi_segment *segment) {
     if (size == 0) break;
     const int error = request_now(on, QKV_IO_READ, segment->file, begin, window, size);
     if (error != 0) {
-      log_bad(on, segment, begin, strerror(error));
-      segment->state = QKVI_SEGMENT_FAILED;
+      leave_unread(on, segment, begin, error);
       scan.offset += size;
       continue;
     }
@@ -373,8 +383,8 @@ static void keep_entry(void *context, const qkv_journal_entry *entry) {
     return;
   }
   if (!qkvi_sessions_keep(on->sessions, entry)) return;
-  const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN;
-  if (restore == NULL || restore->keep == NULL || restore->keep(restore->context, entry) || !may_go)
+  const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN && on->storage->stats.unread_segments == 0;
+  if (!may_go || restore == NULL || restore->keep == NULL || restore->keep(restore->context, entry))
     write_entry(on, entry);
 }
 
@@ -497,6 +507,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   qkvi_journal_report report = {0};
   QKV_TRY(open_journal(on, error));
   QKV_TRY(read_segments(on, error));
+  if (storage->stats.unread_segments > 0) on->epoch += EPOCHS_UNKNOWN;
   QKV_TRY(note_entries(on, &report, error));
   // What was wrong on the way may be right in the medium, and much hangs on it: once more.
   if (report.bad > 0) QKV_TRY(note_entries(on, &report, error));

@@ -136,7 +136,7 @@ void qkvi_segment_note(qkv_storage *storage, qkvi_segment *segment, const qkv_re
 // ---- Going ----
 
 void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment) {
-  if (segment->users > 0 || segment->live_records > 0) return;
+  if (segment->users > 0 || segment->live_records > 0 || segment->unread) return;
   if (segment->state != QKVI_SEGMENT_SEALED && segment->state != QKVI_SEGMENT_FAILED) return;
   if (segment->unsynced.first != NULL || segment->syncing.first != NULL) return;
   if (storage->compaction.segment == segment->slot || segment->slot == storage->current) return;

@@ -15,7 +15,9 @@
 // - A read gives the bytes that were put, or a miss (NOT_FOUND), or DATA_LOSS. Never others.
 // - What was closed or cut, and acknowledged, stays so. A record that was only dropped may come back after a restart
 //   unless one with a higher number took its place: use close and truncate for what must be gone.
-// - Errors of the disk are statuses and counters, never an abort.
+// - Errors of the disk are statuses and counters, never an abort. What the device does not give when a directory is
+//   opened stays where it is, unknown, for the next opening (stats.unread_segments). Until then it must not become
+//   newer than what takes its place: see qkv_storage_restore.
 //
 // Who may call: every function from any thread; callbacks run on the storage thread, must not block, and may call
 // anything here but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 72
@@ -66,7 +68,10 @@ typedef struct qkv_record_info {
 // with a SESSION_OPEN its session. Then the records of the sessions that are left, by session, layer, position, kind;
 // of several with the same four, the one with the highest number; none that a truncation cut. Then once more the
 // entries that are kept, in their order: false from keep() drops one, of the kinds MODEL and CALIBRATION, which
-// nobody needs any more. Any may be NULL: everything is kept.
+// nobody needs any more. Any may be NULL: everything is kept. keep() is not asked where segments were not read.
+//
+// Where stats.unread_segments is not 0 afterwards, every session may have more records than were told, which the next
+// opening finds. Before anything is put beside what was told of a session, truncate its layers to where they end.
 typedef struct qkv_storage_restore {
   void *context;
   bool (*entry)(void *context, const qkv_journal_entry *entry);
@@ -196,6 +201,7 @@ typedef struct qkv_storage_stats {
   uint64_t recovered_records, recovered_bytes;  // of this start, live
   uint64_t recovery_read_bytes;                 // headers, summaries, journal, tails
   double recovery_s;
+  uint64_t unread_segments;                             // that this start could not read, or not all of it
   uint64_t bad_records;                                 // damaged, found by recovery or compaction
   uint64_t bad_entries;                                 // of the journal
   uint64_t sessions_given_up;                           // because of these

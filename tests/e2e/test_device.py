@@ -1,4 +1,4 @@
-"""Devices and systems that refuse: no io_uring, no room, a sync that fails. What is not allowed here is skipped."""
+"""Devices and systems that refuse: no io_uring, no room, a sync or a read that fails. What is not allowed here is skipped."""
 
 import ctypes
 import os
@@ -143,10 +143,10 @@ def test_little_memory_may_be_locked(tmp_path):
 # ---- A sync that fails ----
 
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
-def test_a_failing_sync_loses_nothing(tmp_path):
+def test_a_failing_disk_loses_nothing(tmp_path):
     """Pages whose sync failed stay in memory, and are written again elsewhere once the device takes them."""
     flag = tmp_path / "fail"
-    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_sync.so")
+    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
     assert os.path.exists(library)
     arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
     with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_SYNC": str(flag)}) as daemon:
@@ -171,6 +171,47 @@ def test_a_failing_sync_loses_nothing(tmp_path):
         for layer in range(LAYERS):
             for first, second in zip(before[layer], rows(cache, 576, layer)):
                 assert np.array_equal(first, second)
+
+
+# ---- A start that cannot read ----
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
+    """Sessions end earlier for such a start. One that is appended to or truncated then ends there for ever."""
+    flag = tmp_path / "fail"
+    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
+    names = ("left", "appended", "truncated")
+    with Daemon(*arguments) as daemon:
+        caches = {name: Cache(daemon.stub(), name, layers=LAYERS, durability=SYNC, recent_window=16)
+                  for name in names}
+        for cache in caches.values():
+            fill(cache, 300)
+        before = [rows(caches["left"], 256, layer) for layer in range(LAYERS)]
+        daemon.kill()
+    flag.touch()
+    with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_READ": str(flag)}) as daemon:
+        assert daemon.metric("qkvd_storage_unread_segments") >= 1
+        assert messages(daemon, "a segment cannot be read, it stays for the next start")
+        for cache in caches.values():
+            cache.stub = daemon.stub()
+            assert list(cache.info().lengths) == [0] * LAYERS
+        flag.unlink()
+        new = caches["appended"].rows(8)
+        caches["appended"].append(0, *new, layer=1)
+        response = daemon.stub().Truncate(kv.TruncateRequest(session="truncated", position=100))
+        assert list(response.lengths) == [0] * LAYERS
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        assert daemon.metric("qkvd_storage_unread_segments") == 0
+        for cache in caches.values():
+            cache.stub = daemon.stub()
+        assert list(caches["left"].info().lengths) == [256] * LAYERS
+        for layer in range(LAYERS):
+            for first, second in zip(before[layer], rows(caches["left"], 256, layer)):
+                assert np.array_equal(first, second)
+        for name in ("appended", "truncated"):
+            assert list(caches[name].info().lengths) == [0] * LAYERS
 
 
 # ---- A full file system ----

@@ -237,6 +237,7 @@ static bool step(fault_disk *disk) {
 
 static int64_t do_read(fault_disk *disk, disk_file *file, uint64_t offset, uint8_t *bytes, uint64_t size) {
   if (fault_disk_chance(disk, disk->plan.read_error)) return -EIO;
+  if (file->segment && disk->plan.segment_error > 0 && fault_disk_chance(disk, disk->plan.segment_error)) return -EIO;
   if (offset >= file->size) return 0;
   if (size > file->size - offset) size = file->size - offset;
   memcpy(bytes, file->now + offset, size);

@@ -26,6 +26,7 @@ typedef struct fault_plan {
   double interrupted;                                      // EINTR, EAGAIN
   double write_error, read_error, sync_error, name_error;  // EIO
   double directory_error;                                  // EIO of the directory's sync, beside name_error
+  double segment_error;                                    // EIO of a read of a segment, beside read_error
   double full;                                             // ENOSPC of an allocation
   double flip;                                             // a bit of what was written is another
   double lost;                                             // a write says that it was done, and was not

@@ -535,10 +535,23 @@ static fault_plan plan_of(model *on) {
   return plan;
 }
 
+// A start that the device gives only a part of what it has, or not even the journal: nothing is lost by it.
+static void start_in_part(model *on) {
+  qkv_error error = {0};
+  fault_disk_plan(on->disk, &(fault_plan){.read_error = 0.05, .segment_error = 0.5});
+  if (open_storage(on, 0, &error) == QKV_OK) {
+    check_sessions(on);
+    check_told(on);
+    qkv_storage_close(&on->storage);
+  }
+  fault_disk_restart(on->disk, false);
+}
+
 // Between an opening and an end of any kind. false: nothing is left to go on with.
 static bool run(model *on, bool first) {
   const uint64_t budget = on->seed % 5 == 0 ? UINT64_C(6) << 20 : 0;
   qkv_error error = {0};
+  if (!first && drawn(on, 2) == 0) start_in_part(on);
   fault_plan quiet = {.shorter = 0.05, .interrupted = 0.05};
   if (drawn(on, 4) == 0) quiet.crash_after = 1 + drawn(on, 60);
   fault_disk_plan(on->disk, &quiet);

@@ -339,6 +339,53 @@ static void numbers_are_given_once(void **state) {
   }
 }
 
+// ---- A device that does not give ----
+
+// At a start the device gives nothing of the segments: they stay, whatever is put, closed and compacted meanwhile,
+// and the next start finds what lives in them.
+static void what_is_not_read_stays(void **state) {
+  (void)state;
+  for (uint64_t seed = 1; seed <= 8; seed++) {
+    moment on;
+    piece pieces[4], other;
+    begin(&on, seed);
+    for (uint64_t i = 0; i < 3; i++) put(&on, &pieces[i], i, SMALL);
+    for (size_t i = 0; i < 3; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_OK);
+    const uint64_t kept = on.session, numbers = on.storage->record_next;
+    if (seed % 2 == 0) fault_disk_crash(on.disk);  // the segment is not sealed
+    qkv_storage_close(&on.storage);
+    fault_disk_restart(on.disk, seed % 4 == 0);
+    for (int start = 0; start < 3; start++) {
+      fault_disk_plan(on.disk, &(fault_plan){.segment_error = 1});
+      open_storage(&on);
+      assert_int_equal(on.told, 0);
+      assert_in_range(on.storage->stats.unread_segments, 1, 3);  // those of starts before, too
+      assert_true(on.storage->record_next > numbers);
+      fault_disk_plan(on.disk, &(fault_plan){0});
+      on.session = qkv_storage_session_number(on.storage);
+      assert_int_equal(journal(&on, QKV_JOURNAL_SESSION_OPEN), QKV_OK);
+      put(&on, &other, 0, SMALL);
+      assert_int_equal(settle(&on, &other), QKV_OK);
+      qkv_status closed = QKV_CANCELLED;
+      qkv_storage_session_close(on.storage, on.session, note_done, &closed);
+      while (closed == QKV_CANCELLED) qkvi_storage_turn(on.storage, true);
+      assert_int_equal(compact(&on, 1.1), QKV_OK);
+      free_pieces(&other, 1);
+      qkv_storage_close(&on.storage);
+      fault_disk_restart(on.disk, true);
+    }
+    open_storage(&on);
+    assert_int_equal(on.told, 3);
+    assert_int_equal(on.storage->stats.unread_segments, 0);
+    on.session = kept;
+    put(&on, &pieces[3], 3, SMALL);
+    assert_int_equal(settle(&on, &pieces[3]), QKV_OK);
+    for (size_t i = 0; i < 4; i++) check(&on, &pieces[i]);
+    free_pieces(pieces, 4);
+    finish(&on);
+  }
+}
+
 // ---- The journal ----
 
 static void write_model(moment *on, size_t which, uint64_t bytes) {
@@ -402,6 +449,7 @@ int main(void) {
       cmocka_unit_test(a_place_that_was_given_is_filled),
       cmocka_unit_test(a_copy_in_doubt_does_not_count),
       cmocka_unit_test(numbers_are_given_once),
+      cmocka_unit_test(what_is_not_read_stays),
       cmocka_unit_test(a_journal_may_be_torn_anywhere),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);

@@ -5,6 +5,7 @@
 #include "server/spill.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
@@ -337,6 +338,20 @@ int fdatasync(int file) {  // in place of libc's; not io_uring's
   return -1;
 }
 
+// ---- A disk that does not give ----
+
+static uint64_t unreadable;  // the segment; 0: none. No thread of a storage runs while it changes
+
+ssize_t pread(int file, void *bytes, size_t size, off_t offset) {  // in place of libc's; not io_uring's
+  char link[64], path[512] = "", segment[64];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  (void)!readlink(link, path, sizeof path - 1);
+  snprintf(segment, sizeof segment, "segment-%016" PRIx64 ".qkv", unreadable);
+  if (unreadable == 0 || strstr(path, segment) == NULL) return syscall(SYS_pread64, file, bytes, size, offset);
+  errno = EIO;
+  return -1;
+}
+
 // Records of the session that are not durable, nor in the state `but`.
 static size_t count_pending(qkvi_spill *spill, uint64_t session, qkv_record_state but) {
   size_t count = 0;
@@ -560,6 +575,76 @@ static void test_closing_while_the_disk_fails(void **unused) {
   teardown(&s);
 }
 
+static uint64_t unread_segments(const scene *s) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(s->spill->storage, &stats);
+  return stats.unread_segments;
+}
+
+static uint64_t shortest(const scene *s, const char *name) {
+  qkv_session *session = find_session(s, name);
+  qkv_session_info info;
+  uint64_t lengths[LAYERS], least = UINT64_MAX;
+  qkv_session_read_info(session, &info, lengths);
+  for (size_t i = 0; i < LAYERS; i++) least = lengths[i] < least ? lengths[i] : least;
+  qkv_session_unref(&session);
+  return least;
+}
+
+static void assert_all_same(const scene *s, char but, const content *wanted) {
+  for (char name[2] = "a"; name[0] < 'g'; name[0]++) {
+    if (name[0] != but) assert_same(s, name, wanted);
+  }
+}
+
+// Some starts cannot read a segment each, and sessions end earlier then. Once the device gives everything again, they
+// are whole, but for one that was appended to meanwhile: what lay behind does not come back behind other rows.
+static void test_what_is_not_read_stays(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "pread");
+  for (char name[2] = "a"; name[0] < 'g'; name[0]++) {
+    qkv_session *session = open_session(&s, name, QKV_DURABILITY_SYNC);
+    assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+    sync_all(&s, session);
+    qkv_session_unref(&session);
+  }
+  content wanted = in_memory(&s, TOKENS);
+  qkv_storage_segment segments[16];
+  const size_t count = qkv_storage_list_segments(s.spill->storage, segments, 16);
+  assert_in_range(count, 2, 16);
+  char cut[2] = "";
+  for (size_t i = 0; i <= count; i++) {  // at last everything is read
+    stop(&s);
+    unreadable = i < count ? segments[i].segment : 0;
+    start(&s);
+    if (unread_segments(&s) > 0) cut[0] = 'a';
+    while (unread_segments(&s) > 0 && shortest(&s, cut) == TOKENS) cut[0]++;
+    assert_true(cut[0] < 'g');
+  }
+  assert_true(cut[0] != '\0');
+  assert_all_same(&s, '\0', &wanted);
+  stop(&s);
+  unreadable = segments[1].segment;
+  start(&s);
+  for (cut[0] = 'a'; shortest(&s, cut) == TOKENS;) cut[0]++;
+  const uint64_t end = shortest(&s, cut);
+  qkv_session *session = find_session(&s, cut);
+  assert_true(qkvi_spill_is_loose(s.spill, session));
+  assert_int_equal(qkvi_spill_tie(s.spill, session, NULL), QKV_OK);
+  assert_false(qkvi_spill_is_loose(s.spill, session));
+  assert_int_equal(qkv_session_truncate(session, end, NULL, 0, NULL), QKV_OK);
+  assert_int_equal(append(&s, session, 1, end, end + 1), QKV_OK);
+  qkv_session_unref(&session);
+  unreadable = 0;
+  restart(&s);
+  assert_int_equal(unread_segments(&s), 0);
+  assert_int_equal(shortest(&s, cut), end + 1);
+  assert_all_same(&s, cut[0], &wanted);
+  free_content(&wanted);
+  teardown(&s);
+}
+
 static void test_windows_of_many(void **unused) {
   (void)unused;
   scene s;
@@ -608,6 +693,7 @@ int main(void) {
       cmocka_unit_test(test_room_that_others_take_uring),
       cmocka_unit_test(test_room_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
+      cmocka_unit_test(test_what_is_not_read_stays),
       cmocka_unit_test(test_windows_of_many),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

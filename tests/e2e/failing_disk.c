@@ -1,0 +1,28 @@
+// Loaded before libc into a daemon that reads and writes with threads: while the file that FAIL_SYNC names is there,
+// fdatasync of a segment fails as a device's does, and while that of FAIL_READ is, whatever reads one.
+#include <errno.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static bool fails(int file, const char *variable) {
+  const char *flag = getenv(variable);
+  char link[64], name[4096];
+  (void)snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  const ssize_t length = readlink(link, name, sizeof name - 1);
+  name[length < 0 ? 0 : length] = '\0';
+  if (flag == NULL || strstr(name, "/segment-") == NULL || access(flag, F_OK) != 0) return false;
+  errno = EIO;
+  return true;
+}
+
+int fdatasync(int file) {
+  return fails(file, "FAIL_SYNC") ? -1 : (int)syscall(SYS_fdatasync, file);
+}
+
+ssize_t pread(int file, void *bytes, size_t size, off_t offset) {
+  return fails(file, "FAIL_READ") ? -1 : syscall(SYS_pread64, file, bytes, size, offset);
+}
