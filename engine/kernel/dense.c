@@ -33,7 +33,7 @@ static float scale_of(const float *row, size_t dim) {
 }
 
 qkv_dense qkv_dense_in(void *memory, const float *matrix, size_t dim, size_t outputs) {
-  assert((uintptr_t)memory % ALIGN == 0 && dim % 2 == 0);
+  assert((uintptr_t)memory % ALIGN == 0 && dim % QKV_BAND == 0);
   float *scales = memory;
   int16_t *words = (int16_t *)(scales + padded(outputs));
   memset(memory, 0, qkv_dense_bytes(dim, outputs));

@@ -17,7 +17,7 @@
 #define QKVI_DENSE_SQUARE_LEAST 1e-30f  // rows whose squares add up to less are taken for zeros
 #define QKVI_DENSE_OUTPUTS 16           // side by side
 
-// For rows of `dim`, an even number.
+// For rows of `dim`, a multiple of QKV_BAND.
 typedef struct qkv_dense {
   size_t dim, outputs;
   const float *scales;   // [outputs up to 16s]

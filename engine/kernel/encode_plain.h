@@ -11,9 +11,8 @@
 //   squared error = sum w x x - r (2 A - r B), r = g's value in K per t
 //
 // The scale that errs least is taken. Four neighbours count alike, with the mean of their weights: their t K and K K
-// add up to a whole number, then the weight multiplies. Coordinates of more than four bits are not looked up for
-// that: K is taken for t itself, at most the outermost centroid, and what their cells miss on average comes off A and
-// B.
+// add up to a whole number, then the weight multiplies. Coordinates of more than four bits have a t that is not
+// rounded and a K that need not be whole; each is weighted by itself.
 //
 // Sums run over 16 lanes, which are then added by halves: of the squares coordinate % 16, of A and B apart those of
 // up to four bits, fours % 16, and those of more, coordinate % 16. To four bits and with no weights they are whole

@@ -199,7 +199,6 @@ static void fill_encoding(void) {
         const unsigned upper = ((1u << (depth - 1)) + 2 * cell + 1) << (QKV_DEPTH_MAX - depth);
         uint32_t t = 0;
         while (t < 256 && qkvi_tables.cells[s][t] < upper) t++;
-        qkvi_tables.firsts[s][depth][cell] = t;
         qkvi_integers.below[s][depth][cell] = (int8_t)((int)t - 1 - 128);
       }
     }
@@ -207,7 +206,6 @@ static void fill_encoding(void) {
   for (unsigned depth = 1; depth <= 4; depth++) {
     const unsigned half = 1u << (depth - 1);
     for (unsigned cell = 0; cell < half; cell++) {
-      qkvi_tables.units[depth][cell] = (float)qkvi_integers.shallow[depth][half + cell];
       qkvi_integers.unit_of_cell[depth][cell] = (uint8_t)qkvi_integers.shallow[depth][half + cell];
       qkvi_integers.code_of_cell[depth][cell] = (uint8_t)((half + cell) << (QKV_DEPTH_MAX - depth));
     }

@@ -55,20 +55,19 @@ typedef struct qkvi_kernel_tables {
   // [depth][cell]: the boundary, as the bits of a float, that splits a positive cell of depth - 1 into two of
   // `depth`. (Positive floats are in the order of their bits.)
   uint32_t middles[QKV_DEPTH_MAX + 1][1 << (QKV_DEPTH_MAX - 2)];
-  float inverse_step;                   // 1 / qkvi_integers.step
-  float gain_middles[8];                // between the gains of an octave and the next ones
-  float scales[QKVI_SCALES];            // what encoding tries (encode_plain.h), times the middle one's inverse
-  uint8_t cells[QKVI_SCALES][256];      // of t: codes of positive coordinates at the full depth
-  float units[5][16];                   // [depth][cell]: the centroids of positive cells in steps
-  uint32_t firsts[QKVI_SCALES][5][16];  // `middles` of t: the first of the upper cell
+  float inverse_step;               // 1 / qkvi_integers.step
+  float gain_middles[8];            // between the gains of an octave and the next ones
+  float scales[QKVI_SCALES];        // what encoding tries (encode_plain.h), times the middle one's inverse
+  uint8_t cells[QKVI_SCALES][256];  // of t: codes of positive coordinates at the full depth
 } qkvi_kernel_tables;
 
 // The same of the integers that integer.h speaks of, in the shapes that byte look-ups want: tables of 64 repeat what
 // counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
 #define QKVI_FIELD_PLACES 3
 typedef struct qkvi_integer_tables {
-  _Alignas(16) int8_t below[QKVI_SCALES][5][16];  // [scale][depth][cell]: `firsts` - 1, less 128
-  // Of positive cells by depth: `units` in bytes, and codes at full depth, of which the first bits count.
+  // [scale][depth][cell]: the last t of the lower cell that `middles` splits a positive one into, less 128.
+  _Alignas(16) int8_t below[QKVI_SCALES][5][16];
+  // Of positive cells by depth: centroids in steps, and codes at full depth, of which the first bits count.
   _Alignas(16) uint8_t unit_of_cell[5][16], code_of_cell[5][16];
   float step;                                                // of the shallow ones
   float gains[256];                                          // qkv_gain_value

@@ -19,7 +19,10 @@ INLINE bytes add_products(bytes sum, bytes a, bytes b) {
 #if LANES == 16
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #else
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  bytes all = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  // Else gcc takes all products before it adds them, and spills a sum, which then waits for itself.
+  __asm__("" : "+x"(all));
+  return all;
 #endif
 }
 
@@ -59,15 +62,18 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   }
   UNROLL
   for (size_t i = 0; i < count * across; i++) sums[i] = (bytes)(words){0};
-  for (size_t j = 0; j < dim; j += 2) {
-    bytes y[ACROSS];
+  for (size_t j = 0; j < dim; j += QKV_BAND) {
     UNROLL
-    for (size_t k = 0; k < across; k++) y[k] = load_bytes(from[k] + j * QKVI_DENSE_OUTPUTS);
-    UNROLL
-    for (size_t i = 0; i < count; i++) {
-      const bytes pair = repeat_word(&x->words[i][j]);
+    for (size_t p = j; p < j + QKV_BAND; p += 2) {
+      bytes y[ACROSS];
       UNROLL
-      for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+      for (size_t k = 0; k < across; k++) y[k] = load_bytes(from[k] + p * QKVI_DENSE_OUTPUTS);
+      UNROLL
+      for (size_t i = 0; i < count; i++) {
+        const bytes pair = repeat_word(&x->words[i][p]);
+        UNROLL
+        for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+      }
     }
   }
   UNROLL

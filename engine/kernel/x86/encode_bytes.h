@@ -6,20 +6,12 @@
 #include <stdbool.h>
 
 #include "engine/kernel/encode_plain.h"
-#include "engine/kernel/x86/bytes.h"
-#include "engine/kernel/x86/encode_deep.h"
-#include "engine/kernel/x86/encode_pack.h"
+#include "engine/kernel/x86/encode_deep_rows.h"
+#include "engine/kernel/x86/encode_pack_rows.h"
 #include "engine/kernel/x86/lane_sums.h"
 
-#if defined(__AVX2__)
-enum { BYTES_DIM_MAX = 512 };
-
-static bool encode_bytes_can(const uint16_t *reach) {
-  return BYTE_DOTS && reach[1] > 0 && reach[1] <= BYTES_DIM_MAX;
-}
-
-#if BYTE_DOTS
-enum { VECTOR = 64, VECTORS_MAX = BYTES_DIM_MAX / VECTOR, RUNS_MAX = 4 };
+#if defined(__AVX2__) && BYTE_DOTS
+enum { BYTES_DIM_MAX = 512, VECTOR = 64, VECTORS_MAX = BYTES_DIM_MAX / VECTOR, RUNS_MAX = 4 };
 
 // A vector's coordinates of one depth.
 typedef struct byte_run {
@@ -199,26 +191,36 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
 }
 
-static void encode_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan, const steps *deep,
-                         const float *rows, size_t dim, group_scales *scales, group_choice *choice, uint8_t *codes) {
-  if (reach[1] % VECTOR == 0) {
-    encode_in_bytes(reach, weights, plan, deep, true, rows, dim, scales, choice, codes);
-  } else {
-    encode_in_bytes(reach, weights, plan, deep, false, rows, dim, scales, choice, codes);
+static bool encode_bytes_can(const uint16_t *reach) {
+  return reach[1] > 0 && reach[1] <= BYTES_DIM_MAX;
+}
+
+static void encode_by_bytes(const coded_as *as, const row_weights *weights, const float *rows, uint8_t *gains,
+                            uint8_t *codes, float *errors) {
+  const uint16_t *reach = as->schedule->reach[as->tier];
+  const size_t dim = as->schedule->dim;
+  uint8_t group_codes[GROUP * QKV_DIM_MAX + QKVI_BLOCK_WIDTH];  // [token][dim]
+  qkvi_tier_blocks blocks;
+  byte_plan plan;
+  steps deep;
+  qkvi_blocks_find(as->schedule, as->tier, &blocks);
+  find_steps(reach, &deep);
+  plan_bytes(reach, &plan);
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, rows += GROUP * dim) {
+    group_choice choice;
+    group_scales scales;
+    if (reach[1] % VECTOR == 0) {
+      encode_in_bytes(reach, weights, &plan, &deep, true, rows, dim, &scales, &choice, group_codes);
+    } else {
+      encode_in_bytes(reach, weights, &plan, &deep, false, rows, dim, &scales, &choice, group_codes);
+    }
+    code_deep_rows(&deep, rows, dim, scales.inverse, &choice, group_codes);
+    memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
+    memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
+    pack_group(as->part, as->schedule, as->tier, &blocks, group_codes, codes);
+    codes += qkv_schedule_group_bytes(as->schedule, as->tier);
   }
 }
-#else
-typedef struct byte_plan {
-  size_t vectors;
-} byte_plan;
-static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
-  (void)reach;
-  *plan = (byte_plan){0};
-}
-static void encode_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan, const steps *deep,
-                         const float *rows, size_t dim, group_scales *scales, group_choice *choice, uint8_t *codes) {
-  (void)reach, (void)weights, (void)plan, (void)deep, (void)rows, (void)dim, (void)scales, (void)choice, (void)codes;
-}
-#endif
+
 #endif
 #endif

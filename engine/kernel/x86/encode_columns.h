@@ -1,11 +1,10 @@
-// Encoding where coordinates count alike and none has more than four bits. The 16 rows of a group lie side by side,
-// a coordinate of all of them in a vector or two: the steps of a Hadamard transform meet whole vectors, sums over
-// coordinates leave one number a row, and t of four coordinates become bytes [row][coordinate], the shape that both
-// dot products and slabs of keys want. Sums of t K and K K are whole numbers below 2^24, so the order in which the
-// reference takes them makes no difference.
+// Encoding the 16 rows of a group side by side, a coordinate of all of them in a vector or two: the steps of a
+// Hadamard transform meet whole vectors, sums over coordinates leave one number a row, and t of four coordinates
+// become bytes [row][coordinate], the shape that both dot products and slabs of keys want.
 //
 // With VBMI centroids are looked up by t, and codes by centroids; without it cells are searched, bit by bit in
-// look-ups of 16 bytes, and centroids and codes are looked up by cells.
+// look-ups of 16 bytes, and centroids and codes are looked up by cells. Coordinates of more than four bits are
+// searched in 32-bit lanes (encode_deep.h).
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_COLUMNS_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_COLUMNS_H
 
@@ -14,16 +13,19 @@
 
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/encode_deep.h"
 #include "engine/kernel/x86/encode_pack.h"
 
 #if defined(__AVX2__)
-enum { COLUMNS_MAX = 512 };  // 512 * 255 * 88 is less than 2^24
+enum { ALIKE_MAX = 512 };  // 512 * 255 * 88 is less than 2^24
 
-static bool columns_can(const uint16_t *reach, const float *weights) {
-  return weights == NULL && reach[SHALLOW_MAX + 1] == 0 && reach[1] > 0 && reach[1] <= COLUMNS_MAX;
+// Whether sums of t K and K K of rows without weights are whole numbers below 2^24, so that the order in which the
+// reference takes them makes no difference.
+static bool columns_alike(const uint16_t *reach) {
+  return reach[SHALLOW_MAX + 1] == 0 && reach[1] <= ALIKE_MAX;
 }
 
-enum { QUAD = 4, QUADS_MAX = COLUMNS_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH / QUAD, SLAB = 64 };
+enum { QUAD = FOURS, QUADS_MAX = QKV_DIM_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH / QUAD, SLAB = 64 };
 
 // The operation of this width.
 #if LANES == 16
@@ -33,7 +35,7 @@ enum { QUAD = 4, QUADS_MAX = COLUMNS_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH 
 #endif
 
 typedef struct columns {
-  _Alignas(64) float x[COLUMNS_MAX + QKV_BAND][GROUP];  // whole blocks
+  _Alignas(64) float x[QKV_DIM_MAX + QKV_BAND][GROUP];  // whole blocks
 } columns;
 
 // ---- Rows to columns ----
@@ -85,8 +87,10 @@ INLINE void columns_of_block(const float *rows, size_t dim, bool whole, lanes x[
 }
 #endif
 
-// The first `coordinates`, a multiple of 8, of 16 rows, and the sums of their squares.
-static void columns_of_rows(const float *rows, size_t dim, size_t coordinates, columns *out, each squares) {
+// The first `coordinates`, a multiple of 8, of 16 rows, and the sums of their squares, with `weights`, which go as
+// far as whole blocks do, or without (NULL, a constant).
+INLINE void columns_of_rows(const float *rows, size_t dim, size_t coordinates, const float *weights, columns *out,
+                            each squares) {
   for (size_t first = 0; first < GROUP; first += LANES) {
     lanes sums[SUM_LANES] = {0};
     for (size_t c = 0; c < coordinates; c += QKVI_BLOCK_WIDTH) {
@@ -94,7 +98,7 @@ static void columns_of_rows(const float *rows, size_t dim, size_t coordinates, c
       columns_of_block(rows + first * dim + c, dim, c + QKVI_BLOCK_WIDTH <= coordinates, x);
       UNROLL_16
       for (size_t i = 0; i < QKVI_BLOCK_WIDTH; i++) {
-        sums[i] += x[i] * x[i];
+        sums[i] += (weights != NULL ? weights[c + i] * x[i] : x[i]) * x[i];
         store_lanes(out->x[c + i] + first, x[i]);
       }
     }
@@ -155,7 +159,8 @@ INLINE bytes t_of_quad(const float (*x)[GROUP], size_t first, lanes inverse, byt
   return turn_quarters(SIMD(packus_epi16)(low, high));
 }
 
-// What is tried of a group, four coordinates after the other, [row][coordinate]: centroids or cells.
+// What is tried of a group, four coordinates after the other, [row][coordinate]: centroids or cells, of more than
+// four bits codes, which need no signs.
 typedef struct tried_group {
   _Alignas(64) uint8_t found[QUADS_MAX][QKVI_SCALES][SLAB];
   byte_signs negative[QUADS_MAX][PARTS];
@@ -163,10 +168,10 @@ typedef struct tried_group {
 
 // ---- Centroids of t ----
 
-// Sums over coordinates for each scale.
-typedef struct tried_sums {
-  bytes with_row[QKVI_SCALES], with_itself[QKVI_SCALES];
-} tried_sums;
+// What is tried of four coordinates: t, without VBMI 128 less, and the centroids at each scale.
+typedef struct tried_quad {
+  bytes t, k[QKVI_SCALES];
+} tried_quad;
 
 #if BYTE_DOTS
 // Of four coordinates at one depth, for each scale: what t below 128 gives, and t from 128 to 191. From there on it
@@ -175,37 +180,48 @@ typedef struct unit_tables {
   bytes low[QKVI_SCALES][2], high[QKVI_SCALES];
 } unit_tables;
 
-INLINE void load_unit_tables(unsigned depth, unit_tables *out) {
+INLINE unit_tables units_of_depth(unsigned depth) {
+  unit_tables all;
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) {
     const uint8_t *table = qkvi_integers.units[s][depth];
     assert(table[191] == table[255]);
-    out->low[s][0] = load_bytes(table);
-    out->low[s][1] = load_bytes(table + 64);
-    out->high[s] = load_bytes(table + 128);
+    all.low[s][0] = load_bytes(table);
+    all.low[s][1] = load_bytes(table + 64);
+    all.high[s] = load_bytes(table + 128);
   }
+  return all;
 }
 
-// Quads [begin, end), all of one depth.
-static void try_quads(unsigned depth, size_t begin, size_t end, const columns *all, size_t first, lanes inverse,
-                      tried_group *tried, tried_sums *sums) {
-  unit_tables units;
-  load_unit_tables(depth, &units);
-  for (size_t q = begin; q < end; q++) {
-    const bytes t = t_of_quad(all->x + q * QUAD, first, inverse, &tried->negative[q][0]);
-    const bytes index = _mm512_min_epu8(t, _mm512_set1_epi8((char)191));
-    const __mmask64 upper = _mm512_movepi8_mask(t);
-    UNROLL
-    for (size_t s = 0; s < QKVI_SCALES; s++) {
-      const bytes low = _mm512_permutex2var_epi8(units.low[s][0], index, units.low[s][1]);
-      const bytes k = _mm512_mask_permutexvar_epi8(low, upper, index, units.high[s]);
-      sums->with_row[s] = _mm512_dpbusd_epi32(sums->with_row[s], t, k);
-      sums->with_itself[s] = _mm512_dpbusd_epi32(sums->with_itself[s], k, k);
-      put_bytes(tried->found[q][s], k);
-    }
+INLINE tried_quad try_quad(unsigned depth, const unit_tables *units, size_t q, const columns *all, size_t first,
+                           lanes inverse, tried_group *tried) {
+  (void)depth;
+  tried_quad quad = {.t = t_of_quad(all->x + q * QUAD, first, inverse, &tried->negative[q][0])};
+  const bytes index = _mm512_min_epu8(quad.t, _mm512_set1_epi8((char)191));
+  const __mmask64 upper = _mm512_movepi8_mask(quad.t);
+  UNROLL
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const bytes low = _mm512_permutex2var_epi8(units->low[s][0], index, units->low[s][1]);
+    quad.k[s] = _mm512_mask_permutexvar_epi8(low, upper, index, units->high[s]);
+    put_bytes(tried->found[q][s], quad.k[s]);
   }
+  return quad;
+}
+
+INLINE bytes products_with_row(const tried_quad *quad, size_t s) {
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), quad->t, quad->k[s]);
+}
+
+INLINE bytes products_with_itself(const tried_quad *quad, size_t s) {
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), quad->k[s], quad->k[s]);
 }
 #else
+typedef bytes unit_tables;
+
+INLINE unit_tables units_of_depth(unsigned depth) {
+  return load_table(qkvi_integers.unit_of_cell[depth]);
+}
+
 // 1 more where t - 128 is above what it is compared with.
 INLINE bytes step_up(bytes cell, bytes t, bytes below) {
 #if LANES == 16
@@ -226,285 +242,185 @@ INLINE bytes cells_of(unsigned depth, size_t scale, bytes t) {
   return cell;
 }
 
-INLINE bytes sum_pairs(bytes pairs) {
-  return SIMD(madd_epi16)(pairs, SIMD(set1_epi16)(1));
+// `depth` is a constant.
+INLINE tried_quad try_quad(unsigned depth, const unit_tables *units, size_t q, const columns *all, size_t first,
+                           lanes inverse, tried_group *tried) {
+  const bytes t = t_of_quad(all->x + q * QUAD, first, inverse, &tried->negative[q][first / LANES]);
+  tried_quad quad = {.t = (bytes)((words)t ^ EACH_BYTE(0x80))};
+  UNROLL
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    const bytes cell = cells_of(depth, s, quad.t);
+    quad.k[s] = look_up_cell(*units, cell);
+    put_bytes(tried->found[q][s] + first * QUAD, cell);
+  }
+  return quad;
 }
 
-// Quads [begin, end), all of one depth, a constant. Products of two bytes of which one is signed are added in twos to
-// 16 bits: that is exact, as centroids are 88 at most, so t counts from -128. What that leaves out is 128 times the
-// sum of the centroids.
-INLINE void try_quads_of(unsigned depth, size_t begin, size_t end, const columns *all, size_t first, lanes inverse,
-                         tried_group *tried, tried_sums *sums) {
+INLINE bytes sum_pairs(bytes pairs, int16_t times) {
+  return SIMD(madd_epi16)(pairs, SIMD(set1_epi16)(times));
+}
+
+// Products of two bytes of which one is signed are added in twos to 16 bits: that is exact, as centroids are 88 at
+// most and t counts from -128. What that leaves out is 128 times the sum of the centroids.
+INLINE bytes products_less(const tried_quad *quad, size_t s) {
+  return sum_pairs(SIMD(maddubs_epi16)(quad->k[s], quad->t), 1);
+}
+
+INLINE bytes pairs_of_centroids(const tried_quad *quad, size_t s) {
+  return SIMD(maddubs_epi16)(quad->k[s], SIMD(set1_epi8)(1));
+}
+
+INLINE bytes products_with_row(const tried_quad *quad, size_t s) {
+  return SIMD(add_epi32)(products_less(quad, s), sum_pairs(pairs_of_centroids(quad, s), 128));
+}
+
+INLINE bytes products_with_itself(const tried_quad *quad, size_t s) {
+  return sum_pairs(SIMD(maddubs_epi16)(quad->k[s], quad->k[s]), 1);
+}
+#endif
+
+// ---- Sums of what counts alike ----
+
+// Whole numbers, for each scale.
+typedef struct alike_sums {
+  bytes with_row[QKVI_SCALES], with_itself[QKVI_SCALES];
+} alike_sums;
+
+// Quads [begin, end), all of one depth, a constant.
+INLINE void try_alike_of(unsigned depth, size_t begin, size_t end, const columns *all, size_t first, lanes inverse,
+                         tried_group *tried, alike_sums *sums) {
+  const unit_tables units = units_of_depth(depth);
+#if BYTE_DOTS
+  for (size_t q = begin; q < end; q++) {
+    const tried_quad quad = try_quad(depth, &units, q, all, first, inverse, tried);
+    UNROLL
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      sums->with_row[s] = _mm512_dpbusd_epi32(sums->with_row[s], quad.t, quad.k[s]);
+      sums->with_itself[s] = _mm512_dpbusd_epi32(sums->with_itself[s], quad.k[s], quad.k[s]);
+    }
+  }
+#else
   bytes centroids[QKVI_SCALES];  // in 16 bits: at most 2 * 88 for each of 128 quads
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) centroids[s] = (bytes)(words){0};
   for (size_t q = begin; q < end; q++) {
-    const bytes whole = t_of_quad(all->x + q * QUAD, first, inverse, &tried->negative[q][first / LANES]);
-    const bytes t = (bytes)((words)whole ^ EACH_BYTE(0x80));
+    const tried_quad quad = try_quad(depth, &units, q, all, first, inverse, tried);
     UNROLL
     for (size_t s = 0; s < QKVI_SCALES; s++) {
-      const bytes cell = cells_of(depth, s, t);
-      const bytes k = look_up_cell(load_table(qkvi_integers.unit_of_cell[depth]), cell);
-      const bytes with_row = sum_pairs(SIMD(maddubs_epi16)(k, t));
-      const bytes with_itself = sum_pairs(SIMD(maddubs_epi16)(k, k));
-      sums->with_row[s] = SIMD(add_epi32)(sums->with_row[s], with_row);
-      sums->with_itself[s] = SIMD(add_epi32)(sums->with_itself[s], with_itself);
-      centroids[s] = SIMD(add_epi16)(centroids[s], SIMD(maddubs_epi16)(k, SIMD(set1_epi8)(1)));
-      put_bytes(tried->found[q][s] + first * QUAD, cell);
+      sums->with_row[s] = SIMD(add_epi32)(sums->with_row[s], products_less(&quad, s));
+      sums->with_itself[s] = SIMD(add_epi32)(sums->with_itself[s], products_with_itself(&quad, s));
+      centroids[s] = SIMD(add_epi16)(centroids[s], pairs_of_centroids(&quad, s));
     }
   }
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) {
-    const bytes left_out = SIMD(slli_epi32)(sum_pairs(centroids[s]), 7);
-    sums->with_row[s] = SIMD(add_epi32)(sums->with_row[s], left_out);
+    sums->with_row[s] = SIMD(add_epi32)(sums->with_row[s], sum_pairs(centroids[s], 128));
   }
-}
-
-static void try_quads(unsigned depth, size_t begin, size_t end, const columns *all, size_t first, lanes inverse,
-                      tried_group *tried, tried_sums *sums) {
-  switch (depth) {
-    case 1:
-      try_quads_of(1, begin, end, all, first, inverse, tried, sums);
-      break;
-    case 2:
-      try_quads_of(2, begin, end, all, first, inverse, tried, sums);
-      break;
-    case 3:
-      try_quads_of(3, begin, end, all, first, inverse, tried, sums);
-      break;
-    default:
-      try_quads_of(4, begin, end, all, first, inverse, tried, sums);
-  }
-}
 #endif
+}
 
-static void try_columns(const uint16_t *reach, const columns *all, const each inverse, tried_group *tried,
-                        group_sums *out) {
+static void try_alike(const uint16_t *reach, const columns *all, const each inverse, tried_group *tried,
+                      group_sums *out) {
   for (size_t first = 0; first < GROUP; first += LANES) {
     const lanes scale = load_lanes(inverse + first);
-    tried_sums sums = {0};
-    for (unsigned depth = SHALLOW_MAX; depth >= 1; depth--) {
-      if (reach[depth + 1] == reach[depth]) continue;
-      try_quads(depth, reach[depth + 1] / QUAD, reach[depth] / QUAD, all, first, scale, tried, &sums);
-    }
+    alike_sums sums = {0};
+#define TRY(DEPTH)                                                                                      \
+  if (reach[DEPTH + 1] < reach[DEPTH]) {                                                                \
+    try_alike_of(DEPTH, reach[DEPTH + 1] / QUAD, reach[DEPTH] / QUAD, all, first, scale, tried, &sums); \
+  }
+    TRY(4)
+    TRY(3)
+    TRY(2)
+    TRY(1)
+#undef TRY
     for (size_t s = 0; s < QKVI_SCALES; s++) {
-      store_lanes(out->with_row[s] + first, SIMD(cvtepi32_ps)(sums.with_row[s]));
-      store_lanes(out->with_itself[s] + first, SIMD(cvtepi32_ps)(sums.with_itself[s]));
+      store_lanes(out->with_row[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_row[s]));
+      store_lanes(out->with_itself[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_itself[s]));
     }
   }
 }
 
-// ---- Codes ----
+// ---- Sums with weights ----
 
-// Of LANES rows: which have the second and the third scale, and which are not zero.
-#if LANES == 16
-typedef __mmask16 row_mask;
-#else
-typedef bytes row_mask;
-#endif
-typedef struct chosen_rows {
-  row_mask second, third, coded;
-} chosen_rows;
+// In the order of the reference's: of fours % 16, or of coordinate % 16.
+typedef struct weighed_sums {
+  lanes with_row[QKVI_SCALES][SUM_LANES], with_itself[QKVI_SCALES][SUM_LANES];
+} weighed_sums;
 
-INLINE row_mask rows_with(const uint8_t *what, uint8_t value) {
-#if LANES == 16
-  return _mm_cmpeq_epi8_mask(_mm_loadu_si128((const __m128i *)what), _mm_set1_epi8((char)value));
-#else
-  return _mm256_cmpeq_epi32((bytes)widen_bytes(what), _mm256_set1_epi32(value));
-#endif
-}
-
-// b in the rows of the mask, else a.
-INLINE bytes choose_rows(bytes a, row_mask mask, bytes b) {
-#if LANES == 16
-  return _mm512_mask_mov_epi32(a, mask, b);
-#else
-  return _mm256_blendv_epi8(a, b, mask);
-#endif
-}
-
-INLINE chosen_rows rows_of_choice(const group_choice *choice, size_t first) {
-  return (chosen_rows){.second = rows_with(choice->scales + first, 1),
-                       .third = rows_with(choice->scales + first, 2),
-                       .coded = rows_with(choice->zero + first, 0)};
-}
-
-// Codes at full depth of what `try_columns` found.
-#if BYTE_DOTS
-typedef struct code_table {
-  bytes low, high;
-} code_table;
-
-INLINE code_table codes_of_depth(unsigned depth) {
-  return (code_table){load_bytes(qkvi_integers.codes[depth]), load_bytes(qkvi_integers.codes[depth] + 64)};
-}
-
-INLINE bytes find_codes(const code_table *table, bytes found) {
-  return _mm512_permutex2var_epi8(table->low, found, table->high);
-}
-#else
-typedef bytes code_table;
-
-INLINE code_table codes_of_depth(unsigned depth) {
-  return load_table(qkvi_integers.code_of_cell[depth]);
-}
-
-INLINE bytes find_codes(const code_table *table, bytes found) {
-  return look_up_cell(*table, found);
-}
-#endif
-
-// [row][coordinate] of LANES rows, at full depth.
-INLINE bytes code_quad(const tried_group *tried, size_t q, size_t p, const chosen_rows *rows,
-                       const code_table *table) {
-  const size_t at = p * sizeof(bytes);
-  bytes found = load_bytes(tried->found[q][0] + at);
-  found = choose_rows(found, rows->second, load_bytes(tried->found[q][1] + at));
-  found = choose_rows(found, rows->third, load_bytes(tried->found[q][2] + at));
-  const bytes code = (bytes)((words)find_codes(table, found) ^ (words)bytes_of_signs(tried->negative[q][p]));
-  return choose_rows((bytes)(words){0}, rows->coded, code);
-}
-
-static void code_columns(const uint16_t *reach, const tried_group *tried, const group_choice *choice,
-                         uint8_t (*codes)[SLAB]) {
-  for (size_t p = 0; p < PARTS; p++) {
-    const chosen_rows rows = rows_of_choice(choice, p * LANES);
-    for (unsigned depth = SHALLOW_MAX; depth >= 1; depth--) {
-      const code_table table = codes_of_depth(depth);
-      for (size_t q = reach[depth + 1] / QUAD; q < reach[depth] / QUAD; q++) {
-        put_bytes(codes[q] + p * sizeof(bytes), code_quad(tried, q, p, &rows, &table));
-      }
-    }
-  }
-}
-
-// ---- Slabs ----
-
-// Codes of 16 coordinates, four after the other.
-typedef struct block_quads {
-  bytes of[PARTS][BLOCK_QUADS];
-} block_quads;
-
-// Part `p` of a slab's lanes: rows of keys, coordinates of values.
-INLINE block_fields fields_of_quads(qkv_part part, const block_quads *quads, size_t p) {
-  if (part == QKV_K) return (block_fields){{quads->of[p][0], quads->of[p][1], quads->of[p][2], quads->of[p][3]}};
-#if LANES == 16
-  bytes turned[BLOCK_QUADS];
-  UNROLL
-  for (size_t i = 0; i < BLOCK_QUADS; i++) turned[i] = turn_quarters(quads->of[0][i]);
-  return fields_of_quarters(turned);
-#else
-  block_fields fields;
-  UNROLL
-  for (size_t i = 0; i < PARTS; i++) {  // rows 8 i to 8 i + 3 are field 2 i, the next four the one behind it
-    const bytes a = turn_quarters(quads->of[i][2 * p]), b = turn_quarters(quads->of[i][2 * p + 1]);
-    fields.of[2 * i] = _mm256_permute2x128_si256(a, b, 0x20);
-    fields.of[2 * i + 1] = _mm256_permute2x128_si256(a, b, 0x31);
-  }
-  return fields;
-#endif
-}
-
-// Where all coordinates have four bits, whole slabs of pair 0 and then of pair 1 follow each other.
-static bool all_fours(const uint16_t *reach) {
-  return reach[SHALLOW_MAX] == reach[1] && reach[1] % QKVI_BLOCK_WIDTH == 0;
-}
-
-// `part` is a constant.
-INLINE void pack_fours(qkv_part part, size_t coordinates, const tried_group *tried, const group_choice *choice,
-                       uint8_t *group) {
-  const code_table table = codes_of_depth(SHALLOW_MAX);
-  chosen_rows rows[PARTS];
-  UNROLL
-  for (size_t p = 0; p < PARTS; p++) rows[p] = rows_of_choice(choice, p * LANES);
-  for (size_t i = 0; i < coordinates / QKVI_BLOCK_WIDTH; i++) {
-    block_quads quads;
+// Quads [begin, end), all of one depth, a constant.
+INLINE void try_weighed_of(unsigned depth, size_t begin, size_t end, const float *fours, const columns *all,
+                           size_t first, lanes inverse, tried_group *tried, weighed_sums *sums) {
+  const unit_tables units = units_of_depth(depth);
+  for (size_t q = begin; q < end; q++) {
+    const tried_quad quad = try_quad(depth, &units, q, all, first, inverse, tried);
     UNROLL
-    for (size_t p = 0; p < PARTS; p++) {
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      sums->with_row[s][q % SUM_LANES] += fours[q] * (lanes)SIMD(cvtepi32_ps)(products_with_row(&quad, s));
+      sums->with_itself[s][q % SUM_LANES] += fours[q] * (lanes)SIMD(cvtepi32_ps)(products_with_itself(&quad, s));
+    }
+  }
+}
+
+// The low bytes of four coordinates' words as [row][coordinate].
+INLINE bytes quad_of_words(const words all[QUAD]) {
+  const words mask = (words){0} + 0xff;
+  const bytes low = SIMD(packus_epi32)((bytes)(all[0] & mask), (bytes)(all[1] & mask));
+  const bytes high = SIMD(packus_epi32)((bytes)(all[2] & mask), (bytes)(all[3] & mask));
+  return turn_quarters(SIMD(packus_epi16)(low, high));
+}
+
+// The same of more than four bits; what is found are codes.
+INLINE void try_deep_of(unsigned depth, size_t begin, size_t end, const float *weights, const columns *all,
+                        size_t first, lanes inverse, tried_group *tried, weighed_sums *sums) {
+  for (size_t q = begin; q < end; q++) {
+    words codes[QKVI_SCALES][QUAD];
+    UNROLL
+    for (size_t i = 0; i < QUAD; i++) {
+      const size_t c = q * QUAD + i;
+      const lanes y = load_lanes(all->x[c] + first) * inverse, t = (lanes)((words)y & 0x7fffffff);
       UNROLL
-      for (size_t j = 0; j < BLOCK_QUADS; j++) {
-        quads.of[p][j] = code_quad(tried, i * BLOCK_QUADS + j, p, &rows[p], &table);
+      for (size_t s = 0; s < QKVI_SCALES; s++) {
+        lanes units;
+        const words cell = quantize_deep(depth, y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[s], &units);
+        const lanes weighed = weights[c] * units;
+        sums->with_row[s][c % SUM_LANES] += weighed * t;
+        sums->with_itself[s][c % SUM_LANES] += weighed * units;
+        codes[s][i] = (cell + (1u << (depth - 1))) << (QKV_DEPTH_MAX - depth);
       }
     }
     UNROLL
-    for (size_t p = 0; p < PARTS; p++) {
-      const block_fields fields = fields_of_quads(part, &quads, p);
-      uint8_t *slab = group + i * SLAB + p * sizeof(bytes);
-      pack_slab(&fields, 0, true, 0, slab);
-      pack_slab(&fields, 1, true, 0, slab + coordinates * SLAB / QKVI_BLOCK_WIDTH);
+    for (size_t s = 0; s < QKVI_SCALES; s++) put_bytes(tried->found[q][s] + first * QUAD, quad_of_words(codes[s]));
+  }
+}
+
+static void try_weighed(const uint16_t *reach, const row_weights *weights, const columns *all, const each inverse,
+                        tried_group *tried, group_sums *out) {
+  for (size_t first = 0; first < GROUP; first += LANES) {
+    const lanes scale = load_lanes(inverse + first);
+    weighed_sums deep, sums;
+    memset(&deep, 0, sizeof deep);
+    memset(&sums, 0, sizeof sums);
+#define TRY(WAY, DEPTH, WEIGHTS, SUMS)                                                                         \
+  if (DEPTH == QKV_DEPTH_MAX ? reach[DEPTH] > 0 : reach[DEPTH + 1] < reach[DEPTH]) {                           \
+    WAY(DEPTH, DEPTH == QKV_DEPTH_MAX ? 0 : reach[DEPTH + 1] / QUAD, reach[DEPTH] / QUAD, WEIGHTS, all, first, \
+        scale, tried, SUMS);                                                                                   \
+  }
+    TRY(try_deep_of, 8, weights->weights, &deep)
+    TRY(try_deep_of, 7, weights->weights, &deep)
+    TRY(try_deep_of, 6, weights->weights, &deep)
+    TRY(try_deep_of, 5, weights->weights, &deep)
+    TRY(try_weighed_of, 4, weights->fours, &sums)
+    TRY(try_weighed_of, 3, weights->fours, &sums)
+    TRY(try_weighed_of, 2, weights->fours, &sums)
+    TRY(try_weighed_of, 1, weights->fours, &sums)
+#undef TRY
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      add_halves(deep.with_row[s], out->deep_with_row[s] + first);
+      add_halves(deep.with_itself[s], out->deep_with_itself[s] + first);
+      add_halves(sums.with_row[s], out->with_row[s] + first);
+      add_halves(sums.with_itself[s], out->with_itself[s] + first);
     }
   }
-}
-
-// Codes [row][coordinate] of four coordinates, as [coordinate][row].
-INLINE void turn_quad(const uint8_t codes[SLAB], qkvi_codes *out) {
-#if LANES == 16
-  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  put_bytes(out, _mm512_permutexvar_epi32(dwords, turn_quarters(load_bytes(codes))));
-#else
-  const bytes v = turn_quarters(load_bytes(codes)), w = turn_quarters(load_bytes(codes + sizeof v));
-  const __m128i a = _mm256_castsi256_si128(v), b = _mm256_extracti128_si256(v, 1);
-  const __m128i c = _mm256_castsi256_si128(w), d = _mm256_extracti128_si256(w, 1);
-  const bytes low = _mm256_set_m128i(_mm_unpackhi_epi32(a, b), _mm_unpacklo_epi32(a, b));
-  const bytes high = _mm256_set_m128i(_mm_unpackhi_epi32(c, d), _mm_unpacklo_epi32(c, d));
-  const bytes even = _mm256_unpacklo_epi64(low, high), odd = _mm256_unpackhi_epi64(low, high);
-  put_bytes(out, _mm256_permute2x128_si256(even, odd, 0x20));
-  put_bytes(out + 2, _mm256_permute2x128_si256(even, odd, 0x31));
-#endif
-}
-
-// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
-static uint8_t *pack_quads_rest(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[SLAB],
-                                size_t coordinates, uint8_t *slab) {
-  for (unsigned width = 2; width > 0; width /= 2) {
-    const size_t here = (wide ? 4u : 8u) * width;
-    if (here > coordinates) continue;
-    qkvi_codes by_coordinate[QKVI_BLOCK_WIDTH];
-    for (size_t q = 0; q < here / QUAD; q++) turn_quad(codes[q], by_coordinate + q * QUAD);
-    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)by_coordinate, slab);
-    codes += here / QUAD;
-    coordinates -= here;
-    slab += (size_t)GROUP * width;
-  }
-  return slab;
-}
-
-// 16 coordinates of a slab of 64 bytes.
-INLINE void pack_quads(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t (*codes)[SLAB],
-                       uint8_t *slab) {
-  block_quads quads;
-  UNROLL
-  for (size_t p = 0; p < PARTS; p++) {
-    UNROLL
-    for (size_t i = 0; i < BLOCK_QUADS; i++) quads.of[p][i] = load_bytes(codes[i] + p * sizeof(bytes));
-  }
-  UNROLL
-  for (size_t p = 0; p < PARTS; p++) {
-    const block_fields fields = fields_of_quads(part, &quads, p);
-    pack_slab(&fields, pair, wide, half, slab + p * sizeof(bytes));
-  }
-}
-
-// A section of pair `pair`, which as `wide` is a constant: coordinates [begin, end). Returns where the next one is.
-INLINE uint8_t *pack_section_of_quads(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[SLAB],
-                                      size_t begin, size_t end, uint8_t *slab) {
-  const size_t here = wide ? QKVI_BLOCK_WIDTH : 2 * QKVI_BLOCK_WIDTH;
-  for (; begin + here <= end; begin += here, slab += SLAB) {
-    pack_quads(part, pair, wide, 0, codes + begin / QUAD, slab);
-    if (!wide) pack_quads(part, pair, wide, 1, codes + begin / QUAD + BLOCK_QUADS, slab);
-  }
-  return begin < end ? pack_quads_rest(part, pair, wide, codes + begin / QUAD, end - begin, slab) : slab;
-}
-
-static void pack_columns(qkv_part part, const uint16_t *reach, const tried_group *tried, const group_choice *choice,
-                         uint8_t *group) {
-  _Alignas(64) uint8_t room[QUADS_MAX][SLAB];
-  const uint8_t(*codes)[64] = (const uint8_t(*)[SLAB])room;
-  code_columns(reach, tried, choice, room);
-  group = pack_section_of_quads(part, 0, true, codes, 0, reach[2], group);
-  group = pack_section_of_quads(part, 0, false, codes, reach[2], reach[1], group);
-  group = pack_section_of_quads(part, 1, true, codes, 0, reach[4], group);
-  (void)pack_section_of_quads(part, 1, false, codes, reach[4], reach[3], group);
 }
 #endif
 #endif

@@ -1,29 +1,20 @@
-// Packing the codes of a group: bytes [token][coordinate] at full depth into slabs (page.h).
+// Packing codes, in the shape that slabs (page.h) have them in.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
 
+#include "engine/codec/pack.h"
+#include "engine/kernel/blocks.h"
 #include "engine/kernel/x86/bytes.h"
 
 #if defined(__AVX2__)
-#include "engine/codec/pack.h"
-#include "engine/kernel/blocks.h"
+// How rows are coded.
+typedef struct coded_as {
+  qkv_part part;
+  unsigned tier;
+  const qkv_schedule *schedule;
+} coded_as;
 
 enum { GROUP = QKV_GROUP_TOKENS };
-
-// out[j][i] = in[i][j] of 16 x 16 bytes.
-static inline void transpose_bytes(const uint8_t *in, size_t in_stride, uint8_t *out, size_t out_stride) {
-  __m128i r[GROUP], p[GROUP];
-  for (size_t i = 0; i < GROUP; i++) r[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
-  // Interleaving rows i and i + 8, four times, rotates the bits of (row, column) by four.
-  for (int round = 0; round < 4; round++) {
-    for (size_t i = 0; i < GROUP / 2; i++) {
-      p[2 * i] = _mm_unpacklo_epi8(r[i], r[i + GROUP / 2]);
-      p[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + GROUP / 2]);
-    }
-    memcpy(r, p, sizeof r);
-  }
-  for (size_t i = 0; i < GROUP; i++) _mm_storeu_si128((__m128i *)(out + i * out_stride), r[i]);
-}
 
 // Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i; a part of the
 // lanes.
@@ -41,72 +32,7 @@ INLINE block_fields fields_of_quarters(const bytes v[4]) {
   return (block_fields){{_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
                          _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)}};
 }
-
-// codes [item][lane], `stride` apart.
-INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
-  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  block_fields fields;
-  UNROLL
-  for (size_t f = 0; f < 4; f++, codes += 4 * stride) {
-    __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + stride)), 1);
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 2 * stride)), 2);
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 3 * stride)), 3);
-    fields.of[f] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, four), within);
-  }
-  return fields;
-}
-
-// codes [lane][item], `stride` apart: a transpose of 32-bit words.
-INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
-  const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i rows[4];
-  UNROLL
-  for (size_t i = 0; i < 4; i++, codes += 4 * stride) {
-    __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + stride)), 1);
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 2 * stride)), 2);
-    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(codes + 3 * stride)), 3);
-    rows[i] = _mm512_permutexvar_epi32(dwords, four);  // quarter f: field f of four lanes
-  }
-  return fields_of_quarters(rows);
-}
-#else
-// codes [item][lane], `stride` apart: fours of rows of eight bytes become eight fours of bytes.
-INLINE block_fields fields_of_values(const uint8_t *codes, size_t stride) {
-  block_fields fields;
-  UNROLL
-  for (size_t f = 0; f < 4; f++, codes += 4 * stride) {
-    __m128i row[4];
-    UNROLL
-    for (size_t i = 0; i < 4; i++) row[i] = _mm_loadl_epi64((const __m128i *)(codes + i * stride));
-    const __m128i low = _mm_unpacklo_epi8(row[0], row[1]), high = _mm_unpacklo_epi8(row[2], row[3]);
-    fields.of[f] = _mm256_set_m128i(_mm_unpackhi_epi16(low, high), _mm_unpacklo_epi16(low, high));
-  }
-  return fields;
-}
-
-// codes [lane][item], `stride` apart: transposes of 4 x 4 words, of the first four lanes and of the others.
-INLINE block_fields fields_of_keys(const uint8_t *codes, size_t stride) {
-  __m256i v[4];
-  UNROLL
-  for (size_t i = 0; i < 4; i++) {
-    v[i] = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)(codes + (i + 4) * stride)),
-                            _mm_loadu_si128((const __m128i *)(codes + i * stride)));
-  }
-  const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
-  const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
-  return (block_fields){{_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
-                         _mm256_unpackhi_epi64(b, d)}};
-}
 #endif
-
-// Part `p` of a block's codes [token][coordinate].
-INLINE block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride, size_t p) {
-  return part == QKV_V ? fields_of_values(codes + p * LANES, stride)
-                       : fields_of_keys(codes + p * LANES * stride, stride);
-}
 
 // What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
 // high.
@@ -120,50 +46,6 @@ INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsi
     packed = blend_bits((uint8_t)(mask << to), moved, packed);
   }
   put_bytes(slab, packed);
-}
-
-INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint8_t *group) {
-  const unsigned depth = qkvi_block_depth(block->kind);
-  const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
-                    block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
-  UNROLL
-  for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
-    if (2 * pair + 2 <= depth) pack_slab(fields, pair, true, 0, group + block->slabs[pair]);
-    if (2 * pair + 1 == depth) pack_slab(fields, pair, false, high, group + block->slabs[pair]);
-  }
-}
-
-static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
-                       uint8_t *slab) {
-  UNROLL
-  for (size_t p = 0; p < PARTS; p++) {
-    const block_fields fields = fields_of(part, codes, stride, p);
-    pack_slab(&fields, pair, wide, half, slab + p * sizeof(bytes));
-  }
-}
-
-static void transpose_block(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns) {
-  (void)count;  // there is room for a block behind the rows
-  transpose_bytes(codes, stride, columns[0], GROUP);
-}
-
-// codes [GROUP][dim] at full depth, and room for a block behind them.
-static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
-                       const uint8_t *codes, uint8_t *group) {
-  const size_t stride = schedule->dim;
-  if (blocks->scattered + blocks->halves > 0) {
-    memset(group, 0, qkv_schedule_group_bytes(schedule, tier));
-    qkvi_pack_sections(&(qkvi_packing){pack_block, transpose_block}, part, schedule->reach[tier], codes, stride,
-                       group);
-    return;
-  }
-  for (unsigned i = 0; i < blocks->count; i++) {
-    UNROLL
-    for (size_t p = 0; p < PARTS; p++) {
-      const block_fields fields = fields_of(part, codes + (size_t)i * QKVI_BLOCK_WIDTH, stride, p);
-      pack_pairs(&blocks->blocks[i], &fields, group + p * sizeof(bytes));
-    }
-  }
 }
 
 #endif
