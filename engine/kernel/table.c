@@ -140,6 +140,7 @@ static void fill_integers(void) {
         qkvi_integers.shallow[depth][code] = (int8_t)lrintf(units);
         assert(depth > 2 || fabsf(units) < QKVI_MOST_2 + 0.5f);
         assert(depth > 4 || fabsf(units) < QKVI_MOST_4 + 0.5f);
+        assert(fabsf(units) < QKVI_MOST_6 + 0.5f);
         continue;
       }
       const int fine = (int)lrintf(units * 128), high = (fine + 128) >> 8;

@@ -41,9 +41,10 @@ unsigned qkvi_block_depth(qkvi_block_kind kind);
 #define QKVI_SHALLOW_CODES (1 << QKVI_SHALLOW_MAX)
 #define QKVI_SHALLOW_PAIRS (QKVI_SHALLOW_MAX / 2)
 
-// The largest centroids of up to two bits and of up to four in steps.
+// The largest centroids of up to two bits, of up to four and of up to six in steps.
 #define QKVI_MOST_2 51
 #define QKVI_MOST_4 88
+#define QKVI_MOST_6 118
 
 enum { QKVI_EVEN_FIELDS, QKVI_ODD_FIELDS };
 

@@ -8,7 +8,7 @@
 #include "engine/kernel/x86/columns.h"
 
 #if defined(__AVX2__)
-#if BYTE_DOTS
+#if STEADY_LOOPS
 typedef struct banded {
   const qkvi_tier_blocks *layout;
   size_t stride;            // from a group to the next
@@ -21,8 +21,9 @@ typedef uint8_t banded_halves[QKV_PAGE_GROUPS * QKV_DIM_MAX * QKV_GROUP_TOKENS +
 // Whether the groups of a page are so.
 INLINE bool groups_are_banded(const page_groups *page) {
   const size_t stride = (size_t)(page->groups[1] - page->groups[0]);
-  // Plain blocks of one shape are as fast in the other loops.
-  if (!page->alike || !(page->spread || (page->plain && page->shape == QKVI_BLOCK_SIXES))) return false;
+  // With look-ups of 64 bytes plain blocks of one shape are as fast in the other loops.
+  const bool plain = page->plain && (!BYTE_DOTS || page->shape == QKVI_BLOCK_SIXES);
+  if (!page->alike || !(page->spread || plain)) return false;
   for (size_t g = 2; g < QKV_PAGE_GROUPS; g++) {
     if ((size_t)(page->groups[g] - page->groups[g - 1]) != stride) return false;
   }
@@ -46,7 +47,7 @@ typedef struct banded_block {
 // `shape` is at least the block's, and a constant.
 INLINE banded_block banded_block_of(qkv_part part, qkvi_block_shape shape, const banded *page, size_t b) {
   const qkvi_block *block = &page->layout->blocks[b];
-  banded_block found = {.tables = qkvi_integers.sixes[part][block->kind]};
+  banded_block found = {.tables = qkvi_integers.sixes[table_part(part)][block->kind]};
   UNROLL
   for (unsigned pair = 0; pair <= shape; pair++) {
     found.pairs[pair] = page->bases[block->spread[pair]] + block->places[pair];
@@ -54,7 +55,12 @@ INLINE banded_block banded_block_of(qkv_part part, qkvi_block_shape shape, const
   return found;
 }
 
-// `at` is the group's distance.
+// Where a vector of a page's tokens (K) lies, or one of a block's coordinates (V) in group 0.
+INLINE size_t banded_at(const banded *page, size_t vector) {
+  return vector / VECTORS * page->stride + vector % VECTORS * sizeof(bytes);
+}
+
+// `at` is the vector's distance.
 INLINE source banded_source(qkvi_block_shape shape, const banded_block *block, size_t at) {
   bytes pairs[QKVI_SHALLOW_PAIRS];
   UNROLL
@@ -64,8 +70,8 @@ INLINE source banded_source(qkvi_block_shape shape, const banded_block *block, s
 }
 
 INLINE bytes banded_centroids(qkvi_block_shape shape, const banded_block *block, const source *from, size_t field) {
-  const bytes index = shape == QKVI_BLOCK_SIXES ? six_of(from, field) : nibble_of(&from->above, field);
-  return look_up_byte(load_bytes(block->tables[field % 2]), index);
+  if (shape == QKVI_BLOCK_SIXES) return look_up_field(block->tables[field % 2], from, field);
+  return look_up_byte(load_table(block->tables[field % 2]), nibble_of(&from->above, field));
 }
 
 // Where the blocks of `shape` or less begin, as depths fall: from `begin` on.

@@ -140,6 +140,11 @@ static inline bytes look_up_256(const uint8_t *table, bytes index) {
   const bytes low = _mm512_permutex2var_epi8(load_bytes(table), index, load_bytes(table + 64));
   const bytes high = _mm512_permutex2var_epi8(load_bytes(table + 128), index, load_bytes(table + 192));
   return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
+#elif LANES == 8
+  const bytes a = look_up_six(table, index), b = look_up_six(table + 64, index);
+  const bytes c = look_up_six(table + 128, index), d = look_up_six(table + 192, index);
+  const bytes odd = up(index, 1);
+  return _mm256_blendv_epi8(_mm256_blendv_epi8(a, b, odd), _mm256_blendv_epi8(c, d, odd), index);
 #else
   uint8_t all[sizeof(bytes)];
   memcpy(all, &index, sizeof all);

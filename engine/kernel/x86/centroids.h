@@ -134,12 +134,27 @@ INLINE bytes six_of(const source *from, size_t field) {
   return blend_bits(0x0f, nibble_of(&from->above, field), shifted);
 }
 
+// Looks a field of six bits up.
+INLINE bytes look_up_field(const uint8_t *table, const source *from, size_t field) {
+#if LANES == 8
+  // Pair 2 is not brought to the others: its bits choose among four look-ups from where they are.
+  const bytes index = (bytes)((words)nibble_of(&from->above, field) & EACH_BYTE(15)), third = from->below.even;
+  const int low = 2 * (int)field;
+  const bytes a = look_up_cell(load_table(table), index), b = look_up_cell(load_table(table + 16), index);
+  const bytes c = look_up_cell(load_table(table + 32), index), d = look_up_cell(load_table(table + 48), index);
+  const bytes odd = up(third, 7 - low), upper = up(third, 6 - low);  // their highest bits
+  return _mm256_blendv_epi8(_mm256_blendv_epi8(a, b, odd), _mm256_blendv_epi8(c, d, odd), upper);
+#else
+  return look_up_six(table, six_of(from, field));
+#endif
+}
+
 // The centroids of a field of a block of up to QKVI_SHALLOW_MAX bits.
 INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, const source *from,
                           size_t field) {
   const qkv_part table = table_part(part);
   if (whole_of(shape) == QKVI_BLOCK_SIXES) {
-    return look_up_six(qkvi_integers.sixes[table][block->kind][field % 2], six_of(from, field));
+    return look_up_field(qkvi_integers.sixes[table][block->kind][field % 2], from, field);
   }
   if (!BYTE_DOTS || whole_of(shape) == QKVI_BLOCK_NIBBLES) {
     return look_up_byte(load_table(qkvi_integers.sixes[table][block->kind][field % 2]),
@@ -150,6 +165,36 @@ INLINE bytes centroids_of(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
   return look_up_byte(load_table(qkvi_integers.fields[table][block->kind][place]), index);
 }
 
+#if LANES == 8
+// Of seven bits: a code's complement has the opposite centroid, so half of the table is enough. `fields` is a
+// constant.
+INLINE void look_up_seven(const uint8_t planes[2][256], size_t fields, bytes above, bytes below, bytes out[2]) {
+  // Bits of the first nibble: the code's sign, and what chooses among 8 tables of 16 where it is 0.
+  const int sign = fields == QKVI_EVEN_FIELDS ? 1 : 3;
+  const int choose[3] = {0, fields == QKVI_EVEN_FIELDS ? 2 : 1, fields == QKVI_EVEN_FIELDS ? 3 : 2};
+  const bytes other = _mm256_cmpgt_epi8(_mm256_setzero_si256(), up(above, 7 - sign));
+  const bytes index = (bytes)(((words)below ^ (words)other) & EACH_BYTE(15)), first = above ^ other;
+  const bytes signs = (bytes)((words)other | EACH_BYTE(1));
+  UNROLL
+  for (size_t i = 0; i < 2; i++) {
+    bytes found[8];
+    UNROLL
+    for (unsigned n = 0; n < 8; n++) {
+      const unsigned nibble = (n & 1) << choose[0] | (n >> 1 & 1) << choose[1] | n >> 2 << choose[2];
+      found[n] = look_up_cell(load_table(planes[i] + 16 * nibble), index);
+    }
+    UNROLL
+    for (unsigned bit = 0; bit < 3; bit++) {
+      UNROLL
+      for (unsigned n = 0; n < 4u >> bit; n++) {
+        found[n] = _mm256_blendv_epi8(found[2 * n], found[2 * n + 1], up(first, 7 - choose[bit]));
+      }
+    }
+    out[i] = _mm256_sign_epi8(found[0], signs);
+  }
+}
+#endif
+
 // The high and low bytes of the centroids of a field of a block of more, which has four pairs.
 INLINE void planes_of(qkv_part part, const qkvi_block *block, const source *from, size_t field, bytes *high,
                       bytes *low) {
@@ -158,6 +203,16 @@ INLINE void planes_of(qkv_part part, const qkvi_block *block, const source *from
   const bytes below = fields == 0 ? from->below.even : from->below.odd;
   const bytes index = field < 2 ? blend_bits(0xf0, up(above, 4), below) : blend_bits(0xf0, above, down(below, 4));
   const uint8_t(*planes)[256] = qkvi_integers.bytes[table_part(part)][block->kind - QKVI_BLOCK_7_LOW][fields];
+#if LANES == 8
+  if (block->kind != QKVI_BLOCK_8) {
+    bytes out[2];
+    const int shift = field < 2 ? 0 : 4;
+    look_up_seven(planes, fields, down(above, shift), down(below, shift), out);
+    *high = out[0];
+    *low = out[1];
+    return;
+  }
+#endif
   *high = look_up_256(planes[0], index);
   *low = look_up_256(planes[1], index);
 }

@@ -76,6 +76,53 @@ INLINE void add_narrow_dots(qkv_part part, const bytes *centroids, size_t count,
 }
 #endif
 
+#if STEADY_LOOPS
+// add_dots with split_columns (narrow.h), for the `quad`th four numbers, which lie at `columns`; `split`: perhaps
+// they are in halves.
+INLINE void add_split_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t quad,
+                           bool split, size_t width, column_sums *sums) {
+#if BYTE_DOTS
+  (void)quad, (void)split;
+  add_dots(part, centroids, count, columns, width, sums);
+#else
+  const size_t at = quad * width * 4;
+  const split_columns *halves = (const void *)(columns - at);
+  if (split && halves->split[quad] != 0) {
+    add_narrow_dots(part, centroids, count, halves->first + at, width, sums);
+    columns = halves->second + at;
+  }
+  add_narrow_dots(part, centroids, count, columns, width, sums);
+#endif
+}
+
+// Whether any of the four fours from the `quad`th on are.
+INLINE bool are_split(const uint8_t *columns, size_t quad, size_t width) {
+#if BYTE_DOTS
+  (void)columns, (void)quad, (void)width;
+  return false;
+#else
+  return any_split((const void *)(columns - quad * width * 4), quad);
+#endif
+}
+
+// add_some_dots of K with signed_columns.
+INLINE void add_signed_dots(const bytes *centroids, size_t count, const uint8_t *columns, size_t first, size_t step,
+                            size_t width, column_sums *sums) {
+#if BYTE_DOTS
+  add_some_dots(QKV_K, centroids, count, columns, first, step, width, sums);
+#else
+  UNROLL
+  for (size_t column = first; column < width; column += step) {
+    const bytes numbers = repeat_word(columns + column * 8), magnitudes = repeat_word(columns + column * 8 + 4);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      sums[i][column] = (words)signed_dot((bytes)sums[i][column], centroids[i], numbers, magnitudes);
+    }
+  }
+#endif
+}
+#endif
+
 INLINE void clear_sums(column_sums *sums, size_t count, size_t width) {
   UNROLL
   for (size_t i = 0; i < count; i++) {
@@ -229,40 +276,28 @@ INLINE bytes steady_centroids(qkvi_block_shape shape, const steady_group *group,
 #endif
 }
 
-// sums[set][i][column] += codes[i] . the 16 numbers of a chunk from 4 * `quad` on, which lie at `columns`. The codes
-// are of groups[i / each]. `halves`, or NULL: some of the numbers are split.
 INLINE void add_steady_fields(qkv_part part, qkvi_block_shape shape, const steady_group *groups, size_t each,
-                              const joined *codes, size_t count, const uint8_t *columns, const split_columns *halves,
-                              size_t quad, size_t width, size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
+                              const joined *codes, size_t count, const uint8_t *columns, size_t quad, bool split,
+                              size_t width, size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
   UNROLL
   for (size_t f = 0; f < FIELDS; f++) {
     bytes centroids[TOGETHER_MAX];
     UNROLL
     for (size_t i = 0; i < count; i++) centroids[i] = steady_centroids(shape, &groups[i / each], &codes[i], f);
-#if BYTE_DOTS
-    (void)halves, (void)quad;
-    add_dots(part, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
-#else
-    const size_t at = (quad + f) * width * 4;
-    const bool split = halves != NULL && halves->split[quad + f] != 0;
-    add_narrow_dots(part, centroids, count, split ? halves->first + at : columns + f * width * 4, width,
-                    sums[f % sets]);
-    if (split) add_narrow_dots(part, centroids, count, halves->second + at, width, sums[f % sets]);
-#endif
+    add_split_dots(part, centroids, count, columns + f * width * 4, quad + f, split, width, sums[f % sets]);
   }
 }
 
+// sums[set][i][column] += codes[i] . the 16 numbers of a chunk from 4 * `quad` on, which lie at `columns`. The codes
+// are of groups[i / each].
 INLINE void add_steady(qkv_part part, qkvi_block_shape shape, const steady_group *groups, size_t each,
                        const joined *codes, size_t count, const uint8_t *columns, size_t quad, size_t width,
                        size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
-#if !BYTE_DOTS
-  const split_columns *halves = (const void *)(columns - quad * width * 4);
-  if (shape != QKVI_BLOCK_FIELDS && any_split(halves, quad)) {
-    add_steady_fields(part, shape, groups, each, codes, count, columns, halves, quad, width, sets, sums);
-    return;
+  if (shape != QKVI_BLOCK_FIELDS && are_split(columns, quad, width)) {
+    add_steady_fields(part, shape, groups, each, codes, count, columns, quad, true, width, sets, sums);
+  } else {
+    add_steady_fields(part, shape, groups, each, codes, count, columns, quad, false, width, sets, sums);
   }
-#endif
-  add_steady_fields(part, shape, groups, each, codes, count, columns, NULL, quad, width, sets, sums);
 }
 
 INLINE prefetching prefetching_all(qkv_ahead ahead) {

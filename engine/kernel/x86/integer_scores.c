@@ -116,26 +116,36 @@ INLINE void score_mixed(const key_pass *pass, size_t begin, size_t last, size_t 
   *ahead = along;
 }
 
-// The blocks of more than QKVI_SHALLOW_MAX bits, of group g: their sums, and those of the low bytes.
-INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width, words *sums, words *low) {
-  const size_t deep = pass->deep;
-  column_sums high_sums[1], low_sums[1];
-  clear_sums(high_sums, 1, width);
-  clear_sums(low_sums, 1, width);
-  for (size_t b = 0; b < deep; b++) {
+// The sums of the high bytes of deep blocks, of the low ones, or of both, of group g.
+INLINE void score_planes(const key_pass *pass, size_t lane, size_t g, size_t first, size_t end, size_t width,
+                         column_sums sums[2]) {
+  for (size_t b = 0; b < pass->deep; b++) {
     const mixed_planes *planes = &pass->mixed[g][b][lane / LANES];
     const uint8_t *columns = block_columns(pass, b, width);
     UNROLL
     for (size_t f = 0; f < FIELDS; f++, columns += width * COLUMN_BYTES) {
-      add_dots(QKV_K, &(*planes)[0][f], 1, columns, width, high_sums);
-      add_dots(QKV_K, &(*planes)[1][f], 1, columns, width, low_sums);
+      UNROLL
+      for (size_t p = first; p < end; p++) add_dots(QKV_K, &(*planes)[p][f], 1, columns, width, &sums[p]);
     }
+  }
+}
+
+// The blocks of more than QKVI_SHALLOW_MAX bits, of group g: their sums, and those of the low bytes.
+INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width, words *sums, words *low) {
+  const size_t deep = pass->deep;
+  column_sums both[2];
+  clear_sums(both, 2, width);
+  if (BYTE_DOTS) {
+    score_planes(pass, lane, g, 0, 2, width, both);
+  } else {  // one after the other, for want of registers
+    score_planes(pass, lane, g, 0, 1, width, both);
+    score_planes(pass, lane, g, 1, 2, width, both);
   }
   UNROLL
   for (size_t column = 0; column < width; column++) {
     const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[deep * width + column] : 0;
-    sums[column] = 2 * (high_sums[0][column] + offset);
-    low[column] = low_sums[0][column] + offset;
+    sums[column] = 2 * (both[0][column] + offset);
+    low[column] = both[1][column] + offset;
   }
 }
 
@@ -402,7 +412,7 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
 }
 #endif
 
-#if BYTE_DOTS
+#if STEADY_LOOPS
 // ---- Banded blocks ----
 
 // A chunk of queries against a page.
@@ -410,35 +420,35 @@ typedef struct banded_keys {
   banded page;
   size_t wide;             // blocks that need all columns; the others only the second of each two
   const uint8_t *columns;  // the chunk's
+  const uint8_t *deep;     // the same for deep blocks
   const int32_t *offsets;  // the chunk's
   const mixed_group *mixed;
   key_outcome out;
 } banded_keys;
 
-// Blocks b to `end`; all but b and `end` are constants. Returns `end`.
+// Blocks b to `end`, of vectors of groups from g on; all but b, `end` and g are constants. Returns `end`.
 INLINE size_t score_banded_blocks(const banded_keys *keys, qkvi_block_shape shape, size_t b, size_t end, size_t g,
                                   size_t count, size_t width, size_t step, column_sums (*sums)[TOGETHER_MAX],
                                   prefetching *along) {
-  const size_t at = g * keys->page.stride, stride = keys->page.stride;
   const uint8_t *columns = keys->columns + b * FIELDS * width * COLUMN_BYTES;
   for (; b < end; b++) {
     const banded_block block = banded_block_of(QKV_K, shape, &keys->page, b);
     source from[TOGETHER_MAX];
     prefetch_some(along);
     UNROLL
-    for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &block, at + i * stride);
+    for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &block, banded_at(&keys->page, g + i));
     UNROLL
     for (size_t f = 0; f < FIELDS; f++, columns += width * COLUMN_BYTES) {
       bytes centroids[TOGETHER_MAX];
       UNROLL
       for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &block, &from[i], f);
-      add_some_dots(QKV_K, centroids, count, columns, step - 1, step, width, sums[f % key_sets(count, width)]);
+      add_signed_dots(centroids, count, columns, step - 1, step, width, sums[f % key_sets(count, width)]);
     }
   }
   return b;
 }
 
-// Groups from g on; `count`, `width` and `parts` are constants.
+// Vectors of groups from g on; `count`, `width` and `parts` are constants.
 INLINE void score_banded_groups(const banded_keys *keys, size_t g, size_t count, size_t width, unsigned parts,
                                 prefetching *along) {
   const size_t deep = keys->page.layout->deep, blocks = keys->page.layout->count, sets = key_sets(count, width);
@@ -447,13 +457,17 @@ INLINE void score_banded_groups(const banded_keys *keys, size_t g, size_t count,
   UNROLL
   for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
   if (deep > 0) {
-    const key_pass pass = {
-        .mixed = keys->mixed + g, .deep = deep, .columns = keys->columns, .offsets = keys->offsets};
-    score_deep_groups(&pass, 0, count, width, high, low);
+    const size_t each = VECTORS > 1 ? 1 : count;
+    UNROLL
+    for (size_t i = 0; i < count; i += each) {
+      const key_pass pass = {
+          .mixed = keys->mixed + (g + i) / VECTORS, .deep = deep, .columns = keys->deep, .offsets = keys->offsets};
+      score_deep_groups(&pass, (g + i) % VECTORS * LANES, each, width, high + i, low + i);
+    }
     add_sums(sums[0], high, count, width);
   }
   UNROLL
-  for (size_t column = 0; column < width; column++) {
+  for (size_t column = 0; BYTE_DOTS && column < width; column++) {
     const int32_t *offsets = keys->offsets + column;
     const uint32_t offset = (uint32_t)offsets[blocks * width] - (uint32_t)offsets[deep * width];
     UNROLL
@@ -468,27 +482,27 @@ INLINE void score_banded_groups(const banded_keys *keys, size_t g, size_t count,
   for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
   UNROLL
   for (size_t i = 0; i < count; i++) {
-    const lanes factors = gain_lanes(keys->out.gains + (g + i) * GROUP);
-    put_scores(&keys->out, g + i, 0, width, parts, factors, sums[0][i], deep > 0 ? low[i] : NULL);
+    const lanes factors = gain_lanes(keys->out.gains + (g + i) * LANES);
+    put_scores(&keys->out, 0, (g + i) * LANES, width, parts, factors, sums[0][i], deep > 0 ? low[i] : NULL);
   }
 }
 
-// Functions of their own for the constants: groups at once, columns, bytes of a query.
+// Functions of their own for the constants: vectors at once, columns, bytes of a query.
 #define BANDED(COUNT, WIDTH, PARTS)                                                         \
   static void score_banded_##WIDTH##_##PARTS(const banded_keys *keys, prefetching *ahead) { \
     prefetching along = *ahead;                                                             \
-    for (size_t g = 0; g < QKV_PAGE_GROUPS; g += (COUNT)) {                                 \
+    for (size_t g = 0; g < QKV_PAGE_GROUPS * VECTORS; g += (COUNT)) {                       \
       score_banded_groups(keys, g, COUNT, WIDTH, PARTS, &along);                            \
     }                                                                                       \
     *ahead = along;                                                                         \
   }
-BANDED(4, 1, 1)
-BANDED(4, 2, 1)
-BANDED(2, 4, 1)
-BANDED(2, 8, 1)
-BANDED(4, 2, 2)
-BANDED(2, 4, 2)
-BANDED(2, 8, 2)
+BANDED(STEADY_MANY, 1, 1)
+BANDED(STEADY_MANY, 2, 1)
+BANDED(STEADY_FEW, 4, 1)
+BANDED(STEADY_FEW, 8, 1)
+BANDED(STEADY_MANY, 2, 2)
+BANDED(STEADY_FEW, 4, 2)
+BANDED(STEADY_FEW, 8, 2)
 #undef BANDED
 
 static void score_banded(const banded_keys *keys, size_t columns, prefetching *along) {
@@ -509,7 +523,15 @@ static void scores_of_banded(const qkv_page_codes *codes, const page_groups *pag
   mix_groups(QKV_K, page->layouts[0], page->layouts[0]->deep, page->groups, QKV_PAGE_GROUPS, mixed);
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
-    keys.columns = (const uint8_t *)queries->bytes + chunk.first * parts * length;
+    keys.columns = keys.deep = (const uint8_t *)queries->bytes + chunk.first * parts * length;
+#if !BYTE_DOTS
+    _Alignas(32) signed_columns narrow;
+    int16_t wide[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
+    widen_columns(keys.deep, page->layouts[0]->deep * FIELDS * chunk.columns, true, wide);
+    sign_columns(keys.columns, page->blocks * QKVI_BLOCK_WIDTH * chunk.columns, narrow);
+    keys.columns = narrow;
+    keys.deep = (const uint8_t *)wide;
+#endif
     keys.offsets = queries->offsets + chunk.first * parts * (blocks + 1);
     keys.out = (key_outcome){.parts = parts,
                              .rows = chunk.rows,
@@ -541,11 +563,9 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
   find_groups(keys, layouts, &page);
 #if STEADY_LOOPS
   if (page.steady && parts == 1) return scores_of_steady(&page, keys, queries, length, ahead, scores);
-#endif
-#if BYTE_DOTS
   if (groups_are_banded(&page)) {
     const size_t steps = page.blocks - page.layouts[0]->deep + 1;
-    along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS / 2);
+    along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS * VECTORS / STEADY_FEW);
     scores_of_banded(keys, &page, queries, scores, &along);
     return;
   }

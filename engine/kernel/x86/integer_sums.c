@@ -394,7 +394,7 @@ static void sums_of_steady(const page_groups *page, const qkv_integer_weights *w
 }
 #endif
 
-#if BYTE_DOTS
+#if STEADY_LOOPS
 // ---- Banded blocks ----
 
 // A chunk of weights against a page.
@@ -405,7 +405,20 @@ typedef struct banded_values {
   value_outcome out;
 } banded_values;
 
-// Blocks b to b + count; `shape`, `count` and `width` are constants.
+// Vectors of blocks from b on, of a group; `split`: some of its numbers may be.
+INLINE void sum_banded_fields(const banded_block *blocks, const source *from, qkvi_block_shape shape, size_t count,
+                              const uint8_t *columns, size_t g, bool split, size_t width, size_t sets,
+                              column_sums (*sums)[TOGETHER_MAX]) {
+  UNROLL
+  for (size_t f = 0; f < FIELDS; f++) {
+    bytes centroids[TOGETHER_MAX];
+    UNROLL
+    for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &blocks[i], &from[i], f);
+    add_split_dots(QKV_V, centroids, count, columns + f * width * 4, g * FIELDS + f, split, width, sums[f % sets]);
+  }
+}
+
+// Vectors of blocks from b on; `shape`, `count` and `width` are constants.
 INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shape, size_t b, size_t count,
                               size_t width, prefetching *along) {
   const size_t sets = value_sets(count, width), stride = values->page.stride;
@@ -413,38 +426,38 @@ INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shap
   banded_block blocks[TOGETHER_MAX];
   column_sums sums[SETS_MAX][TOGETHER_MAX];
   UNROLL
-  for (size_t i = 0; i < count; i++) blocks[i] = banded_block_of(QKV_V, shape, &values->page, b + i);
+  for (size_t i = 0; i < count; i++) blocks[i] = banded_block_of(QKV_V, shape, &values->page, (b + i) / VECTORS);
   UNROLL
   for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
-  for (size_t g = 0, at = 0; g < QKV_PAGE_GROUPS; g++, at += stride, columns += FIELDS * width * COLUMN_BYTES) {
+  for (size_t g = 0, at = b % VECTORS * sizeof(bytes); g < QKV_PAGE_GROUPS; g++, at += stride) {
     source from[TOGETHER_MAX];
     prefetch_some(along);
     UNROLL
     for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &blocks[i], at);
-    UNROLL
-    for (size_t f = 0; f < FIELDS; f++) {
-      bytes centroids[TOGETHER_MAX];
-      UNROLL
-      for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &blocks[i], &from[i], f);
-      add_dots(QKV_V, centroids, count, columns + f * width * COLUMN_BYTES, width, sums[f % sets]);
+    if (are_split(columns, g * FIELDS, width)) {
+      sum_banded_fields(blocks, from, shape, count, columns, g, true, width, sets, sums);
+    } else {
+      sum_banded_fields(blocks, from, shape, count, columns, g, false, width, sets, sums);
     }
+    columns += FIELDS * width * 4;
   }
   UNROLL
   for (size_t set = 1; set < sets; set++) add_sums(sums[0], sums[set], count, width);
   UNROLL
-  for (size_t i = 0; i < count; i++) fold(&values->out, (b + i) * QKVI_BLOCK_WIDTH, width, sums[0][i], NULL);
+  for (size_t i = 0; i < count; i++) fold(&values->out, (b + i) * LANES, width, sums[0][i], NULL);
 }
 
 INLINE void sum_banded(const banded_values *values, size_t width, prefetching *ahead) {
-  const size_t blocks = values->page.layout->count;
-  const size_t sixes = banded_until(&values->page, values->page.layout->deep, QKVI_BLOCK_NIBBLES);
+  enum { MANY = VALUES_TOGETHER };
+  const size_t deep = values->page.layout->deep, end = values->page.layout->count * VECTORS;
+  const size_t sixes = banded_until(&values->page, deep, QKVI_BLOCK_NIBBLES) * VECTORS;
   prefetching along = *ahead;
-  size_t b = 0;
-  for (; b < values->page.layout->deep; b++) sum_mixed(values->run, b, true, 1, width, &values->out, &along);
-  for (; b < sixes && b + 2 <= blocks; b += 2) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b, 2, width, &along);
+  for (size_t b = 0; b < deep; b++) sum_mixed(values->run, b, true, 1, width, &values->out, &along);
+  size_t b = deep * VECTORS;
+  for (; b < sixes && b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b, MANY, width, &along);
   if (b < sixes) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b++, 1, width, &along);
-  for (; b + 2 <= blocks; b += 2) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 2, width, &along);
-  if (b < blocks) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+  for (; b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, MANY, width, &along);
+  if (b < end) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
   *ahead = along;
 }
 
@@ -465,8 +478,17 @@ static void sums_of_banded(const page_groups *page, const qkv_integer_weights *w
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < weights->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, weights->count, parts);
     values.columns = weights->bytes + chunk.first * parts * QKV_PAGE_TOKENS;
+    const uint8_t *deep = values.columns;
+#if !BYTE_DOTS
+    split_columns narrow;
+    int16_t wide[QKV_INTEGER_COLUMNS * QKV_PAGE_TOKENS];
+    if (page->layouts[0]->deep > 0) widen_columns(deep, QKV_PAGE_TOKENS / 4 * chunk.columns, false, wide);
+    split_large(QKV_V, QKVI_BLOCK_SIXES, values.columns, QKV_PAGE_TOKENS, chunk.columns, &narrow);
+    values.columns = narrow.whole;
+    deep = (const uint8_t *)wide;
+#endif
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-      run.columns[g] = values.columns + g * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
+      run.columns[g] = deep + g * (size_t)(GROUP / 4) * chunk.columns * COLUMN_BYTES;
     }
     values.out = (value_outcome){.parts = parts,
                                  .rows = chunk.rows,
@@ -490,10 +512,9 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   find_groups(values, layouts, &page);
 #if STEADY_LOOPS
   if (page.steady && parts == 1) return sums_of_steady(&page, weights, dim, ahead, sums);
-#endif
-#if BYTE_DOTS
   if (groups_are_banded(&page)) {
-    prefetching along = prefetching_of(ahead, (page.blocks + 1) / 2 * QKV_PAGE_GROUPS);
+    const size_t steps = (page.blocks * VECTORS + VALUES_TOGETHER - 1) / VALUES_TOGETHER;
+    prefetching along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS);
     sums_of_banded(&page, weights, dim, sums, &along);
     return;
   }

@@ -1,28 +1,31 @@
-// Products of bytes without VNNI, for pages of one depth: vpmaddubsw adds two of them in 16 bits, vpmaddwd with ones
-// two of those sums in 32. That is three operations where 16-bit products take four and centroids have to be widened
-// (bytes.h), as long as no sum of 16 bits saturates.
+// Products of bytes without VNNI, for pages whose codes are looked up as they are needed: vpmaddubsw adds two of them
+// in 16 bits, vpmaddwd with ones two of those sums in 32. That is three operations where 16-bit products take four
+// and centroids have to be widened (bytes.h), as long as no sum of 16 bits saturates.
 //
 // One factor is unsigned: of V the weight, of K the centroid and the largest one more. Two neighbours in a column
 // that would be too large together, one of some hundreds unless weights are much alike, are split into halves, which
-// are multiplied one after the other.
+// are multiplied one after the other. Queries of two bytes would have to be split everywhere, as all second bytes are
+// equally frequent: of banded pages (banded.h) the unsigned factor is a query's magnitude, whose sign the centroid
+// takes by a fourth operation. Two such products are at most 2 * 128 * 127.
 #ifndef QKV_ENGINE_KERNEL_X86_NARROW_H
 #define QKV_ENGINE_KERNEL_X86_NARROW_H
 
 #include "engine/kernel/x86/centroids.h"
 
-typedef struct split_columns split_columns;
-
 #if defined(__AVX2__) && LANES == 8
 // A chunk's columns, [number / 4][column][number % 4], and the halves of vectors in which there are such neighbours.
-struct split_columns {
+typedef struct split_columns {
   _Alignas(32) uint8_t whole[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
   uint8_t first[QKV_INTEGER_COLUMNS * QKV_DIM_MAX], second[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
   uint8_t split[QKV_DIM_MAX / 4];  // by number / 4
-};
+} split_columns;
+
+// A chunk's columns, [number / 4][column][the numbers, their magnitudes][number % 4].
+typedef uint8_t signed_columns[2 * QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
 
 // The largest centroid of what is taken for a shape.
 INLINE int narrow_most(qkvi_block_shape shape) {
-  return shape == QKVI_BLOCK_FIELDS ? QKVI_MOST_2 : QKVI_MOST_4;
+  return shape == QKVI_BLOCK_FIELDS ? QKVI_MOST_2 : shape == QKVI_BLOCK_NIBBLES ? QKVI_MOST_4 : QKVI_MOST_6;
 }
 
 INLINE bytes narrow_table(qkv_part part, qkvi_block_shape shape, const uint8_t *table) {
@@ -63,12 +66,29 @@ INLINE bool any_split(const split_columns *columns, size_t quad) {
   return four != 0;
 }
 
-INLINE bytes narrow_dot(qkv_part part, bytes sum, bytes centroids, bytes column) {
-  const bytes two = part == QKV_K ? _mm256_maddubs_epi16(centroids, column) : _mm256_maddubs_epi16(column, centroids);
+static inline void sign_columns(const uint8_t *columns, size_t size, signed_columns out) {
+  for (size_t at = 0; at < size; at += 16) {
+    const __m128i all = _mm_loadu_si128((const __m128i *)(columns + at)), magnitudes = _mm_abs_epi8(all);
+    _mm_storeu_si128((__m128i *)(out + 2 * at), _mm_unpacklo_epi32(all, magnitudes));
+    _mm_storeu_si128((__m128i *)(out + 2 * at + 16), _mm_unpackhi_epi32(all, magnitudes));
+  }
+}
+
+// sum += unsigned . other
+INLINE bytes narrow_sum(bytes sum, bytes positive, bytes other) {
+  const bytes two = _mm256_maddubs_epi16(positive, other);
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
   // In turn: gcc would rather add products to each other first, and has no registers for all of them.
   __asm__("" : "+x"(sum));
   return sum;
+}
+
+INLINE bytes narrow_dot(qkv_part part, bytes sum, bytes centroids, bytes column) {
+  return part == QKV_K ? narrow_sum(sum, centroids, column) : narrow_sum(sum, column, centroids);
+}
+
+INLINE bytes signed_dot(bytes sum, bytes centroids, bytes column, bytes magnitudes) {
+  return narrow_sum(sum, magnitudes, _mm256_sign_epi8(centroids, column));
 }
 
 #endif
