@@ -455,9 +455,9 @@ INLINE void sum_banded(const banded_values *values, size_t width, prefetching *a
   for (size_t b = 0; b < deep; b++) sum_mixed(values->run, b, true, 1, width, &values->out, &along);
   size_t b = deep * VECTORS;
   for (; b < sixes && b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b, MANY, width, &along);
-  if (b < sixes) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b++, 1, width, &along);
+  if (MANY > 1 && b < sixes) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b++, 1, width, &along);
   for (; b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, MANY, width, &along);
-  if (b < end) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+  if (MANY > 1 && b < end) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
   *ahead = along;
 }
 
