@@ -324,15 +324,12 @@ static void try_alike(const uint16_t *reach, const columns *all, const each inve
   for (size_t first = 0; first < GROUP; first += LANES) {
     const lanes scale = load_lanes(inverse + first);
     alike_sums sums = {0};
-#define TRY(DEPTH)                                                                                      \
-  if (reach[DEPTH + 1] < reach[DEPTH]) {                                                                \
-    try_alike_of(DEPTH, reach[DEPTH + 1] / QUAD, reach[DEPTH] / QUAD, all, first, scale, tried, &sums); \
-  }
-    TRY(4)
-    TRY(3)
-    TRY(2)
-    TRY(1)
-#undef TRY
+#define QUADS(depth) reach[(depth) + 1] / QUAD, reach[depth] / QUAD
+    try_alike_of(4, QUADS(4), all, first, scale, tried, &sums);
+    try_alike_of(3, QUADS(3), all, first, scale, tried, &sums);
+    try_alike_of(2, QUADS(2), all, first, scale, tried, &sums);
+    try_alike_of(1, QUADS(1), all, first, scale, tried, &sums);
+#undef QUADS
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       store_lanes(out->with_row[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_row[s]));
       store_lanes(out->with_itself[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_itself[s]));
@@ -400,20 +397,16 @@ static void try_weighed(const uint16_t *reach, const row_weights *weights, const
     weighed_sums deep, sums;
     memset(&deep, 0, sizeof deep);
     memset(&sums, 0, sizeof sums);
-#define TRY(WAY, DEPTH, WEIGHTS, SUMS)                                                                         \
-  if (DEPTH == QKV_DEPTH_MAX ? reach[DEPTH] > 0 : reach[DEPTH + 1] < reach[DEPTH]) {                           \
-    WAY(DEPTH, DEPTH == QKV_DEPTH_MAX ? 0 : reach[DEPTH + 1] / QUAD, reach[DEPTH] / QUAD, WEIGHTS, all, first, \
-        scale, tried, SUMS);                                                                                   \
-  }
-    TRY(try_deep_of, 8, weights->weights, &deep)
-    TRY(try_deep_of, 7, weights->weights, &deep)
-    TRY(try_deep_of, 6, weights->weights, &deep)
-    TRY(try_deep_of, 5, weights->weights, &deep)
-    TRY(try_weighed_of, 4, weights->fours, &sums)
-    TRY(try_weighed_of, 3, weights->fours, &sums)
-    TRY(try_weighed_of, 2, weights->fours, &sums)
-    TRY(try_weighed_of, 1, weights->fours, &sums)
-#undef TRY
+#define QUADS(depth) reach[(depth) + 1] / QUAD, reach[depth] / QUAD
+    try_deep_of(8, 0, reach[8] / QUAD, weights->weights, all, first, scale, tried, &deep);
+    try_deep_of(7, QUADS(7), weights->weights, all, first, scale, tried, &deep);
+    try_deep_of(6, QUADS(6), weights->weights, all, first, scale, tried, &deep);
+    try_deep_of(5, QUADS(5), weights->weights, all, first, scale, tried, &deep);
+    try_weighed_of(4, QUADS(4), weights->fours, all, first, scale, tried, &sums);
+    try_weighed_of(3, QUADS(3), weights->fours, all, first, scale, tried, &sums);
+    try_weighed_of(2, QUADS(2), weights->fours, all, first, scale, tried, &sums);
+    try_weighed_of(1, QUADS(1), weights->fours, all, first, scale, tried, &sums);
+#undef QUADS
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       add_halves(deep.with_row[s], out->deep_with_row[s] + first);
       add_halves(deep.with_itself[s], out->deep_with_itself[s] + first);

@@ -132,7 +132,6 @@ INLINE void score_planes(const key_pass *pass, size_t lane, size_t g, size_t fir
 
 // The blocks of more than QKVI_SHALLOW_MAX bits, of group g: their sums, and those of the low bytes.
 INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width, words *sums, words *low) {
-  const size_t deep = pass->deep;
   column_sums both[2];
   clear_sums(both, 2, width);
   if (BYTE_DOTS) {
@@ -143,7 +142,7 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width
   }
   UNROLL
   for (size_t column = 0; column < width; column++) {
-    const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[deep * width + column] : 0;
+    const uint32_t offset = BYTE_DOTS ? (uint32_t)pass->offsets[pass->deep * width + column] : 0;
     sums[column] = 2 * (both[0][column] + offset);
     low[column] = both[1][column] + offset;
   }
