@@ -319,17 +319,18 @@ INLINE void try_alike_of(unsigned depth, size_t begin, size_t end, const columns
 #endif
 }
 
+// From and to which quad coordinates of a depth go.
+#define QUADS(depth) reach[(depth) + 1] / QUAD, reach[depth] / QUAD
+
 static void try_alike(const uint16_t *reach, const columns *all, const each inverse, tried_group *tried,
                       group_sums *out) {
   for (size_t first = 0; first < GROUP; first += LANES) {
     const lanes scale = load_lanes(inverse + first);
     alike_sums sums = {0};
-#define QUADS(depth) reach[(depth) + 1] / QUAD, reach[depth] / QUAD
     try_alike_of(4, QUADS(4), all, first, scale, tried, &sums);
     try_alike_of(3, QUADS(3), all, first, scale, tried, &sums);
     try_alike_of(2, QUADS(2), all, first, scale, tried, &sums);
     try_alike_of(1, QUADS(1), all, first, scale, tried, &sums);
-#undef QUADS
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       store_lanes(out->with_row[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_row[s]));
       store_lanes(out->with_itself[s] + first, (lanes)SIMD(cvtepi32_ps)(sums.with_itself[s]));
@@ -397,7 +398,6 @@ static void try_weighed(const uint16_t *reach, const row_weights *weights, const
     weighed_sums deep, sums;
     memset(&deep, 0, sizeof deep);
     memset(&sums, 0, sizeof sums);
-#define QUADS(depth) reach[(depth) + 1] / QUAD, reach[depth] / QUAD
     try_deep_of(8, 0, reach[8] / QUAD, weights->weights, all, first, scale, tried, &deep);
     try_deep_of(7, QUADS(7), weights->weights, all, first, scale, tried, &deep);
     try_deep_of(6, QUADS(6), weights->weights, all, first, scale, tried, &deep);
@@ -406,7 +406,6 @@ static void try_weighed(const uint16_t *reach, const row_weights *weights, const
     try_weighed_of(3, QUADS(3), weights->fours, all, first, scale, tried, &sums);
     try_weighed_of(2, QUADS(2), weights->fours, all, first, scale, tried, &sums);
     try_weighed_of(1, QUADS(1), weights->fours, all, first, scale, tried, &sums);
-#undef QUADS
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       add_halves(deep.with_row[s], out->deep_with_row[s] + first);
       add_halves(deep.with_itself[s], out->deep_with_itself[s] + first);
@@ -415,5 +414,6 @@ static void try_weighed(const uint16_t *reach, const row_weights *weights, const
     }
   }
 }
+#undef QUADS
 #endif
 #endif

@@ -32,12 +32,8 @@ INLINE words choose_half(words index, int bit, words low, words high) {
   return (words)_mm256_blendv_ps((__m256)low, (__m256)high, (__m256)(index << (31 - bit)));
 }
 
-INLINE words look_up_16(const uint32_t *table, words index) {
-  return choose_half(index, 3, look_up_8(table, index), look_up_8(table + 8, index));
-}
-
 INLINE words look_up_32(const uint32_t *table, words index) {
-  return choose_half(index, 4, look_up_16(table, index), look_up_16(table + 16, index));
+  return choose_half(index, 4, look_up(load_lookup(table), index), look_up(load_lookup(table + 16), index));
 }
 #endif
 
