@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "engine/base/precedence.h"
+#include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
 
@@ -54,6 +54,7 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
       report->pages_left++;
     } else if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) {
       count++;
+      qkvi_layer_give_way(read);
     }
   }
   qkv_session_read_done(session, layer);
@@ -67,7 +68,6 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < plan->page_count && status == QKV_OK; i += PIECE) {
     status = apply_piece(session, layer, snapshot, plan, i, report, error);
-    qkv_precedence_give_way();
   }
   report->pages_left += plan->page_count_all - plan->page_count;
   return status;
