@@ -138,7 +138,8 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
-  QKV_TRY(qkv_pool_create(compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
+  QKV_TRY((options->pin_threads ? qkv_pool_create_pinned : qkv_pool_create)(
+      compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
       .heap = qkv_server_options_heap(options),

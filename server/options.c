@@ -29,6 +29,9 @@ const qkv_option qkv_server_option_table[] = {
      "turn, or local, on the node of the thread that writes them."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
      "Compute threads, for encoding and attention; 0: one for each processor that qkvd may use."},
+    {"pin-threads", QKV_OPTION_FLAG, AT(pin_threads), NULL, 0, 0, NULL,
+     "Each compute thread keeps a processor of its own: attention is slowed down less by what goes on beside it, and "
+     "what comes back from the SSD gets less of them. For machines that qkvd has to itself."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
      "Threads that read and answer calls; on few cores one is the fastest."},
     {"limit-message", QKV_OPTION_BYTES, AT(limit_message), "64MiB", 4096, 2047 * MIB, "BYTES",

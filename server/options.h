@@ -19,7 +19,8 @@ typedef struct qkv_server_options {
   int64_t memory_budget;   // bytes of KV and of the sessions themselves
   const char *huge_pages;
   const char *numa;
-  int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores
+  int64_t threads;  // of the compute pool; 0 on the command line becomes the number of cores
+  bool pin_threads;
   int64_t rpc_threads;           // completion queues
   int64_t limit_message;         // bytes of one request message
   int64_t limit_response_bytes;  // bytes of results and rows on their way out

@@ -103,7 +103,18 @@ void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
 
 int qkv_cpu_count(void) {
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  if (sched_getaffinity(getpid(), sizeof set, &set) == 0) return CPU_COUNT(&set);
   const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more of them than the set has room for
   return online > 0 ? (int)online : 1;
+}
+
+bool qkv_cpu_pin(size_t index) {
+  cpu_set_t all, one;
+  if (sched_getaffinity(getpid(), sizeof all, &all) != 0) return false;
+  size_t left = index % (size_t)CPU_COUNT(&all);
+  int cpu = 0;
+  while (!CPU_ISSET(cpu, &all) || left-- > 0) cpu++;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  return sched_setaffinity(0, sizeof one, &one) == 0;
 }

@@ -2,6 +2,8 @@
 #ifndef QKV_ENGINE_BASE_CPU_H
 #define QKV_ENGINE_BASE_CPU_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "engine/base/status.h"
@@ -30,7 +32,10 @@ void qkv_cpu_text(uint32_t flags, char *text, uint64_t size);
 // The reverse: "avx2,fma", "none". INVALID_ARGUMENT for a name that is none of these.
 qkv_status qkv_cpu_parse(const char *text, uint32_t *flags);
 
-// Processors that this process may run on; >= 1.
+// Processors that this process, by its first thread, may run on; >= 1.
 int qkv_cpu_count(void);
+// The calling thread runs on one of them alone from now on: on number `index`, of more of them than there are from
+// the first one on again. False where the system refuses. Threads that it starts inherit that.
+bool qkv_cpu_pin(size_t index);
 
 #endif

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/cpu.h"
 #include "engine/base/precedence.h"
 
 typedef struct pool_job {
@@ -33,6 +34,12 @@ typedef struct pool_member {
   pthread_t thread;
 } pool_member;
 
+// What its threads are like.
+typedef struct pool_kind {
+  bool pinned, stands_back;
+  int nice;
+} pool_kind;
+
 struct qkv_pool {
   pthread_mutex_t lock;
   pthread_cond_t work;  // a job or a loop came, or the end
@@ -43,8 +50,7 @@ struct qkv_pool {
   size_t queue_head;
   size_t queue_length;
   size_t threads;
-  bool stands_back;
-  int nice;
+  pool_kind kind;
   pool_member *members;
 };
 
@@ -86,7 +92,8 @@ static void run_job(qkv_pool *pool) {
 static void *thread_main(void *context) {
   const pool_member *self = context;
   qkv_pool *pool = self->pool;
-  (pool->stands_back ? qkv_precedence_stand_back : qkv_precedence_be_nice)(pool->nice);
+  (pool->kind.stands_back ? qkv_precedence_stand_back : qkv_precedence_be_nice)(pool->kind.nice);
+  if (pool->kind.pinned) (void)qkv_cpu_pin(self->worker - 1);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);
@@ -104,15 +111,13 @@ static void *thread_main(void *context) {
   return NULL;
 }
 
-static qkv_status create(size_t threads, size_t queue_max, bool stands_back, int nice, qkv_pool **pool,
-                         qkv_error *error) {
+static qkv_status create(size_t threads, size_t queue_max, pool_kind kind, qkv_pool **pool, qkv_error *error) {
   qkv_pool *made = calloc(1, sizeof *made);
   assert(made != NULL);
   pthread_mutex_init(&made->lock, NULL);
   pthread_cond_init(&made->work, NULL);
   made->queue_max = queue_max;
-  made->stands_back = stands_back;
-  made->nice = nice;
+  made->kind = kind;
   made->queue = calloc(queue_max + 1, sizeof *made->queue);
   made->members = calloc(threads + 1, sizeof *made->members);
   assert(made->queue != NULL && made->members != NULL);
@@ -135,15 +140,19 @@ static qkv_status create(size_t threads, size_t queue_max, bool stands_back, int
 }
 
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, false, 0, pool, error);
+  return create(threads, queue_max, (pool_kind){0}, pool, error);
+}
+
+qkv_status qkv_pool_create_pinned(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
+  return create(threads, queue_max, (pool_kind){.pinned = true}, pool, error);
 }
 
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, false, nice, pool, error);
+  return create(threads, queue_max, (pool_kind){.nice = nice}, pool, error);
 }
 
 qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, true, nice, pool, error);
+  return create(threads, queue_max, (pool_kind){.stands_back = true, .nice = nice}, pool, error);
 }
 
 void qkv_pool_destroy(qkv_pool **pool) {

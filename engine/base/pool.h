@@ -21,7 +21,10 @@ typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
 
 // `threads` >= 0 (0: jobs are refused, loops run on the caller alone); `queue_max` jobs may wait.
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
-// The same with threads that have that nice value.
+// The same with a processor for each thread, as far as there are that many: what a loop shares out is not computed by
+// two threads in turn on one. Where the system refuses, threads run anywhere.
+qkv_status qkv_pool_create_pinned(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
+// With threads that have that nice value.
 qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
 // And stand back (engine/base/precedence.h); they give way before each job.
 qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);

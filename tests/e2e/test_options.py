@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 
 import pytest
@@ -127,6 +128,21 @@ def test_addresses_in_use_are_refused():
         # Refusing the second one has not harmed the first.
         assert daemon.status().state == "serving"
         assert os.path.exists(daemon.socket)
+
+
+def cpus_of_pools(daemon):
+    """How many processors each thread of a pool may run on."""
+    tasks = pathlib.Path(f"/proc/{daemon.process.pid}/task").iterdir()
+    return [len(os.sched_getaffinity(int(task.name))) for task in tasks
+            if (task / "comm").read_text().strip() == "qkv-pool"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_compute_threads_keep_a_processor_each():
+    with Daemon("--threads", "2", "--pin-threads") as daemon:
+        assert cpus_of_pools(daemon).count(1) == 2
+    with Daemon("--threads", "2") as daemon:
+        assert cpus_of_pools(daemon).count(1) == 0
 
 
 def test_log_is_json_lines():

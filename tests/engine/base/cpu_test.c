@@ -1,5 +1,6 @@
 #include "engine/base/cpu.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -63,12 +64,36 @@ static void test_count(void **state) {
   assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
 }
 
+static void *pin(void *context) {
+  cpu_set_t *set = context;
+  const bool pinned = qkv_cpu_pin(1) && qkv_cpu_pin((size_t)qkv_cpu_count());
+  return pinned && sched_getaffinity(0, sizeof *set, set) == 0 ? context : NULL;
+}
+
+// One thread alone, on the first one again where the number is beyond the last.
+static void test_pin(void **state) {
+  (void)state;
+  cpu_set_t before, after, one;
+  pthread_t thread;
+  void *result = NULL;
+  assert_int_equal(sched_getaffinity(0, sizeof before, &before), 0);
+  assert_int_equal(pthread_create(&thread, NULL, pin, &one), 0);
+  assert_int_equal(pthread_join(thread, &result), 0);
+  assert_non_null(result);
+  int first = 0;
+  while (!CPU_ISSET(first, &before)) first++;
+  assert_int_equal(CPU_COUNT(&one), 1);
+  assert_true(CPU_ISSET(first, &one));
+  assert_int_equal(sched_getaffinity(0, sizeof after, &after), 0);
+  assert_true(CPU_EQUAL(&before, &after));
+  assert_int_equal(qkv_cpu_count(), CPU_COUNT(&before));
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_text),
-      cmocka_unit_test(test_flags_are_consistent),
-      cmocka_unit_test(names_make_flags),
-      cmocka_unit_test(test_count),
+      cmocka_unit_test(test_text),        cmocka_unit_test(test_flags_are_consistent),
+      cmocka_unit_test(names_make_flags), cmocka_unit_test(test_count),
+      cmocka_unit_test(test_pin),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -12,6 +13,8 @@
 #include <string.h>
 
 #include <cmocka.h>
+
+#include "engine/base/cpu.h"
 
 #define INDEXES 500
 
@@ -252,6 +255,34 @@ static void test_nice_threads(void **state) {
   assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
 }
 
+typedef struct place {
+  gate_state *gate;
+  int cpu;  // -1: more than one
+} place;
+
+static void note_place(void *context) {
+  place *seen = context;
+  cpu_set_t set;
+  seen->cpu = -1;
+  if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) == 1) seen->cpu = sched_getcpu();
+  pass_gate(seen->gate);  // so each job has a thread of its own
+}
+
+static void test_pinned_threads(void **state) {
+  (void)state;
+  if (qkv_cpu_count() < 2) skip();
+  qkv_pool *pool = NULL;
+  gate_state gate = GATE_CLOSED;
+  place seen[] = {{.gate = &gate}, {.gate = &gate}};
+  assert_int_equal(qkv_pool_create_pinned(2, 2, &pool, NULL), QKV_OK);
+  for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_pool_submit(pool, note_place, &seen[i]), QKV_OK);
+  await_arrivals(&gate, 2);
+  open_gate(&gate);
+  qkv_pool_destroy(&pool);
+  assert_true(seen[0].cpu >= 0 && seen[1].cpu >= 0);
+  assert_int_not_equal(seen[0].cpu, seen[1].cpu);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -260,6 +291,7 @@ int main(void) {
                                      cmocka_unit_test(test_no_threads),
                                      cmocka_unit_test(test_jobs_with_nested_loops),
                                      cmocka_unit_test(test_many_callers),
-                                     cmocka_unit_test(test_nice_threads)};
+                                     cmocka_unit_test(test_nice_threads),
+                                     cmocka_unit_test(test_pinned_threads)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
