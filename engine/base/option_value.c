@@ -2,6 +2,7 @@
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -96,10 +97,18 @@ static bool parse_kind(qkv_option_kind kind, const char *text, qkvi_option_value
   return false;
 }
 
+// What comes out again in JSON, and in protobuf's strings.
+static bool is_utf8(const char *text) {
+  json_t *string = json_string(text);
+  json_decref(string);
+  return string != NULL;
+}
+
 qkv_status qkvi_option_parse(const qkv_option *row, const char *label, const char *text, qkvi_option_value *value,
                              qkv_error *error) {
   *value = (qkvi_option_value){0};
   const char *needed = "";
+  if (!is_utf8(text)) return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is no UTF-8", label);
   if (!parse_kind(row->kind, text, value, &needed)) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is \"%s\", %s", label, text, needed);
   }

@@ -59,6 +59,7 @@ def test_help_of_every_command(tool, command):
     ("qkvctl", ["session"], ["SESSION"]),
     ("qkvctl", ["status", "extra"], ["extra"]),
     ("qkvctl", [], ["usage"]),
+    ("qkvctl", ["fetch", "s", "--output", "\udcff"], ["--output is no UTF-8"]),  # the byte 0xff
     ("qkv-worker", ["generat"], ["generat", "did you mean", "generate"]),
     ("qkv-worker", ["generate", "--promt", "x"], ["--promt", "did you mean --prompt"]),
     ("qkv-worker", ["generate"], ["--model"]),

@@ -88,6 +88,7 @@ def test_print_metrics():
     (["--listen", "127.0.0.1:99999"], ["127.0.0.1:99999"]),
     (["--listen", "unix:/no/such/folder/qkvd.sock"], ["/no/such/folder/qkvd.sock"]),
     (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
+    (["--data-dir", "\udcff"], ["--data-dir is no UTF-8"]),  # the byte 0xff
 ])
 def test_wrong_arguments(arguments, texts):
     result = qkvd(*arguments)

@@ -188,6 +188,9 @@ static void test_arguments(void **state) {
   assert_error(READ(&words, "--config"), "--config needs a value: FILE");
   assert_error(READ(&words, "--help=true"), "--help takes no value");
   assert_error(READ(&words, "--threads="), "--threads is \"\", a whole number is needed");
+  assert_error(READ(&words, "--config", "caf\xe9"), "--config is no UTF-8");
+  assert_error(READ(&words, "--listen=\xff"), "--listen is no UTF-8");
+  assert_int_equal(READ(&words, "--config", "caf\xc3\xa9"), QKV_OK);
   assert_int_equal(READ(&words, "--config="), QKV_OK);
   assert_string_equal(values.config, "");
 }
