@@ -103,7 +103,10 @@ static qkv_status read_layers(load_job *job, qkv_error *error) {
                       tensor->name);
     }
     layer_rows *rows = find_layer(job, layer);
-    *(part == 'k' ? &rows->k : &rows->v) = tensor;
+    const qkv_safetensors_tensor **place = part == 'k' ? &rows->k : &rows->v;
+    if (*place != NULL)  // "layers.01.k"
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "it holds %.64s and %.64s", (*place)->name, tensor->name);
+    *place = tensor;
     job->bytes += tensor->bytes;
   }
   if (count == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "it holds no tensors");

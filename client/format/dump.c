@@ -69,6 +69,10 @@ static qkv_status check_layer(const qkv_dump *dump, const dump_layer *layer, qkv
     if (tensor->rank != 3 || tensor->dims[0] < 1 || tensor->dims[1] < 1 || tensor->dims[2] < 1) {
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s must have 3 dims, none of them 0", tensor->name);
     }
+    if (heads_of(dump, tensor) > UINT32_MAX || tensor->dims[2] > UINT32_MAX) {
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " heads of %" PRId64, tensor->name,
+                      heads_of(dump, tensor), tensor->dims[2]);
+    }
     if (heads_of(dump, tensor) != heads_of(dump, other) || tensor->dims[2] != other->dims[2]) {
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has other heads or another width than %s", tensor->name,
                       other->name);
@@ -128,7 +132,10 @@ static qkv_status read_layers(qkv_dump *dump, qkv_error *error) {
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "it holds \"%.64s\"; known are layers.N.k, layers.N.v, layers.N.q",
                       tensor->name);
     }
-    find_layer(dump, number)->tensors[kind] = tensor;
+    const qkv_safetensors_tensor **place = &find_layer(dump, number)->tensors[kind];
+    if (*place != NULL)  // "layers.01.k"
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "it holds %.64s and %.64s", (*place)->name, tensor->name);
+    *place = tensor;
   }
   for (size_t i = 0; i < dump->count; i++) {
     QKV_TRY(check_layer(dump, &dump->layers[i], error));

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -188,6 +189,15 @@ static void test_before_rope_needs_a_rope(void **state) {
   qkv_dump_close(&dump);
 }
 
+static void expect_refusal(const char *text) {
+  qkv_dump *dump = NULL;
+  qkv_error error = {0};
+  assert_int_equal(qkv_dump_open(path, &dump, &error), QKV_INVALID_ARGUMENT);
+  assert_null(dump);
+  if (strstr(error.text, text) == NULL) fail_msg("%s, expected %s", error.text, text);
+  assert_non_null(strstr(error.text, path));
+}
+
 // Opens a file of the tensors and expects that it is refused.
 static void refused(const qkv_safetensors_tensor *tensors, size_t count, const char *key, const char *value,
                     const char *text) {
@@ -202,12 +212,7 @@ static void refused(const qkv_safetensors_tensor *tensors, size_t count, const c
     assert_int_equal(qkv_safetensors_write(writer, i, zeros, bytes, NULL), QKV_OK);
   }
   assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
-  qkv_dump *dump = NULL;
-  qkv_error error = {0};
-  assert_int_equal(qkv_dump_open(path, &dump, &error), QKV_INVALID_ARGUMENT);
-  assert_null(dump);
-  if (strstr(error.text, text) == NULL) fail_msg("%s, expected %s", error.text, text);
-  assert_non_null(strstr(error.text, path));
+  expect_refusal(text);
 }
 
 static void test_refused(void **state) {
@@ -223,6 +228,7 @@ static void test_refused(void **state) {
   REFUSED("it holds \"layers.0.x\"", key, describe("layers.0.x", 8, 2, 16, &form));
   REFUSED("it holds \"layers.0.\"", key, describe("layers.0.", 8, 2, 16, &form));
   REFUSED("it holds \"layers.1024.k\"", key, describe("layers.1024.k", 8, 2, 16, &form));
+  REFUSED("it holds layers.0.k and layers.00.k", key, value, describe("layers.00.k", 8, 2, 16, &form));
   REFUSED("layers.0.k and layers.0.v have other tokens or heads", key, describe("layers.0.v", 9, 2, 16, &form));
   REFUSED("layers.1.k has other heads or another width", key, value, describe("layers.1.k", 8, 4, 16, &form),
           describe("layers.1.v", 8, 4, 16, &form));
@@ -238,8 +244,26 @@ static void test_refused(void **state) {
   refused(good, 2, "first_position", "99999999999999999999", "its first_position is");
 }
 
+// A file that is long and has almost nothing in it: 2 more heads than 32 bits can count.
+static void test_refused_for_its_heads(void **state) {
+  (void)state;
+  static const char header[] =
+      "{\"layers.0.k\":{\"dtype\":\"F16\",\"shape\":[1,4294967298,1],\"data_offsets\":[0,8589934596]},"
+      "\"layers.0.v\":{\"dtype\":\"F16\",\"shape\":[1,4294967298,1],\"data_offsets\":[8589934596,17179869192]}}";
+  const uint64_t length = sizeof header - 1;
+  FILE *file = fopen(path, "wbe");
+  assert_non_null(file);
+  assert_int_equal(fwrite(&length, sizeof length, 1, file), 1);
+  assert_int_equal(fwrite(header, 1, length, file), length);
+  assert_int_equal(fflush(file), 0);
+  assert_int_equal(ftruncate(fileno(file), (off_t)(sizeof length + length + 17179869192)), 0);
+  assert_int_equal(fclose(file), 0);
+  expect_refusal("layers.0.k has 4294967298 heads of 1");
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_attention), cmocka_unit_test(test_forms),
-                                     cmocka_unit_test(test_before_rope_needs_a_rope), cmocka_unit_test(test_refused)};
+                                     cmocka_unit_test(test_before_rope_needs_a_rope), cmocka_unit_test(test_refused),
+                                     cmocka_unit_test(test_refused_for_its_heads)};
   return cmocka_run_group_tests(tests, setup, teardown);
 }

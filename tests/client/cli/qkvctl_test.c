@@ -434,12 +434,19 @@ static void test_load_what_does_not_fit(void **state) {
   assert_non_null(strstr(err, "(the session was closed again)"));
   assert_int_equal(RUN("session", "bad"), 1);
 
-  tensors[1].name = "layers.1.v";
-  assert_int_equal(qkv_safetensors_writer_create(path, tensors, 2, NULL, 0, &writer, NULL), QKV_OK);
-  for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_safetensors_write(writer, i, k, 5 * 3 * DIM * 4, NULL), QKV_OK);
-  assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
-  assert_int_equal(RUN("load", path, "--session", "bad", "--model", "m"), 1);
-  assert_non_null(strstr(err, "is no session's file: layers.0.v is missing"));
+  static const char *const wrong[][2] = {
+      {"layers.1.v", "is no session's file: layers.0.v is missing"},
+      {"layers.00.k", "is no session's file: it holds layers.0.k and layers.00.k"},
+  };
+  for (size_t w = 0; w < 2; w++) {
+    tensors[1].name = wrong[w][0];
+    assert_int_equal(qkv_safetensors_writer_create(path, tensors, 2, NULL, 0, &writer, NULL), QKV_OK);
+    for (size_t i = 0; i < 2; i++)
+      assert_int_equal(qkv_safetensors_write(writer, i, k, 5 * 3 * DIM * 4, NULL), QKV_OK);
+    assert_int_equal(qkv_safetensors_writer_finish(&writer, NULL), QKV_OK);
+    assert_int_equal(RUN("load", path, "--session", "bad", "--model", "m"), 1);
+    assert_non_null(strstr(err, wrong[w][1]));
+  }
 }
 
 // Words that fetch does not write are refused: taken for their defaults, the rows would be taken for others.
