@@ -33,18 +33,26 @@ bool qkv_layer_save(qkv_layer *layer) {
   return true;
 }
 
-void qkv_layer_settle(qkv_layer *layer) {
-  if (layer->config.backing == NULL) return;  // it has been closed meanwhile
-  for (; layer->settled < layer->saved; layer->settled++) {
-    qkv_page_entry *entry = &layer->pages[layer->settled];
-    const qkv_record_state state = qkvi_layer_record_state(layer, entry);
-    if (state == QKV_RECORD_DURABLE) continue;
-    if (state != QKV_RECORD_GONE || entry->page == NULL) return;
+// All at once: where one has failed others have, too, and each try takes until the page is durable.
+static void put_again(qkv_layer *layer) {
+  for (size_t i = layer->settled; i < layer->saved; i++) {
+    qkv_page_entry *entry = &layer->pages[i];
+    if (entry->page == NULL || qkvi_layer_record_state(layer, entry) != QKV_RECORD_GONE) continue;
     layer->bytes_stored -= entry->record_bytes;
     layer->config.backing->drop(layer->config.backing->context, entry->record);
     entry->record = 0;
     entry->record_bytes = 0;
-    layer->saved = layer->settled;
+  }
+  layer->saved = layer->settled;
+}
+
+void qkv_layer_settle(qkv_layer *layer) {
+  if (layer->config.backing == NULL) return;  // it has been closed meanwhile
+  for (; layer->settled < layer->saved; layer->settled++) {
+    const qkv_page_entry *entry = &layer->pages[layer->settled];
+    const qkv_record_state state = qkvi_layer_record_state(layer, entry);
+    if (state == QKV_RECORD_DURABLE) continue;
+    if (state == QKV_RECORD_GONE && entry->page != NULL) put_again(layer);
     return;
   }
 }
