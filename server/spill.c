@@ -86,8 +86,7 @@ void qkvi_spill_note_failure(qkvi_spill *spill, qkv_status status) {
     qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
             "status", qkv_status_name(status));
   spill->failure = status;
-  // A device without room may have it again; a budget has not, unless something goes.
-  spill->full |= status == QKV_RESOURCE_EXHAUSTED && spill->budgeted;
+  spill->full |= status == QKV_RESOURCE_EXHAUSTED;
   const int64_t now = qkvi_spill_now_ms();
   if (now >= spill->retry_ms) {  // of many that fail at once one counts
     const int64_t pause = spill->pause_ms == 0 ? PAUSE_MS : 2 * spill->pause_ms;
@@ -510,11 +509,18 @@ static void count_directory(qkvi_spill *spill) {
   if (spill->directory_bytes != counted) note_beside(spill);
 }
 
+// A device without room may have it again; a budget has not, unless something goes.
+static bool budget_is_full(qkvi_spill *spill) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(spill->storage, &stats);
+  return stats.disk_bytes > spill->expel_above;
+}
+
 static void *work(void *context) {
   qkvi_spill *spill = context;
   uint64_t seen = 0;
   for (;;) {
-    if (take_flag(spill, &spill->full)) qkvi_spill_expel(spill);
+    if (take_flag(spill, &spill->full) && budget_is_full(spill)) qkvi_spill_expel(spill);
     if (!resting(spill) && take_flag(spill, &spill->wanted)) qkvi_spill_journal_calibrations(spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
@@ -575,7 +581,10 @@ qkv_status qkvi_spill_create(const qkv_server_options *options, qkv_store *store
   qkvi_spill *spill = calloc(1, sizeof *spill);
   if (spill == NULL) abort();
   spill->store = store;
-  spill->budgeted = options->storage_budget > 0;
+  // The last segment is compaction's.
+  spill->expel_above = options->storage_budget > 0
+                           ? (uint64_t)options->storage_budget - 2 * (uint64_t)options->storage_segment
+                           : UINT64_MAX;
   spill->metrics = metrics;
   init_locks(spill);
   init_backing(spill, &spill->backings[0], false);

@@ -80,7 +80,7 @@ struct qkvi_spill {
   qkvi_loose *loose;
   qkvi_verify verify;
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
-  bool full;                       // for want of room
+  bool full;                       // for want of room, the budget's or the device's
   bool hastening;                  // a sync that someone waits for is under way
   qkvi_restoring *restoring;       // layers that are being brought back
   qkvi_ahead *ahead;               // sessions that are read ahead
@@ -94,7 +94,7 @@ struct qkvi_spill {
   _Atomic bool unsettled;       // some session may have something to settle
   pthread_t thread;
   bool started;
-  bool budgeted;          // by storage-budget
+  uint64_t expel_above;   // bytes on the disk; with more storage-budget has no room for another segment
   bool unread;            // the start could not read all segments
   uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
   // The spill thread's: the same for what is known of each record, as of then.

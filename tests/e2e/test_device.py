@@ -6,6 +6,7 @@ import resource
 import struct
 import subprocess
 import tempfile
+import time
 
 import grpc
 import numpy as np
@@ -231,11 +232,12 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("io", ["uring", "pread"])
-def test_a_full_file_system(small_disk, io):
-    """Nothing is deleted and everything is served; with room again everything becomes durable."""
+@pytest.mark.parametrize("io, budget", [("uring", "0"), ("pread", "0"), ("pread", "1GiB")])
+def test_a_full_file_system(small_disk, io, budget):
+    """Nothing is deleted, with room in storage-budget neither, and everything is served; with room again everything
+    becomes durable."""
     arguments = ("--data-dir", str(small_disk / "data"), "--storage-io", io, "--storage-segment", "4MiB",
-                 "--calibrate-tokens", "0", "--ema-every", "0")
+                 "--storage-budget", budget, "--calibrate-tokens", "0", "--ema-every", "0")
     with Daemon(*arguments) as daemon:
         first = Cache(daemon.stub(), "first", layers=LAYERS, durability=ASYNC, recent_window=16)
         large = Cache(daemon.stub(), "large", layers=LAYERS, durability=ASYNC, recent_window=16, bits_k=8, bits_v=8)
@@ -247,6 +249,8 @@ def test_a_full_file_system(small_disk, io):
             fill(large, 4000, position)
             position += 4000
         fill(first, 4000, 300)
+        time.sleep(1.5)  # sessions in use are not deleted
+        assert rows(first, 4224)[0].shape == (4224, 2, 16)
         assert daemon.metric("qkvd_storage_expelled_sessions_total") == 0
         before = [rows(first, 4224, layer) for layer in range(LAYERS)]
         assert rows(large, 4000)[0].shape == (4000, 2, 16)
