@@ -11,6 +11,7 @@ enum {
   ROWS = 4,                      // at once
   ACROSS = LANES == 16 ? 4 : 2,  // vectors of outputs at once: sums fill the registers
   HALVES = QKVI_DENSE_OUTPUTS / LANES,
+  STEP = LANES == 16 ? 2 : QKV_BAND,  // coordinates at once: of more gcc would spill sums of AVX-512
 };
 
 // sum += the products of 16-bit numbers, two to a lane. (On a Zen 5, 64 rows of 128 take 8.4 us with VNNI's vpdpwssd,
@@ -62,9 +63,9 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   }
   UNROLL
   for (size_t i = 0; i < count * across; i++) sums[i] = (bytes)(words){0};
-  for (size_t j = 0; j < dim; j += QKV_BAND) {
+  for (size_t j = 0; j < dim; j += STEP) {
     UNROLL
-    for (size_t p = j; p < j + QKV_BAND; p += 2) {
+    for (size_t p = j; p < j + STEP; p += 2) {
       bytes y[ACROSS];
       UNROLL
       for (size_t k = 0; k < across; k++) y[k] = load_bytes(from[k] + p * QKVI_DENSE_OUTPUTS);
