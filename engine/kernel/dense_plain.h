@@ -9,21 +9,30 @@
 #include "engine/kernel/integer.h"
 #include "engine/kernel/plain.h"
 
+// Adds the squares of PLAIN_WIDTH numbers less their means (NULL: none), which they become.
+static inline void add_squares(float *restrict numbers, const float *restrict means, plain_floats *sum) {
+  plain_floats x;
+  memcpy(&x, numbers, sizeof x);
+  if (means != NULL) {
+    plain_floats y;
+    memcpy(&y, means, sizeof y);
+    x -= y;
+    memcpy(numbers, &x, sizeof x);
+  }
+  *sum += x * x;
+}
+
 // The squares of a row less the mean (NULL: none), which it becomes: sums over 16 lanes, j % 16, which are then added
 // by halves.
 static inline float dense_squares(float *restrict row, const float *restrict mean, size_t dim) {
-  plain_floats sums[PLAIN_LANES / PLAIN_WIDTH] = {0};
-  for (size_t j = 0; j < dim; j += PLAIN_WIDTH) {
-    plain_floats x;
-    memcpy(&x, row + j, sizeof x);
-    if (mean != NULL) {
-      plain_floats y;
-      memcpy(&y, mean + j, sizeof y);
-      x -= y;
-      memcpy(row + j, &x, sizeof x);
+  plain_floats sums[PLAIN_VECTORS] = {0};
+  size_t j = 0;
+  for (; j + PLAIN_LANES <= dim; j += PLAIN_LANES) {
+    for (size_t i = 0; i < PLAIN_LANES; i += PLAIN_WIDTH) {  // sums whose places are constants are in registers
+      add_squares(row + j + i, mean != NULL ? mean + j + i : NULL, &sums[i / PLAIN_WIDTH]);
     }
-    sums[j / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH)] += x * x;
   }
+  if (j < dim) add_squares(row + j, mean != NULL ? mean + j : NULL, &sums[0]);
   float lanes[PLAIN_LANES];
   memcpy(lanes, sums, sizeof lanes);
   for (size_t half = PLAIN_LANES / 2; half > 0; half /= 2) {

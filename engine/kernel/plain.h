@@ -15,6 +15,7 @@
 enum {
   PLAIN_LANES = 16,  // sums kept side by side, whatever the width of a vector
   PLAIN_WIDTH = 8,
+  PLAIN_VECTORS = PLAIN_LANES / PLAIN_WIDTH,
 };
 
 // The compiler splits them where the processor has narrower ones.
@@ -55,14 +56,14 @@ static inline QKV_DECLARE_LARGEST(largest_plain) {
 
 // Scores become weights exp(score - peak); returns their sum.
 static inline QKV_DECLARE_WEIGH(weigh_plain) {
-  plain_floats sums[PLAIN_LANES / PLAIN_WIDTH] = {0};
+  plain_floats sums[PLAIN_VECTORS] = {0};
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t += PLAIN_WIDTH) {
     plain_floats all;
     memcpy(&all, scores + t, sizeof all);
     all -= peak;
     exp_negative(&all);
     memcpy(scores + t, &all, sizeof all);
-    sums[t / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH)] += all;
+    sums[t / PLAIN_WIDTH % PLAIN_VECTORS] += all;
   }
   double sum = 0;
   for (size_t i = 0; i < PLAIN_LANES; i++) sum += (double)sums[i / PLAIN_WIDTH][i % PLAIN_WIDTH];
@@ -166,35 +167,41 @@ static inline QKV_DECLARE_HADAMARD(hadamard_inverse_plain) {
 
 // ---- Sums over a page's rows ----
 
-// Of PLAIN_WIDTH columns.
+// Of `vectors` times PLAIN_WIDTH columns, a constant: several vectors, as one addition waits for the other.
 static inline __attribute__((always_inline)) void add_columns(const float *rows, size_t tokens, size_t dim,
-                                                              const float *weights, float *sums,
+                                                              const float *weights, size_t vectors, float *sums,
                                                               plain_floats *squares, plain_floats *steps) {
-  plain_floats weight, before = {0}, all = {0}, moved = {0};
-  memcpy(&weight, weights, sizeof weight);
+  plain_floats weight[PLAIN_VECTORS], before[PLAIN_VECTORS], all[PLAIN_VECTORS] = {0}, moved[PLAIN_VECTORS] = {0};
+  memcpy(weight, weights, vectors * sizeof *weight);
+  memcpy(before, rows, vectors * sizeof *before);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, sums += dim) {
-    plain_floats sum = {0};
+    plain_floats sum[PLAIN_VECTORS] = {0};
     for (size_t t = g * QKV_GROUP_TOKENS; t < (g + 1) * QKV_GROUP_TOKENS && t < tokens; t++) {
-      plain_floats x;
-      memcpy(&x, rows + t * dim, sizeof x);
-      const plain_floats step = x - (t > 0 ? before : x);
-      sum += x;
-      all += weight * x * x;
-      moved += weight * step * step;
-      before = x;
+      for (size_t i = 0; i < vectors; i++) {
+        plain_floats x;
+        load_plain(rows + t * dim + i * PLAIN_WIDTH, &x);
+        const plain_floats step = x - before[i];
+        sum[i] += x;
+        all[i] += weight[i] * x * x;
+        moved[i] += weight[i] * step * step;
+        before[i] = x;
+      }
     }
-    memcpy(sums, &sum, sizeof sum);
+    memcpy(sums, sum, vectors * sizeof *sum);
   }
-  *squares += all;
-  *steps += moved;
+  for (size_t i = 0; i < vectors; i++) {
+    squares[i] += all[i];
+    steps[i] += moved[i];
+  }
 }
 
 static inline QKV_DECLARE_SUMS(sums_plain) {
-  plain_floats all[PLAIN_LANES / PLAIN_WIDTH] = {0}, moved[PLAIN_LANES / PLAIN_WIDTH] = {0};
-  for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
-    const size_t i = c / PLAIN_WIDTH % (PLAIN_LANES / PLAIN_WIDTH);
-    add_columns(rows + c, tokens, dim, weights + c, sums + c, &all[i], &moved[i]);
+  plain_floats all[PLAIN_VECTORS] = {0}, moved[PLAIN_VECTORS] = {0};
+  size_t c = 0;
+  for (; c + PLAIN_LANES <= dim; c += PLAIN_LANES) {
+    add_columns(rows + c, tokens, dim, weights + c, PLAIN_VECTORS, sums + c, all, moved);
   }
+  if (c < dim) add_columns(rows + c, tokens, dim, weights + c, 1, sums + c, all, moved);
   *squares = *steps = 0;
   for (size_t i = 0; i < PLAIN_LANES; i++) {
     *squares += (double)all[i / PLAIN_WIDTH][i % PLAIN_WIDTH];
