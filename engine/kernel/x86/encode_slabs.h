@@ -221,6 +221,7 @@ static void pack_columns(qkv_part part, const uint16_t *reach, const tried_group
   _Alignas(64) uint8_t room[QUADS_MAX][SLAB];
   const uint8_t(*codes)[64] = (const uint8_t(*)[SLAB])room;
   code_columns(reach, tried, choice, room);
+  UNROLL
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     const size_t wide = reach[2 * pair + 2], all = reach[2 * pair + 1];
     group = pack_section_of_quads(part, pair, true, codes, 0, wide, group);

@@ -27,10 +27,13 @@ INLINE void meet_neighbours(lanes *a, lanes *b) {
        (lanes)_mm512_permutex2var_ps((__m512)*a, odd, (__m512)*b));
 }
 
-// The steps within two vectors.
-INLINE void meet_within(lanes *a, lanes *b) {
+// The steps within each two vectors.
+INLINE void meet_within(lanes *v, size_t vectors) {
   UNROLL
-  for (int step = 0; step < 5; step++) meet_neighbours(a, b);
+  for (int step = 0; step < 5; step++) {
+    UNROLL
+    for (size_t i = 0; i < vectors; i += 2) meet_neighbours(&v[i], &v[i + 1]);
+  }
 }
 #else
 // One step within halves of two vectors: neighbours meet. The lowest bit of a number's index becomes that of its
@@ -40,15 +43,19 @@ INLINE void meet_neighbours(lanes *a, lanes *b) {
        (lanes)_mm256_shuffle_ps((__m256)*a, (__m256)*b, 0xdd));
 }
 
-// The steps within two vectors: of neighbours, of numbers two apart, of halves, and of the two.
-INLINE void meet_within(lanes *a, lanes *b) {
-  meet_neighbours(a, b);
-  meet_neighbours(a, b);
-  meet(a, b, (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x20),
-       (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x31));
-  meet_neighbours(a, b);
-  *a = (lanes)_mm256_permute4x64_pd((__m256d)*a, 0xd8);
-  *b = (lanes)_mm256_permute4x64_pd((__m256d)*b, 0xd8);
+// The steps within each two vectors: of neighbours, of numbers two apart, of halves, and of the two.
+INLINE void meet_within(lanes *v, size_t vectors) {
+  UNROLL
+  for (size_t i = 0; i < vectors; i += 2) {
+    lanes *a = &v[i], *b = &v[i + 1];
+    meet_neighbours(a, b);
+    meet_neighbours(a, b);
+    meet(a, b, (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x20),
+         (lanes)_mm256_permute2f128_ps((__m256)*a, (__m256)*b, 0x31));
+    meet_neighbours(a, b);
+    *a = (lanes)_mm256_permute4x64_pd((__m256d)*a, 0xd8);
+    *b = (lanes)_mm256_permute4x64_pd((__m256d)*b, 0xd8);
+  }
 }
 #endif
 
@@ -65,8 +72,7 @@ INLINE void transform_vectors(float *block, size_t vectors, const float *before,
     v[i] = load_lanes(block + i * LANES);
     if (before != NULL) v[i] = flip(v[i], before + i * LANES);
   }
-  UNROLL
-  for (size_t i = 0; i < vectors; i += 2) meet_within(&v[i], &v[i + 1]);
+  meet_within(v, vectors);
   UNROLL
   for (size_t half = 2; half < vectors; half *= 2) {
     UNROLL
