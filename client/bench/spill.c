@@ -1,6 +1,7 @@
 // qkv-bench spill: a session goes to the SSD of a running daemon and comes back.
 //
-//   append   rows arrive, are coded and written; ends when everything that is sealed is durable
+//   append   rows arrive, are coded and written: until the last ones are acknowledged, and until everything that is
+//            sealed is durable, which comes in steps of a second
 //   cold     the session has left memory; one query for every layer brings it back, or streams it where it is larger
 //            than memory
 //   warm     the same queries again
@@ -102,16 +103,22 @@ static double busy_seconds(void) {
   return (double)(user + nice + system) / (double)sysconf(_SC_CLK_TCK);
 }
 
+typedef struct append_figures {
+  double acknowledged_s, durable_s;
+  double cores;  // busy until then
+} append_figures;
+
 // Whether an earlier run has left it.
 static bool is_there(spilling *all) {
   qkv_call_error error = {0};
   return qkv_client_get_session(all->client, NAME, &all->info, &error) == 0;
 }
 
-static int append_all(spilling *all, double *seconds, double *cores) {
+static int append_all(spilling *all, append_figures *figures) {
   const double begin = qkv_bench_now(), busy = busy_seconds();
   if (append_rows(all) != 0) return 1;
-  *cores = (busy_seconds() - busy) / (qkv_bench_now() - begin);
+  figures->acknowledged_s = qkv_bench_now() - begin;
+  figures->cores = (busy_seconds() - busy) / figures->acknowledged_s;
   // Sealed pages are durable about a second later at most, and what is not sealed is not written.
   const struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
   for (bool durable = false; !durable; (void)nanosleep(&pause, NULL)) {
@@ -121,7 +128,7 @@ static int append_all(spilling *all, double *seconds, double *cores) {
       durable = all->info.durable[i] + 192 > all->info.lengths[i];
     if (all->info.durable == NULL) return qkv_program_failed("the daemon has no data-dir");
   }
-  *seconds = qkv_bench_now() - begin;
+  figures->durable_s = qkv_bench_now() - begin;
   return 0;
 }
 
@@ -141,13 +148,23 @@ static int attend_all(spilling *all, double *seconds, qkv_samples *layers) {
   return 0;
 }
 
+static void report_append(const spilling *all, const append_figures *appended, json_t *line) {
+  const double fp16 = (double)all->info.bytes_fp16 * 1e-9, stored = (double)all->info.bytes_stored * 1e-9;
+  json_t *figures =
+      json_pack("{s:f, s:f, s:f, s:f, s:f}", "append_s", appended->acknowledged_s, "durable_s", appended->durable_s,
+                "append_fp16_gbps", fp16 / appended->acknowledged_s, "append_stored_gbps",
+                stored / appended->acknowledged_s, "append_cores_busy", appended->cores);
+  json_object_update(line, figures);
+  json_decref(figures);
+}
+
 static int measure(spilling *all) {
-  double append_s = 0, append_cores = 0, cold_s = 0, warm_s = 0;
+  append_figures appended = {0};
+  double cold_s = 0, warm_s = 0;
   qkv_call_error error = {0};
   const bool append = !all->settings->keep || !is_there(all);
   if (append && (qkv_bench_traffic_register(&all->traffic, all->client) != 0 ||
-                 qkv_bench_traffic_open(&all->traffic, all->client, NAME) != 0 ||
-                 append_all(all, &append_s, &append_cores) != 0))
+                 qkv_bench_traffic_open(&all->traffic, all->client, NAME) != 0 || append_all(all, &appended) != 0))
     return QKV_EXIT_FAILED;
   qkv_samples cold = {0}, warm = {0}, cold_layers = {0}, warm_layers = {0};
   for (int64_t i = 0; i < all->settings->repeats; i++) {
@@ -160,16 +177,16 @@ static int measure(spilling *all) {
   if (read_info(all) != 0) return QKV_EXIT_FAILED;
   const double stored = (double)all->info.bytes_stored * 1e-9;
   const double cold_median = qkv_samples_quantile(&cold, 0.5), warm_median = qkv_samples_quantile(&warm, 0.5);
-  qkv_bench_report(all->settings,
-                   json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", "spill",
-                             "stored_gb", stored, "append_s", append_s, "append_fp16_gbps",
-                             append ? (double)all->info.bytes_fp16 * 1e-9 / append_s : 0, "append_stored_gbps",
-                             append ? stored / append_s : 0, "append_cores_busy", append_cores, "cold_s", cold_median,
-                             "cold_gbps", stored / cold_median, "warm_s", warm_median, "cold_layer_ms",
-                             1e3 * qkv_samples_quantile(&cold_layers, 0.5), "cold_layer_p99_ms",
-                             1e3 * qkv_samples_quantile(&cold_layers, 0.99), "warm_layer_ms",
-                             1e3 * qkv_samples_quantile(&warm_layers, 0.5), "warm_layer_p99_ms",
-                             1e3 * qkv_samples_quantile(&warm_layers, 0.99)));
+  json_t *line = json_pack("{s:s, s:f}", "bench", "spill", "stored_gb", stored);
+  if (append) report_append(all, &appended, line);
+  json_t *figures = json_pack(
+      "{s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "cold_s", cold_median, "cold_gbps", stored / cold_median, "warm_s",
+      warm_median, "cold_layer_ms", 1e3 * qkv_samples_quantile(&cold_layers, 0.5), "cold_layer_p99_ms",
+      1e3 * qkv_samples_quantile(&cold_layers, 0.99), "warm_layer_ms", 1e3 * qkv_samples_quantile(&warm_layers, 0.5),
+      "warm_layer_p99_ms", 1e3 * qkv_samples_quantile(&warm_layers, 0.99));
+  json_object_update(line, figures);
+  json_decref(figures);
+  qkv_bench_report(all->settings, line);
   qkv_samples_free(&cold);
   qkv_samples_free(&warm);
   qkv_samples_free(&cold_layers);
