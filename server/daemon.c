@@ -140,6 +140,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
   QKV_TRY((options->pin_threads ? qkv_pool_create_pinned : qkv_pool_create)(
       compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
+  QKV_TRY(qkv_pool_create_back(compute_threads(options), (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
+                               &daemon->bulk_pool, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
       .heap = qkv_server_options_heap(options),
@@ -147,13 +149,12 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .sessions_max = (size_t)options->limit_sessions,
       .policy = qkv_server_options_policy(options),
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
+      .pool = daemon->bulk_pool,
   };
   daemon->store = qkv_store_create(&store);
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());
-  QKV_TRY(qkv_pool_create_back(compute_threads(options), (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
-                               &daemon->bulk_pool, error));
   QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
   QKV_TRY(qkv_pool_create_back(DISK_THREADS, (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
                                &daemon->bulk_disk_pool, error));
@@ -225,9 +226,9 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   *daemon = NULL;
   qkv_rpc_server_destroy(&old->rpc);
   qkv_pool_destroy(&old->pool);
-  qkv_pool_destroy(&old->bulk_pool);
   qkv_pool_destroy(&old->disk_pool);
   qkv_pool_destroy(&old->bulk_disk_pool);
+  qkv_pool_destroy(&old->bulk_pool);  // helps the others
   qkvi_spill_destroy(&old->spill);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_retierer_destroy(&old->retierer);

@@ -173,7 +173,7 @@ size_t qkv_bench_codes_image_bytes(const qkv_bench_codes *codes) {
 size_t qkv_bench_codes_encode(qkv_bench_codes *codes, size_t page, void *image) {
   const size_t at = page * codes->part_bytes;
   return codes->coder->codec->encode(codes->coder, page * QKV_PAGE_TOKENS, QKV_PAGE_TOKENS, QKV_FP16,
-                                     codes->rows[QKV_K] + at, codes->rows[QKV_V] + at, image);
+                                     codes->rows[QKV_K] + at, codes->rows[QKV_V] + at, NULL, image);
 }
 
 // ---- Measuring ----

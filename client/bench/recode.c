@@ -75,7 +75,7 @@ void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uin
     round_rows(dtype, k + at * k_row, n * k_row, scratch.k);
     round_rows(dtype, v + at * v_row, n * v_row, scratch.v);
     const size_t bytes =
-        coder->codec->encode(coder, position + at, (uint32_t)n, QKV_FP32, scratch.k, scratch.v, scratch.page);
+        coder->codec->encode(coder, position + at, (uint32_t)n, QKV_FP32, scratch.k, scratch.v, NULL, scratch.page);
     assert(bytes <= room);
     sums->bytes += bytes;
     decode(coder, scratch.page, n, k_out + at * k_row, v_out + at * v_row);

@@ -73,8 +73,17 @@ static void help(qkv_pool *pool, pool_loop *loop, size_t worker) {
   loop->helpers++;
   pthread_mutex_unlock(&pool->lock);
   draw(loop, worker);
+  qkv_precedence_rest();
   pthread_mutex_lock(&pool->lock);
   if (--loop->helpers == 0) pthread_cond_signal(&loop->finished);
+}
+
+// Before a loop is joined, as nobody in it should be waited for. There may be none any more then. The lock is held on
+// entry and on return.
+static void give_way(qkv_pool *pool) {
+  pthread_mutex_unlock(&pool->lock);
+  qkv_precedence_give_way();
+  pthread_mutex_lock(&pool->lock);
 }
 
 // The lock is held on entry and on return.
@@ -97,6 +106,11 @@ static void *thread_main(void *context) {
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     pool_loop *loop = find_loop(pool);
+    if (loop != NULL && pool->kind.stands_back) {
+      give_way(pool);
+      loop = find_loop(pool);
+      if (loop == NULL) qkv_precedence_rest();
+    }
     if (loop != NULL) {
       help(pool, loop, self->worker);
     } else if (pool->queue_length > 0) {

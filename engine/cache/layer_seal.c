@@ -112,7 +112,8 @@ static size_t encode(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, bool
     qkv_to_float(model->dtype, k, room->k, rows * model->key_dim);
     qkv_to_float(model->dtype, v, room->v, rows * model->value_dim);
   }
-  const size_t bytes = coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v, room->image);
+  const size_t bytes = coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v,
+                                            layer->config.pool, room->image);
   if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, layer->sealed, (uint32_t)tokens, room->k, room->v, coder,
                      room->image);

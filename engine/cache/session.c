@@ -323,7 +323,8 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                                        .keep_full = config->keep_full,
                                        .quality = create_quality(session, i),
                                        .backing = config->backing,
-                                       .session = config->id},
+                                       .session = config->id,
+                                       .pool = config->pool},
                    qkv_coding_layer(coding, i));
     atomic_init(&session->layers[i].waiting, 0);
     session->layers[i].layer.waiting = &session->layers[i].waiting;

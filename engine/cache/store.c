@@ -260,6 +260,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
   qkv_policy_merge(&config->policy, &model->model.policy);
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
+  config->pool = store->config.pool;
   if (find_session(store, config->name) != NULL) {
     return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
   }

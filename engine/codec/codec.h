@@ -17,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/pool.h"
 #include "engine/base/tensor.h"
 #include "engine/codec/anchor.h"
 #include "engine/codec/low_rank.h"
@@ -97,9 +98,9 @@ struct qkv_codec {
   // Codes `tokens` (1..64) rows from `position` on: k is [tokens][kv_heads][key_dim], as attended (after RoPE), v is
   // [tokens][kv_heads][value_dim], of type `dtype`, dense and finite, |x| <= QKV_ROW_MAX. Fills the whole image
   // (64-byte aligned, with room for page_bytes_max) and seals it. The missing slots of a short page are coded as zero
-  // rows. Returns the bytes of the image.
+  // rows. Idle threads of `pool` (NULL: none) take heads off the caller. Returns the bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
-                   const void *v, void *image);
+                   const void *v, qkv_pool *pool, void *image);
   // Fills the rest of a block whose `count`, `rows` and `precision` are set and whose `layouts` are cleared.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.

@@ -53,15 +53,13 @@ typedef struct coded_part {
   uint8_t *factors;  // and factors
 } coded_part;
 
-// What encoding a page needs beside the image.
-typedef struct page_work {
-  coded_part *parts;  // [kv_heads][2]
-  uint8_t *bytes;     // their codes and sections
-  float *turned;      // [64][QKV_DIM_MAX]
-  float *residual;    // the same
-  void *anchor;       // for qkv_anchor_choose
-  void *low_rank;     // for qkv_low_rank_choose
-} page_work;
+// What encoding a head needs beside room for what is coded.
+typedef struct head_work {
+  float *turned;    // [64][QKV_DIM_MAX]
+  float *residual;  // the same
+  void *anchor;     // for qkv_anchor_choose
+  void *low_rank;   // for qkv_low_rank_choose
+} head_work;
 
 static void *room(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -69,27 +67,34 @@ static void *room(size_t bytes) {
   return made;
 }
 
-static page_work begin_work(const qkv_coder *coder) {
-  const size_t most = coder->key_dim > coder->value_dim ? coder->key_dim : coder->value_dim;
-  const size_t code_bytes = QKV_PAGE_TOKENS * most, factor_bytes = qkv_low_rank_bytes(QKV_RANK_MAX, most);
-  const size_t part_bytes = code_bytes + qkv_anchor_bytes_max(most) + factor_bytes;
-  page_work work = {.parts = room(2 * (size_t)coder->kv_heads * sizeof(coded_part)),
-                    .bytes = room(2 * (size_t)coder->kv_heads * part_bytes),
-                    .turned = room(QKV_PAGE_TOKENS * most * sizeof(float)),
-                    .residual = room(QKV_PAGE_TOKENS * most * sizeof(float)),
-                    .anchor = room(qkv_anchor_scratch_bytes(most)),
-                    .low_rank = room(qkv_low_rank_scratch_bytes(most))};
-  for (size_t i = 0; i < 2 * (size_t)coder->kv_heads; i++) {
-    work.parts[i].codes = work.bytes + i * part_bytes;
-    work.parts[i].factors = work.parts[i].codes + code_bytes;
-    work.parts[i].section = work.parts[i].factors + factor_bytes;
-  }
-  return work;
+static size_t widest(const qkv_coder *coder) {
+  return coder->key_dim > coder->value_dim ? coder->key_dim : coder->value_dim;
 }
 
-static void end_work(page_work *work) {
-  free(work->parts);
-  free(work->bytes);
+// parts [kv_heads][2], and in the same block what they point to.
+static coded_part *make_parts(const qkv_coder *coder) {
+  const size_t most = widest(coder), count = 2 * (size_t)coder->kv_heads;
+  const size_t code_bytes = QKV_PAGE_TOKENS * most, factor_bytes = qkv_low_rank_bytes(QKV_RANK_MAX, most);
+  const size_t head_bytes = (count * sizeof(coded_part) + 63) / 64 * 64;
+  const size_t part_bytes = (code_bytes + qkv_anchor_bytes_max(most) + factor_bytes + 63) / 64 * 64;
+  coded_part *parts = room(head_bytes + count * part_bytes);
+  for (size_t i = 0; i < count; i++) {
+    parts[i].codes = (uint8_t *)parts + head_bytes + i * part_bytes;
+    parts[i].factors = parts[i].codes + code_bytes;
+    parts[i].section = parts[i].factors + factor_bytes;
+  }
+  return parts;
+}
+
+static head_work begin_work(const qkv_coder *coder) {
+  const size_t most = widest(coder);
+  return (head_work){.turned = room(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .residual = room(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .anchor = room(qkv_anchor_scratch_bytes(most)),
+                     .low_rank = room(qkv_low_rank_scratch_bytes(most))};
+}
+
+static void end_work(head_work *work) {
   free(work->turned);
   free(work->residual);
   free(work->anchor);
@@ -98,7 +103,7 @@ static void end_work(page_work *work) {
 
 // Anchors for turned rows; what they leave comes into work->residual and is coded.
 static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
-                        const page_work *work, coded_part *coded_as) {
+                        const head_work *work, coded_part *coded_as) {
   const qkv_anchor_input input = {.schedule = head->schedules[part],
                                   .weights = head->transforms[part]->weights,
                                   .rows = work->turned,
@@ -116,7 +121,7 @@ static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_
 
 // Low-rank factors for what is left, in place. Not behind a chain, whose rows depend on each other.
 static void factor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
-                        const page_work *work, coded_part *coded_as) {
+                        const head_work *work, coded_part *coded_as) {
   if (qkv_anchor_kind_of(coded_as->anchor) == QKV_ANCHOR_CHAIN) return;
   qkv_low_rank_choice choice;
   qkv_low_rank_choose(part, head->schedules[part], head->transforms[part]->weights, tokens, &coder->low_rank,
@@ -159,10 +164,9 @@ static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, c
 }
 
 static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
-                        const page_work *work) {
+                        const head_work *work, coded_part *coded_as) {
   const qkv_head_coder *head = &coder->heads[kv_head];
   const size_t dim = qkvi_coder_dim(coder, part);
-  coded_part *coded_as = &work->parts[2 * kv_head + part];
   const bool anchored = coder->anchors[part].kind != QKV_ANCHOR_NONE,
              factored = coder->low_rank.mode != QKV_LOW_RANK_OFF;
   turn_part(coder, kv_head, part, rows, work->turned);
@@ -247,38 +251,62 @@ static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_pa
   encode_turned(part, transform, tier, turned, gains, codes);
 }
 
-// Rows with nothing beside their codes go to their places at once.
-static void encode_plainly(const qkv_coder *coder, const page_rows *rows, void *image) {
-  format_page(coder, rows->position, rows->tokens, NULL, image);
-  for (uint16_t h = 0; h < coder->kv_heads; h++) {
-    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-      qkv_page_codes codes;
-      qkvi_find(coder, image, h, part, &codes);
-      encode_part_plainly(coder, h, part, rows, (uint8_t *)codes.gains, (uint8_t *)codes.groups[0]);
-    }
+// A page whose heads are encoded, by several threads.
+typedef struct page_job {
+  const qkv_coder *coder;
+  const page_rows *rows;
+  void *image;        // of rows with nothing beside
+  coded_part *parts;  // [kv_heads][2], of others
+} page_job;
+
+static void encode_head_plainly(void *context, size_t index, size_t worker) {
+  const page_job *job = context;
+  (void)worker;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    qkv_page_codes codes;
+    qkvi_find(job->coder, job->image, (uint16_t)index, part, &codes);
+    encode_part_plainly(job->coder, (uint16_t)index, part, job->rows, (uint8_t *)codes.gains,
+                        (uint8_t *)codes.groups[0]);
   }
 }
 
-static void encode_with_additions(const qkv_coder *coder, const page_rows *rows, void *image) {
-  page_work work = begin_work(coder);
-  for (uint16_t h = 0; h < coder->kv_heads; h++) {
-    encode_part(coder, h, QKV_K, rows, &work);
-    encode_part(coder, h, QKV_V, rows, &work);
-  }
-  format_page(coder, rows->position, rows->tokens, work.parts, image);
-  for (uint16_t h = 0; h < coder->kv_heads; h++) place_head(coder, h, &work.parts[2 * h], image);
+static void encode_head(void *context, size_t index, size_t worker) {
+  const page_job *job = context;
+  (void)worker;
+  head_work work = begin_work(job->coder);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++)
+    encode_part(job->coder, (uint16_t)index, part, job->rows, &work, &job->parts[2 * index + part]);
   end_work(&work);
 }
 
+static void each_head(page_job *job, qkv_pool *pool, qkv_loop_fn *run) {
+  if (pool != NULL) return qkv_pool_loop(pool, job->coder->kv_heads, run, job);
+  for (size_t h = 0; h < job->coder->kv_heads; h++) run(job, h, 0);
+}
+
+// Rows with nothing beside their codes go to their places at once.
+static void encode_plainly(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, void *image) {
+  format_page(coder, rows->position, rows->tokens, NULL, image);
+  each_head(&(page_job){.coder = coder, .rows = rows, .image = image}, pool, encode_head_plainly);
+}
+
+static void encode_with_additions(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, void *image) {
+  coded_part *parts = make_parts(coder);
+  each_head(&(page_job){.coder = coder, .rows = rows, .parts = parts}, pool, encode_head);
+  format_page(coder, rows->position, rows->tokens, parts, image);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) place_head(coder, h, &parts[2 * (size_t)h], image);
+  free(parts);
+}
+
 size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype,
-                            const void *k, const void *v, void *image) {
+                            const void *k, const void *v, qkv_pool *pool, void *image) {
   assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
   const page_rows rows = {position, tokens, dtype, {k, v}};
   if (coder->anchors[QKV_K].kind == QKV_ANCHOR_NONE && coder->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
       coder->low_rank.mode == QKV_LOW_RANK_OFF) {
-    encode_plainly(coder, &rows, image);
+    encode_plainly(coder, &rows, pool, image);
   } else {
-    encode_with_additions(coder, &rows, image);
+    encode_with_additions(coder, &rows, pool, image);
   }
   qkv_page_seal(image);
   return ((const qkv_page_header *)image)->bytes;

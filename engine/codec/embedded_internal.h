@@ -45,7 +45,7 @@ qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uin
 
 // qkv_codec.encode and qkv_codec.rows_match.
 size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype,
-                            const void *k, const void *v, void *image);
+                            const void *k, const void *v, qkv_pool *pool, void *image);
 uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                                   uint32_t first, uint32_t tokens, const float *rows);
 

@@ -40,7 +40,7 @@ static void write_page(const char *directory, const char *name, size_t index, ui
   if (image == NULL || k == NULL || v == NULL) abort();
   for (size_t i = 0; i < k_count; i++) k[i] = (float)(i * 7 % 13) - 6.0f;
   for (size_t i = 0; i < v_count; i++) v[i] = (float)(i * 5 % 11) - 5.0f;
-  size_t bytes = coder->codec->encode(coder, 0, tokens, QKV_FP32, k, v, image);
+  size_t bytes = coder->codec->encode(coder, 0, tokens, QKV_FP32, k, v, NULL, image);
   FILE *file = open_seed(directory, "page", name);
   fputc((int)index, file);  // which coder reads it
   fwrite(image, 1, bytes, file);

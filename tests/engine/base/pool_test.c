@@ -15,6 +15,7 @@
 #include <cmocka.h>
 
 #include "engine/base/cpu.h"
+#include "engine/base/precedence.h"
 
 #define INDEXES 500
 
@@ -110,6 +111,21 @@ static void meet(void *context, size_t index, size_t worker) {
   pthread_cond_broadcast(&gate->changed);
   while (gate->arrived < 4) pthread_cond_wait(&gate->changed, &gate->lock);
   pthread_mutex_unlock(&gate->lock);
+}
+
+// Those that stand back come, too, though attention has all processors.
+static void test_loop_waits_for_those_that_stand_back(void **state) {
+  (void)state;
+  qkv_pool *pool = NULL;
+  assert_int_equal(qkv_pool_create_back(3, 1, 0, &pool, NULL), QKV_OK);
+  qkv_precedence_begin(qkv_cpu_count());
+  for (int round = 0; round < 5; round++) {
+    gate_state gate = GATE_CLOSED;
+    qkv_pool_loop(pool, 4, meet, &gate);
+    assert_int_equal(gate.arrived, 4);
+  }
+  qkv_precedence_end(qkv_cpu_count());
+  qkv_pool_destroy(&pool);
 }
 
 // Four indexes that wait for each other end only if four threads run them at the same time.
@@ -286,6 +302,7 @@ static void test_pinned_threads(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
+                                     cmocka_unit_test(test_loop_waits_for_those_that_stand_back),
                                      cmocka_unit_test(test_loop_progresses_while_all_are_busy),
                                      cmocka_unit_test(test_queue_is_bounded),
                                      cmocka_unit_test(test_no_threads),

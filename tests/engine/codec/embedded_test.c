@@ -70,7 +70,7 @@ static coded encode(naive_random *random, page_shape shape, uint32_t tokens, fil
   for (size_t i = 0; i < rows; i++) fill(random, page.k + i * shape.key_dim, shape.key_dim);
   for (size_t i = 0; i < rows; i++) fill(random, page.v + i * shape.value_dim, shape.value_dim);
   page.image = allocate(bytes_max);
-  page.bytes = codec()->encode(coder, 640, tokens, QKV_FP32, page.k, page.v, page.image);
+  page.bytes = codec()->encode(coder, 640, tokens, QKV_FP32, page.k, page.v, NULL, page.image);
   assert_true(page.bytes <= bytes_max);
   assert_int_equal(codec()->validate(coder, page.image, page.bytes, NULL), QKV_OK);
   return page;
@@ -390,8 +390,14 @@ static void encoding_is_deterministic(void **state) {
   coded page = encode(&random, (page_shape){3, 80, 64, 4, 2}, 64, wandering_outlier);
   uint8_t *again = allocate(page.bytes);
   memset(again, 0xff, page.bytes);
-  assert_int_equal(codec()->encode(page.coder, 640, 64, QKV_FP32, page.k, page.v, again), page.bytes);
+  assert_int_equal(codec()->encode(page.coder, 640, 64, QKV_FP32, page.k, page.v, NULL, again), page.bytes);
   assert_memory_equal(again, page.image, page.bytes);
+  qkv_pool *pool = NULL;
+  assert_int_equal(qkv_pool_create(2, 1, &pool, NULL), QKV_OK);
+  memset(again, 0xff, page.bytes);
+  assert_int_equal(codec()->encode(page.coder, 640, 64, QKV_FP32, page.k, page.v, pool, again), page.bytes);
+  assert_memory_equal(again, page.image, page.bytes);
+  qkv_pool_destroy(&pool);
   free(again);
   release(&page);
 }
@@ -546,19 +552,23 @@ static void repeated_rows_match_behind_anchors_and_factors(void **state) {
                {{QKV_ANCHOR_NONE, 0, 0}, {QKV_LOW_RANK_CORRECTION, 4}, 4}};
   enum { HEADS = 2, WIDTH = 64 };
   naive_random random = {17};
+  qkv_pool *pool = NULL;
+  assert_int_equal(qkv_pool_create(2, 1, &pool, NULL), QKV_OK);
   float *k = allocate(64 * HEADS * WIDTH * sizeof *k), *v = allocate(64 * HEADS * WIDTH * sizeof *v);
   size_t with_sections = 0;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkv_coder *coder = coder_create(HEADS, WIDTH, WIDTH, cases[i].bits, cases[i].bits, QKV_FRAME_PLAIN, NULL);
     coder->anchors[QKV_K] = coder->anchors[QKV_V] = cases[i].anchor;
     coder->low_rank = cases[i].factors;
-    uint8_t *image = allocate(codec()->page_bytes_max(coder));
+    uint8_t *image = allocate(codec()->page_bytes_max(coder)), *shared = allocate(codec()->page_bytes_max(coder));
     for (int round = 0; round < 20; round++) {
       drifting_rows(&random, k, 64, HEADS, WIDTH);
       drifting_rows(&random, v, 64, HEADS, WIDTH);
-      const size_t bytes = codec()->encode(coder, 0, 64, QKV_FP32, k, v, image);
+      const size_t bytes = codec()->encode(coder, 0, 64, QKV_FP32, k, v, NULL, image);
       assert_true(bytes <= codec()->page_bytes_max(coder));
       assert_int_equal(codec()->validate(coder, image, bytes, NULL), QKV_OK);
+      assert_int_equal(codec()->encode(coder, 0, 64, QKV_FP32, k, v, pool, shared), bytes);
+      assert_memory_equal(shared, image, bytes);
       with_sections += ((const qkv_page_header *)image)->features != 0;
       for (uint16_t h = 0; h < HEADS; h++) {
         for (qkv_part part = QKV_K; part <= QKV_V; part++) {
@@ -573,9 +583,11 @@ static void repeated_rows_match_behind_anchors_and_factors(void **state) {
       }
     }
     free(image);
+    free(shared);
     coder_destroy(coder);
   }
   assert_true(with_sections > 100);
+  qkv_pool_destroy(&pool);
   free(k);
   free(v);
 }

@@ -68,7 +68,7 @@ static void encode(framed *page) {
   const frame_case *like = page->like;
   page->image = allocate(codec_of(page)->page_bytes_max(page->coder));
   page->bytes = codec_of(page)->encode(page->coder, like->position, like->tokens, QKV_FP32, page->rows[QKV_K],
-                                       page->rows[QKV_V], page->image);
+                                       page->rows[QKV_V], NULL, page->image);
   assert_true(page->bytes <= codec_of(page)->page_bytes_max(page->coder));
   qkv_error error = {0};
   if (codec_of(page)->validate(page->coder, page->image, page->bytes, &error) != QKV_OK) fail_msg("%s", error.text);

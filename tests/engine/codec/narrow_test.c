@@ -44,7 +44,7 @@ static void *random_page(const qkv_coder *coder, naive_random *random, uint32_t 
   void *page = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
   assert_non_null(page);
   coder->codec->encode(coder, 64 * naive_below(random, 1000), tokens, QKV_FP32, rows, rows + k * QKV_PAGE_TOKENS,
-                       page);
+                       NULL, page);
   free(rows);
   return page;
 }
@@ -311,7 +311,7 @@ static void factors_are_fitted_anew(void **state) {
     }
     uint8_t *page = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
     assert_non_null(page);
-    coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, k, v, page);
+    coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, k, v, NULL, page);
     assert_int_equal(qkv_page_entry_of(page, 0)->low_rank_v, 3);
     qkv_head_tiers wanted;
     memset(&wanted, QKV_TIER_BIT, sizeof wanted);
