@@ -32,6 +32,7 @@ struct qkv_learner {
   qkv_calibration_slot *slot;
   qkv_arena *arena;
   _Atomic(qkv_moments *) moments;  // each layer's under its lock, the pointer under any of them; NULL: none
+  qkv_moments *studied;            // those that a calibration is being made of; changes under all layers' locks
   taught_layer *layers;
   _Atomic uint64_t pages;
   _Atomic uint64_t due_at;  // tokens; UINT64_MAX: not before a drift
@@ -76,14 +77,37 @@ static void unlock_layers(qkv_learner *learner) {
   for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
 }
 
-// The moments go, and with them what was counted.
+static void drop(qkv_learner *learner, qkv_moments *moments) {
+  if (moments == NULL) return;
+  qkv_arena_unreserve(learner->arena, qkv_moments_bytes(&learner->shape));
+  qkv_moments_destroy(&moments);
+}
+
+// The moments go, and with them what was counted. Those that a calibration is being made of go behind it.
 static void forget(qkv_learner *learner) {
   lock_layers(learner);
   qkv_moments *moments = atomic_exchange(&learner->moments, NULL);
   for (uint32_t i = 0; i < learner->shape.layers; i++) atomic_store(&learner->layers[i].tokens, 0);
+  if (moments == learner->studied) moments = NULL;
   unlock_layers(learner);
-  if (moments != NULL) qkv_arena_unreserve(learner->arena, qkv_moments_bytes(&learner->shape));
-  qkv_moments_destroy(&moments);
+  drop(learner, moments);
+}
+
+// Until `done` the moments stay, whoever forgets them; NULL: there are none.
+static qkv_moments *study(qkv_learner *learner) {
+  lock_layers(learner);
+  qkv_moments *moments = learner->studied = atomic_load(&learner->moments);
+  unlock_layers(learner);
+  return moments;
+}
+
+static void done(qkv_learner *learner) {
+  lock_layers(learner);
+  qkv_moments *moments = learner->studied;
+  learner->studied = NULL;
+  if (moments == atomic_load(&learner->moments)) moments = NULL;
+  unlock_layers(learner);
+  drop(learner, moments);
 }
 
 void qkv_learner_destroy(qkv_learner **learner) {
@@ -260,17 +284,9 @@ bool qkv_learner_due(const qkv_learner *learner) {
   return !atomic_load(&learner->running) && qkv_learner_read(learner).tokens >= atomic_load(&learner->due_at);
 }
 
-// A copy that nobody adds to; NULL where there are none.
-static qkv_moments *copy_moments(qkv_learner *learner) {
-  qkv_moments *copy = NULL;
-  lock_layers(learner);
-  const qkv_moments *moments = atomic_load(&learner->moments);
-  if (moments != NULL) {
-    copy = qkv_moments_create(&learner->shape);
-    qkv_moments_merge(copy, moments);
-  }
-  unlock_layers(learner);
-  return copy;
+static void hold_layer(void *context, uint32_t layer, bool holds) {
+  qkv_learner *learner = context;
+  (void)(holds ? pthread_mutex_lock : pthread_mutex_unlock)(&learner->layers[layer].lock);
 }
 
 static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
@@ -294,18 +310,20 @@ bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
   const uint32_t replaced = qkv_calibration_slot_version(learner->slot);
   qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
   options.cancelled = &learner->stopped;
+  options.hold = hold_layer;
+  options.context = learner;
   qkv_calibration *calibration = NULL;
-  qkv_moments *moments = copy_moments(learner);
+  const qkv_moments *moments = was_brought(learner) ? NULL : study(learner);
   if (moments == NULL) {
     atomic_store(&learner->running, false);
     return false;
   }
   const bool made = qkv_calibrate(moments, &options, &calibration, error) == QKV_OK;
-  qkv_moments_destroy(&moments);
+  done(learner);
   const qkv_calibration *own = calibration;
-  if (made && qkv_calibration_slot_version(learner->slot) == replaced) {  // else one was brought meanwhile
+  if (made) {
     atomic_store(&learner->version, qkv_calibration_version(own));
-    qkv_calibration_slot_set(learner->slot, own);
+    qkv_calibration_slot_replace(learner->slot, replaced, own);  // unless one was brought meanwhile
   }
   qkv_calibration_unref(&own);
   plan_next(learner, tokens, made);

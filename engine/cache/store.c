@@ -194,8 +194,8 @@ bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model
   bool any = false;
   while ((model = due_model(store)) != NULL) {
     qkv_error error = {0};
-    bool made = qkv_learner_run(model->learner, &error);
-    fn(context, model, made ? NULL : &error);
+    const bool made = qkv_learner_run(model->learner, &error);
+    if (made || error.status != QKV_OK) fn(context, model, made ? NULL : &error);  // else one was brought meanwhile
     any = true;
   }
   return any;

@@ -310,11 +310,24 @@ static qkv_status write_archive(calibrator *job, const qkvi_part_view *part, qkv
 
 // ---- Heads and layers ----
 
+static void hold(const calibrator *job, uint32_t layer, bool holds) {
+  if (job->options->hold != NULL) job->options->hold(job->options->context, layer, holds);
+}
+
+static double count_tokens(const calibrator *job) {
+  for (uint32_t layer = 0; layer < job->shape->layers; layer++) hold(job, layer, true);
+  const double tokens = qkv_moments_tokens(job->moments);
+  for (uint32_t layer = 0; layer < job->shape->layers; layer++) hold(job, layer, false);
+  return tokens;
+}
+
 static qkv_status read_moments(calibrator *job, uint32_t layer, uint32_t kv_head, qkv_moments_kind kind, double *mean,
                                double *second, qkv_error *error) {
   static const char *const names[] = {"keys", "values", "queries"};
   const size_t dim = kind == QKV_MOMENTS_V ? job->shape->value_dim : job->shape->key_dim;
+  hold(job, layer, true);
   const double rows = qkv_moments_read(job->moments, layer, kv_head, kind, mean, second);
+  hold(job, layer, false);
   if (kind != QKV_MOMENTS_Q) job->rows = rows;
   if (all_finite(mean, dim) && all_finite(second, dim * dim)) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT,
@@ -410,7 +423,7 @@ qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options
   QKV_TRY(check_part_of("metric_power", options->metric_power, 0, error));
   QKV_TRY(check_part_of("ridge_rows", options->ridge_rows, ridge_least, error));
   QKV_TRY(check_part_of("anchor_rest", options->anchor_rest, 0, error));
-  const double tokens = qkv_moments_tokens(moments);
+  const double tokens = count_tokens(&job);
   if (tokens == 0) return qkv_fail(error, QKV_FAILED_PRECONDITION, "there are no rows to learn from");
   const uint8_t band_k = band_of(options->band_k, job.shape->key_dim);
   const uint8_t band_v = band_of(options->band_v, job.shape->value_dim);

@@ -36,6 +36,7 @@
 #define QKV_ENGINE_CODEC_CALIBRATE_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 
 #include "engine/codec/calibration.h"
 #include "engine/codec/moments.h"
@@ -48,9 +49,13 @@ typedef struct qkv_calibrate_options {
   double anchor_rest;      // mean energy that the rotating anchor may leave, as a part of the variance
   // Looked at before each head, borrowed; where it is set, CANCELLED. NULL: nobody cancels.
   const _Atomic bool *cancelled;
+  // Called before a layer's moments are looked at, for microseconds, and behind it, `holds` true and false. NULL:
+  // nobody adds to them meanwhile.
+  void (*hold)(void *context, uint32_t layer, bool holds);
+  void *context;
 } qkv_calibrate_options;
 
-#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){0, 0, 0.5, 0.01, 1e-5, 0.03, NULL})
+#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){0, 0, 0.5, 0.01, 1e-5, 0.03, NULL, NULL, NULL})
 
 // A layer that the moments have no rows of gets the data-free code's transforms: layers that stay exact need none.
 // FAILED_PRECONDITION where they have no rows at all; INVALID_ARGUMENT for options out of their limits and for

@@ -2,6 +2,8 @@
 #include "engine/cache/store.h"
 #include "tests/engine/cache/fixture.h"
 
+#include <pthread.h>
+
 enum { LAYERS = 2, HEADS = 2, GROUP = 2, DIM = 16, TOKENS = 512, FIRST = 256 };
 
 static qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_layer_override *overrides, uint32_t count,
@@ -304,6 +306,43 @@ static void test_a_drift_is_learnt_from(void **state) {
   qkv_store_destroy(&store);
 }
 
+static void *learn(void *context) {
+  int runs = 0;
+  (void)qkv_store_learn(context, count_runs, &runs);
+  return NULL;
+}
+
+// While a calibration is made sessions go on to teach, and then one is brought, so that the moments are forgotten.
+static void test_moments_are_forgotten_beneath_a_run(void **state) {
+  (void)state;
+  enum { ROUNDS = 20 };
+  const qkv_model *model;
+  qkv_store *first = make_store(64 << 20, FIRST, &model);
+  sequence others = structured_rows(model, TOKENS, 15), rows = structured_rows(model, TOKENS, 16);
+  feed(first, &others);
+  (void)learn(first);
+  const qkv_calibration *brought = qkv_calibration_slot_get(model->calibration);
+  assert_non_null(brought);
+  for (int round = 0; round < ROUNDS; round++) {
+    pthread_t learns;
+    qkv_store *store = make_store(64 << 20, FIRST, &model);
+    feed(store, &rows);
+    assert_int_equal(pthread_create(&learns, NULL, learn, store), 0);
+    if (round % 2 == 0) feed(store, &rows);
+    assert_int_equal(qkv_store_calibrate(store, "pupil", brought, NULL), QKV_OK);
+    feed(store, &rows);
+    assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
+    assert_int_equal(pthread_join(learns, NULL), 0);
+    assert_int_equal(qkv_store_read_stats(store).memory.bytes_reserved, 0);
+    assert_int_equal(qkv_calibration_slot_version(model->calibration), qkv_calibration_version(brought));
+    qkv_store_destroy(&store);
+  }
+  qkv_calibration_unref(&brought);
+  free_sequence(&others);
+  free_sequence(&rows);
+  qkv_store_destroy(&first);
+}
+
 // What nothing is coded by any more goes.
 static void test_codings_go(void **state) {
   (void)state;
@@ -336,10 +375,15 @@ static void test_codings_go(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_pages_to_come_are_calibrated), cmocka_unit_test(test_sessions_may_keep_out),
-      cmocka_unit_test(test_a_given_calibration_stays),    cmocka_unit_test(test_no_room_to_learn),
-      cmocka_unit_test(test_only_teachers_are_waited_for), cmocka_unit_test(test_learning_stops),
-      cmocka_unit_test(test_a_drift_is_learnt_from),       cmocka_unit_test(test_codings_go),
+      cmocka_unit_test(test_pages_to_come_are_calibrated),
+      cmocka_unit_test(test_sessions_may_keep_out),
+      cmocka_unit_test(test_a_given_calibration_stays),
+      cmocka_unit_test(test_no_room_to_learn),
+      cmocka_unit_test(test_only_teachers_are_waited_for),
+      cmocka_unit_test(test_learning_stops),
+      cmocka_unit_test(test_a_drift_is_learnt_from),
+      cmocka_unit_test(test_codings_go),
+      cmocka_unit_test(test_moments_are_forgotten_beneath_a_run),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
