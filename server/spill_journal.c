@@ -1,8 +1,10 @@
 // What the journal has of models, calibrations and sessions, so that the next process finds them.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/cache/session_spill.h"
+#include "proto/wire.h"
 #include "server/contract.h"
 #include "server/spill_internal.h"
 
@@ -62,14 +64,26 @@ bool qkvi_spill_calibration_ready(qkvi_spill *spill, const char *model, uint32_t
   return ready;
 }
 
-static qkv_status journal_model(qkvi_spill *spill, qkv_journal_kind kind, const Qkv__V1__Model *message,
-                                qkv_error *error) {
-  const size_t bytes = qkv__v1__model__get_packed_size(message);
-  uint8_t *payload = malloc(bytes + 1);
-  if (payload == NULL) abort();
-  (void)qkv__v1__model__pack(message, payload);
-  const qkv_status status = qkvi_spill_journal(spill, kind, 0, payload, bytes, error);
-  free(payload);
+// A Model with a name and this calibration, whose bytes go to the disk from where they lie.
+static qkv_status write_calibration(qkvi_spill *spill, const char *name, const qkv_calibration *calibration,
+                                    qkv_error *error) {
+  enum { NAME = 1, CALIBRATION = 14 };  // fields of Model
+  size_t size, pieces;
+  const void *bytes = qkv_calibration_bytes(calibration, &size);
+  qkvi_journal_wait wait = {.spill = spill};
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  qkv_wire_put_string(writer, NAME, name);
+  qkv_wire_put_reference(writer, CALIBRATION, bytes, size, NULL);
+  const qkv_wire_piece *piece = qkv_wire_writer_pieces(writer, &pieces);
+  assert(pieces == 2 && piece[1].reference);
+  const qkv_journal_entry entry = {.kind = QKV_JOURNAL_CALIBRATION,
+                                   .payload = piece[0].data,
+                                   .bytes = piece[0].length,
+                                   .rest = bytes,
+                                   .rest_bytes = size};
+  qkv_status status = qkv_storage_journal_long(spill->storage, &entry, qkvi_spill_on_journal, &wait, error);
+  if (status == QKV_OK) status = qkvi_spill_finish_wait(&wait, error);
+  qkv_wire_writer_destroy(&writer);
   return status;
 }
 
@@ -79,11 +93,8 @@ static void journal_calibration(qkvi_spill *spill, const qkv_model *model, const
   const bool wanted = find_known(spill, model->name, 0) != NULL && find_known(spill, model->name, version) == NULL;
   qkvi_spill_unlock(spill);
   if (!wanted) return;
-  Qkv__V1__Model message = QKV__V1__MODEL__INIT;
   qkv_error error = {0};
-  message.name = (char *)model->name;
-  message.calibration.data = (uint8_t *)(uintptr_t)qkv_calibration_bytes(calibration, &message.calibration.len);
-  const qkv_status status = journal_model(spill, QKV_JOURNAL_CALIBRATION, &message, &error);
+  const qkv_status status = write_calibration(spill, model->name, calibration, &error);
   qkvi_spill_lock(spill);
   if (status == QKV_OK) {
     qkvi_spill_note_known(spill, model->name, version);
@@ -111,6 +122,16 @@ void qkvi_spill_journal_calibrations(qkvi_spill *spill) {
 
 // ---- Models and sessions ----
 
+static qkv_status journal_model(qkvi_spill *spill, const Qkv__V1__Model *message, qkv_error *error) {
+  const size_t bytes = qkv__v1__model__get_packed_size(message);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__model__pack(message, payload);
+  const qkv_status status = qkvi_spill_journal(spill, QKV_JOURNAL_MODEL, 0, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
 // One at a time, so that a model is written once.
 static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, qkv_error *error) {
   qkv_status status = QKV_OK;
@@ -124,7 +145,7 @@ static qkv_status journal_model_once(qkvi_spill *spill, const qkv_model *model, 
     asked.policy = model->asked;
     qkvi_model_message message;
     qkvi_model_write(&asked, &message);
-    status = journal_model(spill, QKV_JOURNAL_MODEL, &message.model, error);
+    status = journal_model(spill, &message.model, error);
     qkvi_model_message_clear(&message);
     qkvi_spill_lock(spill);
     if (status == QKV_OK) qkvi_spill_note_known(spill, model->name, 0);

@@ -34,19 +34,25 @@ static void submit_entry(qkv_storage *storage, const qkv_journal_entry *entry, q
   qkvi_wake_ring(&storage->wake);
 }
 
-qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
-                               uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error) {
-  if (kind < QKV_JOURNAL_MODEL || kind > QKV_JOURNAL_SESSION_NOTE) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "journal kind is %d, allowed are %d to %d", (int)kind,
+qkv_status qkv_storage_journal_long(qkv_storage *storage, const qkv_journal_entry *entry, qkv_storage_done_fn *done,
+                                    void *context, qkv_error *error) {
+  const uint64_t most = QKV_JOURNAL_PAYLOAD_MAX, bytes = entry->bytes;
+  if (entry->kind < QKV_JOURNAL_MODEL || entry->kind > QKV_JOURNAL_SESSION_NOTE) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "journal kind is %d, allowed are %d to %d", (int)entry->kind,
                     QKV_JOURNAL_MODEL, QKV_JOURNAL_SESSION_NOTE);
   }
-  if (bytes > QKV_JOURNAL_PAYLOAD_MAX) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "a journal entry has %" PRIu64 " bytes, at most %" PRIu64, bytes,
-                    (uint64_t)QKV_JOURNAL_PAYLOAD_MAX);
+  if (bytes > most || entry->rest_bytes > most - bytes) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "a journal entry has %" PRIu64 " bytes, at most %" PRIu64,
+                    bytes + entry->rest_bytes, most);
   }
-  const qkv_journal_entry entry = {.kind = kind, .session = session, .payload = payload, .bytes = bytes};
-  submit_entry(storage, &entry, done, context);
+  submit_entry(storage, entry, done, context);
   return QKV_OK;
+}
+
+qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
+                               uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error) {
+  const qkv_journal_entry entry = {.kind = kind, .session = session, .payload = payload, .bytes = bytes};
+  return qkv_storage_journal_long(storage, &entry, done, context, error);
 }
 
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {

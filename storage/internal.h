@@ -34,6 +34,7 @@ enum {
 
 #define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be written anew
 #define QKVI_JOURNAL_PIECE (UINT64_C(256) << 10)  // bytes of it that are in memory then
+#define QKVI_JOURNAL_BATCH (UINT64_C(4) << 20)    // bytes of entries that are written at once
 
 // Work for the storage thread, part of whatever it is about.
 typedef struct qkvi_message {
@@ -121,7 +122,7 @@ typedef struct qkvi_buffer {
 typedef struct qkvi_pending_entry {
   qkvi_message message;
   uint64_t order;           // of submission
-  qkv_journal_entry entry;  // payload is owned; its sequence comes with its batch
+  qkv_journal_entry entry;  // payload is owned, the rest is not; its sequence comes with its batch
   qkv_storage_done_fn *done;
   void *context;
   struct qkvi_pending_entry *next;
@@ -138,9 +139,10 @@ typedef struct qkvi_journal {
   qkvi_pending_entry *batch;                    // being written
   qkv_io_request request;
   uint8_t *buffer;
-  uint64_t buffer_bytes;
-  struct qkvi_rewriting *rewriting;   // NULL: it is not written anew
-  uint64_t rewrite_min, piece_bytes;  // QKVI_JOURNAL_*, or less in tests
+  uint64_t batch_bytes, written;                 // of the batch in the file; of them, those that have been written
+  qkvi_entry_header header;                      // of the one entry of a batch that goes piece by piece
+  struct qkvi_rewriting *rewriting;              // NULL: it is not written anew
+  uint64_t rewrite_min, piece_bytes, batch_max;  // QKVI_JOURNAL_*, or less in tests
 } qkvi_journal;
 
 typedef struct qkvi_sync_waiter {

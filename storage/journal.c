@@ -25,26 +25,58 @@ static uint64_t hash_of(const qkvi_entry_header *header, uint64_t store) {
   return XXH3_64bits_withSeed(header, offsetof(qkvi_entry_header, header_hash), store);
 }
 
+static uint64_t hash_of_payload(const qkv_journal_entry *entry) {
+  if (entry->rest_bytes == 0) return XXH3_64bits(entry->payload, entry->bytes);
+  XXH3_state_t *hash = XXH3_createState();
+  if (hash == NULL) abort();
+  (void)XXH3_64bits_reset(hash);
+  (void)XXH3_64bits_update(hash, entry->payload, entry->bytes);
+  (void)XXH3_64bits_update(hash, entry->rest, entry->rest_bytes);
+  const uint64_t digest = XXH3_64bits_digest(hash);
+  (void)XXH3_freeState(hash);
+  return digest;
+}
+
+qkvi_entry_header qkvi_entry_header_make(const qkv_journal_entry *entry, uint64_t store, uint64_t durable,
+                                         uint64_t offset) {
+  assert(entry->bytes + entry->rest_bytes <= QKV_JOURNAL_PAYLOAD_MAX);
+  qkvi_entry_header header = {.magic = QKVI_ENTRY_MAGIC,
+                              .version = QKVI_JOURNAL_VERSION,
+                              .kind = (uint16_t)entry->kind,
+                              .layer = entry->layer,
+                              .sequence = entry->sequence,
+                              .durable = durable,
+                              .session = entry->session,
+                              .position = entry->position,
+                              .watermark = entry->watermark,
+                              .offset = offset,
+                              .payload_bytes = entry->bytes + entry->rest_bytes,
+                              .payload_hash = hash_of_payload(entry)};
+  header.header_hash = hash_of(&header, store);
+  return header;
+}
+
+// Of `bytes`, which begin at `at` of an entry, what lies in [from, from + size).
+static void copy_part(uint8_t *out, uint64_t from, uint64_t size, uint64_t at, const void *bytes, uint64_t length) {
+  const uint64_t begin = from > at ? from : at, end = from + size < at + length ? from + size : at + length;
+  if (begin < end) memcpy(out + (begin - from), (const uint8_t *)bytes + (begin - at), end - begin);
+}
+
+void qkvi_entry_copy(uint8_t *out, const qkvi_entry_header *header, const qkv_journal_entry *entry, uint64_t from,
+                     uint64_t size) {
+  const uint64_t rest = sizeof *header + entry->bytes, end = rest + entry->rest_bytes;
+  assert(from + size <= qkvi_entry_extent(header->payload_bytes));
+  copy_part(out, from, size, 0, header, sizeof *header);
+  copy_part(out, from, size, sizeof *header, entry->payload, entry->bytes);
+  copy_part(out, from, size, rest, entry->rest, entry->rest_bytes);
+  const uint64_t zeros = end > from ? end - from : 0;
+  if (zeros < size) memset(out + zeros, 0, size - zeros);
+}
+
 void qkvi_entry_make(uint8_t *out, const qkv_journal_entry *entry, uint64_t store, uint64_t durable,
                      uint64_t offset) {
-  assert(entry->bytes <= QKV_JOURNAL_PAYLOAD_MAX);
-  const uint64_t extent = qkvi_entry_extent(entry->bytes);
-  qkvi_entry_header *header = (qkvi_entry_header *)out;
-  *header = (qkvi_entry_header){.magic = QKVI_ENTRY_MAGIC,
-                                .version = QKVI_JOURNAL_VERSION,
-                                .kind = (uint16_t)entry->kind,
-                                .layer = entry->layer,
-                                .sequence = entry->sequence,
-                                .durable = durable,
-                                .session = entry->session,
-                                .position = entry->position,
-                                .watermark = entry->watermark,
-                                .offset = offset,
-                                .payload_bytes = entry->bytes,
-                                .payload_hash = XXH3_64bits(entry->payload, entry->bytes)};
-  header->header_hash = hash_of(header, store);
-  if (entry->bytes > 0) memcpy(out + sizeof *header, entry->payload, entry->bytes);
-  memset(out + sizeof *header + entry->bytes, 0, extent - sizeof *header - entry->bytes);
+  const qkvi_entry_header header = qkvi_entry_header_make(entry, store, durable, offset);
+  qkvi_entry_copy(out, &header, entry, 0, qkvi_entry_extent(header.payload_bytes));
 }
 
 static bool header_good(const qkvi_journal_header *header) {

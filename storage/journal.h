@@ -88,6 +88,9 @@ typedef struct qkv_journal_entry {
   uint64_t watermark;  // of SESSION_TRUNCATE: records with smaller numbers are cut
   const void *payload;
   uint64_t bytes;  // of the payload
+  // What it goes on with, of an entry that is to be written.
+  const void *rest;
+  uint64_t rest_bytes;
 } qkv_journal_entry;
 
 // A journal's bytes, wherever they are: in a file they are read piece by piece.
@@ -111,7 +114,13 @@ typedef struct qkvi_journal_report {
 uint64_t qkvi_entry_extent(uint64_t payload_bytes);
 // Both headers, two blocks.
 void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable);
-// One entry with its zeros, qkvi_entry_extent(entry->bytes) bytes, as it lies at `offset`.
+// The header of an entry that lies at `offset`.
+qkvi_entry_header qkvi_entry_header_make(const qkv_journal_entry *entry, uint64_t store, uint64_t durable,
+                                         uint64_t offset);
+// `size` bytes, from `from` on, of the entry with its header and its zeros, which has as many as its extent.
+void qkvi_entry_copy(uint8_t *out, const qkvi_entry_header *header, const qkv_journal_entry *entry, uint64_t from,
+                     uint64_t size);
+// The whole entry.
 void qkvi_entry_make(uint8_t *out, const qkv_journal_entry *entry, uint64_t store, uint64_t durable, uint64_t offset);
 
 // All that is read of a journal fails with INTERNAL where at() does.

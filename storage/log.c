@@ -10,8 +10,6 @@
 #define uthash_fatal(text) abort()
 #include <uthash.h>
 
-static const uint64_t BATCH_BYTES_MAX = UINT64_C(4) << 20;  // or one entry
-
 // Sessions whose closing or cutting could not be written: a later record of theirs would be mixed, after a crash,
 // with what should be gone.
 struct qkvi_poisoned {
@@ -79,29 +77,39 @@ static void end_batch(qkv_storage *storage, int error) {
   qkvi_place(storage);
 }
 
+static void write_piece(qkv_storage *storage);
+
 static void batch_step(qkv_io_request *request) {
   qkv_storage *storage = request->context;
   qkvi_journal *journal = &storage->journal;
   if (request->error == 0 && request->kind == QKV_IO_WRITE) {
+    journal->written += request->size;
+    if (journal->written < journal->batch_bytes) {
+      write_piece(storage);
+      return;
+    }
     *request = (qkv_io_request){.kind = QKV_IO_SYNC, .file = journal->file, .done = batch_step, .context = storage};
     qkv_io_submit(storage->io, request);
     return;
   }
   free(journal->buffer);
   journal->buffer = NULL;
-  if (request->error == 0) journal->bytes += journal->buffer_bytes;
+  if (request->error == 0) journal->bytes += journal->batch_bytes;
   end_batch(storage, request->error);
 }
 
-// Moves pending entries into the batch.
+static uint64_t extent_of(const qkvi_pending_entry *entry) {
+  return qkvi_entry_extent(entry->entry.bytes + entry->entry.rest_bytes);
+}
+
+// Moves pending entries into the batch: batch_max bytes of them, or one.
 static void take_batch(qkvi_journal *journal) {
-  journal->buffer_bytes = 0;
+  journal->batch_bytes = 0;
   qkvi_pending_entry **last = &journal->batch;
   while (journal->pending != NULL) {
     qkvi_pending_entry *entry = journal->pending;
-    const uint64_t extent = qkvi_entry_extent(entry->entry.bytes);
-    if (journal->buffer_bytes > 0 && journal->buffer_bytes + extent > BATCH_BYTES_MAX) break;
-    journal->buffer_bytes += extent;
+    if (journal->batch_bytes > 0 && journal->batch_bytes + extent_of(entry) > journal->batch_max) break;
+    journal->batch_bytes += extent_of(entry);
     journal->pending = entry->next;
     entry->next = NULL;
     *last = entry;
@@ -110,23 +118,46 @@ static void take_batch(qkvi_journal *journal) {
   if (journal->pending == NULL) journal->pending_last = &journal->pending;
 }
 
-static void write_batch(qkv_storage *storage) {
+static void submit_write(qkv_storage *storage, uint64_t size) {
   qkvi_journal *journal = &storage->journal;
-  journal->buffer = qkvi_aligned(journal->buffer_bytes);
-  uint64_t at = 0, sequence = journal->durable;
-  for (qkvi_pending_entry *entry = journal->batch; entry != NULL; entry = entry->next) {
-    entry->entry.sequence = ++sequence;
-    qkvi_entry_make(journal->buffer + at, &entry->entry, storage->store, journal->durable, journal->bytes + at);
-    at += qkvi_entry_extent(entry->entry.bytes);
-  }
   journal->request = (qkv_io_request){.kind = QKV_IO_WRITE,
                                       .file = journal->file,
-                                      .offset = journal->bytes,
-                                      .size = at,
+                                      .offset = journal->bytes + journal->written,
+                                      .size = size,
                                       .bytes = journal->buffer,
                                       .done = batch_step,
                                       .context = storage};
   qkv_io_submit(storage->io, &journal->request);
+}
+
+// Of an entry that is larger than a batch.
+static void write_piece(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
+  const uint64_t left = journal->batch_bytes - journal->written,
+                 size = left < journal->piece_bytes ? left : journal->piece_bytes;
+  qkvi_entry_copy(journal->buffer, &journal->header, &journal->batch->entry, journal->written, size);
+  submit_write(storage, size);
+}
+
+static void write_batch(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
+  uint64_t at = 0, sequence = journal->durable;
+  journal->written = 0;
+  if (journal->batch_bytes > journal->batch_max) {
+    journal->batch->entry.sequence = sequence + 1;
+    journal->header =
+        qkvi_entry_header_make(&journal->batch->entry, storage->store, journal->durable, journal->bytes);
+    journal->buffer = qkvi_aligned(journal->piece_bytes);
+    write_piece(storage);
+    return;
+  }
+  journal->buffer = qkvi_aligned(journal->batch_bytes);
+  for (qkvi_pending_entry *entry = journal->batch; entry != NULL; entry = entry->next) {
+    entry->entry.sequence = ++sequence;
+    qkvi_entry_make(journal->buffer + at, &entry->entry, storage->store, journal->durable, journal->bytes + at);
+    at += extent_of(entry);
+  }
+  submit_write(storage, at);
 }
 
 void qkvi_journal_rewritten(qkv_storage *storage, int error) {

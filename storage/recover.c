@@ -361,18 +361,19 @@ static void flush_output(recovery *on) {
 
 static void write_entry(recovery *on, const qkv_journal_entry *entry) {
   struct journal_output *output = &on->output;
-  const uint64_t extent = qkvi_entry_extent(entry->bytes);
-  if (output->room - output->size < extent) flush_output(on);
-  if (output->room < extent) {
-    free(output->bytes);
-    output->room = extent;
-    output->bytes = qkvi_aligned(extent);
-  }
   qkv_journal_entry numbered = *entry;
   numbered.sequence = (on->epoch + 1) << QKVI_EPOCH_SHIFT | ++output->count;
   // All of it is durable before anyone sees it.
-  qkvi_entry_make(output->bytes + output->size, &numbered, on->storage->store, 0, output->offset + output->size);
-  output->size += extent;
+  const qkvi_entry_header header =
+      qkvi_entry_header_make(&numbered, on->storage->store, 0, output->offset + output->size);
+  const uint64_t extent = qkvi_entry_extent(entry->bytes);
+  for (uint64_t from = 0, size; from < extent; from += size) {
+    if (output->size == output->room) flush_output(on);
+    const uint64_t left = extent - from, room = output->room - output->size;
+    size = left < room ? left : room;
+    qkvi_entry_copy(output->bytes + output->size, &header, &numbered, from, size);
+    output->size += size;
+  }
 }
 
 static void keep_entry(void *context, const qkv_journal_entry *entry) {

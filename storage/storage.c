@@ -189,6 +189,7 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
   storage->journal.pending_last = &storage->journal.pending;
   storage->journal.rewrite_min = QKVI_JOURNAL_REWRITE;
   storage->journal.piece_bytes = QKVI_JOURNAL_PIECE;
+  storage->journal.batch_max = QKVI_JOURNAL_BATCH;
   storage->mailbox_last = &storage->mailbox;
   storage->fileless_last = &storage->fileless;
   storage->compaction.asked_last = &storage->compaction.asked;

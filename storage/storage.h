@@ -101,6 +101,10 @@ typedef void qkv_storage_done_fn(void *context, qkv_status status);
 // INVALID_ARGUMENT: kind, or more than QKV_JOURNAL_PAYLOAD_MAX bytes.
 qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
                                uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error);
+// The same for the entry's kind, session and payload, and a rest of it that is not copied: it stays until done(),
+// which then is not NULL.
+qkv_status qkv_storage_journal_long(qkv_storage *storage, const qkv_journal_entry *entry, qkv_storage_done_fn *done,
+                                    void *context, qkv_error *error);
 // Records of the session are unreadable for whatever is submitted later; done(): for ever.
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 // Records of `layer` (or QKV_LAYER_ALL) that were put before and begin at or beyond `position` are unreadable for

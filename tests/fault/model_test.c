@@ -418,6 +418,7 @@ static qkv_status open_storage(model *on, uint64_t budget, qkv_error *error) {
   if (writes_anew(on)) {
     on->storage->journal.rewrite_min = 128 << 10;
     on->storage->journal.piece_bytes = 16 << 10;
+    on->storage->journal.batch_max = 24 << 10;
   }
   for (int left = QKVI_WRITE_BUFFERS; has_few_buffers(on) && left > 2; left--)
     on->storage->free_buffers = on->storage->free_buffers->next;

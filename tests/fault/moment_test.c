@@ -61,7 +61,7 @@ static void open_storage(moment *on) {
   config.compress = false;
   on->storage = qkvi_storage_create(&config);
   on->storage->io = fault_disk_attach(on->disk, &on->storage->loop, 32);
-  on->storage->journal.piece_bytes = PIECE;
+  on->storage->journal.piece_bytes = on->storage->journal.batch_max = PIECE;
   on->told = on->entries = 0;
   const qkv_storage_restore restore = {.context = on, .record = count_record, .entry = count_entry};
   qkv_error error = {0};

@@ -304,6 +304,32 @@ static void journals_are_scanned(void **state) {
   free(bytes);
 }
 
+// Wherever an entry is cut, and however its payload lies, its bytes are the same.
+static void an_entry_is_written_in_pieces(void **state) {
+  (void)state;
+  enum { BYTES = 5000, ROOM = 8192 };
+  uint8_t payload[BYTES], *whole = aligned(ROOM), *pieces = aligned(ROOM);
+  fill(payload, sizeof payload, 5);
+  qkv_journal_entry entry = {
+      .kind = QKV_JOURNAL_CALIBRATION, .sequence = 7, .payload = payload, .bytes = sizeof payload};
+  assert_int_equal(qkvi_entry_extent(BYTES), ROOM);
+  qkvi_entry_make(whole, &entry, STORE, 6, 3 * 4096);
+  for (size_t size = 500; size < ROOM; size += 777) {
+    entry.bytes = size < BYTES ? size : BYTES;
+    entry.rest = payload + entry.bytes;
+    entry.rest_bytes = BYTES - entry.bytes;
+    const qkvi_entry_header header = qkvi_entry_header_make(&entry, STORE, 6, 3 * 4096);
+    memset(pieces, 0xff, ROOM);
+    for (size_t from = 0, next; from < ROOM; from = next) {
+      next = from + size < ROOM ? from + size : ROOM;
+      qkvi_entry_copy(pieces + from, &header, &entry, from, next - from);
+    }
+    assert_memory_equal(pieces, whole, ROOM);
+  }
+  free(whole);
+  free(pieces);
+}
+
 static void one_header_is_enough(void **state) {
   (void)state;
   uint64_t size, offsets[5];
@@ -536,6 +562,7 @@ int main(void) {
       cmocka_unit_test(journals_are_scanned),
       cmocka_unit_test(journals_are_walked),
       cmocka_unit_test(what_cannot_be_read_is_an_error),
+      cmocka_unit_test(an_entry_is_written_in_pieces),
       cmocka_unit_test(one_header_is_enough),
       cmocka_unit_test(golden_files_stay_readable),
       cmocka_unit_test(the_index_finds_what_is_there),

@@ -190,6 +190,54 @@ static void the_journal_keeps_what_counts(void **state) {
   }
 }
 
+typedef struct awaited {
+  pthread_mutex_t lock;
+  pthread_cond_t ended;
+  bool done;
+  qkv_status status;
+} awaited;
+
+static void note_ended(void *context, qkv_status status) {
+  awaited *on = context;
+  pthread_mutex_lock(&on->lock);
+  on->status = status;
+  on->done = true;
+  pthread_cond_signal(&on->ended);
+  pthread_mutex_unlock(&on->lock);
+}
+
+// Larger than what is written at once, and the caller's until it is durable.
+static void a_long_entry_is_written_from_where_it_lies(void **state) {
+  scene *on = *state;
+  enum { LARGE = 9 << 20 };
+  awaited wait = {.lock = PTHREAD_MUTEX_INITIALIZER, .ended = PTHREAD_COND_INITIALIZER};
+  uint8_t *rest = malloc(LARGE);
+  assert_non_null(rest);
+  scene_fill(rest, LARGE, 3, false);
+  scene_open(on);
+  qkv_journal_entry entry = {
+      .kind = QKV_JOURNAL_CALIBRATION, .payload = "begins", .bytes = 6, .rest = rest, .rest_bytes = LARGE};
+  assert_int_equal(qkv_storage_journal_long(on->storage, &entry, note_ended, &wait, NULL), QKV_OK);
+  assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_MODEL, 0, "behind", 6, NULL, NULL, NULL), QKV_OK);
+  pthread_mutex_lock(&wait.lock);
+  while (!wait.done) pthread_cond_wait(&wait.ended, &wait.lock);
+  pthread_mutex_unlock(&wait.lock);
+  assert_int_equal(wait.status, QKV_OK);
+  entry.rest_bytes = QKV_JOURNAL_PAYLOAD_MAX;
+  assert_int_equal(qkv_storage_journal_long(on->storage, &entry, note_ended, &wait, NULL), QKV_INVALID_ARGUMENT);
+  scene_close(on);
+  for (int round = 0; round < 2; round++) {  // its checksum is looked at, and it is written anew
+    scene_open(on);
+    assert_int_equal(on->entry_count, 2);
+    assert_int_equal(on->entries[0].bytes, 6 + LARGE);
+    assert_memory_equal(on->texts[0], "begins", 6);
+    assert_memory_equal(on->texts[0] + 6, rest, sizeof on->texts[0] - 6);
+    assert_memory_equal(on->texts[1], "behind", 6);
+    scene_close(on);
+  }
+  free(rest);
+}
+
 static void entries_that_nobody_needs_go(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -424,6 +472,7 @@ int main(void) {
       BOTH(records_of_unknown_sessions_are_dead),
       BOTH(truncation_cuts),
       BOTH(the_journal_keeps_what_counts),
+      BOTH(a_long_entry_is_written_from_where_it_lies),
       BOTH(the_newest_of_a_place_wins),
       BOTH(entries_that_nobody_needs_go),
       BOTH(dropped_records_are_gone),
