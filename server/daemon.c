@@ -87,6 +87,8 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_HUGE_PAGES],
                  qkv_heap_is_huge(qkv_arena_heap(qkv_store_arena(daemon->store))));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_ROOM_BYTES], (int64_t)stats.memory.bytes_limit);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_BESIDE_BYTES], qkvi_memory_beside(daemon->store));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
   const qkv_pool *const pools[] = {daemon->pool, daemon->bulk_pool, daemon->disk_pool, daemon->bulk_disk_pool};

@@ -4,7 +4,21 @@
 #include <stdio.h>
 #include <unistd.h>
 
-enum { BUDGET_PARTS = 64, KEPT_MIN = 8 << 20, FORGET_PARTS = 32, FREED_PARTS = 20, HOLES_MIN = 4 << 20 };
+#include "engine/base/cpu.h"
+
+enum {
+  ARENAS_LEAST = 2,
+  BUDGET_PARTS = 64,
+  KEPT_MIN = 8 << 20,
+  FORGET_PARTS = 32,
+  FREED_PARTS = 20,
+  HOLES_MIN = 4 << 20
+};
+
+// The process takes a tenth more than the budget at most: less so much, for what comes between two looks. Pages'
+// limit is not lowered below so much, or half of the budget, and is raised by such a part of it each time: from half
+// of it all the way in half a minute.
+enum { RULE_PARTS = 10, SPARE_PARTS = 128, SPARE_LEAST = 4 << 20, LIMIT_LEAST = 32 << 20, RAISE_PARTS = 256 };
 
 // Of what is free at an arena's end, which malloc_trim leaves alone where it is not the first arena; more than the 64
 // MiB that such an arena's parts have at most would never be given back. 4 MiB are enough for messages of 1 MiB to go
@@ -18,6 +32,9 @@ void qkvi_memory_setup(int64_t budget) {
   mallopt(M_TRIM_THRESHOLD, (int)top);
   mallopt(M_TOP_PAD, (int)(top / 2));
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  // Each arena keeps some of what was freed: by default there are eight for each processor.
+  const int cpus = qkv_cpu_count();
+  mallopt(M_ARENA_MAX, cpus < ARENAS_LEAST ? ARENAS_LEAST : cpus);
 }
 
 int64_t qkvi_memory_resident(void) {
@@ -29,13 +46,21 @@ int64_t qkvi_memory_resident(void) {
   return (int64_t)resident * sysconf(_SC_PAGESIZE);
 }
 
+static uint64_t span_resident(qkv_heap *heap) {
+  const qkv_heap_stats stats = qkv_heap_read(heap);
+  return stats.bytes_resident - stats.bytes_outside;
+}
+
+int64_t qkvi_memory_beside(qkv_store *store) {
+  const int64_t span = (int64_t)span_resident(qkv_arena_heap(qkv_store_arena(store))), all = qkvi_memory_resident();
+  return all > span ? all - span : 0;
+}
+
 // Resident bytes that are neither of the heap nor in blocks of malloc: what it keeps, and code and stacks.
 static int64_t idle_bytes(qkv_store *store) {
-  const qkv_heap_stats heap = qkv_store_read_stats(store).heap;
   const struct mallinfo2 info = mallinfo2();
-  const uint64_t span = heap.bytes_resident - heap.bytes_outside;
-  const int64_t used = (int64_t)(span + info.uordblks + info.hblkhd), all = qkvi_memory_resident();
-  return all > used ? all - used : 0;
+  const int64_t used = (int64_t)(info.uordblks + info.hblkhd), beside = qkvi_memory_beside(store);
+  return beside > used ? beside - used : 0;
 }
 
 // What has been freed goes back a 20th at a time: half of it after 3.5 seconds, all but an eighth after ten. Whoever
@@ -48,9 +73,31 @@ static void trim_heap(qkvi_memory *memory, qkv_heap *heap) {
   if (stats.bytes_resident > memory->used + memory->used / 8 + HOLES_MIN) qkv_heap_trim(heap, memory->used);
 }
 
+uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most) {
+  const uint64_t half = budget / 2, little = budget < LIMIT_LEAST ? budget : LIMIT_LEAST;
+  const uint64_t least = half > little ? half : little;
+  const uint64_t whole = budget + budget / RULE_PARTS, spare = SPARE_LEAST + budget / SPARE_PARTS;
+  const uint64_t all = beside + most + spare;
+  if (all > whole) return limit > least + (all - whole) ? limit - (all - whole) : least;
+  const uint64_t step = budget / RAISE_PARTS, left = whole - all, more = left < step ? left : step;
+  return limit + more < budget ? limit + more : budget;
+}
+
+// Sanitizers keep books that are resident, too, and no page lies in the heap.
+static void follow(qkv_store *store) {
+#ifndef QKV_SANITIZED
+  qkv_arena *arena = qkv_store_arena(store);
+  const qkv_arena_stats memory = qkv_arena_read(arena);
+  const uint64_t most = qkv_heap_read(qkv_arena_heap(arena)).bytes_most, beside = (uint64_t)qkvi_memory_beside(store);
+  qkv_arena_set_limit(arena, qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, beside, most));
+#else
+  (void)store;
+#endif
+}
+
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
   qkv_heap *heap = qkv_arena_heap(qkv_store_arena(store));
-  int64_t kept_max = (int64_t)(qkv_store_read_stats(store).memory.bytes_max / BUDGET_PARTS);
+  int64_t kept_max = (int64_t)(qkv_arena_read(qkv_store_arena(store)).bytes_max / BUDGET_PARTS);
   if (kept_max < KEPT_MIN) kept_max = KEPT_MIN;
   qkv_heap_tend(heap);
   trim_heap(memory, heap);
@@ -62,4 +109,5 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
     idle = memory->left = idle_bytes(store);
   }
   if (idle < memory->left) memory->left = idle;
+  follow(store);
 }

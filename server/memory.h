@@ -1,8 +1,11 @@
-// The process's memory beside sessions: what malloc keeps of messages, buffers and pages on their way to the disk.
+// The process's memory: that all of it keeps to memory-budget and a tenth.
 //
-// glibc hands freed pages back to the system and faults them in again for the next message unless it is told to keep
-// them; told so, it keeps what many threads have freed here and there until somebody asks. So it is asked, whenever
-// more than a part of memory-budget lies idle.
+// What lies beside the pages is code, stacks, messages under way, calibrations, what malloc keeps. glibc hands freed
+// pages back to the system and faults them in again for the next message unless it is told to keep them; told so, it
+// keeps what many threads have freed here and there until somebody asks. So it is asked, whenever more than a part of
+// memory-budget lies idle. What is still there then has to be taken from what pages may have: the arena's limit
+// (engine/base/arena.h) follows it, down at once, so that pages leave, and up slowly, so that they do not go to and
+// fro with each burst of messages. It stays above half of the budget, and above 32 MiB of it.
 //
 // Threads: setup before any other; tend by one thread at a time.
 #ifndef QKV_SERVER_MEMORY_H
@@ -20,9 +23,15 @@ typedef struct qkvi_memory {
 // What malloc keeps at the end of each arena: up to a 64th of memory-budget, 4 to 16 MiB.
 void qkvi_memory_setup(int64_t budget);
 // Gives back what malloc keeps beyond a 64th of memory-budget, and, within some ten seconds, what sessions that are
-// gone have left of theirs, and makes the heap's pages whole. Takes milliseconds; meant for four times a second.
+// gone have left of theirs, makes the heap's pages whole, and sets the arena's limit. Takes milliseconds; meant for
+// four times a second.
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
 int64_t qkvi_memory_resident(void);
+// Of these, what is not in the heap of pages.
+int64_t qkvi_memory_beside(qkv_store *store);
+// What pages may have of a budget, which have `limit` now: `beside` is resident beside them, and `most` will be of
+// theirs. Not an arena's own matter, and pure, for tests.
+uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most);
 
 #endif

@@ -72,6 +72,10 @@
   X(KV_HUGE_PAGES, "qkvd_kv_huge_pages", QKV_GAUGE, "1 where they lie on pages of 2 MiB.")                          \
   X(KV_SPLIT_PAGES, "qkvd_kv_split_pages", QKV_GAUGE, "Of these, pages of which a part went back to the machine.")  \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                                  \
+  X(KV_ROOM_BYTES, "qkvd_kv_room_bytes", QKV_GAUGE,                                                                 \
+    "What of it KV may take now, so that the process keeps to the budget and a tenth.")                             \
+  X(BESIDE_BYTES, "qkvd_beside_bytes", QKV_GAUGE,                                                                   \
+    "Resident memory that KV does not lie in: code, buffers, messages, calibrations.")                              \
   X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")        \
   X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                         \
     "Bytes of calibrations and coders in use, beside the memory budget.")                                           \

@@ -20,7 +20,8 @@ const qkv_option qkv_server_option_table[] = {
      "Where to serve gRPC: unix:PATH or HOST:PORT; may be given several times. Port 0 takes any free one."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
-     "Memory for all sessions, their keys and values; sessions and appends beyond it are refused."},
+     "Memory for all sessions, their keys and values; sessions and appends beyond it are refused. The whole process "
+     "keeps to it and a tenth."},
     {"huge-pages", QKV_OPTION_STRING, AT(huge_pages), "auto", 0, 0, "PAGES",
      "What keys and values lie on: auto, pages of 2 MiB where the kernel gives them on request, or off. The log says "
      "which."},

@@ -183,8 +183,7 @@ static qkv_status claim(restoring *all, uint64_t bytes, qkv_error *error) {
   if (bytes > most)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "session %s: layer %" PRIu32 ": %" PRIu64
-                    " bytes are to come back from the SSD, half of "
-                    "memory-budget is %" PRIu64,
+                    " bytes are to come back from the SSD, half of what memory-budget has for pages is %" PRIu64,
                     qkv_session_name(all->wanted.session), all->wanted.layer, bytes, most);
   return qkvi_spill_claim(all->spill, bytes + all->wanted.beside, all->wanted.held, &all->room, error);
 }

@@ -26,7 +26,7 @@ struct qkvi_retierer {
   qkvi_spill *spill;         // NULL: memory is all there is
   qkv_retier_policy policy;  // tier-bits, or the thresholds
   bool thresholds;
-  uint64_t high, low;  // bytes
+  double high, low;  // parts of what memory-budget has for pages; 1: there is no such mark
   bool pressed;
   int64_t millibits;
   char after[QKV_NAME_MAX + 1];  // the session that was looked at last; "" at the beginning
@@ -60,9 +60,8 @@ qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_spill *spill, const q
   retierer->spill = spill;
   retierer->policy = qkv_server_options_retier(options);
   retierer->thresholds = options->tier_thresholds != NULL;
-  retierer->high =
-      options->memory_high < 1 ? (uint64_t)(options->memory_high * (double)options->memory_budget) : UINT64_MAX;
-  retierer->low = (uint64_t)(options->memory_low * (double)options->memory_budget);
+  retierer->high = options->memory_high;
+  retierer->low = options->memory_low;
   for (size_t i = 0; i < NOTES; i++) retierer->notes[i].serial = UINT64_MAX;
   return retierer;
 }
@@ -180,7 +179,19 @@ static int by_last_use(const void *a, const void *b) {
 }
 
 static uint64_t used(const qkvi_retierer *retierer) {
-  return qkv_store_read_stats(retierer->store).memory.bytes_used;
+  return qkv_arena_read(qkv_store_arena(retierer->store)).bytes_used;
+}
+
+static uint64_t mark(const qkvi_retierer *retierer, double part) {
+  return (uint64_t)(part * (double)qkv_arena_read(qkv_store_arena(retierer->store)).bytes_limit);
+}
+
+static bool is_high(const qkvi_retierer *retierer) {
+  return retierer->high < 1 && used(retierer) > mark(retierer, retierer->high);
+}
+
+static bool is_low(const qkvi_retierer *retierer) {
+  return used(retierer) <= mark(retierer, retierer->low);
 }
 
 static void press_session(step *on, const candidate *at) {
@@ -189,7 +200,7 @@ static void press_session(step *on, const candidate *at) {
   qkv_retier_policy policy = retierer->policy;
   const uint32_t layers = at->info.model->layers;
   uint32_t still = 0;  // layers in a row that did not change, those whose pages wait for the disk among them
-  while (known->pressed < PRESSED_STEPS && still < layers && !spent(on) && used(retierer) > retierer->low) {
+  while (known->pressed < PRESSED_STEPS && still < layers && !spent(on) && !is_low(retierer)) {
     const uint64_t before = on->report->pages;
     policy.bits = pressed_bits[known->pressed];
     retier_layer(on, at->session, &policy, &known->clean_pressed);
@@ -207,22 +218,22 @@ static void log_pressure(const qkvi_retierer *retierer, const char *text) {
 // True where there is more to demote.
 static bool press_sessions(step *on) {
   qkvi_retierer *retierer = on->retierer;
-  if (!retierer->pressed && used(retierer) <= retierer->high) return false;
+  if (!retierer->pressed && !is_high(retierer)) return false;
   begin_work(on, PRESS_MS);
   if (!retierer->pressed) log_pressure(retierer, "memory-high is reached, sessions are demoted");
   retierer->pressed = true;
   qsort(on->candidates, on->count, sizeof *on->candidates, by_last_use);
   bool alone = false;  // in memory: nothing but demotion makes room of it
-  for (size_t i = 0; i < on->count && !spent(on) && used(retierer) > retierer->low; i++) {
+  for (size_t i = 0; i < on->count && !spent(on) && !is_low(retierer); i++) {
     const candidate *at = &on->candidates[i];
     if (at->info.config.max_attention_error > 0 || at->info.config.keep_full) continue;
     alone |= at->info.config.backing == NULL;
     if (at->info.usage.tokens_coded > 0) press_session(on, at);
   }
   // What cannot be demoted any further leaves memory, where it is on the SSD.
-  if (retierer->spill != NULL && !spent(on) && used(retierer) > retierer->low)
-    (void)qkvi_spill_evict(retierer->spill, retierer->low);
-  if (used(retierer) <= retierer->low) {
+  if (retierer->spill != NULL && !spent(on) && !is_low(retierer))
+    (void)qkvi_spill_evict(retierer->spill, mark(retierer, retierer->low));
+  if (is_low(retierer)) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;
   }

@@ -477,36 +477,48 @@ static bool take_flag(qkvi_spill *spill, bool *flag) {
   return was;
 }
 
+// memory-budget, which what is fixed at the start is a part of.
+static uint64_t whole_budget(const qkvi_spill *spill) {
+  return qkv_arena_read(qkv_store_arena(spill->store)).bytes_max;
+}
+
 // What a page on the SSD takes beside its bytes: its entry in the layer (engine/cache/layer.h) and in the storage's
 // index, each in arrays that double, and in the index's table.
 enum { RECORD_COST = 2 * (sizeof(qkv_page_entry) + 80) + 16, COUNT_MS = 100, DIRECTORY_PART = 8 };
-
-// What the heap of pages learns of it.
-static void note_beside(const qkvi_spill *spill) {
-  qkv_heap_set_beside(qkv_arena_heap(qkv_store_arena(spill->store)), spill->buffer_bytes + spill->directory_bytes);
-}
 
 // These are part of memory-budget, up to an eighth of it. Where there is no room the coldest pages leave, and it is
 // tried again.
 static void count_directory(qkvi_spill *spill) {
   qkv_storage_stats stats;
+  qkv_storage_read_stats(spill->storage, &stats);
+  const uint64_t most = whole_budget(spill) / DIRECTORY_PART, all = stats.records * RECORD_COST,
+                 wanted = all < most ? all : most, counted = spill->directory_bytes;
+  qkv_arena *arena = qkv_store_arena(spill->store);
+  if (wanted <= counted) {
+    if (wanted < counted) qkv_arena_unreserve_elsewhere(arena, counted - wanted);
+    spill->directory_bytes = wanted;
+  } else if (qkv_arena_reserve_elsewhere(arena, wanted - counted, NULL) == QKV_OK) {
+    spill->directory_bytes = wanted;
+  } else {
+    const uint64_t budget = qkvi_spill_budget(spill), more = wanted - counted;
+    (void)qkvi_spill_evict(spill, budget > more ? budget - more : 0);
+  }
+}
+
+// What is beyond a limit that has become less leaves. What is not durable yet does so later.
+static void keep_limit(qkvi_spill *spill) {
+  const uint64_t budget = qkvi_spill_budget(spill);
+  if (qkvi_spill_taken(spill) <= budget) return;
+  (void)qkvi_spill_evict(spill, budget);
+  if (qkvi_spill_taken(spill) > budget) qkvi_spill_hasten(spill);
+}
+
+static void keep_counts(qkvi_spill *spill) {
   const int64_t now = qkvi_spill_now_ms();
   if (now < spill->counted_ms + COUNT_MS) return;
   spill->counted_ms = now;
-  qkv_storage_read_stats(spill->storage, &stats);
-  const uint64_t budget = qkvi_spill_budget(spill), most = budget / DIRECTORY_PART;
-  const uint64_t all = stats.records * RECORD_COST, wanted = all < most ? all : most,
-                 counted = spill->directory_bytes;
-  qkv_arena *arena = qkv_store_arena(spill->store);
-  if (wanted <= counted) {
-    qkv_arena_unreserve(arena, counted - wanted);
-    spill->directory_bytes = wanted;
-  } else if (qkv_arena_reserve(arena, wanted - counted, NULL) == QKV_OK) {
-    spill->directory_bytes = wanted;
-  } else {
-    (void)qkvi_spill_evict(spill, budget - (wanted - counted));
-  }
-  if (spill->directory_bytes != counted) note_beside(spill);
+  count_directory(spill);
+  keep_limit(spill);
 }
 
 // A device without room may have it again; a budget has not, unless something goes.
@@ -524,7 +536,7 @@ static void *work(void *context) {
     if (!resting(spill) && take_flag(spill, &spill->wanted)) qkvi_spill_journal_calibrations(spill);
     if (atomic_exchange_explicit(&spill->unsettled, false, memory_order_relaxed) && !settle_sessions(spill))
       atomic_store_explicit(&spill->unsettled, true, memory_order_relaxed);
-    count_directory(spill);
+    keep_counts(spill);
     qkvi_spill_lock(spill);
     const bool ending = spill->ending;
     qkvi_spill_unlock(spill);
@@ -562,15 +574,14 @@ static uint64_t dirty_bytes(const qkvi_spill *spill, const qkv_server_options *o
 
 static qkv_status reserve_buffers(qkvi_spill *spill, const qkv_server_options *options, qkv_error *error) {
   const uint64_t most = 2 * (uint64_t)options->storage_dirty + FIXED_BUFFERS;
-  const uint64_t part = qkvi_spill_budget(spill) / BUFFERS_PART, bytes = part < most ? part : most;
-  QKV_TRY(qkv_arena_reserve(qkv_store_arena(spill->store), bytes, error));
+  const uint64_t part = whole_budget(spill) / BUFFERS_PART, bytes = part < most ? part : most;
+  QKV_TRY(qkv_arena_reserve_elsewhere(qkv_store_arena(spill->store), bytes, error));
   spill->buffer_bytes = bytes;
-  note_beside(spill);
   return QKV_OK;
 }
 
 uint64_t qkvi_spill_window(const qkvi_spill *spill, uint64_t taken) {
-  const uint64_t part = qkvi_spill_budget(spill) / WINDOW_PART, all = part < WINDOW_MAX ? part : WINDOW_MAX;
+  const uint64_t part = whole_budget(spill) / WINDOW_PART, all = part < WINDOW_MAX ? part : WINDOW_MAX;
   return taken < all ? (all - taken) / 2 : 0;
 }
 
@@ -646,7 +657,7 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
   }
   qkv_pool_destroy(&old->restorers);
   if (old->storage != NULL) qkv_storage_close(&old->storage);
-  qkv_arena_unreserve(qkv_store_arena(old->store), old->buffer_bytes + old->directory_bytes);
+  qkv_arena_unreserve_elsewhere(qkv_store_arena(old->store), old->buffer_bytes + old->directory_bytes);
   for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
     next = known->next;
     free(known);
@@ -673,7 +684,7 @@ void qkvi_spill_destroy(qkvi_spill **spill) {
 }
 
 uint64_t qkvi_spill_budget(const qkvi_spill *spill) {
-  return qkv_store_read_stats(spill->store).memory.bytes_max;
+  return qkv_arena_read(qkv_store_arena(spill->store)).bytes_limit;
 }
 
 qkv_storage *qkvi_spill_storage(const qkvi_spill *spill) {

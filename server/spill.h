@@ -43,7 +43,7 @@ qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start);
 // Files of which at most this share is needed give it to others. Waits. The bytes that the disk got back.
 qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error);
 
-// memory-budget.
+// What of memory-budget may be taken now (server/memory.h).
 uint64_t qkvi_spill_budget(const qkvi_spill *spill);
 
 qkv_storage *qkvi_spill_storage(const qkvi_spill *spill);

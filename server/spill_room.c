@@ -52,7 +52,7 @@ void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count) {
 }
 
 uint64_t qkvi_spill_taken(qkvi_spill *spill) {
-  const qkv_arena_stats memory = qkv_store_read_stats(spill->store).memory;
+  const qkv_arena_stats memory = qkv_arena_read(qkv_store_arena(spill->store));
   return memory.bytes_used + memory.bytes_reserved;
 }
 
@@ -160,10 +160,12 @@ static uint64_t staying(qkvi_spill *spill) {
 // ask. What gets free meanwhile, by whomever, is kept for this one.
 static qkv_status make_room(qkvi_spill *spill, uint64_t bytes, int64_t until) {
   qkv_arena *arena = qkv_store_arena(spill->store);
-  const uint64_t budget = qkvi_spill_budget(spill), most = budget - bytes, target = most - most / 16;
   uint64_t seen = qkvi_spill_steps(spill);
   bool waited = false;
   for (;;) {
+    const uint64_t budget = qkvi_spill_budget(spill);  // each time, as it follows what lies beside it
+    if (bytes > budget) break;
+    const uint64_t most = budget - bytes, target = most - most / 16;
     const bool pending = anything_pending(spill);  // before, as what is written meanwhile can leave
     if (qkv_arena_reserve_next(arena, bytes) == QKV_OK) return QKV_OK;
     (void)evict(spill, target, false);
@@ -202,23 +204,30 @@ static void end_turn(qkvi_spill *spill, size_t held) {
   qkvi_spill_progress(spill);
 }
 
+static qkv_status refuse(const qkvi_spill *spill, uint64_t bytes, qkv_error *error) {
+  const qkv_arena_stats memory = qkv_arena_read(qkv_store_arena(spill->store));
+  if (memory.bytes_limit == memory.bytes_max)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
+                    memory.bytes_max, bytes);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "memory-budget is %" PRIu64 " bytes, %" PRIu64 " of them for what lies beside the pages, %" PRIu64
+                  " more are needed and nothing else can leave it",
+                  memory.bytes_max, memory.bytes_max - memory.bytes_limit, bytes);
+}
+
 qkv_status qkvi_spill_claim(qkvi_spill *spill, uint64_t bytes, size_t held, uint64_t *room, qkv_error *error) {
   const int64_t until = qkvi_spill_now_ms() + WAIT_MS;
-  const uint64_t budget = qkvi_spill_budget(spill);
-  qkv_status status = bytes <= budget ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+  qkv_status status = bytes <= qkvi_spill_budget(spill) ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
   if (status == QKV_OK && bytes > 0) {
     take_turn(spill, held);
     const int64_t least = qkvi_spill_now_ms() + QKVI_SPILL_STEP_MS;  // however long the turn took to come
     status = make_room(spill, bytes, until > least ? until : least);
     end_turn(spill, held);
   }
-  if (status == QKV_OK) {
-    *room += bytes;
-    return QKV_OK;
-  }
-  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                  "memory-budget is %" PRIu64 " bytes, %" PRIu64 " more are needed and nothing else can leave it",
-                  budget, bytes);
+  if (status != QKV_OK) return refuse(spill, bytes, error);
+  *room += bytes;
+  return QKV_OK;
 }
 
 void qkvi_spill_unclaim(qkvi_spill *spill, uint64_t *room) {

@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -10,10 +11,13 @@
 struct qkv_arena {
   const char *budget_name;
   uint64_t bytes_max;
-  _Atomic uint64_t claimed;   // bytes allocated or reserved; at most bytes_max
+  _Atomic uint64_t limit;     // bytes that may be claimed; at most bytes_max
+  _Atomic uint64_t claimed;   // bytes allocated or reserved
   _Atomic uint64_t reserved;  // bytes reserved
   _Atomic uint64_t kept;      // bytes that others leave to one who waits for them
   qkv_heap *heap;
+  pthread_mutex_t lock;  // what the heap is told of the limit and of this
+  uint64_t elsewhere;    // bytes reserved for what is not in it
 };
 
 // Sanitizers watch what malloc gives out.
@@ -33,6 +37,8 @@ qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget
   assert(arena != NULL);
   arena->budget_name = budget_name;
   arena->bytes_max = bytes_max;
+  atomic_init(&arena->limit, bytes_max);
+  (void)pthread_mutex_init(&arena->lock, NULL);
   arena->heap = qkv_heap_create(from_heap ? bytes_max : 0, config);
   return arena;
 }
@@ -45,6 +51,7 @@ void qkv_arena_destroy(qkv_arena **arena) {
   if (*arena == NULL) return;
   assert(atomic_load(&(*arena)->claimed) == 0 && atomic_load(&(*arena)->reserved) == 0);
   qkv_heap_destroy(&(*arena)->heap);
+  (void)pthread_mutex_destroy(&(*arena)->lock);
   free(*arena);
   *arena = NULL;
 }
@@ -54,16 +61,23 @@ size_t qkv_arena_cost(size_t bytes) {
   return (bytes + QKV_ARENA_ALIGN - 1) / QKV_ARENA_ALIGN * QKV_ARENA_ALIGN;
 }
 
+static qkv_status refuse(const qkv_arena *arena, uint64_t limit, uint64_t used, uint64_t bytes, qkv_error *error) {
+  if (limit == arena->bytes_max)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "%s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64 " more are needed", arena->budget_name,
+                    arena->bytes_max, used, bytes);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "%s is %" PRIu64 " bytes, %" PRIu64 " of them for what lies beside the pages, %" PRIu64
+                  " in use, %" PRIu64 " more are needed",
+                  arena->budget_name, arena->bytes_max, arena->bytes_max - limit, used, bytes);
+}
+
 static qkv_status reserve(qkv_arena *arena, uint64_t kept, uint64_t bytes, qkv_error *error) {
+  const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed);
   uint64_t claimed = atomic_load_explicit(&arena->claimed, memory_order_relaxed);
   do {
-    assert(claimed <= arena->bytes_max);
-    const uint64_t left = arena->bytes_max - claimed, mine = left > kept ? left - kept : 0;
-    if (bytes > mine) {
-      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                      "%s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64 " more are needed", arena->budget_name,
-                      arena->bytes_max, arena->bytes_max - mine, bytes);
-    }
+    const uint64_t left = limit > claimed ? limit - claimed : 0, mine = left > kept ? left - kept : 0;
+    if (bytes > mine) return refuse(arena, limit, left > 0 ? limit - mine : claimed, bytes, error);
   } while (!atomic_compare_exchange_weak_explicit(&arena->claimed, &claimed, claimed + bytes, memory_order_relaxed,
                                                   memory_order_relaxed));
   atomic_fetch_add_explicit(&arena->reserved, bytes, memory_order_relaxed);
@@ -94,6 +108,38 @@ void qkv_arena_let_go(qkv_arena *arena) {
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes) {
   subtract(&arena->reserved, bytes);
   subtract(&arena->claimed, bytes);
+}
+
+// With the lock.
+static void tell_heap(qkv_arena *arena) {
+  const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed);
+  qkv_heap_set_beside(arena->heap, arena->bytes_max - limit + arena->elsewhere);
+}
+
+qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  QKV_TRY(qkv_arena_reserve(arena, bytes, error));
+  (void)pthread_mutex_lock(&arena->lock);
+  arena->elsewhere += bytes;
+  tell_heap(arena);
+  (void)pthread_mutex_unlock(&arena->lock);
+  return QKV_OK;
+}
+
+void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes) {
+  (void)pthread_mutex_lock(&arena->lock);
+  assert(arena->elsewhere >= bytes);
+  arena->elsewhere -= bytes;
+  tell_heap(arena);
+  (void)pthread_mutex_unlock(&arena->lock);
+  qkv_arena_unreserve(arena, bytes);
+}
+
+void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes) {
+  const uint64_t limit = bytes < arena->bytes_max ? bytes : arena->bytes_max;
+  (void)pthread_mutex_lock(&arena->lock);
+  atomic_store_explicit(&arena->limit, limit, memory_order_relaxed);
+  tell_heap(arena);
+  (void)pthread_mutex_unlock(&arena->lock);
 }
 
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
@@ -143,6 +189,7 @@ qkv_arena_stats qkv_arena_read(const qkv_arena *arena) {
   uint64_t reserved = atomic_load_explicit(&arena->reserved, memory_order_relaxed);
   uint64_t claimed = atomic_load_explicit(&arena->claimed, memory_order_relaxed);
   return (qkv_arena_stats){.bytes_max = arena->bytes_max,
+                           .bytes_limit = atomic_load_explicit(&arena->limit, memory_order_relaxed),
                            .bytes_used = claimed > reserved ? claimed - reserved : 0,
                            .bytes_reserved = reserved};
 }

@@ -12,6 +12,10 @@
 // used, and hands it on as a *room*: bytes of a reservation, which what it calls uses up first. So nobody else gets
 // them in between.
 //
+// The process takes memory that no arena knows of, too. So that all of it keeps to what the budget promises, somebody
+// who sees the whole sets a *limit* below the budget, which may be less than what is taken: then nothing is given out
+// until enough has been given back.
+//
 // Blocks are aligned to 64 bytes and lie in a heap of the arena's own (heap.h); from malloc in builds with
 // sanitizers, which would not see into it. Threads: any; the counters are atomic.
 #ifndef QKV_ENGINE_BASE_ARENA_H
@@ -29,6 +33,7 @@ typedef struct qkv_arena qkv_arena;
 
 typedef struct qkv_arena_stats {
   uint64_t bytes_max;       // the budget
+  uint64_t bytes_limit;     // what of it may be taken now
   uint64_t bytes_used;      // allocated
   uint64_t bytes_reserved;  // promised, not allocated yet
 } qkv_arena_stats;
@@ -43,9 +48,16 @@ void qkv_arena_destroy(qkv_arena **arena);
 // What a block of `bytes` costs: rounded up to the alignment. Reserve sums of these.
 size_t qkv_arena_cost(size_t bytes);
 
-// RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed".
+// What of the budget may be taken from now on; all of it where `bytes` is more. Holes of the heap go back at once.
+void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes);
+
+// RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed", and behind the first
+// number ", 48576 of them for what lies beside the pages" where the limit is less.
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
+// The same for memory of the budget that lies elsewhere and not in blocks.
+qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error);
+void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes);
 // The same out of a room (NULL: of none), which gets less by what is taken of it, and what it has not got as above.
 qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error);
 // The same for one who waits: where there is no room for it, what gets free is kept for it from here on, until it is

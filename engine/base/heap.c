@@ -245,6 +245,7 @@ void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes) {
   (void)pthread_mutex_lock(&heap->lock);
   heap->beside = bytes < heap->bytes_max ? bytes : heap->bytes_max;
   heap->resident_next = resident_limit(heap);
+  limit(heap);
   (void)pthread_mutex_unlock(&heap->lock);
 }
 
@@ -276,6 +277,7 @@ qkv_heap_stats qkv_heap_read(qkv_heap *heap) {
   (void)pthread_mutex_lock(&heap->lock);
   const qkv_heap_stats stats = {.bytes_used = heap->used + heap->outside,
                                 .bytes_resident = heap->resident + heap->outside,
+                                .bytes_most = resident_limit(heap),
                                 .bytes_outside = heap->outside,
                                 .tiles_split = heap->split};
   (void)pthread_mutex_unlock(&heap->lock);

@@ -38,6 +38,7 @@ typedef struct qkv_heap_config {
 typedef struct qkv_heap_stats {
   uint64_t bytes_used;      // in blocks
   uint64_t bytes_resident;  // of the span and of malloc's blocks; at most, as not every page of 2 MiB can be had
+  uint64_t bytes_most;      // that holes go back beyond
   uint64_t bytes_outside;   // of both, in malloc's blocks
   uint64_t tiles_split;     // tiles that are resident in part
 } qkv_heap_stats;
@@ -52,7 +53,7 @@ qkv_status qkv_heap_check(const qkv_heap_config *config, qkv_error *error);
 // Blocks that are left go with it, but for those of malloc. Clears *heap.
 void qkv_heap_destroy(qkv_heap **heap);
 
-// So much of bytes_max is taken elsewhere, by buffers: so much less is resident here.
+// So much of bytes_max is taken elsewhere: so much less is resident here. Holes go back at once where that is passed.
 void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes);
 
 // Aligned to 64 bytes, contents undefined. Aborts where the machine is out of memory.

@@ -79,7 +79,7 @@ static void unlock_layers(qkv_learner *learner) {
 
 static void drop(qkv_learner *learner, qkv_moments *moments) {
   if (moments == NULL) return;
-  qkv_arena_unreserve(learner->arena, qkv_moments_bytes(&learner->shape));
+  qkv_arena_unreserve_elsewhere(learner->arena, qkv_moments_bytes(&learner->shape));
   qkv_moments_destroy(&moments);
 }
 
@@ -144,7 +144,8 @@ static qkv_moments *moments_of(qkv_learner *learner) {
   if (moments != NULL) return moments;
   (void)pthread_mutex_lock(&learner->error_lock);
   moments = atomic_load_explicit(&learner->moments, memory_order_acquire);
-  if (moments == NULL && qkv_arena_reserve(learner->arena, qkv_moments_bytes(&learner->shape), NULL) == QKV_OK) {
+  if (moments == NULL &&
+      qkv_arena_reserve_elsewhere(learner->arena, qkv_moments_bytes(&learner->shape), NULL) == QKV_OK) {
     moments = qkv_moments_create(&learner->shape);
     atomic_store_explicit(&learner->moments, moments, memory_order_release);
   }

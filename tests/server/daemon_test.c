@@ -106,6 +106,8 @@ static void status_tells_all(void **out) {
   assert_int_equal(status->sessions, 0);
   assert_int_equal(status->kv_bytes, 0);
   assert_int_equal(status->kv_bytes_limit, 8 * MIB);
+  assert_int_equal(status->kv_bytes_room, 8 * MIB);  // so little is never lowered
+  assert_true(status->beside_bytes > 0 && status->beside_bytes <= status->rss_bytes + 8 * MIB);
   assert_in_range(status->rss_bytes, MIB, 4096 * MIB);
   assert_int_equal(status->n_listen, 2);
   assert_string_equal(status->listen[0], state->daemon->unix_address);
@@ -119,6 +121,8 @@ static void status_tells_all(void **out) {
   assert_string_equal(option_of(status, "limit-models")->source, "flag");
   assert_string_equal(option_of(status, "limit-items")->source, "default");
   assert_int_equal(metric_of(status, "qkvd_kv_limit_bytes"), 8 * MIB);
+  assert_int_equal(metric_of(status, "qkvd_kv_room_bytes"), 8 * MIB);
+  assert_true(metric_of(status, "qkvd_beside_bytes") > 0);
   assert_int_equal(metric_of(status, "qkvd_calls_running"), 1);
   assert_string_equal(status->metrics[0]->type, "counter");
   assert_true(strlen(status->metrics[0]->help) > 0);

@@ -99,11 +99,66 @@ static void what_sessions_leave_goes_back_later(void **state) {
   qkv_store_destroy(&store);
 }
 
+// In MiB, of a budget of 256: 281.6 are the rule, 6 of which are spare.
+static uint64_t limit_of(uint64_t limit, uint64_t beside, uint64_t most) {
+  return qkvi_memory_limit((uint64_t)256 * MIB, limit * MIB, beside * MIB, most * MIB) / MIB;
+}
+
+static void what_is_beside_pages_is_taken_from_them(void **state) {
+  (void)state;
+  assert_int_equal(limit_of(256, 10, 260), 256);  // there is room for all
+  assert_int_equal(limit_of(256, 40, 260), 231);  // down at once
+  assert_int_equal(limit_of(231, 40, 235), 231);
+  assert_int_equal(limit_of(231, 10, 235), 232);  // up slowly
+  assert_int_equal(limit_of(256, 10, 100), 256);
+  assert_int_equal(limit_of(256, 300, 260), 128);  // half stays
+  assert_int_equal(limit_of(128, 300, 132), 128);
+  assert_int_equal(qkvi_memory_limit(100 * MIB, 100 * MIB, 200 * MIB, 100 * MIB), 50 * MIB);
+  assert_int_equal(qkvi_memory_limit(50 * MIB, 50 * MIB, 200 * MIB, 50 * MIB), 32 * MIB);  // of little more
+  assert_int_equal(qkvi_memory_limit(8 * MIB, 8 * MIB, 200 * MIB, 12 * MIB), 8 * MIB);
+}
+
+static void pages_make_way_for_what_lies_beside_them(void **state) {
+  (void)state;
+#ifdef QKV_SANITIZED
+  skip();  // it has books of its own in memory
+#endif
+  enum { BUDGET = 512, BESIDE = 128 };
+  const qkv_store_config config = {.memory_budget = (uint64_t)BUDGET * MIB,
+                                   .models_max = 1,
+                                   .sessions_max = 1,
+                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED)}};
+  qkv_store *store = qkv_store_create(&config);
+  qkv_arena *arena = qkv_store_arena(store);
+  qkvi_memory memory = {0};
+  tend_seconds(&memory, store, 1);
+  assert_in_range(qkv_arena_read(arena).bytes_limit, (uint64_t)(BUDGET - 16) * MIB, (uint64_t)BUDGET * MIB);
+  const int64_t before = qkvi_memory_beside(store);
+  char *large = malloc((size_t)BESIDE * MIB);
+  assert_non_null(large);
+  memset(large, 1, (size_t)BESIDE * MIB);
+  assert_in_range(qkvi_memory_beside(store) - before, (BESIDE - 1) * MIB, (BESIDE + 1) * MIB);
+  qkvi_memory_tend(&memory, store);
+  const uint64_t limit = qkv_arena_read(arena).bytes_limit;
+  assert_in_range(limit, (uint64_t)(BUDGET - BESIDE - 16) * MIB, (uint64_t)(BUDGET - BESIDE / 2) * MIB);
+  // All that can be resident then keeps to the rule.
+  const uint64_t all = (uint64_t)qkvi_memory_beside(store) + qkv_heap_read(qkv_arena_heap(arena)).bytes_most;
+  assert_true(all <= (uint64_t)BUDGET * MIB / 10 * 11);
+  free(large);
+  tend_seconds(&memory, store, 1);
+  assert_in_range(qkv_arena_read(arena).bytes_limit, limit + 1, limit + (uint64_t)BUDGET * MIB / 32);
+  tend_seconds(&memory, store, 40);
+  assert_in_range(qkv_arena_read(arena).bytes_limit, (uint64_t)(BUDGET - 16) * MIB, (uint64_t)BUDGET * MIB);
+  qkv_store_destroy(&store);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(little_is_kept),
       cmocka_unit_test(a_part_of_much_is_kept),
       cmocka_unit_test(what_sessions_leave_goes_back_later),
+      cmocka_unit_test(what_is_beside_pages_is_taken_from_them),
+      cmocka_unit_test(pages_make_way_for_what_lies_beside_them),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -222,6 +222,8 @@ static void test_status(void **state) {
   assert_int_equal(integer(status, "sessions"), 1);
   assert_int_equal(integer(status, "models"), 1);
   assert_true(integer(status, "kv_bytes") > 0 && integer(status, "rss_bytes") > 0);
+  assert_in_range(integer(status, "kv_bytes_room"), 1, integer(status, "kv_bytes_limit"));
+  assert_true(integer(status, "beside_bytes") > 0);
   assert_int_equal(json_array_size(json_object_get(status, "listen")), 2);
   assert_non_null(json_object_get(json_object_get(status, "metrics"), "qkvd_append_tokens_total"));
   json_decref(status);
@@ -229,6 +231,7 @@ static void test_status(void **state) {
   assert_non_null(strstr(out, "qkvd " QKV_VERSION ", serving for "));
   assert_non_null(strstr(out, "qkvd_append_tokens_total"));
   assert_non_null(strstr(out, "memory-budget"));
+  assert_non_null(strstr(out, " of it beside the KV\n"));
 }
 
 static void test_models(void **state) {

@@ -98,6 +98,60 @@ static void test_what_gets_free_is_kept_for_the_next(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+static void test_a_limit_below_the_budget(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
+  qkv_error error = {0};
+  assert_int_equal(qkv_arena_read(arena).bytes_limit, 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 600, NULL), QKV_OK);
+  qkv_arena_set_limit(arena, 700);
+  assert_int_equal(qkv_arena_read(arena).bytes_limit, 700);
+  assert_int_equal(qkv_arena_read(arena).bytes_max, 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 101, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text,
+                      "memory-budget is 1000 bytes, 300 of them for what lies beside the pages, 600 in use, 101 more "
+                      "are needed");
+  assert_int_equal(qkv_arena_reserve(arena, 100, NULL), QKV_OK);
+  qkv_arena_set_limit(arena, 500);  // less than is taken, which stays
+  error = (qkv_error){0};
+  assert_int_equal(qkv_arena_reserve(arena, 1, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text,
+                      "memory-budget is 1000 bytes, 500 of them for what lies beside the pages, 700 in use, 1 more "
+                      "are needed");
+  assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_RESOURCE_EXHAUSTED);
+  qkv_arena_unreserve(arena, 450);
+  assert_int_equal(qkv_arena_reserve(arena, 1, NULL), QKV_RESOURCE_EXHAUSTED);  // kept for the one who waits
+  qkv_arena_unreserve(arena, 50);
+  assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_OK);
+  qkv_arena_set_limit(arena, UINT64_MAX);
+  assert_int_equal(qkv_arena_read(arena).bytes_limit, 1000);
+  assert_int_equal(qkv_arena_reserve(arena, 500, NULL), QKV_OK);
+  qkv_arena_unreserve(arena, 1000);
+  qkv_arena_destroy(&arena);
+}
+
+// What lies elsewhere, and what is beyond the limit, the heap may not have resident.
+static void test_the_heap_has_what_is_left(void **state) {
+  (void)state;
+  enum { BUDGET = 64 << 20 };
+  qkv_arena *arena = qkv_arena_create("memory-budget", BUDGET);
+  qkv_heap *heap = qkv_arena_heap(arena);
+  const uint64_t most = qkv_heap_read(heap).bytes_most;
+  assert_int_equal(qkv_arena_reserve_elsewhere(arena, BUDGET + 1, NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(qkv_arena_reserve_elsewhere(arena, 3000, NULL), QKV_OK);
+  assert_stats(arena, 0, 3000);
+#ifndef QKV_SANITIZED
+  assert_int_equal(qkv_heap_read(heap).bytes_most, most - 3000);
+  qkv_arena_set_limit(arena, BUDGET / 2);
+  assert_int_equal(qkv_heap_read(heap).bytes_most, most - 3000 - BUDGET / 2);
+#endif
+  qkv_arena_unreserve_elsewhere(arena, 3000);
+  qkv_arena_set_limit(arena, BUDGET);
+  assert_stats(arena, 0, 0);
+  assert_int_equal(qkv_heap_read(heap).bytes_most, most);
+  qkv_arena_destroy(&arena);
+}
+
 static void alloc_without_reservation(void) {
   qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
   (void)qkv_arena_reserve(arena, 64, NULL);
@@ -193,6 +247,8 @@ int main(void) {
                                      cmocka_unit_test(test_refusal_changes_nothing),
                                      cmocka_unit_test(test_a_room_is_used_up_first),
                                      cmocka_unit_test(test_what_gets_free_is_kept_for_the_next),
+                                     cmocka_unit_test(test_a_limit_below_the_budget),
+                                     cmocka_unit_test(test_the_heap_has_what_is_left),
                                      cmocka_unit_test(test_misuse_aborts),
                                      cmocka_unit_test(test_threads_stay_within_the_budget)};
   return cmocka_run_group_tests(tests, NULL, NULL);
