@@ -104,19 +104,23 @@ static void journal_calibration(qkvi_spill *spill, const qkv_model *model, const
   qkvi_spill_unlock(spill);
 }
 
-// Those that sessions on the SSD are coded with and the journal does not have.
-void qkvi_spill_journal_calibrations(qkvi_spill *spill) {
-  enum { MOST = 16 };
-  size_t count;
-  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
-  for (size_t i = 0; i < count; i++) {
-    const qkv_calibration *calibrations[MOST];
-    const size_t used = qkv_session_calibrations(sessions[i].session, calibrations, MOST);
-    for (size_t c = 0; c < used; c++) {
-      journal_calibration(spill, qkv_session_model(sessions[i].session), calibrations[c]);
-      qkv_calibration_unref(&calibrations[c]);
+static void journal_calibrations(qkvi_spill *spill, qkv_session *session) {
+  enum { AT_ONCE = 16 };
+  const qkv_calibration *calibrations[AT_ONCE];
+  for (size_t first = 0, count = AT_ONCE; count == AT_ONCE; first += count) {
+    count = qkv_session_calibrations(session, first, calibrations, AT_ONCE);
+    for (size_t i = 0; i < count; i++) {
+      journal_calibration(spill, qkv_session_model(session), calibrations[i]);
+      qkv_calibration_unref(&calibrations[i]);
     }
   }
+}
+
+// Those that sessions on the SSD are coded with and the journal does not have.
+void qkvi_spill_journal_calibrations(qkvi_spill *spill) {
+  size_t count;
+  qkvi_spilled *sessions = qkvi_spill_sessions(spill, &count);
+  for (size_t i = 0; i < count; i++) journal_calibrations(spill, sessions[i].session);
   qkvi_spill_drop_sessions(sessions, count);
 }
 

@@ -193,12 +193,12 @@ const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibratio
   return coding;
 }
 
-size_t qkv_session_calibrations(qkv_session *session, const qkv_calibration **out, size_t max) {
-  size_t count = 0;
+size_t qkv_session_calibrations(qkv_session *session, size_t first, const qkv_calibration **out, size_t max) {
+  size_t count = 0, passed = 0;
   (void)pthread_mutex_lock(&session->codings_lock);
   for (size_t i = 0; i < session->coding_count && count < max; i++) {
     const qkv_calibration *calibration = qkv_coding_calibration(session->codings[i]);
-    if (calibration != NULL) out[count++] = qkv_calibration_ref(calibration);
+    if (calibration != NULL && passed++ >= first) out[count++] = qkv_calibration_ref(calibration);
   }
   (void)pthread_mutex_unlock(&session->codings_lock);
   return count;

@@ -16,9 +16,9 @@
 // Layers in use are left out. True where all that is sealed is durable.
 bool qkv_session_settle(qkv_session *session);
 
-// Calibrations that its pages are coded with, or may be from now on, each with a reference for the caller; at most
-// `max`. Returns how many.
-size_t qkv_session_calibrations(qkv_session *session, const qkv_calibration **out, size_t max);
+// Calibrations that its pages are coded with, or may be from now on, each with a reference for the caller: from the
+// `first` on, at most `max`. Returns how many.
+size_t qkv_session_calibrations(qkv_session *session, size_t first, const qkv_calibration **out, size_t max);
 
 // Nothing is put any more, and what is there is left alone: before what is on the SSD is deleted. Waits for layers.
 void qkv_session_detach(qkv_session *session);

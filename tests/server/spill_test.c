@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <sys/syscall.h>
 
+#include "engine/codec/calibrate.h"
 #include "tests/server/spill_fixture.h"
 
 enum { ROUNDS = 12 };
@@ -458,6 +459,57 @@ static void test_what_is_not_read_stays(void **unused) {
   teardown(&s);
 }
 
+// Of 64 tokens of the rows, for pages to come.
+static void calibrate(const scene *s, uint64_t first) {
+  qkv_error error = {0};
+  qkv_calibration *made = NULL;
+  const qkv_model *model = NULL;
+  const sequence *rows = &s->rows[1];
+  assert_int_equal(qkv_store_model(s->store, "tiny", &model, NULL), QKV_OK);
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  for (uint32_t layer = 0; layer < LAYERS; layer++)
+    qkv_moments_add(moments, layer, first, 64, rows->k + first * model->kv_heads * model->key_dim,
+                    rows->v + first * model->kv_heads * model->value_dim, false);
+  qkv_status status = qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &made, &error);
+  if (status == QKV_OK) status = qkv_store_calibrate(s->store, "tiny", made, &error);
+  if (status != QKV_OK) fail_msg("%s", error.text);
+  const qkv_calibration *reference = made;
+  qkv_calibration_unref(&reference);
+  qkv_moments_destroy(&moments);
+}
+
+// More calibrations in one session than are looked at together: all of them are in the journal before its pages.
+static void test_many_calibrations(void **unused) {
+  (void)unused;
+  scene s;
+  content wanted;
+  const qkv_calibration *found[2 * TOKENS / 64];
+  setup(&s, "auto");
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  for (uint64_t at = 0; at < TOKENS; at += 64) {
+    row_pair pair;
+    make_pair(&pair, &s.rows[0], at, at + 64, QKV_FP16);
+    for (uint32_t layer = 0; layer < LAYERS; layer++) {
+      uint64_t appended, length;
+      if (layer % 2 == 0) calibrate(&s, at * (TOKENS - 64) / TOKENS + layer);
+      assert_int_equal(
+          qkv_session_append(session, layer, at, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL),
+          QKV_OK);
+    }
+    free_pair(&pair);
+  }
+  assert_int_equal(qkv_session_calibrations(session, 0, found, 2 * TOKENS / 64), 2 * TOKENS / 64);
+  for (size_t i = 0; i < 2 * TOKENS / 64; i++) qkv_calibration_unref(&found[i]);
+  sync_all(&s, session);
+  read_content(session, &wanted);
+  qkv_session_unref(&session);
+  restart(&s);
+  assert_same(&s, "a", &wanted);
+  free_content(&wanted);
+  teardown(&s);
+}
+
 #define BOTH(test)                          \
   static void test##_uring(void **unused) { \
     (void)unused;                           \
@@ -491,6 +543,7 @@ int main(void) {
       cmocka_unit_test(test_room_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
       cmocka_unit_test(test_what_is_not_read_stays),
+      cmocka_unit_test(test_many_calibrations),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
