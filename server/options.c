@@ -224,6 +224,15 @@ qkv_durability qkv_server_options_durability(const qkv_server_options *values) {
   return durability;
 }
 
+void qkv_server_options_keep_out(const qkv_server_options *values, const char *tenant, qkv_policy *policy) {
+  const qkv_option_list *skipped = &values->calibrate_skip;
+  for (size_t i = 0; i < skipped->count; i++) {
+    if (strcmp(skipped->items[i], tenant) != 0) continue;
+    policy->learn_said = true;
+    policy->learn = false;
+  }
+}
+
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
   qkv_log_level level;
   if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {

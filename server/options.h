@@ -89,4 +89,7 @@ qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);
 // What sessions are opened with that do not say.
 qkv_durability qkv_server_options_durability(const qkv_server_options *values);
 
+// Sessions of tenants that `calibrate-skip` names do not teach.
+void qkv_server_options_keep_out(const qkv_server_options *values, const char *tenant, qkv_policy *policy);
+
 #endif

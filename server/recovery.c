@@ -110,7 +110,9 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
                                  .pinned = message->pinned != 0};
   (void)snprintf(config->name, sizeof config->name, "%s", message->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", message->tenant);
-  return qkvi_policy_read(message->policy, &config->policy, error);
+  QKV_TRY(qkvi_policy_read(message->policy, &config->policy, error));
+  qkv_server_options_keep_out(options, config->tenant, &config->policy);
+  return QKV_OK;
 }
 
 // A session of this name that was opened before was closed, though the journal does not say so.

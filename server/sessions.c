@@ -76,12 +76,7 @@ static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSess
                                qkv_session **session, qkv_error *error) {
   qkv_session_config config;
   QKV_TRY(read_config(daemon, request, &config, error));
-  const qkv_option_list *skipped = &daemon->options->calibrate_skip;
-  for (size_t i = 0; i < skipped->count; i++) {
-    if (strcmp(skipped->items[i], config.tenant) != 0) continue;
-    config.policy.learn_said = true;
-    config.policy.learn = false;
-  }
+  qkv_server_options_keep_out(daemon->options, config.tenant, &config.policy);
   QKV_TRY(qkvi_spill_enlist(daemon->spill, &config, error));
   qkv_error refused = {0};
   qkv_status status = qkv_store_open(daemon->store, &config, request->model, session, &refused);

@@ -566,3 +566,15 @@ def test_calibrations_that_no_page_names_go(start, tmp_path):
         assert first in journal() and second in journal()
         assert_same_rows(before[1], rows(reopen(daemon, new), 256))
         assert list(new.info().lengths) == [600] * LAYERS
+
+
+def test_tenants_that_are_skipped_do_not_teach(start):
+    """Nor do those of their sessions that an earlier daemon has left, which may have taught."""
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        assert daemon.status().learning_bytes > 0
+    with start("--calibrate-skip", "other", "--calibrate-skip", "default") as daemon:
+        fill(reopen(daemon, cache), 300, position=300)
+        fill(open_session(daemon, cache, "new"), 300)
+        assert daemon.status().learning_bytes == 0
