@@ -85,15 +85,6 @@ static bool still_missing(const restoring *all, const qkv_missing_page *page) {
          now.record == page->record;
 }
 
-static bool still_open(const restoring *all) {
-  qkv_session *session = NULL;
-  if (qkv_store_session(all->spill->store, qkv_session_name(all->wanted.session), &session, NULL) != QKV_OK)
-    return false;
-  const bool same = session == all->wanted.session;
-  qkv_session_unref(&session);
-  return same;
-}
-
 static qkv_status restore_page(restoring *all, size_t i, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
   qkv_arena *arena = qkv_store_arena(all->spill->store);
@@ -102,7 +93,7 @@ static qkv_status restore_page(restoring *all, size_t i, qkv_error *error) {
   qkv_status status = qkv_storage_batch_wait(all->batch, i, image, page->bytes, &reason);
   if (status != QKV_OK) qkv_arena_free_beside(arena, image, page->bytes);
   if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
-  if (status == QKV_NOT_FOUND && !still_open(all))
+  if (status == QKV_NOT_FOUND && !qkvi_spill_is_open(all->spill, all->wanted.session))
     return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->wanted.session));
   if (status != QKV_OK) return fail(all, page, &reason, error);
   status = qkv_session_restore(all->wanted.session, all->wanted.layer, &all->room, page, image, &reason);

@@ -51,7 +51,7 @@ qkv_storage *qkvi_spill_storage(const qkvi_spill *spill);
 // For qkv_session_config, before the session is opened: backing and number, by config->durability.
 // FAILED_PRECONDITION where `spill` is NULL and more than MEMORY is asked for.
 qkv_status qkvi_spill_enlist(qkvi_spill *spill, qkv_session_config *config, qkv_error *error);
-// After it was opened: into the journal. Waits.
+// After it was opened: into the journal. Waits. NOT_FOUND where someone has closed it meanwhile.
 qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error);
 // After it was closed: nothing of it can be read again, by the next process neither. Waits. Nothing for sessions in
 // memory.

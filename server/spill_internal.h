@@ -129,6 +129,9 @@ typedef struct qkvi_spilled {
 qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
 void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);
 
+// Whether it is this one that has its name.
+bool qkvi_spill_is_open(qkvi_spill *spill, const qkv_session *session);
+
 // Bytes of memory-budget that are used or promised.
 uint64_t qkvi_spill_taken(qkvi_spill *spill);
 

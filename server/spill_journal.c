@@ -172,6 +172,14 @@ static qkv_status journal_info(qkvi_spill *spill, qkv_journal_kind kind, const q
   return status;
 }
 
+bool qkvi_spill_is_open(qkvi_spill *spill, const qkv_session *session) {
+  qkv_session *named = NULL;
+  if (qkv_store_session(spill->store, qkv_session_name(session), &named, NULL) != QKV_OK) return false;
+  const bool same = named == session;
+  qkv_session_unref(&named);
+  return same;
+}
+
 qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error *error) {
   qkv_session_info info;
   qkv_session_read_info(session, &info, NULL);
@@ -180,7 +188,10 @@ qkv_status qkvi_spill_opened(qkvi_spill *spill, qkv_session *session, qkv_error 
   const qkv_status status = journal_info(spill, QKV_JOURNAL_SESSION_OPEN, &info, error);
   // It may be there nevertheless.
   if (status != QKV_OK) qkv_storage_session_close(spill->storage, info.config.id, NULL, NULL);
-  return status;
+  if (status != QKV_OK || qkvi_spill_is_open(spill, session)) return status;
+  // Who closed it meanwhile wrote that before it was open.
+  QKV_TRY(qkvi_spill_closed(spill, session, error));
+  return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", info.config.name);
 }
 
 qkv_status qkvi_spill_noted(qkvi_spill *spill, qkv_session *session, qkv_error *error) {

@@ -459,6 +459,29 @@ static void test_what_is_not_read_stays(void **unused) {
   teardown(&s);
 }
 
+// By one who does not wait for it to be in the journal: it does not come back.
+static void test_closing_before_it_is_journaled(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_error error = {0};
+  uint64_t freed;
+  qkv_session *session = NULL;
+  qkv_session_config config = {
+      .name = "a", .tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .durability = QKV_DURABILITY_ASYNC};
+  setup(&s, "auto");
+  config.policy = QKV_POLICY_UNSET;
+  assert_int_equal(qkvi_spill_enlist(s.spill, &config, NULL), QKV_OK);
+  assert_int_equal(qkv_store_open(s.store, &config, "tiny", &session, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close_session(s.store, session, &freed, NULL), QKV_OK);
+  assert_int_equal(qkvi_spill_closed(s.spill, session, NULL), QKV_OK);
+  assert_int_equal(qkvi_spill_opened(s.spill, session, &error), QKV_NOT_FOUND);
+  assert_string_equal(error.text, "session a has been closed");
+  qkv_session_unref(&session);
+  restart(&s);
+  assert_int_equal(qkv_store_read_stats(s.store).sessions, 0);
+  teardown(&s);
+}
+
 // Of 64 tokens of the rows, for pages to come.
 static void calibrate(const scene *s, uint64_t first) {
   qkv_error error = {0};
@@ -543,6 +566,7 @@ int main(void) {
       cmocka_unit_test(test_room_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
       cmocka_unit_test(test_what_is_not_read_stays),
+      cmocka_unit_test(test_closing_before_it_is_journaled),
       cmocka_unit_test(test_many_calibrations),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
