@@ -5,12 +5,14 @@
 #include "server/control.h"
 #include "server/daemon.h"
 
-qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job, void *context, qkv_error *error) {
-  qkv_daemon *daemon = qkv_rpc_context(call);
-  if (qkv_pool_submit(pool, job, context) == QKV_OK) return QKV_OK;
+qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error) {
   qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
                   daemon->options->limit_queue);
+}
+
+qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job, void *context, qkv_error *error) {
+  return qkv_pool_submit(pool, job, context) == QKV_OK ? QKV_OK : qkvi_queue_full(qkv_rpc_context(call), error);
 }
 
 // The pool that has the patience.

@@ -9,6 +9,9 @@
 #include "server/daemon.h"
 #include "server/rpc.h"
 
+// What is said, and counted, where limit-queue jobs wait already: RESOURCE_EXHAUSTED.
+qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error);
+
 // Gives job(context) to a pool, the compute pool where none is named. RESOURCE_EXHAUSTED where limit-queue jobs wait
 // already.
 qkv_status qkvi_pool_job_try(qkv_rpc_call *call, qkv_pool *pool, qkv_job_fn *job, void *context, qkv_error *error);

@@ -432,17 +432,18 @@ static void verify_job(void *context) {
             (json_int_t)report.records);
 }
 
-qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start) {
+qkv_status qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start, qkvi_verify *verify) {
   qkvi_spill_lock(spill);
-  const bool begin = start && !spill->verify.running;
+  const qkvi_verify last = spill->verify;
+  const bool begin = start && !last.running;
   if (begin) spill->verify = (qkvi_verify){.running = true};
   qkvi_spill_unlock(spill);
-  const bool refused = begin && qkv_pool_submit(pool, verify_job, spill) != QKV_OK;
+  const qkv_status status = begin ? qkv_pool_submit(pool, verify_job, spill) : QKV_OK;
   qkvi_spill_lock(spill);
-  if (refused) spill->verify.running = false;
-  const qkvi_verify verify = spill->verify;
+  if (status != QKV_OK) spill->verify = last;
+  *verify = spill->verify;
   qkvi_spill_unlock(spill);
-  return verify;
+  return status;
 }
 
 qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error) {

@@ -34,12 +34,13 @@ void qkvi_spill_finish(qkvi_spill *spill, int64_t wait_ms);
 void qkvi_spill_destroy(qkvi_spill **spill);
 
 // A check of all records, one at a time for the daemon. `start`: begins one unless it runs, in a job of `pool`.
+// RESOURCE_EXHAUSTED where that has no room for it.
 typedef struct qkvi_verify {
   bool running;
   uint64_t done, all;  // records
   uint64_t bad, bytes;
 } qkvi_verify;
-qkvi_verify qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start);
+qkv_status qkvi_spill_verify(qkvi_spill *spill, qkv_pool *pool, bool start, qkvi_verify *verify);
 // Files of which at most this share is needed give it to others. Waits. The bytes that the disk got back.
 qkv_status qkvi_spill_compact(qkvi_spill *spill, double live_share, uint64_t *freed, qkv_error *error);
 

@@ -80,10 +80,15 @@ static void on_get_storage(qkv_rpc_call *call, qkv_bytes message) {
 
 static void verify_job(void *context) {
   qkv_rpc_call *call = context;
-  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_daemon *daemon = qkv_rpc_context(call);
   const Qkv__V1__VerifyStorageRequest *request = qkv_rpc_state(call);
+  qkvi_verify verify;
+  qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  const qkvi_verify verify = qkvi_spill_verify(daemon->spill, daemon->bulk_disk_pool, request->start != 0);
+  if (qkvi_spill_verify(daemon->spill, daemon->bulk_disk_pool, request->start != 0, &verify) != QKV_OK) {
+    (void)qkvi_queue_full(daemon, &error);
+    return qkvi_control_fail(call, &error);
+  }
   Qkv__V1__VerifyStorageResponse response = QKV__V1__VERIFY_STORAGE_RESPONSE__INIT;
   response.running = verify.running;
   response.records_done = verify.done;

@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
 
@@ -482,6 +483,35 @@ static void test_closing_before_it_is_journaled(void **unused) {
   teardown(&s);
 }
 
+static void wait_until_free(void *context) {
+  while (!atomic_load((_Atomic bool *)context)) (void)sched_yield();
+}
+
+// A check that finds no thread is refused, not one that found nothing.
+static void test_a_check_that_is_refused(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_pool *pool;
+  qkvi_verify verify;
+  _Atomic bool are_free = false;
+  setup(&s, "auto");
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  sync_all(&s, session);
+  qkv_session_unref(&session);
+  assert_int_equal(qkv_pool_create(1, 1, &pool, NULL), QKV_OK);
+  while (qkv_pool_submit(pool, wait_until_free, &are_free) == QKV_OK) (void)sched_yield();
+  assert_int_equal(qkvi_spill_verify(s.spill, pool, true, &verify), QKV_RESOURCE_EXHAUSTED);
+  assert_false(verify.running);
+  atomic_store(&are_free, true);
+  while (qkvi_spill_verify(s.spill, pool, true, &verify) != QKV_OK) (void)sched_yield();
+  while (verify.running) assert_int_equal(qkvi_spill_verify(s.spill, pool, false, &verify), QKV_OK);
+  assert_int_equal(verify.done, LAYERS * TOKENS / 64);
+  assert_int_equal(verify.bad, 0);
+  qkv_pool_destroy(&pool);
+  teardown(&s);
+}
+
 // Of 64 tokens of the rows, for pages to come.
 static void calibrate(const scene *s, uint64_t first) {
   qkv_error error = {0};
@@ -567,6 +597,7 @@ int main(void) {
       cmocka_unit_test(test_closing_while_the_disk_fails),
       cmocka_unit_test(test_what_is_not_read_stays),
       cmocka_unit_test(test_closing_before_it_is_journaled),
+      cmocka_unit_test(test_a_check_that_is_refused),
       cmocka_unit_test(test_many_calibrations),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
