@@ -26,8 +26,8 @@ typedef struct locked_layer {
 struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
-  pthread_mutex_t codings_lock;
-  qkv_coding **codings;  // all that pages are written with, and those of pages to come
+  pthread_mutex_t codings_lock;  // of the list
+  qkv_coding **codings;          // all that pages are written with, and those of pages to come
   size_t coding_count;
   pthread_rwlock_t codings_use;  // read by who has a coder without having its layer; written to drop some. Never
                                  // waited for to be written, nor is a layer by who writes it
@@ -260,6 +260,7 @@ static bool mark_used(qkv_session *session, bool *used) {
 // replaced. Now or another time: nobody waits.
 static void drop_unused(qkv_session *session) {
   if (pthread_rwlock_trywrlock(&session->codings_use) != 0) return;
+  (void)pthread_mutex_lock(&session->codings_lock);
   bool *used = calloc(session->coding_count + 1, sizeof *used);
   if (used == NULL) abort();
   if (session->coding_count > 1 && mark_used(session, used)) {
@@ -274,6 +275,7 @@ static void drop_unused(qkv_session *session) {
     session->coding_count = kept;
   }
   free(used);
+  (void)pthread_mutex_unlock(&session->codings_lock);
   qkvi_session_codings_used(session);
 }
 
