@@ -67,6 +67,10 @@ void qkv_precedence_stand_back(int nice) {
   qkv_precedence_be_nice(nice);
 }
 
+bool qkv_precedence_stands_back(void) {
+  return stands_back;
+}
+
 // One that neither what goes first has nor others that stand back.
 static bool take_processor(void) {
   int now = atomic_load(&beside);

@@ -14,6 +14,8 @@
 #ifndef QKV_ENGINE_BASE_PRECEDENCE_H
 #define QKV_ENGINE_BASE_PRECEDENCE_H
 
+#include <stdbool.h>
+
 enum { QKV_WAY_GIVEN_US = 2000, QKV_WAY_TAKEN_US = 200 };
 
 // Between the two, what goes first is computed by `threads` >= 1. Several at a time; waits for nobody.
@@ -24,6 +26,7 @@ void qkv_precedence_end(int threads);
 void qkv_precedence_be_nice(int nice);
 // The calling thread stands back from now on, and is nice; again does nothing.
 void qkv_precedence_stand_back(int nice);
+bool qkv_precedence_stands_back(void);
 // In a thread that stands back: waits as described above, and has a processor afterwards. Nothing in others.
 void qkv_precedence_give_way(void);
 // It has done its work, or waits for something else: others that stand back may have its processor.

@@ -50,7 +50,7 @@ typedef struct qkv_layer_config {
   qkv_quality *quality;        // judges pages that are sealed, which may lower their tiers; NULL: none does
   const qkv_backing *backing;  // NULL: memory is all there is
   uint64_t session;            // as the backing knows it
-  qkv_pool *pool;              // helps to encode; NULL: nobody does
+  qkv_pool *pool;              // helps who stands back to encode; NULL: nobody does
 } qkv_layer_config;
 
 typedef struct qkv_page_entry {

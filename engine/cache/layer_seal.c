@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/precedence.h"
 #include "engine/cache/attend_internal.h"
 #include "engine/cache/layer_internal.h"
 
@@ -112,8 +113,10 @@ static size_t encode(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, bool
     qkv_to_float(model->dtype, k, room->k, rows * model->key_dim);
     qkv_to_float(model->dtype, v, room->v, rows * model->value_dim);
   }
-  const size_t bytes = coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v,
-                                            layer->config.pool, room->image);
+  // Only bulk work waits for helpers, who stand back, too, and may lose their processor in the middle of a head.
+  qkv_pool *pool = qkv_precedence_stands_back() ? layer->config.pool : NULL;
+  const size_t bytes =
+      coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
   if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, layer->sealed, (uint32_t)tokens, room->k, room->v, coder,
                      room->image);

@@ -44,8 +44,7 @@ typedef struct qkv_session_config {
   uint64_t ttl_ms;             // unused for so long, it has expired; 0: never
   bool pinned;                 // nothing of it leaves memory
   uint64_t *room;              // that it is created in (arena.h), or NULL; not looked at afterwards
-  qkv_pool *pool;              // helps to encode what is appended, and outlives the session; NULL: nobody does.
-                               // The store's
+  qkv_pool *pool;              // helps to encode (layer.h), and outlives the session; NULL: nobody does. The store's
 } qkv_session_config;
 
 typedef struct qkv_session qkv_session;

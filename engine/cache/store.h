@@ -15,7 +15,7 @@ typedef struct qkv_store_config {
   size_t models_max, sessions_max;
   qkv_policy policy;          // resolved: what models and sessions fall back to
   uint64_t calibrate_tokens;  // after which a model is calibrated from its traffic (learner.h); 0: never
-  qkv_pool *pool;             // whose idle threads help to encode, borrowed; NULL: none
+  qkv_pool *pool;             // whose idle threads help those who stand back to encode, borrowed; NULL: none
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;

@@ -22,7 +22,7 @@ static double now_us(void) {
 
 // A thread that gives way once it is told to.
 typedef struct worker {
-  bool stands_back;
+  bool stands_back, seen_back;
   int nice;
   _Atomic int ways_given;
   _Atomic bool enough;
@@ -36,6 +36,7 @@ static void *work(void *context) {
     qkv_precedence_stand_back(self->nice);
     qkv_precedence_stand_back(self->nice);
   }
+  self->seen_back = qkv_precedence_stands_back();
   self->nice_seen = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
   while (!self->enough) {
     const double begin = now_us();
@@ -72,6 +73,7 @@ static void test_nice(void **state) {
     const pthread_t thread = start(&all[i]);
     await(&all[i], 1);
     end(&all[i], thread);
+    assert_true(all[i].seen_back == all[i].stands_back);
   }
   assert_int_equal(all[0].nice_seen, own + 3 < 19 ? own + 3 : 19);
   assert_int_equal(all[1].nice_seen, own);
