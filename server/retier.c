@@ -15,7 +15,7 @@ enum { PRESSED_STEPS = sizeof pressed_bits / sizeof *pressed_bits };
 // is looked at once more than it need be.
 typedef struct note {
   uint64_t serial;
-  int64_t last_used_unix_ms;
+  int64_t last_used_ms;
   uint32_t clean;    // layers in a row that needed nothing
   uint32_t pressed;  // steps of pressed_bits that are done
   uint32_t clean_pressed;
@@ -80,8 +80,8 @@ int64_t qkvi_retierer_millibits(const qkvi_retierer *retierer) {
 static note *note_of(qkvi_retierer *retierer, const candidate *of) {
   const uint64_t serial = qkv_session_serial(of->session);
   note *found = &retierer->notes[serial % NOTES];
-  if (found->serial != serial || found->last_used_unix_ms != of->info.last_used_unix_ms)
-    *found = (note){.serial = serial, .last_used_unix_ms = of->info.last_used_unix_ms};
+  if (found->serial != serial || found->last_used_ms != of->info.last_used_ms)
+    *found = (note){.serial = serial, .last_used_ms = of->info.last_used_ms};
   return found;
 }
 
@@ -173,8 +173,8 @@ static void aim_sessions(step *on) {
 // ---- Under pressure ----
 
 static int by_last_use(const void *a, const void *b) {
-  const int64_t first = ((const candidate *)a)->info.last_used_unix_ms;
-  const int64_t second = ((const candidate *)b)->info.last_used_unix_ms;
+  const int64_t first = ((const candidate *)a)->info.last_used_ms;
+  const int64_t second = ((const candidate *)b)->info.last_used_ms;
   return (first > second) - (first < second);
 }
 

@@ -109,7 +109,6 @@ uint64_t qkvi_spill_window(const qkvi_spill *spill, uint64_t taken);
 #define QKVI_SPILL_STEP_MS 20  // at least so often what is waited for is looked at
 
 int64_t qkvi_spill_now_ms(void);
-int64_t qkvi_spill_unix_ms(void);
 void qkvi_spill_lock(qkvi_spill *spill);
 void qkvi_spill_unlock(qkvi_spill *spill);
 uint64_t qkvi_spill_steps(qkvi_spill *spill);
@@ -124,7 +123,7 @@ void qkvi_spill_hasten(qkvi_spill *spill);
 // Sessions that are not in memory alone, the longest unused first; to be given back.
 typedef struct qkvi_spilled {
   qkv_session *session;  // a reference
-  int64_t last_used_unix_ms;
+  int64_t last_used_ms;
 } qkvi_spilled;
 qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count);
 void qkvi_spill_drop_sessions(qkvi_spilled *sessions, size_t count);

@@ -3,7 +3,6 @@
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "engine/base/precedence.h"
 #include "engine/cache/session_spill.h"
@@ -12,15 +11,9 @@
 
 enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000, WAIT_MS = 10000 };
 
-int64_t qkvi_spill_unix_ms(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_REALTIME, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 static int by_last_use(const void *a, const void *b) {
-  const int64_t first = ((const qkvi_spilled *)a)->last_used_unix_ms;
-  const int64_t second = ((const qkvi_spilled *)b)->last_used_unix_ms;
+  const int64_t first = ((const qkvi_spilled *)a)->last_used_ms;
+  const int64_t second = ((const qkvi_spilled *)b)->last_used_ms;
   return (first > second) - (first < second);
 }
 
@@ -38,7 +31,7 @@ qkvi_spilled *qkvi_spill_sessions(qkvi_spill *spill, size_t *count) {
     if (info.config.backing == NULL) {
       qkv_session_unref(&listed[i]);
     } else {
-      made[(*count)++] = (qkvi_spilled){listed[i], info.last_used_unix_ms};
+      made[(*count)++] = (qkvi_spilled){listed[i], info.last_used_ms};
     }
   }
   free((void *)listed);
@@ -126,7 +119,7 @@ static uint64_t seal_idle(qkvi_spill *spill, uint64_t bytes, bool *left) {
     qkv_session_info info;
     qkv_session_read_info(sessions[i].session, &info, NULL);
     if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
-    *left = qkvi_spill_unix_ms() - info.last_used_unix_ms < IDLE_MS;
+    *left = qkvi_spill_now_ms() - info.last_used_ms < IDLE_MS;
     if (*left) break;
     const uint64_t before = info.usage.bytes_exact;
     (void)qkv_session_seal(sessions[i].session, NULL);
@@ -250,7 +243,7 @@ void qkvi_spill_expel(qkvi_spill *spill) {
     uint64_t freed;
     qkv_session_read_info(session, &info, NULL);
     if (info.config.pinned || info.usage.bytes_stored == 0) continue;
-    if (qkvi_spill_unix_ms() - info.last_used_unix_ms < EXPEL_IDLE_MS) break;
+    if (qkvi_spill_now_ms() - info.last_used_ms < EXPEL_IDLE_MS) break;
     if (qkv_store_close_session(spill->store, session, &freed, NULL) != QKV_OK) continue;
     if (qkvi_spill_closed(spill, session, &error) != QKV_OK)
       qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s}", "session",

@@ -35,7 +35,7 @@ struct qkv_session {
   uint64_t serial;
   _Atomic uint64_t references;
   int64_t created_unix_ms;
-  _Atomic int64_t last_used_unix_ms;
+  _Atomic int64_t last_used_ms;
   _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
   _Atomic uint32_t last_layer;   // that was appended to or read
   _Atomic uint32_t turns;        // times that the first layer came after the last one
@@ -45,14 +45,19 @@ struct qkv_session {
   locked_layer layers[];  // model->layers
 };
 
-static int64_t now_unix_ms(void) {
+static int64_t now_ms(clockid_t clock) {
   struct timespec now;
-  (void)clock_gettime(CLOCK_REALTIME, &now);
+  (void)clock_gettime(clock, &now);
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
+// The time of day is told and not counted with: it is set, forwards and back.
 static void touch(qkv_session *session) {
-  atomic_store_explicit(&session->last_used_unix_ms, now_unix_ms(), memory_order_relaxed);
+  atomic_store_explicit(&session->last_used_ms, now_ms(CLOCK_MONOTONIC), memory_order_relaxed);
+}
+
+static int64_t idle_ms(const qkv_session *session) {
+  return now_ms(CLOCK_MONOTONIC) - atomic_load_explicit(&session->last_used_ms, memory_order_relaxed);
 }
 
 static void touch_layer(qkv_session *session, uint32_t layer) {
@@ -84,7 +89,7 @@ void qkv_session_set_pinned(qkv_session *session, bool pinned) {
 
 bool qkv_session_expired(const qkv_session *session) {
   const uint64_t ttl = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
-  const int64_t idle = now_unix_ms() - atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed);
+  const int64_t idle = idle_ms(session);
   return ttl > 0 && idle >= 0 && (uint64_t)idle >= ttl;
 }
 
@@ -295,10 +300,10 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                            .model = model,
                            .arena = arena,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
-                           .created_unix_ms = now_unix_ms()};
+                           .created_unix_ms = now_ms(CLOCK_REALTIME)};
   session->config.room = NULL;
   atomic_init(&session->references, 1);
-  atomic_init(&session->last_used_unix_ms, session->created_unix_ms);
+  atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
   atomic_init(&session->next_layer, 0);
   atomic_init(&session->last_layer, 0);
   atomic_init(&session->turns, 0);
@@ -542,11 +547,12 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
-  *info = (qkv_session_info){
-      .config = session->config,
-      .model = session->model,
-      .created_unix_ms = session->created_unix_ms,
-      .last_used_unix_ms = atomic_load_explicit(&session->last_used_unix_ms, memory_order_relaxed)};
+  const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session), created = session->created_unix_ms;
+  *info = (qkv_session_info){.config = session->config,
+                             .model = session->model,
+                             .created_unix_ms = created,
+                             .last_used_unix_ms = used_unix_ms > created ? used_unix_ms : created,
+                             .last_used_ms = atomic_load_explicit(&session->last_used_ms, memory_order_relaxed)};
   info->config.ttl_ms = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   for (uint32_t i = 0; i < session->model->layers; i++) {

@@ -54,6 +54,7 @@ typedef struct qkv_session_info {
   const qkv_model *model;     // alive while the session is
   qkv_layer_usage usage;      // over all layers
   int64_t created_unix_ms, last_used_unix_ms;
+  int64_t last_used_ms;  // on the monotonic clock
 } qkv_session_info;
 
 // `config` is resolved and `model` outlives the session (the store's). `*out` gets one reference.

@@ -104,7 +104,7 @@ static void demoting_frees_what_it_says(void **state) {
   append(&s, 0, 0, 64 * 8);
   append(&s, 2, 0, 64 * 8);
   attend(&s, 0, 3);
-  const int64_t used_at = info_of(&s).last_used_unix_ms;
+  const int64_t used_at = info_of(&s).last_used_ms;
   const qkv_layer_usage before = info_of(&s).usage;
   const uint64_t used = qkv_arena_read(s.arena).bytes_used;
   qkv_retier_report report = {0};
@@ -130,7 +130,7 @@ static void demoting_frees_what_it_says(void **state) {
   qkv_session_read_done(s.session, 0);
   check_layers(&s);
   // None of this is a use.
-  assert_int_equal(info_of(&s).last_used_unix_ms, used_at);
+  assert_int_equal(info_of(&s).last_used_ms, used_at);
 
   qkv_error error = {0};
   assert_int_equal(qkv_session_demote(s.session, &all, 0.3, true, &report, &error), QKV_INVALID_ARGUMENT);

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "tests/engine/cache/fixture.h"
 
@@ -298,12 +300,45 @@ static void test_tries_and_info_do_not_wait(void **state) {
   teardown_scene(&s);
 }
 
+// ---- The time of day, set by somebody ----
+
+static _Atomic int64_t set_by_s;
+
+int clock_gettime(clockid_t clock, struct timespec *now) {  // in place of libc's
+  const int status = (int)syscall(SYS_clock_gettime, clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += atomic_load(&set_by_s);
+  return status;
+}
+
+// How long a session is unused has nothing to do with it.
+static void test_the_clock_is_set(void **state) {
+  (void)state;
+  scene s;
+  qkv_session_info before, info;
+  setup_scene(&s);
+  qkv_session_set_ttl(s.session, 60 * 60 * 1000);
+  qkv_session_read_info(s.session, &before, NULL);
+  atomic_store(&set_by_s, 24 * 60 * 60);
+  assert_false(qkv_session_expired(s.session));
+  qkv_session_read_info(s.session, &info, NULL);
+  assert_int_equal(info.last_used_ms, before.last_used_ms);
+  atomic_store(&set_by_s, -24 * 60 * 60);
+  qkv_session_set_ttl(s.session, 1);
+  (void)nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
+  assert_true(qkv_session_expired(s.session));
+  qkv_session_read_info(s.session, &info, NULL);
+  assert_true(info.last_used_unix_ms >= info.created_unix_ms);
+  atomic_store(&set_by_s, 0);
+  teardown_scene(&s);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_layers_are_independent),   cmocka_unit_test(test_exact_layer),
       cmocka_unit_test(test_layer_out_of_range),       cmocka_unit_test(test_truncation),
       cmocka_unit_test(test_the_last_reference_frees), cmocka_unit_test(test_the_fixed_cost),
       cmocka_unit_test(test_a_writer_gets_in),         cmocka_unit_test(test_tries_and_info_do_not_wait),
+      cmocka_unit_test(test_the_clock_is_set),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
