@@ -35,13 +35,13 @@ INLINE size_t value_sets(size_t count, size_t width) {
   return count * width <= 2 ? 4 : 2;
 }
 
-// Adds the first `coordinates` of a vector.
+// Adds the first `coordinates` of a vector, a multiple of QKV_BAND.
 INLINE void add_to_sums(lanes all, size_t coordinates, float *sums) {
-  if (coordinates >= LANES) {
-    store_lanes(sums, load_lanes(sums) + all);
-  } else {
-    for (size_t i = 0; i < coordinates; i++) sums[i] += all[i];
-  }
+#if LANES == 16
+  if (coordinates < LANES) return store_eight(sums, load_eight(sums) + (eight)_mm512_castps512_ps256((__m512)all));
+#endif
+  (void)coordinates;
+  store_lanes(sums, load_lanes(sums) + all);
 }
 
 // Sums of the coordinates from `first` on; `low` NULL where the block is not deep. `width` and `parts` are constants,
@@ -447,8 +447,9 @@ INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shap
   for (size_t i = 0; i < count; i++) fold(&values->out, (b + i) * LANES, width, sums[0][i], NULL);
 }
 
-INLINE void sum_banded(const banded_values *values, size_t width, prefetching *ahead) {
+INLINE void sum_banded(const banded_values *all, size_t width, prefetching *ahead) {
   enum { MANY = VALUES_TOGETHER };
+  const banded_values copy = *all, *values = &copy;  // which sums that are stored cannot be part of
   const size_t deep = values->page.layout->deep, end = values->page.layout->count * VECTORS;
   const size_t sixes = banded_until(&values->page, deep, QKVI_BLOCK_NIBBLES) * VECTORS;
   prefetching along = *ahead;
