@@ -33,6 +33,7 @@ static void write_stats(const qkv_storage_stats *stats, Qkv__V1__GetStorageRespo
   response->bad_records = stats->bad_records + stats->read_errors;
   response->failed = stats->full_errors + stats->device_errors;
   response->recovery_seconds = stats->recovery_s;
+  response->unread_segments = stats->unread_segments;
 }
 
 static void write_segment(const qkv_storage_segment *from, Qkv__V1__StorageSegment *segment) {
@@ -42,6 +43,7 @@ static void write_segment(const qkv_storage_segment *from, Qkv__V1__StorageSegme
   segment->live_bytes = from->live_bytes;
   segment->records = from->records;
   segment->sealed = from->sealed;
+  segment->unread = from->unread;
 }
 
 static void get_job(void *context) {

@@ -223,7 +223,8 @@ size_t qkv_storage_list_segments(qkv_storage *storage, qkv_storage_segment *segm
                                                .file_bytes = segment->file_bytes,
                                                .live_bytes = segment->live_bytes,
                                                .records = segment->live_records,
-                                               .sealed = segment->state == QKVI_SEGMENT_SEALED};
+                                               .sealed = segment->state == QKVI_SEGMENT_SEALED,
+                                               .unread = segment->unread};
   }
   pthread_mutex_unlock(&storage->lock);
   if (listed > 0) qsort(segments, listed, sizeof *segments, compare_segments);

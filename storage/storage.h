@@ -218,6 +218,7 @@ typedef struct qkv_storage_segment {
   uint64_t segment;  // number; its file is segment-<16 hex digits>.qkv
   uint64_t file_bytes, live_bytes, records;
   bool sealed;
+  bool unread;  // this start could not read all of it
 } qkv_storage_segment;
 
 // Up to `count` segments in ascending order, into `segments`; returns how many there are.

@@ -22,18 +22,20 @@ static int show_json(const Qkv__V1__GetStorageResponse *storage) {
   for (size_t i = 0; i < storage->n_segments; i++) {
     const Qkv__V1__StorageSegment *segment = storage->segments[i];
     json_array_append_new(
-        segments, json_pack("{s:I, s:I, s:I, s:I, s:b}", "segment", (json_int_t)segment->segment, "file_bytes",
-                            (json_int_t)segment->file_bytes, "live_bytes", (json_int_t)segment->live_bytes, "records",
-                            (json_int_t)segment->records, "sealed", (int)segment->sealed));
+        segments,
+        json_pack("{s:I, s:I, s:I, s:I, s:b, s:b}", "segment", (json_int_t)segment->segment, "file_bytes",
+                  (json_int_t)segment->file_bytes, "live_bytes", (json_int_t)segment->live_bytes, "records",
+                  (json_int_t)segment->records, "sealed", (int)segment->sealed, "unread", (int)segment->unread));
   }
   json_t *line = json_pack(
-      "{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:o}", "directory", storage->directory,
-      "io", storage->io, "records", (json_int_t)storage->records, "disk_bytes", (json_int_t)storage->disk_bytes,
-      "live_bytes", (json_int_t)storage->live_bytes, "dead_bytes", (json_int_t)storage->dead_bytes, "dirty_bytes",
-      (json_int_t)storage->dirty_bytes, "journal_bytes", (json_int_t)storage->journal_bytes, "put_bytes",
-      (json_int_t)storage->put_bytes, "put_stored_bytes", (json_int_t)storage->put_stored_bytes, "read_bytes",
-      (json_int_t)storage->read_bytes, "bad_records", (json_int_t)storage->bad_records, "failed",
-      (json_int_t)storage->failed, "recovery_seconds", storage->recovery_seconds, "segments", segments);
+      "{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:o}", "directory",
+      storage->directory, "io", storage->io, "records", (json_int_t)storage->records, "disk_bytes",
+      (json_int_t)storage->disk_bytes, "live_bytes", (json_int_t)storage->live_bytes, "dead_bytes",
+      (json_int_t)storage->dead_bytes, "dirty_bytes", (json_int_t)storage->dirty_bytes, "journal_bytes",
+      (json_int_t)storage->journal_bytes, "put_bytes", (json_int_t)storage->put_bytes, "put_stored_bytes",
+      (json_int_t)storage->put_stored_bytes, "read_bytes", (json_int_t)storage->read_bytes, "bad_records",
+      (json_int_t)storage->bad_records, "failed", (json_int_t)storage->failed, "unread_segments",
+      (json_int_t)storage->unread_segments, "recovery_seconds", storage->recovery_seconds, "segments", segments);
   return qkv_json_figures(line) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
 }
 
@@ -51,7 +53,7 @@ static void print_segments(const Qkv__V1__GetStorageResponse *storage) {
     qkv_table_cell(table, "%s", qkv_human_bytes(segment->file_bytes, file));
     qkv_table_cell(table, "%s", qkv_human_bytes(segment->live_bytes, live));
     qkv_table_cell(table, "%" PRIu64, segment->records);
-    qkv_table_cell(table, "%s", segment->sealed ? "sealed" : "written");
+    qkv_table_cell(table, "%s", segment->unread ? "unread" : segment->sealed ? "sealed" : "written");
   }
   qkv_table_print(table, stdout);
   qkv_table_destroy(&table);
@@ -68,8 +70,9 @@ static void print_storage(const Qkv__V1__GetStorageResponse *storage) {
   printf("on their way    %s\n", qkv_human_bytes(storage->dirty_bytes, dirty));
   printf("since the start %s written as %s, %s read\n", qkv_human_bytes(storage->put_bytes, put),
          qkv_human_bytes(storage->put_stored_bytes, stored), qkv_human_bytes(storage->read_bytes, read));
-  printf("trouble         %" PRIu64 " damaged pages, %" PRIu64 " writes refused by the disk\n", storage->bad_records,
-         storage->failed);
+  printf("trouble         %" PRIu64 " damaged pages, %" PRIu64 " writes refused by the disk, %" PRIu64
+         " segments that the start could not read\n",
+         storage->bad_records, storage->failed, storage->unread_segments);
   printf("recovery        %.3f s\n", storage->recovery_seconds);
   if (storage->n_segments > 0) print_segments(storage);
 }

@@ -1,6 +1,7 @@
 """Devices and systems that refuse: no io_uring, no room, a sync or a read that fails. What is not allowed here is skipped."""
 
 import ctypes
+import json
 import os
 import resource
 import struct
@@ -12,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import BIN_DIR, SANITIZED, Daemon, wait_for
+from daemon import BIN_DIR, SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
@@ -176,6 +177,12 @@ def test_a_failing_disk_loses_nothing(tmp_path):
 
 # ---- A start that cannot read ----
 
+def storage(daemon, *more):
+    run = subprocess.run([binary("qkvctl"), "storage", "--target", daemon.target, *more], check=True, text=True,
+                         stdout=subprocess.PIPE, env=clean_environment())
+    return run.stdout
+
+
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
 def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
     """Sessions end earlier for such a start. One that is appended to or truncated then ends there for ever."""
@@ -192,7 +199,13 @@ def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
         daemon.kill()
     flag.touch()
     with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_READ": str(flag)}) as daemon:
-        assert daemon.metric("qkvd_storage_unread_segments") >= 1
+        unread = daemon.metric("qkvd_storage_unread_segments")
+        assert unread >= 1
+        shown = json.loads(storage(daemon, "--json"))
+        assert shown["unread_segments"] == unread == sum(segment["unread"] for segment in shown["segments"])
+        text = storage(daemon)
+        assert f"{int(unread)} segments that the start could not read" in text
+        assert sum(line.split()[-1] == "unread" for line in text.splitlines()) == unread
         assert messages(daemon, "a segment cannot be read, it stays for the next start")
         for cache in caches.values():
             cache.stub = daemon.stub()
@@ -205,6 +218,8 @@ def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
         daemon.kill()
     with Daemon(*arguments) as daemon:
         assert daemon.metric("qkvd_storage_unread_segments") == 0
+        shown = json.loads(storage(daemon, "--json"))
+        assert shown["unread_segments"] == 0 and not any(segment["unread"] for segment in shown["segments"])
         for cache in caches.values():
             cache.stub = daemon.stub()
         assert list(caches["left"].info().lengths) == [256] * LAYERS
