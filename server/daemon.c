@@ -165,10 +165,46 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   return start_rpc(daemon, error);
 }
 
+// A calibration in the making is counted as part of memory-budget, so that pages leave before it is there. Once it
+// is, it is resident beside them, and their limit follows.
+typedef struct learning {
+  qkv_daemon *daemon;
+  uint64_t bytes;  // of memory-budget
+  bool waits;      // one of those that are due
+} learning;
+
+static bool may_learn(void *context, const qkv_model *model, uint64_t bytes) {
+  learning *on = context;
+  qkv_daemon *daemon = on->daemon;
+  qkv_arena *arena = qkv_store_arena(daemon->store);
+  qkv_error error = {0};
+  uint64_t room = 0;
+  bool has = qkvi_memory_has_room(daemon->store, bytes);
+  if (has && daemon->spill != NULL) {
+    has = qkvi_spill_claim(daemon->spill, bytes, 0, &room, &error) == QKV_OK;
+  } else if (has) {
+    has = qkv_arena_reserve(arena, bytes, &error) == QKV_OK;
+  }
+  on->waits |= !has;
+  if (!has && qkv_metric_read(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WAITING]) == 0)
+    qkv_log(QKV_LOG_WARN, "a calibration waits, memory-budget has no room for it", "{s:s, s:I}", "model", model->name,
+            "bytes", (json_int_t)bytes);
+  if (!has) return false;
+  atomic_store(&daemon->memory.expects, true);
+  qkv_arena_move_elsewhere(arena, bytes);
+  on->bytes = bytes;
+  return true;
+}
+
 static void calibrated(void *context, const qkv_model *model, const qkv_error *error) {
-  qkv_daemon *daemon = context;
+  const learning *on = context;
+  qkv_daemon *daemon = on->daemon;
   const qkv_learner_stats stats = qkv_learner_read(model->learner);
-  if (error != NULL && error->status == QKV_CANCELLED) return;  // the daemon ends
+  qkv_arena_unreserve_elsewhere(qkv_store_arena(daemon->store), on->bytes);
+  atomic_store(&daemon->memory.expects, false);
+  qkvi_memory_follow(&daemon->memory, daemon->store);
+  if (error != NULL && (error->status == QKV_CANCELLED || error->status == QKV_OK))
+    return;  // it ends; one was brought
   if (error != NULL) {
     qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason", error->text);
     return;
@@ -179,7 +215,9 @@ static void calibrated(void *context, const qkv_model *model, const qkv_error *e
 }
 
 void qkv_daemon_learn(qkv_daemon *daemon) {
-  (void)qkv_store_learn(daemon->store, calibrated, daemon);
+  learning on = {.daemon = daemon};
+  (void)qkv_store_learn(daemon->store, may_learn, calibrated, &on);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WAITING], on.waits);
 }
 
 bool qkv_daemon_retier(qkv_daemon *daemon) {

@@ -73,26 +73,47 @@ static void trim_heap(qkvi_memory *memory, qkv_heap *heap) {
   if (stats.bytes_resident > memory->used + memory->used / 8 + HOLES_MIN) qkv_heap_trim(heap, memory->used);
 }
 
-uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most) {
+static uint64_t limit_least(uint64_t budget) {
   const uint64_t half = budget / 2, little = budget < LIMIT_LEAST ? budget : LIMIT_LEAST;
-  const uint64_t least = half > little ? half : little;
+  return half > little ? half : little;
+}
+
+static uint64_t limit_after(uint64_t limit, uint64_t lowered, uint64_t least) {
+  return limit > least + lowered ? limit - lowered : least;
+}
+
+uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most) {
   const uint64_t whole = budget + budget / RULE_PARTS, spare = SPARE_LEAST + budget / SPARE_PARTS;
   const uint64_t all = beside + most + spare;
-  if (all > whole) return limit > least + (all - whole) ? limit - (all - whole) : least;
+  if (all > whole) return limit_after(limit, all - whole, limit_least(budget));
   const uint64_t step = budget / RAISE_PARTS, left = whole - all, more = left < step ? left : step;
   return limit + more < budget ? limit + more : budget;
 }
 
-// Sanitizers keep books that are resident, too, and no page lies in the heap.
-static void follow(qkv_store *store) {
-#ifndef QKV_SANITIZED
+// With `more` bytes beside the pages than are there now.
+static uint64_t limit_with(qkv_store *store, uint64_t more) {
   qkv_arena *arena = qkv_store_arena(store);
   const qkv_arena_stats memory = qkv_arena_read(arena);
   const uint64_t most = qkv_heap_read(qkv_arena_heap(arena)).bytes_most, beside = (uint64_t)qkvi_memory_beside(store);
-  qkv_arena_set_limit(arena, qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, beside, most));
+  return qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, beside + more, most);
+}
+
+// Sanitizers keep books that are resident, too, and no page lies in the heap.
+#ifdef QKV_SANITIZED
+static const bool follows = false;
 #else
-  (void)store;
+static const bool follows = true;
 #endif
+
+bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes) {
+  const uint64_t budget = qkv_arena_read(qkv_store_arena(store)).bytes_max;
+  return !follows || limit_with(store, bytes) > limit_least(budget);
+}
+
+void qkvi_memory_follow(const qkvi_memory *memory, qkv_store *store) {
+  qkv_arena *arena = qkv_store_arena(store);
+  const uint64_t before = qkv_arena_read(arena).bytes_limit, now = follows ? limit_with(store, 0) : before;
+  qkv_arena_set_limit(arena, now > before && atomic_load(&memory->expects) ? before : now);
 }
 
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
@@ -109,5 +130,5 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
     idle = memory->left = idle_bytes(store);
   }
   if (idle < memory->left) memory->left = idle;
-  follow(store);
+  qkvi_memory_follow(memory, store);
 }

@@ -11,6 +11,8 @@
 #ifndef QKV_SERVER_MEMORY_H
 #define QKV_SERVER_MEMORY_H
 
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "engine/cache/store.h"
@@ -18,6 +20,8 @@
 typedef struct qkvi_memory {
   uint64_t used;  // bytes of the heap that are in use, or were: it follows what is freed some seconds behind
   int64_t left;   // bytes beyond what is in use that malloc did not give back the last time
+  // What is reserved elsewhere is not resident yet, and will be: the arena's limit is not raised meanwhile.
+  _Atomic bool expects;
 } qkvi_memory;
 
 // What malloc keeps at the end of each arena: up to a 64th of memory-budget, 4 to 16 MiB.
@@ -30,6 +34,10 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 int64_t qkvi_memory_resident(void);
 // Of these, what is not in the heap of pages.
 int64_t qkvi_memory_beside(qkv_store *store);
+// Whether so much more may come to lie beside the pages without taking them below what they have at least.
+bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes);
+// Sets the arena's limit now, where something large has come or gone. Any thread.
+void qkvi_memory_follow(const qkvi_memory *memory, qkv_store *store);
 // What pages may have of a budget, which have `limit` now: `beside` is resident beside them, and `most` will be of
 // theirs. Not an arena's own matter, and pure, for tests.
 uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most);

@@ -29,6 +29,8 @@
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \
+  X(CALIBRATIONS_WAITING, "qkvd_calibrations_waiting", QKV_GAUGE,                                                   \
+    "1 while one is due that memory-budget has no room for.")                                                       \
   X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                            \
   X(TIER_BYTES_FREED, "qkvd_tier_bytes_freed_total", QKV_COUNTER, "Bytes that lower tiers have freed.")             \
   X(SPILL_PAGES, "qkvd_storage_pages_total", QKV_COUNTER, "Pages given to the SSD tier.")                           \

@@ -116,12 +116,16 @@ static void tell_heap(qkv_arena *arena) {
   qkv_heap_set_beside(arena->heap, arena->bytes_max - limit + arena->elsewhere);
 }
 
-qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
-  QKV_TRY(qkv_arena_reserve(arena, bytes, error));
+void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes) {
   (void)pthread_mutex_lock(&arena->lock);
   arena->elsewhere += bytes;
   tell_heap(arena);
   (void)pthread_mutex_unlock(&arena->lock);
+}
+
+qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  QKV_TRY(qkv_arena_reserve(arena, bytes, error));
+  qkv_arena_move_elsewhere(arena, bytes);
   return QKV_OK;
 }
 

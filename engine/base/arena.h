@@ -58,6 +58,8 @@ void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
 // The same for memory of the budget that lies elsewhere and not in blocks.
 qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes);
+// Bytes of a reservation become such.
+void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes);
 // The same out of a room (NULL: of none), which gets less by what is taken of it, and what it has not got as above.
 qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error);
 // The same for one who waits: where there is no room for it, what gets free is kept for it from here on, until it is

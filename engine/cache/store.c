@@ -177,25 +177,28 @@ void qkv_store_stop_learning(qkv_store *store) {
   unlock(store);
 }
 
-// A model whose learner is due; NULL: none. Models stay as long as the store.
-static const qkv_model *due_model(qkv_store *store) {
+// The first model behind `after` whose learner is due; NULL: none. Models stay as long as the store.
+static const qkv_model *due_model(qkv_store *store, const char *after) {
   const qkv_model *due = NULL;
   lock_to_read(store);
   for (model_entry *entry = store->models; entry != NULL && due == NULL; entry = entry->hh.next) {
-    if (entry->model.learner != NULL && qkv_learner_due(entry->model.learner)) due = &entry->model;
+    const qkv_model *model = &entry->model;
+    if (strcmp(model->name, after) > 0 && model->learner != NULL && qkv_learner_due(model->learner)) due = model;
   }
   unlock(store);
   return due;
 }
 
-bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model *model, const qkv_error *error),
-                     void *context) {
+bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
+                     void (*fn)(void *context, const qkv_model *model, const qkv_error *error), void *context) {
   const qkv_model *model;
   bool any = false;
-  while ((model = due_model(store)) != NULL) {
+  for (const char *after = ""; (model = due_model(store, after)) != NULL; after = model->name) {
+    const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
     qkv_error error = {0};
+    if (may != NULL && !may(context, model, qkv_calibration_cost(&shape))) continue;
     const bool made = qkv_learner_run(model->learner, &error);
-    if (made || error.status != QKV_OK) fn(context, model, made ? NULL : &error);  // else one was brought meanwhile
+    fn(context, model, made ? NULL : &error);
     any = true;
   }
   return any;

@@ -35,10 +35,11 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
                                qkv_error *error);
 // Makes the calibrations that are due, one after the other; false where none was. Takes seconds for a large model:
-// for a thread of its own. `fn` is told of each: its error where it failed (CANCELLED: by qkv_store_stop_learning),
-// else NULL.
-bool qkv_store_learn(qkv_store *store, void (*fn)(void *context, const qkv_model *model, const qkv_error *error),
-                     void *context);
+// for a thread of its own. `may` is asked before each, which takes up to `bytes`, and where it says no that one is
+// left for later; NULL: all may. `fn` is told of each that it said yes to: its error where it failed (CANCELLED: by
+// qkv_store_stop_learning; OK: another one was brought meanwhile), else NULL.
+bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
+                     void (*fn)(void *context, const qkv_model *model, const qkv_error *error), void *context);
 // Nothing is learnt any more; one that is being made is given up.
 void qkv_store_stop_learning(qkv_store *store);
 // NOT_FOUND "no model x".

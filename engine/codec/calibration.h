@@ -102,6 +102,8 @@ qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_c
 
 // Memory of all calibrations that there are.
 uint64_t qkv_calibration_bytes_held(void);
+// What one of such a model takes at most; its shape is within limits.
+uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape);
 
 // Layer and head are within the shape (asserted). As long as the reference.
 const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,

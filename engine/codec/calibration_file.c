@@ -392,6 +392,12 @@ static size_t head_whole_bytes(const qkv_calibration_shape *shape) {
   return whole_bytes(shape->key_dim) * parts_of(shape) + whole_bytes(shape->value_dim);
 }
 
+uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape) {
+  const size_t head = sizeof(qkvi_head_view) + parts_of(shape) * sizeof(qkv_schedule) + head_whole_bytes(shape);
+  return sizeof(qkv_calibration) + qkvi_calibration_size(shape, QKV_BAND, QKV_BAND) +
+         (size_t)shape->layers * shape->kv_heads * head;
+}
+
 // The matrices of a head's part in whole numbers; returns the memory behind them.
 static uint8_t *make_whole(qkvi_head_view *head, qkv_calibration_part part, uint8_t *memory) {
   qkv_transform *transform = &head->transforms[part];

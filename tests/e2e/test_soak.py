@@ -1,9 +1,8 @@
 """Sessions of several times the memory come, grow, leave memory, come back, are cut and go, while resident memory is
 watched and rows are compared with what was sent.
 
-QKV_SOAK_SECONDS and QKV_SOAK_SEED set how long and with what; by hand an hour, with eight times the memory, and then
-resident memory is asked to stay within a tenth of the budget (in seconds, and with little memory, it is the number of
-threads that decides): QKV_SOAK_SECONDS=3600 ctest --preset release --timeout 8000 -V -R e2e/soak
+Resident memory stays within the budget and a tenth. QKV_SOAK_SECONDS and QKV_SOAK_SEED set how long and with what; by
+hand an hour, with more memory: QKV_SOAK_SECONDS=3600 ctest --preset release --timeout 8000 -V -R e2e/soak
 """
 
 import os
@@ -22,10 +21,9 @@ from qkv.v1 import tensor_pb2
 SECONDS = int(os.environ.get("QKV_SOAK_SECONDS", 15))
 SEED = int(os.environ.get("QKV_SOAK_SEED", 1))
 LARGE = SECONDS >= 120
-BUDGET = (256 if LARGE else 32) << 20
+BUDGET = (256 if LARGE else 96) << 20
 WORKERS, SESSIONS = 3, 72 if LARGE else 9  # sessions of each worker
 LAYERS, HEADS, WIDTH, CHUNK, TOKENS_MAX = 4, 4, 64, 256, 8192
-FIXED_BYTES = 24 << 20  # that do not grow with the budget: write buffers, requests and answers under way
 
 
 def row_block(generation, layer, begin, end):
@@ -189,7 +187,7 @@ def test_soak(tmp_path, io):
     print(f"{sum(worker.steps for worker in workers)} steps, idle {idle}, resident median "
           f"{samples[len(samples) // 2]}, most {samples[-1]}, budget {BUDGET}", figures)
     if not SANITIZED:
-        assert samples[-1] <= idle + FIXED_BYTES + (1.1 if LARGE else 2) * BUDGET, (idle, samples[-1])
+        assert samples[-1] <= 1.1 * BUDGET, (idle, samples[-1])
     with Daemon(*arguments) as daemon:  # and all of it outlives the daemon
         for worker in workers:
             for session in worker.sessions:

@@ -133,6 +133,8 @@ static void pages_make_way_for_what_lies_beside_them(void **state) {
   qkvi_memory memory = {0};
   tend_seconds(&memory, store, 1);
   assert_in_range(qkv_arena_read(arena).bytes_limit, (uint64_t)(BUDGET - 16) * MIB, (uint64_t)BUDGET * MIB);
+  assert_true(qkvi_memory_has_room(store, (uint64_t)BESIDE * MIB));
+  assert_false(qkvi_memory_has_room(store, (uint64_t)BUDGET / 2 * MIB + 64 * MIB));
   const int64_t before = qkvi_memory_beside(store);
   char *large = malloc((size_t)BESIDE * MIB);
   assert_non_null(large);

@@ -1,0 +1,68 @@
+"""What the whole process takes: memory-budget and a tenth, with calibrations beside the pages, too."""
+
+import threading
+
+import pytest
+
+from daemon import SANITIZED, Daemon, wait_for
+from kv import FP16, Cache
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import model_pb2
+
+LAYERS, HEADS, WIDTH, CHUNK = 8, 8, 128, 512
+CALIBRATION = 25 << 20  # at least, of such a model
+
+
+def open_cache(daemon):
+    return Cache(daemon.stub(), "s", layers=LAYERS, kv_heads=HEADS, q_heads=HEADS, key_dim=WIDTH, value_dim=WIDTH,
+                 dtype=FP16, bits_k=8, bits_v=8, durability=kv.DURABILITY_ASYNC, rope=model_pb2.Rope(theta=10000))
+
+
+def append(cache, rows, begin, end):
+    """The same rows again and again."""
+    for position in range(begin, end, CHUNK):
+        for layer in range(LAYERS):
+            cache.append(position, *rows, layer=layer, dtype=FP16)
+
+
+def watch(daemon, samples, stop):
+    while not stop.wait(0.02):
+        samples.append(daemon.rss_bytes())
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers keep books of their own in memory")
+def test_pages_make_way_for_a_calibration(tmp_path):
+    budget, full = 160 << 20, 10240  # tokens, for which memory has no room
+    samples, stop = [], threading.Event()
+    with Daemon("--data-dir", str(tmp_path), "--memory-budget", str(budget), "--calibrate-tokens", str(full),
+                "--memory-high", "1") as daemon:
+        cache = open_cache(daemon)
+        rows = cache.rows(CHUNK)
+        sampler = threading.Thread(target=watch, args=(daemon, samples, stop), daemon=True)
+        sampler.start()
+        try:
+            append(cache, rows, 0, full)
+            before = daemon.status()
+            append(cache, rows, full, full + 4 * CHUNK)
+            wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "no calibration is made")
+            append(cache, rows, full + 4 * CHUNK, full + 8 * CHUNK)
+        finally:
+            stop.set()
+            sampler.join()
+        status = daemon.status()
+        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
+        assert status.calibration_bytes > CALIBRATION and status.beside_bytes > before.beside_bytes + CALIBRATION
+        assert status.kv_bytes_room < before.kv_bytes_room - CALIBRATION / 2
+        assert budget / 2 < status.kv_bytes_room < status.kv_bytes_limit == budget
+        print(f"most {max(samples)}, budget {budget}")
+        assert max(samples) <= 1.1 * budget
+
+
+def test_a_calibration_waits_for_room(tmp_path):
+    with Daemon("--data-dir", str(tmp_path), "--memory-budget", "48MiB", "--calibrate-tokens", str(CHUNK)) as daemon:
+        cache = open_cache(daemon)
+        append(cache, cache.rows(CHUNK), 0, 2 * CHUNK)
+        wait_for(lambda: daemon.metric("qkvd_calibrations_waiting") == 1, "it does not wait")
+        assert daemon.metric("qkvd_calibrations_total") == 0 and daemon.status().calibration_bytes < CALIBRATION
+        lines = [line for line in daemon.log_lines() if line["message"].startswith("a calibration waits")]
+        assert len(lines) == 1 and lines[0]["model"] == "model-s" and lines[0]["bytes"] > CALIBRATION
