@@ -381,17 +381,17 @@ def test_without_a_directory():
 
 def test_pins_and_times_outlive_the_daemon(start):
     with start("--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1") as daemon:
-        pinned = open_cache(daemon, ASYNC, "pinned")
+        pinned, timed = open_cache(daemon, ASYNC, "pinned"), open_cache(daemon, ASYNC, "timed")
         fill(pinned, 1000)
         pinned.stub.Pin(kv.PinRequest(session="pinned"))
-        pinned.stub.Touch(kv.TouchRequest(session="pinned", ttl_ms=3600_000))
+        timed.stub.Touch(kv.TouchRequest(session="timed", ttl_ms=3600_000))
         for i in range(8):
             fill(open_cache(daemon, ASYNC, f"other-{i}"), 4000)
         assert pinned.info().tokens_cold == 0
         daemon.kill()
     with start() as daemon:
-        info = reopen(daemon, pinned).info()
-        assert info.pinned and info.ttl_ms == 3600_000
+        assert reopen(daemon, pinned).info().pinned and not reopen(daemon, timed).info().pinned
+        assert pinned.info().ttl_ms == 0 and timed.info().ttl_ms == 3600_000
 
 
 def test_a_session_larger_than_memory(start):
@@ -480,6 +480,8 @@ def test_a_full_disk(start):
         synced = open_cache(daemon, SYNC, "synced")
         with refused(grpc.StatusCode.UNAVAILABLE, "not durable", "full"):
             fill(synced, 200)
+        assert daemon.metric("qkvd_storage_expelled_sessions_total") == 1
+        assert second.info().lengths[0] == 4000
 
 
 def test_a_start_with_too_little_memory_changes_nothing(start, tmp_path):
