@@ -360,6 +360,12 @@ def test_recovery_tells_what_it_drops(start, tmp_path):
         assert daemon.metric("qkvd_storage_bad_records_total") == 1
         (line,) = [line for line in daemon.log_lines() if line["message"] == "recovery drops what is no good record"]
         assert line["offset"] == 4096 and f"segment-{line['segment']:016x}.qkv" in segment
+        damaged.append(0, *damaged.rows(80))
+        before = rows(damaged, 64)
+        daemon.kill()
+    with start() as daemon:  # what lay behind does not come back behind other rows
+        assert list(reopen(daemon, damaged).info().lengths) == [64, 256]
+        assert_same_rows(before, rows(damaged, 64))
 
 
 def test_memory_sessions_beside(start):

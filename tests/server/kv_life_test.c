@@ -473,6 +473,28 @@ static void many_clients_do_not_disturb_each_other(void **state) {
 
 // ---- Discard ----
 
+// A model, and a session of its name, with as many heads as "m" and other widths.
+static void open_other(uint32_t key_dim, uint32_t value_dim, const char *name) {
+  Qkv__V1__Model model = QKV__V1__MODEL__INIT;
+  Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
+  Qkv__V1__OpenSessionRequest open = QKV__V1__OPEN_SESSION_REQUEST__INIT;
+  model.name = (char *)(uintptr_t)name;
+  model.layers = 1;
+  model.kv_heads = KV_HEADS;
+  model.q_heads = KV_Q_HEADS;
+  model.key_dim = key_dim;
+  model.value_dim = value_dim;
+  model.dtype = QKV__V1__DTYPE__DTYPE_FP16;
+  request.model = &model;
+  fixture_result result = kv_call(client, KV_METHOD("RegisterModel"), &request.base);
+  assert_int_equal(result.status, QKV_OK);
+  fixture_free(&result);
+  open.session = open.model = model.name;
+  result = kv_call(client, KV_METHOD("OpenSession"), &open.base);
+  assert_int_equal(result.status, QKV_OK);
+  fixture_free(&result);
+}
+
 static void discard_checks_shapes_and_keeps_nothing(void **state) {
   (void)state;
   start((const char *[]){"--discard", NULL});
@@ -488,6 +510,12 @@ static void discard_checks_shapes_and_keeps_nothing(void **state) {
   const kv_item bad = {.session = "d", .layer = KV_LAYERS, .tokens = 1};
   assert_int_equal(kv_append(client, &bad, 1, text), QKV_INVALID_ARGUMENT);
   assert_string_equal(text, "message 0: items[0].layer is 3, the model m has 3 layers");
+  open_other(2 * KV_KEY_DIM, KV_VALUE_DIM, "keys");
+  open_other(KV_KEY_DIM, 2 * KV_VALUE_DIM, "values");
+  assert_int_equal(kv_append(client, &(kv_item){.session = "keys", .tokens = 5}, 1, text), QKV_INVALID_ARGUMENT);
+  assert_string_equal(text, "message 0: items[0].k.dims are [5, 2, 16], the model has [tokens, 2, 32]");
+  assert_int_equal(kv_append(client, &(kv_item){.session = "values", .tokens = 5}, 1, text), QKV_INVALID_ARGUMENT);
+  assert_string_equal(text, "message 0: items[0].v.dims are [5, 2, 24], the model has [tokens, 2, 48]");
 
   Qkv__V1__TokenRange range = QKV__V1__TOKEN_RANGE__INIT;
   Qkv__V1__FetchRequest request = QKV__V1__FETCH_REQUEST__INIT;
