@@ -202,7 +202,7 @@ static void calibrated(void *context, const qkv_model *model, const qkv_error *e
   const qkv_learner_stats stats = qkv_learner_read(model->learner);
   qkv_arena_unreserve_elsewhere(qkv_store_arena(daemon->store), on->bytes);
   atomic_store(&daemon->memory.expects, false);
-  qkvi_memory_follow(&daemon->memory, daemon->store);
+  qkvi_memory_lower(daemon->store);
   if (error != NULL && (error->status == QKV_CANCELLED || error->status == QKV_OK))
     return;  // it ends; one was brought
   if (error != NULL) {
@@ -228,6 +228,10 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));
   return more;
+}
+
+void qkv_daemon_keep_memory(qkv_daemon *daemon) {
+  qkvi_memory_lower(daemon->store);
 }
 
 void qkv_daemon_tend(qkv_daemon *daemon) {

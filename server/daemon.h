@@ -67,6 +67,8 @@ void qkv_daemon_learn(qkv_daemon *daemon);
 // Brings sessions towards their tiers, a bounded piece of it (server/retier.h), and ends those that have expired.
 // True where there is more that should not wait. One call at a time, not after drain; waits for layers.
 bool qkv_daemon_retier(qkv_daemon *daemon);
+// The process keeps to memory-budget and a tenth (server/memory.h). Any thread; waits for nobody.
+void qkv_daemon_keep_memory(qkv_daemon *daemon);
 // Gives idle memory back (server/memory.h). One call at a time, not after drain; waits for nobody.
 void qkv_daemon_tend(qkv_daemon *daemon);
 

@@ -19,6 +19,7 @@
 
 #define GAUGES_EVERY_MS 1000
 #define TEND_EVERY_MS 250
+#define KEEP_EVERY_MS 50
 #define LEARN_EVERY_MS 250
 #define RETIER_EVERY_MS 250
 #define RETIER_AGAIN_MS 10  // where memory is short
@@ -32,7 +33,7 @@ struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
-  uv_timer_t gauges, tend, learning, tiers, deadline;
+  uv_timer_t gauges, keep, tend, learning, tiers, deadline;
   uv_work_t learn, retier;
   uv_thread_t drain;
   uv_async_t drained;
@@ -100,6 +101,11 @@ static bool print_only(const qkv_server_options *options, const qkv_options *set
 static void on_gauges(uv_timer_t *timer) {
   main_loop *state = timer->data;
   qkv_daemon_update_gauges(state->daemon);
+}
+
+static void on_keep(uv_timer_t *timer) {
+  const main_loop *state = timer->data;
+  if (!state->draining) qkv_daemon_keep_memory(state->daemon);
 }
 
 // Not in the background: malloc's and the heap's locks are held.
@@ -170,6 +176,7 @@ static void on_drained(uv_async_t *async) {
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
+  uv_close((uv_handle_t *)&state->keep, NULL);
   uv_close((uv_handle_t *)&state->tend, NULL);
   uv_close((uv_handle_t *)&state->learning, NULL);
   uv_close((uv_handle_t *)&state->tiers, NULL);
@@ -212,15 +219,18 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_init(&state->loop, &state->interrupt);
   uv_async_init(&state->loop, &state->drained, on_drained);
   uv_timer_init(&state->loop, &state->gauges);
+  uv_timer_init(&state->loop, &state->keep);
   uv_timer_init(&state->loop, &state->tend);
   uv_timer_init(&state->loop, &state->learning);
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drained.data = state;
-  state->tend.data = state->learning.data = state->learn.data = state->tiers.data = state->retier.data = state;
+  state->keep.data = state->tend.data = state->learning.data = state->learn.data = state->tiers.data =
+      state->retier.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
+  uv_timer_start(&state->keep, on_keep, KEEP_EVERY_MS, KEEP_EVERY_MS);
   uv_timer_start(&state->tend, on_tend, TEND_EVERY_MS, TEND_EVERY_MS);
   uv_timer_start(&state->learning, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
   on_retier(&state->tiers);  // makes libuv's pool

@@ -110,10 +110,18 @@ bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes) {
   return !follows || limit_with(store, bytes) > limit_least(budget);
 }
 
-void qkvi_memory_follow(const qkvi_memory *memory, qkv_store *store) {
-  qkv_arena *arena = qkv_store_arena(store);
-  const uint64_t before = qkv_arena_read(arena).bytes_limit, now = follows ? limit_with(store, 0) : before;
-  qkv_arena_set_limit(arena, now > before && atomic_load(&memory->expects) ? before : now);
+static uint64_t limit_of(qkv_store *store) {
+  return qkv_arena_read(qkv_store_arena(store)).bytes_limit;
+}
+
+void qkvi_memory_lower(qkv_store *store) {
+  const uint64_t before = limit_of(store), now = follows ? limit_with(store, 0) : before;
+  qkv_arena_set_limit(qkv_store_arena(store), now < before ? now : before);
+}
+
+static void raise_limit(const qkvi_memory *memory, qkv_store *store) {
+  const uint64_t before = limit_of(store), now = follows ? limit_with(store, 0) : before;
+  if (now > before && !atomic_load(&memory->expects)) qkv_arena_set_limit(qkv_store_arena(store), now);
 }
 
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
@@ -130,5 +138,6 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
     idle = memory->left = idle_bytes(store);
   }
   if (idle < memory->left) memory->left = idle;
-  qkvi_memory_follow(memory, store);
+  qkvi_memory_lower(store);
+  raise_limit(memory, store);
 }

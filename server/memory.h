@@ -4,7 +4,7 @@
 // pages back to the system and faults them in again for the next message unless it is told to keep them; told so, it
 // keeps what many threads have freed here and there until somebody asks. So it is asked, whenever more than a part of
 // memory-budget lies idle. What is still there then has to be taken from what pages may have: the arena's limit
-// (engine/base/arena.h) follows it, down at once, so that pages leave, and up slowly, so that they do not go to and
+// (engine/base/arena.h) follows it, down soon, so that pages leave, and up slowly, so that they do not go to and
 // fro with each burst of messages. It stays above half of the budget, and above 32 MiB of it.
 //
 // Threads: setup before any other; tend by one thread at a time.
@@ -27,7 +27,7 @@ typedef struct qkvi_memory {
 // What malloc keeps at the end of each arena: up to a 64th of memory-budget, 4 to 16 MiB.
 void qkvi_memory_setup(int64_t budget);
 // Gives back what malloc keeps beyond a 64th of memory-budget, and, within some ten seconds, what sessions that are
-// gone have left of theirs, makes the heap's pages whole, and sets the arena's limit. Takes milliseconds; meant for
+// gone have left of theirs, makes the heap's pages whole, and raises the arena's limit. Takes milliseconds; meant for
 // four times a second.
 void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
@@ -36,8 +36,9 @@ int64_t qkvi_memory_resident(void);
 int64_t qkvi_memory_beside(qkv_store *store);
 // Whether so much more may come to lie beside the pages without taking them below what they have at least.
 bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes);
-// Sets the arena's limit now, where something large has come or gone. Any thread.
-void qkvi_memory_follow(const qkvi_memory *memory, qkv_store *store);
+// Lowers the arena's limit where that has to be. Takes microseconds; meant for twenty times a second, and for when
+// something large has come. Any thread.
+void qkvi_memory_lower(qkv_store *store);
 // What pages may have of a budget, which have `limit` now: `beside` is resident beside them, and `most` will be of
 // theirs. Not an arena's own matter, and pure, for tests.
 uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most);
