@@ -18,7 +18,7 @@ enum {
 // The process takes a tenth more than the budget at most: less so much, for what comes between two looks. Pages'
 // limit is not lowered below so much, or half of the budget, and is raised by such a part of it each time: from half
 // of it all the way in half a minute.
-enum { RULE_PARTS = 10, SPARE_PARTS = 128, SPARE_LEAST = 4 << 20, LIMIT_LEAST = 32 << 20, RAISE_PARTS = 256 };
+enum { RULE_PARTS = 10, SPARE_PARTS = 64, SPARE_LEAST = 4 << 20, LIMIT_LEAST = 32 << 20, RAISE_PARTS = 256 };
 
 // Of what is free at an arena's end, which malloc_trim leaves alone where it is not the first arena; more than the 64
 // MiB that such an arena's parts have at most would never be given back. 4 MiB are enough for messages of 1 MiB to go
