@@ -39,6 +39,7 @@ struct qkv_learner {
   _Atomic bool fresh;       // nothing has been learnt yet, or not since the last drift
   _Atomic uint32_t runs;
   _Atomic uint32_t version;  // of the last calibration made here; 0: none yet
+  _Atomic uint32_t before;   // of the one before, which is in use until that one is
   _Atomic bool running, stopped;
 
   pthread_mutex_t error_lock;  // of the rest
@@ -130,7 +131,7 @@ void qkv_learner_stop(qkv_learner *learner) {
 // The calibration in use was brought, not learnt.
 static bool was_brought(const qkv_learner *learner) {
   const uint32_t version = qkv_calibration_slot_version(learner->slot);
-  return version != 0 && version != atomic_load(&learner->version);
+  return version != 0 && version != atomic_load(&learner->version) && version != atomic_load(&learner->before);
 }
 
 // Whether what is taught now will ever be looked at.
@@ -323,6 +324,7 @@ bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
   done(learner);
   const qkv_calibration *own = calibration;
   if (made) {
+    atomic_store(&learner->before, atomic_load(&learner->version));
     atomic_store(&learner->version, qkv_calibration_version(own));
     qkv_calibration_slot_replace(learner->slot, replaced, own);  // unless one was brought meanwhile
   }
