@@ -63,6 +63,14 @@ static void a_part_of_much_is_kept(void **state) {
   assert_true(seen.after - seen.before <= (int64_t)17 * MIB);
 }
 
+static qkv_store *store_of(uint64_t budget) {
+  const qkv_store_config config = {.memory_budget = budget,
+                                   .models_max = 1,
+                                   .sessions_max = 1,
+                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED)}};
+  return qkv_store_create(&config);
+}
+
 static uint64_t resident_of(qkv_store *store) {
   return qkv_heap_read(qkv_arena_heap(qkv_store_arena(store))).bytes_resident;
 }
@@ -74,13 +82,9 @@ static void tend_seconds(qkvi_memory *memory, qkv_store *store, int seconds) {
 static void what_sessions_leave_goes_back_later(void **state) {
   (void)state;
 #ifdef QKV_SANITIZED
-  skip();  // no heap
+  skip();  // a sanitizer has no heap of pages
 #endif
-  const qkv_store_config config = {.memory_budget = 256 * MIB,
-                                   .models_max = 1,
-                                   .sessions_max = 1,
-                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED)}};
-  qkv_store *store = qkv_store_create(&config);
+  qkv_store *store = store_of(256 * MIB);
   qkv_arena *arena = qkv_store_arena(store);
   qkvi_memory memory = {0};
   void *blocks[BLOCKS];
@@ -121,14 +125,10 @@ static void what_is_beside_pages_is_taken_from_them(void **state) {
 static void pages_make_way_for_what_lies_beside_them(void **state) {
   (void)state;
 #ifdef QKV_SANITIZED
-  skip();  // it has books of its own in memory
+  skip();  // a sanitizer has books of its own in memory
 #endif
   enum { BUDGET = 512, BESIDE = 128 };
-  const qkv_store_config config = {.memory_budget = (uint64_t)BUDGET * MIB,
-                                   .models_max = 1,
-                                   .sessions_max = 1,
-                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED)}};
-  qkv_store *store = qkv_store_create(&config);
+  qkv_store *store = store_of((uint64_t)BUDGET * MIB);
   qkv_arena *arena = qkv_store_arena(store);
   qkvi_memory memory = {0};
   tend_seconds(&memory, store, 1);

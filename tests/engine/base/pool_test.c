@@ -286,7 +286,7 @@ static void note_place(void *context) {
 
 static void test_pinned_threads(void **state) {
   (void)state;
-  if (qkv_cpu_count() < 2) skip();
+  if (qkv_cpu_count() < 2) skip();  // two threads have one processor then
   qkv_pool *pool = NULL;
   gate_state gate = GATE_CLOSED;
   place seen[] = {{.gate = &gate}, {.gate = &gate}};
