@@ -13,7 +13,7 @@ qkv_packages() {
       printf '%s\n' \
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
-        libuv1-dev liburing-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
+        libuv1-dev liburing-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev libpcre2-dev \
         libopenblas-dev liblapacke-dev libcmocka-dev python3 protobuf-compiler-grpc
       ;;
     test)

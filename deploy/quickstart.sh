@@ -7,17 +7,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
   cat <<'TEXT'
-Usage: deploy/quickstart.sh [--bytes N] [--bits-k BITS] [--bits-v BITS] [--help]
+Usage: deploy/quickstart.sh [--model NAME] [--prompt TEXT] [--tokens N] [--bits BITS] [--help]
 
 Installs the Debian packages that are missing (as root, or with sudo), builds the release in build/release, starts
 qkvd on a unix socket and a TCP port of its own, lets qkv-worker continue a prompt with its KV cache in that daemon,
-prints what it cost beside an exact fp32 cache, and stops the daemon. Bits per byte are those of the text that the
-model has just made itself; for held-out text see qkv-worker score. The first run takes some minutes, a second one
-seconds. What the tools print goes to build/quickstart.log.
+prints what it cost beside an exact fp32 cache, and stops the daemon. Bits per byte or token are those of the text
+that the model has just made itself; for held-out text see qkv-worker score. The first run takes some minutes, a second
+one seconds. What the tools print goes to build/quickstart.log.
 
-  --bytes N      bytes to generate (256)
-  --bits-k BITS  code bits per coordinate of keys, in eighths up to 8 (4)
-  --bits-v BITS  the same for values (4)
+  --model NAME   tinylm, a byte-level model of this repository that continues a text (the default), or smollm2,
+                 SmolLM2-135M-Instruct, which answers a question: deploy/smollm2.sh downloads 98 MB once
+  --prompt TEXT  the text to continue, or the question
+  --tokens N     tokens to generate at most, bytes of tinylm (256); --bytes is the same
+  --bits BITS    code bits per coordinate of keys and values, in eighths up to 8 (4)
 TEXT
 }
 
@@ -26,28 +28,41 @@ fail() {
   exit 1
 }
 
-bytes=256
-bits=(--bits-k 4 --bits-v 4)
+model_name=tinylm
+prompt=
+tokens=256
+bits=4
 while (($# > 0)); do
   case "$1" in
     --help | -h)
       usage
       exit 0
       ;;
-    --bytes | --bits-k | --bits-v)
+    --model)
+      [[ "${2:-}" == tinylm || "${2:-}" == smollm2 ]] || fail "--model needs one of: tinylm smollm2"
+      model_name=$2
+      shift 2
+      ;;
+    --prompt)
+      [[ -n "${2:-}" ]] || fail "--prompt needs a text"
+      prompt=$2
+      shift 2
+      ;;
+    --tokens | --bytes)
       [[ "${2:-}" =~ ^[1-9][0-9]{0,5}$ ]] || fail "$1 needs a number of at least 1"
-      case "$1" in
-        --bytes) bytes=$2 ;;
-        --bits-k) bits[1]=$2 ;;
-        --bits-v) bits[3]=$2 ;;
-      esac
+      tokens=$2
+      shift 2
+      ;;
+    --bits)
+      [[ "${2:-}" =~ ^[0-8](\.[0-9]{1,3})?$ ]] || fail "--bits needs a number of up to 8"
+      bits=$2
       shift 2
       ;;
     *) fail "unknown argument $1; see deploy/quickstart.sh --help" ;;
   esac
 done
 
-readonly model=tests/data/tinylm
+model=tests/data/tinylm
 readonly bin=build/release/bin
 readonly log=build/quickstart.log
 directory= # of the daemon's socket and log
@@ -158,15 +173,40 @@ say "build"
 logged "configuring" cmake --preset release
 logged "building" cmake --build --preset release --parallel "$(nproc)" --target qkvd qkv-worker qkvctl qkv-bench
 
+if [[ $model_name == smollm2 ]]; then
+  model=build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+  logged "fetching the model" deploy/smollm2.sh
+fi
+
 start_daemon
 addresses=$(sed -n 's/.*"address":"\([^"]*\)".*/\1/p' "$directory/qkvd.log" | paste -sd ' ')
 say "qkvd serves on $addresses"
-say "qkv-worker reads $model/prompt.txt ($(wc -c <"$model/prompt.txt") bytes) and goes on:"
-echo
-printf '%s' "...$(tail -c 120 "$model/prompt.txt")"
-if [[ -t 1 ]]; then printf '\033[1m'; else printf ' >>> '; fi
-"$bin/qkv-worker" generate --target "unix:$directory/qkvd.sock" --model "$model" --prompt "$model/prompt.txt" \
-  --bytes "$bytes" "${bits[@]}" --compare 2>"$directory/table" || {
+generate=("$bin/qkv-worker" generate --target "unix:$directory/qkvd.sock" --model "$model" --prompt "$directory/prompt"
+  --tokens "$tokens" --bits "$bits" --compare)
+if [[ $model_name == smollm2 ]]; then
+  # By default a text is to be summed up: a cache that holds some hundreds of tokens shows what codes are worth.
+  [[ -n $prompt ]] || prompt="$(awk -v RS= -v ORS='\n\n' 'NR <= 4' tests/data/smollm2/report.txt)
+
+What is this text about? Answer in three sentences."
+  printf '%s' "$prompt" >"$directory/prompt"
+  generate+=(--chat)
+  say "qkv-worker asks SmolLM2-135M-Instruct ($(wc -c <"$directory/prompt") bytes), which answers:"
+  printf '\n...%s\n\n' "$(tail -n 5 "$directory/prompt")"
+else
+  if [[ -n $prompt ]]; then
+    printf '%s' "$prompt" >"$directory/prompt"
+  else
+    cp "$model/prompt.txt" "$directory/prompt"
+  fi
+  say "qkv-worker reads a prompt ($(wc -c <"$directory/prompt") bytes) and goes on:"
+  printf '\n...%s' "$(tail -c 120 "$directory/prompt")"
+fi
+if [[ -t 1 ]]; then
+  printf '\033[1m'
+elif [[ $model_name == tinylm ]]; then
+  printf ' >>> '
+fi
+"${generate[@]}" 2>"$directory/table" || {
   status=$?
   if [[ -t 1 ]]; then printf '\033[0m'; fi
   cat "$directory/table" >&2

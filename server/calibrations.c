@@ -146,7 +146,8 @@ static qkv_status find_calibration(qkv_daemon *daemon, const char *name, const q
   const qkv_model *model = NULL;
   QKV_TRY(qkv_name_check(name, "model", error));
   QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
-  *calibration = qkv_calibration_slot_get(model->calibration);
+  *calibration = model->learner != NULL ? qkv_learner_on_trial(model->learner) : NULL;
+  if (*calibration == NULL) *calibration = qkv_calibration_slot_get(model->calibration);
   if (*calibration != NULL) return QKV_OK;
   return qkv_fail(error, QKV_NOT_FOUND,
                   "the model %s has no calibration, none was given and none has been learnt yet", name);

@@ -50,6 +50,8 @@ qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *pol
   policy->bits_v = message->bits_v;
   if (message->recent_window_set_case == QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW)
     policy->recent_window = message->recent_window;
+  if (message->sink_tokens_set_case == QKV__V1__CODEC_POLICY__SINK_TOKENS_SET_SINK_TOKENS)
+    policy->sink_tokens = message->sink_tokens;
   if (message->gqa_compensation_set_case == QKV__V1__CODEC_POLICY__GQA_COMPENSATION_SET_GQA_COMPENSATION) {
     policy->gqa_said = true;
     policy->gqa_compensation = message->gqa_compensation;
@@ -153,6 +155,10 @@ static void write_policy(const qkv_policy *policy, Qkv__V1__CodecPolicy *message
     message->self_calibration_set_case = QKV__V1__CODEC_POLICY__SELF_CALIBRATION_SET_SELF_CALIBRATION;
     message->self_calibration = policy->learn;
   }
+  if (policy->sink_tokens >= 0) {
+    message->sink_tokens_set_case = QKV__V1__CODEC_POLICY__SINK_TOKENS_SET_SINK_TOKENS;
+    message->sink_tokens = (uint32_t)policy->sink_tokens;
+  }
   if (policy->recent_window < 0) return;
   message->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
   message->recent_window = (uint32_t)policy->recent_window;
@@ -221,6 +227,41 @@ void qkvi_model_message_clear(qkvi_model_message *message) {
   free((void *)message->override_list);
 }
 
+void qkvi_calibration_write(const qkv_model *model, qkvi_calibration_message *message) {
+  Qkv__V1__CalibrationState *out = &message->state;
+  qkv_calibration_state *read = &message->read;
+  qkv__v1__calibration_state__init(out);
+  *read = (qkv_calibration_state){.version = qkv_calibration_slot_version(model->calibration)};
+  if (model->learner != NULL) qkv_learner_read_state(model->learner, read);
+  out->source = (Qkv__V1__CalibrationState__Source)read->source;
+  out->version = read->version;
+  out->since_unix_ms = read->since_unix_ms;
+  out->tokens = read->tokens;
+  out->trusted = read->trusted;
+  out->tried = read->tried;
+  out->attention_error = read->error;
+  out->attention_error_data_free = read->data_free;
+  out->parts = read->parts;
+  out->parts_data_free = read->dropped;
+  out->on_trial = read->on_trial;
+  out->refused = read->refused;
+  out->refusal = read->refusal;
+  out->watched_error = qkv_page_watch_error(&read->watch);
+  out->watched_error_data_free = qkv_page_watch_data_free(&read->watch);
+  out->rope_doubt = read->rope;
+}
+
+// Sessions take the model's with their next append.
+static void write_coding(const qkv_session_info *info, Qkv__V1__SessionInfo *out) {
+  const qkv_page_watch *watch = &info->usage.watch;
+  qkv_calibration_state state = {.version = qkv_calibration_slot_version(info->model->calibration)};
+  if (info->model->learner != NULL) qkv_learner_read_state(info->model->learner, &state);
+  out->calibration = qkv_codec_is_exact(info->config.policy.codec) ? 0 : state.version;
+  out->calibration_since_unix_ms = state.since_unix_ms;
+  out->watched_error = qkv_page_watch_error(watch);
+  out->watched_error_data_free = qkv_page_watch_data_free(watch);
+}
+
 void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_session_message *message) {
   const qkv_model *model = info->model;
   const qkv_layer_usage *usage = &info->usage;
@@ -256,6 +297,7 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->max_attention_error = info->config.max_attention_error;
   out->contract_pages = usage->quality.pages;
   out->contract_missed = usage->quality.missed;
+  write_coding(info, out);
   out->created_unix_ms = info->created_unix_ms;
   out->last_used_unix_ms = info->last_used_unix_ms;
 }

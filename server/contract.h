@@ -1,6 +1,6 @@
 // Between the contract's messages and the engine's structs: models, policies, sessions.
 //
-// What is filled in points into its source and lives as long. Threads: pure.
+// What is filled in points into its source and lives as long. Threads: pure, but that a model's calibration is read.
 #ifndef QKV_SERVER_CONTRACT_H
 #define QKV_SERVER_CONTRACT_H
 
@@ -30,6 +30,13 @@ typedef struct qkvi_model_message {
 } qkvi_model_message;
 void qkvi_model_write(const qkv_model *model, qkvi_model_message *message);
 void qkvi_model_message_clear(qkvi_model_message *message);
+
+// How a model is calibrated, as a message, with its texts.
+typedef struct qkvi_calibration_message {
+  Qkv__V1__CalibrationState state;
+  qkv_calibration_state read;
+} qkvi_calibration_message;
+void qkvi_calibration_write(const qkv_model *model, qkvi_calibration_message *message);
 
 typedef struct qkvi_session_message {
   Qkv__V1__SessionInfo info;

@@ -1,6 +1,7 @@
 #include "server/daemon.h"
 
 #include <assert.h>
+#include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,6 +77,39 @@ static void update_storage(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_BAD_RECORDS], (int64_t)(stats.bad_records + stats.read_errors));
 }
 
+// Of all models, and how many have something of it.
+typedef struct calibration_sums {
+  double gains, errors, data_free;
+  int tried, watched;
+} calibration_sums;
+
+static bool add_calibration(void *context, const qkv_model *model, size_t sessions) {
+  calibration_sums *sums = context;
+  qkv_calibration_state state;
+  (void)sessions;
+  if (model->learner == NULL) return true;
+  qkv_learner_read_state(model->learner, &state);
+  if (state.tried && state.error > 0) {
+    sums->gains += state.data_free / state.error;
+    sums->tried++;
+  }
+  if (state.watch.measures > 0) {
+    sums->errors += qkv_page_watch_error(&state.watch);
+    sums->data_free += qkv_page_watch_data_free(&state.watch);
+    sums->watched++;
+  }
+  return true;
+}
+
+static void update_calibrations(qkv_daemon *daemon) {
+  calibration_sums sums = {0};
+  qkv_store_each_model(daemon->store, add_calibration, &sums);
+  const double tried = sums.tried > 0 ? sums.tried : 1, watched = sums.watched > 0 ? sums.watched : 1;
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_GAIN], (int64_t)(sums.gains / tried * 1e3));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_WATCHED_ERROR], (int64_t)(sums.errors / watched * 1e6));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_WATCHED_DATA_FREE], (int64_t)(sums.data_free / watched * 1e6));
+}
+
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
@@ -101,6 +135,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_MISSED], (int64_t)quality.missed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_ERROR], (int64_t)(qkv_quality_error(&quality) * 1e6));
+  update_calibrations(daemon);
   if (daemon->spill != NULL) update_storage(daemon);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], qkvi_memory_resident());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
@@ -196,22 +231,41 @@ static bool may_learn(void *context, const qkv_model *model, uint64_t bytes) {
   return true;
 }
 
-static void calibrated(void *context, const qkv_model *model, const qkv_error *error) {
+static void log_verdict(const qkv_model *model, const qkv_learner_outcome *outcome) {
+  static const char *const sources[] = {"none", "learnt", "registered", "file", "stored"};
+  const bool accepted = outcome->end == QKV_LEARNER_ACCEPTED;
+  char version[9];
+  (void)snprintf(version, sizeof version, "%08" PRIx32, outcome->version);
+  if (outcome->end == QKV_LEARNER_WITHDRAWN) {
+    qkv_log(QKV_LOG_WARN, "a calibration was withdrawn, pages to come are data-free", "{s:s, s:s, s:s}", "model",
+            model->name, "version", version, "reason", outcome->text);
+    return;
+  }
+  qkv_log(accepted ? QKV_LOG_INFO : QKV_LOG_WARN, accepted ? "calibrated" : "a calibration was refused",
+          "{s:s, s:s, s:s, s:I, s:f, s:f, s:I, s:I, s:s}", "model", model->name, "version", version, "source",
+          sources[outcome->source], "tokens", (json_int_t)outcome->tokens, "attention_error", outcome->error,
+          "data_free", outcome->data_free, "parts", (json_int_t)outcome->parts, "parts_data_free",
+          (json_int_t)outcome->dropped, "worst", outcome->text);
+}
+
+static void calibrated(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
   const learning *on = context;
   qkv_daemon *daemon = on->daemon;
-  const qkv_learner_stats stats = qkv_learner_read(model->learner);
   qkv_arena_unreserve_elsewhere(qkv_store_arena(daemon->store), on->bytes);
   atomic_store(&daemon->memory.expects, false);
   qkvi_memory_lower(daemon->store);
-  if (error != NULL && (error->status == QKV_CANCELLED || error->status == QKV_OK))
-    return;  // it ends; one was brought
-  if (error != NULL) {
-    qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason", error->text);
-    return;
-  }
-  qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS], 1);
-  qkv_log(QKV_LOG_INFO, "calibrated", "{s:s, s:I, s:I}", "model", model->name, "version",
-          (json_int_t)qkv_calibration_slot_version(model->calibration), "tokens", (json_int_t)stats.tokens);
+  if (outcome->rope[0] != '\0')
+    qkv_log(QKV_LOG_WARN, "the model's RoPE may be wrong", "{s:s, s:s}", "model", model->name, "reason",
+            outcome->rope);
+  if (outcome->end == QKV_LEARNER_FAILED && outcome->error_text.status != QKV_CANCELLED)
+    qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason",
+            outcome->error_text.text);
+  if (outcome->end == QKV_LEARNER_NOTHING || outcome->end == QKV_LEARNER_FAILED) return;
+  const bool learnt = outcome->end == QKV_LEARNER_ACCEPTED && outcome->made;
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS], learnt);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS_REFUSED], outcome->end == QKV_LEARNER_REFUSED);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WITHDRAWN], outcome->end == QKV_LEARNER_WITHDRAWN);
+  log_verdict(model, outcome);
 }
 
 void qkv_daemon_learn(qkv_daemon *daemon) {

@@ -29,6 +29,16 @@
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \
+  X(CALIBRATIONS_REFUSED, "qkvd_calibrations_refused_total", QKV_COUNTER,                                           \
+    "Calibrations that were tried and are not better than data-free code, learnt or brought.")                      \
+  X(CALIBRATIONS_WITHDRAWN, "qkvd_calibrations_withdrawn_total", QKV_COUNTER,                                       \
+    "Calibrations that were in force and turned out worse than data-free code.")                                    \
+  X(CALIBRATION_GAIN, "qkvd_calibration_gain_thousandths", QKV_GAUGE,                                               \
+    "Data-free error of attention over that of the calibration in force, as last tried; 0: none has been.")         \
+  X(WATCHED_ERROR, "qkvd_watched_error_millionths", QKV_GAUGE,                                                      \
+    "Error of attention of pages that were sealed lately, the mean over models that were measured.")                \
+  X(WATCHED_DATA_FREE, "qkvd_watched_error_data_free_millionths", QKV_GAUGE,                                        \
+    "What data-free code of the same pages would have.")                                                            \
   X(CALIBRATIONS_WAITING, "qkvd_calibrations_waiting", QKV_GAUGE,                                                   \
     "1 while one is due that memory-budget has no room for.")                                                       \
   X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                            \

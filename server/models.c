@@ -29,6 +29,13 @@ static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Mode
   return qkv_calibration_check(*calibration, &shape, error);
 }
 
+// One is in force, or waits for its trial.
+static bool has_calibration(const qkv_model *model) {
+  qkv_calibration_state state = {.version = qkv_calibration_slot_version(model->calibration)};
+  if (model->learner != NULL) qkv_learner_read_state(model->learner, &state);
+  return state.version != 0 || state.on_trial != 0;
+}
+
 static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
                                 const qkv_model **registered, qkv_error *error) {
   const qkv_calibration *calibration = NULL;
@@ -37,8 +44,10 @@ static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *messag
   if (status == QKV_OK && calibration != NULL) {
     // The daemon's own file does not take the place of what has come later.
     const bool given = message->calibration.len > 0;
-    if (given || qkv_calibration_slot_version((*registered)->calibration) == 0)
-      status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, error);
+    const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
+    const qkv_calibration_source source = given ? QKV_CALIBRATION_REGISTERED : QKV_CALIBRATION_FILE;
+    if (given || !has_calibration(*registered))
+      status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, source, trusted, error);
   }
   qkv_calibration_unref(&calibration);
   return status;
@@ -69,7 +78,10 @@ static void register_job(void *context) {
   qkvi_model_message parts;
   Qkv__V1__RegisterModelResponse response = QKV__V1__REGISTER_MODEL_RESPONSE__INIT;
   qkvi_model_write(registered, &parts);
+  qkvi_calibration_message state;
+  qkvi_calibration_write(registered, &state);
   response.model = &parts.model;
+  response.calibration = &state.state;
   qkvi_control_reply(call, &response.base);
   qkvi_model_message_clear(&parts);
 }
@@ -110,6 +122,7 @@ static bool collect(void *context, const qkv_model *model, size_t sessions) {
 typedef struct entry_message {
   Qkv__V1__GetModelResponse response;
   qkvi_model_message parts;
+  qkvi_calibration_message calibration;
 } entry_message;
 
 static void write_entry(const struct entry *entry, entry_message *message) {
@@ -117,6 +130,8 @@ static void write_entry(const struct entry *entry, entry_message *message) {
   qkvi_model_write(entry->model, &message->parts);
   message->response.model = &message->parts.model;
   message->response.sessions = entry->sessions;
+  qkvi_calibration_write(entry->model, &message->calibration);
+  message->response.calibration = &message->calibration.state;
 }
 
 static qkv_status get_model(qkv_daemon *daemon, const char *name, struct entry *found, qkv_error *error) {

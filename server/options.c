@@ -45,12 +45,17 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
-    {"bits-k", QKV_OPTION_REAL, AT(bits_k), "4", 0, 0, "BITS",
-     "Bits per coordinate of keys, in eighths up to 8, where neither model nor session says."},
-    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "4", 0, 0, "BITS", "The same for values."},
+    {"bits", QKV_OPTION_REAL, AT(bits), "4", 0, 0, "BITS",
+     "Bits per coordinate, in eighths up to 8, where neither model nor session says: an average, which a calibration "
+     "distributes over keys and values, layers and heads by what they miss."},
+    {"bits-k", QKV_OPTION_REAL, AT(bits_k), "0", 0, 0, "BITS", "The same for keys alone; 0: --bits."},
+    {"bits-v", QKV_OPTION_REAL, AT(bits_v), "0", 0, 0, "BITS", "The same for values alone; 0: --bits."},
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
      "Newest tokens kept exact where neither model nor session says."},
-    {"anchor", QKV_OPTION_STRING, AT(anchor), "auto", 0, 0, "KIND",
+    {"sink-tokens", QKV_OPTION_INTEGER, AT(sink_tokens), "4", 0, QKV_SINK_TOKENS_MAX, "TOKENS",
+     "First tokens of a sequence whose coded rows keep at least 8 bits a coordinate, where neither model nor session "
+     "says."},
+    {"anchor", QKV_OPTION_STRING, AT(anchor), "none", 0, 0, "KIND",
      "What rows are predicted by where neither model nor session says: none, mean, group, chain, or auto, whichever "
      "errs least at equal bytes."},
     {"anchor-every", QKV_OPTION_INTEGER, AT(anchor_every), "0", 0, QKV_ANCHOR_EVERY_MAX, "TOKENS",
@@ -69,6 +74,8 @@ const qkv_option qkv_server_option_table[] = {
     {"calibration", QKV_OPTION_LIST, AT(calibration), NULL, 0, 0, "MODEL=FILE",
      "Calibration file for the model that is registered under this name, where its registration brings none; may be "
      "given several times."},
+    {"trust-calibration", QKV_OPTION_FLAG, AT(trust_calibration), NULL, 0, 0, NULL,
+     "Use calibrations of --calibration at once, and neither try them on traffic nor withdraw them."},
     {"calibrate-tokens", QKV_OPTION_INTEGER, AT(calibrate_tokens), "16384", 0, 1e12, "TOKENS",
      "Tokens after which a model's code is calibrated from its traffic, for pages to come; 0: never."},
     {"calibrate-skip", QKV_OPTION_LIST, AT(calibrate_skip), NULL, 0, 0, "TENANT",
@@ -250,8 +257,9 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
                     "avx512-vbmi, neon and neon-dotprod",
                     values->cpu_mask.items[i]);
   }
-  QKV_TRY(check_bits("bits-k", values->bits_k, error));
-  QKV_TRY(check_bits("bits-v", values->bits_v, error));
+  QKV_TRY(check_bits("bits", values->bits, error));
+  if (values->bits_k != 0) QKV_TRY(check_bits("bits-k", values->bits_k, error));
+  if (values->bits_v != 0) QKV_TRY(check_bits("bits-v", values->bits_v, error));
   QKV_TRY(check_tiers(values, error));
   QKV_TRY(check_storage(values, error));
   QKV_TRY(check_memory(values, error));
@@ -279,9 +287,10 @@ qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values) {
 qkv_policy qkv_server_options_policy(const qkv_server_options *values) {
   qkv_policy policy = {
       .codec = qkv_codec_at(0),
-      .bits_k = values->bits_k,
-      .bits_v = values->bits_v,
+      .bits_k = values->bits_k != 0 ? values->bits_k : values->bits,
+      .bits_v = values->bits_v != 0 ? values->bits_v : values->bits,
       .recent_window = values->recent_window,
+      .sink_tokens = values->sink_tokens,
       .low_rank_said = true,
       .low_rank = {.rank = (uint8_t)values->rank},
       .gqa_said = true,

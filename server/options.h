@@ -29,7 +29,9 @@ typedef struct qkv_server_options {
   int64_t limit_models;          // registered
   int64_t limit_calls;           // running at once
   int64_t limit_queue;           // jobs that wait for the compute pool
-  double bits_k, bits_v;         // what sessions and models fall back to, per coordinate
+  double bits;                   // what sessions and models fall back to, per coordinate
+  double bits_k, bits_v;         // the same for one of the two; 0: `bits`
+  int64_t sink_tokens;           // first tokens kept as outliers, the same
   int64_t recent_window;         // tokens kept exact, the same
   const char *anchor;            // what rows are predicted by, the same
   int64_t anchor_every;          // of chains
@@ -38,6 +40,7 @@ typedef struct qkv_server_options {
   int64_t rank;
   bool gqa_compensation;
   qkv_option_list calibration;     // "MODEL=FILE"
+  bool trust_calibration;          // those are neither tried nor withdrawn
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
   const char *data_dir;            // of the SSD tier, or NULL

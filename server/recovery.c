@@ -67,7 +67,8 @@ static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_erro
 static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qkv_error *error) {
   qkv_calibration *calibration = NULL;
   qkv_status status = qkv_calibration_read(message->calibration.data, message->calibration.len, &calibration, error);
-  if (status == QKV_OK) status = qkv_store_calibrate(all->spill->store, message->name, calibration, error);
+  if (status == QKV_OK)
+    status = qkv_store_calibrate(all->spill->store, message->name, calibration, QKV_CALIBRATION_STORED, false, error);
   if (status != QKV_OK) {
     const qkv_calibration *left = calibration;
     qkv_calibration_unref(&left);

@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
+readonly more_stages=(smollm2) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -19,6 +20,11 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
   fuzz      every fuzz target for --fuzz-seconds (15 by default)
   arm       the kernels for 64-bit ARM, cross-compiled and run by qemu
   release   all tests with the release build, and the lint
+
+Not among them unless asked for:
+
+  smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, and
+            the tests that need the model; some 20 minutes on two processors
 TEXT
 }
 
@@ -36,8 +42,9 @@ while (($# > 0)); do
       exit 0
       ;;
     --only)
-      (($# > 1)) || fail "--only needs one of: ${all_stages[*]}"
-      [[ " ${all_stages[*]} " == *" $2 "* ]] || fail "no stage $2; there are: ${all_stages[*]}"
+      (($# > 1)) || fail "--only needs one of: ${all_stages[*]} ${more_stages[*]}"
+      [[ " ${all_stages[*]} ${more_stages[*]} " == *" $2 "* ]] ||
+        fail "no stage $2; there are: ${all_stages[*]} ${more_stages[*]}"
       stages+=("$2")
       shift 2
       ;;
@@ -115,12 +122,23 @@ run_release() {
   ctest --preset release -j "$at_once"
 }
 
+run_smollm2() {
+  say "the model"
+  local model
+  model=$(deploy/smollm2.sh)
+  build release
+  say "tests that need the model"
+  ctest --preset release -R '^client/worker/(tokenizer|lm_gguf)$'
+  say "quality on the model"
+  tests/regress/quality.py --bin build/release/bin --model "$model"
+}
+
 say "packages"
 mapfile -t packages < <(qkv_packages build && qkv_packages test)
 qkv_install "${packages[@]}"
 mkdir -p build
 if command -v ccache >/dev/null; then export CMAKE_C_COMPILER_LAUNCHER=ccache; fi
 # The order is that of all_stages whatever the order of the arguments: release comes last.
-for stage in "${all_stages[@]}"; do
+for stage in "${all_stages[@]}" "${more_stages[@]}"; do
   if [[ " ${stages[*]} " == *" $stage "* ]]; then "run_$stage"; fi
 done

@@ -37,7 +37,7 @@ static const qkv_option options[] = {
      "plain, attend or archive; the latter two of a model with RoPE"},
     {"calibrated", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, calibrated), NULL, 0, 0, NULL,
      "skewed rows and queries, and a code calibrated for them"},
-    {"anchor", QKV_OPTION_STRING, offsetof(qkv_bench_settings, anchor), "auto", 0, 0, "KIND",
+    {"anchor", QKV_OPTION_STRING, offsetof(qkv_bench_settings, anchor), "none", 0, 0, "KIND",
      "none, mean, group, chain or auto"},
     {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "0", 0, 3, "N",
      "arithmetic on codes, as in AttendOptions; 0: the default"},

@@ -26,7 +26,7 @@ typedef struct qkv_bench_settings {
   int64_t bits_k, bits_v;
   int64_t precision;  // as of AttendOptions
   // quality
-  const char *model;        // a directory
+  const char *model;        // a directory or a .gguf file
   const char *calibration;  // a file; NULL: data-free
   qkv_option_list texts, ways;
   int64_t windows, prefill, length;

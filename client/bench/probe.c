@@ -15,11 +15,10 @@ struct qkvi_probe {
   const qkvi_lm *lm;
   int64_t prefill, length;
   qkv_dtype dtype;
-  const uint8_t *window;
+  const int32_t *window;
   qkvi_forward *forward;
   qkvi_exact *exact, *coded;
-  float *batch_logits;           // [BATCH, 256]
-  float *logits, *coded_logits;  // [length - prefill, 256]
+  float *logits, *coded_logits;  // [length - prefill, vocabulary]
   float *q;                      // of the exact pass: [layers, length, q_heads, head_dim]
   float *out;                    // of the exact pass: [layers, length - prefill, q_heads, head_dim]
   float *k_rows, *v_rows;        // of a layer's prefix, coded: [prefill, kv_heads, head_dim]
@@ -73,9 +72,8 @@ qkvi_probe *qkvi_probe_create(const qkvi_lm *lm, int64_t prefill, int64_t length
                         .forward = qkvi_forward_create(lm, BATCH, length),
                         .exact = qkvi_exact_create(lm, length),
                         .coded = qkvi_exact_create(lm, length),
-                        .batch_logits = floats(BATCH, QKVI_LM_VOCABULARY),
-                        .logits = floats(scored, QKVI_LM_VOCABULARY),
-                        .coded_logits = floats(scored, QKVI_LM_VOCABULARY),
+                        .logits = floats(scored, lm->vocabulary),
+                        .coded_logits = floats(scored, lm->vocabulary),
                         .q = floats(lm->layers * length, lm->q_heads * lm->head_dim),
                         .out = floats(lm->layers * scored, lm->q_heads * lm->head_dim),
                         .k_rows = floats(prefill, kv_width),
@@ -92,8 +90,8 @@ void qkvi_probe_destroy(qkvi_probe **probe) {
   qkvi_forward_destroy(&left->forward);
   qkvi_exact_destroy(&left->exact);
   qkvi_exact_destroy(&left->coded);
-  float *blocks[] = {left->batch_logits, left->logits, left->coded_logits, left->q,  left->out,
-                     left->k_rows,       left->v_rows, left->attended,     left->lse};
+  float *blocks[] = {left->logits, left->coded_logits, left->q,        left->out,
+                     left->k_rows, left->v_rows,       left->attended, left->lse};
   for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
   free(left);
 }
@@ -105,24 +103,24 @@ static void run_pass(qkvi_probe *probe, int64_t begin, qkvi_kv *kv, float *keep)
     // A batch ends at the prefix, so that it lies on one side of it.
     const int64_t end = position < probe->prefill ? probe->prefill : probe->length;
     tokens = end - position < BATCH ? end - position : BATCH;
-    const qkv_status status =
-        qkvi_forward_run(probe->forward, probe->window + position, tokens, position, kv, probe->batch_logits, NULL);
+    const int64_t scored = position - probe->prefill;
+    float *out = scored >= 0 ? keep + scored * probe->lm->vocabulary : NULL;
+    const qkv_status status = qkvi_forward_run(probe->forward, probe->window + position, tokens, position, kv,
+                                               scored >= 0 ? tokens : 0, out, NULL);
     assert(status == QKV_OK);
     (void)status;
-    if (position < probe->prefill) continue;
-    memcpy(keep + (position - probe->prefill) * QKVI_LM_VOCABULARY, probe->batch_logits,
-           (size_t)tokens * QKVI_LM_VOCABULARY * sizeof(float));
   }
 }
 
 static void add_quality(const qkvi_probe *probe, const float *logits, qkvi_quality *quality) {
+  const int64_t vocabulary = probe->lm->vocabulary;
   for (int64_t i = 0; i < later(probe); i++) {
-    qkvi_quality_add(quality, probe->logits + i * QKVI_LM_VOCABULARY, logits + i * QKVI_LM_VOCABULARY,
+    qkvi_quality_add(quality, probe->logits + i * vocabulary, logits + i * vocabulary, vocabulary,
                      probe->window[probe->prefill + i + 1]);
   }
 }
 
-void qkvi_probe_exact(qkvi_probe *probe, const uint8_t *window, qkvi_probe_sums *sums) {
+void qkvi_probe_exact(qkvi_probe *probe, const int32_t *window, qkvi_probe_sums *sums) {
   probe->window = window;
   run_pass(probe, 0, &probe->kv, probe->logits);
   add_quality(probe, probe->logits, &sums->quality);

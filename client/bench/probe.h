@@ -2,7 +2,7 @@
 // ways to code them. docs/quality.md has the protocol:
 //
 //   exact   all positions in fp32; rows of the prefix, queries, attention outputs and logits behind it are kept
-//   coded   the positions behind the prefix once more, from their bytes; in every layer keys and values of the
+//   coded   the positions behind the prefix once more, from their tokens; in every layer keys and values of the
 //           prefix are what came out of their pages, those of later positions stay exact. So hidden states carry the
 //           codes' error from layer to layer.
 //
@@ -41,9 +41,9 @@ typedef struct qkvi_probe qkvi_probe;
 qkvi_probe *qkvi_probe_create(const qkvi_lm *lm, int64_t prefill, int64_t length, qkv_dtype dtype);
 void qkvi_probe_destroy(qkvi_probe **probe);
 
-// The exact pass over `length` + 1 bytes, borrowed until the next one. Adds to sums->quality what an exact cache
-// has: bits per byte, and no divergence.
-void qkvi_probe_exact(qkvi_probe *probe, const uint8_t *window, qkvi_probe_sums *sums);
+// The exact pass over `length` + 1 tokens, borrowed until the next one. Adds to sums->quality what an exact cache
+// has: bits per token, and no divergence.
+void qkvi_probe_exact(qkvi_probe *probe, const int32_t *window, qkvi_probe_sums *sums);
 
 // A coded pass over the same window.
 void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums);

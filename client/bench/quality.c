@@ -13,20 +13,23 @@
 #include "client/bench/dump.h"
 #include "client/bench/probe.h"
 #include "client/common/terminal.h"
+#include "client/worker/forward.h"
 #include "client/worker/text.h"
 
 static const qkv_option options[] = {
-    {"model", QKV_OPTION_STRING, offsetof(qkv_bench_settings, model), NULL, 0, 0, "DIR",
-     "directory with config.json and model.safetensors of a byte-level model"},
+    {"model", QKV_OPTION_STRING, offsetof(qkv_bench_settings, model), NULL, 0, 0, "PATH",
+     "directory with config.json and model.safetensors of a byte-level model, or a .gguf file of the Llama family"},
+    {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "0", 0, 1024, "N",
+     "of the model's own arithmetic; 0: one for each processor"},
     {"text", QKV_OPTION_LIST, offsetof(qkv_bench_settings, texts), NULL, 0, 0, "FILE",
      "text to measure on; may be given several times, the figures are then means over all windows"},
     {"calibration", QKV_OPTION_STRING, offsetof(qkv_bench_settings, calibration), NULL, 0, 0, "FILE",
      "calibration of the model, made by qkv-worker calibrate; without it only data-free codes are measured"},
     {"windows", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, windows), "16", 1, 1 << 20, "N",
      "windows of each text, evenly spread"},
-    {"prefill", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, prefill), "768", 1, 1 << 20, "BYTES",
+    {"prefill", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, prefill), "768", 1, 1 << 20, "TOKENS",
      "of a window whose keys and values are coded"},
-    {"length", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, length), "1024", 2, 1 << 20, "BYTES",
+    {"length", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, length), "1024", 2, 1 << 20, "TOKENS",
      "of a window; those after the prefill are scored"},
     {"setting", QKV_OPTION_LIST, offsetof(qkv_bench_settings, ways), NULL, 0, 0, "WAY",
      "a way to code, FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS], such as plain:4, archive:2/1.5:auto or "
@@ -82,6 +85,7 @@ typedef struct quality_job {
 } quality_job;
 
 static qkv_status load_model(quality_job *job, qkv_error *error) {
+  qkvi_forward_threads(job->settings->threads);
   QKV_TRY(qkvi_lm_load(job->settings->model, &job->lm, error));
   const qkvi_lm *lm = job->lm;
   job->layers = (size_t)lm->layers;
@@ -221,16 +225,16 @@ static void measure_way(quality_job *job, size_t way) {
   windows->kl_squared += kl * kl;
 }
 
-static qkv_status measure_text(quality_job *job, const char *path, const uint8_t *text, int64_t bytes,
+static qkv_status measure_text(quality_job *job, const char *path, const int32_t *text, int64_t tokens,
                                qkv_error *error) {
   const qkv_bench_settings *settings = job->settings;
   const int64_t length = settings->length;
-  if (bytes <= length) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " bytes, a window needs %" PRId64, path, bytes,
-                    length + 1);
+  if (tokens <= length) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " %ss, a window needs %" PRId64, path, tokens,
+                    qkvi_tokenizer_unit(job->lm->tokenizer), length + 1);
   }
   for (int64_t i = 0; i < settings->windows; i++) {
-    qkvi_probe_exact(job->probe, text + qkvi_text_window(bytes, length, settings->windows, i), &job->sums[0]);
+    qkvi_probe_exact(job->probe, text + qkvi_text_window(tokens, length, settings->windows, i), &job->sums[0]);
     for (size_t way = 0; way < job->ways.count; way++) {
       measure_way(job, way);
       qkv_progress_add(&job->progress, (uint64_t)length);
@@ -261,10 +265,10 @@ static qkv_status measure(quality_job *job, qkv_error *error) {
   qkv_progress_start(&job->progress, "measuring", passes * (uint64_t)settings->length);
   qkv_status status = QKV_OK;
   for (size_t i = 0; status == QKV_OK && i < settings->texts.count; i++) {
-    uint8_t *text = NULL;
-    int64_t bytes = 0;
-    status = qkvi_text_read(settings->texts.items[i], &text, &bytes, error);
-    if (status == QKV_OK) status = measure_text(job, settings->texts.items[i], text, bytes, error);
+    int32_t *text = NULL;
+    int64_t tokens = 0;
+    status = qkvi_text_tokens(job->lm, settings->texts.items[i], &text, &tokens, error);
+    if (status == QKV_OK) status = measure_text(job, settings->texts.items[i], text, tokens, error);
     free(text);
   }
   qkv_progress_end(&job->progress);
@@ -275,9 +279,10 @@ static qkv_status measure(quality_job *job, qkv_error *error) {
 
 static void fill_quality(qkvi_quality_row *row, const qkvi_quality *quality) {
   const double positions = (double)quality->positions;  // 0 of a dump, whose figures are then NAN
-  row->bits_per_byte = quality->bits / positions;
+  row->bits_per_token = quality->bits / positions;
   row->delta = (quality->bits - quality->bits_exact) / positions;
   row->kl_bits = quality->kl_bits / positions;
+  row->top1 = (double)quality->agreed / positions;
 }
 
 static double standard_error(const window_sums *windows) {
@@ -321,12 +326,17 @@ static void fill_rows(quality_job *job) {
   }
 }
 
+// What figures are per; of a dump, which has none of them, as of a byte-level model.
+static const char *unit(const quality_job *job) {
+  return job->lm != NULL ? qkvi_tokenizer_unit(job->lm->tokenizer) : "byte";
+}
+
 static int write_csv(const quality_job *job) {
   const char *path = job->settings->csv;
   if (path == NULL) return QKV_EXIT_OK;
   FILE *out = fopen(path, "w");
   if (out == NULL) return qkv_program_failed("%s: %s", path, strerror(errno));
-  qkvi_quality_csv_heading(out);
+  qkvi_quality_csv_heading(out, unit(job));
   for (size_t i = 0; i < 1 + job->ways.count; i++) qkvi_quality_csv_row(out, &job->rows[i]);
   const bool failed = ferror(out) != 0;
   if (fclose(out) == 0 && !failed) return QKV_EXIT_OK;
@@ -338,10 +348,10 @@ static int show(quality_job *job) {
   bool shown = true;
   if (job->settings->program.json) {
     for (size_t i = 0; shown && i < 1 + job->ways.count; i++) {
-      shown = qkv_json_figures(qkvi_quality_json(&job->rows[i]));
+      shown = qkv_json_figures(qkvi_quality_json(&job->rows[i], unit(job)));
     }
   } else {
-    qkvi_quality_print(job->rows, 1 + job->ways.count);
+    qkvi_quality_print(job->rows, 1 + job->ways.count, unit(job));
     shown = fflush(stdout) == 0;
   }
   const int written = write_csv(job);
@@ -357,7 +367,8 @@ static int check(quality_job *job) {
     return qkv_program_misused("--dump stands in place of --model and --text");
   }
   if (settings->dump != NULL) return QKV_EXIT_OK;
-  if (settings->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
+  if (settings->model == NULL)
+    return qkv_program_misused("--model is missing: a model's directory or its .gguf file");
   if (settings->texts.count == 0) return qkv_program_misused("--text is missing: a file to measure on");
   if (settings->prefill >= settings->length) {
     return qkv_program_misused("--prefill is %" PRId64 ", it must be below --length, %" PRId64, settings->prefill,

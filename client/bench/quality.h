@@ -43,8 +43,9 @@ qkv_purpose qkvi_setting_purpose(const qkvi_setting *setting);
 typedef struct qkvi_quality_row {
   char name[QKVI_SETTING_NAME_MAX];
   double bits;  // per coordinate, all in
-  double bits_per_byte, delta;
+  double bits_per_token, delta;
   double kl_bits;
+  double top1;        // share of positions where exact and coded find the same token likeliest
   double kl_error;    // standard error of it, from how windows differ; between two rows of one run most of it cancels
   double rel_mse[2];  // by qkv_part
   double cosine[2];   // of a row and what is read of it
@@ -53,11 +54,11 @@ typedef struct qkvi_quality_row {
   double bits_k, bits_v;    // that were asked for; 0 for exact rows
 } qkvi_quality_row;
 
-// The same columns as tests/regress/baselines.csv.
-void qkvi_quality_csv_heading(FILE *out);
+// `unit` is what figures are per, "byte" or "token". The columns of tests/regress/baselines.csv, and top1.
+void qkvi_quality_csv_heading(FILE *out, const char *unit);
 void qkvi_quality_csv_row(FILE *out, const qkvi_quality_row *row);
-json_t *qkvi_quality_json(const qkvi_quality_row *row);
+json_t *qkvi_quality_json(const qkvi_quality_row *row, const char *unit);
 // For people.
-void qkvi_quality_print(const qkvi_quality_row *rows, size_t count);
+void qkvi_quality_print(const qkvi_quality_row *rows, size_t count, const char *unit);
 
 #endif

@@ -4,8 +4,9 @@
 #include "client/bench/quality.h"
 #include "client/common/terminal.h"
 
-void qkvi_quality_csv_heading(FILE *out) {
-  fputs("scheme,bits_per_coordinate_all_in,bits_per_byte,delta_bits_per_byte,kl_bits,rel_mse_k,rel_mse_v\n", out);
+void qkvi_quality_csv_heading(FILE *out, const char *unit) {
+  fprintf(out, "scheme,bits_per_coordinate_all_in,bits_per_%s,delta_bits_per_%s,kl_bits,rel_mse_k,rel_mse_v,top1\n",
+          unit, unit);
 }
 
 // What was not measured stays empty.
@@ -20,11 +21,12 @@ static void csv_number(FILE *out, int digits, double value) {
 void qkvi_quality_csv_row(FILE *out, const qkvi_quality_row *row) {
   fprintf(out, "\"%s\"", row->name);
   csv_number(out, 4, row->bits);
-  csv_number(out, 5, row->bits_per_byte);
+  csv_number(out, 5, row->bits_per_token);
   csv_number(out, 5, row->delta);
   csv_number(out, 6, row->kl_bits);
   csv_number(out, 6, row->rel_mse[QKV_K]);
   csv_number(out, 6, row->rel_mse[QKV_V]);
+  csv_number(out, 4, row->top1);
   fputc('\n', out);
 }
 
@@ -32,13 +34,17 @@ static void set_number(json_t *object, const char *key, double value) {
   if (!isnan(value)) json_object_set_new(object, key, json_real(value));
 }
 
-json_t *qkvi_quality_json(const qkvi_quality_row *row) {
+json_t *qkvi_quality_json(const qkvi_quality_row *row, const char *unit) {
+  char bits[32], delta[32];
+  snprintf(bits, sizeof bits, "bits_per_%s", unit);
+  snprintf(delta, sizeof delta, "delta_bits_per_%s", unit);
   json_t *object = json_pack("{s:s, s:s}", "bench", "quality", "scheme", row->name);
   set_number(object, "bits_per_coordinate", row->bits);
-  set_number(object, "bits_per_byte", row->bits_per_byte);
-  set_number(object, "delta_bits_per_byte", row->delta);
+  set_number(object, bits, row->bits_per_token);
+  set_number(object, delta, row->delta);
   set_number(object, "kl_bits", row->kl_bits);
   set_number(object, "kl_bits_error", row->kl_error);
+  set_number(object, "top1", row->top1);
   set_number(object, "rel_mse_k", row->rel_mse[QKV_K]);
   set_number(object, "rel_mse_v", row->rel_mse[QKV_V]);
   set_number(object, "cosine_k", row->cosine[QKV_K]);
@@ -58,10 +64,12 @@ static void cell(qkv_table *table, int digits, double value) {
   }
 }
 
-void qkvi_quality_print(const qkvi_quality_row *rows, size_t count) {
-  static const char *const headings[] = {"scheme",    "bits",     "KL bits",         "+-",
-                                         "bits/byte", "delta",    "MSE K",           "MSE V",
-                                         "cosine K",  "cosine V", "attention error", "attention cosine"};
+void qkvi_quality_print(const qkvi_quality_row *rows, size_t count, const char *unit) {
+  char bits[32];
+  snprintf(bits, sizeof bits, "bits/%s", unit);
+  const char *const headings[] = {"scheme",          "bits",  "KL bits", "+-",       "top-1",    bits,
+                                  "delta",           "MSE K", "MSE V",   "cosine K", "cosine V", "attention error",
+                                  "attention cosine"};
   enum { COLUMNS = sizeof headings / sizeof *headings };
   qkv_table *table = qkv_table_create(COLUMNS);
   for (size_t i = 0; i < COLUMNS; i++) qkv_table_cell(table, "%s", headings[i]);
@@ -71,7 +79,8 @@ void qkvi_quality_print(const qkvi_quality_row *rows, size_t count) {
     cell(table, 4, row->bits);
     cell(table, 6, row->kl_bits);
     cell(table, 6, row->kl_error);
-    cell(table, 5, row->bits_per_byte);
+    cell(table, 4, row->top1);
+    cell(table, 5, row->bits_per_token);
     cell(table, 5, row->delta);
     for (int part = QKV_K; part <= QKV_V; part++) cell(table, 5, row->rel_mse[part]);
     for (int part = QKV_K; part <= QKV_V; part++) cell(table, 5, row->cosine[part]);

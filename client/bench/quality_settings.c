@@ -189,6 +189,7 @@ static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *err
   qkv_policy *policy = &setting->policy;
   policy->codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
   policy->recent_window = 0;
+  policy->sink_tokens = 4;
   policy->anchor_said = true;
   if (!(policy->bits_k > 0 && policy->bits_v > 0)) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the bits are %g/%g, both must be above 0", policy->bits_k,

@@ -79,8 +79,7 @@ static int open_in_process(both_sides *sides) {
                                         .bits_k = (double)settings->bits_k,
                                         .bits_v = (double)settings->bits_v,
                                         .recent_window = 64,
-                                        .anchor_said = true,
-                                        .anchor = {.kind = QKV_ANCHOR_AUTO}}};
+                                        .anchor_said = true}};
   qkv_model model = {.name = NAME,
                      .layers = 1,
                      .kv_heads = (uint32_t)settings->kv_heads,
@@ -106,7 +105,7 @@ static int open_in_daemon(both_sides *sides, const char *target) {
   sides->client = qkv_bench_connect(settings, target);
   if (!sides->client) return 1;
   qkv_client_policy policy = {
-      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64, .anchor = "auto"};
+      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64};
   // A daemon that was given may have the name already, with another geometry: name the geometry.
   char name[96];
   snprintf(name, sizeof name, NAME "-%lldx%lldx%lld", (long long)settings->dim, (long long)settings->kv_heads,

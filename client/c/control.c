@@ -51,6 +51,10 @@ static void fill_policy(const qkv_client_policy *from, Qkv__V1__CodecPolicy *to)
     to->self_calibration_set_case = QKV__V1__CODEC_POLICY__SELF_CALIBRATION_SET_SELF_CALIBRATION;
     to->self_calibration = from->self_calibration > 0;
   }
+  if (from->sink_tokens != 0) {
+    to->sink_tokens_set_case = QKV__V1__CODEC_POLICY__SINK_TOKENS_SET_SINK_TOKENS;
+    to->sink_tokens = from->sink_tokens > 0 ? (uint32_t)from->sink_tokens : 0;
+  }
   if (from->recent_window < 0) return;
   to->recent_window_set_case = QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW;
   to->recent_window = from->recent_window < UINT32_MAX ? (uint32_t)from->recent_window : UINT32_MAX;
@@ -92,6 +96,7 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   message.soft_cap = model->soft_cap;
   message.calibration.data = (uint8_t *)(uintptr_t)model->calibration;
   message.calibration.len = model->calibration != NULL ? model->calibration_bytes : 0;
+  message.calibration_trusted = model->calibration_trusted;
   if (model->policy != NULL) {
     fill_policy(model->policy, &policy);
     message.policy = &policy;
@@ -182,6 +187,10 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .attention_error = from->attention_error,
       .contract_pages = from->contract_pages,
       .contract_missed = from->contract_missed,
+      .calibration = from->calibration,
+      .calibration_since_unix_ms = from->calibration_since_unix_ms,
+      .watched_error = from->watched_error,
+      .watched_error_data_free = from->watched_error_data_free,
       .created_unix_ms = from->created_unix_ms,
       .last_used_unix_ms = from->last_used_unix_ms,
       .layers = (uint32_t)from->n_lengths,

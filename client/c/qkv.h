@@ -92,6 +92,7 @@ typedef struct qkv_client_policy {
   uint32_t rank;
   int gqa_compensation;  // 0: the next level's, 1: on, -1: off
   int self_calibration;  // the same
+  int sink_tokens;       // 0: the next level's, -1: none
 } qkv_client_policy;
 
 typedef struct qkv_client_model {
@@ -105,6 +106,7 @@ typedef struct qkv_client_model {
   const qkv_client_policy *policy;  // NULL: the daemon's
   const void *calibration;          // a calibration file's bytes; NULL: the model's stays as it is
   size_t calibration_bytes;
+  bool calibration_trusted;  // used at once, neither tried nor withdrawn
 } qkv_client_model;
 
 // Registers; the same model again is ok. ALREADY_EXISTS: another model has the name.
@@ -141,6 +143,9 @@ typedef struct qkv_client_session_info {
   // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
   double max_attention_error, attention_error;
   uint64_t contract_pages, contract_missed;
+  uint32_t calibration;  // version that pages to come are coded with; 0: data-free
+  int64_t calibration_since_unix_ms;
+  double watched_error, watched_error_data_free;  // of attention, on some pages as they were sealed; 0: not measured
   int64_t created_unix_ms, last_used_unix_ms;
   uint32_t layers;
   uint64_t *lengths;  // [layers]; owned by the caller: qkv_free

@@ -2,7 +2,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #include "client/cli/cli.h"
 #include "client/common/durability.h"
@@ -17,23 +16,18 @@ static const char *purpose_name(int purpose) {
   return purpose == QKV__V1__PURPOSE__PURPOSE_FETCH ? "fetch" : "attend";
 }
 
-static char *age(int64_t unix_ms, char text[QKV_HUMAN_MAX]) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  int64_t now_ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-  return qkv_human_duration(now_ms > unix_ms ? (uint64_t)(now_ms - unix_ms) : 0, text);
-}
-
 // ---- sessions ----
 
 static json_t *listed_json(const Qkv__V1__SessionInfo *info) {
-  return json_pack("{s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I}", "session", info->session,
-                   "model", info->model, "tenant", info->tenant, "purpose", purpose_name((int)info->purpose),
-                   "first_position", (json_int_t)info->first_position, "tokens_coded", (json_int_t)info->tokens_coded,
-                   "tokens_exact", (json_int_t)info->tokens_exact, "bytes_coded", (json_int_t)info->bytes_coded,
-                   "bytes_exact", (json_int_t)info->bytes_exact, "bytes_fp16", (json_int_t)info->bytes_fp16,
-                   "bits_per_coordinate", info->bits_per_coordinate, "created_unix_ms",
-                   (json_int_t)info->created_unix_ms, "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
+  return json_pack("{s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:f, s:f}", "session",
+                   info->session, "model", info->model, "tenant", info->tenant, "purpose",
+                   purpose_name((int)info->purpose), "first_position", (json_int_t)info->first_position,
+                   "tokens_coded", (json_int_t)info->tokens_coded, "tokens_exact", (json_int_t)info->tokens_exact,
+                   "bytes_coded", (json_int_t)info->bytes_coded, "bytes_exact", (json_int_t)info->bytes_exact,
+                   "bytes_fp16", (json_int_t)info->bytes_fp16, "bits_per_coordinate", info->bits_per_coordinate,
+                   "created_unix_ms", (json_int_t)info->created_unix_ms, "last_used_unix_ms",
+                   (json_int_t)info->last_used_unix_ms, "calibration", (json_int_t)info->calibration, "watched_error",
+                   info->watched_error, "watched_error_data_free", info->watched_error_data_free);
 }
 
 static void add_session(qkv_table *table, const Qkv__V1__SessionInfo *info) {
@@ -45,12 +39,23 @@ static void add_session(qkv_table *table, const Qkv__V1__SessionInfo *info) {
   qkv_table_cell(table, "%" PRIu64, info->tokens_coded + info->tokens_exact);
   qkv_table_cell(table, "%s", qkv_human_bytes(info->bytes_coded + info->bytes_exact, held));
   qkv_table_cell(table, "%s", qkv_human_bytes(info->bytes_fp16, plain));
-  qkv_table_cell(table, "%s", age(info->last_used_unix_ms, idle));
+  if (info->calibration == 0) {
+    qkv_table_cell(table, "none");
+  } else {
+    qkv_table_cell(table, "%08" PRIx32, info->calibration);
+  }
+  if (info->watched_error > 0) {
+    qkv_table_cell(table, "%.2g", info->watched_error);
+  } else {
+    qkv_table_cell(table, "-");
+  }
+  qkv_table_cell(table, "%s", qkv_human_age(info->last_used_unix_ms, idle));
 }
 
 static qkv_table *session_table(void) {
   // Tokens are counted over all layers.
-  static const char *const headings[] = {"SESSION", "MODEL", "TENANT", "PURPOSE", "ROWS", "HELD", "AS FP16", "IDLE"};
+  static const char *const headings[] = {"SESSION", "MODEL",   "TENANT",      "PURPOSE", "ROWS",
+                                         "HELD",    "AS FP16", "CALIBRATION", "ERROR",   "IDLE"};
   qkv_table *table = qkv_table_create(sizeof headings / sizeof *headings);
   for (size_t i = 0; i < sizeof headings / sizeof *headings; i++) qkv_table_cell(table, "%s", headings[i]);
   return table;
@@ -136,7 +141,13 @@ static json_t *session_json(const qkv_client_session_info *info) {
       info->max_attention_error, "attention_error", info->attention_error, "contract_pages",
       (json_int_t)info->contract_pages, "contract_missed", (json_int_t)info->contract_missed, "created_unix_ms",
       (json_int_t)info->created_unix_ms, "last_used_unix_ms", (json_int_t)info->last_used_unix_ms);
+  json_t *coding =
+      json_pack("{s:I, s:I, s:f, s:f}", "calibration", (json_int_t)info->calibration, "calibration_since_unix_ms",
+                (json_int_t)info->calibration_since_unix_ms, "watched_error", info->watched_error,
+                "watched_error_data_free", info->watched_error_data_free);
   json_object_update(object, tiers);
+  json_object_update(object, coding);
+  json_decref(coding);
   json_decref(tiers);
   add_storage_json(info, object);
   return object;
@@ -167,6 +178,20 @@ static void print_storage(const qkv_client_session_info *info) {
          least);
 }
 
+static void print_coding(const qkv_client_session_info *info) {
+  char since[QKV_HUMAN_MAX];
+  if (info->calibration == 0) {
+    printf("calibration     none, pages to come are data-free\n");
+  } else {
+    printf("calibration     %08" PRIx32 ", in force for %s\n", info->calibration,
+           qkv_human_age(info->calibration_since_unix_ms, since));
+  }
+  if (info->watched_error > 0) {
+    printf("attention       error of %.3g lately, data-free %.3g, on pages by themselves\n", info->watched_error,
+           info->watched_error_data_free);
+  }
+}
+
 static void print_session(const qkv_client_session_info *info) {
   char beside[QKV_HUMAN_MAX], coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX],
       idle[QKV_HUMAN_MAX];
@@ -186,10 +211,11 @@ static void print_session(const qkv_client_session_info *info) {
     printf("contract        attention error %.3g asked, %.3g on %" PRIu64 " pages, %" PRIu64 " of them missed it\n",
            info->max_attention_error, info->attention_error, info->contract_pages, info->contract_missed);
   }
+  print_coding(info);
   printf("exact           %" PRIu64 " rows, %s\n", info->tokens_exact, qkv_human_bytes(info->bytes_exact, exact));
   printf("as fp16         %s\n", qkv_human_bytes(info->bytes_fp16, plain));
-  printf("opened          %s ago, last used %s ago\n", age(info->created_unix_ms, made),
-         age(info->last_used_unix_ms, idle));
+  printf("opened          %s ago, last used %s ago\n", qkv_human_age(info->created_unix_ms, made),
+         qkv_human_age(info->last_used_unix_ms, idle));
   print_lengths(info);
 }
 

@@ -116,6 +116,24 @@ int qkvctl_status(void *values_in, const qkv_option_list *arguments) {
 
 // ---- models ----
 
+static const char *source_name(const Qkv__V1__CalibrationState *state) {
+  static const char *const names[] = {"none", "learnt", "registered", "file", "stored"};
+  const size_t source = (size_t)state->source;
+  return source < sizeof names / sizeof *names ? names[source] : "unknown";
+}
+
+static json_t *calibration_json(const Qkv__V1__CalibrationState *state) {
+  return json_pack("{s:s, s:I, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:I, s:s, s:f, s:f, s:s}", "source",
+                   source_name(state), "version", (json_int_t)state->version, "since_unix_ms",
+                   (json_int_t)state->since_unix_ms, "tokens", (json_int_t)state->tokens, "trusted",
+                   (int)state->trusted, "tried", (int)state->tried, "attention_error", state->attention_error,
+                   "attention_error_data_free", state->attention_error_data_free, "parts", (json_int_t)state->parts,
+                   "parts_data_free", (json_int_t)state->parts_data_free, "on_trial", (json_int_t)state->on_trial,
+                   "refused", (json_int_t)state->refused, "refusal", state->refusal, "watched_error",
+                   state->watched_error, "watched_error_data_free", state->watched_error_data_free, "rope_doubt",
+                   state->rope_doubt);
+}
+
 static json_t *model_json(const Qkv__V1__GetModelResponse *response) {
   const Qkv__V1__Model *model = response->model;
   json_t *object = json_pack(
@@ -124,13 +142,41 @@ static json_t *model_json(const Qkv__V1__GetModelResponse *response) {
       (int)model->key_dim, "value_dim", (int)model->value_dim, "dtype", qkv_dtype_name((qkv_dtype)model->dtype),
       "scale", model->scale, "sliding_window", (json_int_t)model->sliding_window, "soft_cap", model->soft_cap,
       "rope_theta", model->rope == NULL ? 0.0 : model->rope->theta, "sessions", (json_int_t)response->sessions);
+  if (response->calibration != NULL)
+    json_object_set_new(object, "calibration", calibration_json(response->calibration));
   const Qkv__V1__CodecPolicy *policy = model->policy;
   if (policy == NULL) return object;
   json_object_set_new(object, "codec", json_string(policy->codec));
   json_object_set_new(object, "bits_k", json_real(policy->bits_k));
   json_object_set_new(object, "bits_v", json_real(policy->bits_v));
   json_object_set_new(object, "recent_window", json_integer(policy->recent_window));
+  json_object_set_new(object, "sink_tokens", json_integer(policy->sink_tokens));
   return object;
+}
+
+// Version and source, since when, from how many tokens, and what it is worth: errors of attention as last tried.
+static void add_calibration(qkv_table *table, const Qkv__V1__CalibrationState *state) {
+  char since[QKV_HUMAN_MAX];
+  const bool has = state != NULL && state->version != 0;
+  if (has) {
+    qkv_table_cell(table, "%08" PRIx32 " %s%s", state->version, source_name(state),
+                   state->trusted ? ", trusted" : "");
+  } else {
+    qkv_table_cell(table, state != NULL && state->on_trial != 0 ? "on trial" : "none");
+  }
+  qkv_table_cell(table, "%s",
+                 state != NULL && state->since_unix_ms > 0 ? qkv_human_age(state->since_unix_ms, since) : "-");
+  if (!has) {
+    qkv_table_cell(table, "-");
+    qkv_table_cell(table, "-");
+    return;
+  }
+  qkv_table_cell(table, "%" PRIu64, state->tokens);
+  if (state->tried) {
+    qkv_table_cell(table, "%.3g for %.3g", state->attention_error, state->attention_error_data_free);
+  } else {
+    qkv_table_cell(table, "not tried");
+  }
 }
 
 static void add_model(qkv_table *table, const Qkv__V1__GetModelResponse *response) {
@@ -145,11 +191,24 @@ static void add_model(qkv_table *table, const Qkv__V1__GetModelResponse *respons
   } else {
     qkv_table_cell(table, "%.3g/%.3g", model->policy->bits_k, model->policy->bits_v);
   }
+  add_calibration(table, response->calibration);
   qkv_table_cell(table, "%" PRIu64, response->sessions);
 }
 
+// What is no row of the table.
+static void print_notes(const Qkv__V1__GetModelResponse *response) {
+  const Qkv__V1__CalibrationState *state = response->calibration;
+  if (state == NULL) return;
+  if (state->on_trial != 0)
+    printf("%s: calibration %08" PRIx32 " waits for traffic to be tried on\n", response->model->name,
+           state->on_trial);
+  if (state->refusal[0] != '\0') printf("%s: calibration %s\n", response->model->name, state->refusal);
+  if (state->rope_doubt[0] != '\0') printf("%s: %s\n", response->model->name, state->rope_doubt);
+}
+
 static void print_models(const Qkv__V1__ListModelsResponse *list) {
-  static const char *const headings[] = {"MODEL", "LAYERS", "HEADS Q/KV", "DIM K/V", "DTYPE", "BITS K/V", "SESSIONS"};
+  static const char *const headings[] = {"MODEL",       "LAYERS", "HEADS Q/KV", "DIM K/V", "DTYPE",   "BITS K/V",
+                                         "CALIBRATION", "SINCE",  "TOKENS",     "ERROR",   "SESSIONS"};
   qkv_table *table = qkv_table_create(sizeof headings / sizeof *headings);
   for (size_t i = 0; i < sizeof headings / sizeof *headings; i++) qkv_table_cell(table, "%s", headings[i]);
   for (size_t i = 0; i < list->n_models; i++) {
@@ -157,6 +216,9 @@ static void print_models(const Qkv__V1__ListModelsResponse *list) {
   }
   qkv_table_print(table, stdout);
   qkv_table_destroy(&table);
+  for (size_t i = 0; i < list->n_models; i++) {
+    if (list->models[i]->model != NULL) print_notes(list->models[i]);
+  }
 }
 
 int qkvctl_models(void *values_in, const qkv_option_list *arguments) {

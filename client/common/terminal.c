@@ -56,6 +56,13 @@ char *qkv_human_duration(uint64_t ms, char text[QKV_HUMAN_MAX]) {
   return text;
 }
 
+char *qkv_human_age(int64_t unix_ms, char text[QKV_HUMAN_MAX]) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const int64_t now_ms = (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+  return qkv_human_duration(now_ms > unix_ms ? (uint64_t)(now_ms - unix_ms) : 0, text);
+}
+
 // ---- tables ----
 
 struct qkv_table {

@@ -23,6 +23,8 @@ enum { QKV_HUMAN_MAX = 32 };
 char *qkv_human_bytes(uint64_t bytes, char text[QKV_HUMAN_MAX]);
 // "250 ms", "4.2 s", "5 min 03 s", "2 h 05 min", "3 d 04 h".
 char *qkv_human_duration(uint64_t ms, char text[QKV_HUMAN_MAX]);
+// How long ago that was.
+char *qkv_human_age(int64_t unix_ms, char text[QKV_HUMAN_MAX]);
 
 // A table for people. Cells are added row by row, the first row is the heading; columns are as wide as their
 // widest cell, and a column whose cells below the heading all begin with a digit or '-' is aligned right.

@@ -1,15 +1,13 @@
 #include "client/format/safetensors.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
+
+#include "client/format/mapping.h"
 
 #define LENGTH_BYTES 8  // of the header's length
 
@@ -199,29 +197,13 @@ qkv_status qkv_safetensors_parse(const void *data, size_t bytes, qkv_safetensors
 
 // ---- the file ----
 
-static qkv_status map_file(const char *path, void **mapping, size_t *bytes, qkv_error *error) {
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return qkv_fail(error, QKV_NOT_FOUND, "%s: %s", path, strerror(errno));
-  struct stat info;
-  if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size == 0) {
-    close(fd);
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is no file with content", path);
-  }
-  *bytes = (size_t)info.st_size;
-  *mapping = mmap(NULL, *bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-  int reason = errno;
-  close(fd);
-  if (*mapping == MAP_FAILED) return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", path, strerror(reason));
-  return QKV_OK;
-}
-
 qkv_status qkv_safetensors_open(const char *path, qkv_safetensors **file, qkv_error *error) {
   *file = NULL;
   qkv_error own = {0};
   if (error == NULL) error = &own;
   void *mapping = NULL;
   size_t bytes = 0;
-  QKV_TRY(map_file(path, &mapping, &bytes, error));
+  QKV_TRY(qkv_format_map(path, &mapping, &bytes, error));
   if (qkv_safetensors_parse(mapping, bytes, file, error) != QKV_OK) {
     munmap(mapping, bytes);
     return qkv_error_prefix(error, "%s: ", path);

@@ -82,16 +82,38 @@ void qkvi_exact_append(qkvi_exact *exact, const qkvi_kv_rows *rows) {
   memcpy(exact->v + offset, rows->v, bytes);
 }
 
+// In lanes: one after the other, each step would wait for the one before.
+static float largest(const float *values, int64_t count) {
+  enum { LANES = 8 };
+  float max[LANES];
+  for (int lane = 0; lane < LANES; lane++) max[lane] = values[0];
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    // fmaxf would be a call
+    for (int lane = 0; lane < LANES; lane++) max[lane] = values[i + lane] > max[lane] ? values[i + lane] : max[lane];
+  }
+  for (; i < count; i++) max[0] = values[i] > max[0] ? values[i] : max[0];
+  for (int lane = 1; lane < LANES; lane++) max[0] = max[lane] > max[0] ? max[lane] : max[0];
+  return max[0];
+}
+
+static double sum_of(const float *values, int64_t count) {
+  enum { LANES = 4 };
+  double sum[LANES] = {0};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    for (int lane = 0; lane < LANES; lane++) sum[lane] += (double)values[i + lane];
+  }
+  for (; i < count; i++) sum[0] += (double)values[i];
+  return sum[0] + sum[1] + sum[2] + sum[3];
+}
+
 // Scores to weights in place; what lies beyond `visible` becomes 0. Returns the log of the denominator.
 static float softmax(float *scores, int64_t visible, int64_t count) {
-  float max = scores[0];
-  for (int64_t i = 1; i < visible; i++) max = scores[i] > max ? scores[i] : max;  // fmaxf would be a call
-  double sum = 0;
-  for (int64_t i = 0; i < visible; i++) {
-    scores[i] = expf(scores[i] - max);
-    sum += scores[i];
-  }
-  float factor = (float)(1.0 / sum);
+  const float max = largest(scores, visible);
+  for (int64_t i = 0; i < visible; i++) scores[i] = expf(scores[i] - max);
+  const double sum = sum_of(scores, visible);
+  const float factor = (float)(1.0 / sum);
   for (int64_t i = 0; i < visible; i++) scores[i] *= factor;
   memset(scores + visible, 0, (size_t)(count - visible) * sizeof(float));
   return (float)(max + log(sum));

@@ -5,26 +5,32 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "client/worker/lm.h"
-
-// Natural logs of the softmax.
-static void log_softmax(const float *logits, double *out) {
-  double max = logits[0], sum = 0;
-  for (int i = 1; i < QKVI_LM_VOCABULARY; i++) max = fmax(max, logits[i]);
-  for (int i = 0; i < QKVI_LM_VOCABULARY; i++) sum += exp(logits[i] - max);
-  for (int i = 0; i < QKVI_LM_VOCABULARY; i++) out[i] = logits[i] - max - log(sum);
+int32_t qkvi_likeliest(const float *logits, int64_t vocabulary) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < vocabulary; i++) {
+    if (logits[i] > logits[best]) best = i;
+  }
+  return (int32_t)best;
 }
 
-void qkvi_quality_add(qkvi_quality *quality, const float *exact, const float *logits, uint8_t next) {
-  double p[QKVI_LM_VOCABULARY], q[QKVI_LM_VOCABULARY];
-  log_softmax(exact, p);
-  log_softmax(logits, q);
-  double kl = 0;
-  for (int i = 0; i < QKVI_LM_VOCABULARY; i++) kl += exp(p[i]) * (p[i] - q[i]);
+// With weights w = e^(exact - max) and their sum s, KL = sum w (exact - logits) / s - log s_exact + log s_logits: one
+// walk, and no log of a probability that has become 0.
+void qkvi_quality_add(qkvi_quality *quality, const float *exact, const float *logits, int64_t vocabulary,
+                      int32_t next) {
+  const int32_t best = qkvi_likeliest(exact, vocabulary), best_coded = qkvi_likeliest(logits, vocabulary);
+  const double max = exact[best], max_coded = logits[best_coded];
+  double sum = 0, sum_coded = 0, apart = 0;
+  for (int64_t i = 0; i < vocabulary; i++) {
+    const double p = exact[i] - max, q = logits[i] - max_coded, weight = exp(p);
+    sum += weight;
+    sum_coded += exp(q);
+    apart += weight * (p - q);
+  }
   quality->positions++;
-  quality->bits -= q[next] / M_LN2;
-  quality->bits_exact -= p[next] / M_LN2;
-  quality->kl_bits += kl / M_LN2;
+  quality->bits -= (logits[next] - max_coded - log(sum_coded)) / M_LN2;
+  quality->bits_exact -= (exact[next] - max - log(sum)) / M_LN2;
+  quality->kl_bits += (apart / sum - log(sum) + log(sum_coded)) / M_LN2;
+  quality->agreed += best == best_coded;
 }
 
 void qkvi_quality_sum(qkvi_quality *quality, const qkvi_quality *other) {
@@ -32,6 +38,7 @@ void qkvi_quality_sum(qkvi_quality *quality, const qkvi_quality *other) {
   quality->bits += other->bits;
   quality->bits_exact += other->bits_exact;
   quality->kl_bits += other->kl_bits;
+  quality->agreed += other->agreed;
 }
 
 void qkvi_samples_add(qkvi_samples *samples, double value) {

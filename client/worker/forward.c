@@ -17,6 +17,13 @@ struct qkvi_forward {
   float *gate, *up;        // [tokens_max, ffn]
 };
 
+static bool threads_are_set;
+
+void qkvi_forward_threads(int64_t threads) {
+  openblas_set_num_threads(threads > 0 ? (int)threads : openblas_get_num_procs());
+  threads_are_set = true;
+}
+
 static float *floats(int64_t rows, int64_t columns) {
   float *values = calloc((size_t)rows, (size_t)columns * sizeof(float));
   if (values == NULL) abort();
@@ -36,7 +43,7 @@ static void fill_phases(qkvi_forward *forward) {
 
 qkvi_forward *qkvi_forward_create(const qkvi_lm *lm, int64_t tokens_max, int64_t positions_max) {
   assert(tokens_max > 0 && positions_max > 0);
-  openblas_set_num_threads(1);
+  if (!threads_are_set) qkvi_forward_threads(1);
   qkvi_forward *forward = calloc(1, sizeof(*forward));
   if (forward == NULL) abort();
   forward->lm = lm;
@@ -135,19 +142,22 @@ static void mlp_block(qkvi_forward *forward, int64_t layer, int64_t tokens) {
   multiply(forward->gate, tokens, lm->ffn, weights->down, lm->hidden, true, forward->x);
 }
 
-qkv_status qkvi_forward_run(qkvi_forward *forward, const uint8_t *bytes, int64_t tokens, int64_t position,
-                            qkvi_kv *kv, float *logits, qkv_error *error) {
+qkv_status qkvi_forward_run(qkvi_forward *forward, const int32_t *tokens, int64_t count, int64_t position,
+                            qkvi_kv *kv, int64_t wanted, float *logits, qkv_error *error) {
   const qkvi_lm *lm = forward->lm;
-  assert(tokens > 0 && tokens <= forward->tokens_max);
-  assert(position >= 0 && position <= forward->positions_max - tokens);
-  for (int64_t t = 0; t < tokens; t++) {
-    memcpy(forward->x + t * lm->hidden, lm->embedding + bytes[t] * lm->hidden, (size_t)lm->hidden * sizeof(float));
+  assert(count > 0 && count <= forward->tokens_max && wanted >= 0 && wanted <= count);
+  assert(position >= 0 && position <= forward->positions_max - count);
+  for (int64_t t = 0; t < count; t++) {
+    assert(tokens[t] >= 0 && tokens[t] < lm->vocabulary);
+    memcpy(forward->x + t * lm->hidden, lm->embedding + tokens[t] * lm->hidden, (size_t)lm->hidden * sizeof(float));
   }
   for (int64_t layer = 0; layer < lm->layers; layer++) {
-    QKV_TRY(attention_block(forward, layer, tokens, position, kv, error));
-    mlp_block(forward, layer, tokens);
+    QKV_TRY(attention_block(forward, layer, count, position, kv, error));
+    mlp_block(forward, layer, count);
   }
-  normalize(forward, lm->norm, tokens);
-  multiply(forward->normed, tokens, lm->hidden, lm->head, QKVI_LM_VOCABULARY, false, logits);
+  if (wanted == 0) return QKV_OK;
+  normalize(forward, lm->norm, count);
+  multiply(forward->normed + (count - wanted) * lm->hidden, wanted, lm->hidden, lm->head, lm->vocabulary, false,
+           logits);
   return QKV_OK;
 }

@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,60 +11,62 @@ enum { BATCH = 128 };
 
 struct qkvi_generation {
   qkvi_generation_options options;
+  const qkvi_lm *lm;
   qkvi_kv *kv;
   qkvi_forward *forward;
   uint64_t random;
-  int64_t position;                                                    // bytes fed
-  float logits[QKVI_LM_VOCABULARY], exact_logits[QKVI_LM_VOCABULARY];  // after the latest byte
-  float batch[BATCH * QKVI_LM_VOCABULARY];
+  int64_t position;              // tokens fed
+  float *logits, *exact_logits;  // after the latest token
 };
+
+static float *floats(int64_t count) {
+  float *values = calloc((size_t)count, sizeof(float));
+  if (values == NULL) abort();
+  return values;
+}
 
 qkvi_generation *qkvi_generation_create(const qkvi_lm *lm, qkvi_kv *kv, const qkvi_generation_options *options) {
   qkvi_generation *generation = calloc(1, sizeof(*generation));
   if (generation == NULL) abort();
   generation->options = *options;
+  generation->lm = lm;
   generation->kv = kv;
   generation->forward = qkvi_forward_create(lm, BATCH, options->positions_max);
   generation->random = options->seed;
+  generation->logits = floats(lm->vocabulary);
+  generation->exact_logits = floats(lm->vocabulary);
   return generation;
 }
 
 void qkvi_generation_destroy(qkvi_generation **generation) {
   if (*generation == NULL) return;
   qkvi_forward_destroy(&(*generation)->forward);
+  free((*generation)->logits);
+  free((*generation)->exact_logits);
   free(*generation);
   *generation = NULL;
 }
 
-// One batch through one cache; the logits after its last byte go to `last`.
-static qkv_status run(qkvi_generation *generation, const uint8_t *bytes, int64_t count, qkvi_kv *kv, float *last,
-                      qkv_error *error) {
-  QKV_TRY(qkvi_forward_run(generation->forward, bytes, count, generation->position, kv, generation->batch, error));
-  memcpy(last, generation->batch + (count - 1) * QKVI_LM_VOCABULARY, QKVI_LM_VOCABULARY * sizeof(float));
-  return QKV_OK;
+// One batch through one cache; the logits after its last token, the only ones that are wanted, go to `last`.
+static qkv_status run(qkvi_generation *generation, const int32_t *tokens, int64_t count, qkvi_kv *kv, bool wanted,
+                      float *last, qkv_error *error) {
+  return qkvi_forward_run(generation->forward, tokens, count, generation->position, kv, wanted ? 1 : 0, last, error);
 }
 
-qkv_status qkvi_generation_feed(qkvi_generation *generation, const uint8_t *bytes, int64_t count, qkv_error *error) {
+qkv_status qkvi_generation_feed(qkvi_generation *generation, const int32_t *tokens, int64_t count, qkv_error *error) {
   while (count > 0) {
-    int64_t now = count < BATCH ? count : BATCH;
-    QKV_TRY(run(generation, bytes, now, generation->kv, generation->logits, error));
+    const int64_t now = count < BATCH ? count : BATCH;
+    const bool wanted = now == count;
+    QKV_TRY(run(generation, tokens, now, generation->kv, wanted, generation->logits, error));
     if (generation->options.exact != NULL) {
       qkvi_kv *exact = qkvi_exact_kv(generation->options.exact);
-      QKV_TRY(run(generation, bytes, now, exact, generation->exact_logits, error));
+      QKV_TRY(run(generation, tokens, now, exact, wanted, generation->exact_logits, error));
     }
     generation->position += now;
-    bytes += now;
+    tokens += now;
     count -= now;
   }
   return QKV_OK;
-}
-
-static uint8_t likeliest(const float *logits) {
-  int best = 0;
-  for (int i = 1; i < QKVI_LM_VOCABULARY; i++) {
-    if (logits[i] > logits[best]) best = i;
-  }
-  return (uint8_t)best;
 }
 
 // Uniform in [0, 1): splitmix64.
@@ -74,23 +77,29 @@ static double uniform(uint64_t *state) {
   return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-static uint8_t sample(const float *logits, double temperature, uint64_t *random) {
-  double weights[QKVI_LM_VOCABULARY], sum = 0;
-  double max = logits[likeliest(logits)];
-  for (int i = 0; i < QKVI_LM_VOCABULARY; i++) sum += weights[i] = exp((logits[i] - max) / temperature);
+// By weights that are computed twice rather than kept: a vocabulary is large.
+static int32_t sample(const float *logits, int64_t vocabulary, double temperature, uint64_t *random) {
+  const int32_t best = qkvi_likeliest(logits, vocabulary);
+  const double max = logits[best];
+  double sum = 0;
+  for (int64_t i = 0; i < vocabulary; i++) sum += exp((logits[i] - max) / temperature);
   double left = uniform(random) * sum;
-  for (int i = 0; i < QKVI_LM_VOCABULARY; i++) {
-    left -= weights[i];
-    if (left < 0) return (uint8_t)i;
+  for (int64_t i = 0; i < vocabulary; i++) {
+    left -= exp((logits[i] - max) / temperature);
+    if (left < 0) return (int32_t)i;
   }
-  return likeliest(logits);  // rounding ate the rest
+  return best;  // rounding ate the rest
 }
 
-uint8_t qkvi_generation_next(qkvi_generation *generation, qkvi_quality *quality) {
+int32_t qkvi_generation_next(qkvi_generation *generation, qkvi_quality *quality) {
   assert(generation->position > 0);
   const float *logits = generation->logits;
-  double temperature = generation->options.temperature;
-  uint8_t next = temperature > 0 ? sample(logits, temperature, &generation->random) : likeliest(logits);
-  if (generation->options.exact != NULL) qkvi_quality_add(quality, generation->exact_logits, logits, next);
+  const int64_t vocabulary = generation->lm->vocabulary;
+  const double temperature = generation->options.temperature;
+  const int32_t next = temperature > 0 ? sample(logits, vocabulary, temperature, &generation->random)
+                                       : qkvi_likeliest(logits, vocabulary);
+  if (generation->options.exact != NULL) {
+    qkvi_quality_add(quality, generation->exact_logits, logits, vocabulary, next);
+  }
   return next;
 }

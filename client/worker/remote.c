@@ -98,7 +98,8 @@ static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, const qk
                                   .dtype = QKV_CLIENT_FP16,
                                   .rope = {.theta = lm->rope_theta},
                                   .calibration = options->calibration,
-                                  .calibration_bytes = options->calibration_bytes};
+                                  .calibration_bytes = options->calibration_bytes,
+                                  .calibration_trusted = true};  // it is what is to be measured
   qkv_call_error call = {0};
   if (qkv_client_register_model(client, &model, &call) != 0) return qkvi_remote_failed(&call, error);
   return QKV_OK;

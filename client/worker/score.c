@@ -36,8 +36,7 @@ struct qkvi_scorer {
   qkvi_forward *forward;
   qkvi_exact *exact;
   split_kv split;
-  float *logits;        // [QKVI_SCORE_BATCH, 256]
-  float *exact_logits;  // [length - prefill, 256]
+  float *logits, *exact_logits;  // [length - prefill, vocabulary]
   qkvi_samples attend_us;
   double (*row_error)[2], (*row_square)[2];  // [layers][K, V], sums over windows
   qkv_client_session_info session;
@@ -86,8 +85,8 @@ qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkv
                              .lse = floats(QKVI_SCORE_BATCH, lm->q_heads),
                              .prefix_out = floats(QKVI_SCORE_BATCH, lm->q_heads * lm->head_dim),
                              .prefix_lse = floats(QKVI_SCORE_BATCH, lm->q_heads)};
-  scorer->logits = floats(QKVI_SCORE_BATCH, QKVI_LM_VOCABULARY);
-  scorer->exact_logits = floats(options->length - options->prefill, QKVI_LM_VOCABULARY);
+  scorer->logits = floats(options->length - options->prefill, lm->vocabulary);
+  scorer->exact_logits = floats(options->length - options->prefill, lm->vocabulary);
   scorer->row_error = calloc((size_t)lm->layers, sizeof *scorer->row_error);
   scorer->row_square = calloc((size_t)lm->layers, sizeof *scorer->row_square);
   if (scorer->row_error == NULL || scorer->row_square == NULL) abort();
@@ -118,18 +117,17 @@ static int64_t smaller(int64_t a, int64_t b) {
 
 // Runs the positions [begin, end) through a cache. The logits of those from `prefill` on go to `keep`, which begins
 // there.
-static qkv_status run_pass(qkvi_scorer *scorer, const uint8_t *window, int64_t begin, int64_t end, qkvi_kv *kv,
+static qkv_status run_pass(qkvi_scorer *scorer, const int32_t *window, int64_t begin, int64_t end, qkvi_kv *kv,
                            float *keep, qkv_error *error) {
   int64_t tokens = 0;
   for (int64_t position = begin; position < end; position += tokens) {
     // A batch ends at the prefill, so that it lies on one side of it.
     int64_t side = position < scorer->options.prefill ? scorer->options.prefill : end;
     tokens = smaller(QKVI_SCORE_BATCH, side - position);
-    QKV_TRY(qkvi_forward_run(scorer->forward, window + position, tokens, position, kv, scorer->logits, error));
-    if (position >= scorer->options.prefill) {
-      memcpy(keep + (position - scorer->options.prefill) * QKVI_LM_VOCABULARY, scorer->logits,
-             (size_t)tokens * QKVI_LM_VOCABULARY * sizeof(float));
-    }
+    const int64_t scored = position - scorer->options.prefill;
+    float *out = scored >= 0 ? keep + scored * scorer->lm->vocabulary : NULL;
+    QKV_TRY(qkvi_forward_run(scorer->forward, window + position, tokens, position, kv, scored >= 0 ? tokens : 0, out,
+                             error));
   }
   return QKV_OK;
 }
@@ -150,7 +148,7 @@ static qkv_status append_prefix(qkvi_scorer *scorer, qkvi_remote *remote, qkv_er
   return QKV_OK;
 }
 
-static qkv_status show_prefix(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, qkv_error *error) {
+static qkv_status show_prefix(qkvi_scorer *scorer, const int32_t *window, qkvi_remote *remote, qkv_error *error) {
   shown_kv shown = {.kv.step = shown_step,
                     .exact = scorer->exact,
                     .remote = remote,
@@ -185,7 +183,7 @@ static bool asks_attention(const qkvi_score_options *options) {
   return options->max_attention_error > 0 || (options->demote_bits > 0 && !options->demote_even);
 }
 
-static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_remote *remote, float *logits,
+static qkv_status coded_pass(qkvi_scorer *scorer, const int32_t *window, qkvi_remote *remote, float *logits,
                              qkv_error *error) {
   const qkvi_score_options *options = &scorer->options;
   const int64_t from = options->prefill + options->demote_after;
@@ -203,7 +201,7 @@ static qkv_status coded_pass(qkvi_scorer *scorer, const uint8_t *window, qkvi_re
   return run_pass(scorer, window, from, options->length, &scorer->split.kv, logits, error);
 }
 
-static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float *logits, qkv_error *error) {
+static qkv_status coded_logits(qkvi_scorer *scorer, const int32_t *window, float *logits, qkv_error *error) {
   const qkvi_remote_options options = {.session = scorer->session_name,
                                        .bits_k = scorer->options.bits_k,
                                        .bits_v = scorer->options.bits_v,
@@ -221,17 +219,16 @@ static qkv_status coded_logits(qkvi_scorer *scorer, const uint8_t *window, float
   return status != QKV_OK ? status : closed;
 }
 
-qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error) {
+qkv_status qkvi_score_window(qkvi_scorer *scorer, const int32_t *window, qkvi_quality *quality, qkv_error *error) {
   int64_t prefill = scorer->options.prefill, scored = scorer->options.length - prefill;
   QKV_TRY(
       run_pass(scorer, window, 0, scorer->options.length, qkvi_exact_kv(scorer->exact), scorer->exact_logits, error));
-  float *logits = floats(scored, QKVI_LM_VOCABULARY);
-  qkv_status status = coded_logits(scorer, window, logits, error);
+  const int64_t vocabulary = scorer->lm->vocabulary;
+  qkv_status status = coded_logits(scorer, window, scorer->logits, error);
   for (int64_t i = scorer->options.demote_after; status == QKV_OK && i < scored; i++) {
-    qkvi_quality_add(quality, scorer->exact_logits + i * QKVI_LM_VOCABULARY, logits + i * QKVI_LM_VOCABULARY,
+    qkvi_quality_add(quality, scorer->exact_logits + i * vocabulary, scorer->logits + i * vocabulary, vocabulary,
                      window[prefill + i + 1]);
   }
-  free(logits);
   return status;
 }
 

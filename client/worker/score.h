@@ -1,7 +1,7 @@
 // Scoring: what the daemon's codes of a prefix cost a model in quality.
 //
-// Each text gives `windows` windows of length + 1 bytes, evenly spread. The model runs over the first `length`
-// bytes of a window twice:
+// Each text gives `windows` windows of length + 1 tokens, evenly spread. The model runs over the first `length`
+// tokens of a window twice:
 //
 //   exact   with the worker's own fp32 cache
 //   coded   from position `prefill` on; keys and values of the prefix, as the exact run made them, are in the
@@ -15,7 +15,7 @@
 // With `demote_bits` the prefix comes in the same way, so that its tokens' attention is counted. After `demote_after`
 // queries behind the prefix, which are not scored, the session is brought to so many bits.
 //
-// Compared are the next-byte distributions at the positions from prefill + demote_after on.
+// Compared are the next-token distributions at the positions from prefill + demote_after on.
 #ifndef QKV_CLIENT_WORKER_SCORE_H
 #define QKV_CLIENT_WORKER_SCORE_H
 
@@ -55,8 +55,8 @@ typedef struct qkvi_scorer qkvi_scorer;
 qkvi_scorer *qkvi_scorer_create(qkv_client *client, const qkvi_lm *lm, const qkvi_score_options *options);
 void qkvi_scorer_destroy(qkvi_scorer **scorer);
 
-// Scores `length` + 1 bytes and adds to `quality`. Its session is closed whatever happens.
-qkv_status qkvi_score_window(qkvi_scorer *scorer, const uint8_t *window, qkvi_quality *quality, qkv_error *error);
+// Scores `length` + 1 tokens and adds to `quality`. Its session is closed whatever happens.
+qkv_status qkvi_score_window(qkvi_scorer *scorer, const int32_t *window, qkvi_quality *quality, qkv_error *error);
 
 // Of the latest window's session; bits per coordinate and what is said of its contract are over all windows.
 qkv_client_session_info qkvi_scorer_session(const qkvi_scorer *scorer);

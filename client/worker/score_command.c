@@ -12,6 +12,7 @@
 // The scoring of all texts, and what it has given so far.
 typedef struct score_job {
   const qkvi_worker *worker;
+  const qkvi_lm *lm;
   qkvi_score_options options;
   qkvi_scorer *scorer;
   qkvi_quality *qualities;  // of each text
@@ -19,16 +20,20 @@ typedef struct score_job {
   qkv_progress progress;
 } score_job;
 
-static qkv_status score_windows(score_job *job, const char *path, const uint8_t *text, int64_t bytes,
+static const char *unit(const score_job *job) {
+  return qkvi_tokenizer_unit(job->lm->tokenizer);
+}
+
+static qkv_status score_windows(score_job *job, const char *path, const int32_t *text, int64_t tokens,
                                 qkvi_quality *quality, qkv_error *error) {
   const qkvi_score_options *options = &job->options;
-  if (bytes <= options->length) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " bytes, a window needs %" PRId64, path, bytes,
-                    options->length + 1);
+  if (tokens <= options->length) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %" PRId64 " %ss, a window needs %" PRId64, path, tokens,
+                    unit(job), options->length + 1);
   }
   for (int64_t i = 0; i < options->windows; i++) {
     if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
-    int64_t begin = qkvi_text_window(bytes, options->length, options->windows, i);
+    int64_t begin = qkvi_text_window(tokens, options->length, options->windows, i);
     QKV_TRY(qkvi_score_window(job->scorer, text + begin, quality, error));
     qkv_progress_add(&job->progress, (uint64_t)options->length);
   }
@@ -36,10 +41,10 @@ static qkv_status score_windows(score_job *job, const char *path, const uint8_t 
 }
 
 static qkv_status score_text(score_job *job, const char *path, qkvi_quality *quality, qkv_error *error) {
-  uint8_t *text = NULL;
-  int64_t bytes = 0;
-  QKV_TRY(qkvi_text_read(path, &text, &bytes, error));
-  qkv_status status = score_windows(job, path, text, bytes, quality, error);
+  int32_t *text = NULL;
+  int64_t tokens = 0;
+  QKV_TRY(qkvi_text_tokens(job->lm, path, &text, &tokens, error));
+  qkv_status status = score_windows(job, path, text, tokens, quality, error);
   free(text);
   qkvi_quality_sum(&job->total, quality);
   return status;
@@ -47,8 +52,8 @@ static qkv_status score_text(score_job *job, const char *path, qkvi_quality *qua
 
 static qkv_status score_texts(score_job *job, qkv_error *error) {
   const qkv_option_list *texts = &job->worker->texts;
-  uint64_t bytes = texts->count * (uint64_t)(job->options.windows * job->options.length);
-  qkv_progress_start(&job->progress, "scoring", bytes);
+  const uint64_t tokens = texts->count * (uint64_t)(job->options.windows * job->options.length);
+  qkv_progress_start(&job->progress, "scoring", tokens);
   qkv_status status = QKV_OK;
   for (size_t i = 0; status == QKV_OK && i < texts->count; i++) {
     status = score_text(job, texts->items[i], &job->qualities[i], error);
@@ -68,9 +73,13 @@ static const char *frame_name(int purpose) {
   return purpose == PURPOSE_FETCH ? "archive" : "attend";
 }
 
-static json_t *quality_json(const qkvi_quality *quality) {
-  return json_pack("{s:f, s:f, s:f}", "bits_per_byte", mean(quality->bits, quality), "bits_per_byte_exact",
-                   mean(quality->bits_exact, quality), "kl_bits", mean(quality->kl_bits, quality));
+static json_t *quality_json(const score_job *job, const qkvi_quality *quality) {
+  char bits[32], bits_exact[32];
+  snprintf(bits, sizeof bits, "bits_per_%s", unit(job));
+  snprintf(bits_exact, sizeof bits_exact, "bits_per_%s_exact", unit(job));
+  return json_pack("{s:f, s:f, s:f, s:f}", bits, mean(quality->bits, quality), bits_exact,
+                   mean(quality->bits_exact, quality), "kl_bits", mean(quality->kl_bits, quality), "top1",
+                   mean((double)quality->agreed, quality));
 }
 
 static json_t *demotion_json(const qkvi_score_options *options) {
@@ -84,11 +93,11 @@ static bool print_json(const score_job *job) {
   qkvi_samples *attend_us = qkvi_scorer_attend_us(job->scorer);
   json_t *texts = json_array();
   for (size_t i = 0; i < paths->count; i++) {
-    json_t *text = quality_json(&job->qualities[i]);
+    json_t *text = quality_json(job, &job->qualities[i]);
     json_object_set_new(text, "text", json_string(paths->items[i]));
     json_array_append_new(texts, text);
   }
-  json_t *line = quality_json(&job->total);
+  json_t *line = quality_json(job, &job->total);
   const qkvi_score_errors errors = qkvi_scorer_errors(job->scorer);
   json_t *rest = json_pack(
       "{s:f, s:f, s:f, s:I, s:I, s:f, s:f, s:s, s:I, s:I, s:I, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:s, s:o}",
@@ -113,17 +122,19 @@ static void add_row(qkv_table *table, const char *name, const qkvi_quality *qual
   qkv_table_cell(table, "%.5f", mean(quality->bits, quality));
   qkv_table_cell(table, "%.5f", mean(quality->bits_exact, quality));
   qkv_table_cell(table, "%.6f", mean(quality->kl_bits, quality));
+  qkv_table_cell(table, "%.4f", mean((double)quality->agreed, quality));
 }
 
 static bool print_text(const score_job *job) {
   const qkv_option_list *paths = &job->worker->texts;
   const qkv_client_session_info session = qkvi_scorer_session(job->scorer);
   qkvi_samples *attend_us = qkvi_scorer_attend_us(job->scorer);
-  qkv_table *table = qkv_table_create(4);
+  qkv_table *table = qkv_table_create(5);
   qkv_table_cell(table, "text");
-  qkv_table_cell(table, "bits/byte");
+  qkv_table_cell(table, "bits/%s", unit(job));
   qkv_table_cell(table, "exact");
   qkv_table_cell(table, "KL bits");
+  qkv_table_cell(table, "top-1");
   for (size_t i = 0; i < paths->count; i++) add_row(table, paths->items[i], &job->qualities[i]);
   if (paths->count > 1) add_row(table, "all", &job->total);
   qkv_table_print(table, stdout);
@@ -153,7 +164,7 @@ static bool print_text(const score_job *job) {
 }
 
 static int check(const qkvi_worker *worker) {
-  if (worker->model == NULL) return qkv_program_misused("--model is missing: a directory with the model");
+  if (worker->model == NULL) return qkv_program_misused("--model is missing: a model's directory or its .gguf file");
   if (worker->texts.count == 0) return qkv_program_misused("--text is missing: a file to score");
   if (worker->prefill >= worker->length) {
     return qkv_program_misused("--prefill is %" PRId64 ", it must be below --length, %" PRId64, worker->prefill,
@@ -196,11 +207,12 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
   if (qkvi_worker_setup(worker, &lm, &client, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
   score_job job = {
       .worker = worker,
+      .lm = lm,
       .options = {.windows = worker->windows,
                   .prefill = worker->prefill,
                   .length = worker->length,
-                  .bits_k = worker->bits_k,
-                  .bits_v = worker->bits_v,
+                  .bits_k = worker->bits_k > 0 ? worker->bits_k : worker->bits,
+                  .bits_v = worker->bits_v > 0 ? worker->bits_v : worker->bits,
                   .max_attention_error = worker->max_attention_error,
                   .anchor = worker->anchor,
                   .demote_after = worker->demote_after,

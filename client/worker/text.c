@@ -33,8 +33,18 @@ qkv_status qkvi_text_read(const char *path, uint8_t **data, int64_t *bytes, qkv_
   return status;
 }
 
-int64_t qkvi_text_window(int64_t bytes, int64_t length, int64_t windows, int64_t index) {
-  assert(bytes > length && index >= 0 && index < windows);
+qkv_status qkvi_text_tokens(const qkvi_lm *lm, const char *path, int32_t **tokens, int64_t *count, qkv_error *error) {
+  uint8_t *text = NULL;
+  int64_t bytes = 0;
+  *tokens = NULL;
+  QKV_TRY(qkvi_text_read(path, &text, &bytes, error));
+  qkvi_tokenizer_encode(lm->tokenizer, text, bytes, false, tokens, count);
+  free(text);
+  return QKV_OK;
+}
+
+int64_t qkvi_text_window(int64_t tokens, int64_t length, int64_t windows, int64_t index) {
+  assert(tokens > length && index >= 0 && index < windows);
   if (windows == 1) return 0;
-  return index * (bytes - (length + 1)) / (windows - 1);
+  return index * (tokens - (length + 1)) / (windows - 1);
 }

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <stddef.h>
 
+#include "client/worker/forward.h"
 #include "client/worker/remote.h"
 
 static volatile sig_atomic_t interrupted;
@@ -22,9 +23,14 @@ void qkvi_worker_catch_signals(void) {
   sigaction(SIGTERM, &action, NULL);
 }
 
+qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *error) {
+  qkvi_forward_threads(worker->threads);
+  return qkvi_lm_load(worker->model, lm, error);
+}
+
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error) {
   *client = NULL;
-  QKV_TRY(qkvi_lm_load(worker->model, lm, error));
+  QKV_TRY(qkvi_worker_load(worker, lm, error));
   const qkv_client_options options = {.timeout_ms = worker->program.timeout_ms};
   qkv_call_error call = {0};
   if (qkv_client_connect(worker->program.target, &options, client, &call) != 0) {

@@ -11,11 +11,13 @@
 
 typedef struct qkvi_worker {
   qkv_program program;  // first, as client/common/program.h wants it
-  const char *model;    // a directory
-  double bits_k, bits_v, max_attention_error;
+  const char *model;    // a directory or a .gguf file
+  int64_t threads;      // of the model's own arithmetic; 0: one for each processor
+  double bits, bits_k, bits_v, max_attention_error;
   // generate
   const char *prompt;
-  int64_t bytes;
+  bool chat;
+  int64_t tokens;  // calibrate, too
   const char *session;
   bool keep, compare;
   const char *durability;
@@ -28,10 +30,10 @@ typedef struct qkvi_worker {
   int64_t demote_after;
   double demote_bits;
   bool demote_even;
+  bool untried;             // calibrate
   const char *calibration;  // a file
   // calibrate, which has texts, too
   const char *output;
-  int64_t tokens;
 } qkvi_worker;
 
 // The commands: `values` is a qkvi_worker. Each returns the exit status.
@@ -39,6 +41,8 @@ int qkvi_generate(void *values, const qkv_option_list *arguments);
 int qkvi_score(void *values, const qkv_option_list *arguments);
 int qkvi_calibrate(void *values, const qkv_option_list *arguments);
 
+// Loads the model.
+qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *error);
 // Loads the model and connects to the daemon.
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
 void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);

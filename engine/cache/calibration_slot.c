@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdlib.h>
 
 struct qkv_calibration_slot {
@@ -26,24 +25,14 @@ void qkv_calibration_slot_destroy(qkv_calibration_slot **slot) {
   free(old);
 }
 
-// With the lock, which it gives back.
-static void put(qkv_calibration_slot *slot, const qkv_calibration *next) {
-  const qkv_calibration *old = slot->calibration;
-  slot->calibration = qkv_calibration_ref(next);
-  atomic_store_explicit(&slot->version, next != NULL ? qkv_calibration_version(next) : 0, memory_order_release);
-  (void)pthread_mutex_unlock(&slot->lock);
-  qkv_calibration_unref(&old);
-}
-
 void qkv_calibration_slot_set(qkv_calibration_slot *slot, const qkv_calibration *calibration) {
   (void)pthread_mutex_lock(&slot->lock);
-  put(slot, calibration);
-}
-
-void qkv_calibration_slot_replace(qkv_calibration_slot *slot, uint32_t replaced, const qkv_calibration *calibration) {
-  (void)pthread_mutex_lock(&slot->lock);
-  const bool same = qkv_calibration_slot_version(slot) == replaced;
-  put(slot, same ? calibration : slot->calibration);
+  const qkv_calibration *old = slot->calibration;
+  slot->calibration = qkv_calibration_ref(calibration);
+  atomic_store_explicit(&slot->version, calibration != NULL ? qkv_calibration_version(calibration) : 0,
+                        memory_order_release);
+  (void)pthread_mutex_unlock(&slot->lock);
+  qkv_calibration_unref(&old);
 }
 
 const qkv_calibration *qkv_calibration_slot_get(qkv_calibration_slot *slot) {

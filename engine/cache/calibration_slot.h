@@ -16,8 +16,6 @@ void qkv_calibration_slot_destroy(qkv_calibration_slot **slot);
 
 // Takes a reference of its own; NULL: data-free from now on.
 void qkv_calibration_slot_set(qkv_calibration_slot *slot, const qkv_calibration *calibration);
-// The same, unless the slot has another version than `replaced` by now (0: than none).
-void qkv_calibration_slot_replace(qkv_calibration_slot *slot, uint32_t replaced, const qkv_calibration *calibration);
 // With a reference for the caller; NULL: none.
 const qkv_calibration *qkv_calibration_slot_get(qkv_calibration_slot *slot);
 // The version of the one that get() would give, without a lock; 0: none.

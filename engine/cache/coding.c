@@ -1,9 +1,12 @@
 #include "engine/cache/coding.h"
 
 #include <assert.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+
+#include "engine/codec/calibrate.h"
 
 struct qkv_coding {
   _Atomic uint64_t references;  // from 0 to 1 and back only under the lock
@@ -11,8 +14,10 @@ struct qkv_coding {
   qkv_policy policy;
   qkv_purpose purpose;
   const qkv_calibration *calibration;
+  int mean_offsets[QKV_CALIBRATION_PARTS];  // of the calibration's tiers, in eighths
   qkv_phases *phases;
   qkv_head_coder *heads;   // [layers][kv_heads]
+  float *outlier_steps;    // [layers][kv_heads][value_dim]; NULL: data-free
   qkv_rebuild **rebuilds;  // of heads, the archive frame's; one for all that are data-free
   size_t rebuild_count;
   qkv_coding *next;
@@ -54,11 +59,30 @@ static uint8_t budget_of(const qkv_model *model, const qkv_policy *policy, doubl
   return tier_of(bits < QKV_DEPTH_MAX ? bits : QKV_DEPTH_MAX);
 }
 
-// A budgeted tier with a head's share of what the calibration gives to some and takes from others.
+// Half a bit: what no head's budget is lowered below.
+enum { TIER_LEAST = QKV_TIER_BIT / 2 };
+
+// Mean over all heads of what the calibration adds to a part's tier, in eighths.
+static int mean_offset(const qkv_model *model, const qkv_calibration *calibration, qkv_calibration_part part) {
+  const uint32_t heads = model->layers * model->kv_heads;
+  double sum = 0;
+  for (uint32_t i = 0; i < heads; i++) {
+    sum += qkv_calibration_tier_offset(calibration, i / model->kv_heads, i % model->kv_heads, part);
+  }
+  return (int)lround(sum / heads);
+}
+
+// A budgeted tier with a head's share of what the calibration gives to some and takes from others; between keys and
+// values, too, unless the policy tells them apart. All of it from 2 bits on, none at 1: there a bit less costs more
+// than a bit more gains (tinylm, 1 bit: twice the KL).
 static uint8_t head_tier(const qkv_coding *coding, uint32_t layer, uint32_t head, qkv_calibration_part part,
                          uint8_t budget) {
-  int tier = budget + qkv_calibration_tier_offset(coding->calibration, layer, head, part);
-  if (tier < 0) tier = 0;
+  const int least = budget < TIER_LEAST ? budget : TIER_LEAST;
+  const int shared = coding->policy.bits_k == coding->policy.bits_v ? 0 : coding->mean_offsets[part];
+  const int offset = qkv_calibration_tier_offset(coding->calibration, layer, head, part) - shared;
+  const int beyond = budget < QKV_TIER_BIT ? 0 : budget > 2 * QKV_TIER_BIT ? QKV_TIER_BIT : budget - QKV_TIER_BIT;
+  int tier = budget + offset * beyond / QKV_TIER_BIT;
+  if (tier < least) tier = least;
   return (uint8_t)(tier > QKV_TIER_MAX ? QKV_TIER_MAX : tier);
 }
 
@@ -68,10 +92,14 @@ static qkv_head_coder calibrated_head(const qkv_coding *coding, const qkv_coder 
   const qkv_calibration_part key_part = coder->frame == QKV_FRAME_ARCHIVE ? QKV_PART_K_ARCHIVE : QKV_PART_K_ATTEND;
   const qkv_transform *k = qkv_calibration_transform(calibration, layer, head, key_part);
   const qkv_transform *v = qkv_calibration_transform(calibration, layer, head, QKV_PART_V);
+  float least = 0;
+  const float *heavy = qkv_calibration_heavy(calibration, layer, head, &least);
   return (qkv_head_coder){.transforms = {k, v},
                           .schedules = {k->schedule, v->schedule},
                           .tiers = {head_tier(coding, layer, head, key_part, coder->tier_k),
-                                    head_tier(coding, layer, head, QKV_PART_V, coder->tier_v)}};
+                                    head_tier(coding, layer, head, QKV_PART_V, coder->tier_v)},
+                          .heavy = heavy,
+                          .heavy_least = least};
 }
 
 static qkv_head_coder uniform_head(const qkv_coder *coder) {
@@ -93,6 +121,7 @@ static qkv_coder coder_of(const qkv_coding *coding, uint32_t layer) {
                      .tier_v = budget_of(model, &policy, policy.bits_v),
                      .frame = frame_of(coding),
                      .calibration = version_of(coding->calibration),
+                     .sinks = policy.sink_tokens > 0 ? (uint32_t)policy.sink_tokens : 0,
                      .phases = coding->phases,
                      .low_rank = policy.low_rank,
                      .anchors = {policy.anchor, policy.anchor},
@@ -114,15 +143,64 @@ static void make_rebuilds(qkv_coding *coding, size_t heads) {
   }
 }
 
+// Squared error of a row that is let pass, in units of what the data-free code has on average at the same bits.
+static const double OUTLIER_ERRORS[] = {[QKV_K] = 1.5, [QKV_V] = 3}, OUTLIER_ERROR_DATA_FREE = 3;
+
+// What a row's squared error in code space counts as a part of its squared length: for rows of usual shape the
+// transform's metric makes that much of a unit.
+static double error_scale(const qkv_transform *transform) {
+  const size_t dim = transform->schedule->dim;
+  double weighted = 0, plain = 0;
+  if (transform->analysis == NULL) return 1;
+  for (size_t c = 0; c < dim; c++) {
+    weighted += (double)transform->weights[c];
+    for (size_t i = 0; i < dim; i++) {
+      plain += (double)transform->synthesis[c * dim + i] * (double)transform->synthesis[c * dim + i];
+    }
+  }
+  return weighted / plain;
+}
+
+static double data_free_error(unsigned tier) {
+  const unsigned whole = tier / QKV_TIER_BIT;
+  const double rest = (double)(tier % QKV_TIER_BIT) / QKV_TIER_BIT;
+  if (rest == 0) return qkv_codebook_distortion[whole];
+  return (1 - rest) * qkv_codebook_distortion[whole] + rest * qkv_codebook_distortion[whole + 1];
+}
+
+static void set_outliers(qkv_coding *coding, const qkv_coder *coder, uint32_t index) {
+  qkv_head_coder *head = (qkv_head_coder *)&coder->heads[index];
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const double error = data_free_error(head->tiers[part]);
+    head->error_scales[part] = (float)error_scale(head->transforms[part]);
+    const bool data_free = head->transforms[part]->analysis == NULL;
+    const double limit = (data_free ? OUTLIER_ERROR_DATA_FREE : OUTLIER_ERRORS[part]) * error;
+    head->outlier_limits[part] = head->tiers[part] > 0 ? (float)limit : 0;
+  }
+  const qkv_transform *values = head->transforms[QKV_V];
+  if (values->weights == NULL) return;
+  assert(coding->outlier_steps != NULL);
+  const size_t dim = coder->value_dim;
+  float *steps = coding->outlier_steps + ((size_t)coder->layer * coder->kv_heads + index) * dim;
+  for (size_t c = 0; c < dim; c++) steps[c] = 1 / sqrtf(values->weights[c]);
+  head->outlier_steps = steps;
+}
+
 static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                           const qkv_calibration *calibration) {
   qkv_coding *coding = calloc(1, sizeof *coding + model->layers * sizeof(qkv_coder));
   if (coding == NULL) abort();
   *coding = (qkv_coding){
       .model = model, .policy = *policy, .purpose = purpose, .calibration = qkv_calibration_ref(calibration)};
+  for (int part = 0; part < QKV_CALIBRATION_PARTS && calibration != NULL; part++) {
+    coding->mean_offsets[part] = mean_offset(model, calibration, (qkv_calibration_part)part);
+  }
   if (model->rope.theta != 0) coding->phases = qkv_phases_create(&model->rope);
   coding->heads = calloc((size_t)model->layers * model->kv_heads, sizeof *coding->heads);
-  if (coding->heads == NULL) abort();
+  if (calibration != NULL) {
+    coding->outlier_steps = calloc((size_t)model->layers * model->kv_heads * model->value_dim, sizeof(float));
+  }
+  if (coding->heads == NULL || (calibration != NULL && coding->outlier_steps == NULL)) abort();
   for (uint32_t layer = 0; layer < model->layers; layer++) {
     qkv_head_coder *heads = coding->heads + (size_t)layer * model->kv_heads;
     const qkv_coder *coder = &coding->layers[layer];
@@ -131,6 +209,7 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
       heads[head] = calibration != NULL ? calibrated_head(coding, coder, head) : uniform_head(coder);
       heads[head].query_limit = qkvi_query_limit(heads[head].transforms[QKV_K], heads[head].tiers[QKV_K]);
       heads[head].weight_bytes = (uint8_t)qkvi_weight_bytes(heads[head].transforms[QKV_V], heads[head].tiers[QKV_V]);
+      set_outliers(coding, coder, head);
     }
   }
   make_rebuilds(coding, (size_t)model->layers * model->kv_heads);
@@ -138,14 +217,17 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
 }
 
 static uint64_t bytes_of(const qkv_coding *coding) {
-  // Frequency, turns of pages, cosines and sines of slots.
-  const size_t pair = sizeof(double) * (1 + 2 * QKV_PHASES_PAGES) + 2 * QKV_PAGE_TOKENS * sizeof(float);
+  // Frequency, turns of pages, cosines and sines of slots (twice) and of waves, turns of half pages, middles and
+  // spans.
+  const size_t floats = 2 * (2 * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS + 3 * QKV_PHASES_PAGES + QKV_PHASES_SPANS);
+  const size_t pair = sizeof(double) * (1 + 2 * QKV_PHASES_PAGES) + floats * sizeof(float);
   const size_t layers = coding->model->layers;
   const size_t phases = coding->phases != NULL ? coding->model->rope.width / 2 * pair : 0;
   uint64_t rebuilds = 0;
   for (size_t i = 0; i < coding->rebuild_count; i++) rebuilds += coding->rebuilds[i]->bytes;
-  return sizeof *coding + layers * (sizeof(qkv_coder) + coding->model->kv_heads * sizeof(qkv_head_coder)) + phases +
-         rebuilds;
+  const size_t steps = coding->outlier_steps != NULL ? coding->model->value_dim * sizeof(float) : 0;
+  return sizeof *coding + layers * (sizeof(qkv_coder) + coding->model->kv_heads * (sizeof(qkv_head_coder) + steps)) +
+         phases + rebuilds;
 }
 
 uint64_t qkv_coding_bytes_held(void) {
@@ -206,6 +288,7 @@ void qkv_coding_unref(qkv_coding **coding) {
   qkv_calibration_unref(&left->calibration);
   for (size_t i = 0; i < left->rebuild_count; i++) qkv_rebuild_destroy(&left->rebuilds[i]);
   free(left->rebuilds);
+  free(left->outlier_steps);
   free(left->heads);
   free(left);
 }

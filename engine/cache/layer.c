@@ -202,7 +202,8 @@ void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint6
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
   const qkv_quality *quality = layer->config.quality;
-  return (qkv_layer_usage){.quality = quality == NULL ? (qkv_quality_stats){0} : qkv_quality_read(quality),
+  return (qkv_layer_usage){.watch = layer->watch,
+                           .quality = quality == NULL ? (qkv_quality_stats){0} : qkv_quality_read(quality),
                            .tokens_coded = layer->sealed - layer->config.first_position,
                            .tokens_exact = layer->length - layer->sealed,
                            .bytes_coded = layer->bytes_coded,

@@ -86,7 +86,8 @@ typedef struct qkv_layer {
   size_t settled;  // and are durable
   uint64_t next_serial;
   qkv_ema_clock *clock;  // NULL: attention is not counted
-  void **tail;           // exact blocks of 64 tokens from `sealed` on
+  qkv_page_watch watch;
+  void **tail;  // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
   uint64_t *room;  // of whoever has the layer (arena.h), for what is appended or comes back; NULL: none
   const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: nobody does
@@ -133,6 +134,7 @@ typedef struct qkv_layer_usage {
   uint64_t tokens_cold;               // of tokens_coded: those that are only on the SSD
   uint64_t bytes_stored;              // of pages on the SSD, before they are packed there
   qkv_quality_stats quality;          // zeros without a contract
+  qkv_page_watch watch;               // of pages that were measured when sealed (learner.h)
 } qkv_layer_usage;
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer);

@@ -119,10 +119,11 @@ static size_t encode(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, bool
       coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
   if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, layer->sealed, (uint32_t)tokens, room->k, room->v, coder,
-                     room->image);
+                     room->image, &layer->watch);
   }
   const size_t narrow_bytes = tokens == QKV_PAGE_TOKENS ? judge(layer, room) : 0;
   *narrow = narrow_bytes > 0;
+  assert(!*narrow || room->narrow != NULL);
   return *narrow ? narrow_bytes : bytes;
 }
 

@@ -1,12 +1,13 @@
 #include "engine/cache/learner.h"
 
 #include <assert.h>
-#include <pthread.h>
-#include <stdatomic.h>
+#include <cblas.h>
+#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/codec/calibrate.h"
+#include "engine/cache/learner_internal.h"
 
 enum {
   ROWS_LEARNING = 64,  // of a page, until the first calibration
@@ -15,109 +16,93 @@ enum {
   EVERY_LEARNING = 2,  // queries of every so many attends
   QUERIES_LATER = 1,
   EVERY_LATER = 64,
-  MEASURE_EVERY = 16,     // pages
   MEASURES_SETTLED = 32,  // measures after which an error is believed
+  CRAMPED_EVERY = 16,     // pages
+  PATIENCE = 16,          // pages of a layer, in which its queries are waited for where others have some
+  RETRY_AFTER = 4096,     // pages after one alarm that was none, before another one leads to a trial
 };
 #define ERROR_DECAY (1.0 / 64)  // share of a new measure in the running error
+#define ERROR_NONE 1e-6         // squared error of attention that is nothing to speak of
 
-typedef struct taught_layer {
-  pthread_mutex_t lock;
-  bool teaches;
-  _Atomic uint64_t tokens, attends;
-} taught_layer;
-
-struct qkv_learner {
-  qkv_calibration_shape shape;
-  uint64_t first;  // tokens before the first calibration
-  qkv_calibration_slot *slot;
-  qkv_arena *arena;
-  _Atomic(qkv_moments *) moments;  // each layer's under its lock, the pointer under any of them; NULL: none
-  qkv_moments *studied;            // those that a calibration is being made of; changes under all layers' locks
-  taught_layer *layers;
-  _Atomic uint64_t pages;
-  _Atomic uint64_t due_at;  // tokens; UINT64_MAX: not before a drift
-  _Atomic bool fresh;       // nothing has been learnt yet, or not since the last drift
-  _Atomic uint32_t runs;
-  _Atomic uint32_t version;  // of the last calibration made here; 0: none yet
-  _Atomic uint32_t before;   // of the one before, which is in use until that one is
-  _Atomic bool running, stopped;
-
-  pthread_mutex_t error_lock;  // of the rest
-  uint32_t measured_as;        // frame and budget of the pages that are measured: those of the first one
-  double error, settled;       // running mean; what it was once it had settled after the last calibration
-  uint64_t measures;
-};
-
-qkv_learner *qkv_learner_create(const qkv_calibration_shape *shape, const bool *teaches, uint64_t tokens,
-                                qkv_calibration_slot *slot, qkv_arena *arena) {
-  assert(tokens >= 1);
+qkv_learner *qkv_learner_create(const qkv_learner_config *config) {
+  const qkv_model *model = config->model;
   bool any = false;
   qkv_learner *learner = calloc(1, sizeof *learner);
   if (learner == NULL) abort();
-  *learner = (qkv_learner){.shape = *shape, .first = tokens, .slot = slot, .arena = arena};
-  atomic_init(&learner->due_at, tokens);
+  *learner = (qkv_learner){.model = model,
+                           .shape = qkv_model_calibration_shape(model),
+                           .first = config->tokens,
+                           .samples = config->samples,
+                           .slot = config->slot,
+                           .arena = config->arena};
+  atomic_init(&learner->due_at, config->tokens > 0 ? config->tokens : UINT64_MAX);
   atomic_init(&learner->fresh, true);
-  learner->layers = calloc(shape->layers, sizeof *learner->layers);
+  learner->layers = calloc(model->layers, sizeof *learner->layers);
   if (learner->layers == NULL) abort();
-  for (uint32_t i = 0; i < shape->layers; i++) {
+  for (uint32_t i = 0; i < model->layers; i++) {
     (void)pthread_mutex_init(&learner->layers[i].lock, NULL);
-    learner->layers[i].teaches = teaches[i];
-    any |= teaches[i];
+    learner->layers[i].teaches = config->teaches[i];
+    any |= config->teaches[i];
   }
   assert(any);
   (void)any;
+  const qkv_holdout_shape held = qkv_probation_sample(model);
+  learner->holdout = qkv_holdout_create(&held, config->teaches);
   (void)pthread_mutex_init(&learner->error_lock, NULL);
+  (void)pthread_mutex_init(&learner->state_lock, NULL);
+  openblas_set_num_threads(1);
   return learner;
 }
 
-static void lock_layers(qkv_learner *learner) {
+void qkvi_learner_lock_layers(qkv_learner *learner) {
   for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_lock(&learner->layers[i].lock);
 }
 
-static void unlock_layers(qkv_learner *learner) {
+void qkvi_learner_unlock_layers(qkv_learner *learner) {
   for (uint32_t i = 0; i < learner->shape.layers; i++) (void)pthread_mutex_unlock(&learner->layers[i].lock);
 }
 
-static void drop(qkv_learner *learner, qkv_moments *moments) {
+void qkvi_learner_forget(qkv_learner *learner) {
+  qkvi_learner_lock_layers(learner);
+  qkv_moments *moments = atomic_exchange(&learner->moments, NULL);
+  for (uint32_t i = 0; i < learner->shape.layers; i++) {
+    atomic_store(&learner->layers[i].tokens, 0);
+    atomic_store(&learner->layers[i].learnt, 0);
+  }
+  if (moments == learner->studied) moments = NULL;
+  qkvi_learner_unlock_layers(learner);
   if (moments == NULL) return;
   qkv_arena_unreserve_elsewhere(learner->arena, qkv_moments_bytes(&learner->shape));
   qkv_moments_destroy(&moments);
 }
 
-// The moments go, and with them what was counted. Those that a calibration is being made of go behind it.
-static void forget(qkv_learner *learner) {
-  lock_layers(learner);
-  qkv_moments *moments = atomic_exchange(&learner->moments, NULL);
-  for (uint32_t i = 0; i < learner->shape.layers; i++) atomic_store(&learner->layers[i].tokens, 0);
-  if (moments == learner->studied) moments = NULL;
-  unlock_layers(learner);
-  drop(learner, moments);
+static void drop_pages(qkv_learner *learner) {
+  qkvi_learner_lock_layers(learner);
+  const bool had = atomic_exchange(&learner->has_pages, false);
+  qkv_holdout_drop_pages(learner->holdout);
+  for (uint32_t i = 0; i < learner->shape.layers; i++) atomic_store(&learner->layers[i].ready, false);
+  qkvi_learner_unlock_layers(learner);
+  if (had) qkv_arena_unreserve_elsewhere(learner->arena, qkv_holdout_page_bytes(learner->holdout));
 }
 
-// Until `done` the moments stay, whoever forgets them; NULL: there are none.
-static qkv_moments *study(qkv_learner *learner) {
-  lock_layers(learner);
-  qkv_moments *moments = learner->studied = atomic_load(&learner->moments);
-  unlock_layers(learner);
-  return moments;
-}
-
-static void done(qkv_learner *learner) {
-  lock_layers(learner);
-  qkv_moments *moments = learner->studied;
-  learner->studied = NULL;
-  if (moments == atomic_load(&learner->moments)) moments = NULL;
-  unlock_layers(learner);
-  drop(learner, moments);
+void qkvi_learner_drop_sample(qkv_learner *learner) {
+  if (!qkvi_learner_samples(learner) && atomic_load(&learner->has_pages)) drop_pages(learner);
 }
 
 void qkv_learner_destroy(qkv_learner **learner) {
   qkv_learner *old = *learner;
   if (old == NULL) return;
   *learner = NULL;
-  forget(old);
+  qkvi_learner_forget(old);
+  drop_pages(old);
+  if (atomic_load(&old->has_queries)) {
+    qkv_arena_unreserve_elsewhere(old->arena, qkv_holdout_query_bytes(old->holdout));
+  }
+  qkv_holdout_destroy(&old->holdout);
+  qkv_calibration_unref(&old->candidate);
   for (uint32_t i = 0; i < old->shape.layers; i++) (void)pthread_mutex_destroy(&old->layers[i].lock);
   (void)pthread_mutex_destroy(&old->error_lock);
+  (void)pthread_mutex_destroy(&old->state_lock);
   free(old->layers);
   free(old);
 }
@@ -126,17 +111,57 @@ void qkv_learner_stop(qkv_learner *learner) {
   atomic_store(&learner->stopped, true);
 }
 
-// ---- Teaching ----
-
-// The calibration in use was brought, not learnt.
-static bool was_brought(const qkv_learner *learner) {
-  const uint32_t version = qkv_calibration_slot_version(learner->slot);
-  return version != 0 && version != atomic_load(&learner->version) && version != atomic_load(&learner->before);
+bool qkvi_learner_wants(const qkv_learner *learner) {
+  return atomic_load_explicit(&learner->due_at, memory_order_relaxed) != UINT64_MAX &&
+         !atomic_load_explicit(&learner->brought, memory_order_relaxed);
 }
 
-// Whether what is taught now will ever be looked at.
-static bool wants(const qkv_learner *learner) {
-  return atomic_load_explicit(&learner->due_at, memory_order_relaxed) != UINT64_MAX && !was_brought(learner);
+bool qkvi_learner_samples(const qkv_learner *learner) {
+  return qkvi_learner_wants(learner) || atomic_load_explicit(&learner->pending, memory_order_relaxed) ||
+         atomic_load_explicit(&learner->retry, memory_order_relaxed);
+}
+
+// ---- Teaching ----
+
+// With all layers locked. Where memory is short it is tried again later.
+static bool reserve(qkv_learner *learner, uint64_t bytes) {
+  const bool has = qkv_arena_reserve_elsewhere(learner->arena, bytes, NULL) == QKV_OK;
+  atomic_store(&learner->cramped, !has);
+  return has;
+}
+
+static bool is_cramped(const qkv_learner *learner) {
+  return atomic_load_explicit(&learner->cramped, memory_order_relaxed) &&
+         atomic_load_explicit(&learner->pages, memory_order_relaxed) % CRAMPED_EVERY != 0;
+}
+
+// The sample is begun where one is wanted and memory allows, anew where it is to be another one. Not with a
+// layer locked.
+static void begin_pages(qkv_learner *learner) {
+  const bool has = atomic_load_explicit(&learner->has_pages, memory_order_relaxed);
+  if ((has && !atomic_load_explicit(&learner->renew, memory_order_relaxed)) || is_cramped(learner)) return;
+  qkvi_learner_lock_layers(learner);
+  const bool had = atomic_load(&learner->has_pages), renew = atomic_load(&learner->renew);
+  if ((had && renew) || (!had && reserve(learner, qkv_holdout_page_bytes(learner->holdout)))) {
+    qkv_holdout_begin_pages(learner->holdout);
+    for (uint32_t i = 0; i < learner->shape.layers; i++) atomic_store(&learner->layers[i].ready, false);
+    atomic_store(&learner->has_pages, true);
+    atomic_store(&learner->renew, false);
+  }
+  qkvi_learner_unlock_layers(learner);
+}
+
+static void begin_queries(qkv_learner *learner) {
+  if (atomic_load_explicit(&learner->has_queries, memory_order_relaxed) || is_cramped(learner)) return;
+  qkvi_learner_lock_layers(learner);
+  const bool begun =
+      !atomic_load(&learner->has_queries) && reserve(learner, qkv_holdout_query_bytes(learner->holdout));
+  if (begun) {
+    qkv_holdout_begin_queries(learner->holdout);
+    atomic_store(&learner->has_queries, true);
+  }
+  qkvi_learner_unlock_layers(learner);
+  if (begun) qkvi_learner_retry(learner);  // what was tried until now was tried with queries that were made up
 }
 
 // With a layer locked. NULL where there is no room.
@@ -157,7 +182,7 @@ static qkv_moments *moments_of(qkv_learner *learner) {
 // Rows that are picked are added one by one, as their positions do not follow one another.
 static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
                        const float *v) {
-  qkv_moments *moments = wants(learner) ? moments_of(learner) : NULL;
+  qkv_moments *moments = qkvi_learner_wants(learner) ? moments_of(learner) : NULL;
   if (moments == NULL) return;
   const size_t rows = atomic_load_explicit(&learner->fresh, memory_order_relaxed) ? ROWS_LEARNING : ROWS_LATER;
   const size_t count = tokens < rows ? tokens : rows;
@@ -170,7 +195,47 @@ static void teach_rows(qkv_learner *learner, uint32_t layer, uint64_t position, 
   }
   // A page of rows that were looked at in part stands for all of them.
   (void)atomic_fetch_add_explicit(&learner->layers[layer].tokens, tokens, memory_order_relaxed);
+  (void)atomic_fetch_add_explicit(&learner->layers[layer].learnt, tokens, memory_order_relaxed);
 }
+
+// With the layer locked. What is held out does not teach.
+static bool hold_out(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
+                     const float *v) {
+  if (tokens != QKV_PAGE_TOKENS || !learner->layers[layer].teaches || !qkvi_learner_samples(learner)) return false;
+  if (!atomic_load_explicit(&learner->has_pages, memory_order_relaxed)) return false;
+  const bool held = qkv_holdout_page(learner->holdout, layer, position, k, v);
+  const bool asks = atomic_load_explicit(&learner->has_queries, memory_order_relaxed);
+  atomic_store(&learner->layers[layer].ready, qkv_holdout_ready(learner->holdout, layer, asks ? PATIENCE : 0));
+  if (!held) return false;
+  if (qkvi_learner_wants(learner)) {
+    (void)atomic_fetch_add_explicit(&learner->layers[layer].tokens, tokens, memory_order_relaxed);
+  }
+  return true;
+}
+
+size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer) {
+  assert(layer < learner->shape.layers);
+  if (!learner->samples || !learner->layers[layer].teaches) return 0;
+  const bool learning = qkvi_learner_wants(learner) ? atomic_load_explicit(&learner->fresh, memory_order_relaxed)
+                                                    : qkvi_learner_samples(learner);
+  const uint64_t attend = atomic_fetch_add_explicit(&learner->layers[layer].attends, 1, memory_order_relaxed);
+  if (attend % (learning ? EVERY_LEARNING : EVERY_LATER) != 0) return 0;
+  return learning ? QUERIES_LEARNING : QUERIES_LATER;
+}
+
+void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope) {
+  assert(layer < learner->shape.layers);
+  if (!learner->layers[layer].teaches) return;
+  begin_queries(learner);
+  if (pthread_mutex_trylock(&learner->layers[layer].lock) != 0) return;
+  const bool held = atomic_load_explicit(&learner->has_queries, memory_order_relaxed) &&
+                    qkv_holdout_query(learner->holdout, layer, position, q, before_rope);
+  qkv_moments *moments = !held && qkvi_learner_wants(learner) ? moments_of(learner) : NULL;
+  if (moments != NULL) qkv_moments_add_queries(moments, layer, position, 1, q, before_rope);
+  (void)pthread_mutex_unlock(&learner->layers[layer].lock);
+}
+
+// ---- Measuring ----
 
 static double squared_error(const float *a, const float *b, size_t stride, size_t tokens, size_t dim, double *norm) {
   double error = 0;
@@ -185,23 +250,48 @@ static double squared_error(const float *a, const float *b, size_t stride, size_
 }
 
 // One head's relative error, keys and values together.
-static double measure(const qkv_learner *learner, size_t tokens, const float *k, const float *v,
-                      const qkv_coder *coder, const void *page, uint16_t head) {
-  const size_t widest =
-      learner->shape.key_dim > learner->shape.value_dim ? learner->shape.key_dim : learner->shape.value_dim;
+static double measure(const qkv_learner *learner, const qkv_page_watch_page *page) {
+  const qkv_calibration_shape *shape = &learner->shape;
+  const size_t widest = shape->key_dim > shape->value_dim ? shape->key_dim : shape->value_dim;
   float *rows = malloc(QKV_PAGE_TOKENS * widest * sizeof *rows);
   if (rows == NULL) abort();
   double relative = 0;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    const size_t dim = part == QKV_K ? learner->shape.key_dim : learner->shape.value_dim;
+    const size_t dim = part == QKV_K ? shape->key_dim : shape->value_dim;
     double norm = 0;
-    coder->codec->decode(coder, page, head, part, false, rows);
-    const double error =
-        squared_error((part == QKV_K ? k : v) + head * dim, rows, learner->shape.kv_heads * dim, tokens, dim, &norm);
+    page->coder->codec->decode(page->coder, page->image, page->head, part, false, rows);
+    const double error = squared_error((part == QKV_K ? page->k : page->v) + page->head * dim, rows,
+                                       shape->kv_heads * dim, page->tokens, dim, &norm);
     relative += norm > 0 ? error / norm / 2 : 0;
   }
   free(rows);
   return relative;
+}
+
+// Attention of the queries that were asked lately. False where another thread has the layer.
+static bool measure_attention(qkv_learner *learner, uint32_t layer, const qkv_page_watch_page *page,
+                              qkv_page_watched *out) {
+  const qkv_model *model = learner->model;
+  const size_t group = model->q_heads / model->kv_heads;
+  uint64_t stands[QKV_HOLDOUT_QUERIES];
+  float *queries = malloc(QKV_HOLDOUT_QUERIES * group * model->key_dim * sizeof *queries);
+  if (queries == NULL) abort();
+  if (pthread_mutex_trylock(&learner->layers[layer].lock) != 0) {
+    free(queries);
+    return false;
+  }
+  const size_t tokens = qkv_holdout_head_queries(learner->holdout, layer, page->head, queries, stands);
+  (void)pthread_mutex_unlock(&learner->layers[layer].lock);
+  const qkv_probe_queries asked = {.tokens = tokens,
+                                   .group = group,
+                                   .rows = queries,
+                                   .stands = stands,
+                                   .rope = &model->rope,
+                                   .scale = model->scale,
+                                   .soft_cap = qkv_model_cap(model, layer)};
+  *out = qkv_page_watch_measure(page, &asked);
+  free(queries);
+  return true;
 }
 
 // Errors compare between pages of one kind only.
@@ -209,127 +299,138 @@ static uint32_t kind_of(const qkv_coder *coder) {
   return (uint32_t)coder->frame << 16 | (uint32_t)coder->tier_k << 8 | coder->tier_v;
 }
 
+// A running mean, and whether it has grown by `most` since it settled; then it settles anew. With the error's lock.
+static bool has_drifted(double *error, double *settled, uint64_t *measures, double next, double most) {
+  ++*measures;
+  *error += (*measures < MEASURES_SETTLED ? 1.0 / (double)*measures : ERROR_DECAY) * (next - *error);
+  if (*measures == MEASURES_SETTLED) *settled = *error;
+  if (!(*settled > 0 && *error > most * *settled)) return false;
+  *settled = 0;
+  *measures = 0;
+  return true;
+}
+
 static void note_error(qkv_learner *learner, const qkv_coder *coder, double error) {
   (void)pthread_mutex_lock(&learner->error_lock);
   if (learner->measures == 0) learner->measured_as = kind_of(coder);
-  if (learner->measured_as != kind_of(coder)) {
-    (void)pthread_mutex_unlock(&learner->error_lock);
-    return;
+  const bool drifted = learner->measured_as == kind_of(coder) &&
+                       has_drifted(&learner->error, &learner->settled, &learner->measures, error, QKV_LEARNER_DRIFT);
+  (void)pthread_mutex_unlock(&learner->error_lock);
+  if (drifted && !atomic_load(&learner->fresh)) qkvi_learner_start_over(learner);
+}
+
+typedef enum finding { NOTHING, DRIFTED, DOUBTFUL, WORSE } finding;
+
+// Of pages with first tokens as many as one sequence has: which layers and heads come first is chance.
+static uint32_t alarm_pages(const qkv_learner *learner, size_t class) {
+  const uint32_t layers = learner->shape.layers;
+  if (class == QKVI_OTHER_PAGES) return QKV_LEARNER_ALARM_PAGES;
+  if (layers < QKV_LEARNER_ALARM_FIRST) return QKV_LEARNER_ALARM_FIRST;
+  return layers < QKV_LEARNER_ALARM_FIRST_MOST ? layers : QKV_LEARNER_ALARM_FIRST_MOST;
+}
+
+static size_t class_of(const qkv_page_watch_page *page) {
+  return page->position == 0 ? QKVI_FIRST_PAGES : QKVI_OTHER_PAGES;
+}
+
+// With the error's lock. `text` is said of what is worse.
+static finding look_at_alarm(qkv_learner *learner, size_t class, const qkv_page_watched *measured,
+                             char text[QKV_LEARNER_TEXT_MAX]) {
+  const double worse = QKV_LEARNER_WORSE * QKV_LEARNER_WORSE, count = alarm_pages(learner, class);
+  qkvi_alarm *alarm = &learner->alarms[class];
+  const uint32_t left = atomic_load(&alarm->left);
+  if (left == 0) {
+    if (measured->coded <= worse * measured->data_free || measured->coded < ERROR_NONE) return NOTHING;
+    alarm->coded = alarm->data_free = 0;
+    alarm->worse = 0;
+    atomic_store(&alarm->left, alarm_pages(learner, class));
+    return NOTHING;
   }
-  learner->measures++;
-  const double share = learner->measures < MEASURES_SETTLED ? 1.0 / (double)learner->measures : ERROR_DECAY;
-  learner->error += share * (error - learner->error);
-  if (learner->measures == MEASURES_SETTLED) learner->settled = learner->error;
-  const bool drifted = learner->settled > 0 && learner->error > QKV_LEARNER_DRIFT * learner->settled;
-  if (drifted) {
-    learner->settled = 0;
-    learner->measures = 0;
+  alarm->worse += measured->coded > worse * measured->data_free;
+  alarm->coded += measured->coded;
+  alarm->data_free += measured->data_free;
+  atomic_store(&alarm->left, left - 1);
+  if (left > 1) return NOTHING;
+  // A few pages may make the sums: where it is the code, most pages are worse.
+  if (alarm->coded > worse * alarm->data_free && 2 * alarm->worse > count) {
+    (void)snprintf(text, QKV_LEARNER_TEXT_MAX, "%g pages %s: attention error %.3g, data-free %.3g", count,
+                   class == QKVI_FIRST_PAGES ? "with a sequence's first tokens" : "in a row",
+                   sqrt(alarm->coded / count), sqrt(alarm->data_free / count));
+    return WORSE;
+  }
+  const uint64_t pages = atomic_load_explicit(&learner->pages, memory_order_relaxed);
+  if (pages < learner->retry_after) return NOTHING;
+  learner->retry_after = pages + RETRY_AFTER;
+  return DOUBTFUL;
+}
+
+static finding note_attention(qkv_learner *learner, const qkv_page_watch_page *page, const qkv_page_watched *measured,
+                              char text[QKV_LEARNER_TEXT_MAX]) {
+  const qkv_coder *coder = page->coder;
+  const size_t class = class_of(page);
+  finding found = NOTHING;
+  (void)pthread_mutex_lock(&learner->error_lock);
+  qkv_page_watch_add(&learner->watch, measured);
+  if (coder->calibration != 0 && coder->calibration == qkv_calibration_slot_version(learner->slot)) {
+    found = look_at_alarm(learner, class, measured, text);
+    // Of squares.
+    if (class == QKVI_OTHER_PAGES && learner->measured_as == kind_of(coder) &&
+        has_drifted(&learner->attention, &learner->attention_settled, &learner->attention_measures, measured->coded,
+                    QKV_LEARNER_DRIFT * QKV_LEARNER_DRIFT) &&
+        found == NOTHING) {
+      found = DRIFTED;
+    }
   }
   (void)pthread_mutex_unlock(&learner->error_lock);
-  if (!drifted || atomic_load(&learner->fresh) || was_brought(learner)) return;
-  forget(learner);
-  atomic_store(&learner->fresh, true);
-  atomic_store(&learner->due_at, learner->first);
+  return found;
+}
+
+static void watch_page(qkv_learner *learner, uint32_t layer, const qkv_page_watch_page *page, qkv_page_watch *watch) {
+  qkv_page_watched measured;
+  char text[QKV_LEARNER_TEXT_MAX];
+  if (!measure_attention(learner, layer, page, &measured)) return;
+  qkv_page_watch_add(watch, &measured);
+  switch (note_attention(learner, page, &measured, text)) {
+    case WORSE:
+      qkvi_learner_withdraw(learner, page->coder->calibration, text);
+      break;
+    case DOUBTFUL:
+      atomic_store(&learner->renew, true);
+      qkvi_learner_retry(learner);
+      break;
+    case DRIFTED:
+      if (!atomic_load(&learner->fresh)) qkvi_learner_start_over(learner);
+      break;
+    case NOTHING:
+      break;
+  }
 }
 
 void qkv_learner_page(qkv_learner *learner, uint32_t layer, uint64_t position, size_t tokens, const float *k,
-                      const float *v, const qkv_coder *coder, const void *page) {
+                      const float *v, const qkv_coder *coder, const void *page, qkv_page_watch *watch) {
   assert(layer < learner->shape.layers && tokens >= 1);
+  if (!learner->samples) return;
+  if (qkvi_learner_samples(learner)) begin_pages(learner);
   if (pthread_mutex_trylock(&learner->layers[layer].lock) == 0) {
-    teach_rows(learner, layer, position, tokens, k, v);
+    if (!hold_out(learner, layer, position, tokens, k, v)) teach_rows(learner, layer, position, tokens, k, v);
     (void)pthread_mutex_unlock(&learner->layers[layer].lock);
   }
-  if (was_brought(learner) && atomic_load_explicit(&learner->moments, memory_order_relaxed) != NULL) forget(learner);
+  if (!qkvi_learner_wants(learner) && atomic_load_explicit(&learner->moments, memory_order_relaxed) != NULL) {
+    qkvi_learner_forget(learner);
+  }
+  qkvi_learner_drop_sample(learner);
   const uint64_t number = atomic_fetch_add_explicit(&learner->pages, 1, memory_order_relaxed);
-  if (number % MEASURE_EVERY != 0) return;
-  const uint16_t head = (uint16_t)(number / MEASURE_EVERY % learner->shape.kv_heads);
-  note_error(learner, coder, measure(learner, tokens, k, v, coder, page, head));
-}
-
-size_t qkv_learner_wants_queries(qkv_learner *learner, uint32_t layer) {
-  assert(layer < learner->shape.layers);
-  if (!wants(learner)) return 0;
-  const bool learning = atomic_load_explicit(&learner->fresh, memory_order_relaxed);
-  const uint64_t attend = atomic_fetch_add_explicit(&learner->layers[layer].attends, 1, memory_order_relaxed);
-  if (attend % (learning ? EVERY_LEARNING : EVERY_LATER) != 0) return 0;
-  return learning ? QUERIES_LEARNING : QUERIES_LATER;
-}
-
-void qkv_learner_queries(qkv_learner *learner, uint32_t layer, uint64_t position, const float *q, bool before_rope) {
-  assert(layer < learner->shape.layers);
-  if (pthread_mutex_trylock(&learner->layers[layer].lock) != 0) return;
-  qkv_moments *moments = wants(learner) ? moments_of(learner) : NULL;
-  if (moments != NULL) qkv_moments_add_queries(moments, layer, position, 1, q, before_rope);
-  (void)pthread_mutex_unlock(&learner->layers[layer].lock);
-}
-
-// ---- Learning ----
-
-qkv_learner_stats qkv_learner_read(const qkv_learner *learner) {
-  qkv_learner_stats stats = {.tokens = UINT64_MAX, .runs = atomic_load(&learner->runs)};
-  for (uint32_t i = 0; i < learner->shape.layers; i++) {
-    const uint64_t tokens = atomic_load_explicit(&learner->layers[i].tokens, memory_order_relaxed);
-    if (learner->layers[i].teaches && tokens < stats.tokens) stats.tokens = tokens;
-  }
-  if (atomic_load_explicit(&learner->moments, memory_order_relaxed) != NULL) {
-    stats.bytes = qkv_moments_bytes(&learner->shape);
-  }
-  pthread_mutex_t *lock = (pthread_mutex_t *)(uintptr_t)&learner->error_lock;
-  (void)pthread_mutex_lock(lock);
-  stats.error = learner->error;
-  (void)pthread_mutex_unlock(lock);
-  return stats;
-}
-
-bool qkv_learner_due(const qkv_learner *learner) {
-  if (was_brought(learner) || atomic_load(&learner->stopped)) return false;
-  return !atomic_load(&learner->running) && qkv_learner_read(learner).tokens >= atomic_load(&learner->due_at);
-}
-
-static void hold_layer(void *context, uint32_t layer, bool holds) {
-  qkv_learner *learner = context;
-  (void)(holds ? pthread_mutex_lock : pthread_mutex_unlock)(&learner->layers[layer].lock);
-}
-
-static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
-  const uint32_t runs = made ? atomic_fetch_add(&learner->runs, 1) + 1 : atomic_load(&learner->runs);
-  uint64_t next = tokens * QKV_LEARNER_GROWTH;
-  if (!made) next = tokens + learner->first;
-  if (made && runs >= QKV_LEARNER_RUNS) next = UINT64_MAX;  // until a drift
-  atomic_store(&learner->due_at, next);
-  if (made) atomic_store(&learner->fresh, false);
-  if (next == UINT64_MAX) forget(learner);
-  (void)pthread_mutex_lock(&learner->error_lock);
-  learner->settled = 0;
-  learner->measures = 0;
-  (void)pthread_mutex_unlock(&learner->error_lock);
-}
-
-bool qkv_learner_run(qkv_learner *learner, qkv_error *error) {
-  bool running = false;
-  if (!atomic_compare_exchange_strong(&learner->running, &running, true)) return false;
-  const uint64_t tokens = qkv_learner_read(learner).tokens;
-  const uint32_t replaced = qkv_calibration_slot_version(learner->slot);
-  qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
-  options.cancelled = &learner->stopped;
-  options.hold = hold_layer;
-  options.context = learner;
-  qkv_calibration *calibration = NULL;
-  const qkv_moments *moments = was_brought(learner) ? NULL : study(learner);
-  if (moments == NULL) {
-    atomic_store(&learner->running, false);
-    return false;
-  }
-  const bool made = qkv_calibrate(moments, &options, &calibration, error) == QKV_OK;
-  done(learner);
-  const qkv_calibration *own = calibration;
-  if (made) {
-    atomic_store(&learner->before, atomic_load(&learner->version));
-    atomic_store(&learner->version, qkv_calibration_version(own));
-    qkv_calibration_slot_replace(learner->slot, replaced, own);  // unless one was brought meanwhile
-  }
-  qkv_calibration_unref(&own);
-  plan_next(learner, tokens, made);
-  atomic_store(&learner->running, false);
-  return made;
+  const bool regular = number % QKV_LEARNER_WATCH_EVERY == 0;
+  const qkvi_alarm *alarm = &learner->alarms[QKVI_OTHER_PAGES];
+  if (!regular && position > 0 && atomic_load_explicit(&alarm->left, memory_order_relaxed) == 0) return;
+  const uint64_t turn = regular ? number / QKV_LEARNER_WATCH_EVERY : number;
+  const qkv_page_watch_page watched = {.coder = coder,
+                                       .image = page,
+                                       .position = position,
+                                       .tokens = tokens,
+                                       .k = k,
+                                       .v = v,
+                                       .head = (uint16_t)(turn % learner->shape.kv_heads)};
+  if (regular) note_error(learner, coder, measure(learner, &watched));
+  watch_page(learner, layer, &watched, watch);
 }

@@ -11,6 +11,7 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
   if (policy->bits_k == 0) policy->bits_k = fallback->bits_k;
   if (policy->bits_v == 0) policy->bits_v = fallback->bits_v;
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
+  if (policy->sink_tokens < 0) policy->sink_tokens = fallback->sink_tokens;
   if (!policy->anchor_said) policy->anchor = fallback->anchor;
   policy->anchor_said |= fallback->anchor_said;
   if (!policy->gqa_said) policy->gqa_compensation = fallback->gqa_compensation;
@@ -51,6 +52,10 @@ qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error) {
   if (policy->recent_window < -1 || policy->recent_window > QKV_RECENT_WINDOW_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.recent_window is %" PRId64 ", allowed are 0 to %d",
                     policy->recent_window, QKV_RECENT_WINDOW_MAX);
+  }
+  if (policy->sink_tokens < -1 || policy->sink_tokens > QKV_SINK_TOKENS_MAX) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.sink_tokens is %" PRId64 ", allowed are 0 to %d",
+                    policy->sink_tokens, QKV_SINK_TOKENS_MAX);
   }
   return QKV_OK;
 }
@@ -205,11 +210,11 @@ static bool anchor_equal(const qkv_anchor_options *a, const qkv_anchor_options *
 
 bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b) {
   return a->codec == b->codec && a->bits_k == b->bits_k && a->bits_v == b->bits_v &&
-         a->recent_window == b->recent_window && a->anchor_said == b->anchor_said &&
-         anchor_equal(&a->anchor, &b->anchor) && a->low_rank_said == b->low_rank_said &&
-         a->low_rank.mode == b->low_rank.mode && a->low_rank.rank == b->low_rank.rank &&
-         a->learn_said == b->learn_said && a->learn == b->learn && a->gqa_said == b->gqa_said &&
-         a->gqa_compensation == b->gqa_compensation;
+         a->recent_window == b->recent_window && a->sink_tokens == b->sink_tokens &&
+         a->anchor_said == b->anchor_said && anchor_equal(&a->anchor, &b->anchor) &&
+         a->low_rank_said == b->low_rank_said && a->low_rank.mode == b->low_rank.mode &&
+         a->low_rank.rank == b->low_rank.rank && a->learn_said == b->learn_said && a->learn == b->learn &&
+         a->gqa_said == b->gqa_said && a->gqa_compensation == b->gqa_compensation;
 }
 
 static bool overrides_equal(const qkv_model *a, const qkv_model *b) {

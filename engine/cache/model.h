@@ -19,6 +19,7 @@
 #define QKV_LAYERS_MAX 1024
 #define QKV_Q_HEADS_MAX 65536
 #define QKV_RECENT_WINDOW_MAX 1048576  // tokens
+#define QKV_SINK_TOKENS_MAX 16         // positions; as many as a page's part can have outliers
 
 #define QKV_ANCHOR_EVERY_MAX QKV_PAGE_TOKENS  // rows of a segment
 #define QKV_ANCHOR_THRESHOLD_MAX 1e6
@@ -28,6 +29,7 @@ typedef struct qkv_policy {
   const qkv_codec *codec;
   double bits_k, bits_v;
   int64_t recent_window;  // tokens kept exact beside the open page; -1 not said
+  int64_t sink_tokens;    // first positions whose coded rows are kept as outliers (codec/outliers.h); -1 not said
   bool anchor_said;
   qkv_anchor_options anchor;  // of keys and values, where said
   bool low_rank_said;
@@ -38,7 +40,7 @@ typedef struct qkv_policy {
   bool gqa_compensation;  // bits grow by ceil(log4(query heads of a KV head)), at most to QKV_DEPTH_MAX
 } qkv_policy;
 
-#define QKV_POLICY_UNSET ((qkv_policy){.recent_window = -1})
+#define QKV_POLICY_UNSET ((qkv_policy){.recent_window = -1, .sink_tokens = -1})
 
 // Fields that `policy` does not say are taken from `fallback`.
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback);
@@ -73,7 +75,7 @@ typedef struct qkv_model {
   uint32_t override_count;
   // That of pages to come; NULL: data-free for ever. Borrowed, no part of equality.
   qkv_calibration_slot *calibration;
-  qkv_learner *learner;  // NULL: the model is not calibrated from its traffic; borrowed, the same
+  qkv_learner *learner;  // NULL: all layers stay exact, or are kept out; borrowed, the same
 } qkv_model;
 
 // NULL where the layer is as the model says.

@@ -313,6 +313,9 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
   failed |= pthread_rwlock_init(&session->codings_use, NULL);
   assert(failed == 0);
+  if (model->learner != NULL && config->policy.learn) {
+    qkv_learner_note_kind(model->learner, &config->policy, (int)config->purpose);
+  }
   const qkv_coding *coding = current_coding(session);
   for (uint32_t i = 0; i < model->layers; i++) {
     init_lock(&session->layers[i].lock);
@@ -544,6 +547,9 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->quality.missed += usage->quality.missed;
   sum->quality.squares += usage->quality.squares;
   sum->quality.shares += usage->quality.shares;
+  sum->watch.coded += usage->watch.coded;
+  sum->watch.data_free += usage->watch.data_free;
+  sum->watch.measures += usage->watch.measures;
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {

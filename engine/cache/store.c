@@ -99,8 +99,7 @@ static int by_model_name(const model_entry *a, const model_entry *b) {
 }
 
 // NULL where no layer is to teach.
-static qkv_learner *create_learner(qkv_store *store, const qkv_model *model, qkv_calibration_slot *slot) {
-  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+static qkv_learner *create_learner(qkv_store *store, const qkv_model *model) {
   bool teaches[QKV_LAYERS_MAX], any = false;
   for (uint32_t i = 0; i < model->layers; i++) {
     const qkv_layer_override *override = qkv_model_override(model, i);
@@ -109,7 +108,13 @@ static qkv_learner *create_learner(qkv_store *store, const qkv_model *model, qkv
         own == NULL || !((own->codec != NULL && qkv_codec_is_exact(own->codec)) || (own->learn_said && !own->learn));
     any |= teaches[i];
   }
-  return any ? qkv_learner_create(&shape, teaches, store->config.calibrate_tokens, slot, store->arena) : NULL;
+  if (!any) return NULL;
+  return qkv_learner_create(&(qkv_learner_config){.model = model,
+                                                  .teaches = teaches,
+                                                  .samples = model->policy.learn,
+                                                  .tokens = model->policy.learn ? store->config.calibrate_tokens : 0,
+                                                  .slot = model->calibration,
+                                                  .arena = store->arena});
 }
 
 static model_entry *add_model(qkv_store *store, const qkv_model *model) {
@@ -118,14 +123,12 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   entry->model = *model;
   entry->model.calibration = qkv_calibration_slot_create();
   entry->model.overrides = NULL;
-  if (store->config.calibrate_tokens > 0 && model->policy.learn) {
-    entry->model.learner = create_learner(store, model, entry->model.calibration);
-  }
   if (model->override_count > 0) {
     entry->model.overrides = calloc(model->override_count, sizeof *model->overrides);
     assert(entry->model.overrides != NULL);
     memcpy(entry->model.overrides, model->overrides, model->override_count * sizeof *model->overrides);
   }
+  entry->model.learner = create_learner(store, &entry->model);
   HASH_ADD_INORDER(hh, store->models, model.name[0], strlen(entry->model.name), entry, by_model_name);
   return entry;
 }
@@ -159,13 +162,17 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
 }
 
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
-                               qkv_error *error) {
+                               qkv_calibration_source source, bool trusted, qkv_error *error) {
   const qkv_model *model = NULL;
   qkv_status status = qkv_store_model(store, name, &model, error);
   if (model == NULL) return status;
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
   QKV_TRY(qkv_calibration_check(calibration, &shape, error));
-  qkv_calibration_slot_set(model->calibration, calibration);
+  if (model->learner != NULL) {
+    qkv_learner_bring(model->learner, calibration, source, trusted);
+  } else {
+    qkv_calibration_slot_set(model->calibration, calibration);
+  }
   return QKV_OK;
 }
 
@@ -190,15 +197,15 @@ static const qkv_model *due_model(qkv_store *store, const char *after) {
 }
 
 bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
-                     void (*fn)(void *context, const qkv_model *model, const qkv_error *error), void *context) {
+                     void (*fn)(void *context, const qkv_model *model, const qkv_learner_outcome *outcome),
+                     void *context) {
   const qkv_model *model;
   bool any = false;
   for (const char *after = ""; (model = due_model(store, after)) != NULL; after = model->name) {
-    const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
-    qkv_error error = {0};
-    if (may != NULL && !may(context, model, qkv_calibration_cost(&shape))) continue;
-    const bool made = qkv_learner_run(model->learner, &error);
-    fn(context, model, made ? NULL : &error);
+    qkv_learner_outcome outcome;
+    if (may != NULL && !may(context, model, qkv_learner_cost(model->learner))) continue;
+    qkv_learner_run(model->learner, &outcome);
+    fn(context, model, &outcome);
     any = true;
   }
   return any;

@@ -30,16 +30,16 @@ qkv_arena *qkv_store_arena(const qkv_store *store);
 // is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
 qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                     qkv_error *error);
-// Pages to come of a model, in sessions open or not, are coded with this calibration. NOT_FOUND; INVALID_ARGUMENT
-// where it does not fit.
+// A calibration for pages to come of a model, in sessions open or not, once it has been tried (learner.h), or at once
+// where it is trusted. NOT_FOUND; INVALID_ARGUMENT where it does not fit.
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
-                               qkv_error *error);
-// Makes the calibrations that are due, one after the other; false where none was. Takes seconds for a large model:
-// for a thread of its own. `may` is asked before each, which takes up to `bytes`, and where it says no that one is
-// left for later; NULL: all may. `fn` is told of each that it said yes to: its error where it failed (CANCELLED: by
-// qkv_store_stop_learning; OK: another one was brought meanwhile), else NULL.
+                               qkv_calibration_source source, bool trusted, qkv_error *error);
+// Makes and tries the calibrations that are due, one after the other; false where none was. Takes seconds for a large
+// model: for a thread of its own. `may` is asked before each, which takes up to `bytes`, and where it says no that
+// one is left for later; NULL: all may. `fn` is told of each that it said yes to.
 bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
-                     void (*fn)(void *context, const qkv_model *model, const qkv_error *error), void *context);
+                     void (*fn)(void *context, const qkv_model *model, const qkv_learner_outcome *outcome),
+                     void *context);
 // Nothing is learnt any more; one that is being made is given up.
 void qkv_store_stop_learning(qkv_store *store);
 // NOT_FOUND "no model x".
@@ -70,7 +70,7 @@ typedef struct qkv_store_stats {
   size_t models, sessions;
   qkv_arena_stats memory;
   qkv_heap_stats heap;
-  uint64_t learning_bytes;     // of memory: moments of self-calibration
+  uint64_t learning_bytes;     // of memory: moments and held-out traffic of calibrations
   uint64_t calibration_bytes;  // beside it: calibrations, and what coders make of them, of the whole process
 } qkv_store_stats;
 qkv_store_stats qkv_store_read_stats(qkv_store *store);

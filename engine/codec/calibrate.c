@@ -1,4 +1,5 @@
 #include "engine/codec/calibrate.h"
+#include "engine/codec/heavy.h"
 
 #include <assert.h>
 #include <cblas.h>
@@ -23,10 +24,10 @@ static const double STILL = 1e-6, STILL_LEAST = 1e-10;
 
 // Matrices [dim][dim] of the head at hand.
 typedef struct workspace {
-  double *mean, *rest, *values, *variances, *vector;  // [dim]; rest: what the anchor leaves of the mean
-  double *rows, *queries;                             // C and S before RoPE
-  double *covariance, *metric;                        // C and S in a frame
-  double *root, *inverse_root, *product, *basis;      // S^{1/2}, S^{-1/2}
+  double *mean, *values, *variances, *vector, *image;  // [dim]
+  double *rows, *queries;                              // C and S before RoPE
+  double *covariance, *metric;                         // C and S in a frame
+  double *root, *inverse_root, *product, *basis;       // S^{1/2}, S^{-1/2}
   void *block;
 } workspace;
 
@@ -43,8 +44,9 @@ typedef struct calibrator {
   const qkv_calibrate_options *options;
   uint8_t *bytes;
   workspace space;
-  qkvi_turns *page, *distances;  // NULL without RoPE
-  double rows;                   // that C is of
+  qkv_turn_plan plan;               // of the attend frame
+  qkvi_turns *planned, *distances;  // NULL without RoPE
+  double rows;                      // that C is of
 } calibrator;
 
 static void workspace_init(workspace *space, size_t dim) {
@@ -52,7 +54,7 @@ static void workspace_init(workspace *space, size_t dim) {
   double *next = calloc(dim * (VECTORS + MATRICES * dim), sizeof *next);
   if (next == NULL) abort();
   space->block = next;
-  double **const vectors[VECTORS] = {&space->mean, &space->rest, &space->values, &space->variances, &space->vector};
+  double **const vectors[VECTORS] = {&space->mean, &space->values, &space->variances, &space->vector, &space->image};
   double **const matrices[MATRICES] = {&space->rows, &space->queries,      &space->covariance, &space->metric,
                                        &space->root, &space->inverse_root, &space->product,    &space->basis};
   for (size_t i = 0; i < VECTORS; i++, next += dim) *vectors[i] = next;
@@ -130,17 +132,58 @@ static void write_weights(const qkvi_part_view *part, const double *variances) {
   }
 }
 
-// Coordinate c of the part: eigenvector `row` of S^{1/2} C S^{1/2}.
-static void write_coordinate(const workspace *space, const qkvi_part_view *part, size_t c, const double *row,
-                             double variance) {
-  const size_t dim = part->dim;
-  const double sigma = sqrt(variance);
-  double *image = space->vector;
-  cblas_dgemv(CblasRowMajor, CblasNoTrans, (int)dim, (int)dim, 1 / sigma, space->root, (int)dim, row, 1, 0, image, 1);
-  for (size_t i = 0; i < dim; i++) part->analysis[c * dim + i] = (float)image[i];
-  cblas_dgemv(CblasRowMajor, CblasNoTrans, (int)dim, (int)dim, sigma, space->inverse_root, (int)dim, row, 1, 0, image,
-              1);
-  for (size_t i = 0; i < dim; i++) part->synthesis[c * dim + i] = (float)image[i];
+// A coordinate of code space: a direction of the mixed ones, or one that stays by itself.
+typedef struct direction {
+  double variance;
+  const double *row;  // eigenvector [mixed]; NULL: plain
+  size_t plain;       // the coordinate
+  size_t found;       // of those that are as large the first one comes first
+} direction;
+
+static int by_variance(const void *a, const void *b) {
+  const direction *x = a, *y = b;
+  if (x->variance != y->variance) return x->variance < y->variance ? 1 : -1;
+  return (x->found > y->found) - (x->found < y->found);
+}
+
+// Which coordinates of a part are mixed with each other; the others are coded one by one, as pairs of RoPE that turn
+// at any angle have nothing to do with others.
+typedef struct mixing {
+  size_t mixed, plain;
+  uint16_t mixed_at[QKV_DIM_MAX], plain_at[QKV_DIM_MAX];
+} mixing;
+
+static void mix_all(mixing *all, size_t dim) {
+  all->mixed = dim;
+  all->plain = 0;
+  for (size_t i = 0; i < dim; i++) all->mixed_at[i] = (uint16_t)i;
+}
+
+static void mix_planned(mixing *made, const qkv_rope *rope, const qkv_turn_plan *plan, size_t dim) {
+  made->mixed = made->plain = 0;
+  for (size_t i = 0; i < dim; i++) {
+    const uint16_t at = (uint16_t)qkv_turn_input(rope, i);
+    if (i < 2 * (size_t)plan->begins[0]) {
+      made->plain_at[made->plain++] = at;
+    } else {
+      made->mixed_at[made->mixed++] = at;
+    }
+  }
+}
+
+// image [dim] of a direction: a matrix of S applied to an eigenvector, nothing where that has nothing.
+static void put_image(const workspace *space, const mixing *mix, const double *matrix, double scale,
+                      const direction *from, size_t dim, float *out) {
+  double *row = space->vector, *image = space->image;
+  memset(out, 0, dim * sizeof *out);
+  if (from->row == NULL) {
+    out[from->plain] = (float)(scale * matrix[from->plain * dim + from->plain]);
+    return;
+  }
+  memset(row, 0, dim * sizeof *row);
+  for (size_t i = 0; i < mix->mixed; i++) row[mix->mixed_at[i]] = from->row[i];
+  cblas_dgemv(CblasRowMajor, CblasNoTrans, (int)dim, (int)dim, scale, matrix, (int)dim, row, 1, 0, image, 1);
+  for (size_t i = 0; i < mix->mixed; i++) out[mix->mixed_at[i]] = (float)image[mix->mixed_at[i]];
 }
 
 // Attention takes up to six bits of a coordinate with one look-up and one product, and several times that for more.
@@ -171,25 +214,50 @@ static void write_order(const qkvi_part_view *part, const double *variances, int
   }
 }
 
-// `mean` is the frame's; space->covariance and space->metric are, too, and are overwritten.
-static qkv_status write_part(calibrator *job, const qkvi_part_view *part, const double *mean, int beyond,
+// The variance of each coordinate of code space, largest first, and where it comes from; space->product is
+// S^{1/2} C S^{1/2}.
+static qkv_status find_directions(const workspace *space, const mixing *mix, size_t dim, direction *found,
+                                  qkv_error *error) {
+  const size_t mixed = mix->mixed;
+  for (size_t i = 0; i < mixed; i++) {
+    for (size_t j = 0; j < mixed; j++) {
+      space->basis[i * mixed + j] = space->product[mix->mixed_at[i] * dim + mix->mixed_at[j]];
+    }
+  }
+  // Its rounding is not symmetric; what is below the diagonal is not read.
+  if (mixed > 0) QKV_TRY(decompose(space->basis, mixed, space->values, error));
+  for (size_t i = 0; i < mixed; i++) {
+    found[i] = (direction){space->values[mixed - 1 - i], space->basis + (mixed - 1 - i) * mixed, 0, i};
+  }
+  for (size_t i = 0; i < mix->plain; i++) {
+    const size_t at = mix->plain_at[i];
+    found[mixed + i] = (direction){space->product[at * dim + at], NULL, at, mixed + i};
+  }
+  qsort(found, dim, sizeof *found, by_variance);
+  return QKV_OK;
+}
+
+// space->covariance and space->metric are the frame's, and are overwritten.
+static qkv_status write_part(calibrator *job, const qkvi_part_view *part, const mixing *mix, int beyond,
                              qkv_error *error) {
   workspace *space = &job->space;
+  direction directions[QKV_DIM_MAX];
   const size_t dim = part->dim;
-  for (size_t i = 0; i < dim; i++) part->mean[i] = (float)mean[i];
+  for (size_t i = 0; i < dim; i++) part->mean[i] = (float)space->mean[i];
   loosen(space->covariance, space->mean, dim);
   add_ridge(space->covariance, dim, job->options->ridge_rows + FEW * (double)dim / job->rows);
   QKV_TRY(find_roots(space, dim, job->options->ridge_queries, job->options->metric_power, error));
-  multiply(space->root, space->covariance, dim, space->product);
-  multiply(space->product, space->root, dim, space->basis);
-  // Its rounding is not symmetric; what is below the diagonal is not read.
-  QKV_TRY(decompose(space->basis, dim, space->values, error));
-  // Ascending becomes descending, and whatever was rounded stays positive.
+  multiply(space->root, space->covariance, dim, space->basis);
+  multiply(space->basis, space->root, dim, space->product);
+  QKV_TRY(find_directions(space, mix, dim, directions, error));
+  // Whatever was rounded stays positive.
   double *variances = space->variances;
-  const double least = 1e-12 * space->values[dim - 1];
+  const double least = 1e-12 * directions[0].variance;
   for (size_t c = 0; c < dim; c++) {
-    variances[c] = fmax(space->values[dim - 1 - c], least);
-    write_coordinate(space, part, c, space->basis + (dim - 1 - c) * dim, variances[c]);
+    variances[c] = fmax(directions[c].variance, least);
+    const double sigma = sqrt(variances[c]);
+    put_image(space, mix, space->root, 1 / sigma, &directions[c], dim, part->analysis + c * dim);
+    put_image(space, mix, space->inverse_root, sigma, &directions[c], dim, part->synthesis + c * dim);
   }
   write_weights(part, variances);
   write_order(part, variances, beyond);
@@ -197,70 +265,6 @@ static qkv_status write_part(calibrator *job, const qkvi_part_view *part, const 
 }
 
 // ---- Frames ----
-
-// A pair of RoPE and what its mean adds to the mean error of a score if it is not taken off.
-typedef struct pair_energy {
-  uint32_t pair;
-  double energy;
-} pair_energy;
-
-static int by_energy(const void *a, const void *b) {
-  const pair_energy *x = a, *y = b;
-  if (x->energy != y->energy) return x->energy < y->energy ? 1 : -1;
-  return x->pair < y->pair ? -1 : 1;
-}
-
-static int by_index(const void *a, const void *b) {
-  const uint16_t x = *(const uint16_t *)a, y = *(const uint16_t *)b;
-  return (x > y) - (x < y);
-}
-
-// sum_ij S_ij C_ij: the mean of (q . x)^2.
-static double error_of(const double *metric, const double *covariance, size_t dim) {
-  double sum = 0;
-  for (size_t i = 0; i < dim * dim; i++) sum += metric[i] * covariance[i];
-  return sum;
-}
-
-// Takes pairs of the mean into the anchor, largest first, until what is left is small; `mean` keeps that.
-static void write_anchor(const calibrator *job, const qkvi_part_view *part, double *mean) {
-  const qkv_rope *rope = &job->shape->rope;
-  const double *metric = job->space.metric;
-  const size_t dim = part->dim;
-  pair_energy pairs[QKV_DIM_MAX / 2];
-  const uint32_t count = rope->width / 2;
-  const double magnitude = qkv_rope_magnitude(rope);  // of rows, as the covariance has it
-  double left = 0;
-  for (uint32_t p = 0; p < count; p++) {
-    const size_t i = qkv_rope_first(rope, p), j = qkv_rope_second(rope, p);
-    const double size = (metric[i * dim + i] + metric[j * dim + j]) / 2;  // a turning pair meets both alike
-    // What hardly turns within a page stays in the page's mean.
-    const double kept = qkvi_turns_kept(job->page, p);
-    const double energy = magnitude * magnitude * (mean[i] * mean[i] + mean[j] * mean[j]);
-    pairs[p] = (pair_energy){p, size * energy * (1 - kept * kept)};
-    left += pairs[p].energy;
-  }
-  qsort(pairs, count, sizeof *pairs, by_energy);
-  const double small = job->options->anchor_rest * error_of(metric, job->space.covariance, dim);
-  uint16_t taken = 0;
-  for (; taken < count && taken < QKV_ANCHOR_PAIRS_MAX && left > small && pairs[taken].energy > 0; taken++) {
-    part->pair_indices[taken] = (uint16_t)pairs[taken].pair;
-    left -= pairs[taken].energy;
-  }
-  qsort(part->pair_indices, taken, sizeof *part->pair_indices, by_index);
-  for (uint16_t k = 0; k < taken; k++) {
-    const size_t i = qkv_rope_first(rope, part->pair_indices[k]), j = qkv_rope_second(rope, part->pair_indices[k]);
-    part->anchor[2 * k] = (float)mean[i];
-    part->anchor[2 * k + 1] = (float)mean[j];
-    mean[i] = mean[j] = 0;
-  }
-  part->header->anchor_pairs = taken;
-}
-
-// space->covariance = C + sign * mean mean^T
-static void add_square(double *covariance, const double *mean, size_t dim, double sign) {
-  cblas_dger(CblasRowMajor, (int)dim, (int)dim, sign, mean, 1, mean, 1, covariance, (int)dim);
-}
 
 // S as errors meet it: turned by distances; without RoPE as it is.
 static void set_metric(calibrator *job, size_t dim) {
@@ -281,31 +285,31 @@ static void grow_metric(const calibrator *job, size_t dim) {
   }
 }
 
+// The mean before RoPE is taken off, that of pairs by the rotating anchor.
 static qkv_status write_attend(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
   workspace *space = &job->space;
-  const size_t dim = part->dim, square = dim * dim * sizeof(double);
+  const size_t dim = part->dim;
+  mixing mix;
   set_metric(job, dim);
-  memcpy(space->covariance, space->rows, square);
-  if (job->page == NULL) return write_part(job, part, space->mean, BEYOND_ATTENDED, error);
-  qkvi_turn_second(job->page, space->covariance);
-  double *rest = space->rest;
-  memcpy(rest, space->mean, dim * sizeof *rest);
-  write_anchor(job, part, rest);
-  // Again, with what the anchor leaves.
-  memcpy(space->covariance, space->rows, square);
-  add_square(space->covariance, rest, dim, 1);
-  qkvi_turn_second(job->page, space->covariance);
-  qkvi_turn_mean(job->page, rest);
-  add_square(space->covariance, rest, dim, -1);
-  return write_part(job, part, rest, BEYOND_ATTENDED, error);
+  memcpy(space->covariance, space->rows, dim * dim * sizeof *space->rows);
+  if (job->planned == NULL) {
+    mix_all(&mix, dim);
+  } else {
+    mix_planned(&mix, &job->shape->rope, &job->plan, dim);
+    qkvi_turn_second(job->planned, space->covariance);
+    qkvi_turn_grown(job->planned, space->metric);  // what errors meet is turned back with them
+  }
+  return write_part(job, part, &mix, BEYOND_ATTENDED, error);
 }
 
 static qkv_status write_archive(calibrator *job, const qkvi_part_view *part, qkv_error *error) {
   workspace *space = &job->space;
+  mixing mix;
+  mix_all(&mix, part->dim);
   set_metric(job, part->dim);
   grow_metric(job, part->dim);
   memcpy(space->covariance, space->rows, (size_t)part->dim * part->dim * sizeof(double));
-  return write_part(job, part, space->mean, BEYOND_REBUILT, error);
+  return write_part(job, part, &mix, BEYOND_REBUILT, error);
 }
 
 // ---- Heads and layers ----
@@ -340,12 +344,13 @@ static qkv_status write_values(calibrator *job, const qkvi_part_view *part, uint
   workspace *space = &job->space;
   QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_V, space->mean, space->covariance, error));
   memset(space->metric, 0, (size_t)part->dim * part->dim * sizeof *space->metric);
-  return write_part(job, part, space->mean, BEYOND_ATTENDED, error);
+  mixing mix;
+  mix_all(&mix, part->dim);
+  return write_part(job, part, &mix, BEYOND_ATTENDED, error);
 }
 
-// The transform of the data-free code, in a calibration's words: all coordinates weigh the same, so that bands get
-// their bits in turn.
-static void write_data_free(const qkvi_part_view *part) {
+// All coordinates weigh the same, so that bands get their bits in turn.
+void qkvi_calibration_write_data_free(const qkvi_part_view *part) {
   const size_t dim = part->dim;
   double variances[QKV_DIM_MAX] = {0};
   for (size_t c = 0; c < dim; c++) {
@@ -359,20 +364,59 @@ static void write_data_free(const qkvi_part_view *part) {
   write_order(part, variances, BEYOND_ATTENDED);
 }
 
+// ---- Heavy hitters ----
+
+// What YaRN makes of the product of two rows from before RoPE that are turned, coordinate by coordinate.
+static void grow_products(const calibrator *job, double *factors, size_t dim) {
+  const qkv_rope *rope = &job->shape->rope;
+  const double square = rope->theta != 0 ? qkv_rope_magnitude(rope) * qkv_rope_magnitude(rope) : 1;
+  for (size_t i = 0; i < dim; i++) factors[i] = 1;
+  for (uint32_t pair = 0; rope->theta != 0 && pair < rope->width / 2; pair++) {
+    factors[qkv_rope_first(rope, pair)] = factors[qkv_rope_second(rope, pair)] = square;
+  }
+}
+
+// `query` [dim], the mean of queries before RoPE, becomes what RoPE leaves of it; space->mean and space->rows are the
+// keys'. The predictor's scores are in standard deviations of the keys'.
+static void write_heavy(calibrator *job, const qkvi_part_view *part, double *query) {
+  const workspace *space = &job->space;
+  const size_t dim = part->dim;
+  double factors[QKV_DIM_MAX], mean = 0, variance = 0, most = 0;
+  grow_products(job, factors, dim);
+  if (job->distances != NULL) qkvi_turn_mean(job->distances, query);
+  for (size_t i = 0; i < dim; i++) {
+    query[i] /= sqrt(factors[i]);  // that turning has grown, too
+    mean += factors[i] * query[i] * space->mean[i];
+  }
+  for (size_t i = 0; i < dim; i++) {
+    for (size_t j = 0; j < dim; j++) {
+      variance += factors[i] * query[i] * space->rows[i * dim + j] * factors[j] * query[j];
+    }
+  }
+  const double deviation = sqrt(fmax(variance, 0)), least = mean / deviation + QKV_HEAVY_DEVIATIONS;
+  for (size_t i = 0; i < dim; i++) most = fmax(most, fabs(query[i]) / deviation);
+  // Not of keys that are all alike, where both are infinite or nan.
+  if (!(most <= (double)QKV_CALIBRATION_MEAN_MAX && fabs(least) <= (double)QKV_CALIBRATION_HEAVY_MAX)) return;
+  for (size_t i = 0; i < dim; i++) part->heavy[i] = (float)(query[i] / deviation);
+  part->header->heavy_least = (float)least;
+}
+
 static qkv_status write_head(calibrator *job, uint32_t layer, uint32_t kv_head, qkv_error *error) {
   workspace *space = &job->space;
   qkvi_part_view parts[QKV_CALIBRATION_PARTS];
+  double query[QKV_DIM_MAX];
   for (unsigned i = 0; i < QKV_CALIBRATION_PARTS; i++) {
     parts[i] = qkvi_calibration_part(job->shape, job->bytes, layer, kv_head, i);
   }
-  QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_Q, space->mean, space->queries, error));
+  QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_Q, query, space->queries, error));
   QKV_TRY(read_moments(job, layer, kv_head, QKV_MOMENTS_K, space->mean, space->rows, error));
   if (job->rows == 0) {
-    write_data_free(&parts[QKV_PART_K_ATTEND]);
-    if (job->distances != NULL) write_data_free(&parts[QKV_PART_K_ARCHIVE]);
-    write_data_free(&parts[QKV_PART_V]);
+    qkvi_calibration_write_data_free(&parts[QKV_PART_K_ATTEND]);
+    if (job->distances != NULL) qkvi_calibration_write_data_free(&parts[QKV_PART_K_ARCHIVE]);
+    qkvi_calibration_write_data_free(&parts[QKV_PART_V]);
     return QKV_OK;
   }
+  write_heavy(job, &parts[QKV_PART_K_ATTEND], query);
   QKV_TRY(write_attend(job, &parts[QKV_PART_K_ATTEND], error));
   if (job->distances != NULL) QKV_TRY(write_archive(job, &parts[QKV_PART_K_ARCHIVE], error));
   return write_values(job, &parts[QKV_PART_V], layer, kv_head, error);
@@ -385,12 +429,6 @@ static qkv_status write_layer(calibrator *job, uint32_t layer, qkv_error *error)
     QKV_TRY(write_head(job, layer, head, error));
   }
   return QKV_OK;
-}
-
-// Slots of a page stand at most half a page from its middle.
-static qkvi_turns *turns_of_pages(const qkv_calibration_shape *shape) {
-  const qkvi_span slots = {-QKV_PAGE_TOKENS / 2, QKV_PAGE_TOKENS / 2, 1};
-  return qkvi_turns_create(&shape->rope, shape->key_dim, &slots, 1);
 }
 
 // Distances of queries and keys: 0, 1, 2 to 3, 4 to 7, ..., each range alike.
@@ -422,24 +460,24 @@ qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options
   QKV_TRY(check_part_of("ridge_queries", options->ridge_queries, ridge_least, error));
   QKV_TRY(check_part_of("metric_power", options->metric_power, 0, error));
   QKV_TRY(check_part_of("ridge_rows", options->ridge_rows, ridge_least, error));
-  QKV_TRY(check_part_of("anchor_rest", options->anchor_rest, 0, error));
   const double tokens = count_tokens(&job);
   if (tokens == 0) return qkv_fail(error, QKV_FAILED_PRECONDITION, "there are no rows to learn from");
   const uint8_t band_k = band_of(options->band_k, job.shape->key_dim);
   const uint8_t band_v = band_of(options->band_v, job.shape->value_dim);
-  QKV_TRY(qkvi_calibration_begin(job.shape, band_k, band_v, &job.bytes, error));
+  QKV_TRY(qkvi_calibration_begin(job.shape, QKV_CALIBRATION_FORMAT, band_k, band_v, &job.bytes, error));
   ((qkvi_calibration_header *)job.bytes)->tokens = (uint64_t)tokens;
   const size_t widest = job.shape->key_dim > job.shape->value_dim ? job.shape->key_dim : job.shape->value_dim;
   workspace_init(&job.space, widest);
   if (job.shape->rope.theta != 0) {
-    job.page = turns_of_pages(job.shape);
+    job.plan = qkv_turn_plan_of(&job.shape->rope, QKV_TURN_BLOCKS);
+    job.planned = qkvi_turns_create_planned(&job.shape->rope, job.shape->key_dim, &job.plan);
     job.distances = turns_of_distances(job.shape);
   }
   qkv_status status = QKV_OK;
   for (uint32_t layer = 0; status == QKV_OK && layer < job.shape->layers; layer++) {
     status = write_layer(&job, layer, error);
   }
-  qkvi_turns_destroy(&job.page);
+  qkvi_turns_destroy(&job.planned);
   qkvi_turns_destroy(&job.distances);
   free(job.space.block);
   if (status == QKV_OK) return qkvi_calibration_finish(job.bytes, out, error);

@@ -6,8 +6,9 @@
 //            minimize the mean error of q . x; the square root of it lies between that and the plain KLT, and
 //            measures best. With M^{1/2} C M^{1/2} = E diag(sigma^2) E^T, ordered by variance,
 //            analysis = diag(1 / sigma) E^T M^{1/2},  synthesis = diag(sigma) E^T M^{-1/2},  weights = sigma^2
-//     attend frame    x = R_(t - c) (k - mu_A), c the middle of the page, mu_A the rotating anchor: the mean, of the
-//                     pairs that turn most within a page and carry most. C is that before RoPE, turned (turned.h).
+//     attend frame    x = R_(t - c) (k - mu), c where the plan turns a pair back to (turn_plan.h), any position for
+//                     plain pairs. C is that before RoPE, turned (turned.h), and so is S. Plain pairs are coded
+//                     coordinate by coordinate; all others are mixed.
 //     archive frame   x = k - mu.
 //                     In both, an error of x meets R_d q, d the distance of query and key (or page), so S is turned
 //                     by distances: log-uniform, every octave up to 2^17 alike.
@@ -29,9 +30,8 @@
 //   S                            0.0050 0.00104   0.0016 0.00034
 //   S averaged over each pair instead of distances   0.0024 0.00042
 //   in bands of 16 instead of 8                      0.0020 0.00041
-// Distances up to 1024 or up to 131072, the regularization of S from 1e-4 to 0.05 and that of C from 0 to 0.01 make
-// no difference. An anchor that leaves 1, 3 or 10 % of the energy: 0.0072 0.0051 0.0056 at 1 bit, 0.0012 0.0010
-// 0.0011 at 2, with 14, 11 and 8 pairs of 32 on average.
+// (The attend frame's are those of format 1.) Distances up to 1024 or up to 131072, the regularization of S from 1e-4
+// to 0.05 and that of C from 0 to 0.01 make no difference.
 #ifndef QKV_ENGINE_CODEC_CALIBRATE_H
 #define QKV_ENGINE_CODEC_CALIBRATE_H
 
@@ -46,7 +46,6 @@ typedef struct qkv_calibrate_options {
   double metric_power;     // how far queries are looked at: M = S^metric_power; 0: not at all
   double ridge_queries;    // what is added to S, as a part of its mean eigenvalue
   double ridge_rows;       // the same for C
-  double anchor_rest;      // mean energy that the rotating anchor may leave, as a part of the variance
   // Looked at before each head, borrowed; where it is set, CANCELLED. NULL: nobody cancels.
   const _Atomic bool *cancelled;
   // Called before a layer's moments are looked at, for microseconds, and behind it, `holds` true and false. NULL:
@@ -55,7 +54,7 @@ typedef struct qkv_calibrate_options {
   void *context;
 } qkv_calibrate_options;
 
-#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){0, 0, 0.5, 0.01, 1e-5, 0.03, NULL, NULL, NULL})
+#define QKV_CALIBRATE_DEFAULTS ((qkv_calibrate_options){0, 0, 0.5, 0.01, 1e-5, NULL, NULL, NULL})
 
 // A layer that the moments have no rows of gets the data-free code's transforms: layers that stay exact need none.
 // FAILED_PRECONDITION where they have no rows at all; INVALID_ARGUMENT for options out of their limits and for

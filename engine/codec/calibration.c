@@ -79,6 +79,13 @@ int qkv_calibration_tier_offset(const qkv_calibration *calibration, uint32_t lay
   return head_of(calibration, layer, kv_head)->tier_offsets[part];
 }
 
+const float *qkv_calibration_heavy(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                   float *least) {
+  const qkvi_head_view *head = head_of(calibration, layer, kv_head);
+  *least = head->heavy_least;
+  return head->heavy;
+}
+
 // The first field of the ropes that differs; NULL where they are the same.
 static const char *rope_difference(const qkv_rope *a, const qkv_rope *b) {
   const struct {

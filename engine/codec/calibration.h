@@ -11,7 +11,7 @@
 // Little-endian. Offsets in bytes. Arrays begin at multiples of 64; what lies between is 0.
 //
 //   file                                              header (192 bytes)
-//   +--------------------------------+  0              0  u32 magic "QKVC"    4  u32 format (1)
+//   +--------------------------------+  0              0  u32 magic "QKVC"    4  u32 format (1, 2)
 //   | header                         |                 8  u64 bytes (of the whole file)
 //   +--------------------------------+  192           16  u64 XXH3-64 of the file with this field 0
 //   | layer 0, KV head 0: K attend   |                24  u32 layers         28  u32 kv_heads
@@ -24,21 +24,29 @@
 //   +--------------------------------+  bytes         80  u64 original_max_position
 //                                                     88  f64 low_freq_factor       96  f64 high_freq_factor
 //   part (K attend, K archive or V; dim = d)         104  f64 beta_fast            112  f64 beta_slow
-//    0  u16 anchor_pairs (K attend only, else 0)     120  f64 attention_factor     128 ... 191  0
-//    2  i8  tier_offset, eighths     3 ... 63  0
+//    0  u16 anchor_pairs (format 1, K attend only)   120  f64 attention_factor     128 ... 191  0
+//    2  i8  tier_offset, eighths     3  u8  0     4  f32 heavy_least (format 2, K attend only)     8 ... 63  0
 //   64  u8  order[8 * d / band]      the bands as they get their bits, one at a time: at tier t, band b has as many
 //                                    bits as it occurs among the first t * d / (8 * band) entries
 //    .  f32 mean[d]
 //    .  f32 weights[d]
 //    .  f32 analysis[d][d]
 //    .  f32 synthesis[d][d]
-//    .  u16 pair_indices[64]         K attend of models with RoPE only, like the next; the first anchor_pairs count
-//    .  f32 anchor[64][2]
+//    .  u16 pair_indices[64]         format 1, K attend of models with RoPE only, like the next; the first
+//    anchor_pairs .  f32 anchor[64][2]            count
+//    .  f32 heavy[d]                 format 2, K attend only: what heavy hitters are told by (heavy.h), before RoPE,
+//                                    in both frames; all 0: none is
+//
+// What differs between the formats is the attend frame of models with RoPE. In format 1 it is that of QKV_TURN_PAGE
+// (turn_plan.h), the rotating anchor has some pairs, and `mean` is what it leaves. In format 2 it is that of
+// QKV_TURN_BLOCKS, and `mean` that before RoPE: of coordinates that turn the rotating anchor, which has all of them.
+// What is learnt is written in format 2.
 //
 // Threads: immutable, shared by reference.
 #ifndef QKV_ENGINE_CODEC_CALIBRATION_H
 #define QKV_ENGINE_CODEC_CALIBRATION_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -47,13 +55,16 @@
 #include "engine/codec/transform.h"
 
 #define QKV_CALIBRATION_MAGIC 0x43564b51u  // "QKVC"
-#define QKV_CALIBRATION_FORMAT 1
+#define QKV_CALIBRATION_FORMAT 2           // that is written
+#define QKV_CALIBRATION_FORMAT_FIRST 1     // that is read
+#define QKV_CALIBRATION_FORMAT_HEAVY 2     // from which on heavy hitters are told
 #define QKV_CALIBRATION_BYTES_MAX ((size_t)4 << 30)
 #define QKV_TIER_OFFSET_MAX 32  // eighths, either way
 
 // Limits of the numbers, so that arithmetic on any rows stays finite: means, matrix entries, weights.
 #define QKV_CALIBRATION_MEAN_MAX 1e6f
 #define QKV_CALIBRATION_ENTRY_MAX 1e9f
+#define QKV_CALIBRATION_HEAVY_MAX 1e15f  // score of heavy hitters
 #define QKV_CALIBRATION_WEIGHT_MIN 1e-18f
 #define QKV_CALIBRATION_WEIGHT_MAX 1e9f
 // Of a coordinate of any row that is let in, and of its square times its weight, so that sums of squares over a page
@@ -100,6 +111,14 @@ const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *cal
 qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_calibration_shape *model,
                                  qkv_error *error);
 
+// The same calibration with the data-free transform in some of its parts, drop [layers][kv_heads]
+// [QKV_CALIBRATION_PARTS], with these tier offsets, as many, in eighths of a bit, and with no row of some heads a
+// heavy hitter, forget [layers][kv_heads]. NULL: in none, as they are, of none. Without RoPE the attend part of keys
+// is theirs, the archive part is not looked at. It has a version of its own. Takes the reference, on failure too, and
+// where that is the last one its memory. One reference in *out, else NULL.
+qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const bool *drop, const int8_t *offsets,
+                                  const bool *forget, qkv_calibration **out, qkv_error *error);
+
 // Memory of all calibrations that there are.
 uint64_t qkv_calibration_bytes_held(void);
 // What one of such a model takes at most; its shape is within limits.
@@ -108,9 +127,13 @@ uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape);
 // Layer and head are within the shape (asserted). As long as the reference.
 const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                                qkv_calibration_part part);
-// What is to be added to a budgeted tier for this head and part, in eighths of a bit. Over all heads and layers of a
-// part it adds up to about 0.
+// What is to be added to a budgeted tier for this head and part, in eighths of a bit. Over all heads and layers, keys
+// of a frame and values together, it adds up to about 0.
 int qkv_calibration_tier_offset(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                 qkv_calibration_part part);
+// [key_dim], what its heavy hitters are told by, and the score that these are above; NULL: there are none. As long as
+// the reference.
+const float *qkv_calibration_heavy(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                   float *least);
 
 #endif

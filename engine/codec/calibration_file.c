@@ -9,6 +9,7 @@
 
 #include "engine/codec/calibration_internal.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/hadamard.h"
 #include "engine/codec/page.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a calibration is read where it lies");
@@ -29,10 +30,10 @@ bool qkvi_band_valid(uint32_t band, uint32_t dim) {
 // ---- Where things lie ----
 
 typedef struct part_layout {
-  size_t order, mean, weights, analysis, synthesis, pairs, anchor, bytes;  // offsets, and what it takes
+  size_t order, mean, weights, analysis, synthesis, pairs, anchor, heavy, bytes;  // offsets, and what it takes
 } part_layout;
 
-static part_layout layout_of(uint32_t dim, uint8_t band, bool anchored) {
+static part_layout layout_of(uint32_t dim, uint8_t band, bool anchored, bool heavy) {
   part_layout at = {.order = sizeof(qkvi_part_header)};
   at.mean = at.order + aligned((size_t)QKV_DEPTH_MAX * dim / band);
   at.weights = at.mean + aligned(dim * sizeof(float));
@@ -40,7 +41,8 @@ static part_layout layout_of(uint32_t dim, uint8_t band, bool anchored) {
   at.synthesis = at.analysis + aligned((size_t)dim * dim * sizeof(float));
   at.pairs = at.synthesis + aligned((size_t)dim * dim * sizeof(float));
   at.anchor = at.pairs + (anchored ? aligned(QKV_ANCHOR_PAIRS_MAX * sizeof(uint16_t)) : 0);
-  at.bytes = at.anchor + (anchored ? aligned(QKV_ANCHOR_PAIRS_MAX * 2 * sizeof(float)) : 0);
+  at.heavy = at.anchor + (anchored ? aligned(QKV_ANCHOR_PAIRS_MAX * 2 * sizeof(float)) : 0);
+  at.bytes = at.heavy + (heavy ? aligned(dim * sizeof(float)) : 0);
   return at;
 }
 
@@ -55,33 +57,46 @@ typedef struct head_layout {
   size_t bytes;
 } head_layout;
 
-static head_layout head_layout_of(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v) {
-  const part_layout attend = layout_of(shape->key_dim, band_k, rotates(shape));
-  const part_layout archive = rotates(shape) ? layout_of(shape->key_dim, band_k, false) : attend;
-  head_layout head = {.parts = {attend, archive, layout_of(shape->value_dim, band_v, false)}};
+static head_layout head_layout_of(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k,
+                                  uint8_t band_v) {
+  const bool anchored = rotates(shape) && format == QKV_TURN_PAGE;
+  const part_layout attend = layout_of(shape->key_dim, band_k, anchored, format >= QKV_CALIBRATION_FORMAT_HEAVY);
+  const part_layout archive = rotates(shape) ? layout_of(shape->key_dim, band_k, false, false) : attend;
+  head_layout head = {.parts = {attend, archive, layout_of(shape->value_dim, band_v, false, false)}};
   head.begins[QKV_PART_K_ARCHIVE] = rotates(shape) ? attend.bytes : 0;
   head.begins[QKV_PART_V] = head.begins[QKV_PART_K_ARCHIVE] + archive.bytes;
   head.bytes = head.begins[QKV_PART_V] + head.parts[QKV_PART_V].bytes;
   return head;
 }
 
-size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v) {
-  const head_layout head = head_layout_of(shape, band_k, band_v);
+size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v) {
+  const head_layout head = head_layout_of(shape, format, band_k, band_v);
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
   const size_t room = QKV_CALIBRATION_BYTES_MAX - sizeof(qkvi_calibration_header);
   return heads > room / head.bytes ? 0 : sizeof(qkvi_calibration_header) + heads * head.bytes;
 }
 
+// Of any format; narrow bands take the most.
+static size_t largest_size(const qkv_calibration_shape *shape) {
+  size_t largest = 0;
+  for (uint32_t format = QKV_CALIBRATION_FORMAT_FIRST; format <= QKV_CALIBRATION_FORMAT; format++) {
+    const size_t bytes = qkvi_calibration_size(shape, format, QKV_BAND, QKV_BAND);
+    if (bytes == 0) return 0;
+    if (bytes > largest) largest = bytes;
+  }
+  return largest;
+}
+
 qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
                                      uint32_t kv_head, qkv_calibration_part part) {
   const qkvi_calibration_header *header = (const qkvi_calibration_header *)bytes;
-  const head_layout head = head_layout_of(shape, header->band_k, header->band_v);
+  const head_layout head = head_layout_of(shape, header->format, header->band_k, header->band_v);
   const part_layout *at = &head.parts[part];
   uint8_t *begin = bytes + sizeof *header + ((size_t)layer * shape->kv_heads + kv_head) * head.bytes;
   begin += head.begins[part];
   const uint8_t band = part == QKV_PART_V ? header->band_v : header->band_k;
   const uint32_t dim = part == QKV_PART_V ? shape->value_dim : shape->key_dim;
-  const bool anchored = at->bytes > at->pairs;
+  const bool anchored = at->heavy > at->pairs;
   return (qkvi_part_view){.dim = (uint16_t)dim,
                           .band = band,
                           .order_count = (size_t)QKV_DEPTH_MAX * dim / band,
@@ -92,7 +107,8 @@ qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t
                           .analysis = (float *)(begin + at->analysis),
                           .synthesis = (float *)(begin + at->synthesis),
                           .pair_indices = anchored ? (uint16_t *)(begin + at->pairs) : NULL,
-                          .anchor = anchored ? (float *)(begin + at->anchor) : NULL};
+                          .anchor = anchored ? (float *)(begin + at->anchor) : NULL,
+                          .heavy = at->bytes > at->heavy ? (float *)(begin + at->heavy) : NULL};
 }
 
 void qkvi_schedule_from_order(const uint8_t *order, size_t count, uint16_t dim, uint8_t band,
@@ -144,7 +160,7 @@ static qkv_status check_shape(const qkv_calibration_shape *shape, uint8_t band_k
   }
   QKV_TRY(check_width("key_dim", shape->key_dim, "band_k", band_k, error));
   QKV_TRY(check_width("value_dim", shape->value_dim, "band_v", band_v, error));
-  if (qkvi_calibration_size(shape, band_k, band_v) > 0) return QKV_OK;
+  if (largest_size(shape) > 0) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "a calibration of this geometry takes more than %zu bytes",
                   QKV_CALIBRATION_BYTES_MAX);
 }
@@ -222,9 +238,9 @@ static qkv_status check_header(const uint8_t *bytes, size_t size, qkv_calibratio
     REFUSE("calibration.magic is 0x%08" PRIx32 ", expected 0x%08" PRIx32 ": this is no calibration file",
            header.magic, QKV_CALIBRATION_MAGIC);
   }
-  if (header.format != QKV_CALIBRATION_FORMAT) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "calibration.format is %" PRIu32 ", this build reads %d",
-                    header.format, QKV_CALIBRATION_FORMAT);
+  if (header.format < QKV_CALIBRATION_FORMAT_FIRST || header.format > QKV_CALIBRATION_FORMAT) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "calibration.format is %" PRIu32 ", this build reads %d to %d",
+                    header.format, QKV_CALIBRATION_FORMAT_FIRST, QKV_CALIBRATION_FORMAT);
   }
   if (header.bytes != size) REFUSE("calibration.bytes is %" PRIu64 ", there are %zu", header.bytes, size);
   const uint64_t sum = checksum(bytes, size);
@@ -242,7 +258,7 @@ static qkv_status check_header(const uint8_t *bytes, size_t size, qkv_calibratio
   if (header.reserved0 != 0 || header.reserved1 != 0 || memcmp(header.reserved2, none, sizeof none) != 0) {
     REFUSE("calibration has something in reserved fields");
   }
-  const size_t due = qkvi_calibration_size(shape, header.band_k, header.band_v);
+  const size_t due = qkvi_calibration_size(shape, header.format, header.band_k, header.band_v);
   if (due != size) REFUSE("calibration has %zu bytes, its geometry takes %zu", size, due);
   return QKV_OK;
 }
@@ -267,7 +283,9 @@ static qkv_status check_numbers(const qkvi_part_view *part, qkv_error *error) {
               {"weights", part->weights, dim, QKV_CALIBRATION_WEIGHT_MIN, QKV_CALIBRATION_WEIGHT_MAX},
               {"analysis", part->analysis, dim * dim, 0, QKV_CALIBRATION_ENTRY_MAX},
               {"synthesis", part->synthesis, dim * dim, 0, QKV_CALIBRATION_ENTRY_MAX},
-              {"anchor", part->anchor, 2 * (size_t)part->header->anchor_pairs, 0, QKV_CALIBRATION_MEAN_MAX}};
+              {"anchor", part->anchor, 2 * (size_t)part->header->anchor_pairs, 0, QKV_CALIBRATION_MEAN_MAX},
+              {"heavy", part->heavy, part->heavy != NULL ? dim : 0, 0, QKV_CALIBRATION_MEAN_MAX},
+              {"heavy_least", &part->header->heavy_least, 1, 0, QKV_CALIBRATION_HEAVY_MAX}};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     const size_t at = find_outside(rows[i].values, rows[i].count, rows[i].least, rows[i].most);
     if (at == rows[i].count) continue;
@@ -306,19 +324,21 @@ static qkv_status check_anchor(const qkvi_part_view *part, const qkv_rope *rope,
   return QKV_OK;
 }
 
-// How large an entry of a row gets in the part's frame: RoPE turns pairs, YaRN scales them, and the rotating anchor
-// is taken off.
-static double row_bound(const qkvi_part_view *part, const qkv_rope *rope) {
+// How large an entry of a row gets in the part's frame: RoPE turns pairs, YaRN scales them, and the rotating anchor,
+// which may be the mean, is taken off.
+static double row_bound(const qkvi_part_view *part, const qkv_rope *rope, bool mean_turns) {
   const double magnitude = rope->theta != 0 ? qkv_rope_magnitude(rope) : 1;
   double anchor = 0;
   for (size_t i = 0; i < 2 * (size_t)part->header->anchor_pairs; i++)
     anchor = fmax(anchor, fabs((double)part->anchor[i]));
+  for (size_t i = 0; mean_turns && i < part->dim; i++) anchor = fmax(anchor, fabs((double)part->mean[i]));
   return 2 * (QKV_ROW_MAX * fmax(1, 1 / magnitude) + anchor * fmax(1, magnitude));
 }
 
 // Each number is within its limits; here, what they make of rows together.
-static qkv_status check_products(const qkvi_part_view *part, const qkv_rope *rope, qkv_error *error) {
-  const double bound = row_bound(part, rope);
+static qkv_status check_products(const qkvi_part_view *part, const qkv_rope *rope, bool mean_turns,
+                                 qkv_error *error) {
+  const double bound = row_bound(part, rope, mean_turns);
   for (size_t c = 0; c < part->dim; c++) {
     double most = 0;
     for (size_t i = 0; i < part->dim; i++) {
@@ -351,27 +371,51 @@ static qkv_status check_duality(const qkvi_part_view *part, qkv_error *error) {
   REFUSE("synthesis does not undo analysis: a row comes back with an error of %g, at most %g", miss, DUALITY_MAX);
 }
 
-static qkv_status check_part(const qkvi_part_view *part, const qkv_rope *rope, qkv_error *error) {
+static qkv_status check_part(const qkvi_part_view *part, const qkv_rope *rope, bool mean_turns, qkv_error *error) {
   static const uint8_t none[sizeof part->header->reserved] = {0};
   const int8_t offset = part->header->tier_offset;
   if (offset < -QKV_TIER_OFFSET_MAX || offset > QKV_TIER_OFFSET_MAX) {
     REFUSE("tier_offset is %d, allowed are %d to %d", offset, -QKV_TIER_OFFSET_MAX, QKV_TIER_OFFSET_MAX);
   }
-  if (memcmp(part->header->reserved, none, sizeof none) != 0) REFUSE("something is in reserved fields");
+  const bool heavy = part->heavy != NULL || part->header->heavy_least == 0;
+  if (part->header->reserved0 != 0 || !heavy || memcmp(part->header->reserved, none, sizeof none) != 0)
+    REFUSE("something is in reserved fields");
   QKV_TRY(check_order(part, error));
   QKV_TRY(check_anchor(part, rope, error));
   QKV_TRY(check_numbers(part, error));
-  QKV_TRY(check_products(part, rope, error));
+  QKV_TRY(check_products(part, rope, mean_turns, error));
   return check_duality(part, error);
 }
 
 // ---- The object ----
 
+static uint8_t *allocate(size_t size) {
+  uint8_t *bytes = aligned_alloc(ALIGN, aligned(size));
+  if (bytes == NULL) abort();
+  return bytes;
+}
+
 static size_t parts_of(const qkv_calibration_shape *shape) {
   return rotates(shape) ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
 }
 
-static qkv_transform transform_of(const qkvi_part_view *part, const qkv_schedule *schedule) {
+// Whether a part has the data-free code's transform, as qkvi_calibration_write_data_free writes it.
+static bool is_data_free(const qkvi_part_view *part) {
+  const size_t dim = part->dim;
+  for (size_t c = 0; c < dim; c++) {
+    float row[QKV_DIM_MAX] = {0};
+    row[c] = 1;
+    qkv_hadamard_inverse(row, 1, dim);
+    if (part->mean[c] != 0 || part->weights[c] != part->weights[0]) return false;
+    if (memcmp(row, part->analysis + c * dim, dim * sizeof *row) != 0) return false;
+    if (memcmp(row, part->synthesis + c * dim, dim * sizeof *row) != 0) return false;
+  }
+  return true;
+}
+
+// Values with the data-free transform need no matrix.
+static qkv_transform transform_of(const qkvi_part_view *part, bool values, const qkv_schedule *schedule) {
+  if (values && is_data_free(part)) return (qkv_transform){.schedule = schedule};
   return (qkv_transform){.schedule = schedule,
                          .analysis = part->analysis,
                          .synthesis = part->synthesis,
@@ -387,28 +431,77 @@ static size_t whole_bytes(size_t dim) {
   return aligned(qkv_dense_bytes(dim, dim));
 }
 
-// Of one head: the analysis of every part, the synthesis of keys in the attend frame.
+// Of one head: the analysis of every part, the synthesis of keys in the attend frame; and what is left of their mean
+// and its anchor.
 static size_t head_whole_bytes(const qkv_calibration_shape *shape) {
-  return whole_bytes(shape->key_dim) * parts_of(shape) + whole_bytes(shape->value_dim);
+  const size_t values = whole_bytes(shape->value_dim);
+  if (!rotates(shape)) return whole_bytes(shape->key_dim) + values;
+  return 3 * whole_bytes(shape->key_dim) + 2 * aligned(shape->key_dim * sizeof(float)) + values;
 }
 
 uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape) {
   const size_t head = sizeof(qkvi_head_view) + parts_of(shape) * sizeof(qkv_schedule) + head_whole_bytes(shape);
-  return sizeof(qkv_calibration) + qkvi_calibration_size(shape, QKV_BAND, QKV_BAND) +
-         (size_t)shape->layers * shape->kv_heads * head;
+  return sizeof(qkv_calibration) + largest_size(shape) + (size_t)shape->layers * shape->kv_heads * head;
 }
 
-// The matrices of a head's part in whole numbers; returns the memory behind them.
-static uint8_t *make_whole(qkvi_head_view *head, qkv_calibration_part part, uint8_t *memory) {
+// The synthesis for queries, its inputs in the order of qkv_turn_input.
+static void make_turning(qkvi_head_view *head, const qkv_rope *rope, const qkv_turn_plan *plan, uint8_t *memory) {
+  qkv_transform *transform = &head->transforms[QKV_PART_K_ATTEND];
+  const size_t dim = transform->schedule->dim;
+  const float *matrix = transform->synthesis;
+  float *ordered = NULL;
+  if (plan->rule == QKV_TURN_BLOCKS) {
+    ordered = (float *)allocate(dim * dim * sizeof *ordered);
+    for (size_t c = 0; c < dim; c++) {
+      for (size_t i = 0; i < dim; i++) ordered[c * dim + i] = matrix[c * dim + qkv_turn_input(rope, i)];
+    }
+    matrix = ordered;
+  }
+  head->turning = qkv_dense_in(memory, matrix, dim, dim);
+  transform->turning = &head->turning;
+  free(ordered);
+}
+
+// The mean of coordinates that turn becomes the rotating anchor; `memory` is for two rows. No anchor where it is 0.
+static void make_anchor(qkv_transform *transform, const qkv_rope *rope, float *memory) {
+  const size_t dim = transform->schedule->dim;
+  float *mean = memory, *anchor = memory + aligned(dim * sizeof *mean) / sizeof *mean;
+  bool any = false;
+  memcpy(mean, transform->mean, dim * sizeof *mean);
+  for (size_t i = 0; i < rope->width; i++) {
+    const size_t at = qkv_turn_input(rope, i);
+    anchor[i] = mean[at];
+    any = any || anchor[i] != 0;
+    mean[at] = 0;
+  }
+  transform->mean = mean;
+  transform->anchor = anchor;
+  transform->anchor_pairs = any ? (uint16_t)(rope->width / 2) : 0;
+}
+
+// What a head's part has in addition to the file's bytes; returns the memory behind it.
+static uint8_t *make_whole(const qkv_calibration *calibration, qkvi_head_view *head, qkv_calibration_part part,
+                           uint8_t *memory) {
   qkv_transform *transform = &head->transforms[part];
   const size_t dim = transform->schedule->dim;
+  if (transform->analysis == NULL) return memory + whole_bytes(dim);
   head->forward[part] = qkv_dense_in(memory, transform->analysis, dim, dim);
   transform->forward = &head->forward[part];
   memory += whole_bytes(dim);
-  if (part != QKV_PART_K_ATTEND) return memory;
-  head->turning = qkv_dense_in(memory, transform->synthesis, dim, dim);
-  transform->turning = &head->turning;
-  return memory + whole_bytes(dim);
+  if (part != QKV_PART_K_ATTEND || !rotates(&calibration->shape)) return memory;
+  const qkv_rope *rope = &calibration->shape.rope;
+  transform->plan = &calibration->plan;
+  make_turning(head, rope, transform->plan, memory);
+  memory += whole_bytes(dim);
+  if (transform->plan->rule == QKV_TURN_BLOCKS) make_anchor(transform, rope, (float *)memory);
+  return memory + 2 * aligned(dim * sizeof(float));
+}
+
+static bool any_of(const float *values, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    if (values[i] != 0) return true;
+  }
+  return false;
 }
 
 static qkv_status read_head(qkv_calibration *calibration, uint32_t layer, uint32_t kv_head, qkv_error *error) {
@@ -424,24 +517,23 @@ static qkv_status read_head(qkv_calibration *calibration, uint32_t layer, uint32
       continue;
     }
     const qkvi_part_view part = qkvi_calibration_part(&calibration->shape, calibration->bytes, layer, kv_head, i);
-    if (check_part(&part, &calibration->shape.rope, error) != QKV_OK) {
+    const bool mean_turns = i == QKV_PART_K_ATTEND && calibration->plan.rule == QKV_TURN_BLOCKS;
+    if (check_part(&part, &calibration->shape.rope, mean_turns, error) != QKV_OK) {
       if (error == NULL) return QKV_DATA_LOSS;
       return qkv_error_prefix(error, "calibration, layer %" PRIu32 ", KV head %" PRIu32 ", %s: ", layer, kv_head,
                               names[i]);
     }
     qkvi_schedule_from_order(part.order, part.order_count, part.dim, part.band, schedule);
     assert(qkv_schedule_validate(schedule) == NULL);
-    head->transforms[i] = transform_of(&part, schedule++);
-    whole = make_whole(head, i, whole);
+    head->transforms[i] = transform_of(&part, i == QKV_PART_V, schedule++);
+    whole = make_whole(calibration, head, i, whole);
     head->tier_offsets[i] = part.header->tier_offset;
+    if (part.heavy != NULL && any_of(part.heavy, part.dim)) {
+      head->heavy = part.heavy;
+      head->heavy_least = part.header->heavy_least;
+    }
   }
   return QKV_OK;
-}
-
-static uint8_t *allocate(size_t size) {
-  uint8_t *bytes = aligned_alloc(ALIGN, size);  // a multiple of it
-  if (bytes == NULL) abort();
-  return bytes;
 }
 
 // Takes the bytes, on failure too.
@@ -453,6 +545,10 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   if (calibration == NULL) abort();
   calibration->references = 1;
   calibration->shape = *shape;
+  if (rotates(shape)) {
+    const uint32_t format = ((const qkvi_calibration_header *)bytes)->format;
+    calibration->plan = qkv_turn_plan_of(&shape->rope, (qkv_turn_rule)format);
+  }
   calibration->bytes = bytes;
   calibration->size = size;
   calibration->heads = calloc(heads, sizeof *calibration->heads);
@@ -485,16 +581,16 @@ qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration 
   return adopt(copy, size, &shape, out, error);
 }
 
-qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v, uint8_t **bytes,
-                                  qkv_error *error) {
+qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v,
+                                  uint8_t **bytes, qkv_error *error) {
   *bytes = NULL;
   QKV_TRY(check_shape(shape, band_k, band_v, error));
-  const size_t size = qkvi_calibration_size(shape, band_k, band_v);
+  const size_t size = qkvi_calibration_size(shape, format, band_k, band_v);
   *bytes = allocate(size);
   memset(*bytes, 0, size);
   qkvi_calibration_header *header = (qkvi_calibration_header *)*bytes;
   *header = (qkvi_calibration_header){.magic = QKV_CALIBRATION_MAGIC,
-                                      .format = QKV_CALIBRATION_FORMAT,
+                                      .format = format,
                                       .bytes = size,
                                       .layers = shape->layers,
                                       .kv_heads = shape->kv_heads,

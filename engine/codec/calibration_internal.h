@@ -29,7 +29,9 @@ _Static_assert(sizeof(qkvi_calibration_header) == 192, "calibration header");
 typedef struct qkvi_part_header {
   uint16_t anchor_pairs;
   int8_t tier_offset;
-  uint8_t reserved[61];
+  uint8_t reserved0;
+  float heavy_least;
+  uint8_t reserved[56];
 } qkvi_part_header;
 _Static_assert(sizeof(qkvi_part_header) == 64, "calibration part");
 
@@ -41,13 +43,16 @@ typedef struct qkvi_part_view {
   qkvi_part_header *header;
   uint8_t *order;
   float *mean, *weights, *analysis, *synthesis;
-  uint16_t *pair_indices;  // NULL for parts without a rotating anchor, like the next
+  uint16_t *pair_indices;  // of format 1; NULL for parts without a rotating anchor, like the next
   float *anchor;
+  float *heavy;  // of format 2, keys in the attend frame; else NULL
 } qkvi_part_view;
 
 typedef struct qkvi_head_view {
   qkv_transform transforms[QKV_CALIBRATION_PARTS];
   int8_t tier_offsets[QKV_CALIBRATION_PARTS];
+  const float *heavy;  // NULL: none
+  float heavy_least;
   qkv_dense forward[QKV_CALIBRATION_PARTS], turning;  // what transforms point to
 } qkvi_head_view;
 
@@ -55,18 +60,19 @@ struct qkv_calibration {
   _Atomic uint64_t references;
   uint32_t version;
   qkv_calibration_shape shape;
-  uint8_t *bytes;  // 64-byte aligned
+  qkv_turn_plan plan;  // of the attend frame, with RoPE
+  uint8_t *bytes;      // 64-byte aligned
   size_t size;
   qkvi_head_view *heads;    // [layers][kv_heads]
   qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
-  uint8_t *whole;           // matrices in whole numbers, of all heads
+  uint8_t *whole;           // of all heads: matrices in whole numbers, and what else is made of a file's bytes
   size_t whole_bytes;
 };
 
 // The bands of bits that coordinates may share, for rows of this width.
 bool qkvi_band_valid(uint32_t band, uint32_t dim);
 // Bytes of a file; 0 where it would be above QKV_CALIBRATION_BYTES_MAX. The shape is within limits.
-size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v);
+size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v);
 // Where a part lies. Without RoPE both parts of keys are one.
 qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
                                      uint32_t kv_head, qkv_calibration_part part);
@@ -74,9 +80,12 @@ qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t
 // Zeroed bytes with a header (tokens 0); parts are then written through the views, and the whole
 // becomes a calibration by qkvi_calibration_finish, which takes the bytes, sets the checksum and checks everything as
 // a reader does. INVALID_ARGUMENT for what the limits do not allow. tests/ writes files with these, too.
-qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v, uint8_t **bytes,
-                                  qkv_error *error);
+qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v,
+                                  uint8_t **bytes, qkv_error *error);
 qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_error *error);
+
+// The transform of the data-free code, in a calibration's words, into a part that is all 0 (calibrate.c).
+void qkvi_calibration_write_data_free(const qkvi_part_view *part);
 
 // A calibration comes or goes: qkv_calibration_bytes_held.
 void qkvi_calibration_count(const qkv_calibration *calibration, bool more);

@@ -26,10 +26,9 @@
 #include "engine/codec/precision.h"
 #include "engine/codec/rebuild.h"
 #include "engine/codec/transform.h"
+#include "engine/codec/walk.h"
 #include "engine/kernel/integer.h"
 
-// Queries that one call of scores or accumulate takes at most: bounds every scratch.
-#define QKV_QUERY_BLOCK 32
 // Pages that one call of weigh takes at most.
 #define QKV_PAGES_TOGETHER 8
 
@@ -43,6 +42,13 @@ typedef struct qkv_head_coder {
   float query_limit;                   // that integers need (precision.h); 0: the most
   uint8_t weight_bytes;                // the same; 0: two
   const qkv_rebuild *rebuild;          // archive frame; NULL: keys become rows before they are attended
+  // A row whose squared error, as encoding weighs it, is above limit * its squared length is kept as an outlier
+  // (outliers.h), and so is one that errs far more than the page's other rows. 0: none is.
+  float outlier_limits[2];
+  float error_scales[2];       // weighted squared error that counts as much as 1 of a row as attended
+  const float *outlier_steps;  // [value_dim], of values; NULL: all 1
+  const float *heavy;          // [key_dim], what keys of heavy hitters are told by (heavy.h); NULL: none is
+  float heavy_least;           // score that they are above
 } qkv_head_coder;
 
 // How the pages of one layer are coded under one calibration. Immutable; whoever holds pages keeps their coder alive
@@ -55,6 +61,7 @@ typedef struct qkv_coder {
   uint8_t tier_k, tier_v;         // the budget; heads may have more or less
   qkv_frame frame;                // of the keys
   uint32_t calibration;           // version; 0: data-free
+  uint32_t sinks;                 // rows at positions below are kept as outliers, whatever their error
   const qkv_phases *phases;       // of models with RoPE
   qkv_low_rank_options low_rank;  // of keys and values
   qkv_anchor_options anchors[2];  // by qkv_part
@@ -76,7 +83,7 @@ typedef struct qkv_query_block {
     const void *page;
     qkv_part part;
   } ahead[QKV_PAGES_TOGETHER];
-  qkv_phases_walk walk;  // attend frame
+  qkv_phases_walk walk;  // frames that are turned back by the page
   qkv_precision precision;
   // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in
   // floats.
@@ -86,6 +93,7 @@ typedef struct qkv_query_block {
   float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
   float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
+  qkv_walk blocks;                              // attend frame, where keys are turned back to blocks of pages
 } qkv_query_block;
 
 struct qkv_codec {

@@ -8,6 +8,7 @@
 
 #include "engine/codec/embedded_internal.h"
 #include "engine/codec/narrow.h"
+#include "engine/codec/outliers.h"
 #include "engine/kernel/kernel.h"
 
 enum { WIDTHS = QKV_DIM_MAX / QKV_BAND };
@@ -41,7 +42,8 @@ static void lay_out(const qkv_coder *coder, qkv_head_layout *heads) {
 static size_t embedded_page_bytes_max(const qkv_coder *coder) {
   qkv_head_layout heads[QKV_KV_HEADS_MAX];
   lay_out(coder, heads);
-  return qkv_page_bytes(heads, coder->kv_heads);
+  return qkv_page_bytes(heads, coder->kv_heads) +
+         qkv_outliers_bytes_max(coder->kv_heads, coder->key_dim, coder->value_dim);
 }
 
 qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part) {
@@ -88,7 +90,7 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
   size_t begin = entry->offset, middle = begin + (size_t)2 * QKV_PAGE_TOKENS;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) middle += qkv_schedule_group_bytes(keys, entry->tier_k[g]);
   const bool is_keys = queries->ahead[i].part == QKV_K;
-  const size_t last = kv_head + 1 < coder->kv_heads ? entry[1].offset : header->bytes;
+  const size_t last = kv_head + 1 < coder->kv_heads ? entry[1].offset : qkv_page_heads_end(header);
   if (middle > last) middle = last;  // of a page that another calibration codes
   const size_t end = is_keys ? middle : last;
   if (!is_keys) begin = middle;
@@ -114,11 +116,24 @@ static void choose_bytes(const qkv_head_coder *head, qkv_query_block *queries) {
   queries->weight_bytes = head->weight_bytes == 1 ? 1 : 2;
 }
 
+// Whether a head's queries are turned back to blocks of pages.
+static bool walks_blocks(const qkv_coder *coder, uint16_t kv_head) {
+  return coder->frame == QKV_FRAME_ATTEND && qkv_transform_by_blocks(coder->heads[kv_head].transforms[QKV_K]);
+}
+
+// Queries that get a form of their own for every page.
+static void start_walk(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
+  qkv_phases_start(&queries->walk);
+  if (!walks_blocks(coder, kv_head)) return;
+  qkv_walk_start(&queries->blocks, coder->phases, coder->heads[kv_head].transforms[QKV_K], queries->rows,
+                 queries->count, qkvi_coded_most(coder, kv_head, QKV_K));
+}
+
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
   assert(queries->count <= QKV_QUERY_BLOCK);
   for (size_t i = 0; i < QKV_PAGES_TOGETHER; i++) queries->ahead[i].page = NULL;
   choose_bytes(&coder->heads[kv_head], queries);
-  if (coder->frame != QKV_FRAME_PLAIN) return qkv_phases_start(&queries->walk);
+  if (coder->frame != QKV_FRAME_PLAIN) return start_walk(coder, kv_head, queries);
   memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
   qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
                       qkvi_coded_most(coder, kv_head, QKV_K), queries->shares);
@@ -199,6 +214,14 @@ static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv
 // In the attend frame queries have a form of their own for every page.
 static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_head, qkv_query_block *queries) {
   const size_t dim = coder->key_dim;
+  if (walks_blocks(coder, kv_head)) {
+    if (queries->query_limit > 0) {
+      qkv_walk_codes(&queries->blocks, position, queries->codes);
+    } else {
+      qkv_walk_exact(&queries->blocks, position, queries->rows, queries->codes);
+    }
+    return prepare_integers(coder, queries);
+  }
   qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
                           queries->turned);
   memcpy(queries->codes, queries->turned, queries->count * dim * sizeof *queries->codes);
@@ -212,12 +235,12 @@ static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_
   prepare_integers(coder, queries);
 }
 
-static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
-                            float *scores) {
+// Of what codes, anchors and factors say.
+static void score_codes(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                        float *scores) {
   const qkv_page_header *header = page;
   const qkv_transform *transform = coder->heads[kv_head].transforms[QKV_K];
   qkv_page_codes codes;
-  if (coder->frame == QKV_FRAME_ARCHIVE) return archive_scores(coder, page, kv_head, queries, scores);
   if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
   const qkvi_additions added = additions_of(coder, page, kv_head, QKV_K);
@@ -230,6 +253,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   }
   if (added.anchored) qkv_anchor_scores(&added.anchor, queries->codes, queries->count, scores);
   if (added.factored) qkv_low_rank_scores(&added.factors, queries->codes, queries->count, scores);
+  if (walks_blocks(coder, kv_head)) return qkv_walk_add_scores(&queries->blocks, header->position, scores);
   for (size_t i = 0; i < queries->count && transform->mean != NULL; i++) {
     float *row = scores + i * QKV_PAGE_TOKENS;
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) row[t] += queries->shares[i];
@@ -237,6 +261,34 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
   if (coder->frame == QKV_FRAME_ATTEND) {
     qkv_phases_add_scores(coder->phases, transform, header->position, queries->count, queries->turned, scores);
   }
+}
+
+static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                            float *scores) {
+  qkv_outliers outliers;
+  if (coder->frame == QKV_FRAME_ARCHIVE) {
+    archive_scores(coder, page, kv_head, queries, scores);
+  } else {
+    score_codes(coder, page, kv_head, queries, scores);
+  }
+  if (qkv_outliers_find(page, kv_head, QKV_K, &outliers)) {
+    qkv_outliers_score(&outliers, queries->rows, queries->count, scores);
+  }
+}
+
+// The share of a page's outliers in the sums, with weights as integer kernels take them.
+static void weigh_outliers(const qkv_coder *coder, const void *page, uint16_t kv_head, size_t n, const float *scores,
+                           const float *peaks, float *sums) {
+  qkv_outliers outliers;
+  float weights[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
+  if (!qkv_outliers_find(page, kv_head, QKV_V, &outliers)) return;
+  for (uint64_t left = qkv_outliers_mask(&outliers); left != 0; left &= left - 1) {
+    const size_t slot = (size_t)__builtin_ctzll(left);
+    for (size_t i = 0; i < n; i++) {
+      weights[i * QKV_PAGE_TOKENS + slot] = qkvi_integer_power(scores[i * QKV_PAGE_TOKENS + slot] - peaks[i]);
+    }
+  }
+  qkv_outliers_accumulate(&outliers, coder->heads[kv_head].outlier_steps, weights, n, sums);
 }
 
 static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
@@ -261,6 +313,7 @@ static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, s
                                 sums);
     const qkvi_additions added = additions_of(coder, pages[i], kv_head, QKV_V);
     if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals + i * n, n, sums);
+    weigh_outliers(coder, pages[i], kv_head, n, scores + i * n * QKV_PAGE_TOKENS, peaks + i * n, sums);
   }
   return done;
 }
@@ -271,6 +324,10 @@ static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16
   qkv_page_codes codes;
   float scratch[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_V);
+  qkv_outliers outliers;
+  if (qkv_outliers_find(page, kv_head, QKV_V, &outliers)) {
+    qkv_outliers_accumulate(&outliers, coder->heads[kv_head].outlier_steps, weights, n, sums);
+  }
   qkvi_find(coder, page, kv_head, QKV_V, &codes);
   if (added.factored) qkv_low_rank_accumulate(&added.factors, weights, n, sums);
   if (added.anchored) weights = qkv_anchor_weights(&added.anchor, weights, n, scratch, sums);
@@ -278,39 +335,61 @@ static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16
 }
 
 static void embedded_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n) {
-  qkv_transform_output(coder->heads[kv_head].transforms[QKV_V], sums, totals, n,
-                       qkvi_coded_most(coder, kv_head, QKV_V));
+  // Outliers have coordinates that codes have no bits of.
+  qkv_transform_output(coder->heads[kv_head].transforms[QKV_V], sums, totals, n, coder->value_dim);
 }
 
 // ---- Decoding ----
+
+// Rows [64][dim] in code space.
+static void decode_all(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                       const qkv_outliers *outliers, float *rows) {
+  qkv_page_codes codes;
+  qkvi_find(coder, page, kv_head, part, &codes);
+  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
+  qkv_kernels_get()->decode(part, &codes, rows);
+  if (part == QKV_V) qkv_outliers_rows(outliers, coder->heads[kv_head].outlier_steps, rows);
+  add_rows(&added, rows);
+}
+
+// Keys among the rows that are kept as attended.
+static void decode_keys_kept(const qkv_coder *coder, uint64_t position, const qkv_outliers *outliers, uint32_t tokens,
+                             bool before_rope, float *rows) {
+  float kept[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
+  const size_t dim = coder->key_dim;
+  qkv_outliers_rows(outliers, NULL, kept);
+  if (before_rope && coder->phases != NULL) qkv_phases_inverse(coder->phases, position, tokens, dim, kept);
+  for (uint64_t left = qkv_outliers_mask(outliers); left != 0; left &= left - 1) {
+    const size_t slot = (size_t)__builtin_ctzll(left);
+    memcpy(rows + slot * dim, kept + slot * dim, dim * sizeof *rows);
+  }
+}
 
 static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                             bool before_rope, float *rows) {
   const qkv_page_header *header = page;
   const qkv_transform *transform = coder->heads[kv_head].transforms[part];
-  qkv_page_codes codes;
-  qkvi_find(coder, page, kv_head, part, &codes);
-  const size_t dim = codes.schedule->dim, tokens = header->tokens;
-  const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
+  const size_t dim = qkvi_coder_dim(coder, part), tokens = header->tokens;
+  qkv_outliers outliers;
+  const bool kept = qkv_outliers_find(page, kv_head, part, &outliers);
   if (tokens == QKV_PAGE_TOKENS) {
-    qkv_kernels_get()->decode(part, &codes, rows);
-    add_rows(&added, rows);
+    decode_all(coder, page, kv_head, part, &outliers, rows);
   } else {
     float all[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-    qkv_kernels_get()->decode(part, &codes, all);
-    add_rows(&added, all);
+    decode_all(coder, page, kv_head, part, &outliers, all);
     memcpy(rows, all, tokens * dim * sizeof *rows);
   }
-  qkv_transform_inverse(transform, rows, tokens, qkvi_coded_most(coder, kv_head, part));
-  if (part == QKV_V || coder->phases == NULL) return;
-  if (coder->frame == QKV_FRAME_ATTEND) {
+  qkv_transform_inverse(transform, rows, tokens, kept ? dim : qkvi_coded_most(coder, kv_head, part));
+  if (part == QKV_V) return;
+  if (coder->phases != NULL && coder->frame == QKV_FRAME_ATTEND) {
     qkv_phases_from_page(coder->phases, transform, header->position, tokens, rows);
   }
-  if (coder->frame == QKV_FRAME_ARCHIVE && !before_rope) {
+  if (coder->phases != NULL && coder->frame == QKV_FRAME_ARCHIVE && !before_rope) {
     qkv_phases_forward(coder->phases, header->position, tokens, dim, rows);
-  } else if (coder->frame != QKV_FRAME_ARCHIVE && before_rope) {
+  } else if (coder->phases != NULL && coder->frame != QKV_FRAME_ARCHIVE && before_rope) {
     qkv_phases_inverse(coder->phases, header->position, tokens, dim, rows);
   }
+  if (kept) decode_keys_kept(coder, header->position, &outliers, header->tokens, before_rope, rows);
 }
 
 // ---- Validation ----
@@ -339,7 +418,7 @@ static qkv_status validate_kind(const qkv_coder *coder, const qkv_page_header *h
 static qkv_status validate_head(const qkv_coder *coder, const uint8_t *image, const qkv_page_header *header,
                                 uint16_t kv_head, qkv_error *error) {
   qkv_page_directory entry;
-  uint32_t end = header->bytes;
+  uint32_t end = qkv_page_heads_end(header);
   const uint8_t *at = image + sizeof *header + kv_head * sizeof entry;
   memcpy(&entry, at, sizeof entry);
   if (kv_head + 1 < header->kv_heads) memcpy(&end, at + sizeof entry, sizeof end);
@@ -375,7 +454,7 @@ static qkv_status embedded_validate(const qkv_coder *coder, const void *image, s
   const qkv_page_expected expected = {.kv_heads = coder->kv_heads,
                                       .key_dim = coder->key_dim,
                                       .value_dim = coder->value_dim,
-                                      .features = QKV_FEATURE_ANCHOR | QKV_FEATURE_LOW_RANK,
+                                      .features = QKV_FEATURE_ANCHOR | QKV_FEATURE_LOW_RANK | QKV_FEATURE_OUTLIERS,
                                       .schedules_of = schedules_of,
                                       .context = coder};
   QKV_TRY(qkv_page_validate(image, bytes, &expected, error));

@@ -5,22 +5,29 @@
 
 #include "engine/codec/embedded.h"
 #include "engine/codec/embedded_internal.h"
+#include "engine/codec/heavy.h"
 #include "engine/codec/narrow.h"
+#include "engine/codec/outlier_rows.h"
+#include "engine/codec/outliers.h"
 #include "engine/codec/pack.h"
+#include "engine/codec/row.h"
 #include "engine/codec/trial.h"
 #include "engine/kernel/kernel.h"
 
 // `tokens` rows, those of a page's slots from `first` on, to code space: out [64][dim], zeros in the other slots.
-// `position` is that of slot 0.
+// `position` is that of slot 0. squares [64] of the slots.
 static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, uint64_t position, uint32_t first,
-                      uint32_t tokens, const qkv_rows *rows, float *out) {
+                      uint32_t tokens, const qkv_rows *rows, float *out, float *squares) {
   const qkv_transform *transform = coder->heads[kv_head].transforms[part];
   const size_t dim = qkvi_coder_dim(coder, part), end = first + tokens;
+  memset(squares, 0, QKV_PAGE_TOKENS * sizeof *squares);
   memset(out, 0, first * dim * sizeof *out);
   memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
   for (size_t t = 0; t < tokens; t++) {
     if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
-    qkv_to_float(rows->dtype, rows->data + t * rows->stride, out + (first + t) * dim, dim);
+    float *row = out + (first + t) * dim;
+    qkv_to_float(rows->dtype, rows->data + t * rows->stride, row, dim);
+    squares[first + t] = qkvi_row_dot(row, row, dim);
   }
   if (part == QKV_K && coder->frame == QKV_FRAME_ARCHIVE) {
     qkv_phases_inverse(coder->phases, position, QKV_PAGE_TOKENS, dim, out);
@@ -29,16 +36,22 @@ static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, u
     memset(out, 0, first * dim * sizeof *out);
     memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
   }
-  qkv_transform_forward(transform, out + first * dim, tokens, qkvi_coded_most(coder, kv_head, part));
+  // Coordinates without bits count in a row's error, and outliers need them.
+  qkv_transform_forward(transform, out + first * dim, tokens, dim);
 }
 
 // rows [64][dim] in code space, or what anchors leave of them, to gains and codes.
 static void encode_turned(qkv_part part, const qkv_transform *transform, unsigned tier, const float *rows,
-                          uint8_t *gains, uint8_t *codes) {
-  float errors[QKV_PAGE_TOKENS];
+                          uint8_t *gains, uint8_t *codes, float errors[QKV_PAGE_TOKENS]) {
+  const size_t dim = transform->schedule->dim, coded = qkvi_coded(transform->schedule, tier);
+  const float *weights = transform->weights;
   memset(gains, 0, QKV_PAGE_TOKENS);
-  if (tier == 0) return;
-  qkv_kernels_get()->encode(part, transform->schedule, tier, transform->weights, rows, gains, codes, errors);
+  memset(errors, 0, QKV_PAGE_TOKENS * sizeof *errors);
+  if (tier > 0) qkv_kernels_get()->encode(part, transform->schedule, tier, weights, rows, gains, codes, errors);
+  for (size_t t = 0; coded < dim && t < QKV_PAGE_TOKENS; t++) {
+    errors[t] +=
+        (float)qkvi_row_error(rows + t * dim + coded, NULL, weights != NULL ? weights + coded : NULL, dim - coded);
+  }
 }
 
 // One head's K or V, coded, before it has a place in the page.
@@ -53,10 +66,13 @@ typedef struct coded_part {
   uint8_t *factors;  // and factors
 } coded_part;
 
+// ---- Predictors ----
+
 // What encoding a head needs beside room for what is coded.
 typedef struct head_work {
   float *turned;    // [64][QKV_DIM_MAX]
   float *residual;  // the same
+  float *whole;     // the same, rows with their outliers
   void *anchor;     // for qkv_anchor_choose
   void *low_rank;   // for qkv_low_rank_choose
 } head_work;
@@ -90,6 +106,7 @@ static head_work begin_work(const qkv_coder *coder) {
   const size_t most = widest(coder);
   return (head_work){.turned = room(QKV_PAGE_TOKENS * most * sizeof(float)),
                      .residual = room(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .whole = room(QKV_PAGE_TOKENS * most * sizeof(float)),
                      .anchor = room(qkv_anchor_scratch_bytes(most)),
                      .low_rank = room(qkv_low_rank_scratch_bytes(most))};
 }
@@ -97,20 +114,25 @@ static head_work begin_work(const qkv_coder *coder) {
 static void end_work(head_work *work) {
   free(work->turned);
   free(work->residual);
+  free(work->whole);
   free(work->anchor);
   free(work->low_rank);
 }
 
-// Anchors for turned rows; what they leave comes into work->residual and is coded.
+// Anchors for turned rows; what they leave comes into work->residual and is coded. A chain would go through outliers:
+// with any, a page has a mean instead.
 static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
-                        const head_work *work, coded_part *coded_as) {
+                        bool outliers, const head_work *work, coded_part *coded_as) {
+  qkv_anchor_options options = coder->anchors[part];
+  if (outliers && (options.kind == QKV_ANCHOR_CHAIN || options.kind == QKV_ANCHOR_AUTO))
+    options.kind = QKV_ANCHOR_MEAN;
   const qkv_anchor_input input = {.schedule = head->schedules[part],
                                   .weights = head->transforms[part]->weights,
                                   .rows = work->turned,
                                   .tokens = tokens};
   qkv_anchor_choice choice;
-  qkv_anchor_choose(part, &input, &coder->anchors[part], head->tiers[part], work->anchor, coded_as->section,
-                    work->residual, &choice);
+  qkv_anchor_choose(part, &input, &options, head->tiers[part], work->anchor, coded_as->section, work->residual,
+                    &choice);
   coded_as->tier = choice.tier;
   coded_as->anchor = choice.byte;
   coded_as->section_bytes = choice.bytes;
@@ -156,28 +178,88 @@ static const qkv_rows *next_of(const qkv_coder *coder, const page_rows *rows, ui
   return room;
 }
 
+static uint64_t heavy_of(const qkv_coder *coder, uint16_t kv_head, const page_rows *rows) {
+  const qkv_rows keys = source_of(coder, rows, kv_head, QKV_K);
+  return qkv_heavy_slots(coder, kv_head, rows->position, rows->tokens, rows->dtype, keys.data, keys.stride);
+}
+
+static qkvi_part_rows part_rows_of(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
+                                   uint64_t heavy, const qkv_rows *source, const float *turned) {
+  return (qkvi_part_rows){.head = &coder->heads[kv_head],
+                          .part = part,
+                          .heavy = heavy,
+                          .position = rows->position,
+                          .tokens = rows->tokens,
+                          .source = source,
+                          .turned = turned};
+}
+
 // One head's K or V to code space.
-static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows, float *turned) {
+static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows, float *turned,
+                      float *squares) {
   qkv_rows source = source_of(coder, rows, kv_head, part), room;
   source.next = next_of(coder, rows, kv_head, part, &room);
-  turn_rows(coder, kv_head, part, rows->position, 0, rows->tokens, &source, turned);
+  turn_rows(coder, kv_head, part, rows->position, 0, rows->tokens, &source, turned, squares);
+}
+
+// The rows of work->turned that are outliers, by their errors without a predictor. They are leveled there, and are in
+// work->whole as they were.
+static qkvi_outlier_slots part_outliers(const qkv_coder *coder, const qkvi_part_rows *rows, const head_work *work,
+                                        qkvi_row_measures *measures, coded_part *coded_as) {
+  const size_t dim = qkvi_coder_dim(coder, rows->part);
+  encode_turned(rows->part, rows->head->transforms[rows->part], coded_as->tier, work->turned, coded_as->gains,
+                coded_as->codes, measures->errors);
+  const qkvi_outlier_slots found = qkvi_outliers_choose(coder, rows, measures);
+  if (found.all == 0) return found;
+  memcpy(work->whole, work->turned, QKV_PAGE_TOKENS * dim * sizeof *work->whole);
+  qkvi_outliers_level(found.all, rows->tokens, dim, work->turned);
+  return found;
+}
+
+// Coordinates without bits become 0 in rows [64][dim]: readers of codes and of what is added to them
+// does not look there, so predictors have nothing to say of these.
+static void clear_uncoded(const qkv_schedule *schedule, unsigned tier, float *rows) {
+  const size_t dim = schedule->dim, coded = qkvi_coded(schedule, tier);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) memset(rows + t * dim + coded, 0, (dim - coded) * sizeof *rows);
+}
+
+// What anchors leave of the outlier rows in work->whole, in place.
+static void subtract_anchor(const coded_part *coded_as, uint64_t slots, size_t dim, const head_work *work) {
+  qkv_anchor anchor;
+  (void)qkv_anchor_find(coded_as->anchor, coded_as->section, (uint16_t)dim, &anchor);
+  memset(work->turned, 0, QKV_PAGE_TOKENS * dim * sizeof *work->turned);
+  qkv_anchor_rows(&anchor, work->turned);
+  for (; slots != 0; slots &= slots - 1) {
+    const size_t first = (size_t)__builtin_ctzll(slots) * dim;
+    for (size_t c = 0; c < dim; c++) work->whole[first + c] -= work->turned[first + c];
+  }
 }
 
 static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
-                        const head_work *work, coded_part *coded_as) {
+                        uint64_t heavy, const head_work *work, coded_part *coded_as, qkv_outlier_set *set) {
   const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkv_rows source = source_of(coder, rows, kv_head, part);
   const size_t dim = qkvi_coder_dim(coder, part);
   const bool anchored = coder->anchors[part].kind != QKV_ANCHOR_NONE,
              factored = coder->low_rank.mode != QKV_LOW_RANK_OFF;
-  turn_part(coder, kv_head, part, rows, work->turned);
+  qkvi_row_measures measures;
+  turn_part(coder, kv_head, part, rows, work->turned, measures.squares);
   coded_as->tier = head->tiers[part];
   coded_as->anchor = coded_as->rank = 0;
   coded_as->section_bytes = coded_as->factor_bytes = 0;
-  if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, rows->tokens, work, coded_as);
+  qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, work->turned);
+  const qkvi_outlier_slots found = part_outliers(coder, &own, work, &measures, coded_as);
+  clear_uncoded(head->schedules[part], head->tiers[part], work->turned);
+  if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, rows->tokens, found.all != 0, work, coded_as);
   if (!anchored) memcpy(work->residual, work->turned, QKV_PAGE_TOKENS * dim * sizeof *work->residual);
-  if (coded_as->tier > 0 && factored) factor_part(coder, head, part, rows->tokens, work, coded_as);
-  if (anchored && coded_as->tier > 0 && coded_as->rank == 0) return;
-  encode_turned(part, head->transforms[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes);
+  if (coded_as->tier > 0 && factored && found.all == 0) factor_part(coder, head, part, rows->tokens, work, coded_as);
+  if (!anchored || coded_as->tier == 0 || coded_as->rank != 0) {
+    encode_turned(part, head->transforms[part], coded_as->tier, work->residual, coded_as->gains, coded_as->codes,
+                  measures.errors);
+  }
+  if (coded_as->anchor != 0 && found.all != 0) subtract_anchor(coded_as, found.all, dim, work);
+  own.turned = work->whole;
+  qkvi_outliers_store(&own, &found, &measures, coded_as->gains, set);
 }
 
 // Appends to a head's sections.
@@ -236,37 +318,48 @@ static void format_page(const qkv_coder *coder, uint64_t position, uint32_t toke
 
 // One head's K or V to its place.
 static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
-                                uint8_t *gains, uint8_t *codes) {
-  const qkv_transform *transform = coder->heads[kv_head].transforms[part];
-  const uint8_t tier = coder->heads[kv_head].tiers[part];
+                                uint64_t heavy, uint8_t *gains, uint8_t *codes, qkv_outlier_set *set) {
+  const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkv_transform *transform = head->transforms[part];
+  const uint8_t tier = head->tiers[part];
   const bool as_it_is = part == QKV_V || coder->frame == QKV_FRAME_PLAIN;
+  const qkv_rows source = source_of(coder, rows, kv_head, part);
+  qkvi_row_measures measures;
   if (tier > 0 && as_it_is && transform->analysis == NULL) {
-    qkv_rows source = source_of(coder, rows, kv_head, part), room;
-    source.next = next_of(coder, rows, kv_head, part, &room);
-    qkv_kernels_get()->encode_rows(part, transform->schedule, tier, &source, rows->tokens, gains, codes);
-    return;
+    qkv_rows fetching = source, room;
+    fetching.next = next_of(coder, rows, kv_head, part, &room);
+    qkv_kernels_get()->encode_rows(part, transform->schedule, tier, &fetching, rows->tokens, gains, codes,
+                                   measures.errors, measures.squares);
+    const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, NULL);
+    const qkvi_outlier_slots found = qkvi_outliers_choose(coder, &own, &measures);
+    return qkvi_outliers_store(&own, &found, &measures, gains, set);
   }
   _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  turn_part(coder, kv_head, part, rows, turned);
-  encode_turned(part, transform, tier, turned, gains, codes);
+  turn_part(coder, kv_head, part, rows, turned, measures.squares);
+  encode_turned(part, transform, tier, turned, gains, codes, measures.errors);
+  const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, turned);
+  const qkvi_outlier_slots found = qkvi_outliers_choose(coder, &own, &measures);
+  qkvi_outliers_store(&own, &found, &measures, gains, set);
 }
 
 // A page whose heads are encoded, by several threads.
 typedef struct page_job {
   const qkv_coder *coder;
   const page_rows *rows;
-  void *image;        // of rows with nothing beside
-  coded_part *parts;  // [kv_heads][2], of others
+  void *image;            // of rows with codes alone
+  coded_part *parts;      // [kv_heads][2], of others
+  qkv_outlier_set *sets;  // [kv_heads][2]
 } page_job;
 
 static void encode_head_plainly(void *context, size_t index, size_t worker) {
   const page_job *job = context;
   (void)worker;
+  const uint64_t heavy = heavy_of(job->coder, (uint16_t)index, job->rows);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     qkv_page_codes codes;
     qkvi_find(job->coder, job->image, (uint16_t)index, part, &codes);
-    encode_part_plainly(job->coder, (uint16_t)index, part, job->rows, (uint8_t *)codes.gains,
-                        (uint8_t *)codes.groups[0]);
+    encode_part_plainly(job->coder, (uint16_t)index, part, job->rows, heavy, (uint8_t *)codes.gains,
+                        (uint8_t *)codes.groups[0], &job->sets[2 * index + part]);
   }
 }
 
@@ -274,8 +367,10 @@ static void encode_head(void *context, size_t index, size_t worker) {
   const page_job *job = context;
   (void)worker;
   head_work work = begin_work(job->coder);
+  const uint64_t heavy = heavy_of(job->coder, (uint16_t)index, job->rows);
   for (qkv_part part = QKV_K; part <= QKV_V; part++)
-    encode_part(job->coder, (uint16_t)index, part, job->rows, &work, &job->parts[2 * index + part]);
+    encode_part(job->coder, (uint16_t)index, part, job->rows, heavy, &work, &job->parts[2 * index + part],
+                &job->sets[2 * index + part]);
   end_work(&work);
 }
 
@@ -284,15 +379,34 @@ static void each_head(page_job *job, qkv_pool *pool, qkv_loop_fn *run) {
   for (size_t h = 0; h < job->coder->kv_heads; h++) run(job, h, 0);
 }
 
-// Rows with nothing beside their codes go to their places at once.
-static void encode_plainly(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, void *image) {
-  format_page(coder, rows->position, rows->tokens, NULL, image);
-  each_head(&(page_job){.coder = coder, .rows = rows, .image = image}, pool, encode_head_plainly);
+// sets [kv_heads][2], and in the same block what they point to.
+static qkv_outlier_set *make_sets(const qkv_coder *coder) {
+  const size_t count = 2 * (size_t)coder->kv_heads, bytes = QKV_OUTLIERS_MAX * widest(coder) * sizeof(int16_t);
+  qkv_outlier_set *sets = room(count * (sizeof *sets + bytes));
+  for (size_t i = 0; i < count; i++) {
+    sets[i].count = 0;
+    sets[i].rows = (uint8_t *)(sets + count) + i * bytes;
+  }
+  return sets;
 }
 
-static void encode_with_additions(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, void *image) {
+static void add_outliers(const qkv_coder *coder, const qkv_outlier_set *sets, void *image) {
+  const size_t bytes = qkv_outliers_bytes(sets, coder->kv_heads, coder->key_dim, coder->value_dim);
+  if (bytes == 0) return;
+  qkv_outliers_write(sets, coder->kv_heads, coder->key_dim, coder->value_dim, qkv_page_add_outliers(image, bytes));
+}
+
+// Rows with nothing beside their codes go to their places at once.
+static void encode_plainly(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, qkv_outlier_set *sets,
+                           void *image) {
+  format_page(coder, rows->position, rows->tokens, NULL, image);
+  each_head(&(page_job){.coder = coder, .rows = rows, .image = image, .sets = sets}, pool, encode_head_plainly);
+}
+
+static void encode_with_additions(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool,
+                                  qkv_outlier_set *sets, void *image) {
   coded_part *parts = make_parts(coder);
-  each_head(&(page_job){.coder = coder, .rows = rows, .parts = parts}, pool, encode_head);
+  each_head(&(page_job){.coder = coder, .rows = rows, .parts = parts, .sets = sets}, pool, encode_head);
   format_page(coder, rows->position, rows->tokens, parts, image);
   for (uint16_t h = 0; h < coder->kv_heads; h++) place_head(coder, h, &parts[2 * (size_t)h], image);
   free(parts);
@@ -302,12 +416,15 @@ size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t 
                             const void *k, const void *v, qkv_pool *pool, void *image) {
   assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
   const page_rows rows = {position, tokens, dtype, {k, v}};
+  qkv_outlier_set *sets = make_sets(coder);
   if (coder->anchors[QKV_K].kind == QKV_ANCHOR_NONE && coder->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
       coder->low_rank.mode == QKV_LOW_RANK_OFF) {
-    encode_plainly(coder, &rows, pool, image);
+    encode_plainly(coder, &rows, pool, sets, image);
   } else {
-    encode_with_additions(coder, &rows, pool, image);
+    encode_with_additions(coder, &rows, pool, sets, image);
   }
+  add_outliers(coder, sets, image);
+  free(sets);
   qkv_page_seal(image);
   return ((const qkv_page_header *)image)->bytes;
 }
@@ -326,8 +443,9 @@ static unsigned dropped(const qkv_schedule *schedule, size_t coordinate, unsigne
 
 // Slots [first, end) of one group that are the same in both, one after the other. `theirs` may be at a lower tier:
 // its codes are prefixes of those at the top.
+// Slots in `passed` count as the same.
 static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const qkv_page_codes *theirs, size_t group,
-                               uint32_t first, uint32_t end) {
+                               uint64_t passed, uint32_t first, uint32_t end) {
   const qkv_schedule *schedule = theirs->schedule;
   // Gains were fitted anew where planes have been dropped (narrow.h): within an octave.
   const int drift = mine->tiers[group] == theirs->tiers[group] ? 0 : QKV_GAIN_OCTAVE;
@@ -335,13 +453,14 @@ static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const 
   uint32_t same = end;
   if (theirs->tiers[group] > mine->tiers[group]) return 0;  // no page that encode has written
   for (uint32_t slot = end; slot-- > first;) {
-    if (abs(mine->gains[slot] - theirs->gains[slot]) > drift) same = slot;
+    if ((passed >> slot & 1) == 0 && abs(mine->gains[slot] - theirs->gains[slot]) > drift) same = slot;
   }
   qkvi_unpack(part, schedule, mine->tiers[group], mine->groups[group], a);
   qkvi_unpack(part, schedule, theirs->tiers[group], theirs->groups[group], b);
   for (size_t c = 0; c < schedule->dim; c++) {
     const unsigned drop = dropped(schedule, c, mine->tiers[group], theirs->tiers[group]);
     for (uint32_t slot = first; slot < same; slot++) {
+      if ((passed >> slot & 1) != 0) continue;
       if (a[c][slot % QKV_GROUP_TOKENS] >> drop != b[c][slot % QKV_GROUP_TOKENS]) same = slot;
     }
   }
@@ -396,6 +515,30 @@ static unsigned coded_tier(const qkvi_additions *added, const qkv_page_codes *co
   return budget;
 }
 
+// Of slots [first, end) those up to the first outlier that would be kept otherwise. `turned` as qkvi_outliers_store
+// wants it, `rows` the source from slot `first` on.
+static uint32_t match_outliers(const qkv_head_coder *head, qkv_part part, const qkv_outliers *outliers,
+                               const float *rows, const float *turned, uint32_t first, uint32_t end) {
+  const size_t dim = outliers->dim;
+  const uint8_t *stored = outliers->rows;
+  int16_t bytes[QKV_DIM_MAX];
+  for (size_t i = 0; i < outliers->count; i++) {
+    const uint8_t slot = outliers->slots[i] & (QKV_PAGE_TOKENS - 1);
+    const bool wide = outliers->slots[i] != slot;
+    const size_t row_bytes = dim * (wide ? sizeof *bytes : 1);
+    if (slot >= first && slot < end) {
+      qkv_outlier_set set = {.rows = (uint8_t *)bytes};
+      const float *row = part == QKV_V ? turned + slot * dim : rows + (slot - first) * dim;
+      qkv_outlier_set_add(&set, slot, wide, row, part == QKV_V ? head->outlier_steps : NULL, dim);
+      float scale;
+      memcpy(&scale, outliers->scales + i * sizeof scale, sizeof scale);
+      if (set.scales[0] != scale || memcmp(bytes, stored, row_bytes) != 0) return slot;
+    }
+    stored += row_bytes;
+  }
+  return end;
+}
+
 uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                                   uint32_t first, uint32_t tokens, const float *rows) {
   const qkv_page_header *header = page;
@@ -406,12 +549,17 @@ uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
   const unsigned tier = coded_tier(&added, &theirs, coder->heads[kv_head].tiers[part]);
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  qkvi_row_measures measures;
+  qkv_outliers outliers;
+  (void)qkv_outliers_find(page, kv_head, part, &outliers);
   uint8_t gains[QKV_PAGE_TOKENS], bytes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   const size_t row_bytes = schedule->dim * sizeof *rows;
   const qkv_rows source = {QKV_FP32, (const uint8_t *)rows, row_bytes, row_bytes, NULL};
-  turn_rows(coder, kv_head, part, header->position, first, tokens, &source, turned);
+  turn_rows(coder, kv_head, part, header->position, first, tokens, &source, turned, measures.squares);
   take_off(coder, &added, &theirs, part, turned);
-  encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes);
+  const uint32_t kept = match_outliers(&coder->heads[kv_head], part, &outliers, rows, turned, first, first + tokens);
+  tokens = kept - first;
+  encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes, measures.errors);
   qkv_page_codes mine = {.gains = gains, .schedule = schedule};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     mine.groups[g] = bytes + g * qkv_schedule_group_bytes(schedule, tier);
@@ -421,7 +569,7 @@ uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint
     const size_t group = slot / QKV_GROUP_TOKENS;
     uint32_t end = (uint32_t)(group + 1) * QKV_GROUP_TOKENS;
     if (end > first + tokens) end = first + tokens;
-    const uint32_t same = matching_slots(part, &mine, &theirs, group, slot, end);
+    const uint32_t same = matching_slots(part, &mine, &theirs, group, qkv_outliers_mask(&outliers), slot, end);
     if (same < end - slot) return slot + same - first;
     slot = end;
   }

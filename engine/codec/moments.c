@@ -249,9 +249,9 @@ double qkv_moments_read(const qkv_moments *moments, uint32_t layer, uint32_t kv_
   const sums *from = sums_at(moments, layer, kv_head, kind);
   const size_t dim = dim_of(&moments->shape, kind);
   const double each = from->count > 0 ? 1 / from->count : 0;
-  double offset[QKV_DIM_MAX];  // of the mean from the shift
+  double offset[QKV_DIM_MAX];  // of what second moments are about from the shift
   for (size_t i = 0; i < dim; i++) offset[i] = kind == QKV_MOMENTS_Q ? 0 : from->sum[i] * each;
-  for (size_t i = 0; i < dim; i++) mean[i] = kind == QKV_MOMENTS_Q ? 0 : from->shift[i] + offset[i];
+  for (size_t i = 0; i < dim; i++) mean[i] = from->shift[i] + from->sum[i] * each;
   const double *products = from->products;
   for (size_t i = 0; i < dim; i++) {
     for (size_t j = 0; j <= i; j++) {

@@ -1,8 +1,8 @@
 // Moments: what calibration learns from, running sums over the rows of one model.
 //
 // Per layer and KV head: of keys before RoPE the mean and the covariance; the same of values; of queries before RoPE
-// the second moment over all query heads of the KV head, not centred. Nothing of single rows is kept, nor of
-// positions: what RoPE makes of these moments follows from them (turned.h).
+// the mean and the second moment over all query heads of the KV head, not centred. Nothing of single rows is kept,
+// nor of positions: what RoPE makes of these moments follows from them (turned.h).
 //
 // Sums are in double, off a shift close to the mean, blocks of rows in float before they are added.
 //
@@ -46,8 +46,8 @@ double qkv_moments_tokens(const qkv_moments *moments);
 
 typedef enum qkv_moments_kind { QKV_MOMENTS_K, QKV_MOMENTS_V, QKV_MOMENTS_Q } qkv_moments_kind;
 
-// Of one head: mean [dim], and second [dim][dim], the covariance of K and V, the second moment of Q (whose mean is
-// then 0). Returns the rows that they are of; 0: all zero.
+// Of one head: mean [dim], and second [dim][dim], the covariance of K and V, the second moment of Q, which is not
+// centred. Returns the rows that they are of; 0: all zero.
 double qkv_moments_read(const qkv_moments *moments, uint32_t layer, uint32_t kv_head, qkv_moments_kind kind,
                         double *mean, double *second);
 

@@ -169,6 +169,10 @@ size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head
   for (uint16_t h = 0; h < coder->kv_heads; h++) layouts[h] = layout_of(coder, page, h, &heads[h]);
   qkv_page_format(image, header, layouts);
   for (uint16_t h = 0; h < coder->kv_heads; h++) narrow_head(coder, page, h, image);
+  if (header->outliers != 0) {
+    const size_t bytes = header->bytes - header->outliers;
+    memcpy(qkv_page_add_outliers(image, bytes), (const uint8_t *)page + header->outliers, bytes);
+  }
   qkv_page_seal(image);
   return ((const qkv_page_header *)image)->bytes;
 }

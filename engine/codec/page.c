@@ -11,6 +11,8 @@
 #include <xxhash.h>
 #endif
 
+#include "engine/codec/outliers.h"
+
 enum { ALIGN = 64 };
 
 static size_t align_up(size_t bytes) {
@@ -68,6 +70,8 @@ void qkv_page_format(void *image, const qkv_page_header *header, const qkv_head_
   written->version = QKV_PAGE_VERSION;
   written->bytes = (uint32_t)bytes;
   written->checksum = 0;
+  written->outliers = 0;
+  written->features = (uint16_t)(header->features & ~QKV_FEATURE_OUTLIERS);
   qkv_page_directory *directory = (qkv_page_directory *)(written + 1);
   size_t offset = directory_end(header->kv_heads);
   for (size_t h = 0; h < header->kv_heads; h++) {
@@ -75,6 +79,15 @@ void qkv_page_format(void *image, const qkv_page_header *header, const qkv_head_
     directory[h] = entry_of(&heads[h], offset);
     offset += head_bytes(&heads[h]);
   }
+}
+
+uint8_t *qkv_page_add_outliers(void *image, size_t bytes) {
+  qkv_page_header *header = image;
+  assert(header->outliers == 0 && bytes > 0 && bytes % ALIGN == 0 && bytes <= UINT32_MAX - header->bytes);
+  header->outliers = header->bytes;
+  header->bytes += (uint32_t)bytes;
+  header->features |= QKV_FEATURE_OUTLIERS;
+  return (uint8_t *)image + header->outliers;
 }
 
 // Of any alignment; the checksum field counts as 0.
@@ -121,7 +134,7 @@ const uint8_t *qkv_page_sections(const void *page, uint16_t kv_head, const qkv_s
   const qkv_page_header *header = page;
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   const size_t at = entry->offset + coded_bytes(entry->tier_k, entry->tier_v, schedules);
-  const size_t end = kv_head + 1 < header->kv_heads ? entry[1].offset : header->bytes;
+  const size_t end = kv_head + 1 < header->kv_heads ? entry[1].offset : qkv_page_heads_end(header);
   *bytes = end - at;
   return (const uint8_t *)page + at;
 }
@@ -132,15 +145,18 @@ static qkv_status validate_layout_version(const qkv_page_header *header, uint16_
   if (header->magic != QKV_PAGE_MAGIC) {
     REFUSE("page.magic is 0x%08" PRIx32 ", expected 0x%08" PRIx32, header->magic, QKV_PAGE_MAGIC);
   }
-  if (header->version != QKV_PAGE_VERSION) {
-    REFUSE("page.version is %u, known is %d", header->version, QKV_PAGE_VERSION);
+  if (header->version < QKV_PAGE_VERSION_LEAST || header->version > QKV_PAGE_VERSION) {
+    REFUSE("page.version is %u, known are %d to %d", header->version, QKV_PAGE_VERSION_LEAST, QKV_PAGE_VERSION);
   }
   if ((header->features & ~features) != 0) {
     REFUSE("page.features is 0x%x, known are 0x%x", header->features, features);
   }
   if (header->frame > QKV_FRAME_ARCHIVE) REFUSE("page.frame is %u, at most %d", header->frame, QKV_FRAME_ARCHIVE);
-  if (header->reserved0 != 0 || header->reserved[0] != 0 || header->reserved[1] != 0) {
-    REFUSE("page.reserved is not 0");
+  if (header->reserved0 != 0 || header->reserved1 != 0 || header->reserved2 != 0) REFUSE("page.reserved is not 0");
+  const bool outliers = (header->features & QKV_FEATURE_OUTLIERS) != 0;
+  if (outliers != (header->outliers != 0) || (outliers && header->version < QKV_PAGE_VERSION)) {
+    REFUSE("page.outliers is %" PRIu32 ", page.features is 0x%x and page.version %u", header->outliers,
+           header->features, header->version);
   }
   return QKV_OK;
 }
@@ -198,7 +214,7 @@ static qkv_status validate_block(const uint8_t *image, const qkv_page_header *he
   QKV_TRY(validate_entry(header, head, &entry, *offset, error));
   const size_t coded =
       coded_bytes(entry.tier_k, entry.tier_v, expected->schedules_of(expected->context, (uint16_t)head));
-  uint32_t end = header->bytes;
+  uint32_t end = qkv_page_heads_end(header);
   if (head + 1 < header->kv_heads) memcpy(&end, at + sizeof entry, sizeof end);
   if (!has_sections(&entry)) {
     *offset += align_up(coded);
@@ -219,7 +235,10 @@ static qkv_status validate_directory(const uint8_t *image, const qkv_page_header
   for (size_t head = 0; head < header->kv_heads; head++) {
     QKV_TRY(validate_block(image, header, head, expected, &offset, error));
   }
-  if (offset != header->bytes) REFUSE("page.bytes is %" PRIu32 ", its heads make %zu", header->bytes, offset);
+  if (offset != qkv_page_heads_end(header)) {
+    REFUSE("page.%s is %" PRIu32 ", its heads make %zu", header->outliers != 0 ? "outliers" : "bytes",
+           qkv_page_heads_end(header), offset);
+  }
   return QKV_OK;
 }
 
@@ -233,7 +252,14 @@ qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_page_exp
   if (directory_end(header.kv_heads) > bytes) {
     REFUSE("page.kv_heads is %u, whose directory does not fit %zu bytes", header.kv_heads, bytes);
   }
+  if (header.outliers > bytes) {
+    REFUSE("page.outliers is %" PRIu32 ", the page is %zu bytes", header.outliers, bytes);
+  }
   QKV_TRY(validate_directory(image, &header, expected, error));
+  if (header.outliers != 0) {
+    QKV_TRY(qkv_outliers_validate((const uint8_t *)image + header.outliers, bytes - header.outliers, header.kv_heads,
+                                  header.key_dim, header.value_dim, header.tokens, error));
+  }
   const uint64_t sum = checksum(image, bytes);
   if (header.checksum != sum) {
     REFUSE("page.checksum is 0x%016" PRIx64 ", the bytes have 0x%016" PRIx64, header.checksum, sum);

@@ -8,7 +8,7 @@
 //
 //   page                                              header (64 bytes)
 //   +--------------------------------+  0              0  u32 magic "QKVP"
-//   | header                         |                 4  u8  version (2)     5  u8  codec id
+//   | header                         |                 4  u8  version (3)     5  u8  codec id
 //   +--------------------------------+  64             6  u8  tier_k          7  u8  tier_v   (the budget)
 //   | directory, 16 bytes a KV head  |                 8  u32 bytes (of the whole image)
 //   | padded to 64                   |                12  u32 layer
@@ -17,8 +17,10 @@
 //   +--------------------------------+                28  u16 key_dim         30  u16 value_dim
 //   | KV head 1                      |                32  u32 calibration version (0: data-free)
 //   +--------------------------------+                36  u16 features (below) 38 u8 frame  39 u8 0
-//   | ...                            |                40  u64 0               48  u64 0
-//   +--------------------------------+  bytes         56  u64 XXH3-64 of the image with this field 0
+//   | ...                            |                40  u32 outliers (offset of the section; 0: none)
+//   +--------------------------------+  outliers      44  u32 0               48  u64 0
+//   | [ outlier rows of all heads ]  |                56  u64 XXH3-64 of the image with this field 0
+//   +--------------------------------+  bytes
 //
 //   directory entry of a head         KV head (at directory[h].offset, 64-byte aligned)
 //    0  u32 offset of its block        gains of K   64 x u8       one a slot
@@ -38,6 +40,8 @@
 //   0 SLOTS     64 x u8 per head: the token in each slot (not written yet)
 //   1 ANCHOR    per head and K/V as the directory's anchor byte says (0 none; anchor.h)
 //   2 LOW_RANK  per head and K/V as the directory's low-rank byte says (0 none: else the rank; low_rank.h)
+//   3 OUTLIERS  rows that are kept as whole numbers, for all heads in one section behind the last head (outliers.h).
+//               Not in version 2
 // `frame`: 0 rows as attended, 1 attend frame (rotating anchor), 2 archive frame (before RoPE).
 //
 // The codes of a group, at tier t, with n_j = reach[t][j] of the head's schedule: bits come in pairs. Pair p holds
@@ -65,8 +69,9 @@
 // field, in a V slab a lane is one coordinate with 4 tokens a field: the shapes that four-way integer dot
 // products want for q.k and for the weighted sum.
 //
-// gain byte g: 0 is an all-zero row; else the row's factor is 2^((g - 128) / 8), so between 2^-15.875 and 2^15.875.
-// A row whose RMS is below the least factor, about 1.6e-5, is coded coarsely with that factor, or as a zero row.
+// gain byte g: 0 is an all-zero row, or an outlier, to which codes add nothing; else the row's factor is 2^((g - 128)
+// / 8), so between 2^-15.875 and 2^15.875. A row whose RMS is below the least factor, about 1.6e-5, is coded coarsely
+// with that factor, or as a zero row.
 #ifndef QKV_ENGINE_CODEC_PAGE_H
 #define QKV_ENGINE_CODEC_PAGE_H
 
@@ -79,11 +84,14 @@
 #define QKV_PAGE_TOKENS 64
 #define QKV_PAGE_GROUPS (QKV_PAGE_TOKENS / QKV_GROUP_TOKENS)
 #define QKV_PAGE_MAGIC 0x50564b51u  // "QKVP"
-#define QKV_PAGE_VERSION 2          // 1 had other centroids at depths 5 and 6
+// 1 had other centroids at depths 5 and 6 and is refused; 2 has no outliers, is read as 3 and no longer written.
+#define QKV_PAGE_VERSION 3
+#define QKV_PAGE_VERSION_LEAST 2
 #define QKV_KV_HEADS_MAX 1024
 #define QKV_FEATURE_SLOTS 1u
 #define QKV_FEATURE_ANCHOR 2u
 #define QKV_FEATURE_LOW_RANK 4u
+#define QKV_FEATURE_OUTLIERS 8u
 
 typedef struct qkv_page_header {
   uint32_t magic;
@@ -102,7 +110,9 @@ typedef struct qkv_page_header {
   uint16_t features;
   uint8_t frame;
   uint8_t reserved0;
-  uint64_t reserved[2];
+  uint32_t outliers;
+  uint32_t reserved1;
+  uint64_t reserved2;
   uint64_t checksum;
 } qkv_page_header;
 _Static_assert(sizeof(qkv_page_header) == 64, "page header");
@@ -142,9 +152,18 @@ size_t qkv_page_bytes(const qkv_head_layout *heads, uint16_t kv_heads);
 
 // Writes header, directory and zeros for the rest; the caller fills gains, sections and codes through qkv_page_find
 // (cast away const) and then seals the image. `image` has qkv_page_bytes, 64-byte aligned. Of `header` everything is
-// taken but magic, version, bytes and checksum.
+// taken but magic, version, bytes, outliers and checksum.
 void qkv_page_format(void *image, const qkv_page_header *header, const qkv_head_layout *heads);
 void qkv_page_seal(void *image);  // sets the checksum
+
+// Makes place for a section of outliers behind the last head of a formatted image that has none, `bytes` a multiple
+// of 64; the caller fills all of it (outliers.h).
+uint8_t *qkv_page_add_outliers(void *image, size_t bytes);
+
+// Where the last head's block ends.
+static inline uint32_t qkv_page_heads_end(const qkv_page_header *header) {
+  return header->outliers != 0 ? header->outliers : header->bytes;
+}
 
 // Where a head's codes are; `schedules` of that head, by qkv_part. The page must be valid (or have been formatted).
 void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_schedule *const schedules[2],

@@ -13,6 +13,10 @@ enum { CENTRE = QKV_PAGE_TOKENS / 2 };  // slot
 // From here on a double counts angles in steps of 5e-7 radians and more: the angle of a page is then no longer that
 // of the first page of its span and the way from there. Keys and queries have to be turned by the same one.
 static const uint64_t FAR = (uint64_t)1 << 32;
+// What a pair turns by in half a page, in radians, for its wave to be a polynomial.
+static const double POLYNOMIAL_MOST = 2;
+// Terms below this are left out.
+static const double TERM_LEAST = 2e-6;
 
 typedef struct turn {
   double c, s;
@@ -26,7 +30,13 @@ struct qkv_phases {
   double *page_cosines, *page_sines;  // [page][pair]: of 64 * page positions
   float (*cosines)[QKV_PAGE_TOKENS];  // [pairs][slot]: of its distance to the centre
   float (*sines)[QKV_PAGE_TOKENS];
-  float *slot_cosines, *slot_sines;  // the same, [slot][pair]
+  float *slot_cosines, *slot_sines;      // the same, [slot][pair]
+  float *half_cosines, *half_sines;      // [half page][pair]: of so many half pages' positions
+  float *middle_cosines, *middle_sines;  // [page][pair]: of the middle of a span's page
+  float *span_cosines, *span_sines;      // [span][pair]: of so many spans' positions
+  float *wave_cosines, *wave_sines;      // what `waves` points to
+  float *even, *odd;
+  qkv_page_waves waves;
 };
 
 static turn turn_of(double angle) {
@@ -34,6 +44,7 @@ static turn turn_of(double angle) {
 }
 
 static void *array(size_t count, size_t size) {
+  assert(count > 0 && size > 0);
   void *made = calloc(count, size);
   if (made == NULL) abort();
   return made;
@@ -46,6 +57,21 @@ static void fill_pair(qkv_phases *phases, uint32_t pair) {
     phases->page_cosines[i * phases->pairs + pair] = page.c;
     phases->page_sines[i * phases->pairs + pair] = page.s;
   }
+  for (size_t i = 0; i < 2 * (size_t)QKV_PHASES_PAGES; i++) {
+    const turn at = turn_of((double)i * (0.5 * QKV_PAGE_TOKENS) * frequency);
+    phases->half_cosines[i * phases->pairs + pair] = (float)at.c;
+    phases->half_sines[i * phases->pairs + pair] = (float)at.s;
+  }
+  for (size_t i = 0; i < QKV_PHASES_PAGES; i++) {
+    const turn at = turn_of(((double)(i * QKV_PAGE_TOKENS) + QKV_WAVE_SLOTS - 0.5) * frequency);
+    phases->middle_cosines[i * phases->pairs + pair] = (float)at.c;
+    phases->middle_sines[i * phases->pairs + pair] = (float)at.s;
+  }
+  for (size_t i = 0; i < QKV_PHASES_SPANS; i++) {
+    const turn at = turn_of((double)(i * QKV_PHASES_SPAN) * frequency);
+    phases->span_cosines[i * phases->pairs + pair] = (float)at.c;
+    phases->span_sines[i * phases->pairs + pair] = (float)at.s;
+  }
   for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) {
     const turn at = turn_of(((double)slot - CENTRE) * frequency);
     phases->cosines[pair][slot] = (float)at.c;
@@ -53,6 +79,57 @@ static void fill_pair(qkv_phases *phases, uint32_t pair) {
     phases->slot_cosines[slot * phases->pairs + pair] = (float)at.c;
     phases->slot_sines[slot * phases->pairs + pair] = (float)at.s;
   }
+}
+
+// ---- Waves within a page ----
+
+static void fill_wave(qkv_phases *phases, uint32_t pair) {
+  for (size_t i = 0; i < QKV_WAVE_SLOTS; i++) {
+    const turn at = turn_of(((double)i + 0.5) * phases->frequencies[pair]);
+    phases->wave_cosines[pair * QKV_WAVE_SLOTS + i] = (float)at.c;
+    phases->wave_sines[pair * QKV_WAVE_SLOTS + i] = (float)at.s;
+  }
+}
+
+// A slow pair's cosine and sine as polynomials: with h what it turns by in half a page (Jacobi and Anger),
+//   cos(hv) = J_0(h) + 2 sum_k (-1)^k J_2k(h) T_2k(v)    sin(hv) = 2 sum_k (-1)^k J_2k+1(h) T_2k+1(v)
+// and T Chebyshev's polynomials. Up to v^7 the first misses 4.5e-5 at most at h = 2, and the second 5e-6.
+static void fill_terms(qkv_phases *phases, uint32_t pair) {
+  static const int even[QKV_WAVE_TERMS][QKV_WAVE_TERMS] = {{1}, {-1, 2}, {1, -8, 8}, {-1, 18, -48, 32}};
+  static const int odd[QKV_WAVE_TERMS][QKV_WAVE_TERMS] = {{1}, {-3, 4}, {5, -20, 16}, {-7, 56, -112, 64}};
+  const double h = CENTRE * phases->frequencies[pair];
+  double sums[2][QKV_WAVE_TERMS] = {{0}};
+  for (int k = 0; k < QKV_WAVE_TERMS; k++) {
+    const double sign = k % 2 == 0 ? 2 : -2;
+    for (int i = 0; i <= k; i++) {
+      sums[0][i] += (k == 0 ? 1 : sign) * jn(2 * k, h) * even[k][i];
+      sums[1][i] += sign * jn(2 * k + 1, h) * odd[k][i];
+    }
+  }
+  for (size_t i = 0; i < QKV_WAVE_TERMS; i++) {
+    phases->even[i * phases->waves.stride + pair] = (float)sums[0][i];
+    phases->odd[i * phases->waves.stride + pair] = (float)sums[1][i];
+    if (fabs(sums[0][i]) > TERM_LEAST || fabs(sums[1][i]) > TERM_LEAST) phases->waves.ends[i] = pair + 1;
+  }
+}
+
+static void fill_waves(qkv_phases *phases) {
+  const size_t stride = (phases->pairs + QKV_BAND - 1) / QKV_BAND * QKV_BAND;
+  size_t fast = 0;
+  while (fast < phases->pairs && CENTRE * phases->frequencies[fast] > POLYNOMIAL_MOST) fast++;
+  phases->wave_cosines = array(fast + 1, QKV_WAVE_SLOTS * sizeof(float));
+  phases->wave_sines = array(fast + 1, QKV_WAVE_SLOTS * sizeof(float));
+  phases->even = array(QKV_WAVE_TERMS, stride * sizeof(float));
+  phases->odd = array(QKV_WAVE_TERMS, stride * sizeof(float));
+  phases->waves = (qkv_page_waves){.pairs = phases->pairs,
+                                   .stride = stride,
+                                   .fast = fast,
+                                   .cosines = phases->wave_cosines,
+                                   .sines = phases->wave_sines,
+                                   .even = phases->even,
+                                   .odd = phases->odd};
+  for (uint32_t pair = 0; pair < fast; pair++) fill_wave(phases, pair);
+  for (uint32_t pair = (uint32_t)fast; pair < phases->pairs; pair++) fill_terms(phases, pair);
 }
 
 qkv_phases *qkv_phases_create(const qkv_rope *rope) {
@@ -68,7 +145,14 @@ qkv_phases *qkv_phases_create(const qkv_rope *rope) {
   phases->sines = array(phases->pairs, sizeof *phases->sines);
   phases->slot_cosines = array(phases->pairs, QKV_PAGE_TOKENS * sizeof *phases->slot_cosines);
   phases->slot_sines = array(phases->pairs, QKV_PAGE_TOKENS * sizeof *phases->slot_sines);
+  phases->half_cosines = array(phases->pairs, (size_t)2 * QKV_PHASES_PAGES * sizeof *phases->half_cosines);
+  phases->half_sines = array(phases->pairs, (size_t)2 * QKV_PHASES_PAGES * sizeof *phases->half_sines);
+  phases->middle_cosines = array(phases->pairs, QKV_PHASES_PAGES * sizeof *phases->middle_cosines);
+  phases->middle_sines = array(phases->pairs, QKV_PHASES_PAGES * sizeof *phases->middle_sines);
+  phases->span_cosines = array(phases->pairs, QKV_PHASES_SPANS * sizeof *phases->span_cosines);
+  phases->span_sines = array(phases->pairs, QKV_PHASES_SPANS * sizeof *phases->span_sines);
   for (uint32_t pair = 0; pair < phases->pairs; pair++) fill_pair(phases, pair);
+  fill_waves(phases);
   return phases;
 }
 
@@ -83,6 +167,16 @@ void qkv_phases_destroy(qkv_phases **phases) {
   free(old->sines);
   free(old->slot_cosines);
   free(old->slot_sines);
+  free(old->half_cosines);
+  free(old->half_sines);
+  free(old->middle_cosines);
+  free(old->middle_sines);
+  free(old->span_cosines);
+  free(old->span_sines);
+  free(old->wave_cosines);
+  free(old->wave_sines);
+  free(old->even);
+  free(old->odd);
   free(old);
 }
 
@@ -182,46 +276,161 @@ void qkv_phases_inverse(const qkv_phases *phases, uint64_t position, size_t toke
 
 // ---- Attend frame ----
 
-// rows [tokens][dim] += sign * the rotating anchor.
-static void add_anchor(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
-                       float sign, float *rows) {
-  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
-  const size_t dim = transform->schedule->dim;
-  const float factor = sign * (float)phases->magnitude;
+// What turns a page's rows back, pair by pair, and the anchor at its centre, turned back likewise.
+typedef struct frame_turns {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  float anchor_x[QKV_DIM_MAX / 2], anchor_y[QKV_DIM_MAX / 2];
+} frame_turns;
+
+// The angle that a pair is turned back by; `plan` NULL: the page's centre.
+static double frame_angle(const qkv_phases *phases, const qkv_turn_plan *plan, uint64_t position, uint32_t pair) {
+  const bool by_blocks = plan != NULL && plan->rule == QKV_TURN_BLOCKS;
+  if (by_blocks && pair < plan->begins[0]) return 0;
+  if (!by_blocks || !steady(phases, position)) return angle_at(phases, position + CENTRE, pair);
+  unsigned level = 0;
+  while (pair >= plan->begins[level + 1]) level++;
+  return (double)qkv_turn_middle(qkv_turn_block(position, level), level) * phases->frequencies[pair];
+}
+
+static void find_turns(const qkv_phases *phases, const qkv_transform *transform, uint64_t position,
+                       frame_turns *turns) {
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const turn at = turn_of(frame_angle(phases, transform->plan, position, pair));
+    turns->cosines[pair] = (float)at.c;
+    turns->sines[pair] = (float)at.s;
+    turns->anchor_x[pair] = turns->anchor_y[pair] = 0;
+  }
   for (size_t i = 0; i < transform->anchor_pairs; i++) {
-    const uint32_t pair = transform->pair_indices[i];
-    float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
-    const float x = factor * transform->anchor[2 * i], y = factor * transform->anchor[2 * i + 1];
+    const uint32_t pair = qkv_transform_anchored(transform, i);
+    const double frame = frame_angle(phases, transform->plan, position, pair);
+    const turn at = turn_of(angle_at(phases, position + CENTRE, pair) - frame);
+    const double x = phases->magnitude * (double)transform->anchor[2 * i];
+    const double y = phases->magnitude * (double)transform->anchor[2 * i + 1];
+    turns->anchor_x[pair] = (float)(x * at.c - y * at.s);
+    turns->anchor_y[pair] = (float)(x * at.s + y * at.c);
+  }
+}
+
+// Cosines and sines of the slots of a page, [slot][pair].
+typedef struct slot_rows {
+  float cosines[QKV_PAGE_TOKENS][QKV_DIM_MAX / 2], sines[QKV_PAGE_TOKENS][QKV_DIM_MAX / 2];
+} slot_rows;
+
+static void fill_slot_rows(const qkv_phases *phases, uint64_t position, size_t tokens, slot_rows *rows) {
+  float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     fill_slots(phases, position, tokens, pair, cosines, sines);
-    for (size_t t = 0; t < tokens; t++, first += dim, second += dim) {
-      *first += x * cosines[t] - y * sines[t];
-      *second += x * sines[t] + y * cosines[t];
+    for (size_t t = 0; t < tokens; t++) {
+      rows->cosines[t][pair] = cosines[t];
+      rows->sines[t][pair] = sines[t];
     }
   }
 }
 
-static void turn_by_centre(const qkv_phases *phases, uint64_t position, float direction, size_t tokens, size_t dim,
-                           float *rows) {
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
-  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
-    cosines[pair] = (float)centre.c;
-    sines[pair] = direction * (float)centre.s;
+// A row's anchor: x and y [pairs] of `turns`, turned by the slot's angles.
+static void turn_anchor(const qkv_phases *phases, const frame_turns *turns, const float *restrict cosines,
+                        const float *restrict sines, float *restrict x, float *restrict y) {
+  for (size_t i = 0; i < phases->pairs; i++) {
+    x[i] = turns->anchor_x[i] * cosines[i] - turns->anchor_y[i] * sines[i];
+    y[i] = turns->anchor_x[i] * sines[i] + turns->anchor_y[i] * cosines[i];
   }
-  for (size_t t = 0; t < tokens; t++) turn_row(phases, cosines, sines, rows + t * dim);
+}
+
+// Pairs back by the frame's angles, less the anchor.
+static void row_to_page(const qkv_phases *phases, const frame_turns *turns, const float *restrict x,
+                        const float *restrict y, float *restrict row) {
+  const size_t pairs = phases->pairs, step = phases->rope.interleaved ? 2 : 1;
+  float *second = phases->rope.interleaved ? row + 1 : row + pairs;
+  for (size_t i = 0; i < pairs; i++) {
+    const float a = row[i * step], b = second[i * step], c = turns->cosines[i], s = turns->sines[i];
+    row[i * step] = a * c + b * s - x[i];
+    second[i * step] = b * c - a * s - y[i];
+  }
+}
+
+static void row_from_page(const qkv_phases *phases, const frame_turns *turns, const float *restrict x,
+                          const float *restrict y, float *restrict row) {
+  const size_t pairs = phases->pairs, step = phases->rope.interleaved ? 2 : 1;
+  float *second = phases->rope.interleaved ? row + 1 : row + pairs;
+  for (size_t i = 0; i < pairs; i++) {
+    const float a = row[i * step] + x[i], b = second[i * step] + y[i], c = turns->cosines[i], s = turns->sines[i];
+    row[i * step] = a * c - b * s;
+    second[i * step] = a * s + b * c;
+  }
+}
+
+static void move_rows(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
+                      bool to_page, float *rows) {
+  frame_turns turns;
+  slot_rows own;
+  float x[QKV_DIM_MAX / 2], y[QKV_DIM_MAX / 2];
+  const bool same = steady(phases, position);
+  find_turns(phases, transform, position, &turns);
+  if (!same) fill_slot_rows(phases, position, tokens, &own);
+  for (size_t t = 0; t < tokens; t++, rows += transform->schedule->dim) {
+    turn_anchor(phases, &turns, same ? phases->slot_cosines + t * phases->pairs : own.cosines[t],
+                same ? phases->slot_sines + t * phases->pairs : own.sines[t], x, y);
+    (to_page ? row_to_page : row_from_page)(phases, &turns, x, y, rows);
+  }
 }
 
 void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                         float *rows) {
-  turn_by_centre(phases, position, -1, tokens, transform->schedule->dim, rows);
-  add_anchor(phases, transform, position, tokens, -1, rows);
+  move_rows(phases, transform, position, tokens, true, rows);
 }
 
 void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                           float *rows) {
-  add_anchor(phases, transform, position, tokens, 1, rows);
-  turn_by_centre(phases, position, 1, tokens, transform->schedule->dim, rows);
+  move_rows(phases, transform, position, tokens, false, rows);
 }
+
+// ---- For walks over pages ----
+
+const qkv_page_waves *qkv_phases_waves(const qkv_phases *phases) {
+  return &phases->waves;
+}
+
+bool qkv_phases_steady(const qkv_phases *phases, uint64_t position) {
+  return steady(phases, position);
+}
+
+const qkv_rope *qkv_phases_rope(const qkv_phases *phases) {
+  return &phases->rope;
+}
+
+qkv_pair_turns qkv_phases_turns_at(const qkv_phases *phases, uint64_t position, float *space) {
+  const size_t pairs = phases->pairs, span = position / QKV_PHASES_SPAN;
+  if (position % QKV_PHASES_SPAN == 0 && span < QKV_PHASES_SPANS) {
+    return (qkv_pair_turns){phases->span_cosines + span * pairs, phases->span_sines + span * pairs};
+  }
+  for (size_t pair = 0; pair < pairs; pair++) {
+    const turn at = turn_of((double)position * phases->frequencies[pair]);
+    space[pair] = (float)at.c;
+    space[pairs + pair] = (float)at.s;
+  }
+  return (qkv_pair_turns){space, space + pairs};
+}
+
+qkv_pair_turns qkv_phases_half_pages(const qkv_phases *phases, size_t i) {
+  assert(i < 2 * (size_t)QKV_PHASES_PAGES);
+  return (qkv_pair_turns){phases->half_cosines + i * phases->pairs, phases->half_sines + i * phases->pairs};
+}
+
+qkv_pair_turns qkv_phases_middle(const qkv_phases *phases, size_t page) {
+  assert(page < QKV_PHASES_PAGES);
+  return (qkv_pair_turns){phases->middle_cosines + page * phases->pairs, phases->middle_sines + page * phases->pairs};
+}
+
+void qkv_phases_frame(const qkv_phases *phases, const qkv_turn_plan *plan, uint64_t position, float *cosines,
+                      float *sines) {
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const turn at = turn_of(frame_angle(phases, plan, position, pair));
+    cosines[pair] = (float)at.c;
+    sines[pair] = (float)at.s;
+  }
+}
+
+// ---- Queries turned back by the page ----
 
 void qkv_phases_start(qkv_phases_walk *walk) {
   walk->base = UINT64_MAX;
@@ -281,16 +490,18 @@ static qkv_slot_turns slot_turns(const qkv_phases *phases, uint64_t position, sl
 void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t n,
                            const float *turned, float *scores) {
   enum { TOGETHER = 4 };
-  float factors[TOGETHER * QKV_ANCHOR_PAIRS_MAX * 2];
+  float factors[TOGETHER * QKV_DIM_MAX];
+  uint16_t pairs[QKV_DIM_MAX / 2];
   slot_room room;
   const size_t count = transform->anchor_pairs, dim = transform->schedule->dim;
   const qkv_slot_turns turns = slot_turns(phases, position, &room);
+  for (size_t j = 0; j < count; j++) pairs[j] = (uint16_t)qkv_transform_anchored(transform, j);
   for (size_t first = 0, some; first < n && count > 0; first += some) {
     some = n - first < TOGETHER ? n - first : TOGETHER;
     for (size_t i = 0; i < some; i++) {
       const float *query = turned + (first + i) * dim;
       for (size_t j = 0; j < count; j++) {
-        const uint32_t pair = transform->pair_indices[j];
+        const uint32_t pair = pairs[j];
         const float a = query[qkv_rope_first(&phases->rope, pair)], b = query[qkv_rope_second(&phases->rope, pair)];
         const float x = (float)phases->magnitude * transform->anchor[2 * j];
         const float y = (float)phases->magnitude * transform->anchor[2 * j + 1];
@@ -298,8 +509,7 @@ void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transf
         factors[(i * count + j) * 2 + 1] = b * x - a * y;
       }
     }
-    qkv_kernels_get()->add_waves(&turns, transform->pair_indices, count, factors, some,
-                                 scores + first * QKV_PAGE_TOKENS);
+    qkv_kernels_get()->add_waves(&turns, pairs, count, factors, some, scores + first * QKV_PAGE_TOKENS);
   }
 }
 

@@ -13,20 +13,23 @@
 // folded in; rows go through `analysis` in whole numbers of 16 bits (kernel/dense.h). `weights` says how much a
 // coordinate's squared error counts; the data-free code counts all alike.
 //
-// Keys in the attend frame have a rotating anchor besides: the calibrated mean before RoPE, of the RoPE pairs that
-// carry most of it, rotated to each position and taken off before everything else (frame.h).
+// Keys in the attend frame have a rotating anchor besides: the calibrated mean before RoPE, of all pairs or of those
+// that carry most of it, rotated to each position and taken off before everything else; and a plan of which pairs are
+// turned back to where (turn_plan.h).
 //
 // Threads: pure functions.
 #ifndef QKV_ENGINE_CODEC_TRANSFORM_H
 #define QKV_ENGINE_CODEC_TRANSFORM_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "engine/codec/schedule.h"
+#include "engine/codec/turn_plan.h"
 #include "engine/kernel/dense.h"
 
-#define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor
+#define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor under QKV_TURN_PAGE
 
 // All pointers are borrowed: from a calibration, or NULL.
 typedef struct qkv_transform {
@@ -35,12 +38,25 @@ typedef struct qkv_transform {
   const float *synthesis;        // [dim][dim]
   const float *mean;             // [dim]
   const qkv_dense *forward;      // the analysis in whole numbers, which rows are coded with
-  const qkv_dense *turning;  // the same of the synthesis, for queries that are transformed page by page; NULL: none
-  const float *weights;      // [dim], > 0
-  uint16_t anchor_pairs;     // 0 to QKV_ANCHOR_PAIRS_MAX; 0: no rotating anchor
-  const uint16_t *pair_indices;  // [anchor_pairs], ascending, below rope.width / 2
+  // The same of the synthesis, for queries that are transformed page by page; NULL: none. Of QKV_TURN_BLOCKS its
+  // inputs are in the order of qkv_turn_input.
+  const qkv_dense *turning;
+  const float *weights;          // [dim], > 0
+  const qkv_turn_plan *plan;     // NULL: QKV_TURN_PAGE
+  uint16_t anchor_pairs;         // of the rotating anchor; 0: none
+  const uint16_t *pair_indices;  // [anchor_pairs], ascending, below rope.width / 2; NULL: 0, 1, 2, ...
   const float *anchor;           // [anchor_pairs][2], before RoPE: first and second coordinate of each pair
 } qkv_transform;
+
+// The pair of RoPE that the i-th of a rotating anchor is.
+static inline uint32_t qkv_transform_anchored(const qkv_transform *transform, size_t i) {
+  return transform->pair_indices == NULL ? (uint32_t)i : transform->pair_indices[i];
+}
+
+// Whether keys are turned back to blocks of pages.
+static inline bool qkv_transform_by_blocks(const qkv_transform *transform) {
+  return transform->plan != NULL && transform->plan->rule == QKV_TURN_BLOCKS;
+}
 
 // rows [n][dim] in place, to code space. Only the first `coordinates` of a row are computed, the others become 0.
 void qkv_transform_forward(const qkv_transform *transform, float *rows, size_t n, size_t coordinates);

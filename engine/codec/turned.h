@@ -9,15 +9,17 @@
 // and u u'), which have a closed form for t uniform in a range. Coordinates that do not turn are paired up, too, with
 // w = 0.
 //
-// t may be a position, or its distance from a page's middle or from a query. Dynamic NTK has other frequencies at
-// every position beyond the trained length; those within it are taken.
+// t may be a position, or its distance from a page's middle or from a query. Where pairs are turned back to blocks of
+// several lengths (turn_plan.h), t is the distance to each pair's own middle, and the pages that a block has are
+// alike likely; of plain pairs, at any position, only what turns with them is left: the mean of their two variances.
+// Dynamic NTK has other frequencies at every position beyond the trained length; those within it are taken.
 #ifndef QKV_ENGINE_CODEC_TURNED_H
 #define QKV_ENGINE_CODEC_TURNED_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "engine/codec/rope.h"
+#include "engine/codec/turn_plan.h"
 
 // t uniform in [begin, end).
 typedef struct qkvi_span {
@@ -29,13 +31,15 @@ typedef struct qkvi_turns qkvi_turns;
 
 // The rope is resolved and has a theta. Cost: dim^2 / 4 times the spans in sines and cosines.
 qkvi_turns *qkvi_turns_create(const qkv_rope *rope, size_t dim, const qkvi_span *spans, size_t count);
+// t is how far a pair stands from where the plan turns it back to.
+qkvi_turns *qkvi_turns_create_planned(const qkv_rope *rope, size_t dim, const qkv_turn_plan *plan);
 void qkvi_turns_destroy(qkvi_turns **turns);
 
 // mean [dim] in place.
 void qkvi_turn_mean(const qkvi_turns *turns, double *mean);
 // second [dim][dim], symmetric, in place.
 void qkvi_turn_second(const qkvi_turns *turns, double *second);
-// What of a pair's length is left on average, 0 to 1.
-double qkvi_turns_kept(const qkvi_turns *turns, uint32_t pair);
+// The same where YaRN has scaled what turns already.
+void qkvi_turn_grown(const qkvi_turns *turns, double *second);
 
 #endif

@@ -69,3 +69,19 @@ QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference) {
     }
   }
 }
+
+QKV_DECLARE_ADD_PRODUCTS(qkvi_add_products_reference) {
+  assert(coordinates <= matrix->outputs && first % 2 == 0 && count % 2 == 0 && first + count <= matrix->dim);
+  const size_t stride = padded(coordinates);
+  for (size_t i = 0; i < n; i++, numbers += count) {
+    for (size_t c = 0; c < stride; c++) {
+      const int16_t *block = matrix->words + c / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS * matrix->dim;
+      int32_t sum = before == NULL ? 0 : before[i * stride + c];
+      for (size_t j = 0; j < count; j++) {
+        const size_t at = first + j;
+        sum += block[(at / 2 * QKVI_DENSE_OUTPUTS + c % QKVI_DENSE_OUTPUTS) * 2 + at % 2] * (int32_t)numbers[j];
+      }
+      after[i * stride + c] = sum;
+    }
+  }
+}

@@ -85,12 +85,18 @@ static inline void weigh_coordinates(const uint16_t *reach, const float *weights
   memset(out->fours + c / FOURS, 0, SUM_LANES * sizeof *out->fours);
 }
 
+// Of coordinates [first, end), in the order of all sums here.
+static inline float lanes_squares(const float *row, size_t first, size_t end) {
+  float lanes[SUM_LANES] = {0};
+  for (size_t c = first; c < end; c++) lanes[c % SUM_LANES] += row[c] * row[c];
+  return halves_sum(lanes);
+}
+
 // encode_rows by way of a transform and a kernel that take floats.
 static inline void encode_rows_plain(QKV_DECLARE_HADAMARD((*forward)), QKV_DECLARE_ENCODE((*encode)), qkv_part part,
                                      const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens,
-                                     uint8_t *gains, uint8_t *codes) {
+                                     uint8_t *gains, uint8_t *codes, float *errors, float *squares) {
   _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  float errors[QKV_PAGE_TOKENS];
   const size_t dim = schedule->dim;
   for (size_t t = 0; t < tokens; t++) {
     if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
@@ -99,6 +105,11 @@ static inline void encode_rows_plain(QKV_DECLARE_HADAMARD((*forward)), QKV_DECLA
   memset(turned + tokens * dim, 0, (QKV_PAGE_TOKENS - tokens) * dim * sizeof *turned);
   forward(turned, tokens, dim);
   encode(part, schedule, tier, NULL, turned, gains, codes, errors);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    const float *row = turned + t * dim;
+    squares[t] = lanes_squares(row, 0, dim);
+    if (schedule->reach[tier][1] < dim) errors[t] += lanes_squares(row, schedule->reach[tier][1], dim);
+  }
 }
 
 typedef struct group_choice {

@@ -43,10 +43,11 @@ static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
   for (size_t i = 0; i < rows->bytes; i += LINE) __builtin_prefetch(at + i);
 }
 
-// The same of `tokens` rows as they came, through the Hadamard transform; the others count as zeros.
+// The same of `tokens` rows as they came, through the Hadamard transform; the others count as zeros. squares [64]: of
+// the rows; errors [64] of all coordinates, those without bits, too.
 #define QKV_DECLARE_ENCODE_ROWS(name)                                                                        \
   void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens, \
-            uint8_t *gains, uint8_t *codes)
+            uint8_t *gains, uint8_t *codes, float *errors, float *squares)
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
@@ -90,6 +91,48 @@ typedef struct qkv_slot_turns {
   void name(const float *columns, size_t dim, const float *means, const qkv_slot_turns *turns, const float *queries, \
             size_t n, float *scores)
 
+// ---- Walks over pages (engine/codec/walk.h) ----
+
+// Pairs of numbers turned back and rounded: numbers [n][2 * count], each pair's two side by side,
+//   (a cosine + b sine) factor, (b cosine - a sine) factor
+// of rows [n][stride] with a at j and b at apart + j; factors [n].
+#define QKV_DECLARE_TURN_WORDS(name)                                                                                \
+  void name(const float *rows, size_t stride, size_t apart, size_t count, const float *cosines, const float *sines, \
+            const float *factors, size_t n, int16_t *numbers)
+// after = before (NULL: 0) + products with inputs [first, first + count) of a matrix, both even, in whole numbers
+// (dense.h): numbers [n][count], sums [n][coordinates up to 16s]. `before` may be `after`.
+#define QKV_DECLARE_ADD_PRODUCTS(name)                                                                       \
+  void name(const qkv_dense *matrix, size_t coordinates, size_t first, size_t count, const int16_t *numbers, \
+            size_t n, const int32_t *before, int32_t *after)
+// rows [n][matrix->dim] = sums as above times the matrix's scales and scales [n], then zeros.
+#define QKV_DECLARE_SCALE_SUMS(name)                                                                         \
+  void name(const qkv_dense *matrix, size_t coordinates, const int32_t *sums, const float *scales, size_t n, \
+            float *rows)
+
+enum {
+  QKV_WAVE_SLOTS = QKV_PAGE_TOKENS / 2,  // distances to the middle of a page: 0.5, 1.5, ..., 31.5
+  QKV_WAVE_TERMS = 4,                    // of polynomials
+};
+
+// How pairs' cosines and sines look within a page, whose middle is between slots 31 and 32: of the first ones, which
+// turn fast, as waves, and of the others as polynomials of v = distance / 32.
+typedef struct qkv_page_waves {
+  size_t pairs, stride;          // stride: pairs up to 8s
+  size_t fast;                   // the first ones, which have waves
+  const float *cosines, *sines;  // [fast][QKV_WAVE_SLOTS]
+  size_t ends[QKV_WAVE_TERMS];   // pairs from here on have nothing of that term
+  const float *even, *odd;       // [QKV_WAVE_TERMS][stride]: of v^2i and of v^(2i + 1); 0 of the fast ones
+} qkv_page_waves;
+
+// scores [n][64] += shares[i] + a cosine + b sine of all pairs at the slot's distance to the middle, (a, b) being
+// products [n][2][stride] turned back by cosines and sines [stride]:
+//   a' = a cosine + b sine, b' = b cosine - a sine
+// A term's sums over pairs are kept in 8 lanes, which are then added by halves; then, slot by slot, polynomials and
+// the fast pairs in their order.
+#define QKV_DECLARE_ADD_ANCHORS(name)                                                                               \
+  void name(const qkv_page_waves *waves, const float *cosines, const float *sines, const float *products, size_t n, \
+            const float *shares, float *scores)
+
 // In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of whole numbers
 // up to `limit`: of a byte a coordinate up to QKVI_LIMIT_1, else of two, up to QKVI_LIMIT_2.
 #define QKV_DECLARE_PREPARE(name) \
@@ -130,6 +173,10 @@ typedef struct qkv_kernels {
   QKV_DECLARE_MULTIPLY_INTEGER((*multiply_integer));
   QKV_DECLARE_ADD_WAVES((*add_waves));
   QKV_DECLARE_SCORE_COLUMNS((*score_columns));
+  QKV_DECLARE_TURN_WORDS((*turn_words));
+  QKV_DECLARE_ADD_PRODUCTS((*add_products));
+  QKV_DECLARE_SCALE_SUMS((*scale_sums));
+  QKV_DECLARE_ADD_ANCHORS((*add_anchors));
   QKV_DECLARE_PREPARE((*prepare));
   QKV_DECLARE_SCORES_INTEGER((*scores_integer));
   QKV_DECLARE_PEAKS((*peaks));
@@ -153,9 +200,12 @@ extern const qkv_kernels qkvi_kernels_reference;
 extern const qkv_kernels qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
 extern const qkv_kernels qkvi_kernels_neon, qkvi_kernels_neon_dotprod;
 QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference);
+QKV_DECLARE_ADD_PRODUCTS(qkvi_add_products_reference);
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
 QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 
+// exp(x), as `weigh_integer` computes it.
+float qkvi_integer_power(float x);
 // exp(x) for x <= 0, as `weigh` computes it.
 float qkv_exp_negative(float x);
 // 2^((gain - 128) / 8); 0 for gain 0.

@@ -12,6 +12,7 @@
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
+#include "engine/kernel/walk_plain.h"
 
 enum { GROUP = QKV_GROUP_TOKENS, QUADS = GROUP / 4 };
 
@@ -246,7 +247,8 @@ static QKV_DECLARE_ENCODE(encode_reference) {
 }
 
 static QKV_DECLARE_ENCODE_ROWS(encode_rows_reference) {
-  encode_rows_plain(hadamard_forward_plain, encode_reference, part, schedule, tier, rows, tokens, gains, codes);
+  encode_rows_plain(hadamard_forward_plain, encode_reference, part, schedule, tier, rows, tokens, gains, codes,
+                    errors, squares);
 }
 
 // ---- Dense transforms ----
@@ -275,6 +277,10 @@ static QKV_DECLARE_DENSE(combine_reference) {
   }
 }
 
+float qkvi_integer_power(float x) {
+  return power_of_two(x * 1.44269504f);
+}
+
 const qkv_kernels qkvi_kernels_reference = {
     .name = "reference",
     .scores = scores_reference,
@@ -293,6 +299,10 @@ const qkv_kernels qkvi_kernels_reference = {
     .multiply_integer = qkvi_multiply_integer_reference,
     .add_waves = add_waves_plain,
     .score_columns = score_columns_plain,
+    .turn_words = turn_words_plain,
+    .add_products = qkvi_add_products_reference,
+    .scale_sums = scale_sums_plain,
+    .add_anchors = add_anchors_plain,
     .prepare = prepare_plain,
     .scores_integer = qkvi_scores_integer_reference,
     .peaks = peaks_plain,

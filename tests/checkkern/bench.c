@@ -93,7 +93,9 @@ static void run_encode_weighted(workload *w, const qkv_kernels *kernels) {
 static void run_encode_rows(workload *w, const qkv_kernels *kernels) {
   const size_t bytes = w->page.schedule.dim * sizeof(uint16_t);
   const qkv_rows rows = {.dtype = QKV_FP16, .data = (const uint8_t *)w->halves, .stride = bytes, .bytes = bytes};
-  kernels->encode_rows(w->page.part, &w->page.schedule, w->tier, &rows, QKV_PAGE_TOKENS, w->gains, w->codes);
+  float errors[QKV_PAGE_TOKENS], squares[QKV_PAGE_TOKENS];
+  kernels->encode_rows(w->page.part, &w->page.schedule, w->tier, &rows, QKV_PAGE_TOKENS, w->gains, w->codes, errors,
+                       squares);
 }
 
 static void run_decode(workload *w, const qkv_kernels *kernels) {
@@ -125,6 +127,27 @@ static void run_turn(workload *w, const qkv_kernels *kernels) {
 
 static void run_waves(workload *w, const qkv_kernels *kernels) {
   kernels->add_waves(&w->turns, w->pairs, w->turns.pairs, w->queries, w->n, w->scores);
+}
+
+// Of a sixth of all inputs, as a page has them on average.
+static void run_products(workload *w, const qkv_kernels *kernels) {
+  const size_t dim = w->page.schedule.dim, count = dim / 6 / 2 * 2;
+  kernels->add_products(&w->dense, dim, dim - count, count, (const int16_t *)w->rows, w->n,
+                        (const int32_t *)w->turned, (int32_t *)w->turned);
+}
+
+// A fifth of all pairs have waves.
+static void run_anchors(workload *w, const qkv_kernels *kernels) {
+  const size_t pairs = w->page.schedule.dim / 2;
+  const qkv_page_waves waves = {.pairs = pairs,
+                                .stride = pairs,
+                                .fast = pairs / 5,
+                                .cosines = w->matrix,
+                                .sines = w->matrix,
+                                .ends = {pairs, pairs * 2 / 3, pairs / 2, pairs / 3},
+                                .even = w->matrix,
+                                .odd = w->matrix};
+  kernels->add_anchors(&waves, w->matrix, w->matrix, w->queries, w->n, w->matrix, w->scores);
 }
 
 static void run_columns(workload *w, const qkv_kernels *kernels) {
@@ -193,6 +216,8 @@ static const kernel_bench kernels_measured[] = {
     {"turn 16", QKV_K, true, 1, run_turn},
     {"waves", QKV_K, true, 1, run_waves},
     {"columns", QKV_K, true, 1, run_columns},
+    {"products", QKV_K, true, 1, run_products},
+    {"anchors", QKV_K, true, 1, run_anchors},
     {"group sums", QKV_K, false, 0, run_group_sums},
     {"subtract", QKV_K, false, 0, run_subtract},
     {"from fp16", QKV_K, false, 0, run_from_fp16},

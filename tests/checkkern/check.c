@@ -143,10 +143,17 @@ static void check_encode_rows(checking *c, qkv_part part, const qkv_schedule *sc
   guarded gains = guarded_make(QKV_PAGE_TOKENS), gains_got = guarded_copy(&gains);
   guarded codes = guarded_make(QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier));
   guarded codes_got = guarded_copy(&codes);
-  qkv_kernels_at(0)->encode_rows(part, schedule, tier, &rows, tokens, gains.data, codes.data);
-  c->twin->encode_rows(part, schedule, tier, &rows, tokens, gains_got.data, codes_got.data);
+  guarded measures = guarded_make(2 * QKV_PAGE_TOKENS * sizeof(float)), measures_got = guarded_copy(&measures);
+  float *errors = (float *)measures.data, *errors_got = (float *)measures_got.data;
+  qkv_kernels_at(0)->encode_rows(part, schedule, tier, &rows, tokens, gains.data, codes.data, errors,
+                                 errors + QKV_PAGE_TOKENS);
+  c->twin->encode_rows(part, schedule, tier, &rows, tokens, gains_got.data, codes_got.data, errors_got,
+                       errors_got + QKV_PAGE_TOKENS);
   check_same(c, "encode_rows: gains,", &page, tokens, &gains, &gains_got);
   check_same(c, "encode_rows: codes,", &page, tokens, &codes, &codes_got);
+  check_same(c, "encode_rows: errors and squares,", &page, tokens, &measures, &measures_got);
+  guarded_free(&measures);
+  guarded_free(&measures_got);
   free(floats);
   guarded_free(&data);
   guarded_free(&gains);

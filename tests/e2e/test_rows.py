@@ -51,7 +51,7 @@ def test_fewer_bits_are_less_memory(make_cache):
         cache.append(0, *cache.rows(256))
         info = cache.info()
         sizes.append(info.bytes_coded)
-        assert bits <= info.bits_per_coordinate < bits + 0.25
+        assert bits <= info.bits_per_coordinate < bits + 0.4  # four sinks of 256 tokens take 0.14
     assert sizes == sorted(sizes)
 
 

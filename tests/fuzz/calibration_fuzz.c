@@ -19,7 +19,8 @@ static void use_transform(const qkv_transform *transform) {
   }
   float sum = 0;
   for (size_t i = 0; i < dim; i++) sum += transform->weights[i];
-  for (uint16_t i = 0; i < transform->anchor_pairs; i++) sum += transform->anchor[2 * i] + transform->pair_indices[i];
+  for (uint16_t i = 0; i < transform->anchor_pairs; i++)
+    sum += transform->anchor[2 * i] + (float)qkv_transform_anchored(transform, i);
   if (!isfinite(sum)) __builtin_trap();
   free(row);
 }

@@ -1,7 +1,7 @@
-// client/worker/lm.c: a model's config.json; a geometry that is taken is one that the worker can run.
+// client/worker/lm_directory.c: a model's config.json; a geometry that is taken is one that the worker can run.
 //
 // The parser is the file's own, so the file is part of this target.
-#include "client/worker/lm.c"
+#include "client/worker/lm_directory.c"
 #include "tests/fuzz/fuzz.h"
 
 static void check_lm(const qkvi_lm *lm) {

@@ -4,7 +4,13 @@
 
 #include "tests/engine/codec/coder.h"
 
-#define FUZZ_PAGE_CODERS 5
+#define FUZZ_PAGE_CODERS 7
+
+// Whose encoder keeps the first rows and long ones as outliers.
+static inline const qkv_coder *fuzz_outlier_coder(qkv_coder *coder) {
+  coder_keep_outliers(coder, 1, 3);
+  return coder;
+}
 
 // A coder of its own for every index, made once.
 static inline const qkv_coder *fuzz_page_coder(size_t index) {
@@ -21,8 +27,13 @@ static inline const qkv_coder *fuzz_page_coder(size_t index) {
       return coders[index] = coder_create(1, 24, 40, 8, 8, QKV_FRAME_ARCHIVE, &rope);
     case 3:
       return coders[index] = coder_create_dense(&random, 3, 16, 16, 2.5, 2, QKV_FRAME_ARCHIVE, &rope);
-    default:
+    case 4:
       return coders[index] = coder_create_dense(&random, 2, 24, 16, 3, 1.625, QKV_FRAME_ATTEND, &rope);
+    case 5:
+      return coders[index] = fuzz_outlier_coder(coder_create(2, 16, 8, 2, 2, QKV_FRAME_PLAIN, NULL));
+    default:
+      return coders[index] =
+                 fuzz_outlier_coder(coder_create_dense(&random, 2, 16, 16, 2.5, 2, QKV_FRAME_ARCHIVE, &rope));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codec/narrow.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/page_coder.h"
 
@@ -24,6 +25,9 @@ static void read_head(const qkv_coder *coder, const void *page, const qkv_page_h
   for (size_t i = 0; i < coder->key_dim; i++) queries->rows[i] = (float)(i % 7) - 3.0f;
   codec->query(coder, head, queries);
   codec->scores(coder, page, head, queries, scores);
+  float peak = 0, weights_total;
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) peak = scores[t] > peak ? scores[t] : peak;
+  codec->weigh(coder, &page, 1, head, queries, scores, &peak, &weights_total, sums);
   codec->accumulate(coder, page, head, scores, 1, sums);
   codec->output(coder, head, sums, &total, 1);
   free(rows);
@@ -31,8 +35,21 @@ static void read_head(const qkv_coder *coder, const void *page, const qkv_page_h
   free(queries);
 }
 
+// The page at half its tiers is one, too.
+static void narrow_page(const qkv_coder *coder, const qkv_page_header *header) {
+  qkv_head_tiers tiers[4];
+  uint8_t *image = aligned_alloc(64, (header->bytes + 63) / 64 * 64);
+  if (image == NULL || header->kv_heads > 4) abort();
+  qkv_page_tiers(header, tiers);
+  for (size_t i = 0; i < header->kv_heads * sizeof *tiers; i++) ((uint8_t *)tiers)[i] /= 2;
+  const size_t bytes = coder->codec->narrow(coder, header, tiers, image);
+  if (coder->codec->validate(coder, image, bytes, NULL) != QKV_OK) __builtin_trap();
+  free(image);
+}
+
 static void read_page(const qkv_coder *coder, const void *image) {
   const qkv_page_header *header = image;
+  narrow_page(coder, header);
   for (uint16_t head = 0; head < header->kv_heads; head++) read_head(coder, image, header, head);
 }
 

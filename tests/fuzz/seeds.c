@@ -2,7 +2,7 @@
 // as they are.
 //
 //   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/..., answer/...,
-//                            segment/... and journal/... there
+//                            segment/..., journal/... and gguf/... there
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +12,7 @@
 #include "engine/codec/codec.h"
 #include "proto/wire.h"
 #include "storage/internal.h"
+#include "tests/client/gguf_bytes.h"
 #include "tests/fuzz/page_coder.h"
 
 static FILE *open_seed(const char *directory, const char *target, const char *name) {
@@ -40,6 +41,9 @@ static void write_page(const char *directory, const char *name, size_t index, ui
   if (image == NULL || k == NULL || v == NULL) abort();
   for (size_t i = 0; i < k_count; i++) k[i] = (float)(i * 7 % 13) - 6.0f;
   for (size_t i = 0; i < v_count; i++) v[i] = (float)(i * 5 % 11) - 5.0f;
+  // Rows that coders keep as outliers, where they keep any.
+  for (size_t i = k_count / 2; i < k_count / 2 + coder->key_dim; i++) k[i] *= 500;
+  for (size_t i = v_count / 2; i < v_count / 2 + coder->value_dim; i++) v[i] *= i % 2 == 0 ? 500 : 1;
   size_t bytes = coder->codec->encode(coder, 0, tokens, QKV_FP32, k, v, NULL, image);
   FILE *file = open_seed(directory, "page", name);
   fputc((int)index, file);  // which coder reads it
@@ -185,6 +189,22 @@ static void write_storage(const char *directory) {
   free(bytes);
 }
 
+// A tokenizer and two tensors.
+static void write_gguf(const char *directory) {
+  gguf_bytes bytes = {0};
+  gguf_begin(&bytes, 3, 2, 1 + GGUF_TOKENIZER_ENTRIES);
+  gguf_put_number(&bytes, "llama.rope.freq_base", 1e5f);
+  gguf_put_tokenizer(&bytes, "smollm");
+  gguf_put_tensor(&bytes, "a", QKV_GGUF_F16, 2, (const int64_t[]){4, 2}, 0);
+  gguf_put_tensor(&bytes, "b", QKV_GGUF_Q4_1, 1, (const int64_t[]){32}, 32);
+  gguf_align(&bytes, 32);
+  for (int i = 0; i < 52; i++) gguf_put(&bytes, "q", 1);
+  FILE *file = open_seed(directory, "gguf", "tokenizer");
+  fwrite(bytes.data, 1, bytes.count, file);
+  fclose(file);
+  gguf_free(&bytes);
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
@@ -195,6 +215,8 @@ int main(int argc, char **argv) {
   write_page(argv[1], "wide", 2, 64);
   write_page(argv[1], "archive", 3, 64);
   write_page(argv[1], "attend", 4, 33);
+  write_page(argv[1], "outliers", 5, 64);
+  write_page(argv[1], "outliers-archive", 6, 50);
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
   write_request(argv[1], "items", "attend", true);
@@ -203,5 +225,6 @@ int main(int argc, char **argv) {
   write_model(argv[1]);
   write_session(argv[1]);
   write_storage(argv[1]);
+  write_gguf(argv[1]);
   return 0;
 }

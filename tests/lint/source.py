@@ -30,6 +30,9 @@ ROOMS = [
                  "grpc/reflection/v1alpha/"]),
     # The bench measures the daemon against the engine in its own process.
     ("client/bench/", ["engine/", "storage/", "proto/", "client/", "qkv/v1/"]),
+    # The worker tries a calibration as the engine does.
+    ("client/worker/", ["engine/base/", "engine/codec/", "engine/cache/probation.h", "engine/cache/model.h", "proto/",
+                        "client/", "qkv/v1/"]),
     ("client/", ["engine/base/", "engine/codec/", "proto/", "client/", "qkv/v1/"]),
 ]
 # No network below the server, and an event loop only where files are; clients bring their own.

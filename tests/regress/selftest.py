@@ -6,11 +6,12 @@ import sys
 import quality
 
 ROW = {"scheme": "a", "bits_per_coordinate_all_in": "2.1875", "bits_per_byte": "1.86500",
-       "delta_bits_per_byte": "-0.00100", "kl_bits": "0.001000", "rel_mse_k": "0.050000", "rel_mse_v": "0.090000"}
+       "delta_bits_per_byte": "-0.00100", "kl_bits": "0.001000", "rel_mse_k": "0.050000", "rel_mse_v": "0.090000",
+       "top1": "0.9500"}
 MOVED = {"bits_per_coordinate_all_in": "2.1876", "bits_per_byte": "1.86530", "delta_bits_per_byte": "-0.00130",
-         "kl_bits": "0.000980", "rel_mse_k": "0.050100", "rel_mse_v": "nan"}
+         "kl_bits": "0.000980", "rel_mse_k": "0.050100", "rel_mse_v": "nan", "top1": "0.9530"}
 ROUNDED = {"bits_per_coordinate_all_in": "2.1875", "bits_per_byte": "1.86503", "delta_bits_per_byte": "-0.00097",
-           "kl_bits": "0.001002", "rel_mse_k": "0.050001", "rel_mse_v": "0.089999"}
+           "kl_bits": "0.001002", "rel_mse_k": "0.050001", "rel_mse_v": "0.089999", "top1": "0.9510"}
 
 
 def main():
@@ -19,11 +20,21 @@ def main():
     for column, value in MOVED.items():
         found = list(quality.compare(before, {"a": {**ROW, column: value}}))
         assert found == [f"a: {column} was {ROW[column]}, is {value}"], found
+    # A column that the committed file does not have, or has nothing in, is not compared; one that is gone is found.
+    without = {column: value for column, value in ROW.items() if column != "top1"}
+    assert list(quality.compare({"a": without}, before)) == []
+    assert list(quality.compare({"a": {**ROW, "top1": ""}}, before)) == []
+    assert list(quality.compare(before, {"a": without})) == ["a: top1 was 0.9500, is absent"]
+    assert list(quality.compare(before, {"a": {**ROW, "top1": ""}})) == ["a: top1 was 0.9500, is absent"]
     assert list(quality.compare(before, {})) == ["a: not measured any more"]
     assert list(quality.compare({}, before)) == ["a: new"]
     assert "| a | 2.188 | 0.00100 | 1.8650 | -0.0010 | 0.05000 | 0.09000 |" in list(quality.table(before))
+    of_tokens = {"a": {"scheme": "a", "bits_per_coordinate_all_in": "4.1667", "bits_per_token": "4.03762",
+                       "delta_bits_per_token": "-0.00856", "kl_bits": "0.008706", "rel_mse_k": "", "top1": "0.9551"}}
+    assert list(quality.table(of_tokens))[0] == "| scheme | bits | KL | bits/token | delta | top-1 | MSE K |"
+    assert list(quality.table(of_tokens))[2] == "| a | 4.167 | 0.00871 | 4.0376 | -0.0086 | 0.955 |  |"
     page = quality.read_page()
-    assert page.count("<!-- table: ") == 2
+    assert page.count("<!-- table: ") == 3
     assert quality.with_tables(page) == page, "docs/quality.md does not show the CSV files: quality.py --update --full"
 
 

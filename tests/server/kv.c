@@ -83,7 +83,7 @@ qkv_model kv_model(void) {
                      .value_dim = KV_VALUE_DIM,
                      .dtype = QKV_FP16,
                      .rope = {.theta = 10000},
-                     .policy = {.recent_window = KV_WINDOW}};
+                     .policy = {.recent_window = KV_WINDOW, .sink_tokens = -1}};
 }
 
 void kv_open(fixture_client *client, const char *session) {
@@ -264,8 +264,8 @@ kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose) {
                                               .bits_k = 4,
                                               .bits_v = 4,
                                               .recent_window = KV_WINDOW,
-                                              .anchor_said = true,
-                                              .anchor = {.kind = QKV_ANCHOR_AUTO}}};
+                                              .sink_tokens = 4,
+                                              .anchor_said = true}};
   kv_twin twin = {.store = qkv_store_create(&config)};
   qkv_model model = kv_model();
   qkv_session_config open = {.purpose = purpose, .tenant = "default", .policy = QKV_POLICY_UNSET};

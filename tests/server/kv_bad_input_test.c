@@ -30,6 +30,13 @@ static int start(void **state) {
   assert_int_equal(kv_append(client, witness_rows, 2, NULL), QKV_OK);
   kv_twin_append(&twin, &witness_rows[0]);
   kv_twin_append(&twin, &witness_rows[1]);
+  // The first queries are kept, to watch pages with.
+  for (uint32_t layer = 0; layer < 2; layer++) {
+    const kv_item query = {.session = "w", .layer = layer, .position = 200, .queries = 2, .seed = 2};
+    Qkv__V1__AttendResponse *response = NULL;
+    assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
+    qkv__v1__attend_response__free_unpacked(response, NULL);
+  }
   bytes_held = kv_metric(client, "qkvd_kv_bytes");
   bytes_reserved = kv_metric(client, "qkvd_kv_reserved_bytes");
   return 0;

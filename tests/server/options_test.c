@@ -65,7 +65,7 @@ static void defaults(void **out) {
   assert_int_equal(values.rpc_threads, 1);
   assert_int_equal(values.limit_message, 64 << 20);
   assert_int_equal(values.limit_items, 1024);
-  assert_true(values.bits_k == 4 && values.bits_v == 4);
+  assert_true(values.bits == 4 && values.bits_k == 0 && values.bits_v == 0);
   assert_int_equal(values.recent_window, 64);
   assert_int_equal(values.drain_grace, 10000);
   assert_false(values.discard);
@@ -140,7 +140,8 @@ static void values_out_of_limits(void **out) {
       {"--drain-grace=10", "10"},
       {"--bits-v=5.2", "--bits-v is 5.2, allowed are multiples of 0.125 up to 8"},
       {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},
-      {"--bits-k=0", "--bits-k is 0, allowed are multiples of 0.125 up to 8"},
+      {"--bits=0", "--bits is 0, allowed are multiples of 0.125 up to 8"},
+      {"--bits=2.3", "--bits is 2.3, allowed are multiples of 0.125 up to 8"},
       {"--cpu-mask=avx1024", "--cpu-mask is avx1024, allowed are none and lists of avx2, fma"},
       {"--ema-alpha=2", "--ema-alpha is 2, allowed are 0 (not included) to 0.99999"},
       {"--tier-bits=1.3", "--tier-bits is 1.3, allowed are multiples of 0.125 up to 8"},

@@ -525,7 +525,8 @@ static void calibrate(const scene *s, uint64_t first) {
     qkv_moments_add(moments, layer, first, 64, rows->k + first * model->kv_heads * model->key_dim,
                     rows->v + first * model->kv_heads * model->value_dim, false);
   qkv_status status = qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &made, &error);
-  if (status == QKV_OK) status = qkv_store_calibrate(s->store, "tiny", made, &error);
+  if (status == QKV_OK)
+    status = qkv_store_calibrate(s->store, "tiny", made, QKV_CALIBRATION_REGISTERED, true, &error);
   if (status != QKV_OK) fail_msg("%s", error.text);
   const qkv_calibration *reference = made;
   qkv_calibration_unref(&reference);

@@ -11,6 +11,7 @@
 #include "engine/kernel/neon/twins.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
+#include "engine/kernel/walk_plain.h"
 
 enum { QUERIES_AT_ONCE = 4 };
 
@@ -226,7 +227,8 @@ static QKV_DECLARE_DECODE(decode_twin) {
 }
 
 static QKV_DECLARE_ENCODE_ROWS(encode_rows_twin) {
-  encode_rows_plain(hadamard_forward_plain, TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes);
+  encode_rows_plain(hadamard_forward_plain, TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes,
+                    errors, squares);
 }
 
 const qkv_kernels TWIN(qkvi_kernels) = {
@@ -248,6 +250,10 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .multiply_integer = TWIN(qkvi_multiply_integer),
     .add_waves = add_waves_plain,
     .score_columns = score_columns_plain,
+    .turn_words = turn_words_plain,
+    .add_products = qkvi_add_products_reference,
+    .scale_sums = scale_sums_plain,
+    .add_anchors = add_anchors_plain,
     .prepare = prepare_plain,
     .scores_integer = TWIN(qkvi_scores_integer),
     .peaks = peaks_plain,

@@ -105,3 +105,63 @@ QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
   for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);
   for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, rows + i * matrix->dim);
 }
+
+// ---- Sums that are kept ----
+
+// Vectors [v, v + across) of the sums of `count` rows; both are constants.
+INLINE void add_tile(const qkv_dense *matrix, size_t first, size_t inputs, const int16_t *x, size_t count, size_t v,
+                     size_t across, size_t stride, const int32_t *before, int32_t *after) {
+  const int16_t *from[ACROSS];
+  bytes sums[ROWS * ACROSS];
+  UNROLL
+  for (size_t k = 0; k < across; k++) {
+    from[k] = matrix->words + (v + k) / HALVES * QKVI_DENSE_OUTPUTS * matrix->dim + (v + k) % HALVES * LANES * 2 +
+              first * QKVI_DENSE_OUTPUTS;
+  }
+  UNROLL
+  for (size_t i = 0; i < count; i++) {
+    UNROLL
+    for (size_t k = 0; k < across; k++) {
+      sums[i * across + k] = before == NULL ? (bytes)(words){0} : load_bytes(before + i * stride + (v + k) * LANES);
+    }
+  }
+  for (size_t p = 0; p < inputs; p += 2) {
+    bytes y[ACROSS];
+    UNROLL
+    for (size_t k = 0; k < across; k++) y[k] = load_bytes(from[k] + p * QKVI_DENSE_OUTPUTS);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      const bytes pair = repeat_word(x + i * inputs + p);
+      UNROLL
+      for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+    }
+  }
+  UNROLL
+  for (size_t i = 0; i < count; i++) {
+    UNROLL
+    for (size_t k = 0; k < across; k++) put_bytes(after + i * stride + (v + k) * LANES, sums[i * across + k]);
+  }
+}
+
+INLINE void add_some(const qkv_dense *matrix, size_t first, size_t inputs, const int16_t *x, size_t count,
+                     size_t stride, const int32_t *before, int32_t *after) {
+  const size_t vectors = stride / LANES;
+  size_t v = 0;
+  for (; v + ACROSS <= vectors; v += ACROSS)
+    add_tile(matrix, first, inputs, x, count, v, ACROSS, stride, before, after);
+  for (; v < vectors; v++) add_tile(matrix, first, inputs, x, count, v, 1, stride, before, after);
+}
+
+QKV_DECLARE_ADD_PRODUCTS(TWIN(qkvi_add_products)) {
+  const size_t stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS;
+  assert(coordinates <= matrix->outputs && first % 2 == 0 && count % 2 == 0 && first + count <= matrix->dim);
+  for (size_t i = 0, some; i < n; i += some, numbers += some * count) {
+    const int32_t *from = before == NULL ? NULL : before + i * stride;
+    some = i + ROWS <= n ? ROWS : 1;
+    if (some == ROWS) {
+      add_some(matrix, first, count, numbers, ROWS, stride, from, after + i * stride);
+    } else {
+      add_some(matrix, first, count, numbers, 1, stride, from, after + i * stride);
+    }
+  }
+}

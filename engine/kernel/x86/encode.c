@@ -78,16 +78,17 @@ static void find_rows(const qkv_rows *rows, size_t first, size_t tokens, const u
 }
 
 INLINE void encode_turning(qkv_dtype dtype, const coded_as *as, const qkv_rows *rows, size_t tokens, uint8_t *gains,
-                           uint8_t *codes) {
+                           uint8_t *codes, float *errors, float *squares) {
   const size_t dim = as->schedule->dim, stride = qkv_schedule_group_bytes(as->schedule, as->tier);
   turn_signs signs;
   fill_turn_signs(dim, &signs);
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, gains += GROUP, codes += stride) {
+  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++, gains += GROUP, codes += stride, errors += GROUP, squares += GROUP) {
     const uint8_t *found[GROUP];
     columns all;
     group_scales scales;
-    float errors[GROUP];
     if (g * GROUP >= tokens) {
+      memset(errors, 0, GROUP * sizeof *errors);
+      memset(squares, 0, GROUP * sizeof *squares);
       memset(gains, 0, GROUP);
       memset(codes, 0, stride);
       continue;
@@ -95,6 +96,7 @@ INLINE void encode_turning(qkv_dtype dtype, const coded_as *as, const qkv_rows *
     find_rows(rows, g * GROUP, tokens, found);
     turn_group(dtype, found, rows->next, g * GROUP, dim, &signs, &all, scales.squares);
     encode_columns(as, NULL, &all, &scales, gains, codes, errors);
+    memcpy(squares, scales.squares, sizeof scales.squares);
   }
 }
 
@@ -106,8 +108,9 @@ static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dty
 QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
   if (encodes_turning(schedule, tier, rows->dtype)) {
     const coded_as as = {part, tier, schedule};
-    if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes);
-    return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes);
+    if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes, errors, squares);
+    return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes, errors, squares);
   }
-  encode_rows_plain(TWIN(qkvi_hadamard_forward), TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes);
+  encode_rows_plain(TWIN(qkvi_hadamard_forward), TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes,
+                    errors, squares);
 }

@@ -33,17 +33,30 @@ INLINE bytes pack_bytes(const sixty_four *row, bool next) {
 #endif
 }
 
-// Rows of 16 words, one a column, to [word][column]: a perfect shuffle for each doubling of the columns.
-INLINE void interleave(bytes *rows, size_t columns) {
+#endif
+
+// The words of two rows by turns: those of their lower halves, and of their upper.
+INLINE void shuffle_rows(bytes a, bytes b, bytes *lower, bytes *upper) {
+#if LANES == 16
   const bytes low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const bytes high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  *lower = _mm512_permutex2var_epi32(a, low, b);
+  *upper = _mm512_permutex2var_epi32(a, high, b);
+#else
+  const bytes even = _mm256_unpacklo_epi32(a, b), odd = _mm256_unpackhi_epi32(a, b);
+  *lower = _mm256_permute2x128_si256(even, odd, 0x20);
+  *upper = _mm256_permute2x128_si256(even, odd, 0x31);
+#endif
+}
+
+// Rows of words, one a column, to [word][column]: a perfect shuffle for each doubling of the columns.
+INLINE void interleave(bytes *rows, size_t columns) {
   UNROLL
   for (size_t round = 1; round < columns; round *= 2) {
     bytes next[QKV_INTEGER_COLUMNS];
     UNROLL
     for (size_t i = 0; i < columns / 2; i++) {
-      next[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + columns / 2]);
-      next[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + columns / 2]);
+      shuffle_rows(rows[i], rows[i + columns / 2], &next[2 * i], &next[2 * i + 1]);
     }
     UNROLL
     for (size_t i = 0; i < columns; i++) rows[i] = next[i];
@@ -53,9 +66,8 @@ INLINE void interleave(bytes *rows, size_t columns) {
 INLINE void put_interleaved(bytes rows[QKV_INTEGER_COLUMNS], size_t columns, uint8_t *out) {
   interleave(rows, columns);
   UNROLL
-  for (size_t i = 0; i < columns; i++) _mm512_storeu_si512(out + 64 * i, rows[i]);
+  for (size_t i = 0; i < columns; i++) put_bytes(out + sizeof *rows * i, rows[i]);
 }
-#endif
 
 #endif
 #endif

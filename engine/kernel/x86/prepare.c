@@ -1,4 +1,4 @@
-// Queries to bytes, in vectors where there are 16 lanes: integer_plain.h says what.
+// Queries to bytes, in vectors: integer_plain.h says what.
 #include <assert.h>
 
 #include "engine/kernel/integer_plain.h"
@@ -6,50 +6,116 @@
 #include "engine/kernel/x86/interleave.h"
 #include "engine/kernel/x86/twins.h"
 
-#if LANES == 16
-enum { QUADS = SIXTY_FOUR / 4, SIXTY_FOUR_BLOCKS = SIXTY_FOUR / QKVI_BLOCK_WIDTH };
+// Coordinates that are taken at once: a vector of bytes.
+enum {
+  AT_ONCE = (int)sizeof(bytes),
+  AT_ONCE_VECTORS = AT_ONCE / LANES,
+  AT_ONCE_BLOCKS = AT_ONCE / QKVI_BLOCK_WIDTH,
+};
 
+#if LANES == 16
 // Which of 16 lanes from `at` on are below `dim`.
 INLINE __mmask16 lanes_below(size_t at, size_t dim) {
   return at + LANES <= dim ? 0xffff : at >= dim ? 0 : (__mmask16)((1u << (dim - at)) - 1);
 }
 
-INLINE __m512 load_some(const float *row, size_t at, size_t dim) {
-  return _mm512_maskz_loadu_ps(lanes_below(at, dim), row + at);
+INLINE lanes load_some(const float *row, size_t at, size_t dim) {
+  return (lanes)_mm512_maskz_loadu_ps(lanes_below(at, dim), row + at);
 }
 
-static float largest_in(const float *row, size_t dim) {
-  __m512 largest = _mm512_setzero_ps();
-  for (size_t at = 0; at < dim; at += LANES) {
-    largest = _mm512_max_ps(largest, _mm512_abs_ps(load_some(row, at, dim)));
-  }
-  return _mm512_reduce_max_ps(largest);
+INLINE uint64_t used_bytes(bytes all) {
+  return _mm512_test_epi8_mask(all, all);
 }
 
-// 64 numbers from `at` on times `factor`, rounded.
-INLINE sixty_four round_some(const float *row, size_t at, size_t dim, float factor) {
-  sixty_four out;
-  UNROLL
-  for (size_t i = 0; i < SIXTY_FOUR_VECTORS; i++) {
-    const lanes all = (lanes)load_some(row, at + i * LANES, dim);
-    out.whole[i] = (words)(all * factor + QKVI_WHOLE_MAGIC);
-  }
-  return out;
+INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
+  sixty_four row;
+  memcpy(row.whole, whole, sizeof row.whole);
+  return pack_bytes(&row, next);
 }
 
-// The sums of 64 signed bytes by block.
-INLINE void block_sums(bytes all, int32_t sums[SIXTY_FOUR_BLOCKS]) {
+// The sums of every four bytes.
+INLINE words sums_of_four(bytes all) {
   const bytes ones = _mm512_set1_epi8(1);
 #if BYTE_DOTS
-  bytes sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, all);
+  return (words)_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, all);
 #else
-  bytes sum = _mm512_madd_epi16(_mm512_maddubs_epi16(ones, all), _mm512_set1_epi16(1));
+  return (words)_mm512_madd_epi16(_mm512_maddubs_epi16(ones, all), _mm512_set1_epi16(1));
 #endif
-  sum = (bytes)((words)sum + (words)_mm512_shuffle_epi32(sum, 0xb1));
-  sum = (bytes)((words)sum + (words)_mm512_shuffle_epi32(sum, 0x4e));
+}
+
+INLINE float largest_lane(lanes all) {
+  return _mm512_reduce_max_ps((__m512)all);
+}
+
+INLINE lanes larger(lanes a, lanes b) {
+  return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+}
+#else
+// Widths are multiples of the lanes.
+INLINE lanes load_some(const float *row, size_t at, size_t dim) {
+  return at < dim ? load_lanes(row + at) : (lanes){0};
+}
+
+INLINE uint64_t used_bytes(bytes all) {
+  return (uint32_t)~_mm256_movemask_epi8(_mm256_cmpeq_epi8(all, _mm256_setzero_si256()));
+}
+
+// A byte of each of 32 numbers, in order: the lowest or the next.
+INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
+  bytes v[AT_ONCE_VECTORS];
+  UNROLL
+  for (size_t i = 0; i < AT_ONCE_VECTORS; i++) v[i] = (bytes)((next ? whole[i] >> 8 : whole[i]) & 0xff);
+  const bytes all = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
+  return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+INLINE words sums_of_four(bytes all) {
+  const bytes ones = _mm256_set1_epi8(1);
+  return (words)_mm256_madd_epi16(_mm256_maddubs_epi16(ones, all), _mm256_set1_epi16(1));
+}
+
+INLINE float largest_lane(lanes all) {
+  float each[LANES], most = 0;
+  memcpy(each, &all, sizeof each);
+  for (size_t i = 0; i < LANES; i++) most = each[i] > most ? each[i] : most;
+  return most;
+}
+
+INLINE lanes larger(lanes a, lanes b) {
+  return (lanes)_mm256_max_ps((__m256)a, (__m256)b);
+}
+#endif
+
+static float largest_in(const float *row, size_t dim) {
+  lanes largest = {0};
+  for (size_t at = 0; at < dim; at += LANES) {
+    const words magnitude = (words)load_some(row, at, dim) & INT32_MAX;
+    largest = larger(largest, (lanes)magnitude);
+  }
+  return largest_lane(largest);
+}
+
+// Numbers from `at` on times `factor`, rounded, in the lowest bits.
+INLINE void round_some(const float *row, size_t at, size_t dim, float factor, words whole[AT_ONCE_VECTORS]) {
+  UNROLL
+  for (size_t i = 0; i < AT_ONCE_VECTORS; i++) {
+    whole[i] = (words)(load_some(row, at + i * LANES, dim) * factor + QKVI_WHOLE_MAGIC);
+  }
+}
+
+// The sums of signed bytes by block.
+INLINE void block_sums(bytes all, int32_t sums[AT_ONCE_BLOCKS]) {
+  words sum = sums_of_four(all);
+#if LANES == 16
+  sum += (words)_mm512_shuffle_epi32((bytes)sum, 0xb1);
+  sum += (words)_mm512_shuffle_epi32((bytes)sum, 0x4e);
+#else
+  sum += (words)_mm256_shuffle_epi32((bytes)sum, 0xb1);
+  sum += (words)_mm256_shuffle_epi32((bytes)sum, 0x4e);
+#endif
   int32_t four_each[LANES];
   memcpy(four_each, &sum, sizeof four_each);
-  for (size_t i = 0; i < SIXTY_FOUR_BLOCKS; i++) sums[i] = four_each[4 * i];
+  for (size_t i = 0; i < AT_ONCE_BLOCKS; i++) sums[i] = four_each[4 * i];
 }
 
 // What a chunk is made from and what it becomes.
@@ -64,43 +130,44 @@ typedef struct preparing {
 
 // qkv_integer_queries.wide, with the first bytes from coordinate `at` on.
 INLINE void count_wide(const preparing *p, bytes first, size_t at) {
-  const uint64_t used = _mm512_test_epi8_mask(first, first);
+  const uint64_t used = used_bytes(first);
   if (used == 0) return;
   const size_t blocks = (at + 63 - (size_t)__builtin_clzll(used)) / QKVI_BLOCK_WIDTH + 1;
   if (blocks > *p->wide) *p->wide = blocks;
 }
 
-// Coordinates [at, at + 64) of a chunk; `columns` and `parts` are constants.
+// Coordinates [at, at + AT_ONCE) of a chunk; `columns` and `parts` are constants.
 INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts) {
   bytes all[QKV_INTEGER_COLUMNS];
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     if (row >= p->rows_count) {
-      for (unsigned i = 0; i < parts; i++) all[row * parts + i] = _mm512_setzero_si512();
+      for (unsigned i = 0; i < parts; i++) all[row * parts + i] = (bytes)(words){0};
       continue;
     }
-    sixty_four whole = round_some(p->rows + row * p->dim, at, p->dim, p->factors[row]);
-    all[row * parts + parts - 1] = pack_bytes(&whole, false);
+    words whole[AT_ONCE_VECTORS];
+    round_some(p->rows + row * p->dim, at, p->dim, p->factors[row], whole);
+    all[row * parts + parts - 1] = pack_some(whole, false);
     if (parts == 1) continue;
     UNROLL
-    for (size_t i = 0; i < SIXTY_FOUR_VECTORS; i++) whole.whole[i] += 128;
-    all[row * parts] = pack_bytes(&whole, true);
+    for (size_t i = 0; i < AT_ONCE_VECTORS; i++) whole[i] += 128;
+    all[row * parts] = pack_some(whole, true);
     count_wide(p, all[row * parts], at);
   }
   const size_t block = at / QKVI_BLOCK_WIDTH, blocks = p->length / QKVI_BLOCK_WIDTH;
   UNROLL
   for (size_t column = 0; column < columns; column++) {
-    int32_t sums[SIXTY_FOUR_BLOCKS], *offsets = p->offsets + block * columns + column;
+    int32_t sums[AT_ONCE_BLOCKS], *offsets = p->offsets + block * columns + column;
     block_sums(all[column], sums);
-    for (size_t i = 0; i < SIXTY_FOUR_BLOCKS && block + i < blocks; i++) {
+    for (size_t i = 0; i < AT_ONCE_BLOCKS && block + i < blocks; i++) {
       offsets[(i + 1) * columns] = offsets[i * columns] - 128 * sums[i];
     }
   }
   uint8_t *out = (uint8_t *)p->bytes + at * columns;
-  if (at + SIXTY_FOUR <= p->length) {
+  if (at + AT_ONCE <= p->length) {
     put_interleaved(all, columns, out);
   } else {
-    uint8_t room[QKV_INTEGER_COLUMNS * SIXTY_FOUR];
+    uint8_t room[QKV_INTEGER_COLUMNS * AT_ONCE];
     put_interleaved(all, columns, room);
     memcpy(out, room, (p->length - at) * columns);
   }
@@ -108,7 +175,7 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
 
 INLINE void prepare_chunk_of(const preparing *p, size_t columns, unsigned parts) {
   for (size_t column = 0; column < columns; column++) p->offsets[column] = 0;
-  for (size_t at = 0; at < p->length; at += SIXTY_FOUR) prepare_some(p, at, columns, parts);
+  for (size_t at = 0; at < p->length; at += AT_ONCE) prepare_some(p, at, columns, parts);
 }
 
 static void prepare_chunk(const preparing *p, size_t columns, unsigned parts) {
@@ -152,8 +219,3 @@ QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
     prepare_chunk(&p, chunk.columns, parts);
   }
 }
-#else
-QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
-  prepare_plain(rows, n, dim, limit, queries);
-}
-#endif

@@ -31,7 +31,7 @@ typedef struct noting {
 static qkvi_lm *lm;
 static qkv_model model;
 static noting notes;
-static qkv_calibration *calibration;
+static const qkv_calibration *calibration;
 static float *right;  // [layers][QUERIES][q_heads][head_dim], of exact rows of the prefix
 
 static size_t layer_floats(void) {
@@ -55,22 +55,23 @@ static void *room(size_t bytes) {
   return made;
 }
 
-static uint8_t *load(const char *path, int64_t least) {
-  uint8_t *text = NULL;
-  int64_t bytes = 0;
-  assert_int_equal(qkvi_text_read(path, &text, &bytes, NULL), QKV_OK);
-  assert_true(bytes >= least);
+static int32_t *load(const char *path, int64_t least) {
+  int32_t *text = NULL;
+  int64_t tokens = 0;
+  assert_int_equal(qkvi_text_tokens(lm, path, &text, &tokens, NULL), QKV_OK);
+  assert_true(tokens >= least);
   return text;
 }
 
 static void calibrate(void) {
   qkvi_calibrator *calibrator = NULL;
-  uint8_t *text = load(DATA "calibration.txt", (int64_t)WINDOWS * WINDOW);
+  qkv_verdict verdict;
+  int32_t *text = load(DATA "calibration.txt", (int64_t)WINDOWS * WINDOW);
   assert_int_equal(qkvi_calibrator_create(lm, WINDOW, &calibrator, NULL), QKV_OK);
   for (int64_t i = 0; i < WINDOWS; i++) {
     assert_int_equal(qkvi_calibrator_add(calibrator, text + i * WINDOW, WINDOW, NULL), QKV_OK);
   }
-  assert_int_equal(qkvi_calibrator_finish(calibrator, &calibration, NULL), QKV_OK);
+  assert_int_equal(qkvi_calibrator_finish(calibrator, &verdict, &calibration, NULL), QKV_OK);
   qkvi_calibrator_destroy(&calibrator);
   free(text);
 }
@@ -116,14 +117,12 @@ static int start(void **state) {
                    .exact = qkvi_exact_create(lm, LENGTH),
                    .q = room((size_t)lm->layers * layer_floats() * sizeof(float))};
   right = room((size_t)lm->layers * layer_floats() * sizeof *right);
-  uint8_t *text = load(DATA "heldout_kjv.txt", LENGTH);
+  int32_t *text = load(DATA "heldout_kjv.txt", LENGTH);
   qkvi_forward *forward = qkvi_forward_create(lm, QUERIES, LENGTH);
-  float *logits = room((size_t)QUERIES * QKVI_LM_VOCABULARY * sizeof *logits);
   for (int64_t at = 0; at < LENGTH; at += QUERIES) {
-    assert_int_equal(qkvi_forward_run(forward, text + at, QUERIES, at, &notes.kv, logits, NULL), QKV_OK);
+    assert_int_equal(qkvi_forward_run(forward, text + at, QUERIES, at, &notes.kv, 0, NULL, NULL), QKV_OK);
   }
   qkvi_forward_destroy(&forward);
-  free(logits);
   free(text);
   calibrate();
   attend_exactly();
@@ -132,8 +131,7 @@ static int start(void **state) {
 
 static int stop(void **state) {
   (void)state;
-  const qkv_calibration *left = calibration;
-  qkv_calibration_unref(&left);
+  qkv_calibration_unref(&calibration);
   qkvi_exact_destroy(&notes.exact);
   qkvi_lm_free(&lm);
   free(notes.q);

@@ -24,7 +24,7 @@ static fixture_daemon *server;
 static qkv_client *client;
 static qkvi_lm *lm;
 static qkv_model model;
-static uint8_t *text;
+static int32_t *text;
 
 static int start(void **state) {
   (void)state;
@@ -33,7 +33,7 @@ static int start(void **state) {
   qkv_call_error call = {0};
   int64_t bytes = 0;
   assert_int_equal(qkvi_lm_load(DATA, &lm, &error), QKV_OK);
-  assert_int_equal(qkvi_text_read(DATA "heldout_kjv.txt", &text, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_tokens(lm, DATA "heldout_kjv.txt", &text, &bytes, &error), QKV_OK);
   assert_true(bytes > LENGTH);
   assert_int_equal(qkv_client_connect(server->unix_address, NULL, &client, &call), 0);
   model = (qkv_model){.name = "tinylm",

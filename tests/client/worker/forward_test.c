@@ -10,10 +10,11 @@
 #include <cmocka.h>
 
 #include "client/worker/exact.h"
+#include "client/worker/figures.h"
 
 #define DATA QKV_SOURCE_DIR "/tests/data/tinylm/"
 
-enum { REFERENCE_TOKENS = 64, VOCABULARY = QKVI_LM_VOCABULARY };
+enum { REFERENCE_TOKENS = 64, VOCABULARY = 256 };
 
 static qkvi_lm *lm;
 
@@ -40,6 +41,13 @@ static size_t read_file(const char *name, void *data, size_t bytes) {
   return got;
 }
 
+static void read_tokens(const char *name, int32_t *tokens, size_t count) {
+  uint8_t bytes[512];
+  assert_true(count <= sizeof bytes);
+  assert_int_equal(read_file(name, bytes, count), count);
+  for (size_t i = 0; i < count; i++) tokens[i] = bytes[i];
+}
+
 static double largest_difference(const float *a, const float *b, size_t count) {
   double largest = 0;
   for (size_t i = 0; i < count; i++) {
@@ -62,16 +70,17 @@ static void test_model(void **state) {
 // Logits of the reference bytes, run in batches of `step`.
 static double difference_in_steps(int64_t step) {
   static float reference[REFERENCE_TOKENS * VOCABULARY], logits[REFERENCE_TOKENS * VOCABULARY];
-  uint8_t bytes[REFERENCE_TOKENS];
-  assert_int_equal(read_file("heldout_kjv.txt", bytes, sizeof bytes), sizeof bytes);
+  int32_t tokens[REFERENCE_TOKENS];
+  read_tokens("heldout_kjv.txt", tokens, REFERENCE_TOKENS);
   assert_int_equal(read_file("reference_logits_f32.bin", reference, sizeof reference), sizeof reference);
   qkvi_forward *forward = qkvi_forward_create(lm, step, REFERENCE_TOKENS);
   qkvi_exact *exact = qkvi_exact_create(lm, REFERENCE_TOKENS);
   qkv_error error = {0};
   for (int64_t i = 0; i < REFERENCE_TOKENS; i += step) {
-    int64_t tokens = REFERENCE_TOKENS - i < step ? REFERENCE_TOKENS - i : step;
+    int64_t count = REFERENCE_TOKENS - i < step ? REFERENCE_TOKENS - i : step;
     float *out = logits + i * VOCABULARY;
-    assert_int_equal(qkvi_forward_run(forward, bytes + i, tokens, i, qkvi_exact_kv(exact), out, &error), QKV_OK);
+    assert_int_equal(qkvi_forward_run(forward, tokens + i, count, i, qkvi_exact_kv(exact), count, out, &error),
+                     QKV_OK);
   }
   qkvi_exact_destroy(&exact);
   qkvi_forward_destroy(&forward);
@@ -90,22 +99,19 @@ static void test_reference_logits(void **state) {
 static void test_greedy_continuation(void **state) {
   (void)state;
   enum { PROMPT = 512, GENERATED = 160, COMPARED = 64 };
-  static float logits[PROMPT * VOCABULARY];
-  uint8_t prompt[PROMPT], expected[GENERATED], generated[COMPARED];
-  assert_int_equal(read_file("prompt.txt", prompt, sizeof prompt), PROMPT);
-  assert_int_equal(read_file("greedy_continuation_160.txt", expected, sizeof expected), GENERATED);
+  static float logits[VOCABULARY];
+  int32_t prompt[PROMPT], expected[GENERATED], generated[COMPARED];
+  read_tokens("prompt.txt", prompt, PROMPT);
+  read_tokens("greedy_continuation_160.txt", expected, GENERATED);
   qkvi_forward *forward = qkvi_forward_create(lm, PROMPT, PROMPT + COMPARED);
   qkvi_exact *exact = qkvi_exact_create(lm, PROMPT + COMPARED);
   qkvi_kv *kv = qkvi_exact_kv(exact);
-  assert_int_equal(qkvi_forward_run(forward, prompt, PROMPT, 0, kv, logits, NULL), QKV_OK);
-  memmove(logits, logits + (PROMPT - 1) * VOCABULARY, VOCABULARY * sizeof(float));
+  assert_int_equal(qkvi_forward_run(forward, prompt, PROMPT, 0, kv, 1, logits, NULL), QKV_OK);
   for (int i = 0; i < COMPARED; i++) {
-    int best = 0;
-    for (int j = 1; j < VOCABULARY; j++) best = logits[j] > logits[best] ? j : best;
-    generated[i] = (uint8_t)best;
-    assert_int_equal(qkvi_forward_run(forward, &generated[i], 1, PROMPT + i, kv, logits, NULL), QKV_OK);
+    generated[i] = qkvi_likeliest(logits, VOCABULARY);
+    assert_int_equal(qkvi_forward_run(forward, &generated[i], 1, PROMPT + i, kv, 1, logits, NULL), QKV_OK);
   }
-  assert_memory_equal(generated, expected, COMPARED);
+  assert_memory_equal(generated, expected, sizeof generated);
   qkvi_exact_destroy(&exact);
   qkvi_forward_destroy(&forward);
 }
@@ -130,8 +136,8 @@ static void test_failure_of_the_cache(void **state) {
   qkvi_forward *forward = qkvi_forward_create(lm, 1, 1);
   float logits[VOCABULARY];
   qkv_error error = {0};
-  const uint8_t byte = 'a';
-  assert_int_equal(qkvi_forward_run(forward, &byte, 1, 0, &failing.kv, logits, &error), QKV_UNAVAILABLE);
+  const int32_t byte = 'a';
+  assert_int_equal(qkvi_forward_run(forward, &byte, 1, 0, &failing.kv, 1, logits, &error), QKV_UNAVAILABLE);
   assert_string_equal(error.text, "gone");
   assert_int_equal(failing.layers, 3);
   qkvi_forward_destroy(&forward);

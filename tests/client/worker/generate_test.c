@@ -22,7 +22,7 @@ enum { PROMPT = 512, GENERATED = 48 };
 static fixture_daemon *server;
 static qkv_client *client;
 static qkvi_lm *lm;
-static uint8_t *prompt, *continuation;
+static int32_t *prompt, *continuation;
 
 static int start(void **state) {
   (void)state;
@@ -30,9 +30,9 @@ static int start(void **state) {
   qkv_error error = {0};
   int64_t bytes = 0;
   assert_int_equal(qkvi_lm_load(DATA, &lm, &error), QKV_OK);
-  assert_int_equal(qkvi_text_read(DATA "prompt.txt", &prompt, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_tokens(lm, DATA "prompt.txt", &prompt, &bytes, &error), QKV_OK);
   assert_int_equal(bytes, PROMPT);
-  assert_int_equal(qkvi_text_read(DATA "greedy_continuation_160.txt", &continuation, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_tokens(lm, DATA "greedy_continuation_160.txt", &continuation, &bytes, &error), QKV_OK);
   assert_int_equal(bytes, 160);
   qkv_call_error call = {0};
   assert_int_equal(qkv_client_connect(server->tcp_address, NULL, &client, &call), 0);
@@ -49,7 +49,7 @@ static int stop(void **state) {
   return 0;
 }
 
-static void generate(qkvi_generation *generation, int64_t prompt_bytes, uint8_t *text, qkvi_quality *quality) {
+static void generate(qkvi_generation *generation, int64_t prompt_bytes, int32_t *text, qkvi_quality *quality) {
   qkv_error error = {0};
   if (qkvi_generation_feed(generation, prompt, prompt_bytes, &error) != QKV_OK) fail_msg("%s", error.text);
   for (int i = 0; i < GENERATED; i++) {
@@ -63,7 +63,7 @@ static int64_t prompt_length(void) {
 }
 
 // The text by the exact cache alone, for `temperature` and `seed`.
-static void generate_exactly(int64_t prompt_bytes, double temperature, uint64_t seed, uint8_t *text) {
+static void generate_exactly(int64_t prompt_bytes, double temperature, uint64_t seed, int32_t *text) {
   qkvi_exact *exact = qkvi_exact_create(lm, prompt_bytes + GENERATED);
   const qkvi_generation_options options = {
       .positions_max = prompt_bytes + GENERATED, .temperature = temperature, .seed = seed};
@@ -77,16 +77,16 @@ static void generate_exactly(int64_t prompt_bytes, double temperature, uint64_t 
 
 static void test_greedy_continuation(void **state) {
   (void)state;
-  uint8_t text[GENERATED];
+  int32_t text[GENERATED];
   generate_exactly(PROMPT, 0, 1, text);
-  assert_memory_equal(text, continuation, GENERATED);
+  assert_memory_equal(text, continuation, sizeof text);
 }
 
 // Through the daemon. The first `same_bytes` are those of the exact cache: at 8 bits all of them, at 4 as far as no
 // two bytes come close in likelihood.
 static void continue_prompt(double bits, size_t same_bytes, double kl_max) {
   const int64_t prompt_bytes = prompt_length();
-  uint8_t expected[GENERATED];
+  int32_t expected[GENERATED];
   generate_exactly(prompt_bytes, 0, 1, expected);
   const qkvi_remote_options options = {.session = "generate", .bits_k = bits, .bits_v = bits, .recent_window = -1};
   qkvi_remote *remote = NULL;
@@ -97,10 +97,10 @@ static void continue_prompt(double bits, size_t same_bytes, double kl_max) {
   qkvi_exact *exact = qkvi_exact_create(lm, PROMPT + GENERATED);
   const qkvi_generation_options generation_options = {.positions_max = PROMPT + GENERATED, .exact = exact};
   qkvi_generation *generation = qkvi_generation_create(lm, qkvi_remote_kv(remote), &generation_options);
-  uint8_t text[GENERATED];
+  int32_t text[GENERATED];
   qkvi_quality quality = {0};
   generate(generation, prompt_bytes, text, &quality);
-  assert_memory_equal(text, expected, same_bytes);
+  assert_memory_equal(text, expected, same_bytes * sizeof *text);
   assert_int_equal(quality.positions, GENERATED);
   double kl = quality.kl_bits / GENERATED;
   if (!(kl > 0 && kl < kl_max)) fail_msg("KL is %g", kl);
@@ -175,15 +175,15 @@ static void test_refused_step(void **state) {
 static void test_sampling(void **state) {
   (void)state;
   enum { SHORT = 64 };
-  uint8_t greedy[GENERATED], cold[GENERATED], one[GENERATED], same[GENERATED], other[GENERATED];
+  int32_t greedy[GENERATED], cold[GENERATED], one[GENERATED], same[GENERATED], other[GENERATED];
   generate_exactly(SHORT, 0, 1, greedy);
   generate_exactly(SHORT, 1e-6, 1, cold);
-  assert_memory_equal(cold, greedy, GENERATED);
+  assert_memory_equal(cold, greedy, sizeof cold);
   generate_exactly(SHORT, 1, 1, one);
   generate_exactly(SHORT, 1, 1, same);
   generate_exactly(SHORT, 1, 2, other);
-  assert_memory_equal(one, same, GENERATED);
-  assert_memory_not_equal(one, other, GENERATED);
+  assert_memory_equal(one, same, sizeof one);
+  assert_memory_not_equal(one, other, sizeof one);
 }
 
 int main(void) {

@@ -78,7 +78,7 @@ static void test_usage(void **state) {
   static const struct {
     const char *arguments, *text;
   } cases[] = {
-      {"generate 2>&1", "qkv-worker: --model is missing: a directory with the model\n"},
+      {"generate 2>&1", "qkv-worker: --model is missing: a model's directory or its .gguf file\n"},
       {"generate" MODEL " 2>&1", "qkv-worker: --prompt is missing: a file to continue\n"},
       {"score" MODEL " 2>&1", "qkv-worker: --text is missing: a file to score\n"},
       {"score" MODEL " --text x --prefill 10 --length 10 2>&1",
@@ -86,7 +86,7 @@ static void test_usage(void **state) {
       {"score" MODEL " --text x --prefill 10 --length 20 --demote-after 10 2>&1",
        "qkv-worker: --demote-after is 10, it must be below --length - --prefill, 10\n"},
       {"score" MODEL " --text x --demote-even 2>&1", "qkv-worker: --demote-even needs --demote-bits BITS\n"},
-      {"calibrate 2>&1", "qkv-worker: --model is missing: a directory with the model\n"},
+      {"calibrate 2>&1", "qkv-worker: --model is missing: a model's directory or its .gguf file\n"},
       {"calibrate" MODEL " 2>&1", "qkv-worker: --text is missing: a file to learn from\n"},
       {"calibrate" MODEL " --text x 2>&1", "qkv-worker: --output is missing: the calibration file to write\n"},
       {"score" MODEL " --text x --frame plain 2>&1", "qkv-worker: --frame is plain, known are attend and archive\n"},
@@ -111,11 +111,17 @@ static void test_failures(void **state) {
   assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bits-k 4.9 2>&1"), 1);
   assert_non_null(strstr(output, "bits_k"));
   assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bytes 4 >/dev/full 2>/dev/null"), 1);
+  assert_int_equal(run("generate" MODEL " --prompt $PROMPT --chat 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: the model has no chat template, or one of another form than ChatML\n");
+  assert_int_equal(run("generate --model /nowhere/model.gguf --prompt $PROMPT 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: /nowhere/model.gguf: No such file or directory\n");
+  assert_int_equal(run("generate" MODEL " --prompt /dev/null 2>&1"), 1);
+  assert_string_equal(output, "qkv-worker: /dev/null is no file of at most 1073741824 bytes\n");
 }
 
 static void test_text_goes_to_standard_output(void **state) {
   (void)state;
-  assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bytes 6 --compare 2>/dev/null"), 0);
+  assert_int_equal(run("generate" MODEL " --prompt $PROMPT --tokens 6 --threads 2 --compare 2>/dev/null"), 0);
   assert_string_equal(output, CONTINUATION);
   assert_int_equal(run("generate" MODEL " --prompt $PROMPT --bytes 6 --compare 2>&1 >/dev/null"), 0);
   assert_non_null(strstr(output, "KL divergence"));
@@ -189,9 +195,18 @@ static void test_calibrate(void **state) {
   struct stat info;
   assert_int_equal(stat(calibration, &info), 0);
   assert_int_equal(json_integer_value(json_object_get(line, "bytes")), info.st_size);
+  // Windows of another length are other text to the model.
+  const json_int_t version = json_integer_value(json_object_get(line, "version"));
+  json_decref(line);
+  assert_int_equal(run("calibrate --json" MODEL " --text " DATA
+                       "/calibration.txt --tokens 700 --length 350 --output $CALIBRATION"),
+                   0);
+  line = json_loads(output, 0, NULL);
+  assert_int_equal(json_integer_value(json_object_get(line, "tokens")), 700);
+  assert_true(json_integer_value(json_object_get(line, "version")) != version);
   json_decref(line);
   assert_int_equal(run("calibrate" MODEL " --text $PROMPT --text $PROMPT --output $CALIBRATION"), 0);
-  assert_non_null(strstr(output, "of tinylm, from 94 tokens, 1.2 MiB\n"));
+  assert_non_null(strstr(output, "of tinylm, from 94 tokens, 1.2 MiB\nnot tried: "));
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --windows 1 --prefill 128 --length 160 "
                        "--calibration $CALIBRATION"),
                    0);
@@ -212,7 +227,8 @@ static void test_calibrate_failures(void **state) {
   assert_int_equal(run("score" MODEL " --text " DATA "/heldout_kjv.txt --calibration /dev/null 2>&1"), 1);
 }
 
-// Chains read rows in order: such a session has fewer groups to cut, or none.
+// Four sinks of 128 tokens take 0.3 bits a coordinate. Chains read rows in order, so their pages keep their bits; the
+// first page, which has sinks, has a mean instead.
 static void test_score_options_reach_the_session(void **state) {
   (void)state;
 #define SHORT \
@@ -220,10 +236,10 @@ static void test_score_options_reach_the_session(void **state) {
   static const struct {
     const char *arguments;
     double least, most;  // bits a coordinate, all in
-  } cases[] = {{SHORT " --anchor none --json", 4, 4.3},
-               {SHORT " --anchor none --demote-bits 2 --demote-even --json", 2, 2.3},
-               {SHORT " --anchor chain --demote-bits 2 --demote-even --json", 4, 4.3},
-               {SHORT " --anchor none --demote-bits 2.5 --demote-after 8 --json", 2.4, 2.8}};
+  } cases[] = {{SHORT " --anchor none --json", 4, 4.6},
+               {SHORT " --anchor none --demote-bits 2 --demote-even --json", 2, 2.6},
+               {SHORT " --anchor chain --demote-bits 2 --demote-even --json", 3, 3.8},
+               {SHORT " --anchor none --demote-bits 2.5 --demote-after 8 --json", 2.4, 3.1}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     assert_int_equal(run(cases[i].arguments), 0);
     json_t *line = json_loads(output, 0, NULL);
@@ -269,7 +285,7 @@ static void test_score_json(void **state) {
   expect_few_digits(output);
   expect_numbers(line, (const char *const[]){"bits_per_byte", "bits_per_byte_exact", "kl_bits", "bits_per_coordinate",
                                              "kv_bytes", "kv_bytes_fp16", "attend_us_p50", "attend_us_p99",
-                                             "rel_mse_k", "rel_mse_v", NULL});
+                                             "rel_mse_k", "rel_mse_v", "top1", NULL});
   assert_string_equal(json_string_value(json_object_get(line, "frame")), "attend");
   // What 2 and 1 bits of a Gaussian coordinate lose, 0.1175 and 0.3634, less what an anchor saves.
   assert_true(number(line, "rel_mse_k") > 0.02 && number(line, "rel_mse_k") < 0.12);
@@ -295,9 +311,9 @@ int main(void) {
                                      cmocka_unit_test(test_generate_json),
                                      cmocka_unit_test(test_score_json),
                                      cmocka_unit_test(test_score_archive),
+                                     cmocka_unit_test(test_score_options_reach_the_session),
                                      cmocka_unit_test(test_calibrate),
                                      cmocka_unit_test(test_calibrate_failures),
-                                     cmocka_unit_test(test_score_options_reach_the_session),
                                      cmocka_unit_test(test_score_text)};
   return cmocka_run_group_tests(tests, start, stop);
 }

@@ -44,14 +44,14 @@ static int stop(void **state) {
 static qkvi_quality score(const char *name, const qkvi_score_options *options, qkv_client_session_info *session) {
   char path[512];
   snprintf(path, sizeof path, "%s%s", DATA, name);
-  uint8_t *text = NULL;
-  int64_t bytes = 0;
+  int32_t *text = NULL;
+  int64_t tokens = 0;
   qkv_error error = {0};
-  assert_int_equal(qkvi_text_read(path, &text, &bytes, &error), QKV_OK);
+  assert_int_equal(qkvi_text_tokens(lm, path, &text, &tokens, &error), QKV_OK);
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, options);
   qkvi_quality quality = {0};
   for (int64_t i = 0; i < options->windows; i++) {
-    int64_t begin = qkvi_text_window(bytes, options->length, options->windows, i);
+    int64_t begin = qkvi_text_window(tokens, options->length, options->windows, i);
     if (qkvi_score_window(scorer, text + begin, &quality, &error) != QKV_OK) fail_msg("%s", error.text);
   }
   assert_int_equal(quality.positions,
@@ -67,8 +67,15 @@ static qkvi_quality score(const char *name, const qkvi_score_options *options, q
                         .kl_bits = quality.kl_bits / positions};
 }
 
+// The first four tokens, which are kept as outliers (64 numbers of a byte, of two bytes beside codes of 8 bits, a
+// slot and a scale), are a larger share of the 320 tokens that sanitizers run than of 768.
+static double sinks_bits(double bits) {
+  const double row = 8.0 * (bits < 8 ? 64 + 5 : 2 * 64 + 5) / 64;
+  return fixture_is_sanitized() ? 4 * row * (1.0 / 320 - 1.0 / 768) : 0;
+}
+
 // The bounds are those of the whole protocol, over 32 windows. Under a sanitizer, where the daemon is slow, one short
-// window of each text stands for it, with room for its noise.
+// window of each text stands for it, and the bound allows for its noise.
 static void check_bits(double bits, int64_t windows, double kl_min, double kl_max, double bits_all_in_max) {
   qkvi_score_options options = {.windows = windows, .prefill = 768, .length = 1024, .bits_k = bits, .bits_v = bits};
   if (fixture_is_sanitized()) {
@@ -89,7 +96,8 @@ static void check_bits(double bits, int64_t windows, double kl_min, double kl_ma
     assert_int_equal(session.bytes_fp16, lm->layers * options.prefill * 2 * 2 * 64 * 2);
     assert_int_equal(session.bytes_exact, 0);
     assert_true(session.bits_per_coordinate > bits);
-    if (!(session.bits_per_coordinate <= bits_all_in_max)) fail_msg("%g bits all in", session.bits_per_coordinate);
+    if (!(session.bits_per_coordinate <= bits_all_in_max + sinks_bits(bits)))
+      fail_msg("%g bits all in", session.bits_per_coordinate);
   }
   // The lower bound is there because a cache that is not coded at all would pass the upper one.
   if (!(kl >= kl_min && kl <= kl_max)) fail_msg("%g bits: KL is %g, expected %g to %g", bits, kl, kl_min, kl_max);
@@ -97,17 +105,17 @@ static void check_bits(double bits, int64_t windows, double kl_min, double kl_ma
 
 static void test_8_bits(void **state) {
   (void)state;
-  check_bits(8, 1, 1e-9, 1e-5, 8.2);
+  check_bits(8, 1, 1e-9, 1e-5, 8.3);
 }
 
 static void test_4_bits(void **state) {
   (void)state;
-  check_bits(4, 2, 1e-4, 6e-4, 4.2);
+  check_bits(4, 2, 1e-4, 6e-4, 4.26);
 }
 
 static void test_2_bits(void **state) {
   (void)state;
-  check_bits(2, 1, 1e-3, 9e-3, 2.2);
+  check_bits(2, 1, 1e-3, 9e-3, 2.26);
 }
 
 static void test_failure_leaves_no_session(void **state) {
@@ -115,7 +123,7 @@ static void test_failure_leaves_no_session(void **state) {
   // 4.9 bits are refused when the session is opened.
   const qkvi_score_options options = {.windows = 1, .prefill = 64, .length = 128, .bits_k = 4.9, .bits_v = 4.9};
   qkvi_scorer *scorer = qkvi_scorer_create(client, lm, &options);
-  uint8_t window[129] = {0};
+  int32_t window[129] = {0};
   qkvi_quality quality = {0};
   qkv_error error = {0};
   assert_int_equal(qkvi_score_window(scorer, window, &quality, &error), QKV_INVALID_ARGUMENT);
@@ -136,24 +144,24 @@ static int64_t calibration_bytes;
 static int calibrate(void **state) {
   (void)state;
   qkv_error error = {0};
-  uint8_t *learnt_from = NULL;
-  int64_t bytes = 0;
+  int32_t *learnt_from = NULL;
+  int64_t tokens = 0;
   size_t size = 0;
   qkvi_calibrator *calibrator = NULL;
-  qkv_calibration *made = NULL;
-  assert_int_equal(qkvi_text_read(DATA "calibration.txt", &learnt_from, &bytes, &error), QKV_OK);
+  const qkv_calibration *made = NULL;
+  qkv_verdict verdict;
+  assert_int_equal(qkvi_text_tokens(lm, DATA "calibration.txt", &learnt_from, &tokens, &error), QKV_OK);
   assert_int_equal(qkvi_calibrator_create(lm, 1024, &calibrator, &error), QKV_OK);
   for (int64_t at = 0; at < 4; at++) {
     assert_int_equal(qkvi_calibrator_add(calibrator, learnt_from + at * 1024, 1024, &error), QKV_OK);
   }
-  assert_int_equal(qkvi_calibrator_finish(calibrator, &made, &error), QKV_OK);
+  assert_int_equal(qkvi_calibrator_finish(calibrator, &verdict, &made, &error), QKV_OK);
   const void *file = qkv_calibration_bytes(made, &size);
   calibration = malloc(size);
   assert_non_null(calibration);
   memcpy(calibration, file, size);
   calibration_bytes = (int64_t)size;
-  const qkv_calibration *reference = made;
-  qkv_calibration_unref(&reference);
+  qkv_calibration_unref(&made);
   qkvi_calibrator_destroy(&calibrator);
   free(learnt_from);
   return 0;
@@ -204,10 +212,10 @@ static void test_half_of_the_memory(void **state) {
   double bits, coded_bits;
   const int64_t after = fixture_is_sanitized() ? 32 : 128;
   const double kl =
-      demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4, .demote_bits = 1.875, .demote_after = after}, &bits);
+      demoted((qkvi_score_options){.bits_k = 4, .bits_v = 4, .demote_bits = 1.75, .demote_after = after}, &bits);
   const double coded =
       demoted((qkvi_score_options){.bits_k = 2.25, .bits_v = 1.5, .demote_after = after}, &coded_bits);
-  assert_true(bits < 4.1875 / 2 + 0.02);
+  if (!(bits < 4.24 / 2 + 0.1 + sinks_bits(2))) fail_msg("%g bits", bits);
   if (!fixture_is_sanitized() && !(kl < 1.5 * coded)) fail_msg("KL %g, coded so %g", kl, coded);
 }
 

@@ -36,7 +36,23 @@ static void test_files(void **state) {
   assert_null(data);
 }
 
+static void test_tokens(void **state) {
+  (void)state;
+  qkvi_lm lm = {.tokenizer = qkvi_tokenizer_bytes()};
+  int32_t *tokens = NULL;
+  int64_t count = 0;
+  qkv_error error = {0};
+  assert_int_equal(qkvi_text_tokens(&lm, DATA "prompt.txt", &tokens, &count, &error), QKV_OK);
+  assert_int_equal(count, 512);
+  for (int64_t i = 0; i < count; i++) assert_true(tokens[i] >= 0 && tokens[i] < 128);
+  free(tokens);
+  assert_int_equal(qkvi_text_tokens(&lm, DATA "no.txt", &tokens, &count, &error), QKV_NOT_FOUND);
+  assert_null(tokens);
+  qkvi_tokenizer_destroy(&lm.tokenizer);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_windows), cmocka_unit_test(test_files)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_windows), cmocka_unit_test(test_files),
+                                     cmocka_unit_test(test_tokens)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -7,6 +7,7 @@
 #include "engine/codec/calibrate.h"
 #include "engine/codec/codebook.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/phases.h"
 #include "naive.h"
 
 enum { DIM = 32, SAMPLES = 8192, FRESH = 4096, WIDTH_MAX = 64 };
@@ -239,46 +240,35 @@ static void analysis_and_synthesis_are_duals(void **state) {
   unref(calibration);
 }
 
-// Turns a row to t, or back from -t.
-static void turn(const qkv_rope *rope, float *row, int64_t t) {
-  if (t >= 0)
-    qkv_rope_forward(rope, row, (uint64_t)t);
-  else
-    qkv_rope_inverse(rope, row, (uint64_t)-t);
-}
-
-static void find_anchor(const qkv_transform *transform, const qkv_rope *rope, float *anchor) {
-  memset(anchor, 0, WIDTH_MAX * sizeof *anchor);
-  for (uint16_t i = 0; i < transform->anchor_pairs; i++) {
-    anchor[qkv_rope_first(rope, transform->pair_indices[i])] = transform->anchor[2 * i];
-    anchor[qkv_rope_second(rope, transform->pair_indices[i])] = transform->anchor[2 * i + 1];
-  }
-}
-
 // Mean squared score error of the rows' codes at a tier, in a frame, relative to that of coding them as 0. Ropes
 // without a magnitude.
 static double frame_error(const qkv_calibration *calibration, qkv_calibration_part part, const source *keys,
                           const source *queries, unsigned tier) {
+  enum { TOKENS = QKV_PAGE_TOKENS };
   const qkv_transform *transform = qkv_calibration_transform(calibration, 0, 0, part);
   const qkv_rope *rope = &qkv_calibration_shape_of(calibration)->rope;
   const size_t dim = keys->dim;
+  qkv_phases *phases = qkv_phases_create(rope);
   naive_random random = {99};
   double error = 0, energy = 0;
   for (size_t n = 0; n < FRESH; n++) {
-    const int64_t position = naive_below(&random, SAMPLES), distance = naive_below(&random, 1000);
-    const int64_t slot = part == QKV_PART_K_ATTEND ? (int64_t)naive_below(&random, 64) - 32 : 0;  // from the middle
-    float row[WIDTH_MAX], query[WIDTH_MAX], anchor[WIDTH_MAX], coded[WIDTH_MAX];
+    const uint64_t position = naive_below(&random, SAMPLES), distance = naive_below(&random, 1000);
+    const uint64_t slot = position % TOKENS, begin = position - slot;
+    float row[WIDTH_MAX], query[WIDTH_MAX], page[TOKENS * WIDTH_MAX] = {0}, *coded = page + slot * dim;
     draw(keys, &random, row);
     draw(queries, &random, query);
-    qkv_rope_forward(rope, query, (uint64_t)(position + distance));
-    find_anchor(transform, rope, anchor);
-    for (size_t i = 0; i < dim; i++) coded[i] = row[i] - anchor[i];
-    turn(rope, coded, slot);
-    code(transform, tier, coded);
-    turn(rope, coded, -slot);
-    for (size_t i = 0; i < dim; i++) coded[i] += anchor[i];
-    qkv_rope_forward(rope, coded, (uint64_t)position);
-    qkv_rope_forward(rope, row, (uint64_t)position);
+    qkv_rope_forward(rope, query, position + distance);
+    qkv_rope_forward(rope, row, position);
+    memcpy(coded, row, dim * sizeof *row);
+    if (part == QKV_PART_K_ATTEND) {
+      qkv_phases_to_page(phases, transform, begin, TOKENS, page);
+      code(transform, tier, coded);
+      qkv_phases_from_page(phases, transform, begin, TOKENS, page);
+    } else {
+      qkv_rope_inverse(rope, coded, position);
+      code(transform, tier, coded);
+      qkv_rope_forward(rope, coded, position);
+    }
     double miss = 0, whole = 0;
     for (size_t i = 0; i < dim; i++) {
       miss += (double)query[i] * ((double)row[i] - (double)coded[i]);
@@ -287,6 +277,7 @@ static double frame_error(const qkv_calibration *calibration, qkv_calibration_pa
     error += miss * miss;
     energy += whole * whole;
   }
+  qkv_phases_destroy(&phases);
   return error / energy;
 }
 
@@ -311,8 +302,7 @@ static void both_frames_find_the_turning_constant(void **state) {
         attend, archive, in_attend->anchor_pairs);
     assert_true(attend < 1e-3);
     assert_true(archive < 1e-4);
-    // Pairs that hardly turn within a page need no anchor.
-    assert_in_range(in_attend->anchor_pairs, 1, ropes[i].width == 0 ? DIM / 2 - 2 : ropes[i].width / 2);
+    assert_int_equal(in_attend->anchor_pairs, ropes[i].width == 0 ? DIM / 2 : ropes[i].width / 2);
     assert_int_equal(in_archive->anchor_pairs, 0);
     // Rank 4: the rest is what regularization adds.
     assert_true(in_archive->weights[4] < 0.02f * in_archive->weights[3]);
@@ -326,7 +316,7 @@ static void yarn_changes_sizes_alone(void **state) {
   (void)state;
   source keys = falling(DIM, 1, 1, 4, 61);
   const source queries = falling(DIM, 1, 0.97, 0, 62);
-  unsigned pairs[2];
+  float weights[2][DIM];
   for (size_t i = 0; i < 2; i++) {
     const qkv_rope rope = {.theta = 10000,
                            .scaling = QKV_ROPE_YARN,
@@ -334,11 +324,11 @@ static void yarn_changes_sizes_alone(void **state) {
                            .original_max_position = 4096,
                            .attention_factor = i == 0 ? 1 : 8};
     qkv_calibration *calibration = learn(&keys, &queries, &queries, rope, 63);
-    pairs[i] = qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ATTEND)->anchor_pairs;
+    memcpy(weights[i], qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ATTEND)->weights, sizeof weights[i]);
     unref(calibration);
   }
-  assert_in_range(pairs[0], 1, DIM / 2 - 2);
-  assert_int_equal(pairs[0], pairs[1]);
+  // 8^2 of the rows' variance, and 8 of the square root of the queries'.
+  for (size_t c = 0; c < DIM; c++) assert_true(fabsf(weights[1][c] / weights[0][c] - 512) < 1);
 }
 
 // Half of the coordinates turn, and count 16 times in a query and in a key: so 256 times in a score's error, and the
@@ -494,8 +484,8 @@ static void what_cannot_be_learnt_is_refused(void **state) {
   options.ridge_queries = 0;
   expect_refused(moments, &options, QKV_INVALID_ARGUMENT, "ridge_queries is 0, allowed are 1e-09 to 1");
   options = QKV_CALIBRATE_DEFAULTS;
-  options.anchor_rest = NAN;
-  expect_refused(moments, &options, QKV_INVALID_ARGUMENT, "anchor_rest is nan, allowed are 0 to 1");
+  options.metric_power = NAN;
+  expect_refused(moments, &options, QKV_INVALID_ARGUMENT, "metric_power is nan, allowed are 0 to 1");
   qkv_moments_destroy(&moments);
 }
 

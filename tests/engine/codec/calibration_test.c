@@ -42,6 +42,8 @@ static void fill_part(const qkvi_part_view *part, unsigned seed) {
     for (size_t i = 0; i < part->order_count; i++) part->order[i] = (uint8_t)(i / QKV_DEPTH_MAX);
   }
   part->header->tier_offset = (int8_t)((int)(seed % 5) - 2);
+  if (part->heavy != NULL) part->header->heavy_least = 0.5f + (float)seed;
+  for (size_t i = 0; i < part->dim && part->heavy != NULL; i++) part->heavy[i] = (float)i - 3;
   if (part->anchor == NULL) return;
   part->header->anchor_pairs = 2;
   part->pair_indices[0] = 1;
@@ -49,9 +51,10 @@ static void fill_part(const qkvi_part_view *part, unsigned seed) {
   for (size_t i = 0; i < 4; i++) part->anchor[i] = (float)i + 0.25f * (float)seed;
 }
 
-static uint8_t *make_bytes(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v, size_t *size) {
+static uint8_t *make_bytes_of(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v,
+                              size_t *size) {
   uint8_t *bytes = NULL;
-  assert_int_equal(qkvi_calibration_begin(shape, band_k, band_v, &bytes, NULL), QKV_OK);
+  assert_int_equal(qkvi_calibration_begin(shape, format, band_k, band_v, &bytes, NULL), QKV_OK);
   qkvi_calibration_header *header = (qkvi_calibration_header *)bytes;
   header->tokens = 12345;
   unsigned seed = 0;
@@ -67,6 +70,11 @@ static uint8_t *make_bytes(const qkv_calibration_shape *shape, uint8_t band_k, u
   *size = (size_t)header->bytes;
   qkvi_calibration_seal(bytes, *size);
   return bytes;
+}
+
+// In the first format.
+static uint8_t *make_bytes(const qkv_calibration_shape *shape, uint8_t band_k, uint8_t band_v, size_t *size) {
+  return make_bytes_of(shape, 1, band_k, band_v, size);
 }
 
 static qkv_calibration *read_bytes(const uint8_t *bytes, size_t size) {
@@ -114,6 +122,40 @@ static void bytes_are_as_drawn(void **state) {
   memcpy(&mean, b + 192 + 128 + 12, sizeof mean);
   assert_true(mean == 3);
   assert_int_equal(naive_read(b, 192 + attend - 640 + 2, 2), 3);
+  free(b);
+}
+
+// The second format has neither list of pairs nor anchor: the mean of what turns is it.
+static void the_mean_of_what_turns_is_the_anchor(void **state) {
+  (void)state;
+  const qkv_calibration_shape shape = shape_of(16, 8, true);
+  size_t size;
+  uint8_t *b = make_bytes_of(&shape, 2, 8, 8, &size);
+  assert_int_equal(naive_read(b, 4, 4), 2);
+  const size_t keys = 64 + 64 + 64 + 64 + 1024 + 1024, values = 64 + 64 + 64 + 64 + 256 + 256;
+  const size_t heavy = 64;
+  assert_int_equal(size, 192 + 4 * (2 * keys + heavy + values));
+  qkv_calibration *calibration = read_bytes(b, size);
+  float least = 0;
+  const float *predictor = qkv_calibration_heavy(calibration, 0, 0, &least);
+  assert_true(least == 0.5f);
+  assert_non_null(predictor);
+  assert_memory_equal(predictor, b + 192 + keys, 16 * sizeof *predictor);
+  const qkv_transform *transform = qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ATTEND);
+  assert_int_equal(transform->plan->rule, QKV_TURN_BLOCKS);
+  assert_int_equal(transform->anchor_pairs, 4);
+  for (size_t i = 0; i < 16; i++) {  // interleaved, of width 8
+    assert_true(transform->mean[i] == (i < 8 ? 0 : (float)i));
+    if (i < 8) assert_true(transform->anchor[i] == (float)i);
+  }
+  assert_null(qkv_calibration_transform(calibration, 0, 0, QKV_PART_K_ARCHIVE)->plan);
+  unref(calibration);
+  // A pair count there is one too many.
+  b[192] = 1;
+  qkvi_calibration_seal(b, size);
+  qkv_error error = {0};
+  assert_int_equal(qkv_calibration_read(b, size, &calibration, &error), QKV_DATA_LOSS);
+  assert_string_equal(error.text, "calibration, layer 0, KV head 0, k_attend: anchor_pairs is 1, at most 0");
   free(b);
 }
 
@@ -270,7 +312,9 @@ typedef struct damage {
 static const damage damages[] = {
     {0, 0x50564b51, QKV_DATA_LOSS,
      "calibration.magic is 0x50564b51, expected 0x43564b51: this is no calibration file"},
-    {4, 2, QKV_INVALID_ARGUMENT, "calibration.format is 2, this build reads 1"},
+    {4, 0, QKV_INVALID_ARGUMENT, "calibration.format is 0, this build reads 1 to 2"},
+    {4, 3, QKV_INVALID_ARGUMENT, "calibration.format is 3, this build reads 1 to 2"},
+    {4, 2, QKV_DATA_LOSS, "calibration has 24256 bytes, its geometry takes 21952"},
     {24, 0, QKV_INVALID_ARGUMENT, "calibration.layers is 0, allowed are 1 to 1024"},
     {28, 2000, QKV_INVALID_ARGUMENT, "calibration.kv_heads is 2000, allowed are 1 to 1024"},
     {32, 5, QKV_INVALID_ARGUMENT, "calibration.q_heads is 5, must be a multiple of kv_heads 2"},
@@ -377,19 +421,17 @@ static void limits_hold_for_writers(void **state) {
   shape.layers = 1024;
   shape.kv_heads = shape.q_heads = 1024;
   shape.key_dim = 1024;
-  assert_int_equal(qkvi_calibration_begin(&shape, 8, 8, &bytes, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkvi_calibration_begin(&shape, 2, 8, 8, &bytes, &error), QKV_INVALID_ARGUMENT);
   assert_string_equal(error.text, "a calibration of this geometry takes more than 4294967296 bytes");
   assert_null(bytes);
 }
 
 // Bytes of format 1 as they were first written are read, and written, for ever.
-static void golden_file(void **state) {
-  (void)state;
-  const char *path = QKV_SOURCE_DIR "/tests/golden/calibration_v1.bin";
+static void check_golden(const char *path, uint32_t format, uint32_t version) {
   qkv_calibration_shape shape = shape_of(16, 8, true);
   shape.layers = shape.kv_heads = shape.q_heads = 1;
   size_t size;
-  uint8_t *bytes = make_bytes(&shape, 16, 8, &size), *golden = malloc(size + 1);
+  uint8_t *bytes = make_bytes_of(&shape, format, 16, 8, &size), *golden = malloc(size + 1);
   assert_non_null(golden);
   FILE *file = fopen(path, "rb");
   if (file == NULL) fail_msg("cannot open %s", path);
@@ -397,19 +439,31 @@ static void golden_file(void **state) {
   assert_int_equal(fclose(file), 0);
   assert_memory_equal(bytes, golden, size);
   qkv_calibration *calibration = read_bytes(golden, size);
-  assert_int_equal(qkv_calibration_version(calibration), 0xbc76b808);
+  assert_int_equal(qkv_calibration_version(calibration), version);
   unref(calibration);
   free(golden);
   free(bytes);
 }
 
+static void golden_files(void **state) {
+  (void)state;
+  check_golden(QKV_SOURCE_DIR "/tests/golden/calibration_v1.bin", 1, 0xbc76b808);
+  check_golden(QKV_SOURCE_DIR "/tests/golden/calibration_v2.bin", 2, 0x86fe226a);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(bytes_are_as_drawn),          cmocka_unit_test(parts_are_found_again),
-      cmocka_unit_test(orders_become_schedules),     cmocka_unit_test(versions_follow_the_content),
-      cmocka_unit_test(another_model_is_told_apart), cmocka_unit_test(damage_is_told),
-      cmocka_unit_test(absurd_products_are_refused), cmocka_unit_test(every_cut_and_every_flip_is_refused),
-      cmocka_unit_test(limits_hold_for_writers),     cmocka_unit_test(golden_file),
+      cmocka_unit_test(bytes_are_as_drawn),
+      cmocka_unit_test(parts_are_found_again),
+      cmocka_unit_test(orders_become_schedules),
+      cmocka_unit_test(versions_follow_the_content),
+      cmocka_unit_test(another_model_is_told_apart),
+      cmocka_unit_test(damage_is_told),
+      cmocka_unit_test(absurd_products_are_refused),
+      cmocka_unit_test(every_cut_and_every_flip_is_refused),
+      cmocka_unit_test(limits_hold_for_writers),
+      cmocka_unit_test(golden_files),
+      cmocka_unit_test(the_mean_of_what_turns_is_the_anchor),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

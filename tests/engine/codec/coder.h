@@ -12,6 +12,21 @@
 
 enum { CODER_LAYER = 5 };
 
+// What a page's pair is turned back by in the attend frame.
+static inline long double coder_frame_angle(const qkv_rope *rope, const qkv_transform *transform, uint64_t position,
+                                            uint32_t pair) {
+  const uint64_t centre = position + QKV_PAGE_TOKENS / 2;
+  uint64_t tokens = QKV_PAGE_TOKENS;  // of a block
+  if (!qkv_transform_by_blocks(transform)) return (long double)centre * qkv_rope_frequency(rope, centre, pair);
+  if (pair < transform->plan->begins[0]) return 0;
+  if (!qkv_rope_steady(rope, position + QKV_PAGE_TOKENS)) {
+    return (long double)centre * qkv_rope_frequency(rope, centre, pair);
+  }
+  const double frequency = qkv_rope_frequency(rope, 0, pair);
+  while (tokens < 4096 && (double)tokens * frequency <= 0.25) tokens *= 2;
+  return (long double)(centre / tokens * tokens + tokens / 2) * frequency;
+}
+
 // One head's transform of keys or of values, and all that it points to.
 typedef struct owned_transform {
   qkv_transform transform;
@@ -21,6 +36,7 @@ typedef struct owned_transform {
   uint16_t pairs[QKV_ANCHOR_PAIRS_MAX];
   void *whole[2];
   qkv_dense forward, turning;
+  qkv_turn_plan plan;
 } owned_transform;
 
 // A coder that owns its parts. It must not move: take it from coder_create.
@@ -28,6 +44,7 @@ typedef struct owned_coder {
   qkv_coder coder;
   qkv_phases *phases;
   owned_transform *transforms;  // [kv_heads][2]; NULL: data-free
+  float *steps;                 // [kv_heads][value_dim], of outliers; NULL: none are kept, or all are 1
   qkv_head_coder heads[];
 } owned_coder;
 
@@ -96,8 +113,30 @@ static inline void coder_destroy(const qkv_coder *coder) {
     qkv_rebuild_destroy(&rebuild);
   }
   free(made->transforms);
+  free(made->steps);
   qkv_phases_destroy(&made->phases);
   free(made);
+}
+
+// Rows whose squared error is above `limit` of their squared length, and above what is usual, are kept as outliers,
+// and so are the first `sinks` positions.
+static inline void coder_keep_outliers(qkv_coder *coder, float limit, uint32_t sinks) {
+  owned_coder *made = (owned_coder *)coder;
+  coder->sinks = sinks;
+  if (made->transforms != NULL) made->steps = calloc((size_t)coder->kv_heads * coder->value_dim, sizeof(float));
+  assert(made->transforms == NULL || made->steps != NULL);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    qkv_head_coder *head = &made->heads[h];
+    float *steps = made->steps != NULL ? made->steps + (size_t)h * coder->value_dim : NULL;
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      head->outlier_limits[part] = limit;
+      head->error_scales[part] = 1;
+    }
+    for (size_t c = 0; steps != NULL && c < coder->value_dim; c++) {
+      steps[c] = 1 / sqrtf(head->transforms[QKV_V]->weights[c]);
+    }
+    head->outlier_steps = steps;
+  }
 }
 
 // ---- Dense transforms ----
@@ -145,8 +184,24 @@ static inline void coder_dual_matrices(naive_random *random, size_t dim, double 
   free(w);
 }
 
+// Keys are turned back to blocks of pages: the synthesis as queries take it, and a mean of what does not turn.
+static inline void transform_by_blocks(owned_transform *owned, const qkv_rope *rope) {
+  const size_t dim = owned->transform.schedule->dim;
+  const float *synthesis = owned->transform.synthesis;
+  float *ordered = coder_allocate(dim * dim, sizeof *ordered);
+  for (size_t c = 0; c < dim; c++) {
+    for (size_t i = 0; i < dim; i++) ordered[c * dim + i] = synthesis[c * dim + qkv_turn_input(rope, i)];
+  }
+  for (size_t i = 0; i < rope->width; i++) owned->vectors[qkv_turn_input(rope, i)] = 0;
+  free(owned->whole[1]);
+  owned->turning = coder_whole(ordered, dim, &owned->whole[1]);
+  owned->plan = qkv_turn_plan_of(rope, QKV_TURN_BLOCKS);
+  owned->transform.plan = &owned->plan;
+  free(ordered);
+}
+
 // A random transform with a mean: dense, with a random schedule where `banded`. With `rope`, a rotating anchor of
-// some of its pairs.
+// some of its pairs, and half of the time keys that are turned back to blocks of pages.
 static inline void transform_init(owned_transform *owned, naive_random *random, uint16_t dim, bool banded,
                                   double skew, const qkv_rope *rope) {
   const size_t square = (size_t)dim * dim, pairs_room = (size_t)2 * QKV_ANCHOR_PAIRS_MAX;
@@ -176,6 +231,7 @@ static inline void transform_init(owned_transform *owned, naive_random *random, 
                                      .anchor_pairs = pairs,
                                      .pair_indices = pairs > 0 ? owned->pairs : NULL,
                                      .anchor = pairs > 0 ? anchor : NULL};
+  if (rope != NULL && naive_below(random, 2) == 0) transform_by_blocks(owned, rope);
 }
 
 // As if calibrated: each head has transforms, schedules and tiers of its own, between half the budget's and the

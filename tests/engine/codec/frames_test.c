@@ -38,6 +38,8 @@ static const frame_case cases[] = {
     {2040, 3, 2, 64, QKV_FRAME_ATTEND, 2, 64, 64, true, DYNAMIC},
     {20000, 3, 2, 64, QKV_FRAME_ARCHIVE, 2, 64, 64, true, DYNAMIC},
     {640, 3, 3, 64, QKV_FRAME_PLAIN, 2, 64, 64, true, {.theta = 10000}},
+    {(uint64_t)3 << 20, 4, 4, 64, QKV_FRAME_ATTEND, 4, 128, 64, true, {.theta = 5e5}},
+    {777, 3, 3, 64, QKV_FRAME_ATTEND, 4, 96, 32, true, {.theta = 1e6, .width = 24}},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -158,22 +160,22 @@ static long double angle_at(const qkv_rope *rope, uint64_t position, uint32_t pa
 static void leave_frame(const framed *page, uint16_t h, uint64_t position, double *row) {
   const qkv_rope *rope = &page->rope;
   const qkv_transform *transform = page->coder->heads[h].transforms[QKV_K];
-  const uint64_t centre = page->like->position + 32;
+  const uint64_t begin = page->like->position;
   if (page->like->frame == QKV_FRAME_PLAIN) return;
   if (page->like->frame == QKV_FRAME_ATTEND) {
     double anchor[QKV_DIM_MAX] = {0};
     for (size_t i = 0; i < transform->anchor_pairs; i++) {
-      const uint32_t pair = transform->pair_indices[i];
+      const uint32_t pair = qkv_transform_anchored(transform, i);
       anchor[qkv_rope_first(rope, pair)] = transform->anchor[2 * i];
       anchor[qkv_rope_second(rope, pair)] = transform->anchor[2 * i + 1];
-      turn_pair(rope, pair, angle_at(rope, position, pair) - angle_at(rope, centre, pair), qkv_rope_magnitude(rope),
-                anchor);
+      turn_pair(rope, pair, angle_at(rope, position, pair) - coder_frame_angle(rope, transform, begin, pair),
+                qkv_rope_magnitude(rope), anchor);
     }
     for (size_t c = 0; c < page->coder->key_dim; c++) row[c] += anchor[c];
   }
   for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
     if (page->like->frame == QKV_FRAME_ATTEND) {
-      turn_pair(rope, pair, angle_at(rope, centre, pair), 1, row);
+      turn_pair(rope, pair, coder_frame_angle(rope, transform, begin, pair), 1, row);
     } else {
       turn_pair(rope, pair, angle_at(rope, position, pair), qkv_rope_magnitude(rope), row);
     }
@@ -379,7 +381,10 @@ static void check_precision(const framed *page, const qkv_query_block *exact, qk
     }
   }
   assert_true(size2 > 0);
-  assert_true(sqrt(miss2) <= most * sqrt(size2));
+  if (sqrt(miss2) > most * sqrt(size2)) {
+    fail_msg("position %llu: off by %g, at most %g", (unsigned long long)page->like->position, sqrt(miss2 / size2),
+             most);
+  }
   free(block);
 }
 
@@ -395,8 +400,8 @@ static void whole_numbers_miss_little(void **state) {
       encode(&page);
       block->count = 1 + naive_below(&random, 12);
       for (size_t j = 0; j < block->count * page.coder->key_dim; j++) block->rows[j] = (float)naive_gaussian(&random);
-      check_precision(&page, block, QKV_PRECISION_DEFAULT, 0.03);
-      check_precision(&page, block, QKV_PRECISION_INT16, 0.015);
+      check_precision(&page, block, QKV_PRECISION_DEFAULT, 0.04);
+      check_precision(&page, block, QKV_PRECISION_INT16, 0.025);
     }
     release(&page);
   }

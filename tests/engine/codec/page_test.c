@@ -105,7 +105,7 @@ static void header_and_directory_are_as_drawn(void **state) {
   const size_t head = up64(128 + 64 * 96 * 4 / 8 + 64 * (80 * 2 + 40) / 8);
   assert_int_equal(page.bytes, 128 + 3 * head);
   assert_memory_equal(b, "QKVP", 4);
-  assert_int_equal(b[4], 2);
+  assert_int_equal(b[4], 3);
   assert_int_equal(b[5], 1);
   assert_int_equal(b[6], 32);
   assert_int_equal(b[7], 20);
@@ -310,10 +310,13 @@ static void refusals_say_why(void **state) {
     const char *text;
   } cases[] = {
       {0, 'X', "page.magic is 0x50564b58, expected 0x50564b51"},
-      {4, 3, "page.version is 3, known is 2"},
+      {4, 1, "page.version is 1, known are 2 to 3"},
+      {4, 4, "page.version is 4, known are 2 to 3"},
       {36, 1, "page.features is 0x1, known are 0x0"},
       {37, 0x80, "page.features is 0x8000, known are 0x0"},
       {38, 3, "page.frame is 3, at most 2"},
+      {36, 8, "page.features is 0x8, known are 0x0"},
+      {40, 64, "page.outliers is 64, page.features is 0x0 and page.version 3"},
       {39, 1, "page.reserved is not 0"},
       {47, 1, "page.reserved is not 0"},
       {48, 1, "page.reserved is not 0"},

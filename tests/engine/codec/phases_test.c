@@ -131,21 +131,24 @@ static void turn_pair(const qkv_rope *rope, uint32_t pair, long double angle, do
   *second = a * s + b * c;
 }
 
-// A row, or a query, turned back by the centre.
-static void turn_back(const qkv_rope *rope, uint64_t centre, const float *from, size_t dim, double *row) {
-  for (size_t c = 0; c < dim; c++) row[c] = from[c];
-  for (uint32_t pair = 0; pair < rope->width / 2; pair++) turn_pair(rope, pair, -angle_at(rope, centre, pair), row);
+// A row, or a query, turned back as the transform says.
+static void turn_back(const qkv_rope *rope, const qkv_transform *transform, uint64_t position, const float *from,
+                      double *row) {
+  for (size_t c = 0; c < transform->schedule->dim; c++) row[c] = from[c];
+  for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
+    turn_pair(rope, pair, -coder_frame_angle(rope, transform, position, pair), row);
+  }
 }
 
-// The anchor of a position, on a page with that centre.
-static void anchor_row(const qkv_rope *rope, const qkv_transform *transform, uint64_t centre, uint64_t position,
+// The anchor of a position, on a page from `begin` on.
+static void anchor_row(const qkv_rope *rope, const qkv_transform *transform, uint64_t begin, uint64_t position,
                        double *row) {
   for (size_t c = 0; c < transform->schedule->dim; c++) row[c] = 0;
   for (size_t i = 0; i < transform->anchor_pairs; i++) {
-    const uint32_t pair = transform->pair_indices[i];
+    const uint32_t pair = qkv_transform_anchored(transform, i);
     row[qkv_rope_first(rope, pair)] = qkv_rope_magnitude(rope) * transform->anchor[2 * i];
     row[qkv_rope_second(rope, pair)] = qkv_rope_magnitude(rope) * transform->anchor[2 * i + 1];
-    turn_pair(rope, pair, angle_at(rope, position, pair) - angle_at(rope, centre, pair), row);
+    turn_pair(rope, pair, angle_at(rope, position, pair) - coder_frame_angle(rope, transform, begin, pair), row);
   }
 }
 
@@ -168,19 +171,20 @@ static void check_page(naive_random *random, const qkv_phases *phases, const qkv
   memcpy(got, rows, sizeof rows);
   qkv_phases_to_page(phases, transform, position, tokens, got);
   for (size_t t = 0; t < TOKENS; t++) {
-    anchor_row(rope, transform, position + 32, position + t, anchors[t]);
+    anchor_row(rope, transform, position, position + t, anchors[t]);
     if (t >= tokens) continue;
-    turn_back(rope, position + 32, rows + t * dim, dim, expected);
+    turn_back(rope, transform, position, rows + t * dim, expected);
     for (size_t c = 0; c < dim; c++) expected[c] -= anchors[t][c];
     check_row(got + t * dim, expected, dim, position);
   }
   qkv_phases_from_page(phases, transform, position, tokens, got);
   check_rows(got, rows, TOKENS, dim, 0);
 
+  if (qkv_transform_by_blocks(transform)) return;  // walk_test.c
   qkv_phases_walk walk;
   float scores[TOKENS];
   fill(random, query, dim);
-  turn_back(rope, position + 32, query, dim, expected);
+  turn_back(rope, transform, position, query, expected);
   qkv_phases_start(&walk);
   qkv_phases_turn_queries(phases, &walk, position, 1, dim, query, turned);
   check_row(turned, expected, dim, position);
@@ -202,11 +206,15 @@ static void pages_turn_as_defined(void **state) {
   for (size_t i = 0; i < CASES; i++) {
     const qkv_rope rope = resolved(&cases[i]);
     qkv_phases *phases = qkv_phases_create(&rope);
-    owned_transform owned;
-    transform_init(&owned, &random, (uint16_t)cases[i].dim, false, 1, &rope);
-    assert_true(owned.transform.anchor_pairs > 0);
-    for (size_t p = 0; p < POSITIONS; p++) check_page(&random, phases, &rope, &owned.transform, positions[p]);
-    transform_deinit(&owned);
+    for (int blocks = 0; blocks <= 1; blocks++) {
+      owned_transform owned;
+      transform_init(&owned, &random, (uint16_t)cases[i].dim, false, 1, &rope);
+      owned.transform.plan = NULL;
+      if (blocks) transform_by_blocks(&owned, &rope);
+      assert_true(owned.transform.anchor_pairs > 0);
+      for (size_t p = 0; p < POSITIONS; p++) check_page(&random, phases, &rope, &owned.transform, positions[p]);
+      transform_deinit(&owned);
+    }
     qkv_phases_destroy(&phases);
   }
 }

@@ -115,24 +115,91 @@ static void far_positions_leave_what_turns_with_them(void **state) {
   }
 }
 
-static void little_turns_within_a_page_at_low_frequencies(void **state) {
-  (void)state;
-  static const qkvi_span page = {-32, 32, 1};
-  qkv_rope rope = {.theta = 10000};
-  assert_int_equal(qkv_rope_resolve(&rope, DIM, NULL), QKV_OK);
-  qkvi_turns *turns = qkvi_turns_create(&rope, DIM, &page, 1);
-  assert_true(qkvi_turns_kept(turns, 0) < 0.05);  // a radian each
-  assert_true(qkvi_turns_kept(turns, DIM / 2 - 1) > 0.9999);
-  for (uint32_t pair = 4; pair < DIM / 2; pair++) {
-    assert_true(qkvi_turns_kept(turns, pair) > qkvi_turns_kept(turns, pair - 1));
+// What a plan leaves of rows at all positions, by brute force: each pair back by the middle of its own block.
+static void turn_planned_slowly(const qkv_rope *rope, const qkv_turn_plan *plan, double vectors[RANK][DIM],
+                                double mean[DIM], double second[DIM][DIM]) {
+  enum { POSITIONS = 1 << 13 };
+  const double magnitude = qkv_rope_magnitude(rope);
+  for (int64_t t = 0; t < POSITIONS; t++) {
+    double angles[DIM / 2];
+    for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
+      const double frequency = qkv_rope_frequency(rope, 0, pair);
+      int64_t tokens = 64;
+      while (plan->rule == QKV_TURN_BLOCKS && tokens < 4096 && (double)tokens * frequency <= 0.25) tokens *= 2;
+      angles[pair] = (double)(t - (t / tokens * tokens + tokens / 2)) * frequency;
+    }
+    for (size_t r = 0; r < RANK; r++) {
+      double row[DIM];
+      memcpy(row, vectors[r], sizeof row);
+      for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
+        const size_t i = qkv_rope_first(rope, pair), j = qkv_rope_second(rope, pair);
+        const double a = row[i], b = row[j], c = cos(angles[pair]) * magnitude, s = sin(angles[pair]) * magnitude;
+        row[i] = a * c - b * s;
+        row[j] = a * s + b * c;
+      }
+      for (size_t i = 0; i < DIM; i++) {
+        if (r == 0) mean[i] += row[i] / POSITIONS;
+        for (size_t j = 0; j < DIM; j++) second[i][j] += row[i] * row[j] / POSITIONS;
+      }
+    }
   }
+}
+
+static void expect_planned(qkv_rope rope, qkv_turn_rule rule) {
+  naive_random random = {29};
+  assert_int_equal(qkv_rope_resolve(&rope, DIM, NULL), QKV_OK);
+  const qkv_turn_plan plan = qkv_turn_plan_of(&rope, rule);
+  double vectors[RANK][DIM], slow_mean[DIM] = {0}, slow[DIM][DIM] = {{0}}, mean[DIM], fast[DIM][DIM] = {{0}};
+  for (size_t r = 0; r < RANK; r++) {
+    for (size_t i = 0; i < DIM; i++) vectors[r][i] = naive_gaussian(&random);
+  }
+  turn_planned_slowly(&rope, &plan, vectors, slow_mean, slow);
+  for (size_t i = 0; i < DIM; i++) {
+    mean[i] = vectors[0][i];
+    for (size_t j = 0; j < DIM; j++) {
+      for (size_t r = 0; r < RANK; r++) fast[i][j] += vectors[r][i] * vectors[r][j];
+    }
+  }
+  qkvi_turns *turns = qkvi_turns_create_planned(&rope, DIM, &plan);
+  qkvi_turn_mean(turns, mean);
+  qkvi_turn_second(turns, &fast[0][0]);
   qkvi_turns_destroy(&turns);
+  bool plain[DIM] = {false};
+  for (uint32_t pair = 0; pair < plan.begins[0]; pair++) {
+    plain[qkv_rope_first(&rope, pair)] = plain[qkv_rope_second(&rope, pair)] = true;
+  }
+  for (size_t i = 0; i < DIM; i++) {
+    assert_true(plain[i] ? mean[i] == 0 : fabs(mean[i] - slow_mean[i]) < 1e-9);
+    for (size_t j = 0; j < DIM; j++) {
+      if (plain[i] || plain[j]) continue;
+      assert_true(fabs(fast[i][j] - slow[i][j]) < 1e-9);
+    }
+  }
+  // A plain pair has the same variance twice, and nothing in common with others.
+  for (uint32_t pair = 0; pair < plan.begins[0]; pair++) {
+    const size_t i = qkv_rope_first(&rope, pair), j = qkv_rope_second(&rope, pair);
+    assert_true(fast[i][i] > 0 && fast[i][i] == fast[j][j]);
+    for (size_t k = 0; k < DIM; k++) assert_true((k == i || fast[i][k] == 0) && (k == j || fast[j][k] == 0));
+  }
+}
+
+static void plans_leave_what_blocks_do(void **state) {
+  (void)state;
+  for (qkv_turn_rule rule = QKV_TURN_PAGE; rule <= QKV_TURN_BLOCKS; rule++) {
+    expect_planned((qkv_rope){.theta = 10000}, rule);
+    expect_planned((qkv_rope){.theta = 1e6, .width = WIDTH}, rule);
+    expect_planned((qkv_rope){.theta = 50000, .width = WIDTH, .interleaved = true}, rule);
+    expect_planned(
+        (qkv_rope){
+            .theta = 10000, .width = WIDTH, .scaling = QKV_ROPE_YARN, .factor = 8, .original_max_position = 512},
+        rule);
+  }
 }
 
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(averages_are_those_of_every_position),
-      cmocka_unit_test(little_turns_within_a_page_at_low_frequencies),
+      cmocka_unit_test(plans_leave_what_blocks_do),
       cmocka_unit_test(far_positions_leave_what_turns_with_them),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,242 @@
+#include "engine/codec/walk.h"
+
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+#include "engine/kernel/kernel.h"
+
+enum { STATIC = QKV_TURN_LEVELS };  // the sums of what never changes lie behind those of all levels
+enum { OF_BLOCKS, OF_PAGES };       // qkv_walk.spans
+
+static const uint64_t NONE = UINT64_MAX;
+// From here on sums of angles are not exact enough (phases.h).
+static const uint64_t FAR = (uint64_t)1 << 32;
+
+static size_t padded(size_t coordinates) {
+  return (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS;
+}
+
+// ---- Start ----
+
+static double length_of(const float *row, size_t dim) {
+  double squares = 0;
+  for (size_t i = 0; i < dim; i++) squares += (double)row[i] * (double)row[i];
+  return sqrt(squares);
+}
+
+static void take_rows(qkv_walk *walk, const float *queries) {
+  const qkv_rope *rope = qkv_phases_rope(walk->phases);
+  const size_t pairs = rope->width / 2;
+  for (size_t i = 0; i < walk->n; i++, queries += walk->dim) {
+    float *row = walk->rows + i * walk->dim;
+    for (uint32_t pair = 0; pair < pairs; pair++) {
+      row[pair] = queries[qkv_rope_first(rope, pair)];
+      row[pairs + pair] = queries[qkv_rope_second(rope, pair)];
+    }
+    memcpy(row + rope->width, queries + rope->width, (walk->dim - rope->width) * sizeof *row);
+    const double length = length_of(queries, walk->dim);
+    const bool counts = length * length >= (double)QKVI_DENSE_SQUARE_LEAST;
+    walk->factors[i] = counts ? (float)((double)QKVI_DENSE_ROW_LENGTH / length) : 0;
+    walk->scales[i] = counts ? (float)(length / (double)QKVI_DENSE_ROW_LENGTH) : 0;
+    double share = 0;
+    for (size_t c = 0; c < walk->dim; c++) share += (double)queries[c] * (double)walk->transform->mean[c];
+    walk->shares[i] = (float)share;
+  }
+}
+
+// With query (a, b) and anchor (x, y) in a pair, q . R_t mu = (ax + by) cos(wt) + (bx - ay) sin(wt).
+static void find_products(qkv_walk *walk) {
+  const qkv_transform *transform = walk->transform;
+  const size_t pairs = qkv_phases_rope(walk->phases)->width / 2, stride = qkv_phases_waves(walk->phases)->stride;
+  const double magnitude = qkv_rope_magnitude(qkv_phases_rope(walk->phases));
+  memset(walk->products, 0, walk->n * 2 * stride * sizeof *walk->products);
+  for (size_t i = 0; i < walk->n; i++) {
+    const float *row = walk->rows + i * walk->dim;
+    float *products = walk->products + i * 2 * stride;
+    for (size_t j = 0; j < transform->anchor_pairs; j++) {
+      const size_t pair = qkv_transform_anchored(transform, j);
+      const float x = (float)(magnitude * (double)transform->anchor[2 * j]);
+      const float y = (float)(magnitude * (double)transform->anchor[2 * j + 1]);
+      products[pair] = row[pair] * x + row[pairs + pair] * y;
+      products[stride + pair] = row[pairs + pair] * x - row[pair] * y;
+    }
+  }
+}
+
+static int32_t *sums_of(qkv_walk *walk, unsigned level) {
+  return walk->sums + (walk->keeps ? level * walk->n * padded(walk->coordinates) : 0);
+}
+
+// Inputs that never change, [first, first + count) of the matrix, the i-th lying at at[i] of a row.
+static void add_static(qkv_walk *walk, size_t first, size_t count, const int32_t *before) {
+  const qkv_rope *rope = qkv_phases_rope(walk->phases);
+  int16_t words[QKV_QUERY_BLOCK * QKV_DIM_MAX];
+  for (size_t i = 0; i < walk->n; i++) {
+    const float *row = walk->rows + i * walk->dim;
+    for (size_t j = 0; j < count; j++) {
+      const size_t input = first + j;
+      const size_t at = input >= rope->width ? input : input % 2 * (rope->width / 2) + input / 2;
+      words[i * count + j] = (int16_t)nearbyintf(row[at] * walk->factors[i]);
+    }
+  }
+  qkv_kernels_get()->add_products(walk->transform->turning, walk->coordinates, first, count, words, walk->n, before,
+                                  sums_of(walk, STATIC));
+}
+
+static void sum_static(qkv_walk *walk) {
+  const size_t width = qkv_phases_rope(walk->phases)->width;
+  add_static(walk, 0, 2 * (size_t)walk->transform->plan->begins[0], NULL);
+  if (width < walk->dim) add_static(walk, width, walk->dim - width, sums_of(walk, STATIC));
+}
+
+void qkv_walk_start(qkv_walk *walk, const qkv_phases *phases, const qkv_transform *transform, const float *queries,
+                    size_t n, size_t coordinates) {
+  assert(n <= QKV_QUERY_BLOCK && qkv_transform_by_blocks(transform) && transform->turning != NULL);
+  walk->phases = phases;
+  walk->transform = transform;
+  walk->n = n;
+  walk->dim = transform->schedule->dim;
+  walk->coordinates = coordinates;
+  walk->keeps = (QKV_TURN_LEVELS + 1) * n * padded(coordinates) <= QKV_WALK_SUMS;
+  walk->spans[OF_BLOCKS] = walk->spans[OF_PAGES] = NONE;
+  for (unsigned level = 0; level < QKV_TURN_LEVELS; level++) walk->blocks[level] = NONE;
+  take_rows(walk, queries);
+  find_products(walk);
+  if (walk->keeps) sum_static(walk);
+}
+
+// ---- Codes ----
+
+// Turns of pairs [first, end): those to `base`, and on from there.
+static void find_turns(qkv_walk *walk, int which, uint64_t base, qkv_pair_turns on, size_t first, size_t end,
+                       float *cosines, float *sines) {
+  if (walk->spans[which] != base) {
+    walk->spans[which] = base;
+    walk->turns[which] = qkv_phases_turns_at(walk->phases, base, walk->room[which]);
+  }
+  const float *base_c = walk->turns[which].cosines, *base_s = walk->turns[which].sines;
+  for (size_t pair = first; pair < end; pair++) {
+    cosines[pair] = base_c[pair] * on.cosines[pair] - base_s[pair] * on.sines[pair];
+    sines[pair] = base_c[pair] * on.sines[pair] + base_s[pair] * on.cosines[pair];
+  }
+}
+
+// The same to the middle of a block.
+static void turn_to_block(qkv_walk *walk, uint64_t middle, size_t first, size_t end, float *cosines, float *sines) {
+  const uint64_t base = middle < FAR ? middle / QKV_TURN_SPAN * QKV_TURN_SPAN : middle;
+  const size_t half_pages = (size_t)(middle - base) / (QKV_PAGE_TOKENS / 2);
+  find_turns(walk, OF_BLOCKS, base, qkv_phases_half_pages(walk->phases, half_pages), first, end, cosines, sines);
+}
+
+// after = before + the share of pairs [first, end), turned back by cosines and sines [pairs].
+static void add_pairs(qkv_walk *walk, size_t first, size_t end, const float *cosines, const float *sines,
+                      const int32_t *before, int32_t *after) {
+  const qkv_kernels *kernels = qkv_kernels_get();
+  int16_t words[QKV_QUERY_BLOCK * QKV_DIM_MAX];
+  kernels->turn_words(walk->rows + first, walk->dim, qkv_phases_rope(walk->phases)->width / 2, end - first,
+                      cosines + first, sines + first, walk->factors, walk->n, words);
+  kernels->add_products(walk->transform->turning, walk->coordinates, 2 * first, 2 * (end - first), words, walk->n,
+                        before, after);
+}
+
+// A page whose rows turn with frequencies of their own: all pairs by its centre.
+static const int32_t *sum_unsteady(qkv_walk *walk, uint64_t position) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  const qkv_turn_plan *plan = walk->transform->plan;
+  for (unsigned level = 0; level < QKV_TURN_LEVELS; level++) walk->blocks[level] = NONE;
+  qkv_phases_frame(walk->phases, plan, position, cosines, sines);
+  add_pairs(walk, plan->begins[0], plan->begins[QKV_TURN_LEVELS], cosines, sines, sums_of(walk, STATIC),
+            sums_of(walk, 0));
+  return sums_of(walk, 0);
+}
+
+// From the longest blocks to the shortest: what has not changed is there.
+static const int32_t *sum_levels(qkv_walk *walk, uint64_t position) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  const qkv_turn_plan *plan = walk->transform->plan;
+  const int32_t *sums = sums_of(walk, STATIC);
+  for (unsigned level = QKV_TURN_LEVELS; level-- > 0;) {
+    const size_t first = plan->begins[level], end = plan->begins[level + 1];
+    const uint64_t block = qkv_turn_block(position, level);
+    if (first == end) continue;
+    int32_t *after = sums_of(walk, level);
+    if (!walk->keeps || walk->blocks[level] != block) {
+      turn_to_block(walk, qkv_turn_middle(block, level), first, end, cosines, sines);
+      add_pairs(walk, first, end, cosines, sines, sums, after);
+      walk->blocks[level] = block;
+    }
+    sums = after;
+  }
+  return sums;
+}
+
+void qkv_walk_codes(qkv_walk *walk, uint64_t position, float *codes) {
+  if (!walk->keeps) sum_static(walk);
+  const int32_t *sums =
+      qkv_phases_steady(walk->phases, position) ? sum_levels(walk, position) : sum_unsteady(walk, position);
+  qkv_kernels_get()->scale_sums(walk->transform->turning, walk->coordinates, sums, walk->scales, walk->n, codes);
+}
+
+void qkv_walk_exact(qkv_walk *walk, uint64_t position, const float *queries, float *codes) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  const qkv_rope *rope = qkv_phases_rope(walk->phases);
+  qkv_phases_frame(walk->phases, walk->transform->plan, position, cosines, sines);
+  memcpy(codes, queries, walk->n * walk->dim * sizeof *codes);
+  for (size_t i = 0; i < walk->n; i++) {
+    for (uint32_t pair = walk->transform->plan->begins[0]; pair < rope->width / 2; pair++) {
+      float *first = codes + i * walk->dim + qkv_rope_first(rope, pair);
+      float *second = codes + i * walk->dim + qkv_rope_second(rope, pair);
+      const float a = *first, b = *second, c = cosines[pair], s = sines[pair];
+      *first = a * c + b * s;
+      *second = b * c - a * s;
+    }
+  }
+  qkv_kernels_get()->multiply(walk->transform->synthesis, walk->dim, walk->coordinates, codes, walk->n);
+}
+
+// ---- Scores ----
+
+static void add_shares(const qkv_walk *walk, float *scores) {
+  for (size_t i = 0; i < walk->n; i++, scores += QKV_PAGE_TOKENS) {
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) scores[t] += walk->shares[i];
+  }
+}
+
+// Pair by pair, as pages of other frames are.
+static void add_unsteady(const qkv_walk *walk, uint64_t position, float *scores) {
+  const qkv_rope *rope = qkv_phases_rope(walk->phases);
+  float query[QKV_DIM_MAX], turned[QKV_DIM_MAX];
+  qkv_phases_walk centre;
+  qkv_phases_start(&centre);
+  for (size_t i = 0; i < walk->n; i++) {
+    const float *row = walk->rows + i * walk->dim;
+    for (size_t j = 0; j < walk->dim; j++) {
+      const size_t at = j >= rope->width ? j : j % 2 * (rope->width / 2) + j / 2;
+      query[qkv_turn_input(rope, j)] = row[at];
+    }
+    qkv_phases_turn_queries(walk->phases, &centre, position, 1, walk->dim, query, turned);
+    qkv_phases_add_scores(walk->phases, walk->transform, position, 1, turned, scores + i * QKV_PAGE_TOKENS);
+  }
+}
+
+// Turns to a page's middle, between slots 31 and 32: those to its span, and on from there.
+static void turn_to_middle(qkv_walk *walk, uint64_t position, float *cosines, float *sines) {
+  const size_t page = position < FAR ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
+  const size_t pairs = qkv_phases_rope(walk->phases)->width / 2;
+  find_turns(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS, qkv_phases_middle(walk->phases, page), 0, pairs,
+             cosines, sines);
+  for (size_t pair = pairs; pair % QKV_BAND != 0; pair++) cosines[pair] = sines[pair] = 0;
+}
+
+void qkv_walk_add_scores(qkv_walk *walk, uint64_t position, float *scores) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  if (walk->transform->anchor_pairs == 0) return add_shares(walk, scores);
+  if (!qkv_phases_steady(walk->phases, position)) {
+    add_shares(walk, scores);
+    return add_unsteady(walk, position, scores);
+  }
+  turn_to_middle(walk, position, cosines, sines);
+  qkv_kernels_get()->add_anchors(qkv_phases_waves(walk->phases), cosines, sines, walk->products, walk->n,
+                                 walk->shares, scores);
+}
