@@ -206,8 +206,8 @@ def test_appends_wait_for_the_disk(start):
 
         def held_back():
             nonlocal position
-            fill(cache, 16384, position)
-            position += 16384
+            fill(cache, 8192, position)
+            position += 8192
             assert daemon.metric("qkvd_storage_dirty_bytes") <= 1 << 20
             return daemon.metric("qkvd_storage_waits_total") > 0
         wait_for(held_back, "nothing is held back")
