@@ -169,6 +169,8 @@ static void wait_for(qkvi_call *call, void *tag) {
 static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice details, qkv_call_error *outcome) {
   int length = (int)GRPC_SLICE_LENGTH(details);
   const char *text = (const char *)GRPC_SLICE_START_PTR(details);
+  // gRPC's own where a stream went before its connection did ("Stream removed"); a daemon never answers UNKNOWN.
+  if (status == GRPC_STATUS_UNKNOWN && qkvi_socket_hung_up(call->client->fd)) status = GRPC_STATUS_UNAVAILABLE;
   static const char timed_out[] = "Deadline Exceeded";
   if (status == GRPC_STATUS_OK) {
     (void)qkvi_ok(outcome);
