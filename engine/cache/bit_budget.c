@@ -40,6 +40,10 @@ void qkv_bit_budget(qkv_bit_part *parts, size_t count, double mean) {
   }
 }
 
+double qkv_bit_faded(double offset, double bits) {
+  return offset * (bits < 1 ? 0 : bits > 2 ? 1 : bits - 1);
+}
+
 void qkv_bit_eighths(const qkv_bit_part *parts, size_t count, int8_t *eighths) {
   double carried = 0;
   for (size_t i = 0; i < count; i++) {

@@ -35,6 +35,10 @@ typedef struct qkv_bit_part {
 // Fills the offsets, whose mean over all parts is `mean`; parts that were not measured get that.
 void qkv_bit_budget(qkv_bit_part *parts, size_t count, double mean);
 
+// What of an offset counts for a budget of `bits`: all of it from 2 bits on, none at 1: there a bit less costs more
+// than a bit more gains (tinylm, 1 bit: twice the KL).
+double qkv_bit_faded(double offset, double bits);
+
 // To eighths of a bit, in order, so that their sums stay within half an eighth of the offsets'.
 void qkv_bit_eighths(const qkv_bit_part *parts, size_t count, int8_t *eighths);
 

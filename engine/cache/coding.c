@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "engine/cache/bit_budget.h"
 #include "engine/codec/calibrate.h"
 
 struct qkv_coding {
@@ -73,15 +74,13 @@ static int mean_offset(const qkv_model *model, const qkv_calibration *calibratio
 }
 
 // A budgeted tier with a head's share of what the calibration gives to some and takes from others; between keys and
-// values, too, unless the policy tells them apart. All of it from 2 bits on, none at 1: there a bit less costs more
-// than a bit more gains (tinylm, 1 bit: twice the KL).
+// values, too, unless the policy tells them apart.
 static uint8_t head_tier(const qkv_coding *coding, uint32_t layer, uint32_t head, qkv_calibration_part part,
                          uint8_t budget) {
   const int least = budget < TIER_LEAST ? budget : TIER_LEAST;
   const int shared = coding->policy.bits_k == coding->policy.bits_v ? 0 : coding->mean_offsets[part];
   const int offset = qkv_calibration_tier_offset(coding->calibration, layer, head, part) - shared;
-  const int beyond = budget < QKV_TIER_BIT ? 0 : budget > 2 * QKV_TIER_BIT ? QKV_TIER_BIT : budget - QKV_TIER_BIT;
-  int tier = budget + offset * beyond / QKV_TIER_BIT;
+  int tier = budget + (int)qkv_bit_faded(offset, (double)budget / QKV_TIER_BIT);
   if (tier < least) tier = least;
   return (uint8_t)(tier > QKV_TIER_MAX ? QKV_TIER_MAX : tier);
 }

@@ -153,6 +153,11 @@ static void fill_page(const qkv_layer *layer, size_t index, uint64_t now, qkv_re
   free(tiers);
 }
 
+static float offset_of(const qkv_coder *coder, size_t kv_head, qkv_part part) {
+  const int tier = part == QKV_K ? coder->tier_k : coder->tier_v;
+  return (float)(coder->heads[kv_head].tiers[part] - tier) / QKV_TIER_BIT;
+}
+
 // The lanes of one coder more.
 static void add_lanes(const qkv_coder *coder, qkv_retier_snapshot *snapshot) {
   const size_t lanes = (size_t)2 * snapshot->kv_heads;
@@ -160,7 +165,9 @@ static void add_lanes(const qkv_coder *coder, qkv_retier_snapshot *snapshot) {
   if (grown == NULL) abort();
   snapshot->lanes = grown;
   for (size_t i = 0; i < lanes; i++) {
-    fill_lane(coder->heads[i / 2].transforms[i % 2], &snapshot->lanes[snapshot->lane_count++]);
+    qkv_retier_lane *lane = &snapshot->lanes[snapshot->lane_count++];
+    fill_lane(coder->heads[i / 2].transforms[i % 2], lane);
+    lane->offset = offset_of(coder, i / 2, (qkv_part)(i % 2));
   }
 }
 

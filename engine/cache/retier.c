@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/bit_budget.h"
+
 enum {
   GROUPS = 2 * QKV_PAGE_GROUPS,  // of one head of a page
   KEY_SHIFT = 23 - 5,            // of a float's bits: 1/32 of an octave, linear within
@@ -109,6 +111,7 @@ typedef struct decision {
   bool *free;        // of every group: in range, neither protected, fixed nor resting
   hull **hulls;      // [lane][most], as they are needed
   uint64_t coordinates, bytes_before;
+  double wanted;   // bits of the policy's budget
   uint64_t bytes;  // of groups in range, at their targets
   uint64_t budget;
   float price;
@@ -151,6 +154,12 @@ static size_t bytes_at(const place *at, unsigned tier) {
   return qkv_schedule_group_bytes(at->lane->schedule, tier);
 }
 
+// What a lane adds to its layer's budget, a coordinate.
+static double budget_bits(const qkv_retier_policy *policy, const qkv_retier_lane *lane) {
+  const double bits = policy->bits + qkv_bit_faded((double)lane->offset, policy->bits);
+  return bits < 0 ? 0 : bits > QKV_DEPTH_MAX ? QKV_DEPTH_MAX : bits;
+}
+
 // Every group's target where it is not for the policy to choose, and what is.
 static void begin(decision *d) {
   for (size_t i = 0; i < group_count(d->snapshot); i++) {
@@ -165,6 +174,7 @@ static void begin(decision *d) {
     }
     d->free[i] = !resting && !held;
     d->coordinates += (uint64_t)at.lane->schedule->dim * QKV_GROUP_TOKENS;
+    d->wanted += budget_bits(d->policy, at.lane) * (double)at.lane->schedule->dim * QKV_GROUP_TOKENS;
     d->bytes_before += bytes_at(&at, group->tier);
     d->bytes += bytes_at(&at, d->targets[i]);
   }
@@ -411,7 +421,7 @@ qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_reti
   decision d = decide_nothing(snapshot, policy);
   d.hulls = room(hulls, sizeof(hull *));
   if (policy->bits > 0) {
-    d.budget = (uint64_t)floor(policy->bits * (double)d.coordinates / 8);
+    d.budget = (uint64_t)floor(d.wanted / 8);
     spend_budget(&d);
     stay_put(&d);
   } else {

@@ -6,6 +6,8 @@
 //   a budget    sum over groups of weight * error(tier) is made least within so many bytes: rate and distortion. The
 //               steps between tiers, on the lower hull of (bytes, error), are taken in order of what they save a
 //               byte, to 1/32 of an octave, until the bytes are spent.
+//               Layers do not compare, so that a layer's budget is what its calibration would give it at these bits
+//               (qkv_retier_lane.offset).
 //   thresholds  the average attention of a group's best token decides: tiers[0] from thresholds[0] on, tiers[1] from
 //               thresholds[1] on, and so on, tiers[3] below all.
 //
@@ -53,7 +55,7 @@
 #define QKV_RETIER_LEAST_AUTO 255
 
 typedef struct qkv_retier_policy {
-  double bits;                               // budget: code bits a coordinate, on average; 0: thresholds
+  double bits;                               // budget: code bits a coordinate, on average over layers; 0: thresholds
   double thresholds[QKV_RETIER_LEVELS - 1];  // falling
   uint8_t tiers[QKV_RETIER_LEVELS];          // falling
   uint8_t tier_least;                        // of a budget, or QKV_RETIER_LEAST_AUTO
@@ -76,6 +78,7 @@ qkv_status qkv_retier_policy_check(const qkv_retier_policy *policy, qkv_error *e
 typedef struct qkv_retier_lane {
   const qkv_schedule *schedule;
   float errors[QKV_TIER_MAX + 1];  // squared error of a row of gain 1, weighed by coordinates
+  float offset;                    // bits that its calibration gives it more than the average (bit_budget.h)
 } qkv_retier_lane;
 
 typedef struct qkv_retier_group {
