@@ -17,15 +17,14 @@
 //   keys     sum_t e_t (1 - s_t)^2 g_t^2 |v_t|^2 S   S: mean square of what a unit of key error makes of a score
 //
 // (out = sum_t a_t v_t, and d out / d score_t = a_t (v_t - out)), so that heads, keys and values of a layer compare.
-// Attention comes in bursts, and to tokens that had none before, so e_t = s_t + 3 / tokens, not s_t^2. Measured on
-// tinylm, rows coded at 4 bits in the attend frame and brought to an average of 1.625 after 256 queries; KL in bits,
-// 6 windows:
-//   1.625 for all          0.0017 coded so, 0.0015 cut            e = s^2          0.0022
-//   keys 2, values 1.25    0.0013 coded so, 0.0012 cut            e = s + 1 / n    0.00075
-//   e = 1, gains alone     0.00078                                e = s + 3 / n    0.00068
-// 8 windows, against the better split of the same bits: 1.25 bits 0.0018 for 0.0024, 2 bits 0.0004 for 0.0005. In the
-// data-free code keys at less than 2 bits cost more than this tells: tier_least should be 16 there
-// (QKV_RETIER_LEAST_AUTO).
+// Attention comes in bursts, and to tokens that had none before, so e_t = s_t + f / tokens, not s_t^2. Measured with
+// rows coded at 4 bits in the attend frame; KL in bits (`qkv-bench quality --setting attend:4@2`):
+//                                            f = 0.1   0.3      1        3        10       squared
+//   SmolLM2-135M, average 2, 6 windows       0.0149    0.0141   0.0149   0.0165   0.0177   0.0174
+//   tinylm, average 2, 12 windows                      0.00034  0.00035  0.00035
+//   tinylm, average 1.25, 12 windows                   0.0016   0.0017   0.0021
+// SmolLM2, rows coded at 2 bits: 0.0192. Keys' weights times 0.3 or 3 are worse. In the data-free code keys at less
+// than 2 bits cost more than this tells: tier_least should be 16 there (QKV_RETIER_LEAST_AUTO).
 //
 // What the policy leaves alone: the sinks and the recent window stay at the most that is held, groups that can not be
 // cut (chains) and pages that rest as they are. A group changes only where its cost, weight * error + price * bytes,
@@ -48,7 +47,7 @@
 #define QKV_RETIER_LEVELS 4
 #define QKV_RETIER_SINKS 4
 #define QKV_RETIER_HYSTERESIS 0.05
-#define QKV_RETIER_FLOOR 3.0f  // even shares of attention
+#define QKV_RETIER_FLOOR 0.3f  // even shares of attention
 // The least tier of a budget: none in calibrated code (at an average of 1 bit, a least of 1 would leave no choice: KL
 // 0.0070 for 0.0032; at 1.25 0.0024 for 0.0022, at 1.5 0.00107 for 0.00104, 16 windows). In data-free code 2 bits,
 // for a budget of 2 an eighth less, for budgets below 2 1 bit, for those below 1 none.

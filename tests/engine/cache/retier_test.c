@@ -194,6 +194,27 @@ static void budgets_are_met_and_spent(void **state) {
   }
 }
 
+// A layer has the bits that its calibration would give it: all of the lanes' offsets at 2 bits, half at 1.5.
+static void budgets_follow_the_calibration(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s, 20, 3);
+  const struct { double bits, offset, budget; } cases[] = {{2, 0.5, 2.5}, {3, -0.75, 2.25}, {1.5, 1, 2}, {1, 1, 1}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkv_retier_plan given, even;
+    const qkv_retier_policy policy = budget_of(cases[i].bits), same = budget_of(cases[i].budget);
+    for (size_t lane = 0; lane < s.snapshot.lane_count; lane++)
+      s.snapshot.lanes[lane].offset = (float)cases[i].offset;
+    free(decide(&s, &policy, &given));
+    for (size_t lane = 0; lane < s.snapshot.lane_count; lane++) s.snapshot.lanes[lane].offset = 0;
+    free(decide(&s, &same, &even));
+    assert_int_equal(given.bytes_after, even.bytes_after);
+    qkv_retier_plan_deinit(&given);
+    qkv_retier_plan_deinit(&even);
+  }
+  teardown_scene(&s);
+}
+
 // No other choice of tiers within the same bytes is better by more than what the last step and the keys' grain leave:
 // the price bounds from below what any choice can reach (weak duality).
 static void budgets_are_spent_well(void **state) {
@@ -476,6 +497,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(limits_are_named),
       cmocka_unit_test(budgets_are_met_and_spent),
+      cmocka_unit_test(budgets_follow_the_calibration),
       cmocka_unit_test(budgets_are_spent_well),
       cmocka_unit_test(heavier_groups_have_no_fewer_bits),
       cmocka_unit_test(protected_groups_stay),
