@@ -231,6 +231,28 @@ static void a_failed_write_fails_for_all_of_its_records(void **state) {
   finish(&on);
 }
 
+// Of a record's writes the first one fails and later ones do not: the record has failed.
+static void a_record_fails_with_any_of_its_writes(void **state) {
+  (void)state;
+  for (size_t failing = 0; failing < 3; failing++) {
+    moment on;
+    piece pieces[2];
+    begin(&on, 1);
+    put(&on, &pieces[0], 0, SMALL);
+    assert_int_equal(settle(&on, &pieces[0]), QKV_OK);
+    fault_disk_hold(on.disk, true);
+    put(&on, &pieces[1], 1, 3 * MIB);
+    assert_true(fault_disk_land(on.disk, QKV_IO_WRITE, failing, EIO));
+    turn(&on);
+    assert_false(pieces[1].ended);  // others are under way
+    fault_disk_hold(on.disk, false);
+    assert_int_equal(settle(&on, &pieces[1]), QKV_INTERNAL);
+    check(&on, &pieces[0]);
+    free_pieces(pieces, 2);
+    finish(&on);
+  }
+}
+
 // A record has its place, but no buffer yet, when its session is closed.
 static void a_place_that_was_given_is_filled(void **state) {
   (void)state;
@@ -303,6 +325,29 @@ static void copy_in_doubt(uint64_t seed) {
 static void a_copy_in_doubt_does_not_count(void **state) {
   (void)state;
   for (uint64_t seed = 1; seed <= 16; seed++) copy_in_doubt(seed);
+}
+
+// While a segment is compacted the device does not give its records, now and then or at all: none is dropped, and the
+// next compaction moves them.
+static void what_compaction_cannot_read_stays(void **state) {
+  (void)state;
+  static const double errors[] = {0.5, 1};
+  for (uint64_t seed = 1; seed <= 16; seed++) {
+    moment on;
+    piece pieces[2];
+    begin(&on, seed);
+    for (uint64_t i = 0; i < 2; i++) put(&on, &pieces[i], i, SMALL);
+    for (size_t i = 0; i < 2; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_OK);
+    qkv_storage_close(&on.storage);  // seals their segment
+    open_storage(&on);
+    fault_disk_plan(on.disk, &(fault_plan){.segment_error = errors[seed % 2]});
+    (void)compact(&on, 1.1);
+    assert_int_equal(on.storage->stats.bad_records, 0);
+    fault_disk_plan(on.disk, &(fault_plan){0});
+    for (size_t i = 0; i < 2; i++) check(&on, &pieces[i]);
+    free_pieces(pieces, 2);
+    finish(&on);
+  }
 }
 
 // ---- Names ----
@@ -446,8 +491,10 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_failed_segment_keeps_its_buffer),
       cmocka_unit_test(a_failed_write_fails_for_all_of_its_records),
+      cmocka_unit_test(a_record_fails_with_any_of_its_writes),
       cmocka_unit_test(a_place_that_was_given_is_filled),
       cmocka_unit_test(a_copy_in_doubt_does_not_count),
+      cmocka_unit_test(what_compaction_cannot_read_stays),
       cmocka_unit_test(numbers_are_given_once),
       cmocka_unit_test(what_is_not_read_stays),
       cmocka_unit_test(a_journal_may_be_torn_anywhere),
