@@ -244,6 +244,32 @@ static void much_is_allowed_or_nothing(void **state) {
   teardown_scene(&s);
 }
 
+// Bytes of the pages that were judged, of a layer whose first page has rows times `size` and was not.
+static uint64_t judged_bytes(uint64_t window, float size) {
+  scene s;
+  uint64_t bytes = 0;
+  qkv_model model = test_model(2, 2, 64, 64, QKV_FP16);
+  model.sliding_window = window;
+  setup_scene(&s, model, QKV_FRAME_PLAIN, 6, 0.1);
+  for (size_t i = 0; i < (size_t)QKV_PAGE_TOKENS * 2 * 64; i++) s.rows.k[i] *= size;
+  must_append(&s.layer, &s.rows, 0, TOKENS - 2 * QKV_PAGE_TOKENS);
+  const size_t before = s.layer.page_count;
+  assert_true(before > 2);
+  ask_all(&s, TOKENS - 2 * QKV_PAGE_TOKENS, 1);
+  must_append(&s.layer, &s.rows, TOKENS - 2 * QKV_PAGE_TOKENS, TOKENS);
+  assert_int_equal(qkv_quality_read(s.layer.config.quality).pages, s.layer.page_count - before);
+  for (size_t i = before; i < s.layer.page_count; i++) bytes += s.layer.pages[i].bytes;
+  teardown_scene(&s);
+  return bytes;
+}
+
+// Rows that no query sees any more take nothing of the attention that pages are judged by.
+static void what_the_window_has_passed_does_not_count(void **state) {
+  (void)state;
+  assert_int_equal(judged_bytes(96, 1), judged_bytes(96, 8));
+  assert_true(judged_bytes(0, 1) > judged_bytes(0, 8));  // without a window they do
+}
+
 static void pages_before_any_query_are_left_alone(void **state) {
   (void)state;
   scene s;
@@ -448,6 +474,7 @@ int main(void) {
       cmocka_unit_test(the_error_is_that_of_float64),
       cmocka_unit_test(the_contract_decides_the_tiers),
       cmocka_unit_test(much_is_allowed_or_nothing),
+      cmocka_unit_test(what_the_window_has_passed_does_not_count),
       cmocka_unit_test(pages_before_any_query_are_left_alone),
       cmocka_unit_test(batches_show_their_last_queries),
       cmocka_unit_test(limits_are_named),
