@@ -1,5 +1,8 @@
 """Attend and Decode against attention in float64 over the rows that Fetch gives."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import grpc
 import numpy as np
 import pytest
@@ -194,6 +197,39 @@ def test_batch_over_sessions_of_one_layer(make_cache):
     answer = caches[0].stub.Attend(kv.AttendRequest(items=items), timeout=TIMEOUT)
     for index, (cache, q, result) in enumerate(zip(caches, queries, answer.results)):
         assert_close(array_of(result.out), attention(q, *cache.fetch(), 9 + 30 * index)[0])
+
+
+def test_batches_in_any_order_beside_appends(make_cache):
+    """Sessions named several times and in opposite orders, while others append to them: no call waits for ever."""
+    caches = [make_cache(recent_window=20, kv_heads=4, q_heads=16, key_dim=64, value_dim=64) for _ in range(2)]
+    rows = [cache.rows(2048) for cache in caches]
+    for cache, (k, v) in zip(caches, rows):
+        cache.append(0, k[:512], v[:512])
+    stop = threading.Event()
+
+    def attend(order):
+        items = [caches[index].item(511, q=caches[index].queries(16)) for index in order]
+        while not stop.is_set():
+            answer = caches[0].stub.Attend(kv.AttendRequest(items=items), timeout=30)
+            assert all(result.status.code == 0 for result in answer.results)
+
+    def append(index):
+        k, v = rows[index]
+        for position in range(512, 2048, 4):
+            end = position + 4
+            caches[index].stub.Append(iter([kv.AppendRequest(items=[caches[index].item(
+                position, k[position:end], v[position:end])])]), timeout=30)
+
+    with ThreadPoolExecutor(6) as pool:
+        readers = [pool.submit(attend, order) for order in ([0, 1, 0, 1], [1, 0, 1, 0]) * 2]
+        writers = [pool.submit(append, index) for index in range(2)]
+        try:
+            for writer in writers:
+                writer.result()
+        finally:
+            stop.set()
+        for reader in readers:
+            reader.result()
 
 
 def test_items_of_a_batch_fail_one_by_one(make_cache):
