@@ -215,6 +215,25 @@ def test_appends_wait_for_the_disk(start):
         assert rows(cache, 100)[0].shape[0] == 100
 
 
+def test_a_refused_append_leaves_nothing_reserved(start):
+    """Other rows at positions that only the disk has, and more behind them: refused, and their memory is free again."""
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        k, v = cache.fetch(range=tensor_pb2.TokenRange(begin=0, end=256))
+    with start() as daemon:
+        reopen(daemon, cache)
+        before = daemon.metric("qkvd_kv_reserved_bytes")
+        more_k, more_v = cache.rows(200)
+        for wrong in (0, 100, 255):
+            other = k.copy()
+            other[wrong] += 1
+            with refused(grpc.StatusCode.ALREADY_EXISTS):
+                cache.append(0, np.concatenate((other, more_k)), np.concatenate((v, more_v)))
+            wait_for(lambda: daemon.metric("qkvd_kv_reserved_bytes") == before, "memory is left reserved")
+        assert list(cache.info().lengths) == [300] * LAYERS
+
+
 def test_what_has_expired_stays_away(start):
     with start() as daemon:
         cache = open_cache(daemon)
