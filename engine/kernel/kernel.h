@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "engine/base/tensor.h"
+#include "engine/codec/outliers.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/dense.h"
 #include "engine/kernel/integer.h"
@@ -154,6 +155,15 @@ typedef struct qkv_page_waves {
   void name(const qkv_page_codes *values, const qkv_integer_weights *weights, qkv_layouts *layouts, qkv_ahead ahead, \
             float *sums)
 
+// Outlier rows (engine/codec/outliers.h). scores [n][64]: those of outlier slots become query . row; queries [n][dim].
+#define QKV_DECLARE_SCORE_OUTLIERS(name) \
+  void name(const qkv_outliers *keys, const float *queries, size_t n, float *scores)
+// sums [n][dim] += sum over outlier slots of exp(score - peak) . row, as `weigh_integer` computes it of scores [n][64]
+// and peaks [n]; peaks NULL: the scores are weights. steps [dim], NULL: all 1. n <= QKV_INTEGER_ROWS.
+#define QKV_DECLARE_WEIGH_OUTLIERS(name)                                                                              \
+  void name(const qkv_outliers *values, const float *steps, const float *scores, const float *peaks, size_t n, \
+            float *sums)
+
 typedef struct qkv_kernels {
   const char *name;  // "reference", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
@@ -182,6 +192,8 @@ typedef struct qkv_kernels {
   QKV_DECLARE_PEAKS((*peaks));
   QKV_DECLARE_WEIGH_INTEGER((*weigh_integer));
   QKV_DECLARE_ACCUMULATE_INTEGER((*accumulate_integer));
+  QKV_DECLARE_SCORE_OUTLIERS((*score_outliers));
+  QKV_DECLARE_WEIGH_OUTLIERS((*weigh_outliers));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.
@@ -204,8 +216,6 @@ QKV_DECLARE_ADD_PRODUCTS(qkvi_add_products_reference);
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
 QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 
-// exp(x), as `weigh_integer` computes it.
-float qkvi_integer_power(float x);
 // exp(x) for x <= 0, as `weigh` computes it.
 float qkv_exp_negative(float x);
 // 2^((gain - 128) / 8); 0 for gain 0.

@@ -9,6 +9,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
@@ -277,10 +278,6 @@ static QKV_DECLARE_DENSE(combine_reference) {
   }
 }
 
-float qkvi_integer_power(float x) {
-  return power_of_two(x * 1.44269504f);
-}
-
 const qkv_kernels qkvi_kernels_reference = {
     .name = "reference",
     .scores = scores_reference,
@@ -308,4 +305,6 @@ const qkv_kernels qkvi_kernels_reference = {
     .peaks = peaks_plain,
     .weigh_integer = weigh_integer_plain,
     .accumulate_integer = qkvi_accumulate_integer_reference,
+    .score_outliers = score_outliers_plain,
+    .weigh_outliers = weigh_outliers_plain,
 };

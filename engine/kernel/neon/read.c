@@ -9,6 +9,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/quarters.h"
 #include "engine/kernel/neon/twins.h"
+#include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/walk_plain.h"
@@ -259,4 +260,6 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .peaks = peaks_plain,
     .weigh_integer = weigh_integer_plain,
     .accumulate_integer = TWIN(qkvi_accumulate_integer),
+    .score_outliers = score_outliers_plain,
+    .weigh_outliers = weigh_outliers_plain,
 };

@@ -307,4 +307,6 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .peaks = TWIN(qkvi_peaks),
     .weigh_integer = TWIN(qkvi_weigh_integer),
     .accumulate_integer = TWIN(qkvi_accumulate_integer),
+    .score_outliers = TWIN(qkvi_score_outliers),
+    .weigh_outliers = TWIN(qkvi_weigh_outliers),
 };

@@ -38,5 +38,7 @@ QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
 QKV_DECLARE_PEAKS(TWIN(qkvi_peaks));
 QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer));
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer));
+QKV_DECLARE_SCORE_OUTLIERS(TWIN(qkvi_score_outliers));
+QKV_DECLARE_WEIGH_OUTLIERS(TWIN(qkvi_weigh_outliers));
 
 #endif
