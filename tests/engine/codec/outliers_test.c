@@ -6,6 +6,7 @@
 #include <cmocka.h>
 
 #include "engine/codec/outliers.h"
+#include "engine/kernel/kernel.h"
 #include "tests/engine/codec/naive.h"
 
 enum { TOKENS = QKV_PAGE_TOKENS, HEADS_MAX = 8 };
