@@ -16,7 +16,7 @@ _Static_assert((int)WALK_SUMS == (int)PLAIN_WIDTH, "all sums of a query are one 
 
 // Products, turned back: [2][stride] each.
 typedef struct walk_turned {
-  float of[WALK_TOGETHER][QKV_DIM_MAX + 4 * PLAIN_WIDTH];  // not 4 KB apart: loads would wait for stores
+  _Alignas(64) float of[WALK_TOGETHER][QKV_DIM_MAX + 4 * PLAIN_WIDTH];  // not 4 KB apart: loads would wait for stores
 } walk_turned;
 
 // Where wider vectors leave registers for it, all slots are taken at once, else a part of them and of the queries.
@@ -189,7 +189,7 @@ WALK_INLINE void add_anchors_of(const qkv_page_waves *waves, const float *cosine
 }
 
 static inline QKV_DECLARE_ADD_ANCHORS(add_anchors_plain) {
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  _Alignas(64) float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   join_turns(waves, base, on, cosines, sines);
   size_t i = 0;
   for (; i + WALK_TOGETHER <= n; i += WALK_TOGETHER) {

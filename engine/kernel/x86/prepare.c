@@ -97,7 +97,7 @@ typedef struct preparing {
   size_t *wide;
 } preparing;
 
-// qkv_integer_queries.wide, with the first bytes from coordinate `at` on.
+// qkv_integer_queries.wide, with the first bytes from coordinate `at` on, of all rows together.
 INLINE void count_wide(const preparing *p, bytes first, size_t at) {
   const uint64_t used = used_bytes(first);
   if (used == 0) return;
@@ -107,7 +107,7 @@ INLINE void count_wide(const preparing *p, bytes first, size_t at) {
 
 // Coordinates [at, at + AT_ONCE) of a chunk; `columns` and `parts` are constants.
 INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts) {
-  bytes all[QKV_INTEGER_COLUMNS];
+  bytes all[QKV_INTEGER_COLUMNS], first = (bytes)(words){0};
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     if (row >= p->rows_count) {
@@ -121,8 +121,9 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
     UNROLL
     for (size_t i = 0; i < AT_ONCE_VECTORS; i++) whole[i] += 128;
     all[row * parts] = pack_some(whole, true);
-    count_wide(p, all[row * parts], at);
+    first |= all[row * parts];
   }
+  if (parts > 1) count_wide(p, first, at);
   uint8_t *out = (uint8_t *)p->bytes + at * columns;
   if (at + AT_ONCE <= p->length) {
     put_interleaved(all, columns, out);

@@ -14,10 +14,10 @@ typedef struct walk_words {
 
 // As many lanes as are left.
 INLINE lanes load_left(const float *from, size_t left) {
-  if (left >= LANES) return load_lanes(from);
 #if LANES == 16
-  return (lanes)_mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1), from);
+  return (lanes)_mm512_maskz_loadu_ps(left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1), from);
 #else
+  if (left >= LANES) return load_lanes(from);
   const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return (lanes)_mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), places));
 #endif
@@ -69,7 +69,10 @@ INLINE void add_level(const walk_tile *tile, const qkv_walk_level *level, const 
     for (size_t i = 0; i < count; i++) {
       const bytes pair = repeat_word(&x->of[i][p]);
       UNROLL
-      for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+      for (size_t k = 0; k < across; k++) {
+        bytes *sum = &sums[i * across + k];
+        *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+      }
     }
   }
 }
