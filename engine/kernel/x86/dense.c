@@ -35,7 +35,10 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
       for (size_t i = 0; i < count; i++) {
         const bytes pair = repeat_word(&x->words[i][p]);
         UNROLL
-        for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+        for (size_t k = 0; k < across; k++) {
+          bytes *sum = &sums[i * across + k];
+          *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+        }
       }
     }
   }
@@ -55,6 +58,7 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
   for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   size_t v = 0;
   for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, rows);
+  for (; v + 2 <= vectors; v += 2) multiply_tile(matrix, &x, count, v, 2, rows);
   for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, rows);
   for (size_t i = 0; coordinates < dim && i < count; i++) {
     memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);

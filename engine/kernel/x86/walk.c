@@ -121,6 +121,7 @@ INLINE void sum_rows(const walk_tile *tile, const qkv_walk_queries *queries, siz
   }
   size_t v = 0;
   for (; v + ACROSS <= vectors; v += ACROSS) sum_tile(tile, &x, count, v, ACROSS);
+  for (; v + 2 <= vectors; v += 2) sum_tile(tile, &x, count, v, 2);
   for (; v < vectors; v++) sum_tile(tile, &x, count, v, 1);
 }
 
