@@ -156,7 +156,8 @@ double qkv_rope_magnitude(const qkv_rope *rope) {
 }
 
 // direction 1 or -1; `scale` multiplies what turned.
-static void find_turns(const qkv_rope *rope, uint64_t position, double direction, double scale, qkv_rope_turns *turns) {
+static void find_turns(const qkv_rope *rope, uint64_t position, double direction, double scale,
+                       qkv_rope_turns *turns) {
   assert(rope->width % 2 == 0 && rope->theta != 0 && rope->width > 0);
   const double theta = theta_at(rope, position);
   const uint32_t pairs = rope->width / 2;

@@ -135,10 +135,8 @@ static void sum_anew(qkv_walk *walk, uint64_t position, float *codes) {
   const qkv_turn_plan *plan = walk->transform->plan;
   qkv_phases_frame(walk->phases, plan, position, cosines, sines);
   for (size_t i = 0; i < QKV_DIM_MAX / 2; i++) ones[i] = 1;
-  const qkv_walk_level all = {.first = plan->begins[0],
-                              .end = plan->begins[QKV_TURN_LEVELS],
-                              .base = {cosines, sines},
-                              .on = {ones, zeros}};
+  const qkv_walk_level all = {
+      .first = plan->begins[0], .end = plan->begins[QKV_TURN_LEVELS], .base = {cosines, sines}, .on = {ones, zeros}};
   sum_pairs(walk, &all, 1, sums_of(walk, STATIC), codes);
 }
 
@@ -233,7 +231,7 @@ void qkv_walk_add_scores(qkv_walk *walk, uint64_t position, float *scores) {
     return add_unsteady(walk, position, scores);
   }
   const size_t page = position < FAR ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
-  qkv_kernels_get()->add_anchors(qkv_phases_waves(walk->phases),
-                                 turns_to(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS),
-                                 qkv_phases_middle(walk->phases, page), walk->products, walk->n, walk->shares, scores);
+  qkv_kernels_get()->add_anchors(
+      qkv_phases_waves(walk->phases), turns_to(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS),
+      qkv_phases_middle(walk->phases, page), walk->products, walk->n, walk->shares, scores);
 }

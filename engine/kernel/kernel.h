@@ -119,10 +119,10 @@ typedef struct qkv_walk_level {
   int32_t *sums;  // NULL: not kept
 } qkv_walk_level;
 
-// Sums [n][coordinates up to 16s] of each level: `before` + products with the numbers of its pairs and of those of all
-// levels before it, pair p being inputs 2 p and 2 p + 1 of the matrix (dense.h). A level ends where the one before it
-// begins. rows [n][matrix->dim]: the last sums times the matrix's scales and the queries', then zeros.
-#define QKV_DECLARE_SUM_LEVELS(name)                                                         \
+// Sums [n][coordinates up to 16s] of each level: `before` + products with the numbers of its pairs and of those of
+// all levels before it, pair p being inputs 2 p and 2 p + 1 of the matrix (dense.h). A level ends where the one
+// before it begins. rows [n][matrix->dim]: the last sums times the matrix's scales and the queries', then zeros.
+#define QKV_DECLARE_SUM_LEVELS(name)                                                      \
   void name(const qkv_dense *matrix, size_t coordinates, const qkv_walk_queries *queries, \
             const qkv_walk_level *levels, size_t count, const int32_t *before, float *rows)
 
@@ -146,7 +146,7 @@ typedef struct qkv_page_waves {
 //   a' = a cosine + b sine, b' = b cosine - a sine
 // A term's sums over pairs are kept in 8 lanes, which are then added by halves; then, slot by slot, polynomials and
 // the fast pairs in their order.
-#define QKV_DECLARE_ADD_ANCHORS(name)                                                                               \
+#define QKV_DECLARE_ADD_ANCHORS(name)                                                                             \
   void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, size_t n, \
             const float *shares, float *scores)
 
@@ -171,12 +171,13 @@ typedef struct qkv_page_waves {
   void name(const qkv_page_codes *values, const qkv_integer_weights *weights, qkv_layouts *layouts, qkv_ahead ahead, \
             float *sums)
 
-// Outlier rows (engine/codec/outliers.h). scores [n][64]: those of outlier slots become query . row; queries [n][dim].
+// Outlier rows (engine/codec/outliers.h). scores [n][64]: those of outlier slots become query . row; queries
+// [n][dim].
 #define QKV_DECLARE_SCORE_OUTLIERS(name) \
   void name(const qkv_outliers *keys, const float *queries, size_t n, float *scores)
-// sums [n][dim] += sum over outlier slots of exp(score - peak) . row, as `weigh_integer` computes it of scores [n][64]
-// and peaks [n]; peaks NULL: the scores are weights. steps [dim], NULL: all 1. n <= QKV_INTEGER_ROWS.
-#define QKV_DECLARE_WEIGH_OUTLIERS(name)                                                                              \
+// sums [n][dim] += sum over outlier slots of exp(score - peak) . row, as `weigh_integer` computes it of scores
+// [n][64] and peaks [n]; peaks NULL: the scores are weights. steps [dim], NULL: all 1. n <= QKV_INTEGER_ROWS.
+#define QKV_DECLARE_WEIGH_OUTLIERS(name)                                                                       \
   void name(const qkv_outliers *values, const float *steps, const float *scores, const float *peaks, size_t n, \
             float *sums)
 

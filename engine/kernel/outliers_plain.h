@@ -83,7 +83,7 @@ OUTLIERS_INLINE void score_outlier(const outlier_row *row, const float *queries,
     for (size_t half = 0; half < 2; half++) {
       const plain_floats a = sums[half][2 * i], b = sums[half][2 * i + 1];
       halves[half] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-                   __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+                     __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
     }
     pairs[i] = halves[0] + halves[1];
   }

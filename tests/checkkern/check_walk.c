@@ -59,8 +59,7 @@ static void check_levels(checking *c, uint16_t dim, size_t n, input_kind kind) {
   }
   const float *at = (float *)turns.data;
   const qkv_pair_turns base = {at, at + pairs}, on = {at + 2 * pairs, at + 3 * pairs};
-  const qkv_walk_queries queries = {
-      n, dim, pairs, (float *)rows.data, (float *)factors.data, (float *)factors.data};
+  const qkv_walk_queries queries = {n, dim, pairs, (float *)rows.data, (float *)factors.data, (float *)factors.data};
   const size_t count = naive_below(&c->random, LEVELS + 1), keep = naive_below(&c->random, 1 << LEVELS);
   size_t ends[LEVELS + 1] = {pairs};
   for (size_t l = 0; l < LEVELS; l++) ends[l + 1] = naive_below(&c->random, (uint32_t)ends[l] + 1);
@@ -72,8 +71,9 @@ static void check_levels(checking *c, uint16_t dim, size_t n, input_kind kind) {
       int32_t *sums = (keep >> l & 1) != 0 ? (int32_t *)kept[k][l].data : NULL;
       levels[l] = (qkv_walk_level){ends[l + 1], ends[l], base, on, sums};
     }
-    (k == 0 ? qkv_kernels_at(0) : c->twin)->sum_levels(&made.matrix, coordinates, &queries, levels, count, (int32_t *)before.data,
-                                   (float *)out[k].data);
+    (k == 0 ? qkv_kernels_at(0) : c->twin)
+        ->sum_levels(&made.matrix, coordinates, &queries, levels, count, (int32_t *)before.data,
+                     (float *)out[k].data);
   }
   check_same(c, "sum_levels", &shape, n, &out[0], &out[1]);
   for (size_t l = 0; l < LEVELS; l++) check_same(c, "sum_levels", &shape, n, &kept[0][l], &kept[1][l]);

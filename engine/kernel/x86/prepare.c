@@ -151,7 +151,8 @@ INLINE __m256i add_fours(__m256i sum, __m256i all) {
 // The sums of the bytes of each column of a block, [number / 4][column][4], in the first lanes; a constant number.
 INLINE eight_words block_sums(const uint8_t *block, size_t columns) {
   __m256i sum = _mm256_setzero_si256();
-  if (columns == 1) return (eight_words)add_fours(sum, _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)block)));
+  if (columns == 1)
+    return (eight_words)add_fours(sum, _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)block)));
   UNROLL
   for (size_t at = 0; at < columns * QKVI_BLOCK_WIDTH; at += sizeof sum) {
     sum = add_fours(sum, _mm256_loadu_si256((const __m256i *)(block + at)));
