@@ -16,6 +16,13 @@
 
 #define OUTLIERS_INLINE static inline __attribute__((always_inline))
 
+// Else sums are not kept in registers. (Sanitizers leave such loops alone, and the compiler says so.)
+#ifdef QKV_SANITIZED
+#define OUTLIERS_UNROLL
+#else
+#define OUTLIERS_UNROLL _Pragma("GCC unroll 4")
+#endif
+
 enum { OUTLIERS_TOGETHER = 4 };  // queries
 
 // A row's numbers and what they count.
@@ -71,6 +78,7 @@ OUTLIERS_INLINE void score_outlier(const outlier_row *row, const float *queries,
     for (size_t half = 0; half < 2 && c + half * PLAIN_WIDTH < dim; half++) {
       plain_floats x, y;
       load_outlier(row, c + half * PLAIN_WIDTH, &x);
+      OUTLIERS_UNROLL
       for (size_t i = 0; i < n; i++) {
         load_plain(queries + i * dim + c + half * PLAIN_WIDTH, &y);
         sums[half][i] += y * x;
@@ -146,13 +154,16 @@ OUTLIERS_INLINE void add_outliers(const outlier_row *rows, size_t count, const f
   for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
     plain_floats all[OUTLIERS_TOGETHER], step = {0};
     if (steps != NULL) load_plain(steps + c, &step);
+    OUTLIERS_UNROLL
     for (size_t i = 0; i < n; i++) load_plain(sums + i * dim + c, &all[i]);
     for (size_t r = 0; r < count; r++) {
       plain_floats x;
       load_outlier(&rows[r], c, &x);
       if (steps != NULL) x *= step;
+      OUTLIERS_UNROLL
       for (size_t i = 0; i < n; i++) all[i] += weights[r * stride + i] * x;
     }
+    OUTLIERS_UNROLL
     for (size_t i = 0; i < n; i++) store_plain(sums + i * dim + c, &all[i]);
   }
 }
