@@ -50,9 +50,9 @@ OUTLIERS_INLINE void widen_outlier(const uint8_t *from, bool wide, plain_words *
               : (plain_words)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
   for (size_t i = 0; i < PLAIN_WIDTH; i++) {
-    int16_t number = (int8_t)from[i];
+    int16_t number = 0;
     if (wide) memcpy(&number, from + i * sizeof number, sizeof number);
-    (*all)[i] = number;
+    (*all)[i] = wide ? number : (from[i] ^ 0x80) - 0x80;
   }
 #endif
 }
