@@ -25,6 +25,8 @@
 
 enum { OUTLIERS_TOGETHER = 4 };  // queries
 
+typedef uint32_t plain_bits __attribute__((vector_size(4 * PLAIN_WIDTH)));
+
 // A row's numbers and what they count.
 typedef struct outlier_row {
   const uint8_t *numbers;
@@ -126,7 +128,7 @@ OUTLIERS_INLINE void powers_of_two(plain_floats *all) {
   y = y * r + 0.240247443f;
   y = y * r + 0.693121791f;
   y = y * r + 0.999999285f;
-  *all = (plain_floats)((plain_words)y + ((plain_words)magic << 23));
+  *all = (plain_floats)((plain_bits)y + ((plain_bits)magic << 23));
 }
 
 // weights [row][n], in whole vectors.
