@@ -118,12 +118,16 @@ void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block) {
   if (block->queries.precision != QKV_PRECISION_FP32) qkvi_layouts_clear(&block->queries.layouts);
   block->begin_min = block->end_min = UINT64_MAX;
   block->begin_max = block->end_max = 0;
+  qkv_rope_turns turns;
   for (size_t row = 0; row < block->queries.count; row++) {
     size_t query = (block->first + row) / task->group;
     size_t head = task->kv_head * task->group + (block->first + row) % task->group;
     float *out = block->queries.rows + row * task->model->key_dim;
     qkv_tensor_row(&request->q, (int64_t)query, (int64_t)head, out);
-    if (rotate) qkv_rope_forward(&task->model->rope, out, (uint64_t)qkvi_attend_stand(request, query));
+    if (rotate && (row == 0 || head % task->group == 0)) {  // the heads of a query are at one position
+      qkv_rope_find_turns(&task->model->rope, (uint64_t)qkvi_attend_stand(request, query), &turns);
+    }
+    if (rotate) qkv_rope_turn(&task->model->rope, &turns, out);
     for (size_t i = 0; i < task->model->key_dim; i++) out[i] *= task->scale;
 
     qkvi_attend_visible(request, query, &block->begin[row], &block->end[row]);

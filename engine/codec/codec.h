@@ -89,11 +89,11 @@ typedef struct qkv_query_block {
   // floats.
   float query_limit;
   unsigned weight_bytes;
-  float shares[QKV_QUERY_BLOCK];                // what every score gets
-  float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
-  float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space
-  float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
-  qkv_walk blocks;                              // attend frame, where keys are turned back to blocks of pages
+  float shares[QKV_QUERY_BLOCK];                             // what every score gets
+  _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
+  _Alignas(64) float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space
+  _Alignas(64) float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
+  qkv_walk blocks;  // attend frame, where keys are turned back to blocks of pages
 } qkv_query_block;
 
 struct qkv_codec {

@@ -87,6 +87,7 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
   if (header == NULL) return (qkv_ahead){0};
   const qkv_page_directory *entry = qkv_page_entry_of(header, kv_head);
   const qkv_schedule *keys = coder->heads[kv_head].schedules[QKV_K];
+  qkv_outliers_fetch(header);
   size_t begin = entry->offset, middle = begin + (size_t)2 * QKV_PAGE_TOKENS;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) middle += qkv_schedule_group_bytes(keys, entry->tier_k[g]);
   const bool is_keys = queries->ahead[i].part == QKV_K;
@@ -206,6 +207,14 @@ static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_
   return true;
 }
 
+// A page's outliers, whose rows are fetched while its codes are worked on.
+static bool find_outliers(const void *page, uint16_t kv_head, qkv_part part, qkv_outliers *found) {
+  enum { LINE = 64 };
+  if (!qkv_outliers_find(page, kv_head, part, found)) return false;
+  for (size_t i = 0; i < found->count * found->dim; i += LINE) __builtin_prefetch(found->rows + i);
+  return true;
+}
+
 static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                            float *scores) {
   if (!score_columns(coder, page, kv_head, queries, scores)) score_rows(coder, page, kv_head, queries, scores);
@@ -266,29 +275,13 @@ static void score_codes(const qkv_coder *coder, const void *page, uint16_t kv_he
 static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                             float *scores) {
   qkv_outliers outliers;
+  const bool kept = find_outliers(page, kv_head, QKV_K, &outliers);
   if (coder->frame == QKV_FRAME_ARCHIVE) {
     archive_scores(coder, page, kv_head, queries, scores);
   } else {
     score_codes(coder, page, kv_head, queries, scores);
   }
-  if (qkv_outliers_find(page, kv_head, QKV_K, &outliers)) {
-    qkv_outliers_score(&outliers, queries->rows, queries->count, scores);
-  }
-}
-
-// The share of a page's outliers in the sums, with weights as integer kernels take them.
-static void weigh_outliers(const qkv_coder *coder, const void *page, uint16_t kv_head, size_t n, const float *scores,
-                           const float *peaks, float *sums) {
-  qkv_outliers outliers;
-  float weights[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
-  if (!qkv_outliers_find(page, kv_head, QKV_V, &outliers)) return;
-  for (uint64_t left = qkv_outliers_mask(&outliers); left != 0; left &= left - 1) {
-    const size_t slot = (size_t)__builtin_ctzll(left);
-    for (size_t i = 0; i < n; i++) {
-      weights[i * QKV_PAGE_TOKENS + slot] = qkvi_integer_power(scores[i * QKV_PAGE_TOKENS + slot] - peaks[i]);
-    }
-  }
-  qkv_outliers_accumulate(&outliers, coder->heads[kv_head].outlier_steps, weights, n, sums);
+  if (kept) qkv_kernels_get()->score_outliers(&outliers, queries->rows, queries->count, scores);
 }
 
 static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
@@ -298,6 +291,7 @@ static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, s
   const size_t n = queries->count;
   qkv_page_codes codes[QKV_PAGES_TOGETHER];
   qkv_integer_weights weights[QKV_PAGES_TOGETHER];
+  qkv_outliers outliers[QKV_PAGES_TOGETHER];
   size_t done = 0;
   assert(page_count <= QKV_PAGES_TOGETHER);
   // All weights first: what one waits for, another has to do.
@@ -307,13 +301,16 @@ static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, s
     qkvi_find(coder, pages[done], kv_head, QKV_V, &codes[done]);
     kernels->weigh_integer(scores + done * n * QKV_PAGE_TOKENS, peaks + done * n, n, codes[done].gains,
                            queries->weight_bytes, &weights[done], totals + done * n);
+    (void)find_outliers(pages[done], kv_head, QKV_V, &outliers[done]);
   }
   for (size_t i = 0; i < done; i++) {
     kernels->accumulate_integer(&codes[i], &weights[i], &queries->layouts, ahead_of(coder, queries, kv_head, i),
                                 sums);
     const qkvi_additions added = additions_of(coder, pages[i], kv_head, QKV_V);
     if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals + i * n, n, sums);
-    weigh_outliers(coder, pages[i], kv_head, n, scores + i * n * QKV_PAGE_TOKENS, peaks + i * n, sums);
+    if (outliers[i].count == 0) continue;
+    kernels->weigh_outliers(&outliers[i], coder->heads[kv_head].outlier_steps, scores + i * n * QKV_PAGE_TOKENS,
+                            peaks + i * n, n, sums);
   }
   return done;
 }
@@ -326,7 +323,7 @@ static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_V);
   qkv_outliers outliers;
   if (qkv_outliers_find(page, kv_head, QKV_V, &outliers)) {
-    qkv_outliers_accumulate(&outliers, coder->heads[kv_head].outlier_steps, weights, n, sums);
+    qkv_kernels_get()->weigh_outliers(&outliers, coder->heads[kv_head].outlier_steps, weights, NULL, n, sums);
   }
   qkvi_find(coder, page, kv_head, QKV_V, &codes);
   if (added.factored) qkv_low_rank_accumulate(&added.factors, weights, n, sums);

@@ -7,7 +7,7 @@
 
 #include "engine/codec/row.h"
 
-enum { WIDE = 0x80, SLOT = 0x3f, NARROW_MOST = 127, WIDE_MOST = 32767, PAGE_ALIGN = 64 };
+enum { WIDE = QKV_OUTLIER_WIDE, SLOT = QKV_OUTLIER_SLOT, NARROW_MOST = 127, WIDE_MOST = 32767, PAGE_ALIGN = 64 };
 
 // Largest number that a row may decode to: what encoders write is below.
 #define SCALE_MAX 1e30f
@@ -85,29 +85,6 @@ static size_t load_row(const qkv_outliers *outliers, size_t i, const uint8_t **f
   }
   for (size_t c = 0; steps != NULL && c < dim; c++) row[c] *= steps[c];
   return outliers->slots[i] & SLOT;
-}
-
-void qkv_outliers_score(const qkv_outliers *keys, const float *queries, size_t n, float *scores) {
-  float row[QKV_DIM_MAX];
-  const uint8_t *from = keys->rows;
-  for (size_t i = 0; i < keys->count; i++) {
-    const size_t slot = load_row(keys, i, &from, NULL, row);
-    for (size_t q = 0; q < n; q++) {
-      scores[q * QKV_PAGE_TOKENS + slot] = qkvi_row_dot(queries + q * keys->dim, row, keys->dim);
-    }
-  }
-}
-
-void qkv_outliers_accumulate(const qkv_outliers *values, const float *steps, const float *weights, size_t n,
-                             float *sums) {
-  float row[QKV_DIM_MAX];
-  const uint8_t *from = values->rows;
-  for (size_t i = 0; i < values->count; i++) {
-    const size_t slot = load_row(values, i, &from, steps, row);
-    for (size_t q = 0; q < n; q++) {
-      qkvi_row_add(sums + q * values->dim, row, weights[q * QKV_PAGE_TOKENS + slot], values->dim);
-    }
-  }
 }
 
 void qkv_outliers_rows(const qkv_outliers *outliers, const float *steps, float *rows) {

@@ -36,6 +36,8 @@
 
 #define QKV_OUTLIERS_MAX 16  // of one head's K or V of a page; bounds what a page can take
 
+enum { QKV_OUTLIER_WIDE = 0x80, QKV_OUTLIER_SLOT = 0x3f };  // of a slot's byte
+
 // One head's rows of a page, found. Borrows the page's bytes.
 typedef struct qkv_outliers {
   size_t count;
@@ -50,14 +52,17 @@ typedef struct qkv_outliers {
 // False: the head's part has none; *found is then empty. The page must be valid.
 bool qkv_outliers_find(const void *page, uint16_t kv_head, qkv_part part, qkv_outliers *found);
 
-// scores[n][64]: those of outlier slots become query . row; queries [n][dim] as attended.
-void qkv_outliers_score(const qkv_outliers *keys, const float *queries, size_t n, float *scores);
+// Has the section's index fetched, with the slots and scales of some rows, before it is looked at.
+static inline void qkv_outliers_fetch(const qkv_page_header *header) {
+  enum { LINES = 4, LINE = 64 };
+  if (header->outliers == 0) return;
+  const uint8_t *section = (const uint8_t *)header + header->outliers;
+  for (size_t i = 0; i < LINES; i++) __builtin_prefetch(section + i * LINE);
+}
 
-// sums[n][dim] += sum over outlier slots of weights[n][64] . row, in code space; steps [dim], NULL: all 1.
-void qkv_outliers_accumulate(const qkv_outliers *values, const float *steps, const float *weights, size_t n,
-                             float *sums);
+// Scores and sums: score_outliers and weigh_outliers of engine/kernel/kernel.h.
 
-// rows[64][dim]: those of outlier slots are overwritten; steps as above, NULL for keys.
+// rows[64][dim]: those of outlier slots are overwritten; steps [dim] of values, NULL: all 1.
 void qkv_outliers_rows(const qkv_outliers *outliers, const float *steps, float *rows);
 
 // The slots as a mask.

@@ -108,12 +108,6 @@ void qkv_page_seal(void *image) {
   header->checksum = XXH3_64bits(image, header->bytes);
 }
 
-const qkv_page_directory *qkv_page_entry_of(const void *page, uint16_t kv_head) {
-  const qkv_page_header *header = page;
-  assert(kv_head < header->kv_heads);
-  return (const qkv_page_directory *)(header + 1) + kv_head;
-}
-
 void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_schedule *const schedules[2],
                    qkv_page_codes *codes) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);

@@ -75,6 +75,7 @@
 #ifndef QKV_ENGINE_CODEC_PAGE_H
 #define QKV_ENGINE_CODEC_PAGE_H
 
+#include <assert.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -170,7 +171,11 @@ void qkv_page_find(const void *page, uint16_t kv_head, qkv_part part, const qkv_
                    qkv_page_codes *codes);
 
 // The directory entry of a head.
-const qkv_page_directory *qkv_page_entry_of(const void *page, uint16_t kv_head);
+static inline const qkv_page_directory *qkv_page_entry_of(const void *page, uint16_t kv_head) {
+  const qkv_page_header *header = page;
+  assert(kv_head < header->kv_heads);
+  return (const qkv_page_directory *)(header + 1) + kv_head;
+}
 
 // Where a head's sections begin, 16-byte aligned; `*bytes` gets what there is up to the end of its block, padding
 // included.

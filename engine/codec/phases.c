@@ -8,7 +8,7 @@
 
 #include "engine/kernel/kernel.h"
 
-enum { CENTRE = QKV_PAGE_TOKENS / 2 };  // slot
+enum { CENTRE = QKV_PAGE_TOKENS / 2, ALIGN = 64 };  // slot, bytes
 
 // From here on a double counts angles in steps of 5e-7 radians and more: the angle of a page is then no longer that
 // of the first page of its span and the way from there. Keys and queries have to be turned by the same one.
@@ -45,9 +45,10 @@ static turn turn_of(double angle) {
 
 static void *array(size_t count, size_t size) {
   assert(count > 0 && size > 0);
-  void *made = calloc(count, size);
+  const size_t bytes = (count * size + ALIGN - 1) / ALIGN * ALIGN;  // vectors of 64 bytes read tables
+  void *made = aligned_alloc(ALIGN, bytes);
   if (made == NULL) abort();
-  return made;
+  return memset(made, 0, bytes);
 }
 
 static void fill_pair(qkv_phases *phases, uint32_t pair) {

@@ -72,10 +72,6 @@ void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transf
 const qkv_page_waves *qkv_phases_waves(const qkv_phases *phases);
 // Whether the rows of a page all turn with the same frequencies.
 bool qkv_phases_steady(const qkv_phases *phases, uint64_t position);
-// Cosines and sines [pairs].
-typedef struct qkv_pair_turns {
-  const float *cosines, *sines;
-} qkv_pair_turns;
 // Turns to a position, with those frequencies: from a table at the first QKV_PHASES_SPANS multiples of
 // QKV_PHASES_SPAN, else computed into `space` [2][pairs].
 qkv_pair_turns qkv_phases_turns_at(const qkv_phases *phases, uint64_t position, float *space);

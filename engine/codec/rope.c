@@ -156,19 +156,38 @@ double qkv_rope_magnitude(const qkv_rope *rope) {
 }
 
 // direction 1 or -1; `scale` multiplies what turned.
-static void rotate(const qkv_rope *rope, float *row, uint64_t position, double direction, double scale) {
-  assert(rope->width % 2 == 0 && (rope->theta == 0 || rope->width > 0));
-  if (rope->theta == 0) return;
+static void find_turns(const qkv_rope *rope, uint64_t position, double direction, double scale,
+                       qkv_rope_turns *turns) {
+  assert(rope->width % 2 == 0 && rope->theta != 0 && rope->width > 0);
   const double theta = theta_at(rope, position);
   const uint32_t pairs = rope->width / 2;
   for (uint32_t pair = 0; pair < pairs; pair++) {
     const double angle = direction * (double)position * pair_frequency(rope, theta, pair);
-    const double c = cos(angle) * scale, s = sin(angle) * scale;
+    turns->cosines[pair] = cos(angle) * scale;
+    turns->sines[pair] = sin(angle) * scale;
+  }
+}
+
+void qkv_rope_find_turns(const qkv_rope *rope, uint64_t position, qkv_rope_turns *turns) {
+  find_turns(rope, position, 1, qkv_rope_magnitude(rope), turns);
+}
+
+void qkv_rope_turn(const qkv_rope *rope, const qkv_rope_turns *turns, float *row) {
+  const uint32_t pairs = rope->width / 2;
+  for (uint32_t pair = 0; pair < pairs; pair++) {
+    const double c = turns->cosines[pair], s = turns->sines[pair];
     float *first = row + qkv_rope_first(rope, pair), *second = row + qkv_rope_second(rope, pair);
     const double a = *first, b = *second;
     *first = (float)(a * c - b * s);
     *second = (float)(a * s + b * c);
   }
+}
+
+static void rotate(const qkv_rope *rope, float *row, uint64_t position, double direction, double scale) {
+  qkv_rope_turns turns;
+  if (rope->theta == 0) return;
+  find_turns(rope, position, direction, scale, &turns);
+  qkv_rope_turn(rope, &turns, row);
 }
 
 void qkv_rope_forward(const qkv_rope *rope, float *row, uint64_t position) {

@@ -14,6 +14,7 @@
 #include <stdint.h>
 
 #include "engine/base/status.h"
+#include "engine/codec/schedule.h"
 
 typedef enum qkv_rope_scaling {
   QKV_ROPE_NONE,
@@ -51,6 +52,13 @@ qkv_status qkv_rope_resolve(qkv_rope *rope, uint32_t dim, qkv_error *error);
 // divides on the way back.)
 void qkv_rope_forward(const qkv_rope *rope, float *row, uint64_t position);
 void qkv_rope_inverse(const qkv_rope *rope, float *row, uint64_t position);
+
+// Forward again, for some rows at one position; of a rope with a theta.
+typedef struct qkv_rope_turns {
+  double cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+} qkv_rope_turns;
+void qkv_rope_find_turns(const qkv_rope *rope, uint64_t position, qkv_rope_turns *turns);
+void qkv_rope_turn(const qkv_rope *rope, const qkv_rope_turns *turns, float *row);
 
 // Radians per position of a pair of coordinates, for rows at `position`; where the rope is steady, the same at all.
 double qkv_rope_frequency(const qkv_rope *rope, uint64_t position, uint32_t pair);

@@ -108,74 +108,77 @@ void qkv_walk_start(qkv_walk *walk, const qkv_phases *phases, const qkv_transfor
 
 // ---- Codes ----
 
-// Turns of pairs [first, end): those to `base`, and on from there.
-static void find_turns(qkv_walk *walk, int which, uint64_t base, qkv_pair_turns on, size_t first, size_t end,
-                       float *cosines, float *sines) {
+// Turns to a span's beginning, which most pages share.
+static qkv_pair_turns turns_to(qkv_walk *walk, int which, uint64_t base) {
   if (walk->spans[which] != base) {
     walk->spans[which] = base;
     walk->turns[which] = qkv_phases_turns_at(walk->phases, base, walk->room[which]);
   }
-  const float *base_c = walk->turns[which].cosines, *base_s = walk->turns[which].sines;
-  for (size_t pair = first; pair < end; pair++) {
-    cosines[pair] = base_c[pair] * on.cosines[pair] - base_s[pair] * on.sines[pair];
-    sines[pair] = base_c[pair] * on.sines[pair] + base_s[pair] * on.cosines[pair];
-  }
+  return walk->turns[which];
 }
 
-// The same to the middle of a block.
-static void turn_to_block(qkv_walk *walk, uint64_t middle, size_t first, size_t end, float *cosines, float *sines) {
-  const uint64_t base = middle < FAR ? middle / QKV_TURN_SPAN * QKV_TURN_SPAN : middle;
-  const size_t half_pages = (size_t)(middle - base) / (QKV_PAGE_TOKENS / 2);
-  find_turns(walk, OF_BLOCKS, base, qkv_phases_half_pages(walk->phases, half_pages), first, end, cosines, sines);
+static void sum_pairs(qkv_walk *walk, const qkv_walk_level *levels, size_t count, const int32_t *before,
+                      float *codes) {
+  const qkv_walk_queries queries = {.n = walk->n,
+                                    .stride = walk->dim,
+                                    .apart = qkv_phases_rope(walk->phases)->width / 2,
+                                    .rows = walk->rows,
+                                    .factors = walk->factors,
+                                    .scales = walk->scales};
+  qkv_kernels_get()->sum_levels(walk->transform->turning, walk->coordinates, &queries, levels, count, before, codes);
 }
 
-// after = before + the share of pairs [first, end), turned back by cosines and sines [pairs].
-static void add_pairs(qkv_walk *walk, size_t first, size_t end, const float *cosines, const float *sines,
-                      const int32_t *before, int32_t *after) {
-  const qkv_kernels *kernels = qkv_kernels_get();
-  int16_t words[QKV_QUERY_BLOCK * QKV_DIM_MAX];
-  kernels->turn_words(walk->rows + first, walk->dim, qkv_phases_rope(walk->phases)->width / 2, end - first,
-                      cosines + first, sines + first, walk->factors, walk->n, words);
-  kernels->add_products(walk->transform->turning, walk->coordinates, 2 * first, 2 * (end - first), words, walk->n,
-                        before, after);
-}
-
-// A page whose rows turn with frequencies of their own: all pairs by its centre.
-static const int32_t *sum_unsteady(qkv_walk *walk, uint64_t position) {
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+// All pairs by their angles, as keys are turned: where rows turn with frequencies of their own, and far away.
+static void sum_anew(qkv_walk *walk, uint64_t position, float *codes) {
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2], ones[QKV_DIM_MAX / 2];
+  static const float zeros[QKV_DIM_MAX / 2];
   const qkv_turn_plan *plan = walk->transform->plan;
-  for (unsigned level = 0; level < QKV_TURN_LEVELS; level++) walk->blocks[level] = NONE;
   qkv_phases_frame(walk->phases, plan, position, cosines, sines);
-  add_pairs(walk, plan->begins[0], plan->begins[QKV_TURN_LEVELS], cosines, sines, sums_of(walk, STATIC),
-            sums_of(walk, 0));
-  return sums_of(walk, 0);
+  for (size_t i = 0; i < QKV_DIM_MAX / 2; i++) ones[i] = 1;
+  const qkv_walk_level all = {
+      .first = plan->begins[0], .end = plan->begins[QKV_TURN_LEVELS], .base = {cosines, sines}, .on = {ones, zeros}};
+  sum_pairs(walk, &all, 1, sums_of(walk, STATIC), codes);
 }
 
-// From the longest blocks to the shortest: what has not changed is there.
-static const int32_t *sum_levels(qkv_walk *walk, uint64_t position) {
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+// A level as it turns to the middle of a block.
+static qkv_walk_level level_of(qkv_walk *walk, unsigned level, uint64_t block) {
+  const uint64_t middle = qkv_turn_middle(block, level);
+  const uint64_t base = middle / QKV_TURN_SPAN * QKV_TURN_SPAN;
+  const size_t half_pages = (size_t)(middle - base) / (QKV_PAGE_TOKENS / 2);
+  return (qkv_walk_level){.first = walk->transform->plan->begins[level],
+                          .end = walk->transform->plan->begins[level + 1],
+                          .base = turns_to(walk, OF_BLOCKS, base),
+                          .on = qkv_phases_half_pages(walk->phases, half_pages),
+                          .sums = walk->keeps && level > 0 ? sums_of(walk, level) : NULL};
+}
+
+// From the longest blocks to the shortest: what has not changed is there. The last level, which changes with every
+// page, is not kept.
+static void sum_levels(qkv_walk *walk, uint64_t position, float *codes) {
+  qkv_walk_level levels[QKV_TURN_LEVELS];
   const qkv_turn_plan *plan = walk->transform->plan;
-  const int32_t *sums = sums_of(walk, STATIC);
+  const int32_t *before = sums_of(walk, STATIC);
+  size_t count = 0;
   for (unsigned level = QKV_TURN_LEVELS; level-- > 0;) {
-    const size_t first = plan->begins[level], end = plan->begins[level + 1];
     const uint64_t block = qkv_turn_block(position, level);
-    if (first == end) continue;
-    int32_t *after = sums_of(walk, level);
-    if (!walk->keeps || walk->blocks[level] != block) {
-      turn_to_block(walk, qkv_turn_middle(block, level), first, end, cosines, sines);
-      add_pairs(walk, first, end, cosines, sines, sums, after);
-      walk->blocks[level] = block;
+    if (plan->begins[level] == plan->begins[level + 1]) continue;
+    if (walk->keeps && level > 0 && walk->blocks[level] == block) {
+      before = sums_of(walk, level);
+      continue;
     }
-    sums = after;
+    levels[count++] = level_of(walk, level, block);
+    walk->blocks[level] = block;
   }
-  return sums;
+  sum_pairs(walk, levels, count, before, codes);
 }
 
 void qkv_walk_codes(qkv_walk *walk, uint64_t position, float *codes) {
   if (!walk->keeps) sum_static(walk);
-  const int32_t *sums =
-      qkv_phases_steady(walk->phases, position) ? sum_levels(walk, position) : sum_unsteady(walk, position);
-  qkv_kernels_get()->scale_sums(walk->transform->turning, walk->coordinates, sums, walk->scales, walk->n, codes);
+  if (qkv_phases_steady(walk->phases, position) && position + QKV_PAGE_TOKENS / 2 < FAR) {
+    sum_levels(walk, position, codes);
+  } else {
+    sum_anew(walk, position, codes);
+  }
 }
 
 void qkv_walk_exact(qkv_walk *walk, uint64_t position, const float *queries, float *codes) {
@@ -220,23 +223,15 @@ static void add_unsteady(const qkv_walk *walk, uint64_t position, float *scores)
   }
 }
 
-// Turns to a page's middle, between slots 31 and 32: those to its span, and on from there.
-static void turn_to_middle(qkv_walk *walk, uint64_t position, float *cosines, float *sines) {
-  const size_t page = position < FAR ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
-  const size_t pairs = qkv_phases_rope(walk->phases)->width / 2;
-  find_turns(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS, qkv_phases_middle(walk->phases, page), 0, pairs,
-             cosines, sines);
-  for (size_t pair = pairs; pair % QKV_BAND != 0; pair++) cosines[pair] = sines[pair] = 0;
-}
-
+// A page's middle is between slots 31 and 32.
 void qkv_walk_add_scores(qkv_walk *walk, uint64_t position, float *scores) {
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   if (walk->transform->anchor_pairs == 0) return add_shares(walk, scores);
   if (!qkv_phases_steady(walk->phases, position)) {
     add_shares(walk, scores);
     return add_unsteady(walk, position, scores);
   }
-  turn_to_middle(walk, position, cosines, sines);
-  qkv_kernels_get()->add_anchors(qkv_phases_waves(walk->phases), cosines, sines, walk->products, walk->n,
-                                 walk->shares, scores);
+  const size_t page = position < FAR ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
+  qkv_kernels_get()->add_anchors(
+      qkv_phases_waves(walk->phases), turns_to(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS),
+      qkv_phases_middle(walk->phases, page), walk->products, walk->n, walk->shares, scores);
 }

@@ -38,12 +38,13 @@ typedef struct qkv_walk {
   uint64_t blocks[QKV_TURN_LEVELS];  // that the sums are of; UINT64_MAX: none
   uint64_t spans[2];                 // positions that the turns below are of: blocks', pages'
   qkv_pair_turns turns[2];           // to them
-  float room[2][QKV_DIM_MAX];
+  _Alignas(64) float room[2][QKV_DIM_MAX];
   float factors[QKV_QUERY_BLOCK], scales[QKV_QUERY_BLOCK];  // to whole numbers and back
   float shares[QKV_QUERY_BLOCK];                            // of the mean, the same for all pages
-  float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];      // [n][dim]: all first coordinates of pairs, all second, the rest
-  float products[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [n][2][stride] with the anchor
-  _Alignas(64) int32_t sums[QKV_WALK_SUMS];       // [levels, and what never changes][n][coordinates up to 16s]
+  // [n][dim]: all first coordinates of pairs, all second, the rest
+  _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];
+  _Alignas(64) float products[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [n][2][stride] with the anchor
+  _Alignas(64) int32_t sums[QKV_WALK_SUMS];  // [levels, and what never changes][n][coordinates up to 16s]
 } qkv_walk;
 
 // queries [n][dim], as attended.

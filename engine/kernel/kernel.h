@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "engine/base/tensor.h"
+#include "engine/codec/outliers.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/dense.h"
 #include "engine/kernel/integer.h"
@@ -93,21 +94,37 @@ typedef struct qkv_slot_turns {
 
 // ---- Walks over pages (engine/codec/walk.h) ----
 
-// Pairs of numbers turned back and rounded: numbers [n][2 * count], each pair's two side by side,
-//   (a cosine + b sine) factor, (b cosine - a sine) factor
-// of rows [n][stride] with a at j and b at apart + j; factors [n].
-#define QKV_DECLARE_TURN_WORDS(name)                                                                                \
-  void name(const float *rows, size_t stride, size_t apart, size_t count, const float *cosines, const float *sines, \
-            const float *factors, size_t n, int16_t *numbers)
+// Cosines and sines [pairs] of turns.
+typedef struct qkv_pair_turns {
+  const float *cosines, *sines;
+} qkv_pair_turns;
+
 // after = before (NULL: 0) + products with inputs [first, first + count) of a matrix, both even, in whole numbers
 // (dense.h): numbers [n][count], sums [n][coordinates up to 16s]. `before` may be `after`.
 #define QKV_DECLARE_ADD_PRODUCTS(name)                                                                       \
   void name(const qkv_dense *matrix, size_t coordinates, size_t first, size_t count, const int16_t *numbers, \
             size_t n, const int32_t *before, int32_t *after)
-// rows [n][matrix->dim] = sums as above times the matrix's scales and scales [n], then zeros.
-#define QKV_DECLARE_SCALE_SUMS(name)                                                                         \
-  void name(const qkv_dense *matrix, size_t coordinates, const int32_t *sums, const float *scales, size_t n, \
-            float *rows)
+// Queries whose pairs turn, and what makes them whole numbers, and floats again.
+typedef struct qkv_walk_queries {
+  size_t n, stride, apart;        // a pair's first coordinate lies at its number, the second `apart` behind it
+  const float *rows;              // [n][stride]
+  const float *factors, *scales;  // [n]
+} qkv_walk_queries;
+
+// Pairs [first, end), turned back by `base` and from there by `on`: a pair (a, b) becomes two numbers, rounded,
+//   (a cosine + b sine) factor, (b cosine - a sine) factor
+typedef struct qkv_walk_level {
+  size_t first, end;
+  qkv_pair_turns base, on;
+  int32_t *sums;  // NULL: not kept
+} qkv_walk_level;
+
+// Sums [n][coordinates up to 16s] of each level: `before` + products with the numbers of its pairs and of those of
+// all levels before it, pair p being inputs 2 p and 2 p + 1 of the matrix (dense.h). A level ends where the one
+// before it begins. rows [n][matrix->dim]: the last sums times the matrix's scales and the queries', then zeros.
+#define QKV_DECLARE_SUM_LEVELS(name)                                                      \
+  void name(const qkv_dense *matrix, size_t coordinates, const qkv_walk_queries *queries, \
+            const qkv_walk_level *levels, size_t count, const int32_t *before, float *rows)
 
 enum {
   QKV_WAVE_SLOTS = QKV_PAGE_TOKENS / 2,  // distances to the middle of a page: 0.5, 1.5, ..., 31.5
@@ -125,12 +142,12 @@ typedef struct qkv_page_waves {
 } qkv_page_waves;
 
 // scores [n][64] += shares[i] + a cosine + b sine of all pairs at the slot's distance to the middle, (a, b) being
-// products [n][2][stride] turned back by cosines and sines [stride]:
+// products [n][2][stride] turned back by `base` and from there by `on`:
 //   a' = a cosine + b sine, b' = b cosine - a sine
 // A term's sums over pairs are kept in 8 lanes, which are then added by halves; then, slot by slot, polynomials and
 // the fast pairs in their order.
-#define QKV_DECLARE_ADD_ANCHORS(name)                                                                               \
-  void name(const qkv_page_waves *waves, const float *cosines, const float *sines, const float *products, size_t n, \
+#define QKV_DECLARE_ADD_ANCHORS(name)                                                                             \
+  void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, size_t n, \
             const float *shares, float *scores)
 
 // In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of whole numbers
@@ -154,6 +171,16 @@ typedef struct qkv_page_waves {
   void name(const qkv_page_codes *values, const qkv_integer_weights *weights, qkv_layouts *layouts, qkv_ahead ahead, \
             float *sums)
 
+// Outlier rows (engine/codec/outliers.h). scores [n][64]: those of outlier slots become query . row; queries
+// [n][dim].
+#define QKV_DECLARE_SCORE_OUTLIERS(name) \
+  void name(const qkv_outliers *keys, const float *queries, size_t n, float *scores)
+// sums [n][dim] += sum over outlier slots of exp(score - peak) . row, as `weigh_integer` computes it of scores
+// [n][64] and peaks [n]; peaks NULL: the scores are weights. steps [dim], NULL: all 1. n <= QKV_INTEGER_ROWS.
+#define QKV_DECLARE_WEIGH_OUTLIERS(name)                                                                       \
+  void name(const qkv_outliers *values, const float *steps, const float *scores, const float *peaks, size_t n, \
+            float *sums)
+
 typedef struct qkv_kernels {
   const char *name;  // "reference", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
@@ -173,15 +200,16 @@ typedef struct qkv_kernels {
   QKV_DECLARE_MULTIPLY_INTEGER((*multiply_integer));
   QKV_DECLARE_ADD_WAVES((*add_waves));
   QKV_DECLARE_SCORE_COLUMNS((*score_columns));
-  QKV_DECLARE_TURN_WORDS((*turn_words));
   QKV_DECLARE_ADD_PRODUCTS((*add_products));
-  QKV_DECLARE_SCALE_SUMS((*scale_sums));
+  QKV_DECLARE_SUM_LEVELS((*sum_levels));
   QKV_DECLARE_ADD_ANCHORS((*add_anchors));
   QKV_DECLARE_PREPARE((*prepare));
   QKV_DECLARE_SCORES_INTEGER((*scores_integer));
   QKV_DECLARE_PEAKS((*peaks));
   QKV_DECLARE_WEIGH_INTEGER((*weigh_integer));
   QKV_DECLARE_ACCUMULATE_INTEGER((*accumulate_integer));
+  QKV_DECLARE_SCORE_OUTLIERS((*score_outliers));
+  QKV_DECLARE_WEIGH_OUTLIERS((*weigh_outliers));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.
@@ -201,11 +229,10 @@ extern const qkv_kernels qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_av
 extern const qkv_kernels qkvi_kernels_neon, qkvi_kernels_neon_dotprod;
 QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference);
 QKV_DECLARE_ADD_PRODUCTS(qkvi_add_products_reference);
+QKV_DECLARE_SUM_LEVELS(qkvi_sum_levels_reference);
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
 QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 
-// exp(x), as `weigh_integer` computes it.
-float qkvi_integer_power(float x);
 // exp(x) for x <= 0, as `weigh` computes it.
 float qkv_exp_negative(float x);
 // 2^((gain - 128) / 8); 0 for gain 0.

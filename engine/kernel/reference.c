@@ -9,6 +9,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/table.h"
@@ -277,10 +278,6 @@ static QKV_DECLARE_DENSE(combine_reference) {
   }
 }
 
-float qkvi_integer_power(float x) {
-  return power_of_two(x * 1.44269504f);
-}
-
 const qkv_kernels qkvi_kernels_reference = {
     .name = "reference",
     .scores = scores_reference,
@@ -299,13 +296,14 @@ const qkv_kernels qkvi_kernels_reference = {
     .multiply_integer = qkvi_multiply_integer_reference,
     .add_waves = add_waves_plain,
     .score_columns = score_columns_plain,
-    .turn_words = turn_words_plain,
     .add_products = qkvi_add_products_reference,
-    .scale_sums = scale_sums_plain,
+    .sum_levels = qkvi_sum_levels_reference,
     .add_anchors = add_anchors_plain,
     .prepare = prepare_plain,
     .scores_integer = qkvi_scores_integer_reference,
     .peaks = peaks_plain,
     .weigh_integer = weigh_integer_plain,
     .accumulate_integer = qkvi_accumulate_integer_reference,
+    .score_outliers = score_outliers_plain,
+    .weigh_outliers = weigh_outliers_plain,
 };

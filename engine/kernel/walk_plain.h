@@ -1,5 +1,5 @@
-// What queries of the attend frame need from page to page (kernel.h), in plain loops over independent lanes: compiled
-// once for every rung, like plain.h, and with the same bits everywhere.
+// What anchors add to the scores of a page (kernel.h), in plain loops over independent lanes: compiled once for every
+// rung, like plain.h, and with the same bits everywhere.
 #ifndef QKV_ENGINE_KERNEL_WALK_PLAIN_H
 #define QKV_ENGINE_KERNEL_WALK_PLAIN_H
 
@@ -11,66 +11,43 @@
 
 #define WALK_INLINE static inline __attribute__((always_inline))
 
-// ---- Words ----
-
-// A whole number, in the lowest 16 bits of a sum with the magic number.
-WALK_INLINE int16_t walk_word(float number) {
-  const float sum = number + QKVI_WHOLE_MAGIC;
-  uint32_t bits;
-  memcpy(&bits, &sum, sizeof bits);
-  return (int16_t)(uint16_t)bits;
-}
-
-static inline QKV_DECLARE_TURN_WORDS(turn_words_plain) {
-  for (size_t i = 0; i < n; i++, rows += stride, numbers += 2 * count) {
-    const float factor = factors[i];
-    size_t j = 0;
-    for (; j + PLAIN_WIDTH <= count; j += PLAIN_WIDTH) {
-      plain_floats a, b, c, s;
-      load_plain(rows + j, &a);
-      load_plain(rows + apart + j, &b);
-      load_plain(cosines + j, &c);
-      load_plain(sines + j, &s);
-      const plain_floats x = (a * c + b * s) * factor + QKVI_WHOLE_MAGIC;
-      const plain_floats y = (b * c - a * s) * factor + QKVI_WHOLE_MAGIC;
-      const plain_words both = ((plain_words)x & 0xffff) | ((plain_words)y << 16);  // little-endian
-      memcpy(numbers + 2 * j, &both, sizeof both);
-    }
-    for (; j < count; j++) {
-      const float a = rows[j], b = rows[apart + j], c = cosines[j], s = sines[j];
-      numbers[2 * j] = walk_word((a * c + b * s) * factor);
-      numbers[2 * j + 1] = walk_word((b * c - a * s) * factor);
-    }
-  }
-}
-
-static inline QKV_DECLARE_SCALE_SUMS(scale_sums_plain) {
-  const size_t dim = matrix->dim,
-               stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS;
-  for (size_t i = 0; i < n; i++, rows += dim, sums += stride) {
-    size_t c = 0;
-    for (; c + PLAIN_WIDTH <= coordinates; c += PLAIN_WIDTH) {
-      plain_words whole;
-      plain_floats scale;
-      memcpy(&whole, sums + c, sizeof whole);
-      load_plain(matrix->scales + c, &scale);
-      const plain_floats row = __builtin_convertvector(whole, plain_floats) * (scale * scales[i]);
-      store_plain(rows + c, &row);
-    }
-    for (; c < coordinates; c++) rows[c] = (float)sums[c] * (matrix->scales[c] * scales[i]);
-    memset(rows + c, 0, (dim - c) * sizeof *rows);
-  }
-}
-
-// ---- Anchors ----
-
 enum { WALK_TOGETHER = 4, WALK_SUMS = 2 * QKV_WAVE_TERMS };
 _Static_assert((int)WALK_SUMS == (int)PLAIN_WIDTH, "all sums of a query are one vector");
 
 // Products, turned back: [2][stride] each.
 typedef struct walk_turned {
-  float of[WALK_TOGETHER][QKV_DIM_MAX];
+  _Alignas(64) float of[WALK_TOGETHER][QKV_DIM_MAX + 4 * PLAIN_WIDTH];  // not 4 KB apart: loads would wait for stores
 } walk_turned;
+
+// Where wider vectors leave registers for it, all slots are taken at once, else a part of them and of the queries.
+#if defined(__AVX512F__)
+enum { WAVE_LANES = 16, WAVE_QUERIES = WALK_TOGETHER };
+#else
+enum { WAVE_LANES = 8, WAVE_QUERIES = WALK_TOGETHER / 2 };
+#endif
+enum { WAVE_VECTORS = 2 };
+typedef float wave_floats __attribute__((vector_size(4 * WAVE_LANES)));
+
+// Turns by `base` and then by `on`, and zeros up to the stride.
+WALK_INLINE void join_turns(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, float *cosines,
+                            float *sines) {
+  size_t j = 0;
+  for (; j + PLAIN_WIDTH <= waves->pairs; j += PLAIN_WIDTH) {
+    plain_floats bc, bs, oc, os;
+    load_plain(base.cosines + j, &bc);
+    load_plain(base.sines + j, &bs);
+    load_plain(on.cosines + j, &oc);
+    load_plain(on.sines + j, &os);
+    const plain_floats c = bc * oc - bs * os, s = bc * os + bs * oc;
+    store_plain(cosines + j, &c);
+    store_plain(sines + j, &s);
+  }
+  for (; j < waves->pairs; j++) {
+    cosines[j] = base.cosines[j] * on.cosines[j] - base.sines[j] * on.sines[j];
+    sines[j] = base.cosines[j] * on.sines[j] + base.sines[j] * on.cosines[j];
+  }
+  for (; j < waves->stride; j++) cosines[j] = sines[j] = 0;
+}
 
 WALK_INLINE void turn_products(const qkv_page_waves *waves, const float *cosines, const float *sines,
                                const float *products, size_t n, walk_turned *turned) {
@@ -134,36 +111,65 @@ WALK_INLINE void sum_terms(const qkv_page_waves *waves, const walk_turned *turne
   }
 }
 
-// Slots at distances from 0.5 + `first` on, both ways, of `n` queries, a constant.
+WALK_INLINE void load_wave(const float *from, wave_floats *all) {
+  memcpy(all, from, sizeof *all);
+}
+
+// Adds to slots from `up` on, and to those before `down` in reverse order.
+WALK_INLINE void put_wave(float *up, float *down, const wave_floats *more, const wave_floats *less) {
+  wave_floats high, low;
+  load_wave(up, &high);
+  load_wave(down - WAVE_LANES, &low);
+  high += *more;
+#if defined(__AVX512F__)
+  low += __builtin_shufflevector(*less, *less, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#else
+  low += __builtin_shufflevector(*less, *less, 7, 6, 5, 4, 3, 2, 1, 0);
+#endif
+  memcpy(up, &high, sizeof high);
+  memcpy(down - WAVE_LANES, &low, sizeof low);
+}
+
+// Slots at distances from 0.5 + `first` on, both ways, of `n` queries from the q-th on, a constant.
 WALK_INLINE void add_slots(const qkv_page_waves *waves, const walk_turned *turned, const float *terms,
-                           const float *shares, size_t n, size_t first, float *scores) {
-  static const plain_floats ways = {0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f};
-  const plain_floats v = (ways + (float)first) * (1.0f / QKV_WAVE_SLOTS), square = v * v;
-  plain_floats even[WALK_TOGETHER], odd[WALK_TOGETHER];
-  for (size_t i = 0; i < n; i++) {
-    const float *e = terms + i * WALK_SUMS, *o = e + QKV_WAVE_TERMS;
-    even[i] = ((e[3] * square + e[2]) * square + e[1]) * square + (e[0] + shares[i]);
-    odd[i] = (((o[3] * square + o[2]) * square + o[1]) * square + o[0]) * v;
+                           const float *shares, size_t q, size_t n, size_t first, float *scores) {
+  static const float ways[QKV_WAVE_SLOTS] = {
+      0.5f,  1.5f,  2.5f,  3.5f,  4.5f,  5.5f,  6.5f,  7.5f,  8.5f,  9.5f,  10.5f, 11.5f, 12.5f, 13.5f, 14.5f, 15.5f,
+      16.5f, 17.5f, 18.5f, 19.5f, 20.5f, 21.5f, 22.5f, 23.5f, 24.5f, 25.5f, 26.5f, 27.5f, 28.5f, 29.5f, 30.5f, 31.5f};
+  wave_floats even[WAVE_QUERIES][WAVE_VECTORS], odd[WAVE_QUERIES][WAVE_VECTORS];
+  for (size_t k = 0; k < WAVE_VECTORS; k++) {
+    wave_floats v;
+    load_wave(ways + first + k * WAVE_LANES, &v);
+    v *= 1.0f / QKV_WAVE_SLOTS;
+    const wave_floats square = v * v;
+    for (size_t i = 0; i < n; i++) {
+      const float *e = terms + (q + i) * WALK_SUMS, *o = e + QKV_WAVE_TERMS;
+      even[i][k] = ((e[3] * square + e[2]) * square + e[1]) * square + (e[0] + shares[q + i]);
+      odd[i][k] = (((o[3] * square + o[2]) * square + o[1]) * square + o[0]) * v;
+    }
   }
   for (size_t p = 0; p < waves->fast; p++) {
-    plain_floats c, s;
-    load_plain(waves->cosines + p * QKV_WAVE_SLOTS + first, &c);
-    load_plain(waves->sines + p * QKV_WAVE_SLOTS + first, &s);
+    wave_floats c[WAVE_VECTORS], s[WAVE_VECTORS];
+    for (size_t k = 0; k < WAVE_VECTORS; k++) {
+      load_wave(waves->cosines + p * QKV_WAVE_SLOTS + first + k * WAVE_LANES, &c[k]);
+      load_wave(waves->sines + p * QKV_WAVE_SLOTS + first + k * WAVE_LANES, &s[k]);
+    }
     for (size_t i = 0; i < n; i++) {
-      even[i] += turned->of[i][p] * c;
-      odd[i] += turned->of[i][waves->stride + p] * s;
+      const wave_floats a = turned->of[q + i][p] - (wave_floats){0};
+      const wave_floats b = turned->of[q + i][waves->stride + p] - (wave_floats){0};
+      for (size_t k = 0; k < WAVE_VECTORS; k++) {
+        even[i][k] += a * c[k];
+        odd[i][k] += b * s[k];
+      }
     }
   }
   for (size_t i = 0; i < n; i++) {
-    float *row = scores + i * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS;
-    plain_floats up, down;
-    load_plain(row + first, &up);
-    load_plain(row - first - PLAIN_WIDTH, &down);
-    const plain_floats low = even[i] - odd[i];
-    up += even[i] + odd[i];
-    down += __builtin_shufflevector(low, low, 7, 6, 5, 4, 3, 2, 1, 0);
-    store_plain(row + first, &up);
-    store_plain(row - first - PLAIN_WIDTH, &down);
+    float *middle = scores + (q + i) * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS;
+    for (size_t k = 0; k < WAVE_VECTORS; k++) {
+      const wave_floats more = even[i][k] + odd[i][k], less = even[i][k] - odd[i][k];
+      const size_t at = first + k * WAVE_LANES;
+      put_wave(middle + at, middle - at, &more, &less);
+    }
   }
 }
 
@@ -172,14 +178,19 @@ WALK_INLINE void add_anchors_of(const qkv_page_waves *waves, const float *cosine
                                 const float *products, size_t n, const float *shares, float *scores) {
   walk_turned turned;
   float terms[WALK_TOGETHER * WALK_SUMS];
+  const size_t together = n < WAVE_QUERIES ? n : WAVE_QUERIES;
   turn_products(waves, cosines, sines, products, n, &turned);
   sum_terms(waves, &turned, n, terms);
-  for (size_t first = 0; first < QKV_WAVE_SLOTS; first += PLAIN_WIDTH) {
-    add_slots(waves, &turned, terms, shares, n, first, scores);
+  for (size_t first = 0; first < QKV_WAVE_SLOTS; first += WAVE_VECTORS * WAVE_LANES) {
+    for (size_t q = 0; q < n; q += together) {
+      add_slots(waves, &turned, terms, shares, q, together, first, scores);
+    }
   }
 }
 
 static inline QKV_DECLARE_ADD_ANCHORS(add_anchors_plain) {
+  _Alignas(64) float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  join_turns(waves, base, on, cosines, sines);
   size_t i = 0;
   for (; i + WALK_TOGETHER <= n; i += WALK_TOGETHER) {
     add_anchors_of(waves, cosines, sines, products + i * 2 * waves->stride, WALK_TOGETHER, shares + i,

@@ -129,11 +129,14 @@ static void run_waves(workload *w, const qkv_kernels *kernels) {
   kernels->add_waves(&w->turns, w->pairs, w->turns.pairs, w->queries, w->n, w->scores);
 }
 
-// Of a sixth of all inputs, as a page has them on average.
-static void run_products(workload *w, const qkv_kernels *kernels) {
-  const size_t dim = w->page.schedule.dim, count = dim / 6 / 2 * 2;
-  kernels->add_products(&w->dense, dim, dim - count, count, (const int16_t *)w->rows, w->n,
-                        (const int32_t *)w->turned, (int32_t *)w->turned);
+// Of a sixth of all inputs, as a page has them on average: of pages alone, and of two pages, which are kept.
+static void run_levels(workload *w, const qkv_kernels *kernels) {
+  const size_t dim = w->page.schedule.dim, pairs = dim / 2, first = pairs - dim / 12;
+  const qkv_pair_turns turns = {w->matrix, w->matrix};
+  const qkv_walk_queries queries = {w->n, dim, pairs, w->queries, w->matrix, w->matrix};
+  const qkv_walk_level levels[] = {{pairs - dim / 48, pairs, turns, turns, (int32_t *)w->turned},
+                                   {first, pairs - dim / 48, turns, turns, NULL}};
+  kernels->sum_levels(&w->dense, dim, &queries, levels, 2, (const int32_t *)w->turned, w->sums);
 }
 
 // A fifth of all pairs have waves.
@@ -147,7 +150,24 @@ static void run_anchors(workload *w, const qkv_kernels *kernels) {
                                 .ends = {pairs, pairs * 2 / 3, pairs / 2, pairs / 3},
                                 .even = w->matrix,
                                 .odd = w->matrix};
-  kernels->add_anchors(&waves, w->matrix, w->matrix, w->queries, w->n, w->matrix, w->scores);
+  const qkv_pair_turns turns = {w->matrix, w->matrix};
+  kernels->add_anchors(&waves, turns, turns, w->queries, w->n, w->matrix, w->scores);
+}
+
+// Two rows of a page.
+static qkv_outliers two_outliers(const workload *w) {
+  static const uint8_t slots[] = {5, 40}, scales[2 * sizeof(float)] = {0};
+  return (qkv_outliers){2, w->page.schedule.dim, slots, scales, w->codes};
+}
+
+static void run_score_outliers(workload *w, const qkv_kernels *kernels) {
+  const qkv_outliers two = two_outliers(w);
+  kernels->score_outliers(&two, w->queries, w->n, w->scores);
+}
+
+static void run_weigh_outliers(workload *w, const qkv_kernels *kernels) {
+  const qkv_outliers two = two_outliers(w);
+  kernels->weigh_outliers(&two, w->matrix, w->scores, w->peaks, w->n, w->sums);
 }
 
 static void run_columns(workload *w, const qkv_kernels *kernels) {
@@ -216,8 +236,10 @@ static const kernel_bench kernels_measured[] = {
     {"turn 16", QKV_K, true, 1, run_turn},
     {"waves", QKV_K, true, 1, run_waves},
     {"columns", QKV_K, true, 1, run_columns},
-    {"products", QKV_K, true, 1, run_products},
+    {"levels", QKV_K, true, 1, run_levels},
     {"anchors", QKV_K, true, 1, run_anchors},
+    {"outlier K", QKV_K, true, 1, run_score_outliers},
+    {"outlier V", QKV_V, true, 1, run_weigh_outliers},
     {"group sums", QKV_K, false, 0, run_group_sums},
     {"subtract", QKV_K, false, 0, run_subtract},
     {"from fp16", QKV_K, false, 0, run_from_fp16},

@@ -5,12 +5,7 @@
 
 #include "tests/checkkern/checkkern.h"
 
-typedef struct made_matrix {
-  void *memory;
-  qkv_dense matrix;
-} made_matrix;
-
-static made_matrix make_matrix(checking *c, size_t dim, size_t outputs, input_kind kind) {
+made_matrix make_matrix(checking *c, size_t dim, size_t outputs, input_kind kind) {
   float *numbers = calloc(dim * outputs, sizeof *numbers);
   fill_input(&c->random, kind, numbers, dim * outputs);
   for (size_t i = 0; i < dim; i++) numbers[i] *= i % 3 == 0 ? 100 : 0.01f;  // the first row
@@ -99,110 +94,10 @@ static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim
   guarded_free(&got);
 }
 
-// ---- Walks over pages ----
-
-static void check_turn_words(checking *c, uint16_t dim, size_t n, input_kind kind) {
-  const page_part shape = {.schedule.dim = dim};
-  const size_t pairs = dim / 2u, count = naive_below(&c->random, (uint32_t)pairs + 1);
-  guarded rows = guarded_make(n * dim * sizeof(float));
-  guarded turns = guarded_make(2 * pairs * sizeof(float)), factors = guarded_make(n * sizeof(float));
-  guarded expected = guarded_make(n * 2 * count * sizeof(int16_t)), got = guarded_copy(&expected);
-  fill_input(&c->random, kind, (float *)rows.data, n * dim);
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)turns.data, 2 * pairs);
-  for (size_t i = 0; i < n; i++) {  // as rows of such a length have it
-    double squares = 0;
-    for (size_t j = 0; j < dim; j++) squares += pow((double)((float *)rows.data)[i * dim + j], 2);
-    ((float *)factors.data)[i] = squares > 0 ? (float)(5000 / sqrt(squares)) : 0;
-  }
-  const float *cosines = (float *)turns.data, *sines = cosines + pairs;
-  qkv_kernels_at(0)->turn_words((float *)rows.data, dim, pairs, count, cosines, sines, (float *)factors.data, n,
-                                (int16_t *)expected.data);
-  c->twin->turn_words((float *)rows.data, dim, pairs, count, cosines, sines, (float *)factors.data, n,
-                      (int16_t *)got.data);
-  check_same(c, "turn_words", &shape, n, &expected, &got);
-  guarded_free(&rows);
-  guarded_free(&turns);
-  guarded_free(&factors);
-  guarded_free(&expected);
-  guarded_free(&got);
-}
-
-// Kept sums, and what they become.
-static void check_sums_kept(checking *c, uint16_t dim, size_t n, input_kind kind) {
-  const page_part shape = {.schedule.dim = dim};
-  const size_t outputs = 1 + naive_below(&c->random, dim),
-               coordinates = naive_below(&c->random, (uint32_t)outputs + 1),
-               stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS;
-  const size_t first = naive_below(&c->random, dim / 2u) * 2,
-               count = naive_below(&c->random, (dim - (uint32_t)first) / 2 + 1) * 2;
-  made_matrix made = make_matrix(c, dim, outputs, kind);
-  guarded numbers = guarded_make(n * count * sizeof(int16_t)), scales = guarded_make(n * sizeof(float));
-  guarded before = guarded_make(n * stride * sizeof(int32_t));
-  guarded expected = guarded_make(n * stride * sizeof(int32_t)), got = guarded_copy(&expected);
-  guarded rows = guarded_make(n * dim * sizeof(float)), rows_got = guarded_copy(&rows);
-  for (size_t i = 0; i < n * count; i++)
-    ((int16_t *)numbers.data)[i] = (int16_t)((int)naive_below(&c->random, 1001) - 500);
-  for (size_t i = 0; i < n * stride; i++)
-    ((int32_t *)before.data)[i] = (int32_t)naive_below(&c->random, 1 << 20) - (1 << 19);
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)scales.data, n);
-  const int32_t *from = naive_below(&c->random, 3) == 0 ? NULL : (int32_t *)before.data;
-  qkv_kernels_at(0)->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, from,
-                                  (int32_t *)expected.data);
-  c->twin->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, from,
-                        (int32_t *)got.data);
-  check_same(c, "add_products", &shape, n, &expected, &got);
-  // In place.
-  qkv_kernels_at(0)->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n,
-                                  (int32_t *)expected.data, (int32_t *)expected.data);
-  c->twin->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, (int32_t *)got.data,
-                        (int32_t *)got.data);
-  check_same(c, "add_products", &shape, n, &expected, &got);
-  qkv_kernels_at(0)->scale_sums(&made.matrix, coordinates, (int32_t *)expected.data, (float *)scales.data, n,
-                                (float *)rows.data);
-  c->twin->scale_sums(&made.matrix, coordinates, (int32_t *)expected.data, (float *)scales.data, n,
-                      (float *)rows_got.data);
-  check_same(c, "scale_sums", &shape, n, &rows, &rows_got);
-  guarded *const all[] = {&numbers, &scales, &before, &expected, &got, &rows, &rows_got};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
-  free(made.memory);
-}
-
-static void check_anchors(checking *c, uint16_t dim, size_t n, input_kind kind) {
-  const page_part shape = {.schedule.dim = dim};
-  qkv_page_waves waves = {.pairs = 1 + naive_below(&c->random, dim / 2u)};
-  waves.stride = (waves.pairs + QKV_BAND - 1) / QKV_BAND * QKV_BAND;
-  waves.fast = naive_below(&c->random, (uint32_t)waves.pairs + 1);
-  for (size_t i = 0; i < QKV_WAVE_TERMS; i++) waves.ends[i] = naive_below(&c->random, (uint32_t)waves.pairs + 1);
-  const size_t slots = (waves.fast + 1) * QKV_WAVE_SLOTS, terms = QKV_WAVE_TERMS * waves.stride;
-  guarded tables = guarded_make((2 * slots + 2 * terms) * sizeof(float));
-  guarded turns = guarded_make(2 * waves.stride * sizeof(float)), shares = guarded_make(n * sizeof(float));
-  guarded products = guarded_make(n * 2 * waves.stride * sizeof(float));
-  guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float));
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)tables.data, 2 * slots + 2 * terms);
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)turns.data, 2 * waves.stride);
-  fill_input(&c->random, kind, (float *)products.data, n * 2 * waves.stride);
-  fill_input(&c->random, kind, (float *)shares.data, n);
-  fill_input(&c->random, kind, (float *)expected.data, n * QKV_PAGE_TOKENS);
-  waves.cosines = (float *)tables.data;
-  waves.sines = waves.cosines + slots;
-  waves.even = waves.sines + slots;
-  waves.odd = waves.even + terms;
-  guarded got = guarded_copy(&expected);
-  const float *cosines = (float *)turns.data, *sines = cosines + waves.stride;
-  qkv_kernels_at(0)->add_anchors(&waves, cosines, sines, (float *)products.data, n, (float *)shares.data,
-                                 (float *)expected.data);
-  c->twin->add_anchors(&waves, cosines, sines, (float *)products.data, n, (float *)shares.data, (float *)got.data);
-  check_same(c, "add_anchors", &shape, n, &expected, &got);
-  guarded *const all[] = {&tables, &turns, &shares, &products, &expected, &got};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
-}
-
 void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 12);
   check_multiply(c, dim, n, kind);
-  check_turn_words(c, dim, n, kind);
-  check_sums_kept(c, dim, n, kind);
-  check_anchors(c, dim, n, kind);
+  check_walk_of(c, dim, n, kind);
   const size_t pairs = naive_below(&c->random, dim / 2u + 1);
   made_turns made = make_turns(c, pairs, naive_below(&c->random, 2));
   check_waves(c, &made.turns, n, kind);

@@ -9,6 +9,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/quarters.h"
 #include "engine/kernel/neon/twins.h"
+#include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
 #include "engine/kernel/walk_plain.h"
@@ -250,13 +251,14 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .multiply_integer = TWIN(qkvi_multiply_integer),
     .add_waves = add_waves_plain,
     .score_columns = score_columns_plain,
-    .turn_words = turn_words_plain,
     .add_products = qkvi_add_products_reference,
-    .scale_sums = scale_sums_plain,
+    .sum_levels = qkvi_sum_levels_reference,
     .add_anchors = add_anchors_plain,
     .prepare = prepare_plain,
     .scores_integer = TWIN(qkvi_scores_integer),
     .peaks = peaks_plain,
     .weigh_integer = weigh_integer_plain,
     .accumulate_integer = TWIN(qkvi_accumulate_integer),
+    .score_outliers = score_outliers_plain,
+    .weigh_outliers = weigh_outliers_plain,
 };

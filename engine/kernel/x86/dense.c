@@ -4,52 +4,16 @@
 #include <assert.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/x86/bytes.h"
+#include "engine/kernel/x86/products.h"
 #include "engine/kernel/x86/twins.h"
 
-enum {
-  ROWS = 4,                      // at once
-  ACROSS = LANES == 16 ? 4 : 2,  // vectors of outputs at once: sums fill the registers
-  HALVES = QKVI_DENSE_OUTPUTS / LANES,
-  STEP = LANES == 16 ? 2 : QKV_BAND,  // coordinates at once: of more gcc would spill sums of AVX-512
-};
-
-// sum += the products of 16-bit numbers, two to a lane. (On a Zen 5, 64 rows of 128 take 8.4 us with VNNI's vpdpwssd,
-// which does one a cycle, and 6.0 us with these two.)
-INLINE bytes add_products(bytes sum, bytes a, bytes b) {
-#if LANES == 16
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
-#else
-  bytes all = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
-  // Else gcc takes all products before it adds them, and spills a sum, which then waits for itself.
-  __asm__("" : "+x"(all));
-  return all;
-#endif
-}
-
-INLINE lanes to_lanes(bytes sum) {
-#if LANES == 16
-  return (lanes)_mm512_cvtepi32_ps(sum);
-#else
-  return (lanes)_mm256_cvtepi32_ps(sum);
-#endif
-}
+enum { STEP = LANES == 16 ? 2 : QKV_BAND };  // coordinates at once: of more gcc would spill sums of AVX-512
 
 // Rows in whole numbers.
 typedef struct dense_rows {
   int16_t words[ROWS][QKV_DIM_MAX];
   float scales[ROWS];
 } dense_rows;
-
-// Of a vector that reaches beyond the row's end its lower half.
-INLINE void put_outputs(lanes all, size_t c, size_t dim, float *row) {
-#if LANES == 16
-  _mm512_mask_storeu_ps(row + c, c + LANES <= dim ? 0xffff : 0x00ff, (__m512)all);
-#else
-  (void)dim;
-  store_lanes(row + c, all);
-#endif
-}
 
 // Vectors [v, v + across) of outputs of `count` rows; both are constants.
 INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t count, size_t v, size_t across,
@@ -58,9 +22,7 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   const int16_t *from[ACROSS];
   bytes sums[ROWS * ACROSS];
   UNROLL
-  for (size_t k = 0; k < across; k++) {
-    from[k] = matrix->words + (v + k) / HALVES * QKVI_DENSE_OUTPUTS * dim + (v + k) % HALVES * LANES * 2;
-  }
+  for (size_t k = 0; k < across; k++) from[k] = words_of(matrix, v + k);
   UNROLL
   for (size_t i = 0; i < count * across; i++) sums[i] = (bytes)(words){0};
   for (size_t j = 0; j < dim; j += STEP) {
@@ -73,7 +35,10 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
       for (size_t i = 0; i < count; i++) {
         const bytes pair = repeat_word(&x->words[i][p]);
         UNROLL
-        for (size_t k = 0; k < across; k++) sums[i * across + k] = add_products(sums[i * across + k], y[k], pair);
+        for (size_t k = 0; k < across; k++) {
+          bytes *sum = &sums[i * across + k];
+          *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+        }
       }
     }
   }
@@ -93,6 +58,7 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
   for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   size_t v = 0;
   for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, rows);
+  for (; v + 2 <= vectors; v += 2) multiply_tile(matrix, &x, count, v, 2, rows);
   for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, rows);
   for (size_t i = 0; coordinates < dim && i < count; i++) {
     memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
@@ -114,10 +80,7 @@ INLINE void add_tile(const qkv_dense *matrix, size_t first, size_t inputs, const
   const int16_t *from[ACROSS];
   bytes sums[ROWS * ACROSS];
   UNROLL
-  for (size_t k = 0; k < across; k++) {
-    from[k] = matrix->words + (v + k) / HALVES * QKVI_DENSE_OUTPUTS * matrix->dim + (v + k) % HALVES * LANES * 2 +
-              first * QKVI_DENSE_OUTPUTS;
-  }
+  for (size_t k = 0; k < across; k++) from[k] = words_of(matrix, v + k) + first * QKVI_DENSE_OUTPUTS;
   UNROLL
   for (size_t i = 0; i < count; i++) {
     UNROLL

@@ -3,6 +3,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/banded.h"
+#include "engine/kernel/x86/banded_scores.h"
 #include "engine/kernel/x86/twins.h"
 
 // One chunk of queries against some groups, all of one tier or all of plain blocks.
@@ -157,26 +158,6 @@ __attribute__((noinline)) static void score_deep_groups(const key_pass *pass, si
     if (width == 2) score_deep(pass, lane, g, 2, sums[g], low[g]);
     if (width == 4) score_deep(pass, lane, g, 4, sums[g], low[g]);
     if (width == 8) score_deep(pass, lane, g, 8, sums[g], low[g]);
-  }
-}
-
-// What becomes of the sums.
-typedef struct key_outcome {
-  unsigned parts;
-  size_t rows;
-  const float *scales;
-  const uint8_t *gains;  // from the first group on
-  float *scores;         // [rows][64], from the first group's first slot on
-} key_outcome;
-
-// The scores of a group's lanes from `lane` on. `width` and `parts` are constants, as all indices of sums must be.
-INLINE void put_scores(const key_outcome *out, size_t g, size_t lane, size_t width, unsigned parts, lanes factors,
-                       const words *sums, const words *low) {
-  UNROLL
-  for (size_t row = 0; row < width / parts; row++) {
-    if (row >= out->rows) break;
-    const lanes total = total_of(&sums[row * parts], low != NULL ? &low[row * parts] : NULL, parts);
-    store_lanes(out->scores + row * QKV_PAGE_TOKENS + g * GROUP + lane, total * out->scales[row] * factors);
   }
 }
 
@@ -414,17 +395,6 @@ static void scores_of_steady(const page_groups *page, const qkv_page_codes *code
 #if STEADY_LOOPS
 // ---- Banded blocks ----
 
-// A chunk of queries against a page.
-typedef struct banded_keys {
-  banded page;
-  size_t wide;             // blocks that need all columns; the others only the second of each two
-  const uint8_t *columns;  // the chunk's
-  const uint8_t *deep;     // the same for deep blocks
-  const int32_t *offsets;  // the chunk's
-  const mixed_group *mixed;
-  key_outcome out;
-} banded_keys;
-
 // Blocks b to `end`, of vectors of groups from g on; all but b, `end` and g are constants. Returns `end`.
 INLINE size_t score_banded_blocks(const banded_keys *keys, qkvi_block_shape shape, size_t b, size_t end, size_t g,
                                   size_t count, size_t width, size_t step, column_sums (*sums)[TOGETHER_MAX],
@@ -523,20 +493,28 @@ static void scores_of_banded(const qkv_page_codes *codes, const page_groups *pag
   for (qkvi_chunk chunk = {0}; chunk.first + chunk.rows < queries->count;) {
     chunk = qkvi_chunk_at(chunk.first + chunk.rows, queries->count, parts);
     keys.columns = keys.deep = (const uint8_t *)queries->bytes + chunk.first * parts * length;
-#if !BYTE_DOTS
-    _Alignas(32) signed_columns narrow;
-    int16_t wide[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
-    widen_columns(keys.deep, page->layouts[0]->deep * FIELDS * chunk.columns, true, wide);
-    sign_columns(keys.columns, page->blocks * QKVI_BLOCK_WIDTH * chunk.columns, narrow);
-    keys.columns = narrow;
-    keys.deep = (const uint8_t *)wide;
-#endif
     keys.offsets = queries->offsets + chunk.first * parts * (blocks + 1);
     keys.out = (key_outcome){.parts = parts,
                              .rows = chunk.rows,
                              .scales = queries->scales + chunk.first,
                              .gains = codes->gains,
                              .scores = scores + chunk.first * QKV_PAGE_TOKENS};
+#if !BYTE_DOTS
+    _Alignas(32) signed_columns narrow;
+    _Alignas(32) int16_t wide[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
+#if LANES == 8
+    if (parts == 2 && page->layouts[0]->deep == 0 && length <= WHOLE_MOST) {
+      join_columns(keys.columns, page->blocks * QKVI_BLOCK_WIDTH * chunk.columns, wide);
+      keys.columns = (const uint8_t *)wide;
+      score_whole_chunk(&keys, chunk.columns / parts, along);
+      continue;
+    }
+#endif
+    widen_columns(keys.deep, page->layouts[0]->deep * FIELDS * chunk.columns, true, wide);
+    sign_columns(keys.columns, page->blocks * QKVI_BLOCK_WIDTH * chunk.columns, narrow);
+    keys.columns = narrow;
+    keys.deep = (const uint8_t *)wide;
+#endif
     score_banded(&keys, chunk.columns, along);
   }
 }

@@ -10,7 +10,6 @@
 enum {
   AT_ONCE = (int)sizeof(bytes),
   AT_ONCE_VECTORS = AT_ONCE / LANES,
-  AT_ONCE_BLOCKS = AT_ONCE / QKVI_BLOCK_WIDTH,
 };
 
 #if LANES == 16
@@ -31,16 +30,6 @@ INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
   sixty_four row;
   memcpy(row.whole, whole, sizeof row.whole);
   return pack_bytes(&row, next);
-}
-
-// The sums of every four bytes.
-INLINE words sums_of_four(bytes all) {
-  const bytes ones = _mm512_set1_epi8(1);
-#if BYTE_DOTS
-  return (words)_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, all);
-#else
-  return (words)_mm512_madd_epi16(_mm512_maddubs_epi16(ones, all), _mm512_set1_epi16(1));
-#endif
 }
 
 INLINE float largest_lane(lanes all) {
@@ -67,11 +56,6 @@ INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
   for (size_t i = 0; i < AT_ONCE_VECTORS; i++) v[i] = (bytes)((next ? whole[i] >> 8 : whole[i]) & 0xff);
   const bytes all = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
   return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-}
-
-INLINE words sums_of_four(bytes all) {
-  const bytes ones = _mm256_set1_epi8(1);
-  return (words)_mm256_madd_epi16(_mm256_maddubs_epi16(ones, all), _mm256_set1_epi16(1));
 }
 
 INLINE float largest_lane(lanes all) {
@@ -103,21 +87,6 @@ INLINE void round_some(const float *row, size_t at, size_t dim, float factor, wo
   }
 }
 
-// The sums of signed bytes by block.
-INLINE void block_sums(bytes all, int32_t sums[AT_ONCE_BLOCKS]) {
-  words sum = sums_of_four(all);
-#if LANES == 16
-  sum += (words)_mm512_shuffle_epi32((bytes)sum, 0xb1);
-  sum += (words)_mm512_shuffle_epi32((bytes)sum, 0x4e);
-#else
-  sum += (words)_mm256_shuffle_epi32((bytes)sum, 0xb1);
-  sum += (words)_mm256_shuffle_epi32((bytes)sum, 0x4e);
-#endif
-  int32_t four_each[LANES];
-  memcpy(four_each, &sum, sizeof four_each);
-  for (size_t i = 0; i < AT_ONCE_BLOCKS; i++) sums[i] = four_each[4 * i];
-}
-
 // What a chunk is made from and what it becomes.
 typedef struct preparing {
   const float *rows;  // [rows][dim]
@@ -128,7 +97,7 @@ typedef struct preparing {
   size_t *wide;
 } preparing;
 
-// qkv_integer_queries.wide, with the first bytes from coordinate `at` on.
+// qkv_integer_queries.wide, with the first bytes from coordinate `at` on, of all rows together.
 INLINE void count_wide(const preparing *p, bytes first, size_t at) {
   const uint64_t used = used_bytes(first);
   if (used == 0) return;
@@ -138,7 +107,7 @@ INLINE void count_wide(const preparing *p, bytes first, size_t at) {
 
 // Coordinates [at, at + AT_ONCE) of a chunk; `columns` and `parts` are constants.
 INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts) {
-  bytes all[QKV_INTEGER_COLUMNS];
+  bytes all[QKV_INTEGER_COLUMNS], first = (bytes)(words){0};
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
     if (row >= p->rows_count) {
@@ -152,17 +121,9 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
     UNROLL
     for (size_t i = 0; i < AT_ONCE_VECTORS; i++) whole[i] += 128;
     all[row * parts] = pack_some(whole, true);
-    count_wide(p, all[row * parts], at);
+    first |= all[row * parts];
   }
-  const size_t block = at / QKVI_BLOCK_WIDTH, blocks = p->length / QKVI_BLOCK_WIDTH;
-  UNROLL
-  for (size_t column = 0; column < columns; column++) {
-    int32_t sums[AT_ONCE_BLOCKS], *offsets = p->offsets + block * columns + column;
-    block_sums(all[column], sums);
-    for (size_t i = 0; i < AT_ONCE_BLOCKS && block + i < blocks; i++) {
-      offsets[(i + 1) * columns] = offsets[i * columns] - 128 * sums[i];
-    }
-  }
+  if (parts > 1) count_wide(p, first, at);
   uint8_t *out = (uint8_t *)p->bytes + at * columns;
   if (at + AT_ONCE <= p->length) {
     put_interleaved(all, columns, out);
@@ -173,9 +134,53 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
   }
 }
 
+// ---- Offsets ----
+
+typedef int32_t eight_words __attribute__((vector_size(32)));
+
+// Adds signed bytes by fours.
+INLINE __m256i add_fours(__m256i sum, __m256i all) {
+  const __m256i ones = _mm256_set1_epi8(1);
+#if BYTE_DOTS
+  return _mm256_dpbusd_epi32(sum, ones, all);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(ones, all), _mm256_set1_epi16(1)));
+#endif
+}
+
+// The sums of the bytes of each column of a block, [number / 4][column][4], in the first lanes; a constant number.
+INLINE eight_words block_sums(const uint8_t *block, size_t columns) {
+  __m256i sum = _mm256_setzero_si256();
+  if (columns == 1)
+    return (eight_words)add_fours(sum, _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)block)));
+  UNROLL
+  for (size_t at = 0; at < columns * QKVI_BLOCK_WIDTH; at += sizeof sum) {
+    sum = add_fours(sum, _mm256_loadu_si256((const __m256i *)(block + at)));
+  }
+  return (eight_words)sum;
+}
+
+// From the bytes that have been put.
+INLINE void put_offsets_of(const preparing *p, size_t columns) {
+  const uint8_t *block = (const uint8_t *)p->bytes;
+  int32_t *offsets = p->offsets;
+  eight_words total = {0};
+  const size_t blocks = p->length / QKVI_BLOCK_WIDTH;
+  memset(offsets, 0, columns * sizeof *offsets);
+  for (size_t b = 0; b < blocks; b++, block += columns * QKVI_BLOCK_WIDTH) {
+    eight_words sum = block_sums(block, columns);
+    if (columns <= 4) sum += __builtin_shufflevector(sum, sum, 4, 5, 6, 7, 0, 1, 2, 3);
+    if (columns <= 2) sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5);
+    if (columns <= 1) sum += __builtin_shufflevector(sum, sum, 1, 0, 3, 2, 5, 4, 7, 6);
+    total -= sum * 128;
+    offsets += columns;
+    memcpy(offsets, &total, columns * sizeof *offsets);
+  }
+}
+
 INLINE void prepare_chunk_of(const preparing *p, size_t columns, unsigned parts) {
-  for (size_t column = 0; column < columns; column++) p->offsets[column] = 0;
   for (size_t at = 0; at < p->length; at += AT_ONCE) prepare_some(p, at, columns, parts);
+  put_offsets_of(p, columns);
 }
 
 static void prepare_chunk(const preparing *p, size_t columns, unsigned parts) {

@@ -29,14 +29,15 @@ QKV_DECLARE_DENSE(TWIN(qkvi_combine));
 QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer));
 QKV_DECLARE_ADD_WAVES(TWIN(qkvi_add_waves));
 QKV_DECLARE_SCORE_COLUMNS(TWIN(qkvi_score_columns));
-QKV_DECLARE_TURN_WORDS(TWIN(qkvi_turn_words));
 QKV_DECLARE_ADD_PRODUCTS(TWIN(qkvi_add_products));
-QKV_DECLARE_SCALE_SUMS(TWIN(qkvi_scale_sums));
+QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels));
 QKV_DECLARE_ADD_ANCHORS(TWIN(qkvi_add_anchors));
 QKV_DECLARE_PREPARE(TWIN(qkvi_prepare));
 QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer));
 QKV_DECLARE_PEAKS(TWIN(qkvi_peaks));
 QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer));
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer));
+QKV_DECLARE_SCORE_OUTLIERS(TWIN(qkvi_score_outliers));
+QKV_DECLARE_WEIGH_OUTLIERS(TWIN(qkvi_weigh_outliers));
 
 #endif

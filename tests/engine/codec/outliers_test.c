@@ -6,6 +6,7 @@
 #include <cmocka.h>
 
 #include "engine/codec/outliers.h"
+#include "engine/kernel/kernel.h"
 #include "tests/engine/codec/naive.h"
 
 enum { TOKENS = QKV_PAGE_TOKENS, HEADS_MAX = 8 };
@@ -184,8 +185,8 @@ static void check_reading(const section_case *made, const uint8_t *page, uint16_
   for (size_t i = 0; i < N * 64; i++) queries[i] = (float)naive_below(random, 9) - 4, sums[i] = 100;
   for (size_t i = 0; i < (size_t)N * TOKENS; i++) weights[i] = (float)naive_below(random, 5), scores[i] = -7;
   for (size_t i = 0; i < TOKENS * dim; i++) rows[i] = 0.125f;
-  qkv_outliers_score(&found, queries, N, scores);
-  qkv_outliers_accumulate(&found, made->steps, weights, N, sums);
+  qkv_kernels_get()->score_outliers(&found, queries, N, scores);
+  qkv_kernels_get()->weigh_outliers(&found, made->steps, weights, NULL, N, sums);
   qkv_outliers_rows(&found, part == QKV_V ? made->steps : NULL, rows);
   for (size_t i = 0; i < count; i++) {
     const plain_row *row = &made->rows[h][part][i];

@@ -1,0 +1,147 @@
+// Queries of the attend frame from page to page: all levels of a walk (engine/codec/walk.h) in one pass over the
+// sums. Compiled once for each family.
+#include <assert.h>
+
+#include "engine/kernel/kernel.h"
+#include "engine/kernel/walk_plain.h"
+#include "engine/kernel/x86/products.h"
+#include "engine/kernel/x86/twins.h"
+
+// Numbers of pairs, side by side; vectors may reach beyond the last.
+typedef struct walk_words {
+  int16_t of[ROWS][QKV_DIM_MAX + 2 * LANES];
+} walk_words;
+
+// As many lanes as are left.
+INLINE lanes load_left(const float *from, size_t left) {
+#if LANES == 16
+  return (lanes)_mm512_maskz_loadu_ps(left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1), from);
+#else
+  if (left >= LANES) return load_lanes(from);
+  const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return (lanes)_mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), places));
+#endif
+}
+
+// The pairs of a level of `count` queries, a constant, from the row-th on; those before it begin with pair `begin`.
+INLINE void turn_level(const qkv_walk_queries *queries, const qkv_walk_level *level, size_t row, size_t count,
+                       size_t begin, walk_words *words_out) {
+  const float *rows = queries->rows + row * queries->stride;
+  for (size_t j = level->first; j < level->end; j += LANES) {
+    const size_t left = level->end - j;
+    const lanes bc = load_left(level->base.cosines + j, left), bs = load_left(level->base.sines + j, left);
+    const lanes oc = load_left(level->on.cosines + j, left), os = load_left(level->on.sines + j, left);
+    const lanes c = bc * oc - bs * os, s = bc * os + bs * oc;
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      const lanes a = load_left(rows + i * queries->stride + j, left);
+      const lanes b = load_left(rows + i * queries->stride + queries->apart + j, left);
+      const float factor = queries->factors[row + i];
+      const words x = (words)((a * c + b * s) * factor + QKVI_WHOLE_MAGIC);
+      const words y = (words)((b * c - a * s) * factor + QKVI_WHOLE_MAGIC);
+      put_bytes(words_out->of[i] + 2 * (j - begin), (bytes)((x & 0xffff) | y << 16));
+    }
+  }
+}
+
+// What a tile is summed from and becomes.
+typedef struct walk_tile {
+  const qkv_dense *matrix;
+  const qkv_walk_level *levels;
+  size_t level_count, row, stride;
+  const int32_t *before;
+  const float *scales;
+  float *rows;
+} walk_tile;
+
+// sums += products with the pairs of a level.
+INLINE void add_level(const walk_tile *tile, const qkv_walk_level *level, const walk_words *x, size_t count, size_t v,
+                      size_t across, bytes *sums) {
+  const size_t at = 2 * level->first * QKVI_DENSE_OUTPUTS, begin = tile->levels[tile->level_count - 1].first;
+  const int16_t *from[ACROSS];
+  UNROLL
+  for (size_t k = 0; k < across; k++) from[k] = words_of(tile->matrix, v + k) + at;
+  for (size_t p = 2 * (level->first - begin), end = 2 * (level->end - begin); p < end; p += 2) {
+    bytes y[ACROSS];
+    UNROLL
+    for (size_t k = 0; k < across; k++, from[k - 1] += 2 * QKVI_DENSE_OUTPUTS) y[k] = load_bytes(from[k]);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      const bytes pair = repeat_word(&x->of[i][p]);
+      UNROLL
+      for (size_t k = 0; k < across; k++) {
+        bytes *sum = &sums[i * across + k];
+        *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+      }
+    }
+  }
+}
+
+// Vectors [v, v + across) of outputs of `count` queries; both are constants.
+INLINE void sum_tile(const walk_tile *tile, const walk_words *x, size_t count, size_t v, size_t across) {
+  const size_t first = tile->row * tile->stride + v * LANES, dim = tile->matrix->dim;
+  bytes sums[ROWS * ACROSS];
+  UNROLL
+  for (size_t i = 0; i < count; i++) {
+    UNROLL
+    for (size_t k = 0; k < across; k++) {
+      sums[i * across + k] = load_bytes(tile->before + first + i * tile->stride + k * LANES);
+    }
+  }
+  for (size_t l = 0; l < tile->level_count; l++) {
+    const qkv_walk_level *level = &tile->levels[l];
+    add_level(tile, level, x, count, v, across, sums);
+    if (level->sums == NULL) continue;
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      UNROLL
+      for (size_t k = 0; k < across; k++) {
+        put_bytes(level->sums + first + i * tile->stride + k * LANES, sums[i * across + k]);
+      }
+    }
+  }
+  UNROLL
+  for (size_t k = 0; k < across; k++) {
+    if ((v + k) * LANES >= dim) break;
+    const lanes scale = load_lanes(tile->matrix->scales + (v + k) * LANES);
+    UNROLL
+    for (size_t i = 0; i < count; i++) {
+      put_outputs(to_lanes(sums[i * across + k]) * (scale * tile->scales[tile->row + i]), (v + k) * LANES, dim,
+                  tile->rows + (tile->row + i) * dim);
+    }
+  }
+}
+
+// `count` is a constant.
+INLINE void sum_rows(const walk_tile *tile, const qkv_walk_queries *queries, size_t count) {
+  const size_t vectors = tile->stride / LANES;
+  walk_words x;
+  for (size_t l = tile->level_count; l-- > 0;) {  // what reaches beyond a level is written over
+    turn_level(queries, &tile->levels[l], tile->row, count, tile->levels[tile->level_count - 1].first, &x);
+  }
+  size_t v = 0;
+  for (; v + ACROSS <= vectors; v += ACROSS) sum_tile(tile, &x, count, v, ACROSS);
+  for (; v + 2 <= vectors; v += 2) sum_tile(tile, &x, count, v, 2);
+  for (; v < vectors; v++) sum_tile(tile, &x, count, v, 1);
+}
+
+QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels)) {
+  const size_t dim = matrix->dim, n = queries->n;
+  assert(coordinates <= matrix->outputs);
+  walk_tile tile = {.matrix = matrix,
+                    .levels = levels,
+                    .level_count = count,
+                    .stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS,
+                    .before = before,
+                    .scales = queries->scales,
+                    .rows = rows};
+  for (; tile.row + ROWS <= n; tile.row += ROWS) sum_rows(&tile, queries, ROWS);
+  for (; tile.row < n; tile.row++) sum_rows(&tile, queries, 1);
+  for (size_t i = 0; coordinates < dim && i < n; i++) {
+    memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
+  }
+}
+
+QKV_DECLARE_ADD_ANCHORS(TWIN(qkvi_add_anchors)) {
+  add_anchors_plain(waves, base, on, products, n, shares, scores);
+}
