@@ -24,6 +24,8 @@ NUMPY_OF = {
     tensor_pb2.DTYPE_BF16: np.dtype("<u2"),
 }
 _WIRE_OF = {dtype: number for number, dtype in NUMPY_OF.items()}
+# What is converted on its way, from either order of bytes.
+_CONVERTED = {np.dtype("f8"): "<f4", np.dtype("f4"): "<f4", np.dtype("f2"): "<f2", np.dtype("u2"): "<u2"}
 
 
 class WireTensor(NamedTuple):
@@ -46,6 +48,8 @@ def dtype_number(name: str | None) -> tensor_pb2.DType:
 
 def as_numpy(array: Any, what: str) -> Array:
     """A numpy array over the same memory; bf16 as uint16. A tensor of torch gives an array that can be written to."""
+    if isinstance(array, np.ndarray):
+        return array.view(np.uint16) if array.dtype.kind == "V" and array.dtype.name == "bfloat16" else array
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
@@ -54,24 +58,21 @@ def as_numpy(array: Any, what: str) -> Array:
         if array.dtype == torch.bfloat16:
             return np.asarray(array.view(torch.int16).numpy()).view(np.uint16)
         return np.asarray(array.numpy())
-    if not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__"):
-        try:
-            array = np.from_dlpack(array)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"{what} cannot be read by way of __dlpack__: {error}") from error
-    if not isinstance(array, np.ndarray):
+    if not hasattr(array, "__dlpack__"):
         raise InvalidArgument(f"{what} is a {type(array).__name__}; allowed are numpy arrays and what has __dlpack__")
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{what} cannot be read by way of __dlpack__: {error}") from error
 
 
 def to_wire(array: Any, what: str) -> WireTensor:
     """Describes the array as it lies where its elements fill their memory, in whatever order; packs it elsewhere."""
     values = as_numpy(array, what)
-    if values.dtype == np.float64:
-        values = values.astype("<f4")
-    elif values.dtype.byteorder == ">":
-        values = values.astype(values.dtype.newbyteorder("<"))
     number = _WIRE_OF.get(values.dtype)
+    if number is None and values.dtype.newbyteorder("=") in _CONVERTED:
+        values = values.astype(_CONVERTED[values.dtype.newbyteorder("=")])
+        number = _WIRE_OF[values.dtype]
     if number is None:
         raise InvalidArgument(
             f"{what} is of {values.dtype}; allowed are float32, float16, float64 and bf16, as uint16 or bfloat16"

@@ -69,8 +69,8 @@ class Packed:
         """Of its rows and queries."""
         return sum(tensor.data.nbytes for tensor in (self.k, self.v, self.q) if tensor is not None)
 
-    def parts(self) -> tuple[list[wire.Part], int]:
-        """The parts of the entry in a request's message, and their bytes."""
+    def parts(self) -> list[wire.Part]:
+        """The parts of the entry in a request's message."""
         item = self.item
         form = ROPE_FORMS.get(item.rope)
         if form is None:
@@ -84,7 +84,8 @@ class Packed:
             options=item.options.message() if item.options else None,
             token_ids=() if item.tokens is None else [int(token) for token in item.tokens],
         )
-        return wire.item(small, [(field, t) for field, t in ((8, self.k), (9, self.v), (10, self.q)) if t is not None])
+        tensors = ((8, "k", self.k), (9, "v", self.v), (10, "q", self.q))
+        return wire.item(small, [(field, name, tensor) for field, name, tensor in tensors if tensor is not None])
 
 
 def not_negative(number: int, what: str) -> int:
@@ -121,7 +122,7 @@ def append_messages(items: Sequence[Packed]) -> Iterator[bytes]:
             if count and (size + piece.bytes > APPEND_BYTES or count == APPEND_ITEMS):
                 yield wire.message(parts)
                 parts, size, count = [], 0, 0
-            parts += piece.parts()[0]
+            parts += piece.parts()
             size, count = size + piece.bytes, count + 1
     if parts:
         yield wire.message(parts)
@@ -140,7 +141,7 @@ def attend_message(items: Sequence[Item], dtype: str, request_id: int = 0) -> by
     """An AttendRequest."""
     parts: list[wire.Part] = []
     for item in items:
-        parts += pack(item).parts()[0]
+        parts += pack(item).parts()
     parts.append(kv_cache_pb2.AttendRequest(out_dtype=dtype_number(dtype), id=request_id).SerializeToString())
     return wire.message(parts)
 

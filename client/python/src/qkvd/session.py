@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -76,10 +77,10 @@ class SessionState:
         Rows and queries of different counts stay together: the position of both is one.
         """
         count = len(item.q)
-        if item.k is not None and len(item.k) != count:
+        if count == 1 or (item.k is not None and len(item.k) != count):
             return [(item, out)]
         # What comes back is taken to be as wide as the queries.
-        wide = sum(int(np.prod(a.shape[1:])) for a in (item.k, item.v, item.q, item.q) if a is not None)
+        wide = sum(math.prod(a.shape[1:]) for a in (item.k, item.v, item.q, item.q) if a is not None)
         tokens = max(STEP_BYTES // max(4 * wide, 1), 1)
         if tokens >= count:
             return [(item, out)]

@@ -18,6 +18,7 @@ transformers 4.57 to 5.23; what differs between them is at the end of this file.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -25,7 +26,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -339,7 +339,7 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         self._pad(padding)
         q, k, v = (states.detach().cpu().transpose(1, 2) for states in (query, key, value))
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)
-        wide = 4 * sum(int(np.prod(states.shape[2:])) for states in (q, k, v, out)) * len(cache._rows)
+        wide = 4 * sum(math.prod(states.shape[2:]) for states in (q, k, v, out)) * len(cache._rows)
         step = max(STEP_BYTES // wide, 1)
         for at in range(0, count, step):
             self._attend_step(q, k, v, out, at, min(at + step, count), options)
