@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent import futures
 
@@ -157,6 +158,42 @@ def test_fork(client, session, rows):
     session.append(0, k[10:], v[10:])
     assert np.array_equal(session.fetch(0)[0], k)
     assert session.info().lengths == [20, 20]
+
+
+def test_fork_while_threads_are_at_work(client, model, name, rows, queries):
+    """Locks that other threads hold are open in the child, and a decode stream is the parent's."""
+    k, v = rows(1)
+    q = queries(1)
+    with client.open(name, model=model.name) as session, client.decode() as stream:
+        stop = threading.Event()
+
+        def work(layer):
+            while not stop.is_set():
+                session.append(layer, k, v)
+
+        def child():
+            session.append(0, k, v)
+            with pytest.raises(qkvd.FailedPrecondition, match="before fork"):
+                stream.attend([qkvd.Item(session=name, q=q)])
+            stream.close()
+
+        session.append(0, k, v)
+        stream.attend([qkvd.Item(session=name, q=q)])
+        with futures.ThreadPoolExecutor(2) as pool:
+            workers = [pool.submit(work, 1) for _ in range(2)]
+            try:
+                for _ in range(5):
+                    session._turns[0]._lock.acquire()  # as another thread would
+                    try:
+                        assert in_child(child) == 0
+                    finally:
+                        session._turns[0]._lock.release()
+                    session.truncate(1, layers=[0])
+            finally:
+                stop.set()
+            for worker in workers:
+                worker.result()
+        assert stream.attend([qkvd.Item(session=name, q=q)])[0].error is None
 
 
 # ---- TLS and tokens: the daemon has neither yet, so a small server of gRPC's answers ----

@@ -18,12 +18,12 @@ from qkvd.v1 import tensor_pb2
 
 Array = NDArray[Any]
 DTYPES = {"fp32": tensor_pb2.DTYPE_FP32, "fp16": tensor_pb2.DTYPE_FP16, "bf16": tensor_pb2.DTYPE_BF16}
-NUMPY_OF = {
+NUMPY_OF: dict[int, np.dtype[Any]] = {
     tensor_pb2.DTYPE_FP32: np.dtype("<f4"),
     tensor_pb2.DTYPE_FP16: np.dtype("<f2"),
     tensor_pb2.DTYPE_BF16: np.dtype("<u2"),
 }
-_WIRE_OF = {dtype: number for number, dtype in NUMPY_OF.items()}
+_WIRE_OF = {NUMPY_OF[number]: number for number in DTYPES.values()}
 # What is converted on its way, from either order of bytes.
 _CONVERTED = {np.dtype("f8"): "<f4", np.dtype("f4"): "<f4", np.dtype("f2"): "<f2", np.dtype("u2"): "<u2"}
 

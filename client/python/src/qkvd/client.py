@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -18,6 +17,7 @@ from qkvd.calls import Backoff, Call, Match
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result, RopeForm
+from qkvd.locks import Lock
 from qkvd.model import Model, Policy
 from qkvd.session import Session
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2
@@ -53,7 +53,7 @@ class Client:
         retry_for: float = DEFAULT_RETRY,
     ):
         self._connection = Connection(target, token, tls, timeout, retry_for)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._channel: grpc.Channel | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
         self._process = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ import grpc
 from qkvd import errors, items
 from qkvd.calls import checked_timeout, late
 from qkvd.items import Item, Result
+from qkvd.locks import Lock
 
 
 class DecodeStream:
@@ -26,7 +28,8 @@ class DecodeStream:
     def __init__(self, start: Callable[[Iterator[bytes]], Any], timeout: float):
         self._start = start
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._lock = Lock()
+        self._process = os.getpid()
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers: Any = None
         self._failure: errors.Error | None = None
@@ -52,13 +55,15 @@ class DecodeStream:
         """One request and its answer, as `Client.attend`; where all items failed, their results say so."""
         message = items.attend_message(batch, dtype)
         seconds = checked_timeout(self._timeout if timeout is None else timeout)
+        if self._process != os.getpid():
+            raise errors.FailedPrecondition("the decode stream was opened before fork(): open one in the child")
         with self._lock:
             return items.attend_results(self._step(message, seconds), batch, out)
 
     def close(self) -> None:
-        """Ends the stream."""
+        """Ends the stream; not in a child of fork(), where it is the parent's."""
         with self._lock:
-            if self._failure is None:
+            if self._failure is None and self._process == os.getpid():
                 self._fail(errors.FailedPrecondition("the decode stream is closed"))
 
     def _step(self, message: bytes, seconds: float) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -16,6 +15,7 @@ from qkvd.arrays import Array
 from qkvd.errors import InvalidArgument, Unavailable
 from qkvd.fetched import Gathered
 from qkvd.items import Item, Result, RopeForm, cut
+from qkvd.locks import Lock
 from qkvd.model import AttendOptions
 from qkvd.v1 import kv_cache_pb2
 
@@ -124,7 +124,7 @@ class Session(SessionState):
     def __init__(self, client: Client, info: kv_cache_pb2.SessionInfo, tokens: Sequence[int] | Array | None):
         super().__init__(info, tokens)
         self._client = client
-        self._turns = [threading.Lock() for _ in self._lengths]
+        self._turns = [Lock() for _ in self._lengths]
 
     def __enter__(self) -> Session:
         return self

@@ -135,6 +135,7 @@ class QkvdCache(Cache):  # type: ignore[misc]
         for row in self._rows:
             row.session.truncate(max(length - row.padding, 0))
         self._shorten(length)
+        self._unattended = None
         for layer in self.layers:
             layer.length = min(layer.length, length)
 

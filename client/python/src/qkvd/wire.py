@@ -141,7 +141,7 @@ def tensor(data: bytes, begin: int, end: int) -> Array:
             raise _unreadable("a tensor has strides")
         elif field.number == 15:
             at, length = field.begin, field.end - field.begin
-    element = NUMPY_OF.get(dtype)  # type: ignore[call-overload]
+    element = NUMPY_OF.get(dtype)
     if element is None:
         raise _unreadable(f"a tensor is of dtype {dtype}")
     count = 1
