@@ -17,6 +17,7 @@ from conftest import DIM, KV_HEADS
 from daemon import Daemon
 
 import qkvd
+from qkvd import connection
 from qkvd.v1 import admin_pb2, kv_cache_pb2
 
 
@@ -147,6 +148,22 @@ def in_child(work):
     return None
 
 
+new_grpc = pytest.mark.skipif(not connection.SERVES_CHILDREN, reason="grpcio before 1.80 does not survive fork()")
+
+
+def test_fork_is_refused(client, session, monkeypatch):
+    """By an early grpcio; a client of the child's own is its own risk."""
+    monkeypatch.setattr(connection, "SERVES_CHILDREN", False)
+
+    def child():
+        with pytest.raises(qkvd.FailedPrecondition, match=r"needs grpcio 1.80 or later.*spawn"):
+            session.info()
+
+    assert in_child(child) == 0
+    assert session.info().lengths == [0, 0]
+
+
+@new_grpc
 def test_fork(client, session, rows):
     """The child has a connection of its own; the parent's goes on."""
     k, v = rows(20)
@@ -160,6 +177,7 @@ def test_fork(client, session, rows):
     assert session.info().lengths == [20, 20]
 
 
+@new_grpc
 def test_fork_while_threads_are_at_work(client, model, name, rows, queries):
     """Locks that other threads hold are open in the child, and a decode stream is the parent's."""
     k, v = rows(1)

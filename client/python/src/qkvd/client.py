@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from qkvd import calls, errors, items, wire
+from qkvd import calls, connection, errors, items, wire
 from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
@@ -30,7 +30,8 @@ class Client:
     """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT".
 
     Nothing is opened before the first call; a daemon that went away is connected to anew. A client may be used by several
-    threads at once, and in a child process after fork(), where it opens a connection of its own. Leaving a `with` block
+    threads at once, and in a child process after fork(), where it opens a connection of its own (grpcio 1.80; with earlier
+    ones it raises FailedPrecondition there). Leaving a `with` block
     closes it; sessions stay open in the daemon.
 
     token: sent with each call as `authorization: Bearer TOKEN`; without `tls` it can be read on the way.
@@ -276,6 +277,10 @@ class Client:
         with self._lock:
             if self._closed:
                 raise errors.FailedPrecondition("the client is closed")
+            if self._process not in (0, os.getpid()) and not connection.SERVES_CHILDREN:
+                raise errors.FailedPrecondition(
+                    f"a client after fork() needs grpcio 1.80 or later, this is {grpc.__version__}: spawn processes instead"
+                )
             if self._process != os.getpid():
                 # After fork() the parent's channel is left as it is: closing it would end the parent's connection.
                 self._parents.append((self._channel, self._stubs))
@@ -287,14 +292,14 @@ class Client:
             return self._stubs[kind, method]
 
     def _open(self) -> grpc.Channel:
-        connection = self._connection
-        if connection.credentials is None:
-            return grpc.insecure_channel(connection.target, connection.options())
-        return grpc.secure_channel(connection.target, connection.credentials, connection.options())
+        to = self._connection
+        if to.credentials is None:
+            return grpc.insecure_channel(to.target, to.options())
+        return grpc.secure_channel(to.target, to.credentials, to.options())
 
     def _backoff(self, timeout: float | None) -> Backoff:
-        connection = self._connection
-        return Backoff(connection.retry_for, calls.checked_timeout(connection.timeout if timeout is None else timeout))
+        default = self._connection
+        return Backoff(default.retry_for, calls.checked_timeout(default.timeout if timeout is None else timeout))
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)

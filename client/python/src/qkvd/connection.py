@@ -14,6 +14,8 @@ from qkvd.errors import InvalidArgument
 DEFAULT_TARGET = "127.0.0.1:7580"
 DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_RETRY = 5.0
+# Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
+SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
 _TARGET = re.compile(r"unix:.+|[^:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 
 
