@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2) # only when they are asked for
+readonly more_stages=(smollm2 transformers) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -25,6 +25,9 @@ Not among them unless asked for:
 
   smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, and
             the tests that need the model; some 20 minutes on two processors
+  transformers
+            generate() of three versions of Hugging Face transformers with its cache in a daemon, on tinylm and SmolLM2;
+            installs 5 GB with pip, some 10 minutes
 TEXT
 }
 
@@ -131,6 +134,11 @@ run_smollm2() {
   ctest --preset release -R '^client/worker/(tokenizer|lm_gguf)$'
   say "quality on the model"
   tests/regress/quality.py --bin build/release/bin --model "$model"
+}
+
+run_transformers() {
+  build release qkvd
+  client/python/tests/run.sh --engine transformers --bin build/release/bin
 }
 
 say "packages"

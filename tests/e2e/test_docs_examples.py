@@ -36,7 +36,8 @@ def test_c_example(daemon, stub):
     assert daemon.status().sessions == 0
 
 
-@pytest.mark.parametrize("language,example", [("c", "attend.c"), ("python", "attend.py")])
+@pytest.mark.parametrize("language,example", [("c", "docs/examples/attend.c"),
+                                              ("python", "client/python/examples/attend.py")])
 def test_readme_shows_the_examples(language, example):
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", read("README.md"), re.MULTILINE | re.DOTALL)
-    assert read(f"docs/examples/{example}") in blocks
+    assert read(example) in blocks

@@ -1,0 +1,306 @@
+"""The unary calls of the contract: what is sent, how the answer is read, and whether the call may be sent again.
+
+A call that may be repeated leaves the daemon as it is when it arrives twice: reads, and writes at a given position, whose
+rows the daemon compares with those that it holds.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from qkvd.arrays import Array, dtype_number
+from qkvd.errors import DeadlineExceeded, Error, Internal, InvalidArgument, Unavailable
+from qkvd.items import ROPE_FORMS, RopeForm, not_negative
+from qkvd.model import Model, Policy
+from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, tensor_pb2
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+CACHE, ADMIN = "/qkv.v1.KvCache/", "/qkv.v1.Admin/"
+PURPOSES = {"attend": kv_cache_pb2.PURPOSE_ATTEND, "fetch": kv_cache_pb2.PURPOSE_FETCH}
+DURABILITIES = {
+    None: kv_cache_pb2.DURABILITY_UNSPECIFIED,
+    "memory": kv_cache_pb2.DURABILITY_MEMORY,
+    "async": kv_cache_pb2.DURABILITY_ASYNC,
+    "sync": kv_cache_pb2.DURABILITY_SYNC,
+}
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One request and how its answer is read."""
+
+    method: str
+    request: bytes
+    read: Callable[[bytes], T]
+    repeat: bool
+
+
+def simple(method: str, request: Message, answer: type[M], *, repeat: bool) -> Call[M]:
+    """A call whose answer is a message of a generated class."""
+    return Call(method, request.SerializeToString(), reader(answer), repeat)
+
+
+def reader(answer: type[M]) -> Callable[[bytes], M]:
+    """Parses a message; Internal where it is none."""
+
+    def read(data: bytes) -> M:
+        try:
+            return answer.FromString(data)
+        except Exception as error:  # DecodeError, whose module is one of protobuf's implementation
+            raise Internal(f"the daemon's answer cannot be read: {error}") from error
+
+    return read
+
+
+class Backoff:
+    """When a call that met UNAVAILABLE is sent again: after 50 ms, then twice as long each time, up to 1 s, with jitter."""
+
+    FIRST, MOST = 0.05, 1.0
+
+    def __init__(self, retry_for: float, timeout: float):
+        begin = time.monotonic()
+        self.deadline = begin + timeout
+        self._until = begin + min(retry_for, timeout)
+        self._pause = self.FIRST
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(self.deadline - time.monotonic(), 0.001)
+
+    def pause(self, error: Error, repeat: bool) -> float:
+        """Seconds to wait before the call is sent again; raises `error` where it is not."""
+        pause = self._pause * random.uniform(0.5, 1.0)
+        if not repeat or not isinstance(error, Unavailable) or time.monotonic() + pause >= self._until:
+            raise error from None
+        self._pause = min(2 * self._pause, self.MOST)
+        return pause
+
+
+def checked_timeout(timeout: float) -> float:
+    """A number of seconds above 0, or InvalidArgument."""
+    if not timeout > 0:
+        raise InvalidArgument(f"timeout is {timeout}, it is a number of seconds above 0")
+    return float(timeout)
+
+
+# ---- models ----
+
+
+def register_model(model: Model) -> Call[model_pb2.RegisterModelResponse]:
+    request = model_pb2.RegisterModelRequest(model=model.message())
+    return simple(CACHE + "RegisterModel", request, model_pb2.RegisterModelResponse, repeat=True)
+
+
+def get_model(name: str) -> Call[model_pb2.GetModelResponse]:
+    return simple(CACHE + "GetModel", model_pb2.GetModelRequest(name=name), model_pb2.GetModelResponse, repeat=True)
+
+
+def list_models() -> Call[model_pb2.ListModelsResponse]:
+    return simple(CACHE + "ListModels", model_pb2.ListModelsRequest(), model_pb2.ListModelsResponse, repeat=True)
+
+
+# ---- sessions ----
+
+
+def open_session(
+    name: str,
+    *,
+    model: str,
+    purpose: str,
+    bits: float | tuple[float, float] | None,
+    policy: Policy | None,
+    tenant: str,
+    first_position: int,
+    durability: str | None,
+    max_attention_error: float,
+    ttl: float,
+    tier_bits: float | None,
+    keep_full: bool | None,
+) -> Call[kv_cache_pb2.OpenSessionResponse]:
+    if purpose not in PURPOSES:
+        raise InvalidArgument(f'purpose is {purpose!r}, allowed are "attend" and "fetch"')
+    if durability not in DURABILITIES:
+        raise InvalidArgument(f'durability is {durability!r}, allowed are "memory", "async" and "sync"')
+    coding = (policy or Policy()).message()
+    if bits is not None:
+        coding.bits_k, coding.bits_v = bits if isinstance(bits, tuple) else (bits, bits)
+    request = kv_cache_pb2.OpenSessionRequest(
+        session=name,
+        model=model,
+        tenant=tenant,
+        purpose=PURPOSES[purpose],
+        policy=coding,
+        first_position=not_negative(first_position, "first_position"),
+        durability=DURABILITIES[durability],
+        max_attention_error=max_attention_error,
+        ttl_ms=milliseconds(ttl),
+        tier_bits=tier_bits,
+        keep_full=keep_full,  # type: ignore[arg-type]
+    )
+    return simple(CACHE + "OpenSession", request, kv_cache_pb2.OpenSessionResponse, repeat=False)
+
+
+def milliseconds(seconds: float) -> int:
+    """Of a time to live."""
+    return round(1000 * not_negative_number(seconds, "ttl"))
+
+
+def not_negative_number(number: float, what: str) -> float:
+    """The number as it is, or InvalidArgument."""
+    if not 0 <= number < 2**50:
+        raise InvalidArgument(f"{what} is {number}, it is a number of seconds")
+    return number
+
+
+def get_session(name: str) -> Call[kv_cache_pb2.SessionInfo]:
+    request = kv_cache_pb2.GetSessionRequest(session=name)
+    return simple(CACHE + "GetSession", request, kv_cache_pb2.SessionInfo, repeat=True)
+
+
+def list_sessions(prefix: str, tenant: str, model: str, page_token: str) -> Call[kv_cache_pb2.ListSessionsResponse]:
+    request = kv_cache_pb2.ListSessionsRequest(prefix=prefix, tenant=tenant, model=model, page_token=page_token)
+    return simple(CACHE + "ListSessions", request, kv_cache_pb2.ListSessionsResponse, repeat=True)
+
+
+def close_session(name: str, keep: bool) -> Call[kv_cache_pb2.CloseSessionResponse]:
+    request = kv_cache_pb2.CloseSessionRequest(session=name, keep=keep)
+    return simple(CACHE + "CloseSession", request, kv_cache_pb2.CloseSessionResponse, repeat=False)
+
+
+def truncate(name: str, position: int, layers: Sequence[int] | None) -> Call[kv_cache_pb2.TruncateResponse]:
+    request = kv_cache_pb2.TruncateRequest(
+        session=name, position=not_negative(position, "position"), layers=layers_of(layers)
+    )
+    return simple(CACHE + "Truncate", request, kv_cache_pb2.TruncateResponse, repeat=True)
+
+
+def demote(
+    name: str, bits: float, begin: int, end: int, layers: Sequence[int] | None, even: bool
+) -> Call[kv_cache_pb2.DemoteResponse]:
+    request = kv_cache_pb2.DemoteRequest(
+        session=name, range=range_of(begin, end), bits=bits, even=even, layers=layers_of(layers)
+    )
+    return simple(CACHE + "Demote", request, kv_cache_pb2.DemoteResponse, repeat=False)
+
+
+def prefetch(
+    name: str, bits: float, begin: int, end: int, layers: Sequence[int] | None
+) -> Call[kv_cache_pb2.PrefetchResponse]:
+    request = kv_cache_pb2.PrefetchRequest(session=name, range=range_of(begin, end), bits=bits, layers=layers_of(layers))
+    return simple(CACHE + "Prefetch", request, kv_cache_pb2.PrefetchResponse, repeat=False)
+
+
+def pin(name: str, unpin: bool) -> Call[kv_cache_pb2.PinResponse]:
+    request = kv_cache_pb2.PinRequest(session=name, unpin=unpin)
+    return simple(CACHE + "Pin", request, kv_cache_pb2.PinResponse, repeat=True)
+
+
+def touch(name: str, ttl: float | None) -> Call[kv_cache_pb2.TouchResponse]:
+    request = kv_cache_pb2.TouchRequest(session=name, ttl_ms=None if ttl is None else milliseconds(ttl))
+    return simple(CACHE + "Touch", request, kv_cache_pb2.TouchResponse, repeat=True)
+
+
+def fork(name: str, new: str, position: int) -> Call[kv_cache_pb2.ForkResponse]:
+    request = kv_cache_pb2.ForkRequest(session=name, fork=new, position=not_negative(position, "position"))
+    return simple(CACHE + "Fork", request, kv_cache_pb2.ForkResponse, repeat=False)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The session that shares the longest prefix with some tokens: "" and 0 where none does.
+
+    `in_memory` and `restore_ms` are None where the daemon does not say.
+    """
+
+    session: str
+    tokens: int
+    in_memory: bool | None = None
+    restore_ms: float | None = None
+
+
+def match(model: str, tokens: Sequence[int] | Array, tenant: str) -> Call[Match]:
+    request = kv_cache_pb2.MatchRequest(model=model, tenant=tenant, token_ids=[int(token) for token in tokens])
+    parse = reader(kv_cache_pb2.MatchResponse)
+
+    def read(data: bytes) -> Match:
+        answer = parse(data)
+        return Match(answer.session, answer.tokens)
+
+    return Call(CACHE + "Match", request.SerializeToString(), read, True)
+
+
+def fetch_request(
+    name: str,
+    layers: Sequence[int] | None,
+    begin: int,
+    end: int,
+    dtype: str | None,
+    heads_first: bool,
+    part: str,
+    rope: RopeForm,
+    chunk_tokens: int,
+) -> bytes:
+    parts = {
+        "both": kv_cache_pb2.FetchRequest.PART_BOTH,
+        "k": kv_cache_pb2.FetchRequest.PART_K,
+        "v": kv_cache_pb2.FetchRequest.PART_V,
+    }
+    if part not in parts:
+        raise InvalidArgument(f'part is {part!r}, allowed are "both", "k" and "v"')
+    if rope not in ROPE_FORMS:
+        raise InvalidArgument(f'rope is {rope!r}, allowed are "after" and "before"')
+    first = kv_cache_pb2.ROW_LAYOUT_HEADS_FIRST if heads_first else kv_cache_pb2.ROW_LAYOUT_TOKENS_FIRST
+    request = kv_cache_pb2.FetchRequest(
+        session=name,
+        layers=layers_of(layers),
+        range=range_of(begin, end),
+        dtype=dtype_number(dtype),
+        layout=first,
+        part=parts[part],
+        rope=ROPE_FORMS[rope],
+        chunk_tokens=not_negative(chunk_tokens, "chunk_tokens"),
+    )
+    return request.SerializeToString()
+
+
+def stats_request(name: str, layers: Sequence[int] | None, buckets: int) -> bytes:
+    request = kv_cache_pb2.GetAttentionStatsRequest(
+        session=name, layers=layers_of(layers), buckets=not_negative(buckets, "buckets")
+    )
+    return request.SerializeToString()
+
+
+def layers_of(layers: Sequence[int] | None) -> list[int]:
+    """None is all, which the wire writes as none; a list of none is refused."""
+    if layers is None:
+        return []
+    if len(layers) == 0:
+        raise InvalidArgument("layers is empty; None means all of them")
+    return [not_negative(layer, "layers") for layer in layers]
+
+
+def range_of(begin: int, end: int) -> tensor_pb2.TokenRange:
+    return tensor_pb2.TokenRange(begin=not_negative(begin, "begin"), end=not_negative(end, "end"))
+
+
+# ---- the daemon ----
+
+
+def status() -> Call[admin_pb2.GetStatusResponse]:
+    return simple(ADMIN + "GetStatus", admin_pb2.GetStatusRequest(), admin_pb2.GetStatusResponse, repeat=True)
+
+
+def metrics_of(answer: admin_pb2.GetStatusResponse) -> dict[str, float]:
+    return {metric.name: metric.value for metric in answer.metrics}
+
+
+def late(method: str, timeout: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{method} was not answered within {timeout:g} s")

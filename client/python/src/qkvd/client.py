@@ -1,0 +1,336 @@
+"""The client: a connection to a daemon, for models, sessions, and batches over many sessions."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from qkvd import calls, connection, errors, items, wire
+from qkvd.arrays import Array
+from qkvd.calls import Backoff, Call, Match
+from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
+from qkvd.decode import DecodeStream
+from qkvd.items import Item, Result, RopeForm
+from qkvd.locks import Lock
+from qkvd.model import Model, Policy
+from qkvd.session import Session
+from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+
+class Client:
+    """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT".
+
+    Nothing is opened before the first call; a daemon that went away is connected to anew. A client may be used by several
+    threads at once, and in a child process after fork(), where it opens a connection of its own (grpcio 1.80; with earlier
+    ones it raises FailedPrecondition there). Leaving a `with` block
+    closes it; sessions stay open in the daemon.
+
+    token: sent with each call as `authorization: Bearer TOKEN`; without `tls` it can be read on the way.
+    tls: True for the system's certificates, or `Tls`.
+    timeout: seconds for each call, which raises DeadlineExceeded after them; each method takes one of its own.
+    retry_for: seconds during which a call that found nobody (UNAVAILABLE) is sent again, with growing pauses, if it may
+        arrive twice: not `open`, `close_session`, `demote`, `prefetch`, `fork` and what goes over a decode stream.
+
+    Every method raises `qkvd.Error`, of the class that belongs to the status: `InvalidArgument` for arguments beyond their
+    limits, `Unavailable` where nobody answers, `DeadlineExceeded`, and what the method names.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_for: float = DEFAULT_RETRY,
+    ):
+        self._connection = Connection(target, token, tls, timeout, retry_for)
+        self._lock = Lock()
+        self._channel: grpc.Channel | None = None
+        self._stubs: dict[tuple[str, str], Any] = {}
+        self._process = 0
+        self._parents: list[Any] = []
+        self._closed = False
+
+    @property
+    def target(self) -> str:
+        """As given."""
+        return self._connection.target
+
+    def __repr__(self) -> str:
+        return f"qkvd.Client({self.target!r})"
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection. Sessions stay open in the daemon. Calls that are under way end with Cancelled."""
+        with self._lock:
+            self._closed = True
+            channel, self._channel, self._stubs = self._channel, None, {}
+        if channel is not None and self._process == os.getpid():
+            channel.close()
+
+    # ---- models ----
+
+    def register_model(self, model: Model, *, timeout: float | None = None) -> model_pb2.RegisterModelResponse:
+        """Registers a geometry; the same one again is fine. AlreadyExists: another model has the name.
+
+        The answer has the model with its defaults filled in, and the state of its calibration.
+        """
+        return self._call(calls.register_model(model), timeout)
+
+    def model(self, name: str, *, timeout: float | None = None) -> model_pb2.GetModelResponse:
+        """A registered model, its calibration and how many sessions it has. NotFound."""
+        return self._call(calls.get_model(name), timeout)
+
+    def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:
+        """All registered models, by name."""
+        return list(self._call(calls.list_models(), timeout).models)
+
+    def calibration(self, model: str, *, timeout: float | None = None) -> bytes:
+        """The model's calibration file as the daemon has learnt or loaded it. NotFound: no such model, or it has none."""
+        request = model_pb2.GetCalibrationRequest(model=model).SerializeToString()
+        read = calls.reader(model_pb2.GetCalibrationResponse)
+        return b"".join(read(data).chunk for data in self._stream(calls.CACHE + "GetCalibration", request, timeout))
+
+    # ---- sessions ----
+
+    def open(
+        self,
+        name: str,
+        *,
+        model: str,
+        purpose: str = "attend",
+        bits: float | tuple[float, float] | None = None,
+        tokens: Sequence[int] | Array | None = None,
+        policy: Policy | None = None,
+        tenant: str = "",
+        first_position: int = 0,
+        durability: str | None = None,
+        max_attention_error: float = 0,
+        ttl: float = 0,
+        tier_bits: float | None = None,
+        keep_full: bool | None = None,
+        timeout: float | None = None,
+    ) -> Session:
+        """Opens an empty session, which stays until it is closed, whatever becomes of this client.
+
+        purpose: "attend", queries come to the daemon; or "fetch", rows go back: smaller, slower to attend.
+        bits: code bits a coordinate, in eighths up to 8, of keys and values or a pair of both; `policy` has more settings,
+            `qkvd.EXACT` keeps rows as they come.
+        tokens: ids of the sequence's tokens, sent along with the rows that belong to them.
+        durability: "memory", "async" or "sync"; the latter two need a daemon with a data directory (FailedPrecondition).
+        max_attention_error: quality contract, 0 to 1; 0: none.
+        ttl: seconds after which an unused session is closed; 0: never.
+
+        AlreadyExists: the name is taken. NotFound: no such model. ResourceExhausted: too many sessions, or no memory.
+        """
+        call = calls.open_session(
+            name, model=model, purpose=purpose, bits=bits, policy=policy, tenant=tenant, first_position=first_position,
+            durability=durability, max_attention_error=max_attention_error, ttl=ttl, tier_bits=tier_bits,
+            keep_full=keep_full,
+        )  # fmt: skip
+        return Session(self, self._call(call, timeout).info, tokens)
+
+    def session(self, name: str, *, timeout: float | None = None) -> Session:
+        """A session that is open already, in the daemon or on its SSD. NotFound."""
+        return Session(self, self.session_info(name, timeout=timeout), None)
+
+    def session_info(self, name: str, *, timeout: float | None = None) -> kv_cache_pb2.SessionInfo:
+        """What a session is and holds now. NotFound."""
+        return self._call(calls.get_session(name), timeout)
+
+    def sessions(
+        self, prefix: str = "", *, tenant: str = "", model: str = "", timeout: float | None = None
+    ) -> Iterator[kv_cache_pb2.SessionInfo]:
+        """The open sessions by name, without their lengths; asked for a thousand at a time."""
+        token = ""
+        while True:
+            answer = self._call(calls.list_sessions(prefix, tenant, model, token), timeout)
+            yield from answer.sessions
+            token = answer.next_page_token
+            if not token:
+                return
+
+    def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
+        """Closes a session and frees its rows; with `keep` they stay on the SSD alone. Gives the bytes freed. NotFound."""
+        return self._call(calls.close_session(name, keep), timeout).bytes_freed
+
+    def match(self, model: str, tokens: Sequence[int] | Array, *, tenant: str = "", timeout: float | None = None) -> Match:
+        """The session that shares the longest prefix with these token ids. Unimplemented where not served."""
+        return self._call(calls.match(model, tokens, tenant), timeout)
+
+    # ---- batches ----
+
+    def append(self, batch: Sequence[Item], *, timeout: float | None = None) -> int:
+        """Appends rows, of any sessions and layers, in order; gives how many tokens were new.
+
+        Each item is applied whole or not at all, large ones in pieces of 1 MiB; the first that fails ends the call, and
+        what was before it stays. FailedPrecondition: a gap, the text has the expected position. AlreadyExists: other rows
+        are held there. ResourceExhausted: memory.
+        """
+        packed = [items.pack(item) for item in batch]
+        if not packed:
+            return 0
+        read = calls.reader(kv_cache_pb2.AppendResponse)
+        if sum(item.bytes for item in packed) <= items.UNARY_BYTES and len(packed) <= items.APPEND_ITEMS:
+            # On the wire a stream of one message is a unary call; here it needs no thread of its own.
+            message = b"".join(items.append_messages(packed))
+            return self._call(Call(calls.CACHE + "Append", message, read, True), timeout).tokens
+        backoff = self._backoff(timeout)
+        while True:
+            try:
+                stub = self._stub("stream_unary", calls.CACHE + "Append")
+                answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=self._connection.metadata)
+                return read(answer).tokens
+            except grpc.RpcError as error:
+                self._wait(backoff, error, "Append", timeout, repeat=True)
+
+    def attend(
+        self,
+        batch: Sequence[Item],
+        *,
+        dtype: str = "fp32",
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Result]:
+        """Appends where an item has rows, then attends where it has queries; one result for each item, in order.
+
+        dtype: of the results' `out`. out: an array for each item that its attention is written to, or None. Items fail one
+        by one (`Result.error`); where all of them failed the call raises the first one's error. Two items that append to
+        the same layer of a session belong into two calls.
+        """
+        message = items.attend_message(batch, dtype)
+        answer: bytes = self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True), timeout)
+        return items.attend_results(answer, batch, out)
+
+    def decode(self) -> DecodeStream:
+        """Opens a stream for a decode loop: `attend` over and over on one call, cheaper for each step."""
+        return DecodeStream(
+            lambda requests: self._stub("stream_stream", calls.CACHE + "Decode")(
+                requests, metadata=self._connection.metadata
+            ),
+            self._connection.timeout,
+        )
+
+    def fetch_rows(
+        self,
+        session: str,
+        layers: Sequence[int] | None = None,
+        *,
+        begin: int = 0,
+        end: int = 0,
+        dtype: str | None = None,
+        heads_first: bool = False,
+        part: str = "both",
+        rope: RopeForm = "after",
+        chunk_tokens: int = 0,
+        timeout: float | None = None,
+    ) -> Iterator[wire.Rows]:
+        """Rows as they arrive, without a copy: views that cannot be written to. Leaving the loop cancels the call.
+
+        `Session.fetch` puts a layer together, and says what the arguments are; `chunk_tokens` is how many tokens a piece
+        has at most (0: about 1 MiB of rows). A call that breaks off is not repeated here.
+        """
+        request = calls.fetch_request(session, layers, begin, end, dtype, heads_first, part, rope, chunk_tokens)
+        return map(wire.rows, self._stream(calls.CACHE + "Fetch", request, timeout))
+
+    def attention_stats(
+        self, session: str, layers: Sequence[int] | None = None, *, buckets: int = 0, timeout: float | None = None
+    ) -> list[kv_cache_pb2.GetAttentionStatsResponse]:
+        """How much attention a session's tokens receive and how many bits they have, for each layer and KV head."""
+        request = calls.stats_request(session, layers, buckets)
+        read = calls.reader(kv_cache_pb2.GetAttentionStatsResponse)
+        return [read(data) for data in self._stream(calls.CACHE + "GetAttentionStats", request, timeout)]
+
+    # ---- the daemon ----
+
+    def status(self, *, timeout: float | None = None) -> admin_pb2.GetStatusResponse:
+        """Version, memory, options in force and metrics of the daemon."""
+        return self._call(calls.status(), timeout)
+
+    def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
+        """The daemon's metrics by name, as Prometheus would show them."""
+        return calls.metrics_of(self.status(timeout=timeout))
+
+    def call(self, method: str, request: Message, answer: type[M], *, timeout: float | None = None) -> M:
+        """Any other unary method, such as "/qkv.v1.Admin/GetStorage", with messages of `qkvd.v1`. It is not repeated."""
+        return self._call(calls.simple(method, request, answer, repeat=False), timeout)
+
+    # ---- how calls are made ----
+
+    def _stub(self, kind: str, method: str) -> Any:
+        """The callable of a method, on a channel of this process."""
+        with self._lock:
+            if self._closed:
+                raise errors.FailedPrecondition("the client is closed")
+            if self._process not in (0, os.getpid()) and not connection.SERVES_CHILDREN:
+                raise errors.FailedPrecondition(
+                    f"a client after fork() needs grpcio 1.80 or later, this is {grpc.__version__}: spawn processes instead"
+                )
+            if self._process != os.getpid():
+                # After fork() the parent's channel is left as it is: closing it would end the parent's connection.
+                self._parents.append((self._channel, self._stubs))
+                self._process, self._channel, self._stubs = os.getpid(), None, {}
+            if self._channel is None:
+                self._channel = self._open()
+            if (kind, method) not in self._stubs:
+                self._stubs[kind, method] = getattr(self._channel, kind)(method, None, None)
+            return self._stubs[kind, method]
+
+    def _open(self) -> grpc.Channel:
+        to = self._connection
+        if to.credentials is None:
+            return grpc.insecure_channel(to.target, to.options())
+        return grpc.secure_channel(to.target, to.credentials, to.options())
+
+    def _backoff(self, timeout: float | None) -> Backoff:
+        default = self._connection
+        return Backoff(default.retry_for, calls.checked_timeout(default.timeout if timeout is None else timeout))
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _wait(self, backoff: Backoff, error: grpc.RpcError, method: str, timeout: float | None, *, repeat: bool) -> None:
+        """Waits until the call is sent again, or raises what it failed with."""
+        timeout = self._connection.timeout if timeout is None else timeout
+        self._sleep(backoff.pause(errors.of_call(error, method, timeout), repeat))
+
+    def _call(self, call: Call[T], timeout: float | None) -> T:
+        backoff = self._backoff(timeout)
+        while True:
+            try:
+                stub = self._stub("unary_unary", call.method)
+                return call.read(stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata))
+            except grpc.RpcError as error:
+                self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
+
+    def _stream(self, method: str, request: bytes, timeout: float | None) -> Iterator[bytes]:
+        """The messages of a server stream; sent again while none has come."""
+        backoff = self._backoff(timeout)
+        began = False
+        while True:
+            stub = self._stub("unary_stream", method)
+            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata)
+            try:
+                for answer in answers:
+                    began = True
+                    yield answer
+                return
+            except grpc.RpcError as error:
+                self._wait(backoff, error, method, timeout, repeat=not began)
+            finally:
+                answers.cancel()

@@ -1,0 +1,67 @@
+"""Where a client's daemon is and how it is spoken to: what `Client` and `AsyncClient` have in common."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from qkvd.calls import checked_timeout, not_negative_number
+from qkvd.errors import InvalidArgument
+
+DEFAULT_TARGET = "127.0.0.1:7580"
+DEFAULT_TIMEOUT = 60.0  # seconds
+DEFAULT_RETRY = 5.0
+# Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
+SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
+_TARGET = re.compile(r"unix:.+|[^:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """PEM files for TLS; what is None is the system's (`ca`) or absent (a client certificate)."""
+
+    ca: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+    server_name: str | None = None  # that the daemon's certificate is for, where it is not the target's
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """gRPC's own; reads the files."""
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgument("tls: certificate and key come together")
+        ca, key, certificate = (
+            None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+class Connection:
+    """Settings of a client. Nothing is opened before the first call."""
+
+    def __init__(self, target: str, token: str | None, tls: Tls | bool | None, timeout: float, retry_for: float):
+        if not _TARGET.fullmatch(target):
+            raise InvalidArgument(f"target is {target!r}, allowed are unix:PATH and HOST:PORT")
+        self.target = target
+        self.timeout = checked_timeout(timeout)
+        self.retry_for = not_negative_number(retry_for, "retry_for")
+        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._tls = Tls() if tls is True else tls or None
+        self.credentials = self._tls.credentials() if self._tls else None
+
+    def options(self) -> list[tuple[str, int | str]]:
+        """Of a channel."""
+        options: list[tuple[str, int | str]] = [
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_receive_message_length", -1),
+            # A connection of its own: neither shared with other clients nor, after fork(), with the parent.
+            ("grpc.use_local_subchannel_pool", 1),
+            # A daemon that comes back is found soon.
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        if self._tls and self._tls.server_name:
+            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        return options

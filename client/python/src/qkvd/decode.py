@@ -1,0 +1,102 @@
+"""The decode stream: one open call, an answer for each request."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from qkvd import errors, items
+from qkvd.calls import checked_timeout, late
+from qkvd.items import Item, Result
+from qkvd.locks import Lock
+
+
+class DecodeStream:
+    """`attend` over one open call; made by `Client.decode`. One request is answered before the next is sent.
+
+    Items that fail leave the stream as it is. A request that is refused as a whole, a timeout or a lost connection end it:
+    every further call then raises the same error. Steps of several threads take turns.
+    """
+
+    def __init__(self, start: Callable[[Iterator[bytes]], Any], timeout: float):
+        self._start = start
+        self._timeout = timeout
+        self._lock = Lock()
+        self._process = os.getpid()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers: Any = None
+        self._failure: errors.Error | None = None
+        # When the answer that is waited for is too late; only the watch looks at it without the lock.
+        self._deadline = float("inf")
+        self._late = False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> DecodeStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def attend(
+        self,
+        batch: Sequence[Item],
+        *,
+        dtype: str = "fp32",
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Result]:
+        """One request and its answer, as `Client.attend`; where all items failed, their results say so."""
+        message = items.attend_message(batch, dtype)
+        seconds = checked_timeout(self._timeout if timeout is None else timeout)
+        if self._process != os.getpid():
+            raise errors.FailedPrecondition("the decode stream was opened before fork(): open one in the child")
+        with self._lock:
+            return items.attend_results(self._step(message, seconds), batch, out)
+
+    def close(self) -> None:
+        """Ends the stream; not in a child of fork(), where it is the parent's."""
+        with self._lock:
+            if self._failure is None and self._process == os.getpid():
+                self._fail(errors.FailedPrecondition("the decode stream is closed"))
+
+    def _step(self, message: bytes, seconds: float) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        self._deadline = time.monotonic() + seconds
+        try:
+            if self._answers is None:
+                self._answers = self._start(iter(self._requests.get, None))
+                threading.Thread(target=self._watch, name="qkvd-decode-watch", daemon=True).start()
+            self._requests.put(message)
+            answer: bytes = next(self._answers)
+            return answer
+        except StopIteration:
+            self._fail(errors.Unavailable("the daemon has ended the decode stream"))
+        except grpc.RpcError as error:
+            self._fail(late("Decode", seconds) if self._late else errors.of_call(error, "Decode", None))
+        finally:
+            self._deadline = float("inf")
+        assert self._failure is not None
+        raise self._failure
+
+    def _watch(self) -> None:
+        """Cancels the call when an answer is late: gRPC's own deadline would be that of the whole stream."""
+        while not self._ended.wait(0.05):
+            if time.monotonic() > self._deadline:
+                self._late = True
+                self._answers.cancel()
+                return
+
+    def _fail(self, error: errors.Error) -> None:
+        self._failure = error
+        self._ended.set()
+        self._requests.put(None)
+        if self._answers is not None:
+            self._answers.cancel()

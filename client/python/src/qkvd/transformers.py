@@ -1,0 +1,586 @@
+"""A cache for Hugging Face transformers whose keys and values lie in qkvd.
+
+    from qkvd.transformers import QkvdCache
+
+    with QkvdCache("unix:/run/qkvd.sock", model) as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+mode="attend": a layer's new rows and its queries go to the daemon, in one call, and attention comes back. The cache sets
+the model's attention to "qkvd", which is torch's SDPA wherever another cache is used. mode="fetch": the rows come back at
+each step and the model attends as it always does; slower, and for any attention.
+
+How attend works: `update` gives the model its new keys back, with a note of the cache on them. The attention function finds
+the note, and the mask's, which says where padding ends; what the daemon cannot attend to is refused, never ignored. Each
+sequence of a batch is a session of its own, without its padding.
+
+transformers 4.57 to 5.23; what differs between them is at the end of this file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qkvd.client import Client
+from qkvd.errors import Error, FailedPrecondition, InvalidArgument, NotFound, Unimplemented
+from qkvd.items import Item
+from qkvd.model import AttendOptions, Model, Policy, Rope
+from qkvd.session import STEP_BYTES, Session
+
+NAME = "qkvd"  # of the attention
+NAMELESS_TTL = 24 * 3600.0  # seconds; a session that nobody named and nobody closed is gone after it
+DTYPES: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+class Row:
+    """One sequence of the batch: a session, whose positions begin where its padding ends."""
+
+    def __init__(self, session: Session, padding: int = 0):
+        self.session = session
+        self.padding = padding
+
+
+class QkvdCache(Cache):  # type: ignore[misc]
+    """Keys and values of a causal language model, in qkvd: give it to `generate` or to the model as `past_key_values`.
+
+    client: a `qkvd.Client`, or the target of one.
+    model: the transformers model; its geometry and RoPE are registered under `model_name` (the model's own by default).
+    mode: "attend" or "fetch".
+    session: a name for the sequence, which then outlives this cache: another one of that name, in this process or another,
+        goes on where it stands (`generate` skips the tokens that are held). Without it a name is made up, and the session
+        is closed with the cache. Further sequences of a batch add "/1", "/2", ... to the name.
+    bits, policy, tenant, durability: as of `Client.open`; `policy=qkvd.EXACT` keeps rows as they come.
+
+    Batches may be padded on the left. Beams and other changes of the batch copy the rows that differ from session to
+    session. `crop` and assisted decoding truncate.
+
+    Unimplemented: an attention of another form than causal (with a sliding window, a soft cap, or neither), linear layers,
+    or a mask of the caller's own, in mode "attend". AlreadyExists: another model has the name.
+    """
+
+    def __init__(
+        self,
+        client: Client | str,
+        model: Any,
+        *,
+        mode: Literal["attend", "fetch"] = "attend",
+        session: str | None = None,
+        bits: float | tuple[float, float] | None = None,
+        policy: Policy | None = None,
+        model_name: str | None = None,
+        tenant: str = "",
+        durability: str | None = None,
+    ):
+        if mode not in ("attend", "fetch"):
+            raise InvalidArgument(f'mode is {mode!r}, allowed are "attend" and "fetch"')
+        config = model.config.get_text_config(decoder=True)
+        _check_layers(config)
+        self.client = Client(client) if isinstance(client, str) else client
+        self.mode = mode
+        self.name = session or f"transformers-{os.getpid()}-{secrets.token_hex(8)}"
+        self.model_name = model_name or _name_of(config)
+        self._named = session is not None
+        self._config = config
+        self._opening = {"bits": bits, "policy": policy, "tenant": tenant, "durability": durability, "purpose": mode}
+        self._rows: list[Row] = []
+        self._shared: dict[frozenset[str], int] = {}  # how far the rows of two sessions are the same
+        self._unattended: int | None = None  # the layer whose rows wait for their queries
+        self._made = 0
+        super().__init__(layers=[QkvdLayer(self, index) for index in range(config.num_hidden_layers)])
+        # What is to be closed in the end must not hold the cache itself.
+        self._end = weakref.finalize(self, _close, self.client, self._rows, isinstance(client, str), self._named)
+        if mode == "attend":
+            register()
+            if config._attn_implementation != NAME:
+                model.set_attn_implementation(NAME)
+        if self._named:
+            self._resume()
+
+    def __enter__(self) -> QkvdCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sessions, unless they were given a name; and the client, if this cache has made it."""
+        self._end()
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The session of each sequence of the batch; empty before the first use."""
+        return [row.session for row in self._rows]
+
+    # ---- what transformers asks for ----
+
+    def crop(self, tokens: int) -> None:
+        """Removes -`tokens` tokens from the end; a `tokens` above 0 is the length that is left, as it was before 5.0."""
+        length = _length_after_crop(self.get_seq_length(), tokens)
+        for row in self._rows:
+            row.session.truncate(max(length - row.padding, 0))
+        self._shorten(length)
+        self._unattended = None
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    def reset(self) -> None:
+        """Drops all rows; the batch may be another one afterwards."""
+        rows = self._rows[:]
+        self._rows.clear()
+        for row in rows:
+            row.session.close()
+        self._shared.clear()
+        self._unattended = None
+        for layer in self.layers:
+            layer.length = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i becomes a copy of sequence beam_idx[i]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        self._rearrange([index for index in range(len(self._rows)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The sequences of these indices, in their order."""
+        self._rearrange(torch.arange(len(self._rows))[indices.cpu()].tolist())
+
+    # ---- sessions ----
+
+    def _resume(self) -> None:
+        """Takes up the session of this name, if there is one."""
+        try:
+            session = self.client.session(self.name)
+        except NotFound:
+            return
+        if session.model != self.model_name:
+            raise FailedPrecondition(f"session {self.name} is of the model {session.model}, not of {self.model_name}")
+        if session.first_position:
+            raise FailedPrecondition(f"session {self.name} begins at position {session.first_position}, not at 0")
+        # A process that died in the middle of a step leaves layers of different lengths.
+        length = min(session.lengths)
+        if max(session.lengths) > length:
+            session.truncate(length)
+        self._rows.append(Row(session))
+        self._made = 1
+        for layer in self.layers:
+            layer.length = length
+
+    def _open(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Registers the model and opens a session for each sequence."""
+        if key.dtype not in DTYPES:
+            raise Unimplemented(f"keys of {key.dtype}: qkvd holds float32, float16 and bfloat16")
+        self.client.register_model(
+            Model(
+                name=self.model_name,
+                layers=len(self.layers),
+                kv_heads=key.shape[1],
+                q_heads=self._config.num_attention_heads,
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                dtype=DTYPES[key.dtype],
+                rope=_rope_of(self._config),
+            )
+        )
+        for _ in range(key.shape[0]):
+            self._rows.append(Row(self._open_session()))
+
+    def _open_session(self) -> Session:
+        name = self.name if self._made == 0 else f"{self.name}/{self._made}"
+        self._made += 1
+        ttl = 0 if self._named else NAMELESS_TTL
+        return self.client.open(name, model=self.model_name, ttl=ttl, **self._opening)  # type: ignore[arg-type]
+
+    def _rearrange(self, indices: list[int]) -> None:
+        """Sequence i becomes what sequence indices[i] was. The first to want a session gets it, others a copy."""
+        if self._unattended is not None:
+            raise self._astray()
+        old = self._rows[:]
+        free = [row for index, row in enumerate(old) if index not in indices]
+        taken: set[int] = set()
+        rows = []
+        for index in indices:
+            rows.append(old[index] if index not in taken else self._copy(old[index], free))
+            taken.add(index)
+        self._rows[:] = rows
+        for row in free:
+            row.session.close()
+            self._shared = {pair: n for pair, n in self._shared.items() if row.session.name not in pair}
+
+    def _copy(self, source: Row, free: list[Row]) -> Row:
+        """A session of the same rows: one that is free, from where the two differ, or a new one."""
+        if free:
+            target = max(free, key=lambda row: self._shared.get(_pair(row.session, source.session), 0))
+            free.remove(target)
+        else:
+            target = Row(self._open_session())
+        same = self._shared.get(_pair(target.session, source.session), 0)
+        target.padding = source.padding
+        target.session.truncate(same)
+        for layer, length in enumerate(source.session.lengths):
+            if length > same:
+                k, v = source.session.fetch(layer, begin=same)
+                target.session.append(layer, k, v, position=same)
+        name, of = target.session.name, source.session.name
+        for row in (*self._rows, target):  # to all others the copy is as near as its source
+            other = row.session.name
+            if other not in (name, of):
+                self._shared[frozenset((name, other))] = self._shared.get(frozenset((of, other)), 0)
+        self._shared[frozenset((name, of))] = source.session.lengths[0]
+        return target
+
+    def _shorten(self, length: int) -> None:
+        self._shared = {pair: min(shared, length) for pair, shared in self._shared.items()}
+
+    def _begin(self, layer: QkvdLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Before rows of a layer are taken."""
+        if self._unattended is not None:
+            raise self._astray()
+        if not self._rows:
+            self._open(key, value)
+        if key.shape[0] != len(self._rows):
+            raise InvalidArgument(f"a batch of {key.shape[0]} meets a cache of {len(self._rows)} sequences")
+
+    def _astray(self) -> Error:
+        return Unimplemented(
+            f"layer {self._unattended} has not attended by way of qkvd: its attention is not the registered one, or gets "
+            'other keys than the cache has given; use mode="fetch"'
+        )
+
+
+def _pair(one: Session, other: Session) -> frozenset[str]:
+    return frozenset((one.name, other.name))
+
+
+def _close(client: Client, rows: list[Row], own: bool, named: bool) -> None:
+    try:
+        for row in rows if not named else ():
+            row.session.close(timeout=5)
+    except Error:
+        pass  # a daemon that is gone has nothing to be closed
+    finally:
+        rows.clear()
+        if own:
+            client.close()
+
+
+class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of the cache, as transformers sees it. `length` counts padding, too."""
+
+    is_compileable = False
+    is_sliding = False  # the whole layer is held; windows are the mask's
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: QkvdCache, index: int):
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self.index = index
+        self.length = 0
+        self.is_initialized = True
+
+    @property
+    def cache(self) -> QkvdCache:
+        cache = self._cache()
+        assert cache is not None, "a layer without its cache"
+        return cache
+
+    def lazy_initialization(self, *states: torch.Tensor) -> None:
+        """Nothing: sessions are opened by the first rows."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes [batch, kv_heads, tokens, dim]. Gives the new rows back, to be attended; or all of them, fetched."""
+        cache = self.cache
+        cache._begin(self, key, value)
+        if cache.mode == "fetch":
+            return self._append_and_fetch(key, value)
+        cache._unattended = self.index
+        key._qkvd = self
+        return key, value
+
+    def _append_and_fetch(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.cache._rows
+        k, v = (states.detach().cpu().transpose(1, 2) for states in (key, value))
+        self.cache.client.append(
+            [
+                Item(session=r.session.name, layer=self.index, position=self.length, k=k[i], v=v[i])
+                for i, r in enumerate(rows)
+            ]
+        )
+        self.length += key.shape[2]
+        fetched = [torch.empty(*s.shape[:2], self.length, s.shape[3], dtype=s.dtype) for s in (key, value)]
+        for i, row in enumerate(rows):
+            row.session._took(self.index, self.length)
+            row.session.fetch(self.index, end=self.length, heads_first=True, out=(fetched[0][i], fetched[1][i]))
+        return fetched[0].to(key.device), fetched[1].to(value.device)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: list[int] | None, options: AttendOptions
+    ) -> torch.Tensor:
+        """Appends the rows and attends the queries, [batch, heads, tokens, dim]; gives [batch, tokens, heads, dim]."""
+        cache = self.cache
+        begin, count = self.length, query.shape[2]
+        self._pad(padding)
+        q, k, v = (states.detach().cpu().transpose(1, 2) for states in (query, key, value))
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)
+        wide = 4 * sum(math.prod(states.shape[2:]) for states in (q, k, v, out)) * len(cache._rows)
+        step = max(STEP_BYTES // wide, 1)
+        for at in range(0, count, step):
+            self._attend_step(q, k, v, out, at, min(at + step, count), options)
+        self.length = begin + count
+        cache._unattended = None
+        return out.to(query.device, query.dtype)
+
+    def _attend_step(self, q: Any, k: Any, v: Any, out: torch.Tensor, at: int, end: int, options: AttendOptions) -> None:
+        items, outs, rows = [], [], []
+        for i, row in enumerate(self.cache._rows):
+            first = max(at, row.padding - self.length)
+            if first >= end:
+                continue  # padding alone: it sees nothing and is not kept
+            part = slice(first, end)
+            position = self.length + first - row.padding
+            parts = {"k": k[i, part], "v": v[i, part], "q": q[i, part]}
+            items.append(Item(session=row.session.name, layer=self.index, position=position, options=options, **parts))
+            outs.append(out[i, part])
+            rows.append(row)
+        if not items:
+            return
+        for row, result in zip(rows, self.cache.client.attend(items, out=outs), strict=True):
+            if result.error is not None:
+                raise result.error
+            row.session._took(self.index, result.length)
+
+    def _pad(self, padding: list[int] | None) -> None:
+        """Padding stands before the first row of a sequence and stays what it was."""
+        rows = self.cache._rows
+        for index, row in enumerate(rows):
+            wanted = 0 if padding is None else padding[index]
+            if row.padding == wanted:
+                continue
+            if padding is None and self.length >= row.padding:
+                continue  # a step without a mask: every token is one
+            if any(row.session.lengths):
+                raise Unimplemented(f"sequence {index} had {row.padding} tokens of padding and now has {wanted}")
+            row.padding = wanted
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        """(keys, offset) that a mask is made for."""
+        return self.length + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens, with padding."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No end."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens: int) -> None:
+        """As `QkvdCache.crop`, of this layer."""
+        length = _length_after_crop(self.length, tokens)
+        for row in self.cache._rows:
+            row.session.truncate(max(length - row.padding, 0), layers=[self.index])
+        self.cache._shorten(length)
+        self.length = min(self.length, length)
+
+    def reset(self) -> None:
+        """Drops the layer's rows."""
+        self.crop(-self.length)
+
+    def offload(self) -> None:
+        """Nothing: no rows are here."""
+
+    prefetch = offload
+
+    def reorder_cache(self, *_: Any) -> None:
+        """Refused: sequences are rearranged in all layers at once."""
+        raise Unimplemented("one layer cannot be reordered: call the cache's method")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
+
+# ---- attention ----
+
+
+class Mask(NamedTuple):
+    """What the attention function must know of a mask."""
+
+    padding: torch.Tensor | None  # [batch, keys], true where there is a token
+    sees: Callable[..., torch.Tensor] | None  # (batch, head, query, key) -> bool
+    checked: set[tuple[int, int]]
+
+
+def register() -> None:
+    """Makes attention "qkvd" known to transformers; `QkvdCache` does it by itself in mode "attend"."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(*arguments: Any, **fields: Any) -> torch.Tensor | None:
+    """transformers' mask for SDPA, with a note of what it is made of."""
+    made: torch.Tensor | None = sdpa_mask(*arguments, **fields)
+    if made is not None:
+        made._qkvd = Mask(fields.get("attention_mask"), fields.get("mask_function"), set())
+    return made
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in the daemon where the keys come from a QkvdCache, else torch's SDPA."""
+    if s_aux is not None or position_bias is not None:
+        raise Unimplemented('attention "qkvd" has neither sinks (s_aux) nor position biases; use mode="fetch" with "eager"')
+    layer = getattr(key, "_qkvd", None)
+    if layer is None:
+        if softcap is not None:
+            raise Unimplemented('attention "qkvd" has soft caps in mode="attend" alone; use "eager" elsewhere')
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return out, None
+    if dropout:
+        raise Unimplemented(f"dropout is {dropout}: qkvd attends without; call model.eval()")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise Unimplemented("this attention is not causal")
+    padding = _padding(attention_mask, layer.length, query.shape[2], sliding_window or 0)
+    options = AttendOptions(scale=scaling or 0, sliding_window=sliding_window or 0, soft_cap=softcap or 0)
+    return layer.attend(query, key, value, padding, options), None
+
+
+def _padding(made: torch.Tensor | None, held: int, count: int, window: int) -> list[int] | None:
+    """Tokens of padding before each sequence; None where the mask does not say. Unimplemented for other masks."""
+    if made is None:
+        return None
+    note: Mask | None = getattr(made, "_qkvd", None)
+    if note is None:
+        raise Unimplemented('qkvd attends to causal masks of transformers\' own; use mode="fetch" for others')
+    if note.sees is not None and (window, held) not in note.checked:
+        _check_mask(note.sees, made.shape[0], held, count, window)
+        note.checked.add((window, held))
+    if note.padding is None:
+        return None
+    tokens = note.padding.bool()
+    padding = (tokens.cumsum(1) == 0).sum(1)
+    if tokens.shape[1] != held + count or not torch.equal(tokens.sum(1) + padding, torch.full_like(padding, held + count)):
+        raise Unimplemented("qkvd takes batches that are padded on the left")
+    return [int(number) for number in padding.tolist()]
+
+
+def _check_mask(sees: Callable[..., torch.Tensor], batch: int, held: int, count: int, window: int) -> None:
+    """The mask must be what the daemon does: compared for the first, the middle and the last query."""
+    queries = held + torch.tensor([0, count // 2, count - 1])[None, :, None]
+    keys = torch.arange(held + count)[None, None, :]
+    expected = (keys <= queries) & ((keys > queries - window) if window else True)
+    seen = sees(torch.arange(batch)[:, None, None], torch.tensor(0), queries, keys)
+    if not torch.equal(*torch.broadcast_tensors(seen.cpu(), expected)):
+        what = f"a sliding window of {window}" if window else "no sliding window"
+        raise Unimplemented(f'the model\'s mask is not the causal one with {what}; use mode="fetch"')
+
+
+# ---- what a config says ----
+
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_INTERLEAVED = {"gptj", "codegen", "glm", "glm4", "cohere", "cohere2"}
+_SCALINGS: dict[str, Literal["none", "linear", "dynamic", "yarn", "llama3"]] = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
+
+
+def _check_layers(config: Any) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if others:
+        raise Unimplemented(f"{config.model_type} has layers of {', '.join(others)}: qkvd holds keys and values alone")
+
+
+def _name_of(config: Any) -> str:
+    """The model's name as the daemon allows it."""
+    name = os.path.basename(str(config._name_or_path).rstrip("/")) or config.model_type
+    return re.sub(r"[^A-Za-z0-9._:/@-]", "-", name)[:128]
+
+
+def _rope_of(config: Any) -> Rope | None:
+    """The model's RoPE, which makes its codes better. None where it has none, or one that the daemon does not know."""
+    rope = _rope_parameters(config)
+    theta, scaling = rope.get("rope_theta"), _SCALINGS.get(rope.get("rope_type", "default"))
+    apart = hasattr(config, "qk_rope_head_dim") or 0 in (getattr(config, "no_rope_layers", None) or ())
+    if not theta or scaling is None or apart:
+        return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    part = rope.get("partial_rotary_factor") or 1.0
+    return Rope(
+        theta=float(theta),
+        width=0 if part == 1.0 else int(head_dim * part) // 2 * 2,
+        interleaved=config.model_type in _INTERLEAVED,
+        scaling=scaling,
+        factor=0 if scaling == "none" else float(rope.get("factor") or 1.0),
+        original_max_position=int(rope.get("original_max_position_embeddings") or config.max_position_embeddings),
+        low_freq_factor=float(rope.get("low_freq_factor") or 0),
+        high_freq_factor=float(rope.get("high_freq_factor") or 0),
+        beta_fast=float(rope.get("beta_fast") or 0),
+        beta_slow=float(rope.get("beta_slow") or 0),
+        attention_factor=float(rope.get("attention_factor") or 0),
+    )
+
+
+# ---- what differs between the generations of transformers ----
+
+_BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """5.x: one dictionary, or one for each kind of layer (then {}: their thetas differ); 4.57: fields of their own."""
+    rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {}
+    if not rope and getattr(config, "rope_theta", None):
+        rope = {
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None),
+            **(getattr(config, "rope_scaling", None) or {}),
+        }
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        if getattr(config, "rope_local_base_freq", None):
+            return {}
+    return rope
+
+
+def _length_after_crop(length: int, tokens: int) -> int:
+    """`crop` was given the final length before 5.0, or the tokens to remove below 0; 0 removes nothing since."""
+    if tokens < 0 or (tokens == 0 and not _BEFORE_5):
+        return max(length + tokens, 0)
+    return min(tokens, length)

@@ -1,0 +1,182 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Metric(_message.Message):
+    __slots__ = ("name", "help", "type", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HELP_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    help: str
+    type: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., help: _Optional[str] = ..., type: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class OptionValue(_message.Message):
+    __slots__ = ("name", "value", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    source: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_room", "beside_bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_ROOM_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    state: str
+    uptime_ms: int
+    models: int
+    sessions: int
+    kv_bytes: int
+    kv_bytes_limit: int
+    rss_bytes: int
+    listen: _containers.RepeatedScalarFieldContainer[str]
+    cpu: str
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    options: _containers.RepeatedCompositeFieldContainer[OptionValue]
+    learning_bytes: int
+    calibration_bytes: int
+    kv_bytes_room: int
+    beside_bytes: int
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_room: _Optional[int] = ..., beside_bytes: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("grace_ms",)
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    grace_ms: int
+    def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStorageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StorageSegment(_message.Message):
+    __slots__ = ("segment", "file_bytes", "live_bytes", "records", "sealed", "unread")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    file_bytes: int
+    live_bytes: int
+    records: int
+    sealed: bool
+    unread: bool
+    def __init__(self, segment: _Optional[int] = ..., file_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., records: _Optional[int] = ..., sealed: bool = ..., unread: bool = ...) -> None: ...
+
+class GetStorageResponse(_message.Message):
+    __slots__ = ("directory", "io", "records", "disk_bytes", "live_bytes", "dead_bytes", "dirty_bytes", "journal_bytes", "put_bytes", "put_stored_bytes", "read_bytes", "bad_records", "failed", "recovery_seconds", "segments", "unread_segments")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    IO_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUT_STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BAD_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    io: str
+    records: int
+    disk_bytes: int
+    live_bytes: int
+    dead_bytes: int
+    dirty_bytes: int
+    journal_bytes: int
+    put_bytes: int
+    put_stored_bytes: int
+    read_bytes: int
+    bad_records: int
+    failed: int
+    recovery_seconds: float
+    segments: _containers.RepeatedCompositeFieldContainer[StorageSegment]
+    unread_segments: int
+    def __init__(self, directory: _Optional[str] = ..., io: _Optional[str] = ..., records: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., dead_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., put_bytes: _Optional[int] = ..., put_stored_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., bad_records: _Optional[int] = ..., failed: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., segments: _Optional[_Iterable[_Union[StorageSegment, _Mapping]]] = ..., unread_segments: _Optional[int] = ...) -> None: ...
+
+class VerifyStorageRequest(_message.Message):
+    __slots__ = ("start",)
+    START_FIELD_NUMBER: _ClassVar[int]
+    start: bool
+    def __init__(self, start: bool = ...) -> None: ...
+
+class VerifyStorageResponse(_message.Message):
+    __slots__ = ("running", "records_done", "records", "bad", "bytes")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_DONE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    running: bool
+    records_done: int
+    records: int
+    bad: int
+    bytes: int
+    def __init__(self, running: bool = ..., records_done: _Optional[int] = ..., records: _Optional[int] = ..., bad: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class CompactRequest(_message.Message):
+    __slots__ = ("live_share",)
+    LIVE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    live_share: float
+    def __init__(self, live_share: _Optional[float] = ...) -> None: ...
+
+class CompactResponse(_message.Message):
+    __slots__ = ("bytes_freed",)
+    BYTES_FREED_FIELD_NUMBER: _ClassVar[int]
+    bytes_freed: int
+    def __init__(self, bytes_freed: _Optional[int] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("tenant", "host_bytes", "ssd_bytes", "sessions")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    host_bytes: int
+    ssd_bytes: int
+    sessions: int
+    def __init__(self, tenant: _Optional[str] = ..., host_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+
+class SetQuotaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# Tests of the Python package against a real daemon: the client by itself, or an engine with its cache in qkvd.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+readonly here=client/python/tests
+# One build of torch serves all versions of transformers; each of these is a generation of its cache's interface.
+readonly torch=2.13.0
+readonly generations=(4.57.6 5.19.0 5.23.0)
+
+usage() {
+  cat <<'TEXT'
+Usage: client/python/tests/run.sh [--engine transformers] [--bin DIR] [--python PYTHON] [--help]
+
+Without --engine: makes wheel and sdist, checks them, installs the wheel in a virtual environment, runs the unit tests,
+the examples, ruff and mypy. With it: installs torch and three versions of transformers (5 GB on disk, some minutes),
+downloads SmolLM2 (deploy/smollm2.sh) and lets tinylm and it generate with their cache in the daemon.
+
+  --bin DIR        where qkvd is; QKV_BIN_DIR or build/release/bin by default
+  --python PYTHON  the interpreter that virtual environments are made with; /usr/bin/python3 by default
+
+Environments lie in build/python; a second run installs nothing but the package.
+TEXT
+}
+
+fail() {
+  echo "client/python/tests/run.sh: $*" >&2
+  exit 1
+}
+
+engine=unit
+bin=${QKV_BIN_DIR:-build/release/bin}
+python=/usr/bin/python3
+while (($# > 0)); do
+  case "$1" in
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --engine)
+      [[ "${2:-}" == transformers ]] || fail "--engine needs one of: transformers"
+      engine=$2
+      shift 2
+      ;;
+    --bin)
+      bin=${2:?--bin needs a directory}
+      shift 2
+      ;;
+    --python)
+      python=${2:?--python needs an interpreter}
+      shift 2
+      ;;
+    *) fail "unknown argument $1; see client/python/tests/run.sh --help" ;;
+  esac
+done
+[[ -x $bin/qkvd ]] || fail "there is no qkvd in $bin; build it, or give --bin"
+QKV_BIN_DIR=$(realpath "$bin")
+export QKV_BIN_DIR PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+
+say() { printf '== %02d:%02d  %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
+
+# environment NAME REQUIREMENT...: a virtual environment in build/python, made anew where the requirements are others
+# than last time. What pip says goes to a log, shown where it fails.
+environment() {
+  local folder=build/python/$1
+  shift
+  if [[ "$(cat "$folder/installed" 2>/dev/null)" == "$*" ]]; then return; fi
+  say "install $*"
+  rm -rf "$folder"
+  mkdir -p build/python
+  "$python" -m venv "$folder" >"$folder.log" 2>&1 ||
+    { cat "$folder.log" >&2; fail "$python cannot make a virtual environment: install python3-venv"; }
+  if [[ -n ${inherit:-} ]]; then
+    realpath "$inherit"/lib/python*/site-packages >"$(echo "$folder"/lib/python*/site-packages)/inherited.pth"
+  fi
+  "$folder/bin/pip" install -q "$@" >>"$folder.log" 2>&1 ||
+    { cat "$folder.log" >&2; fail "pip could not install $*"; }
+  echo "$*" >"$folder/installed"
+}
+
+# The wheel, by the tools of environment `unit`. They build in a copy: the sources stay as they are.
+make_wheel() {
+  say "wheel and sdist"
+  rm -rf build/python/source build/python/dist
+  mkdir -p build/python/source
+  cp -R client/python/. build/python/source
+  build/python/unit/bin/python -m build --no-isolation -o build/python/dist build/python/source >build/python/build.log 2>&1 ||
+    { cat build/python/build.log >&2; fail "the package cannot be built, see above"; }
+  build/python/unit/bin/twine check --strict build/python/dist/*
+}
+
+install_wheel() { # environment
+  "build/python/$1/bin/pip" install -q --force-reinstall --no-deps build/python/dist/qkvd-*.whl
+}
+
+run_pytest() { # environment argument...
+  local python=build/python/$1/bin/python
+  shift
+  # Not from the sources' folder: what is tested is the wheel.
+  "$python" -m pytest -q -p no:cacheprovider --rootdir client/python -c client/python/pyproject.toml "$@"
+}
+
+unit_environment() {
+  mapfile -t requirements < <(grep -v '^#' $here/requirements.txt)
+  environment unit "${requirements[@]}" numpy
+  make_wheel
+}
+
+run_unit() {
+  unit_environment
+  install_wheel unit
+  say "unit tests"
+  run_pytest unit $here
+  say "ruff and mypy"
+  build/python/unit/bin/ruff check --no-cache -q client/python
+  build/python/unit/bin/ruff format --no-cache -q --check client/python
+  (cd client/python && ../../build/python/unit/bin/mypy --cache-dir ../../build/python/mypy)
+}
+
+run_transformers() {
+  unit_environment
+  local inherit='' generation
+  environment torch "torch==$torch" numpy accelerate
+  QKV_SMOLLM2=$(realpath "$(deploy/smollm2.sh)")
+  export QKV_SMOLLM2
+  # Models come from files alone, and no bars of progress.
+  export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1
+  inherit=build/python/torch
+  for generation in "${generations[@]}"; do
+    environment "transformers-$generation" "transformers==$generation" gguf grpcio protobuf pytest
+    install_wheel "transformers-$generation"
+    say "transformers $generation"
+    run_pytest "transformers-$generation" -s $here/test_transformers.py $here/test_examples.py::test_example_of_transformers
+  done
+}
+
+"run_$engine"
+say "passed"

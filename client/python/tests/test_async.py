@@ -1,0 +1,152 @@
+"""AsyncClient against a real daemon: the same calls, awaited."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+from conftest import DIM, FLOATS, KV_HEADS, Q_HEADS, attention
+
+import qkvd
+
+
+@pytest.fixture
+def run(daemon):
+    """run(work) runs the coroutine function with a client of its own."""
+
+    def start(work, **options):
+        async def main():
+            async with qkvd.AsyncClient(daemon.target, **options) as client:
+                return await work(client)
+
+        return asyncio.run(main())
+
+    return start
+
+
+def test_append_attend_fetch(run, model, name, random, rows, queries):
+    k, v = rows(3000)
+    q = queries(3)
+
+    async def work(client):
+        async with await client.open(name, model=model.name, tokens=range(3000)) as session:
+            assert await session.append(0, k[:2000], v[:2000]) == 2000
+            out, lse = await session.attend(0, q[:1], k=k[2000:2001], v=v[2000:2001], options=FLOATS)
+            assert await session.append(0, k[2001:], v[2001:]) == 999
+            out, lse = await session.attend(0, q, options=FLOATS)
+            expected = attention(q, k, v, 2997)
+            np.testing.assert_allclose(out, expected[0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(lse, expected[1], rtol=1e-5)
+            back = await session.fetch(0)
+            assert np.array_equal(back[0], k) and np.array_equal(back[1], v)
+            await session.truncate(10)
+            assert session.lengths == (10, 0)
+            assert [len(piece.k) async for piece in client.fetch_rows(name, [0], chunk_tokens=6)] == [6, 4]
+            other = await client.session(name)
+            assert other.lengths == (10, 0)
+            await other.pin()
+            assert (await other.info()).pinned
+            await other.unpin()
+            await other.touch(ttl=50)
+            assert name in [info.session async for info in client.sessions(name)]
+            with pytest.raises(qkvd.AlreadyExists):
+                await client.open(name, model=model.name)
+            with pytest.raises(qkvd.Unimplemented, match="Fork"):
+                await session.fork("other")
+            with pytest.raises(qkvd.Unimplemented, match="Match"):
+                await client.match(model.name, [1])
+        with pytest.raises(qkvd.NotFound):
+            await client.session(name)
+
+    run(work)
+
+
+def test_many_at_once(run, model, name, rows, queries):
+    k, v = rows(16)
+    q = queries(16)
+
+    async def work(client):
+        sessions = await asyncio.gather(*(client.open(f"{name}-{i}", model=model.name) for i in range(20)))
+        await asyncio.gather(*(session.append(0, k[:8], v[:8]) for session in sessions))
+        # Without a position, appends to one layer take turns.
+        await asyncio.gather(*(sessions[0].append(1, k[:1], v[:1]) for _ in range(20)))
+        assert sessions[0].lengths == (8, 20)
+        outs = await asyncio.gather(*(session.attend(0, q[:8], 0) for session in sessions))
+        assert all(np.array_equal(out, outs[0][0]) for out, _ in outs)
+        batch = [qkvd.Item(session=session.name, position=8, k=k[8:], v=v[8:], q=q[8:]) for session in sessions]
+        results = await client.attend(batch)
+        assert [result.length for result in results] == [16] * 20
+        assert await client.append(batch[:0]) == 0
+        await asyncio.gather(*(session.close() for session in sessions))
+
+    run(work)
+
+
+def test_decode_stream(run, model, name, rows, queries):
+    k, v = rows(10)
+    q = queries(10)
+
+    async def work(client):
+        async with await client.open(name, model=model.name), client.decode() as stream:
+            for i in range(10):
+                item = qkvd.Item(session=name, position=i, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1], options=FLOATS)
+                (result,) = await stream.attend([item])
+            np.testing.assert_allclose(result.out, attention(q[9:], k, v, 9)[0], rtol=1e-4, atol=1e-5)
+            (failed,) = await stream.attend([qkvd.Item(session="nobody", q=q[:1])])
+            assert isinstance(failed.error, qkvd.NotFound)
+            for _ in range(2):
+                with pytest.raises(qkvd.InvalidArgument):
+                    await stream.attend([])
+        with pytest.raises(qkvd.InvalidArgument):
+            await stream.attend([item])
+
+    run(work)
+
+
+def test_deadlines_and_ends(run, daemon, model, session):
+    async def work(client):
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(qkvd.DeadlineExceeded, match=r"GetStatus was not answered within 0.2 s"):
+                await client.status(timeout=0.2)
+            async with client.decode() as stream:
+                item = qkvd.Item(session=session.name, q=np.zeros((1, Q_HEADS, DIM), np.float32))
+                for _ in range(2):
+                    with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
+                        await stream.attend([item], timeout=0.2)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        assert (await client.metrics())["qkvd_append_tokens_total"] >= 0
+        assert model.name in [known.model.name for known in await client.models()]
+        assert (await client.model(model.name)).model.kv_heads == KV_HEADS
+        assert (await client.register_model(model)).model.name == model.name
+        with pytest.raises(qkvd.NotFound):
+            await client.calibration(model.name)
+        assert await client.attention_stats(session.name, buckets=1)
+        await client.close()
+        with pytest.raises(qkvd.FailedPrecondition, match="closed"):
+            await client.status()
+
+    run(work)
+
+
+def test_nobody_answers():
+    async def main():
+        async with qkvd.AsyncClient("unix:/nobody/here", retry_for=0.2) as client:
+            with pytest.raises(qkvd.Unavailable):
+                await client.status()
+            with pytest.raises(qkvd.Unavailable):
+                await client.decode().attend([qkvd.Item(session="x", q=np.zeros((1, 4, DIM), np.float32))])
+
+    asyncio.run(main())
+
+
+def test_another_loop(daemon):
+    client = qkvd.AsyncClient(daemon.target)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(client.status())
+    with pytest.raises(qkvd.FailedPrecondition, match="another event loop"):
+        asyncio.run(client.status())
+    loop.run_until_complete(client.close())
+    loop.close()

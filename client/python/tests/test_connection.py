@@ -1,0 +1,304 @@
+"""Connections: deadlines, repeats, a daemon that goes and comes back, threads, fork(), TLS and tokens."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import numpy as np
+import pytest
+from conftest import DIM, KV_HEADS
+from daemon import Daemon
+
+import qkvd
+from qkvd import connection
+from qkvd.v1 import admin_pb2, kv_cache_pb2
+
+
+def test_import_opens_nothing():
+    """Neither a thread nor a descriptor before the first call."""
+    code = """if True:
+        import os, threading, qkvd
+        client = qkvd.Client("unix:/nobody")
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        opened = [os.readlink(link) for link in links if os.path.exists(link)]
+        assert not [link for link in opened if "socket" in link], opened
+        assert len(os.listdir("/proc/self/task")) == 1, threading.enumerate()"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+
+
+def test_nobody_answers():
+    with qkvd.Client("unix:/nobody/here", retry_for=0.3) as client:
+        begin = time.monotonic()
+        with pytest.raises(qkvd.Unavailable, match="nobody/here") as caught:
+            client.status()
+        assert 0.05 < time.monotonic() - begin < 5
+        assert isinstance(caught.value, ConnectionError) and caught.value.code is grpc.StatusCode.UNAVAILABLE
+        begin = time.monotonic()
+        with pytest.raises(qkvd.Unavailable):
+            client.open("x", model="m")  # is not sent again
+        assert time.monotonic() - begin < 0.25
+    with pytest.raises(qkvd.FailedPrecondition, match="closed"):
+        client.status()
+
+
+def test_deadline(daemon, model, session):
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        with qkvd.Client(daemon.target, timeout=0.3) as client:
+            with pytest.raises(qkvd.DeadlineExceeded, match=r"GetSession was not answered within 0.3 s"):
+                client.session_info(session.name)
+            with pytest.raises(TimeoutError, match=r"within 0.2 s"):
+                list(client.fetch_rows(session.name, timeout=0.2))
+            with client.decode() as stream:
+                item = qkvd.Item(session=session.name, q=np.zeros((1, 4, DIM), np.float32))
+                for _ in range(2):
+                    with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
+                        stream.attend([item], timeout=0.2)
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("call", ["append", "attend", "fetch"])
+def test_daemon_that_comes_back(tmp_path, rows, queries, call):
+    """A call that meets nobody waits for the daemon's return; sessions on the SSD are there again."""
+    with Daemon("--data-dir", str(tmp_path)) as daemon, qkvd.Client(daemon.target, retry_for=60) as client:
+        client.register_model(
+            qkvd.Model(name="m", layers=1, kv_heads=KV_HEADS, q_heads=4, key_dim=DIM, value_dim=DIM, dtype="fp32")
+        )
+        k, v = rows(128)
+        session = client.open("s", model="m", durability="sync", policy=qkvd.Policy(recent_window=0))
+        session.append(0, k, v)
+        q = queries(2)
+        calls = {
+            "append": lambda: session.append(0, k, v, position=0) == 0,  # known by their codes
+            "attend": lambda: session.attend(0, q)[0].any(),
+            "fetch": lambda: session.fetch(0)[0].shape == k.shape,
+        }
+        daemon.kill()
+        with futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(calls[call])
+            time.sleep(0.3)
+            assert not waiting.done()
+            daemon.start()
+            assert waiting.result()
+        session.close()
+
+
+def test_decode_stream_of_a_daemon_that_went(rows, queries):
+    with Daemon() as daemon, qkvd.Client(daemon.target, retry_for=0) as client:
+        client.register_model(qkvd.Model(name="m", layers=1, kv_heads=KV_HEADS, q_heads=4, key_dim=DIM, value_dim=DIM))
+        client.open("s", model="m").append(0, *rows(3))
+        item = qkvd.Item(session="s", q=queries(1))
+        with client.decode() as stream:
+            stream.attend([item])
+            daemon.kill()
+            with pytest.raises(qkvd.Unavailable):
+                stream.attend([item])
+            with pytest.raises(qkvd.Unavailable):
+                stream.attend([item])
+
+
+def test_threads(client, model, name, rows, queries):
+    """One client, many threads, each with sessions of its own; and one session that all append to."""
+    k, v = rows(64)
+    q = queries(1)
+    with client.open(name, model=model.name) as shared:
+
+        def work(index):
+            with client.open(f"{name}-{index}", model=model.name) as session:
+                for i in range(64):
+                    session.append(0, k[i : i + 1], v[i : i + 1])
+                    shared.append(1, k[:1], v[:1])
+                assert np.array_equal(session.fetch(0)[0], k)
+                return session.attend(0, q)[0]
+
+        with futures.ThreadPoolExecutor(8) as pool:
+            outs = list(pool.map(work, range(8)))
+        assert all(np.array_equal(out, outs[0]) for out in outs)
+        assert shared.lengths[1] == 8 * 64 == client.session_info(name).lengths[1]
+
+
+def in_child(work):
+    """Runs `work` in a child process made by fork(); gives its exit status, or None where it hangs."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+new_grpc = pytest.mark.skipif(not connection.SERVES_CHILDREN, reason="grpcio before 1.80 does not survive fork()")
+
+
+def test_fork_is_refused(client, session, monkeypatch):
+    """By an early grpcio; a client of the child's own is its own risk."""
+    monkeypatch.setattr(connection, "SERVES_CHILDREN", False)
+
+    def child():
+        with pytest.raises(qkvd.FailedPrecondition, match=r"needs grpcio 1.80 or later.*spawn"):
+            session.info()
+
+    assert in_child(child) == 0
+    assert session.info().lengths == [0, 0]
+
+
+@new_grpc
+def test_fork(client, session, rows):
+    """The child has a connection of its own; the parent's goes on."""
+    k, v = rows(20)
+    session.append(0, k[:10], v[:10])
+    for _ in range(3):
+        assert in_child(lambda: session.append(1, k, v, position=0)) == 0
+        assert in_child(lambda: client.close()) == 0
+        assert in_child(lambda: session.fetch(0)) == 0
+    session.append(0, k[10:], v[10:])
+    assert np.array_equal(session.fetch(0)[0], k)
+    assert session.info().lengths == [20, 20]
+
+
+@new_grpc
+def test_fork_while_threads_are_at_work(client, model, name, rows, queries):
+    """Locks that other threads hold are open in the child, and a decode stream is the parent's."""
+    k, v = rows(1)
+    q = queries(1)
+    with client.open(name, model=model.name) as session, client.decode() as stream:
+        stop = threading.Event()
+
+        def work(layer):
+            while not stop.is_set():
+                session.append(layer, k, v)
+
+        def child():
+            session.append(0, k, v)
+            with pytest.raises(qkvd.FailedPrecondition, match="before fork"):
+                stream.attend([qkvd.Item(session=name, q=q)])
+            stream.close()
+
+        session.append(0, k, v)
+        stream.attend([qkvd.Item(session=name, q=q)])
+        with futures.ThreadPoolExecutor(2) as pool:
+            workers = [pool.submit(work, 1) for _ in range(2)]
+            try:
+                for _ in range(5):
+                    session._turns[0]._lock.acquire()  # as another thread would
+                    try:
+                        assert in_child(child) == 0
+                    finally:
+                        session._turns[0]._lock.release()
+                    session.truncate(1, layers=[0])
+            finally:
+                stop.set()
+            for worker in workers:
+                worker.result()
+        assert stream.attend([qkvd.Item(session=name, q=q)])[0].error is None
+
+
+# ---- TLS and tokens: the daemon has neither yet, so a small server of gRPC's answers ----
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("there is no openssl")
+    paths = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=kv.example -addext subjectAltName=DNS:kv.example"
+    subprocess.run([*command.split(), "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True)
+    return paths
+
+
+class Stranger(grpc.GenericRpcHandler):
+    """Answers GetStatus; keeps the metadata of calls and refuses those without the right token."""
+
+    def __init__(self):
+        self.seen = []
+
+    def service(self, details):
+        self.seen.append(dict(details.invocation_metadata))
+        if self.seen[-1].get("authorization") not in (None, "Bearer secret"):
+            return grpc.unary_unary_rpc_method_handler(
+                lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such token")
+            )
+        answer = admin_pb2.GetStatusResponse(version="stranger").SerializeToString()
+        if details.method.endswith("GetStatus"):
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff\xff\xff")
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(credentials=None):
+        server = grpc.server(futures.ThreadPoolExecutor(2))
+        handler = Stranger()
+        server.add_generic_rpc_handlers((handler,))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            target = f"127.0.0.1:{probe.getsockname()[1]}"
+        if credentials is None:
+            server.add_insecure_port(target)
+        else:
+            server.add_secure_port(target, credentials)
+        server.start()
+        servers.append(server)
+        return target, handler
+
+    yield start
+    for server in servers:
+        server.stop(None)
+
+
+def test_tls(serve, certificate):
+    key, chain = certificate
+    target, _ = serve(grpc.ssl_server_credentials([(key.read_bytes(), chain.read_bytes())]))
+    with qkvd.Client(target, tls=qkvd.Tls(ca=chain, server_name="kv.example"), token="secret") as client:
+        assert client.status().version == "stranger"
+    for tls in (None, True, qkvd.Tls(ca=chain)):  # in plain text; not signed by the system's; of another name
+        with qkvd.Client(target, tls=tls, retry_for=0) as client, pytest.raises(qkvd.Unavailable):
+            client.status()
+    with pytest.raises(qkvd.InvalidArgument, match="together"):
+        qkvd.Client(target, tls=qkvd.Tls(certificate=chain))
+
+
+def test_token(serve):
+    target, handler = serve()
+    with qkvd.Client(target, token="secret") as client:
+        client.status()
+    assert handler.seen[-1]["authorization"] == "Bearer secret"
+    with qkvd.Client(target, token="other") as client, pytest.raises(qkvd.Unauthenticated, match="no such token"):
+        client.status()
+    with qkvd.Client(target) as client:
+        client.status()
+    assert "authorization" not in handler.seen[-1]
+
+
+def test_answers_that_cannot_be_read(serve):
+    target, _ = serve()
+    with qkvd.Client(target) as client:
+        with pytest.raises(qkvd.Internal, match="cannot be read"):
+            client.session_info("x")
+        with pytest.raises(qkvd.Internal, match="cannot be read"):
+            client.attend([qkvd.Item(session="x", q=np.zeros((1, 4, DIM), np.float32))])
+        with pytest.raises(qkvd.Internal, match="cannot be read"):
+            client.call("/qkv.v1.KvCache/Pin", kv_cache_pb2.PinRequest(), kv_cache_pb2.PinResponse)

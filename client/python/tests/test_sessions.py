@@ -1,0 +1,342 @@
+"""Sessions against a real daemon: rows in, attention and rows out, and the calls around them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import DIM, FLOATS, KV_HEADS, LAYERS, Q_HEADS, attention
+
+import qkvd
+
+
+def test_append_attend_fetch(session, rows, queries):
+    k, v = rows(100)
+    assert session.append(0, k[:90], v[:90]) == 90
+    assert session.append(0, k[90:], v[90:]) == 10
+    assert session.lengths == (100, 0)
+    q = queries(3)
+    out, lse = session.attend(0, q, options=FLOATS)
+    expected_out, expected_lse = attention(q, k, v, 97)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    assert out.dtype == lse.dtype == np.float32 and out.flags.writeable and out.flags.aligned
+    fetched = session.fetch(0)
+    assert np.array_equal(fetched[0], k) and np.array_equal(fetched[1], v)
+
+
+def test_rows_and_queries_in_one_call(session, rows, queries):
+    k, v = rows(20)
+    q = queries(20)
+    out, _ = session.attend(1, q, k=k, v=v, options=FLOATS)
+    np.testing.assert_allclose(out, attention(q, k, v, 0)[0], rtol=1e-4, atol=1e-5)
+    assert session.lengths == (0, 20)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_dtypes_in_and_out(client, name, rows, queries, dtype):
+    client.register_model(
+        qkvd.Model(name=name, layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype=dtype)
+    )
+    to = {"fp32": lambda a: a, "fp16": lambda a: a.astype(np.float16), "bf16": qkvd.fp32_to_bf16}[dtype]
+    k, v = map(to, rows(10))
+    with client.open(name, model=name, policy=qkvd.EXACT) as session:
+        session.append(0, k, v)
+        if dtype == "bf16":  # the same bits by another name
+            assert session.append(0, k.view(ml_dtypes.bfloat16), v.view(ml_dtypes.bfloat16), position=0) == 0
+        back = session.fetch(0)
+        assert back[0].dtype == k.dtype and np.array_equal(back[0], k) and np.array_equal(back[1], v)
+        place = np.zeros((12, KV_HEADS, DIM), k.dtype), np.zeros((12, KV_HEADS, DIM), k.dtype)
+        got = session.fetch(0, out=place)
+        assert got[0].base is place[0] or got[0].base is place[0].base
+        assert np.array_equal(place[0][:10], k) and np.array_equal(place[1][:10], v)
+        out, _ = session.attend(0, to(queries(2)), dtype=dtype)
+        assert out.dtype == k.dtype and out.shape == (2, Q_HEADS, DIM)
+    widened = qkvd.bf16_to_fp32(qkvd.fp32_to_bf16(np.float32([1, -2.5, 3.140625])))
+    assert np.array_equal(widened, np.float32([1, -2.5, 3.140625]))
+
+
+def test_float64_and_big_endian_are_converted(session, rows):
+    k, v = rows(4)
+    assert session.append(0, k.astype(np.float64), v.astype(">f4")) == 4
+    assert np.array_equal(session.fetch(0)[0], k) and np.array_equal(session.fetch(0)[1], v)
+
+
+def test_layouts(session, rows):
+    """Whatever the order in memory, the rows are the same; heads first goes as it lies."""
+    k, v = rows(64)
+    heads_first = [np.ascontiguousarray(a.transpose(1, 0, 2)).transpose(1, 0, 2) for a in (k, v)]
+    assert session.append(0, *heads_first) == 64
+    assert session.append(0, k[::-1][::-1], np.asfortranarray(v), position=0) == 0
+    wide = np.zeros((64, KV_HEADS, 2 * DIM), np.float32)
+    wide[..., ::2] = k
+    assert session.append(0, wide[..., ::2], v, position=0) == 0
+    assert session.append(0, np.broadcast_to(k[:1], (2, KV_HEADS, DIM)), np.broadcast_to(v[:1], (2, KV_HEADS, DIM))) == 2
+    assert np.array_equal(session.fetch(0, end=64)[0], k)
+    got = session.fetch(0, end=64, heads_first=True)
+    assert np.array_equal(got[0], k.transpose(1, 0, 2)) and np.array_equal(got[1], v.transpose(1, 0, 2))
+
+
+class Foreign:
+    """What another library's array looks like."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, where):
+        return Foreign(self.array[where])
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_dlpack(session, rows):
+    k, v = rows(8)
+    assert session.append(0, Foreign(k), Foreign(v)) == 8
+    assert np.array_equal(session.fetch(0)[0], k)
+
+
+def test_large_appends_and_attends_go_in_pieces(client, name, random, queries):
+    client.register_model(qkvd.Model(name=name, layers=1, kv_heads=8, q_heads=64, key_dim=128, value_dim=128))
+    k, v = (random.standard_normal((1000, 8, 128), np.float32).astype(np.float16) for _ in range(2))
+    q = random.standard_normal((600, 64, 128), np.float32)  # 20 MB, and as much of an answer
+    with client.open(name, model=name, policy=qkvd.EXACT) as session:
+        assert session.append(0, k, v) == 1000  # 4 MB
+        back = session.fetch(0)
+        assert np.array_equal(back[0], k) and np.array_equal(back[1], v)
+        place = np.zeros((600, 64, 128), np.float32)
+        out, lse = session.attend(0, q, position=0, out=place)
+        assert out is place and place[-1].any() and lse.shape == (600, 64)
+    with client.open(name, model=name, policy=qkvd.EXACT) as session:
+        together, _ = session.attend(0, q, k=k[:600], v=v[:600])
+        np.testing.assert_allclose(together[:5], out[:5], rtol=1e-3, atol=1e-3)
+        assert session.lengths == (600,)
+
+
+def test_fetch_of_a_session_that_grew_elsewhere(client, session, rows):
+    k, v = rows(300)
+    session.append(0, k[:10], v[:10])
+    client.session(session.name).append(0, k[10:], v[10:])
+    assert np.array_equal(session.fetch(0)[0], k)
+    assert session.lengths == (10, 0)
+    session.info()
+    assert session.lengths == (300, 0)
+    with pytest.raises(qkvd.InvalidArgument, match="room for 100 tokens"):
+        session.fetch(0, out=(np.empty_like(k[:100]), np.empty_like(v[:100])))
+
+
+def test_fetch_of_parts(session, rows):
+    k, v = rows(50)
+    session.append(0, k, v)
+    keys, none = session.fetch(0, part="k", begin=10, end=20)
+    assert np.array_equal(keys, k[10:20]) and none.shape == (0, 0, 0)
+    assert session.fetch(1)[0].shape == (0, 0, 0)
+    pieces = list(session._client.fetch_rows(session.name, [0], chunk_tokens=20))
+    assert [(piece.position, len(piece.k)) for piece in pieces] == [(0, 20), (20, 20), (40, 10)]
+    assert not pieces[0].k.flags.writeable
+    with pytest.raises(qkvd.InvalidArgument, match="out"):
+        session.fetch(0, out=(np.empty_like(k, np.float64), np.empty_like(v)))
+
+
+def test_truncate_and_positions(session, rows, queries):
+    k, v = rows(50)
+    for layer in range(LAYERS):
+        session.append(layer, k, v)
+    session.truncate(30)
+    assert session.lengths == (30, 30)
+    session.truncate(10, layers=[1])
+    assert session.lengths == (30, 10)
+    assert session.append(0, k[20:], v[20:], position=20) == 20
+    with pytest.raises(qkvd.FailedPrecondition, match="10"):
+        session.append(1, k, v, position=60)
+    with pytest.raises(qkvd.AlreadyExists):
+        session.append(0, v, k, position=0)
+    with pytest.raises(qkvd.InvalidArgument, match="too few for 11 queries"):
+        session.attend(1, queries(11))
+    with pytest.raises(qkvd.InvalidArgument, match="layer is 2"):
+        session.append(2, k, v)
+
+
+def test_first_position(client, model, name, rows, queries):
+    k, v = rows(5)
+    with client.open(name, model=model.name, first_position=1000) as session:
+        assert session.lengths == (1000, 1000)
+        session.append(0, k, v)
+        assert session.lengths == (1005, 1000)
+        q = queries(5)
+        np.testing.assert_allclose(session.attend(0, q, options=FLOATS)[0], attention(q, k, v, 0)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_options(session, rows, queries):
+    k, v = rows(40)
+    session.append(0, k, v)
+    q = queries(2)
+    for fields in ({"sliding_window": 7}, {"soft_cap": 2.0}, {"scale": 0.5}):
+        out, _ = session.attend(0, q, options=qkvd.AttendOptions(precision="fp32", **fields))
+        names = {"sliding_window": "window"}
+        expected, _ = attention(q, k, v, 38, **{names.get(key, key): value for key, value in fields.items()})
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    out, lse = session.attend(0, q, options=qkvd.AttendOptions(begin=40, end=50, causal_offset=3))
+    assert not out.any() and np.isneginf(lse).all()
+
+
+def test_merge(session, rows, queries):
+    k, v = rows(60)
+    q = queries(4)
+    session.append(0, k[:40], v[:40])
+    held = session.attend(0, q, position=56, options=FLOATS)
+    own = attention(q, k[40:], v[40:], 16)
+    whole, lse = qkvd.merge(*held, *own)
+    expected, expected_lse = attention(q, k, v, 56)
+    np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    nothing = np.zeros_like(whole), np.full_like(lse, -np.inf)
+    assert np.array_equal(qkvd.merge(*nothing, whole, lse)[0], whole)
+    assert np.array_equal(qkvd.merge(*nothing, *nothing)[0], nothing[0])
+
+
+def test_batches(client, model, name, rows, queries):
+    sessions = [client.open(f"{name}-{i}", model=model.name) for i in range(3)]
+    k, v = rows(10)
+    q = queries(10)
+    batch = [qkvd.Item(session=session.name, k=k, v=v) for session in sessions]
+    assert client.append(batch) == 30
+    asked = [qkvd.Item(session=session.name, q=q, options=FLOATS) for session in sessions]
+    asked[1] = qkvd.Item(session="nobody", q=q)
+    out = np.empty((10, Q_HEADS, DIM), np.float32)
+    results = client.attend(asked, out=[out, None, None])
+    assert results[0].out is out and np.array_equal(results[0].out, results[2].out)
+    assert isinstance(results[1].error, qkvd.NotFound) and "nobody" in str(results[1].error)
+    with pytest.raises(qkvd.NotFound):
+        client.attend(asked[1:2])
+    assert client.append([]) == 0
+    assert client.append([qkvd.Item(session=sessions[0].name, layer=1, k=k, v=v), *batch]) == 10
+    with pytest.raises(qkvd.InvalidArgument, match="k and v come together"):
+        client.append([qkvd.Item(session=sessions[0].name, k=k)])
+    for session in sessions:
+        session.close()
+
+
+def test_many_small_items_in_one_append(client, model, name, rows):
+    k, v = rows(2500)
+    with client.open(name, model=model.name) as session:
+        items = [qkvd.Item(session=name, position=i, k=k[i : i + 1], v=v[i : i + 1]) for i in range(2500)]
+        assert client.append(items) == 2500
+        assert np.array_equal(session.fetch(0)[0], k)
+
+
+def test_token_ids_go_along(session, rows, monkeypatch):
+    k, v = rows(10)
+    session.tokens = list(range(100, 110))
+    assert session._rows(0, k[:4], v[:4], None, None).tokens == [100, 101, 102, 103]
+    assert session._rows(0, k, v, None, 8).tokens is None  # unknown for some of them
+    assert session.append(0, k, v) == 10
+
+
+def test_sessions_and_models(client, model, name):
+    assert client.model(model.name).model.kv_heads == KV_HEADS
+    assert model.name in [known.model.name for known in client.models()]
+    assert client.register_model(model).model.layers == LAYERS
+    with pytest.raises(qkvd.AlreadyExists):
+        client.register_model(qkvd.Model(name=name, layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8))
+    with pytest.raises(qkvd.NotFound):
+        client.calibration(model.name)
+    opened = client.open(name, model=model.name, bits=(4, 2), policy=qkvd.Policy(recent_window=7), ttl=60, purpose="fetch")
+    info = opened.info()
+    assert (info.policy.bits_k, info.policy.bits_v, info.policy.recent_window, info.ttl_ms) == (4, 2, 7, 60000)
+    with pytest.raises(qkvd.AlreadyExists):
+        client.open(name, model=model.name)
+    with pytest.raises(qkvd.NotFound):
+        client.open("x", model="no-such-model")
+    assert [info.session for info in client.sessions(name)] == [name]
+    opened.touch(ttl=5)
+    assert opened.info().ttl_ms == 5000
+    opened.pin()
+    assert opened.info().pinned
+    opened.unpin()
+    assert not opened.info().pinned
+    opened.close()
+    with pytest.raises(qkvd.NotFound):
+        client.session(name)
+    with pytest.raises(qkvd.FailedPrecondition):
+        client.open(name, model=model.name, durability="sync")
+
+
+def test_tiers(client, name, random):
+    client.register_model(qkvd.Model(name=name, layers=1, kv_heads=2, q_heads=4, key_dim=64, value_dim=64))
+    k, v = (random.standard_normal((256, 2, 64), np.float32) for _ in range(2))
+    with client.open(name, model=name, bits=4, policy=qkvd.Policy(recent_window=0), keep_full=True) as session:
+        session.append(0, k, v)
+        demoted = session.demote(2)
+        assert demoted.pages > 0
+        assert session.info().bits_per_coordinate < 3.5
+        assert session.prefetch().pages > 0
+        assert session.info().bits_per_coordinate > 4
+        stats = client.attention_stats(name, buckets=4)
+        assert [(one.layer, one.kv_head) for one in stats] == [(0, 0), (0, 1)]
+
+
+def test_status_and_metrics(client, session, rows):
+    status = client.status()
+    assert status.sessions >= 1 and status.version
+    before = client.metrics()["qkvd_append_tokens_total"]
+    session.append(0, *rows(5))
+    assert client.metrics()["qkvd_append_tokens_total"] == before + 5
+
+
+def test_not_served_yet(client, session):
+    """In the contract, refused by the daemon in a sentence."""
+    with pytest.raises(qkvd.Unimplemented, match="Fork"):
+        session.fork("other", 0)
+    with pytest.raises(NotImplementedError, match="Match"):
+        client.match("m", [1, 2, 3])
+    from qkvd.v1 import admin_pb2
+
+    with pytest.raises(qkvd.Unimplemented, match="Drain"):
+        client.call("/qkv.v1.Admin/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
+
+
+def test_decode_stream(client, model, session, rows, queries):
+    k, v = rows(30)
+    q = queries(30)
+    with client.decode() as stream:
+        for i in range(30):
+            item = qkvd.Item(
+                session=session.name, position=i, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1], options=FLOATS
+            )
+            (result,) = stream.attend([item])
+            assert result.length == i + 1
+        np.testing.assert_allclose(result.out, attention(q[29:], k, v, 29)[0], rtol=1e-4, atol=1e-5)
+        (failed,) = stream.attend([qkvd.Item(session="nobody", q=q[:1])])
+        assert isinstance(failed.error, qkvd.NotFound)
+        with pytest.raises(qkvd.InvalidArgument):
+            stream.attend([])
+        with pytest.raises(qkvd.InvalidArgument):  # has ended with that
+            stream.attend([item])
+    with client.decode() as stream:
+        pass
+    with pytest.raises(qkvd.FailedPrecondition, match="closed"):
+        stream.attend([item])
+
+
+def test_arguments(client, session, rows):
+    k, v = rows(3)
+    for call, text in (
+        (lambda: session.append(0, k.astype(np.int32), v), "k is of int32"),
+        (lambda: session.append(0, [1, 2], v), "k is a list"),
+        (lambda: session.append(0, k, v, position=-1), "position is -1"),
+        (lambda: session.append(0, k, v, rope="sideways"), "rope is 'sideways'"),
+        (lambda: session.append(0, k, v, timeout=0), "timeout is 0"),
+        (lambda: session.attend(0, k, 0, dtype="fp8"), "dtype is 'fp8'"),
+        (lambda: session.fetch(0, part="w"), "part is 'w'"),
+        (lambda: session.truncate(0, layers=[]), "layers is empty"),
+        (lambda: client.open("x", model="m", purpose="p"), "purpose is 'p'"),
+        (lambda: qkvd.Client("http://x"), "target is 'http://x'"),
+        (lambda: session.append(0, k[:, :1], v), "the model .* has 2 kv_heads"),
+    ):
+        with pytest.raises(qkvd.InvalidArgument, match=text):
+            call()

@@ -1,0 +1,363 @@
+"""transformers generates with its cache in a real daemon: the same text as with its own cache."""
+
+import os
+
+import numpy as np
+import pytest
+from daemon import Daemon
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import qkvd  # noqa: E402
+from qkvd.transformers import QkvdCache  # noqa: E402
+
+TINYLM = os.environ.get("QKV_TINYLM") or os.path.join(
+    os.path.dirname(__file__), "..", "..", "..", "tests", "data", "tinylm"
+)
+MODES = ["attend", "fetch"]
+FAMILIES = ["llama", "mistral", "qwen2", "gemma2", "gpt_neox", "phi"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with Daemon("--limit-models", "1000") as running:
+        yield running
+
+
+@pytest.fixture
+def client(daemon):
+    with qkvd.Client(daemon.target) as client:
+        yield client
+        assert not list(client.sessions()), "sessions are left open"
+
+
+@pytest.fixture(scope="module")
+def tinylm():
+    model = transformers.LlamaForCausalLM.from_pretrained(TINYLM, torch_dtype=torch.float32)
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def text(name):
+    with open(os.path.join(TINYLM, name), "rb") as file:
+        return file.read()
+
+
+def tokens(data):
+    return torch.tensor([list(data)])
+
+
+def small(family, **fields):
+    """A model of random weights; of sharp attention, so that its text depends on every row."""
+    torch.manual_seed(3)
+    common = {
+        "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    if family in ("gpt_neox",):
+        common.pop("num_key_value_heads")
+    if family == "gemma2":
+        fields = {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16} | fields
+    if family == "mistral":
+        fields = {"sliding_window": 24} | fields
+    config = transformers.AutoConfig.for_model(family, **common, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name or "query_key_value" in name:
+                weight.mul_(8)
+    return model
+
+
+def generate(model, inputs, cache=None, count=40, **options):
+    """Greedy, and the logits of each step."""
+    options = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    } | options
+    if not isinstance(inputs, dict):
+        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    made = model.generate(**inputs, past_key_values=cache, **options)
+    return made.sequences, torch.stack(made.logits) if made.logits else None
+
+
+def kl_bits(logits, reference):
+    """Mean KL divergence of next tokens."""
+    p, q = (torch.log_softmax(values.double(), -1) for values in (reference, logits))
+    return float((p.exp() * (p - q)).sum(-1).mean() / np.log(2))
+
+
+def given(model, sequence, before, cache):
+    """The logits of what comes after each of `sequence`'s tokens behind the first `before`, which are given."""
+    with torch.no_grad():
+        model(sequence[:, :before], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(sequence[:, before:], past_key_values=cache, use_cache=True).logits[0]
+
+
+def compare(client, model, prompt, expected, mode, bits):
+    """The engine's own text, at exact and at 8 bits; at 4 bits what is different is reported."""
+    before, count = prompt.shape[1], expected.shape[1] - prompt.shape[1]
+    with QkvdCache(client, model, mode=mode, bits=bits, policy=None if bits else qkvd.EXACT) as cache:
+        got, _ = generate(model, prompt, cache, count=count)
+        length = before + count - 1
+        assert cache.get_seq_length() == length
+        assert [session.lengths for session in cache.sessions] == [(length,) * model.config.num_hidden_layers]
+        info = cache.sessions[0].info()
+        assert (info.bytes_coded == 0) == (bits is None)
+        held = (info.bytes_coded + info.bytes_exact) / info.bytes_fp16
+        cache.reset()
+        logits = given(model, expected, before, cache)
+    same = int((torch.cat([got[0] != expected[0], torch.tensor([True])])).int().argmax()) - before
+    divergence = kl_bits(logits, given(model, expected, before, transformers.DynamicCache()))
+    print(
+        f"{cache.model_name}, {mode}, bits {bits}: the same for {same} of {count} tokens, KL over the engine's text "
+        f"{divergence:.6f} bits, {held:.2f} of the bytes in fp16",
+        flush=True,
+    )
+    if bits != 4:
+        assert torch.equal(got, expected)
+    assert divergence < {None: 1e-6, 8: 1e-3, 4: 0.3}[bits]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_tinylm(client, tinylm, mode, bits):
+    prompt = tokens(text("prompt.txt"))
+    expected, _ = generate(tinylm, prompt, count=160)
+    assert bytes(expected[0, 512:].tolist()) == text("greedy_continuation_160.txt")
+    compare(client, tinylm, prompt, expected, mode, bits)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The model, a prompt of its own, and what it says to that by itself."""
+    path = os.environ.get("QKV_SMOLLM2")
+    if not path:
+        pytest.skip("QKV_SMOLLM2 does not name the file that deploy/smollm2.sh downloads")
+    where = {"pretrained_model_name_or_path": os.path.dirname(path), "gguf_file": os.path.basename(path)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, torch_dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    with open(os.path.join(TINYLM, "..", "smollm2", "prose.txt")) as file:
+        prompt = tokenizer(file.read(2000), return_tensors="pt").input_ids
+    return model, prompt, generate(model, prompt, count=64)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_smollm2(client, smollm2, mode, bits):
+    compare(client, *smollm2, mode, bits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_families(client, family, mode):
+    """Windows, caps, partial RoPE, no grouping: logits as with the model's own attention and cache."""
+    model = small(family)
+    prompt = torch.randint(1, 97, (1, 50))
+    expected, logits = generate(model, prompt)
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"{family}-{mode}") as cache:
+        got, got_logits = generate(model, prompt, cache)
+    torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padded_batches(client, family, mode):
+    model = small(family)
+    torch.manual_seed(1)
+    ids = torch.randint(1, 97, (3, 40))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 13, 39)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected, logits = generate(model, inputs)
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"{family}-padded-{mode}") as cache:
+        got, got_logits = generate(model, inputs, cache)
+        lengths = [session.lengths[0] for session in cache.sessions]
+        assert lengths == ([79, 66, 40] if mode == "attend" else [79] * 3)  # padding is not kept where it is known
+    torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_beams(client, mode):
+    model = small("llama")
+    prompt = torch.randint(1, 97, (2, 30))
+    options = {"num_beams": 3, "output_logits": False, "num_return_sequences": 2}
+    expected, _ = generate(model, prompt, **options)
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"beams-{mode}") as cache:
+        got, _ = generate(model, prompt, cache, **options)
+        assert len(cache.sessions) == 6
+    assert torch.equal(got, expected)
+
+
+def test_batch_changes(client):
+    model = small("llama")
+    ids = torch.randint(1, 97, (2, 20))
+    with QkvdCache(client, model, policy=qkvd.EXACT, model_name="changes") as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        assert len(cache.sessions) == 4
+        rows = [session.fetch(1)[0] for session in cache.sessions]
+        assert all(np.array_equal(rows[i], rows[j]) for i, j in ((0, 1), (2, 3))) and not np.array_equal(rows[0], rows[2])
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        rows = [rows[3], rows[0]]
+        cache.reorder_cache(torch.tensor([1, 1]))
+        assert all(np.array_equal(session.fetch(1)[0], rows[1]) for session in cache.sessions)
+        assert len(list(client.sessions())) == 2
+        next_one = torch.tensor([[5], [5]])
+        logits = model(next_one, past_key_values=cache).logits
+        torch.testing.assert_close(logits[0], logits[1])
+        with pytest.raises(qkvd.InvalidArgument, match="batch of 1 meets a cache of 2"):
+            model(next_one[:1], past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        model(ids[:1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_crop(client, mode):
+    model = small("llama")
+    ids = torch.randint(1, 97, (1, 60))
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"crop-{mode}") as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.crop(-20)
+        assert cache.get_seq_length() == 40 and cache.sessions[0].lengths == (40,) * 3
+        logits = model(ids[:, 40:], past_key_values=cache).logits
+        cache.crop(30)
+        assert cache.get_seq_length() == 30
+        torch.testing.assert_close(logits, model(ids).logits[:, 40:], rtol=1e-3, atol=2e-3)
+
+
+def test_prompt_lookup(client, tinylm):
+    """Assisted decoding crops what was not accepted."""
+    prompt = tokens(text("prompt.txt"))
+    expected, _ = generate(tinylm, prompt, count=60, output_logits=False)
+    with QkvdCache(client, tinylm, policy=qkvd.EXACT) as cache:
+        got, _ = generate(tinylm, prompt, cache, count=60, output_logits=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(got, expected)
+
+
+def test_a_named_session_goes_on(daemon, client, tinylm):
+    """What one cache has left, another one takes up: in a conversation, or after a restart of the process."""
+    prompt = tokens(text("prompt.txt"))
+    expected, _ = generate(tinylm, prompt, count=60)
+    with QkvdCache(client, tinylm, session="chat-42", policy=qkvd.EXACT) as cache:
+        first, _ = generate(tinylm, prompt, cache, count=30)
+    with QkvdCache(daemon.target, tinylm, session="chat-42") as cache:
+        assert cache.get_seq_length() == 541
+        before = client.metrics()["qkvd_append_tokens_total"]
+        second, _ = generate(tinylm, first, cache, count=30)
+        assert client.metrics()["qkvd_append_tokens_total"] - before == 30 * 6  # the prompt is not computed again
+    assert torch.equal(second, expected)
+    with pytest.raises(qkvd.FailedPrecondition, match="chat-42 is of the model tinylm, not of other"):
+        QkvdCache(client, tinylm, session="chat-42", model_name="other")
+    client.session("chat-42").close()
+
+
+def test_long_prompts_go_in_steps(client, monkeypatch):
+    monkeypatch.setattr("qkvd.transformers.STEP_BYTES", 1 << 16)
+    model = small("llama")
+    ids = torch.randint(1, 97, (2, 300))
+    with QkvdCache(client, model, policy=qkvd.EXACT, model_name="steps") as cache, torch.no_grad():
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-3, atol=2e-3)
+
+
+def test_other_caches_are_not_touched(client):
+    """A model whose attention is "qkvd" works with any cache."""
+    model = small("llama")
+    prompt = torch.randint(1, 97, (2, 30))
+    mask = torch.ones_like(prompt)
+    mask[1, :7] = 0
+    inputs = {"input_ids": prompt, "attention_mask": mask}
+    expected, _ = generate(model, inputs)
+    qkvd.transformers.register()
+    model.set_attn_implementation("qkvd")
+    assert torch.equal(generate(model, inputs)[0], expected)
+
+
+def test_dtypes(client):
+    for dtype in (torch.float16, torch.bfloat16):
+        model = small("llama").to(dtype)
+        ids = torch.randint(1, 97, (1, 30))
+        for mode in MODES:
+            name = f"{mode}-{str(dtype)[6:]}"
+            with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=name) as cache, torch.no_grad():
+                logits = model(ids, past_key_values=cache).logits
+                assert logits.dtype == dtype
+                torch.testing.assert_close(logits, model(ids).logits, rtol=0.1, atol=0.1)
+
+
+def test_what_is_refused(client):
+    model = small("llama")
+    ids = torch.randint(1, 97, (2, 10))
+    with QkvdCache(client, model, policy=qkvd.EXACT, model_name="refused") as cache, torch.no_grad():
+        right = torch.ones_like(ids)
+        right[0, 8:] = 0
+        with pytest.raises(qkvd.Unimplemented, match="padded on the left"):
+            model(ids, attention_mask=right, past_key_values=cache)
+        cache.reset()
+        own = torch.ones(2, 1, 10, 10, dtype=torch.bool).tril()
+        with pytest.raises(NotImplementedError, match="transformers' own"):
+            model(ids, attention_mask=own, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        model.set_attn_implementation("sdpa")  # behind the cache's back
+        with pytest.raises(qkvd.Unimplemented, match="layer 0 has not attended by way of qkvd"):
+            model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(qkvd.InvalidArgument, match="mode is"):
+        QkvdCache(client, model, mode="x")
+    hybrid = transformers.AutoConfig.for_model("llama", num_hidden_layers=2)
+    hybrid.layer_types = ["full_attention", "linear_attention"]
+    model.config.layer_types = hybrid.layer_types
+    with pytest.raises(qkvd.Unimplemented, match="linear_attention"):
+        QkvdCache(client, model)
+
+
+def test_a_chunked_mask_is_refused(client):
+    """A mask that the daemon does not attend to is seen as one, whatever the layer says."""
+    from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function, sdpa_mask
+
+    packed = packed_sequence_mask_function(torch.tensor([[0] * 5 + [1] * 5]))
+    causal = qkvd.transformers._check_mask(causal_mask_function, 1, 0, 10, 0)
+    assert causal is None and sdpa_mask is not None
+    with pytest.raises(qkvd.Unimplemented, match="not the causal one"):
+        qkvd.transformers._check_mask(lambda *at: packed(*at) & causal_mask_function(*at), 1, 0, 10, 0)
+    with pytest.raises(qkvd.Unimplemented, match="sliding window of 4"):
+        qkvd.transformers._check_mask(causal_mask_function, 1, 0, 10, 4)
+
+
+def test_rope_of_configs():
+    rope = qkvd.transformers._rope_of
+    config = transformers.AutoConfig.for_model
+    assert rope(transformers.AutoConfig.from_pretrained(TINYLM)).theta == 10000.0
+    neox = rope(config("gpt_neox", rotary_pct=0.25))
+    assert neox is None or neox.width in (0, 24)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    fields = {"rope_theta": 5e5, "rope_type": "llama3"} | scaling
+    if qkvd.transformers._BEFORE_5:
+        llama3 = rope(config("llama", rope_theta=5e5, rope_scaling={"rope_type": "llama3"} | scaling))
+    else:
+        llama3 = rope(config("llama", rope_parameters=fields))
+    assert (llama3.scaling, llama3.theta, llama3.factor, llama3.original_max_position) == ("llama3", 5e5, 8.0, 8192)
+    assert rope(config("gpt2")) is None
+
+
+def test_sessions_end_with_the_cache(daemon, client):
+    model = small("llama")
+    cache = QkvdCache(client, model, policy=qkvd.EXACT, model_name="ends")
+    with torch.no_grad():
+        model(torch.randint(1, 97, (3, 10)), past_key_values=cache)
+    assert len(list(client.sessions())) == 3
+    del cache
+    assert not list(client.sessions())
