@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "storage/io_drivers.h"
@@ -92,6 +93,21 @@ static void files_are_written_and_read(void **state) {
   close_io(&ring);
   free(out);
   free(in);
+}
+
+// What cannot be synchronized, a pipe, says so: each driver asks the system.
+static void syncs_reach_the_system(void **state) {
+  const scene *on = *state;
+  io_scene ring;
+  char path[128];
+  int file = -1;
+  open_io(&ring, on, 4);
+  assert_true((size_t)snprintf(path, sizeof path, "%s/pipe", on->directory) < sizeof path);
+  assert_int_equal(mkfifo(path, 0600), 0);
+  assert_int_equal(qkv_io_open(ring.io, "pipe", false, &file), 0);
+  assert_int_equal(now(&ring, QKV_IO_SYNC, file, 0, NULL, 0), EINVAL);
+  qkv_io_close(ring.io, file);
+  close_io(&ring);
 }
 
 // MANY blocks, submitted at once.
@@ -209,6 +225,7 @@ static void automatic_takes_one(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       BOTH(files_are_written_and_read),
+      BOTH(syncs_reach_the_system),
       BOTH(more_than_the_depth),
       cmocka_unit_test_setup_teardown(automatic_takes_one, scene_setup_pread, scene_teardown),
       cmocka_unit_test(a_full_ring_is_waited_for),
