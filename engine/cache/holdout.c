@@ -92,11 +92,6 @@ void qkv_holdout_drop_pages(qkv_holdout *holdout) {
   holdout->pages = NULL;
 }
 
-void qkv_holdout_drop_queries(qkv_holdout *holdout) {
-  free(holdout->queries);
-  holdout->queries = NULL;
-}
-
 // ---- Taking ----
 
 // splitmix64

@@ -48,7 +48,6 @@ uint64_t qkv_holdout_query_bytes(const qkv_holdout *holdout);
 void qkv_holdout_begin_pages(qkv_holdout *holdout);  // anew where there are some
 void qkv_holdout_begin_queries(qkv_holdout *holdout);
 void qkv_holdout_drop_pages(qkv_holdout *holdout);
-void qkv_holdout_drop_queries(qkv_holdout *holdout);
 
 // Takes a full page's rows, k [64][kv_heads][key_dim] after RoPE and v [64][kv_heads][value_dim], or leaves them:
 // false. The layer teaches, and pages are held (asserted).

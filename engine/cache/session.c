@@ -494,10 +494,6 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
   return unsettled;
 }
 
-qkv_arena *qkvi_session_arena(const qkv_session *session) {
-  return session->arena;
-}
-
 const qkv_session_config *qkv_session_config_of(const qkv_session *session) {
   return &session->config;
 }

@@ -17,8 +17,6 @@ void qkvi_session_changed(qkv_session *session, uint32_t layer);
 // As qkvi_session_change; NULL where another thread has the layer.
 qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer);
 
-qkv_arena *qkvi_session_arena(const qkv_session *session);
-
 // Whether there is anything of the layer that is not settled (layer_spill.h), as it was last published.
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 

@@ -118,7 +118,7 @@ static void test_queries(void **state) {
   qkv_rope_forward(&rope, q, 77);
   assert_int_equal(qkv_holdout_head_queries(holdout, 2, 0, head, stands), 1);
   assert_memory_equal(head, q, DIM * sizeof *q);
-  qkv_holdout_drop_queries(holdout);
+  qkv_holdout_begin_queries(holdout);  // anew
   assert_int_equal(qkv_holdout_head_queries(holdout, 2, 0, head, stands), 0);
   qkv_holdout_destroy(&holdout);
 }
