@@ -11,7 +11,7 @@ Usage: deploy/quickstart.sh [--model NAME] [--prompt TEXT] [--tokens N] [--bits 
 
 Installs the Debian packages that are missing (as root, or with sudo), builds the release in build/release, starts
 qkvd on a unix socket and a TCP port of its own, lets qkv-worker continue a prompt with its KV cache in that daemon,
-prints what it cost beside an exact fp32 cache, and stops the daemon. Bits per byte or token are those of the text
+prints what it cost in comparison with an exact fp32 cache, and stops the daemon. Bits per byte or token are those of the text
 that the model has just made itself; for held-out text see qkv-worker score. The first run takes some minutes, a second
 one seconds. What the tools print goes to build/quickstart.log.
 

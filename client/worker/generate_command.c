@@ -144,7 +144,7 @@ static void print_table(generate_job *job) {
   enum { CELL = 48 };
   char what[CELL], daemon[CELL], beside[CELL];
   qkv_table *table = qkv_table_create(3);
-  add_row(table, "", "qkvd", "beside it");
+  add_row(table, "", "qkvd", "compared with");
   snprintf(daemon, CELL, "%.4f", quality->bits / positions);
   snprintf(beside, CELL, "%.4f exact fp32 cache", quality->bits_exact / positions);
   snprintf(what, CELL, "bits per %s, of its own text", unit(job));

@@ -55,8 +55,8 @@ struct qkv_learner {
 
   pthread_mutex_t error_lock;           // of the next
   uint32_t measured_as;                 // frame and budget of the pages that are measured: those of the first one
-  double error, settled;                // running mean; what it was once it had settled after the last calibration
-  double attention, attention_settled;  // the same of squared errors of attention
+  double error, settled;                // running mean of rows' errors; its value once settled
+  double attention, attention_settled;  // running mean and settled mean of squared attention errors
   uint64_t measures, attention_measures;
   qkv_page_watch watch;
   qkvi_alarm alarms[QKVI_PAGE_CLASSES];

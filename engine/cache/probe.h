@@ -7,8 +7,8 @@
 //
 // The rows are a sample of a longer sequence. The first `whole` ones are all that there are of their kind (the first
 // tokens, where sinks are); each of the others stands for m = (context - whole) / (tokens - whole) rows, where a
-// query at position p sees a context of p tokens. With e_t = exp(q . k_t), Z = sum_t m_t e_t, e' and Z' the same of
-// other keys, and errors of rows that are independent of each other:
+// query at position p sees a context of p tokens. With e_t = exp(q . k_t), Z = sum_t m_t e_t, with e' and Z' computed
+// from the coded keys, and with independent errors of rows:
 //
 //   out        = sum_t m_t e_t v_t / Z
 //   out' - out = sum_t sqrt(m_t) (e'_t (v'_t - out) - e_t (v_t - out)) / Z'

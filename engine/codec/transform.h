@@ -38,8 +38,8 @@ typedef struct qkv_transform {
   const float *synthesis;        // [dim][dim]
   const float *mean;             // [dim]
   const qkv_dense *forward;      // the analysis in whole numbers, which rows are coded with
-  // The same of the synthesis, for queries that are transformed page by page; NULL: none. Of QKV_TURN_BLOCKS its
-  // inputs are in the order of qkv_turn_input.
+  // The synthesis in whole numbers, for queries that are transformed page by page; NULL: none. With QKV_TURN_BLOCKS
+  // its inputs are in the order of qkv_turn_input.
   const qkv_dense *turning;
   const float *weights;          // [dim], > 0
   const qkv_turn_plan *plan;     // NULL: QKV_TURN_PAGE

@@ -44,8 +44,8 @@ static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
   for (size_t i = 0; i < rows->bytes; i += LINE) __builtin_prefetch(at + i);
 }
 
-// The same of `tokens` rows as they came, through the Hadamard transform; the others count as zeros. squares [64]: of
-// the rows; errors [64] of all coordinates, those without bits, too.
+// Encodes `tokens` rows as they came, through the Hadamard transform; slots behind them count as zeros. squares [64]:
+// the rows' squared lengths; errors [64]: squared errors over all coordinates, those without bits included.
 #define QKV_DECLARE_ENCODE_ROWS(name)                                                                        \
   void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens, \
             uint8_t *gains, uint8_t *codes, float *errors, float *squares)

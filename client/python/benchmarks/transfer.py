@@ -2,8 +2,8 @@
 """What the client costs: processor seconds a GB of rows in and out, and the latency of a decode step.
 
 Starts a qkvd of QKV_BIN_DIR, with exact rows, on a unix socket. Each figure is the median of --rounds rounds, with the
-lowest and the highest; processor time is that of this process, all of its threads. Beside the package stand the generated
-classes as anybody would use them. Rows are fp16, 8 KV heads of 128 (4 KiB a token), steps have 32 query heads.
+lowest and the highest; processor time is that of this process, all of its threads. The rows "generated classes" are the
+same calls with protobuf's classes and stubs. Rows are fp16, 8 KV heads of 128 (4 KiB a token), steps have 32 query heads.
 """
 
 import argparse
