@@ -21,8 +21,28 @@ static qkv_bytes take(qkv_wire_reader *reader, size_t length) {
 }
 
 // Seven bits a byte, the least significant first; the high bit says that more follow.
+// A varint that is valid and ends before the last byte of its piece, which is what most are; else false, and nothing
+// is read.
+static bool read_within(qkv_wire_reader *reader, uint64_t *value) {
+  enum { BYTES_MAX = 9 };  // 63 bits: one of 10 bytes can be invalid
+  qkv_bytes *rest = &reader->rest;
+  if (rest->length <= BYTES_MAX || rest->segments[0].length - rest->offset <= BYTES_MAX) return false;
+  const uint8_t *at = rest->segments[0].data + rest->offset;
+  uint64_t result = 0;
+  for (unsigned i = 0; i < BYTES_MAX; i++) {
+    result |= (uint64_t)(at[i] & 0x7f) << (7 * i);
+    if (at[i] >= 0x80) continue;
+    *value = result;
+    rest->offset += i + 1;
+    rest->length -= i + 1;
+    return true;
+  }
+  return false;
+}
+
 qkv_status qkv_wire_varint(qkv_wire_reader *reader, uint64_t *value, qkv_error *error) {
   uint64_t result = 0;
+  if (read_within(reader, value)) return QKV_OK;
   for (unsigned shift = 0; shift < 64; shift += 7) {
     if (reader->rest.length == 0) return truncated(error);
     uint64_t byte = reader->rest.segments[0].data[reader->rest.offset];
@@ -196,14 +216,18 @@ void qkv_wire_put_varint(qkv_wire_writer *writer, uint32_t field, uint64_t value
   append_varint(writer, value);
 }
 
+void qkv_wire_put_fixed64(qkv_wire_writer *writer, uint32_t field, uint64_t value) {
+  if (value == 0) return;
+  append_tag(writer, field, QKV_WIRE_FIXED64);
+  uint8_t *out = room(writer, sizeof value);
+  for (size_t i = 0; i < sizeof value; i++) out[i] = (uint8_t)(value >> (8 * i));
+  writer->length += sizeof value;
+}
+
 void qkv_wire_put_double(qkv_wire_writer *writer, uint32_t field, double value) {
   uint64_t bits;
   memcpy(&bits, &value, sizeof bits);
-  if (bits == 0) return;
-  append_tag(writer, field, QKV_WIRE_FIXED64);
-  uint8_t *out = room(writer, sizeof bits);
-  for (size_t i = 0; i < sizeof bits; i++) out[i] = (uint8_t)(bits >> (8 * i));
-  writer->length += sizeof bits;
+  qkv_wire_put_fixed64(writer, field, bits);
 }
 
 void qkv_wire_put_string(qkv_wire_writer *writer, uint32_t field, const char *text) {
@@ -222,6 +246,15 @@ void qkv_wire_put_packed(qkv_wire_writer *writer, uint32_t field, const int64_t 
   append_tag(writer, field, QKV_WIRE_BYTES);
   append_varint(writer, length);
   for (size_t i = 0; i < count; i++) append_varint(writer, (uint64_t)values[i]);
+}
+
+void qkv_wire_put_packed_ids(qkv_wire_writer *writer, uint32_t field, const uint32_t *ids, size_t count) {
+  if (count == 0) return;
+  size_t length = 0;
+  for (size_t i = 0; i < count; i++) length += varint_size(ids[i]);
+  append_tag(writer, field, QKV_WIRE_BYTES);
+  append_varint(writer, length);
+  for (size_t i = 0; i < count; i++) append_varint(writer, ids[i]);
 }
 
 static void grow_references(qkv_wire_writer *writer) {

@@ -48,8 +48,8 @@ qkv_status qkv_wire_varint(qkv_wire_reader *reader, uint64_t *value, qkv_error *
 // not fit or holds a NUL.
 qkv_status qkv_wire_string(const qkv_wire_field *field, const char *name, char *out, size_t size, qkv_error *error);
 
-// A writer appends to a growing buffer. References to large data are spliced in at their place by whoever sends
-// the pieces: qkv_wire_writer_pieces gives buffer runs and references in order.
+// A writer appends to a growing buffer. References to large data are spliced in at their place by the thread that
+// sends the pieces: qkv_wire_writer_pieces gives buffer runs and references in order.
 typedef struct qkv_wire_writer qkv_wire_writer;
 
 qkv_wire_writer *qkv_wire_writer_create(void);
@@ -58,9 +58,12 @@ void qkv_wire_writer_clear(qkv_wire_writer *writer);
 
 // Fields with proto3's rule: a zero value is not written.
 void qkv_wire_put_varint(qkv_wire_writer *writer, uint32_t field, uint64_t value);
+void qkv_wire_put_fixed64(qkv_wire_writer *writer, uint32_t field, uint64_t value);
 void qkv_wire_put_double(qkv_wire_writer *writer, uint32_t field, double value);
 void qkv_wire_put_string(qkv_wire_writer *writer, uint32_t field, const char *text);
 void qkv_wire_put_packed(qkv_wire_writer *writer, uint32_t field, const int64_t *values, size_t count);
+// The same for ids.
+void qkv_wire_put_packed_ids(qkv_wire_writer *writer, uint32_t field, const uint32_t *ids, size_t count);
 
 // A `bytes` field whose data is referenced: it must stay as it is until the message has been sent. `owner` is
 // the caller's and comes back with the piece; an empty field is not written and gives no piece.

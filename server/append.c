@@ -8,11 +8,16 @@
 
 #include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
+#include "server/append_coded.h"
+#include "server/append_ids.h"
 #include "server/control.h"
 #include "server/discard.h"
+#include "server/evict.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
-#include "server/restore.h"
+#include "server/residency/restore.h"
+#include "server/stage.h"
 
 typedef struct append_stream {
   qkv_rpc_call *call;
@@ -21,10 +26,12 @@ typedef struct append_stream {
   uint64_t number;    // its number, from 0
   bool parsed;        // `request` is this message's
   bool bulk;          // it has so much that others go before it
-  qkvi_patience patience;
+  qkvi_waits waits;   // that it may do
   qkvi_request request;
-  size_t next;             // item to apply
-  uint64_t items, tokens;  // applied, appended
+  size_t next;                       // item to apply
+  uint64_t items, tokens, sessions;  // applied, appended, completed
+  bool opened;                       // what the message opens is
+  qkvi_stage stage;
 } append_stream;
 
 // ---- One item ----
@@ -33,46 +40,65 @@ enum { TRIES = 4 };
 
 // What the append is to be compared with, and room for the rest: then it fails only where others have changed the
 // layer meanwhile.
-static qkv_status prepare(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, uint64_t *room,
-                          qkv_error *error) {
+static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
+                          const qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   const uint64_t end = item->position + (uint64_t)item->k.dims[0];
-  const qkvi_wanted wanted = {.session = session,
-                              .layer = item->layer,
-                              .begin = item->position,
-                              .end = end,
-                              .beside = qkv_session_append_cost(session, item->layer, end)};
-  return qkvi_restore(daemon->spill, &wanted, room, error);
+  const qkvi_wanted wanted = {
+      .call = call,
+      .session = session,
+      .layer = item->layer,
+      .begin = item->position,
+      .end = end,
+      .beside = qkv_session_append_cost(session, item->layer, end) + qkvi_append_ids_cost(ids)};
+  return qkvi_restore(daemon->residency, &wanted, room, error);
 }
 
-static qkv_status append_patiently(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
-                                   uint64_t *appended, uint64_t *length, qkv_error *error) {
+// `room` NULL: none, and the layer is not waited for where `at_once` is set.
+static qkv_status append_once(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
+                              qkvi_append_ids *ids, uint64_t *room, bool at_once, uint64_t *appended,
+                              uint64_t *length, qkv_error *error) {
+  qkv_append_use use = {.room = room, .ids = ids->count == 0 || daemon->options->separate_appends ? NULL : ids->ids};
+  QKV_TRY(qkvi_append_ids_reserve(ids, room, error));
+  const qkv_status status = at_once ? qkv_session_try_append(session, item->layer, item->position, &item->k, &item->v,
+                                                             item->k_before_rope, appended, length, error)
+                                    : qkv_session_append_in(session, item->layer, &use, item->position, &item->k,
+                                                            &item->v, item->k_before_rope, appended, length, error);
+  qkvi_append_ids_done(ids, status == QKV_OK);
+  ids->pages_shared += use.pages_shared;
+  return status;
+}
+
+static qkv_status append_waiting(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
+                                 qkvi_append_ids *ids, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_status status = QKV_UNAVAILABLE;
   for (int i = 0; i <= TRIES && (status == QKV_UNAVAILABLE || status == QKV_RESOURCE_EXHAUSTED); i++) {
     uint64_t room = 0;
     *error = (qkv_error){0};
-    if (i > 0) QKV_TRY(prepare(daemon, session, item, &room, error));
-    status = qkv_session_append_in(session, item->layer, &room, item->position, &item->k, &item->v,
-                                   item->k_before_rope, appended, length, error);
-    qkvi_spill_unclaim(daemon->spill, &room);
-    if (i > 0) qkvi_spill_release(daemon->spill, session, item->layer);
+    if (i > 0) QKV_TRY(prepare(call, session, item, ids, &room, error));
+    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);
+    qkvi_budget_unreserve(daemon->residency, &room);
+    if (i > 0) qkvi_budget_release(daemon->residency, session, item->layer);
   }
   return status;
 }
 
-static qkv_status append_rows(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
-                              qkvi_patience *patience, uint64_t *appended, uint64_t *length, qkv_error *error) {
+static qkv_status append_with_ids(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
+                                  qkvi_append_ids *ids, qkvi_waits *waits, uint64_t *appended, uint64_t *length,
+                                  qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error reason = {0};
   qkv_status status;
-  if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
-  if (*patience == QKVI_FOR_DISK) {
-    status = append_patiently(daemon, session, item, appended, length, &reason);
+  if ((*waits & QKVI_WAIT_DISK) != 0) {
+    status = append_waiting(call, session, item, ids, appended, length, &reason);
   } else {
-    status = (*patience == QKVI_AT_ONCE ? qkv_session_try_append : qkv_session_append)(
-        session, item->layer, item->position, &item->k, &item->v, item->k_before_rope, appended, length, &reason);
-    const bool cold = status == QKV_UNAVAILABLE && *patience == QKVI_FOR_LAYERS;
-    const bool full = status == QKV_RESOURCE_EXHAUSTED && daemon->spill != NULL;
+    status =
+        append_once(daemon, session, item, ids, NULL, (*waits & QKVI_WAIT_LAYERS) == 0, appended, length, &reason);
+    const bool cold = status == QKV_UNAVAILABLE && (*waits & QKVI_WAIT_LAYERS) != 0;
+    const bool full = status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL;
     if (status == QKV_UNAVAILABLE || full) {
-      *patience = cold || full ? QKVI_FOR_DISK : QKVI_FOR_LAYERS;
+      *waits |= cold || full ? QKVI_WAIT_DISK : QKVI_WAIT_LAYERS;
       return QKV_UNAVAILABLE;
     }
   }
@@ -80,17 +106,57 @@ static qkv_status append_rows(const qkv_daemon *daemon, qkv_session *session, co
   return status;
 }
 
-qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkvi_patience *patience,
+static qkv_status append_rows(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
+                              qkvi_waits *waits, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  qkvi_append_ids ids;
+  *appended = *length = 0;
+  if (item->pages > 0) return qkvi_append_pages(call, session, item, waits, appended, length, error);
+  if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
+  // Pages of these tokens may be another session's: looking for them is no work for a completion-queue thread.
+  if ((*waits & QKVI_WAIT_LAYERS) == 0 && item->token_ids.count >= QKV_PREFIX_PAGE) {
+    *waits |= QKVI_WAIT_LAYERS;
+    return QKV_UNAVAILABLE;
+  }
+  qkvi_append_ids_init(&ids, session, item);
+  const qkv_status status = append_with_ids(call, session, item, &ids, waits, appended, length, error);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_SHARED_PAGES], (int64_t)ids.pages_shared);
+  qkvi_append_ids_deinit(&ids);
+  return status;
+}
+
+// Where memory is full sessions may be closed for it, by a thread that may wait for them.
+static qkv_status append_evicting(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
+                                  qkvi_waits *waits, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  qkv_status status = append_rows(call, session, item, waits, appended, length, error);
+  if (status == QKV_RESOURCE_EXHAUSTED && (*waits & QKVI_WAIT_LAYERS) == 0) {
+    *waits |= QKVI_WAIT_LAYERS;
+    *error = (qkv_error){0};
+    return QKV_UNAVAILABLE;
+  }
+  for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
+    // The layer is there: it was refused for want of memory.
+    const uint64_t tokens = item->pages > 0 ? item->token_ids.count : (uint64_t)item->k.dims[0];
+    const uint64_t bytes = qkv_session_append_cost(session, item->layer, item->position + tokens) + item->page_bytes;
+    if (!qkvi_evict(qkv_rpc_context(call), session, bytes)) break;
+    *error = (qkv_error){0};
+    status = append_rows(call, session, item, waits, appended, length, error);
+  }
+  return status;
+}
+
+qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item, qkvi_waits *waits,
                             uint64_t *appended, uint64_t *length, qkv_error *error) {
-  assert(item->k.rank == 3 && item->v.rank == 3);
-  if (qkvi_spill_is_loose(daemon->spill, session)) {
-    if (*patience != QKVI_FOR_DISK) {
-      *patience = QKVI_FOR_DISK;
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  assert((item->k.rank == 3 && item->v.rank == 3) || item->pages > 0);
+  if (qkvi_catalogue_is_loose(daemon->residency, session)) {
+    if ((*waits & QKVI_WAIT_DISK) == 0) {
+      *waits |= QKVI_WAIT_DISK;
       return QKV_UNAVAILABLE;
     }
-    QKV_TRY(qkvi_spill_tie(daemon->spill, session, error));
+    QKV_TRY(qkvi_catalogue_tie(daemon->residency, session, error));
   }
-  qkv_status status = append_rows(daemon, session, item, patience, appended, length, error);
+  qkv_status status = append_evicting(call, session, item, waits, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   QKV_TRY(status);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_ITEMS], 1);
@@ -99,34 +165,39 @@ qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi
   return QKV_OK;
 }
 
-qkv_status qkvi_append_sync(qkv_daemon *daemon, qkv_session *session, qkvi_patience *patience, qkv_error *error) {
-  if (!qkvi_spill_owes(daemon->spill, session)) return QKV_OK;
-  if (*patience == QKVI_FOR_DISK) return qkvi_spill_sync(daemon->spill, session, error);
-  *patience = QKVI_FOR_DISK;
+qkv_status qkvi_append_sync(const qkv_rpc_call *call, qkv_session *session, qkvi_waits *waits, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  if (!qkvi_write_back_owes(daemon->residency, session)) return QKV_OK;
+  if ((*waits & QKVI_WAIT_DISK) != 0) return qkvi_write_back_sync(daemon->residency, call, session, error);
+  *waits |= QKVI_WAIT_DISK;
   return QKV_UNAVAILABLE;
 }
 
 static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_error *error) {
-  qkv_session *session = NULL;
+  qkv_session *session = qkvi_stage_find(&stream->stage, item->session);
   uint64_t appended = 0, length = 0;
-  QKV_TRY(qkv_store_session(stream->daemon->store, item->session, &session, error));
-  qkv_status status = qkvi_append_item(stream->daemon, session, item, &stream->patience, &appended, &length, error);
+  if (session != NULL) {
+    (void)qkv_session_ref(session);
+  } else {
+    QKV_TRY(qkv_store_session(stream->daemon->store, qkvi_call_tenant(stream->call), item->session, &session, error));
+  }
+  qkv_status status = qkvi_append_item(stream->call, session, item, &stream->waits, &appended, &length, error);
   qkv_session_unref(&session);
   stream->items += status == QKV_OK;
   stream->tokens += appended;
   return status;
 }
 
-// Of all sessions that the message names.
+// Of all sessions that the message names, but for staged ones, which follow when they are complete.
 static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
   const char *last = "";
-  for (size_t i = 0; i < stream->request.count && stream->daemon->spill != NULL; i++) {
+  for (size_t i = 0; i < stream->request.count && stream->daemon->residency != NULL; i++) {
     const char *name = stream->request.items[i].session;
     qkv_session *session = NULL;
-    if (strcmp(name, last) == 0) continue;
-    QKV_TRY(qkv_store_session(stream->daemon->store, name, &session, error));
+    if (strcmp(name, last) == 0 || qkvi_stage_find(&stream->stage, name) != NULL) continue;
+    QKV_TRY(qkv_store_session(stream->daemon->store, qkvi_call_tenant(stream->call), name, &session, error));
     last = name;
-    const qkv_status status = qkvi_append_sync(stream->daemon, session, &stream->patience, error);
+    const qkv_status status = qkvi_append_sync(stream->call, session, &stream->waits, error);
     qkv_session_unref(&session);
     QKV_TRY(status);
   }
@@ -135,7 +206,8 @@ static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
 
 // ---- The stream ----
 
-static void fail(const append_stream *stream, qkv_error *error) {
+static void fail(append_stream *stream, qkv_error *error) {
+  qkvi_stage_drop(stream->daemon, &stream->stage);  // before the client hears of it
   (void)qkv_error_prefix(error, "message %" PRIu64 ": ", stream->number);
   qkvi_control_fail(stream->call, error);
 }
@@ -154,14 +226,18 @@ static void apply_job(void *context);
 
 static void submit(append_stream *stream) {
   qkv_error error = {0};
-  const qkv_daemon *daemon = stream->daemon;
-  qkv_pool *pool = stream->bulk ? daemon->bulk_pool : daemon->pool;
-  if (stream->patience == QKVI_FOR_DISK) pool = stream->bulk ? daemon->bulk_disk_pool : daemon->disk_pool;
-  if (qkvi_pool_job_try(stream->call, pool, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
+  const qkv_work work = qkvi_work_of(stream->waits, stream->bulk);
+  if (qkvi_job_try(stream->call, work, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 
-// The items in order; the first that fails ends the call. What takes more patience, and the rest, is left to a job.
+// The items in order; the first that fails ends the call. What has to wait for more, and the rest, is left to a job.
 static void apply(append_stream *stream) {
+  if (!stream->opened && stream->request.opens > 0) {
+    qkv_error refused = {0};
+    stream->opened = true;
+    if (qkvi_stage_open(stream->call, &stream->stage, stream->message, &refused) != QKV_OK)
+      return fail(stream, &refused);
+  }
   for (; stream->next < stream->request.count; stream->next++) {
     qkvi_item *item = &stream->request.items[stream->next];
     if (!qkvi_job_wanted(stream->call)) return;
@@ -176,6 +252,9 @@ static void apply(append_stream *stream) {
   const qkv_status synced = sync_sessions(stream, &error);
   if (synced == QKV_UNAVAILABLE && error.status == QKV_OK) return submit(stream);
   if (synced != QKV_OK) return fail(stream, &error);
+  if (stream->request.complete &&
+      qkvi_stage_complete(stream->call, &stream->stage, stream->request.seal, &stream->sessions, &error) != QKV_OK)
+    return fail(stream, &error);
   stream->number++;
   qkv_rpc_next(stream->call);
 }
@@ -200,33 +279,47 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   append_stream *stream = stream_of(call);
   stream->message = message;
   stream->parsed = false;
+  stream->opened = false;
   stream->next = 0;
-  stream->patience = QKVI_FOR_LAYERS;
+  stream->waits = QKVI_WAIT_LAYERS;
   // There is no work behind rows that are dropped, however many.
   const bool discard = stream->daemon->options->discard;
   stream->bulk = message.length > QKVI_INLINE_MESSAGE_MAX && !discard;
   if (stream->bulk) return submit(stream);
   if (!parse(stream)) return;
   stream->bulk = qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard;
-  if (stream->bulk) return submit(stream);
-  stream->patience = QKVI_AT_ONCE;
+  const bool stages = stream->request.opens > 0 || stream->request.complete;
+  if (stages) stream->waits = qkvi_session_waits(call);
+  if (stream->bulk || stages) return submit(stream);
+  stream->waits = 0;
   apply(stream);
 }
 
+static void fail_incomplete(append_stream *stream) {
+  char text[256];
+  (void)snprintf(text, sizeof text, "the stream has ended without `complete`: session %s is dropped",
+                 qkv_session_name(stream->stage.sessions[0]));
+  qkvi_stage_drop(stream->daemon, &stream->stage);
+  qkv_rpc_finish(stream->call, QKV_FAILED_PRECONDITION, text);
+}
+
 static void on_end(qkv_rpc_call *call) {
-  const append_stream *stream = qkv_rpc_state(call);
+  append_stream *stream = qkv_rpc_state(call);
   if (stream == NULL)
     return qkv_rpc_finish(call, QKV_INVALID_ARGUMENT,
                           "the call of /qkv.v1.KvCache/Append has no message, 1 is needed");
+  if (stream->stage.count > 0) return fail_incomplete(stream);
   Qkv__V1__AppendResponse response = QKV__V1__APPEND_RESPONSE__INIT;
   response.items = stream->items;
   response.tokens = stream->tokens;
+  response.sessions = stream->sessions;
   qkvi_control_reply(call, &response.base);
 }
 
 static void destroy(void *state) {
   append_stream *stream = state;
   if (stream == NULL) return;
+  qkvi_stage_drop(stream->daemon, &stream->stage);  // the client has gone
   qkvi_request_deinit(&stream->request);
   free(stream);
 }

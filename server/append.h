@@ -16,14 +16,14 @@
 // field, 17 ns each byte at worst.
 #define QKVI_INLINE_MESSAGE_MAX 65536
 
-// Appends the item's rows (it has some) to its session and counts them. `*appended` gets the tokens that are
-// new, `*length` the layer's length. Errors are qkv_session_append's; QKV_UNAVAILABLE, with *error left alone, where
-// it takes more patience (server/jobs.h).
-qkv_status qkvi_append_item(qkv_daemon *daemon, qkv_session *session, const qkvi_item *item, qkvi_patience *patience,
+// Appends the item's rows (it has some) to its session and counts them. Ends soon after the client of `call` has
+// gone. `*appended` gets the tokens that are new, `*length` the layer's length. Errors are qkv_session_append's;
+// QKV_UNAVAILABLE, with *error left alone, where it has to wait for more (server/jobs.h).
+qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item, qkvi_waits *waits,
                             uint64_t *appended, uint64_t *length, qkv_error *error);
 
-// Before appends to a SYNC session are acknowledged: what they have sealed is durable. QKV_UNAVAILABLE as above, or
+// Before appends to a SYNC session are acknowledged: their rows are durable. QKV_UNAVAILABLE as above, or
 // with *error filled where the disk does not take it.
-qkv_status qkvi_append_sync(qkv_daemon *daemon, qkv_session *session, qkvi_patience *patience, qkv_error *error);
+qkv_status qkvi_append_sync(const qkv_rpc_call *call, qkv_session *session, qkvi_waits *waits, qkv_error *error);
 
 #endif

@@ -18,9 +18,10 @@
 #include "server/block.h"
 #include "server/control.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
-#include "server/read_ahead.h"
-#include "server/restore.h"
+#include "server/residency/read_ahead.h"
+#include "server/residency/restore.h"
 
 // Most that a request served on a completion-queue thread reads: bytes of codes and exact rows, times queries.
 // Measured with scalar kernels on 2 vCPUs: a decode step over a unix socket, 2 KV heads of 16 and 24 coordinates,
@@ -58,7 +59,7 @@ typedef struct attend_call {
   size_t part_count;    // of the request that is served
   size_t attend_count;
   bool parsed, checked;
-  qkvi_patience patience;
+  qkvi_waits waits;            // that it may do
   size_t next;                 // part to append
   size_t next_sync;            // part whose rows are to be durable
   double cost;                 // of all attends
@@ -66,6 +67,10 @@ typedef struct attend_call {
   qkvi_response_block *block;  // of block_bytes; NULL without attends
   qkv_wire_writer *writer;
 } attend_call;
+
+static qkv_pool *pool_of(const attend_call *state) {
+  return qkv_executor_pool(state->daemon->executor, QKV_WORK_INTERACTIVE);
+}
 
 // ---- Check ----
 
@@ -107,7 +112,7 @@ static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error 
                          .options = item->options,
                          .stopped = client_gone,
                          .stopped_context = state->call};
-  QKV_TRY(read_layer(part, state->patience != QKVI_AT_ONCE, &attend->layer, error));
+  QKV_TRY(read_layer(part, (state->waits & QKVI_WAIT_LAYERS) != 0, &attend->layer, error));
   qkv_status status = qkv_attend_check(attend, error);
   double cost = status == QKV_OK ? (double)qkv_attend_cost(attend) * (double)item->q.dims[0] : 0;
   qkv_session_read_done(part->session, item->layer);
@@ -119,7 +124,8 @@ static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error 
 }
 
 static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
-  QKV_TRY(qkv_store_session(state->daemon->store, part->item->session, &part->session, error));
+  QKV_TRY(qkv_store_session(state->daemon->store, qkvi_call_tenant(state->call), part->item->session, &part->session,
+                            error));
   return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
 }
 
@@ -133,7 +139,7 @@ static void make_room(attend_call *state, size_t count) {
 }
 
 static void release(const attend_call *state, batch_part *part) {
-  if (part->held) qkvi_spill_release(state->daemon->spill, part->session, part->item->layer);
+  if (part->held) qkvi_budget_release(state->daemon->residency, part->session, part->item->layer);
   part->held = false;
 }
 
@@ -162,7 +168,7 @@ static void begin_check(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) state->parts[i] = (batch_part){.item = &state->request.items[i]};
 }
 
-// QKV_UNAVAILABLE, with nothing kept: a layer is in use and there is no patience. RESOURCE_EXHAUSTED: there is no
+// QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: there is no
 // room for the answer.
 static qkv_status check(attend_call *state, qkv_error *call_error) {
   begin_check(state);
@@ -191,14 +197,14 @@ static bool append_part(attend_call *state, size_t index) {
   uint64_t appended = 0;
   if (part->session == NULL || part->item->k.rank == 0) return true;
   if (part->item->q.rank != 0) qkv_attend_show(&state->attends[part->attend]);
-  qkv_status status = qkvi_append_item(state->daemon, part->session, part->item, &state->patience, &appended,
+  qkv_status status = qkvi_append_item(state->call, part->session, part->item, &state->waits, &appended,
                                        &part->length, &part->item->error);
   if (status == QKV_UNAVAILABLE && part->item->error.status == QKV_OK) return false;
   if (status != QKV_OK) drop_part(state, index);
   return true;
 }
 
-// False where it stopped before its end, at part `next`: the client has gone, or it takes more patience.
+// False where it stopped before its end, at part `next`: the client has gone, or it has to wait for more.
 static bool append(attend_call *state) {
   for (; state->next < state->part_count; state->next++) {
     if (qkv_rpc_cancelled(state->call) || !append_part(state, state->next)) return false;
@@ -212,7 +218,7 @@ static bool sync_parts(attend_call *state) {
     batch_part *part = &state->parts[state->next_sync];
     if (part->session == NULL || part->item->k.rank == 0) continue;
     qkv_error *error = &part->item->error;
-    const qkv_status status = qkvi_append_sync(state->daemon, part->session, &state->patience, error);
+    const qkv_status status = qkvi_append_sync(state->call, part->session, &state->waits, error);
     if (status == QKV_UNAVAILABLE && error->status == QKV_OK) return false;
     if (status != QKV_OK) drop_part(state, state->next_sync);
   }
@@ -237,17 +243,17 @@ static void unlock(batch_part **order, size_t count) {
   }
 }
 
-// Takes each layer once, however many items name it. False, with none taken, where one is in use and there is no
-// patience.
+// Takes each layer once, however many items name it. False, with none taken, where one is in use and it may
+// not wait.
 static bool lock(attend_call *state, batch_part **order, size_t count) {
   const qkv_layer *layer = NULL;
   qsort(order, count, sizeof *order, compare_slots);
   for (size_t i = 0; i < count; i++) {
     if (i == 0 || !same_layer(order[i], order[i - 1])) {
-      qkv_status status = read_layer(order[i], state->patience != QKVI_AT_ONCE, &layer, NULL);
+      qkv_status status = read_layer(order[i], (state->waits & QKVI_WAIT_LAYERS) != 0, &layer, NULL);
       if (status == QKV_UNAVAILABLE) {
         unlock(order, i);
-        state->patience = QKVI_FOR_LAYERS;
+        state->waits |= QKVI_WAIT_LAYERS;
         return false;
       }
       assert(status == QKV_OK);  // check_queries has read it before
@@ -315,41 +321,76 @@ static bool find_cold(const attend_call *state, size_t count) {
 static qkv_status attend_pieces(attend_call *state, batch_part *part, size_t held, qkv_error *error) {
   aim(state, part);
   const qkv_status status =
-      qkvi_attend_pieces(state->daemon->spill, state->daemon->pool, part->session, part->item->layer,
-                         &state->attends[part->attend], part->begin, part->end, held, &part->length, error);
+      qkvi_attend_pieces(state->call, pool_of(state), part->session, part->item->layer, &state->attends[part->attend],
+                         part->begin, part->end, held, &part->length, error);
   narrow(state, part);
   part->done = true;
   return status;
 }
 
-// Brings those parts' pages back, which then stay until the answer is made.
-static void bring_back(attend_call *state) {
+static void fail_part(attend_call *state, size_t index, const qkv_error *error) {
+  state->parts[index].item->error = *error;
+  drop_part(state, index);
+}
+
+static size_t count_held(const attend_call *state) {
   size_t held = 0;
   for (size_t i = 0; i < state->part_count; i++) held += state->parts[i].held ? 1 : 0;
+  return held;
+}
+
+// Attends the parts whose pages have come back, so that these may leave memory again.
+static void finish_held(attend_call *state) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    batch_part *part = &state->parts[i];
+    qkv_error error = {0};
+    if (!part->held) continue;
+    const qkv_status status = attend_pieces(state, part, count_held(state), &error);
+    release(state, part);
+    if (status != QKV_OK) fail_part(state, i, &error);
+  }
+}
+
+static qkv_status hold_part(attend_call *state, batch_part *part, qkv_error *error) {
+  const qkvi_wanted wanted = {.call = state->call,
+                              .session = part->session,
+                              .layer = part->item->layer,
+                              .begin = part->begin,
+                              .end = part->end,
+                              .held = count_held(state)};
+  *error = (qkv_error){0};
+  const qkv_status status = qkvi_restore(state->daemon->residency, &wanted, NULL, error);
+  part->held = status == QKV_OK;
+  return status;
+}
+
+// A layer that does not fit beside those that are held is tried again without them, and then in pieces.
+static qkv_status bring_part_back(attend_call *state, batch_part *part, qkv_error *error) {
+  qkv_status status = hold_part(state, part, error);
+  if (status == QKV_RESOURCE_EXHAUSTED && count_held(state) > 0) {
+    finish_held(state);
+    status = hold_part(state, part, error);
+  }
+  if (status != QKV_RESOURCE_EXHAUSTED) return status;
+  *error = (qkv_error){0};
+  return attend_pieces(state, part, 0, error);
+}
+
+// Brings those parts' pages back, which then stay until the answer is made, or until there is no memory for all.
+static void bring_back(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
     qkv_error error = {0};
     if (part->session == NULL || !part->cold) continue;
-    held -= part->held ? 1 : 0;
     release(state, part);
     part->cold = false;
-    const qkvi_wanted wanted = {
-        .session = part->session, .layer = part->item->layer, .begin = part->begin, .end = part->end, .held = held};
-    qkv_status status = qkvi_restore(state->daemon->spill, &wanted, NULL, &error);
-    part->held = status == QKV_OK;
-    held += part->held ? 1 : 0;
-    if (status == QKV_RESOURCE_EXHAUSTED) {
-      error = (qkv_error){0};
-      status = attend_pieces(state, part, held, &error);
-    }
-    if (status == QKV_OK) continue;
-    part->item->error = error;
-    drop_part(state, i);
+    if (part->done) continue;
+    if (bring_part_back(state, part, &error) != QKV_OK) fail_part(state, i, &error);
   }
 }
 
 // With all layers locked and all that is read in memory: the number of parts; 0 where none is left. False where it
-// takes more patience.
+// has to wait for more.
 static bool lock_all(attend_call *state, size_t *count) {
   for (;;) {
     *count = state->attend_count = gather(state);
@@ -357,8 +398,8 @@ static bool lock_all(attend_call *state, size_t *count) {
     if (!lock(state, state->order, *count)) return false;
     if (!find_cold(state, *count)) return true;
     unlock(state->order, *count);
-    if (state->patience != QKVI_FOR_DISK) {
-      state->patience = QKVI_FOR_DISK;
+    if ((state->waits & QKVI_WAIT_DISK) == 0) {
+      state->waits |= QKVI_WAIT_DISK;
       return false;
     }
     bring_back(state);
@@ -375,7 +416,7 @@ static bool attend(attend_call *state) {
     qkvi_read_ahead(state->daemon, part->session, &state->attends[part->attend], part->end);
   }
   for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
-  qkv_attend_run(state->patience != QKVI_AT_ONCE ? state->daemon->pool : NULL, state->attends, count);
+  qkv_attend_run((state->waits & QKVI_WAIT_LAYERS) != 0 ? pool_of(state) : NULL, state->attends, count);
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) narrow(state, state->order[i]);
   count_attends(state);
@@ -457,19 +498,19 @@ static bool parse(attend_call *state) {
 
 static void serve_job(void *context);
 
-// What stopped goes on in a job that has the patience, unless nobody is there any more to answer.
+// What stopped goes on in a job that may wait for it, unless nobody is there any more to answer.
 static void serve(attend_call *state) {
   if (append(state) && sync_parts(state) && attend(state))
     answer(state);
   else if (qkvi_job_wanted(state->call))
-    qkvi_patient_job_submit(state->call, state->patience, serve_job, state);
+    qkvi_job_submit(state->call, state->waits, serve_job, state);
 }
 
 static void serve_job(void *context) {
   attend_call *state = context;
   qkv_error error = {0};
   if (!qkvi_job_wanted(state->call)) return;
-  if (state->patience == QKVI_AT_ONCE) state->patience = QKVI_FOR_LAYERS;
+  state->waits |= QKVI_WAIT_LAYERS;
   if (!state->parsed && !parse(state)) return;
   if (!state->checked && check(state, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
   serve(state);
@@ -493,13 +534,15 @@ static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   qkv_error error = {0};
   state->message = message;
   state->parsed = state->checked = false;
-  state->patience = QKVI_AT_ONCE;
-  if (message.length > QKVI_INLINE_MESSAGE_MAX) return qkvi_job_submit(call, serve_job, state);
+  state->waits = 0;
+  if (message.length > QKVI_INLINE_MESSAGE_MAX) return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
   if (!parse(state)) return;
-  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return qkvi_job_submit(call, serve_job, state);
+  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX)
+    return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
   qkv_status status = check(state, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
-  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX) return qkvi_job_submit(call, serve_job, state);
+  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX)
+    return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
   serve(state);
 }
 

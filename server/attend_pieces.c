@@ -5,13 +5,15 @@
 #include <string.h>
 
 #include "engine/cache/session_spill.h"
-#include "server/restore.h"
+#include "server/daemon.h"
+#include "server/residency/restore.h"
 
 // A piece takes this part of the budget at most, so that several requests find room beside each other.
 enum { BUDGET_PART = 8, TRIES = 8 };
 
 typedef struct pieces {
-  qkvi_spill *spill;
+  const qkv_rpc_call *call;
+  qkvi_residency *residency;
   qkv_pool *pool;
   qkv_session *session;
   uint32_t layer;
@@ -28,7 +30,7 @@ static uint64_t piece_tokens(const pieces *all) {
   uint64_t sealed = 0, bytes = 0;
   if (qkv_session_read(all->session, all->layer, &layer, NULL) == QKV_OK) {
     sealed = layer->sealed - layer->config.first_position;
-    bytes = layer->bytes_stored;
+    bytes = qkv_layer_read_usage(layer).bytes_stored;
     qkv_session_read_done(all->session, all->layer);
   }
   const uint64_t page = sealed < QKV_PAGE_TOKENS ? bytes : bytes / (sealed / QKV_PAGE_TOKENS);
@@ -59,12 +61,12 @@ static qkv_status attend_piece(const pieces *all, uint64_t begin, uint64_t end, 
   qkv_status status = QKV_OK;
   bool done = false;
   const qkvi_wanted wanted = {
-      .session = all->session, .layer = all->layer, .begin = begin, .end = end, .held = all->held};
+      .call = all->call, .session = all->session, .layer = all->layer, .begin = begin, .end = end, .held = all->held};
   for (int i = 0; i < TRIES && status == QKV_OK && !done; i++) {
-    status = qkvi_restore(all->spill, &wanted, NULL, error);
+    status = qkvi_restore(all->residency, &wanted, NULL, error);
     if (status != QKV_OK) break;
     done = run(all, begin, end);
-    qkvi_spill_release(all->spill, all->session, all->layer);
+    qkvi_budget_release(all->residency, all->session, all->layer);
   }
   if (status == QKV_OK && !done) status = qkv_fail(error, QKV_UNAVAILABLE, "the session is changed all the time");
   return status;
@@ -79,19 +81,21 @@ static void merge(const float *out, float lse, size_t dim, float *all_out, float
   *all_lse = top + logf(theirs + mine);
 }
 
-qkv_status qkvi_attend_pieces(qkvi_spill *spill, qkv_pool *pool, qkv_session *session, uint32_t layer,
+qkv_status qkvi_attend_pieces(const qkv_rpc_call *call, qkv_pool *pool, qkv_session *session, uint32_t layer,
                               const qkv_attend *request, uint64_t begin, uint64_t end, size_t held, uint64_t *length,
                               qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   const size_t rows = (size_t)request->q.dims[0] * model->q_heads, dim = model->value_dim;
-  pieces all = {.spill = spill,
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  pieces all = {.call = call,
+                .residency = daemon->residency,
                 .pool = pool,
                 .session = session,
                 .layer = layer,
                 .request = request,
                 .held = held,
                 .length = length,
-                .bytes = qkvi_spill_budget(spill) / BUDGET_PART};
+                .bytes = qkvi_budget_limit(daemon->residency) / BUDGET_PART};
   all.out = malloc(rows * dim * sizeof *all.out + rows * sizeof *all.lse);
   if (all.out == NULL) abort();
   all.lse = all.out + rows * dim;

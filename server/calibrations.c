@@ -3,6 +3,7 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -141,11 +142,22 @@ static void destroy_stream(void *state) {
   free(stream);
 }
 
-static qkv_status find_calibration(qkv_daemon *daemon, const char *name, const qkv_calibration **calibration,
-                                   qkv_error *error) {
+static qkv_status find_version(qkv_daemon *daemon, const qkv_model *model, uint32_t version,
+                               const qkv_calibration **calibration, qkv_error *error) {
+  *calibration = qkvi_kept_find(daemon->kept, model, version);
+  if (*calibration != NULL) return QKV_OK;
+  return qkv_fail(error, QKV_NOT_FOUND,
+                  "the model %s has no calibration of version %" PRIu32 ", no session has pages of it", model->name,
+                  version);
+}
+
+static qkv_status find_calibration(qkv_daemon *daemon, const Qkv__V1__GetCalibrationRequest *request,
+                                   const qkv_calibration **calibration, qkv_error *error) {
   const qkv_model *model = NULL;
+  const char *name = request->model;
   QKV_TRY(qkv_name_check(name, "model", error));
   QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
+  if (request->version != 0) return find_version(daemon, model, request->version, calibration, error);
   *calibration = model->learner != NULL ? qkv_learner_on_trial(model->learner) : NULL;
   if (*calibration == NULL) *calibration = qkv_calibration_slot_get(model->calibration);
   if (*calibration != NULL) return QKV_OK;
@@ -159,7 +171,7 @@ static void on_get_calibration(qkv_rpc_call *call, qkv_bytes message) {
   Qkv__V1__GetCalibrationRequest *request =
       qkvi_control_unpack(message, &qkv__v1__get_calibration_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
-  const qkv_status status = find_calibration(qkv_rpc_context(call), request->model, &calibration, &error);
+  const qkv_status status = find_calibration(qkv_rpc_context(call), request, &calibration, &error);
   qkvi_control_free(request);
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
   calibration_stream *stream = calloc(1, sizeof *stream);

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 // ---- in ----
 
@@ -37,15 +38,50 @@ static qkv_status read_anchor(const Qkv__V1__CodecPolicy *message, qkv_policy *p
   return QKV_OK;
 }
 
+static qkv_status read_codec(const char *name, const char *field, const qkv_codec **codec, qkv_error *error) {
+  if (name[0] == '\0') return QKV_OK;
+  *codec = qkv_codec_by_name(name);
+  if (*codec != NULL) return QKV_OK;
+  char known[256] = "";
+  for (size_t i = 0, length = 0; qkv_codec_at(i) != NULL && length < sizeof known; i++) {
+    const char *join = i == 0 ? "" : qkv_codec_at(i + 1) == NULL ? " and " : ", ";
+    length += (size_t)snprintf(known + length, sizeof known - length, "%s%s", join, qkv_codec_at(i)->name);
+  }
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is \"%.64s\", known are %s", field, name, known);
+}
+
+// A codec's parameters, where the policy has any for it. What is the codec's default is as if it were not said.
+static void read_parameters(const ProtobufCMessage *message, const qkv_codec *codec, uint32_t *values) {
+  for (size_t i = 0; codec != NULL && i < codec->parameter_count; i++) {
+    const uint32_t value = qkv_parameters_read(message, codec->name, codec->parameters[i].name);
+    values[i] = value == codec->parameters[i].fallback ? 0 : value;
+  }
+}
+
+static qkv_status read_codecs(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
+  QKV_TRY(read_codec(message->codec, "codec", &policy->codec, error));
+  QKV_TRY(read_codec(message->codec_v, "codec_v", &policy->codec_v, error));
+  if (policy->codec_v != NULL && policy->codec == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec_v is \"%.64s\" without policy.codec",
+                    message->codec_v);
+  if (policy->codec_v == policy->codec) policy->codec_v = NULL;
+  const qkv_codec *codecs[] = {policy->codec, policy->codec_v != NULL ? policy->codec_v : policy->codec};
+  for (size_t i = 0; qkv_codec_at(i) != NULL; i++) {
+    const qkv_codec *codec = qkv_codec_at(i);
+    if (codec == codecs[QKV_K] || codec == codecs[QKV_V] || codec->parameter_count == 0) continue;
+    if (qkv_parameters_there(&message->base, codec->name))
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is there, but policy.codec is \"%.64s\"", codec->name,
+                      message->codec);
+  }
+  for (qkv_part part = QKV_K; part <= QKV_V; part++)
+    read_parameters(&message->base, codecs[part], policy->parameters[part]);
+  return QKV_OK;
+}
+
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
   *policy = QKV_POLICY_UNSET;
   if (message == NULL) return QKV_OK;
-  if (message->codec[0] != '\0') {
-    policy->codec = qkv_codec_by_name(message->codec);
-    if (policy->codec == NULL)
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec is \"%.64s\", known are \"embedded\" and \"exact\"",
-                      message->codec);
-  }
+  QKV_TRY(read_codecs(message, policy, error));
   policy->bits_k = message->bits_k;
   policy->bits_v = message->bits_v;
   if (message->recent_window_set_case == QKV__V1__CODEC_POLICY__RECENT_WINDOW_SET_RECENT_WINDOW)
@@ -133,9 +169,21 @@ qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_
 
 // ---- out ----
 
-static void write_policy(const qkv_policy *policy, Qkv__V1__CodecPolicy *message) {
+static void write_codecs(const qkv_policy *policy, qkvi_parameters_room *room, Qkv__V1__CodecPolicy *message) {
+  const qkv_codec *codecs[] = {policy->codec, policy->codec_v != NULL ? policy->codec_v : policy->codec};
+  if (policy->codec == NULL) return;
+  message->codec = (char *)policy->codec->name;
+  if (policy->codec_v != NULL) message->codec_v = (char *)policy->codec_v->name;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    for (size_t i = 0; i < codecs[part]->parameter_count; i++)
+      qkv_parameters_write(&message->base, codecs[part]->name, codecs[part]->parameters[i].name,
+                           qkv_parameter_of(policy, part, i), room->parts[part]);
+  }
+}
+
+static void write_policy(const qkv_policy *policy, qkvi_parameters_room *room, Qkv__V1__CodecPolicy *message) {
   qkv__v1__codec_policy__init(message);
-  if (policy->codec != NULL) message->codec = (char *)policy->codec->name;
+  write_codecs(policy, room, message);
   message->bits_k = policy->bits_k;
   message->bits_v = policy->bits_v;
   if (policy->low_rank_said) {
@@ -185,7 +233,7 @@ static void write_override(const qkv_layer_override *override, qkvi_override_mes
   message->override.layer = override->layer;
   message->override.sliding_window = override->sliding_window;
   message->override.soft_cap = override->soft_cap;
-  write_policy(&override->policy, &message->policy);
+  write_policy(&override->policy, &message->parameters, &message->policy);
   message->override.policy = &message->policy;
 }
 
@@ -206,7 +254,7 @@ void qkvi_model_write(const qkv_model *model, qkvi_model_message *message) {
     write_rope(&model->rope, &message->rope);
     out->rope = &message->rope;
   }
-  write_policy(&model->policy, &message->policy);
+  write_policy(&model->policy, &message->parameters, &message->policy);
   out->policy = &message->policy;
   message->overrides = NULL;
   message->override_list = NULL;
@@ -256,7 +304,8 @@ static void write_coding(const qkv_session_info *info, Qkv__V1__SessionInfo *out
   const qkv_page_watch *watch = &info->usage.watch;
   qkv_calibration_state state = {.version = qkv_calibration_slot_version(info->model->calibration)};
   if (info->model->learner != NULL) qkv_learner_read_state(info->model->learner, &state);
-  out->calibration = qkv_codec_is_exact(info->config.policy.codec) ? 0 : state.version;
+  const qkv_codec *codec = info->config.policy.codec;
+  out->calibration = qkv_codec_is_exact(codec) || !codec->calibrated ? 0 : state.version;
   out->calibration_since_unix_ms = state.since_unix_ms;
   out->watched_error = qkv_page_watch_error(watch);
   out->watched_error_data_free = qkv_page_watch_data_free(watch);
@@ -272,7 +321,7 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->model = (char *)model->name;
   out->tenant = (char *)info->config.tenant;
   out->purpose = (Qkv__V1__Purpose)info->config.purpose;
-  write_policy(&info->config.policy, &message->policy);
+  write_policy(&info->config.policy, &message->parameters, &message->policy);
   out->policy = &message->policy;
   out->first_position = info->config.first_position;
   out->durability = info->config.durability == 0 ? QKV__V1__DURABILITY__DURABILITY_MEMORY
@@ -288,8 +337,11 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   if (warm > 0) out->bits_per_coordinate = 8.0 * (double)usage->bytes_coded / ((double)warm * (double)coordinates);
   out->tokens_cold = usage->tokens_cold;
   out->bytes_stored = usage->bytes_stored;
+  out->bytes_shared = usage->bytes_shared;
   out->ttl_ms = info->config.ttl_ms;
   out->pinned = info->config.pinned;
+  out->retention = info->config.evictable ? QKV__V1__RETENTION__RETENTION_EVICT : QKV__V1__RETENTION__RETENTION_KEEP;
+  out->whole = info->config.whole;
   out->bytes_beside = usage->bytes_beside;
   out->tier_bits = info->config.tier_bits;
   out->keep_full = info->config.keep_full;
@@ -298,6 +350,8 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->contract_pages = usage->quality.pages;
   out->contract_missed = usage->quality.missed;
   write_coding(info, out);
+  memcpy(message->prefix_root, &info->config.root, sizeof message->prefix_root);
+  out->prefix_root = (ProtobufCBinaryData){.len = sizeof message->prefix_root, .data = message->prefix_root};
   out->created_unix_ms = info->created_unix_ms;
   out->last_used_unix_ms = info->last_used_unix_ms;
 }

@@ -5,6 +5,7 @@
 #define QKV_SERVER_CONTRACT_H
 
 #include "engine/cache/session.h"
+#include "proto/parameters.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
 // INVALID_ARGUMENT names the field ("dtype is 9, known are ..."), UNIMPLEMENTED what is not served yet. Limits
@@ -15,9 +16,15 @@ void qkvi_model_clear(qkv_model *model);
 // `message` may be NULL: nothing is said.
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
 
+// What a policy's messages of parameters lie in.
+typedef struct qkvi_parameters_room {
+  _Alignas(16) unsigned char parts[2][QKV_PARAMETERS_MESSAGE_MAX];
+} qkvi_parameters_room;
+
 typedef struct qkvi_override_message {
   Qkv__V1__LayerOverride override;
   Qkv__V1__CodecPolicy policy;
+  qkvi_parameters_room parameters;
 } qkvi_override_message;
 
 // A model as a message, with the room its parts need; to be cleared.
@@ -25,6 +32,7 @@ typedef struct qkvi_model_message {
   Qkv__V1__Model model;
   Qkv__V1__Rope rope;
   Qkv__V1__CodecPolicy policy;
+  qkvi_parameters_room parameters;
   qkvi_override_message *overrides;
   Qkv__V1__LayerOverride **override_list;
 } qkvi_model_message;
@@ -41,6 +49,8 @@ void qkvi_calibration_write(const qkv_model *model, qkvi_calibration_message *me
 typedef struct qkvi_session_message {
   Qkv__V1__SessionInfo info;
   Qkv__V1__CodecPolicy policy;
+  qkvi_parameters_room parameters;
+  uint8_t prefix_root[sizeof(qkv_prefix_hash)];
 } qkvi_session_message;
 // `lengths` has one entry for each layer and is borrowed; NULL leaves them out.
 void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_session_message *message);

@@ -9,15 +9,21 @@
 // Takes what a field has cost of what the message may still have.
 static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
   if (bytes > *left)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d bytes beside those of files",
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d bytes without those of files",
                     QKVI_CONTROL_BYTES_MAX);
   *left -= bytes;
   return QKV_OK;
 }
 
+// Packed, they take four times their bytes at most when they are unpacked; their callers limit them.
+static bool is_ids(const ProtobufCFieldDescriptor *field) {
+  return field->label == PROTOBUF_C_LABEL_REPEATED && field->type == PROTOBUF_C_TYPE_UINT32;
+}
+
 // Handlers get strings as C strings, which end at the first NUL: a name with one inside would stand for another
 // name. And a field of two bytes takes a hundred when it is unpacked, so all but the contents of `bytes` fields,
-// which are files, has a limit. No message of the contract nests in itself, so the depth is the contract's.
+// which are files, and of packed ids has a limit. No message of the contract nests in itself, so the depth is the
+// contract's.
 static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *type, size_t *left, qkv_error *error) {
   qkv_wire_reader reader;
   qkv_wire_field field;
@@ -29,8 +35,8 @@ static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *typ
     if (!more) return QKV_OK;
     const ProtobufCFieldDescriptor *known = protobuf_c_message_descriptor_get_field(type, field.number);
     const bool has_bytes = known != NULL && field.type == QKV_WIRE_BYTES && field.bytes.length > 0;
-    const bool counted =
-        !has_bytes || (known->type != PROTOBUF_C_TYPE_MESSAGE && known->type != PROTOBUF_C_TYPE_BYTES);
+    const bool counted = !has_bytes || (known->type != PROTOBUF_C_TYPE_MESSAGE &&
+                                        known->type != PROTOBUF_C_TYPE_BYTES && !is_ids(known));
     QKV_TRY(spend(before - reader.rest.length - (counted ? 0 : field.bytes.length), left, error));
     if (!has_bytes) continue;
     if (known->type == PROTOBUF_C_TYPE_MESSAGE) {

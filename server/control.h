@@ -14,7 +14,8 @@
 // The unpacked request, which the caller frees with qkvi_control_free. Where it is too large, no such message, or has
 // a NUL inside a string (INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576"), NULL, and *error is filled.
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
-// The same for messages that carry a file: its bytes come on top, as large as the server takes messages.
+// The same for messages that carry a file or packed ids: their bytes come on top, as large as the server takes
+// messages. A caller that expects ids checks their number first.
 void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
 void qkvi_control_free(void *request);
 

@@ -12,7 +12,7 @@
 #include "server/handlers.h"
 #include "server/lifetime.h"
 
-enum { DISK_THREADS = 8 };  // what runs there waits most of the time
+enum { BLOCKING_THREADS = 8 };  // of each half; what runs there waits most of the time
 
 static int64_t monotonic_ms(void) {
   struct timespec now;
@@ -67,7 +67,7 @@ static void count_ended(void *context, qkv_status status) {
 
 static void update_storage(qkv_daemon *daemon) {
   qkv_storage_stats stats;
-  qkv_storage_read_stats(qkvi_spill_storage(daemon->spill), &stats);
+  qkv_storage_read_stats(qkvi_residency_storage(daemon->residency), &stats);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_RECORDS], (int64_t)stats.records);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_SEGMENTS], (int64_t)stats.segments);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_LIVE_BYTES], (int64_t)stats.live_bytes);
@@ -110,7 +110,15 @@ static void update_calibrations(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_WATCHED_DATA_FREE], (int64_t)(sums.data_free / watched * 1e6));
 }
 
+static void update_prefix_gauges(qkv_daemon *daemon) {
+  const qkv_prefix_stats stats = qkv_prefix_index_read(qkv_store_prefixes(daemon->store));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_PREFIX_PAGES], (int64_t)stats.pages);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_PREFIX_BYTES], (int64_t)stats.bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_PREFIX_REFUSED], (int64_t)stats.refused);
+}
+
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
+  update_prefix_gauges(daemon);
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_SESSIONS], (int64_t)stats.sessions);
@@ -121,22 +129,19 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_HUGE_PAGES],
                  qkv_heap_is_huge(qkv_arena_heap(qkv_store_arena(daemon->store))));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_ROOM_BYTES], (int64_t)stats.memory.bytes_limit);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_BESIDE_BYTES], qkvi_memory_beside(daemon->store));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_ALLOWED_BYTES], (int64_t)stats.memory.bytes_limit);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_OTHER_BYTES], qkvi_memory_beside(daemon->store));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
-  const qkv_pool *const pools[] = {daemon->pool, daemon->bulk_pool, daemon->disk_pool, daemon->bulk_disk_pool};
-  size_t waiting = 0;
-  for (size_t i = 0; i < sizeof pools / sizeof *pools; i++)
-    waiting += pools[i] == NULL ? 0 : qkv_pool_waiting(pools[i]);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)waiting);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_executor_waiting(daemon->executor));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_JOB_THREADS], (int64_t)qkv_executor_threads(daemon->executor));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   const qkv_quality_stats quality = qkv_quality_totals();
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_MISSED], (int64_t)quality.missed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_ERROR], (int64_t)(qkv_quality_error(&quality) * 1e6));
   update_calibrations(daemon);
-  if (daemon->spill != NULL) update_storage(daemon);
+  if (daemon->residency != NULL) update_storage(daemon);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], qkvi_memory_resident());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }
@@ -149,13 +154,29 @@ static size_t compute_threads(const qkv_server_options *options) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,     qkvi_calibration_methods,
-      qkvi_sessions_methods,   qkvi_append_methods,
-      qkvi_attend_methods,     qkvi_fetch_methods,
-      qkvi_tiers_methods,      qkvi_lifetime_methods,
-      qkvi_unserved_methods,   qkvi_admin_methods,
-      qkvi_storage_methods,    qkvi_health_methods,
-      qkvi_reflection_methods, NULL,
+      qkvi_models_methods,
+      qkvi_calibration_methods,
+      qkvi_open_session_methods,
+      qkvi_sessions_methods,
+      qkvi_forks_methods,
+      qkvi_append_methods,
+      qkvi_attend_methods,
+      qkvi_fetch_methods,
+      qkvi_tiers_methods,
+      qkvi_lifetime_methods,
+      qkvi_lookup_methods,
+      qkvi_prefixes_methods,
+      qkvi_watch_methods,
+      qkvi_put_objects_methods,
+      qkvi_get_objects_methods,
+      qkvi_objects_methods,
+      qkvi_unserved_methods,
+      qkvi_admin_methods,
+      qkvi_compare_methods,
+      qkvi_storage_methods,
+      qkvi_health_methods,
+      qkvi_reflection_methods,
+      NULL,
   };
   const qkv_server_options *options = daemon->options;
   const qkv_rpc_config config = {
@@ -175,10 +196,13 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
-  QKV_TRY((options->pin_threads ? qkv_pool_create_pinned : qkv_pool_create)(
-      compute_threads(options), (size_t)options->limit_queue, &daemon->pool, error));
-  QKV_TRY(qkv_pool_create_back(compute_threads(options), (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
-                               &daemon->bulk_pool, error));
+  daemon->kept = qkvi_kept_create((uint64_t)options->memory_budget / 8);
+  const qkv_executor_config executor = {.threads = compute_threads(options),
+                                        .blocking_max = BLOCKING_THREADS,
+                                        .queue_max = (size_t)options->limit_queue,
+                                        .bulk_nice = QKV_DAEMON_BULK_NICE,
+                                        .pinned = options->pin_threads};
+  QKV_TRY(qkv_executor_create(&executor, &daemon->executor, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
       .heap = qkv_server_options_heap(options),
@@ -186,17 +210,18 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .sessions_max = (size_t)options->limit_sessions,
       .policy = qkv_server_options_policy(options),
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
-      .pool = daemon->bulk_pool,
+      .prefixes_max = (uint64_t)options->limit_prefixes,
+      .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);
+  daemon->watch = qkvi_watch_hub_create(daemon->store, daemon->metrics, (size_t)options->limit_watchers,
+                                        options->data_dir != NULL);
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());
-  QKV_TRY(qkv_pool_create(DISK_THREADS, (size_t)options->limit_queue, &daemon->disk_pool, error));
-  QKV_TRY(qkv_pool_create_back(DISK_THREADS, (size_t)options->limit_queue, QKV_DAEMON_BULK_NICE,
-                               &daemon->bulk_disk_pool, error));
-  QKV_TRY(qkvi_spill_create(options, daemon->store, daemon->metrics, &daemon->spill, error));
-  daemon->retierer = qkvi_retierer_create(daemon->store, daemon->spill, options);
+  daemon->objects = qkvi_objects_create(daemon->store, options, daemon->metrics);
+  QKV_TRY(qkvi_residency_create(options, daemon->store, daemon->objects, daemon->metrics, &daemon->residency, error));
+  daemon->retierer = qkvi_retierer_create(daemon->store, daemon->residency, options);
   return start_rpc(daemon, error);
 }
 
@@ -215,8 +240,8 @@ static bool may_learn(void *context, const qkv_model *model, uint64_t bytes) {
   qkv_error error = {0};
   uint64_t room = 0;
   bool has = qkvi_memory_has_room(daemon->store, bytes);
-  if (has && daemon->spill != NULL) {
-    has = qkvi_spill_claim(daemon->spill, bytes, 0, &room, &error) == QKV_OK;
+  if (has && daemon->residency != NULL) {
+    has = qkvi_budget_reserve(daemon->residency, NULL, bytes, 0, &room, &error) == QKV_OK;
   } else if (has) {
     has = qkv_arena_reserve(arena, bytes, &error) == QKV_OK;
   }
@@ -301,6 +326,8 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
   daemon->started_ms = monotonic_ms();
   atomic_init(&daemon->draining, false);
   qkv_health_init(&daemon->health);
+  const int failed = pthread_mutex_init(&daemon->evicting, NULL);
+  assert(failed == 0);
   qkv_status status = start(daemon, error);
   if (status != QKV_OK) {
     qkv_daemon_destroy(&daemon);
@@ -314,8 +341,9 @@ void qkv_daemon_drain(qkv_daemon *daemon) {
   atomic_store(&daemon->draining, true);
   qkv_store_stop_learning(daemon->store);
   qkv_health_drain(&daemon->health);
+  qkvi_watch_hub_drain(daemon->watch);
   qkv_rpc_server_drain(daemon->rpc, daemon->options->drain_grace);
-  if (daemon->spill != NULL) qkvi_spill_finish(daemon->spill, QKV_DAEMON_FINISH_MS);
+  if (daemon->residency != NULL) qkvi_residency_finish(daemon->residency, QKV_DAEMON_FINISH_MS);
 }
 
 void qkv_daemon_destroy(qkv_daemon **daemon) {
@@ -323,14 +351,16 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   if (old == NULL) return;
   *daemon = NULL;
   qkv_rpc_server_destroy(&old->rpc);
-  qkv_pool_destroy(&old->pool);
-  qkv_pool_destroy(&old->disk_pool);
-  qkv_pool_destroy(&old->bulk_disk_pool);
-  qkv_pool_destroy(&old->bulk_pool);  // helps the others
-  qkvi_spill_destroy(&old->spill);
+  qkv_executor_destroy(&old->executor);
+  qkvi_watch_hub_stop(old->watch);
+  qkvi_residency_destroy(&old->residency);
+  qkvi_objects_destroy(&old->objects);
   if (old->store != NULL) qkv_store_destroy(&old->store);
+  qkvi_watch_hub_destroy(&old->watch);
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);
+  qkvi_kept_destroy(&old->kept);
   qkv_health_deinit(&old->health);
+  (void)pthread_mutex_destroy(&old->evicting);
   free(old);
 }

@@ -9,37 +9,42 @@
 #ifndef QKV_SERVER_DAEMON_H
 #define QKV_SERVER_DAEMON_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "engine/base/pool.h"
+#include "engine/base/executor.h"
 #include "engine/cache/store.h"
 #include "server/calibrations.h"
 #include "server/health.h"
+#include "server/kept_calibrations.h"
 #include "server/memory.h"
 #include "server/metrics.h"
 #include "server/options.h"
+#include "server/residency/residency.h"
 #include "server/retier.h"
 #include "server/rpc.h"
-#include "server/spill.h"
+#include "server/watch.h"
 
 typedef struct qkv_daemon {
   const qkv_server_options *options;
   const qkv_options *option_set;  // the same with their sources
   qkv_store *store;
   qkvi_calibrations *calibrations;  // from files
-  qkv_pool *pool;                   // attend, and whatever is asked for with it
-  qkv_pool *bulk_pool;              // appends without a query
-  qkv_pool *disk_pool;              // whatever waits for the disk
-  qkv_pool *bulk_disk_pool;         // of that, appends without a query and the check of all records
-  qkvi_spill *spill;                // NULL without a data-dir
+  qkvi_kept_calibrations *kept;     // of pages that come from elsewhere
+  qkv_executor *executor;           // jobs of calls, and of what goes on in the background
+  qkvi_objects *objects;
+  qkvi_residency *residency;  // NULL without a data-dir
   qkvi_retierer *retierer;
+  qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
   qkv_health health;
-  int64_t started_ms;     // on the monotonic clock
-  _Atomic bool draining;  // set once, before calls are refused
+  pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
+  int64_t started_ms;        // on the monotonic clock
+  _Atomic bool draining;     // set once, before calls are refused
+  _Atomic bool comparing;    // codecs, one call at a time (server/compare.c)
   qkv_metric_value metrics[QKV_METRIC_COUNT];
 } qkv_daemon;
 
@@ -57,8 +62,8 @@ void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
 // Of rows in bulk, and of what nobody waits for to go on: as many threads as in the compute pool take a tenth of what
-// those take where there is not enough for both. They give way to attention besides
-// (engine/base/precedence.h).
+// those take where there is not enough for both. They yield to attention besides
+// (engine/base/yield.h).
 enum { QKV_DAEMON_BULK_NICE = 10 };
 
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.

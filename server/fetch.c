@@ -1,4 +1,4 @@
-// Fetch: decoded rows out, one chunk at a time.
+// Fetch: rows out, one chunk at a time, decoded or, where that is asked, as the pages they lie in (fetch_coded.h).
 //
 // A run of tokens is decoded by a job of the compute pool and sent from where it was decoded to; the next one is
 // begun when it has left. So a client that does not read costs one run. A run is a chunk that ends where a page does,
@@ -17,26 +17,30 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/discard.h"
+#include "server/fetch_coded.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
-#include "server/read_ahead.h"
-#include "server/restore.h"
+#include "server/residency/read_ahead.h"
+#include "server/residency/restore.h"
 
 #define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
 #define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // the same, whatever the client says
 
-// Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked.
+// Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked; or
+// pages, which are one chunk.
 typedef struct fetch_run {
   uint32_t layer;
   uint64_t position, tokens;       // what is left
   const uint8_t *rows[2];          // of what is left, by qkv_part; NULL where not wanted
   qkvi_response_block *blocks[2];  // where they lie; a reference of ours each; NULL for rows that stay
+  qkvi_coded_run *coded;           // NULL: rows
 } fetch_run;
 
 typedef struct fetch_stream {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
-  qkvi_patience patience;
+  qkvi_waits waits;  // that it may do
   char session[QKV_NAME_MAX + 1];
   uint64_t serial;         // of the session, so that another one of its name is not taken for it
   const qkv_model *model;  // the store's
@@ -45,6 +49,8 @@ typedef struct fetch_stream {
   uint64_t begin, end;  // positions asked; end 0: to the end
   qkv_dtype dtype;
   bool heads_first, before_rope;
+  bool coded;  // sealed rows go as pages, of so many tokens at most in a response; 0: not said
+  uint32_t coded_tokens;
   bool wanted[2];         // by qkv_part
   uint64_t chunk_tokens;  // at most, in a response
   size_t at;              // the layer that is sent, an index of `layers`
@@ -76,7 +82,10 @@ static qkv_status check_request(const Qkv__V1__FetchRequest *request, bool disca
   QKV_TRY(check_enum((unsigned)request->layout, QKV__V1__ROW_LAYOUT__ROW_LAYOUT_HEADS_FIRST, "layout", error));
   QKV_TRY(check_enum((unsigned)request->part, QKV__V1__FETCH_REQUEST__PART__PART_V, "part", error));
   QKV_TRY(check_enum((unsigned)request->rope, QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE, "rope", error));
-  if (request->coded) return qkv_fail(error, QKV_UNIMPLEMENTED, "coded is set, coded pages are not served yet");
+  if (request->coded && request->part != QKV__V1__FETCH_REQUEST__PART__PART_BOTH)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "part is %d, pages have both (coded is set)", (int)request->part);
+  if (request->coded && discard)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "coded is set, a daemon with --discard has no pages");
   const Qkv__V1__TokenRange *range = request->range;
   if (range != NULL && range->end != 0 && range->begin > range->end)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "range.begin is %" PRIu64 ", at most range.end %" PRIu64,
@@ -119,7 +128,8 @@ static uint64_t choose_chunk(const fetch_stream *stream, uint32_t asked) {
 static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest *request, qkv_error *error) {
   qkv_session *session = NULL;
   QKV_TRY(check_request(request, stream->daemon->options->discard, error));
-  QKV_TRY(qkv_store_session(stream->daemon->store, request->session, &session, error));
+  QKV_TRY(
+      qkv_store_session(stream->daemon->store, qkvi_call_tenant(stream->call), request->session, &session, error));
   stream->model = qkv_session_model(session);
   stream->serial = qkv_session_serial(session);
   qkv_session_unref(&session);
@@ -133,6 +143,8 @@ static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest 
   stream->before_rope = request->rope == QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE;
   stream->wanted[QKV_K] = request->part != QKV__V1__FETCH_REQUEST__PART__PART_V;
   stream->wanted[QKV_V] = request->part != QKV__V1__FETCH_REQUEST__PART__PART_K;
+  stream->coded = request->coded;
+  stream->coded_tokens = request->chunk_tokens;
   stream->chunk_tokens = choose_chunk(stream, request->chunk_tokens);
   return read_layers(stream, request, error);
 }
@@ -210,19 +222,33 @@ static uint64_t choose_run(const fetch_stream *stream, const qkv_layer *layer, u
 static uint64_t restore_tokens(const fetch_stream *stream) {
   const qkv_model *model = stream->model;
   const uint64_t page = (uint64_t)QKV_PAGE_TOKENS * model->kv_heads * (model->key_dim + model->value_dim) * 2;
-  const uint64_t pages = smaller(qkvi_spill_budget(stream->daemon->spill) / 8 / page, 64);
+  const uint64_t pages = smaller(qkvi_budget_limit(stream->daemon->residency) / 8 / page, 64);
   return pages > 0 ? pages * QKV_PAGE_TOKENS : QKV_PAGE_TOKENS;
 }
 
+// The next run where it is of pages.
+static qkv_status take_pages(fetch_stream *stream, qkv_session *session, const qkv_layer *layer, uint64_t stop,
+                             qkv_error *error) {
+  fetch_run *run = &stream->run;
+  const qkvi_coded_wanted wanted = {
+      .session = session, .layer = layer, .begin = stream->position, .end = stop, .tokens_max = stream->coded_tokens};
+  QKV_TRY(qkvi_coded_run_create(stream->daemon, &wanted, &run->coded, error));
+  run->position = qkvi_coded_run_position(run->coded);
+  run->tokens = qkvi_coded_run_tokens(run->coded);
+  stream->position = run->position + run->tokens;
+  return QKV_OK;
+}
+
 // The next run of the layer; tokens 0 at its end. QKV_UNAVAILABLE, with nothing changed, where it is not in memory.
-static qkv_status decode_run(fetch_stream *stream, const qkv_layer *layer, qkv_error *error) {
+static qkv_status decode_run(fetch_stream *stream, qkv_session *session, const qkv_layer *layer, qkv_error *error) {
   fetch_run *run = &stream->run;
   enter_layer(stream, layer);
   uint64_t stop = smaller(stream->stop, layer->length);
   if (stream->position >= stop) return QKV_OK;
+  if (stream->coded && stream->position < layer->sealed) return take_pages(stream, session, layer, stop, error);
   run->position = stream->position;
   uint64_t most = stop - stream->position;
-  if (stream->patience == QKVI_FOR_DISK) most = smaller(most, restore_tokens(stream));
+  if ((stream->waits & QKVI_WAIT_DISK) != 0) most = smaller(most, restore_tokens(stream));
   const uint64_t tokens = choose_run(stream, layer, stream->position, most);
   if (!qkv_layer_holds(layer, stream->position, stream->position + tokens)) return QKV_UNAVAILABLE;
   run->tokens = tokens;
@@ -238,7 +264,8 @@ static qkv_status decode_run(fetch_stream *stream, const qkv_layer *layer, qkv_e
 }
 
 static qkv_status find_session(const fetch_stream *stream, qkv_session **session, qkv_error *error) {
-  if (qkv_store_session(stream->daemon->store, stream->session, session, NULL) == QKV_OK) {
+  if (qkv_store_session(stream->daemon->store, qkvi_call_tenant(stream->call), stream->session, session, NULL) ==
+      QKV_OK) {
     if (qkv_session_serial(*session) == stream->serial) return QKV_OK;
     qkv_session_unref(session);
   }
@@ -246,7 +273,7 @@ static qkv_status find_session(const fetch_stream *stream, qkv_session **session
 }
 
 // The next run that has tokens; tokens 0 at the end of the last layer. What is not in memory is brought back where
-// there is patience.
+// it may wait for the disk.
 static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error *error) {
   fetch_run *run = &stream->run;
   const qkv_layer *layer = NULL;
@@ -256,25 +283,26 @@ static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error
     run->layer = stream->layers[stream->at];
     status = qkv_session_read(session, run->layer, &layer, error);
     if (status != QKV_OK) break;
-    status = decode_run(stream, layer, error);
+    status = decode_run(stream, session, layer, error);
     qkv_session_read_done(session, run->layer);
-    if (status == QKV_UNAVAILABLE && stream->patience == QKVI_FOR_DISK) {
+    if (status == QKV_UNAVAILABLE && (stream->waits & QKVI_WAIT_DISK) != 0) {
       const uint64_t end = stream->position + smaller(stream->stop - stream->position, restore_tokens(stream));
-      if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
-      const qkvi_wanted wanted = {.session = session, .layer = run->layer, .begin = stream->position, .end = end};
-      status = qkvi_restore(stream->daemon->spill, &wanted, NULL, error);
+      if (held) qkvi_budget_release(stream->daemon->residency, session, run->layer);
+      const qkvi_wanted wanted = {
+          .call = stream->call, .session = session, .layer = run->layer, .begin = stream->position, .end = end};
+      status = qkvi_restore(stream->daemon->residency, &wanted, NULL, error);
       held = status == QKV_OK;
       const uint64_t after = end + smaller(stream->stop - end, restore_tokens(stream));
       if (status == QKV_OK) qkvi_read_ahead_run(stream->daemon, session, run->layer, end, after);
       continue;
     }
     if (run->tokens > 0 || status != QKV_OK) break;
-    if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
+    if (held) qkvi_budget_release(stream->daemon->residency, session, run->layer);
     held = false;
     stream->at++;
     stream->entered = false;
   }
-  if (held) qkvi_spill_release(stream->daemon->spill, session, run->layer);
+  if (held) qkvi_budget_release(stream->daemon->residency, session, run->layer);
   return status;
 }
 
@@ -311,6 +339,7 @@ static void next_discarded(fetch_stream *stream) {
 
 static void drop_run(fetch_run *run) {
   for (qkv_part part = QKV_K; part <= QKV_V; part++) qkvi_block_release(run->blocks[part]);
+  qkvi_coded_run_destroy(&run->coded);
   *run = (fetch_run){0};
 }
 
@@ -335,12 +364,15 @@ static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64
 // The run's next chunk, which ends the call where nothing can follow.
 static void send_chunk(fetch_stream *stream) {
   fetch_run *run = &stream->run;
-  const uint64_t tokens = smaller(run->tokens, stream->chunk_tokens);
+  const uint64_t tokens = run->coded != NULL ? run->tokens : smaller(run->tokens, stream->chunk_tokens);
   qkv_wire_writer_clear(stream->writer);
   qkv_wire_put_varint(stream->writer, 1, run->layer);
   qkv_wire_put_varint(stream->writer, 2, run->position);
   if (run->rows[QKV_K] != NULL) put_rows(stream, 3, QKV_K, tokens);
   if (run->rows[QKV_V] != NULL) put_rows(stream, 4, QKV_V, tokens);
+  if (run->coded != NULL)
+    qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES],
+                   (int64_t)qkvi_coded_run_put(run->coded, stream->writer));
   run->position += tokens;
   run->tokens -= tokens;
   const bool last = run->tokens == 0 && stream->position >= stream->stop && stream->at + 1 == stream->layer_count;
@@ -351,9 +383,9 @@ static void send_chunk(fetch_stream *stream) {
 static void send_job(void *context);
 
 // The rest of the fetch goes on where the disk may be waited for.
-static void be_patient(fetch_stream *stream) {
-  stream->patience = QKVI_FOR_DISK;
-  qkvi_patient_job_submit(stream->call, stream->patience, send_job, stream);
+static void wait_for_disk(fetch_stream *stream) {
+  stream->waits |= QKVI_WAIT_DISK;
+  qkvi_job_submit(stream->call, stream->waits, send_job, stream);
 }
 
 static void send_next(fetch_stream *stream) {
@@ -363,7 +395,7 @@ static void send_next(fetch_stream *stream) {
     next_discarded(stream);
   else
     status = next_run(stream, &error);
-  if (status == QKV_UNAVAILABLE && error.status == QKV_OK) return be_patient(stream);
+  if (status == QKV_UNAVAILABLE && error.status == QKV_OK) return wait_for_disk(stream);
   if (status != QKV_OK) return qkvi_control_fail(stream->call, &error);
   if (stream->run.tokens == 0) return qkv_rpc_finish(stream->call, QKV_OK, "");
   send_chunk(stream);
@@ -378,7 +410,7 @@ static void on_sent(qkv_rpc_call *call) {
   fetch_stream *stream = qkv_rpc_state(call);
   if (stream->run.tokens > 0) return send_chunk(stream);
   if (stream->daemon->options->discard) return send_next(stream);
-  qkvi_patient_job_submit(call, stream->patience, send_job, stream);
+  qkvi_job_submit(call, stream->waits, send_job, stream);
 }
 
 static void on_message(qkv_rpc_call *call, qkv_bytes message) {
@@ -390,7 +422,7 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->call = call;
   stream->daemon = qkv_rpc_context(call);
   stream->writer = qkv_wire_writer_create();
-  stream->patience = QKVI_FOR_LAYERS;
+  stream->waits = QKVI_WAIT_LAYERS;
   qkv_rpc_set_state(call, stream);
   qkv_status status = begin_fetch(stream, request, &error);
   qkvi_control_free(request);

@@ -206,6 +206,8 @@ static qkv_status make_tensor(const tensor_fields *fields, const char *name, int
 
 // ---- items ----
 
+enum { ITEM_TOKEN_IDS = 7 };
+
 // An item under parsing.
 typedef struct item_parse {
   qkvi_item *item;
@@ -257,6 +259,18 @@ static qkv_status item_options(qkvi_item *item, const qkv_wire_field *field, qkv
   return QKV_OK;
 }
 
+static qkv_status item_token_ids(qkvi_item *item, const qkv_wire_field *field, qkv_error *error) {
+  const qkv_status status = qkvi_token_ids_count(&item->token_ids, field, &item->error, error);
+  return status == QKV_OK ? QKV_OK : qkv_error_prefix(error, "token_ids: ");
+}
+
+static qkv_status item_page(qkvi_item *item, const qkv_wire_field *field, qkv_error *error) {
+  QKV_TRY(expect(field, QKV_WIRE_BYTES, "pages", error));
+  item->pages++;
+  item->page_bytes += field->bytes.length;
+  return QKV_OK;
+}
+
 static qkv_status item_field(void *context, const qkv_wire_field *field, qkv_error *error) {
   const item_parse *parse = context;
   qkvi_item *item = parse->item;
@@ -273,15 +287,27 @@ static qkv_status item_field(void *context, const qkv_wire_field *field, qkv_err
       return item_rope(item, field, "q_rope", &item->q_before_rope, error);
     case 6:
       return item_options(item, field, error);
+    case ITEM_TOKEN_IDS:
+      return item_token_ids(item, field, error);
     case 8:
       return item_tensor(parse, field, "k", &item->k, error);
     case 9:
       return item_tensor(parse, field, "v", &item->v, error);
     case 10:
       return item_tensor(parse, field, "q", &item->q, error);
+    case 12:
+      return item_page(item, field, error);
     default:
       return QKV_OK;
   }
+}
+
+static qkv_status check_token_ids(const qkvi_item *item, qkv_error *error) {
+  if (item->pages > 0) return QKV_OK;  // append_coded.c knows how many tokens these have
+  const int64_t tokens = item->k.rank == 0 ? 0 : item->k.dims[0];
+  if (item->token_ids.count == 0 || item->token_ids.count == (uint64_t)tokens) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "token_ids has %" PRIu64 " entries, k has %" PRId64 " tokens",
+                  item->token_ids.count, tokens);
 }
 
 // What the item must carry as a whole.
@@ -297,11 +323,15 @@ static qkv_status check_item(const qkvi_item *item, qkvi_request_kind kind, qkv_
                     item->v.dims[0], item->k.dims[0]);
   if (kind == QKVI_APPEND_REQUEST && item->q.rank != 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "q is set, Append takes k and v only");
-  if (kind == QKVI_APPEND_REQUEST && item->k.rank == 0)
+  if (item->pages > 0 && kind != QKVI_APPEND_REQUEST)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "pages is set, Append alone takes pages");
+  if (item->pages > 0 && item->k.rank != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "pages is set, and so are k and v: an item has one of them");
+  if (kind == QKVI_APPEND_REQUEST && item->k.rank == 0 && item->pages == 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "k is missing, Append takes k and v");
-  if (item->k.rank == 0 && item->q.rank == 0)
+  if (item->k.rank == 0 && item->q.rank == 0 && item->pages == 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "q is missing, and so are k and v: nothing to do");
-  return QKV_OK;
+  return check_token_ids(item, error);
 }
 
 qkv_status qkvi_item_place(qkv_error *error, size_t index) {
@@ -319,7 +349,7 @@ static uint64_t dense_bytes(const qkv_tensor *tensor) {
 }
 
 uint64_t qkvi_item_row_bytes(const qkvi_item *item) {
-  return dense_bytes(&item->k) + dense_bytes(&item->v);
+  return dense_bytes(&item->k) + dense_bytes(&item->v) + item->page_bytes;
 }
 
 uint64_t qkvi_request_row_bytes(const qkvi_request *request) {
@@ -360,6 +390,8 @@ static qkv_status request_item(const request_parse *parse, const qkv_wire_field 
   assert(index < request->capacity);
   qkvi_item *item = &request->items[index];
   memset(item, 0, sizeof *item);
+  item->token_ids = (qkvi_token_ids){.message = field->bytes, .field = ITEM_TOKEN_IDS};
+  item->message = field->bytes;
   item_parse context = {item, parse->limits};
   if (walk(field->bytes, item_field, &context, error) != QKV_OK)
     return qkv_error_prefix(error, "items[%zu]: ", index);
@@ -384,10 +416,30 @@ static qkv_status request_out_dtype(const request_parse *parse, const qkv_wire_f
   return QKV_OK;
 }
 
+static qkv_status append_field(const request_parse *parse, const qkv_wire_field *field, qkv_error *error) {
+  enum { OPEN = 2, COMPLETE, SEAL };
+  uint64_t mark = 0;
+  switch (field->number) {
+    case OPEN:
+      parse->request->opens++;
+      return expect(field, QKV_WIRE_BYTES, "open", error);
+    case COMPLETE:
+      QKV_TRY(get_uint64(field, "complete", &mark, error));
+      parse->request->complete = mark != 0;
+      return QKV_OK;
+    case SEAL:
+      QKV_TRY(get_uint64(field, "seal", &mark, error));
+      parse->request->seal = mark != 0;
+      return QKV_OK;
+    default:
+      return QKV_OK;
+  }
+}
+
 static qkv_status request_field(void *context, const qkv_wire_field *field, qkv_error *error) {
   const request_parse *parse = context;
   if (field->number == 1) return request_item(parse, field, error);
-  if (parse->kind == QKVI_APPEND_REQUEST) return QKV_OK;
+  if (parse->kind == QKVI_APPEND_REQUEST) return append_field(parse, field, error);
   switch (field->number) {
     case 2:
       return request_options(parse, field, error);
@@ -413,7 +465,6 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
                               qkvi_request *request, qkv_error *error) {
   size_t count = 0;
   QKV_TRY(walk(message, count_field, &count, error));
-  if (count == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "items is empty, at least 1");
   if (count > limits->items_max)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "items has %zu entries, limit-items is %zu", count,
                     limits->items_max);
@@ -422,8 +473,12 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
   request->options = (qkv_attend_options){0};
   request->out_dtype = QKV_FP32;
   request->id = 0;
+  request->opens = 0;
+  request->complete = request->seal = false;
   request_parse context = {request, kind, limits};
   QKV_TRY(walk(message, request_field, &context, error));
+  if (count == 0 && request->opens == 0 && !request->complete)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "items is empty, at least 1");
   for (size_t i = 0; i < request->count; i++) {
     if (!request->items[i].own_options) request->items[i].options = request->options;
   }

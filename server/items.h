@@ -19,6 +19,7 @@
 #include "engine/cache/attend.h"
 #include "engine/cache/model.h"
 #include "server/options.h"
+#include "server/token_ids.h"
 
 typedef enum qkvi_request_kind { QKVI_APPEND_REQUEST, QKVI_ATTEND_REQUEST } qkvi_request_kind;
 
@@ -35,8 +36,12 @@ typedef struct qkvi_item {
   bool k_before_rope, q_before_rope;
   bool own_options;  // the item has some; else they are the request's
   qkv_attend_options options;
-  qkv_tensor k, v, q;  // rank 3 and checked, or 0: absent; k and v come together
-  qkv_error error;     // what is wrong with this item, if anything
+  qkv_tensor k, v, q;        // rank 3 and checked, or 0: absent; k and v come together
+  qkvi_token_ids token_ids;  // of k's rows, one each, or of the pages' tokens (append_coded.h); or none
+  qkv_bytes message;         // the item itself, for its pages (append_coded.h), which are not looked at here
+  size_t pages;              // how many it has
+  uint64_t page_bytes;       // of these together
+  qkv_error error;           // what is wrong with this item, if anything
 } qkvi_item;
 
 // Reusable: the memory of one message's items serves the next.
@@ -46,6 +51,9 @@ typedef struct qkvi_request {
   qkv_attend_options options;  // of items without their own
   qkv_dtype out_dtype;         // never NONE
   uint64_t id;
+  // Of an AppendRequest alone: how many `open` there are, which server/stage.h reads, and the two marks.
+  size_t opens;
+  bool complete, seal;
 } qkvi_request;
 
 // Fills *request, which is zeroed before its first use. INVALID_ARGUMENT: truncated or malformed protobuf, "items
@@ -60,7 +68,7 @@ void qkvi_request_deinit(qkvi_request *request);
 // error's status.
 qkv_status qkvi_item_place(qkv_error *error, size_t index);
 
-// Bytes of an item's k and v, as if dense; 0 without them.
+// Bytes of an item's k and v, as if dense, or of its pages; 0 without them.
 uint64_t qkvi_item_row_bytes(const qkvi_item *item);
 // Bytes of k, v and q, as if dense, of all items that have no error: what has to be looked through.
 uint64_t qkvi_request_row_bytes(const qkvi_request *request);

@@ -11,11 +11,12 @@
 
 // ---- Pin, Touch ----
 
-static qkv_status pin(const qkv_daemon *daemon, const Qkv__V1__PinRequest *request, qkv_error *error) {
+static qkv_status pin(const qkv_rpc_call *call, const Qkv__V1__PinRequest *request, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
-  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
-  qkv_session_set_pinned(session, !request->unpin);
-  const qkv_status status = qkvi_spill_noted(daemon->spill, session, error);
+  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
+  const bool pinned = !request->unpin;
+  const qkv_status status = qkvi_catalogue_note(daemon->residency, session, &(qkvi_note){.pinned = &pinned}, error);
   qkv_session_unref(&session);
   return status;
 }
@@ -25,18 +26,18 @@ static void pin_job(void *context) {
   qkv_error error = {0};
   Qkv__V1__PinResponse response = QKV__V1__PIN_RESPONSE__INIT;
   if (!qkvi_job_wanted(call)) return;
-  if (pin(qkv_rpc_context(call), qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  if (pin(call, qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
-static qkv_status touch(const qkv_daemon *daemon, const Qkv__V1__TouchRequest *request, qkv_error *error) {
+static qkv_status touch(const qkv_rpc_call *call, const Qkv__V1__TouchRequest *request, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
-  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_session_touch(session);
   qkv_status status = QKV_OK;
   if (request->ttl_ms_set_case == QKV__V1__TOUCH_REQUEST__TTL_MS_SET_TTL_MS) {
-    qkv_session_set_ttl(session, request->ttl_ms);
-    status = qkvi_spill_noted(daemon->spill, session, error);
+    status = qkvi_catalogue_note(daemon->residency, session, &(qkvi_note){.ttl_ms = &request->ttl_ms}, error);
   }
   qkv_session_unref(&session);
   return status;
@@ -47,16 +48,16 @@ static void touch_job(void *context) {
   qkv_error error = {0};
   Qkv__V1__TouchResponse response = QKV__V1__TOUCH_RESPONSE__INIT;
   if (!qkvi_job_wanted(call)) return;
-  if (touch(qkv_rpc_context(call), qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  if (touch(call, qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
 static void on_pin(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__pin_request__descriptor, qkvi_session_patience(call), pin_job);
+  qkvi_request_job(call, message, &qkv__v1__pin_request__descriptor, qkvi_session_waits(call), pin_job);
 }
 
 static void on_touch(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__touch_request__descriptor, qkvi_session_patience(call), touch_job);
+  qkvi_request_job(call, message, &qkv__v1__touch_request__descriptor, qkvi_session_waits(call), touch_job);
 }
 
 const qkv_rpc_method qkvi_lifetime_methods[] = {
@@ -70,7 +71,7 @@ static void expire(qkv_daemon *daemon, qkv_session *session) {
   uint64_t freed = 0;
   qkv_error error = {0};
   if (qkv_store_close_session(daemon->store, session, &freed, NULL) != QKV_OK) return;
-  if (qkvi_spill_closed(daemon->spill, session, &error) != QKV_OK)
+  if (qkvi_catalogue_closed(daemon->residency, session, &error) != QKV_OK)
     qkv_log(QKV_LOG_ERROR, "a session that expired may come back", "{s:s, s:s}", "session", qkv_session_name(session),
             "reason", error.text);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_SESSIONS_EXPIRED], 1);
@@ -82,10 +83,11 @@ void qkvi_lifetime_expire(qkv_daemon *daemon) {
   const size_t room = qkv_store_read_stats(daemon->store).sessions + 1;
   qkv_session **listed = calloc(room, sizeof *listed);
   if (listed == NULL) abort();
-  const size_t count = qkv_store_list(daemon->store, "", "", listed, room);
+  const size_t count = qkv_store_list(daemon->store, &(qkv_store_filter){0}, listed, room);
   for (size_t i = 0; i < count; i++) {
     if (qkv_session_expired(listed[i])) expire(daemon, listed[i]);
     qkv_session_unref(&listed[i]);
   }
   free((void *)listed);
+  qkvi_objects_expire(daemon->objects);
 }

@@ -1,11 +1,12 @@
 // qkvd: the daemon's main thread.
 //
-// libuv owns it: signals, timers for the gauges and for idle memory, and calibrations and tiers in the background, in
-// threads of libuv's pool that stand back. SIGTERM or SIGINT drains (in a thread of its own, so that the loop goes
-// on) and exits 0; a second one exits at once with 1.
+// libuv owns it: signals, timers for the gauges and for idle memory, and for calibrations and tiers, which are
+// upkeep of the executor. SIGTERM or SIGINT drains (in a thread of its own, so that the loop goes on) and exits 0; a
+// second one exits at once with 1.
 #include <assert.h>
 #include <jansson.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,6 @@
 #include <unistd.h>
 #include <uv.h>
 
-#include "engine/base/precedence.h"
 #include "engine/kernel/kernel.h"
 #include "server/daemon.h"
 
@@ -34,10 +34,10 @@ struct main_loop {
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
   uv_timer_t gauges, keep, tend, learning, tiers, deadline;
-  uv_work_t learn, retier;
   uv_thread_t drain;
-  uv_async_t drained;
-  bool draining, learns, more_tiers;
+  uv_async_t drained, learnt, retiered;
+  bool draining, ended, learns, retiers;  // ended: no call is left
+  _Atomic bool more_tiers;                // a job writes it, the loop reads it
 };
 
 // As many connections as the system lets us have; further ones wait until there is room (rpc_listen.c).
@@ -114,17 +114,23 @@ static void on_tend(uv_timer_t *timer) {
   if (!state->draining) qkv_daemon_tend(state->daemon);
 }
 
-static void learn(uv_work_t *work) {
-  const main_loop *state = work->data;
-  qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
+static void close_ended(main_loop *state);
+
+static void learn(void *context) {
+  main_loop *state = context;
   qkv_daemon_learn(state->daemon);
-  qkv_precedence_rest();
+  uv_async_send(&state->learnt);
 }
 
-static void on_learnt(uv_work_t *work, int status) {
-  (void)status;
-  main_loop *state = work->data;
+static void on_learnt(uv_async_t *async) {
+  main_loop *state = async->data;
   state->learns = false;
+  close_ended(state);
+}
+
+// In the background; false, and another time, where too many jobs wait.
+static bool submit(const main_loop *state, qkv_job_fn *job) {
+  return qkv_executor_submit(state->daemon->executor, QKV_WORK_UPKEEP, job, (void *)state) == QKV_OK;
 }
 
 // The loop does not end before it has.
@@ -132,29 +138,33 @@ static void on_learn(uv_timer_t *timer) {
   main_loop *state = timer->data;
   if (state->learns || state->draining) return;
   state->learns = true;
-  uv_queue_work(&state->loop, &state->learn, learn, on_learnt);
+  if (!submit(state, learn)) state->learns = false;
 }
 
-static void retier(uv_work_t *work) {
-  main_loop *state = work->data;
-  qkv_precedence_stand_back(QKV_DAEMON_BULK_NICE);
+static void retier(void *context) {
+  main_loop *state = context;
   state->more_tiers = qkv_daemon_retier(state->daemon);
-  qkv_precedence_rest();
+  uv_async_send(&state->retiered);
 }
 
 static void on_retier(uv_timer_t *timer);
 
-static void on_retiered(uv_work_t *work, int status) {
-  (void)status;
-  main_loop *state = work->data;
-  if (state->draining) return;
-  uv_timer_start(&state->tiers, on_retier, state->more_tiers ? RETIER_AGAIN_MS : RETIER_EVERY_MS, 0);
+static void on_retiered(uv_async_t *async) {
+  main_loop *state = async->data;
+  state->retiers = false;
+  if (!state->draining)
+    uv_timer_start(&state->tiers, on_retier, state->more_tiers ? RETIER_AGAIN_MS : RETIER_EVERY_MS, 0);
+  close_ended(state);
 }
 
 // The timer is started again when it is done.
 static void on_retier(uv_timer_t *timer) {
   main_loop *state = timer->data;
-  if (!state->draining) uv_queue_work(&state->loop, &state->retier, retier, on_retiered);
+  if (state->draining) return;
+  state->retiers = true;
+  if (submit(state, retier)) return;
+  state->retiers = false;
+  uv_timer_start(&state->tiers, on_retier, RETIER_EVERY_MS, 0);
 }
 
 static void on_deadline(uv_timer_t *timer) {
@@ -169,10 +179,12 @@ static void drain(void *context) {
   uv_async_send(&state->drained);
 }
 
-static void on_drained(uv_async_t *async) {
-  main_loop *state = async->data;
-  uv_thread_join(&state->drain);
-  uv_close((uv_handle_t *)async, NULL);
+// Nothing is left that sends to the loop.
+static void close_ended(main_loop *state) {
+  if (!state->ended || state->learns || state->retiers) return;
+  uv_close((uv_handle_t *)&state->drained, NULL);
+  uv_close((uv_handle_t *)&state->learnt, NULL);
+  uv_close((uv_handle_t *)&state->retiered, NULL);
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
@@ -183,8 +195,14 @@ static void on_drained(uv_async_t *async) {
   uv_close((uv_handle_t *)&state->deadline, NULL);
 }
 
-// Signals to end are for the main thread alone: every other is made while they are blocked, those of libuv's pool,
-// too.
+static void on_drained(uv_async_t *async) {
+  main_loop *state = async->data;
+  uv_thread_join(&state->drain);
+  state->ended = true;
+  close_ended(state);
+}
+
+// Signals to end are for the main thread alone: every other is made while they are blocked.
 static void block_signals(bool block) {
   sigset_t set;
   sigemptyset(&set);
@@ -202,7 +220,7 @@ static void on_signal(uv_signal_t *handle, int number) {
   state->draining = true;
   int64_t grace = state->daemon->options->drain_grace;
   qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
-  const int64_t finish = state->daemon->spill != NULL ? QKV_DAEMON_FINISH_MS : 0;
+  const int64_t finish = state->daemon->residency != NULL ? QKV_DAEMON_FINISH_MS : 0;
   uv_timer_start(&state->deadline, on_deadline, (uint64_t)(grace + finish + DRAIN_SLACK_MS), 0);
   block_signals(true);
   if (uv_thread_create(&state->drain, drain, state) != 0) abort();
@@ -218,6 +236,8 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_signal_init(&state->loop, &state->terminate);
   uv_signal_init(&state->loop, &state->interrupt);
   uv_async_init(&state->loop, &state->drained, on_drained);
+  uv_async_init(&state->loop, &state->learnt, on_learnt);
+  uv_async_init(&state->loop, &state->retiered, on_retiered);
   uv_timer_init(&state->loop, &state->gauges);
   uv_timer_init(&state->loop, &state->keep);
   uv_timer_init(&state->loop, &state->tend);
@@ -225,15 +245,15 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drained.data = state;
-  state->keep.data = state->tend.data = state->learning.data = state->learn.data = state->tiers.data =
-      state->retier.data = state;
+  state->keep.data = state->tend.data = state->learning.data = state->learnt.data = state->tiers.data =
+      state->retiered.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
   uv_timer_start(&state->keep, on_keep, KEEP_EVERY_MS, KEEP_EVERY_MS);
   uv_timer_start(&state->tend, on_tend, TEND_EVERY_MS, TEND_EVERY_MS);
   uv_timer_start(&state->learning, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
-  on_retier(&state->tiers);  // makes libuv's pool
+  on_retier(&state->tiers);
   block_signals(false);
 }
 

@@ -25,7 +25,7 @@
   X(APPEND_BYTES, "qkvd_append_bytes_total", QKV_COUNTER, "Bytes of appended rows as they arrived.")                \
   X(ATTEND_ITEMS, "qkvd_attend_items_total", QKV_COUNTER, "Items attended.")                                        \
   X(ATTEND_QUERIES, "qkvd_attend_queries_total", QKV_COUNTER, "Query rows attended.")                               \
-  X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows sent by Fetch.")                             \
+  X(FETCH_BYTES, "qkvd_fetch_bytes_total", QKV_COUNTER, "Bytes of rows and pages sent by Fetch.")                   \
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \
@@ -40,20 +40,24 @@
   X(WATCHED_DATA_FREE, "qkvd_watched_error_data_free_millionths", QKV_GAUGE,                                        \
     "What data-free code of the same pages would have.")                                                            \
   X(CALIBRATIONS_WAITING, "qkvd_calibrations_waiting", QKV_GAUGE,                                                   \
-    "1 while one is due that memory-budget has no room for.")                                                       \
+    "1 while one is due that memory-budget has no headroom for.")                                                   \
+  X(COMPARISONS, "qkvd_comparisons_total", QKV_COUNTER,                                                             \
+    "Comparisons of codecs on a session's rows (Admin.Compare).")                                                   \
   X(TIER_PAGES, "qkvd_tier_pages_total", QKV_COUNTER, "Pages that went to other tiers.")                            \
   X(TIER_BYTES_FREED, "qkvd_tier_bytes_freed_total", QKV_COUNTER, "Bytes that lower tiers have freed.")             \
   X(SPILL_PAGES, "qkvd_storage_pages_total", QKV_COUNTER, "Pages given to the SSD tier.")                           \
   X(SPILL_BYTES, "qkvd_storage_page_bytes_total", QKV_COUNTER, "Their bytes, before they are packed.")              \
+  X(SPILL_ROW_RECORDS, "qkvd_storage_row_records_total", QKV_COUNTER,                                               \
+    "Records of exact rows of SYNC sessions given to the SSD tier.")                                                \
   X(SPILL_REFUSED, "qkvd_storage_refused_total", QKV_COUNTER,                                                       \
-    "Pages that found no room there and were given again later.")                                                   \
+    "Pages that were refused there and were given again later.")                                                    \
   X(SPILL_FAILED, "qkvd_storage_failed_total", QKV_COUNTER,                                                         \
     "Writes, syncs and journal entries that failed: data is in memory only.")                                       \
   X(SPILL_DEGRADED, "qkvd_storage_degraded", QKV_GAUGE, "1 while the disk refuses: sessions are in memory alone.")  \
   X(SPILL_EXPELLED, "qkvd_storage_expelled_sessions_total", QKV_COUNTER,                                            \
     "Sessions deleted because storage-budget was full.")                                                            \
   X(SPILL_WAITS, "qkvd_storage_waits_total", QKV_COUNTER,                                                           \
-    "Times that a request waited for pages to be written before memory had room.")                                  \
+    "Times that a request waited for pages to be written before memory had headroom.")                              \
   X(SPILL_EVICTED_BYTES, "qkvd_storage_evicted_bytes_total", QKV_COUNTER,                                           \
     "Bytes that left memory, being on the SSD.")                                                                    \
   X(RESTORED_PAGES, "qkvd_storage_restored_pages_total", QKV_COUNTER, "Pages brought back into memory.")            \
@@ -62,7 +66,10 @@
     "Of these, bytes that were brought back before they were asked for.")                                           \
   X(RESTORE_LOST, "qkvd_storage_lost_pages_total", QKV_COUNTER,                                                     \
     "Pages that could not be brought back: damaged, or not there.")                                                 \
-  X(STORAGE_RECORDS, "qkvd_storage_records", QKV_GAUGE, "Pages on the SSD.")                                        \
+  X(STORAGE_RECORDS, "qkvd_storage_records", QKV_GAUGE,                                                             \
+    "Records on the SSD: pages, and exact rows of SYNC sessions.")                                                  \
+  X(STORAGE_KNOWN_BYTES, "qkvd_storage_known_bytes", QKV_GAUGE,                                                     \
+    "Memory for what is known of records on the SSD, at most 48 bytes of each of many.")                            \
   X(STORAGE_SEGMENTS, "qkvd_storage_segments", QKV_GAUGE, "Files they lie in.")                                     \
   X(STORAGE_LIVE_BYTES, "qkvd_storage_live_bytes", QKV_GAUGE, "Bytes of these that are needed.")                    \
   X(STORAGE_DEAD_BYTES, "qkvd_storage_dead_bytes", QKV_GAUGE, "Bytes that compaction can free.")                    \
@@ -71,7 +78,50 @@
     "Files of the SSD that the device did not give at the start; they stay for the next one.")                      \
   X(STORAGE_BAD_RECORDS, "qkvd_storage_bad_records_total", QKV_COUNTER,                                             \
     "Damaged records that recovery, compaction or a read has found.")                                               \
+  X(FORKS, "qkvd_forks_total", QKV_COUNTER, "Sessions that were made as forks of others.")                          \
   X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \
+  X(SESSIONS_EVICTED, "qkvd_sessions_evicted_total", QKV_COUNTER,                                                   \
+    "Sessions of retention EVICT that were closed for want of memory or places.")                                   \
+  X(SESSIONS_COMPLETED, "qkvd_sessions_completed_total", QKV_COUNTER,                                               \
+    "Sessions that a stream of appends has opened and made visible as a whole.")                                    \
+  X(SESSIONS_INCOMPLETE, "qkvd_sessions_incomplete_total", QKV_COUNTER,                                             \
+    "Sessions dropped because their stream ended before they were complete, or a crash left less than all.")        \
+  X(LOOKUP_NAMES, "qkvd_lookup_names_total", QKV_COUNTER, "Names that HasSessions was asked for.")                  \
+  X(LOOKUP_HITS, "qkvd_lookup_hits_total", QKV_COUNTER, "Of these, sessions that were open.")                       \
+  X(OBJECTS, "qkvd_objects", QKV_GAUGE, "Opaque objects held.")                                                     \
+  X(OBJECT_BYTES, "qkvd_object_bytes", QKV_GAUGE, "Their bytes, in memory or on the SSD.")                          \
+  X(OBJECT_MEMORY_BYTES, "qkvd_object_memory_bytes", QKV_GAUGE,                                                     \
+    "Bytes of memory-budget that objects take, those that are being written included.")                             \
+  X(OBJECTS_PUT, "qkvd_objects_put_total", QKV_COUNTER, "Objects that became visible as a whole.")                  \
+  X(OBJECTS_INCOMPLETE, "qkvd_objects_incomplete_total", QKV_COUNTER,                                               \
+    "Objects dropped because their stream ended before they were whole, or a crash left less than all.")            \
+  X(OBJECT_PUT_BYTES, "qkvd_object_put_bytes_total", QKV_COUNTER, "Bytes of objects that were put.")                \
+  X(OBJECT_GETS, "qkvd_object_gets_total", QKV_COUNTER, "Names that GetObjects was asked for.")                     \
+  X(OBJECT_HITS, "qkvd_object_hits_total", QKV_COUNTER, "Of these, objects that were sent whole.")                  \
+  X(OBJECT_GET_BYTES, "qkvd_object_get_bytes_total", QKV_COUNTER, "Bytes of objects that were sent.")               \
+  X(OBJECTS_LOST, "qkvd_objects_lost_total", QKV_COUNTER, "Objects that were damaged on the SSD: misses.")          \
+  X(OBJECTS_EVICTED, "qkvd_objects_evicted_total", QKV_COUNTER,                                                     \
+    "Objects of retention EVICT that were deleted for want of memory or places.")                                   \
+  X(OBJECTS_EXPELLED, "qkvd_objects_expelled_total", QKV_COUNTER,                                                   \
+    "Objects deleted because storage-budget was full.")                                                             \
+  X(OBJECTS_EXPIRED, "qkvd_objects_expired_total", QKV_COUNTER, "Objects deleted because their ttl_ms was over.")   \
+  X(PREFIX_PAGES, "qkvd_prefix_pages", QKV_GAUGE, "Distinct pages of 64 token ids that are indexed for Match.")     \
+  X(PREFIX_BYTES, "qkvd_prefix_bytes", QKV_GAUGE, "Bytes of their index, outside the memory budget.")               \
+  X(PREFIX_REFUSED, "qkvd_prefix_refused_total", QKV_COUNTER,                                                       \
+    "Times that a session's further pages were not indexed because limit-prefixes was reached.")                    \
+  X(PREFIX_MATCHES, "qkvd_prefix_match_total", QKV_COUNTER, "Match calls answered.")                                \
+  X(PREFIX_MATCH_HITS, "qkvd_prefix_match_hits_total", QKV_COUNTER, "Of these, those that found a session.")        \
+  X(PREFIX_TOKENS_ASKED, "qkvd_prefix_asked_tokens_total", QKV_COUNTER, "Token ids that Match was asked for.")      \
+  X(PREFIX_TOKENS_MATCHED, "qkvd_prefix_matched_tokens_total", QKV_COUNTER, "Of these, tokens that were found.")    \
+  X(APPEND_SHARED_PAGES, "qkvd_append_shared_pages_total", QKV_COUNTER,                                             \
+    "Pages that appends took from other sessions that hold the same tokens, and did not code.")                     \
+  X(PREFIX_TOKENS_OPENED, "qkvd_prefix_opened_tokens_total", QKV_COUNTER,                                           \
+    "Tokens that OpenSession found with other sessions, which new sessions began with.")                            \
+  X(WATCHERS, "qkvd_watchers", QKV_GAUGE, "Watch calls that run.")                                                  \
+  X(WATCH_EVENTS, "qkvd_watch_events_total", QKV_COUNTER,                                                           \
+    "Changes of pages sent to watchers, snapshots not counted.")                                                    \
+  X(WATCH_MISSED, "qkvd_watch_missed_total", QKV_COUNTER,                                                           \
+    "Times that a watcher was too slow and began again with a snapshot.")                                           \
   X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                         \
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                         \
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")                \
@@ -84,20 +134,22 @@
   X(KV_HUGE_PAGES, "qkvd_kv_huge_pages", QKV_GAUGE, "1 where they lie on pages of 2 MiB.")                          \
   X(KV_SPLIT_PAGES, "qkvd_kv_split_pages", QKV_GAUGE, "Of these, pages of which a part went back to the machine.")  \
   X(KV_LIMIT_BYTES, "qkvd_kv_limit_bytes", QKV_GAUGE, "The memory budget for KV.")                                  \
-  X(KV_ROOM_BYTES, "qkvd_kv_room_bytes", QKV_GAUGE,                                                                 \
+  X(KV_ALLOWED_BYTES, "qkvd_kv_allowed_bytes", QKV_GAUGE,                                                           \
     "What of it KV may take now, so that the process keeps to the budget and a tenth.")                             \
-  X(BESIDE_BYTES, "qkvd_beside_bytes", QKV_GAUGE,                                                                   \
+  X(OTHER_BYTES, "qkvd_other_bytes", QKV_GAUGE,                                                                     \
     "Resident memory that KV does not lie in: code, buffers, messages, calibrations.")                              \
   X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")        \
   X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                         \
-    "Bytes of calibrations and coders in use, beside the memory budget.")                                           \
+    "Bytes of calibrations and coders in use, outside the memory budget.")                                          \
   X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                       \
     "Pages whose attention error was measured for a session's max_attention_error.")                                \
   X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                     \
     "Of these, pages that miss it with all the bits of their policy.")                                              \
   X(CONTRACT_ERROR, "qkvd_contract_error_millionths", QKV_GAUGE,                                                    \
     "Their attention error, the root of the mean square over all of them.")                                         \
-  X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for the compute pool.")                               \
+  X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for a thread of the executor.")                       \
+  X(JOB_THREADS, "qkvd_job_threads", QKV_GAUGE,                                                                     \
+    "Threads of the executor: two for each of threads, and those that wait for a disk.")                            \
   X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")           \
   X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                      \
   X(UPTIME, "qkvd_uptime_seconds", QKV_GAUGE, "Time since the start.")

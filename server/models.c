@@ -41,7 +41,9 @@ static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *messag
   const qkv_calibration *calibration = NULL;
   qkv_status status = read_calibration(daemon, message, model, &calibration, error);
   if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
-  if (status == QKV_OK && calibration != NULL) {
+  if (status == QKV_OK && calibration != NULL && message->calibration_kept) {
+    status = qkvi_kept_put(daemon->kept, *registered, calibration, error);
+  } else if (status == QKV_OK && calibration != NULL) {
     // The daemon's own file does not take the place of what has come later.
     const bool given = message->calibration.len > 0;
     const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
@@ -92,7 +94,7 @@ static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
       qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  qkvi_job_submit(call, register_job, call);
+  qkvi_job_submit(call, QKVI_WAIT_LAYERS, register_job, call);
 }
 
 // ---- GetModel and ListModels ----

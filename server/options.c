@@ -29,9 +29,11 @@ const qkv_option qkv_server_option_table[] = {
      "Where keys and values lie on a machine of several nodes: off, where the kernel likes, interleave, on all in "
      "turn, or local, on the node of the thread that writes them."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
-     "Compute threads, for encoding and attention; 0: one for each processor that qkvd may use."},
+     "Compute threads, for encoding and attention; 0: one for each processor that qkvd may use. Bulk work, which "
+     "yields to "
+     "attention, has as many, and up to 8 threads of each start where jobs wait for the disk."},
     {"pin-threads", QKV_OPTION_FLAG, AT(pin_threads), NULL, 0, 0, NULL,
-     "Each compute thread keeps a processor of its own: attention is slowed down less by what goes on beside it, and "
+     "Each compute thread keeps a processor of its own: attention is slowed down less by other work, and "
      "what comes back from the SSD gets less of them. For machines that qkvd has to itself."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
      "Threads that read and answer calls; on few cores one is the fastest."},
@@ -40,9 +42,16 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-response-bytes", QKV_OPTION_BYTES, AT(limit_response_bytes), "1GiB", MIB, 1024 * GIB, "BYTES",
      "Memory for results and rows that are computed, but not sent yet."},
     {"limit-items", QKV_OPTION_INTEGER, AT(limit_items), "1024", 1, 1048576, "N", "Items in one request."},
-    {"limit-sessions", QKV_OPTION_INTEGER, AT(limit_sessions), "4096", 1, 16777216, "N", "Sessions open at once."},
+    {"limit-sessions", QKV_OPTION_INTEGER, AT(limit_sessions), "65536", 1, 16777216, "N", "Sessions open at once."},
+    {"limit-objects", QKV_OPTION_INTEGER, AT(limit_objects), "65536", 0, 16777216, "N",
+     "Opaque objects held; 0: none."},
+    {"limit-object-bytes", QKV_OPTION_BYTES, AT(limit_object_bytes), "1GiB", 1, INT64_C(1) << 40, "BYTES",
+     "Size of one opaque object."},
     {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N", "Models registered."},
+    {"limit-prefixes", QKV_OPTION_INTEGER, AT(limit_prefixes), "1048576", 0, QKV_PREFIX_PAGES_MAX, "N",
+     "Distinct pages of 64 token ids that are indexed for Match, 64 bytes each; 0: none, Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
+    {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
     {"bits", QKV_OPTION_REAL, AT(bits), "4", 0, 0, "BITS",
@@ -85,8 +94,11 @@ const qkv_option qkv_server_option_table[] = {
     {"ema-every", QKV_OPTION_INTEGER, AT(ema_every), "16", 0, 1048576, "N",
      "Attention is counted for one of so many decode steps or blocks of queries, of every layer; 0: never."},
     {"keep-full", QKV_OPTION_FLAG, AT(keep_full), NULL, 0, 0, NULL,
-     "Keep pages in full beside when they go to lower tiers, where the session does not say: nothing is freed, and "
+     "Keep pages also in full when they go to lower tiers, where the session does not say: nothing is freed, and "
      "the way back is exact."},
+    {"separate-appends", QKV_OPTION_FLAG, AT(separate_appends), NULL, 0, 0, NULL,
+     "Code the rows of every append, also those whose token ids another session of the tenant, model and salt holds. "
+     "Without it the other session's pages are taken, and the rows are not compared with them."},
     {"tier-bits", QKV_OPTION_REAL, AT(tier_bits), "0", 0, 0, "BITS",
      "Average code bits per coordinate, in eighths up to 8, that sessions are brought to by attention, in the "
      "background, where they do not say; 0: they are left as they are."},
@@ -104,12 +116,12 @@ const qkv_option qkv_server_option_table[] = {
     {"data-dir", QKV_OPTION_STRING, AT(data_dir), NULL, 0, 0, "DIR",
      "Directory of the SSD tier: sessions that are not in memory alone outlive the process, and memory-budget."},
     {"durability", QKV_OPTION_STRING, AT(durability), NULL, 0, 0, "KIND",
-     "Of sessions that do not say: memory, async (written behind) or sync (appends are acknowledged once what they "
-     "have sealed is on the device). Without it async with a data-dir, and memory otherwise."},
+     "Of sessions that do not say: memory, async (written behind) or sync (appends are acknowledged once their rows "
+     "are on the device). Without it async with a data-dir, and memory otherwise."},
     {"storage-io", QKV_OPTION_STRING, AT(storage_io), "auto", 0, 0, "DRIVER",
      "How the disk is read and written: uring, pread, or auto, io_uring where it is allowed."},
     {"storage-budget", QKV_OPTION_BYTES, AT(storage_budget), "0", 0, 1024 * 1024 * GIB, "BYTES",
-     "Room on the disk; 0: as much as there is."},
+     "Space on the disk; 0: as much as there is."},
     {"storage-segment", QKV_OPTION_BYTES, AT(storage_segment), "256MiB", MIB, 16 * GIB, "BYTES",
      "Size of a file there, a multiple of 4096."},
     {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",
@@ -127,7 +139,7 @@ const qkv_option qkv_server_option_table[] = {
      "How long running calls may go on after SIGTERM."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
      "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
-     "avx512-vnni, avx512-vbmi, neon, neon-dotprod. Kernels for avx2 need f16c, too. Without it all."},
+     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need f16c, too. Without it all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
@@ -254,7 +266,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
     if (qkv_cpu_parse(values->cpu_mask.items[i], &flags) == QKV_OK) continue;
     return qkv_fail(error, QKV_INVALID_ARGUMENT,
                     "--cpu-mask is %s, allowed are none and lists of avx2, fma, f16c, avx512, avx512-vnni, "
-                    "avx512-vbmi, neon and neon-dotprod",
+                    "avx512-vbmi, neon, neon-dotprod and amx-int8",
                     values->cpu_mask.items[i]);
   }
   QKV_TRY(check_bits("bits", values->bits, error));

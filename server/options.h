@@ -26,8 +26,12 @@ typedef struct qkv_server_options {
   int64_t limit_response_bytes;  // bytes of results and rows on their way out
   int64_t limit_items;           // of one request
   int64_t limit_sessions;        // open at once
+  int64_t limit_objects;         // held
+  int64_t limit_object_bytes;    // of one
   int64_t limit_models;          // registered
+  int64_t limit_prefixes;        // pages of 64 token ids that are indexed
   int64_t limit_calls;           // running at once
+  int64_t limit_watchers;        // Watch calls
   int64_t limit_queue;           // jobs that wait for the compute pool
   double bits;                   // what sessions and models fall back to, per coordinate
   double bits_k, bits_v;         // the same for one of the two; 0: `bits`
@@ -62,7 +66,8 @@ typedef struct qkv_server_options {
   int64_t drain_grace;             // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
-  bool discard;  // appended rows are checked, acknowledged and dropped
+  bool separate_appends;  // pages of tokens that other sessions hold are coded again
+  bool discard;           // appended rows are checked, acknowledged and dropped
   bool print_options, print_metrics, help, version;
 } qkv_server_options;
 

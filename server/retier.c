@@ -23,13 +23,13 @@ typedef struct note {
 
 struct qkvi_retierer {
   qkv_store *store;
-  qkvi_spill *spill;         // NULL: memory is all there is
-  qkv_retier_policy policy;  // tier-bits, or the thresholds
+  qkvi_residency *residency;  // NULL: memory is all there is
+  qkv_retier_policy policy;   // tier-bits, or the thresholds
   bool thresholds;
   double high, low;  // parts of what memory-budget has for pages; 1: there is no such mark
   bool pressed;
   int64_t millibits;
-  char after[QKV_NAME_MAX + 1];  // the session that was looked at last; "" at the beginning
+  qkv_store_place after;  // the session that was looked at last; "" at the beginning
   note notes[NOTES];
 };
 
@@ -53,11 +53,11 @@ static int64_t now_ms(void) {
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_spill *spill, const qkv_server_options *options) {
+qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_residency *residency, const qkv_server_options *options) {
   qkvi_retierer *retierer = calloc(1, sizeof *retierer);
   if (retierer == NULL) abort();
   retierer->store = store;
-  retierer->spill = spill;
+  retierer->residency = residency;
   retierer->policy = qkv_server_options_retier(options);
   retierer->thresholds = options->tier_thresholds != NULL;
   retierer->high = options->memory_high;
@@ -89,7 +89,7 @@ static void list_candidates(step *on) {
   const size_t room = qkv_store_read_stats(on->retierer->store).sessions + 1;
   qkv_session **listed = calloc(room, sizeof *listed);
   if (listed == NULL) abort();
-  on->count = qkv_store_list(on->retierer->store, "", "", listed, room);
+  on->count = qkv_store_list(on->retierer->store, &(qkv_store_filter){0}, listed, room);
   on->candidates = calloc(on->count + 1, sizeof *on->candidates);
   if (on->candidates == NULL) abort();
   for (size_t i = 0; i < on->count; i++) {
@@ -161,12 +161,12 @@ static void aim_sessions(step *on) {
   qkvi_retierer *retierer = on->retierer;
   size_t first = 0;
   begin_work(on, AIM_MS);
-  while (first < on->count && strcmp(qkv_session_name(on->candidates[first].session), retierer->after) <= 0) first++;
+  while (first < on->count && !qkv_store_is_behind(on->candidates[first].session, &retierer->after)) first++;
   for (size_t done = 0; done < on->count && !spent(on); done++) {
     const candidate *at = &on->candidates[(first + done) % on->count];
     if (!has_aim(retierer, at)) continue;
     aim_session(on, at);
-    memcpy(retierer->after, at->info.config.name, sizeof retierer->after);
+    retierer->after = qkv_store_place_of(at->session);
   }
 }
 
@@ -231,8 +231,8 @@ static bool press_sessions(step *on) {
     if (at->info.usage.tokens_coded > 0) press_session(on, at);
   }
   // What cannot be demoted any further leaves memory, where it is on the SSD.
-  if (retierer->spill != NULL && !spent(on) && !is_low(retierer))
-    (void)qkvi_spill_evict(retierer->spill, mark(retierer, retierer->low));
+  if (retierer->residency != NULL && !spent(on) && !is_low(retierer))
+    (void)qkvi_budget_evict(retierer->residency, mark(retierer, retierer->low));
   if (is_low(retierer)) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;

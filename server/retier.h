@@ -23,12 +23,12 @@
 #include "engine/cache/session_retier.h"
 #include "engine/cache/store.h"
 #include "server/options.h"
-#include "server/spill.h"
+#include "server/residency/residency.h"
 
 typedef struct qkvi_retierer qkvi_retierer;
 
 // Both are borrowed.
-qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_spill *spill, const qkv_server_options *options);
+qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_residency *residency, const qkv_server_options *options);
 void qkvi_retierer_destroy(qkvi_retierer **retierer);
 
 // Adds to the report. True where sessions are left to be demoted under pressure.

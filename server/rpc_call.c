@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/log.h"
 #include "server/rpc_internal.h"
 
 #define CALL_OF(op, member) ((qkv_rpc_call *)((char *)(op)-offsetof(qkv_rpc_call, member)))
@@ -128,12 +129,20 @@ static bool past_deadline(const qkv_rpc_call *call) {
   return gpr_time_cmp(gpr_now(call->deadline.clock_type), call->deadline) >= 0;
 }
 
+static void log_failed(const qkv_rpc_call *call, qkv_status status, const char *text) {
+  char peer[256];
+  qkvi_call_peer(call, peer, sizeof peer);
+  qkv_log(QKV_LOG_DEBUG, "call failed", "{s:s, s:s, s:s, s:s, s:s}", "call", call->method->path, "peer", peer,
+          "tenant", qkvi_call_tenant(call), "status", qkv_status_name(status), "reason", text);
+}
+
 static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status status, const char *text) {
   if (status == QKV_CANCELLED && past_deadline(call)) {  // our clock may be a little before the client's
     status = QKV_DEADLINE_EXCEEDED;
     text = "the call's deadline has passed";
   }
   qkvi_rpc_server_ended(call->server, qkv_rpc_cancelled(call) ? QKV_CANCELLED : status);
+  if (status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG)) log_failed(call, status, text);
   drop_message(call);
   call->outgoing = buffer;
   call->status_text = grpc_slice_from_copied_string(text);
@@ -232,13 +241,14 @@ static void close_done(qkvi_rpc_op *op, bool ok) {
 // ---- For the server ----
 
 qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
-                                   gpr_timespec deadline) {
+                                   const qkvi_identity *identity, gpr_timespec deadline) {
   qkv_rpc_call *call = malloc(sizeof(*call));
   assert(call != NULL);
   memset(call, 0, offsetof(qkv_rpc_call, own_segments));
   call->server = server;
   call->method = method;
   call->grpc = grpc;
+  call->identity = *identity;
   call->deadline = deadline;
   call->close_op.done = close_done;
   call->read_op.done = read_done;

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "server/identity.h"
 #include "server/rpc.h"
 
 // A tag of a completion queue: what to do when its event comes.
@@ -70,11 +71,12 @@ struct qkv_rpc_call {
   grpc_slice status_text;      // of the end batch
   qkv_segment *segments;       // of `received`; own_segments or allocated
   qkv_segment own_segments[QKVI_RPC_SEGMENTS];
+  qkvi_identity identity;
 };
 
 // Takes the gRPC call.
 qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
-                                   gpr_timespec deadline);
+                                   const qkvi_identity *identity, gpr_timespec deadline);
 // Waits for the first message.
 void qkvi_rpc_call_start(qkv_rpc_call *call);
 

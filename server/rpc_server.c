@@ -164,9 +164,12 @@ static void accept_done(qkvi_rpc_op *op, bool ok) {
   const qkv_rpc_method *method = find_method(server, &slot->details.method);
   qkv_error error = {0};
   if (server->began != NULL) server->began(server->context);
-  const bool admitted = admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
+  qkvi_identity identity;
+  const bool admitted = qkvi_identity_read(&slot->metadata, &identity, &error) == QKV_OK &&
+                        admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
   grpc_call *const grpc = slot->call;
-  qkv_rpc_call *call = admitted ? qkvi_rpc_call_create(server, method, grpc, slot->details.deadline) : NULL;
+  qkv_rpc_call *call =
+      admitted ? qkvi_rpc_call_create(server, method, grpc, &identity, slot->details.deadline) : NULL;
   disarm(slot);
   arm(slot);
   if (admitted) {

@@ -1,4 +1,4 @@
-// OpenSession, CloseSession, GetSession, ListSessions, Truncate.
+// CloseSession, GetSession, ListSessions, Truncate.
 //
 // Those that may take long, because they free much, go through all sessions or wait for a layer, are jobs of the
 // compute pool.
@@ -12,11 +12,12 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
 
-enum { OPEN_ROOM = 1 << 18 };  // more than a session takes without rows
-
 #define PAGE_SIZE_MAX 1000
+
+enum { IDS_AT_ONCE = 1 << 18 };  // token ids that GetSession gives
 
 // The session's lengths, as many as its model has layers; the caller frees them.
 static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
@@ -24,116 +25,6 @@ static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
   if (lengths == NULL) abort();
   qkv_session_read_info(session, info, lengths);
   return lengths;
-}
-
-// ---- OpenSession ----
-
-// What the contract has and this daemon does not serve yet.
-static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_error *error) {
-  unsigned durability = (unsigned)request->durability;
-  if (durability > QKV__V1__DURABILITY__DURABILITY_SYNC)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 0 to 3", (int)durability);
-  return QKV_OK;
-}
-
-static qkv_status read_tiers(const qkv_server_options *options, const Qkv__V1__OpenSessionRequest *request,
-                             qkv_session_config *config, qkv_error *error) {
-  const bool said = request->tier_bits_set_case == QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
-  config->ema = (qkv_ema_options){.alpha = options->ema_alpha, .sample_every = (uint32_t)options->ema_every};
-  config->keep_full = options->keep_full;
-  if (request->keep_full_set_case == QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL)
-    config->keep_full = request->keep_full != 0;
-  config->tier_bits = said ? request->tier_bits : options->tier_bits;
-  if (config->tier_bits == 0 || qkv_codec_at(0)->bits_valid(config->tier_bits)) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "tier_bits is %g, allowed are 0 and multiples of %g up to %d",
-                  config->tier_bits, 1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
-}
-
-static qkv_status read_config(const qkv_daemon *daemon, const Qkv__V1__OpenSessionRequest *request,
-                              qkv_session_config *config, qkv_error *error) {
-  const char *tenant = request->tenant[0] == '\0' ? "default" : request->tenant;
-  unsigned purpose = (unsigned)request->purpose;
-  QKV_TRY(qkv_name_check(request->session, "session", error));
-  QKV_TRY(qkv_name_check(request->model, "model", error));
-  QKV_TRY(qkv_name_check(tenant, "tenant", error));
-  if (purpose > QKV_PURPOSE_FETCH)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "purpose is %d, known are 1 (attend) and 2 (fetch)", (int)purpose);
-  QKV_TRY(check_served(request, error));
-  *config = (qkv_session_config){.purpose = purpose == 0 ? QKV_PURPOSE_ATTEND : (qkv_purpose)purpose,
-                                 .first_position = request->first_position,
-                                 .durability = request->durability == QKV__V1__DURABILITY__DURABILITY_UNSPECIFIED
-                                                   ? qkv_server_options_durability(daemon->options)
-                                                   : (qkv_durability)request->durability,
-                                 .max_attention_error = request->max_attention_error,
-                                 .ttl_ms = request->ttl_ms};
-  (void)snprintf(config->name, sizeof config->name, "%s", request->session);
-  (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
-  QKV_TRY(read_tiers(daemon->options, request, config, error));
-  return qkvi_policy_read(request->policy, &config->policy, error);
-}
-
-static qkv_status open_session(const qkv_daemon *daemon, const Qkv__V1__OpenSessionRequest *request,
-                               qkv_session **session, qkv_error *error) {
-  qkv_session_config config;
-  QKV_TRY(read_config(daemon, request, &config, error));
-  qkv_server_options_keep_out(daemon->options, config.tenant, &config.policy);
-  QKV_TRY(qkvi_spill_enlist(daemon->spill, &config, error));
-  qkv_error refused = {0};
-  qkv_status status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
-  // Memory may be full to the last byte with what can leave it. (Or there are too many sessions, which is said then.)
-  uint64_t room = 0;
-  if (status == QKV_RESOURCE_EXHAUSTED && daemon->spill != NULL &&
-      qkvi_spill_claim(daemon->spill, OPEN_ROOM, 0, &room, NULL) == QKV_OK) {
-    refused = (qkv_error){0};
-    config.room = &room;
-    status = qkv_store_open(daemon->store, &config, request->model, session, &refused);
-    qkvi_spill_unclaim(daemon->spill, &room);
-  }
-  if (status != QKV_OK) return qkv_fail(error, status, "%s", refused.text);
-  if (config.backing == NULL || qkvi_spill_opened(daemon->spill, *session, error) == QKV_OK) return QKV_OK;
-  uint64_t freed;
-  (void)qkv_store_close_session(daemon->store, *session, &freed, NULL);
-  qkv_session_unref(session);
-  return error->status;
-}
-
-static void reply_opened(qkv_rpc_call *call, qkv_session *session) {
-  qkv_session_info info;
-  qkvi_session_message parts;
-  Qkv__V1__OpenSessionResponse response = QKV__V1__OPEN_SESSION_RESPONSE__INIT;
-  uint64_t *lengths = read_info(session, &info);
-  qkvi_session_write(&info, lengths, &parts);
-  response.info = &parts.info;
-  qkvi_control_reply(call, &response.base);
-  free(lengths);
-}
-
-static void open_now(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request) {
-  qkv_error error = {0};
-  qkv_session *session = NULL;
-  if (open_session(qkv_rpc_context(call), request, &session, &error) != QKV_OK)
-    return qkvi_control_fail(call, &error);
-  reply_opened(call, session);
-  qkv_session_unref(&session);
-}
-
-static void open_job(void *context) {
-  qkv_rpc_call *call = context;
-  if (qkvi_job_wanted(call)) open_now(call, qkv_rpc_state(call));
-}
-
-// One that goes into the journal waits for the disk.
-static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  if (daemon->spill != NULL)
-    return qkvi_request_job(call, message, &qkv__v1__open_session_request__descriptor, qkvi_session_patience(call),
-                            open_job);
-  qkv_error error = {0};
-  Qkv__V1__OpenSessionRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__open_session_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  open_now(call, request);
-  qkvi_control_free(request);
 }
 
 // ---- CloseSession ----
@@ -151,23 +42,24 @@ static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t 
                     qkv_session_name(session));
   const uint64_t before = held_bytes(session);
   QKV_TRY(qkv_session_seal(session, error));
-  QKV_TRY(qkvi_spill_sync(daemon->spill, session, error));
+  QKV_TRY(qkvi_write_back_sync(daemon->residency, NULL, session, error));
   (void)qkv_session_evict(session, UINT64_MAX, true);
   const uint64_t after = held_bytes(session);
   *bytes_freed = before > after ? before - after : 0;
   return QKV_OK;
 }
 
-static qkv_status close_session(const qkv_daemon *daemon, const Qkv__V1__CloseSessionRequest *request,
+static qkv_status close_session(const qkv_rpc_call *call, const Qkv__V1__CloseSessionRequest *request,
                                 uint64_t *bytes_freed, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
-  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_status status;
   if (request->keep) {
     status = sink(daemon, session, bytes_freed, error);
   } else {
     status = qkv_store_close_session(daemon->store, session, bytes_freed, error);
-    if (status == QKV_OK) status = qkvi_spill_closed(daemon->spill, session, error);
+    if (status == QKV_OK) status = qkvi_catalogue_closed(daemon->residency, session, error);
   }
   qkv_session_unref(&session);
   return status;
@@ -178,28 +70,36 @@ static void close_job(void *context) {
   qkv_error error = {0};
   Qkv__V1__CloseSessionResponse response = QKV__V1__CLOSE_SESSION_RESPONSE__INIT;
   if (!qkvi_job_wanted(call)) return;
-  if (close_session(qkv_rpc_context(call), qkv_rpc_state(call), &response.bytes_freed, &error) != QKV_OK)
+  if (close_session(call, qkv_rpc_state(call), &response.bytes_freed, &error) != QKV_OK)
     return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
 static void on_close_session(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__close_session_request__descriptor, qkvi_session_patience(call),
-                   close_job);
+  qkvi_request_job(call, message, &qkv__v1__close_session_request__descriptor, qkvi_session_waits(call), close_job);
 }
 
 // ---- GetSession ----
 
-static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
-  qkv_error error = {0};
-  qkv_session *session = NULL;
-  Qkv__V1__GetSessionRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = qkvi_request_session(qkv_rpc_context(call), request->session, &session, &error);
-  qkvi_control_free(request);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+static qkv_status check_ids_range(const Qkv__V1__TokenRange *range, qkv_error *error) {
+  if (range == NULL || range->end == 0 || range->begin <= range->end) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "token_ids.begin is %" PRIu64 ", token_ids.end is %" PRIu64,
+                  range->begin, range->end);
+}
 
+// The ids that are asked for, which the caller frees; NULL: none.
+static uint32_t *read_ids(qkv_session *session, const Qkv__V1__TokenRange *range, size_t *count) {
+  size_t max = IDS_AT_ONCE;
+  *count = 0;
+  if (range == NULL) return NULL;
+  if (range->end != 0 && range->end - range->begin < max) max = (size_t)(range->end - range->begin);
+  uint32_t *ids = malloc(IDS_AT_ONCE * sizeof *ids);
+  if (ids == NULL) abort();
+  *count = qkv_session_tokens_read(qkv_session_tokens_of(session), range->begin, ids, max);
+  return ids;
+}
+
+static void reply_session(qkv_rpc_call *call, qkv_session *session, const Qkv__V1__TokenRange *range) {
   qkv_session_info info;
   qkvi_session_message parts;
   uint64_t *lengths = read_info(session, &info);
@@ -209,10 +109,28 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
   qkvi_session_write(&info, lengths, &parts);
   parts.info.durable = durable;
   parts.info.n_durable = info.config.backing != NULL ? info.model->layers : 0;
+  parts.info.token_ids = read_ids(session, range, &parts.info.n_token_ids);
   qkvi_control_reply(call, &parts.info.base);
+  free(parts.info.token_ids);
   free(durable);
   free(lengths);
-  qkv_session_unref(&session);
+}
+
+static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  Qkv__V1__GetSessionRequest *request =
+      qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_status status = check_ids_range(request->token_ids, &error);
+  if (status == QKV_OK) status = qkvi_request_session(call, request->session, &session, &error);
+  if (status == QKV_OK) {
+    reply_session(call, session, request->token_ids);
+    qkv_session_unref(&session);
+  } else {
+    qkvi_control_fail(call, &error);
+  }
+  qkvi_control_free(request);
 }
 
 // ---- ListSessions ----
@@ -220,15 +138,13 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
 typedef struct session_page {
   qkv_session *sessions[PAGE_SIZE_MAX];  // references
   size_t count;
-  char next[QKV_NAME_MAX + 1];  // name of the last one looked at; "" at the end
+  qkv_store_place last;  // that was looked at
+  bool more;             // behind it
 } session_page;
 
-static bool wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session *session) {
-  qkv_session_info info;
-  if (request->model[0] != '\0' && strcmp(request->model, qkv_session_model(session)->name) != 0) return false;
-  if (request->tenant[0] == '\0') return true;
-  qkv_session_read_info(session, &info, NULL);
-  return strcmp(request->tenant, info.config.tenant) == 0;
+static bool wanted(const Qkv__V1__ListSessionsRequest *request, const qkv_session *session) {
+  if (qkv_session_is_staged(session)) return false;
+  return request->model[0] == '\0' || strcmp(request->model, qkv_session_model(session)->name) == 0;
 }
 
 // Keeps what is wanted of `listed` until the page is full. Returns how many were looked at; all references of the
@@ -237,7 +153,7 @@ static size_t take_wanted(const Qkv__V1__ListSessionsRequest *request, qkv_sessi
                           size_t size, session_page *page) {
   size_t looked = 0;
   for (; looked < count && page->count < size; looked++) {
-    (void)snprintf(page->next, sizeof page->next, "%s", qkv_session_name(listed[looked]));
+    page->last = qkv_store_place_of(listed[looked]);
     if (!wanted(request, listed[looked])) continue;
     page->sessions[page->count++] = listed[looked];
     listed[looked] = NULL;
@@ -250,31 +166,52 @@ static size_t take_wanted(const Qkv__V1__ListSessionsRequest *request, qkv_sessi
 
 // Filters what the store lists, until the page is full or there is no more. The store sorts all its sessions for
 // every list, so one takes them all, unless some are opened meanwhile.
-static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *request, size_t size,
+static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *request, const char *tenant, size_t size,
                       session_page *page) {
-  const size_t room = qkv_store_read_stats(store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
+  const size_t max = qkv_store_read_stats(store).sessions + 1;
+  qkv_session **listed = calloc(max, sizeof *listed);
   if (listed == NULL) abort();
-  (void)snprintf(page->next, sizeof page->next, "%s", request->page_token);
+  const qkv_store_filter filter = {
+      .tenant = tenant[0] == '\0' ? NULL : tenant, .prefix = request->prefix, .after = &page->last};
   page->count = 0;
   size_t count, looked;
   do {
-    count = qkv_store_list(store, request->prefix, page->next, listed, room);
+    count = qkv_store_list(store, &filter, listed, max);
     looked = take_wanted(request, listed, count, size, page);
-  } while (looked == room);
-  if (looked == count) page->next[0] = '\0';
+  } while (looked == max);
+  page->more = looked < count;
   free(listed);
 }
 
-static qkv_status check_list(const Qkv__V1__ListSessionsRequest *request, qkv_error *error) {
-  if (request->page_size > PAGE_SIZE_MAX)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "page_size is %" PRIu32 ", at most %d", request->page_size,
-                    PAGE_SIZE_MAX);
-  if (request->page_token[0] != '\0') QKV_TRY(qkv_name_check(request->page_token, "page_token", error));
+// A token is the name of the last session, and where those of all tenants are listed "," and its tenant.
+static qkv_status read_token(const char *token, qkv_store_place *place, qkv_error *error) {
+  const char *comma = strchr(token, ',');
+  const size_t name_bytes = comma == NULL ? strlen(token) : (size_t)(comma - token);
+  *place = (qkv_store_place){.name = ""};
+  if (token[0] == '\0') return QKV_OK;
+  if (name_bytes > QKV_NAME_MAX) return qkv_name_check(token, "page_token", error);
+  memcpy(place->name, token, name_bytes);
+  QKV_TRY(qkv_name_check(place->name, "page_token", error));
+  if (comma == NULL) return QKV_OK;
+  QKV_TRY(qkv_name_check(comma + 1, "page_token's tenant", error));
+  (void)snprintf(place->tenant, sizeof place->tenant, "%s", comma + 1);
   return QKV_OK;
 }
 
-static void reply_page(qkv_rpc_call *call, session_page *page) {
+static void write_token(const session_page *page, const char *tenant, char *token, size_t bytes) {
+  const char *of = tenant[0] == '\0' ? page->last.tenant : "";
+  token[0] = '\0';
+  if (page->more) (void)snprintf(token, bytes, "%s%s%s", page->last.name, of[0] == '\0' ? "" : ",", of);
+}
+
+static qkv_status check_list(const Qkv__V1__ListSessionsRequest *request, qkv_error *error) {
+  if (request->page_size <= PAGE_SIZE_MAX) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "page_size is %" PRIu32 ", at most %d", request->page_size,
+                  PAGE_SIZE_MAX);
+}
+
+static void reply_page(qkv_rpc_call *call, session_page *page, const char *tenant) {
+  char token[sizeof page->last];
   qkvi_session_message *parts = calloc(page->count + 1, sizeof *parts);
   qkv_session_info *infos = calloc(page->count + 1, sizeof *infos);
   Qkv__V1__SessionInfo **rows = calloc(page->count + 1, sizeof *rows);
@@ -287,7 +224,8 @@ static void reply_page(qkv_rpc_call *call, session_page *page) {
   Qkv__V1__ListSessionsResponse response = QKV__V1__LIST_SESSIONS_RESPONSE__INIT;
   response.n_sessions = page->count;
   response.sessions = rows;
-  response.next_page_token = page->next;
+  write_token(page, tenant, token, sizeof token);
+  response.next_page_token = token;
   qkvi_control_reply(call, &response.base);
   for (size_t i = 0; i < page->count; i++) qkv_session_unref(&page->sessions[i]);
   free(rows);
@@ -301,14 +239,18 @@ static void list_job(void *context) {
   const Qkv__V1__ListSessionsRequest *request = qkv_rpc_state(call);
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (check_list(request, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   session_page page;
-  fill_page(daemon->store, request, request->page_size == 0 ? PAGE_SIZE_MAX : request->page_size, &page);
-  reply_page(call, &page);
+  const char *tenant = NULL;
+  qkv_status status = check_list(request, &error);
+  if (status == QKV_OK) status = qkvi_asked_tenant(call, request->tenant, &tenant, &error);
+  if (status == QKV_OK) status = read_token(request->page_token, &page.last, &error);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  fill_page(daemon->store, request, tenant, request->page_size == 0 ? PAGE_SIZE_MAX : request->page_size, &page);
+  reply_page(call, &page, tenant);
 }
 
 static void on_list_sessions(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__list_sessions_request__descriptor, qkvi_session_patience(call), list_job);
+  qkvi_request_job(call, message, &qkv__v1__list_sessions_request__descriptor, qkvi_session_waits(call), list_job);
 }
 
 // ---- Truncate ----
@@ -338,11 +280,11 @@ static void truncate_job(void *context) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = qkvi_request_session(daemon, request->session, &session, &error);
-  if (status == QKV_OK && qkvi_spill_is_loose(daemon->spill, session))
-    status = qkvi_spill_tie(daemon->spill, session, &error);
+  qkv_status status = qkvi_request_session(call, request->session, &session, &error);
+  if (status == QKV_OK && qkvi_catalogue_is_loose(daemon->residency, session))
+    status = qkvi_catalogue_tie(daemon->residency, session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
-  if (status == QKV_OK) status = qkvi_spill_truncated(daemon->spill, session, &error);
+  if (status == QKV_OK) status = qkvi_write_back_truncated(daemon->residency, session, &error);
   if (status == QKV_OK)
     reply_lengths(call, session);
   else
@@ -351,11 +293,10 @@ static void truncate_job(void *context) {
 }
 
 static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__truncate_request__descriptor, qkvi_session_patience(call), truncate_job);
+  qkvi_request_job(call, message, &qkv__v1__truncate_request__descriptor, qkvi_session_waits(call), truncate_job);
 }
 
 const qkv_rpc_method qkvi_sessions_methods[] = {
-    {.path = "/qkv.v1.KvCache/OpenSession", .message = on_open_session, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
     {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions, .destroy = qkvi_control_free},

@@ -13,8 +13,8 @@
 // Waits for the disk, where there is one.
 static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  if (daemon->spill == NULL) return qkv_rpc_finish(call, QKV_FAILED_PRECONDITION, "the daemon has no data-dir");
-  qkvi_request_job(call, message, type, QKVI_FOR_DISK, job);
+  if (daemon->residency == NULL) return qkv_rpc_finish(call, QKV_FAILED_PRECONDITION, "the daemon has no data-dir");
+  qkvi_request_job(call, message, type, QKVI_WAIT_DISK, job);
 }
 
 // ---- GetStorage ----
@@ -49,7 +49,7 @@ static void write_segment(const qkv_storage_segment *from, Qkv__V1__StorageSegme
 static void get_job(void *context) {
   qkv_rpc_call *call = context;
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_storage *storage = qkvi_spill_storage(daemon->spill);
+  qkv_storage *storage = qkvi_residency_storage(daemon->residency);
   if (!qkvi_job_wanted(call)) return;
   qkv_storage_stats stats;
   Qkv__V1__GetStorageResponse response = QKV__V1__GET_STORAGE_RESPONSE__INIT;
@@ -87,7 +87,8 @@ static void verify_job(void *context) {
   qkvi_verify verify;
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (qkvi_spill_verify(daemon->spill, daemon->bulk_disk_pool, request->start != 0, &verify) != QKV_OK) {
+  if (qkvi_upkeep_verify(daemon->residency, qkv_executor_pool(daemon->executor, QKV_WORK_BULK_BLOCKING),
+                         request->start != 0, &verify) != QKV_OK) {
     (void)qkvi_queue_full(daemon, &error);
     return qkvi_control_fail(call, &error);
   }
@@ -118,7 +119,8 @@ static void compact_job(void *context) {
     return qkvi_control_fail(call, &error);
   }
   Qkv__V1__CompactResponse response = QKV__V1__COMPACT_RESPONSE__INIT;
-  if (qkvi_spill_compact(daemon->spill, share == 0 ? LIVE_SHARE : share, &response.bytes_freed, &error) != QKV_OK)
+  if (qkvi_upkeep_compact(daemon->residency, share == 0 ? LIVE_SHARE : share, &response.bytes_freed, &error) !=
+      QKV_OK)
     return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }

@@ -13,7 +13,7 @@
 #include "server/daemon.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
-#include "server/restore.h"
+#include "server/residency/restore.h"
 
 #define BUCKETS_MAX 262144       // of a message: 2 MiB
 #define BUCKETS_ALL_MAX 2097152  // of a layer, over all heads
@@ -47,15 +47,17 @@ static void count_report(qkv_daemon *daemon, const qkv_retier_report *report) {
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report->bytes_freed);
 }
 
-static qkv_status demote(qkv_daemon *daemon, const Qkv__V1__DemoteRequest *request, qkv_retier_report *report,
+static qkv_status demote(const qkv_rpc_call *call, const Qkv__V1__DemoteRequest *request, qkv_retier_report *report,
                          qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   // Planes that are not on the disk stay: what can be there soon is waited for.
-  if (status == QKV_OK && daemon->spill != NULL)
-    (void)qkvi_spill_sync_range(daemon->spill, session, scope.layers, scope.layer_count, scope.end, &(qkv_error){0});
+  if (status == QKV_OK && daemon->residency != NULL)
+    (void)qkvi_write_back_sync_range(daemon->residency, session, scope.layers, scope.layer_count, scope.end,
+                                     &(qkv_error){0});
   if (status == QKV_OK)
     status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
   qkv_session_unref(&session);
@@ -69,8 +71,7 @@ static void demote_job(void *context) {
   qkv_error error = {0};
   Qkv__V1__DemoteResponse response = QKV__V1__DEMOTE_RESPONSE__INIT;
   if (!qkvi_job_wanted(call)) return;
-  if (demote(qkv_rpc_context(call), qkv_rpc_state(call), &report, &error) != QKV_OK)
-    return qkvi_control_fail(call, &error);
+  if (demote(call, qkv_rpc_state(call), &report, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   response.bytes_freed = report.bytes_freed;
   response.bytes_taken = report.bytes_taken;
   response.pages = report.pages;
@@ -82,13 +83,19 @@ static uint32_t scope_layer(const qkv_retier_scope *scope, size_t i) {
 }
 
 // What is on the SSD, in full.
-static qkv_status restore(qkvi_spill *spill, qkv_session *session, const qkv_retier_scope *scope, uint32_t layer,
-                          size_t held, qkv_retier_report *report, qkv_error *error) {
-  const qkvi_wanted wanted = {
-      .session = session, .layer = layer, .begin = scope->begin, .end = scope->end, .full = true, .held = held};
+static qkv_status restore(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                          const qkv_retier_scope *scope, uint32_t layer, size_t held, qkv_retier_report *report,
+                          qkv_error *error) {
+  const qkvi_wanted wanted = {.call = call,
+                              .session = session,
+                              .layer = layer,
+                              .begin = scope->begin,
+                              .end = scope->end,
+                              .full = true,
+                              .held = held};
   qkv_session_info before, after;
   qkv_session_read_info(session, &before, NULL);
-  const qkv_status status = qkvi_restore(spill, &wanted, NULL, error);
+  const qkv_status status = qkvi_restore(residency, &wanted, NULL, error);
   qkv_session_read_info(session, &after, NULL);
   if (after.usage.bytes_coded > before.usage.bytes_coded)
     report->bytes_taken += after.usage.bytes_coded - before.usage.bytes_coded;
@@ -97,25 +104,28 @@ static qkv_status restore(qkvi_spill *spill, qkv_session *session, const qkv_ret
   return status;
 }
 
-static qkv_status promote_session(qkvi_spill *spill, qkv_session *session, const qkv_retier_scope *scope, double bits,
-                                  qkv_retier_report *report, qkv_error *error) {
+static qkv_status promote_session(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                                  const qkv_retier_scope *scope, double bits, qkv_retier_report *report,
+                                  qkv_error *error) {
   const size_t layers = scope->layer_count > 0 ? scope->layer_count : qkv_session_model(session)->layers;
   qkv_status status = QKV_OK;
   size_t held = 0;  // the layers that have come back
-  for (; held < layers && spill != NULL && status == QKV_OK; held += status == QKV_OK)
-    status = restore(spill, session, scope, scope_layer(scope, held), held, report, error);
+  for (; held < layers && residency != NULL && status == QKV_OK; held += status == QKV_OK)
+    status = restore(residency, call, session, scope, scope_layer(scope, held), held, report, error);
   if (status == QKV_OK) status = qkv_session_promote(session, scope, bits, report, error);
-  for (size_t i = 0; i < held; i++) qkvi_spill_release(spill, session, scope_layer(scope, i));
+  for (size_t i = 0; i < held; i++) qkvi_budget_release(residency, session, scope_layer(scope, i));
   return status;
 }
 
-static qkv_status promote(qkv_daemon *daemon, const Qkv__V1__PrefetchRequest *request, qkv_retier_report *report,
-                          qkv_error *error) {
+static qkv_status promote(const qkv_rpc_call *call, const Qkv__V1__PrefetchRequest *request,
+                          qkv_retier_report *report, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(qkvi_request_session(daemon, request->session, &session, error));
+  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
-  if (status == QKV_OK) status = promote_session(daemon->spill, session, &scope, request->bits, report, error);
+  if (status == QKV_OK)
+    status = promote_session(daemon->residency, call, session, &scope, request->bits, report, error);
   qkv_session_unref(&session);
   count_report(daemon, report);
   return status;
@@ -127,8 +137,7 @@ static void promote_job(void *context) {
   qkv_error error = {0};
   Qkv__V1__PrefetchResponse response = QKV__V1__PREFETCH_RESPONSE__INIT;
   if (!qkvi_job_wanted(call)) return;
-  if (promote(qkv_rpc_context(call), qkv_rpc_state(call), &report, &error) != QKV_OK)
-    return qkvi_control_fail(call, &error);
+  if (promote(call, qkv_rpc_state(call), &report, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   response.bytes = report.bytes_taken;
   response.pages = report.pages;
   qkvi_control_reply(call, &response.base);
@@ -137,15 +146,13 @@ static void promote_job(void *context) {
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   // It waits for the disk, and nobody for it.
-  qkv_pool *pool = daemon->spill != NULL ? daemon->bulk_disk_pool : daemon->pool;
-  qkvi_request_pool_job(call, message, &qkv__v1__demote_request__descriptor, pool, demote_job);
+  const qkv_work work = daemon->residency != NULL ? QKV_WORK_BULK_BLOCKING : QKV_WORK_INTERACTIVE;
+  qkvi_request_work(call, message, &qkv__v1__demote_request__descriptor, work, demote_job);
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
-  const qkv_daemon *daemon = qkv_rpc_context(call);
-  // An attend of the same layer waits for it: it must not stand back.
-  qkv_pool *pool = daemon->spill != NULL ? daemon->disk_pool : daemon->pool;
-  qkvi_request_pool_job(call, message, &qkv__v1__prefetch_request__descriptor, pool, promote_job);
+  // An attend of the same layer waits for it: it must not yield.
+  qkvi_request_job(call, message, &qkv__v1__prefetch_request__descriptor, qkvi_session_waits(call), promote_job);
 }
 
 // ---- GetAttentionStats ----
@@ -236,10 +243,10 @@ static qkv_status keep_stats(const qkv_daemon *daemon, stats_stream *stream, con
   return QKV_OK;
 }
 
-static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv_error *error) {
+static qkv_status load_layer(const qkv_rpc_call *call, stats_stream *stream, qkv_error *error) {
   qkv_session *session = NULL;
   const size_t buckets = stream->request->buckets;
-  QKV_TRY(qkvi_request_session(daemon, stream->request->session, &session, error));
+  QKV_TRY(qkvi_request_session(call, stream->request->session, &session, error));
   qkv_status status = begin_stats(session, stream, error);
   qkv_attention_stats stats = {0};
   qkvi_block_release(stream->block);
@@ -247,7 +254,7 @@ static qkv_status load_layer(const qkv_daemon *daemon, stats_stream *stream, qkv
   if (status == QKV_OK)
     status = qkv_session_read_attention(session, stream_layer(stream),
                                         buckets == 0 ? buckets_max(stream->model) : buckets, &stats, error);
-  if (status == QKV_OK) status = keep_stats(daemon, stream, &stats, error);
+  if (status == QKV_OK) status = keep_stats(qkv_rpc_context(call), stream, &stats, error);
   qkv_attention_stats_deinit(&stats);
   stream->loaded = status == QKV_OK;
   qkv_session_unref(&session);
@@ -259,14 +266,14 @@ static void stats_job(void *context) {
   stats_stream *stream = qkv_rpc_state(call);
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (load_layer(qkv_rpc_context(call), stream, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  if (load_layer(call, stream, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   send_head(call, stream);
 }
 
 static void on_stats_sent(qkv_rpc_call *call) {
   stats_stream *stream = qkv_rpc_state(call);
   if (stream->loaded) return send_head(call, stream);
-  qkvi_job_submit(call, stats_job, call);
+  qkvi_job_submit(call, QKVI_WAIT_LAYERS, stats_job, call);
 }
 
 static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
@@ -279,7 +286,7 @@ static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
   stream->request = request;
   stream->writer = qkv_wire_writer_create();
   qkv_rpc_set_state(call, stream);
-  qkvi_job_submit(call, stats_job, call);
+  qkvi_job_submit(call, QKVI_WAIT_LAYERS, stats_job, call);
 }
 
 static void destroy_stats(void *state) {

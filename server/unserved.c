@@ -10,8 +10,6 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
 
 // service, method
 #define UNSERVED_MAP(X)                         \
-  X(KvCache, Match)                             \
-  X(KvCache, Fork)                              \
   X(Admin, Drain)                               \
   X(Admin, SetQuota)                            \
   X(SharedMemory, SystemSharedMemoryStatus)     \

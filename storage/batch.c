@@ -61,7 +61,7 @@ static void read_ahead(qkv_storage_batch *batch) {
   }
 }
 
-qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const qkv_storage_item *items, size_t count,
+qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const uint64_t *records, size_t count,
                                             uint64_t ahead_bytes) {
   qkv_storage_batch *batch = qkvi_checked(calloc(1, sizeof *batch));
   *batch = (qkv_storage_batch){.storage = storage, .count = count, .ahead_max = ahead_bytes};
@@ -70,11 +70,11 @@ qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const qkv_stor
   batch->items = qkvi_checked(calloc(count + 1, sizeof *batch->items));
   pthread_mutex_lock(&storage->lock);
   for (size_t i = 0; i < count; i++) {
-    const qkvi_entry *entry = qkvi_index_find(storage->index, items[i].record);
-    batch->items[i] = (batch_item){
-        .read = {.storage = storage, .session = items[i].session, .record = items[i].record, .arrived = item_arrived},
-        .batch = batch,
-        .cost = entry == NULL ? 0 : qkvi_record_extent(entry->stored_bytes)};
+    qkvi_entry entry;
+    const bool found = qkvi_index_find(storage->index, records[i], &entry);
+    batch->items[i] = (batch_item){.read = {.storage = storage, .record = records[i], .arrived = item_arrived},
+                                   .batch = batch,
+                                   .cost = found ? entry.extent : 0};
   }
   pthread_mutex_unlock(&storage->lock);
   pthread_mutex_lock(&batch->lock);

@@ -21,7 +21,14 @@ static void submit_entry(qkv_storage *storage, const qkv_journal_entry *entry, q
   *pending = (qkvi_pending_entry){
       .message = {.run = qkvi_journal_message}, .entry = *entry, .done = done, .context = context};
   pending->entry.payload = NULL;
-  if (entry->bytes > 0) {
+  if (entry->kind == QKV_JOURNAL_SESSION_FORK) {
+    const uint64_t before = qkvi_fork_bytes(entry->layers);
+    uint8_t *copy = qkvi_checked(malloc(before + entry->bytes));
+    qkvi_fork_make(copy, entry);
+    pending->entry.payload = copy;
+    pending->entry.bytes += before;
+    pending->entry.positions = (const uint64_t *)(copy + before) - entry->layers;
+  } else if (entry->bytes > 0) {
     void *copy = qkvi_checked(malloc(entry->bytes));
     memcpy(copy, entry->payload, entry->bytes);
     pending->entry.payload = copy;
@@ -55,6 +62,29 @@ qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint
   return qkv_storage_journal_long(storage, &entry, done, context, error);
 }
 
+qkv_status qkv_storage_session_fork(qkv_storage *storage, uint64_t child, uint64_t parent, const uint64_t *positions,
+                                    uint32_t layers, const void *payload, uint64_t bytes, qkv_storage_done_fn *done,
+                                    void *context, qkv_error *error) {
+  if (layers < 1 || layers > QKV_FORK_LAYERS_MAX) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "fork.layers is %" PRIu32 ", allowed are 1 to %u", layers,
+                    QKV_FORK_LAYERS_MAX);
+  }
+  const uint64_t most = QKV_JOURNAL_PAYLOAD_MAX - qkvi_fork_bytes(layers);
+  if (bytes > most) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "fork.bytes is %" PRIu64 ", at most %" PRIu64 " with %" PRIu32 " layers", bytes, most, layers);
+  }
+  const qkv_journal_entry entry = {.kind = QKV_JOURNAL_SESSION_FORK,
+                                   .session = child,
+                                   .parent = parent,
+                                   .layers = layers,
+                                   .positions = positions,
+                                   .payload = payload,
+                                   .bytes = bytes};
+  submit_entry(storage, &entry, done, context);
+  return QKV_OK;
+}
+
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
   const qkv_journal_entry entry = {.kind = QKV_JOURNAL_SESSION_CLOSE, .session = session};
   submit_entry(storage, &entry, done, context);
@@ -78,9 +108,17 @@ static qkv_status check_put(const qkv_storage *storage, const qkv_storage_put_re
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "record has %" PRIu64 " bytes, allowed are 1 to %" PRIu64, bytes,
                     most < QKV_RECORD_BYTES_MAX ? most - sizeof(qkv_record_header) : QKV_RECORD_BYTES_MAX);
   }
-  if (request->meta.tokens < 1) return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.tokens is 0, at least 1");
-  if (request->meta.position > UINT64_MAX - request->meta.tokens) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.position is %" PRIu64 ", too large", request->meta.position);
+  const qkv_record_meta *meta = &request->meta;
+  if (meta->tokens < 1 || meta->tokens > QKV_RECORD_TOKENS_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.tokens is %" PRIu32 ", allowed are 1 to %u", meta->tokens,
+                    QKV_RECORD_TOKENS_MAX);
+  if (meta->layer >= QKV_RECORD_LAYERS_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.layer is %" PRIu32 ", at most %u", meta->layer,
+                    QKV_RECORD_LAYERS_MAX - 1);
+  if (meta->kind >= QKV_RECORD_KINDS)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.kind is %u, at most %u", meta->kind, QKV_RECORD_KINDS - 1);
+  if (meta->position > UINT64_MAX - meta->tokens) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "record.position is %" PRIu64 ", too large", meta->position);
   }
   return QKV_OK;
 }
@@ -162,7 +200,7 @@ typedef struct drop_message {
 static void drop(qkv_storage *storage, qkvi_message *message) {
   const uint64_t record = ((drop_message *)message)->record;
   free(message);
-  if (qkvi_index_find(storage->index, record) != NULL) {
+  if (qkvi_index_find(storage->index, record, NULL)) {
     qkvi_forget(storage, record);
     qkvi_compact_consider(storage);
     return;
@@ -180,10 +218,11 @@ void qkv_storage_drop(qkv_storage *storage, uint64_t record) {
 
 qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info) {
   pthread_mutex_lock(&storage->lock);
-  const qkvi_entry *entry = qkvi_index_find(storage->index, record);
-  if (entry != NULL) *info = qkvi_entry_info(entry);
+  qkvi_entry entry;
+  const bool found = qkvi_index_find(storage->index, record, &entry);
   pthread_mutex_unlock(&storage->lock);
-  return entry == NULL ? QKV_NOT_FOUND : QKV_OK;
+  if (found) *info = qkvi_entry_info(&entry);
+  return found ? QKV_OK : QKV_NOT_FOUND;
 }
 
 // ---- Looking after it ----
@@ -194,6 +233,7 @@ void qkv_storage_read_stats(qkv_storage *storage, qkv_storage_stats *stats) {
   stats->io = qkv_io_driver_name(storage->io);
   stats->records = qkvi_index_records(storage->index);
   stats->sessions = qkvi_index_sessions(storage->index);
+  stats->index_bytes = qkvi_index_bytes(storage->index);
   stats->segments = storage->segments_count;
   stats->dirty_bytes = storage->dirty_bytes;
   stats->disk_bytes = stats->dead_bytes = 0;
@@ -249,8 +289,8 @@ static size_t snapshot(qkv_storage *storage, qkv_record_info **infos) {
   *infos = qkvi_checked(malloc((records + 1) * sizeof **infos));
   size_t count = 0;
   for (uint32_t place = 0; place < qkvi_index_places(storage->index); place++) {
-    const qkvi_entry *entry = qkvi_index_at(storage->index, place);
-    if (entry != NULL) (*infos)[count++] = qkvi_entry_info(entry);
+    qkvi_entry entry;
+    if (qkvi_index_at(storage->index, place, &entry)) (*infos)[count++] = qkvi_entry_info(&entry);
   }
   pthread_mutex_unlock(&storage->lock);
   return count;
@@ -259,9 +299,9 @@ static size_t snapshot(qkv_storage *storage, qkv_record_info **infos) {
 static qkv_status verify_piece(qkv_storage *storage, const qkv_record_info *infos, size_t count, size_t before,
                                size_t all, bool (*progress)(void *context, uint64_t done, uint64_t all),
                                void *context, qkv_storage_verify_report *report) {
-  qkv_storage_item items[VERIFY_PIECE];
-  for (size_t i = 0; i < count; i++) items[i] = (qkv_storage_item){infos[i].meta.session, infos[i].record};
-  qkv_storage_batch *batch = qkv_storage_batch_create(storage, items, count, VERIFY_AHEAD);
+  uint64_t records[VERIFY_PIECE];
+  for (size_t i = 0; i < count; i++) records[i] = infos[i].record;
+  qkv_storage_batch *batch = qkv_storage_batch_create(storage, records, count, VERIFY_AHEAD);
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < count && status == QKV_OK; i++) {
     void *buffer = qkvi_checked(malloc(infos[i].bytes));

@@ -102,8 +102,9 @@ void qkvi_compact_consider(qkv_storage *storage) {
   compaction->records = qkvi_checked(malloc(segment->live_records * sizeof *compaction->records));
   compaction->count = compaction->next = 0;
   for (uint32_t place = 0; place < qkvi_index_places(storage->index); place++) {
-    const qkvi_entry *entry = qkvi_index_at(storage->index, place);
-    if (entry != NULL && entry->segment == segment->slot) compaction->records[compaction->count++] = entry->record;
+    qkvi_entry entry;
+    if (qkvi_index_at(storage->index, place, &entry) && entry.segment == segment->slot)
+      compaction->records[compaction->count++] = entry.record;
   }
   // Without a rate only what was asked for is done, at once.
   if (storage->config.compact_bytes_per_s > 0)
@@ -125,16 +126,18 @@ static void move_ended(qkv_storage *storage, uint64_t extent) {
   qkvi_compact_go(storage);
 }
 
+static bool lies_at(const qkv_storage *storage, uint64_t record, uint32_t segment, uint64_t offset) {
+  qkvi_entry entry;
+  return qkvi_index_find(storage->index, record, &entry) && entry.segment == segment && entry.offset == offset;
+}
+
 // A record that is damaged where it lies goes: a later read is a miss.
 static void give_up_record(qkv_storage *storage, const qkvi_read *read, const char *wrong) {
   qkv_log(QKV_LOG_ERROR, "compaction found a bad record and drops it", "{s:I, s:I, s:I, s:s}", "record",
           (json_int_t)read->record, "segment", (json_int_t)read->number, "offset", (json_int_t)read->offset, "error",
           wrong);
   qkvi_stat_add(storage, &storage->stats.bad_records, 1);
-  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
-  if (entry != NULL && entry->segment == read->slot && entry->offset == read->offset) {
-    qkvi_forget(storage, read->record);
-  }
+  if (lies_at(storage, read->record, read->slot, read->offset)) qkvi_forget(storage, read->record);
 }
 
 // What the device does not give may be given at another time: it stays, and so does its segment.
@@ -142,8 +145,8 @@ static void leave_record(qkv_storage *storage, const qkvi_read *read, const char
   qkv_log(QKV_LOG_ERROR, "compaction cannot read a record and leaves it", "{s:I, s:I, s:I, s:s}", "record",
           (json_int_t)read->record, "segment", (json_int_t)read->number, "offset", (json_int_t)read->offset, "error",
           wrong);
-  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
-  if (entry != NULL) storage->segments[entry->segment]->unmovable = true;
+  qkvi_entry entry;
+  if (qkvi_index_find(storage->index, read->record, &entry)) storage->segments[entry.segment]->unmovable = true;
 }
 
 static void move_arrived(qkvi_read *read) {
@@ -159,7 +162,7 @@ static void move_arrived(qkvi_read *read) {
   } else if (read->status == QKV_OK) {
     wrong = qkvi_record_check(header, read->store, read->number, read->offset);
     if (wrong == NULL && header->record != read->record) wrong = "another record lies there";
-    if (wrong == NULL && header->stored_bytes != read->stored) wrong = "impossible size";
+    if (wrong == NULL && qkvi_record_extent(header->stored_bytes) != read->extent) wrong = "impossible size";
     if (wrong == NULL) wrong = qkvi_record_check_payload(header, header + 1);
   }
   if (wrong != NULL && read->attempts++ < ATTEMPTS_MAX) {
@@ -195,13 +198,11 @@ static void move_arrived(qkvi_read *read) {
 
 void qkvi_compact_moved(qkv_storage *storage, qkvi_put *put, qkv_status status) {
   const uint64_t extent = qkvi_record_extent(put->header.stored_bytes);
-  qkvi_entry *entry = qkvi_index_find(storage->index, put->record);
-  const bool lives = entry != NULL && entry->segment == put->old_segment && entry->offset == put->old_offset;
+  const bool lives = lies_at(storage, put->record, put->old_segment, put->old_offset);
   if (status == QKV_OK && lives) {
     qkvi_segment *from = storage->segments[put->old_segment], *to = storage->segments[put->segment];
     pthread_mutex_lock(&storage->lock);
-    entry->segment = put->segment;
-    entry->offset = put->header.offset;
+    qkvi_index_move(storage->index, put->record, put->segment, put->header.offset);
     storage->stats.compacted_bytes += extent;
     pthread_mutex_unlock(&storage->lock);
     qkvi_segment_live(storage, to, (int64_t)extent, 1);
@@ -222,12 +223,11 @@ void qkvi_compact_go(qkv_storage *storage) {
   while (compaction->next < compaction->count && !compaction->aborted && !storage->ending) {
     if (compaction->moving_bytes >= MOVING_MAX || (!unpaced && compaction->allowance <= 0)) break;
     const uint64_t record = compaction->records[compaction->next++];
-    const qkvi_entry *entry = qkvi_index_find(storage->index, record);
-    if (entry == NULL || entry->segment != compaction->segment) continue;
+    qkvi_entry entry;
+    if (!qkvi_index_find(storage->index, record, &entry) || entry.segment != compaction->segment) continue;
     move_read *move = qkvi_checked(calloc(1, sizeof *move));
-    move->extent = qkvi_record_extent(entry->stored_bytes);
-    move->read =
-        (qkvi_read){.storage = storage, .session = entry->session, .record = record, .arrived = move_arrived};
+    move->extent = entry.extent;
+    move->read = (qkvi_read){.storage = storage, .record = record, .arrived = move_arrived};
     compaction->moving++;
     compaction->moving_bytes += move->extent;
     compaction->allowance -= (int64_t)move->extent;

@@ -8,65 +8,139 @@
 #define uthash_fatal(text) abort()
 #include <uthash.h>
 
+enum { GROUP = 16, CHUNK_GROUPS = 256, SLOTS_FIRST = 1024 };
+#define NONE UINT32_MAX
+
+// As drawn in index.h.
+typedef struct packed_record {
+  uint32_t record, position;
+  uint64_t at : 24, segment : 24, layer : 16;
+  uint64_t blocks : 20, raw : 30, tokens : 10, kind : 4;
+} packed_record;
+
+_Static_assert(sizeof(packed_record) == 24, "no padding");
+_Static_assert(QKV_RECORD_TOKENS_MAX == 1u << 10 && QKV_RECORD_KINDS == 1u << 4, "as wide as their fields");
+_Static_assert(QKV_SEGMENT_BYTES_MAX / QKV_STORAGE_BLOCK == 1u << 24, "as wide as its field");
+_Static_assert(QKV_RECORD_LAYERS_MAX == 1u << 16 && QKV_RECORD_BYTES_MAX == 1u << 30, "as wide as their fields");
+
+// Only the first group of a run may have fewer than GROUP records, and it has one at least.
+typedef struct qkvi_index_run {
+  struct index_session *session;
+  struct qkvi_index_run *next;          // of the session
+  uint32_t record_high, position_high;  // upper 32 bits
+  uint32_t first, count;                // group, records in it
+} index_run;
+
+typedef struct record_group {
+  index_run *run;  // NULL: free
+  uint32_t next;   // of the run, or of the free ones
+  packed_record records[GROUP];
+} record_group;
+
 typedef struct index_session {
   uint64_t session;
-  uint32_t first;
+  index_run *runs;  // the one that was added to last first
   UT_hash_handle hh;
 } index_session;
 
 struct qkvi_index {
-  qkvi_entry *entries;  // record 0: free
-  uint32_t places, room;
-  uint32_t free;  // the first free place, linked by `next`
+  record_group **chunks;  // CHUNK_GROUPS each
+  uint32_t groups, chunks_room;
+  uint32_t free;  // the first free group
   uint32_t *table;
-  uint32_t mask;  // of the table
-  uint64_t records;
+  uint32_t slots;
+  uint64_t records, runs;
   index_session *sessions;
 };
-
-enum { ROOM_FIRST = 1024 };
 
 static void *checked(void *memory) {
   if (memory == NULL) abort();
   return memory;
 }
 
-static uint32_t home(const qkvi_index *index, uint64_t record) {
-  return (uint32_t)((record * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & index->mask;
+static record_group *group_of(const qkvi_index *index, uint32_t group) {
+  return &index->chunks[group / CHUNK_GROUPS][group % CHUNK_GROUPS];
 }
 
-static void link_table(qkvi_index *index, uint32_t place) {
-  uint32_t at = home(index, index->entries[place].record);
-  while (index->table[at] != QKVI_NO_ENTRY) at = (at + 1) & index->mask;
-  index->table[at] = place;
+static packed_record *packed_at(const qkvi_index *index, uint32_t place) {
+  return &group_of(index, place / GROUP)->records[place % GROUP];
+}
+
+static uint64_t number_at(const qkvi_index *index, uint32_t place) {
+  const record_group *group = group_of(index, place / GROUP);
+  return (uint64_t)group->run->record_high << 32 | group->records[place % GROUP].record;
+}
+
+// ---- The table ----
+
+static uint32_t home(const qkvi_index *index, uint64_t record) {
+  const uint64_t hash = record * UINT64_C(0x9e3779b97f4a7c15) >> 32;
+  return (uint32_t)(hash * index->slots >> 32);
+}
+
+static uint32_t behind(const qkvi_index *index, uint32_t slot) {
+  return slot + 1 == index->slots ? 0 : slot + 1;
+}
+
+// The slot of the record, or the free one at which its chain ends.
+static uint32_t slot_of(const qkvi_index *index, uint64_t record) {
+  uint32_t slot = home(index, record);
+  while (index->table[slot] != NONE && number_at(index, index->table[slot]) != record) slot = behind(index, slot);
+  return slot;
+}
+
+static uint32_t place_of(const qkvi_index *index, uint64_t record) {
+  return index->table[slot_of(index, record)];
 }
 
 static void make_table(qkvi_index *index, uint32_t slots) {
   free(index->table);
   index->table = checked(malloc((size_t)slots * sizeof *index->table));
   memset(index->table, 0xff, (size_t)slots * sizeof *index->table);
-  index->mask = slots - 1;
+  index->slots = slots;
 }
 
-// Room for one more entry, and a table that is at most half full.
-static void grow(qkvi_index *index) {
-  if (index->places < index->room) return;
-  assert(index->room < UINT32_C(1) << 30);
-  index->room *= 2;
-  index->entries = checked(realloc(index->entries, (size_t)index->room * sizeof *index->entries));
-  memset(index->entries + index->places, 0, (size_t)(index->room - index->places) * sizeof *index->entries);
-  make_table(index, 2 * index->room);
-  for (uint32_t i = 0; i < index->places; i++) {
-    if (index->entries[i].record != 0) link_table(index, i);
+static uint32_t count_in(const record_group *group, uint32_t number) {
+  if (group->run == NULL) return 0;
+  return group->run->first == number ? group->run->count : GROUP;
+}
+
+// A slot for one record more. In steps of a quarter, so that the table is never less than 16/25 full.
+static void grow_table(qkvi_index *index) {
+  if ((index->records + 1) * 5 <= (uint64_t)index->slots * 4) return;
+  assert(index->slots < UINT32_C(1) << 31);
+  make_table(index, index->slots + index->slots / 4);
+  for (uint32_t number = 0; number < index->groups; number++) {
+    const record_group *group = group_of(index, number);
+    for (uint32_t i = 0; i < count_in(group, number); i++) {
+      const uint64_t record = (uint64_t)group->run->record_high << 32 | group->records[i].record;
+      uint32_t slot = home(index, record);
+      while (index->table[slot] != NONE) slot = behind(index, slot);
+      index->table[slot] = number * GROUP + i;
+    }
   }
 }
 
+// Takes a slot out and moves what its chain had behind it.
+static void clear_slot(qkvi_index *index, uint32_t slot) {
+  uint32_t hole = slot;
+  for (uint32_t at = behind(index, slot); index->table[at] != NONE; at = behind(index, at)) {
+    const uint32_t wanted = home(index, number_at(index, index->table[at]));
+    const uint32_t from_home = at >= wanted ? at - wanted : at + (index->slots - wanted);
+    const uint32_t from_hole = at >= hole ? at - hole : at + (index->slots - hole);
+    if (from_home < from_hole) continue;  // its home lies behind the hole
+    index->table[hole] = index->table[at];
+    hole = at;
+  }
+  index->table[hole] = NONE;
+}
+
+// ---- Life ----
+
 qkvi_index *qkvi_index_create(void) {
   qkvi_index *index = checked(calloc(1, sizeof *index));
-  index->room = ROOM_FIRST;
-  index->free = QKVI_NO_ENTRY;
-  index->entries = checked(calloc(index->room, sizeof *index->entries));
-  make_table(index, 2 * ROOM_FIRST);
+  index->free = NONE;
+  make_table(index, SLOTS_FIRST);
   return index;
 }
 
@@ -77,27 +151,32 @@ void qkvi_index_destroy(qkvi_index **index) {
   HASH_CLEAR(hh, old->sessions);
   while (session != NULL) {
     index_session *next = session->hh.next;
+    for (index_run *run = session->runs, *after; run != NULL; run = after) {
+      after = run->next;
+      free(run);
+    }
     free(session);
     session = next;
   }
+  for (uint32_t i = 0; i * CHUNK_GROUPS < old->groups; i++) free(old->chunks[i]);
+  free((void *)old->chunks);
   free(old->table);
-  free(old->entries);
   free(old);
   *index = NULL;
 }
+
+// ---- Entries ----
 
 qkvi_entry qkvi_entry_of(const qkv_record_header *header, uint32_t segment) {
   return (qkvi_entry){.record = header->record,
                       .session = header->session,
                       .position = header->position,
                       .offset = header->offset,
+                      .extent = qkvi_record_extent(header->stored_bytes),
                       .raw_bytes = (uint32_t)header->raw_bytes,
-                      .stored_bytes = (uint32_t)header->stored_bytes,
+                      .segment = segment,
                       .layer = header->layer,
                       .tokens = header->tokens,
-                      .codec = header->codec,
-                      .calibration = header->calibration,
-                      .segment = segment,
                       .kind = header->kind};
 }
 
@@ -107,12 +186,43 @@ qkv_record_info qkvi_entry_info(const qkvi_entry *entry) {
                                     .position = entry->position,
                                     .layer = entry->layer,
                                     .tokens = entry->tokens,
-                                    .codec = entry->codec,
-                                    .calibration = entry->calibration,
                                     .kind = entry->kind},
                            .bytes = entry->raw_bytes,
-                           .stored_bytes = entry->stored_bytes};
+                           .extent = entry->extent};
 }
+
+static packed_record pack(const qkvi_entry *entry) {
+  const uint64_t at = entry->offset / QKV_STORAGE_BLOCK, blocks = entry->extent / QKV_STORAGE_BLOCK;
+  assert(at < 1u << 24 && entry->segment < QKVI_SEGMENTS_MAX && entry->layer < QKV_RECORD_LAYERS_MAX);
+  assert(blocks < 1u << 20 && entry->raw_bytes - 1 < QKV_RECORD_BYTES_MAX);
+  assert(entry->tokens - 1 < QKV_RECORD_TOKENS_MAX && entry->kind < QKV_RECORD_KINDS);
+  return (packed_record){.record = (uint32_t)entry->record,
+                         .position = (uint32_t)entry->position,
+                         .at = at & 0xffffff,
+                         .segment = entry->segment & 0xffffff,
+                         .layer = entry->layer & 0xffff,
+                         .blocks = blocks & 0xfffff,
+                         .raw = (entry->raw_bytes - 1) & 0x3fffffff,
+                         .tokens = (entry->tokens - 1) & 0x3ff,
+                         .kind = entry->kind & 0xf};
+}
+
+static qkvi_entry unpack(const qkvi_index *index, uint32_t place) {
+  const index_run *run = group_of(index, place / GROUP)->run;
+  const packed_record *packed = packed_at(index, place);
+  return (qkvi_entry){.record = (uint64_t)run->record_high << 32 | packed->record,
+                      .session = run->session->session,
+                      .position = (uint64_t)run->position_high << 32 | packed->position,
+                      .offset = (uint64_t)packed->at * QKV_STORAGE_BLOCK,
+                      .extent = (uint64_t)packed->blocks * QKV_STORAGE_BLOCK,
+                      .raw_bytes = (uint32_t)packed->raw + 1,
+                      .segment = (uint32_t)packed->segment,
+                      .layer = (uint32_t)packed->layer,
+                      .tokens = (uint32_t)packed->tokens + 1,
+                      .kind = (uint16_t)packed->kind};
+}
+
+// ---- Runs ----
 
 static index_session *session_of(const qkvi_index *index, uint64_t session) {
   index_session *found = NULL;
@@ -120,93 +230,172 @@ static index_session *session_of(const qkvi_index *index, uint64_t session) {
   return found;
 }
 
-void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry) {
-  assert(entry->record != 0 && qkvi_index_find(index, entry->record) == NULL);
-  uint32_t place = index->free;
-  if (place != QKVI_NO_ENTRY) {
-    index->free = index->entries[place].next;
-  } else {
-    grow(index);
-    place = index->places++;
-  }
+static void free_session(qkvi_index *index, index_session *session) {
+  HASH_DEL(index->sessions, session);
+  free(session);
+}
+
+// The run that takes the record, first of its session's then.
+static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
+  const uint32_t record_high = (uint32_t)(entry->record >> 32), position_high = (uint32_t)(entry->position >> 32);
   index_session *session = session_of(index, entry->session);
   if (session == NULL) {
     session = checked(calloc(1, sizeof *session));
     session->session = entry->session;
-    session->first = QKVI_NO_ENTRY;
     HASH_ADD(hh, index->sessions, session, sizeof session->session, session);
   }
-  qkvi_entry *made = &index->entries[place];
-  *made = *entry;
-  made->previous = QKVI_NO_ENTRY;
-  made->next = session->first;
-  if (made->next != QKVI_NO_ENTRY) index->entries[made->next].previous = place;
-  session->first = place;
-  link_table(index, place);
+  index_run **link = &session->runs;
+  while (*link != NULL && ((*link)->record_high != record_high || (*link)->position_high != position_high))
+    link = &(*link)->next;
+  index_run *run = *link;
+  if (run == NULL) {
+    run = checked(calloc(1, sizeof *run));
+    *run = (index_run){.session = session,
+                       .record_high = record_high,
+                       .position_high = position_high,
+                       .first = NONE,
+                       .count = GROUP};
+    index->runs++;
+  } else {
+    *link = run->next;
+  }
+  run->next = session->runs;
+  session->runs = run;
+  return run;
+}
+
+static void free_run(qkvi_index *index, index_run *run) {
+  index_session *session = run->session;
+  index_run **link = &session->runs;
+  while (*link != run) link = &(*link)->next;
+  *link = run->next;
+  free(run);
+  index->runs--;
+  if (session->runs == NULL) free_session(index, session);
+}
+
+static uint32_t take_group(qkvi_index *index) {
+  const uint32_t number = index->free;
+  if (number != NONE) {
+    index->free = group_of(index, number)->next;
+    return number;
+  }
+  if (index->groups % CHUNK_GROUPS == 0) {
+    const uint32_t chunks = index->groups / CHUNK_GROUPS;
+    assert(index->groups < UINT32_C(1) << 27);
+    if (chunks == index->chunks_room) {
+      index->chunks_room = chunks == 0 ? 16 : 2 * chunks;
+      index->chunks = checked((void *)realloc((void *)index->chunks, index->chunks_room * sizeof *index->chunks));
+    }
+    index->chunks[chunks] = checked(calloc(CHUNK_GROUPS, sizeof **index->chunks));
+  }
+  return index->groups++;
+}
+
+// ---- Changes ----
+
+void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry) {
+  assert(entry->record != 0);
+  grow_table(index);
+  const uint32_t slot = slot_of(index, entry->record);
+  assert(index->table[slot] == NONE);
+  index_run *run = run_for(index, entry);
+  if (run->count == GROUP) {
+    const uint32_t number = take_group(index);
+    record_group *group = group_of(index, number);
+    group->run = run;
+    group->next = run->first;
+    run->first = number;
+    run->count = 0;
+  }
+  const uint32_t place = run->first * GROUP + run->count++;
+  *packed_at(index, place) = pack(entry);
+  index->table[slot] = place;
   index->records++;
 }
 
-static uint32_t slot_of(const qkvi_index *index, uint64_t record) {
-  for (uint32_t at = home(index, record);; at = (at + 1) & index->mask) {
-    const uint32_t place = index->table[at];
-    if (place == QKVI_NO_ENTRY || index->entries[place].record == record) return at;
-  }
+bool qkvi_index_find(const qkvi_index *index, uint64_t record, qkvi_entry *entry) {
+  const uint32_t place = place_of(index, record);
+  if (place != NONE && entry != NULL) *entry = unpack(index, place);
+  return place != NONE;
 }
 
-qkvi_entry *qkvi_index_find(const qkvi_index *index, uint64_t record) {
-  const uint32_t place = index->table[slot_of(index, record)];
-  return place == QKVI_NO_ENTRY ? NULL : &index->entries[place];
-}
-
-// Takes a slot out and moves what its chain had behind it.
-static void unlink_table(qkvi_index *index, uint32_t slot) {
-  uint32_t hole = slot;
-  for (uint32_t at = (slot + 1) & index->mask; index->table[at] != QKVI_NO_ENTRY; at = (at + 1) & index->mask) {
-    const uint32_t wanted = home(index, index->entries[index->table[at]].record);
-    if (((at - wanted) & index->mask) < ((at - hole) & index->mask)) continue;  // it lies between hole and its home
-    index->table[hole] = index->table[at];
-    hole = at;
-  }
-  index->table[hole] = QKVI_NO_ENTRY;
-}
-
+// The newest record of the run takes the place of the one that goes.
 void qkvi_index_remove(qkvi_index *index, uint64_t record) {
   const uint32_t slot = slot_of(index, record), place = index->table[slot];
-  assert(place != QKVI_NO_ENTRY);
-  qkvi_entry *entry = &index->entries[place];
-  unlink_table(index, slot);
-  if (entry->next != QKVI_NO_ENTRY) index->entries[entry->next].previous = entry->previous;
-  if (entry->previous != QKVI_NO_ENTRY) {
-    index->entries[entry->previous].next = entry->next;
-  } else {
-    index_session *session = session_of(index, entry->session);
-    session->first = entry->next;
-    if (session->first == QKVI_NO_ENTRY) {
-      HASH_DEL(index->sessions, session);
-      free(session);
-    }
-  }
-  entry->record = 0;
-  entry->next = index->free;
-  index->free = place;
+  assert(place != NONE);
+  index_run *run = group_of(index, place / GROUP)->run;
+  const uint32_t last = run->first * GROUP + run->count - 1;
+  clear_slot(index, slot);
+  if (last != place) index->table[slot_of(index, number_at(index, last))] = place;
+  *packed_at(index, place) = *packed_at(index, last);
   index->records--;
+  if (--run->count > 0) return;
+  const uint32_t empty = run->first;
+  record_group *group = group_of(index, empty);
+  run->first = group->next;
+  run->count = GROUP;
+  group->run = NULL;
+  group->next = index->free;
+  index->free = empty;
+  if (run->first == NONE) free_run(index, run);
 }
 
-qkvi_entry *qkvi_index_first(const qkvi_index *index, uint64_t session) {
+void qkvi_index_move(qkvi_index *index, uint64_t record, uint32_t segment, uint64_t offset) {
+  const uint32_t place = place_of(index, record);
+  assert(place != NONE);
+  qkvi_entry entry = unpack(index, place);
+  entry.segment = segment;
+  entry.offset = offset;
+  *packed_at(index, place) = pack(&entry);
+}
+
+void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens) {
+  const uint32_t place = place_of(index, record);
+  assert(place != NONE);
+  qkvi_entry entry = unpack(index, place);
+  entry.tokens = tokens;
+  *packed_at(index, place) = pack(&entry);
+}
+
+// ---- Walks ----
+
+static void walk_run(qkvi_index_walk *walk, const index_run *run) {
+  walk->run = run;
+  walk->group = run == NULL ? NONE : run->first;
+  walk->left = run == NULL ? 0 : run->count;
+}
+
+void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_walk *walk) {
   const index_session *found = session_of(index, session);
-  return found == NULL ? NULL : &index->entries[found->first];
+  walk_run(walk, found == NULL ? NULL : found->runs);
 }
 
-qkvi_entry *qkvi_index_next(const qkvi_index *index, const qkvi_entry *entry) {
-  return entry->next == QKVI_NO_ENTRY ? NULL : &index->entries[entry->next];
+// From the last record of each run to the first, for what takes the place of one that is removed comes from behind. A
+// group, and a run, is left with its last record, which may take it away.
+bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_entry *entry) {
+  if (walk->run == NULL) return false;
+  *entry = unpack(index, walk->group * GROUP + --walk->left);
+  if (walk->left > 0) return true;
+  const uint32_t next = group_of(index, walk->group)->next;
+  if (next == NONE) {
+    walk_run(walk, walk->run->next);
+  } else {
+    walk->group = next;
+    walk->left = GROUP;
+  }
+  return true;
 }
 
-qkvi_entry *qkvi_index_at(const qkvi_index *index, uint32_t place) {
-  return index->entries[place].record == 0 ? NULL : &index->entries[place];
+bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry) {
+  const uint32_t number = place / GROUP;
+  if (place % GROUP >= count_in(group_of(index, number), number)) return false;
+  *entry = unpack(index, place);
+  return true;
 }
 
 uint32_t qkvi_index_places(const qkvi_index *index) {
-  return index->places;
+  return index->groups * GROUP;
 }
 
 uint64_t qkvi_index_records(const qkvi_index *index) {
@@ -215,4 +404,10 @@ uint64_t qkvi_index_records(const qkvi_index *index) {
 
 uint64_t qkvi_index_sessions(const qkvi_index *index) {
   return HASH_COUNT(index->sessions);
+}
+
+uint64_t qkvi_index_bytes(const qkvi_index *index) {
+  const uint64_t chunks = (index->groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
+  return chunks * CHUNK_GROUPS * sizeof(record_group) + (uint64_t)index->slots * sizeof *index->table +
+         index->runs * sizeof(index_run) + qkvi_index_sessions(index) * sizeof(index_session);
 }

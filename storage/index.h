@@ -1,8 +1,18 @@
-// Which records there are and where they lie: a hash table of record numbers over one array of entries, and a list of
-// its entries for every session.
+// Which records there are and where they lie. It takes at most 32 bytes for each of many records
+// (QKV_STORAGE_RECORD_BYTES), so it stays in memory as a whole.
 //
-//   table (32-bit places of entries, open addressing)        entries, 80 bytes each, reused
-//   [ . | 3 | . | 0 | 7 | ... ]  ─────────────────────────►  [ e0 | e1 | ... ]     a session: e7 ─► e3 ─► e0
+//   table (32-bit places, open addressing, at most 4/5 full)      groups of 16 packed records of one run
+//   [ . | 35 | . | 0 | 7 | ... ]  ────────────────────────────►  [ run | next | r0 r1 ... r15 ]
+//                                                                        └──► [ run | next | ... ]
+//
+//   run: the records of one session whose numbers agree in their upper 32 bits, and their positions, too
+//
+//   packed record, 24 bytes
+//   bits  0 to 31  number         64 to 87   block of its segment     128 to 147  blocks that it takes
+//        32 to 63  position       88 to 111  slot of its segment      148 to 177  raw bytes - 1
+//        (lower 32 bits of both)  112 to 127 layer                    178 to 187  tokens - 1    188 to 191  kind
+//
+// What readers of a record find in its header is not kept: codec, calibration, hash, the payload's stored bytes.
 //
 // Threads: the owner's lock.
 #ifndef QKV_STORAGE_INDEX_H
@@ -15,16 +25,15 @@
 #include "storage/record.h"
 #include "storage/storage.h"
 
-#define QKVI_NO_ENTRY UINT32_MAX
+#define QKVI_SEGMENTS_MAX (UINT32_C(1) << 24)  // slots that a packed record can name
 
 typedef struct qkvi_entry {
   uint64_t record, session, position;
   uint64_t offset;  // in its segment
-  uint32_t raw_bytes, stored_bytes;
+  uint64_t extent;  // bytes there
+  uint32_t raw_bytes;
+  uint32_t segment;  // slot in the table of segments
   uint32_t layer, tokens;
-  uint32_t codec, calibration;
-  uint32_t segment;         // slot in the table of segments
-  uint32_t previous, next;  // of the session
   uint16_t kind;
 } qkvi_entry;
 
@@ -33,27 +42,35 @@ typedef struct qkvi_index qkvi_index;
 qkvi_index *qkvi_index_create(void);
 void qkvi_index_destroy(qkvi_index **index);
 
-// What a header says; `segment` is a slot.
+// What a header says that has passed qkvi_record_check; `segment` is a slot.
 qkvi_entry qkvi_entry_of(const qkv_record_header *header, uint32_t segment);
 qkv_record_info qkvi_entry_info(const qkvi_entry *entry);
 
 // A record that is not there yet (asserted).
 void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry);
-// Until the next change of the index; NULL: it is not there.
-qkvi_entry *qkvi_index_find(const qkvi_index *index, uint64_t record);
-// It must be there (asserted).
+// Whether it is there; fills `entry` then, where that is not NULL.
+bool qkvi_index_find(const qkvi_index *index, uint64_t record, qkvi_entry *entry);
+// These must be there (asserted): it goes; it lies elsewhere; so many tokens of it count.
 void qkvi_index_remove(qkvi_index *index, uint64_t record);
+void qkvi_index_move(qkvi_index *index, uint64_t record, uint32_t segment, uint64_t offset);
+void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens);
 
-// The entries of a session, in no order: the first, the next behind `entry`, NULL at the end. The next one is to be
-// taken before an entry is removed.
-qkvi_entry *qkvi_index_first(const qkvi_index *index, uint64_t session);
-qkvi_entry *qkvi_index_next(const qkvi_index *index, const qkvi_entry *entry);
+// The records of a session, in no order. Meanwhile the one that was given last may be removed, and no other one.
+typedef struct qkvi_index_walk {
+  const struct qkvi_index_run *run;
+  uint32_t group, left;  // records of the group that were not given yet
+} qkvi_index_walk;
+void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_walk *walk);
+// false: there are no more.
+bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_entry *entry);
 
-// All entries, in no order: from place 0 on; NULL for a place without one. `places` is one behind the last.
-qkvi_entry *qkvi_index_at(const qkvi_index *index, uint32_t place);
+// All records, in no order: from place 0 on; false for a place without one. `places` is one behind the last.
+bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry);
 uint32_t qkvi_index_places(const qkvi_index *index);
 
 uint64_t qkvi_index_records(const qkvi_index *index);
 uint64_t qkvi_index_sessions(const qkvi_index *index);
+// Bytes of memory that it takes.
+uint64_t qkvi_index_bytes(const qkvi_index *index);
 
 #endif

@@ -5,6 +5,7 @@
 //   sync.c      fdatasync, sealing                    recover.c   opening
 //   segments.c  files, room, preparing                sessions.c  who is alive
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
+//   sweep.c     what nobody's view has
 //
 // `lock` guards what callers look at: the mailbox, numbers, dirty bytes, waiters, statistics, the index and the table
 // of segments where they change. The storage thread reads the latter two without it, for only it changes them.
@@ -22,6 +23,7 @@
 #include "storage/io.h"
 #include "storage/journal.h"
 #include "storage/segment.h"
+#include "storage/sessions.h"
 #include "storage/storage.h"
 #include "storage/wake.h"
 
@@ -121,8 +123,10 @@ typedef struct qkvi_buffer {
 // The journal's file (log.c).
 typedef struct qkvi_pending_entry {
   qkvi_message message;
-  uint64_t order;           // of submission
-  qkv_journal_entry entry;  // payload is owned, the rest is not; its sequence comes with its batch
+  uint64_t order;  // of submission
+  qkv_journal_entry
+      entry;           // payload is owned and as it is stored, the rest is not; its sequence comes with its batch
+  qkv_status refused;  // it says nothing any more: this is what done() is told
   qkv_storage_done_fn *done;
   void *context;
   struct qkvi_pending_entry *next;
@@ -135,6 +139,7 @@ typedef struct qkvi_journal {
   uint64_t submitted, resolved;  // orders of the newest entry, and of the newest that is durable or has failed
   uint64_t rewrite_at;           // bytes at which it is due to be written anew
   bool running, failed;
+  bool forks, forks_next;                       // the file may have SESSION_FORK; the next one may
   qkvi_pending_entry *pending, **pending_last;  // not begun
   qkvi_pending_entry *batch;                    // being written
   qkv_io_request request;
@@ -201,6 +206,7 @@ struct qkv_storage {
   qkv_storage_stats stats;
 
   qkvi_index *index;
+  qkvi_sessions *sessions;  // the storage thread's
   qkvi_segment **segments;  // by slot; NULL: free
   uint32_t segments_room;
   uint64_t segments_count;
@@ -283,12 +289,13 @@ void qkvi_sync_settle(qkv_storage *storage);  // answers waiters
 typedef struct qkvi_read {
   qkvi_message message;
   qkv_storage *storage;
-  uint64_t session, record;
+  uint64_t record;
+  uint64_t session;  // that it was put for, by the index
   qkv_io_request request;
   uint8_t *bytes;                  // the record as it is read, or NULL
   uint64_t store, number, offset;  // where it should lie
   uint32_t slot;
-  uint64_t stored;  // bytes
+  uint64_t extent;  // bytes there
   unsigned attempts;
   int error;
   qkv_status status;  // NOT_FOUND, or OK: `bytes` are there
@@ -318,20 +325,11 @@ void qkvi_journal_rewrite(qkv_storage *storage);
 // What one of `bytes` may grow to before it is due again.
 uint64_t qkvi_journal_rewrite_at(const qkvi_journal *journal, uint64_t bytes);
 
-// sessions.c: who is alive, by the journal.
-typedef struct qkvi_sessions qkvi_sessions;
-qkvi_sessions *qkvi_sessions_create(void);
-void qkvi_sessions_destroy(qkvi_sessions **sessions);
-void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry);
-// Gives up what was opened before `sequence`; returns how many were alive.
-uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence);
-void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session);
-// Whether an entry still says something: all have been noted.
-bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry);
-// Tokens of a record that a truncation leaves, its session being the one; 0: it is cut.
-uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry);
-// Tokens of a record that count: 0 for one that is cut or of a dead session.
-uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *entry);
+// sweep.c
+// Forgets own records of a session, and cancels puts, that no view needs any more (a qkvi_sweep_fn of the storage).
+void qkvi_sweep(void *context, const qkvi_session *session);
+// As an entry of the index, as far as its session, layer, position and tokens go.
+qkvi_entry qkvi_put_entry(const qkvi_put *put);
 
 // compact.c
 void qkvi_compact_consider(qkv_storage *storage);

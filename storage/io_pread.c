@@ -129,7 +129,8 @@ qkv_status qkvi_pread_create(uv_loop_t *loop, const qkv_io_config *config, qkv_i
   qkv_status status = qkvi_files_init(&made->files, config->directory, error);
   if (status == QKV_OK) {
     const size_t threads = config->depth < THREADS_MAX ? config->depth : THREADS_MAX;
-    status = qkv_pool_create(threads, config->depth, &made->pool, error);
+    status = qkv_pool_create_with(
+        &(qkv_pool_config){.threads = threads, .queue_max = config->depth, .on_demand = true}, &made->pool, error);
     if (status != QKV_OK) qkvi_files_deinit(&made->files);
   }
   if (status != QKV_OK) {

@@ -10,10 +10,55 @@ uint64_t qkvi_entry_extent(uint64_t payload_bytes) {
   return (sizeof(qkvi_entry_header) + payload_bytes + QKV_STORAGE_BLOCK - 1) / QKV_STORAGE_BLOCK * QKV_STORAGE_BLOCK;
 }
 
-void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable) {
+// In front of the caller's bytes.
+typedef struct fork_head {
+  uint64_t parent;
+  uint32_t layers, zero;
+} fork_head;
+
+_Static_assert(sizeof(fork_head) == 16, "16 bytes without padding");
+
+uint64_t qkvi_fork_bytes(uint32_t layers) {
+  return sizeof(fork_head) + (uint64_t)layers * sizeof(uint64_t);
+}
+
+void qkvi_fork_make(uint8_t *out, const qkv_journal_entry *entry) {
+  const fork_head head = {.parent = entry->parent, .layers = entry->layers};
+  memcpy(out, &head, sizeof head);
+  memcpy(out + sizeof head, entry->positions, entry->layers * sizeof *entry->positions);
+  if (entry->bytes > 0) memcpy(out + qkvi_fork_bytes(entry->layers), entry->payload, entry->bytes);
+}
+
+qkv_journal_entry qkvi_entry_stored(const qkv_journal_entry *entry) {
+  qkv_journal_entry stored = *entry;
+  if (entry->kind != QKV_JOURNAL_SESSION_FORK) return stored;
+  stored.payload = (const uint8_t *)entry->positions - sizeof(fork_head);
+  stored.bytes += qkvi_fork_bytes(entry->layers);
+  return stored;
+}
+
+// Takes what the payload of a SESSION_FORK begins with for the entry's fields. false: it is none.
+static bool parse_fork(qkv_journal_entry *entry) {
+  fork_head head;
+  if (entry->kind != QKV_JOURNAL_SESSION_FORK) return true;
+  if (entry->bytes < sizeof head) return false;
+  memcpy(&head, entry->payload, sizeof head);
+  if (head.zero != 0 || head.layers < 1 || head.layers > QKV_FORK_LAYERS_MAX ||
+      entry->bytes < qkvi_fork_bytes(head.layers))
+    return false;
+  const uint8_t *payload = entry->payload;
+  entry->parent = head.parent;
+  entry->layers = head.layers;
+  entry->positions = (const uint64_t *)(payload + sizeof head);  // the entry lies at a multiple of 4096
+  entry->payload = payload + qkvi_fork_bytes(head.layers);
+  entry->bytes -= qkvi_fork_bytes(head.layers);
+  return true;
+}
+
+void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable, bool forks) {
   qkvi_journal_header *header = (qkvi_journal_header *)out;
   *header = (qkvi_journal_header){.magic = QKVI_JOURNAL_MAGIC,
-                                  .version = QKVI_JOURNAL_VERSION,
+                                  .version = forks ? QKVI_JOURNAL_VERSION_FORKS : QKVI_JOURNAL_VERSION,
                                   .store = store,
                                   .epoch = epoch,
                                   .durable = durable};
@@ -112,9 +157,9 @@ qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_jour
   if (both == NULL) return unread(error, 0);
   *header = header_good(&both[0]) ? both[0] : both[1];
   if (!header_good(header)) return qkv_fail(error, QKV_DATA_LOSS, "both headers of the journal are damaged");
-  if (header->version != QKVI_JOURNAL_VERSION)
-    return qkv_fail(error, QKV_DATA_LOSS, "the journal has version %u, known is %u", header->version,
-                    QKVI_JOURNAL_VERSION);
+  if (header->version < QKVI_JOURNAL_VERSION || header->version > QKVI_JOURNAL_VERSION_FORKS)
+    return qkv_fail(error, QKV_DATA_LOSS, "the journal has version %u, known are %u to %u", header->version,
+                    QKVI_JOURNAL_VERSION, QKVI_JOURNAL_VERSION_FORKS);
   return QKV_OK;
 }
 
@@ -175,14 +220,17 @@ qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journ
     const uint8_t *bytes = NULL;
     bool good;
     QKV_TRY(read_payload(source, &entry, &bytes, &good, error));
+    qkv_journal_entry view = {0};
+    if (good) view = view_of((const qkvi_entry_header *)bytes);
+    good = good && parse_fork(&view);
     if (good) {
-      const qkv_journal_entry view = view_of((const qkvi_entry_header *)bytes);
       each(context, &view);
       report->end = offset + qkvi_entry_extent(entry.payload_bytes);
     } else {
       if (entry.sequence > durable) break;
       report->bad++;
-      // What is lost is known: a model, a calibration, or a session that is not opened. Only a note leaves an older
+      // What is lost is known: a model, a calibration, or a session that is not opened or forked, and none that
+      // inherits from it. Only a note leaves an older
       // one in force.
       if (entry.kind == QKV_JOURNAL_SESSION_NOTE) report->lost_before = entry.sequence;
     }
@@ -226,6 +274,10 @@ bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block) {
     (void)XXH3_64bits_reset(walk->hash);
     payload += sizeof *header;
     room -= sizeof *header;
+    if (header->kind == QKV_JOURNAL_SESSION_FORK) {
+      if (header->payload_bytes < sizeof(fork_head)) return false;
+      memcpy(&walk->entry.parent, payload, sizeof walk->entry.parent);
+    }
   }
   const uint64_t bytes = walk->left < room ? walk->left : room;
   if (bytes > 0) (void)XXH3_64bits_update(walk->hash, payload, bytes);

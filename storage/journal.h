@@ -8,7 +8,7 @@
 //
 //   header, 4096 bytes                     entry, at a multiple of 4096
 //   0     8  magic "QKVJOURN"              0    8  magic "QKVENTRY"
-//   8     2  version (1)   10  6  zero     8    2  version (1)   10  2  kind   12  4  layer
+//   8     2  version (1, 2) 10 6  zero     8    2  version (1)   10  2  kind   12  4  layer
 //   16    8  store: its number             16   8  sequence
 //   24    8  epoch                         24   8  durable: newest sequence that was durable before
 //   32    8  durable: sequence of the      32   8  session
@@ -20,6 +20,15 @@
 //                                          80  40  zero
 //                                          120  8  XXH3-64 of bytes 0 to 119, seeded with the store's number
 //                                          128     the payload, then zeros up to a block
+//
+//   payload of SESSION_FORK
+//   0     8  parent: a session              8   4  layers: n            12  4  zero
+//   16   8n  for each layer the position below which the session has what the parent has
+//   16+8n    the caller's bytes
+//
+// A journal with SESSION_FORK is of version 2, one without of version 1; nothing else differs. A daemon that knows
+// version 1 alone does not open the other: it would drop these sessions, and records of closed ones that they need.
+// So the journal is written anew before the first fork.
 //
 // At every start the journal is written anew without what is closed (new file, fsync, rename, fsync of the
 // directory), and the epoch is raised. Numbers of records, sessions and entries are (epoch << 40) + count: unique for
@@ -44,7 +53,12 @@
 #define QKV_LAYER_ALL UINT32_MAX
 #define QKVI_EPOCH_SHIFT 40
 
-enum { QKVI_JOURNAL_VERSION = 1 };
+// Limits of SESSION_FORK: layers, and forks on the way from a session that is none.
+#define QKV_FORK_LAYERS_MAX 65536u
+#define QKV_FORK_DEPTH_MAX 1000u
+
+// Of a journal without forks and of every entry; of a journal that may have forks.
+enum { QKVI_JOURNAL_VERSION = 1, QKVI_JOURNAL_VERSION_FORKS = 2 };
 
 typedef enum qkv_journal_kind {
   QKV_JOURNAL_MODEL = 1,             // the caller's bytes
@@ -53,6 +67,7 @@ typedef enum qkv_journal_kind {
   QKV_JOURNAL_SESSION_NOTE = 4,      // session, the caller's bytes: the last one counts
   QKV_JOURNAL_SESSION_CLOSE = 5,     // session
   QKV_JOURNAL_SESSION_TRUNCATE = 6,  // session, layer or QKV_LAYER_ALL, position, watermark
+  QKV_JOURNAL_SESSION_FORK = 7,      // session, parent, layers, positions, the caller's bytes
 } qkv_journal_kind;
 
 typedef struct qkvi_journal_header {
@@ -81,13 +96,16 @@ _Static_assert(sizeof(qkvi_entry_header) == 128, "128 bytes without padding");
 // One entry, as callers see it.
 typedef struct qkv_journal_entry {
   qkv_journal_kind kind;
-  uint32_t layer;      // of SESSION_TRUNCATE, or QKV_LAYER_ALL
-  uint64_t sequence;   // order of the entries
-  uint64_t session;    // of SESSION_*
-  uint64_t position;   // of SESSION_TRUNCATE: tokens that are left
-  uint64_t watermark;  // of SESSION_TRUNCATE: records with smaller numbers are cut
-  const void *payload;
-  uint64_t bytes;  // of the payload
+  uint32_t layer;             // of SESSION_TRUNCATE, or QKV_LAYER_ALL
+  uint64_t sequence;          // order of the entries
+  uint64_t session;           // of SESSION_*
+  uint64_t position;          // of SESSION_TRUNCATE: tokens that are left
+  uint64_t watermark;         // of SESSION_TRUNCATE: records with smaller numbers are cut
+  uint64_t parent;            // of SESSION_FORK
+  uint32_t layers;            // of SESSION_FORK
+  const uint64_t *positions;  // of SESSION_FORK: `layers` of them
+  const void *payload;        // the caller's bytes
+  uint64_t bytes;             // of the payload
   // What it goes on with, of an entry that is to be written.
   const void *rest;
   uint64_t rest_bytes;
@@ -112,8 +130,14 @@ typedef struct qkvi_journal_report {
 
 // Bytes of an entry in the file.
 uint64_t qkvi_entry_extent(uint64_t payload_bytes);
-// Both headers, two blocks.
-void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable);
+// Bytes of a SESSION_FORK's payload in front of the caller's.
+uint64_t qkvi_fork_bytes(uint32_t layers);
+// The payload of a SESSION_FORK, qkvi_fork_bytes(entry->layers) + entry->bytes, into `out`, which is aligned to 8.
+void qkvi_fork_make(uint8_t *out, const qkv_journal_entry *entry);
+// An entry that a scan told of, as it is to be written again: its payload is all that the file has.
+qkv_journal_entry qkvi_entry_stored(const qkv_journal_entry *entry);
+// Both headers, two blocks. `forks`: the journal may have SESSION_FORK.
+void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable, bool forks);
 // The header of an entry that lies at `offset`.
 qkvi_entry_header qkvi_entry_header_make(const qkv_journal_entry *entry, uint64_t store, uint64_t durable,
                                          uint64_t offset);
@@ -131,7 +155,7 @@ qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_jour
 // `journal_seen` is the largest `journal` of any record of the store.
 qkv_status qkvi_journal_durable(const qkvi_journal_source *source, const qkvi_journal_header *header,
                                 uint64_t journal_seen, uint64_t *durable, qkv_error *error);
-// Calls each() for every good entry, in order; its payload is good until each() returns.
+// Calls each() for every good entry, in order; payload and positions are good until each() returns.
 qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journal_header *header, uint64_t durable,
                              void (*each)(void *context, const qkv_journal_entry *entry), void *context,
                              qkvi_journal_report *report, qkv_error *error);
@@ -142,7 +166,7 @@ typedef struct qkvi_journal_walk {
   uint64_t store;
   uint64_t offset;            // of the next block
   uint64_t next;              // sequence of the next entry
-  qkv_journal_entry entry;    // that the last block is of; without its payload
+  qkv_journal_entry entry;    // that the last block is of; without its payload and positions, and with no layers
   bool first;                 // that block is the entry's first one
   uint64_t used, left;        // bytes of that block that count; of the payload, in blocks to come
   uint64_t payload_hash;      // as it should be

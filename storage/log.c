@@ -44,6 +44,35 @@ void qkvi_poison_clear(qkv_storage *storage) {
   }
 }
 
+// ---- Kinds, and entries that say nothing ----
+
+static bool opens(const qkv_journal_entry *entry) {
+  return entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK;
+}
+
+static bool takes(const qkv_journal_entry *entry) {
+  return entry->kind == QKV_JOURNAL_SESSION_CLOSE || entry->kind == QKV_JOURNAL_SESSION_TRUNCATE;
+}
+
+// It keeps its place in the order, which records wait for, as a note of no session.
+static void refuse(qkvi_pending_entry *entry, qkv_status status) {
+  free((void *)entry->entry.payload);
+  entry->entry = (qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_NOTE};
+  entry->refused = status;
+}
+
+// A fork of what the journal does not have, or has without a cut that came before the fork, would find other rows.
+static void check_fork(qkv_storage *storage, qkvi_pending_entry *entry) {
+  if (entry->entry.kind != QKV_JOURNAL_SESSION_FORK) return;
+  const uint64_t parent = entry->entry.parent;
+  if (!qkvi_session_poisoned(storage, parent) && !qkvi_sessions_failed(storage->sessions, parent)) {
+    storage->journal.forks_next = true;
+    return;
+  }
+  qkvi_sessions_fail(storage->sessions, entry->entry.session);
+  refuse(entry, QKV_INTERNAL);
+}
+
 // ---- Ends of a batch ----
 
 static void end_batch(qkv_storage *storage, int error) {
@@ -60,10 +89,9 @@ static void end_batch(qkv_storage *storage, int error) {
     qkvi_pending_entry *next = entry->next;
     if (error == 0) journal->durable = entry->entry.sequence;
     journal->resolved = entry->order;
-    const bool gone =
-        entry->entry.kind == QKV_JOURNAL_SESSION_CLOSE || entry->entry.kind == QKV_JOURNAL_SESSION_TRUNCATE;
-    if (error != 0 && gone) poison(storage, entry->entry.session);
-    if (entry->done != NULL) entry->done(entry->context, status);
+    if (error != 0 && takes(&entry->entry)) poison(storage, entry->entry.session);
+    if (error != 0 && opens(&entry->entry)) qkvi_sessions_fail(storage->sessions, entry->entry.session);
+    if (entry->done != NULL) entry->done(entry->context, entry->refused == QKV_OK ? status : entry->refused);
     free((void *)entry->entry.payload);
     free(entry);
     entry = next;
@@ -103,11 +131,14 @@ static uint64_t extent_of(const qkvi_pending_entry *entry) {
 }
 
 // Moves pending entries into the batch: batch_max bytes of them, or one.
-static void take_batch(qkvi_journal *journal) {
+static void take_batch(qkv_storage *storage) {
+  qkvi_journal *journal = &storage->journal;
   journal->batch_bytes = 0;
+  journal->forks_next = journal->forks;
   qkvi_pending_entry **last = &journal->batch;
   while (journal->pending != NULL) {
     qkvi_pending_entry *entry = journal->pending;
+    check_fork(storage, entry);
     if (journal->batch_bytes > 0 && journal->batch_bytes + extent_of(entry) > journal->batch_max) break;
     journal->batch_bytes += extent_of(entry);
     journal->pending = entry->next;
@@ -175,51 +206,21 @@ void qkvi_journal_write(qkv_storage *storage) {
   qkvi_journal *journal = &storage->journal;
   if (journal->running || journal->pending == NULL) return;
   journal->running = true;
-  take_batch(journal);
-  if (journal->failed || journal->bytes > journal->rewrite_at) {
+  take_batch(storage);
+  if (journal->failed || journal->bytes > journal->rewrite_at || journal->forks_next != journal->forks) {
     qkvi_journal_rewrite(storage);
   } else {
     write_batch(storage);
   }
 }
 
-// What an entry says of records takes effect at once.
-static void apply(qkv_storage *storage, const qkv_journal_entry *entry) {
-  qkv_journal_entry cut = *entry;
-  if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) {
-    cut.layer = QKV_LAYER_ALL;
-    cut.position = 0;
-    cut.watermark = UINT64_MAX;
-  } else if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) {
-    return;
-  }
-  for (qkvi_entry *next, *at = qkvi_index_first(storage->index, cut.session); at != NULL; at = next) {
-    next = qkvi_index_next(storage->index, at);
-    const uint32_t tokens = qkvi_cut_tokens(&cut, at);
-    if (tokens == 0) {
-      qkvi_forget(storage, at->record);
-    } else if (tokens < at->tokens) {
-      pthread_mutex_lock(&storage->lock);
-      at->tokens = tokens;
-      pthread_mutex_unlock(&storage->lock);
-    }
-  }
-  for (qkvi_put *put = storage->all_first; put != NULL; put = put->all_next) {
-    if (put->moved || put->request.meta.session != cut.session) continue;
-    const qkv_record_meta *meta = &put->request.meta;
-    const qkvi_entry as_entry = {
-        .record = put->record, .position = meta->position, .layer = meta->layer, .tokens = meta->tokens};
-    const uint32_t tokens = qkvi_cut_tokens(&cut, &as_entry);
-    if (tokens == 0) put->cancelled = true;
-    if (tokens < put->tokens) put->tokens = tokens;
-  }
-  qkvi_compact_consider(storage);
-}
-
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message) {
   qkvi_pending_entry *entry = (qkvi_pending_entry *)message;
   qkvi_journal *journal = &storage->journal;
-  apply(storage, &entry->entry);
+  // What an entry says of records takes effect at once.
+  const qkv_status status = qkvi_sessions_note(storage->sessions, &entry->entry);
+  if (status != QKV_OK) refuse(entry, status);
+  if (takes(&entry->entry)) qkvi_compact_consider(storage);
   entry->next = NULL;
   *journal->pending_last = entry;
   journal->pending_last = &entry->next;

@@ -65,14 +65,15 @@ static void refuse(qkv_storage *storage, qkvi_put *put, qkv_status status) {
 }
 
 void qkvi_forget(qkv_storage *storage, uint64_t record) {
-  const qkvi_entry *entry = qkvi_index_find(storage->index, record);
-  assert(entry != NULL);
-  qkvi_segment *segment = storage->segments[entry->segment];
-  const uint64_t extent = qkvi_record_extent(entry->stored_bytes);
+  qkvi_entry entry = {0};
+  const bool found = qkvi_index_find(storage->index, record, &entry);
+  assert(found);
+  (void)found;
+  qkvi_segment *segment = storage->segments[entry.segment];
   pthread_mutex_lock(&storage->lock);
   qkvi_index_remove(storage->index, record);
   pthread_mutex_unlock(&storage->lock);
-  qkvi_segment_live(storage, segment, -(int64_t)extent, -1);
+  qkvi_segment_live(storage, segment, -(int64_t)entry.extent, -1);
   qkvi_segment_reap(storage, segment);
 }
 
@@ -80,7 +81,6 @@ static void publish(qkv_storage *storage, qkvi_put *put) {
   qkvi_segment *segment = storage->segments[put->segment];
   qkvi_entry entry = qkvi_entry_of(&put->header, put->segment);
   entry.tokens = put->tokens;
-  const uint64_t extent = qkvi_record_extent(put->header.stored_bytes);
   pthread_mutex_lock(&storage->lock);
   qkvi_index_add(storage->index, &entry);
   storage->stats.puts++;
@@ -88,7 +88,7 @@ static void publish(qkv_storage *storage, qkvi_put *put) {
   storage->stats.put_stored_bytes += put->header.stored_bytes;
   storage->stats.compressed += put->header.encoding == QKV_RECORD_ZSTD;
   pthread_mutex_unlock(&storage->lock);
-  qkvi_segment_live(storage, segment, (int64_t)extent, 1);
+  qkvi_segment_live(storage, segment, (int64_t)entry.extent, 1);
   put->request.written(put->request.context, put->record, QKV_OK);
   free(put->owned);
   put->owned = NULL;
@@ -329,7 +329,9 @@ void qkvi_put_message(qkv_storage *storage, qkvi_message *message) {
     qkvi_put_enqueue(storage, put);
     return;
   }
-  put->cancelled = qkvi_session_poisoned(storage, put->request.meta.session);
+  const qkvi_entry entry = qkvi_put_entry(put);
+  put->tokens = qkvi_sessions_needed(storage->sessions, &entry);
+  put->cancelled = put->tokens == 0 || qkvi_session_poisoned(storage, put->request.meta.session);
   if (storage->encoders != NULL && qkv_pool_submit(storage->encoders, encode_job, put) == QKV_OK) return;
   encode(put);
   encoded(storage, message);

@@ -17,9 +17,9 @@ static void arrive(qkvi_read *read, qkv_status status) {
 
 // A read whose segment is closed while as many as may be open are in use waits for one of the reads under way.
 static bool has_file(qkv_storage *storage, const qkvi_read *read) {
-  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
-  if (entry == NULL || storage->reading == 0) return true;
-  return qkvi_segment_has_place(storage, storage->segments[entry->segment]);
+  qkvi_entry entry;
+  if (storage->reading == 0 || !qkvi_index_find(storage->index, read->record, &entry)) return true;
+  return qkvi_segment_has_place(storage, storage->segments[entry.segment]);
 }
 
 static void await_file(qkv_storage *storage, qkvi_read *read) {
@@ -52,28 +52,28 @@ static void read_done(qkv_io_request *request) {
 }
 
 static void begin(qkv_storage *storage, qkvi_read *read) {
-  const qkvi_entry *entry = qkvi_index_find(storage->index, read->record);
-  if (entry == NULL || entry->session != read->session) {
+  qkvi_entry entry;
+  if (!qkvi_index_find(storage->index, read->record, &entry)) {
     arrive(read, QKV_NOT_FOUND);
     return;
   }
-  qkvi_segment *segment = storage->segments[entry->segment];
+  qkvi_segment *segment = storage->segments[entry.segment];
+  read->session = entry.session;
   read->store = storage->store;
-  read->slot = entry->segment;
+  read->slot = entry.segment;
   read->number = segment->number;
-  read->offset = entry->offset;
-  read->stored = entry->stored_bytes;
+  read->offset = entry.offset;
+  read->extent = entry.extent;
   read->error = qkvi_segment_use(storage, segment);
   if (read->error != 0) {
     arrive(read, QKV_OK);
     return;
   }
-  const uint64_t extent = qkvi_record_extent(entry->stored_bytes);
-  read->bytes = qkvi_aligned(extent);
+  read->bytes = qkvi_aligned(read->extent);
   read->request = (qkv_io_request){.kind = QKV_IO_READ,
                                    .file = segment->file,
-                                   .offset = entry->offset,
-                                   .size = extent,
+                                   .offset = entry.offset,
+                                   .size = read->extent,
                                    .bytes = read->bytes,
                                    .done = read_done,
                                    .context = read};
@@ -104,7 +104,7 @@ qkv_status qkvi_read_decode(const qkvi_read *read, void *buffer, uint64_t bytes,
   if (*wrong == NULL && (header->record != read->record || header->session != read->session)) {
     *wrong = "another record lies there";
   }
-  if (*wrong == NULL && header->stored_bytes != read->stored) *wrong = "impossible size";
+  if (*wrong == NULL && qkvi_record_extent(header->stored_bytes) != read->extent) *wrong = "impossible size";
   if (*wrong == NULL) *wrong = qkvi_record_check_payload(header, header + 1);
   if (*wrong != NULL) return QKV_DATA_LOSS;
   if (header->raw_bytes != bytes) return QKV_INVALID_ARGUMENT;
@@ -162,12 +162,11 @@ static void start_one(qkv_storage *storage, qkvi_message *message) {
   qkvi_read_message(storage, message);
 }
 
-void qkv_storage_read(qkv_storage *storage, uint64_t session, uint64_t record, void *buffer, uint64_t bytes,
-                      qkv_storage_done_fn *done, void *context) {
+void qkv_storage_read(qkv_storage *storage, uint64_t record, void *buffer, uint64_t bytes, qkv_storage_done_fn *done,
+                      void *context) {
   qkvi_read *read = qkvi_checked(calloc(1, sizeof *read));
   *read = (qkvi_read){.message = {.run = start_one},
                       .storage = storage,
-                      .session = session,
                       .record = record,
                       .buffer = buffer,
                       .buffer_bytes = bytes,

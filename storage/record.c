@@ -30,6 +30,7 @@ void qkvi_record_describe(qkv_record_header *header, const qkv_record_meta *meta
                                 .tokens = meta->tokens,
                                 .codec = meta->codec,
                                 .calibration = meta->calibration,
+                                .hash = {meta->hash[0], meta->hash[1]},
                                 .raw_bytes = raw_bytes,
                                 .stored_bytes = stored_bytes,
                                 .payload_hash = XXH3_64bits(payload, stored_bytes)};
@@ -53,11 +54,15 @@ const char *qkvi_record_check(const qkv_record_header *header, uint64_t store, u
   if (header->version != QKV_RECORD_VERSION || header->header_bytes != sizeof *header) return "unknown version";
   if (header->encoding > QKV_RECORD_ZSTD || header->zero != 0) return "unknown encoding";
   if (header->segment != segment || header->offset != offset) return "lies elsewhere than it should";
+  if (offset % QKV_STORAGE_BLOCK != 0 || offset >= QKV_SEGMENT_BYTES_MAX) return "impossible offset";
   if (header->raw_bytes < 1 || header->raw_bytes > QKV_RECORD_BYTES_MAX || header->stored_bytes < 1 ||
       header->stored_bytes > header->raw_bytes) {
     return "impossible size";
   }
   if (header->encoding == QKV_RECORD_PLAIN && header->stored_bytes != header->raw_bytes) return "impossible size";
+  if (header->tokens < 1 || header->tokens > QKV_RECORD_TOKENS_MAX) return "impossible tokens";
+  if (header->layer >= QKV_RECORD_LAYERS_MAX || header->kind >= QKV_RECORD_KINDS || header->record == 0)
+    return "impossible layer, kind or number";
   return NULL;
 }
 

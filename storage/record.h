@@ -14,7 +14,7 @@
 //   72        8   segment                80  8  offset in it: where this record is meant to lie
 //   88        8   journal: the newest entry that was durable when the record was written (journal.h)
 //   96        8   XXH3-64 of the stored payload
-//   104      16   zero
+//   104      16   hash: two numbers of the caller's, zero where it has said none; records of before it have zeros
 //   120       8   XXH3-64 of bytes 0 to 119, seeded with the store's number
 //   128           the stored payload, then zeros up to a multiple of 4096
 //
@@ -34,7 +34,11 @@
 
 #define QKV_RECORD_MAGIC 0x4452434552564b51u  // "QKVRECRD"
 #define QKV_RECORD_BYTES_MAX (UINT64_C(1) << 30)
-#define QKV_STORAGE_BLOCK 4096u  // bytes; everything on the disk begins at a multiple of it
+#define QKV_RECORD_TOKENS_MAX 1024u
+#define QKV_RECORD_LAYERS_MAX 65536u
+#define QKV_RECORD_KINDS 16u
+#define QKV_SEGMENT_BYTES_MAX (UINT64_C(64) << 30)  // of the file that it lies in
+#define QKV_STORAGE_BLOCK 4096u                     // bytes; everything on the disk begins at a multiple of it
 
 enum { QKV_RECORD_VERSION = 1 };
 
@@ -44,11 +48,12 @@ typedef enum qkv_record_encoding { QKV_RECORD_PLAIN = 0, QKV_RECORD_ZSTD = 1 } q
 typedef struct qkv_record_meta {
   uint64_t session;      // of qkv_storage_session_number
   uint64_t position;     // first token
-  uint32_t layer;        // of the model
-  uint32_t tokens;       // at least 1
+  uint32_t layer;        // of the model, below QKV_RECORD_LAYERS_MAX
+  uint32_t tokens;       // 1 to QKV_RECORD_TOKENS_MAX
   uint32_t codec;        // id of the codec of the payload
   uint32_t calibration;  // version, 0: none
-  uint16_t kind;         // the caller's: records of several kinds may have the same layer and position
+  uint16_t kind;     // the caller's, below QKV_RECORD_KINDS: records of several may have the same layer and position
+  uint64_t hash[2];  // the caller's, of what the record was made from; {0, 0}: unknown
 } qkv_record_meta;
 
 typedef struct qkv_record_header {
@@ -63,7 +68,7 @@ typedef struct qkv_record_header {
   uint64_t segment, offset;
   uint64_t journal;
   uint64_t payload_hash;
-  uint64_t zeros[2];
+  uint64_t hash[2];
   uint64_t header_hash;
 } qkv_record_header;
 

@@ -16,11 +16,28 @@ enum { WINDOW = 4 << 20 };  // bytes of an unsealed segment that are read at a t
 // Epochs whose numbers only segments that cannot be read may know: of journals written anew whose names were lost.
 enum { EPOCHS_UNKNOWN = 256 };
 
+// A record, or a copy of one, that a segment has.
+typedef struct found_record {
+  qkvi_entry entry;
+  uint32_t codec, calibration;
+  uint64_t hash[2];
+  uint32_t tokens;  // the most that any view has, 0: none
+} found_record;
+
+// What a view has at its layer and position.
+typedef struct view_record {
+  found_record *found;
+  uint32_t tokens;
+  uint32_t distance;  // forks to the session that it was put for
+} view_record;
+
 typedef struct recovery {
   qkv_storage *storage;
   const qkv_storage_restore *restore;
-  qkvi_entry *found;
+  found_record *found;
   uint64_t found_count, found_room;
+  view_record *view;  // of one session at a time
+  uint64_t view_count, view_room;
   uint64_t *numbers;  // of segments
   uint64_t numbers_count, numbers_room;
   bool has_journal;
@@ -44,6 +61,7 @@ typedef struct recovery {
     uint8_t *bytes;  // `size` to be written at `offset`
     uint64_t offset, size, room;
     uint64_t count;  // entries
+    bool forks;
   } output;
 } recovery;
 
@@ -73,7 +91,10 @@ static void add_found(recovery *on, const qkv_record_header *header, const qkvi_
     on->found_room = on->found_room == 0 ? 1024 : 2 * on->found_room;
     on->found = qkvi_checked(realloc(on->found, on->found_room * sizeof *on->found));
   }
-  on->found[on->found_count++] = qkvi_entry_of(header, segment->slot);
+  on->found[on->found_count++] = (found_record){.entry = qkvi_entry_of(header, segment->slot),
+                                                .codec = header->codec,
+                                                .calibration = header->calibration,
+                                                .hash = {header->hash[0], header->hash[1]}};
   if (header->journal > on->journal_seen) on->journal_seen = header->journal;
   // One that was written anew may be lost with its name, and leave records with numbers of its epoch.
   const uint64_t numbers = header->record > header->journal ? header->record : header->journal;
@@ -186,8 +207,9 @@ static void forget_dead(const recovery *on, qkvi_segment *segment) {
   uint64_t count = 0;
   for (uint64_t i = 0; i < segment->headers_count; i++) {
     const qkv_record_header *header = &segment->headers[i];
-    const qkvi_entry *entry = qkvi_index_find(on->storage->index, header->record);
-    if (entry != NULL && entry->segment == segment->slot && entry->offset == header->offset)
+    qkvi_entry entry;
+    if (qkvi_index_find(on->storage->index, header->record, &entry) && entry.segment == segment->slot &&
+        entry.offset == header->offset)
       segment->headers[count++] = *header;
   }
   segment->headers_count = count;
@@ -314,7 +336,7 @@ static qkv_status scan_journal(recovery *on, void (*each)(void *context, const q
 }
 
 static void note_entry(void *context, const qkv_journal_entry *entry) {
-  qkvi_sessions_note(((recovery *)context)->sessions, entry);
+  (void)qkvi_sessions_note(((recovery *)context)->sessions, entry);
 }
 
 // Who is alive, by all entries.
@@ -326,13 +348,17 @@ static qkv_status note_entries(recovery *on, qkvi_journal_report *report, qkv_er
   return status == QKV_OK ? scan_journal(on, note_entry, report, error) : journal_failed(on, status, error);
 }
 
+static bool opens(const qkv_journal_entry *entry) {
+  return entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK;
+}
+
 static void tell_entry(void *context, const qkv_journal_entry *entry) {
   recovery *on = context;
   const qkv_storage_restore *restore = on->restore;
-  if (!qkvi_sessions_keep(on->sessions, entry) || restore == NULL || restore->entry == NULL ||
-      restore->entry(restore->context, entry))
-    return;
-  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) qkvi_sessions_drop(on->sessions, entry->session);
+  if (!qkvi_sessions_keep(on->sessions, entry) || restore == NULL || restore->entry == NULL) return;
+  if (entry->kind >= QKV_JOURNAL_SESSION_OPEN && !qkvi_sessions_alive(on->sessions, entry->session)) return;
+  if (restore->entry(restore->context, entry) || entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) return;
+  if (opens(entry)) qkvi_sessions_drop(on->sessions, entry->session);
   if (on->refused_count == on->refused_room) {
     on->refused_room = on->refused_room == 0 ? 64 : 2 * on->refused_room;
     on->refused = qkvi_checked(realloc(on->refused, on->refused_room * sizeof *on->refused));
@@ -361,12 +387,13 @@ static void flush_output(recovery *on) {
 
 static void write_entry(recovery *on, const qkv_journal_entry *entry) {
   struct journal_output *output = &on->output;
-  qkv_journal_entry numbered = *entry;
+  qkv_journal_entry numbered = qkvi_entry_stored(entry);
+  output->forks = output->forks || entry->kind == QKV_JOURNAL_SESSION_FORK;
   numbered.sequence = (on->epoch + 1) << QKVI_EPOCH_SHIFT | ++output->count;
   // All of it is durable before anyone sees it.
   const qkvi_entry_header header =
       qkvi_entry_header_make(&numbered, on->storage->store, 0, output->offset + output->size);
-  const uint64_t extent = qkvi_entry_extent(entry->bytes);
+  const uint64_t extent = qkvi_entry_extent(numbered.bytes);
   for (uint64_t from = 0, size; from < extent; from += size) {
     if (output->size == output->room) flush_output(on);
     const uint64_t left = extent - from, room = output->room - output->size;
@@ -381,7 +408,7 @@ static void keep_entry(void *context, const qkv_journal_entry *entry) {
   const qkv_storage_restore *restore = on->restore;
   if (on->refused_next < on->refused_count && on->refused[on->refused_next] == entry->sequence) {
     on->refused_next++;
-    return;
+    if (!opens(entry)) return;  // heirs may need a session that was refused
   }
   if (!qkvi_sessions_keep(on->sessions, entry)) return;
   const bool may_go = entry->kind < QKV_JOURNAL_SESSION_OPEN && on->storage->stats.unread_segments == 0;
@@ -389,11 +416,15 @@ static void keep_entry(void *context, const qkv_journal_entry *entry) {
     write_entry(on, entry);
 }
 
+static void close_dropped(void *context, uint64_t session) {
+  write_entry(context, &(qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_CLOSE, .session = session});
+}
+
 static int end_output(recovery *on) {
   struct journal_output *output = &on->output;
   flush_output(on);
   qkvi_journal_header_make(output->bytes, on->storage->store, on->epoch + 1,
-                           (on->epoch + 1) << QKVI_EPOCH_SHIFT | output->count);
+                           (on->epoch + 1) << QKVI_EPOCH_SHIFT | output->count, output->forks);
   int code = output->error;
   if (code == 0)
     code = request_now(on, QKV_IO_WRITE, output->file, 0, output->bytes, 2 * sizeof(qkvi_journal_header));
@@ -414,6 +445,7 @@ static qkv_status write_journal(recovery *on, const qkvi_journal_report *before,
   output->bytes = qkvi_aligned(output->room);
   qkv_status status = before == NULL ? QKV_OK : scan_again(on, keep_entry, before, error);
   if (status == QKV_OK) {
+    qkvi_sessions_dropped(on->sessions, close_dropped, on);
     code = end_output(on);
     if (code != 0) status = failed(error, "the journal cannot be written", code);
   }
@@ -426,6 +458,7 @@ static qkv_status write_journal(recovery *on, const qkvi_journal_report *before,
   journal->file = output->file;
   journal->bytes = output->offset;
   journal->rewrite_at = qkvi_journal_rewrite_at(journal, journal->bytes);
+  journal->forks = output->forks;
   journal->epoch = on->epoch + 1;
   journal->durable = journal->epoch << QKVI_EPOCH_SHIFT | output->count;
   storage->stats.journal_bytes = journal->bytes;
@@ -440,10 +473,10 @@ static qkv_status write_journal(recovery *on, const qkvi_journal_report *before,
     return first->field < second->field ? -1 : 1; \
   }
 
-// The winner of several first: the highest number, and of its copies the one in the oldest segment: only what was
-// durable is ever copied, so the original is whole where a copy may be in doubt.
+// Of several at one place the highest number comes first, and of its copies the one in the oldest segment: only what
+// was durable is ever copied, so the original is whole where a copy may be in doubt.
 static int compare(const void *a, const void *b) {
-  const qkvi_entry *first = a, *second = b;
+  const qkvi_entry *first = &((const found_record *)a)->entry, *second = &((const found_record *)b)->entry;
   ORDER(session)
   ORDER(layer)
   ORDER(position)
@@ -454,41 +487,126 @@ static int compare(const void *a, const void *b) {
   return 0;
 }
 
-static bool same_place(const qkvi_entry *a, const qkvi_entry *b) {
-  return a->session == b->session && a->layer == b->layer && a->position == b->position && a->kind == b->kind;
-}
-
 // Of copies of one record, which `first` begins, the one that counts: with a footer behind it, where there is such.
 // What has none may have failed to become durable, and still be there to read until the power fails.
-static const qkvi_entry *best_copy(const recovery *on, const qkvi_entry *first, const qkvi_entry *end) {
-  for (const qkvi_entry *copy = first; copy < end && copy->record == first->record; copy++) {
-    if (on->storage->segments[copy->segment]->state == QKVI_SEGMENT_SEALED) return copy;
+static const found_record *best_copy(const recovery *on, const found_record *first, const found_record *end) {
+  for (const found_record *copy = first; copy < end && copy->entry.record == first->entry.record; copy++) {
+    if (on->storage->segments[copy->entry.segment]->state == QKVI_SEGMENT_SEALED) return copy;
   }
   return first;
 }
 
-static void settle_records(recovery *on) {
-  qkv_storage *storage = on->storage;
-  uint64_t alive = 0;
+// Leaves of all that was found the records of sessions that are known, one copy of each, in order.
+static void sift_records(recovery *on) {
+  uint64_t known = 0, count = 0;
   for (uint64_t i = 0; i < on->found_count; i++) {
-    qkvi_entry entry = on->found[i];
-    entry.tokens = qkvi_sessions_tokens(on->sessions, &entry);
-    if (entry.tokens > 0) on->found[alive++] = entry;
+    if (qkvi_sessions_known(on->sessions, on->found[i].entry.session)) on->found[known++] = on->found[i];
   }
-  if (alive > 0) qsort(on->found, alive, sizeof *on->found, compare);
-  for (uint64_t i = 0; i < alive; i++) {
-    if (i > 0 && same_place(&on->found[i], &on->found[i - 1])) continue;
-    const qkvi_entry *entry = best_copy(on, &on->found[i], on->found + alive);
-    qkvi_segment *segment = storage->segments[entry->segment];
-    qkvi_index_add(storage->index, entry);
-    qkvi_segment_live(storage, segment, (int64_t)qkvi_record_extent(entry->stored_bytes), 1);
-    storage->stats.recovered_records++;
-    storage->stats.recovered_bytes += entry->raw_bytes;
-    if (on->restore != NULL && on->restore->record != NULL) {
-      const qkv_record_info info = qkvi_entry_info(entry);
-      on->restore->record(on->restore->context, &info);
+  if (known > 0) qsort(on->found, known, sizeof *on->found, compare);
+  for (uint64_t i = 0; i < known; i++) {
+    if (i > 0 && on->found[i].entry.record == on->found[count - 1].entry.record) continue;
+    on->found[count++] = *best_copy(on, &on->found[i], on->found + known);
+  }
+  on->found_count = count;
+}
+
+// Place of the first record of a session, or of a later one.
+static uint64_t first_of(const recovery *on, uint64_t session) {
+  uint64_t low = 0, high = on->found_count;
+  while (low < high) {
+    const uint64_t middle = low + (high - low) / 2;
+    if (on->found[middle].entry.session < session) {
+      low = middle + 1;
+    } else {
+      high = middle;
     }
   }
+  return low;
+}
+
+static void add_to_view(recovery *on, found_record *found, uint32_t tokens, uint32_t distance) {
+  if (on->view_count == on->view_room) {
+    on->view_room = on->view_room == 0 ? 1024 : 2 * on->view_room;
+    on->view = qkvi_checked(realloc(on->view, on->view_room * sizeof *on->view));
+  }
+  on->view[on->view_count++] = (view_record){.found = found, .tokens = tokens, .distance = distance};
+}
+
+// The winner of several at one place first. An own record is of the view's own time. Of inherited ones all rows that
+// count are the view's, so the one that has most wins.
+static int compare_view(const void *a, const void *b) {
+  const view_record *one = a, *other = b;
+  const qkvi_entry *first = &one->found->entry, *second = &other->found->entry;
+  ORDER(layer)
+  ORDER(position)
+  ORDER(kind)
+  if ((one->distance == 0) != (other->distance == 0)) return one->distance == 0 ? -1 : 1;
+  if (one->distance > 0 && one->tokens != other->tokens) return one->tokens > other->tokens ? -1 : 1;
+  if (one->distance != other->distance) return one->distance < other->distance ? -1 : 1;
+  return first->record > second->record ? -1 : first->record < second->record;
+}
+
+static void gather_view(recovery *on, const qkvi_session *session) {
+  qkvi_view view;
+  uint32_t distance = 0;
+  qkvi_view_init(&view, session);
+  on->view_count = 0;
+  do {
+    const uint64_t owner = qkvi_session_number(view.owner);
+    for (uint64_t i = first_of(on, owner); i < on->found_count && on->found[i].entry.session == owner; i++) {
+      const uint32_t tokens = qkvi_view_tokens(&view, &on->found[i].entry);
+      if (tokens > 0) add_to_view(on, &on->found[i], tokens, distance);
+    }
+    distance++;
+  } while (qkvi_view_up(&view));
+  qkvi_view_deinit(&view);
+  // Own records alone are in order.
+  if (distance > 1 && on->view_count > 0) qsort(on->view, on->view_count, sizeof *on->view, compare_view);
+}
+
+static void tell_view(recovery *on, const qkvi_session *session) {
+  const qkv_storage_restore *restore = on->restore;
+  gather_view(on, session);
+  const qkvi_entry *before = NULL;
+  for (uint64_t i = 0; i < on->view_count; i++) {
+    found_record *found = on->view[i].found;
+    const qkvi_entry *entry = &found->entry;
+    const bool same_place = before != NULL && before->layer == entry->layer && before->position == entry->position &&
+                            before->kind == entry->kind;
+    if (same_place) continue;
+    before = entry;
+    if (on->view[i].tokens > found->tokens) found->tokens = on->view[i].tokens;
+    if (restore == NULL || restore->record == NULL) continue;
+    qkv_record_info info = qkvi_entry_info(entry);
+    info.meta.session = qkvi_session_number(session);
+    info.meta.tokens = on->view[i].tokens;
+    info.meta.codec = found->codec;
+    info.meta.calibration = found->calibration;
+    memcpy(info.meta.hash, found->hash, sizeof found->hash);
+    restore->record(restore->context, &info);
+  }
+}
+
+static void index_records(recovery *on) {
+  qkv_storage *storage = on->storage;
+  for (uint64_t i = 0; i < on->found_count; i++) {
+    qkvi_entry *entry = &on->found[i].entry;
+    entry->tokens = on->found[i].tokens;
+    if (entry->tokens == 0) continue;
+    qkvi_index_add(storage->index, entry);
+    qkvi_segment_live(storage, storage->segments[entry->segment], (int64_t)entry->extent, 1);
+    storage->stats.recovered_records++;
+    storage->stats.recovered_bytes += entry->raw_bytes;
+  }
+}
+
+static void settle_records(recovery *on) {
+  const qkvi_session **live = NULL;
+  sift_records(on);
+  const size_t count = qkvi_sessions_live(on->sessions, &live);
+  for (size_t i = 0; i < count; i++) tell_view(on, live[i]);
+  free((void *)live);
+  index_records(on);
 }
 
 static int compare_numbers(const void *a, const void *b) {
@@ -499,6 +617,9 @@ static int compare_numbers(const void *a, const void *b) {
 static qkv_status read_segments(recovery *on, qkv_error *error) {
   // In ascending order, so that slots are: the older segment has the smaller one.
   if (on->numbers_count > 0) qsort(on->numbers, on->numbers_count, sizeof *on->numbers, compare_numbers);
+  if (on->numbers_count > QKVI_SEGMENTS_MAX)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "there are %" PRIu64 " segments, at most %" PRIu32,
+                    on->numbers_count, QKVI_SEGMENTS_MAX);
   for (uint64_t i = 0; i < on->numbers_count; i++) QKV_TRY(read_segment(on, on->numbers[i], error));
   return QKV_OK;
 }
@@ -512,9 +633,9 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   QKV_TRY(note_entries(on, &report, error));
   // What was wrong on the way may be right in the medium, and much hangs on it: once more.
   if (report.bad > 0) QKV_TRY(note_entries(on, &report, error));
-  if (report.bad > 0) {
+  storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
+  if (report.bad > 0 || storage->stats.sessions_given_up > 0) {
     storage->stats.bad_entries = report.bad;
-    storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
     qkv_log(QKV_LOG_ERROR, "the journal has lost entries that were durable; sessions that they may concern are gone",
             "{s:I, s:I}", "bad", (json_int_t)report.bad, "sessions", (json_int_t)storage->stats.sessions_given_up);
   }
@@ -549,6 +670,7 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
   } else {
     if (storage->store == 0 && getrandom(&storage->store, sizeof storage->store, 0) != sizeof storage->store) abort();
     storage->store |= 1;  // never 0
+    on.sessions = qkvi_sessions_create();
     status = write_journal(&on, NULL, error);
   }
   for (uint32_t i = 0; status == QKV_OK && i < storage->segments_room; i++) {
@@ -556,7 +678,13 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
   }
   storage->stats.recovery_read_bytes = on.read_bytes;
   storage->stats.recovery_s = now_s() - begin;
+  if (status == QKV_OK) {
+    storage->sessions = on.sessions;
+    on.sessions = NULL;
+    qkvi_sessions_run(storage->sessions, qkvi_sweep, storage);
+  }
   qkvi_sessions_destroy(&on.sessions);
+  free(on.view);
   free(on.window.bytes);
   free(on.refused);
   free(on.numbers);

@@ -37,6 +37,7 @@ static void take_place(qkv_storage *storage) {
   qkv_io_close(storage->io, journal->file);
   journal->file = on->file;
   journal->bytes = on->bytes;
+  journal->forks = journal->forks_next;
   journal->durable = sequence_of(journal, on->count);
   journal->epoch++;
   journal->rewrite_at = qkvi_journal_rewrite_at(journal, journal->bytes);
@@ -93,7 +94,8 @@ static void go_on(qkv_storage *storage) {
   }
   int error = on->walk.left == 0 && on->walk.next == journal->durable + 1 ? 0 : EIO;
   if (error == 0 && on->copying) {
-    qkvi_journal_header_make(on->piece, storage->store, journal->epoch + 1, sequence_of(journal, on->count));
+    qkvi_journal_header_make(on->piece, storage->store, journal->epoch + 1, sequence_of(journal, on->count),
+                             journal->forks_next);
     submit(storage, QKV_IO_WRITE, on->file, 0, 2 * sizeof(qkvi_journal_header));
     return;
   }
@@ -119,7 +121,7 @@ static uint64_t sift(qkv_storage *storage, uint64_t size) {
     uint8_t *block = on->piece + at;
     if (!qkvi_journal_walk_block(&on->walk, block)) return UINT64_MAX;
     const qkv_journal_entry *entry = &on->walk.entry;
-    if (on->walk.first && !on->copying) qkvi_sessions_note(on->sessions, entry);
+    if (on->walk.first && !on->copying) (void)qkvi_sessions_note(on->sessions, entry);
     if (!on->copying) continue;
     if (on->walk.first) on->keeping = qkvi_sessions_keep(on->sessions, entry);
     if (!on->keeping) continue;

@@ -237,7 +237,7 @@ static bool within_budget(const qkv_storage *storage) {
 
 static void prepare_segment(qkv_storage *storage) {
   if (storage->preparing) return;
-  if (!within_budget(storage)) {
+  if (!within_budget(storage) || storage->segments_count == QKVI_SEGMENTS_MAX) {
     prepare_failed(storage, ENOSPC);
     return;
   }

@@ -1,4 +1,5 @@
-// Who is alive, by the entries of the journal in their order.
+#include "storage/sessions.h"
+
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,123 +10,500 @@
 #include <uthash.h>
 
 typedef struct session_cut {
-  qkv_journal_entry entry;
-  struct session_cut *next;
+  uint64_t time, sequence;
+  uint64_t position, watermark;
+  uint32_t layer;
+  struct session_cut *earlier;
 } session_cut;
 
-typedef struct known_session {
-  uint64_t session, opened, noted;  // sequences of SESSION_OPEN and of the last SESSION_NOTE
-  bool dead;
-  session_cut *cuts;
+struct qkvi_session {
+  uint64_t session;
+  uint64_t time;            // when it was opened, by the table's clock
+  uint64_t opened, noted;   // sequences of the entry that opened it and of the last SESSION_NOTE
+  bool dead;                // a ghost, if it has heirs
+  bool dropped;             // dead without an entry that says so
+  bool lost;                // a fork without its parent
+  bool failed;              // the entry that opens it is not in the journal
+  uint32_t depth;           // forks on the way from a session that is none
+  uint32_t layers;          // of a fork
+  uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
+  uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
+  uint64_t *reach;          // how far its view and those of its heirs go into the parent's own records
+  qkvi_session *parent;
+  qkvi_session *heirs;          // the newest first
+  qkvi_session *newer, *older;  // among the parent's heirs
+  session_cut *cuts;            // the newest first
   UT_hash_handle hh;
-} known_session;
+};
 
 struct qkvi_sessions {
-  known_session *known;
+  qkvi_session *known;  // in the order of their opening
+  uint64_t clock;
+  qkvi_sweep_fn *sweep;  // NULL: scanning
+  void *context;
 };
 
 qkvi_sessions *qkvi_sessions_create(void) {
   return qkvi_checked(calloc(1, sizeof(qkvi_sessions)));
 }
 
-static void drop_cuts(known_session *session) {
+static void free_session(qkvi_session *session) {
   while (session->cuts != NULL) {
-    session_cut *next = session->cuts->next;
+    session_cut *earlier = session->cuts->earlier;
     free(session->cuts);
-    session->cuts = next;
+    session->cuts = earlier;
   }
+  free(session->limits);
+  free(session->parent_limits);
+  free(session->reach);
+  free(session);
 }
 
 void qkvi_sessions_destroy(qkvi_sessions **sessions) {
   if (*sessions == NULL) return;
-  known_session *session = (*sessions)->known;
+  qkvi_session *session = (*sessions)->known;
   HASH_CLEAR(hh, (*sessions)->known);
   while (session != NULL) {
-    known_session *next = session->hh.next;
-    drop_cuts(session);
-    free(session);
+    qkvi_session *next = session->hh.next;
+    free_session(session);
     session = next;
   }
   free(*sessions);
   *sessions = NULL;
 }
 
-static known_session *find(const qkvi_sessions *sessions, uint64_t number) {
-  known_session *found = NULL;
+static qkvi_session *find(const qkvi_sessions *sessions, uint64_t number) {
+  qkvi_session *found = NULL;
   HASH_FIND(hh, sessions->known, &number, sizeof number, found);
   return found;
 }
 
-void qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
-  known_session *session = find(sessions, entry->session);
-  if (entry->kind == QKV_JOURNAL_SESSION_OPEN && session == NULL) {
-    session = qkvi_checked(calloc(1, sizeof *session));
-    session->session = entry->session;
-    session->opened = entry->sequence;
-    HASH_ADD(hh, sessions->known, session, sizeof session->session, session);
+// ---- The tree ----
+
+static qkvi_session *add(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  qkvi_session *session = qkvi_checked(calloc(1, sizeof *session));
+  session->session = entry->session;
+  session->opened = entry->sequence;
+  session->time = ++sessions->clock;
+  HASH_ADD(hh, sessions->known, session, sizeof session->session, session);
+  return session;
+}
+
+static void link_heir(qkvi_session *parent, qkvi_session *heir) {
+  heir->parent = parent;
+  heir->depth = parent->depth + 1;
+  heir->older = parent->heirs;
+  if (heir->older != NULL) heir->older->newer = heir;
+  parent->heirs = heir;
+}
+
+static void unlink_heir(qkvi_session *heir) {
+  if (heir->parent == NULL) return;
+  if (heir->newer != NULL) {
+    heir->newer->older = heir->older;
+  } else {
+    heir->parent->heirs = heir->older;
   }
-  if (session == NULL) return;
-  if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) session->dead = true;
-  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) session->noted = entry->sequence;
-  if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) {
-    session_cut *cut = qkvi_checked(malloc(sizeof *cut));
-    *cut = (session_cut){.entry = *entry, .next = session->cuts};
-    cut->entry.payload = NULL;
-    session->cuts = cut;
+  if (heir->older != NULL) heir->older->newer = heir->newer;
+}
+
+static void bury(qkvi_sessions *sessions, qkvi_session *session) {
+  assert(session->heirs == NULL);
+  unlink_heir(session);
+  HASH_DEL(sessions->known, session);  // NOLINT(clang-analyzer-core.NullDereference): it is linked
+  free_session(session);
+}
+
+static uint64_t *copy_limits(const uint64_t *limits, uint32_t layers) {
+  uint64_t *copy = qkvi_checked(calloc(layers, sizeof *copy));
+  memcpy(copy, limits, layers * sizeof *copy);
+  return copy;
+}
+
+static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  qkvi_session *parent = find(sessions, entry->parent);
+  qkv_status status = QKV_OK;
+  if (parent == NULL || parent->dead) {
+    status = QKV_FAILED_PRECONDITION;
+  } else if (parent->depth >= QKV_FORK_DEPTH_MAX) {
+    status = QKV_RESOURCE_EXHAUSTED;
+  }
+  if (status != QKV_OK && sessions->sweep != NULL) return status;
+  qkvi_session *heir = add(sessions, entry);
+  heir->lost = status != QKV_OK;
+  if (heir->lost) return status;
+  link_heir(parent, heir);
+  if (entry->positions == NULL) return QKV_OK;
+  heir->layers = entry->layers;
+  heir->limits = copy_limits(entry->positions, entry->layers);
+  heir->reach = copy_limits(entry->positions, entry->layers);
+  if (parent->limits == NULL) return QKV_OK;
+  // A layer that the parent does not inherit has the limit 0.
+  heir->parent_limits = qkvi_checked(calloc(heir->layers, sizeof *heir->parent_limits));
+  const uint32_t both = heir->layers < parent->layers ? heir->layers : parent->layers;
+  memcpy(heir->parent_limits, parent->limits, both * sizeof *heir->parent_limits);
+  return QKV_OK;
+}
+
+// ---- Tokens ----
+
+static uint32_t clip(const qkvi_entry *entry, uint32_t tokens, uint64_t limit) {
+  if (entry->position >= limit) return 0;
+  const uint64_t left = limit - entry->position;
+  return left < tokens ? (uint32_t)left : tokens;
+}
+
+// Of an own record: what a fork at `time` sees of it, or with UINT64_MAX the session itself.
+static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, uint64_t time) {
+  uint32_t tokens = entry->tokens;
+  for (const session_cut *cut = owner->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
+    if (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer) continue;
+    // It was there and is cut, or it came behind the cut when the fork was on its own.
+    if ((cut->time < time) == (entry->record < cut->watermark)) tokens = clip(entry, tokens, cut->position);
+  }
+  return tokens;
+}
+
+// ---- Cuts ----
+
+// Whether a cut does at its own time all that another one does.
+static bool covers(const session_cut *cut, const session_cut *other) {
+  return (cut->layer == QKV_LAYER_ALL || cut->layer == other->layer) && cut->position <= other->position;
+}
+
+// Whether a view needs a cut. A later one that covers it does all for forks behind that one, an earlier one for forks
+// before that one. `alone`: for the session itself, too, whose view is that of a fork yet to come.
+static bool needs_cut(const qkvi_session *session, const session_cut *cut, bool alone) {
+  uint64_t earlier = 0, later = UINT64_MAX;
+  for (const session_cut *other = session->cuts; other != NULL; other = other->earlier) {
+    if (other == cut || !covers(other, cut)) continue;
+    if (other->time < cut->time) {
+      earlier = other->time;
+      break;
+    }
+    later = other->time;
+  }
+  if (alone && later == UINT64_MAX) return true;
+  const qkvi_session *heir = session->heirs;
+  while (heir != NULL && heir->time > later) heir = heir->older;
+  return heir != NULL && heir->time > earlier;
+}
+
+static void forget_cuts(qkvi_session *session) {
+  session_cut **at = &session->cuts;
+  session_cut *unneeded = NULL;
+  // Judged by all of them, also by those that go.
+  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) {
+    if (!needs_cut(session, cut, false)) cut->sequence = UINT64_MAX;
+  }
+  while (*at != NULL) {
+    if ((*at)->sequence != UINT64_MAX) {
+      at = &(*at)->earlier;
+      continue;
+    }
+    unneeded = *at;
+    *at = unneeded->earlier;
+    free(unneeded);
   }
 }
 
-uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence) {
-  uint64_t given_up = 0;
-  known_session *session, *next;
-  HASH_ITER(hh, sessions->known, session, next) {
-    if (session->dead || session->opened >= sequence) continue;
-    session->dead = true;
-    given_up++;
+static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_journal_entry *entry) {
+  session_cut *cut = qkvi_checked(malloc(sizeof *cut));
+  *cut = (session_cut){.time = ++sessions->clock,
+                       .sequence = entry->sequence,
+                       .position = entry->position,
+                       .watermark = entry->watermark,
+                       .layer = entry->layer,
+                       .earlier = session->cuts};
+  session->cuts = cut;
+  for (uint32_t layer = 0; layer < session->layers; layer++) {
+    if (entry->layer != QKV_LAYER_ALL && entry->layer != layer) continue;
+    if (session->limits[layer] > entry->position) session->limits[layer] = entry->position;
   }
-  return given_up;
 }
 
-void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session) {
-  known_session *found = find(sessions, session);
-  if (found != NULL) found->dead = true;
+// ---- Who loses what ----
+
+// It only ever shrinks: a fork takes no more than the session itself has.
+static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
+  const uint64_t most = session->reach[layer];
+  uint64_t reach = session->dead ? 0 : session->limits[layer];
+  for (const qkvi_session *heir = session->heirs; heir != NULL && reach < most; heir = heir->older) {
+    if (layer >= heir->layers) continue;
+    const uint64_t limit = heir->parent_limits[layer], own = heir->reach[layer];
+    const uint64_t both = limit < own ? limit : own;
+    if (both > reach) reach = both;
+  }
+  return reach < most ? reach : most;
 }
 
-// Whether a later cut does all that this one does.
-static bool outdone(const known_session *session, const qkv_journal_entry *entry) {
-  for (const session_cut *cut = session->cuts; cut != NULL; cut = cut->next) {
-    const qkv_journal_entry *later = &cut->entry;
-    if (later->sequence <= entry->sequence) return false;
-    if ((later->layer == QKV_LAYER_ALL || later->layer == entry->layer) && later->position <= entry->position)
-      return true;
+// Whether another heir, with the same cuts of the parent before and behind its fork, goes as far.
+static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach) {
+  uint64_t after = 0, before = UINT64_MAX;
+  for (const session_cut *cut = heir->parent->cuts; cut != NULL && after == 0; cut = cut->earlier) {
+    if (cut->time > heir->time) before = cut->time;
+    if (cut->time < heir->time) after = cut->time;
+  }
+  for (const qkvi_session *other = heir->parent->heirs; other != NULL && other->time > after; other = other->older) {
+    if (other != heir && other->time < before && layer < other->layers && other->reach[layer] >= reach) return true;
   }
   return false;
 }
 
+// Reckons anew how far a session and its heirs reach; true: no sibling reaches what they have lost.
+static bool shrink(qkvi_session *session) {
+  bool lost = false;
+  for (uint32_t layer = 0; layer < session->layers; layer++) {
+    const uint64_t before = session->reach[layer];
+    session->reach[layer] = reach_of(session, layer);
+    if (session->reach[layer] < before && !lost) lost = !is_reached(session, layer, before);
+  }
+  return lost;
+}
+
+static void bury_all(qkvi_sessions *sessions, qkvi_session *session) {
+  while (session != NULL && session->dead && session->heirs == NULL) {
+    qkvi_session *parent = session->parent;
+    bury(sessions, session);
+    session = parent;
+  }
+}
+
+// A session was closed or cut: its own records, then those of its ancestors as far as that matters to them.
+static void settle(qkvi_sessions *sessions, qkvi_session *session) {
+  if (sessions->sweep == NULL) {
+    bury_all(sessions, session);
+    return;
+  }
+  for (bool lost = true; session != NULL;) {
+    if (lost) sessions->sweep(sessions->context, session);
+    forget_cuts(session);
+    qkvi_session *parent = session->parent;
+    lost = parent != NULL && shrink(session) && (parent->dead || parent->cuts != NULL);
+    const bool gone = session->dead && session->heirs == NULL;
+    if (gone) bury(sessions, session);
+    if (!lost && !gone) return;
+    session = parent;
+  }
+}
+
+qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  qkvi_session *session = find(sessions, entry->session);
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK) {
+    if (session != NULL) return entry->kind == QKV_JOURNAL_SESSION_OPEN ? QKV_OK : QKV_FAILED_PRECONDITION;
+    if (entry->kind == QKV_JOURNAL_SESSION_FORK) return add_fork(sessions, entry);
+    (void)add(sessions, entry);
+    return QKV_OK;
+  }
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE && session != NULL) session->noted = entry->sequence;
+  if (entry->kind != QKV_JOURNAL_SESSION_CLOSE && entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return QKV_OK;
+  const bool stranger = session == NULL;  // records may have been put for it nevertheless
+  if (stranger && sessions->sweep == NULL) return QKV_OK;
+  if (stranger) session = add(sessions, entry);
+  if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) session->dead = true;
+  if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) add_cut(sessions, session, entry);
+  settle(sessions, session);
+  if (stranger && entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) bury(sessions, session);
+  return QKV_OK;
+}
+
+// ---- Scanning ----
+
+// All sessions in the order of their opening, parents first. The caller frees it.
+static qkvi_session **list_all(const qkvi_sessions *sessions, size_t *count) {
+  qkvi_session **list = qkvi_checked(malloc((HASH_COUNT(sessions->known) + 1) * sizeof(qkvi_session *)));
+  *count = 0;
+  for (qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) list[(*count)++] = at;
+  return list;
+}
+
+uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence) {
+  size_t count, lost = 0;
+  uint64_t given_up = 0;
+  qkvi_session **list = list_all(sessions, &count);
+  for (size_t i = 0; i < count; i++) {
+    qkvi_session *session = list[i];
+    session->lost = session->lost || session->opened < sequence || (session->parent != NULL && session->parent->lost);
+    if (!session->lost) continue;
+    given_up += session->dead ? 0 : 1;
+    list[lost++] = session;
+  }
+  while (lost-- > 0) {
+    qkvi_session *parent = list[lost]->parent;
+    bury(sessions, list[lost]);
+    if (parent != NULL && !parent->lost) bury_all(sessions, parent);
+  }
+  free((void *)list);
+  return given_up;
+}
+
+void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session) {
+  qkvi_session *found = find(sessions, session);
+  if (found == NULL || found->dead) return;
+  found->dead = found->dropped = true;
+  settle(sessions, found);
+}
+
+void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *context, uint64_t session),
+                           void *context) {
+  for (const qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) {
+    if (at->dropped) each(context, at->session);
+  }
+}
+
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   if (entry->kind < QKV_JOURNAL_SESSION_OPEN) return true;
-  const known_session *session = find(sessions, entry->session);
-  if (session == NULL || session->dead) return false;
-  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return entry->sequence == session->noted;
-  return entry->kind != QKV_JOURNAL_SESSION_TRUNCATE || !outdone(session, entry);
+  const qkvi_session *session = find(sessions, entry->session);
+  if (session == NULL) return false;
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == session->noted;
+  if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return true;
+  const session_cut *cut = session->cuts;
+  while (cut != NULL && cut->sequence != entry->sequence) cut = cut->earlier;
+  return cut != NULL && needs_cut(session, cut, !session->dead);
 }
 
-uint32_t qkvi_cut_tokens(const qkv_journal_entry *cut, const qkvi_entry *entry) {
-  if (entry->record >= cut->watermark || (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer)) {
-    return entry->tokens;
-  }
-  if (entry->position >= cut->position) return 0;
-  const uint64_t left = cut->position - entry->position;
-  return left < entry->tokens ? (uint32_t)left : entry->tokens;
+bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
+  const qkvi_session *found = find(sessions, session);
+  return found != NULL && !found->dead;
 }
 
-uint32_t qkvi_sessions_tokens(const qkvi_sessions *sessions, const qkvi_entry *entry) {
-  const known_session *found = find(sessions, entry->session);
-  if (found == NULL || found->dead) return 0;
-  uint32_t tokens = entry->tokens;
-  for (const session_cut *cut = found->cuts; cut != NULL; cut = cut->next) {
-    const uint32_t left = qkvi_cut_tokens(&cut->entry, entry);
-    if (left < tokens) tokens = left;
+bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session) {
+  return find(sessions, session) != NULL;
+}
+
+static int compare_numbers(const void *a, const void *b) {
+  const qkvi_session *first = *(qkvi_session *const *)a, *second = *(qkvi_session *const *)b;
+  return first->session < second->session ? -1 : first->session > second->session;
+}
+
+size_t qkvi_sessions_live(const qkvi_sessions *sessions, const qkvi_session ***live) {
+  size_t count, alive = 0;
+  qkvi_session **list = list_all(sessions, &count);
+  for (size_t i = 0; i < count; i++) {
+    if (!list[i]->dead) list[alive++] = list[i];
   }
+  if (alive > 0) qsort((void *)list, alive, sizeof *list, compare_numbers);
+  *live = (const qkvi_session **)list;
+  return alive;
+}
+
+uint64_t qkvi_session_number(const qkvi_session *session) {
+  return session->session;
+}
+
+// ---- One view ----
+
+void qkvi_view_init(qkvi_view *view, const qkvi_session *session) {
+  *view = (qkvi_view){.owner = session};
+}
+
+void qkvi_view_deinit(qkvi_view *view) {
+  free(view->limits);
+  view->limits = NULL;
+}
+
+bool qkvi_view_up(qkvi_view *view) {
+  const qkvi_session *heir = view->owner;
+  if (heir->parent == NULL || heir->limits == NULL) return false;
+  if (view->from == NULL) {
+    view->layers = heir->layers;
+    view->limits = copy_limits(heir->limits, heir->layers);
+  } else {
+    // Through the last heir: what this one had when that one was forked.
+    for (uint32_t layer = 0; layer < view->layers; layer++) {
+      const uint64_t limit = layer < view->from->layers ? view->from->parent_limits[layer] : 0;
+      if (limit < view->limits[layer]) view->limits[layer] = limit;
+    }
+  }
+  view->from = heir;
+  view->owner = heir->parent;
+  return true;
+}
+
+uint32_t qkvi_view_tokens(const qkvi_view *view, const qkvi_entry *entry) {
+  if (view->from == NULL) return tokens_at(view->owner, entry, UINT64_MAX);
+  if (entry->layer >= view->layers) return 0;
+  return clip(entry, tokens_at(view->owner, entry, view->from->time), view->limits[entry->layer]);
+}
+
+// ---- Running ----
+
+void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *context) {
+  size_t count;
+  qkvi_session **list = list_all(sessions, &count);
+  while (count-- > 0) {  // heirs first
+    qkvi_session *session = list[count];
+    for (uint32_t layer = 0; layer < session->layers; layer++) session->reach[layer] = reach_of(session, layer);
+    forget_cuts(session);
+  }
+  free((void *)list);
+  sessions->sweep = sweep;
+  sessions->context = context;
+}
+
+void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session) {
+  qkvi_session *found = find(sessions, session);
+  if (found != NULL) found->failed = true;
+}
+
+bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session) {
+  const qkvi_session *found = find(sessions, session);
+  return found != NULL && found->failed;
+}
+
+// The heirs in groups: `count` of them, and `layers` of the fork that has most. Arrays may be NULL.
+static void group_heirs(qkvi_needs *needs) {
+  const session_cut *cut = needs->owner->cuts;
+  bool fresh = true;
+  size_t count = 0;
+  for (const qkvi_session *heir = needs->owner->heirs; heir != NULL; heir = heir->older) {
+    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) fresh = true;
+    count += fresh ? 1 : 0;
+    fresh = false;
+    if (needs->times == NULL) {
+      if (heir->layers > needs->layers) needs->layers = heir->layers;
+      continue;
+    }
+    uint64_t *reach = needs->reach + (count - 1) * needs->layers;
+    needs->times[count - 1] = heir->time;
+    for (uint32_t layer = 0; layer < heir->layers; layer++) {
+      if (heir->reach[layer] > reach[layer]) reach[layer] = heir->reach[layer];
+    }
+  }
+  needs->count = count;
+}
+
+void qkvi_needs_init(qkvi_needs *needs, const qkvi_session *owner) {
+  *needs = (qkvi_needs){.owner = owner};
+  if (owner->heirs == NULL) return;
+  group_heirs(needs);
+  needs->times = qkvi_checked(calloc(needs->count, sizeof *needs->times));
+  needs->reach = qkvi_checked(calloc(needs->count * needs->layers + 1, sizeof *needs->reach));
+  group_heirs(needs);
+}
+
+void qkvi_needs_deinit(qkvi_needs *needs) {
+  free(needs->times);
+  free(needs->reach);
+}
+
+uint32_t qkvi_needs_tokens(const qkvi_needs *needs, const qkvi_entry *entry) {
+  uint32_t most = needs->owner->dead ? 0 : tokens_at(needs->owner, entry, UINT64_MAX);
+  for (size_t i = 0; i < needs->count && entry->layer < needs->layers && most < entry->tokens; i++) {
+    const uint64_t reach = needs->reach[i * needs->layers + entry->layer];
+    if (reach <= entry->position) continue;
+    const uint32_t tokens = clip(entry, tokens_at(needs->owner, entry, needs->times[i]), reach);
+    if (tokens > most) most = tokens;
+  }
+  return most;
+}
+
+uint32_t qkvi_sessions_needed(const qkvi_sessions *sessions, const qkvi_entry *entry) {
+  const qkvi_session *owner = find(sessions, entry->session);
+  if (owner == NULL || !owner->dead) return entry->tokens;
+  qkvi_needs needs;
+  qkvi_needs_init(&needs, owner);
+  const uint32_t tokens = qkvi_needs_tokens(&needs, entry);
+  qkvi_needs_deinit(&needs);
   return tokens;
 }

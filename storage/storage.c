@@ -157,9 +157,9 @@ static qkv_status check_config(const qkv_storage_config *config, qkv_error *erro
   if (config->directory == NULL || config->directory[0] == '\0') {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the storage has no directory");
   }
-  if (segment % QKV_STORAGE_BLOCK != 0 || segment < UINT64_C(1) << 20 || segment > UINT64_C(1) << 40) {
+  if (segment % QKV_STORAGE_BLOCK != 0 || segment < UINT64_C(1) << 20 || segment > QKV_SEGMENT_BYTES_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                    "storage segment bytes are %" PRIu64 ", allowed are multiples of 4096 from 1 MiB to 1 TiB",
+                    "storage segment bytes are %" PRIu64 ", allowed are multiples of 4096 from 1 MiB to 64 GiB",
                     segment);
   }
   if (config->bytes_max != 0 && config->bytes_max / 4 < segment) {
@@ -282,6 +282,7 @@ void qkvi_storage_destroy(qkv_storage **storage) {
   munmap(old->region, (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS);
   qkvi_poison_clear(old);
   qkvi_index_destroy(&old->index);
+  qkvi_sessions_destroy(&old->sessions);
   pthread_mutex_destroy(&old->lock);
   if (old->lock_file >= 0) close(old->lock_file);
   free((void *)old->segments);
@@ -295,7 +296,9 @@ static qkv_status open_all(qkv_storage *storage, const qkv_storage_restore *rest
   const qkv_io_config io = {.directory = config->directory, .driver = config->io, .depth = config->depth};
   QKV_TRY(qkv_io_create(&storage->loop, &io, &storage->io, error));
   if (config->encoders > 0)
-    QKV_TRY(qkv_pool_create_nice(config->encoders, 1024, ENCODERS_NICE, &storage->encoders, error));
+    QKV_TRY(qkv_pool_create_with(
+        &(qkv_pool_config){.threads = config->encoders, .queue_max = 1024, .nice = ENCODERS_NICE, .on_demand = true},
+        &storage->encoders, error));
   QKV_TRY(qkvi_storage_open_over(storage, restore, error));
   const int code = pthread_create(&storage->thread, NULL, thread_main, storage);
   if (code != 0) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "the storage thread: %s", strerror(code));

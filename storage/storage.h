@@ -20,8 +20,9 @@
 //   newer than what takes its place: see qkv_storage_restore.
 //
 // Who may call: every function from any thread; callbacks run on the storage thread, must not block, and may call
-// anything here but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 72
-// bytes a record + what reads have under way. Everything is bounded; what is full refuses.
+// anything here but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 88
+// bytes a record + 170 bytes a session and 24 a layer of each fork + what reads have under way. Everything is
+// bounded; what is full refuses.
 #ifndef QKV_STORAGE_STORAGE_H
 #define QKV_STORAGE_STORAGE_H
 
@@ -39,7 +40,7 @@ typedef struct qkv_storage_config {
   const char *directory;         // made where it is missing; its parent exists
   const char *io;                // "auto", "uring", "pread"
   uint64_t bytes_max;            // budget of all segments on the disk; 0: the disk's end
-  uint64_t segment_bytes;        // of one file, a multiple of 4096, at least 1 MiB
+  uint64_t segment_bytes;        // of one file, a multiple of 4096, 1 MiB to 64 GiB
   uint64_t dirty_bytes_max;      // payloads that wait to be written
   uint64_t compact_bytes_per_s;  // rate of background compaction; 0: only when asked for
   double compact_below;          // share of live bytes under which a sealed segment is compacted
@@ -58,20 +59,24 @@ void qkv_storage_config_init(qkv_storage_config *config);
 // A record as it is told of. `tokens` of the meta is how many count: fewer than were put where a truncation cut it.
 typedef struct qkv_record_info {
   uint64_t record;
-  qkv_record_meta meta;
-  uint64_t bytes;         // of the payload as it was put
-  uint64_t stored_bytes;  // of the payload on the disk
+  qkv_record_meta meta;  // of qkv_storage_find without codec, calibration and hash, which are zero there
+  uint64_t bytes;        // of the payload as it was put
+  uint64_t extent;       // bytes that the record takes on the disk, a multiple of 4096
 } qkv_record_info;
 
 // Called during open, on the caller's thread. First all entries in their order, those of closed sessions and of
 // sessions that are given up left out, and what later entries outdo; false from entry() drops the entry for good,
-// with a SESSION_OPEN its session. Then the records of the sessions that are left, by session, layer, position, kind;
-// of several with the same four, the one with the highest number; none that a truncation cut. Then once more the
-// entries that are kept, in their order: false from keep() drops one, of the kinds MODEL and CALIBRATION, which
-// nobody needs any more. Any may be NULL: everything is kept. keep() is not asked where segments were not read.
+// with a SESSION_OPEN or SESSION_FORK its session, but never a SESSION_TRUNCATE. The parent of a SESSION_FORK may be
+// a session that was not told of. Then each session's view (qkv_storage_session_fork), by session, layer, position,
+// kind: meta.session is the session whose view it is, so an inherited record is told of once for each session that
+// has it. Of several with the same four, the session's own with the highest number; without an own one, of those with
+// most tokens that of the nearest ancestor with the highest number. Then once more the entries that are kept, in
+// their order: false from keep() drops one, of the kinds MODEL and CALIBRATION, which nobody needs any more. Any may
+// be NULL: everything is kept. keep() is not asked where segments were not read.
 //
-// Where stats.unread_segments is not 0 afterwards, every session may have more records than were told, which the next
-// opening finds. Before anything is put beside what was told of a session, truncate its layers to where they end.
+// Where stats.unread_segments is not 0 afterwards, every session may have more records than were told, its own and
+// inherited ones, which the next opening finds. Before anything is put for a session, or it is forked, truncate its
+// layers to where they end. Each session needs that for itself: a truncation of a parent leaves heirs what they have.
 typedef struct qkv_storage_restore {
   void *context;
   bool (*entry)(void *context, const qkv_journal_entry *entry);
@@ -105,11 +110,34 @@ qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint
 // which then is not NULL.
 qkv_status qkv_storage_journal_long(qkv_storage *storage, const qkv_journal_entry *entry, qkv_storage_done_fn *done,
                                     void *context, qkv_error *error);
-// Records of the session are unreadable for whatever is submitted later; done(): for ever.
+// Opens session `child` (of qkv_storage_session_number) with the caller's bytes, as a SESSION_OPEN does, as a fork of
+// `parent`: in each of `layers` layers it has what the parent has below positions[layer], and nothing in other
+// layers. A position is at most the parent's length in that layer: behind it the child would have rows that the
+// parent gets later. All is copied. Takes time and memory for its layers alone, however many records there are.
+//
+// The child's view of a record of the parent
+// - It has the tokens below positions[layer] that the truncations of the parent before the fork have left.
+// - Records that the parent puts later, below these positions, are the child's, too, until a truncation of the parent
+//   parts them: of what is put behind that, the child has only what lies below the cut. What the child still needs
+//   and was not put before, is then to be put for the child.
+// - What the parent has inherited itself the child has in the same way.
+// - Truncations of the child concern its view alone. What they take of the inherited never comes back.
+// - An own record of the child wins over an inherited one with the same layer, position and kind.
+//
+// A record lives as long as the view of any session that is not closed has it: closing or cutting a session leaves
+// its heirs what they have, also of records that are still being written.
+//
+// done() as for qkv_storage_journal, and FAILED_PRECONDITION: `parent` is not open, or `child` is;
+// RESOURCE_EXHAUSTED: `parent` is QKV_FORK_DEPTH_MAX forks away from a session that is none; INTERNAL also where an
+// entry that the fork builds on could not be written. INVALID_ARGUMENT: layers, bytes.
+qkv_status qkv_storage_session_fork(qkv_storage *storage, uint64_t child, uint64_t parent, const uint64_t *positions,
+                                    uint32_t layers, const void *payload, uint64_t bytes, qkv_storage_done_fn *done,
+                                    void *context, qkv_error *error);
+// Records that no other session's view has are unreadable for whatever is submitted later; done(): for ever.
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
-// Records of `layer` (or QKV_LAYER_ALL) that were put before and begin at or beyond `position` are unreadable for
-// whatever is submitted later; done(): for ever. One that begins before it and ends behind it stays, restore tells
-// its tokens below.
+// The session loses what it has of `layer` (or QKV_LAYER_ALL) at and beyond `position`: records that begin there and
+// that no other session's view has are unreadable for whatever is submitted later; done(): for ever. Of one that
+// begins before it and ends behind it restore tells its tokens below.
 void qkv_storage_session_truncate(qkv_storage *storage, uint64_t session, uint32_t layer, uint64_t position,
                                   qkv_storage_done_fn *done, void *context);
 
@@ -123,7 +151,8 @@ typedef struct qkv_storage_put_request {
   uint64_t bytes;       // 1 to QKV_RECORD_BYTES_MAX, and it must fit into a segment
   bool hurry;           // make it durable now rather than within sync_ms
   // The payload is free, and with QKV_OK the record can be read. Otherwise nothing was put: RESOURCE_EXHAUSTED (the
-  // disk or the budget is full), INTERNAL (it failed), CANCELLED (session closed or cut, record dropped). Never NULL.
+  // disk or the budget is full), INTERNAL (it failed), CANCELLED (session closed or cut and no heir needs it, record
+  // dropped). Never NULL.
   qkv_storage_put_fn *written;
   // After written(QKV_OK) only, once: the record is durable, or INTERNAL: it may not be. May be NULL.
   qkv_storage_put_fn *durable;
@@ -131,7 +160,8 @@ typedef struct qkv_storage_put_request {
 } qkv_storage_put_request;
 
 // UNAVAILABLE: dirty_bytes_max is reached, try again when qkv_storage_when_ready says so. RESOURCE_EXHAUSTED:
-// bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK.
+// bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK. What
+// is put for a closed session that has heirs is CANCELLED unless one of them needs it.
 qkv_status qkv_storage_put(qkv_storage *storage, const qkv_storage_put_request *request, uint64_t *record,
                            qkv_error *error);
 
@@ -148,32 +178,29 @@ void qkv_storage_when_ready(qkv_storage *storage, qkv_storage_waiter *waiter);
 // done(): every put that was accepted before is durable or has failed.
 void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
 
-// Unreadable for whatever is submitted later, its room free later. Drop what another record replaces once that one is
-// durable. A number that is not there is ignored.
+// Unreadable for whatever is submitted later, its space free later. Drop what another record replaces once that one
+// is durable. A number that is not there is ignored.
 void qkv_storage_drop(qkv_storage *storage, uint64_t record);
 
 // NOT_FOUND, without a text: it is not written yet, or no longer there.
 qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info);
 
-// Reads the payload of a record of `session` into `buffer`, whose `bytes` are qkv_record_info.bytes (asserted against
-// the header: INVALID_ARGUMENT). done(): NOT_FOUND, DATA_LOSS (counted and logged with segment and offset; the bytes
-// of the buffer are undefined then), or QKV_OK.
-void qkv_storage_read(qkv_storage *storage, uint64_t session, uint64_t record, void *buffer, uint64_t bytes,
-                      qkv_storage_done_fn *done, void *context);
+// Reads the payload of a record into `buffer`, whose `bytes` are qkv_record_info.bytes (asserted against the header:
+// INVALID_ARGUMENT). The header must name the session that the record was put for, else it is another record. done():
+// NOT_FOUND, DATA_LOSS (counted and logged with segment and offset; the bytes of the buffer are undefined then), or
+// QKV_OK.
+void qkv_storage_read(qkv_storage *storage, uint64_t record, void *buffer, uint64_t bytes, qkv_storage_done_fn *done,
+                      void *context);
 
 // ---- Reading many, for compute threads ----
 
 typedef struct qkv_storage_batch qkv_storage_batch;
 
-typedef struct qkv_storage_item {
-  uint64_t session, record;
-} qkv_storage_item;
-
-// Starts reading `items` (copied) in their order, up to `ahead_bytes` (at least one item) in front of what has been
-// waited for.
-qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const qkv_storage_item *items, size_t count,
+// Starts reading `records` (`count` numbers, copied) in their order, up to `ahead_bytes` (at least one record) in
+// front of what has been waited for.
+qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const uint64_t *records, size_t count,
                                             uint64_t ahead_bytes);
-// Waits for item `i`, checks it and decodes it into `buffer` on this thread. Each item once, by any thread, best in
+// Waits for record `i`, checks it and decodes it into `buffer` on this thread. Each one once, by any thread, best in
 // order. Statuses as of qkv_storage_read.
 qkv_status qkv_storage_batch_wait(qkv_storage_batch *batch, size_t i, void *buffer, uint64_t bytes, qkv_error *error);
 // No one waits any more. Waits for reads that are under way. Clears *batch.
@@ -181,9 +208,13 @@ void qkv_storage_batch_destroy(qkv_storage_batch **batch);
 
 // ---- Looking after it ----
 
+// What is known of a record takes so much memory at most, where there are many: storage/index.h.
+#define QKV_STORAGE_RECORD_BYTES 32
+
 typedef struct qkv_storage_stats {
   const char *io;              // the driver
   uint64_t records, sessions;  // that can be read; sessions that have any
+  uint64_t index_bytes;        // of memory, for what is known of the records
   uint64_t segments;           // files
   uint64_t disk_bytes;         // of all segments
   uint64_t live_bytes;         // of records that can be read, headers and blocks counted

@@ -1,7 +1,7 @@
 // Wakes a loop from other threads, by an eventfd.
 //
 // uv_async_send does the same, but the loop spins until a sender that has begun has ended (libuv 1.44); senders here
-// may stand back (engine/base/precedence.h) and lose the processor in between.
+// may yield (engine/base/yield.h) and lose the processor in between.
 #ifndef QKV_STORAGE_WAKE_H
 #define QKV_STORAGE_WAKE_H
 

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -16,7 +16,7 @@ Installs the Debian packages that are missing, builds, and runs the tests, stage
 stage that fails. Builds lie in build/<preset>; a second run builds only what has changed.
 
   asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
-  tsan      the tests of server, storage and the engine's threads under ThreadSanitizer
+  tsan      the tests of server, storage, the engine's threads, and some end to end, under ThreadSanitizer
   fuzz      every fuzz target for --fuzz-seconds (15 by default)
   arm       the kernels for 64-bit ARM, cross-compiled and run by qemu
   release   all tests with the release build, and the lint
@@ -28,6 +28,10 @@ Not among them unless asked for:
   transformers
             generate() of three versions of Hugging Face transformers with its cache in a daemon, on tinylm and SmolLM2;
             installs 5 GB with pip, some 10 minutes
+  vllm, lmcache, sglang
+            the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
+
+By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught.
 TEXT
 }
 
@@ -92,7 +96,7 @@ run_asan() {
 
 run_tsan() {
   build tsan
-  say "tests of the tsan build: server, storage and threads"
+  say "tests of the tsan build: server, storage, threads, and the daemon's end to end"
   "${unrandomized[@]}" ctest --preset tsan -j "$at_once"
 }
 
@@ -136,10 +140,15 @@ run_smollm2() {
   tests/regress/quality.py --bin build/release/bin --model "$model"
 }
 
-run_transformers() {
+run_engine() { # name
   build release qkvd
-  client/python/tests/run.sh --engine transformers --bin build/release/bin
+  client/python/tests/run.sh --engine "$1" --bin build/release/bin
 }
+
+run_transformers() { run_engine transformers; }
+run_vllm() { run_engine vllm; }
+run_lmcache() { run_engine lmcache; }
+run_sglang() { run_engine sglang; }
 
 say "packages"
 mapfile -t packages < <(qkv_packages build && qkv_packages test)

@@ -1,4 +1,4 @@
-// qkv-bench attend: attention over coded pages, in this process, beside what limits it and what it replaces.
+// qkv-bench attend: attention over coded pages, in this process, compared with what limits it and what it replaces.
 //
 // In turn, repeat by repeat (unless --alone): the pages' bytes read and nothing else, attention on the codes, and
 // attention on plain fp16 and fp32 rows. Medians of each, so that what else the machine does hits all of them.
@@ -7,7 +7,6 @@
 
 #include "client/bench/bench.h"
 #include "client/bench/plain.h"
-#include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
 
 #define PLAIN_TOKENS_MAX 32768  // beyond, the time is that of so many tokens, times the rest: they fill no cache
@@ -26,6 +25,8 @@ static const qkv_option options[] = {
     {"q-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_heads), "32", 1, 1024, "N",
      "query heads, a multiple of the KV heads"},
     {"q-len", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, q_len), "1", 1, 4096, "N", "query tokens"},
+    {"codec", QKV_OPTION_STRING, offsetof(qkv_bench_settings, codec), "embedded", 0, 0, "NAME",
+     "a codec of the table (docs/codecs.md)"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "4", 0, 8, "BITS",
      "code bits per coordinate of keys, a multiple of 0.125"},
     {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",
@@ -57,21 +58,6 @@ static const qkv_option options[] = {
     {"help", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.help), NULL, 0, 0, NULL, "show this help"},
     {"version", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.version), NULL, 0, 0, NULL, "show the version"},
 };
-
-static int take_mask(const qkv_option_list *names) {
-  uint32_t all = names->count == 0 ? UINT32_MAX : 0, flags;
-  for (size_t i = 0; i < names->count; i++) {
-    if (qkv_cpu_parse(names->items[i], &flags) != QKV_OK) {
-      return qkv_program_failed(
-          "--cpu-mask has %s, allowed are none and lists of avx2, fma, f16c, avx512, "
-          "avx512-vnni, avx512-vbmi, neon and neon-dotprod",
-          names->items[i]);
-    }
-    all |= flags;
-  }
-  qkv_kernels_setup(all);
-  return 0;
-}
 
 typedef struct timings {
   qkv_samples raw, codes, fp16, fp32;  // seconds
@@ -109,15 +95,15 @@ static void report(const qkv_bench_settings *settings, const qkv_bench_pages *pa
                    double plain_factor) {
   const double seconds = median(&t->codes), bytes = (double)pages->bytes;
   const qkv_bench_error error = qkv_bench_measure_error(pages, ERROR_TOKENS_MAX);
-  json_t *shape =
-      json_pack("{s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:b, s:s, s:I}", "bench", "attend",
-                "kernels", qkv_kernels_get()->name, "tokens", (json_int_t)settings->tokens, "sessions",
-                (json_int_t)settings->sessions, "dim", (json_int_t)pages->model.key_dim, "value_dim",
-                (json_int_t)pages->model.value_dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
-                (json_int_t)settings->q_heads, "q_len", (json_int_t)settings->q_len, "bits_k", settings->code_k,
-                "bits_v", settings->code_v > 0 ? settings->code_v : settings->code_k, "low_share",
-                settings->low_share, "threads", (json_int_t)settings->threads, "calibrated", settings->calibrated,
-                "frame", settings->frame, "precision", (json_int_t)settings->precision);
+  json_t *shape = json_pack(
+      "{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:b, s:s, s:I}", "bench", "attend",
+      "codec", settings->codec, "kernels", qkv_kernels_get()->name, "tokens", (json_int_t)settings->tokens,
+      "sessions", (json_int_t)settings->sessions, "dim", (json_int_t)pages->model.key_dim, "value_dim",
+      (json_int_t)pages->model.value_dim, "kv_heads", (json_int_t)settings->kv_heads, "q_heads",
+      (json_int_t)settings->q_heads, "q_len", (json_int_t)settings->q_len, "bits_k", settings->code_k, "bits_v",
+      settings->code_v > 0 ? settings->code_v : settings->code_k, "low_share", settings->low_share, "threads",
+      (json_int_t)settings->threads, "calibrated", settings->calibrated, "frame", settings->frame, "precision",
+      (json_int_t)settings->precision);
   json_t *figures =
       json_pack("{s:f, s:I, s:f, s:f, s:f}", "us", 1e6 * seconds, "code_bytes", (json_int_t)pages->bytes, "gbps",
                 1e-9 * bytes / seconds, "rel_err", error.arithmetic, "code_err", error.code);
@@ -170,7 +156,7 @@ static int run(void *values, const qkv_option_list *arguments) {
   qkv_bench_pages pages;
   qkv_pool *pool = NULL;
   qkv_error error = {0};
-  int status = take_mask(&settings->cpu_mask);
+  int status = qkv_bench_take_mask(settings);
   if (strcmp(settings->huge_pages, "auto") != 0 && strcmp(settings->huge_pages, "off") != 0)
     return qkv_program_misused("--huge-pages is %s, known are auto and off", settings->huge_pages);
   if (status) return status;
@@ -184,9 +170,10 @@ static int run(void *values, const qkv_option_list *arguments) {
   return status;
 }
 
-const qkv_command qkvi_bench_attend = {.name = "attend",
-                                       .arguments = "",
-                                       .summary = "attention on codes, in process, beside reading the same bytes",
-                                       .options = options,
-                                       .option_count = sizeof options / sizeof *options,
-                                       .run = run};
+const qkv_command qkvi_bench_attend = {
+    .name = "attend",
+    .arguments = "",
+    .summary = "attention on codes, in process, compared with reading the same bytes",
+    .options = options,
+    .option_count = sizeof options / sizeof *options,
+    .run = run};

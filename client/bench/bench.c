@@ -7,7 +7,9 @@
 #include <time.h>
 
 #include "client/common/terminal.h"
+#include "engine/base/cpu.h"
 #include "engine/base/tensor.h"
+#include "engine/kernel/kernel.h"
 
 void qkv_samples_add(qkv_samples *samples, double value) {
   if (samples->count == samples->capacity) {
@@ -84,11 +86,27 @@ void qkv_bench_report(const qkv_bench_settings *settings, json_t *result) {
 qkv_client *qkv_bench_connect(const qkv_bench_settings *settings, const char *target) {
   qkv_client *client = NULL;
   qkv_call_error error = {0};
-  qkv_client_options options = {.timeout_ms = settings->program.timeout_ms};
+  qkv_client_options options = {.tenant = settings->program.tenant, .timeout_ms = settings->program.timeout_ms};
   if (qkv_client_connect(target, &options, &client, &error) != 0) qkv_bench_failed("connect", &error);
   return client;
 }
 
 int qkv_bench_failed(const char *what, const qkv_call_error *error) {
   return qkv_program_failed("%s: %s", what, error->text);
+}
+
+int qkv_bench_take_mask(const qkv_bench_settings *settings) {
+  const qkv_option_list *names = &settings->cpu_mask;
+  uint32_t all = names->count == 0 ? UINT32_MAX : 0, flags;
+  for (size_t i = 0; i < names->count; i++) {
+    if (qkv_cpu_parse(names->items[i], &flags) != QKV_OK) {
+      return qkv_program_failed(
+          "--cpu-mask has %s, allowed are none and lists of avx2, fma, f16c, avx512, "
+          "avx512-vnni, avx512-vbmi, neon, neon-dotprod and amx-int8",
+          names->items[i]);
+    }
+    all |= flags;
+  }
+  qkv_kernels_setup(all);
+  return 0;
 }

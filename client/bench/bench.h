@@ -22,6 +22,7 @@ typedef struct qkv_bench_settings {
   int64_t bytes;   // of one message's rows
   int64_t rounds;  // operations a repeat
   bool store;      // append and fetch: the real engine instead of a discard
+  bool coded;      // the same as pages that are coded and decoded by the client
   int64_t tokens, dim, kv_heads, q_heads;
   int64_t bits_k, bits_v;
   int64_t precision;  // as of AttendOptions
@@ -31,6 +32,8 @@ typedef struct qkv_bench_settings {
   qkv_option_list texts, ways;
   int64_t windows, prefill, length;
   double code_k, code_v;       // 0: not given
+  double code_bits;            // of both; 0: not given
+  const char *codec;           // a codec of the table, or "all"; NULL: not given
   const char *frame, *anchor;  // NULL: not given
   const char *dtype;           // of rows before they are coded
   const char *csv;             // a file to write
@@ -47,22 +50,26 @@ typedef struct qkv_bench_settings {
   int64_t q_len, sessions, threads;
   double low_share, low_bits;  // of groups that are at lower bits than the others
   bool calibrated, alone;
-  const char *order;       // "random", "linear"
-  const char *huge_pages;  // "auto", "off"; NULL: auto
-  qkv_option_list cpu_mask;
+  const char *order;         // "random", "linear"
+  const char *huge_pages;    // "auto", "off"; NULL: auto
+  qkv_option_list cpu_mask;  // and encode, decode
   // heap
   const char *allocator;
+  // share
+  int64_t pages;
+  int64_t shared_tokens;  // of every session, by attention
 } qkv_bench_settings;
 
 extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_step, qkvi_bench_attend,
-    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage, qkvi_bench_spill, qkvi_bench_beside,
-    qkvi_bench_heap;
+    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage, qkvi_bench_spill,
+    qkvi_bench_interference, qkvi_bench_heap, qkvi_bench_share, qkvi_bench_share_append;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off
 #define QKV_BENCH_OPTIONS                                                                                        \
   {"target", QKV_OPTION_STRING, offsetof(qkv_bench_settings, program.target), NULL, 0, 0, "ADDRESS",             \
    "unix:PATH or HOST:PORT of a running daemon; without it one is started for the run"},                         \
+  QKV_PROGRAM_TENANT_OPTION(qkv_bench_settings),                                                                 \
   {"timeout", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, program.timeout_ms), "60s", 1, 86400000, "TIME", \
    "how long a call to the daemon may take"},                                                                    \
   {"json", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.json), NULL, 0, 0, NULL,                        \
@@ -96,6 +103,10 @@ void qkv_bench_floats(float *out, size_t count, uint64_t seed);
 
 // Prints one result: as a JSON line (with --json) or as "name value" columns. Takes the reference.
 void qkv_bench_report(const qkv_bench_settings *settings, json_t *result);
+
+// Takes the kernels that --cpu-mask allows. Returns 0, or says on standard error what the list has wrong and returns
+// an exit status.
+int qkv_bench_take_mask(const qkv_bench_settings *settings);
 
 // Connects to `target`, or explains on standard error and returns NULL.
 qkv_client *qkv_bench_connect(const qkv_bench_settings *settings, const char *target);

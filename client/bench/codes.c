@@ -30,6 +30,8 @@ const qkv_option qkvi_bench_codes_options[QKV_BENCH_CODES_OPTIONS] = {
      "of the keys: plain, attend (calibrated) or archive"},
     {"calibrated", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, calibrated), NULL, 0, 0, NULL,
      "dense transforms, learnt from the rows"},
+    {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
+     "what to use of the processor, as of qkvd"},
 };
 static void *room(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -147,7 +149,7 @@ int qkv_bench_codes_init(qkv_bench_codes *codes, const qkv_bench_settings *setti
                                        .dtype = QKV_FP16,
                                        .policy = QKV_POLICY_UNSET},
                              .pages = (size_t)settings->tokens / QKV_PAGE_TOKENS};
-  if (choose_frame(codes, &purpose) != 0) return 1;
+  if (qkv_bench_take_mask(settings) != 0 || choose_frame(codes, &purpose) != 0) return 1;
   if (qkv_model_resolve(&codes->model, &error) != QKV_OK) return failed(&error);
   codes->part_bytes = (size_t)(2 * QKV_PAGE_TOKENS * settings->kv_heads * settings->dim);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {

@@ -14,7 +14,7 @@
 
 enum { ARGUMENTS_MAX = 16 };
 
-// The path of qkvd beside this executable.
+// The path of qkvd in this executable's folder.
 static bool daemon_path(char *path, size_t size) {
   ssize_t length = readlink("/proc/self/exe", path, size - 1);
   if (length <= 0) return false;
@@ -48,7 +48,7 @@ bool qkv_bench_daemon_start(qkv_bench_daemon *daemon, const char *target, const 
   }
   char path[4096];
   if (!daemon_path(path, sizeof path)) {
-    qkv_program_failed("no qkvd lies beside this program; start one and give its address with --target");
+    qkv_program_failed("no qkvd lies in this program's folder; start one and give its address with --target");
     return false;
   }
   snprintf(daemon->directory, sizeof daemon->directory, "/tmp/qkv-bench-XXXXXX");

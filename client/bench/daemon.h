@@ -1,4 +1,4 @@
-// A daemon for one run of a benchmark: the qkvd that lies beside this program, on a unix socket of its own.
+// A daemon for one run of a benchmark: the qkvd in the directory of this program, on a unix socket of its own.
 #ifndef QKV_CLIENT_BENCH_DAEMON_H
 #define QKV_CLIENT_BENCH_DAEMON_H
 

@@ -47,9 +47,10 @@ static int run(void *settings, const qkv_option_list *arguments) {
   return status;
 }
 
-const qkv_command qkvi_bench_decode = {.name = "decode",
-                                       .arguments = "",
-                                       .summary = "pages to rows in fp16, in this process, beside copying them",
-                                       .options = qkvi_bench_codes_options,
-                                       .option_count = QKV_BENCH_CODES_OPTIONS,
-                                       .run = run};
+const qkv_command qkvi_bench_decode = {
+    .name = "decode",
+    .arguments = "",
+    .summary = "pages to rows in fp16, in this process, compared with copying them",
+    .options = qkvi_bench_codes_options,
+    .option_count = QKV_BENCH_CODES_OPTIONS,
+    .run = run};

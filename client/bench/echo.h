@@ -1,5 +1,5 @@
 // The bare gRPC call: what gRPC-core by itself carries, without our proto, our loop or our client, as the second
-// limit beside our figures.
+// limit to compare with.
 //
 // A peer process serves unary calls over a socket of the same kind as the daemon's; one exchange is a request of `up`
 // bytes and a response of `down` bytes, both sent from where they lie, one call in flight. As in the benchmark of the

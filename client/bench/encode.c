@@ -31,9 +31,10 @@ static int run(void *settings, const qkv_option_list *arguments) {
   return status;
 }
 
-const qkv_command qkvi_bench_encode = {.name = "encode",
-                                       .arguments = "",
-                                       .summary = "rows in fp16 to pages, in this process, beside copying them",
-                                       .options = qkvi_bench_codes_options,
-                                       .option_count = QKV_BENCH_CODES_OPTIONS,
-                                       .run = run};
+const qkv_command qkvi_bench_encode = {
+    .name = "encode",
+    .arguments = "",
+    .summary = "rows in fp16 to pages, in this process, compared with copying them",
+    .options = qkvi_bench_codes_options,
+    .option_count = QKV_BENCH_CODES_OPTIONS,
+    .run = run};

@@ -1,12 +1,15 @@
 #include "client/bench/pages.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/cpu.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/codec/calibrate.h"
 #include "engine/codec/hadamard.h"
+#include "engine/kernel/kernel.h"
 
 static void *room(size_t bytes) {
   void *made = malloc(bytes > 0 ? bytes : 1);
@@ -57,7 +60,11 @@ static qkv_status describe(const qkv_bench_settings *settings, qkv_bench_pages *
   if (strcmp(frame, "attend") == 0 && !settings->calibrated) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--frame attend needs --calibrated; without it rows are plain");
   }
-  *policy = (qkv_policy){.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+  const qkv_codec *codec = qkv_codec_by_name(settings->codec != NULL ? settings->codec : "embedded");
+  if (codec == NULL || qkv_codec_is_exact(codec) || (codec->part != NULL && settings->low_share > 0))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %.32s, not a codec of pages%s", settings->codec,
+                    codec == NULL ? "" : " that can be at lower bits");
+  *policy = (qkv_policy){.codec = codec,
                          .bits_k = settings->code_k,
                          .bits_v = settings->code_v > 0 ? settings->code_v : settings->code_k,
                          .anchor_said = true};
@@ -97,10 +104,11 @@ static qkv_status calibrate(qkv_bench_pages *pages, qkv_error *error) {
 
 // ---- Sessions ----
 
-static qkv_status append(qkv_bench_pages *pages, qkv_layer *layer, uint64_t tokens, qkv_error *error) {
+qkv_status qkv_bench_pages_append(const qkv_bench_pages *pages, qkv_layer *layer, uint64_t end, qkv_error *error) {
   const qkv_model *model = &pages->model;
-  for (uint64_t at = 0, appended; at < tokens; at += QKV_BENCH_ROWS) {
-    const size_t count = tokens - at < QKV_BENCH_ROWS ? (size_t)(tokens - at) : QKV_BENCH_ROWS;
+  assert(layer->length % QKV_BENCH_ROWS == 0);
+  for (uint64_t at = layer->length, appended; at < end; at += QKV_BENCH_ROWS) {
+    const size_t count = end - at < QKV_BENCH_ROWS ? (size_t)(end - at) : QKV_BENCH_ROWS;
     const qkv_segment k = {.data = (const uint8_t *)pages->k,
                            .length = count * model->kv_heads * model->key_dim * sizeof(float)};
     const qkv_segment v = {.data = (const uint8_t *)pages->v,
@@ -121,14 +129,14 @@ static qkv_status mix(qkv_layer *layer, double share, uint8_t tier, uint64_t *se
   float *dice = room(heads * 2 * QKV_PAGE_GROUPS * sizeof *dice);
   for (size_t i = 0; i < layer->page_count; i++) {
     qkv_cut cut;
-    qkv_layer_tiers(layer, &layer->pages[i], now, most);
+    qkv_layer_tiers(layer, qkv_layer_page(layer, i), now, most);
     qkv_bench_floats(dice, heads * 2 * QKV_PAGE_GROUPS, (*seed)++);
     for (size_t each = 0; each < heads * 2 * QKV_PAGE_GROUPS; each++) {
       uint8_t *mine =
           &now[each / (2 * (size_t)QKV_PAGE_GROUPS)].tiers[each / QKV_PAGE_GROUPS % 2][each % QKV_PAGE_GROUPS];
       if (((double)dice[each] + 2) / 4 < share && *mine > tier) *mine = tier;
     }
-    if (!qkv_layer_cut(layer, i, layer->pages[i].serial, now, &cut)) continue;
+    if (!qkv_layer_cut(layer, i, qkv_layer_page(layer, i)->serial, now, &cut)) continue;
     QKV_TRY(qkv_layer_exchange(layer, &cut, error));
     qkv_cut_deinit(&cut);
   }
@@ -144,7 +152,7 @@ static void scatter(qkv_bench_pages *pages) {
   qkv_page_entry **entries = room(count * sizeof *entries);
   void **old = room(count * sizeof *old);
   for (size_t s = 0; s < pages->sessions; s++) {
-    for (size_t i = 0; i < pages->layers[s].page_count; i++) entries[next++] = &pages->layers[s].pages[i];
+    for (size_t i = 0; i < pages->layers[s].page_count; i++) entries[next++] = qkv_layer_page(&pages->layers[s], i);
   }
   float *dice = room(count * sizeof *dice);
   qkv_bench_floats(dice, count, 11);
@@ -175,14 +183,15 @@ static qkv_status make_sessions(const qkv_bench_settings *settings, qkv_bench_pa
   for (size_t s = 0; s < pages->sessions; s++) {
     qkv_layer *layer = &pages->layers[s];
     qkv_layer_init(layer, &config, qkv_coding_layer(pages->coding, 0));
-    QKV_TRY(append(pages, layer, (uint64_t)settings->tokens, error));
+    QKV_TRY(qkv_bench_pages_append(pages, layer, (uint64_t)settings->tokens, error));
     if (settings->low_share > 0) {
       QKV_TRY(mix(layer, settings->low_share, (uint8_t)(settings->low_bits * QKV_TIER_BIT), &seed, error));
     }
   }
   if (strcmp(settings->order, "random") == 0) scatter(pages);
   for (size_t s = 0; s < pages->sessions; s++) {
-    for (size_t i = 0; i < pages->layers[s].page_count; i++) pages->bytes += pages->layers[s].pages[i].bytes;
+    for (size_t i = 0; i < pages->layers[s].page_count; i++)
+      pages->bytes += qkv_layer_page(&pages->layers[s], i)->bytes;
   }
   return QKV_OK;
 }

@@ -34,4 +34,8 @@ typedef struct qkv_bench_pages {
 int qkv_bench_pages_init(const qkv_bench_settings *settings, qkv_bench_pages *pages);
 void qkv_bench_pages_deinit(qkv_bench_pages *pages);
 
+// Appends the rows of positions [layer->length, end) to a layer of the same model, whose length is a multiple of
+// QKV_BENCH_ROWS (asserted).
+qkv_status qkv_bench_pages_append(const qkv_bench_pages *pages, qkv_layer *layer, uint64_t end, qkv_error *error);
+
 #endif

@@ -53,7 +53,7 @@ static void read_chunk(void *context, size_t index, size_t worker) {
   const qkv_layer *layer = &r->pages->layers[index / r->chunks];
   uint64_t sum = 0;
   for (size_t i = index % r->chunks * READ_PAGES, n = 0; n < READ_PAGES && i < layer->page_count; i++, n++) {
-    sum += read_bytes(layer->pages[i].page, layer->pages[i].bytes);
+    sum += read_bytes(qkv_layer_page(layer, i)->page, qkv_layer_page(layer, i)->bytes);
   }
   r->sum += sum;
 }

@@ -1,4 +1,4 @@
-// What attention on codes is measured beside: the same bytes read and nothing else, attention on plain rows as one
+// What attention on codes is compared with: the same bytes read and nothing else, attention on plain rows as one
 // would write it without codes, and the error, against double precision.
 #ifndef QKV_CLIENT_BENCH_PLAIN_H
 #define QKV_CLIENT_BENCH_PLAIN_H

@@ -35,6 +35,11 @@ static const qkv_option options[] = {
      "a way to code, FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS], such as plain:4, archive:2/1.5:auto or "
      "attend:4@1.5, whose tokens are brought to 1.5 bits by attention; may be given several times. Without any, a "
      "list of them"},
+    {"codec", QKV_OPTION_STRING, offsetof(qkv_bench_settings, codec), NULL, 0, 0, "NAME",
+     "a codec, whose figures alone are shown; or all, for a table of all of them. Embedded is calibrated with "
+     "--calibration"},
+    {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_bits), "4", 0.125, 8, "BITS",
+     "code bits per coordinate of the codec"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "0", 0, 8, "BITS",
      "code bits per coordinate of keys, a multiple of 0.125; with those below, one more way to code"},
     {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",
@@ -347,7 +352,9 @@ static int show(quality_job *job) {
   fill_rows(job);
   bool shown = true;
   if (job->settings->program.json) {
-    for (size_t i = 0; shown && i < 1 + job->ways.count; i++) {
+    // One codec is one line.
+    const bool alone = job->settings->codec != NULL && job->ways.count == 1;
+    for (size_t i = alone ? 1 : 0; shown && i < 1 + job->ways.count; i++) {
       shown = qkv_json_figures(qkvi_quality_json(&job->rows[i], unit(job)));
     }
   } else {

@@ -28,7 +28,8 @@ typedef struct qkvi_setting_list {
   size_t count, room;
 } qkvi_setting_list;
 
-// "FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", as docs/quality.md has it. INVALID_ARGUMENT names what is wrong.
+// "CODEC:K[/V]" of a codec without frames, or "FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", as docs/quality.md has
+// it. INVALID_ARGUMENT names what is wrong.
 qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error);
 // What the command's options ask for: its --setting, that of --bits-k and its companions, else the default list.
 qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error);

@@ -112,6 +112,13 @@ static void name_rest(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_M
 }
 
 char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
+  const qkv_policy *policy = &setting->policy;
+  if (policy->codec->part != NULL) {
+    int length = snprintf(name, QKVI_SETTING_NAME_MAX, "%s %g", policy->codec->name, policy->bits_k);
+    if (policy->bits_v != policy->bits_k)
+      snprintf(name + length, QKVI_SETTING_NAME_MAX - (size_t)length, "/%g", policy->bits_v);
+    return name;
+  }
   if (setting->calibrated) {
     name_calibrated(setting, name);
   } else {
@@ -132,6 +139,15 @@ static qkv_status parse_frame(const char *text, qkv_frame *frame, qkv_error *err
     return QKV_OK;
   }
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "the frame is %s, known are plain, attend and archive", text);
+}
+
+// A codec of the table whose pages are made of parts, in place of a frame.
+static bool parse_codec(const char *text, qkvi_setting *setting) {
+  const qkv_codec *codec = qkv_codec_by_name(text);
+  if (codec == NULL || codec->part == NULL) return false;
+  setting->policy.codec = codec;
+  setting->frame = QKV_FRAME_PLAIN;
+  return true;
 }
 
 static qkv_status parse_bits(const char *text, qkv_policy *policy, qkv_error *error) {
@@ -187,7 +203,7 @@ static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *err
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the attend frame needs --calibration; without one it is plain");
   }
   qkv_policy *policy = &setting->policy;
-  policy->codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  if (policy->codec == NULL) policy->codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
   policy->recent_window = 0;
   policy->sink_tokens = 4;
   policy->anchor_said = true;
@@ -215,7 +231,7 @@ qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *s
     parts[i][bytes] = '\0';
     at = colon != NULL ? colon + 1 : NULL;
   }
-  qkv_status status = parse_frame(parts[0], &setting->frame, error);
+  qkv_status status = parse_codec(parts[0], setting) ? QKV_OK : parse_frame(parts[0], &setting->frame, error);
   if (status == QKV_OK) status = parse_bits(parts[1], &setting->policy, error);
   if (status == QKV_OK) status = parse_anchor(parts[2], &setting->policy, error);
   if (status == QKV_OK) status = parse_low_rank(parts[3], &setting->policy, error);
@@ -258,6 +274,60 @@ static qkv_status add_flags(qkvi_setting_list *list, const qkv_bench_settings *o
   return QKV_OK;
 }
 
+// Each codec of the table at the bits that people use, for --codec all.
+static const struct {
+  bool calibrated;
+  const char *setting;
+} all_codecs[] = {
+    {false, "kivi:2"},
+    {false, "kivi:3"},
+    {false, "kivi:4"},
+    {false, "kivi:8"},
+    {false, "turboquant:1"},
+    {false, "turboquant:2"},
+    {false, "turboquant:3"},
+    {false, "turboquant:4"},
+    {false, "turboquant:5"},
+    {false, "turboquant-ip:2"},
+    {false, "turboquant-ip:3"},
+    {false, "turboquant-ip:4"},
+    {false, "pq:1"},
+    {false, "pq:2"},
+    {false, "pq:4"},
+    {false, "polarquant:2"},
+    {false, "polarquant:3"},
+    {false, "polarquant:4"},
+    {false, "polarquant:5"},
+    {false, "running-u8:8"},
+    {false, "int8:8"},
+    {false, "plain:2"},
+    {false, "plain:3"},
+    {false, "plain:4"},
+    {true, "attend:2"},
+    {true, "attend:3"},
+    {true, "attend:4"},
+    {true, "archive:2"},
+    {true, "archive:3"},
+};
+
+// Of --codec and --bits: embedded is measured in the frame of sessions to attend, calibrated where it can be.
+static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *options, qkv_error *error) {
+  const bool calibrated = options->calibration != NULL;
+  for (size_t i = 0; strcmp(options->codec, "all") == 0 && i < sizeof all_codecs / sizeof *all_codecs; i++) {
+    if (calibrated || !all_codecs[i].calibrated)
+      QKV_TRY(add_text(list, all_codecs[i].setting, all_codecs[i].calibrated, error));
+  }
+  if (strcmp(options->codec, "all") == 0) return QKV_OK;
+  const qkv_codec *codec = qkv_codec_by_name(options->codec);
+  if (codec == NULL || qkv_codec_is_exact(codec))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %.64s, no codec of the table and not all",
+                    options->codec);
+  char text[PARTS * PART_BYTES];
+  const char *way = codec->part != NULL ? codec->name : calibrated ? "attend" : "plain";
+  snprintf(text, sizeof text, "%s:%g", way, options->code_bits > 0 ? options->code_bits : 4);
+  return add_text(list, text, calibrated && codec->part == NULL, error);
+}
+
 qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error) {
   const bool calibrated = options->calibration != NULL;
   const bool flags = options->code_k > 0 || options->code_v > 0 || options->frame != NULL || options->anchor != NULL;
@@ -265,6 +335,7 @@ qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting
     QKV_TRY(add_text(list, options->ways.items[i], calibrated, error));
   }
   if (flags) QKV_TRY(add_flags(list, options, error));
+  if (options->codec != NULL) QKV_TRY(add_codec(list, options, error));
   if (list->count > 0) return QKV_OK;
   for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) {
     if (calibrated || !defaults[i].calibrated) {

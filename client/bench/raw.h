@@ -1,4 +1,4 @@
-// The raw socket: what the machine's own sockets carry, without gRPC, as the limit beside our figures.
+// The raw socket: what the machine's own sockets carry, without gRPC, as the limit to compare with.
 //
 // A peer process answers over a socket of the same kind as the daemon's; one exchange is `up` bytes there and
 // `down` bytes back, written and read in one piece, one in flight. Blocking sockets, default buffers.

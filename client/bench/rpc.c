@@ -1,4 +1,4 @@
-// qkv-bench rpc: the latency of the smallest call, beside a raw echo of 64 bytes.
+// qkv-bench rpc: the latency of the smallest call, compared with a raw echo of 64 bytes.
 #include <string.h>
 
 #include "client/bench/bench.h"
@@ -67,5 +67,5 @@ static int run(void *values, const qkv_option_list *arguments) {
 }
 
 const qkv_command qkvi_bench_rpc = {
-    "rpc", "", "latency of the smallest call, beside a raw echo", options, sizeof options / sizeof *options, 0,
+    "rpc", "", "latency of the smallest call, compared with a raw echo", options, sizeof options / sizeof *options, 0,
     0,     run};

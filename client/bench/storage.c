@@ -1,6 +1,6 @@
 // qkv-bench storage: records are put into a storage and read back, on each driver in turn; GB/s of payload.
 //
-// fio measures the same device beside it, in the same directory (docs/storage.md has the command). Every repeat
+// fio measures the same device in the same directory (docs/storage.md has the command). Every repeat
 // begins with an empty storage; puts end with everything durable. Reads are O_DIRECT: no cache helps them.
 #include <dirent.h>
 #include <pthread.h>
@@ -35,7 +35,7 @@ typedef struct storage_side {
   qkv_storage *storage;
   uint8_t *payloads[PAYLOADS];
   size_t count;
-  qkv_storage_item *items;
+  uint64_t *records;  // numbers of these
   pthread_mutex_t lock;
   pthread_cond_t changed;
   size_t failed;
@@ -102,9 +102,8 @@ static int put_all(storage_side *side) {
                                              .bytes = (uint64_t)side->settings->record,
                                              .written = on_written,
                                              .context = side};
-    side->items[i].session = session;
     for (;;) {
-      const qkv_status status = qkv_storage_put(side->storage, &request, &side->items[i].record, &error);
+      const qkv_status status = qkv_storage_put(side->storage, &request, &side->records[i], &error);
       if (status == QKV_OK) break;
       if (status != QKV_UNAVAILABLE) return qkv_program_failed("%s", error.text);
       qkv_storage_waiter waiter = {.ready = on_ready, .context = side};
@@ -132,7 +131,7 @@ static void *read_share(void *context) {
   uint8_t *buffer = malloc(size);
   if (buffer == NULL) abort();
   qkv_storage_batch *batch =
-      qkv_storage_batch_create(side->storage, side->items + self->first, self->count, UINT64_C(16) << 20);
+      qkv_storage_batch_create(side->storage, side->records + self->first, self->count, UINT64_C(16) << 20);
   for (size_t i = 0; i < self->count; i++) {
     const bool ok = qkv_storage_batch_wait(batch, i, buffer, size, NULL) == QKV_OK;
     // Each answer's first bytes tell which payload it is.
@@ -221,10 +220,10 @@ static int run(void *values, const qkv_option_list *arguments) {
   for (size_t s = 0; s < 2; s++) {
     sides[s].settings = settings;
     sides[s].count = (size_t)((settings->bytes + settings->record - 1) / settings->record);
-    sides[s].items = calloc(sides[s].count, sizeof *sides[s].items);
+    sides[s].records = calloc(sides[s].count, sizeof *sides[s].records);
     pthread_mutex_init(&sides[s].lock, NULL);
     pthread_cond_init(&sides[s].changed, NULL);
-    if (sides[s].items == NULL) abort();
+    if (sides[s].records == NULL) abort();
     for (size_t i = 0; i < PAYLOADS; i++) {
       sides[s].payloads[i] = malloc((size_t)settings->record);
       if (sides[s].payloads[i] == NULL) abort();
@@ -241,7 +240,7 @@ static int run(void *values, const qkv_option_list *arguments) {
       json_decref(results[s]);
     }
     for (size_t i = 0; i < PAYLOADS; i++) free(sides[s].payloads[i]);
-    free(sides[s].items);
+    free(sides[s].records);
     qkv_samples_free(&sides[s].put);
     qkv_samples_free(&sides[s].read);
     pthread_mutex_destroy(&sides[s].lock);

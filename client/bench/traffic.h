@@ -1,4 +1,4 @@
-// Sessions of pseudo-random rows on the SSD tier of a running daemon: what spill and beside are made of.
+// Sessions of pseudo-random rows on the SSD tier of a running daemon, for spill and interference.
 #ifndef QKV_CLIENT_BENCH_TRAFFIC_H
 #define QKV_CLIENT_BENCH_TRAFFIC_H
 

@@ -1,8 +1,10 @@
-// qkv-bench append and fetch: how fast rows go into the daemon and come out, beside a raw socket and a bare gRPC
-// call.
+// qkv-bench append and fetch: how fast rows go into the daemon and come out, compared with a raw socket and a bare
+// gRPC call.
 //
 // By default the daemon discards (`qkvd --discard`): what is measured is the transport and the parsing of
-// tensors. With --store rows are coded and decoded.
+// tensors. With --store rows are coded and decoded by the daemon, with --coded by the client, and pages cross. Both
+// take
+// --bits and --calibrated, so that the two are compared on the same session.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,8 +12,11 @@
 #include "client/bench/bench.h"
 #include "client/bench/echo.h"
 #include "client/bench/raw.h"
+#include "engine/base/tensor.h"
+#include "engine/codec/calibrate.h"
 
 #define MODEL "qkv-bench"
+#define CALIBRATED_MODEL "qkv-bench-calibrated"
 enum { HEADS = 8, DIM = 128 };             // K and V of one token: 4 KiB of fp16
 #define REPEAT_BYTES (INT64_C(256) << 20)  // at 4 GB/s 70 ms: shorter ones measure how the cores wake up
 
@@ -23,6 +28,14 @@ static const qkv_option options[] = {
      "messages in each repeat; 0: as many as carry 256 MiB"},
     {"store", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, store), NULL, 0, 0, NULL,
      "code and decode the rows instead of discarding them; --target must then be a daemon that stores"},
+    {"coded", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, coded), NULL, 0, 0, NULL,
+     "the same, coded and decoded here: pages cross instead of rows"},
+    {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "4", 0.125, 8, "BITS",
+     "with --store and --coded: code bits of a coordinate"},
+    {"calibrated", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, calibrated), NULL, 0, 0, NULL,
+     "with --store and --coded: a session to fetch of a model with RoPE and a calibration"},
+    {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "2", 1, 64, "N",
+     "with --coded: threads that code and decode"},
 };
 
 typedef struct transfer_run {
@@ -31,8 +44,10 @@ typedef struct transfer_run {
   int64_t tokens;  // of one message
   int64_t rounds;  // messages in each repeat
   uint64_t position;
-  char *rows;       // K, then V
-  size_t received;  // bytes, by fetch
+  char *rows;                    // K, then V
+  char *arrived;                 // the same, decoded here
+  size_t received;               // bytes, by fetch
+  qkv_calibration *calibration;  // NULL: none
 } transfer_run;
 
 static qkv_client_tensor rows_tensor(const transfer_run *transfer, int part) {
@@ -49,7 +64,46 @@ static void close_session(const transfer_run *transfer) {
   qkv_client_close_session(transfer->client, MODEL, NULL, &ignored);
 }
 
+static bool stores(const qkv_bench_settings *settings) {
+  return settings->store || settings->coded;
+}
+
+static const qkv_client_rope rope = {.theta = 10000};
+
+// Of the rows that are appended.
+static int calibrate(transfer_run *transfer) {
+  qkv_calibration_shape shape = {.layers = 1,
+                                 .kv_heads = HEADS,
+                                 .q_heads = HEADS,
+                                 .key_dim = DIM,
+                                 .value_dim = DIM,
+                                 .rope = {.theta = rope.theta}};
+  qkv_error error = {0};
+  qkv_status status = qkv_rope_resolve(&shape.rope, DIM, &error);
+  if (status != QKV_OK) return qkv_program_failed("%s", error.text);
+  const size_t tokens = transfer->tokens < 4096 ? (size_t)transfer->tokens : 4096, count = tokens * HEADS * DIM;
+  float *k = malloc(2 * count * sizeof *k);
+  if (k == NULL) abort();
+  qkv_to_float(QKV_FP16, transfer->rows, k, count);
+  qkv_to_float(QKV_FP16, transfer->rows + (size_t)transfer->tokens * HEADS * DIM * 2, k + count, count);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  qkv_moments_add(moments, 0, 0, tokens, k, k + count, true);
+  status = qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &transfer->calibration, &error);
+  qkv_moments_destroy(&moments);
+  free(k);
+  return status == QKV_OK ? 0 : qkv_program_failed("%s", error.text);
+}
+
+static void add_calibration(const transfer_run *transfer, qkv_client_model *model) {
+  if (transfer->calibration == NULL) return;
+  model->name = CALIBRATED_MODEL;
+  model->rope = rope;
+  model->calibration = qkv_calibration_bytes(transfer->calibration, &model->calibration_bytes);
+  model->calibration_trusted = true;
+}
+
 static int open_session(transfer_run *transfer) {
+  const qkv_bench_settings *settings = transfer->settings;
   qkv_call_error error = {0};
   qkv_client_model model = {.name = MODEL,
                             .layers = 1,
@@ -58,11 +112,16 @@ static int open_session(transfer_run *transfer) {
                             .key_dim = DIM,
                             .value_dim = DIM,
                             .dtype = QKV_CLIENT_FP16};
+  add_calibration(transfer, &model);
   if (qkv_client_register_model(transfer->client, &model, &error) != 0) {
     return qkv_bench_failed("register the model", &error);
   }
   close_session(transfer);  // of the last repeat, or of a run that was cut short
-  qkv_session_options session = {.session = MODEL, .model = MODEL};
+  const qkv_client_policy policy = {.bits_k = settings->code_k, .bits_v = settings->code_k, .self_calibration = -1};
+  const qkv_session_options session = {.session = MODEL,
+                                       .model = model.name,
+                                       .purpose = settings->calibrated ? 2 : 1,
+                                       .policy = stores(settings) ? &policy : NULL};
   if (qkv_client_open_session(transfer->client, &session, &error) != 0) {
     return qkv_bench_failed("open a session", &error);
   }
@@ -74,7 +133,11 @@ static int append_message(transfer_run *transfer) {
   qkv_call_error error = {0};
   qkv_client_item item = {
       .session = MODEL, .position = transfer->position, .k = rows_tensor(transfer, 0), .v = rows_tensor(transfer, 1)};
-  if (qkv_client_append(transfer->client, &item, 1, NULL, &error) != 0) return qkv_bench_failed("append", &error);
+  const qkv_bench_settings *settings = transfer->settings;
+  const qkv_code code =
+      settings->coded ? qkv_client_append_encoded(transfer->client, &item, (unsigned)settings->threads, NULL, &error)
+                      : qkv_client_append(transfer->client, &item, 1, NULL, &error);
+  if (code != 0) return qkv_bench_failed("append", &error);
   transfer->position += (uint64_t)transfer->tokens;
   return 0;
 }
@@ -89,8 +152,27 @@ static bool receive(void *context, const qkv_client_rows *rows) {
   return true;
 }
 
+static int fetch_pages(transfer_run *transfer) {
+  qkv_call_error error = {0};
+  const uint32_t layer = 0;
+  const size_t half = (size_t)transfer->tokens * HEADS * DIM * 2;
+  const qkv_client_fetch request = {.session = MODEL,
+                                    .layers = &layer,
+                                    .layer_count = 1,
+                                    .end = (uint64_t)transfer->tokens,
+                                    .dtype = QKV_CLIENT_FP16};
+  qkv_client_layer_rows rows = {
+      .k = transfer->arrived, .v = transfer->arrived + half, .capacity = (uint64_t)transfer->tokens};
+  if (qkv_client_fetch_decoded(transfer->client, &request, (unsigned)transfer->settings->threads, &rows, &error) != 0)
+    return qkv_bench_failed("fetch", &error);
+  if (rows.tokens == (uint64_t)transfer->tokens) return 0;
+  return qkv_program_failed("fetch returned %llu tokens, %lld were asked for", (unsigned long long)rows.tokens,
+                            (long long)transfer->tokens);
+}
+
 static int fetch_message(transfer_run *transfer) {
   qkv_call_error error = {0};
+  if (transfer->settings->coded) return fetch_pages(transfer);
   qkv_client_fetch request = {.session = MODEL, .end = (uint64_t)transfer->tokens, .dtype = QKV_CLIENT_FP16};
   transfer->received = 0;
   if (qkv_client_fetch_rows(transfer->client, &request, receive, transfer, &error) != 0) {
@@ -102,14 +184,14 @@ static int fetch_message(transfer_run *transfer) {
 }
 
 // What the daemon's figures are held against, and the samples of all three in gigabytes a second.
-typedef struct beside {
+typedef struct references {
   qkv_raw raw;
   qkv_echo echo;
   qkv_samples daemon, socket, grpc;
-} beside;
+} references;
 
 // One repeat of each, one after the other.
-static int repeat(transfer_run *transfer, int (*message)(transfer_run *), beside *others) {
+static int repeat(transfer_run *transfer, int (*message)(transfer_run *), references *others) {
   const qkv_bench_settings *settings = transfer->settings;
   if (open_session(transfer)) return 1;
   if (message == fetch_message && append_message(transfer)) return 1;
@@ -135,25 +217,26 @@ static int repeat(transfer_run *transfer, int (*message)(transfer_run *), beside
   return 0;
 }
 
-static void report(const qkv_bench_settings *settings, const char *bench, bool tcp, beside *others) {
+static void report(const qkv_bench_settings *settings, const char *bench, bool tcp, references *others) {
   double median = qkv_samples_quantile(&others->daemon, 0.5), raw = qkv_samples_quantile(&others->socket, 0.5);
   double grpc = qkv_samples_quantile(&others->grpc, 0.5);
-  qkv_bench_report(settings, json_pack("{s:s, s:s, s:s, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", bench,
-                                       "transport", tcp ? "tcp" : "unix", "engine",
-                                       settings->store ? "store" : "discard", "bytes", (json_int_t)settings->bytes,
-                                       "gbps", median, "gbps_min", qkv_samples_quantile(&others->daemon, 0),
-                                       "gbps_max", qkv_samples_quantile(&others->daemon, 1), "raw_gbps", raw,
-                                       "fraction", median / raw, "grpc_gbps", grpc, "grpc_fraction", median / grpc));
+  qkv_bench_report(
+      settings,
+      json_pack("{s:s, s:s, s:s, s:s, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", bench, "transport",
+                tcp ? "tcp" : "unix", "engine", stores(settings) ? "store" : "discard", "crossing",
+                settings->coded ? "pages" : "rows", "bytes", (json_int_t)settings->bytes, "gbps", median, "gbps_min",
+                qkv_samples_quantile(&others->daemon, 0), "gbps_max", qkv_samples_quantile(&others->daemon, 1),
+                "raw_gbps", raw, "fraction", median / raw, "grpc_gbps", grpc, "grpc_fraction", median / grpc));
 }
 
-static bool start(beside *others, bool tcp, size_t up, size_t down) {
+static bool start(references *others, bool tcp, size_t up, size_t down) {
   if (qkv_raw_start(&others->raw, tcp, up, down) && qkv_echo_start(&others->echo, tcp, up, down)) return true;
   (void)qkv_program_failed("cannot start what the daemon is compared with");
   return false;
 }
 
 // In this order: the echo's peer has inherited the raw socket.
-static void stop(beside *others) {
+static void stop(references *others) {
   qkv_echo_stop(&others->echo);
   qkv_raw_stop(&others->raw);
   qkv_samples_free(&others->daemon);
@@ -169,16 +252,23 @@ static int run_transfer(const qkv_bench_settings *settings, const char *bench, i
     return qkv_program_misused("--bytes is %lld, must be a multiple of %d", (long long)settings->bytes,
                                2 * HEADS * DIM * 2);
   }
+  if (settings->coded && transfer.tokens % 64 != 0)
+    return qkv_program_misused("--bytes is %lld, must be a multiple of %d with --coded: whole pages",
+                               (long long)settings->bytes, 64 * 2 * HEADS * DIM * 2);
   qkv_bench_daemon daemon;
   if (!qkv_bench_daemon_start(&daemon, settings->program.target,
-                              (const char *const[]){settings->store ? NULL : "--discard", NULL}))
+                              (const char *const[]){stores(settings) ? NULL : "--discard", NULL}))
     return 1;
   bool tcp = strncmp(daemon.target, "unix:", 5) != 0;
   size_t bytes = (size_t)settings->bytes;
-  beside others = {0};
+  references others = {0};
   bool up = message == append_message;
   int status = start(&others, tcp, up ? bytes : 64, up ? 64 : bytes) ? 0 : 1;
   transfer.rows = qkv_bench_rows(bytes, 1);
+  transfer.arrived = malloc(bytes);
+  if (transfer.arrived == NULL) abort();
+  memset(transfer.arrived, 1, bytes);
+  if (!status && settings->calibrated && stores(settings)) status = calibrate(&transfer);
   transfer.client = status ? NULL : qkv_bench_connect(settings, daemon.target);
   if (!transfer.client) status = 1;
   // The first repeat warms up.
@@ -192,6 +282,9 @@ static int run_transfer(const qkv_bench_settings *settings, const char *bench, i
   if (!status) report(settings, bench, tcp, &others);
   if (transfer.client) close_session(&transfer);
   qkv_client_close(&transfer.client);
+  const qkv_calibration *made = transfer.calibration;
+  qkv_calibration_unref(&made);
+  free(transfer.arrived);
   free(transfer.rows);
   stop(&others);
   qkv_bench_daemon_stop(&daemon);
@@ -210,7 +303,7 @@ static int run_fetch(void *settings, const qkv_option_list *arguments) {
 
 const qkv_command qkvi_bench_append = {"append",
                                        "",
-                                       "rows into the daemon, beside a raw socket and a bare gRPC call",
+                                       "rows into the daemon, compared with a raw socket and a bare gRPC call",
                                        options,
                                        sizeof options / sizeof *options,
                                        0,
@@ -218,7 +311,7 @@ const qkv_command qkvi_bench_append = {"append",
                                        run_append};
 const qkv_command qkvi_bench_fetch = {"fetch",
                                       "",
-                                      "rows out of the daemon, beside a raw socket and a bare gRPC call",
+                                      "rows out of the daemon, compared with a raw socket and a bare gRPC call",
                                       options,
                                       sizeof options / sizeof *options,
                                       0,

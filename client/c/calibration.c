@@ -3,7 +3,7 @@
 
 #include "client/c/client.h"
 
-enum { REQUEST_MODEL = 1, RESPONSE_CHUNK = 1 };
+enum { REQUEST_MODEL = 1, REQUEST_VERSION = 2, RESPONSE_CHUNK = 1 };
 
 static const char method[] = "/qkv.v1.KvCache/GetCalibration";
 
@@ -32,10 +32,17 @@ static bool deliver(qkv_client *client, const grpc_byte_buffer *response, void *
   }
 }
 
+qkv_code qkv_client_get_calibration_version(qkv_client *client, const char *model, uint32_t version,
+                                            bool (*fn)(void *context, const void *data, size_t bytes), void *context,
+                                            qkv_call_error *error) {
+  if (model == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "model is NULL");
+  qkv_wire_put_string(qkvi_begin_request(client), REQUEST_MODEL, model);
+  qkv_wire_put_varint(client->writer, REQUEST_VERSION, version);
+  return qkvi_read_stream(client, method, qkvi_request(client), deliver, &(receiver){fn, context}, error);
+}
+
 qkv_code qkv_client_get_calibration(qkv_client *client, const char *model,
                                     bool (*fn)(void *context, const void *data, size_t bytes), void *context,
                                     qkv_call_error *error) {
-  if (model == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "model is NULL");
-  qkv_wire_put_string(qkvi_begin_request(client), REQUEST_MODEL, model);
-  return qkvi_read_stream(client, method, qkvi_request(client), deliver, &(receiver){fn, context}, error);
+  return qkv_client_get_calibration_version(client, model, 0, fn, context, error);
 }

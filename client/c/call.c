@@ -170,7 +170,7 @@ static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice 
   int length = (int)GRPC_SLICE_LENGTH(details);
   const char *text = (const char *)GRPC_SLICE_START_PTR(details);
   // gRPC's own where a stream went before its connection did ("Stream removed"); a daemon never answers UNKNOWN.
-  if (status == GRPC_STATUS_UNKNOWN && qkvi_socket_hung_up(call->client->fd)) status = GRPC_STATUS_UNAVAILABLE;
+  if (status == GRPC_STATUS_UNKNOWN) status = GRPC_STATUS_UNAVAILABLE;
   static const char timed_out[] = "Deadline Exceeded";
   if (status == GRPC_STATUS_OK) {
     (void)qkvi_ok(outcome);
@@ -195,10 +195,15 @@ void qkvi_call_run(qkvi_call *call, const qkvi_step *step) {
   grpc_status_code status = GRPC_STATUS_UNKNOWN;
   grpc_slice details = grpc_empty_slice();
   if (!call->begun) {
-    ops[count++].op = GRPC_OP_SEND_INITIAL_METADATA;
+    ops[count].op = GRPC_OP_SEND_INITIAL_METADATA;
+    ops[count].data.send_initial_metadata.count = call->client->options.tenant != NULL ? 1 : 0;
+    ops[count++].data.send_initial_metadata.metadata = &call->client->tenant;
+    call->begun = true;
+  }
+  if (!call->heard && step->response != NULL) {  // they come with the daemon's first answer
     ops[count].op = GRPC_OP_RECV_INITIAL_METADATA;
     ops[count++].data.recv_initial_metadata.recv_initial_metadata = &call->initial;
-    call->begun = true;
+    call->heard = true;
   }
   if (step->request != NULL) {
     ops[count].op = GRPC_OP_SEND_MESSAGE;

@@ -24,10 +24,13 @@
 #include "engine/base/tensor.h"
 #include "proto/wire.h"
 
+typedef struct qkvi_kept_codes qkvi_kept_codes;  // codes.h
+
 struct qkv_client {
   char *target;  // as the caller gave it
   qkv_client_options options;
-  int fd;  // a duplicate of the channel's socket, to watch and cut it; -1: not connected
+  grpc_metadata tenant;  // of every call, where there is one
+  int fd;                // a duplicate of the channel's socket, to watch and cut it; -1: not connected
   grpc_channel *channel;
   grpc_completion_queue *queue;
   atomic_size_t lent;          // pieces of the caller's memory that gRPC holds
@@ -38,6 +41,7 @@ struct qkv_client {
   size_t segment_capacity;     //
   uint8_t *scratch[2];         // rows that arrived in pieces, made whole (fetch.c)
   size_t scratch_capacity[2];  //
+  qkvi_kept_codes *codes;      // NULL: none was needed yet
 };
 
 // ---- errors ----
@@ -81,7 +85,7 @@ typedef struct qkvi_call {
   bool stream;         // the timeout is each run's
   gpr_timespec until;  // the deadline where it is not
   grpc_metadata_array initial, trailing;
-  bool begun;  // the initial metadata are exchanged
+  bool begun, heard;  // the initial metadata are sent, are asked for
 } qkvi_call;
 
 // Creates a call whose deadline is the client's timeout. Where it is for a stream, every qkvi_call_run has that
@@ -114,8 +118,16 @@ typedef bool (*qkvi_response_fn)(qkv_client *client, const grpc_byte_buffer *res
 qkv_code qkvi_read_stream(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_response_fn fn,
                           void *context, qkv_call_error *error);
 
+// ---- control.c ----
+
+// An OpenSessionRequest, to be freed.
+void *qkvi_pack_open(const qkv_session_options *options, size_t *bytes);
+
 // ---- items.c ----
 
+// The caller's tensor as the engine sees it, checked. `segment` holds what the view borrows.
+qkv_status qkvi_check_tensor(const qkv_client_tensor *from, const char *name, qkv_segment *segment,
+                             qkv_tensor *tensor, qkv_error *error);
 // Writes `items` as field 1 of AppendRequest or AttendRequest into the client's writer.
 qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, qkv_call_error *error);
 // Frees what qkvi_put_items has packed; after qkvi_reclaim.

@@ -11,7 +11,9 @@
 #include <unistd.h>
 
 #include "client/c/client.h"
+#include "client/c/codes.h"
 #include "client/c/socket.h"
+#include "engine/base/name.h"
 
 enum {
   TIMEOUT_MS = 60000,
@@ -152,7 +154,10 @@ static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
                             qkv_call_error *error) {
   *client_out = NULL;
+  qkv_error invalid = {0};
   if (target == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target is NULL");
+  const char *tenant = options != NULL ? options->tenant : NULL;
+  if (tenant != NULL && qkv_name_check(tenant, "tenant", &invalid) != QKV_OK) return qkvi_fail_with(error, &invalid);
   qkv_client *client = calloc(1, sizeof *client);
   assert(client != NULL);
   if (options != NULL) client->options = *options;
@@ -166,6 +171,8 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   client->writer = qkv_wire_writer_create();
   assert(client->target != NULL && client->writer != NULL);
   grpc_init();
+  client->tenant.key = grpc_slice_from_static_string("qkv-tenant");
+  client->tenant.value = grpc_slice_from_copied_string(tenant != NULL ? tenant : "");
   client->queue = grpc_completion_queue_create_for_pluck(NULL);
 
   qkv_code code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
@@ -189,9 +196,11 @@ void qkv_client_close(qkv_client **client_in) {
     event = grpc_completion_queue_pluck(client->queue, &nobody, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
   } while (event.type != GRPC_QUEUE_SHUTDOWN);
   grpc_completion_queue_destroy(client->queue);
+  grpc_slice_unref(client->tenant.value);
   qkv_wire_writer_destroy(&client->writer);
   free(client->packed);
   free(client->segments);
+  qkvi_codes_free(client);
   for (int i = 0; i < 2; i++) free(client->scratch[i]);
   free(client->target);
   free(client);

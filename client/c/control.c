@@ -97,6 +97,7 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   message.calibration.data = (uint8_t *)(uintptr_t)model->calibration;
   message.calibration.len = model->calibration != NULL ? model->calibration_bytes : 0;
   message.calibration_trusted = model->calibration_trusted;
+  message.calibration_kept = model->calibration_kept;
   if (model->policy != NULL) {
     fill_policy(model->policy, &policy);
     message.policy = &policy;
@@ -108,31 +109,54 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   return code;
 }
 
-qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error) {
-  Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
-  Qkv__V1__CodecPolicy policy;
-  ProtobufCMessage *answer = NULL;
-  request.session = text_or_empty(options->session);
-  request.model = text_or_empty(options->model);
-  request.tenant = text_or_empty(options->tenant);
-  request.purpose = (Qkv__V1__Purpose)options->purpose;
-  request.first_position = options->first_position;
-  request.max_attention_error = options->max_attention_error;
-  request.durability = (Qkv__V1__Durability)options->durability;
+static void fill_open(const qkv_session_options *options, Qkv__V1__OpenSessionRequest *request,
+                      Qkv__V1__CodecPolicy *policy) {
+  qkv__v1__open_session_request__init(request);
+  request->session = text_or_empty(options->session);
+  request->model = text_or_empty(options->model);
+  request->purpose = (Qkv__V1__Purpose)options->purpose;
+  request->first_position = options->first_position;
+  request->max_attention_error = options->max_attention_error;
+  request->durability = (Qkv__V1__Durability)options->durability;
+  request->salt.data = (uint8_t *)(uintptr_t)options->salt;
+  request->salt.len = options->salt_bytes;
+  request->prefix_token_ids = (uint32_t *)(uintptr_t)options->prefix_token_ids;
+  request->n_prefix_token_ids = options->prefix_token_ids != NULL ? options->prefix_token_count : 0;
   if (options->tier_bits != 0) {
-    request.tier_bits_set_case = QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
-    request.tier_bits = options->tier_bits == -1 ? 0 : options->tier_bits;
+    request->tier_bits_set_case = QKV__V1__OPEN_SESSION_REQUEST__TIER_BITS_SET_TIER_BITS;
+    request->tier_bits = options->tier_bits == -1 ? 0 : options->tier_bits;
   }
   if (options->keep_full != 0) {
-    request.keep_full_set_case = QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL;
-    request.keep_full = options->keep_full > 0;
+    request->keep_full_set_case = QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL;
+    request->keep_full = options->keep_full > 0;
   }
   if (options->policy != NULL) {
-    fill_policy(options->policy, &policy);
-    request.policy = &policy;
+    fill_policy(options->policy, policy);
+    request->policy = policy;
   }
+  if (options->evict) request->retention = QKV__V1__RETENTION__RETENTION_EVICT;
+}
+
+void *qkvi_pack_open(const qkv_session_options *options, size_t *bytes) {
+  Qkv__V1__OpenSessionRequest request;
+  Qkv__V1__CodecPolicy policy;
+  fill_open(options, &request, &policy);
+  *bytes = qkv__v1__open_session_request__get_packed_size(&request);
+  uint8_t *packed = malloc(*bytes + 1);
+  assert(packed != NULL);
+  (void)qkv__v1__open_session_request__pack(&request, packed);
+  return packed;
+}
+
+qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error) {
+  Qkv__V1__OpenSessionRequest request;
+  Qkv__V1__CodecPolicy policy;
+  ProtobufCMessage *answer = NULL;
+  fill_open(options, &request, &policy);
   qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/OpenSession", &request.base,
                                           &qkv__v1__open_session_response__descriptor, &answer, error);
+  if (options->matched_tokens != NULL)
+    *options->matched_tokens = answer != NULL ? ((const Qkv__V1__OpenSessionResponse *)answer)->matched_tokens : 0;
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   return code;
 }
@@ -181,8 +205,10 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .tier_bits = from->tier_bits,
       .keep_full = from->keep_full != 0,
       .durability = (int)from->durability,
+      .evictable = from->retention == QKV__V1__RETENTION__RETENTION_EVICT,
       .tokens_cold = from->tokens_cold,
       .bytes_stored = from->bytes_stored,
+      .bytes_shared = from->bytes_shared,
       .max_attention_error = from->max_attention_error,
       .attention_error = from->attention_error,
       .contract_pages = from->contract_pages,
@@ -222,6 +248,67 @@ qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_cli
                                           &qkv__v1__session_info__descriptor, &answer, error);
   if (code != QKV_OK) return code;
   take_info((const Qkv__V1__SessionInfo *)answer, info);
+  protobuf_c_message_free_unpacked(answer, NULL);
+  return QKV_OK;
+}
+
+qkv_code qkv_client_has_sessions(qkv_client *client, const char *const *sessions, size_t count, bool touch,
+                                 uint8_t *presence, uint64_t *tokens, qkv_call_error *error) {
+  static const char method[] = "/qkv.v1.KvCache/HasSessions";
+  Qkv__V1__HasSessionsRequest request = QKV__V1__HAS_SESSIONS_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  request.sessions = (char **)(uintptr_t)sessions;
+  request.n_sessions = count;
+  request.tokens = tokens != NULL;
+  request.touch = touch;
+  const qkv_code code = qkv_client_call_message(client, method, &request.base,
+                                                &qkv__v1__has_sessions_response__descriptor, &answer, error);
+  if (code != QKV_OK) return code;
+  const Qkv__V1__HasSessionsResponse *response = (const Qkv__V1__HasSessionsResponse *)answer;
+  const bool whole = response->n_presence == count && (tokens == NULL || response->n_tokens == count);
+  for (size_t i = 0; i < count && whole; i++) {
+    presence[i] = (uint8_t)response->presence[i];
+    if (tokens != NULL) tokens[i] = response->tokens[i];
+  }
+  protobuf_c_message_free_unpacked(answer, NULL);
+  if (whole) return QKV_OK;
+  qkv_error reason = {0};
+  (void)qkv_fail(&reason, QKV_INTERNAL, "it does not have an entry for each name");
+  return qkvi_malformed(error, method, &reason);
+}
+
+qkv_code qkv_client_fork(qkv_client *client, const char *session, const char *fork, uint64_t position,
+                         qkv_call_error *error) {
+  Qkv__V1__ForkRequest request = QKV__V1__FORK_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  request.session = text_or_empty(session);
+  request.fork = text_or_empty(fork);
+  request.position = position;
+  const qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/Fork", &request.base,
+                                                &qkv__v1__fork_response__descriptor, &answer, error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  return code;
+}
+
+qkv_code qkv_client_match_prefix(qkv_client *client, const qkv_client_prompt *prompt, qkv_client_match *match,
+                                 qkv_call_error *error) {
+  Qkv__V1__MatchRequest request = QKV__V1__MATCH_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  *match = (qkv_client_match){0};
+  request.model = text_or_empty(prompt->model);
+  request.token_ids = (uint32_t *)(uintptr_t)prompt->token_ids;
+  request.n_token_ids = prompt->token_count;
+  request.salt.data = (uint8_t *)(uintptr_t)prompt->salt;
+  request.salt.len = prompt->salt_bytes;
+  const qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/Match", &request.base,
+                                                &qkv__v1__match_response__descriptor, &answer, error);
+  if (code != QKV_OK) return code;
+  const Qkv__V1__MatchResponse *response = (const Qkv__V1__MatchResponse *)answer;
+  *match = (qkv_client_match){.tokens = response->tokens,
+                              .tokens_in_memory = response->tokens_in_memory,
+                              .tokens_on_ssd = response->tokens_on_ssd,
+                              .restore_ms = response->restore_ms};
+  copy_name(match->session, response->session);
   protobuf_c_message_free_unpacked(answer, NULL);
   return QKV_OK;
 }

@@ -3,15 +3,23 @@
 #include <grpc/byte_buffer.h>
 #include <stdlib.h>
 
-#include "client/c/client.h"
+#include "client/c/fetch.h"
 
 // Field numbers of qkv/v1/kv_cache.proto.
-enum { FETCH_SESSION = 1, FETCH_LAYERS, FETCH_RANGE, FETCH_DTYPE, FETCH_LAYOUT, FETCH_PART, FETCH_ROPE, FETCH_CHUNK };
+enum {
+  FETCH_SESSION = 1,
+  FETCH_LAYERS,
+  FETCH_RANGE,
+  FETCH_DTYPE,
+  FETCH_LAYOUT,
+  FETCH_PART,
+  FETCH_ROPE,
+  FETCH_CHUNK,
+  FETCH_CODED
+};
 enum { RANGE_BEGIN = 1, RANGE_END };
 enum { RESPONSE_LAYER = 1, RESPONSE_POSITION, RESPONSE_K, RESPONSE_V };
 enum { LAYOUT_HEADS_FIRST = 2, ROPE_FORM_BEFORE = 2 };
-
-static const char fetch_method[] = "/qkv.v1.KvCache/Fetch";
 
 static void put_layers(qkv_wire_writer *writer, const uint32_t *layers, size_t count) {
   int64_t *wide = malloc((count + 1) * sizeof *wide);
@@ -21,7 +29,7 @@ static void put_layers(qkv_wire_writer *writer, const uint32_t *layers, size_t c
   free(wide);
 }
 
-static grpc_byte_buffer *make_request(qkv_client *client, const qkv_client_fetch *fetch) {
+grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch *fetch, bool coded) {
   qkv_wire_writer *writer = qkvi_begin_request(client);
   qkv_wire_put_string(writer, FETCH_SESSION, fetch->session);
   put_layers(writer, fetch->layers, fetch->layers == NULL ? 0 : fetch->layer_count);
@@ -36,6 +44,7 @@ static grpc_byte_buffer *make_request(qkv_client *client, const qkv_client_fetch
   qkv_wire_put_varint(writer, FETCH_PART, (uint64_t)fetch->part);
   if (fetch->before_rope) qkv_wire_put_varint(writer, FETCH_ROPE, ROPE_FORM_BEFORE);
   qkv_wire_put_varint(writer, FETCH_CHUNK, fetch->chunk_tokens);
+  qkv_wire_put_varint(writer, FETCH_CODED, coded);
   return qkvi_request(client);
 }
 
@@ -103,17 +112,11 @@ static int64_t run_of(const qkv_tensor *rows, int64_t token, int64_t most) {
   return run < most ? run : most;
 }
 
-typedef struct receiver {
-  bool heads_first;
-  bool (*fn)(void *context, const qkv_client_rows *rows);
-  void *context;
-} receiver;
-
 // Gives the rows to the receiver: a run of tokens at a time where they lie, or all in one piece where tokens are not
 // the first dim. A MiB arrives in about 20 pieces; making it whole first costs a third of the time it takes to
 // arrive.
-static bool deliver(qkv_client *client, const grpc_byte_buffer *response, void *context, qkv_error *reason) {
-  const receiver *to = context;
+bool qkvi_fetch_deliver(qkv_client *client, const grpc_byte_buffer *response, void *context, qkv_error *reason) {
+  const qkvi_row_receiver *to = context;
   arrived rows;
   if (read_response(client, response, &rows, reason) != QKV_OK) return false;
   const qkv_tensor *k = &rows.part[0], *v = &rows.part[1];
@@ -140,6 +143,7 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error) {
   if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
-  receiver to = {request->heads_first, fn, context};
-  return qkvi_read_stream(client, fetch_method, make_request(client, request), deliver, &to, error);
+  qkvi_row_receiver to = {request->heads_first, fn, context};
+  return qkvi_read_stream(client, qkvi_fetch_method, qkvi_fetch_request(client, request, false), qkvi_fetch_deliver,
+                          &to, error);
 }

@@ -15,10 +15,13 @@ enum {
   ITEM_K_ROPE,
   ITEM_Q_ROPE,
   ITEM_OPTIONS,
-  ITEM_K = 8,
+  ITEM_TOKEN_IDS,
+  ITEM_K,
   ITEM_V,
-  ITEM_Q
+  ITEM_Q,
+  ITEM_PAGES = 12
 };
+enum { PAGE_TOKENS = 1, PAGE_HASH = 2, PAGE_IMAGE = 15 };
 enum {
   OPTIONS_SCALE = 1,
   OPTIONS_WINDOW,
@@ -34,9 +37,8 @@ enum { ROPE_FORM_BEFORE = 2 };
 
 // ---- out ----
 
-// The caller's tensor as the engine sees it, checked. `segment` holds what the view borrows.
-static qkv_status check_tensor(const qkv_client_tensor *from, const char *name, qkv_segment *segment,
-                               qkv_tensor *tensor, qkv_error *error) {
+qkv_status qkvi_check_tensor(const qkv_client_tensor *from, const char *name, qkv_segment *segment,
+                             qkv_tensor *tensor, qkv_error *error) {
   if (from->rank < 1 || from->rank > QKV_TENSOR_RANK_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s.rank is %d, allowed are 1 to %d", name, from->rank,
                     QKV_TENSOR_RANK_MAX);
@@ -96,7 +98,7 @@ static qkv_status put_tensor(qkv_client *client, uint32_t field, const char *nam
   int64_t dense_bytes = 0;
   int64_t dense[QKV_TENSOR_RANK_MAX] = {0};
   if (from->rank == 0) return QKV_OK;
-  QKV_TRY(check_tensor(from, name, &segment, &tensor, error));
+  QKV_TRY(qkvi_check_tensor(from, name, &segment, &tensor, error));
   qkv_status countable = qkv_tensor_bytes(tensor.dtype, tensor.rank, tensor.dims, &dense_bytes);
   assert(countable == QKV_OK);  // it has passed the check
   qkv_tensor_strides(tensor.dtype, tensor.rank, tensor.dims, dense);
@@ -136,6 +138,24 @@ static void put_options(qkv_wire_writer *writer, const qkv_client_attend_options
   qkv_wire_end(writer);
 }
 
+static qkv_status put_page(qkv_client *client, const qkv_client_page *page, size_t i, qkv_error *error) {
+  qkv_wire_writer *writer = client->writer;
+  if (page->image == NULL || page->bytes == 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "pages[%zu].image is empty", i);
+  qkv_wire_begin(writer, ITEM_PAGES);
+  qkv_wire_put_varint(writer, PAGE_TOKENS, page->tokens);
+  qkv_wire_put_fixed64(writer, PAGE_HASH, page->calibration_hash);
+  qkv_wire_put_reference(writer, PAGE_IMAGE, page->image, page->bytes, NULL);
+  qkv_wire_end(writer);
+  return QKV_OK;
+}
+
+static size_t page_tokens(const qkv_client_item *item) {
+  size_t tokens = 0;
+  for (size_t i = 0; i < item->page_count; i++) tokens += item->pages[i].tokens;
+  return tokens;
+}
+
 static qkv_status put_item(qkv_client *client, const qkv_client_item *item, qkv_error *error) {
   qkv_wire_writer *writer = client->writer;
   if (item->session == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
@@ -147,8 +167,12 @@ static qkv_status put_item(qkv_client *client, const qkv_client_item *item, qkv_
   if (item->q_before_rope) qkv_wire_put_varint(writer, ITEM_Q_ROPE, ROPE_FORM_BEFORE);
   if (item->options != NULL) put_options(writer, item->options);
   QKV_TRY(put_tensor(client, ITEM_K, "k", &item->k, error));
+  // Behind k, whose dims have been checked.
+  const size_t tokens = item->k.rank > 0 ? (size_t)item->k.dims[0] : page_tokens(item);
+  if (item->token_ids != NULL && tokens > 0) qkv_wire_put_packed_ids(writer, ITEM_TOKEN_IDS, item->token_ids, tokens);
   QKV_TRY(put_tensor(client, ITEM_V, "v", &item->v, error));
   QKV_TRY(put_tensor(client, ITEM_Q, "q", &item->q, error));
+  for (size_t i = 0; i < item->page_count; i++) QKV_TRY(put_page(client, &item->pages[i], i, error));
   qkv_wire_end(writer);
   return QKV_OK;
 }
@@ -171,15 +195,13 @@ void qkvi_release_items(qkv_client *client) {
   client->packed_count = 0;
 }
 
-qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, size_t count, uint64_t *appended,
-                           qkv_call_error *error) {
+// Sends what the client's writer has.
+static qkv_code send_append(qkv_client *client, uint64_t *appended, qkv_call_error *error) {
   static const char method[] = "/qkv.v1.KvCache/Append";
   enum { RESPONSE_TOKENS = 2 };
   if (appended != NULL) *appended = 0;
-  qkv_code code = qkvi_put_items(client, items, count, error);
-  if (code != QKV_OK) return code;
   grpc_byte_buffer *response = NULL;
-  code = qkvi_unary(client, method, qkvi_request(client), &response, error);
+  const qkv_code code = qkvi_unary(client, method, qkvi_request(client), &response, error);
   qkvi_release_items(client);
   if (code != QKV_OK) return code;
 
@@ -193,6 +215,28 @@ qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, siz
   }
   grpc_byte_buffer_destroy(response);
   return reason.status == QKV_OK ? QKV_OK : qkvi_malformed(error, method, &reason);
+}
+
+qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, size_t count, uint64_t *appended,
+                           qkv_call_error *error) {
+  if (appended != NULL) *appended = 0;
+  const qkv_code code = qkvi_put_items(client, items, count, error);
+  return code == QKV_OK ? send_append(client, appended, error) : code;
+}
+
+qkv_code qkv_client_put(qkv_client *client, const qkv_session_options *options, const qkv_client_item *items,
+                        size_t count, bool seal, qkv_call_error *error) {
+  enum { OPEN = 2, COMPLETE, SEAL };
+  const qkv_code code = qkvi_put_items(client, items, count, error);
+  if (code != QKV_OK) return code;
+  size_t bytes;
+  void *open = qkvi_pack_open(options, &bytes);
+  qkv_wire_put_reference(client->writer, OPEN, open, bytes, NULL);
+  qkv_wire_put_varint(client->writer, COMPLETE, true);
+  qkv_wire_put_varint(client->writer, SEAL, seal);
+  const qkv_code sent = send_append(client, NULL, error);
+  free(open);
+  return sent;
 }
 
 // ---- in ----

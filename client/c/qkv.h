@@ -42,11 +42,13 @@ typedef struct qkv_client_options {
   int64_t timeout_ms;          // of every call; of each step of a decode stream, each response of a fetch; 0: 60000
   int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
   int64_t message_bytes_max;   // of a response; 0: 256 MiB
+  const char *tenant;          // whose sessions all calls mean by their names (docs/tenants.md); NULL: "default"
 } qkv_client_options;
 
 // Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
-// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL. On failure *client is NULL.
-// A client whose daemon went away gives UNAVAILABLE and connects anew at its next call.
+// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL, and for a tenant that is no
+// name. On failure *client is NULL. A client whose daemon went away gives UNAVAILABLE and connects anew at its next
+// call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
 // Closes the connection and clears *client. Sessions stay open in the daemon.
@@ -107,6 +109,7 @@ typedef struct qkv_client_model {
   const void *calibration;          // a calibration file's bytes; NULL: the model's stays as it is
   size_t calibration_bytes;
   bool calibration_trusted;  // used at once, neither tried nor withdrawn
+  bool calibration_kept;     // kept for pages that are appended, and not the model's
 } qkv_client_model;
 
 // Registers; the same model again is ok. ALREADY_EXISTS: another model has the name.
@@ -116,14 +119,21 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
 
 typedef struct qkv_session_options {
   const char *session, *model;
-  const char *tenant;               // NULL: "default"
   int purpose;                      // 0 or 1: attend, 2: fetch
   const qkv_client_policy *policy;  // NULL: the model's
   uint64_t first_position;
   double max_attention_error;  // quality contract, 0 to 1; 0: none
-  double tier_bits;  // average bits that the session is brought to in the background; 0: the daemon's, -1: none
-  int keep_full;     // pages that lose bits stay beside in full; 0: the daemon's, 1: on, -1: off
-  int durability;    // 0: the daemon's, 1: memory, 2: async, 3: sync; 2 and 3 need a daemon with a data-dir
+  double tier_bits;   // average bits that the session is brought to in the background; 0: the daemon's, -1: none
+  int keep_full;      // pages that lose bits are kept in full as well; 0: the daemon's, 1: on, -1: off
+  int durability;     // 0: the daemon's, 1: memory, 2: async, 3: sync; 2 and 3 need a daemon with a data-dir
+  const void *salt;   // what its rows depend on other than model and token ids; up to 256 bytes
+  size_t salt_bytes;  // 0: none
+  // The session begins with as many of these tokens, from position 0 on, as an open session of the same
+  // model, salt and coding holds; at most 4194304. NULL: empty. Not with first_position.
+  const uint32_t *prefix_token_ids;
+  size_t prefix_token_count;
+  uint64_t *matched_tokens;  // gets how many that are, a multiple of 64; NULL: not wanted
+  bool evict;                // it may be closed where memory, sessions or the SSD are full, the longest unused first
 } qkv_session_options;
 
 typedef struct qkv_client_session_info {
@@ -138,8 +148,10 @@ typedef struct qkv_client_session_info {
   double bits_per_coordinate;
   double tier_bits;  // 0: none
   bool keep_full;
+  bool evictable;                      // it may be closed where memory, sessions or the SSD are full
   int durability;                      // as in qkv_session_options
   uint64_t tokens_cold, bytes_stored;  // of tokens_coded, those on the SSD alone; bytes of all pages there
+  uint64_t bytes_shared;               // of bytes_coded: of pages that other sessions have, too
   // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
   double max_attention_error, attention_error;
   uint64_t contract_pages, contract_missed;
@@ -152,11 +164,13 @@ typedef struct qkv_client_session_info {
   uint64_t *durable;  // [layers], in the same block: positions below are on the SSD; NULL: in memory alone
 } qkv_client_session_info;
 
-// Opens an empty session, which stays until qkv_client_close_session, whatever becomes of this client. NOT_FOUND:
-// no such model. ALREADY_EXISTS: the name is taken. INVALID_ARGUMENT: a name or a policy that the daemon does not
-// allow. RESOURCE_EXHAUSTED: the daemon holds as many sessions as it may.
+// Opens a session, empty but for what options->prefix_token_ids finds, which stays until qkv_client_close_session,
+// whatever becomes of this client. NOT_FOUND: there is no model of this name. ALREADY_EXISTS: the name is taken.
+// INVALID_ARGUMENT: a name or a policy that the daemon does not allow. RESOURCE_EXHAUSTED: the daemon holds as many
+// sessions as it may.
 qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error);
-// Closes a session and frees what it holds; `*bytes_freed` where not NULL. NOT_FOUND: there is no such session.
+// Closes a session and frees what it holds; `*bytes_freed` where not NULL. NOT_FOUND: there is no session of this
+// name.
 qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
                                   qkv_call_error *error);
 // The session leaves memory as a whole, exact rows coded, and stays on the SSD; it comes back when it is next used.
@@ -164,11 +178,81 @@ qkv_code qkv_client_close_session(qkv_client *client, const char *session, uint6
 qkv_code qkv_client_sink_session(qkv_client *client, const char *session, uint64_t *bytes_freed,
                                  qkv_call_error *error);
 // What a session is and holds now, into *info, whose `lengths` the caller frees. On failure *info is zeroed.
-// NOT_FOUND: there is no such session.
+// NOT_FOUND: there is no session of this name.
 qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_client_session_info *info,
                                 qkv_call_error *error);
-// Drops positions >= `position` in all layers. NOT_FOUND: there is no such session.
+// Which of `count` sessions are open, up to 16384 in one call: *presence[i] gets 0: not open; 1: open, all of its
+// pages in memory; 2: open, some of its pages on the SSD alone. `tokens`, where not NULL, gets the positions that
+// every layer of a session holds. `touch`: counts as a use of those that are open.
+qkv_code qkv_client_has_sessions(qkv_client *client, const char *const *sessions, size_t count, bool touch,
+                                 uint8_t *presence, uint64_t *tokens, qkv_call_error *error);
+
+// Opens `fork`, a session that begins with what `session` has below `position` (0: all), without a copy of it; from
+// there on the two go their own ways. NOT_FOUND: there is no session of this name. ALREADY_EXISTS: the name is taken.
+// FAILED_PRECONDITION: a layer ends before `position`. RESOURCE_EXHAUSTED: the daemon holds as many sessions as it
+// may.
+qkv_code qkv_client_fork(qkv_client *client, const char *session, const char *fork, uint64_t position,
+                         qkv_call_error *error);
+// Drops positions >= `position` in all layers. NOT_FOUND: there is no session of this name.
 qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error);
+
+// ---- prefixes ----
+
+typedef struct qkv_client_prompt {
+  const char *model;
+  const uint32_t *token_ids;
+  size_t token_count;
+  const void *salt;  // as in qkv_session_options
+  size_t salt_bytes;
+} qkv_client_prompt;
+
+typedef struct qkv_client_match {
+  char session[129];          // "" where no session shares 64 tokens; the rest is 0 then
+  uint64_t tokens;            // of the prefix: a multiple of 64 that every layer of the session holds
+  uint64_t tokens_in_memory;  // of these, in all layers
+  uint64_t tokens_on_ssd;     // the others
+  double restore_ms;          // about how long it takes to bring these back
+} qkv_client_match;
+
+// The open session of this model and salt that shares the longest prefix with a prompt, into *match, among
+// those that were appended to with token ids. NOT_FOUND: there is no model of this name. On failure *match is zeroed.
+qkv_code qkv_client_match_prefix(qkv_client *client, const qkv_client_prompt *prompt, qkv_client_match *match,
+                                 qkv_call_error *error);
+
+// Which prefixes come and go; fields as in proto/qkv/v1/kv_cache.proto's WatchRequest and PrefixEvent.
+typedef struct qkv_client_watch {
+  const char *tenant, *model;  // NULL or "": all; where the client has a tenant it is that one
+  bool token_ids;
+  uint64_t instance, after;  // of the last message of a watch before, to go on there; 0: with a snapshot
+} qkv_client_watch;
+
+enum { QKV_CLIENT_ADDED = 1, QKV_CLIENT_REMOVED = 2, QKV_CLIENT_MOVED = 3 };
+
+// Pages of 64 tokens that follow each other.
+typedef struct qkv_client_prefix_event {
+  int kind;
+  const char *tenant, *model;
+  const uint8_t *parent;  // 16 bytes: the hash before the first
+  const uint8_t *hashes;  // 16 bytes for each page
+  size_t pages;
+  uint64_t position;          // of the first token
+  const uint32_t *token_ids;  // 64 for each page; NULL: not asked for, or not known
+  bool on_ssd;                // MOVED: there now; else in memory
+} qkv_client_prefix_event;
+
+typedef struct qkv_client_changes {
+  bool reset, missed, complete;
+  uint64_t instance, sequence;
+  const qkv_client_prefix_event *events;
+  size_t event_count;  // may be 0: the daemon is there
+} qkv_client_changes;
+
+// Calls fn for what is there and then for what changes, until it returns false (CANCELLED) or the daemon ends the
+// watch (UNAVAILABLE where it stops). What it is given is valid during the call of fn. A message comes every ten
+// seconds at least: the client's timeout is that of each, and should be longer. RESOURCE_EXHAUSTED: `limit-watchers`.
+qkv_code qkv_client_watch_prefixes(qkv_client *client, const qkv_client_watch *options,
+                                   bool (*fn)(void *context, const qkv_client_changes *changes), void *context,
+                                   qkv_call_error *error);
 
 // ---- tiers ----
 
@@ -182,7 +266,7 @@ typedef struct qkv_client_scope {
 
 typedef struct qkv_client_tiers {
   uint64_t pages;        // changed
-  uint64_t bytes_freed;  // of codes and what is kept beside them
+  uint64_t bytes_freed;  // of codes and what is kept with them
   uint64_t bytes_taken;
 } qkv_client_tiers;
 
@@ -192,7 +276,7 @@ typedef struct qkv_client_tiers {
 qkv_code qkv_client_demote(qkv_client *client, const qkv_client_scope *scope, double bits, bool even,
                            qkv_client_tiers *tiers, qkv_call_error *error);
 // Back up to at least `bits`, 0: to all that rows were coded with. FAILED_PRECONDITION, with nothing changed: planes
-// have been dropped and not kept. RESOURCE_EXHAUSTED: the daemon's memory has no room.
+// have been dropped and not kept. RESOURCE_EXHAUSTED: the daemon's memory is full.
 qkv_code qkv_client_promote(qkv_client *client, const qkv_client_scope *scope, double bits, qkv_client_tiers *tiers,
                             qkv_call_error *error);
 
@@ -227,6 +311,16 @@ typedef struct qkv_client_attend_options {
   int precision;  // 0: integers as fine as the codes need; 1: fp32; 2: int16; 3: int8
 } qkv_client_attend_options;
 
+// A sealed page of a layer as the daemon holds it, docs/page-format.md.
+typedef struct qkv_client_page {
+  uint32_t layer;
+  uint64_t position;          // of its first token
+  uint32_t tokens;            // valid ones, the first of the page
+  uint64_t calibration_hash;  // of the calibration that it is coded with; 0: none
+  const void *image;          // of any alignment
+  size_t bytes;
+} qkv_client_page;
+
 // One layer of one session; fields as in proto/qkv/v1/kv_cache.proto's Item.
 typedef struct qkv_client_item {
   const char *session;
@@ -236,11 +330,29 @@ typedef struct qkv_client_item {
   const qkv_client_attend_options *options;  // NULL: the model's
   qkv_client_tensor k, v;                    // rank 3, or both absent
   qkv_client_tensor q;                       // rank 3, or absent
+  const uint32_t *token_ids;                 // [k.dims[0]], of the rows' tokens, or of all pages'; NULL: none
+  const qkv_client_page *pages;              // append alone, instead of k and v; their `layer` and `position` are not
+  size_t page_count;                         // looked at: they follow each other from the item's `position` on
 } qkv_client_item;
 
 // Appends the items in one message of one call. Data is not copied. `*appended` where not NULL: new tokens.
 qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, size_t count, uint64_t *appended,
                            qkv_call_error *error);
+
+// Opens a session and appends the items, which name it, in one call: others see it as a whole, or, where the call
+// fails for whatever reason, not at all. All in one message. `seal`: exact rows are coded, for a session that is not
+// appended to any more. `options` are without a prefix. ALREADY_EXISTS: the name is open.
+qkv_code qkv_client_put(qkv_client *client, const qkv_session_options *options, const qkv_client_item *items,
+                        size_t count, bool seal, qkv_call_error *error);
+
+// Appends an item's rows as pages that are coded here, on `threads` threads (0: on the caller's) while others are
+// sent, and the rows that the daemon would not have sealed (the recent window, and less than a page) as rows: what
+// the daemon then holds is what it would have coded itself, unless the session has a quality contract. All rows of
+// the layer that are held must be sealed (FAILED_PRECONDITION): it is for whole prompts, into an empty layer as a
+// rule. Several messages are sent; where one fails those before it stay. INVALID_ARGUMENT: "k[3, 0, 17] is nan, ...",
+// tokens counted from the page's first. `*appended` where not NULL: new tokens.
+qkv_code qkv_client_append_encoded(qkv_client *client, const qkv_client_item *item, unsigned threads,
+                                   uint64_t *appended, qkv_call_error *error);
 
 typedef struct qkv_client_result {
   qkv_code code;     // of this item
@@ -252,7 +364,7 @@ typedef struct qkv_client_result {
   size_t lse_count;
 } qkv_client_result;
 
-// Appends and attends a batch. `results` has room for `count`; where an item carries queries, its `out` and
+// Appends and attends a batch. `results` holds `count`; where an item carries queries, its `out` and
 // `lse` are given memory (qkv_client_results_free). The returned status is that of the call; items have theirs.
 // Where the call failed, every result carries its status.
 qkv_code qkv_client_attend(qkv_client *client, const qkv_client_item *items, size_t count, qkv_client_result *results,
@@ -296,19 +408,93 @@ typedef struct qkv_client_rows {
 // Calls fn for runs of tokens, in order of layers and positions, as they lie in what has arrived (of no particular
 // alignment); with heads_first once for each response, whose size chunk_tokens sets. fn returns false to cancel (the
 // call then returns CANCELLED). The timeout is that of each response: the time that fn takes does not count.
-// NOT_FOUND: there is no such session.
+// NOT_FOUND: there is no session of this name.
 qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *request,
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error);
 
+// ---- coded pages ----
+
+// What a coded fetch gives, in order of layers and positions: sealed rows as pages, the exact rows behind them as in
+// qkv_client_fetch_rows. The data is valid during the call of the function only; one that returns false cancels. The
+// functions do not use the client.
+typedef struct qkv_client_coded_receiver {
+  bool (*page)(void *context, const qkv_client_page *page);
+  bool (*rows)(void *context, const qkv_client_rows *rows);
+  void *context;
+} qkv_client_coded_receiver;
+
+// As qkv_client_fetch_rows, with pages as they are: the first and the last one of the range whole. `dtype`,
+// `heads_first` and `before_rope` are those of the exact rows. INVALID_ARGUMENT: a `part`.
+qkv_code qkv_client_fetch_pages(qkv_client *client, const qkv_client_fetch *request,
+                                const qkv_client_coded_receiver *to, qkv_call_error *error);
+
+// Where a layer's rows go: token t of the range to row t of `k` and `v`, dense [capacity][kv_heads][dim] of the
+// request's dtype. The range begins at request->begin, or where the session does.
+typedef struct qkv_client_layer_rows {
+  void *k, *v;        // the caller's; NULL: not wanted
+  uint64_t capacity;  // tokens that they have place for
+  uint64_t position;  // out: of the first token
+  uint64_t tokens;    // out: how many there are
+} qkv_client_layer_rows;
+
+// Fetches layers as pages and decodes them here, on `threads` threads while the calling one receives (0: on that
+// one): the same rows as qkv_client_fetch_rows gives, for a part of the bytes on the wire. `layers` has
+// request->layer_count entries (at least 1). A calibration crosses once and is kept by the client. INVALID_ARGUMENT:
+// `heads_first`, a `part`, a capacity that does not hold the rows; DATA_LOSS: a page that is damaged; NOT_FOUND. Rows
+// that have arrived before a failure stay; `tokens` are then 0.
+qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
+                                  qkv_client_layer_rows *layers, qkv_call_error *error);
+
+// ---- opaque objects ----
+
+// Bytes with a name (docs/objects.md), in the caller's memory.
+typedef struct qkv_client_object {
+  const char *name;  // 1 to 128 of [A-Za-z0-9._:/@-]
+  void *data;        // put: read only
+  size_t bytes;      // put: of `data`, at least 1. get, has, out: of the object, 0 where there is none
+  size_t capacity;   // get: of `data`; where it is less than `bytes`, `data` stays as it was
+  // put: where memory, places or the SSD are full it may go; as in qkv_session_options; deleted when unused for so
+  // long, 0: never; takes the place of another one of this name
+  bool evictable;
+  int durability;
+  uint64_t ttl_ms;
+  bool replace;
+  size_t received;  // the library's
+} qkv_client_object;
+
+typedef struct qkv_client_objects {
+  qkv_client_object *objects;
+  size_t count;  // get, has, delete: at most 16384
+} qkv_client_objects;
+
+// Puts objects, one after the other, each whole or not at all, with its checksum. The first that fails ends the call,
+// and those before it stay. ALREADY_EXISTS: other bytes have the name. RESOURCE_EXHAUSTED: limit-objects, or memory.
+qkv_code qkv_client_put_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error);
+// Fetches objects into their `data`. One that is not there is no error: its `bytes` are 0. DATA_LOSS: what came does
+// not have the object's checksum.
+qkv_code qkv_client_get_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error);
+// Fills in `bytes` alone. `touch`: the objects that are held count as used.
+qkv_code qkv_client_has_objects(qkv_client *client, const qkv_client_objects *objects, bool touch,
+                                qkv_call_error *error);
+// Deletes the objects that are held; `*deleted` (may be NULL) is their number.
+qkv_code qkv_client_delete_objects(qkv_client *client, const qkv_client_objects *objects, size_t *deleted,
+                                   qkv_call_error *error);
+
 // ---- calibrations ----
 
 // The model's calibration file, as the daemon was given or has learnt it: calls fn with one piece after the other, of
-// no particular size; fn returns false to cancel (the call then returns CANCELLED). NOT_FOUND: no such model, or it
-// has none.
+// no particular size; fn returns false to cancel (the call then returns CANCELLED). NOT_FOUND: there is no model of
+// this name, or it has none.
 qkv_code qkv_client_get_calibration(qkv_client *client, const char *model,
                                     bool (*fn)(void *context, const void *data, size_t bytes), void *context,
                                     qkv_call_error *error);
+
+// The same of the calibration of that version, as pages name it, in force or not; 0: as above. NOT_FOUND: no session
+// has pages of it any more.
+qkv_code qkv_client_get_calibration_version(qkv_client *client, const char *model, uint32_t version,
+                                            bool (*fn)(void *context, const void *data, size_t bytes), void *context,
+                                            qkv_call_error *error);
 
 // ---- any other method ----
 

@@ -12,26 +12,32 @@
 #include "engine/base/option.h"
 #include "engine/base/tensor.h"
 #include "engine/codec/calibration.h"
-#include "qkv/v1/model.pb-c.h"
+#include "qkv/v1/kv_cache.pb-c.h"
 
 // The values of all commands' options; each command's table says which it has.
 typedef struct qkvctl_values {
   qkv_program program;
-  bool metrics, options;                          // status
-  const char *prefix, *tenant, *model, *session;  // sessions, load
-  const char *output, *format;                    // fetch, calibrate
-  const char *from;                               // calibrate: a dump
-  const char *layers, *dtype;                     // fetch; layers: demote, promote, too
-  int64_t begin, end;                             // fetch, demote, promote: positions
-  bool heads_first, before_rope;                  // fetch
-  const char *purpose;                            // load
-  double bits_k, bits_v;                          // load
-  double tier_bits;                               // load; below 0: the daemon's
-  bool keep_full;                                 // load
-  const char *durability;                         // load
-  double bits;                                    // demote, promote
-  bool even;                                      // demote
-  bool map;                                       // session
+  const char *prefix, *model, *session;  // sessions, load
+  const char *output, *format;           // fetch, calibrate
+  const char *from;                      // calibrate: a dump
+  const char *layers, *dtype;            // fetch; layers: demote, promote, too
+  const char *purpose, *durability;      // load
+  const char *tokens, *salt;             // match, with model; copy
+  const char *to;                        // copy: an address
+  int64_t position;                      // fork
+  int64_t begin, end;                    // fetch, demote, promote: positions
+  double bits_k, bits_v;                 // load
+  double tier_bits;                      // load; below 0: the daemon's
+  double bits;                           // demote, promote
+  bool metrics, options;                 // status
+  bool heads_first, before_rope, coded;  // fetch
+  bool keep_full;                        // load
+  bool even;                             // demote
+  bool touch;                            // has
+  bool ids;                              // watch
+  bool evict;                            // load, put-object
+  bool replace;                          // put-object
+  bool map;                              // session
 } qkvctl_values;
 
 // ---- connect.c ----
@@ -61,20 +67,46 @@ int qkvctl_draw_map(const qkvctl_values *values, qkv_client *client, const char 
 qkv_status qkvctl_learn(const char *path, const Qkv__V1__Model *model, qkv_calibration **calibration,
                         qkv_error *error);
 
-// ---- the commands: status.c, sessions.c, fetch.c, load.c, calibrate.c, tiers.c ----
+// ---- copy.c: a session to be moved (client/c/codes.h) ----
+
+// The token ids that the session has, from position 0 on: `*ids` (at first NULL) and `*count` (0) grow; the caller
+// frees
+// `*ids`, whatever comes back.
+qkv_code qkvctl_source_ids(qkv_client *client, const char *session, uint32_t **ids, size_t *count,
+                           qkv_call_error *error);
+// The bytes of a calibration of the model, malloc'd.
+qkv_code qkvctl_source_calibration(qkv_client *client, const char *model, uint32_t version, uint8_t **bytes,
+                                   size_t *count, qkv_call_error *error);
+
+// ---- pages.c: parts of fetch and load; the exit status ----
+
+int qkvctl_fetch_coded(const qkvctl_values *values, const char *session);
+int qkvctl_load_coded(const qkvctl_values *values, const char *path);
+
+// ---- the commands: status.c, sessions.c, has.c, objects.c, fetch.c, load.c, calibrate.c, tiers.c, match.c ----
 
 int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
 int qkvctl_sessions(void *values, const qkv_option_list *arguments);
 int qkvctl_session(void *values, const qkv_option_list *arguments);
+int qkvctl_watch(void *values, const qkv_option_list *arguments);
+int qkvctl_has(void *values, const qkv_option_list *arguments);
+int qkvctl_objects(void *values, const qkv_option_list *arguments);
+int qkvctl_put_object(void *values, const qkv_option_list *arguments);
+int qkvctl_get_object(void *values, const qkv_option_list *arguments);
+int qkvctl_rm_object(void *values, const qkv_option_list *arguments);
 int qkvctl_storage(void *values, const qkv_option_list *arguments);
 int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
+int qkvctl_fork(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);
 int qkvctl_fetch(void *values, const qkv_option_list *arguments);
 int qkvctl_load(void *values, const qkv_option_list *arguments);
+int qkvctl_copy(void *values, const qkv_option_list *arguments);
+int qkvctl_compare(void *values, const qkv_option_list *arguments);
 int qkvctl_demote(void *values, const qkv_option_list *arguments);
 int qkvctl_promote(void *values, const qkv_option_list *arguments);
+int qkvctl_match(void *values, const qkv_option_list *arguments);
 int qkvctl_calibrate(void *values, const qkv_option_list *arguments);
 
 #endif

@@ -302,6 +302,9 @@ static int report(const fetch_plan *plan) {
 static int check_values(const qkvctl_values *values, bool *npy, qkv_dtype *dtype) {
   *npy = strcmp(values->format, "npy") == 0;
   if (values->output == NULL) return qkv_program_misused("fetch needs --output FILE");
+  const bool chosen = values->layers != NULL || values->begin != 0 || values->end != 0 || values->dtype != NULL;
+  if (values->coded && (*npy || chosen || values->heads_first || values->before_rope))
+    return qkv_program_misused("--coded writes all of a session as it is; of the others it goes with --output alone");
   if (!*npy && strcmp(values->format, "safetensors") != 0) {
     return qkv_program_misused("--format is \"%s\", allowed are safetensors and npy", values->format);
   }
@@ -321,6 +324,7 @@ int qkvctl_fetch(void *values_in, const qkv_option_list *arguments) {
   fetch_plan plan = {.values = values, .session = arguments->items[0]};
   int status = check_values(values, &npy, &plan.dtype);
   if (status != QKV_EXIT_OK) return status;
+  if (values->coded) return qkvctl_fetch_coded(values, plan.session);
   plan.client = qkvctl_connect(values);
   if (plan.client == NULL) return QKV_EXIT_FAILED;
   status = make_plan(&plan);

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "client/c/codes.h"
 #include "client/cli/cli.h"
 #include "client/common/terminal.h"
 #include "client/format/dump.h"
@@ -19,28 +20,13 @@ typedef struct learn_job {
   qkv_progress progress;
 } learn_job;
 
-static qkv_rope rope_of(const Qkv__V1__Rope *from) {
-  if (from == NULL) return (qkv_rope){0};
-  return (qkv_rope){.theta = from->theta,
-                    .width = from->width,
-                    .interleaved = from->pairing == QKV__V1__ROPE__PAIRING__PAIRING_INTERLEAVED,
-                    .scaling = (qkv_rope_scaling)from->scaling,
-                    .factor = from->factor,
-                    .original_max_position = from->original_max_position,
-                    .low_freq_factor = from->low_freq_factor,
-                    .high_freq_factor = from->high_freq_factor,
-                    .beta_fast = from->beta_fast,
-                    .beta_slow = from->beta_slow,
-                    .attention_factor = from->attention_factor};
-}
-
 static qkv_status shape_of(const Qkv__V1__Model *model, qkv_calibration_shape *shape, qkv_error *error) {
   *shape = (qkv_calibration_shape){.layers = model->layers,
                                    .kv_heads = model->kv_heads,
                                    .q_heads = model->q_heads,
                                    .key_dim = model->key_dim,
                                    .value_dim = model->value_dim,
-                                   .rope = rope_of(model->rope)};
+                                   .rope = qkvi_rope_of_message(model->rope)};
   QKV_TRY(qkv_calibration_shape_check(shape, error));
   return qkv_rope_resolve(&shape->rope, shape->key_dim, error);
 }

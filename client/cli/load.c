@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "client/cli/cli.h"
+#include "client/cli/session_file.h"
 #include "client/common/durability.h"
 #include "client/common/terminal.h"
 #include "client/format/safetensors.h"
@@ -166,9 +167,9 @@ static qkv_code append_layer(const load_job *job, const layer_rows *rows, qkv_pr
 static qkv_code open_session(const load_job *job, const qkvctl_values *values, qkv_call_error *error) {
   qkv_client_policy policy = {.bits_k = values->bits_k, .bits_v = values->bits_v, .recent_window = -1};
   qkv_session_options options = {
+      .evict = values->evict,
       .session = job->session,
       .model = job->model,
-      .tenant = values->tenant,
       .purpose = strcmp(values->purpose, "fetch") == 0 ? 2 : 1,
       .policy = &policy,
       .first_position = job->first_position,
@@ -235,6 +236,7 @@ int qkvctl_load(void *values_in, const qkv_option_list *arguments) {
   const char *path = arguments->items[0];
   load_job job = {0};
   qkv_error error = {0};
+  if (qkvctl_session_file_is(path)) return qkvctl_load_coded(values, path);
   if (qkv_safetensors_open(path, &job.file, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
   int status = QKV_EXIT_OK;
   if (read_metadata(&job, &error) != QKV_OK || read_layers(&job, &error) != QKV_OK) {

@@ -13,35 +13,47 @@ static const qkv_option status_options[] = {
 
 static const qkv_option sessions_options[] = {
     {"prefix", QKV_OPTION_STRING, OFFSET(prefix), NULL, 0, 0, "TEXT", "only sessions whose name begins so"},
-    {"tenant", QKV_OPTION_STRING, OFFSET(tenant), NULL, 0, 0, "NAME", "only sessions of this tenant"},
     {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "only sessions of this model"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option fetch_options[] = {
     {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "where the rows go; for npy a directory"},
     {"format", QKV_OPTION_STRING, OFFSET(format), "safetensors", 0, 0, "NAME", "safetensors, or npy: one file a tensor"},
-    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "such as 0,2-5; all when not given"},
+    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "a list, for example 0,2-5; all when not given"},
     {"begin", QKV_OPTION_INTEGER, OFFSET(begin), "0", 0, 1.0e15, "POSITION", "the first position"},
     {"end", QKV_OPTION_INTEGER, OFFSET(end), "0", 0, 1.0e15, "POSITION", "the position behind the last; 0: to the end"},
     {"dtype", QKV_OPTION_STRING, OFFSET(dtype), NULL, 0, 0, "NAME", "fp32, fp16 or bf16; the model's when not given"},
     {"heads-first", QKV_OPTION_FLAG, OFFSET(heads_first), NULL, 0, 0, NULL,
      "[kv_heads, tokens, dim] instead of [tokens, kv_heads, dim]"},
     {"before-rope", QKV_OPTION_FLAG, OFFSET(before_rope), NULL, 0, 0, NULL, "keys as they were before RoPE"},
+    {"coded", QKV_OPTION_FLAG, OFFSET(coded), NULL, 0, 0, NULL,
+     "all of the session as the daemon holds it, pages and calibrations, for load; with --output alone"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option load_options[] = {
     {"session", QKV_OPTION_STRING, OFFSET(session), NULL, 0, 0, "NAME", "the session to open; the file's when not given"},
     {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "its model, registered; the file's when not given"},
-    {"tenant", QKV_OPTION_STRING, OFFSET(tenant), NULL, 0, 0, "NAME", "its tenant; \"default\" when not given"},
     {"purpose", QKV_OPTION_STRING, OFFSET(purpose), "attend", 0, 0, "NAME", "attend or fetch"},
     {"bits-k", QKV_OPTION_REAL, OFFSET(bits_k), "0", 0, 8, "BITS", "code bits of a key's coordinate; 0: the model's"},
     {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "code bits of a value's coordinate; 0: the model's"},
     {"tier-bits", QKV_OPTION_REAL, OFFSET(tier_bits), "-1", -1, 8, "BITS",
      "average bits that it is brought to in the background, by attention; 0: none, -1: the daemon's"},
     {"keep-full", QKV_OPTION_FLAG, OFFSET(keep_full), NULL, 0, 0, NULL,
-     "keep pages that lose bits in full beside, so that promote can give them back"},
+     "keep pages that lose bits also in full, so that promote can give them back"},
     {"durability", QKV_OPTION_STRING, OFFSET(durability), NULL, 0, 0, "KIND",
      "memory, async or sync; the daemon's when not given"},
+    {"evict", QKV_OPTION_FLAG, OFFSET(evict), NULL, 0, 0, NULL, "it may be closed where memory, sessions or the SSD are full"},
+    {"salt", QKV_OPTION_STRING, OFFSET(salt), NULL, 0, 0, "TEXT",
+     "of a file of fetch --coded, the salt that the session was opened with: token ids are loaded where it is given; none when not given"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option copy_options[] = {
+    {"to", QKV_OPTION_STRING, OFFSET(to), NULL, 0, 0, "ADDRESS", "the daemon that gets the session: unix:PATH or HOST:PORT"},
+    {"session", QKV_OPTION_STRING, OFFSET(session), NULL, 0, 0, "NAME", "its name there; the same when not given"},
+    {"durability", QKV_OPTION_STRING, OFFSET(durability), NULL, 0, 0, "KIND",
+     "memory, async or sync; that daemon's when not given"},
+    {"salt", QKV_OPTION_STRING, OFFSET(salt), NULL, 0, 0, "TEXT",
+     "the salt that it was opened with: token ids are copied where it is given; none when not given"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option session_options[] = {
@@ -49,7 +61,7 @@ static const qkv_option session_options[] = {
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 #define SCOPE_OPTIONS \
-    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "such as 0,2-5; all when not given"}, \
+    {"layers", QKV_OPTION_STRING, OFFSET(layers), NULL, 0, 0, "LIST", "a list, for example 0,2-5; all when not given"}, \
     {"begin", QKV_OPTION_INTEGER, OFFSET(begin), "0", 0, 1.0e15, "POSITION", "the first position"}, \
     {"end", QKV_OPTION_INTEGER, OFFSET(end), "0", 0, 1.0e15, "POSITION", "the position behind the last; 0: to the end"}
 
@@ -70,25 +82,73 @@ static const qkv_option calibrate_options[] = {
     {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "the calibration file to write"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option fork_options[] = {
+    {"position", QKV_OPTION_INTEGER, OFFSET(position), "0", 0, INT64_MAX, "N", "share what lies below this position; 0: everything"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option match_options[] = {
+    {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "the model of the sessions"},
+    {"tokens", QKV_OPTION_STRING, OFFSET(tokens), NULL, 0, 0, "FILE",
+     "token ids of the prompt in decimal digits, separated by white space, commas or square brackets; -: standard input"},
+    {"salt", QKV_OPTION_STRING, OFFSET(salt), NULL, 0, 0, "TEXT", "the salt that they were opened with; none when not given"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option has_options[] = {
+    {"touch", QKV_OPTION_FLAG, OFFSET(touch), NULL, 0, 0, NULL, "count this as a use of those that are open"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option watch_options[] = {
+    {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "only prefixes of this model"},
+    {"ids", QKV_OPTION_FLAG, OFFSET(ids), NULL, 0, 0, NULL, "with --json: their token ids, too"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option objects_options[] = {
+    {"prefix", QKV_OPTION_STRING, OFFSET(prefix), NULL, 0, 0, "TEXT", "only objects whose name begins so"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option put_object_options[] = {
+    {"durability", QKV_OPTION_STRING, OFFSET(durability), NULL, 0, 0, "KIND",
+     "memory, async or sync; the daemon's when not given"},
+    {"evict", QKV_OPTION_FLAG, OFFSET(evict), NULL, 0, 0, NULL, "it may go where memory, objects or the SSD are full"},
+    {"replace", QKV_OPTION_FLAG, OFFSET(replace), NULL, 0, 0, NULL, "it takes the place of another one of this name"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
+static const qkv_option get_object_options[] = {
+    {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "where the bytes go"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 #define OPTIONS(table) table, sizeof(table) / sizeof *(table)
 
 static const qkv_command commands[] = {
     {"status", "", "Shows what the daemon is and holds.", OPTIONS(status_options), 0, 0, qkvctl_status},
     {"models", "", "Lists the models.", OPTIONS(common_options), 0, 0, qkvctl_models},
-    {"sessions", "", "Lists the sessions.", OPTIONS(sessions_options), 0, 0, qkvctl_sessions},
+    {"sessions", "", "Lists the sessions; of all tenants, unless one is given.", OPTIONS(sessions_options), 0, 0, qkvctl_sessions},
     {"session", "SESSION", "Shows one session.", OPTIONS(session_options), 1, 1, qkvctl_session},
+    {"has", "SESSION...", "Says which sessions are open; fails where one is not.", OPTIONS(has_options), 1, SIZE_MAX, qkvctl_has},
     {"fetch", "SESSION", "Writes a session's rows to a file.", OPTIONS(fetch_options), 1, 1, qkvctl_fetch},
-    {"load", "FILE", "Opens a session with the rows of a safetensors file.", OPTIONS(load_options), 1, 1, qkvctl_load},
+    {"load", "FILE", "Opens a session with the rows of a safetensors file, or the pages of one that fetch --coded has written.",
+     OPTIONS(load_options), 1, 1, qkvctl_load},
+    {"copy", "SESSION", "Copies a session to another daemon, pages as they are; again, it goes on where it ended.",
+     OPTIONS(copy_options), 1, 1, qkvctl_copy},
     {"calibrate", "MODEL", "Writes a model's calibration to a file: what the daemon has learnt, or what a file of rows tells.", OPTIONS(calibrate_options), 1, 1,
      qkvctl_calibrate},
+    {"compare", "SESSION", "Shows what each codec would take for a session's rows, and what attention would miss.", OPTIONS(common_options), 1, 1,
+     qkvctl_compare},
     {"demote", "SESSION", "Takes bits of a session's rows.", OPTIONS(demote_options), 1, 1, qkvctl_demote},
     {"promote", "SESSION", "Gives them back, where they were kept.", OPTIONS(promote_options), 1, 1, qkvctl_promote},
+    {"match", "", "Finds the session that holds the longest prefix of a prompt.", OPTIONS(match_options), 0, 0, qkvctl_match},
+    {"watch", "", "Tells what prefixes of tokens come and go, of all tenants, unless one is given, until it is interrupted.", OPTIONS(watch_options), 0, 0, qkvctl_watch},
     {"truncate", "SESSION POSITION", "Drops the positions from POSITION on.", OPTIONS(common_options), 2, 2,
      qkvctl_truncate},
-    {"storage", "[show|verify|compact]", "Shows the SSD tier, reads all of it, or makes room there.", OPTIONS(common_options), 0, 1,
+    {"fork", "SESSION NEW", "Opens a session that shares what another one has.", OPTIONS(fork_options), 2, 2, qkvctl_fork},
+    {"storage", "[show|verify|compact]", "Shows the SSD tier, reads all of it, or frees space there.", OPTIONS(common_options), 0, 1,
      qkvctl_storage},
     {"sink", "SESSION...", "Takes sessions out of memory, which stay on the SSD.", OPTIONS(common_options), 1, SIZE_MAX,
      qkvctl_sink},
+    {"objects", "", "Lists the opaque objects.", OPTIONS(objects_options), 0, 0, qkvctl_objects},
+    {"put-object", "OBJECT FILE", "Keeps a file's bytes as an object.", OPTIONS(put_object_options), 2, 2, qkvctl_put_object},
+    {"get-object", "OBJECT", "Writes an object's bytes to a file.", OPTIONS(get_object_options), 1, 1, qkvctl_get_object},
+    {"rm-object", "OBJECT...", "Deletes objects; fails where one is not there.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm_object},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
 };
 // clang-format on

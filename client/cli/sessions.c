@@ -1,4 +1,4 @@
-// qkvctl sessions, session, rm and truncate.
+// qkvctl sessions, session, rm, truncate and fork.
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -77,7 +77,6 @@ static int list_sessions(qkv_client *client, const qkvctl_values *values, qkv_ta
   char token[1024] = "";
   Qkv__V1__ListSessionsRequest request = QKV__V1__LIST_SESSIONS_REQUEST__INIT;
   request.prefix = text_or_empty(values->prefix);
-  request.tenant = text_or_empty(values->tenant);
   request.model = text_or_empty(values->model);
   request.page_token = token;
   bool written = true;
@@ -115,7 +114,9 @@ int qkvctl_sessions(void *values_in, const qkv_option_list *arguments) {
 static void add_storage_json(const qkv_client_session_info *info, json_t *object) {
   json_object_set_new(object, "durability", json_string(qkvi_durability_name(info->durability)));
   json_object_set_new(object, "tokens_cold", json_integer((json_int_t)info->tokens_cold));
+  json_object_set_new(object, "evictable", json_boolean(info->evictable));
   json_object_set_new(object, "bytes_stored", json_integer((json_int_t)info->bytes_stored));
+  json_object_set_new(object, "bytes_shared", json_integer((json_int_t)info->bytes_shared));
   if (info->durable == NULL) return;
   json_t *durable = json_array();
   for (uint32_t i = 0; i < info->layers; i++)
@@ -203,8 +204,9 @@ static void print_session(const qkv_client_session_info *info) {
   printf("recent window   %" PRIu64 " tokens\n", info->recent_window);
   printf("coded           %" PRIu64 " rows, %s, %.3f bits per coordinate all in\n", info->tokens_coded,
          qkv_human_bytes(info->bytes_coded, coded), info->bits_per_coordinate);
-  printf("beside          %s%s\n", qkv_human_bytes(info->bytes_beside, beside),
+  printf("overhead        %s%s\n", qkv_human_bytes(info->bytes_beside, beside),
          info->keep_full ? ", pages that lose bits are kept in full" : "");
+  if (info->evictable) printf("retention       closed where memory, sessions or the SSD are full\n");
   if (info->durable != NULL) print_storage(info);
   if (info->tier_bits > 0) printf("tiers           towards %g bits on average, by attention\n", info->tier_bits);
   if (info->max_attention_error > 0) {
@@ -291,6 +293,28 @@ int qkvctl_rm(void *values, const qkv_option_list *arguments) {
 
 int qkvctl_sink(void *values, const qkv_option_list *arguments) {
   return each(values, arguments, sink_one);
+}
+
+int qkvctl_fork(void *values_in, const qkv_option_list *arguments) {
+  const qkvctl_values *values = values_in;
+  const char *session = arguments->items[0], *fork = arguments->items[1];
+  const uint64_t position = (uint64_t)values->position;
+  qkv_client *client = qkvctl_connect(values);
+  if (client == NULL) return QKV_EXIT_FAILED;
+  qkv_call_error error = {0};
+  int status = QKV_EXIT_OK;
+  if (qkv_client_fork(client, session, fork, position, &error) != 0) {
+    status = qkv_program_failed("%s", error.text);
+  } else if (values->program.json) {
+    json_t *line = json_pack("{s:s, s:s, s:I}", "session", session, "fork", fork, "position", (json_int_t)position);
+    if (!qkv_json_line(line)) status = QKV_EXIT_FAILED;
+  } else if (position == 0) {
+    printf("%s has all that %s has\n", fork, session);
+  } else {
+    printf("%s has what %s has below position %" PRIu64 "\n", fork, session, position);
+  }
+  qkv_client_close(&client);
+  return status;
 }
 
 int qkvctl_truncate(void *values_in, const qkv_option_list *arguments) {

@@ -86,11 +86,11 @@ static void print_status(const Qkv__V1__GetStatusResponse *status) {
   printf("KV          %s of %s", qkv_human_bytes(status->kv_bytes, held),
          qkv_human_bytes(status->kv_bytes_limit, limit));
   if (status->kv_bytes_room < status->kv_bytes_limit)
-    printf(", %s beside what else is resident", qkv_human_bytes(status->kv_bytes_room, room));
+    printf(", %s may be taken now", qkv_human_bytes(status->kv_bytes_room, room));
   putchar('\n');
   printf("calibration %s in use, %s of the KV's budget to learn from\n",
          qkv_human_bytes(status->calibration_bytes, coders), qkv_human_bytes(status->learning_bytes, moments));
-  printf("memory      %s resident, %s of it beside the KV\n", qkv_human_bytes(status->rss_bytes, rss),
+  printf("memory      %s resident, %s of it outside the KV\n", qkv_human_bytes(status->rss_bytes, rss),
          qkv_human_bytes(status->beside_bytes, beside));
 }
 

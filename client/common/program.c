@@ -66,12 +66,12 @@ static int unknown_command(const qkv_command_set *set, const char *word) {
   return qkv_program_misused("unknown command \"%s\"; %s --help lists the commands", word, set->program);
 }
 
-// Where the command stands in argv: the first word that is neither an option nor the value of --target or
-// --timeout, the two that every command has and that take one.
+// Where the command stands in argv: the first word that is neither an option nor the value of one that every command
+// has.
 static int find_command(int argc, char **argv) {
   for (int i = 1; i < argc; i++) {
     if (argv[i][0] != '-') return i;
-    if (strcmp(argv[i], "--target") == 0 || strcmp(argv[i], "--timeout") == 0) i++;
+    i += strcmp(argv[i], "--target") == 0 || strcmp(argv[i], "--tenant") == 0 || strcmp(argv[i], "--timeout") == 0;
   }
   return argc;
 }
@@ -108,15 +108,24 @@ static int check_arguments(const qkv_command_set *set, const qkv_command *comman
   return QKV_EXIT_OK;
 }
 
+// Nothing where the command has no such option.
+static qkv_status read_environment(const qkv_command *command, qkv_options *options, const char *name,
+                                   const char *variable, qkv_error *error) {
+  const char *value = getenv(variable);
+  bool has = false;
+  for (size_t i = 0; i < command->option_count; i++) has |= strcmp(command->options[i].name, name) == 0;
+  return value == NULL || !has ? QKV_OK : qkv_options_set(options, name, value, QKV_FROM_ENVIRONMENT, error);
+}
+
 // `argv` without the command's name.
 static int run_command(const qkv_command_set *set, const qkv_command *command, int argc, char **argv) {
   qkv_options *options = qkv_options_create(command->options, command->option_count, NULL, set->values);
   const qkv_program *common = set->values;
   qkv_error error = {0};
   qkv_option_list words = {0};
-  const char *target = getenv("QKVD_TARGET");
   int status = QKV_EXIT_USAGE;
-  if ((target != NULL && qkv_options_set(options, "target", target, QKV_FROM_ENVIRONMENT, &error) != QKV_OK) ||
+  if (read_environment(command, options, "target", "QKVD_TARGET", &error) != QKV_OK ||
+      read_environment(command, options, "tenant", "QKVD_TENANT", &error) != QKV_OK ||
       qkv_options_read_arguments(options, argc, argv, &words, &error) != QKV_OK) {
     qkv_program_misused("%s", error.text);
   } else if (common->help) {

@@ -18,15 +18,20 @@ enum { QKV_EXIT_OK = 0, QKV_EXIT_FAILED = 1, QKV_EXIT_USAGE = 2 };
 // The options that every command has.
 typedef struct qkv_program {
   const char *target;  // --target, else $QKVD_TARGET, else 127.0.0.1:7580
+  const char *tenant;  // --tenant, else $QKVD_TENANT, else NULL
   int64_t timeout_ms;
   bool json, help, version;
 } qkv_program;
 
 // The rows of those options, for a values struct `type` that begins with a qkv_program.
 // clang-format off
+#define QKV_PROGRAM_TENANT_OPTION(type)                                                                          \
+  {"tenant", QKV_OPTION_STRING, offsetof(type, program.tenant), NULL, 0, 0, "NAME",                              \
+   "whose sessions and prefixes are meant, \"default\" when not given (also the environment variable QKVD_TENANT)"}
 #define QKV_PROGRAM_OPTIONS(type)                                                                                \
   {"target", QKV_OPTION_STRING, offsetof(type, program.target), "127.0.0.1:7580", 0, 0, "ADDRESS",               \
    "the daemon: unix:PATH or HOST:PORT (also the environment variable QKVD_TARGET)"},                            \
+  QKV_PROGRAM_TENANT_OPTION(type),                                                                              \
   {"timeout", QKV_OPTION_DURATION, offsetof(type, program.timeout_ms), "60s", 1, 86400000, "TIME",               \
    "how long a call to the daemon may take"},                                                                    \
   {"json", QKV_OPTION_FLAG, offsetof(type, program.json), NULL, 0, 0, NULL,                                      \

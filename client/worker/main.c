@@ -27,7 +27,7 @@ static const qkv_option generate_options[] = {
     {"chat", QKV_OPTION_FLAG, offsetof(qkvi_worker, chat), NULL, 0, 0, NULL,
      "the text is a message to be answered: it is put into the model's chat template"},
     {"tokens", QKV_OPTION_INTEGER, offsetof(qkvi_worker, tokens), "160", 1, 1 << 20, "N",
-     "tokens to generate at most; a control token, such as that of an answer's end, ends the text before"},
+     "tokens to generate at most; a control token, for example that of an answer's end, ends the text before"},
     {"bytes", QKV_OPTION_INTEGER, offsetof(qkvi_worker, tokens), "160", 1, 1 << 20, "N",
      "the same, by its name for a byte-level model"},
     {"session", QKV_OPTION_STRING, offsetof(qkvi_worker, session), NULL, 0, 0, "NAME",
@@ -40,7 +40,7 @@ static const qkv_option generate_options[] = {
      "of the sampling; 0 takes the likeliest token"},
     {"seed", QKV_OPTION_INTEGER, offsetof(qkvi_worker, seed), "1", 0, 9007199254740992.0, "N", "of the sampling"},
     {"compare", QKV_OPTION_FLAG, offsetof(qkvi_worker, compare), NULL, 0, 0, NULL,
-     "run the exact fp32 cache beside the daemon's, on the same tokens, and print how they differ; bits per token "
+     "run the exact fp32 cache, too, on the same tokens, and print how they differ; bits per token "
      "are "
      "then of the text that the model has just made itself, for held-out text see score"},
     QKV_PROGRAM_OPTIONS(qkvi_worker),

@@ -67,17 +67,18 @@ static qkv_status refuse(const qkv_arena *arena, uint64_t limit, uint64_t used, 
                     "%s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64 " more are needed", arena->budget_name,
                     arena->bytes_max, used, bytes);
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                  "%s is %" PRIu64 " bytes, %" PRIu64 " of them for what lies beside the pages, %" PRIu64
+                  "%s is %" PRIu64 " bytes, %" PRIu64 " of them for memory outside pages, %" PRIu64
                   " in use, %" PRIu64 " more are needed",
                   arena->budget_name, arena->bytes_max, arena->bytes_max - limit, used, bytes);
 }
 
-static qkv_status reserve(qkv_arena *arena, uint64_t kept, uint64_t bytes, qkv_error *error) {
-  const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed);
+// Up to the limit and `beyond`.
+static qkv_status reserve(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint64_t bytes, qkv_error *error) {
+  const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed) + beyond;
   uint64_t claimed = atomic_load_explicit(&arena->claimed, memory_order_relaxed);
   do {
     const uint64_t left = limit > claimed ? limit - claimed : 0, mine = left > kept ? left - kept : 0;
-    if (bytes > mine) return refuse(arena, limit, left > 0 ? limit - mine : claimed, bytes, error);
+    if (bytes > mine) return refuse(arena, limit - beyond, left > 0 ? limit - mine : claimed, bytes, error);
   } while (!atomic_compare_exchange_weak_explicit(&arena->claimed, &claimed, claimed + bytes, memory_order_relaxed,
                                                   memory_order_relaxed));
   atomic_fetch_add_explicit(&arena->reserved, bytes, memory_order_relaxed);
@@ -85,7 +86,7 @@ static qkv_status reserve(qkv_arena *arena, uint64_t kept, uint64_t bytes, qkv_e
 }
 
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
-  return reserve(arena, atomic_load_explicit(&arena->kept, memory_order_relaxed), bytes, error);
+  return reserve(arena, 0, atomic_load_explicit(&arena->kept, memory_order_relaxed), bytes, error);
 }
 
 qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error) {
@@ -96,7 +97,7 @@ qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes
 }
 
 qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes) {
-  const qkv_status status = reserve(arena, 0, bytes, NULL);
+  const qkv_status status = reserve(arena, 0, 0, bytes, NULL);
   atomic_store_explicit(&arena->kept, status == QKV_OK ? 0 : bytes, memory_order_relaxed);
   return status;
 }
@@ -182,6 +183,13 @@ qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size
     subtract(&arena->claimed, less - more);
   }
   return QKV_OK;
+}
+
+enum { OVERDRAFT_PART = 256, OVERDRAFT_LEAST = 1 << 20 };
+
+qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  const uint64_t part = arena->bytes_max / OVERDRAFT_PART, beyond = part > OVERDRAFT_LEAST ? part : OVERDRAFT_LEAST;
+  return reserve(arena, beyond, 0, bytes, error);
 }
 
 qkv_heap *qkv_arena_heap(const qkv_arena *arena) {

@@ -52,7 +52,7 @@ size_t qkv_arena_cost(size_t bytes);
 void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes);
 
 // RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed", and behind the first
-// number ", 48576 of them for what lies beside the pages" where the limit is less.
+// number ", 48576 of them for memory outside pages" where the limit is less.
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
 // The same for memory of the budget that lies elsewhere and not in blocks.
@@ -66,6 +66,10 @@ qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes
 // reserved by this or let go of. One at a time.
 qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes);
 void qkv_arena_let_go(qkv_arena *arena);
+
+// Reserves for what soon makes more memory free than it takes: beyond the limit, too, by a 256th of the budget, or 1
+// MiB where that is more.
+qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 
 // Turns qkv_arena_cost(bytes) of a reservation (asserted to be there) into a block. Contents are undefined.
 // Aborts where the machine itself is out of memory: the budget is there so that it is not.

@@ -10,6 +10,17 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+
+// Tiles take 8 KiB a thread to save, for which the system wants to be asked, once a process.
+static bool may_use_tiles(void) {
+  enum { REQUEST = 0x1023, TILE_DATA = 18 };    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: no header has them
+  const unsigned wanted = 1u << 24 | 1u << 25;  // of cpuid 7: AMX-TILE, AMX-INT8
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & wanted) != wanted) return false;
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
 
 // The compiler's table checks with XGETBV that the OS saves the registers.
 static uint32_t detect(void) {
@@ -27,8 +38,14 @@ static uint32_t detect(void) {
     flags |= QKV_CPU_AVX512;
     if (__builtin_cpu_supports("avx512vnni")) flags |= QKV_CPU_VNNI;
     if (__builtin_cpu_supports("avx512vbmi")) flags |= QKV_CPU_VBMI;
+    if (may_use_tiles()) flags |= QKV_CPU_AMX;
   }
   return flags;
+}
+
+bool qkv_cpu_intel(void) {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
 }
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
@@ -44,6 +61,12 @@ static uint32_t detect(void) {
 #else
 static uint32_t detect(void) {
   return 0;
+}
+#endif
+
+#if !defined(__x86_64__)
+bool qkv_cpu_intel(void) {
+  return false;
 }
 #endif
 

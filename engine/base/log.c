@@ -33,6 +33,10 @@ void qkv_log_setup(FILE *stream, qkv_log_level level) {
   pthread_mutex_unlock(&lock);
 }
 
+bool qkv_log_wants(qkv_log_level level) {
+  return level >= atomic_load(&log_level);
+}
+
 static void time_text(char *text, size_t size) {
   struct timespec now;
   (void)clock_gettime(CLOCK_REALTIME, &now);
@@ -75,7 +79,7 @@ static void write_line(const json_t *line) {
 
 void qkv_log(qkv_log_level level, const char *message, const char *fields_format, ...) {
   assert((size_t)level < LEVEL_COUNT);
-  if (level < atomic_load(&log_level)) return;
+  if (!qkv_log_wants(level)) return;
   char now[64];
   time_text(now, sizeof now);
   json_t *line = json_pack("{s:s, s:s, s:s}", "time", now, "level", level_names[level], "message", message);

@@ -10,6 +10,7 @@
 #ifndef QKV_ENGINE_BASE_LOG_H
 #define QKV_ENGINE_BASE_LOG_H
 
+#include <stdbool.h>
 #include <stdio.h>
 
 #include "engine/base/status.h"
@@ -21,6 +22,8 @@ qkv_status qkv_log_level_parse(const char *text, qkv_log_level *level);
 
 // Lines below `level` are dropped. Before the first call: INFO to stderr. The stream is borrowed.
 void qkv_log_setup(FILE *stream, qkv_log_level level);
+// Whether lines of this level are written: for fields that cost something to make.
+bool qkv_log_wants(qkv_log_level level);
 
 void qkv_log(qkv_log_level level, const char *message, const char *fields_format, ...);
 

@@ -1,14 +1,17 @@
 #include "engine/base/pool.h"
 
 #include <assert.h>
+#include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "engine/base/cpu.h"
-#include "engine/base/precedence.h"
+#include "engine/base/yield.h"
 
 typedef struct pool_job {
   qkv_job_fn *run;
@@ -32,13 +35,9 @@ typedef struct pool_member {
   qkv_pool *pool;
   size_t worker;  // 1 .. threads; 0 is the caller of a loop
   pthread_t thread;
+  bool started;  // and not joined yet
+  bool ended;    // its thread needs nothing any more
 } pool_member;
-
-// What its threads are like.
-typedef struct pool_kind {
-  bool pinned, stands_back;
-  int nice;
-} pool_kind;
 
 struct qkv_pool {
   pthread_mutex_t lock;
@@ -46,12 +45,11 @@ struct qkv_pool {
   bool ending;
   pool_loop *loops;  // the active ones, newest first: inner loops before the outer ones that wait for them
   pool_job *queue;   // a ring
-  size_t queue_max;
   size_t queue_head;
   size_t queue_length;
-  size_t threads;
-  pool_kind kind;
-  pool_member *members;
+  qkv_pool_config config;
+  size_t running, idle;  // threads that there are; of these, those that wait
+  pool_member *members;  // [config.threads]
 };
 
 static void draw(pool_loop *loop, size_t worker) {
@@ -73,100 +71,137 @@ static void help(qkv_pool *pool, pool_loop *loop, size_t worker) {
   loop->helpers++;
   pthread_mutex_unlock(&pool->lock);
   draw(loop, worker);
-  qkv_precedence_rest();
+  qkv_yield_rest();
   pthread_mutex_lock(&pool->lock);
   if (--loop->helpers == 0) pthread_cond_signal(&loop->finished);
 }
 
 // Before a loop is joined, as nobody in it should be waited for. There may be none any more then. The lock is held on
 // entry and on return.
-static void give_way(qkv_pool *pool) {
+static void yield(qkv_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
-  qkv_precedence_give_way();
+  qkv_yield_now();
   pthread_mutex_lock(&pool->lock);
 }
 
 // The lock is held on entry and on return.
 static void run_job(qkv_pool *pool) {
   pool_job job = pool->queue[pool->queue_head];
-  pool->queue_head = (pool->queue_head + 1) % pool->queue_max;
+  pool->queue_head = (pool->queue_head + 1) % pool->config.queue_max;
   pool->queue_length--;
   pthread_mutex_unlock(&pool->lock);
-  qkv_precedence_give_way();
+  qkv_yield_now();
   job.run(job.context);
-  qkv_precedence_rest();
+  qkv_yield_rest();
   pthread_mutex_lock(&pool->lock);
 }
 
+// False where the thread is to end: it has had nothing to do, and is not the last one.
+static bool wait_for_work(qkv_pool *pool) {
+  int code = 0;
+  pool->idle++;
+  if (pool->config.on_demand) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += QKV_POOL_LINGER_MS / 1000;
+    code = pthread_cond_timedwait(&pool->work, &pool->lock, &until);
+  } else {
+    pthread_cond_wait(&pool->work, &pool->lock);
+  }
+  pool->idle--;
+  return code != ETIMEDOUT || pool->queue_length > 0 || find_loop(pool) != NULL || pool->running == 1;
+}
+
 static void *thread_main(void *context) {
-  const pool_member *self = context;
+  pool_member *self = context;
   qkv_pool *pool = self->pool;
-  (pool->kind.stands_back ? qkv_precedence_stand_back : qkv_precedence_be_nice)(pool->kind.nice);
-  if (pool->kind.pinned) (void)qkv_cpu_pin(self->worker - 1);
+  (pool->config.yields ? qkv_yield_enable : qkv_yield_set_nice)(pool->config.nice);
+  if (pool->config.pinned) (void)qkv_cpu_pin(self->worker - 1);
   pthread_mutex_lock(&pool->lock);
+  pool->idle--;
   for (;;) {
     pool_loop *loop = find_loop(pool);
-    if (loop != NULL && pool->kind.stands_back) {
-      give_way(pool);
+    if (loop != NULL && pool->config.yields) {
+      yield(pool);
       loop = find_loop(pool);
-      if (loop == NULL) qkv_precedence_rest();
+      if (loop == NULL) qkv_yield_rest();
     }
     if (loop != NULL) {
       help(pool, loop, self->worker);
     } else if (pool->queue_length > 0) {
       run_job(pool);
-    } else if (pool->ending) {
+    } else if (pool->ending || !wait_for_work(pool)) {
       break;
-    } else {
-      pthread_cond_wait(&pool->work, &pool->lock);
     }
   }
+  self->ended = true;
+  pool->running--;
   pthread_mutex_unlock(&pool->lock);
   return NULL;
 }
 
-static qkv_status create(size_t threads, size_t queue_max, pool_kind kind, qkv_pool **pool, qkv_error *error) {
+// In a place that no thread has; the lock is held. 0, or why the system refuses.
+static int start_thread(qkv_pool *pool) {
+  pool_member *member = pool->members;
+  while (member->started && !member->ended) member++;
+  if (member->started) pthread_join(member->thread, NULL);  // holds no lock any more
+  *member = (pool_member){.pool = pool, .worker = (size_t)(member - pool->members) + 1};
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads that wait for them
+  const int code = pthread_create(&member->thread, NULL, thread_main, member);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code != 0) return code;
+  (void)pthread_setname_np(member->thread, "qkv-pool");
+  member->started = true;
+  pool->running++;
+  pool->idle++;  // until it looks for work
+  return 0;
+}
+
+// Where there is more work than idle threads. Without a thread that the system refuses the others do it.
+static void start_on_demand(qkv_pool *pool, size_t wanted) {
+  if (!pool->config.on_demand || pool->ending) return;
+  while (wanted > pool->idle && pool->running < pool->config.threads) {
+    if (start_thread(pool) != 0) return;
+  }
+}
+
+static qkv_pool *create(const qkv_pool_config *config) {
   qkv_pool *made = calloc(1, sizeof *made);
+  pthread_condattr_t attributes;
   assert(made != NULL);
   pthread_mutex_init(&made->lock, NULL);
-  pthread_cond_init(&made->work, NULL);
-  made->queue_max = queue_max;
-  made->kind = kind;
-  made->queue = calloc(queue_max + 1, sizeof *made->queue);
-  made->members = calloc(threads + 1, sizeof *made->members);
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&made->work, &attributes);
+  pthread_condattr_destroy(&attributes);
+  made->config = *config;
+  made->queue = calloc(config->queue_max + 1, sizeof *made->queue);
+  made->members = calloc(config->threads + 1, sizeof *made->members);
   assert(made->queue != NULL && made->members != NULL);
-  while (made->threads < threads) {
-    pool_member *member = &made->members[made->threads];
-    member->pool = made;
-    member->worker = made->threads + 1;
-    int code = pthread_create(&member->thread, NULL, thread_main, member);
-    if (code != 0) {
-      qkv_status status = qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "thread %zu of %zu cannot be started: %s",
-                                   made->threads + 1, threads, strerror(code));
-      qkv_pool_destroy(&made);
-      return status;
-    }
-    (void)pthread_setname_np(member->thread, "qkv-pool");
-    made->threads++;
+  return made;
+}
+
+qkv_status qkv_pool_create_with(const qkv_pool_config *config, qkv_pool **pool, qkv_error *error) {
+  qkv_pool *made = create(config);
+  const size_t first = config->on_demand && config->threads > 1 ? 1 : config->threads;
+  int code = 0;
+  pthread_mutex_lock(&made->lock);
+  while (made->running < first && code == 0) code = start_thread(made);
+  const size_t number = made->running + 1;
+  pthread_mutex_unlock(&made->lock);
+  if (code == 0) {
+    *pool = made;
+    return QKV_OK;
   }
-  *pool = made;
-  return QKV_OK;
+  qkv_pool_destroy(&made);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "thread %zu of %zu cannot be started: %s", number, config->threads,
+                  strerror(code));
 }
 
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, (pool_kind){0}, pool, error);
-}
-
-qkv_status qkv_pool_create_pinned(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, (pool_kind){.pinned = true}, pool, error);
-}
-
-qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, (pool_kind){.nice = nice}, pool, error);
-}
-
-qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error) {
-  return create(threads, queue_max, (pool_kind){.stands_back = true, .nice = nice}, pool, error);
+  return qkv_pool_create_with(&(qkv_pool_config){.threads = threads, .queue_max = queue_max}, pool, error);
 }
 
 void qkv_pool_destroy(qkv_pool **pool) {
@@ -176,7 +211,9 @@ void qkv_pool_destroy(qkv_pool **pool) {
   old->ending = true;
   pthread_cond_broadcast(&old->work);
   pthread_mutex_unlock(&old->lock);
-  for (size_t i = 0; i < old->threads; i++) pthread_join(old->members[i].thread, NULL);
+  for (size_t i = 0; i < old->config.threads; i++) {
+    if (old->members[i].started) pthread_join(old->members[i].thread, NULL);
+  }
   assert(old->loops == NULL && old->queue_length == 0);
   pthread_cond_destroy(&old->work);
   pthread_mutex_destroy(&old->lock);
@@ -187,13 +224,14 @@ void qkv_pool_destroy(qkv_pool **pool) {
 }
 
 qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context) {
-  if (pool->threads == 0) return QKV_RESOURCE_EXHAUSTED;
+  if (pool->config.threads == 0) return QKV_RESOURCE_EXHAUSTED;
   pthread_mutex_lock(&pool->lock);
-  bool room = pool->queue_length < pool->queue_max;
+  bool room = pool->queue_length < pool->config.queue_max;
   if (room) {
-    size_t tail = (pool->queue_head + pool->queue_length) % pool->queue_max;
+    size_t tail = (pool->queue_head + pool->queue_length) % pool->config.queue_max;
     pool->queue[tail] = (pool_job){.run = run, .context = context};
     pool->queue_length++;
+    start_on_demand(pool, pool->queue_length);
     pthread_cond_signal(&pool->work);
   }
   pthread_mutex_unlock(&pool->lock);
@@ -204,8 +242,9 @@ static void announce(qkv_pool *pool, pool_loop *loop) {
   pthread_mutex_lock(&pool->lock);
   loop->next = pool->loops;
   pool->loops = loop;
+  const size_t wanted = loop->count - 1 < pool->config.threads ? loop->count - 1 : pool->config.threads;
+  start_on_demand(pool, wanted);
   pthread_mutex_unlock(&pool->lock);
-  size_t wanted = loop->count - 1 < pool->threads ? loop->count - 1 : pool->threads;
   for (size_t i = 0; i < wanted; i++) pthread_cond_signal(&pool->work);
 }
 
@@ -219,7 +258,7 @@ static void withdraw(qkv_pool *pool, pool_loop *loop) {
 }
 
 void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context) {
-  if (count <= 1 || pool->threads == 0) {
+  if (count <= 1 || pool->config.threads == 0) {
     for (size_t i = 0; i < count; i++) run(context, i, 0);
     return;
   }
@@ -232,7 +271,7 @@ void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context
 }
 
 size_t qkv_pool_width(const qkv_pool *pool) {
-  return pool->threads + 1;
+  return pool->config.threads + 1;
 }
 
 size_t qkv_pool_waiting(const qkv_pool *pool) {
@@ -241,4 +280,12 @@ size_t qkv_pool_waiting(const qkv_pool *pool) {
   size_t waiting = pool->queue_length;
   pthread_mutex_unlock(&locked->lock);
   return waiting;
+}
+
+size_t qkv_pool_running(const qkv_pool *pool) {
+  qkv_pool *locked = (qkv_pool *)pool;
+  pthread_mutex_lock(&locked->lock);
+  const size_t running = pool->running;
+  pthread_mutex_unlock(&locked->lock);
+  return running;
 }

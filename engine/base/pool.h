@@ -1,6 +1,6 @@
-// The compute pool: a fixed number of threads, a bounded queue of jobs, and a parallel loop.
+// A pool: a bounded number of threads, a bounded queue of jobs, and a parallel loop.
 //
-// A *job* is run once by one thread. A *loop* splits indexes over the threads that are idle; whoever starts
+// A *job* is run once by one thread. A *loop* splits indexes over the threads that are idle; the thread that starts
 // it works too and returns when all indexes are done, so a loop makes progress even when every thread is
 // busy, and a job may start loops.
 //
@@ -8,6 +8,7 @@
 #ifndef QKV_ENGINE_BASE_POOL_H
 #define QKV_ENGINE_BASE_POOL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,15 +20,21 @@ typedef void qkv_job_fn(void *context);
 // `worker` is 0 .. qkv_pool_width - 1 and unique among the threads in this loop: an index for scratch.
 typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
 
-// `threads` >= 0 (0: jobs are refused, loops run on the caller alone); `queue_max` jobs may wait.
+typedef struct qkv_pool_config {
+  size_t threads;    // 0: jobs are refused, loops run on the caller alone
+  size_t queue_max;  // jobs that may wait
+  // A processor for each thread, as far as there are that many: what a loop shares out is not computed by two threads
+  // in turn on one. Where the system refuses, threads run anywhere.
+  bool pinned;
+  bool yields;     // to attention (yield.h), before each job and where the work says so
+  int nice;        // added to the threads' nice value
+  bool on_demand;  // one thread stays; others start when jobs wait, and end after QKV_POOL_LINGER_MS without work
+} qkv_pool_config;
+
+enum { QKV_POOL_LINGER_MS = 2000 };
+
+qkv_status qkv_pool_create_with(const qkv_pool_config *config, qkv_pool **pool, qkv_error *error);
 qkv_status qkv_pool_create(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
-// The same with a processor for each thread, as far as there are that many: what a loop shares out is not computed by
-// two threads in turn on one. Where the system refuses, threads run anywhere.
-qkv_status qkv_pool_create_pinned(size_t threads, size_t queue_max, qkv_pool **pool, qkv_error *error);
-// With threads that have that nice value.
-qkv_status qkv_pool_create_nice(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
-// And stand back (engine/base/precedence.h); they give way before each job.
-qkv_status qkv_pool_create_back(size_t threads, size_t queue_max, int nice, qkv_pool **pool, qkv_error *error);
 // Runs what is queued, joins the threads, clears *pool.
 void qkv_pool_destroy(qkv_pool **pool);
 
@@ -39,7 +46,8 @@ void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context
 
 // Threads a loop can use at most, the caller included; >= 1.
 size_t qkv_pool_width(const qkv_pool *pool);
-// Jobs that wait now.
+// Jobs that wait now, and threads that there are.
 size_t qkv_pool_waiting(const qkv_pool *pool);
+size_t qkv_pool_running(const qkv_pool *pool);
 
 #endif

@@ -4,8 +4,10 @@
 // heads of the KV head together, in blocks of queries; K and V are never rebuilt. The result is partial: out
 // and LSE (proto/qkv/v1/kv_cache.proto, AttendResult). A task is one KV head of one request; a batch of
 // requests runs on the pool as one loop over all of their tasks. Where these are too few for the pool, a task is a
-// range of 64 pages of one, and the partial results (64 MiB at most) are merged in order. Numbers do not depend on
-// how many threads there are, nor on what else is in the batch.
+// range of 64 pages of one, and the partial results (64 MiB at most) are merged in order. Ranges that several layers
+// of a batch share (page_range.h) are attended once for all requests that see them whole, have the same precision and
+// soft cap, and at most QKV_QUERY_BLOCK / 2 rows a KV head. Numbers depend neither on how many threads there are, nor
+// on what else is in the batch, nor on what is shared.
 //
 // Threads: pure on its inputs; the layer must not change meanwhile (session.h locks).
 #ifndef QKV_ENGINE_CACHE_ATTEND_H

@@ -99,7 +99,7 @@ static void fetch_ahead(const qkvi_head_task *task, qkvi_row_block *block, const
 
 static size_t steps_ahead(const qkvi_head_task *task, const page_run *run) {
   enum { FAR = 8192 };  // bytes
-  const size_t step = task->layer->pages[run->first].bytes / (2 * task->model->kv_heads),
+  const size_t step = qkv_layer_page(task->layer, run->first)->bytes / (2 * task->model->kv_heads),
                steps = FAR / (step + 1) + 1;
   return steps < run->count ? steps : run->count;
 }
@@ -108,7 +108,7 @@ static void score_run(const qkvi_head_task *task, qkvi_row_block *block, page_ru
   const qkv_layer *layer = task->layer;
   const size_t rows = block->queries.count;
   for (size_t p = 0; p < run->count; p++) {
-    const qkv_page_entry *entry = &layer->pages[run->first + p];
+    const qkv_page_entry *entry = qkv_layer_page(layer, run->first + p);
     float *scores = block->scores + p * rows * QKVI_TILE_TOKENS;
     fetch_ahead(task, block, run, p, 0);
     entry->coder->codec->scores(entry->coder, entry->page, task->kv_head, &block->queries, scores);
@@ -135,7 +135,8 @@ static bool within(const page_run *run, const qkvi_partial *partial, size_t p) {
 static size_t weigh_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, const page_run *run,
                         size_t p, size_t count, float *sums) {
   enum { UNSEEN_PEAK = 1000000000 };  // leaves no weight of a row that sees nothing
-  const qkv_page_entry *entries = &task->layer->pages[run->first + p];
+  const qkv_page_entry *entries = qkv_layer_page(task->layer, run->first + p);  // of one range
+  if (entries->coder->codec->weigh == NULL) return 0;
   const size_t rows = partial->rows;
   const bool *sees = run->sees + p * rows;
   const void *pages[QKV_PAGES_TOGETHER];
@@ -158,7 +159,7 @@ static size_t weigh_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_
 // In floats: the p-th page.
 static void weigh_page(const qkvi_head_task *task, const qkvi_row_block *block, qkvi_partial *partial,
                        const page_run *run, size_t p, float *scores, float *sums) {
-  const qkv_page_entry *entry = &task->layer->pages[run->first + p];
+  const qkv_page_entry *entry = qkv_layer_page(task->layer, run->first + p);
   for (size_t row = 0; row < partial->rows; row++) {
     if (!run->sees[p * partial->rows + row]) continue;
     raise_peak(task, partial, row, run->largest[p * partial->rows + row], 0);
@@ -190,7 +191,7 @@ void qkvi_attend_runs(const qkvi_head_task *task, qkvi_row_block *block, size_t 
   for (size_t i = 0; i < QKVI_DIRECTORY_AHEAD; i++) qkvi_attend_fetch_directory(layer, task->kv_head, first + i);
   for (page_run run = {.first = first}; run.first < end; run.first += run.count) {
     for (run.count = 0; run.count < most && run.first + run.count < end; run.count++) {
-      if (layer->pages[run.first + run.count].position >= block->end_max) break;
+      if (qkvi_layer_span(layer, run.first + run.count).begin >= block->end_max) break;
       qkvi_attend_fetch_directory(layer, task->kv_head, run.first + run.count + QKVI_DIRECTORY_AHEAD);
     }
     if (run.count == 0) return;

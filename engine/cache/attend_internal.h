@@ -1,4 +1,5 @@
-// What the files of attention share: attend.c runs requests over pages, attend_fold.c weighs what they see of them,
+// What the files of attention share: attend_batch.c makes tasks of a batch of requests, attend_share.c finds the
+// ranges that several of them have, attend.c runs requests over pages, attend_fold.c weighs what they see of them,
 // attend_tail.c takes the exact tail, attend_check.c refuses what is out of limits, attend_sample.c counts attention.
 #ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 #define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
@@ -26,7 +27,6 @@ typedef struct qkvi_partial {
 
 // About 600 KB of stack at the widest rows. Rows are dense, so narrow ones touch little of it.
 typedef struct qkvi_row_block {
-  size_t first;                                           // of query * group + head in the group
   uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
   uint64_t begin_min, end_max;                            // what any row sees
   uint64_t begin_max, end_min;                            // what all see
@@ -44,8 +44,8 @@ enum { QKVI_DIRECTORY_AHEAD = QKV_PAGES_TOGETHER };
 // but prefetch.
 __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(const qkv_layer *layer,
                                                                               uint16_t kv_head, size_t i) {
-  if (i >= layer->page_count || layer->pages[i].page == NULL) return;
-  const uint8_t *page = layer->pages[i].page;
+  const uint8_t *page = i >= layer->page_count ? NULL : qkvi_layer_image(layer, i);
+  if (page == NULL) return;
   __builtin_prefetch(page);
   __builtin_prefetch(page + sizeof(qkv_page_header) + kv_head * sizeof(qkv_page_directory));
 }
@@ -54,7 +54,7 @@ __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(co
 // another thread's, are as near to being read as any.
 static inline void qkvi_attend_fetch(const qkv_layer *layer, qkvi_row_block *block, size_t place, size_t i,
                                      qkv_part part) {
-  block->queries.ahead[place].page = i < layer->page_count ? layer->pages[i].page : NULL;
+  block->queries.ahead[place].page = i < layer->page_count ? qkvi_layer_image(layer, i) : NULL;
   block->queries.ahead[place].part = part;
 }
 
@@ -80,12 +80,67 @@ void qkvi_attend_cap(const qkvi_head_task *task, const qkvi_row_block *block, fl
 void qkvi_attend_mask(float *scores, size_t first, size_t last);
 size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens);
 
-// (Query, head) rows of one KV head; where one of them goes in out and lse, in rows; and a block's rows from
-// block->first on, as many as queries.count: loaded, rotated and scaled.
+// (Query, head) rows of one KV head, counted as query * group + head in the group; and where one of them goes in out
+// and lse, in rows.
 qkvi_head_task qkvi_attend_task(const qkv_attend *request, uint16_t kv_head);
 size_t qkvi_attend_rows(const qkv_attend *request);
 size_t qkvi_attend_output_row(const qkvi_head_task *task, size_t flat);
-void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block);
+
+// A block without rows; rows [first, first + rows) of a request's KV head behind those that a block has, rotated and
+// scaled; and a block of those alone. Rows of several requests may be in one block where KV head, model, precision
+// and soft cap are the same: what a row gets has the same bits whatever the others are.
+void qkvi_attend_clear(qkvi_row_block *block, qkv_precision precision);
+void qkvi_attend_add(const qkvi_head_task *task, qkvi_row_block *block, size_t first, size_t rows);
+void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block, size_t first, size_t rows);
+
+// The ranges [*first, *end) of pages that a request sees something of; the coder of one; and its partial result for a
+// block whose queries are ready for that coder. `sums` [rows][value_dim], in code space, become the partial's.
+void qkvi_attend_ranges(const qkv_attend *request, size_t *first, size_t *end);
+const qkv_coder *qkvi_attend_coder(const qkv_layer *layer, size_t range);
+void qkvi_attend_range(const qkvi_head_task *task, qkvi_row_block *block, size_t range, float *sums,
+                       qkvi_partial *partial);
+
+bool qkvi_attend_stopped(const qkv_attend *request);
+
+// What tasks have computed of a head's only block: partial results of ranges from `first` on.
+typedef struct qkvi_head_ranges {
+  size_t first;
+  const bool *computed;  // false: the range has no partial result yet
+  const qkvi_partial *partials;
+} qkvi_head_ranges;
+
+// All rows of a KV head; `ranges` NULL: no task has computed anything of them.
+void qkvi_attend_head(const qkv_attend *request, uint16_t kv_head, const qkvi_head_ranges *ranges);
+
+// All of `count` requests, but for what is counted and learnt.
+void qkvi_attend_batch(qkv_pool *pool, const qkv_attend *requests, size_t count);
+
+// Ranges of pages that several requests of a batch have and see whole. They become *groups*: requests of at most
+// QKVI_SHARE_ROWS rows of a KV head together, and consecutive ranges. A request is in one group at most for each of
+// its ranges.
+//
+//   request A   [ range 0 ][ range 1 ][ range 2 ]      groups: A, B and C over ranges 0 and 1
+//   request B   [ range 0 ][ range 1 ][ range 2 ][ ]           A and B over range 2
+//   request C   [ range 0 ][ range 1 ][ ]
+typedef struct qkvi_share_group {
+  size_t first, count;    // ranges [first, first + count), of every member's layer
+  const size_t *members;  // [member_count], requests by their place in the batch, ascending
+  size_t member_count;    // 2 at least
+} qkvi_share_group;
+
+typedef struct qkvi_sharing {
+  qkvi_share_group *groups;  // by `first`
+  size_t count;              // 0: nothing is shared
+  size_t *members;           // of all groups
+} qkvi_sharing;
+
+#define QKVI_SHARE_ROWS QKV_QUERY_BLOCK
+
+// Whether a request sees a range whole that other layers have, too, and has few enough rows.
+bool qkvi_share_may(const qkv_attend *request);
+// Finds the groups, of at most `members_max` requests. Where there is no memory for that, nothing is shared.
+void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_max, qkvi_sharing *sharing);
+void qkvi_share_clear(qkvi_sharing *sharing);
 
 // Counts the requests, which have run, on their layers' clocks, and adds those that are due to the averages.
 void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count);

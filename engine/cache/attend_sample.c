@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "engine/cache/attend_internal.h"
+#include "engine/cache/layer_internal.h"
 #include "engine/kernel/kernel.h"
 
 enum { AHEAD = 2 };  // pages on their way
@@ -62,29 +63,30 @@ static void sample_range(const sample *due, uint16_t kv_head, size_t range) {
   const size_t rows = qkvi_attend_rows(due->request);
   float lse[QKV_QUERY_BLOCK] = {0}, mean[QKV_PAGE_TOKENS];
   size_t i, end;
-  block.queries.count = rows < QKV_QUERY_BLOCK ? rows : QKV_QUERY_BLOCK;
-  block.first = rows - block.queries.count;
-  qkvi_attend_load(&task, &block);
+  const size_t first = rows < QKV_QUERY_BLOCK ? 0 : rows - QKV_QUERY_BLOCK;
+  qkvi_attend_load(&task, &block, first, rows - first);
   for (size_t row = 0; row < block.queries.count; row++) {
-    lse[row] = due->request->lse[qkvi_attend_output_row(&task, block.first + row)];
+    lse[row] = due->request->lse[qkvi_attend_output_row(&task, first + row)];
   }
   if (range == 0) qkv_ema_clock_add_size(layer->clock, kv_head, &due->step, mean_square(&task, &block.queries));
   qkv_layer_range(layer, range, &i, &end);
-  const qkv_coder *coder = layer->pages[i].coder;
+  const qkv_coder *coder = layer->ranges[range].range->coder;
   coder->codec->query(coder, kv_head, &block.queries);
-  for (; i < end && layer->pages[i].position < block.end_max; i++) {
-    const qkv_page_entry *entry = &layer->pages[i];
-    if (entry->position + entry->tokens <= block.begin_min) continue;
+  for (; i < end && qkvi_layer_span(layer, i).begin < block.end_max; i++) {
+    if (qkvi_layer_span(layer, i).end <= block.begin_min) continue;
+    const qkv_page_entry *entry = qkv_layer_page(layer, i);
     qkvi_attend_fetch(layer, &block, 0, i + AHEAD, QKV_K);
     qkvi_attend_fetch_directory(layer, kv_head, i + QKVI_DIRECTORY_AHEAD);
-    if (i + AHEAD < end) qkv_ema_fetch(layer->pages[i + AHEAD].ema, task.model->kv_heads, kv_head);
+    const qkv_ema *next = i + AHEAD < end ? qkv_layer_ema(layer, i + AHEAD) : NULL;
+    if (next != NULL) qkv_ema_fetch(next, task.model->kv_heads, kv_head);
     mean_weights(&task, &block, entry, lse, mean);
-    qkv_ema_add(entry->ema, layer->clock, kv_head, &due->step, mean);
+    qkv_ema *ema = qkvi_layer_need_ema(layer, i);
+    if (ema != NULL) qkv_ema_add(ema, layer->clock, kv_head, &due->step, mean);
   }
 }
 
 static size_t ranges_of(const qkv_layer *layer) {
-  return layer->page_count == 0 ? 0 : (size_t)layer->pages[layer->page_count - 1].range + 1;
+  return layer->range_count;
 }
 
 static void sample_index(void *context, size_t index, size_t worker) {

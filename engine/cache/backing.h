@@ -1,19 +1,27 @@
-// Where sealed pages are kept beyond memory, as the engine sees it: a table of functions. The daemon puts the SSD
-// tier behind it (server/spill.h), tests a double. The engine itself has no I/O.
+// A tier below memory, where sealed pages are kept: one table of functions. The SSD's is in
+// server/residency/residency.c, tests have doubles. To add a tier is to write this table. The engine itself has no
+// I/O.
 //
 //   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays
-//                       └──────────┴─► GONE                 restore: whoever attends or fetches brings it back
+//                       └──────────┴─► GONE                 restore: read_begin, read_wait for each, read_end
 //
 // A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE,
 // so that it is the way back to full precision; unless nothing is taken.
 //
-// Threads: any; all but `context` is constant. The functions are called with a layer read or written: they never
-// wait.
+// Exact rows are put as they are appended where put_rows is there; their records are dropped once pages that cover
+// them are DURABLE.
+//
+// Threads: any; all but `context` is constant. The functions are called with a layer read or written, and never wait;
+// those that read are called without, and wait for the tier.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
 #define QKV_ENGINE_CACHE_BACKING_H
 
 #include <stdbool.h>
 #include <stdint.h>
+
+#include "engine/base/status.h"
+#include "engine/cache/model.h"
+#include "engine/cache/prefix_index.h"
 
 typedef enum qkv_record_state {
   QKV_RECORD_GONE,     // could not be written or made durable, or was dropped
@@ -26,15 +34,31 @@ typedef struct qkv_backing {
   void *context;
   // Copies a page [bytes] of a session of the model, of which the first `tokens` count. Its record's number, larger
   // than all before; 0: no room for it now.
+  // `hash`: the chained hash of the token ids up to the page's end (prefix_index.h); NULL: not known, or not asked of
+  // this layer.
   uint64_t (*put)(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
-                  uint32_t tokens);
+                  uint32_t tokens, const qkv_prefix_hash *hash);
+  // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
+  // dtype, 1 to 64 tokens from `position` on. Returns as put() does; state() and drop() take the record, too. NULL:
+  // exact rows are not kept beyond memory.
+  uint64_t (*put_rows)(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
+                       uint32_t tokens, const void *k, const void *v);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
   // False where the disk has failed or is full, or takes nothing of this session: what is not there may never be.
   bool (*takes)(void *context, uint64_t session);
-  // What was put of this layer up to now is cut off at `position`, for the next process, too.
+  // What was put of this layer up to now is cut off at `position`, for the next process, too. Layer model->layers:
+  // the hashes alone of token ids that records of the last layer have.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
+  // Begins to read records (copied) in their order, up to `ahead_bytes`, but one at least, in front of what has been
+  // waited for. Never NULL.
+  void *(*read_begin)(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes);
+  // Waits for the i-th record and fills `image` with its `bytes`. Each once, by any thread, best in order. NOT_FOUND:
+  // it is not there any more; DATA_LOSS: it is damaged, with the reason; others as the device says.
+  qkv_status (*read_wait)(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error);
+  // When nobody waits any more.
+  void (*read_end)(void *reading);
 } qkv_backing;
 
 #endif

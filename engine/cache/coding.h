@@ -12,9 +12,6 @@
 #include "engine/cache/model.h"
 #include "engine/codec/calibration.h"
 
-// What a session is for; decides the frame of its keys. The values are those of qkv.v1.Purpose.
-typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_purpose;
-
 typedef struct qkv_coding qkv_coding;
 
 // The policy is resolved. Models are the same where their addresses are, calibrations (NULL: data-free) where their
@@ -23,6 +20,10 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
                            const qkv_calibration *calibration);
 qkv_coding *qkv_coding_ref(qkv_coding *coding);
 void qkv_coding_unref(qkv_coding **coding);
+
+// That of a version which some coding of the model is made with, with a reference for the caller; NULL: there is
+// none.
+const qkv_calibration *qkv_coding_find_calibration(const qkv_model *model, uint32_t version);
 
 // Memory of all codings that there are, without their calibrations.
 uint64_t qkv_coding_bytes_held(void);

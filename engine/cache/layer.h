@@ -9,8 +9,10 @@
 // the page and lowers the count of its tokens that are valid; later rows start a new page, so pages begin
 // anywhere and hold 1 to 64 tokens.
 //
-// Pages are coded by the layer's coder. It can change at any time; pages that are there keep theirs. Pages come in
-// *ranges* of up to QKV_RANGE_PAGES, each of one coder: what attention is split by.
+// Pages are coded by the layer's coder. It can change at any time; pages that are there keep theirs. Pages lie in
+// *ranges* of one coder each (page_range.h). A layer that is forked from another one shares its ranges and its exact
+// blocks, copy on write. What either appends then begins a range of its own; a layer has at most 8 ranges and one for
+// every 32 pages that way.
 //
 // Memory is the arena's: every byte is reserved before anything changes, so an append that does not fit
 // changes nothing.
@@ -31,12 +33,12 @@
 #include "engine/cache/backing.h"
 #include "engine/cache/ema.h"
 #include "engine/cache/model.h"
+#include "engine/cache/page_range.h"
 #include "engine/cache/quality.h"
+#include "engine/cache/session_tokens.h"
 
 // Positions end here: RoPE computes in double, which counts exactly no further.
 #define QKV_POSITION_MAX ((uint64_t)1 << 53)
-
-#define QKV_RANGE_PAGES 64  // 4096 tokens
 
 // Fixed for a layer's life; the pointers are borrowed.
 typedef struct qkv_layer_config {
@@ -50,46 +52,74 @@ typedef struct qkv_layer_config {
   qkv_quality *quality;        // judges pages that are sealed, which may lower their tiers; NULL: none does
   const qkv_backing *backing;  // NULL: memory is all there is
   uint64_t session;            // as the backing knows it
-  qkv_pool *pool;              // helps who stands back to encode; NULL: nobody does
+  qkv_session_tokens *tokens;  // whose pages' hashes go to the backing with those of the layer; NULL: none do
+  qkv_pool *pool;              // helps yielding threads to encode; NULL: none does
 } qkv_layer_config;
 
-typedef struct qkv_page_entry {
-  const void *page;        // image, owned; NULL: cold, there is only the record
-  const qkv_coder *coder;  // what it is coded by
-  uint32_t bytes;          // of the image, or, where that is cold, of the record's
-  uint32_t tokens;         // valid ones
-  uint64_t position;       // of its first token
-  uint32_t range;          // that it belongs to; ascending without gaps from 0
-  bool lost;               // planes have been dropped and not kept in memory
-  bool record_lost;        // nor has the record got them
-  uint32_t full_bytes;     // of the next
-  const void *full;        // the page as it was coded, owned; NULL: `page` is the most that is held
-  uint32_t record_bytes;   // of the page as the backing has it
-  uint64_t record;         // its number there; 0: it has none
-  qkv_ema *ema;            // owned; NULL: attention is not counted
-  uint64_t serial;         // of the image: another one, another number, in the layer's whole life
-} qkv_page_entry;
+// The attention that a range's pages receive in one layer; entries are made when there is something to count.
+typedef struct qkv_ema_table {
+  _Atomic uint32_t count;  // of the next that are not NULL
+  _Atomic(qkv_ema *) pages[QKV_RANGE_PAGES];
+} qkv_ema_table;
+
+typedef struct qkv_range_slot {
+  qkv_page_range *range;          // perhaps shared with other layers
+  size_t first;                   // index of its first page in the layer
+  bool kept;                      // this layer is one of its keepers
+  _Atomic(qkv_ema_table *) emas;  // of this layer alone; NULL: nothing has been counted
+} qkv_range_slot;
+
+// An exact block that layers share (layer_tail.c); NULL in the block of one layer alone.
+typedef struct qkv_block_share qkv_block_share;
 
 // 64 tokens' exact rows: K [64][kv_heads][key_dim], then V [64][kv_heads][value_dim], in the model's dtype.
+typedef struct qkv_tail_block {
+  void *rows;
+  qkv_block_share *share;
+} qkv_tail_block;
+
+// Exact rows that the backing has (layer_rows.c): positions [begin, end).
+typedef struct qkv_saved_rows {
+  uint64_t record;
+  uint64_t begin, end;
+  bool shared;  // sessions that are forked from this one need the record, or the one that this one is forked from
+} qkv_saved_rows;
+
+// How the thread that changes a layer's rows gets at a layer that others read. One thread at a time changes what rows
+// a layer has, its coder and its tail: it appends, truncates, seals or forks. It writes the layer between `enter` and
+// `leave`, and reads pages, which others may write, between `look` and `looked`. In between others may do both.
+typedef struct qkv_layer_access qkv_layer_access;
+struct qkv_layer_access {
+  void (*enter)(const qkv_layer_access *access);
+  void (*leave)(const qkv_layer_access *access, bool last);  // the change is complete
+  void (*look)(const qkv_layer_access *access);
+  void (*looked)(const qkv_layer_access *access);
+};
+
 typedef struct qkv_layer {
   qkv_layer_config config;
   const qkv_coder *coder;  // of the pages to come
   uint64_t sealed;         // positions below are in pages
   uint64_t length;         // the next position
-  qkv_page_entry *pages;
-  size_t page_count, page_capacity;
-  uint64_t bytes_coded;   // of the pages, as the arena counts them
-  uint64_t bytes_beside;  // of full pages and averages, likewise
-  uint64_t bytes_stored;  // of the records
-  uint64_t tokens_cold;
-  size_t saved;    // pages below have been given to the backing
-  size_t settled;  // and are durable
-  uint64_t next_serial;
+  uint64_t forked_to;      // positions below are another session's, too, by fork: the backing is told of cuts there
+  // Pages by ranges. What the layer has of its last range may be less than that holds.
+  qkv_range_slot *ranges;
+  size_t range_count, range_capacity;
+  size_t page_count;
+  size_t saved;          // pages below have been given to the backing
+  size_t settled;        // and are durable
   qkv_ema_clock *clock;  // NULL: attention is not counted
   qkv_page_watch watch;
-  void **tail;  // exact blocks of 64 tokens from `sealed` on
+  qkv_tail_block *tail;  // exact blocks of 64 tokens from `sealed` on
   size_t tail_count, tail_capacity;
-  uint64_t *room;  // of whoever has the layer (arena.h), for what is appended or comes back; NULL: none
+  // Records of exact rows in ascending order; the first `rows_settled` of them are durable.
+  qkv_saved_rows *saved_rows;
+  size_t saved_rows_count, saved_rows_capacity, rows_settled;
+  bool pinned;     // its ranges are pinned by who changes it: always, but in a session that nobody has locked
+  uint64_t *room;  // a reservation of the thread that writes the layer (arena.h), for what comes back; NULL: none
+  uint64_t *append_room;            // the same of the one that appends
+  const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
+  struct qkvi_page_offers *offers;  // for pages to come, while they are appended (session_share.h); NULL: none
   const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: nobody does
 } qkv_layer;
 
@@ -112,6 +142,11 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
 // arena's), and what was sealed until then stays so. Rows of an exact codec stay as they are.
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error);
 
+// `layer` is a new one of the same model, policy, purpose and first position (asserted); it gets all that `parent`
+// has below `position`, shared. Pages that end behind it keep fewer valid tokens. Takes no memory of the arena. With
+// `parent` read, one fork of it at a time.
+void qkv_layer_fork(qkv_layer *layer, const qkv_layer *parent, uint64_t position);
+
 // Drops positions >= `position`; does nothing beyond the length.
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 
@@ -120,8 +155,37 @@ void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
 
-// For readers: the first page that ends beyond `position` (page_count: none); a range's pages, [*first, *end), of a
-// range that is there (asserted); and one head's exact row, in the model's dtype, at a position that is in the tail
+// The range of a page, and the page, of an index below page_count.
+size_t qkvi_layer_find_range(const qkv_layer *layer, size_t page);
+static inline size_t qkv_layer_range_of(const qkv_layer *layer, size_t page) {
+  // No range has more than QKV_RANGE_PAGES, and hardly one less.
+  const size_t guess = page / QKV_RANGE_PAGES;
+  if (guess + 1 == layer->range_count || layer->ranges[guess + 1].first > page) return guess;
+  return qkvi_layer_find_range(layer, page);
+}
+static inline qkv_page_entry *qkv_layer_page(const qkv_layer *layer, size_t index) {
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  return &qkvi_range_entries(slot->range)[index - slot->first];
+}
+// The same where the page may be cold, without unpacking its range: its positions; its image, or NULL; all of it.
+static inline qkvi_page_span qkvi_layer_span(const qkv_layer *layer, size_t index) {
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  return qkvi_range_span(slot->range, (uint32_t)(index - slot->first));
+}
+static inline const void *qkvi_layer_image(const qkv_layer *layer, size_t index) {
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  const qkv_page_entry *pages = atomic_load_explicit(&slot->range->pages, memory_order_acquire);
+  return pages == NULL ? NULL : pages[index - slot->first].page;
+}
+static inline qkv_page_entry qkvi_layer_peek(const qkv_layer *layer, size_t index) {
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  return qkvi_range_peek(slot->range, (uint32_t)(index - slot->first));
+}
+// Its averages; NULL: nothing has been counted.
+qkv_ema *qkv_layer_ema(const qkv_layer *layer, size_t index);
+
+// For readers: the first page that ends beyond `position` (page_count: none); the pages of a range, [*first, *end),
+// of one that is there (asserted); and one head's exact row, in the model's dtype, at a position that is in the tail
 // (asserted).
 size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position);
 void qkv_layer_range(const qkv_layer *layer, size_t range, size_t *first, size_t *end);
@@ -131,6 +195,7 @@ typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
   uint64_t bytes_beside;              // full pages that are kept, averages of attention; likewise
+  uint64_t bytes_shared;              // of bytes_coded: in ranges that other layers have, too
   uint64_t tokens_cold;               // of tokens_coded: those that are only on the SSD
   uint64_t bytes_stored;              // of pages on the SSD, before they are packed there
   qkv_quality_stats quality;          // zeros without a contract
@@ -138,7 +203,7 @@ typedef struct qkv_layer_usage {
 } qkv_layer_usage;
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer);
-// Positions below survive the process.
+// Positions below survive the process: durable pages, and behind them durable records of exact rows.
 uint64_t qkv_layer_durable(const qkv_layer *layer);
 
 // NULL, or the invariant that does not hold.

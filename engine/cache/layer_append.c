@@ -4,12 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/base/precedence.h"
+#include "engine/base/yield.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
-// An append in three steps: everything is checked, then all of its memory is reserved, then it is applied and
-// cannot fail any more.
+// An append in four steps: everything is checked, then all of its memory is reserved, then its pages are coded, which
+// nobody sees, then they and the rows that stay exact become the layer's at once. From the second step on it cannot
+// fail any more. Only the last one excludes readers.
 
 typedef struct append {
   qkv_layer *layer;
@@ -161,15 +162,16 @@ static uint64_t same_exact(const append *a, qkv_part part, uint32_t head, uint64
 // How many of `count` tokens from `position` on, in the tail (`entry` NULL) or in one page, are held as they are
 // given, one after the other. Sealed rows are coded a page at a time: coding one costs as much as coding all 64.
 static uint64_t same_tokens(const append *a, const qkv_page_entry *entry, uint64_t position, uint64_t count) {
+  const void *page = entry == NULL ? NULL : entry->full != NULL ? entry->full : entry->page;
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   uint64_t same = count;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     for (uint32_t head = 0; head < a->model->kv_heads && same > 0; head++) {
       read_held_form(a, part, head, position, same, rows);
-      same = entry == NULL ? same_exact(a, part, head, position, same, rows)
-                           : entry->coder->codec->rows_match(
-                                 entry->coder, entry->full != NULL ? entry->full : entry->page, (uint16_t)head, part,
-                                 (uint32_t)(position - entry->position), (uint32_t)same, rows);
+      same = entry == NULL
+                 ? same_exact(a, part, head, position, same, rows)
+                 : entry->coder->codec->rows_match(entry->coder, page, (uint16_t)head, part,
+                                                   (uint32_t)(position - entry->position), (uint32_t)same, rows);
     }
   }
   return same;
@@ -177,11 +179,16 @@ static uint64_t same_tokens(const append *a, const qkv_page_entry *entry, uint64
 
 static qkv_status check_held(const append *a, qkv_error *error) {
   const qkv_layer *layer = a->layer;
-  uint64_t held = a->end < layer->length ? a->end : layer->length;
+  const uint64_t held = a->end < layer->length ? a->end : layer->length;
   for (uint64_t position = a->position; position < held;) {
-    const qkv_page_entry *entry = position < layer->sealed ? &layer->pages[qkv_layer_page_at(layer, position)] : NULL;
+    const qkv_page_entry *entry =
+        position < layer->sealed ? qkv_layer_page(layer, qkv_layer_page_at(layer, position)) : NULL;
     uint64_t end = entry != NULL ? entry->position + entry->tokens : position + QKV_PAGE_TOKENS;
     if (end > held) end = held;
+    if (entry != NULL && entry->taken) {
+      position = end;
+      continue;
+    }
     if (entry != NULL && entry->page == NULL)
       return qkv_fail(error, QKV_UNAVAILABLE, "position %" PRIu64 " is on the SSD", position);
     uint64_t same = same_tokens(a, entry, position, end - position);
@@ -193,95 +200,83 @@ static qkv_status check_held(const append *a, qkv_error *error) {
   return QKV_OK;
 }
 
+static qkv_status compare_held(const append *a, qkv_error *error) {
+  qkvi_layer_look(a->layer);
+  const qkv_status status = check_held(a, error);
+  qkvi_layer_looked(a->layer);
+  return status;
+}
+
 // ---- Memory ----
 
 typedef struct append_plan {
-  uint64_t pages;   // that get sealed
-  uint64_t blocks;  // of the tail, held at the same time at most
-  uint64_t bytes;   // to reserve
+  uint64_t pages;     // that get sealed
+  uint64_t blocks;    // of the tail, held at the same time at most
+  uint64_t reserved;  // of these, to be allocated at most
+  uint64_t bytes;     // to reserve
 } append_plan;
+
+// Blocks that other layers have, too, are not used again once they are sealed, and copied before rows are written.
+static uint64_t shared_blocks(const qkv_layer *layer) {
+  uint64_t count = 0;
+  for (size_t i = 0; i < layer->tail_count; i++) count += qkvi_block_is_shared(&layer->tail[i]);
+  return count;
+}
 
 // Pages are sealed as soon as the final length allows, so at any time the tail is no longer than it was before,
 // than it will be, or than the one block that the next page is gathered in.
+static uint64_t pages_sealed(const qkv_layer *layer, uint64_t end) {
+  const uint64_t window = (uint64_t)layer->config.policy.recent_window;
+  if (qkv_codec_is_exact(layer->coder->codec) || end < layer->sealed + window) return 0;
+  return (end - layer->sealed - window) / QKV_PAGE_TOKENS;
+}
+
+bool qkvi_layer_would_seal(const qkv_layer *layer, uint64_t position, const qkv_tensor *k) {
+  const uint64_t tokens = k->rank == 3 && k->dims[0] > 0 ? (uint64_t)k->dims[0] : 0;
+  return position <= QKV_POSITION_MAX && tokens <= QKV_POSITION_MAX && pages_sealed(layer, position + tokens) > 0;
+}
+
 static append_plan plan_append(const append *a) {
   const qkv_layer *layer = a->layer;
-  uint64_t window = (uint64_t)layer->config.policy.recent_window;
   uint64_t exact = a->end - layer->sealed;
   bool coded = !qkv_codec_is_exact(layer->coder->codec);
-  append_plan plan = {.pages = coded && exact > window ? (exact - window) / QKV_PAGE_TOKENS : 0};
+  append_plan plan = {.pages = pages_sealed(layer, a->end)};
   plan.blocks = qkvi_blocks(exact - plan.pages * QKV_PAGE_TOKENS);
   if (plan.blocks < layer->tail_count) plan.blocks = layer->tail_count;
   if (plan.blocks == 0) plan.blocks = 1;
+  plan.reserved = plan.blocks - layer->tail_count + shared_blocks(layer);
 
   uint64_t page_cost = coded ? qkvi_seal_cost(layer) : 0;
   uint64_t block_cost = qkv_arena_cost(qkvi_block_bytes(a->model));
   uint64_t pages_bytes, blocks_bytes;
   bool too_much = __builtin_mul_overflow(plan.pages, page_cost, &pages_bytes);
-  too_much |= __builtin_mul_overflow(plan.blocks - layer->tail_count, block_cost, &blocks_bytes);
+  too_much |= __builtin_mul_overflow(plan.reserved, block_cost, &blocks_bytes);
   too_much |= __builtin_add_overflow(pages_bytes, blocks_bytes, &plan.bytes);
   if (too_much) plan.bytes = UINT64_MAX;
   return plan;
 }
 
-static void *grow(void *array, size_t *capacity, size_t needed, size_t item_bytes) {
-  if (needed <= *capacity) return array;
-  size_t target = *capacity * 2 > needed ? *capacity * 2 : needed;
-  void *grown = realloc(array, target * item_bytes);
-  assert(grown != NULL);
-  *capacity = target;
-  return grown;
-}
-
-void qkvi_layer_grow_pages(qkv_layer *layer, size_t count) {
-  layer->pages = grow(layer->pages, &layer->page_capacity, count, sizeof *layer->pages);
-}
-
-static void grow_arrays(qkv_layer *layer, const append_plan *plan) {
-  qkvi_layer_grow_pages(layer, layer->page_count + (size_t)plan->pages);
-  layer->tail = grow((void *)layer->tail, &layer->tail_capacity, (size_t)plan->blocks, sizeof *layer->tail);
+static void grow_tail(qkv_layer *layer, size_t blocks) {
+  if (blocks <= layer->tail_capacity) return;
+  const size_t capacity = layer->tail_capacity * 2 > blocks ? layer->tail_capacity * 2 : blocks;
+  layer->tail = realloc(layer->tail, capacity * sizeof *layer->tail);
+  if (layer->tail == NULL) abort();
+  layer->tail_capacity = capacity;
 }
 
 // ---- Application ----
 
 // The tail while it is worked on.
 typedef struct tail_work {
-  size_t blocks;  // held: tail_count in use, the others spare
+  size_t blocks;      // held: tail_count in use, the others spare
+  uint64_t reserved;  // blocks that are not allocated yet
   qkvi_seal_room room;
 } tail_work;
 
-static bool may_seal(const append *a) {
-  const qkv_layer *layer = a->layer;
-  uint64_t page_end = layer->sealed + QKV_PAGE_TOKENS;
-  if (qkv_codec_is_exact(layer->coder->codec)) return false;
-  return page_end <= layer->length && page_end + (uint64_t)layer->config.policy.recent_window <= a->end;
-}
-
-// The tail's first page; its block waits behind the tail for its next use.
-static void seal_first(const append *a, tail_work *work) {
-  qkv_layer *layer = a->layer;
-  void *block = layer->tail[0];
-  qkvi_seal_page(layer, &work->room);
-  memmove((void *)layer->tail, (void *)(layer->tail + 1), (work->blocks - 1) * sizeof *layer->tail);
-  layer->tail[work->blocks - 1] = block;
-  layer->tail_count--;
-}
-
-// Writes rows up to the end of the last block, or begins another.
-static void fill_block(const append *a, tail_work *work) {
-  qkv_layer *layer = a->layer;
-  uint64_t offset = layer->length - layer->sealed;
-  if (offset == layer->tail_count * (uint64_t)QKV_PAGE_TOKENS) {
-    if (layer->tail_count == work->blocks) {
-      layer->tail[work->blocks++] = qkv_arena_alloc(layer->config.arena, qkvi_block_bytes(a->model));
-    }
-    layer->tail_count++;
-  }
-  void *block = layer->tail[layer->tail_count - 1];
-  uint64_t room = layer->tail_count * (uint64_t)QKV_PAGE_TOKENS - offset;
-  uint64_t end = a->end - layer->length < room ? a->end : layer->length + room;
-  for (; layer->length < end; layer->length++) {
-    uint64_t token = layer->length - a->position;
-    uint64_t slot = (layer->length - layer->sealed) % QKV_PAGE_TOKENS;
+// Positions [begin, end) of the request into a block whose first row is that of `first`.
+static void store_rows(const append *a, void *block, uint64_t first, uint64_t begin, uint64_t end) {
+  for (uint64_t position = begin; position < end; position++) {
+    const uint64_t token = position - a->position, slot = position - first;
     for (uint32_t head = 0; head < a->model->kv_heads; head++) {
       store_row(a, QKV_K, token, head, qkvi_block_row(a->model, block, QKV_K, slot, head));
       store_row(a, QKV_V, token, head, qkvi_block_row(a->model, block, QKV_V, slot, head));
@@ -289,26 +284,132 @@ static void fill_block(const append *a, tail_work *work) {
   }
 }
 
-static void free_spares(qkv_layer *layer, tail_work *work) {
-  while (work->blocks > layer->tail_count) {
-    void *block = layer->tail[--work->blocks];
-    qkv_arena_free(layer->config.arena, block, qkvi_block_bytes(layer->config.model));
+// A page's rows that are not all in the tail: what is there, then the request's.
+static void gather_rows(const append *a, uint64_t first, qkv_tail_block *block, qkvi_seal_room *room) {
+  const qkv_layer *layer = a->layer;
+  const size_t bytes = qkvi_block_bytes(a->model);
+  assert(bytes > 0);
+  if (room->rows == NULL) room->rows = malloc(bytes);
+  if (room->rows == NULL) abort();
+  block->rows = room->rows;
+  const uint64_t begin = layer->length > first ? layer->length : first;
+  if (begin > first) {
+    const qkv_tail_block *held = &layer->tail[(first - layer->sealed) / QKV_PAGE_TOKENS];
+    const size_t k =
+        (size_t)(begin - first) * a->model->kv_heads * a->model->key_dim * qkv_dtype_size(a->model->dtype);
+    memcpy(block->rows, held->rows, k);
+    memcpy(qkvi_block_row(a->model, block->rows, QKV_V, 0, 0), qkvi_block_row(a->model, held->rows, QKV_V, 0, 0),
+           (size_t)(begin - first) * qkvi_token_bytes(a->model) - k);
+  }
+  store_rows(a, block->rows, first, begin, first + QKV_PAGE_TOKENS);
+}
+
+// The next pages, which are the layer's only later. Others may read it meanwhile.
+static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, uint64_t count) {
+  const qkv_layer *layer = a->layer;
+  for (uint64_t i = 0; i < count; i++) {
+    const uint64_t position = layer->sealed + i * QKV_PAGE_TOKENS;
+    qkv_tail_block gathered = {0};
+    qkvi_layer_yield(layer);
+    if (position + QKV_PAGE_TOKENS <= layer->length) {
+      qkvi_seal_page(layer, &work->room, position, &layer->tail[i], &pages[i]);
+    } else {
+      gather_rows(a, position, &gathered, &work->room);
+      qkvi_seal_page(layer, &work->room, position, &gathered, &pages[i]);
+    }
   }
 }
 
+// The tail's first block waits behind the tail for its next use, unless others need it.
+static void drop_first(qkv_layer *layer, tail_work *work) {
+  qkv_tail_block block = layer->tail[0];
+  memmove(layer->tail, layer->tail + 1, (work->blocks - 1) * sizeof *layer->tail);
+  layer->tail_count--;
+  if (qkvi_block_is_shared(&block)) {
+    qkvi_block_leave(layer, &block);
+    work->blocks--;
+    return;
+  }
+  (void)qkvi_block_own(layer, &block);
+  layer->tail[work->blocks - 1] = block;
+}
+
+// Pages take the place of their rows.
+static void put_pages(qkv_layer *layer, tail_work *work, const qkv_page_entry *pages, uint64_t count) {
+  for (uint64_t i = 0; i < count; i++) {
+    qkvi_seal_put(layer, &work->room, &pages[i]);
+    if (layer->tail_count > 0) drop_first(layer, work);
+  }
+  if (layer->length < layer->sealed) layer->length = layer->sealed;
+}
+
+static void add_block(const append *a, tail_work *work) {
+  qkv_layer *layer = a->layer;
+  if (layer->tail_count == work->blocks) {
+    assert(work->reserved > 0);
+    work->reserved--;
+    grow_tail(layer, work->blocks + 1);
+    layer->tail[work->blocks++] =
+        (qkv_tail_block){.rows = qkv_arena_alloc(layer->config.arena, qkvi_block_bytes(a->model))};
+  }
+  layer->tail_count++;
+}
+
+// Writes rows up to `end` or the end of the last block, or begins another.
+static void fill_block(const append *a, tail_work *work, uint64_t end) {
+  qkv_layer *layer = a->layer;
+  if (layer->length - layer->sealed == layer->tail_count * (uint64_t)QKV_PAGE_TOKENS) add_block(a, work);
+  qkv_tail_block *last = &layer->tail[layer->tail_count - 1];
+  assert(work->reserved > 0 || !qkvi_block_is_shared(last));
+  if (qkvi_block_own(layer, last)) work->reserved--;
+  const uint64_t first = layer->sealed + (layer->tail_count - 1) * (uint64_t)QKV_PAGE_TOKENS;
+  if (end > first + QKV_PAGE_TOKENS) end = first + QKV_PAGE_TOKENS;
+  store_rows(a, last->rows, first, layer->length, end);
+  layer->length = end;
+}
+
+static void fill_tail(const append *a, tail_work *work, uint64_t end) {
+  while (a->layer->length < end) fill_block(a, work, end);
+}
+
+static void free_spares(qkv_layer *layer, tail_work *work) {
+  while (work->blocks > layer->tail_count) qkvi_block_leave(layer, &layer->tail[--work->blocks]);
+  qkv_arena_unreserve(layer->config.arena, work->reserved * qkv_arena_cost(qkvi_block_bytes(layer->config.model)));
+}
+
+// A contract's page is judged by what the layer holds, all pages before it and its own rows included.
+static void show_rows(const append *a, tail_work *work) {
+  const uint64_t page_end = a->layer->sealed + QKV_PAGE_TOKENS;
+  if (a->layer->length >= page_end) return;
+  qkvi_layer_enter(a->layer);
+  fill_tail(a, work, page_end);
+  qkvi_layer_leave(a->layer, false);
+}
+
+// Pages are coded while others read the layer, which gets them and the rows that are left at once.
 static void apply(const append *a, const append_plan *plan) {
   qkv_layer *layer = a->layer;
-  tail_work work = {.blocks = layer->tail_count};
+  tail_work work = {.blocks = layer->tail_count, .reserved = plan->reserved};
+  const bool judged = layer->config.quality != NULL;
+  const uint64_t each = judged && plan->pages > 1 ? 1 : plan->pages;
+  qkv_page_entry *pages = calloc((size_t)each + 1, sizeof *pages);
+  if (pages == NULL) abort();
   if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
-  for (;;) {
-    while (may_seal(a)) seal_first(a, &work);
-    if (layer->length == a->end) break;
-    qkvi_layer_give_way(layer);
-    fill_block(a, &work);
+  for (uint64_t done = 0;;) {
+    if (judged && done < plan->pages) show_rows(a, &work);
+    code_pages(a, &work, pages, each);
+    done += each;
+    const bool last = done == plan->pages;
+    qkvi_layer_enter(layer);
+    put_pages(layer, &work, pages, each);
+    if (last) fill_tail(a, &work, a->end);
+    if (last) free_spares(layer, &work);
+    qkvi_layer_leave(layer, last);
+    if (last) break;
   }
-  assert(work.blocks == plan->blocks);
-  free_spares(layer, &work);
+  assert(work.blocks <= plan->blocks);
   qkvi_seal_end(&work.room);
+  free(pages);
 }
 
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
@@ -325,12 +426,11 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
   a.end = position + (uint64_t)k->dims[0];
   QKV_TRY(check_rows(&a, error));
   QKV_TRY(check_position(&a, error));
-  QKV_TRY(check_held(&a, error));
+  if (position < layer->length) QKV_TRY(compare_held(&a, error));
   if (a.end <= layer->length) return QKV_OK;
 
   append_plan plan = plan_append(&a);
-  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->room, plan.bytes, error));
-  grow_arrays(layer, &plan);
+  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->append_room, plan.bytes, error));
   *appended = a.end - layer->length;
   apply(&a, &plan);
   return QKV_OK;

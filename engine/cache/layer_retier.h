@@ -18,7 +18,8 @@
 #include "engine/cache/retier.h"
 
 // All pages that hold positions of [begin, end); end 0: to the end.
-void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, qkv_retier_snapshot *snapshot);
+void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, bool leave_shared,
+                        qkv_retier_snapshot *snapshot);
 
 // The tiers that a page has, and the most that is held of it: heads [kv_heads].
 void qkv_layer_tiers(const qkv_layer *layer, const qkv_page_entry *entry, qkv_head_tiers *now, qkv_head_tiers *most);
@@ -33,6 +34,7 @@ typedef struct qkv_cut {
   qkv_arena *arena;  // the layer's
   void *image;       // beside the budget; NULL: the full page comes back. After the exchange: what was there
   uint32_t bytes;    // of the image
+  bool exchanged;    // by qkv_layer_exchange
 } qkv_cut;
 
 // True where the page `index` still has the image `serial` and differs from `tiers` [kv_heads], as far as those are

@@ -2,9 +2,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/base/precedence.h"
+#include "engine/base/yield.h"
 #include "engine/cache/attend_internal.h"
 #include "engine/cache/layer_internal.h"
+#include "engine/cache/layer_spill.h"
+#include "engine/cache/session_share.h"
 
 uint64_t qkvi_seal_cost(const qkv_layer *layer) {
   return qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)) + qkvi_ema_cost(layer);
@@ -13,7 +15,8 @@ uint64_t qkvi_seal_cost(const qkv_layer *layer) {
 void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room) {
   const qkv_model *model = layer->config.model;
   const size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
-  room->image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder));
+  *room = (qkvi_seal_room){.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)),
+                           .watch = layer->watch};
   room->image = aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
   room->narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
   assert(room->image != NULL && (room->narrow != NULL || layer->config.quality == NULL));
@@ -23,27 +26,10 @@ void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room) {
 }
 
 void qkvi_seal_end(qkvi_seal_room *room) {
+  free(room->rows);
   free(room->image);
   free(room->narrow);
   free(room->k);
-}
-
-// A range is full, or the page is of another coder than the last one.
-uint32_t qkvi_layer_next_range(const qkv_layer *layer) {
-  if (layer->page_count == 0) return 0;
-  const qkv_page_entry *last = &layer->pages[layer->page_count - 1];
-  size_t first = layer->page_count - 1;
-  while (first > 0 && layer->pages[first - 1].range == last->range) first--;
-  bool fits = layer->page_count - first < QKV_RANGE_PAGES && last->coder == layer->coder;
-  return last->range + (fits ? 0 : 1);
-}
-
-qkv_ema *qkvi_layer_new_ema(const qkv_layer *layer) {
-  if (layer->clock == NULL) return NULL;
-  const uint32_t heads = layer->config.model->kv_heads;
-  qkv_ema *ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(heads));
-  qkv_ema_init(ema, heads, qkv_ema_clock_now(layer->clock));
-  return ema;
 }
 
 static float *floats(size_t count) {
@@ -71,21 +57,28 @@ static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens,
   qkvi_attend_quietly(&request);
 }
 
+// False without the whole layer in memory: there is nothing to judge by.
+static bool ask_held(const qkv_layer *layer, const float *queries, size_t tokens, float *out, float *lse) {
+  qkvi_layer_look(layer);
+  const bool held = qkv_layer_holds(layer, layer->config.first_position, layer->sealed);
+  if (held) ask_all(layer, queries, tokens, out, lse);
+  qkvi_layer_looked(layer);
+  return held;
+}
+
 // The page that has just been coded, at the lower tiers that the session's contract allows. The bytes of it; 0: it
 // stays as it is.
 static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
   const qkv_model *model = layer->config.model;
   const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
-  // Without the whole layer in memory there is nothing to judge by.
-  if (layer->config.quality == NULL || layer->tokens_cold > 0) return 0;
+  if (layer->config.quality == NULL) return 0;
   float *queries = floats(rows * (model->key_dim + model->value_dim + 1));
   float *out = queries + rows * model->key_dim, *lse = out + rows * model->value_dim;
   size_t bytes = 0;
   const size_t tokens =
       qkv_quality_gather(layer->config.quality,
                          layer->sealed + QKV_PAGE_TOKENS - 1 + (uint64_t)layer->config.policy.recent_window, queries);
-  if (tokens > 0) {
-    ask_all(layer, queries, tokens, out, lse);
+  if (tokens > 0 && ask_held(layer, queries, tokens, out, lse)) {
     const qkv_quality_page page = {.coder = layer->coder,
                                    .page = room->image,
                                    .k = room->k,
@@ -101,83 +94,165 @@ static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
   return bytes;
 }
 
-// The tail's first rows as an image in `room`, the narrow one where it is `*narrow`. Returns its bytes.
-static size_t encode(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, bool *narrow) {
+// Rows in a block, from `position` on, as an image in `room`, the narrow one where it is `*narrow`. Returns its
+// bytes.
+static size_t encode(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, void *block, size_t tokens,
+                     bool *narrow) {
   const qkv_model *model = layer->config.model;
   const qkv_coder *coder = layer->coder;
   const size_t rows = tokens * model->kv_heads;
-  void *block = layer->tail[0];
   const void *k = qkvi_block_row(model, block, QKV_K, 0, 0), *v = qkvi_block_row(model, block, QKV_V, 0, 0);
-  const bool learns = model->learner != NULL && layer->config.policy.learn;
+  const bool learns = model->learner != NULL && layer->config.policy.learn && coder->codec->calibrated;
   if (learns || layer->config.quality != NULL) {
     qkv_to_float(model->dtype, k, room->k, rows * model->key_dim);
     qkv_to_float(model->dtype, v, room->v, rows * model->value_dim);
   }
-  // Only bulk work waits for helpers, who stand back, too, and may lose their processor in the middle of a head.
-  qkv_pool *pool = qkv_precedence_stands_back() ? layer->config.pool : NULL;
-  const size_t bytes =
-      coder->codec->encode(coder, layer->sealed, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
+  // Only bulk work waits for helpers, which yield, too, and may lose their processor in the middle of a head.
+  qkv_pool *pool = qkv_yield_enabled() ? layer->config.pool : NULL;
+  const size_t bytes = coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
   if (learns) {
-    qkv_learner_page(model->learner, layer->config.layer, layer->sealed, (uint32_t)tokens, room->k, room->v, coder,
-                     room->image, &layer->watch);
+    qkv_learner_page(model->learner, layer->config.layer, position, (uint32_t)tokens, room->k, room->v, coder,
+                     room->image, &room->watch);
   }
+  assert(layer->config.quality == NULL || position == layer->sealed);
   const size_t narrow_bytes = tokens == QKV_PAGE_TOKENS ? judge(layer, room) : 0;
   *narrow = narrow_bytes > 0;
   assert(!*narrow || room->narrow != NULL);
   return *narrow ? narrow_bytes : bytes;
 }
 
-static void add_page(qkv_layer *layer, const void *page, size_t bytes, size_t tokens, bool narrow, qkv_ema *ema) {
-  layer->pages[layer->page_count] = (qkv_page_entry){.page = page,
-                                                     .coder = layer->coder,
-                                                     .bytes = (uint32_t)bytes,
-                                                     .tokens = (uint32_t)tokens,
-                                                     .position = layer->sealed,
-                                                     .range = qkvi_layer_next_range(layer),
-                                                     .lost = narrow,
-                                                     .ema = ema,
-                                                     .serial = layer->next_serial++};
-  layer->page_count++;
-  layer->bytes_beside += qkvi_ema_cost(layer);
-  layer->bytes_coded += qkv_arena_cost(bytes);
-  layer->sealed += tokens;
+// `ema` is a block for its averages, of the arena; NULL: none are kept.
+static void add_page(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry, void *ema) {
+  qkvi_layer_add_page(layer, entry);
+  if (ema != NULL) (void)qkvi_layer_put_ema(layer, layer->page_count - 1, ema);
+  layer->sealed += entry->tokens;
+  layer->watch = room->watch;
 }
 
-void qkvi_seal_page(qkv_layer *layer, qkvi_seal_room *room) {
+static qkv_page_entry new_entry(const qkv_layer *layer, uint64_t position, size_t tokens) {
+  return (qkv_page_entry){
+      .coder = layer->coder, .tokens = (uint32_t)tokens, .position = position, .serial = qkvi_serial_next()};
+}
+
+// A block coded into memory of the arena that has been reserved.
+static void code_block(const qkv_layer *layer, qkvi_seal_room *room, void *block, qkv_page_entry *entry) {
   bool narrow;
-  const size_t bytes = encode(layer, room, QKV_PAGE_TOKENS, &narrow);
-  void *page = qkv_arena_alloc(layer->config.arena, bytes);
-  memcpy(page, narrow ? room->narrow : room->image, bytes);
-  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes) - qkv_arena_cost(bytes));
-  add_page(layer, page, bytes, QKV_PAGE_TOKENS, narrow, qkvi_layer_new_ema(layer));
+  entry->bytes = (uint32_t)encode(layer, room, entry->position, block, QKV_PAGE_TOKENS, &narrow);
+  void *page = qkv_arena_alloc(layer->config.arena, entry->bytes);
+  memcpy(page, narrow ? room->narrow : room->image, entry->bytes);
+  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes) - qkv_arena_cost(entry->bytes));
+  entry->page = page;
+  entry->lost = narrow;
+}
+
+void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, qkv_tail_block *block,
+                    qkv_page_entry *entry) {
+  const qkvi_block_page wanted = {.calibration = layer->coder->calibration, .tokens = QKV_PAGE_TOKENS};
+  *entry = new_entry(layer, position, QKV_PAGE_TOKENS);
+  // A contract's pages depend on the session's own queries.
+  const bool share = layer->config.quality == NULL;
+  const void *made = share ? qkvi_block_sealed(block, &wanted, &entry->bytes, &entry->page_holders) : NULL;
+  if (made != NULL) {
+    entry->page = made;
+    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes));
+    return;
+  }
+  if (share && qkvi_page_take(layer->offers, position, wanted.calibration, entry)) {
+    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes));
+  } else {
+    code_block(layer, room, block->rows, entry);
+  }
+  if (share) qkvi_block_offer(block, &wanted, entry->page, entry->bytes, &entry->page_holders);
+}
+
+void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry) {
+  void *ema = NULL;
+  assert(entry->position == layer->sealed);
+  if (layer->clock != NULL) ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(layer->config.model->kv_heads));
+  add_page(layer, room, entry, ema);
 }
 
 // ---- The whole tail ----
 
-static qkv_ema *ema_beside(const qkv_layer *layer) {
-  if (layer->clock == NULL) return NULL;
-  const uint32_t heads = layer->config.model->kv_heads;
-  qkv_ema *ema = qkv_arena_alloc_beside(layer->config.arena, qkv_ema_bytes(heads));
-  qkv_ema_init(ema, heads, qkv_ema_clock_now(layer->clock));
-  return ema;
+static void encode_tail(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry) {
+  bool narrow;
+  entry->bytes = (uint32_t)encode(layer, room, layer->sealed, layer->tail[0].rows, (size_t)entry->tokens, &narrow);
+  entry->lost = narrow;
 }
 
-// The first block's rows become a page that takes its place in the budget, which is full as a rule when this is
-// wanted.
-static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, qkv_error *error) {
-  const size_t block_bytes = qkvi_block_bytes(layer->config.model);
-  bool narrow;
-  const size_t bytes = encode(layer, room, tokens, &narrow);
-  QKV_TRY(
-      qkv_arena_recount(layer->config.arena, NULL, block_bytes, qkv_arena_cost(bytes) + qkvi_ema_cost(layer), error));
-  void *page = qkv_arena_alloc_beside(layer->config.arena, bytes);
-  memcpy(page, narrow ? room->narrow : room->image, bytes);
-  qkv_arena_free_beside(layer->config.arena, layer->tail[0], block_bytes);
-  layer->tail_count--;
-  memmove((void *)layer->tail, (void *)(layer->tail + 1), layer->tail_count * sizeof *layer->tail);
-  qkvi_layer_grow_pages(layer, layer->page_count + 1);
-  add_page(layer, page, bytes, tokens, narrow, ema_beside(layer));
+// What a shared block becomes in this layer first. Its rows stay for the others, so the page is an overdraft.
+static qkv_status code_shared(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry, qkv_error *error) {
+  qkv_arena *arena = layer->config.arena;
+  encode_tail(layer, room, entry);
+  QKV_TRY(qkv_arena_overdraw(arena, qkv_arena_cost(entry->bytes), error));
+  void *page = qkv_arena_alloc(arena, entry->bytes);
+  memcpy(page, entry->lost ? room->narrow : room->image, entry->bytes);
+  entry->page = page;
   return QKV_OK;
+}
+
+// The page of a block that other layers have or had, made or found, and a reservation for its averages. All layers
+// get the same page, unless it depends on a session's own queries.
+static qkv_status prepare_shared(qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry, qkv_error *error) {
+  qkv_arena *arena = layer->config.arena;
+  qkv_tail_block *block = &layer->tail[0];
+  const bool share = layer->config.quality == NULL;
+  const qkvi_block_page wanted = {.calibration = layer->coder->calibration, .tokens = entry->tokens};
+  qkv_status status = QKV_OK;
+  QKV_TRY(qkv_arena_overdraw(arena, qkvi_ema_cost(layer), error));
+  entry->page = share ? qkvi_block_sealed(block, &wanted, &entry->bytes, &entry->page_holders) : NULL;
+  if (entry->page != NULL) return QKV_OK;
+  status = code_shared(layer, room, entry, error);
+  if (share) qkvi_block_offer(block, &wanted, entry->page, entry->bytes, &entry->page_holders);
+  if (status != QKV_OK) qkv_arena_unreserve(arena, qkvi_ema_cost(layer));
+  return status;
+}
+
+// The budget is full as a rule when this is wanted, so the page takes its rows' place in it.
+static qkv_status replace_own(qkv_layer *layer, const qkvi_seal_room *room, qkv_page_entry *entry, void **ema,
+                              qkv_error *error) {
+  qkv_arena *arena = layer->config.arena;
+  const size_t block_bytes = qkvi_block_bytes(layer->config.model);
+  QKV_TRY(qkv_arena_recount(arena, NULL, block_bytes, qkv_arena_cost(entry->bytes) + qkvi_ema_cost(layer), error));
+  void *page = qkv_arena_alloc_beside(arena, entry->bytes);
+  memcpy(page, entry->lost ? room->narrow : room->image, entry->bytes);
+  entry->page = page;
+  if (layer->clock != NULL) *ema = qkv_arena_alloc_beside(arena, qkv_ema_bytes(layer->config.model->kv_heads));
+  qkv_arena_free_beside(arena, layer->tail[0].rows, block_bytes);
+  return QKV_OK;
+}
+
+static void replace_shared(qkv_layer *layer, void **ema) {
+  if (layer->clock != NULL) *ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(layer->config.model->kv_heads));
+  qkvi_block_leave(layer, &layer->tail[0]);
+}
+
+// With the layer written: the first block's rows have become a page.
+static qkv_status replace_block(qkv_layer *layer, const qkvi_seal_room *room, bool shared, qkv_page_entry *entry,
+                                qkv_error *error) {
+  void *ema = NULL;
+  if (shared)
+    replace_shared(layer, &ema);
+  else
+    QKV_TRY(replace_own(layer, room, entry, &ema, error));
+  layer->tail_count--;
+  memmove(layer->tail, layer->tail + 1, layer->tail_count * sizeof *layer->tail);
+  add_page(layer, room, entry, ema);
+  return QKV_OK;
+}
+
+static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, qkv_error *error) {
+  const bool shared = layer->tail[0].share != NULL;  // or was: there may be a page
+  qkv_page_entry entry = new_entry(layer, layer->sealed, tokens);
+  qkv_status status = QKV_OK;
+  if (shared)
+    status = prepare_shared(layer, room, &entry, error);
+  else
+    encode_tail(layer, room, &entry);
+  qkvi_layer_enter(layer);
+  if (status == QKV_OK) status = replace_block(layer, room, shared, &entry, error);
+  qkvi_layer_leave(layer, status != QKV_OK || layer->sealed == layer->length);
+  return status;
 }
 
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error) {

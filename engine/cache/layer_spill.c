@@ -14,69 +14,113 @@ qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_
 
 // ---- Writing ----
 
-bool qkv_layer_save(qkv_layer *layer) {
+// Pages of token ids begin at multiples of 64.
+static bool has_hash(const qkv_layer *layer, const qkv_page_entry *entry, qkv_prefix_hash *hash) {
+  return layer->config.tokens != NULL && entry->tokens == QKV_PREFIX_PAGE && entry->position % QKV_PREFIX_PAGE == 0 &&
+         qkv_session_tokens_hash(layer->config.tokens, entry->position / QKV_PREFIX_PAGE, hash);
+}
+
+// A record is its session's and those of sessions that are forked from it later. So what others share already and has
+// no record becomes the layer's own first.
+static bool put_page(qkv_layer *layer, size_t index) {
   const qkv_backing *backing = layer->config.backing;
-  if (backing == NULL) return true;
+  if (qkv_layer_page(layer, index)->record != 0) return true;
+  qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, index));
+  qkv_page_entry *entry = qkv_layer_page(layer, index);
+  assert(entry->page != NULL);
+  const void *most = entry->full != NULL ? entry->full : entry->page;
+  const uint32_t bytes = entry->full != NULL ? entry->full_bytes : entry->bytes;
+  qkv_prefix_hash hash;
+  entry->record = backing->put(backing->context, layer->config.session, layer->config.model->name, most, bytes,
+                               entry->tokens, has_hash(layer, entry, &hash) ? &hash : NULL);
+  if (entry->record == 0) return false;
+  qkvi_range_count(range, entry, -1);
+  entry->record_bytes = bytes;
+  entry->record_lost = entry->lost;
+  qkvi_range_count(range, entry, 1);
+  return true;
+}
+
+static bool save_pages(qkv_layer *layer) {
   for (; layer->saved < layer->page_count; layer->saved++) {
-    qkv_page_entry *entry = &layer->pages[layer->saved];
-    if (entry->record != 0) continue;
-    assert(entry->page != NULL);
-    const void *most = entry->full != NULL ? entry->full : entry->page;
-    const uint32_t bytes = entry->full != NULL ? entry->full_bytes : entry->bytes;
-    entry->record =
-        backing->put(backing->context, layer->config.session, layer->config.model->name, most, bytes, entry->tokens);
-    if (entry->record == 0) return false;
-    entry->record_bytes = bytes;
-    entry->record_lost = entry->lost;
-    layer->bytes_stored += bytes;
+    if (!put_page(layer, layer->saved)) return false;
   }
   return true;
+}
+
+bool qkv_layer_save(qkv_layer *layer) {
+  if (layer->config.backing == NULL) return true;
+  const bool pages = save_pages(layer);
+  return qkvi_layer_rows_save(layer) && pages;
+}
+
+bool qkv_layer_is_settled(const qkv_layer *layer) {
+  return layer->settled == layer->page_count && qkvi_layer_rows_are_settled(layer);
+}
+
+static qkv_record_state state_at(const qkv_layer *layer, size_t index, bool *held) {
+  qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, index)].range;
+  const qkv_page_entry *entry = qkv_layer_page(layer, index);
+  qkvi_range_lock(range);
+  const qkv_record_state state = qkvi_layer_record_state(layer, entry);
+  *held = entry->page != NULL;
+  qkvi_range_unlock(range);
+  return state;
 }
 
 // All at once: where one has failed others have, too, and each try takes until the page is durable.
 static void put_again(qkv_layer *layer) {
   for (size_t i = layer->settled; i < layer->saved; i++) {
-    qkv_page_entry *entry = &layer->pages[i];
-    if (entry->page == NULL || qkvi_layer_record_state(layer, entry) != QKV_RECORD_GONE) continue;
-    layer->bytes_stored -= entry->record_bytes;
-    layer->config.backing->drop(layer->config.backing->context, entry->record);
+    bool held;
+    if (state_at(layer, i, &held) != QKV_RECORD_GONE || !held) continue;
+    qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, i));
+    qkv_page_entry *entry = qkv_layer_page(layer, i);
+    qkvi_range_count(range, entry, -1);
+    if (entry->record != 0) layer->config.backing->drop(layer->config.backing->context, entry->record);
     entry->record = 0;
     entry->record_bytes = 0;
+    qkvi_range_count(range, entry, 1);
   }
   layer->saved = layer->settled;
 }
 
-void qkv_layer_settle(qkv_layer *layer) {
-  if (layer->config.backing == NULL) return;  // it has been closed meanwhile
+static void settle_pages(qkv_layer *layer) {
   for (; layer->settled < layer->saved; layer->settled++) {
-    const qkv_page_entry *entry = &layer->pages[layer->settled];
-    const qkv_record_state state = qkvi_layer_record_state(layer, entry);
+    bool held;
+    const qkv_record_state state = state_at(layer, layer->settled, &held);
     if (state == QKV_RECORD_DURABLE) continue;
-    if (state == QKV_RECORD_GONE && entry->page != NULL) put_again(layer);
+    if (state == QKV_RECORD_GONE && held) put_again(layer);
     return;
   }
 }
 
+void qkv_layer_settle(qkv_layer *layer) {
+  if (layer->config.backing == NULL) return;  // it has been closed meanwhile
+  settle_pages(layer);
+  qkvi_layer_rows_settle(layer);
+}
+
 // ---- Out of memory ----
 
-// Serials change, so that whoever works on the image (layer_retier.h) sees that it has gone.
-static uint64_t evict_page(qkv_layer *layer, qkv_page_entry *entry) {
-  qkv_arena *arena = layer->config.arena;
-  uint64_t freed = qkv_arena_cost(entry->bytes);
-  layer->bytes_coded -= qkv_arena_cost(entry->bytes);
-  qkv_arena_free(arena, (void *)entry->page, entry->bytes);
-  if (entry->full != NULL) {
-    freed += qkv_arena_cost(entry->full_bytes);
-    layer->bytes_beside -= qkv_arena_cost(entry->full_bytes);
-    qkv_arena_free(arena, (void *)entry->full, entry->full_bytes);
-  }
+// What is to be freed once the range is readable again.
+typedef struct leaving_image {
+  const void *image;
+  uint32_t bytes;
+  _Atomic uint32_t *holders;
+} leaving_image;
+
+// Serials change, so that what is worked out on the image (layer_retier.h) is seen to be of one that has gone.
+static void evict_page(qkv_page_range *range, qkv_page_entry *entry, leaving_image images[2]) {
+  qkvi_range_count(range, entry, -1);
+  images[0] = (leaving_image){entry->page, entry->bytes, entry->page_holders};
+  images[1] = (leaving_image){entry->full, entry->full_bytes, entry->full_holders};
   entry->page = entry->full = NULL;
+  entry->page_holders = entry->full_holders = NULL;
   entry->full_bytes = 0;
   entry->bytes = entry->record_bytes;
   entry->lost = entry->record_lost;
-  entry->serial = layer->next_serial++;
-  layer->tokens_cold += entry->tokens;
-  return freed;
+  entry->serial = 0;
+  qkvi_range_count(range, entry, 1);
 }
 
 // A page that can leave, and the attention that its tokens receive, all heads together.
@@ -85,12 +129,14 @@ typedef struct leaving {
   float heat;
 } leaving;
 
-static float heat_of(const qkv_layer *layer, const qkv_page_entry *entry, uint64_t now) {
+static float heat_of(const qkv_layer *layer, size_t index, uint64_t now) {
+  const qkv_ema *ema = qkv_layer_ema(layer, index);
+  const uint32_t tokens = qkv_layer_page(layer, index)->tokens;
   float values[QKV_PAGE_TOKENS], sum = 0;
-  if (entry->ema == NULL) return 0;
+  if (ema == NULL) return 0;
   for (uint32_t head = 0; head < layer->config.model->kv_heads; head++) {
-    qkv_ema_read(entry->ema, layer->clock, head, now, values);
-    for (size_t t = 0; t < entry->tokens; t++) sum += values[t];
+    qkv_ema_read(ema, layer->clock, head, now, values);
+    for (size_t t = 0; t < tokens; t++) sum += values[t];
   }
   return sum;
 }
@@ -101,29 +147,74 @@ static int coldest_first(const void *a, const void *b) {
   return (left->index > right->index) - (left->index < right->index);
 }
 
+// Another layer keeps it, or has used it since.
+static bool is_needed(qkv_page_range *range, int64_t unused_since_ms) {
+  return qkvi_range_is_shared(range) &&
+         (atomic_load(&range->keepers) > 0 || atomic_load(&range->used_ms) > unused_since_ms);
+}
+
 // Pages whose records are only written stay: an fdatasync that fails may yet take those away, and then the image is
 // what they are put again from.
-static size_t find_leaving(const qkv_layer *layer, bool ordered, leaving *out) {
+static bool can_leave(const qkv_layer *layer, size_t index, int64_t unused_since_ms) {
+  bool held;
+  if (qkvi_layer_image(layer, index) == NULL) return false;
+  if (is_needed(layer->ranges[qkv_layer_range_of(layer, index)].range, unused_since_ms)) return false;
+  return state_at(layer, index, &held) == QKV_RECORD_DURABLE && held;
+}
+
+static size_t find_leaving(const qkv_layer *layer, int64_t unused_since_ms, leaving *out) {
   const uint64_t now = layer->clock == NULL ? 0 : qkv_ema_clock_now(layer->clock);
   size_t count = 0;
   for (size_t i = 0; i < layer->page_count; i++) {
-    const qkv_page_entry *entry = &layer->pages[i];
-    if (entry->page != NULL && qkvi_layer_record_state(layer, entry) == QKV_RECORD_DURABLE)
-      out[count++] = (leaving){.index = i, .heat = ordered ? heat_of(layer, entry, now) : 0};
+    if (can_leave(layer, i, unused_since_ms)) out[count++] = (leaving){.index = i, .heat = heat_of(layer, i, now)};
   }
   return count;
 }
 
-uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes) {
+// The bytes that this frees; a page stays while another layer reads its range. Who keeps a range has it read then.
+static uint64_t evict_at(qkv_layer *layer, size_t index, int64_t unused_since_ms) {
+  qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, index)].range;
+  leaving_image images[2] = {0};
+  if (qkvi_range_is_cold(range) || !qkvi_range_seize(range)) return 0;
+  qkv_page_entry *entry = qkv_layer_page(layer, index);
+  qkvi_range_lock(range);
+  if (entry->page != NULL && !is_needed(range, unused_since_ms)) evict_page(range, entry, images);
+  qkvi_range_pack(range);
+  qkvi_range_unlock(range);
+  qkvi_range_release(range);
   uint64_t freed = 0;
-  if (layer->bytes_coded == 0) return 0;
+  for (int i = 0; i < 2; i++)
+    freed += qkvi_image_leave(layer->config.arena, images[i].image, images[i].bytes, images[i].holders);
+  return freed;
+}
+
+static uint64_t evict_in_order(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+  uint64_t freed = 0;
+  for (size_t i = 0; i < layer->page_count && freed < bytes; i++) {
+    if (can_leave(layer, i, unused_since_ms)) freed += evict_at(layer, i, unused_since_ms);
+  }
+  return freed;
+}
+
+static uint64_t evict_coldest(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+  uint64_t freed = 0;
   leaving *pages = malloc(layer->page_count * sizeof *pages);
   if (pages == NULL) abort();
-  const size_t count = find_leaving(layer, bytes < layer->bytes_coded, pages);  // unless all of them go
+  const size_t count = find_leaving(layer, unused_since_ms, pages);
   qsort(pages, count, sizeof *pages, coldest_first);
-  for (size_t i = 0; i < count && freed < bytes; i++) freed += evict_page(layer, &layer->pages[pages[i].index]);
+  for (size_t i = 0; i < count && freed < bytes; i++) freed += evict_at(layer, pages[i].index, unused_since_ms);
   free(pages);
   return freed;
+}
+
+uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+  // Pages that this layer does not see, and that were kept for others who have gone.
+  for (size_t i = 0; i < layer->range_count; i++) {
+    if (!qkvi_range_is_shared(layer->ranges[i].range)) (void)qkvi_layer_own_range(layer, i);
+  }
+  const uint64_t coded = qkv_layer_read_usage(layer).bytes_coded;
+  if (coded == 0) return 0;
+  return bytes < coded ? evict_coldest(layer, bytes, unused_since_ms) : evict_in_order(layer, bytes, unused_since_ms);
 }
 
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end) {
@@ -138,10 +229,18 @@ uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end) {
 
 // ---- Back into memory ----
 
+static bool has_cold(const qkv_layer *layer) {
+  for (size_t i = 0; i < layer->range_count; i++) {
+    if (atomic_load_explicit(&layer->ranges[i].range->tokens_cold, memory_order_acquire) > 0) return true;
+  }
+  return false;
+}
+
 bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end) {
-  if (layer->tokens_cold == 0) return true;
-  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count && layer->pages[i].position < end; i++) {
-    if (layer->pages[i].page == NULL) return false;
+  if (!has_cold(layer)) return true;
+  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
+    if (qkvi_layer_span(layer, i).begin >= end) break;
+    if (qkvi_layer_image(layer, i) == NULL) return false;
   }
   return true;
 }
@@ -151,27 +250,50 @@ static bool is_missing(const qkv_layer *layer, const qkv_page_entry *entry, bool
   return full && entry->lost && !entry->record_lost && qkvi_layer_record_state(layer, entry) >= QKV_RECORD_WRITTEN;
 }
 
+// False where the page is not missing.
+static bool read_missing(const qkv_layer *layer, size_t index, bool full, qkv_missing_page *out) {
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  qkvi_range_lock(slot->range);
+  const qkv_page_entry entry = qkvi_range_copy_entry(slot->range, (uint32_t)(index - slot->first));
+  const bool missing = is_missing(layer, &entry, full);
+  qkvi_range_unlock(slot->range);
+  *out = (qkv_missing_page){.index = index,
+                            .serial = entry.serial,
+                            .record = entry.record,
+                            .position = entry.position,
+                            .bytes = entry.record_bytes};
+  return missing;
+}
+
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
                          size_t max) {
   size_t count = 0;
   for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count && count < max; i++) {
-    const qkv_page_entry *entry = &layer->pages[i];
-    if (end != 0 && entry->position >= end) break;
-    if (!is_missing(layer, entry, full)) continue;
-    out[count++] = (qkv_missing_page){.index = i,
-                                      .serial = entry->serial,
-                                      .record = entry->record,
-                                      .position = entry->position,
-                                      .bytes = entry->record_bytes};
+    if (end != 0 && qkvi_layer_span(layer, i).begin >= end) break;
+    if (read_missing(layer, i, full, &out[count])) count++;
+  }
+  return count;
+}
+
+size_t qkv_layer_missing_shared(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, const void **out,
+                                size_t max) {
+  size_t count = 0;
+  qkv_missing_page page;
+  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count && count < max; i++) {
+    if (end != 0 && qkvi_layer_span(layer, i).begin >= end) break;
+    const qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, i)].range;
+    if (!qkvi_range_is_shared(range) || (count > 0 && out[count - 1] == range)) continue;
+    if (read_missing(layer, i, full, &page)) out[count++] = range;
   }
   return count;
 }
 
 uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full) {
   uint64_t bytes = 0;
+  qkv_missing_page page;
   for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
-    if (end != 0 && layer->pages[i].position >= end) break;
-    if (is_missing(layer, &layer->pages[i], full)) bytes += qkv_arena_cost(layer->pages[i].record_bytes);
+    if (end != 0 && qkvi_layer_span(layer, i).begin >= end) break;
+    if (read_missing(layer, i, full, &page)) bytes += qkv_arena_cost(page.bytes);
   }
   return bytes;
 }
@@ -186,66 +308,139 @@ static qkv_status check_image(const qkv_layer *layer, const qkv_page_entry *entr
                   header->layer);
 }
 
-// `*image` becomes what was there before, or NULL, and `*bytes` what that has; else they stay.
-static qkv_status put_back(qkv_layer *layer, const qkv_missing_page *page, void **image, uint32_t *bytes,
-                           qkv_error *error) {
-  if (page->index >= layer->page_count) return QKV_OK;
-  qkv_page_entry *entry = &layer->pages[page->index];
-  if (entry->serial != page->serial || entry->record != page->record) return QKV_OK;
-  qkv_error reason = {0};
-  if (check_image(layer, entry, *image, &reason) != QKV_OK)
-    return qkv_fail(error, QKV_DATA_LOSS, "layer %" PRIu32 ": position %" PRIu64 " on the SSD is damaged: %s",
-                    layer->config.layer, entry->position, reason.text);
-  const bool cold = entry->page == NULL;
-  QKV_TRY(qkv_arena_recount(layer->config.arena, layer->room, cold ? 0 : entry->bytes, entry->record_bytes, error));
-  if (cold) {
-    layer->tokens_cold -= entry->tokens;
-  } else {
-    layer->bytes_coded -= qkv_arena_cost(entry->bytes);
+// Under the range's lock. `*image` becomes what was there before and is to be freed, or NULL, and `*bytes` what that
+// has; else they stay.
+static qkv_status put_back(qkv_layer *layer, qkv_page_range *range, qkv_page_entry *entry, void **image,
+                           uint32_t *bytes, qkv_error *error) {
+  const void *left = entry->page;
+  const uint32_t left_bytes = entry->bytes;
+  const bool sole = left != NULL && qkvi_image_is_sole(entry->page_holders);
+  QKV_TRY(qkv_arena_recount(layer->config.arena, layer->room, sole ? left_bytes : 0, entry->record_bytes, error));
+  qkvi_range_count(range, entry, -1);
+  if (left != NULL && !sole) (void)qkvi_image_leave(layer->config.arena, left, left_bytes, entry->page_holders);
+  if (sole) free(entry->page_holders);
+  if (left != NULL) {  // else these are the record's already, and other layers read them meanwhile
+    entry->page_holders = NULL;
+    entry->bytes = entry->record_bytes;
+    entry->lost = entry->record_lost;
   }
-  layer->bytes_coded += qkv_arena_cost(entry->record_bytes);
-  void *left = (void *)entry->page;
-  *bytes = entry->bytes;
+  entry->serial = qkvi_serial_next();
   entry->page = *image;
-  entry->bytes = entry->record_bytes;
-  entry->lost = entry->record_lost;
-  entry->serial = layer->next_serial++;
-  *image = left;
+  qkvi_range_count(range, entry, 1);
+  *image = sole ? (void *)left : NULL;
+  *bytes = left_bytes;
   return QKV_OK;
+}
+
+// A cold page comes back for all layers that have the range; an image that is to be replaced for this one alone.
+static qkv_status restore_in(qkv_layer *layer, const qkv_missing_page *page, void **image, uint32_t *bytes,
+                             qkv_error *error) {
+  if (page->index >= layer->page_count) return QKV_OK;
+  const size_t at = qkv_layer_range_of(layer, page->index);
+  if (qkv_layer_page(layer, page->index)->page != NULL) (void)qkvi_layer_own_range(layer, at);
+  qkv_page_range *range = layer->ranges[at].range;
+  qkv_page_entry *entry = qkv_layer_page(layer, page->index);
+  qkv_error reason = {0};
+  qkv_status status = QKV_OK;
+  qkvi_range_lock(range);
+  const bool wanted = entry->serial == page->serial && entry->record == page->record &&
+                      (entry->page == NULL || !qkvi_range_is_shared(range));
+  if (wanted && check_image(layer, entry, *image, &reason) != QKV_OK) {
+    status = qkv_fail(error, QKV_DATA_LOSS, "layer %" PRIu32 ": position %" PRIu64 " on the SSD is damaged: %s",
+                      layer->config.layer, entry->position, reason.text);
+  } else if (wanted) {
+    status = put_back(layer, range, entry, image, bytes, error);
+  }
+  qkvi_range_unlock(range);
+  return status;
 }
 
 qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error) {
   uint32_t bytes = page->bytes;
-  const qkv_status status = put_back(layer, page, &image, &bytes, error);
+  const qkv_status status = restore_in(layer, page, &image, &bytes, error);
   qkv_arena_free_beside(layer->config.arena, image, bytes);
   return status;
 }
 
 // ---- Found again ----
 
-qkv_status qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes,
-                           qkv_error *error) {
+void qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes) {
   assert(layer->length == layer->sealed && tokens >= 1 && tokens <= QKV_PAGE_TOKENS && record != 0);
-  QKV_TRY(qkv_arena_reserve(layer->config.arena, qkvi_ema_cost(layer), error));
-  qkvi_layer_grow_pages(layer, layer->page_count + 1);
-  const qkv_coder *next = layer->coder;
-  layer->coder = coder;
-  layer->pages[layer->page_count] = (qkv_page_entry){.coder = coder,
-                                                     .bytes = bytes,
-                                                     .tokens = tokens,
-                                                     .position = layer->sealed,
-                                                     .range = qkvi_layer_next_range(layer),
-                                                     .record = record,
-                                                     .record_bytes = bytes,
-                                                     .ema = qkvi_layer_new_ema(layer),
-                                                     .serial = layer->next_serial++};
-  layer->coder = next;
-  layer->page_count++;
+  const qkv_page_entry entry = {.coder = coder,
+                                .bytes = bytes,
+                                .tokens = tokens,
+                                .position = layer->sealed,
+                                .record = record,
+                                .record_bytes = bytes};
+  qkvi_layer_add_page(layer, &entry);
+  // The process before may have had forks that still need the record.
+  atomic_store(&layer->ranges[layer->range_count - 1].range->was_shared, true);
   layer->saved = layer->settled = layer->page_count;
-  layer->bytes_beside += qkvi_ema_cost(layer);
-  layer->bytes_stored += bytes;
-  layer->tokens_cold += tokens;
   layer->sealed += tokens;
   layer->length = layer->sealed;
-  return QKV_OK;
+}
+
+void qkv_layer_adopted(qkv_layer *layer) {
+  for (size_t i = 0; i < layer->range_count; i++) qkvi_range_pack(layer->ranges[i].range);
+}
+
+static bool is_same(const qkv_page_entry *a, const qkv_page_entry *b) {
+  return a->record == b->record && a->tokens == b->tokens && a->coder == b->coder;
+}
+
+// Pages of `other`'s range that the layer has from its page `at` on.
+static size_t count_same(const qkv_layer *layer, size_t at, const qkv_layer *other, size_t range) {
+  size_t first, end, count = 0;
+  qkv_layer_range(other, range, &first, &end);
+  while (first + count < end && at + count < layer->page_count &&
+         is_same(qkv_layer_page(layer, at + count), qkv_layer_page(other, first + count)))
+    count++;
+  return count;
+}
+
+// The same of this range and those behind it. Where the two part within a range, the other's is split.
+static size_t count_taken(const qkv_layer *layer, size_t at, qkv_layer *other, size_t range) {
+  size_t taken = 0, first, end, same;
+  for (; range < other->range_count; range++) {
+    same = count_same(layer, at + taken, other, range);
+    taken += same;
+    qkv_layer_range(other, range, &first, &end);
+    if (same == end - first) continue;
+    if (same > 0) qkvi_layer_split_range(other, range, same);
+    break;
+  }
+  return taken;
+}
+
+// The leading pages that are shared already, in ranges [0, *range).
+static size_t skip_shared(const qkv_layer *layer, const qkv_layer *other, size_t *range) {
+  size_t first, end = 0, other_end = 0;
+  for (*range = 0; *range < layer->range_count && *range < other->range_count; ++*range) {
+    if (layer->ranges[*range].range != other->ranges[*range].range) break;
+    qkv_layer_range(layer, *range, &first, &end);
+    qkv_layer_range(other, *range, &first, &other_end);
+    if (end != other_end) return layer->page_count;  // the two part here
+  }
+  return *range == 0 ? 0 : end;
+}
+
+void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other) {
+  size_t range, kept = skip_shared(layer, other, &range);
+  if (range >= layer->range_count || range >= other->range_count || kept >= layer->page_count) return;
+  if (qkvi_range_is_shared(layer->ranges[range].range) || count_same(layer, kept, other, range) == 0) return;
+  // The pages from here on leave their ranges, all of them cold, and come back in those of the other one or in
+  // others.
+  const size_t count = layer->page_count - kept;
+  qkv_page_entry *pages = malloc(count * sizeof *pages);
+  if (pages == NULL) abort();
+  for (size_t i = 0; i < count; i++) pages[i] = *qkv_layer_page(layer, kept + i);
+  const size_t taken = count_taken(layer, kept, other, range);
+  qkvi_layer_replace_ranges(layer, range, other, taken);
+  for (size_t i = taken; i < count; i++) {
+    qkvi_layer_add_page(layer, &pages[i]);
+    atomic_store(&layer->ranges[layer->range_count - 1].range->was_shared, true);
+  }
+  free(pages);
+  qkv_layer_adopted(layer);
+  qkv_layer_adopted(other);
 }

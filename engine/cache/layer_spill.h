@@ -4,7 +4,7 @@
 //   with the layer written  everything else; none of it takes long
 //
 // A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
-// read to be held; whoever calls them looks first, under the same lock.
+// read to be held; the caller looks first, under the same lock.
 //
 // Threads: as the layer's.
 #ifndef QKV_ENGINE_CACHE_LAYER_SPILL_H
@@ -16,14 +16,20 @@
 
 #include "engine/cache/layer.h"
 
-// Puts the pages that have no record yet, in order. False where the backing has no room for all of them now.
+// Puts the pages that have no record yet, in order, and the exact rows where the backing takes them. False where the
+// backing has no room for all of them now.
 bool qkv_layer_save(qkv_layer *layer);
 // Takes note of what has become of the records: `durable` moves on; pages whose record is gone will be put again.
 void qkv_layer_settle(qkv_layer *layer);
 
+// Whether all pages, and exact rows where the backing takes them, are durable.
+bool qkv_layer_is_settled(const qkv_layer *layer);
+
 // Images of pages whose records are durable leave memory, those first that receive least attention (ema.h), of equals
-// the oldest, until `bytes` of the arena are free or there are no more. Returns the bytes.
-uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes);
+// the oldest, until `bytes` of the arena are free or there are no more. Ranges stay that other layers have and have
+// used after `unused_since_ms`, or read just now. Returns the bytes that got free: an image that others hold frees
+// none.
+uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms);
 
 // What an append of rows up to `end` takes of the arena at most.
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end);
@@ -45,6 +51,11 @@ typedef struct qkv_missing_page {
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
                          size_t max);
 
+// Of the same pages the ranges that other layers have, too, at most `max`: to be compared, not looked into. Returns
+// how many.
+size_t qkv_layer_missing_shared(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, const void **out,
+                                size_t max);
+
 // Bytes that all of these would take of the arena.
 uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full);
 
@@ -54,8 +65,14 @@ uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_
 qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error);
 
 // A cold page at the end of a layer that has no exact rows: what is found of a session that outlived its process.
-// `position` is the layer's length (asserted). RESOURCE_EXHAUSTED (the arena's).
-qkv_status qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes,
-                           qkv_error *error);
+void qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes);
+// All pages have been: they are packed.
+void qkv_layer_adopted(qkv_layer *layer);
+// Before rows of the record are appended to the layer again: they need not be put. Records come in ascending order,
+// without gaps; rows of the first one may be in pages. `shared`: other sessions have the record, too.
+void qkv_layer_adopt_rows(qkv_layer *layer, uint64_t record, uint64_t begin, uint64_t end, bool shared);
+// Shares the leading pages that `other`, of the same place in another session, has of the same records. Both are held
+// for writing, and nothing of either has come back yet.
+void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other);
 
 #endif

@@ -294,11 +294,6 @@ static bool measure_attention(qkv_learner *learner, uint32_t layer, const qkv_pa
   return true;
 }
 
-// Errors compare between pages of one kind only.
-static uint32_t kind_of(const qkv_coder *coder) {
-  return (uint32_t)coder->frame << 16 | (uint32_t)coder->tier_k << 8 | coder->tier_v;
-}
-
 // A running mean, and whether it has grown by `most` since it settled; then it settles anew. With the error's lock.
 static bool has_drifted(double *error, double *settled, uint64_t *measures, double next, double most) {
   ++*measures;
@@ -312,8 +307,8 @@ static bool has_drifted(double *error, double *settled, uint64_t *measures, doub
 
 static void note_error(qkv_learner *learner, const qkv_coder *coder, double error) {
   (void)pthread_mutex_lock(&learner->error_lock);
-  if (learner->measures == 0) learner->measured_as = kind_of(coder);
-  const bool drifted = learner->measured_as == kind_of(coder) &&
+  if (learner->measures == 0) learner->measured_as = coder->kind;
+  const bool drifted = learner->measured_as == coder->kind &&
                        has_drifted(&learner->error, &learner->settled, &learner->measures, error, QKV_LEARNER_DRIFT);
   (void)pthread_mutex_unlock(&learner->error_lock);
   if (drifted && !atomic_load(&learner->fresh)) qkvi_learner_start_over(learner);
@@ -374,7 +369,7 @@ static finding note_attention(qkv_learner *learner, const qkv_page_watch_page *p
   if (coder->calibration != 0 && coder->calibration == qkv_calibration_slot_version(learner->slot)) {
     found = look_at_alarm(learner, class, measured, text);
     // Of squares.
-    if (class == QKVI_OTHER_PAGES && learner->measured_as == kind_of(coder) &&
+    if (class == QKVI_OTHER_PAGES && learner->measured_as == coder->kind &&
         has_drifted(&learner->attention, &learner->attention_settled, &learner->attention_measures, measured->coded,
                     QKV_LEARNER_DRIFT * QKV_LEARNER_DRIFT) &&
         found == NOTHING) {

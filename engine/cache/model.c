@@ -7,7 +7,11 @@
 #include <string.h>
 
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
-  if (policy->codec == NULL) policy->codec = fallback->codec;
+  if (policy->codec == NULL) {
+    policy->codec = fallback->codec;
+    policy->codec_v = fallback->codec_v;
+    memcpy(policy->parameters, fallback->parameters, sizeof policy->parameters);
+  }
   if (policy->bits_k == 0) policy->bits_k = fallback->bits_k;
   if (policy->bits_v == 0) policy->bits_v = fallback->bits_v;
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
@@ -24,8 +28,26 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
 
 static qkv_status check_bits(const qkv_codec *codec, const char *field, double bits, qkv_error *error) {
   if (bits == 0 || codec->bits_valid(bits)) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is %g, allowed are multiples of %g up to %d", field, bits,
-                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is %g, allowed are %s", field, bits, codec->bits_text);
+}
+
+static qkv_status check_parameters(const qkv_codec *codec, const uint32_t *values, qkv_error *error) {
+  for (size_t i = 0; i < codec->parameter_count; i++) {
+    if (values[i] == 0 || codec->parameters[i].valid(values[i])) continue;
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s.%s is %" PRIu32 ", allowed are %s", codec->name,
+                    codec->parameters[i].name, values[i], codec->parameters[i].text);
+  }
+  return QKV_OK;
+}
+
+static qkv_status check_codecs(const qkv_policy *policy, const qkv_codec *k, const qkv_codec *v, qkv_error *error) {
+  if (k != v && (k->part == NULL || v->part == NULL)) {
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "policy.codec_v is \"%s\" and policy.codec is \"%s\": %s codes keys and values together", v->name,
+                    k->name, k->part == NULL ? k->name : v->name);
+  }
+  QKV_TRY(check_parameters(k, policy->parameters[QKV_K], error));
+  return check_parameters(v, policy->parameters[QKV_V], error);
 }
 
 static qkv_status check_anchor(const qkv_anchor_options *anchor, qkv_error *error) {
@@ -42,8 +64,10 @@ static qkv_status check_anchor(const qkv_anchor_options *anchor, qkv_error *erro
 
 qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error) {
   const qkv_codec *codec = policy->codec != NULL ? policy->codec : qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  const qkv_codec *codec_v = policy->codec_v != NULL ? policy->codec_v : codec;
+  QKV_TRY(check_codecs(policy, codec, codec_v, error));
   QKV_TRY(check_bits(codec, "bits_k", policy->bits_k, error));
-  QKV_TRY(check_bits(codec, "bits_v", policy->bits_v, error));
+  QKV_TRY(check_bits(codec_v, "bits_v", policy->bits_v, error));
   QKV_TRY(check_anchor(&policy->anchor, error));
   if (policy->low_rank.rank > QKV_RANK_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.rank is %u, allowed are 0 to %d", policy->low_rank.rank,
@@ -56,25 +80,6 @@ qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error) {
   if (policy->sink_tokens < -1 || policy->sink_tokens > QKV_SINK_TOKENS_MAX) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.sink_tokens is %" PRId64 ", allowed are 0 to %d",
                     policy->sink_tokens, QKV_SINK_TOKENS_MAX);
-  }
-  return QKV_OK;
-}
-
-static bool name_character(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-         (c != '\0' && strchr("._:/@-", c) != NULL);
-}
-
-qkv_status qkv_name_check(const char *name, const char *field, qkv_error *error) {
-  size_t length = strnlen(name, QKV_NAME_MAX + 1);
-  if (length == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is empty", field);
-  if (length > QKV_NAME_MAX) {
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is longer than %d characters", field, QKV_NAME_MAX);
-  }
-  for (size_t i = 0; i < length; i++) {
-    if (name_character(name[i])) continue;
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has byte 0x%02x at %zu, allowed are letters, digits and ._:/@-",
-                    field, (unsigned)(unsigned char)name[i], i);
   }
   return QKV_OK;
 }
@@ -209,8 +214,9 @@ static bool anchor_equal(const qkv_anchor_options *a, const qkv_anchor_options *
 }
 
 bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b) {
-  return a->codec == b->codec && a->bits_k == b->bits_k && a->bits_v == b->bits_v &&
-         a->recent_window == b->recent_window && a->sink_tokens == b->sink_tokens &&
+  return a->codec == b->codec && a->codec_v == b->codec_v &&
+         memcmp(a->parameters, b->parameters, sizeof a->parameters) == 0 && a->bits_k == b->bits_k &&
+         a->bits_v == b->bits_v && a->recent_window == b->recent_window && a->sink_tokens == b->sink_tokens &&
          a->anchor_said == b->anchor_said && anchor_equal(&a->anchor, &b->anchor) &&
          a->low_rank_said == b->low_rank_said && a->low_rank.mode == b->low_rank.mode &&
          a->low_rank.rank == b->low_rank.rank && a->learn_said == b->learn_said && a->learn == b->learn &&

@@ -8,39 +8,17 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "engine/base/name.h"
 #include "engine/base/status.h"
 #include "engine/base/tensor.h"
 #include "engine/cache/calibration_slot.h"
 #include "engine/cache/learner.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/policy.h"
 #include "engine/codec/rope.h"
 
-#define QKV_NAME_MAX 128  // characters of a model's, session's or tenant's name
 #define QKV_LAYERS_MAX 1024
 #define QKV_Q_HEADS_MAX 65536
-#define QKV_RECENT_WINDOW_MAX 1048576  // tokens
-#define QKV_SINK_TOKENS_MAX 16         // positions; as many as a page's part can have outliers
-
-#define QKV_ANCHOR_EVERY_MAX QKV_PAGE_TOKENS  // rows of a segment
-#define QKV_ANCHOR_THRESHOLD_MAX 1e6
-
-// How rows are coded. 0, NULL and -1 mean "not said here" until qkv_policy_merge has filled them in.
-typedef struct qkv_policy {
-  const qkv_codec *codec;
-  double bits_k, bits_v;
-  int64_t recent_window;  // tokens kept exact beside the open page; -1 not said
-  int64_t sink_tokens;    // first positions whose coded rows are kept as outliers (codec/outliers.h); -1 not said
-  bool anchor_said;
-  qkv_anchor_options anchor;  // of keys and values, where said
-  bool low_rank_said;
-  qkv_low_rank_options low_rank;  // of keys and values, where said
-  bool learn_said;
-  bool learn;  // rows teach the model's calibration
-  bool gqa_said;
-  bool gqa_compensation;  // bits grow by ceil(log4(query heads of a KV head)), at most to QKV_DEPTH_MAX
-} qkv_policy;
-
-#define QKV_POLICY_UNSET ((qkv_policy){.recent_window = -1, .sink_tokens = -1})
 
 // Fields that `policy` does not say are taken from `fallback`.
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback);
@@ -87,9 +65,6 @@ double qkv_model_cap(const qkv_model *model, uint32_t layer);
 qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session);
 // Limits of what the two make together in each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
 qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error);
-
-// Letters, digits and ._:/@- ; 1 to QKV_NAME_MAX. INVALID_ARGUMENT names `field`.
-qkv_status qkv_name_check(const char *name, const char *field, qkv_error *error);
 
 // Fills in defaults (scale, RoPE, dtype stays as given and must be set) and checks every limit.
 // INVALID_ARGUMENT names the field: "model.q_heads is 7, must be a multiple of kv_heads 2".

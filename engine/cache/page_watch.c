@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codec/embedded.h"
+
 static void *block(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
   if (made == NULL) abort();
@@ -34,20 +36,6 @@ static double error_of(qkv_probe *probe, const qkv_coder *coder, const void *ima
   return error;
 }
 
-// The data-free code of one head, at the bits that the head has.
-static qkv_coder data_free_coder(const qkv_coder *coder, uint16_t index, qkv_head_coder *head) {
-  const uint8_t *tiers = coder->heads[index].tiers;
-  const qkv_transform *k = qkv_transform_uniform(coder->key_dim), *v = qkv_transform_uniform(coder->value_dim);
-  *head = (qkv_head_coder){
-      .transforms = {k, v}, .schedules = {k->schedule, v->schedule}, .tiers = {tiers[QKV_K], tiers[QKV_V]}};
-  qkv_coder made = *coder;
-  made.kv_heads = 1;
-  made.calibration = 0;
-  made.heads = head;
-  if (made.frame == QKV_FRAME_ATTEND) made.frame = QKV_FRAME_PLAIN;
-  return made;
-}
-
 qkv_page_watched qkv_page_watch_measure(const qkv_page_watch_page *page, const qkv_probe_queries *queries) {
   const qkv_coder *coder = page->coder;
   qkv_probe_queries asked = *queries;
@@ -65,9 +53,10 @@ qkv_page_watched qkv_page_watch_measure(const qkv_page_watch_page *page, const q
   measured.coded = measured.data_free = error_of(probe, coder, page->image, page->head);
   if (coder->calibration != 0) {
     qkv_head_coder head;
-    const qkv_coder other = data_free_coder(coder, page->head, &head);
-    void *image = code_data_free(page, &other);
-    measured.data_free = error_of(probe, &other, image, 0);
+    qkv_embedded_coder other;
+    qkv_embedded_data_free(coder, page->head, &head, &other);
+    void *image = code_data_free(page, &other.base);
+    measured.data_free = error_of(probe, &other.base, image, 0);
     free(image);
   }
   qkv_probe_destroy(&probe);

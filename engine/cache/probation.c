@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/cache/bit_budget.h"
 #include "engine/cache/probe.h"
+#include "engine/codec/bit_budget.h"
 #include "engine/codec/heavy.h"
 
 enum { CANDIDATE, DATA_FREE, SIDES };
@@ -184,7 +184,7 @@ static bool heavy_pays(const trial *all, const bench *at, const qkv_probe *probe
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) count += rows[page * QKV_PAGE_TOKENS + t] = (slots >> t & 1) != 0;
   }
   const double bits = OUTLIER_BITS * (double)count / (double)tokens;
-  const double share = qkv_probe_share(probe, rows, held->positions[0] == 0 ? coder->sinks : 0);
+  const double share = qkv_probe_share(probe, rows, held->positions[0] == 0 ? qkv_embedded(coder)->sinks : 0);
   return 1 - share < pow(QKV_BIT_FALL, -bits);
 }
 

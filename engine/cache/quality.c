@@ -21,7 +21,7 @@ struct qkv_quality {
   double limit;  // squared error
   float soft_cap;
   _Atomic uint64_t attends;
-  pthread_mutex_t lock;  // of the next four
+  pthread_mutex_t lock;  // of the next four, and of stats
   uint64_t taken[HALVES];
   uint64_t taken_all;
   uint64_t stands[HALVES][QKV_QUALITY_TOKENS];
@@ -165,17 +165,18 @@ static size_t cut(const choice *made, const unsigned drops[2], void *image) {
       }
     }
   }
-  return coder->codec->narrow(coder, made->page->page, made->wanted, image);
+  return coder->codec->planes->drop(coder, made->page->page, made->wanted, image);
 }
 
 static uint64_t code_bytes(const choice *made, qkv_part part, unsigned drop) {
   const qkv_coder *coder = made->page->coder;
   uint64_t bytes = 0;
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
-    const bool narrows = qkv_page_part_narrows(made->page->page, h, part);
+    const uint16_t *group_bytes = coder->codec->planes->group_bytes(coder, h, part);
+    const bool drops = coder->codec->planes->part_drops(made->page->page, h, part);
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       const uint8_t tier = made->coded[h].tiers[part][g];
-      bytes += qkv_schedule_group_bytes(coder->heads[h].schedules[part], narrows ? lowered(tier, drop) : tier);
+      bytes += group_bytes[drops ? lowered(tier, drop) : tier];
     }
   }
   return bytes;
@@ -275,11 +276,12 @@ static void *room(size_t bytes) {
 // Chooses tiers; the page at them goes to `image`. The bytes of it; 0: the page stays as it is.
 static size_t narrow_to(const qkv_quality_page *page, const qkvi_sample *sample, const qkvi_missed *coded,
                         double limit, void *image) {
+  if (page->coder->codec->planes == NULL) return 0;
   const qkv_page_header *header = page->page;
   const size_t heads = header->kv_heads;
   choice made = {.page = page, .sample = sample, .coded = room(2 * heads * sizeof *made.coded)};
   made.wanted = made.coded + heads;
-  qkv_page_tiers(page->page, made.coded);
+  page->coder->codec->planes->tiers(page->page, made.coded);
   measure_costs(&made);
   made.best_codes = made.bytes[QKV_K][0] + made.bytes[QKV_V][0];
   if (coded->both <= limit && made.deepest > 0) {
@@ -295,10 +297,12 @@ static size_t narrow_to(const qkv_quality_page *page, const qkvi_sample *sample,
 }
 
 static void count(qkv_quality *quality, const double missed[HALVES], double share, bool over) {
+  (void)pthread_mutex_lock(&quality->lock);
   quality->stats.pages++;
   quality->stats.missed += over;
   quality->stats.squares += share * missed[HOLD];
   quality->stats.shares += share;
+  (void)pthread_mutex_unlock(&quality->lock);
   for (size_t half = 0; half < HALVES; half++) {
     quality->lately[half] = FADE * quality->lately[half] + fmin(missed[half], 1);
   }
@@ -343,7 +347,11 @@ size_t qkv_quality_judge(qkv_quality *quality, const qkv_quality_page *page, voi
 }
 
 qkv_quality_stats qkv_quality_read(const qkv_quality *quality) {
-  return quality->stats;
+  qkv_quality *locked = (qkv_quality *)quality;
+  (void)pthread_mutex_lock(&locked->lock);
+  const qkv_quality_stats stats = quality->stats;
+  (void)pthread_mutex_unlock(&locked->lock);
+  return stats;
 }
 
 double qkv_quality_error(const qkv_quality_stats *stats) {

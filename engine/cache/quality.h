@@ -32,8 +32,8 @@
 // Cost: an attend of 2 QKV_QUALITY_TOKENS tokens, on the caller's thread, and for 8 heads of 128 + 128 with 4 query
 // heads each about twice what encoding takes (quality_test prints it).
 //
-// Threads: qkv_quality_query from any, with the layer read or not at all; one that finds another there gives up. The
-// others while the layer is written.
+// Threads: qkv_quality_query and qkv_quality_read from any, with the layer read or not at all; of queries one that
+// finds another thread there gives up. The others by the thread that changes the layer's rows (layer.h).
 #ifndef QKV_ENGINE_CACHE_QUALITY_H
 #define QKV_ENGINE_CACHE_QUALITY_H
 

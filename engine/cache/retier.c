@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/cache/bit_budget.h"
+#include "engine/codec/bit_budget.h"
 
 enum {
   GROUPS = 2 * QKV_PAGE_GROUPS,  // of one head of a page
@@ -79,17 +79,17 @@ typedef struct hull {
   float worth[QKV_TIER_MAX + 1];
 } hull;
 
-static float worth_of(const qkv_retier_lane *lane, unsigned low, unsigned high) {
-  const size_t bytes = qkv_schedule_group_bytes(lane->schedule, high) - qkv_schedule_group_bytes(lane->schedule, low);
+static float worth_of(const qkv_lane *lane, unsigned low, unsigned high) {
+  const size_t bytes = lane->group_bytes[high] - lane->group_bytes[low];
   return (lane->errors[low] - lane->errors[high]) / (float)bytes;
 }
 
-static hull *make_hull(const qkv_retier_lane *lane, unsigned least, unsigned most) {
+static hull *make_hull(const qkv_lane *lane, unsigned least, unsigned most) {
   hull *made = room(1, sizeof *made);
   made->tiers[made->count++] = (uint8_t)least;
   for (unsigned tier = least + 1; tier <= most; tier++) {
     const uint8_t last = made->tiers[made->count - 1];
-    if (lane->schedule->group_bytes[tier] == lane->schedule->group_bytes[last]) continue;
+    if (lane->group_bytes[tier] == lane->group_bytes[last]) continue;
     if (!(lane->errors[tier] < lane->errors[last])) continue;
     // A step that is worth no more than the next one is none of its own.
     while (made->count > 1 &&
@@ -124,7 +124,7 @@ static size_t group_count(const qkv_retier_snapshot *snapshot) {
 // What a group is, by its number.
 typedef struct place {
   const qkv_retier_page *page;
-  const qkv_retier_lane *lane;
+  const qkv_lane *lane;
   size_t lane_index;
   uint64_t begin, end;  // positions; the same where it has no valid token
 } place;
@@ -151,11 +151,11 @@ static bool is_protected(const decision *d, const place *at) {
 }
 
 static size_t bytes_at(const place *at, unsigned tier) {
-  return qkv_schedule_group_bytes(at->lane->schedule, tier);
+  return at->lane->group_bytes[tier];
 }
 
 // What a lane adds to its layer's budget, a coordinate.
-static double budget_bits(const qkv_retier_policy *policy, const qkv_retier_lane *lane) {
+static double budget_bits(const qkv_retier_policy *policy, const qkv_lane *lane) {
   const double bits = policy->bits + qkv_bit_faded((double)lane->offset, policy->bits);
   return bits < 0 ? 0 : bits > QKV_DEPTH_MAX ? QKV_DEPTH_MAX : bits;
 }
@@ -173,8 +173,8 @@ static void begin(decision *d) {
       continue;
     }
     d->free[i] = !resting && !held;
-    d->coordinates += (uint64_t)at.lane->schedule->dim * QKV_GROUP_TOKENS;
-    d->wanted += budget_bits(d->policy, at.lane) * (double)at.lane->schedule->dim * QKV_GROUP_TOKENS;
+    d->coordinates += (uint64_t)at.lane->dim * QKV_GROUP_TOKENS;
+    d->wanted += budget_bits(d->policy, at.lane) * (double)at.lane->dim * QKV_GROUP_TOKENS;
     d->bytes_before += bytes_at(&at, group->tier);
     d->bytes += bytes_at(&at, d->targets[i]);
   }

@@ -7,7 +7,7 @@
 //               steps between tiers, on the lower hull of (bytes, error), are taken in order of what they save a
 //               byte, to 1/32 of an octave, until the bytes are spent.
 //               Layers do not compare, so that a layer's budget is what its calibration would give it at these bits
-//               (qkv_retier_lane.offset).
+//               (qkv_lane.offset).
 //   thresholds  the average attention of a group's best token decides: tiers[0] from thresholds[0] on, tiers[1] from
 //               thresholds[1] on, and so on, tiers[3] below all.
 //
@@ -42,7 +42,7 @@
 #include <stdint.h>
 
 #include "engine/base/status.h"
-#include "engine/codec/narrow.h"
+#include "engine/codec/codec.h"
 
 #define QKV_RETIER_LEVELS 4
 #define QKV_RETIER_SINKS 4
@@ -73,13 +73,6 @@ typedef struct qkv_retier_policy {
 // INVALID_ARGUMENT "retier.bits is 9, allowed are 0 to 8", "retier.thresholds are not falling".
 qkv_status qkv_retier_policy_check(const qkv_retier_policy *policy, qkv_error *error);
 
-// One head's keys or values under one coder.
-typedef struct qkv_retier_lane {
-  const qkv_schedule *schedule;
-  float errors[QKV_TIER_MAX + 1];  // squared error of a row of gain 1, weighed by coordinates
-  float offset;                    // bits that its calibration gives it more than the average (bit_budget.h)
-} qkv_retier_lane;
-
 typedef struct qkv_retier_group {
   float weight;        // >= 0
   float peak;          // the average attention of its best token
@@ -93,6 +86,7 @@ typedef struct qkv_retier_page {
   uint64_t position;   // of its first token
   uint32_t tokens;     // valid ones
   bool lost;           // planes have been dropped and not kept
+  bool shared;         // with other layers, and to be left alone for that
   uint32_t lane;       // of its coder: that of head h's part p is lanes[lane + 2 h + p]
   uint64_t quiet_for;  // queries since it was sealed or changed
 } qkv_retier_page;
@@ -104,7 +98,7 @@ typedef struct qkv_retier_snapshot {
   uint64_t first_position, length;  // of the layer
   size_t page_count, lane_count;
   qkv_retier_page *pages;
-  qkv_retier_lane *lanes;
+  qkv_lane *lanes;
   qkv_retier_group *groups;  // [page_count][kv_heads][2][QKV_PAGE_GROUPS]
 } qkv_retier_snapshot;
 

@@ -6,44 +6,16 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_spill.h"
 #include "engine/cache/session_internal.h"
+#include "engine/cache/session_share.h"
 #include "engine/cache/session_spill.h"
+#include "engine/cache/session_state.h"
 
-// `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
-// them: whoever asks for a session's info never waits for one that runs.
-typedef struct locked_layer {
-  pthread_rwlock_t lock;
-  _Atomic unsigned waiting;  // threads, for the lock
-  qkv_layer layer;
-  pthread_mutex_t info_lock;
-  uint64_t length, durable;
-  bool unsettled;
-  _Atomic uint64_t pins;
-  qkv_layer_usage usage;
-} locked_layer;
-
-struct qkv_session {
-  qkv_session_config config;
-  const qkv_model *model;
-  pthread_mutex_t codings_lock;  // of the list
-  qkv_coding **codings;          // all that pages are written with, and those of pages to come
-  size_t coding_count;
-  pthread_rwlock_t codings_use;  // read by who has a coder without having its layer; written to drop some. Never
-                                 // waited for to be written, nor is a layer by who writes it
-  qkv_arena *arena;              // this block is its, too
-  uint64_t serial;
-  _Atomic uint64_t references;
-  int64_t created_unix_ms;
-  _Atomic int64_t last_used_ms;
-  _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
-  _Atomic uint32_t last_layer;   // that was appended to or read
-  _Atomic uint32_t turns;        // times that the first layer came after the last one
-  _Atomic uint64_t tokens_cold;  // of all layers
-  _Atomic uint64_t ttl_ms;
-  _Atomic bool pinned;    // by the owner
-  locked_layer layers[];  // model->layers
-};
+bool qkvi_session_has_layers(const qkv_session *session) {
+  return atomic_load_explicit(&session->made, memory_order_acquire) != NULL;
+}
 
 static int64_t now_ms(clockid_t clock) {
   struct timespec now;
@@ -52,7 +24,7 @@ static int64_t now_ms(clockid_t clock) {
 }
 
 // The time of day is told and not counted with: it is set, forwards and back.
-static void touch(qkv_session *session) {
+void qkv_session_touch(qkv_session *session) {
   atomic_store_explicit(&session->last_used_ms, now_ms(CLOCK_MONOTONIC), memory_order_relaxed);
 }
 
@@ -60,8 +32,8 @@ static int64_t idle_ms(const qkv_session *session) {
   return now_ms(CLOCK_MONOTONIC) - atomic_load_explicit(&session->last_used_ms, memory_order_relaxed);
 }
 
-static void touch_layer(qkv_session *session, uint32_t layer) {
-  touch(session);
+void qkvi_session_touch_layer(qkv_session *session, uint32_t layer) {
+  qkv_session_touch(session);
   const uint32_t before = atomic_exchange_explicit(&session->last_layer, layer, memory_order_relaxed);
   if (layer == 0 && before == session->model->layers - 1 && before > 0)
     (void)atomic_fetch_add_explicit(&session->turns, 1, memory_order_relaxed);
@@ -75,8 +47,8 @@ uint32_t qkv_session_last_layer(const qkv_session *session) {
   return atomic_load_explicit(&session->last_layer, memory_order_relaxed);
 }
 
-void qkv_session_touch(qkv_session *session) {
-  touch(session);
+int64_t qkv_session_last_used_ms(const qkv_session *session) {
+  return atomic_load_explicit(&session->last_used_ms, memory_order_relaxed);
 }
 
 void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
@@ -85,6 +57,23 @@ void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
 
 void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
+  for (uint32_t i = 0; i < session->model->layers; i++) qkvi_session_keep(session, i);
+}
+
+bool qkv_session_may_go(const qkv_session *session) {
+  return session->config.evictable && !atomic_load(&session->pinned) && !qkv_session_is_staged(session);
+}
+
+bool qkv_session_is_staged(const qkv_session *session) {
+  return atomic_load_explicit(&session->staged, memory_order_acquire);
+}
+
+void qkv_session_unstage(qkv_session *session) {
+  atomic_store_explicit(&session->staged, false, memory_order_release);
+}
+
+void qkv_session_set_whole(qkv_session *session, uint64_t whole) {
+  atomic_store_explicit(&session->whole, whole, memory_order_relaxed);
 }
 
 bool qkv_session_expired(const qkv_session *session) {
@@ -114,6 +103,29 @@ static void unlock(locked_layer *layer) {
   assert(failed == 0);
 }
 
+// While a layer is locked its pages stay in memory. `used_ms` 0: it is no use of the session.
+static const qkv_layer *begin_read(locked_layer *layer, int64_t used_ms) {
+  qkvi_layer_pin(&layer->layer, used_ms);
+  return &layer->layer;
+}
+
+static void end_read(locked_layer *layer) {
+  qkvi_layer_unpin(&layer->layer);
+  unlock(layer);
+}
+
+static qkv_layer *begin_write(locked_layer *layer, int64_t used_ms) {
+  qkvi_layer_pin(&layer->layer, used_ms);
+  layer->layer.pinned = true;
+  return &layer->layer;
+}
+
+static void end_write(locked_layer *layer) {
+  layer->layer.pinned = false;
+  qkvi_layer_unpin(&layer->layer);
+  unlock(layer);
+}
+
 static void lock_info(locked_layer *layer) {
   int failed = pthread_mutex_lock(&layer->info_lock);
   assert(failed == 0);
@@ -124,6 +136,27 @@ static void unlock_info(locked_layer *layer) {
   assert(failed == 0);
 }
 
+// With the layer locked: its ranges get to know whether they stay, by what the session says now. One that is added
+// later is this session's alone, and gets to know it when it is shared.
+static void keep_ranges(qkv_session *session, uint32_t layer) {
+  locked_layer *locked = layer_at(session, layer);
+  lock_info(locked);
+  qkvi_layer_keep(&locked->layer, qkvi_session_stays(session, layer));
+  unlock_info(locked);
+}
+
+void qkvi_session_keep(qkv_session *session, uint32_t layer) {
+  if (!qkvi_session_has_layers(session)) return;
+  (void)qkvi_session_look(session, layer);
+  keep_ranges(session, layer);
+  qkv_session_read_done(session, layer);
+}
+
+// What could leave memory, but for pages that are kept in full beside others.
+static uint64_t held_bytes(const qkv_layer_usage *usage) {
+  return usage->bytes_coded + usage->bytes_exact;
+}
+
 // The layer is locked, or nobody else's yet.
 static void publish(qkv_session *session, locked_layer *layer) {
   qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
@@ -131,15 +164,23 @@ static void publish(qkv_session *session, locked_layer *layer) {
   // What was there before is taken off: a difference, which may be below 0.
   atomic_fetch_add_explicit(&session->tokens_cold, usage.tokens_cold - layer->usage.tokens_cold,
                             memory_order_relaxed);
+  atomic_fetch_add_explicit(&session->bytes_held, held_bytes(&usage) - held_bytes(&layer->usage),
+                            memory_order_relaxed);
   layer->length = layer->layer.length;
   layer->durable = qkv_layer_durable(&layer->layer);
-  layer->unsettled = layer->layer.config.backing != NULL && layer->layer.settled < layer->layer.page_count;
+  const bool unsettled = layer->layer.config.backing != NULL && !qkv_layer_is_settled(&layer->layer);
+  atomic_fetch_add(&session->unsettled, (uint32_t)unsettled - (uint32_t)layer->unsettled);
+  layer->unsettled = unsettled;
   layer->usage = usage;
   unlock_info(layer);
 }
 
 static size_t session_bytes(const qkv_model *model) {
-  return sizeof(qkv_session) + model->layers * sizeof(locked_layer);
+  return sizeof(qkv_session) + model->layers * sizeof(_Atomic uint16_t);
+}
+
+static size_t layers_bytes(const qkv_model *model) {
+  return sizeof(session_layers) + model->layers * sizeof(locked_layer);
 }
 
 // Whether the layer's pages are judged.
@@ -148,13 +189,20 @@ static bool has_contract(const qkv_session_config *config, const qkv_model *mode
          !qkv_codec_is_exact(qkv_model_policy(model, layer, &config->policy).codec);
 }
 
-// All that a session takes before it has rows.
-static uint64_t empty_cost(const qkv_session_config *config, const qkv_model *model) {
-  uint64_t cost = qkv_arena_cost(session_bytes(model));
+static uint64_t layers_cost(const qkv_session_config *config, const qkv_model *model) {
+  uint64_t cost = qkv_arena_cost(layers_bytes(model));
   for (uint32_t i = 0; i < model->layers; i++) {
     if (has_contract(config, model, i)) cost += qkv_arena_cost(qkv_quality_bytes(model));
   }
   return cost;
+}
+
+uint64_t qkvi_session_layers_cost(const qkv_session *session) {
+  return layers_cost(&session->config, session->model);
+}
+
+uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model) {
+  return qkv_arena_cost(session_bytes(model)) + layers_cost(config, model);
 }
 
 static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
@@ -180,121 +228,10 @@ static void init_lock(pthread_rwlock_t *lock) {
   (void)pthread_rwlockattr_destroy(&kind);
 }
 
-const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration) {
-  qkv_coding *coding = qkv_coding_get(session->model, &session->config.policy, session->config.purpose, calibration);
-  (void)pthread_mutex_lock(&session->codings_lock);
-  size_t i = 0;
-  while (i < session->coding_count && session->codings[i] != coding) i++;
-  if (i < session->coding_count) {
-    (void)pthread_mutex_unlock(&session->codings_lock);
-    qkv_coding *extra = coding;  // the list holds one reference already
-    qkv_coding_unref(&extra);
-    return coding;
-  }
-  session->codings = realloc((void *)session->codings, (session->coding_count + 1) * sizeof *session->codings);
-  if (session->codings == NULL) abort();
-  session->codings[session->coding_count++] = coding;
-  (void)pthread_mutex_unlock(&session->codings_lock);
-  return coding;
-}
-
-size_t qkv_session_calibrations(qkv_session *session, size_t first, const qkv_calibration **out, size_t max) {
-  size_t count = 0, passed = 0;
-  (void)pthread_mutex_lock(&session->codings_lock);
-  for (size_t i = 0; i < session->coding_count && count < max; i++) {
-    const qkv_calibration *calibration = qkv_coding_calibration(session->codings[i]);
-    if (calibration != NULL && passed++ >= first) out[count++] = qkv_calibration_ref(calibration);
-  }
-  (void)pthread_mutex_unlock(&session->codings_lock);
-  return count;
-}
-
-// The coding for pages to come: another one where the model's calibration has changed.
-static const qkv_coding *current_coding(qkv_session *session) {
-  const qkv_model *model = session->model;
-  const qkv_calibration *calibration =
-      model->calibration != NULL ? qkv_calibration_slot_get(model->calibration) : NULL;
-  const qkv_coding *coding = qkvi_session_coding(session, calibration);
-  qkv_calibration_unref(&calibration);
-  return coding;
-}
-
-// The layer is locked to be written.
-static bool renew_coder(qkv_session *session, uint32_t layer) {
-  qkv_layer *renewed = &session->layers[layer].layer;
-  const qkv_calibration_slot *slot = session->model->calibration;
-  if (slot == NULL || qkv_calibration_slot_version(slot) == renewed->coder->calibration) return false;
-  qkvi_session_use_codings(session);
-  renewed->coder = qkv_coding_layer(current_coding(session), layer);
-  qkvi_session_codings_used(session);
-  return true;
-}
-
-void qkvi_session_use_codings(qkv_session *session) {
-  int failed = pthread_rwlock_rdlock(&session->codings_use);
-  assert(failed == 0);
-}
-
-void qkvi_session_codings_used(qkv_session *session) {
-  int failed = pthread_rwlock_unlock(&session->codings_use);
-  assert(failed == 0);
-}
-
-static void mark_coder(const qkv_session *session, const qkv_coder *coder, bool *used) {
-  for (size_t i = 0; i < session->coding_count; i++) used[i] |= qkv_coding_has(session->codings[i], coder);
-}
-
-// False where a layer is in use.
-static bool mark_used(qkv_session *session, bool *used) {
-  for (uint32_t i = 0; i < session->model->layers; i++) {
-    locked_layer *locked = &session->layers[i];
-    if (pthread_rwlock_tryrdlock(&locked->lock) != 0) return false;
-    const qkv_coder *last = locked->layer.coder;
-    mark_coder(session, last, used);
-    for (size_t p = 0; p < locked->layer.page_count; p++) {
-      if (locked->layer.pages[p].coder == last) continue;
-      last = locked->layer.pages[p].coder;
-      mark_coder(session, last, used);
-    }
-    unlock(locked);
-  }
-  return true;
-}
-
-// Codings that nothing is coded by any more go, and with the last session that has one a calibration that has been
-// replaced. Now or another time: nobody waits.
-static void drop_unused(qkv_session *session) {
-  if (pthread_rwlock_trywrlock(&session->codings_use) != 0) return;
-  (void)pthread_mutex_lock(&session->codings_lock);
-  bool *used = calloc(session->coding_count + 1, sizeof *used);
-  if (used == NULL) abort();
-  if (session->coding_count > 1 && mark_used(session, used)) {
-    size_t kept = 0;
-    for (size_t i = 0; i < session->coding_count; i++) {
-      if (used[i]) {
-        session->codings[kept++] = session->codings[i];
-      } else {
-        qkv_coding_unref(&session->codings[i]);
-      }
-    }
-    session->coding_count = kept;
-  }
-  free(used);
-  (void)pthread_mutex_unlock(&session->codings_lock);
-  qkvi_session_codings_used(session);
-}
-
-static void drop_codings(qkv_session *session) {
-  for (size_t i = 0; i < session->coding_count; i++) qkv_coding_unref(&session->codings[i]);
-  free((void *)session->codings);
-  (void)pthread_mutex_destroy(&session->codings_lock);
-  (void)pthread_rwlock_destroy(&session->codings_use);
-}
-
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  QKV_TRY(qkv_arena_reserve_in(arena, config->room, empty_cost(config, model), error));
+  QKV_TRY(qkv_arena_reserve_in(arena, config->room, qkv_arena_cost(session_bytes(model)), error));
   qkv_session *session = qkv_arena_alloc(arena, session_bytes(model));
   *session = (qkv_session){.config = *config,
                            .model = model,
@@ -308,41 +245,110 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->last_layer, 0);
   atomic_init(&session->turns, 0);
   atomic_init(&session->tokens_cold, 0);
+  atomic_init(&session->bytes_held, 0);
+  atomic_init(&session->unsettled, 0);
   atomic_init(&session->pinned, config->pinned);
+  atomic_init(&session->staged, config->staged);
+  atomic_init(&session->whole, config->whole);
   atomic_init(&session->ttl_ms, config->ttl_ms);
+  atomic_init(&session->shares, false);
+  atomic_init(&session->truncations, 0);
+  qkv_session_tokens_init(&session->tokens,
+                          &(qkv_session_tokens_config){
+                              .arena = arena, .index = config->prefixes, .root = config->root, .owner = session});
   int failed = pthread_mutex_init(&session->codings_lock, NULL);
   failed |= pthread_rwlock_init(&session->codings_use, NULL);
   assert(failed == 0);
   if (model->learner != NULL && config->policy.learn) {
     qkv_learner_note_kind(model->learner, &config->policy, (int)config->purpose);
   }
-  const qkv_coding *coding = current_coding(session);
-  for (uint32_t i = 0; i < model->layers; i++) {
-    init_lock(&session->layers[i].lock);
-    atomic_init(&session->layers[i].pins, 0);
-    session->layers[i].usage = (qkv_layer_usage){0};
-    failed = pthread_mutex_init(&session->layers[i].info_lock, NULL);
-    assert(failed == 0);
-    qkv_layer_init(&session->layers[i].layer,
-                   &(qkv_layer_config){.model = model,
-                                       .policy = qkv_model_policy(model, i, &config->policy),
-                                       .layer = i,
-                                       .first_position = config->first_position,
-                                       .arena = arena,
-                                       .ema = config->ema,
-                                       .keep_full = config->keep_full,
-                                       .quality = create_quality(session, i),
-                                       .backing = config->backing,
-                                       .session = config->id,
-                                       .pool = config->pool},
-                   qkv_coding_layer(coding, i));
-    atomic_init(&session->layers[i].waiting, 0);
-    session->layers[i].layer.waiting = &session->layers[i].waiting;
-    publish(session, &session->layers[i]);
-  }
+  failed = pthread_mutex_init(&session->making, NULL);
+  assert(failed == 0);
+  atomic_init(&session->made, NULL);
+  for (uint32_t i = 0; i < model->layers; i++) atomic_init(&session->pins[i], 0);
   *out = session;
   return QKV_OK;
 }
+
+// ---- Layers ----
+
+void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer) {
+  const qkv_session_config *config = &session->config;
+  const qkv_model *model = session->model;
+  qkv_layer_init(layer,
+                 &(qkv_layer_config){.model = model,
+                                     .policy = qkv_model_policy(model, index, &config->policy),
+                                     .layer = index,
+                                     .first_position = config->first_position,
+                                     .arena = session->arena,
+                                     .ema = config->ema,
+                                     .keep_full = config->keep_full,
+                                     .quality = quality,
+                                     .backing = session->detached ? NULL : config->backing,
+                                     .session = config->id,
+                                     .tokens = index == model->layers - 1 ? &session->tokens : NULL,
+                                     .pool = config->pool},
+                 qkv_coding_layer(qkvi_session_current_coding(session), index));
+}
+
+static void init_locked(qkv_session *session, uint32_t index, locked_layer *locked) {
+  *locked = (locked_layer){.usage = {0}};
+  init_lock(&locked->lock);
+  const int failed = pthread_mutex_init(&locked->info_lock, NULL) | pthread_mutex_init(&locked->rows, NULL);
+  assert(failed == 0);
+  (void)failed;
+  qkvi_session_init_layer(session, index, create_quality(session, index), &locked->layer);
+  atomic_init(&locked->waiting, 0);
+  locked->layer.waiting = &locked->waiting;
+  locked->layer.pinned = false;
+  publish(session, locked);
+}
+
+static qkv_status make_layers(qkv_session *session, uint64_t *room, qkv_error *error) {
+  QKV_TRY(qkv_arena_reserve_in(session->arena, room, qkvi_session_layers_cost(session), error));
+  session_layers *made = qkv_arena_alloc(session->arena, layers_bytes(session->model));
+  for (uint32_t i = 0; i < session->model->layers; i++) init_locked(session, i, &made->at[i]);
+  qkv_session_tokens_give_open(&session->tokens, made->open);
+  atomic_store_explicit(&session->made, made, memory_order_release);
+  return QKV_OK;
+}
+
+qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *room, qkv_error *error) {
+  if (qkvi_session_has_layers(session)) return QKV_OK;
+  (void)pthread_mutex_lock(&session->making);
+  const qkv_status status = qkvi_session_has_layers(session) ? QKV_OK : make_layers(session, room, error);
+  (void)pthread_mutex_unlock(&session->making);
+  return status;
+}
+
+bool qkvi_session_detach_empty(qkv_session *session) {
+  (void)pthread_mutex_lock(&session->making);
+  const bool empty = !qkvi_session_has_layers(session);
+  session->detached |= empty;
+  (void)pthread_mutex_unlock(&session->making);
+  return empty;
+}
+
+static void free_layers(qkv_session *session) {
+  session_layers *made = atomic_load(&session->made);
+  if (made == NULL) return;
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    qkv_quality *quality = made->at[i].layer.config.quality;
+    qkv_layer_deinit(&made->at[i].layer);
+    destroy_quality(session, quality);
+    (void)pthread_mutex_destroy(&made->at[i].info_lock);
+    (void)pthread_rwlock_destroy(&made->at[i].lock);
+    (void)pthread_mutex_destroy(&made->at[i].rows);
+  }
+  qkv_arena_free(session->arena, made, layers_bytes(session->model));
+}
+
+uint64_t qkv_session_fixed_bytes(qkv_session *session) {
+  const uint64_t layers = qkvi_session_has_layers(session) ? qkvi_session_layers_cost(session) : 0;
+  return qkv_arena_cost(session_bytes(session->model)) + layers;
+}
+
+// ---- References ----
 
 qkv_session *qkv_session_ref(qkv_session *session) {
   uint64_t before = atomic_fetch_add_explicit(&session->references, 1, memory_order_relaxed);
@@ -358,19 +364,23 @@ void qkv_session_unref(qkv_session **session) {
   uint64_t before = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel);
   assert(before > 0);
   if (before > 1) return;
-  for (uint32_t i = 0; i < left->model->layers; i++) {
-    qkv_quality *quality = left->layers[i].layer.config.quality;
-    qkv_layer_deinit(&left->layers[i].layer);
-    destroy_quality(left, quality);
-    (void)pthread_mutex_destroy(&left->layers[i].info_lock);
-    (void)pthread_rwlock_destroy(&left->layers[i].lock);
-  }
-  drop_codings(left);
+  qkv_session_tokens_deinit(&left->tokens);
+  free_layers(left);
+  qkvi_session_drop_codings(left);
+  (void)pthread_mutex_destroy(&left->making);
   qkv_arena_free(left->arena, left, session_bytes(left->model));
 }
 
 const qkv_model *qkv_session_model(const qkv_session *session) {
   return session->model;
+}
+
+qkv_session_tokens *qkv_session_tokens_of(qkv_session *session) {
+  return &session->tokens;
+}
+
+uint64_t qkv_session_truncations(const qkv_session *session) {
+  return atomic_load(&session->truncations);
 }
 
 uint64_t qkv_session_serial(const qkv_session *session) {
@@ -381,116 +391,103 @@ const char *qkv_session_name(const qkv_session *session) {
   return session->config.name;
 }
 
-static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
+qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
   if (layer < session->model->layers) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
                   session->model->name, session->model->layers);
 }
 
-// The write lock is held, and given back.
-static qkv_status append_locked(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                                const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
-                                qkv_error *error) {
-  locked_layer *locked = &session->layers[layer];
-  const bool renewed = renew_coder(session, layer);
-  qkv_status status = qkv_layer_append(&locked->layer, position, k, v, before_rope, appended, error);
-  *length = locked->layer.length;
-  locked->layer.room = NULL;
-  (void)qkv_layer_save(&locked->layer);  // what finds no room is given again when there is some (session_spill.h)
-  publish(session, locked);
-  unlock(locked);
-  if (renewed) drop_unused(session);
-  return status;
-}
-
-qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                              const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
-                              qkv_error *error) {
-  return qkv_session_append_in(session, layer, NULL, position, k, v, before_rope, appended, length, error);
-}
-
-qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, uint64_t *room, uint64_t position,
-                                 const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
-                                 uint64_t *length, qkv_error *error) {
-  *appended = *length = 0;
-  QKV_TRY(check_layer(session, layer, error));
-  touch_layer(session, layer);
-  lock_to_write(&session->layers[layer]);
-  session->layers[layer].layer.room = room;
-  return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
-}
-
-qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
-                                  qkv_error *error) {
-  *appended = *length = 0;
-  QKV_TRY(check_layer(session, layer, error));
-  touch_layer(session, layer);
-  if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
-  return append_locked(session, layer, position, k, v, before_rope, appended, length, error);
-}
-
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
-  QKV_TRY(check_layer(session, layer, error));
-  touch_layer(session, layer);
-  lock_to_read(&session->layers[layer]);
-  *out = &session->layers[layer].layer;
+  QKV_TRY(qkvi_session_check_layer(session, layer, error));
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
+  qkvi_session_touch_layer(session, layer);
+  lock_to_read(layer_at(session, layer));
+  *out = begin_read(layer_at(session, layer), qkv_session_last_used_ms(session));
   return QKV_OK;
 }
 
 qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
-  QKV_TRY(check_layer(session, layer, error));
-  touch_layer(session, layer);
-  if (pthread_rwlock_tryrdlock(&session->layers[layer].lock) != 0) return QKV_UNAVAILABLE;
-  *out = &session->layers[layer].layer;
+  QKV_TRY(qkvi_session_check_layer(session, layer, error));
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
+  qkvi_session_touch_layer(session, layer);
+  if (pthread_rwlock_tryrdlock(&layer_at(session, layer)->lock) != 0) return QKV_UNAVAILABLE;
+  *out = begin_read(layer_at(session, layer), qkv_session_last_used_ms(session));
   return QKV_OK;
 }
 
 void qkv_session_read_done(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
-  unlock(&session->layers[layer]);
+  end_read(layer_at(session, layer));
 }
 
 const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
-  lock_to_read(&session->layers[layer]);
-  return &session->layers[layer].layer;
+  lock_to_read(layer_at(session, layer));
+  return begin_read(layer_at(session, layer), 0);
 }
 
 qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
-  lock_to_write(&session->layers[layer]);
-  return &session->layers[layer].layer;
+  lock_to_write(layer_at(session, layer));
+  return begin_write(layer_at(session, layer), 0);
 }
 
 void qkvi_session_changed(qkv_session *session, uint32_t layer) {
-  publish(session, &session->layers[layer]);
-  unlock(&session->layers[layer]);
+  publish(session, layer_at(session, layer));
+  end_write(layer_at(session, layer));
 }
 
 qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
-  if (pthread_rwlock_trywrlock(&session->layers[layer].lock) != 0) return NULL;
-  return &session->layers[layer].layer;
+  if (pthread_rwlock_trywrlock(&layer_at(session, layer)->lock) != 0) return NULL;
+  return begin_write(layer_at(session, layer), 0);
 }
 
 bool qkv_session_has_cold(const qkv_session *session) {
   return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed) > 0;
 }
 
+// What another session brings back of the pages that they share is not published here.
+bool qkv_session_may_hold_memory(const qkv_session *session) {
+  return atomic_load_explicit(&session->bytes_held, memory_order_relaxed) > 0 ||
+         atomic_load_explicit(&session->shares, memory_order_relaxed);
+}
+
+bool qkv_session_is_pinned(const qkv_session *session) {
+  return atomic_load(&session->pinned);
+}
+
+uint64_t qkv_session_tokens_cold(const qkv_session *session) {
+  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed);
+}
+
 uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
-  assert(layer < session->model->layers);
-  lock_info(&session->layers[layer]);
-  const uint64_t tokens = session->layers[layer].usage.tokens_cold;
-  *bytes = session->layers[layer].usage.bytes_stored;
-  unlock_info(&session->layers[layer]);
+  *bytes = 0;
+  if (!qkvi_session_has_layers(session)) return 0;
+  lock_info(layer_at(session, layer));
+  const uint64_t tokens = layer_at(session, layer)->usage.tokens_cold;
+  *bytes = layer_at(session, layer)->usage.bytes_stored;
+  unlock_info(layer_at(session, layer));
   return tokens;
 }
 
+uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
+  if (!qkvi_session_has_layers(session)) return session->config.first_position;
+  lock_info(layer_at(session, layer));
+  const uint64_t length = layer_at(session, layer)->length;
+  unlock_info(layer_at(session, layer));
+  return length;
+}
+
+bool qkvi_session_any_unsettled(const qkv_session *session) {
+  return atomic_load(&session->unsettled) > 0;
+}
+
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
-  lock_info(&session->layers[layer]);
-  const bool unsettled = session->layers[layer].unsettled;
-  unlock_info(&session->layers[layer]);
+  if (!qkvi_session_has_layers(session)) return false;
+  lock_info(layer_at(session, layer));
+  const bool unsettled = layer_at(session, layer)->unsettled;
+  unlock_info(layer_at(session, layer));
   return unsettled;
 }
 
@@ -498,9 +495,9 @@ const qkv_session_config *qkv_session_config_of(const qkv_session *session) {
   return &session->config;
 }
 
-_Atomic uint64_t *qkvi_session_pins(qkv_session *session, uint32_t layer) {
+_Atomic uint16_t *qkvi_session_pins(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
-  return &session->layers[layer].pins;
+  return &session->pins[layer];
 }
 
 bool qkvi_session_stays(qkv_session *session, uint32_t layer) {
@@ -513,21 +510,38 @@ uint32_t qkvi_session_next_layer(qkv_session *session) {
 }
 
 static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
-  lock_to_write(&session->layers[layer]);
-  qkv_layer_truncate(&session->layers[layer].layer, position);
-  publish(session, &session->layers[layer]);
-  unlock(&session->layers[layer]);
+  qkvi_session_lock_rows(layer_at(session, layer));
+  qkv_layer_truncate(qkvi_session_change(session, layer), position);
+  qkvi_session_changed(session, layer);
+  qkvi_session_unlock_rows(layer_at(session, layer));
+}
+
+// Hashes of ids that go without the records that have them, those of the last layer.
+static void cut_hashes(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count) {
+  const qkv_backing *backing = session->detached ? NULL : session->config.backing;
+  if (backing == NULL || position >= qkv_session_tokens_length(&session->tokens)) return;
+  for (size_t i = 0; i < layer_count; i++) {
+    if (layers[i] == session->model->layers - 1) return;
+  }
+  backing->cut(backing->context, session->config.id, session->model->layers, position);
 }
 
 qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
                                 qkv_error *error) {
-  for (size_t i = 0; i < layer_count; i++) QKV_TRY(check_layer(session, layers[i], error));
-  touch(session);
+  for (size_t i = 0; i < layer_count; i++) QKV_TRY(qkvi_session_check_layer(session, layers[i], error));
+  qkv_session_touch(session);
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  (void)pthread_mutex_lock(&session->making);
+  atomic_fetch_add(&session->truncations, 1);
+  if (layer_count > 0) cut_hashes(session, position, layers, layer_count);
+  if (position < atomic_load(&session->whole)) qkv_session_set_whole(session, position);
+  qkv_session_tokens_truncate(&session->tokens, position);
   if (layer_count == 0) {
     for (uint32_t i = 0; i < session->model->layers; i++) truncate_layer(session, i, position);
   }
   for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
-  drop_unused(session);
+  (void)pthread_mutex_unlock(&session->making);
+  qkvi_session_drop_unused(session);
   return QKV_OK;
 }
 
@@ -537,6 +551,7 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->bytes_coded += usage->bytes_coded;
   sum->bytes_exact += usage->bytes_exact;
   sum->bytes_beside += usage->bytes_beside;
+  sum->bytes_shared += usage->bytes_shared;
   sum->tokens_cold += usage->tokens_cold;
   sum->bytes_stored += usage->bytes_stored;
   sum->quality.pages += usage->quality.pages;
@@ -548,6 +563,79 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->watch.measures += usage->watch.measures;
 }
 
+// What another session has done to pages that are shared is not published here: looked at anew where that needs no
+// waiting.
+static void look_again(qkv_session *session, locked_layer *layer) {
+  if (!atomic_load_explicit(&session->shares, memory_order_relaxed) || pthread_rwlock_tryrdlock(&layer->lock) != 0)
+    return;
+  publish(session, layer);
+  unlock(layer);
+}
+
+// ---- Fork ----
+
+void qkvi_session_note_shared(qkv_session *session) {
+  atomic_store(&session->shares, true);
+}
+
+static void share_codings(qkv_session *parent, qkv_session *child) {
+  (void)pthread_mutex_lock(&parent->codings_lock);
+  for (size_t i = 0; i < parent->coding_count; i++)
+    (void)qkvi_session_coding(child, qkv_coding_calibration(parent->codings[i]));
+  (void)pthread_mutex_unlock(&parent->codings_lock);
+}
+
+// The parent has used them, and keeps those that stay.
+static void note_use(qkv_session *parent, uint32_t layer, const qkv_layer *from) {
+  for (size_t i = 0; i < from->range_count; i++)
+    atomic_store(&from->ranges[i].range->used_ms, qkv_session_last_used_ms(parent));
+  keep_ranges(parent, layer);
+}
+
+static void fork_layer(qkv_session *parent, qkv_session *child, uint32_t layer, uint64_t position) {
+  qkvi_session_lock_rows(layer_at(parent, layer));
+  const qkv_layer *from = qkvi_session_look(parent, layer);
+  // The coders of what is there now are among the codings until the layer is given back.
+  share_codings(parent, child);
+  qkv_layer *to = qkvi_session_change(child, layer);
+  qkv_layer_fork(to, from, position);
+  uint64_t *forked_to = &layer_at(parent, layer)->layer.forked_to;  // truncations wait for `making`
+  if (*forked_to < to->forked_to) *forked_to = to->forked_to;
+  note_use(parent, layer, from);
+  qkvi_session_changed(child, layer);
+  qkv_session_read_done(parent, layer);
+  qkvi_session_unlock_rows(layer_at(parent, layer));
+}
+
+qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *config, const uint64_t *positions,
+                            qkv_session **out, qkv_error *error) {
+  qkv_session_touch(parent);
+  QKV_TRY(qkv_session_create(config, parent->model, parent->arena, out, error));
+  if (!qkvi_session_has_layers(parent)) return QKV_OK;
+  const qkv_status status = qkvi_session_make_layers(*out, config->room, error);
+  if (status != QKV_OK) {
+    qkv_session_unref(out);
+    return status;
+  }
+  (void)pthread_mutex_lock(&parent->making);
+  if (atomic_load(&parent->truncations) != config->parent_truncations) {
+    (void)pthread_mutex_unlock(&parent->making);
+    qkv_session_tokens_close(&(*out)->tokens);
+    qkv_session_unref(out);
+    return qkv_fail(error, QKV_UNAVAILABLE, "session %s is being truncated", parent->config.name);
+  }
+  qkvi_session_note_shared(parent);
+  qkvi_session_note_shared(*out);
+  uint64_t end = 0;
+  for (uint32_t i = 0; i < parent->model->layers; i++) {
+    fork_layer(parent, *out, i, positions[i]);
+    if (positions[i] > end) end = positions[i];
+  }
+  qkv_session_tokens_fork(&parent->tokens, end, &(*out)->tokens);
+  (void)pthread_mutex_unlock(&parent->making);
+  return QKV_OK;
+}
+
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
   const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session), created = session->created_unix_ms;
   *info = (qkv_session_info){.config = session->config,
@@ -557,26 +645,46 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
                              .last_used_ms = atomic_load_explicit(&session->last_used_ms, memory_order_relaxed)};
   info->config.ttl_ms = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
+  info->config.staged = qkv_session_is_staged(session);
+  info->config.whole = atomic_load_explicit(&session->whole, memory_order_relaxed);
   for (uint32_t i = 0; i < session->model->layers; i++) {
-    lock_info(&session->layers[i]);
-    if (lengths != NULL) lengths[i] = session->layers[i].length;
-    add_usage(&info->usage, &session->layers[i].usage);
-    unlock_info(&session->layers[i]);
+    if (lengths != NULL) lengths[i] = session->config.first_position;
+    if (!qkvi_session_has_layers(session)) continue;
+    locked_layer *layer = layer_at(session, i);
+    look_again(session, layer);
+    lock_info(layer);
+    if (lengths != NULL) lengths[i] = layer->length;
+    add_usage(&info->usage, &layer->usage);
+    unlock_info(layer);
   }
+}
+
+uint64_t qkv_session_length(qkv_session *session) {
+  uint64_t length = UINT64_MAX;
+  if (!qkvi_session_has_layers(session)) return session->config.first_position;
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    locked_layer *layer = layer_at(session, i);
+    lock_info(layer);
+    if (layer->length < length) length = layer->length;
+    unlock_info(layer);
+  }
+  return length;
 }
 
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
   for (uint32_t i = 0; i < session->model->layers; i++) {
-    lock_info(&session->layers[i]);
-    durable[i] = session->layers[i].durable;
-    unlock_info(&session->layers[i]);
+    durable[i] = session->config.first_position;
+    if (!qkvi_session_has_layers(session)) continue;
+    lock_info(layer_at(session, i));
+    durable[i] = layer_at(session, i)->durable;
+    unlock_info(layer_at(session, i));
   }
 }
 
 bool qkv_session_is_durable(qkv_session *session, uint32_t layer, uint64_t end) {
-  assert(layer < session->model->layers);
-  lock_info(&session->layers[layer]);
-  const bool durable = !session->layers[layer].unsettled || session->layers[layer].durable >= end;
-  unlock_info(&session->layers[layer]);
+  if (!qkvi_session_has_layers(session)) return true;
+  lock_info(layer_at(session, layer));
+  const bool durable = !layer_at(session, layer)->unsettled || layer_at(session, layer)->durable >= end;
+  unlock_info(layer_at(session, layer));
   return durable;
 }

@@ -8,6 +8,16 @@
 
 #include "engine/cache/session.h"
 
+// A session has its layers from its first use on. What follows needs them (asserted).
+bool qkvi_session_has_layers(const qkv_session *session);
+// What they take of the arena, and making them, in a room (arena.h) or NULL. RESOURCE_EXHAUSTED (the arena's).
+uint64_t qkvi_session_layers_cost(const qkv_session *session);
+qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *room, qkv_error *error);
+// A layer as a new one would be, of a session that has none, for asking what it costs.
+void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer);
+// Whether it has none; those to come have no backing then.
+bool qkvi_session_detach_empty(qkv_session *session);
+
 // Takes the layer's lock for reading; qkv_session_read_done gives it back.
 const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer);
 // The same for writing; `changed` publishes what the layer has become and gives the lock back.
@@ -17,13 +27,29 @@ void qkvi_session_changed(qkv_session *session, uint32_t layer);
 // As qkvi_session_change; NULL where another thread has the layer.
 qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer);
 
+// Around a change of the layer's rows (qkv_layer_access): with the lock of its rows, and readers excluded only where
+// the layer asks for it. A reservation (arena.h) or NULL. What has changed is published, and given to the backing.
+typedef struct qkvi_row_change {
+  qkv_layer_access access;
+  qkv_session *session;
+  uint32_t layer;
+  int64_t used_ms;  // page_range.h; 0: it is no use of the session
+} qkvi_row_change;
+qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *room, qkvi_row_change *change);
+void qkvi_session_end_rows(const qkvi_row_change *change);
+
+// Whether any layer has something that is not settled; the same of one.
+bool qkvi_session_any_unsettled(const qkv_session *session);
 // Whether there is anything of the layer that is not settled (layer_spill.h), as it was last published.
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 
 // The number of those who need what they have brought back of a layer to stay in memory; whether there are any, or
 // the owner has pinned the session.
-_Atomic uint64_t *qkvi_session_pins(qkv_session *session, uint32_t layer);
+_Atomic uint16_t *qkvi_session_pins(qkv_session *session, uint32_t layer);
 bool qkvi_session_stays(qkv_session *session, uint32_t layer);
+// After a change of either: no other session that shares the layer's pages takes them out of memory where they stay.
+// Reads the layer.
+void qkvi_session_keep(qkv_session *session, uint32_t layer);
 
 // Around what is done with coders of this session after their layer's lock is given back: they stay alive. No layer
 // is waited for in between.
@@ -32,6 +58,9 @@ void qkvi_session_codings_used(qkv_session *session);
 
 // How pages of such a calibration (NULL: data-free) are coded here; alive while a layer uses it, or as above.
 const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration);
+
+// From here on it may share pages with others.
+void qkvi_session_note_shared(qkv_session *session);
 
 // Layers in turn.
 uint32_t qkvi_session_next_layer(qkv_session *session);

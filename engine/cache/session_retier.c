@@ -21,7 +21,8 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
 // ---- Plans ----
 
 static uint64_t row_bytes(const qkv_layer *layer) {
-  return layer->bytes_coded + layer->bytes_beside;
+  const qkv_layer_usage usage = qkv_layer_read_usage(layer);
+  return usage.bytes_coded + usage.bytes_beside;
 }
 
 static qkv_status exchange(qkv_session *session, uint32_t layer, qkv_cut *cuts, size_t count,
@@ -30,9 +31,8 @@ static qkv_status exchange(qkv_session *session, uint32_t layer, qkv_cut *cuts, 
   const uint64_t before = row_bytes(written);
   qkv_status status = QKV_OK;
   for (size_t i = 0; i < count && status == QKV_OK; i++) {
-    const uint64_t serial = written->next_serial;
     status = qkv_layer_exchange(written, &cuts[i], error);
-    report->pages += written->next_serial - serial;
+    report->pages += cuts[i].exchanged;
   }
   const uint64_t after = row_bytes(written);
   if (after < before) report->bytes_freed += before - after;
@@ -54,7 +54,7 @@ static qkv_status apply_piece(qkv_session *session, uint32_t layer, const qkv_re
       report->pages_left++;
     } else if (qkv_layer_cut(read, page->index, page->serial, tiers, &cuts[count])) {
       count++;
-      qkvi_layer_give_way(read);
+      qkvi_layer_yield(read);
     }
   }
   qkv_session_read_done(session, layer);
@@ -74,18 +74,18 @@ static qkv_status apply(qkv_session *session, uint32_t layer, const qkv_retier_s
 }
 
 // It has schedules of the session's coders, until qkvi_session_codings_used.
-static void take_snapshot(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end,
+static void take_snapshot(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool leave_shared,
                           qkv_retier_snapshot *snapshot) {
-  qkv_layer_snapshot(qkvi_session_look(session, layer), begin, end, snapshot);
+  qkv_layer_snapshot(qkvi_session_look(session, layer), begin, end, leave_shared, snapshot);
   qkvi_session_use_codings(session);
   qkv_session_read_done(session, layer);
 }
 
 static qkv_status retier_layer(qkv_session *session, uint32_t layer, const qkv_retier_policy *policy,
-                               qkv_retier_report *report, qkv_error *error) {
+                               bool leave_shared, qkv_retier_report *report, qkv_error *error) {
   qkv_retier_snapshot snapshot;
   qkv_retier_plan plan = {0};
-  take_snapshot(session, layer, policy->begin, policy->end, &snapshot);
+  take_snapshot(session, layer, policy->begin, policy->end, leave_shared, &snapshot);
   qkv_status status = qkv_retier_decide(&snapshot, policy, &plan, error);
   qkvi_session_codings_used(session);
   if (status == QKV_OK) status = apply(session, layer, &snapshot, &plan, report, error);
@@ -99,7 +99,8 @@ qkv_status qkv_session_retier(qkv_session *session, const qkv_retier_policy *pol
   QKV_TRY(qkv_retier_policy_check(policy, error));
   const uint32_t next = qkvi_session_next_layer(session);
   if (layer != NULL) *layer = next;
-  return retier_layer(session, next, policy, report, error);
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  return retier_layer(session, next, policy, true, report, error);
 }
 
 // ---- On request ----
@@ -128,7 +129,7 @@ static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_
                                 qkv_retier_report *report, qkv_error *error) {
   qkv_retier_snapshot snapshot;
   qkv_retier_plan plan;
-  take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
+  take_snapshot(session, layer, scope->begin, scope->end, false, &snapshot);
   qkv_retier_at_most(&snapshot, scope->begin, scope->end, tier, &plan);
   qkvi_session_codings_used(session);
   const qkv_status status = apply(session, layer, &snapshot, &plan, report, error);
@@ -137,10 +138,21 @@ static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_
   return status;
 }
 
+// Pages that are there and to come can drop planes, or there are none.
+static qkv_status check_planes(qkv_session *session, uint32_t layer, qkv_error *error) {
+  const qkv_codec *codec = qkvi_session_look(session, layer)->coder->codec;
+  qkv_session_read_done(session, layer);
+  if (codec->planes != NULL || qkv_codec_is_exact(codec)) return QKV_OK;
+  return qkv_fail(error, QKV_FAILED_PRECONDITION, "layer %" PRIu32 ": the codec %s drops no planes", layer,
+                  codec->name);
+}
+
 qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scope, double bits, bool even,
                               qkv_retier_report *report, qkv_error *error) {
   QKV_TRY(check_scope(session, scope, bits, error));
   if (bits == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "bits is 0, at least %g", 1.0 / QKV_TIER_BIT);
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  for (size_t i = 0; i < layers_of(session, scope); i++) QKV_TRY(check_planes(session, layer_of(scope, i), error));
   qkv_retier_policy policy = QKV_RETIER_POLICY;
   policy.bits = bits;
   policy.begin = scope->begin;
@@ -150,7 +162,7 @@ qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scop
   for (size_t i = 0; i < layers_of(session, scope); i++) {
     const uint32_t layer = layer_of(scope, i);
     QKV_TRY(even ? demote_evenly(session, layer, scope, (uint8_t)(bits * QKV_TIER_BIT), report, error)
-                 : retier_layer(session, layer, &policy, report, error));
+                 : retier_layer(session, layer, &policy, false, report, error));
   }
   return QKV_OK;
 }
@@ -163,7 +175,7 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
   const bool lowered = qkv_layer_lowered(qkvi_session_look(session, layer), scope->begin, scope->end);
   qkv_session_read_done(session, layer);
   if (!lowered) return QKV_OK;
-  take_snapshot(session, layer, scope->begin, scope->end, &snapshot);
+  take_snapshot(session, layer, scope->begin, scope->end, false, &snapshot);
   qkv_status status = qkv_retier_at_least(&snapshot, scope->begin, scope->end, tier, &plan, &inner);
   qkvi_session_codings_used(session);
   if (status != QKV_OK) qkv_fail(error, status, "layer %" PRIu32 ": %s", layer, inner.text);
@@ -176,6 +188,7 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
 qkv_status qkv_session_promote(qkv_session *session, const qkv_retier_scope *scope, double bits,
                                qkv_retier_report *report, qkv_error *error) {
   QKV_TRY(check_scope(session, scope, bits, error));
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
   const uint8_t tier = bits == 0 ? QKV_TIER_MAX : (uint8_t)(bits * QKV_TIER_BIT);
   for (int pass = 0; pass < 2; pass++) {
     for (size_t i = 0; i < layers_of(session, scope); i++) {
@@ -200,30 +213,42 @@ static void add_token(qkv_attention_stats *stats, uint32_t head, uint64_t positi
 }
 
 // Code bits a coordinate of the keys and values of a group; 0 where they are not in memory.
-static float group_bits(const qkv_model *model, const qkv_page_entry *entry, uint16_t head, size_t group) {
+static float group_bits(const qkv_model *model, const qkv_page_entry *entry, const qkv_head_tiers *tiers,
+                        uint16_t head, size_t group) {
   if (entry->page == NULL) return 0;
-  const qkv_page_directory *tiers = qkv_page_entry_of(entry->page, head);
-  const qkv_schedule *const *schedules = entry->coder->heads[head].schedules;
-  const size_t bytes = qkv_schedule_group_bytes(schedules[QKV_K], tiers->tier_k[group]) +
-                       qkv_schedule_group_bytes(schedules[QKV_V], tiers->tier_v[group]);
-  return (float)(bytes * 8) / (float)(QKV_GROUP_TOKENS * (model->key_dim + model->value_dim));
+  const qkv_codec *codec = entry->coder->codec;
+  const float coordinates = (float)(model->key_dim + model->value_dim);
+  // Without planes all rows have the same.
+  if (codec->planes == NULL)
+    return (float)entry->bytes * 8 / ((float)(QKV_PAGE_TOKENS * model->kv_heads) * coordinates);
+  const uint16_t *bytes_k = codec->planes->group_bytes(entry->coder, head, QKV_K);
+  const uint16_t *bytes_v = codec->planes->group_bytes(entry->coder, head, QKV_V);
+  const size_t bytes = bytes_k[tiers[head].tiers[QKV_K][group]] + bytes_v[tiers[head].tiers[QKV_V][group]];
+  return (float)(bytes * 8) / (QKV_GROUP_TOKENS * coordinates);
 }
 
-static void add_page(const qkv_layer *layer, const qkv_page_entry *entry, qkv_attention_stats *stats) {
+static void add_page(const qkv_layer *layer, size_t index, qkv_attention_stats *stats) {
   const qkv_model *model = layer->config.model;
+  const qkv_page_entry peeked = qkvi_layer_peek(layer, index), *entry = &peeked;
+  const qkv_ema *ema = qkv_layer_ema(layer, index);
+  const qkv_codec_planes *planes = entry->coder->codec->planes;
+  qkv_head_tiers *tiers = calloc(model->kv_heads, sizeof *tiers);
+  if (tiers == NULL) abort();
+  if (entry->page != NULL && planes != NULL) planes->tiers(entry->page, tiers);
   for (uint16_t head = 0; head < model->kv_heads; head++) {
     float attention[QKV_PAGE_TOKENS] = {0};
-    if (entry->ema != NULL) qkv_ema_read(entry->ema, layer->clock, head, stats->queries, attention);
+    if (ema != NULL) qkv_ema_read(ema, layer->clock, head, stats->queries, attention);
     for (uint32_t t = 0; t < entry->tokens; t++) {
-      const float bits = group_bits(model, entry, head, t / QKV_GROUP_TOKENS);
+      const float bits = group_bits(model, entry, tiers, head, t / QKV_GROUP_TOKENS);
       add_token(stats, head, entry->position + t, attention[t], bits);
     }
   }
+  free(tiers);
 }
 
 static void fill_stats(const qkv_layer *layer, qkv_attention_stats *stats) {
   const qkv_model *model = layer->config.model;
-  for (size_t i = 0; i < layer->page_count; i++) add_page(layer, &layer->pages[i], stats);
+  for (size_t i = 0; i < layer->page_count; i++) add_page(layer, i, stats);
   for (uint64_t position = layer->sealed; position < layer->length; position++) {
     for (uint32_t head = 0; head < model->kv_heads; head++) {
       add_token(stats, head, position, 0, (float)(8 * qkv_dtype_size(model->dtype)));
@@ -256,6 +281,7 @@ static void shape_stats(const qkv_layer *layer, size_t buckets_max, qkv_attentio
 qkv_status qkv_session_read_attention(qkv_session *session, uint32_t layer, size_t buckets_max,
                                       qkv_attention_stats *stats, qkv_error *error) {
   QKV_TRY(check_layer(session, layer, error));
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
   const qkv_layer *read = qkvi_session_look(session, layer);
   shape_stats(read, buckets_max, stats);
   fill_stats(read, stats);

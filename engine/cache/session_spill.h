@@ -33,16 +33,24 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 // use by others are left out unless `wait`. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
+// False where nothing of the session is in memory that could leave it: a look at one number, so that thousands of
+// sunk sessions are passed quickly. Whether its owner has pinned it.
+bool qkv_session_may_hold_memory(const qkv_session *session);
+bool qkv_session_is_pinned(const qkv_session *session);
+
 // Whether any page is cold; the cold tokens of a layer, and the bytes of all its records. As of the last change;
 // never waits.
 bool qkv_session_has_cold(const qkv_session *session);
+uint64_t qkv_session_tokens_cold(const qkv_session *session);  // over all layers
 uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes);
 // The layer that was appended to or read last; 0 where none was.
+int64_t qkv_session_last_used_ms(const qkv_session *session);  // on the monotonic clock
 uint32_t qkv_session_last_layer(const qkv_session *session);
 // How often the first layer was used next after the last one, as each step of a model does.
 uint32_t qkv_session_turns(const qkv_session *session);
 
-// From here on what is restored of the layer stays. Counted; beside the owner's own (qkv_session_set_pinned).
+// From here on what is in memory of the layer, or is restored, stays, whatever sessions do that share it. Counted;
+// apart from the owner's own (qkv_session_set_pinned). Waits for the layer.
 void qkv_session_pin(qkv_session *session, uint32_t layer);
 void qkv_session_unpin(qkv_session *session, uint32_t layer);
 
@@ -51,14 +59,27 @@ uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t 
 // As qkv_layer_missing.
 size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
                            qkv_missing_page *out, size_t max);
+// As qkv_layer_missing_shared.
+size_t qkv_session_missing_shared(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
+                                  const void **out, size_t max);
 // Bytes of all these pages.
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
 // As qkv_layer_restore, in a room (arena.h), which is looked at under the layer's lock alone: for any thread.
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
                                void *image, qkv_error *error);
 
-// As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free.
+// As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free. RESOURCE_EXHAUSTED (the
+// arena's): there is no memory for the session's layers.
 qkv_status qkv_session_adopt(qkv_session *session, uint32_t layer, const qkv_calibration *calibration,
                              uint32_t tokens, uint64_t record, uint32_t bytes, qkv_error *error);
+// As qkv_layer_adopted.
+void qkv_session_adopted(qkv_session *session, uint32_t layer);
+// As qkv_layer_adopt_rows, and appends the rows of the record, k [tokens, kv_heads, key_dim] and v [tokens, kv_heads,
+// value_dim], at `begin`, the layer's length. Errors are qkv_session_append's; then the session is to be dropped.
+qkv_status qkv_session_adopt_rows(qkv_session *session, uint32_t layer, uint64_t record, uint64_t begin, bool shared,
+                                  const qkv_tensor *k, const qkv_tensor *v, qkv_error *error);
+// As qkv_layer_adopt_shared; both are of one model, policy and purpose. Only while the sessions are being found
+// again.
+void qkv_session_adopt_shared(qkv_session *session, qkv_session *other, uint32_t layer);
 
 #endif

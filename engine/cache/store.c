@@ -3,8 +3,11 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "engine/cache/session_spill.h"
 
 // Memory for the tables themselves: as everywhere outside the arena, running out of it is the end.
 #define uthash_fatal(message) abort()
@@ -16,15 +19,23 @@ typedef struct model_entry {
   UT_hash_handle hh;
 } model_entry;
 
+// A key in the table of sessions: TENANT NUL NAME, or NUL SERIAL of one that is staged, which is no tenant's.
+typedef struct session_key {
+  char text[2 * QKV_NAME_MAX + 1];
+  unsigned bytes;
+} session_key;
+
 typedef struct session_entry {
   qkv_session *session;  // one reference
   model_entry *model;
-  UT_hash_handle hh;  // keyed by the session's own copy of its name
+  UT_hash_handle hh;
+  char key[];  // room for that of its name, or of its serial, whichever is longer
 } session_entry;
 
 struct qkv_store {
   qkv_store_config config;
   qkv_arena *arena;
+  qkv_prefix_index *prefixes;
   pthread_rwlock_t lock;
   model_entry *models;  // in order of name
   session_entry *sessions;
@@ -51,6 +62,7 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   assert(store != NULL);
   store->config = *config;
   store->arena = qkv_arena_create_on(&config->heap, "memory-budget", config->memory_budget);
+  store->prefixes = qkv_prefix_index_create(config->prefixes_max);
   int failed = pthread_rwlock_init(&store->lock, NULL);
   assert(failed == 0);
   return store;
@@ -65,6 +77,7 @@ void qkv_store_destroy(qkv_store **store) {
   HASH_CLEAR(hh, left->sessions);
   for (; session != NULL; session = next_session) {
     next_session = session->hh.next;
+    qkv_session_tokens_close(qkv_session_tokens_of(session->session));
     qkv_session_unref(&session->session);
     free(session);
   }
@@ -77,6 +90,7 @@ void qkv_store_destroy(qkv_store **store) {
     free(model->model.overrides);
     free(model);
   }
+  qkv_prefix_index_destroy(&left->prefixes);
   qkv_arena_destroy(&left->arena);
   (void)pthread_rwlock_destroy(&left->lock);
   free(left);
@@ -84,6 +98,10 @@ void qkv_store_destroy(qkv_store **store) {
 
 qkv_arena *qkv_store_arena(const qkv_store *store) {
   return store->arena;
+}
+
+qkv_prefix_index *qkv_store_prefixes(const qkv_store *store) {
+  return store->prefixes;
 }
 
 // ---- Models ----
@@ -231,10 +249,38 @@ void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_
 
 // ---- Sessions ----
 
-static session_entry *find_session(qkv_store *store, const char *name) {
+static session_key key_of_name(const char *tenant, const char *name) {
+  session_key key;
+  const size_t tenant_bytes = strnlen(tenant, QKV_NAME_MAX), name_bytes = strnlen(name, QKV_NAME_MAX);
+  memcpy(key.text, tenant, tenant_bytes);
+  key.text[tenant_bytes] = '\0';
+  memcpy(key.text + tenant_bytes + 1, name, name_bytes);
+  key.bytes = (unsigned)(tenant_bytes + 1 + name_bytes);
+  return key;
+}
+
+static session_key key_of_serial(const qkv_session *session) {
+  session_key key = {.text = ""};
+  const uint64_t serial = qkv_session_serial(session);
+  memcpy(key.text + 1, &serial, sizeof serial);
+  key.bytes = 1 + sizeof serial;
+  return key;
+}
+
+static session_key key_of(const qkv_session *session) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  return qkv_session_is_staged(session) ? key_of_serial(session) : key_of_name(config->tenant, config->name);
+}
+
+static session_entry *find_key(qkv_store *store, const session_key *key) {
   session_entry *entry;
-  HASH_FIND_STR(store->sessions, name, entry);
+  HASH_FIND(hh, store->sessions, key->text, key->bytes, entry);
   return entry;
+}
+
+static session_entry *find_session(qkv_store *store, const char *tenant, const char *name) {
+  const session_key key = key_of_name(tenant, name);
+  return find_key(store, &key);
 }
 
 static qkv_status check_session(const qkv_session_config *config, qkv_error *error) {
@@ -253,14 +299,35 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
   return QKV_OK;
 }
 
+static void key_entry(qkv_store *store, session_entry *entry) {
+  const session_key key = key_of(entry->session);
+  memcpy(entry->key, key.text, key.bytes);
+  HASH_ADD_KEYPTR(hh, store->sessions, entry->key, key.bytes, entry);
+}
+
 static void add_session(qkv_store *store, qkv_session *session, model_entry *model) {
-  session_entry *entry = calloc(1, sizeof *entry);
+  const qkv_session_config *config = qkv_session_config_of(session);
+  const size_t name_bytes = strlen(config->tenant) + 1 + strlen(config->name), serial_bytes = 1 + sizeof(uint64_t);
+  session_entry *entry = calloc(1, sizeof *entry + (name_bytes > serial_bytes ? name_bytes : serial_bytes));
   assert(entry != NULL);
   entry->session = session;
   entry->model = model;
   model->sessions++;
-  const char *name = qkv_session_name(session);
-  HASH_ADD_KEYPTR(hh, store->sessions, name, strlen(name), entry);
+  key_entry(store, entry);
+}
+
+// NULL where it has been closed.
+static session_entry *entry_of(qkv_store *store, const qkv_session *session) {
+  const session_key key = key_of(session);
+  session_entry *entry = find_key(store, &key);
+  return entry != NULL && entry->session == session ? entry : NULL;
+}
+
+static qkv_status check_place(qkv_store *store, const qkv_session_config *config, qkv_error *error) {
+  if (find_session(store, config->tenant, config->name) != NULL)
+    return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
+  if (HASH_COUNT(store->sessions) < store->config.sessions_max) return QKV_OK;
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use", store->config.sessions_max);
 }
 
 static qkv_status open_locked(qkv_store *store, qkv_session_config *config, const char *model_name, qkv_session **out,
@@ -271,13 +338,10 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;
-  if (find_session(store, config->name) != NULL) {
-    return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
-  }
-  if (HASH_COUNT(store->sessions) >= store->config.sessions_max) {
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use",
-                    store->config.sessions_max);
-  }
+  config->prefixes = store->prefixes;
+  if (qkv_prefix_hash_equal(&config->root, &(qkv_prefix_hash){0}))
+    config->root = qkv_prefix_root(config->tenant, model->model.name, NULL, 0);
+  QKV_TRY(check_place(store, config, error));
   QKV_TRY(qkv_session_create(config, &model->model, store->arena, out, error));
   add_session(store, qkv_session_ref(*out), model);
   return QKV_OK;
@@ -293,27 +357,128 @@ qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, co
   return status;
 }
 
-qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **out, qkv_error *error) {
-  lock_to_read(store);
-  session_entry *entry = find_session(store, name);
-  if (entry != NULL) *out = qkv_session_ref(entry->session);
-  unlock(store);
-  return entry != NULL ? QKV_OK : qkv_fail(error, QKV_NOT_FOUND, "no session %s", name);
-}
-
-// `session` NULL: whichever has the name.
-static qkv_status close_entry(qkv_store *store, const char *name, const qkv_session *session, uint64_t *bytes_freed,
-                              qkv_error *error) {
+qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error) {
+  const qkv_session_config *config = qkv_session_config_of(session);
   lock_to_write(store);
-  session_entry *entry = find_session(store, name);
-  if (entry != NULL && session != NULL && entry->session != session) entry = NULL;
-  if (entry != NULL) {
+  session_entry *entry = entry_of(store, session);
+  const bool taken = find_session(store, config->tenant, config->name) != NULL;
+  if (entry != NULL && !taken) {
     HASH_DEL(store->sessions, entry);
-    entry->model->sessions--;
+    qkv_session_unstage(session);
+    key_entry(store, entry);
   }
   unlock(store);
-  if (entry == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no session %s", name);
+  if (taken) return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
+  return entry != NULL ? QKV_OK : qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", config->name);
+}
+
+// Forking waits for the parent's layers, so the table is not locked meanwhile.
+qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_session_config *config,
+                          const uint64_t *positions, qkv_session **out, qkv_error *error) {
+  QKV_TRY(check_session(config, error));
+  lock_to_read(store);
+  qkv_status status = check_place(store, config, error);
+  unlock(store);
+  if (status == QKV_OK) status = qkv_session_fork(parent, config, positions, out, error);
+  if (status != QKV_OK) return status;
+  lock_to_write(store);
+  model_entry *model = find_model(store, qkv_session_model(parent)->name);
+  assert(model != NULL);
+  status = check_place(store, config, error);
+  if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
+  unlock(store);
+  if (status == QKV_OK) return QKV_OK;
+  qkv_session_tokens_close(qkv_session_tokens_of(*out));
+  qkv_session_unref(out);
+  return status;
+}
+
+// Tenants that nobody has said need not be told of.
+static qkv_status not_found(const char *tenant, const char *name, qkv_error *error) {
+  const bool plain = strcmp(tenant, QKV_TENANT_DEFAULT) == 0;
+  return qkv_fail(error, QKV_NOT_FOUND, "no session %s%s%s", name, plain ? "" : " of tenant ", plain ? "" : tenant);
+}
+
+qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *name, qkv_session **out,
+                             qkv_error *error) {
+  lock_to_read(store);
+  session_entry *entry = find_session(store, tenant, name);
+  if (entry != NULL) *out = qkv_session_ref(entry->session);
+  unlock(store);
+  return entry != NULL ? QKV_OK : not_found(tenant, name, error);
+}
+
+void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out) {
+  lock_to_read(store);
+  for (size_t i = 0; i < count; i++) {
+    const session_entry *entry = find_session(store, tenant, names[i]);
+    out[i] = entry == NULL ? NULL : qkv_session_ref(entry->session);
+  }
+  unlock(store);
+}
+
+// A heap of the sessions that were used last, the latest first.
+typedef struct unused {
+  qkv_session *session;
+  int64_t used_ms;
+} unused;
+
+static void sink_unused(unused *heap, size_t count, size_t at) {
+  for (size_t child; (child = 2 * at + 1) < count; at = child) {
+    if (child + 1 < count && heap[child + 1].used_ms > heap[child].used_ms) child++;
+    if (heap[at].used_ms >= heap[child].used_ms) return;
+    const unused moved = heap[at];
+    heap[at] = heap[child];
+    heap[child] = moved;
+  }
+}
+
+static int by_use(const void *a, const void *b) {
+  const int64_t first = ((const unused *)a)->used_ms, second = ((const unused *)b)->used_ms;
+  return (first > second) - (first < second);
+}
+
+size_t qkv_store_longest_unused(qkv_store *store, const qkv_session *but, qkv_session **out, size_t max) {
+  unused *heap = calloc(max + 1, sizeof *heap);
+  size_t count = 0;
+  assert(heap != NULL && max > 0);
+  lock_to_read(store);
+  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
+    if (entry->session == but || !qkv_session_may_go(entry->session)) continue;
+    const unused found = {entry->session, qkv_session_last_used_ms(entry->session)};
+    if (count < max) {
+      heap[count++] = found;
+      for (size_t at = count / 2; count == max && at-- > 0;) sink_unused(heap, count, at);
+    } else if (found.used_ms < heap[0].used_ms) {
+      heap[0] = found;
+      sink_unused(heap, count, 0);
+    }
+  }
+  qsort(heap, count, sizeof *heap, by_use);
+  for (size_t i = 0; i < count; i++) out[i] = qkv_session_ref(heap[i].session);
+  unlock(store);
+  free(heap);
+  return count;
+}
+
+size_t qkv_store_backed(qkv_store *store, bool holding, qkv_session **out, size_t max) {
+  size_t count = 0;
+  lock_to_read(store);
+  for (const session_entry *entry = store->sessions; entry != NULL && count < max; entry = entry->hh.next) {
+    if (qkv_session_config_of(entry->session)->backing == NULL) continue;
+    if (!holding || qkv_session_may_hold_memory(entry->session)) out[count++] = qkv_session_ref(entry->session);
+  }
+  unlock(store);
+  return count;
+}
+
+// Takes the entry, which has been found, out of the table and gives the lock back.
+static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *bytes_freed) {
+  HASH_DEL(store->sessions, entry);
+  entry->model->sessions--;
+  unlock(store);
   qkv_session_info info;
+  qkv_session_tokens_close(qkv_session_tokens_of(entry->session));
   qkv_session_read_info(entry->session, &info, NULL);
   *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
   qkv_session_unref(&entry->session);
@@ -321,33 +486,60 @@ static qkv_status close_entry(qkv_store *store, const char *name, const qkv_sess
   return QKV_OK;
 }
 
-qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error) {
-  return close_entry(store, name, NULL, bytes_freed, error);
+qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *name, uint64_t *bytes_freed,
+                           qkv_error *error) {
+  lock_to_write(store);
+  session_entry *entry = find_session(store, tenant, name);
+  if (entry != NULL) return close_entry(store, entry, bytes_freed);
+  unlock(store);
+  return not_found(tenant, name, error);
 }
 
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
                                    qkv_error *error) {
-  return close_entry(store, qkv_session_name(session), session, bytes_freed, error);
+  lock_to_write(store);
+  session_entry *entry = entry_of(store, session);
+  if (entry != NULL) return close_entry(store, entry, bytes_freed);
+  unlock(store);
+  const qkv_session_config *config = qkv_session_config_of(session);
+  return not_found(config->tenant, config->name, error);
 }
 
 typedef struct listed {
   qkv_session *session;
-  const char *name;
+  const qkv_session_config *config;
 } listed;
 
 static int by_name(const void *a, const void *b) {
-  return strcmp(((const listed *)a)->name, ((const listed *)b)->name);
+  const qkv_session_config *first = ((const listed *)a)->config, *second = ((const listed *)b)->config;
+  const int order = strcmp(first->name, second->name);
+  return order != 0 ? order : strcmp(first->tenant, second->tenant);
 }
 
-size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, qkv_session **out, size_t max) {
-  size_t prefix_length = strlen(prefix), count = 0;
+static bool is_behind(const qkv_session_config *config, const qkv_store_place *after) {
+  const int order = strcmp(config->name, after->name);
+  if (order != 0 || after->tenant[0] == '\0') return order > 0;
+  return strcmp(config->tenant, after->tenant) > 0;
+}
+
+static bool is_listed(const qkv_session_config *config, const qkv_store_filter *filter) {
+  if (filter->tenant != NULL && strcmp(config->tenant, filter->tenant) != 0) return false;
+  if (filter->prefix != NULL && strncmp(config->name, filter->prefix, strlen(filter->prefix)) != 0) return false;
+  return filter->after == NULL || is_behind(config, filter->after);
+}
+
+bool qkv_store_is_behind(const qkv_session *session, const qkv_store_place *after) {
+  return is_behind(qkv_session_config_of(session), after);
+}
+
+size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max) {
+  size_t count = 0;
   lock_to_read(store);
   listed *found = calloc(HASH_COUNT(store->sessions) + 1, sizeof *found);
   assert(found != NULL);
   for (session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
-    const char *name = qkv_session_name(entry->session);
-    if (strncmp(name, prefix, prefix_length) != 0 || strcmp(name, after) <= 0) continue;
-    found[count++] = (listed){.session = entry->session, .name = name};
+    const qkv_session_config *config = qkv_session_config_of(entry->session);
+    if (is_listed(config, filter)) found[count++] = (listed){.session = entry->session, .config = config};
   }
   qsort(found, count, sizeof *found, by_name);
   if (count > max) count = max;
@@ -355,6 +547,37 @@ size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, q
   unlock(store);
   free(found);
   return count;
+}
+
+qkv_store_place qkv_store_place_of(const qkv_session *session) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  qkv_store_place place;
+  memcpy(place.name, config->name, sizeof place.name);
+  memcpy(place.tenant, config->tenant, sizeof place.tenant);
+  return place;
+}
+
+// While the session is in the index, the store holds a reference: it leaves the index first.
+static void take_session(void *owner) {
+  (void)qkv_session_ref(owner);
+}
+
+size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
+                       qkv_session **out, uint64_t *pages, size_t max) {
+  qkv_prefix_found found[QKV_STORE_MATCH_MAX];
+  assert(max <= QKV_STORE_MATCH_MAX);
+  const size_t found_count = qkv_prefix_index_match(store->prefixes, root, ids, count, take_session, found, max);
+  size_t count_out = 0;
+  for (size_t i = 0; i < found_count; i++) {
+    qkv_session *session = found[i].owner;
+    if (qkv_session_is_staged(session)) {
+      qkv_session_unref(&session);
+    } else {
+      out[count_out] = session;
+      pages[count_out++] = found[i].pages;
+    }
+  }
+  return count_out;
 }
 
 qkv_store_stats qkv_store_read_stats(qkv_store *store) {

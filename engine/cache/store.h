@@ -1,4 +1,5 @@
-// The store: all models and sessions of a daemon, by name, within limits.
+// The store: all models of a daemon by name, and its sessions by tenant and name, within limits. Sessions of two
+// tenants may have the same name.
 //
 // Threads: any. One lock over the two tables, held for look-ups and changes of them only.
 #ifndef QKV_ENGINE_CACHE_STORE_H
@@ -15,7 +16,8 @@ typedef struct qkv_store_config {
   size_t models_max, sessions_max;
   qkv_policy policy;          // resolved: what models and sessions fall back to
   uint64_t calibrate_tokens;  // after which a model is calibrated from its traffic (learner.h); 0: never
-  qkv_pool *pool;             // whose idle threads help those who stand back to encode, borrowed; NULL: none
+  uint64_t prefixes_max;      // pages of 64 token ids that are indexed (prefix_index.h); 0: none
+  qkv_pool *pool;             // whose idle threads help yielding ones to encode, borrowed; NULL: none
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;
@@ -25,6 +27,8 @@ qkv_store *qkv_store_create(const qkv_store_config *config);
 void qkv_store_destroy(qkv_store **store);
 // What all sessions' memory comes from. Borrowed.
 qkv_arena *qkv_store_arena(const qkv_store *store);
+// Of the token ids of all its sessions; owners are sessions. Borrowed.
+qkv_prefix_index *qkv_store_prefixes(const qkv_store *store);
 
 // Resolves, checks and keeps a copy. `*out` (where not NULL) lives as long as the store. The same model again
 // is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
@@ -53,25 +57,64 @@ void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_
 // INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
-// A reference, or NOT_FOUND "no session x".
-qkv_status qkv_store_session(qkv_store *store, const char *name, qkv_session **out, qkv_error *error);
+// The same where config->staged is set: nobody finds the session by its name, which others may take meanwhile, until
+// it is published. qkv_store_list has it, Match does not. ALREADY_EXISTS where the name is open, here or when it is
+// published; NOT_FOUND where it has been closed.
+qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error);
+// The same for a fork (session.h) of an open session; the config's name, tenant and id are the fork's.
+qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_session_config *config,
+                          const uint64_t *positions, qkv_session **out, qkv_error *error);
+// Here and below tenants and names are valid (qkv_name_check).
+// A reference, or NOT_FOUND "no session x", with a tenant that is not "default" "no session x of tenant t".
+qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *name, qkv_session **out,
+                             qkv_error *error);
+// The same for many of one tenant, under one lock: a reference or NULL in out[i] for names[i].
+void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out);
+// References to up to `max` of the sessions that may go (session.h), the longest unused ones, first the longest;
+// `but` is left out. Returns how many. O(sessions).
+size_t qkv_store_longest_unused(qkv_store *store, const qkv_session *but, qkv_session **out, size_t max);
 // Takes it out of the table; `*bytes_freed` gets the bytes of its rows.
-qkv_status qkv_store_close(qkv_store *store, const char *name, uint64_t *bytes_freed, qkv_error *error);
-
-// The same for this session; NOT_FOUND where it is not open any more, whoever has its name now.
+qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *name, uint64_t *bytes_freed,
+                           qkv_error *error);
+// The same for this session; NOT_FOUND where it is not open any more, though another one may have its name now.
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
                                    qkv_error *error);
 
-// References to up to `max` open sessions in order of name, beginning after `after` ("" from the start), whose
-// names have the prefix. The caller returns each. Returns how many.
-size_t qkv_store_list(qkv_store *store, const char *prefix, const char *after, qkv_session **out, size_t max);
+// A place in the order of names, and among equal names of tenants: that of a session, or with tenant "" behind all
+// sessions of the name.
+typedef struct qkv_store_place {
+  char name[QKV_NAME_MAX + 1], tenant[QKV_NAME_MAX + 1];
+} qkv_store_place;
+qkv_store_place qkv_store_place_of(const qkv_session *session);
+bool qkv_store_is_behind(const qkv_session *session, const qkv_store_place *after);
+
+// Which sessions are listed; what is NULL leaves none out.
+typedef struct qkv_store_filter {
+  const char *tenant, *prefix;   // prefix: of the name
+  const qkv_store_place *after;  // those behind it
+} qkv_store_filter;
+
+// References to the first `max` sessions at most, open and staged, by name, then tenant. The caller returns each.
+// Returns how many.
+size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max);
+
+// References to up to `max` open sessions that have a backing, in no order, or with `holding` to those of them that
+// may hold memory (session_spill.h). The caller returns each. Returns how many.
+size_t qkv_store_backed(qkv_store *store, bool holding, qkv_session **out, size_t max);
+
+// Up to `max` open sessions that share the longest prefixes with `count` token ids, in the order of
+// qkv_prefix_index_match, with a reference each that the caller returns; `pages` gets how many each shares. Returns
+// how many.
+size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
+                       qkv_session **out, uint64_t *pages, size_t max);
+enum { QKV_STORE_MATCH_MAX = 16 };  // of `max` (asserted)
 
 typedef struct qkv_store_stats {
   size_t models, sessions;
   qkv_arena_stats memory;
   qkv_heap_stats heap;
   uint64_t learning_bytes;     // of memory: moments and held-out traffic of calibrations
-  uint64_t calibration_bytes;  // beside it: calibrations, and what coders make of them, of the whole process
+  uint64_t calibration_bytes;  // outside it: calibrations, and what coders make of them, of the whole process
 } qkv_store_stats;
 qkv_store_stats qkv_store_read_stats(qkv_store *store);
 

@@ -11,13 +11,10 @@
 #include <string.h>
 
 #include "engine/codec/calibration_internal.h"
+#include "engine/codec/codebook.h"
 #include "engine/codec/hadamard.h"
 #include "engine/codec/page.h"
 #include "engine/codec/turned.h"
-
-// Of the nested codebook, as codebook.h has it; calibrate_test.c integrates them again.
-const double qkv_codebook_distortion[QKV_DEPTH_MAX + 1] = {1,        0.36338,  0.11821,  0.03475,  0.00957,
-                                                           0.002610, 0.000732, 0.000171, 0.0000437};
 
 // Rows that never changed tell nothing about how much they may: then this part of their mean's energy, and this.
 static const double STILL = 1e-6, STILL_LEAST = 1e-10;

@@ -63,7 +63,4 @@ typedef struct qkv_calibrate_options {
 qkv_status qkv_calibrate(const qkv_moments *moments, const qkv_calibrate_options *options, qkv_calibration **out,
                          qkv_error *error);
 
-// Expected squared error of a N(0, 1) coordinate at a depth of 0 to QKV_DEPTH_MAX bits.
-extern const double qkv_codebook_distortion[QKV_DEPTH_MAX + 1];
-
 #endif

@@ -56,6 +56,10 @@ uint32_t qkv_calibration_version(const qkv_calibration *calibration) {
   return calibration->version;
 }
 
+uint64_t qkv_calibration_hash(const qkv_calibration *calibration) {
+  return ((const qkvi_calibration_header *)calibration->bytes)->checksum;
+}
+
 uint64_t qkv_calibration_tokens(const qkv_calibration *calibration) {
   return ((const qkvi_calibration_header *)calibration->bytes)->tokens;
 }

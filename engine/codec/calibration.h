@@ -103,6 +103,8 @@ void qkv_calibration_unref(const qkv_calibration **calibration);
 const void *qkv_calibration_bytes(const qkv_calibration *calibration, size_t *size);
 // Of the content; never 0, which in pages stands for the data-free code.
 uint32_t qkv_calibration_version(const qkv_calibration *calibration);
+// XXH3-64 of the content, the checksum of the header: tells apart contents whose versions are the same.
+uint64_t qkv_calibration_hash(const qkv_calibration *calibration);
 // That it was learnt from.
 uint64_t qkv_calibration_tokens(const qkv_calibration *calibration);
 const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *calibration);

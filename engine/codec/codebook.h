@@ -34,4 +34,7 @@ float qkv_codebook_value(unsigned depth, unsigned code);
 int16_t qkv_codebook_integer(unsigned depth, unsigned code);
 float qkv_codebook_step(unsigned depth);
 
+// Expected squared error of a N(0, 1) coordinate at a depth of 0 to QKV_DEPTH_MAX bits.
+extern const double qkv_codebook_distortion[QKV_DEPTH_MAX + 1];
+
 #endif

@@ -1,18 +1,56 @@
 #include "engine/codec/codec.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "engine/codec/embedded.h"
+#include "engine/codec/int8.h"
+#include "engine/codec/kivi.h"
+#include "engine/codec/polarquant.h"
+#include "engine/codec/pq.h"
+#include "engine/codec/running_u8.h"
+#include "engine/codec/turboquant.h"
+#include "engine/codec/turboquant_ip.h"
 
 static bool any_bits(double bits) {
   return bits > 0;
 }
 
-static const qkv_codec exact = {.id = 0, .name = "exact", .bits_valid = any_bits};
+// Layers of exact rows have a coder that says so.
+static void *exact_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes) {
+  qkv_coder *made = calloc(spec->layers, sizeof *made);
+  if (made == NULL) abort();
+  for (uint32_t layer = 0; layer < spec->layers; layer++) {
+    if (!qkv_codec_is_exact(spec->policies[layer].codec)) continue;
+    made[layer] =
+        (qkv_coder){.codec = spec->policies[layer].codec,
+                    .layer = layer,
+                    .kv_heads = (uint16_t)spec->kv_heads,
+                    .key_dim = (uint16_t)spec->key_dim,
+                    .value_dim = (uint16_t)spec->value_dim,
+                    .calibration = spec->calibration == NULL ? 0 : qkv_calibration_version(spec->calibration)};
+    coders[layer] = &made[layer];
+  }
+  *bytes += spec->layers * sizeof *made;
+  return made;
+}
 
-enum { CODECS = 2 };
+static const qkv_codec exact = {.id = 0,
+                                .name = "exact",
+                                .calibrated = true,  // so that none holds on to a coding that is not used any more
+                                .bits_valid = any_bits,
+                                .bits_text = "numbers above 0",
+                                .create = exact_create,
+                                .destroy = free};
 
-static const qkv_codec *const codecs[CODECS] = {&qkvi_codec_embedded, &exact};
+static const qkv_codec *const codecs[] = {
+    &qkvi_codec_embedded,      &exact,
+    &qkvi_codec_kivi,          &qkvi_codec_turboquant,
+    &qkvi_codec_polarquant,    &qkvi_codec_running_u8,
+    &qkvi_codec_turboquant_ip, &qkvi_codec_pq,
+    &qkvi_codec_int8,
+};
+enum { CODECS = sizeof codecs / sizeof *codecs };
 
 const qkv_codec *qkv_codec_by_id(uint8_t id) {
   for (size_t row = 0; row < CODECS; row++) {

@@ -19,88 +19,104 @@
 
 #include "engine/base/pool.h"
 #include "engine/base/tensor.h"
-#include "engine/codec/anchor.h"
-#include "engine/codec/low_rank.h"
+#include "engine/codec/calibration.h"
 #include "engine/codec/page.h"
-#include "engine/codec/phases.h"
+#include "engine/codec/policy.h"
 #include "engine/codec/precision.h"
-#include "engine/codec/rebuild.h"
-#include "engine/codec/transform.h"
-#include "engine/codec/walk.h"
-#include "engine/kernel/integer.h"
+#include "engine/codec/rope.h"
 
-// Pages that one call of weigh takes at most.
-#define QKV_PAGES_TOGETHER 8
-
-typedef struct qkv_codec qkv_codec;
-typedef struct qkv_head_tiers qkv_head_tiers;  // narrow.h
-
-typedef struct qkv_head_coder {
-  const qkv_transform *transforms[2];  // by qkv_part
-  const qkv_schedule *schedules[2];    // theirs
-  uint8_t tiers[2];                    // what rows are coded with
-  float query_limit;                   // that integers need (precision.h); 0: the most
-  uint8_t weight_bytes;                // the same; 0: two
-  const qkv_rebuild *rebuild;          // archive frame; NULL: keys become rows before they are attended
-  // A row whose squared error, as encoding weighs it, is above limit * its squared length is kept as an outlier
-  // (outliers.h), and so is one that errs far more than the page's other rows. 0: none is.
-  float outlier_limits[2];
-  float error_scales[2];       // weighted squared error that counts as much as 1 of a row as attended
-  const float *outlier_steps;  // [value_dim], of values; NULL: all 1
-  const float *heavy;          // [key_dim], what keys of heavy hitters are told by (heavy.h); NULL: none is
-  float heavy_least;           // score that they are above
-} qkv_head_coder;
-
-// How the pages of one layer are coded under one calibration. Immutable; whoever holds pages keeps their coder alive
-// (engine/cache/coding.h).
+// How the pages of one layer are coded under one policy and one calibration: what every codec's coder begins with.
+// Immutable; who holds pages keeps their coder alive (engine/cache/coding.h).
 typedef struct qkv_coder {
   const qkv_codec *codec;
   uint32_t layer;
   uint16_t kv_heads;
   uint16_t key_dim, value_dim;
-  uint8_t tier_k, tier_v;         // the budget; heads may have more or less
-  qkv_frame frame;                // of the keys
-  uint32_t calibration;           // version; 0: data-free
-  uint32_t sinks;                 // rows at positions below are kept as outliers, whatever their error
-  const qkv_phases *phases;       // of models with RoPE
-  qkv_low_rank_options low_rank;  // of keys and values
-  qkv_anchor_options anchors[2];  // by qkv_part
-  const qkv_head_coder *heads;    // [kv_heads]
+  uint32_t calibration;  // version; 0: data-free
+  uint32_t kind;         // errors compare between coders of one kind
 } qkv_coder;
 
-// The data-free transform of a row width.
-const qkv_transform *qkv_transform_uniform(uint16_t dim);
+// What coders are made of.
+typedef struct qkv_coder_spec {
+  uint32_t layers, kv_heads, q_heads, key_dim, value_dim;
+  const qkv_rope *rope;        // theta 0: none
+  const qkv_policy *policies;  // [layers], resolved
+  qkv_purpose purpose;
+  const qkv_calibration *calibration;  // NULL: data-free
+} qkv_coder_spec;
+
+// Pages that one call of weigh takes at most, and bytes of what a codec keeps of a block's queries.
+#define QKV_PAGES_TOGETHER 8
+#define QKV_QUERY_OWN_MAX 1048576
 
 // Up to QKV_QUERY_BLOCK queries of one KV head, ready for the pages of one coder.
 typedef struct qkv_query_block {
-  qkv_integer_room room;
-  qkv_integer_queries integers;  // of `codes`, in `room`
   size_t count;
-  qkv_layouts layouts;  // cleared by the caller before the first page
+  qkv_precision precision;
   // Brought into the cache while the i-th page of a call is worked on: codes of a page to be attended soon. query()
   // sets NULL: none.
   struct {
     const void *page;
     qkv_part part;
   } ahead[QKV_PAGES_TOGETHER];
-  qkv_phases_walk walk;  // frames that are turned back by the page
-  qkv_precision precision;
-  // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in
-  // floats.
-  float query_limit;
-  unsigned weight_bytes;
-  float shares[QKV_QUERY_BLOCK];                             // what every score gets
-  _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];    // [count][key_dim], as attended, times the scale
-  _Alignas(64) float codes[QKV_QUERY_BLOCK * QKV_DIM_MAX];   // [count][key_dim], in code space
-  _Alignas(64) float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // attend frame: turned back by the page's centre
-  qkv_walk blocks;  // attend frame, where keys are turned back to blocks of pages
+  _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [count][key_dim], as attended, times the scale
+  _Alignas(64) unsigned char own[QKV_QUERY_OWN_MAX];       // the codec's
 } qkv_query_block;
+
+// A tier, in eighths of a bit a coordinate, for every group of QKV_GROUP_TOKENS tokens of every part of one head.
+typedef struct qkv_head_tiers {
+  uint8_t tiers[2][QKV_PAGE_GROUPS];  // [part][group]
+} qkv_head_tiers;
+
+// One head's keys or values under one coder: what each tier costs and misses.
+typedef struct qkv_lane {
+  uint16_t dim;
+  const uint16_t *group_bytes;     // [QKV_TIER_MAX + 1], of the codes of one group
+  float errors[QKV_TIER_MAX + 1];  // squared error of a row of size 1, weighed by coordinates
+  float offset;                    // bits that its calibration gives it more than the average (bit_budget.h)
+  float size;                      // mean square of a row of size 1
+  bool weighed;                    // errors are weighed by what queries make of them
+} qkv_lane;
+
+// What a codec adds whose pages can be brought to fewer bits without their rows: dropping planes.
+typedef struct qkv_codec_planes {
+  // Of a valid page: heads [kv_heads]; and whether a part's groups may go to lower tiers.
+  void (*tiers)(const void *page, qkv_head_tiers *heads);
+  bool (*part_drops)(const void *page, uint16_t kv_head, qkv_part part);
+  const uint16_t *(*group_bytes)(const qkv_coder *coder, uint16_t kv_head, qkv_part part);
+  void (*lane)(const qkv_coder *coder, uint16_t kv_head, qkv_part part, qkv_lane *lane);
+  // The squared sizes of a head's rows, by slot; 0 of those that dropping leaves as they are.
+  void (*sizes)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                float sizes[QKV_PAGE_TOKENS]);
+  // Fills `image` (64-byte aligned, with room for as much as the page has) with the page at the lower of its tiers
+  // and the wanted ones, heads [kv_heads], as far as it can be cut, and seals it. Returns the bytes of the image.
+  size_t (*drop)(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image);
+} qkv_codec_planes;
+
+// A number that a codec may be told in a policy, and what of it is allowed.
+typedef struct qkv_parameter {
+  const char *name;   // as in the codec's message of the contract
+  uint32_t fallback;  // where it is not said
+  bool (*valid)(uint32_t value);
+  const char *text;  // "32 and 64"
+} qkv_parameter;
 
 struct qkv_codec {
   uint8_t id;
   const char *name;
-  // Allowed code bits per coordinate.
+  const qkv_parameter *parameters;  // [parameter_count]
+  size_t parameter_count;
+  const struct qkv_part_codec
+      *part;        // of codecs whose pages are made of parts (parts.h), which go together; else NULL
+  bool calibrated;  // its coders use a calibration where there is one
+  // Allowed code bits per coordinate, and what they are.
   bool (*bits_valid)(double bits);
+  const char *bits_text;  // "multiples of 0.125 up to 8"
+  // Fills coders[layer] for each of the spec's layers whose policy's codec has this function. Returns what they
+  // share, for destroy(), and adds the memory of all to `bytes`. `spec` and what it points to are not used any more
+  // afterwards, but for the calibration.
+  void *(*create)(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
+  void (*destroy)(void *made);
   // Most bytes that a page takes.
   size_t (*page_bytes_max)(const qkv_coder *coder);
   // Codes `tokens` (1..64) rows from `position` on: k is [tokens][kv_heads][key_dim], as attended (after RoPE), v is
@@ -109,7 +125,7 @@ struct qkv_codec {
   // rows. Idle threads of `pool` (NULL: none) take heads off the caller. Returns the bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                    const void *v, qkv_pool *pool, void *image);
-  // Fills the rest of a block whose `count`, `rows` and `precision` are set and whose `layouts` are cleared.
+  // Makes `own` of a block whose `count`, `rows` and `precision` are set.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
   // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.
   void (*scores)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries, float *scores);
@@ -118,7 +134,8 @@ struct qkv_codec {
                      float *sums);
   // The same of up to QKV_PAGES_TOGETHER pages, one after the other, from scores [pages][count][64] and their peaks
   // [pages][count], in integers where `queries` say so: weights are exp(score - peak), totals [pages][count] get
-  // their sums. Returns how many pages are done: those before the first whose values are not taken in integers.
+  // their sums. Returns how many pages are done: those before the first whose values are not taken in integers. NULL:
+  // none ever is.
   size_t (*weigh)(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
                   qkv_query_block *queries, const float *scores, const float *peaks, float *totals, float *sums);
   // sums [n][value_dim] in place, from code space to model space; totals[n], the sums of all weights.
@@ -131,25 +148,29 @@ struct qkv_codec {
   // tokens first, first + 1, ... of the page: how a repeated append is told from a different one.
   uint32_t (*rows_match)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, uint32_t first,
                          uint32_t tokens, const float *rows);
-  // Fills `image` (64-byte aligned, with room for as much as the page has) with the page at the lower of its tiers
-  // and the wanted ones, heads [kv_heads], as far as it can be cut (narrow.h), and seals it. Returns the bytes of the
-  // image.
-  size_t (*narrow)(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image);
+  const qkv_codec_planes *planes;  // NULL: pages keep the bits that they were coded with
   // DATA_LOSS with the reason unless the image may be read as one of the coder's.
   qkv_status (*validate)(const qkv_coder *coder, const void *image, size_t bytes, qkv_error *error);
-  // Largest relative squared error of a row in the data-free code, averaged over random rows: the bound the tests
-  // hold it to. For rows whose RMS the gain byte can represent (page.h): below about 1.6e-5 the error grows, up to 1
-  // for a zero row.
+  // Largest relative squared error of a row (of a key, where values are coded otherwise) in the data-free code,
+  // averaged over random rows: the bound the tests hold it to. For rows whose RMS the gain byte can represent
+  // (page.h): below about 1.6e-5 the error grows, up to 1 for a zero row.
   double (*error_bound)(double bits);
 };
 
-// Whether rows stay as they are: the codec "exact", id 0, which has no other function than bits_valid.
+// Whether rows stay as they are: the codec "exact", id 0, whose coders code no pages.
 static inline bool qkv_codec_is_exact(const qkv_codec *codec) {
   return codec->id == 0;
 }
 
+// A parameter as a policy says it for keys or for values, or its fallback.
+static inline uint32_t qkv_parameter_of(const qkv_policy *policy, qkv_part part, size_t i) {
+  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  const uint32_t said = policy->parameters[part][i];
+  return said != 0 ? said : codec->parameters[i].fallback;
+}
+
 #define QKV_ROW_MAX 32768.0f
-#define QKV_CODEC_EMBEDDED 1
+#define QKV_CODEC_EMBEDDED 1  // what codes where nothing is said
 
 // NULL if there is none.
 const qkv_codec *qkv_codec_by_id(uint8_t id);

@@ -11,26 +11,6 @@
 #include "engine/codec/outliers.h"
 #include "engine/kernel/kernel.h"
 
-enum { WIDTHS = QKV_DIM_MAX / QKV_BAND };
-
-// The data-free transform of every valid width.
-static qkv_schedule uniform_schedules[WIDTHS];
-static qkv_transform uniform_transforms[WIDTHS];
-
-static void fill_uniform(void) {
-  for (size_t i = 0; i < WIDTHS; i++) {
-    qkv_schedule_uniform(&uniform_schedules[i], (uint16_t)((i + 1) * QKV_BAND));
-    uniform_transforms[i].schedule = &uniform_schedules[i];
-  }
-}
-
-const qkv_transform *qkv_transform_uniform(uint16_t dim) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  (void)pthread_once(&once, fill_uniform);
-  assert(dim >= QKV_BAND && dim <= QKV_DIM_MAX && dim % QKV_BAND == 0);
-  return &uniform_transforms[dim / QKV_BAND - 1];
-}
-
 static bool embedded_bits_valid(double bits) {
   return bits > 0 && bits <= QKV_DEPTH_MAX && bits * QKV_TIER_BIT == floor(bits * QKV_TIER_BIT);
 }
@@ -53,7 +33,8 @@ qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uin
   qkvi_additions found = {.anchored = bytes[part] != 0, .factored = ranks[part] != 0};
   if (!found.anchored && !found.factored) return found;
   size_t room_left;
-  const uint8_t *section = qkv_page_sections(page, kv_head, coder->heads[kv_head].schedules, &room_left);
+  const uint8_t *section =
+      qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &room_left);
   for (qkv_part each = QKV_K; each <= QKV_V; each++) {
     qkv_anchor anchor;
     if (bytes[each] != 0) section += qkv_anchor_find(bytes[each], section, dims[each], &anchor);
@@ -86,7 +67,7 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
   const qkv_page_header *header = queries->ahead[i].page;
   if (header == NULL) return (qkv_ahead){0};
   const qkv_page_directory *entry = qkv_page_entry_of(header, kv_head);
-  const qkv_schedule *keys = coder->heads[kv_head].schedules[QKV_K];
+  const qkv_schedule *keys = qkv_embedded(coder)->heads[kv_head].schedules[QKV_K];
   qkv_outliers_fetch(header);
   size_t begin = entry->offset, middle = begin + (size_t)2 * QKV_PAGE_TOKENS;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) middle += qkv_schedule_group_bytes(keys, entry->tier_k[g]);
@@ -99,45 +80,50 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
 }
 
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
-  if (queries->query_limit == 0) return;
-  queries->integers = qkvi_integer_queries_in(&queries->room);
-  qkv_kernels_get()->prepare(queries->codes, queries->count, coder->key_dim, queries->query_limit,
-                             &queries->integers);
+  qkvi_embedded_queries *own = qkvi_own(queries);
+  if (own->query_limit == 0) return;
+  own->integers = qkvi_integer_queries_in(&own->room);
+  qkv_kernels_get()->prepare(own->codes, queries->count, coder->key_dim, own->query_limit, &own->integers);
 }
 
 static void choose_bytes(const qkv_head_coder *head, qkv_query_block *queries) {
+  qkvi_embedded_queries *own = qkvi_own(queries);
   static const uint8_t weight_bytes[] = {
       [QKV_PRECISION_FP32] = 0, [QKV_PRECISION_INT16] = 2, [QKV_PRECISION_INT8] = 1};
-  queries->query_limit = queries->precision == QKV_PRECISION_FP32 ? 0 : QKVI_LIMIT_2;
+  own->query_limit = queries->precision == QKV_PRECISION_FP32 ? 0 : QKVI_LIMIT_2;
   if (queries->precision != QKV_PRECISION_DEFAULT) {
-    queries->weight_bytes = weight_bytes[queries->precision];
+    own->weight_bytes = weight_bytes[queries->precision];
     return;
   }
-  if (head->query_limit > 0) queries->query_limit = head->query_limit;
-  queries->weight_bytes = head->weight_bytes == 1 ? 1 : 2;
+  if (head->query_limit > 0) own->query_limit = head->query_limit;
+  own->weight_bytes = head->weight_bytes == 1 ? 1 : 2;
 }
 
 // Whether a head's queries are turned back to blocks of pages.
 static bool walks_blocks(const qkv_coder *coder, uint16_t kv_head) {
-  return coder->frame == QKV_FRAME_ATTEND && qkv_transform_by_blocks(coder->heads[kv_head].transforms[QKV_K]);
+  return qkv_embedded(coder)->frame == QKV_FRAME_ATTEND &&
+         qkv_transform_by_blocks(qkv_embedded(coder)->heads[kv_head].transforms[QKV_K]);
 }
 
 // Queries that get a form of their own for every page.
 static void start_walk(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
-  qkv_phases_start(&queries->walk);
+  qkvi_embedded_queries *own = qkvi_own(queries);
+  qkv_phases_start(&own->walk);
   if (!walks_blocks(coder, kv_head)) return;
-  qkv_walk_start(&queries->blocks, coder->phases, coder->heads[kv_head].transforms[QKV_K], queries->rows,
-                 queries->count, qkvi_coded_most(coder, kv_head, QKV_K));
+  qkv_walk_start(&own->blocks, qkv_embedded(coder)->phases, qkv_embedded(coder)->heads[kv_head].transforms[QKV_K],
+                 queries->rows, queries->count, qkvi_coded_most(coder, kv_head, QKV_K));
 }
 
 static void embedded_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
+  qkvi_embedded_queries *own = qkvi_own(queries);
   assert(queries->count <= QKV_QUERY_BLOCK);
   for (size_t i = 0; i < QKV_PAGES_TOGETHER; i++) queries->ahead[i].page = NULL;
-  choose_bytes(&coder->heads[kv_head], queries);
-  if (coder->frame != QKV_FRAME_PLAIN) return start_walk(coder, kv_head, queries);
-  memcpy(queries->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
-  qkv_transform_query(coder->heads[kv_head].transforms[QKV_K], queries->codes, queries->count,
-                      qkvi_coded_most(coder, kv_head, QKV_K), queries->shares);
+  if (queries->precision != QKV_PRECISION_FP32) qkvi_layouts_clear(&own->layouts);
+  choose_bytes(&qkv_embedded(coder)->heads[kv_head], queries);
+  if (qkv_embedded(coder)->frame != QKV_FRAME_PLAIN) return start_walk(coder, kv_head, queries);
+  memcpy(own->codes, queries->rows, queries->count * coder->key_dim * sizeof *queries->rows);
+  qkv_transform_query(qkv_embedded(coder)->heads[kv_head].transforms[QKV_K], own->codes, queries->count,
+                      qkvi_coded_most(coder, kv_head, QKV_K), own->shares);
   prepare_integers(coder, queries);
 }
 
@@ -187,9 +173,10 @@ static void group_means(const qkv_transform *transform, const qkvi_additions *ad
 // Before RoPE, as columns (rebuild.h); false where that has to be done with rows.
 static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                           float *scores) {
-  const qkv_head_coder *head = &coder->heads[kv_head];
+  qkvi_embedded_queries *own = qkvi_own(queries);
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_K);
-  if (queries->query_limit == 0 || head->rebuild == NULL || added.factored) return false;
+  if (own->query_limit == 0 || head->rebuild == NULL || added.factored) return false;
   if (added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN) return false;
   if (queries->precision == QKV_PRECISION_INT16 && head->rebuild->columns.parts == 1) return false;
   const uint64_t position = ((const qkv_page_header *)page)->position;
@@ -199,11 +186,12 @@ static bool score_columns(const qkv_coder *coder, const void *page, uint16_t kv_
   qkv_page_codes codes;
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
   group_means(head->transforms[QKV_K], &added, qkvi_coded_most(coder, kv_head, QKV_K), means);
-  qkv_kernels_get()->scores_integer(&codes, &head->rebuild->columns, &queries->layouts,
+  qkv_kernels_get()->scores_integer(&codes, &head->rebuild->columns, &own->layouts,
                                     ahead_of(coder, queries, kv_head, 0), columns);
-  qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
-                          queries->turned);
-  qkv_phases_score_columns(coder->phases, position, dim, columns, means, queries->count, queries->turned, scores);
+  qkv_phases_turn_queries(qkv_embedded(coder)->phases, &own->walk, position, queries->count, dim, queries->rows,
+                          own->turned);
+  qkv_phases_score_columns(qkv_embedded(coder)->phases, position, dim, columns, means, queries->count, own->turned,
+                           scores);
   return true;
 }
 
@@ -222,24 +210,25 @@ static void archive_scores(const qkv_coder *coder, const void *page, uint16_t kv
 
 // In the attend frame queries have a form of their own for every page.
 static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_head, qkv_query_block *queries) {
+  qkvi_embedded_queries *own = qkvi_own(queries);
   const size_t dim = coder->key_dim;
   if (walks_blocks(coder, kv_head)) {
-    if (queries->query_limit > 0) {
-      qkv_walk_codes(&queries->blocks, position, queries->codes);
+    if (own->query_limit > 0) {
+      qkv_walk_codes(&own->blocks, position, own->codes);
     } else {
-      qkv_walk_exact(&queries->blocks, position, queries->rows, queries->codes);
+      qkv_walk_exact(&own->blocks, position, queries->rows, own->codes);
     }
     return prepare_integers(coder, queries);
   }
-  qkv_phases_turn_queries(coder->phases, &queries->walk, position, queries->count, dim, queries->rows,
-                          queries->turned);
-  memcpy(queries->codes, queries->turned, queries->count * dim * sizeof *queries->codes);
-  const qkv_transform *transform = coder->heads[kv_head].transforms[QKV_K];
+  qkv_phases_turn_queries(qkv_embedded(coder)->phases, &own->walk, position, queries->count, dim, queries->rows,
+                          own->turned);
+  memcpy(own->codes, own->turned, queries->count * dim * sizeof *own->codes);
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[QKV_K];
   const size_t coded = qkvi_coded_most(coder, kv_head, QKV_K);
-  if (queries->query_limit > 0) {
-    qkv_transform_turned(transform, queries->codes, queries->count, coded, queries->shares);
+  if (own->query_limit > 0) {
+    qkv_transform_turned(transform, own->codes, queries->count, coded, own->shares);
   } else {
-    qkv_transform_query(transform, queries->codes, queries->count, coded, queries->shares);
+    qkv_transform_query(transform, own->codes, queries->count, coded, own->shares);
   }
   prepare_integers(coder, queries);
 }
@@ -247,28 +236,30 @@ static void turn_to_page(const qkv_coder *coder, uint64_t position, uint16_t kv_
 // Of what codes, anchors and factors say.
 static void score_codes(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                         float *scores) {
+  qkvi_embedded_queries *own = qkvi_own(queries);
   const qkv_page_header *header = page;
-  const qkv_transform *transform = coder->heads[kv_head].transforms[QKV_K];
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[QKV_K];
   qkv_page_codes codes;
-  if (coder->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
+  if (qkv_embedded(coder)->frame == QKV_FRAME_ATTEND) turn_to_page(coder, header->position, kv_head, queries);
   qkvi_find(coder, page, kv_head, QKV_K, &codes);
   const qkvi_additions added = additions_of(coder, page, kv_head, QKV_K);
   // A chain sums the scores of codes up, and with them what rounding adds to each.
-  if (queries->query_limit > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
-    qkv_kernels_get()->scores_integer(&codes, &queries->integers, &queries->layouts,
-                                      ahead_of(coder, queries, kv_head, 0), scores);
+  if (own->query_limit > 0 && !(added.anchored && added.anchor.kind == QKV_ANCHOR_CHAIN)) {
+    qkv_kernels_get()->scores_integer(&codes, &own->integers, &own->layouts, ahead_of(coder, queries, kv_head, 0),
+                                      scores);
   } else {
-    qkv_kernels_get()->scores(&codes, queries->codes, queries->count, scores);
+    qkv_kernels_get()->scores(&codes, own->codes, queries->count, scores);
   }
-  if (added.anchored) qkv_anchor_scores(&added.anchor, queries->codes, queries->count, scores);
-  if (added.factored) qkv_low_rank_scores(&added.factors, queries->codes, queries->count, scores);
-  if (walks_blocks(coder, kv_head)) return qkv_walk_add_scores(&queries->blocks, header->position, scores);
+  if (added.anchored) qkv_anchor_scores(&added.anchor, own->codes, queries->count, scores);
+  if (added.factored) qkv_low_rank_scores(&added.factors, own->codes, queries->count, scores);
+  if (walks_blocks(coder, kv_head)) return qkv_walk_add_scores(&own->blocks, header->position, scores);
   for (size_t i = 0; i < queries->count && transform->mean != NULL; i++) {
     float *row = scores + i * QKV_PAGE_TOKENS;
-    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) row[t] += queries->shares[i];
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) row[t] += own->shares[i];
   }
-  if (coder->frame == QKV_FRAME_ATTEND) {
-    qkv_phases_add_scores(coder->phases, transform, header->position, queries->count, queries->turned, scores);
+  if (qkv_embedded(coder)->frame == QKV_FRAME_ATTEND) {
+    qkv_phases_add_scores(qkv_embedded(coder)->phases, transform, header->position, queries->count, own->turned,
+                          scores);
   }
 }
 
@@ -276,7 +267,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
                             float *scores) {
   qkv_outliers outliers;
   const bool kept = find_outliers(page, kv_head, QKV_K, &outliers);
-  if (coder->frame == QKV_FRAME_ARCHIVE) {
+  if (qkv_embedded(coder)->frame == QKV_FRAME_ARCHIVE) {
     archive_scores(coder, page, kv_head, queries, scores);
   } else {
     score_codes(coder, page, kv_head, queries, scores);
@@ -287,6 +278,7 @@ static void embedded_scores(const qkv_coder *coder, const void *page, uint16_t k
 static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
                              qkv_query_block *queries, const float *scores, const float *peaks, float *totals,
                              float *sums) {
+  qkvi_embedded_queries *own = qkvi_own(queries);
   const qkv_kernels *kernels = qkv_kernels_get();
   const size_t n = queries->count;
   qkv_page_codes codes[QKV_PAGES_TOGETHER];
@@ -295,22 +287,21 @@ static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, s
   size_t done = 0;
   assert(page_count <= QKV_PAGES_TOGETHER);
   // All weights first: what one waits for, another has to do.
-  for (; queries->weight_bytes > 0 && done < page_count; done++) {
+  for (; own->weight_bytes > 0 && done < page_count; done++) {
     const qkvi_additions added = additions_of(coder, pages[done], kv_head, QKV_V);
     if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) break;
     qkvi_find(coder, pages[done], kv_head, QKV_V, &codes[done]);
     kernels->weigh_integer(scores + done * n * QKV_PAGE_TOKENS, peaks + done * n, n, codes[done].gains,
-                           queries->weight_bytes, &weights[done], totals + done * n);
+                           own->weight_bytes, &weights[done], totals + done * n);
     (void)find_outliers(pages[done], kv_head, QKV_V, &outliers[done]);
   }
   for (size_t i = 0; i < done; i++) {
-    kernels->accumulate_integer(&codes[i], &weights[i], &queries->layouts, ahead_of(coder, queries, kv_head, i),
-                                sums);
+    kernels->accumulate_integer(&codes[i], &weights[i], &own->layouts, ahead_of(coder, queries, kv_head, i), sums);
     const qkvi_additions added = additions_of(coder, pages[i], kv_head, QKV_V);
     if (added.anchored) qkv_anchor_add_mean(&added.anchor, totals + i * n, n, sums);
     if (outliers[i].count == 0) continue;
-    kernels->weigh_outliers(&outliers[i], coder->heads[kv_head].outlier_steps, scores + i * n * QKV_PAGE_TOKENS,
-                            peaks + i * n, n, sums);
+    kernels->weigh_outliers(&outliers[i], qkv_embedded(coder)->heads[kv_head].outlier_steps,
+                            scores + i * n * QKV_PAGE_TOKENS, peaks + i * n, n, sums);
   }
   return done;
 }
@@ -323,7 +314,8 @@ static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, QKV_V);
   qkv_outliers outliers;
   if (qkv_outliers_find(page, kv_head, QKV_V, &outliers)) {
-    qkv_kernels_get()->weigh_outliers(&outliers, coder->heads[kv_head].outlier_steps, weights, NULL, n, sums);
+    qkv_kernels_get()->weigh_outliers(&outliers, qkv_embedded(coder)->heads[kv_head].outlier_steps, weights, NULL, n,
+                                      sums);
   }
   qkvi_find(coder, page, kv_head, QKV_V, &codes);
   if (added.factored) qkv_low_rank_accumulate(&added.factors, weights, n, sums);
@@ -333,7 +325,7 @@ static void embedded_accumulate(const qkv_coder *coder, const void *page, uint16
 
 static void embedded_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n) {
   // Outliers have coordinates that codes have no bits of.
-  qkv_transform_output(coder->heads[kv_head].transforms[QKV_V], sums, totals, n, coder->value_dim);
+  qkv_transform_output(qkv_embedded(coder)->heads[kv_head].transforms[QKV_V], sums, totals, n, coder->value_dim);
 }
 
 // ---- Decoding ----
@@ -345,7 +337,7 @@ static void decode_all(const qkv_coder *coder, const void *page, uint16_t kv_hea
   qkvi_find(coder, page, kv_head, part, &codes);
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
   qkv_kernels_get()->decode(part, &codes, rows);
-  if (part == QKV_V) qkv_outliers_rows(outliers, coder->heads[kv_head].outlier_steps, rows);
+  if (part == QKV_V) qkv_outliers_rows(outliers, qkv_embedded(coder)->heads[kv_head].outlier_steps, rows);
   add_rows(&added, rows);
 }
 
@@ -355,7 +347,8 @@ static void decode_keys_kept(const qkv_coder *coder, uint64_t position, const qk
   float kept[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
   const size_t dim = coder->key_dim;
   qkv_outliers_rows(outliers, NULL, kept);
-  if (before_rope && coder->phases != NULL) qkv_phases_inverse(coder->phases, position, tokens, dim, kept);
+  if (before_rope && qkv_embedded(coder)->phases != NULL)
+    qkv_phases_inverse(qkv_embedded(coder)->phases, position, tokens, dim, kept);
   for (uint64_t left = qkv_outliers_mask(outliers); left != 0; left &= left - 1) {
     const size_t slot = (size_t)__builtin_ctzll(left);
     memcpy(rows + slot * dim, kept + slot * dim, dim * sizeof *rows);
@@ -365,7 +358,7 @@ static void decode_keys_kept(const qkv_coder *coder, uint64_t position, const qk
 static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                             bool before_rope, float *rows) {
   const qkv_page_header *header = page;
-  const qkv_transform *transform = coder->heads[kv_head].transforms[part];
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
   const size_t dim = qkvi_coder_dim(coder, part), tokens = header->tokens;
   qkv_outliers outliers;
   const bool kept = qkv_outliers_find(page, kv_head, part, &outliers);
@@ -378,13 +371,13 @@ static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t k
   }
   qkv_transform_inverse(transform, rows, tokens, kept ? dim : qkvi_coded_most(coder, kv_head, part));
   if (part == QKV_V) return;
-  if (coder->phases != NULL && coder->frame == QKV_FRAME_ATTEND) {
-    qkv_phases_from_page(coder->phases, transform, header->position, tokens, rows);
+  if (qkv_embedded(coder)->phases != NULL && qkv_embedded(coder)->frame == QKV_FRAME_ATTEND) {
+    qkv_phases_from_page(qkv_embedded(coder)->phases, transform, header->position, tokens, rows);
   }
-  if (coder->phases != NULL && coder->frame == QKV_FRAME_ARCHIVE && !before_rope) {
-    qkv_phases_forward(coder->phases, header->position, tokens, dim, rows);
-  } else if (coder->phases != NULL && coder->frame != QKV_FRAME_ARCHIVE && before_rope) {
-    qkv_phases_inverse(coder->phases, header->position, tokens, dim, rows);
+  if (qkv_embedded(coder)->phases != NULL && qkv_embedded(coder)->frame == QKV_FRAME_ARCHIVE && !before_rope) {
+    qkv_phases_forward(qkv_embedded(coder)->phases, header->position, tokens, dim, rows);
+  } else if (qkv_embedded(coder)->phases != NULL && qkv_embedded(coder)->frame != QKV_FRAME_ARCHIVE && before_rope) {
+    qkv_phases_inverse(qkv_embedded(coder)->phases, header->position, tokens, dim, rows);
   }
   if (kept) decode_keys_kept(coder, header->position, &outliers, header->tokens, before_rope, rows);
 }
@@ -393,7 +386,7 @@ static void embedded_decode(const qkv_coder *coder, const void *page, uint16_t k
 
 static const qkv_schedule *const *schedules_of(const void *context, uint16_t kv_head) {
   const qkv_coder *coder = context;
-  return coder->heads[kv_head].schedules;
+  return qkv_embedded(coder)->heads[kv_head].schedules;
 }
 
 static qkv_status validate_kind(const qkv_coder *coder, const qkv_page_header *header, qkv_error *error) {
@@ -404,8 +397,8 @@ static qkv_status validate_kind(const qkv_coder *coder, const qkv_page_header *h
     return qkv_fail(error, QKV_DATA_LOSS, "page.calibration is %u, expected %u", header->calibration,
                     coder->calibration);
   }
-  if (header->frame != coder->frame) {
-    return qkv_fail(error, QKV_DATA_LOSS, "page.frame is %u, expected %u", header->frame, coder->frame);
+  if (header->frame != qkv_embedded(coder)->frame) {
+    return qkv_fail(error, QKV_DATA_LOSS, "page.frame is %u, expected %u", header->frame, qkv_embedded(coder)->frame);
   }
   return QKV_OK;
 }
@@ -421,13 +414,14 @@ static qkv_status validate_head(const qkv_coder *coder, const uint8_t *image, co
   if (kv_head + 1 < header->kv_heads) memcpy(&end, at + sizeof entry, sizeof end);
   size_t begin = entry.offset + (size_t)2 * QKV_PAGE_TOKENS, used = 0;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    const uint8_t *tiers = part == QKV_K ? entry.tier_k : entry.tier_v, most = coder->heads[kv_head].tiers[part];
+    const uint8_t *tiers = part == QKV_K ? entry.tier_k : entry.tier_v,
+                  most = qkv_embedded(coder)->heads[kv_head].tiers[part];
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       if (tiers[g] > most) {
         return qkv_fail(error, QKV_DATA_LOSS, "page.directory[%u].tier_%c[%zu] is %u, the coder has %u", kv_head,
                         part == QKV_K ? 'k' : 'v', g, tiers[g], most);
       }
-      begin += qkv_schedule_group_bytes(coder->heads[kv_head].schedules[part], tiers[g]);
+      begin += qkv_schedule_group_bytes(qkv_embedded(coder)->heads[kv_head].schedules[part], tiers[g]);
     }
   }
   for (qkv_part part = QKV_K; part <= QKV_V; part++, begin += used) {
@@ -478,7 +472,11 @@ static double embedded_error_bound(double bits) {
 const qkv_codec qkvi_codec_embedded = {
     .id = QKV_CODEC_EMBEDDED,
     .name = "embedded",
+    .calibrated = true,
     .bits_valid = embedded_bits_valid,
+    .bits_text = "multiples of 0.125 up to 8",
+    .create = qkvi_embedded_create,
+    .destroy = qkvi_embedded_destroy,
     .page_bytes_max = embedded_page_bytes_max,
     .encode = qkvi_embedded_encode,
     .query = embedded_query,
@@ -488,7 +486,7 @@ const qkv_codec qkvi_codec_embedded = {
     .output = embedded_output,
     .decode = embedded_decode,
     .rows_match = qkvi_embedded_rows_match,
-    .narrow = qkvi_narrow_page,
+    .planes = &qkvi_embedded_planes,
     .validate = embedded_validate,
     .error_bound = embedded_error_bound,
 };

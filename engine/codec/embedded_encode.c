@@ -18,21 +18,16 @@
 // `position` is that of slot 0. squares [64] of the slots.
 static void turn_rows(const qkv_coder *coder, uint16_t kv_head, qkv_part part, uint64_t position, uint32_t first,
                       uint32_t tokens, const qkv_rows *rows, float *out, float *squares) {
-  const qkv_transform *transform = coder->heads[kv_head].transforms[part];
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
   const size_t dim = qkvi_coder_dim(coder, part), end = first + tokens;
   memset(squares, 0, QKV_PAGE_TOKENS * sizeof *squares);
   memset(out, 0, first * dim * sizeof *out);
   memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
-  for (size_t t = 0; t < tokens; t++) {
-    if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
-    float *row = out + (first + t) * dim;
-    qkv_to_float(rows->dtype, rows->data + t * rows->stride, row, dim);
-    squares[first + t] = qkvi_row_dot(row, row, dim);
-  }
-  if (part == QKV_K && coder->frame == QKV_FRAME_ARCHIVE) {
-    qkv_phases_inverse(coder->phases, position, QKV_PAGE_TOKENS, dim, out);
-  } else if (part == QKV_K && coder->frame == QKV_FRAME_ATTEND) {
-    qkv_phases_to_page(coder->phases, transform, position, QKV_PAGE_TOKENS, out);
+  qkv_kernels_get()->load_rows(rows, tokens, dim, out + first * dim, squares + first);
+  if (part == QKV_K && qkv_embedded(coder)->frame == QKV_FRAME_ARCHIVE) {
+    qkv_phases_inverse(qkv_embedded(coder)->phases, position, QKV_PAGE_TOKENS, dim, out);
+  } else if (part == QKV_K && qkv_embedded(coder)->frame == QKV_FRAME_ATTEND) {
+    qkv_phases_to_page(qkv_embedded(coder)->phases, transform, position, QKV_PAGE_TOKENS, out);
     memset(out, 0, first * dim * sizeof *out);
     memset(out + end * dim, 0, (QKV_PAGE_TOKENS - end) * dim * sizeof *out);
   }
@@ -123,7 +118,7 @@ static void end_work(head_work *work) {
 // with any, a page has a mean instead.
 static void anchor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_part part, uint32_t tokens,
                         bool outliers, const head_work *work, coded_part *coded_as) {
-  qkv_anchor_options options = coder->anchors[part];
+  qkv_anchor_options options = qkv_embedded(coder)->anchors[part];
   if (outliers && (options.kind == QKV_ANCHOR_CHAIN || options.kind == QKV_ANCHOR_AUTO))
     options.kind = QKV_ANCHOR_MEAN;
   const qkv_anchor_input input = {.schedule = head->schedules[part],
@@ -146,8 +141,9 @@ static void factor_part(const qkv_coder *coder, const qkv_head_coder *head, qkv_
                         const head_work *work, coded_part *coded_as) {
   if (qkv_anchor_kind_of(coded_as->anchor) == QKV_ANCHOR_CHAIN) return;
   qkv_low_rank_choice choice;
-  qkv_low_rank_choose(part, head->schedules[part], head->transforms[part]->weights, tokens, &coder->low_rank,
-                      coded_as->tier, work->low_rank, work->residual, coded_as->factors, &choice);
+  qkv_low_rank_choose(part, head->schedules[part], head->transforms[part]->weights, tokens,
+                      &qkv_embedded(coder)->low_rank, coded_as->tier, work->low_rank, work->residual,
+                      coded_as->factors, &choice);
   coded_as->tier = choice.tier;
   coded_as->rank = choice.rank;
   coded_as->factor_bytes = choice.bytes;
@@ -184,14 +180,17 @@ static uint64_t heavy_of(const qkv_coder *coder, uint16_t kv_head, const page_ro
 }
 
 static qkvi_part_rows part_rows_of(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
-                                   uint64_t heavy, const qkv_rows *source, const float *turned) {
-  return (qkvi_part_rows){.head = &coder->heads[kv_head],
+                                   uint64_t heavy, const qkv_rows *source, const float *turned, const uint8_t *gains,
+                                   const uint8_t *codes) {
+  return (qkvi_part_rows){.head = &qkv_embedded(coder)->heads[kv_head],
                           .part = part,
                           .heavy = heavy,
                           .position = rows->position,
                           .tokens = rows->tokens,
                           .source = source,
-                          .turned = turned};
+                          .turned = turned,
+                          .gains = gains,
+                          .codes = codes};
 }
 
 // One head's K or V to code space.
@@ -237,17 +236,18 @@ static void subtract_anchor(const coded_part *coded_as, uint64_t slots, size_t d
 
 static void encode_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
                         uint64_t heavy, const head_work *work, coded_part *coded_as, qkv_outlier_set *set) {
-  const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
   const qkv_rows source = source_of(coder, rows, kv_head, part);
   const size_t dim = qkvi_coder_dim(coder, part);
-  const bool anchored = coder->anchors[part].kind != QKV_ANCHOR_NONE,
-             factored = coder->low_rank.mode != QKV_LOW_RANK_OFF;
+  const bool anchored = qkv_embedded(coder)->anchors[part].kind != QKV_ANCHOR_NONE,
+             factored = qkv_embedded(coder)->low_rank.mode != QKV_LOW_RANK_OFF;
   qkvi_row_measures measures;
   turn_part(coder, kv_head, part, rows, work->turned, measures.squares);
   coded_as->tier = head->tiers[part];
   coded_as->anchor = coded_as->rank = 0;
   coded_as->section_bytes = coded_as->factor_bytes = 0;
-  qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, work->turned);
+  qkvi_part_rows own =
+      part_rows_of(coder, kv_head, part, rows, heavy, &source, work->turned, coded_as->gains, coded_as->codes);
   const qkvi_outlier_slots found = part_outliers(coder, &own, work, &measures, coded_as);
   clear_uncoded(head->schedules[part], head->tiers[part], work->turned);
   if (coded_as->tier > 0 && anchored) anchor_part(coder, head, part, rows->tokens, found.all != 0, work, coded_as);
@@ -270,7 +270,8 @@ static uint8_t *place_section(uint8_t *at, const uint8_t *section, size_t bytes)
 
 static void place_head(const qkv_coder *coder, uint16_t kv_head, const coded_part parts[2], void *image) {
   size_t bytes;
-  uint8_t *section = (uint8_t *)qkv_page_sections(image, kv_head, coder->heads[kv_head].schedules, &bytes);
+  uint8_t *section =
+      (uint8_t *)qkv_page_sections(image, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &bytes);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     qkv_page_codes codes;
     qkvi_find(coder, image, kv_head, part, &codes);
@@ -302,8 +303,8 @@ static void format_page(const qkv_coder *coder, uint64_t position, uint32_t toke
     }
   }
   const qkv_page_header header = {.codec = QKV_CODEC_EMBEDDED,
-                                  .tier_k = coder->tier_k,
-                                  .tier_v = coder->tier_v,
+                                  .tier_k = qkv_embedded(coder)->tier_k,
+                                  .tier_v = qkv_embedded(coder)->tier_v,
                                   .layer = coder->layer,
                                   .position = position,
                                   .tokens = (uint16_t)tokens,
@@ -312,17 +313,17 @@ static void format_page(const qkv_coder *coder, uint64_t position, uint32_t toke
                                   .value_dim = coder->value_dim,
                                   .calibration = coder->calibration,
                                   .features = features,
-                                  .frame = (uint8_t)coder->frame};
+                                  .frame = (uint8_t)qkv_embedded(coder)->frame};
   qkv_page_format(image, &header, heads);
 }
 
 // One head's K or V to its place.
 static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
                                 uint64_t heavy, uint8_t *gains, uint8_t *codes, qkv_outlier_set *set) {
-  const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
   const qkv_transform *transform = head->transforms[part];
   const uint8_t tier = head->tiers[part];
-  const bool as_it_is = part == QKV_V || coder->frame == QKV_FRAME_PLAIN;
+  const bool as_it_is = part == QKV_V || qkv_embedded(coder)->frame == QKV_FRAME_PLAIN;
   const qkv_rows source = source_of(coder, rows, kv_head, part);
   qkvi_row_measures measures;
   if (tier > 0 && as_it_is && transform->analysis == NULL) {
@@ -330,14 +331,14 @@ static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_pa
     fetching.next = next_of(coder, rows, kv_head, part, &room);
     qkv_kernels_get()->encode_rows(part, transform->schedule, tier, &fetching, rows->tokens, gains, codes,
                                    measures.errors, measures.squares);
-    const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, NULL);
+    const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, NULL, gains, codes);
     const qkvi_outlier_slots found = qkvi_outliers_choose(coder, &own, &measures);
     return qkvi_outliers_store(&own, &found, &measures, gains, set);
   }
   _Alignas(64) float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   turn_part(coder, kv_head, part, rows, turned, measures.squares);
   encode_turned(part, transform, tier, turned, gains, codes, measures.errors);
-  const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, turned);
+  const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, turned, gains, codes);
   const qkvi_outlier_slots found = qkvi_outliers_choose(coder, &own, &measures);
   qkvi_outliers_store(&own, &found, &measures, gains, set);
 }
@@ -417,8 +418,9 @@ size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t 
   assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
   const page_rows rows = {position, tokens, dtype, {k, v}};
   qkv_outlier_set *sets = make_sets(coder);
-  if (coder->anchors[QKV_K].kind == QKV_ANCHOR_NONE && coder->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
-      coder->low_rank.mode == QKV_LOW_RANK_OFF) {
+  if (qkv_embedded(coder)->anchors[QKV_K].kind == QKV_ANCHOR_NONE &&
+      qkv_embedded(coder)->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
+      qkv_embedded(coder)->low_rank.mode == QKV_LOW_RANK_OFF) {
     encode_plainly(coder, &rows, pool, sets, image);
   } else {
     encode_with_additions(coder, &rows, pool, sets, image);
@@ -470,7 +472,7 @@ static uint32_t matching_slots(qkv_part part, const qkv_page_codes *mine, const 
 // Whether the factors were taken off before the rows were coded. A page does not say, its coder does: corrections are
 // fitted to what the codes miss.
 static bool factors_precede(const qkv_coder *coder, const qkvi_additions *added) {
-  return added->factored && coder->low_rank.mode != QKV_LOW_RANK_CORRECTION;
+  return added->factored && qkv_embedded(coder)->low_rank.mode != QKV_LOW_RANK_CORRECTION;
 }
 
 // What the codes of a page's slots begin from, factors left out: out [64][dim] in code space.
@@ -547,7 +549,7 @@ uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint
   qkvi_find(coder, page, kv_head, part, &theirs);
   const qkv_schedule *schedule = theirs.schedule;
   const qkvi_additions added = qkvi_additions_find(coder, page, kv_head, part);
-  const unsigned tier = coded_tier(&added, &theirs, coder->heads[kv_head].tiers[part]);
+  const unsigned tier = coded_tier(&added, &theirs, qkv_embedded(coder)->heads[kv_head].tiers[part]);
   float turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   qkvi_row_measures measures;
   qkv_outliers outliers;
@@ -557,9 +559,11 @@ uint32_t qkvi_embedded_rows_match(const qkv_coder *coder, const void *page, uint
   const qkv_rows source = {QKV_FP32, (const uint8_t *)rows, row_bytes, row_bytes, NULL};
   turn_rows(coder, kv_head, part, header->position, first, tokens, &source, turned, measures.squares);
   take_off(coder, &added, &theirs, part, turned);
-  const uint32_t kept = match_outliers(&coder->heads[kv_head], part, &outliers, rows, turned, first, first + tokens);
+  const uint32_t kept =
+      match_outliers(&qkv_embedded(coder)->heads[kv_head], part, &outliers, rows, turned, first, first + tokens);
   tokens = kept - first;
-  encode_turned(part, coder->heads[kv_head].transforms[part], tier, turned, gains, bytes, measures.errors);
+  encode_turned(part, qkv_embedded(coder)->heads[kv_head].transforms[part], tier, turned, gains, bytes,
+                measures.errors);
   qkv_page_codes mine = {.gains = gains, .schedule = schedule};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     mine.groups[g] = bytes + g * qkv_schedule_group_bytes(schedule, tier);

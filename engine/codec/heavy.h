@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
 
 #define QKV_HEAVY_DEVIATIONS 2.0
 #define QKV_HEAVY_MOST 2                   // of a page and KV head, those with the highest scores

@@ -5,11 +5,13 @@
 #include <string.h>
 
 #include "engine/codec/anchor.h"
+#include "engine/codec/codebook.h"
+#include "engine/codec/embedded_internal.h"
 #include "engine/codec/low_rank.h"
 #include "engine/codec/pack.h"
 #include "engine/kernel/kernel.h"
 
-void qkv_page_tiers(const void *page, qkv_head_tiers *heads) {
+static void page_tiers(const void *page, qkv_head_tiers *heads) {
   const qkv_page_header *header = page;
   for (uint16_t h = 0; h < header->kv_heads; h++) {
     const qkv_page_directory *entry = qkv_page_entry_of(page, h);
@@ -18,7 +20,7 @@ void qkv_page_tiers(const void *page, qkv_head_tiers *heads) {
   }
 }
 
-bool qkv_page_part_narrows(const void *page, uint16_t kv_head, qkv_part part) {
+static bool part_drops(const void *page, uint16_t kv_head, qkv_part part) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   return qkv_anchor_kind_of(part == QKV_K ? entry->anchor_k : entry->anchor_v) != QKV_ANCHOR_CHAIN;
 }
@@ -28,7 +30,7 @@ static size_t section_bytes(const qkv_coder *coder, const void *page, uint16_t k
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   size_t room, used;
   qkv_anchor found;
-  const uint8_t *sections = qkv_page_sections(page, kv_head, coder->heads[kv_head].schedules, &room);
+  const uint8_t *sections = qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &room);
   used = qkv_anchor_find(entry->anchor_k, sections, coder->key_dim, &found);
   used += qkv_anchor_find(entry->anchor_v, sections + used, coder->value_dim, &found);
   if (entry->low_rank_k != 0) used += qkv_low_rank_bytes(entry->low_rank_k, coder->key_dim);
@@ -41,14 +43,14 @@ static void lower(const void *page, uint16_t kv_head, qkv_part part, const uint8
                   uint8_t tiers[QKV_PAGE_GROUPS]) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   memcpy(tiers, part == QKV_K ? entry->tier_k : entry->tier_v, QKV_PAGE_GROUPS);
-  if (!qkv_page_part_narrows(page, kv_head, part)) return;
+  if (!part_drops(page, kv_head, part)) return;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) tiers[g] = wanted[g] < tiers[g] ? wanted[g] : tiers[g];
 }
 
 static qkv_head_layout layout_of(const qkv_coder *coder, const void *page, uint16_t kv_head,
                                  const qkv_head_tiers *wanted) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
-  const qkv_head_coder *head = &coder->heads[kv_head];
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
   qkv_head_layout layout = {.schedules = {head->schedules[QKV_K], head->schedules[QKV_V]},
                             .anchors = {entry->anchor_k, entry->anchor_v},
                             .ranks = {entry->low_rank_k, entry->low_rank_v},
@@ -136,7 +138,7 @@ static void refit(const float *weights, qkv_part part, uint32_t tokens, uint8_t 
 }
 
 static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_head, void *image) {
-  const qkv_schedule *const *schedules = coder->heads[kv_head].schedules;
+  const qkv_schedule *const *schedules = qkv_embedded(coder)->heads[kv_head].schedules;
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   const uint8_t ranks[2] = {entry->low_rank_k, entry->low_rank_v};
   qkv_page_codes from[2], to[2];
@@ -145,7 +147,7 @@ static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_he
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     qkv_page_find(page, kv_head, part, schedules, &from[part]);
     qkv_page_find(image, kv_head, part, schedules, &to[part]);
-    narrow_part(coder->heads[kv_head].transforms[part], part, &from[part], &to[part]);
+    narrow_part(qkv_embedded(coder)->heads[kv_head].transforms[part], part, &from[part], &to[part]);
   }
   const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &room);
   uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &room);
@@ -156,13 +158,13 @@ static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_he
     if (ranks[part] == 0) continue;
     const uint16_t dim = from[part].schedule->dim;
     if (memcmp(from[part].tiers, to[part].tiers, sizeof to[part].tiers) != 0)
-      refit(coder->heads[kv_head].transforms[part]->weights, part, ((const qkv_page_header *)page)->tokens,
-            ranks[part], &from[part], &to[part], out);
+      refit(qkv_embedded(coder)->heads[kv_head].transforms[part]->weights, part,
+            ((const qkv_page_header *)page)->tokens, ranks[part], &from[part], &to[part], out);
     out += qkv_low_rank_bytes(ranks[part], dim);
   }
 }
 
-size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image) {
+static size_t drop_planes(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image) {
   const qkv_page_header *header = page;
   qkv_head_layout layouts[QKV_KV_HEADS_MAX];
   assert((header->features & QKV_FEATURE_SLOTS) == 0 && header->kv_heads == coder->kv_heads);
@@ -176,3 +178,57 @@ size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head
   qkv_page_seal(image);
   return ((const qkv_page_header *)image)->bytes;
 }
+
+// ---- What dropping costs ----
+
+static double weight_sum(const qkv_transform *transform) {
+  double sum = 0;
+  if (transform->weights == NULL) return transform->schedule->dim;
+  for (size_t c = 0; c < transform->schedule->dim; c++) sum += (double)transform->weights[c];
+  return sum;
+}
+
+static void fill_lane(const qkv_coder *coder, uint16_t kv_head, qkv_part part, qkv_lane *lane) {
+  const qkv_embedded_coder *own = qkv_embedded(coder);
+  const qkv_transform *transform = own->heads[kv_head].transforms[part];
+  const qkv_schedule *schedule = transform->schedule;
+  const int budget = part == QKV_K ? own->tier_k : own->tier_v;
+  *lane = (qkv_lane){.dim = schedule->dim,
+                     .group_bytes = schedule->group_bytes,
+                     .offset = (float)(own->heads[kv_head].tiers[part] - budget) / QKV_TIER_BIT,
+                     .size = (float)weight_sum(transform),
+                     .weighed = transform->weights != NULL};
+  for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++) {
+    const uint16_t *reach = schedule->reach[tier];
+    double error = 0;
+    for (unsigned c = 0, depth = QKV_DEPTH_MAX; c < schedule->dim; c++) {
+      while (reach[depth] <= c) depth--;  // reach[0] is all
+      const double weight = transform->weights == NULL ? 1 : (double)transform->weights[c];
+      error += weight * qkv_codebook_distortion[depth];
+    }
+    lane->errors[tier] = (float)error;
+  }
+}
+
+static const uint16_t *group_bytes(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
+  return qkv_embedded(coder)->heads[kv_head].schedules[part]->group_bytes;
+}
+
+static void row_sizes(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                      float sizes[QKV_PAGE_TOKENS]) {
+  qkv_page_codes codes;
+  qkvi_find(coder, page, kv_head, part, &codes);
+  for (size_t slot = 0; slot < QKV_PAGE_TOKENS; slot++) {
+    const float gain = qkv_gain_value(codes.gains[slot]);
+    sizes[slot] = gain * gain;
+  }
+}
+
+const qkv_codec_planes qkvi_embedded_planes = {
+    .tiers = page_tiers,
+    .part_drops = part_drops,
+    .group_bytes = group_bytes,
+    .lane = fill_lane,
+    .sizes = row_sizes,
+    .drop = drop_planes,
+};

@@ -15,24 +15,10 @@
 #ifndef QKV_ENGINE_CODEC_NARROW_H
 #define QKV_ENGINE_CODEC_NARROW_H
 
-#include <stdbool.h>
-
-#include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
 
 #define QKV_GAIN_OCTAVE 8  // steps of a gain byte; one that is fitted anew moves by less
 
-// A tier for every group of every part of one head.
-struct qkv_head_tiers {
-  uint8_t tiers[2][QKV_PAGE_GROUPS];  // [part][group]
-};
-
-// Those that a valid page has: heads [kv_heads].
-void qkv_page_tiers(const void *page, qkv_head_tiers *heads);
-
-// Whether a part's groups may go to lower tiers.
-bool qkv_page_part_narrows(const void *page, uint16_t kv_head, qkv_part part);
-
-// qkv_codec.narrow of the embedded codec.
-size_t qkvi_narrow_page(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image);
+extern const qkv_codec_planes qkvi_embedded_planes;
 
 #endif

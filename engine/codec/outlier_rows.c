@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "engine/codec/heavy.h"
+#include "engine/codec/pack.h"
 #include "engine/codec/row.h"
 #include "engine/codec/trial.h"
 
@@ -62,14 +63,22 @@ static uint64_t keep_worst(uint64_t slots, const float excesses[QKV_PAGE_TOKENS]
   return slots;
 }
 
-static void load_turned(const qkvi_part_rows *rows, size_t slot, float *row) {
+// A slot's row in code space; `space` [dim] may be what is returned.
+static const float *turned_row(const qkvi_part_rows *rows, size_t slot, float *space) {
   const size_t dim = rows->head->schedules[rows->part]->dim;
-  if (rows->turned != NULL) {
-    memcpy(row, rows->turned + slot * dim, dim * sizeof *row);
-    return;
-  }
-  qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, row, dim);
-  qkv_transform_forward(rows->head->transforms[rows->part], row, 1, dim);
+  if (rows->turned != NULL) return rows->turned + slot * dim;
+  qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, space, dim);
+  qkv_transform_forward(rows->head->transforms[rows->part], space, 1, dim);
+  return space;
+}
+
+// A slot's row as its codes have it: decoded [dim].
+static void decode_row(const qkvi_part_rows *rows, unsigned tier, size_t slot, float *decoded) {
+  const qkv_schedule *schedule = rows->head->schedules[rows->part];
+  const uint8_t *group = rows->codes + slot / QKV_GROUP_TOKENS * qkv_schedule_group_bytes(schedule, tier);
+  uint8_t codes[QKV_DIM_MAX];
+  qkvi_unpack_slot(rows->part, schedule, tier, group, slot % QKV_GROUP_TOKENS, codes);
+  qkvi_row_decode(schedule, tier, codes, rows->gains[slot], decoded);
 }
 
 // Encoding measures errors off coordinates that are rounded to 1/64 and end at 4. A row of which many are rounded
@@ -79,10 +88,10 @@ static void measure_again(const qkvi_part_rows *rows, size_t slot, qkvi_row_meas
                           qkvi_outlier_slots *found) {
   const qkv_transform *transform = rows->head->transforms[rows->part];
   const unsigned tier = rows->head->tiers[rows->part];
-  float row[QKV_DIM_MAX], decoded[QKV_DIM_MAX];
+  float space[QKV_DIM_MAX], decoded[QKV_DIM_MAX];
   if (tier == 0 || (found->exact & bit_of(slot)) != 0) return;
-  load_turned(rows, slot, row);
-  qkvi_row_round_trip(transform->schedule, tier, transform->weights, row, decoded);
+  const float *row = turned_row(rows, slot, space);
+  decode_row(rows, tier, slot, decoded);
   measures->errors[slot] = (float)qkvi_row_error(row, decoded, transform->weights, transform->schedule->dim);
   found->exact |= bit_of(slot);
 }
@@ -101,8 +110,8 @@ qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_
                                         qkvi_row_measures *measures) {
   qkvi_outlier_slots found = {0};
   float excesses[QKV_PAGE_TOKENS] = {0};
-  uint64_t before, longs_before;
-  for (size_t t = 0; t < rows->tokens && rows->position + t < coder->sinks; t++) {
+  uint64_t before, longs_before, exact_before;
+  for (size_t t = 0; t < rows->tokens && rows->position + t < qkv_embedded(coder)->sinks; t++) {
     found.all |= bit_of(t);
     excesses[t] = INFINITY;
   }
@@ -115,6 +124,7 @@ qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_
   do {
     before = found.all;
     longs_before = found.longs;
+    exact_before = found.exact;
     average_others(measures, rows->tokens, &found);
     find_longs(rows, measures, &found);
     for (size_t t = 0; t < rows->tokens; t++) {
@@ -127,39 +137,33 @@ qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_
     }
   } while (found.all != before || found.longs != longs_before);
   found.all = keep_worst(found.all, excesses);
-  average_others(measures, rows->tokens, &found);
+  if (found.all != before || found.exact != exact_before) average_others(measures, rows->tokens, &found);
   return found;
 }
 
 // Whether 8 bits a coordinate would err more than codes do on the other rows. `row` is as it will be stored.
-static bool wants_wide(const qkvi_part_rows *rows, const qkvi_outlier_slots *found, const float *row,
-                       const float *steps, float square) {
-  const size_t dim = rows->head->schedules[rows->part]->dim;
-  float units[QKV_DIM_MAX];
-  for (size_t c = 0; c < dim; c++) units[c] = steps != NULL ? row[c] / steps[c] : row[c];
-  const float error = qkv_outlier_error(units, dim);
+static bool wants_wide(const qkvi_part_rows *rows, const qkvi_outlier_slots *found, const float *row, float square) {
+  const float error = qkv_outlier_error(row, rows->head->schedules[rows->part]->dim);
   if (rows->part == QKV_V) return error > found->relative * square;
   return rows->head->error_scales[QKV_K] * error > found->error;
 }
 
-// A slot's row as it is kept: a key as attended, a value in code space.
+// A slot's row [dim] as it is kept: a key as attended, a value in code space and in steps.
 static void load_outlier(const qkvi_part_rows *rows, size_t slot, float *row) {
-  if (rows->part == QKV_V) return load_turned(rows, slot, row);
-  qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, row,
-               rows->head->schedules[QKV_K]->dim);
+  const size_t dim = rows->head->schedules[rows->part]->dim;
+  if (rows->part == QKV_V) return qkv_outlier_units(turned_row(rows, slot, row), rows->head->outlier_steps, dim, row);
+  qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, row, dim);
 }
 
 void qkvi_outliers_store(const qkvi_part_rows *rows, const qkvi_outlier_slots *found,
                          const qkvi_row_measures *measures, uint8_t *gains, qkv_outlier_set *set) {
   const size_t dim = rows->head->schedules[rows->part]->dim;
-  const float *steps = rows->part == QKV_V ? rows->head->outlier_steps : NULL;
   float row[QKV_DIM_MAX];
   set->count = 0;
   for (uint64_t left = found->all; left != 0; left &= left - 1) {
     const size_t slot = (size_t)__builtin_ctzll(left);
     load_outlier(rows, slot, row);
-    const bool wide = wants_wide(rows, found, row, steps, measures->squares[slot]);
-    qkv_outlier_set_add(set, (uint8_t)slot, wide, row, steps, dim);
+    qkv_outlier_set_add(set, (uint8_t)slot, wants_wide(rows, found, row, measures->squares[slot]), row, NULL, dim);
     gains[slot] = 0;
   }
 }

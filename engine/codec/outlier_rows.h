@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
 #include "engine/codec/outliers.h"
 #include "engine/kernel/kernel.h"
 
@@ -36,11 +36,12 @@ typedef struct qkvi_part_rows {
   uint64_t position;
   uint32_t tokens;
   const qkv_rows *source;
-  const float *turned;  // [64][dim] in code space; NULL: what the transform makes of the source
-  uint64_t heavy;       // slots of heavy hitters, a mask
+  const float *turned;           // [64][dim] in code space; NULL: what the transform makes of the source
+  uint64_t heavy;                // slots of heavy hitters, a mask
+  const uint8_t *gains, *codes;  // [64] and four groups', one after the other: as encoded at the head's tier
 } qkvi_part_rows;
 
-// `measures` gets exact errors of rows in question.
+// `measures` gets exact errors of rows in question, off their gains and codes.
 qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_rows *rows,
                                         qkvi_row_measures *measures);
 // Moves rows from the codes to `set`: their gains become 0.

@@ -104,11 +104,6 @@ uint64_t qkv_outliers_mask(const qkv_outliers *outliers) {
 
 // ---- Writing ----
 
-// To the nearest whole number, ties away from 0.
-static int nearest(float x) {
-  return (int)(x + (x < 0 ? -0.5f : 0.5f));
-}
-
 // The value of 1 in a row whose largest number is `most`; `*inverse` its inverse, 0 for a row of zeros.
 static float scale_of(const float *row, size_t dim, int most, float *inverse) {
   const float largest = qkvi_row_largest(row, dim), least = 1e-30f;
@@ -116,31 +111,64 @@ static float scale_of(const float *row, size_t dim, int most, float *inverse) {
   return largest > least ? largest / (float)most : 0;
 }
 
-static int bounded(float x, int most) {
-  if (!(x < (float)most)) return most;
-  return x > (float)-most ? nearest(x) : -most;
+typedef int32_t quad_words __attribute__((vector_size(sizeof(qkvi_quad))));
+
+// x where the mask is all ones, else y.
+static inline qkvi_quad choose(quad_words mask, qkvi_quad x, qkvi_quad y) {
+  return (qkvi_quad)((mask & (quad_words)x) | (~mask & (quad_words)y));
+}
+
+// To the nearest whole numbers of at most `most`, ties away from 0.
+static inline quad_words nearest(qkvi_quad x, float most) {
+  const qkvi_quad zero = {0}, top = zero + most;
+  x = choose(x < top, x, top);
+  x = choose(x > -top, x, -top);
+  return __builtin_convertvector(x + choose(x < zero, zero - 0.5f, zero + 0.5f), quad_words);
+}
+
+void qkv_outlier_units(const float *row, const float *steps, size_t dim, float *units) {
+  if (steps == NULL) {
+    if (units != row) memcpy(units, row, dim * sizeof *units);
+    return;
+  }
+  for (size_t c = 0; c < dim; c += QKVI_QUAD) {
+    qkvi_quad x, step;
+    qkvi_quad_load(row + c, &x);
+    qkvi_quad_load(steps + c, &step);
+    x /= step;
+    memcpy(units + c, &x, sizeof x);
+  }
+}
+
+static void store_numbers(const float *units, float inverse, bool wide, size_t dim, uint8_t *to) {
+  typedef int16_t four_words __attribute__((vector_size(QKVI_QUAD * sizeof(int16_t))));
+  typedef int8_t four_bytes __attribute__((vector_size(QKVI_QUAD)));
+  for (size_t c = 0; c < dim; c += QKVI_QUAD) {
+    qkvi_quad x;
+    qkvi_quad_load(units + c, &x);
+    const quad_words numbers = nearest(x * inverse, wide ? WIDE_MOST : NARROW_MOST);
+    if (wide) {
+      const four_words all = __builtin_convertvector(numbers, four_words);
+      memcpy(to + c * sizeof(int16_t), &all, sizeof all);
+    } else {
+      const four_bytes all = __builtin_convertvector(numbers, four_bytes);
+      memcpy(to + c, &all, sizeof all);
+    }
+  }
 }
 
 void qkv_outlier_set_add(qkv_outlier_set *set, uint8_t slot, bool wide, const float *row, const float *steps,
                          size_t dim) {
-  assert(set->count < QKV_OUTLIERS_MAX && slot < QKV_PAGE_TOKENS);
+  assert(set->count < QKV_OUTLIERS_MAX && slot < QKV_PAGE_TOKENS && dim % QKVI_QUAD == 0);
   assert(set->count == 0 || (set->slots[set->count - 1] & SLOT) < slot);
   float units[QKV_DIM_MAX], inverse;
   uint8_t *to = set->rows;
   for (size_t i = 0; i < set->count; i++) to += dim * (set->slots[i] & WIDE ? sizeof(int16_t) : 1);
-  for (size_t c = 0; c < dim; c++) units[c] = steps != NULL ? row[c] / steps[c] : row[c];
+  qkv_outlier_units(row, steps, dim, units);
   set->scales[set->count] = scale_of(units, dim, wide ? WIDE_MOST : NARROW_MOST, &inverse);
   set->slots[set->count] = (uint8_t)(slot | (wide ? WIDE : 0));
   set->count++;
-  for (size_t c = 0; c < dim; c++) {
-    const int number = bounded(units[c] * inverse, wide ? WIDE_MOST : NARROW_MOST);
-    if (!wide) {
-      to[c] = (uint8_t)number;
-      continue;
-    }
-    const int16_t word = (int16_t)number;
-    memcpy(to + c * sizeof word, &word, sizeof word);
-  }
+  store_numbers(units, inverse, wide, dim, to);
 }
 
 float qkv_outlier_error(const float *row, size_t dim) {

@@ -78,6 +78,8 @@ typedef struct qkv_outlier_set {
   uint8_t *rows;  // space for QKV_OUTLIERS_MAX wide ones
 } qkv_outlier_set;
 
+// units [dim] = row [dim] / steps [dim], NULL: all 1; `units` may be `row`.
+void qkv_outlier_units(const float *row, const float *steps, size_t dim, float *units);
 // Adds a row [dim], finite, at a slot above those of the set; steps as above.
 void qkv_outlier_set_add(qkv_outlier_set *set, uint8_t slot, bool wide, const float *row, const float *steps,
                          size_t dim);

@@ -180,6 +180,52 @@ void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, con
   }
 }
 
+// ---- One slot ----
+
+// What a slab has of a slot's row: two bits for each of its coordinates below 4 * width.
+static void take_slot(qkv_part part, const slab *s, const uint8_t *bytes, unsigned slot, uint8_t *two) {
+  if (part == QKV_V) {
+    const unsigned shift = field_shift(s, slot / FIELD_TOKENS);
+    bytes += slot % FIELD_TOKENS;
+    for (unsigned at = 0; at < 4 * s->width; at++) two[at] = bytes[at * FIELD_TOKENS] >> shift & 3;
+    return;
+  }
+  bytes += slot * s->width;
+  for (unsigned field = 0; field < FIELDS; field++, two += s->width) {
+    const unsigned shift = field_shift(s, field);
+    for (unsigned i = 0; i < s->width; i++) two[i] = bytes[i] >> shift & 3;
+  }
+}
+
+static const uint8_t *unpack_section_of(qkv_part part, slab s, const uint16_t *reach, const uint8_t *bytes,
+                                        unsigned slot, uint8_t *codes) {
+  unsigned first, end;
+  section(reach, &s, &first, &end);
+  for (; first < end; first += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+    uint8_t two[QKV_GROUP_TOKENS];
+    slab_fit(&s, first, end);
+    take_slot(part, &s, bytes, slot, two);
+    uint8_t *low = codes + first, *high = low + 4 * s.width;
+    for (unsigned at = 0; at < 4 * s.width; at++) {
+      low[at] = (uint8_t)(s.wide ? low[at] << 2 | two[at] : low[at] << 1 | (two[at] & 1));
+      if (!s.wide) high[at] = (uint8_t)(high[at] << 1 | two[at] >> 1);
+    }
+  }
+  return bytes;
+}
+
+void qkvi_unpack_slot(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, unsigned slot,
+                      uint8_t *codes) {
+  assert(slot < QKV_GROUP_TOKENS);
+  memset(codes, 0, schedule->dim);
+  for (unsigned i = 0; i < 2 * PAIRS; i++) {
+    const slab s = {.pair = i / 2, .wide = i % 2 == 0};
+    bytes = unpack_section_of(part, s, schedule->reach[tier], bytes, slot, codes);
+  }
+}
+
+// ---- Fewer planes ----
+
 // Moves codes of one pair's bits to where they lie at full depth.
 static void raise(const uint16_t *reach, unsigned pair, qkvi_codes *codes) {
   const unsigned shift = QKV_DEPTH_MAX - 2 - 2 * pair;

@@ -23,6 +23,10 @@ void qkvi_pack_slab(qkv_part part, unsigned pair, bool wide, unsigned width, con
 // `codes` [schedule->dim] gets each coordinate's code at its own depth (0 at depth 0).
 void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, qkvi_codes *codes);
 
+// The same of one slot of the group: codes [schedule->dim].
+void qkvi_unpack_slot(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, unsigned slot,
+                      uint8_t *codes);
+
 // The bytes of a group at a lower tier, out of those at `tier`: what the lower one does not have is left out, which
 // takes a copy for pairs of bits that stay as they are.
 void qkvi_narrow(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, unsigned lower,

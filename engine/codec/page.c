@@ -168,6 +168,10 @@ static qkv_status validate_shape(const qkv_page_header *header, const qkv_page_e
   if (header->value_dim != expected->value_dim) {
     REFUSE("page.value_dim is %u, expected %u", header->value_dim, expected->value_dim);
   }
+  if (header->position > QKV_PAGE_POSITION_MAX - header->tokens) {
+    REFUSE("page.position is %" PRIu64 " for %u tokens, positions end at %" PRIu64, header->position, header->tokens,
+           QKV_PAGE_POSITION_MAX);
+  }
   if (header->tier_k > QKV_TIER_MAX) REFUSE("page.tier_k is %u, at most %d", header->tier_k, QKV_TIER_MAX);
   if (header->tier_v > QKV_TIER_MAX) REFUSE("page.tier_v is %u, at most %d", header->tier_v, QKV_TIER_MAX);
   return QKV_OK;

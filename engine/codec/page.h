@@ -89,6 +89,7 @@
 #define QKV_PAGE_VERSION 3
 #define QKV_PAGE_VERSION_LEAST 2
 #define QKV_KV_HEADS_MAX 1024
+#define QKV_PAGE_POSITION_MAX ((uint64_t)1 << 53)  // where a page's tokens end: phases are computed in double
 #define QKV_FEATURE_SLOTS 1u
 #define QKV_FEATURE_ANCHOR 2u
 #define QKV_FEATURE_LOW_RANK 4u

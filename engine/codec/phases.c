@@ -525,3 +525,11 @@ void qkv_phases_score_columns(const qkv_phases *phases, uint64_t position, size_
   }
   qkv_kernels_get()->score_columns(columns, dim, means, &turns, turned, n, scores);
 }
+
+size_t qkv_phases_bytes(const qkv_rope *rope) {
+  // Frequency, turns of pages, cosines and sines of slots (twice) and of waves, turns of half pages, middles and
+  // spans.
+  const size_t floats = 2 * (2 * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS + 3 * QKV_PHASES_PAGES + QKV_PHASES_SPANS);
+  const size_t pair = sizeof(double) * (1 + 2 * QKV_PHASES_PAGES) + floats * sizeof(float);
+  return rope->width / 2 * pair;
+}

@@ -36,6 +36,7 @@ typedef struct qkv_phases qkv_phases;
 // The rope is resolved, has a theta, and is copied.
 qkv_phases *qkv_phases_create(const qkv_rope *rope);
 void qkv_phases_destroy(qkv_phases **phases);
+size_t qkv_phases_bytes(const qkv_rope *rope);  // memory of one, about
 
 // ---- Archive frame; `position` is that of slot 0 ----
 

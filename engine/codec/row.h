@@ -66,13 +66,19 @@ static inline void qkvi_row_widen(float *restrict row, const int8_t *restrict fr
   for (size_t c = 0; c < dim; c++) row[c] = (float)from[c] * unit;
 }
 
+// The largest magnitude.
 static inline float qkvi_row_largest(const float *row, size_t dim) {
-  float largest = 0;
-  for (size_t c = 0; c < dim; c++) {
-    const float magnitude = row[c] < 0 ? -row[c] : row[c];
-    largest = magnitude > largest ? magnitude : largest;
+  typedef int32_t words __attribute__((vector_size(sizeof(qkvi_quad))));
+  words largest = {0};  // positive floats are in the order of their bits
+  for (size_t c = 0; c < dim; c += QKVI_QUAD) {
+    qkvi_quad x;
+    qkvi_quad_load(row + c, &x);
+    const words magnitude = (words)x & INT32_MAX, larger = magnitude > largest;
+    largest = (magnitude & larger) | (largest & ~larger);
   }
-  return largest;
+  const qkvi_quad all = (qkvi_quad)largest;
+  const float a = all[0] > all[1] ? all[0] : all[1], b = all[2] > all[3] ? all[2] : all[3];
+  return a > b ? a : b;
 }
 
 // sum_c weights[c] * (a_c - b_c)^2; weights NULL: all 1; b NULL: all 0.

@@ -29,6 +29,7 @@
 #include "engine/codec/turn_plan.h"
 #include "engine/kernel/dense.h"
 
+#define QKV_QUERY_BLOCK 32       // queries that meet a page at once, at most: bounds every scratch
 #define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor under QKV_TURN_PAGE
 
 // All pointers are borrowed: from a calibration, or NULL.

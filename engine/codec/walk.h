@@ -25,8 +25,6 @@
 #include "engine/codec/phases.h"
 #include "engine/codec/transform.h"
 
-#define QKV_QUERY_BLOCK 32  // queries at most: bounds every scratch
-
 // Sums that can be kept: all levels' of 32 queries of 256 coordinates. Of more they are made anew for every page.
 #define QKV_WALK_SUMS ((size_t)65536)
 

@@ -49,6 +49,9 @@ static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
 #define QKV_DECLARE_ENCODE_ROWS(name)                                                                        \
   void name(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkv_rows *rows, size_t tokens, \
             uint8_t *gains, uint8_t *codes, float *errors, float *squares)
+// out [tokens][dim]: rows in floats; squares [tokens]: their squared lengths (qkvi_row_dot of engine/codec/row.h).
+#define QKV_DECLARE_LOAD_ROWS(name) \
+  void name(const qkv_rows *rows, size_t tokens, size_t dim, float *out, float *squares)
 // rows [64][dim] = gain_t * value(code_tc), by slot.
 #define QKV_DECLARE_DECODE(name) void name(qkv_part part, const qkv_page_codes *codes, float *rows)
 
@@ -182,12 +185,13 @@ typedef struct qkv_page_waves {
             float *sums)
 
 typedef struct qkv_kernels {
-  const char *name;  // "reference", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod"
+  const char *name;  // "reference", "avx2", "avx512", "avx512-vnni", "amx", "neon", "neon-dotprod"
   uint32_t needs;    // processor flags (engine/base/cpu.h), all of them
   QKV_DECLARE_SCORES((*scores));
   QKV_DECLARE_ACCUMULATE((*accumulate));
   QKV_DECLARE_ENCODE((*encode));
   QKV_DECLARE_ENCODE_ROWS((*encode_rows));
+  QKV_DECLARE_LOAD_ROWS((*load_rows));
   QKV_DECLARE_DECODE((*decode));
   QKV_DECLARE_LARGEST((*largest));
   QKV_DECLARE_WEIGH((*weigh));
@@ -227,7 +231,10 @@ const qkv_kernels *qkv_kernels_get(void);
 extern const qkv_kernels qkvi_kernels_reference;
 extern const qkv_kernels qkvi_kernels_avx2, qkvi_kernels_avx512, qkvi_kernels_avx512_vnni;
 extern const qkv_kernels qkvi_kernels_neon, qkvi_kernels_neon_dotprod;
+QKV_DECLARE_LOAD_ROWS(qkvi_load_rows_reference);
 QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference);
+QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_avx512_vnni);
+QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_amx);
 QKV_DECLARE_ADD_PRODUCTS(qkvi_add_products_reference);
 QKV_DECLARE_SUM_LEVELS(qkvi_sum_levels_reference);
 QKV_DECLARE_SCORES_INTEGER(qkvi_scores_integer_reference);
@@ -243,6 +250,8 @@ uint8_t qkvi_gain_nearest(float factor);
 // What decode gives for a row [dim] that encode coded at `tier` >= 1: for closed loops (engine/codec/anchor.h).
 void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *weights, const float *row,
                          float *decoded);
+// decoded [dim] of a row's codes [dim], each at its own depth (qkvi_unpack_slot), and its gain.
+void qkvi_row_decode(const qkv_schedule *schedule, unsigned tier, const uint8_t *codes, uint8_t gain, float *decoded);
 // 1 for every coordinate: what weights NULL stand for.
 extern const float qkvi_weights_alike[QKV_DIM_MAX];
 

@@ -6,6 +6,7 @@
 
 #include "engine/codec/codebook.h"
 #include "engine/codec/pack.h"
+#include "engine/codec/row.h"
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
@@ -210,6 +211,17 @@ static void encode_group(const uint16_t *reach, const row_weights *weights, cons
   }
 }
 
+void qkvi_row_decode(const qkv_schedule *schedule, unsigned tier, const uint8_t *codes, uint8_t gain,
+                     float *decoded) {
+  const uint16_t *reach = schedule->reach[tier];
+  const float value = qkv_gain_value(gain);
+  for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
+    const float *values = qkvi_tables.values[depth];
+    for (unsigned c = deeper(reach, depth); c < reach[depth]; c++) decoded[c] = values[codes[c]] * value;
+  }
+  memset(decoded + reach[1], 0, (schedule->dim - reach[1]) * sizeof *decoded);
+}
+
 void qkvi_row_round_trip(const qkv_schedule *schedule, unsigned tier, const float *weights, const float *row,
                          float *decoded) {
   if (weights == NULL) weights = qkvi_weights_alike;
@@ -252,6 +264,14 @@ static QKV_DECLARE_ENCODE_ROWS(encode_rows_reference) {
                     errors, squares);
 }
 
+QKV_DECLARE_LOAD_ROWS(qkvi_load_rows_reference) {
+  for (size_t t = 0; t < tokens; t++, out += dim) {
+    if (rows->next != NULL) qkvi_fetch_row(rows->next, t);
+    qkv_to_float(rows->dtype, rows->data + t * rows->stride, out, dim);
+    squares[t] = qkvi_row_dot(out, out, dim);
+  }
+}
+
 // ---- Dense transforms ----
 
 static QKV_DECLARE_DENSE(multiply_reference) {
@@ -284,6 +304,7 @@ const qkv_kernels qkvi_kernels_reference = {
     .accumulate = accumulate_reference,
     .encode = encode_reference,
     .encode_rows = encode_rows_reference,
+    .load_rows = qkvi_load_rows_reference,
     .decode = decode_reference,
     .largest = largest_plain,
     .weigh = weigh_plain,

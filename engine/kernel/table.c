@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "engine/base/cpu.h"
 #include "engine/codec/codebook.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/kernel.h"
@@ -195,6 +196,9 @@ static void fill_encoding(void) {
         qkvi_integers.codes[depth][unit] = code;
       }
     }
+    for (unsigned depth = 1; depth <= 4; depth++) {  // look-ups end at 191
+      assert(qkvi_integers.units[s][depth][191] == qkvi_integers.units[s][depth][255]);
+    }
     for (unsigned depth = 2; depth <= 4; depth++) {
       for (unsigned cell = 0; cell < 1u << (depth - 2); cell++) {
         const unsigned upper = ((1u << (depth - 1)) + 2 * cell + 1) << (QKV_DEPTH_MAX - depth);
@@ -226,4 +230,5 @@ void qkvi_tables_fill(void) {
   fill_sixes();
   fill_middles();
   fill_encoding();
+  qkvi_tables.dots_alone = qkv_cpu_intel();
 }

@@ -36,6 +36,29 @@ static void check_multiply(checking *c, uint16_t dim, size_t n, input_kind kind)
   free(made.memory);
 }
 
+static void check_load(checking *c, uint16_t dim, size_t n, input_kind kind) {
+  static const qkv_dtype dtypes[] = {QKV_FP32, QKV_FP16, QKV_BF16};
+  const page_part shape = {.schedule.dim = dim};
+  const qkv_dtype dtype = dtypes[naive_below(&c->random, 3)];
+  const size_t bytes = dim * qkv_dtype_size(dtype), stride = bytes * (1 + naive_below(&c->random, 2));
+  guarded floats = guarded_make(n * stride), in = guarded_make(n * stride);
+  fill_input(&c->random, kind, (float *)floats.data, n * stride / sizeof(float));
+  const size_t count = n * stride / qkv_dtype_size(dtype);
+  for (size_t i = 0; i < count; i++) {
+    qkv_from_float(dtype, (float *)floats.data + i % (n * stride / sizeof(float)),
+                   in.data + i * qkv_dtype_size(dtype), 1);
+  }
+  const qkv_rows rows = {dtype, in.data, stride, bytes, NULL};
+  guarded expected = guarded_make(n * dim * sizeof(float)), got = guarded_make(n * dim * sizeof(float));
+  guarded lengths = guarded_make(n * sizeof(float)), got_lengths = guarded_make(n * sizeof(float));
+  qkv_kernels_at(0)->load_rows(&rows, n, dim, (float *)expected.data, (float *)lengths.data);
+  c->twin->load_rows(&rows, n, dim, (float *)got.data, (float *)got_lengths.data);
+  check_same(c, "load_rows", &shape, n, &expected, &got);
+  check_same(c, "load_rows squares", &shape, n, &lengths, &got_lengths);
+  guarded *all[] = {&floats, &in, &expected, &got, &lengths, &got_lengths};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
+}
+
 // Turns of so many pairs, not those of any rope.
 typedef struct made_turns {
   guarded cosines, sines;
@@ -97,6 +120,8 @@ static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim
 void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 12);
   check_multiply(c, dim, n, kind);
+  check_multiply(c, dim, 13 + naive_below(&c->random, 64), kind);  // more rows than tiles and batches have
+  check_load(c, dim, n, kind);
   check_walk_of(c, dim, n, kind);
   const size_t pairs = naive_below(&c->random, dim / 2u + 1);
   made_turns made = make_turns(c, pairs, naive_below(&c->random, 2));

@@ -58,6 +58,20 @@ def dense_strides(message):
     return strides
 
 
+class Tenant:
+    """A stub whose calls are a tenant's: they have the metadata `qkv-tenant`. Of "" it is the stub itself."""
+
+    def __new__(cls, stub, tenant):
+        return super().__new__(cls) if tenant else stub
+
+    def __init__(self, stub, tenant):
+        self._stub, self._tenant = stub, tenant
+
+    def __getattr__(self, method):
+        call = getattr(self._stub, method)
+        return lambda request, **fields: call(request, metadata=(("qkv-tenant", self._tenant),), **fields)
+
+
 class Cache:
     """A model and one session of it, as small as the tests want it."""
 

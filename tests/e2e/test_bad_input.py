@@ -256,7 +256,7 @@ def test_too_many_items_and_unknown_out_dtype(filled):
     ({"part": 9}, INVALID, ["part is 9"]),
     ({"rope": 9}, INVALID, ["rope is 9"]),
     ({"range": tensor_pb2.TokenRange(begin=9, end=5)}, INVALID, ["range.begin is 9", "5"]),
-    ({"coded": True}, grpc.StatusCode.UNIMPLEMENTED, ["coded"]),
+    ({"coded": True, "part": 1}, INVALID, ["part is 1", "coded is set"]),
 ])
 def test_fetch(filled, fields, code, texts):
     with refused(code, *texts):

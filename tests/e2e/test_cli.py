@@ -37,10 +37,10 @@ def test_help_and_version(tool):
     assert re.search(r"\d+\.\d+\.\d+", run(tool, "--version").stdout)
 
 
-COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "storage", "fetch", "load", "sink", "rm")]
+COMMANDS = [("qkvctl", command) for command in ("status", "models", "sessions", "session", "match", "fork", "storage", "compare", "has", "watch", "fetch", "load", "copy", "sink", "rm")]
 COMMANDS += [("qkv-worker", command) for command in ("generate", "score")]
 COMMANDS += [("qkv-bench", command) for command in ("rpc", "append", "step", "fetch")]
-IN_PROCESS = [("qkv-bench", command) for command in ("attend", "encode", "decode", "quality")]
+IN_PROCESS = [("qkv-bench", command) for command in ("attend", "encode", "decode", "quality", "share", "share-append")]
 
 
 @pytest.mark.parametrize("tool,command", COMMANDS + IN_PROCESS)
@@ -59,6 +59,8 @@ def test_help_of_every_command(tool, command):
     ("qkvctl", ["session"], ["SESSION"]),
     ("qkvctl", ["status", "extra"], ["extra"]),
     ("qkvctl", [], ["usage"]),
+    ("qkvctl", ["match", "--tokens", "x"], ["match needs --model NAME"]),
+    ("qkvctl", ["match", "--model", "x"], ["match needs --tokens FILE"]),
     ("qkvctl", ["fetch", "s", "--output", "\udcff"], ["--output is no UTF-8"]),  # the byte 0xff
     ("qkv-worker", ["generat"], ["generat", "did you mean", "generate"]),
     ("qkv-worker", ["generate", "--promt", "x"], ["--promt", "did you mean --prompt"]),
@@ -188,6 +190,24 @@ def test_bench_attend_gives_the_promised_keys():
         assert 0 < figures["rel_err"] < (1e-5 if "--precision" in shape else 0.13 * figures["code_err"])
     failed = run("qkv-bench", "attend", "--frame", "attend")
     assert failed.returncode != 0 and "--calibrated" in failed.stderr
+
+
+def test_share_gives_the_promised_keys():
+    figures = json_lines("qkv-bench", "share", "--pages", "20000", "--tokens", "6400", "--rounds", "5", "--sessions", "2",
+                         "--shared-tokens", "4096", "--dim", "64", "--kv-heads", "2", "--repeats", "1")[-1]
+    assert figures["pages"] == 20000
+    assert figures["match_none_us_p50"] < figures["match_us_p50"] <= figures["match_us_p99"]
+    assert 48 < figures["index_bytes_per_page"] <= 64
+    for group in ("g1", "g4"):
+        ratio = figures[f"attend_us_{group}"] / figures[f"attend_apart_us_{group}"]
+        assert abs(figures[f"attend_ratio_{group}"] - ratio) <= 1e-6 * ratio
+    refused = run("qkv-bench", "share", "--shared-tokens", "5000")
+    assert refused.returncode != 0 and "--shared-tokens is 5000" in refused.stderr
+
+
+def test_share_append_takes_all_sealed_pages():
+    figures = json_lines("qkv-bench", "share-append", "--tokens", "1024", "--dim", "64", "--repeats", "3")[-1]
+    assert figures["pages_taken"] == 15 and 0 < figures["append_ratio"] < 1
 
 
 def test_score_gives_the_promised_keys(daemon, stub):

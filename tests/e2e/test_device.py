@@ -15,6 +15,7 @@ import pytest
 
 from daemon import BIN_DIR, SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import Cache, refused
+from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
 
@@ -144,12 +145,17 @@ def test_little_memory_may_be_locked(tmp_path):
 
 # ---- A sync that fails ----
 
+def failing_disk():
+    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
+    assert os.path.exists(library)
+    return library
+
+
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
 def test_a_failing_disk_loses_nothing(tmp_path):
     """Pages whose sync failed stay in memory, and are written again elsewhere once the device takes them."""
     flag = tmp_path / "fail"
-    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
-    assert os.path.exists(library)
+    library = failing_disk()
     arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
     with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_SYNC": str(flag)}) as daemon:
         cache = Cache(daemon.stub(), "s", layers=LAYERS, durability=ASYNC, recent_window=16)
@@ -165,7 +171,7 @@ def test_a_failing_disk_loses_nothing(tmp_path):
         before = [rows(cache, 576, layer) for layer in range(LAYERS)]
         flag.unlink()
         wait_for(lambda: list(cache.info().durable) == [576] * LAYERS, "it does not become durable any more")
-        wait_for(lambda: list(synced.info().durable)[0] == 256, "nor what was not acknowledged")
+        wait_for(lambda: list(synced.info().durable)[0] == 300, "nor what was not acknowledged")
         daemon.kill()
     with Daemon(*arguments) as daemon:
         cache.stub = daemon.stub()
@@ -173,6 +179,83 @@ def test_a_failing_disk_loses_nothing(tmp_path):
         for layer in range(LAYERS):
             for first, second in zip(before[layer], rows(cache, 576, layer)):
                 assert np.array_equal(first, second)
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_what_the_journal_does_not_take_is_not_done(tmp_path):
+    """Pin and Touch that are answered with an error have changed nothing."""
+    flag = tmp_path / "fail"
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread")
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "FAIL_JOURNAL": str(flag)}) as daemon:
+        cache = Cache(daemon.stub(), "s", durability=ASYNC)
+        cache.stub.Touch(kv.TouchRequest(session="s", ttl_ms=3600000))
+        flag.touch()
+        with refused(grpc.StatusCode.INTERNAL, "journal"):
+            cache.stub.Pin(kv.PinRequest(session="s"))
+        with refused(grpc.StatusCode.INTERNAL, "journal"):
+            cache.stub.Touch(kv.TouchRequest(session="s", ttl_ms=1))
+        info = cache.info()
+        assert not info.pinned and info.ttl_ms == 3600000
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_one_compaction_at_a_time(tmp_path):
+    """While one Compact runs, others are refused at once instead of taking a thread each."""
+    flag = tmp_path / "hold"
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "1MiB",
+                 "--storage-compact-rate", "0")
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(flag)}) as daemon:
+        caches = [Cache(daemon.stub(), name, layers=LAYERS, durability=SYNC) for name in ("kept", "closed")]
+        for position in range(0, 16000, 1000):
+            for cache in caches:
+                fill(cache, 1000, position)
+        caches[1].stub.CloseSession(kv.CloseSessionRequest(session="closed"))
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+        flag.touch()
+        running = admin.Compact.future(admin_pb2.CompactRequest())
+        for _ in range(10):  # more than the pool has threads
+            time.sleep(0.05)
+            with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "Compact", "1 at a time"):
+                admin.Compact(admin_pb2.CompactRequest(), timeout=10)
+        assert not running.done()
+        flag.unlink()
+        assert running.result(timeout=60).bytes_freed > 0
+        admin.Compact(admin_pb2.CompactRequest(), timeout=60)
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_clients_that_go_do_not_wait_for_memory(tmp_path):
+    """Memory is full of pages that do not become durable: calls that wait for some end soon after they are cancelled."""
+    flag = tmp_path / "hold"
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--memory-budget", "4MiB",
+                 "--memory-high", "1", "--memory-low", "1", "--ema-every", "0", "--calibrate-tokens", "0")
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(flag)}) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=1, recent_window=0, durability=ASYNC)
+        flag.touch()
+        position, k, v = 0, *cache.rows(2000)
+
+        def append():
+            request = kv.AppendRequest(items=[cache.item(position, k, v)])
+            return cache.stub.Append.future(iter([request]))
+
+        call = append()
+        while True:
+            try:
+                call.result(timeout=1)
+            except grpc.FutureTimeoutError:
+                break
+            position += len(k)
+            call = append()
+        waiting = [call] + [append() for _ in range(3)]  # the first one has its turn, others wait for theirs
+        time.sleep(0.5)
+        assert not any(call.done() for call in waiting)
+        for call in waiting:
+            call.cancel()
+        began = time.monotonic()
+        wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls go on")  # this one
+        assert time.monotonic() - began < 3
+        flag.unlink()
+        append().result(timeout=60)
 
 
 # ---- A start that cannot read ----
@@ -187,7 +270,7 @@ def storage(daemon, *more):
 def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
     """Sessions end earlier for such a start. One that is appended to or truncated then ends there for ever."""
     flag = tmp_path / "fail"
-    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
+    library = failing_disk()
     arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
     names = ("left", "appended", "truncated")
     with Daemon(*arguments) as daemon:
@@ -195,7 +278,7 @@ def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
                   for name in names}
         for cache in caches.values():
             fill(cache, 300)
-        before = [rows(caches["left"], 256, layer) for layer in range(LAYERS)]
+        before = [rows(caches["left"], 300, layer) for layer in range(LAYERS)]
         daemon.kill()
     flag.touch()
     with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_READ": str(flag)}) as daemon:
@@ -222,12 +305,14 @@ def test_what_a_start_cannot_read_is_there_for_the_next(tmp_path):
         assert shown["unread_segments"] == 0 and not any(segment["unread"] for segment in shown["segments"])
         for cache in caches.values():
             cache.stub = daemon.stub()
-        assert list(caches["left"].info().lengths) == [256] * LAYERS
+        assert list(caches["left"].info().lengths) == [300] * LAYERS
         for layer in range(LAYERS):
-            for first, second in zip(before[layer], rows(caches["left"], 256, layer)):
+            for first, second in zip(before[layer], rows(caches["left"], 300, layer)):
                 assert np.array_equal(first, second)
-        for name in ("appended", "truncated"):
-            assert list(caches[name].info().lengths) == [0] * LAYERS
+        assert list(caches["truncated"].info().lengths) == [0] * LAYERS
+        assert list(caches["appended"].info().lengths) == [0, 8]
+        for first, second in zip(new, rows(caches["appended"], 8, 1)):
+            assert np.array_equal(first, second)
 
 
 # ---- A full file system ----

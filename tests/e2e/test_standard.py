@@ -82,25 +82,11 @@ def test_reflection_answers_errors_on_the_stream(daemon, stub):
 def test_reflection_answers_many_requests_on_one_stream(daemon, stub):
     reflection = reflection_pb2_grpc.ServerReflectionStub(daemon.channel())
     requests = [reflection_pb2.ServerReflectionRequest(file_by_filename=f"qkv/v1/{name}.proto")
-                for name in ("tensor", "model", "kv_cache", "admin", "shared_memory")]
+                for name in ("tensor", "model", "kv_cache", "objects", "admin", "shared_memory")]
     answers = list(reflection.ServerReflectionInfo(iter(requests), timeout=TIMEOUT))
     assert [answer.original_request.file_by_filename for answer in answers] == [
         request.file_by_filename for request in requests]
     assert all(answer.HasField("file_descriptor_response") for answer in answers)
-
-
-UNSERVED = [
-    ("Match", kv_cache_pb2.MatchRequest()),
-    ("Fork", kv_cache_pb2.ForkRequest()),
-]
-
-
-@pytest.mark.parametrize("method,request_message", UNSERVED)
-def test_methods_of_the_contract_that_are_not_served(stub, method, request_message):
-    with refused(grpc.StatusCode.UNIMPLEMENTED, method):
-        answer = getattr(stub, method)(request_message, timeout=TIMEOUT)
-        if hasattr(answer, "__iter__"):
-            list(answer)
 
 
 def test_admin_and_shared_memory_methods_that_are_not_served(daemon, stub):

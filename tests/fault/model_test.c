@@ -4,6 +4,9 @@
 //
 //   QKV_FAULT_SEED=17 QKV_FAULT_SEEDS=1 bin/test_fault_model      that one again
 //   QKV_FAULT_SEEDS=100000 bin/test_fault_model                   by hand
+//
+// Seeds from FORKED on have forks. What whose view has then is told by lineage.h: every opening, fork, put and cut is
+// noted, and after a restart done again, without the cuts that did not reach the journal.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -17,18 +20,7 @@
 
 #include "engine/base/log.h"
 #include "storage/internal.h"
-#include "tests/fault/disk.h"
-
-enum {
-  RECORDS_MAX = 4000,
-  SESSIONS_MAX = 200,
-  CUTS_MAX = 400,
-  RUNS = 4,
-  OPERATIONS = 250,
-  LAYERS = 3,
-  PLACES = 12,
-  PAYLOAD_MAX = 50000
-};
+#include "tests/fault/model.h"
 
 // Sanitizers take four times as long over a seed, and see the same code in each.
 #ifdef QKV_SANITIZED
@@ -36,59 +28,6 @@ enum { SEEDS = 80 };
 #else
 enum { SEEDS = 200 };
 #endif
-
-typedef struct model_record {
-  uint64_t number, session, position;
-  uint32_t layer, tokens;
-  uint64_t size, content;
-  bool ended;    // written() has been called
-  bool written;  // with QKV_OK
-  bool durable;  // acknowledged
-  bool gone;     // closed, cut or dropped, acknowledged or not
-  bool dropped;  // only that: it may come back
-} model_record;
-
-typedef struct model_session {
-  uint64_t number;
-  bool open_durable, close_asked, close_durable;
-  bool failed;  // a close or cut could not be written: puts are refused
-} model_session;
-
-typedef struct model_cut {
-  uint64_t session, position, watermark;
-  uint32_t layer;
-  bool durable;
-} model_cut;
-
-typedef struct model {
-  uint64_t seed;
-  fault_disk *disk;
-  qkv_storage *storage;
-  bool faults;       // errors may come
-  bool sync_failed;  // or may have come
-  model_record records[RECORDS_MAX];
-  size_t record_count;
-  model_session sessions[SESSIONS_MAX];
-  size_t session_count;
-  model_cut cuts[CUTS_MAX];
-  size_t cut_count;
-  size_t waits;  // callbacks that are to come
-  // What a restart told.
-  qkv_record_info told[RECORDS_MAX];
-  size_t told_count;
-  uint64_t told_sessions[SESSIONS_MAX];
-  size_t told_session_count;
-  uint64_t rewritten;  // times that the journal was written anew while it ran
-} model;
-
-#define CHECK(on, condition, ...)                                                        \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
-      print_error("seed %llu: %s: ", (unsigned long long)(on)->seed, #condition);        \
-      print_error(__VA_ARGS__);                                                          \
-      fail_msg("QKV_FAULT_SEED=%llu QKV_FAULT_SEEDS=1", (unsigned long long)(on)->seed); \
-    }                                                                                    \
-  } while (0)
 
 // What a callback is about.
 typedef struct about {
@@ -142,11 +81,20 @@ static model_session *session_of(model *on, uint64_t number) {
   return NULL;
 }
 
-static model_record *record_of(model *on, uint64_t number) {
+static void note(model *on, const model_event *event) {
+  CHECK(on, on->event_count < EVENTS_MAX, "too many events\n");
+  on->events[on->event_count++] = *event;
+  model_apply(on, &on->now, event);
+}
+
+// Records that nobody has any more.
+static void note_gone(model *on) {
   for (size_t i = 0; i < on->record_count; i++) {
-    if (on->records[i].number == number) return &on->records[i];
+    bool has = false;
+    for (size_t s = 0; s < on->session_count && !has && !on->records[i].gone; s++)
+      has = !on->sessions[s].close_asked && lineage_tokens(&on->now, s, i) > 0;
+    if (!has) on->records[i].gone = true;
   }
-  return NULL;
 }
 
 static bool troubled(const model *on) {
@@ -184,11 +132,30 @@ static uint64_t payload_of(const model *on, uint64_t number, uint8_t payload[PAY
   return sizeof number + more;
 }
 
+static bool has_forks(const model *on) {
+  return on->seed >= FORKED;
+}
+
+static void fork_session(model *on, size_t parent) {
+  if (on->session_count == SESSIONS_MAX || on->sessions[parent].close_asked) return;
+  const size_t at = on->session_count++;
+  const uint64_t number = qkv_storage_session_number(on->storage);
+  on->sessions[at] = (model_session){.number = number};
+  model_event event = {.what = FORKED_FROM, .session = at, .parent = parent};
+  for (size_t i = 0; i < LAYERS; i++) event.positions[i] = drawn(on, 64 * PLACES + 30);
+  note(on, &event);
+  uint8_t payload[PAYLOAD_MAX];
+  const uint64_t bytes = payload_of(on, number, payload);
+  (void)qkv_storage_session_fork(on->storage, number, on->sessions[parent].number, event.positions, LAYERS, payload,
+                                 bytes, open_ended, about_of(on, at), NULL);
+}
+
 static void open_session(model *on) {
   if (on->session_count == SESSIONS_MAX) return;
   const size_t at = on->session_count++;
   on->sessions[at] = (model_session){.number = qkv_storage_session_number(on->storage)};
   const uint64_t number = on->sessions[at].number;
+  note(on, &(model_event){.what = OPENED, .session = at});
   uint8_t payload[PAYLOAD_MAX];
   const uint64_t bytes = payload_of(on, number, payload);
   (void)qkv_storage_journal(on->storage, QKV_JOURNAL_SESSION_OPEN, number, payload, bytes, open_ended,
@@ -219,8 +186,17 @@ static void put_durable(void *context, uint64_t number, qkv_status status) {
   end_about(what);
 }
 
+// Heirs may need what is put for a closed session.
+static bool takes_puts(const model *on, const model_session *session) {
+  if (!session->close_asked) return true;
+  for (size_t i = 0; i < on->session_count; i++) {
+    if (!on->sessions[i].close_asked && lineage_inherits(&on->now, i, (size_t)(session - on->sessions))) return true;
+  }
+  return false;
+}
+
 static void put(model *on, model_session *session) {
-  if (on->record_count == RECORDS_MAX || session->close_asked) return;
+  if (on->record_count == RECORDS_MAX || !takes_puts(on, session)) return;
   static const uint64_t bounds[] = {100, 5000, 60000, 400000};
   model_record *record = &on->records[on->record_count];
   *record = (model_record){.session = session->number,
@@ -248,6 +224,8 @@ static void put(model *on, model_session *session) {
   const qkv_status status = qkv_storage_put(on->storage, &request, &record->number, &error);
   if (status == QKV_OK) {
     on->record_count++;
+    note(on, &(model_event){.what = PUT, .session = (size_t)(session - on->sessions), .which = on->record_count - 1});
+    note_gone(on);
     return;
   }
   end_about(what);
@@ -269,9 +247,7 @@ static void gone_ended(void *context, qkv_status status) {
 static void close_session(model *on, size_t at) {
   model_session *session = &on->sessions[at];
   session->close_asked = true;
-  for (size_t i = 0; i < on->record_count; i++) {
-    if (on->records[i].session == session->number) on->records[i].gone = true;
-  }
+  note_gone(on);
   qkv_storage_session_close(on->storage, session->number, gone_ended, about_of(on, at));
 }
 
@@ -280,26 +256,21 @@ static void cut_ended(void *context, qkv_status status) {
   model_cut *cut = &what->on->cuts[what->which];
   CHECK(what->on, status == QKV_OK || journal_troubled(what->on), "truncate: %d\n", status);
   if (status == QKV_OK) cut->durable = true;
+  if (status != QKV_OK) cut->failed = true;
   if (status != QKV_OK) session_of(what->on, cut->session)->failed = true;
   end_about(what);
 }
 
-static bool cut_hits(const model_cut *cut, uint64_t session, uint32_t layer, uint64_t number, uint64_t position) {
-  return cut->session == session && (cut->layer == QKV_LAYER_ALL || cut->layer == layer) && number < cut->watermark &&
-         position >= cut->position;
-}
-
-static void truncate_session(model *on, const model_session *session) {
+static void truncate_session(model *on, size_t at) {
+  const model_session *session = &on->sessions[at];
   if (on->cut_count == CUTS_MAX || session->close_asked) return;
   model_cut *cut = &on->cuts[on->cut_count];
   *cut = (model_cut){.session = session->number,
                      .position = drawn(on, 64 * PLACES),
                      .layer = drawn(on, 3) == 0 ? QKV_LAYER_ALL : (uint32_t)drawn(on, LAYERS),
                      .watermark = on->storage->record_next};
-  for (size_t i = 0; i < on->record_count; i++) {
-    model_record *record = &on->records[i];
-    if (cut_hits(cut, record->session, record->layer, record->number, record->position)) record->gone = true;
-  }
+  note(on, &(model_event){.what = CUT, .session = at, .which = on->cut_count});
+  note_gone(on);
   qkv_storage_session_truncate(on->storage, cut->session, cut->layer, cut->position, cut_ended,
                                about_of(on, on->cut_count++));
 }
@@ -330,7 +301,7 @@ static void read_record(model *on, size_t at) {
   what->bytes = malloc(record->size);
   if (what->bytes == NULL) abort();
   what->was_gone = record->gone;
-  qkv_storage_read(on->storage, record->session, record->number, what->bytes, record->size, read_ended, what);
+  qkv_storage_read(on->storage, record->number, what->bytes, record->size, read_ended, what);
 }
 
 static void nothing_ended(void *context, qkv_status status) {
@@ -345,10 +316,9 @@ static void drop_replaced(model *on) {
     if (!old->written || old->gone) continue;
     for (size_t j = i + 1; j < on->record_count; j++) {
       const model_record *next = &on->records[j];
-      const bool same = next->session == old->session && next->layer == old->layer && next->position == old->position;
-      if (!same || !next->durable || next->gone || drawn(on, 3) != 0) continue;
+      if (!lineage_same(&on->now, i, j) || !next->durable || next->gone || drawn(on, 3) != 0) continue;
       qkv_storage_drop(on->storage, old->number);
-      old->gone = true;
+      old->gone = old->dropped = true;
       break;
     }
   }
@@ -360,6 +330,8 @@ static void operate(model *on) {
   const size_t record = on->record_count == 0 ? 0 : (size_t)drawn(on, on->record_count);
   if (what < 5 || on->session_count == 0) {
     open_session(on);
+  } else if (what < 10 && has_forks(on)) {
+    fork_session(on, session);
   } else if (what < 45) {
     model_session *into = &on->sessions[session];
     const bool closed = into->close_asked;
@@ -367,10 +339,10 @@ static void operate(model *on) {
     if (into->close_asked && !closed) close_session(on, session);
   } else if (what < 65) {
     if (on->record_count > 0) read_record(on, record);
-  } else if (what < 67) {
+  } else if (what < (has_forks(on) ? 69 : 67)) {
     if (!on->sessions[session].close_asked) close_session(on, session);
   } else if (what < 71) {
-    truncate_session(on, &on->sessions[session]);
+    truncate_session(on, session);
   } else if (what < 73) {
     drop_replaced(on);
   } else if (what < 77) {
@@ -386,7 +358,15 @@ static void operate(model *on) {
 
 static bool tell_entry(void *context, const qkv_journal_entry *entry) {
   model *on = context;
-  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) {
+  if (entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) {
+    for (size_t i = 0; i < on->cut_count; i++) {
+      model_cut *cut = &on->cuts[i];
+      if (cut->session == entry->session && cut->watermark == entry->watermark && cut->layer == entry->layer &&
+          cut->position == entry->position)
+        cut->told = true;
+    }
+  }
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK) {
     uint8_t payload[PAYLOAD_MAX];
     const uint64_t bytes = payload_of(on, entry->session, payload);
     CHECK(on, session_of(on, entry->session) != NULL, "a session that never was\n");
@@ -398,7 +378,7 @@ static bool tell_entry(void *context, const qkv_journal_entry *entry) {
 
 static void tell_record(void *context, const qkv_record_info *info) {
   model *on = context;
-  CHECK(on, on->told_count < RECORDS_MAX, "too many\n");
+  CHECK(on, on->told_count < TOLD_MAX, "too many\n");
   on->told[on->told_count++] = *info;
 }
 
@@ -414,6 +394,7 @@ static qkv_status open_storage(model *on, uint64_t budget, qkv_error *error) {
   config.encoders = 0;
   config.open_files_max = 4;
   on->told_count = on->told_session_count = 0;
+  for (size_t i = 0; i < on->cut_count; i++) on->cuts[i].told = false;
   on->storage = qkvi_storage_create(&config);
   if (writes_anew(on)) {
     on->storage->journal.rewrite_min = 128 << 10;
@@ -428,95 +409,6 @@ static qkv_status open_storage(model *on, uint64_t budget, qkv_error *error) {
   const qkv_status status = qkvi_storage_open_over(on->storage, &restore, error);
   if (status != QKV_OK) qkvi_storage_destroy(&on->storage);
   return status;
-}
-
-static const qkv_record_info *told_record(const model *on, uint64_t number) {
-  for (size_t i = 0; i < on->told_count; i++) {
-    if (on->told[i].record == number) return &on->told[i];
-  }
-  return NULL;
-}
-
-static bool told_session(const model *on, uint64_t number) {
-  for (size_t i = 0; i < on->told_session_count; i++) {
-    if (on->told_sessions[i] == number) return true;
-  }
-  return false;
-}
-
-// Whether a newer record of the same place was told.
-static bool told_newer(const model *on, const model_record *record) {
-  for (size_t i = 0; i < on->told_count; i++) {
-    const qkv_record_info *info = &on->told[i];
-    if (info->meta.session == record->session && info->meta.layer == record->layer &&
-        info->meta.position == record->position && info->record > record->number) {
-      return true;
-    }
-  }
-  return false;
-}
-
-static void check_sessions(model *on) {
-  if (fault_disk_damaged_journal(on->disk) > 0) return;
-  for (size_t i = 0; i < on->session_count; i++) {
-    const model_session *session = &on->sessions[i];
-    const bool told = told_session(on, session->number);
-    if (session->close_durable) CHECK(on, !told, "a closed session is back\n");
-    if (session->open_durable && !session->close_asked) CHECK(on, told, "a session is lost\n");
-  }
-}
-
-static void check_told(model *on) {
-  for (size_t i = 0; i < on->told_count; i++) {
-    const qkv_record_info *info = &on->told[i];
-    const model_record *record = record_of(on, info->record);
-    CHECK(on, record != NULL, "a record that never was\n");
-    CHECK(on,
-          record->session == info->meta.session && record->position == info->meta.position &&
-              record->layer == info->meta.layer && record->size == info->bytes,
-          "a record's description\n");
-    CHECK(on, told_session(on, info->meta.session), "a record of a dead session\n");
-    for (size_t j = 0; j < on->cut_count; j++) {
-      const model_cut *cut = &on->cuts[j];
-      if (!cut_hits(cut, info->meta.session, info->meta.layer, info->record, info->meta.position)) continue;
-      if (fault_disk_damaged_journal(on->disk) == 0) CHECK(on, !cut->durable, "a cut record is back\n");
-      // Rows of before the cut never stand beside rows of after it.
-      for (size_t k = 0; k < on->told_count; k++) {
-        CHECK(on, on->told[k].meta.session != cut->session || on->told[k].record < cut->watermark,
-              "records %llu and %llu do not go together\n", (unsigned long long)info->record,
-              (unsigned long long)on->told[k].record);
-      }
-    }
-  }
-}
-
-static void check_durable(model *on) {
-  if (fault_disk_damaged_journal(on->disk) > 0 || fault_disk_damaged_segments(on->disk) > 0) return;
-  for (size_t i = 0; i < on->record_count; i++) {
-    const model_record *record = &on->records[i];
-    const model_session *session = session_of(on, record->session);
-    if (!record->durable || record->gone || !session->open_durable || session->close_asked) continue;
-    CHECK(on, told_record(on, record->number) != NULL || told_newer(on, record), "record %llu was durable\n",
-          (unsigned long long)record->number);
-  }
-}
-
-// From here on what was told is there and the rest is gone. A record may come back where a newer one is damaged.
-static void believe(model *on) {
-  for (size_t i = 0; i < on->record_count; i++) {
-    model_record *record = &on->records[i];
-    const bool told = told_record(on, record->number) != NULL;
-    record->ended = true;
-    record->written = record->written || told;
-    // After an fdatasync that failed the cache may show what the medium does not have; no later one tells.
-    record->durable = told && (record->durable || !on->sync_failed);
-    record->gone = !told;
-  }
-  for (size_t i = 0; i < on->session_count; i++) {
-    const bool told = told_session(on, on->sessions[i].number);
-    on->sessions[i] = (model_session){.number = on->sessions[i].number, .open_durable = told, .close_asked = !told};
-  }
-  on->cut_count = 0;
 }
 
 static void settle(model *on) {
@@ -541,8 +433,8 @@ static void start_in_part(model *on) {
   qkv_error error = {0};
   fault_disk_plan(on->disk, &(fault_plan){.read_error = 0.05, .segment_error = 0.5});
   if (open_storage(on, 0, &error) == QKV_OK) {
-    check_sessions(on);
-    check_told(on);
+    model_check_sessions(on);
+    model_check_told(on);
     qkv_storage_close(&on->storage);
   }
   fault_disk_restart(on->disk, false);
@@ -565,10 +457,14 @@ static bool run(model *on, bool first) {
   if (status != QKV_OK && fault_disk_damaged_journal(on->disk) > 0) return false;
   CHECK(on, status == QKV_OK, "%s\n", error.text);
   if (!first) {
-    check_sessions(on);
-    check_told(on);
-    check_durable(on);
-    believe(on);
+    model_check_sessions(on);
+    model_check_told(on);
+    model_check_durable(on);
+    if (model_is_unsure(on) && fault_disk_damaged_journal(on->disk) == 0) {  // the model ends here
+      qkv_storage_close(&on->storage);
+      return false;
+    }
+    model_believe(on);
   }
   quiet.crash_after = 0;
   fault_disk_plan(on->disk, &quiet);
@@ -591,6 +487,9 @@ static bool run(model *on, bool first) {
   return true;
 }
 
+// Of what was told of heirs, over all seeds.
+static uint64_t inherited;
+
 static uint64_t run_seed(uint64_t seed) {
   static model on;
   memset(&on, 0, sizeof on);
@@ -599,6 +498,7 @@ static uint64_t run_seed(uint64_t seed) {
   for (int i = 0; i < RUNS && run(&on, i == 0); i++) {
   }
   fault_disk_destroy(&on.disk);
+  inherited += on.inherited;
   return writes_anew(&on) ? on.rewritten : 0;
 }
 
@@ -624,11 +524,20 @@ static void random_operations(void **state) {
   if (seeds >= 200) assert_true(rewritten >= seeds / 10);
 }
 
+static void random_forks(void **state) {
+  (void)state;
+  if (getenv("QKV_FAULT_SEED") != NULL) skip();
+  const uint64_t seeds = from_environment("QKV_FAULT_SEEDS", SEEDS);
+  for (uint64_t seed = FORKED; seed < FORKED + seeds; seed++) (void)run_seed(seed);
+  assert_true(inherited > 10 * seeds);
+}
+
 int main(void) {
   // What the disk does is told by the model.
   FILE *nowhere = fopen("/dev/null", "we");
   if (nowhere != NULL && getenv("QKV_FAULT_SEED") == NULL) qkv_log_setup(nowhere, QKV_LOG_ERROR);
-  const struct CMUnitTest tests[] = {cmocka_unit_test(kept_seeds), cmocka_unit_test(random_operations)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(kept_seeds), cmocka_unit_test(random_operations),
+                                     cmocka_unit_test(random_forks)};
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   if (nowhere != NULL) (void)fclose(nowhere);
   return failed;

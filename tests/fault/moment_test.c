@@ -129,7 +129,7 @@ static void check(moment *on, const piece *made) {
   uint8_t *bytes = malloc(made->size);
   assert_non_null(bytes);
   qkv_status status = QKV_CANCELLED;
-  qkv_storage_read(on->storage, on->session, made->number, bytes, made->size, note_done, &status);
+  qkv_storage_read(on->storage, made->number, bytes, made->size, note_done, &status);
   while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
   assert_int_equal(status, QKV_OK);
   assert_memory_equal(bytes, made->bytes, made->size);
@@ -350,6 +350,112 @@ static void what_compaction_cannot_read_stays(void **state) {
   }
 }
 
+// ---- Heirs ----
+
+static qkv_status fork_of(moment *on, uint64_t child, uint64_t parent, uint64_t position) {
+  qkv_status status = QKV_CANCELLED;
+  assert_int_equal(
+      qkv_storage_session_fork(on->storage, child, parent, &position, 1, NULL, 0, note_done, &status, NULL), QKV_OK);
+  while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
+  return status;
+}
+
+static qkv_status cut(moment *on, uint64_t session, uint64_t position) {
+  qkv_status status = QKV_CANCELLED;
+  qkv_storage_session_truncate(on->storage, session, QKV_LAYER_ALL, position, note_done, &status);
+  while (status == QKV_CANCELLED) qkvi_storage_turn(on->storage, true);
+  return status;
+}
+
+// Records are being written when their session is closed or cut: what an heir needs becomes durable.
+static void writes_that_heirs_need_go_on(void **state) {
+  (void)state;
+  for (int closes = 0; closes < 2; closes++) {
+    moment on;
+    piece pieces[3];
+    begin(&on, 1);
+    const uint64_t child = qkv_storage_session_number(on.storage);
+    assert_int_equal(fork_of(&on, child, on.session, 2), QKV_OK);
+    fault_disk_hold(on.disk, true);
+    for (uint64_t i = 0; i < 3; i++) put(&on, &pieces[i], i, SMALL);
+    qkv_status gone = QKV_CANCELLED;
+    if (closes == 1) qkv_storage_session_close(on.storage, on.session, note_done, &gone);
+    if (closes == 0) qkv_storage_session_truncate(on.storage, on.session, 0, 1, note_done, &gone);
+    turn(&on);
+    fault_disk_hold(on.disk, false);
+    for (size_t i = 0; i < 3; i++) assert_int_equal(settle(&on, &pieces[i]), i < 2 ? QKV_OK : QKV_CANCELLED);
+    while (gone == QKV_CANCELLED) qkvi_storage_turn(on.storage, true);
+    for (int starts = 0; starts < 2; starts++) {
+      for (size_t i = 0; i < 2; i++) check(&on, &pieces[i]);
+      fault_disk_crash(on.disk);
+      qkv_storage_close(&on.storage);
+      fault_disk_restart(on.disk, true);
+      open_storage(&on);
+      assert_int_equal(on.told, closes == 1 ? 2 : 3);  // of the child, and one of the parent
+    }
+    free_pieces(pieces, 3);
+    finish(&on);
+  }
+}
+
+// A cut cannot be written. A fork of what it has left would find what it should have cut after a crash, and is not
+// written either, nor is a fork of that one.
+static void a_fork_needs_the_cut_before_it(void **state) {
+  (void)state;
+  moment on;
+  piece made;
+  begin(&on, 1);
+  const uint64_t first = qkv_storage_session_number(on.storage), second = qkv_storage_session_number(on.storage),
+                 third = qkv_storage_session_number(on.storage);
+  put(&on, &made, 5, SMALL);
+  assert_int_equal(settle(&on, &made), QKV_OK);
+  assert_int_equal(fork_of(&on, first, on.session, 10), QKV_OK);
+  fault_disk_plan(on.disk, &(fault_plan){.sync_error = 1});
+  assert_int_equal(cut(&on, on.session, 3), QKV_INTERNAL);
+  fault_disk_plan(on.disk, &(fault_plan){0});
+  assert_int_equal(fork_of(&on, second, on.session, 10), QKV_INTERNAL);
+  assert_int_equal(fork_of(&on, third, second, 10), QKV_INTERNAL);
+  assert_int_equal(fork_of(&on, qkv_storage_session_number(on.storage), first, 10), QKV_OK);
+  qkv_storage_close(&on.storage);
+  open_storage(&on);
+  // The first fork, that one's, and the session itself, of which nobody was told that it is cut.
+  assert_int_equal(on.told, 3);
+  check(&on, &made);
+  free_pieces(&made, 1);
+  finish(&on);
+}
+
+// Records that a start cannot read are inherited nevertheless: a cut of the parent leaves them to the heir, one of
+// the heir ends what it has.
+static void what_is_not_read_is_inherited(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[3];
+  begin(&on, 1);
+  const uint64_t child = qkv_storage_session_number(on.storage);
+  for (uint64_t i = 0; i < 3; i++) put(&on, &pieces[i], i, SMALL);
+  for (size_t i = 0; i < 3; i++) assert_int_equal(settle(&on, &pieces[i]), QKV_OK);
+  assert_int_equal(fork_of(&on, child, on.session, 10), QKV_OK);
+  for (int round = 0; round < 3; round++) {
+    qkv_storage_close(&on.storage);
+    fault_disk_plan(on.disk, &(fault_plan){.segment_error = 1});
+    open_storage(&on);
+    assert_int_equal(on.storage->stats.unread_segments, 1);
+    assert_int_equal(on.told, 0);
+    fault_disk_plan(on.disk, &(fault_plan){0});
+    if (round == 0) assert_int_equal(cut(&on, on.session, 1), QKV_OK);
+    if (round == 1) assert_int_equal(cut(&on, child, 2), QKV_OK);
+    if (round == 2) qkv_storage_session_close(on.storage, on.session, NULL, NULL);
+    qkv_storage_close(&on.storage);
+    open_storage(&on);
+    static const size_t told[] = {1 + 3, 1 + 2, 2};
+    assert_int_equal(on.told, told[round]);
+  }
+  for (size_t i = 0; i < 2; i++) check(&on, &pieces[i]);
+  free_pieces(pieces, 3);
+  finish(&on);
+}
+
 // ---- Names ----
 
 // The journal is written anew, the directory's sync fails, numbers of the new epoch are given out, and the power
@@ -495,6 +601,9 @@ int main(void) {
       cmocka_unit_test(a_place_that_was_given_is_filled),
       cmocka_unit_test(a_copy_in_doubt_does_not_count),
       cmocka_unit_test(what_compaction_cannot_read_stays),
+      cmocka_unit_test(writes_that_heirs_need_go_on),
+      cmocka_unit_test(a_fork_needs_the_cut_before_it),
+      cmocka_unit_test(what_is_not_read_is_inherited),
       cmocka_unit_test(numbers_are_given_once),
       cmocka_unit_test(what_is_not_read_stays),
       cmocka_unit_test(a_journal_may_be_torn_anywhere),

@@ -20,13 +20,23 @@ static void read_tensor(const qkv_tensor *tensor) {
   free(row);
 }
 
+static void read_ids(const qkvi_item *item) {
+  if (item->token_ids.count == 0) return;
+  if (item->pages == 0 && (item->k.rank != 3 || item->token_ids.count != (uint64_t)item->k.dims[0])) __builtin_trap();
+  uint32_t *ids = malloc((size_t)item->token_ids.count * sizeof *ids);
+  if (ids == NULL) abort();
+  qkvi_token_ids_read(&item->token_ids, ids);
+  free(ids);
+}
+
 static void read_item(const qkvi_item *item, qkvi_request_kind kind) {
   if (item->error.status != QKV_OK) {
     if (item->error.text[0] == '\0') __builtin_trap();
     return;
   }
   if ((item->k.rank == 0) != (item->v.rank == 0)) __builtin_trap();
-  if (kind == QKVI_APPEND_REQUEST && qkvi_item_row_bytes(item) == 0) __builtin_trap();
+  if (kind == QKVI_APPEND_REQUEST && item->pages == 0 && qkvi_item_row_bytes(item) == 0) __builtin_trap();
+  read_ids(item);
   read_tensor(&item->k);
   read_tensor(&item->v);
   read_tensor(&item->q);
@@ -43,7 +53,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
       if (error.text[0] == '\0') __builtin_trap();
       continue;
     }
-    if (request.count == 0 || request.count > ITEMS_MAX) __builtin_trap();
+    const bool marked = kind == QKVI_APPEND_REQUEST && (request.opens > 0 || request.complete);
+    if ((request.count == 0 && !marked) || request.count > ITEMS_MAX) __builtin_trap();
     for (size_t i = 0; i < request.count; i++) read_item(&request.items[i], (qkvi_request_kind)kind);
   }
   qkvi_request_deinit(&request);

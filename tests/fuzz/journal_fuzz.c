@@ -35,6 +35,7 @@ static void tell(void *context, const qkv_journal_entry *entry) {
   if (entry->sequence <= all->last) __builtin_trap();
   if (entry->bytes > all->size) __builtin_trap();
   for (uint64_t i = 0; i < entry->bytes; i++) all->sum += payload[i];
+  for (uint64_t i = 0; i < entry->layers; i++) all->sum += entry->positions[i];
   all->last = entry->sequence;
 }
 

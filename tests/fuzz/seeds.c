@@ -95,6 +95,24 @@ static void write_request(const char *directory, const char *target, const char 
   write_message(directory, target, name, writer);
 }
 
+// An append that opens its session, brings a page as it is coded, with ids of its tokens, and completes the session.
+static void write_whole_session(const char *directory) {
+  static const int64_t ids[2] = {17, 300};
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  qkv_wire_begin(writer, 1);
+  qkv_wire_put_string(writer, 1, "session");
+  qkv_wire_put_packed(writer, 7, ids, 2);
+  qkv_wire_begin(writer, 12);
+  qkv_wire_put_string(writer, 2, "codes");
+  qkv_wire_end(writer);
+  qkv_wire_end(writer);
+  qkv_wire_begin(writer, 2);
+  qkv_wire_put_string(writer, 1, "session");
+  qkv_wire_end(writer);
+  qkv_wire_put_varint(writer, 3, 1);
+  write_message(directory, "items", "whole_session", writer);
+}
+
 // What a daemon says to two items, the second without queries.
 static void write_answer(const char *directory, const char *name, uint64_t code) {
   static const float data[16] = {0.5f, -1.0f};
@@ -151,7 +169,7 @@ static void write_session(const char *directory) {
   write_message(directory, "control", "session", writer);
 }
 
-// A sealed segment of two records (its numbers are those that segment_fuzz.c looks for), and a journal of two
+// A sealed segment of two records (its numbers are those that segment_fuzz.c looks for), and a journal of three
 // entries.
 static void write_storage(const char *directory) {
   enum { STORE = 7, SEGMENT = 1, BLOCK = 4096 };
@@ -174,7 +192,7 @@ static void write_storage(const char *directory) {
   FILE *file = open_seed(directory, "segment", "sealed");
   fwrite(bytes, 1, 3 * BLOCK + qkvi_segment_tail_bytes(2), file);
   fclose(file);
-  qkvi_journal_header_make(bytes, STORE, 1, 0);
+  qkvi_journal_header_make(bytes, STORE, 1, 0, true);
   for (uint64_t i = 0; i < 2; i++) {
     const qkv_journal_entry entry = {.kind = i == 0 ? QKV_JOURNAL_SESSION_OPEN : QKV_JOURNAL_SESSION_TRUNCATE,
                                      .sequence = UINT64_C(1) << QKVI_EPOCH_SHIFT | (i + 1),
@@ -183,8 +201,19 @@ static void write_storage(const char *directory) {
                                      .bytes = 5};
     qkvi_entry_make(bytes + (2 + i) * BLOCK, &entry, STORE, 0, (2 + i) * BLOCK);
   }
-  file = open_seed(directory, "journal", "two");
-  fwrite(bytes, 1, 4 * BLOCK, file);
+  uint64_t payload[4];
+  qkv_journal_entry fork = {.kind = QKV_JOURNAL_SESSION_FORK,
+                            .sequence = UINT64_C(1) << QKVI_EPOCH_SHIFT | 3,
+                            .session = 10,
+                            .parent = 9,
+                            .layers = 2,
+                            .positions = (const uint64_t[]){64, 128}};
+  qkvi_fork_make((uint8_t *)payload, &fork);
+  fork.payload = payload;
+  fork.bytes = sizeof payload;
+  qkvi_entry_make(bytes + 4 * BLOCK, &fork, STORE, 0, 4 * BLOCK);
+  file = open_seed(directory, "journal", "three");
+  fwrite(bytes, 1, 5 * BLOCK, file);
   fclose(file);
   free(bytes);
 }
@@ -217,8 +246,16 @@ int main(int argc, char **argv) {
   write_page(argv[1], "attend", 4, 33);
   write_page(argv[1], "outliers", 5, 64);
   write_page(argv[1], "outliers-archive", 6, 50);
+  write_page(argv[1], "kivi", 7, 64);
+  write_page(argv[1], "turboquant", 8, 40);
+  write_page(argv[1], "polarquant", 9, 64);
+  write_page(argv[1], "running-u8", 10, 64);
+  write_page(argv[1], "turboquant-ip", 11, 64);
+  write_page(argv[1], "pq", 12, 40);
+  write_page(argv[1], "int8", 13, 64);
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
+  write_whole_session(argv[1]);
   write_request(argv[1], "items", "attend", true);
   write_answer(argv[1], "two", 0);
   write_answer(argv[1], "failed", 5);

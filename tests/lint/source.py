@@ -33,6 +33,8 @@ ROOMS = [
     # The worker tries a calibration as the engine does.
     ("client/worker/", ["engine/base/", "engine/codec/", "engine/cache/probation.h", "engine/cache/model.h", "proto/",
                         "client/", "qkv/v1/"]),
+    # libqkv decodes and codes pages as the daemon does.
+    ("client/c/", ["engine/base/", "engine/codec/", "engine/cache/page_code.h", "proto/", "client/", "qkv/v1/"]),
     ("client/", ["engine/base/", "engine/codec/", "proto/", "client/", "qkv/v1/"]),
 ]
 # No network below the server, and an event loop only where files are; clients bring their own.

@@ -121,8 +121,8 @@ static void status_tells_all(void **out) {
   assert_string_equal(option_of(status, "limit-models")->source, "flag");
   assert_string_equal(option_of(status, "limit-items")->source, "default");
   assert_int_equal(metric_of(status, "qkvd_kv_limit_bytes"), 8 * MIB);
-  assert_int_equal(metric_of(status, "qkvd_kv_room_bytes"), 8 * MIB);
-  assert_true(metric_of(status, "qkvd_beside_bytes") > 0);
+  assert_int_equal(metric_of(status, "qkvd_kv_allowed_bytes"), 8 * MIB);
+  assert_true(metric_of(status, "qkvd_other_bytes") > 0);
   assert_int_equal(metric_of(status, "qkvd_calls_running"), 1);
   assert_string_equal(status->metrics[0]->type, "counter");
   assert_true(strlen(status->metrics[0]->help) > 0);
@@ -421,7 +421,7 @@ static void swarm_is_refused_in_little_memory(void **out) {
   fixture_result result = fixture_call(state->client, REGISTER_MODEL, request, HEAD + LENGTH, FIXTURE_PATIENCE_MS);
   free(request);
   assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
-  assert_string_equal(result.text, "request has more than 1048576 bytes beside those of files");
+  assert_string_equal(result.text, "request has more than 1048576 bytes without those of files");
   wait_quiet(state->client);
   if (!fixture_is_sanitized()) assert_true(fixture_memory(state->daemon, "VmHWM") <= before + 16 * MIB);
 }

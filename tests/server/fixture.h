@@ -69,6 +69,8 @@ typedef struct fixture_result {
 
 fixture_client *fixture_connect(const char *address);
 void fixture_disconnect(fixture_client **client);
+// The tenant of its calls from here on, which stays the caller's; NULL: none.
+void fixture_set_tenant(fixture_client *client, const char *tenant);
 
 // One request, one response. `timeout_ms` 0: no deadline.
 fixture_result fixture_call(fixture_client *client, const char *method, const void *data, size_t length,

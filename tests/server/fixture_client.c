@@ -17,6 +17,7 @@
 
 struct fixture_client {
   grpc_channel *channel;
+  const char *tenant;
 };
 
 struct fixture_stream {
@@ -24,6 +25,8 @@ struct fixture_stream {
   grpc_call *call;
   bool metadata_sent, metadata_received;
   bool gzip;
+  const char *tenant;
+  grpc_metadata sent[2];
   grpc_metadata_array metadata;
 };
 
@@ -41,6 +44,10 @@ fixture_client *fixture_connect(const char *address) {
   client->channel = grpc_channel_create(address, credentials, &channel_args);
   grpc_channel_credentials_release(credentials);
   return client;
+}
+
+void fixture_set_tenant(fixture_client *client, const char *tenant) {
+  client->tenant = tenant;
 }
 
 void fixture_disconnect(fixture_client **client) {
@@ -66,6 +73,7 @@ fixture_stream *fixture_open(fixture_client *client, const char *method, int64_t
   grpc_slice_unref(path);
   assert_non_null(stream->call);
   grpc_metadata_array_init(&stream->metadata);
+  stream->tenant = client->tenant;
   return stream;
 }
 
@@ -77,25 +85,26 @@ static bool run_batch(fixture_stream *stream, const grpc_op *ops, size_t count) 
   return event.success != 0;
 }
 
-static size_t put_metadata(fixture_stream *stream, grpc_op *op, grpc_metadata *gzip) {
+static void put_pair(fixture_stream *stream, grpc_op *op, const char *key, const char *value) {
+  grpc_metadata *pair = &stream->sent[op->data.send_initial_metadata.count++];
+  pair->key = grpc_slice_from_static_string(key);
+  pair->value = grpc_slice_from_static_string(value);
+}
+
+static size_t put_metadata(fixture_stream *stream, grpc_op *op) {
   if (stream->metadata_sent) return 0;
   stream->metadata_sent = true;
   op->op = GRPC_OP_SEND_INITIAL_METADATA;
-  if (stream->gzip) {
-    gzip->key = grpc_slice_from_static_string(GRPC_COMPRESSION_REQUEST_ALGORITHM_MD_KEY);
-    gzip->value = grpc_slice_from_static_string("gzip");
-    op->data.send_initial_metadata.count = 1;
-    op->data.send_initial_metadata.metadata = gzip;
-  }
+  op->data.send_initial_metadata.metadata = stream->sent;
+  if (stream->gzip) put_pair(stream, op, GRPC_COMPRESSION_REQUEST_ALGORITHM_MD_KEY, "gzip");
+  if (stream->tenant != NULL) put_pair(stream, op, "qkv-tenant", stream->tenant);
   return 1;
 }
 
 bool fixture_send(fixture_stream *stream, const void *data, size_t length) {
   grpc_op ops[2];
-  grpc_metadata gzip;
   memset(ops, 0, sizeof(ops));
-  memset(&gzip, 0, sizeof(gzip));
-  size_t count = put_metadata(stream, ops, &gzip);
+  size_t count = put_metadata(stream, ops);
   grpc_slice slice = grpc_slice_from_copied_buffer(data == NULL ? "" : data, length);
   grpc_byte_buffer *buffer = grpc_raw_byte_buffer_create(&slice, 1);
   grpc_slice_unref(slice);
@@ -108,10 +117,8 @@ bool fixture_send(fixture_stream *stream, const void *data, size_t length) {
 
 void fixture_half_close(fixture_stream *stream) {
   grpc_op ops[2];
-  grpc_metadata gzip;
   memset(ops, 0, sizeof(ops));
-  memset(&gzip, 0, sizeof(gzip));
-  size_t count = put_metadata(stream, ops, &gzip);
+  size_t count = put_metadata(stream, ops);
   ops[count++].op = GRPC_OP_SEND_CLOSE_FROM_CLIENT;
   (void)run_batch(stream, ops, count);
 }

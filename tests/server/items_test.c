@@ -318,6 +318,23 @@ static void tensor_mistakes_name_field_value_and_limit(void **state) {
                     "items[0].k.shared_memory_region is set, shared memory is not served yet");
 }
 
+static void token_ids_are_as_many_as_rows(void **state) {
+  (void)state;
+  uint32_t ids[3] = {7, 8, 9};
+  sample_request r;
+  const qkv_status bad = QKV_INVALID_ARGUMENT;
+  build(&r);
+  r.item.token_ids = ids;
+  r.item.n_token_ids = 3;
+  expect_item_error(&r, QKVI_ATTEND_REQUEST, bad, "items[0].token_ids has 3 entries, k has 2 tokens");
+  r.item.n_token_ids = 1;
+  expect_item_error(&r, QKVI_ATTEND_REQUEST, bad, "items[0].token_ids has 1 entries, k has 2 tokens");
+  r.item.n_token_ids = 2;
+  expect_item_error(&r, QKVI_ATTEND_REQUEST, QKV_OK, "");
+  r.item.k = r.item.v = NULL;
+  expect_item_error(&r, QKVI_ATTEND_REQUEST, bad, "items[0].token_ids has 2 entries, k has 0 tokens");
+}
+
 static void stride_mistakes_name_field_value_and_limit(void **state) {
   (void)state;
   const struct {
@@ -582,6 +599,7 @@ int main(void) {
       cmocka_unit_test(strides_may_slice_and_repeat),
       cmocka_unit_test(unpacked_dims_and_unknown_fields_are_read),
       cmocka_unit_test(tensor_mistakes_name_field_value_and_limit),
+      cmocka_unit_test(token_ids_are_as_many_as_rows),
       cmocka_unit_test(stride_mistakes_name_field_value_and_limit),
       cmocka_unit_test(repeated_rows_count_in_full),
       cmocka_unit_test(repeated_rows_count_together),

@@ -218,7 +218,10 @@ static void models_out_of_their_limits(void **state) {
   model = good_model();
   model.policy = &policy;
   policy.codec = (char *)"zip";
-  expect_model_refused(&model, bad, "model.policy.codec is \"zip\", known are \"embedded\" and \"exact\"");
+  expect_model_refused(
+      &model, bad,
+      "model.policy.codec is \"zip\", known are embedded, exact, kivi, turboquant, polarquant, running-u8, "
+      "turboquant-ip, pq and int8");
   policy.codec = (char *)"";
   policy.bits_k = 9;
   request.model = &model;
@@ -640,8 +643,9 @@ static void fetches_that_do_not_fit(void **state) {
   expect_refused(KV_METHOD("Fetch"), &request.base, bad, "rope is 3, known are 0 to 2");
   request.rope = QKV__V1__ROPE_FORM__ROPE_FORM_UNSPECIFIED;
   request.coded = 1;
-  expect_refused(KV_METHOD("Fetch"), &request.base, QKV_UNIMPLEMENTED,
-                 "coded is set, coded pages are not served yet");
+  request.part = QKV__V1__FETCH_REQUEST__PART__PART_K;
+  expect_refused(KV_METHOD("Fetch"), &request.base, bad, "part is 1, pages have both (coded is set)");
+  request.part = QKV__V1__FETCH_REQUEST__PART__PART_BOTH;
   request.coded = 0;
   uint32_t layers[] = {0, 3, 1, 1};
   request.layers = layers;

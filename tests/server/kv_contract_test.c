@@ -101,8 +101,10 @@ static void memory_is_counted(void **state) {
   (void)state;
   const double before = kv_metric(client, "qkvd_kv_bytes");
   open_with("a", 0);
+  stream("a", false);
   const double plain = kv_metric(client, "qkvd_kv_bytes") - before;
   open_with("b", 0.1);
+  stream("b", false);
   const double with = kv_metric(client, "qkvd_kv_bytes") - before - plain;
   assert_true(with >= plain + (double)KV_LAYERS * 8 * KV_Q_HEADS * KV_KEY_DIM * sizeof(float));
   kv_close(client, "a");

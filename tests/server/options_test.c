@@ -87,7 +87,7 @@ static void precedence(void **out) {
   assert_int_equal(values.limit_models, 30);
   assert_int_equal(values.limit_items, 20);
   assert_int_equal(values.limit_calls, 10);
-  assert_int_equal(values.limit_sessions, 4096);
+  assert_int_equal(values.limit_sessions, 65536);
   assert_int_equal(values.listen.count, 2);
   assert_string_equal(values.listen.items[1], "unix:b");
   assert_int_equal(qkv_options_source(set, "limit-models"), QKV_FROM_FLAG);

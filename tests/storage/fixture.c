@@ -66,8 +66,10 @@ static bool note_entry(void *context, const qkv_journal_entry *entry) {
   assert_true(on->entry_count < sizeof on->entries / sizeof *on->entries);
   const size_t size = entry->bytes < sizeof on->texts[0] ? entry->bytes : sizeof on->texts[0];
   if (size > 0) memcpy(on->texts[on->entry_count], entry->payload, size);
+  for (uint32_t i = 0; i < entry->layers && i < 4; i++) on->positions[on->entry_count][i] = entry->positions[i];
   on->entries[on->entry_count++] = *entry;
-  return true;
+  const bool opens = entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK;
+  return !opens || entry->session != on->refused;
 }
 
 static void note_record(void *context, const qkv_record_info *info) {
@@ -193,9 +195,9 @@ uint64_t scene_put(scene *on, uint64_t session, uint32_t layer, uint64_t positio
   return record;
 }
 
-qkv_status scene_read(scene *on, uint64_t session, uint64_t record, void *buffer, size_t size) {
+qkv_status scene_read(scene *on, uint64_t record, void *buffer, size_t size) {
   pause_state pause = PAUSE;
-  qkv_storage_read(on->storage, session, record, buffer, size, on_done, &pause);
+  qkv_storage_read(on->storage, record, buffer, size, on_done, &pause);
   return await_flag(&pause, &pause.done);
 }
 
@@ -203,10 +205,22 @@ void scene_check(scene *on, uint64_t session, uint64_t record, uint64_t position
   uint8_t *wanted = malloc(size), *got = malloc(size);
   assert_true(wanted != NULL && got != NULL);
   scene_fill(wanted, size, session ^ (position << 8) ^ size, size % 2 == 1);
-  assert_int_equal(scene_read(on, session, record, got, size), QKV_OK);
+  assert_int_equal(scene_read(on, record, got, size), QKV_OK);
   assert_memory_equal(wanted, got, size);
   free(wanted);
   free(got);
+}
+
+uint64_t scene_fork(scene *on, uint64_t parent, const uint64_t *positions, uint32_t layers, qkv_status *status) {
+  pause_state pause = PAUSE;
+  const uint64_t child = qkv_storage_session_number(on->storage);
+  assert_int_equal(
+      qkv_storage_session_fork(on->storage, child, parent, positions, layers, "fork", 4, on_done, &pause, NULL),
+      QKV_OK);
+  const qkv_status ended = await_flag(&pause, &pause.done);
+  if (status == NULL) assert_int_equal(ended, QKV_OK);
+  if (status != NULL) *status = ended;
+  return ended == QKV_OK ? child : 0;
 }
 
 qkv_status scene_close_session(scene *on, uint64_t session) {

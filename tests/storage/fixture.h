@@ -19,9 +19,11 @@ typedef struct scene {
   qkv_storage_config config;
   qkv_storage *storage;
   qkv_journal_entry entries[64];
-  char texts[64][64];  // payloads of these
+  char texts[64][64];         // payloads of these
+  uint64_t positions[64][4];  // of forks the first ones
   size_t entry_count;
   const char *unwanted;  // text of entries that are not kept; NULL: none
+  uint64_t refused;      // session whose opening entry() lets go; 0: none
   qkv_record_info records[4096];
   size_t record_count;
 } scene;
@@ -49,9 +51,12 @@ uint64_t scene_session(scene *on);
 // (session, position, size).
 qkv_status scene_put_status(scene *on, const qkv_record_meta *meta, size_t size, bool durable, uint64_t *record);
 uint64_t scene_put(scene *on, uint64_t session, uint32_t layer, uint64_t position, size_t size);
-qkv_status scene_read(scene *on, uint64_t session, uint64_t record, void *buffer, size_t size);
-// The record has what scene_put has put.
+qkv_status scene_read(scene *on, uint64_t record, void *buffer, size_t size);
+// The record has what scene_put has put for `session`.
 void scene_check(scene *on, uint64_t session, uint64_t record, uint64_t position, size_t size);
+// Forks `parent` durably, with the payload "fork"; 0 and *status where it is refused. `status` may be NULL: it is
+// not.
+uint64_t scene_fork(scene *on, uint64_t parent, const uint64_t *positions, uint32_t layers, qkv_status *status);
 qkv_status scene_close_session(scene *on, uint64_t session);
 qkv_status scene_truncate(scene *on, uint64_t session, uint32_t layer, uint64_t position);
 void scene_sync(scene *on);

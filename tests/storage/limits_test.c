@@ -119,20 +119,19 @@ static void files_stay_few(void **state) {
   on->config.open_files_max = OPEN_MAX;
   scene_open(on);
   const uint64_t session = scene_session(on);
-  qkv_storage_item items[RECORDS];
-  for (uint64_t i = 0; i < RECORDS; i++)
-    items[i] = (qkv_storage_item){.session = session, .record = scene_put(on, session, 0, 64 * i, SIZE)};
+  uint64_t records[RECORDS];
+  for (uint64_t i = 0; i < RECORDS; i++) records[i] = scene_put(on, session, 0, 64 * i, SIZE);
   assert_true(scene_stats(on).segments > 2 * OPEN_MAX);
   uint8_t *buffer = malloc(SIZE);
   assert_non_null(buffer);
-  qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, items, RECORDS, (uint64_t)RECORDS * 2 * SIZE);
+  qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, records, RECORDS, (uint64_t)RECORDS * 2 * SIZE);
   for (size_t i = 0; i < RECORDS; i++) {
     assert_int_equal(qkv_storage_batch_wait(batch, i, buffer, SIZE, NULL), QKV_OK);
     assert_true(open_segments() <= OPEN_MAX);
   }
   qkv_storage_batch_destroy(&batch);
   assert_int_equal(scene_compact(on, 1.1), QKV_OK);  // which reads one by one
-  for (size_t i = 0; i < RECORDS; i++) scene_check(on, session, items[i].record, 64 * i, SIZE);
+  for (size_t i = 0; i < RECORDS; i++) scene_check(on, session, records[i], 64 * i, SIZE);
   free(buffer);
 }
 
@@ -164,7 +163,7 @@ static void check_scattered(scene *on, uint64_t session, const uint64_t records[
     if (i % 3 == 0) {
       scene_check(on, session, records[i], 64 * i, SIZE);
     } else {
-      assert_int_equal(scene_read(on, session, records[i], buffer, SIZE), QKV_NOT_FOUND);
+      assert_int_equal(scene_read(on, records[i], buffer, SIZE), QKV_NOT_FOUND);
     }
   }
   free(buffer);
@@ -199,6 +198,27 @@ static void compaction_gives_space_back(void **state) {
   scene_open(on);
   assert_int_equal(on->record_count, COUNT / 3);
   check_scattered(on, session, records);
+}
+
+// The caller's hash lies in the header that compaction moves.
+static void compaction_keeps_hashes(void **state) {
+  scene *on = *state;
+  scene_open(on);
+  const uint64_t session = scene_session(on);
+  uint64_t hashed = 0, plain = 0;
+  const qkv_record_meta meta = {.session = session, .tokens = 64, .hash = {UINT64_MAX, 0x1234}};
+  const qkv_record_meta without = {.session = session, .position = 64, .tokens = 64};
+  assert_int_equal(scene_put_status(on, &meta, SIZE, true, &hashed), QKV_OK);
+  assert_int_equal(scene_put_status(on, &without, SIZE, true, &plain), QKV_OK);
+  for (int round = 0; round < 3; round++) {
+    scene_close(on);
+    scene_open(on);
+    assert_int_equal(on->record_count, 2);
+    assert_true(on->records[0].meta.hash[0] == UINT64_MAX && on->records[0].meta.hash[1] == 0x1234);
+    assert_true(on->records[1].meta.hash[0] == 0 && on->records[1].meta.hash[1] == 0);
+    assert_int_equal(scene_compact(on, 1.1), QKV_OK);
+    assert_int_equal(scene_stats(on).compactions, 1);
+  }
 }
 
 static void compaction_comes_by_itself(void **state) {
@@ -272,7 +292,7 @@ static void compaction_drops_what_is_damaged(void **state) {
   uint8_t buffer[10000];
   assert_int_equal(scene_compact(on, 1.1), QKV_OK);
   assert_int_equal(scene_stats(on).bad_records, 1);
-  assert_int_equal(scene_read(on, session, bad, buffer, 10000), QKV_NOT_FOUND);
+  assert_int_equal(scene_read(on, bad, buffer, 10000), QKV_NOT_FOUND);
   scene_check(on, session, good, 64, 10000);
 }
 
@@ -305,6 +325,7 @@ int main(void) {
       BOTH(the_budget_is_kept),
       BOTH(files_stay_few),
       BOTH(compaction_gives_space_back),
+      BOTH(compaction_keeps_hashes),
       BOTH(compaction_comes_by_itself),
       BOTH(compaction_keeps_to_its_rate),
       BOTH(compaction_drops_what_is_damaged),

@@ -48,10 +48,9 @@ static void reads_say_what_is_wrong(void **state) {
   assert_int_equal(info.bytes, 5000);
   assert_int_equal(info.meta.kind, 1);
   assert_int_equal(qkv_storage_find(on->storage, record + 1, &info), QKV_NOT_FOUND);
-  assert_int_equal(scene_read(on, session, record + 1, buffer, 5000), QKV_NOT_FOUND);
-  assert_int_equal(scene_read(on, session + 1, record, buffer, 5000), QKV_NOT_FOUND);
-  assert_int_equal(scene_read(on, session, record, buffer, 5001), QKV_INVALID_ARGUMENT);
-  assert_int_equal(scene_read(on, session, record, buffer, 5000), QKV_OK);
+  assert_int_equal(scene_read(on, record + 1, buffer, 5000), QKV_NOT_FOUND);
+  assert_int_equal(scene_read(on, record, buffer, 5001), QKV_INVALID_ARGUMENT);
+  assert_int_equal(scene_read(on, record, buffer, 5000), QKV_OK);
 }
 
 static void puts_are_checked(void **state) {
@@ -62,7 +61,15 @@ static void puts_are_checked(void **state) {
   assert_int_equal(scene_put_status(on, &meta, 5 << 20, false, &record), QKV_INVALID_ARGUMENT);
   meta.tokens = 0;
   assert_int_equal(scene_put_status(on, &meta, 10, false, &record), QKV_INVALID_ARGUMENT);
+  meta.tokens = QKV_RECORD_TOKENS_MAX + 1;
+  assert_int_equal(scene_put_status(on, &meta, 10, false, &record), QKV_INVALID_ARGUMENT);
   meta.tokens = 2;
+  meta.layer = QKV_RECORD_LAYERS_MAX;
+  assert_int_equal(scene_put_status(on, &meta, 10, false, &record), QKV_INVALID_ARGUMENT);
+  meta.layer = 0;
+  meta.kind = QKV_RECORD_KINDS;
+  assert_int_equal(scene_put_status(on, &meta, 10, false, &record), QKV_INVALID_ARGUMENT);
+  meta.kind = 0;
   meta.position = UINT64_MAX - 1;
   assert_int_equal(scene_put_status(on, &meta, 10, false, &record), QKV_INVALID_ARGUMENT);
   qkv_error error = {0};
@@ -96,7 +103,7 @@ static void sessions_close_for_ever(void **state) {
   const uint64_t first = scene_put(on, gone, 0, 0, 9000), second = scene_put(on, stays, 0, 0, 9000);
   uint8_t buffer[9000];
   assert_int_equal(scene_close_session(on, gone), QKV_OK);
-  assert_int_equal(scene_read(on, gone, first, buffer, 9000), QKV_NOT_FOUND);
+  assert_int_equal(scene_read(on, first, buffer, 9000), QKV_NOT_FOUND);
   scene_close(on);
   for (int round = 0; round < 2; round++) {
     scene_open(on);
@@ -105,7 +112,7 @@ static void sessions_close_for_ever(void **state) {
     assert_int_equal(on->entry_count, 1);
     assert_int_equal(on->entries[0].session, stays);
     assert_memory_equal(on->texts[0], "open", 4);
-    assert_int_equal(scene_read(on, gone, first, buffer, 9000), QKV_NOT_FOUND);
+    assert_int_equal(scene_read(on, first, buffer, 9000), QKV_NOT_FOUND);
     scene_close(on);
   }
 }
@@ -132,7 +139,7 @@ static void truncation_cuts(void **state) {
   uint8_t buffer[2000];
   qkv_record_info info;
   assert_int_equal(scene_truncate(on, session, 1, 100), QKV_OK);
-  assert_int_equal(scene_read(on, session, records[1][2], buffer, 2000), QKV_NOT_FOUND);
+  assert_int_equal(scene_read(on, records[1][2], buffer, 2000), QKV_NOT_FOUND);
   assert_int_equal(qkv_storage_find(on->storage, records[1][1], &info), QKV_OK);
   assert_int_equal(info.meta.tokens, 36);
   // What is put behind the cut counts.
@@ -285,7 +292,7 @@ static void dropped_records_are_gone(void **state) {
   uint8_t buffer[3000];
   qkv_storage_drop(on->storage, record);
   qkv_storage_drop(on->storage, record + 1000);
-  assert_int_equal(scene_read(on, session, record, buffer, 3000), QKV_NOT_FOUND);
+  assert_int_equal(scene_read(on, record, buffer, 3000), QKV_NOT_FOUND);
   const qkv_storage_stats stats = scene_stats(on);
   assert_int_equal(stats.records, 0);
   assert_int_equal(stats.live_bytes, 0);
@@ -355,7 +362,7 @@ static void damage_is_data_loss(void **state) {
   scene_open(on);
   uint8_t buffer[10000];
   assert_int_equal(on->record_count, 2);
-  assert_int_equal(scene_read(on, session, first, buffer, 10000), QKV_DATA_LOSS);
+  assert_int_equal(scene_read(on, first, buffer, 10000), QKV_DATA_LOSS);
   scene_check(on, session, second, 64, 10000);
   qkv_storage_verify_report report;
   assert_int_equal(qkv_storage_verify(on->storage, NULL, NULL, &report), QKV_OK);
@@ -435,15 +442,11 @@ static void batches_read_ahead(void **state) {
   scene *on = *state;
   scene_open(on);
   const uint64_t session = scene_session(on);
-  uint64_t records[BATCH];
-  qkv_storage_item items[BATCH + 1];
-  for (size_t i = 0; i < BATCH; i++) {
-    records[i] = scene_put(on, session, 0, 64 * i, BATCH_BYTES);
-    items[i] = (qkv_storage_item){session, records[i]};
-  }
+  uint64_t records[BATCH + 1];
+  for (size_t i = 0; i < BATCH; i++) records[i] = scene_put(on, session, 0, 64 * i, BATCH_BYTES);
   static const uint64_t ahead[] = {0, 120000, 100 << 20};
   for (size_t i = 0; i < 3; i++) {
-    qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, items, BATCH, ahead[i]);
+    qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, records, BATCH, ahead[i]);
     batch_state takes[2];
     pthread_t threads[2];
     for (size_t t = 0; t < 2; t++) {
@@ -453,8 +456,8 @@ static void batches_read_ahead(void **state) {
     for (size_t t = 0; t < 2; t++) pthread_join(threads[t], NULL);
     qkv_storage_batch_destroy(&batch);
   }
-  items[BATCH] = (qkv_storage_item){session, 12345};
-  qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, items, BATCH + 1, 1 << 20);
+  records[BATCH] = 12345;
+  qkv_storage_batch *batch = qkv_storage_batch_create(on->storage, records, BATCH + 1, 1 << 20);
   qkv_error error = {0};
   uint8_t byte;
   assert_int_equal(qkv_storage_batch_wait(batch, BATCH, &byte, 1, &error), QKV_NOT_FOUND);

@@ -47,6 +47,24 @@ class Daemon:
         wait_for(lambda: self.logged("ready") or self.process.poll() is not None, "qkvd does not get ready")
         assert self.logged("ready"), self.log()
 
+    @contextlib.contextmanager
+    def stopped(self):
+        """No thread of it runs: a signal reaches those on other processors later."""
+
+        def is_stopped():
+            states = []
+            for task in os.listdir(f"/proc/{self.process.pid}/task"):
+                with open(f"/proc/{self.process.pid}/task/{task}/stat") as file:
+                    states.append(file.read().rpartition(")")[2].split()[0])
+            return set(states) == {"T"}
+
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            wait_for(is_stopped, "qkvd does not stop")
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
     @property
     def log_path(self):
         return os.path.join(self.folder.name, "log")

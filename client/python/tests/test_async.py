@@ -1,8 +1,6 @@
 """AsyncClient against a real daemon: the same calls, awaited."""
 
 import asyncio
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -52,10 +50,16 @@ def test_append_attend_fetch(run, model, name, random, rows, queries):
             assert name in [info.session async for info in client.sessions(name)]
             with pytest.raises(qkvd.AlreadyExists):
                 await client.open(name, model=model.name)
-            with pytest.raises(qkvd.Unimplemented, match="Fork"):
-                await session.fork("other")
-            with pytest.raises(qkvd.Unimplemented, match="Match"):
-                await client.match(model.name, [1])
+            fork = await session.fork(f"{name}-fork")
+            assert fork.lengths == (10, 0)
+            await fork.close()
+            assert [one.tokens for one in await client.has_sessions([name, fork.name])] == [0, 0]
+            async for message in client.watch(model=model.name):
+                assert message.reset and message.complete
+                break
+            await client.put(f"{name}-put", [rows(10)] * 2, model=model.name)
+            assert (await client.close_session(f"{name}-put")) > 0
+            assert await client.match(model.name, range(300)) == qkvd.Match("", 0, 0, 0, 0)
         with pytest.raises(qkvd.NotFound):
             await client.session(name)
 
@@ -106,8 +110,7 @@ def test_decode_stream(run, model, name, rows, queries):
 
 def test_deadlines_and_ends(run, daemon, model, session):
     async def work(client):
-        os.kill(daemon.process.pid, signal.SIGSTOP)
-        try:
+        with daemon.stopped():
             with pytest.raises(qkvd.DeadlineExceeded, match=r"GetStatus was not answered within 0.2 s"):
                 await client.status(timeout=0.2)
             async with client.decode() as stream:
@@ -115,8 +118,6 @@ def test_deadlines_and_ends(run, daemon, model, session):
                 for _ in range(2):
                     with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
                         await stream.attend([item], timeout=0.2)
-        finally:
-            os.kill(daemon.process.pid, signal.SIGCONT)
         assert (await client.metrics())["qkvd_append_tokens_total"] >= 0
         assert model.name in [known.model.name for known in await client.models()]
         assert (await client.model(model.name)).model.kv_heads == KV_HEADS

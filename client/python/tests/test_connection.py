@@ -49,20 +49,16 @@ def test_nobody_answers():
 
 
 def test_deadline(daemon, model, session):
-    os.kill(daemon.process.pid, signal.SIGSTOP)
-    try:
-        with qkvd.Client(daemon.target, timeout=0.3) as client:
-            with pytest.raises(qkvd.DeadlineExceeded, match=r"GetSession was not answered within 0.3 s"):
-                client.session_info(session.name)
-            with pytest.raises(TimeoutError, match=r"within 0.2 s"):
-                list(client.fetch_rows(session.name, timeout=0.2))
-            with client.decode() as stream:
-                item = qkvd.Item(session=session.name, q=np.zeros((1, 4, DIM), np.float32))
-                for _ in range(2):
-                    with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
-                        stream.attend([item], timeout=0.2)
-    finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+    with daemon.stopped(), qkvd.Client(daemon.target, timeout=0.3) as client:
+        with pytest.raises(qkvd.DeadlineExceeded, match=r"GetSession was not answered within 0.3 s"):
+            client.session_info(session.name)
+        with pytest.raises(TimeoutError, match=r"within 0.2 s"):
+            list(client.fetch_rows(session.name, timeout=0.2))
+        with client.decode() as stream:
+            item = qkvd.Item(session=session.name, q=np.zeros((1, 4, DIM), np.float32))
+            for _ in range(2):
+                with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
+                    stream.attend([item], timeout=0.2)
 
 
 @pytest.mark.parametrize("call", ["append", "attend", "fetch"])
@@ -178,32 +174,24 @@ def test_fork(client, session, rows):
 
 
 @new_grpc
-def test_fork_while_threads_are_at_work(client, model, name, rows, queries):
-    """Locks that other threads hold are open in the child, and a decode stream is the parent's."""
+def test_fork_while_threads_are_at_work(client, model, name, rows):
+    """Locks that other threads hold are open in the child, and the fork waits for their calls."""
     k, v = rows(1)
-    q = queries(1)
-    with client.open(name, model=model.name) as session, client.decode() as stream:
+    with client.open(name, model=model.name) as session:
         stop = threading.Event()
 
         def work(layer):
             while not stop.is_set():
                 session.append(layer, k, v)
 
-        def child():
-            session.append(0, k, v)
-            with pytest.raises(qkvd.FailedPrecondition, match="before fork"):
-                stream.attend([qkvd.Item(session=name, q=q)])
-            stream.close()
-
         session.append(0, k, v)
-        stream.attend([qkvd.Item(session=name, q=q)])
         with futures.ThreadPoolExecutor(2) as pool:
             workers = [pool.submit(work, 1) for _ in range(2)]
             try:
-                for _ in range(5):
+                for _ in range(20):
                     session._turns[0]._lock.acquire()  # as another thread would
                     try:
-                        assert in_child(child) == 0
+                        assert in_child(lambda: session.append(0, k, v)) == 0
                     finally:
                         session._turns[0]._lock.release()
                     session.truncate(1, layers=[0])
@@ -211,7 +199,29 @@ def test_fork_while_threads_are_at_work(client, model, name, rows, queries):
                 stop.set()
             for worker in workers:
                 worker.result()
-        assert stream.attend([qkvd.Item(session=name, q=q)])[0].error is None
+
+
+@new_grpc
+def test_fork_with_a_stream(client, session, rows, queries):
+    """gRPC is not whole in the child: calls are refused, and the parent's stream goes on."""
+    k, v = rows(1)
+    q = queries(1)
+    session.append(0, k, v)
+
+    def child(stream):
+        with pytest.raises(qkvd.FailedPrecondition, match="forked while a call or a stream was open"):
+            session.append(0, k, v)
+        with pytest.raises(qkvd.FailedPrecondition, match="before fork"):
+            stream.attend([qkvd.Item(session=session.name, q=q)])
+        stream.close()
+
+    with client.decode() as stream:
+        assert in_child(lambda: session.info()) == 0  # nothing has been asked of it
+        stream.attend([qkvd.Item(session=session.name, q=q)])
+        for _ in range(3):
+            assert in_child(lambda: child(stream)) == 0
+        assert stream.attend([qkvd.Item(session=session.name, q=q)])[0].error is None
+    assert in_child(lambda: session.info()) == 0
 
 
 # ---- TLS and tokens: the daemon has neither yet, so a small server of gRPC's answers ----

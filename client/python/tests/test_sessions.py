@@ -288,12 +288,86 @@ def test_status_and_metrics(client, session, rows):
     assert client.metrics()["qkvd_append_tokens_total"] == before + 5
 
 
+def test_match(client, model, name, rows):
+    ids = list(range(300))
+    with client.open(name, model=model.name, tokens=ids, salt=b"s") as session:
+        for layer in range(len(session.lengths)):
+            session.append(layer, *rows(200))
+        match = client.match(model.name, np.arange(300), salt=b"s")
+        assert match == qkvd.Match(name, 192, tokens_in_memory=192, tokens_on_ssd=0, restore_ms=0)
+        assert client.match(model.name, ids) == qkvd.Match("", 0, 0, 0, 0)
+        with qkvd.Client(client.target, tenant="t") as other:
+            assert other.match(model.name, ids, salt=b"s").session == ""
+        with client.open(name + "-prefixed", model=model.name, salt=b"s", prefix=np.arange(300)) as prefixed:
+            assert set(prefixed.lengths) == {192}
+        with pytest.raises(qkvd.AlreadyExists, match="position 7 has token id 7"):
+            session.append(0, *rows(10), position=0, tokens=[*range(7), 8, 8, 9])
+        with pytest.raises(qkvd.NotFound):
+            client.match("nobody", ids)
+
+
+def test_has_sessions(client, session, rows):
+    session.append(0, *rows(9))
+    session.append(1, *rows(5))
+    nobody, one = client.has_sessions(["nobody", session.name], touch=True)
+    assert (not nobody, nobody) == (True, qkvd.Presence(False, False, 0))
+    assert (bool(one), one) == (True, qkvd.Presence(True, True, 5))
+    with pytest.raises(qkvd.InvalidArgument, match="sessions has 16385 entries"):
+        client.has_sessions(["a"] * 16385)
+
+
+def test_put(client, model, name, rows):
+    k, v = rows(100)
+    ids = list(range(100))
+    client.put(name, ((k, v) for _ in range(2)), model=model.name, tokens=ids, seal=True, retention="evict")
+    info = client.session_info(name)
+    assert (list(info.lengths), info.whole) == ([100, 100], 100)
+    assert np.array_equal(client.session(name).fetch(1)[0], k)
+    assert client.match(model.name, ids).tokens == 64
+    with pytest.raises(qkvd.AlreadyExists):
+        client.put(name, [(k, v)] * 2, model=model.name)
+
+    def broken():
+        yield k, v
+        raise RuntimeError("the forward pass failed")
+
+    with pytest.raises(qkvd.Error):
+        client.put(name + "-broken", broken(), model=model.name)
+    with pytest.raises(qkvd.InvalidArgument, match="retention"):
+        client.put(name, [], model=model.name, retention="maybe")
+    assert not client.has_sessions([name + "-broken"])[0]
+    client.close_session(name)
+
+
+def test_watch(client, model, name, rows):
+    with client.open(name, model=model.name, tokens=list(range(128))) as session:
+        session.append(0, *rows(128))
+        pages = 0
+        for message in client.watch(model=model.name, token_ids=True):
+            pages += sum(len(event.hashes) // 16 for event in message.events if event.token_ids)
+            if message.complete:
+                break
+        assert pages == 2 and message.instance > 0
+    with pytest.raises(qkvd.InvalidArgument, match="tenant"):
+        next(client.watch(tenant="no name"))
+
+
+def test_fork(client, session, rows):
+    for layer in range(len(session.lengths)):
+        session.append(layer, *rows(200))
+    with session.fork(f"{session.name}-fork", 100) as fork:
+        assert fork.lengths == (100,) * len(session.lengths)
+        assert all(np.array_equal(a, b[:100]) for a, b in zip(fork.fetch(0), session.fetch(0), strict=True))
+        fork.append(0, *rows(50))
+        assert fork.lengths[0] == 150 and session.lengths[0] == 200
+        with pytest.raises(qkvd.AlreadyExists):
+            session.fork(fork.name)
+        with pytest.raises(qkvd.FailedPrecondition, match="layer 0 ends at 200"):
+            session.fork("beyond", 201)
+
+
 def test_not_served_yet(client, session):
     """In the contract, refused by the daemon in a sentence."""
-    with pytest.raises(qkvd.Unimplemented, match="Fork"):
-        session.fork("other", 0)
-    with pytest.raises(NotImplementedError, match="Match"):
-        client.match("m", [1, 2, 3])
     from qkvd.v1 import admin_pb2
 
     with pytest.raises(qkvd.Unimplemented, match="Drain"):

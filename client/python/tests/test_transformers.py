@@ -338,7 +338,7 @@ def test_a_chunked_mask_is_refused(client):
 
 
 def test_rope_of_configs():
-    rope = qkvd.transformers._rope_of
+    rope = qkvd.configs.rope_of
     config = transformers.AutoConfig.for_model
     assert rope(transformers.AutoConfig.from_pretrained(TINYLM)).theta == 10000.0
     neox = rope(config("gpt_neox", rotary_pct=0.25))

@@ -79,3 +79,21 @@ def test_answers_with_a_changed_byte(by, queries, position):
         answer[position] = value
         with contextlib.suppress(qkvd.Internal):
             wire.attend_results(bytes(answer))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [], [0], [127, 128, 16383, 16384, 2**28 - 1], [2**28, 1], [2**32 - 1, 0], [np.int64(7)], np.arange(5),
+        np.arange(10, dtype=np.uint32)[::3], tuple(range(1000)),
+    ],
+)  # fmt: skip
+def test_token_ids(ids):
+    message = kv.MatchRequest.FromString(wire.token_ids(3, ids))
+    assert list(message.token_ids) == [int(one) for one in ids]
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], np.array([1.5])])
+def test_token_ids_that_are_none(ids):
+    with pytest.raises(qkvd.InvalidArgument, match="token ids are whole numbers from 0 to 4294967295"):
+        wire.token_ids(3, ids)

@@ -239,6 +239,7 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .accumulate = accumulate_twin,
     .encode = TWIN(qkvi_encode),
     .encode_rows = encode_rows_twin,
+    .load_rows = qkvi_load_rows_reference,
     .decode = decode_twin,
     .largest = largest_plain,
     .weigh = weigh_plain,

@@ -1,29 +1,49 @@
 // Dense transforms in whole numbers (kernel/dense.h). Compiled once for each family.
-#include "engine/kernel/dense_plain.h"
+#include "engine/kernel/dense.h"
 
 #include <assert.h>
+#include <stdbool.h>
 
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/x86/dense_words.h"
 #include "engine/kernel/x86/products.h"
 #include "engine/kernel/x86/twins.h"
 
-enum { STEP = LANES == 16 ? 2 : QKV_BAND };  // coordinates at once: of more gcc would spill sums of AVX-512
+enum {
+  STEP = LANES == 16 ? 2 : QKV_BAND,  // coordinates at once: of more gcc would spill sums of AVX-512
+  BATCH = 4 * ROWS,  // rows that meet a tile of the matrix one after the other, while it is in the cache
+};
 
 // Rows in whole numbers.
 typedef struct dense_rows {
-  int16_t words[ROWS][QKV_DIM_MAX];
-  float scales[ROWS];
+  _Alignas(64) int16_t words[BATCH * QKV_DIM_MAX + 2 * LANES];  // [rows][dim]
+  float scales[BATCH];
 } dense_rows;
 
-// Vectors [v, v + across) of outputs of `count` rows; both are constants.
-INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t count, size_t v, size_t across,
-                          float *rows) {
+// out [dim], and up to 2 * LANES more, of a row less the mean.
+static void words_of_row(const float *row, const float *mean, size_t dim, float factor, int16_t *out) {
+  for (size_t j = 0; j < dim; j += 2 * LANES) {
+    const bytes low = whole_numbers(row, mean, j, dim, factor);
+    const bytes high = whole_numbers(row, mean, j + LANES, dim, factor);
+#if LANES == 16
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    put_bytes(out + j, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(low, high)));
+#else
+    put_bytes(out + j, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
+#endif
+  }
+}
+
+// Vectors [v, v + across) of outputs of `count` rows from row `first` on; both are constants, and so is `alone`:
+// VNNI's products alone (products.h).
+INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t first, size_t count, size_t v,
+                          size_t across, bool alone, float *rows) {
   const size_t dim = matrix->dim;
-  const int16_t *from[ACROSS];
+  const int16_t *from[ACROSS], *numbers = x->words + first * dim;
   bytes sums[ROWS * ACROSS];
   UNROLL
   for (size_t k = 0; k < across; k++) from[k] = words_of(matrix, v + k);
-  UNROLL
+  UNROLL_16
   for (size_t i = 0; i < count * across; i++) sums[i] = (bytes)(words){0};
   for (size_t j = 0; j < dim; j += STEP) {
     UNROLL
@@ -33,43 +53,64 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
       for (size_t k = 0; k < across; k++) y[k] = load_bytes(from[k] + p * QKVI_DENSE_OUTPUTS);
       UNROLL
       for (size_t i = 0; i < count; i++) {
-        const bytes pair = repeat_word(&x->words[i][p]);
+        const bytes pair = repeat_word(numbers + i * dim + p);
         UNROLL
         for (size_t k = 0; k < across; k++) {
           bytes *sum = &sums[i * across + k];
-          *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+          *sum = alone || k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
         }
       }
     }
   }
+  rows += first * dim;
   UNROLL
   for (size_t i = 0; i < count; i++) {
     UNROLL
     for (size_t k = 0; k < across; k++) {
-      const lanes scale = load_lanes(matrix->scales + (v + k) * LANES) * x->scales[i];
+      const lanes scale = load_lanes(matrix->scales + (v + k) * LANES) * x->scales[first + i];
       put_outputs(to_lanes(sums[i * across + k]) * scale, (v + k) * LANES, dim, rows + i * dim);
     }
   }
 }
 
-INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, float *rows) {
+// Vectors [v, v + across) of all rows.
+INLINE void multiply_vectors(const qkv_dense *matrix, const dense_rows *x, size_t count, size_t v, size_t across,
+                             bool alone, float *rows) {
+  size_t i = 0;
+  for (; i + ROWS <= count; i += ROWS) multiply_tile(matrix, x, i, ROWS, v, across, alone, rows);
+  for (; i < count; i++) multiply_tile(matrix, x, i, 1, v, across, alone, rows);
+}
+
+INLINE void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, bool alone,
+                           float *rows) {
   const size_t dim = matrix->dim, vectors = (coordinates + LANES - 1) / LANES;
   dense_rows x;
-  for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
+  float factors[BATCH];
+  find_scales(rows, mean, dim, count, factors, x.scales);
+  for (size_t i = 0; i < count; i++) words_of_row(rows + i * dim, mean, dim, factors[i], x.words + i * dim);
   size_t v = 0;
-  for (; v + ACROSS <= vectors; v += ACROSS) multiply_tile(matrix, &x, count, v, ACROSS, rows);
-  for (; v + 2 <= vectors; v += 2) multiply_tile(matrix, &x, count, v, 2, rows);
-  for (; v < vectors; v++) multiply_tile(matrix, &x, count, v, 1, rows);
+  for (; v + ACROSS <= vectors; v += ACROSS) multiply_vectors(matrix, &x, count, v, ACROSS, alone, rows);
+  for (; v + 2 <= vectors; v += 2) multiply_vectors(matrix, &x, count, v, 2, alone, rows);
+  for (; v < vectors; v++) multiply_vectors(matrix, &x, count, v, 1, alone, rows);
   for (size_t i = 0; coordinates < dim && i < count; i++) {
     memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
   }
 }
 
 QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
+  static const float zeros[QKV_DIM_MAX];
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
-  size_t i = 0;
-  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);
-  for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, rows + i * matrix->dim);
+  if (mean == NULL) mean = zeros;
+  for (size_t i = 0; i < n; i += BATCH, rows += BATCH * matrix->dim) {
+    const size_t count = n - i < BATCH ? n - i : BATCH;
+#if BYTE_DOTS
+    if (qkvi_tables.dots_alone) {
+      multiply_batch(matrix, coordinates, count, mean, true, rows);
+      continue;
+    }
+#endif
+    multiply_batch(matrix, coordinates, count, mean, false, rows);
+  }
 }
 
 // ---- Sums that are kept ----

@@ -42,18 +42,24 @@ static void plan_bytes(const uint16_t *reach, byte_plan *plan) {
   }
 }
 
-typedef struct table_256 {
-  bytes quarters[4];
-} table_256;
+// A table of 256 bytes whose entries from 191 on are alike, as far as they count: centroids of up to four bits, and
+// their codes.
+typedef struct table_192 {
+  bytes low[2], high;
+} table_192;
 
-INLINE table_256 load_256(const uint8_t *table) {
-  return (table_256){{load_bytes(table), load_bytes(table + 64), load_bytes(table + 128), load_bytes(table + 192)}};
+INLINE table_192 load_192(const uint8_t *table) {
+  return (table_192){{load_bytes(table), load_bytes(table + 64)}, load_bytes(table + 128)};
 }
 
-INLINE bytes find_256(const table_256 *table, bytes index, __mmask64 upper) {
-  const bytes low = _mm512_permutex2var_epi8(table->quarters[0], index, table->quarters[1]);
-  const bytes high = _mm512_permutex2var_epi8(table->quarters[2], index, table->quarters[3]);
-  return _mm512_mask_blend_epi8(upper, low, high);
+// `index` is 191 at most, `upper` those above 127.
+INLINE bytes find_192(const table_192 *table, bytes index, __mmask64 upper) {
+  const bytes low = _mm512_permutex2var_epi8(table->low[0], index, table->low[1]);
+  return _mm512_mask_permutexvar_epi8(low, upper, index, table->high);
+}
+
+INLINE bytes index_192(bytes t) {
+  return _mm512_min_epu8(t, _mm512_set1_epi8((char)191));
 }
 
 // t of 64 coordinates and which of them are negative; those that are not in the mask are 0. `whole`: all are.
@@ -77,15 +83,24 @@ INLINE bytes bring_to_bytes(const float *row, bool whole, uint64_t mask, __m512 
 }
 
 INLINE void sum_squares_of_16(const float *rows, size_t dim, size_t coordinates, const float *weights, each squares) {
+  enum { AT_ONCE = 4 };  // rows, whose sums do not wait for each other
   __m512 sums[GROUP];
-  for (size_t r = 0; r < GROUP; r++) {
-    sums[r] = _mm512_setzero_ps();
+  for (size_t r = 0; r < GROUP; r += AT_ONCE) {
+    const float *from = rows + r * dim;
+    __m512 all[AT_ONCE];
+    UNROLL
+    for (size_t i = 0; i < AT_ONCE; i++) all[i] = _mm512_setzero_ps();
     for (size_t c = 0; c < coordinates; c += 16) {
-      const __m512 x = c + 16 <= coordinates ? _mm512_loadu_ps(rows + r * dim + c)
-                                             : _mm512_maskz_loadu_ps(0x00ff, rows + r * dim + c);
-      const __m512 weighted = _mm512_mul_ps(_mm512_loadu_ps(weights + c), x);
-      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(weighted, x));
+      const __mmask16 mask = c + 16 <= coordinates ? 0xffff : 0x00ff;
+      const __m512 weight = _mm512_loadu_ps(weights + c);
+      UNROLL
+      for (size_t i = 0; i < AT_ONCE; i++) {
+        const __m512 x = _mm512_maskz_loadu_ps(mask, from + i * dim + c);
+        all[i] = _mm512_add_ps(all[i], _mm512_mul_ps(_mm512_mul_ps(weight, x), x));
+      }
     }
+    UNROLL
+    for (size_t i = 0; i < AT_ONCE; i++) sums[r + i] = all[i];
   }
   _mm512_storeu_ps(squares, add_lanes_of_16(sums, false));
 }
@@ -96,19 +111,20 @@ typedef struct byte_rows {
   uint64_t negative[GROUP][VECTORS_MAX];
 } byte_rows;
 
-INLINE void add_dots_of(const table_256 *units, bytes t, __mmask64 mask, __mmask64 upper, bytes *with_row,
+INLINE void add_dots_of(const table_192 *units, bytes t, __mmask64 mask, __mmask64 upper, bytes *with_row,
                         bytes *with_itself) {
+  const bytes index = index_192(t);
   UNROLL
   for (size_t s = 0; s < QKVI_SCALES; s++) {
-    const bytes k = _mm512_maskz_mov_epi8(mask, find_256(&units[s], t, upper));
+    const bytes k = _mm512_maskz_mov_epi8(mask, find_192(&units[s], index, upper));
     with_row[s] = _mm512_dpbusd_epi32(with_row[s], t, k);
     with_itself[s] = _mm512_dpbusd_epi32(with_itself[s], k, k);
   }
 }
 
-INLINE void load_units(const byte_run *run, table_256 units[QKVI_SCALES]) {
+INLINE void load_units(const byte_run *run, table_192 units[QKVI_SCALES]) {
   UNROLL
-  for (size_t s = 0; s < QKVI_SCALES; s++) units[s] = load_256(qkvi_integers.units[s][run->depth]);
+  for (size_t s = 0; s < QKVI_SCALES; s++) units[s] = load_192(qkvi_integers.units[s][run->depth]);
 }
 
 static void sum_weighted_rows(const byte_plan *plan, const float *fours, const byte_rows *rows, group_sums *sums) {
@@ -124,7 +140,7 @@ static void sum_weighted_rows(const byte_plan *plan, const float *fours, const b
       UNROLL
       for (size_t s = 0; s < QKVI_SCALES; s++) tk[s] = kk[s] = _mm512_setzero_si512();
       for (size_t i = 0; i < plan->counts[v]; i++) {
-        table_256 units[QKVI_SCALES];
+        table_192 units[QKVI_SCALES];
         load_units(&plan->runs[v][i], units);
         add_dots_of(units, t, plan->runs[v][i].mask, upper, tk, kk);
       }
@@ -148,14 +164,14 @@ static void sum_weighted_rows(const byte_plan *plan, const float *fours, const b
 static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, const group_choice *choice, size_t dim,
                                uint8_t *codes) {
   for (size_t r = 0; r < GROUP; r++) {
-    const table_256 cells = load_256(qkvi_tables.cells[choice->scales[r]]);
+    const table_192 cells = load_192(qkvi_tables.cells[choice->scales[r]]);
     if (choice->zero[r]) {
       memset(codes + r * dim, 0, dim);
       continue;
     }
     for (size_t v = 0; v < plan->vectors; v++) {
       const bytes t = load_bytes(rows->t[r] + v * VECTOR);
-      const bytes cell = find_256(&cells, t, _mm512_movepi8_mask(t));
+      const bytes cell = find_192(&cells, index_192(t), _mm512_movepi8_mask(t));
       const bytes code = _mm512_xor_si512(cell, _mm512_movm_epi8(rows->negative[r][v]));
       if (v * VECTOR + VECTOR <= dim) {
         _mm512_storeu_si512(codes + r * dim + v * VECTOR, code);
@@ -166,12 +182,12 @@ static void code_rows_of_bytes(const byte_plan *plan, const byte_rows *rows, con
   }
 }
 
-// rows [GROUP][dim] to codes [GROUP][dim] at full depth, right for coordinates of up to four bits. `whole`:
-// vectors are full.
+// rows [GROUP][dim] to codes [GROUP][dim] at full depth. `whole`: vectors are full.
 INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, const byte_plan *plan,
                             const steps *deep, bool whole, const float *rows, size_t dim, group_scales *scales,
                             group_choice *choice, uint8_t *codes) {
   byte_rows in_bytes;
+  deep_codes in_words;
   group_sums sums = {0};
   sum_squares_of_16(rows, dim, reach[1], weights->weights, scales->squares);
   choose_scales(weights->sum, scales);
@@ -186,9 +202,10 @@ INLINE void encode_in_bytes(const uint16_t *reach, const row_weights *weights, c
     }
   }
   sum_weighted_rows(plan, weights->fours, &in_bytes, &sums);
-  sum_deep_rows(deep, weights->weights, rows, dim, scales->inverse, &sums);
+  sum_deep_rows(deep, weights->weights, rows, dim, scales->inverse, &sums, &in_words);
   choose_attempts(scales, &sums, choice);
   code_rows_of_bytes(plan, &in_bytes, choice, dim, codes);
+  code_deep_rows(deep, &in_words, choice, dim, codes);
 }
 
 static bool encode_bytes_can(const uint16_t *reach) {
@@ -214,7 +231,6 @@ static void encode_by_bytes(const coded_as *as, const row_weights *weights, cons
     } else {
       encode_in_bytes(reach, weights, &plan, &deep, false, rows, dim, &scales, &choice, group_codes);
     }
-    code_deep_rows(&deep, rows, dim, scales.inverse, &choice, group_codes);
     memcpy(gains + g * GROUP, choice.gains, sizeof choice.gains);
     memcpy(errors + g * GROUP, choice.errors, sizeof choice.errors);
     pack_group(as->part, as->schedule, as->tier, &blocks, group_codes, codes);

@@ -48,47 +48,69 @@ static void find_steps(const uint16_t *reach, steps *out) {
   }
 }
 
-// ---- Sums ----
+// ---- Sums and codes ----
 
+enum { DEEP_STEPS_MAX = 512 / LANES + QKV_DEPTH_MAX - SHALLOW_MAX };  // of rows that are coded in bytes
+
+// Codes at full depth at each scale, of one step: scale s in bits 8 s to 8 s + 7 of a lane.
+typedef struct deep_codes {
+  words at[GROUP][DEEP_STEPS_MAX];
+} deep_codes;
+
+// A row's sums, lane by lane.
 typedef struct deep_sums {
   lanes with_row[QKVI_SCALES], with_itself[QKVI_SCALES];
 } deep_sums;
 
-static inline __attribute__((always_inline)) void add_deep(unsigned depth, const steps *all, size_t begin,
-                                                           const float *weights, const float *row, float inverse,
-                                                           deep_sums *sums) {
+INLINE void add_deep(unsigned depth, const steps *all, size_t begin, const float *weights, const float *row,
+                     float inverse, deep_sums *sums, words *codes) {
   for (size_t i = begin; i < all->ends[depth]; i++) {
     const lanes y = load_step(&all->at[i], row) * inverse, t = (lanes)((words)y & 0x7fffffff);
-    const lanes weight = load_step(&all->at[i], weights);
+    const lanes weight = load_step(&all->at[i], weights), x = y * (1.0f / T_PER_UNIT);
+    words found = {0};
     UNROLL
     for (size_t s = 0; s < QKVI_SCALES; s++) {
       lanes units;
-      (void)quantize_deep(depth, y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[s], &units);
+      const words cell = quantize_deep(depth, x * qkvi_tables.scales[s], &units);
       const lanes weighted = weight * units;
       sums->with_row[s] += weighted * t;
       sums->with_itself[s] += weighted * units;
+      found |= (cell + (1u << (depth - 1))) << (QKV_DEPTH_MAX - depth + 8 * s);
     }
+    codes[i] = found;
   }
 }
 
 // In the order of the reference's sums: the deepest come first.
-static void sum_deep_rows(const steps *all, const float *weights, const float *rows, size_t dim, const each inverse,
-                          group_sums *out) {
-  for (size_t r = 0; r < GROUP && all->ends[SHALLOW_MAX + 1] > 0; r++, rows += dim) {
-    deep_sums sums;
-    memset(&sums, 0, sizeof sums);
-    add_deep(8, all, 0, weights, rows, inverse[r], &sums);
-    add_deep(7, all, all->ends[8], weights, rows, inverse[r], &sums);
-    add_deep(6, all, all->ends[7], weights, rows, inverse[r], &sums);
-    add_deep(5, all, all->ends[6], weights, rows, inverse[r], &sums);
-    for (size_t s = 0; s < QKVI_SCALES; s++) {
-      out->deep_with_row[s][r] = add_lanes(&sums.with_row[s]);
-      out->deep_with_itself[s][r] = add_lanes(&sums.with_itself[s]);
-    }
-  }
+INLINE deep_sums sum_deep_row(const steps *all, const float *weights, const float *row, float inverse, words *codes) {
+  deep_sums sums;
+  UNROLL
+  for (size_t s = 0; s < QKVI_SCALES; s++) sums.with_row[s] = sums.with_itself[s] = (lanes){0};
+  // Constants, so that the search has no loop.
+  add_deep(8, all, 0, weights, row, inverse, &sums, codes);
+  add_deep(7, all, all->ends[8], weights, row, inverse, &sums, codes);
+  add_deep(6, all, all->ends[7], weights, row, inverse, &sums, codes);
+  add_deep(5, all, all->ends[6], weights, row, inverse, &sums, codes);
+  return sums;
 }
 
-// ---- Codes ----
+static void sum_deep_rows(const steps *all, const float *weights, const float *rows, size_t dim, const each inverse,
+                          group_sums *out, deep_codes *codes) {
+  __m512 with_row[QKVI_SCALES][GROUP], with_itself[QKVI_SCALES][GROUP];
+  if (all->ends[SHALLOW_MAX + 1] == 0) return;
+  for (size_t r = 0; r < GROUP; r++) {
+    const deep_sums sums = sum_deep_row(all, weights, rows + r * dim, inverse[r], codes->at[r]);
+    UNROLL
+    for (size_t s = 0; s < QKVI_SCALES; s++) {
+      with_row[s][r] = (__m512)sums.with_row[s];
+      with_itself[s][r] = (__m512)sums.with_itself[s];
+    }
+  }
+  for (size_t s = 0; s < QKVI_SCALES; s++) {
+    _mm512_storeu_ps(out->deep_with_row[s], add_lanes_of_16(with_row[s], false));
+    _mm512_storeu_ps(out->deep_with_itself[s], add_lanes_of_16(with_itself[s], false));
+  }
+}
 
 // The low bytes of a step's lanes.
 static inline void store_bytes(const step *at, words all, uint8_t *codes) {
@@ -102,27 +124,13 @@ static inline void store_bytes(const step *at, words all, uint8_t *codes) {
   }
 }
 
-static inline __attribute__((always_inline)) void code_deep(unsigned depth, const steps *all, size_t begin,
-                                                            const float *row, float inverse, size_t scale,
-                                                            uint8_t *codes) {
-  for (size_t i = begin; i < all->ends[depth]; i++) {
-    const lanes y = load_step(&all->at[i], row) * inverse;
-    const words cell = quantize_deep(depth, y * (1.0f / T_PER_UNIT) * qkvi_tables.scales[scale], NULL);
-    store_bytes(&all->at[i], (cell + (1u << (depth - 1))) << (QKV_DEPTH_MAX - depth), codes);
-  }
-}
-
-// Of rows that do not count as zero.
-static void code_deep_rows(const steps *all, const float *rows, size_t dim, const each inverse,
-                           const group_choice *choice, uint8_t *codes) {
-  for (size_t r = 0; r < GROUP && all->ends[SHALLOW_MAX + 1] > 0; r++, rows += dim, codes += dim) {
-    const size_t scale = choice->scales[r];
+// codes [GROUP][dim] of rows that do not count as zero: those at the scales that were chosen.
+static void code_deep_rows(const steps *all, const deep_codes *found, const group_choice *choice, size_t dim,
+                           uint8_t *codes) {
+  for (size_t r = 0; r < GROUP; r++, codes += dim) {
+    const unsigned shift = 8u * choice->scales[r];
     if (choice->zero[r]) continue;
-    // Constants, so that the search has no loop.
-    code_deep(8, all, 0, rows, inverse[r], scale, codes);
-    code_deep(7, all, all->ends[8], rows, inverse[r], scale, codes);
-    code_deep(6, all, all->ends[7], rows, inverse[r], scale, codes);
-    code_deep(5, all, all->ends[6], rows, inverse[r], scale, codes);
+    for (size_t i = 0; i < all->ends[SHALLOW_MAX + 1]; i++) store_bytes(&all->at[i], found->at[r][i] >> shift, codes);
   }
 }
 

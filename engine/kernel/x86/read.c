@@ -286,6 +286,7 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .accumulate = accumulate_twin,
     .encode = TWIN(qkvi_encode),
     .encode_rows = TWIN(qkvi_encode_rows),
+    .load_rows = TWIN(qkvi_load_rows),
     .decode = decode_twin,
     .largest = largest_plain,
     .weigh = weigh_plain,

@@ -22,6 +22,7 @@
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
 QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows));
+QKV_DECLARE_LOAD_ROWS(TWIN(qkvi_load_rows));
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward));
 QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse));
 QKV_DECLARE_DENSE(TWIN(qkvi_multiply));

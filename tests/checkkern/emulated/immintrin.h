@@ -92,6 +92,14 @@ EMULATED __m256i emulated_maskz_set1_epi16(__mmask16 mask, short value) {
   return _mm256_loadu_si256((const __m256i *)to);
 }
 
+EMULATED __m256i emulated_maskz_loadu_epi16(__mmask16 mask, const void *from) {
+  uint16_t to[16] = {0};
+  for (int i = 0; i < 16; i++) {
+    if ((mask >> i & 1) != 0) memcpy(&to[i], (const char *)from + 2 * i, 2);
+  }
+  return _mm256_loadu_si256((const __m256i *)to);
+}
+
 EMULATED __m512 emulated_maskz_loadu_ps(__mmask16 mask, const void *from) {
   emulated to = {.words = {0}};
   for (int i = 0; i < 16; i++) {
@@ -187,6 +195,7 @@ EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
 #undef _mm512_shuffle_epi32
 #undef _mm512_shuffle_f32x4
 #define _mm_cmpeq_epi8_mask emulated_cmpeq_epi8_mask
+#define _mm256_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 #define _mm256_maskz_set1_epi16 emulated_maskz_set1_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps

@@ -16,6 +16,8 @@
 #include "client/worker/text.h"
 #include "engine/cache/attend.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
+#include "engine/kernel/integer.h"
 
 #define DATA QKV_SOURCE_DIR "/tests/data/tinylm/"
 

@@ -138,15 +138,17 @@ static void test_models(void **state) {
 static void test_sessions(void **state) {
   (void)state;
   qkv_call_error error = {0};
+  qkv_client *own = NULL;
+  ok(qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.tenant = "t"}, &own, &error), &error);
   qkv_client_policy policy = {.bits_k = 2, .bits_v = 3, .recent_window = 7};
   qkv_session_options options = {
-      .session = "info", .model = "exact", .tenant = "t", .purpose = 2, .policy = &policy, .first_position = 100};
-  ok(qkv_client_open_session(client, &options, &error), &error);
-  assert_int_equal(qkv_client_open_session(client, &options, &error), QKV_ALREADY_EXISTS);
+      .session = "info", .model = "exact", .purpose = 2, .policy = &policy, .first_position = 100};
+  ok(qkv_client_open_session(own, &options, &error), &error);
+  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_ALREADY_EXISTS);
   assert_non_null(strstr(error.text, "info"));
 
   qkv_client_session_info info;
-  ok(qkv_client_get_session(client, "info", &info, &error), &error);
+  ok(qkv_client_get_session(own, "info", &info, &error), &error);
   assert_string_equal(info.session, "info");
   assert_string_equal(info.model, "exact");
   assert_string_equal(info.tenant, "t");
@@ -160,13 +162,14 @@ static void test_sessions(void **state) {
   qkv_free(info.lengths);
 
   uint64_t freed = 1;
-  ok(qkv_client_close_session(client, "info", &freed, &error), &error);
-  assert_int_equal(qkv_client_close_session(client, "info", &freed, &error), QKV_NOT_FOUND);
-  assert_int_equal(qkv_client_get_session(client, "info", &info, &error), QKV_NOT_FOUND);
+  ok(qkv_client_close_session(own, "info", &freed, &error), &error);
+  assert_int_equal(qkv_client_close_session(own, "info", &freed, &error), QKV_NOT_FOUND);
+  assert_int_equal(qkv_client_get_session(own, "info", &info, &error), QKV_NOT_FOUND);
   assert_null(info.lengths);
   options.model = "nobody";
-  assert_int_equal(qkv_client_open_session(client, &options, &error), QKV_NOT_FOUND);
+  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_NOT_FOUND);
   assert_non_null(strstr(error.text, "nobody"));
+  qkv_client_close(&own);
 }
 
 // ---- append and attend ----
@@ -419,6 +422,47 @@ static void test_truncate(void **state) {
   assert_int_equal(qkv_client_truncate(client, "nobody", 0, &error), QKV_NOT_FOUND);
 }
 
+static void test_match(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  qkv_client_match match;
+  uint32_t ids[TOKENS];
+  for (uint32_t i = 0; i < TOKENS; i++) ids[i] = 70000 + i;
+  const qkv_session_options options = {.session = "salted", .model = "exact", .salt = "x", .salt_bytes = 1};
+  ok(qkv_client_open_session(client, &options, &error), &error);
+  qkv_client_item all[2] = {rows(0, 0, 100), rows(1, 0, 70)};
+  all[0].session = all[1].session = "salted";
+  all[1].token_ids = ids;
+  all[0].token_ids = ids;
+  ok(qkv_client_append(client, all, 2, NULL, &error), &error);
+  qkv_client_prompt prompt = {
+      .model = "exact", .token_ids = ids, .token_count = TOKENS, .salt = "x", .salt_bytes = 1};
+  ok(qkv_client_match_prefix(client, &prompt, &match, &error), &error);
+  assert_string_equal(match.session, "salted");
+  assert_int_equal(match.tokens, 64);
+  assert_int_equal(match.tokens_in_memory, 64);
+  assert_int_equal(match.tokens_on_ssd, 0);
+  assert_true(match.restore_ms == 0);
+  uint64_t matched = 7;
+  qkv_session_options prefixed = options;
+  prefixed.session = "prefixed";
+  prefixed.prefix_token_ids = ids;
+  prefixed.prefix_token_count = TOKENS;
+  prefixed.matched_tokens = &matched;
+  ok(qkv_client_open_session(client, &prefixed, &error), &error);
+  assert_int_equal(matched, 64);
+  assert_int_equal(qkv_client_open_session(client, &prefixed, &error), QKV_ALREADY_EXISTS);
+  assert_int_equal(matched, 0);
+  ok(qkv_client_close_session(client, "prefixed", NULL, &error), &error);
+  prompt.salt_bytes = 0;
+  ok(qkv_client_match_prefix(client, &prompt, &match, &error), &error);
+  assert_string_equal(match.session, "");
+  assert_int_equal(match.tokens, 0);
+  prompt.model = "nobody";
+  assert_int_equal(qkv_client_match_prefix(client, &prompt, &match, &error), QKV_NOT_FOUND);
+  ok(qkv_client_close_session(client, "salted", NULL, &error), &error);
+}
+
 // ---- connections ----
 
 static void test_tcp(void **state) {
@@ -575,6 +619,7 @@ int main(void) {
       WITH_SESSION(test_strided_rows),
       WITH_SESSION(test_fetch_request),
       WITH_SESSION(test_truncate),
+      cmocka_unit_test(test_match),
       WITH_SESSION(test_tcp),
       cmocka_unit_test(test_nobody_answers),
       cmocka_unit_test(test_endless_patience),

@@ -59,8 +59,10 @@ static void test_every_field(void **state) {
                                        .end = 9,
                                        .causal_offset = -2,
                                        .not_causal = true};
+  const uint32_t token_ids[3] = {0, 127, UINT32_MAX};
   qkv_client_item items[2] = {
       {.session = "one",
+       .token_ids = token_ids,
        .layer = 3,
        .position = 1ull << 40,
        .k_before_rope = true,
@@ -87,8 +89,11 @@ static void test_every_field(void **state) {
   assert_true(one->options->not_causal);
   expect_tensor(one->k, 3, (int64_t[]){3, 2, 2}, NULL, rows, 12 * sizeof(float));
   expect_tensor(one->v, 3, (int64_t[]){3, 2, 1}, NULL, rows, 6 * sizeof(float));
+  assert_int_equal(one->n_token_ids, 3);
+  assert_memory_equal(one->token_ids, token_ids, sizeof token_ids);
   assert_null(one->q);
   assert_string_equal(two->session, "two");
+  assert_int_equal(two->n_token_ids, 0);
   assert_int_equal(two->q_rope, QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE);
   assert_null(two->options);
   assert_null(two->k);

@@ -231,7 +231,7 @@ static void test_status(void **state) {
   assert_non_null(strstr(out, "qkvd " QKV_VERSION ", serving for "));
   assert_non_null(strstr(out, "qkvd_append_tokens_total"));
   assert_non_null(strstr(out, "memory-budget"));
-  assert_non_null(strstr(out, " of it beside the KV\n"));
+  assert_non_null(strstr(out, " of it outside the KV\n"));
 }
 
 static void test_models(void **state) {
@@ -413,7 +413,7 @@ static void test_load_with_tiers(void **state) {
   }
   assert_int_equal(RUN("load", path, "--session", "tiers"), 0);
   assert_int_equal(RUN("session", "tiers"), 0);
-  assert_non_null(strstr(out, "\nbeside          "));
+  assert_non_null(strstr(out, "\noverhead        "));
   assert_null(strstr(out, "kept in full"));
   assert_int_equal(RUN("rm", "tiers"), 0);
   assert_int_equal(RUN("load", path, "--session", "tiers", "--tier-bits", "2.3"), 1);

@@ -109,14 +109,14 @@ static void test_a_limit_below_the_budget(void **state) {
   assert_int_equal(qkv_arena_read(arena).bytes_max, 1000);
   assert_int_equal(qkv_arena_reserve(arena, 101, &error), QKV_RESOURCE_EXHAUSTED);
   assert_string_equal(error.text,
-                      "memory-budget is 1000 bytes, 300 of them for what lies beside the pages, 600 in use, 101 more "
+                      "memory-budget is 1000 bytes, 300 of them for memory outside pages, 600 in use, 101 more "
                       "are needed");
   assert_int_equal(qkv_arena_reserve(arena, 100, NULL), QKV_OK);
   qkv_arena_set_limit(arena, 500);  // less than is taken, which stays
   error = (qkv_error){0};
   assert_int_equal(qkv_arena_reserve(arena, 1, &error), QKV_RESOURCE_EXHAUSTED);
   assert_string_equal(error.text,
-                      "memory-budget is 1000 bytes, 500 of them for what lies beside the pages, 700 in use, 1 more "
+                      "memory-budget is 1000 bytes, 500 of them for memory outside pages, 700 in use, 1 more "
                       "are needed");
   assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_RESOURCE_EXHAUSTED);
   qkv_arena_unreserve(arena, 450);

@@ -17,7 +17,7 @@ static void test_text(void **state) {
   qkv_cpu_text(QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_F16C, text, sizeof text);
   assert_string_equal(text, "avx2,fma,f16c");
   qkv_cpu_text(UINT32_MAX, text, sizeof text);
-  assert_string_equal(text, "avx2,fma,f16c,avx512,avx512-vnni,avx512-vbmi,neon,neon-dotprod");
+  assert_string_equal(text, "avx2,fma,f16c,avx512,avx512-vnni,avx512-vbmi,neon,neon-dotprod,amx-int8");
   memset(text, 'x', sizeof text);
   qkv_cpu_text(UINT32_MAX, text, 8);
   assert_string_equal(text, "avx2,fm");
@@ -29,6 +29,7 @@ static void test_flags_are_consistent(void **state) {
   uint32_t flags = qkv_cpu_flags();
   assert_int_equal(flags, qkv_cpu_flags());
   if ((flags & (QKV_CPU_VNNI | QKV_CPU_VBMI)) != 0) assert_true((flags & QKV_CPU_AVX512) != 0);
+  if ((flags & QKV_CPU_AMX) != 0) assert_true((flags & QKV_CPU_AVX512) != 0);
   if ((flags & QKV_CPU_AVX512) != 0) assert_true((flags & QKV_CPU_AVX2) != 0);
   if ((flags & QKV_CPU_DOTPROD) != 0) assert_true((flags & QKV_CPU_NEON) != 0);
   if ((flags & QKV_CPU_NEON) != 0) assert_int_equal(flags & ~(QKV_CPU_NEON | QKV_CPU_DOTPROD), 0);

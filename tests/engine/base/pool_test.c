@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <pthread.h>
@@ -15,7 +16,7 @@
 #include <cmocka.h>
 
 #include "engine/base/cpu.h"
-#include "engine/base/precedence.h"
+#include "engine/base/yield.h"
 
 #define INDEXES 500
 
@@ -113,18 +114,19 @@ static void meet(void *context, size_t index, size_t worker) {
   pthread_mutex_unlock(&gate->lock);
 }
 
-// Those that stand back come, too, though attention has all processors.
-static void test_loop_waits_for_those_that_stand_back(void **state) {
+// Yielding threads come, too, though attention has all processors.
+static void test_loop_waits_for_yielding_threads(void **state) {
   (void)state;
   qkv_pool *pool = NULL;
-  assert_int_equal(qkv_pool_create_back(3, 1, 0, &pool, NULL), QKV_OK);
-  qkv_precedence_begin(qkv_cpu_count());
+  assert_int_equal(
+      qkv_pool_create_with(&(qkv_pool_config){.threads = 3, .queue_max = 1, .yields = true}, &pool, NULL), QKV_OK);
+  qkv_yield_urgent_begin(qkv_cpu_count());
   for (int round = 0; round < 5; round++) {
     gate_state gate = GATE_CLOSED;
     qkv_pool_loop(pool, 4, meet, &gate);
     assert_int_equal(gate.arrived, 4);
   }
-  qkv_precedence_end(qkv_cpu_count());
+  qkv_yield_urgent_end(qkv_cpu_count());
   qkv_pool_destroy(&pool);
 }
 
@@ -264,11 +266,41 @@ static void test_nice_threads(void **state) {
   qkv_pool *pool = NULL;
   _Atomic int seen = 0;
   const int own = getpriority(PRIO_PROCESS, 0);
-  assert_int_equal(qkv_pool_create_nice(1, 1, 3, &pool, NULL), QKV_OK);
+  assert_int_equal(qkv_pool_create_with(&(qkv_pool_config){.threads = 1, .queue_max = 1, .nice = 3}, &pool, NULL),
+                   QKV_OK);
   assert_int_equal(qkv_pool_submit(pool, note_priority, &seen), QKV_OK);
   qkv_pool_destroy(&pool);
   assert_int_equal(seen - 100, own + 3 < 19 ? own + 3 : 19);
   assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
+}
+
+static void await_running(const qkv_pool *pool, size_t running) {
+  while (qkv_pool_running(pool) != running) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+}
+
+// As many threads as jobs at once, up to the most; one is left when they have had nothing to do for a while.
+static void test_threads_on_demand(void **state) {
+  (void)state;
+  qkv_pool *pool = NULL;
+  const qkv_pool_config config = {.threads = 3, .queue_max = 8, .on_demand = true};
+  assert_int_equal(qkv_pool_create_with(&config, &pool, NULL), QKV_OK);
+  assert_int_equal(qkv_pool_running(pool), 1);
+  for (int round = 0; round < 2; round++) {
+    gate_state gate = GATE_CLOSED;
+    for (size_t i = 0; i < 3; i++) assert_int_equal(qkv_pool_submit(pool, pass_gate, &gate), QKV_OK);
+    await_arrivals(&gate, 3);
+    assert_int_equal(qkv_pool_submit(pool, pass_gate, &gate), QKV_OK);
+    assert_int_equal(qkv_pool_running(pool), 3);
+    assert_int_equal(qkv_pool_waiting(pool), 1);
+    open_gate(&gate);
+    await_running(pool, 1);
+    assert_int_equal(qkv_pool_waiting(pool), 0);
+  }
+  // A loop starts threads, too, and they end with the pool.
+  gate_state gate = GATE_CLOSED;
+  qkv_pool_loop(pool, 4, meet, &gate);
+  assert_int_equal(qkv_pool_running(pool), 3);
+  qkv_pool_destroy(&pool);
 }
 
 typedef struct place {
@@ -290,7 +322,8 @@ static void test_pinned_threads(void **state) {
   qkv_pool *pool = NULL;
   gate_state gate = GATE_CLOSED;
   place seen[] = {{.gate = &gate}, {.gate = &gate}};
-  assert_int_equal(qkv_pool_create_pinned(2, 2, &pool, NULL), QKV_OK);
+  assert_int_equal(
+      qkv_pool_create_with(&(qkv_pool_config){.threads = 2, .queue_max = 2, .pinned = true}, &pool, NULL), QKV_OK);
   for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_pool_submit(pool, note_place, &seen[i]), QKV_OK);
   await_arrivals(&gate, 2);
   open_gate(&gate);
@@ -302,13 +335,14 @@ static void test_pinned_threads(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
-                                     cmocka_unit_test(test_loop_waits_for_those_that_stand_back),
+                                     cmocka_unit_test(test_loop_waits_for_yielding_threads),
                                      cmocka_unit_test(test_loop_progresses_while_all_are_busy),
                                      cmocka_unit_test(test_queue_is_bounded),
                                      cmocka_unit_test(test_no_threads),
                                      cmocka_unit_test(test_jobs_with_nested_loops),
                                      cmocka_unit_test(test_many_callers),
                                      cmocka_unit_test(test_nice_threads),
+                                     cmocka_unit_test(test_threads_on_demand),
                                      cmocka_unit_test(test_pinned_threads)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

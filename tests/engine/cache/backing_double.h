@@ -26,7 +26,8 @@ typedef struct backing_double {
 } backing_double;
 
 static inline uint64_t double_put(void *context, uint64_t session, const char *model, const void *page,
-                                  uint32_t bytes, uint32_t tokens) {
+                                  uint32_t bytes, uint32_t tokens, const qkv_prefix_hash *hash) {
+  (void)hash;
   backing_double *made = context;
   (void)model;
   if (made->room == 0 || made->failed) return 0;

@@ -33,7 +33,7 @@ static void setup(mixed *m, uint32_t kv_heads, uint32_t group, uint64_t tokens, 
                           : coder_create_dense(&random, (uint16_t)kv_heads, DIM, 8, 3, 3.5, frames[i], &model.rope);
     m->coders[i]->layer = TEST_LAYER;
   }
-  m->coders[2]->anchors[QKV_K].kind = m->coders[1]->anchors[QKV_V].kind = QKV_ANCHOR_AUTO;
+  coder_own(m->coders[2])->anchors[QKV_K].kind = coder_own(m->coders[1])->anchors[QKV_V].kind = QKV_ANCHOR_AUTO;
   free_sequence(&m->scene.rows);
   m->scene.rows = make_sequence(&m->scene.model, tokens, 82);
   // Values about a constant, so that outputs are not what is left when all cancels out.
@@ -104,19 +104,19 @@ static void test_a_range_ends_where_the_coder_changes(void **state) {
     assert_int_equal(first, pages);
     assert_true(end > first && end - first <= QKV_RANGE_PAGES);
     for (size_t i = first; i < end; i++) {
-      assert_int_equal(layer->pages[i].range, range);
-      assert_ptr_equal(layer->pages[i].coder, layer->pages[first].coder);
+      assert_int_equal(qkv_layer_range_of(layer, i), range);
+      assert_ptr_equal(qkv_layer_page(layer, i)->coder, qkv_layer_page(layer, first)->coder);
     }
     // It goes on for as long as it can.
-    if (end < layer->page_count && layer->pages[end].coder == layer->pages[first].coder) {
+    if (end < layer->page_count && qkv_layer_page(layer, end)->coder == qkv_layer_page(layer, first)->coder) {
       assert_int_equal(end - first, QKV_RANGE_PAGES);
     }
     pages = end;
   }
   // A page belongs to the coder that there was when it was sealed.
-  assert_ptr_equal(layer->pages[0].coder, m.coders[0]);
-  assert_ptr_equal(layer->pages[1].coder, m.coders[1]);
-  assert_ptr_equal(layer->pages[2].coder, m.coders[0]);
+  assert_ptr_equal(qkv_layer_page(layer, 0)->coder, m.coders[0]);
+  assert_ptr_equal(qkv_layer_page(layer, 1)->coder, m.coders[1]);
+  assert_ptr_equal(qkv_layer_page(layer, 2)->coder, m.coders[0]);
   teardown(&m);
 }
 

@@ -123,9 +123,9 @@ static void check_averages(const question *asked, double share) {
       }
     }
     for (size_t i = 0; i < layer->page_count; i++) {
-      const qkv_page_entry *entry = &layer->pages[i];
+      const qkv_page_entry *entry = qkv_layer_page(layer, i);
       // Undo what corrects for youth: all pages were sealed before the first query.
-      qkv_ema_read(entry->ema, layer->clock, h, qkv_ema_clock_now(layer->clock), values);
+      qkv_ema_read(qkv_layer_ema(layer, i), layer->clock, h, qkv_ema_clock_now(layer->clock), values);
       for (uint32_t t = 0; t < entry->tokens; t++) {
         const double expected = mean[entry->position + t];
         if (!(fabs((double)values[t] - expected) <= 0.003 * expected + 0x1p-28 / share)) {
@@ -192,7 +192,7 @@ static void counting_changes_no_answer(void **state) {
     assert_memory_equal(asked[i].request.lse, asked[0].request.lse, 2 * 8 * sizeof(float));
   }
   for (size_t i = 0; i < counted.layer.page_count; i++) {
-    assert_memory_equal(counted.layer.pages[i].ema, pooled.layer.pages[i].ema, qkv_ema_bytes(2));
+    assert_memory_equal(qkv_layer_ema(&counted.layer, i), qkv_layer_ema(&pooled.layer, i), qkv_ema_bytes(2));
   }
   assert_int_equal(qkv_ema_clock_now(counted.layer.clock), 2);
   assert_null(plain.layer.clock);

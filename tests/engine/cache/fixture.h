@@ -20,6 +20,7 @@
 #include "engine/cache/attend.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/model.h"
+#include "engine/codec/calibrate.h"
 #include "tests/engine/codec/coder.h"
 
 #define TEST_LAYER 2
@@ -214,9 +215,9 @@ static inline void assert_same_state(const qkv_layer *a, const qkv_layer *b) {
   assert_int_equal(a->page_count, b->page_count);
   assert_int_equal(a->tail_count, b->tail_count);
   for (size_t i = 0; i < a->page_count; i++) {
-    assert_int_equal(a->pages[i].tokens, b->pages[i].tokens);
-    assert_int_equal(a->pages[i].bytes, b->pages[i].bytes);
-    assert_memory_equal(a->pages[i].page, b->pages[i].page, a->pages[i].bytes);
+    assert_int_equal(qkv_layer_page(a, i)->tokens, qkv_layer_page(b, i)->tokens);
+    assert_int_equal(qkv_layer_page(a, i)->bytes, qkv_layer_page(b, i)->bytes);
+    assert_memory_equal(qkv_layer_page(a, i)->page, qkv_layer_page(b, i)->page, qkv_layer_page(a, i)->bytes);
   }
   for (int part = QKV_K; part <= QKV_V; part++) {
     const qkv_model *model = a->config.model;
@@ -227,6 +228,20 @@ static inline void assert_same_state(const qkv_layer *a, const qkv_layer *b) {
     free(rows_a);
     free(rows_b);
   }
+}
+
+// From random rows: another one for each seed. The caller gives it back.
+static inline const qkv_calibration *test_calibration(const qkv_model *model, uint64_t seed) {
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  sequence rows = make_sequence(model, 128, seed);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  for (uint32_t layer = 0; layer < model->layers; layer++)
+    qkv_moments_add(moments, layer, 0, 128, rows.k, rows.v, false);
+  qkv_calibration *calibration = NULL;
+  assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &calibration, NULL), QKV_OK);
+  qkv_moments_destroy(&moments);
+  free_sequence(&rows);
+  return calibration;
 }
 
 #endif

@@ -1,5 +1,6 @@
 // Pages at other tiers: what is read, what is freed, what comes back, and a model of it all.
 #include "engine/cache/layer_retier.h"
+#include "engine/codec/narrow.h"
 
 #include "tests/engine/cache/retier_fixture.h"
 
@@ -25,10 +26,10 @@ static void less_is_read_and_answers_are_those_of_the_rows(void **state) {
     for (size_t i = 0; i < s.layer.page_count; i++) {
       qkv_head_tiers tiers[2], now[2], held[2];
       random_tiers(&seed, 2, most, tiers);
-      const uint32_t bytes = s.layer.pages[i].bytes;
+      const uint32_t bytes = qkv_layer_page(&s.layer, i)->bytes;
       assert_int_equal(set_tiers(&s.layer, i, tiers, NULL), QKV_OK);
-      fell += bytes - s.layer.pages[i].bytes;
-      qkv_layer_tiers(&s.layer, &s.layer.pages[i], now, held);
+      fell += bytes - qkv_layer_page(&s.layer, i)->bytes;
+      qkv_layer_tiers(&s.layer, qkv_layer_page(&s.layer, i), now, held);
       for (size_t g = 0; g < sizeof tiers; g++) {
         assert_true(((uint8_t *)now)[g] <= ((uint8_t *)tiers)[g]);
         assert_int_equal(((uint8_t *)now)[g], ((uint8_t *)held)[g]);
@@ -76,9 +77,9 @@ static void full_pages_come_back_bit_for_bit(void **state) {
   const uint64_t used = qkv_arena_read(s.arena).bytes_used;
   const qkv_layer_usage usage = qkv_layer_read_usage(&s.layer);
   for (size_t i = 0; i < 4; i++) {
-    before[i] = malloc(s.layer.pages[i].bytes);
+    before[i] = malloc(qkv_layer_page(&s.layer, i)->bytes);
     assert_non_null(before[i]);
-    memcpy(before[i], s.layer.pages[i].page, s.layer.pages[i].bytes);
+    memcpy(before[i], qkv_layer_page(&s.layer, i)->page, qkv_layer_page(&s.layer, i)->bytes);
   }
   for (unsigned round = 0; round < 3; round++) {
     for (size_t i = 0; i < 4; i++) set_even_tier(&s.layer, i, (uint8_t)(4 + 3 * i + round));
@@ -93,8 +94,8 @@ static void full_pages_come_back_bit_for_bit(void **state) {
     assert_non_null(half);
     qkv_head_tiers tiers[2];
     memset(tiers, 18, sizeof tiers);
-    const qkv_page_entry *entry = &s.layer.pages[2];
-    const size_t bytes = entry->coder->codec->narrow(entry->coder, entry->full, tiers, half);
+    const qkv_page_entry *entry = qkv_layer_page(&s.layer, 2);
+    const size_t bytes = entry->coder->codec->planes->drop(entry->coder, entry->full, tiers, half);
     assert_int_equal(bytes, entry->bytes);
     assert_memory_equal(half, entry->page, bytes);
     assert_memory_equal(entry->full, before[2], entry->full_bytes);
@@ -102,8 +103,8 @@ static void full_pages_come_back_bit_for_bit(void **state) {
   }
   for (size_t i = 0; i < 4; i++) {
     set_even_tier(&s.layer, i, QKV_TIER_MAX);
-    assert_null(s.layer.pages[i].full);
-    assert_memory_equal(s.layer.pages[i].page, before[i], s.layer.pages[i].bytes);
+    assert_null(qkv_layer_page(&s.layer, i)->full);
+    assert_memory_equal(qkv_layer_page(&s.layer, i)->page, before[i], qkv_layer_page(&s.layer, i)->bytes);
     free(before[i]);
   }
   assert_valid(&s.layer);
@@ -128,7 +129,7 @@ static void a_full_arena_can_be_emptied(void **state) {
     if (keep_full) {
       assert_int_equal(set_tiers(&s.layer, 0, tiers, &error), QKV_RESOURCE_EXHAUSTED);
       assert_memory_equal(error.text, "memory-budget is ", 17);
-      assert_null(s.layer.pages[0].full);
+      assert_null(qkv_layer_page(&s.layer, 0)->full);
     } else {
       assert_int_equal(set_tiers(&s.layer, 0, tiers, &error), QKV_OK);
       assert_true(qkv_arena_read(s.arena).bytes_used < stats.bytes_used);
@@ -149,24 +150,24 @@ static void late_cuts_are_void(void **state) {
   qkv_cut cuts[3];
   memset(&tiers, 8, sizeof tiers);
   for (size_t i = 0; i < 3; i++) {
-    assert_true(qkv_layer_cut(&s.layer, i + 1, s.layer.pages[i + 1].serial, &tiers, &cuts[i]));
+    assert_true(qkv_layer_cut(&s.layer, i + 1, qkv_layer_page(&s.layer, i + 1)->serial, &tiers, &cuts[i]));
   }
   set_even_tier(&s.layer, 1, 16);            // exchanged meanwhile
   qkv_layer_truncate(&s.layer, 64 * 2 + 5);  // page 3 is gone, page 2 has fewer tokens but is the same image
   assert_int_equal(qkv_layer_exchange(&s.layer, &cuts[0], NULL), QKV_OK);
-  assert_int_equal(qkv_page_entry_of(s.layer.pages[1].page, 0)->tier_k[0], 16);
+  assert_int_equal(qkv_page_entry_of(qkv_layer_page(&s.layer, 1)->page, 0)->tier_k[0], 16);
   assert_int_equal(qkv_layer_exchange(&s.layer, &cuts[1], NULL), QKV_OK);
-  assert_int_equal(qkv_page_entry_of(s.layer.pages[2].page, 0)->tier_k[0], 8);
-  assert_int_equal(s.layer.pages[2].tokens, 5);
+  assert_int_equal(qkv_page_entry_of(qkv_layer_page(&s.layer, 2)->page, 0)->tier_k[0], 8);
+  assert_int_equal(qkv_layer_page(&s.layer, 2)->tokens, 5);
   must_append(&s.layer, &s.rows, 64 * 2 + 5, 64 * 4);
   assert_int_equal(s.layer.page_count, 4);
   assert_int_equal(qkv_layer_exchange(&s.layer, &cuts[2], NULL), QKV_OK);
-  assert_int_equal(qkv_page_entry_of(s.layer.pages[3].page, 0)->tier_k[0], 32);
+  assert_int_equal(qkv_page_entry_of(qkv_layer_page(&s.layer, 3)->page, 0)->tier_k[0], 32);
   assert_valid(&s.layer);
   for (size_t i = 0; i < 3; i++) qkv_cut_deinit(&cuts[i]);
   qkv_cut none;
   assert_false(qkv_layer_cut(&s.layer, 9, 0, &tiers, &none));
-  assert_false(qkv_layer_cut(&s.layer, 1, s.layer.pages[1].serial + 1, &tiers, &none));
+  assert_false(qkv_layer_cut(&s.layer, 1, qkv_layer_page(&s.layer, 1)->serial + 1, &tiers, &none));
   teardown_scene(&s);
 }
 
@@ -189,7 +190,7 @@ static void snapshots_show_attention(void **state) {
   for (int i = 0; i < 40; i++) run(NULL, &asked.request);
 
   qkv_retier_snapshot snapshot;
-  qkv_layer_snapshot(&s.layer, 0, 0, &snapshot);
+  qkv_layer_snapshot(&s.layer, 0, 0, false, &snapshot);
   assert_true(snapshot.counted);
   assert_int_equal(snapshot.page_count, 6);
   assert_int_equal(snapshot.lane_count, 4);
@@ -213,7 +214,7 @@ static void snapshots_show_attention(void **state) {
   qkv_retier_snapshot_deinit(&snapshot);
 
   set_even_tier(&s.layer, 2, 16);
-  qkv_layer_snapshot(&s.layer, 64 * 2 + 1, 64 * 3, &snapshot);
+  qkv_layer_snapshot(&s.layer, 64 * 2 + 1, 64 * 3, false, &snapshot);
   assert_int_equal(snapshot.page_count, 1);
   assert_int_equal(snapshot.pages[0].index, 2);
   assert_int_equal(snapshot.pages[0].quiet_for, 0);
@@ -241,20 +242,20 @@ typedef struct oracle {
 
 static void oracle_see_new_pages(oracle *o, const qkv_layer *layer) {
   for (; o->count < layer->page_count; o->count++) {
-    const qkv_page_entry *entry = &layer->pages[o->count];
+    const qkv_page_entry *entry = qkv_layer_page(layer, o->count);
     oracle_page *page = &o->pages[o->count];
     assert_true(o->count < 64);
     *page = (oracle_page){.full = aligned_alloc(64, entry->bytes), .bytes = entry->bytes, .tokens = entry->tokens};
     assert_non_null(page->full);
     memcpy(page->full, entry->page, entry->bytes);
-    qkv_page_tiers(page->full, page->most);
-    qkv_page_tiers(page->full, page->now);
+    qkvi_embedded_planes.tiers(page->full, page->most);
+    qkvi_embedded_planes.tiers(page->full, page->now);
   }
 }
 
 static void oracle_truncate(oracle *o, const qkv_layer *layer) {
   while (o->count > layer->page_count) free(o->pages[--o->count].full);
-  if (o->count > 0) o->pages[o->count - 1].tokens = layer->pages[o->count - 1].tokens;
+  if (o->count > 0) o->pages[o->count - 1].tokens = qkv_layer_page(layer, o->count - 1)->tokens;
 }
 
 // Without keep_full the page is all there is to cut from, the next time, too.
@@ -266,7 +267,7 @@ static void oracle_set(oracle_page *page, const qkv_coder *coder, const qkv_head
   if (keep_full) return;
   uint8_t *cut = aligned_alloc(64, page->bytes);
   assert_non_null(cut);
-  coder->codec->narrow(coder, page->full, tiers, cut);
+  coder->codec->planes->drop(coder, page->full, tiers, cut);
   free(page->full);
   page->full = cut;
   memcpy(page->most, page->now, sizeof page->most);
@@ -278,8 +279,8 @@ static void oracle_check(const oracle *o, const qkv_layer *layer) {
   assert_non_null(image);
   assert_int_equal(o->count, layer->page_count);
   for (size_t i = 0; i < o->count; i++) {
-    const qkv_page_entry *entry = &layer->pages[i];
-    const size_t bytes = entry->coder->codec->narrow(entry->coder, o->pages[i].full, o->pages[i].now, image);
+    const qkv_page_entry *entry = qkv_layer_page(layer, i);
+    const size_t bytes = entry->coder->codec->planes->drop(entry->coder, o->pages[i].full, o->pages[i].now, image);
     assert_int_equal(entry->tokens, o->pages[i].tokens);
     assert_int_equal(entry->bytes, bytes);
     assert_memory_equal(entry->page, image, bytes);
@@ -295,7 +296,7 @@ static void random_policy_step(scene *s, oracle *o, uint64_t *seed, bool keep_fu
   policy.sinks = random_below(seed, 2) * 20;
   policy.rest = random_below(seed, 4);
   policy.pages_max = random_below(seed, 6);
-  qkv_layer_snapshot(&s->layer, 0, 0, &snapshot);
+  qkv_layer_snapshot(&s->layer, 0, 0, false, &snapshot);
   assert_int_equal(qkv_retier_decide(&snapshot, &policy, &plan, NULL), QKV_OK);
   for (size_t i = 0; i < plan.page_count; i++) {
     const size_t index = snapshot.pages[plan.pages[i]].index;

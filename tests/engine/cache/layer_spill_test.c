@@ -1,5 +1,7 @@
 #include "engine/cache/layer_spill.h"
 
+#include <malloc.h>
+
 #include "engine/cache/layer_retier.h"
 #include "tests/engine/cache/backing_double.h"
 
@@ -81,8 +83,8 @@ static void test_out_and_back(void **unused) {
   assert_int_equal(s.backing.records[1].session, 42);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
-  const uint64_t before = qkv_arena_read(s.arena).bytes_used, coded = s.layer.bytes_coded;
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), coded);
+  const uint64_t before = qkv_arena_read(s.arena).bytes_used, coded = qkv_layer_read_usage(&s.layer).bytes_coded;
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), coded);
   assert_int_equal(qkv_arena_read(s.arena).bytes_used, before - coded);
   assert_valid(&s.layer);
   const qkv_layer_usage usage = qkv_layer_read_usage(&s.layer);
@@ -106,16 +108,16 @@ static void test_evicts_what_is_durable(void **unused) {
   s.backing.first = QKV_RECORD_WAITING;
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), 0);
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST);
   s.backing.records[1].state = QKV_RECORD_WRITTEN;
   s.backing.records[2].state = s.backing.records[3].state = QKV_RECORD_DURABLE;
-  assert_true(qkv_layer_evict(&s.layer, 1) > 0);
+  assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
   assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 64, FIRST + 65));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
-  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX) > 0);
+  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
   assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 192, UINT64_MAX));
@@ -136,7 +138,7 @@ static void test_a_failed_sync_costs_nothing(void **unused) {
   s.backing.first = QKV_RECORD_WRITTEN;
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX), 0);
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
   double_all(&s.backing, QKV_RECORD_GONE);
   s.backing.first = QKV_RECORD_DURABLE;
   s.backing.records[1].state = QKV_RECORD_DURABLE;
@@ -151,7 +153,7 @@ static void test_a_failed_sync_costs_nothing(void **unused) {
   s.backing.records[PAGES].state = QKV_RECORD_DURABLE;
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
-  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX) > 0);
+  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
   assert_int_equal(restore_all(&s, false), PAGES);
   assert_rows_as_before(&s);
   assert_valid(&s.layer);
@@ -165,7 +167,7 @@ static void heat(state *s, size_t page, float share) {
   assert_true(qkv_ema_clock_count(s->layer.clock, 1, 1, &step));
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) attention[t] = share / QKV_PAGE_TOKENS;
   for (uint32_t head = 0; head < s->model.kv_heads; head++)
-    qkv_ema_add(s->layer.pages[page].ema, s->layer.clock, head, &step, attention);
+    qkv_ema_add(qkv_layer_ema(&s->layer, page), s->layer.clock, head, &step, attention);
 }
 
 // Those that receive least attention go first.
@@ -179,14 +181,14 @@ static void test_evicts_the_coldest(void **unused) {
   for (size_t i = 1; i < PAGES; i++) heat(&s, order[i], 0.2f * (float)i);
   assert_true(qkv_layer_save(&s.layer));
   for (size_t i = 0; i < PAGES; i++) {
-    assert_true(qkv_layer_evict(&s.layer, 1) > 0);
+    assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
     for (size_t p = 0; p < PAGES; p++) {
       bool gone = false;
       for (size_t k = 0; k <= i; k++) gone |= order[k] == p;
-      assert_int_equal(s.layer.pages[p].page == NULL, gone);
+      assert_int_equal(qkv_layer_page(&s.layer, p)->page == NULL, gone);
     }
   }
-  assert_int_equal(qkv_layer_evict(&s.layer, 1), 0);
+  assert_int_equal(qkv_layer_evict(&s.layer, 1, 0), 0);
   assert_valid(&s.layer);
   end(&s);
 }
@@ -210,7 +212,7 @@ static void test_puts_again(void **unused) {
   assert_valid(&s.layer);
   assert_true(qkv_layer_save(&s.layer));
   assert_int_equal(s.backing.count, PAGES + 1);
-  assert_int_equal(s.layer.pages[1].record, PAGES + 1);
+  assert_int_equal(qkv_layer_page(&s.layer, 1)->record, PAGES + 1);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
   assert_valid(&s.layer);
@@ -227,7 +229,7 @@ static void test_full_precision_returns(void **unused) {
   qkv_head_tiers tiers[2];
   qkv_cut cut;
   memset(tiers, QKV_TIER_BIT, sizeof tiers);  // one bit
-  assert_true(qkv_layer_cut(&s.layer, 1, s.layer.pages[1].serial, tiers, &cut));
+  assert_true(qkv_layer_cut(&s.layer, 1, qkv_layer_page(&s.layer, 1)->serial, tiers, &cut));
   assert_int_equal(qkv_layer_exchange(&s.layer, &cut, NULL), QKV_OK);
   qkv_cut_deinit(&cut);
   assert_int_equal(restore_all(&s, false), 0);
@@ -245,7 +247,7 @@ static void test_planes_wait_for_the_record(void **unused) {
   begin(&s);
   s.backing.first = QKV_RECORD_WAITING;
   fill(&s);
-  const uint64_t serial = s.layer.pages[1].serial;
+  const uint64_t serial = qkv_layer_page(&s.layer, 1)->serial;
   assert_true(qkv_layer_cut_early(&s.layer, 1, serial));  // not put yet
   assert_true(qkv_layer_save(&s.layer));
   for (qkv_record_state at = QKV_RECORD_GONE; at < QKV_RECORD_DURABLE; at++) {
@@ -268,7 +270,7 @@ static void test_truncates_cold_pages(void **unused) {
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
   qkv_layer_settle(&s.layer);
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
   qkv_layer_truncate(&s.layer, FIRST + 100);
   assert_valid(&s.layer);
   assert_int_equal(s.backing.cuts, 1);
@@ -306,7 +308,7 @@ static void test_refuses_another_page(void **unused) {
   begin(&s);
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
   qkv_missing_page missing[MISSING];
   assert_int_equal(qkv_layer_missing(&s.layer, FIRST + 64, FIRST + 65, false, missing, MISSING), 1);
   void *image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
@@ -315,6 +317,11 @@ static void test_refuses_another_page(void **unused) {
   assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_string_equal(error.text,
                       "layer 2: position 71 on the SSD is damaged: it is the page at position 7 of layer 2");
+  image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
+  memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
+  ((qkv_page_header *)image)->layer = 1;
+  qkv_page_seal(image);
+  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((uint8_t *)image)[200] ^= 4;
@@ -330,7 +337,7 @@ static void test_append_below_a_cold_page(void **unused) {
   begin(&s);
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
   qkv_error error = {0};
   assert_int_equal(append_range(&s.layer, &s.rows, 70, 80, &error), QKV_UNAVAILABLE);
   assert_string_equal(error.text, "position 77 is on the SSD");
@@ -348,14 +355,14 @@ static void test_seals_the_tail(void **unused) {
   assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);
   assert_int_equal(s.layer.sealed, FIRST + TOKENS);
   assert_int_equal(s.layer.page_count, PAGES + 1);
-  assert_int_equal(s.layer.pages[PAGES].tokens, TOKENS - PAGES * 64);
+  assert_int_equal(qkv_layer_page(&s.layer, PAGES)->tokens, TOKENS - PAGES * 64);
   assert_valid(&s.layer);
   assert_true(qkv_layer_save(&s.layer));
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + TOKENS);
   assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);  // there is nothing to do
   assert_int_equal(s.layer.page_count, PAGES + 1);
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX);
+  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
   sequence more = make_sequence(&s.model, 100, 9);
   row_pair pair;
   uint64_t appended;
@@ -363,7 +370,7 @@ static void test_seals_the_tail(void **unused) {
   assert_int_equal(qkv_layer_append(&s.layer, FIRST + TOKENS, &pair.k.tensor, &pair.v.tensor, false, &appended, NULL),
                    QKV_OK);
   assert_int_equal(s.layer.page_count, PAGES + 2);
-  assert_int_equal(s.layer.pages[PAGES + 1].position, FIRST + TOKENS);
+  assert_int_equal(qkv_layer_page(&s.layer, PAGES + 1)->position, FIRST + TOKENS);
   assert_valid(&s.layer);
   free_pair(&pair);
   free_sequence(&more);
@@ -397,7 +404,7 @@ static void test_adopts(void **unused) {
   qkv_layer found;
   qkv_layer_init(&found, &s.layer.config, s.coder);
   for (size_t i = 0; i < PAGES; i++) {
-    assert_int_equal(qkv_layer_adopt(&found, s.coder, 64, i + 1, s.backing.records[i + 1].bytes, NULL), QKV_OK);
+    qkv_layer_adopt(&found, s.coder, 64, i + 1, s.backing.records[i + 1].bytes);
   }
   assert_valid(&found);
   assert_int_equal(found.length, FIRST + PAGES * 64);
@@ -408,7 +415,93 @@ static void test_adopts(void **unused) {
   assert_rows_as_before(&again);
   must_append(&again.layer, &s.rows, PAGES * 64, TOKENS);
   assert_same_state(&again.layer, &s.layer);
+  // A fork of it that is found as well, of a page less: the pages are held once.
+  qkv_layer fork;
+  qkv_layer_init(&fork, &s.layer.config, s.coder);
+  for (size_t i = 0; i + 1 < PAGES; i++) qkv_layer_adopt(&fork, s.coder, 64, i + 1, s.backing.records[i + 1].bytes);
+  qkv_layer_adopt_shared(&fork, &again.layer);
+  assert_valid(&fork);
+  assert_ptr_equal(qkv_layer_page(&fork, 1)->page, qkv_layer_page(&again.layer, 1)->page);
+  assert_true(qkv_layer_holds(&fork, FIRST, fork.length));
+  assert_int_equal(fork.length, FIRST + (PAGES - 1) * 64);
+  qkv_layer_deinit(&fork);
   qkv_layer_deinit(&again.layer);
+  end(&s);
+}
+
+enum { MANY = 100000 };
+
+static uint64_t number_of(size_t i) {
+  return (uint64_t)(i / 1000) << 40 | (i + 1);  // of another start every now and then
+}
+
+static uint32_t tokens_of(size_t i) {
+  return i % 37 == 5 ? 11 : 64;
+}
+
+// 0 where the heap is a sanitizer's, which does not count.
+static uint64_t heap_bytes(void) {
+  const struct mallinfo2 heap = mallinfo2();
+  return heap.uordblks + heap.hblkhd;
+}
+
+static void cold_pages_take_16_bytes(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  const uint64_t before = heap_bytes();
+  for (size_t i = 0; i < MANY; i++)
+    qkv_layer_adopt(&s.layer, s.coder, tokens_of(i), number_of(i), 1000 + (uint32_t)i);
+  qkv_layer_adopted(&s.layer);
+  if (before > 0) assert_in_range(heap_bytes() - before, 12 * MANY, QKV_COLD_PAGE_BYTES * MANY);
+  assert_valid(&s.layer);
+  // What is asked of cold pages leaves them packed, and tells each one's own.
+  qkv_missing_page *missing = malloc(MANY * sizeof *missing);
+  assert_non_null(missing);
+  assert_int_equal(qkv_layer_missing(&s.layer, 0, 0, true, missing, MANY), MANY);
+  uint64_t position = FIRST, bytes = 0;
+  for (size_t i = 0; i < MANY; i++) {
+    assert_int_equal(missing[i].record, number_of(i));
+    assert_int_equal(missing[i].position, position);
+    assert_int_equal(missing[i].bytes, 1000 + i);
+    if (i % 101 == 0) assert_int_equal(qkv_layer_page_at(&s.layer, position + tokens_of(i) - 1), i);
+    position += tokens_of(i);
+    bytes += qkv_arena_cost(missing[i].bytes);
+  }
+  free(missing);
+  assert_int_equal(qkv_layer_missing_bytes(&s.layer, 0, 0, false), bytes);
+  assert_int_equal(qkv_layer_durable(&s.layer), position);
+  assert_false(qkv_layer_holds(&s.layer, FIRST, FIRST + 1));
+  assert_int_equal(qkv_layer_read_usage(&s.layer).tokens_cold, position - FIRST);
+  if (before > 0) assert_true(heap_bytes() - before <= (uint64_t)QKV_COLD_PAGE_BYTES * MANY);
+  // A cut within a packed range.
+  qkv_layer_truncate(&s.layer, FIRST + 1000);
+  assert_valid(&s.layer);
+  assert_int_equal(s.layer.length, FIRST + 1000);
+  end(&s);
+}
+
+// Pages that leave memory are packed with the last of their range, and unpacked as the first comes back.
+static void ranges_are_packed_as_they_leave(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  fill(&s);
+  assert_true(qkv_layer_save(&s.layer));
+  qkv_layer_settle(&s.layer);
+  assert_null(s.layer.ranges[0].range->packed);
+  assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
+  assert_null(s.layer.ranges[0].range->packed);
+  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
+  assert_non_null(s.layer.ranges[0].range->packed);
+  assert_valid(&s.layer);
+  qkv_missing_page missing[MISSING];
+  assert_int_equal(qkv_layer_missing(&s.layer, 0, 0, true, missing, MISSING), PAGES);
+  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
+  assert_non_null(s.layer.ranges[0].range->packed);
+  assert_int_equal(restore_all(&s, true), PAGES);
+  assert_null(s.layer.ranges[0].range->packed);
+  assert_rows_as_before(&s);
   end(&s);
 }
 
@@ -428,6 +521,8 @@ int main(void) {
       cmocka_unit_test(test_adopts),
       cmocka_unit_test(test_seals_the_tail),
       cmocka_unit_test(test_seals_without_room),
+      cmocka_unit_test(cold_pages_take_16_bytes),
+      cmocka_unit_test(ranges_are_packed_as_they_leave),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

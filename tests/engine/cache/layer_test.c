@@ -415,8 +415,9 @@ static void test_a_large_append_needs_one_exact_block(void **state) {
     init_layer(&layer, &model, test_policy(2, 2, 0), 0, arena);
     assert_int_equal(append_range(&layer, &rows, 0, 3200, NULL), enough ? QKV_OK : QKV_RESOURCE_EXHAUSTED);
     assert_int_equal(layer.page_count, enough ? 50 : 0);
-    assert_int_equal(qkv_arena_read(arena).bytes_used, layer.bytes_coded);
-    assert_true(layer.bytes_coded <= 50 * page && (layer.bytes_coded > 0) == enough);
+    assert_int_equal(qkv_arena_read(arena).bytes_used, qkv_layer_read_usage(&layer).bytes_coded);
+    const uint64_t coded = qkv_layer_read_usage(&layer).bytes_coded;
+    assert_true(coded <= 50 * page && (coded > 0) == enough);
     deinit_layer(&layer);
     qkv_arena_destroy(&arena);
   }
@@ -545,29 +546,35 @@ static void test_validate_sees_damage(void **state) {
   s.layer.length = s.layer.sealed;
   assert_string_equal(qkv_layer_validate(&s.layer), "the tail has not as many blocks as its tokens need");
   s.layer = kept;
-  s.layer.bytes_coded += 64;
+  qkv_page_range *range = s.layer.ranges[0].range;
+  range->bytes_coded += 64;
   assert_string_equal(qkv_layer_validate(&s.layer), "bytes_coded is not the sum of the pages");
+  range->bytes_coded -= 64;
+  s.layer.page_count--;
+  assert_string_equal(qkv_layer_validate(&s.layer), "the pages do not end at sealed");
+  s.layer.page_count += 2;
+  assert_string_equal(qkv_layer_validate(&s.layer), "a range has fewer pages than the layer sees");
   s.layer = kept;
   s.layer.config.layer++;
   assert_string_equal(qkv_layer_validate(&s.layer), "a page's image has another layer");
   s.layer = kept;
-  s.layer.pages[1].tokens = 65;
+  qkv_layer_page(&s.layer, 1)->tokens = 65;
   assert_string_equal(qkv_layer_validate(&s.layer), "a page holds fewer tokens than are valid");
-  s.layer.pages[1].tokens = 64;
-  uint8_t *image = (uint8_t *)s.layer.pages[1].page;
+  qkv_layer_page(&s.layer, 1)->tokens = 64;
+  uint8_t *image = (uint8_t *)qkv_layer_page(&s.layer, 1)->page;
   image[100] ^= 1;
   assert_string_equal(qkv_layer_validate(&s.layer), "a page's image is damaged");
   image[100] ^= 1;
   // Ranges: each of one coder, one after the other.
   assert_int_equal(s.layer.page_count, 3);
-  s.layer.pages[2].range = 2;
-  assert_string_equal(qkv_layer_validate(&s.layer), "a page's range is not the one that follows");
-  s.layer.pages[2].range = 0;
+  s.layer.ranges[0].first = 1;
+  assert_string_equal(qkv_layer_validate(&s.layer), "a range does not begin where the one before ends");
+  s.layer.ranges[0].first = 0;
   qkv_coder *other = test_coder(&s.model, test_policy(4, 4, 8));
-  const qkv_coder *coder = s.layer.pages[1].coder;
-  s.layer.pages[1].coder = other;
+  const qkv_coder *coder = qkv_layer_page(&s.layer, 1)->coder;
+  qkv_layer_page(&s.layer, 1)->coder = other;
   assert_string_equal(qkv_layer_validate(&s.layer), "a range has two coders");
-  s.layer.pages[1].coder = coder;
+  qkv_layer_page(&s.layer, 1)->coder = coder;
   coder_destroy(other);
   teardown_scene(&s);
 }

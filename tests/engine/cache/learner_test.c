@@ -1,7 +1,9 @@
 // Self-calibration: what a store's models learn from the sessions that are opened with them.
 #include "engine/cache/holdout.h"
+#include "engine/cache/learner_internal.h"
 #include "engine/cache/store.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/used_session.h"
 
 #include <pthread.h>
 
@@ -103,7 +105,7 @@ static double error_of(qkv_session *session, const sequence *rows, uint64_t begi
     }
     free(decoded);
   }
-  const qkv_page_header *header = layer->pages[qkv_layer_page_at(layer, end - 1)].page;
+  const qkv_page_header *header = qkv_layer_page(layer, qkv_layer_page_at(layer, end - 1))->page;
   *version = header->calibration;
   qkv_session_read_done(session, 1);
   return error / norm;
@@ -306,7 +308,7 @@ static void feed(qkv_store *store, const sequence *rows) {
   qkv_session *session = open_session(store, "fed", true);
   append_all(session, rows, 0, TOKENS);
   qkv_session_unref(&session);
-  assert_int_equal(qkv_store_close(store, "fed", &freed, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "fed", &freed, NULL), QKV_OK);
 }
 
 // The moments are there as long as a calibration is to follow; other rows, which are coded worse, bring them back.
@@ -343,6 +345,74 @@ static void test_a_drift_is_learnt_from(void **state) {
   free_sequence(&rows);
   free_sequence(&others);
   qkv_store_destroy(&store);
+}
+
+// One that could not be made is due again once as many tokens have come as the first one takes; not at once, and not
+// as late as one that follows one that was made.
+static void test_one_that_failed_is_due_again(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_learner_outcome outcome;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true);
+  sequence rows = structured_rows(model, TOKENS, 18);
+  append_all(session, &rows, 0, FIRST);
+  assert_true(qkv_learner_due(model->learner));
+  qkv_learner_stop(model->learner);
+  qkv_learner_run(model->learner, &outcome);
+  assert_int_equal(outcome.end, QKV_LEARNER_FAILED);
+  atomic_store(&model->learner->stopped, false);
+  assert_int_equal(qkv_learner_read(model->learner).tokens, FIRST);
+  assert_false(qkv_learner_due(model->learner));
+  append_all(session, &rows, FIRST, TOKENS - QKV_PAGE_TOKENS);
+  assert_false(qkv_learner_due(model->learner));
+  append_all(session, &rows, TOKENS - QKV_PAGE_TOKENS, TOKENS);
+  assert_true(qkv_learner_due(model->learner));
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(runs, 1);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_store_destroy(&store);
+}
+
+typedef struct watching {
+  qkv_learner *learner;
+  _Atomic bool stop, lost;
+} watching;
+
+// Whether the learner ever takes nothing more, though another calibration is to follow.
+static void *watch(void *context) {
+  watching *on = context;
+  while (!atomic_load(&on->stop)) {
+    if (!qkvi_learner_wants(on->learner)) atomic_store(&on->lost, true);
+  }
+  return NULL;
+}
+
+// Its own calibration is not taken for a brought one at any moment while the next one takes its place.
+static void test_its_own_is_not_taken_for_brought(void **state) {
+  (void)state;
+  enum { FEW = 64, ROUNDS = 20, MOST = 400 };
+  const qkv_model *model;
+  for (int round = 0; round < ROUNDS; round++) {
+    int runs = 0, fed = 0;
+    qkv_store *store = make_store(64 << 20, FEW, &model);
+    sequence rows = structured_rows(model, TOKENS, 19);
+    watching on = {.learner = model->learner};
+    pthread_t watches;
+    assert_int_equal(pthread_create(&watches, NULL, watch, &on), 0);
+    for (; runs < QKV_LEARNER_RUNS - 1; fed++) {
+      assert_true(fed < MOST);
+      feed(store, &rows);
+      (void)qkv_store_learn(store, NULL, count_runs, &runs);
+    }
+    atomic_store(&on.stop, true);
+    assert_int_equal(pthread_join(watches, NULL), 0);
+    assert_false(atomic_load(&on.lost));
+    free_sequence(&rows);
+    qkv_store_destroy(&store);
+  }
 }
 
 static void *learn(void *context) {
@@ -390,6 +460,8 @@ static void test_codings_go(void **state) {
   qkv_store *store = make_store(64 << 20, FIRST, &model);
   qkv_session *session = open_session(store, "s", true), *empty = open_session(store, "empty", true);
   sequence rows = structured_rows(model, TOKENS, 14);
+  use_session(session);
+  use_session(empty);
   const uint64_t one = qkv_coding_bytes_held();  // both have the same
   assert_true(one > 0);
   assert_int_equal(qkv_store_read_stats(store).calibration_bytes, one);
@@ -423,6 +495,8 @@ int main(void) {
       cmocka_unit_test(test_learning_stops),
       cmocka_unit_test(test_it_is_asked_first),
       cmocka_unit_test(test_a_drift_is_learnt_from),
+      cmocka_unit_test(test_one_that_failed_is_due_again),
+      cmocka_unit_test(test_its_own_is_not_taken_for_brought),
       cmocka_unit_test(test_codings_go),
       cmocka_unit_test(test_moments_are_forgotten_beneath_a_run),
   };

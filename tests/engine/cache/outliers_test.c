@@ -254,7 +254,8 @@ static qkv_layer *make_layer(const world *w, const qkv_policy *policy, const qkv
   must_append(layer, &rows, 0, TOKENS);
   assert_int_equal(layer->page_count, 1);
   qkv_error error = {0};
-  if (coder->codec->validate(coder, layer->pages[0].page, layer->pages[0].bytes, &error) != QKV_OK) {
+  if (coder->codec->validate(coder, qkv_layer_page(layer, 0)->page, qkv_layer_page(layer, 0)->bytes, &error) !=
+      QKV_OK) {
     fail_msg("%s", error.text);
   }
   return layer;
@@ -295,8 +296,8 @@ static void attend(const qkv_layer *layer, const scene *s, size_t head, measure 
 // The planted rows with errors as the page without them has.
 static void attend_alike(const qkv_layer *layer, const scene *plain, const scene *planted, size_t head,
                          measure *sum) {
-  const qkv_coder *coder = layer->pages[0].coder;
-  const void *page = layer->pages[0].page;
+  const qkv_coder *coder = qkv_layer_page(layer, 0)->coder;
+  const void *page = qkv_layer_page(layer, 0)->page;
   static scene erring;
   float rows[TOKENS * DIM];
   qkv_query_block *block = aligned_alloc(64, (sizeof *block + 63) / 64 * 64);
@@ -316,7 +317,6 @@ static void attend_alike(const qkv_layer *layer, const scene *plain, const scene
     if (row % (HEADS * GROUP) / GROUP != head) continue;
     block->count = 1;
     block->precision = QKV_PRECISION_DEFAULT;
-    qkvi_layouts_clear(&block->layouts);
     for (size_t c = 0; c < DIM; c++) block->rows[c] = plain->q[row * DIM + c] / (float)sqrt(DIM);
     coder->codec->query(coder, (uint16_t)head, block);
     coder->codec->scores(coder, page, (uint16_t)head, block, scores);
@@ -343,7 +343,7 @@ static double kept_of(const qkv_layer *layer) {
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     for (uint16_t h = 0; h < HEADS; h++) {
       qkv_outliers found;
-      (void)qkv_outliers_find(layer->pages[0].page, h, part, &found);
+      (void)qkv_outliers_find(qkv_layer_page(layer, 0)->page, h, part, &found);
       kept += (double)found.count;
     }
   }
@@ -392,8 +392,8 @@ static void check_kind(const world *w, const qkv_policy *policy, const qkv_coder
   printf(
       "%-10s frame %d  %g bits  %-12s  error %.5f, %.5f without; at most %.3f times, %d of %d beyond; usual rows "
       "kept %.4f\n",
-      calibrated ? "calibrated" : "data-free", (int)coder->frame, policy->bits_k, kind_names[how], with, without,
-      worst, beyond, TRIALS, kept);
+      calibrated ? "calibrated" : "data-free", (int)qkv_embedded(coder)->frame, policy->bits_k, kind_names[how], with,
+      without, worst, beyond, TRIALS, kept);
   assert_true(with <= 1.05 * without);
   assert_true(beyond <= (calibrated ? 0 : TRIALS / 20));
   assert_true(kept <= 0.01);
@@ -444,7 +444,7 @@ static void init(qkv_layer *layer, const world *w, const qkv_policy *policy, con
 static size_t outliers_of(const qkv_layer *layer) {
   size_t pages = 0;
   for (size_t i = 0; i < layer->page_count; i++) {
-    const qkv_page_header *header = layer->pages[i].page;
+    const qkv_page_header *header = qkv_layer_page(layer, i)->page;
     pages += header->outliers != 0;
   }
   return pages;

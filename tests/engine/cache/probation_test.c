@@ -145,7 +145,7 @@ static qkv_session *open_session(qkv_store *store, const char *name, qkv_purpose
 static void close_session(qkv_store *store, qkv_session **session, const char *name) {
   uint64_t freed;
   qkv_session_unref(session);
-  assert_int_equal(qkv_store_close(store, name, &freed, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", name, &freed, NULL), QKV_OK);
 }
 
 static void append_piece(qkv_session *session, uint32_t layer, const stream *rows, uint64_t begin, uint64_t end) {

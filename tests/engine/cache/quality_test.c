@@ -6,6 +6,7 @@
 
 #include "engine/cache/session.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/used_session.h"
 
 enum { PAGES = 6, TOKENS = 64 * (PAGES + 3), WINDOW = 128, STEP = 32, TAKEN = 2 * QKV_QUALITY_TOKENS };
 
@@ -91,7 +92,7 @@ static bool all_tiers_are(const scene *s, uint8_t tier) {
   bool same = s->layer.page_count > 0;
   for (size_t i = 0; i < s->layer.page_count; i++) {
     for (uint16_t h = 0; h < s->model.kv_heads; h++) {
-      const qkv_page_directory *entry = qkv_page_entry_of(s->layer.pages[i].page, h);
+      const qkv_page_directory *entry = qkv_page_entry_of(qkv_layer_page(&s->layer, i)->page, h);
       for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) same &= entry->tier_k[g] == tier && entry->tier_v[g] == tier;
     }
   }
@@ -213,8 +214,8 @@ static void the_contract_decides_the_tiers(void **state) {
       assert_int_equal(stats.pages, s.layer.page_count);
       // The other half of the queries sees about as much.
       assert_true(qkv_quality_error(&stats) < limits[i] * 1.25);
-      assert_true(s.layer.bytes_coded < bytes);
-      bytes = s.layer.bytes_coded;
+      assert_true(qkv_layer_read_usage(&s.layer).bytes_coded < bytes);
+      bytes = qkv_layer_read_usage(&s.layer).bytes_coded;
       teardown_scene(&s);
     }
   }
@@ -226,7 +227,7 @@ static void much_is_allowed_or_nothing(void **state) {
   setup_scene(&s, test_model(2, 2, 64, 64, QKV_FP16), QKV_FRAME_PLAIN, 4, 1);
   play(&s, 0, 0.5f);
   assert_true(all_tiers_are(&s, QKV_QUALITY_TIER_LEAST));
-  assert_true(s.layer.pages[0].lost);
+  assert_true(qkv_layer_page(&s.layer, 0)->lost);
   assert_int_equal(qkv_quality_read(s.layer.config.quality).missed, 0);
   // Rows that are held already are known at the tiers that they have got.
   must_append(&s.layer, &s.rows, 0, TOKENS);
@@ -238,7 +239,7 @@ static void much_is_allowed_or_nothing(void **state) {
   setup_scene(&s, test_model(2, 2, 64, 64, QKV_FP16), QKV_FRAME_PLAIN, 4, 0.001);
   play(&s, 0, 1);
   assert_true(all_tiers_are(&s, 32));
-  assert_false(s.layer.pages[0].lost);
+  assert_false(qkv_layer_page(&s.layer, 0)->lost);
   assert_int_equal(qkv_quality_read(s.layer.config.quality).missed, s.layer.page_count);
   check_error(&s);
   teardown_scene(&s);
@@ -258,7 +259,7 @@ static uint64_t judged_bytes(uint64_t window, float size) {
   ask_all(&s, TOKENS - 2 * QKV_PAGE_TOKENS, 1);
   must_append(&s.layer, &s.rows, TOKENS - 2 * QKV_PAGE_TOKENS, TOKENS);
   assert_int_equal(qkv_quality_read(s.layer.config.quality).pages, s.layer.page_count - before);
-  for (size_t i = before; i < s.layer.page_count; i++) bytes += s.layer.pages[i].bytes;
+  for (size_t i = before; i < s.layer.page_count; i++) bytes += qkv_layer_page(&s.layer, i)->bytes;
   teardown_scene(&s);
   return bytes;
 }
@@ -286,7 +287,7 @@ static void pages_before_any_query_are_left_alone(void **state) {
   ask(&s, TOKENS, queries);
   must_append(&s.layer, &s.rows, TOKENS - 1, TOKENS);
   assert_int_equal(qkv_quality_read(s.layer.config.quality).pages, 1);
-  assert_int_equal(qkv_page_entry_of(s.layer.pages[s.layer.page_count - 1].page, 1)->tier_v[3], 8);
+  assert_int_equal(qkv_page_entry_of(qkv_layer_page(&s.layer, s.layer.page_count - 1)->page, 1)->tier_v[3], 8);
   free(queries);
   teardown_scene(&s);
 }
@@ -354,9 +355,11 @@ static void queries_are_counted_as_memory(void **state) {
   qkv_error error = {0};
   qkv_arena *arena = qkv_arena_create("memory-budget", (uint64_t)1 << 20);
   assert_int_equal(open_session(arena, &model, 0, &session, NULL), QKV_OK);
+  use_session(session);
   const uint64_t plain = qkv_arena_read(arena).bytes_used;
   qkv_session_unref(&session);
   assert_int_equal(open_session(arena, &model, 0.1, &session, NULL), QKV_OK);
+  use_session(session);
   const uint64_t all = qkv_arena_read(arena).bytes_used;
   assert_int_equal(all, plain + model.layers * qkv_arena_cost(qkv_quality_bytes(&model)));
   assert_true(qkv_quality_bytes(&model) >= (size_t)TAKEN * 4 * 64 * sizeof(float));
@@ -365,7 +368,10 @@ static void queries_are_counted_as_memory(void **state) {
   qkv_arena_destroy(&arena);
 
   arena = qkv_arena_create("memory-budget", all - 1);
-  assert_int_equal(open_session(arena, &model, 0.1, &session, &error), QKV_RESOURCE_EXHAUSTED);
+  const qkv_layer *layer;
+  assert_int_equal(open_session(arena, &model, 0.1, &session, &error), QKV_OK);
+  assert_int_equal(qkv_session_read(session, 0, &layer, &error), QKV_RESOURCE_EXHAUSTED);
+  qkv_session_unref(&session);
   assert_int_equal(qkv_arena_read(arena).bytes_reserved, 0);
   qkv_arena_destroy(&arena);
 }

@@ -121,7 +121,7 @@ static inline void check_answers(const question *asked) {
 static inline qkv_status set_tiers(qkv_layer *layer, size_t index, const qkv_head_tiers *tiers, qkv_error *error) {
   qkv_cut cut;
   qkv_status status = QKV_OK;
-  if (qkv_layer_cut(layer, index, layer->pages[index].serial, tiers, &cut)) {
+  if (qkv_layer_cut(layer, index, qkv_layer_page(layer, index)->serial, tiers, &cut)) {
     status = qkv_layer_exchange(layer, &cut, error);
     qkv_cut_deinit(&cut);
   }

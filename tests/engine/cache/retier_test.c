@@ -14,14 +14,14 @@ typedef struct scene {
 } scene;
 
 // Errors that fall by 4 a bit, on average over the coordinates, which have variances of their own.
-static void fill_errors(qkv_retier_lane *lane, uint64_t *seed) {
+static void fill_errors(const qkv_schedule *schedule, qkv_lane *lane, uint64_t *seed) {
   double variances[QKV_DIM_MAX];
-  for (size_t c = 0; c < lane->schedule->dim; c++) variances[c] = exp2(-(double)c / (1 + (double)(*seed % 64)));
+  for (size_t c = 0; c < schedule->dim; c++) variances[c] = exp2(-(double)c / (1 + (double)(*seed % 64)));
   for (unsigned tier = 0; tier <= QKV_TIER_MAX; tier++) {
     double error = 0;
-    for (size_t c = 0; c < lane->schedule->dim; c++) {
+    for (size_t c = 0; c < schedule->dim; c++) {
       unsigned depth = 0;
-      while (depth < QKV_DEPTH_MAX && lane->schedule->reach[tier][depth + 1] > c) depth++;
+      while (depth < QKV_DEPTH_MAX && schedule->reach[tier][depth + 1] > c) depth++;
       error += variances[c] * pow(4, -(double)depth);
     }
     lane->errors[tier] = (float)error;
@@ -42,8 +42,9 @@ static void setup_scene(scene *s, size_t pages, uint64_t seed) {
   for (size_t i = 0; i < 2 * HEADS; i++) {
     qkv_schedule_uniform(&s->schedules[i], i % 2 ? 32 : 64);
     if (i >= 2) naive_schedule(&random, i % 2 ? 32 : 64, &s->schedules[i]);
-    s->snapshot.lanes[i].schedule = &s->schedules[i];
-    fill_errors(&s->snapshot.lanes[i], &seed);
+    s->snapshot.lanes[i].dim = s->schedules[i].dim;
+    s->snapshot.lanes[i].group_bytes = s->schedules[i].group_bytes;
+    fill_errors(&s->schedules[i], &s->snapshot.lanes[i], &seed);
   }
   for (size_t i = 0; i < pages; i++) {
     s->snapshot.pages[i] = (qkv_retier_page){.index = i,
@@ -225,7 +226,7 @@ static void budgets_are_spent_well(void **state) {
     const bool uniform = seed % 2 == 0;
     for (size_t i = 2; i < 2 * HEADS && uniform; i++) {
       qkv_schedule_uniform(&s.schedules[i], s.schedules[i].dim);
-      fill_errors(&s.snapshot.lanes[i], &(uint64_t){seed});
+      fill_errors(&s.schedules[i], &s.snapshot.lanes[i], &(uint64_t){seed});
     }
     for (double bits = 1; bits <= 3.5; bits += 0.5) {
       qkv_retier_plan plan;

@@ -6,8 +6,8 @@
 
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
-#include "engine/codec/calibrate.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/used_session.h"
 
 typedef struct scene {
   qkv_model model;
@@ -78,9 +78,10 @@ static double average_bits(scene *s, uint32_t layer, uint64_t begin, uint64_t en
   const qkv_layer *read = qkvi_session_look(s->session, layer);
   double bits = 0, groups = 0;
   for (size_t i = 0; i < read->page_count; i++) {
-    if (read->pages[i].position < begin || read->pages[i].position + QKV_PAGE_TOKENS > end) continue;
+    if (qkv_layer_page(read, i)->position < begin || qkv_layer_page(read, i)->position + QKV_PAGE_TOKENS > end)
+      continue;
     for (uint16_t h = 0; h < s->model.kv_heads; h++) {
-      const qkv_page_directory *entry = qkv_page_entry_of(read->pages[i].page, h);
+      const qkv_page_directory *entry = qkv_page_entry_of(qkv_layer_page(read, i)->page, h);
       for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
         bits += entry->tier_k[g] / 8.0 + entry->tier_v[g] / 8.0;
         groups += 2;
@@ -126,7 +127,7 @@ static void demoting_frees_what_it_says(void **state) {
   assert_true(average_bits(&s, 2, 0, 64 * 8) <= 2);
   assert_int_equal(qkv_arena_read(s.arena).bytes_used, used - report.bytes_freed);
   const qkv_layer *read = qkvi_session_look(s.session, 0);
-  assert_int_equal(qkv_page_entry_of(read->pages[0].page, 0)->tier_k[0], 32);  // sinks
+  assert_int_equal(qkv_page_entry_of(qkv_layer_page(read, 0)->page, 0)->tier_k[0], 32);  // sinks
   qkv_session_read_done(s.session, 0);
   check_layers(&s);
   // None of this is a use.
@@ -382,19 +383,6 @@ static void *calibrate_on(void *context) {
   return NULL;
 }
 
-static const qkv_calibration *calibration_of(const qkv_model *model, uint64_t seed) {
-  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
-  sequence rows = make_sequence(model, 128, seed);
-  qkv_moments *moments = qkv_moments_create(&shape);
-  for (uint32_t layer = 0; layer < model->layers; layer++)
-    qkv_moments_add(moments, layer, 0, 128, rows.k, rows.v, false);
-  qkv_calibration *calibration = NULL;
-  assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &calibration, NULL), QKV_OK);
-  qkv_moments_destroy(&moments);
-  free_sequence(&rows);
-  return calibration;
-}
-
 static void calibrations_change_meanwhile(void **state) {
   (void)state;
   static void *(*const jobs[])(void *) = {append_and_truncate, attend_on, retier_on, retier_on, calibrate_on};
@@ -402,9 +390,10 @@ static void calibrations_change_meanwhile(void **state) {
   crowd c = {.slot = qkv_calibration_slot_create()};
   pthread_t threads[JOBS];
   qkv_model model = test_model(2, 2, 32, 32, QKV_FP16);
-  for (uint64_t i = 0; i < 2; i++) c.calibrations[i] = calibration_of(&model, 5 + i);
+  for (uint64_t i = 0; i < 2; i++) c.calibrations[i] = test_calibration(&model, 5 + i);
   model.calibration = c.slot;
   setup_scene(&c.s, model, test_policy(4, 4, 16), THREADS_TOKENS, false);
+  use_session(c.s.session);
   const uint64_t one = qkv_coding_bytes_held();
   for (size_t i = 0; i < JOBS; i++) assert_int_equal(pthread_create(&threads[i], NULL, jobs[i], &c), 0);
   for (size_t i = 0; i < JOBS; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);

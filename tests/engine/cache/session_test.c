@@ -7,13 +7,15 @@
 #include <unistd.h>
 
 #include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/used_session.h"
 
 typedef struct scene {
   qkv_model model;
   qkv_arena *arena;
   sequence rows;
   qkv_session *session;
-  uint64_t empty;  // bytes that the session takes without rows
+  uint64_t opened;  // bytes that the session takes before its first use
+  uint64_t empty;   // and after it without rows
 } scene;
 
 static void setup_scene(scene *s) {
@@ -27,6 +29,8 @@ static void setup_scene(scene *s) {
                                .first_position = 3};
   qkv_error error = {0};
   if (qkv_session_create(&config, &s->model, s->arena, &s->session, &error) != QKV_OK) fail_msg("%s", error.text);
+  s->opened = qkv_arena_read(s->arena).bytes_used;
+  use_session(s->session);
   s->empty = qkv_arena_read(s->arena).bytes_used;
 }
 
@@ -172,14 +176,23 @@ static void test_the_fixed_cost(void **state) {
   (void)state;
   scene s;
   setup_scene(&s);
+  assert_in_range(s.opened, 1, 1024);
   assert_in_range(s.empty, 4 * sizeof(qkv_layer), 4 * 1024);
   qkv_session_info info;
   qkv_session_read_info(s.session, &info, NULL);
   assert_int_equal(info.usage.bytes_coded + info.usage.bytes_exact, 0);
 
+  // One that is opened and finds no memory with its first use is as it was.
   uint64_t left = qkv_arena_read(s.arena).bytes_max - s.empty - (s.empty - 1);
   assert_int_equal(qkv_arena_reserve(s.arena, left, NULL), QKV_OK);
-  qkv_session *none = NULL;
+  qkv_session *none = NULL, *idle = NULL;
+  const qkv_layer *layer;
+  assert_int_equal(qkv_session_create(&info.config, &s.model, s.arena, &idle, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(idle, 0, &layer, NULL), QKV_RESOURCE_EXHAUSTED);
+  qkv_session_unref(&idle);
+  qkv_arena_unreserve(s.arena, left);
+  left = qkv_arena_read(s.arena).bytes_max - s.empty - (s.opened - 1);
+  assert_int_equal(qkv_arena_reserve(s.arena, left, NULL), QKV_OK);
   qkv_error error = {0};
   assert_int_equal(qkv_session_create(&info.config, &s.model, s.arena, &none, &error), QKV_RESOURCE_EXHAUSTED);
   assert_null(none);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/used_session.h"
 
 static qkv_store *make_store(uint64_t memory_budget, size_t models_max, size_t sessions_max) {
   return qkv_store_create(&(qkv_store_config){.memory_budget = memory_budget,
@@ -146,7 +147,7 @@ static void test_each_model_in_order(void **state) {
   open_and_leave(store, "2", "b");
   open_and_leave(store, "3", "ma");
   uint64_t bytes;
-  assert_int_equal(qkv_store_close(store, "2", &bytes, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "2", &bytes, NULL), QKV_OK);
   listing list = {{0}, 0, 0}, two = {{0}, 2, 0};
   qkv_store_each_model(store, list_model, &list);
   assert_string_equal(list.text, "a:0 b:1 m:0 ma:1 z:0 ");
@@ -166,7 +167,7 @@ static void test_sessions(void **state) {
   config.first_position = 7;
   qkv_session *opened, *found;
   assert_int_equal(qkv_store_open(store, &config, "tiny", &opened, NULL), QKV_OK);
-  assert_int_equal(qkv_store_session(store, "a", &found, NULL), QKV_OK);
+  assert_int_equal(qkv_store_session(store, "default", "a", &found, NULL), QKV_OK);
   assert_ptr_equal(opened, found);
   qkv_session_info info;
   uint64_t lengths[2], bytes;
@@ -183,10 +184,10 @@ static void test_sessions(void **state) {
   config = named_session("c");
   assert_open_fails(store, &config, "tiny", QKV_RESOURCE_EXHAUSTED, "limit-sessions is 2, all are in use");
 
-  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
   qkv_error errors[2] = {{0}, {0}};
-  assert_int_equal(qkv_store_session(store, "a", &found, &errors[0]), QKV_NOT_FOUND);
-  assert_int_equal(qkv_store_close(store, "a", &bytes, &errors[1]), QKV_NOT_FOUND);
+  assert_int_equal(qkv_store_session(store, "default", "a", &found, &errors[0]), QKV_NOT_FOUND);
+  assert_int_equal(qkv_store_close(store, "default", "a", &bytes, &errors[1]), QKV_NOT_FOUND);
   for (size_t i = 0; i < 2; i++) assert_string_equal(errors[i].text, "no session a");
   open_and_leave(store, "a", "tiny");
   qkv_session_unref(&opened);
@@ -241,12 +242,13 @@ static void test_close_while_in_use(void **state) {
   qkv_store *store = make_store(1 << 20, 2, 2);
   must_register(store, "tiny");
   qkv_session *session = must_open(store, "a", "tiny");
+  use_session(session);
   uint64_t empty = bytes_used(store), bytes = 0;
   sequence rows = make_sequence(qkv_session_model(session), 100, 1);
   assert_int_equal(append_to(session, 0, &rows, 0, 50, NULL), QKV_OK);
   uint64_t used = bytes_used(store);
   assert_true(used > empty);
-  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
   assert_int_equal(bytes, used - empty);
   assert_int_equal(append_to(session, 0, &rows, 50, 100, NULL), QKV_OK);
   assert_true(bytes_used(store) > used);
@@ -256,10 +258,12 @@ static void test_close_while_in_use(void **state) {
   qkv_store_destroy(&store);
 }
 
-static uint64_t cost_of_an_empty_session(void) {
+static uint64_t cost_of_an_empty_session(bool used) {
   qkv_store *store = make_store(1 << 20, 2, 2);
   must_register(store, "tiny");
-  open_and_leave(store, "a", "tiny");
+  qkv_session *session = must_open(store, "a", "tiny");
+  if (used) use_session(session);
+  qkv_session_unref(&session);
   uint64_t bytes = bytes_used(store);
   qkv_store_destroy(&store);
   return bytes;
@@ -268,11 +272,12 @@ static uint64_t cost_of_an_empty_session(void) {
 static void test_the_budget_is_shared(void **state) {
   (void)state;
   char text[128];
-  uint64_t empty = cost_of_an_empty_session(), budget = 8000 + 2 * empty;
+  uint64_t empty = cost_of_an_empty_session(true), budget = 8000 + 2 * empty;
   qkv_store *store = make_store(budget, 2, 3);
   must_register(store, "tiny");
   qkv_session *a = must_open(store, "a", "tiny"), *b = must_open(store, "b", "tiny");
   sequence rows = make_sequence(qkv_session_model(a), 100, 1);
+  use_session(b);
   assert_int_equal(append_to(a, 0, &rows, 0, 100, NULL), QKV_OK);
   qkv_error error = {0};
   assert_int_equal(append_to(b, 0, &rows, 0, 100, &error), QKV_RESOURCE_EXHAUSTED);
@@ -280,7 +285,7 @@ static void test_the_budget_is_shared(void **state) {
                  (int)(6144 + 2 * empty));
   assert_string_equal(error.text, text);
   uint64_t bytes;
-  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
   assert_int_equal(bytes, 6144);
   qkv_session_unref(&a);
   assert_int_equal(append_to(b, 0, &rows, 0, 100, NULL), QKV_OK);
@@ -292,7 +297,7 @@ static void test_the_budget_is_shared(void **state) {
 static void test_a_session_needs_room(void **state) {
   (void)state;
   char text[128];
-  uint64_t empty = cost_of_an_empty_session(), bytes;
+  uint64_t empty = cost_of_an_empty_session(false), bytes;
   qkv_store *store = make_store(2 * empty, 2, 3);
   must_register(store, "tiny");
   open_and_leave(store, "a", "tiny");
@@ -305,7 +310,7 @@ static void test_a_session_needs_room(void **state) {
   listing list = {{0}, 0, 0};
   qkv_store_each_model(store, list_model, &list);
   assert_string_equal(list.text, "tiny:2 ");
-  assert_int_equal(qkv_store_close(store, "a", &bytes, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
   assert_int_equal(bytes, 0);
   open_and_leave(store, "c", "tiny");
   qkv_store_destroy(&store);
@@ -321,21 +326,130 @@ static void test_list(void **state) {
     open_and_leave(store, name, "tiny");
   }
   qkv_session *page[7];
-  char after[16] = "";
+  qkv_store_place after = {.name = ""};
+  const qkv_store_filter odd = {.prefix = "odd-", .after = &after};
   size_t total = 0, count;
-  while ((count = qkv_store_list(store, "odd-", after, page, 7)) > 0) {
+  while ((count = qkv_store_list(store, &odd, page, 7)) > 0) {
     for (size_t i = 0; i < count; i++) {
-      assert_true(strcmp(qkv_session_name(page[i]), after) > 0);
-      (void)snprintf(after, sizeof after, "%s", qkv_session_name(page[i]));
-      assert_memory_equal(after, "odd-", 4);
+      assert_true(strcmp(qkv_session_name(page[i]), after.name) > 0);
+      after = qkv_store_place_of(page[i]);
+      assert_memory_equal(after.name, "odd-", 4);
       qkv_session_unref(&page[i]);
     }
     assert_int_equal(count, total + 7 <= 20 ? 7 : 20 - total);
     total += count;
   }
   assert_int_equal(total, 20);
-  assert_int_equal(qkv_store_list(store, "", "", page, 0), 0);
-  assert_int_equal(qkv_store_list(store, "none", "", page, 7), 0);
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){0}, page, 0), 0);
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.prefix = "none"}, page, 7), 0);
+  qkv_store_destroy(&store);
+}
+
+static qkv_session *open_of(qkv_store *store, const char *tenant, const char *name, bool staged) {
+  qkv_session_config config = named_session(name);
+  qkv_session *session = NULL;
+  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
+  config.staged = staged;
+  assert_int_equal(qkv_store_open(store, &config, "tiny", &session, NULL), QKV_OK);
+  return session;
+}
+
+static bool finds(qkv_store *store, const char *tenant, const char *name, const qkv_session *expected) {
+  const char *const names[] = {"nobody", name};
+  qkv_session *found = NULL, *all[2];
+  qkv_store_find(store, tenant, names, 2, all);
+  const bool same =
+      qkv_store_session(store, tenant, name, &found, NULL) == (expected == NULL ? QKV_NOT_FOUND : QKV_OK);
+  const bool right = same && found == expected && all[0] == NULL && all[1] == expected;
+  if (found != NULL) qkv_session_unref(&found);
+  if (all[1] != NULL) qkv_session_unref(&all[1]);
+  return right;
+}
+
+// Names as long as they may be, and such that tenant and name together read alike.
+static void test_names_belong_to_tenants(void **state) {
+  (void)state;
+  enum { COUNT = 6 };
+  char longest[QKV_NAME_MAX + 1];
+  memset(longest, 'n', QKV_NAME_MAX);
+  longest[QKV_NAME_MAX] = '\0';
+  const char *const names[COUNT][2] = {{"a", "s"},     {"b", "s"},     {"default", "s"},
+                                       {"a/s", "a/s"}, {"a", "s/a/s"}, {longest, longest}};
+  qkv_store *store = make_store(1 << 20, 1, COUNT + 1);
+  qkv_session *sessions[COUNT];
+  uint64_t freed;
+  must_register(store, "tiny");
+  for (size_t i = 0; i < COUNT; i++) {
+    assert_true(finds(store, names[i][0], names[i][1], NULL));
+    sessions[i] = open_of(store, names[i][0], names[i][1], false);
+  }
+  qkv_session_config again = named_session("s");
+  assert_open_fails(store, &again, "tiny", QKV_ALREADY_EXISTS, "the session s is open already");
+  for (size_t i = 0; i < COUNT; i++) assert_true(finds(store, names[i][0], names[i][1], sessions[i]));
+  assert_true(finds(store, longest, "s", NULL));
+
+  qkv_error error = {0};
+  assert_int_equal(qkv_store_close(store, "c", "s", &freed, &error), QKV_NOT_FOUND);
+  assert_string_equal(error.text, "no session s of tenant c");
+  assert_int_equal(qkv_store_close(store, "b", "s", &freed, NULL), QKV_OK);
+  assert_int_equal(qkv_store_close_session(store, sessions[1], &freed, NULL), QKV_NOT_FOUND);
+  for (size_t i = 0; i < COUNT; i++) {
+    assert_true(finds(store, names[i][0], names[i][1], i == 1 ? NULL : sessions[i]));
+    qkv_session_unref(&sessions[i]);
+  }
+  qkv_store_destroy(&store);
+}
+
+static void test_staged_sessions_of_tenants(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 1, 10);
+  must_register(store, "tiny");
+  qkv_session *a = open_of(store, "a", "s", true), *b = open_of(store, "b", "s", true),
+              *late = open_of(store, "a", "s", true);
+  assert_true(finds(store, "a", "s", NULL) && finds(store, "b", "s", NULL));
+  assert_int_equal(qkv_store_publish(store, a, NULL), QKV_OK);
+  assert_int_equal(qkv_store_publish(store, b, NULL), QKV_OK);
+  assert_int_equal(qkv_store_publish(store, late, NULL), QKV_ALREADY_EXISTS);
+  assert_true(finds(store, "a", "s", a) && finds(store, "b", "s", b) && finds(store, "default", "s", NULL));
+  qkv_session_unref(&a);
+  qkv_session_unref(&b);
+  qkv_session_unref(&late);
+  qkv_store_destroy(&store);
+}
+
+// By name, then tenant; a list goes on between two sessions of one name.
+static void test_lists_of_tenants(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 1, 10);
+  const char *const order[][2] = {{"b", "r"}, {"a", "s"}, {"b", "s"}, {"c", "s"}, {"a", "t"}};
+  enum { COUNT = sizeof order / sizeof *order };
+  must_register(store, "tiny");
+  for (size_t i = COUNT; i-- > 0;) {
+    qkv_session *session = open_of(store, order[i][0], order[i][1], false);
+    qkv_session_unref(&session);
+  }
+  qkv_store_place after = {.name = ""};
+  for (size_t i = 0; i < COUNT; i++) {
+    qkv_session *next = NULL;
+    assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.after = &after}, &next, 1), 1);
+    assert_true(qkv_store_is_behind(next, &after));
+    after = qkv_store_place_of(next);
+    assert_false(qkv_store_is_behind(next, &after));
+    assert_string_equal(after.tenant, order[i][0]);
+    assert_string_equal(after.name, order[i][1]);
+    qkv_session_unref(&next);
+  }
+  qkv_session *found[COUNT];
+  after = (qkv_store_place){.name = "s"};
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.after = &after}, found, COUNT), 1);
+  assert_string_equal(qkv_session_name(found[0]), "t");
+  qkv_session_unref(&found[0]);
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.tenant = "a"}, found, COUNT), 2);
+  assert_string_equal(qkv_session_name(found[0]), "s");
+  assert_string_equal(qkv_session_name(found[1]), "t");
+  for (size_t i = 0; i < 2; i++) qkv_session_unref(&found[i]);
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.tenant = "a", .prefix = "t"}, found, 0), 0);
+  assert_int_equal(qkv_store_list(store, &(qkv_store_filter){.tenant = "d"}, found, COUNT), 0);
   qkv_store_destroy(&store);
 }
 
@@ -361,7 +475,7 @@ static void *write_rows(void *context) {
   for (uint64_t i = 0; i < SESSIONS; i++) {
     qkv_session *session;
     session_name(name, sizeof name, i);
-    if (qkv_store_session(c->store, name, &session, NULL) != QKV_OK) {
+    if (qkv_store_session(c->store, "default", name, &session, NULL) != QKV_OK) {
       c->wrong++;
       continue;
     }
@@ -399,9 +513,10 @@ static void *read_rows(void *context) {
   for (uint64_t i = 0; !c->done; i++) {
     qkv_session *session = NULL, *listed[2];
     session_name(name, sizeof name, i % SESSIONS);
-    if (qkv_store_session(c->store, name, &session, NULL) != QKV_OK || !attend_once(session, i % 2, i)) c->wrong++;
+    if (qkv_store_session(c->store, "default", name, &session, NULL) != QKV_OK || !attend_once(session, i % 2, i))
+      c->wrong++;
     qkv_session_unref(&session);
-    size_t count = qkv_store_list(c->store, "", "", listed, 2);
+    size_t count = qkv_store_list(c->store, &(qkv_store_filter){0}, listed, 2);
     for (size_t j = 0; j < count; j++) {
       qkv_session_info info;
       qkv_session_read_info(listed[j], &info, NULL);
@@ -422,7 +537,7 @@ static void *open_and_close(void *context) {
       break;
     }
     if (append_to(session, 0, &c->rows, 0, 70, NULL) != QKV_OK) c->wrong++;
-    if (qkv_store_close(c->store, "brief", &bytes, NULL) != QKV_OK || bytes == 0) c->wrong++;
+    if (qkv_store_close(c->store, "default", "brief", &bytes, NULL) != QKV_OK || bytes == 0) c->wrong++;
     if (qkv_session_truncate(session, 10, NULL, 0, NULL) != QKV_OK) c->wrong++;
     qkv_session_unref(&session);
   }
@@ -456,7 +571,7 @@ static void test_many_threads(void **state) {
     qkv_session_info info;
     uint64_t lengths[2];
     session_name(name, sizeof name, i);
-    assert_int_equal(qkv_store_session(c.store, name, &session, NULL), QKV_OK);
+    assert_int_equal(qkv_store_session(c.store, "default", name, &session, NULL), QKV_OK);
     qkv_session_read_info(session, &info, lengths);
     assert_true(lengths[0] == TOKENS && lengths[1] == TOKENS);
     qkv_session_unref(&session);
@@ -476,6 +591,9 @@ int main(void) {
       cmocka_unit_test(test_the_budget_is_shared),
       cmocka_unit_test(test_a_session_needs_room),
       cmocka_unit_test(test_list),
+      cmocka_unit_test(test_names_belong_to_tenants),
+      cmocka_unit_test(test_staged_sessions_of_tenants),
+      cmocka_unit_test(test_lists_of_tenants),
       cmocka_unit_test(test_many_threads),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -7,6 +7,7 @@
 #include "engine/codec/calibrate.h"
 #include "engine/codec/codebook.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
 #include "engine/codec/phases.h"
 #include "naive.h"
 

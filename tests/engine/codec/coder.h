@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/codec/codec.h"
+#include "engine/codec/embedded.h"
 #include "tests/engine/codec/naive.h"
 
 enum { CODER_LAYER = 5 };
@@ -39,9 +39,14 @@ typedef struct owned_transform {
   qkv_turn_plan plan;
 } owned_transform;
 
+// The fields of a coder of coder_create, to be changed.
+static inline qkv_embedded_coder *coder_own(const qkv_coder *coder) {
+  return (qkv_embedded_coder *)coder;
+}
+
 // A coder that owns its parts. It must not move: take it from coder_create.
 typedef struct owned_coder {
-  qkv_coder coder;
+  qkv_embedded_coder coder;
   qkv_phases *phases;
   owned_transform *transforms;  // [kv_heads][2]; NULL: data-free
   float *steps;                 // [kv_heads][value_dim], of outliers; NULL: none are kept, or all are 1
@@ -75,17 +80,18 @@ static inline qkv_coder *coder_create(uint16_t kv_heads, uint16_t key_dim, uint1
         (qkv_head_coder){.transforms = {k, v}, .schedules = {k->schedule, v->schedule}, .tiers = {tier_k, tier_v}};
     if (frame == QKV_FRAME_ARCHIVE) coder_rebuild(&made->heads[h]);
   }
-  made->coder = (qkv_coder){.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
-                            .layer = CODER_LAYER,
-                            .kv_heads = kv_heads,
-                            .key_dim = key_dim,
-                            .value_dim = value_dim,
-                            .tier_k = tier_k,
-                            .tier_v = tier_v,
-                            .frame = frame,
-                            .phases = made->phases,
-                            .heads = made->heads};
-  return &made->coder;
+  made->coder = (qkv_embedded_coder){.base = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+                                              .layer = CODER_LAYER,
+                                              .kv_heads = kv_heads,
+                                              .key_dim = key_dim,
+                                              .value_dim = value_dim,
+                                              .kind = (uint32_t)frame << 16 | (uint32_t)tier_k << 8 | tier_v},
+                                     .tier_k = tier_k,
+                                     .tier_v = tier_v,
+                                     .frame = frame,
+                                     .phases = made->phases,
+                                     .heads = made->heads};
+  return &made->coder.base;
 }
 
 static inline void transform_deinit(owned_transform *owned) {
@@ -122,7 +128,7 @@ static inline void coder_destroy(const qkv_coder *coder) {
 // and so are the first `sinks` positions.
 static inline void coder_keep_outliers(qkv_coder *coder, float limit, uint32_t sinks) {
   owned_coder *made = (owned_coder *)coder;
-  coder->sinks = sinks;
+  coder_own(coder)->sinks = sinks;
   if (made->transforms != NULL) made->steps = calloc((size_t)coder->kv_heads * coder->value_dim, sizeof(float));
   assert(made->transforms == NULL || made->steps != NULL);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {

@@ -120,7 +120,7 @@ static double tolerance(const framed *page) {
 // A slot's row in code space, read by the drawing.
 static void read_slot(const framed *page, uint16_t h, qkv_part part, unsigned slot, double *z) {
   qkv_page_codes codes;
-  qkv_page_find(page->image, h, part, page->coder->heads[h].schedules, &codes);
+  qkv_page_find(page->image, h, part, qkv_embedded(page->coder)->heads[h].schedules, &codes);
   const uint16_t *reach = codes.schedule->reach[codes.tiers[slot / 16]];
   for (unsigned c = 0; c < codes.schedule->dim; c++) {
     const unsigned depth = naive_depth(reach, c);
@@ -159,7 +159,7 @@ static long double angle_at(const qkv_rope *rope, uint64_t position, uint32_t pa
 // A key that has left code space, to what it is as attended.
 static void leave_frame(const framed *page, uint16_t h, uint64_t position, double *row) {
   const qkv_rope *rope = &page->rope;
-  const qkv_transform *transform = page->coder->heads[h].transforms[QKV_K];
+  const qkv_transform *transform = qkv_embedded(page->coder)->heads[h].transforms[QKV_K];
   const uint64_t begin = page->like->position;
   if (page->like->frame == QKV_FRAME_PLAIN) return;
   if (page->like->frame == QKV_FRAME_ATTEND) {
@@ -203,7 +203,7 @@ static void pages_decode_as_drawn(void **state) {
         for (unsigned t = 0; t < page.like->tokens; t += 5) {
           double z[QKV_DIM_MAX] = {0}, row[QKV_DIM_MAX] = {0};
           read_slot(&page, h, part, t, z);
-          leave_code_space(page.coder->heads[h].transforms[part], z, row);
+          leave_code_space(qkv_embedded(page.coder)->heads[h].transforms[part], z, row);
           if (part == QKV_K) leave_frame(&page, h, page.like->position + t, row);
           check_row(&page, rows + t * dim_of(&page, part), row, dim_of(&page, part));
         }
@@ -247,7 +247,7 @@ static void what_is_known_costs_nothing(void **state) {
     const frame_case like = {4000, 3, 2, 64, frame, 1, 64, 64, false, {.theta = 10000}};
     framed page = make(&like, &random);
     owned_transform known[2];
-    qkv_head_coder *head = (qkv_head_coder *)page.coder->heads;
+    qkv_head_coder *head = (qkv_head_coder *)qkv_embedded(page.coder)->heads;
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       transform_init(&known[part], &random, 64, false, 1, part == QKV_K ? &page.rope : NULL);
       if (frame != QKV_FRAME_ATTEND) known[part].transform.anchor_pairs = 0;
@@ -349,7 +349,7 @@ static void attention_is_that_over_decoded_rows(void **state) {
     framed page = make(&cases[i], &random);
     // Pages without anchors of their own, with every kind of them, and with whichever is best.
     for (qkv_anchor_kind kind = QKV_ANCHOR_NONE; kind <= QKV_ANCHOR_AUTO; kind++) {
-      page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = kind;
+      coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind = kind;
       free(page.image);
       encode(&page);
       check_attention(&page, &random);
@@ -369,7 +369,6 @@ static void check_precision(const framed *page, const qkv_query_block *exact, qk
       block->count = exact->count;
       block->precision = rounded ? precision : QKV_PRECISION_FP32;
       memcpy(block->rows, exact->rows, exact->count * coder->key_dim * sizeof *block->rows);
-      qkvi_layouts_clear(&block->layouts);
       coder->codec->query(coder, h, block);
       coder->codec->scores(coder, page->image, h, block, scores[rounded]);
     }
@@ -395,7 +394,7 @@ static void whole_numbers_miss_little(void **state) {
   for (size_t i = 0; i < CASES; i++) {
     framed page = make(&cases[i], &random);
     for (qkv_anchor_kind kind = QKV_ANCHOR_NONE; kind <= QKV_ANCHOR_AUTO; kind++) {
-      page.coder->anchors[QKV_K].kind = kind;
+      coder_own(page.coder)->anchors[QKV_K].kind = kind;
       free(page.image);
       encode(&page);
       block->count = 1 + naive_below(&random, 12);
@@ -415,7 +414,8 @@ static void the_same_rows_match_and_no_others(void **state) {
   naive_random random = {75};
   for (size_t i = 0; i < CASES; i++) {
     framed page = make(&cases[i], &random);
-    page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = (qkv_anchor_kind)(i % 5);
+    coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind =
+        (qkv_anchor_kind)(i % 5);
     encode(&page);
     const uint32_t tokens = page.like->tokens;
     for (int round = 0; round < 40; round++) {
@@ -432,7 +432,7 @@ static void the_same_rows_match_and_no_others(void **state) {
       assert_int_equal(codec_of(&page)->rows_match(page.coder, page.image, h, part, first, count, run), count);
       // Where anchors take all bits, rows are not told apart.
       qkv_page_codes codes;
-      qkv_page_find(page.image, h, part, page.coder->heads[h].schedules, &codes);
+      qkv_page_find(page.image, h, part, qkv_embedded(page.coder)->heads[h].schedules, &codes);
       const uint32_t other = codes.schedule->reach[codes.tiers[0]][1] > 0 ? naive_below(&random, count) : count;
       for (size_t c = 0; c < dim && other < count; c++) run[other * dim + c] += (float)(20 * naive_gaussian(&random));
       assert_int_equal(codec_of(&page)->rows_match(page.coder, page.image, h, part, first, count, run), other);

@@ -73,7 +73,7 @@ static qkv_coder *coder_with(const qkv_calibration *calibration, bool rope, doub
   const qkv_rope *said = &qkv_calibration_shape_of(calibration)->rope;
   qkv_coder *coder = coder_create(HEADS, DIM, DIM, bits, bits, rope ? QKV_FRAME_ARCHIVE : QKV_FRAME_PLAIN, said);
   for (uint32_t head = 0; head < HEADS; head++) {
-    qkv_head_coder *of = (qkv_head_coder *)&coder->heads[head];
+    qkv_head_coder *of = (qkv_head_coder *)&qkv_embedded(coder)->heads[head];
     of->heavy = qkv_calibration_heavy(calibration, 0, head, &of->heavy_least);
   }
   return coder;
@@ -123,9 +123,9 @@ static void test_planted_rows_are_found(void **state) {
                        (uint64_t)1 << 33 | (uint64_t)1 << 60);
       assert_int_equal(slots_of(coder, 1, positions[i], 50, keys), (uint64_t)1 << 9 | (uint64_t)1 << 33);
       assert_int_equal(slots_of(coder, 0, positions[i], QKV_PAGE_TOKENS, keys), 0);
-      coder->sinks = (uint32_t)positions[i] + 40;  // these are outliers whatever they are
+      coder_own(coder)->sinks = (uint32_t)positions[i] + 40;  // these are outliers whatever they are
       assert_int_equal(slots_of(coder, 1, positions[i], QKV_PAGE_TOKENS, keys), (uint64_t)1 << 60);
-      coder->sinks = 0;
+      coder_own(coder)->sinks = 0;
       free(none);
       free(keys);
     }

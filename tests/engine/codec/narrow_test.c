@@ -62,7 +62,7 @@ static void *narrowed(const qkv_coder *coder, const void *page, const qkv_head_t
   void *image = aligned_alloc(64, header->bytes);
   assert_non_null(image);
   memset(image, 0xa5, header->bytes);
-  const size_t bytes = coder->codec->narrow(coder, page, heads, image);
+  const size_t bytes = coder->codec->planes->drop(coder, page, heads, image);
   assert_true(bytes <= header->bytes);
   assert_int_equal(((const qkv_page_header *)image)->bytes, bytes);
   qkv_error error = {0};
@@ -105,7 +105,7 @@ static void check_gain(const qkv_transform *transform, const qkv_page_codes *fro
 static void check_part(const qkv_coder *coder, const void *page, const void *image, uint16_t h, qkv_part part,
                        const qkv_head_tiers *wanted) {
   static uint8_t expected[BYTES_MAX];
-  const qkv_schedule *const *schedules = coder->heads[h].schedules;
+  const qkv_schedule *const *schedules = qkv_embedded(coder)->heads[h].schedules;
   qkv_page_codes from, to;
   qkv_page_find(page, h, part, schedules, &from);
   qkv_page_find(image, h, part, schedules, &to);
@@ -113,7 +113,7 @@ static void check_part(const qkv_coder *coder, const void *page, const void *ima
     if (from.tiers[slot / 16] == to.tiers[slot / 16]) {
       assert_int_equal(from.gains[slot], to.gains[slot]);
     } else if (slot % 5 == 0) {
-      check_gain(coder->heads[h].transforms[part], &from, &to, part, slot);
+      check_gain(qkv_embedded(coder)->heads[h].transforms[part], &from, &to, part, slot);
     }
   }
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
@@ -128,8 +128,8 @@ static void check_part(const qkv_coder *coder, const void *page, const void *ima
 static void check_same_codes(const qkv_coder *coder, const void *a, const void *b, uint16_t h) {
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     qkv_page_codes x, y;
-    qkv_page_find(a, h, part, coder->heads[h].schedules, &x);
-    qkv_page_find(b, h, part, coder->heads[h].schedules, &y);
+    qkv_page_find(a, h, part, qkv_embedded(coder)->heads[h].schedules, &x);
+    qkv_page_find(b, h, part, qkv_embedded(coder)->heads[h].schedules, &y);
     assert_memory_equal(x.tiers, y.tiers, sizeof x.tiers);
     for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
       assert_memory_equal(x.groups[g], y.groups[g], qkv_schedule_group_bytes(x.schedule, x.tiers[g]));
@@ -161,7 +161,7 @@ static void check_page(const qkv_coder *coder, naive_random *random) {
   memset(once, QKV_TIER_MAX, sizeof once);
   void *same = narrowed(coder, image, once);
   assert_memory_equal(same, image, ((qkv_page_header *)image)->bytes);
-  qkv_page_tiers(image, has);
+  qkvi_embedded_planes.tiers(image, has);
   for (size_t h = 0; h < coder->kv_heads; h++) {
     const qkv_page_directory *entry = qkv_page_entry_of(image, (uint16_t)h);
     assert_memory_equal(has[h].tiers[QKV_K], entry->tier_k, sizeof entry->tier_k);
@@ -228,7 +228,7 @@ static void sections_go_along(void **state) {
   const size_t mean = qkv_anchor_bytes(QKV_ANCHOR_MEAN, 1, DIM), chain = qkv_anchor_bytes(QKV_ANCHOR_CHAIN, 1, DIM);
   qkv_head_layout heads[2] = {0};
   for (size_t h = 0; h < 2; h++) {
-    memcpy(heads[h].schedules, coder->heads[h].schedules, sizeof heads[h].schedules);
+    memcpy(heads[h].schedules, qkv_embedded(coder)->heads[h].schedules, sizeof heads[h].schedules);
     memset(heads[h].tiers[QKV_K], 32, QKV_PAGE_GROUPS);
     memset(heads[h].tiers[QKV_V], 24, QKV_PAGE_GROUPS);
   }
@@ -248,30 +248,31 @@ static void sections_go_along(void **state) {
   assert_non_null(page);
   qkv_page_format(page, &header, heads);
   size_t room;
-  uint8_t *sections = (uint8_t *)qkv_page_sections(page, 0, coder->heads[0].schedules, &room);
+  uint8_t *sections = (uint8_t *)qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &room);
   for (size_t i = 0; i < mean + chain; i++) sections[i] = (uint8_t)naive_below(&random, 128);
   qkv_page_seal(page);
-  assert_true(qkv_page_part_narrows(page, 0, QKV_K));
-  assert_false(qkv_page_part_narrows(page, 0, QKV_V));
+  assert_true(qkvi_embedded_planes.part_drops(page, 0, QKV_K));
+  assert_false(qkvi_embedded_planes.part_drops(page, 0, QKV_V));
 
   qkv_head_tiers wanted[2];
   memset(wanted, 8, sizeof wanted);
   uint8_t *image = aligned_alloc(64, qkv_page_bytes(heads, 2)), *again = aligned_alloc(64, qkv_page_bytes(heads, 2));
   assert_non_null(image);
   assert_non_null(again);
-  const size_t bytes = coder->codec->narrow(coder, page, wanted, image);
+  const size_t bytes = coder->codec->planes->drop(coder, page, wanted, image);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     assert_int_equal(qkv_page_entry_of(image, 0)->tier_k[g], 8);
     assert_int_equal(qkv_page_entry_of(image, 0)->tier_v[g], 24);
     assert_int_equal(qkv_page_entry_of(image, 1)->tier_v[g], 8);
   }
-  const uint8_t *copied = qkv_page_sections(image, 0, coder->heads[0].schedules, &room);
+  const uint8_t *copied = qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &room);
   assert_memory_equal(copied, sections, mean + chain);
   // The padding does not grow with every step.
   memset(wanted, 7, sizeof wanted);
-  const size_t less = coder->codec->narrow(coder, image, wanted, again);
+  const size_t less = coder->codec->planes->drop(coder, image, wanted, again);
   assert_true(less <= bytes);
-  assert_memory_equal(qkv_page_sections(again, 0, coder->heads[0].schedules, &room), sections, mean + chain);
+  assert_memory_equal(qkv_page_sections(again, 0, qkv_embedded(coder)->heads[0].schedules, &room), sections,
+                      mean + chain);
   free(page);
   free(image);
   free(again);
@@ -299,7 +300,7 @@ static void factors_are_fitted_anew(void **state) {
   for (size_t m = 0; m < 2; m++) {
     naive_random random = {25};
     qkv_coder *coder = coder_create(1, DIM, DIM, 4, 4, QKV_FRAME_PLAIN, NULL);
-    coder->low_rank = (qkv_low_rank_options){.mode = modes[m], .rank = 3};
+    coder_own(coder)->low_rank = (qkv_low_rank_options){.mode = modes[m], .rank = 3};
     float *k = coder_allocate(COUNT, sizeof *k), *v = coder_allocate(COUNT, sizeof *v), direction[DIM];
     for (size_t c = 0; c < DIM; c++) direction[c] = (float)naive_gaussian(&random);
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
@@ -319,8 +320,8 @@ static void factors_are_fitted_anew(void **state) {
     const double fitted = value_error(coder, image, v);
     size_t room;
     const size_t bytes = 2 * qkv_low_rank_bytes(3, DIM);
-    memcpy((uint8_t *)qkv_page_sections(image, 0, coder->heads[0].schedules, &room),
-           qkv_page_sections(page, 0, coder->heads[0].schedules, &room), bytes);
+    memcpy((uint8_t *)qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &room),
+           qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &room), bytes);
     const double copied = value_error(coder, image, v);
     printf("factors of rank 3, 4 bits to 1: error %.4g fitted anew, %.4g as they were\n", fitted, copied);
     assert_true(fitted < most[m] * copied);
@@ -351,7 +352,7 @@ static void a_page_takes_microseconds(void **state) {
     memset(wanted, (int)tier, sizeof wanted);
     for (int round = 0; round < 20; round++) {
       const double begin = now_us();
-      coder->codec->narrow(coder, page, wanted, image);
+      coder->codec->planes->drop(coder, page, wanted, image);
       const double took = now_us() - begin;
       best = took < best ? took : best;
     }

@@ -160,7 +160,7 @@ static void check_gains(const coded *page, const void *image) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       const qkv_outliers found = kept(image, h, part);
       qkv_page_codes codes;
-      qkv_page_find(image, h, part, page->coder->heads[h].schedules, &codes);
+      qkv_page_find(image, h, part, qkv_embedded(page->coder)->heads[h].schedules, &codes);
       for (uint64_t left = qkv_outliers_mask(&found); left != 0; left &= left - 1) {
         assert_int_equal(codes.gains[__builtin_ctzll(left)], 0);
       }
@@ -248,8 +248,9 @@ static void attention_is_that_over_decoded_rows(void **state) {
   size_t found = 0;
   for (size_t i = 0; i < 10 * SHAPES; i++) {
     coded page = planted_page(&random, shapes[i % SHAPES]);
-    page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = (qkv_anchor_kind)(i / SHAPES % 5);
-    if (i / SHAPES % 2 == 0) page.coder->low_rank = (qkv_low_rank_options){QKV_LOW_RANK_PREDICTOR, 2};
+    coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind =
+        (qkv_anchor_kind)(i / SHAPES % 5);
+    if (i / SHAPES % 2 == 0) coder_own(page.coder)->low_rank = (qkv_low_rank_options){QKV_LOW_RANK_PREDICTOR, 2};
     encode(&page);
     check_gains(&page, page.image);
     for (uint16_t h = 0; h < page.shape.kv_heads; h++) {
@@ -273,9 +274,9 @@ static void outliers_go_with_means_alone(void **state) {
     // Rows far from 0, so that a mean is worth its bytes.
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       for (size_t i = 0; i < (size_t)TOKENS * 2 * 64; i++) page.rows[part][i] += 4 + (float)(i % 5);
-      page.coder->anchors[part].kind = kind;
+      coder_own(page.coder)->anchors[part].kind = kind;
     }
-    page.coder->low_rank = (qkv_low_rank_options){QKV_LOW_RANK_PREDICTOR, 2};
+    coder_own(page.coder)->low_rank = (qkv_low_rank_options){QKV_LOW_RANK_PREDICTOR, 2};
     encode(&page);
     for (uint16_t h = 0; h < 2; h++) {
       const qkv_page_directory *entry = qkv_page_entry_of(page.image, h);
@@ -307,7 +308,7 @@ static void the_worst_are_kept(void **state) {
     assert_int_equal(found.count, QKV_OUTLIERS_MAX);
     assert_int_equal(qkv_outliers_mask(&found), expected);
     // Sinks go before all others.
-    page.coder->sinks = 16;
+    coder_own(page.coder)->sinks = 16;
     page.shape.position = 0;
     encode(&page);
     const qkv_outliers sinks = kept(page.image, 0, QKV_K);
@@ -330,7 +331,7 @@ static void pages_stay_within_their_most(void **state) {
       plant(&page, h, QKV_V, 0xffff, 0.001f);
     }
     for (qkv_anchor_kind kind = QKV_ANCHOR_NONE; kind <= QKV_ANCHOR_AUTO; kind++) {
-      page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = kind;
+      coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind = kind;
       encode(&page);
       fullest += page.bytes == page.room;
       assert_int_equal(kept(page.image, 0, QKV_V).count, QKV_OUTLIERS_MAX);
@@ -380,7 +381,8 @@ static void repeated_rows_match(void **state) {
   naive_random random = {16};
   for (size_t i = 0; i < 10 * SHAPES; i++) {
     coded page = planted_page(&random, shapes[i % SHAPES]);
-    page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = (qkv_anchor_kind)(i / SHAPES % 5);
+    coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind =
+        (qkv_anchor_kind)(i / SHAPES % 5);
     encode(&page);
     check_matching(&page, &random, page.image);
     release(&page);
@@ -392,12 +394,13 @@ static void narrow_keeps_outliers(void **state) {
   naive_random random = {17};
   for (size_t i = 0; i < 6 * SHAPES; i++) {
     coded page = planted_page(&random, shapes[i % SHAPES]);
-    page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = (qkv_anchor_kind)(i / SHAPES % 3);
+    coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind =
+        (qkv_anchor_kind)(i / SHAPES % 3);
     encode(&page);
     qkv_head_tiers wanted[HEADS_MAX];
     for (size_t j = 0; j < sizeof wanted; j++) ((uint8_t *)wanted)[j] = (uint8_t)naive_below(&random, 30);
     uint8_t *image = allocate(page.bytes);
-    const size_t bytes = page.coder->codec->narrow(page.coder, page.image, wanted, image);
+    const size_t bytes = page.coder->codec->planes->drop(page.coder, page.image, wanted, image);
     qkv_error error = {0};
     if (page.coder->codec->validate(page.coder, image, bytes, &error) != QKV_OK) fail_msg("%s", error.text);
     const qkv_page_header *from = (const qkv_page_header *)page.image, *to = (const qkv_page_header *)image;
@@ -407,7 +410,7 @@ static void narrow_keeps_outliers(void **state) {
       assert_memory_equal(image + to->outliers, page.image + from->outliers, to->bytes - to->outliers);
     }
     check_gains(&page, image);
-    if (!page.shape.dense && page.coder->anchors[QKV_K].kind == QKV_ANCHOR_NONE)
+    if (!page.shape.dense && qkv_embedded(page.coder)->anchors[QKV_K].kind == QKV_ANCHOR_NONE)
       check_matching(&page, &random, image);
     free(image);
     release(&page);
@@ -420,7 +423,8 @@ static void kernels_agree(void **state) {
   for (size_t i = 0; i < 5 * SHAPES; i++) {
     naive_random random = {18 + i};
     coded page = planted_page(&random, shapes[i % SHAPES]);
-    page.coder->anchors[QKV_K].kind = page.coder->anchors[QKV_V].kind = (qkv_anchor_kind)(i / SHAPES % 5);
+    coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind =
+        (qkv_anchor_kind)(i / SHAPES % 5);
     encode(&page);
     uint8_t *first = allocate(page.bytes);
     const size_t bytes = page.bytes;

@@ -31,6 +31,11 @@ static void check_group(naive_random *random, qkv_part part, const qkv_schedule 
       assert_int_equal(unpacked[c][t], expected);
     }
   }
+  for (unsigned t = 0; t < 16; t++) {
+    static uint8_t row[QKV_DIM_MAX];
+    qkvi_unpack_slot(part, schedule, tier, packed, t, row);
+    for (unsigned c = 0; c < schedule->dim; c++) assert_int_equal(row[c], unpacked[c][t]);
+  }
 }
 
 static void uniform_schedules_follow_the_drawing(void **state) {

@@ -69,7 +69,7 @@ static qkv_page_header header_of(const page_shape *shape) {
                            .tier_k = shape->tier_k,
                            .tier_v = shape->tier_v,
                            .layer = 77,
-                           .position = 0x1122334455667788,
+                           .position = 0x0011223344556677,
                            .tokens = 64,
                            .kv_heads = shape->kv_heads,
                            .key_dim = shape->key_dim,
@@ -111,7 +111,7 @@ static void header_and_directory_are_as_drawn(void **state) {
   assert_int_equal(b[7], 20);
   assert_int_equal(naive_read(b, 8, 4), page.bytes);
   assert_int_equal(naive_read(b, 12, 4), 77);
-  assert_true(naive_read(b, 16, 8) == 0x1122334455667788);
+  assert_true(naive_read(b, 16, 8) == 0x0011223344556677);
   assert_int_equal(naive_read(b, 24, 2), 64);
   assert_int_equal(naive_read(b, 26, 2), 3);
   assert_int_equal(naive_read(b, 28, 2), 96);

@@ -11,7 +11,7 @@ Messages of the wire are in `qkvd.v1`; `qkvd.transformers` has a cache for Huggi
 
 from qkvd.aio import AsyncClient, AsyncDecodeStream, AsyncSession
 from qkvd.arrays import bf16_to_fp32, fp32_to_bf16
-from qkvd.calls import Match
+from qkvd.calls import Match, Presence
 from qkvd.client import Client
 from qkvd.connection import Tls
 from qkvd.decode import DecodeStream
@@ -66,6 +66,7 @@ __all__ = [
     "OutOfRange",
     "PermissionDenied",
     "Policy",
+    "Presence",
     "ResourceExhausted",
     "Result",
     "Rope",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,14 +14,15 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from qkvd import calls, errors, items, wire
+from qkvd import objects as opaque
 from qkvd.arrays import Array
-from qkvd.calls import Backoff, Call, Match
+from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.fetched import Gathered
 from qkvd.items import Item, Result, RopeForm
 from qkvd.model import AttendOptions, Model, Policy
 from qkvd.session import SessionState, joined
-from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2
+from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -38,12 +39,13 @@ class AsyncClient:
         self,
         target: str = DEFAULT_TARGET,
         *,
+        tenant: str = "",
         token: str | None = None,
         tls: Tls | bool | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
     ):
-        self._connection = Connection(target, token, tls, timeout, retry_for)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for)
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -105,22 +107,39 @@ class AsyncClient:
         bits: float | tuple[float, float] | None = None,
         tokens: Sequence[int] | Array | None = None,
         policy: Policy | None = None,
-        tenant: str = "",
         first_position: int = 0,
         durability: str | None = None,
         max_attention_error: float = 0,
         ttl: float = 0,
         tier_bits: float | None = None,
         keep_full: bool | None = None,
+        salt: bytes = b"",
+        prefix: Sequence[int] | Array | None = None,
+        retention: str = "keep",
         timeout: float | None = None,
     ) -> AsyncSession:
         """As `Client.open`."""
-        call = calls.open_session(
-            name, model=model, purpose=purpose, bits=bits, policy=policy, tenant=tenant, first_position=first_position,
+        request = calls.open_request(
+            name, model=model, purpose=purpose, bits=bits, policy=policy, first_position=first_position,
             durability=durability, max_attention_error=max_attention_error, ttl=ttl, tier_bits=tier_bits,
-            keep_full=keep_full,
+            keep_full=keep_full, salt=salt, prefix=prefix, retention=retention,
         )  # fmt: skip
+        call = calls.open_session(request)
         return AsyncSession(self, (await self._call(call, timeout)).info, tokens)
+
+    async def put(
+        self,
+        name: str,
+        rows: Iterable[tuple[Any, Any]],
+        *,
+        model: str,
+        tokens: Sequence[int] | Array | None = None,
+        seal: bool = False,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        """As `Client.put`."""
+        await self._send(calls.CACHE + "Append", calls.put_messages(name, rows, model, tokens, seal, options), timeout)
 
     async def session(self, name: str, *, timeout: float | None = None) -> AsyncSession:
         """As `Client.session`."""
@@ -143,15 +162,91 @@ class AsyncClient:
             if not token:
                 return
 
+    async def has_sessions(
+        self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None
+    ) -> list[Presence]:
+        """As `Client.has_sessions`."""
+        return await self._call(calls.has_sessions(names, touch), timeout)
+
     async def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
         """As `Client.close_session`."""
         return (await self._call(calls.close_session(name, keep), timeout)).bytes_freed
 
     async def match(
-        self, model: str, tokens: Sequence[int] | Array, *, tenant: str = "", timeout: float | None = None
+        self,
+        model: str,
+        tokens: Sequence[int] | Array,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
     ) -> Match:
         """As `Client.match`."""
-        return await self._call(calls.match(model, tokens, tenant), timeout)
+        return await self._call(calls.match(model, tokens, salt), timeout)
+
+    async def watch(
+        self, *, tenant: str = "", model: str = "", token_ids: bool = False, instance: int = 0, after: int = 0
+    ) -> AsyncIterator[kv_cache_pb2.WatchResponse]:
+        """As `Client.watch`."""
+        request = calls.watch_request(tenant, model, token_ids, instance, after)
+        read = calls.reader(kv_cache_pb2.WatchResponse)
+        answers = self._stub("unary_stream", calls.CACHE + "Watch")(request, metadata=self._connection.metadata)
+        try:
+            async for answer in answers:
+                yield read(answer)
+        except grpc.RpcError as error:
+            raise errors.of_call(error, "Watch", self._connection.timeout) from None
+        finally:
+            answers.cancel()
+
+    # ---- opaque objects ----
+
+    async def put_object(self, name: str, data: Any, *, timeout: float | None = None, **options: Any) -> None:
+        """As `Client.put_object`."""
+        await self.put_objects([(name, data)], timeout=timeout, **options)
+
+    async def put_objects(
+        self, objects: Iterable[tuple[str, Any]], *, timeout: float | None = None, **options: Any
+    ) -> objects_pb2.PutObjectsResponse:
+        """As `Client.put_objects`."""
+        messages = opaque.put_messages(objects, **options)
+        read = calls.reader(objects_pb2.PutObjectsResponse)
+        return read(await self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
+
+    async def get_object(self, name: str, *, tenant: str = "", timeout: float | None = None) -> memoryview | None:
+        """As `Client.get_object`."""
+        return (await self.get_objects([name], tenant=tenant, timeout=timeout))[0]
+
+    async def get_objects(
+        self, names: Sequence[str], *, tenant: str = "", out: Sequence[Any] | None = None, timeout: float | None = None
+    ) -> list[memoryview | None]:
+        """As `Client.get_objects`."""
+        gathering = opaque.Gathering(names, out)
+        async for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names, tenant), timeout):
+            gathering.take(answer)
+        return gathering.found
+
+    async def has_objects(
+        self, names: Sequence[str], *, tenant: str = "", touch: bool = False, timeout: float | None = None
+    ) -> list[int]:
+        """As `Client.has_objects`."""
+        return await self._call(opaque.has_objects(names, tenant, touch), timeout)
+
+    async def delete_objects(self, names: Sequence[str], *, tenant: str = "", timeout: float | None = None) -> list[bool]:
+        """As `Client.delete_objects`."""
+        return await self._call(opaque.delete_objects(names, tenant), timeout)
+
+    async def objects(
+        self, prefix: str = "", *, tenant: str = "", timeout: float | None = None
+    ) -> AsyncIterator[objects_pb2.ObjectInfo]:
+        """As `Client.objects`."""
+        token = ""
+        while True:
+            answer = await self._call(opaque.list_objects(prefix, tenant, token), timeout)
+            for info in answer.objects:
+                yield info
+            token = answer.next_page_token
+            if not token:
+                return
 
     # ---- batches ----
 
@@ -269,6 +364,18 @@ class AsyncClient:
                 return call.read(await stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata))
             except grpc.RpcError as error:
                 await self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
+
+    async def _send(self, method: str, messages: Iterator[bytes], timeout: float | None) -> bytes:
+        """A stream of messages and the daemon's answer; not repeated. An error of ours that `messages` raise is raised."""
+        outgoing = calls.Outgoing(messages)
+        stub = self._stub("stream_unary", method)
+        seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
+        try:
+            return bytes(await stub(outgoing, timeout=seconds, metadata=self._connection.metadata))
+        except grpc.RpcError as error:
+            if isinstance(outgoing.failure, errors.Error):
+                raise outgoing.failure from None
+            raise errors.of_call(error, method, seconds) from outgoing.failure
 
     async def _stream(self, method: str, request: bytes, timeout: float | None) -> AsyncIterator[bytes]:
         backoff = self._backoff(timeout)

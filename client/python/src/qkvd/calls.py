@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from qkvd import wire
 from qkvd.arrays import Array, dtype_number
 from qkvd.errors import DeadlineExceeded, Error, Internal, InvalidArgument, Unavailable
-from qkvd.items import ROPE_FORMS, RopeForm, not_negative
+from qkvd.items import ROPE_FORMS, Item, RopeForm, append_messages, not_negative, pack
 from qkvd.model import Model, Policy
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, tensor_pb2
 
@@ -31,6 +32,9 @@ DURABILITIES = {
     "async": kv_cache_pb2.DURABILITY_ASYNC,
     "sync": kv_cache_pb2.DURABILITY_SYNC,
 }
+
+
+RETENTIONS = {"keep": kv_cache_pb2.RETENTION_KEEP, "evict": kv_cache_pb2.RETENTION_EVICT}
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,26 @@ def checked_timeout(timeout: float) -> float:
     return float(timeout)
 
 
+class Outgoing:
+    """Messages of a client stream. gRPC keeps what their generator raises to itself: `failure` has it."""
+
+    def __init__(self, messages: Iterator[bytes]):
+        self._messages = messages
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
 # ---- models ----
 
 
@@ -110,32 +134,35 @@ def list_models() -> Call[model_pb2.ListModelsResponse]:
 # ---- sessions ----
 
 
-def open_session(
+def open_request(
     name: str,
     *,
     model: str,
-    purpose: str,
-    bits: float | tuple[float, float] | None,
-    policy: Policy | None,
-    tenant: str,
-    first_position: int,
-    durability: str | None,
-    max_attention_error: float,
-    ttl: float,
-    tier_bits: float | None,
-    keep_full: bool | None,
-) -> Call[kv_cache_pb2.OpenSessionResponse]:
+    purpose: str = "attend",
+    bits: float | tuple[float, float] | None = None,
+    policy: Policy | None = None,
+    first_position: int = 0,
+    durability: str | None = None,
+    max_attention_error: float = 0,
+    ttl: float = 0,
+    tier_bits: float | None = None,
+    keep_full: bool | None = None,
+    salt: bytes = b"",
+    prefix: Sequence[int] | Array | None = None,
+    retention: str = "keep",
+) -> kv_cache_pb2.OpenSessionRequest:
     if purpose not in PURPOSES:
         raise InvalidArgument(f'purpose is {purpose!r}, allowed are "attend" and "fetch"')
     if durability not in DURABILITIES:
         raise InvalidArgument(f'durability is {durability!r}, allowed are "memory", "async" and "sync"')
+    if retention not in RETENTIONS:
+        raise InvalidArgument(f'retention is {retention!r}, allowed are "keep" and "evict"')
     coding = (policy or Policy()).message()
     if bits is not None:
         coding.bits_k, coding.bits_v = bits if isinstance(bits, tuple) else (bits, bits)
-    request = kv_cache_pb2.OpenSessionRequest(
+    return kv_cache_pb2.OpenSessionRequest(
         session=name,
         model=model,
-        tenant=tenant,
         purpose=PURPOSES[purpose],
         policy=coding,
         first_position=not_negative(first_position, "first_position"),
@@ -144,7 +171,13 @@ def open_session(
         ttl_ms=milliseconds(ttl),
         tier_bits=tier_bits,
         keep_full=keep_full,  # type: ignore[arg-type]
+        salt=salt,
+        prefix_token_ids=None if prefix is None else [int(token) for token in prefix],
+        retention=RETENTIONS[retention],
     )
+
+
+def open_session(request: kv_cache_pb2.OpenSessionRequest) -> Call[kv_cache_pb2.OpenSessionResponse]:
     return simple(CACHE + "OpenSession", request, kv_cache_pb2.OpenSessionResponse, repeat=False)
 
 
@@ -168,6 +201,60 @@ def get_session(name: str) -> Call[kv_cache_pb2.SessionInfo]:
 def list_sessions(prefix: str, tenant: str, model: str, page_token: str) -> Call[kv_cache_pb2.ListSessionsResponse]:
     request = kv_cache_pb2.ListSessionsRequest(prefix=prefix, tenant=tenant, model=model, page_token=page_token)
     return simple(CACHE + "ListSessions", request, kv_cache_pb2.ListSessionsResponse, repeat=True)
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Whether a session is open, and how it is held."""
+
+    open: bool
+    in_memory: bool  # all of its pages; False: some are on the SSD alone, or it is not open
+    tokens: int  # that every layer holds
+
+    def __bool__(self) -> bool:
+        return self.open
+
+
+def has_sessions(names: Sequence[str], touch: bool) -> Call[list[Presence]]:
+    request = kv_cache_pb2.HasSessionsRequest(sessions=names, tokens=True, touch=touch)
+    parse = reader(kv_cache_pb2.HasSessionsResponse)
+    memory = kv_cache_pb2.HasSessionsResponse.PRESENCE_MEMORY
+
+    def read(data: bytes) -> list[Presence]:
+        answer = parse(data)
+        return [Presence(p != 0, p == memory, t) for p, t in zip(answer.presence, answer.tokens, strict=True)]
+
+    return Call(CACHE + "HasSessions", request.SerializeToString(), read, True)
+
+
+def put_messages(
+    name: str,
+    rows: Iterable[tuple[Any, Any]],
+    model: str,
+    tokens: Sequence[int] | Array | None,
+    seal: bool,
+    options: dict[str, Any],
+) -> Iterator[bytes]:
+    """A stream of AppendRequests that opens a session, appends one pair of rows to each layer, and completes it."""
+    if "prefix" in options:
+        raise InvalidArgument("prefix is set, put opens without one")
+    return _put_messages(open_request(name, model=model, **options), rows, tokens, seal)
+
+
+def _put_messages(
+    request: kv_cache_pb2.OpenSessionRequest,
+    rows: Iterable[tuple[Any, Any]],
+    tokens: Sequence[int] | Array | None,
+    seal: bool,
+) -> Iterator[bytes]:
+    yield kv_cache_pb2.AppendRequest(open=[request]).SerializeToString()
+    for layer, (k, v) in enumerate(rows):
+        item = Item(
+            session=request.session, layer=layer, position=request.first_position, k=k, v=v,
+            tokens=tokens if layer == 0 else None,
+        )  # fmt: skip
+        yield from append_messages([pack(item)])
+    yield kv_cache_pb2.AppendRequest(complete=True, seal=seal).SerializeToString()
 
 
 def close_session(name: str, keep: bool) -> Call[kv_cache_pb2.CloseSessionResponse]:
@@ -215,26 +302,32 @@ def fork(name: str, new: str, position: int) -> Call[kv_cache_pb2.ForkResponse]:
 
 @dataclass(frozen=True)
 class Match:
-    """The session that shares the longest prefix with some tokens: "" and 0 where none does.
-
-    `in_memory` and `restore_ms` are None where the daemon does not say.
-    """
+    """The session that shares the longest prefix with some tokens: "" and 0 where none shares 64 of them."""
 
     session: str
-    tokens: int
-    in_memory: bool | None = None
-    restore_ms: float | None = None
+    tokens: int  # a multiple of 64 that every layer of the session holds
+    tokens_in_memory: int  # of these, in all layers
+    tokens_on_ssd: int  # the others
+    restore_ms: float  # about how long it takes to bring these back
 
 
-def match(model: str, tokens: Sequence[int] | Array, tenant: str) -> Call[Match]:
-    request = kv_cache_pb2.MatchRequest(model=model, tenant=tenant, token_ids=[int(token) for token in tokens])
+def match(model: str, tokens: Sequence[int] | Array, salt: bytes) -> Call[Match]:
+    request = kv_cache_pb2.MatchRequest(model=model, salt=salt)
+    message = request.SerializeToString() + wire.token_ids(3, tokens)
     parse = reader(kv_cache_pb2.MatchResponse)
 
     def read(data: bytes) -> Match:
         answer = parse(data)
-        return Match(answer.session, answer.tokens)
+        return Match(answer.session, answer.tokens, answer.tokens_in_memory, answer.tokens_on_ssd, answer.restore_ms)
 
-    return Call(CACHE + "Match", request.SerializeToString(), read, True)
+    return Call(CACHE + "Match", message, read, True)
+
+
+def watch_request(tenant: str, model: str, token_ids: bool, instance: int, after: int) -> bytes:
+    request = kv_cache_pb2.WatchRequest(
+        tenant=tenant, model=model, token_ids=token_ids, instance=instance, after=not_negative(after, "after")
+    )
+    return request.SerializeToString()
 
 
 def fetch_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,15 +12,16 @@ import grpc
 from google.protobuf.message import Message
 
 from qkvd import calls, connection, errors, items, wire
+from qkvd import objects as opaque
 from qkvd.arrays import Array
-from qkvd.calls import Backoff, Call, Match
+from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result, RopeForm
-from qkvd.locks import Lock
+from qkvd.locks import Lock, calls_under_way
 from qkvd.model import Model, Policy
 from qkvd.session import Session
-from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2
+from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -30,10 +31,11 @@ class Client:
     """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT".
 
     Nothing is opened before the first call; a daemon that went away is connected to anew. A client may be used by several
-    threads at once, and in a child process after fork(), where it opens a connection of its own (grpcio 1.80; with earlier
-    ones it raises FailedPrecondition there). Leaving a `with` block
-    closes it; sessions stay open in the daemon.
+    threads at once, and in a child process after fork(), where it opens a connection of its own. A fork waits for calls of
+    other threads, at most a second. The child gets FailedPrecondition where some went on, where a stream was open, and with
+    grpcio before 1.80: gRPC is not whole then. Leaving a `with` block closes the client; sessions stay open in the daemon.
 
+    tenant: whose sessions and prefixes all calls mean; "": "default", and for `sessions` and `watch` all.
     token: sent with each call as `authorization: Bearer TOKEN`; without `tls` it can be read on the way.
     tls: True for the system's certificates, or `Tls`.
     timeout: seconds for each call, which raises DeadlineExceeded after them; each method takes one of its own.
@@ -48,12 +50,13 @@ class Client:
         self,
         target: str = DEFAULT_TARGET,
         *,
+        tenant: str = "",
         token: str | None = None,
         tls: Tls | bool | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
     ):
-        self._connection = Connection(target, token, tls, timeout, retry_for)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for)
         self._lock = Lock()
         self._channel: grpc.Channel | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -117,16 +120,18 @@ class Client:
         bits: float | tuple[float, float] | None = None,
         tokens: Sequence[int] | Array | None = None,
         policy: Policy | None = None,
-        tenant: str = "",
         first_position: int = 0,
         durability: str | None = None,
         max_attention_error: float = 0,
         ttl: float = 0,
         tier_bits: float | None = None,
         keep_full: bool | None = None,
+        salt: bytes = b"",
+        prefix: Sequence[int] | Array | None = None,
+        retention: str = "keep",
         timeout: float | None = None,
     ) -> Session:
-        """Opens an empty session, which stays until it is closed, whatever becomes of this client.
+        """Opens a session, empty unless a `prefix` is found. It stays until it is closed, whatever becomes of this client.
 
         purpose: "attend", queries come to the daemon; or "fetch", rows go back: smaller, slower to attend.
         bits: code bits a coordinate, in eighths up to 8, of keys and values or a pair of both; `policy` has more settings,
@@ -135,15 +140,41 @@ class Client:
         durability: "memory", "async" or "sync"; the latter two need a daemon with a data directory (FailedPrecondition).
         max_attention_error: quality contract, 0 to 1; 0: none.
         ttl: seconds after which an unused session is closed; 0: never.
+        salt: what the rows depend on other than model and tokens (an adapter, images, a user's secret), up to 256 bytes:
+            `match` finds sessions of the same salt alone.
+        prefix: token ids from position 0 on. The session begins with as many of them, a multiple of 64, as an open session
+            of the same model, salt and coding holds; `lengths` of the new session says how many.
+        retention: "keep", or "evict": where memory, sessions or the SSD are full, the longest unused of these are closed.
 
         AlreadyExists: the name is taken. NotFound: no such model. ResourceExhausted: too many sessions, or no memory.
         """
-        call = calls.open_session(
-            name, model=model, purpose=purpose, bits=bits, policy=policy, tenant=tenant, first_position=first_position,
+        request = calls.open_request(
+            name, model=model, purpose=purpose, bits=bits, policy=policy, first_position=first_position,
             durability=durability, max_attention_error=max_attention_error, ttl=ttl, tier_bits=tier_bits,
-            keep_full=keep_full,
+            keep_full=keep_full, salt=salt, prefix=prefix, retention=retention,
         )  # fmt: skip
+        call = calls.open_session(request)
         return Session(self, self._call(call, timeout).info, tokens)
+
+    def put(
+        self,
+        name: str,
+        rows: Iterable[tuple[Any, Any]],
+        *,
+        model: str,
+        tokens: Sequence[int] | Array | None = None,
+        seal: bool = False,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Opens a session with these rows, one (k, v) a layer in order, in one call: a whole session, or none at all.
+
+        `rows` may be a generator, whose pairs are sent as they come; where it raises, and where this process dies, the
+        daemon has nothing of the session. tokens: ids of the rows' tokens. seal: the exact rows of the recent window and of
+        the last page are coded, too; for sessions that are not appended to any more. options: those of `open`, without
+        `prefix`. AlreadyExists: the name is open. ResourceExhausted: too many sessions, or no memory. Not repeated.
+        """
+        self._send(calls.CACHE + "Append", calls.put_messages(name, rows, model, tokens, seal, options), timeout)
 
     def session(self, name: str, *, timeout: float | None = None) -> Session:
         """A session that is open already, in the daemon or on its SSD. NotFound."""
@@ -165,13 +196,113 @@ class Client:
             if not token:
                 return
 
+    def has_sessions(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[Presence]:
+        """Which of these sessions are open (true in a condition), in order; up to 16384 names in one call.
+
+        touch: counts as a use of those that are open, which matters where sessions expire or are evicted.
+        """
+        return self._call(calls.has_sessions(names, touch), timeout)
+
     def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
         """Closes a session and frees its rows; with `keep` they stay on the SSD alone. Gives the bytes freed. NotFound."""
         return self._call(calls.close_session(name, keep), timeout).bytes_freed
 
-    def match(self, model: str, tokens: Sequence[int] | Array, *, tenant: str = "", timeout: float | None = None) -> Match:
-        """The session that shares the longest prefix with these token ids. Unimplemented where not served."""
-        return self._call(calls.match(model, tokens, tenant), timeout)
+    def match(
+        self,
+        model: str,
+        tokens: Sequence[int] | Array,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Match:
+        """The open session of this model and salt that shares the longest prefix with these token ids.
+
+        Sessions whose rows were appended with their `tokens` can be found. NotFound: no such model.
+        """
+        return self._call(calls.match(model, tokens, salt), timeout)
+
+    def watch(
+        self, *, tenant: str = "", model: str = "", token_ids: bool = False, instance: int = 0, after: int = 0
+    ) -> Iterator[kv_cache_pb2.WatchResponse]:
+        """What prefixes come and go, for routers: messages until the loop is left, one every ten seconds at least.
+
+        The first has `reset`: forget all, a snapshot begins, which ends with `complete`. It comes again with `missed` where
+        the reader was too slow. instance, after: `instance` and `sequence` of the last message of a watch before, which
+        goes on there if the daemon still knows what has happened since. Unavailable: the daemon stops, or is gone.
+        ResourceExhausted: `limit-watchers`.
+        """
+        request = calls.watch_request(tenant, model, token_ids, instance, after)
+        read = calls.reader(kv_cache_pb2.WatchResponse)
+        answers = self._stub("unary_stream", calls.CACHE + "Watch")(request, metadata=self._connection.metadata)
+        try:
+            for answer in answers:
+                yield read(answer)
+        except grpc.RpcError as error:
+            raise errors.of_call(error, "Watch", self._connection.timeout) from None
+        finally:
+            answers.cancel()
+
+    # ---- opaque objects ----
+
+    def put_object(self, name: str, data: Any, *, timeout: float | None = None, **options: Any) -> None:
+        """Keeps bytes under a name; `put_objects` says what the options are."""
+        self.put_objects([(name, data)], timeout=timeout, **options)
+
+    def put_objects(
+        self, objects: Iterable[tuple[str, Any]], *, timeout: float | None = None, **options: Any
+    ) -> objects_pb2.PutObjectsResponse:
+        """Keeps bytes, or anything with a buffer in one piece, under names, each whole or not at all, in order.
+
+        options: `tenant` whose names these are; `retention`, `durability` and `ttl` as in `open`; `replace`: an object
+        takes the place of another one of its name. The same bytes again are fine. AlreadyExists: other bytes have the
+        name. ResourceExhausted: `limit-objects`, or memory. The first that fails ends the call; those before it stay.
+        Not repeated.
+        """
+        messages = opaque.put_messages(objects, **options)
+        read = calls.reader(objects_pb2.PutObjectsResponse)
+        return read(self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
+
+    def get_object(self, name: str, *, tenant: str = "", timeout: float | None = None) -> memoryview | None:
+        """The bytes of an object, or None where there is none."""
+        return (self.get_objects([name], tenant=tenant, timeout=timeout))[0]
+
+    def get_objects(
+        self, names: Sequence[str], *, tenant: str = "", out: Sequence[Any] | None = None, timeout: float | None = None
+    ) -> list[memoryview | None]:
+        """The bytes of many objects, None where there is none, in order; up to 16384 names in one call.
+
+        out: memory for each of them, that can be written to; what is given back are views of it. InvalidArgument: it is too
+        small. DataLoss: what came does not have the object's checksum.
+        """
+        gathering = opaque.Gathering(names, out)
+        for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names, tenant), timeout):
+            gathering.take(answer)
+        return gathering.found
+
+    def has_objects(
+        self, names: Sequence[str], *, tenant: str = "", touch: bool = False, timeout: float | None = None
+    ) -> list[int]:
+        """How many bytes each of these objects has, 0 where there is none, in order; up to 16384 names in one call.
+
+        touch: counts as a use of those that are there.
+        """
+        return self._call(opaque.has_objects(names, tenant, touch), timeout)
+
+    def delete_objects(self, names: Sequence[str], *, tenant: str = "", timeout: float | None = None) -> list[bool]:
+        """Deletes objects; which of them were there."""
+        return self._call(opaque.delete_objects(names, tenant), timeout)
+
+    def objects(
+        self, prefix: str = "", *, tenant: str = "", timeout: float | None = None
+    ) -> Iterator[objects_pb2.ObjectInfo]:
+        """The objects of a tenant, by name."""
+        token = ""
+        while True:
+            answer = self._call(opaque.list_objects(prefix, tenant, token), timeout)
+            yield from answer.objects
+            token = answer.next_page_token
+            if not token:
+                return
 
     # ---- batches ----
 
@@ -194,7 +325,8 @@ class Client:
         while True:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
-                answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=self._connection.metadata)
+                with calls_under_way:
+                    answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=self._connection.metadata)
                 return read(answer).tokens
             except grpc.RpcError as error:
                 self._wait(backoff, error, "Append", timeout, repeat=True)
@@ -281,6 +413,11 @@ class Client:
                 raise errors.FailedPrecondition(
                     f"a client after fork() needs grpcio 1.80 or later, this is {grpc.__version__}: spawn processes instead"
                 )
+            if not calls_under_way.usable:
+                raise errors.FailedPrecondition(
+                    "this process was forked while a call or a stream was open, and gRPC may crash in it: close streams"
+                    " first, or spawn processes"
+                )
             if self._process != os.getpid():
                 # After fork() the parent's channel is left as it is: closing it would end the parent's connection.
                 self._parents.append((self._channel, self._stubs))
@@ -314,9 +451,23 @@ class Client:
         while True:
             try:
                 stub = self._stub("unary_unary", call.method)
-                return call.read(stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata))
+                with calls_under_way:
+                    answer = stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata)
+                return call.read(answer)
             except grpc.RpcError as error:
                 self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
+
+    def _send(self, method: str, messages: Iterator[bytes], timeout: float | None) -> bytes:
+        """A stream of messages and the daemon's answer; not repeated. An error of ours that `messages` raise is raised."""
+        outgoing = calls.Outgoing(messages)
+        stub = self._stub("stream_unary", method)
+        seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
+        try:
+            return bytes(stub(outgoing, timeout=seconds, metadata=self._connection.metadata))
+        except grpc.RpcError as error:
+            if isinstance(outgoing.failure, errors.Error):
+                raise outgoing.failure from None
+            raise errors.of_call(error, method, seconds) from outgoing.failure
 
     def _stream(self, method: str, request: bytes, timeout: float | None) -> Iterator[bytes]:
         """The messages of a server stream; sent again while none has come."""
@@ -325,6 +476,7 @@ class Client:
         while True:
             stub = self._stub("unary_stream", method)
             answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata)
+            calls_under_way.stream_begins()
             try:
                 for answer in answers:
                     began = True
@@ -334,3 +486,4 @@ class Client:
                 self._wait(backoff, error, method, timeout, repeat=not began)
             finally:
                 answers.cancel()
+                calls_under_way.stream_ends()

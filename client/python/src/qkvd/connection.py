@@ -16,6 +16,7 @@ DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_RETRY = 5.0
 # Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
 SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
+_TENANT = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")
 _TARGET = re.compile(r"unix:.+|[^:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 
 
@@ -41,13 +42,19 @@ class Tls:
 class Connection:
     """Settings of a client. Nothing is opened before the first call."""
 
-    def __init__(self, target: str, token: str | None, tls: Tls | bool | None, timeout: float, retry_for: float):
+    def __init__(
+        self, target: str, tenant: str, token: str | None, tls: Tls | bool | None, timeout: float, retry_for: float
+    ):
         if not _TARGET.fullmatch(target):
             raise InvalidArgument(f"target is {target!r}, allowed are unix:PATH and HOST:PORT")
+        if tenant and not _TENANT.fullmatch(tenant):
+            raise InvalidArgument(f"tenant is {tenant!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         self.target = target
         self.timeout = checked_timeout(timeout)
         self.retry_for = not_negative_number(retry_for, "retry_for")
-        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self.metadata = ((("qkv-tenant", tenant),) if tenant else ()) + (
+            (("authorization", f"Bearer {token}"),) if token is not None else ()
+        )
         self._tls = Tls() if tls is True else tls or None
         self.credentials = self._tls.credentials() if self._tls else None
 

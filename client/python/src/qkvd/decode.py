@@ -15,7 +15,7 @@ import grpc
 from qkvd import errors, items
 from qkvd.calls import checked_timeout, late
 from qkvd.items import Item, Result
-from qkvd.locks import Lock
+from qkvd.locks import Lock, calls_under_way
 
 
 class DecodeStream:
@@ -73,6 +73,7 @@ class DecodeStream:
         try:
             if self._answers is None:
                 self._answers = self._start(iter(self._requests.get, None))
+                calls_under_way.stream_begins()
                 threading.Thread(target=self._watch, name="qkvd-decode-watch", daemon=True).start()
             self._requests.put(message)
             answer: bytes = next(self._answers)
@@ -100,3 +101,4 @@ class DecodeStream:
         self._requests.put(None)
         if self._answers is not None:
             self._answers.cancel()
+            calls_under_way.stream_ends()

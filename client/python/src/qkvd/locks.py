@@ -1,10 +1,17 @@
-"""Locks that a child of fork() finds open, whoever held them in the parent."""
+"""Locks that a child of fork() finds open, and a fork() that waits for calls.
+
+gRPC prepares itself for fork() only while nothing of it is at work. Otherwise a child that calls may crash in it. So a
+fork waits for the calls that are under way, calls that begin meanwhile wait for the fork, and where some went on all the
+same, or a stream was open, the child is told.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
+
+FORK_WAITS = 1.0  # seconds at most, for calls that are under way
 
 
 class Lock:
@@ -25,12 +32,65 @@ class Lock:
         self._lock = threading.Lock()
 
 
+class Calls:
+    """Counts the calls that are under way: `with` around each. `streams`: of them, those that a fork does not wait for."""
+
+    def __init__(self) -> None:
+        self.usable = True  # False in a child: calls were under way as it was forked
+        self.renew()
+
+    def renew(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._running = 0
+        self._streams = 0
+        self._forking = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._running += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def stream_begins(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._streams += 1
+
+    def stream_ends(self) -> None:
+        with self._changed:
+            self._streams = max(self._streams - 1, 0)  # one of the parent's may end in the child
+
+    def before_fork(self) -> None:
+        self._changed.acquire()
+        self._forking = True
+        self._changed.wait_for(lambda: self._running == 0, FORK_WAITS)
+
+    def after_in_parent(self) -> None:
+        self._forking = False
+        self._changed.notify_all()
+        self._changed.release()
+
+    def after_in_child(self) -> None:
+        self.usable = self.usable and self._running == 0 and self._streams == 0
+        self.renew()
+
+
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+calls_under_way = Calls()
 
 
-def _renew_all() -> None:
+def _after_in_child() -> None:
     for lock in list(_locks):
         lock.renew()
+    calls_under_way.after_in_child()
 
 
-os.register_at_fork(after_in_child=_renew_all)
+os.register_at_fork(
+    before=calls_under_way.before_fork,
+    after_in_parent=calls_under_way.after_in_parent,
+    after_in_child=_after_in_child,
+)

@@ -236,7 +236,10 @@ class Session(SessionState):
         self._lengths = list(self._client._call(calls.truncate(self.name, position, layers), timeout).lengths)
 
     def fork(self, name: str, position: int = 0, *, timeout: float | None = None) -> Session:
-        """A new session that shares this one's rows up to `position` (0: all). Unimplemented where not served."""
+        """A new session that has this one's rows up to `position` (0: all), held once until the two differ.
+
+        FailedPrecondition: a layer ends before `position`. AlreadyExists: the name is taken.
+        """
         info = self._client._call(calls.fork(self.name, name, position), timeout).info
         return Session(self._client, info, self.tokens)
 

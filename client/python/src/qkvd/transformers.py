@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import secrets
 import weakref
 from collections.abc import Callable
@@ -33,10 +32,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qkvd import configs
 from qkvd.client import Client
 from qkvd.errors import Error, FailedPrecondition, InvalidArgument, NotFound, Unimplemented
 from qkvd.items import Item
-from qkvd.model import AttendOptions, Model, Policy, Rope
+from qkvd.model import AttendOptions, Model, Policy
 from qkvd.session import STEP_BYTES, Session
 
 NAME = "qkvd"  # of the attention
@@ -59,13 +59,13 @@ class Row:
 class QkvdCache(Cache):  # type: ignore[misc]
     """Keys and values of a causal language model, in qkvd: give it to `generate` or to the model as `past_key_values`.
 
-    client: a `qkvd.Client`, or the target of one.
+    client: a `qkvd.Client`, or the target of one, whose tenant is "default".
     model: the transformers model; its geometry and RoPE are registered under `model_name` (the model's own by default).
     mode: "attend" or "fetch".
     session: a name for the sequence, which then outlives this cache: another one of that name, in this process or another,
         goes on where it stands (`generate` skips the tokens that are held). Without it a name is made up, and the session
         is closed with the cache. Further sequences of a batch add "/1", "/2", ... to the name.
-    bits, policy, tenant, durability: as of `Client.open`; `policy=qkvd.EXACT` keeps rows as they come.
+    bits, policy, durability: as of `Client.open`; `policy=qkvd.EXACT` keeps rows as they come.
 
     Batches may be padded on the left. Beams and other changes of the batch copy the rows that differ from session to
     session. `crop` and assisted decoding truncate.
@@ -84,7 +84,6 @@ class QkvdCache(Cache):  # type: ignore[misc]
         bits: float | tuple[float, float] | None = None,
         policy: Policy | None = None,
         model_name: str | None = None,
-        tenant: str = "",
         durability: str | None = None,
     ):
         if mode not in ("attend", "fetch"):
@@ -94,12 +93,11 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self.client = Client(client) if isinstance(client, str) else client
         self.mode = mode
         self.name = session or f"transformers-{os.getpid()}-{secrets.token_hex(8)}"
-        self.model_name = model_name or _name_of(config)
+        self.model_name = model_name or configs.name_of(config)
         self._named = session is not None
         self._config = config
-        self._opening = {"bits": bits, "policy": policy, "tenant": tenant, "durability": durability, "purpose": mode}
+        self._opening = {"bits": bits, "policy": policy, "durability": durability, "purpose": mode}
         self._rows: list[Row] = []
-        self._shared: dict[frozenset[str], int] = {}  # how far the rows of two sessions are the same
         self._unattended: int | None = None  # the layer whose rows wait for their queries
         self._made = 0
         super().__init__(layers=[QkvdLayer(self, index) for index in range(config.num_hidden_layers)])
@@ -134,7 +132,6 @@ class QkvdCache(Cache):  # type: ignore[misc]
         length = _length_after_crop(self.get_seq_length(), tokens)
         for row in self._rows:
             row.session.truncate(max(length - row.padding, 0))
-        self._shorten(length)
         self._unattended = None
         for layer in self.layers:
             layer.length = min(layer.length, length)
@@ -145,7 +142,6 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self._rows.clear()
         for row in rows:
             row.session.close()
-        self._shared.clear()
         self._unattended = None
         for layer in self.layers:
             layer.length = 0
@@ -196,58 +192,38 @@ class QkvdCache(Cache):  # type: ignore[misc]
                 key_dim=key.shape[3],
                 value_dim=value.shape[3],
                 dtype=DTYPES[key.dtype],
-                rope=_rope_of(self._config),
+                rope=configs.rope_of(self._config),
             )
         )
         for _ in range(key.shape[0]):
             self._rows.append(Row(self._open_session()))
 
-    def _open_session(self) -> Session:
-        name = self.name if self._made == 0 else f"{self.name}/{self._made}"
+    def _next_name(self) -> str:
         self._made += 1
+        return self.name if self._made == 1 else f"{self.name}/{self._made - 1}"
+
+    def _open_session(self) -> Session:
         ttl = 0 if self._named else NAMELESS_TTL
-        return self.client.open(name, model=self.model_name, ttl=ttl, **self._opening)  # type: ignore[arg-type]
+        return self.client.open(self._next_name(), model=self.model_name, ttl=ttl, **self._opening)  # type: ignore[arg-type]
 
     def _rearrange(self, indices: list[int]) -> None:
-        """Sequence i becomes what sequence indices[i] was. The first to want a session gets it, others a copy."""
+        """Sequence i becomes what sequence indices[i] was. The first to want a session gets it, others a fork."""
         if self._unattended is not None:
             raise self._astray()
         old = self._rows[:]
-        free = [row for index, row in enumerate(old) if index not in indices]
         taken: set[int] = set()
         rows = []
         for index in indices:
-            rows.append(old[index] if index not in taken else self._copy(old[index], free))
+            rows.append(old[index] if index not in taken else self._copy(old[index]))
             taken.add(index)
         self._rows[:] = rows
-        for row in free:
-            row.session.close()
-            self._shared = {pair: n for pair, n in self._shared.items() if row.session.name not in pair}
+        for index, row in enumerate(old):
+            if index not in taken:
+                row.session.close()
 
-    def _copy(self, source: Row, free: list[Row]) -> Row:
-        """A session of the same rows: one that is free, from where the two differ, or a new one."""
-        if free:
-            target = max(free, key=lambda row: self._shared.get(_pair(row.session, source.session), 0))
-            free.remove(target)
-        else:
-            target = Row(self._open_session())
-        same = self._shared.get(_pair(target.session, source.session), 0)
-        target.padding = source.padding
-        target.session.truncate(same)
-        for layer, length in enumerate(source.session.lengths):
-            if length > same:
-                k, v = source.session.fetch(layer, begin=same)
-                target.session.append(layer, k, v, position=same)
-        name, of = target.session.name, source.session.name
-        for row in (*self._rows, target):  # to all others the copy is as near as its source
-            other = row.session.name
-            if other not in (name, of):
-                self._shared[frozenset((name, other))] = self._shared.get(frozenset((of, other)), 0)
-        self._shared[frozenset((name, of))] = source.session.lengths[0]
-        return target
-
-    def _shorten(self, length: int) -> None:
-        self._shared = {pair: min(shared, length) for pair, shared in self._shared.items()}
+    def _copy(self, source: Row) -> Row:
+        """A sequence of the same rows, which the daemon holds once until the two differ."""
+        return Row(source.session.fork(self._next_name()), source.padding)
 
     def _begin(self, layer: QkvdLayer, key: torch.Tensor, value: torch.Tensor) -> None:
         """Before rows of a layer are taken."""
@@ -263,10 +239,6 @@ class QkvdCache(Cache):  # type: ignore[misc]
             f"layer {self._unattended} has not attended by way of qkvd: its attention is not the registered one, or gets "
             'other keys than the cache has given; use mode="fetch"'
         )
-
-
-def _pair(one: Session, other: Session) -> frozenset[str]:
-    return frozenset((one.name, other.name))
 
 
 def _close(client: Client, rows: list[Row], own: bool, named: bool) -> None:
@@ -399,7 +371,6 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         length = _length_after_crop(self.length, tokens)
         for row in self.cache._rows:
             row.session.truncate(max(length - row.padding, 0), layers=[self.index])
-        self.cache._shorten(length)
         self.length = min(self.length, length)
 
     def reset(self) -> None:
@@ -511,14 +482,6 @@ def _check_mask(sees: Callable[..., torch.Tensor], batch: int, held: int, count:
 # ---- what a config says ----
 
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_INTERLEAVED = {"gptj", "codegen", "glm", "glm4", "cohere", "cohere2"}
-_SCALINGS: dict[str, Literal["none", "linear", "dynamic", "yarn", "llama3"]] = {
-    "default": "none",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "llama3": "llama3",
-}
 
 
 def _check_layers(config: Any) -> None:
@@ -527,56 +490,9 @@ def _check_layers(config: Any) -> None:
         raise Unimplemented(f"{config.model_type} has layers of {', '.join(others)}: qkvd holds keys and values alone")
 
 
-def _name_of(config: Any) -> str:
-    """The model's name as the daemon allows it."""
-    name = os.path.basename(str(config._name_or_path).rstrip("/")) or config.model_type
-    return re.sub(r"[^A-Za-z0-9._:/@-]", "-", name)[:128]
-
-
-def _rope_of(config: Any) -> Rope | None:
-    """The model's RoPE, which makes its codes better. None where it has none, or one that the daemon does not know."""
-    rope = _rope_parameters(config)
-    theta, scaling = rope.get("rope_theta"), _SCALINGS.get(rope.get("rope_type", "default"))
-    apart = hasattr(config, "qk_rope_head_dim") or 0 in (getattr(config, "no_rope_layers", None) or ())
-    if not theta or scaling is None or apart:
-        return None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    part = rope.get("partial_rotary_factor") or 1.0
-    return Rope(
-        theta=float(theta),
-        width=0 if part == 1.0 else int(head_dim * part) // 2 * 2,
-        interleaved=config.model_type in _INTERLEAVED,
-        scaling=scaling,
-        factor=0 if scaling == "none" else float(rope.get("factor") or 1.0),
-        original_max_position=int(rope.get("original_max_position_embeddings") or config.max_position_embeddings),
-        low_freq_factor=float(rope.get("low_freq_factor") or 0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 0),
-        beta_fast=float(rope.get("beta_fast") or 0),
-        beta_slow=float(rope.get("beta_slow") or 0),
-        attention_factor=float(rope.get("attention_factor") or 0),
-    )
-
-
 # ---- what differs between the generations of transformers ----
 
 _BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
-
-
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    """5.x: one dictionary, or one for each kind of layer (then {}: their thetas differ); 4.57: fields of their own."""
-    rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
-    if any(isinstance(value, dict) for value in rope.values()):
-        return {}
-    if not rope and getattr(config, "rope_theta", None):
-        rope = {
-            "rope_theta": config.rope_theta,
-            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None),
-            **(getattr(config, "rope_scaling", None) or {}),
-        }
-        rope.setdefault("rope_type", rope.get("type", "default"))
-        if getattr(config, "rope_local_base_freq", None):
-            return {}
-    return rope
 
 
 def _length_after_crop(length: int, tokens: int) -> int:

@@ -9,7 +9,8 @@ the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,8 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
-def _opening(field: int, length: int) -> bytes:
+def opening(field: int, length: int) -> bytes:
+    """What stands before a field of so many bytes."""
     return varint(field << 3 | _BYTES) + varint(length)
 
 
@@ -45,8 +47,8 @@ def _opening(field: int, length: int) -> bytes:
 def _tensor(field: int, tensor: WireTensor) -> tuple[bytes, Array, int]:
     """What stands before the rows, the rows, and the bytes of both."""
     head = tensor_pb2.Tensor(dtype=tensor.dtype, dims=tensor.dims, strides=tensor.strides).SerializeToString()
-    head += _opening(15, tensor.data.nbytes)
-    head = _opening(field, len(head) + tensor.data.nbytes) + head
+    head += opening(15, tensor.data.nbytes)
+    head = opening(field, len(head) + tensor.data.nbytes) + head
     return head, tensor.data, len(head) + tensor.data.nbytes
 
 
@@ -65,13 +67,30 @@ def item(small: kv_cache_pb2.Item, tensors: Iterable[tuple[int, str, WireTensor]
             parts += (head, data)
             length += size
     parts[1] = small.SerializeToString()
-    parts[0] = _opening(1, length + len(parts[1]))
+    parts[0] = opening(1, length + len(parts[1]))
     return parts
 
 
 def message(parts: Iterable[Part]) -> bytes:
     """The one copy."""
     return b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer
+
+
+def token_ids(field: int, ids: Sequence[int] | Array) -> bytes:
+    """A field of packed uint32. Ids below 2^28 are written in four bytes each, all at once: prompts are long."""
+    try:
+        given = isinstance(ids, np.ndarray) and ids.dtype == np.uint32
+        values = np.ascontiguousarray(ids) if given else np.frombuffer(array("I", ids), np.uint32)
+    except (OverflowError, TypeError) as error:
+        raise errors.InvalidArgument(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from error
+    if not len(values):
+        return b""
+    if values.max() < 1 << 28:
+        out = (values & 0x7F) | (values << 1 & 0x7F00) | (values << 2 & 0x7F0000) | (values << 3 & 0x7F000000)
+        data = (out | 0x808080).astype("<u4", copy=False).tobytes()
+    else:
+        data = b"".join(varint(int(value)) for value in values)
+    return opening(field, len(data)) + data
 
 
 # ---- in ----

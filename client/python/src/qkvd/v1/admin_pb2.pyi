@@ -67,6 +67,40 @@ class GetStatusResponse(_message.Message):
     beside_bytes: int
     def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_room: _Optional[int] = ..., beside_bytes: _Optional[int] = ...) -> None: ...
 
+class CompareRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class CompareResponse(_message.Message):
+    __slots__ = ("layers", "tokens", "tokens_exact", "codecs")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    tokens: int
+    tokens_exact: int
+    codecs: _containers.RepeatedCompositeFieldContainer[ComparedCodec]
+    def __init__(self, layers: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_exact: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[ComparedCodec, _Mapping]]] = ...) -> None: ...
+
+class ComparedCodec(_message.Message):
+    __slots__ = ("codec", "bits", "calibrated", "bytes_per_token", "bits_per_coordinate", "attention_error")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BITS_PER_COORDINATE_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_ERROR_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    bits: float
+    calibrated: bool
+    bytes_per_token: float
+    bits_per_coordinate: float
+    attention_error: float
+    def __init__(self, codec: _Optional[str] = ..., bits: _Optional[float] = ..., calibrated: bool = ..., bytes_per_token: _Optional[float] = ..., bits_per_coordinate: _Optional[float] = ..., attention_error: _Optional[float] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("grace_ms",)
     GRACE_MS_FIELD_NUMBER: _ClassVar[int]

@@ -21,6 +21,12 @@ class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DURABILITY_ASYNC: _ClassVar[Durability]
     DURABILITY_SYNC: _ClassVar[Durability]
 
+class Retention(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RETENTION_UNSPECIFIED: _ClassVar[Retention]
+    RETENTION_KEEP: _ClassVar[Retention]
+    RETENTION_EVICT: _ClassVar[Retention]
+
 class RowLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROW_LAYOUT_UNSPECIFIED: _ClassVar[RowLayout]
@@ -33,12 +39,15 @@ DURABILITY_UNSPECIFIED: Durability
 DURABILITY_MEMORY: Durability
 DURABILITY_ASYNC: Durability
 DURABILITY_SYNC: Durability
+RETENTION_UNSPECIFIED: Retention
+RETENTION_KEEP: Retention
+RETENTION_EVICT: Retention
 ROW_LAYOUT_UNSPECIFIED: RowLayout
 ROW_LAYOUT_TOKENS_FIRST: RowLayout
 ROW_LAYOUT_HEADS_FIRST: RowLayout
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "max_attention_error", "ttl_ms", "tier_bits", "keep_full")
+    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "max_attention_error", "ttl_ms", "tier_bits", "keep_full", "salt", "prefix_token_ids", "retention")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +59,9 @@ class OpenSessionRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     TIER_BITS_FIELD_NUMBER: _ClassVar[int]
     KEEP_FULL_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     session: str
     model: str
     tenant: str
@@ -61,13 +73,18 @@ class OpenSessionRequest(_message.Message):
     ttl_ms: int
     tier_bits: float
     keep_full: bool
-    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., max_attention_error: _Optional[float] = ..., ttl_ms: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ...) -> None: ...
+    salt: bytes
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    retention: Retention
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., max_attention_error: _Optional[float] = ..., ttl_ms: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ..., salt: _Optional[bytes] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., retention: _Optional[_Union[Retention, str]] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("info",)
+    __slots__ = ("info", "matched_tokens")
     INFO_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
-    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ...) -> None: ...
+    matched_tokens: int
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., matched_tokens: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session", "keep")
@@ -84,13 +101,15 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, bytes_freed: _Optional[int] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "token_ids")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: str
-    def __init__(self, session: _Optional[str] = ...) -> None: ...
+    token_ids: _tensor_pb2.TokenRange
+    def __init__(self, session: _Optional[str] = ..., token_ids: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "lengths", "tokens_coded", "tokens_exact", "bytes_coded", "bytes_exact", "bytes_fp16", "bits_per_coordinate", "created_unix_ms", "last_used_unix_ms", "durable", "bytes_beside", "tier_bits", "keep_full", "attention_error", "max_attention_error", "contract_pages", "contract_missed", "tokens_cold", "bytes_stored", "ttl_ms", "pinned", "calibration", "calibration_since_unix_ms", "watched_error", "watched_error_data_free")
+    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "lengths", "tokens_coded", "tokens_exact", "bytes_coded", "bytes_exact", "bytes_fp16", "bits_per_coordinate", "created_unix_ms", "last_used_unix_ms", "durable", "bytes_beside", "tier_bits", "keep_full", "attention_error", "max_attention_error", "contract_pages", "contract_missed", "tokens_cold", "bytes_stored", "bytes_shared", "ttl_ms", "pinned", "calibration", "calibration_since_unix_ms", "watched_error", "watched_error_data_free", "prefix_root", "retention", "whole", "token_ids")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -117,12 +136,17 @@ class SessionInfo(_message.Message):
     CONTRACT_MISSED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_COLD_FIELD_NUMBER: _ClassVar[int]
     BYTES_STORED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SHARED_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_SINCE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     WATCHED_ERROR_FIELD_NUMBER: _ClassVar[int]
     WATCHED_ERROR_DATA_FREE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ROOT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: str
     model: str
     tenant: str
@@ -149,13 +173,18 @@ class SessionInfo(_message.Message):
     contract_missed: int
     tokens_cold: int
     bytes_stored: int
+    bytes_shared: int
     ttl_ms: int
     pinned: bool
     calibration: int
     calibration_since_unix_ms: int
     watched_error: float
     watched_error_data_free: float
-    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens_coded: _Optional[int] = ..., tokens_exact: _Optional[int] = ..., bytes_coded: _Optional[int] = ..., bytes_exact: _Optional[int] = ..., bytes_fp16: _Optional[int] = ..., bits_per_coordinate: _Optional[float] = ..., created_unix_ms: _Optional[int] = ..., last_used_unix_ms: _Optional[int] = ..., durable: _Optional[_Iterable[int]] = ..., bytes_beside: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ..., attention_error: _Optional[float] = ..., max_attention_error: _Optional[float] = ..., contract_pages: _Optional[int] = ..., contract_missed: _Optional[int] = ..., tokens_cold: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: bool = ..., calibration: _Optional[int] = ..., calibration_since_unix_ms: _Optional[int] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ...) -> None: ...
+    prefix_root: bytes
+    retention: Retention
+    whole: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens_coded: _Optional[int] = ..., tokens_exact: _Optional[int] = ..., bytes_coded: _Optional[int] = ..., bytes_exact: _Optional[int] = ..., bytes_fp16: _Optional[int] = ..., bits_per_coordinate: _Optional[float] = ..., created_unix_ms: _Optional[int] = ..., last_used_unix_ms: _Optional[int] = ..., durable: _Optional[_Iterable[int]] = ..., bytes_beside: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ..., attention_error: _Optional[float] = ..., max_attention_error: _Optional[float] = ..., contract_pages: _Optional[int] = ..., contract_missed: _Optional[int] = ..., tokens_cold: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., bytes_shared: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: bool = ..., calibration: _Optional[int] = ..., calibration_since_unix_ms: _Optional[int] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ..., prefix_root: _Optional[bytes] = ..., retention: _Optional[_Union[Retention, str]] = ..., whole: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("prefix", "tenant", "model", "page_size", "page_token")
@@ -179,8 +208,34 @@ class ListSessionsResponse(_message.Message):
     next_page_token: str
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
+class HasSessionsRequest(_message.Message):
+    __slots__ = ("sessions", "tokens", "touch")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[str]
+    tokens: bool
+    touch: bool
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., tokens: bool = ..., touch: bool = ...) -> None: ...
+
+class HasSessionsResponse(_message.Message):
+    __slots__ = ("presence", "tokens")
+    class Presence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PRESENCE_NONE: _ClassVar[HasSessionsResponse.Presence]
+        PRESENCE_MEMORY: _ClassVar[HasSessionsResponse.Presence]
+        PRESENCE_SSD: _ClassVar[HasSessionsResponse.Presence]
+    PRESENCE_NONE: HasSessionsResponse.Presence
+    PRESENCE_MEMORY: HasSessionsResponse.Presence
+    PRESENCE_SSD: HasSessionsResponse.Presence
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    presence: _containers.RepeatedScalarFieldContainer[HasSessionsResponse.Presence]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, presence: _Optional[_Iterable[_Union[HasSessionsResponse.Presence, str]]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Item(_message.Message):
-    __slots__ = ("session", "layer", "position", "k_rope", "q_rope", "options", "token_ids", "k", "v", "q")
+    __slots__ = ("session", "layer", "position", "k_rope", "q_rope", "options", "token_ids", "k", "v", "q", "pages")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +246,7 @@ class Item(_message.Message):
     K_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     session: str
     layer: int
     position: int
@@ -201,21 +257,30 @@ class Item(_message.Message):
     k: _tensor_pb2.Tensor
     v: _tensor_pb2.Tensor
     q: _tensor_pb2.Tensor
-    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., position: _Optional[int] = ..., k_rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., q_rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., options: _Optional[_Union[AttendOptions, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., q: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    pages: _containers.RepeatedCompositeFieldContainer[CodedPage]
+    def __init__(self, session: _Optional[str] = ..., layer: _Optional[int] = ..., position: _Optional[int] = ..., k_rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., q_rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., options: _Optional[_Union[AttendOptions, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., q: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CodedPage, _Mapping]]] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("items",)
+    __slots__ = ("items", "open", "complete", "seal")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[Item]
-    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
+    open: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
+    complete: bool
+    seal: bool
+    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., open: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., complete: bool = ..., seal: bool = ...) -> None: ...
 
 class AppendResponse(_message.Message):
-    __slots__ = ("items", "tokens")
+    __slots__ = ("items", "tokens", "sessions")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     items: int
     tokens: int
-    def __init__(self, items: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    sessions: int
+    def __init__(self, items: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class AttendOptions(_message.Message):
     __slots__ = ("scale", "sliding_window", "soft_cap", "range", "causal_offset", "not_causal", "precision")
@@ -308,18 +373,28 @@ class FetchRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., range: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., layout: _Optional[_Union[RowLayout, str]] = ..., part: _Optional[_Union[FetchRequest.Part, str]] = ..., rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., chunk_tokens: _Optional[int] = ..., coded: bool = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("layer", "position", "k", "v", "page")
+    __slots__ = ("layer", "position", "k", "v", "pages")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
-    PAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     layer: int
     position: int
     k: _tensor_pb2.Tensor
     v: _tensor_pb2.Tensor
-    page: bytes
-    def __init__(self, layer: _Optional[int] = ..., position: _Optional[int] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., page: _Optional[bytes] = ...) -> None: ...
+    pages: _containers.RepeatedCompositeFieldContainer[CodedPage]
+    def __init__(self, layer: _Optional[int] = ..., position: _Optional[int] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CodedPage, _Mapping]]] = ...) -> None: ...
+
+class CodedPage(_message.Message):
+    __slots__ = ("tokens", "calibration_hash", "image")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_HASH_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    calibration_hash: int
+    image: bytes
+    def __init__(self, tokens: _Optional[int] = ..., calibration_hash: _Optional[int] = ..., image: _Optional[bytes] = ...) -> None: ...
 
 class TruncateRequest(_message.Message):
     __slots__ = ("session", "position", "layers")
@@ -437,24 +512,6 @@ class TouchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MatchRequest(_message.Message):
-    __slots__ = ("model", "tenant", "token_ids")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    tenant: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class MatchResponse(_message.Message):
-    __slots__ = ("session", "tokens")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    tokens: int
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
-
 class ForkRequest(_message.Message):
     __slots__ = ("session", "fork", "position")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -470,3 +527,95 @@ class ForkResponse(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
     def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ...) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("model", "tenant", "token_ids", "salt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tenant: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    salt: bytes
+    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ...) -> None: ...
+
+class MatchResponse(_message.Message):
+    __slots__ = ("session", "tokens", "tokens_in_memory", "tokens_on_ssd", "restore_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ON_SSD_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_MS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    tokens: int
+    tokens_in_memory: int
+    tokens_on_ssd: int
+    restore_ms: float
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[int] = ..., tokens_in_memory: _Optional[int] = ..., tokens_on_ssd: _Optional[int] = ..., restore_ms: _Optional[float] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("tenant", "model", "token_ids", "instance", "after")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    token_ids: bool
+    instance: int
+    after: int
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: bool = ..., instance: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class PrefixEvent(_message.Message):
+    __slots__ = ("kind", "tenant", "model", "parent", "hashes", "position", "token_ids", "place")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[PrefixEvent.Kind]
+        KIND_ADDED: _ClassVar[PrefixEvent.Kind]
+        KIND_REMOVED: _ClassVar[PrefixEvent.Kind]
+        KIND_MOVED: _ClassVar[PrefixEvent.Kind]
+    KIND_UNSPECIFIED: PrefixEvent.Kind
+    KIND_ADDED: PrefixEvent.Kind
+    KIND_REMOVED: PrefixEvent.Kind
+    KIND_MOVED: PrefixEvent.Kind
+    class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PLACE_MEMORY: _ClassVar[PrefixEvent.Place]
+        PLACE_SSD: _ClassVar[PrefixEvent.Place]
+    PLACE_MEMORY: PrefixEvent.Place
+    PLACE_SSD: PrefixEvent.Place
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    kind: PrefixEvent.Kind
+    tenant: str
+    model: str
+    parent: bytes
+    hashes: bytes
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    place: PrefixEvent.Place
+    def __init__(self, kind: _Optional[_Union[PrefixEvent.Kind, str]] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., place: _Optional[_Union[PrefixEvent.Place, str]] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("reset", "missed", "complete", "instance", "sequence", "events")
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    reset: bool
+    missed: bool
+    complete: bool
+    instance: int
+    sequence: int
+    events: _containers.RepeatedCompositeFieldContainer[PrefixEvent]
+    def __init__(self, reset: bool = ..., missed: bool = ..., complete: bool = ..., instance: _Optional[int] = ..., sequence: _Optional[int] = ..., events: _Optional[_Iterable[_Union[PrefixEvent, _Mapping]]] = ...) -> None: ...

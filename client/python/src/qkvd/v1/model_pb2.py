@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from qkvd.v1 import tensor_pb2 as qkv_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12qkv/v1/model.proto\x12\x06qkv.v1\x1a\x13qkv/v1/tensor.proto\"\xb6\x03\n\x04Rope\x12\r\n\x05theta\x18\x01 \x01(\x01\x12\r\n\x05width\x18\x02 \x01(\r\x12%\n\x07pairing\x18\x03 \x01(\x0e\x32\x14.qkv.v1.Rope.Pairing\x12%\n\x07scaling\x18\x04 \x01(\x0e\x32\x14.qkv.v1.Rope.Scaling\x12\x0e\n\x06\x66\x61\x63tor\x18\x05 \x01(\x01\x12\x1d\n\x15original_max_position\x18\x06 \x01(\x04\x12\x17\n\x0flow_freq_factor\x18\x07 \x01(\x01\x12\x18\n\x10high_freq_factor\x18\x08 \x01(\x01\x12\x11\n\tbeta_fast\x18\t \x01(\x01\x12\x11\n\tbeta_slow\x18\n \x01(\x01\x12\x18\n\x10\x61ttention_factor\x18\x0b \x01(\x01\"j\n\x07Scaling\x12\x10\n\x0cSCALING_NONE\x10\x00\x12\x12\n\x0eSCALING_LINEAR\x10\x01\x12\x13\n\x0fSCALING_DYNAMIC\x10\x02\x12\x10\n\x0cSCALING_YARN\x10\x03\x12\x12\n\x0eSCALING_LLAMA3\x10\x04\"4\n\x07Pairing\x12\x10\n\x0cPAIRING_HALF\x10\x00\x12\x17\n\x13PAIRING_INTERLEAVED\x10\x01\"\xdc\x02\n\x0b\x43odecPolicy\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x0e\n\x06\x62its_k\x18\x02 \x01(\x01\x12\x0e\n\x06\x62its_v\x18\x03 \x01(\x01\x12\x17\n\rrecent_window\x18\x04 \x01(\rH\x00\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x14\n\x0c\x61nchor_every\x18\x06 \x01(\r\x12\x18\n\x10\x61nchor_threshold\x18\x07 \x01(\x01\x12\x1a\n\x10gqa_compensation\x18\x08 \x01(\x08H\x01\x12\x1a\n\x10self_calibration\x18\t \x01(\x08H\x02\x12\x10\n\x08low_rank\x18\n \x01(\t\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12\x15\n\x0bsink_tokens\x18\x0c \x01(\rH\x03\x42\x13\n\x11recent_window_setB\x16\n\x14gqa_compensation_setB\x16\n\x14self_calibration_setB\x11\n\x0fsink_tokens_set\"m\n\rLayerOverride\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0esliding_window\x18\x02 \x01(\x04\x12\x10\n\x08soft_cap\x18\x03 \x01(\x01\x12#\n\x06policy\x18\x04 \x01(\x0b\x32\x13.qkv.v1.CodecPolicy\"\xe0\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x0f\n\x07q_heads\x18\x04 \x01(\r\x12\x0f\n\x07key_dim\x18\x05 \x01(\r\x12\x11\n\tvalue_dim\x18\x06 \x01(\r\x12\x1c\n\x05\x64type\x18\x07 \x01(\x0e\x32\r.qkv.v1.DType\x12\x1a\n\x04rope\x18\x08 \x01(\x0b\x32\x0c.qkv.v1.Rope\x12\r\n\x05scale\x18\t \x01(\x01\x12\x16\n\x0esliding_window\x18\n \x01(\x04\x12\x10\n\x08soft_cap\x18\x0b \x01(\x01\x12#\n\x06policy\x18\x0c \x01(\x0b\x32\x13.qkv.v1.CodecPolicy\x12(\n\toverrides\x18\r \x03(\x0b\x32\x15.qkv.v1.LayerOverride\x12\x13\n\x0b\x63\x61libration\x18\x0e \x01(\x0c\x12\x1b\n\x13\x63\x61libration_trusted\x18\x0f \x01(\x08\"\xe8\x03\n\x10\x43\x61librationState\x12/\n\x06source\x18\x01 \x01(\x0e\x32\x1f.qkv.v1.CalibrationState.Source\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rsince_unix_ms\x18\x03 \x01(\x03\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0f\n\x07trusted\x18\x05 \x01(\x08\x12\r\n\x05tried\x18\x06 \x01(\x08\x12\x17\n\x0f\x61ttention_error\x18\x07 \x01(\x01\x12!\n\x19\x61ttention_error_data_free\x18\x08 \x01(\x01\x12\r\n\x05parts\x18\t \x01(\r\x12\x17\n\x0fparts_data_free\x18\n \x01(\r\x12\x10\n\x08on_trial\x18\x0b \x01(\r\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\x0f\n\x07refusal\x18\r \x01(\t\x12\x15\n\rwatched_error\x18\x0e \x01(\x01\x12\x1f\n\x17watched_error_data_free\x18\x0f \x01(\x01\x12\x12\n\nrope_doubt\x18\x10 \x01(\t\"g\n\x06Source\x12\x0f\n\x0bSOURCE_NONE\x10\x00\x12\x11\n\rSOURCE_LEARNT\x10\x01\x12\x15\n\x11SOURCE_REGISTERED\x10\x02\x12\x0f\n\x0bSOURCE_FILE\x10\x03\x12\x11\n\rSOURCE_STORED\x10\x04\"4\n\x14RegisterModelRequest\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\"d\n\x15RegisterModelResponse\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\x12-\n\x0b\x63\x61libration\x18\x02 \x01(\x0b\x32\x18.qkv.v1.CalibrationState\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"q\n\x10GetModelResponse\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12-\n\x0b\x63\x61libration\x18\x03 \x01(\x0b\x32\x18.qkv.v1.CalibrationState\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.qkv.v1.GetModelResponse\"&\n\x15GetCalibrationRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\'\n\x16GetCalibrationResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12qkv/v1/model.proto\x12\x06qkv.v1\x1a\x13qkv/v1/tensor.proto\"\xb6\x03\n\x04Rope\x12\r\n\x05theta\x18\x01 \x01(\x01\x12\r\n\x05width\x18\x02 \x01(\r\x12%\n\x07pairing\x18\x03 \x01(\x0e\x32\x14.qkv.v1.Rope.Pairing\x12%\n\x07scaling\x18\x04 \x01(\x0e\x32\x14.qkv.v1.Rope.Scaling\x12\x0e\n\x06\x66\x61\x63tor\x18\x05 \x01(\x01\x12\x1d\n\x15original_max_position\x18\x06 \x01(\x04\x12\x17\n\x0flow_freq_factor\x18\x07 \x01(\x01\x12\x18\n\x10high_freq_factor\x18\x08 \x01(\x01\x12\x11\n\tbeta_fast\x18\t \x01(\x01\x12\x11\n\tbeta_slow\x18\n \x01(\x01\x12\x18\n\x10\x61ttention_factor\x18\x0b \x01(\x01\"j\n\x07Scaling\x12\x10\n\x0cSCALING_NONE\x10\x00\x12\x12\n\x0eSCALING_LINEAR\x10\x01\x12\x13\n\x0fSCALING_DYNAMIC\x10\x02\x12\x10\n\x0cSCALING_YARN\x10\x03\x12\x12\n\x0eSCALING_LLAMA3\x10\x04\"4\n\x07Pairing\x12\x10\n\x0cPAIRING_HALF\x10\x00\x12\x17\n\x13PAIRING_INTERLEAVED\x10\x01\"\x84\x04\n\x0b\x43odecPolicy\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x0e\n\x06\x62its_k\x18\x02 \x01(\x01\x12\x0e\n\x06\x62its_v\x18\x03 \x01(\x01\x12\x17\n\rrecent_window\x18\x04 \x01(\rH\x00\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x14\n\x0c\x61nchor_every\x18\x06 \x01(\r\x12\x18\n\x10\x61nchor_threshold\x18\x07 \x01(\x01\x12\x1a\n\x10gqa_compensation\x18\x08 \x01(\x08H\x01\x12\x1a\n\x10self_calibration\x18\t \x01(\x08H\x02\x12\x10\n\x08low_rank\x18\n \x01(\t\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12\x15\n\x0bsink_tokens\x18\x0c \x01(\rH\x03\x12\x0f\n\x07\x63odec_v\x18\r \x01(\t\x12\x1a\n\x04kivi\x18\x0e \x01(\x0b\x32\x0c.qkv.v1.Kivi\x12&\n\nturboquant\x18\x0f \x01(\x0b\x32\x12.qkv.v1.Turboquant\x12&\n\npolarquant\x18\x10 \x01(\x0b\x32\x12.qkv.v1.Polarquant\x12)\n\rturboquant_ip\x18\x11 \x01(\x0b\x32\x12.qkv.v1.TurboquantB\x13\n\x11recent_window_setB\x16\n\x14gqa_compensation_setB\x16\n\x14self_calibration_setB\x11\n\x0fsink_tokens_set\"\x1c\n\x04Kivi\x12\x14\n\x0cq_group_size\x18\x01 \x01(\r\"\x8c\x01\n\nTurboquant\x12-\n\x08rotation\x18\x01 \x01(\x0e\x32\x1b.qkv.v1.Turboquant.Rotation\"O\n\x08Rotation\x12\x18\n\x14ROTATION_UNSPECIFIED\x10\x00\x12\x15\n\x11ROTATION_HADAMARD\x10\x01\x12\x12\n\x0eROTATION_DENSE\x10\x02\"\x8d\x01\n\nPolarquant\x12.\n\trow_norms\x18\x01 \x01(\x0e\x32\x1b.qkv.v1.Polarquant.RowNorms\"O\n\x08RowNorms\x12\x19\n\x15ROW_NORMS_UNSPECIFIED\x10\x00\x12\x14\n\x10ROW_NORMS_STORED\x10\x01\x12\x12\n\x0eROW_NORMS_NONE\x10\x02\"m\n\rLayerOverride\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x16\n\x0esliding_window\x18\x02 \x01(\x04\x12\x10\n\x08soft_cap\x18\x03 \x01(\x01\x12#\n\x06policy\x18\x04 \x01(\x0b\x32\x13.qkv.v1.CodecPolicy\"\xfa\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x0f\n\x07q_heads\x18\x04 \x01(\r\x12\x0f\n\x07key_dim\x18\x05 \x01(\r\x12\x11\n\tvalue_dim\x18\x06 \x01(\r\x12\x1c\n\x05\x64type\x18\x07 \x01(\x0e\x32\r.qkv.v1.DType\x12\x1a\n\x04rope\x18\x08 \x01(\x0b\x32\x0c.qkv.v1.Rope\x12\r\n\x05scale\x18\t \x01(\x01\x12\x16\n\x0esliding_window\x18\n \x01(\x04\x12\x10\n\x08soft_cap\x18\x0b \x01(\x01\x12#\n\x06policy\x18\x0c \x01(\x0b\x32\x13.qkv.v1.CodecPolicy\x12(\n\toverrides\x18\r \x03(\x0b\x32\x15.qkv.v1.LayerOverride\x12\x13\n\x0b\x63\x61libration\x18\x0e \x01(\x0c\x12\x1b\n\x13\x63\x61libration_trusted\x18\x0f \x01(\x08\x12\x18\n\x10\x63\x61libration_kept\x18\x10 \x01(\x08\"\xe8\x03\n\x10\x43\x61librationState\x12/\n\x06source\x18\x01 \x01(\x0e\x32\x1f.qkv.v1.CalibrationState.Source\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rsince_unix_ms\x18\x03 \x01(\x03\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0f\n\x07trusted\x18\x05 \x01(\x08\x12\r\n\x05tried\x18\x06 \x01(\x08\x12\x17\n\x0f\x61ttention_error\x18\x07 \x01(\x01\x12!\n\x19\x61ttention_error_data_free\x18\x08 \x01(\x01\x12\r\n\x05parts\x18\t \x01(\r\x12\x17\n\x0fparts_data_free\x18\n \x01(\r\x12\x10\n\x08on_trial\x18\x0b \x01(\r\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\x0f\n\x07refusal\x18\r \x01(\t\x12\x15\n\rwatched_error\x18\x0e \x01(\x01\x12\x1f\n\x17watched_error_data_free\x18\x0f \x01(\x01\x12\x12\n\nrope_doubt\x18\x10 \x01(\t\"g\n\x06Source\x12\x0f\n\x0bSOURCE_NONE\x10\x00\x12\x11\n\rSOURCE_LEARNT\x10\x01\x12\x15\n\x11SOURCE_REGISTERED\x10\x02\x12\x0f\n\x0bSOURCE_FILE\x10\x03\x12\x11\n\rSOURCE_STORED\x10\x04\"4\n\x14RegisterModelRequest\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\"d\n\x15RegisterModelResponse\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\x12-\n\x0b\x63\x61libration\x18\x02 \x01(\x0b\x32\x18.qkv.v1.CalibrationState\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"q\n\x10GetModelResponse\x12\x1c\n\x05model\x18\x01 \x01(\x0b\x32\r.qkv.v1.Model\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12-\n\x0b\x63\x61libration\x18\x03 \x01(\x0b\x32\x18.qkv.v1.CalibrationState\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.qkv.v1.GetModelResponse\"7\n\x15GetCalibrationRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\"\'\n\x16GetCalibrationResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROPE_PAIRING']._serialized_start=438
   _globals['_ROPE_PAIRING']._serialized_end=490
   _globals['_CODECPOLICY']._serialized_start=493
-  _globals['_CODECPOLICY']._serialized_end=841
-  _globals['_LAYEROVERRIDE']._serialized_start=843
-  _globals['_LAYEROVERRIDE']._serialized_end=952
-  _globals['_MODEL']._serialized_start=955
-  _globals['_MODEL']._serialized_end=1307
-  _globals['_CALIBRATIONSTATE']._serialized_start=1310
-  _globals['_CALIBRATIONSTATE']._serialized_end=1798
-  _globals['_CALIBRATIONSTATE_SOURCE']._serialized_start=1695
-  _globals['_CALIBRATIONSTATE_SOURCE']._serialized_end=1798
-  _globals['_REGISTERMODELREQUEST']._serialized_start=1800
-  _globals['_REGISTERMODELREQUEST']._serialized_end=1852
-  _globals['_REGISTERMODELRESPONSE']._serialized_start=1854
-  _globals['_REGISTERMODELRESPONSE']._serialized_end=1954
-  _globals['_GETMODELREQUEST']._serialized_start=1956
-  _globals['_GETMODELREQUEST']._serialized_end=1987
-  _globals['_GETMODELRESPONSE']._serialized_start=1989
-  _globals['_GETMODELRESPONSE']._serialized_end=2102
-  _globals['_LISTMODELSREQUEST']._serialized_start=2104
-  _globals['_LISTMODELSREQUEST']._serialized_end=2123
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2125
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2187
-  _globals['_GETCALIBRATIONREQUEST']._serialized_start=2189
-  _globals['_GETCALIBRATIONREQUEST']._serialized_end=2227
-  _globals['_GETCALIBRATIONRESPONSE']._serialized_start=2229
-  _globals['_GETCALIBRATIONRESPONSE']._serialized_end=2268
+  _globals['_CODECPOLICY']._serialized_end=1009
+  _globals['_KIVI']._serialized_start=1011
+  _globals['_KIVI']._serialized_end=1039
+  _globals['_TURBOQUANT']._serialized_start=1042
+  _globals['_TURBOQUANT']._serialized_end=1182
+  _globals['_TURBOQUANT_ROTATION']._serialized_start=1103
+  _globals['_TURBOQUANT_ROTATION']._serialized_end=1182
+  _globals['_POLARQUANT']._serialized_start=1185
+  _globals['_POLARQUANT']._serialized_end=1326
+  _globals['_POLARQUANT_ROWNORMS']._serialized_start=1247
+  _globals['_POLARQUANT_ROWNORMS']._serialized_end=1326
+  _globals['_LAYEROVERRIDE']._serialized_start=1328
+  _globals['_LAYEROVERRIDE']._serialized_end=1437
+  _globals['_MODEL']._serialized_start=1440
+  _globals['_MODEL']._serialized_end=1818
+  _globals['_CALIBRATIONSTATE']._serialized_start=1821
+  _globals['_CALIBRATIONSTATE']._serialized_end=2309
+  _globals['_CALIBRATIONSTATE_SOURCE']._serialized_start=2206
+  _globals['_CALIBRATIONSTATE_SOURCE']._serialized_end=2309
+  _globals['_REGISTERMODELREQUEST']._serialized_start=2311
+  _globals['_REGISTERMODELREQUEST']._serialized_end=2363
+  _globals['_REGISTERMODELRESPONSE']._serialized_start=2365
+  _globals['_REGISTERMODELRESPONSE']._serialized_end=2465
+  _globals['_GETMODELREQUEST']._serialized_start=2467
+  _globals['_GETMODELREQUEST']._serialized_end=2498
+  _globals['_GETMODELRESPONSE']._serialized_start=2500
+  _globals['_GETMODELRESPONSE']._serialized_end=2613
+  _globals['_LISTMODELSREQUEST']._serialized_start=2615
+  _globals['_LISTMODELSREQUEST']._serialized_end=2634
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2636
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2698
+  _globals['_GETCALIBRATIONREQUEST']._serialized_start=2700
+  _globals['_GETCALIBRATIONREQUEST']._serialized_end=2755
+  _globals['_GETCALIBRATIONRESPONSE']._serialized_start=2757
+  _globals['_GETCALIBRATIONRESPONSE']._serialized_end=2796
 # @@protoc_insertion_point(module_scope)

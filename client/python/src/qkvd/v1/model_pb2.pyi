@@ -52,7 +52,7 @@ class Rope(_message.Message):
     def __init__(self, theta: _Optional[float] = ..., width: _Optional[int] = ..., pairing: _Optional[_Union[Rope.Pairing, str]] = ..., scaling: _Optional[_Union[Rope.Scaling, str]] = ..., factor: _Optional[float] = ..., original_max_position: _Optional[int] = ..., low_freq_factor: _Optional[float] = ..., high_freq_factor: _Optional[float] = ..., beta_fast: _Optional[float] = ..., beta_slow: _Optional[float] = ..., attention_factor: _Optional[float] = ...) -> None: ...
 
 class CodecPolicy(_message.Message):
-    __slots__ = ("codec", "bits_k", "bits_v", "recent_window", "anchor", "anchor_every", "anchor_threshold", "gqa_compensation", "self_calibration", "low_rank", "rank", "sink_tokens")
+    __slots__ = ("codec", "bits_k", "bits_v", "recent_window", "anchor", "anchor_every", "anchor_threshold", "gqa_compensation", "self_calibration", "low_rank", "rank", "sink_tokens", "codec_v", "kivi", "turboquant", "polarquant", "turboquant_ip")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     BITS_K_FIELD_NUMBER: _ClassVar[int]
     BITS_V_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,11 @@ class CodecPolicy(_message.Message):
     LOW_RANK_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_V_FIELD_NUMBER: _ClassVar[int]
+    KIVI_FIELD_NUMBER: _ClassVar[int]
+    TURBOQUANT_FIELD_NUMBER: _ClassVar[int]
+    POLARQUANT_FIELD_NUMBER: _ClassVar[int]
+    TURBOQUANT_IP_FIELD_NUMBER: _ClassVar[int]
     codec: str
     bits_k: float
     bits_v: float
@@ -77,7 +82,46 @@ class CodecPolicy(_message.Message):
     low_rank: str
     rank: int
     sink_tokens: int
-    def __init__(self, codec: _Optional[str] = ..., bits_k: _Optional[float] = ..., bits_v: _Optional[float] = ..., recent_window: _Optional[int] = ..., anchor: _Optional[str] = ..., anchor_every: _Optional[int] = ..., anchor_threshold: _Optional[float] = ..., gqa_compensation: bool = ..., self_calibration: bool = ..., low_rank: _Optional[str] = ..., rank: _Optional[int] = ..., sink_tokens: _Optional[int] = ...) -> None: ...
+    codec_v: str
+    kivi: Kivi
+    turboquant: Turboquant
+    polarquant: Polarquant
+    turboquant_ip: Turboquant
+    def __init__(self, codec: _Optional[str] = ..., bits_k: _Optional[float] = ..., bits_v: _Optional[float] = ..., recent_window: _Optional[int] = ..., anchor: _Optional[str] = ..., anchor_every: _Optional[int] = ..., anchor_threshold: _Optional[float] = ..., gqa_compensation: bool = ..., self_calibration: bool = ..., low_rank: _Optional[str] = ..., rank: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., codec_v: _Optional[str] = ..., kivi: _Optional[_Union[Kivi, _Mapping]] = ..., turboquant: _Optional[_Union[Turboquant, _Mapping]] = ..., polarquant: _Optional[_Union[Polarquant, _Mapping]] = ..., turboquant_ip: _Optional[_Union[Turboquant, _Mapping]] = ...) -> None: ...
+
+class Kivi(_message.Message):
+    __slots__ = ("q_group_size",)
+    Q_GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    q_group_size: int
+    def __init__(self, q_group_size: _Optional[int] = ...) -> None: ...
+
+class Turboquant(_message.Message):
+    __slots__ = ("rotation",)
+    class Rotation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ROTATION_UNSPECIFIED: _ClassVar[Turboquant.Rotation]
+        ROTATION_HADAMARD: _ClassVar[Turboquant.Rotation]
+        ROTATION_DENSE: _ClassVar[Turboquant.Rotation]
+    ROTATION_UNSPECIFIED: Turboquant.Rotation
+    ROTATION_HADAMARD: Turboquant.Rotation
+    ROTATION_DENSE: Turboquant.Rotation
+    ROTATION_FIELD_NUMBER: _ClassVar[int]
+    rotation: Turboquant.Rotation
+    def __init__(self, rotation: _Optional[_Union[Turboquant.Rotation, str]] = ...) -> None: ...
+
+class Polarquant(_message.Message):
+    __slots__ = ("row_norms",)
+    class RowNorms(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ROW_NORMS_UNSPECIFIED: _ClassVar[Polarquant.RowNorms]
+        ROW_NORMS_STORED: _ClassVar[Polarquant.RowNorms]
+        ROW_NORMS_NONE: _ClassVar[Polarquant.RowNorms]
+    ROW_NORMS_UNSPECIFIED: Polarquant.RowNorms
+    ROW_NORMS_STORED: Polarquant.RowNorms
+    ROW_NORMS_NONE: Polarquant.RowNorms
+    ROW_NORMS_FIELD_NUMBER: _ClassVar[int]
+    row_norms: Polarquant.RowNorms
+    def __init__(self, row_norms: _Optional[_Union[Polarquant.RowNorms, str]] = ...) -> None: ...
 
 class LayerOverride(_message.Message):
     __slots__ = ("layer", "sliding_window", "soft_cap", "policy")
@@ -92,7 +136,7 @@ class LayerOverride(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "layers", "kv_heads", "q_heads", "key_dim", "value_dim", "dtype", "rope", "scale", "sliding_window", "soft_cap", "policy", "overrides", "calibration", "calibration_trusted")
+    __slots__ = ("name", "layers", "kv_heads", "q_heads", "key_dim", "value_dim", "dtype", "rope", "scale", "sliding_window", "soft_cap", "policy", "overrides", "calibration", "calibration_trusted", "calibration_kept")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +152,7 @@ class Model(_message.Message):
     OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_TRUSTED_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_KEPT_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: int
     kv_heads: int
@@ -123,7 +168,8 @@ class Model(_message.Message):
     overrides: _containers.RepeatedCompositeFieldContainer[LayerOverride]
     calibration: bytes
     calibration_trusted: bool
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., q_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ..., overrides: _Optional[_Iterable[_Union[LayerOverride, _Mapping]]] = ..., calibration: _Optional[bytes] = ..., calibration_trusted: bool = ...) -> None: ...
+    calibration_kept: bool
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., q_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ..., overrides: _Optional[_Iterable[_Union[LayerOverride, _Mapping]]] = ..., calibration: _Optional[bytes] = ..., calibration_trusted: bool = ..., calibration_kept: bool = ...) -> None: ...
 
 class CalibrationState(_message.Message):
     __slots__ = ("source", "version", "since_unix_ms", "tokens", "trusted", "tried", "attention_error", "attention_error_data_free", "parts", "parts_data_free", "on_trial", "refused", "refusal", "watched_error", "watched_error_data_free", "rope_doubt")
@@ -214,10 +260,12 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[GetModelResponse, _Mapping]]] = ...) -> None: ...
 
 class GetCalibrationRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class GetCalibrationResponse(_message.Message):
     __slots__ = ("chunk",)

@@ -1,0 +1,16 @@
+// The part of qkv-bench share that is about forks: what they cost, and what sessions take that have nothing yet.
+#ifndef QKV_CLIENT_BENCH_FORKS_H
+#define QKV_CLIENT_BENCH_FORKS_H
+
+#include "client/bench/bench.h"
+
+// Adds to `result`, all measured in process, bytes as counted by the arena and by malloc together:
+//   idle_session_bytes  an open session of 32 layers without rows
+//   fork_us_p50, _p99   a fork of 131072 tokens in 32 layers, forked at a page's end
+//   fork_bytes          what it takes
+//   memory_ratio        1000 forks of 32768 tokens, each with 512 tokens of its own, over the prefix and as many
+//   times
+//                       what 512 tokens take in a session that shares nothing
+void qkvi_bench_forks(json_t *result);
+
+#endif

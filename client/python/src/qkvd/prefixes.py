@@ -1,0 +1,214 @@
+"""What connectors of engines share: sequences are found by their token ids, and what fails is a miss.
+
+A sequence lies in a session of purpose "fetch", with its ids, which the daemon closes where it needs the place. `match`
+finds the session that holds the longest prefix of a prompt, `open` begins a new one with what is held already, so that a
+prefix is held once however many sequences have it.
+A connector never waits for a daemon that does not answer: `Breaker`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from qkvd import calls
+from qkvd.arrays import Array
+from qkvd.calls import DURABILITIES, Match
+from qkvd.client import Client
+from qkvd.connection import DEFAULT_TARGET
+from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, NotFound, Unavailable
+from qkvd.items import Item
+from qkvd.model import EXACT, Model, Policy
+from qkvd.wire import Rows
+
+T = TypeVar("T")
+PAGE = 64  # tokens: what a match is a multiple of
+NOTHING = Match("", 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A connector's settings, as an engine's configuration has them."""
+
+    target: str = DEFAULT_TARGET  # "unix:PATH" or "HOST:PORT"
+    token: str | None = None
+    model_name: str = ""  # as the daemon knows the model; "": of the engine's model and its configuration
+    tenant: str = ""
+    bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
+    durability: str | None = None  # "memory", "async" or "sync"; None: the daemon's own
+    ttl: float = 0.0  # seconds after which an unused session is closed; 0: when the daemon has no place for others
+    timeout: float = 10.0  # seconds for a load, and for each step of a save
+    lookup_timeout: float = 0.25  # seconds for a lookup, which the scheduler waits for
+    save_buffer: int = 1 << 30  # bytes of rows that wait to be saved, at most; what is beyond is not saved
+    prefill_wait: float = 5.0  # seconds that a consumer waits for rows that a producer has announced
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Options:
+        """From a dictionary. InvalidArgument: a key that is not known, or a value beyond its limits."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in config:
+            if key not in known:
+                raise InvalidArgument(f"{key!r} is no option of the connector; it has {', '.join(sorted(known))}")
+        options = cls(**config)
+        if isinstance(options.bits, str) and options.bits != "exact":
+            raise InvalidArgument(f'bits is {options.bits!r}, allowed are a number up to 8 and "exact"')
+        if options.durability not in DURABILITIES:
+            raise InvalidArgument(f'durability is {options.durability!r}, allowed are "memory", "async" and "sync"')
+        for name in ("timeout", "lookup_timeout"):
+            if not getattr(options, name) > 0:
+                raise InvalidArgument(f"{name} is {getattr(options, name)}, it is a number of seconds above 0")
+        for name in ("ttl", "save_buffer", "prefill_wait"):
+            if not getattr(options, name) >= 0:
+                raise InvalidArgument(f"{name} is {getattr(options, name)}, it begins at 0")
+        return options
+
+    def policy(self) -> Policy:
+        """How rows are coded. What is saved is a prefix of something: none of it is recent."""
+        if self.bits == "exact":
+            return EXACT
+        bits = float(self.bits or 0)
+        return Policy(bits_k=bits, bits_v=bits, recent_window=0)
+
+    def salt(self, *parts: Any) -> bytes:
+        """What rows depend on apart from model and ids: the coding asked for, and `parts` (None counts as absent)."""
+        what = [self.bits, *parts]
+        if all(part is None for part in what):
+            return b""
+        return hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=16).digest()
+
+
+class Breaker:
+    """Keeps calls from a daemon that did not answer: for a second at first, then twice as long each time, up to MOST.
+
+    One thread may tell of a failure while another asks; a race costs a call.
+    """
+
+    FIRST, MOST = 1.0, 30.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause = 0.0
+        self._until = 0.0
+
+    def open(self) -> bool:
+        """Whether calls are to be left out for now."""
+        return self._clock() < self._until
+
+    def tell(self, error: Error | None) -> None:
+        """How a call ended. An answer, even a refusal, is a sign of life."""
+        if isinstance(error, Unavailable | DeadlineExceeded):
+            self._pause = min(2 * self._pause, self.MOST) or self.FIRST
+            self._until = self._clock() + self._pause
+        else:
+            self._pause = self._until = 0.0
+
+
+class Prefixes:
+    """Sequences of one model in a daemon. Threads may share it. Nothing is sent before the first call."""
+
+    def __init__(self, options: Options, model: Model, log: logging.Logger):
+        self.options = options
+        self.model = model
+        self.client = Client(
+            options.target, tenant=options.tenant, token=options.token, timeout=options.timeout, retry_for=0
+        )
+        self.breaker = Breaker()
+        self._log = log
+        self._registered = False
+
+    def close(self) -> None:
+        """Closes the connection; sessions stay."""
+        self.client.close()
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        try:
+            result = call()
+        except Error as error:
+            was_open = self.breaker.open()
+            self.breaker.tell(error)
+            if self.breaker.open() and not was_open:
+                self._log.warning("qkvd at %s is left alone for a while: %s", self.options.target, error)
+            raise
+        self.breaker.tell(None)
+        return result
+
+    def match(self, ids: Sequence[int] | Array, salt: bytes, model: str | None = None) -> Match:
+        """The session that holds the longest prefix of these ids; NOTHING where none does, or nobody answers in time."""
+        if self.breaker.open() or len(ids) < PAGE:
+            return NOTHING
+        options = self.options
+        try:
+            return self._guarded(
+                lambda: self.client.match(model or self.model.name, ids, salt=salt, timeout=options.lookup_timeout)
+            )
+        except NotFound:  # nobody has saved anything yet
+            return NOTHING
+        except Error as error:
+            self._log.debug("no lookup: %s", error)
+            return NOTHING
+
+    def open(self, name: str, ids: Sequence[int] | Array, salt: bytes) -> int:
+        """Opens a session for these ids, and gives how many of them it holds already. Raises `qkvd.Error`."""
+
+        def call() -> int:
+            options = self.options
+            if not self._registered:
+                self.client.register_model(self.model)
+                self._registered = True
+            session = self.client.open(
+                name, model=self.model.name, purpose="fetch", policy=options.policy(),
+                durability=options.durability, ttl=options.ttl, salt=salt, prefix=ids, retention="evict",
+            )  # fmt: skip
+            return min(session.lengths)
+
+        try:
+            return self._guarded(call)
+        except NotFound:  # a daemon that began anew does not know the model
+            self._registered = False
+            return self._guarded(call)
+
+    def fork(self, name: str, new: str, position: int) -> None:
+        """A new session that has the first `position` tokens of another one. Raises `qkvd.Error`."""
+        self._guarded(lambda: self.client._call(calls.fork(name, new, position), None))
+
+    def append(self, name: str, position: int, ids: Sequence[int] | Array, layers: Sequence[tuple[Any, Any]]) -> None:
+        """Appends k [tokens, kv_heads, key_dim] and v of every layer, at `position`. Raises `qkvd.Error`."""
+        batch = [
+            # Ids come with the first layer: they are then known when pages of the last one are sealed, and go to the SSD.
+            Item(session=name, layer=layer, position=position, k=k, v=v, tokens=None if layer else ids)
+            for layer, (k, v) in enumerate(layers)
+        ]
+        self._guarded(lambda: self.client.append(batch))
+
+    def fetch(self, name: str, layers: Sequence[int], begin: int, end: int, chunk_tokens: int) -> Iterator[Rows]:
+        """Rows, heads first, layer after layer and in order within each. Raises `qkvd.Error`.
+
+        NotFound, in the middle too: fewer rows have come than were asked for.
+        """
+        came = 0
+        try:
+            for piece in self.client.fetch_rows(
+                name, layers, begin=begin, end=end, heads_first=True, chunk_tokens=chunk_tokens
+            ):
+                assert piece.k is not None
+                came += piece.k.shape[1]
+                yield piece
+        except Error as error:
+            self.breaker.tell(error)
+            raise
+        self.breaker.tell(None)
+        if came != len(layers) * (end - begin):
+            raise NotFound(f"session {name} had {came} rows of {len(layers) * (end - begin)}")
+
+    def drop(self, name: str) -> None:
+        """Closes a session, if that is possible."""
+        try:
+            self._guarded(lambda: self.client.close_session(name))
+        except Error as error:
+            self._log.debug("session %s is left open: %s", name, error)

@@ -1,0 +1,126 @@
+"""What connectors share, without an engine: settings, the breaker, and sequences found by their ids."""
+
+import logging
+
+import numpy as np
+import pytest
+from daemon import Daemon, wait_for
+
+import qkvd
+from qkvd.prefixes import NOTHING, Breaker, Options, Prefixes
+
+LOG = logging.getLogger("test")
+
+
+def test_options():
+    assert Options.of({}) == Options()
+    assert Options.of({"bits": "exact"}).policy() == qkvd.EXACT
+    assert (Options.of({"bits": 4}).policy().bits_k, Options.of({"bits": 4}).policy().recent_window) == (4, 0)
+    for config, text in (
+        ({"bit": 4}, "'bit' is no option"),
+        ({"bits": "four"}, "bits is 'four', allowed are"),
+        ({"durability": "disk"}, "durability is 'disk', allowed are"),
+        ({"timeout": 0}, "timeout is 0, it is a number of seconds above 0"),
+        ({"ttl": -1}, "ttl is -1, it begins at 0"),
+    ):
+        with pytest.raises(qkvd.InvalidArgument, match=text):
+            Options.of(config)
+
+
+def test_salts_tell_sequences_apart():
+    salts = [
+        Options().salt(None), Options(bits=4).salt(None), Options(bits="exact").salt(None), Options().salt("alice"),
+        Options().salt(["adapter", "path"]), Options().salt("bob"),
+    ]  # fmt: skip
+    assert len(set(salts)) == len(salts)
+    assert salts[0] == b""
+    assert Options(bits=4).salt(None, None) == Options(bits=4).salt(None, None)
+
+
+def test_breaker():
+    now = [0.0]
+    breaker = Breaker(lambda: now[0])
+    assert not breaker.open()
+    breaker.tell(qkvd.Unavailable("gone"))
+    assert breaker.open()
+    now[0] = 1.1
+    assert not breaker.open()
+    for _ in range(10):
+        breaker.tell(qkvd.DeadlineExceeded("slow"))
+    now[0] += Breaker.MOST + 0.1
+    assert not breaker.open()
+    breaker.tell(qkvd.Unavailable("gone"))
+    assert breaker.open()
+    breaker.tell(qkvd.ResourceExhausted("a refusal is an answer"))
+    assert not breaker.open()
+
+
+@pytest.fixture
+def prefixes(daemon, model):
+    made = Prefixes(Options(target=daemon.target, bits="exact", timeout=30, lookup_timeout=30), model, LOG)
+    yield made
+    made.close()
+
+
+def test_sequences(prefixes, client, model, rows):
+    ids, salt = list(range(200)), b"s"
+    assert prefixes.match(ids, salt) == NOTHING
+    k, v = rows(192)
+    layers = [(k + layer, v - layer) for layer in range(model.layers)]
+    assert prefixes.open("first", ids[:192], salt) == 0
+    prefixes.append("first", 0, ids[:128], [(k[:128], v[:128]) for k, v in layers])
+    assert (prefixes.match(ids, salt).session, prefixes.match(ids, salt).tokens) == ("first", 128)
+    assert prefixes.match(ids, b"another") == NOTHING
+    # A longer one begins with what is held.
+    assert prefixes.open("second", ids[:192], salt) == 128
+    prefixes.append("second", 128, ids[128:192], [(k[128:], v[128:]) for k, v in layers])
+    found = prefixes.match(ids, salt)
+    assert (found.session, found.tokens) == ("second", 192)
+    pieces = list(prefixes.fetch("second", range(model.layers), 64, 192, 32))
+    for layer, (k, v) in enumerate(layers):
+        mine = [piece for piece in pieces if piece.layer == layer]
+        np.testing.assert_array_equal(np.concatenate([p.k for p in mine], 1), k[64:192].transpose(1, 0, 2))
+        np.testing.assert_array_equal(np.concatenate([p.v for p in mine], 1), v[64:192].transpose(1, 0, 2))
+    with pytest.raises(qkvd.NotFound, match="had 256 rows of 384"):
+        list(prefixes.fetch("first", range(model.layers), 0, 192, 32))
+    for name in ("first", "second"):
+        prefixes.drop(name)
+    assert prefixes.match(ids, salt) == NOTHING
+
+
+def test_the_longest_unused_make_room(model, rows):
+    """A daemon whose memory holds some sequences closes those that nobody has used for longest."""
+    with Daemon("--memory-budget", "8MB") as daemon:
+        prefixes = Prefixes(Options(target=daemon.target, bits="exact", timeout=30, lookup_timeout=30), model, LOG)
+        k, v = rows(1024)
+        for place in range(30):
+            ids = [place] * 1024
+            assert prefixes.open(f"s{place}", ids, b"") == 0
+            prefixes.append(f"s{place}", 0, ids, [(k, v)] * model.layers)
+            list(prefixes.fetch("s0", [0], 0, 64, 64))  # a use
+        held = [place for place in range(30) if prefixes.match([place] * 1024, b"").tokens == 1024]
+        assert {0, 29} <= set(held)
+        assert len(held) < 30
+        prefixes.close()
+
+
+def test_a_daemon_that_begins_anew(model, rows):
+    """It knows no model; what nobody answers is a miss, and asked for again after a while."""
+    with Daemon() as daemon:
+        prefixes = Prefixes(Options(target=daemon.target, bits="exact", timeout=30, lookup_timeout=30), model, LOG)
+        assert prefixes.match(list(range(64)), b"") == NOTHING
+        assert prefixes.open("before", list(range(64)), b"") == 0
+        daemon.kill()
+        assert prefixes.match(list(range(64)), b"") == NOTHING
+        assert prefixes.breaker.open()
+        daemon.start()
+
+        def opens():
+            try:
+                return prefixes.open("after", list(range(64)), b"") == 0
+            except qkvd.Unavailable:  # gRPC connects anew in its own time
+                return False
+
+        wait_for(opens, "the daemon is not used again")
+        assert not prefixes.breaker.open()
+        prefixes.close()

@@ -1,0 +1,204 @@
+"""SGLang's storage factory, its own host pool and its failure injection, with pages in a real daemon."""
+
+import hashlib
+
+import pytest
+from daemon import Daemon, wait_for
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+
+import qkvd  # noqa: E402
+
+LAYERS, HEADS, DIM = 3, 2, 16
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with Daemon("--data-dir", str(tmp_path_factory.mktemp("data")), "--limit-models", "1000") as running:
+        yield running
+
+
+@pytest.fixture
+def client(daemon):
+    with qkvd.Client(daemon.target) as client:
+        yield client
+
+
+def host_pool(layout="page_first", page=64, dtype=torch.float32):
+    """A pool of 32 pages; the device's is on the processor, too."""
+
+    def buffers():
+        return tuple(torch.zeros(16 * page, HEADS, DIM, dtype=dtype) for _ in range(LAYERS))
+
+    def pointers(tensors):
+        return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+
+    k, v = buffers(), buffers()
+    info = MHABufferInfo(
+        buffers=KVBuffers(k=k, v=v, k_data_ptrs=pointers(k), v_data_ptrs=pointers(v), layout=KVBufferLayout.NHD),
+        page_size=page, head_num=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=dtype, device=torch.device("cpu"),
+    )  # fmt: skip
+    return MHATokenToKVPoolHost(
+        info, 2.0, 0, page, layout, pin_memory=False, device="cpu", device_capacity_tokens=16 * page, start_layer=0,
+        end_layer=LAYERS - 1,
+    )  # fmt: skip
+
+
+def backend(daemon, pool, name, **settings):
+    """As SGLang makes one."""
+    extra = {
+        "backend_name": "qkvd", "module_path": "qkvd.sglang", "class_name": "QkvdHiCache", "interface_v1": 1,
+        "target": daemon.target, "bits": "exact", "model_name": name,
+    } | settings  # fmt: skip
+    config = HiCacheStorageConfig(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+        enable_storage_metrics=False, is_page_first_layout=False, model_name="m", extra_config=extra,
+    )  # fmt: skip
+    made = StorageBackendFactory.create_backend("dynamic", config, pool)
+    made.register_mem_pool_host(pool)
+    return made
+
+
+def chain(count, seed=""):
+    """Names of pages, each a hash of the one before."""
+    keys = []
+    for place in range(count):
+        keys.append(hashlib.sha256(f"{seed}{keys[-1] if keys else ''}{place}".encode()).hexdigest())
+    return keys
+
+
+def places(pool, pages):
+    return torch.cat([torch.arange(page * pool.page_size, (page + 1) * pool.page_size) for page in pages])
+
+
+def after(keys):
+    return HiCacheStorageExtraInfo(prefix_keys=keys)
+
+
+def page(pool, number):
+    return pool.get_data_page(number * pool.page_size).clone()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_come_back_as_they_were(daemon, layout, size, dtype):
+    pool = host_pool(layout, size, dtype)
+    name = f"{layout}-{size}-{dtype}".replace("torch.", "")
+    store = backend(daemon, pool, name)
+    pool.kv_buffer.normal_()
+    keys = chain(8, name)
+    sources, targets = [3, 1, 0, 7, 9, 4, 2, 11], [12, 20, 13, 19, 14, 18, 15, 17]
+    assert store.batch_exists(keys, after([])) == 0
+    # In two batches, as SGLang backs up.
+    assert store.batch_set_v1(keys[:5], places(pool, sources[:5]), after([])) == [True] * 5
+    assert store.batch_set_v1(keys[5:], places(pool, sources[5:]), after(keys[:5])) == [True] * 3
+    other = backend(daemon, pool, name)  # another process
+    assert other.batch_exists(keys, after([])) == 8
+    assert other.batch_exists(keys[2:] + chain(2, "else"), after(keys[:2])) == 6
+    assert other.batch_get_v1(keys, places(pool, targets), after([])) == [True] * 8
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(page(pool, source), page(pool, target))
+    store.close()
+    other.close()
+
+
+def test_branches_share_what_they_have_in_common(daemon, client):
+    pool = host_pool()
+    store = backend(daemon, pool, "branches")
+    pool.kv_buffer.normal_()
+    trunk = chain(4, "trunk")
+    assert all(store.batch_set_v1(trunk, places(pool, range(4)), after([])))
+    one, two = chain(2, "one"), chain(2, "two")
+    assert all(store.batch_set_v1(one, places(pool, [4, 5]), after(trunk)))
+    assert all(store.batch_set_v1(two, places(pool, [6, 7]), after(trunk)))
+    # In another process, which finds the trunk by its pages.
+    other = backend(daemon, pool, "branches")
+    three = chain(1, "three")
+    assert all(other.batch_set_v1(three, places(pool, [8]), after(trunk)))
+    for branch, sources in ((one, [4, 5]), (two, [6, 7]), (three, [8])):
+        keys = trunk + branch
+        assert other.batch_exists(keys, after([])) == len(keys)
+        assert all(other.batch_get_v1(keys, places(pool, range(20, 20 + len(keys))), after([])))
+        for place, source in enumerate([0, 1, 2, 3, *sources]):
+            assert torch.equal(page(pool, source), page(pool, 20 + place))
+    # A page whose predecessors nobody has is not kept.
+    assert other.batch_set_v1(chain(1, "x"), places(pool, [9]), after(chain(3, "unknown"))) == [False]
+    store.close()
+    other.close()
+
+
+def test_what_is_not_there_is_a_miss(daemon):
+    pool = host_pool()
+    store = backend(daemon, pool, "misses")
+    pool.kv_buffer.normal_()
+    keys = chain(3, "misses")
+    before = pool.kv_buffer.clone()
+    assert store.batch_get_v1(keys, places(pool, range(3)), after([])) == [False] * 3
+    assert all(store.batch_set_v1(keys[:2], places(pool, [0, 1]), after([])))
+    assert store.batch_get_v1(keys, places(pool, [0, 1, 2]), after([])) == [True, True, False]
+    assert torch.equal(before, pool.kv_buffer)
+    # Without the chain nothing is found or kept.
+    assert store.batch_exists(keys, after(None)) == 0
+    assert store.batch_set_v1(keys, places(pool, range(3)), None) == [False] * 3
+    assert store.batch_get(keys) == [None] * 3
+    store.close()
+
+
+def test_settings_are_checked(daemon):
+    pool = host_pool()
+    with pytest.raises(qkvd.InvalidArgument, match='"interface_v1": 1'):
+        backend(daemon, pool, "m", interface_v1=0)
+    with pytest.raises(qkvd.InvalidArgument, match="'bit' is no option"):
+        backend(daemon, pool, "m", bit=4)
+
+
+def test_failure_injection(daemon):
+    """SGLang's own: calls fail at random; what comes is right."""
+    pool = host_pool()
+    with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3):
+        store = backend(daemon, pool, "injected")
+    pool.kv_buffer.normal_()
+    keys = chain(8, "injected")
+    saved = 0
+    while saved < 8:
+        if all(store.batch_set_v1(keys[saved : saved + 1], places(pool, [saved]), after(keys[:saved]))):
+            saved += 1
+    loaded = failed = 0
+    for _ in range(40):
+        pool.kv_buffer[:, 20 * 64 : 28 * 64] = 0
+        found = store.batch_exists(keys, after([]))
+        came = store.batch_get_v1(keys[:found], places(pool, range(20, 20 + found)), after([])) if found else []
+        loaded, failed = loaded + sum(came), failed + (found == 0) + came.count(False)
+        for place, good in enumerate(came):
+            assert not good or torch.equal(page(pool, place), page(pool, 20 + place))
+    assert loaded and failed
+    store.close()
+
+
+def test_a_daemon_that_dies_and_comes_back(daemon):
+    pool = host_pool()
+    # Coded: of exact rows a daemon that began anew does not know the names.
+    store = backend(daemon, pool, "dies", bits=8, durability="sync", timeout=30.0, lookup_timeout=10.0)
+    pool.kv_buffer.normal_()
+    keys = chain(6, "dies")
+    assert all(store.batch_set_v1(keys[:4], places(pool, range(4)), after([])))
+    daemon.kill()
+    assert store.batch_exists(keys, after([])) == 0
+    assert store.batch_get_v1(keys[:4], places(pool, range(20, 24)), after([])) == [False] * 4
+    assert store.batch_set_v1(keys[4:], places(pool, [4, 5]), after(keys[:4])) == [False] * 2
+    daemon.start()
+    wait_for(lambda: store.batch_exists(keys, after([])) == 4, "the daemon is not used again")
+    assert all(store.batch_set_v1(keys[4:], places(pool, [4, 5]), after(keys[:4])))
+    assert all(store.batch_get_v1(keys, places(pool, range(20, 26)), after([])))
+    for place in range(6):
+        torch.testing.assert_close(page(pool, place), page(pool, 20 + place), atol=0.05, rtol=0)
+    store.close()

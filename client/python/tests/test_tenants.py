@@ -1,0 +1,93 @@
+"""Clients of two tenants, with sessions of one name that have nothing to do with each other."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from conftest import LAYERS
+
+import qkvd
+
+
+@pytest.fixture
+def other(daemon):
+    with qkvd.Client(daemon.target, tenant="other") as client:
+        yield client
+
+
+@pytest.fixture
+def pair(client, other, model, name, rows):
+    """The two sessions, of 100 and 200 tokens with ids, and the second one's rows."""
+    sessions, filled = [], []
+    for one, tokens in ((client, 100), (other, 200)):
+        session = one.open(name, model=model.name, tokens=list(range(tokens)))
+        filled.append(rows(tokens))
+        for layer in range(LAYERS):
+            session.append(layer, *filled[-1])
+        sessions.append(session)
+    yield *sessions, filled[1]
+    for session in sessions:
+        with contextlib.suppress(qkvd.NotFound):
+            session.close()
+
+
+def test_each_reads_its_own(client, other, pair, model, name, queries):
+    first, second, (k, v) = pair
+    assert np.array_equal(second.fetch(0)[0], k) and np.array_equal(second.fetch(1)[1], v)
+    assert len(first.fetch(0)[0]) == 100
+    for one, tokens in ((client, 100), (other, 200)):
+        item = qkvd.Item(session=name, q=queries(1), position=10)
+        assert one.attend([item])[0].length == tokens
+        with one.decode() as stream:
+            assert stream.attend([item])[0].length == tokens
+        assert one.session(name).lengths == (tokens,) * LAYERS
+        assert [held.tokens for held in one.has_sessions([name, "nobody"])] == [tokens, 0]
+        match = one.match(model.name, range(300))
+        assert (match.session, match.tokens) == (name, tokens // 64 * 64)
+        assert len(one.attention_stats(name)) == LAYERS * 2
+    assert other.session_info(name).tenant == "other"
+    assert [info.tenant for info in other.sessions(name)] == ["other"]
+    assert [info.tenant for info in client.sessions(name)] == ["default", "other"]  # no tenant: all
+    assert [info.tenant for info in client.sessions(name, tenant="default")] == ["default"]
+    told = next(other.watch(model=model.name))
+    assert {event.tenant for event in told.events} == {"other"}
+
+
+def test_each_changes_its_own(client, other, pair, model, name, rows):
+    first, second, (k, _) = pair
+    with second.fork(f"{name}-fork", 64) as fork:
+        assert fork.lengths == (64,) * LAYERS
+        with pytest.raises(qkvd.NotFound, match=f"no session {name}-fork$"):
+            client.session(fork.name)
+        first.truncate(5)
+        second.pin()
+        second.touch(ttl=50)
+        info = first.info()
+        assert (min(info.lengths), info.pinned, info.ttl_ms) == (5, False, 0)
+        assert np.array_equal(second.fetch(0)[0], k)
+    client.put(f"{name}-put", [rows(10)] * LAYERS, model=model.name)
+    other.put(f"{name}-put", [rows(20)] * LAYERS, model=model.name)
+    assert [one.session(f"{name}-put").lengths[0] for one in (client, other)] == [10, 20]
+    for one in (client, other):
+        one.close_session(f"{name}-put")
+    first.close()
+    assert second.info().lengths[0] == 200
+    with pytest.raises(qkvd.NotFound):
+        client.session(name)
+
+
+def test_asyncio(daemon, pair, name):
+    async def work():
+        async with qkvd.AsyncClient(daemon.target, tenant="other") as client:
+            return (await client.session(name)).lengths[0], [info.tenant async for info in client.sessions(name)]
+
+    assert asyncio.run(work()) == (200, ["other"])
+
+
+def test_a_tenant_is_a_name(daemon, other):
+    for tenant in ("no name", "x" * 129, "é"):
+        with pytest.raises(qkvd.InvalidArgument, match="tenant"):
+            qkvd.Client(daemon.target, tenant=tenant)
+    with pytest.raises(qkvd.InvalidArgument, match="tenant is third, the call's qkv-tenant is other"):
+        list(other.sessions(tenant="third"))

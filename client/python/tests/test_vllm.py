@@ -1,0 +1,241 @@
+"""vLLM's engine with its prefixes in a real daemon: the same text as by itself."""
+
+import json
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+from daemon import Daemon, wait_for
+from proxy import Proxy
+
+pytest.importorskip("vllm")
+
+from vllm_process import Engine
+
+import qkvd
+from qkvd.prefixes import Options
+
+TINYLM = os.environ.get("QKV_TINYLM") or os.path.realpath(
+    os.path.join(os.path.dirname(__file__), "..", "..", "..", "tests", "data", "tinylm")
+)
+COUNT = 160
+LOGS = os.environ.get("QKV_ENGINE_LOGS")  # a folder, where engines are to log
+
+
+def log(name):
+    return LOGS and os.path.join(LOGS, name + ".log")
+
+
+def ids(name):
+    with open(os.path.join(TINYLM, name), "rb") as file:
+        return list(file.read())
+
+
+PROMPT = ids("prompt.txt")
+EXPECTED = ids("greedy_continuation_160.txt")
+# Whole blocks of the prompt that leave a token to compute.
+LOADED = (len(PROMPT) - 1) // 64 * 64
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with Daemon("--data-dir", str(tmp_path_factory.mktemp("data")), "--durability", "sync") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxy(daemon):
+    with Proxy(daemon.target) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def first(daemon):
+    """An engine that computes prompts and saves them; it has few blocks, so that requests are preempted."""
+    settings = {"target": daemon.target, "bits": "exact"}
+    with Engine(
+        TINYLM, settings, role="kv_producer", log=log("first"), max_model_len=1024, num_gpu_blocks_override=30
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def second(proxy, first):
+    """Another process. It speaks to the daemon by way of the proxy."""
+    settings = {"target": proxy.target, "bits": "exact", "timeout": 30.0, "lookup_timeout": 5.0}
+    with Engine(TINYLM, settings, log=log("second"), max_model_len=1024) as engine:
+        yield engine
+
+
+@pytest.fixture
+def client(daemon):
+    with qkvd.Client(daemon.target) as client:
+        yield client
+
+
+def held(client, tokens):
+    """Waits until some session has so many tokens in all layers."""
+
+    def ready():
+        return any(min(client.session_info(info.session).lengths) >= tokens for info in client.sessions("vllm/"))
+
+    wait_for(ready, f"no session gets {tokens} tokens")
+
+
+def test_what_one_engine_computes_another_one_loads(client, first, second):
+    made = first.generate(PROMPT, COUNT, transfer={"do_remote_decode": True})
+    assert made["tokens"] == EXPECTED
+    assert made["cached"] == 0
+    # What a producer tells a consumer: how many tokens are saved, or will be soon.
+    assert made["transfer"]["qkvd_tokens"] == (len(PROMPT) + COUNT - 1) // 64 * 64
+    loaded = second.generate(PROMPT, COUNT, transfer=made["transfer"])
+    assert loaded["tokens"] == EXPECTED
+    assert loaded["cached"] == LOADED
+
+
+def test_sessions_hold_the_models_rows(client, first):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    first.generate(PROMPT, 2)
+    held(client, len(PROMPT) // 64 * 64)
+    (model,) = client.models()
+    found = client.match(model.model.name, PROMPT, salt=Options(bits="exact").salt(None, None, None))
+    assert found.tokens == len(PROMPT) // 64 * 64
+    session = client.session(found.session)
+    model = transformers.LlamaForCausalLM.from_pretrained(TINYLM, dtype=torch.float32)
+    with torch.no_grad():
+        cache = model(torch.tensor([PROMPT]), use_cache=True).past_key_values
+    for index, layer in enumerate(cache.layers):
+        k, v = session.fetch(index, end=len(PROMPT), heads_first=True)
+        np.testing.assert_allclose(k, layer.keys[0].numpy(), atol=2e-3)
+        np.testing.assert_allclose(v, layer.values[0].numpy(), atol=2e-3)
+
+
+def test_users_with_salts_of_their_own_share_nothing(second):
+    assert second.ask(reset=True)
+    assert second.generate(PROMPT, 8, salt="alice")["cached"] == 0
+    assert second.ask(reset=True)
+    assert second.generate(PROMPT, 8, salt="alice")["cached"] == LOADED
+    assert second.ask(reset=True)
+    assert second.generate(PROMPT, 8, salt="bob")["cached"] == 0
+
+
+def test_preempted_requests_have_the_same_text(first):
+    prompts = [PROMPT[at : at + 300] + PROMPT[:at] for at in range(0, 180, 30)]
+    alone = [first.generate(prompt, 100)["tokens"] for prompt in prompts]
+    first.ask(reset=True)
+    together = first.ask(prompts=prompts, count=100)
+    assert [output["tokens"] for output in together["outputs"]] == alone
+    assert together["metrics"]["vllm:num_preemptions"] > 0
+
+
+def test_requests_load_side_by_side(second):
+    assert second.ask(reset=True)
+    prompts = [PROMPT[:at] for at in (130, 200, 330, 450, len(PROMPT))]
+    answer = second.ask(prompts=prompts, count=8)
+    assert [output["cached"] for output in answer["outputs"]] == [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
+    assert answer["outputs"][-1]["tokens"] == EXPECTED[:8]
+
+
+def test_a_daemon_killed_in_the_middle_of_a_load(daemon, proxy, client, second):
+    assert second.ask(reset=True)
+    failed = second.ask(prompts=[[1]], count=1)["metrics"].get("vllm:qkvd_loads_failed", 0)
+    proxy.after(1_000_000, daemon.kill)
+    made = second.generate(PROMPT, COUNT)
+    assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+    assert made["tokens"] == EXPECTED
+    assert made["cached"] == 0
+    assert second.ask(prompts=[[1]], count=1)["metrics"]["vllm:qkvd_loads_failed"] == failed + 1
+    # Without a daemon.
+    assert second.ask(reset=True)
+    assert second.generate(PROMPT, COUNT)["tokens"] == EXPECTED
+    daemon.start()
+
+    def hits():
+        assert second.ask(reset=True)
+        made = second.generate(PROMPT, COUNT)
+        assert made["tokens"] == EXPECTED
+        return made["cached"] == LOADED
+
+    wait_for(hits, "the daemon is not used again")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_coded_rows(daemon, bits):
+    """The engine's own text at 8 bits; what 4 bits change is reported."""
+    settings = {"target": daemon.target, "bits": bits}
+    with Engine(TINYLM, settings, log=log(f"bits-{bits}"), max_model_len=1024) as engine:
+        own = engine.generate(PROMPT, COUNT, logprobs=True)
+        assert own["tokens"] == EXPECTED
+        with qkvd.Client(daemon.target) as client:
+            held(client, len(PROMPT) // 64 * 64)
+        engine.ask(reset=True)
+        loaded = engine.generate(PROMPT, COUNT, logprobs=True)
+    assert loaded["cached"] == LOADED
+    same = next((i for i, (a, b) in enumerate(zip(own["tokens"], loaded["tokens"], strict=True)) if a != b), COUNT)
+    steps = min(same + 1, COUNT)
+    print(f"\ntinylm, {bits} bits: {same} of {COUNT} tokens the same, KL {kl_bits(own, loaded, steps):.2g} bits")
+    if bits == 8:
+        assert same == COUNT
+
+
+def kl_bits(own, other, steps):
+    """Mean KL divergence over tokens whose context is the same."""
+    p, q = (np.array(one["logprobs"][:steps]) for one in (own, other))
+    return float((np.exp(p) * (p - q)).sum(-1).mean()) / math.log(2)
+
+
+def test_first_token_of_a_long_prompt(tmp_path):
+    """A prompt of 1500 tokens of SmolLM2, whose rows another process has saved: time to the first token."""
+    if "QKV_SMOLLM2" not in os.environ:
+        pytest.skip("QKV_SMOLLM2 does not say where SmolLM2 is")
+    folder, prompt = smollm2(tmp_path)
+    short = prompt[:200][::-1]
+    times, tokens = {}, {}
+    with Daemon() as daemon:
+        here = {"target": daemon.target}
+        for what, settings in (("recomputed", None), ("saved", here), ("loaded", here)):
+            with Engine(folder, settings, log=log(what)) as engine:
+                engine.generate(short, 2)  # of what the first request has to set up
+                made = engine.generate(prompt, 1)
+                times[what], tokens[what] = made["seconds"], made["tokens"]
+                assert made["cached"] == (0 if what != "loaded" else (len(prompt) - 1) // 64 * 64)
+                if what == "saved":
+                    with qkvd.Client(daemon.target) as client:
+                        held(client, len(prompt) // 64 * 64)
+    ratio = times["loaded"] / times["recomputed"]
+    print(f"\nSmolLM2, {len(prompt)} tokens, to the first: " + ", ".join(f"{k} {v:.2f} s" for k, v in times.items()))
+    print(f"loaded / recomputed: {ratio:.3f}")
+    assert ratio <= 0.5
+
+
+def smollm2(folder):
+    """SmolLM2 as a folder that vLLM reads, and 1500 tokens of text."""
+    import transformers
+    from safetensors.torch import save_file
+
+    place, file = os.path.split(os.environ["QKV_SMOLLM2"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, gguf_file=file)
+    # transformers saves no model that came from such a file; its weights are plain ones by now.
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    del config["quantization_config"]
+    with open(folder / "config.json", "w") as out:
+        json.dump(config, out, default=str)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=file)
+    with open(os.path.join(TINYLM, "heldout_kjv.txt")) as text:
+        return str(folder), tokenizer(text.read()).input_ids[:1500]
+
+
+def test_time_of_a_lookup(client):
+    """What a lookup of a prompt of 128k tokens takes of the scheduler's time."""
+    prompt = list(np.random.default_rng(1).integers(0, 128_000, 131_072).tolist())
+    model = next(iter(client.models())).model.name
+    took = []
+    for _ in range(30):
+        began = time.thread_time()
+        client.match(model, prompt)
+        took.append(time.thread_time() - began)
+    print(f"\na lookup of {len(prompt)} tokens: {1000 * sorted(took)[len(took) // 2]:.2f} ms of the thread's time")

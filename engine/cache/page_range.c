@@ -1,0 +1,297 @@
+#include "engine/cache/page_range.h"
+
+#include <assert.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SEIZED = -1, FIRST_CAPACITY = 4 };
+
+static void *checked(void *memory) {
+  if (memory == NULL) abort();
+  return memory;
+}
+
+uint64_t qkvi_serial_next(void) {
+  static _Atomic uint64_t serials = 1;
+  return atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed);
+}
+
+// ---- Images ----
+
+void qkvi_image_share(_Atomic uint32_t **holders) {
+  if (*holders == NULL) {
+    *holders = checked(malloc(sizeof **holders));
+    atomic_init(*holders, 1);
+  }
+  atomic_fetch_add_explicit(*holders, 1, memory_order_relaxed);
+}
+
+uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders) {
+  if (image == NULL) return 0;
+  // What every holder did with the image happens before the last one frees it.
+  if (holders != NULL && atomic_fetch_sub_explicit(holders, 1, memory_order_acq_rel) > 1) return 0;
+  free(holders);
+  qkv_arena_free(arena, (void *)image, bytes);
+  return qkv_arena_cost(bytes);
+}
+
+// ---- Life ----
+
+qkv_page_range *qkvi_range_create(void) {
+  qkv_page_range *range = checked(calloc(1, sizeof *range));
+  atomic_init(&range->layers, 1);
+  atomic_init(&range->pins, 1);
+  const int failed = pthread_mutex_init(&range->lock, NULL);
+  assert(failed == 0);
+  (void)failed;
+  return range;
+}
+
+static void grow(qkv_page_range *range, uint32_t count) {
+  if (count <= range->capacity) return;
+  uint32_t capacity = range->capacity == 0 ? FIRST_CAPACITY : 2 * range->capacity;
+  while (capacity < count) capacity *= 2;
+  qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  atomic_store_explicit(&range->pages, checked(realloc(pages, capacity * sizeof *pages)), memory_order_release);
+  range->capacity = capacity;
+}
+
+// ---- Packed ----
+
+typedef struct packed_page {
+  uint32_t record;  // lower half
+  uint32_t bytes;
+  uint16_t tokens;
+  bool record_lost, taken;
+} packed_page;
+
+_Static_assert(sizeof(packed_page) == 12, "no padding");
+
+struct qkvi_packed_pages {
+  uint32_t record_high;  // of all of them,
+  bool mixed;            // or, behind `pages`, of each
+  packed_page pages[];
+};
+
+static uint32_t *record_highs(const qkv_page_range *range) {
+  return (uint32_t *)(range->packed->pages + range->count);
+}
+
+static qkv_page_entry unpacked(const qkv_page_range *range, uint32_t page, uint64_t position) {
+  const packed_page *packed = &range->packed->pages[page];
+  const uint64_t high = range->packed->mixed ? record_highs(range)[page] : range->packed->record_high;
+  return (qkv_page_entry){.coder = range->coder,
+                          .bytes = packed->bytes,
+                          .tokens = packed->tokens,
+                          .position = position,
+                          .lost = packed->record_lost,
+                          .record_lost = packed->record_lost,
+                          .taken = packed->taken,
+                          .record_bytes = packed->bytes,
+                          .record = high << 32 | packed->record};
+}
+
+static bool may_be_packed(const qkv_page_range *range, const qkv_page_entry *pages, bool *mixed) {
+  *mixed = false;
+  if (pages == NULL || range->count == 0 || !qkvi_range_is_cold(range)) return false;
+  for (uint32_t i = 0; i < range->count; i++) {
+    if (pages[i].page != NULL || pages[i].record == 0) return false;
+    *mixed |= pages[i].record >> 32 != pages[0].record >> 32;
+  }
+  return true;
+}
+
+void qkvi_range_pack(qkv_page_range *range) {
+  qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  bool mixed;
+  if (!may_be_packed(range, pages, &mixed)) return;
+  struct qkvi_packed_pages *packed =
+      checked(malloc(sizeof *packed + range->count * (sizeof *packed->pages + (mixed ? sizeof(uint32_t) : 0))));
+  packed->record_high = (uint32_t)(pages[0].record >> 32);
+  packed->mixed = mixed;
+  range->packed = packed;
+  for (uint32_t i = 0; i < range->count; i++) {
+    assert(pages[i].bytes == pages[i].record_bytes && pages[i].full == NULL && pages[i].coder == range->coder);
+    packed->pages[i] = (packed_page){.record = (uint32_t)pages[i].record,
+                                     .bytes = pages[i].record_bytes,
+                                     .tokens = (uint16_t)pages[i].tokens,
+                                     .record_lost = pages[i].record_lost,
+                                     .taken = pages[i].taken};
+    if (mixed) record_highs(range)[i] = (uint32_t)(pages[i].record >> 32);
+  }
+  atomic_store_explicit(&range->pages, NULL, memory_order_relaxed);
+  range->capacity = 0;
+  free(pages);
+}
+
+// Under the lock, or by the layer that has the range alone.
+static qkv_page_entry *unpack(qkv_page_range *range) {
+  qkv_page_entry *there = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  if (range->packed == NULL) return there;
+  qkv_page_entry *pages = checked(malloc(range->count * sizeof *pages));
+  uint64_t position = range->begin;
+  for (uint32_t i = 0; i < range->count; i++) {
+    pages[i] = unpacked(range, i, position);
+    position += pages[i].tokens;
+  }
+  free(range->packed);
+  range->packed = NULL;
+  range->capacity = range->count;
+  atomic_store_explicit(&range->pages, pages, memory_order_release);
+  return pages;
+}
+
+qkv_page_entry *qkvi_range_unpack(qkv_page_range *range) {
+  qkvi_range_lock(range);
+  qkv_page_entry *pages = unpack(range);
+  qkvi_range_unlock(range);
+  return pages;
+}
+
+static uint64_t packed_begin(const qkv_page_range *range, uint32_t page) {
+  uint64_t position = range->begin;
+  for (uint32_t i = 0; i < page; i++) position += range->packed->pages[i].tokens;
+  return position;
+}
+
+qkv_page_entry qkvi_range_copy_entry(qkv_page_range *range, uint32_t page) {
+  const qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  assert(page < range->count);
+  return pages != NULL ? pages[page] : unpacked(range, page, packed_begin(range, page));
+}
+
+qkv_page_entry qkvi_range_peek(qkv_page_range *range, uint32_t page) {
+  qkvi_range_lock(range);
+  const qkv_page_entry entry = qkvi_range_copy_entry(range, page);
+  qkvi_range_unlock(range);
+  return entry;
+}
+
+uint32_t qkvi_range_find(qkv_page_range *range, uint32_t count, uint64_t position) {
+  uint32_t low = 0, high = count;
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (qkvi_range_span(range, middle).end > position) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end) {
+  qkv_page_range *copy = qkvi_range_create();
+  assert(first <= end && end <= range->count);
+  grow(copy, end - first);
+  qkvi_range_lock(range);
+  qkv_page_entry *pages = unpack(range);
+  for (uint32_t i = first; i < end; i++) {
+    qkv_page_entry *entry = &pages[i];
+    if (entry->page != NULL) qkvi_image_share(&entry->page_holders);
+    if (entry->full != NULL) qkvi_image_share(&entry->full_holders);
+    qkvi_range_add(copy, entry);
+  }
+  atomic_store(&range->was_shared, true);
+  atomic_init(&copy->was_shared, true);
+  atomic_init(&copy->used_ms, atomic_load(&range->used_ms));
+  qkvi_range_unlock(range);
+  return copy;
+}
+
+qkv_page_range *qkvi_range_share(qkv_page_range *range) {
+  atomic_store(&range->was_shared, true);
+  atomic_fetch_add_explicit(&range->layers, 1, memory_order_relaxed);
+  return range;
+}
+
+void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena) {
+  qkv_page_range *left = *range;
+  *range = NULL;
+  if (atomic_fetch_sub_explicit(&left->layers, 1, memory_order_acq_rel) > 1) return;
+  qkvi_range_cut(left, 0, arena);
+  (void)pthread_mutex_destroy(&left->lock);
+  free(atomic_load(&left->pages));
+  free(left->packed);
+  free(left);
+}
+
+// ---- Pins ----
+
+void qkvi_range_pin(qkv_page_range *range, int64_t used_ms) {
+  int32_t pins = atomic_load_explicit(&range->pins, memory_order_relaxed);
+  do {
+    while (pins < 0) {
+      (void)sched_yield();
+      pins = atomic_load_explicit(&range->pins, memory_order_relaxed);
+    }
+  } while (!atomic_compare_exchange_weak_explicit(&range->pins, &pins, pins + 1, memory_order_acquire,
+                                                  memory_order_relaxed));
+  if (used_ms == 0 || !qkvi_range_is_shared(range)) return;
+  if (atomic_load_explicit(&range->used_ms, memory_order_relaxed) < used_ms)
+    atomic_store_explicit(&range->used_ms, used_ms, memory_order_relaxed);
+}
+
+void qkvi_range_unpin(qkv_page_range *range) {
+  const int32_t before = atomic_fetch_sub_explicit(&range->pins, 1, memory_order_release);
+  assert(before > 0);
+  (void)before;
+}
+
+bool qkvi_range_seize(qkv_page_range *range) {
+  int32_t own = 1;
+  return atomic_compare_exchange_strong_explicit(&range->pins, &own, SEIZED, memory_order_acquire,
+                                                 memory_order_relaxed);
+}
+
+void qkvi_range_release(qkv_page_range *range) {
+  assert(atomic_load(&range->pins) == SEIZED);
+  atomic_store_explicit(&range->pins, 1, memory_order_release);
+}
+
+void qkvi_range_lock(qkv_page_range *range) {
+  const int failed = pthread_mutex_lock(&range->lock);
+  assert(failed == 0);
+  (void)failed;
+}
+
+void qkvi_range_unlock(qkv_page_range *range) {
+  (void)pthread_mutex_unlock(&range->lock);
+}
+
+// ---- Pages ----
+
+void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign) {
+  const uint64_t by = sign > 0 ? 1 : UINT64_MAX;
+  if (entry->page != NULL) {
+    atomic_fetch_add_explicit(&range->bytes_coded, by * qkv_arena_cost(entry->bytes), memory_order_relaxed);
+  } else {
+    atomic_fetch_add_explicit(&range->tokens_cold, (uint32_t)by * entry->tokens, memory_order_release);
+  }
+  if (entry->full != NULL)
+    atomic_fetch_add_explicit(&range->bytes_full, by * qkv_arena_cost(entry->full_bytes), memory_order_relaxed);
+  atomic_fetch_add_explicit(&range->bytes_stored, by * entry->record_bytes, memory_order_relaxed);
+}
+
+void qkvi_range_add(qkv_page_range *range, const qkv_page_entry *entry) {
+  assert(range->count < QKV_RANGE_PAGES && (range->count == 0 || range->coder == entry->coder));
+  if (range->count == 0) {
+    range->begin = entry->position;
+    range->coder = entry->coder;
+  }
+  (void)unpack(range);
+  grow(range, range->count + 1);
+  atomic_load_explicit(&range->pages, memory_order_relaxed)[range->count++] = *entry;
+  qkvi_range_count(range, entry, 1);
+}
+
+void qkvi_range_cut(qkv_page_range *range, uint32_t count, qkv_arena *arena) {
+  const qkv_page_entry *pages = range->count > count ? unpack(range) : NULL;
+  while (range->count > count) {
+    const qkv_page_entry *last = &pages[--range->count];
+    qkvi_range_count(range, last, -1);
+    (void)qkvi_image_leave(arena, last->page, last->bytes, last->page_holders);
+    (void)qkvi_image_leave(arena, last->full, last->full_bytes, last->full_holders);
+  }
+}

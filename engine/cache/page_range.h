@@ -1,0 +1,148 @@
+// A range: up to QKV_RANGE_PAGES coded pages in order, all of one coder. It is the unit that layers share and that
+// attention is split by.
+//
+//   layer of A   [ range 0 ][ range 1 ][ range 2 ]
+//                    │          │          └── A's own
+//   layer of B   [ range 0 ][ range 1 ][ 2 ][ range 3' ]   B was forked from A within range 2 and has appended since
+//
+// A layer may see fewer pages of a range than it has. What a layer appends behind a range that others have, too,
+// begins a range of its own, so that the one before stays shared.
+//
+// A layer that has a range alone changes it under its own lock. A range that several layers have is changed in these
+// ways only:
+//
+//   a page leaves memory, or a record is lost    by one layer for all; not while another layer reads (seize)
+//   a cold page comes back, a record is written  by one layer for all, under `lock`
+//   anything else                                copy on write: qkvi_range_copy
+//
+// A copy shares the images of its pages with the original; each image has a count of the ranges that hold it.
+//
+// A range of which nothing is in memory is packed: 12 bytes a page instead of an entry.
+//
+//   packed     record_high | lower half of the record's number, bytes, tokens and flags, 12 bytes for each page |
+//              upper halves, 4 bytes for each page, where they differ
+//
+// Threads: a layer pins its ranges while it is locked, for reading or for writing. Nothing that is pinned leaves
+// memory or is packed. `lock` is a leaf: nothing is waited for while it is held.
+#ifndef QKV_ENGINE_CACHE_PAGE_RANGE_H
+#define QKV_ENGINE_CACHE_PAGE_RANGE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/arena.h"
+#include "engine/codec/codec.h"
+
+#define QKV_RANGE_PAGES 64  // 4096 tokens
+// What a page of a packed range takes of memory, with its share of a full range: the test cold_pages_take_16_bytes.
+#define QKV_COLD_PAGE_BYTES 16
+
+typedef struct qkv_page_entry {
+  _Atomic(const void *) page;      // image; NULL: cold, there is only the record
+  _Atomic uint32_t *page_holders;  // ranges that hold the image; NULL: this one alone
+  const qkv_coder *coder;          // what it is coded by
+  uint32_t bytes;                  // of the image, or, where that is cold, of the record's
+  uint32_t tokens;                 // valid ones
+  uint64_t position;               // of its first token
+  bool lost;                       // planes have been dropped and not kept in memory
+  bool record_lost;                // nor has the record got them
+  bool taken;                      // another session's (session_share.h): not compared with rows that come again
+  uint32_t full_bytes;             // of the next
+  const void *full;                // the page as it was coded; NULL: `page` is the most that is held
+  _Atomic uint32_t *full_holders;
+  uint32_t record_bytes;  // of the page as the backing has it
+  uint64_t record;        // its number there; 0: it has none
+  uint64_t serial;        // of the image: another one, another number, in the life of the process; 0: it is cold
+} qkv_page_entry;
+
+typedef struct qkv_page_range {
+  _Atomic uint32_t layers;   // that have it
+  _Atomic int32_t pins;      // of locked layers; below 0: seized
+  _Atomic int64_t used_ms;   // last use by a session, where it is shared
+  _Atomic uint32_t keepers;  // layers of pinned sessions: its pages stay in memory, whatever others do
+  _Atomic bool was_shared;   // records may be needed by other sessions: the backing knows by which (backing.h)
+  pthread_mutex_t lock;
+  uint32_t count, capacity;
+  uint64_t begin;                    // position of its first page
+  const qkv_coder *coder;            // of all its pages; NULL before the first
+  _Atomic(qkv_page_entry *) pages;   // NULL: there are none, or they are packed
+  struct qkvi_packed_pages *packed;  // NULL: they are not; else under `lock`, as it is unpacked for all
+  // Sums over all pages, images as the arena counts them.
+  _Atomic uint64_t bytes_coded, bytes_full, bytes_stored;
+  _Atomic uint32_t tokens_cold;
+} qkv_page_range;
+
+// Empty, of one layer, and pinned once.
+qkv_page_range *qkvi_range_create(void);
+// Pages [first, end) in a range of one layer, pinned once; the images are shared. The caller has pinned `range`.
+qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end);
+// One layer more has it.
+qkv_page_range *qkvi_range_share(qkv_page_range *range);
+// One layer less; the last one frees what it holds.
+void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena);
+
+static inline bool qkvi_range_is_shared(const qkv_page_range *range) {
+  return atomic_load_explicit(&range->layers, memory_order_acquire) > 1;
+}
+
+// Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is noted.
+void qkvi_range_pin(qkv_page_range *range, int64_t used_ms);
+void qkvi_range_unpin(qkv_page_range *range);
+// Nobody else reads it until it is released. The caller has pinned it once. False where another layer has, too.
+bool qkvi_range_seize(qkv_page_range *range);
+void qkvi_range_release(qkv_page_range *range);
+
+void qkvi_range_lock(qkv_page_range *range);
+void qkvi_range_unlock(qkv_page_range *range);
+
+// Packs it where nothing of it is in memory and each page has a record. Seized, or by the layer that has it alone.
+void qkvi_range_pack(qkv_page_range *range);
+// Its entries, which are unpacked where they are packed.
+qkv_page_entry *qkvi_range_unpack(qkv_page_range *range);
+static inline qkv_page_entry *qkvi_range_entries(qkv_page_range *range) {
+  qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_acquire);
+  return pages != NULL ? pages : qkvi_range_unpack(range);
+}
+// These leave it as it is. A copy of a page's entry as of now; with the lock held, and without.
+qkv_page_entry qkvi_range_copy_entry(qkv_page_range *range, uint32_t page);
+qkv_page_entry qkvi_range_peek(qkv_page_range *range, uint32_t page);
+// What of a page does not change while others read the range: where it begins, and where it ends.
+typedef struct qkvi_page_span {
+  uint64_t begin, end;  // positions
+} qkvi_page_span;
+static inline qkvi_page_span qkvi_range_span(qkv_page_range *range, uint32_t page) {
+  const qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_acquire);
+  if (pages != NULL) return (qkvi_page_span){pages[page].position, pages[page].position + pages[page].tokens};
+  const qkv_page_entry entry = qkvi_range_peek(range, page);
+  return (qkvi_page_span){entry.position, entry.position + entry.tokens};
+}
+// The first of its leading `count` pages that ends beyond `position`; count: none.
+uint32_t qkvi_range_find(qkv_page_range *range, uint32_t count, uint64_t position);
+static inline bool qkvi_range_is_cold(const qkv_page_range *range) {
+  return atomic_load_explicit(&range->bytes_coded, memory_order_relaxed) == 0;
+}
+
+// By the layer that has the range alone: adds a page behind the others, which is the range's from here on; drops all
+// from the `count`th on.
+void qkvi_range_add(qkv_page_range *range, const qkv_page_entry *entry);
+void qkvi_range_cut(qkv_page_range *range, uint32_t count, qkv_arena *arena);
+
+// Counts in the sums what an entry is (`sign` 1), or is no more (-1).
+void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign);
+
+// Images. `holders` NULL stands for one holder.
+static inline bool qkvi_image_is_sole(const _Atomic uint32_t *holders) {
+  return holders == NULL || atomic_load_explicit(holders, memory_order_acquire) == 1;
+}
+// One holder more.
+void qkvi_image_share(_Atomic uint32_t **holders);
+// One holder less; the last one frees it. Returns the bytes of the arena that this has freed.
+uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders);
+
+// Never given before.
+uint64_t qkvi_serial_next(void);
+
+#endif

@@ -1,0 +1,137 @@
+// Appends to a session, and the lock of a layer's rows.
+#include <assert.h>
+#include <pthread.h>
+
+#include "engine/cache/layer_internal.h"
+#include "engine/cache/layer_spill.h"
+#include "engine/cache/session_internal.h"
+#include "engine/cache/session_share.h"
+#include "engine/cache/session_spill.h"
+#include "engine/cache/session_state.h"
+
+void qkvi_session_lock_rows(locked_layer *layer) {
+  if (pthread_mutex_trylock(&layer->rows) == 0) return;
+  atomic_fetch_add_explicit(&layer->waiting, 1, memory_order_relaxed);
+  const int failed = pthread_mutex_lock(&layer->rows);
+  atomic_fetch_sub_explicit(&layer->waiting, 1, memory_order_relaxed);
+  assert(failed == 0);
+  (void)failed;
+}
+
+void qkvi_session_unlock_rows(locked_layer *layer) {
+  const int failed = pthread_mutex_unlock(&layer->rows);
+  assert(failed == 0);
+  (void)failed;
+}
+
+static const qkvi_row_change *change_of(const qkv_layer_access *access) {
+  return (const qkvi_row_change *)access;  // its first member
+}
+
+// 0: it is no use of the session.
+static void note_use(const qkv_layer *layer, int64_t used_ms) {
+  for (size_t i = 0; i < layer->range_count && used_ms != 0; i++)
+    atomic_store(&layer->ranges[i].range->used_ms, used_ms);
+}
+
+static void enter(const qkv_layer_access *access) {
+  const qkvi_row_change *change = change_of(access);
+  note_use(qkvi_session_change(change->session, change->layer), change->used_ms);
+}
+
+static void leave(const qkv_layer_access *access, bool last) {
+  const qkvi_row_change *change = change_of(access);
+  // What finds no headroom there is given again when there is some (session_spill.h).
+  if (last) (void)qkv_layer_save(&layer_at(change->session, change->layer)->layer);
+  qkvi_session_changed(change->session, change->layer);
+}
+
+static void look(const qkv_layer_access *access) {
+  const qkvi_row_change *change = change_of(access);
+  (void)qkvi_session_look(change->session, change->layer);
+}
+
+static void looked(const qkv_layer_access *access) {
+  const qkvi_row_change *change = change_of(access);
+  qkv_session_read_done(change->session, change->layer);
+}
+
+qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *room, qkvi_row_change *change) {
+  locked_layer *locked = layer_at(session, layer);
+  *change = (qkvi_row_change){
+      .access = {.enter = enter, .leave = leave, .look = look, .looked = looked}, .session = session, .layer = layer};
+  qkvi_session_lock_rows(locked);
+  locked->layer.access = &change->access;
+  locked->layer.append_room = room;
+  return &locked->layer;
+}
+
+void qkvi_session_end_rows(const qkvi_row_change *change) {
+  locked_layer *locked = layer_at(change->session, change->layer);
+  locked->layer.access = NULL;
+  locked->layer.append_room = NULL;
+  qkvi_session_unlock_rows(locked);
+}
+
+// ---- Append ----
+
+// Another coder for pages to come, where the model's calibration has changed. Readers need it to be what it was.
+static bool renew_coder(qkv_session *session, uint32_t layer) {
+  if (!qkvi_session_coder_is_old(session, layer)) return false;
+  (void)qkvi_session_change(session, layer);
+  qkvi_session_renew_coder(session, layer);
+  qkvi_session_changed(session, layer);
+  return true;
+}
+
+qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                              const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                              qkv_error *error) {
+  return qkv_session_append_in(session, layer, &(qkv_append_use){0}, position, k, v, before_rope, appended, length,
+                               error);
+}
+
+qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_append_use *use, uint64_t position,
+                                 const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
+                                 uint64_t *length, qkv_error *error) {
+  qkvi_row_change change;
+  *appended = *length = 0;
+  QKV_TRY(qkvi_session_check_layer(session, layer, error));
+  QKV_TRY(qkvi_session_make_layers(session, use->room, error));
+  qkvi_session_touch_layer(session, layer);
+  qkv_layer *appending = qkvi_session_begin_rows(session, layer, use->room, &change);
+  change.used_ms = qkv_session_last_used_ms(session);
+  const bool renewed = renew_coder(session, layer);
+  if (use->ids != NULL && k->rank == 3)
+    appending->offers = qkvi_session_offers(session, appending, position, use->ids, (size_t)k->dims[0]);
+  const qkv_status status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
+  *length = appending->length;
+  use->pages_shared = qkvi_page_offers_free(&appending->offers, session->arena);
+  qkvi_session_end_rows(&change);
+  if (renewed) qkvi_session_drop_unused(session);
+  return status;
+}
+
+// Coding pages is no work for a thread that must not wait.
+qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
+                                  qkv_error *error) {
+  qkv_status status = QKV_UNAVAILABLE;
+  *appended = *length = 0;
+  QKV_TRY(qkvi_session_check_layer(session, layer, error));
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
+  qkvi_session_touch_layer(session, layer);
+  locked_layer *locked = layer_at(session, layer);
+  if (pthread_mutex_trylock(&locked->rows) != 0) return status;
+  qkv_layer *appending =
+      qkvi_layer_would_seal(&locked->layer, position, k) ? NULL : qkvi_session_try_change(session, layer);
+  if (appending != NULL) {
+    note_use(appending, qkv_session_last_used_ms(session));
+    status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
+    *length = appending->length;
+    (void)qkv_layer_save(appending);
+    qkvi_session_changed(session, layer);
+  }
+  qkvi_session_unlock_rows(locked);
+  return status;
+}

@@ -1,0 +1,336 @@
+#include "engine/codec/parts.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "engine/codec/phases.h"
+
+enum { ALIGN = 64, PART_BYTES = 16, HEAD_BYTES = 128 };
+
+typedef struct parts_coder {
+  qkv_coder base;
+  const qkv_phases *phases;  // of models with RoPE
+  qkv_part_coder parts[2];
+} parts_coder;
+
+typedef struct made_coders {
+  qkv_phases *phases;
+  parts_coder coders[];  // [layers]
+} made_coders;
+
+static const parts_coder *own(const qkv_coder *coder) {
+  return (const parts_coder *)coder;
+}
+
+bool qkvi_whole_bits_valid(double bits) {
+  return bits >= 1 && bits <= QKV_DEPTH_MAX && bits == floor(bits);
+}
+
+// ---- Coders ----
+
+// With so many query heads on one KV head an error is seen as often: a bit more halves it twice.
+static uint8_t bits_of(const qkv_coder_spec *spec, const qkv_policy *policy, const qkv_codec *codec, double bits) {
+  const uint32_t group = spec->q_heads / spec->kv_heads;
+  for (uint64_t seen = 1; policy->gqa_compensation && seen < group; seen *= 4) {
+    if (bits + 1 <= QKV_DEPTH_MAX && codec->bits_valid(bits + 1)) bits += 1;
+  }
+  return (uint8_t)bits;
+}
+
+static void init_part(const qkv_coder_spec *spec, const qkv_policy *policy, qkv_part part, qkv_part_coder *coder) {
+  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  *coder = (qkv_part_coder){.codec = codec->part,
+                            .part = part,
+                            .dim = (uint16_t)(part == QKV_K ? spec->key_dim : spec->value_dim),
+                            .bits = bits_of(spec, policy, codec, part == QKV_K ? policy->bits_k : policy->bits_v)};
+  for (size_t i = 0; i < codec->parameter_count; i++) coder->parameters[i] = qkv_parameter_of(policy, part, i);
+  coder->codec->init(coder);
+  coder->block_bytes = (coder->block_bytes + ALIGN - 1) / ALIGN * ALIGN;
+}
+
+void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes) {
+  made_coders *made = calloc(1, sizeof *made + spec->layers * sizeof *made->coders);
+  if (made == NULL) abort();
+  if (spec->rope->theta != 0) made->phases = qkv_phases_create(spec->rope);
+  for (uint32_t layer = 0; layer < spec->layers; layer++) {
+    const qkv_policy *policy = &spec->policies[layer];
+    parts_coder *coder = &made->coders[layer];
+    if (policy->codec->part == NULL) continue;
+    *coder = (parts_coder){.base = {.codec = policy->codec,
+                                    .layer = layer,
+                                    .kv_heads = (uint16_t)spec->kv_heads,
+                                    .key_dim = (uint16_t)spec->key_dim,
+                                    .value_dim = (uint16_t)spec->value_dim},
+                           .phases = made->phases};
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) init_part(spec, policy, part, &coder->parts[part]);
+    coders[layer] = &coder->base;
+  }
+  const size_t phases = made->phases != NULL ? qkv_phases_bytes(spec->rope) : 0;
+  *bytes += sizeof *made + spec->layers * sizeof *made->coders + phases;
+  return made;
+}
+
+void qkvi_parts_destroy(void *of) {
+  made_coders *made = of;
+  qkv_phases_destroy(&made->phases);
+  free(made);
+}
+
+// ---- Pages ----
+
+static size_t head_bytes(const parts_coder *coder) {
+  return (size_t)coder->parts[QKV_K].block_bytes + coder->parts[QKV_V].block_bytes;
+}
+
+size_t qkvi_parts_page_bytes_max(const qkv_coder *coder) {
+  return HEAD_BYTES + coder->kv_heads * head_bytes(own(coder));
+}
+
+static const uint8_t *block_of(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part) {
+  return (const uint8_t *)page + HEAD_BYTES + kv_head * head_bytes(own(coder)) +
+         (part == QKV_V ? own(coder)->parts[QKV_K].block_bytes : 0);
+}
+
+static void write_part(const qkv_part_coder *coder, uint8_t out[PART_BYTES]) {
+  memset(out, 0, PART_BYTES);
+  out[0] = coder->codec->id;
+  out[1] = coder->codec->version;
+  out[2] = coder->bits;
+  memcpy(out + 4, &coder->block_bytes, sizeof coder->block_bytes);
+  memcpy(out + 8, coder->parameters, sizeof coder->parameters);
+}
+
+typedef struct encode_job {
+  const qkv_coder *coder;
+  uint32_t tokens;
+  qkv_dtype dtype;
+  const void *rows[2];
+  void *image;
+} encode_job;
+
+static void encode_head(void *context, size_t index, size_t worker) {
+  const encode_job *job = context;
+  const qkv_coder *coder = job->coder;
+  float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  (void)worker;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder *of = &own(coder)->parts[part];
+    const size_t dim = of->dim, bytes = dim * qkv_dtype_size(job->dtype);
+    const uint8_t *from = (const uint8_t *)job->rows[part] + index * bytes;
+    for (size_t t = 0; t < job->tokens; t++)
+      qkv_to_float(job->dtype, from + t * coder->kv_heads * bytes, rows + t * dim, dim);
+    memset(rows + job->tokens * dim, 0, (QKV_PAGE_TOKENS - job->tokens) * dim * sizeof *rows);
+    of->codec->encode(of, rows, job->tokens, (uint8_t *)block_of(coder, job->image, (uint16_t)index, part));
+  }
+}
+
+size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
+                         const void *v, qkv_pool *pool, void *image) {
+  const size_t bytes = qkvi_parts_page_bytes_max(coder);
+  encode_job job = {.coder = coder, .tokens = tokens, .dtype = dtype, .rows = {k, v}, .image = image};
+  qkv_page_header *header = image;
+  assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
+  memset(image, 0, bytes);
+  *header = (qkv_page_header){.magic = QKV_PAGE_MAGIC,
+                              .version = QKV_PARTS_VERSION,
+                              .codec = coder->codec->id,
+                              .tier_k = (uint8_t)(own(coder)->parts[QKV_K].bits * QKV_TIER_BIT),
+                              .tier_v = (uint8_t)(own(coder)->parts[QKV_V].bits * QKV_TIER_BIT),
+                              .bytes = (uint32_t)bytes,
+                              .layer = coder->layer,
+                              .position = position,
+                              .tokens = (uint16_t)tokens,
+                              .kv_heads = coder->kv_heads,
+                              .key_dim = coder->key_dim,
+                              .value_dim = coder->value_dim};
+  for (qkv_part part = QKV_K; part <= QKV_V; part++)
+    write_part(&own(coder)->parts[part], (uint8_t *)(header + 1) + part * PART_BYTES);
+  if (pool != NULL) {
+    qkv_pool_loop(pool, coder->kv_heads, encode_head, &job);
+  } else {
+    for (size_t h = 0; h < coder->kv_heads; h++) encode_head(&job, h, 0);
+  }
+  qkv_page_seal(image);
+  return bytes;
+}
+
+// ---- Attention ----
+
+static void fetch_ahead(const qkv_coder *coder, const qkv_query_block *queries, uint16_t kv_head) {
+  const void *page = queries->ahead[0].page;
+  if (page == NULL || ((const qkv_page_header *)page)->bytes != qkvi_parts_page_bytes_max(coder)) return;
+  const uint8_t *block = block_of(coder, page, kv_head, QKV_K);
+  for (size_t i = 0; i < head_bytes(own(coder)); i += ALIGN) __builtin_prefetch(block + i);
+}
+
+void qkvi_parts_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
+  const qkv_part_coder *keys = &own(coder)->parts[QKV_K];
+  float *ready = (float *)queries->own;
+  (void)kv_head;
+  for (size_t i = 0; i < QKV_PAGES_TOGETHER; i++) queries->ahead[i].page = NULL;
+  if (keys->codec->query != NULL) return keys->codec->query(keys, queries->rows, queries->count, ready);
+  memcpy(ready, queries->rows, queries->count * keys->dim * sizeof *ready);
+}
+
+void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                       float *scores) {
+  const qkv_part_coder *keys = &own(coder)->parts[QKV_K];
+  fetch_ahead(coder, queries, kv_head);
+  keys->codec->scores(keys, block_of(coder, page, kv_head, QKV_K), (const float *)queries->own, queries->count,
+                      scores);
+}
+
+void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
+                           float *sums) {
+  const qkv_part_coder *values = &own(coder)->parts[QKV_V];
+  values->codec->accumulate(values, block_of(coder, page, kv_head, QKV_V), weights, n, sums);
+}
+
+void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n) {
+  const qkv_part_coder *values = &own(coder)->parts[QKV_V];
+  (void)kv_head;
+  (void)totals;
+  if (values->codec->output != NULL) values->codec->output(values, sums, n);
+}
+
+// ---- Rows ----
+
+void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, bool before_rope,
+                       float *rows) {
+  const qkv_page_header *header = page;
+  const qkv_part_coder *of = &own(coder)->parts[part];
+  float all[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  of->codec->decode(of, block_of(coder, page, kv_head, part), all);
+  memcpy(rows, all, (size_t)header->tokens * of->dim * sizeof *rows);
+  if (part == QKV_K && before_rope && own(coder)->phases != NULL)
+    qkv_phases_inverse(own(coder)->phases, header->position, header->tokens, of->dim, rows);
+}
+
+uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                               uint32_t first, uint32_t tokens, const float *rows) {
+  const qkv_part_coder *of = &own(coder)->parts[part];
+  const uint8_t *block = block_of(coder, page, kv_head, part);
+  for (uint32_t t = 0; t < tokens; t++) {
+    if (!of->codec->matches(of, block, first + t, rows + (size_t)t * of->dim)) return t;
+  }
+  return tokens;
+}
+
+// ---- Validation ----
+
+static qkv_status validate_numbers(const qkv_coder *coder, const qkv_page_header *header, qkv_error *error) {
+  const struct {
+    const char *field;
+    uint64_t is, expected;
+  } rows[] = {
+      {"magic", header->magic, QKV_PAGE_MAGIC},
+      {"version", header->version, QKV_PARTS_VERSION},
+      {"codec", header->codec, coder->codec->id},
+      {"tier_k", header->tier_k, (uint64_t)own(coder)->parts[QKV_K].bits * QKV_TIER_BIT},
+      {"tier_v", header->tier_v, (uint64_t)own(coder)->parts[QKV_V].bits * QKV_TIER_BIT},
+      {"bytes", header->bytes, qkvi_parts_page_bytes_max(coder)},
+      {"kv_heads", header->kv_heads, coder->kv_heads},
+      {"key_dim", header->key_dim, coder->key_dim},
+      {"value_dim", header->value_dim, coder->value_dim},
+      {"calibration", header->calibration, 0},
+      {"features", header->features, 0},
+      {"frame", header->frame, 0},
+      {"outliers", header->outliers, 0},
+      {"reserved0", header->reserved0, 0},
+      {"reserved1", header->reserved1, 0},
+      {"reserved2", header->reserved2, 0},
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    if (rows[i].is == rows[i].expected) continue;
+    return qkv_fail(error, QKV_DATA_LOSS, "page.%s is %llu, expected %llu", rows[i].field,
+                    (unsigned long long)rows[i].is, (unsigned long long)rows[i].expected);
+  }
+  if (header->tokens < 1 || header->tokens > QKV_PAGE_TOKENS)
+    return qkv_fail(error, QKV_DATA_LOSS, "page.tokens is %u, allowed are 1 to %d", header->tokens, QKV_PAGE_TOKENS);
+  if (header->position > QKV_PAGE_POSITION_MAX - header->tokens)
+    return qkv_fail(error, QKV_DATA_LOSS, "page.position is %llu, positions end at %llu",
+                    (unsigned long long)header->position, (unsigned long long)QKV_PAGE_POSITION_MAX);
+  return QKV_OK;
+}
+
+static qkv_status validate_parts(const qkv_coder *coder, const uint8_t *image, qkv_error *error) {
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    uint8_t expected[PART_BYTES];
+    const uint8_t *is = image + sizeof(qkv_page_header) + part * PART_BYTES;
+    write_part(&own(coder)->parts[part], expected);
+    for (size_t i = 0; i < PART_BYTES; i++) {
+      if (is[i] == expected[i]) continue;
+      return qkv_fail(error, QKV_DATA_LOSS, "page.parts[%d] has %u at %zu, the coder's has %u", part, is[i], i,
+                      expected[i]);
+    }
+  }
+  for (size_t i = sizeof(qkv_page_header) + (size_t)2 * PART_BYTES; i < HEAD_BYTES; i++) {
+    if (image[i] != 0) return qkv_fail(error, QKV_DATA_LOSS, "page has %u at %zu, expected 0", image[i], i);
+  }
+  return QKV_OK;
+}
+
+static qkv_status validate_checksum(const uint8_t *image, const qkv_page_header *header, qkv_error *error) {
+  static const uint64_t none = 0;
+  XXH3_state_t *state = XXH3_createState();
+  if (state == NULL) abort();
+  const size_t before = offsetof(qkv_page_header, checksum);
+  (void)XXH3_64bits_reset(state);
+  (void)XXH3_64bits_update(state, image, before);
+  (void)XXH3_64bits_update(state, &none, sizeof none);
+  (void)XXH3_64bits_update(state, image + sizeof *header, header->bytes - sizeof *header);
+  const uint64_t sum = XXH3_64bits_digest(state);
+  (void)XXH3_freeState(state);
+  if (sum == header->checksum) return QKV_OK;
+  return qkv_fail(error, QKV_DATA_LOSS, "page.checksum does not fit its bytes");
+}
+
+qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t bytes, qkv_error *error) {
+  qkv_page_header header;
+  if (bytes < HEAD_BYTES) return qkv_fail(error, QKV_DATA_LOSS, "page has %zu bytes, at least %d", bytes, HEAD_BYTES);
+  memcpy(&header, image, sizeof header);
+  QKV_TRY(validate_numbers(coder, &header, error));
+  if (header.bytes != bytes)
+    return qkv_fail(error, QKV_DATA_LOSS, "page.bytes is %u, there are %zu", header.bytes, bytes);
+  QKV_TRY(validate_parts(coder, image, error));
+  QKV_TRY(validate_checksum(image, &header, error));
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      const qkv_part_coder *of = &own(coder)->parts[part];
+      const char *wrong = of->codec->validate(of, block_of(coder, image, h, part));
+      if (wrong == NULL) continue;
+      return qkv_fail(error, QKV_DATA_LOSS, "page: KV head %u: %s: %s", h, part == QKV_K ? "keys" : "values", wrong);
+    }
+  }
+  return QKV_OK;
+}
+
+// ---- Scalar codes ----
+
+void qkvi_part_pack(const qkv_part_coder *coder, const uint8_t *codes, uint8_t *matrix) {
+  const size_t lanes = qkvi_part_lanes(coder), steps = qkvi_part_steps(coder);
+  uint8_t turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  if (coder->part == QKV_K) return qkv_mix_pack(codes, lanes, steps, coder->bits, matrix);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    for (size_t c = 0; c < coder->dim; c++) turned[c * QKV_PAGE_TOKENS + t] = codes[t * coder->dim + c];
+  }
+  qkv_mix_pack(turned, lanes, steps, coder->bits, matrix);
+}
+
+void qkvi_part_unpack(const qkv_part_coder *coder, const uint8_t *matrix, uint8_t *codes) {
+  const size_t lanes = qkvi_part_lanes(coder), steps = qkvi_part_steps(coder);
+  uint8_t turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  if (coder->part == QKV_K) return qkv_mix_unpack(matrix, lanes, steps, coder->bits, codes);
+  qkv_mix_unpack(matrix, lanes, steps, coder->bits, turned);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    for (size_t c = 0; c < coder->dim; c++) codes[t * coder->dim + c] = turned[c * QKV_PAGE_TOKENS + t];
+  }
+}
+
+uint8_t qkvi_part_code(const qkv_part_coder *coder, const uint8_t *matrix, uint32_t slot, size_t coordinate) {
+  const size_t lane = coder->part == QKV_K ? slot : coordinate, step = coder->part == QKV_K ? coordinate : slot;
+  return qkv_mix_code(matrix, qkvi_part_steps(coder), coder->bits, lane, step);
+}

@@ -1,0 +1,120 @@
+// Pages of parts: what the codecs have in common that code each KV head's keys and values by themselves. A codec of
+// parts says how 64 rows of one head become a block of bytes of a fixed size, and what attention on it is; keys and
+// values may have different ones.
+//
+//   page of parts                            a part
+//   +-----------------------------+  0        0  u8 codec id           1  u8 version of the codec's block
+//   | header (page.h), version 1  |           2  u8 bits a coordinate  3  u8 0
+//   +-----------------------------+  64       4  u32 bytes of a block
+//   | part: keys                  |           8  u32 first parameter  12  u32 second parameter (as a policy has them)
+//   +-----------------------------+  80
+//   | part: values                |
+//   +-----------------------------+  96
+//   | zeros                       |
+//   +-----------------------------+  128
+//   | head 0: block of keys       |  blocks are multiples of 64 bytes
+//   |         block of values     |
+//   | head 1 ...                  |
+//   +-----------------------------+  bytes
+//
+// Of the header, `codec` is that of the keys, tiers are eighths of the bits, frame, features, calibration and
+// outliers are 0. Keys are coded as attended. No planes can be dropped.
+//
+// Adding a codec: docs/adding-a-codec.md.
+//
+// Threads: pure functions.
+#ifndef QKV_ENGINE_CODEC_PARTS_H
+#define QKV_ENGINE_CODEC_PARTS_H
+
+#include "engine/codec/codec.h"
+#include "engine/kernel/mix.h"
+
+#define QKV_PARTS_VERSION 1
+
+typedef struct qkv_part_codec qkv_part_codec;
+
+// How the keys or the values of a layer's heads are coded.
+typedef struct qkv_part_coder {
+  const qkv_part_codec *codec;
+  qkv_part part;
+  uint16_t dim;
+  uint8_t bits;
+  uint32_t parameters[QKV_PARAMETERS_MAX];
+  uint32_t block_bytes;  // of a head
+  const void *tables;    // the codec's, for these numbers; of the process
+} qkv_part_coder;
+
+struct qkv_part_codec {
+  uint8_t id;       // of the codec table
+  uint8_t version;  // of its blocks
+  // Sets block_bytes (which is rounded up to 64 afterwards) and tables; all else is set. May hand a part to another
+  // codec, whose init it calls.
+  void (*init)(qkv_part_coder *coder);
+  // rows [64][dim], zeros from `tokens` on, to a block of zeros.
+  void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
+  // Of keys: queries [n][dim] to what scores() takes, `ready` with room for QKV_QUERY_OWN_MAX bytes, aligned to 64.
+  // NULL: they stay as they are.
+  void (*query)(const qkv_part_coder *coder, const float *queries, size_t n, float *ready);
+  // Of keys: scores[n][64] = q . k_t; n <= QKV_QUERY_BLOCK.
+  void (*scores)(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n, float *scores);
+  // Of values: sums[n][dim] += weights[n][64] . v_t, in code space; n <= QKV_QUERY_BLOCK.
+  void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n, float *sums);
+  // sums [n][dim] in place from code space. NULL: they are the rows' own.
+  void (*output)(const qkv_part_coder *coder, float *sums, size_t n);
+  void (*decode)(const qkv_part_coder *coder, const uint8_t *block, float *rows);  // [64][dim]
+  // Whether a slot's codes are those of this row [dim].
+  bool (*matches)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);
+  // NULL, or what is wrong with the block's numbers: "scale 3 is nan".
+  const char *(*validate)(const qkv_part_coder *coder, const uint8_t *block);
+};
+
+// The functions of a codec of parts, for its row of the codec table: `.part = &..., QKV_CODEC_OF_PARTS`.
+#define QKV_CODEC_OF_PARTS                                                                                 \
+  .create = qkvi_parts_create, .destroy = qkvi_parts_destroy, .page_bytes_max = qkvi_parts_page_bytes_max, \
+  .encode = qkvi_parts_encode, .query = qkvi_parts_query, .scores = qkvi_parts_scores,                     \
+  .accumulate = qkvi_parts_accumulate, .output = qkvi_parts_output, .decode = qkvi_parts_decode,           \
+  .rows_match = qkvi_parts_rows_match, .validate = qkvi_parts_validate
+
+void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
+void qkvi_parts_destroy(void *of);
+size_t qkvi_parts_page_bytes_max(const qkv_coder *coder);
+size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
+                         const void *v, qkv_pool *pool, void *image);
+void qkvi_parts_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
+void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
+                       float *scores);
+void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
+                           float *sums);
+void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n);
+void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, bool before_rope,
+                       float *rows);
+uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                               uint32_t first, uint32_t tokens, const float *rows);
+qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t bytes, qkv_error *error);
+
+// ---- What blocks of scalar codes have in common ----
+
+// A block's codes as a matrix (kernel/mix.h): of keys lanes are tokens and steps coordinates, so that what belongs to
+// a channel is in the factors and what belongs to a token is taken at the end; of values it is the other way around.
+static inline size_t qkvi_part_lanes(const qkv_part_coder *coder) {
+  return coder->part == QKV_K ? QKV_PAGE_TOKENS : coder->dim;
+}
+
+static inline size_t qkvi_part_steps(const qkv_part_coder *coder) {
+  return coder->part == QKV_K ? coder->dim : QKV_PAGE_TOKENS;
+}
+
+static inline size_t qkvi_part_code_bytes(const qkv_part_coder *coder) {
+  return (size_t)QKV_PAGE_TOKENS * coder->dim * coder->bits / 8;
+}
+
+// Codes [64][dim] to a matrix, and back.
+void qkvi_part_pack(const qkv_part_coder *coder, const uint8_t *codes, uint8_t *matrix);
+void qkvi_part_unpack(const qkv_part_coder *coder, const uint8_t *matrix, uint8_t *codes);
+// The code of one coordinate of a slot.
+uint8_t qkvi_part_code(const qkv_part_coder *coder, const uint8_t *matrix, uint32_t slot, size_t coordinate);
+
+// Bits that are whole numbers from 1 to 8.
+bool qkvi_whole_bits_valid(double bits);
+
+#endif

@@ -1,0 +1,51 @@
+// Products with a matrix of plain codes: what attention on scalar codes comes down to. Scores are sums over
+// coordinates for every token, sums of values are sums over tokens for every coordinate; either is
+//
+//   out[i][lane] += sum over steps of factors[i][step] * value(code[step][lane])      lane by lane, steps in order
+//
+// Codes have 1 to 8 bits, the same for all, and lie in blocks of eight lanes, a block in chunks of eight steps, a
+// chunk of 8 * bits bytes. Its bits come in sections, the binary digits of `bits` from the largest on (7 = 4 + 2 +
+// 1), the most significant bits first. A section of w bits has w times eight bytes, one a lane:
+//
+//   byte j of a lane   steps 8 / w * j + i, in bits [i * w, i * w + w)          i = 0 ... 8 / w - 1
+//
+// so that eight bytes become eight lanes of 32 bits, and a step's part of the code is a shift and a mask away.
+//
+// The scalar reference defines the numbers: fp32 without contraction; every other version gives the same bits.
+// Threads: pure functions.
+#ifndef QKV_ENGINE_KERNEL_MIX_H
+#define QKV_ENGINE_KERNEL_MIX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define QKV_MIX_LANES 8  // of a block; steps of a chunk
+
+typedef struct qkv_code_matrix {
+  const uint8_t *codes;  // [lanes / 8][steps / 8][8 * bits]
+  unsigned bits;         // 1 to 8
+  size_t lanes, steps;   // multiples of 8
+  const float *values;   // [1 << bits] of codes; NULL: a code's value is its number
+} qkv_code_matrix;
+
+static inline size_t qkv_code_matrix_bytes(size_t lanes, size_t steps, unsigned bits) {
+  return lanes * steps * bits / 8;
+}
+
+// factors [n][steps], out [n] rows of `lanes`, `stride` floats apart.
+#define QKV_DECLARE_MIX(name) \
+  void name(const qkv_code_matrix *matrix, const float *factors, size_t n, float *out, size_t stride)
+
+// By what the kernels in use need of the processor (kernel.h).
+QKV_DECLARE_MIX(qkv_mix);
+
+QKV_DECLARE_MIX(qkvi_mix_reference);
+QKV_DECLARE_MIX(qkvi_mix_avx2);
+
+// codes [lanes][steps] to a matrix and back.
+void qkv_mix_pack(const uint8_t *codes, size_t lanes, size_t steps, unsigned bits, uint8_t *matrix);
+void qkv_mix_unpack(const uint8_t *matrix, size_t lanes, size_t steps, unsigned bits, uint8_t *codes);
+// One code of a matrix.
+uint8_t qkv_mix_code(const uint8_t *matrix, size_t steps, unsigned bits, size_t lane, size_t step);
+
+#endif

@@ -1,0 +1,89 @@
+#include "server/evict.h"
+
+#include <jansson.h>
+#include <time.h>
+
+#include "engine/cache/session_spill.h"
+
+// Sessions that one look at the store gives.
+enum { AT_ONCE = 256 };
+
+// A part more than is asked for goes, so that not every append looks for sessions.
+enum { SLACK = 64 };  // of the limits
+
+// What is missing.
+typedef struct shortage {
+  uint64_t bytes, places;
+} shortage;
+
+static uint64_t beyond(uint64_t taken, uint64_t limit) {
+  return taken > limit ? taken - limit : 0;
+}
+
+// `slack` 0: nothing more than is asked for.
+static shortage look(const qkv_daemon *daemon, uint64_t bytes, unsigned slack) {
+  const qkv_store_stats stats = qkv_store_read_stats(daemon->store);
+  const uint64_t limit = stats.memory.bytes_limit, places = (uint64_t)daemon->options->limit_sessions;
+  const uint64_t more = slack == 0 ? 0 : limit / slack, more_places = slack == 0 ? 0 : places / slack;
+  return (shortage){.bytes = beyond(stats.memory.bytes_used + stats.memory.bytes_reserved + bytes + more, limit),
+                    .places = beyond(stats.sessions + 1 + more_places, places)};
+}
+
+static bool is_met(const shortage *missing) {
+  return missing->bytes == 0 && missing->places == 0;
+}
+
+// What is closed is counted and not looked for: its memory goes when the last user is done with it, a moment later
+// where a list of all sessions is being gone through.
+static bool close_one(qkv_daemon *daemon, qkv_session *session, shortage *missing) {
+  uint64_t freed = 0;
+  if (qkv_store_close_session(daemon->store, session, &freed, NULL) != QKV_OK) return false;
+  freed += qkv_session_fixed_bytes(session);
+  qkvi_catalogue_drop(daemon->residency, session);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_SESSIONS_EVICTED], 1);
+  missing->bytes = beyond(missing->bytes, freed);
+  missing->places = beyond(missing->places, 1);
+  return true;
+}
+
+// Objects that were last used before. Returns how many went.
+static size_t close_objects(const qkv_daemon *daemon, int64_t before_ms, shortage *missing) {
+  size_t places = 0;
+  if (missing->bytes > 0)
+    missing->bytes = beyond(missing->bytes, qkvi_objects_evict(daemon->objects, before_ms, missing->bytes, &places));
+  return places;
+}
+
+// Returns how many were closed.
+static size_t close_some(qkv_daemon *daemon, const qkv_session *but, shortage *missing) {
+  qkv_session *sessions[AT_ONCE];
+  const size_t count = qkv_store_longest_unused(daemon->store, but, sessions, AT_ONCE);
+  size_t closed = 0;
+  for (size_t i = 0; i < count; i++) {
+    closed += close_objects(daemon, qkv_session_last_used_ms(sessions[i]), missing);
+    if (!is_met(missing)) closed += close_one(daemon, sessions[i], missing);
+    qkv_session_unref(&sessions[i]);
+  }
+  if (count < AT_ONCE) closed += close_objects(daemon, INT64_MAX, missing);
+  return closed;
+}
+
+static void await_memory(const qkv_daemon *daemon, uint64_t bytes) {
+  enum { STEPS = 200 };
+  const struct timespec step = {.tv_nsec = 1000000};
+  for (int i = 0; i < STEPS && look(daemon, bytes, 0).bytes > 0; i++) (void)nanosleep(&step, NULL);
+}
+
+bool qkvi_evict(qkv_daemon *daemon, const qkv_session *but, uint64_t bytes) {
+  size_t closed = 0;
+  if (bytes > qkv_store_read_stats(daemon->store).memory.bytes_limit) return false;
+  (void)pthread_mutex_lock(&daemon->evicting);
+  shortage missing = look(daemon, bytes, 0);
+  const bool was_met = is_met(&missing);  // another thread has done it meanwhile
+  if (!was_met) missing = look(daemon, bytes, SLACK);
+  for (size_t some = 1; some > 0 && !is_met(&missing); closed += some) some = close_some(daemon, but, &missing);
+  if (closed > 0) await_memory(daemon, bytes);
+  (void)pthread_mutex_unlock(&daemon->evicting);
+  if (closed > 0) qkv_log(QKV_LOG_DEBUG, "sessions were evicted", "{s:I}", "sessions", (json_int_t)closed);
+  return closed > 0 || was_met;
+}

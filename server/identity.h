@@ -1,0 +1,35 @@
+// Who makes a call: its peer, and its tenant, whose sessions the call means by their names (docs/tenants.md).
+//
+// A client says its tenant in the metadata `qkv-tenant`, which are read once, when the call arrives; some requests
+// have a field for it, too. Nobody checks yet that a client is who it says.
+//
+// Threads: any, like the call. Nothing is allocated for a tenant; what is returned lives as long as the call, or the
+// request.
+#ifndef QKV_SERVER_IDENTITY_H
+#define QKV_SERVER_IDENTITY_H
+
+#include <grpc/grpc.h>
+
+#include "engine/base/name.h"
+
+typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
+
+typedef struct qkvi_identity {
+  char tenant[QKV_NAME_MAX + 1];  // of the metadata, a valid name; "": they have none
+} qkvi_identity;
+
+// INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there twice.
+qkv_status qkvi_identity_read(const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);
+
+// Of a call whose request has no field for it: that of the metadata, else "default".
+const char *qkvi_call_tenant(const qkv_rpc_call *call);
+// Of a request that has one: that of the metadata, else the field's, else "". INVALID_ARGUMENT where both are given
+// and differ, or the field is no name.
+qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
+// The same, with "default" for "".
+qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
+
+// Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
+void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
+
+#endif

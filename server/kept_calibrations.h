@@ -1,0 +1,28 @@
+// Calibrations that models do not code with: kept for pages that were coded elsewhere (Model.calibration_kept), and
+// found by their version, wherever the daemon has them.
+//
+// The last KEPT_MAX that were brought are kept, in at most an eighth of memory-budget, which they lie beside
+// (docs/calibration.md). Sessions with pages of a calibration hold it themselves.
+//
+// Threads: any.
+#ifndef QKV_SERVER_KEPT_CALIBRATIONS_H
+#define QKV_SERVER_KEPT_CALIBRATIONS_H
+
+#include "engine/cache/model.h"
+
+typedef struct qkvi_kept_calibrations qkvi_kept_calibrations;
+
+// `bytes_max` of all together.
+qkvi_kept_calibrations *qkvi_kept_create(uint64_t bytes_max);
+void qkvi_kept_destroy(qkvi_kept_calibrations **kept);  // NULL is none
+
+// Keeps it, with a reference of its own, and forgets the oldest ones that it takes the place of. RESOURCE_EXHAUSTED
+// where it alone is larger than all may be; ALREADY_EXISTS where the daemon has another one of its version.
+qkv_status qkvi_kept_put(qkvi_kept_calibrations *kept, const qkv_model *model, const qkv_calibration *calibration,
+                         qkv_error *error);
+
+// The model's of that version: in force, waiting for its trial, of a session's pages, or kept. With a reference for
+// the caller; NULL: there is none.
+const qkv_calibration *qkvi_kept_find(qkvi_kept_calibrations *kept, const qkv_model *model, uint32_t version);
+
+#endif

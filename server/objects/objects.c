@@ -1,0 +1,453 @@
+#include "server/objects/objects.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <utlist.h>
+
+#include "server/objects/internal.h"
+
+enum { KEY_BYTES = 2 * (QKV_NAME_MAX + 1), EXPEL_IDLE_MS = 1000, EXPEL_BYTES = 16 << 20 };
+_Static_assert(offsetof(qkvi_object_config, tenant) == 0 && offsetof(qkvi_object_config, name) == KEY_BYTES / 2,
+               "tenant and name are the key");
+
+void qkvi_objects_lock(qkvi_objects *objects) {
+  const int failed = pthread_mutex_lock(&objects->lock);
+  assert(failed == 0);
+  (void)failed;
+}
+
+void qkvi_objects_unlock(qkvi_objects *objects) {
+  (void)pthread_mutex_unlock(&objects->lock);
+}
+
+static int64_t unix_ms(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_REALTIME, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void update_gauges(const qkvi_objects *objects) {
+  qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECTS], (int64_t)HASH_COUNT(objects->table));
+  qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECT_BYTES], (int64_t)objects->bytes);
+  qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECT_MEMORY_BYTES], (int64_t)objects->memory);
+}
+
+// ---- Life ----
+
+qkvi_objects *qkvi_objects_create(qkv_store *store, const qkv_server_options *options, qkv_metric_value *metrics) {
+  qkvi_objects *objects = calloc(1, sizeof *objects);
+  if (objects == NULL) abort();
+  objects->store = store;
+  objects->arena = qkv_store_arena(store);
+  objects->options = options;
+  objects->metrics = metrics;
+  const int failed = pthread_mutex_init(&objects->lock, NULL);
+  assert(failed == 0);
+  (void)failed;
+  return objects;
+}
+
+void qkvi_objects_destroy(qkvi_objects **objects) {
+  qkvi_objects *old = *objects;
+  if (old == NULL) return;
+  *objects = NULL;
+  old->residency = NULL;  // what is on the SSD stays there
+  qkvi_objects_lock(old);
+  while (old->oldest != NULL) qkvi_objects_remove(old, old->oldest);
+  qkvi_objects_unlock(old);
+  free(old->superseded);
+  (void)pthread_mutex_destroy(&old->lock);
+  free(old);
+}
+
+// ---- One object ----
+
+size_t qkvi_object_parts(uint64_t bytes) {
+  return (bytes + QKVI_OBJECT_PART - 1) / QKVI_OBJECT_PART;
+}
+
+static size_t struct_bytes(uint64_t bytes) {
+  return sizeof(qkvi_object) + qkvi_object_parts(bytes) * sizeof(qkvi_object_part);
+}
+
+uint64_t qkvi_object_fixed_cost(uint64_t bytes) {
+  return qkv_arena_cost(struct_bytes(bytes));
+}
+
+uint64_t qkvi_object_part_bytes(const qkvi_object *object, size_t part) {
+  const uint64_t begin = (uint64_t)part * QKVI_OBJECT_PART, left = object->config.bytes - begin;
+  return left < QKVI_OBJECT_PART ? left : QKVI_OBJECT_PART;
+}
+
+const qkvi_object_config *qkvi_object_config_of(const qkvi_object *object) {
+  return &object->config;
+}
+
+qkvi_object *qkvi_object_create(qkvi_objects *objects, const qkvi_object_config *config) {
+  const size_t bytes = struct_bytes(config->bytes);
+  qkvi_object *object = qkv_arena_alloc(objects->arena, bytes);
+  memset(object, 0, bytes);
+  object->config = *config;
+  if (object->config.created_unix_ms == 0) object->config.created_unix_ms = unix_ms();
+  object->parts = qkvi_object_parts(config->bytes);
+  object->used_ms = qkvi_now_ms();
+  object->references = 2;
+  qkvi_objects_lock(objects);
+  if (objects->residency != NULL && config->durability > QKV_DURABILITY_MEMORY)
+    object->number = qkv_storage_session_number(objects->residency->storage);
+  DL_APPEND(objects->oldest, object);
+  objects->memory += qkvi_object_fixed_cost(config->bytes);
+  update_gauges(objects);
+  qkvi_objects_unlock(objects);
+  return object;
+}
+
+static void drop_data(qkvi_objects *objects, qkvi_object *object, size_t part) {
+  const uint64_t bytes = qkvi_object_part_bytes(object, part);
+  qkv_arena_free(objects->arena, object->part[part].data, bytes);
+  object->part[part].data = NULL;
+  object->in_memory -= bytes;
+  objects->memory -= qkv_arena_cost(bytes);
+}
+
+void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object) {
+  assert(object->references > 0);
+  if (--object->references > 0) return;
+  for (size_t i = 0; i < object->parts; i++) {
+    if (object->part[i].data != NULL) drop_data(objects, object, i);
+  }
+  objects->memory -= qkvi_object_fixed_cost(object->config.bytes);
+  qkv_arena_free(objects->arena, object, struct_bytes(object->config.bytes));
+}
+
+// Only one that is being put can be in the list and neither published nor removed.
+void qkvi_object_unref(qkvi_objects *objects, qkvi_object **object) {
+  qkvi_object *old = *object;
+  if (old == NULL) return;
+  *object = NULL;
+  qkvi_objects_lock(objects);
+  if (!old->listed && old->references == 2 && old->prev != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
+  qkvi_objects_release(objects, old);
+  update_gauges(objects);
+  qkvi_objects_unlock(objects);
+}
+
+void qkvi_object_warm(qkvi_objects *objects, qkvi_object *object, size_t part, void *data) {
+  const uint64_t bytes = qkvi_object_part_bytes(object, part);
+  assert(object->part[part].data == NULL);
+  object->part[part].data = data;
+  object->in_memory += bytes;
+  objects->memory += qkv_arena_cost(bytes);
+  update_gauges(objects);
+}
+
+void qkvi_object_fill(qkvi_objects *objects, qkvi_object *object, size_t part, void *data) {
+  qkvi_objects_lock(objects);
+  qkvi_object_warm(objects, object, part, data);
+  if (object->number != 0) {
+    qkvi_object_unsettle(objects, object);
+    (void)qkvi_object_settle_part(objects, object, part);
+  }
+  qkvi_objects_unlock(objects);
+}
+
+// ---- The table ----
+
+qkvi_object *qkvi_objects_look_up(const qkvi_objects *objects, const char *tenant, const char *name) {
+  struct {
+    char tenant[QKV_NAME_MAX + 1], name[QKV_NAME_MAX + 1];
+  } key = {0};
+  qkvi_object *found;
+  (void)snprintf(key.tenant, sizeof key.tenant, "%s", tenant);
+  (void)snprintf(key.name, sizeof key.name, "%s", name);
+  HASH_FIND(hh, objects->table, &key, KEY_BYTES, found);
+  return found;
+}
+
+void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object) {
+  object->listed = true;
+  HASH_ADD(hh, objects->table, config, KEY_BYTES, object);
+  objects->bytes += object->config.bytes;
+  objects->mortal += object->config.ttl_ms > 0;
+  update_gauges(objects);
+}
+
+void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
+  if (object->listed) {
+    HASH_DEL(objects->table, object);
+    objects->bytes -= object->config.bytes;
+    objects->mortal -= object->config.ttl_ms > 0;
+  }
+  if (object->unsettled > 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
+  object->unsettled = 0;
+  object->listed = false;
+  DL_DELETE(objects->oldest, object);
+  object->prev = object->next = NULL;
+  qkvi_objects_release(objects, object);
+  update_gauges(objects);
+}
+
+void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_done_fn *done, void *context) {
+  if (object->number != 0 && objects->residency != NULL)
+    qkv_storage_session_close(objects->residency->storage, object->number, done, context);
+  qkvi_objects_remove(objects, object);
+}
+
+void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object) {
+  object->used_ms = qkvi_now_ms();
+  if (object->prev == NULL || object->next == NULL) return;  // removed, or the last one anyway
+  DL_DELETE(objects->oldest, object);
+  DL_APPEND(objects->oldest, object);
+}
+
+qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const char *name, bool touch) {
+  qkvi_objects_lock(objects);
+  qkvi_object *found = qkvi_objects_look_up(objects, tenant, name);
+  if (found != NULL) found->references++;
+  if (found != NULL && touch) qkvi_objects_use(objects, found);
+  qkvi_objects_unlock(objects);
+  return found;
+}
+
+void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkvi_object_info *info) {
+  qkvi_objects_lock(objects);
+  *info = (qkvi_object_info){.config = object->config,
+                             .last_used_unix_ms = unix_ms() - (qkvi_now_ms() - object->used_ms),
+                             .bytes_in_memory = object->in_memory};
+  qkvi_objects_unlock(objects);
+}
+
+// ---- Becoming visible ----
+
+// Whether there is a place for one more, perhaps for want of the longest unused one that may go.
+static bool make_place(qkvi_objects *objects, const qkvi_object *leaving) {
+  const size_t most = (size_t)objects->options->limit_objects, taken = HASH_COUNT(objects->table) - (leaving != NULL);
+  if (taken < most) return true;
+  qkvi_object *at = objects->oldest;
+  while (at != NULL && (!at->listed || !at->config.evictable || at == leaving)) at = at->next;
+  if (at == NULL) return false;
+  qkvi_objects_drop(objects, at, NULL, NULL);
+  qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EVICTED], 1);
+  return taken <= most;
+}
+
+static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool replace, qkvi_journal_wait *wait,
+                          qkv_error *error) {
+  qkvi_object *old = qkvi_objects_look_up(objects, object->config.tenant, object->config.name);
+  if (old != NULL && !replace)
+    return qkv_fail(error, QKV_ALREADY_EXISTS, "object %s: another one of %" PRIu64 " bytes has the name",
+                    object->config.name, old->config.bytes);
+  if (!make_place(objects, old))
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", that many are held",
+                    objects->options->limit_objects);
+  if (object->number != 0) QKV_TRY(qkvi_object_journal(objects, object, wait, error));
+  if (old != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
+  qkvi_objects_use(objects, object);
+  qkvi_objects_publish_found(objects, object);
+  qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_PUT], 1);
+  return QKV_OK;
+}
+
+static bool same_settings(const qkvi_object_config *a, const qkvi_object_config *b) {
+  return a->ttl_ms == b->ttl_ms && a->durability == b->durability && a->evictable == b->evictable;
+}
+
+// Whether `held` is what the put of `object` asks for.
+static bool is_same(const qkvi_object *held, const qkvi_object *object, bool replace) {
+  return held != NULL && held->config.bytes == object->config.bytes &&
+         held->config.checksum == object->config.checksum &&
+         (!replace || same_settings(&held->config, &object->config));
+}
+
+qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object,
+                               uint64_t checksum, bool replace, bool *existing, qkv_error *error) {
+  qkvi_journal_wait wait = {.residency = objects->residency};
+  const bool sync = object->config.durability == QKV_DURABILITY_SYNC && object->number != 0;
+  qkvi_object *held;
+  bool same, durable = object->number == 0;  // as durable as it will be
+  object->config.checksum = checksum;        // nobody else sees the object yet
+  for (;;) {
+    qkvi_objects_lock(objects);
+    held = qkvi_objects_look_up(objects, object->config.tenant, object->config.name);
+    same = is_same(held, object, replace);
+    // One that is here but perhaps not on the SSD is no answer to a put that asks for that: the new one takes its
+    // place.
+    *existing = same && (!sync || held->journaled);
+    const bool gives_up = held != NULL && held->number != 0 && (replace || same);
+    if (durable || *existing || (!sync && !gives_up)) break;
+    // What is durable is given up for what is durable.
+    qkvi_objects_unlock(objects);
+    QKV_TRY(qkvi_object_sync(objects, call, object, error));
+    durable = true;
+  }
+  if (!*existing) {
+    const qkv_status status = publish(objects, object, replace || same, sync ? &wait : NULL, error);
+    qkvi_objects_unlock(objects);
+    return status == QKV_OK && sync ? qkvi_object_await_journal(objects, object, &wait, error) : status;
+  }
+  qkvi_objects_use(objects, held);
+  held->references++;
+  qkvi_objects_unlock(objects);
+  const qkv_status status = sync ? qkvi_object_sync(objects, call, held, error) : QKV_OK;
+  qkvi_object_unref(objects, &held);
+  return status;
+}
+
+qkv_status qkvi_objects_deleted(qkvi_objects_deletion *deletion, qkv_error *error) {
+  qkvi_residency *residency = deletion->objects->residency;
+  if (residency == NULL) return QKV_OK;
+  qkvi_residency_lock(residency);
+  while (deletion->waits > 0) (void)pthread_cond_wait(&residency->moved, &residency->lock);
+  qkvi_residency_unlock(residency);
+  if (deletion->status == QKV_OK) return QKV_OK;
+  return qkv_fail(error, deletion->status, "objects that were deleted may come back, the disk %s",
+                  deletion->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
+}
+
+static void on_deleted(void *context, qkv_status status) {
+  qkvi_objects_deletion *deletion = context;
+  qkvi_residency *residency = deletion->objects->residency;
+  qkvi_residency_lock(residency);
+  if (deletion->status == QKV_OK) deletion->status = status;
+  deletion->waits--;
+  residency->steps++;
+  (void)pthread_cond_broadcast(&residency->moved);
+  qkvi_residency_unlock(residency);
+}
+
+bool qkvi_objects_delete(qkvi_objects_deletion *deletion, const char *tenant, const char *name) {
+  qkvi_objects *objects = deletion->objects;
+  qkvi_objects_lock(objects);
+  qkvi_object *found = qkvi_objects_look_up(objects, tenant, name);
+  const bool stored = found != NULL && found->number != 0;
+  if (stored) {
+    qkvi_residency_lock(objects->residency);
+    deletion->waits++;
+    qkvi_residency_unlock(objects->residency);
+  }
+  if (found != NULL) qkvi_objects_drop(objects, found, stored ? on_deleted : NULL, deletion);
+  qkvi_objects_unlock(objects);
+  return found != NULL;
+}
+
+static int by_name(const void *a, const void *b) {
+  const qkvi_object *const *first = a, *const *second = b;
+  return strcmp((*first)->config.name, (*second)->config.name);
+}
+
+size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *prefix, const char *after,
+                         qkvi_object **out, size_t max) {
+  size_t count = 0;
+  qkvi_objects_lock(objects);
+  qkvi_object **all = calloc(HASH_COUNT(objects->table) + 1, sizeof *all);
+  if (all == NULL) abort();
+  for (qkvi_object *at = objects->table; at != NULL; at = at->hh.next) {
+    const char *name = at->config.name;
+    if (strcmp(at->config.tenant, tenant) == 0 && strncmp(name, prefix, strlen(prefix)) == 0 &&
+        strcmp(name, after) > 0)
+      all[count++] = at;
+  }
+  qsort((void *)all, count, sizeof *all, by_name);
+  if (count > max) count = max;
+  for (size_t i = 0; i < count; i++) {
+    out[i] = all[i];
+    out[i]->references++;
+  }
+  qkvi_objects_unlock(objects);
+  free((void *)all);
+  return count;
+}
+
+// ---- For those who need memory or disk ----
+
+static uint64_t spill_object(qkvi_objects *objects, qkvi_object *object, uint64_t bytes) {
+  uint64_t freed = 0;
+  for (size_t i = 0; i < object->parts && freed < bytes; i++) {
+    const qkvi_object_part *part = &object->part[i];
+    if (part->data == NULL || part->users > 0 || (!part->durable && part->record == 0) ||
+        !qkvi_object_settle_part(objects, object, i))
+      continue;
+    freed += qkv_arena_cost(qkvi_object_part_bytes(object, i));
+    drop_data(objects, object, i);
+  }
+  return freed;
+}
+
+uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t bytes) {
+  uint64_t freed = 0;
+  if (objects == NULL) return 0;
+  qkvi_objects_lock(objects);
+  for (qkvi_object *at = objects->oldest; at != NULL && at->used_ms < before_ms && freed < bytes; at = at->next) {
+    if (at->number != 0 && at->in_memory > 0) freed += spill_object(objects, at, bytes - freed);
+  }
+  update_gauges(objects);
+  qkvi_objects_unlock(objects);
+  return freed;
+}
+
+uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places) {
+  uint64_t freed = 0;
+  *places = 0;
+  qkvi_objects_lock(objects);
+  for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < before_ms && freed < bytes; at = next) {
+    next = at->next;
+    if (!at->listed || !at->config.evictable || at->in_memory == 0) continue;
+    freed += at->in_memory;
+    qkvi_objects_drop(objects, at, NULL, NULL);
+    ++*places;
+  }
+  qkvi_objects_unlock(objects);
+  qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EVICTED], (int64_t)*places);
+  return freed;
+}
+
+bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms) {
+  uint64_t freed = 0;
+  if (objects == NULL) return false;
+  qkvi_objects_lock(objects);
+  const int64_t idle = qkvi_now_ms() - EXPEL_IDLE_MS;
+  for (int kept = 0; kept < 2 && freed == 0; kept++) {
+    // What may be evicted goes before anything that may not.
+    const int64_t until = kept == evictable || before_ms > idle ? idle : before_ms;
+    if (kept == 1 && evictable) break;
+    for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < until && freed < EXPEL_BYTES;
+         at = next) {
+      next = at->next;
+      if (!at->listed || at->number == 0 || at->config.evictable == (kept == 1)) continue;
+      freed += at->config.bytes;
+      qkvi_objects_drop(objects, at, NULL, NULL);
+      qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EXPELLED], 1);
+    }
+  }
+  qkvi_objects_unlock(objects);
+  return freed > 0;
+}
+
+uint64_t qkvi_objects_staying(qkvi_objects *objects) {
+  uint64_t bytes = 0;
+  if (objects == NULL) return 0;
+  qkvi_objects_lock(objects);
+  for (const qkvi_object *at = objects->oldest; at != NULL; at = at->next) {
+    if (at->number == 0) bytes += at->in_memory;
+  }
+  qkvi_objects_unlock(objects);
+  return bytes;
+}
+
+void qkvi_objects_expire(qkvi_objects *objects) {
+  qkvi_objects_lock(objects);
+  const int64_t now = qkvi_now_ms();
+  qkvi_object *next = objects->mortal > 0 ? objects->oldest : NULL;
+  for (qkvi_object *at; (at = next) != NULL;) {
+    next = at->next;
+    if (!at->listed || at->config.ttl_ms == 0 || now < at->used_ms ||
+        (uint64_t)(now - at->used_ms) < at->config.ttl_ms)
+      continue;
+    qkvi_objects_drop(objects, at, NULL, NULL);
+    qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EXPIRED], 1);
+  }
+  qkvi_objects_unlock(objects);
+}

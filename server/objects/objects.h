@@ -1,0 +1,131 @@
+// Opaque objects: bytes with a name, held in parts apart from the rows of sessions, in the same budgets
+// (docs/objects.md).
+//
+//   PutObjects ──► create, fill part after part ──► publish: visible as a whole, or not at all
+//                    │ each part that is full goes to the SSD, in records of its own (QKVI_RECORD_OBJECT)
+//                    ▼
+//   memory   parts [1 MiB] in blocks of the store's arena   ──► spill: durable parts leave, the longest unused first
+//   SSD      a session of the storage for each object            evict, expel: whole objects go
+//
+// An object never changes once it is visible. One that is replaced or deleted is freed by its last user.
+//
+// Threads: any. One lock over the table and all parts; it is held for nothing that waits, and may be held when the
+// residency's lock is taken, never the other way round. `objects` may be NULL where that is said: there are none.
+#ifndef QKV_SERVER_OBJECTS_OBJECTS_H
+#define QKV_SERVER_OBJECTS_OBJECTS_H
+
+#include "engine/base/metric.h"
+#include "engine/cache/store.h"
+#include "server/options.h"
+#include "server/rpc.h"
+#include "storage/storage.h"
+
+// Bytes of a part, but for an object's last one.
+enum { QKVI_OBJECT_PART = 1 << 20 };
+
+typedef struct qkvi_objects qkvi_objects;
+typedef struct qkvi_object qkvi_object;
+
+// Names are padded with zeros, as the two are the table's key.
+typedef struct qkvi_object_config {
+  char tenant[QKV_NAME_MAX + 1], name[QKV_NAME_MAX + 1];
+  uint64_t bytes;     // at least 1
+  uint64_t checksum;  // XXH3-64; 0: not known yet
+  uint64_t ttl_ms;    // 0: never
+  qkv_durability durability;
+  bool evictable;
+  int64_t created_unix_ms;
+} qkvi_object_config;
+
+typedef struct qkvi_object_info {
+  qkvi_object_config config;
+  int64_t last_used_unix_ms;
+  uint64_t bytes_in_memory;
+} qkvi_object_info;
+
+struct qkvi_residency;
+
+// All but `options` stay the caller's for the objects' life.
+qkvi_objects *qkvi_objects_create(qkv_store *store, const qkv_server_options *options, qkv_metric_value *metrics);
+// When nothing uses them any more, and before the store. NULL is let through.
+void qkvi_objects_destroy(qkvi_objects **objects);
+
+// ---- One object ----
+
+// Bytes of memory-budget that an object of so many bytes takes by itself, and that one of its parts takes.
+uint64_t qkvi_object_fixed_cost(uint64_t bytes);
+uint64_t qkvi_object_part_cost(uint64_t bytes);
+size_t qkvi_object_parts(uint64_t bytes);
+uint64_t qkvi_object_part_bytes(const qkvi_object *object, size_t part);
+const qkvi_object_config *qkvi_object_config_of(const qkvi_object *object);
+
+// A new object that nobody sees, with a reference; qkvi_object_fixed_cost() has been reserved for it in the store's
+// arena, and is used up.
+qkvi_object *qkvi_object_create(qkvi_objects *objects, const qkvi_object_config *config);
+// Gives a reference back. Of an object that was never published nothing stays, on the SSD neither.
+void qkvi_object_unref(qkvi_objects *objects, qkvi_object **object);
+
+// Takes a whole part: `data` is a block of qkvi_object_part_bytes() bytes of the store's arena, the object's from
+// here on. It goes to the SSD in the background.
+void qkvi_object_fill(qkvi_objects *objects, qkvi_object *object, size_t part, void *data);
+
+// Makes an object visible that has all its parts, or, where one of its name has the same bytes and checksum, keeps
+// that (`*existing`): unless `replace` and its settings differ, or the put is SYNC and that one is perhaps not on the
+// SSD. Takes the place of another one with `replace`; else ALREADY_EXISTS. RESOURCE_EXHAUSTED: limit-objects. Waits
+// for the disk where the object is SYNC or takes the place of one on the SSD, which stays until then: UNAVAILABLE
+// where the disk does not take it; CANCELLED where the client of `call` goes before.
+qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object,
+                               uint64_t checksum, bool replace, bool *existing, qkv_error *error);
+
+// A reference, or NULL. `touch`: it counts as a use.
+qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const char *name, bool touch);
+// One look at an object; NULL `info` fields cost nothing.
+void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkvi_object_info *info);
+
+// Copies a part to `out`, from memory or from the SSD, and then brings it back where memory has headroom for it, or
+// can make some at once. NOT_FOUND: it is damaged, or the object was deleted meanwhile; then the object is gone.
+// INTERNAL: the disk failed.
+qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t part, void *out, qkv_error *error);
+
+// Deletes one; false where there is none. On the SSD it stays so once qkvi_objects_deleted() has returned OK, which
+// waits for what this caller has deleted, `*waits` of them (added up); `wait` is such a caller's own.
+typedef struct qkvi_objects_deletion {
+  qkvi_objects *objects;
+  size_t waits;       // under the residency's lock
+  qkv_status status;  // the first failure
+} qkvi_objects_deletion;
+bool qkvi_objects_delete(qkvi_objects_deletion *deletion, const char *tenant, const char *name);
+qkv_status qkvi_objects_deleted(qkvi_objects_deletion *deletion, qkv_error *error);
+
+// Up to `max` of a tenant's, with a reference each, by name, behind `after` and with the prefix. Returns how many.
+size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *prefix, const char *after,
+                         qkvi_object **out, size_t max);
+
+// ---- For those who need memory or disk ----
+
+// Parts of objects last used before `before_ms` (monotonic) leave memory, being durable, until `bytes` are free.
+// Returns how many are. `objects` may be NULL.
+uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t bytes);
+// The same by deleting objects that may be evicted; `*places` is how many went.
+uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places);
+// Deletes objects from the SSD, as many as make some headroom there: those that may be evicted first, else the
+// others, but none used in the last second, and none that is worth more than something `evictable` that was last used
+// at `before_ms`. False where none goes. `objects` may be NULL.
+bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms);
+// Bytes of memory that will not leave it: of objects in memory alone. `objects` may be NULL.
+uint64_t qkvi_objects_staying(qkvi_objects *objects);
+// Deletes those whose time is over.
+void qkvi_objects_expire(qkvi_objects *objects);
+
+// ---- For the residency (server/objects/records.c) ----
+
+// Puts what found no place before. True where every part is durable. `objects` may be NULL.
+bool qkvi_objects_settle(qkvi_objects *objects);
+// Of recovery: whether the entry opens an object, which is then taken; *error where it does not fit this daemon.
+bool qkvi_objects_found(qkvi_objects *objects, const qkv_journal_entry *entry, qkv_error *error);
+void qkvi_objects_found_record(qkvi_objects *objects, const qkv_record_info *info);
+// All have been told of: those that are not whole go, and for ever unless segments are `unread`. From here on objects
+// go to the SSD. Of all three `objects` may be NULL.
+void qkvi_objects_found_all(qkvi_objects *objects, struct qkvi_residency *residency, bool unread);
+
+#endif

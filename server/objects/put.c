@@ -1,0 +1,265 @@
+// PutObjects: a stream of pieces of objects.
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "qkv/v1/objects.pb-c.h"
+#include "server/control.h"
+#include "server/evict.h"
+#include "server/handlers.h"
+#include "server/identity.h"
+#include "server/jobs.h"
+
+// The object that is being put.
+typedef struct put_object {
+  qkvi_object *object;  // NULL: none is
+  bool replace;
+  uint64_t checksum;  // as it was said; 0: it was not
+  uint64_t held;      // bytes that have come
+  uint8_t *part;      // that is being filled; NULL: none is
+  XXH3_state_t *hash;
+} put_object;
+
+typedef struct put_stream {
+  qkv_rpc_call *call;
+  qkv_daemon *daemon;
+  qkv_bytes message;
+  put_object at;
+  uint64_t objects, existing;  // whole ones
+} put_stream;
+
+// ---- Memory ----
+
+// Reserves bytes of memory-budget. Objects and sessions leave memory for it, or are closed.
+static qkv_status reserve(const put_stream *stream, uint64_t cost, qkv_error *error) {
+  qkv_daemon *daemon = stream->daemon;
+  qkv_arena *arena = qkv_store_arena(daemon->store);
+  uint64_t reservation = 0;
+  qkv_error refused = {0};
+  qkv_status status = qkv_arena_reserve(arena, cost, &refused);
+  for (int i = 0; i <= QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
+    if (i > 0 && !qkvi_evict(daemon, NULL, cost)) break;
+    refused = (qkv_error){0};
+    status = daemon->residency == NULL
+                 ? qkv_arena_reserve(arena, cost, &refused)
+                 : qkvi_budget_reserve(daemon->residency, stream->call, cost, 0, &reservation, &refused);
+  }
+  if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
+  return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", refused.text);
+}
+
+static qkv_status take_block(const put_stream *stream, uint64_t bytes, uint8_t **block, qkv_error *error) {
+  QKV_TRY(reserve(stream, qkv_arena_cost(bytes), error));
+  *block = qkv_arena_alloc(qkv_store_arena(stream->daemon->store), bytes);
+  return QKV_OK;
+}
+
+// ---- One object ----
+
+static void drop_object(put_stream *stream) {
+  put_object *at = &stream->at;
+  if (at->part != NULL) {
+    const size_t part = (size_t)(at->held / QKVI_OBJECT_PART);
+    qkv_arena_free(qkv_store_arena(stream->daemon->store), at->part, qkvi_object_part_bytes(at->object, part));
+  }
+  if (at->object != NULL) qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_OBJECTS_INCOMPLETE], 1);
+  qkvi_object_unref(stream->daemon->objects, &at->object);
+  (void)XXH3_freeState(at->hash);
+  *at = (put_object){0};
+}
+
+static qkv_status read_config(const qkv_rpc_call *call, const Qkv__V1__ObjectInfo *begin, qkvi_object_config *config,
+                              qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const char *tenant = NULL;
+  const uint64_t most = (uint64_t)daemon->options->limit_object_bytes;
+  QKV_TRY(qkv_name_check(begin->object, "object", error));
+  QKV_TRY(qkvi_request_tenant(call, begin->tenant, &tenant, error));
+  if (begin->bytes < 1 || begin->bytes > most)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "bytes is %" PRIu64 ", allowed are 1 to limit-object-bytes %" PRIu64,
+                    begin->bytes, most);
+  if ((unsigned)begin->retention > QKV__V1__RETENTION__RETENTION_EVICT)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "retention is %d, known are 1 (keep) and 2 (evict)",
+                    (int)begin->retention);
+  if ((unsigned)begin->durability > QKV_DURABILITY_SYNC)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 1 (memory), 2 (async) and 3 (sync)",
+                    (int)begin->durability);
+  if (daemon->residency == NULL && (unsigned)begin->durability > QKV_DURABILITY_MEMORY)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "durability is %s, the daemon has no data-dir",
+                    begin->durability == QKV__V1__DURABILITY__DURABILITY_SYNC ? "SYNC" : "ASYNC");
+  *config = (qkvi_object_config){.bytes = begin->bytes,
+                                 .ttl_ms = begin->ttl_ms,
+                                 .durability = begin->durability == 0 ? qkv_server_options_durability(daemon->options)
+                                                                      : (qkv_durability)begin->durability,
+                                 .evictable = begin->retention == QKV__V1__RETENTION__RETENTION_EVICT};
+  (void)snprintf(config->name, sizeof config->name, "%s", begin->object);
+  (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
+  return QKV_OK;
+}
+
+static qkv_status begin_object(put_stream *stream, const Qkv__V1__ObjectInfo *begin, bool replace, qkv_error *error) {
+  qkv_daemon *daemon = stream->daemon;
+  qkvi_object_config config = {0};
+  if (stream->at.object != NULL) {
+    const qkvi_object_config *last = qkvi_object_config_of(stream->at.object);
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "object %s has %" PRIu64 " of its %" PRIu64 " bytes, and another begins", last->name,
+                    stream->at.held, last->bytes);
+  }
+  QKV_TRY(read_config(stream->call, begin, &config, error));
+  if (daemon->options->limit_objects == 0)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is 0: this daemon keeps none");
+  QKV_TRY(reserve(stream, qkvi_object_fixed_cost(config.bytes), error));
+  stream->at = (put_object){.object = qkvi_object_create(daemon->objects, &config),
+                            .replace = replace,
+                            .checksum = begin->checksum,
+                            .hash = XXH3_createState()};
+  if (stream->at.hash == NULL) abort();
+  (void)XXH3_64bits_reset(stream->at.hash);
+  return QKV_OK;
+}
+
+static qkv_status end_object(put_stream *stream, qkv_error *error) {
+  put_object *at = &stream->at;
+  const uint64_t checksum = XXH3_64bits_digest(at->hash);
+  bool existing = false;
+  if (at->checksum != 0 && at->checksum != checksum)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "object %s: checksum is %016" PRIx64 ", that of its bytes %016" PRIx64,
+                    qkvi_object_config_of(at->object)->name, at->checksum, checksum);
+  QKV_TRY(qkvi_object_publish(stream->daemon->objects, stream->call, at->object, checksum, at->replace, &existing,
+                              error));
+  stream->objects++;
+  stream->existing += existing;
+  qkvi_object_unref(stream->daemon->objects, &at->object);
+  (void)XXH3_freeState(at->hash);
+  *at = (put_object){0};
+  return QKV_OK;
+}
+
+static qkv_status take_data(put_stream *stream, qkv_bytes data, qkv_error *error) {
+  put_object *at = &stream->at;
+  if (at->object == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "data has %zu bytes, no object begins", data.length);
+  const qkvi_object_config *config = qkvi_object_config_of(at->object);
+  if (data.length > config->bytes - at->held)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "data has %zu bytes, object %s has %" PRIu64 " to come", data.length,
+                    config->name, config->bytes - at->held);
+  for (size_t done = 0; done < data.length;) {
+    const size_t part = (size_t)(at->held / QKVI_OBJECT_PART), inside = (size_t)(at->held % QKVI_OBJECT_PART);
+    const size_t size = (size_t)qkvi_object_part_bytes(at->object, part);
+    const size_t more = size - inside < data.length - done ? size - inside : data.length - done;
+    if (at->part == NULL) QKV_TRY(take_block(stream, size, &at->part, error));
+    qkv_bytes_copy(data, done, more, at->part + inside);
+    (void)XXH3_64bits_update(at->hash, at->part + inside, more);
+    if (inside + more == size) {
+      qkvi_object_fill(stream->daemon->objects, at->object, part, at->part);
+      at->part = NULL;
+    }
+    at->held += more;
+    done += more;
+  }
+  qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_OBJECT_PUT_BYTES], (int64_t)data.length);
+  return at->held == config->bytes ? end_object(stream, error) : QKV_OK;
+}
+
+// ---- Messages ----
+
+static qkv_status apply_piece(put_stream *stream, qkv_bytes piece, qkv_error *error) {
+  enum { BEGIN = 1, REPLACE = 2, DATA = 15 };
+  qkv_wire_reader reader;
+  qkv_wire_field field;
+  qkv_bytes begin = {0}, data = {0};
+  bool more = true, begins = false, replace = false;
+  qkv_wire_reader_init(&reader, piece);
+  for (;;) {
+    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
+    if (!more) break;
+    if (field.number == REPLACE && field.type == QKV_WIRE_VARINT) replace = field.value != 0;
+    if (field.type != QKV_WIRE_BYTES) continue;
+    if (field.number == DATA) data = field.bytes;
+    if (field.number != BEGIN) continue;
+    begin = field.bytes;
+    begins = true;
+  }
+  if (begins) {
+    Qkv__V1__ObjectInfo *info = qkvi_control_unpack(begin, &qkv__v1__object_info__descriptor, error);
+    const qkv_status status = info == NULL ? error->status : begin_object(stream, info, replace, error);
+    if (info != NULL) qkvi_control_free(info);
+    if (status != QKV_OK) return qkv_error_prefix(error, "begin: ");
+  }
+  return data.length > 0 ? take_data(stream, data, error) : QKV_OK;
+}
+
+static qkv_status apply(put_stream *stream, qkv_error *error) {
+  enum { PIECES = 1 };
+  qkv_wire_reader reader;
+  qkv_wire_field field;
+  bool more = true;
+  qkv_wire_reader_init(&reader, stream->message);
+  for (size_t index = 0;;) {
+    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
+    if (!more) return QKV_OK;
+    if (field.number != PIECES || field.type != QKV_WIRE_BYTES) continue;
+    if (apply_piece(stream, field.bytes, error) != QKV_OK) return qkv_error_prefix(error, "pieces[%zu]: ", index);
+    index++;
+  }
+}
+
+static void apply_job(void *context) {
+  put_stream *stream = context;
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(stream->call)) return;
+  if (apply(stream, &error) != QKV_OK) {
+    drop_object(stream);
+    return qkvi_control_fail(stream->call, &error);
+  }
+  qkv_rpc_next(stream->call);
+}
+
+static put_stream *stream_of(qkv_rpc_call *call) {
+  put_stream *stream = qkv_rpc_state(call);
+  if (stream != NULL) return stream;
+  stream = calloc(1, sizeof *stream);
+  if (stream == NULL) abort();
+  stream->call = call;
+  stream->daemon = qkv_rpc_context(call);
+  qkv_rpc_set_state(call, stream);
+  return stream;
+}
+
+static void on_message(qkv_rpc_call *call, qkv_bytes message) {
+  put_stream *stream = stream_of(call);
+  qkv_error error = {0};
+  stream->message = message;
+  if (qkvi_job_try(call, qkvi_work_of(qkvi_session_waits(call), true), apply_job, stream, &error) != QKV_OK)
+    qkvi_control_fail(call, &error);
+}
+
+static void on_end(qkv_rpc_call *call) {
+  put_stream *stream = stream_of(call);
+  if (stream->at.object != NULL) {
+    qkv_error error = {0};
+    const qkvi_object_config *config = qkvi_object_config_of(stream->at.object);
+    (void)qkv_fail(&error, QKV_FAILED_PRECONDITION,
+                   "object %s has %" PRIu64 " of its %" PRIu64 " bytes: it is dropped", config->name, stream->at.held,
+                   config->bytes);
+    drop_object(stream);
+    return qkvi_control_fail(call, &error);
+  }
+  Qkv__V1__PutObjectsResponse response = QKV__V1__PUT_OBJECTS_RESPONSE__INIT;
+  response.objects = stream->objects;
+  response.existing = stream->existing;
+  qkvi_control_reply(call, &response.base);
+}
+
+static void destroy(void *state) {
+  put_stream *stream = state;
+  if (stream == NULL) return;
+  drop_object(stream);  // the client has gone
+  free(stream);
+}
+
+const qkv_rpc_method qkvi_put_objects_methods[] = {
+    {.path = "/qkv.v1.Objects/PutObjects", .message = on_message, .end = on_end, .destroy = destroy}, {0}};

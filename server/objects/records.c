@@ -1,0 +1,282 @@
+// Objects on the SSD: a session of the storage for each, with a record for each part, and its ObjectInfo in the
+// journal.
+#include <assert.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <utlist.h>
+
+#include "qkv/v1/objects.pb-c.h"
+#include "server/objects/internal.h"
+
+enum { SYNC_WAIT_MS = 30000 };
+
+// ---- Out ----
+
+qkv_status qkvi_object_journal(qkvi_objects *objects, const qkvi_object *object, qkvi_journal_wait *wait,
+                               qkv_error *error) {
+  const qkvi_object_config *config = &object->config;
+  Qkv__V1__ObjectInfo message = QKV__V1__OBJECT_INFO__INIT;
+  message.object = (char *)(uintptr_t)config->name;
+  message.tenant = (char *)(uintptr_t)config->tenant;
+  message.bytes = config->bytes;
+  message.checksum = config->checksum;
+  message.retention = config->evictable ? QKV__V1__RETENTION__RETENTION_EVICT : QKV__V1__RETENTION__RETENTION_KEEP;
+  message.durability = (Qkv__V1__Durability)config->durability;
+  message.ttl_ms = config->ttl_ms;
+  message.created_unix_ms = config->created_unix_ms;
+  const size_t bytes = qkv__v1__object_info__get_packed_size(&message);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__object_info__pack(&message, payload);
+  const qkv_status status =
+      qkv_storage_journal(objects->residency->storage, QKV_JOURNAL_SESSION_OPEN, object->number, payload, bytes,
+                          wait == NULL ? NULL : qkvi_catalogue_on_journal, wait, error);
+  free(payload);
+  return status;
+}
+
+static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object, size_t part) {
+  qkvi_residency *residency = objects->residency;
+  if (qkvi_write_back_refuses(residency, object->number)) return 0;
+  const uint64_t bytes = qkvi_object_part_bytes(object, part);
+  const qkv_record_meta meta = {.session = object->number, .position = part, .tokens = 1, .kind = QKVI_RECORD_OBJECT};
+  void *copy = malloc(bytes);
+  if (copy == NULL) abort();
+  memcpy(copy, object->part[part].data, bytes);
+  return qkvi_write_back_put(&residency->backings[object->config.durability == QKV_DURABILITY_SYNC], &meta, copy,
+                             bytes);
+}
+
+void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object) {
+  if (object->unsettled++ == 0) DL_APPEND2(objects->unsettled, object, prev_unsettled, next_unsettled);
+}
+
+bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part) {
+  qkvi_object_part *at = &object->part[part];
+  if (at->durable) return true;
+  if (at->record != 0) {
+    const qkv_backing *backing = qkvi_write_back_backing(objects->residency, object->config.durability);
+    const qkv_record_state state = backing->state(backing->context, at->record);
+    if (state == QKV_RECORD_DURABLE) {
+      at->durable = true;
+      if (--object->unsettled == 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
+    }
+    if (state != QKV_RECORD_GONE) return at->durable;
+  }
+  at->record = put_part(objects, object, part);
+  return false;
+}
+
+// `*full`: the storage takes no more now, and a part is only copied to be refused.
+static bool settle(qkvi_objects *objects, qkvi_object *object, bool *full) {
+  bool all = true;
+  for (size_t i = 0; i < object->parts && object->unsettled > 0 && !*full; i++) {
+    if (object->part[i].data == NULL || qkvi_object_settle_part(objects, object, i)) continue;
+    all = false;
+    *full = object->part[i].record == 0;
+  }
+  return all && object->unsettled == 0;
+}
+
+bool qkvi_objects_settle(qkvi_objects *objects) {
+  bool all = true, full = false;
+  if (objects == NULL) return true;
+  qkvi_objects_lock(objects);
+  for (qkvi_object *at = objects->unsettled, *next; at != NULL && !full; at = next) {
+    next = at->next_unsettled;
+    all &= settle(objects, at, &full);
+  }
+  qkvi_objects_unlock(objects);
+  return all && !full;
+}
+
+qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object, qkvi_journal_wait *wait,
+                                     qkv_error *error) {
+  if (qkvi_catalogue_finish_wait(wait, NULL) != QKV_OK)
+    return qkv_fail(error, QKV_UNAVAILABLE,
+                    "object %s is held, but not durable: the journal in data-dir was not written",
+                    object->config.name);
+  qkvi_objects_lock(objects);
+  object->journaled = true;
+  qkvi_objects_unlock(objects);
+  return QKV_OK;
+}
+
+qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object, qkv_error *error) {
+  qkvi_residency *residency = objects->residency;
+  const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
+  uint64_t seen = qkvi_progress_count(residency);
+  for (;;) {
+    bool full = false;
+    qkvi_objects_lock(objects);
+    const bool durable = settle(objects, object, &full), listed = object->listed;
+    qkvi_objects_unlock(objects);
+    if (durable) return QKV_OK;
+    if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
+    const qkv_status failure = qkvi_write_back_failure(residency);
+    if (failure != QKV_OK || qkvi_now_ms() > until)
+      return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: %s", object->config.name,
+                      listed ? "held, but not durable" : "not kept",
+                      failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full"
+                      : failure != QKV_OK               ? "the disk failed"
+                                                        : "the disk takes longer than 30 s");
+    qkvi_write_back_hasten(residency);
+    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+  }
+}
+
+// ---- In ----
+
+// Memory for a part that has come back, where it has headroom, or gets some from what was used longer ago.
+static void *take_block(const qkvi_objects *objects, uint64_t bytes) {
+  const uint64_t cost = qkv_arena_cost(bytes), limit = qkvi_budget_limit(objects->residency);
+  if (qkv_arena_reserve(objects->arena, cost, NULL) != QKV_OK) {
+    if (cost > limit) return NULL;
+    (void)qkvi_budget_evict(objects->residency, limit - cost - (limit - cost) / 16);  // for the next parts, too
+    if (qkv_arena_reserve(objects->arena, cost, NULL) != QKV_OK) return NULL;
+  }
+  return qkv_arena_alloc(objects->arena, bytes);
+}
+
+static void bring_back(qkvi_objects *objects, qkvi_object *object, size_t part, const void *bytes) {
+  const uint64_t size = qkvi_object_part_bytes(object, part);
+  void *data = take_block(objects, size);
+  if (data == NULL) return;
+  memcpy(data, bytes, size);
+  qkvi_objects_lock(objects);
+  const bool wanted = object->listed && object->part[part].data == NULL;
+  if (wanted) qkvi_object_warm(objects, object, part, data);
+  qkvi_objects_unlock(objects);
+  if (!wanted) qkv_arena_free(objects->arena, data, size);
+}
+
+static qkv_status read_record(const qkvi_objects *objects, uint64_t record, void *out, uint64_t bytes,
+                              qkv_error *error) {
+  qkv_storage_batch *batch = qkv_storage_batch_create(objects->residency->storage, &record, 1, bytes);
+  const qkv_status status = qkv_storage_batch_wait(batch, 0, out, bytes, error);
+  qkv_storage_batch_destroy(&batch);
+  return status;
+}
+
+// A damaged part is the end of its object. One that was deleted or replaced meanwhile is not in the table any more.
+static qkv_status lose(qkvi_objects *objects, qkvi_object *object, qkv_error *error) {
+  qkvi_objects_lock(objects);
+  const bool lost = object->listed;
+  if (lost) qkvi_objects_drop(objects, object, NULL, NULL);
+  qkvi_objects_unlock(objects);
+  qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_LOST], lost);
+  return qkv_fail(error, QKV_NOT_FOUND, "no object %s", object->config.name);
+}
+
+qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t part, void *out, qkv_error *error) {
+  const uint64_t bytes = qkvi_object_part_bytes(object, part);
+  qkvi_object_part *at = &object->part[part];
+  qkv_error reason = {0};
+  qkvi_objects_lock(objects);
+  const void *data = at->data;
+  const uint64_t record = at->record;
+  at->users++;
+  qkvi_objects_unlock(objects);
+  qkv_status status = QKV_OK;
+  if (data != NULL) {
+    memcpy(out, data, bytes);
+  } else {
+    status = read_record(objects, record, out, bytes, &reason);
+  }
+  qkvi_objects_lock(objects);
+  at->users--;
+  qkvi_objects_unlock(objects);
+  if (status == QKV_NOT_FOUND || status == QKV_DATA_LOSS) return lose(objects, object, error);
+  if (status != QKV_OK) return qkv_fail(error, status, "object %s: %s", object->config.name, reason.text);
+  if (data == NULL) bring_back(objects, object, part, out);
+  return QKV_OK;
+}
+
+// ---- Recovery ----
+
+static qkv_status take_found(qkvi_objects *objects, const Qkv__V1__ObjectInfo *message, uint64_t number,
+                             qkv_error *error) {
+  qkvi_object_config config = {.bytes = message->bytes,
+                               .checksum = message->checksum,
+                               .ttl_ms = message->ttl_ms,
+                               .durability = (qkv_durability)message->durability,
+                               .evictable = message->retention == QKV__V1__RETENTION__RETENTION_EVICT,
+                               .created_unix_ms = message->created_unix_ms};
+  QKV_TRY(qkv_name_check(message->object, "object", error));
+  QKV_TRY(qkv_name_check(message->tenant, "tenant", error));
+  (void)snprintf(config.name, sizeof config.name, "%s", message->object);
+  (void)snprintf(config.tenant, sizeof config.tenant, "%s", message->tenant);
+  qkvi_objects_lock(objects);
+  qkvi_object *old = qkvi_objects_look_up(objects, config.tenant, config.name);
+  if (old != NULL) {
+    uint64_t *more = realloc(objects->superseded, (objects->superseded_count + 1) * sizeof *more);
+    if (more == NULL) abort();
+    objects->superseded = more;
+    more[objects->superseded_count++] = old->number;
+    HASH_DELETE(by_number, objects->numbers, old);
+    qkvi_objects_remove(objects, old);
+  }
+  const bool full = HASH_COUNT(objects->table) >= (size_t)objects->options->limit_objects;
+  qkvi_objects_unlock(objects);
+  if (full)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", more are there",
+                    objects->options->limit_objects);
+  QKV_TRY(qkv_arena_reserve(objects->arena, qkvi_object_fixed_cost(config.bytes), error));
+  qkvi_object *object = qkvi_object_create(objects, &config);
+  qkvi_objects_lock(objects);
+  object->number = number;
+  object->journaled = true;
+  qkvi_objects_publish_found(objects, object);
+  HASH_ADD(by_number, objects->numbers, number, sizeof object->number, object);
+  qkvi_objects_release(objects, object);
+  qkvi_objects_unlock(objects);
+  return QKV_OK;
+}
+
+bool qkvi_objects_found(qkvi_objects *objects, const qkv_journal_entry *entry, qkv_error *error) {
+  if (objects == NULL) return false;
+  Qkv__V1__ObjectInfo *message = qkv__v1__object_info__unpack(NULL, entry->bytes, entry->payload);
+  const bool is_object = message != NULL && message->object[0] != '\0' && message->bytes > 0;
+  if (is_object) (void)take_found(objects, message, entry->session, error);
+  if (message != NULL) qkv__v1__object_info__free_unpacked(message, NULL);
+  return is_object;
+}
+
+void qkvi_objects_found_record(qkvi_objects *objects, const qkv_record_info *info) {
+  const qkv_record_meta *meta = &info->meta;
+  qkvi_object *object = NULL;
+  if (objects == NULL) return;
+  HASH_FIND(by_number, objects->numbers, &meta->session, sizeof meta->session, object);
+  if (object == NULL || meta->position >= object->parts ||
+      info->bytes != qkvi_object_part_bytes(object, meta->position))
+    return;
+  object->part[meta->position].record = info->record;
+  object->part[meta->position].durable = true;
+}
+
+static bool is_whole(const qkvi_object *object) {
+  bool whole = true;
+  for (size_t i = 0; i < object->parts; i++) whole &= object->part[i].durable;
+  return whole;
+}
+
+void qkvi_objects_found_all(qkvi_objects *objects, qkvi_residency *residency, bool unread) {
+  if (objects == NULL) return;
+  qkvi_objects_lock(objects);
+  objects->residency = residency;
+  HASH_CLEAR(by_number, objects->numbers);
+  for (size_t i = 0; i < objects->superseded_count; i++)
+    qkv_storage_session_close(residency->storage, objects->superseded[i], NULL, NULL);
+  for (qkvi_object *at = objects->oldest, *next; at != NULL; at = next) {
+    next = at->next;
+    if (is_whole(at)) continue;
+    if (unread) {
+      qkvi_objects_remove(objects, at);
+    } else {
+      qkvi_objects_drop(objects, at, NULL, NULL);
+    }
+    qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_INCOMPLETE], 1);
+  }
+  qkvi_objects_unlock(objects);
+}

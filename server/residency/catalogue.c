@@ -1,0 +1,298 @@
+// What the journal has of models, calibrations and sessions, so that the next process finds them.
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/cache/session_spill.h"
+#include "proto/wire.h"
+#include "server/contract.h"
+#include "server/residency/internal.h"
+
+// ---- The journal ----
+
+void qkvi_catalogue_on_journal(void *context, qkv_status status) {
+  qkvi_journal_wait *wait = context;
+  qkvi_residency *residency = wait->residency;
+  qkvi_residency_lock(residency);
+  wait->status = status;
+  wait->done = true;
+  residency->steps++;
+  (void)pthread_cond_broadcast(&residency->moved);
+  qkvi_residency_unlock(residency);
+}
+
+qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error) {
+  qkvi_residency_lock(wait->residency);
+  while (!wait->done) (void)pthread_cond_wait(&wait->residency->moved, &wait->residency->lock);
+  qkvi_residency_unlock(wait->residency);
+  if (wait->status == QKV_OK) return QKV_OK;
+  return qkv_fail(error, wait->status, "the journal in data-dir was not written, the disk %s",
+                  wait->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
+}
+
+qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
+                                  const void *payload, uint64_t bytes, qkv_error *error) {
+  qkvi_journal_wait wait = {.residency = residency};
+  QKV_TRY(qkv_storage_journal(residency->storage, kind, session, payload, bytes, qkvi_catalogue_on_journal, &wait,
+                              error));
+  return qkvi_catalogue_finish_wait(&wait, error);
+}
+
+// ---- Calibrations in the journal ----
+
+static qkvi_known *find_known(qkvi_residency *residency, const char *model, uint32_t version) {
+  for (qkvi_known *known = residency->known; known != NULL; known = known->next) {
+    if (known->version == version && strcmp(known->model, model) == 0) return known;
+  }
+  return NULL;
+}
+
+void qkvi_catalogue_note_known(qkvi_residency *residency, const char *model, uint32_t version, bool kept) {
+  qkvi_known *known = find_known(residency, model, version);
+  if (known != NULL) {
+    known->kept &= kept;
+    return;
+  }
+  known = calloc(1, sizeof *known);
+  if (known == NULL) abort();
+  *known = (qkvi_known){.version = version, .kept = kept, .next = residency->known};
+  (void)snprintf(known->model, sizeof known->model, "%s", model);
+  residency->known = known;
+}
+
+// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
+bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version) {
+  if (version == 0) return true;
+  qkvi_residency_lock(residency);
+  const bool ready = find_known(residency, model, version) != NULL;
+  residency->wanted |= !ready;
+  qkvi_residency_unlock(residency);
+  return ready;
+}
+
+// A Model with a name and this calibration, whose bytes go to the disk from where they lie.
+static qkv_status write_calibration(qkvi_residency *residency, const char *name, const qkv_calibration *calibration,
+                                    bool kept, qkv_error *error) {
+  enum { NAME = 1, CALIBRATION = 14, CALIBRATION_KEPT = 16 };  // fields of Model
+  size_t size, pieces;
+  const void *bytes = qkv_calibration_bytes(calibration, &size);
+  qkvi_journal_wait wait = {.residency = residency};
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  qkv_wire_put_string(writer, NAME, name);
+  qkv_wire_put_varint(writer, CALIBRATION_KEPT, kept);
+  qkv_wire_put_reference(writer, CALIBRATION, bytes, size, NULL);
+  const qkv_wire_piece *piece = qkv_wire_writer_pieces(writer, &pieces);
+  assert(pieces == 2 && piece[1].reference);
+  const qkv_journal_entry entry = {.kind = QKV_JOURNAL_CALIBRATION,
+                                   .payload = piece[0].data,
+                                   .bytes = piece[0].length,
+                                   .rest = bytes,
+                                   .rest_bytes = size};
+  qkv_status status = qkv_storage_journal_long(residency->storage, &entry, qkvi_catalogue_on_journal, &wait, error);
+  if (status == QKV_OK) status = qkvi_catalogue_finish_wait(&wait, error);
+  qkv_wire_writer_destroy(&writer);
+  return status;
+}
+
+static void journal_calibration(qkvi_residency *residency, const qkv_model *model,
+                                const qkv_calibration *calibration) {
+  const uint32_t version = qkv_calibration_version(calibration);
+  const bool kept = qkv_calibration_slot_version(model->calibration) != version;
+  qkvi_residency_lock(residency);
+  const qkvi_known *known = find_known(residency, model->name, version);
+  const bool wanted = find_known(residency, model->name, 0) != NULL && (known == NULL || (known->kept && !kept));
+  qkvi_residency_unlock(residency);
+  if (!wanted) return;
+  qkv_error error = {0};
+  const qkv_status status = write_calibration(residency, model->name, calibration, kept, &error);
+  qkvi_residency_lock(residency);
+  if (status == QKV_OK) {
+    qkvi_catalogue_note_known(residency, model->name, version, kept);
+  } else {
+    qkvi_write_back_note_failure(residency, status);
+  }
+  qkvi_residency_unlock(residency);
+}
+
+static void journal_calibrations(qkvi_residency *residency, qkv_session *session) {
+  enum { AT_ONCE = 16 };
+  const qkv_calibration *calibrations[AT_ONCE];
+  for (size_t first = 0, count = AT_ONCE; count == AT_ONCE; first += count) {
+    count = qkv_session_calibrations(session, first, calibrations, AT_ONCE);
+    for (size_t i = 0; i < count; i++) {
+      journal_calibration(residency, qkv_session_model(session), calibrations[i]);
+      qkv_calibration_unref(&calibrations[i]);
+    }
+  }
+}
+
+// Those that sessions on the SSD are coded with and the journal does not have.
+void qkvi_catalogue_journal_calibrations(qkvi_residency *residency) {
+  size_t count;
+  qkvi_resident *sessions = qkvi_residency_sessions(residency, &count);
+  for (size_t i = 0; i < count; i++) journal_calibrations(residency, sessions[i].session);
+  qkvi_residency_drop_sessions(sessions, count);
+}
+
+// ---- Models and sessions ----
+
+static qkv_status journal_model(qkvi_residency *residency, const Qkv__V1__Model *message, qkv_error *error) {
+  const size_t bytes = qkv__v1__model__get_packed_size(message);
+  uint8_t *payload = malloc(bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__model__pack(message, payload);
+  const qkv_status status = qkvi_catalogue_journal(residency, QKV_JOURNAL_MODEL, 0, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+// One at a time, so that a model is written once.
+static qkv_status journal_model_once(qkvi_residency *residency, const qkv_model *model, qkv_error *error) {
+  qkv_status status = QKV_OK;
+  (void)pthread_mutex_lock(&residency->models_lock);
+  qkvi_residency_lock(residency);
+  const bool known = find_known(residency, model->name, 0) != NULL;
+  qkvi_residency_unlock(residency);
+  if (!known) {
+    // What was asked for: what it left to the daemon is the next daemon's to say.
+    qkv_model asked = *model;
+    asked.policy = model->asked;
+    qkvi_model_message message;
+    qkvi_model_write(&asked, &message);
+    status = journal_model(residency, &message.model, error);
+    qkvi_model_message_clear(&message);
+    qkvi_residency_lock(residency);
+    if (status == QKV_OK) qkvi_catalogue_note_known(residency, model->name, 0, false);
+    qkvi_residency_unlock(residency);
+  }
+  (void)pthread_mutex_unlock(&residency->models_lock);
+  return status;
+}
+
+static uint8_t *pack_info(const qkv_session_info *info, size_t *bytes) {
+  qkvi_session_message message;
+  qkvi_session_write(info, NULL, &message);
+  *bytes = qkv__v1__session_info__get_packed_size(&message.info);
+  uint8_t *payload = malloc(*bytes + 1);
+  if (payload == NULL) abort();
+  (void)qkv__v1__session_info__pack(&message.info, payload);
+  return payload;
+}
+
+static qkv_status journal_info(qkvi_residency *residency, qkv_journal_kind kind, const qkv_session_info *info,
+                               qkv_error *error) {
+  size_t bytes;
+  uint8_t *payload = pack_info(info, &bytes);
+  const qkv_status status = qkvi_catalogue_journal(residency, kind, info->config.id, payload, bytes, error);
+  free(payload);
+  return status;
+}
+
+// ---- Forks ----
+
+// As layer model->layers how far the hashes of ids go.
+static uint64_t *all_limits(const qkvi_catalogue_fork *fork, uint32_t layers) {
+  uint64_t *limits = calloc((size_t)layers + 1, sizeof *limits);
+  if (limits == NULL) abort();
+  memcpy(limits, fork->positions, layers * sizeof *limits);
+  limits[layers] = fork->ids;
+  return limits;
+}
+
+qkv_status qkvi_catalogue_fork_begin(qkvi_residency *residency, qkv_session *parent, const qkv_session_config *config,
+                                     const uint64_t *positions, qkvi_catalogue_fork *fork, qkv_error *error) {
+  const qkv_model *model = qkv_session_model(parent);
+  const uint64_t number = qkv_session_config_of(parent)->id;
+  *fork = (qkvi_catalogue_fork){.residency = residency, .child = config->id, .positions = positions};
+  fork->ids = qkv_session_tokens_length(qkv_session_tokens_of(parent));
+  if (config->backing == NULL) return QKV_OK;
+  if (qkvi_write_back_lost_truncation(residency, number))
+    return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the disk did not take a truncation, close the session",
+                    qkv_session_name(parent));
+  fork->wait = calloc(1, sizeof *fork->wait);
+  if (fork->wait == NULL) abort();
+  fork->wait->residency = residency;
+  const qkv_session_info info = {.config = *config, .model = model};
+  size_t bytes;
+  uint8_t *payload = pack_info(&info, &bytes);
+  uint64_t *limits = all_limits(fork, model->layers);
+  const qkv_status status =
+      qkv_storage_session_fork(residency->storage, config->id, number, limits, model->layers + 1, payload, bytes,
+                               qkvi_catalogue_on_journal, fork->wait, error);
+  free(limits);
+  free(payload);
+  if (status != QKV_OK) {
+    free(fork->wait);
+    fork->wait = NULL;
+  }
+  return status;
+}
+
+// What the parent has truncated between the two is shorter than was written.
+static void cut_fork(const qkvi_catalogue_fork *fork, qkv_session *child) {
+  const uint32_t layers = qkv_session_model(child)->layers;
+  qkv_session_info info;
+  uint64_t *lengths = calloc(layers, sizeof *lengths);
+  if (lengths == NULL) abort();
+  qkv_session_read_info(child, &info, lengths);
+  for (uint32_t i = 0; i < layers; i++) {
+    if (lengths[i] < fork->positions[i]) qkvi_write_back_cut(fork->residency, fork->child, i, lengths[i]);
+  }
+  free(lengths);
+  const uint64_t ids = qkv_session_tokens_length(qkv_session_tokens_of(child));
+  if (ids < fork->ids) qkvi_write_back_cut(fork->residency, fork->child, layers, ids);
+}
+
+qkv_status qkvi_catalogue_fork_done(qkvi_catalogue_fork *fork, qkv_session *child, qkv_error *error) {
+  if (fork->wait == NULL) return QKV_OK;
+  if (child != NULL) cut_fork(fork, child);
+  const qkv_status status = qkvi_catalogue_finish_wait(fork->wait, error);
+  free(fork->wait);
+  fork->wait = NULL;
+  if (status != QKV_OK || child == NULL) qkv_storage_session_close(fork->residency->storage, fork->child, NULL, NULL);
+  return status;
+}
+
+bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session) {
+  qkv_session *named = NULL;
+  const qkv_session_config *config = qkv_session_config_of(session);
+  if (qkv_store_session(residency->store, config->tenant, config->name, &named, NULL) != QKV_OK) return false;
+  const bool same = named == session;
+  qkv_session_unref(&named);
+  return same;
+}
+
+qkv_status qkvi_catalogue_opened(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  if (info.config.backing == NULL) return QKV_OK;
+  QKV_TRY(journal_model_once(residency, info.model, error));
+  const qkv_status status = journal_info(residency, QKV_JOURNAL_SESSION_OPEN, &info, error);
+  // It may be there nevertheless.
+  if (status != QKV_OK) qkv_storage_session_close(residency->storage, info.config.id, NULL, NULL);
+  if (status != QKV_OK || qkvi_catalogue_is_open(residency, session)) return status;
+  // Who closed it meanwhile wrote that before it was open.
+  QKV_TRY(qkvi_catalogue_closed(residency, session, error));
+  return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", info.config.name);
+}
+
+// The last entry of the journal has what is in memory, as it is written before that changes, by one at a time.
+static qkv_status journal_note(qkvi_residency *residency, qkv_session *session, const qkvi_note *note,
+                               qkv_error *error) {
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  if (info.config.backing == NULL) return QKV_OK;
+  if (note->pinned != NULL) info.config.pinned = *note->pinned;
+  if (note->ttl_ms != NULL) info.config.ttl_ms = *note->ttl_ms;
+  return journal_info(residency, QKV_JOURNAL_SESSION_NOTE, &info, error);
+}
+
+qkv_status qkvi_catalogue_note(qkvi_residency *residency, qkv_session *session, const qkvi_note *note,
+                               qkv_error *error) {
+  if (residency != NULL) (void)pthread_mutex_lock(&residency->notes_lock);
+  const qkv_status status = residency == NULL ? QKV_OK : journal_note(residency, session, note, error);
+  if (status == QKV_OK && note->pinned != NULL) qkv_session_set_pinned(session, *note->pinned);
+  if (status == QKV_OK && note->ttl_ms != NULL) qkv_session_set_ttl(session, *note->ttl_ms);
+  if (residency != NULL) (void)pthread_mutex_unlock(&residency->notes_lock);
+  return status;
+}

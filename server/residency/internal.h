@@ -1,0 +1,219 @@
+// What residency.c, budget.c and recovery.c share.
+#ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
+#define QKV_SERVER_RESIDENCY_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "engine/cache/backing.h"
+#include "server/residency/residency.h"
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
+
+// A record that is not durable yet.
+typedef struct qkvi_pending {
+  uint64_t record, session;
+  qkv_record_state state;
+  void *page;  // the copy that storage writes from; NULL once it has
+  UT_hash_handle hh;
+} qkvi_pending;
+
+// What the journal has: a model (version 0), or one of its calibrations.
+typedef struct qkvi_known {
+  char model[QKV_NAME_MAX + 1];
+  uint32_t version;
+  bool kept;  // the calibration is one that pages came with, and was never the model's (Model.calibration_kept)
+  struct qkvi_known *next;
+} qkvi_known;
+
+// A truncation on its way; those that failed are kept.
+typedef struct qkvi_poisoned {
+  qkvi_residency *residency;
+  uint64_t session;
+  struct qkvi_poisoned *next;
+} qkvi_poisoned;
+
+// More of them than this may be read by two sessions at once, in vain for one of the two.
+enum { QKVI_RESTORING_SHARED = 64 };
+
+// A layer that someone brings back; on that one's stack.
+typedef struct qkvi_restoring {
+  const qkv_session *session;
+  uint32_t layer;
+  const void *shared[QKVI_RESTORING_SHARED];  // ranges of the layer that other sessions have, too: not looked into
+  size_t shared_count;
+  uint64_t window;  // bytes that are read ahead of what is put back
+  struct qkvi_restoring *next;
+} qkvi_restoring;
+
+// A thread that reserves memory where the budget may be full; on its stack. Threads are served in the order in which
+// they came, one at a time.
+typedef struct qkvi_turn {
+  qkvi_residency *residency;
+  const qkv_rpc_call *call;
+  size_t held;       // layers that the thread holds meanwhile
+  int64_t until_ms;  // it waits for memory until then
+  struct qkvi_turn *next;
+} qkvi_turn;
+
+// `begin` waits for the turn: CANCELLED where the client of `call` goes before (NULL: nobody's), and then there is no
+// turn to end. `take` reserves `bytes` as qkvi_budget_reserve does, once or more; `end` lets the next one in.
+qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv_rpc_call *call, size_t held,
+                           qkv_error *error);
+qkv_status qkvi_turn_take(const qkvi_turn *turn, uint64_t bytes, uint64_t *reservation, qkv_error *error);
+void qkvi_turn_end(qkvi_turn *turn);
+
+// A session of which layers to come are brought back (server/residency/read_ahead.c).
+typedef struct qkvi_ahead {
+  const qkv_session *session;
+  struct qkvi_ahead *next;
+} qkvi_ahead;
+
+// A session whose end may move: records of it may lie where the start could not read.
+typedef struct qkvi_loose {
+  uint64_t session;
+  UT_hash_handle hh;
+} qkvi_loose;
+
+// qkv_record_meta.kind
+typedef enum qkvi_record_kind {
+  QKVI_RECORD_PAGE = 0,    // a page of codes (engine/codec/page.h)
+  QKVI_RECORD_ROWS = 1,    // exact rows (server/residency/rows.h)
+  QKVI_RECORD_OBJECT = 2,  // a part of an opaque object (server/objects/objects.h)
+} qkvi_record_kind;
+
+typedef struct qkvi_backing {
+  qkv_backing table;  // its context is this
+  qkvi_residency *residency;
+  bool hurry;  // of SYNC sessions
+} qkvi_backing;
+
+struct qkvi_residency {
+  qkv_store *store;
+  qkvi_objects *objects;  // may be NULL
+  qkv_storage *storage;
+  qkv_metric_value *metrics;
+  qkvi_backing backings[2];  // ASYNC, SYNC
+  qkv_pool *restorers;       // that help whoever brings pages back
+
+  pthread_mutex_t lock;  // of everything down to `holds`; nothing is waited for under it but `moved`
+  pthread_cond_t moved;  // `steps` has grown
+  uint64_t steps;
+  qkvi_pending *pending;
+  uint64_t cuts;               // truncations that are not durable yet
+  qkv_status failure;          // of the last record; OK again once one is durable
+  int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
+  qkvi_known *known;
+  qkvi_poisoned *poisoned;
+  qkvi_loose *loose;
+  qkvi_verify verify;
+  bool compacting;                 // for a call
+  bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
+  bool full;                       // for want of room, the budget's or the device's
+  bool hastening;                  // a sync that someone waits for is under way
+  qkvi_restoring *restoring;       // layers that are being brought back
+  qkvi_ahead *ahead;               // sessions that are read ahead
+  size_t ahead_count;
+  qkvi_turn *turns;  // who claims memory, first come, first served: the first one makes it
+  size_t holds;      // of layers, but those of whoever waits for room or for a layer
+
+  pthread_mutex_t room_lock;      // one eviction at a time
+  pthread_mutex_t models_lock;    // one model at a time into the journal
+  pthread_mutex_t loose_lock;     // one session at a time is tied
+  pthread_mutex_t notes_lock;     // one note at a time, in the journal and in memory
+  _Atomic bool unsettled;         // some session may have something to settle
+  _Atomic uint64_t restore_rate;  // bytes a second that came back lately; 0: not known yet
+  pthread_t thread;
+  bool started;
+  uint64_t expel_above;   // bytes on the disk; with more storage-budget has no room for another segment
+  bool unread;            // the start could not read all segments
+  uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
+  // The thread's: the same for what is known of each record, as of then.
+  uint64_t directory_bytes;
+  int64_t counted_ms;
+};
+
+// Parts of the SSD's table (read.c).
+void *qkvi_tier_read_begin(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes);
+qkv_status qkvi_tier_read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error);
+void qkvi_tier_read_end(void *reading);
+
+// Bytes that one who brings pages back may have read and not taken yet, beside others with `taken`: half of what is
+// left, so that all together keep to what is reserved for them. 0: one page at a time.
+uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
+
+#define QKVI_STEP_MS 20  // at least so often what is waited for is looked at
+
+int64_t qkvi_now_ms(void);
+// Whether nobody waits for the call's result any more; NULL: somebody does.
+bool qkvi_client_is_gone(const qkv_rpc_call *call);
+void qkvi_residency_lock(qkvi_residency *residency);
+void qkvi_residency_unlock(qkvi_residency *residency);
+uint64_t qkvi_progress_count(qkvi_residency *residency);
+// Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
+uint64_t qkvi_progress_await(qkvi_residency *residency, uint64_t seen, int64_t ms);
+qkv_status qkvi_write_back_failure(qkvi_residency *residency);
+// Something that is waited for has moved.
+void qkvi_progress_signal(qkvi_residency *residency);
+// What is written becomes durable now rather than within a second.
+void qkvi_write_back_hasten(qkvi_residency *residency);
+
+// Sessions that are not in memory alone, the longest unused first; to be given back.
+typedef struct qkvi_resident {
+  qkv_session *session;  // a reference
+  int64_t last_used_ms;
+} qkvi_resident;
+qkvi_resident *qkvi_residency_sessions(qkvi_residency *residency, size_t *count);
+void qkvi_residency_drop_sessions(qkvi_resident *sessions, size_t count);
+
+// Whether it is this one that has its name.
+bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session);
+
+// Bytes of memory-budget that are used or promised.
+uint64_t qkvi_budget_taken(qkvi_residency *residency);
+
+// storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
+void qkvi_residency_expel(qkvi_residency *residency);
+
+// Opens the storage and fills the store (recovery.c). So much may wait to be written.
+qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_options *options, uint64_t dirty_bytes,
+                                  qkv_error *error);
+
+// Under the lock, or before the thread is started.
+void qkvi_catalogue_note_known(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
+void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session);
+void qkvi_catalogue_drop_loose(qkvi_residency *residency);
+// Puts a payload [bytes] from malloc, which is freed once it is written, or here where 0 is returned: refused now.
+uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, void *payload, uint64_t bytes);
+// Whether nothing of the session is put now; what is not put is looked at again later.
+bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session);
+// As qkv_backing.put_rows, in records of kind QKVI_RECORD_ROWS.
+uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
+                       uint32_t tokens, const void *k, const void *v);
+const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
+// The disk refused something; under the lock.
+void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);
+
+// Waiting for an entry of the journal: `done` with this as its context, then finish.
+typedef struct qkvi_journal_wait {
+  qkvi_residency *residency;
+  bool done;
+  qkv_status status;
+} qkvi_journal_wait;
+bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session);
+void qkvi_catalogue_on_journal(void *context, qkv_status status);
+qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error);
+// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread, which
+// then writes those that sessions on the SSD are coded with.
+bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version);
+void qkvi_catalogue_journal_calibrations(qkvi_residency *residency);
+
+// Writes an entry and waits until it is durable.
+qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
+                                  const void *payload, uint64_t bytes, qkv_error *error);
+// What was put of a layer up to now ends at `position`, for ever.
+void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position);
+
+#endif

@@ -1,0 +1,59 @@
+// Sessions whose end may move, as the start could not read all that may be of them.
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/residency/internal.h"
+
+void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session) {
+  qkvi_loose *made = calloc(1, sizeof *made);
+  if (made == NULL) abort();
+  made->session = session;
+  HASH_ADD(hh, residency->loose, session, sizeof made->session, made);
+  residency->unread = true;
+}
+
+static qkvi_loose *find_loose(qkvi_residency *residency, uint64_t session) {
+  qkvi_loose *found;
+  qkvi_residency_lock(residency);
+  HASH_FIND(hh, residency->loose, &session, sizeof session, found);
+  qkvi_residency_unlock(residency);
+  return found;
+}
+
+bool qkvi_catalogue_is_loose(qkvi_residency *residency, const qkv_session *session) {
+  return residency != NULL && residency->unread && find_loose(residency, qkv_session_config_of(session)->id) != NULL;
+}
+
+static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_loose *loose, qkv_error *error) {
+  qkv_session_info info;
+  const uint32_t layers = qkv_session_model(session)->layers;
+  uint64_t *lengths = calloc(layers, sizeof *lengths);
+  if (lengths == NULL) abort();
+  qkv_session_read_info(session, &info, lengths);
+  for (uint32_t layer = 0; layer < layers; layer++)
+    qkvi_write_back_cut(residency, loose->session, layer, lengths[layer]);
+  free(lengths);
+  QKV_TRY(qkvi_write_back_truncated(residency, session, error));
+  qkvi_residency_lock(residency);
+  HASH_DEL(residency->loose, loose);
+  qkvi_residency_unlock(residency);
+  free(loose);
+  return QKV_OK;
+}
+
+qkv_status qkvi_catalogue_tie(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
+  (void)pthread_mutex_lock(&residency->loose_lock);
+  qkvi_loose *loose = find_loose(residency, qkv_session_config_of(session)->id);
+  const qkv_status status = loose == NULL ? QKV_OK : tie(residency, session, loose, error);
+  (void)pthread_mutex_unlock(&residency->loose_lock);
+  return status;
+}
+
+void qkvi_catalogue_drop_loose(qkvi_residency *residency) {
+  qkvi_loose *loose = residency->loose, *next;
+  HASH_CLEAR(hh, residency->loose);  // the table alone; the entries stay linked
+  for (; loose != NULL; loose = next) {
+    next = loose->hh.next;
+    free(loose);
+  }
+}

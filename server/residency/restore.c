@@ -1,0 +1,324 @@
+#include "server/residency/restore.h"
+
+#include <inttypes.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/metrics.h"
+#include "server/residency/internal.h"
+
+enum { CHUNK_PAGES = 256, TRIES = 8 };
+
+// Less than this takes as long as the device needs to begin, and says nothing of its rate.
+enum { RATED_BYTES = 1 << 18 };
+#define RATE_UNKNOWN 1e9  // bytes a second, as of an SSD that was not measured
+
+typedef struct restoring {
+  qkvi_restoring here;  // in the list of those under way
+  qkvi_residency *residency;
+  qkvi_wanted wanted;
+  bool ahead;            // nobody waits for it
+  uint64_t most;         // of memory-budget in use, then
+  uint64_t reservation;  // for what comes back, and beside it
+  qkv_missing_page pages[CHUNK_PAGES];
+  size_t count;
+  const qkv_backing *tier;  // that they come from
+  void *reading;            // of these pages
+  _Atomic size_t next;      // the first of them that no thread has taken
+  _Atomic uint64_t bytes;   // that have come back
+  // Of the first page that has failed; under residency->lock.
+  size_t failed;
+  qkv_error error;
+} restoring;
+
+// ---- One at a time ----
+
+static bool share_range(const qkvi_restoring *a, const qkvi_restoring *b) {
+  for (size_t i = 0; i < a->shared_count; i++) {
+    for (size_t j = 0; j < b->shared_count; j++) {
+      if (a->shared[i] == b->shared[j]) return true;
+    }
+  }
+  return false;
+}
+
+// One that brings back the same layer, or ranges that the session shares. Under the lock.
+static const qkvi_restoring *find_other(const restoring *all) {
+  const qkvi_restoring *at = all->residency->restoring, *mine = &all->here;
+  while (at != NULL && (at->session != mine->session || at->layer != mine->layer) && !share_range(at, mine))
+    at = at->next;
+  return at;
+}
+
+static void look(restoring *all) {
+  const qkvi_wanted *wanted = &all->wanted;
+  all->here.session = wanted->session;
+  all->here.layer = wanted->layer;
+  all->here.shared_count = qkv_session_missing_shared(wanted->session, wanted->layer, wanted->begin, wanted->end,
+                                                      wanted->full, all->here.shared, QKVI_RESTORING_SHARED);
+}
+
+// Joins the list, unless there is another one.
+static bool try_enter(restoring *all) {
+  qkvi_residency *residency = all->residency;
+  qkvi_residency_lock(residency);
+  const bool alone = find_other(all) == NULL;
+  if (alone) {
+    uint64_t taken = 0;
+    for (const qkvi_restoring *at = residency->restoring; at != NULL; at = at->next) taken += at->window;
+    all->here.window = qkvi_restore_window(residency, taken);
+    all->here.next = residency->restoring;
+    residency->restoring = &all->here;
+  }
+  qkvi_residency_unlock(residency);
+  return alone;
+}
+
+static void count_holds(qkvi_residency *residency, size_t held, bool waits) {
+  qkvi_residency_lock(residency);
+  residency->holds = waits ? residency->holds - held : residency->holds + held;
+  qkvi_residency_unlock(residency);
+}
+
+// False where another one has the layer and this one does not wait, or no longer.
+static bool enter(restoring *all) {
+  qkvi_residency *residency = all->residency;
+  uint64_t seen = qkvi_progress_count(residency);
+  look(all);
+  if (try_enter(all)) return true;
+  if (all->ahead) return false;
+  bool alone = false;
+  count_holds(residency, all->wanted.held, true);
+  while (!alone && !qkvi_client_is_gone(all->wanted.call)) {
+    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+    look(all);
+    alone = try_enter(all);
+  }
+  count_holds(residency, all->wanted.held, false);
+  return alone;
+}
+
+static void leave(restoring *all) {
+  qkvi_residency_lock(all->residency);
+  qkvi_restoring **link = &all->residency->restoring;
+  while (*link != &all->here) link = &(*link)->next;
+  *link = all->here.next;
+  qkvi_residency_unlock(all->residency);
+  qkvi_progress_signal(all->residency);
+}
+
+// ---- Pages ----
+
+static qkv_status fail(const restoring *all, const qkv_missing_page *page, const qkv_error *reason,
+                       qkv_error *error) {
+  if (!all->ahead) qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORE_LOST], 1);
+  return qkv_fail(error, QKV_DATA_LOSS,
+                  "session %s: layer %" PRIu32 ": the page at position %" PRIu64
+                  " is lost (%s); truncate to that position and append again",
+                  qkv_session_name(all->wanted.session), all->wanted.layer, page->position,
+                  reason->text[0] != '\0' ? reason->text : "it is not on the disk");
+}
+
+// Others may have brought it back, or cut it off.
+static bool still_missing(const restoring *all, const qkv_missing_page *page) {
+  qkv_missing_page now;
+  return qkv_session_missing(all->wanted.session, all->wanted.layer, page->position, page->position + 1,
+                             all->wanted.full, &now, 1) == 1 &&
+         now.record == page->record;
+}
+
+static qkv_status restore_page(restoring *all, size_t i, qkv_error *error) {
+  const qkv_missing_page *page = &all->pages[i];
+  qkv_arena *arena = qkv_store_arena(all->residency->store);
+  qkv_error reason = {0};
+  void *image = qkv_arena_alloc_beside(arena, page->bytes);
+  qkv_status status = all->tier->read_wait(all->reading, i, image, page->bytes, &reason);
+  if (status != QKV_OK) qkv_arena_free_beside(arena, image, page->bytes);
+  if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
+  if (status == QKV_NOT_FOUND && !qkvi_catalogue_is_open(all->residency, all->wanted.session))
+    return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->wanted.session));
+  if (status != QKV_OK) return fail(all, page, &reason, error);
+  status = qkv_session_restore(all->wanted.session, all->wanted.layer, &all->reservation, page, image, &reason);
+  if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
+  if (status != QKV_OK) return qkv_fail(error, status, "%s", reason.text);
+  atomic_fetch_add_explicit(&all->bytes, page->bytes, memory_order_relaxed);
+  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_PAGES], 1);
+  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_BYTES], page->bytes);
+  return QKV_OK;
+}
+
+// A thread's part of the pages: the next one, until there are no more or one has failed.
+static void restore_pages(void *context, size_t index, size_t worker) {
+  restoring *all = context;
+  (void)index;
+  (void)worker;
+  for (size_t i; (i = atomic_fetch_add(&all->next, 1)) < all->count;) {
+    qkv_error error = {0};
+    const qkv_status status = restore_page(all, i, &error);
+    (void)sched_yield();  // attends of what is in memory go first
+    if (status == QKV_OK) continue;
+    atomic_store(&all->next, all->count);
+    qkvi_residency_lock(all->residency);
+    if (i < all->failed) {
+      all->failed = i;
+      all->error = error;
+    }
+    qkvi_residency_unlock(all->residency);
+  }
+}
+
+// What nobody has asked for takes what leaves at once.
+static qkv_status take_room(restoring *all, uint64_t bytes) {
+  qkvi_budget_unreserve(all->residency, &all->reservation);
+  if (bytes > all->most) return QKV_RESOURCE_EXHAUSTED;
+  (void)qkvi_budget_evict(all->residency, all->most - bytes);
+  if (qkvi_budget_taken(all->residency) > all->most - bytes) return QKV_RESOURCE_EXHAUSTED;
+  QKV_TRY(qkv_arena_reserve(qkv_store_arena(all->residency->store), bytes, NULL));
+  all->reservation = bytes;
+  return QKV_OK;
+}
+
+static qkv_status restore_chunk(restoring *all, qkv_error *error) {
+  uint64_t records[CHUNK_PAGES];
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < all->count; i++) {
+    records[i] = all->pages[i].record;
+    bytes += qkv_arena_cost(all->pages[i].bytes);
+  }
+  if (all->ahead) QKV_TRY(take_room(all, bytes));
+  all->tier = qkv_session_config_of(all->wanted.session)->backing;
+  all->reading = all->tier->read_begin(all->tier->context, records, all->count, all->here.window);
+  atomic_store(&all->next, 0);
+  all->failed = all->count;
+  const size_t width = qkv_pool_width(all->residency->restorers);
+  qkv_pool_loop(all->residency->restorers, width < all->count ? width : all->count, restore_pages, all);
+  all->tier->read_end(all->reading);
+  if (all->failed == all->count) return QKV_OK;
+  return qkv_fail(error, all->error.status, "%s", all->error.text);
+}
+
+static qkv_status restore_chunks(restoring *all, qkv_error *error) {
+  const qkvi_wanted *wanted = &all->wanted;
+  for (;;) {
+    all->count = qkv_session_missing(wanted->session, wanted->layer, wanted->begin, wanted->end, wanted->full,
+                                     all->pages, CHUNK_PAGES);
+    if (all->count == 0) return QKV_OK;
+    QKV_TRY(restore_chunk(all, error));
+  }
+}
+
+static uint64_t missing_bytes(const qkvi_wanted *wanted) {
+  return qkv_session_missing_bytes(wanted->session, wanted->layer, wanted->begin, wanted->end, wanted->full);
+}
+
+static qkv_status check_size(const restoring *all, uint64_t bytes, qkv_error *error) {
+  const uint64_t most = qkvi_budget_limit(all->residency) / 2;
+  if (bytes <= most) return QKV_OK;
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "session %s: layer %" PRIu32 ": %" PRIu64
+                  " bytes are to come back from the SSD, half of what memory-budget has for pages is %" PRIu64,
+                  qkv_session_name(all->wanted.session), all->wanted.layer, bytes, most);
+}
+
+static void let_go(restoring *all) {
+  qkvi_budget_unreserve(all->residency, &all->reservation);
+  qkvi_budget_release(all->residency, all->wanted.session, all->wanted.layer);
+}
+
+// Whether nothing is missing: then the layer is held.
+static bool hold_complete(restoring *all) {
+  const qkvi_wanted *wanted = &all->wanted;
+  if (missing_bytes(wanted) > 0) return false;
+  qkvi_budget_hold(all->residency, wanted->session, wanted->layer);
+  if (missing_bytes(wanted) == 0) return true;
+  let_go(all);
+  return false;
+}
+
+// Reserves memory for what is missing, and holds the layer, so that no more goes missing. What has left in between
+// needs a larger reservation.
+static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error *error) {
+  const qkvi_wanted *wanted = &all->wanted;
+  for (int i = 0; i < TRIES; i++) {
+    const uint64_t bytes = missing_bytes(wanted);
+    QKV_TRY(check_size(all, bytes, error));
+    QKV_TRY(qkvi_turn_take(turn, bytes + wanted->beside, &all->reservation, error));
+    qkvi_budget_hold(all->residency, wanted->session, wanted->layer);
+    if (missing_bytes(wanted) <= bytes) return QKV_OK;
+    let_go(all);
+  }
+  return QKV_RESOURCE_EXHAUSTED;
+}
+
+// Nobody who waits for memory holds the layer meanwhile. The bytes are counted when the turn has come: others may
+// have brought back, or evicted, what the session shares with theirs.
+static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
+  qkvi_turn turn;
+  if (all->wanted.beside == 0 && hold_complete(all)) return QKV_OK;
+  QKV_TRY(check_size(all, missing_bytes(&all->wanted), error));
+  QKV_TRY(qkvi_turn_begin(&turn, all->residency, all->wanted.call, all->wanted.held, error));
+  const qkv_status status = hold_in_turn(all, &turn, error);
+  qkvi_turn_end(&turn);
+  return status;
+}
+
+// What is demoted meanwhile takes another try.
+static qkv_status restore(restoring *all, qkv_error *error) {
+  const qkvi_wanted *wanted = &all->wanted;
+  for (int i = 0; i < TRIES; i++) {
+    *error = (qkv_error){0};
+    QKV_TRY(reserve_and_hold(all, error));
+    const qkv_status status = restore_chunks(all, error);
+    if (status == QKV_OK && all->reservation >= wanted->beside) return QKV_OK;
+    let_go(all);
+    if (status != QKV_OK && status != QKV_RESOURCE_EXHAUSTED) return status;
+  }
+  *error = (qkv_error){0};
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "session %s: layer %" PRIu32 " is changed all the time",
+                  qkv_session_name(wanted->session), wanted->layer);
+}
+
+static double seconds(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// Two threads at once may count one for both.
+static void note_rate(qkvi_residency *residency, uint64_t bytes, double took) {
+  if (bytes < RATED_BYTES || took <= 0) return;
+  const double rate = (double)bytes / took, before = (double)atomic_load(&residency->restore_rate);
+  atomic_store(&residency->restore_rate, (uint64_t)(before == 0 ? rate : (7 * before + rate) / 8));
+}
+
+double qkvi_restore_ms(const qkvi_residency *residency, uint64_t bytes) {
+  const double rate = (double)atomic_load(&residency->restore_rate);
+  return 1000 * (double)bytes / (rate == 0 ? RATE_UNKNOWN : rate);
+}
+
+qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *room, qkv_error *error) {
+  restoring all = {.residency = residency, .wanted = *wanted};
+  qkv_error reason = {0};
+  if (!enter(&all)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
+  const double began = seconds();
+  const qkv_status status = restore(&all, &reason);
+  note_rate(residency, atomic_load(&all.bytes), seconds() - began);
+  leave(&all);
+  if (room != NULL)
+    *room += all.reservation;
+  else
+    qkvi_budget_unreserve(residency, &all.reservation);
+  return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", reason.text);
+}
+
+uint64_t qkvi_restore_ahead(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t memory_max) {
+  qkv_error error = {0};
+  restoring all = {.residency = residency, .wanted = *wanted, .ahead = true, .most = memory_max};
+  if (!enter(&all)) return 0;
+  (void)restore_chunks(&all, &error);
+  qkvi_budget_unreserve(residency, &all.reservation);
+  leave(&all);
+  return atomic_load(&all.bytes);
+}

@@ -1,0 +1,173 @@
+"""Each codec of parts through the real daemon: rows, attention, forks, files, the SSD and its limits."""
+
+import copy
+
+import grpc
+import numpy as np
+import pytest
+
+from daemon import Daemon
+from kv import TIMEOUT, Cache, attention, refused
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import model_pb2
+from test_cli import json_lines
+
+LAYERS, TOKENS, WINDOW = 2, 500, 20
+CODED = (TOKENS - WINDOW) // 64 * 64  # the first tokens, in pages
+POLICY = model_pb2.CodecPolicy
+# The policy, and the most that rows may be off, relative to their squares, of keys and of values.
+CODECS = {
+    "kivi": (POLICY(codec="kivi", bits_k=4, bits_v=4), 0.009, 0.009),
+    "kivi-64": (POLICY(codec="kivi", bits_k=2, bits_v=8, kivi=model_pb2.Kivi(q_group_size=64)), 0.25, 1e-4),
+    "turboquant": (POLICY(codec="turboquant", bits_k=4, bits_v=3), 0.0095, 0.035),
+    "turboquant-dense": (POLICY(codec="turboquant", bits_k=3, bits_v=2,
+                                turboquant=model_pb2.Turboquant(rotation=2)), 0.035, 0.12),
+    "turboquant-ip": (POLICY(codec="turboquant-ip", bits_k=4, bits_v=4, turboquant_ip=model_pb2.Turboquant(rotation=2)),
+                      0.055, 0.0095),
+    "pq": (POLICY(codec="pq", bits_k=4, bits_v=2), 0.0095, 0.105),
+    "int8": (POLICY(codec="int8", bits_k=8, bits_v=8), 5e-5, 5e-5),
+    "polarquant": (POLICY(codec="polarquant", bits_k=3, bits_v=4), 0.035, 0.0098),
+    "running-u8": (POLICY(codec="running-u8", bits_k=8, bits_v=8), 2e-4, 1e-4),
+    "two": (POLICY(codec="turboquant", codec_v="kivi", bits_k=4, bits_v=4), 0.0095, 0.009),
+}
+
+
+@pytest.fixture(params=CODECS)
+def cache(request, make_cache):
+    return filled(make_cache, request.param)
+
+
+def filled(make, name, **fields):
+    policy, most_k, most_v = CODECS[name]
+    made = make(layers=LAYERS, key_dim=64, value_dim=32, recent_window=WINDOW, policy=policy, rope=model_pb2.Rope(theta=10000),
+                **fields)
+    made.most, made.exact = (most_k, most_v), []
+    for layer in range(LAYERS):
+        made.exact.append(made.rows(TOKENS))
+        made.append(0, *made.exact[layer], layer=layer)
+    return made
+
+
+def error(a, b):
+    return np.sum((a - b) ** 2) / np.sum(a ** 2)
+
+
+def everything(cache):
+    query = np.random.default_rng(3).standard_normal((2, cache.q_heads, cache.key_dim)).astype(np.float32)
+    arrays = []
+    for layer in range(LAYERS):
+        arrays += [*cache.fetch((layer,)), *cache.attend(cache.info().lengths[layer] - 2, query, layer=layer)]
+    return arrays
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_rows_and_attention(cache):
+    info = cache.info()
+    assert info.tokens_coded == LAYERS * CODED and 0 < info.bits_per_coordinate < 12 and info.calibration == 0
+    for layer in range(LAYERS):
+        for exact, read, most in zip(cache.exact[layer], cache.fetch((layer,)), cache.most):
+            assert np.array_equal(exact[CODED:], read[CODED:])
+            assert most / 5 < error(exact[:CODED], read[:CODED]) < most
+        k, v = cache.fetch((layer,))
+        for count in (1, 3, 20):
+            query = cache.queries(count)
+            out, lse = cache.attend(TOKENS - count, query, layer=layer)
+            expected, expected_lse = attention(query, k, v, TOKENS - count)
+            assert np.allclose(out, expected, atol=2e-5) and np.allclose(lse, expected_lse, atol=2e-5)
+
+
+def test_repeated_and_other_rows(cache):
+    k, v = cache.exact[0]
+    assert cache.append(0, k, v).tokens == 0
+    with refused(grpc.StatusCode.ALREADY_EXISTS):
+        cache.append(0, -k, v)
+    with refused(grpc.StatusCode.ALREADY_EXISTS):
+        cache.append(100, k[100:200], 2 * v[100:200])
+
+
+def test_forks_and_truncation(cache):
+    before = everything(cache)
+    fork = copy.copy(cache)
+    fork.name = f"{cache.name}-fork"
+    made = cache.stub.Fork(kv.ForkRequest(session=cache.name, fork=fork.name), timeout=TIMEOUT).info
+    assert made.bytes_shared == made.bytes_coded > 0 and same(everything(fork), before)
+    fork.append(TOKENS, *fork.rows(200))
+    cache.stub.Truncate(kv.TruncateRequest(session=fork.name, position=100, layers=[1]), timeout=TIMEOUT)
+    assert same(everything(cache), before)
+    fork.append(100, *(part[100:] for part in fork.exact[1]), layer=1)
+    k, v = fork.fetch((1,))
+    assert error(fork.exact[1][0][:CODED], k[:CODED]) < cache.most[0] * 1.2
+
+
+def test_planes_stay(cache):
+    before = everything(cache)
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "drops no planes"):
+        cache.stub.Demote(kv.DemoteRequest(session=cache.name, bits=1), timeout=TIMEOUT)
+    assert same(everything(cache), before)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_copies_and_files(daemon, make_cache, name, tmp_path):
+    cache = filled(make_cache, name)
+    before, path = everything(cache), str(tmp_path / "session.qkvs")
+    with Daemon() as other:
+        json_lines("qkvctl", "copy", cache.name, "--to", other.target, "--target", daemon.target)
+        moved = copy.copy(cache)
+        moved.stub = other.stub()
+        assert same(everything(moved), before) and moved.info().policy == cache.info().policy
+    json_lines("qkvctl", "fetch", cache.name, "--coded", "--output", path, "--target", daemon.target)
+    json_lines("qkvctl", "load", path, "--session", "again", "--target", daemon.target)
+    again = copy.copy(cache)
+    again.name = "again"
+    assert same(everything(again), before)
+    cache.stub.CloseSession(kv.CloseSessionRequest(session="again"), timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_sessions_outlive_the_process(name, tmp_path):
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
+    with Daemon(*arguments) as daemon:
+        cache = filled(lambda **fields: Cache(daemon.stub(), "kept", **fields), name, durability=kv.DURABILITY_SYNC)
+        before, policy = everything(cache), cache.info().policy
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert same(everything(cache), before) and cache.info().policy == policy
+        cache.stub.CloseSession(kv.CloseSessionRequest(session=cache.name, keep=True), timeout=TIMEOUT)
+        assert cache.info().bytes_coded == 0
+        coded = [array[:CODED] for array in cache.fetch((1,))]
+        assert same(coded, [array[:CODED] for array in before[4:6]])
+
+
+@pytest.mark.parametrize("policy, text", [
+    (POLICY(codec="kivi", bits_k=2.5), "policy.bits_k is 2.5, allowed are whole numbers from 2 to 8 with kivi"),
+    (POLICY(codec="running-u8", bits_k=8, bits_v=4), "policy.bits_v is 4, allowed are 8 with running-u8"),
+    (POLICY(codec="kivi", kivi=model_pb2.Kivi(q_group_size=48)), "policy.kivi.q_group_size is 48, allowed are 32 and 64"),
+    (POLICY(codec="turboquant", kivi=model_pb2.Kivi(q_group_size=32)), 'policy.kivi is there, but policy.codec is "turboquant"'),
+    (POLICY(codec="kivi", codec_v="embedded"), "embedded codes keys and values together"),
+    (POLICY(codec="kivi", codec_v="zip"), 'policy.codec_v is "zip", known are embedded, exact, kivi'),
+    (POLICY(codec_v="kivi"), 'policy.codec_v is "kivi" without policy.codec'),
+])
+def test_policies_out_of_their_limits(stub, make_cache, policy, text):
+    cache = make_cache(layers=1)
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, text):
+        stub.OpenSession(kv.OpenSessionRequest(session="refused", model=cache.model.name, policy=policy), timeout=TIMEOUT)
+    with refused(grpc.StatusCode.NOT_FOUND):
+        stub.GetSession(kv.GetSessionRequest(session="refused"), timeout=TIMEOUT)
+
+
+def test_layers_with_codecs_of_their_own(make_cache):
+    overrides = [model_pb2.LayerOverride(layer=0, policy=POLICY(codec="running-u8", bits_k=8, bits_v=8)),
+                 model_pb2.LayerOverride(layer=2, policy=POLICY(codec="exact"))]
+    cache = make_cache(layers=4, key_dim=64, value_dim=64, recent_window=0, bits_k=3, bits_v=3, overrides=overrides)
+    most = [2e-4, 0.06, 0, 0.06]
+    for layer in range(4):
+        k, v = cache.rows(256)
+        cache.append(0, k, v, layer=layer)
+        read_k, read_v = cache.fetch((layer,))
+        assert error(k, read_k) <= most[layer] and error(v, read_v) <= most[layer]
+        query = cache.queries(1)
+        assert np.allclose(cache.attend(255, query, layer=layer)[0], attention(query, read_k, read_v, 255)[0], atol=2e-5)

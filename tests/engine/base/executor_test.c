@@ -1,0 +1,82 @@
+// The executor: what each kind of work runs on.
+#include "engine/base/executor.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "engine/base/yield.h"
+
+typedef struct seen {
+  bool yields;
+  int nice;
+} seen;
+
+static void look(void *context) {
+  seen *into = context;
+  *into = (seen){.yields = qkv_yield_enabled(), .nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid))};
+}
+
+// Bulk work yields and is nice, whether it computes or waits.
+static void test_kinds_of_work(void **state) {
+  (void)state;
+  qkv_executor *executor = NULL;
+  seen of[QKV_WORK_KINDS];
+  const int own = getpriority(PRIO_PROCESS, 0), niced = own + 2 < 19 ? own + 2 : 19;
+  const qkv_executor_config config = {.threads = 2, .blocking_max = 3, .queue_max = 4, .bulk_nice = 2};
+  assert_int_equal(qkv_executor_create(&config, &executor, NULL), QKV_OK);
+  assert_int_equal(qkv_executor_threads(executor), 2 + 2 + 1 + 1 + 1);
+  for (qkv_work work = 0; work < QKV_WORK_KINDS; work++) {
+    const bool bulk = work == QKV_WORK_BULK || work >= QKV_WORK_BULK_BLOCKING;
+    of[work] = (seen){.yields = !bulk, .nice = -100};
+    assert_int_equal(qkv_executor_submit(executor, work, look, &of[work]), QKV_OK);
+  }
+  assert_int_equal(qkv_pool_width(qkv_executor_pool(executor, QKV_WORK_INTERACTIVE)), 3);
+  qkv_executor_destroy(&executor);
+  assert_null(executor);
+  for (qkv_work work = 0; work < QKV_WORK_KINDS; work++) {
+    const bool bulk = work == QKV_WORK_BULK || work >= QKV_WORK_BULK_BLOCKING;
+    assert_int_equal(of[work].yields, bulk);
+    assert_int_equal(of[work].nice, bulk ? niced : own);
+  }
+}
+
+static void wait_for_flag(void *context) {
+  const _Atomic bool *flag = context;
+  while (!atomic_load(flag)) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+}
+
+// One kind that is full does not fill another one.
+static void test_queues_are_apart(void **state) {
+  (void)state;
+  qkv_executor *executor = NULL;
+  _Atomic bool over = false;
+  size_t taken = 0;
+  seen other = {.nice = -100};
+  const qkv_executor_config config = {.threads = 1, .blocking_max = 2, .queue_max = 3};
+  assert_int_equal(qkv_executor_create(&config, &executor, NULL), QKV_OK);
+  while (qkv_executor_submit(executor, QKV_WORK_BLOCKING, wait_for_flag, &over) == QKV_OK) {
+    taken++;
+    (void)nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  }
+  assert_in_range(taken, 3, 2 + 3);
+  assert_int_equal(qkv_executor_waiting(executor), 3);
+  assert_int_equal(qkv_executor_submit(executor, QKV_WORK_INTERACTIVE, look, &other), QKV_OK);
+  atomic_store(&over, true);
+  qkv_executor_destroy(&executor);
+  assert_int_not_equal(other.nice, -100);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_kinds_of_work),
+      cmocka_unit_test(test_queues_are_apart),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

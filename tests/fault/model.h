@@ -1,0 +1,114 @@
+// The model of a storage over a faulty disk: what was asked of it, and what it must tell when it is opened again.
+// model_test.c asks, model.c judges.
+#ifndef QKV_TESTS_FAULT_MODEL_H
+#define QKV_TESTS_FAULT_MODEL_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "storage/internal.h"
+#include "tests/fault/disk.h"
+#include "tests/fault/lineage.h"
+
+enum {
+  RECORDS_MAX = LINEAGE_RECORDS,
+  SESSIONS_MAX = LINEAGE_SESSIONS,
+  CUTS_MAX = 1000,
+  TOLD_MAX = 100000,
+  EVENTS_MAX = RECORDS_MAX + SESSIONS_MAX + CUTS_MAX,
+  RUNS = 4,
+  OPERATIONS = 250,
+  LAYERS = LINEAGE_LAYERS,
+  PLACES = 12,
+  PAYLOAD_MAX = 50000,
+  FORKED = 1000000
+};
+
+typedef struct model_record {
+  uint64_t number, session, position;
+  uint32_t layer, tokens;
+  uint64_t size, content;
+  bool ended;    // written() has been called
+  bool written;  // with QKV_OK
+  bool durable;  // acknowledged
+  bool gone;     // closed, cut or dropped, acknowledged or not
+  bool dropped;  // only that: it may come back
+} model_record;
+
+// What lineage.h is told, in this order.
+typedef struct model_event {
+  enum { OPENED, FORKED_FROM, CUT, PUT } what;
+  size_t session, parent, which;  // a cut or a record
+  uint64_t positions[LAYERS];
+} model_event;
+
+typedef struct model_session {
+  uint64_t number;
+  bool open_durable, close_asked, close_durable;
+  bool failed;  // a close or cut could not be written: puts are refused
+} model_session;
+
+typedef struct model_cut {
+  uint64_t session, position, watermark;
+  uint32_t layer;
+  bool durable;
+  bool failed;  // it could not be written; it may be there nevertheless
+  bool void_;   // it did not reach the journal, or nothing hangs on it any more
+  bool told;    // by the last opening
+} model_cut;
+
+typedef struct model {
+  uint64_t seed;
+  fault_disk *disk;
+  qkv_storage *storage;
+  bool faults;       // errors may come
+  bool sync_failed;  // or may have come
+  model_record records[RECORDS_MAX];
+  size_t record_count;
+  model_session sessions[SESSIONS_MAX];
+  size_t session_count;
+  model_cut cuts[CUTS_MAX];
+  size_t cut_count;
+  model_event events[EVENTS_MAX];
+  size_t event_count;
+  lineage now;   // of all that was asked for
+  size_t waits;  // callbacks that are to come
+  // What a restart told.
+  qkv_record_info told[TOLD_MAX];
+  size_t told_count;
+  uint64_t told_sessions[SESSIONS_MAX];
+  size_t told_session_count;
+  uint64_t rewritten;  // times that the journal was written anew while it ran
+  uint64_t inherited;  // records that were told of heirs
+} model;
+
+#define CHECK(on, condition, ...)                                                        \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      print_error("seed %llu: %s: ", (unsigned long long)(on)->seed, #condition);        \
+      print_error(__VA_ARGS__);                                                          \
+      fail_msg("QKV_FAULT_SEED=%llu QKV_FAULT_SEEDS=1", (unsigned long long)(on)->seed); \
+    }                                                                                    \
+  } while (0)
+
+model_record *model_record_of(model *on, uint64_t number);
+// The session's place among on->sessions; fails where it never was.
+size_t model_place_of(const model *on, uint64_t session);
+void model_apply(const model *on, lineage *to, const model_event *event);
+bool model_cut_hits(const model_cut *cut, uint64_t session, uint32_t layer, uint64_t number, uint64_t position);
+
+// What the last opening has told.
+void model_check_sessions(model *on);
+void model_check_told(model *on);
+void model_check_durable(model *on);
+// Whether nobody can say if a cut counts that heirs of a closed session depend on.
+bool model_is_unsure(const model *on);
+// From here on what was told is there and the rest is gone. A record may come back where a newer one is damaged.
+void model_believe(model *on);
+
+#endif

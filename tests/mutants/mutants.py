@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Plants mistakes, one at a time, and tells which of them the tests catch. By hand: it builds and tests for each.
+
+A mutant is one edit: a text that stands once in a file, and another one in its place. It is caught where a test of its
+list fails; one that does not compile, or whose text is not there any more, is an error and counts for nothing.
+
+  tests/mutants/mutants.py                all of them, in a copy of the tree
+  tests/mutants/mutants.py --list
+  tests/mutants/mutants.py --only fork    those whose name has "fork" in it
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Tests of pages that sessions share.
+SHARED = "engine/cache/(fork|session_fork|session_share|layer_spill|session_spill)$"
+
+# name, file, what stands there, what is planted, regular expression of tests
+MUTANTS = [
+    # ---- What is acknowledged as durable ----
+    ("a later write clears an error", "storage/put.c", "    if (error != 0) put->error = error;\n",
+     "    put->error = error;\n", "storage/|fault/moment"),
+    ("an error of the device while compacting drops a record", "storage/compact.c",
+     "  if (unread) {\n    leave_record(storage, read, wrong);\n  } else if (wrong != NULL) {",
+     "  if (unread && storage == NULL) {\n    leave_record(storage, read, wrong);\n  } else if (wrong != NULL) {",
+     "storage/|fault/moment"),
+    ("io_uring leaves fdatasync out", "storage/io_uring.c",
+     "      io_uring_prep_fsync(sqe, file, IORING_FSYNC_DATASYNC);", "      io_uring_prep_nop(sqe);", "storage/|fault/"),
+    ("a record is placed before its session's entry is durable", "storage/put.c",
+     "    if (put->after > storage->journal.resolved) return false;\n", "", "storage/|fault/"),
+    ("compaction takes the newer of two copies", "storage/recover.c", "  ORDER(segment)\n  ORDER(offset)\n  return 0;",
+     "  if (first->segment != second->segment) return first->segment > second->segment ? -1 : 1;\n  return 0;",
+     "storage/|fault/"),
+    ("the tail is sealed without a sync", "storage/recover.c",
+     "  error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);\n"
+     "  if (error == 0) error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);",
+     "  error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);", "storage/|fault/"),
+    ("a page's record counts as durable when it is written", "server/residency/residency.c",
+     "  pending->state = QKV_RECORD_WRITTEN;\n", "  pending->state = QKV_RECORD_DURABLE;\n", "server/residency"),
+    ("settling skips what is not durable", "engine/cache/layer_spill.c",
+     "    if (state == QKV_RECORD_DURABLE) continue;", "    if (state >= QKV_RECORD_WRITTEN) continue;",
+     "engine/cache/(layer_spill|session_spill|fork|session_fork)$"),
+    ("pages that are only written leave memory", "engine/cache/layer_spill.c",
+     "  return state_at(layer, index, &held) == QKV_RECORD_DURABLE && held;",
+     "  return state_at(layer, index, &held) >= QKV_RECORD_WRITTEN && held;", "engine/cache/(layer_spill|session_spill)$"),
+    # ---- Locks ----
+    ("layers are locked in the request's order", "server/attend.c", "  qsort(order, count, sizeof *order, compare_slots);\n",
+     "  qsort(order, 0, sizeof *order, compare_slots);\n", "e2e/attend"),
+    ("an append reads its layer's pages unpinned", "engine/cache/session.c",
+     "static qkv_layer *begin_write(locked_layer *layer, int64_t used_ms) {\n  qkvi_layer_pin(&layer->layer, used_ms);\n",
+     "static qkv_layer *begin_write(locked_layer *layer, int64_t used_ms) {\n  (void)used_ms;\n",
+     "engine/cache/(session|session_fork|session_spill|layer_spill)$"),
+    ("a page leaves memory beside a reader of a fork", "engine/cache/layer_spill.c",
+     "  if (!qkvi_range_seize(range)) return 0;\n", "  (void)qkvi_range_seize(range);\n", SHARED),
+    ("a fork's use does not keep shared pages", "engine/cache/layer_spill.c",
+     "(atomic_load(&range->keepers) > 0 || atomic_load(&range->used_ms) > unused_since_ms);\n",
+     "(atomic_load(&range->keepers) > 0 || unused_since_ms < 0);\n", SHARED),
+    ("a session's hold does not keep shared pages", "engine/cache/layer_spill.c",
+     "(atomic_load(&range->keepers) > 0 || atomic_load(&range->used_ms) > unused_since_ms);\n",
+     "atomic_load(&range->used_ms) > unused_since_ms;\n", SHARED + "|e2e/forks"),
+    # ---- Shared pages ----
+    ("a fork writes into shared rows", "engine/cache/layer_tail.c",
+     "  if (block->share == NULL) return false;\n  if (!qkvi_block_is_shared(block)) {",
+     "  if (block->share == NULL) return false;\n  if (qkvi_block_is_shared(block)) return false;\n  {", SHARED),
+    ("truncation cuts a shared range", "engine/cache/layer.c",
+     "  if (qkvi_range_is_shared(slot->range) && slot->range->pages[kept - 1].tokens <= tokens) return;\n"
+     "  if (qkvi_range_is_shared(slot->range) && kept > 1 && may_begin_range(layer)) split_last_page(layer);\n"
+     "  qkv_page_range *own = qkvi_layer_own_range(layer, layer->range_count - 1);",
+     "  if (qkvi_range_is_shared(slot->range) && slot->range->pages[kept - 1].tokens <= tokens) return;\n"
+     "  if (qkvi_range_is_shared(slot->range) && kept > 1 && may_begin_range(layer)) split_last_page(layer);\n"
+     "  qkv_page_range *own = layer->ranges[layer->range_count - 1].range;", SHARED),
+    ("demotion changes a shared range", "engine/cache/layer_retier.c",
+     "  qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, cut->index));",
+     "  qkv_page_range *range = range_with(layer, cut->index);",
+     "engine/cache/(fork|session_fork|layer_retier|session_retier)$"),
+    ("an image of a copied range has one holder", "engine/cache/page_range.c",
+     "    if (entry->page != NULL) qkvi_image_share(&entry->page_holders);\n", "", SHARED),
+    ("a block that another calibration has coded is taken", "engine/cache/layer_tail.c",
+     "share->of.calibration != wanted->calibration ||", "", SHARED),
+    ("a record that forks need is dropped", "engine/cache/layer.c",
+     "  if (backing == NULL || atomic_load(&range->was_shared)) return;", "  if (backing == NULL) return;", SHARED),
+    ("a fork's page is put for one session alone", "engine/cache/layer_spill.c",
+     "  qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, index));\n"
+     "  qkv_page_entry *entry = qkv_layer_page(layer, index);\n  assert(entry->page != NULL);",
+     "  qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, index)].range;\n"
+     "  qkv_page_entry *entry = qkv_layer_page(layer, index);\n  assert(entry->page != NULL);", SHARED),
+    ("a fork keeps its parent's ids beyond its position", "engine/cache/session_tokens.c",
+     "  if (position < fork->length) truncate_locked(fork, position);\n", "  (void)position;\n",
+     "engine/cache/(session_fork|session_tokens)$"),
+    ("a truncation of forked rows is not written", "engine/cache/layer.c", " || position < layer->forked_to ||", " ||",
+     "e2e/forks"),
+    ("a fork keeps its limits after a crash", "server/residency/recovery.c",
+     "  if (found->limits != NULL && found->limits[layer] > beyond) beyond = found->limits[layer];\n", "", "e2e/forks"),
+    ("ids count again whose rows were cut", "server/residency/recovery.c",
+     "    if (info->record < cut->watermark && end > cut->position) return;\n",
+     "    if (info->record > cut->watermark && end > cut->position) return;\n", "e2e/forks"),
+    ("a fork of what was cut to nothing is shared with it", "engine/cache/session_spill.c",
+     "  if (!qkvi_session_has_layers(session) || !qkvi_session_has_layers(other)) return;",
+     "  if (!qkvi_session_has_layers(session)) return;", "e2e/forks"),
+    ("a cut clips what a fork has had", "storage/sessions.c",
+     "    if ((cut->time < time) == (entry->record < cut->watermark)) tokens",
+     "    if (time > 0 && entry->record < cut->watermark) tokens", "storage/forks"),
+    ("an heir's truncation does not lower its limits", "storage/sessions.c",
+     "    if (session->limits[layer] > entry->position) session->limits[layer] = entry->position;\n",
+     "    (void)session;\n",
+     "storage/forks"),
+    # ---- Prefixes ----
+    ("a fork is found by all of its parent's pages", "engine/cache/prefix_index.c",
+     "new_holder(index, ancestor(index, index->holders[of].node, pages), owner)",
+     "new_holder(index, ancestor(index, index->holders[of].node, pages + 1), owner)",
+     "engine/cache/(prefix_index|session_tokens)"),
+    ("a node forgets who came last", "engine/cache/prefix_index.c", "  index->nodes[from].latest = at;\n", "",
+     "engine/cache/(prefix_index|session_tokens)|e2e/prefixes"),
+    ("a page's hash leaves out the one before", "engine/cache/prefix_index.c", "  page.parent = *parent;\n",
+     "  page.parent = (qkv_prefix_hash){0};\n  (void)parent;\n", "engine/cache/(prefix_index|session_tokens)"),
+    ("a salt does not count", "server/open_session.c", "qkv_prefix_root(tenant, request->model, request->salt.data, request->salt.len)",
+     "qkv_prefix_root(tenant, request->model, request->salt.data, 0)", "e2e/(prefixes|open_prefix)"),
+    ("a session begins with pages of another policy", "server/open_prefix.c",
+     "qkv_policy_equal(&held->policy, &wanted->policy)", "held->policy.codec == wanted->policy.codec", "e2e/open_prefix"),
+    ("pages of another calibration are taken", "engine/cache/session_share.c",
+     "  if (made->image == NULL || made->calibration != calibration) return false;",
+     "  if (made->image == NULL || calibration == UINT32_MAX) return false;",
+     "engine/cache/session_share"),
+    ("pages that have lost bits are taken", "engine/cache/session_share.c", "      !entry->lost) {", "      true) {",
+     "engine/cache/session_share"),
+    # ---- Codes on the wire ----
+    ("a page of another layer is appended", "engine/cache/layer_coded.c",
+     "    if (header->layer != layer->config.layer)", "    if (header->layer > layer->config.layer)",
+     "e2e/coded"),
+    ("a page that was cut short is sent whole", "engine/cache/layer_coded.c", "                          .tokens = entry->tokens,",
+     "                          .tokens = ((const qkv_page_header *)entry->page)->tokens,",
+     "engine/cache/layer_coded|e2e/coded"),
+    ("a page follows exact rows", "engine/cache/layer_coded.c", "  if (layer->length != layer->sealed)",
+     "  if (layer->length < layer->sealed)", "engine/cache/layer_coded"),
+    ("a calibration's content is not looked at", "server/append_coded.c",
+     "  if (qkv_calibration_hash(page->calibration) == hash) return QKV_OK;",
+     "  if (hash != 0 || qkv_calibration_hash(page->calibration) == hash) return QKV_OK;",
+     "server/kept_calibrations|client/c/coded_append|e2e/coded"),
+    # ---- Exact rows of sync sessions ----
+    ("exact rows count as durable when they are written", "engine/cache/layer_rows.c",
+     "    if (state != QKV_RECORD_DURABLE) return;", "    if (state < QKV_RECORD_WRITTEN) return;",
+     "engine/cache/layer_rows"),
+    ("rows go that a page of which is only written covers", "engine/cache/layer_rows.c",
+     "  const uint64_t durable = qkvi_layer_pages_durable(layer);", "  const uint64_t durable = layer->sealed;",
+     "engine/cache/layer_rows"),
+    ("exact rows of a fork go with its parent", "engine/cache/layer_rows.c", "    parent->saved_rows[i].shared = true;\n", "",
+     "engine/cache/layer_rows|e2e/crash"),
+    # ---- Memory on paths that fail ----
+    ("a reservation leaks where an append fails", "server/append.c",
+     "    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);\n"
+     "    qkvi_budget_unreserve(daemon->residency, &room);\n",
+     "    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);\n"
+     "    if (status == QKV_OK) qkvi_budget_unreserve(daemon->residency, &room);\n", "e2e/storage"),
+    ("token ids stay reserved where an append fails", "server/append_ids.c",
+     "  qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);\n",
+     "  if (appended) qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);\n", "server/token_ids|e2e/prefixes"),
+    ("blocks that were not needed stay reserved", "engine/cache/layer_append.c",
+     "  qkv_arena_unreserve(layer->config.arena, work->reserved * qkv_arena_cost(qkvi_block_bytes(layer->config.model)));\n",
+     "",
+     "engine/cache/(layer|session|session_share)$"),
+    # ---- Codes ----
+    ("the contract's judge ignores the window", "engine/cache/layer_seal.c",
+     "                  .begin = window != 0 && end > window ? end - window : 0,", "                  .begin = window != 0 && end > window ? 0 : 0,",
+     "engine/cache/(layer|quality)"),
+    ("an outlier row is decoded to the next token", "engine/codec/outliers.c",
+     "    memcpy(rows + slot * outliers->dim, row, outliers->dim * sizeof *rows);",
+     "    memcpy(rows + (slot ^ 1) * outliers->dim, row, outliers->dim * sizeof *rows);",
+     "engine/codec/|engine/cache/outliers"),
+    ("a page of another layer is put back", "engine/cache/layer_spill.c",
+     "header->position == entry->position && header->layer == layer->config.layer && header->tokens",
+     "header->position == entry->position && layer != NULL && header->tokens", "engine/cache/(layer_spill|session_spill)$"),
+    ("a page that was cut short matches by all of its rows", "engine/cache/layer.c",
+     "  return entry->position + entry->tokens > position;", "  return entry->position + QKV_PAGE_TOKENS > position;",
+     "engine/cache/(layer|fork|session_share|session_fork)"),
+]
+
+
+def run(command, cwd, seconds):
+    """(exit status, output); a run that takes too long has status None."""
+    try:
+        done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+        return done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        return None, (error.stdout or b"").decode(errors="replace")
+
+
+def configure(tree):
+    status, output = run(["cmake", "--preset", "release"], tree, 600)
+    return None if status == 0 else output
+
+
+def programs(tree, tests):
+    """What a list of tests needs, as targets of the build."""
+    _, output = run(["ctest", "--preset", "release", "-N", "-R", tests], tree, 600)
+    names = re.findall(r"Test +#\d+: (\S+)", output)
+    targets = {"test_" + name.replace("/", "_") for name in names if not name.startswith("e2e/")}
+    if any(name.startswith("e2e/") for name in names):
+        targets |= {"qkvd", "qkvctl", "qkv-worker", "failing_disk", "e2e_stubs"}
+    return sorted(targets)
+
+
+def build(tree, tests):
+    status, output = run(["cmake", "--build", "--preset", "release", "-j2", "--target", *programs(tree, tests), "--",
+                          "--quiet"], tree, 3600)
+    return None if status == 0 else output
+
+
+def failed_test(tree, tests, seconds):
+    """The first test that fails; None where all pass."""
+    status, output = run(["ctest", "--preset", "release", "-R", tests, "-j2", "--stop-on-failure", "--timeout", str(seconds)],
+                         tree, 3600)
+    if status == 0:
+        return None
+    failed = [line.split(" - ")[1] for line in output.splitlines() if " - " in line and ("Failed" in line or "Timeout" in line
+              or "Exception" in line or "SEGFAULT" in line or "aborted" in line)]
+    return failed[0] if failed else "the run"
+
+
+def plant(tree, mutant):
+    """What is wrong with the mutant, or None."""
+    _, name, old, new, _ = mutant
+    path = tree / name
+    text = path.read_text()
+    if text.count(old) != 1:
+        return f"its text stands {text.count(old)} times in {name}"
+    path.write_text(text.replace(old, new))
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="mutants whose name has this")
+    parser.add_argument("--list", action="store_true", help="names and files, nothing is built")
+    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="of a test, which then has failed")
+    values = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if re.search(values.only, mutant[0])]
+    if values.list:
+        for name, path, *_ in mutants:
+            print(f"{path}: {name}")
+        return 0
+    caught = missed = errors = 0
+    with tempfile.TemporaryDirectory(prefix="qkv-mutants-") as directory:
+        tree = pathlib.Path(directory) / "tree"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(tree)], check=True)
+        if (wrong := configure(tree)) is not None:
+            print(wrong, file=sys.stderr)
+            return 2
+        for mutant in mutants:
+            begin = time.monotonic()
+            kept = (tree / mutant[1]).read_text()
+            wrong = plant(tree, mutant) or build(tree, mutant[4])
+            if wrong is not None:
+                errors += 1
+                print(f"ERROR   {mutant[0]}: {wrong[-2000:]}", flush=True)
+            else:
+                failed = failed_test(tree, mutant[4], values.timeout)
+                caught, missed = caught + (failed is not None), missed + (failed is None)
+                took = time.monotonic() - begin
+                print(f"{'caught' if failed else 'MISSED'}  {mutant[0]} ({failed or mutant[4]}, {took:.0f} s)", flush=True)
+            (tree / mutant[1]).write_text(kept)
+    print(f"{caught} of {caught + missed} caught, {errors} errors")
+    return 0 if errors == 0 and missed == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+// What the SSD tier does with its parts of memory-budget, and with what is beyond it.
+#include "tests/server/residency_fixture.h"
+
+static void test_windows_of_many(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  const uint64_t first = qkvi_restore_window(s.residency, 0);
+  uint64_t taken = 0;
+  assert_true(first > 0 && 2 * first <= qkvi_budget_limit(s.residency) / 64);
+  for (int i = 0; i < 100; i++) {
+    const uint64_t next = qkvi_restore_window(s.residency, taken);
+    assert_true(next <= first && taken + next <= 2 * first);
+    taken += next;
+  }
+  assert_int_equal(qkvi_restore_window(s.residency, 2 * first), 0);
+  teardown(&s);
+}
+
+// Pages leave where their limit is lowered, though nobody asks for room, and what is asked for beyond it is refused
+// at once, not after seconds.
+static void test_a_lower_limit(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  qkv_arena *arena = qkv_store_arena(s.store);
+  content wanted = in_memory(&s, TOKENS);
+  qkv_session *session = open_session(&s, "s", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  assert_int_equal(qkv_session_seal(session, NULL), QKV_OK);
+  qkv_session_info info;
+  qkv_session_read_info(session, &info, NULL);
+  const uint64_t pages = info.usage.bytes_coded, limit = qkvi_budget_taken(s.residency) - pages / 2;
+  uint64_t room = 0;
+  qkv_error error = {0};
+  qkv_arena_set_limit(arena, limit);
+  assert_int_equal(qkvi_budget_limit(s.residency), limit);
+  for (int i = 0; i < 3000 && qkvi_budget_taken(s.residency) > limit; i++) usleep(10000);
+  assert_true(qkvi_budget_taken(s.residency) <= limit);
+  const int64_t begin = qkvi_now_ms();
+  assert_int_equal(qkvi_budget_reserve(s.residency, NULL, limit + 1, 0, &room, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_true(qkvi_now_ms() - begin < 5000);
+  assert_non_null(strstr(error.text, "memory-budget is 16777216 bytes"));
+  assert_non_null(strstr(error.text, "for memory outside pages"));
+  assert_int_equal(qkvi_budget_reserve(s.residency, NULL, pages / 4, 0, &room, &error), QKV_OK);
+  assert_true(qkvi_budget_taken(s.residency) <= limit);
+  qkvi_budget_unreserve(s.residency, &room);
+  qkv_arena_set_limit(arena, UINT64_MAX);
+  assert_same(&s, "s", &wanted);
+  free_content(&wanted);
+  qkv_session_unref(&session);
+  teardown(&s);
+}
+
+int main(void) {
+  qkv_log_setup(stderr, QKV_LOG_ERROR);
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_windows_of_many),
+      cmocka_unit_test(test_a_lower_limit),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
