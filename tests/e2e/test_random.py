@@ -93,6 +93,7 @@ class Session:
         self.lengths = [0] * len(LAYERS[model])
         self.durable = list(self.lengths)  # known to be
         self.known = [0, 0]                # ids that the daemon holds: at least, at most
+        self.hashed = 0                    # below it pages may have come from the SSD: with a hash, without ids
         # Planes may have been dropped: since the last start; for good, as the pages came from such a session.
         self.demoted = self.copied = False
         self.history = []  # of what was done, for messages
@@ -123,11 +124,15 @@ class Session:
             self.lengths[layer] = min(self.lengths[layer], position)
             self.durable[layer] = min(self.durable[layer], position)
         self.known = [min(known, position) for known in self.known]
+        if position < self.hashed:  # without ids nothing stands for the beginning of a page
+            self.hashed = position // PAGE * PAGE
+            self.known[0] = min(self.known[0], self.hashed)
 
     def fork(self, name, position=0):
         made = Session(name, self.model, self.durability)
         made.ids, made.numbers = list(self.ids), list(self.numbers)
         made.lengths, made.known, made.durable = list(self.lengths), list(self.known), list(self.durable)
+        made.hashed = self.hashed
         made.demoted, made.copied, made.history = self.demoted, self.copied, list(self.history)
         made.note(f"made of {self.name} at {position}")
         if position > 0:
@@ -277,6 +282,7 @@ def believe(stub, world):
         session.lengths = list(info.lengths)
         session.durable = durable_of(info)
         session.known = [0, session.known[1]]
+        session.hashed = session.known[1] // PAGE * PAGE
         session.forget_ids()
         session.least = session.most = None
         session.demoted = session.may_be_gone = False  # the records have all planes
@@ -383,6 +389,7 @@ class Worker(threading.Thread):
             assert list(answer.info.lengths) == [answer.matched_tokens] * len(one.lengths)
             session.lengths = list(answer.info.lengths)
             session.known = [answer.matched_tokens] * 2
+            session.hashed = answer.matched_tokens  # of a holder that may have come from the SSD
             session.forget_ids()
             self.world.counts["opened with a prefix"] += answer.matched_tokens > 0
 
@@ -401,7 +408,7 @@ class Worker(threading.Thread):
             return
         made = one.fork(self.world.new_name())
         made.durable = [0] * len(one.lengths)
-        made.known, made.copied = [0, 0], one.demoted or one.copied
+        made.known, made.hashed, made.copied = [0, 0], 0, one.demoted or one.copied
         items = []
         for layer in range(len(one.lengths)):
             made.lengths[layer] = 0
