@@ -31,7 +31,8 @@ Not among them unless asked for:
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
 
-By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught.
+By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
+tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits.
 TEXT
 }
 

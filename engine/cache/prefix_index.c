@@ -411,22 +411,48 @@ typedef struct matching {
   void (*take)(void *owner);
   qkv_prefix_found *found;
   size_t count, max;
+  int steps;                               // nodes that may still be looked at below children
+  uint32_t holders[QKV_PREFIX_FOUND_MAX];  // of found[i]
+  uint32_t tops[QKV_PREFIX_FOUND_MAX];     // found[i] is the latest at or below this child; 0: no child's
 } matching;
 
-static void find_holder(matching *all, uint32_t at, uint64_t pages) {
+static void find_holder(matching *all, uint32_t at, uint64_t pages, uint32_t top) {
   void *owner = all->index->holders[at].owner;
+  all->holders[all->count] = at;
+  all->tops[all->count] = top;
   all->found[all->count++] = (qkv_prefix_found){.owner = owner, .pages = pages};
   if (all->take != NULL) all->take(owner);
 }
 
-// Those at the node, and one below each child but `seen`.
-static void find_at(matching *all, uint32_t at, uint32_t seen) {
+// Those at the node but `told`, and the latest below each child but `seen`.
+static void find_here(matching *all, uint32_t at, uint32_t told, uint32_t seen, uint64_t pages) {
   const node *nodes = all->index->nodes, *here = &nodes[at];
   for (uint32_t h = here->holder; h != 0 && all->count < all->max; h = all->index->holders[h].next) {
-    find_holder(all, h, here->depth);
+    if (h != told) find_holder(all, h, pages, 0);
   }
   for (uint32_t c = here->child; c != 0 && all->count < all->max; c = nodes[c].next) {
-    if (c != seen) find_holder(all, nodes[c].latest, here->depth);
+    if (c != seen) find_holder(all, nodes[c].latest, pages, c);
+  }
+}
+
+// The others at or below the child that found[i] is the latest of, from that one's node upwards.
+static void find_below(matching *all, size_t i) {
+  const uint32_t told = all->holders[i], top = all->tops[i];
+  uint32_t at = all->index->holders[told].node, seen = 0;
+  while (all->count < all->max && all->steps-- > 0) {
+    find_here(all, at, told, seen, all->found[i].pages);
+    if (at == top) break;
+    seen = at;
+    at = all->index->nodes[at].parent;
+  }
+}
+
+// All at or below the node, but not below `seen`.
+static void find_at(matching *all, uint32_t at, uint32_t seen) {
+  const size_t first = all->count;
+  find_here(all, at, 0, seen, all->index->nodes[at].depth);
+  for (size_t i = first; i < all->count; i++) {
+    if (all->tops[i] != 0) find_below(all, i);
   }
 }
 
@@ -447,7 +473,8 @@ size_t qkv_prefix_index_match(qkv_prefix_index *index, const qkv_prefix_hash *ro
   qkv_prefix_hash *hashes = malloc((pages + 1) * sizeof *hashes);
   if (hashes == NULL) abort();
   hashes[0] = *root;
-  matching all = {.index = index, .take = take, .found = found, .max = max};
+  matching all = {.index = index, .take = take, .found = found, .max = max, .steps = QKV_PREFIX_STEPS};
+  assert(max <= QKV_PREFIX_FOUND_MAX);
   const uint64_t hashed = hash_ahead(index, ids, pages, hashes);
   lock(index);
   climb(&all, deepest(index, hashes, hashed), 0);
@@ -475,7 +502,8 @@ static uint32_t deepest_page(qkv_prefix_index *index, uint64_t first, const qkv_
 
 size_t qkv_prefix_index_match_pages(qkv_prefix_index *index, uint64_t first, const qkv_prefix_hash *hashes,
                                     size_t count, void (*take)(void *owner), qkv_prefix_found *found, size_t max) {
-  matching all = {.index = index, .take = take, .found = found, .max = max};
+  matching all = {.index = index, .take = take, .found = found, .max = max, .steps = QKV_PREFIX_STEPS};
+  assert(max <= QKV_PREFIX_FOUND_MAX);
   lock(index);
   climb(&all, deepest_page(index, first, hashes, count), first);
   unlock(index);

@@ -103,14 +103,15 @@ typedef struct qkv_prefix_found {
 // shared. Returns how many.
 //
 // Order: at the deepest node that matches the holders attached there, the latest first, then one for each child, the
-// latest child first: the one that came through that child last. Then the same for the node's parent and so on, up to
-// QKV_PREFIX_CLIMB parents, without what was below. A node whose latest holder went away has any that is left.
+// latest child first: the one that came through that child last; then the others below these children, in any order,
+// as far as QKV_PREFIX_STEPS nodes reach in all. Then the same for the node's parent and so on, up to QKV_PREFIX_CLIMB
+// parents, without what was below. A node whose latest holder went away has any that is left.
 //
 // `take`, where not NULL, is called for each owner while the index is locked: an owner whose holder is dropped before
 // it is freed can be referenced there. It calls no function of the index.
 size_t qkv_prefix_index_match(qkv_prefix_index *index, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
                               void (*take)(void *owner), qkv_prefix_found *found, size_t max);
-enum { QKV_PREFIX_CLIMB = 64 };
+enum { QKV_PREFIX_CLIMB = 64, QKV_PREFIX_STEPS = 256, QKV_PREFIX_FOUND_MAX = 16 };  // of `max` (asserted)
 
 // The same of pages whose chained hashes are known: hashes[i] is that of page number first + i. Only holders of page
 // number `first` at least are found; `found[].pages` counts from page 0.

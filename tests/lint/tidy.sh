@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
-# clang-tidy over our sources, with .clang-tidy's checks and the flags of a build. Usage: tidy.sh [BUILD]
+# clang-tidy over our sources, with .clang-tidy's checks and the flags of a build. Usage: tidy.sh [--deep] [BUILD]
+# The static analyzer follows at most 75,000 states of a function, with --deep its own 225,000: twice the time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+states=(-extra-arg=-Xclang -extra-arg=-analyzer-config -extra-arg=-Xclang -extra-arg=max-nodes=75000)
+if [[ "${1:-}" == --deep ]]; then
+  states=()
+  shift
+fi
 build=${1:-build/release}
-output=$(nice run-clang-tidy-14 -quiet -j "$(nproc)" -p "$build" "^$PWD/(engine|proto|storage|server|client)/.*\.c$" 2>&1) || {
+output=$(nice run-clang-tidy-14 -quiet "${states[@]}" -j "$(nproc)" -p "$build" \
+  "^$PWD/(engine|proto|storage|server|client)/.*\.c$" 2>&1) || {
   # Colours and the lines that say nothing.
   sed 's/\x1b\[[0-9;]*m//g' <<<"$output" |
     grep -vE '^(clang-tidy-14 |[0-9]+ warnings? generated|Suppressed|Use -header-filter)'
