@@ -104,8 +104,8 @@ typedef struct qkv_prefix_found {
 //
 // Order: at the deepest node that matches the holders attached there, the latest first, then one for each child, the
 // latest child first: the one that came through that child last; then the others below these children, in any order,
-// as far as QKV_PREFIX_STEPS nodes reach in all. Then the same for the node's parent and so on, up to QKV_PREFIX_CLIMB
-// parents, without what was below. A node whose latest holder went away has any that is left.
+// as far as QKV_PREFIX_STEPS nodes reach in all. Then the same for the node's parent and so on, up to
+// QKV_PREFIX_CLIMB parents, without what was below. A node whose latest holder went away has any that is left.
 //
 // `take`, where not NULL, is called for each owner while the index is locked: an owner whose holder is dropped before
 // it is freed can be referenced there. It calls no function of the index.
