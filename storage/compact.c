@@ -106,7 +106,8 @@ void qkvi_compact_consider(qkv_storage *storage) {
     if (qkvi_index_at(storage->index, place, &entry) && entry.segment == segment->slot)
       compaction->records[compaction->count++] = entry.record;
   }
-  // Without a rate only what was asked for is done, at once.
+  // Without a rate only what was asked for is done, at once. The loop's clock may be late, and the first share early.
+  uv_update_time(&storage->loop);
   if (storage->config.compact_bytes_per_s > 0)
     uv_timer_start(&storage->compact_tick, qkvi_compact_tick, TICK_MS, TICK_MS);
   qkvi_compact_go(storage);
