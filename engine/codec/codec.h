@@ -83,6 +83,8 @@ typedef struct qkv_codec_planes {
   // Of a valid page: heads [kv_heads]; and whether a part's groups may go to lower tiers.
   void (*tiers)(const void *page, qkv_head_tiers *heads);
   bool (*part_drops)(const void *page, uint16_t kv_head, qkv_part part);
+  // Whether a valid page has every plane that the coder writes.
+  bool (*whole)(const qkv_coder *coder, const void *page);
   const uint16_t *(*group_bytes)(const qkv_coder *coder, uint16_t kv_head, qkv_part part);
   void (*lane)(const qkv_coder *coder, uint16_t kv_head, qkv_part part, qkv_lane *lane);
   // The squared sizes of a head's rows, by slot; 0 of those that dropping leaves as they are.

@@ -25,6 +25,17 @@ static bool part_drops(const void *page, uint16_t kv_head, qkv_part part) {
   return qkv_anchor_kind_of(part == QKV_K ? entry->anchor_k : entry->anchor_v) != QKV_ANCHOR_CHAIN;
 }
 
+static bool page_is_whole(const qkv_coder *coder, const void *page) {
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    const qkv_page_directory *entry = qkv_page_entry_of(page, h);
+    const uint8_t *tiers = qkv_embedded(coder)->heads[h].tiers;
+    for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
+      if (entry->tier_k[g] < tiers[QKV_K] || entry->tier_v[g] < tiers[QKV_V]) return false;
+    }
+  }
+  return true;
+}
+
 // Bytes of a head's sections without the padding of its block.
 static size_t section_bytes(const qkv_coder *coder, const void *page, uint16_t kv_head) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
@@ -227,6 +238,7 @@ static void row_sizes(const qkv_coder *coder, const void *page, uint16_t kv_head
 const qkv_codec_planes qkvi_embedded_planes = {
     .tiers = page_tiers,
     .part_drops = part_drops,
+    .whole = page_is_whole,
     .group_bytes = group_bytes,
     .lane = fill_lane,
     .sizes = row_sizes,

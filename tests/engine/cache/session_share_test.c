@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 
 #include "engine/cache/session.h"
+#include "engine/cache/session_coded.h"
 #include "engine/cache/session_retier.h"
 #include "engine/cache/session_share.h"
 #include "tests/engine/cache/backing_double.h"
@@ -154,6 +155,51 @@ static void test_what_is_not_taken(void **state) {
   teardown(&s);
 }
 
+// Appends the first pages of one session's layer to another as they are, with their ids.
+static void copy_pages(const scene *s, qkv_session *from, qkv_session *to, uint32_t layer) {
+  enum { COPIED = 4 };
+  const qkv_layer *read;
+  qkv_coded_page held[COPIED];
+  qkv_incoming_page pages[COPIED];
+  uint64_t appended, length;
+  qkv_error error = {0};
+  assert_int_equal(qkv_session_read(from, layer, &read, NULL), QKV_OK);
+  assert_int_equal(qkv_layer_coded_pages(read, 0, COPIED * PAGE, UINT64_MAX, held, COPIED), COPIED);
+  for (size_t i = 0; i < COPIED; i++)
+    pages[i] = (qkv_incoming_page){.image = held[i].image, .bytes = held[i].bytes, .tokens = held[i].tokens};
+  if (qkv_session_append_pages(to, layer, NULL, 0, pages, COPIED, &appended, &length, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  qkv_session_read_done(from, layer);
+  qkv_session_tokens *tokens = qkv_session_tokens_of(to);
+  uint64_t reserved = qkv_session_tokens_cost(tokens, 0, COPIED * PAGE);
+  assert_int_equal(qkv_arena_reserve(s->arena, reserved, &error), QKV_OK);
+  qkv_session_tokens_keep(tokens, 0, s->ids, COPIED * PAGE, &reserved);
+  qkv_arena_unreserve(s->arena, reserved);
+}
+
+// A client may append pages that another session had dropped planes of.
+static void test_copied_pages_are_taken_whole_alone(void **state) {
+  (void)state;
+  scene s;
+  setup(&s);
+  qkv_session_config hidden = s.config;
+  hidden.prefixes = NULL;
+  qkv_session *source = open_session(&s, &hidden), *copy = open_session(&s, &s.config);
+  (void)append_all(&s, source, 0, 0, TOKENS);
+  qkv_retier_report report = {0};
+  qkv_error error = {0};
+  assert_int_equal(qkv_session_demote(source, &(qkv_retier_scope){.end = 64}, 2, true, &report, &error), QKV_OK);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) copy_pages(&s, source, copy, layer);
+  qkv_session *session = open_session(&s, &s.config);
+  assert_int_equal(append_all(&s, session, 0, 0, TOKENS), LAYERS * 3);
+  assert_ptr_not_equal(image_of(session, 0, 0), image_of(copy, 0, 0));
+  assert_ptr_equal(image_of(session, 0, 1), image_of(copy, 0, 1));
+  close_session(&session);
+  close_session(&copy);
+  close_session(&source);
+  teardown(&s);
+}
+
 static uint32_t calibration_of(qkv_session *session, uint32_t layer, size_t page) {
   return ((const qkv_page_header *)image_of(session, layer, page))->calibration;
 }
@@ -277,6 +323,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_pages_are_taken),
       cmocka_unit_test(test_what_is_not_taken),
+      cmocka_unit_test(test_copied_pages_are_taken_whole_alone),
       cmocka_unit_test(test_pages_of_another_calibration_are_not_taken),
       cmocka_unit_test(test_chains_are_those_that_are_kept),
       cmocka_unit_test(test_all_at_once),
