@@ -14,7 +14,7 @@ qkv_packages() {
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev liburing-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev libpcre2-dev \
-        libopenblas-dev liblapacke-dev libcmocka-dev python3 protobuf-compiler-grpc
+        libopenblas-dev liblapacke-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;
     test)
       printf '%s\n' \

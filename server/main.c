@@ -16,6 +16,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "server/daemon.h"
+#include "server/service.h"
 
 #define GAUGES_EVERY_MS 1000
 #define TEND_EVERY_MS 250
@@ -33,7 +34,7 @@ struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
   uv_signal_t terminate, interrupt;
-  uv_timer_t gauges, keep, tend, learning, tiers, deadline;
+  uv_timer_t gauges, keep, tend, learning, tiers, deadline, watchdog;
   uv_thread_t drain;
   uv_async_t drained, learnt, retiered;
   bool draining, ended, learns, retiers;  // ended: no call is left
@@ -112,6 +113,12 @@ static void on_keep(uv_timer_t *timer) {
 static void on_tend(uv_timer_t *timer) {
   const main_loop *state = timer->data;
   if (!state->draining) qkv_daemon_tend(state->daemon);
+}
+
+// Also while it drains.
+static void on_watchdog(uv_timer_t *timer) {
+  (void)timer;
+  qkv_service_notify("WATCHDOG=1");
 }
 
 static void close_ended(main_loop *state);
@@ -193,6 +200,7 @@ static void close_ended(main_loop *state) {
   uv_close((uv_handle_t *)&state->learning, NULL);
   uv_close((uv_handle_t *)&state->tiers, NULL);
   uv_close((uv_handle_t *)&state->deadline, NULL);
+  uv_close((uv_handle_t *)&state->watchdog, NULL);
 }
 
 static void on_drained(uv_async_t *async) {
@@ -220,6 +228,7 @@ static void on_signal(uv_signal_t *handle, int number) {
   state->draining = true;
   int64_t grace = state->daemon->options->drain_grace;
   qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
+  qkv_service_notify("STOPPING=1");
   const int64_t finish = state->daemon->residency != NULL ? QKV_DAEMON_FINISH_MS : 0;
   uv_timer_start(&state->deadline, on_deadline, (uint64_t)(grace + finish + DRAIN_SLACK_MS), 0);
   block_signals(true);
@@ -244,6 +253,7 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_timer_init(&state->loop, &state->learning);
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
+  uv_timer_init(&state->loop, &state->watchdog);
   state->terminate.data = state->interrupt.data = state->gauges.data = state->drained.data = state;
   state->keep.data = state->tend.data = state->learning.data = state->learnt.data = state->tiers.data =
       state->retiered.data = state;
@@ -253,6 +263,8 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_timer_start(&state->keep, on_keep, KEEP_EVERY_MS, KEEP_EVERY_MS);
   uv_timer_start(&state->tend, on_tend, TEND_EVERY_MS, TEND_EVERY_MS);
   uv_timer_start(&state->learning, on_learn, LEARN_EVERY_MS, LEARN_EVERY_MS);
+  const uint64_t watchdog = qkv_service_watchdog_ms();
+  if (watchdog > 0) uv_timer_start(&state->watchdog, on_watchdog, 0, watchdog);
   on_retier(&state->tiers);
   block_signals(false);
 }
@@ -263,11 +275,13 @@ static void announce(const qkv_daemon *daemon) {
   }
   qkv_log(QKV_LOG_INFO, "ready", "{s:s, s:i, s:s}", "version", QKV_VERSION, "pid", (int)getpid(), "kernels",
           qkv_kernels_get()->name);
+  qkv_service_notify("READY=1");
 }
 
 static int serve(const qkv_server_options *options, const qkv_options *set) {
   qkv_error error = {0};
   qkv_daemon *daemon = NULL;
+  if (qkv_service_setup(&error) != QKV_OK) return refuse(&error);
   if (qkv_daemon_create(options, set, &daemon, &error) != QKV_OK) return refuse(&error);
   main_loop state = {0};
   setup_loop(&state, daemon);

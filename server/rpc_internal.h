@@ -23,8 +23,11 @@ typedef struct qkvi_rpc_op {
 typedef struct qkvi_rpc_listener {
   char *address;  // as bound
   grpc_server *server;
-  char *lock_path;  // of a unix socket; NULL for a TCP port
+  bool local;       // a unix socket
+  bool passed;      // by the service manager, which goes on listening (server/service.h)
+  char *lock_path;  // of a unix socket that is ours; else NULL
   int lock;         // its file, or -1
+  int wake;         // while `accepting`: an eventfd, written to end that
   int sockets[QKVI_RPC_SOCKETS_MAX];
   size_t socket_count;
   pthread_t thread;  // while `accepting`
@@ -35,8 +38,8 @@ typedef struct qkvi_rpc_listener {
 qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error);
 // Connections are accepted between these two: once the server has started, and until it is shut down.
 void qkvi_rpc_accept(qkvi_rpc_listener *listener);
-void qkvi_rpc_accept_done(qkvi_rpc_listener *listener);
-void qkvi_rpc_unlisten(qkvi_rpc_listener *listener);  // after the server is gone
+void qkvi_rpc_accept_done(qkvi_rpc_listener *listener);  // once or several times
+void qkvi_rpc_unlisten(qkvi_rpc_listener *listener);     // after the server is gone
 
 // ---- Calls (rpc_call.c) ----
 

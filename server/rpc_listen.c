@@ -1,9 +1,10 @@
 // Addresses: "unix:PATH" and "HOST:PORT".
 //
-// Sockets are ours, and accepted by a thread that gives gRPC the connections: gRPC 1.51 tells only that binding has
-// failed, stops listening for good when accept() finds no file descriptor left, leaves unix sockets the system's send
-// buffer, which halves what large answers reach, and resets TCP connections whose client does not read for some
-// seconds. A unix socket is guarded by a lock file (two servers on one path do not notice each other).
+// Sockets are ours or passed by the service manager, and accepted by a thread that gives gRPC the connections:
+// gRPC 1.51 tells only that binding has failed, stops listening for good when accept() finds no file descriptor left,
+// leaves unix sockets the system's send buffer, which halves what large answers reach, and resets TCP connections
+// whose client does not read for some seconds. A unix socket is guarded by a lock file (two servers on one path do
+// not notice each other).
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -18,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -25,6 +27,7 @@
 
 #include "engine/base/log.h"
 #include "server/rpc_internal.h"
+#include "server/service.h"
 
 #define UNIX_PREFIX "unix:"
 #define HOST_MAX 255
@@ -88,6 +91,16 @@ static char *join(const char *a, const char *b) {
   return text;
 }
 
+static bool take_unix(const char *path, qkvi_rpc_listener *listener) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  memcpy(address.sun_path, path, strlen(path) + 1);
+  const int passed = qkv_service_take_socket((const struct sockaddr *)&address, sizeof(address));
+  if (passed < 0) return false;
+  listener->sockets[listener->socket_count++] = passed;
+  listener->passed = true;
+  return true;
+}
+
 static qkv_status bind_unix(const char *path, qkvi_rpc_listener *listener, qkv_error *error) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   memcpy(address.sun_path, path, strlen(path) + 1);
@@ -107,6 +120,8 @@ static qkv_status listen_unix(const char *path, qkvi_rpc_listener *listener, qkv
   if (strncmp(path, "//", 2) == 0) path += 2;  // unix:///path
   QKV_TRY(check_socket_path(path, error));
   listener->address = join(UNIX_PREFIX, path);
+  listener->local = true;
+  if (take_unix(path, listener)) return QKV_OK;
   listener->lock_path = join(path, ".lock");
   qkv_status status = take_lock(listener->lock_path, &listener->lock, error);
   if (status == QKV_OK) status = bind_unix(path, listener, error);
@@ -194,6 +209,17 @@ static int listen_at_all(const struct addrinfo *list, qkvi_rpc_listener *listene
   return listener->socket_count > 0 ? 0 : missing;
 }
 
+// What the service manager passed of all that a name stands for; nothing else is bound then.
+static bool take_tcp(const struct addrinfo *list, qkvi_rpc_listener *listener) {
+  for (const struct addrinfo *info = list; info != NULL && listener->socket_count < QKVI_RPC_SOCKETS_MAX;
+       info = info->ai_next) {
+    const int passed = qkv_service_take_socket(info->ai_addr, info->ai_addrlen);
+    if (passed >= 0) listener->sockets[listener->socket_count++] = passed;
+  }
+  listener->passed = listener->socket_count > 0;
+  return listener->passed;
+}
+
 static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, qkv_error *error) {
   char host[HOST_MAX + 1];
   const char *port = NULL;
@@ -203,7 +229,7 @@ static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, q
   if (failed != 0) {
     return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on %s: %s", address, gai_strerror(failed));
   }
-  const int reason = listen_at_all(found, listener);
+  const int reason = take_tcp(found, listener) ? 0 : listen_at_all(found, listener);
   freeaddrinfo(found);
   if (reason != 0) {
     qkvi_rpc_unlisten(listener);
@@ -234,7 +260,7 @@ static void set_integer(int connection, int level, int option, int value) {
 }
 
 static void set_options(const qkvi_rpc_listener *listener, int connection) {
-  if (listener->lock_path != NULL) return set_integer(connection, SOL_SOCKET, SO_SNDBUF, SEND_BUFFER_BYTES);
+  if (listener->local) return set_integer(connection, SOL_SOCKET, SO_SNDBUF, SEND_BUFFER_BYTES);
   set_integer(connection, IPPROTO_TCP, TCP_NODELAY, 1);
   set_integer(connection, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_integer(connection, IPPROTO_TCP, TCP_KEEPIDLE, KEEPALIVE_S);
@@ -254,17 +280,18 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
   }  // else it is gone again
 }
 
-// Until the sockets are shut down.
+// Until the listener is woken.
 static void *accept_connections(void *context) {
   const qkvi_rpc_listener *listener = context;
   grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
-  struct pollfd waited[QKVI_RPC_SOCKETS_MAX];
-  for (size_t i = 0; i < listener->socket_count; i++)
-    waited[i] = (struct pollfd){.fd = listener->sockets[i], .events = POLLIN};
-  for (bool open = true; open;) {
-    (void)poll(waited, (nfds_t)listener->socket_count, -1);
-    for (size_t i = 0; i < listener->socket_count; i++) {
-      if ((waited[i].revents & POLLHUP) != 0) open = false;
+  struct pollfd waited[QKVI_RPC_SOCKETS_MAX + 1];
+  const size_t count = listener->socket_count;
+  for (size_t i = 0; i < count; i++) waited[i] = (struct pollfd){.fd = listener->sockets[i], .events = POLLIN};
+  waited[count] = (struct pollfd){.fd = listener->wake, .events = POLLIN};
+  for (;;) {
+    (void)poll(waited, (nfds_t)count + 1, -1);
+    if (waited[count].revents != 0) break;
+    for (size_t i = 0; i < count; i++) {
       if (waited[i].revents == POLLIN) accept_one(listener, waited[i].fd, credentials);
     }
   }
@@ -273,6 +300,8 @@ static void *accept_connections(void *context) {
 }
 
 void qkvi_rpc_accept(qkvi_rpc_listener *listener) {
+  listener->wake = eventfd(0, EFD_CLOEXEC);
+  assert(listener->wake >= 0);
   int failed = pthread_create(&listener->thread, NULL, accept_connections, listener);
   assert(failed == 0);
   (void)failed;
@@ -287,8 +316,9 @@ static void close_sockets(qkvi_rpc_listener *listener) {
 
 void qkvi_rpc_accept_done(qkvi_rpc_listener *listener) {
   if (listener->accepting) {
-    for (size_t i = 0; i < listener->socket_count; i++) (void)shutdown(listener->sockets[i], SHUT_RDWR);
+    (void)eventfd_write(listener->wake, 1);
     pthread_join(listener->thread, NULL);
+    close(listener->wake);
   }
   close_sockets(listener);
   listener->accepting = false;

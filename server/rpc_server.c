@@ -12,6 +12,7 @@
 
 #include "engine/base/log.h"
 #include "server/rpc_internal.h"
+#include "server/service.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
 // A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and who
@@ -276,7 +277,7 @@ static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *confi
     QKV_TRY(qkvi_rpc_listen(server->grpc, config->listen[i], &server->listeners[i], error));
     server->listener_count++;
   }
-  return QKV_OK;
+  return qkv_service_check_taken(error);
 }
 
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error) {
@@ -347,11 +348,26 @@ static bool wait_idle(qkv_rpc_server *server, bool all, int64_t wait_ms) {
   return idle;
 }
 
-void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
-  atomic_store_explicit(&server->draining, true, memory_order_release);
-  bool finished = wait_idle(server, false, grace_ms);
+// Connections that are not accepted yet wait for the next process where the service manager holds all sockets.
+static bool has_successor(const qkv_rpc_server *server) {
+  for (size_t i = 0; i < server->listener_count; i++) {
+    if (!server->listeners[i].passed) return false;
+  }
+  return server->listener_count > 0;
+}
+
+static void stop_listening(qkv_rpc_server *server) {
   for (size_t i = 0; i < server->listener_count; i++) qkvi_rpc_accept_done(&server->listeners[i]);
   grpc_server_shutdown_and_notify(server->grpc, server->slots[0].queue, &server->stop);
+}
+
+void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
+  // Clients are told to connect anew (GOAWAY), and their calls wait, before a call is refused.
+  const bool at_once = has_successor(server);
+  if (at_once) stop_listening(server);
+  atomic_store_explicit(&server->draining, true, memory_order_release);
+  bool finished = wait_idle(server, false, grace_ms);
+  if (!at_once) stop_listening(server);
   // An idle client may leave its connection unread for long, so it is cut off, too.
   if (!finished || !wait_idle(server, true, GOODBYE_MS)) grpc_server_cancel_all_calls(server->grpc);
   wait_idle(server, true, -1);

@@ -39,20 +39,22 @@ def wait_for(condition, what):
 class Daemon:
     """Starts qkvd on a unix socket and a TCP port of the system's choice; `arguments` are added.
 
-    `before` is called in the new process before it becomes the daemon. Use as a context manager: leaving it stops the daemon with SIGTERM and asserts a clean exit.
+    `before` is called in the new process before it becomes the daemon; the process starts as the command `start`, which
+    must become the command that follows it, and gets the descriptors `pass_fds`. Use as a context manager: leaving it stops the daemon with SIGTERM and asserts a clean exit.
     """
 
-    def __init__(self, *arguments, environment=None, listen=True, before=None):
+    def __init__(self, *arguments, environment=None, listen=True, before=None, start=(), pass_fds=()):
         self.folder = tempfile.TemporaryDirectory(prefix="qkvd-e2e-")
         self.socket = os.path.join(self.folder.name, "qkvd.sock")
         self.log_path = os.path.join(self.folder.name, "log")
         # However pytest ends, the daemon does not outlive it.
-        command = ["setpriv", "--pdeathsig", "KILL", binary("qkvd")]
+        command = [*start, "setpriv", "--pdeathsig", "KILL", binary("qkvd")]
         if listen:
             command += ["--listen", f"unix:{self.socket}", "--listen", "127.0.0.1:0"]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command + list(arguments), stderr=log, stdin=subprocess.DEVNULL,
-                                            env=clean_environment(**(environment or {})), preexec_fn=before)
+                                            env=clean_environment(**(environment or {})), preexec_fn=before,
+                                            pass_fds=pass_fds)
         self.channels = []
         self.killed = False
         self.wait_until_ready()
