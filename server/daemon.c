@@ -119,6 +119,7 @@ static void update_prefix_gauges(qkv_daemon *daemon) {
 
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   update_prefix_gauges(daemon);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_SESSIONS], (int64_t)stats.sessions);
@@ -185,6 +186,10 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .threads = (size_t)options->rpc_threads,
       .message_bytes_max = options->limit_message,
       .calls_max = (size_t)options->limit_calls,
+      .control_calls_max = (size_t)options->limit_control_calls,
+      .connection_calls_max = (size_t)options->limit_connection_calls,
+      .tenant_calls_max = (size_t)options->limit_tenant_calls,
+      .first_message_ms = options->limit_first_message,
       .methods = methods,
       .context = daemon,
       .began = count_began,
@@ -314,6 +319,7 @@ void qkv_daemon_keep_memory(qkv_daemon *daemon) {
 }
 
 void qkv_daemon_tend(qkv_daemon *daemon) {
+  qkv_rpc_server_tend(daemon->rpc);
   qkvi_memory_tend(&daemon->memory, daemon->store);
 }
 

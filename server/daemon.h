@@ -74,7 +74,8 @@ void qkv_daemon_learn(qkv_daemon *daemon);
 bool qkv_daemon_retier(qkv_daemon *daemon);
 // The process keeps to memory-budget and a tenth (server/memory.h). Any thread; waits for nobody.
 void qkv_daemon_keep_memory(qkv_daemon *daemon);
-// Gives idle memory back (server/memory.h). One call at a time, not after drain; waits for nobody.
+// Ends calls whose first message is late, and gives idle memory back (server/memory.h). One call at a time, not after
+// drain; waits for nobody.
 void qkv_daemon_tend(qkv_daemon *daemon);
 
 // Sets the gauges from what they measure.

@@ -18,6 +18,8 @@
   X(CALLS_REFUSED, "qkvd_calls_refused_total", QKV_COUNTER,                                                         \
     "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                              \
   X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")               \
+  X(CALLS_SILENT, "qkvd_calls_silent_total", QKV_COUNTER,                                                           \
+    "Calls ended before their first message: it was late, or others needed their places.")                          \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \
   X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")                  \
   X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                        \

@@ -51,6 +51,17 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-prefixes", QKV_OPTION_INTEGER, AT(limit_prefixes), "1048576", 0, QKV_PREFIX_PAGES_MAX, "N",
      "Distinct pages of 64 token ids that are indexed for Match, 64 bytes each; 0: none, Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
+    {"limit-control-calls", QKV_OPTION_INTEGER, AT(limit_control_calls), "64", 4, 65536, "N",
+     "Health checks and calls of GetStatus running at once. They have places of their own, so that a daemon that is "
+     "full "
+     "answers them."},
+    {"limit-connection-calls", QKV_OPTION_INTEGER, AT(limit_connection_calls), "512", 1, 1048576, "N",
+     "Calls of one connection running at once."},
+    {"limit-tenant-calls", QKV_OPTION_INTEGER, AT(limit_tenant_calls), "0", 0, 1048576, "N",
+     "Calls of one tenant running at once; 0: as limit-calls says."},
+    {"limit-first-message", QKV_OPTION_DURATION, AT(limit_first_message), "10s", 0, 3600000, "TIME",
+     "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
+     "limit-calls is reached, calls without a message lose their places at once."},
     {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},

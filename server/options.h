@@ -31,16 +31,20 @@ typedef struct qkv_server_options {
   int64_t limit_models;          // registered
   int64_t limit_prefixes;        // pages of 64 token ids that are indexed
   int64_t limit_calls;           // running at once
-  int64_t limit_watchers;        // Watch calls
-  int64_t limit_queue;           // jobs that wait for the compute pool
-  double bits;                   // what sessions and models fall back to, per coordinate
-  double bits_k, bits_v;         // the same for one of the two; 0: `bits`
-  int64_t sink_tokens;           // first tokens kept as outliers, the same
-  int64_t recent_window;         // tokens kept exact, the same
-  const char *anchor;            // what rows are predicted by, the same
-  int64_t anchor_every;          // of chains
-  double anchor_threshold;       // of chains
-  const char *low_rank;          // the same of low-rank factors
+  int64_t limit_control_calls;   // the same of health checks and GetStatus
+  int64_t limit_connection_calls;
+  int64_t limit_tenant_calls;   // 0: as limit_calls
+  int64_t limit_first_message;  // ms; 0: for ever
+  int64_t limit_watchers;       // Watch calls
+  int64_t limit_queue;          // jobs that wait for the compute pool
+  double bits;                  // what sessions and models fall back to, per coordinate
+  double bits_k, bits_v;        // the same for one of the two; 0: `bits`
+  int64_t sink_tokens;          // first tokens kept as outliers, the same
+  int64_t recent_window;        // tokens kept exact, the same
+  const char *anchor;           // what rows are predicted by, the same
+  int64_t anchor_every;         // of chains
+  double anchor_threshold;      // of chains
+  const char *low_rank;         // the same of low-rank factors
   int64_t rank;
   bool gqa_compensation;
   qkv_option_list calibration;     // "MODEL=FILE"

@@ -79,9 +79,13 @@ void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
 typedef struct qkv_rpc_config {
   const char *const *listen;  // "unix:PATH" or "HOST:PORT"
   size_t listen_count;
-  size_t threads;                        // completion queues, one thread each
-  int64_t message_bytes_max;             // of a request
-  size_t calls_max;                      // at once; more are answered RESOURCE_EXHAUSTED
+  size_t threads;               // completion queues, one thread each
+  int64_t message_bytes_max;    // of a request
+  size_t calls_max;             // at once; more are answered RESOURCE_EXHAUSTED
+  size_t control_calls_max;     // the same of control calls (server/rpc_limits.h), which have places of their own
+  size_t connection_calls_max;  // of one connection
+  size_t tenant_calls_max;      // of one tenant; 0: no limit
+  int64_t first_message_ms;     // until a call's first message has arrived as a whole; 0: no limit
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;
   // For metrics; may be NULL. A call that is refused begins and ends, too. `ended` comes before the client can
@@ -102,6 +106,12 @@ const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen);
 // New calls are refused from now on (UNAVAILABLE "draining"), running ones may finish; those still there after
 // `grace_ms` are cancelled. Returns when no call is left. Called once, not from a callback.
 void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms);
+
+// Ends calls whose first message has not come in time. Several times a second, by one thread at a time, not after
+// destroy.
+void qkv_rpc_server_tend(qkv_rpc_server *server);
+// Calls that were ended because they had sent no message: then, or because others needed their places.
+uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server);
 
 void qkv_rpc_server_destroy(qkv_rpc_server **server);  // after drain
 

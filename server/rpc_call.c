@@ -8,6 +8,7 @@
 // goes when both have come to their end.
 #include <assert.h>
 #include <grpc/byte_buffer.h>
+#include <grpc/support/alloc.h>
 #include <grpc/support/time.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,6 +49,7 @@ static void unref(qkv_rpc_call *call) {
   assert(atomic_load(&call->phase) == QKVI_RPC_OVER);
   if (call->method->destroy != NULL) call->method->destroy(call->state);
   qkv_rpc_server *server = call->server;
+  qkvi_rpc_limits_leave(qkvi_rpc_server_limits(server), &call->place);
   grpc_call_unref(call->grpc);
   free(call);
   qkvi_rpc_server_call_gone(server);
@@ -214,6 +216,8 @@ static void end_without_message(qkv_rpc_call *call) {
 static void read_done(qkvi_rpc_op *op, bool ok) {
   (void)ok;  // true even where there is no message
   qkv_rpc_call *call = CALL_OF(op, read_op);
+  if (!call->spoken) qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place);
+  call->spoken = true;
   move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
   if (qkv_rpc_cancelled(call)) {
     end_cancelled(call);
@@ -240,8 +244,19 @@ static void close_done(qkvi_rpc_op *op, bool ok) {
 
 // ---- For the server ----
 
-qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
-                                   const qkvi_identity *identity, gpr_timespec deadline) {
+static qkv_status enter(qkv_rpc_call *call, qkv_error *error) {
+  const qkvi_rpc_kind kind = qkvi_rpc_is_control(call->method->path) ? QKVI_RPC_CONTROL : QKVI_RPC_CALL;
+  char *peer = grpc_call_get_peer(call->grpc);
+  const qkv_status status = qkvi_rpc_limits_enter(qkvi_rpc_server_limits(call->server), &call->place, kind, peer,
+                                                  qkvi_call_tenant(call), error);
+  gpr_free(peer);
+  return status;
+}
+
+// Once it has entered, others may end it: all of it is there before.
+qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
+                                const qkvi_identity *identity, gpr_timespec deadline, qkv_rpc_call **out,
+                                qkv_error *error) {
   qkv_rpc_call *call = malloc(sizeof(*call));
   assert(call != NULL);
   memset(call, 0, offsetof(qkv_rpc_call, own_segments));
@@ -258,7 +273,10 @@ qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method 
   atomic_init(&call->phase, QKVI_RPC_HANDLER);
   atomic_init(&call->cancelled, false);
   atomic_init(&call->refs, 2);
-  return call;
+  const qkv_status status = enter(call, error);
+  *out = status == QKV_OK ? call : NULL;
+  if (status != QKV_OK) free(call);
+  return status;
 }
 
 void qkvi_rpc_call_start(qkv_rpc_call *call) {

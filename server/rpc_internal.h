@@ -9,6 +9,7 @@
 
 #include "server/identity.h"
 #include "server/rpc.h"
+#include "server/rpc_limits.h"
 
 // A tag of a completion queue: what to do when its event comes.
 typedef struct qkvi_rpc_op {
@@ -65,6 +66,8 @@ struct qkv_rpc_call {
   _Atomic bool cancelled;
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
   bool metadata_sent;
+  bool spoken;  // its first message has arrived, or there will be none
+  qkvi_rpc_place place;
 
   // One of each, used by at most one batch at a time.
   qkvi_rpc_op close_op, read_op, send_op, end_op;
@@ -77,14 +80,16 @@ struct qkv_rpc_call {
   qkvi_identity identity;
 };
 
-// Takes the gRPC call.
-qkv_rpc_call *qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
-                                   const qkvi_identity *identity, gpr_timespec deadline);
+// Takes the gRPC call, if it may run (qkvi_rpc_limits_enter).
+qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
+                                const qkvi_identity *identity, gpr_timespec deadline, qkv_rpc_call **out,
+                                qkv_error *error);
 // Waits for the first message.
 void qkvi_rpc_call_start(qkv_rpc_call *call);
 
 // ---- The server, as its calls see it (rpc_server.c) ----
 
+qkvi_rpc_limits *qkvi_rpc_server_limits(const qkv_rpc_server *server);
 void *qkvi_rpc_server_context(const qkv_rpc_server *server);
 void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);  // the status is decided
 void qkvi_rpc_server_call_gone(qkv_rpc_server *server);                 // its memory is freed

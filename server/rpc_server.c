@@ -52,7 +52,7 @@ struct qkv_rpc_server {
   size_t listener_count;
   accept_slot *slots;  // one for each queue
   size_t slot_count;
-  size_t calls_max;
+  qkvi_rpc_limits *limits;
   void *context;
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
@@ -132,14 +132,9 @@ static void count(qkv_rpc_server *server, size_t *counter, int change) {
 static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool known, qkv_error *error) {
   pthread_mutex_lock(&server->lock);  // whoever drains counts the calls after it has said so
   const bool draining = atomic_load_explicit(&server->draining, memory_order_acquire);
-  const bool full = server->calls == server->calls_max;
-  if (known && !draining && !full) server->calls++;
+  if (known && !draining) server->calls++;
   pthread_mutex_unlock(&server->lock);
   if (draining) return qkv_fail(error, QKV_UNAVAILABLE, "draining: the daemon is about to stop");
-  if (full) {
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-calls is %zu and so many calls are running",
-                    server->calls_max);
-  }
   if (known) return QKV_OK;
   size_t length = GRPC_SLICE_LENGTH(*path);
   return qkv_fail(error, QKV_UNIMPLEMENTED, "no method %.*s", (int)(length < 200 ? length : 200),
@@ -166,11 +161,14 @@ static void accept_done(qkvi_rpc_op *op, bool ok) {
   qkv_error error = {0};
   if (server->began != NULL) server->began(server->context);
   qkvi_identity identity;
-  const bool admitted = qkvi_identity_read(&slot->metadata, &identity, &error) == QKV_OK &&
-                        admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
+  bool admitted = qkvi_identity_read(&slot->metadata, &identity, &error) == QKV_OK &&
+                  admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
   grpc_call *const grpc = slot->call;
-  qkv_rpc_call *call =
-      admitted ? qkvi_rpc_call_create(server, method, grpc, &identity, slot->details.deadline) : NULL;
+  qkv_rpc_call *call = NULL;
+  if (admitted) {
+    admitted = qkvi_rpc_call_create(server, method, grpc, &identity, slot->details.deadline, &call, &error) == QKV_OK;
+    if (!admitted) count(server, &server->calls, -1);
+  }
   disarm(slot);
   arm(slot);
   if (admitted) {
@@ -188,6 +186,10 @@ static void *run_queue(void *context) {
     qkvi_rpc_op *op = event.tag;
     op->done(op, event.success != 0);
   }
+}
+
+qkvi_rpc_limits *qkvi_rpc_server_limits(const qkv_rpc_server *server) {
+  return server->limits;
 }
 
 void *qkvi_rpc_server_context(const qkv_rpc_server *server) {
@@ -286,7 +288,12 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
   grpc_init();
   qkv_rpc_server *server = calloc(1, sizeof(*server));
   assert(server != NULL);
-  server->calls_max = config->calls_max;
+  const qkvi_rpc_limits_config limits = {.calls_max = config->calls_max,
+                                         .control_max = config->control_calls_max,
+                                         .connection_max = config->connection_calls_max,
+                                         .tenant_max = config->tenant_calls_max,
+                                         .first_message_ms = config->first_message_ms};
+  server->limits = qkvi_rpc_limits_create(&limits);
   server->context = config->context;
   server->began = config->began;
   server->ended = config->ended;
@@ -321,6 +328,14 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
 const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen) {
   assert(listen < server->listener_count);
   return server->listeners[listen].address;
+}
+
+void qkv_rpc_server_tend(qkv_rpc_server *server) {
+  qkvi_rpc_limits_tend(server->limits);
+}
+
+uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server) {
+  return qkvi_rpc_limits_silent_ended(server->limits);
 }
 
 // ---- Stop ----
@@ -384,6 +399,7 @@ void qkv_rpc_server_destroy(qkv_rpc_server **server) {
   for (size_t i = 0; i < old->slot_count; i++) grpc_completion_queue_destroy(old->slots[i].queue);
   grpc_resource_quota_unref(old->quota);
   for (size_t i = 0; i < old->listener_count; i++) qkvi_rpc_unlisten(&old->listeners[i]);
+  qkvi_rpc_limits_destroy(&old->limits);
   pthread_cond_destroy(&old->changed);
   pthread_mutex_destroy(&old->lock);
   free(old->listeners);

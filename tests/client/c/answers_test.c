@@ -95,6 +95,8 @@ static void start_server(void) {
       .threads = 1,
       .message_bytes_max = 1 << 20,
       .calls_max = 16,
+      .control_calls_max = 16,
+      .connection_calls_max = 16,
       .methods = tables,
   };
   qkv_error error = {0};

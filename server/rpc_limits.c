@@ -1,0 +1,257 @@
+#include "server/rpc_limits.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
+
+#include "server/rpc_internal.h"
+
+#define CALL_OF(part) ((qkv_rpc_call *)((char *)(part)-offsetof(qkv_rpc_call, place)))
+// Calls that are ended with the lock taken once.
+#define VICTIMS 64
+
+struct qkvi_rpc_group {
+  UT_hash_handle hh;
+  size_t members;                // counted or not
+  size_t calls[QKVI_RPC_KINDS];  // counted ones
+  size_t silent[QKVI_RPC_KINDS];
+  char name[];
+};
+
+struct qkvi_rpc_limits {
+  qkvi_rpc_limits_config config;
+  pthread_mutex_t lock;
+  qkvi_rpc_group *connections, *tenants;
+  size_t calls[QKVI_RPC_KINDS];     // counted ones
+  qkvi_rpc_place *oldest, *newest;  // of the silent ones
+  uint64_t silent_ended;
+};
+
+static int64_t now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+bool qkvi_rpc_is_control(const char *path) {
+  return strcmp(path, "/grpc.health.v1.Health/Check") == 0 || strcmp(path, "/qkv.v1.Admin/GetStatus") == 0;
+}
+
+qkvi_rpc_limits *qkvi_rpc_limits_create(const qkvi_rpc_limits_config *config) {
+  qkvi_rpc_limits *limits = calloc(1, sizeof(*limits));
+  assert(limits != NULL);
+  limits->config = *config;
+  pthread_mutex_init(&limits->lock, NULL);
+  return limits;
+}
+
+void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits) {
+  qkvi_rpc_limits *old = *limits;
+  if (old == NULL) return;
+  *limits = NULL;
+  assert(old->connections == NULL && old->tenants == NULL && old->oldest == NULL);
+  pthread_mutex_destroy(&old->lock);
+  free(old);
+}
+
+// ---- Groups ----
+
+static qkvi_rpc_group *join_group(qkvi_rpc_group **all, const char *name) {
+  qkvi_rpc_group *group = NULL;
+  HASH_FIND_STR(*all, name, group);
+  if (group == NULL) {
+    const size_t bytes = strlen(name) + 1;
+    group = calloc(1, sizeof(*group) + bytes);
+    assert(group != NULL);
+    memcpy(group->name, name, bytes);
+    HASH_ADD_STR(*all, name, group);
+  }
+  group->members++;
+  return group;
+}
+
+static void leave_group(qkvi_rpc_group **all, qkvi_rpc_group *group) {
+  if (--group->members > 0) return;
+  HASH_DEL(*all, group);
+  free(group);
+}
+
+// ---- The silent ones ----
+
+static void link_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  place->silent = true;
+  place->connection->silent[place->kind]++;
+  place->previous = limits->newest;
+  place->next = NULL;
+  if (limits->newest != NULL) limits->newest->next = place;
+  if (limits->newest == NULL) limits->oldest = place;
+  limits->newest = place;
+}
+
+static void unlink_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  place->silent = false;
+  place->connection->silent[place->kind]--;
+  if (place->next != NULL) place->next->previous = place->previous;
+  if (place->next == NULL) limits->newest = place->previous;
+  if (place->previous != NULL) place->previous->next = place->next;
+  if (place->previous == NULL) limits->oldest = place->next;
+}
+
+static void count(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  place->counted = true;
+  limits->calls[place->kind]++;
+  place->connection->calls[place->kind]++;
+  place->tenant->calls[place->kind]++;
+}
+
+static void discount(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  if (!place->counted) return;
+  place->counted = false;
+  limits->calls[place->kind]--;
+  place->connection->calls[place->kind]--;
+  place->tenant->calls[place->kind]--;
+}
+
+// Takes a silent call's place. Its gRPC call, with a reference for the caller, who cancels it without the lock.
+static grpc_call *evict(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  qkv_rpc_call *call = CALL_OF(place);
+  unlink_silent(limits, place);
+  discount(limits, place);
+  limits->silent_ended++;
+  atomic_store_explicit(&call->cancelled, true, memory_order_release);
+  grpc_call_ref(call->grpc);
+  return call->grpc;
+}
+
+static void cancel(grpc_call *call, qkv_status status, const char *text) {
+  (void)grpc_call_cancel_with_status(call, (grpc_status_code)status, text, NULL);
+  grpc_call_unref(call);
+}
+
+// The oldest of the connection that has the most silent calls, if that are more than `own`.
+static qkvi_rpc_place *find_victim(const qkvi_rpc_limits *limits, qkvi_rpc_kind kind, size_t own) {
+  qkvi_rpc_place *victim = NULL;
+  size_t most = own;
+  for (qkvi_rpc_place *place = limits->oldest; place != NULL; place = place->next) {
+    if (place->kind != kind || place->connection->silent[kind] <= most) continue;
+    victim = place;
+    most = place->connection->silent[kind];
+  }
+  return victim;
+}
+
+// ---- Calls ----
+
+static qkv_status check_groups(const qkvi_rpc_limits *limits, const qkvi_rpc_place *place, qkv_error *error) {
+  const qkvi_rpc_limits_config *config = &limits->config;
+  const bool control = place->kind == QKVI_RPC_CONTROL;
+  const size_t quarter = config->control_max / 4 + 1, most = control ? quarter : config->connection_max;
+  if (place->connection->calls[place->kind] >= most && control)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "limit-control-calls is %zu, of which one connection may have %zu at once", config->control_max,
+                    most);
+  if (place->connection->calls[place->kind] >= most)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "limit-connection-calls is %zu and so many calls are running on this connection", most);
+  if (!control && config->tenant_max > 0 && place->tenant->calls[QKVI_RPC_CALL] >= config->tenant_max)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                    "limit-tenant-calls is %zu and so many calls of this tenant are running", config->tenant_max);
+  return QKV_OK;
+}
+
+// `victim` is a call that has lost its place for this one, or NULL.
+static qkv_status find_place(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, grpc_call **victim,
+                             qkv_error *error) {
+  const bool control = place->kind == QKVI_RPC_CONTROL;
+  const size_t most = control ? limits->config.control_max : limits->config.calls_max;
+  if (limits->calls[place->kind] >= most) {
+    qkvi_rpc_place *silent = find_victim(limits, place->kind, place->connection->calls[place->kind]);
+    if (silent == NULL)
+      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s is %zu and so many calls are running",
+                      control ? "limit-control-calls" : "limit-calls", most);
+    *victim = evict(limits, silent);
+  }
+  return QKV_OK;
+}
+
+static void leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  discount(limits, place);
+  leave_group(&limits->connections, place->connection);
+  leave_group(&limits->tenants, place->tenant);
+}
+
+qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
+                                 const char *tenant, qkv_error *error) {
+  grpc_call *victim = NULL;
+  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms()};
+  pthread_mutex_lock(&limits->lock);
+  place->connection = join_group(&limits->connections, peer);
+  place->tenant = join_group(&limits->tenants, tenant);
+  qkv_status status = check_groups(limits, place, error);
+  if (status == QKV_OK) status = find_place(limits, place, &victim, error);
+  if (status == QKV_OK) {
+    count(limits, place);
+    link_silent(limits, place);
+  } else {
+    leave(limits, place);
+  }
+  pthread_mutex_unlock(&limits->lock);
+  if (victim != NULL)
+    cancel(victim, QKV_RESOURCE_EXHAUSTED,
+           kind == QKVI_RPC_CONTROL ? "limit-control-calls is reached and this call has sent no message"
+                                    : "limit-calls is reached and this call has sent no message");
+  return status;
+}
+
+void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  pthread_mutex_lock(&limits->lock);
+  if (place->silent) unlink_silent(limits, place);
+  pthread_mutex_unlock(&limits->lock);
+}
+
+void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  pthread_mutex_lock(&limits->lock);
+  assert(!place->silent);
+  leave(limits, place);
+  pthread_mutex_unlock(&limits->lock);
+}
+
+// ---- Time ----
+
+static size_t take_late(qkvi_rpc_limits *limits, grpc_call **late) {
+  const int64_t before = now_ms() - limits->config.first_message_ms;
+  size_t found = 0;
+  pthread_mutex_lock(&limits->lock);
+  while (found < VICTIMS && limits->oldest != NULL && limits->oldest->begun_ms < before)
+    late[found++] = evict(limits, limits->oldest);
+  pthread_mutex_unlock(&limits->lock);
+  return found;
+}
+
+void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits) {
+  if (limits->config.first_message_ms == 0) return;
+  grpc_call *late[VICTIMS];
+  char text[128];
+  (void)snprintf(text, sizeof text,
+                 "limit-first-message is %" PRId64 " ms and the call's first message has not arrived as a whole",
+                 limits->config.first_message_ms);
+  for (size_t found = VICTIMS; found == VICTIMS;) {
+    found = take_late(limits, late);
+    for (size_t i = 0; i < found; i++) cancel(late[i], QKV_DEADLINE_EXCEEDED, text);
+  }
+}
+
+uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits) {
+  pthread_mutex_lock(&limits->lock);
+  const uint64_t ended = limits->silent_ended;
+  pthread_mutex_unlock(&limits->lock);
+  return ended;
+}

@@ -1,0 +1,65 @@
+// Which calls may run at once: all of them, those of one connection, those of one tenant.
+//
+// Calls are of two kinds, each with places of its own: control calls (qkvi_rpc_is_control) and all others. A call is
+// silent until its first message has arrived as a whole. Where all places are taken, a new call gets that of the
+// oldest silent call of the connection that has the most of them, unless the new call's own connection has as many
+// calls. So streams on which nothing is sent keep nobody out, and the connection that opens the most of them loses
+// them first.
+//
+// Threads: any; one lock, held for short. Calls to gRPC are made outside of it.
+#ifndef QKV_SERVER_RPC_LIMITS_H
+#define QKV_SERVER_RPC_LIMITS_H
+
+#include <grpc/grpc.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+
+typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
+typedef struct qkvi_rpc_limits qkvi_rpc_limits;
+
+typedef struct qkvi_rpc_limits_config {
+  size_t calls_max, control_max;  // at once
+  size_t connection_max;          // calls of one connection; of control calls a quarter of theirs
+  size_t tenant_max;              // calls of one tenant that are no control calls; 0: no limit of its own
+  int64_t first_message_ms;       // how long a call may be silent; 0: for ever
+} qkvi_rpc_limits_config;
+
+// Where several calls are counted together: a connection or a tenant. Opaque.
+typedef struct qkvi_rpc_group qkvi_rpc_group;
+
+typedef enum qkvi_rpc_kind { QKVI_RPC_CALL, QKVI_RPC_CONTROL, QKVI_RPC_KINDS } qkvi_rpc_kind;
+
+// A call's part. Guarded by the lock.
+typedef struct qkvi_rpc_place {
+  qkvi_rpc_group *connection, *tenant;
+  qkvi_rpc_kind kind;
+  bool counted;  // it has one of the places; a call that lost its place runs a little longer
+  bool silent;   // in the list
+  int64_t begun_ms;
+  struct qkvi_rpc_place *next, *previous;  // of the silent ones
+} qkvi_rpc_place;
+
+qkvi_rpc_limits *qkvi_rpc_limits_create(const qkvi_rpc_limits_config *config);
+void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits);  // no call is left
+
+// Short calls by which a daemon is observed and managed: health checks and GetStatus.
+bool qkvi_rpc_is_control(const char *path);
+
+// Takes a place for the call that `place` is part of. `peer` is its connection's name. RESOURCE_EXHAUSTED names the
+// limit; then nothing is held.
+qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
+                                 const char *tenant, qkv_error *error);
+// The first message is there, or there will be none. Once for each call, before its handler is called.
+void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
+void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place);  // after it has spoken
+
+// Ends calls that have been silent for too long. To be called several times a second.
+void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits);
+
+// How many calls have ended because they were silent: for too long, or because others needed their places.
+uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits);
+
+#endif

@@ -1,0 +1,266 @@
+"""Clients that do harm: others are served while they do, health checks answer, and memory stays bounded."""
+
+import socket
+import struct
+import threading
+import time
+
+import grpc
+import pytest
+
+from daemon import PATIENCE, SANITIZED, Daemon, wait_for
+from health.v1 import health_pb2, health_pb2_grpc
+from kv import TIMEOUT
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import model_pb2
+from reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+STREAMS = 2000
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS = 4
+MIB = 1 << 20
+
+
+def frame(kind, flags, stream, payload=b""):
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def header(name, value):
+    """HPACK, a literal without indexing."""
+    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+def request(path):
+    return b"".join(header(*pair) for pair in (
+        (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
+        ("content-type", "application/grpc"), ("te", "trailers")))
+
+
+class Raw:
+    """A connection that speaks HTTP/2 by hand. What the daemon sends is read and thrown away, as `received`."""
+
+    def __init__(self, daemon):
+        self.socket = socket.create_connection(tuple(daemon.tcp.rsplit(":", 1)), timeout=PATIENCE)
+        self.received = bytearray()
+        self.closed = False
+        self.thread = threading.Thread(target=self.read, daemon=True)
+        self.thread.start()
+
+    def read(self):
+        try:
+            while data := self.socket.recv(65536):
+                self.received += data
+        except OSError:
+            pass
+        self.closed = True
+
+    def send(self, data):
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            pass  # cut off, as well it may be
+
+    def open(self, count, path="/qkv.v1.KvCache/Attend", payload=None):
+        """So many calls, on which nothing is sent, or the beginning of a message."""
+        parts = [PREFACE, frame(SETTINGS, 0, 0)]
+        for stream in range(1, 2 * count, 2):
+            parts.append(frame(HEADERS, END_HEADERS, stream, request(path)))
+            if payload is not None:
+                parts.append(frame(DATA, 0, stream, payload))
+        self.send(b"".join(parts))
+
+    def close(self):
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.thread.join()
+        self.socket.close()
+
+
+class Attack:
+    """Connections that are closed at the end."""
+
+    def __init__(self, daemon, count):
+        self.connections = [Raw(daemon) for _ in range(count)]
+
+    def __enter__(self):
+        return self.connections
+
+    def __exit__(self, *_):
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A daemon on which silent calls stay: only the limits of calls help."""
+    with Daemon("--limit-first-message", "0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def usual():
+    with Daemon("--limit-first-message", "1s") as running:
+        yield running
+
+
+def check_health(daemon):
+    answer = health_pb2_grpc.HealthStub(daemon.channel(daemon.tcp)).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def check_served(daemon):
+    """Health, status and an ordinary call, each on a connection of its own."""
+    check_health(daemon)
+    status = daemon.status()
+    daemon.stub(daemon.tcp).ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT)
+    daemon.disconnect()
+    return {metric.name: metric.value for metric in status.metrics}
+
+
+def under_attack(daemon, running):
+    """Waits until so many calls of the attack run, and is served meanwhile."""
+    wait_for(lambda: check_served(daemon)["qkvd_calls_running"] >= running, f"{running} calls do not run")
+    for _ in range(20):
+        check_served(daemon)
+    assert check_served(daemon)["qkvd_calls_running"] >= running - 64
+    assert daemon.alive()
+
+
+def wait_quiet(daemon):
+    wait_for(lambda: check_served(daemon)["qkvd_calls_running"] <= 1, "calls of the attack are left")
+
+
+@pytest.mark.parametrize("connections", [1, 100])
+def test_silent_streams(strict, connections):
+    before = strict.rss_bytes()
+    with Attack(strict, connections) as attack:
+        for connection in attack:
+            connection.open(STREAMS // connections)
+        under_attack(strict, 512 if connections == 1 else 1000)
+        assert SANITIZED or strict.rss_bytes() < before + 128 * MIB
+        if connections == 1:
+            wait_for(lambda: b"limit-connection-calls is 512" in attack[0].received, "the refusal names no limit")
+    wait_quiet(strict)
+
+
+def test_silent_streams_lose_their_places_to_calls(strict):
+    before = check_served(strict)["qkvd_calls_silent_total"]
+    with Attack(strict, 4) as attack:
+        for connection in attack:
+            connection.open(500)
+        under_attack(strict, 1000)
+        assert check_served(strict)["qkvd_calls_silent_total"] > before
+        wait_for(lambda: any(b"this call has sent no message" in connection.received for connection in attack),
+                 "no call is told why it has ended")
+    wait_quiet(strict)
+
+
+def test_silent_health_checks(strict):
+    """The places of control calls are taken by calls that say nothing: they go as others come."""
+    with Attack(strict, 20) as attack:
+        for connection in attack:
+            connection.open(100, path="/grpc.health.v1.Health/Check")
+        wait_for(lambda: check_served(strict)["qkvd_calls_running"] >= 32, "the calls do not run")
+        for _ in range(20):
+            check_served(strict)
+        wait_for(lambda: any(b"limit-control-calls is 64" in connection.received for connection in attack),
+                 "the refusal names no limit")
+    wait_quiet(strict)
+
+
+@pytest.mark.parametrize("payload", [None, b"\0\0\1\0\0", b"\0\0\3\xff\xff" + bytes(1000)],
+                         ids=["nothing", "a head", "a part"])
+def test_first_message_that_does_not_come(usual, payload):
+    """Half a message is none; the limit is named."""
+    with Attack(usual, 2) as attack:
+        for connection in attack:
+            connection.open(20, payload=payload)
+        for connection in attack:
+            wait_for(lambda: connection.received.count(b"limit-first-message is 1000 ms") >= 1 or
+                     connection.closed, "the calls are not ended")
+            assert not connection.closed
+    wait_quiet(usual)
+
+
+def test_stream_that_has_spoken_may_pause(usual):
+    """The deadline is for the first message alone."""
+    def requests():
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        time.sleep(2.5)
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(usual.channel(usual.tcp))
+    assert len(list(stub.ServerReflectionInfo(requests(), timeout=TIMEOUT))) == 2
+    usual.disconnect()
+
+
+@pytest.mark.parametrize("data", [
+    b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(200), bytes(range(256)) * 64, PREFACE + b"\xff" * 4096,
+    PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, b"\xff" * 100),
+    PREFACE + frame(SETTINGS, 0, 0) + frame(DATA, 0, 1, b"x" * 100)], ids=range(6))
+def test_garbage(usual, data):
+    with Attack(usual, 20) as attack:
+        for connection in attack:
+            connection.send(data)
+        check_served(usual)
+    wait_quiet(usual)
+
+
+def test_connections_that_say_nothing(usual):
+    before = usual.rss_bytes()
+    with Attack(usual, 200) as attack:
+        for connection in attack[::2]:
+            connection.send(PREFACE[:10])
+        check_served(usual)
+        assert SANITIZED or usual.rss_bytes() < before + 64 * MIB
+    wait_quiet(usual)
+
+
+def test_calls_of_a_tenant():
+    """A tenant's calls are limited over its connections, and another tenant is served."""
+    with Daemon("--limit-tenant-calls", "3", "--limit-first-message", "0") as daemon:
+        release = threading.Event()
+
+        def silent():
+            release.wait(PATIENCE)
+            return
+            yield
+
+        greedy, modest = (("qkv-tenant", "greedy"),), (("qkv-tenant", "modest"),)
+        held = [daemon.stub(daemon.tcp).Append.future(silent(), metadata=greedy) for _ in range(3)]
+        wait_for(lambda: daemon.metric("qkvd_calls_running") >= 4, "the calls do not run")
+        with pytest.raises(grpc.RpcError) as refusal:
+            daemon.stub(daemon.tcp).ListModels(model_pb2.ListModelsRequest(), metadata=greedy, timeout=TIMEOUT)
+        assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal.value.details() == "limit-tenant-calls is 3 and so many calls of this tenant are running"
+        daemon.stub(daemon.tcp).ListSessions(kv.ListSessionsRequest(), metadata=modest, timeout=TIMEOUT)
+        for call in held:
+            call.cancel()
+        release.set()
+
+
+def test_health_answers_soon(strict):
+    """Not a bound on time, which a busy machine breaks, but on what comes between: the attack costs no order of magnitude."""
+    def median():
+        times = []
+        channel = strict.channel(strict.tcp)
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(51):
+            begin = time.monotonic()
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
+            times.append(time.monotonic() - begin)
+        return sorted(times)[25]
+
+    quiet = median()
+    with Attack(strict, 10) as attack:
+        for connection in attack:
+            connection.open(200)
+        under_attack(strict, 1000)
+        busy = median()
+    print(f"health check p50: {quiet * 1e3:.2f} ms quiet, {busy * 1e3:.2f} ms under attack")
+    assert busy < quiet * 100 + 1
+    strict.disconnect()
+    wait_quiet(strict)
