@@ -5,8 +5,9 @@
 #
 # shellcheck shell=bash
 
-# qkv_packages build|test: the names, one a line. `build` has all that configuring needs, tests included (and gRPC's
-# CMake package wants libgrpc++-dev and protobuf-compiler-grpc to be there); `test` is what comes on top of it.
+# qkv_packages build|test|run: the names, one a line. `build` has all that configuring needs, tests included (and gRPC's
+# CMake package wants libgrpc++-dev and protobuf-compiler-grpc to be there); `test` is what comes on top of it; `run` is what
+# qkvd and qkvctl are linked with, for images.
 qkv_packages() {
   case "$1" in
     build)
@@ -22,8 +23,13 @@ qkv_packages() {
         python3-pytest python3-numpy python3-grpcio python3-protobuf python3-venv openssl \
         gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user libsimde-dev
       ;;
+    run)
+      printf '%s\n' \
+        libgrpc29 libjansson4 liblapacke libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
+        libxxhash0 libyaml-0-2 libzstd1
+      ;;
     *)
-      echo "qkv_packages: $1 is neither build nor test" >&2
+      echo "qkv_packages: $1 is none of build, test and run" >&2
       return 2
       ;;
   esac

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang boot proxies) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -30,6 +30,9 @@ Not among them unless asked for:
             installs 5 GB with pip, some 10 minutes
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
+  boot      deploy/systemd in a Debian that boots under systemd-nspawn, with kill -9; installs mmdebstrap and
+            systemd-container, needs root, 2 minutes
+  proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
 
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
 tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits.
@@ -150,6 +153,22 @@ run_transformers() { run_engine transformers; }
 run_vllm() { run_engine vllm; }
 run_lmcache() { run_engine lmcache; }
 run_sglang() { run_engine sglang; }
+
+run_boot() {
+  qkv_install mmdebstrap systemd-container
+  build release qkvd
+  build release qkvctl
+  say "a boot with the units"
+  tests/deploy/boot.sh
+}
+
+run_proxies() {
+  qkv_install haproxy nginx-light
+  build release qkvd
+  build release e2e_stubs
+  say "proxies"
+  tests/deploy/proxies.sh
+}
 
 say "packages"
 mapfile -t packages < <(qkv_packages build && qkv_packages test)

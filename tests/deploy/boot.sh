@@ -3,6 +3,8 @@
 # and with io_uring, keeps a session over kill -9, and stops cleanly.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# shellcheck source=deploy/packages.sh
+. deploy/packages.sh
 
 usage() {
   cat <<'TEXT'
@@ -39,10 +41,7 @@ trap 'rm -rf "$folder"' EXIT
 readonly root=$folder/root
 base=${base:-$folder/root.tar}
 if [[ ! -f $base ]]; then
-  # The packages of the libraries that the programs are linked with.
-  packages=$(ldd "$bin/qkvd" "$bin/qkvctl" | awk '/=>/ {print $3}' | sort -u | xargs readlink -f |
-    xargs dpkg -S 2>/dev/null | cut -d: -f1 | sort -u | paste -sd,)
-  mmdebstrap --quiet --variant=minbase --include="systemd,systemd-sysv,$packages" bookworm "$base" </dev/null
+  mmdebstrap --quiet --variant=minbase --include="systemd,systemd-sysv,$(qkv_packages run | paste -sd,)" bookworm "$base" </dev/null
 fi
 mkdir "$root"
 tar -xf "$base" -C "$root"
