@@ -297,20 +297,6 @@ static bool take_rows(void *context, const qkv_client_rows *rows) {
   return true;
 }
 
-static qkv_code check_request(const qkv_client_fetch *request, qkv_call_error *error) {
-  if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
-  if (request->layers == NULL || request->layer_count == 0)
-    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "layers is empty, at least 1");
-  if (request->heads_first)
-    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "heads_first is set, pages give tokens first");
-  for (size_t i = 1; i < request->layer_count; i++) {
-    if (request->layers[i] <= request->layers[i - 1])
-      return qkvi_fail(error, QKV_INVALID_ARGUMENT, "layers[%zu] is %" PRIu32 ", must be above layers[%zu], %" PRIu32,
-                       i, request->layers[i], i - 1, request->layers[i - 1]);
-  }
-  return QKV_OK;
-}
-
 // Pages under way for each thread that decodes them.
 enum { PAGES_AHEAD = 32 };
 
@@ -336,7 +322,7 @@ static qkv_code start(decoding *all, unsigned threads, qkv_call_error *error) {
 
 qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
                                   qkv_client_layer_rows *layers, qkv_call_error *error) {
-  qkv_code code = check_request(request, error);
+  qkv_code code = qkvi_fetch_check(request, error);
   if (code != QKV_OK) return code;
   decoding all = {.client = client, .request = request, .layers = layers};
   if (pthread_mutex_init(&all.lock, NULL) != 0 || pthread_cond_init(&all.moved, NULL) != 0) abort();

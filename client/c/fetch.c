@@ -1,6 +1,7 @@
 // Fetch: rows out of a session, one response at a time.
 #include <assert.h>
 #include <grpc/byte_buffer.h>
+#include <inttypes.h>
 #include <stdlib.h>
 
 #include "client/c/fetch.h"
@@ -46,6 +47,20 @@ grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch 
   qkv_wire_put_varint(writer, FETCH_CHUNK, fetch->chunk_tokens);
   qkv_wire_put_varint(writer, FETCH_CODED, coded);
   return qkvi_request(client);
+}
+
+qkv_code qkvi_fetch_check(const qkv_client_fetch *request, qkv_call_error *error) {
+  if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
+  if (request->layers == NULL || request->layer_count == 0)
+    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "layers is empty, at least 1");
+  if (request->heads_first)
+    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "heads_first is set, rows in memory are tokens first");
+  for (size_t i = 1; i < request->layer_count; i++) {
+    if (request->layers[i] <= request->layers[i - 1])
+      return qkvi_fail(error, QKV_INVALID_ARGUMENT, "layers[%zu] is %" PRIu32 ", must be above layers[%zu], %" PRIu32,
+                       i, request->layers[i], i - 1, request->layers[i - 1]);
+  }
+  return QKV_OK;
 }
 
 // What a response holds, as views into it.
@@ -146,4 +161,84 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
   qkvi_row_receiver to = {request->heads_first, fn, context};
   return qkvi_read_stream(client, qkvi_fetch_method, qkvi_fetch_request(client, request, false), qkvi_fetch_deliver,
                           &to, error);
+}
+
+// ---- Into the caller's memory ----
+
+typedef struct filling {
+  const qkv_client_fetch *request;
+  qkv_client_layer_memory *layers;
+  size_t at;           // the layer that arrives
+  qkv_call_error own;  // of what failed here
+} filling;
+
+static bool refuse(filling *all, qkv_code code, const char *what, uint64_t is, uint64_t expected) {
+  (void)qkvi_fail(&all->own, code, "layer %" PRIu32 ": %s %" PRIu64 ", expected %" PRIu64,
+                  all->request->layers[all->at], what, is, expected);
+  return false;
+}
+
+// The layer's entry. Responses come in the order of layers and positions.
+static qkv_client_layer_memory *entry_of(filling *all, const arrived *rows) {
+  const qkv_client_fetch *request = all->request;
+  size_t at = all->at;
+  while (at < request->layer_count && request->layers[at] != rows->layer) at++;
+  if (at == request->layer_count) {
+    (void)refuse(all, QKV_INTERNAL, "the daemon sent layer", rows->layer, request->layers[all->at]);
+    return NULL;
+  }
+  all->at = at;
+  qkv_client_layer_memory *to = &all->layers[at];
+  if (to->tokens == 0) to->position = rows->position;
+  if (rows->position == to->position + to->tokens) return to;
+  (void)refuse(all, QKV_INTERNAL, "the daemon sent position", rows->position, to->position + to->tokens);
+  return NULL;
+}
+
+static bool store_part(filling *all, const qkv_tensor *rows, uint64_t at, qkv_client_memory *to) {
+  if (rows->rank == 0) return true;
+  const size_t bytes = rows->data.length, begin = (size_t)at * (size_t)rows->strides[0];
+  if (at > 0 && (to->dtype != (int)rows->dtype || to->heads != rows->dims[1] || to->dim != rows->dims[2]))
+    return refuse(all, QKV_INTERNAL, "the daemon sent rows of another shape, of width", (uint64_t)rows->dims[2],
+                  (uint64_t)to->dim);
+  to->dtype = (int)rows->dtype;
+  to->heads = rows->dims[1];
+  to->dim = rows->dims[2];
+  if (to->data == NULL) return true;
+  if (bytes > to->bytes || begin > to->bytes - bytes)
+    return refuse(all, QKV_INVALID_ARGUMENT, "bytes of the memory for rows are", to->bytes, begin + bytes);
+  qkv_bytes_copy(rows->data, 0, bytes, (uint8_t *)to->data + begin);
+  return true;
+}
+
+static bool store(qkv_client *client, const grpc_byte_buffer *response, void *context, qkv_error *reason) {
+  filling *all = context;
+  arrived rows;
+  if (read_response(client, response, &rows, reason) != QKV_OK) return false;
+  const qkv_tensor *k = &rows.part[0], *v = &rows.part[1];
+  if (k->rank == 0 && v->rank == 0) return true;
+  qkv_client_layer_memory *to = entry_of(all, &rows);
+  if (to == NULL) return false;
+  const int asked = all->request->part, parts = (k->rank != 0 ? 1 : 0) + (v->rank != 0 ? 2 : 0);
+  if (parts != (asked == 0 ? 3 : asked))
+    return refuse(all, QKV_INTERNAL, "the daemon sent parts", (uint64_t)parts, (uint64_t)asked);
+  const int64_t tokens = k->rank != 0 ? k->dims[0] : v->dims[0];
+  if (v->rank != 0 && v->dims[0] != tokens)
+    return refuse(all, QKV_INTERNAL, "tokens of v are", (uint64_t)v->dims[0], (uint64_t)tokens);
+  if (!store_part(all, k, to->tokens, &to->k) || !store_part(all, v, to->tokens, &to->v)) return false;
+  to->tokens += (uint64_t)tokens;
+  return true;
+}
+
+qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
+                               qkv_call_error *error) {
+  qkv_code code = qkvi_fetch_check(request, error);
+  if (code != QKV_OK) return code;
+  for (size_t i = 0; i < request->layer_count; i++) layers[i].position = layers[i].tokens = 0;
+  filling all = {.request = request, .layers = layers};
+  code = qkvi_read_stream(client, qkvi_fetch_method, qkvi_fetch_request(client, request, false), store, &all, error);
+  // What failed here has ended the stream, which says CANCELLED.
+  if (all.own.code != QKV_OK) code = qkvi_fail(error, all.own.code, "%s", all.own.text);
+  for (size_t i = 0; i < request->layer_count && code != QKV_OK; i++) layers[i].tokens = 0;
+  return code;
 }

@@ -6,6 +6,9 @@
 
 #define qkvi_fetch_method "/qkv.v1.KvCache/Fetch"
 
+// INVALID_ARGUMENT: layers that are not named in rising order, or heads first: of fetches into memory.
+qkv_code qkvi_fetch_check(const qkv_client_fetch *request, qkv_call_error *error);
+
 // The message, for qkvi_read_stream to take. `session` is not NULL.
 grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch *fetch, bool coded);
 

@@ -413,6 +413,27 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error);
 
+// The caller's memory for keys or values of one layer.
+typedef struct qkv_client_memory {
+  void *data;          // NULL: not wanted
+  size_t bytes;        // that it has
+  int dtype;           // out, of what came: QKV_CLIENT_*
+  int64_t heads, dim;  // out
+} qkv_client_memory;
+
+// Where a layer's rows go: token t of the range to row t of `k` and `v`, dense [tokens][heads][dim] of `dtype`.
+typedef struct qkv_client_layer_memory {
+  qkv_client_memory k, v;
+  uint64_t position;  // out: of the first token; 0 where none came
+  uint64_t tokens;    // out: how many there are
+} qkv_client_layer_memory;
+
+// As qkv_client_fetch_rows, with each row copied once, to its place. `layers` has request->layer_count entries (at
+// least 1). INVALID_ARGUMENT: `heads_first`, layers that are not named in rising order, memory that does not hold the
+// rows. Rows that have arrived before a failure stay; `tokens` are then 0.
+qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
+                               qkv_call_error *error);
+
 // ---- coded pages ----
 
 // What a coded fetch gives, in order of layers and positions: sealed rows as pages, the exact rows behind them as in

@@ -322,6 +322,25 @@ static void will_fetch(void) {
   script.kind = ANSWER_BYTES;
 }
 
+// Into memory, what is not what was asked for is refused.
+static void fetch_into(void) {
+  qkv_client_layer_memory memory = {0};
+  const uint32_t layers[] = {0, 5};
+  qkv_client_fetch request = {.session = "s", .layers = layers, .layer_count = 1, .part = 1};
+  qkv_call_error error = {0};
+  assert_int_equal(qkv_client_fetch_into(client, &request, &memory, &error), 0);
+  assert_int_equal(memory.tokens, 2);
+  assert_int_equal(memory.k.dim, 8);
+  request.part = 0;
+  assert_int_equal(qkv_client_fetch_into(client, &request, &memory, &error), QKV_INTERNAL);
+  assert_string_equal(error.text, "layer 0: the daemon sent parts 1, expected 0");
+  assert_int_equal(memory.tokens, 0);
+  request.part = 1;
+  request.layers = layers + 1;
+  assert_int_equal(qkv_client_fetch_into(client, &request, &memory, &error), QKV_INTERNAL);
+  assert_string_equal(error.text, "layer 5: the daemon sent layer 0, expected 5");
+}
+
 static void test_fetch(void **state) {
   (void)state;
   will_fetch();
@@ -332,6 +351,7 @@ static void test_fetch(void **state) {
   assert_int_equal(calls, 1);
   assert_int_equal(qkv_client_fetch_rows(client, &request, refuse_rows, &calls, &error), QKV_CANCELLED);
   assert_int_equal(calls, 2);
+  fetch_into();
   script.bytes[script.length - 1] = 0;
   script.length--;
   assert_int_equal(qkv_client_fetch_rows(client, &request, count_rows, &calls, &error), QKV_INTERNAL);

@@ -315,6 +315,51 @@ static void test_fetch_exact_rows(void **state) {
   free(got);
 }
 
+static void test_fetch_into(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  const uint32_t layers[] = {0, 1}, turned[] = {1, 0};
+  static float got_k[2][TOKENS * KV_HEADS * KEY_DIM], got_v[2][TOKENS * KV_HEADS * VALUE_DIM];
+  const qkv_client_item all[2] = {rows(0, 0, TOKENS - 1), rows(1, 0, TOKENS)};
+  ok(qkv_client_append(client, all, 2, NULL, &error), &error);
+  qkv_client_layer_memory memory[2] = {0};
+  for (int i = 0; i < 2; i++) {
+    memory[i].k = (qkv_client_memory){.data = got_k[i], .bytes = sizeof k};
+    memory[i].v = (qkv_client_memory){.data = got_v[i], .bytes = sizeof v};
+  }
+  qkv_client_fetch request = {
+      .session = "s", .layers = layers, .layer_count = 2, .begin = 20, .dtype = QKV_CLIENT_FP32, .chunk_tokens = 7};
+  ok(qkv_client_fetch_into(client, &request, memory, &error), &error);
+  for (int i = 0; i < 2; i++) {
+    const size_t tokens = TOKENS - 21 + (size_t)i;
+    assert_int_equal(memory[i].position, 20);
+    assert_int_equal(memory[i].tokens, tokens);
+    assert_int_equal(memory[i].k.dtype, QKV_CLIENT_FP32);
+    assert_int_equal(memory[i].k.heads, KV_HEADS);
+    assert_int_equal(memory[i].v.dim, VALUE_DIM);
+    assert_memory_equal(got_k[i], k[20], tokens * sizeof k[0]);
+    assert_memory_equal(got_v[i], v[20], tokens * sizeof v[0]);
+  }
+  // Values alone, of which none are wanted.
+  request.part = 2;
+  memory[0].v.data = NULL;
+  ok(qkv_client_fetch_into(client, &request, memory, &error), &error);
+  assert_int_equal(memory[0].tokens, TOKENS - 21);
+  // A byte too small.
+  request.part = 0;
+  memory[1].k.bytes = (TOKENS - 20) * sizeof k[0] - 1;
+  assert_int_equal(qkv_client_fetch_into(client, &request, memory, &error), 3);
+  assert_non_null(strstr(error.text, "layer 1: bytes of the memory for rows are "));
+  assert_int_equal(memory[0].tokens, 0);
+  request.layers = turned;
+  assert_int_equal(qkv_client_fetch_into(client, &request, memory, &error), 3);
+  assert_string_equal(error.text, "layers[1] is 0, must be above layers[0], 1");
+  request.layers = layers;
+  request.heads_first = true;
+  assert_int_equal(qkv_client_fetch_into(client, &request, memory, &error), 3);
+  assert_string_equal(error.text, "heads_first is set, rows in memory are tokens first");
+}
+
 static double relative_error(const float *is, const float *should, size_t count) {
   double error = 0, power = 0;
   for (size_t i = 0; i < count; i++) {
@@ -615,6 +660,7 @@ int main(void) {
       WITH_SESSION(test_options_reach_the_daemon),
       WITH_SESSION(test_decode_stream),
       WITH_SESSION(test_fetch_exact_rows),
+      WITH_SESSION(test_fetch_into),
       cmocka_unit_test(test_fetch_coded_rows),
       WITH_SESSION(test_strided_rows),
       WITH_SESSION(test_fetch_request),
