@@ -184,6 +184,10 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   return QKV_OK;
 }
 
+void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms) {
+  client->options.timeout_ms = timeout_ms > 0 ? timeout_ms : TIMEOUT_MS;
+}
+
 void qkv_client_close(qkv_client **client_in) {
   qkv_client *client = *client_in;
   if (client == NULL) return;

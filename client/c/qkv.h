@@ -51,6 +51,8 @@ typedef struct qkv_client_options {
 // call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
+// qkv_client_options.timeout_ms of the calls to come; 0 or less: 60000. Not while a decode stream is open.
+void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms);
 // Closes the connection and clears *client. Sessions stay open in the daemon.
 void qkv_client_close(qkv_client **client);
 

@@ -164,9 +164,10 @@ def steps(client, rounds, context, count=200):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
+    parser.add_argument("--native", action="store_true", help="by libqkv: needs qkvd-native; without it all goes by grpcio")
     parser.add_argument("--context", type=int, default=512, metavar="TOKENS", help="of a decode step (512)")
     options = parser.parse_args()
-    with Daemon() as daemon, qkvd.Client(daemon.target) as client:
+    with Daemon() as daemon, qkvd.Client(daemon.target, native=options.native) as client:
         client.register_model(
             qkvd.Model(name="m", layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM)
         )

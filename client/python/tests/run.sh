@@ -118,11 +118,36 @@ unit_environment() {
   make_wheel
 }
 
+# qkvd-native over the libqkv of the same build, in an environment of its own: the others are without it. A library with
+# sanitizers cannot be loaded by an ordinary interpreter.
+native_environment() {
+  local library
+  library=$(realpath -m "$QKV_BIN_DIR/../client/c")
+  [[ -e $library/libqkv.so ]] || { say "no libqkv.so in $library: without qkvd-native"; return 1; }
+  if nm -D --undefined-only "$library/libqkv.so" | grep -Eq ' __(asan|tsan|ubsan)_'; then
+    say "libqkv is built with sanitizers: without qkvd-native"
+    return 1
+  fi
+  inherit=unit environment native cffi 'setuptools>=75'
+  say "qkvd-native"
+  rm -rf build/python/native-source build/python/native-dist
+  cp -R client/python/native build/python/native-source
+  QKV_INCLUDE_DIR=$PWD/client/c QKV_LIBRARY_DIR=$library build/python/native/bin/python -m build --no-isolation --wheel \
+    -o build/python/native-dist build/python/native-source >build/python/native-build.log 2>&1 ||
+    { cat build/python/native-build.log >&2; fail "qkvd-native cannot be built, see above"; }
+  build/python/native/bin/pip install -q --force-reinstall --no-deps build/python/native-dist/qkvd_native-*.whl
+}
+
 run_unit() {
   unit_environment
   install_wheel unit
   say "unit tests"
   run_pytest unit $here
+  if native_environment; then
+    install_wheel native
+    say "the same with rows by libqkv"
+    run_pytest native $here/test_native.py $here/test_sessions.py $here/test_connection.py $here/test_prefixes.py
+  fi
   say "ruff and mypy"
   build/python/unit/bin/ruff check --no-cache -q client/python
   build/python/unit/bin/ruff format --no-cache -q --check client/python

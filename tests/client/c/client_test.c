@@ -573,8 +573,9 @@ static void test_daemon_that_stops_reading(void **state) {
   enum { MANY = 200000 };
   qkv_call_error error = {0};
   qkv_client *hasty = NULL;
-  qkv_client_options options = {.timeout_ms = 300, .connect_timeout_ms = 20000};
+  qkv_client_options options = {.timeout_ms = 600000, .connect_timeout_ms = 20000};
   ok(qkv_client_connect(qkvd->unix_address, &options, &hasty, &error), &error);
+  qkv_client_set_timeout(hasty, 300);
   size_t bytes = (size_t)MANY * KV_HEADS * VALUE_DIM * 4;
   void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   assert_true(data != MAP_FAILED);

@@ -20,6 +20,7 @@ from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result, RopeForm
 from qkvd.locks import Lock, calls_under_way
 from qkvd.model import Model, Policy
+from qkvd.native import Native
 from qkvd.session import Session
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
 
@@ -41,6 +42,8 @@ class Client:
     timeout: seconds for each call, which raises DeadlineExceeded after them; each method takes one of its own.
     retry_for: seconds during which a call that found nobody (UNAVAILABLE) is sent again, with growing pauses, if it may
         arrive twice: not `open`, `close_session`, `demote`, `prefetch`, `fork` and what goes over a decode stream.
+    native: whether rows go by libqkv, for less processor time: where the package qkvd-native is installed, unless False.
+        True: Unimplemented where they cannot.
 
     Every method raises `qkvd.Error`, of the class that belongs to the status: `InvalidArgument` for arguments beyond their
     limits, `Unavailable` where nobody answers, `DeadlineExceeded`, and what the method names.
@@ -55,8 +58,11 @@ class Client:
         tls: Tls | bool | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
+        native: bool | None = None,
     ):
         self._connection = Connection(target, tenant, token, tls, timeout, retry_for)
+        self._native = Native(self._connection, native)
+        self._models: dict[str, model_pb2.Model] = {}
         self._lock = Lock()
         self._channel: grpc.Channel | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -85,6 +91,7 @@ class Client:
             channel, self._channel, self._stubs = self._channel, None, {}
         if channel is not None and self._process == os.getpid():
             channel.close()
+        self._native.close()
 
     # ---- models ----
 
@@ -316,6 +323,10 @@ class Client:
         packed = [items.pack(item) for item in batch]
         if not packed:
             return 0
+        if self._native.usable() and all(item.k is not None and item.q is None for item in packed):
+            new = self._native.append(packed, self._seconds(timeout))
+            if new is not None:
+                return new
         read = calls.reader(kv_cache_pb2.AppendResponse)
         if sum(item.bytes for item in packed) <= items.UNARY_BYTES and len(packed) <= items.APPEND_ITEMS:
             # On the wire a stream of one message is a unary call; here it needs no thread of its own.
@@ -437,6 +448,15 @@ class Client:
     def _backoff(self, timeout: float | None) -> Backoff:
         default = self._connection
         return Backoff(default.retry_for, calls.checked_timeout(default.timeout if timeout is None else timeout))
+
+    def _seconds(self, timeout: float | None) -> float:
+        return calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
+
+    def _geometry(self, model: str, timeout: float | None, *, anew: bool = False) -> model_pb2.Model:
+        """A model as it is registered; asked for once, or `anew`."""
+        if anew or model not in self._models:
+            self._models[model] = self.model(model, timeout=timeout).model
+        return self._models[model]
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)

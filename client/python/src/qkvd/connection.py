@@ -50,6 +50,8 @@ class Connection:
         if tenant and not _TENANT.fullmatch(tenant):
             raise InvalidArgument(f"tenant is {tenant!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         self.target = target
+        self.tenant = tenant
+        self.token = token
         self.timeout = checked_timeout(timeout)
         self.retry_for = not_negative_number(retry_for, "retry_for")
         self.metadata = ((("qkv-tenant", tenant),) if tenant else ()) + (

@@ -113,19 +113,25 @@ def cut(item: Item, tokens: int) -> Iterator[Item]:
         yield replace(item, position=item.position + begin, k=k, v=v, q=q, tokens=ids)
 
 
-def append_messages(items: Sequence[Packed]) -> Iterator[bytes]:
-    """AppendRequests of about APPEND_BYTES: small items together, large ones in pieces."""
-    parts: list[wire.Part] = []
-    size = count = 0
+def append_groups(items: Sequence[Packed]) -> Iterator[list[Packed]]:
+    """What goes into one message each, of about APPEND_BYTES: small items together, large ones in pieces."""
+    group: list[Packed] = []
+    size = 0
     for packed in items:
         for piece in _pieces(packed):
-            if count and (size + piece.bytes > APPEND_BYTES or count == APPEND_ITEMS):
-                yield wire.message(parts)
-                parts, size, count = [], 0, 0
-            parts += piece.parts()
-            size, count = size + piece.bytes, count + 1
-    if parts:
-        yield wire.message(parts)
+            if group and (size + piece.bytes > APPEND_BYTES or len(group) == APPEND_ITEMS):
+                yield group
+                group, size = [], 0
+            group.append(piece)
+            size += piece.bytes
+    if group:
+        yield group
+
+
+def append_messages(items: Sequence[Packed]) -> Iterator[bytes]:
+    """AppendRequests."""
+    for group in append_groups(items):
+        yield wire.message([part for piece in group for part in piece.parts()])
 
 
 def _pieces(packed: Packed) -> Iterator[Packed]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkvd import calls
-from qkvd.arrays import Array
+from qkvd import calls, native
+from qkvd.arrays import Array, dtype_number
 from qkvd.errors import InvalidArgument, Unavailable
 from qkvd.fetched import Gathered
-from qkvd.items import Item, Result, RopeForm, cut
+from qkvd.items import ROPE_FORMS, Item, Result, RopeForm, cut, pack
 from qkvd.locks import Lock
 from qkvd.model import AttendOptions
 from qkvd.v1 import kv_cache_pb2
@@ -146,6 +146,7 @@ class Session(SessionState):
         *,
         rope: RopeForm = "after",
         tokens: Sequence[int] | Array | None = None,
+        coded: int = 0,
         timeout: float | None = None,
     ) -> int:
         """Appends k [tokens, kv_heads, key_dim] and v [tokens, kv_heads, value_dim], fp32, fp16 or bf16; gives new tokens.
@@ -154,12 +155,17 @@ class Session(SessionState):
             acknowledged: an append can be repeated.
         rope: "after", keys turned to their positions; "before", as projected, the daemon turns them.
         tokens: ids of these tokens, where `open` was not given those of the sequence.
+        coded: rows are coded here, on so many threads, and cross as pages, for slow networks and busy daemons. It is for
+            whole prompts, into an empty layer as a rule, and sends no ids. Unimplemented: qkvd-native is not installed.
 
         FailedPrecondition: a gap before `position`. AlreadyExists: other rows are held there. ResourceExhausted: memory.
         """
         with self._turn(layer, position):
             item = self._rows(layer, k, v, None, position, rope=rope, tokens=tokens)
-            new = self._client.append([item], timeout=timeout)
+            if coded:
+                new = self._client._native.append_encoded(pack(item), coded, self._client._seconds(timeout))
+            else:
+                new = self._client.append([item], timeout=timeout)
             self._took(layer, max(self._length(layer), item.position + len(k)))
             return new
 
@@ -207,6 +213,7 @@ class Session(SessionState):
         part: str = "both",
         rope: RopeForm = "after",
         out: tuple[Any, Any] | None = None,
+        coded: int = 0,
         timeout: float | None = None,
     ) -> tuple[Array, Array]:
         """The rows of a layer, decoded: (k [tokens, kv_heads, key_dim], v [tokens, kv_heads, value_dim]).
@@ -215,9 +222,16 @@ class Session(SessionState):
         default. heads_first: [kv_heads, tokens, dim] instead. part: "k" or "v" for one of them, the other is [0, 0, 0], as
         both are where there are no rows. rope: "before" gives keys as projected. out: two arrays of the right type that
         the rows are written to, from their first token on; what is returned are the parts of them that were filled.
+        coded: pages cross, and are decoded here on so many threads. Unimplemented: qkvd-native is not installed.
 
         DataLoss: a page on the SSD is damaged.
         """
+        if coded or (part == "both" and not heads_first and self._client._native.usable()):
+            if part != "both" or heads_first:
+                raise InvalidArgument("coded fetches give both parts, tokens first")
+            filled = self._fetch_native(layer, begin, end, dtype, rope, out, coded, timeout)
+            if filled is not None:
+                return filled
         backoff = self._client._backoff(timeout)
         while True:
             gathered = Gathered(out, self._expected(layer, begin, end), heads_first)
@@ -230,6 +244,30 @@ class Session(SessionState):
                 return gathered.taken()
             except Unavailable as error:  # a stream that broke off begins anew
                 self._client._sleep(backoff.pause(error, True))
+
+    def _fetch_native(
+        self, layer: int, begin: int, end: int, dtype: str | None, rope: RopeForm, out: tuple[Any, Any] | None,
+        coded: int, timeout: float | None,
+    ) -> tuple[Array, Array] | None:  # fmt: skip
+        """By libqkv; None where that is not possible."""
+        client, seconds = self._client, self._client._seconds(timeout)
+        expected = self._expected(layer, begin, end)
+        if rope not in ROPE_FORMS or (not coded and (begin < 0 or end < 0 or (out is None and not expected))):
+            return None
+        if coded:
+            client._native.demand()
+        found = native.places(out, expected, dtype_number(dtype), client._geometry(self.model, timeout, anew=coded > 0))
+        if found is None and coded:
+            raise InvalidArgument("out is not two dense arrays of the model's shapes and of the dtype")
+        if found is None:
+            return None
+        to, number = found
+        asked = (begin, end, number, rope == "before", seconds)
+        if coded:
+            tokens: int | None = client._native.fetch_decoded(self.name, layer, to, coded, *asked)
+        else:
+            tokens = client._native.fetch(self.name, layer, to, *asked)
+        return None if tokens is None else (to[0][:tokens], to[1][:tokens])
 
     def truncate(self, position: int, *, layers: Sequence[int] | None = None, timeout: float | None = None) -> None:
         """Drops positions from `position` on, in all layers unless told otherwise; beyond the length changes nothing."""
