@@ -66,7 +66,7 @@ def test_opaque_keeps_rows_as_bytes(daemon):
     came = torch.zeros_like(was)
     assert chunks.put("latent", was, "m") and chunks.has(["latent"]) == [True] and chunks.get("latent", came)
     assert torch.equal(came, was)
-    assert [info.object for info in chunks.client.objects(tenant="alice")] == ["latent"]
+    assert [info.object for info in chunks.client.objects()] == ["latent"]
 
 
 def test_what_does_not_fit_is_a_miss(daemon):

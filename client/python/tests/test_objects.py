@@ -47,15 +47,18 @@ def test_memory_of_the_caller(client, name):
         client.get_objects([name], out=[])
 
 
-def test_refusals(client, name):
+def test_refusals(client, daemon, name):
     client.put_object(name, b"one")
     with pytest.raises(qkvd.AlreadyExists, match=f"object {name}: another one of 3 bytes"):
         client.put_object(name, b"two")
     client.put_object(name, b"two", replace=True)
     assert bytes(client.get_object(name)) == b"two"
-    client.put_object(name, b"theirs", tenant="other")
-    assert bytes(client.get_object(name)) == b"two"
-    assert bytes(client.get_object(name, tenant="other")) == b"theirs"
+    with qkvd.Client(daemon.target, tenant="other") as other:
+        assert other.has_objects([name]) == [0] and other.get_object(name) is None
+        other.put_object(name, b"theirs")
+        assert bytes(client.get_object(name)) == b"two" and bytes(other.get_object(name)) == b"theirs"
+        assert [info.tenant for info in other.objects(name)] == ["other"]
+        assert other.delete_objects([name]) == [True] and client.has_objects([name]) == [3]
     for error, text, data, options in (
         (qkvd.InvalidArgument, "has no bytes", b"", {}),
         (qkvd.InvalidArgument, "object x: ", "text", {}),

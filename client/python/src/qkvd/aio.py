@@ -212,36 +212,32 @@ class AsyncClient:
         read = calls.reader(objects_pb2.PutObjectsResponse)
         return read(await self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
 
-    async def get_object(self, name: str, *, tenant: str = "", timeout: float | None = None) -> memoryview | None:
+    async def get_object(self, name: str, *, timeout: float | None = None) -> memoryview | None:
         """As `Client.get_object`."""
-        return (await self.get_objects([name], tenant=tenant, timeout=timeout))[0]
+        return (await self.get_objects([name], timeout=timeout))[0]
 
     async def get_objects(
-        self, names: Sequence[str], *, tenant: str = "", out: Sequence[Any] | None = None, timeout: float | None = None
+        self, names: Sequence[str], *, out: Sequence[Any] | None = None, timeout: float | None = None
     ) -> list[memoryview | None]:
         """As `Client.get_objects`."""
         gathering = opaque.Gathering(names, out)
-        async for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names, tenant), timeout):
+        async for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names), timeout):
             gathering.take(answer)
         return gathering.found
 
-    async def has_objects(
-        self, names: Sequence[str], *, tenant: str = "", touch: bool = False, timeout: float | None = None
-    ) -> list[int]:
+    async def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
         """As `Client.has_objects`."""
-        return await self._call(opaque.has_objects(names, tenant, touch), timeout)
+        return await self._call(opaque.has_objects(names, touch), timeout)
 
-    async def delete_objects(self, names: Sequence[str], *, tenant: str = "", timeout: float | None = None) -> list[bool]:
+    async def delete_objects(self, names: Sequence[str], *, timeout: float | None = None) -> list[bool]:
         """As `Client.delete_objects`."""
-        return await self._call(opaque.delete_objects(names, tenant), timeout)
+        return await self._call(opaque.delete_objects(names), timeout)
 
-    async def objects(
-        self, prefix: str = "", *, tenant: str = "", timeout: float | None = None
-    ) -> AsyncIterator[objects_pb2.ObjectInfo]:
+    async def objects(self, prefix: str = "", *, timeout: float | None = None) -> AsyncIterator[objects_pb2.ObjectInfo]:
         """As `Client.objects`."""
         token = ""
         while True:
-            answer = await self._call(opaque.list_objects(prefix, tenant, token), timeout)
+            answer = await self._call(opaque.list_objects(prefix, token), timeout)
             for info in answer.objects:
                 yield info
             token = answer.next_page_token

@@ -101,7 +101,7 @@ class Chunks:
         held = [False] * len(names) if self.opaque else [bool(one) for one in self.client.has_sessions(names, touch=True)]
         others = [name for name, found in zip(names, held, strict=True) if not found]
         if others:
-            sizes = iter(self.client.has_objects(others, tenant=self.options.tenant, touch=True))
+            sizes = iter(self.client.has_objects(others, touch=True))
             held = [found or next(sizes) > 0 for found in held]
         return held
 
@@ -123,7 +123,7 @@ class Chunks:
 
     def size(self, name: str) -> int:
         """How many bytes a chunk of bytes has; 0 where it is not held."""
-        sizes = self._try(lambda: self.client.has_objects([name], tenant=self.options.tenant), "look up")
+        sizes = self._try(lambda: self.client.has_objects([name]), "look up")
         return sizes[0] if sizes else 0
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -149,7 +149,7 @@ class Chunks:
         if shape is None:
             # The same name is the same chunk: of the client that saved it first.
             self.client.put_object(
-                name, bytes_of(tensor), tenant=options.tenant, ttl=options.ttl, durability=options.durability,
+                name, bytes_of(tensor), ttl=options.ttl, durability=options.durability,
                 retention="evict", replace=True,
             )  # fmt: skip
             return True
@@ -184,7 +184,7 @@ class Chunks:
         if not tensor.is_contiguous():
             raise InvalidArgument(f"chunk {name} is to go to memory that is not in one piece")
         target = bytes_of(tensor)
-        (found,) = self.client.get_objects([name], tenant=self.options.tenant, out=[target])
+        (found,) = self.client.get_objects([name], out=[target])
         return found is not None and found.nbytes == target.nbytes
 
     def _get_rows(self, name: str, tensor: torch.Tensor, shape: Shape) -> bool:
@@ -202,7 +202,7 @@ class Chunks:
         return came == shape.layers * shape.tokens
 
     def _delete(self, name: str) -> bool:
-        gone = self.client.delete_objects([name], tenant=self.options.tenant)[0]
+        gone = self.client.delete_objects([name])[0]
         try:
             self.client.close_session(name)
         except NotFound:

@@ -260,7 +260,7 @@ class Client:
     ) -> objects_pb2.PutObjectsResponse:
         """Keeps bytes, or anything with a buffer in one piece, under names, each whole or not at all, in order.
 
-        options: `tenant` whose names these are; `retention`, `durability` and `ttl` as in `open`; `replace`: an object
+        options: `retention`, `durability` and `ttl` as in `open`; `replace`: an object
         takes the place of another one of its name. The same bytes again are fine. AlreadyExists: other bytes have the
         name. ResourceExhausted: `limit-objects`, or memory. The first that fails ends the call; those before it stay.
         Not repeated.
@@ -269,12 +269,12 @@ class Client:
         read = calls.reader(objects_pb2.PutObjectsResponse)
         return read(self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
 
-    def get_object(self, name: str, *, tenant: str = "", timeout: float | None = None) -> memoryview | None:
+    def get_object(self, name: str, *, timeout: float | None = None) -> memoryview | None:
         """The bytes of an object, or None where there is none."""
-        return (self.get_objects([name], tenant=tenant, timeout=timeout))[0]
+        return (self.get_objects([name], timeout=timeout))[0]
 
     def get_objects(
-        self, names: Sequence[str], *, tenant: str = "", out: Sequence[Any] | None = None, timeout: float | None = None
+        self, names: Sequence[str], *, out: Sequence[Any] | None = None, timeout: float | None = None
     ) -> list[memoryview | None]:
         """The bytes of many objects, None where there is none, in order; up to 16384 names in one call.
 
@@ -282,30 +282,26 @@ class Client:
         small. DataLoss: what came does not have the object's checksum.
         """
         gathering = opaque.Gathering(names, out)
-        for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names, tenant), timeout):
+        for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names), timeout):
             gathering.take(answer)
         return gathering.found
 
-    def has_objects(
-        self, names: Sequence[str], *, tenant: str = "", touch: bool = False, timeout: float | None = None
-    ) -> list[int]:
+    def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
         """How many bytes each of these objects has, 0 where there is none, in order; up to 16384 names in one call.
 
         touch: counts as a use of those that are there.
         """
-        return self._call(opaque.has_objects(names, tenant, touch), timeout)
+        return self._call(opaque.has_objects(names, touch), timeout)
 
-    def delete_objects(self, names: Sequence[str], *, tenant: str = "", timeout: float | None = None) -> list[bool]:
+    def delete_objects(self, names: Sequence[str], *, timeout: float | None = None) -> list[bool]:
         """Deletes objects; which of them were there."""
-        return self._call(opaque.delete_objects(names, tenant), timeout)
+        return self._call(opaque.delete_objects(names), timeout)
 
-    def objects(
-        self, prefix: str = "", *, tenant: str = "", timeout: float | None = None
-    ) -> Iterator[objects_pb2.ObjectInfo]:
-        """The objects of a tenant, by name."""
+    def objects(self, prefix: str = "", *, timeout: float | None = None) -> Iterator[objects_pb2.ObjectInfo]:
+        """The objects of the client's tenant, by name."""
         token = ""
         while True:
-            answer = self._call(opaque.list_objects(prefix, tenant, token), timeout)
+            answer = self._call(opaque.list_objects(prefix, token), timeout)
             yield from answer.objects
             token = answer.next_page_token
             if not token:

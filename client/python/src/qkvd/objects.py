@@ -40,7 +40,6 @@ def view_of(data: Any, name: str) -> memoryview:
 def put_messages(
     objects: Iterable[tuple[str, Any]],
     *,
-    tenant: str = "",
     retention: str = "keep",
     durability: str | None = None,
     ttl: float = 0,
@@ -52,7 +51,7 @@ def put_messages(
     if retention not in RETENTIONS:
         raise InvalidArgument(f'retention is {retention!r}, allowed are "keep" and "evict"')
     options: dict[str, Any] = {
-        "tenant": tenant, "retention": RETENTIONS[retention], "durability": DURABILITIES[durability],
+        "retention": RETENTIONS[retention], "durability": DURABILITIES[durability],
         "ttl_ms": milliseconds(ttl),
     }  # fmt: skip
     return _put_messages(objects, options, replace)
@@ -87,8 +86,8 @@ def _cuts(size: int, first: int) -> Iterator[tuple[int, int]]:
         at, most = at + most, PIECE_BYTES
 
 
-def get_request(names: Sequence[str], tenant: str) -> bytes:
-    return objects_pb2.GetObjectsRequest(tenant=tenant, objects=names).SerializeToString()
+def get_request(names: Sequence[str]) -> bytes:
+    return objects_pb2.GetObjectsRequest(objects=names).SerializeToString()
 
 
 class Gathering:
@@ -152,19 +151,19 @@ class Gathering:
             raise DataLoss(f"object {self._info.object} does not have its checksum")
 
 
-def has_objects(names: Sequence[str], tenant: str, touch: bool) -> Call[list[int]]:
-    request = objects_pb2.HasObjectsRequest(tenant=tenant, objects=names, touch=touch)
+def has_objects(names: Sequence[str], touch: bool) -> Call[list[int]]:
+    request = objects_pb2.HasObjectsRequest(objects=names, touch=touch)
     parse = reader(objects_pb2.HasObjectsResponse)
     return Call(OBJECTS + "HasObjects", request.SerializeToString(), lambda data: list(parse(data).bytes), True)
 
 
-def delete_objects(names: Sequence[str], tenant: str) -> Call[list[bool]]:
-    request = objects_pb2.DeleteObjectsRequest(tenant=tenant, objects=names)
+def delete_objects(names: Sequence[str]) -> Call[list[bool]]:
+    request = objects_pb2.DeleteObjectsRequest(objects=names)
     parse = reader(objects_pb2.DeleteObjectsResponse)
     return Call(OBJECTS + "DeleteObjects", request.SerializeToString(), lambda data: list(parse(data).deleted), False)
 
 
-def list_objects(prefix: str, tenant: str, page_token: str) -> Call[objects_pb2.ListObjectsResponse]:
-    request = objects_pb2.ListObjectsRequest(tenant=tenant, prefix=prefix, page_token=page_token)
+def list_objects(prefix: str, page_token: str) -> Call[objects_pb2.ListObjectsResponse]:
+    request = objects_pb2.ListObjectsRequest(prefix=prefix, page_token=page_token)
     parse = reader(objects_pb2.ListObjectsResponse)
     return Call(OBJECTS + "ListObjects", request.SerializeToString(), parse, True)
