@@ -306,11 +306,13 @@ static void cut_range(qkv_layer *layer, uint64_t position) {
   if (qkvi_range_is_shared(slot->range) && cut_page.end <= position) return;
   if (qkvi_range_is_shared(slot->range) && kept > 1 && may_begin_range(layer)) split_last_page(layer);
   qkv_page_range *own = qkvi_layer_own_range(layer, layer->range_count - 1);
-  qkv_page_entry *entry = &qkvi_range_entries(own)[own->count - 1];
-  if (entry->tokens <= tokens) return;
-  qkvi_range_count(own, entry, -1);
-  entry->tokens = tokens;
-  qkvi_range_count(own, entry, 1);
+  if (qkvi_range_copy_entry(own, own->count - 1).tokens > tokens) {
+    qkv_page_entry *entry = &qkvi_range_entries(own)[own->count - 1];
+    qkvi_range_count(own, entry, -1);
+    entry->tokens = tokens;
+    qkvi_range_count(own, entry, 1);
+  }
+  qkvi_range_pack(own);  // where it was packed
 }
 
 static void drop_pages(qkv_layer *layer, uint64_t position) {

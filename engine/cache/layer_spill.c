@@ -424,7 +424,7 @@ static size_t skip_shared(const qkv_layer *layer, const qkv_layer *other, size_t
   return *range == 0 ? 0 : end;
 }
 
-void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other) {
+static void adopt_shared(qkv_layer *layer, qkv_layer *other) {
   size_t range, kept = skip_shared(layer, other, &range);
   if (range >= layer->range_count || range >= other->range_count || kept >= layer->page_count) return;
   if (qkvi_range_is_shared(layer->ranges[range].range) || count_same(layer, kept, other, range) == 0) return;
@@ -441,6 +441,11 @@ void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other) {
     atomic_store(&layer->ranges[layer->range_count - 1].range->was_shared, true);
   }
   free(pages);
+}
+
+// Both are packed again, also where they have nothing in common: comparing has unpacked them.
+void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other) {
+  adopt_shared(layer, other);
   qkv_layer_adopted(layer);
   qkv_layer_adopted(other);
 }

@@ -181,17 +181,36 @@ uint32_t qkvi_range_find(qkv_page_range *range, uint32_t count, uint64_t positio
   return low;
 }
 
+static void copy_entries(qkv_page_range *range, uint32_t first, uint32_t end, qkv_page_range *copy) {
+  qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  for (uint32_t i = first; i < end; i++) {
+    if (pages[i].page != NULL) qkvi_image_share(&pages[i].page_holders);
+    if (pages[i].full != NULL) qkvi_image_share(&pages[i].full_holders);
+    qkvi_range_add(copy, &pages[i]);
+  }
+}
+
+// Both are packed afterwards: a range of which nothing is in memory is copied for a fork that writes elsewhere, and may
+// never be read.
+static void copy_packed(const qkv_page_range *range, uint32_t first, uint32_t end, qkv_page_range *copy) {
+  uint64_t position = packed_begin(range, first);
+  for (uint32_t i = first; i < end; i++) {
+    const qkv_page_entry entry = unpacked(range, i, position);
+    qkvi_range_add(copy, &entry);
+    position += entry.tokens;
+  }
+  qkvi_range_pack(copy);
+}
+
 qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end) {
   qkv_page_range *copy = qkvi_range_create();
   assert(first <= end && end <= range->count);
   grow(copy, end - first);
   qkvi_range_lock(range);
-  qkv_page_entry *pages = unpack(range);
-  for (uint32_t i = first; i < end; i++) {
-    qkv_page_entry *entry = &pages[i];
-    if (entry->page != NULL) qkvi_image_share(&entry->page_holders);
-    if (entry->full != NULL) qkvi_image_share(&entry->full_holders);
-    qkvi_range_add(copy, entry);
+  if (range->packed != NULL) {
+    copy_packed(range, first, end, copy);
+  } else {
+    copy_entries(range, first, end, copy);
   }
   atomic_store(&range->was_shared, true);
   atomic_init(&copy->was_shared, true);
@@ -286,8 +305,23 @@ void qkvi_range_add(qkv_page_range *range, const qkv_page_entry *entry) {
   qkvi_range_count(range, entry, 1);
 }
 
+// It stays packed.
+static void cut_packed(qkv_page_range *range, uint32_t count) {
+  struct qkvi_packed_pages *packed = range->packed;
+  for (uint32_t i = count; i < range->count; i++) {
+    const qkv_page_entry entry = unpacked(range, i, 0);
+    qkvi_range_count(range, &entry, -1);
+  }
+  if (packed->mixed) memmove(packed->pages + count, record_highs(range), count * sizeof(uint32_t));
+  range->count = count;
+  if (count > 0) return;
+  free(packed);
+  range->packed = NULL;
+}
+
 void qkvi_range_cut(qkv_page_range *range, uint32_t count, qkv_arena *arena) {
-  const qkv_page_entry *pages = range->count > count ? unpack(range) : NULL;
+  if (range->count > count && range->packed != NULL) return cut_packed(range, count);
+  const qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
   while (range->count > count) {
     const qkv_page_entry *last = &pages[--range->count];
     qkvi_range_count(range, last, -1);

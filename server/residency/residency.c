@@ -457,19 +457,20 @@ static uint64_t whole_budget(const qkvi_residency *residency) {
   return qkv_arena_read(qkv_store_arena(residency->store)).bytes_max;
 }
 
-enum { RECORD_COST = QKV_STORAGE_RECORD_BYTES + QKV_COLD_PAGE_BYTES, COUNT_MS = 100, DIRECTORY_PART = 8 };
+enum { COUNT_MS = 100, DIRECTORY_PART = 8 };
 
-// What is known of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it.
+// What is known of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it. The
+// index counts its own bytes: a session of one record takes some 500 of them, one of many 32 a record.
 // The entries of pages in memory are larger, and small against the pages. Where there is no headroom the coldest
 // pages leave, and it is tried again.
 static void count_directory(qkvi_residency *residency) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(residency->storage, &stats);
-  const uint64_t most = whole_budget(residency) / DIRECTORY_PART, all = stats.records * RECORD_COST,
-                 wanted = all < most ? all : most, counted = residency->directory_bytes;
+  const uint64_t most = whole_budget(residency) / DIRECTORY_PART,
+                 all = stats.index_bytes + stats.records * QKV_COLD_PAGE_BYTES, wanted = all < most ? all : most,
+                 counted = residency->directory_bytes;
   qkv_arena *arena = qkv_store_arena(residency->store);
-  qkv_metric_set(&residency->metrics[QKV_METRIC_STORAGE_KNOWN_BYTES],
-                 (int64_t)(stats.index_bytes + stats.records * QKV_COLD_PAGE_BYTES));
+  qkv_metric_set(&residency->metrics[QKV_METRIC_STORAGE_KNOWN_BYTES], (int64_t)all);
   if (wanted <= counted) {
     if (wanted < counted) qkv_arena_unreserve_elsewhere(arena, counted - wanted);
     residency->directory_bytes = wanted;

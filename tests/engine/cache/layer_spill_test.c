@@ -505,6 +505,79 @@ static void ranges_are_packed_as_they_leave(void **unused) {
   end(&s);
 }
 
+// ---- What stays packed ----
+
+enum { COLD = 100 };  // pages of which nothing is in memory, in two ranges
+
+static void adopt_cold(state *s, qkv_layer *layer, size_t first_number) {
+  for (size_t i = 0; i < COLD; i++)
+    qkv_layer_adopt(layer, s->coder, 64, number_of(995 + first_number + i), 1000 + (uint32_t)i);
+  qkv_layer_adopted(layer);
+}
+
+static void assert_packed(const qkv_layer *layer, size_t ranges) {
+  assert_int_equal(layer->range_count, ranges);
+  for (size_t i = 0; i < ranges; i++) {
+    assert_non_null(layer->ranges[i].range->packed);
+    assert_null(atomic_load(&layer->ranges[i].range->pages));
+  }
+}
+
+static void a_truncation_leaves_cold_ranges_packed(void **unused) {
+  (void)unused;
+  static const uint64_t ends[] = {98 * 64 + 7, 98 * 64, 80 * 64, 3 * 64 + 1, 3 * 64};
+  state s;
+  begin(&s);
+  adopt_cold(&s, &s.layer, 0);
+  assert_packed(&s.layer, 2);
+  for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+    qkv_layer_truncate(&s.layer, FIRST + ends[i]);
+    assert_packed(&s.layer, ends[i] > 64 * 64 ? 2 : 1);
+    assert_int_equal(qkv_layer_read_usage(&s.layer).tokens_cold, ends[i]);
+    const size_t pages = (ends[i] + 63) / 64;
+    qkv_missing_page missing[COLD];
+    assert_int_equal(qkv_layer_missing(&s.layer, 0, 0, true, missing, COLD), pages);
+    for (size_t j = 0; j < pages; j++) assert_int_equal(missing[j].record, number_of(995 + j));
+    assert_valid(&s.layer);
+  }
+  end(&s);
+}
+
+static void a_copy_of_a_packed_range_is_packed(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  adopt_cold(&s, &s.layer, 0);
+  qkv_page_range *range = s.layer.ranges[0].range;
+  qkvi_range_pin(range, 0);
+  qkv_page_range *copy = qkvi_range_copy(range, 3, 20);
+  assert_non_null(range->packed);
+  assert_non_null(copy->packed);
+  assert_int_equal(copy->count, 17);
+  for (uint32_t i = 0; i < copy->count; i++) {
+    const qkv_page_entry one = qkvi_range_peek(copy, i), other = qkvi_range_peek(range, 3 + i);
+    assert_true(one.record == other.record && one.position == other.position && one.bytes == other.bytes);
+  }
+  qkvi_range_unpin(range);
+  qkvi_range_leave(&copy, s.arena);
+  end(&s);
+}
+
+// Two layers whose records are others: each keeps its own.
+static void comparing_leaves_cold_ranges_packed(void **unused) {
+  (void)unused;
+  state s, other;
+  begin(&s);
+  begin(&other);
+  adopt_cold(&s, &s.layer, 0);
+  adopt_cold(&s, &other.layer, 5000);
+  qkv_layer_adopt_shared(&s.layer, &other.layer);
+  assert_packed(&s.layer, 2);
+  assert_packed(&other.layer, 2);
+  end(&other);
+  end(&s);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_out_and_back),
@@ -523,6 +596,9 @@ int main(void) {
       cmocka_unit_test(test_seals_without_room),
       cmocka_unit_test(cold_pages_take_16_bytes),
       cmocka_unit_test(ranges_are_packed_as_they_leave),
+      cmocka_unit_test(a_truncation_leaves_cold_ranges_packed),
+      cmocka_unit_test(a_copy_of_a_packed_range_is_packed),
+      cmocka_unit_test(comparing_leaves_cold_ranges_packed),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
