@@ -81,6 +81,7 @@ bool qkvi_evict(qkv_daemon *daemon, const qkv_session *but, uint64_t bytes) {
   shortage missing = look(daemon, bytes, 0);
   const bool was_met = is_met(&missing);  // another thread has done it meanwhile
   if (!was_met) missing = look(daemon, bytes, SLACK);
+  qkvi_objects_begin_pass(daemon->objects, QKVI_PASS_EVICT);
   for (size_t some = 1; some > 0 && !is_met(&missing); closed += some) some = close_some(daemon, but, &missing);
   if (closed > 0) await_memory(daemon, bytes);
   (void)pthread_mutex_unlock(&daemon->evicting);

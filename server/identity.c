@@ -91,3 +91,7 @@ void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
     return;
   (void)snprintf(text, bytes, "gone");
 }
+
+const char *qkvi_tenant_to_log(const char *tenant) {
+  return strcmp(tenant, QKV_TENANT_DEFAULT) == 0 ? NULL : tenant;
+}

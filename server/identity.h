@@ -29,6 +29,10 @@ qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const 
 // The same, with "default" for "".
 qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 
+// For the field "tenant" of a log line, in json_pack's format s*: NULL, which leaves the field out, for the default
+// one.
+const char *qkvi_tenant_to_log(const char *tenant);
+
 // Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
 void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
 

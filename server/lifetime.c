@@ -7,6 +7,7 @@
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/control.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
 
 // ---- Pin, Touch ----
@@ -72,11 +73,12 @@ static void expire(qkv_daemon *daemon, qkv_session *session) {
   qkv_error error = {0};
   if (qkv_store_close_session(daemon->store, session, &freed, NULL) != QKV_OK) return;
   if (qkvi_catalogue_closed(daemon->residency, session, &error) != QKV_OK)
-    qkv_log(QKV_LOG_ERROR, "a session that expired may come back", "{s:s, s:s}", "session", qkv_session_name(session),
-            "reason", error.text);
+    qkv_log(QKV_LOG_ERROR, "a session that expired may come back", "{s:s, s:s*, s:s}", "session",
+            qkv_session_name(session), "tenant", qkvi_tenant_to_log(qkv_session_config_of(session)->tenant), "reason",
+            error.text);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_SESSIONS_EXPIRED], 1);
-  qkv_log(QKV_LOG_INFO, "session expired", "{s:s, s:I}", "session", qkv_session_name(session), "bytes",
-          (json_int_t)freed);
+  qkv_log(QKV_LOG_INFO, "session expired", "{s:s, s:s*, s:I}", "session", qkv_session_name(session), "tenant",
+          qkvi_tenant_to_log(qkv_session_config_of(session)->tenant), "bytes", (json_int_t)freed);
 }
 
 void qkvi_lifetime_expire(qkv_daemon *daemon) {

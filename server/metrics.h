@@ -62,6 +62,7 @@
     "Times that a request waited for pages to be written before memory had headroom.")                              \
   X(SPILL_EVICTED_BYTES, "qkvd_storage_evicted_bytes_total", QKV_COUNTER,                                           \
     "Bytes that left memory, being on the SSD.")                                                                    \
+  X(EVICTION_LOOKS, "qkvd_eviction_looks_total", QKV_COUNTER, "Sessions and objects that evictions looked at.")     \
   X(RESTORED_PAGES, "qkvd_storage_restored_pages_total", QKV_COUNTER, "Pages brought back into memory.")            \
   X(RESTORED_BYTES, "qkvd_storage_restored_bytes_total", QKV_COUNTER, "Their bytes.")                               \
   X(READ_AHEAD_BYTES, "qkvd_storage_read_ahead_bytes_total", QKV_COUNTER,                                           \
@@ -106,6 +107,10 @@
     "Objects of retention EVICT that were deleted for want of memory or places.")                                   \
   X(OBJECTS_EXPELLED, "qkvd_objects_expelled_total", QKV_COUNTER,                                                   \
     "Objects deleted because storage-budget was full.")                                                             \
+  X(OBJECTS_UNDURABLE, "qkvd_objects_undurable", QKV_GAUGE,                                                         \
+    "Objects held whose entry the journal has not taken; it is written again.")                                     \
+  X(OBJECTS_STALLED, "qkvd_objects_stalled_total", QKV_COUNTER,                                                     \
+    "Deleted objects whose memory was taken from readers that had read nothing for 5 s.")                           \
   X(OBJECTS_EXPIRED, "qkvd_objects_expired_total", QKV_COUNTER, "Objects deleted because their ttl_ms was over.")   \
   X(PREFIX_PAGES, "qkvd_prefix_pages", QKV_GAUGE, "Distinct pages of 64 token ids that are indexed for Match.")     \
   X(PREFIX_BYTES, "qkvd_prefix_bytes", QKV_GAUGE, "Bytes of their index, outside the memory budget.")               \

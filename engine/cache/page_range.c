@@ -190,8 +190,8 @@ static void copy_entries(qkv_page_range *range, uint32_t first, uint32_t end, qk
   }
 }
 
-// Both are packed afterwards: a range of which nothing is in memory is copied for a fork that writes elsewhere, and may
-// never be read.
+// Both are packed afterwards: a range of which nothing is in memory is copied for a fork that writes elsewhere, and
+// may never be read.
 static void copy_packed(const qkv_page_range *range, uint32_t first, uint32_t end, qkv_page_range *copy) {
   uint64_t position = packed_begin(range, first);
   for (uint32_t i = first; i < end; i++) {

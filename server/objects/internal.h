@@ -15,17 +15,28 @@ typedef struct qkvi_object_part {
   bool durable;     // the record is
 } qkvi_object_part;
 
+// Of the entry that opens the object.
+typedef enum qkvi_object_entry {
+  QKVI_ENTRY_NONE,       // not visible yet, or in memory alone
+  QKVI_ENTRY_UNDER_WAY,  // written, or to be written
+  QKVI_ENTRY_DURABLE,
+  QKVI_ENTRY_FAILED,  // the journal did not take it: it is tried again
+} qkvi_object_entry;
+
 // Under the lock, but for the config, which does not change once the object is published, and `data` that is used.
 struct qkvi_object {
   qkvi_object_config config;
-  uint64_t number;    // the storage's session; 0: in memory alone
-  size_t references;  // one of the list's, while it is there
-  bool listed;        // published, and neither deleted nor replaced
-  bool journaled;     // that it is open is known to be in the journal
-  int64_t used_ms;    // monotonic
+  uint64_t number;          // the storage's session; 0: in memory alone
+  size_t references;        // one of the list's, while it is there
+  bool listed;              // published, and neither deleted nor replaced
+  bool removed;             // from the list of objects, and in that of removed ones while somebody reads it
+  qkvi_object_entry entry;  // in the journal
+  bool retrying;            // it has failed, and is under way again
+  int64_t used_ms;          // monotonic; of a removed one, when it was read last
   uint64_t in_memory;
   qkvi_object *prev, *next;                      // by last use, while the object may still be put or read
-  size_t unsettled;                              // filled parts that are not durable
+  qkvi_object *prev_warm, *next_warm;            // of those in this list that have bytes in memory
+  size_t unsettled;                              // filled parts that are not durable, and a journal entry to come
   qkvi_object *prev_unsettled, *next_unsettled;  // of those that have any
   UT_hash_handle hh, by_number;
   size_t parts;
@@ -39,11 +50,15 @@ struct qkvi_objects {
   qkv_metric_value *metrics;
   qkvi_residency *residency;  // NULL: no SSD
 
-  pthread_mutex_t lock;  // of all below
-  qkvi_object *table;    // published ones, by tenant and name
-  qkvi_object *oldest;   // the list by last use
+  pthread_mutex_t lock;               // of all below
+  qkvi_object *table;                 // published ones, by tenant and name
+  qkvi_object *oldest;                // the list by last use
+  qkvi_object *warm;                  // those that have bytes in memory, by last use
+  qkvi_object *cursors[QKVI_PASSES];  // in this list: where a pass goes on
+  qkvi_object *removed;               // deleted or replaced, and still read
   qkvi_object *unsettled;
-  size_t mortal;  // with a ttl
+  size_t mortal;     // with a ttl
+  size_t undurable;  // listed ones whose entry has failed
   uint64_t bytes, memory;
 
   // Of recovery.
@@ -65,13 +80,15 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
 void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object);
+// What became of the entry in the journal; `status` is the storage's.
+void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status);
 // Whether a part is durable; one that is not on its way is put.
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part);
 // A part that has been filled with bytes that are not durable.
 void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object);
-// That it is opened, into the journal; `wait` NULL: nobody waits for it.
-qkv_status qkvi_object_journal(qkvi_objects *objects, const qkvi_object *object, qkvi_journal_wait *wait,
-                               qkv_error *error);
+// That it is opened, into the journal; `wait` NULL: nobody waits for it, and the object takes note of what becomes of
+// it.
+qkv_status qkvi_object_journal(qkvi_objects *objects, qkvi_object *object, qkvi_journal_wait *wait, qkv_error *error);
 void qkvi_object_warm(qkvi_objects *objects, qkvi_object *object, size_t part, void *data);
 
 // Not under the lock. Waits until all parts are durable; then, once it is published, until its journal entry is.

@@ -2,11 +2,14 @@
 
 #include <assert.h>
 #include <inttypes.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <utlist.h>
 
+#include "engine/base/log.h"
+#include "server/identity.h"
 #include "server/objects/internal.h"
 
 enum { KEY_BYTES = 2 * (QKV_NAME_MAX + 1), EXPEL_IDLE_MS = 1000, EXPEL_BYTES = 16 << 20 };
@@ -33,6 +36,7 @@ static void update_gauges(const qkvi_objects *objects) {
   qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECTS], (int64_t)HASH_COUNT(objects->table));
   qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECT_BYTES], (int64_t)objects->bytes);
   qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECT_MEMORY_BYTES], (int64_t)objects->memory);
+  qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECTS_UNDURABLE], (int64_t)objects->undurable);
 }
 
 // ---- Life ----
@@ -105,17 +109,59 @@ qkvi_object *qkvi_object_create(qkvi_objects *objects, const qkvi_object_config 
   return object;
 }
 
+// ---- Those that have bytes in memory ----
+
+// Nearly always behind all others.
+static void add_warm(qkvi_objects *objects, qkvi_object *object) {
+  qkvi_object *before = objects->warm == NULL ? NULL : objects->warm->prev_warm;
+  while (before != NULL && before->used_ms > object->used_ms)
+    before = before == objects->warm ? NULL : before->prev_warm;
+  if (before != NULL) {
+    DL_APPEND_ELEM2(objects->warm, before, object, prev_warm, next_warm);
+  } else {
+    DL_PREPEND2(objects->warm, object, prev_warm, next_warm);
+  }
+}
+
+static void remove_warm(qkvi_objects *objects, qkvi_object *object) {
+  if (object->prev_warm == NULL) return;
+  for (int i = 0; i < QKVI_PASSES; i++) {
+    if (objects->cursors[i] == object) objects->cursors[i] = object->next_warm;
+  }
+  DL_DELETE2(objects->warm, object, prev_warm, next_warm);
+  object->prev_warm = object->next_warm = NULL;
+}
+
+void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass) {
+  if (objects == NULL) return;
+  qkvi_objects_lock(objects);
+  objects->cursors[pass] = objects->warm;
+  qkvi_objects_unlock(objects);
+}
+
+// The next one of a pass that was last used before; NULL: there is none.
+static qkvi_object *next_warm(qkvi_objects *objects, qkvi_objects_pass pass, int64_t before_ms) {
+  qkvi_object *next = objects->cursors[pass];
+  if (next == NULL || next->used_ms >= before_ms) return NULL;
+  objects->cursors[pass] = next->next_warm;
+  qkv_metric_add(&objects->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
+  return next;
+}
+
 static void drop_data(qkvi_objects *objects, qkvi_object *object, size_t part) {
   const uint64_t bytes = qkvi_object_part_bytes(object, part);
   qkv_arena_free(objects->arena, object->part[part].data, bytes);
   object->part[part].data = NULL;
   object->in_memory -= bytes;
   objects->memory -= qkv_arena_cost(bytes);
+  if (object->in_memory == 0) remove_warm(objects, object);
 }
 
 void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object) {
   assert(object->references > 0);
   if (--object->references > 0) return;
+  if (object->removed)
+    DL_DELETE(objects->removed, object);  // NOLINT(clang-analyzer-core.NullDereference): it is in it
   for (size_t i = 0; i < object->parts; i++) {
     if (object->part[i].data != NULL) drop_data(objects, object, i);
   }
@@ -129,7 +175,7 @@ void qkvi_object_unref(qkvi_objects *objects, qkvi_object **object) {
   if (old == NULL) return;
   *object = NULL;
   qkvi_objects_lock(objects);
-  if (!old->listed && old->references == 2 && old->prev != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
+  if (!old->listed && old->references == 2 && !old->removed) qkvi_objects_drop(objects, old, NULL, NULL);
   qkvi_objects_release(objects, old);
   update_gauges(objects);
   qkvi_objects_unlock(objects);
@@ -139,6 +185,7 @@ void qkvi_object_warm(qkvi_objects *objects, qkvi_object *object, size_t part, v
   const uint64_t bytes = qkvi_object_part_bytes(object, part);
   assert(object->part[part].data == NULL);
   object->part[part].data = data;
+  if (object->in_memory == 0 && !object->removed) add_warm(objects, object);
   object->in_memory += bytes;
   objects->memory += qkv_arena_cost(bytes);
   update_gauges(objects);
@@ -175,8 +222,10 @@ void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object) {
   update_gauges(objects);
 }
 
+// Its bytes are given back with its last reader, or before where that one stalls.
 void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->listed) {
+    objects->undurable -= object->entry == QKVI_ENTRY_FAILED;
     HASH_DEL(objects->table, object);
     objects->bytes -= object->config.bytes;
     objects->mortal -= object->config.ttl_ms > 0;
@@ -184,8 +233,11 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->unsettled > 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
   object->unsettled = 0;
   object->listed = false;
+  remove_warm(objects, object);
   DL_DELETE(objects->oldest, object);
-  object->prev = object->next = NULL;
+  DL_APPEND(objects->removed, object);
+  object->removed = true;
+  object->used_ms = qkvi_now_ms();
   qkvi_objects_release(objects, object);
   update_gauges(objects);
 }
@@ -197,8 +249,11 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
 }
 
 void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object) {
+  const bool warm = object->prev_warm != NULL;
+  remove_warm(objects, object);
   object->used_ms = qkvi_now_ms();
-  if (object->prev == NULL || object->next == NULL) return;  // removed, or the last one anyway
+  if (warm) add_warm(objects, object);
+  if (object->removed || object->next == NULL) return;  // or the last one anyway
   DL_DELETE(objects->oldest, object);
   DL_APPEND(objects->oldest, object);
 }
@@ -245,6 +300,7 @@ static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool repla
                     objects->options->limit_objects);
   if (object->number != 0) QKV_TRY(qkvi_object_journal(objects, object, wait, error));
   if (old != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
+  if (object->number != 0) object->entry = QKVI_ENTRY_UNDER_WAY;
   qkvi_objects_use(objects, object);
   qkvi_objects_publish_found(objects, object);
   qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_PUT], 1);
@@ -275,7 +331,7 @@ qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, 
     same = is_same(held, object, replace);
     // One that is here but perhaps not on the SSD is no answer to a put that asks for that: the new one takes its
     // place.
-    *existing = same && (!sync || held->journaled);
+    *existing = same && (!sync || held->entry == QKVI_ENTRY_DURABLE);
     const bool gives_up = held != NULL && held->number != 0 && (replace || same);
     if (durable || *existing || (!sync && !gives_up)) break;
     // What is durable is given up for what is durable.
@@ -380,8 +436,12 @@ uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t b
   uint64_t freed = 0;
   if (objects == NULL) return 0;
   qkvi_objects_lock(objects);
-  for (qkvi_object *at = objects->oldest; at != NULL && at->used_ms < before_ms && freed < bytes; at = at->next) {
-    if (at->number != 0 && at->in_memory > 0) freed += spill_object(objects, at, bytes - freed);
+  while (freed < bytes) {
+    qkvi_object *at = next_warm(objects, QKVI_PASS_SPILL, before_ms);
+    if (at == NULL) break;
+    if (at->number == 0) continue;
+    freed += spill_object(objects, at, bytes - freed);
+    if (freed >= bytes && at->prev_warm != NULL) objects->cursors[QKVI_PASS_SPILL] = at;  // some is left of it
   }
   update_gauges(objects);
   qkvi_objects_unlock(objects);
@@ -392,9 +452,10 @@ uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t b
   uint64_t freed = 0;
   *places = 0;
   qkvi_objects_lock(objects);
-  for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < before_ms && freed < bytes; at = next) {
-    next = at->next;
-    if (!at->listed || !at->config.evictable || at->in_memory == 0) continue;
+  while (freed < bytes) {
+    qkvi_object *at = next_warm(objects, QKVI_PASS_EVICT, before_ms);
+    if (at == NULL) break;
+    if (!at->listed || !at->config.evictable) continue;
     freed += at->in_memory;
     qkvi_objects_drop(objects, at, NULL, NULL);
     ++*places;
@@ -404,8 +465,21 @@ uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t b
   return freed;
 }
 
+// What may not be evicted is told by name, as sessions are, the first few of a pass; all are counted.
+static void log_expelled(const qkvi_object *object, size_t before) {
+  enum { NAMED = 16 };
+  const qkvi_object_config *config = &object->config;
+  if (config->evictable || before >= NAMED) return;
+  qkv_log(QKV_LOG_WARN,
+          before + 1 < NAMED ? "storage-budget is full, an object was deleted"
+                             : "storage-budget is full, this object and perhaps more were deleted",
+          "{s:s, s:s*, s:I}", "object", config->name, "tenant", qkvi_tenant_to_log(config->tenant), "bytes",
+          (json_int_t)config->bytes);
+}
+
 bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms) {
   uint64_t freed = 0;
+  size_t count = 0;
   if (objects == NULL) return false;
   qkvi_objects_lock(objects);
   const int64_t idle = qkvi_now_ms() - EXPEL_IDLE_MS;
@@ -418,6 +492,7 @@ bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms
       next = at->next;
       if (!at->listed || at->number == 0 || at->config.evictable == (kept == 1)) continue;
       freed += at->config.bytes;
+      log_expelled(at, count++);
       qkvi_objects_drop(objects, at, NULL, NULL);
       qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EXPELLED], 1);
     }
@@ -430,16 +505,28 @@ uint64_t qkvi_objects_staying(qkvi_objects *objects) {
   uint64_t bytes = 0;
   if (objects == NULL) return 0;
   qkvi_objects_lock(objects);
-  for (const qkvi_object *at = objects->oldest; at != NULL; at = at->next) {
+  for (const qkvi_object *at = objects->warm; at != NULL; at = at->next_warm) {
     if (at->number == 0) bytes += at->in_memory;
   }
   qkvi_objects_unlock(objects);
   return bytes;
 }
 
+// A reader that has part of an object and stalls misses the rest.
+static void take_from_stalled(qkvi_objects *objects, int64_t now) {
+  for (qkvi_object *at = objects->removed; at != NULL; at = at->next) {
+    if (at->in_memory == 0 || now - at->used_ms < QKVI_OBJECT_STALL_MS) continue;
+    for (size_t i = 0; i < at->parts; i++) {
+      if (at->part[i].data != NULL && at->part[i].users == 0) drop_data(objects, at, i);
+    }
+    qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_STALLED], 1);
+  }
+}
+
 void qkvi_objects_expire(qkvi_objects *objects) {
   qkvi_objects_lock(objects);
   const int64_t now = qkvi_now_ms();
+  take_from_stalled(objects, now);
   qkvi_object *next = objects->mortal > 0 ? objects->oldest : NULL;
   for (qkvi_object *at; (at = next) != NULL;) {
     next = at->next;
@@ -449,5 +536,6 @@ void qkvi_objects_expire(qkvi_objects *objects) {
     qkvi_objects_drop(objects, at, NULL, NULL);
     qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EXPIRED], 1);
   }
+  update_gauges(objects);
   qkvi_objects_unlock(objects);
 }

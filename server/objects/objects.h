@@ -22,6 +22,7 @@
 
 // Bytes of a part, but for an object's last one.
 enum { QKVI_OBJECT_PART = 1 << 20 };
+enum { QKVI_OBJECT_STALL_MS = 5000 };
 
 typedef struct qkvi_objects qkvi_objects;
 typedef struct qkvi_object qkvi_object;
@@ -83,8 +84,9 @@ qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const 
 void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkvi_object_info *info);
 
 // Copies a part to `out`, from memory or from the SSD, and then brings it back where memory has headroom for it, or
-// can make some at once. NOT_FOUND: it is damaged, or the object was deleted meanwhile; then the object is gone.
-// INTERNAL: the disk failed.
+// can make some at once. NOT_FOUND: it is damaged, or the object was deleted meanwhile; then the object is gone. One
+// that was deleted stays readable for QKVI_OBJECT_STALL_MS after the last part that was read of it: a reader that
+// stalls does not keep memory that nothing else can free. INTERNAL: the disk failed.
 qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t part, void *out, qkv_error *error);
 
 // Deletes one; false where there is none. On the SSD it stays so once qkvi_objects_deleted() has returned OK, which
@@ -103,10 +105,15 @@ size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *
 
 // ---- For those who need memory or disk ----
 
-// Parts of objects last used before `before_ms` (monotonic) leave memory, being durable, until `bytes` are free.
-// Returns how many are. `objects` may be NULL.
+// A pass goes through the objects that have bytes in memory once, the longest unused first, in as many calls as its
+// caller likes: each call goes on where the last one stopped. One thread at a time makes passes of a kind.
+typedef enum qkvi_objects_pass { QKVI_PASS_SPILL, QKVI_PASS_EVICT, QKVI_PASSES } qkvi_objects_pass;
+// `objects` may be NULL.
+void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass);
+// QKVI_PASS_SPILL: parts of objects last used before `before_ms` (monotonic) leave memory, being durable, until
+// `bytes` are free. Returns how many are. `objects` may be NULL.
 uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t bytes);
-// The same by deleting objects that may be evicted; `*places` is how many went.
+// QKVI_PASS_EVICT: the same by deleting objects that may be evicted; `*places` is how many went.
 uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places);
 // Deletes objects from the SSD, as many as make some headroom there: those that may be evicted first, else the
 // others, but none used in the last second, and none that is worth more than something `evictable` that was last used
@@ -114,13 +121,16 @@ uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t b
 bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms);
 // Bytes of memory that will not leave it: of objects in memory alone. `objects` may be NULL.
 uint64_t qkvi_objects_staying(qkvi_objects *objects);
-// Deletes those whose time is over.
+// Deletes those whose time is over, and takes memory from removed ones whose readers have stalled.
 void qkvi_objects_expire(qkvi_objects *objects);
 
 // ---- For the residency (server/objects/records.c) ----
 
 // Puts what found no place before. True where every part is durable. `objects` may be NULL.
 bool qkvi_objects_settle(qkvi_objects *objects);
+// Of recovery, when records have been told of and before anything is changed: RESOURCE_EXHAUSTED where more whole
+// objects are there than limit-objects.
+qkv_status qkvi_objects_check_found(qkvi_objects *objects, qkv_error *error);
 // Of recovery: whether the entry opens an object, which is then taken; *error where it does not fit this daemon.
 bool qkvi_objects_found(qkvi_objects *objects, const qkv_journal_entry *entry, qkv_error *error);
 void qkvi_objects_found_record(qkvi_objects *objects, const qkv_record_info *info);

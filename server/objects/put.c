@@ -63,7 +63,9 @@ static void drop_object(put_stream *stream) {
     const size_t part = (size_t)(at->held / QKVI_OBJECT_PART);
     qkv_arena_free(qkv_store_arena(stream->daemon->store), at->part, qkvi_object_part_bytes(at->object, part));
   }
-  if (at->object != NULL) qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_OBJECTS_INCOMPLETE], 1);
+  // One that was refused as a whole, or that is held and not durable, is not incomplete.
+  if (at->object != NULL && at->held < qkvi_object_config_of(at->object)->bytes)
+    qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_OBJECTS_INCOMPLETE], 1);
   qkvi_object_unref(stream->daemon->objects, &at->object);
   (void)XXH3_freeState(at->hash);
   *at = (put_object){0};

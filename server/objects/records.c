@@ -2,18 +2,79 @@
 // journal.
 #include <assert.h>
 #include <inttypes.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <utlist.h>
 
+#include "engine/base/log.h"
 #include "qkv/v1/objects.pb-c.h"
+#include "server/identity.h"
 #include "server/objects/internal.h"
 
 enum { SYNC_WAIT_MS = 30000 };
 
 // ---- Out ----
 
-qkv_status qkvi_object_journal(qkvi_objects *objects, const qkvi_object *object, qkvi_journal_wait *wait,
+void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object) {
+  if (object->unsettled++ == 0) DL_APPEND2(objects->unsettled, object, prev_unsettled, next_unsettled);
+}
+
+// One of its parts, or its entry.
+static void settle_one(qkvi_objects *objects, qkvi_object *object) {
+  if (--object->unsettled == 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
+}
+
+// The first time it is told; it is tried again with what else is not durable. Whoever deletes it meanwhile has said
+// so behind it.
+void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status) {
+  const bool failed = status != QKV_OK, was_failed = object->entry == QKVI_ENTRY_FAILED;
+  object->retrying = false;
+  object->entry = failed ? QKVI_ENTRY_FAILED : QKVI_ENTRY_DURABLE;
+  if (!object->listed || failed == was_failed) return;
+  objects->undurable += failed ? 1 : SIZE_MAX;
+  qkv_metric_set(&objects->metrics[QKV_METRIC_OBJECTS_UNDURABLE], (int64_t)objects->undurable);
+  if (failed) {
+    qkvi_object_unsettle(objects, object);
+    qkv_log(QKV_LOG_ERROR, "an object is held, but not durable: the journal in data-dir was not written",
+            "{s:s, s:s*, s:s}", "object", object->config.name, "tenant", qkvi_tenant_to_log(object->config.tenant),
+            "status", qkv_status_name(status));
+  } else {
+    settle_one(objects, object);
+  }
+}
+
+// An entry that nobody waits for.
+typedef struct entry_note {
+  qkvi_objects *objects;
+  qkvi_object *object;  // a reference
+} entry_note;
+
+static void on_entry(void *context, qkv_status status) {
+  entry_note *note = context;
+  qkvi_objects *objects = note->objects;
+  qkvi_residency *residency = objects->residency;
+  qkvi_objects_lock(objects);
+  qkvi_object_journaled(objects, note->object, status);
+  qkvi_objects_release(objects, note->object);
+  qkvi_objects_unlock(objects);
+  free(note);
+  if (status == QKV_OK) return;
+  qkvi_residency_lock(residency);
+  qkvi_write_back_note_failure(residency, status);
+  qkvi_residency_unlock(residency);
+  atomic_store_explicit(&residency->unsettled, true, memory_order_relaxed);
+}
+
+static entry_note *note_of(qkvi_objects *objects, qkvi_object *object) {
+  entry_note *note = malloc(sizeof *note);
+  if (note == NULL) abort();
+  *note = (entry_note){.objects = objects, .object = object};
+  object->references++;
+  return note;
+}
+
+qkv_status qkvi_object_journal(qkvi_objects *objects, qkvi_object *object, qkvi_journal_wait *wait,
                                qkv_error *error) {
   const qkvi_object_config *config = &object->config;
   Qkv__V1__ObjectInfo message = QKV__V1__OBJECT_INFO__INIT;
@@ -29,10 +90,14 @@ qkv_status qkvi_object_journal(qkvi_objects *objects, const qkvi_object *object,
   uint8_t *payload = malloc(bytes + 1);
   if (payload == NULL) abort();
   (void)qkv__v1__object_info__pack(&message, payload);
-  const qkv_status status =
-      qkv_storage_journal(objects->residency->storage, QKV_JOURNAL_SESSION_OPEN, object->number, payload, bytes,
-                          wait == NULL ? NULL : qkvi_catalogue_on_journal, wait, error);
+  entry_note *note = wait == NULL ? note_of(objects, object) : NULL;
+  const qkv_status status = qkv_storage_journal(objects->residency->storage, QKV_JOURNAL_SESSION_OPEN, object->number,
+                                                payload, bytes, note == NULL ? qkvi_catalogue_on_journal : on_entry,
+                                                note == NULL ? (void *)wait : note, error);
   free(payload);
+  if (status == QKV_OK || note == NULL) return status;
+  qkvi_objects_release(objects, object);
+  free(note);
   return status;
 }
 
@@ -48,10 +113,6 @@ static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object,
                              bytes);
 }
 
-void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object) {
-  if (object->unsettled++ == 0) DL_APPEND2(objects->unsettled, object, prev_unsettled, next_unsettled);
-}
-
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part) {
   qkvi_object_part *at = &object->part[part];
   if (at->durable) return true;
@@ -60,12 +121,20 @@ bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t 
     const qkv_record_state state = backing->state(backing->context, at->record);
     if (state == QKV_RECORD_DURABLE) {
       at->durable = true;
-      if (--object->unsettled == 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
+      settle_one(objects, object);
     }
     if (state != QKV_RECORD_GONE) return at->durable;
   }
   at->record = put_part(objects, object, part);
   return false;
+}
+
+// An entry that has failed is written again, unless the disk rests.
+static void settle_entry(qkvi_objects *objects, qkvi_object *object) {
+  if (object->entry != QKVI_ENTRY_FAILED || object->retrying ||
+      qkvi_write_back_refuses(objects->residency, object->number))
+    return;
+  object->retrying = qkvi_object_journal(objects, object, NULL, NULL) == QKV_OK;
 }
 
 // `*full`: the storage takes no more now, and a part is only copied to be refused.
@@ -76,6 +145,7 @@ static bool settle(qkvi_objects *objects, qkvi_object *object, bool *full) {
     all = false;
     *full = object->part[i].record == 0;
   }
+  settle_entry(objects, object);
   return all && object->unsettled == 0;
 }
 
@@ -93,14 +163,14 @@ bool qkvi_objects_settle(qkvi_objects *objects) {
 
 qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object, qkvi_journal_wait *wait,
                                      qkv_error *error) {
-  if (qkvi_catalogue_finish_wait(wait, NULL) != QKV_OK)
-    return qkv_fail(error, QKV_UNAVAILABLE,
-                    "object %s is held, but not durable: the journal in data-dir was not written",
-                    object->config.name);
+  const qkv_status status = qkvi_catalogue_finish_wait(wait, NULL);
   qkvi_objects_lock(objects);
-  object->journaled = true;
+  qkvi_object_journaled(objects, object, status);
   qkvi_objects_unlock(objects);
-  return QKV_OK;
+  if (status == QKV_OK) return QKV_OK;
+  atomic_store_explicit(&objects->residency->unsettled, true, memory_order_relaxed);
+  return qkv_fail(error, QKV_UNAVAILABLE,
+                  "object %s is held, but not durable: the journal in data-dir was not written", object->config.name);
 }
 
 qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object, qkv_error *error) {
@@ -176,11 +246,15 @@ qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t p
   qkvi_objects_lock(objects);
   const void *data = at->data;
   const uint64_t record = at->record;
+  const bool gone = data == NULL && (object->removed || record == 0);
+  if (object->removed) object->used_ms = qkvi_now_ms();
   at->users++;
   qkvi_objects_unlock(objects);
   qkv_status status = QKV_OK;
   if (data != NULL) {
     memcpy(out, data, bytes);
+  } else if (gone) {
+    status = QKV_NOT_FOUND;
   } else {
     status = read_record(objects, record, out, bytes, &reason);
   }
@@ -209,6 +283,10 @@ static qkv_status take_found(qkvi_objects *objects, const Qkv__V1__ObjectInfo *m
   (void)snprintf(config.tenant, sizeof config.tenant, "%s", message->tenant);
   qkvi_objects_lock(objects);
   qkvi_object *old = qkvi_objects_look_up(objects, config.tenant, config.name);
+  if (old != NULL && old->number == number) {  // the entry was written again, as the first time was in doubt
+    qkvi_objects_unlock(objects);
+    return QKV_OK;
+  }
   if (old != NULL) {
     uint64_t *more = realloc(objects->superseded, (objects->superseded_count + 1) * sizeof *more);
     if (more == NULL) abort();
@@ -217,16 +295,12 @@ static qkv_status take_found(qkvi_objects *objects, const Qkv__V1__ObjectInfo *m
     HASH_DELETE(by_number, objects->numbers, old);
     qkvi_objects_remove(objects, old);
   }
-  const bool full = HASH_COUNT(objects->table) >= (size_t)objects->options->limit_objects;
   qkvi_objects_unlock(objects);
-  if (full)
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", more are there",
-                    objects->options->limit_objects);
   QKV_TRY(qkv_arena_reserve(objects->arena, qkvi_object_fixed_cost(config.bytes), error));
   qkvi_object *object = qkvi_object_create(objects, &config);
   qkvi_objects_lock(objects);
   object->number = number;
-  object->journaled = true;
+  object->entry = QKVI_ENTRY_DURABLE;
   qkvi_objects_publish_found(objects, object);
   HASH_ADD(by_number, objects->numbers, number, sizeof object->number, object);
   qkvi_objects_release(objects, object);
@@ -259,6 +333,18 @@ static bool is_whole(const qkvi_object *object) {
   bool whole = true;
   for (size_t i = 0; i < object->parts; i++) whole &= object->part[i].durable;
   return whole;
+}
+
+// Those that a crash has left without some of their records go, and need no place.
+qkv_status qkvi_objects_check_found(qkvi_objects *objects, qkv_error *error) {
+  size_t whole = 0;
+  if (objects == NULL) return QKV_OK;
+  qkvi_objects_lock(objects);
+  for (const qkvi_object *at = objects->oldest; at != NULL; at = at->next) whole += is_whole(at);
+  qkvi_objects_unlock(objects);
+  if (whole <= (size_t)objects->options->limit_objects) return QKV_OK;
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", more are there",
+                  objects->options->limit_objects);
 }
 
 void qkvi_objects_found_all(qkvi_objects *objects, qkvi_residency *residency, bool unread) {

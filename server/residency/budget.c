@@ -6,6 +6,7 @@
 
 #include "engine/base/yield.h"
 #include "engine/cache/session_spill.h"
+#include "server/identity.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 
@@ -55,10 +56,12 @@ static uint64_t evict(qkvi_residency *residency, uint64_t target, bool wait) {
   size_t count;
   (void)pthread_mutex_lock(&residency->room_lock);
   qkvi_resident *sessions = list_sessions(residency, true, &count);
+  qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
   for (size_t i = 0; i < count; i++) {
     freed += spill_objects(residency, target, sessions[i].last_used_ms);
     const uint64_t taken = qkvi_budget_taken(residency);
     if (taken <= target) break;
+    qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
     freed += qkv_session_evict(sessions[i].session, taken - target, wait);
   }
   freed += spill_objects(residency, target, INT64_MAX);
@@ -307,11 +310,12 @@ void qkvi_residency_expel(qkvi_residency *residency) {
     if (gone) break;
     if (qkv_store_close_session(residency->store, session, &freed, NULL) != QKV_OK) continue;
     if (qkvi_catalogue_closed(residency, session, &error) != QKV_OK)
-      qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s}", "session",
-              qkv_session_name(session), "reason", error.text);
+      qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session",
+              qkv_session_name(session), "tenant", qkvi_tenant_to_log(info.config.tenant), "reason", error.text);
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-    qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:I}", "session",
-            qkv_session_name(session), "bytes", (json_int_t)info.usage.bytes_stored);
+    qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:s*, s:I}", "session",
+            qkv_session_name(session), "tenant", qkvi_tenant_to_log(info.config.tenant), "bytes",
+            (json_int_t)info.usage.bytes_stored);
     gone = true;
   }
   if (!gone) (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);

@@ -6,6 +6,7 @@
 
 #include "engine/cache/session_spill.h"
 #include "server/contract.h"
+#include "server/identity.h"
 #include "server/metrics.h"
 #include "server/residency/rows.h"
 
@@ -53,6 +54,7 @@ typedef struct recovery {
   uint32_t at_layer;
   uint64_t expected;  // position
   bool broken;        // pages beyond a gap are of no use
+  bool counted;       // the objects
   qkv_error refused;  // why the directory as a whole is
 } recovery;
 
@@ -345,9 +347,10 @@ static void take_page(recovery *all, struct found_session *found, const qkv_reco
     return refuse(all, "session", qkv_session_name(found->session), &error);
   all->broken = status != QKV_OK;
   if (all->broken) {
-    qkv_log(QKV_LOG_WARN, "pages of a session are missing", "{s:s, s:I, s:I, s:s}", "session",
-            qkv_session_name(found->session), "layer", (json_int_t)meta->layer, "length", (json_int_t)all->expected,
-            "reason", error.text);
+    qkv_log(QKV_LOG_WARN, "pages of a session are missing", "{s:s, s:s*, s:I, s:I, s:s}", "session",
+            qkv_session_name(found->session), "tenant",
+            qkvi_tenant_to_log(qkv_session_config_of(found->session)->tenant), "layer", (json_int_t)meta->layer,
+            "length", (json_int_t)all->expected, "reason", error.text);
     return;
   }
   if (all->at_first == 0) all->at_first = info->record;
@@ -382,9 +385,18 @@ static bool keep_calibration(const recovery *all, size_t place) {
   return true;
 }
 
+// Once all records have been told of, and before anything goes.
+static void check_objects(recovery *all) {
+  qkv_error error = {0};
+  if (all->counted) return;
+  all->counted = true;
+  if (qkvi_objects_check_found(all->residency->objects, &error) != QKV_OK) refuse(all, "an", "object", &error);
+}
+
 // Of a directory that is refused nothing goes.
 static bool on_keep(void *context, const qkv_journal_entry *entry) {
   recovery *all = context;
+  check_objects(all);
   return all->refused.status != QKV_OK || entry->kind != QKV_JOURNAL_CALIBRATION ||
          keep_calibration(all, all->sifted++);
 }
@@ -533,6 +545,7 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
   config.dirty_bytes_max = dirty_bytes;
   config.compact_bytes_per_s = (uint64_t)options->storage_compact_rate;
   qkv_status status = qkv_storage_open(&config, &restore, &residency->storage, error);
+  if (status == QKV_OK) check_objects(&all);
   if (status == QKV_OK && all.refused.status == QKV_OK) {
     for (const struct found_session *at = all.sessions; at != NULL; at = at->hh.next) {
       if (at->closed) qkv_storage_session_close(residency->storage, at->number, NULL, NULL);

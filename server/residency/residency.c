@@ -14,6 +14,7 @@
 #include "engine/base/yield.h"
 #include "engine/cache/session_spill.h"
 #include "server/contract.h"
+#include "server/identity.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 
@@ -459,10 +460,10 @@ static uint64_t whole_budget(const qkvi_residency *residency) {
 
 enum { COUNT_MS = 100, DIRECTORY_PART = 8 };
 
-// What is known of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it. The
-// index counts its own bytes: a session of one record takes some 500 of them, one of many 32 a record.
-// The entries of pages in memory are larger, and small against the pages. Where there is no headroom the coldest
-// pages leave, and it is tried again.
+// What is known of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it.
+// The index counts its own bytes: a session of one record takes some 500 of them, one of many 32 a record. The
+// entries of pages in memory are larger, and small against the pages. Where there is no headroom the coldest pages
+// leave, and it is tried again.
 static void count_directory(qkvi_residency *residency) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(residency->storage, &stats);
@@ -629,8 +630,9 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   for (size_t i = 0; i < count; i++) {
     qkv_error error = {0};
     if (qkv_session_seal(sessions[i].session, &error) != QKV_OK)
-      qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s}", "session",
-              qkv_session_name(sessions[i].session), "reason", error.text);
+      qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s*, s:s}", "session",
+              qkv_session_name(sessions[i].session), "tenant",
+              qkvi_tenant_to_log(qkv_session_config_of(sessions[i].session)->tenant), "reason", error.text);
   }
   if (left > 0) qkv_log(QKV_LOG_ERROR, "sessions are not durable as a whole", "{s:I}", "sessions", (json_int_t)left);
   qkvi_residency_drop_sessions(sessions, count);

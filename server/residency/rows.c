@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine/cache/session_spill.h"
+#include "server/identity.h"
 #include "server/metrics.h"
 
 #define ROWS_MAGIC UINT64_C(0x0053574f52564b51)  // "QKVROWS\0"
@@ -211,9 +212,9 @@ static qkv_status append_rows(qkv_session *session, uint32_t layer, const qkv_re
 }
 
 static void report_lost(qkv_session *session, uint32_t layer, uint64_t length, const qkv_error *reason) {
-  qkv_log(QKV_LOG_WARN, "exact rows of a session cannot be read, it ends before them", "{s:s, s:I, s:I, s:s}",
-          "session", qkv_session_name(session), "layer", (json_int_t)layer, "length", (json_int_t)length, "reason",
-          reason->text);
+  qkv_log(QKV_LOG_WARN, "exact rows of a session cannot be read, it ends before them", "{s:s, s:s*, s:I, s:I, s:s}",
+          "session", qkv_session_name(session), "tenant", qkvi_tenant_to_log(qkv_session_config_of(session)->tenant),
+          "layer", (json_int_t)layer, "length", (json_int_t)length, "reason", reason->text);
 }
 
 // Appends what the record has beyond `*length`, up to `end`.

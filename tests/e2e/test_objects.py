@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
+from daemon import BIN_DIR, PATIENCE, SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import objects_pb2 as pb
@@ -331,7 +331,8 @@ def test_a_sync_put_of_what_memory_has(tmp_path):
         objects = Objects(daemon)
         for i, item in enumerate(data.items()):
             objects.put(item, durability=kv.DURABILITY_MEMORY if i % 2 == 0 else ASYNC)
-        assert objects.put(*data.items(), durability=SYNC) == (6, 0)
+        put, existing = objects.put(*data.items(), durability=SYNC)
+        assert put == 6 and existing <= 3  # those of the async ones that are known to be on the SSD meanwhile
         assert objects.put(*data.items(), durability=SYNC) == (6, 6)
         daemon.kill()
     with Daemon("--data-dir", str(tmp_path)) as daemon:
@@ -441,6 +442,100 @@ def test_limits_of_a_start(tmp_path):
             pass
     with stored(tmp_path) as daemon:
         assert Objects(daemon).get("o9") == [b"x"]
+
+
+def test_incomplete_objects_take_no_place_at_a_start(tmp_path):
+    """What a crash has left incomplete is dropped, and counts for limit-objects no more."""
+    arguments = ("--storage-io", "pread", "--limit-objects")
+    with stored(tmp_path, *arguments, "6") as daemon:
+        Objects(daemon).put(*((f"o{i}", rest(PART)) for i in range(6)), durability=SYNC)
+        daemon.kill()
+    # The records of those behind the first segment are gone: their entries in the journal are there.
+    paths = glob.glob(f"{tmp_path}/segment-*")
+    for path in sorted(paths)[1:]:
+        with open(path, "r+b") as file:
+            file.write(bytes(os.path.getsize(path)))
+    with stored(tmp_path, *arguments, "4") as daemon:
+        whole = len(Objects(daemon).list().objects)
+        assert 0 < whole < 5 and daemon.metric("qkvd_objects_incomplete_total") == 6 - whole
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_the_journal_fails(tmp_path):
+    """An async put whose entry the journal does not take is told of and counted, and written again later."""
+    flag = tmp_path / "fail"
+    library = os.path.join(os.path.dirname(BIN_DIR), "tests", "e2e", "failing_disk.so")
+    data = {"one": rest(1000), "two": rest(PART + 1)}
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread")
+    with Daemon(*arguments, environment={"LD_PRELOAD": library, "FAIL_JOURNAL": str(flag)}) as daemon:
+        objects = Objects(daemon)
+        flag.touch()
+        with refused(grpc.StatusCode.UNAVAILABLE, "held, but not durable"):
+            objects.put(("two", data["two"]), durability=SYNC)
+        assert daemon.metric("qkvd_objects_undurable") == 1
+        assert objects.put(("one", data["one"]), durability=ASYNC) == (1, 0)
+        wait_for(lambda: daemon.metric("qkvd_objects_undurable") == 2, "the failure is not counted")
+        assert daemon.metric("qkvd_objects_incomplete_total") == 0  # it is held, as a whole
+        assert objects.get(*data) == list(data.values())
+        lines = [json.loads(line) for line in daemon.log_text().splitlines() if "an object is held, but not" in line]
+        assert sorted(line["object"] for line in lines) == ["one", "two"] and "tenant" not in lines[0]
+        flag.unlink()
+        wait_for(lambda: daemon.metric("qkvd_objects_undurable") == 0, "the entries are not written again")
+
+        def synced():
+            try:
+                return objects.put(*data.items(), durability=SYNC) == (2, 2)  # as they are, with all their parts
+            except grpc.RpcError:  # the disk rests
+                return False
+        wait_for(synced, "the parts do not become durable")
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        assert Objects(daemon).get(*data) == list(data.values())
+
+
+def test_a_reader_that_stalls(daemon, objects, name):
+    """What is deleted while somebody has half of it leaves memory, though that one reads no more."""
+    before = daemon.metric("qkvd_object_memory_bytes"), daemon.metric("qkvd_objects_stalled_total")
+    objects.put((name, rest(48 * PART)))
+    call = objects.stub.GetObjects(pb.GetObjectsRequest(objects=[name]), timeout=10 * TIMEOUT)
+    first = next(iter(call))
+    assert first.pieces[0].info.bytes == 48 * PART
+    assert objects.delete(name) == [True]
+    assert daemon.metric("qkvd_object_memory_bytes") > before[0] + 40 * PART
+    wait_for(lambda: daemon.metric("qkvd_object_memory_bytes") < before[0] + PART, "the reader keeps the memory")
+    assert daemon.metric("qkvd_objects_stalled_total") == before[1] + 1
+    pieces = [piece for answer in call for piece in answer.pieces]
+    assert pieces[-1].missing and sum(len(piece.data) for piece in pieces) < 47 * PART
+    assert objects.has(name) == [NONE]
+
+
+def test_one_look_at_each_object_in_an_eviction(tmp_path):
+    """Evicting sessions does not go through all objects for each of them."""
+    with Daemon("--data-dir", str(tmp_path), "--memory-budget", "32MiB", "--calibrate-tokens", "0") as daemon:
+        objects = Objects(daemon)
+        objects.put(*((f"o{i}", b"x") for i in range(300)), durability=SYNC)  # older than all sessions
+        for i in range(30):
+            cache = Cache(daemon.stub(), f"s{i}", layers=1, durability=SYNC, recent_window=0)
+            cache.append(0, *cache.rows(64))
+        objects.put(("big", rest(40 * PART)), durability=SYNC)
+        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
+        assert objects.has("o0", "o299") == [SSD, SSD]
+        # Each object once, as it leaves; in each pass sessions that have left already are passed over.
+        assert 300 < daemon.metric("qkvd_eviction_looks_total") < 3000
+
+
+def test_an_object_that_stays_is_expelled_with_a_line(tmp_path):
+    with stored(tmp_path, "--storage-budget", "64MiB") as daemon:
+        objects = Objects(daemon)
+        for i in range(90):
+            objects.put((f"o{i}", rest(PART)), tenant="blue")
+            if daemon.metric("qkvd_objects_expelled_total") > 0:
+                break
+            time.sleep(0.1)
+        wait_for(lambda: daemon.metric("qkvd_objects_expelled_total") > 0, "nothing is expelled")
+        lines = [json.loads(line) for line in daemon.log_text().splitlines() if "storage-budget is full" in line]
+        assert lines[0]["object"] == "o0" and lines[0]["tenant"] == "blue" and lines[0]["bytes"] == PART
+        assert lines[0]["level"] == "warn"
 
 
 def test_qkvctl(daemon, tmp_path):
