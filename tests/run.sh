@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang boot proxies) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang boot proxies chart) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -33,6 +33,7 @@ Not among them unless asked for:
   boot      deploy/systemd in a Debian that boots under systemd-nspawn, with kill -9; installs mmdebstrap and
             systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
+  chart     deploy/helm/qkvd without a cluster: lint, schema, and manifests of ten sets of values; installs with pip
 
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
 tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits.
@@ -168,6 +169,12 @@ run_proxies() {
   build release e2e_stubs
   say "proxies"
   tests/deploy/proxies.sh
+}
+
+run_chart() {
+  build release qkvd
+  say "chart"
+  tests/deploy/chart.sh
 }
 
 say "packages"
