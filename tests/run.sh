@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang boot proxies chart) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -30,6 +30,8 @@ Not among them unless asked for:
             installs 5 GB with pip, some 10 minutes
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
+  image     both images of deploy/Containerfile, built by buildah and run by podman, read-only and unprivileged; installs
+            them and mmdebstrap, needs root, 5 to 20 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn, with kill -9; installs mmdebstrap and
             systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
@@ -154,6 +156,12 @@ run_transformers() { run_engine transformers; }
 run_vllm() { run_engine vllm; }
 run_lmcache() { run_engine lmcache; }
 run_sglang() { run_engine sglang; }
+
+run_image() {
+  qkv_install buildah podman runc mmdebstrap
+  say "images"
+  tests/deploy/image.sh
+}
 
 run_boot() {
   qkv_install mmdebstrap systemd-container
