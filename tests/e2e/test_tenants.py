@@ -358,6 +358,20 @@ def qkvctl(daemon, *arguments, **environment):
     return [json.loads(line) for line in result.stdout.splitlines()] if result.returncode == 0 else result.stderr.strip()
 
 
+def test_lines_that_name_a_session_name_its_tenant(daemon, name):
+    """Where it is not the default one."""
+    for tenant in TENANTS:
+        cache = Cache(Tenant(daemon.stub(), tenant), name, layers=1)
+        cache.append(0, *cache.rows(1))
+        call(cache, "Touch", kv.TouchRequest(session=name, ttl_ms=1))
+
+    def lines():
+        lines = [json.loads(line) for line in daemon.log_text().splitlines() if "session expired" in line]
+        return [line for line in lines if line["session"] == name]
+    wait_for(lambda: len(lines()) == 2, "the sessions do not expire")
+    assert sorted(line.get("tenant", "") for line in lines()) == list(TENANTS)
+
+
 def test_qkvctl(daemon, name, tmp_path):
     own, other = open_pair(daemon, name)
     both = ("--prefix", name)
