@@ -12,6 +12,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "engine/base/histogram.h"
 #include "engine/cache/session_spill.h"
 #include "server/append.h"
 #include "server/attend_pieces.h"
@@ -416,7 +417,9 @@ static bool attend(attend_call *state) {
     qkvi_read_ahead(state->daemon, part->session, &state->attends[part->attend], part->end);
   }
   for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
+  const uint64_t began = qkv_stage_now();
   qkv_attend_run((state->waits & QKVI_WAIT_LAYERS) != 0 ? pool_of(state) : NULL, state->attends, count);
+  qkv_stage_add(QKV_STAGE_ATTEND, began);
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) narrow(state, state->order[i]);
   count_attends(state);

@@ -24,7 +24,8 @@ static qkv_pool_config pool_config(const qkv_executor_config *config, qkv_work w
                            .pinned = config->pinned && work == QKV_WORK_INTERACTIVE,
                            .yields = yields[work],
                            .nice = yields[work] ? config->bulk_nice : 0,
-                           .on_demand = on_demand[work]};
+                           .on_demand = on_demand[work],
+                           .timed = work != QKV_WORK_UPKEEP};
 }
 
 qkv_status qkv_executor_create(const qkv_executor_config *config, qkv_executor **executor, qkv_error *error) {

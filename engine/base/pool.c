@@ -11,11 +11,13 @@
 #include <time.h>
 
 #include "engine/base/cpu.h"
+#include "engine/base/histogram.h"
 #include "engine/base/yield.h"
 
 typedef struct pool_job {
   qkv_job_fn *run;
   void *context;
+  uint64_t queued_ns;  // 0: its wait is not counted
 } pool_job;
 
 // A loop lives on its caller's stack. Idle threads find it in the pool's list, count themselves in as helpers
@@ -90,6 +92,7 @@ static void run_job(qkv_pool *pool) {
   pool->queue_head = (pool->queue_head + 1) % pool->config.queue_max;
   pool->queue_length--;
   pthread_mutex_unlock(&pool->lock);
+  if (job.queued_ns != 0) qkv_stage_add(QKV_STAGE_QUEUE, job.queued_ns);
   qkv_yield_now();
   job.run(job.context);
   qkv_yield_rest();
@@ -229,7 +232,8 @@ qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context) {
   bool room = pool->queue_length < pool->config.queue_max;
   if (room) {
     size_t tail = (pool->queue_head + pool->queue_length) % pool->config.queue_max;
-    pool->queue[tail] = (pool_job){.run = run, .context = context};
+    pool->queue[tail] =
+        (pool_job){.run = run, .context = context, .queued_ns = pool->config.timed ? qkv_stage_now() : 0};
     pool->queue_length++;
     start_on_demand(pool, pool->queue_length);
     pthread_cond_signal(&pool->work);

@@ -29,6 +29,7 @@ typedef struct qkv_pool_config {
   bool yields;     // to attention (yield.h), before each job and where the work says so
   int nice;        // added to the threads' nice value
   bool on_demand;  // one thread stays; others start when jobs wait, and end after QKV_POOL_LINGER_MS without work
+  bool timed;      // how long jobs wait is counted (histogram.h: QKV_STAGE_QUEUE)
 } qkv_pool_config;
 
 enum { QKV_POOL_LINGER_MS = 2000 };

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/histogram.h"
 #include "engine/base/yield.h"
 #include "engine/cache/attend_internal.h"
 #include "engine/cache/layer_internal.h"
@@ -109,7 +110,9 @@ static size_t encode(const qkv_layer *layer, qkvi_seal_room *room, uint64_t posi
   }
   // Only bulk work waits for helpers, which yield, too, and may lose their processor in the middle of a head.
   qkv_pool *pool = qkv_yield_enabled() ? layer->config.pool : NULL;
+  const uint64_t began = qkv_stage_now();
   const size_t bytes = coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
+  qkv_stage_add(QKV_STAGE_ENCODE, began);
   if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, position, (uint32_t)tokens, room->k, room->v, coder,
                      room->image, &room->watch);

@@ -203,6 +203,7 @@ qkv_status qkv_session_promote(qkv_session *session, const qkv_retier_scope *sco
 void qkv_attention_stats_deinit(qkv_attention_stats *stats) {
   free(stats->ema);
   free(stats->bits);
+  free(stats->places);
   *stats = (qkv_attention_stats){0};
 }
 
@@ -210,6 +211,18 @@ static void add_token(qkv_attention_stats *stats, uint32_t head, uint64_t positi
   const size_t at = head * stats->buckets + (size_t)((position - stats->position) / stats->tokens_per_bucket);
   stats->ema[at] += ema;
   stats->bits[at] += bits;
+}
+
+static void add_place(qkv_attention_stats *stats, uint64_t position, qkv_place place) {
+  const size_t at = (size_t)((position - stats->position) / stats->tokens_per_bucket);
+  stats->places[(size_t)place * stats->buckets + at] += 1;
+}
+
+static qkv_place place_of(const qkv_layer *layer, size_t index, const qkv_page_entry *entry) {
+  if (entry->page == NULL) return QKV_PLACE_SSD;
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  const bool shared = qkvi_range_is_shared(slot->range) || !qkvi_image_is_sole(entry->page_holders);
+  return shared ? QKV_PLACE_SHARED : QKV_PLACE_MEMORY;
 }
 
 // Code bits a coordinate of the keys and values of a group; 0 where they are not in memory.
@@ -234,6 +247,8 @@ static void add_page(const qkv_layer *layer, size_t index, qkv_attention_stats *
   const qkv_codec_planes *planes = entry->coder->codec->planes;
   qkv_head_tiers *tiers = calloc(model->kv_heads, sizeof *tiers);
   if (tiers == NULL) abort();
+  const qkv_place place = place_of(layer, index, entry);
+  for (uint32_t t = 0; t < entry->tokens; t++) add_place(stats, entry->position + t, place);
   if (entry->page != NULL && planes != NULL) planes->tiers(entry->page, tiers);
   for (uint16_t head = 0; head < model->kv_heads; head++) {
     float attention[QKV_PAGE_TOKENS] = {0};
@@ -246,21 +261,26 @@ static void add_page(const qkv_layer *layer, size_t index, qkv_attention_stats *
   free(tiers);
 }
 
+static float bucket_tokens(const qkv_attention_stats *stats, size_t bucket) {
+  const uint64_t rest = stats->tokens - bucket * stats->tokens_per_bucket;
+  return (float)(rest < stats->tokens_per_bucket ? rest : stats->tokens_per_bucket);
+}
+
 static void fill_stats(const qkv_layer *layer, qkv_attention_stats *stats) {
   const qkv_model *model = layer->config.model;
   for (size_t i = 0; i < layer->page_count; i++) add_page(layer, i, stats);
   for (uint64_t position = layer->sealed; position < layer->length; position++) {
+    add_place(stats, position, QKV_PLACE_EXACT);
     for (uint32_t head = 0; head < model->kv_heads; head++) {
       add_token(stats, head, position, 0, (float)(8 * qkv_dtype_size(model->dtype)));
     }
   }
   for (size_t i = 0; i < stats->kv_heads * stats->buckets; i++) {
-    const uint64_t first = i % stats->buckets * stats->tokens_per_bucket;
-    const uint64_t rest = stats->tokens - first;
-    const float tokens = (float)(rest < stats->tokens_per_bucket ? rest : stats->tokens_per_bucket);
-    stats->ema[i] /= tokens;
-    stats->bits[i] /= tokens;
+    stats->ema[i] /= bucket_tokens(stats, i % stats->buckets);
+    stats->bits[i] /= bucket_tokens(stats, i % stats->buckets);
   }
+  for (size_t i = 0; i < QKV_PLACES * stats->buckets; i++)
+    stats->places[i] /= bucket_tokens(stats, i % stats->buckets);
 }
 
 static void shape_stats(const qkv_layer *layer, size_t buckets_max, qkv_attention_stats *stats) {
@@ -275,7 +295,8 @@ static void shape_stats(const qkv_layer *layer, size_t buckets_max, qkv_attentio
   stats->buckets = (size_t)((tokens + stats->tokens_per_bucket - 1) / stats->tokens_per_bucket);
   stats->ema = calloc(stats->kv_heads * stats->buckets + 1, sizeof *stats->ema);
   stats->bits = calloc(stats->kv_heads * stats->buckets + 1, sizeof *stats->bits);
-  if (stats->ema == NULL || stats->bits == NULL) abort();
+  stats->places = calloc(QKV_PLACES * stats->buckets + 1, sizeof *stats->places);
+  if (stats->ema == NULL || stats->bits == NULL || stats->places == NULL) abort();
 }
 
 qkv_status qkv_session_read_attention(qkv_session *session, uint32_t layer, size_t buckets_max,

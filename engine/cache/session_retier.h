@@ -42,6 +42,15 @@ qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scop
 qkv_status qkv_session_promote(qkv_session *session, const qkv_retier_scope *scope, double bits,
                                qkv_retier_report *report, qkv_error *error);
 
+// Where a token's rows are.
+typedef enum qkv_place {
+  QKV_PLACE_EXACT,   // not coded yet
+  QKV_PLACE_MEMORY,  // coded, in memory, the session's alone
+  QKV_PLACE_SHARED,  // coded, in memory, other sessions' too
+  QKV_PLACE_SSD,     // coded, on the SSD alone
+  QKV_PLACES
+} qkv_place;
+
 // Attention and bits of one layer's tokens, in buckets of tokens_per_bucket; the last one may have fewer.
 typedef struct qkv_attention_stats {
   bool counted;               // else ema is all 0
@@ -50,9 +59,10 @@ typedef struct qkv_attention_stats {
   uint64_t tokens_per_bucket;
   uint32_t kv_heads;
   size_t buckets;
-  float *ema;   // [kv_heads][buckets]: mean average attention; 0 for exact rows, which are not counted
-  float *bits;  // [kv_heads][buckets]: code bits a coordinate, of keys and values together; the dtype's for exact
-                // rows, 0 for what is only on the SSD
+  float *ema;     // [kv_heads][buckets]: mean average attention; 0 for exact rows, which are not counted
+  float *bits;    // [kv_heads][buckets]: code bits a coordinate, of keys and values together; the dtype's for exact
+                  // rows, 0 for what is only on the SSD
+  float *places;  // [QKV_PLACES][buckets]: the part of a bucket's tokens that lie there
 } qkv_attention_stats;
 
 // In at most buckets_max buckets; 0: one a token. INVALID_ARGUMENT "layer is 6, ...".

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
+#include "engine/base/histogram.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
@@ -303,7 +304,9 @@ qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, ui
   qkv_error reason = {0};
   if (!enter(&all)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
   const double began = seconds();
+  const uint64_t began_ns = qkv_stage_now();
   const qkv_status status = restore(&all, &reason);
+  qkv_stage_add(QKV_STAGE_RESTORE, began_ns);
   note_rate(residency, atomic_load(&all.bytes), seconds() - began);
   leave(&all);
   if (room != NULL)
