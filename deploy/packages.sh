@@ -14,18 +14,18 @@ qkv_packages() {
       printf '%s\n' \
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
-        libuv1-dev liburing-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev libpcre2-dev \
-        libopenblas-dev liblapacke-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
+        libuv1-dev liburing-dev libmicrohttpd-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
+        libpcre2-dev libopenblas-dev liblapacke-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;
     test)
       printf '%s\n' \
         clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
-        python3-pytest python3-numpy python3-grpcio python3-protobuf python3-venv python3-dev openssl \
+        python3-pytest python3-numpy python3-grpcio python3-protobuf python3-venv python3-dev openssl prometheus \
         gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user libsimde-dev
       ;;
     run)
       printf '%s\n' \
-        libgrpc29 libjansson4 liblapacke libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
+        libgrpc29 libjansson4 liblapacke libmicrohttpd12 libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
         libxxhash0 libyaml-0-2 libzstd1
       ;;
     *)
