@@ -10,6 +10,7 @@
 #include "engine/base/cpu.h"
 #include "server/block.h"
 #include "server/handlers.h"
+#include "server/http/http.h"
 #include "server/lifetime.h"
 
 enum { BLOCKING_THREADS = 8 };  // of each half; what runs there waits most of the time
@@ -63,6 +64,12 @@ static void count_ended(void *context, qkv_status status) {
   qkv_daemon *daemon = context;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_CALLS_RUNNING], -1);
   qkv_metric_add(&daemon->metrics[outcome(status)], 1);
+}
+
+static void count_timed(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status,
+                        uint64_t ns) {
+  qkv_daemon *daemon = context;
+  qkvi_observed_call(&daemon->observed, method, tenant, status, ns);
 }
 
 static void update_storage(qkv_daemon *daemon) {
@@ -194,7 +201,9 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .context = daemon,
       .began = count_began,
       .ended = count_ended,
+      .timed = count_timed,
   };
+  qkvi_observed_init(&daemon->observed, methods, (size_t)options->limit_metric_labels);
   return qkv_rpc_server_create(&config, &daemon->rpc, error);
 }
 
@@ -310,7 +319,7 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_MILLIBITS], qkvi_retierer_millibits(daemon->retierer));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_WIDTH], qkvi_retierer_millibits(daemon->retierer));
   return more;
 }
 
@@ -339,6 +348,12 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
     qkv_daemon_destroy(&daemon);
     return status;
   }
+  status = qkvi_http_create(daemon, &daemon->http, error);
+  if (status != QKV_OK) {
+    qkv_rpc_server_drain(daemon->rpc, 0);
+    qkv_daemon_destroy(&daemon);
+    return status;
+  }
   *out = daemon;
   return QKV_OK;
 }
@@ -356,6 +371,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkv_daemon *old = *daemon;
   if (old == NULL) return;
   *daemon = NULL;
+  qkvi_http_destroy(&old->http);
   qkv_rpc_server_destroy(&old->rpc);
   qkv_executor_destroy(&old->executor);
   qkvi_watch_hub_stop(old->watch);
@@ -366,6 +382,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);
   qkvi_kept_destroy(&old->kept);
+  qkvi_observed_deinit(&old->observed);
   qkv_health_deinit(&old->health);
   (void)pthread_mutex_destroy(&old->evicting);
   free(old);

@@ -18,6 +18,7 @@
 #include "engine/cache/store.h"
 #include "server/calibrations.h"
 #include "server/health.h"
+#include "server/http/observed.h"
 #include "server/kept_calibrations.h"
 #include "server/memory.h"
 #include "server/metrics.h"
@@ -40,6 +41,8 @@ typedef struct qkv_daemon {
   qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
+  struct qkvi_http *http;  // NULL without an admin-listen
+  qkvi_observed observed;  // calls by method and tenant
   qkv_health health;
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock

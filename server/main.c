@@ -16,6 +16,8 @@
 
 #include "engine/kernel/kernel.h"
 #include "server/daemon.h"
+#include "server/http/http.h"
+#include "server/http/probe.h"
 #include "server/service.h"
 
 #define GAUGES_EVERY_MS 1000
@@ -273,6 +275,8 @@ static void announce(const qkv_daemon *daemon) {
   for (size_t i = 0; i < daemon->options->listen.count; i++) {
     qkv_log(QKV_LOG_INFO, "listening", "{s:s}", "address", qkv_rpc_server_address(daemon->rpc, i));
   }
+  if (daemon->http != NULL)
+    qkv_log(QKV_LOG_INFO, "serving HTTP", "{s:s}", "address", qkvi_http_address(daemon->http));
   qkv_log(QKV_LOG_INFO, "ready", "{s:s, s:i, s:s}", "version", QKV_VERSION, "pid", (int)getpid(), "kernels",
           qkv_kernels_get()->name);
   qkv_service_notify("READY=1");
@@ -305,6 +309,8 @@ int main(int argc, char **argv) {
   if (qkv_server_options_read(argc, argv, &options, &set, &error) != QKV_OK) {
     result = refuse(&error);
     fprintf(stderr, "qkvd --help lists the options\n");
+  } else if (options.check_health) {
+    if (qkvi_probe(options.admin_listen, &error) != QKV_OK) result = refuse(&error);
   } else if (!print_only(&options, set)) {
     qkv_log_setup(stderr, qkv_server_options_log_level(&options));
     raise_file_limit();

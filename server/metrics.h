@@ -132,7 +132,7 @@
   X(MODELS, "qkvd_models", QKV_GAUGE, "Models registered.")                                                         \
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                         \
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")                \
-  X(TIER_MILLIBITS, "qkvd_tier_millibits", QKV_GAUGE,                                                               \
+  X(TIER_WIDTH, "qkvd_tier_width_thousandths", QKV_GAUGE,                                                           \
     "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")        \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE,                                                         \
     "Bytes of KV promised to appends that run now, and to buffers of the SSD tier.")                                \

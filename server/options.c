@@ -18,6 +18,12 @@
 const qkv_option qkv_server_option_table[] = {
     {"listen", QKV_OPTION_LIST, AT(listen), "127.0.0.1:7580", 0, 0, "ADDRESS",
      "Where to serve gRPC: unix:PATH or HOST:PORT; may be given several times. Port 0 takes any free one."},
+    {"admin-listen", QKV_OPTION_STRING, AT(admin_listen), NULL, 0, 0, "ADDRESS",
+     "Where to serve HTTP for operators (metrics, health, JSON and a page): HOST:PORT, 127.0.0.1:7581 for instance, "
+     "or "
+     "unix:PATH. Without it there is none."},
+    {"admin-anonymous", QKV_OPTION_FLAG, AT(admin_anonymous), NULL, 0, 0, NULL,
+     "Serve --admin-listen also where other machines may reach it, though nobody is asked for credentials there."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
      "Memory for all sessions, their keys and values; sessions and appends beyond it are refused. The whole process "
@@ -63,6 +69,8 @@ const qkv_option qkv_server_option_table[] = {
      "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
      "limit-calls is reached, calls without a message lose their places at once."},
     {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
+    {"limit-metric-labels", QKV_OPTION_INTEGER, AT(limit_metric_labels), "64", 0, 1024, "N",
+     "Tenants, and models, that /metrics names; those that come later are summed as \"other\"."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
     {"bits", QKV_OPTION_REAL, AT(bits), "4", 0, 0, "BITS",
@@ -155,6 +163,8 @@ const qkv_option qkv_server_option_table[] = {
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
      "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
+    {"check-health", QKV_OPTION_FLAG, AT(check_health), NULL, 0, 0, NULL,
+     "Ask the daemon at --admin-listen whether it is ready, and exit with 0 if it is, 1 if not."},
     {"print-options", QKV_OPTION_FLAG, AT(print_options), NULL, 0, 0, NULL,
      "Print the options in force and where they come from, and exit."},
     {"print-metrics", QKV_OPTION_FLAG, AT(print_metrics), NULL, 0, 0, NULL, "Print the list of metrics, and exit."},

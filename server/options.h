@@ -14,9 +14,10 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_server_options {
-  qkv_option_list listen;  // "unix:PATH" or "HOST:PORT"
-  const char *config;      // YAML file, or NULL
-  int64_t memory_budget;   // bytes of KV and of the sessions themselves
+  qkv_option_list listen;    // "unix:PATH" or "HOST:PORT"
+  const char *admin_listen;  // the same for HTTP, or NULL
+  const char *config;        // YAML file, or NULL
+  int64_t memory_budget;     // bytes of KV and of the sessions themselves
   const char *huge_pages;
   const char *numa;
   int64_t threads;  // of the compute pool; 0 on the command line becomes the number of cores
@@ -36,6 +37,7 @@ typedef struct qkv_server_options {
   int64_t limit_tenant_calls;   // 0: as limit_calls
   int64_t limit_first_message;  // ms; 0: for ever
   int64_t limit_watchers;       // Watch calls
+  int64_t limit_metric_labels;  // tenants, and models, that metrics name
   int64_t limit_queue;          // jobs that wait for the compute pool
   double bits;                  // what sessions and models fall back to, per coordinate
   double bits_k, bits_v;        // the same for one of the two; 0: `bits`
@@ -72,6 +74,8 @@ typedef struct qkv_server_options {
   const char *log_level;
   bool separate_appends;  // pages of tokens that other sessions hold are coded again
   bool discard;           // appended rows are checked, acknowledged and dropped
+  bool admin_anonymous;   // that address may be one that others reach
+  bool check_health;
   bool print_options, print_metrics, help, version;
 } qkv_server_options;
 

@@ -92,6 +92,8 @@ typedef struct qkv_rpc_config {
   // see the status; CANCELLED where the client was gone first.
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
+  // The same of calls that were not refused: `ns` since they were accepted. `tenant` lives as long as the callback.
+  void (*timed)(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status, uint64_t ns);
 } qkv_rpc_config;
 
 // Binds every address or none. INVALID_ARGUMENT: not an address. UNAVAILABLE names the address and why (in use,

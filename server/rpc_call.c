@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/histogram.h"
 #include "engine/base/log.h"
 #include "server/rpc_internal.h"
 
@@ -143,7 +144,9 @@ static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status st
     status = QKV_DEADLINE_EXCEEDED;
     text = "the call's deadline has passed";
   }
-  qkvi_rpc_server_ended(call->server, qkv_rpc_cancelled(call) ? QKV_CANCELLED : status);
+  const qkv_status told = qkv_rpc_cancelled(call) ? QKV_CANCELLED : status;
+  qkvi_rpc_server_ended(call->server, told);
+  qkvi_rpc_server_timed(call, told);
   if (status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG)) log_failed(call, status, text);
   drop_message(call);
   call->outgoing = buffer;
@@ -265,6 +268,7 @@ qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *me
   call->grpc = grpc;
   call->identity = *identity;
   call->deadline = deadline;
+  call->began_ns = qkv_stage_now();
   call->close_op.done = close_done;
   call->read_op.done = read_done;
   call->send_op.done = send_done;

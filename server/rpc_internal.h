@@ -62,6 +62,7 @@ struct qkv_rpc_call {
   void *state;
   grpc_call *grpc;
   gpr_timespec deadline;
+  uint64_t began_ns;              // on the monotonic clock
   _Atomic(qkvi_rpc_phase) phase;  // changed with release before a batch, acquire after its event
   _Atomic bool cancelled;
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
@@ -91,7 +92,8 @@ void qkvi_rpc_call_start(qkv_rpc_call *call);
 
 qkvi_rpc_limits *qkvi_rpc_server_limits(const qkv_rpc_server *server);
 void *qkvi_rpc_server_context(const qkv_rpc_server *server);
-void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);  // the status is decided
-void qkvi_rpc_server_call_gone(qkv_rpc_server *server);                 // its memory is freed
+void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);    // the status is decided
+void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status);  // after ended
+void qkvi_rpc_server_call_gone(qkv_rpc_server *server);                   // its memory is freed
 
 #endif

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "engine/base/histogram.h"
 #include "engine/base/log.h"
 #include "server/rpc_internal.h"
 #include "server/service.h"
@@ -56,6 +57,7 @@ struct qkv_rpc_server {
   void *context;
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
+  void (*timed)(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status, uint64_t ns);
   stop_op stop;
 
   _Atomic bool draining;
@@ -200,6 +202,12 @@ void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status) {
   if (server->ended != NULL) server->ended(server->context, status);
 }
 
+void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status) {
+  const qkv_rpc_server *server = call->server;
+  if (server->timed == NULL) return;
+  server->timed(server->context, call->method, qkvi_call_tenant(call), status, qkv_stage_now() - call->began_ns);
+}
+
 void qkvi_rpc_server_call_gone(qkv_rpc_server *server) {
   count(server, &server->calls, -1);
 }
@@ -297,6 +305,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
   server->context = config->context;
   server->began = config->began;
   server->ended = config->ended;
+  server->timed = config->timed;
   server->stop = (stop_op){.op.done = stop_done, .server = server};
   atomic_init(&server->draining, false);
   pthread_mutex_init(&server->lock, NULL);

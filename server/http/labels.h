@@ -1,0 +1,41 @@
+// Names that metrics have as values of a label, tenants and models, at most as many as there is room for: what comes
+// later is counted as "other", so that clients cannot make as many time series as they like.
+//
+// A name that is in stays in as long as the process, because a counter must not fall.
+//
+// Threads: any. Looking up takes no lock.
+#ifndef QKV_SERVER_HTTP_LABELS_H
+#define QKV_SERVER_HTTP_LABELS_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/name.h"
+
+enum { QKVI_LABELS_MAX = 1024 };  // of an option
+
+typedef struct qkvi_label {
+  char name[QKV_NAME_MAX + 1];
+  uint64_t hash;
+  _Atomic uint64_t calls, failed, ns;  // of tenants
+} qkvi_label;
+
+typedef struct qkvi_labels {
+  pthread_mutex_t lock;  // adding
+  _Atomic size_t count;  // released after the label is written
+  size_t max;            // names; the row behind them is "other"
+  qkvi_label *rows;      // [max + 1]
+} qkvi_labels;
+
+void qkvi_labels_init(qkvi_labels *labels, size_t max);
+void qkvi_labels_deinit(qkvi_labels *labels);
+// The name's row, which is made where there is none, `may_add` is set and there is room; else that of "other".
+qkvi_label *qkvi_labels_find(qkvi_labels *labels, const char *name, bool may_add);
+static inline size_t qkvi_labels_count(const qkvi_labels *labels) {
+  return atomic_load_explicit(&labels->count, memory_order_acquire);
+}
+
+#endif
