@@ -81,7 +81,7 @@ static qkv_status describe(const qkv_bench_settings *settings, qkv_bench_pages *
       .key_dim = (uint32_t)settings->dim,
       .value_dim = (uint32_t)(settings->value_dim > 0 ? settings->value_dim : settings->dim),
       .dtype = QKV_FP32,
-      .rope.theta = turns ? 10000 : 0,
+      .rope.theta = turns || codec->needs_rope ? 10000 : 0,
       .policy = QKV_POLICY_UNSET,
   };
   return qkv_model_resolve(&pages->model, error);

@@ -198,7 +198,9 @@ static qkv_status parse_tiers(const char *text, double *bits, qkv_error *error) 
 }
 
 static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *error) {
-  setting->calibrated = calibrated && setting->frame != QKV_FRAME_PLAIN;
+  const qkv_codec *codec = setting->policy.codec;
+  const bool parts = codec != NULL && codec->part != NULL;
+  setting->calibrated = calibrated && (parts ? codec->calibrated : setting->frame != QKV_FRAME_PLAIN);
   if (setting->frame == QKV_FRAME_ATTEND && !calibrated) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the attend frame needs --calibration; without one it is plain");
   }
@@ -294,6 +296,8 @@ static const struct {
     {false, "pq:1"},
     {false, "pq:2"},
     {false, "pq:4"},
+    {true, "commvq:1"},
+    {true, "commvq:2"},
     {false, "polarquant:2"},
     {false, "polarquant:3"},
     {false, "polarquant:4"},
@@ -325,7 +329,7 @@ static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *o
   char text[PARTS * PART_BYTES];
   const char *way = codec->part != NULL ? codec->name : calibrated ? "attend" : "plain";
   snprintf(text, sizeof text, "%s:%g", way, options->code_bits > 0 ? options->code_bits : 4);
-  return add_text(list, text, calibrated && codec->part == NULL, error);
+  return add_text(list, text, calibrated && codec->calibrated, error);
 }
 
 qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error) {

@@ -197,7 +197,8 @@ static void measure_codec(const qkv_comparer *all, const qkv_codec *codec, doubl
 bool qkv_comparer_step(qkv_comparer *comparer) {
   for (; qkv_codec_at(comparer->codec) != NULL; comparer->codec++, comparer->bits = 0) {
     const qkv_codec *codec = qkv_codec_at(comparer->codec);
-    for (; !qkv_codec_is_exact(codec) && comparer->bits < TRIED; comparer->bits++) {
+    const bool taken = !qkv_codec_is_exact(codec) && (!codec->needs_rope || comparer->model->rope.theta != 0);
+    for (; taken && comparer->bits < TRIED; comparer->bits++) {
       if (!codec->bits_valid(tried_bits[comparer->bits]) || comparer->found.count == QKV_COMPARE_ROWS_MAX) continue;
       measure_codec(comparer, codec, tried_bits[comparer->bits++], &comparer->found.rows[comparer->found.count++]);
       return true;

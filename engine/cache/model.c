@@ -183,11 +183,19 @@ qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_po
   return policy;
 }
 
+static qkv_status check_needs(const qkv_model *model, const qkv_policy *policy, qkv_error *error) {
+  if (policy->codec == NULL || !policy->codec->needs_rope || model->rope.theta != 0) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "policy.codec is \"%s\", which codes keys before RoPE, and model.rope is not there",
+                  policy->codec->name);
+}
+
 qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error) {
+  QKV_TRY(check_needs(model, session, error));
   for (uint32_t i = 0; i < model->override_count; i++) {
     const uint32_t layer = model->overrides[i].layer;
     const qkv_policy policy = qkv_model_policy(model, layer, session);
-    if (qkv_policy_check(&policy, error) == QKV_OK) continue;
+    if (qkv_policy_check(&policy, error) == QKV_OK && check_needs(model, &policy, error) == QKV_OK) continue;
     return error == NULL ? QKV_INVALID_ARGUMENT : qkv_error_prefix(error, "layer %" PRIu32 ": ", layer);
   }
   return QKV_OK;

@@ -51,7 +51,7 @@ qkv_page_watched qkv_page_watch_measure(const qkv_page_watch_page *page, const q
   qkv_probe *probe = qkv_probe_create(&rows, &asked);
   qkv_page_watched measured;
   measured.coded = measured.data_free = error_of(probe, coder, page->image, page->head);
-  if (coder->calibration != 0) {
+  if (coder->calibration != 0 && coder->codec->part == NULL) {
     qkv_head_coder head;
     qkv_embedded_coder other;
     qkv_embedded_data_free(coder, page->head, &head, &other);

@@ -31,7 +31,7 @@ typedef struct qkv_page_watch_page {
 } qkv_page_watch_page;
 
 typedef struct qkv_page_watched {
-  double coded, data_free;  // squared errors; the same where the page is data-free
+  double coded, data_free;  // squared errors; the same where the page is data-free, or of parts (parts.h)
 } qkv_page_watched;
 
 // `queries` are the head's; their `last` is set here.

@@ -13,7 +13,9 @@ void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
   const size_t parts = shape->rope.theta != 0 ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
   const uint64_t bytes = sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) +
-                         heads * parts * sizeof(qkv_schedule) + calibration->whole_bytes;
+                         heads * (parts * sizeof(qkv_schedule) + sizeof *calibration->derived) +
+                         calibration->whole_bytes +
+                         atomic_load_explicit(&calibration->derived_bytes, memory_order_relaxed);
   if (more) {
     (void)atomic_fetch_add_explicit(&held, bytes, memory_order_relaxed);
   } else {
@@ -40,6 +42,8 @@ void qkv_calibration_unref(const qkv_calibration **calibration) {
   *calibration = NULL;
   if (left == NULL || atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) != 1) return;
   qkvi_calibration_count(left, false);
+  for (size_t i = 0; i < (size_t)left->shape.layers * left->shape.kv_heads; i++) free(left->derived[i]);
+  free(left->derived);
   free(left->heads);
   free(left->schedules);
   free(left->whole);
@@ -76,6 +80,18 @@ static const qkvi_head_view *head_of(const qkv_calibration *calibration, uint32_
 const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                                qkv_calibration_part part) {
   return &head_of(calibration, layer, kv_head)->transforms[part];
+}
+
+_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head) {
+  assert(layer < calibration->shape.layers && kv_head < calibration->shape.kv_heads);
+  return &calibration->derived[(size_t)layer * calibration->shape.kv_heads + kv_head];
+}
+
+void qkvi_calibration_count_derived(const qkv_calibration *calibration, size_t bytes) {
+  // Like the count of references, no part of what is read.
+  qkv_calibration *shared = (qkv_calibration *)calibration;
+  (void)atomic_fetch_add_explicit(&shared->derived_bytes, bytes, memory_order_relaxed);
+  (void)atomic_fetch_add_explicit(&held, bytes, memory_order_relaxed);
 }
 
 int qkv_calibration_tier_offset(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,

@@ -67,6 +67,8 @@ struct qkv_calibration {
   qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
   uint8_t *whole;           // of all heads: matrices in whole numbers, and what else is made of a file's bytes
   size_t whole_bytes;
+  _Atomic(void *) *derived;  // [layers][kv_heads], what codecs have made of a head's numbers; NULL: nothing so far
+  _Atomic uint64_t derived_bytes;
 };
 
 // The bands of bits that coordinates may share, for rows of this width.
@@ -89,6 +91,10 @@ void qkvi_calibration_write_data_free(const qkvi_part_view *part);
 
 // A calibration comes or goes: qkv_calibration_bytes_held.
 void qkvi_calibration_count(const qkv_calibration *calibration, bool more);
+
+// Where what a codec makes of a head is kept, which is freed with the calibration; and that there is more of it.
+_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head);
+void qkvi_calibration_count_derived(const qkv_calibration *calibration, size_t bytes);
 
 // Sets the checksum of `size` bytes that begin with a header.
 void qkvi_calibration_seal(uint8_t *bytes, size_t size);

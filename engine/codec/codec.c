@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codec/commvq.h"
 #include "engine/codec/embedded.h"
 #include "engine/codec/int8.h"
 #include "engine/codec/kivi.h"
@@ -48,7 +49,7 @@ static const qkv_codec *const codecs[] = {
     &qkvi_codec_kivi,          &qkvi_codec_turboquant,
     &qkvi_codec_polarquant,    &qkvi_codec_running_u8,
     &qkvi_codec_turboquant_ip, &qkvi_codec_pq,
-    &qkvi_codec_int8,
+    &qkvi_codec_int8,          &qkvi_codec_commvq,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
 

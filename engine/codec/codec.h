@@ -111,6 +111,7 @@ struct qkv_codec {
   const struct qkv_part_codec
       *part;        // of codecs whose pages are made of parts (parts.h), which go together; else NULL
   bool calibrated;  // its coders use a calibration where there is one
+  bool needs_rope;  // codes keys before RoPE: the model has to have it declared
   // Allowed code bits per coordinate, and what they are.
   bool (*bits_valid)(double bits);
   const char *bits_text;  // "multiples of 0.125 up to 8"

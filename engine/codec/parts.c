@@ -14,15 +14,37 @@ typedef struct parts_coder {
   qkv_coder base;
   const qkv_phases *phases;  // of models with RoPE
   qkv_part_coder parts[2];
+  uint8_t *heads[2];  // [kv_heads] tables of codecs that have them; else NULL
+  size_t head_bytes[2];
 } parts_coder;
+
+// Keys to attend that are coded before RoPE, in a block of queries.
+typedef struct turned_queries {
+  qkv_phases_walk walk;
+  _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];
+} turned_queries;
+_Static_assert(sizeof(turned_queries) <= QKV_QUERY_OWN_MAX, "they lie in what a codec has of a block");
 
 typedef struct made_coders {
   qkv_phases *phases;
+  uint32_t layers;
   parts_coder coders[];  // [layers]
 } made_coders;
 
 static const parts_coder *own(const qkv_coder *coder) {
   return (const parts_coder *)coder;
+}
+
+// The coder of a head's part.
+static qkv_part_coder part_of(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
+  qkv_part_coder of = own(coder)->parts[part];
+  if (own(coder)->heads[part] != NULL) of.tables = own(coder)->heads[part] + kv_head * own(coder)->head_bytes[part];
+  return of;
+}
+
+// Before RoPE, where keys are coded so and turn at all.
+static bool codes_before_rope(const qkv_coder *coder, qkv_part part) {
+  return part == QKV_K && own(coder)->parts[part].codec->columns != NULL && own(coder)->phases != NULL;
 }
 
 bool qkvi_whole_bits_valid(double bits) {
@@ -51,9 +73,30 @@ static void init_part(const qkv_coder_spec *spec, const qkv_policy *policy, qkv_
   coder->block_bytes = (coder->block_bytes + ALIGN - 1) / ALIGN * ALIGN;
 }
 
+// Tables of each head.
+static uint64_t init_heads(const qkv_coder_spec *spec, parts_coder *coder) {
+  const qkv_codec *codec = coder->base.codec;
+  const qkv_calibration *calibration = codec->calibrated ? spec->calibration : NULL;
+  uint64_t bytes = 0;
+  if (calibration != NULL) coder->base.calibration = qkv_calibration_version(calibration);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder *of = &coder->parts[part];
+    if (of->codec->head == NULL) continue;
+    const size_t each = coder->head_bytes[part] = (of->codec->head_bytes(of) + ALIGN - 1) / ALIGN * ALIGN;
+    coder->heads[part] = aligned_alloc(ALIGN, spec->kv_heads * each);
+    if (coder->heads[part] == NULL) abort();
+    memset(coder->heads[part], 0, spec->kv_heads * each);
+    bytes += spec->kv_heads * each;
+    for (uint32_t h = 0; h < spec->kv_heads; h++)
+      of->codec->head(of, spec, calibration, coder->base.layer, h, coder->heads[part] + h * each);
+  }
+  return bytes;
+}
+
 void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes) {
   made_coders *made = calloc(1, sizeof *made + spec->layers * sizeof *made->coders);
   if (made == NULL) abort();
+  made->layers = spec->layers;
   if (spec->rope->theta != 0) made->phases = qkv_phases_create(spec->rope);
   for (uint32_t layer = 0; layer < spec->layers; layer++) {
     const qkv_policy *policy = &spec->policies[layer];
@@ -66,6 +109,9 @@ void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, ui
                                     .value_dim = (uint16_t)spec->value_dim},
                            .phases = made->phases};
     for (qkv_part part = QKV_K; part <= QKV_V; part++) init_part(spec, policy, part, &coder->parts[part]);
+    *bytes += init_heads(spec, coder);
+    coder->base.kind = (uint32_t)policy->codec->id << 24 | (uint32_t)coder->parts[QKV_V].codec->id << 16 |
+                       (uint32_t)coder->parts[QKV_K].bits << 8 | coder->parts[QKV_V].bits;
     coders[layer] = &coder->base;
   }
   const size_t phases = made->phases != NULL ? qkv_phases_bytes(spec->rope) : 0;
@@ -75,6 +121,9 @@ void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, ui
 
 void qkvi_parts_destroy(void *of) {
   made_coders *made = of;
+  for (uint32_t layer = 0; layer < made->layers; layer++) {
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) free(made->coders[layer].heads[part]);
+  }
   qkv_phases_destroy(&made->phases);
   free(made);
 }
@@ -105,6 +154,7 @@ static void write_part(const qkv_part_coder *coder, uint8_t out[PART_BYTES]) {
 
 typedef struct encode_job {
   const qkv_coder *coder;
+  uint64_t position;
   uint32_t tokens;
   qkv_dtype dtype;
   const void *rows[2];
@@ -117,20 +167,22 @@ static void encode_head(void *context, size_t index, size_t worker) {
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   (void)worker;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    const qkv_part_coder *of = &own(coder)->parts[part];
-    const size_t dim = of->dim, bytes = dim * qkv_dtype_size(job->dtype);
+    const qkv_part_coder of = part_of(coder, (uint16_t)index, part);
+    const size_t dim = of.dim, bytes = dim * qkv_dtype_size(job->dtype);
     const uint8_t *from = (const uint8_t *)job->rows[part] + index * bytes;
     for (size_t t = 0; t < job->tokens; t++)
       qkv_to_float(job->dtype, from + t * coder->kv_heads * bytes, rows + t * dim, dim);
     memset(rows + job->tokens * dim, 0, (QKV_PAGE_TOKENS - job->tokens) * dim * sizeof *rows);
-    of->codec->encode(of, rows, job->tokens, (uint8_t *)block_of(coder, job->image, (uint16_t)index, part));
+    if (codes_before_rope(coder, part)) qkv_phases_inverse(own(coder)->phases, job->position, job->tokens, dim, rows);
+    of.codec->encode(&of, rows, job->tokens, (uint8_t *)block_of(coder, job->image, (uint16_t)index, part));
   }
 }
 
 size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                          const void *v, qkv_pool *pool, void *image) {
   const size_t bytes = qkvi_parts_page_bytes_max(coder);
-  encode_job job = {.coder = coder, .tokens = tokens, .dtype = dtype, .rows = {k, v}, .image = image};
+  encode_job job = {
+      .coder = coder, .position = position, .tokens = tokens, .dtype = dtype, .rows = {k, v}, .image = image};
   qkv_page_header *header = image;
   assert(tokens >= 1 && tokens <= QKV_PAGE_TOKENS);
   memset(image, 0, bytes);
@@ -145,7 +197,8 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
                               .tokens = (uint16_t)tokens,
                               .kv_heads = coder->kv_heads,
                               .key_dim = coder->key_dim,
-                              .value_dim = coder->value_dim};
+                              .value_dim = coder->value_dim,
+                              .calibration = coder->calibration};
   for (qkv_part part = QKV_K; part <= QKV_V; part++)
     write_part(&own(coder)->parts[part], (uint8_t *)(header + 1) + part * PART_BYTES);
   if (pool != NULL) {
@@ -167,33 +220,60 @@ static void fetch_ahead(const qkv_coder *coder, const qkv_query_block *queries, 
 }
 
 void qkvi_parts_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
-  const qkv_part_coder *keys = &own(coder)->parts[QKV_K];
+  const qkv_part_coder keys = part_of(coder, kv_head, QKV_K);
   float *ready = (float *)queries->own;
-  (void)kv_head;
   for (size_t i = 0; i < QKV_PAGES_TOGETHER; i++) queries->ahead[i].page = NULL;
-  if (keys->codec->query != NULL) return keys->codec->query(keys, queries->rows, queries->count, ready);
-  memcpy(ready, queries->rows, queries->count * keys->dim * sizeof *ready);
+  if (codes_before_rope(coder, QKV_K)) return qkv_phases_start(&((turned_queries *)queries->own)->walk);
+  if (keys.codec->query != NULL) return keys.codec->query(&keys, queries->rows, queries->count, ready);
+  memcpy(ready, queries->rows, queries->count * keys.dim * sizeof *ready);
+}
+
+// Rows that do not turn: scores = q . (column + mean).
+static void score_still(const float *columns, const float *mean, size_t dim, const qkv_query_block *queries,
+                        float *scores) {
+  memset(scores, 0, queries->count * QKV_PAGE_TOKENS * sizeof *scores);
+  for (size_t i = 0; i < queries->count; i++) {
+    for (size_t c = 0; c < dim; c++) {
+      const float factor = queries->rows[i * dim + c];
+      for (size_t t = 0; t < QKV_PAGE_TOKENS; t++)
+        scores[i * QKV_PAGE_TOKENS + t] += factor * (columns[c * QKV_PAGE_TOKENS + t] + mean[c]);
+    }
+  }
+}
+
+static void score_columns(const qkv_coder *coder, const void *page, const qkv_part_coder *keys, const uint8_t *block,
+                          qkv_query_block *queries, float *scores) {
+  const qkv_phases *phases = own(coder)->phases;
+  const uint64_t position = ((const qkv_page_header *)page)->position;
+  turned_queries *turned = (turned_queries *)queries->own;
+  _Alignas(64) float columns[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  float means[QKV_PAGE_GROUPS * QKV_DIM_MAX];
+  keys->codec->columns(keys, block, columns, means);
+  if (phases == NULL) return score_still(columns, means, keys->dim, queries, scores);
+  for (size_t g = 1; g < QKV_PAGE_GROUPS; g++) memcpy(means + g * keys->dim, means, keys->dim * sizeof *means);
+  qkv_phases_turn_queries(phases, &turned->walk, position, queries->count, keys->dim, queries->rows, turned->rows);
+  qkv_phases_score_columns(phases, position, keys->dim, columns, means, queries->count, turned->rows, scores);
 }
 
 void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                        float *scores) {
-  const qkv_part_coder *keys = &own(coder)->parts[QKV_K];
+  const qkv_part_coder keys = part_of(coder, kv_head, QKV_K);
+  const uint8_t *block = block_of(coder, page, kv_head, QKV_K);
   fetch_ahead(coder, queries, kv_head);
-  keys->codec->scores(keys, block_of(coder, page, kv_head, QKV_K), (const float *)queries->own, queries->count,
-                      scores);
+  if (keys.codec->columns != NULL) return score_columns(coder, page, &keys, block, queries, scores);
+  keys.codec->scores(&keys, block, (const float *)queries->own, queries->count, scores);
 }
 
 void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                            float *sums) {
-  const qkv_part_coder *values = &own(coder)->parts[QKV_V];
-  values->codec->accumulate(values, block_of(coder, page, kv_head, QKV_V), weights, n, sums);
+  const qkv_part_coder values = part_of(coder, kv_head, QKV_V);
+  values.codec->accumulate(&values, block_of(coder, page, kv_head, QKV_V), weights, n, sums);
 }
 
 void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n) {
-  const qkv_part_coder *values = &own(coder)->parts[QKV_V];
-  (void)kv_head;
-  (void)totals;
-  if (values->codec->output != NULL) values->codec->output(values, sums, n);
+  const qkv_part_coder values = part_of(coder, kv_head, QKV_V);
+  if (values.codec->output_mean != NULL) return values.codec->output_mean(&values, sums, totals, n);
+  if (values.codec->output != NULL) values.codec->output(&values, sums, n);
 }
 
 // ---- Rows ----
@@ -201,20 +281,32 @@ void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, co
 void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, bool before_rope,
                        float *rows) {
   const qkv_page_header *header = page;
-  const qkv_part_coder *of = &own(coder)->parts[part];
+  const qkv_phases *phases = own(coder)->phases;
+  const qkv_part_coder of = part_of(coder, kv_head, part);
   float all[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  of->codec->decode(of, block_of(coder, page, kv_head, part), all);
-  memcpy(rows, all, (size_t)header->tokens * of->dim * sizeof *rows);
-  if (part == QKV_K && before_rope && own(coder)->phases != NULL)
-    qkv_phases_inverse(own(coder)->phases, header->position, header->tokens, of->dim, rows);
+  of.codec->decode(&of, block_of(coder, page, kv_head, part), all);
+  memcpy(rows, all, (size_t)header->tokens * of.dim * sizeof *rows);
+  const bool is_before = codes_before_rope(coder, part);
+  if (part == QKV_K && is_before && !before_rope)
+    qkv_phases_forward(phases, header->position, header->tokens, of.dim, rows);
+  if (part == QKV_K && !is_before && before_rope && phases != NULL)
+    qkv_phases_inverse(phases, header->position, header->tokens, of.dim, rows);
 }
 
 uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                                uint32_t first, uint32_t tokens, const float *rows) {
-  const qkv_part_coder *of = &own(coder)->parts[part];
+  const qkv_page_header *header = page;
+  const qkv_part_coder of = part_of(coder, kv_head, part);
   const uint8_t *block = block_of(coder, page, kv_head, part);
+  float before[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
+  if (codes_before_rope(coder, part)) {
+    // In the slots that they were coded in, so that they are turned by the same numbers.
+    memcpy(before + first * of.dim, rows, (size_t)tokens * of.dim * sizeof *rows);
+    qkv_phases_inverse(own(coder)->phases, header->position, first + tokens, of.dim, before);
+    rows = before + first * of.dim;
+  }
   for (uint32_t t = 0; t < tokens; t++) {
-    if (!of->codec->matches(of, block, first + t, rows + (size_t)t * of->dim)) return t;
+    if (!of.codec->matches(&of, block, first + t, rows + (size_t)t * of.dim)) return t;
   }
   return tokens;
 }
@@ -235,7 +327,7 @@ static qkv_status validate_numbers(const qkv_coder *coder, const qkv_page_header
       {"kv_heads", header->kv_heads, coder->kv_heads},
       {"key_dim", header->key_dim, coder->key_dim},
       {"value_dim", header->value_dim, coder->value_dim},
-      {"calibration", header->calibration, 0},
+      {"calibration", header->calibration, coder->calibration},
       {"features", header->features, 0},
       {"frame", header->frame, 0},
       {"outliers", header->outliers, 0},
@@ -299,8 +391,8 @@ qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t
   QKV_TRY(validate_checksum(image, &header, error));
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-      const qkv_part_coder *of = &own(coder)->parts[part];
-      const char *wrong = of->codec->validate(of, block_of(coder, image, h, part));
+      const qkv_part_coder of = part_of(coder, h, part);
+      const char *wrong = of.codec->validate(&of, block_of(coder, image, h, part));
       if (wrong == NULL) continue;
       return qkv_fail(error, QKV_DATA_LOSS, "page: KV head %u: %s: %s", h, part == QKV_K ? "keys" : "values", wrong);
     }

@@ -17,8 +17,9 @@
 //   | head 1 ...                  |
 //   +-----------------------------+  bytes
 //
-// Of the header, `codec` is that of the keys, tiers are eighths of the bits, frame, features, calibration and
-// outliers are 0. Keys are coded as attended. No planes can be dropped.
+// Of the header, `codec` is that of the keys, tiers are eighths of the bits, frame, features and outliers are 0, and
+// so is the calibration but of codecs that use one. Keys are coded as attended, or before RoPE where the codec has
+// columns(). No planes can be dropped.
 //
 // Adding a codec: docs/adding-a-codec.md.
 //
@@ -41,7 +42,7 @@ typedef struct qkv_part_coder {
   uint8_t bits;
   uint32_t parameters[QKV_PARAMETERS_MAX];
   uint32_t block_bytes;  // of a head
-  const void *tables;    // the codec's, for these numbers; of the process
+  const void *tables;    // the codec's, for these numbers, of the process; or of the head
 } qkv_part_coder;
 
 struct qkv_part_codec {
@@ -50,17 +51,27 @@ struct qkv_part_codec {
   // Sets block_bytes (which is rounded up to 64 afterwards) and tables; all else is set. May hand a part to another
   // codec, whose init it calls.
   void (*init)(qkv_part_coder *coder);
-  // rows [64][dim], zeros from `tokens` on, to a block of zeros.
+  // Of codecs with tables for each head: bytes of one, and fills one with what encode() and the others find in
+  // `tables`; the calibration (NULL: none) is alive as long as it. Sizes of blocks do not depend on them. NULL: none.
+  size_t (*head_bytes)(const qkv_part_coder *coder);
+  void (*head)(const qkv_part_coder *coder, const qkv_coder_spec *spec, const qkv_calibration *calibration,
+               uint32_t layer, uint32_t kv_head, void *tables);
+  // rows [64][dim], zeros from `tokens` on, to a block of zeros; keys before RoPE, where there is columns().
   void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
   // Of keys: queries [n][dim] to what scores() takes, `ready` with room for QKV_QUERY_OWN_MAX bytes, aligned to 64.
   // NULL: they stay as they are.
   void (*query)(const qkv_part_coder *coder, const float *queries, size_t n, float *ready);
   // Of keys: scores[n][64] = q . k_t; n <= QKV_QUERY_BLOCK.
   void (*scores)(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n, float *scores);
+  // Of keys that are coded before RoPE, instead of query() and scores(): columns [dim][64] of their rows without the
+  // mean [dim], aligned to 64.
+  void (*columns)(const qkv_part_coder *coder, const uint8_t *block, float *columns, float *mean);
   // Of values: sums[n][dim] += weights[n][64] . v_t, in code space; n <= QKV_QUERY_BLOCK.
   void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n, float *sums);
   // sums [n][dim] in place from code space. NULL: they are the rows' own.
   void (*output)(const qkv_part_coder *coder, float *sums, size_t n);
+  // The same of codecs whose rows have a mean; totals[n], the sums of weights.
+  void (*output_mean)(const qkv_part_coder *coder, float *sums, const double *totals, size_t n);
   void (*decode)(const qkv_part_coder *coder, const uint8_t *block, float *rows);  // [64][dim]
   // Whether a slot's codes are those of this row [dim].
   bool (*matches)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);

@@ -11,6 +11,7 @@ from kv import TIMEOUT, Cache, attention, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 from test_cli import json_lines
+from test_coded import calibrate
 
 LAYERS, TOKENS, WINDOW = 2, 500, 20
 CODED = (TOKENS - WINDOW) // 64 * 64  # the first tokens, in pages
@@ -25,6 +26,7 @@ CODECS = {
     "turboquant-ip": (POLICY(codec="turboquant-ip", bits_k=4, bits_v=4, turboquant_ip=model_pb2.Turboquant(rotation=2)),
                       0.055, 0.0095),
     "pq": (POLICY(codec="pq", bits_k=4, bits_v=2), 0.0095, 0.105),
+    "commvq": (POLICY(codec="commvq", bits_k=2, bits_v=1), 0.13, 0.38),
     "int8": (POLICY(codec="int8", bits_k=8, bits_v=8), 5e-5, 5e-5),
     "polarquant": (POLICY(codec="polarquant", bits_k=3, bits_v=4), 0.035, 0.0098),
     "running-u8": (POLICY(codec="running-u8", bits_k=8, bits_v=8), 2e-4, 1e-4),
@@ -147,6 +149,7 @@ def test_sessions_outlive_the_process(name, tmp_path):
     (POLICY(codec="running-u8", bits_k=8, bits_v=4), "policy.bits_v is 4, allowed are 8 with running-u8"),
     (POLICY(codec="kivi", kivi=model_pb2.Kivi(q_group_size=48)), "policy.kivi.q_group_size is 48, allowed are 32 and 64"),
     (POLICY(codec="turboquant", kivi=model_pb2.Kivi(q_group_size=32)), 'policy.kivi is there, but policy.codec is "turboquant"'),
+    (POLICY(codec="commvq", bits_k=2, bits_v=2), 'policy.codec is "commvq", which codes keys before RoPE, and model.rope is not there'),
     (POLICY(codec="kivi", codec_v="embedded"), "embedded codes keys and values together"),
     (POLICY(codec="kivi", codec_v="zip"), 'policy.codec_v is "zip", known are embedded, exact, kivi'),
     (POLICY(codec_v="kivi"), 'policy.codec_v is "kivi" without policy.codec'),
@@ -171,3 +174,38 @@ def test_layers_with_codecs_of_their_own(make_cache):
         assert error(k, read_k) <= most[layer] and error(v, read_v) <= most[layer]
         query = cache.queries(1)
         assert np.allclose(cache.attend(255, query, layer=layer)[0], attention(query, read_k, read_v, 255)[0], atol=2e-5)
+
+
+def test_commvq_under_a_calibration(tmp_path):
+    """Codebooks are those of the calibration that a page names, in other daemons and processes, too."""
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
+    with Daemon(*arguments) as daemon, Daemon() as other:
+        cache = Cache(daemon.stub(), "kept", layers=LAYERS, key_dim=64, value_dim=32, recent_window=WINDOW,
+                      policy=POLICY(codec="commvq", bits_k=2, bits_v=2), rope=model_pb2.Rope(theta=10000),
+                      durability=kv.DURABILITY_SYNC)
+        shift = np.linspace(-5, 5, 32, dtype=np.float32)  # values far from 0, as a calibration knows
+
+        def append(tokens, layer):
+            k, v = cache.rows(tokens)
+            cache.append(cache.info().lengths[layer], k, v + shift, layer=layer)
+
+        for layer in range(LAYERS):
+            append(300, layer)
+        calibrate(daemon, cache, tmp_path)
+        for layer in range(LAYERS):
+            append(300, layer)
+        assert cache.info().calibration != 0
+        k, v = cache.fetch((1,))
+        query = cache.queries(2)
+        out, lse = cache.attend(598, query, layer=1)
+        expected, expected_lse = attention(query, k, v, 598)
+        assert np.allclose(out, expected, atol=5e-5) and np.allclose(lse, expected_lse, atol=5e-5)
+        before = everything(cache)
+        json_lines("qkvctl", "copy", cache.name, "--to", other.target, "--target", daemon.target)
+        moved = copy.copy(cache)
+        moved.stub = other.stub()
+        assert same(everything(moved), before)
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert same(everything(cache), before)

@@ -11,7 +11,7 @@ from kv import TIMEOUT, Cache, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from test_cli import DATA, json_lines, run
 
-CODECS = {"embedded", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8"}
+CODECS = {"embedded", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq"}
 
 
 def filled(make_cache, tokens=500, **fields):
@@ -109,6 +109,6 @@ def test_a_model_that_is_calibrated(tmp_path):
                    "--session", "real", "--keep", "--target", daemon.target)
         [found] = json_lines("qkvctl", "compare", "real", "--target", daemon.target)
     rows = {(row["codec"], row["bits"]): row for row in found["codecs"]}
-    assert all(row["calibrated"] == (codec == "embedded") for (codec, _), row in rows.items())
+    assert all(row["calibrated"] == (codec in ("embedded", "commvq")) for (codec, _), row in rows.items())
     for bits in (2, 3, 4):
         assert rows["embedded", bits]["attention_error"] < rows["turboquant", bits]["attention_error"]

@@ -4,7 +4,7 @@
 
 #include "tests/engine/codec/coder.h"
 
-#define FUZZ_PAGE_CODERS 14
+#define FUZZ_PAGE_CODERS 15
 
 // Whose encoder keeps the first rows and long ones as outliers.
 static inline const qkv_coder *fuzz_outlier_coder(qkv_coder *coder) {
@@ -27,8 +27,8 @@ static inline const qkv_coder *fuzz_parts_coder(const char *k, const char *v, do
                                .purpose = QKV_PURPOSE_ATTEND};
   const qkv_coder *coder = NULL;
   uint64_t bytes = 0;
-  static void *made[7];  // that no leak is found
-  for (size_t i = 0; i < 7; i++) {
+  static void *made[8];  // that no leak is found
+  for (size_t i = 0; i < 8; i++) {
     if (made[i] != NULL) continue;
     made[i] = policy.codec->create(&spec, &coder, &bytes);
     break;
@@ -69,6 +69,8 @@ static inline const qkv_coder *fuzz_page_coder(size_t index) {
       return coders[index] = fuzz_parts_coder("pq", "pq", 4, 1);
     case 13:
       return coders[index] = fuzz_parts_coder("int8", "kivi", 8, 3);
+    case 14:
+      return coders[index] = fuzz_parts_coder("commvq", "commvq", 2, 1);
     default:
       return coders[index] =
                  fuzz_outlier_coder(coder_create_dense(&random, 2, 16, 16, 2.5, 2, QKV_FRAME_ARCHIVE, &rope));

@@ -253,6 +253,7 @@ int main(int argc, char **argv) {
   write_page(argv[1], "turboquant-ip", 11, 64);
   write_page(argv[1], "pq", 12, 40);
   write_page(argv[1], "int8", 13, 64);
+  write_page(argv[1], "commvq", 14, 50);
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
   write_whole_session(argv[1]);
