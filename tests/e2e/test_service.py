@@ -12,8 +12,9 @@ import grpc
 import pytest
 from health.v1 import health_pb2, health_pb2_grpc
 from qkv.v1 import admin_pb2, admin_pb2_grpc
+from qkv.v1 import kv_cache_pb2 as kv
 
-from daemon import PATIENCE, SANITIZED, Daemon, binary, clean_environment
+from daemon import PATIENCE, SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import Cache
 
 # Descriptors from 3 on, as LISTEN_FDS means them. LISTEN_PID is the process that becomes the daemon.
@@ -50,6 +51,8 @@ def check(channel):
     return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
 
 
+# A connection of its own, which waits long for the daemon to take it.
+PATIENT = [("grpc.use_local_subchannel_pool", 1), ("grpc.min_reconnect_backoff_ms", PATIENCE * 1000)]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -77,8 +80,7 @@ def test_a_restart_refuses_no_connection(tmp_path):
         # There is no daemon, yet connections are taken, and calls on them wait.
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(path))
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        channels = [stack.enter_context(grpc.insecure_channel(each, options=own)) for each in addresses]
+        channels = [stack.enter_context(grpc.insecure_channel(each, options=PATIENT)) for each in addresses]
         answers = {}
 
         def call(channel):
@@ -95,6 +97,35 @@ def test_a_restart_refuses_no_connection(tmp_path):
             assert admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=PATIENCE).sessions == 1
         assert os.path.exists(path), "the socket's file is the manager's"
         assert not os.path.exists(f"{path}.lock")
+
+
+def test_a_call_that_runs_ends_well_and_a_new_one_waits_for_the_next_process(tmp_path):
+    path = tmp_path / "qkvd.sock"
+    address = f"unix:{path}"
+    go_on = threading.Event()
+    with contextlib.ExitStack() as stack:
+        local = stack.enter_context(unix_socket(path))
+        with serving([local], [address], "--drain-grace", "200s") as first:
+            cache = Cache(first.stub(address), "running")
+            k, v = cache.rows(2)
+
+            def requests():
+                yield kv.AppendRequest(items=[cache.item(0, k[:1], v[:1])])
+                go_on.wait(PATIENCE)
+                yield kv.AppendRequest(items=[cache.item(1, k[1:], v[1:])])
+
+            call = cache.stub.Append.future(requests(), timeout=PATIENCE)
+            wait_for(lambda: cache.info().tokens_exact == 1, "the first row is not there")
+            first.terminate()
+            wait_for(lambda: any(line["message"] == "draining" for line in first.log_lines()), "it does not drain")
+            late = stack.enter_context(grpc.insecure_channel(address, options=PATIENT))
+            answer = health_pb2_grpc.HealthStub(late).Check.future(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+            go_on.set()
+            assert call.result().tokens == 2
+            assert first.wait() == 0
+            assert not answer.done()
+        with serving([local], [address]):
+            assert answer.result().status == SERVING
 
 
 def test_some_sockets_passed_and_some_not(tmp_path):
