@@ -312,6 +312,18 @@ def test_methods_hosts_and_headers(loaded):
     assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
 
 
+def test_the_page_is_one_file_that_writes_text_alone(loaded):
+    """Names are put into it as text, nothing comes from elsewhere, and all that it runs has the nonce."""
+    page = ask(loaded, "/")[2]
+    for banned in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "http:", "https:",
+                   " src=", " style="):
+        assert banned not in page, banned
+    assert not re.search(r"<[^>]*\son\w+=", page)
+    assert re.findall(r"<(script|style)(?! nonce)", page) == [] and page.count("<script") == page.count("<style") == 1
+    paths = set(re.findall(r"get\('(/[^']*)'", page))
+    assert paths == {"/api/status", "/api/tenants", "/api/storage", "/api/sessions", "/api/session", "/api/map"}
+
+
 def refusal(*arguments):
     result = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", *arguments], capture_output=True, text=True,
                             env=clean_environment(), timeout=PATIENCE)
