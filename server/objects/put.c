@@ -10,6 +10,7 @@
 #include "server/handlers.h"
 #include "server/identity.h"
 #include "server/jobs.h"
+#include "server/objects/pieces.h"
 
 // The object that is being put.
 typedef struct put_object {
@@ -168,52 +169,18 @@ static qkv_status take_data(put_stream *stream, qkv_bytes data, qkv_error *error
 
 // ---- Messages ----
 
-static qkv_status apply_piece(put_stream *stream, qkv_bytes piece, qkv_error *error) {
-  enum { BEGIN = 1, REPLACE = 2, DATA = 15 };
-  qkv_wire_reader reader;
-  qkv_wire_field field;
-  qkv_bytes begin = {0}, data = {0};
-  bool more = true, begins = false, replace = false;
-  qkv_wire_reader_init(&reader, piece);
-  for (;;) {
-    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
-    if (!more) break;
-    if (field.number == REPLACE && field.type == QKV_WIRE_VARINT) replace = field.value != 0;
-    if (field.type != QKV_WIRE_BYTES) continue;
-    if (field.number == DATA) data = field.bytes;
-    if (field.number != BEGIN) continue;
-    begin = field.bytes;
-    begins = true;
-  }
-  if (begins) {
-    Qkv__V1__ObjectInfo *info = qkvi_control_unpack(begin, &qkv__v1__object_info__descriptor, error);
-    const qkv_status status = info == NULL ? error->status : begin_object(stream, info, replace, error);
-    if (info != NULL) qkvi_control_free(info);
-    if (status != QKV_OK) return qkv_error_prefix(error, "begin: ");
-  }
-  return data.length > 0 ? take_data(stream, data, error) : QKV_OK;
-}
-
-static qkv_status apply(put_stream *stream, qkv_error *error) {
-  enum { PIECES = 1 };
-  qkv_wire_reader reader;
-  qkv_wire_field field;
-  bool more = true;
-  qkv_wire_reader_init(&reader, stream->message);
-  for (size_t index = 0;;) {
-    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
-    if (!more) return QKV_OK;
-    if (field.number != PIECES || field.type != QKV_WIRE_BYTES) continue;
-    if (apply_piece(stream, field.bytes, error) != QKV_OK) return qkv_error_prefix(error, "pieces[%zu]: ", index);
-    index++;
-  }
+static qkv_status apply_piece(void *context, const qkvi_put_piece *piece, qkv_error *error) {
+  put_stream *stream = context;
+  if (piece->begin != NULL && begin_object(stream, piece->begin, piece->replace, error) != QKV_OK)
+    return qkv_error_prefix(error, "begin: ");
+  return piece->data.length > 0 ? take_data(stream, piece->data, error) : QKV_OK;
 }
 
 static void apply_job(void *context) {
   put_stream *stream = context;
   qkv_error error = {0};
   if (!qkvi_job_wanted(stream->call)) return;
-  if (apply(stream, &error) != QKV_OK) {
+  if (qkvi_put_pieces_read(stream->message, apply_piece, stream, &error) != QKV_OK) {
     drop_object(stream);
     return qkvi_control_fail(stream->call, &error);
   }

@@ -7,6 +7,7 @@
 #include "engine/codec/codec.h"
 #include "grpc/reflection/v1alpha/reflection.pb-c.h"
 #include "qkv/v1/admin.pb-c.h"
+#include "qkv/v1/objects.pb-c.h"
 #include "server/contract.h"
 #include "tests/fuzz/fuzz.h"
 
@@ -66,6 +67,11 @@ static const struct {
     {&qkv__v1__get_calibration_request__descriptor, NULL},
     {&qkv__v1__session_info__descriptor, NULL},  // what the journal has of a session
     {&qkv__v1__get_status_request__descriptor, NULL},
+    {&qkv__v1__object_info__descriptor, NULL},  // what the journal has of an object
+    {&qkv__v1__get_objects_request__descriptor, NULL},
+    {&qkv__v1__has_objects_request__descriptor, NULL},
+    {&qkv__v1__delete_objects_request__descriptor, NULL},
+    {&qkv__v1__list_objects_request__descriptor, NULL},
     {&grpc__reflection__v1alpha__server_reflection_request__descriptor, NULL},
 };
 

@@ -1,7 +1,7 @@
 // Writes the seeds that are bytes of ours: a page, messages, and files of the storage. Texts are committed in corpus/
 // as they are.
 //
-//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/..., answer/...,
+//   fuzz_seeds DIRECTORY    makes DIRECTORY/page/..., wire/..., items/..., control/..., objects/..., answer/...,
 //                            segment/..., journal/... and gguf/... there
 #include <errno.h>
 #include <stdio.h>
@@ -234,6 +234,25 @@ static void write_gguf(const char *directory) {
   gguf_free(&bytes);
 }
 
+// Two objects in three pieces.
+static void write_objects(const char *directory) {
+  qkv_wire_writer *writer = qkv_wire_writer_create();
+  for (int i = 0; i < 3; i++) {
+    qkv_wire_begin(writer, 1);
+    if (i != 1) {
+      qkv_wire_begin(writer, 1);
+      qkv_wire_put_string(writer, 61, i == 0 ? "state/1" : "state/2");
+      qkv_wire_put_varint(writer, 63, i == 0 ? 12 : 6);
+      qkv_wire_put_varint(writer, 65, 2);
+      qkv_wire_end(writer);
+      qkv_wire_put_varint(writer, 2, 1);
+    }
+    qkv_wire_put_reference(writer, 15, "bytes!", 6, NULL);
+    qkv_wire_end(writer);
+  }
+  write_message(directory, "objects", "two", writer);
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: fuzz_seeds DIRECTORY\n");
@@ -262,6 +281,7 @@ int main(int argc, char **argv) {
   write_answer(argv[1], "failed", 5);
   write_model(argv[1]);
   write_session(argv[1]);
+  write_objects(argv[1]);
   write_storage(argv[1]);
   write_gguf(argv[1]);
   return 0;
