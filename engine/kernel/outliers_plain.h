@@ -150,23 +150,40 @@ static inline void outlier_weights(const qkv_outliers *values, const float *scor
   }
 }
 
+// A row times weights [n] to sums [n][dim]; `n`, `wide` and `stepped` are constants.
+OUTLIERS_INLINE void add_outlier(const outlier_row *from, bool wide, bool stepped, const float *steps,
+                                 const float *weights, size_t n, size_t dim, float *sums) {
+  const outlier_row row = {from->numbers, from->scale, wide};
+  plain_floats factors[OUTLIERS_TOGETHER];
+  OUTLIERS_UNROLL
+  for (size_t i = 0; i < n; i++) factors[i] = weights[i] - (plain_floats){0};
+  for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
+    plain_floats x, step, sum;
+    load_outlier(&row, c, &x);
+    if (stepped) {
+      load_plain(steps + c, &step);
+      x *= step;
+    }
+    OUTLIERS_UNROLL
+    for (size_t i = 0; i < n; i++) {
+      load_plain(sums + i * dim + c, &sum);
+      sum += factors[i] * x;
+      store_plain(sums + i * dim + c, &sum);
+    }
+  }
+}
+
 // Rows times weights [row][stride] of `n` queries, a constant, to sums [n][dim].
 OUTLIERS_INLINE void add_outliers(const outlier_row *rows, size_t count, const float *steps, const float *weights,
                                   size_t stride, size_t n, size_t dim, float *sums) {
-  for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
-    plain_floats all[OUTLIERS_TOGETHER], step = {0};
-    if (steps != NULL) load_plain(steps + c, &step);
-    OUTLIERS_UNROLL
-    for (size_t i = 0; i < n; i++) load_plain(sums + i * dim + c, &all[i]);
-    for (size_t r = 0; r < count; r++) {
-      plain_floats x;
-      load_outlier(&rows[r], c, &x);
-      if (steps != NULL) x *= step;
-      OUTLIERS_UNROLL
-      for (size_t i = 0; i < n; i++) all[i] += weights[r * stride + i] * x;
+  for (size_t r = 0; r < count; r++, weights += stride) {
+    if (steps == NULL) {
+      add_outlier(&rows[r], rows[r].wide, false, NULL, weights, n, dim, sums);
+    } else if (rows[r].wide) {
+      add_outlier(&rows[r], true, true, steps, weights, n, dim, sums);
+    } else {
+      add_outlier(&rows[r], false, true, steps, weights, n, dim, sums);
     }
-    OUTLIERS_UNROLL
-    for (size_t i = 0; i < n; i++) store_plain(sums + i * dim + c, &all[i]);
   }
 }
 

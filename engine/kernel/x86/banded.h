@@ -44,10 +44,10 @@ typedef struct banded_block {
   const uint8_t (*tables)[64];
 } banded_block;
 
-// `shape` is at least the block's, and a constant.
-INLINE banded_block banded_block_of(qkv_part part, qkvi_block_shape shape, const banded *page, size_t b) {
+// `shape` is at least the block's, and a constant; `table`: the part that has its tables, those of K being unsigned.
+INLINE banded_block banded_block_of(qkv_part table, qkvi_block_shape shape, const banded *page, size_t b) {
   const qkvi_block *block = &page->layout->blocks[b];
-  banded_block found = {.tables = qkvi_integers.sixes[table_part(part)][block->kind]};
+  banded_block found = {.tables = qkvi_integers.sixes[table][block->kind]};
   UNROLL
   for (unsigned pair = 0; pair <= shape; pair++) {
     found.pairs[pair] = page->bases[block->spread[pair]] + block->places[pair];
@@ -65,6 +65,7 @@ INLINE source banded_source(qkvi_block_shape shape, const banded_block *block, s
   bytes pairs[QKVI_SHALLOW_PAIRS];
   UNROLL
   for (unsigned pair = 0; pair <= shape; pair++) pairs[pair] = load_bytes(block->pairs[pair] + at);
+  if (shape == QKVI_BLOCK_FIELDS) return (source){.above = {pairs[0], pairs[0]}};
   if (shape == QKVI_BLOCK_SIXES) return (source){join(pairs[0], pairs[1]), {pairs[2], pairs[2]}};
   return (source){.above = join(pairs[0], pairs[1])};
 }

@@ -60,6 +60,17 @@ static void join_columns(const uint8_t *from, size_t bytes_count, int16_t *out) 
   }
 }
 
+// The even ones of unsigned bytes, widened, or the odd ones. (Signed ones take an operation more.)
+INLINE bytes unsigned_words(bytes centroids, bool odd) {
+  return odd ? _mm256_srli_epi16(centroids, 8) : _mm256_and_si256(centroids, _mm256_set1_epi16(0xff));
+}
+
+// What unsigned centroids are more than signed ones counts in a row's sums, of all blocks.
+INLINE words whole_offset(const banded_keys *keys, size_t rows, size_t row) {
+  const int32_t *offsets = keys->offsets + keys->page.layout->count * 2 * rows + 2 * row;
+  return (words){0} + ((uint32_t)offsets[0] * 256 + (uint32_t)offsets[1]);
+}
+
 // Blocks b to `end`, of vectors of groups from g on, of `rows` queries; all but b, `end` and g are constants.
 INLINE size_t score_whole_blocks(const banded_keys *keys, qkvi_block_shape shape, size_t b, size_t end, size_t g,
                                  size_t count, size_t rows, column_sums *sums, prefetching *along) {
@@ -67,27 +78,27 @@ INLINE size_t score_whole_blocks(const banded_keys *keys, qkvi_block_shape shape
   for (; b < end; b++) {
     const banded_block block = banded_block_of(QKV_K, shape, &keys->page, b);
     source from[TOGETHER_MAX];
+    prefetch_some(along);
     UNROLL
-    for (size_t i = 0; i < count; i++) {
-      prefetch_some(along);
-      from[i] = banded_source(shape, &block, banded_at(&keys->page, g + i));
-    }
+    for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &block, banded_at(&keys->page, g + i));
     UNROLL
     for (size_t f = 0; f < FIELDS; f++, columns += rows * WHOLE_BYTES) {
-      plane planes[TOGETHER_MAX];
+      bytes centroids[TOGETHER_MAX], widened[TOGETHER_MAX];
       UNROLL
-      for (size_t i = 0; i < count; i++) planes[i] = plane_of(banded_centroids(shape, &block, &from[i], f));
+      for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &block, &from[i], f);
       UNROLL
-      for (size_t row = 0; row < rows; row++) {
-        const bytes even = repeat_word(columns + row * WHOLE_BYTES),
-                    odd = repeat_word(columns + row * WHOLE_BYTES + 4);
+      for (size_t odd = 0; odd < 2; odd++) {  // in turn: for both at once there are not registers enough
         UNROLL
-        for (size_t i = 0; i < count; i++) {
-          bytes sum = ADD_WORDS((bytes)sums[i][row], MULTIPLY_HALVES(planes[i].even, even));
-          __asm__("" : "+x"(sum));  // else gcc adds products up first, and spills
-          sum = ADD_WORDS(sum, MULTIPLY_HALVES(planes[i].odd, odd));
-          __asm__("" : "+x"(sum));
-          sums[i][row] = (words)sum;
+        for (size_t i = 0; i < count; i++) widened[i] = unsigned_words(centroids[i], odd != 0);
+        UNROLL
+        for (size_t row = 0; row < rows; row++) {
+          const bytes numbers = repeat_word(columns + row * WHOLE_BYTES + 4 * odd);
+          UNROLL
+          for (size_t i = 0; i < count; i++) {
+            bytes sum = ADD_WORDS((bytes)sums[i][row], MULTIPLY_HALVES(widened[i], numbers));
+            __asm__("" : "+x"(sum));  // else gcc adds products up first, and spills
+            sums[i][row] = (words)sum;
+          }
         }
       }
     }
@@ -99,18 +110,29 @@ INLINE size_t score_whole_blocks(const banded_keys *keys, qkvi_block_shape shape
 INLINE void score_whole(const banded_keys *keys, size_t rows, prefetching *ahead) {
   enum { COUNT = 2 };
   const size_t blocks = keys->page.layout->count, sixes = banded_until(&keys->page, 0, QKVI_BLOCK_NIBBLES);
+  const size_t nibbles = banded_until(&keys->page, sixes, QKVI_BLOCK_FIELDS);
   prefetching along = *ahead;
+  words offsets[QKV_INTEGER_COLUMNS / 2];
+  along.step *= COUNT;  // as vectors go together
+  UNROLL
+  for (size_t row = 0; row < rows; row++) offsets[row] = whole_offset(keys, rows, row);
   for (size_t g = 0; g < QKV_PAGE_GROUPS * VECTORS; g += COUNT) {
     column_sums sums[COUNT];
-    clear_sums(sums, COUNT, rows);
+    UNROLL
+    for (size_t row = 0; row < rows; row++) {
+      UNROLL
+      for (size_t i = 0; i < COUNT; i++) sums[i][row] = offsets[row];
+    }
     score_whole_blocks(keys, QKVI_BLOCK_SIXES, 0, sixes, g, COUNT, rows, sums, &along);
-    score_whole_blocks(keys, QKVI_BLOCK_NIBBLES, sixes, blocks, g, COUNT, rows, sums, &along);
+    score_whole_blocks(keys, QKVI_BLOCK_NIBBLES, sixes, nibbles, g, COUNT, rows, sums, &along);
+    score_whole_blocks(keys, QKVI_BLOCK_FIELDS, nibbles, blocks, g, COUNT, rows, sums, &along);
     UNROLL
     for (size_t i = 0; i < COUNT; i++) {
       put_scores(&keys->out, 0, (g + i) * LANES, rows, 1, gain_lanes(keys->out.gains + (g + i) * LANES), sums[i],
                  NULL);
     }
   }
+  along.step /= COUNT;
   *ahead = along;
 }
 

@@ -78,16 +78,16 @@ INLINE void add_narrow_dots(qkv_part part, const bytes *centroids, size_t count,
 
 #if STEADY_LOOPS
 // add_dots with split_columns (narrow.h), for the `quad`th four numbers, which lie at `columns`; `split`: perhaps
-// they are in halves.
-INLINE void add_split_dots(qkv_part part, const bytes *centroids, size_t count, const uint8_t *columns, size_t quad,
-                           bool split, size_t width, column_sums *sums) {
+// they are in halves for the shape.
+INLINE void add_split_dots(qkv_part part, qkvi_block_shape shape, const bytes *centroids, size_t count,
+                           const uint8_t *columns, size_t quad, bool split, size_t width, column_sums *sums) {
 #if BYTE_DOTS
-  (void)quad, (void)split;
+  (void)shape, (void)quad, (void)split;
   add_dots(part, centroids, count, columns, width, sums);
 #else
   const size_t at = quad * width * 4;
   const split_columns *halves = (const void *)(columns - at);
-  if (split && halves->split[quad] != 0) {
+  if (split && (halves->split[quad] & split_bit(shape)) != 0) {
     add_narrow_dots(part, centroids, count, halves->first + at, width, sums);
     columns = halves->second + at;
   }
@@ -95,13 +95,13 @@ INLINE void add_split_dots(qkv_part part, const bytes *centroids, size_t count, 
 #endif
 }
 
-// Whether any of the four fours from the `quad`th on are.
-INLINE bool are_split(const uint8_t *columns, size_t quad, size_t width) {
+// Whether any of the four fours from the `quad`th on are. Those of up to two bits never need to be.
+INLINE bool are_split(qkvi_block_shape shape, const uint8_t *columns, size_t quad, size_t width) {
 #if BYTE_DOTS
-  (void)columns, (void)quad, (void)width;
+  (void)shape, (void)columns, (void)quad, (void)width;
   return false;
 #else
-  return any_split((const void *)(columns - quad * width * 4), quad);
+  return shape != QKVI_BLOCK_FIELDS && any_split((const void *)(columns - quad * width * 4), shape, quad);
 #endif
 }
 
@@ -284,7 +284,7 @@ INLINE void add_steady_fields(qkv_part part, qkvi_block_shape shape, const stead
     bytes centroids[TOGETHER_MAX];
     UNROLL
     for (size_t i = 0; i < count; i++) centroids[i] = steady_centroids(shape, &groups[i / each], &codes[i], f);
-    add_split_dots(part, centroids, count, columns + f * width * 4, quad + f, split, width, sums[f % sets]);
+    add_split_dots(part, shape, centroids, count, columns + f * width * 4, quad + f, split, width, sums[f % sets]);
   }
 }
 
@@ -293,7 +293,7 @@ INLINE void add_steady_fields(qkv_part part, qkvi_block_shape shape, const stead
 INLINE void add_steady(qkv_part part, qkvi_block_shape shape, const steady_group *groups, size_t each,
                        const joined *codes, size_t count, const uint8_t *columns, size_t quad, size_t width,
                        size_t sets, column_sums (*sums)[TOGETHER_MAX]) {
-  if (shape != QKVI_BLOCK_FIELDS && are_split(columns, quad, width)) {
+  if (are_split(shape, columns, quad, width)) {
     add_steady_fields(part, shape, groups, each, codes, count, columns, quad, true, width, sets, sums);
   } else {
     add_steady_fields(part, shape, groups, each, codes, count, columns, quad, false, width, sets, sums);

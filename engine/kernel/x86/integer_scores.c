@@ -401,7 +401,7 @@ INLINE size_t score_banded_blocks(const banded_keys *keys, qkvi_block_shape shap
                                   prefetching *along) {
   const uint8_t *columns = keys->columns + b * FIELDS * width * COLUMN_BYTES;
   for (; b < end; b++) {
-    const banded_block block = banded_block_of(QKV_K, shape, &keys->page, b);
+    const banded_block block = banded_block_of(table_part(QKV_K), shape, &keys->page, b);
     source from[TOGETHER_MAX];
     prefetch_some(along);
     UNROLL

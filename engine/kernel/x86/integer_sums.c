@@ -414,7 +414,8 @@ INLINE void sum_banded_fields(const banded_block *blocks, const source *from, qk
     bytes centroids[TOGETHER_MAX];
     UNROLL
     for (size_t i = 0; i < count; i++) centroids[i] = banded_centroids(shape, &blocks[i], &from[i], f);
-    add_split_dots(QKV_V, centroids, count, columns + f * width * 4, g * FIELDS + f, split, width, sums[f % sets]);
+    add_split_dots(QKV_V, shape, centroids, count, columns + f * width * 4, g * FIELDS + f, split, width,
+                   sums[f % sets]);
   }
 }
 
@@ -429,12 +430,13 @@ INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shap
   for (size_t i = 0; i < count; i++) blocks[i] = banded_block_of(QKV_V, shape, &values->page, (b + i) / VECTORS);
   UNROLL
   for (size_t set = 0; set < sets; set++) clear_sums(sums[set], count, width);
+  if (!BYTE_DOTS) prefetch_some(along);
   for (size_t g = 0, at = b % VECTORS * sizeof(bytes); g < QKV_PAGE_GROUPS; g++, at += stride) {
     source from[TOGETHER_MAX];
-    prefetch_some(along);
+    if (BYTE_DOTS) prefetch_some(along);
     UNROLL
     for (size_t i = 0; i < count; i++) from[i] = banded_source(shape, &blocks[i], at);
-    if (are_split(columns, g * FIELDS, width)) {
+    if (are_split(shape, columns, g * FIELDS, width)) {
       sum_banded_fields(blocks, from, shape, count, columns, g, true, width, sets, sums);
     } else {
       sum_banded_fields(blocks, from, shape, count, columns, g, false, width, sets, sums);
@@ -457,8 +459,14 @@ INLINE void sum_banded(const banded_values *all, size_t width, prefetching *ahea
   size_t b = deep * VECTORS;
   for (; b < sixes && b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b, MANY, width, &along);
   if (MANY > 1 && b < sixes) sum_banded_blocks(values, QKVI_BLOCK_SIXES, b++, 1, width, &along);
+#if BYTE_DOTS
   for (; b + MANY <= end; b += MANY) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, MANY, width, &along);
-  if (MANY > 1 && b < end) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+  if (b < end) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+#else
+  const size_t nibbles = banded_until(&values->page, b / VECTORS, QKVI_BLOCK_FIELDS) * VECTORS;
+  for (; b < nibbles; b++) sum_banded_blocks(values, QKVI_BLOCK_NIBBLES, b, 1, width, &along);
+  for (; b < end; b++) sum_banded_blocks(values, QKVI_BLOCK_FIELDS, b, 1, width, &along);
+#endif
   *ahead = along;
 }
 
@@ -515,7 +523,7 @@ QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
   if (page.steady && parts == 1) return sums_of_steady(&page, weights, dim, ahead, sums);
   if (groups_are_banded(&page)) {
     const size_t steps = (page.blocks * VECTORS + VALUES_TOGETHER - 1) / VALUES_TOGETHER;
-    prefetching along = prefetching_of(ahead, steps * QKV_PAGE_GROUPS);
+    prefetching along = prefetching_of(ahead, BYTE_DOTS ? steps * QKV_PAGE_GROUPS : steps);
     sums_of_banded(&page, weights, dim, sums, &along);
     return;
   }

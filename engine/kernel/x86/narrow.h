@@ -17,8 +17,12 @@
 typedef struct split_columns {
   _Alignas(32) uint8_t whole[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
   uint8_t first[QKV_INTEGER_COLUMNS * QKV_DIM_MAX], second[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
-  uint8_t split[QKV_DIM_MAX / 4];  // by number / 4
+  uint8_t split[QKV_DIM_MAX / 4];  // by number / 4: SPLIT_ALWAYS, SPLIT_DEEP or 0
 } split_columns;
+
+// What is split for blocks of the shape that columns were split for: for these alone, or for those of up to four bits
+// as well.
+enum { SPLIT_DEEP = 1, SPLIT_ALWAYS = 3 };
 
 // A chunk's columns, [number / 4][column][the numbers, their magnitudes][number % 4].
 typedef uint8_t signed_columns[2 * QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
@@ -37,8 +41,10 @@ INLINE bytes narrow_table(qkv_part part, qkvi_block_shape shape, const uint8_t *
 static void split_large(qkv_part part, qkvi_block_shape shape, const uint8_t *columns, size_t count, size_t width,
                         split_columns *out) {
   // Of two neighbours. Where those of a query have different signs they are always small enough.
-  const int limit = INT16_MAX / narrow_most(shape) / (part == QKV_K ? 2 : 1);
-  const bytes most = _mm256_set1_epi16((short)limit), ones = _mm256_set1_epi8(1);
+  const int unsigned_most = part == QKV_K ? 2 : 1;
+  const bytes most = _mm256_set1_epi16((short)(INT16_MAX / narrow_most(shape) / unsigned_most));
+  const bytes always = _mm256_set1_epi16((short)(INT16_MAX / narrow_most(QKVI_BLOCK_NIBBLES) / unsigned_most));
+  const bytes ones = _mm256_set1_epi8(1);
   const size_t size = count * width;
   memset(out->split, 0, count / 4);
   for (size_t at = 0; at < size; at += sizeof(bytes)) {
@@ -55,15 +61,22 @@ static void split_large(qkv_part part, qkvi_block_shape shape, const uint8_t *co
     if (part == QKV_K) second = _mm256_sign_epi8(second, all);
     put_bytes(out->first + at, _mm256_sub_epi8(all, second));
     put_bytes(out->second + at, second);
-    memset(out->split + at / 4 / width, 1, sizeof(bytes) / 4 / width);
+    const bytes larger = _mm256_cmpgt_epi16(two, always);
+    const int mark = _mm256_testz_si256(larger, larger) ? SPLIT_DEEP : SPLIT_ALWAYS;
+    memset(out->split + at / 4 / width, mark, sizeof(bytes) / 4 / width);
   }
 }
 
+// The bit that marks what is split for blocks of a shape.
+INLINE uint8_t split_bit(qkvi_block_shape shape) {
+  return shape == QKVI_BLOCK_SIXES ? SPLIT_DEEP : SPLIT_ALWAYS ^ SPLIT_DEEP;
+}
+
 // Of a block's four.
-INLINE bool any_split(const split_columns *columns, size_t quad) {
+INLINE bool any_split(const split_columns *columns, qkvi_block_shape shape, size_t quad) {
   uint32_t four;
   memcpy(&four, columns->split + quad, sizeof four);
-  return four != 0;
+  return (four & EACH_BYTE(split_bit(shape))) != 0;
 }
 
 static inline void sign_columns(const uint8_t *columns, size_t size, signed_columns out) {

@@ -32,6 +32,14 @@ INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
   return pack_bytes(&row, next);
 }
 
+// A number's first byte of two, and its second.
+INLINE void pack_both(words whole[AT_ONCE_VECTORS], bytes *first, bytes *second) {
+  *second = pack_some(whole, false);
+  UNROLL
+  for (size_t i = 0; i < AT_ONCE_VECTORS; i++) whole[i] += 128;
+  *first = pack_some(whole, true);
+}
+
 INLINE float largest_lane(lanes all) {
   return _mm512_reduce_max_ps((__m512)all);
 }
@@ -49,20 +57,44 @@ INLINE uint64_t used_bytes(bytes all) {
   return (uint32_t)~_mm256_movemask_epi8(_mm256_cmpeq_epi8(all, _mm256_setzero_si256()));
 }
 
-// A byte of each of 32 numbers, in order: the lowest or the next.
-INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
+// The lower bytes of 32 numbers of 16 bits in order, given as vectors 0 and 1 and 2 and 3 by halves.
+INLINE bytes pack_words(bytes a, bytes b) {
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+// The lowest 16 bits of 32 numbers, as pack_words takes them.
+INLINE void narrow_some(const words whole[AT_ONCE_VECTORS], bytes *a, bytes *b) {
   bytes v[AT_ONCE_VECTORS];
   UNROLL
-  for (size_t i = 0; i < AT_ONCE_VECTORS; i++) v[i] = (bytes)((next ? whole[i] >> 8 : whole[i]) & 0xff);
-  const bytes all = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
-  return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  for (size_t i = 0; i < AT_ONCE_VECTORS; i++) v[i] = (bytes)(whole[i] & 0xffff);
+  *a = _mm256_packus_epi32(v[0], v[1]);
+  *b = _mm256_packus_epi32(v[2], v[3]);
+}
+
+INLINE bytes low_bytes(bytes all) {
+  return _mm256_and_si256(all, _mm256_set1_epi16(0xff));
+}
+
+// The lowest byte of each of 32 numbers, in order.
+INLINE bytes pack_some(const words whole[AT_ONCE_VECTORS], bool next) {
+  (void)next;
+  bytes a, b;
+  narrow_some(whole, &a, &b);
+  return pack_words(low_bytes(a), low_bytes(b));
+}
+
+INLINE void pack_both(words whole[AT_ONCE_VECTORS], bytes *first, bytes *second) {
+  const bytes half = _mm256_set1_epi16(128);
+  bytes a, b;
+  narrow_some(whole, &a, &b);
+  *second = pack_words(low_bytes(a), low_bytes(b));
+  *first = pack_words(down(_mm256_add_epi16(a, half), 8), down(_mm256_add_epi16(b, half), 8));
 }
 
 INLINE float largest_lane(lanes all) {
-  float each[LANES], most = 0;
-  memcpy(each, &all, sizeof each);
-  for (size_t i = 0; i < LANES; i++) most = each[i] > most ? each[i] : most;
-  return most;
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128((__m256)all), _mm256_extractf128_ps((__m256)all, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
 INLINE lanes larger(lanes a, lanes b) {
@@ -72,18 +104,28 @@ INLINE lanes larger(lanes a, lanes b) {
 
 static float largest_in(const float *row, size_t dim) {
   lanes largest = {0};
-  for (size_t at = 0; at < dim; at += LANES) {
+  size_t at = 0;
+  for (; at + AT_ONCE <= dim; at += AT_ONCE) {
+    UNROLL
+    for (size_t i = 0; i < AT_ONCE_VECTORS; i++) {
+      const words magnitude = (words)load_lanes(row + at + i * LANES) & INT32_MAX;
+      largest = larger(largest, (lanes)magnitude);
+    }
+  }
+  for (; at < dim; at += LANES) {
     const words magnitude = (words)load_some(row, at, dim) & INT32_MAX;
     largest = larger(largest, (lanes)magnitude);
   }
   return largest_lane(largest);
 }
 
-// Numbers from `at` on times `factor`, rounded, in the lowest bits.
-INLINE void round_some(const float *row, size_t at, size_t dim, float factor, words whole[AT_ONCE_VECTORS]) {
+// Numbers from `at` on times `factor`, rounded, in the lowest bits. `whole_row`: there are AT_ONCE of them.
+INLINE void round_some(const float *row, size_t at, size_t dim, bool whole_row, float factor,
+                       words whole[AT_ONCE_VECTORS]) {
   UNROLL
   for (size_t i = 0; i < AT_ONCE_VECTORS; i++) {
-    whole[i] = (words)(load_some(row, at + i * LANES, dim) * factor + QKVI_WHOLE_MAGIC);
+    const lanes all = whole_row ? load_lanes(row + at + i * LANES) : load_some(row, at + i * LANES, dim);
+    whole[i] = (words)(all * factor + QKVI_WHOLE_MAGIC);
   }
 }
 
@@ -105,8 +147,8 @@ INLINE void count_wide(const preparing *p, bytes first, size_t at) {
   if (blocks > *p->wide) *p->wide = blocks;
 }
 
-// Coordinates [at, at + AT_ONCE) of a chunk; `columns` and `parts` are constants.
-INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts) {
+// Coordinates [at, at + AT_ONCE) of a chunk; `columns`, `parts` and `whole_rows` are constants.
+INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned parts, bool whole_rows) {
   bytes all[QKV_INTEGER_COLUMNS], first = (bytes)(words){0};
   UNROLL
   for (size_t row = 0; row < columns / parts; row++) {
@@ -115,17 +157,17 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
       continue;
     }
     words whole[AT_ONCE_VECTORS];
-    round_some(p->rows + row * p->dim, at, p->dim, p->factors[row], whole);
-    all[row * parts + parts - 1] = pack_some(whole, false);
-    if (parts == 1) continue;
-    UNROLL
-    for (size_t i = 0; i < AT_ONCE_VECTORS; i++) whole[i] += 128;
-    all[row * parts] = pack_some(whole, true);
-    first |= all[row * parts];
+    round_some(p->rows + row * p->dim, at, p->dim, whole_rows, p->factors[row], whole);
+    if (parts == 1) {
+      all[row] = pack_some(whole, false);
+    } else {
+      pack_both(whole, &all[row * parts], &all[row * parts + 1]);
+      first |= all[row * parts];
+    }
   }
   if (parts > 1) count_wide(p, first, at);
   uint8_t *out = (uint8_t *)p->bytes + at * columns;
-  if (at + AT_ONCE <= p->length) {
+  if (whole_rows || at + AT_ONCE <= p->length) {
     put_interleaved(all, columns, out);
   } else {
     uint8_t room[QKV_INTEGER_COLUMNS * AT_ONCE];
@@ -178,8 +220,11 @@ INLINE void put_offsets_of(const preparing *p, size_t columns) {
   }
 }
 
-INLINE void prepare_chunk_of(const preparing *p, size_t columns, unsigned parts) {
-  for (size_t at = 0; at < p->length; at += AT_ONCE) prepare_some(p, at, columns, parts);
+INLINE void prepare_chunk_of(const preparing *all, size_t columns, unsigned parts) {
+  const preparing copy = *all, *p = &copy;  // which bytes that are stored cannot be part of
+  size_t at = 0;
+  for (; at + AT_ONCE <= p->dim; at += AT_ONCE) prepare_some(p, at, columns, parts, true);
+  for (; at < p->length; at += AT_ONCE) prepare_some(p, at, columns, parts, false);
   put_offsets_of(p, columns);
 }
 

@@ -49,75 +49,94 @@ typedef struct walk_tile {
   const qkv_dense *matrix;
   const qkv_walk_level *levels;
   size_t level_count, row, stride;
+  size_t begin;  // pair that the numbers begin with
   const int32_t *before;
   const float *scales;
   float *rows;
 } walk_tile;
 
-// sums += products with the pairs of a level.
+// Where vector v + k of the outputs lies behind vector v, a multiple of `across`.
+INLINE size_t words_apart(const qkv_dense *matrix, size_t k) {
+  return k / HALVES * QKVI_DENSE_OUTPUTS * matrix->dim + k % HALVES * LANES * 2;
+}
+
+// sums += products with the p-th pair of numbers.
+INLINE void add_pair(const qkv_dense *matrix, const int16_t *from, const int16_t *numbers, size_t count,
+                     size_t across, bytes *sums) {
+  bytes y[ACROSS];
+  UNROLL
+  for (size_t k = 0; k < across; k++) y[k] = load_bytes(from + words_apart(matrix, k));
+  UNROLL
+  for (size_t i = 0; i < count; i++) {
+    const bytes pair = repeat_word(numbers + i * (sizeof(walk_words) / sizeof(int16_t) / ROWS));
+    UNROLL
+    for (size_t k = 0; k < across; k++) {
+      bytes *sum = &sums[i * across + k];
+      *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
+    }
+  }
+}
+
+// sums += products with the pairs of a level, whose numbers are `x` on.
 INLINE void add_level(const walk_tile *tile, const qkv_walk_level *level, const walk_words *x, size_t count, size_t v,
                       size_t across, bytes *sums) {
-  const size_t at = 2 * level->first * QKVI_DENSE_OUTPUTS, begin = tile->levels[tile->level_count - 1].first;
-  const int16_t *from[ACROSS];
-  UNROLL
-  for (size_t k = 0; k < across; k++) from[k] = words_of(tile->matrix, v + k) + at;
-  for (size_t p = 2 * (level->first - begin), end = 2 * (level->end - begin); p < end; p += 2) {
-    bytes y[ACROSS];
-    UNROLL
-    for (size_t k = 0; k < across; k++, from[k - 1] += 2 * QKVI_DENSE_OUTPUTS) y[k] = load_bytes(from[k]);
-    UNROLL
-    for (size_t i = 0; i < count; i++) {
-      const bytes pair = repeat_word(&x->of[i][p]);
-      UNROLL
-      for (size_t k = 0; k < across; k++) {
-        bytes *sum = &sums[i * across + k];
-        *sum = k % 2 == 0 ? add_products_at_once(*sum, y[k], pair) : add_products(*sum, y[k], pair);
-      }
-    }
+  enum { NEXT = 2 * QKVI_DENSE_OUTPUTS };  // words of a pair
+  const int16_t *from = words_of(tile->matrix, v) + level->first * NEXT;
+  const int16_t *numbers = &x->of[0][2 * (level->first - tile->begin)];
+  const int16_t *const end = numbers + 2 * (level->end - level->first);
+  if ((level->end - level->first) % 2 != 0) {
+    add_pair(tile->matrix, from, numbers, count, across, sums);
+    from += NEXT;
+    numbers += 2;
+  }
+  for (; numbers != end; numbers += 4, from += (size_t)2 * NEXT) {
+    add_pair(tile->matrix, from, numbers, count, across, sums);
+    add_pair(tile->matrix, from + NEXT, numbers + 2, count, across, sums);
   }
 }
 
 // Vectors [v, v + across) of outputs of `count` queries; both are constants.
 INLINE void sum_tile(const walk_tile *tile, const walk_words *x, size_t count, size_t v, size_t across) {
-  const size_t first = tile->row * tile->stride + v * LANES, dim = tile->matrix->dim;
+  // Copies, which what is stored cannot be part of.
+  const size_t stride = tile->stride, first = tile->row * stride + v * LANES, dim = tile->matrix->dim;
+  const qkv_walk_level *level = tile->levels, *const end = level + tile->level_count;
   bytes sums[ROWS * ACROSS];
+  const int32_t *before = tile->before + first;
   UNROLL
-  for (size_t i = 0; i < count; i++) {
+  for (size_t i = 0; i < count; i++, before += stride) {
     UNROLL
-    for (size_t k = 0; k < across; k++) {
-      sums[i * across + k] = load_bytes(tile->before + first + i * tile->stride + k * LANES);
-    }
+    for (size_t k = 0; k < across; k++) sums[i * across + k] = load_bytes(before + k * LANES);
   }
-  for (size_t l = 0; l < tile->level_count; l++) {
-    const qkv_walk_level *level = &tile->levels[l];
+  for (; level != end; level++) {
     add_level(tile, level, x, count, v, across, sums);
     if (level->sums == NULL) continue;
+    int32_t *after = level->sums + first;
     UNROLL
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++, after += stride) {
       UNROLL
-      for (size_t k = 0; k < across; k++) {
-        put_bytes(level->sums + first + i * tile->stride + k * LANES, sums[i * across + k]);
-      }
+      for (size_t k = 0; k < across; k++) put_bytes(after + k * LANES, sums[i * across + k]);
     }
   }
+  const float *scales = tile->scales + tile->row, *outputs = tile->matrix->scales + v * LANES;
   UNROLL
-  for (size_t k = 0; k < across; k++) {
+  for (size_t k = 0; k < across; k++, outputs += LANES) {
     if ((v + k) * LANES >= dim) break;
-    const lanes scale = load_lanes(tile->matrix->scales + (v + k) * LANES);
+    const lanes scale = load_lanes(outputs);
+    float *row = tile->rows + tile->row * dim;
     UNROLL
-    for (size_t i = 0; i < count; i++) {
-      put_outputs(to_lanes(sums[i * across + k]) * (scale * tile->scales[tile->row + i]), (v + k) * LANES, dim,
-                  tile->rows + (tile->row + i) * dim);
+    for (size_t i = 0; i < count; i++, row += dim) {
+      put_outputs(to_lanes(sums[i * across + k]) * (scale * scales[i]), (v + k) * LANES, dim, row);
     }
   }
 }
 
 // `count` is a constant.
-INLINE void sum_rows(const walk_tile *tile, const qkv_walk_queries *queries, size_t count) {
+INLINE void sum_rows(const walk_tile *all, const qkv_walk_queries *queries, size_t count) {
+  const walk_tile copy = *all, *tile = &copy;
   const size_t vectors = tile->stride / LANES;
   walk_words x;
   for (size_t l = tile->level_count; l-- > 0;) {  // what reaches beyond a level is written over
-    turn_level(queries, &tile->levels[l], tile->row, count, tile->levels[tile->level_count - 1].first, &x);
+    turn_level(queries, &tile->levels[l], tile->row, count, tile->begin, &x);
   }
   size_t v = 0;
   for (; v + ACROSS <= vectors; v += ACROSS) sum_tile(tile, &x, count, v, ACROSS);
@@ -131,6 +150,7 @@ QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels)) {
   walk_tile tile = {.matrix = matrix,
                     .levels = levels,
                     .level_count = count,
+                    .begin = count > 0 ? levels[count - 1].first : 0,
                     .stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS,
                     .before = before,
                     .scales = queries->scales,
