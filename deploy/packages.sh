@@ -13,7 +13,7 @@ qkv_packages() {
     build)
       printf '%s\n' \
         gcc libc6-dev cmake ninja-build pkg-config \
-        libgrpc-dev libgrpc++-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
+        libgrpc-dev libgrpc++-dev libssl-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev liburing-dev libmicrohttpd-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
         libpcre2-dev libopenblas-dev liblapacke-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;

@@ -5,6 +5,7 @@
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "engine/base/cpu.h"
@@ -46,9 +47,10 @@ static qkv_metric_id outcome(qkv_status status) {
     case QKV_ALREADY_EXISTS:
     case QKV_FAILED_PRECONDITION:
     case QKV_UNIMPLEMENTED:
+      return QKV_METRIC_CALLS_REFUSED;
     case QKV_PERMISSION_DENIED:
     case QKV_UNAUTHENTICATED:
-      return QKV_METRIC_CALLS_REFUSED;
+      return QKV_METRIC_CALLS_DENIED;
     case QKV_RESOURCE_EXHAUSTED:
       return QKV_METRIC_CALLS_EXHAUSTED;
     case QKV_UNAVAILABLE:
@@ -187,9 +189,17 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       NULL,
   };
   const qkv_server_options *options = daemon->options;
+  const char *anonymous = options->allow_anonymous != NULL ? options->allow_anonymous : "";
+  const bool all = strcmp(anonymous, "all") == 0;
   const qkv_rpc_config config = {
       .listen = options->listen.items,
       .listen_count = options->listen.count,
+      .socket_mode = qkv_server_options_listen_mode(options),
+      .tls = daemon->tls,
+      .auth = daemon->auth,
+      .anonymous = all,
+      .anonymous_unix = strcmp(anonymous, "unix") == 0,
+      .open = all || options->tls_client_ca != NULL,
       .threads = (size_t)options->rpc_threads,
       .message_bytes_max = options->limit_message,
       .calls_max = (size_t)options->limit_calls,
@@ -207,8 +217,41 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   return qkv_rpc_server_create(&config, &daemon->rpc, error);
 }
 
+static qkv_status read_access(qkv_daemon *daemon, qkv_error *error) {
+  const qkv_server_options *options = daemon->options;
+  if (options->auth_file != NULL) QKV_TRY(qkvi_auth_create(options->auth_file, &daemon->auth, error));
+  if (options->tls_cert == NULL) return QKV_OK;
+  return qkvi_tls_create(options->tls_cert, options->tls_key, options->tls_client_ca, &daemon->tls, error);
+}
+
+static void log_reload(qkv_daemon *daemon, const char *what, bool changed, qkv_status status,
+                       const qkv_error *error) {
+  if (!changed) return;
+  if (status == QKV_OK) qkv_log(QKV_LOG_INFO, "read anew", "{s:s}", "what", what);
+  if (status != QKV_OK && !daemon->reload_failed)
+    qkv_log(QKV_LOG_WARN, "not read anew, what was known stays", "{s:s, s:s}", "what", what, "reason", error->text);
+}
+
+void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
+  qkv_error error = {0};
+  bool changed = false, failed = false;
+  if (always) daemon->reload_failed = false;
+  if (daemon->auth != NULL) {
+    const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &error);
+    log_reload(daemon, "auth-file", changed, status, &error);
+    failed = status != QKV_OK;
+  }
+  if (daemon->tls != NULL) {
+    const qkv_status status = qkvi_tls_reload(daemon->tls, always, &changed, &error);
+    log_reload(daemon, "tls-cert, tls-key and tls-client-ca", changed, status, &error);
+    failed |= status != QKV_OK;
+  }
+  daemon->reload_failed = failed;
+}
+
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
+  QKV_TRY(read_access(daemon, error));
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
   daemon->kept = qkvi_kept_create((uint64_t)options->memory_budget / 8);
   const qkv_executor_config executor = {.threads = compute_threads(options),
@@ -373,6 +416,8 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   *daemon = NULL;
   qkvi_http_destroy(&old->http);
   qkv_rpc_server_destroy(&old->rpc);
+  qkvi_auth_destroy(&old->auth);
+  qkvi_tls_destroy(&old->tls);
   qkv_executor_destroy(&old->executor);
   qkvi_watch_hub_stop(old->watch);
   qkvi_residency_destroy(&old->residency);

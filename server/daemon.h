@@ -16,6 +16,7 @@
 
 #include "engine/base/executor.h"
 #include "engine/cache/store.h"
+#include "server/auth.h"
 #include "server/calibrations.h"
 #include "server/health.h"
 #include "server/http/observed.h"
@@ -26,6 +27,7 @@
 #include "server/residency/residency.h"
 #include "server/retier.h"
 #include "server/rpc.h"
+#include "server/tls.h"
 #include "server/watch.h"
 
 typedef struct qkv_daemon {
@@ -43,6 +45,9 @@ typedef struct qkv_daemon {
   qkv_rpc_server *rpc;
   struct qkvi_http *http;  // NULL without an admin-listen
   qkvi_observed observed;  // calls by method and tenant
+  qkvi_auth *auth;         // NULL: without auth-file
+  qkvi_tls *tls;           // NULL: without tls-cert
+  bool reload_failed;      // of qkv_daemon_reload, the last time
   qkv_health health;
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock
@@ -80,6 +85,9 @@ void qkv_daemon_keep_memory(qkv_daemon *daemon);
 // Ends calls whose first message is late, and gives idle memory back (server/memory.h). One call at a time, not after
 // drain; waits for nobody.
 void qkv_daemon_tend(qkv_daemon *daemon);
+
+// Reads auth-file and the files of TLS again, where they have changed, or with `always`. One call at a time.
+void qkv_daemon_reload(qkv_daemon *daemon, bool always);
 
 // Sets the gauges from what they measure.
 void qkv_daemon_update_gauges(qkv_daemon *daemon);

@@ -1,5 +1,6 @@
 #include "server/identity.h"
 
+#include <grpc/grpc_security.h>
 #include <grpc/support/alloc.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -11,10 +12,11 @@
 #include "server/rpc_internal.h"
 
 #define TENANT_KEY "qkv-tenant"
+#define AUTHORIZATION_KEY "authorization"
 
-static bool is_tenant(const grpc_metadata *pair) {
-  return GRPC_SLICE_LENGTH(pair->key) == strlen(TENANT_KEY) &&
-         memcmp(GRPC_SLICE_START_PTR(pair->key), TENANT_KEY, strlen(TENANT_KEY)) == 0;
+static bool has_key(const grpc_metadata *pair, const char *key) {
+  return GRPC_SLICE_LENGTH(pair->key) == strlen(key) &&
+         memcmp(GRPC_SLICE_START_PTR(pair->key), key, strlen(key)) == 0;
 }
 
 static qkv_status read_tenant(grpc_slice value, qkvi_identity *identity, qkv_error *error) {
@@ -30,12 +32,92 @@ static qkv_status read_tenant(grpc_slice value, qkvi_identity *identity, qkv_err
   return QKV_OK;
 }
 
-qkv_status qkvi_identity_read(const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error) {
-  identity->tenant[0] = '\0';
-  for (size_t i = 0; i < metadata->count; i++) {
-    if (is_tenant(&metadata->metadata[i])) QKV_TRY(read_tenant(metadata->metadata[i].value, identity, error));
+// ---- Who it is ----
+
+static bool is_local(grpc_call *call) {
+  char *named = grpc_call_get_peer(call);
+  const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
+  gpr_free(named);
+  struct sockaddr_storage address = {0};
+  socklen_t length = sizeof address;
+  return fd >= 0 && getsockname(fd, (struct sockaddr *)&address, &length) == 0 && address.ss_family == AF_UNIX;
+}
+
+// The first of the certificate's names of this kind that is known. False: it has none.
+static bool find_name(qkvi_auth *auth, const grpc_auth_context *context, const char *property, const char *kind,
+                      qkvi_grant *grant, qkv_status *status, qkv_error *error) {
+  grpc_auth_property_iterator names = grpc_auth_context_find_properties_by_name(context, property);
+  bool any = false;
+  *status = QKV_UNAUTHENTICATED;
+  for (const grpc_auth_property *name = grpc_auth_property_iterator_next(&names); name != NULL && *status != QKV_OK;
+       name = grpc_auth_property_iterator_next(&names)) {
+    *error = (qkv_error){0};  // of the name before it
+    *status = qkvi_auth_certificate(auth, kind, name->value, grant, error);
+    any = true;
   }
+  return any;
+}
+
+// `shown` says whether there is one that has been verified.
+static qkv_status read_certificate(qkvi_auth *auth, grpc_call *call, bool *shown, qkvi_grant *grant,
+                                   qkv_error *error) {
+  grpc_auth_context *context = grpc_call_auth_context(call);
+  qkv_status status = QKV_UNAUTHENTICATED;
+  *shown = context != NULL && grpc_auth_context_peer_is_authenticated(context);
+  if (*shown) {
+    *shown = find_name(auth, context, GRPC_X509_SAN_PROPERTY_NAME, "SAN", grant, &status, error);
+    if (status != QKV_OK) *shown |= find_name(auth, context, GRPC_X509_CN_PROPERTY_NAME, "CN", grant, &status, error);
+  }
+  if (context != NULL) grpc_auth_context_release(context);
+  return status;
+}
+
+static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, const grpc_slice *authorization,
+                             qkvi_grant *grant, qkv_error *error) {
+  bool shown = false;
+  if (authorization != NULL)
+    return qkvi_auth_bearer(rules->auth, (const char *)GRPC_SLICE_START_PTR(*authorization),
+                            GRPC_SLICE_LENGTH(*authorization), grant, error);
+  const qkv_status status = read_certificate(rules->auth, call, &shown, grant, error);
+  if (shown) return status;
+  if (rules->anonymous || (rules->anonymous_unix && is_local(call))) {
+    *grant = (qkvi_grant){.roles = QKVI_ROLE_READ | QKVI_ROLE_WRITE | QKVI_ROLE_ADMIN};
+    return QKV_OK;
+  }
+  return qkv_fail(error, QKV_UNAUTHENTICATED,
+                  "the call has no authorization: this daemon wants a bearer token or a client certificate");
+}
+
+static qkv_status apply(const qkvi_grant *grant, unsigned role, qkvi_identity *identity, qkv_error *error) {
+  if (role != 0 && (grant->roles & role) == 0)
+    return qkv_fail(error, QKV_PERMISSION_DENIED,
+                    "the call needs the role %s, which its token or certificate has not", qkvi_auth_role_name(role));
+  if (grant->tenant[0] == '\0') return QKV_OK;
+  if (identity->tenant[0] != '\0' && strcmp(identity->tenant, grant->tenant) != 0)
+    return qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", identity->tenant);
+  memcpy(identity->tenant, grant->tenant, sizeof identity->tenant);
+  identity->bound = true;
   return QKV_OK;
+}
+
+qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,
+                              const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error) {
+  const grpc_slice *authorization = NULL;
+  const unsigned role = qkvi_auth_role_of(path);
+  identity->tenant[0] = '\0';
+  identity->bound = false;
+  for (size_t i = 0; i < metadata->count; i++) {
+    const grpc_metadata *pair = &metadata->metadata[i];
+    if (has_key(pair, TENANT_KEY)) QKV_TRY(read_tenant(pair->value, identity, error));
+    if (!has_key(pair, AUTHORIZATION_KEY)) continue;
+    if (authorization != NULL && rules->auth != NULL)
+      return qkv_fail(error, QKV_UNAUTHENTICATED, "the metadata " AUTHORIZATION_KEY " is given twice");
+    authorization = &pair->value;
+  }
+  if (rules->auth == NULL || role == 0) return QKV_OK;
+  qkvi_grant grant = {0};
+  QKV_TRY(find_grant(rules, call, authorization, &grant, error));
+  return apply(&grant, role, identity, error);
 }
 
 const char *qkvi_call_tenant(const qkv_rpc_call *call) {
@@ -45,7 +127,9 @@ const char *qkvi_call_tenant(const qkv_rpc_call *call) {
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error) {
   const char *said = call->identity.tenant;
   if (field[0] != '\0') QKV_TRY(qkv_name_check(field, "tenant", error));
-  if (said[0] != '\0' && field[0] != '\0' && strcmp(said, field) != 0)
+  const bool differ = said[0] != '\0' && field[0] != '\0' && strcmp(said, field) != 0;
+  if (differ && call->identity.bound) return qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", field);
+  if (differ)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "tenant is %s, the call's " TENANT_KEY " is %s", field, said);
   *tenant = said[0] != '\0' ? said : field;
   return QKV_OK;
@@ -84,6 +168,11 @@ void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
   socklen_t length = sizeof address;
   char *named = grpc_call_get_peer(call->grpc);
   const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
+  if (strncmp(named, "ipv", 3) == 0) {  // of a TLS connection
+    (void)snprintf(text, bytes, "%s", strchr(named, ':') + 1);
+    gpr_free(named);
+    return;
+  }
   const bool known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
   gpr_free(named);
   if (known && !qkv_rpc_cancelled(call) &&

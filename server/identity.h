@@ -1,7 +1,8 @@
 // Who makes a call: its peer, and its tenant, whose sessions the call means by their names (docs/tenants.md).
 //
 // A client says its tenant in the metadata `qkv-tenant`, which are read once, when the call arrives; some requests
-// have a field for it, too. Nobody checks yet that a client is who it says.
+// have a field for it, too. Where the daemon has an auth file (auth.h), a token or certificate says what the client
+// may do, and whose sessions it means: a tenant that is not its own does not exist for it.
 //
 // Threads: any, like the call. Nothing is allocated for a tenant; what is returned lives as long as the call, or the
 // request.
@@ -11,20 +12,30 @@
 #include <grpc/grpc.h>
 
 #include "engine/base/name.h"
+#include "server/auth.h"
 
 typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 
 typedef struct qkvi_identity {
-  char tenant[QKV_NAME_MAX + 1];  // of the metadata, a valid name; "": they have none
+  char tenant[QKV_NAME_MAX + 1];  // of the grant or the metadata, a valid name; "": neither has one
+  bool bound;                     // the grant says it: no other tenant exists for this call
 } qkvi_identity;
 
-// INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there twice.
-qkv_status qkvi_identity_read(const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);
+typedef struct qkvi_identity_rules {
+  qkvi_auth *auth;                 // NULL: everybody may do everything
+  bool anonymous_unix, anonymous;  // calls without token and certificate are let in, those of unix sockets or all
+} qkvi_identity_rules;
+
+// Of a call of the method `path`. INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there
+// twice. UNAUTHENTICATED: no token or certificate, or none that is known. PERMISSION_DENIED: the method needs another
+// role. NOT_FOUND: qkv-tenant is not the client's own.
+qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,
+                              const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);
 
 // Of a call whose request has no field for it: that of the metadata, else "default".
 const char *qkvi_call_tenant(const qkv_rpc_call *call);
 // Of a request that has one: that of the metadata, else the field's, else "". INVALID_ARGUMENT where both are given
-// and differ, or the field is no name.
+// and differ, or the field is no name; NOT_FOUND where the client's own differs.
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 // The same, with "default" for "".
 qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);

@@ -35,7 +35,7 @@ typedef struct main_loop main_loop;
 struct main_loop {
   qkv_daemon *daemon;
   uv_loop_t loop;
-  uv_signal_t terminate, interrupt;
+  uv_signal_t terminate, interrupt, hangup;
   uv_timer_t gauges, keep, tend, learning, tiers, deadline, watchdog;
   uv_thread_t drain;
   uv_async_t drained, learnt, retiered;
@@ -104,6 +104,7 @@ static bool print_only(const qkv_server_options *options, const qkv_options *set
 static void on_gauges(uv_timer_t *timer) {
   main_loop *state = timer->data;
   qkv_daemon_update_gauges(state->daemon);
+  if (!state->draining) qkv_daemon_reload(state->daemon, false);
 }
 
 static void on_keep(uv_timer_t *timer) {
@@ -196,6 +197,7 @@ static void close_ended(main_loop *state) {
   uv_close((uv_handle_t *)&state->retiered, NULL);
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
+  uv_close((uv_handle_t *)&state->hangup, NULL);
   uv_close((uv_handle_t *)&state->gauges, NULL);
   uv_close((uv_handle_t *)&state->keep, NULL);
   uv_close((uv_handle_t *)&state->tend, NULL);
@@ -218,6 +220,7 @@ static void block_signals(bool block) {
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
   sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGHUP);
   pthread_sigmask(block ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
 }
 
@@ -238,6 +241,12 @@ static void on_signal(uv_signal_t *handle, int number) {
   block_signals(false);
 }
 
+static void on_hangup(uv_signal_t *handle, int number) {
+  const main_loop *state = handle->data;
+  (void)number;
+  qkv_daemon_reload(state->daemon, true);
+}
+
 // Signals are caught before the daemon says that it is ready.
 static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   state->daemon = daemon;
@@ -246,6 +255,7 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   (void)failed;
   uv_signal_init(&state->loop, &state->terminate);
   uv_signal_init(&state->loop, &state->interrupt);
+  uv_signal_init(&state->loop, &state->hangup);
   uv_async_init(&state->loop, &state->drained, on_drained);
   uv_async_init(&state->loop, &state->learnt, on_learnt);
   uv_async_init(&state->loop, &state->retiered, on_retiered);
@@ -256,11 +266,13 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_timer_init(&state->loop, &state->tiers);
   uv_timer_init(&state->loop, &state->deadline);
   uv_timer_init(&state->loop, &state->watchdog);
-  state->terminate.data = state->interrupt.data = state->gauges.data = state->drained.data = state;
+  state->terminate.data = state->interrupt.data = state->hangup.data = state->gauges.data = state->drained.data =
+      state;
   state->keep.data = state->tend.data = state->learning.data = state->learnt.data = state->tiers.data =
       state->retiered.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
+  uv_signal_start(&state->hangup, on_hangup, SIGHUP);
   uv_timer_start(&state->gauges, on_gauges, 0, GAUGES_EVERY_MS);
   uv_timer_start(&state->keep, on_keep, KEEP_EVERY_MS, KEEP_EVERY_MS);
   uv_timer_start(&state->tend, on_tend, TEND_EVERY_MS, TEND_EVERY_MS);

@@ -18,6 +18,7 @@
   X(CALLS_REFUSED, "qkvd_calls_refused_total", QKV_COUNTER,                                                         \
     "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                              \
   X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")               \
+  X(CALLS_DENIED, "qkvd_calls_denied_total", QKV_COUNTER, "Calls answered UNAUTHENTICATED or PERMISSION_DENIED.")   \
   X(CALLS_SILENT, "qkvd_calls_silent_total", QKV_COUNTER,                                                           \
     "Calls ended before their first message: it was late, or others needed their places.")                          \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \

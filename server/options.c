@@ -25,6 +25,23 @@ const qkv_option qkv_server_option_table[] = {
     {"admin-anonymous", QKV_OPTION_FLAG, AT(admin_anonymous), NULL, 0, 0, NULL,
      "Serve --admin-listen also where other machines may reach it, though nobody is asked for credentials there."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
+    {"listen-mode", QKV_OPTION_STRING, AT(listen_mode), "0660", 0, 0, "MODE",
+     "Access to the files of unix sockets, in octal: who may write to one may connect."},
+    {"tls-cert", QKV_OPTION_STRING, AT(tls_cert), NULL, 0, 0, "FILE",
+     "Certificate of the daemon and those that lead to its authority, PEM: TCP connections are TLS 1.2 or later. It "
+     "is "
+     "read anew when it changes, and on SIGHUP."},
+    {"tls-key", QKV_OPTION_STRING, AT(tls_key), NULL, 0, 0, "FILE", "Its private key, PEM, without a passphrase."},
+    {"tls-client-ca", QKV_OPTION_STRING, AT(tls_client_ca), NULL, 0, 0, "FILE",
+     "Authorities, PEM: each client of TCP must have a certificate of one of them."},
+    {"auth-file", QKV_OPTION_STRING, AT(auth_file), NULL, 0, 0, "FILE",
+     "Bearer tokens (hashes of them) and client certificates that are known, each with a tenant and roles; calls "
+     "without "
+     "are refused. It is read anew when it changes, and on SIGHUP."},
+    {"allow-anonymous", QKV_OPTION_STRING, AT(allow_anonymous), NULL, 0, 0, "WHERE",
+     "Calls without token and certificate may do everything: unix, with auth-file those of unix sockets; all, "
+     "without "
+     "auth-file, also where other machines reach the daemon."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
      "Memory for all sessions, their keys and values; sessions and appends beyond it are refused. The whole process "
      "keeps to it and a tenth."},
@@ -273,7 +290,32 @@ void qkv_server_options_keep_out(const qkv_server_options *values, const char *t
   }
 }
 
+unsigned qkv_server_options_listen_mode(const qkv_server_options *values) {
+  return (unsigned)strtoul(values->listen_mode, NULL, 8);
+}
+
+static qkv_status check_access(const qkv_server_options *values, qkv_error *error) {
+  const char *mode = values->listen_mode, *where = values->allow_anonymous;
+  const size_t digits = strlen(mode);
+  if (digits < 3 || digits > 4 || strspn(mode, "01234567") != digits || strtoul(mode, NULL, 8) > 0777)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--listen-mode is %.32s, must be octal, 000 to 777", mode);
+  if ((values->tls_cert == NULL) != (values->tls_key == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-cert and --tls-key need each other");
+  if (values->tls_client_ca != NULL && values->tls_cert == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-client-ca needs --tls-cert and --tls-key");
+  if (where == NULL) return QKV_OK;
+  if (strcmp(where, "all") == 0 && values->auth_file != NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "--allow-anonymous is all, which contradicts --auth-file; unix does not");
+  if (strcmp(where, "all") == 0) return QKV_OK;
+  if (strcmp(where, "unix") != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--allow-anonymous is %.32s, known are unix and all", where);
+  if (values->auth_file != NULL) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--allow-anonymous is unix, which needs --auth-file");
+}
+
 static qkv_status check(const qkv_server_options *values, qkv_error *error) {
+  QKV_TRY(check_access(values, error));
   qkv_log_level level;
   if (qkv_log_level_parse(values->log_level, &level) != QKV_OK) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--log-level is %s, allowed are debug, info, warn and error",

@@ -14,10 +14,14 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_server_options {
-  qkv_option_list listen;    // "unix:PATH" or "HOST:PORT"
-  const char *admin_listen;  // the same for HTTP, or NULL
-  const char *config;        // YAML file, or NULL
-  int64_t memory_budget;     // bytes of KV and of the sessions themselves
+  qkv_option_list listen;                          // "unix:PATH" or "HOST:PORT"
+  const char *admin_listen;                        // the same for HTTP, or NULL
+  const char *config;                              // YAML file, or NULL
+  const char *listen_mode;                         // of the files of unix sockets, octal
+  const char *tls_cert, *tls_key, *tls_client_ca;  // PEM files, or NULL
+  const char *auth_file;                           // or NULL
+  const char *allow_anonymous;                     // "unix", "all" or NULL
+  int64_t memory_budget;                           // bytes of KV and of the sessions themselves
   const char *huge_pages;
   const char *numa;
   int64_t threads;  // of the compute pool; 0 on the command line becomes the number of cores
@@ -89,6 +93,9 @@ qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *va
 
 // The level that `log-level` names; it has been checked.
 qkv_log_level qkv_server_options_log_level(const qkv_server_options *values);
+
+// What `listen-mode` says; it has been checked.
+unsigned qkv_server_options_listen_mode(const qkv_server_options *values);
 
 // The features that `cpu-mask` names; it has been checked.
 uint32_t qkv_server_options_cpu_mask(const qkv_server_options *values);

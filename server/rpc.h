@@ -28,6 +28,8 @@
 #include "proto/wire.h"
 
 typedef struct qkv_rpc_server qkv_rpc_server;
+typedef struct qkvi_tls qkvi_tls;    // tls.h
+typedef struct qkvi_auth qkvi_auth;  // auth.h
 typedef struct qkv_rpc_call qkv_rpc_call;
 
 typedef struct qkv_rpc_method {
@@ -79,13 +81,18 @@ void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
 typedef struct qkv_rpc_config {
   const char *const *listen;  // "unix:PATH" or "HOST:PORT"
   size_t listen_count;
-  size_t threads;               // completion queues, one thread each
-  int64_t message_bytes_max;    // of a request
-  size_t calls_max;             // at once; more are answered RESOURCE_EXHAUSTED
-  size_t control_calls_max;     // the same of control calls (server/rpc_limits.h), which have places of their own
-  size_t connection_calls_max;  // of one connection
-  size_t tenant_calls_max;      // of one tenant; 0: no limit
-  int64_t first_message_ms;     // until a call's first message has arrived as a whole; 0: no limit
+  unsigned socket_mode;            // of the files of unix sockets; 0: 0660
+  qkvi_tls *tls;                   // of TCP connections, stays the caller's; NULL: they are not encrypted
+  qkvi_auth *auth;                 // who may call, stays the caller's; NULL: anybody who reaches the daemon
+  bool anonymous_unix, anonymous;  // with `auth`: calls without token or certificate, of unix sockets, of all
+  bool open;                       // without `auth`: addresses that other machines reach may be bound
+  size_t threads;                  // completion queues, one thread each
+  int64_t message_bytes_max;       // of a request
+  size_t calls_max;                // at once; more are answered RESOURCE_EXHAUSTED
+  size_t control_calls_max;        // the same of control calls (server/rpc_limits.h), which have places of their own
+  size_t connection_calls_max;     // of one connection
+  size_t tenant_calls_max;         // of one tenant; 0: no limit
+  int64_t first_message_ms;        // until a call's first message has arrived as a whole; 0: no limit
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;
   // For metrics; may be NULL. A call that is refused begins and ends, too. `ended` comes before the client can
@@ -97,7 +104,7 @@ typedef struct qkv_rpc_config {
 } qkv_rpc_config;
 
 // Binds every address or none. INVALID_ARGUMENT: not an address. UNAVAILABLE names the address and why (in use,
-// not permitted). A unix socket gets mode 0660 and a lock file beside it, PATH.lock, so that a second server
+// not permitted). A unix socket gets its mode and a lock file beside it, PATH.lock, so that a second server
 // cannot take it over; both are removed by destroy. Messages must not be compressed (UNIMPLEMENTED).
 // `config` and what it points to, but for the methods' rows and the context, is not needed afterwards.
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error);

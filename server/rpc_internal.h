@@ -10,6 +10,7 @@
 #include "server/identity.h"
 #include "server/rpc.h"
 #include "server/rpc_limits.h"
+#include "server/tls.h"
 
 // A tag of a completion queue: what to do when its event comes.
 typedef struct qkvi_rpc_op {
@@ -24,19 +25,27 @@ typedef struct qkvi_rpc_op {
 typedef struct qkvi_rpc_listener {
   char *address;  // as bound
   grpc_server *server;
-  bool local;       // a unix socket
-  bool passed;      // by the service manager, which goes on listening (server/service.h)
-  char *lock_path;  // of a unix socket that is ours; else NULL
-  int lock;         // its file, or -1
-  int wake;         // while `accepting`: an eventfd, written to end that
+  bool local;                // a unix socket
+  const qkvi_tls_port *tls;  // that its connections are given to; NULL: they are not encrypted
+  bool passed;               // by the service manager, which goes on listening (server/service.h)
+  char *lock_path;           // of a unix socket that is ours; else NULL
+  int lock;                  // its file, or -1
+  int wake;                  // while `accepting`: an eventfd, written to end that
   int sockets[QKVI_RPC_SOCKETS_MAX];
   size_t socket_count;
   pthread_t thread;  // while `accepting`
   bool accepting;
 } qkvi_rpc_listener;
 
+typedef struct qkvi_rpc_listen_config {
+  unsigned mode;             // of the files of unix sockets
+  const qkvi_tls_port *tls;  // of TCP; NULL: none
+  bool open;                 // other machines may be let in, though nobody has to say who they are
+} qkvi_rpc_listen_config;
+
 // Adds one address to a server that has not been started. On failure the listener holds nothing.
-qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error);
+qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, const qkvi_rpc_listen_config *config,
+                           qkvi_rpc_listener *listener, qkv_error *error);
 // Connections are accepted between these two: once the server has started, and until it is shut down.
 void qkvi_rpc_accept(qkvi_rpc_listener *listener);
 void qkvi_rpc_accept_done(qkvi_rpc_listener *listener);  // once or several times

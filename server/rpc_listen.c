@@ -101,14 +101,14 @@ static bool take_unix(const char *path, qkvi_rpc_listener *listener) {
   return true;
 }
 
-static qkv_status bind_unix(const char *path, qkvi_rpc_listener *listener, qkv_error *error) {
+static qkv_status bind_unix(const char *path, unsigned mode, qkvi_rpc_listener *listener, qkv_error *error) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   memcpy(address.sun_path, path, strlen(path) + 1);
   const int bound = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   bool ok = bound >= 0 && (unlink(path) == 0 || errno == ENOENT);
   if (bound >= 0) listener->sockets[listener->socket_count++] = bound;
   if (ok) {
-    mode_t mask = umask(0117);  // srw-rw----
+    mode_t mask = umask(~(mode_t)mode & 0777);
     ok = bind(bound, (const struct sockaddr *)&address, sizeof(address)) == 0;
     umask(mask);
   }
@@ -116,7 +116,7 @@ static qkv_status bind_unix(const char *path, qkvi_rpc_listener *listener, qkv_e
   return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on unix:%s: %s", path, strerror(errno));
 }
 
-static qkv_status listen_unix(const char *path, qkvi_rpc_listener *listener, qkv_error *error) {
+static qkv_status listen_unix(const char *path, unsigned mode, qkvi_rpc_listener *listener, qkv_error *error) {
   if (strncmp(path, "//", 2) == 0) path += 2;  // unix:///path
   QKV_TRY(check_socket_path(path, error));
   listener->address = join(UNIX_PREFIX, path);
@@ -124,7 +124,7 @@ static qkv_status listen_unix(const char *path, qkvi_rpc_listener *listener, qkv
   if (take_unix(path, listener)) return QKV_OK;
   listener->lock_path = join(path, ".lock");
   qkv_status status = take_lock(listener->lock_path, &listener->lock, error);
-  if (status == QKV_OK) status = bind_unix(path, listener, error);
+  if (status == QKV_OK) status = bind_unix(path, mode, listener, error);
   if (status != QKV_OK) qkvi_rpc_unlisten(listener);
   return status;
 }
@@ -220,7 +220,31 @@ static bool take_tcp(const struct addrinfo *list, qkvi_rpc_listener *listener) {
   return listener->passed;
 }
 
-static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, qkv_error *error) {
+static bool is_loopback(int socket) {
+  union {
+    struct sockaddr any;
+    struct sockaddr_in ipv4;
+    struct sockaddr_in6 ipv6;
+  } at = {0};
+  socklen_t length = sizeof(at);
+  if (getsockname(socket, &at.any, &length) != 0) return false;
+  if (at.any.sa_family == AF_INET) return ntohl(at.ipv4.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+  return at.any.sa_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&at.ipv6.sin6_addr);
+}
+
+static qkv_status check_open(const char *address, const qkvi_rpc_listener *listener, qkv_error *error) {
+  for (size_t i = 0; i < listener->socket_count; i++) {
+    if (is_loopback(listener->sockets[i])) continue;
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "listen is %s, which other machines reach, and nobody would have to say who they are: give "
+                    "--auth-file or --tls-client-ca, or --allow-anonymous all",
+                    address);
+  }
+  return QKV_OK;
+}
+
+static qkv_status listen_tcp(const char *address, const qkvi_rpc_listen_config *config, qkvi_rpc_listener *listener,
+                             qkv_error *error) {
   char host[HOST_MAX + 1];
   const char *port = NULL;
   QKV_TRY(split(address, host, &port, error));
@@ -236,6 +260,11 @@ static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, q
     return qkv_fail(error, QKV_UNAVAILABLE, "cannot listen on %s: %s%s", address, strerror(reason),
                     reason == EADDRINUSE ? "; is another qkvd running?" : "");
   }
+  if (!config->open && check_open(address, listener, error) != QKV_OK) {
+    qkvi_rpc_unlisten(listener);
+    return error->status;
+  }
+  listener->tls = config->tls;
   char *text = NULL;
   int length = asprintf(&text, "%.*s:%d", (int)(strrchr(address, ':') - address), address,
                         ntohs(bound_port(listener->sockets[0])));
@@ -245,12 +274,13 @@ static qkv_status listen_tcp(const char *address, qkvi_rpc_listener *listener, q
   return QKV_OK;
 }
 
-qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, qkvi_rpc_listener *listener, qkv_error *error) {
+qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, const qkvi_rpc_listen_config *config,
+                           qkvi_rpc_listener *listener, qkv_error *error) {
   *listener = (qkvi_rpc_listener){.server = server, .lock = -1};
   if (strncmp(address, UNIX_PREFIX, strlen(UNIX_PREFIX)) == 0) {
-    return listen_unix(address + strlen(UNIX_PREFIX), listener, error);
+    return listen_unix(address + strlen(UNIX_PREFIX), config->mode, listener, error);
   }
-  return listen_tcp(address, listener, error);
+  return listen_tcp(address, config, listener, error);
 }
 
 // ---- Connections ----
@@ -272,7 +302,11 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
   const int connection = accept4(socket, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (connection >= 0) {
     set_options(listener, connection);
-    grpc_server_add_channel_from_fd(listener->server, connection, credentials);
+    if (listener->tls != NULL) {
+      qkvi_tls_give(listener->tls, connection);
+    } else {
+      grpc_server_add_channel_from_fd(listener->server, connection, credentials);
+    }
   } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
     qkv_log(QKV_LOG_WARN, "cannot accept a connection, trying again", "{s:s, s:s}", "address", listener->address,
             "reason", strerror(errno));

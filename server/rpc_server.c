@@ -22,6 +22,8 @@
 #define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
 // Memory of gRPC's own, beside messages that handlers hold.
 #define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
+#define HANDSHAKE_MS 10000  // of TLS, and until the client's HTTP/2 settings have come
+#define SOCKET_MODE 0660
 // How long connections without calls get to take their leave.
 #define GOODBYE_MS 50
 
@@ -54,6 +56,8 @@ struct qkv_rpc_server {
   accept_slot *slots;  // one for each queue
   size_t slot_count;
   qkvi_rpc_limits *limits;
+  qkvi_identity_rules rules;
+  qkvi_tls_port tls_port;
   void *context;
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
@@ -163,7 +167,8 @@ static void accept_done(qkvi_rpc_op *op, bool ok) {
   qkv_error error = {0};
   if (server->began != NULL) server->began(server->context);
   qkvi_identity identity;
-  bool admitted = qkvi_identity_read(&slot->metadata, &identity, &error) == QKV_OK &&
+  bool admitted = qkvi_identity_read(&server->rules, slot->call, method != NULL ? method->path : "", &slot->metadata,
+                                     &identity, &error) == QKV_OK &&
                   admit(server, &slot->details.method, method != NULL, &error) == QKV_OK;
   grpc_call *const grpc = slot->call;
   qkv_rpc_call *call = NULL;
@@ -242,6 +247,8 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
       integer_arg(GRPC_ARG_KEEPALIVE_TIME_MS, INT32_MAX),  // never: rpc_listen.c
       integer_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
       integer_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, CLIENT_PING_INTERVAL_MS),
+      integer_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, HANDSHAKE_MS),
+      qkvi_tls_port_argument(&server->tls_port),
       {.type = GRPC_ARG_POINTER,
        .key = (char *)GRPC_ARG_RESOURCE_QUOTA,
        .value.pointer = {.p = server->quota, .vtable = grpc_resource_quota_arg_vtable()}},
@@ -283,8 +290,12 @@ static void start_threads(qkv_rpc_server *server) {
 static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *config, qkv_error *error) {
   server->listeners = calloc(config->listen_count, sizeof(*server->listeners));
   assert(server->listeners != NULL);
+  const qkvi_rpc_listen_config listen = {.mode = config->socket_mode != 0 ? config->socket_mode : SOCKET_MODE,
+                                         .tls = config->tls != NULL ? &server->tls_port : NULL,
+                                         .open = config->open || config->auth != NULL};
+  if (config->tls != NULL) QKV_TRY(qkvi_tls_add_port(server->grpc, config->tls, &server->tls_port, error));
   for (size_t i = 0; i < config->listen_count; i++) {
-    QKV_TRY(qkvi_rpc_listen(server->grpc, config->listen[i], &server->listeners[i], error));
+    QKV_TRY(qkvi_rpc_listen(server->grpc, config->listen[i], &listen, &server->listeners[i], error));
     server->listener_count++;
   }
   return qkv_service_check_taken(error);
@@ -302,6 +313,8 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .tenant_max = config->tenant_calls_max,
                                          .first_message_ms = config->first_message_ms};
   server->limits = qkvi_rpc_limits_create(&limits);
+  server->rules = (qkvi_identity_rules){
+      .auth = config->auth, .anonymous_unix = config->anonymous_unix, .anonymous = config->anonymous};
   server->context = config->context;
   server->began = config->began;
   server->ended = config->ended;

@@ -86,7 +86,8 @@ void qkv_bench_report(const qkv_bench_settings *settings, json_t *result) {
 qkv_client *qkv_bench_connect(const qkv_bench_settings *settings, const char *target) {
   qkv_client *client = NULL;
   qkv_call_error error = {0};
-  qkv_client_options options = {.tenant = settings->program.tenant, .timeout_ms = settings->program.timeout_ms};
+  qkv_client_options options = {QKV_PROGRAM_CONNECTION(settings->program),
+                                .timeout_ms = settings->program.timeout_ms};
   if (qkv_client_connect(target, &options, &client, &error) != 0) qkv_bench_failed("connect", &error);
   return client;
 }

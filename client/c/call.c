@@ -196,8 +196,8 @@ void qkvi_call_run(qkvi_call *call, const qkvi_step *step) {
   grpc_slice details = grpc_empty_slice();
   if (!call->begun) {
     ops[count].op = GRPC_OP_SEND_INITIAL_METADATA;
-    ops[count].data.send_initial_metadata.count = call->client->options.tenant != NULL ? 1 : 0;
-    ops[count++].data.send_initial_metadata.metadata = &call->client->tenant;
+    ops[count].data.send_initial_metadata.count = call->client->metadata_count;
+    ops[count++].data.send_initial_metadata.metadata = call->client->metadata;
     call->begun = true;
   }
   if (!call->heard && step->response != NULL) {  // they come with the daemon's first answer

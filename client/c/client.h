@@ -29,8 +29,10 @@ typedef struct qkvi_kept_codes qkvi_kept_codes;  // codes.h
 struct qkv_client {
   char *target;  // as the caller gave it
   qkv_client_options options;
-  grpc_metadata tenant;  // of every call, where there is one
-  int fd;                // a duplicate of the channel's socket, to watch and cut it; -1: not connected
+  grpc_metadata metadata[2];              // of every call: tenant and authorization, where there are some
+  size_t metadata_count;                  //
+  grpc_channel_credentials *credentials;  // of TLS; NULL: none
+  int fd;  // a duplicate of the channel's socket, to watch and cut it; -1: not connected
   grpc_channel *channel;
   grpc_completion_queue *queue;
   atomic_size_t lent;          // pieces of the caller's memory that gRPC holds

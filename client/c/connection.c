@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <grpc/grpc_posix.h>
 #include <grpc/grpc_security.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -21,6 +22,8 @@ enum {
   MESSAGE_BYTES_MAX = 256 << 20,
   RETRY_FIRST_MS = 5,
   RETRY_MAX_MS = 100,
+  RECONNECT_MS = 50,  // of gRPC, where it opens the connection
+  RECONNECT_MAX_MS = 1000,
   RECLAIM_PATIENCE_MS = 100,  // how long a write may still hold lent memory after its call has ended
 };
 
@@ -64,6 +67,29 @@ static char *as_argument(const char *text) {
   return (char *)(uintptr_t)text;
 }
 
+// Of a connection that is TLS, which gRPC opens by itself: its channels over sockets of others are not encrypted.
+static grpc_channel *create_secure_channel(const qkv_client *client) {
+  int64_t bytes_max = client->options.message_bytes_max < INT32_MAX ? client->options.message_bytes_max : INT32_MAX;
+  const struct {
+    const char *key;
+    int value;
+  } integers[] = {{GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)bytes_max},
+                  {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1},
+                  {GRPC_ARG_ENABLE_DEADLINE_CHECKS, 0},
+                  {GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1},
+                  {GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, RECONNECT_MS},
+                  {GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, RECONNECT_MS},
+                  {GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, RECONNECT_MAX_MS}};
+  enum { COUNT = sizeof integers / sizeof *integers };
+  grpc_arg arguments[COUNT];
+  for (size_t i = 0; i < COUNT; i++) {
+    arguments[i] =
+        (grpc_arg){.type = GRPC_ARG_INTEGER, .key = as_argument(integers[i].key), .value.integer = integers[i].value};
+  }
+  grpc_channel_args all = {.num_args = COUNT, .args = arguments};
+  return grpc_channel_create(client->target, client->credentials, &all);
+}
+
 static grpc_channel *create_channel(const qkv_client *client, int fd) {
   int64_t bytes_max = client->options.message_bytes_max < INT32_MAX ? client->options.message_bytes_max : INT32_MAX;
   grpc_arg arguments[4] = {
@@ -92,6 +118,10 @@ static qkv_status connect_once(qkv_client *client, int64_t timeout_ms, bool *ret
   disconnect(client);
   *retry = false;
   QKV_TRY(qkvi_target_parse(client->target, &target, error));
+  if (client->credentials != NULL && !target.is_unix) {
+    client->channel = create_secure_channel(client);
+    return QKV_OK;
+  }
   QKV_TRY(qkvi_socket_connect(&target, timeout_ms, &fd, retry, error));
   client->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (client->fd < 0) {
@@ -151,6 +181,71 @@ static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_
   }
 }
 
+// Of the whole file, NUL-terminated, or NULL.
+static char *read_file(const char *path, const char *what, qkv_error *error) {
+  char *text = NULL;
+  size_t capacity = 0;
+  FILE *file = fopen(path, "re");
+  const ssize_t bytes = file != NULL ? getdelim(&text, &capacity, '\0', file) : -1;
+  if (bytes <= 0) (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "cannot read %s %.300s: %m", what, path);
+  if (file != NULL) (void)fclose(file);
+  if (bytes > 0) return text;
+  free(text);
+  return NULL;
+}
+
+static qkv_status read_tls(qkv_client *client, qkv_error *error) {
+  const qkv_client_options *options = &client->options;
+  if (options->tls_ca == NULL && options->tls_cert == NULL && options->tls_key == NULL) return QKV_OK;
+  if (options->tls_ca == NULL || (options->tls_cert == NULL) != (options->tls_key == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "TLS needs tls_ca, and tls_cert and tls_key need each other");
+  char *ca = read_file(options->tls_ca, "tls_ca", error), *cert = NULL, *key = NULL;
+  if (ca != NULL && options->tls_cert != NULL) cert = read_file(options->tls_cert, "tls_cert", error);
+  if (cert != NULL) key = read_file(options->tls_key, "tls_key", error);
+  if (error->status == QKV_OK) {
+    grpc_ssl_pem_key_cert_pair pair = {.private_key = key, .cert_chain = cert};
+    client->credentials = grpc_ssl_credentials_create_ex(ca, cert != NULL ? &pair : NULL, NULL, NULL);
+  }
+  free(ca);
+  free(cert);
+  free(key);
+  return error->status;
+}
+
+static void add_metadata(qkv_client *client, const char *key, grpc_slice value) {
+  client->metadata[client->metadata_count++] =
+      (grpc_metadata){.key = grpc_slice_from_static_string(key), .value = value};
+}
+
+static qkv_status read_token(qkv_client *client, qkv_error *error) {
+  const char *given = client->options.token;
+  char *from_file = NULL, *value = NULL;
+  if (given == NULL && client->options.token_file == NULL) return QKV_OK;
+  if (given == NULL) {
+    from_file = read_file(client->options.token_file, "token_file", error);
+    if (from_file == NULL) return error->status;
+    from_file[strcspn(from_file, " \t\r\n")] = '\0';
+    given = from_file;
+  }
+  for (const char *c = given; *c != '\0' && error->status == QKV_OK; c++) {
+    if (*c <= ' ' || *c > '~') (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "the token has byte 0x%02x", *c & 0xff);
+  }
+  const int length = asprintf(&value, "Bearer %s", given);
+  assert(length > 0);
+  (void)length;
+  if (error->status == QKV_OK) add_metadata(client, "authorization", grpc_slice_from_copied_string(value));
+  free(value);
+  free(from_file);
+  return error->status;
+}
+
+static qkv_status read_identity(qkv_client *client, qkv_error *error) {
+  const char *tenant = client->options.tenant;
+  if (tenant != NULL) add_metadata(client, "qkv-tenant", grpc_slice_from_copied_string(tenant));
+  QKV_TRY(read_tls(client, error));
+  return read_token(client, error);
+}
+
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
                             qkv_call_error *error) {
   *client_out = NULL;
@@ -171,11 +266,10 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   client->writer = qkv_wire_writer_create();
   assert(client->target != NULL && client->writer != NULL);
   grpc_init();
-  client->tenant.key = grpc_slice_from_static_string("qkv-tenant");
-  client->tenant.value = grpc_slice_from_copied_string(tenant != NULL ? tenant : "");
   client->queue = grpc_completion_queue_create_for_pluck(NULL);
 
-  qkv_code code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
+  qkv_code code = read_identity(client, &invalid) != QKV_OK ? qkvi_fail_with(error, &invalid) : QKV_OK;
+  if (code == QKV_OK) code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
   if (code != QKV_OK) {
     qkv_client_close(&client);
     return code;
@@ -200,7 +294,8 @@ void qkv_client_close(qkv_client **client_in) {
     event = grpc_completion_queue_pluck(client->queue, &nobody, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
   } while (event.type != GRPC_QUEUE_SHUTDOWN);
   grpc_completion_queue_destroy(client->queue);
-  grpc_slice_unref(client->tenant.value);
+  for (size_t i = 0; i < client->metadata_count; i++) grpc_slice_unref(client->metadata[i].value);
+  if (client->credentials != NULL) grpc_channel_credentials_release(client->credentials);
   qkv_wire_writer_destroy(&client->writer);
   free(client->packed);
   free(client->segments);

@@ -43,12 +43,17 @@ typedef struct qkv_client_options {
   int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
   int64_t message_bytes_max;   // of a response; 0: 256 MiB
   const char *tenant;          // whose sessions all calls mean by their names (docs/tenants.md); NULL: "default"
+  // TLS to HOST:PORT, not to unix:PATH (docs/security.md). PEM files, read by qkv_client_connect.
+  const char *tls_ca;              // authorities of the daemon's certificate; NULL: no TLS
+  const char *tls_cert, *tls_key;  // of this client, where the daemon asks for them; NULL: none
+  const char *token;               // bearer token of every call; NULL: none
+  const char *token_file;          // the same from a file, read by qkv_client_connect; NULL: none
 } qkv_client_options;
 
 // Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
-// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL, and for a tenant that is no
-// name. On failure *client is NULL. A client whose daemon went away gives UNAVAILABLE and connects anew at its next
-// call.
+// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL, for a tenant that is no
+// name, and for files that cannot be read. On failure *client is NULL. A client whose daemon went away gives
+// UNAVAILABLE and connects anew at its next call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
 // qkv_client_options.timeout_ms of the calls to come; 0 or less: 60000. Not while a decode stream is open.

@@ -10,7 +10,7 @@ enum { CONNECT_TIMEOUT_MS = 3000 };
 qkv_client *qkvctl_connect(const qkvctl_values *values) {
   int64_t timeout_ms = values->program.timeout_ms;
   qkv_client_options options = {
-      .tenant = values->program.tenant,
+      QKV_PROGRAM_CONNECTION(values->program),
       .timeout_ms = timeout_ms,
       .connect_timeout_ms = timeout_ms < CONNECT_TIMEOUT_MS ? timeout_ms : CONNECT_TIMEOUT_MS,
   };

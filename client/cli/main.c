@@ -117,6 +117,12 @@ static const qkv_option get_object_options[] = {
     {"output", QKV_OPTION_STRING, OFFSET(output), NULL, 0, 0, "FILE", "where the bytes go"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option token_options[] = {
+    {"roles", QKV_OPTION_STRING, OFFSET(roles), "read,write", 0, 0, "ROLES", "some of read, write and admin, with commas"},
+    {"expires", QKV_OPTION_STRING, OFFSET(expires), NULL, 0, 0, "TIME",
+     "when it ends, YYYY-MM-DD or YYYY-MM-DDTHH:MM:SSZ; never when not given"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 #define OPTIONS(table) table, sizeof(table) / sizeof *(table)
 
 static const qkv_command commands[] = {
@@ -149,6 +155,8 @@ static const qkv_command commands[] = {
     {"put-object", "OBJECT FILE", "Keeps a file's bytes as an object.", OPTIONS(put_object_options), 2, 2, qkvctl_put_object},
     {"get-object", "OBJECT", "Writes an object's bytes to a file.", OPTIONS(get_object_options), 1, 1, qkvctl_get_object},
     {"rm-object", "OBJECT...", "Deletes objects; fails where one is not there.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm_object},
+    {"token", "new TENANT", "Prints a new bearer token, and its line for the daemon's auth-file; TENANT may be \"*\", any.",
+     OPTIONS(token_options), 2, 2, qkvctl_token},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
 };
 // clang-format on

@@ -71,7 +71,10 @@ static int unknown_command(const qkv_command_set *set, const char *word) {
 static int find_command(int argc, char **argv) {
   for (int i = 1; i < argc; i++) {
     if (argv[i][0] != '-') return i;
-    i += strcmp(argv[i], "--target") == 0 || strcmp(argv[i], "--tenant") == 0 || strcmp(argv[i], "--timeout") == 0;
+    static const char *const valued[] = {"--target",   "--tenant",  "--timeout",   "--tls-ca",
+                                         "--tls-cert", "--tls-key", "--token-file"};
+    const char *option = argv[i];
+    for (size_t j = 0; j < sizeof valued / sizeof *valued; j++) i += strcmp(option, valued[j]) == 0;
   }
   return argc;
 }
@@ -117,6 +120,15 @@ static qkv_status read_environment(const qkv_command *command, qkv_options *opti
   return value == NULL || !has ? QKV_OK : qkv_options_set(options, name, value, QKV_FROM_ENVIRONMENT, error);
 }
 
+static qkv_status read_all_environment(const qkv_command *command, qkv_options *options, qkv_error *error) {
+  static const char *const names[][2] = {{"target", "QKVD_TARGET"},   {"tenant", "QKVD_TENANT"},
+                                         {"tls-ca", "QKVD_TLS_CA"},   {"tls-cert", "QKVD_TLS_CERT"},
+                                         {"tls-key", "QKVD_TLS_KEY"}, {"token-file", "QKVD_TOKEN_FILE"}};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    QKV_TRY(read_environment(command, options, names[i][0], names[i][1], error));
+  return QKV_OK;
+}
+
 // `argv` without the command's name.
 static int run_command(const qkv_command_set *set, const qkv_command *command, int argc, char **argv) {
   qkv_options *options = qkv_options_create(command->options, command->option_count, NULL, set->values);
@@ -124,8 +136,7 @@ static int run_command(const qkv_command_set *set, const qkv_command *command, i
   qkv_error error = {0};
   qkv_option_list words = {0};
   int status = QKV_EXIT_USAGE;
-  if (read_environment(command, options, "target", "QKVD_TARGET", &error) != QKV_OK ||
-      read_environment(command, options, "tenant", "QKVD_TENANT", &error) != QKV_OK ||
+  if (read_all_environment(command, options, &error) != QKV_OK ||
       qkv_options_read_arguments(options, argc, argv, &words, &error) != QKV_OK) {
     qkv_program_misused("%s", error.text);
   } else if (common->help) {

@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <stddef.h>
+#include <stdlib.h>
 
 #include "client/worker/forward.h"
 #include "client/worker/remote.h"
@@ -31,7 +32,8 @@ qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error) {
   *client = NULL;
   QKV_TRY(qkvi_worker_load(worker, lm, error));
-  const qkv_client_options options = {.tenant = worker->program.tenant, .timeout_ms = worker->program.timeout_ms};
+  const qkv_client_options options = {QKV_PROGRAM_CONNECTION(worker->program),
+                                      .timeout_ms = worker->program.timeout_ms};
   qkv_call_error call = {0};
   if (qkv_client_connect(worker->program.target, &options, client, &call) != 0) {
     qkvi_lm_free(lm);

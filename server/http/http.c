@@ -323,7 +323,9 @@ static qkv_status start(qkvi_http *http, size_t at, qkv_error *error) {
 }
 
 static qkv_status open_all(qkvi_http *http, const qkv_server_options *options, qkv_error *error) {
-  if (qkvi_rpc_listen(NULL, options->admin_listen, &http->listener, error) != QKV_OK)
+  // Who may be let in is checked here, not there.
+  const qkvi_rpc_listen_config listen = {.mode = qkv_server_options_listen_mode(options), .open = true};
+  if (qkvi_rpc_listen(NULL, options->admin_listen, &listen, &http->listener, error) != QKV_OK)
     return qkv_error_prefix(error, "--admin-listen: ");
   QKV_TRY(check_reach(http, options, error));
   const qkv_pool_config workers = {.threads = WORKERS, .queue_max = WAITING_MAX};

@@ -1,0 +1,49 @@
+// The auth file: which bearer tokens and client certificates are known, and what each may do (docs/security.md).
+//
+//   token sha256:HEX team-a read,write expires=2027-01-31T00:00:00Z
+//   cert CN=worker-1 team-a read,write
+//
+// Knows nothing of gRPC: whoever has a token or a certificate's name can ask, an HTTP listener for one.
+//
+// Threads: any; a reload changes what is known from one call to the next.
+#ifndef QKV_SERVER_AUTH_H
+#define QKV_SERVER_AUTH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "engine/base/name.h"
+#include "engine/base/status.h"
+
+typedef struct qkvi_auth qkvi_auth;
+
+typedef enum qkvi_role { QKVI_ROLE_READ = 1, QKVI_ROLE_WRITE = 2, QKVI_ROLE_ADMIN = 4 } qkvi_role;
+
+typedef struct qkvi_grant {
+  char tenant[QKV_NAME_MAX + 1];  // "": any; the call says which
+  unsigned roles;                 // of qkvi_role
+} qkvi_grant;
+
+// Reads the file. UNAVAILABLE: it cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
+qkv_status qkvi_auth_create(const char *path, qkvi_auth **out, qkv_error *error);
+void qkvi_auth_destroy(qkvi_auth **auth);
+
+// Reads it again where it has changed, or with `always`. What was known stays where that fails. `changed` says
+// whether it was read.
+qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_error *error);
+
+// What the token may do. UNAUTHENTICATED: it is not known, or has expired. The time this takes does not depend on how
+// much of a known token it has right.
+qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error);
+// The same of the value of a header: "Bearer TOKEN".
+qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error);
+// What a client may do whose certificate has been verified and has this name; `kind` is "CN" or "SAN".
+// UNAUTHENTICATED: it is not known, or has expired.
+qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant,
+                                 qkv_error *error);
+
+// The role that a method needs, 0: none. Methods that this does not know need `write`, those of Admin `admin`.
+unsigned qkvi_auth_role_of(const char *path);
+const char *qkvi_auth_role_name(unsigned role);
+
+#endif
