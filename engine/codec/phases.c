@@ -34,7 +34,7 @@ struct qkv_phases {
   float *half_cosines, *half_sines;      // [half page][pair]: of so many half pages' positions
   float *middle_cosines, *middle_sines;  // [page][pair]: of the middle of a span's page
   float *span_cosines, *span_sines;      // [span][pair]: of so many spans' positions
-  int16_t *fast_waves;                   // what `waves` points to
+  float *wave_cosines, *wave_sines;      // what `waves` points to
   float *even, *odd;
   qkv_page_waves waves;
 };
@@ -84,14 +84,11 @@ static void fill_pair(qkv_phases *phases, uint32_t pair) {
 
 // ---- Waves within a page ----
 
-enum { FAST_NUMBERS = 4 * QKV_WAVE_SLOTS };  // of two fast pairs
-
 static void fill_wave(qkv_phases *phases, uint32_t pair) {
   for (size_t i = 0; i < QKV_WAVE_SLOTS; i++) {
     const turn at = turn_of(((double)i + 0.5) * phases->frequencies[pair]);
-    int16_t *both = phases->fast_waves + (size_t)(pair / 2) * FAST_NUMBERS + 2 * i + pair % 2;
-    both[0] = (int16_t)lrint(at.c * QKV_WAVE_ONE);
-    both[FAST_NUMBERS / 2] = (int16_t)lrint(at.s * QKV_WAVE_ONE);
+    phases->wave_cosines[pair * QKV_WAVE_SLOTS + i] = (float)at.c;
+    phases->wave_sines[pair * QKV_WAVE_SLOTS + i] = (float)at.s;
   }
 }
 
@@ -121,13 +118,15 @@ static void fill_waves(qkv_phases *phases) {
   const size_t stride = (phases->pairs + QKV_BAND - 1) / QKV_BAND * QKV_BAND;
   size_t fast = 0;
   while (fast < phases->pairs && CENTRE * phases->frequencies[fast] > POLYNOMIAL_MOST) fast++;
-  phases->fast_waves = array(fast / 2 + 1, FAST_NUMBERS * sizeof *phases->fast_waves);
+  phases->wave_cosines = array(fast + 1, QKV_WAVE_SLOTS * sizeof(float));
+  phases->wave_sines = array(fast + 1, QKV_WAVE_SLOTS * sizeof(float));
   phases->even = array(QKV_WAVE_TERMS, stride * sizeof(float));
   phases->odd = array(QKV_WAVE_TERMS, stride * sizeof(float));
   phases->waves = (qkv_page_waves){.pairs = phases->pairs,
                                    .stride = stride,
                                    .fast = fast,
-                                   .waves = phases->fast_waves,
+                                   .cosines = phases->wave_cosines,
+                                   .sines = phases->wave_sines,
                                    .even = phases->even,
                                    .odd = phases->odd};
   for (uint32_t pair = 0; pair < fast; pair++) fill_wave(phases, pair);
@@ -175,7 +174,8 @@ void qkv_phases_destroy(qkv_phases **phases) {
   free(old->middle_sines);
   free(old->span_cosines);
   free(old->span_sines);
-  free(old->fast_waves);
+  free(old->wave_cosines);
+  free(old->wave_sines);
   free(old->even);
   free(old->odd);
   free(old);

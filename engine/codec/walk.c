@@ -64,25 +64,6 @@ static void find_products(qkv_walk *walk) {
   }
 }
 
-// So that a query's products of fast pairs are whole numbers, however they are turned (kernel.h: add_anchors).
-static void find_fast_factors(qkv_walk *walk) {
-  const qkv_page_waves *waves = qkv_phases_waves(walk->phases);
-  for (size_t i = 0; i < walk->n; i++) {
-    const float *products = walk->products + i * 2 * waves->stride;
-    float most = 0, sum = 0;
-    for (size_t pair = 0; pair < waves->fast; pair++) {
-      const double a = (double)products[pair], b = (double)products[waves->stride + pair];
-      const float reach = (float)sqrt(a * a + b * b);
-      most = reach > most ? reach : most;
-      sum += reach;
-    }
-    const bool counts = sum >= QKVI_NUMBER_LEAST && sum <= 1 / QKVI_NUMBER_LEAST;
-    const float factor = fminf(QKV_WAVE_NUMBER_MOST / most, QKV_WAVE_SUM_MOST / sum);
-    walk->fast[i][0] = counts ? factor : 0;
-    walk->fast[i][1] = counts ? 1 / (factor * (float)QKV_WAVE_ONE) : 0;
-  }
-}
-
 static int32_t *sums_of(qkv_walk *walk, unsigned level) {
   return walk->sums + (walk->keeps ? level * walk->n * padded(walk->coordinates) : 0);
 }
@@ -122,7 +103,6 @@ void qkv_walk_start(qkv_walk *walk, const qkv_phases *phases, const qkv_transfor
   for (unsigned level = 0; level < QKV_TURN_LEVELS; level++) walk->blocks[level] = NONE;
   take_rows(walk, queries);
   find_products(walk);
-  find_fast_factors(walk);
   if (walk->keeps) sum_static(walk);
 }
 
@@ -253,5 +233,5 @@ void qkv_walk_add_scores(qkv_walk *walk, uint64_t position, float *scores) {
   const size_t page = position < FAR ? position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES : 0;
   qkv_kernels_get()->add_anchors(
       qkv_phases_waves(walk->phases), turns_to(walk, OF_PAGES, position - page * QKV_PAGE_TOKENS),
-      qkv_phases_middle(walk->phases, page), walk->products, walk->fast[0], walk->n, walk->shares, scores);
+      qkv_phases_middle(walk->phases, page), walk->products, walk->n, walk->shares, scores);
 }

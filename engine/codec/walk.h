@@ -39,7 +39,6 @@ typedef struct qkv_walk {
   _Alignas(64) float room[2][QKV_DIM_MAX];
   float factors[QKV_QUERY_BLOCK], scales[QKV_QUERY_BLOCK];  // to whole numbers and back
   float shares[QKV_QUERY_BLOCK];                            // of the mean, the same for all pages
-  float fast[QKV_QUERY_BLOCK][2];                           // factors of fast pairs (kernel.h: add_anchors)
   // [n][dim]: all first coordinates of pairs, all second, the rest
   _Alignas(64) float rows[QKV_QUERY_BLOCK * QKV_DIM_MAX];
   _Alignas(64) float products[QKV_QUERY_BLOCK * QKV_DIM_MAX];  // [n][2][stride] with the anchor

@@ -132,33 +132,26 @@ typedef struct qkv_walk_level {
 enum {
   QKV_WAVE_SLOTS = QKV_PAGE_TOKENS / 2,  // distances to the middle of a page: 0.5, 1.5, ..., 31.5
   QKV_WAVE_TERMS = 4,                    // of polynomials
-  QKV_WAVE_ONE = 1 << 14,                // what 1 is in waves of whole numbers
 };
-// Of a query's products of fast pairs, as whole numbers: the largest, and what all of them add up to at most, so that
-// sums over pairs fit into 32 bits (up to QKV_DIM_MAX / 2 are rounded).
-#define QKV_WAVE_NUMBER_MOST 32766.0f
-#define QKV_WAVE_SUM_MOST 130000.0f
 
 // How pairs' cosines and sines look within a page, whose middle is between slots 31 and 32: of the first ones, which
 // turn fast, as waves, and of the others as polynomials of v = distance / 32.
 typedef struct qkv_page_waves {
-  size_t pairs, stride;         // stride: pairs up to 8s
-  size_t fast;                  // the first ones, which have waves
-  size_t ends[QKV_WAVE_TERMS];  // pairs from here on have nothing of that term
-  const float *even, *odd;      // [QKV_WAVE_TERMS][stride]: of v^2i and of v^(2i + 1); 0 of the fast ones
-  // [two fast pairs][cosines, sines][QKV_WAVE_SLOTS][pair], times QKV_WAVE_ONE; 0 of a pair that is not fast.
-  const int16_t *waves;
+  size_t pairs, stride;          // stride: pairs up to 8s
+  size_t fast;                   // the first ones, which have waves
+  const float *cosines, *sines;  // [fast][QKV_WAVE_SLOTS]
+  size_t ends[QKV_WAVE_TERMS];   // pairs from here on have nothing of that term
+  const float *even, *odd;       // [QKV_WAVE_TERMS][stride]: of v^2i and of v^(2i + 1); 0 of the fast ones
 } qkv_page_waves;
 
 // scores [n][64] += shares[i] + a cosine + b sine of all pairs at the slot's distance to the middle, (a, b) being
 // products [n][2][stride] turned back by `base` and from there by `on`:
 //   a' = a cosine + b sine, b' = b cosine - a sine
-// A term's sums over pairs are kept in 8 lanes, which are then added by halves; then come polynomials, slot by slot.
-// The fast pairs' a' and b', times factors[i][0] and rounded, are whole numbers of 16 bits, whose sums with the waves
-// of cosines and of sines, in 32 bits and so the same in any order, count factors[i][1]; factors [n][2].
-#define QKV_DECLARE_ADD_ANCHORS(name)                                                                   \
-  void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, \
-            const float *factors, size_t n, const float *shares, float *scores)
+// A term's sums over pairs are kept in 8 lanes, which are then added by halves; then, slot by slot, polynomials and
+// the fast pairs in their order.
+#define QKV_DECLARE_ADD_ANCHORS(name)                                                                             \
+  void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, size_t n, \
+            const float *shares, float *scores)
 
 // In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of whole numbers
 // up to `limit`: of a byte a coordinate up to QKVI_LIMIT_1, else of two, up to QKVI_LIMIT_2.

@@ -6,22 +6,10 @@
 #include <assert.h>
 #include <string.h>
 
-#include "engine/kernel/integer.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/plain.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #define WALK_INLINE static inline __attribute__((always_inline))
-
-// Else sums are not kept in registers. (Sanitizers leave such loops alone, and the compiler says so.)
-#ifdef QKV_SANITIZED
-#define WALK_UNROLL
-#else
-#define WALK_UNROLL _Pragma("GCC unroll 4")
-#endif
 
 enum { WALK_TOGETHER = 4, WALK_SUMS = 2 * QKV_WAVE_TERMS };
 _Static_assert((int)WALK_SUMS == (int)PLAIN_WIDTH, "all sums of a query are one vector");
@@ -29,24 +17,16 @@ _Static_assert((int)WALK_SUMS == (int)PLAIN_WIDTH, "all sums of a query are one 
 // Products, turned back: [2][stride] each.
 typedef struct walk_turned {
   _Alignas(64) float of[WALK_TOGETHER][QKV_DIM_MAX + 4 * PLAIN_WIDTH];  // not 4 KB apart: loads would wait for stores
-  int16_t fast[WALK_TOGETHER][2][QKV_DIM_MAX / 2 + PLAIN_WIDTH];        // those of the fast pairs as whole numbers
 } walk_turned;
 
+// Where wider vectors leave registers for it, all slots are taken at once, else a part of them and of the queries.
 #if defined(__AVX512F__)
-enum { WAVE_LANES = 16 };
+enum { WAVE_LANES = 16, WAVE_QUERIES = WALK_TOGETHER };
 #else
-enum { WAVE_LANES = 8 };
+enum { WAVE_LANES = 8, WAVE_QUERIES = WALK_TOGETHER / 2 };
 #endif
-enum { WAVE_VECTORS = QKV_WAVE_SLOTS / WAVE_LANES };
+enum { WAVE_VECTORS = 2 };
 typedef float wave_floats __attribute__((vector_size(4 * WAVE_LANES)));
-typedef uint32_t wave_words __attribute__((vector_size(4 * WAVE_LANES)));
-typedef int32_t signed_waves __attribute__((vector_size(4 * WAVE_LANES)));
-typedef int16_t walk_shorts __attribute__((vector_size(2 * PLAIN_WIDTH)));
-
-// A query's sums over the fast pairs: with cosines, with sines.
-typedef struct wave_sums {
-  wave_words of[2][WAVE_VECTORS];
-} wave_sums;
 
 // Turns by `base` and then by `on`, and zeros up to the stride.
 WALK_INLINE void join_turns(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, float *cosines,
@@ -69,15 +49,8 @@ WALK_INLINE void join_turns(const qkv_page_waves *waves, qkv_pair_turns base, qk
   for (; j < waves->stride; j++) cosines[j] = sines[j] = 0;
 }
 
-// Rounds, and keeps the lowest 16 bits.
-WALK_INLINE void put_whole(const plain_floats *all, float factor, int16_t *out) {
-  const plain_floats magic = *all * factor + QKVI_WHOLE_MAGIC;
-  const walk_shorts whole = __builtin_convertvector((plain_words)magic, walk_shorts);
-  memcpy(out, &whole, sizeof whole);
-}
-
 WALK_INLINE void turn_products(const qkv_page_waves *waves, const float *cosines, const float *sines,
-                               const float *products, const float *factors, size_t n, walk_turned *turned) {
+                               const float *products, size_t n, walk_turned *turned) {
   const size_t stride = waves->stride;
   for (size_t j = 0; j < stride; j += PLAIN_WIDTH) {
     plain_floats c, s;
@@ -90,9 +63,6 @@ WALK_INLINE void turn_products(const qkv_page_waves *waves, const float *cosines
       const plain_floats x = a * c + b * s, y = b * c - a * s;
       store_plain(turned->of[i] + j, &x);
       store_plain(turned->of[i] + stride + j, &y);
-      if (j >= waves->fast) continue;
-      put_whole(&x, factors[2 * i], turned->fast[i][0] + j);
-      put_whole(&y, factors[2 * i], turned->fast[i][1] + j);
     }
   }
 }
@@ -160,81 +130,62 @@ WALK_INLINE void put_wave(float *up, float *down, const wave_floats *more, const
   memcpy(down - WAVE_LANES, &low, sizeof low);
 }
 
-// sum += the products of two numbers with a vector of pairs of others.
-WALK_INLINE void add_two(const int16_t *numbers, const int16_t *from, wave_words *sum) {
-  uint32_t two;
-  memcpy(&two, numbers, sizeof two);
-#if defined(__AVX512F__)
-  const __m512i all = _mm512_madd_epi16(_mm512_set1_epi32((int32_t)two), _mm512_loadu_si512(from));
-  *sum += (wave_words)all;
-#elif defined(__AVX2__)
-  const __m256i all = _mm256_madd_epi16(_mm256_set1_epi32((int32_t)two), _mm256_loadu_si256((const __m256i *)from));
-  *sum += (wave_words)all;
-  __asm__("" : "+x"(*sum));  // else gcc adds products up first, and spills
-#else
-  wave_words all;
-  memcpy(&all, from, sizeof all);
-  const uint32_t low = (uint32_t)(int16_t)(two & 0xffff), high = (uint32_t)(int16_t)(two >> 16);
-  const signed_waves lower = (signed_waves)(all << 16) >> 16, upper = (signed_waves)all >> 16;
-  *sum += (wave_words)lower * low + (wave_words)upper * high;
-#endif
-}
-
-// Of the q-th query.
-WALK_INLINE void sum_fast(const qkv_page_waves *waves, const walk_turned *turned, size_t q, wave_sums *out) {
-  const size_t fast = waves->fast;
-  const int16_t *from = waves->waves, *numbers[2] = {turned->fast[q][0], turned->fast[q][1]};
-  wave_words sums[2][WAVE_VECTORS];
-  WALK_UNROLL
-  for (size_t k = 0; k < WAVE_VECTORS; k++) sums[0][k] = sums[1][k] = (wave_words){0};
-  for (size_t p = 0; p < fast; p += 2, from += 4 * QKV_WAVE_SLOTS) {
-    WALK_UNROLL
-    for (size_t k = 0; k < WAVE_VECTORS; k++) add_two(numbers[0] + p, from + 2 * k * WAVE_LANES, &sums[0][k]);
-    WALK_UNROLL
-    for (size_t k = 0; k < WAVE_VECTORS; k++) {
-      add_two(numbers[1] + p, from + 2 * (QKV_WAVE_SLOTS + k * WAVE_LANES), &sums[1][k]);
-    }
-  }
-  WALK_UNROLL
-  for (size_t k = 0; k < WAVE_VECTORS; k++) {
-    out->of[0][k] = sums[0][k];
-    out->of[1][k] = sums[1][k];
-  }
-}
-
-// The k-th vector of slots' distances, both ways, of `n` queries.
-WALK_INLINE void add_slots(size_t k, const float *terms, const wave_sums *fast, const float *factors,
-                           const float *shares, size_t n, float *scores) {
+// Slots at distances from 0.5 + `first` on, both ways, of `n` queries from the q-th on, a constant.
+WALK_INLINE void add_slots(const qkv_page_waves *waves, const walk_turned *turned, const float *terms,
+                           const float *shares, size_t q, size_t n, size_t first, float *scores) {
   static const float ways[QKV_WAVE_SLOTS] = {
       0.5f,  1.5f,  2.5f,  3.5f,  4.5f,  5.5f,  6.5f,  7.5f,  8.5f,  9.5f,  10.5f, 11.5f, 12.5f, 13.5f, 14.5f, 15.5f,
       16.5f, 17.5f, 18.5f, 19.5f, 20.5f, 21.5f, 22.5f, 23.5f, 24.5f, 25.5f, 26.5f, 27.5f, 28.5f, 29.5f, 30.5f, 31.5f};
-  wave_floats v;
-  load_wave(ways + k * WAVE_LANES, &v);
-  v *= 1.0f / QKV_WAVE_SLOTS;
-  const wave_floats square = v * v;
+  wave_floats even[WAVE_QUERIES][WAVE_VECTORS], odd[WAVE_QUERIES][WAVE_VECTORS];
+  for (size_t k = 0; k < WAVE_VECTORS; k++) {
+    wave_floats v;
+    load_wave(ways + first + k * WAVE_LANES, &v);
+    v *= 1.0f / QKV_WAVE_SLOTS;
+    const wave_floats square = v * v;
+    for (size_t i = 0; i < n; i++) {
+      const float *e = terms + (q + i) * WALK_SUMS, *o = e + QKV_WAVE_TERMS;
+      even[i][k] = ((e[3] * square + e[2]) * square + e[1]) * square + (e[0] + shares[q + i]);
+      odd[i][k] = (((o[3] * square + o[2]) * square + o[1]) * square + o[0]) * v;
+    }
+  }
+  for (size_t p = 0; p < waves->fast; p++) {
+    wave_floats c[WAVE_VECTORS], s[WAVE_VECTORS];
+    for (size_t k = 0; k < WAVE_VECTORS; k++) {
+      load_wave(waves->cosines + p * QKV_WAVE_SLOTS + first + k * WAVE_LANES, &c[k]);
+      load_wave(waves->sines + p * QKV_WAVE_SLOTS + first + k * WAVE_LANES, &s[k]);
+    }
+    for (size_t i = 0; i < n; i++) {
+      const wave_floats a = turned->of[q + i][p] - (wave_floats){0};
+      const wave_floats b = turned->of[q + i][waves->stride + p] - (wave_floats){0};
+      for (size_t k = 0; k < WAVE_VECTORS; k++) {
+        even[i][k] += a * c[k];
+        odd[i][k] += b * s[k];
+      }
+    }
+  }
   for (size_t i = 0; i < n; i++) {
-    const float *e = terms + i * WALK_SUMS, *o = e + QKV_WAVE_TERMS, factor = factors[2 * i + 1];
-    wave_floats even = ((e[3] * square + e[2]) * square + e[1]) * square + (e[0] + shares[i]);
-    wave_floats odd = (((o[3] * square + o[2]) * square + o[1]) * square + o[0]) * v;
-    even += __builtin_convertvector((signed_waves)fast[i].of[0][k], wave_floats) * factor;
-    odd += __builtin_convertvector((signed_waves)fast[i].of[1][k], wave_floats) * factor;
-    const wave_floats more = even + odd, less = even - odd;
-    float *middle = scores + i * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS;
-    put_wave(middle + k * WAVE_LANES, middle - k * WAVE_LANES, &more, &less);
+    float *middle = scores + (q + i) * QKV_PAGE_TOKENS + QKV_WAVE_SLOTS;
+    for (size_t k = 0; k < WAVE_VECTORS; k++) {
+      const wave_floats more = even[i][k] + odd[i][k], less = even[i][k] - odd[i][k];
+      const size_t at = first + k * WAVE_LANES;
+      put_wave(middle + at, middle - at, &more, &less);
+    }
   }
 }
 
 // `n` is a constant.
 WALK_INLINE void add_anchors_of(const qkv_page_waves *waves, const float *cosines, const float *sines,
-                                const float *products, const float *factors, size_t n, const float *shares,
-                                float *scores) {
+                                const float *products, size_t n, const float *shares, float *scores) {
   walk_turned turned;
-  wave_sums fast[WALK_TOGETHER];
   float terms[WALK_TOGETHER * WALK_SUMS];
-  turn_products(waves, cosines, sines, products, factors, n, &turned);
+  const size_t together = n < WAVE_QUERIES ? n : WAVE_QUERIES;
+  turn_products(waves, cosines, sines, products, n, &turned);
   sum_terms(waves, &turned, n, terms);
-  for (size_t i = 0; i < n; i++) sum_fast(waves, &turned, i, &fast[i]);
-  for (size_t k = 0; k < WAVE_VECTORS; k++) add_slots(k, terms, fast, factors, shares, n, scores);
+  for (size_t first = 0; first < QKV_WAVE_SLOTS; first += WAVE_VECTORS * WAVE_LANES) {
+    for (size_t q = 0; q < n; q += together) {
+      add_slots(waves, &turned, terms, shares, q, together, first, scores);
+    }
+  }
 }
 
 static inline QKV_DECLARE_ADD_ANCHORS(add_anchors_plain) {
@@ -242,11 +193,11 @@ static inline QKV_DECLARE_ADD_ANCHORS(add_anchors_plain) {
   join_turns(waves, base, on, cosines, sines);
   size_t i = 0;
   for (; i + WALK_TOGETHER <= n; i += WALK_TOGETHER) {
-    add_anchors_of(waves, cosines, sines, products + i * 2 * waves->stride, factors + 2 * i, WALK_TOGETHER,
-                   shares + i, scores + i * QKV_PAGE_TOKENS);
+    add_anchors_of(waves, cosines, sines, products + i * 2 * waves->stride, WALK_TOGETHER, shares + i,
+                   scores + i * QKV_PAGE_TOKENS);
   }
   for (; i < n; i++) {
-    add_anchors_of(waves, cosines, sines, products + i * 2 * waves->stride, factors + 2 * i, 1, shares + i,
+    add_anchors_of(waves, cosines, sines, products + i * 2 * waves->stride, 1, shares + i,
                    scores + i * QKV_PAGE_TOKENS);
   }
 }

@@ -145,12 +145,13 @@ static void run_anchors(workload *w, const qkv_kernels *kernels) {
   const qkv_page_waves waves = {.pairs = pairs,
                                 .stride = pairs,
                                 .fast = pairs / 5,
-                                .waves = (const int16_t *)w->matrix,
+                                .cosines = w->matrix,
+                                .sines = w->matrix,
                                 .ends = {pairs, pairs * 2 / 3, pairs / 2, pairs / 3},
                                 .even = w->matrix,
                                 .odd = w->matrix};
   const qkv_pair_turns turns = {w->matrix, w->matrix};
-  kernels->add_anchors(&waves, turns, turns, w->queries, w->matrix, w->n, w->matrix, w->scores);
+  kernels->add_anchors(&waves, turns, turns, w->queries, w->n, w->matrix, w->scores);
 }
 
 // Two rows of a page.

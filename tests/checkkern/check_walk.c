@@ -89,33 +89,29 @@ static void check_anchors(checking *c, uint16_t dim, size_t n, input_kind kind) 
   waves.stride = (waves.pairs + QKV_BAND - 1) / QKV_BAND * QKV_BAND;
   waves.fast = naive_below(&c->random, (uint32_t)waves.pairs + 1);
   for (size_t i = 0; i < QKV_WAVE_TERMS; i++) waves.ends[i] = naive_below(&c->random, (uint32_t)waves.pairs + 1);
-  const size_t slots = (waves.fast + 1) / 2 * 4 * QKV_WAVE_SLOTS, terms = QKV_WAVE_TERMS * waves.stride;
-  guarded tables = guarded_make(2 * terms * sizeof(float)), fast = guarded_make((slots + 1) * sizeof(int16_t));
-  guarded factors = guarded_make(2 * n * sizeof(float));
+  const size_t slots = (waves.fast + 1) * QKV_WAVE_SLOTS, terms = QKV_WAVE_TERMS * waves.stride;
+  guarded tables = guarded_make((2 * slots + 2 * terms) * sizeof(float));
   guarded turns = guarded_make(4 * waves.pairs * sizeof(float)), shares = guarded_make(n * sizeof(float));
   guarded products = guarded_make(n * 2 * waves.stride * sizeof(float));
   guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float));
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)tables.data, 2 * terms);
-  fill_input(&c->random, INPUT_GAUSSIAN, (float *)factors.data, 2 * n);
-  for (size_t i = 0; i < 2 * n; i += 2) ((float *)factors.data)[i] *= 1000;
-  for (size_t i = 0; i < slots * sizeof(int16_t); i++) fast.data[i] = (uint8_t)naive_below(&c->random, 256);
+  fill_input(&c->random, INPUT_GAUSSIAN, (float *)tables.data, 2 * slots + 2 * terms);
   fill_input(&c->random, INPUT_GAUSSIAN, (float *)turns.data, 4 * waves.pairs);
   fill_input(&c->random, kind, (float *)products.data, n * 2 * waves.stride);
   fill_input(&c->random, kind, (float *)shares.data, n);
   fill_input(&c->random, kind, (float *)expected.data, n * QKV_PAGE_TOKENS);
-  waves.waves = (int16_t *)fast.data;
-  waves.even = (float *)tables.data;
+  waves.cosines = (float *)tables.data;
+  waves.sines = waves.cosines + slots;
+  waves.even = waves.sines + slots;
   waves.odd = waves.even + terms;
   guarded got = guarded_copy(&expected);
   const float *all_turns = (float *)turns.data;
   const qkv_pair_turns base = {all_turns, all_turns + waves.pairs};
   const qkv_pair_turns on = {all_turns + 2 * waves.pairs, all_turns + 3 * waves.pairs};
-  qkv_kernels_at(0)->add_anchors(&waves, base, on, (float *)products.data, (float *)factors.data, n,
-                                 (float *)shares.data, (float *)expected.data);
-  c->twin->add_anchors(&waves, base, on, (float *)products.data, (float *)factors.data, n, (float *)shares.data,
-                       (float *)got.data);
+  qkv_kernels_at(0)->add_anchors(&waves, base, on, (float *)products.data, n, (float *)shares.data,
+                                 (float *)expected.data);
+  c->twin->add_anchors(&waves, base, on, (float *)products.data, n, (float *)shares.data, (float *)got.data);
   check_same(c, "add_anchors", &shape, n, &expected, &got);
-  guarded *const all[] = {&tables, &fast, &factors, &turns, &shares, &products, &expected, &got};
+  guarded *const all[] = {&tables, &turns, &shares, &products, &expected, &got};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
 }
 

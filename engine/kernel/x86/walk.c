@@ -163,5 +163,5 @@ QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels)) {
 }
 
 QKV_DECLARE_ADD_ANCHORS(TWIN(qkvi_add_anchors)) {
-  add_anchors_plain(waves, base, on, products, factors, n, shares, scores);
+  add_anchors_plain(waves, base, on, products, n, shares, scores);
 }
