@@ -74,8 +74,9 @@ static bool parse_time(const char *text, int64_t *seconds) {
     rest = strptime(text, "%Y-%m-%d", &broken);
   }
   if (rest == NULL || *rest != '\0') return false;
-  *seconds = (int64_t)timegm(&broken);
-  return true;
+  const struct tm asked = broken;
+  *seconds = (int64_t)timegm(&broken);  // makes the third of March of the 31st of February
+  return broken.tm_mon == asked.tm_mon && broken.tm_mday == asked.tm_mday;
 }
 
 static qkv_status parse_subject(const char *kind, const char *subject, entry *into, table **list, table *tokens,
@@ -248,25 +249,27 @@ static const entry *find(const table *list, const uint8_t *key) {
 }
 
 static qkv_status look_up(qkvi_auth *auth, const table *list, const uint8_t *key, const char *what, qkvi_grant *grant,
-                          qkv_error *error) {
+                          bool *known, qkv_error *error) {
   struct timespec now;
   clock_gettime(CLOCK_REALTIME_COARSE, &now);
   pthread_rwlock_rdlock(&auth->lock);
   const entry *found = find(list, key);
-  const bool known = found != NULL, expired = known && found->expires <= now.tv_sec;
-  if (known) *grant = found->grant;
+  const bool expired = found != NULL && found->expires <= now.tv_sec;
+  *known = found != NULL;
+  if (*known) *grant = found->grant;
   pthread_rwlock_unlock(&auth->lock);
-  if (!known) return qkv_fail(error, QKV_UNAUTHENTICATED, "%s is not known to this daemon", what);
+  if (!*known) return qkv_fail(error, QKV_UNAUTHENTICATED, "%s is not known to this daemon", what);
   if (expired) return qkv_fail(error, QKV_UNAUTHENTICATED, "%s has expired", what);
   return QKV_OK;
 }
 
 qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error) {
   uint8_t key[DIGEST];
+  bool known;
   if (bytes == 0 || bytes > TOKEN_MAX)
     return qkv_fail(error, QKV_UNAUTHENTICATED, "the token has %zu bytes, allowed are 1 to %d", bytes, TOKEN_MAX);
   (void)SHA256(token, bytes, key);
-  return look_up(auth, &auth->tokens, key, "the token", grant, error);
+  return look_up(auth, &auth->tokens, key, "the token", grant, &known, error);
 }
 
 qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error) {
@@ -276,16 +279,17 @@ qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qk
   return qkvi_auth_token(auth, value + prefix, bytes - prefix, grant, error);
 }
 
-qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant,
+qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant, bool *known,
                                  qkv_error *error) {
   uint8_t key[DIGEST];
   char subject[SUBJECT_MAX + 8];
   const int length = snprintf(subject, sizeof subject, "%s=%s", kind, name);
+  *known = false;
   if (length < 0 || (size_t)length > SUBJECT_MAX)
     return qkv_fail(error, QKV_UNAUTHENTICATED, "the client certificate's %s has more than %d bytes", kind,
                     SUBJECT_MAX);
   (void)SHA256((const unsigned char *)subject, (size_t)length, key);
-  return look_up(auth, &auth->certificates, key, "the client certificate", grant, error);
+  return look_up(auth, &auth->certificates, key, "the client certificate", grant, known, error);
 }
 
 // ---- Roles ----
@@ -302,7 +306,8 @@ unsigned qkvi_auth_role_of(const char *path) {
       "/qkv.v1.KvCache/Match",          "/qkv.v1.KvCache/Watch",       "/qkv.v1.Objects/GetObjects",
       "/qkv.v1.Objects/HasObjects",     "/qkv.v1.Objects/ListObjects",
   };
-  if (is_of(path, "/grpc.health.v1.Health/")) return 0;
+  if (strcmp(path, "/grpc.health.v1.Health/Check") == 0) return 0;
+  if (is_of(path, "/grpc.health.v1.Health/")) return QKVI_ROLE_READ;
   if (is_of(path, "/grpc.reflection.")) return QKVI_ROLE_READ;
   if (is_of(path, "/qkv.v1.Admin/")) return QKVI_ROLE_ADMIN;
   for (size_t i = 0; i < sizeof reading / sizeof *reading; i++) {

@@ -38,8 +38,8 @@ qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkv
 // The same of the value of a header: "Bearer TOKEN".
 qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error);
 // What a client may do whose certificate has been verified and has this name; `kind` is "CN" or "SAN".
-// UNAUTHENTICATED: it is not known, or has expired.
-qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant,
+// UNAUTHENTICATED: it is not known, or has expired; `known` says which.
+qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant, bool *known,
                                  qkv_error *error);
 
 // The role that a method needs, 0: none. Methods that this does not know need `write`, those of Admin `admin`.

@@ -13,6 +13,7 @@
 #include "server/handlers.h"
 #include "server/http/http.h"
 #include "server/lifetime.h"
+#include "server/service.h"
 
 enum { BLOCKING_THREADS = 8 };  // of each half; what runs there waits most of the time
 
@@ -224,29 +225,27 @@ static qkv_status read_access(qkv_daemon *daemon, qkv_error *error) {
   return qkvi_tls_create(options->tls_cert, options->tls_key, options->tls_client_ca, &daemon->tls, error);
 }
 
-static void log_reload(qkv_daemon *daemon, const char *what, bool changed, qkv_status status,
-                       const qkv_error *error) {
+// A reason that stays is told once.
+static void log_reload(const char *what, bool changed, qkv_status status, const qkv_error *error, qkv_error *told) {
   if (!changed) return;
   if (status == QKV_OK) qkv_log(QKV_LOG_INFO, "read anew", "{s:s}", "what", what);
-  if (status != QKV_OK && !daemon->reload_failed)
+  if (status != QKV_OK && strcmp(told->text, error->text) != 0)
     qkv_log(QKV_LOG_WARN, "not read anew, what was known stays", "{s:s, s:s}", "what", what, "reason", error->text);
+  *told = status == QKV_OK ? (qkv_error){0} : *error;
 }
 
 void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
-  qkv_error error = {0};
-  bool changed = false, failed = false;
-  if (always) daemon->reload_failed = false;
+  qkv_error of_auth = {0}, of_tls = {0};
+  bool changed = false;
+  if (always) daemon->reload_told[0] = daemon->reload_told[1] = (qkv_error){0};
   if (daemon->auth != NULL) {
-    const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &error);
-    log_reload(daemon, "auth-file", changed, status, &error);
-    failed = status != QKV_OK;
+    const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &of_auth);
+    log_reload("auth-file", changed, status, &of_auth, &daemon->reload_told[0]);
   }
   if (daemon->tls != NULL) {
-    const qkv_status status = qkvi_tls_reload(daemon->tls, always, &changed, &error);
-    log_reload(daemon, "tls-cert, tls-key and tls-client-ca", changed, status, &error);
-    failed |= status != QKV_OK;
+    const qkv_status status = qkvi_tls_reload(daemon->tls, always, &changed, &of_tls);
+    log_reload("tls-cert, tls-key and tls-client-ca", changed, status, &of_tls, &daemon->reload_told[1]);
   }
-  daemon->reload_failed = failed;
 }
 
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
@@ -392,6 +391,7 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
     return status;
   }
   status = qkvi_http_create(daemon, &daemon->http, error);
+  if (status == QKV_OK) status = qkv_service_check_taken(error);
   if (status != QKV_OK) {
     qkv_rpc_server_drain(daemon->rpc, 0);
     qkv_daemon_destroy(&daemon);

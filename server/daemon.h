@@ -43,11 +43,11 @@ typedef struct qkv_daemon {
   qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
-  struct qkvi_http *http;  // NULL without an admin-listen
-  qkvi_observed observed;  // calls by method and tenant
-  qkvi_auth *auth;         // NULL: without auth-file
-  qkvi_tls *tls;           // NULL: without tls-cert
-  bool reload_failed;      // of qkv_daemon_reload, the last time
+  struct qkvi_http *http;    // NULL without an admin-listen
+  qkvi_observed observed;    // calls by method and tenant
+  qkvi_auth *auth;           // NULL: without auth-file
+  qkvi_tls *tls;             // NULL: without tls-cert
+  qkv_error reload_told[2];  // the reasons that the log has last, of the auth-file and of TLS
   qkv_health health;
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock

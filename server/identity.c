@@ -43,16 +43,17 @@ static bool is_local(grpc_call *call) {
   return fd >= 0 && getsockname(fd, (struct sockaddr *)&address, &length) == 0 && address.ss_family == AF_UNIX;
 }
 
-// The first of the certificate's names of this kind that is known. False: it has none.
+// The first of the certificate's names of this kind that the file has, expired or not. False: it has none.
 static bool find_name(qkvi_auth *auth, const grpc_auth_context *context, const char *property, const char *kind,
-                      qkvi_grant *grant, qkv_status *status, qkv_error *error) {
+                      qkvi_grant *grant, bool *known, qkv_status *status, qkv_error *error) {
   grpc_auth_property_iterator names = grpc_auth_context_find_properties_by_name(context, property);
   bool any = false;
   *status = QKV_UNAUTHENTICATED;
-  for (const grpc_auth_property *name = grpc_auth_property_iterator_next(&names); name != NULL && *status != QKV_OK;
+  for (const grpc_auth_property *name = grpc_auth_property_iterator_next(&names); name != NULL && !*known;
        name = grpc_auth_property_iterator_next(&names)) {
-    *error = (qkv_error){0};  // of the name before it
-    *status = qkvi_auth_certificate(auth, kind, name->value, grant, error);
+    if (strlen(name->value) != name->value_length) continue;  // a zero byte, and something else behind it
+    *error = (qkv_error){0};                                  // of the name before it
+    *status = qkvi_auth_certificate(auth, kind, name->value, grant, known, error);
     any = true;
   }
   return any;
@@ -63,10 +64,11 @@ static qkv_status read_certificate(qkvi_auth *auth, grpc_call *call, bool *shown
                                    qkv_error *error) {
   grpc_auth_context *context = grpc_call_auth_context(call);
   qkv_status status = QKV_UNAUTHENTICATED;
+  bool known = false;
   *shown = context != NULL && grpc_auth_context_peer_is_authenticated(context);
   if (*shown) {
-    *shown = find_name(auth, context, GRPC_X509_SAN_PROPERTY_NAME, "SAN", grant, &status, error);
-    if (status != QKV_OK) *shown |= find_name(auth, context, GRPC_X509_CN_PROPERTY_NAME, "CN", grant, &status, error);
+    *shown = find_name(auth, context, GRPC_X509_SAN_PROPERTY_NAME, "SAN", grant, &known, &status, error);
+    if (!known) *shown |= find_name(auth, context, GRPC_X509_CN_PROPERTY_NAME, "CN", grant, &known, &status, error);
   }
   if (context != NULL) grpc_auth_context_release(context);
   return status;
@@ -114,6 +116,7 @@ qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call,
       return qkv_fail(error, QKV_UNAUTHENTICATED, "the metadata " AUTHORIZATION_KEY " is given twice");
     authorization = &pair->value;
   }
+  if (rules->auth != NULL && role == 0) identity->tenant[0] = '\0';  // nobody vouches for it
   if (rules->auth == NULL || role == 0) return QKV_OK;
   qkvi_grant grant = {0};
   QKV_TRY(find_grant(rules, call, authorization, &grant, error));

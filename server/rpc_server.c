@@ -13,7 +13,6 @@
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
 #include "server/rpc_internal.h"
-#include "server/service.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
 // A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and who
@@ -298,7 +297,7 @@ static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *confi
     QKV_TRY(qkvi_rpc_listen(server->grpc, config->listen[i], &listen, &server->listeners[i], error));
     server->listener_count++;
   }
-  return qkv_service_check_taken(error);
+  return QKV_OK;
 }
 
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error) {

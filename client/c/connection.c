@@ -24,6 +24,7 @@ enum {
   RETRY_MAX_MS = 100,
   RECONNECT_MS = 50,  // of gRPC, where it opens the connection
   RECONNECT_MAX_MS = 1000,
+  KEEPALIVE_MS = 10000,       // qkvd allows a ping every 5 s
   RECLAIM_PATIENCE_MS = 100,  // how long a write may still hold lent memory after its call has ended
 };
 
@@ -77,6 +78,9 @@ static grpc_channel *create_secure_channel(const qkv_client *client) {
                   {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1},
                   {GRPC_ARG_ENABLE_DEADLINE_CHECKS, 0},
                   {GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1},
+                  // What qkvi_cut is to our sockets: a write to a daemon that has stopped reading ends.
+                  {GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_MS},
+                  {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_MS},
                   {GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, RECONNECT_MS},
                   {GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, RECONNECT_MS},
                   {GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, RECONNECT_MAX_MS}};

@@ -1,7 +1,7 @@
 // Histograms of durations, and those of the stages that every request's work is made of.
 //
-// Buckets are fixed, 50 µs to 60 s, so that adding is one search among 19 bounds and two relaxed atomic additions:
-// 20 ns. A reader may see the count of a duration before its part of the sum.
+// Buckets are fixed, 50 µs to 60 s, so that adding is one search among 19 bounds and two relaxed atomic additions.
+// A reader may see the count of a duration before its part of the sum.
 //
 //   const uint64_t began = qkv_stage_now();
 //   ... work ...

@@ -340,9 +340,11 @@ static void put_segments(qkv_storage *storage, const qkvi_http_query *query, jso
 }
 
 static json_t *storage_totals(const qkv_daemon *daemon, const qkv_storage_stats *stats) {
-  json_t *value = json_pack("{s:b, s:s, s:s, s:b}", "enabled", 1, "directory", daemon->options->data_dir, "io",
-                            stats->io, "degraded", (int)qkv_metric_read(&daemon->metrics[QKV_METRIC_SPILL_DEGRADED]));
+  json_t *value = json_pack("{s:b, s:s, s:b}", "enabled", 1, "io", stats->io, "degraded",
+                            (int)qkv_metric_read(&daemon->metrics[QKV_METRIC_SPILL_DEGRADED]));
   if (value == NULL) abort();
+  (void)json_object_set_new(value, "directory",
+                            json_string(daemon->options->data_dir));  // none where it is not UTF-8
   json_object_set_new(value, "records", number(stats->records));
   json_object_set_new(value, "disk_bytes", number(stats->disk_bytes));
   json_object_set_new(value, "live_bytes", number(stats->live_bytes));

@@ -152,6 +152,8 @@ def test_calls_need_a_token(guarded, tokens):
                 list_sessions(channel, bearer(wrong))
         with fails(Code.UNAUTHENTICATED, "the token has expired"):
             list_sessions(channel, bearer(known["late"]))
+        with fails(Code.UNAUTHENTICATED, "wants a bearer token"):  # it may last for ever
+            next(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT))
         with fails(Code.UNAUTHENTICATED, "Bearer TOKEN"):
             list_sessions(channel, (("authorization", known["a"]),))
         with fails(Code.UNAUTHENTICATED, "given twice"):
@@ -218,7 +220,8 @@ def test_file_is_read_anew(folder):
     ("token sha256:12 a read", "64 hexadecimal digits"), ("key x a read", "must be token or cert"),
     ("cert x a read", "must be CN=NAME or SAN=NAME"), ("cert CN=x a,b read", "tenant"),
     ("cert CN=x a all", "some of read, write and admin"), ("cert CN=x a read until=1", "expires="),
-    ("cert CN=x a read expires=1", "expires="), ("cert CN=x a", "KIND WHO TENANT ROLES"),
+    ("cert CN=x a read expires=1", "expires="), ("cert CN=x a read expires=2027-02-31", "expires="),
+    ("cert CN=x a", "KIND WHO TENANT ROLES"),
     ("cert CN=x a read\ncert CN=x b read", "two lines"), ("#" * 2000, "a line of more than")])
 def test_bad_file(folder, text, reason):
     path = folder / "bad"
@@ -327,7 +330,7 @@ def test_client_certificates(authority, server, folder):
     stranger = Authority(folder, "foreign")
     mapping = folder / "mapping"
     mapping.write_text("cert CN=alice team-a read,write\ncert SAN=bob.example team-b read\n"
-                       "cert CN=old team-a read expires=2020-01-01\n")
+                       "cert CN=old team-a read expires=2020-01-01\ncert SAN=gone.example team-b read expires=2020-01-01\n")
     with Daemon("--tls-cert", server[0], "--tls-key", server[1], "--tls-client-ca", authority.ca, "--auth-file", mapping,
                 "--allow-anonymous", "unix") as daemon:
         alice = tls_channel(daemon, authority, authority.issue("alice"))
@@ -339,6 +342,8 @@ def test_client_certificates(authority, server, folder):
         for name, text in (("mallory", "not known"), ("old", "expired")):
             with fails(Code.UNAUTHENTICATED, text):
                 list_sessions(tls_channel(daemon, authority, authority.issue(name)))
+        with fails(Code.UNAUTHENTICATED, "expired"):  # and its common name does not bring it back
+            list_sessions(tls_channel(daemon, authority, authority.issue("alice", "DNS:x.example,DNS:gone.example")))
         for channel in (tls_channel(daemon, authority), tls_channel(daemon, authority, stranger.issue("alice"))):
             with fails(Code.UNAVAILABLE):
                 list_sessions(channel)

@@ -53,7 +53,9 @@ def test_pages_make_way_for_a_calibration(tmp_path):
         assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
         assert status.calibration_bytes > CALIBRATION and status.beside_bytes > before.beside_bytes + CALIBRATION
         assert status.kv_bytes_room < before.kv_bytes_room - CALIBRATION / 2
-        assert budget / 2 < status.kv_bytes_room < status.kv_bytes_limit == budget
+        assert status.kv_bytes_limit == budget
+        # What making it took goes back to the system a little later.
+        wait_for(lambda: budget / 2 < daemon.status().kv_bytes_room < budget, "sessions have less than half")
         print(f"most {max(samples)}, budget {budget}")
         assert max(samples) <= 1.1 * budget
 
