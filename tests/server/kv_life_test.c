@@ -371,11 +371,15 @@ static void deadlines_and_cancellation_end_calls(void **state) {
   fixture_cancel(stream);
   result = fixture_finish(&stream);
   assert_int_equal(result.status, QKV_CANCELLED);
-  free(bytes);
   kv_wait_idle(client);
-  // The first for certain: the second may not have reached the daemon in time, and a stream that is cancelled
-  // between two messages can look like one that has ended.
-  assert_true(kv_metric(client, "qkvd_calls_cancelled_total") >= cancelled + 1);
+  // Perhaps none was counted: a stream that is cancelled between two messages can look like one that has ended, and
+  // the computation may not have reached the daemon in time. One that waits longer has.
+  for (int64_t patience_ms = 4; kv_metric(client, "qkvd_calls_cancelled_total") < cancelled + 1; patience_ms *= 2) {
+    result = fixture_call(client, KV_METHOD("Attend"), bytes, length, patience_ms);
+    assert_int_equal(result.status, QKV_DEADLINE_EXCEEDED);
+    kv_wait_idle(client);
+  }
+  free(bytes);
   stop();
 }
 
