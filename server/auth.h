@@ -3,7 +3,7 @@
 //   token sha256:HEX team-a read,write expires=2027-01-31T00:00:00Z
 //   cert CN=worker-1 team-a read,write
 //
-// Knows nothing of gRPC: whoever has a token or a certificate's name can ask, an HTTP listener for one.
+// Knows nothing of gRPC: it takes a token or a certificate's name, from an HTTP listener as well.
 //
 // Threads: any; a reload changes what is known from one call to the next.
 #ifndef QKV_SERVER_AUTH_H
