@@ -1,5 +1,6 @@
-// Admin.GetStatus.
+// Admin.GetStatus, Admin.Drain.
 #include <assert.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -125,7 +126,39 @@ static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   free(parts);
 }
 
+// ---- Drain ----
+
+static qkv_status check_time(const char *field, uint64_t ms, uint64_t most, qkv_error *error) {
+  if (ms <= most) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is %" PRIu64 ", at most %" PRIu64, field, ms, most);
+}
+
+static qkv_status drain(const qkv_daemon *daemon, const Qkv__V1__DrainRequest *request, qkv_error *error) {
+  enum { GRACE_MAX_MS = 3600000, NOTICE_MAX_MS = 600000 };  // as of the options
+  const qkv_server_options *options = daemon->options;
+  QKV_TRY(check_time("grace_ms", request->grace_ms, GRACE_MAX_MS, error));
+  QKV_TRY(check_time("notice_ms", request->notice_ms, NOTICE_MAX_MS, error));
+  qkvi_drain_fn *const ask = atomic_load_explicit(&daemon->drain_asked, memory_order_acquire);
+  if (ask == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "this daemon is part of a process that does not end with it");
+  ask(daemon->drain_context, request->notice_ms > 0 ? (int64_t)request->notice_ms : options->drain_notice,
+      request->grace_ms > 0 ? (int64_t)request->grace_ms : options->drain_grace);
+  return QKV_OK;
+}
+
+static void on_drain(qkv_rpc_call *call, qkv_bytes message) {
+  qkv_error error = {0};
+  Qkv__V1__DrainRequest *request = qkvi_control_unpack(message, &qkv__v1__drain_request__descriptor, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  const qkv_status status = drain(qkv_rpc_context(call), request, &error);
+  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  Qkv__V1__DrainResponse response = QKV__V1__DRAIN_RESPONSE__INIT;
+  qkvi_control_reply(call, &response.base);
+}
+
 const qkv_rpc_method qkvi_admin_methods[] = {
     {.path = "/qkv.v1.Admin/GetStatus", .message = on_get_status},
+    {.path = "/qkv.v1.Admin/Drain", .message = on_drain},
     {0},
 };

@@ -401,12 +401,18 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
   return QKV_OK;
 }
 
-void qkv_daemon_drain(qkv_daemon *daemon) {
+static void wait_ms(int64_t ms) {
+  struct timespec left = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
+  while (nanosleep(&left, &left) != 0) continue;
+}
+
+void qkv_daemon_drain(qkv_daemon *daemon, int64_t notice_ms, int64_t grace_ms) {
   atomic_store(&daemon->draining, true);
   qkv_store_stop_learning(daemon->store);
   qkv_health_drain(&daemon->health);
+  wait_ms(notice_ms);
   qkvi_watch_hub_drain(daemon->watch);
-  qkv_rpc_server_drain(daemon->rpc, daemon->options->drain_grace);
+  qkv_rpc_server_drain(daemon->rpc, grace_ms);
   if (daemon->residency != NULL) qkvi_residency_finish(daemon->residency, QKV_DAEMON_FINISH_MS);
 }
 

@@ -30,6 +30,8 @@
 #include "server/tls.h"
 #include "server/watch.h"
 
+typedef void qkvi_drain_fn(void *context, int64_t notice_ms, int64_t grace_ms);
+
 typedef struct qkv_daemon {
   const qkv_server_options *options;
   const qkv_options *option_set;  // the same with their sources
@@ -52,7 +54,10 @@ typedef struct qkv_daemon {
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock
   _Atomic bool draining;     // set once, before calls are refused
-  _Atomic bool comparing;    // codecs, one call at a time (server/compare.c)
+  // Of Admin.Drain: begins a drain in another thread; NULL: this process does not end so.
+  _Atomic(qkvi_drain_fn *) drain_asked;
+  void *drain_context;     // written before
+  _Atomic bool comparing;  // codecs, one call at a time (server/compare.c)
   qkv_metric_value metrics[QKV_METRIC_COUNT];
 } qkv_daemon;
 
@@ -63,8 +68,9 @@ typedef struct qkv_daemon {
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
                              qkv_error *error);
 
-// Health says NOT_SERVING, new calls are refused, running ones get options->drain_grace. Blocks; once.
-void qkv_daemon_drain(qkv_daemon *daemon);
+// Health says NOT_SERVING, after `notice_ms` new calls are refused, running ones get `grace_ms`, and what is to
+// survive is written. Blocks; once.
+void qkv_daemon_drain(qkv_daemon *daemon, int64_t notice_ms, int64_t grace_ms);
 void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);

@@ -1,8 +1,8 @@
 // qkvd: the daemon's main thread.
 //
 // libuv owns it: signals, timers for the gauges and for idle memory, and for calibrations and tiers, which are
-// upkeep of the executor. SIGTERM or SIGINT drains (in a thread of its own, so that the loop goes on) and exits 0; a
-// second one exits at once with 1.
+// upkeep of the executor. SIGTERM, SIGINT or Admin.Drain drains (in a thread of its own, so that the loop goes on)
+// and exits 0; a second signal exits at once with 1.
 #include <assert.h>
 #include <jansson.h>
 #include <signal.h>
@@ -38,9 +38,11 @@ struct main_loop {
   uv_signal_t terminate, interrupt, hangup;
   uv_timer_t gauges, keep, tend, learning, tiers, deadline, watchdog;
   uv_thread_t drain;
-  uv_async_t drained, learnt, retiered;
-  bool draining, ended, learns, retiers;  // ended: no call is left
-  _Atomic bool more_tiers;                // a job writes it, the loop reads it
+  uv_async_t drained, learnt, retiered, asked;
+  bool signalled, draining, ended, learns, retiers;  // ended: no call is left
+  _Atomic bool chosen;                               // who drains, and how
+  int64_t notice_ms, grace_ms;                       // that one's
+  _Atomic bool more_tiers;                           // a job writes it, the loop reads it
 };
 
 // As many connections as the system lets us have; further ones wait until there is room (rpc_listen.c).
@@ -185,7 +187,7 @@ static void on_deadline(uv_timer_t *timer) {
 
 static void drain(void *context) {
   main_loop *state = context;
-  qkv_daemon_drain(state->daemon);
+  qkv_daemon_drain(state->daemon, state->notice_ms, state->grace_ms);
   uv_async_send(&state->drained);
 }
 
@@ -195,6 +197,7 @@ static void close_ended(main_loop *state) {
   uv_close((uv_handle_t *)&state->drained, NULL);
   uv_close((uv_handle_t *)&state->learnt, NULL);
   uv_close((uv_handle_t *)&state->retiered, NULL);
+  uv_close((uv_handle_t *)&state->asked, NULL);
   uv_close((uv_handle_t *)&state->terminate, NULL);
   uv_close((uv_handle_t *)&state->interrupt, NULL);
   uv_close((uv_handle_t *)&state->hangup, NULL);
@@ -224,21 +227,46 @@ static void block_signals(bool block) {
   pthread_sigmask(block ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
 }
 
-static void on_signal(uv_signal_t *handle, int number) {
-  main_loop *state = handle->data;
-  if (state->draining) {
-    qkv_log(QKV_LOG_WARN, "second signal, exiting at once", "{s:i}", "signal", number);
-    _exit(EXIT_FAILURE);
-  }
+static void begin_drain(main_loop *state) {
   state->draining = true;
-  int64_t grace = state->daemon->options->drain_grace;
-  qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:i}", "signal", number, "grace_ms", (int)grace);
   qkv_service_notify("STOPPING=1");
   const int64_t finish = state->daemon->residency != NULL ? QKV_DAEMON_FINISH_MS : 0;
-  uv_timer_start(&state->deadline, on_deadline, (uint64_t)(grace + finish + DRAIN_SLACK_MS), 0);
+  uv_timer_start(&state->deadline, on_deadline,
+                 (uint64_t)(state->notice_ms + state->grace_ms + finish + DRAIN_SLACK_MS), 0);
   block_signals(true);
   if (uv_thread_create(&state->drain, drain, state) != 0) abort();
   block_signals(false);
+}
+
+static void on_signal(uv_signal_t *handle, int number) {
+  main_loop *state = handle->data;
+  if (state->signalled) {
+    qkv_log(QKV_LOG_WARN, "second signal, exiting at once", "{s:i}", "signal", number);
+    _exit(EXIT_FAILURE);
+  }
+  state->signalled = true;
+  if (atomic_exchange(&state->chosen, true)) return;  // by Admin.Drain
+  state->notice_ms = state->daemon->options->drain_notice;
+  state->grace_ms = state->daemon->options->drain_grace;
+  qkv_log(QKV_LOG_INFO, "draining", "{s:i, s:I, s:I}", "signal", number, "notice_ms", (json_int_t)state->notice_ms,
+          "grace_ms", (json_int_t)state->grace_ms);
+  begin_drain(state);
+}
+
+static void on_asked(uv_async_t *async) {
+  main_loop *state = async->data;
+  qkv_log(QKV_LOG_INFO, "draining", "{s:s, s:I, s:I}", "call", "Admin.Drain", "notice_ms",
+          (json_int_t)state->notice_ms, "grace_ms", (json_int_t)state->grace_ms);
+  begin_drain(state);
+}
+
+// Of a call: the loop is there until no call is left.
+static void ask_to_drain(void *context, int64_t notice_ms, int64_t grace_ms) {
+  main_loop *state = context;
+  if (atomic_exchange(&state->chosen, true)) return;
+  state->notice_ms = notice_ms;
+  state->grace_ms = grace_ms;
+  uv_async_send(&state->asked);
 }
 
 static void on_hangup(uv_signal_t *handle, int number) {
@@ -259,6 +287,7 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   uv_async_init(&state->loop, &state->drained, on_drained);
   uv_async_init(&state->loop, &state->learnt, on_learnt);
   uv_async_init(&state->loop, &state->retiered, on_retiered);
+  uv_async_init(&state->loop, &state->asked, on_asked);
   uv_timer_init(&state->loop, &state->gauges);
   uv_timer_init(&state->loop, &state->keep);
   uv_timer_init(&state->loop, &state->tend);
@@ -269,7 +298,7 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   state->terminate.data = state->interrupt.data = state->hangup.data = state->gauges.data = state->drained.data =
       state;
   state->keep.data = state->tend.data = state->learning.data = state->learnt.data = state->tiers.data =
-      state->retiered.data = state;
+      state->retiered.data = state->asked.data = state;
   uv_signal_start(&state->terminate, on_signal, SIGTERM);
   uv_signal_start(&state->interrupt, on_signal, SIGINT);
   uv_signal_start(&state->hangup, on_hangup, SIGHUP);
@@ -280,6 +309,8 @@ static void setup_loop(main_loop *state, qkv_daemon *daemon) {
   const uint64_t watchdog = qkv_service_watchdog_ms();
   if (watchdog > 0) uv_timer_start(&state->watchdog, on_watchdog, 0, watchdog);
   on_retier(&state->tiers);
+  daemon->drain_context = state;
+  atomic_store_explicit(&daemon->drain_asked, ask_to_drain, memory_order_release);
   block_signals(false);
 }
 

@@ -172,7 +172,9 @@ const qkv_option qkv_server_option_table[] = {
      "Bytes a second that files are compacted by in the background, where less than half of one is needed; 0: "
      "never."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
-     "How long running calls may go on after SIGTERM."},
+     "How long running calls may go on after SIGTERM or qkvctl drain."},
+    {"drain-notice", QKV_OPTION_DURATION, AT(drain_notice), "0s", 0, 600000, "TIME",
+     "How long the daemon says that it is not ready, and serves new calls still, before that begins."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
      "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
      "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need f16c, too. Without it all."},

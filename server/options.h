@@ -74,6 +74,7 @@ typedef struct qkv_server_options {
   int64_t tier_pages;              // that the background changes at once
   double memory_high, memory_low;  // parts of memory_budget
   int64_t drain_grace;             // ms
+  int64_t drain_notice;            // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
   bool separate_appends;  // pages of tokens that other sessions hold are coded again

@@ -30,6 +30,8 @@ typedef struct qkvctl_values {
   double tier_bits;                      // load; below 0: the daemon's
   double bits;                           // demote, promote
   const char *roles, *expires;           // token
+  int64_t grace, notice;                 // drain; ms
+  bool wait;                             // drain
   bool metrics, options;                 // status
   bool heads_first, before_rope, coded;  // fetch
   bool keep_full;                        // load
@@ -99,6 +101,7 @@ int qkvctl_rm_object(void *values, const qkv_option_list *arguments);
 int qkvctl_storage(void *values, const qkv_option_list *arguments);
 int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
+int qkvctl_drain(void *values, const qkv_option_list *arguments);
 int qkvctl_token(void *values, const qkv_option_list *arguments);
 int qkvctl_fork(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);

@@ -123,6 +123,13 @@ static const qkv_option token_options[] = {
      "when it ends, YYYY-MM-DD or YYYY-MM-DDTHH:MM:SSZ; never when not given"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option drain_options[] = {
+    {"grace", QKV_OPTION_DURATION, OFFSET(grace), "0", 0, 3600000, "TIME", "how long running calls may go on; 0: the daemon's drain-grace"},
+    {"notice", QKV_OPTION_DURATION, OFFSET(notice), "0", 0, 600000, "TIME",
+     "how long the daemon is not ready and serves new calls still; 0: its drain-notice"},
+    {"wait", QKV_OPTION_FLAG, OFFSET(wait), NULL, 0, 0, NULL, "until the daemon does not answer any more"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 #define OPTIONS(table) table, sizeof(table) / sizeof *(table)
 
 static const qkv_command commands[] = {
@@ -157,6 +164,8 @@ static const qkv_command commands[] = {
     {"rm-object", "OBJECT...", "Deletes objects; fails where one is not there.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm_object},
     {"token", "new TENANT", "Prints a new bearer token, and its line for the daemon's auth-file; TENANT may be \"*\", any.",
      OPTIONS(token_options), 2, 2, qkvctl_token},
+    {"drain", "", "Ends the daemon as SIGTERM does: not ready, no new calls, running ones end, sessions are on the SSD.",
+     OPTIONS(drain_options), 0, 0, qkvctl_drain},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
 };
 // clang-format on

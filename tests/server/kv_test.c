@@ -487,8 +487,8 @@ static void truncate_drops_and_appends_go_on(void **state) {
 
 static void unserved_methods_say_so(void **state) {
   (void)state;
-  const char *const methods[] = {"Admin/Drain",
-                                 "Admin/SetQuota",
+  const char *const methods[] = {"Admin/SetQuota",
+                                 "Admin/GetQuota",
                                  "SharedMemory/SystemSharedMemoryStatus",
                                  "SharedMemory/SystemSharedMemoryRegister",
                                  "SharedMemory/SystemSharedMemoryUnregister",

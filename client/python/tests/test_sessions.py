@@ -368,10 +368,11 @@ def test_fork(client, session, rows):
 
 def test_not_served_yet(client, session):
     """In the contract, refused by the daemon in a sentence."""
-    from qkvd.v1 import admin_pb2
+    from qkvd.v1 import shared_memory_pb2
 
-    with pytest.raises(qkvd.Unimplemented, match="Drain"):
-        client.call("/qkv.v1.Admin/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
+    with pytest.raises(qkvd.Unimplemented, match="SystemSharedMemoryStatus"):
+        client.call("/qkv.v1.SharedMemory/SystemSharedMemoryStatus", shared_memory_pb2.SystemSharedMemoryStatusRequest(),
+                    shared_memory_pb2.SystemSharedMemoryStatusResponse)
 
 
 def test_decode_stream(client, model, session, rows, queries):

@@ -32,7 +32,7 @@ metadata:
 spec:
   automountServiceAccountToken: false
   # The drain, what sessions take to reach the disk, and slack.
-  terminationGracePeriodSeconds: {{ add (int .Values.drainGraceSeconds) 60 }}
+  terminationGracePeriodSeconds: {{ add (int .Values.drainNoticeSeconds) (int .Values.drainGraceSeconds) 60 }}
   securityContext:
     runAsNonRoot: true
     runAsUser: 7580

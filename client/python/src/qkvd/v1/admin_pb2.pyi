@@ -102,10 +102,12 @@ class ComparedCodec(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., bits: _Optional[float] = ..., calibrated: bool = ..., bytes_per_token: _Optional[float] = ..., bits_per_coordinate: _Optional[float] = ..., attention_error: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("grace_ms",)
+    __slots__ = ("grace_ms", "notice_ms")
     GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_MS_FIELD_NUMBER: _ClassVar[int]
     grace_ms: int
-    def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
+    notice_ms: int
+    def __init__(self, grace_ms: _Optional[int] = ..., notice_ms: _Optional[int] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ()
@@ -199,18 +201,80 @@ class CompactResponse(_message.Message):
     bytes_freed: int
     def __init__(self, bytes_freed: _Optional[int] = ...) -> None: ...
 
-class SetQuotaRequest(_message.Message):
-    __slots__ = ("tenant", "host_bytes", "ssd_bytes", "sessions")
+class Quota(_message.Message):
+    __slots__ = ("tenant", "host_bytes", "host_bytes_guaranteed", "ssd_bytes", "ssd_bytes_guaranteed", "sessions", "models", "calls", "bytes_per_second", "rows_per_second", "weight")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_GUARANTEED_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_GUARANTEED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    host_bytes: int
+    host_bytes_guaranteed: int
+    ssd_bytes: int
+    ssd_bytes_guaranteed: int
+    sessions: int
+    models: int
+    calls: int
+    bytes_per_second: int
+    rows_per_second: int
+    weight: int
+    def __init__(self, tenant: _Optional[str] = ..., host_bytes: _Optional[int] = ..., host_bytes_guaranteed: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., ssd_bytes_guaranteed: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes_per_second: _Optional[int] = ..., rows_per_second: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+
+class QuotaUsage(_message.Message):
+    __slots__ = ("host_bytes", "ssd_bytes", "sessions", "models", "calls", "bytes", "rows", "refused")
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     host_bytes: int
     ssd_bytes: int
     sessions: int
-    def __init__(self, tenant: _Optional[str] = ..., host_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+    models: int
+    calls: int
+    bytes: int
+    rows: int
+    refused: int
+    def __init__(self, host_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes: _Optional[int] = ..., rows: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("quota",)
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    quota: Quota
+    def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
 
 class SetQuotaResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetQuotaRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class GetQuotaResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantQuota]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ...) -> None: ...
+
+class TenantQuota(_message.Message):
+    __slots__ = ("quota", "usage", "by_default")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    BY_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    quota: Quota
+    usage: QuotaUsage
+    by_default: bool
+    def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ..., usage: _Optional[_Union[QuotaUsage, _Mapping]] = ..., by_default: bool = ...) -> None: ...
