@@ -129,6 +129,9 @@ static void update_prefix_gauges(qkv_daemon *daemon) {
 
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   update_prefix_gauges(daemon);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS], (int64_t)qkv_rpc_server_connections(daemon->rpc));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_REFUSED],
+                 (int64_t)qkv_rpc_server_connections_refused(daemon->rpc));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
@@ -207,6 +210,8 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .control_calls_max = (size_t)options->limit_control_calls,
       .connection_calls_max = (size_t)options->limit_connection_calls,
       .tenant_calls_max = (size_t)options->limit_tenant_calls,
+      .connections_max = (size_t)options->limit_connections,
+      .peer_connections_max = (size_t)options->limit_peer_connections,
       .first_message_ms = options->limit_first_message,
       .methods = methods,
       .context = daemon,

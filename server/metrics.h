@@ -21,6 +21,9 @@
   X(CALLS_DENIED, "qkvd_calls_denied_total", QKV_COUNTER, "Calls answered UNAUTHENTICATED or PERMISSION_DENIED.")   \
   X(CALLS_SILENT, "qkvd_calls_silent_total", QKV_COUNTER,                                                           \
     "Calls ended before their first message: it was late, or others needed their places.")                          \
+  X(CONNECTIONS, "qkvd_connections", QKV_GAUGE, "Connections open now.")                                            \
+  X(CONNECTIONS_REFUSED, "qkvd_connections_refused_total", QKV_COUNTER,                                             \
+    "Connections closed at once, for limit-connections or limit-peer-connections.")                                 \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \
   X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")                  \
   X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                        \

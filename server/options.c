@@ -82,6 +82,10 @@ const qkv_option qkv_server_option_table[] = {
      "Calls of one connection running at once."},
     {"limit-tenant-calls", QKV_OPTION_INTEGER, AT(limit_tenant_calls), "0", 0, 1048576, "N",
      "Calls of one tenant running at once; 0: as limit-calls says."},
+    {"limit-connections", QKV_OPTION_INTEGER, AT(limit_connections), "16384", 1, 1048576, "N",
+     "Connections at once, those of unix sockets included; more are closed as they come."},
+    {"limit-peer-connections", QKV_OPTION_INTEGER, AT(limit_peer_connections), "0", 0, 1048576, "N",
+     "Connections of one IPv4 address, or of one IPv6 network of 64 bits; 0: half of limit-connections."},
     {"limit-first-message", QKV_OPTION_DURATION, AT(limit_first_message), "10s", 0, 3600000, "TIME",
      "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
      "limit-calls is reached, calls without a message lose their places at once."},

@@ -40,6 +40,7 @@ typedef struct qkv_server_options {
   int64_t limit_connection_calls;
   int64_t limit_tenant_calls;   // 0: as limit_calls
   int64_t limit_first_message;  // ms; 0: for ever
+  int64_t limit_connections, limit_peer_connections;
   int64_t limit_watchers;       // Watch calls
   int64_t limit_metric_labels;  // tenants, and models, that metrics name
   int64_t limit_queue;          // jobs that wait for the compute pool

@@ -92,6 +92,8 @@ typedef struct qkv_rpc_config {
   size_t control_calls_max;        // the same of control calls (server/rpc_limits.h), which have places of their own
   size_t connection_calls_max;     // of one connection
   size_t tenant_calls_max;         // of one tenant; 0: no limit
+  size_t connections_max;          // at once; more are closed
+  size_t peer_connections_max;     // of one peer (server/rpc_connections.h); 0: half of them
   int64_t first_message_ms;        // until a call's first message has arrived as a whole; 0: no limit
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;
@@ -121,6 +123,10 @@ void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms);
 void qkv_rpc_server_tend(qkv_rpc_server *server);
 // Calls that were ended because they had sent no message: then, or because others needed their places.
 uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server);
+
+// Connections that are open, and those that were closed because there were too many.
+size_t qkv_rpc_server_connections(qkv_rpc_server *server);
+uint64_t qkv_rpc_server_connections_refused(qkv_rpc_server *server);
 
 void qkv_rpc_server_destroy(qkv_rpc_server **server);  // after drain
 

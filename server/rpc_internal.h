@@ -9,6 +9,7 @@
 
 #include "server/identity.h"
 #include "server/rpc.h"
+#include "server/rpc_connections.h"
 #include "server/rpc_limits.h"
 #include "server/tls.h"
 
@@ -27,10 +28,11 @@ typedef struct qkvi_rpc_listener {
   grpc_server *server;
   bool local;                // a unix socket
   const qkvi_tls_port *tls;  // that its connections are given to; NULL: they are not encrypted
-  bool passed;               // by the service manager, which goes on listening (server/service.h)
-  char *lock_path;           // of a unix socket that is ours; else NULL
-  int lock;                  // its file, or -1
-  int wake;                  // while `accepting`: an eventfd, written to end that
+  qkvi_rpc_connections *connections;
+  bool passed;      // by the service manager, which goes on listening (server/service.h)
+  char *lock_path;  // of a unix socket that is ours; else NULL
+  int lock;         // its file, or -1
+  int wake;         // while `accepting`: an eventfd, written to end that
   int sockets[QKVI_RPC_SOCKETS_MAX];
   size_t socket_count;
   pthread_t thread;  // while `accepting`
@@ -38,9 +40,10 @@ typedef struct qkvi_rpc_listener {
 } qkvi_rpc_listener;
 
 typedef struct qkvi_rpc_listen_config {
-  unsigned mode;             // of the files of unix sockets
-  const qkvi_tls_port *tls;  // of TCP; NULL: none
-  bool open;                 // other machines may be let in, though nobody has to say who they are
+  unsigned mode;                      // of the files of unix sockets
+  const qkvi_tls_port *tls;           // of TCP; NULL: none
+  qkvi_rpc_connections *connections;  // that accepted ones are counted in
+  bool open;                          // other machines may be let in, though nobody has to say who they are
 } qkvi_rpc_listen_config;
 
 // Adds one address to a server that has not been started. On failure the listener holds nothing.

@@ -15,6 +15,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +24,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "engine/base/log.h"
@@ -34,6 +36,7 @@
 #define SEND_BUFFER_BYTES (1 << 20)
 // How long a connection that cannot be accepted now (no file descriptor is left) waits for the next attempt.
 #define ACCEPT_PAUSE_MS 100
+#define REFUSALS_PAUSE_S 60
 // A TCP connection whose peer has vanished without a word is noticed after the first and so many of the second. The
 // kernel asks, not gRPC: a client in the middle of its own work answers no pings, the kernel does for it.
 #define KEEPALIVE_S 30
@@ -276,7 +279,7 @@ static qkv_status listen_tcp(const char *address, const qkvi_rpc_listen_config *
 
 qkv_status qkvi_rpc_listen(grpc_server *server, const char *address, const qkvi_rpc_listen_config *config,
                            qkvi_rpc_listener *listener, qkv_error *error) {
-  *listener = (qkvi_rpc_listener){.server = server, .lock = -1};
+  *listener = (qkvi_rpc_listener){.server = server, .connections = config->connections, .lock = -1};
   if (strncmp(address, UNIX_PREFIX, strlen(UNIX_PREFIX)) == 0) {
     return listen_unix(address + strlen(UNIX_PREFIX), config->mode, listener, error);
   }
@@ -298,9 +301,27 @@ static void set_options(const qkvi_rpc_listener *listener, int connection) {
   set_integer(connection, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_TIMES);
 }
 
+// Says so once a minute.
+static void refuse_connection(const qkvi_rpc_listener *listener, int connection, qkvi_rpc_admission reason) {
+  static _Atomic int64_t said_s;
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  int64_t last = said_s;
+  close(connection);
+  if (last != 0 && now.tv_sec < last + REFUSALS_PAUSE_S) return;
+  if (!atomic_compare_exchange_strong(&said_s, &last, (int64_t)now.tv_sec)) return;
+  qkv_log(QKV_LOG_WARN, "too many connections, closing new ones", "{s:s, s:s}", "address", listener->address, "limit",
+          reason == QKVI_RPC_TOO_MANY ? "limit-connections" : "limit-peer-connections");
+}
+
 static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_server_credentials *credentials) {
-  const int connection = accept4(socket, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  struct sockaddr_storage peer = {0};
+  socklen_t length = sizeof(peer);
+  const int connection = accept4(socket, (struct sockaddr *)&peer, &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (connection >= 0) {
+    const qkvi_rpc_admission admission =
+        qkvi_rpc_connections_admit(listener->connections, connection, (const struct sockaddr *)&peer);
+    if (admission != QKVI_RPC_ADMITTED) return refuse_connection(listener, connection, admission);
     set_options(listener, connection);
     if (listener->tls != NULL) {
       qkvi_tls_give(listener->tls, connection);

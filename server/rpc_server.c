@@ -55,6 +55,7 @@ struct qkv_rpc_server {
   accept_slot *slots;  // one for each queue
   size_t slot_count;
   qkvi_rpc_limits *limits;
+  qkvi_rpc_connections *connections;
   qkvi_identity_rules rules;
   qkvi_tls_port tls_port;
   void *context;
@@ -291,6 +292,7 @@ static qkv_status listen_all(qkv_rpc_server *server, const qkv_rpc_config *confi
   assert(server->listeners != NULL);
   const qkvi_rpc_listen_config listen = {.mode = config->socket_mode != 0 ? config->socket_mode : SOCKET_MODE,
                                          .tls = config->tls != NULL ? &server->tls_port : NULL,
+                                         .connections = server->connections,
                                          .open = config->open || config->auth != NULL};
   if (config->tls != NULL) QKV_TRY(qkvi_tls_add_port(server->grpc, config->tls, &server->tls_port, error));
   for (size_t i = 0; i < config->listen_count; i++) {
@@ -312,6 +314,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .tenant_max = config->tenant_calls_max,
                                          .first_message_ms = config->first_message_ms};
   server->limits = qkvi_rpc_limits_create(&limits);
+  server->connections = qkvi_rpc_connections_create(config->connections_max, config->peer_connections_max);
   server->rules = (qkvi_identity_rules){
       .auth = config->auth, .anonymous_unix = config->anonymous_unix, .anonymous = config->anonymous};
   server->context = config->context;
@@ -357,6 +360,14 @@ void qkv_rpc_server_tend(qkv_rpc_server *server) {
 
 uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server) {
   return qkvi_rpc_limits_silent_ended(server->limits);
+}
+
+size_t qkv_rpc_server_connections(qkv_rpc_server *server) {
+  return qkvi_rpc_connections_open(server->connections);
+}
+
+uint64_t qkv_rpc_server_connections_refused(qkv_rpc_server *server) {
+  return qkvi_rpc_connections_refused(server->connections);
 }
 
 // ---- Stop ----
@@ -421,6 +432,7 @@ void qkv_rpc_server_destroy(qkv_rpc_server **server) {
   grpc_resource_quota_unref(old->quota);
   for (size_t i = 0; i < old->listener_count; i++) qkvi_rpc_unlisten(&old->listeners[i]);
   qkvi_rpc_limits_destroy(&old->limits);
+  qkvi_rpc_connections_destroy(&old->connections);
   pthread_cond_destroy(&old->changed);
   pthread_mutex_destroy(&old->lock);
   free(old->listeners);

@@ -171,6 +171,26 @@ def test_silent_health_checks(strict):
     wait_quiet(strict)
 
 
+def test_connections_of_one_peer():
+    """One address gets half of all connections; others are served, and it is again when its connections are gone."""
+    with Daemon("--limit-connections", "40") as daemon:
+        host, port = daemon.tcp.rsplit(":", 1)
+
+        def metric(name):
+            value = daemon.metric("qkvd_connections" if name == "open" else f"qkvd_connections_{name}")
+            daemon.disconnect()
+            return value
+
+        held = [socket.create_connection((host, int(port)), timeout=PATIENCE) for _ in range(100)]
+        wait_for(lambda: metric("refused_total") == 80, "not all others are refused")
+        wait_for(lambda: metric("open") == 21, "half of all connections and the one that asks are not open")
+        for connection in held:
+            connection.close()
+        wait_for(lambda: metric("open") == 1, "connections are not counted as gone")
+        check_served(daemon)
+        assert [line["limit"] for line in daemon.log_lines() if "limit" in line] == ["limit-peer-connections"]
+
+
 @pytest.mark.parametrize("payload", [None, b"\0\0\1\0\0", b"\0\0\3\xff\xff" + bytes(1000)],
                          ids=["nothing", "a head", "a part"])
 def test_first_message_that_does_not_come(usual, payload):

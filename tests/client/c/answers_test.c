@@ -97,6 +97,7 @@ static void start_server(void) {
       .calls_max = 16,
       .control_calls_max = 16,
       .connection_calls_max = 16,
+      .connections_max = 64,
       .methods = tables,
   };
   qkv_error error = {0};
