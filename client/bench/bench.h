@@ -70,6 +70,7 @@ extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qk
   {"target", QKV_OPTION_STRING, offsetof(qkv_bench_settings, program.target), NULL, 0, 0, "ADDRESS",             \
    "unix:PATH or HOST:PORT of a running daemon; without it one is started for the run"},                         \
   QKV_PROGRAM_TENANT_OPTION(qkv_bench_settings),                                                                 \
+  QKV_PROGRAM_PLACEMENT_OPTION(qkv_bench_settings),                                                              \
   QKV_PROGRAM_SECURITY_OPTIONS(qkv_bench_settings),                                                              \
   {"timeout", QKV_OPTION_DURATION, offsetof(qkv_bench_settings, program.timeout_ms), "60s", 1, 86400000, "TIME", \
    "how long a call to the daemon may take"},                                                                    \

@@ -1,7 +1,7 @@
 // GetCalibration: a model's calibration file, chunk by chunk.
 #include <grpc/byte_buffer.h>
 
-#include "client/c/client.h"
+#include "client/c/place.h"
 
 enum { REQUEST_MODEL = 1, REQUEST_VERSION = 2, RESPONSE_CHUNK = 1 };
 
@@ -36,6 +36,8 @@ qkv_code qkv_client_get_calibration_version(qkv_client *client, const char *mode
                                             bool (*fn)(void *context, const void *data, size_t bytes), void *context,
                                             qkv_call_error *error) {
   if (model == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "model is NULL");
+  const qkv_code routed = qkvi_route(&client, NULL, error);
+  if (routed != QKV_OK) return routed;
   qkv_wire_put_string(qkvi_begin_request(client), REQUEST_MODEL, model);
   qkv_wire_put_varint(client->writer, REQUEST_VERSION, version);
   return qkvi_read_stream(client, method, qkvi_request(client), deliver, &(receiver){fn, context}, error);

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client/c/client.h"
+#include "client/c/place.h"
 #include "client/c/socket.h"
 
 enum {
@@ -189,14 +189,14 @@ static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice 
   }
 }
 
-void qkvi_call_run(qkvi_call *call, const qkvi_step *step) {
+void qkvi_call_start(qkvi_call *call, const qkvi_step *step, qkvi_run *run) {
   grpc_op ops[6] = {0};
   size_t count = 0;
-  grpc_status_code status = GRPC_STATUS_UNKNOWN;
-  grpc_slice details = grpc_empty_slice();
+  const qkv_client *client = call->client;
+  *run = (qkvi_run){.step = *step, .status = GRPC_STATUS_UNKNOWN, .details = grpc_empty_slice()};
   if (!call->begun) {
     ops[count].op = GRPC_OP_SEND_INITIAL_METADATA;
-    ops[count].data.send_initial_metadata.count = call->client->metadata_count;
+    ops[count].data.send_initial_metadata.count = client->metadata_count + (client->keyed ? 1 : 0);
     ops[count++].data.send_initial_metadata.metadata = call->client->metadata;
     call->begun = true;
   }
@@ -218,38 +218,65 @@ void qkvi_call_run(qkvi_call *call, const qkvi_step *step) {
   if (step->outcome != NULL) {
     ops[count].op = GRPC_OP_RECV_STATUS_ON_CLIENT;
     ops[count].data.recv_status_on_client.trailing_metadata = &call->trailing;
-    ops[count].data.recv_status_on_client.status = &status;
-    ops[count++].data.recv_status_on_client.status_details = &details;
+    ops[count].data.recv_status_on_client.status = &run->status;
+    ops[count++].data.recv_status_on_client.status_details = &run->details;
   }
   grpc_call_error started = grpc_call_start_batch(call->call, ops, count, call, NULL);
   assert(started == GRPC_CALL_OK);
+}
+
+void qkvi_call_finish(qkvi_call *call, qkvi_run *run) {
+  qkv_call_error *outcome = run->step.outcome;
   wait_for(call, call);
-  if (step->request != NULL) grpc_byte_buffer_destroy(step->request);
-  if (step->outcome != NULL) describe(call, status, details, step->outcome);
-  grpc_slice_unref(details);
+  if (run->step.request != NULL) grpc_byte_buffer_destroy(run->step.request);
+  if (outcome != NULL) describe(call, run->status, run->details, outcome);
+  if (outcome != NULL && (outcome->code == QKV_UNAVAILABLE || outcome->code == QKV_DEADLINE_EXCEEDED))
+    call->client->suspect = true;
+  grpc_slice_unref(run->details);
+}
+
+void qkvi_call_run(qkvi_call *call, const qkvi_step *step) {
+  qkvi_run run;
+  qkvi_call_start(call, step, &run);
+  qkvi_call_finish(call, &run);
+}
+
+void qkvi_unary_start(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_exchange *exchange) {
+  *exchange = (qkvi_exchange){0};
+  if (qkvi_call_open(client, method, false, &exchange->call, &exchange->outcome) != QKV_OK) {
+    client->suspect = true;
+    grpc_byte_buffer_destroy(request);
+    return;
+  }
+  const qkvi_step step = {
+      .request = request, .last = true, .response = &exchange->response, .outcome = &exchange->outcome};
+  qkvi_call_start(&exchange->call, &step, &exchange->run);
+}
+
+qkv_code qkvi_unary_finish(qkvi_exchange *exchange, grpc_byte_buffer **response, qkv_call_error *error) {
+  qkv_call_error *outcome = &exchange->outcome;
+  const char *method = exchange->call.method;
+  if (exchange->call.call != NULL) {
+    qkvi_call_finish(&exchange->call, &exchange->run);
+    qkvi_call_close(&exchange->call);
+  }
+  qkvi_reclaim(exchange->call.client);
+  *response = exchange->response;
+  if (outcome->code == QKV_OK && *response == NULL)
+    (void)qkvi_fail(outcome, QKV_INTERNAL, "%s was answered ok, but without a message", method);
+  if (outcome->code != QKV_OK && *response != NULL) {
+    grpc_byte_buffer_destroy(*response);
+    *response = NULL;
+  }
+  if (error != NULL) *error = *outcome;
+  return outcome->code;
 }
 
 qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *request, grpc_byte_buffer **response,
                     qkv_call_error *error) {
-  qkvi_call call;
-  qkv_call_error outcome = {0};
-  *response = NULL;
-  if (qkvi_call_open(client, method, false, &call, &outcome) == QKV_OK) {
-    qkvi_call_run(&call, &(qkvi_step){.request = request, .last = true, .response = response, .outcome = &outcome});
-    qkvi_call_close(&call);
-  } else {
-    grpc_byte_buffer_destroy(request);
-  }
-  qkvi_reclaim(client);
-  if (outcome.code == QKV_OK && *response == NULL) {
-    (void)qkvi_fail(&outcome, QKV_INTERNAL, "%s was answered ok, but without a message", method);
-  }
-  if (outcome.code != QKV_OK && *response != NULL) {
-    grpc_byte_buffer_destroy(*response);
-    *response = NULL;
-  }
-  if (error != NULL) *error = outcome;
-  return outcome.code;
+  qkvi_exchange exchange;
+  qkvi_unary_start(client, method, request, &exchange);
+  return qkvi_unary_finish(&exchange, response, error);
 }
 
 qkv_code qkvi_read_stream(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_response_fn fn,
@@ -294,7 +321,9 @@ qkv_code qkv_client_call(qkv_client *client, const char *method, const void *req
   grpc_byte_buffer *answer = NULL;
   *response = NULL;
   *response_bytes = 0;
-  qkv_code code = qkvi_unary(client, method, qkvi_request_of_bytes(request, request_bytes), &answer, error);
+  qkv_code code = qkvi_route(&client, NULL, error);
+  if (code != QKV_OK) return code;
+  code = qkvi_unary(client, method, qkvi_request_of_bytes(request, request_bytes), &answer, error);
   if (code != QKV_OK) return code;
   *response = flatten(answer, qkvi_view(client, answer), response_bytes);
   grpc_byte_buffer_destroy(answer);

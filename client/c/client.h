@@ -8,6 +8,8 @@
 // (qkvi_reclaim): usually it has by the time the answer is there; where a dead peer keeps it, the connection is
 // cut.
 //
+// A client of several targets is made of such clients (place.h).
+//
 // Threads: as qkv.h says, one at a time.
 #ifndef QKV_CLIENT_C_CLIENT_H
 #define QKV_CLIENT_C_CLIENT_H
@@ -25,12 +27,14 @@
 #include "proto/wire.h"
 
 typedef struct qkvi_kept_codes qkvi_kept_codes;  // codes.h
+typedef struct qkvi_kept_model qkvi_kept_model;  // place.c
 
 struct qkv_client {
   char *target;  // as the caller gave it
   qkv_client_options options;
-  grpc_metadata metadata[2];              // of every call: tenant and authorization, where there are some
-  size_t metadata_count;                  //
+  grpc_metadata metadata[3];              // of every call: tenant and authorization, where there are some,
+  size_t metadata_count;                  // and behind them the key of place.h
+  bool keyed;                             // it has one
   grpc_channel_credentials *credentials;  // of TLS; NULL: none
   int fd;  // a duplicate of the channel's socket, to watch and cut it; -1: not connected
   grpc_channel *channel;
@@ -44,6 +48,16 @@ struct qkv_client {
   uint8_t *scratch[2];         // rows that arrived in pieces, made whole (fetch.c)
   size_t scratch_capacity[2];  //
   qkvi_kept_codes *codes;      // NULL: none was needed yet
+  // place.h
+  char *placement;          // label that is the key of all calls; NULL: none
+  qkv_client **parts;       // of several targets
+  size_t part_count;        // 0: it is a connection itself
+  qkvi_kept_model *models;  // of several targets: registered by this client
+  uint64_t place;           // of a part: its target's hash
+  size_t index;             // of a part: in parts
+  bool suspect;             // of a part: to be asked before it is used
+  int64_t asked_next_ms;    // of a part that did not answer: not before
+  int64_t pause_ms;         //
 };
 
 // ---- errors ----
@@ -57,6 +71,14 @@ qkv_code qkvi_fail_with(qkv_call_error *error, const qkv_error *reason);
 qkv_code qkvi_ok(qkv_call_error *error);
 
 // ---- connection.c ----
+
+// A client that is not connected yet. `options` may be NULL. INVALID_ARGUMENT as of qkv_client_connect.
+qkv_code qkvi_client_create(const char *target, const qkv_client_options *options, qkv_client **client_out,
+                            qkv_call_error *error);
+// Connects where it is not, and asks whether the daemon serves. UNAVAILABLE, within `timeout_ms`: it does not.
+qkv_code qkvi_check_health(qkv_client *client, int64_t timeout_ms, qkv_call_error *error);
+// Waits; gRPC may work meanwhile.
+void qkvi_pause(qkv_client *client, int64_t ms);
 
 // Milliseconds on the clock that deadlines are counted on.
 int64_t qkvi_now_ms(void);
@@ -107,10 +129,30 @@ typedef struct qkvi_step {
 } qkvi_step;
 void qkvi_call_run(qkvi_call *call, const qkvi_step *step);
 
+// The same in two halves: what start has been given stays until finish has returned. One at a time on a call; calls
+// of several clients may be under way together.
+typedef struct qkvi_run {
+  qkvi_step step;
+  grpc_status_code status;
+  grpc_slice details;
+} qkvi_run;
+void qkvi_call_start(qkvi_call *call, const qkvi_step *step, qkvi_run *run);
+void qkvi_call_finish(qkvi_call *call, qkvi_run *run);
+
 // A call with one request and one response, or a client stream of one message. Takes `request`. On success
 // *response is not NULL and the caller's.
 qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *request, grpc_byte_buffer **response,
                     qkv_call_error *error);
+
+// The same in two halves, so that several daemons work at once. Whatever start finds, finish must follow.
+typedef struct qkvi_exchange {
+  qkvi_call call;
+  qkvi_run run;
+  grpc_byte_buffer *response;
+  qkv_call_error outcome;
+} qkvi_exchange;
+void qkvi_unary_start(qkv_client *client, const char *method, grpc_byte_buffer *request, qkvi_exchange *exchange);
+qkv_code qkvi_unary_finish(qkvi_exchange *exchange, grpc_byte_buffer **response, qkv_call_error *error);
 
 // Given each response of a stream; false ends the call: the caller wants no more, or `reason` says what is wrong with
 // the response.
@@ -130,8 +172,10 @@ void *qkvi_pack_open(const qkv_session_options *options, size_t *bytes);
 // The caller's tensor as the engine sees it, checked. `segment` holds what the view borrows.
 qkv_status qkvi_check_tensor(const qkv_client_tensor *from, const char *name, qkv_segment *segment,
                              qkv_tensor *tensor, qkv_error *error);
-// Writes `items` as field 1 of AppendRequest or AttendRequest into the client's writer.
-qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, qkv_call_error *error);
+// Writes `items` as field 1 of AppendRequest or AttendRequest into the client's writer. `numbers`: what errors call
+// them; NULL: 0, 1, ...
+qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, const size_t *numbers,
+                        qkv_call_error *error);
 // Frees what qkvi_put_items has packed; after qkvi_reclaim.
 void qkvi_release_items(qkv_client *client);
 // Reads a Tensor message; it must be dense and of rank `rank`. `name` is for errors.

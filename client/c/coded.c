@@ -9,6 +9,7 @@
 
 #include "client/c/codes.h"
 #include "client/c/fetch.h"
+#include "client/c/place.h"
 #include "engine/base/pool.h"
 
 // Field numbers of qkv/v1/kv_cache.proto.
@@ -142,6 +143,8 @@ static bool give_page(void *context, const qkv_client_page *page, arrival *image
 qkv_code qkv_client_fetch_pages(qkv_client *client, const qkv_client_fetch *request,
                                 const qkv_client_coded_receiver *to, qkv_call_error *error) {
   if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
+  const qkv_code routed = qkvi_route(&client, request->session, error);
+  if (routed != QKV_OK) return routed;
   coded_stream stream = {.page = give_page,
                          .rows = {.heads_first = request->heads_first, .fn = to->rows, .context = to->context},
                          .context = (void *)(uintptr_t)to};
@@ -323,6 +326,7 @@ static qkv_code start(decoding *all, unsigned threads, qkv_call_error *error) {
 qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
                                   qkv_client_layer_rows *layers, qkv_call_error *error) {
   qkv_code code = qkvi_fetch_check(request, error);
+  if (code == QKV_OK) code = qkvi_route(&client, request->session, error);
   if (code != QKV_OK) return code;
   decoding all = {.client = client, .request = request, .layers = layers};
   if (pthread_mutex_init(&all.lock, NULL) != 0 || pthread_cond_init(&all.moved, NULL) != 0) abort();

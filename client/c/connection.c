@@ -13,6 +13,7 @@
 
 #include "client/c/client.h"
 #include "client/c/codes.h"
+#include "client/c/place.h"
 #include "client/c/socket.h"
 #include "engine/base/name.h"
 
@@ -40,6 +41,10 @@ static void poll_for(qkv_client *client, int64_t ms) {
   gpr_timespec until = gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_millis(ms, GPR_TIMESPAN));
   grpc_event event = grpc_completion_queue_pluck(client->queue, &nobody, until, NULL);
   assert(event.type == GRPC_QUEUE_TIMEOUT);
+}
+
+void qkvi_pause(qkv_client *client, int64_t ms) {
+  poll_for(client, ms);
 }
 
 void qkvi_cut(qkv_client *client) {
@@ -152,19 +157,41 @@ qkv_code qkvi_ensure_connected(qkv_client *client, qkv_call_error *error) {
   return nobody_answers(client, &reason, error);
 }
 
-// Whether a gRPC server is behind the socket: any answer to a health check will do.
-static qkv_status greet(qkv_client *client, int64_t timeout_ms, qkv_error *error) {
+static bool says_serving(qkv_client *client, const grpc_byte_buffer *response) {
+  static const uint8_t serving[] = {0x08, 0x01};  // grpc.health.v1.HealthCheckResponse
+  uint8_t bytes[sizeof serving];
+  const qkv_bytes message = qkvi_view(client, response);
+  if (message.length != sizeof serving) return false;
+  qkv_bytes_copy(message, 0, sizeof serving, bytes);
+  return memcmp(bytes, serving, sizeof serving) == 0;
+}
+
+// Whether a gRPC server is behind the socket: any answer to a health check will do, unless it must be `serving`.
+static qkv_status greet(qkv_client *client, int64_t timeout_ms, bool serving, qkv_error *error) {
   grpc_byte_buffer *response = NULL;
   qkv_call_error answer = {0};
   int64_t timeout_of_calls_ms = client->options.timeout_ms;
   client->options.timeout_ms = timeout_ms;
   (void)qkvi_unary(client, "/grpc.health.v1.Health/Check", qkvi_request_of_bytes("", 0), &response, &answer);
   client->options.timeout_ms = timeout_of_calls_ms;
+  const bool served = response != NULL && says_serving(client, response);
   if (response != NULL) grpc_byte_buffer_destroy(response);
-  if (answer.code == QKV_DEADLINE_EXCEEDED || answer.code == QKV_UNAVAILABLE) {
+  if (answer.code == QKV_DEADLINE_EXCEEDED || answer.code == QKV_UNAVAILABLE || (serving && answer.code != QKV_OK))
     return qkv_fail(error, QKV_UNAVAILABLE, "%.200s", answer.text);
-  }
+  if (serving && !served) return qkv_fail(error, QKV_UNAVAILABLE, "%.200s does not serve", client->target);
   return QKV_OK;
+}
+
+qkv_code qkvi_check_health(qkv_client *client, int64_t timeout_ms, qkv_call_error *error) {
+  bool retry = false;
+  qkv_error reason = {0};
+  qkv_status status = QKV_OK;
+  const int64_t until = qkvi_now_ms() + timeout_ms;
+  if (client->channel == NULL || qkvi_socket_hung_up(client->fd))
+    status = connect_once(client, timeout_ms, &retry, &reason);
+  const int64_t left_ms = until - qkvi_now_ms();
+  if (status == QKV_OK) status = greet(client, left_ms < 1 ? 1 : left_ms, true, &reason);
+  return status == QKV_OK ? qkvi_ok(error) : nobody_answers(client, &reason, error);
 }
 
 static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_error *error) {
@@ -176,7 +203,7 @@ static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_
     qkv_status status = connect_once(client, left_ms, &retry, &reason);
     if (status == QKV_OK) {
       left_ms = deadline_ms - qkvi_now_ms();
-      status = greet(client, left_ms < 1 ? 1 : left_ms, &reason);
+      status = greet(client, left_ms < 1 ? 1 : left_ms, false, &reason);
       retry = true;
     }
     if (status == QKV_OK) return qkvi_ok(error);
@@ -250,13 +277,10 @@ static qkv_status read_identity(qkv_client *client, qkv_error *error) {
   return read_token(client, error);
 }
 
-qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
+qkv_code qkvi_client_create(const char *target, const qkv_client_options *options, qkv_client **client_out,
                             qkv_call_error *error) {
   *client_out = NULL;
   qkv_error invalid = {0};
-  if (target == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target is NULL");
-  const char *tenant = options != NULL ? options->tenant : NULL;
-  if (tenant != NULL && qkv_name_check(tenant, "tenant", &invalid) != QKV_OK) return qkvi_fail_with(error, &invalid);
   qkv_client *client = calloc(1, sizeof *client);
   assert(client != NULL);
   if (options != NULL) client->options = *options;
@@ -269,27 +293,48 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   client->target = strdup(target);
   client->writer = qkv_wire_writer_create();
   assert(client->target != NULL && client->writer != NULL);
+  if (client->options.placement != NULL) client->placement = strdup(client->options.placement);
+  assert(client->options.placement == NULL || client->placement != NULL);
   grpc_init();
   client->queue = grpc_completion_queue_create_for_pluck(NULL);
-
-  qkv_code code = read_identity(client, &invalid) != QKV_OK ? qkvi_fail_with(error, &invalid) : QKV_OK;
-  if (code == QKV_OK) code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
-  if (code != QKV_OK) {
+  if (read_identity(client, &invalid) != QKV_OK) {
     qkv_client_close(&client);
-    return code;
+    return qkvi_fail_with(error, &invalid);
   }
   *client_out = client;
   return QKV_OK;
 }
 
+qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client_out,
+                            qkv_call_error *error) {
+  *client_out = NULL;
+  qkv_error invalid = {0};
+  if (target == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target is NULL");
+  const char *tenant = options != NULL ? options->tenant : NULL;
+  const char *placement = options != NULL ? options->placement : NULL;
+  if (tenant != NULL && qkv_name_check(tenant, "tenant", &invalid) != QKV_OK) return qkvi_fail_with(error, &invalid);
+  if (placement != NULL && qkv_name_check(placement, "placement", &invalid) != QKV_OK)
+    return qkvi_fail_with(error, &invalid);
+  if (strchr(target, ',') != NULL) return qkvi_connect_several(target, options, client_out, error);
+  qkv_client *client = NULL;
+  qkv_code code = qkvi_client_create(target, options, &client, error);
+  if (code != QKV_OK) return code;
+  code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
+  if (code != QKV_OK) qkv_client_close(&client);
+  *client_out = client;
+  return code;
+}
+
 void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms) {
   client->options.timeout_ms = timeout_ms > 0 ? timeout_ms : TIMEOUT_MS;
+  for (size_t i = 0; i < client->part_count; i++) qkv_client_set_timeout(client->parts[i], timeout_ms);
 }
 
 void qkv_client_close(qkv_client **client_in) {
   qkv_client *client = *client_in;
   if (client == NULL) return;
   assert(atomic_load(&client->lent) == 0);
+  qkvi_close_parts(client);
   disconnect(client);
   grpc_completion_queue_shutdown(client->queue);
   static char nobody;
@@ -305,6 +350,7 @@ void qkv_client_close(qkv_client **client_in) {
   free(client->segments);
   qkvi_codes_free(client);
   for (int i = 0; i < 2; i++) free(client->scratch[i]);
+  free(client->placement);
   free(client->target);
   free(client);
   *client_in = NULL;

@@ -3,14 +3,26 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client/c/client.h"
 #include "client/c/message.h"
+#include "client/c/place.h"
 #include "qkv/v1/kv_cache.pb-c.h"
+
+// The request's field `session`, NULL where it has none.
+static const char *session_of(const ProtobufCMessage *request) {
+  const char *session = NULL;
+  const ProtobufCFieldDescriptor *field =
+      protobuf_c_message_descriptor_get_field_by_name(request->descriptor, "session");
+  if (field == NULL || field->type != PROTOBUF_C_TYPE_STRING) return NULL;
+  memcpy(&session, (const uint8_t *)request + field->offset, sizeof session);
+  return session;
+}
 
 qkv_code qkv_client_call_message(qkv_client *client, const char *method, const ProtobufCMessage *request,
                                  const ProtobufCMessageDescriptor *kind, ProtobufCMessage **answer,
                                  qkv_call_error *error) {
   *answer = NULL;
+  const qkv_code routed = qkvi_route(&client, session_of(request), error);
+  if (routed != QKV_OK) return routed;
   size_t bytes = protobuf_c_message_get_packed_size(request);
   uint8_t *packed = malloc(bytes + 1);
   assert(packed != NULL);
@@ -76,12 +88,48 @@ static void fill_rope(const qkv_client_rope *from, Qkv__V1__Rope *to) {
   to->attention_factor = from->attention_factor;
 }
 
+typedef struct registering {
+  Qkv__V1__RegisterModelRequest *request;
+  qkv_code code;  // the first that is not that nobody answers
+  size_t registered;
+  qkv_call_error error;
+} registering;
+
+static bool register_part(qkv_client *part, void *context) {
+  registering *all = context;
+  ProtobufCMessage *answer = NULL;
+  all->code = qkv_client_call_message(part, "/qkv.v1.KvCache/RegisterModel", &all->request->base,
+                                      &qkv__v1__register_model_response__descriptor, &answer, &all->error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  all->registered += all->code == QKV_OK;
+  return all->code == QKV_OK || all->code == QKV_UNAVAILABLE;
+}
+
+// With all daemons that answer; the others get it when they do.
+static qkv_code register_with_all(qkv_client *client, Qkv__V1__RegisterModelRequest *request, qkv_call_error *error) {
+  registering all = {.request = request};
+  const qkv_code code = qkvi_each_part(client, register_part, &all, error);
+  if (code != QKV_OK) return code;
+  if (all.code != QKV_OK && !(all.code == QKV_UNAVAILABLE && all.registered > 0)) {
+    if (error != NULL) *error = all.error;
+    return all.code;
+  }
+  if (client->part_count > 0) {
+    const size_t bytes = qkv__v1__register_model_request__get_packed_size(request);
+    uint8_t *packed = malloc(bytes + 1);
+    assert(packed != NULL);
+    (void)qkv__v1__register_model_request__pack(request, packed);
+    qkvi_keep_model(client, request->model->name, packed, bytes);
+    free(packed);
+  }
+  return qkvi_ok(error);
+}
+
 qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *model, qkv_call_error *error) {
   Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
   Qkv__V1__Model message = QKV__V1__MODEL__INIT;
   Qkv__V1__CodecPolicy policy;
   Qkv__V1__Rope rope;
-  ProtobufCMessage *answer = NULL;
   message.name = text_or_empty(model->name);
   message.layers = model->layers;
   message.kv_heads = model->kv_heads;
@@ -103,10 +151,7 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
     message.policy = &policy;
   }
   request.model = &message;
-  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/RegisterModel", &request.base,
-                                          &qkv__v1__register_model_response__descriptor, &answer, error);
-  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
-  return code;
+  return register_with_all(client, &request, error);
 }
 
 static void fill_open(const qkv_session_options *options, Qkv__V1__OpenSessionRequest *request,
@@ -153,6 +198,7 @@ qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *
   Qkv__V1__CodecPolicy policy;
   ProtobufCMessage *answer = NULL;
   fill_open(options, &request, &policy);
+  if (options->matched_tokens != NULL) *options->matched_tokens = 0;
   qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/OpenSession", &request.base,
                                           &qkv__v1__open_session_response__descriptor, &answer, error);
   if (options->matched_tokens != NULL)
@@ -252,8 +298,8 @@ qkv_code qkv_client_get_session(qkv_client *client, const char *session, qkv_cli
   return QKV_OK;
 }
 
-qkv_code qkv_client_has_sessions(qkv_client *client, const char *const *sessions, size_t count, bool touch,
-                                 uint8_t *presence, uint64_t *tokens, qkv_call_error *error) {
+static qkv_code has_of_one(qkv_client *client, const char *const *sessions, size_t count, bool touch,
+                           uint8_t *presence, uint64_t *tokens, qkv_call_error *error) {
   static const char method[] = "/qkv.v1.KvCache/HasSessions";
   Qkv__V1__HasSessionsRequest request = QKV__V1__HAS_SESSIONS_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
@@ -277,6 +323,59 @@ qkv_code qkv_client_has_sessions(qkv_client *client, const char *const *sessions
   return qkvi_malformed(error, method, &reason);
 }
 
+static const char *name_at(const void *names, size_t i) {
+  return ((const char *const *)names)[i];
+}
+
+// One group after the other.
+static qkv_code has_of_several(qkv_client *client, const char *const *sessions, size_t count, bool touch,
+                               uint8_t *presence, uint64_t *tokens, qkv_call_error *error) {
+  qkvi_split split;
+  qkv_code code = qkvi_split_keys(client, name_at, sessions, count, &split, error);
+  if (code != QKV_OK) return code;
+  const char **names = calloc(count, sizeof *names);
+  uint8_t *found = calloc(count, sizeof *found);
+  uint64_t *held = calloc(count, sizeof *held);
+  assert(names != NULL && found != NULL && held != NULL);
+  for (size_t i = 0; i < count; i++) names[i] = sessions[split.order[i]];
+  for (size_t g = 0; g < split.groups && code == QKV_OK; g++) {
+    const size_t begin = split.begins[g];
+    code = has_of_one(split.parts[g], names + begin, split.begins[g + 1] - begin, touch, found + begin,
+                      tokens != NULL ? held + begin : NULL, error);
+  }
+  for (size_t i = 0; i < count && code == QKV_OK; i++) {
+    presence[split.order[i]] = found[i];
+    if (tokens != NULL) tokens[split.order[i]] = held[i];
+  }
+  free((void *)names);
+  free(found);
+  free(held);
+  qkvi_split_free(&split);
+  return code;
+}
+
+qkv_code qkv_client_has_sessions(qkv_client *client, const char *const *sessions, size_t count, bool touch,
+                                 uint8_t *presence, uint64_t *tokens, qkv_call_error *error) {
+  if (client->part_count > 0 && count > 0)
+    return has_of_several(client, sessions, count, touch, presence, tokens, error);
+  const qkv_code routed = qkvi_route(&client, count > 0 ? sessions[0] : "", error);
+  if (routed != QKV_OK) return routed;
+  return has_of_one(client, sessions, count, touch, presence, tokens, error);
+}
+
+// A fork stays where its session is, so it must belong there.
+static qkv_code check_fork(const qkv_client *whole, const qkv_client *owner, const char *session, const char *fork,
+                           qkv_call_error *error) {
+  qkv_client *other = (qkv_client *)(uintptr_t)whole;
+  if (whole->part_count == 0) return QKV_OK;
+  const qkv_code code = qkvi_route(&other, fork, error);
+  if (code != QKV_OK || other == owner) return code;
+  return qkvi_fail(error, QKV_FAILED_PRECONDITION,
+                   "session %.128s is at %.100s, a session named %.128s belongs to %.100s: forks need a client with "
+                   "placement",
+                   session, owner->target, fork, other->target);
+}
+
 qkv_code qkv_client_fork(qkv_client *client, const char *session, const char *fork, uint64_t position,
                          qkv_call_error *error) {
   Qkv__V1__ForkRequest request = QKV__V1__FORK_REQUEST__INIT;
@@ -284,14 +383,19 @@ qkv_code qkv_client_fork(qkv_client *client, const char *session, const char *fo
   request.session = text_or_empty(session);
   request.fork = text_or_empty(fork);
   request.position = position;
+  qkv_client *const whole = client;
+  const qkv_code routed = qkvi_route(&client, request.session, error);
+  if (routed != QKV_OK) return routed;
+  const qkv_code misplaced = check_fork(whole, client, request.session, request.fork, error);
+  if (misplaced != QKV_OK) return misplaced;
   const qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/Fork", &request.base,
                                                 &qkv__v1__fork_response__descriptor, &answer, error);
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   return code;
 }
 
-qkv_code qkv_client_match_prefix(qkv_client *client, const qkv_client_prompt *prompt, qkv_client_match *match,
-                                 qkv_call_error *error) {
+static qkv_code match_of_one(qkv_client *client, const qkv_client_prompt *prompt, qkv_client_match *match,
+                             qkv_call_error *error) {
   Qkv__V1__MatchRequest request = QKV__V1__MATCH_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
   *match = (qkv_client_match){0};
@@ -311,6 +415,49 @@ qkv_code qkv_client_match_prefix(qkv_client *client, const qkv_client_prompt *pr
   copy_name(match->session, response->session);
   protobuf_c_message_free_unpacked(answer, NULL);
   return QKV_OK;
+}
+
+typedef struct matching {
+  const qkv_client *whole;
+  const qkv_client_prompt *prompt;
+  qkv_client_match best;
+  qkv_code code;  // of the last part
+  bool found;     // one knows the model
+  qkv_call_error error;
+} matching;
+
+// A session that is held by another than its owner, from when that did not answer, cannot be reached by its name.
+static bool reachable(const matching *all, const qkv_client *part, const char *session) {
+  qkv_client *owner = (qkv_client *)(uintptr_t)all->whole;
+  if (session[0] == '\0' || all->whole->part_count == 0) return true;
+  return qkvi_route(&owner, session, NULL) == QKV_OK && owner == part;
+}
+
+static bool match_part(qkv_client *part, void *context) {
+  matching *all = context;
+  qkv_client_match match;
+  all->code = match_of_one(part, all->prompt, &match, &all->error);
+  if (all->code != QKV_OK) return all->code == QKV_NOT_FOUND || all->code == QKV_UNAVAILABLE;
+  all->found = true;
+  const bool better = match.tokens > all->best.tokens ||
+                      (match.tokens == all->best.tokens && match.tokens_in_memory > all->best.tokens_in_memory);
+  if (better && reachable(all, part, match.session)) all->best = match;
+  return true;
+}
+
+qkv_code qkv_client_match_prefix(qkv_client *client, const qkv_client_prompt *prompt, qkv_client_match *match,
+                                 qkv_call_error *error) {
+  matching all = {.whole = client, .prompt = prompt};
+  *match = (qkv_client_match){0};
+  const qkv_code code = qkvi_each_part(client, match_part, &all, error);
+  if (code != QKV_OK) return code;
+  const bool passed_over = all.found && (all.code == QKV_NOT_FOUND || all.code == QKV_UNAVAILABLE);
+  if (all.code != QKV_OK && !passed_over) {
+    if (error != NULL) *error = all.error;
+    return all.code;
+  }
+  *match = all.best;
+  return qkvi_ok(error);
 }
 
 qkv_code qkv_client_truncate(qkv_client *client, const char *session, uint64_t position, qkv_call_error *error) {

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "client/c/codes.h"
+#include "client/c/place.h"
 #include "engine/base/pool.h"
 
 // Bytes of pages in one message: small enough for any daemon's limit-message, large enough to be quick.
@@ -213,11 +214,14 @@ static qkv_code make_slots(encoding *all, unsigned threads, qkv_call_error *erro
 
 qkv_code qkv_client_append_encoded(qkv_client *client, const qkv_client_item *item, unsigned threads,
                                    uint64_t *appended, qkv_call_error *error) {
-  encoding all = {.client = client, .item = item};
+  encoding all = {.item = item};
   qkv_error reason = {0};
   uint64_t tokens = 0;
   if (appended != NULL) *appended = 0;
   if (check_item(&all, &reason) != QKV_OK) return qkvi_fail_with(error, &reason);
+  const qkv_code routed = qkvi_route(&client, item->session, error);
+  if (routed != QKV_OK) return routed;
+  all.client = client;
   if (pthread_mutex_init(&all.lock, NULL) != 0 || pthread_cond_init(&all.moved, NULL) != 0) abort();
   qkv_code code = find_code(&all, error);
   if (code == QKV_OK) code = make_slots(&all, threads, error);

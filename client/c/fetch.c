@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "client/c/fetch.h"
+#include "client/c/place.h"
 
 // Field numbers of qkv/v1/kv_cache.proto.
 enum {
@@ -158,6 +159,8 @@ qkv_code qkv_client_fetch_rows(qkv_client *client, const qkv_client_fetch *reque
                                bool (*fn)(void *context, const qkv_client_rows *rows), void *context,
                                qkv_call_error *error) {
   if (request->session == NULL) return qkvi_fail(error, QKV_INVALID_ARGUMENT, "session is NULL");
+  const qkv_code routed = qkvi_route(&client, request->session, error);
+  if (routed != QKV_OK) return routed;
   qkvi_row_receiver to = {request->heads_first, fn, context};
   return qkvi_read_stream(client, qkvi_fetch_method, qkvi_fetch_request(client, request, false), qkvi_fetch_deliver,
                           &to, error);
@@ -233,6 +236,7 @@ static bool store(qkv_client *client, const grpc_byte_buffer *response, void *co
 qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
                                qkv_call_error *error) {
   qkv_code code = qkvi_fetch_check(request, error);
+  if (code == QKV_OK) code = qkvi_route(&client, request->session, error);
   if (code != QKV_OK) return code;
   for (size_t i = 0; i < request->layer_count; i++) layers[i].position = layers[i].tokens = 0;
   filling all = {.request = request, .layers = layers};

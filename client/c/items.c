@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client/c/client.h"
+#include "client/c/place.h"
 
 // Field numbers of qkv/v1/kv_cache.proto and tensor.proto.
 enum { REQUEST_ITEMS = 1 };
@@ -177,12 +177,13 @@ static qkv_status put_item(qkv_client *client, const qkv_client_item *item, qkv_
   return QKV_OK;
 }
 
-qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, qkv_call_error *error) {
+qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, const size_t *numbers,
+                        qkv_call_error *error) {
   (void)qkvi_begin_request(client);
   for (size_t i = 0; i < count; i++) {
     qkv_error reason = {0};
     if (put_item(client, &items[i], &reason) == QKV_OK) continue;
-    qkv_error_prefix(&reason, "items[%zu].", i);
+    qkv_error_prefix(&reason, "items[%zu].", numbers != NULL ? numbers[i] : i);
     qkvi_release_items(client);
     return qkvi_fail_with(error, &reason);
   }
@@ -195,13 +196,15 @@ void qkvi_release_items(qkv_client *client) {
   client->packed_count = 0;
 }
 
-// Sends what the client's writer has.
-static qkv_code send_append(qkv_client *client, uint64_t *appended, qkv_call_error *error) {
-  static const char method[] = "/qkv.v1.KvCache/Append";
+static const char append_method[] = "/qkv.v1.KvCache/Append";
+
+// Ends what was started with what the client's writer had.
+static qkv_code finish_append(qkv_client *client, qkvi_exchange *exchange, uint64_t *appended,
+                              qkv_call_error *error) {
   enum { RESPONSE_TOKENS = 2 };
   if (appended != NULL) *appended = 0;
   grpc_byte_buffer *response = NULL;
-  const qkv_code code = qkvi_unary(client, method, qkvi_request(client), &response, error);
+  const qkv_code code = qkvi_unary_finish(exchange, &response, error);
   qkvi_release_items(client);
   if (code != QKV_OK) return code;
 
@@ -214,27 +217,82 @@ static qkv_code send_append(qkv_client *client, uint64_t *appended, qkv_call_err
     if (field.number == RESPONSE_TOKENS && appended != NULL) *appended = field.value;
   }
   grpc_byte_buffer_destroy(response);
-  return reason.status == QKV_OK ? QKV_OK : qkvi_malformed(error, method, &reason);
+  return reason.status == QKV_OK ? QKV_OK : qkvi_malformed(error, append_method, &reason);
+}
+
+const char *qkvi_key_of_item(const void *items, size_t i) {
+  return ((const qkv_client_item *)items)[i].session;
+}
+
+qkv_client_item *qkvi_items_in_order(const qkvi_split *split, const qkv_client_item *items, size_t count) {
+  qkv_client_item *ordered = calloc(count + 1, sizeof *ordered);
+  assert(ordered != NULL);
+  for (size_t i = 0; i < count; i++) ordered[i] = items[split->order[i]];
+  return ordered;
+}
+
+// Each group to its daemon, all at once; the first error counts, and what the others have appended stays.
+static qkv_code append_split(const qkvi_split *split, const qkv_client_item *ordered, uint64_t *appended,
+                             qkv_call_error *error) {
+  qkvi_exchange *exchanges = calloc(split->groups + 1, sizeof *exchanges);
+  bool *started = calloc(split->groups + 1, sizeof *started);
+  assert(exchanges != NULL && started != NULL);
+  qkv_call_error first = {0}, reason = {0};
+  for (size_t g = 0; g < split->groups; g++) {
+    const size_t begin = split->begins[g], count = split->begins[g + 1] - begin;
+    qkv_client *part = split->parts[g];
+    started[g] = qkvi_put_items(part, ordered + begin, count, split->order + begin, &reason) == QKV_OK;
+    if (started[g]) qkvi_unary_start(part, append_method, qkvi_request(part), &exchanges[g]);
+    if (!started[g] && first.code == QKV_OK) first = reason;
+  }
+  for (size_t g = 0; g < split->groups; g++) {
+    uint64_t tokens = 0;
+    if (!started[g]) continue;
+    if (finish_append(split->parts[g], &exchanges[g], &tokens, &reason) != QKV_OK && first.code == QKV_OK)
+      first = reason;
+    if (appended != NULL) *appended += tokens;
+  }
+  free(exchanges);
+  free(started);
+  if (error != NULL) *error = first;
+  return first.code;
 }
 
 qkv_code qkv_client_append(qkv_client *client, const qkv_client_item *items, size_t count, uint64_t *appended,
                            qkv_call_error *error) {
   if (appended != NULL) *appended = 0;
-  const qkv_code code = qkvi_put_items(client, items, count, error);
-  return code == QKV_OK ? send_append(client, appended, error) : code;
+  if (client->part_count == 0 || count == 0) {  // nothing to be put in order
+    qkvi_exchange exchange;
+    qkv_code code = qkvi_route(&client, count > 0 && items[0].session != NULL ? items[0].session : "", error);
+    if (code == QKV_OK) code = qkvi_put_items(client, items, count, NULL, error);
+    if (code != QKV_OK) return code;
+    qkvi_unary_start(client, append_method, qkvi_request(client), &exchange);
+    return finish_append(client, &exchange, appended, error);
+  }
+  qkvi_split split;
+  qkv_code code = qkvi_split_keys(client, qkvi_key_of_item, items, count, &split, error);
+  if (code != QKV_OK) return code;
+  qkv_client_item *ordered = qkvi_items_in_order(&split, items, count);
+  code = append_split(&split, ordered, appended, error);
+  free(ordered);
+  qkvi_split_free(&split);
+  return code;
 }
 
 qkv_code qkv_client_put(qkv_client *client, const qkv_session_options *options, const qkv_client_item *items,
                         size_t count, bool seal, qkv_call_error *error) {
   enum { OPEN = 2, COMPLETE, SEAL };
-  const qkv_code code = qkvi_put_items(client, items, count, error);
+  qkvi_exchange exchange;
+  qkv_code code = qkvi_route(&client, options->session != NULL ? options->session : "", error);
+  if (code == QKV_OK) code = qkvi_put_items(client, items, count, NULL, error);
   if (code != QKV_OK) return code;
   size_t bytes;
   void *open = qkvi_pack_open(options, &bytes);
   qkv_wire_put_reference(client->writer, OPEN, open, bytes, NULL);
   qkv_wire_put_varint(client->writer, COMPLETE, true);
   qkv_wire_put_varint(client->writer, SEAL, seal);
-  const qkv_code sent = send_append(client, NULL, error);
+  qkvi_unary_start(client, append_method, qkvi_request(client), &exchange);
+  const qkv_code sent = finish_append(client, &exchange, NULL, error);
   free(open);
   return sent;
 }

@@ -8,7 +8,8 @@
 #include "client/c/qkv.h"
 
 // Sends `request` and unpacks the answer as `kind` into *answer, which the caller frees with
-// protobuf_c_message_free_unpacked(*answer, NULL). INTERNAL where the answer does not unpack.
+// protobuf_c_message_free_unpacked(*answer, NULL). INTERNAL where the answer does not unpack. A request with a field
+// `session` goes to that session's daemon, where there are several.
 qkv_code qkv_client_call_message(qkv_client *client, const char *method, const ProtobufCMessage *request,
                                  const ProtobufCMessageDescriptor *kind, ProtobufCMessage **answer,
                                  qkv_call_error *error);

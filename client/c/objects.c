@@ -5,14 +5,43 @@
 #include <string.h>
 #include <xxhash.h>
 
-#include "client/c/client.h"
 #include "client/c/message.h"
+#include "client/c/place.h"
 #include "qkv/v1/objects.pb-c.h"
 
 enum { PIECE_BYTES = 1 << 20 };
 
 static char *text_or_empty(const char *text) {
   return (char *)(uintptr_t)(text == NULL ? "" : text);
+}
+
+// ---- Several daemons ----
+
+typedef qkv_code objects_fn(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error);
+
+static const char *key_of(const void *objects, size_t i) {
+  return ((const qkv_client_object *)objects)[i].name;
+}
+
+// Calls fn for the objects of each daemon, until it fails; what it writes into them is the caller's.
+static qkv_code in_groups(qkv_client *client, const qkv_client_objects *objects, objects_fn *fn,
+                          qkv_call_error *error) {
+  qkvi_split split;
+  if (objects->count == 0) return qkvi_ok(error);
+  qkv_code code = qkvi_split_keys(client, key_of, objects->objects, objects->count, &split, error);
+  if (code != QKV_OK) return code;
+  qkv_client_object *ordered = calloc(objects->count, sizeof *ordered);
+  assert(ordered != NULL);
+  for (size_t i = 0; i < objects->count; i++) ordered[i] = objects->objects[split.order[i]];
+  for (size_t g = 0; g < split.groups && code == QKV_OK; g++) {
+    const size_t begin = split.begins[g];
+    const qkv_client_objects part = {.objects = ordered + begin, .count = split.begins[g + 1] - begin};
+    code = fn(split.parts[g], &part, error);
+  }
+  for (size_t i = 0; i < objects->count; i++) objects->objects[split.order[i]] = ordered[i];
+  free(ordered);
+  qkvi_split_free(&split);
+  return code;
 }
 
 // ---- Put ----
@@ -55,16 +84,11 @@ static grpc_byte_buffer *next_message(qkv_client *client, const qkv_client_objec
   return qkvi_request(client);
 }
 
-qkv_code qkv_client_put_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+static qkv_code put_of_one(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
   static const char method[] = "/qkv.v1.Objects/PutObjects";
   qkvi_call call;
   qkv_call_error outcome = {0};
   grpc_byte_buffer *response = NULL;
-  for (size_t i = 0; i < objects->count; i++) {
-    if (objects->objects[i].data == NULL || objects->objects[i].bytes == 0)
-      return qkvi_fail(error, QKV_INVALID_ARGUMENT, "objects[%zu] has no bytes", i);
-  }
-  if (objects->count == 0) return qkvi_ok(error);
   const qkv_code code = qkvi_call_open(client, method, true, &call, error);
   if (code != QKV_OK) return code;
   for (size_t next = 0, at = 0; next < objects->count;)
@@ -75,6 +99,14 @@ qkv_code qkv_client_put_objects(qkv_client *client, const qkv_client_objects *ob
   if (response != NULL) grpc_byte_buffer_destroy(response);
   if (error != NULL) *error = outcome;
   return outcome.code;
+}
+
+qkv_code qkv_client_put_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+  for (size_t i = 0; i < objects->count; i++) {
+    if (objects->objects[i].data == NULL || objects->objects[i].bytes == 0)
+      return qkvi_fail(error, QKV_INVALID_ARGUMENT, "objects[%zu] has no bytes", i);
+  }
+  return in_groups(client, objects, put_of_one, error);
 }
 
 // ---- Get ----
@@ -162,7 +194,7 @@ static bool take_message(qkv_client *client, const grpc_byte_buffer *response, v
   }
 }
 
-qkv_code qkv_client_get_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+static qkv_code get_of_one(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
   arriving to = {.objects = objects, .hash = XXH3_createState(), .index = objects->count};
   assert(to.hash != NULL);
   qkv_wire_writer *writer = qkvi_begin_request(client);
@@ -182,6 +214,10 @@ qkv_code qkv_client_get_objects(qkv_client *client, const qkv_client_objects *ob
   return code;
 }
 
+qkv_code qkv_client_get_objects(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+  return in_groups(client, objects, get_of_one, error);
+}
+
 // ---- Has, Delete ----
 
 // The names of the objects, to be freed.
@@ -198,8 +234,7 @@ static qkv_code incomplete(const char *method, qkv_call_error *error) {
   return qkvi_malformed(error, method, &reason);
 }
 
-qkv_code qkv_client_has_objects(qkv_client *client, const qkv_client_objects *objects, bool touch,
-                                qkv_call_error *error) {
+static qkv_code has_of_one(qkv_client *client, const qkv_client_objects *objects, bool touch, qkv_call_error *error) {
   static const char method[] = "/qkv.v1.Objects/HasObjects";
   Qkv__V1__HasObjectsRequest request = QKV__V1__HAS_OBJECTS_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
@@ -217,12 +252,24 @@ qkv_code qkv_client_has_objects(qkv_client *client, const qkv_client_objects *ob
   return whole ? QKV_OK : incomplete(method, error);
 }
 
-qkv_code qkv_client_delete_objects(qkv_client *client, const qkv_client_objects *objects, size_t *deleted,
-                                   qkv_call_error *error) {
+static qkv_code look_at(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+  return has_of_one(client, objects, false, error);
+}
+
+static qkv_code use(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
+  return has_of_one(client, objects, true, error);
+}
+
+qkv_code qkv_client_has_objects(qkv_client *client, const qkv_client_objects *objects, bool touch,
+                                qkv_call_error *error) {
+  return in_groups(client, objects, touch ? use : look_at, error);
+}
+
+// Leaves 1 in `received` of those that were there.
+static qkv_code delete_of_one(qkv_client *client, const qkv_client_objects *objects, qkv_call_error *error) {
   static const char method[] = "/qkv.v1.Objects/DeleteObjects";
   Qkv__V1__DeleteObjectsRequest request = QKV__V1__DELETE_OBJECTS_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
-  size_t count = 0;
   request.objects = names_of(objects);
   request.n_objects = objects->count;
   const qkv_code code = qkv_client_call_message(client, method, &request.base,
@@ -231,8 +278,17 @@ qkv_code qkv_client_delete_objects(qkv_client *client, const qkv_client_objects 
   if (code != QKV_OK) return code;
   const Qkv__V1__DeleteObjectsResponse *response = (const Qkv__V1__DeleteObjectsResponse *)answer;
   const bool whole = response->n_deleted == objects->count;
-  for (size_t i = 0; i < response->n_deleted; i++) count += response->deleted[i] != 0;
+  for (size_t i = 0; i < objects->count && whole; i++) objects->objects[i].received = response->deleted[i] != 0;
   protobuf_c_message_free_unpacked(answer, NULL);
-  if (deleted != NULL) *deleted = count;
   return whole ? QKV_OK : incomplete(method, error);
+}
+
+qkv_code qkv_client_delete_objects(qkv_client *client, const qkv_client_objects *objects, size_t *deleted,
+                                   qkv_call_error *error) {
+  size_t count = 0;
+  for (size_t i = 0; i < objects->count; i++) objects->objects[i].received = 0;
+  const qkv_code code = in_groups(client, objects, delete_of_one, error);
+  for (size_t i = 0; i < objects->count; i++) count += objects->objects[i].received;
+  if (deleted != NULL) *deleted = count;
+  return code;
 }

@@ -48,9 +48,22 @@ typedef struct qkv_client_options {
   const char *tls_cert, *tls_key;  // of this client, where the daemon asks for them; NULL: none
   const char *token;               // bearer token of every call; NULL: none
   const char *token_file;          // the same from a file, read by qkv_client_connect; NULL: none
+  const char *placement;           // label that stands for the names of sessions where places are chosen; NULL: none
 } qkv_client_options;
 
-// Connects to "unix:PATH" or "HOST:PORT" and waits for the daemon until the timeout. `options` may be NULL.
+// Several daemons: where a target is a list ("a:7580,b:7580"), each session and object belongs to one of them, by its
+// name (rendezvous hashing; every client must give the targets in the same words). The items of a batch go to their
+// owners at once and the answers are merged; a batch's call has failed where all of its daemons have. An owner that
+// does not answer a health check with SERVING is left out: the call under way fails (UNAVAILABLE), later ones of its
+// sessions go to the next daemon, which does not know them (NOT_FOUND), until it is back. Sessions that others own
+// stay where they are. Models are registered with all daemons, and again with one that comes back. The longest prefix
+// of all is matched. FAILED_PRECONDITION: a fork whose name another daemon owns, and what is no session's: watch,
+// calibrations, qkv_client_call. With `placement` all calls go to the label's owner, these included.
+//
+// Every call has its session's name, or the label, as the metadata x-qkv-session, by which proxies place it.
+
+// Connects to "unix:PATH" or "HOST:PORT", or to a list of them with commas, and waits for the daemon, or for one of
+// them, until the timeout. `options` may be NULL.
 // UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL, for a tenant that is no
 // name, and for files that cannot be read. On failure *client is NULL. A client whose daemon went away gives
 // UNAVAILABLE and connects anew at its next call.

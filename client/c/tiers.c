@@ -5,6 +5,7 @@
 
 #include "client/c/client.h"
 #include "client/c/message.h"
+#include "client/c/place.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
 static const char stats_method[] = "/qkv.v1.KvCache/GetAttentionStats";
@@ -121,6 +122,8 @@ static bool deliver(qkv_client *client, const grpc_byte_buffer *buffer, void *co
 qkv_code qkv_client_attention_stats(qkv_client *client, const qkv_client_scope *scope, uint32_t buckets,
                                     bool (*fn)(void *context, const qkv_client_attention *head), void *context,
                                     qkv_call_error *error) {
+  const qkv_code routed = qkvi_route(&client, name_of(scope), error);
+  if (routed != QKV_OK) return routed;
   return qkvi_read_stream(client, stats_method, stats_request(scope, buckets), deliver, &(receiver){fn, context},
                           error);
 }

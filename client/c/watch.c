@@ -3,7 +3,7 @@
 #include <grpc/byte_buffer.h>
 #include <stdlib.h>
 
-#include "client/c/client.h"
+#include "client/c/place.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
 typedef struct receiver {
@@ -65,6 +65,8 @@ qkv_code qkv_client_watch_prefixes(qkv_client *client, const qkv_client_watch *o
                                    bool (*fn)(void *context, const qkv_client_changes *changes), void *context,
                                    qkv_call_error *error) {
   enum { TENANT = 1, MODEL, TOKEN_IDS, INSTANCE, AFTER };
+  const qkv_code routed = qkvi_route(&client, NULL, error);
+  if (routed != QKV_OK) return routed;
   qkv_wire_writer *writer = qkvi_begin_request(client);
   if (options->tenant != NULL) qkv_wire_put_string(writer, TENANT, options->tenant);
   if (options->model != NULL) qkv_wire_put_string(writer, MODEL, options->model);

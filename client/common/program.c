@@ -71,8 +71,8 @@ static int unknown_command(const qkv_command_set *set, const char *word) {
 static int find_command(int argc, char **argv) {
   for (int i = 1; i < argc; i++) {
     if (argv[i][0] != '-') return i;
-    static const char *const valued[] = {"--target",   "--tenant",  "--timeout",   "--tls-ca",
-                                         "--tls-cert", "--tls-key", "--token-file"};
+    static const char *const valued[] = {"--target", "--tenant",   "--placement", "--timeout",
+                                         "--tls-ca", "--tls-cert", "--tls-key",   "--token-file"};
     const char *option = argv[i];
     for (size_t j = 0; j < sizeof valued / sizeof *valued; j++) i += strcmp(option, valued[j]) == 0;
   }
@@ -121,9 +121,10 @@ static qkv_status read_environment(const qkv_command *command, qkv_options *opti
 }
 
 static qkv_status read_all_environment(const qkv_command *command, qkv_options *options, qkv_error *error) {
-  static const char *const names[][2] = {{"target", "QKVD_TARGET"},   {"tenant", "QKVD_TENANT"},
-                                         {"tls-ca", "QKVD_TLS_CA"},   {"tls-cert", "QKVD_TLS_CERT"},
-                                         {"tls-key", "QKVD_TLS_KEY"}, {"token-file", "QKVD_TOKEN_FILE"}};
+  static const char *const names[][2] = {{"target", "QKVD_TARGET"},        {"tenant", "QKVD_TENANT"},
+                                         {"placement", "QKVD_PLACEMENT"},  {"tls-ca", "QKVD_TLS_CA"},
+                                         {"tls-cert", "QKVD_TLS_CERT"},    {"tls-key", "QKVD_TLS_KEY"},
+                                         {"token-file", "QKVD_TOKEN_FILE"}};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
     QKV_TRY(read_environment(command, options, names[i][0], names[i][1], error));
   return QKV_OK;

@@ -19,6 +19,7 @@ enum { QKV_EXIT_OK = 0, QKV_EXIT_FAILED = 1, QKV_EXIT_USAGE = 2 };
 typedef struct qkv_program {
   const char *target;                                    // --target, else $QKVD_TARGET, else 127.0.0.1:7580
   const char *tenant;                                    // --tenant, else $QKVD_TENANT, else NULL
+  const char *placement;                                 // --placement, else $QKVD_PLACEMENT, else NULL
   const char *tls_ca, *tls_cert, *tls_key, *token_file;  // or $QKVD_TLS_CA and so on; NULL
   int64_t timeout_ms;
   bool json, help, version;
@@ -29,6 +30,9 @@ typedef struct qkv_program {
 #define QKV_PROGRAM_TENANT_OPTION(type)                                                                          \
   {"tenant", QKV_OPTION_STRING, offsetof(type, program.tenant), NULL, 0, 0, "NAME",                              \
    "whose sessions and prefixes are meant, \"default\" when not given (also the environment variable QKVD_TENANT)"}
+#define QKV_PROGRAM_PLACEMENT_OPTION(type)                                                                       \
+  {"placement", QKV_OPTION_STRING, offsetof(type, program.placement), NULL, 0, 0, "LABEL",                       \
+   "of several daemons the label's is meant, and not each session's (also QKVD_PLACEMENT)"}
 #define QKV_PROGRAM_SECURITY_OPTIONS(type)                                                                       \
   {"tls-ca", QKV_OPTION_STRING, offsetof(type, program.tls_ca), NULL, 0, 0, "FILE",                              \
    "authorities of the daemon's certificate: the connection is TLS (also QKVD_TLS_CA)"},                         \
@@ -40,13 +44,14 @@ typedef struct qkv_program {
    "file with the bearer token (also QKVD_TOKEN_FILE; QKVD_TOKEN is the token itself)"}
 // How they enter a qkv_client_options.
 #define QKV_PROGRAM_CONNECTION(values)                                                                           \
-  .tenant = (values).tenant, .tls_ca = (values).tls_ca, .tls_cert = (values).tls_cert,                           \
+  .tenant = (values).tenant, .placement = (values).placement, .tls_ca = (values).tls_ca, .tls_cert = (values).tls_cert,                           \
   .tls_key = (values).tls_key, .token_file = (values).token_file,                                                \
   .token = (values).token_file == NULL ? getenv("QKVD_TOKEN") : NULL
 #define QKV_PROGRAM_OPTIONS(type)                                                                                \
   {"target", QKV_OPTION_STRING, offsetof(type, program.target), "127.0.0.1:7580", 0, 0, "ADDRESS",               \
-   "the daemon: unix:PATH or HOST:PORT (also the environment variable QKVD_TARGET)"},                            \
+   "the daemon: unix:PATH or HOST:PORT, or several with commas (also the environment variable QKVD_TARGET)"},    \
   QKV_PROGRAM_TENANT_OPTION(type),                                                                              \
+  QKV_PROGRAM_PLACEMENT_OPTION(type),                                                                            \
   QKV_PROGRAM_SECURITY_OPTIONS(type),                                                                            \
   {"timeout", QKV_OPTION_DURATION, offsetof(type, program.timeout_ms), "60s", 1, 86400000, "TIME",               \
    "how long a call to the daemon may take"},                                                                    \

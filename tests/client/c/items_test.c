@@ -71,7 +71,7 @@ static void test_every_field(void **state) {
        .v = {QKV_CLIENT_FP32, 3, {3, 2, 1}, {0}, rows, sizeof rows}},
       {.session = "two", .q_before_rope = true, .q = {QKV_CLIENT_FP32, 3, {1, 6, 2}, {0}, rows, sizeof rows}},
   };
-  assert_int_equal(qkvi_put_items(&client, items, 2, NULL), 0);
+  assert_int_equal(qkvi_put_items(&client, items, 2, NULL, NULL), 0);
   Qkv__V1__AttendRequest *request = written(&client);
   assert_int_equal(request->n_items, 2);
   const Qkv__V1__Item *one = request->items[0], *two = request->items[1];
@@ -111,7 +111,7 @@ static void test_strides_are_kept(void **state) {
   qkv_client_item item = {
       .session = "s",
       .q = {QKV_CLIENT_FP32, 3, {2, 2, 3}, {sizeof cache[0], 2 * sizeof cache[0][0], 4}, cache, sizeof cache}};
-  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL), 0);
+  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL, NULL), 0);
   Qkv__V1__AttendRequest *request = written(&client);
   expect_tensor(request->items[0]->q, 3, (int64_t[]){2, 2, 3}, (int64_t[]){48, 24, 4}, cache, 84);
   qkv__v1__attend_request__free_unpacked(request, NULL);
@@ -129,7 +129,7 @@ static void test_wasteful_strides_are_packed(void **state) {
   qkv_client_item item = {.session = "s",
                           .k = {QKV_CLIENT_FP32, 3, {5, 1, 2}, {64, 8, 4}, cache[0][3], sizeof cache - 24},
                           .v = {QKV_CLIENT_FP32, 3, {5, 1, 2}, {64, 8, 4}, cache[0][3], sizeof cache - 24}};
-  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL), 0);
+  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL, NULL), 0);
   assert_int_equal(client.packed_count, 2);
   Qkv__V1__AttendRequest *request = written(&client);
   expect_tensor(request->items[0]->k, 3, (int64_t[]){5, 1, 2}, NULL, packed, sizeof packed);
@@ -145,7 +145,7 @@ static void test_repeated_rows(void **state) {
   qkv_client client = make_client();
   float row[2] = {1, 2};
   qkv_client_item item = {.session = "s", .q = {QKV_CLIENT_FP32, 3, {4, 3, 2}, {0, 0, 4}, row, sizeof row}};
-  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL), 0);
+  assert_int_equal(qkvi_put_items(&client, &item, 1, NULL, NULL), 0);
   Qkv__V1__AttendRequest *request = written(&client);
   expect_tensor(request->items[0]->q, 3, (int64_t[]){4, 3, 2}, (int64_t[]){0, 0, 4}, row, sizeof row);
   qkv__v1__attend_request__free_unpacked(request, NULL);
@@ -170,13 +170,13 @@ static void test_refused(void **state) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkv_client_item items[2] = {{.session = "a"}, {.session = "b", .k = cases[i].tensor}};
     qkv_call_error error = {0};
-    assert_int_equal(qkvi_put_items(&client, items, 2, &error), QKV_INVALID_ARGUMENT);
+    assert_int_equal(qkvi_put_items(&client, items, 2, NULL, &error), QKV_INVALID_ARGUMENT);
     assert_int_equal(error.code, QKV_INVALID_ARGUMENT);
     if (strstr(error.text, cases[i].text) != error.text) fail_msg("\"%s\" is not \"%s\"", error.text, cases[i].text);
-    assert_int_equal(qkvi_put_items(&client, items, 2, NULL), QKV_INVALID_ARGUMENT);
+    assert_int_equal(qkvi_put_items(&client, items, 2, NULL, NULL), QKV_INVALID_ARGUMENT);
   }
   qkv_call_error error = {0};
-  assert_int_equal(qkvi_put_items(&client, &(qkv_client_item){0}, 1, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkvi_put_items(&client, &(qkv_client_item){0}, 1, NULL, &error), QKV_INVALID_ARGUMENT);
   assert_string_equal(error.text, "items[0].session is NULL");
   drop_client(&client);
 }

@@ -1,0 +1,278 @@
+#include "client/c/place.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "client/c/socket.h"
+#include "engine/base/name.h"
+
+enum {
+  PARTS_MAX = 256,
+  TARGET_BYTES_MAX = 128,  // as in Python
+  CHECK_MS = 1000,         // of connecting to a part and its health check
+  PAUSE_FIRST_MS = 100,
+  PAUSE_MAX_MS = 2000,
+};
+
+struct qkvi_kept_model {
+  qkvi_kept_model *next;
+  char *name;
+  void *request;
+  size_t bytes;
+};
+
+// ---- weights ----
+
+uint64_t qkvi_place_hash(const char *text) {
+  return XXH3_64bits(text, strlen(text));
+}
+
+uint64_t qkvi_place_weight(uint64_t target, uint64_t key) {
+  uint64_t mixed = target ^ key;
+  mixed = (mixed ^ (mixed >> 33)) * 0xC2B2AE3D27D4EB4F;
+  mixed = (mixed ^ (mixed >> 29)) * 0x165667B19E3779F9;
+  return mixed ^ (mixed >> 32);
+}
+
+// ---- the key of calls ----
+
+// A name that no session can have goes without: the daemon refuses it.
+static void set_key(qkv_client *client, const char *key) {
+  qkv_error invalid = {0};
+  grpc_metadata *entry = &client->metadata[client->metadata_count];
+  if (key != NULL && qkv_name_check(key, "key", &invalid) != QKV_OK) key = NULL;
+  if (client->keyed && key != NULL && grpc_slice_str_cmp(entry->value, key) == 0) return;
+  if (client->keyed) grpc_slice_unref(entry->value);
+  client->keyed = key != NULL;
+  if (key == NULL) return;
+  *entry = (grpc_metadata){.key = grpc_slice_from_static_string("x-qkv-session"),
+                           .value = grpc_slice_from_copied_string(key)};
+}
+
+// ---- parts ----
+
+static void register_kept(const qkv_client *whole, qkv_client *part) {
+  for (const qkvi_kept_model *model = whole->models; model != NULL; model = model->next) {
+    grpc_byte_buffer *response = NULL;
+    qkv_call_error ignored;  // what refuses it will refuse its sessions, too
+    (void)qkvi_unary(part, "/qkv.v1.KvCache/RegisterModel", qkvi_request_of_bytes(model->request, model->bytes),
+                     &response, &ignored);
+    if (response != NULL) grpc_byte_buffer_destroy(response);
+  }
+}
+
+// Whether calls may go there. One that is suspect is asked, if its pause is over; `why` where it is not.
+static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
+  if (!part->suspect && part->channel != NULL && !qkvi_socket_hung_up(part->fd)) return true;
+  part->suspect = true;
+  if (qkvi_now_ms() < part->asked_next_ms) {
+    (void)qkvi_fail(why, QKV_UNAVAILABLE, "%s has not answered a moment ago", part->target);
+    return false;
+  }
+  if (qkvi_check_health(part, CHECK_MS, why) == QKV_OK) {
+    part->suspect = false;
+    part->pause_ms = 0;
+    register_kept(whole, part);
+    return !part->suspect;
+  }
+  part->pause_ms = part->pause_ms == 0 ? PAUSE_FIRST_MS : 2 * part->pause_ms;
+  if (part->pause_ms > PAUSE_MAX_MS) part->pause_ms = PAUSE_MAX_MS;
+  part->asked_next_ms = qkvi_now_ms() + part->pause_ms;
+  return false;
+}
+
+// The part of the highest weight below that of `after` (NULL: of all); of equal weights the earlier one is higher.
+static qkv_client *next_best(const qkv_client *whole, uint64_t key, const qkv_client *after) {
+  qkv_client *best = NULL;
+  uint64_t best_weight = 0;
+  const uint64_t limit = after != NULL ? qkvi_place_weight(after->place, key) : 0;
+  for (size_t i = 0; i < whole->part_count; i++) {
+    qkv_client *part = whole->parts[i];
+    const uint64_t weight = qkvi_place_weight(part->place, key);
+    const bool lower = after == NULL || weight < limit || (weight == limit && part->index > after->index);
+    if (!lower || (best != NULL && weight <= best_weight)) continue;
+    best = part;
+    best_weight = weight;
+  }
+  return best;
+}
+
+static qkv_client *owner_of(const qkv_client *whole, const char *key, qkv_call_error *error) {
+  qkv_call_error why = {0};
+  const uint64_t hash = qkvi_place_hash(key);
+  qkv_client *part = next_best(whole, hash, NULL);
+  while (part != NULL && !answers(whole, part, &why)) part = next_best(whole, hash, part);
+  if (part == NULL)
+    (void)qkvi_fail(error, QKV_UNAVAILABLE, "none of the %zu daemons %.200s answers: %.200s", whole->part_count,
+                    whole->target, why.text);
+  return part;
+}
+
+qkv_code qkvi_route(qkv_client **client, const char *key, qkv_call_error *error) {
+  qkv_client *whole = *client;
+  if (whole->placement != NULL) key = whole->placement;
+  if (whole->part_count > 0) {
+    if (key == NULL)
+      return qkvi_fail(error, QKV_FAILED_PRECONDITION,
+                       "the call is for one daemon, the client has %zu: connect to the one that is meant, or set "
+                       "placement",
+                       whole->part_count);
+    *client = owner_of(whole, key, error);
+    if (*client == NULL) return QKV_UNAVAILABLE;
+  }
+  if (key != NULL) set_key(*client, key);
+  return QKV_OK;
+}
+
+qkv_code qkvi_each_part(qkv_client *client, bool (*fn)(qkv_client *part, void *context), void *context,
+                        qkv_call_error *error) {
+  qkv_call_error why = {0};
+  size_t answered = 0;
+  if (client->part_count == 0) {
+    set_key(client, client->placement);
+    (void)fn(client, context);
+    return qkvi_ok(error);
+  }
+  for (size_t i = 0; i < client->part_count; i++) {
+    if (!answers(client, client->parts[i], &why)) continue;
+    set_key(client->parts[i], client->placement);
+    answered++;
+    if (!fn(client->parts[i], context)) break;
+  }
+  if (answered > 0) return qkvi_ok(error);
+  return qkvi_fail(error, QKV_UNAVAILABLE, "none of the %zu daemons %.200s answers: %.200s", client->part_count,
+                   client->target, why.text);
+}
+
+void qkvi_keep_model(qkv_client *client, const char *name, const void *request, size_t bytes) {
+  qkvi_kept_model *model = client->models;
+  while (model != NULL && strcmp(model->name, name) != 0) model = model->next;
+  if (model == NULL) {
+    model = calloc(1, sizeof *model);
+    assert(model != NULL);
+    model->name = strdup(name);
+    model->next = client->models;
+    client->models = model;
+  }
+  free(model->request);
+  model->request = malloc(bytes + 1);
+  assert(model->name != NULL && model->request != NULL);
+  memcpy(model->request, request, bytes);
+  model->bytes = bytes;
+}
+
+// ---- groups ----
+
+qkv_code qkvi_split_keys(qkv_client *client, const char *(*key_of)(const void *entries, size_t i),
+                         const void *entries, size_t count, qkvi_split *split, qkv_call_error *error) {
+  const size_t most = client->part_count > 0 ? client->part_count : 1;
+  *split = (qkvi_split){.order = calloc(count + 1, sizeof(size_t)),
+                        .begins = calloc(most + 1, sizeof(size_t)),
+                        .parts = calloc(most, sizeof(qkv_client *))};
+  qkv_client **owners = calloc(count + 1, sizeof *owners);
+  assert(split->order != NULL && split->begins != NULL && split->parts != NULL && owners != NULL);
+  qkv_code code = QKV_OK;
+  // From the last to the first: the key that stays in a client's metadata is that of its first entry.
+  for (size_t i = count; i > 0 && code == QKV_OK; i--) {
+    const char *key = key_of(entries, i - 1);
+    owners[i - 1] = client;
+    code = qkvi_route(&owners[i - 1], key != NULL ? key : "", error);
+  }
+  size_t used = 0;
+  for (size_t p = 0; p < most && code == QKV_OK; p++) {
+    qkv_client *part = client->part_count > 0 ? client->parts[p] : client;
+    const size_t begin = used;
+    for (size_t i = 0; i < count; i++) {
+      if (owners[i] == part) split->order[used++] = i;
+    }
+    if (used == begin) continue;
+    split->parts[split->groups] = part;
+    split->begins[split->groups++] = begin;
+    split->begins[split->groups] = used;
+  }
+  free((void *)owners);
+  if (code != QKV_OK) qkvi_split_free(split);
+  return code;
+}
+
+void qkvi_split_free(qkvi_split *split) {
+  free(split->order);
+  free(split->begins);
+  free((void *)split->parts);
+  *split = (qkvi_split){0};
+}
+
+// ---- opening and closing ----
+
+static qkv_code add_part(qkv_client *whole, const char *target, const qkv_client_options *options,
+                         qkv_call_error *error) {
+  qkvi_target parsed;
+  qkv_error invalid = {0};
+  if (strlen(target) > TARGET_BYTES_MAX)
+    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "a target has %zu bytes, of several at most %d are possible",
+                     strlen(target), TARGET_BYTES_MAX);
+  if (whole->part_count == PARTS_MAX)
+    return qkvi_fail(error, QKV_INVALID_ARGUMENT, "there are more than %d targets", PARTS_MAX);
+  if (qkvi_target_parse(target, &parsed, &invalid) != QKV_OK) return qkvi_fail_with(error, &invalid);
+  for (size_t i = 0; i < whole->part_count; i++) {
+    if (strcmp(whole->parts[i]->target, target) == 0)
+      return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target %.200s is there twice", target);
+  }
+  qkv_client *part = NULL;
+  const qkv_code code = qkvi_client_create(target, options, &part, error);
+  if (code != QKV_OK) return code;
+  part->suspect = true;
+  part->place = qkvi_place_hash(target);
+  part->index = whole->part_count;
+  whole->parts[whole->part_count++] = part;
+  return QKV_OK;
+}
+
+static qkv_code add_parts(qkv_client *whole, const qkv_client_options *options, qkv_call_error *error) {
+  char *texts = strdup(whole->target), *at = texts;
+  assert(texts != NULL);
+  qkv_code code = QKV_OK;
+  while (at != NULL && code == QKV_OK) code = add_part(whole, strsep(&at, ","), options, error);
+  free(texts);
+  return code;
+}
+
+static bool any(qkv_client *part, void *context) {
+  (void)part;
+  (void)context;
+  return true;  // asks all of them
+}
+
+qkv_code qkvi_connect_several(const char *targets, const qkv_client_options *options, qkv_client **client_out,
+                              qkv_call_error *error) {
+  qkv_client *whole = NULL;
+  qkv_code code = qkvi_client_create(targets, options, &whole, error);
+  if (code != QKV_OK) return code;
+  whole->parts = calloc(PARTS_MAX, sizeof(qkv_client *));
+  assert(whole->parts != NULL);
+  code = add_parts(whole, options, error);
+  const int64_t until = qkvi_now_ms() + whole->options.connect_timeout_ms;
+  if (code == QKV_OK) code = qkvi_each_part(whole, any, NULL, error);
+  while (code == QKV_UNAVAILABLE && qkvi_now_ms() < until) {
+    qkvi_pause(whole, PAUSE_FIRST_MS / 2);
+    code = qkvi_each_part(whole, any, NULL, error);
+  }
+  if (code != QKV_OK) qkv_client_close(&whole);
+  *client_out = whole;
+  return code;
+}
+
+void qkvi_close_parts(qkv_client *client) {
+  for (size_t i = 0; i < client->part_count; i++) qkv_client_close(&client->parts[i]);
+  free((void *)client->parts);
+  while (client->models != NULL) {
+    qkvi_kept_model *model = client->models;
+    client->models = model->next;
+    free(model->name);
+    free(model->request);
+    free(model);
+  }
+  if (client->keyed) grpc_slice_unref(client->metadata[client->metadata_count].value);
+}
