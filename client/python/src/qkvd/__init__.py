@@ -9,7 +9,8 @@
 Messages of the wire are in `qkvd.v1`; `qkvd.transformers` has a cache for Hugging Face transformers.
 """
 
-from qkvd.aio import AsyncClient, AsyncDecodeStream, AsyncSession
+from qkvd.aio import AsyncClient, AsyncDecodeStream
+from qkvd.aio_session import AsyncSession
 from qkvd.arrays import bf16_to_fp32, fp32_to_bf16
 from qkvd.calls import Match, Presence
 from qkvd.client import Client

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,15 +12,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from qkvd import calls, errors, items, wire
+from qkvd import calls, errors, items, several_async, wire
 from qkvd import objects as opaque
+from qkvd.aio_session import AsyncSession
 from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
-from qkvd.fetched import Gathered
 from qkvd.items import Item, Result, RopeForm
-from qkvd.model import AttendOptions, Model, Policy
-from qkvd.session import SessionState, joined
+from qkvd.model import Model, Policy
+from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
 
 T = TypeVar("T")
@@ -44,8 +43,15 @@ class AsyncClient:
         tls: Tls | bool | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
+        placement: str = "",
     ):
-        self._connection = Connection(target, tenant, token, tls, timeout, retry_for)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement)
+        targets = self._connection.targets if len(self._connection.targets) > 1 else []
+        of_each: dict[str, Any] = {"tenant": tenant, "token": token, "tls": tls, "timeout": timeout}
+        self._daemons: Daemons[AsyncClient] = Daemons(
+            target, [Daemon(one, AsyncClient(one, retry_for=0, placement=placement, **of_each)) for one in targets]
+        )
+        self._kept_models: dict[str, Call[Any]] = {}
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
@@ -56,6 +62,11 @@ class AsyncClient:
     def target(self) -> str:
         """As given."""
         return self._connection.target
+
+    @property
+    def daemons(self) -> dict[str, AsyncClient]:
+        """As `Client.daemons`."""
+        return self._daemons.clients() or {self.target: self}
 
     def __repr__(self) -> str:
         return f"qkvd.AsyncClient({self.target!r})"
@@ -74,19 +85,28 @@ class AsyncClient:
         channel, self._channel, self._stubs = self._channel, None, {}
         if channel is not None:
             await channel.close(None)
+        for daemon in self._daemons.all:
+            await daemon.client.close()
 
     # ---- models ----
 
     async def register_model(self, model: Model, *, timeout: float | None = None) -> model_pb2.RegisterModelResponse:
         """As `Client.register_model`."""
-        return await self._call(calls.register_model(model), timeout)
+        call = calls.register_model(model)
+        if self._daemons:
+            return await several_async.register_model(self, model.name, call, timeout)
+        return await self._call(call, timeout)
 
     async def model(self, name: str, *, timeout: float | None = None) -> model_pb2.GetModelResponse:
         """As `Client.model`."""
+        if self._daemons:
+            return (await several_async.each(self, lambda one: one.model(name, timeout=timeout)))[0][1]
         return await self._call(calls.get_model(name), timeout)
 
     async def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:
         """As `Client.models`."""
+        if self._daemons:
+            return await several_async.models(self, timeout)
         return list((await self._call(calls.list_models(), timeout)).models)
 
     async def calibration(self, model: str, *, timeout: float | None = None) -> bytes:
@@ -139,7 +159,8 @@ class AsyncClient:
         **options: Any,
     ) -> None:
         """As `Client.put`."""
-        await self._send(calls.CACHE + "Append", calls.put_messages(name, rows, model, tokens, seal, options), timeout)
+        messages = calls.put_messages(name, rows, model, tokens, seal, options)
+        await self._send(calls.CACHE + "Append", messages, timeout, name)
 
     async def session(self, name: str, *, timeout: float | None = None) -> AsyncSession:
         """As `Client.session`."""
@@ -153,6 +174,14 @@ class AsyncClient:
         self, prefix: str = "", *, tenant: str = "", model: str = "", timeout: float | None = None
     ) -> AsyncIterator[kv_cache_pb2.SessionInfo]:
         """As `Client.sessions`."""
+        if self._daemons:
+            for info in await several_async.listed(
+                self,
+                lambda one: one.sessions(prefix, tenant=tenant, model=model, timeout=timeout),
+                lambda info: info.session,
+            ):
+                yield info
+            return
         token = ""
         while True:
             answer = await self._call(calls.list_sessions(prefix, tenant, model, token), timeout)
@@ -166,6 +195,13 @@ class AsyncClient:
         self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None
     ) -> list[Presence]:
         """As `Client.has_sessions`."""
+        if self._daemons:
+            return await several_async.listwise(
+                self,
+                names,
+                timeout,
+                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, timeout=left),
+            )
         return await self._call(calls.has_sessions(names, touch), timeout)
 
     async def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
@@ -181,7 +217,8 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> Match:
         """As `Client.match`."""
-        return await self._call(calls.match(model, tokens, salt), timeout)
+        call = calls.match(model, tokens, salt)
+        return await (several_async.match(self, call, timeout) if self._daemons else self._call(call, timeout))
 
     async def watch(
         self, *, tenant: str = "", model: str = "", token_ids: bool = False, instance: int = 0, after: int = 0
@@ -189,7 +226,8 @@ class AsyncClient:
         """As `Client.watch`."""
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
-        answers = self._stub("unary_stream", calls.CACHE + "Watch")(request, metadata=self._connection.metadata)
+        stub = (await self._at(None))._stub("unary_stream", calls.CACHE + "Watch")
+        answers = stub(request, metadata=self._connection.metadata_of(None))
         try:
             async for answer in answers:
                 yield read(answer)
@@ -208,9 +246,12 @@ class AsyncClient:
         self, objects: Iterable[tuple[str, Any]], *, timeout: float | None = None, **options: Any
     ) -> objects_pb2.PutObjectsResponse:
         """As `Client.put_objects`."""
+        if self._daemons:
+            return await several_async.put_objects(self, objects, timeout, options)
+        first, objects = opaque.first_name(objects)
         messages = opaque.put_messages(objects, **options)
         read = calls.reader(objects_pb2.PutObjectsResponse)
-        return read(await self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
+        return read(await self._send(opaque.OBJECTS + "PutObjects", messages, timeout, first))
 
     async def get_object(self, name: str, *, timeout: float | None = None) -> memoryview | None:
         """As `Client.get_object`."""
@@ -220,21 +261,44 @@ class AsyncClient:
         self, names: Sequence[str], *, out: Sequence[Any] | None = None, timeout: float | None = None
     ) -> list[memoryview | None]:
         """As `Client.get_objects`."""
+        if self._daemons:
+            return await several_async.listwise(
+                self, names, timeout,
+                lambda one, at, left: one.get_objects([names[i] for i in at], out=chosen(out, at), timeout=left),
+            )  # fmt: skip
         gathering = opaque.Gathering(names, out)
-        async for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names), timeout):
+        request, key = opaque.get_request(names), opaque.key_of(names)
+        async for answer in self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key):
             gathering.take(answer)
         return gathering.found
 
     async def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
         """As `Client.has_objects`."""
+        if self._daemons:
+            return await several_async.listwise(
+                self,
+                names,
+                timeout,
+                lambda one, at, left: one.has_objects([names[i] for i in at], touch=touch, timeout=left),
+            )
         return await self._call(opaque.has_objects(names, touch), timeout)
 
     async def delete_objects(self, names: Sequence[str], *, timeout: float | None = None) -> list[bool]:
         """As `Client.delete_objects`."""
+        if self._daemons:
+            return await several_async.listwise(
+                self, names, timeout, lambda one, at, left: one.delete_objects([names[i] for i in at], timeout=left)
+            )
         return await self._call(opaque.delete_objects(names), timeout)
 
     async def objects(self, prefix: str = "", *, timeout: float | None = None) -> AsyncIterator[objects_pb2.ObjectInfo]:
         """As `Client.objects`."""
+        if self._daemons:
+            for info in await several_async.listed(
+                self, lambda one: one.objects(prefix, timeout=timeout), lambda info: info.object
+            ):
+                yield info
+            return
         token = ""
         while True:
             answer = await self._call(opaque.list_objects(prefix, token), timeout)
@@ -248,6 +312,8 @@ class AsyncClient:
 
     async def append(self, batch: Sequence[Item], *, timeout: float | None = None) -> int:
         """As `Client.append`."""
+        if self._daemons:
+            return await several_async.append(self, batch, timeout)
         packed = [items.pack(item) for item in batch]
         if not packed:
             return 0
@@ -257,7 +323,8 @@ class AsyncClient:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
                 messages = items.append_messages(packed)
-                answer = await stub(messages, timeout=backoff.left(), metadata=self._connection.metadata)
+                metadata = self._connection.metadata_of(batch[0].session)
+                answer = await stub(messages, timeout=backoff.left(), metadata=metadata)
                 return read(answer).tokens
             except grpc.RpcError as error:
                 await self._wait(backoff, error, "Append", timeout, repeat=True)
@@ -271,8 +338,11 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> list[Result]:
         """As `Client.attend`."""
+        if self._daemons and batch:
+            return await several_async.attend(self, batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)
-        answer: bytes = await self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True), timeout)
+        key = next((item.session for item in batch), "")
+        answer: bytes = await self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True, key), timeout)
         return items.attend_results(answer, batch, out)
 
     def decode(self) -> AsyncDecodeStream:
@@ -295,7 +365,7 @@ class AsyncClient:
     ) -> AsyncIterator[wire.Rows]:
         """As `Client.fetch_rows`."""
         request = calls.fetch_request(session, layers, begin, end, dtype, heads_first, part, rope, chunk_tokens)
-        async for data in self._stream(calls.CACHE + "Fetch", request, timeout):
+        async for data in self._stream(calls.CACHE + "Fetch", request, timeout, session):
             yield wire.rows(data)
 
     async def attention_stats(
@@ -304,7 +374,8 @@ class AsyncClient:
         """As `Client.attention_stats`."""
         request = calls.stats_request(session, layers, buckets)
         read = calls.reader(kv_cache_pb2.GetAttentionStatsResponse)
-        return [read(data) async for data in self._stream(calls.CACHE + "GetAttentionStats", request, timeout)]
+        answers = self._stream(calls.CACHE + "GetAttentionStats", request, timeout, session)
+        return [read(data) async for data in answers]
 
     # ---- the daemon ----
 
@@ -321,6 +392,17 @@ class AsyncClient:
         return await self._call(calls.simple(method, request, answer, repeat=False), timeout)
 
     # ---- how calls are made ----
+
+    async def _at(self, key: str | None) -> AsyncClient:
+        """The client whose calls reach the session's daemon: this one, or one of several."""
+        return (await several_async.owner(self, key)).client if self._daemons else self
+
+    async def _check_fork(self, session: str, name: str) -> None:
+        """Not where a daemon other than the session's owns the new name."""
+        if self._daemons:
+            self._daemons.check_fork(
+                session, await several_async.owner(self, session), name, await several_async.owner(self, name)
+            )
 
     def _stub(self, kind: str, method: str) -> Any:
         if self._closed:
@@ -353,32 +435,45 @@ class AsyncClient:
         await asyncio.sleep(backoff.pause(errors.of_call(error, method, timeout), repeat))
 
     async def _call(self, call: Call[T], timeout: float | None) -> T:
+        if self._daemons:
+            return await several_async.routed(self, call.key, timeout, call.repeat, lambda one, left: one._call(call, left))
         backoff = self._backoff(timeout)
         while True:
             try:
                 stub = self._stub("unary_unary", call.method)
-                return call.read(await stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata))
+                metadata = self._connection.metadata_of(call.key)
+                return call.read(await stub(call.request, timeout=backoff.left(), metadata=metadata))
             except grpc.RpcError as error:
                 await self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
 
-    async def _send(self, method: str, messages: Iterator[bytes], timeout: float | None) -> bytes:
+    async def _send(self, method: str, messages: Iterator[bytes], timeout: float | None, key: str | None) -> bytes:
         """A stream of messages and the daemon's answer; not repeated. An error of ours that `messages` raise is raised."""
+        if self._daemons:
+            return await several_async.routed(
+                self, key, timeout, False, lambda one, left: one._send(method, messages, left, key)
+            )
         outgoing = calls.Outgoing(messages)
         stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            return bytes(await stub(outgoing, timeout=seconds, metadata=self._connection.metadata))
+            return bytes(await stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key)))
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
             raise errors.of_call(error, method, seconds) from outgoing.failure
 
-    async def _stream(self, method: str, request: bytes, timeout: float | None) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, method: str, request: bytes, timeout: float | None, key: str | None = None
+    ) -> AsyncIterator[bytes]:
+        if self._daemons:
+            async for answer in several_async.stream(self, method, request, timeout, key):
+                yield answer
+            return
         backoff = self._backoff(timeout)
         began = False
         while True:
             stub = self._stub("unary_stream", method)
-            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata)
+            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata_of(key))
             try:
                 async for answer in answers:
                     began = True
@@ -397,7 +492,9 @@ class AsyncDecodeStream:
         self._client = client
         self._lock = asyncio.Lock()
         self._call: Any = None
+        self._key: str | None = None  # of the first step's first item
         self._failure: errors.Error | None = None
+        self._streams = several_async.Streams(client) if client._daemons else None
 
     async def __aenter__(self) -> AsyncDecodeStream:
         return self
@@ -416,9 +513,15 @@ class AsyncDecodeStream:
         timeout: float | None = None,
     ) -> list[Result]:
         """As `DecodeStream.attend`. A task that is cancelled while it waits ends the stream."""
+        if self._streams is not None:
+            async with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                return await self._streams.attend(batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)
         seconds = calls.checked_timeout(self._client._connection.timeout if timeout is None else timeout)
         async with self._lock:
+            self._key = self._key or next((item.session for item in batch), None)
             return items.attend_results(await self._step(message, seconds), batch, out)
 
     async def close(self) -> None:
@@ -426,6 +529,8 @@ class AsyncDecodeStream:
         async with self._lock:
             if self._failure is None:
                 self._fail(errors.FailedPrecondition("the decode stream is closed"))
+            if self._streams is not None:
+                await self._streams.close()
 
     async def _step(self, message: bytes, seconds: float) -> bytes:
         if self._failure is not None:
@@ -433,7 +538,7 @@ class AsyncDecodeStream:
         try:
             if self._call is None:
                 stub = self._client._stub("stream_stream", calls.CACHE + "Decode")
-                self._call = stub(metadata=self._client._connection.metadata)
+                self._call = stub(metadata=self._client._connection.metadata_of(self._key))
             answer = await asyncio.wait_for(self._exchange(message), seconds)
             if answer is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 return bytes(answer)
@@ -456,149 +561,3 @@ class AsyncDecodeStream:
         self._failure = error
         if self._call is not None:
             self._call.cancel()
-
-
-class AsyncSession(SessionState):
-    """`qkvd.Session` for asyncio: arguments, answers and errors are the same, every call is awaited."""
-
-    def __init__(self, client: AsyncClient, info: kv_cache_pb2.SessionInfo, tokens: Sequence[int] | Array | None):
-        super().__init__(info, tokens)
-        self._client = client
-        self._turns = [asyncio.Lock() for _ in self._lengths]
-
-    async def __aenter__(self) -> AsyncSession:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    def _turn(self, layer: int, position: int | None) -> AbstractAsyncContextManager[Any]:
-        self._length(layer)
-        return self._turns[layer] if position is None else nullcontext()
-
-    async def append(
-        self,
-        layer: int,
-        k: Any,
-        v: Any,
-        position: int | None = None,
-        *,
-        rope: RopeForm = "after",
-        tokens: Sequence[int] | Array | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        """As `Session.append`."""
-        async with self._turn(layer, position):
-            item = self._rows(layer, k, v, None, position, rope=rope, tokens=tokens)
-            new = await self._client.append([item], timeout=timeout)
-            self._took(layer, max(self._length(layer), item.position + len(k)))
-            return new
-
-    async def attend(
-        self,
-        layer: int,
-        q: Any,
-        position: int | None = None,
-        *,
-        k: Any = None,
-        v: Any = None,
-        rope: RopeForm = "after",
-        options: AttendOptions | None = None,
-        dtype: str = "fp32",
-        out: Any = None,
-        timeout: float | None = None,
-    ) -> tuple[Array, Array]:
-        """As `Session.attend`."""
-        async with self._turn(layer, position):
-            item = self._attend_item(layer, q, position, k, v, rope=rope, options=options)
-            results = []
-            for piece, target in self._steps(item, out):
-                results += await self._client.attend([piece], dtype=dtype, out=[target], timeout=timeout)
-                if results[-1].error is None:
-                    self._took(layer, results[-1].length)
-            return joined(results, out)
-
-    async def fetch(
-        self,
-        layer: int,
-        *,
-        begin: int = 0,
-        end: int = 0,
-        dtype: str | None = None,
-        heads_first: bool = False,
-        part: str = "both",
-        rope: RopeForm = "after",
-        out: tuple[Any, Any] | None = None,
-        timeout: float | None = None,
-    ) -> tuple[Array, Array]:
-        """As `Session.fetch`."""
-        backoff = self._client._backoff(timeout)
-        while True:
-            gathered = Gathered(out, self._expected(layer, begin, end), heads_first)
-            try:
-                async for piece in self._client.fetch_rows(
-                    self.name, [layer], begin=begin, end=end, dtype=dtype, heads_first=heads_first, part=part,
-                    rope=rope, timeout=backoff.left(),
-                ):  # fmt: skip
-                    gathered.put(piece)
-                return gathered.taken()
-            except errors.Unavailable as error:
-                await asyncio.sleep(backoff.pause(error, True))
-
-    async def truncate(self, position: int, *, layers: Sequence[int] | None = None, timeout: float | None = None) -> None:
-        """As `Session.truncate`."""
-        self._lengths = list((await self._client._call(calls.truncate(self.name, position, layers), timeout)).lengths)
-
-    async def fork(self, name: str, position: int = 0, *, timeout: float | None = None) -> AsyncSession:
-        """As `Session.fork`."""
-        answer = await self._client._call(calls.fork(self.name, name, position), timeout)
-        return AsyncSession(self._client, answer.info, self.tokens)
-
-    async def info(self, *, timeout: float | None = None) -> kv_cache_pb2.SessionInfo:
-        """As `Session.info`."""
-        info = await self._client.session_info(self.name, timeout=timeout)
-        self._took_info(info)
-        return info
-
-    async def demote(
-        self,
-        bits: float,
-        *,
-        begin: int = 0,
-        end: int = 0,
-        layers: Sequence[int] | None = None,
-        even: bool = False,
-        timeout: float | None = None,
-    ) -> kv_cache_pb2.DemoteResponse:
-        """As `Session.demote`."""
-        return await self._client._call(calls.demote(self.name, bits, begin, end, layers, even), timeout)
-
-    async def prefetch(
-        self,
-        bits: float = 0,
-        *,
-        begin: int = 0,
-        end: int = 0,
-        layers: Sequence[int] | None = None,
-        timeout: float | None = None,
-    ) -> kv_cache_pb2.PrefetchResponse:
-        """As `Session.prefetch`."""
-        return await self._client._call(calls.prefetch(self.name, bits, begin, end, layers), timeout)
-
-    async def pin(self, *, timeout: float | None = None) -> None:
-        """As `Session.pin`."""
-        await self._client._call(calls.pin(self.name, False), timeout)
-
-    async def unpin(self, *, timeout: float | None = None) -> None:
-        """As `Session.unpin`."""
-        await self._client._call(calls.pin(self.name, True), timeout)
-
-    async def touch(self, ttl: float | None = None, *, timeout: float | None = None) -> None:
-        """As `Session.touch`."""
-        await self._client._call(calls.touch(self.name, ttl), timeout)
-
-    async def close(self, *, keep: bool = False, timeout: float | None = None) -> int:
-        """As `Session.close`."""
-        return await self._client.close_session(self.name, keep=keep, timeout=timeout)

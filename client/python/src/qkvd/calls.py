@@ -45,11 +45,12 @@ class Call(Generic[T]):
     request: bytes
     read: Callable[[bytes], T]
     repeat: bool
+    key: str | None = None  # the session or object that it is for, by which its daemon is found
 
 
-def simple(method: str, request: Message, answer: type[M], *, repeat: bool) -> Call[M]:
+def simple(method: str, request: Message, answer: type[M], *, repeat: bool, key: str | None = None) -> Call[M]:
     """A call whose answer is a message of a generated class."""
-    return Call(method, request.SerializeToString(), reader(answer), repeat)
+    return Call(method, request.SerializeToString(), reader(answer), repeat, key)
 
 
 def reader(answer: type[M]) -> Callable[[bytes], M]:
@@ -178,7 +179,7 @@ def open_request(
 
 
 def open_session(request: kv_cache_pb2.OpenSessionRequest) -> Call[kv_cache_pb2.OpenSessionResponse]:
-    return simple(CACHE + "OpenSession", request, kv_cache_pb2.OpenSessionResponse, repeat=False)
+    return simple(CACHE + "OpenSession", request, kv_cache_pb2.OpenSessionResponse, repeat=False, key=request.session)
 
 
 def milliseconds(seconds: float) -> int:
@@ -195,7 +196,7 @@ def not_negative_number(number: float, what: str) -> float:
 
 def get_session(name: str) -> Call[kv_cache_pb2.SessionInfo]:
     request = kv_cache_pb2.GetSessionRequest(session=name)
-    return simple(CACHE + "GetSession", request, kv_cache_pb2.SessionInfo, repeat=True)
+    return simple(CACHE + "GetSession", request, kv_cache_pb2.SessionInfo, repeat=True, key=name)
 
 
 def list_sessions(prefix: str, tenant: str, model: str, page_token: str) -> Call[kv_cache_pb2.ListSessionsResponse]:
@@ -224,7 +225,7 @@ def has_sessions(names: Sequence[str], touch: bool) -> Call[list[Presence]]:
         answer = parse(data)
         return [Presence(p != 0, p == memory, t) for p, t in zip(answer.presence, answer.tokens, strict=True)]
 
-    return Call(CACHE + "HasSessions", request.SerializeToString(), read, True)
+    return Call(CACHE + "HasSessions", request.SerializeToString(), read, True, names[0] if names else None)
 
 
 def put_messages(
@@ -259,14 +260,14 @@ def _put_messages(
 
 def close_session(name: str, keep: bool) -> Call[kv_cache_pb2.CloseSessionResponse]:
     request = kv_cache_pb2.CloseSessionRequest(session=name, keep=keep)
-    return simple(CACHE + "CloseSession", request, kv_cache_pb2.CloseSessionResponse, repeat=False)
+    return simple(CACHE + "CloseSession", request, kv_cache_pb2.CloseSessionResponse, repeat=False, key=name)
 
 
 def truncate(name: str, position: int, layers: Sequence[int] | None) -> Call[kv_cache_pb2.TruncateResponse]:
     request = kv_cache_pb2.TruncateRequest(
         session=name, position=not_negative(position, "position"), layers=layers_of(layers)
     )
-    return simple(CACHE + "Truncate", request, kv_cache_pb2.TruncateResponse, repeat=True)
+    return simple(CACHE + "Truncate", request, kv_cache_pb2.TruncateResponse, repeat=True, key=name)
 
 
 def demote(
@@ -275,29 +276,29 @@ def demote(
     request = kv_cache_pb2.DemoteRequest(
         session=name, range=range_of(begin, end), bits=bits, even=even, layers=layers_of(layers)
     )
-    return simple(CACHE + "Demote", request, kv_cache_pb2.DemoteResponse, repeat=False)
+    return simple(CACHE + "Demote", request, kv_cache_pb2.DemoteResponse, repeat=False, key=name)
 
 
 def prefetch(
     name: str, bits: float, begin: int, end: int, layers: Sequence[int] | None
 ) -> Call[kv_cache_pb2.PrefetchResponse]:
     request = kv_cache_pb2.PrefetchRequest(session=name, range=range_of(begin, end), bits=bits, layers=layers_of(layers))
-    return simple(CACHE + "Prefetch", request, kv_cache_pb2.PrefetchResponse, repeat=False)
+    return simple(CACHE + "Prefetch", request, kv_cache_pb2.PrefetchResponse, repeat=False, key=name)
 
 
 def pin(name: str, unpin: bool) -> Call[kv_cache_pb2.PinResponse]:
     request = kv_cache_pb2.PinRequest(session=name, unpin=unpin)
-    return simple(CACHE + "Pin", request, kv_cache_pb2.PinResponse, repeat=True)
+    return simple(CACHE + "Pin", request, kv_cache_pb2.PinResponse, repeat=True, key=name)
 
 
 def touch(name: str, ttl: float | None) -> Call[kv_cache_pb2.TouchResponse]:
     request = kv_cache_pb2.TouchRequest(session=name, ttl_ms=None if ttl is None else milliseconds(ttl))
-    return simple(CACHE + "Touch", request, kv_cache_pb2.TouchResponse, repeat=True)
+    return simple(CACHE + "Touch", request, kv_cache_pb2.TouchResponse, repeat=True, key=name)
 
 
 def fork(name: str, new: str, position: int) -> Call[kv_cache_pb2.ForkResponse]:
     request = kv_cache_pb2.ForkRequest(session=name, fork=new, position=not_negative(position, "position"))
-    return simple(CACHE + "Fork", request, kv_cache_pb2.ForkResponse, repeat=False)
+    return simple(CACHE + "Fork", request, kv_cache_pb2.ForkResponse, repeat=False, key=name)
 
 
 @dataclass(frozen=True)

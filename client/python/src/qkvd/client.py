@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from qkvd import calls, connection, errors, items, wire
+from qkvd import calls, connection, errors, items, several_sync, wire
 from qkvd import objects as opaque
 from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
@@ -22,6 +22,7 @@ from qkvd.locks import Lock, calls_under_way
 from qkvd.model import Model, Policy
 from qkvd.native import Native
 from qkvd.session import Session
+from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
 
 T = TypeVar("T")
@@ -29,14 +30,22 @@ M = TypeVar("M", bound=Message)
 
 
 class Client:
-    """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT".
+    """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT", or to several, a list with commas.
 
     Nothing is opened before the first call; a daemon that went away is connected to anew. A client may be used by several
     threads at once, and in a child process after fork(), where it opens a connection of its own. A fork waits for calls of
     other threads, at most a second. The child gets FailedPrecondition where some went on, where a stream was open, and with
     grpcio before 1.80: gRPC is not whole then. Leaving a `with` block closes the client; sessions stay open in the daemon.
 
+    Of several daemons each session and object has one, by its name (rendezvous hashing: every client must give the targets
+    in the same words). Batches go to all at once, and answers are merged. While a daemon does not answer a health check,
+    others stand in for it: its sessions are not found there (NotFound), those of the others stay where they are.
+    FailedPrecondition: calls that are for one daemon (`status`, `watch`, `calibration`, `call`) go by `daemons`, and a fork
+    stays where its session is.
+
     tenant: whose sessions and prefixes all calls mean; "": "default", and for `sessions` and `watch` all.
+    placement: a label that stands for the names of sessions where their daemon is chosen, here or by a proxy, so that all
+        calls of this client go to one.
     token: sent with each call as `authorization: Bearer TOKEN`; without `tls` it can be read on the way.
     tls: True for the system's certificates, or `Tls`.
     timeout: seconds for each call, which raises DeadlineExceeded after them; each method takes one of its own.
@@ -59,8 +68,16 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
         native: bool | None = None,
+        placement: str = "",
     ):
-        self._connection = Connection(target, tenant, token, tls, timeout, retry_for)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement)
+        targets = self._connection.targets if len(self._connection.targets) > 1 else []
+        of_each: dict[str, Any] = {"tenant": tenant, "token": token, "tls": tls, "timeout": timeout, "native": native}
+        self._daemons: Daemons[Client] = Daemons(
+            target, [Daemon(one, Client(one, retry_for=0, placement=placement, **of_each)) for one in targets]
+        )
+        self._threads = several_sync.Threads(len(targets))
+        self._kept_models: dict[str, Call[Any]] = {}
         self._native = Native(self._connection, native)
         self._models: dict[str, model_pb2.Model] = {}
         self._lock = Lock()
@@ -74,6 +91,11 @@ class Client:
     def target(self) -> str:
         """As given."""
         return self._connection.target
+
+    @property
+    def daemons(self) -> dict[str, Client]:
+        """A client of each daemon, by target; of one target this client."""
+        return self._daemons.clients() or {self.target: self}
 
     def __repr__(self) -> str:
         return f"qkvd.Client({self.target!r})"
@@ -92,6 +114,9 @@ class Client:
         if channel is not None and self._process == os.getpid():
             channel.close()
         self._native.close()
+        for daemon in self._daemons.all:
+            daemon.client.close()
+        self._threads.close()
 
     # ---- models ----
 
@@ -100,14 +125,21 @@ class Client:
 
         The answer has the model with its defaults filled in, and the state of its calibration.
         """
-        return self._call(calls.register_model(model), timeout)
+        call = calls.register_model(model)
+        if self._daemons:
+            return several_sync.register_model(self, model.name, call, timeout)
+        return self._call(call, timeout)
 
     def model(self, name: str, *, timeout: float | None = None) -> model_pb2.GetModelResponse:
         """A registered model, its calibration and how many sessions it has. NotFound."""
+        if self._daemons:
+            return several_sync.each(self, lambda one: one.model(name, timeout=timeout))[0][1]
         return self._call(calls.get_model(name), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:
         """All registered models, by name."""
+        if self._daemons:
+            return several_sync.models(self, timeout)
         return list(self._call(calls.list_models(), timeout).models)
 
     def calibration(self, model: str, *, timeout: float | None = None) -> bytes:
@@ -181,7 +213,7 @@ class Client:
         the last page are coded, too; for sessions that are not appended to any more. options: those of `open`, without
         `prefix`. AlreadyExists: the name is open. ResourceExhausted: too many sessions, or no memory. Not repeated.
         """
-        self._send(calls.CACHE + "Append", calls.put_messages(name, rows, model, tokens, seal, options), timeout)
+        self._send(calls.CACHE + "Append", calls.put_messages(name, rows, model, tokens, seal, options), timeout, name)
 
     def session(self, name: str, *, timeout: float | None = None) -> Session:
         """A session that is open already, in the daemon or on its SSD. NotFound."""
@@ -195,6 +227,13 @@ class Client:
         self, prefix: str = "", *, tenant: str = "", model: str = "", timeout: float | None = None
     ) -> Iterator[kv_cache_pb2.SessionInfo]:
         """The open sessions by name, without their lengths; asked for a thousand at a time."""
+        if self._daemons:
+            yield from several_sync.listed(
+                self,
+                lambda one: one.sessions(prefix, tenant=tenant, model=model, timeout=timeout),
+                lambda info: info.session,
+            )
+            return
         token = ""
         while True:
             answer = self._call(calls.list_sessions(prefix, tenant, model, token), timeout)
@@ -208,6 +247,13 @@ class Client:
 
         touch: counts as a use of those that are open, which matters where sessions expire or are evicted.
         """
+        if self._daemons:
+            return several_sync.listwise(
+                self,
+                names,
+                timeout,
+                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, timeout=left),
+            )
         return self._call(calls.has_sessions(names, touch), timeout)
 
     def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
@@ -226,7 +272,10 @@ class Client:
 
         Sessions whose rows were appended with their `tokens` can be found. NotFound: no such model.
         """
-        return self._call(calls.match(model, tokens, salt), timeout)
+        call = calls.match(model, tokens, salt)
+        if self._daemons:
+            return several_sync.match(self, lambda one: one._call(call, timeout))
+        return self._call(call, timeout)
 
     def watch(
         self, *, tenant: str = "", model: str = "", token_ids: bool = False, instance: int = 0, after: int = 0
@@ -240,7 +289,8 @@ class Client:
         """
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
-        answers = self._stub("unary_stream", calls.CACHE + "Watch")(request, metadata=self._connection.metadata)
+        stub = self._at(None)._stub("unary_stream", calls.CACHE + "Watch")
+        answers = stub(request, metadata=self._connection.metadata_of(None))
         try:
             for answer in answers:
                 yield read(answer)
@@ -265,9 +315,12 @@ class Client:
         name. ResourceExhausted: `limit-objects`, or memory. The first that fails ends the call; those before it stay.
         Not repeated.
         """
+        if self._daemons:
+            return several_sync.put_objects(self, objects, timeout, options)
+        first, objects = opaque.first_name(objects)
         messages = opaque.put_messages(objects, **options)
         read = calls.reader(objects_pb2.PutObjectsResponse)
-        return read(self._send(opaque.OBJECTS + "PutObjects", messages, timeout))
+        return read(self._send(opaque.OBJECTS + "PutObjects", messages, timeout, first))
 
     def get_object(self, name: str, *, timeout: float | None = None) -> memoryview | None:
         """The bytes of an object, or None where there is none."""
@@ -281,8 +334,14 @@ class Client:
         out: memory for each of them, that can be written to; what is given back are views of it. InvalidArgument: it is too
         small. DataLoss: what came does not have the object's checksum.
         """
+        if self._daemons:
+            return several_sync.listwise(
+                self, names, timeout,
+                lambda one, at, left: one.get_objects([names[i] for i in at], out=chosen(out, at), timeout=left),
+            )  # fmt: skip
         gathering = opaque.Gathering(names, out)
-        for answer in self._stream(opaque.OBJECTS + "GetObjects", opaque.get_request(names), timeout):
+        request, key = opaque.get_request(names), opaque.key_of(names)
+        for answer in self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key):
             gathering.take(answer)
         return gathering.found
 
@@ -291,14 +350,28 @@ class Client:
 
         touch: counts as a use of those that are there.
         """
+        if self._daemons:
+            return several_sync.listwise(
+                self,
+                names,
+                timeout,
+                lambda one, at, left: one.has_objects([names[i] for i in at], touch=touch, timeout=left),
+            )
         return self._call(opaque.has_objects(names, touch), timeout)
 
     def delete_objects(self, names: Sequence[str], *, timeout: float | None = None) -> list[bool]:
         """Deletes objects; which of them were there."""
+        if self._daemons:
+            return several_sync.listwise(
+                self, names, timeout, lambda one, at, left: one.delete_objects([names[i] for i in at], timeout=left)
+            )
         return self._call(opaque.delete_objects(names), timeout)
 
     def objects(self, prefix: str = "", *, timeout: float | None = None) -> Iterator[objects_pb2.ObjectInfo]:
         """The objects of the client's tenant, by name."""
+        if self._daemons:
+            yield from several_sync.listed(self, lambda one: one.objects(prefix, timeout=timeout), lambda info: info.object)
+            return
         token = ""
         while True:
             answer = self._call(opaque.list_objects(prefix, token), timeout)
@@ -316,9 +389,12 @@ class Client:
         what was before it stays. FailedPrecondition: a gap, the text has the expected position. AlreadyExists: other rows
         are held there. ResourceExhausted: memory.
         """
+        if self._daemons:
+            return several_sync.append(self, batch, timeout)
         packed = [items.pack(item) for item in batch]
         if not packed:
             return 0
+        key = batch[0].session
         if self._native.usable() and all(item.k is not None and item.q is None for item in packed):
             new = self._native.append(packed, self._seconds(timeout))
             if new is not None:
@@ -327,13 +403,14 @@ class Client:
         if sum(item.bytes for item in packed) <= items.UNARY_BYTES and len(packed) <= items.APPEND_ITEMS:
             # On the wire a stream of one message is a unary call; here it needs no thread of its own.
             message = b"".join(items.append_messages(packed))
-            return self._call(Call(calls.CACHE + "Append", message, read, True), timeout).tokens
+            return self._call(Call(calls.CACHE + "Append", message, read, True, key), timeout).tokens
         backoff = self._backoff(timeout)
         while True:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
                 with calls_under_way:
-                    answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=self._connection.metadata)
+                    metadata = self._connection.metadata_of(key)
+                    answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=metadata)
                 return read(answer).tokens
             except grpc.RpcError as error:
                 self._wait(backoff, error, "Append", timeout, repeat=True)
@@ -352,15 +429,20 @@ class Client:
         by one (`Result.error`); where all of them failed the call raises the first one's error. Two items that append to
         the same layer of a session belong into two calls.
         """
+        if self._daemons and batch:
+            return several_sync.attend(self, batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)
-        answer: bytes = self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True), timeout)
+        key = next((item.session for item in batch), "")
+        answer: bytes = self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True, key), timeout)
         return items.attend_results(answer, batch, out)
 
     def decode(self) -> DecodeStream:
         """Opens a stream for a decode loop: `attend` over and over on one call, cheaper for each step."""
+        if self._daemons:
+            return several_sync.DecodeStreams(self)
         return DecodeStream(
-            lambda requests: self._stub("stream_stream", calls.CACHE + "Decode")(
-                requests, metadata=self._connection.metadata
+            lambda requests, key: self._stub("stream_stream", calls.CACHE + "Decode")(
+                requests, metadata=self._connection.metadata_of(key)
             ),
             self._connection.timeout,
         )
@@ -385,7 +467,7 @@ class Client:
         has at most (0: about 1 MiB of rows). A call that breaks off is not repeated here.
         """
         request = calls.fetch_request(session, layers, begin, end, dtype, heads_first, part, rope, chunk_tokens)
-        return map(wire.rows, self._stream(calls.CACHE + "Fetch", request, timeout))
+        return map(wire.rows, self._stream(calls.CACHE + "Fetch", request, timeout, session))
 
     def attention_stats(
         self, session: str, layers: Sequence[int] | None = None, *, buckets: int = 0, timeout: float | None = None
@@ -393,7 +475,7 @@ class Client:
         """How much attention a session's tokens receive and how many bits they have, for each layer and KV head."""
         request = calls.stats_request(session, layers, buckets)
         read = calls.reader(kv_cache_pb2.GetAttentionStatsResponse)
-        return [read(data) for data in self._stream(calls.CACHE + "GetAttentionStats", request, timeout)]
+        return [read(data) for data in self._stream(calls.CACHE + "GetAttentionStats", request, timeout, session)]
 
     # ---- the daemon ----
 
@@ -410,6 +492,22 @@ class Client:
         return self._call(calls.simple(method, request, answer, repeat=False), timeout)
 
     # ---- how calls are made ----
+
+    def _at(self, key: str | None) -> Client:
+        """The client whose calls reach the session's daemon: this one, or one of several."""
+        return several_sync.owner(self, key).client if self._daemons else self
+
+    def _fetches_native(self, session: str) -> bool:
+        """Whether rows of this session come by libqkv; where its daemon does not answer, the call says so."""
+        try:
+            return self._at(session)._native.usable()
+        except errors.Unavailable:
+            return False
+
+    def _check_fork(self, session: str, name: str) -> None:
+        """Not where a daemon other than the session's owns the new name."""
+        if self._daemons:
+            self._daemons.check_fork(session, several_sync.owner(self, session), name, several_sync.owner(self, name))
 
     def _stub(self, kind: str, method: str) -> Any:
         """The callable of a method, on a channel of this process."""
@@ -463,35 +561,42 @@ class Client:
         self._sleep(backoff.pause(errors.of_call(error, method, timeout), repeat))
 
     def _call(self, call: Call[T], timeout: float | None) -> T:
+        if self._daemons:
+            return several_sync.routed(self, call.key, timeout, call.repeat, lambda one, left: one._call(call, left))
         backoff = self._backoff(timeout)
         while True:
             try:
                 stub = self._stub("unary_unary", call.method)
                 with calls_under_way:
-                    answer = stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata)
+                    answer = stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata_of(call.key))
                 return call.read(answer)
             except grpc.RpcError as error:
                 self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
 
-    def _send(self, method: str, messages: Iterator[bytes], timeout: float | None) -> bytes:
+    def _send(self, method: str, messages: Iterator[bytes], timeout: float | None, key: str | None) -> bytes:
         """A stream of messages and the daemon's answer; not repeated. An error of ours that `messages` raise is raised."""
+        if self._daemons:
+            return several_sync.routed(self, key, timeout, False, lambda one, left: one._send(method, messages, left, key))
         outgoing = calls.Outgoing(messages)
         stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            return bytes(stub(outgoing, timeout=seconds, metadata=self._connection.metadata))
+            return bytes(stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key)))
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
             raise errors.of_call(error, method, seconds) from outgoing.failure
 
-    def _stream(self, method: str, request: bytes, timeout: float | None) -> Iterator[bytes]:
+    def _stream(self, method: str, request: bytes, timeout: float | None, key: str | None = None) -> Iterator[bytes]:
         """The messages of a server stream; sent again while none has come."""
+        if self._daemons:
+            yield from several_sync.stream(self, method, request, timeout, key)
+            return
         backoff = self._backoff(timeout)
         began = False
         while True:
             stub = self._stub("unary_stream", method)
-            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata)
+            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata_of(key))
             calls_under_way.stream_begins()
             try:
                 for answer in answers:

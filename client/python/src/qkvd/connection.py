@@ -10,6 +10,7 @@ import grpc
 
 from qkvd.calls import checked_timeout, not_negative_number
 from qkvd.errors import InvalidArgument
+from qkvd.place import MOST
 
 DEFAULT_TARGET = "127.0.0.1:7580"
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -17,6 +18,7 @@ DEFAULT_RETRY = 5.0
 # Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
 SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
 _TENANT = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")
+KEY = "x-qkv-session"  # metadata by which a proxy places a call
 _TARGET = re.compile(r"unix:.+|[^:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 
 
@@ -43,13 +45,22 @@ class Connection:
     """Settings of a client. Nothing is opened before the first call."""
 
     def __init__(
-        self, target: str, tenant: str, token: str | None, tls: Tls | bool | None, timeout: float, retry_for: float
+        self,
+        target: str,
+        tenant: str,
+        token: str | None,
+        tls: Tls | bool | None,
+        timeout: float,
+        retry_for: float,
+        placement: str = "",
     ):
-        if not _TARGET.fullmatch(target):
-            raise InvalidArgument(f"target is {target!r}, allowed are unix:PATH and HOST:PORT")
+        self.targets = _targets_of(target)
+        if placement and not _TENANT.fullmatch(placement):
+            raise InvalidArgument(f"placement is {placement!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         if tenant and not _TENANT.fullmatch(tenant):
             raise InvalidArgument(f"tenant is {tenant!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         self.target = target
+        self.placement = placement
         self.tenant = tenant
         self.token = token
         self.timeout = checked_timeout(timeout)
@@ -59,6 +70,11 @@ class Connection:
         )
         self._tls = Tls() if tls is True else tls or None
         self.credentials = self._tls.credentials() if self._tls else None
+
+    def metadata_of(self, key: str | None) -> tuple[tuple[str, str], ...]:
+        """Of a call for this session, or for the placement. A name that no session has goes without."""
+        key = self.placement or key
+        return (*self.metadata, (KEY, key)) if key and _TENANT.fullmatch(key) else self.metadata
 
     def options(self) -> list[tuple[str, int | str]]:
         """Of a channel."""
@@ -74,3 +90,15 @@ class Connection:
         if self._tls and self._tls.server_name:
             options.append(("grpc.ssl_target_name_override", self._tls.server_name))
         return options
+
+
+def _targets_of(target: str) -> list[str]:
+    targets = target.split(",")
+    for one in targets:
+        if not _TARGET.fullmatch(one):
+            raise InvalidArgument(f"target is {one!r}, allowed are unix:PATH and HOST:PORT, or several with commas")
+        if len(targets) > 1 and len(one.encode()) > MOST:
+            raise InvalidArgument(f"a target has {len(one.encode())} bytes, of several at most {MOST} are possible")
+    if len(set(targets)) < len(targets):
+        raise InvalidArgument(f"target is {target!r}, one of them is there twice")
+    return targets

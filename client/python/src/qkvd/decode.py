@@ -25,8 +25,9 @@ class DecodeStream:
     every further call then raises the same error. Steps of several threads take turns.
     """
 
-    def __init__(self, start: Callable[[Iterator[bytes]], Any], timeout: float):
+    def __init__(self, start: Callable[[Iterator[bytes], str | None], Any], timeout: float):
         self._start = start
+        self._key: str | None = None  # of the first step's first item
         self._timeout = timeout
         self._lock = Lock()
         self._process = os.getpid()
@@ -58,6 +59,7 @@ class DecodeStream:
         if self._process != os.getpid():
             raise errors.FailedPrecondition("the decode stream was opened before fork(): open one in the child")
         with self._lock:
+            self._key = self._key or next((item.session for item in batch), None)
             return items.attend_results(self._step(message, seconds), batch, out)
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ class DecodeStream:
         self._deadline = time.monotonic() + seconds
         try:
             if self._answers is None:
-                self._answers = self._start(iter(self._requests.get, None))
+                self._answers = self._start(iter(self._requests.get, None), self._key)
                 calls_under_way.stream_begins()
                 threading.Thread(target=self._watch, name="qkvd-decode-watch", daemon=True).start()
             self._requests.put(message)

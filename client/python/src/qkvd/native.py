@@ -55,13 +55,15 @@ class Native:
         self._idle: list[Any] = []
         self._closed = False
         self._why = self._reason(wanted)
-        if wanted and self._why:
+        if wanted and self._why and len(connection.targets) == 1:
             raise Unimplemented(self._why)
 
     def _reason(self, wanted: bool | None) -> str:
         """Why libqkv is not used; "" where it is."""
         if wanted is False:
             return "native=False was given to the client"
+        if len(self._connection.targets) > 1:
+            return "it is each daemon's own"
         if self._connection.credentials is not None or self._connection.token:
             return "libqkv takes neither a token nor TLS"
         # Whether it is installed is asked when it is needed.
@@ -104,8 +106,9 @@ class Native:
                 else:
                     to = self._connection
                     handle = library.Handle(
-                        to.target, tenant=to.tenant, timeout_ms=timeout_ms, connect_timeout_ms=min(timeout_ms, CONNECT_MS)
-                    )
+                        to.target, tenant=to.tenant, placement=to.placement, timeout_ms=timeout_ms,
+                        connect_timeout_ms=min(timeout_ms, CONNECT_MS),
+                    )  # fmt: skip
                 try:
                     yield handle
                 finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -57,6 +58,14 @@ def put_messages(
     return _put_messages(objects, options, replace)
 
 
+def first_name(objects: Iterable[tuple[str, Any]]) -> tuple[str | None, Iterable[tuple[str, Any]]]:
+    """The first one's, and all of them."""
+    rest = iter(objects)
+    for first in rest:
+        return first[0], itertools.chain([first], rest)
+    return None, ()
+
+
 def _put_messages(objects: Iterable[tuple[str, Any]], options: dict[str, Any], replace: bool) -> Iterator[bytes]:
     parts: list[Any] = []
     used = 0
@@ -84,6 +93,11 @@ def _cuts(size: int, first: int) -> Iterator[tuple[int, int]]:
     while at < size:
         yield at, min(at + most, size)
         at, most = at + most, PIECE_BYTES
+
+
+def key_of(names: Sequence[str]) -> str | None:
+    """By which their daemon is found."""
+    return names[0] if names else None
 
 
 def get_request(names: Sequence[str]) -> bytes:
@@ -154,13 +168,17 @@ class Gathering:
 def has_objects(names: Sequence[str], touch: bool) -> Call[list[int]]:
     request = objects_pb2.HasObjectsRequest(objects=names, touch=touch)
     parse = reader(objects_pb2.HasObjectsResponse)
-    return Call(OBJECTS + "HasObjects", request.SerializeToString(), lambda data: list(parse(data).bytes), True)
+    return Call(
+        OBJECTS + "HasObjects", request.SerializeToString(), lambda data: list(parse(data).bytes), True, key_of(names)
+    )
 
 
 def delete_objects(names: Sequence[str]) -> Call[list[bool]]:
     request = objects_pb2.DeleteObjectsRequest(objects=names)
     parse = reader(objects_pb2.DeleteObjectsResponse)
-    return Call(OBJECTS + "DeleteObjects", request.SerializeToString(), lambda data: list(parse(data).deleted), False)
+    return Call(
+        OBJECTS + "DeleteObjects", request.SerializeToString(), lambda data: list(parse(data).deleted), False, key_of(names)
+    )
 
 
 def list_objects(prefix: str, page_token: str) -> Call[objects_pb2.ListObjectsResponse]:

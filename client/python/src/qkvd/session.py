@@ -163,7 +163,7 @@ class Session(SessionState):
         with self._turn(layer, position):
             item = self._rows(layer, k, v, None, position, rope=rope, tokens=tokens)
             if coded:
-                new = self._client._native.append_encoded(pack(item), coded, self._client._seconds(timeout))
+                new = self._client._at(self.name)._native.append_encoded(pack(item), coded, self._client._seconds(timeout))
             else:
                 new = self._client.append([item], timeout=timeout)
             self._took(layer, max(self._length(layer), item.position + len(k)))
@@ -226,7 +226,7 @@ class Session(SessionState):
 
         DataLoss: a page on the SSD is damaged.
         """
-        if coded or (part == "both" and not heads_first and self._client._native.usable()):
+        if coded or (part == "both" and not heads_first and self._client._fetches_native(self.name)):
             if part != "both" or heads_first:
                 raise InvalidArgument("coded fetches give both parts, tokens first")
             filled = self._fetch_native(layer, begin, end, dtype, rope, out, coded, timeout)
@@ -250,7 +250,7 @@ class Session(SessionState):
         coded: int, timeout: float | None,
     ) -> tuple[Array, Array] | None:  # fmt: skip
         """By libqkv; None where that is not possible."""
-        client, seconds = self._client, self._client._seconds(timeout)
+        client, seconds = self._client._at(self.name), self._client._seconds(timeout)
         expected = self._expected(layer, begin, end)
         if rope not in ROPE_FORMS or (not coded and (begin < 0 or end < 0 or (out is None and not expected))):
             return None
@@ -276,8 +276,10 @@ class Session(SessionState):
     def fork(self, name: str, position: int = 0, *, timeout: float | None = None) -> Session:
         """A new session that has this one's rows up to `position` (0: all), held once until the two differ.
 
-        FailedPrecondition: a layer ends before `position`. AlreadyExists: the name is taken.
+        FailedPrecondition: a layer ends before `position`; of several daemons, another one owns `name` (a client with a
+        `placement` has them all at one). AlreadyExists: the name is taken.
         """
+        self._client._check_fork(self.name, name)
         info = self._client._call(calls.fork(self.name, name, position), timeout).info
         return Session(self._client, info, self.tokens)
 

@@ -75,14 +75,23 @@ class Handle:
     timeout_ms: of every call, and of each response of a fetch.
     """
 
-    def __init__(self, target: str, *, tenant: str = "", timeout_ms: int = 60000, connect_timeout_ms: int = 1000):
-        name = _ffi.new("char[]", tenant.encode())
+    def __init__(
+        self,
+        target: str,
+        *,
+        tenant: str = "",
+        placement: str = "",
+        timeout_ms: int = 60000,
+        connect_timeout_ms: int = 1000,
+    ):
+        name, label = _ffi.new("char[]", tenant.encode()), _ffi.new("char[]", placement.encode())
         options = _ffi.new(
             "qkv_client_options *",
             {
                 "timeout_ms": timeout_ms,
                 "connect_timeout_ms": connect_timeout_ms,
                 "tenant": name if tenant else _ffi.NULL,
+                "placement": label if placement else _ffi.NULL,
             },
         )
         self._place = _ffi.new("qkv_client **")

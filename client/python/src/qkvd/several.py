@@ -1,0 +1,138 @@
+"""Several daemons behind one client: whose a session is, who answers, and batches in groups.
+
+`Client` and `AsyncClient` with a list of targets have a client for each of them, their daemons, and hold no connection
+themselves. A daemon that has answered UNAVAILABLE, or not in time, is suspect: before it is used again it must answer a
+health check, and while it does not, it is asked after growing pauses. Its sessions are another's meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+from qkvd.errors import DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
+from qkvd.items import Result
+from qkvd.place import hash_of, weight
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+CHECK = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"  # of grpc.health.v1.HealthCheckResponse
+CHECK_SECONDS = 1.0
+PAUSE_FIRST, PAUSE_MOST = 0.1, 2.0  # seconds
+
+
+class Daemon(Generic[C]):
+    """One of several: its client, and whether it may be used."""
+
+    def __init__(self, target: str, client: C):
+        self.target = target
+        self.client = client
+        self.place = hash_of(target)
+        self.suspect = True
+        self._asked_next = 0.0
+        self._pause = 0.0
+
+    def due(self) -> bool:
+        """Whether it may be asked now."""
+        return time.monotonic() >= self._asked_next
+
+    def asked(self, serves: bool) -> bool:
+        """Takes the answer of a health check; as given."""
+        self.suspect = not serves
+        self._pause = 0.0 if serves else min(max(2 * self._pause, PAUSE_FIRST), PAUSE_MOST)
+        self._asked_next = time.monotonic() + self._pause
+        return serves
+
+    def failed(self, error: Error) -> None:
+        """What a call has failed with."""
+        if isinstance(error, (Unavailable, DeadlineExceeded)):
+            self.suspect = True
+
+
+class Daemons(Generic[C]):
+    """All of them; empty where a client has one target."""
+
+    def __init__(self, targets: str, all_of_them: Sequence[Daemon[C]]):
+        self._targets = targets
+        self.all = list(all_of_them)
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+    def clients(self) -> dict[str, C]:
+        """By targets."""
+        return {daemon.target: daemon.client for daemon in self.all}
+
+    def ranked(self, key: str | None) -> list[Daemon[C]]:
+        """The owner first, then who stands in for it. FailedPrecondition: no session is named, so there is none."""
+        if key is None:
+            raise FailedPrecondition(
+                f"the call is for one daemon, the client has {len(self.all)}: use its `daemons`, or give it a placement"
+            )
+        hashed = hash_of(key)
+        return sorted(self.all, key=lambda daemon: weight(daemon.place, hashed), reverse=True)
+
+    def check_fork(self, session: str, home: Daemon[C], name: str, other: Daemon[C]) -> None:
+        """Raises where the fork belongs to another daemon than its session, with which it stays."""
+        if home is not other:
+            raise FailedPrecondition(
+                f"session {session} is at {home.target}, a session named {name} belongs to {other.target}: forks need a"
+                " client with a placement"
+            )
+
+    def nobody(self) -> Unavailable:
+        """None of them answers."""
+        return Unavailable(f"none of the {len(self.all)} daemons {self._targets} answers")
+
+
+def grouped(owners: Sequence[T]) -> dict[T, list[int]]:
+    """The places of each owner."""
+    groups: dict[T, list[int]] = {}
+    for place, owner in enumerate(owners):
+        groups.setdefault(owner, []).append(place)
+    return groups
+
+
+def chosen(values: Sequence[T] | None, places: Sequence[int]) -> list[T] | None:
+    """Those of a list, where there is one."""
+    return None if values is None else [values[place] for place in places]
+
+
+def in_order(count: int, parts: Sequence[tuple[list[int], Sequence[T] | Error]]) -> list[T]:
+    """Answers in the order of what was asked; the first error is raised."""
+    answers: dict[int, T] = {}
+    for places, part in parts:
+        if isinstance(part, Error):
+            raise part
+        answers.update(zip(places, part, strict=True))
+    return [answers[place] for place in range(count)]
+
+
+def merged(count: int, parts: Sequence[tuple[list[int], list[Result] | Error]]) -> list[Result]:
+    """Results in the batch's order; where all daemons have failed, the first one's error is raised."""
+    errors = [part for _, part in parts if isinstance(part, Error)]
+    if errors and len(errors) == len(parts):
+        raise errors[0]
+    answers = [
+        (places, [Result(0, None, None, part)] * len(places) if isinstance(part, Error) else part) for places, part in parts
+    ]
+    return in_order(count, answers)
+
+
+def found(answers: Iterable[T | Error]) -> list[T]:
+    """Those that are no errors; daemons that lack the model, or are gone, are passed over unless all are."""
+    good: list[T] = []
+    bad: list[Error] = []
+    for answer in answers:
+        if isinstance(answer, Error):
+            if not isinstance(answer, (NotFound, Unavailable)):
+                raise answer
+            bad.append(answer)
+        else:
+            good.append(answer)
+    if not good:
+        raise next((error for error in bad if isinstance(error, NotFound)), bad[0])
+    return good

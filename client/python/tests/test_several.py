@@ -1,0 +1,294 @@
+"""Several daemons behind one client: who owns what, batches that go to all of them, one that is killed and returns."""
+
+import asyncio
+import contextlib
+import pathlib
+import time
+from concurrent import futures
+
+import grpc
+import numpy as np
+import pytest
+from conftest import DIM, KV_HEADS, Q_HEADS
+from daemon import PATIENCE, Daemon
+
+import qkvd
+from qkvd import native, place
+
+VALUES = pathlib.Path(__file__).parents[3] / "tests/data/places.txt"
+SESSIONS = [f"session/{i}" for i in range(45)]
+MODEL = qkvd.Model(
+    name="m", layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype="fp32", policy=qkvd.EXACT
+)
+IDS = list(range(100, 164))
+
+
+@pytest.mark.parametrize("function", [place.xxh3_64, place._hash])
+def test_weights_are_the_same_everywhere(function):
+    """The same values as in C (tests/client/c/place_test.c)."""
+    targets, keys = [], 0
+    for line in VALUES.read_text().splitlines():
+        kind, *words = line.split()
+        if kind == "target":
+            assert f"{function(words[0].encode()):016x}" == words[1]
+            targets.append(int(words[1], 16))
+        elif kind == "key":
+            hashed = function(words[0].encode())
+            assert f"{hashed:016x}" == words[1]
+            weights = [place.weight(target, hashed) for target in targets]
+            assert weights.index(max(weights)) == int(words[2])
+            keys += 1
+    assert len(targets) == 3 and keys > 10
+
+
+def test_bad_targets():
+    for target in ("a:1,", ",", "a:1,a:1", "a:1,b", "a:1," + "b" * 128 + ":1"):
+        with pytest.raises(qkvd.InvalidArgument, match="target"):
+            qkvd.Client(target)
+    with pytest.raises(qkvd.InvalidArgument, match="placement"):
+        qkvd.Client("a:1,b:1", placement="no label")
+    with (
+        qkvd.Client("unix:/nobody/1,unix:/nobody/2", retry_for=0.3) as client,
+        pytest.raises(qkvd.Unavailable, match="2 daemons"),
+    ):
+        client.session_info("s")
+
+
+@pytest.fixture(scope="module")
+def daemons():
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Daemon()) for _ in range(3)]
+
+
+@pytest.fixture
+def targets(daemons):
+    return ",".join(daemon.target for daemon in daemons)
+
+
+@pytest.fixture
+def several(targets):
+    with qkvd.Client(targets) as client:
+        client.register_model(MODEL)
+        yield client
+        for info in client.sessions():
+            client.close_session(info.session)
+
+
+def fill(client, rows):
+    k, v = rows(64)
+    for name in SESSIONS:
+        client.open(name, model="m")
+    new = client.append([
+        qkvd.Item(session=name, k=k + i, v=v + i, tokens=IDS if i == 5 else None) for i, name in enumerate(SESSIONS)
+    ])  # fmt: skip
+    assert new == 64 * len(SESSIONS)
+    return k, v
+
+
+def held(client):
+    """The sessions of each daemon."""
+    return {target: {info.session for info in one.sessions()} for target, one in client.daemons.items()}
+
+
+def same(results, expected):
+    return all(np.array_equal(one.out, other.out) for one, other in zip(results, expected, strict=True))
+
+
+def test_batches_go_to_all_of_them(several, rows, queries):
+    k, _ = fill(several, rows)
+    shares = held(several)
+    assert all(6 <= len(share) <= 25 for share in shares.values()) and sum(map(len, shares.values())) == len(SESSIONS)
+    q = queries(1)
+    batch = [qkvd.Item(session=name, position=63, q=q) for name in SESSIONS]
+    results = several.attend(batch)
+    alone = [next(one for target, one in several.daemons.items() if name in shares[target]) for name in SESSIONS]
+    expected = [one.attend([item])[0] for one, item in zip(alone, batch, strict=True)]
+    assert same(results, expected) and not np.array_equal(results[0].out, results[1].out)
+    out = [np.zeros((1, Q_HEADS, DIM), np.float32) for _ in batch]
+    several.attend(batch, out=out)
+    assert all(np.array_equal(one, other.out) for one, other in zip(out, expected, strict=True))
+    with several.decode() as stream:
+        for _ in range(3):
+            assert same(stream.attend(batch), expected)
+    for i, name in enumerate(SESSIONS[:6]):
+        session = several.session(name)
+        assert np.array_equal(session.fetch(0)[0], k + i)
+        session.truncate(60)
+        assert session.info().lengths == [60]
+    for call in (several.status, several.metrics, lambda: several.calibration("m"), lambda: next(several.watch())):
+        with pytest.raises(qkvd.FailedPrecondition, match="the client has 3"):
+            call()
+
+
+def test_failures_keep_their_places(several, rows, queries):
+    fill(several, rows)
+    batch = [qkvd.Item(session=name, position=63, q=queries(1)) for name in [*SESSIONS, "nobody"]]
+    results = several.attend(batch)
+    assert [isinstance(result.error, qkvd.NotFound) for result in results] == [False] * len(SESSIONS) + [True]
+
+
+def test_answers_are_merged(several, rows):
+    fill(several, rows)
+    found = several.has_sessions(["nobody", *SESSIONS])
+    assert [bool(one) for one in found] == [False] + [True] * len(SESSIONS) and found[1].tokens == 64
+    assert [info.session for info in several.sessions()] == sorted(SESSIONS)
+    assert several.match("m", IDS).session == SESSIONS[5]
+    with pytest.raises(qkvd.NotFound):
+        several.match("other", IDS)
+    assert [model.model.name for model in several.models()] == ["m"] and several.model("m").model.layers == 1
+    answer = several.put_objects([(name, name.encode()) for name in SESSIONS])
+    assert answer.objects == len(SESSIONS)
+    assert [bytes(one or b"").decode() for one in several.get_objects(SESSIONS)] == SESSIONS
+    assert several.has_objects(["nobody", *SESSIONS])[:2] == [0, len(SESSIONS[0])]
+    assert [info.object for info in several.objects()] == sorted(SESSIONS)
+    assert several.delete_objects(["nobody", *SESSIONS]) == [False] + [True] * len(SESSIONS)
+
+
+def test_placement(several, targets, rows):
+    several.open("a", model="m")
+    outcomes = set()
+    for i in range(20):
+        with contextlib.suppress(qkvd.FailedPrecondition):
+            several.session("a").fork(f"fork-{i}").close()
+            outcomes.add("forked")
+            continue
+        outcomes.add("refused")
+    assert outcomes == {"forked", "refused"}
+    with qkvd.Client(targets, placement="worker-7") as placed:
+        with placed.open("b", model="m") as session:
+            session.append(0, *rows(3))
+            for i in range(5):
+                session.fork(f"b-{i}").close()
+        assert placed.status().state == "serving"
+
+
+def test_one_is_killed(rows, queries):
+    """Its sessions move, and no others; models are there where sessions are opened anew."""
+    with contextlib.ExitStack() as stack:
+        daemons = [stack.enter_context(Daemon()) for _ in range(3)]
+        client = stack.enter_context(qkvd.Client(",".join(one.target for one in daemons), retry_for=PATIENCE))
+        client.register_model(MODEL)
+        fill(client, rows)
+        stream = stack.enter_context(client.decode())
+        batch = [qkvd.Item(session=name, position=63, q=queries(1)) for name in SESSIONS]
+        before = stream.attend(batch)
+        lost = held(client)[daemons[1].target]
+        daemons[1].kill()
+        after = client.attend(batch)
+        assert all(
+            isinstance(result.error, qkvd.NotFound) == (name in lost) for result, name in zip(after, SESSIONS, strict=True)
+        )
+        stayed = [i for i, name in enumerate(SESSIONS) if name not in lost]
+        assert same([after[i] for i in stayed], [before[i] for i in stayed])
+        stream.attend(batch)  # its stream has ended
+        assert all((result.error is None) == (i in stayed) for i, result in enumerate(stream.attend(batch)))
+        for name in lost:
+            client.open(name, model="m")
+        daemons[1].start()
+        until = time.monotonic() + PATIENCE
+        while client.has_sessions([next(iter(lost))])[0]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for name in lost:
+            client.open(name, model="m")
+        assert held(client)[daemons[1].target] == lost
+
+
+def test_async(several, targets, rows, queries):
+    k, _ = fill(several, rows)
+    batch = [qkvd.Item(session=name, position=63, q=queries(1)) for name in [*SESSIONS, "nobody"]]
+    expected = several.attend(batch[:-1])
+
+    async def work():
+        async with qkvd.AsyncClient(targets) as client:
+            await client.register_model(MODEL)
+            results = await client.attend(batch)
+            assert same(results[:-1], expected) and isinstance(results[-1].error, qkvd.NotFound)
+            async with client.decode() as stream:
+                for _ in range(2):
+                    assert same((await stream.attend(batch))[:-1], expected)
+            assert [bool(one) for one in await client.has_sessions(["nobody", *SESSIONS[:5]])] == [False] + [True] * 5
+            assert (await client.match("m", IDS)).session == SESSIONS[5]
+            assert [info.session async for info in client.sessions()] == sorted(SESSIONS)
+            assert np.array_equal((await (await client.session(SESSIONS[2])).fetch(0))[0], k + 2)
+            with pytest.raises(qkvd.FailedPrecondition, match="the client has 3"):
+                await client.status()
+            answer = await client.put_objects([(name, name.encode()) for name in SESSIONS])
+            assert answer.objects == len(SESSIONS)
+            assert [bytes(one or b"").decode() for one in await client.get_objects(SESSIONS)] == SESSIONS
+            assert [info.object async for info in client.objects()] == sorted(SESSIONS)
+            assert all(await client.delete_objects(SESSIONS)) and not any(await client.has_objects(SESSIONS))
+            await client.append([qkvd.Item(session=name, position=64, k=k[:1], v=k[:1]) for name in SESSIONS])
+        async with qkvd.AsyncClient(targets, placement="x") as placed:
+            assert (await placed.status()).state == "serving"
+
+    asyncio.run(work())
+    assert all(one.tokens == 65 for one in several.has_sessions(SESSIONS))
+
+
+class Recorder(grpc.GenericRpcHandler):
+    """A server that answers nothing and keeps each call's key."""
+
+    def __init__(self):
+        self.keys = []
+
+    def service(self, details):
+        method = details.method.rpartition("/")[2]
+        self.keys.append((method, dict(details.invocation_metadata).get("x-qkv-session")))
+        return None
+
+
+def calls_of_a_session(client, rows):
+    item = qkvd.Item(session="s", k=rows[0], v=rows[1])
+    return [
+        lambda: client.open("s", model="m"),
+        lambda: client.session_info("s"),
+        lambda: client.append([item]),
+        lambda: client.attend([item]),
+        lambda: list(client.fetch_rows("s")),
+        lambda: client.put_object("s", b"1"),
+        lambda: client.get_object("s"),
+        lambda: client.has_sessions(["s"]),
+        lambda: client.close_session("s"),
+        lambda: client.put("s", [rows], model="m"),
+        lambda: client.decode().attend([item]),
+        lambda: client.attention_stats("s"),
+        lambda: client.has_objects(["s"]),
+    ]
+
+
+@pytest.fixture
+def recorded():
+    """The keys of calls to a server that answers none of them, and its target."""
+    recorder = Recorder()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((recorder,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield recorder.keys, f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize(("placement", "expected"), [("", "s"), ("label", "label")])
+def test_calls_have_their_key(rows, recorded, placement, expected):
+    """What a proxy sees: the session's name, or the placement."""
+    keys, target = recorded
+    with qkvd.Client(target, placement=placement, native=False) as client:
+        calls = calls_of_a_session(client, rows(1))
+        for call in calls:
+            with pytest.raises(qkvd.Error):
+                call()
+        assert len(keys) == len(calls) and {key for _, key in keys} == {expected}
+        with pytest.raises(qkvd.Error):
+            client.match("m", IDS)
+        assert keys[-1] == ("Match", placement or None)
+
+
+@pytest.mark.skipif(not native.installed(), reason="qkvd-native is not installed")
+@pytest.mark.parametrize(("placement", "expected"), [("", "s"), ("label", "label")])
+def test_calls_of_libqkv_have_their_key(rows, recorded, placement, expected):
+    """By libqkv, then, as that has failed, by grpcio."""
+    keys, target = recorded
+    with qkvd.Client(target, placement=placement, native=True) as client, pytest.raises(qkvd.Error):
+        client.append([qkvd.Item(session="s", k=rows(1)[0], v=rows(1)[1])])
+    assert [key for method, key in keys if method == "Append"] == [expected] * 2
