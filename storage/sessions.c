@@ -290,7 +290,9 @@ static void settle(qkvi_sessions *sessions, qkvi_session *session) {
 qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   qkvi_session *session = find(sessions, entry->session);
   if (entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK) {
-    if (session != NULL) return entry->kind == QKV_JOURNAL_SESSION_OPEN ? QKV_OK : QKV_FAILED_PRECONDITION;
+    if (session != NULL && entry->kind == QKV_JOURNAL_SESSION_FORK) return QKV_FAILED_PRECONDITION;
+    if (session != NULL) session->failed = false;  // written once more, as the first time was in doubt
+    if (session != NULL) return QKV_OK;
     if (entry->kind == QKV_JOURNAL_SESSION_FORK) return add_fork(sessions, entry);
     (void)add(sessions, entry);
     return QKV_OK;
@@ -356,6 +358,7 @@ bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *
   const qkvi_session *session = find(sessions, entry->session);
   if (session == NULL) return false;
   if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == session->noted;
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) return entry->sequence == session->opened;
   if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return true;
   const session_cut *cut = session->cuts;
   while (cut != NULL && cut->sequence != entry->sequence) cut = cut->earlier;

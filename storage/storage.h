@@ -102,7 +102,8 @@ typedef void qkv_storage_done_fn(void *context, qkv_status status);
 
 // Appends an entry of kind MODEL, CALIBRATION, SESSION_OPEN or SESSION_NOTE; the payload is copied. done() (may be
 // NULL): it is durable, or INTERNAL, RESOURCE_EXHAUSTED as the disk said, and then it may or may not be there later.
-// Puts for a session may follow without waiting, but count after a crash only once its SESSION_OPEN is durable.
+// Puts for a session may follow without waiting, but count after a crash only once its SESSION_OPEN is durable. One
+// that failed may be written again: whether or not the first one is there, the session is told of once.
 // INVALID_ARGUMENT: kind, or more than QKV_JOURNAL_PAYLOAD_MAX bytes.
 qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
                                uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error);

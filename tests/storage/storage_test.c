@@ -268,6 +268,29 @@ static void entries_that_nobody_needs_go(void **state) {
   scene_check(on, session, record, 0, 3000);
 }
 
+// An entry that opens a session may be there twice, as whoever wrote it could not know whether the first one was.
+static void a_session_that_opens_twice_is_told_once(void **state) {
+  scene *on = *state;
+  scene_open(on);
+  const uint64_t session = scene_session(on), other = scene_session(on);
+  const uint64_t record = scene_put(on, session, 0, 0, 3000);
+  for (int i = 0; i < 2; i++)
+    assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_SESSION_OPEN, session, "open", 4, NULL, NULL, NULL),
+                     QKV_OK);
+  for (int round = 0; round < 3; round++) {
+    scene_close(on);
+    scene_open(on);
+    assert_int_equal(on->entry_count, 2);
+    assert_int_equal(on->entries[0].session, session);
+    assert_int_equal(on->entries[1].session, other);
+    scene_check(on, session, record, 0, 3000);
+  }
+  assert_int_equal(scene_close_session(on, session), QKV_OK);
+  scene_close(on);
+  scene_open(on);
+  assert_int_equal(on->entry_count, 1);
+}
+
 static void the_newest_of_a_place_wins(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -476,6 +499,7 @@ int main(void) {
       BOTH(truncation_cuts),
       BOTH(the_journal_keeps_what_counts),
       BOTH(a_long_entry_is_written_from_where_it_lies),
+      BOTH(a_session_that_opens_twice_is_told_once),
       BOTH(the_newest_of_a_place_wins),
       BOTH(entries_that_nobody_needs_go),
       BOTH(dropped_records_are_gone),
