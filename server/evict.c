@@ -5,9 +5,6 @@
 
 #include "engine/cache/session_spill.h"
 
-// Sessions that one look at the store gives.
-enum { AT_ONCE = 256 };
-
 // A part more than is asked for goes, so that not every append looks for sessions.
 enum { SLACK = 64 };  // of the limits
 
@@ -56,15 +53,21 @@ static size_t close_objects(const qkv_daemon *daemon, int64_t before_ms, shortag
 
 // Returns how many were closed.
 static size_t close_some(qkv_daemon *daemon, const qkv_session *but, shortage *missing) {
-  qkv_session *sessions[AT_ONCE];
-  const size_t count = qkv_store_longest_unused(daemon->store, but, sessions, AT_ONCE);
+  qkv_recency *recency = qkv_store_recency(daemon->store);
   size_t closed = 0;
-  for (size_t i = 0; i < count; i++) {
-    closed += close_objects(daemon, qkv_session_last_used_ms(sessions[i]), missing);
-    if (!is_met(missing)) closed += close_one(daemon, sessions[i], missing);
-    qkv_session_unref(&sessions[i]);
+  qkv_recency_begin(recency, QKV_RECENCY_EVICTABLE);
+  qkvi_objects_begin_pass(daemon->objects, QKVI_PASS_EVICT);
+  while (!is_met(missing)) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EVICTABLE);
+    if (session == NULL) break;
+    if (session != but && qkv_session_may_go(session)) {
+      closed += close_objects(daemon, qkv_session_last_used_ms(session), missing);
+      if (!is_met(missing)) closed += close_one(daemon, session, missing);
+    }
+    qkv_session_unref(&session);
   }
-  if (count < AT_ONCE) closed += close_objects(daemon, INT64_MAX, missing);
+  closed += close_objects(daemon, INT64_MAX, missing);
+  qkv_recency_end(recency, QKV_RECENCY_EVICTABLE);
   return closed;
 }
 
@@ -81,8 +84,7 @@ bool qkvi_evict(qkv_daemon *daemon, const qkv_session *but, uint64_t bytes) {
   shortage missing = look(daemon, bytes, 0);
   const bool was_met = is_met(&missing);  // another thread has done it meanwhile
   if (!was_met) missing = look(daemon, bytes, SLACK);
-  qkvi_objects_begin_pass(daemon->objects, QKVI_PASS_EVICT);
-  for (size_t some = 1; some > 0 && !is_met(&missing); closed += some) some = close_some(daemon, but, &missing);
+  if (!is_met(&missing)) closed = close_some(daemon, but, &missing);
   if (closed > 0) await_memory(daemon, bytes);
   (void)pthread_mutex_unlock(&daemon->evicting);
   if (closed > 0) qkv_log(QKV_LOG_DEBUG, "sessions were evicted", "{s:I}", "sessions", (json_int_t)closed);

@@ -23,6 +23,15 @@ static int64_t now_ms(clockid_t clock) {
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
+// Where it has something for them; sessions in memory alone are not listed.
+static void list_session(qkv_session *session, bool coded, bool exact, bool unsettled) {
+  qkv_recency *recency = session->config.recency;
+  if (session->config.backing == NULL) return;
+  if (coded) qkv_recency_note(recency, QKV_RECENCY_CODED, session);
+  if (exact) qkv_recency_note(recency, QKV_RECENCY_EXACT, session);
+  if (unsettled) qkv_recency_note(recency, QKV_RECENCY_UNSETTLED, session);
+}
+
 // The time of day is told and not counted with: it is set, forwards and back.
 void qkv_session_touch(qkv_session *session) {
   atomic_store_explicit(&session->last_used_ms, now_ms(CLOCK_MONOTONIC), memory_order_relaxed);
@@ -58,6 +67,7 @@ void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
 void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
   for (uint32_t i = 0; i < session->model->layers; i++) qkvi_session_keep(session, i);
+  list_session(session, true, true, false);
 }
 
 bool qkv_session_may_go(const qkv_session *session) {
@@ -126,23 +136,13 @@ static void end_write(locked_layer *layer) {
   unlock(layer);
 }
 
-static void lock_info(locked_layer *layer) {
-  int failed = pthread_mutex_lock(&layer->info_lock);
-  assert(failed == 0);
-}
-
-static void unlock_info(locked_layer *layer) {
-  int failed = pthread_mutex_unlock(&layer->info_lock);
-  assert(failed == 0);
-}
-
 // With the layer locked: its ranges get to know whether they stay, by what the session says now. One that is added
 // later is this session's alone, and gets to know it when it is shared.
 static void keep_ranges(qkv_session *session, uint32_t layer) {
   locked_layer *locked = layer_at(session, layer);
-  lock_info(locked);
+  qkvi_session_lock_info(locked);
   qkvi_layer_keep(&locked->layer, qkvi_session_stays(session, layer));
-  unlock_info(locked);
+  qkvi_session_unlock_info(locked);
 }
 
 void qkvi_session_keep(qkv_session *session, uint32_t layer) {
@@ -152,27 +152,34 @@ void qkvi_session_keep(qkv_session *session, uint32_t layer) {
   qkv_session_read_done(session, layer);
 }
 
-// What could leave memory, but for pages that are kept in full beside others.
-static uint64_t held_bytes(const qkv_layer_usage *usage) {
-  return usage->bytes_coded + usage->bytes_exact;
+static uint64_t kept_bytes(const qkv_layer_usage *usage) {
+  return usage->bytes_coded - usage->bytes_shared + usage->bytes_exact + usage->bytes_beside;
+}
+
+// What was there before is taken off: a difference, which may be below 0.
+static void add_difference(_Atomic uint64_t *sum, uint64_t now, uint64_t before) {
+  if (now != before) (void)atomic_fetch_add(sum, now - before);
 }
 
 // The layer is locked, or nobody else's yet.
 static void publish(qkv_session *session, locked_layer *layer) {
   qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
-  lock_info(layer);
-  // What was there before is taken off: a difference, which may be below 0.
-  atomic_fetch_add_explicit(&session->tokens_cold, usage.tokens_cold - layer->usage.tokens_cold,
-                            memory_order_relaxed);
-  atomic_fetch_add_explicit(&session->bytes_held, held_bytes(&usage) - held_bytes(&layer->usage),
-                            memory_order_relaxed);
+  qkvi_session_lock_info(layer);
+  const qkv_layer_usage before = layer->usage;
+  add_difference(&session->tokens_cold, usage.tokens_cold, before.tokens_cold);
+  add_difference(&session->bytes_coded, usage.bytes_coded, before.bytes_coded);
+  add_difference(&session->bytes_exact, usage.bytes_exact, before.bytes_exact);
+  add_difference(&session->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
+  add_difference(&session->bytes_stored, usage.bytes_stored, before.bytes_stored);
   layer->length = layer->layer.length;
   layer->durable = qkv_layer_durable(&layer->layer);
   const bool unsettled = layer->layer.config.backing != NULL && !qkv_layer_is_settled(&layer->layer);
+  const bool newly = unsettled && !layer->unsettled;
   atomic_fetch_add(&session->unsettled, (uint32_t)unsettled - (uint32_t)layer->unsettled);
   layer->unsettled = unsettled;
   layer->usage = usage;
-  unlock_info(layer);
+  qkvi_session_unlock_info(layer);
+  list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly);
 }
 
 static size_t session_bytes(const qkv_model *model) {
@@ -245,7 +252,10 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->last_layer, 0);
   atomic_init(&session->turns, 0);
   atomic_init(&session->tokens_cold, 0);
-  atomic_init(&session->bytes_held, 0);
+  atomic_init(&session->bytes_coded, 0);
+  atomic_init(&session->bytes_exact, 0);
+  atomic_init(&session->bytes_kept, 0);
+  atomic_init(&session->bytes_stored, 0);
   atomic_init(&session->unsettled, 0);
   atomic_init(&session->pinned, config->pinned);
   atomic_init(&session->staged, config->staged);
@@ -443,52 +453,8 @@ qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer) {
   return begin_write(layer_at(session, layer), 0);
 }
 
-bool qkv_session_has_cold(const qkv_session *session) {
-  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed) > 0;
-}
-
-// What another session brings back of the pages that they share is not published here.
-bool qkv_session_may_hold_memory(const qkv_session *session) {
-  return atomic_load_explicit(&session->bytes_held, memory_order_relaxed) > 0 ||
-         atomic_load_explicit(&session->shares, memory_order_relaxed);
-}
-
 bool qkv_session_is_pinned(const qkv_session *session) {
   return atomic_load(&session->pinned);
-}
-
-uint64_t qkv_session_tokens_cold(const qkv_session *session) {
-  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed);
-}
-
-uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
-  *bytes = 0;
-  if (!qkvi_session_has_layers(session)) return 0;
-  lock_info(layer_at(session, layer));
-  const uint64_t tokens = layer_at(session, layer)->usage.tokens_cold;
-  *bytes = layer_at(session, layer)->usage.bytes_stored;
-  unlock_info(layer_at(session, layer));
-  return tokens;
-}
-
-uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
-  if (!qkvi_session_has_layers(session)) return session->config.first_position;
-  lock_info(layer_at(session, layer));
-  const uint64_t length = layer_at(session, layer)->length;
-  unlock_info(layer_at(session, layer));
-  return length;
-}
-
-bool qkvi_session_any_unsettled(const qkv_session *session) {
-  return atomic_load(&session->unsettled) > 0;
-}
-
-bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
-  if (!qkvi_session_has_layers(session)) return false;
-  lock_info(layer_at(session, layer));
-  const bool unsettled = layer_at(session, layer)->unsettled;
-  unlock_info(layer_at(session, layer));
-  return unsettled;
 }
 
 const qkv_session_config *qkv_session_config_of(const qkv_session *session) {
@@ -576,6 +542,7 @@ static void look_again(qkv_session *session, locked_layer *layer) {
 
 void qkvi_session_note_shared(qkv_session *session) {
   atomic_store(&session->shares, true);
+  list_session(session, true, false, false);
 }
 
 static void share_codings(qkv_session *parent, qkv_session *child) {
@@ -652,39 +619,9 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
     if (!qkvi_session_has_layers(session)) continue;
     locked_layer *layer = layer_at(session, i);
     look_again(session, layer);
-    lock_info(layer);
+    qkvi_session_lock_info(layer);
     if (lengths != NULL) lengths[i] = layer->length;
     add_usage(&info->usage, &layer->usage);
-    unlock_info(layer);
+    qkvi_session_unlock_info(layer);
   }
-}
-
-uint64_t qkv_session_length(qkv_session *session) {
-  uint64_t length = UINT64_MAX;
-  if (!qkvi_session_has_layers(session)) return session->config.first_position;
-  for (uint32_t i = 0; i < session->model->layers; i++) {
-    locked_layer *layer = layer_at(session, i);
-    lock_info(layer);
-    if (layer->length < length) length = layer->length;
-    unlock_info(layer);
-  }
-  return length;
-}
-
-void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
-  for (uint32_t i = 0; i < session->model->layers; i++) {
-    durable[i] = session->config.first_position;
-    if (!qkvi_session_has_layers(session)) continue;
-    lock_info(layer_at(session, i));
-    durable[i] = layer_at(session, i)->durable;
-    unlock_info(layer_at(session, i));
-  }
-}
-
-bool qkv_session_is_durable(qkv_session *session, uint32_t layer, uint64_t end) {
-  if (!qkvi_session_has_layers(session)) return true;
-  lock_info(layer_at(session, layer));
-  const bool durable = !layer_at(session, layer)->unsettled || layer_at(session, layer)->durable >= end;
-  unlock_info(layer_at(session, layer));
-  return durable;
 }

@@ -23,6 +23,7 @@
 #include "engine/cache/coding.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/prefix_index.h"
+#include "engine/cache/recency.h"
 #include "engine/cache/session_tokens.h"
 
 // Whether pages are written beyond memory; when an append is acknowledged is the daemon's business. The values are
@@ -55,10 +56,9 @@ typedef struct qkv_session_config {
   uint64_t *room;               // that it is created in (arena.h), or NULL; not looked at afterwards
   qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: nobody does. The store's
   qkv_prefix_index *prefixes;   // that it is matched by, and outlives the session; NULL: it is not. The store's
+  qkv_recency *recency;         // that it is listed in, and outlives the session; NULL: it is not. The store's
   qkv_prefix_hash root;         // of tenant, model and salt; zeros: the store's, of these without a salt
 } qkv_session_config;
-
-typedef struct qkv_session qkv_session;
 
 typedef struct qkv_session_info {
   qkv_session_config config;  // resolved; ttl_ms, pinned, staged and whole as they are now

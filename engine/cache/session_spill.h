@@ -29,14 +29,17 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
 // are used in turn, so the one before that which is used is needed again last: it goes first, then those before it,
-// down to the one that comes next; then that which is used, as it may be what room is made for. Layers that are in
-// use by others are left out unless `wait`. Returns the bytes.
+// down to the one that comes next; then that which is used, as it may be what headroom is made for. Layers that are
+// in use by others are left out unless `wait`. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
-// False where nothing of the session is in memory that could leave it: a look at one number, so that thousands of
-// sunk sessions are passed quickly. Whether its owner has pinned it.
-bool qkv_session_may_hold_memory(const qkv_session *session);
+// Whether its owner has pinned it.
 bool qkv_session_is_pinned(const qkv_session *session);
+// Of all layers, as they were last published, without a lock: bytes of exact rows; all that is in memory and no other
+// session has; records.
+uint64_t qkv_session_bytes_exact(const qkv_session *session);
+uint64_t qkv_session_bytes_kept(const qkv_session *session);
+uint64_t qkv_session_bytes_stored(const qkv_session *session);
 
 // Whether any page is cold; the cold tokens of a layer, and the bytes of all its records. As of the last change;
 // never waits.

@@ -48,14 +48,18 @@ struct qkv_session {
   _Atomic uint32_t last_layer;   // that was appended to or read
   _Atomic uint32_t turns;        // times that the first layer came after the last one
   _Atomic uint64_t tokens_cold;  // of all layers
-  _Atomic uint64_t bytes_held;   // in memory, of all layers, as they were last published
-  _Atomic uint32_t unsettled;    // layers, likewise
+  _Atomic uint64_t bytes_coded;  // in memory, of all layers, as they were last published
+  _Atomic uint64_t bytes_exact;
+  _Atomic uint64_t bytes_kept;    // these and what lies with them, but for what others have, too
+  _Atomic uint64_t bytes_stored;  // on the SSD
+  _Atomic uint32_t unsettled;     // layers, likewise
   _Atomic uint64_t ttl_ms;
   _Atomic bool pinned;  // by the owner
   _Atomic bool staged;
   _Atomic uint64_t whole;
   _Atomic bool shares;  // pages with other sessions, or has
   bool detached;        // from the backing, before there were any layers
+  qkv_recency_places places;
   _Atomic uint32_t truncations;
   qkv_session_tokens tokens;
   pthread_mutex_t making;  // of the layers, and of forks of the session: one at a time
@@ -67,6 +71,19 @@ static inline locked_layer *layer_at(const qkv_session *session, uint32_t layer)
   session_layers *made = atomic_load_explicit(&session->made, memory_order_acquire);
   assert(made != NULL && layer < session->model->layers);
   return &made->at[layer];
+}
+
+// Of what is published: `length`, `durable`, `unsettled` and `usage`.
+static inline void qkvi_session_lock_info(locked_layer *layer) {
+  const int failed = pthread_mutex_lock(&layer->info_lock);
+  assert(failed == 0);
+  (void)failed;
+}
+
+static inline void qkvi_session_unlock_info(locked_layer *layer) {
+  const int failed = pthread_mutex_unlock(&layer->info_lock);
+  assert(failed == 0);
+  (void)failed;
 }
 
 qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error);

@@ -36,6 +36,7 @@ struct qkv_store {
   qkv_store_config config;
   qkv_arena *arena;
   qkv_prefix_index *prefixes;
+  qkv_recency *recency;
   pthread_rwlock_t lock;
   model_entry *models;  // in order of name
   session_entry *sessions;
@@ -63,6 +64,7 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   store->config = *config;
   store->arena = qkv_arena_create_on(&config->heap, "memory-budget", config->memory_budget);
   store->prefixes = qkv_prefix_index_create(config->prefixes_max);
+  store->recency = qkv_recency_create();
   int failed = pthread_rwlock_init(&store->lock, NULL);
   assert(failed == 0);
   return store;
@@ -77,6 +79,7 @@ void qkv_store_destroy(qkv_store **store) {
   HASH_CLEAR(hh, left->sessions);
   for (; session != NULL; session = next_session) {
     next_session = session->hh.next;
+    qkv_recency_leave(left->recency, session->session);
     qkv_session_tokens_close(qkv_session_tokens_of(session->session));
     qkv_session_unref(&session->session);
     free(session);
@@ -91,6 +94,7 @@ void qkv_store_destroy(qkv_store **store) {
     free(model);
   }
   qkv_prefix_index_destroy(&left->prefixes);
+  qkv_recency_destroy(&left->recency);
   qkv_arena_destroy(&left->arena);
   (void)pthread_rwlock_destroy(&left->lock);
   free(left);
@@ -102,6 +106,10 @@ qkv_arena *qkv_store_arena(const qkv_store *store) {
 
 qkv_prefix_index *qkv_store_prefixes(const qkv_store *store) {
   return store->prefixes;
+}
+
+qkv_recency *qkv_store_recency(const qkv_store *store) {
+  return store->recency;
 }
 
 // ---- Models ----
@@ -314,6 +322,7 @@ static void add_session(qkv_store *store, qkv_session *session, model_entry *mod
   entry->model = model;
   model->sessions++;
   key_entry(store, entry);
+  qkv_recency_join(store->recency, session);
 }
 
 // NULL where it has been closed.
@@ -339,6 +348,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;
   config->prefixes = store->prefixes;
+  config->recency = store->recency;
   if (qkv_prefix_hash_equal(&config->root, &(qkv_prefix_hash){0}))
     config->root = qkv_prefix_root(config->tenant, model->model.name, NULL, 0);
   QKV_TRY(check_place(store, config, error));
@@ -417,65 +427,32 @@ void qkv_store_find(qkv_store *store, const char *tenant, const char *const *nam
   unlock(store);
 }
 
-// A heap of the sessions that were used last, the latest first.
-typedef struct unused {
-  qkv_session *session;
-  int64_t used_ms;
-} unused;
-
-static void sink_unused(unused *heap, size_t count, size_t at) {
-  for (size_t child; (child = 2 * at + 1) < count; at = child) {
-    if (child + 1 < count && heap[child + 1].used_ms > heap[child].used_ms) child++;
-    if (heap[at].used_ms >= heap[child].used_ms) return;
-    const unused moved = heap[at];
-    heap[at] = heap[child];
-    heap[child] = moved;
-  }
-}
-
-static int by_use(const void *a, const void *b) {
-  const int64_t first = ((const unused *)a)->used_ms, second = ((const unused *)b)->used_ms;
-  return (first > second) - (first < second);
-}
-
-size_t qkv_store_longest_unused(qkv_store *store, const qkv_session *but, qkv_session **out, size_t max) {
-  unused *heap = calloc(max + 1, sizeof *heap);
-  size_t count = 0;
-  assert(heap != NULL && max > 0);
-  lock_to_read(store);
-  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
-    if (entry->session == but || !qkv_session_may_go(entry->session)) continue;
-    const unused found = {entry->session, qkv_session_last_used_ms(entry->session)};
-    if (count < max) {
-      heap[count++] = found;
-      for (size_t at = count / 2; count == max && at-- > 0;) sink_unused(heap, count, at);
-    } else if (found.used_ms < heap[0].used_ms) {
-      heap[0] = found;
-      sink_unused(heap, count, 0);
-    }
-  }
-  qsort(heap, count, sizeof *heap, by_use);
-  for (size_t i = 0; i < count; i++) out[i] = qkv_session_ref(heap[i].session);
-  unlock(store);
-  free(heap);
-  return count;
-}
-
-size_t qkv_store_backed(qkv_store *store, bool holding, qkv_session **out, size_t max) {
+size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max) {
   size_t count = 0;
   lock_to_read(store);
   for (const session_entry *entry = store->sessions; entry != NULL && count < max; entry = entry->hh.next) {
-    if (qkv_session_config_of(entry->session)->backing == NULL) continue;
-    if (!holding || qkv_session_may_hold_memory(entry->session)) out[count++] = qkv_session_ref(entry->session);
+    if (qkv_session_config_of(entry->session)->backing != NULL) out[count++] = qkv_session_ref(entry->session);
   }
   unlock(store);
   return count;
+}
+
+uint64_t qkv_store_staying(qkv_store *store) {
+  uint64_t bytes = 0;
+  lock_to_read(store);
+  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
+    if (qkv_session_config_of(entry->session)->backing == NULL || qkv_session_is_pinned(entry->session))
+      bytes += qkv_session_bytes_kept(entry->session);
+  }
+  unlock(store);
+  return bytes;
 }
 
 // Takes the entry, which has been found, out of the table and gives the lock back.
 static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *bytes_freed) {
   HASH_DEL(store->sessions, entry);
   entry->model->sessions--;
+  qkv_recency_leave(store->recency, entry->session);
   unlock(store);
   qkv_session_info info;
   qkv_session_tokens_close(qkv_session_tokens_of(entry->session));

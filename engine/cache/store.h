@@ -29,6 +29,8 @@ void qkv_store_destroy(qkv_store **store);
 qkv_arena *qkv_store_arena(const qkv_store *store);
 // Of the token ids of all its sessions; owners are sessions. Borrowed.
 qkv_prefix_index *qkv_store_prefixes(const qkv_store *store);
+// Its sessions by last use. Borrowed.
+qkv_recency *qkv_store_recency(const qkv_store *store);
 
 // Resolves, checks and keeps a copy. `*out` (where not NULL) lives as long as the store. The same model again
 // is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
@@ -70,9 +72,6 @@ qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *n
                              qkv_error *error);
 // The same for many of one tenant, under one lock: a reference or NULL in out[i] for names[i].
 void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out);
-// References to up to `max` of the sessions that may go (session.h), the longest unused ones, first the longest;
-// `but` is left out. Returns how many. O(sessions).
-size_t qkv_store_longest_unused(qkv_store *store, const qkv_session *but, qkv_session **out, size_t max);
 // Takes it out of the table; `*bytes_freed` gets the bytes of its rows.
 qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *name, uint64_t *bytes_freed,
                            qkv_error *error);
@@ -98,9 +97,12 @@ typedef struct qkv_store_filter {
 // Returns how many.
 size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max);
 
-// References to up to `max` open sessions that have a backing, in no order, or with `holding` to those of them that
-// may hold memory (session_spill.h). The caller returns each. Returns how many.
-size_t qkv_store_backed(qkv_store *store, bool holding, qkv_session **out, size_t max);
+// References to up to `max` open sessions that have a backing, in no order. The caller returns each. Returns how
+// many.
+size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max);
+// Bytes of memory that sessions without a backing have, and those that are pinned. O(sessions), a look at a few
+// numbers each.
+uint64_t qkv_store_staying(qkv_store *store);
 
 // Up to `max` open sessions that share the longest prefixes with `count` token ids, in the order of
 // qkv_prefix_index_match, with a reference each that the caller returns; `pages` gets how many each shares. Returns

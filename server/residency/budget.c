@@ -10,35 +10,7 @@
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 
-enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000, WAIT_MS = 10000 };
-
-static int by_last_use(const void *a, const void *b) {
-  const int64_t first = ((const qkvi_resident *)a)->last_used_ms;
-  const int64_t second = ((const qkvi_resident *)b)->last_used_ms;
-  return (first > second) - (first < second);
-}
-
-static qkvi_resident *list_sessions(qkvi_residency *residency, bool holding, size_t *count) {
-  const size_t most = qkv_store_read_stats(residency->store).sessions + 1;
-  qkv_session **listed = calloc(most, sizeof *listed);
-  qkvi_resident *made = calloc(most, sizeof *made);
-  if (listed == NULL || made == NULL) abort();
-  *count = qkv_store_backed(residency->store, holding, listed, most);
-  for (size_t i = 0; i < *count; i++) made[i] = (qkvi_resident){listed[i], qkv_session_last_used_ms(listed[i])};
-  free((void *)listed);
-  qsort(made, *count, sizeof *made, by_last_use);
-  return made;
-}
-
-// Sessions that are not in memory alone, the longest unused first. The caller returns each.
-qkvi_resident *qkvi_residency_sessions(qkvi_residency *residency, size_t *count) {
-  return list_sessions(residency, false, count);
-}
-
-void qkvi_residency_drop_sessions(qkvi_resident *sessions, size_t count) {
-  for (size_t i = 0; i < count; i++) qkv_session_unref(&sessions[i].session);
-  free(sessions);
-}
+enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000, WAIT_MS = 10000, STAYING_MS = 250 };
 
 uint64_t qkvi_budget_taken(qkvi_residency *residency) {
   const qkv_arena_stats memory = qkv_arena_read(qkv_store_arena(residency->store));
@@ -51,22 +23,25 @@ static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_
   return taken > target ? qkvi_objects_spill(residency->objects, before_ms, taken - target) : 0;
 }
 
+// One at a time: others wait for the end of its pass.
 static uint64_t evict(qkvi_residency *residency, uint64_t target, bool wait) {
-  uint64_t freed = 0;
-  size_t count;
-  (void)pthread_mutex_lock(&residency->room_lock);
-  qkvi_resident *sessions = list_sessions(residency, true, &count);
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  uint64_t freed = 0, taken;
+  qkv_recency_begin(recency, QKV_RECENCY_CODED);
   qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
-  for (size_t i = 0; i < count; i++) {
-    freed += spill_objects(residency, target, sessions[i].last_used_ms);
-    const uint64_t taken = qkvi_budget_taken(residency);
-    if (taken <= target) break;
-    qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
-    freed += qkv_session_evict(sessions[i].session, taken - target, wait);
+  while (qkvi_budget_taken(residency) > target) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_CODED);
+    if (session == NULL) break;
+    freed += spill_objects(residency, target, qkv_session_last_used_ms(session));
+    taken = qkvi_budget_taken(residency);
+    if (taken > target) {
+      qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
+      freed += qkv_session_evict(session, taken - target, wait);
+    }
+    qkv_session_unref(&session);
   }
   freed += spill_objects(residency, target, INT64_MAX);
-  qkvi_residency_drop_sessions(sessions, count);
-  (void)pthread_mutex_unlock(&residency->room_lock);
+  qkv_recency_end(recency, QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
   return freed;
 }
@@ -113,51 +88,47 @@ static bool anything_held(qkvi_residency *residency) {
 
 // ---- Headroom ----
 
+// Those of one session. Where it was not worth a try, none of them will be: layers that stay exact.
+static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
+  const uint64_t before = qkv_session_bytes_exact(session);
+  const qkv_status status = qkv_session_seal(session, NULL);
+  const uint64_t after = qkv_session_bytes_exact(session);
+  if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(residency->store), session, after);
+  return before > after ? before - after : 0;
+}
+
 // Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
 // are more, of sessions that were in use just now.
 static uint64_t seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t sealed = 0;
-  size_t count;
   *left = false;
-  (void)pthread_mutex_lock(&residency->room_lock);
-  qkvi_resident *sessions = list_sessions(residency, true, &count);
-  for (size_t i = 0; i < count && sealed < bytes; i++) {
-    qkv_session_info info;
-    qkv_session_read_info(sessions[i].session, &info, NULL);
-    if (info.usage.bytes_exact == 0 || info.config.pinned) continue;
-    *left = qkvi_now_ms() - info.last_used_ms < IDLE_MS;
-    if (*left) break;
-    const uint64_t before = info.usage.bytes_exact;
-    (void)qkv_session_seal(sessions[i].session, NULL);
-    qkv_session_read_info(sessions[i].session, &info, NULL);
-    sealed += before > info.usage.bytes_exact ? before - info.usage.bytes_exact : 0;  // exact layers stay
+  qkv_recency_begin(recency, QKV_RECENCY_EXACT);
+  while (sealed < bytes && !*left) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXACT);
+    if (session == NULL) break;
+    if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
+      *left = qkvi_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
+      if (!*left) sealed += seal_session(residency, session);
+    }
+    qkv_session_unref(&session);
   }
-  qkvi_residency_drop_sessions(sessions, count);
-  (void)pthread_mutex_unlock(&residency->room_lock);
+  qkv_recency_end(recency, QKV_RECENCY_EXACT);
   return sealed;
 }
 
-static uint64_t kept_bytes(qkv_session *session) {
-  qkv_session_info info;
-  qkv_session_read_info(session, &info, NULL);
-  return info.usage.bytes_coded - info.usage.bytes_shared + info.usage.bytes_exact + info.usage.bytes_beside;
+// What will not leave, at least: sessions in memory alone and those that are pinned, what is reserved and objects.
+static uint64_t staying(qkvi_residency *residency) {
+  return qkv_store_staying(residency->store) + qkv_store_read_stats(residency->store).learning_bytes +
+         residency->buffer_bytes + qkvi_objects_staying(residency->objects);
 }
 
-// What will not leave, at least: sessions in memory alone and those that are pinned.
-static uint64_t staying(qkvi_residency *residency) {
-  const size_t room = qkv_store_read_stats(residency->store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
-  if (listed == NULL) abort();
-  const size_t count = qkv_store_list(residency->store, &(qkv_store_filter){0}, listed, room);
-  uint64_t bytes = qkv_store_read_stats(residency->store).learning_bytes + residency->buffer_bytes +
-                   qkvi_objects_staying(residency->objects);
-  for (size_t i = 0; i < count; i++) {
-    if (qkv_session_config_of(listed[i])->backing == NULL || qkv_session_is_pinned(listed[i]))
-      bytes += kept_bytes(listed[i]);
-    qkv_session_unref(&listed[i]);
-  }
-  free((void *)listed);
-  return bytes;
+// Looked at a few times a second.
+static bool too_much_stays(qkvi_residency *residency, uint64_t most, int64_t *next_ms) {
+  const int64_t now = qkvi_now_ms();
+  if (now < *next_ms) return false;
+  *next_ms = now + STAYING_MS;
+  return staying(residency) > most;
 }
 
 bool qkvi_client_is_gone(const qkv_rpc_call *call) {
@@ -170,8 +141,9 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
   qkv_arena *arena = qkv_store_arena(residency->store);
   uint64_t seen = qkvi_progress_count(residency);
   bool waited = false;
+  int64_t next_ms = 0;
   for (;;) {
-    const uint64_t budget = qkvi_budget_limit(residency);  // each time, as it follows what lies beside it
+    const uint64_t budget = qkvi_budget_limit(residency);  // each time, as it follows what memory outside pages takes
     if (bytes > budget) break;
     const uint64_t most = budget - bytes, target = most - most / 16;
     const bool pending = anything_pending(residency);  // before, as what is written meanwhile can leave
@@ -185,7 +157,8 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
     later |= anything_held(residency) || !waited;  // a reservation may be another thread's that holds nothing yet
     waited = true;
     if (qkvi_client_is_gone(call)) break;
-    if (!later || qkvi_write_back_failure(residency) != QKV_OK || qkvi_now_ms() > until || staying(residency) > most)
+    if (!later || qkvi_write_back_failure(residency) != QKV_OK || qkvi_now_ms() > until ||
+        too_much_stays(residency, most, &next_ms))
       break;
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
@@ -284,40 +257,55 @@ void qkvi_budget_unreserve(qkvi_residency *residency, uint64_t *reservation) {
 
 // ---- On the disk ----
 
-// Sessions that may be evicted first, the longest unused ones first.
-static int by_worth(const void *a, const void *b) {
-  const bool first = qkv_session_config_of(((const qkvi_resident *)a)->session)->evictable;
-  const bool second = qkv_session_config_of(((const qkvi_resident *)b)->session)->evictable;
-  return first != second ? second - first : by_last_use(a, b);
+// What is on the SSD of one session goes, and what is in memory.
+static void expel_session(qkvi_residency *residency, qkv_session *session) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  const uint64_t bytes = qkv_session_bytes_stored(session);
+  qkv_error error = {0};
+  uint64_t freed;
+  if (qkv_store_close_session(residency->store, session, &freed, NULL) != QKV_OK) return;  // by another one
+  if (qkvi_catalogue_closed(residency, session, &error) != QKV_OK)
+    qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session", config->name,
+            "tenant", qkvi_tenant_to_log(config->tenant), "reason", error.text);
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
+  qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:s*, s:I}", "session", config->name,
+          "tenant", qkvi_tenant_to_log(config->tenant), "bytes", (json_int_t)bytes);
 }
 
-// storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory, or
-// objects that were not used for longer.
-void qkvi_residency_expel(qkvi_residency *residency) {
-  size_t count;
-  bool gone = false;
-  qkvi_resident *sessions = qkvi_residency_sessions(residency, &count);
-  qsort(sessions, count, sizeof *sessions, by_worth);
-  for (size_t i = 0; i < count && !gone; i++) {
-    qkv_session *session = sessions[i].session;
-    qkv_session_info info;
-    qkv_error error = {0};
-    uint64_t freed;
-    qkv_session_read_info(session, &info, NULL);
-    if (info.config.pinned || info.usage.bytes_stored == 0) continue;
-    if (qkvi_now_ms() - info.last_used_ms < EXPEL_IDLE_MS || info.config.staged) continue;
-    gone = qkvi_objects_expel(residency->objects, info.config.evictable, info.last_used_ms);
-    if (gone) break;
-    if (qkv_store_close_session(residency->store, session, &freed, NULL) != QKV_OK) continue;
-    if (qkvi_catalogue_closed(residency, session, &error) != QKV_OK)
-      qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session",
-              qkv_session_name(session), "tenant", qkvi_tenant_to_log(info.config.tenant), "reason", error.text);
-    qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-    qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:s*, s:I}", "session",
-            qkv_session_name(session), "tenant", qkvi_tenant_to_log(info.config.tenant), "bytes",
-            (json_int_t)info.usage.bytes_stored);
-    gone = true;
+static bool may_be_expelled(const qkv_session *session) {
+  return qkv_session_config_of(session)->backing != NULL && qkv_session_bytes_stored(session) > 0 &&
+         !qkv_session_is_pinned(session) && !qkv_session_is_staged(session);
+}
+
+// The longest unused session of a list that may be, with a reference; NULL: there is none, or all were used just now.
+static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  const int64_t now = qkvi_now_ms();
+  qkv_session *session;
+  qkv_recency_begin(recency, list);
+  while ((session = qkv_recency_next(recency, list)) != NULL) {
+    const bool idle = now - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
+    if (idle && may_be_expelled(session)) break;
+    qkv_session_unref(&session);
+    if (!idle) break;
   }
-  if (!gone) (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
-  qkvi_residency_drop_sessions(sessions, count);
+  qkv_recency_end(recency, list);
+  return session;
+}
+
+// That session, or objects that were not used for longer. False: there is nothing.
+static bool expel_from(qkvi_residency *residency, qkv_recency_list list) {
+  qkv_session *session = find_expelled(residency, list);
+  if (session == NULL) return false;
+  if (!qkvi_objects_expel(residency->objects, list == QKV_RECENCY_EVICTABLE, qkv_session_last_used_ms(session)))
+    expel_session(residency, session);
+  qkv_session_unref(&session);
+  return true;
+}
+
+// storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, first of those that
+// may be evicted.
+void qkvi_residency_expel(qkvi_residency *residency) {
+  if (!expel_from(residency, QKV_RECENCY_EVICTABLE) && !expel_from(residency, QKV_RECENCY_KEPT))
+    (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
 }

@@ -129,8 +129,8 @@ static void journal_calibrations(qkvi_residency *residency, qkv_session *session
 // Those that sessions on the SSD are coded with and the journal does not have.
 void qkvi_catalogue_journal_calibrations(qkvi_residency *residency) {
   size_t count;
-  qkvi_resident *sessions = qkvi_residency_sessions(residency, &count);
-  for (size_t i = 0; i < count; i++) journal_calibrations(residency, sessions[i].session);
+  qkv_session **sessions = qkvi_residency_sessions(residency, &count);
+  for (size_t i = 0; i < count; i++) journal_calibrations(residency, sessions[i]);
   qkvi_residency_drop_sessions(sessions, count);
 }
 

@@ -119,7 +119,6 @@ struct qkvi_residency {
   qkvi_turn *turns;  // who claims memory, first come, first served: the first one makes it
   size_t holds;      // of layers, but those of whoever waits for room or for a layer
 
-  pthread_mutex_t room_lock;      // one eviction at a time
   pthread_mutex_t models_lock;    // one model at a time into the journal
   pthread_mutex_t loose_lock;     // one session at a time is tied
   pthread_mutex_t notes_lock;     // one note at a time, in the journal and in memory
@@ -160,13 +159,9 @@ void qkvi_progress_signal(qkvi_residency *residency);
 // What is written becomes durable now rather than within a second.
 void qkvi_write_back_hasten(qkvi_residency *residency);
 
-// Sessions that are not in memory alone, the longest unused first; to be given back.
-typedef struct qkvi_resident {
-  qkv_session *session;  // a reference
-  int64_t last_used_ms;
-} qkvi_resident;
-qkvi_resident *qkvi_residency_sessions(qkvi_residency *residency, size_t *count);
-void qkvi_residency_drop_sessions(qkvi_resident *sessions, size_t count);
+// All sessions that are not in memory alone, a reference each; to be given back. For what is seldom done.
+qkv_session **qkvi_residency_sessions(qkvi_residency *residency, size_t *count);
+void qkvi_residency_drop_sessions(qkv_session **sessions, size_t count);
 
 // Whether it is this one that has its name.
 bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session);
@@ -174,7 +169,8 @@ bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *sessio
 // Bytes of memory-budget that are used or promised.
 uint64_t qkvi_budget_taken(qkvi_residency *residency);
 
-// storage-budget has no room: the longest unused session that nobody has pinned goes from it, and from memory.
+// storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, and from memory, or
+// objects that were not used for longer.
 void qkvi_residency_expel(qkvi_residency *residency);
 
 // Opens the storage and fills the store (recovery.c). So much may wait to be written.

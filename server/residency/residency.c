@@ -437,11 +437,12 @@ qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, qkv_session *se
 // ---- The thread ----
 
 static bool settle_sessions(qkvi_residency *residency) {
-  size_t count;
+  qkv_recency *recency = qkv_store_recency(residency->store);
   bool all = true;
-  qkvi_resident *sessions = qkvi_residency_sessions(residency, &count);
-  for (size_t i = 0; i < count; i++) all &= qkv_session_settle(sessions[i].session);
-  qkvi_residency_drop_sessions(sessions, count);
+  qkv_recency_begin(recency, QKV_RECENCY_UNSETTLED);
+  for (qkv_session *next; (next = qkv_recency_next(recency, QKV_RECENCY_UNSETTLED)) != NULL; qkv_session_unref(&next))
+    all &= qkv_session_settle(next);
+  qkv_recency_end(recency, QKV_RECENCY_UNSETTLED);
   return qkvi_objects_settle(residency->objects) && all;
 }
 
@@ -533,7 +534,6 @@ static void init_locks(qkvi_residency *residency) {
   failed |= pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
   failed |= pthread_cond_init(&residency->moved, &clock);
   failed |= pthread_mutex_init(&residency->lock, NULL);
-  failed |= pthread_mutex_init(&residency->room_lock, NULL);
   failed |= pthread_mutex_init(&residency->models_lock, NULL);
   failed |= pthread_mutex_init(&residency->loose_lock, NULL);
   failed |= pthread_mutex_init(&residency->notes_lock, NULL);
@@ -599,11 +599,24 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
 
 // The exact rows of all sessions become pages. Where memory has no headroom for these, what is durable leaves it, and
 // the rest is sealed another time: the sessions of which something is left.
-static size_t seal_all(qkvi_residency *residency, const qkvi_resident *sessions, size_t count) {
+static size_t seal_all(qkvi_residency *residency, qkv_session *const *sessions, size_t count) {
   size_t left = 0;
-  for (size_t i = 0; i < count; i++) left += qkv_session_seal(sessions[i].session, NULL) == QKV_OK ? 0 : 1;
+  for (size_t i = 0; i < count; i++) left += qkv_session_seal(sessions[i], NULL) == QKV_OK ? 0 : 1;
   if (left > 0) (void)qkvi_budget_evict(residency, 0);
   return left;
+}
+
+qkv_session **qkvi_residency_sessions(qkvi_residency *residency, size_t *count) {
+  const size_t most = qkv_store_read_stats(residency->store).sessions + 1;
+  qkv_session **sessions = calloc(most, sizeof *sessions);
+  if (sessions == NULL) abort();
+  *count = qkv_store_backed(residency->store, sessions, most);
+  return sessions;
+}
+
+void qkvi_residency_drop_sessions(qkv_session **sessions, size_t count) {
+  for (size_t i = 0; i < count; i++) qkv_session_unref(&sessions[i]);
+  free((void *)sessions);
 }
 
 void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
@@ -615,12 +628,12 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   const int64_t until = qkvi_now_ms() + wait_ms;
   uint64_t seen = qkvi_progress_count(residency);
   size_t count;
-  qkvi_resident *sessions = qkvi_residency_sessions(residency, &count);
+  qkv_session **sessions = qkvi_residency_sessions(residency, &count);
   size_t left;
   for (;;) {
     const size_t unsealed = seal_all(residency, sessions, count);
     left = 0;
-    for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i].session) ? 0 : 1;
+    for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i]) ? 0 : 1;
     left += qkvi_objects_settle(residency->objects) ? 0 : 1;
     left = left > unsealed ? left : unsealed;
     if ((left == 0 && !cuts_waiting(residency)) || qkvi_now_ms() > until) break;
@@ -629,10 +642,10 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   }
   for (size_t i = 0; i < count; i++) {
     qkv_error error = {0};
-    if (qkv_session_seal(sessions[i].session, &error) != QKV_OK)
+    if (qkv_session_seal(sessions[i], &error) != QKV_OK)
       qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s*, s:s}", "session",
-              qkv_session_name(sessions[i].session), "tenant",
-              qkvi_tenant_to_log(qkv_session_config_of(sessions[i].session)->tenant), "reason", error.text);
+              qkv_session_name(sessions[i]), "tenant", qkvi_tenant_to_log(qkv_session_config_of(sessions[i])->tenant),
+              "reason", error.text);
   }
   if (left > 0) qkv_log(QKV_LOG_ERROR, "sessions are not durable as a whole", "{s:I}", "sessions", (json_int_t)left);
   qkvi_residency_drop_sessions(sessions, count);
@@ -673,7 +686,6 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
   (void)pthread_mutex_destroy(&old->notes_lock);
   (void)pthread_mutex_destroy(&old->loose_lock);
   (void)pthread_mutex_destroy(&old->models_lock);
-  (void)pthread_mutex_destroy(&old->room_lock);
   (void)pthread_mutex_destroy(&old->lock);
   (void)pthread_cond_destroy(&old->moved);
   free(old);

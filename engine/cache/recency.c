@@ -1,0 +1,287 @@
+#include "engine/cache/recency.h"
+
+#include <assert.h>
+#include <sched.h>
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "engine/cache/session_state.h"
+
+typedef struct entry {
+  int64_t used_ms;  // or later
+  qkv_session *session;
+} entry;
+
+typedef struct order {
+  entry *entries;
+  uint32_t count, passed, places;  // places: that there is memory for
+  pthread_mutex_t passing;
+} order;
+
+struct qkv_recency {
+  pthread_mutex_t lock;
+  _Atomic unsigned waiting;  // threads, for the lock
+  order lists[QKV_RECENCY_LISTS];
+};
+
+static void lock(qkv_recency *recency) {
+  if (pthread_mutex_trylock(&recency->lock) == 0) return;
+  atomic_fetch_add(&recency->waiting, 1);
+  const int failed = pthread_mutex_lock(&recency->lock);
+  atomic_fetch_sub(&recency->waiting, 1);
+  assert(failed == 0);
+  (void)failed;
+}
+
+static void unlock(qkv_recency *recency) {
+  (void)pthread_mutex_unlock(&recency->lock);
+}
+
+// Between two holds of a thread that has more to do: a mutex goes to whoever is awake, and those who wait are not.
+static void let_others(qkv_recency *recency) {
+  enum { YIELDS = 1000 };
+  for (int i = 0; i < YIELDS && atomic_load(&recency->waiting) > 0; i++) (void)sched_yield();
+}
+
+qkv_recency *qkv_recency_create(void) {
+  qkv_recency *recency = calloc(1, sizeof *recency);
+  if (recency == NULL) abort();
+  int failed = pthread_mutex_init(&recency->lock, NULL);
+  for (int i = 0; i < QKV_RECENCY_LISTS; i++) failed |= pthread_mutex_init(&recency->lists[i].passing, NULL);
+  assert(failed == 0);
+  (void)failed;
+  return recency;
+}
+
+void qkv_recency_destroy(qkv_recency **recency) {
+  qkv_recency *old = *recency;
+  if (old == NULL) return;
+  *recency = NULL;
+  for (int i = 0; i < QKV_RECENCY_LISTS; i++) {
+    assert(old->lists[i].count == 0 && old->lists[i].passed == 0);
+    free(old->lists[i].entries);
+    (void)pthread_mutex_destroy(&old->lists[i].passing);
+  }
+  (void)pthread_mutex_destroy(&old->lock);
+  free(old);
+}
+
+// ---- A heap ----
+
+static _Atomic uint32_t *place_of(const qkv_recency *recency, const order *in, qkv_session *session) {
+  return &session->places.at[in - recency->lists];
+}
+
+static void set(const qkv_recency *recency, order *in, uint32_t at, entry what) {
+  in->entries[at] = what;
+  atomic_store_explicit(place_of(recency, in, what.session), at + 1, memory_order_relaxed);
+}
+
+static void sink(const qkv_recency *recency, order *in, uint32_t at) {
+  const entry what = in->entries[at];
+  for (uint32_t child; (child = 2 * at + 1) < in->count; at = child) {
+    if (child + 1 < in->count && in->entries[child + 1].used_ms < in->entries[child].used_ms) child++;
+    if (what.used_ms <= in->entries[child].used_ms) break;
+    set(recency, in, at, in->entries[child]);
+  }
+  set(recency, in, at, what);
+}
+
+static void rise(const qkv_recency *recency, order *in, uint32_t at) {
+  const entry what = in->entries[at];
+  for (; at > 0 && in->entries[(at - 1) / 2].used_ms > what.used_ms; at = (at - 1) / 2)
+    set(recency, in, at, in->entries[(at - 1) / 2]);
+  set(recency, in, at, what);
+}
+
+// Memory for so many; what is not needed any more is given back in halves.
+static void resize(order *in, uint32_t wanted) {
+  enum { LEAST = 16 };
+  uint32_t places = in->places < LEAST ? LEAST : in->places;
+  while (places < wanted) places *= 2;
+  while (places > LEAST && wanted < places / 4) places /= 2;
+  if (places == in->places) return;
+  entry *entries = realloc(in->entries, places * sizeof *entries);
+  if (entries == NULL) abort();
+  in->entries = entries;
+  in->places = places;
+}
+
+static void insert(const qkv_recency *recency, order *in, qkv_session *session) {
+  resize(in, in->count + in->passed + 1);
+  if (in->passed > 0) set(recency, in, in->count + in->passed, in->entries[in->count]);
+  set(recency, in, in->count, (entry){.used_ms = qkv_session_last_used_ms(session), .session = session});
+  rise(recency, in, in->count++);
+}
+
+// The last entry of the heap moves to the place of another.
+static void fill(const qkv_recency *recency, order *in, uint32_t at) {
+  const entry last = in->entries[--in->count];
+  if (at == in->count) return;
+  set(recency, in, at, last);
+  rise(recency, in, at);
+  sink(recency, in, atomic_load_explicit(place_of(recency, in, last.session), memory_order_relaxed) - 1);
+}
+
+static void take_out(const qkv_recency *recency, order *in, qkv_session *session) {
+  _Atomic uint32_t *place = place_of(recency, in, session);
+  uint32_t at = atomic_load_explicit(place, memory_order_relaxed);
+  if (at-- == 0) return;
+  if (at < in->count) {
+    fill(recency, in, at);
+    at = in->count;
+    in->passed++;
+  }
+  const uint32_t last = in->count + --in->passed;
+  if (at != last) set(recency, in, at, in->entries[last]);
+  atomic_store(place, 0);
+}
+
+// ---- Members ----
+
+static void enter_locked(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
+  if (session->places.joined && atomic_load_explicit(&session->places.at[list], memory_order_relaxed) == 0)
+    insert(recency, &recency->lists[list], session);
+}
+
+// Whether a session that is in the list belongs there.
+static bool belongs(const qkv_session *session, qkv_recency_list list) {
+  const bool pinned = atomic_load(&session->pinned), shares = atomic_load(&session->shares);
+  // What another session brings back of pages that they share is not published here.
+  if (list == QKV_RECENCY_CODED) return !pinned && (shares || atomic_load(&session->bytes_coded) > 0);
+  if (list == QKV_RECENCY_EXACT) return !pinned && atomic_load(&session->bytes_exact) > 0;
+  return list != QKV_RECENCY_UNSETTLED || atomic_load(&session->unsettled) > 0;
+}
+
+void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
+  const bool backed = session->config.backing != NULL;
+  lock(recency);
+  session->places.joined = true;
+  if (session->config.evictable) {
+    enter_locked(recency, QKV_RECENCY_EVICTABLE, session);
+  } else if (backed) {
+    enter_locked(recency, QKV_RECENCY_KEPT, session);
+  }
+  // A fork may have rows before it is opened.
+  for (qkv_recency_list i = QKV_RECENCY_CODED; backed && i <= QKV_RECENCY_UNSETTLED; i++) {
+    if (belongs(session, i)) enter_locked(recency, i, session);
+  }
+  unlock(recency);
+}
+
+// Whoever gives the session something for the list does so first and looks at its place then: what was given before
+// it was out is seen here.
+static void drop_locked(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
+  take_out(recency, &recency->lists[list], session);
+  if (belongs(session, list)) enter_locked(recency, list, session);
+}
+
+void qkv_recency_leave(qkv_recency *recency, qkv_session *session) {
+  lock(recency);
+  session->places.joined = false;
+  for (int i = 0; i < QKV_RECENCY_LISTS; i++) {
+    order *in = &recency->lists[i];
+    take_out(recency, in, session);
+    resize(in, in->count + in->passed);
+  }
+  unlock(recency);
+}
+
+// One that has been passed is left to the end of the pass, so that it does not come twice.
+void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
+  if (recency == NULL) return;
+  const _Atomic uint32_t *at = &session->places.at[list];
+  const bool wanted = belongs(session, list);
+  if (wanted == (atomic_load(at) != 0)) return;
+  lock(recency);
+  if (wanted) {
+    enter_locked(recency, list, session);
+  } else if (atomic_load(at) <= recency->lists[list].count) {
+    drop_locked(recency, list, session);
+  }
+  unlock(recency);
+}
+
+// ---- A pass ----
+
+void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list) {
+  const int failed = pthread_mutex_lock(&recency->lists[list].passing);
+  assert(failed == 0);
+  (void)failed;
+}
+
+// False: the session at the top has nothing any more, or was used since, and another one may be there now.
+static bool is_right(qkv_recency *recency, qkv_recency_list list) {
+  order *in = &recency->lists[list];
+  qkv_session *session = in->entries[0].session;
+  const int64_t used_ms = qkv_session_last_used_ms(session);
+  const bool stays = belongs(session, list);
+  if (stays && used_ms <= in->entries[0].used_ms) return true;
+  in->entries[0].used_ms = used_ms;
+  if (stays) {
+    sink(recency, in, 0);
+  } else {
+    drop_locked(recency, list, session);
+  }
+  return false;
+}
+
+// The top goes behind the heap.
+static qkv_session *pass_top(const qkv_recency *recency, order *in) {
+  const entry top = in->entries[0];
+  fill(recency, in, 0);
+  in->passed++;
+  set(recency, in, in->count, top);
+  return qkv_session_ref(top.session);
+}
+
+// False: the lock has been held for long enough.
+static bool try_next(qkv_recency *recency, qkv_recency_list list, qkv_session **out) {
+  order *in = &recency->lists[list];
+  bool done = false;
+  *out = NULL;
+  lock(recency);
+  for (int step = 0; !done && step < QKV_RECENCY_STEPS; step++) {
+    done = in->count == 0 || is_right(recency, list);
+    if (done && in->count > 0) *out = pass_top(recency, in);
+  }
+  unlock(recency);
+  return done;
+}
+
+qkv_session *qkv_recency_next(qkv_recency *recency, qkv_recency_list list) {
+  qkv_session *next;
+  while (!try_next(recency, list, &next)) let_others(recency);
+  return next;
+}
+
+// One passed session goes back into the heap, or out of the list. False: there was none.
+static bool end_one(qkv_recency *recency, qkv_recency_list list) {
+  order *in = &recency->lists[list];
+  if (in->passed == 0) return false;
+  qkv_session *session = in->entries[in->count].session;
+  if (belongs(session, list)) {
+    in->passed--;
+    rise(recency, in, in->count++);
+  } else {
+    drop_locked(recency, list, session);
+  }
+  return true;
+}
+
+void qkv_recency_end(qkv_recency *recency, qkv_recency_list list) {
+  for (bool more = true; more;) {
+    lock(recency);
+    for (int step = 0; more && step < QKV_RECENCY_STEPS; step++) more = end_one(recency, list);
+    unlock(recency);
+    if (more) let_others(recency);
+  }
+  (void)pthread_mutex_unlock(&recency->lists[list].passing);
+}
+
+void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact) {
+  lock(recency);
+  take_out(recency, &recency->lists[QKV_RECENCY_EXACT], session);
+  if (atomic_load(&session->bytes_exact) != bytes_exact) enter_locked(recency, QKV_RECENCY_EXACT, session);
+  unlock(recency);
+}

@@ -1,0 +1,62 @@
+// Sessions in the order of their last use, for those who take memory or disk from the longest unused first.
+//
+// There are five lists, and a session is in those that it has something for. Each is a binary heap of (time, session)
+// whose times may be too early: a use of a session changes nothing here, and the time is corrected when the session
+// comes to the top. So a use costs nothing, and the next session costs O(log n), without allocating.
+//
+//   heap of a list    | by time: not looked at yet  | passed in this pass | free |
+//                     0                           count             count + passed
+//
+// A pass takes sessions from the top one by one. They go behind the heap, and back into it when the pass ends. What
+// has nothing for the list any more leaves it on the way.
+//
+// Threads: any. One lock, which is the last in any order and held for at most QKV_RECENCY_STEPS corrections. One pass
+// of a list at a time; others wait for its end.
+#ifndef QKV_ENGINE_CACHE_RECENCY_H
+#define QKV_ENGINE_CACHE_RECENCY_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { QKV_RECENCY_STEPS = 64 };
+
+typedef enum qkv_recency_list {
+  QKV_RECENCY_CODED,      // have a backing and pages in memory that may leave it
+  QKV_RECENCY_EXACT,      // have a backing and exact rows that may become pages
+  QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
+  QKV_RECENCY_EVICTABLE,  // may be closed where something is full
+  QKV_RECENCY_KEPT,       // the others that have a backing
+  QKV_RECENCY_LISTS
+} qkv_recency_list;
+
+typedef struct qkv_session qkv_session;
+typedef struct qkv_recency qkv_recency;
+
+// A session's part: where it is in each list, counted from 1; 0: not in it.
+typedef struct qkv_recency_places {
+  _Atomic uint32_t at[QKV_RECENCY_LISTS];
+  bool joined;  // the store has it; under the lock
+} qkv_recency_places;
+
+qkv_recency *qkv_recency_create(void);
+// When no session is left in it (asserted).
+void qkv_recency_destroy(qkv_recency **recency);
+
+// The store has the session from here on; until it leaves. In between the store has a reference.
+void qkv_recency_join(qkv_recency *recency, qkv_session *session);
+void qkv_recency_leave(qkv_recency *recency, qkv_session *session);
+// Whether the session has something for the list may have changed. Nothing where it has not joined.
+void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
+
+// A pass: between the two `next` gives the longest unused session that has not been passed yet, with a reference that
+// the caller returns; NULL: there is none. Sessions that enter meanwhile are among them.
+void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list);
+qkv_session *qkv_recency_next(qkv_recency *recency, qkv_recency_list list);
+void qkv_recency_end(qkv_recency *recency, qkv_recency_list list);
+// Within a pass of QKV_RECENCY_EXACT: the exact rows of this session, so many bytes, stay; it enters again with its
+// next rows.
+void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact);
+
+#endif

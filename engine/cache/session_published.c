@@ -1,0 +1,84 @@
+// What the last change of each layer has left, without waiting for a layer (session_state.h).
+#include "engine/cache/session_internal.h"
+#include "engine/cache/session_spill.h"
+#include "engine/cache/session_state.h"
+
+bool qkv_session_has_cold(const qkv_session *session) {
+  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed) > 0;
+}
+
+uint64_t qkv_session_bytes_exact(const qkv_session *session) {
+  return atomic_load(&session->bytes_exact);
+}
+
+uint64_t qkv_session_bytes_kept(const qkv_session *session) {
+  return atomic_load_explicit(&session->bytes_kept, memory_order_relaxed);
+}
+
+uint64_t qkv_session_bytes_stored(const qkv_session *session) {
+  return atomic_load_explicit(&session->bytes_stored, memory_order_relaxed);
+}
+
+uint64_t qkv_session_tokens_cold(const qkv_session *session) {
+  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed);
+}
+
+uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
+  *bytes = 0;
+  if (!qkvi_session_has_layers(session)) return 0;
+  qkvi_session_lock_info(layer_at(session, layer));
+  const uint64_t tokens = layer_at(session, layer)->usage.tokens_cold;
+  *bytes = layer_at(session, layer)->usage.bytes_stored;
+  qkvi_session_unlock_info(layer_at(session, layer));
+  return tokens;
+}
+
+uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
+  if (!qkvi_session_has_layers(session)) return session->config.first_position;
+  qkvi_session_lock_info(layer_at(session, layer));
+  const uint64_t length = layer_at(session, layer)->length;
+  qkvi_session_unlock_info(layer_at(session, layer));
+  return length;
+}
+
+bool qkvi_session_any_unsettled(const qkv_session *session) {
+  return atomic_load(&session->unsettled) > 0;
+}
+
+bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
+  if (!qkvi_session_has_layers(session)) return false;
+  qkvi_session_lock_info(layer_at(session, layer));
+  const bool unsettled = layer_at(session, layer)->unsettled;
+  qkvi_session_unlock_info(layer_at(session, layer));
+  return unsettled;
+}
+
+uint64_t qkv_session_length(qkv_session *session) {
+  uint64_t length = UINT64_MAX;
+  if (!qkvi_session_has_layers(session)) return session->config.first_position;
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    locked_layer *layer = layer_at(session, i);
+    qkvi_session_lock_info(layer);
+    if (layer->length < length) length = layer->length;
+    qkvi_session_unlock_info(layer);
+  }
+  return length;
+}
+
+void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    durable[i] = session->config.first_position;
+    if (!qkvi_session_has_layers(session)) continue;
+    qkvi_session_lock_info(layer_at(session, i));
+    durable[i] = layer_at(session, i)->durable;
+    qkvi_session_unlock_info(layer_at(session, i));
+  }
+}
+
+bool qkv_session_is_durable(qkv_session *session, uint32_t layer, uint64_t end) {
+  if (!qkvi_session_has_layers(session)) return true;
+  qkvi_session_lock_info(layer_at(session, layer));
+  const bool durable = !layer_at(session, layer)->unsettled || layer_at(session, layer)->durable >= end;
+  qkvi_session_unlock_info(layer_at(session, layer));
+  return durable;
+}
