@@ -291,6 +291,7 @@ static void find_outcome(qkv_decode *stream) {
 static bool begin_step(qkv_decode *stream, const qkv_client_item *items, size_t count, const size_t *numbers,
                        qkv_call_error *reason) {
   qkv_client *client = stream->call.client;
+  assert(client != NULL);
   if (stream->over) *reason = stream->outcome;
   if (stream->over || qkvi_put_items(client, items, count, numbers, reason) != QKV_OK) return false;
   qkv_wire_put_varint(client->writer, REQUEST_ID, ++stream->id);
@@ -302,6 +303,7 @@ static bool begin_step(qkv_decode *stream, const qkv_client_item *items, size_t 
 static qkv_code end_step(qkv_decode *stream, const qkv_client_item *items, size_t count, qkv_client_result *results,
                          qkv_call_error *reason) {
   qkv_client *client = stream->call.client;
+  assert(client != NULL);
   qkvi_call_finish(&stream->call, &stream->run);
   grpc_byte_buffer *response = stream->response;
   if (response == NULL) find_outcome(stream);

@@ -319,6 +319,7 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   qkv_client *client = NULL;
   qkv_code code = qkvi_client_create(target, options, &client, error);
   if (code != QKV_OK) return code;
+  assert(client != NULL);
   code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
   if (code != QKV_OK) qkv_client_close(&client);
   *client_out = client;

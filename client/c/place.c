@@ -65,6 +65,7 @@ static void register_kept(const qkv_client *whole, qkv_client *part) {
 
 // Whether calls may go there. One that is suspect is asked, if its pause is over; `why` where it is not.
 static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
+  assert(part != NULL);
   if (!part->suspect && part->channel != NULL && !qkvi_socket_hung_up(part->fd)) return true;
   part->suspect = true;
   if (qkvi_now_ms() < part->asked_next_ms) {
@@ -217,12 +218,14 @@ static qkv_code add_part(qkv_client *whole, const char *target, const qkv_client
     return qkvi_fail(error, QKV_INVALID_ARGUMENT, "there are more than %d targets", PARTS_MAX);
   if (qkvi_target_parse(target, &parsed, &invalid) != QKV_OK) return qkvi_fail_with(error, &invalid);
   for (size_t i = 0; i < whole->part_count; i++) {
+    assert(whole->parts[i] != NULL);
     if (strcmp(whole->parts[i]->target, target) == 0)
       return qkvi_fail(error, QKV_INVALID_ARGUMENT, "target %.200s is there twice", target);
   }
   qkv_client *part = NULL;
   const qkv_code code = qkvi_client_create(target, options, &part, error);
   if (code != QKV_OK) return code;
+  assert(part != NULL);
   part->suspect = true;
   part->place = qkvi_place_hash(target);
   part->index = whole->part_count;

@@ -17,30 +17,34 @@
 // The values of all commands' options; each command's table says which it has.
 typedef struct qkvctl_values {
   qkv_program program;
-  const char *prefix, *model, *session;  // sessions, load
-  const char *output, *format;           // fetch, calibrate
-  const char *from;                      // calibrate: a dump
-  const char *layers, *dtype;            // fetch; layers: demote, promote, too
-  const char *purpose, *durability;      // load
-  const char *tokens, *salt;             // match, with model; copy
-  const char *to;                        // copy: an address
-  int64_t position;                      // fork
-  int64_t begin, end;                    // fetch, demote, promote: positions
-  double bits_k, bits_v;                 // load
-  double tier_bits;                      // load; below 0: the daemon's
-  double bits;                           // demote, promote
-  const char *roles, *expires;           // token
-  int64_t grace, notice;                 // drain; ms
-  bool wait;                             // drain
-  bool metrics, options;                 // status
-  bool heads_first, before_rope, coded;  // fetch
-  bool keep_full;                        // load
-  bool even;                             // demote
-  bool touch;                            // has
-  bool ids;                              // watch
-  bool evict;                            // load, put-object
-  bool replace;                          // put-object
-  bool map;                              // session
+  const char *prefix, *model, *session;                                        // sessions, load
+  const char *output, *format;                                                 // fetch, calibrate
+  const char *from;                                                            // calibrate: a dump
+  const char *layers, *dtype;                                                  // fetch; layers: demote, promote, too
+  const char *purpose, *durability;                                            // load
+  const char *tokens, *salt;                                                   // match, with model; copy
+  const char *to;                                                              // copy: an address
+  int64_t position;                                                            // fork
+  int64_t begin, end;                                                          // fetch, demote, promote: positions
+  double bits_k, bits_v;                                                       // load
+  double tier_bits;                                                            // load; below 0: the daemon's
+  double bits;                                                                 // demote, promote, size
+  const char *codec;                                                           // size
+  int64_t model_layers, kv_heads, q_heads, key_dim, value_dim, recent_window;  // size; -1 and 0: not given
+  int64_t token_count, session_count;                                          // size
+  double append_rate, step_rate;                                               // size: a second
+  const char *roles, *expires;                                                 // token
+  int64_t grace, notice;                                                       // drain; ms
+  bool wait;                                                                   // drain
+  bool metrics, options;                                                       // status
+  bool heads_first, before_rope, coded;                                        // fetch
+  bool keep_full;                                                              // load
+  bool even;                                                                   // demote
+  bool touch;                                                                  // has
+  bool ids;                                                                    // watch
+  bool evict;                                                                  // load, put-object
+  bool replace;                                                                // put-object
+  bool map;                                                                    // session
 } qkvctl_values;
 
 // ---- connect.c ----
@@ -101,6 +105,7 @@ int qkvctl_rm_object(void *values, const qkv_option_list *arguments);
 int qkvctl_storage(void *values, const qkv_option_list *arguments);
 int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
+int qkvctl_size(void *values, const qkv_option_list *arguments);
 int qkvctl_drain(void *values, const qkv_option_list *arguments);
 int qkvctl_token(void *values, const qkv_option_list *arguments);
 int qkvctl_fork(void *values, const qkv_option_list *arguments);

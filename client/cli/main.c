@@ -130,6 +130,26 @@ static const qkv_option drain_options[] = {
     {"wait", QKV_OPTION_FLAG, OFFSET(wait), NULL, 0, 0, NULL, "until the daemon does not answer any more"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
+static const qkv_option size_options[] = {
+    {"tokens", QKV_OPTION_INTEGER, OFFSET(token_count), "0", 0, 1 << 30, "N", "tokens of a session"},
+    {"sessions", QKV_OPTION_INTEGER, OFFSET(session_count), "1", 1, 1.0e12, "N", "how many there are at once"},
+    {"model", QKV_OPTION_STRING, OFFSET(model), NULL, 0, 0, "NAME", "a model that the daemon knows, for what is not given here"},
+    {"layers", QKV_OPTION_INTEGER, OFFSET(model_layers), "0", 0, 65536, "N", "the model's layers"},
+    {"kv-heads", QKV_OPTION_INTEGER, OFFSET(kv_heads), "0", 0, 65536, "N", "its KV heads"},
+    {"q-heads", QKV_OPTION_INTEGER, OFFSET(q_heads), "0", 0, 65536, "N", "its query heads; 0: the model's, or as many"},
+    {"key-dim", QKV_OPTION_INTEGER, OFFSET(key_dim), "0", 0, 65536, "N", "the width of a key's head"},
+    {"value-dim", QKV_OPTION_INTEGER, OFFSET(value_dim), "0", 0, 65536, "N", "of a value's; 0: the model's, or as that"},
+    {"dtype", QKV_OPTION_STRING, OFFSET(dtype), NULL, 0, 0, "NAME", "of its rows: fp32, fp16 or bf16; fp16 when not given"},
+    {"purpose", QKV_OPTION_STRING, OFFSET(purpose), "attend", 0, 0, "NAME", "attend or fetch"},
+    {"codec", QKV_OPTION_STRING, OFFSET(codec), NULL, 0, 0, "NAME", "the codec; the model's or qkvd's default when not given"},
+    {"bits", QKV_OPTION_REAL, OFFSET(bits), "0", 0, 8, "BITS", "code bits of a coordinate; 0: the model's, or 4"},
+    {"bits-k", QKV_OPTION_REAL, OFFSET(bits_k), "0", 0, 8, "BITS", "of a key's alone; 0: --bits"},
+    {"bits-v", QKV_OPTION_REAL, OFFSET(bits_v), "0", 0, 8, "BITS", "of a value's alone; 0: --bits"},
+    {"recent-window", QKV_OPTION_INTEGER, OFFSET(recent_window), "-1", -1, 1048576, "TOKENS", "newest tokens kept exact; -1: the model's, or 64"},
+    {"appends-per-second", QKV_OPTION_REAL, OFFSET(append_rate), "0", 0, 1.0e9, "N", "tokens that are appended, in all sessions"},
+    {"steps-per-second", QKV_OPTION_REAL, OFFSET(step_rate), "0", 0, 1.0e9, "N", "queries of all layers, in all sessions"},
+    QKV_PROGRAM_OPTIONS(qkvctl_values)};
+
 #define OPTIONS(table) table, sizeof(table) / sizeof *(table)
 
 static const qkv_command commands[] = {
@@ -166,6 +186,8 @@ static const qkv_command commands[] = {
      OPTIONS(token_options), 2, 2, qkvctl_token},
     {"drain", "", "Ends the daemon as SIGTERM does: not ready, no new calls, running ones end, sessions are on the SSD.",
      OPTIONS(drain_options), 0, 0, qkvctl_drain},
+    {"size", "", "Says what memory, SSD and processors so many sessions of a model take, without a daemon, by coding some rows here.",
+     OPTIONS(size_options), 0, 0, qkvctl_size},
     {"rm", "SESSION...", "Closes sessions.", OPTIONS(common_options), 1, SIZE_MAX, qkvctl_rm},
 };
 // clang-format on
