@@ -181,7 +181,7 @@ const qkv_option qkv_server_option_table[] = {
      "How long the daemon says that it is not ready, and serves new calls still, before that begins."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
      "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
-     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need f16c, too. Without it all."},
+     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need fma and f16c, too. Without it all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,

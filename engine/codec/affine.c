@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "engine/kernel/kernel.h"
+
 enum { STEPS_MAX = QKV_DIM_MAX };
 
 typedef struct affine {
@@ -121,25 +123,16 @@ void qkvi_affine_write_one(const qkv_part_coder *coder, const float *scales, con
 // out[n][lanes] += factors[n][steps] . values
 static void mix(const qkv_part_coder *coder, const uint8_t *block, const float *factors, size_t n, float *out) {
   const affine as = affine_of(coder);
-  float scales[STEPS_MAX], zeros[STEPS_MAX], scaled[QKV_QUERY_BLOCK * STEPS_MAX];
+  float scales[STEPS_MAX], zeros[STEPS_MAX], scaled[QKV_QUERY_BLOCK * STEPS_MAX], shares[QKV_QUERY_BLOCK];
   const size_t steps = as.steps;
   const uint8_t *codes = codes_of(&as, block);
   assert(n <= QKV_QUERY_BLOCK);
   for (size_t group = 0; group < as.groups; group++) {
     const size_t first = group * as.group, lanes = lanes_of(&as, group);
     read_numbers(&as, block, group, scales, zeros);
+    qkv_kernels_get()->scale_factors(factors, scales, zeros, n, steps, scaled, shares);
     for (size_t i = 0; i < n; i++) {
-      // Lanes, so that the sum is the same whatever the vectors are.
-      float shares[QKV_BAND] = {0}, share = 0;
-      const float *row = factors + i * steps;
-      for (size_t s = 0; s < steps; s += QKV_BAND) {
-        for (size_t j = 0; j < QKV_BAND; j++) {
-          scaled[i * steps + s + j] = row[s + j] * scales[s + j];
-          shares[j] += row[s + j] * zeros[s + j];
-        }
-      }
-      for (size_t j = 0; j < QKV_BAND; j++) share += shares[j];
-      for (size_t lane = first; lane < first + lanes; lane++) out[i * as.lanes + lane] += share;
+      for (size_t lane = first; lane < first + lanes; lane++) out[i * as.lanes + lane] += shares[i];
     }
     const qkv_code_matrix matrix = {.codes = codes + qkv_code_matrix_bytes(first, steps, coder->bits),
                                     .bits = coder->bits,

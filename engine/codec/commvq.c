@@ -6,12 +6,11 @@
 #include "engine/codec/commvq_book.h"
 #include "engine/codec/hadamard.h"
 #include "engine/codec/sized.h"
+#include "engine/kernel/kernel.h"
 
-enum { ID = 9, VERSION = 1, LANES = 4, GROUP_LANES = QKV_COMMVQ_WIDTH / LANES };
+enum { ID = 9, VERSION = 1 };
 
 #define SIZE_MAX_CODED 65504.0f  // fp16
-
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 
 typedef struct key_tables {
   const qkv_calibration *calibration;
@@ -96,17 +95,6 @@ static bool keys_match(const qkv_part_coder *coder, const uint8_t *block, uint32
   return true;
 }
 
-// A slot's group: the sum of its entries.
-static inline void add_entries(const qkv_commvq_round *rounds, const uint8_t *codes, size_t bits,
-                               lanes sum[GROUP_LANES]) {
-  for (size_t r = 0; r < bits; r++) {
-    const uint8_t code = codes[r * QKV_PAGE_TOKENS];
-    const lanes *a = (const lanes *)rounds[r].entries[0][code % QKV_COMMVQ_ENTRIES];
-    const lanes *b = (const lanes *)rounds[r].entries[1][code / QKV_COMMVQ_ENTRIES];
-    for (size_t i = 0; i < GROUP_LANES; i++) sum[i] += a[i] + b[i];
-  }
-}
-
 static void commvq_columns(const qkv_part_coder *coder, const uint8_t *block, float *columns, float *mean) {
   const qkv_commvq_book *book = book_of(coder);
   float sizes[QKV_PAGE_TOKENS];
@@ -114,15 +102,12 @@ static void commvq_columns(const qkv_part_coder *coder, const uint8_t *block, fl
   for (size_t at = 0; at < coder->dim; at++) mean[coordinate_of(coder, book, at)] = book->mean[at];
   for (size_t group = 0; group < book->groups; group++) {
     const qkv_commvq_round *rounds = &book->rounds[group * QKV_COMMVQ_ROUNDS];
-    const uint8_t *codes = key_codes(block) + group * coder->bits * QKV_PAGE_TOKENS;
+    const qkv_entries *const entries[QKV_COMMVQ_ROUNDS] = {&rounds[0].entries, &rounds[1].entries};
     float *out[QKV_COMMVQ_WIDTH];
     for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j++)
       out[j] = columns + coordinate_of(coder, book, group * QKV_COMMVQ_WIDTH + j) * QKV_PAGE_TOKENS;
-    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
-      lanes sum[GROUP_LANES] = {{0}};
-      add_entries(rounds, codes + t, coder->bits, sum);
-      for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j++) out[j][t] = sizes[t] * sum[j / LANES][j % LANES];
-    }
+    qkv_kernels_get()->sum_entries(entries, coder->bits, key_codes(block) + group * coder->bits * QKV_PAGE_TOKENS,
+                                   sizes, out);
   }
 }
 

@@ -72,7 +72,7 @@ static void set_entries(qkv_commvq_round *round, float scaled[ENTRIES][WIDTH], c
       round->columns[1][2 * pair + 1][a] = x;
     }
     for (size_t j = 0; j < WIDTH; j++) {
-      for (size_t kind = 0; kind < 2; kind++) round->entries[kind][a][j] = round->columns[kind][j][a] / roots[j];
+      for (size_t kind = 0; kind < 2; kind++) round->entries.of[kind][j][a] = round->columns[kind][j][a] / roots[j];
     }
   }
   for (size_t a = 0; a < ENTRIES; a++) {

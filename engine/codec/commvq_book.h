@@ -26,14 +26,15 @@
 #include <stdint.h>
 
 #include "engine/codec/calibration.h"
+#include "engine/kernel/entries.h"
 
-#define QKV_COMMVQ_ENTRIES 16
-#define QKV_COMMVQ_WIDTH 8   // coordinates of a group
-#define QKV_COMMVQ_ROUNDS 2  // at most
+#define QKV_COMMVQ_ENTRIES QKV_ENTRIES
+#define QKV_COMMVQ_WIDTH QKV_ENTRY_WIDTH  // coordinates of a group
+#define QKV_COMMVQ_ROUNDS 2               // at most
 
 // A group's entries in one round. Rows of a group are (x, y) of its first pair, of its second pair, ...
 typedef struct qkv_commvq_round {
-  _Alignas(64) float entries[2][QKV_COMMVQ_ENTRIES][QKV_COMMVQ_WIDTH];  // (x, y) for a; (-y, x) for b
+  qkv_entries entries;  // (x, y) for a; (-y, x) for b
   // For the search, in coordinates times the roots of their weights.
   _Alignas(64) float columns[2][QKV_COMMVQ_WIDTH][QKV_COMMVQ_ENTRIES];
   _Alignas(64) float squares[QKV_COMMVQ_ENTRIES][QKV_COMMVQ_ENTRIES];  // [a][b]: half of |c_ab|^2

@@ -6,6 +6,7 @@
 #include "engine/codec/hadamard.h"
 #include "engine/codec/parts.h"
 #include "engine/codec/sphere.h"
+#include "engine/kernel/kernel.h"
 
 enum { ID = 4, VERSION = 1, NUMBER_BYTES = 2, NORMS = 1, NO_NORMS = 2 };
 
@@ -104,18 +105,7 @@ static void polarquant_scores(const qkv_part_coder *coder, const uint8_t *block,
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX], shared[QKV_QUERY_BLOCK];
   channels of;
   read_channels(coder, block, &of);
-  for (size_t i = 0; i < n; i++) {
-    float shares[QKV_BAND] = {0}, share = 0;
-    const float *row = queries + i * dim;
-    for (size_t c = 0; c < dim; c += QKV_BAND) {
-      for (size_t j = 0; j < QKV_BAND; j++) {
-        turned[i * dim + c + j] = row[c + j] * of.deviations[c + j];
-        shares[j] += row[c + j] * of.means[c + j];
-      }
-    }
-    for (size_t j = 0; j < QKV_BAND; j++) share += shares[j];
-    shared[i] = share;
-  }
+  qkv_kernels_get()->scale_factors(queries, of.deviations, of.means, n, dim, turned, shared);
   qkv_hadamard_forward(turned, n, dim);
   memset(scores, 0, n * QKV_PAGE_TOKENS * sizeof *scores);
   qkv_mix(&matrix, turned, n, scores, QKV_PAGE_TOKENS);
@@ -130,17 +120,16 @@ static void polarquant_accumulate(const qkv_part_coder *coder, const uint8_t *bl
   const qkv_code_matrix matrix = matrix_of(coder, block);
   const size_t dim = coder->dim;
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX], scaled[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
+  float totals[QKV_QUERY_BLOCK];
   channels of;
   read_channels(coder, block, &of);
   memset(turned, 0, n * dim * sizeof *turned);
-  for (size_t i = 0; i < n * QKV_PAGE_TOKENS; i++) scaled[i] = weights[i] * of.rms[i % QKV_PAGE_TOKENS];
+  qkv_kernels_get()->scale_factors(weights, of.rms, qkvi_weights_alike, n, QKV_PAGE_TOKENS, scaled, totals);
   qkv_mix(&matrix, scaled, n, turned, dim);
   qkv_hadamard_inverse(turned, n, dim);
   for (size_t i = 0; i < n; i++) {
-    float total = 0;
-    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) total += weights[i * QKV_PAGE_TOKENS + t];
     for (size_t c = 0; c < dim; c++)
-      sums[i * dim + c] += total * of.means[c] + of.deviations[c] * turned[i * dim + c];
+      sums[i * dim + c] += totals[i] * of.means[c] + of.deviations[c] * turned[i * dim + c];
   }
 }
 

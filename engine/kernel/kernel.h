@@ -16,7 +16,9 @@
 #include "engine/codec/outliers.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/dense.h"
+#include "engine/kernel/entries.h"
 #include "engine/kernel/integer.h"
+#include "engine/kernel/mix.h"
 
 // scores[n][64] = gain_t * sum_c queries[n][c] * value(code_tc).
 #define QKV_DECLARE_SCORES(name) void name(const qkv_page_codes *keys, const float *queries, size_t n, float *scores)
@@ -214,6 +216,9 @@ typedef struct qkv_kernels {
   QKV_DECLARE_ACCUMULATE_INTEGER((*accumulate_integer));
   QKV_DECLARE_SCORE_OUTLIERS((*score_outliers));
   QKV_DECLARE_WEIGH_OUTLIERS((*weigh_outliers));
+  QKV_DECLARE_MIX((*mix));
+  QKV_DECLARE_SCALE_FACTORS((*scale_factors));
+  QKV_DECLARE_SUM_ENTRIES((*sum_entries));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.

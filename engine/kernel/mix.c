@@ -1,8 +1,8 @@
 #include "engine/kernel/mix.h"
 
+#include <math.h>
 #include <string.h>
 
-#include "engine/base/cpu.h"
 #include "engine/kernel/kernel.h"
 
 enum { LANES = QKV_MIX_LANES, STEPS = 8 };
@@ -81,7 +81,7 @@ QKV_DECLARE_MIX(qkvi_mix_reference) {
         float *sums = out + i * stride + lane;
         for (size_t s = 0; s < STEPS; s++) {
           const float factor = factors[i * matrix->steps + step + s];
-          for (size_t j = 0; j < LANES; j++) sums[j] += factor * tile[s * LANES + j];
+          for (size_t j = 0; j < LANES; j++) sums[j] = fmaf(factor, tile[s * LANES + j], sums[j]);
         }
       }
     }
@@ -89,9 +89,5 @@ QKV_DECLARE_MIX(qkvi_mix_reference) {
 }
 
 QKV_DECLARE_MIX(qkv_mix) {
-#if defined(__x86_64__)
-  const uint32_t has = qkv_kernels_get()->needs;
-  if ((has & QKV_CPU_AVX2) != 0) return qkvi_mix_avx2(matrix, factors, n, out, stride);
-#endif
-  qkvi_mix_reference(matrix, factors, n, out, stride);
+  qkv_kernels_get()->mix(matrix, factors, n, out, stride);
 }

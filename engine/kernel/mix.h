@@ -11,7 +11,8 @@
 //
 // so that eight bytes become eight lanes of 32 bits, and a step's part of the code is a shift and a mask away.
 //
-// The scalar reference defines the numbers: fp32 without contraction; every other version gives the same bits.
+// The scalar reference defines the numbers: fp32, a step is multiplied and added with one rounding; every other
+// version gives the same bits.
 // Threads: pure functions.
 #ifndef QKV_ENGINE_KERNEL_MIX_H
 #define QKV_ENGINE_KERNEL_MIX_H
@@ -28,19 +29,27 @@ typedef struct qkv_code_matrix {
   const float *values;   // [1 << bits] of codes; NULL: a code's value is its number
 } qkv_code_matrix;
 
-static inline size_t qkv_code_matrix_bytes(size_t lanes, size_t steps, unsigned bits) {
-  return lanes * steps * bits / 8;
+static inline size_t qkv_code_matrix_bytes(size_t lane_count, size_t steps, unsigned bits) {
+  return lane_count * steps * bits / 8;
 }
 
 // factors [n][steps], out [n] rows of `lanes`, `stride` floats apart.
 #define QKV_DECLARE_MIX(name) \
   void name(const qkv_code_matrix *matrix, const float *factors, size_t n, float *out, size_t stride)
 
-// By what the kernels in use need of the processor (kernel.h).
+// That of the kernels in use (kernel.h).
 QKV_DECLARE_MIX(qkv_mix);
 
 QKV_DECLARE_MIX(qkvi_mix_reference);
-QKV_DECLARE_MIX(qkvi_mix_avx2);
+QKV_DECLARE_MIX(qkvi_mix_avx512);
+QKV_DECLARE_MIX(qkvi_mix_avx2);  // which has what is left of wider vectors
+
+// Of codes whose values are zero + scale * code, with scales and zeros [steps] of the steps: scaled [n][steps], the
+// factors [n][steps] times the scales, for the matrix of plain codes, and shares [n], sums of factors times zeros:
+// over eight lanes, step % 8, which are then added in order. `steps` is a multiple of 8.
+#define QKV_DECLARE_SCALE_FACTORS(name)                                                                           \
+  void name(const float *factors, const float *scales, const float *zeros, size_t n, size_t steps, float *scaled, \
+            float *shares)
 
 // codes [lanes][steps] to a matrix and back.
 void qkv_mix_pack(const uint8_t *codes, size_t lanes, size_t steps, unsigned bits, uint8_t *matrix);

@@ -10,6 +10,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/mix_plain.h"
 #include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
@@ -327,4 +328,7 @@ const qkv_kernels qkvi_kernels_reference = {
     .accumulate_integer = qkvi_accumulate_integer_reference,
     .score_outliers = score_outliers_plain,
     .weigh_outliers = weigh_outliers_plain,
+    .mix = qkvi_mix_reference,
+    .scale_factors = scale_factors_plain,
+    .sum_entries = qkvi_sum_entries_reference,
 };

@@ -123,6 +123,7 @@ void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   check_multiply(c, dim, 13 + naive_below(&c->random, 64), kind);  // more rows than tiles and batches have
   check_load(c, dim, n, kind);
   check_walk_of(c, dim, n, kind);
+  check_mix(c, dim, kind);
   const size_t pairs = naive_below(&c->random, dim / 2u + 1);
   made_turns made = make_turns(c, pairs, naive_below(&c->random, 2));
   check_waves(c, &made.turns, n, kind);

@@ -61,6 +61,7 @@ bool check_equal_floats(const checking *c, const char *kernel, const float *expe
 unsigned check_tier_step(const checking *c, const qkv_schedule *schedule);
 void check_integer(checking *c, const qkv_schedule *schedule);
 void check_rows_of(checking *c, uint16_t dim, input_kind kind);
+void check_mix(checking *c, uint16_t dim, input_kind kind);
 void check_walk_of(checking *c, uint16_t dim, size_t n, input_kind kind);
 
 // A matrix of 16-bit numbers, whose memory is to be freed.

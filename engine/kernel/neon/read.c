@@ -7,6 +7,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/mix_plain.h"
 #include "engine/kernel/neon/quarters.h"
 #include "engine/kernel/neon/twins.h"
 #include "engine/kernel/outliers_plain.h"
@@ -262,4 +263,7 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .accumulate_integer = TWIN(qkvi_accumulate_integer),
     .score_outliers = score_outliers_plain,
     .weigh_outliers = weigh_outliers_plain,
+    .mix = qkvi_mix_reference,
+    .scale_factors = scale_factors_plain,
+    .sum_entries = qkvi_sum_entries_reference,
 };

@@ -309,4 +309,7 @@ const qkv_kernels TWIN(qkvi_kernels) = {
     .accumulate_integer = TWIN(qkvi_accumulate_integer),
     .score_outliers = TWIN(qkvi_score_outliers),
     .weigh_outliers = TWIN(qkvi_weigh_outliers),
+    .mix = TWIN(qkvi_mix),
+    .scale_factors = TWIN(qkvi_scale_factors),
+    .sum_entries = TWIN(qkvi_sum_entries),
 };

@@ -9,15 +9,15 @@
 #if defined(__AVX512VNNI__)
 #define TWIN(name) name##_avx512_vnni
 #define TWIN_NAME "avx512-vnni"
-#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_AVX512 | QKV_CPU_VNNI | QKV_CPU_VBMI)
+#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_AVX512 | QKV_CPU_VNNI | QKV_CPU_VBMI)
 #elif defined(__AVX512F__)
 #define TWIN(name) name##_avx512
 #define TWIN_NAME "avx512"
-#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_AVX512)
+#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_AVX512)
 #else
 #define TWIN(name) name##_avx2
 #define TWIN_NAME "avx2"
-#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_F16C)
+#define TWIN_NEEDS (QKV_CPU_AVX2 | QKV_CPU_FMA | QKV_CPU_F16C)
 #endif
 
 QKV_DECLARE_ENCODE(TWIN(qkvi_encode));
@@ -40,5 +40,8 @@ QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer));
 QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer));
 QKV_DECLARE_SCORE_OUTLIERS(TWIN(qkvi_score_outliers));
 QKV_DECLARE_WEIGH_OUTLIERS(TWIN(qkvi_weigh_outliers));
+QKV_DECLARE_MIX(TWIN(qkvi_mix));
+QKV_DECLARE_SCALE_FACTORS(TWIN(qkvi_scale_factors));
+QKV_DECLARE_SUM_ENTRIES(TWIN(qkvi_sum_entries));
 
 #endif

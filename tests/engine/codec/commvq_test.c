@@ -282,9 +282,9 @@ static void books(void **state) {
   for (size_t r = 0; r < book->groups * QKV_COMMVQ_ROUNDS; r++) {
     for (size_t a = 0; a < QKV_COMMVQ_ENTRIES; a++) {
       for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j += 2) {
-        const float x = book->rounds[r].entries[0][a][j], y = book->rounds[r].entries[0][a][j + 1];
+        const float x = book->rounds[r].entries.of[0][j][a], y = book->rounds[r].entries.of[0][j + 1][a];
         assert_true(isfinite(x) && isfinite(y));
-        assert_true(book->rounds[r].entries[1][a][j] == -y && book->rounds[r].entries[1][a][j + 1] == x);
+        assert_true(book->rounds[r].entries.of[1][j][a] == -y && book->rounds[r].entries.of[1][j + 1][a] == x);
       }
     }
   }

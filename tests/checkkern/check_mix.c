@@ -1,0 +1,91 @@
+// Products with plain codes, and sums of entries.
+#include <stdlib.h>
+
+#include "tests/checkkern/checkkern.h"
+
+static guarded random_floats(checking *c, input_kind kind, size_t n) {
+  guarded made = guarded_make(n * sizeof(float));
+  fill_input(&c->random, kind, (float *)made.data, n);
+  return made;
+}
+
+static guarded random_bytes(checking *c, size_t n) {
+  guarded made = guarded_make(n);
+  for (size_t i = 0; i < n; i++) made.data[i] = (uint8_t)naive_next(&c->random);
+  return made;
+}
+
+static void check_mix_of(checking *c, size_t lanes, size_t steps, unsigned bits, size_t n, input_kind kind) {
+  const page_part shape = {.schedule.dim = (uint16_t)lanes};
+  const size_t stride = lanes + naive_below(&c->random, 3);
+  guarded codes = random_bytes(c, qkv_code_matrix_bytes(lanes, steps, bits));
+  guarded values = random_floats(c, kind, (size_t)1 << bits), factors = random_floats(c, kind, n * steps);
+  guarded expected = random_floats(c, kind, n * stride), got = guarded_copy(&expected);
+  const qkv_code_matrix matrix = {.codes = codes.data,
+                                  .bits = bits,
+                                  .lanes = lanes,
+                                  .steps = steps,
+                                  .values = naive_below(&c->random, 2) ? (float *)values.data : NULL};
+  qkv_kernels_at(0)->mix(&matrix, (float *)factors.data, n, (float *)expected.data, stride);
+  c->twin->mix(&matrix, (float *)factors.data, n, (float *)got.data, stride);
+  check_same(c, "mix", &shape, n, &expected, &got);
+  guarded_free(&codes);
+  guarded_free(&values);
+  guarded_free(&factors);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
+static void check_scale_factors(checking *c, size_t steps, size_t n, input_kind kind) {
+  const page_part shape = {.schedule.dim = (uint16_t)steps};
+  guarded factors = random_floats(c, kind, n * steps), scales = random_floats(c, kind, steps);
+  guarded zeros = random_floats(c, kind, steps);
+  guarded expected = guarded_make(n * steps * sizeof(float)), got = guarded_copy(&expected);
+  guarded expected_shares = guarded_make(n * sizeof(float)), got_shares = guarded_copy(&expected_shares);
+  qkv_kernels_at(0)->scale_factors((float *)factors.data, (float *)scales.data, (float *)zeros.data, n, steps,
+                                   (float *)expected.data, (float *)expected_shares.data);
+  c->twin->scale_factors((float *)factors.data, (float *)scales.data, (float *)zeros.data, n, steps,
+                         (float *)got.data, (float *)got_shares.data);
+  check_same(c, "scale_factors", &shape, n, &expected, &got);
+  check_same(c, "scale_factors", &shape, n, &expected_shares, &got_shares);
+  guarded_free(&factors);
+  guarded_free(&scales);
+  guarded_free(&zeros);
+  guarded_free(&expected);
+  guarded_free(&got);
+  guarded_free(&expected_shares);
+  guarded_free(&got_shares);
+}
+
+static void check_sum_entries(checking *c, size_t rounds, input_kind kind) {
+  const page_part shape = {.schedule.dim = QKV_ENTRY_WIDTH};
+  qkv_entries *entries = aligned_alloc(_Alignof(qkv_entries), rounds * sizeof *entries);
+  const qkv_entries *rows[4];
+  if (entries == NULL) abort();
+  for (size_t r = 0; r < rounds; r++) {
+    fill_input(&c->random, kind, entries[r].of[0][0], sizeof entries[r].of / sizeof(float));
+    rows[r] = &entries[r];
+  }
+  guarded codes = random_bytes(c, rounds * QKV_PAGE_TOKENS), sizes = random_floats(c, kind, QKV_PAGE_TOKENS);
+  guarded expected = guarded_make(QKV_ENTRY_WIDTH * QKV_PAGE_TOKENS * sizeof(float)), got = guarded_copy(&expected);
+  float *expected_columns[QKV_ENTRY_WIDTH], *got_columns[QKV_ENTRY_WIDTH];
+  for (size_t j = 0; j < QKV_ENTRY_WIDTH; j++) {
+    expected_columns[j] = (float *)expected.data + j * QKV_PAGE_TOKENS;
+    got_columns[j] = (float *)got.data + j * QKV_PAGE_TOKENS;
+  }
+  qkv_kernels_at(0)->sum_entries(rows, rounds, codes.data, (float *)sizes.data, expected_columns);
+  c->twin->sum_entries(rows, rounds, codes.data, (float *)sizes.data, got_columns);
+  check_same(c, "sum_entries", &shape, rounds, &expected, &got);
+  guarded_free(&codes);
+  guarded_free(&sizes);
+  guarded_free(&expected);
+  guarded_free(&got);
+  free(entries);
+}
+
+void check_mix(checking *c, uint16_t dim, input_kind kind) {
+  const size_t n = 1 + naive_below(&c->random, 9), steps = 8 * (1 + naive_below(&c->random, 9));
+  for (unsigned bits = 1; bits <= 8; bits++) check_mix_of(c, dim, steps, bits, n, kind);
+  check_scale_factors(c, dim, n, kind);
+  check_sum_entries(c, 1 + naive_below(&c->random, 4), kind);
+}
