@@ -1,5 +1,5 @@
 // A tier below memory, where sealed pages are kept: one table of functions. The SSD's is in
-// server/residency/residency.c, tests have doubles. To add a tier is to write this table. The engine itself has no
+// server/residency/write_back.c, tests have doubles. To add a tier is to write this table. The engine itself has no
 // I/O.
 //
 //   seal ──► put ──► WAITING ──► WRITTEN ──► DURABLE        evict: the image leaves memory, the record stays

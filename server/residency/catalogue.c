@@ -296,3 +296,28 @@ qkv_status qkvi_catalogue_note(qkvi_residency *residency, qkv_session *session, 
   if (residency != NULL) (void)pthread_mutex_unlock(&residency->notes_lock);
   return status;
 }
+
+qkv_status qkvi_catalogue_enlist(qkvi_residency *residency, qkv_session_config *config, qkv_error *error) {
+  if (config->durability <= QKV_DURABILITY_MEMORY) return QKV_OK;
+  if (residency == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION, "durability is %s, the daemon has no data-dir",
+                    config->durability == QKV_DURABILITY_SYNC ? "SYNC" : "ASYNC");
+  config->backing = &residency->backings[config->durability == QKV_DURABILITY_SYNC].table;
+  config->id = qkv_storage_session_number(residency->storage);
+  return QKV_OK;
+}
+
+qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  qkvi_journal_wait wait = {.residency = residency};
+  if (config->backing == NULL) return QKV_OK;
+  qkv_session_detach(session);  // whoever still has it puts nothing behind its end
+  qkv_storage_session_close(residency->storage, config->id, qkvi_catalogue_on_journal, &wait);
+  return qkvi_catalogue_finish_wait(&wait, error);
+}
+
+void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session) {
+  if (residency == NULL || qkv_session_config_of(session)->backing == NULL) return;
+  qkv_session_detach(session);
+  qkv_storage_session_close(residency->storage, qkv_session_config_of(session)->id, NULL, NULL);
+}

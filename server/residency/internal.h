@@ -1,4 +1,6 @@
-// What residency.c, budget.c and recovery.c share.
+// What the parts of the residency share: budget.c (who may have memory), eviction.c (what leaves), write_back.c (what
+// goes to the SSD), acknowledge.c (when it is durable), restore.c and read_ahead.c (what comes back), catalogue.c and
+// loose.c (what the journal has), recovery.c and rows.c (the start), thread.c, progress.c (waiting), upkeep.c.
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
@@ -168,10 +170,19 @@ bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *sessio
 
 // Bytes of memory-budget that are used or promised.
 uint64_t qkvi_budget_taken(qkvi_residency *residency);
+// memory-budget, which what is fixed at the start is a part of.
+uint64_t qkvi_budget_whole(const qkvi_residency *residency);
 
 // storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, and from memory, or
 // objects that were not used for longer.
-void qkvi_residency_expel(qkvi_residency *residency);
+void qkvi_eviction_expel(qkvi_residency *residency);
+// Sessions and objects leave memory, the longest unused first, down to `target` bytes; layers in use are waited for,
+// or left out. Returns the bytes that were freed. One at a time: others wait for its end.
+uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait);
+// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have; returns how
+// many.
+// `*left`: there are more, of sessions that were in use just now.
+uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left);
 
 // Opens the storage and fills the store (recovery.c). So much may wait to be written.
 qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_options *options, uint64_t dirty_bytes,
@@ -191,6 +202,16 @@ uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, 
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
 // The disk refused something; under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);
+
+// The table of a tier; `hurry` as of qkvi_backing.
+void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool hurry);
+// Whether the disk is left alone for now. Whether truncations are on their way to it.
+bool qkvi_write_back_rests(qkvi_residency *residency);
+bool qkvi_write_back_cuts_waiting(qkvi_residency *residency);
+// Records that did not become durable, and that the storage has no more.
+void qkvi_write_back_forget_gone(qkvi_residency *residency);
+// The thread (thread.c).
+void *qkvi_residency_work(void *residency);
 
 // Waiting for an entry of the journal: `done` with this as its context, then finish.
 typedef struct qkvi_journal_wait {

@@ -42,7 +42,7 @@ MUTANTS = [
      "  error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);\n"
      "  if (error == 0) error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);",
      "  error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);", "storage/|fault/"),
-    ("a page's record counts as durable when it is written", "server/residency/residency.c",
+    ("a page's record counts as durable when it is written", "server/residency/write_back.c",
      "  pending->state = QKV_RECORD_WRITTEN;\n", "  pending->state = QKV_RECORD_DURABLE;\n", "server/residency"),
     ("settling skips what is not durable", "engine/cache/layer_spill.c",
      "    if (state == QKV_RECORD_DURABLE) continue;", "    if (state >= QKV_RECORD_WRITTEN) continue;",

@@ -1,0 +1,129 @@
+// What leaves: sessions and objects that are on the SSD leave memory, exact rows of idle sessions become pages that
+// can, and where storage-budget is full the longest unused go from the SSD.
+#include <inttypes.h>
+#include <jansson.h>
+
+#include "engine/base/log.h"
+#include "engine/cache/session_spill.h"
+#include "server/identity.h"
+#include "server/metrics.h"
+#include "server/residency/internal.h"
+
+enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
+
+// Of objects that were last used before.
+static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_t before_ms) {
+  const uint64_t taken = qkvi_budget_taken(residency);
+  return taken > target ? qkvi_objects_spill(residency->objects, before_ms, taken - target) : 0;
+}
+
+// One at a time: others wait for the end of its pass.
+uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  uint64_t freed = 0, taken;
+  qkv_recency_begin(recency, QKV_RECENCY_CODED);
+  qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
+  while (qkvi_budget_taken(residency) > target) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_CODED);
+    if (session == NULL) break;
+    freed += spill_objects(residency, target, qkv_session_last_used_ms(session));
+    taken = qkvi_budget_taken(residency);
+    if (taken > target) {
+      qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
+      freed += qkv_session_evict(session, taken - target, wait);
+    }
+    qkv_session_unref(&session);
+  }
+  freed += spill_objects(residency, target, INT64_MAX);
+  qkv_recency_end(recency, QKV_RECENCY_CODED);
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
+  return freed;
+}
+
+uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target) {
+  return qkvi_eviction_run(residency, target, false);
+}
+
+// Those of one session. Where it was not worth a try, none of them will be: layers that stay exact.
+static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
+  const uint64_t before = qkv_session_bytes_exact(session);
+  const qkv_status status = qkv_session_seal(session, NULL);
+  const uint64_t after = qkv_session_bytes_exact(session);
+  if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(residency->store), session, after);
+  return before > after ? before - after : 0;
+}
+
+// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
+// are more, of sessions that were in use just now.
+uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  uint64_t sealed = 0;
+  *left = false;
+  qkv_recency_begin(recency, QKV_RECENCY_EXACT);
+  while (sealed < bytes && !*left) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXACT);
+    if (session == NULL) break;
+    if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
+      *left = qkvi_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
+      if (!*left) sealed += seal_session(residency, session);
+    }
+    qkv_session_unref(&session);
+  }
+  qkv_recency_end(recency, QKV_RECENCY_EXACT);
+  return sealed;
+}
+
+// ---- From the disk ----
+
+// What is on the SSD of one session goes, and what is in memory.
+static void expel_session(qkvi_residency *residency, qkv_session *session) {
+  const qkv_session_config *config = qkv_session_config_of(session);
+  const uint64_t bytes = qkv_session_bytes_stored(session);
+  qkv_error error = {0};
+  uint64_t freed;
+  if (qkv_store_close_session(residency->store, session, &freed, NULL) != QKV_OK) return;  // by another one
+  if (qkvi_catalogue_closed(residency, session, &error) != QKV_OK)
+    qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session", config->name,
+            "tenant", qkvi_tenant_to_log(config->tenant), "reason", error.text);
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
+  qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:s*, s:I}", "session", config->name,
+          "tenant", qkvi_tenant_to_log(config->tenant), "bytes", (json_int_t)bytes);
+}
+
+static bool may_be_expelled(const qkv_session *session) {
+  return qkv_session_config_of(session)->backing != NULL && qkv_session_bytes_stored(session) > 0 &&
+         !qkv_session_is_pinned(session) && !qkv_session_is_staged(session);
+}
+
+// The longest unused session of a list that may be, with a reference; NULL: there is none, or all were used just now.
+static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  const int64_t now = qkvi_now_ms();
+  qkv_session *session;
+  qkv_recency_begin(recency, list);
+  while ((session = qkv_recency_next(recency, list)) != NULL) {
+    const bool idle = now - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
+    if (idle && may_be_expelled(session)) break;
+    qkv_session_unref(&session);
+    if (!idle) break;
+  }
+  qkv_recency_end(recency, list);
+  return session;
+}
+
+// That session, or objects that were not used for longer. False: there is nothing.
+static bool expel_from(qkvi_residency *residency, qkv_recency_list list) {
+  qkv_session *session = find_expelled(residency, list);
+  if (session == NULL) return false;
+  if (!qkvi_objects_expel(residency->objects, list == QKV_RECENCY_EVICTABLE, qkv_session_last_used_ms(session)))
+    expel_session(residency, session);
+  qkv_session_unref(&session);
+  return true;
+}
+
+// storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, first of those that
+// may be evicted.
+void qkvi_eviction_expel(qkvi_residency *residency) {
+  if (!expel_from(residency, QKV_RECENCY_EVICTABLE) && !expel_from(residency, QKV_RECENCY_KEPT))
+    (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
+}

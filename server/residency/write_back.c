@@ -1,0 +1,276 @@
+// What sessions give to the SSD: records and truncations on their way there, and a disk that refuses them. The table
+// of the tier (engine/cache/backing.h) is made here.
+#include <assert.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/base/log.h"
+#include "server/metrics.h"
+#include "server/residency/internal.h"
+
+enum { PAUSE_MS = 250, PAUSE_MAX_MS = 30000 };
+
+// ---- Records under way ----
+
+static qkvi_pending *find_pending(qkvi_residency *residency, uint64_t record) {
+  qkvi_pending *found;
+  HASH_FIND(hh, residency->pending, &record, sizeof record, found);
+  return found;
+}
+
+static void forget(qkvi_residency *residency, qkvi_pending *pending) {
+  HASH_DEL(residency->pending, pending);  // NOLINT(clang-analyzer-unix.Malloc): what was freed is not linked any more
+  free(pending->page);
+  free(pending);
+}
+
+// The disk is left alone for a while, longer each time: pages stay in memory, which serves them.
+void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) {
+  if (residency->failure == QKV_OK)
+    qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
+            "status", qkv_status_name(status));
+  residency->failure = status;
+  residency->full |= status == QKV_RESOURCE_EXHAUSTED;
+  const int64_t now = qkvi_now_ms();
+  if (now >= residency->retry_ms) {  // of many that fail at once one counts
+    const int64_t pause = residency->pause_ms == 0 ? PAUSE_MS : 2 * residency->pause_ms;
+    residency->pause_ms = pause < PAUSE_MAX_MS ? pause : PAUSE_MAX_MS;
+    residency->retry_ms = now + residency->pause_ms;
+  }
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_FAILED], 1);
+  qkv_metric_set(&residency->metrics[QKV_METRIC_SPILL_DEGRADED], 1);
+}
+
+// What was accepted before the disk refused says nothing.
+static void note_success(qkvi_residency *residency) {
+  if (residency->failure != QKV_OK && qkvi_now_ms() < residency->retry_ms) return;
+  if (residency->failure != QKV_OK) qkv_log(QKV_LOG_INFO, "the data directory takes pages again", NULL);
+  residency->failure = QKV_OK;
+  residency->pause_ms = residency->retry_ms = 0;
+  qkv_metric_set(&residency->metrics[QKV_METRIC_SPILL_DEGRADED], 0);
+}
+
+static void on_written(void *context, uint64_t record, qkv_status status) {
+  qkvi_residency *residency = context;
+  qkvi_residency_lock(residency);
+  qkvi_pending *pending = find_pending(residency, record);
+  assert(pending != NULL);
+  free(pending->page);
+  pending->page = NULL;
+  pending->state = QKV_RECORD_WRITTEN;
+  if (status != QKV_OK) {
+    if (status != QKV_CANCELLED) qkvi_write_back_note_failure(residency, status);
+    forget(residency, pending);
+  }
+  qkvi_residency_unlock(residency);
+  qkvi_progress_signal(residency);
+}
+
+static void on_durable(void *context, uint64_t record, qkv_status status) {
+  qkvi_residency *residency = context;
+  qkvi_residency_lock(residency);
+  qkvi_pending *pending = find_pending(residency, record);
+  assert(pending != NULL);
+  if (status != QKV_OK) {
+    qkvi_write_back_note_failure(residency, status);
+    pending->state = QKV_RECORD_GONE;  // as long as the storage has it: forks may ask for it
+  } else {
+    note_success(residency);
+    forget(residency, pending);
+  }
+  qkvi_residency_unlock(residency);
+  qkvi_progress_signal(residency);
+}
+
+static void on_hastened(void *context, qkv_status status) {
+  qkvi_residency *residency = context;
+  (void)status;  // each record says it for itself
+  qkvi_residency_lock(residency);
+  residency->hastening = false;
+  qkvi_residency_unlock(residency);
+}
+
+void qkvi_write_back_hasten(qkvi_residency *residency) {
+  qkvi_residency_lock(residency);
+  const bool begin = !residency->hastening;
+  residency->hastening = true;
+  qkvi_residency_unlock(residency);
+  if (begin) qkv_storage_sync(residency->storage, on_hastened, residency);
+}
+
+// ---- The backing ----
+
+bool qkvi_write_back_rests(qkvi_residency *residency) {
+  qkvi_residency_lock(residency);
+  const bool rests = residency->retry_ms != 0 && qkvi_now_ms() < residency->retry_ms;
+  qkvi_residency_unlock(residency);
+  return rests;
+}
+
+// Whether a truncation of the session could not be written: what is put after it would stand beside what it cut.
+bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session) {
+  qkvi_residency_lock(residency);
+  bool found = false;
+  for (const qkvi_poisoned *at = residency->poisoned; at != NULL; at = at->next) found |= at->session == session;
+  qkvi_residency_unlock(residency);
+  return found;
+}
+
+uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, void *payload,
+                             uint64_t bytes) {
+  qkvi_residency *residency = backing->residency;
+  qkvi_pending *pending = calloc(1, sizeof *pending);
+  if (pending == NULL) abort();
+  *pending = (qkvi_pending){.session = meta->session, .state = QKV_RECORD_WAITING, .page = payload};
+  const qkv_storage_put_request request = {.meta = *meta,
+                                           .payload = payload,
+                                           .bytes = bytes,
+                                           .hurry = backing->hurry,
+                                           .written = on_written,
+                                           .durable = on_durable,
+                                           .context = residency};
+  // The callbacks may come before put returns; they find the record, and free it, once they have the lock.
+  qkvi_residency_lock(residency);
+  qkv_error error = {0};
+  const qkv_status status = qkv_storage_put(residency->storage, &request, &pending->record, &error);
+  const uint64_t record = pending->record;
+  if (status == QKV_OK) {
+    HASH_ADD(hh, residency->pending, record, sizeof pending->record, pending);
+  } else {
+    qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_REFUSED], 1);
+    if (status != QKV_UNAVAILABLE) qkvi_write_back_note_failure(residency, status);
+  }
+  qkvi_residency_unlock(residency);
+  if (status == QKV_OK) return record;
+  free(payload);
+  free(pending);
+  return 0;
+}
+
+bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session) {
+  atomic_store_explicit(&residency->unsettled, true, memory_order_relaxed);
+  return qkvi_write_back_rests(residency) || qkvi_write_back_lost_truncation(residency, session);
+}
+
+static uint64_t put(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
+                    uint32_t tokens, const qkv_prefix_hash *hash) {
+  const qkvi_backing *backing = context;
+  qkvi_residency *residency = backing->residency;
+  const qkv_page_header *header = page;
+  if (qkvi_write_back_refuses(residency, session) ||
+      !qkvi_catalogue_calibration_ready(residency, model, header->calibration))
+    return 0;
+  qkv_record_meta meta = {.session = session,
+                          .position = header->position,
+                          .layer = header->layer,
+                          .tokens = tokens,
+                          .codec = header->codec,
+                          .calibration = header->calibration};
+  _Static_assert(sizeof *hash == sizeof meta.hash, "a hash of 128 bits");
+  if (hash != NULL) memcpy(meta.hash, hash, sizeof *hash);
+  void *copy = malloc(bytes);
+  if (copy == NULL) abort();
+  memcpy(copy, page, bytes);
+  const uint64_t record = qkvi_write_back_put(backing, &meta, copy, bytes);
+  if (record != 0) {
+    qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_PAGES], 1);
+    qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_BYTES], bytes);
+  }
+  return record;
+}
+
+static qkv_record_state state_of(void *context, uint64_t record) {
+  qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
+  qkvi_residency_lock(residency);
+  const qkvi_pending *pending = find_pending(residency, record);
+  const qkv_record_state state = pending != NULL ? pending->state : QKV_RECORD_DURABLE;
+  qkvi_residency_unlock(residency);
+  if (pending != NULL) return state;
+  qkv_record_info info;
+  return qkv_storage_find(residency->storage, record, &info) == QKV_OK ? QKV_RECORD_DURABLE : QKV_RECORD_GONE;
+}
+
+static void drop(void *context, uint64_t record) {
+  qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
+  qkv_storage_drop(residency->storage, record);
+}
+
+// Records that did not become durable, and that the storage has no more.
+void qkvi_write_back_forget_gone(qkvi_residency *residency) {
+  qkv_record_info info;
+  qkvi_residency_lock(residency);
+  for (qkvi_pending *at = residency->pending, *next; at != NULL; at = next) {
+    next = at->hh.next;
+    if (at->state == QKV_RECORD_GONE && qkv_storage_find(residency->storage, at->record, &info) != QKV_OK)
+      forget(residency, at);
+  }
+  qkvi_residency_unlock(residency);
+}
+
+static void on_cut(void *context, qkv_status status) {
+  qkvi_poisoned *cutting = context;
+  qkvi_residency *residency = cutting->residency;
+  qkvi_residency_lock(residency);
+  residency->cuts--;
+  if (status != QKV_OK) {
+    qkvi_write_back_note_failure(residency, status);
+    cutting->next = residency->poisoned;
+    residency->poisoned = cutting;
+    cutting = NULL;
+  }
+  qkvi_residency_unlock(residency);
+  free(cutting);
+  qkvi_progress_signal(residency);
+}
+
+void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position) {
+  qkvi_poisoned *cutting = calloc(1, sizeof *cutting);
+  if (cutting == NULL) abort();
+  *cutting = (qkvi_poisoned){.residency = residency, .session = session};
+  qkvi_residency_lock(residency);
+  residency->cuts++;
+  qkvi_residency_unlock(residency);
+  qkv_storage_session_truncate(residency->storage, session, layer, position, on_cut, cutting);
+}
+
+static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
+  qkvi_write_back_cut(((const qkvi_backing *)context)->residency, session, layer, position);
+}
+
+static bool takes(void *context, uint64_t session) {
+  qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
+  return qkvi_write_back_failure(residency) == QKV_OK && !qkvi_write_back_lost_truncation(residency, session);
+}
+
+void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool hurry) {
+  *backing = (qkvi_backing){.residency = residency, .hurry = hurry};
+  backing->table = (qkv_backing){.context = backing,
+                                 .put = put,
+                                 .state = state_of,
+                                 .drop = drop,
+                                 .takes = takes,
+                                 .cut = cut,
+                                 .read_begin = qkvi_tier_read_begin,
+                                 .read_wait = qkvi_tier_read_wait,
+                                 .read_end = qkvi_tier_read_end};
+  if (hurry) backing->table.put_rows = qkvi_rows_put;
+}
+
+const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability) {
+  return &residency->backings[durability == QKV_DURABILITY_SYNC].table;
+}
+
+qkv_status qkvi_write_back_failure(qkvi_residency *residency) {
+  qkvi_residency_lock(residency);
+  const qkv_status failure = residency->failure;
+  qkvi_residency_unlock(residency);
+  return failure;
+}
+
+bool qkvi_write_back_cuts_waiting(qkvi_residency *residency) {
+  qkvi_residency_lock(residency);
+  const bool waiting = residency->cuts > 0;
+  qkvi_residency_unlock(residency);
+  return waiting;
+}
