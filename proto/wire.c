@@ -57,6 +57,32 @@ qkv_status qkv_wire_varint(qkv_wire_reader *reader, uint64_t *value, qkv_error *
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "malformed protobuf: a varint of more than 64 bits");
 }
 
+// The four bytes of which each but the last has its high bit set, as one number.
+static uint32_t of_groups(uint32_t bytes) {
+  return (bytes & 0x7f) | (bytes >> 1 & 0x3f80) | (bytes >> 2 & 0x1fc000) | (bytes >> 3 & 0xfe00000);
+}
+
+size_t qkv_wire_short_varints(qkv_wire_reader *reader, uint32_t *out, size_t max) {
+  const qkv_bytes rest = reader->rest;
+  if (rest.length == 0) return 0;
+  const size_t piece = rest.segments[0].length - rest.offset;
+  const uint8_t *begin = rest.segments[0].data + rest.offset, *at = begin;
+  const uint8_t *end = begin + (piece < rest.length ? piece : rest.length);
+  size_t count = 0;
+  for (; count < max && end - at >= 4; count++) {
+    const uint32_t bytes = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+    const uint32_t ends = ~bytes & 0x80808080;
+    if (ends == 0) break;
+    const uint32_t first = ends & -ends;
+    if (out != NULL) out[count] = of_groups(bytes & (first ^ (first - 1)));
+    // Clients write ids of a prompt in four bytes each. A branch that is foreseen does not wait for the bytes.
+    at += ends == 0x80000000 ? 4 : (__builtin_ctz(first) + 1) / 8;
+  }
+  const size_t read = (size_t)(at - begin);
+  reader->rest = qkv_bytes_slice(rest, read, rest.length - read);
+  return count;
+}
+
 // Little-endian, as the format is.
 static qkv_status read_fixed(qkv_wire_reader *reader, size_t size, uint64_t *value, qkv_error *error) {
   uint8_t raw[8];

@@ -163,7 +163,7 @@ typedef struct match_call {
   qkv_bytes message;
 } match_call;
 
-static void reply(qkv_rpc_call *call, const qkvi_held_prefix *best) {
+static void reply(qkv_rpc_call *call, qkv_prefix_hash root, const qkvi_held_prefix *best) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   Qkv__V1__MatchResponse response = QKV__V1__MATCH_RESPONSE__INIT;
   if (best->session != NULL) response.session = (char *)qkv_session_name(best->session);
@@ -171,6 +171,7 @@ static void reply(qkv_rpc_call *call, const qkvi_held_prefix *best) {
   response.tokens_on_ssd = best->tokens_cold;
   response.tokens_in_memory = best->tokens - best->tokens_cold;
   response.restore_ms = best->bytes_missing == 0 ? 0 : qkvi_restore_ms(daemon->residency, best->bytes_missing);
+  response.prefix_root = (ProtobufCBinaryData){.len = sizeof root, .data = (uint8_t *)&root};
   qkvi_control_reply(call, &response.base);
 }
 
@@ -194,7 +195,7 @@ static void match_job(void *context) {
   qkvi_held_prefix best = qkvi_prefix_find(daemon, &root, ids, (size_t)request.ids.count, NULL, NULL);
   count_match(daemon, request.ids.count, best.tokens);
   free(ids);
-  reply(call, &best);
+  reply(call, root, &best);
   if (best.session != NULL) qkv_session_unref(&best.session);
 }
 

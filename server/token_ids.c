@@ -22,8 +22,10 @@ qkv_status qkvi_token_ids_count(qkvi_token_ids *ids, const qkv_wire_field *field
                     (int)QKV_WIRE_BYTES, (int)QKV_WIRE_VARINT);
   qkv_wire_reader reader;
   qkv_wire_reader_init(&reader, field->bytes);
-  while (reader.rest.length > 0) {
+  for (;;) {
     uint64_t id = 0;
+    ids->count += qkv_wire_short_varints(&reader, NULL, SIZE_MAX);
+    if (reader.rest.length == 0) break;
     QKV_TRY(qkv_wire_varint(&reader, &id, error));
     count_id(ids, id, invalid);
   }
@@ -39,7 +41,11 @@ static void read_packed(const qkvi_token_ids *ids, qkv_bytes packed, uint32_t *o
   qkv_wire_reader reader;
   uint64_t id = 0;
   qkv_wire_reader_init(&reader, packed);
-  while (reader.rest.length > 0 && qkv_wire_varint(&reader, &id, NULL) == QKV_OK) put(ids, id, out, read);
+  for (;;) {
+    *read += qkv_wire_short_varints(&reader, out + *read, (size_t)(ids->count - *read));
+    if (reader.rest.length == 0 || qkv_wire_varint(&reader, &id, NULL) != QKV_OK) break;
+    put(ids, id, out, read);
+  }
 }
 
 void qkvi_token_ids_read(const qkvi_token_ids *ids, uint32_t *out) {

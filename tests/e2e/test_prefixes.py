@@ -62,6 +62,9 @@ def test_the_longest_prefix_is_found(daemon, make_cache):
     assert found(cache, ids) == (cache.name, 640)
     answer = match(cache, ids)
     assert (answer.tokens_in_memory, answer.tokens_on_ssd, answer.restore_ms) == (640, 0, 0)
+    info = cache.stub.GetSession(kv.GetSessionRequest(session=cache.name), timeout=TIMEOUT)
+    assert answer.prefix_root == info.prefix_root == match(cache, []).prefix_root
+    assert match(cache, ids, salt=b"another").prefix_root != info.prefix_root
 
 
 def test_truncation_and_closing_end_a_match(daemon, make_cache):

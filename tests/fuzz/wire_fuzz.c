@@ -4,12 +4,20 @@
 
 #define DEPTH_MAX 6
 
+// Those that are read many at once are the same as one by one.
 static void read_packed(qkv_bytes bytes) {
-  qkv_wire_reader reader;
-  qkv_wire_reader_init(&reader, bytes);
+  enum { AT_ONCE = 8 };
+  qkv_wire_reader reader, many;
+  uint32_t values[AT_ONCE];
   uint64_t value;
+  qkv_wire_reader_init(&reader, bytes);
   while (reader.rest.length > 0) {
-    if (qkv_wire_varint(&reader, &value, NULL) != QKV_OK) return;
+    many = reader;
+    const size_t count = qkv_wire_short_varints(&many, values, AT_ONCE);
+    for (size_t i = 0; i < count; i++)
+      if (qkv_wire_varint(&reader, &value, NULL) != QKV_OK || value != values[i]) __builtin_trap();
+    if (reader.rest.length != many.rest.length) __builtin_trap();
+    if (reader.rest.length > 0 && qkv_wire_varint(&reader, &value, NULL) != QKV_OK) return;
   }
 }
 

@@ -110,6 +110,23 @@ static void ids_of_every_size_in_pieces_of_every_size(void **state) {
   for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) expect_ids(&m, steps[i], ids, MAX);
 }
 
+// As the Python client writes them, so that their length is known before they are looked at.
+static void ids_in_four_bytes_each(void **state) {
+  (void)state;
+  static uint64_t ids[MAX];
+  static message m;
+  m.length = 0;
+  put_varint(&m, FIELD << 3 | QKV_WIRE_BYTES);
+  put_varint(&m, 4 * MAX);
+  for (size_t i = 0; i < MAX; i++) {
+    ids[i] = i * i * 2971 % (1 << 28);
+    for (unsigned byte = 0; byte < 4; byte++)
+      m.bytes[m.length++] = (uint8_t)((ids[i] >> 7 * byte & 0x7f) | (byte < 3 ? 0x80 : 0));
+  }
+  const size_t steps[] = {1, 3, 4, 7, 1001, sizeof m.bytes};
+  for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) expect_ids(&m, steps[i], ids, MAX);
+}
+
 static void no_ids_are_none(void **state) {
   (void)state;
   message m = {.length = 0};
@@ -144,6 +161,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(ids_come_packed_and_one_by_one),
       cmocka_unit_test(ids_of_every_size_in_pieces_of_every_size),
+      cmocka_unit_test(ids_in_four_bytes_each),
       cmocka_unit_test(no_ids_are_none),
       cmocka_unit_test(mistakes_are_told),
   };

@@ -124,3 +124,26 @@ def test_a_daemon_that_begins_anew(model, rows):
         wait_for(opens, "the daemon is not used again")
         assert not prefixes.breaker.open()
         prefixes.close()
+
+
+def test_long_prompts_are_asked_for_in_two_steps(prefixes, monkeypatch):
+    monkeypatch.setattr("qkvd.prefixes.FIRST_ASKED", 128)
+    asked = []
+    match = prefixes.client.match
+    monkeypatch.setattr(
+        prefixes.client, "match", lambda model, ids, **more: asked.append(len(ids)) or match(model, ids, **more)
+    )
+    ids = list(range(1000, 1640))
+    name = "two-steps"
+    model = prefixes.model
+    prefixes.open(name, ids, b"")
+    rows = [np.zeros((640, model.kv_heads, dim), np.float32) for dim in (model.key_dim, model.value_dim or model.key_dim)]
+    prefixes.append(name, 0, ids, [tuple(rows)] * model.layers)
+    assert prefixes.match(ids, b"").tokens == 640
+    assert prefixes.match([*ids[:300], *ids], b"").tokens == 256
+    assert asked == [128, 640, 128, 940]
+    asked.clear()
+    assert prefixes.match([*ids[:100], *ids], b"").tokens == 64
+    assert prefixes.match(ids[::-1], b"").tokens == 0
+    assert prefixes.match(ids[:512], b"").tokens == 512  # no long one
+    assert asked == [128, 128, 512]

@@ -295,7 +295,9 @@ def test_match(client, model, name, rows):
             session.append(layer, *rows(200))
         match = client.match(model.name, np.arange(300), salt=b"s")
         assert match == qkvd.Match(name, 192, tokens_in_memory=192, tokens_on_ssd=0, restore_ms=0)
+        assert match.root == session.info().prefix_root
         assert client.match(model.name, ids) == qkvd.Match("", 0, 0, 0, 0)
+        assert client.match(model.name, []).root not in (b"", match.root)
         with qkvd.Client(client.target, tenant="t") as other:
             assert other.match(model.name, ids, salt=b"s").session == ""
         with client.open(name + "-prefixed", model=model.name, salt=b"s", prefix=np.arange(300)) as prefixed:
@@ -368,11 +370,10 @@ def test_fork(client, session, rows):
 
 def test_not_served_yet(client, session):
     """In the contract, refused by the daemon in a sentence."""
-    from qkvd.v1 import shared_memory_pb2
+    from qkvd.v1.admin_pb2 import GetStatusRequest, GetStatusResponse  # empty, as the request of the method
 
     with pytest.raises(qkvd.Unimplemented, match="SystemSharedMemoryStatus"):
-        client.call("/qkv.v1.SharedMemory/SystemSharedMemoryStatus", shared_memory_pb2.SystemSharedMemoryStatusRequest(),
-                    shared_memory_pb2.SystemSharedMemoryStatusResponse)
+        client.call("/qkv.v1.SharedMemory/SystemSharedMemoryStatus", GetStatusRequest(), GetStatusResponse)
 
 
 def test_decode_stream(client, model, session, rows, queries):

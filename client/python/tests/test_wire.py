@@ -86,10 +86,13 @@ def test_answers_with_a_changed_byte(by, queries, position):
     [
         [], [0], [127, 128, 16383, 16384, 2**28 - 1], [2**28, 1], [2**32 - 1, 0], [np.int64(7)], np.arange(5),
         np.arange(10, dtype=np.uint32)[::3], tuple(range(1000)),
+        list(range(0, 2**28, 9973)), [*range(20000), 2**28, *range(20000)], np.arange(20000, dtype=np.uint32),
     ],
 )  # fmt: skip
 def test_token_ids(ids):
-    message = kv.MatchRequest.FromString(wire.token_ids(3, ids))
+    model = kv.MatchRequest(model="m").SerializeToString()
+    message = kv.MatchRequest.FromString(wire.token_ids(3, ids, before=model))
+    assert message.model == "m"
     assert list(message.token_ids) == [int(one) for one in ids]
 
 

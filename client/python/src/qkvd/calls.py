@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -310,16 +310,21 @@ class Match:
     tokens_in_memory: int  # of these, in all layers
     tokens_on_ssd: int  # the others
     restore_ms: float  # about how long it takes to bring these back
+    # Of the tenant, model and salt that were asked for: `PrefixEvent.parent` of their first pages.
+    root: bytes = field(default=b"", compare=False)
 
 
 def match(model: str, tokens: Sequence[int] | Array, salt: bytes) -> Call[Match]:
     request = kv_cache_pb2.MatchRequest(model=model, salt=salt)
-    message = request.SerializeToString() + wire.token_ids(3, tokens)
+    message = wire.token_ids(3, tokens, before=request.SerializeToString())
     parse = reader(kv_cache_pb2.MatchResponse)
 
     def read(data: bytes) -> Match:
         answer = parse(data)
-        return Match(answer.session, answer.tokens, answer.tokens_in_memory, answer.tokens_on_ssd, answer.restore_ms)
+        return Match(
+            answer.session, answer.tokens, answer.tokens_in_memory, answer.tokens_on_ssd, answer.restore_ms,
+            answer.prefix_root,
+        )  # fmt: skip
 
     return Call(CACHE + "Match", message, read, True)
 

@@ -29,6 +29,7 @@ from qkvd.wire import Rows
 
 T = TypeVar("T")
 PAGE = 64  # tokens: what a match is a multiple of
+FIRST_ASKED = 4096  # ids of a long prompt: the others are sent where a session has all of these
 NOTHING = Match("", 0, 0, 0, 0.0)
 
 
@@ -142,11 +143,13 @@ class Prefixes:
         """The session that holds the longest prefix of these ids; NOTHING where none does, or nobody answers in time."""
         if self.breaker.open() or len(ids) < PAGE:
             return NOTHING
-        options = self.options
+        name, timeout = model or self.model.name, self.options.lookup_timeout
         try:
-            return self._guarded(
-                lambda: self.client.match(model or self.model.name, ids, salt=salt, timeout=options.lookup_timeout)
-            )
+            if len(ids) > 4 * FIRST_ASKED:
+                first = self._guarded(lambda: self.client.match(name, ids[:FIRST_ASKED], salt=salt, timeout=timeout))
+                if first.tokens < FIRST_ASKED:
+                    return first
+            return self._guarded(lambda: self.client.match(name, ids, salt=salt, timeout=timeout))
         except NotFound:  # nobody has saved anything yet
             return NOTHING
         except Error as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from qkvd.v1 import kv_cache_pb2, tensor_pb2
 
 Part = bytes | Array
 SMALL_BYTES = 64 << 10
+_IDS_AT_ONCE = 8 << 10
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -76,21 +77,32 @@ def message(parts: Iterable[Part]) -> bytes:
     return b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer
 
 
-def token_ids(field: int, ids: Sequence[int] | Array) -> bytes:
-    """A field of packed uint32. Ids below 2^28 are written in four bytes each, all at once: prompts are long."""
+def token_ids(field: int, ids: Sequence[int] | Array, before: bytes = b"") -> bytes:
+    """A field of packed uint32 behind `before`. Prompts are long: ids are packed many at once, in what the cache holds."""
+    parts: list[Any] = [before, b""]
     try:
-        given = isinstance(ids, np.ndarray) and ids.dtype == np.uint32
-        values = np.ascontiguousarray(ids) if given else np.frombuffer(array("I", ids), np.uint32)
+        for at in range(0, len(ids), _IDS_AT_ONCE):
+            parts.append(_packed(ids[at : at + _IDS_AT_ONCE]))
     except (OverflowError, TypeError) as error:
         raise errors.InvalidArgument(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from error
-    if not len(values):
-        return b""
-    if values.max() < 1 << 28:
-        out = (values & 0x7F) | (values << 1 & 0x7F00) | (values << 2 & 0x7F0000) | (values << 3 & 0x7F000000)
-        data = (out | 0x808080).astype("<u4", copy=False).tobytes()
-    else:
-        data = b"".join(varint(int(value)) for value in values)
-    return opening(field, len(data)) + data
+    if len(parts) > 2:
+        parts[1] = opening(field, sum(memoryview(part).nbytes for part in parts[2:]))
+    return b"".join(parts)
+
+
+def _packed(ids: Sequence[int] | Array) -> Part:
+    """As varints: ids below 2^28 have seven bits in each of four bytes, of which three say that more follows."""
+    given = isinstance(ids, np.ndarray) and ids.dtype == np.uint32
+    values: Array = np.asarray(ids) if given else np.frombuffer(array("I", ids), np.uint32)
+    if values.max() >= 1 << 28:
+        return b"".join(varint(int(value)) for value in values)
+    # The upper 14 of 28 bits move up by two; then in each half the upper seven of 14 by one.
+    out: Array = values & 0x0FFFC000
+    out *= 3
+    out += values
+    out += out & 0x3F803F80
+    out |= 0x808080
+    return out.astype("<u4", copy=False)
 
 
 # ---- in ----

@@ -541,18 +541,20 @@ class MatchRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("session", "tokens", "tokens_in_memory", "tokens_on_ssd", "restore_ms")
+    __slots__ = ("session", "tokens", "tokens_in_memory", "tokens_on_ssd", "restore_ms", "prefix_root")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ON_SSD_FIELD_NUMBER: _ClassVar[int]
     RESTORE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ROOT_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: int
     tokens_in_memory: int
     tokens_on_ssd: int
     restore_ms: float
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[int] = ..., tokens_in_memory: _Optional[int] = ..., tokens_on_ssd: _Optional[int] = ..., restore_ms: _Optional[float] = ...) -> None: ...
+    prefix_root: bytes
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[int] = ..., tokens_in_memory: _Optional[int] = ..., tokens_on_ssd: _Optional[int] = ..., restore_ms: _Optional[float] = ..., prefix_root: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("tenant", "model", "token_ids", "instance", "after")
