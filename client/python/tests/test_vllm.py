@@ -1,9 +1,7 @@
 """vLLM's engine with its prefixes in a real daemon: the same text as by itself."""
 
-import json
 import math
 import os
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from proxy import Proxy
 
 pytest.importorskip("vllm")
 
+from smollm2 import smollm2
 from vllm_process import Engine
 
 import qkvd
@@ -62,10 +61,17 @@ def first(daemon):
 
 
 @pytest.fixture(scope="module")
-def second(proxy, first):
+def endpoint(tmp_path_factory):
+    """Where the second engine publishes its KV events."""
+    return f"ipc://{tmp_path_factory.mktemp('events')}/socket"
+
+
+@pytest.fixture(scope="module")
+def second(proxy, first, endpoint):
     """Another process. It speaks to the daemon by way of the proxy."""
     settings = {"target": proxy.target, "bits": "exact", "timeout": 30.0, "lookup_timeout": 5.0}
-    with Engine(TINYLM, settings, log=log("second"), max_model_len=1024) as engine:
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    with Engine(TINYLM, settings, log=log("second"), max_model_len=1024, kv_events_config=events) as engine:
         yield engine
 
 
@@ -112,11 +118,39 @@ def test_sessions_hold_the_models_rows(client, first):
         np.testing.assert_allclose(v, layer.values[0].numpy(), atol=2e-3)
 
 
+def test_an_engines_router_learns_what_qkvd_holds(first, second, endpoint):
+    """What the first engine saves comes out of the second one as an event, by a socket of vLLM's."""
+    msgspec, zmq = pytest.importorskip("msgspec"), pytest.importorskip("zmq")
+    from vllm.distributed.kv_events import KVEventBatch
+
+    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+    prompt = PROMPT[100:300]
+    held = set()
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.connect(endpoint)
+        first.generate(prompt, 2)
+
+        def told():
+            second.generate(prompt[:20], 1)  # events are published with steps
+            while socket.poll(100):
+                for event in decoder.decode(socket.recv_multipart()[-1]).events:
+                    if getattr(event, "ownership", None) == "qkvd" and event.medium == "CPU":
+                        held.add(tuple(event.token_ids))
+            return tuple(prompt[:192]) in held or {tuple(prompt[at : at + 64]) for at in (0, 64, 128)} <= held
+
+        wait_for(told, "the events do not come")
+
+
 def test_users_with_salts_of_their_own_share_nothing(second):
     assert second.ask(reset=True)
     assert second.generate(PROMPT, 8, salt="alice")["cached"] == 0
-    assert second.ask(reset=True)
-    assert second.generate(PROMPT, 8, salt="alice")["cached"] == LOADED
+
+    def hits():  # once it is saved
+        assert second.ask(reset=True)
+        return second.generate(PROMPT, 8, salt="alice")["cached"] == LOADED
+
+    wait_for(hits, "alice's own rows are not found")
     assert second.ask(reset=True)
     assert second.generate(PROMPT, 8, salt="bob")["cached"] == 0
 
@@ -190,7 +224,7 @@ def test_first_token_of_a_long_prompt(tmp_path):
     """A prompt of 1500 tokens of SmolLM2, whose rows another process has saved: time to the first token."""
     if "QKV_SMOLLM2" not in os.environ:
         pytest.skip("QKV_SMOLLM2 does not say where SmolLM2 is")
-    folder, prompt = smollm2(tmp_path)
+    folder, prompt = smollm2(tmp_path, TINYLM)
     short = prompt[:200][::-1]
     times, tokens = {}, {}
     with Daemon() as daemon:
@@ -208,34 +242,3 @@ def test_first_token_of_a_long_prompt(tmp_path):
     print(f"\nSmolLM2, {len(prompt)} tokens, to the first: " + ", ".join(f"{k} {v:.2f} s" for k, v in times.items()))
     print(f"loaded / recomputed: {ratio:.3f}")
     assert ratio <= 0.5
-
-
-def smollm2(folder):
-    """SmolLM2 as a folder that vLLM reads, and 1500 tokens of text."""
-    import transformers
-    from safetensors.torch import save_file
-
-    place, file = os.path.split(os.environ["QKV_SMOLLM2"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(place, gguf_file=file)
-    # transformers saves no model that came from such a file; its weights are plain ones by now.
-    weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    del config["quantization_config"]
-    with open(folder / "config.json", "w") as out:
-        json.dump(config, out, default=str)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=file)
-    with open(os.path.join(TINYLM, "heldout_kjv.txt")) as text:
-        return str(folder), tokenizer(text.read()).input_ids[:1500]
-
-
-def test_time_of_a_lookup(client):
-    """What a lookup of a prompt of 128k tokens takes of the scheduler's time."""
-    prompt = list(np.random.default_rng(1).integers(0, 128_000, 131_072).tolist())
-    model = next(iter(client.models())).model.name
-    took = []
-    for _ in range(30):
-        began = time.thread_time()
-        client.match(model, prompt)
-        took.append(time.thread_time() - began)
-    print(f"\na lookup of {len(prompt)} tokens: {1000 * sorted(took)[len(took) // 2]:.2f} ms of the thread's time")

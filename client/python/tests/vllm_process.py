@@ -13,7 +13,10 @@ READY = 600  # seconds that an engine may take to start, on a busy machine
 
 
 class Engine:
-    """vLLM with `model` (a folder) and, where `connector` is not None, qkvd's connector with these settings."""
+    """vLLM with `model` (a folder) and, where `connector` is not None, qkvd's connector with these settings.
+
+    kv_events_config: a dictionary, as `--kv-events-config` takes it.
+    """
 
     def __init__(self, model, connector=None, role="kv_both", log=None, **arguments):
         options = {
@@ -87,8 +90,12 @@ def main():
         answers.flush()
 
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.config import KVEventsConfig
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    if "kv_events_config" in options:
+        options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
+    llm = LLM(**options)
     say("ready")
     for line in sys.stdin:
         request = json.loads(line)

@@ -45,6 +45,7 @@ from qkvd.errors import Error, InvalidArgument, Unimplemented
 from qkvd.model import Model
 from qkvd.paged import PagedLayer, order_of
 from qkvd.prefixes import PAGE, Options, Prefixes
+from qkvd.vllm_events import Told, events_of
 from qkvd.vllm_stats import QkvdPromMetrics, QkvdStats, Totals
 
 logger = logging.getLogger("vllm.qkvd")
@@ -145,6 +146,11 @@ class QkvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks can be freed at once: what is saved has been copied."""
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)
+
+    def take_events(self) -> list[Told]:
+        """What of the daemon's pages has come and gone for this engine's routers, where it publishes KV events."""
+        assert self._scheduler is not None
+        return self._scheduler.take_events()
 
     # ---- the worker's half ----
 
@@ -287,6 +293,7 @@ class Scheduler:
         # Lookups name the model; its geometry is known to the workers alone.
         nameless = Model(name="-", layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8)
         self._prefixes = Prefixes(options, nameless, logger)
+        self._events = events_of(options, self._prefixes, vllm_config, self._models[0]) if self._loads else None
         self._sequences: dict[str, Sequence] = {}
         self._to_load: list[Load] = []
         self._prefix = f"vllm/{secrets.token_hex(6)}"
@@ -294,7 +301,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Closes the connection."""
+        if self._events is not None:
+            self._events.close()
         self._prefixes.close()
+
+    def take_events(self) -> list[Told]:
+        """Of one step; none where none are published."""
+        return [] if self._events is None else self._events.take()
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed` that the daemon holds, in whole blocks; at least one token is left to compute."""
