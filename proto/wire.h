@@ -44,8 +44,9 @@ qkv_status qkv_wire_next(qkv_wire_reader *reader, qkv_wire_field *field, bool *m
 // One varint of a packed field; the reader is over the field's bytes.
 qkv_status qkv_wire_varint(qkv_wire_reader *reader, uint64_t *value, qkv_error *error);
 
-// The varints of at most four bytes that come next and lie in one piece, `max` of them at the most, to `out`, or nowhere
-// where it is NULL. Returns how many. What stops it, a longer varint or the piece's end, is for qkv_wire_varint.
+// The varints of at most four bytes that come next and lie in one piece, `max` of them at the most, to `out`, or
+// nowhere where it is NULL. Returns how many. What stops it, a longer varint or the piece's end, is for
+// qkv_wire_varint.
 size_t qkv_wire_short_varints(qkv_wire_reader *reader, uint32_t *out, size_t max);
 
 // Copies a string field into `out` of `size` bytes with a NUL. INVALID_ARGUMENT (naming `name`) where it does
