@@ -138,7 +138,7 @@ static qkv_status append_evicting(const qkv_rpc_call *call, qkv_session *session
     // The layer is there: it was refused for want of memory.
     const uint64_t tokens = item->pages > 0 ? item->token_ids.count : (uint64_t)item->k.dims[0];
     const uint64_t bytes = qkv_session_append_cost(session, item->layer, item->position + tokens) + item->page_bytes;
-    if (!qkvi_evict(qkv_rpc_context(call), session, bytes)) break;
+    if (!qkvi_evict(qkv_rpc_context(call), qkv_session_account(session), session, bytes)) break;
     *error = (qkv_error){0};
     status = append_rows(call, session, item, waits, appended, length, error);
   }
@@ -159,6 +159,7 @@ qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, cons
   qkv_status status = append_evicting(call, session, item, waits, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   QKV_TRY(status);
+  qkv_rpc_count_rows(call, *appended);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_ITEMS], 1);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_TOKENS], (int64_t)*appended);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_APPEND_BYTES], (int64_t)qkvi_item_row_bytes(item));

@@ -501,12 +501,29 @@ static bool parse(attend_call *state) {
 
 static void serve_job(void *context);
 
+// A step of decoding has few queries, and the whole batch waits for it; a prompt has many. What is not parsed yet is
+// large.
+static bool is_decode(const attend_call *state) {
+  enum { QUERIES_MAX = 16 };  // of an item
+  if (!state->parsed) return false;
+  for (size_t i = 0; i < state->request.count; i++) {
+    const qkvi_item *item = &state->request.items[i];
+    if ((item->q.rank != 0 && item->q.dims[0] > QUERIES_MAX) || (item->k.rank != 0 && item->k.dims[0] > QUERIES_MAX))
+      return false;
+  }
+  return true;
+}
+
+static void submit(attend_call *state, qkvi_waits waits) {
+  (is_decode(state) ? qkvi_job_submit_urgent : qkvi_job_submit)(state->call, waits, serve_job, state);
+}
+
 // What stopped goes on in a job that may wait for it, unless nobody is there any more to answer.
 static void serve(attend_call *state) {
   if (append(state) && sync_parts(state) && attend(state))
     answer(state);
   else if (qkvi_job_wanted(state->call))
-    qkvi_job_submit(state->call, state->waits, serve_job, state);
+    submit(state, state->waits);
 }
 
 static void serve_job(void *context) {
@@ -538,14 +555,12 @@ static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   state->message = message;
   state->parsed = state->checked = false;
   state->waits = 0;
-  if (message.length > QKVI_INLINE_MESSAGE_MAX) return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
+  if (message.length > QKVI_INLINE_MESSAGE_MAX) return submit(state, QKVI_WAIT_LAYERS);
   if (!parse(state)) return;
-  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX)
-    return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
+  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return submit(state, QKVI_WAIT_LAYERS);
   qkv_status status = check(state, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
-  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX)
-    return qkvi_job_submit(call, QKVI_WAIT_LAYERS, serve_job, state);
+  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX) return submit(state, QKVI_WAIT_LAYERS);
   serve(state);
 }
 

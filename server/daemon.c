@@ -3,6 +3,7 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <jansson.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -166,31 +167,55 @@ static size_t compute_threads(const qkv_server_options *options) {
   return (size_t)(options->threads > 0 ? options->threads : qkv_cpu_count());
 }
 
+static void read_call_quota(void *context, const char *tenant, qkvi_call_quota *quota) {
+  qkv_daemon *daemon = context;
+  qkv_quota of;
+  bool by_default;
+  (void)qkvi_quotas_get(daemon->quotas, tenant, &of, &by_default);
+  *quota = (qkvi_call_quota){.calls = (uint64_t)of.calls,
+                             .models = (uint64_t)of.models,
+                             .bytes_per_second = (uint64_t)of.bytes_per_second,
+                             .rows_per_second = (uint64_t)of.rows_per_second,
+                             .weight = (uint32_t)(of.weight > 0 ? of.weight : QKV_WEIGHT_DEFAULT)};
+}
+
+static void read_account_limits(void *context, const char *tenant, qkv_account_limits *limits) {
+  qkv_daemon *daemon = context;
+  qkv_quota of;
+  bool by_default;
+  if (!atomic_load(&daemon->quotas_bind) || !qkvi_quotas_get(daemon->quotas, tenant, &of, &by_default)) return;
+  *limits = (qkv_account_limits){.host_bytes = (uint64_t)of.host_bytes,
+                                 .host_guaranteed = (uint64_t)of.host_bytes_guaranteed,
+                                 .ssd_bytes = (uint64_t)of.ssd_bytes,
+                                 .ssd_guaranteed = (uint64_t)of.ssd_bytes_guaranteed,
+                                 .sessions = (uint64_t)of.sessions};
+}
+
+void qkv_daemon_apply_quotas(qkv_daemon *daemon) {
+  qkv_accounts_refresh(qkv_store_accounts(daemon->store));
+  qkv_rpc_server_refresh_quotas(daemon->rpc);
+}
+
+static qkv_status read_quotas(qkv_daemon *daemon, qkv_error *error) {
+  const qkv_server_options *options = daemon->options;
+  char path[PATH_MAX];
+  const bool own = options->quota_file == NULL && options->data_dir != NULL;
+  if (own) (void)snprintf(path, sizeof path, "%s/quotas", options->data_dir);
+  const qkvi_quotas_config config = {.path = own ? path : options->quota_file,
+                                     .may_be_missing = own,
+                                     .host_bytes = (uint64_t)options->memory_budget,
+                                     .ssd_bytes = (uint64_t)options->storage_budget};
+  return qkvi_quotas_create(&config, &daemon->quotas, error);
+}
+
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,
-      qkvi_calibration_methods,
-      qkvi_open_session_methods,
-      qkvi_sessions_methods,
-      qkvi_forks_methods,
-      qkvi_append_methods,
-      qkvi_attend_methods,
-      qkvi_fetch_methods,
-      qkvi_tiers_methods,
-      qkvi_lifetime_methods,
-      qkvi_lookup_methods,
-      qkvi_prefixes_methods,
-      qkvi_watch_methods,
-      qkvi_put_objects_methods,
-      qkvi_get_objects_methods,
-      qkvi_objects_methods,
-      qkvi_unserved_methods,
-      qkvi_admin_methods,
-      qkvi_compare_methods,
-      qkvi_storage_methods,
-      qkvi_health_methods,
-      qkvi_reflection_methods,
-      NULL,
+      qkvi_models_methods,   qkvi_calibration_methods, qkvi_open_session_methods, qkvi_sessions_methods,
+      qkvi_forks_methods,    qkvi_append_methods,      qkvi_attend_methods,       qkvi_fetch_methods,
+      qkvi_tiers_methods,    qkvi_lifetime_methods,    qkvi_lookup_methods,       qkvi_prefixes_methods,
+      qkvi_watch_methods,    qkvi_put_objects_methods, qkvi_get_objects_methods,  qkvi_objects_methods,
+      qkvi_unserved_methods, qkvi_admin_methods,       qkvi_compare_methods,      qkvi_storage_methods,
+      qkvi_quota_methods,    qkvi_health_methods,      qkvi_reflection_methods,   NULL,
   };
   const qkv_server_options *options = daemon->options;
   const char *anonymous = options->allow_anonymous != NULL ? options->allow_anonymous : "";
@@ -213,6 +238,7 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .connections_max = (size_t)options->limit_connections,
       .peer_connections_max = (size_t)options->limit_peer_connections,
       .first_message_ms = options->limit_first_message,
+      .quota = read_call_quota,
       .methods = methods,
       .context = daemon,
       .began = count_began,
@@ -240,13 +266,16 @@ static void log_reload(const char *what, bool changed, qkv_status status, const 
 }
 
 void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
-  qkv_error of_auth = {0}, of_tls = {0};
+  qkv_error of_auth = {0}, of_tls = {0}, of_quotas = {0};
   bool changed = false;
-  if (always) daemon->reload_told[0] = daemon->reload_told[1] = (qkv_error){0};
+  if (always) memset(daemon->reload_told, 0, sizeof daemon->reload_told);
   if (daemon->auth != NULL) {
     const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &of_auth);
     log_reload("auth-file", changed, status, &of_auth, &daemon->reload_told[0]);
   }
+  const qkv_status quotas = qkvi_quotas_reload(daemon->quotas, always, &changed, &of_quotas);
+  log_reload("quota-file", changed, quotas, &of_quotas, &daemon->reload_told[2]);
+  if (changed) qkv_daemon_apply_quotas(daemon);
   if (daemon->tls != NULL) {
     const qkv_status status = qkvi_tls_reload(daemon->tls, always, &changed, &of_tls);
     log_reload("tls-cert, tls-key and tls-client-ca", changed, status, &of_tls, &daemon->reload_told[1]);
@@ -256,6 +285,7 @@ void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   QKV_TRY(read_access(daemon, error));
+  QKV_TRY(read_quotas(daemon, error));
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
   daemon->kept = qkvi_kept_create((uint64_t)options->memory_budget / 8);
   const qkv_executor_config executor = {.threads = compute_threads(options),
@@ -272,6 +302,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .policy = qkv_server_options_policy(options),
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
       .prefixes_max = (uint64_t)options->limit_prefixes,
+      .limits = read_account_limits,
+      .limits_context = daemon,
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);
@@ -282,6 +314,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
           (json_int_t)qkv_heap_numa_nodes());
   daemon->objects = qkvi_objects_create(daemon->store, options, daemon->metrics);
   QKV_TRY(qkvi_residency_create(options, daemon->store, daemon->objects, daemon->metrics, &daemon->residency, error));
+  atomic_store(&daemon->quotas_bind, true);
+  qkv_accounts_refresh(qkv_store_accounts(daemon->store));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->residency, options);
   return start_rpc(daemon, error);
 }
@@ -434,6 +468,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_residency_destroy(&old->residency);
   qkvi_objects_destroy(&old->objects);
   if (old->store != NULL) qkv_store_destroy(&old->store);
+  qkvi_quotas_destroy(&old->quotas);
   qkvi_watch_hub_destroy(&old->watch);
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);

@@ -27,6 +27,7 @@
 #include "server/residency/residency.h"
 #include "server/retier.h"
 #include "server/rpc.h"
+#include "server/tenants/quotas.h"
 #include "server/tls.h"
 #include "server/watch.h"
 
@@ -45,11 +46,13 @@ typedef struct qkv_daemon {
   qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
-  struct qkvi_http *http;    // NULL without an admin-listen
-  qkvi_observed observed;    // calls by method and tenant
-  qkvi_auth *auth;           // NULL: without auth-file
+  struct qkvi_http *http;  // NULL without an admin-listen
+  qkvi_observed observed;  // calls by method and tenant
+  qkvi_auth *auth;         // NULL: without auth-file
+  qkvi_quotas *quotas;
+  _Atomic bool quotas_bind;  // those of memory and SSD; not while a start brings back what is there
   qkvi_tls *tls;             // NULL: without tls-cert
-  qkv_error reload_told[2];  // the reasons that the log has last, of the auth-file and of TLS
+  qkv_error reload_told[3];  // the reasons that the log has last, of the auth-file, of TLS and of the quota-file
   qkv_health health;
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock
@@ -92,7 +95,11 @@ void qkv_daemon_keep_memory(qkv_daemon *daemon);
 // drain; waits for nobody.
 void qkv_daemon_tend(qkv_daemon *daemon);
 
-// Reads auth-file and the files of TLS again, where they have changed, or with `always`. One call at a time.
+// The quotas have changed.
+void qkv_daemon_apply_quotas(qkv_daemon *daemon);
+
+// Reads auth-file, quota-file and the files of TLS again, where they have changed, or with `always`. One call at a
+// time.
 void qkv_daemon_reload(qkv_daemon *daemon, bool always);
 
 // Sets the gauges from what they measure.

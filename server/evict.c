@@ -26,6 +26,15 @@ static shortage look(const qkv_daemon *daemon, uint64_t bytes, unsigned slack) {
                     .places = beyond(stats.sessions + 1 + more_places, places)};
 }
 
+// What the account has not got below its ceilings.
+static shortage look_at(const qkv_account *account, uint64_t bytes) {
+  if (account == NULL) return (shortage){0};
+  const qkv_account_usage usage = qkv_account_read(account);
+  const uint64_t most = usage.limits.host_bytes, places = usage.limits.sessions;
+  return (shortage){.bytes = most == 0 ? 0 : beyond(usage.host_bytes + bytes, most),
+                    .places = places == 0 ? 0 : beyond(usage.sessions + 1, places)};
+}
+
 static bool is_met(const shortage *missing) {
   return missing->bytes == 0 && missing->places == 0;
 }
@@ -51,8 +60,24 @@ static size_t close_objects(const qkv_daemon *daemon, int64_t before_ms, shortag
   return places;
 }
 
-// Returns how many were closed.
-static size_t close_some(qkv_daemon *daemon, const qkv_session *but, shortage *missing) {
+// Of the tenant's own. Returns how many were closed.
+static size_t close_own(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, shortage *missing) {
+  qkv_recency *recency = qkv_store_recency(daemon->store);
+  size_t closed = 0;
+  qkv_recency_begin(recency, QKV_RECENCY_EVICTABLE);
+  while (!is_met(missing)) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EVICTABLE);
+    if (session == NULL) break;
+    if (session != but && qkv_session_account(session) == account && qkv_session_may_go(session))
+      closed += close_one(daemon, session, missing);
+    qkv_session_unref(&session);
+  }
+  qkv_recency_end(recency, QKV_RECENCY_EVICTABLE);
+  return closed;
+}
+
+// Of tenants that have more than their guaranteed part, or with `all` of everybody. Returns how many were closed.
+static size_t close_some(qkv_daemon *daemon, bool all, const qkv_session *but, shortage *missing) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   size_t closed = 0;
   qkv_recency_begin(recency, QKV_RECENCY_EVICTABLE);
@@ -60,7 +85,8 @@ static size_t close_some(qkv_daemon *daemon, const qkv_session *but, shortage *m
   while (!is_met(missing)) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EVICTABLE);
     if (session == NULL) break;
-    if (session != but && qkv_session_may_go(session)) {
+    const bool asked = all || qkv_account_is_over(qkv_session_account(session));
+    if (session != but && asked && qkv_session_may_go(session)) {
       closed += close_objects(daemon, qkv_session_last_used_ms(session), missing);
       if (!is_met(missing)) closed += close_one(daemon, session, missing);
     }
@@ -71,21 +97,25 @@ static size_t close_some(qkv_daemon *daemon, const qkv_session *but, shortage *m
   return closed;
 }
 
-static void await_memory(const qkv_daemon *daemon, uint64_t bytes) {
+static void await_memory(const qkv_daemon *daemon, const qkv_account *account, uint64_t bytes) {
   enum { STEPS = 200 };
   const struct timespec step = {.tv_nsec = 1000000};
-  for (int i = 0; i < STEPS && look(daemon, bytes, 0).bytes > 0; i++) (void)nanosleep(&step, NULL);
+  for (int i = 0; i < STEPS && (look(daemon, bytes, 0).bytes > 0 || look_at(account, bytes).bytes > 0); i++)
+    (void)nanosleep(&step, NULL);
 }
 
-bool qkvi_evict(qkv_daemon *daemon, const qkv_session *but, uint64_t bytes) {
+bool qkvi_evict(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, uint64_t bytes) {
   size_t closed = 0;
   if (bytes > qkv_store_read_stats(daemon->store).memory.bytes_limit) return false;
   (void)pthread_mutex_lock(&daemon->evicting);
-  shortage missing = look(daemon, bytes, 0);
-  const bool was_met = is_met(&missing);  // another thread has done it meanwhile
-  if (!was_met) missing = look(daemon, bytes, SLACK);
-  if (!is_met(&missing)) closed = close_some(daemon, but, &missing);
-  if (closed > 0) await_memory(daemon, bytes);
+  shortage missing = look(daemon, bytes, 0), own = look_at(account, bytes);
+  const bool was_met = is_met(&missing) && is_met(&own);  // another thread has done it meanwhile
+  if (!is_met(&own)) closed = close_own(daemon, account, but, &own);
+  missing = look(daemon, bytes, 0);
+  if (!is_met(&missing)) missing = look(daemon, bytes, SLACK);
+  if (!is_met(&missing)) closed += close_some(daemon, false, but, &missing);
+  if (!is_met(&missing)) closed += close_some(daemon, true, but, &missing);
+  if (closed > 0) await_memory(daemon, account, bytes);
   (void)pthread_mutex_unlock(&daemon->evicting);
   if (closed > 0) qkv_log(QKV_LOG_DEBUG, "sessions were evicted", "{s:I}", "sessions", (json_int_t)closed);
   return closed > 0 || was_met;

@@ -13,6 +13,7 @@
 #include "server/evict.h"
 #include "server/handlers.h"
 #include "server/jobs.h"
+#include "server/residency/accounts.h"
 #include "server/residency/residency.h"
 
 // Where each layer is forked: at `position`, or with 0 at its end.
@@ -52,6 +53,7 @@ static qkv_status fork_in_memory(const qkv_rpc_call *call, qkv_session *parent, 
   const uint64_t cost = qkv_session_fork_cost(config, qkv_session_model(parent));
   qkv_status status = qkv_store_fork(daemon->store, parent, config, positions, child, &refused);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
+      qkvi_account_headroom(daemon->residency, call, qkv_session_account(parent), cost, NULL) == QKV_OK &&
       qkvi_budget_reserve(daemon->residency, call, cost, 0, &reservation, NULL) == QKV_OK) {
     refused = (qkv_error){0};
     config->room = &reservation;
@@ -60,7 +62,7 @@ static qkv_status fork_in_memory(const qkv_rpc_call *call, qkv_session *parent, 
     qkvi_budget_unreserve(daemon->residency, &reservation);
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (!qkvi_evict(qkv_rpc_context(call), parent, cost)) break;
+    if (!qkvi_evict(qkv_rpc_context(call), qkv_session_account(parent), parent, cost)) break;
     refused = (qkv_error){0};
     status = qkv_store_fork(daemon->store, parent, config, positions, child, &refused);
   }

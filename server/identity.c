@@ -127,6 +127,10 @@ const char *qkvi_call_tenant(const qkv_rpc_call *call) {
   return call->identity.tenant[0] != '\0' ? call->identity.tenant : QKV_TENANT_DEFAULT;
 }
 
+bool qkvi_call_is_bound(const qkv_rpc_call *call) {
+  return call->identity.bound;
+}
+
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error) {
   const char *said = call->identity.tenant;
   if (field[0] != '\0') QKV_TRY(qkv_name_check(field, "tenant", error));

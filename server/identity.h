@@ -40,6 +40,9 @@ qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const 
 // The same, with "default" for "".
 qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 
+// Whether its token or certificate is one tenant's: no other tenant exists for it.
+bool qkvi_call_is_bound(const qkv_rpc_call *call);
+
 // For the field "tenant" of a log line, in json_pack's format s*: NULL, which leaves the field out, for the default
 // one.
 const char *qkvi_tenant_to_log(const char *tenant);

@@ -17,10 +17,22 @@ qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
   return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
 }
 
-qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
+static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
+                         qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
-  return qkv_executor_submit(daemon->executor, work, job, context) == QKV_OK ? QKV_OK
-                                                                             : qkvi_queue_full(daemon, error);
+  qkv_share share = qkv_rpc_share(call);
+  share.urgent = urgent;
+  if (qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK) return QKV_OK;
+  return qkvi_queue_full(daemon, error);
+}
+
+qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
+  return try_as(call, work, false, job, context, error);
+}
+
+void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
+  qkv_error error = {0};
+  if (try_as(call, qkvi_work_of(waits, false), true, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
 }
 
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {

@@ -26,6 +26,8 @@ qkv_work qkvi_work_of(qkvi_waits waits, bool bulk);
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error);
 // The same; a refusal ends the call. The handler is done with it either way.
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
+// The same before jobs that are not urgent (engine/base/fair.h): for steps of decoding.
+void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
 
 // Unpacks a request, hangs it on the call (the method frees it with qkvi_control_free) and goes on in job(call).
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,

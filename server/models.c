@@ -55,7 +55,19 @@ static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *messag
   return status;
 }
 
-static qkv_status register_model(qkv_daemon *daemon, const Qkv__V1__RegisterModelRequest *request,
+// One that is not known yet counts for its tenant.
+static qkv_status register_counted(qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
+                                   const qkv_model **registered, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkv_model *known = NULL;
+  const bool more = qkv_store_model(daemon->store, model->name, &known, NULL) != QKV_OK;
+  if (more) QKV_TRY(qkv_rpc_take_model(call, error));
+  const qkv_status status = register_read(daemon, message, model, registered, error);
+  if (more && status != QKV_OK) qkv_rpc_give_model(call);
+  return status;
+}
+
+static qkv_status register_model(qkv_rpc_call *call, const Qkv__V1__RegisterModelRequest *request,
                                  const qkv_model **registered, qkv_error *error) {
   qkv_model model;
   if (request->model == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "model is missing");
@@ -63,7 +75,7 @@ static qkv_status register_model(qkv_daemon *daemon, const Qkv__V1__RegisterMode
   if (status != QKV_OK) {
     status = qkv_error_prefix(error, "model.");
   } else {
-    status = register_read(daemon, request->model, &model, registered, error);
+    status = register_counted(call, request->model, &model, registered, error);
   }
   qkvi_model_clear(&model);
   return status;
@@ -75,7 +87,7 @@ static void register_job(void *context) {
   qkv_error error = {0};
   const qkv_model *registered = NULL;
   if (!qkvi_job_wanted(call)) return;
-  if (register_model(qkv_rpc_context(call), qkv_rpc_state(call), &registered, &error) != QKV_OK)
+  if (register_model(call, qkv_rpc_state(call), &registered, &error) != QKV_OK)
     return qkvi_control_fail(call, &error);
   qkvi_model_message parts;
   Qkv__V1__RegisterModelResponse response = QKV__V1__REGISTER_MODEL_RESPONSE__INIT;

@@ -14,6 +14,7 @@
 #include "server/jobs.h"
 #include "server/open_prefix.h"
 #include "server/prefixes.h"
+#include "server/residency/accounts.h"
 #include "server/token_ids.h"
 
 enum { OPEN_RESERVATION = 1 << 18 };  // more than a session takes without rows
@@ -89,13 +90,14 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
 }
 
 // Memory may be full to the last byte with what can leave it, or with sessions that may be closed.
-static qkv_status open_in_memory(const qkv_rpc_call *call, qkv_session_config *config, const char *model,
-                                 qkv_session **session, qkv_error *error) {
+static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account, qkv_session_config *config,
+                                  const char *model, qkv_session **session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error refused = {0};
   uint64_t room = 0;
   qkv_status status = qkv_store_open(daemon->store, config, model, session, &refused);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
+      qkvi_account_headroom(daemon->residency, call, account, OPEN_RESERVATION, NULL) == QKV_OK &&
       qkvi_budget_reserve(daemon->residency, call, OPEN_RESERVATION, 0, &room, NULL) == QKV_OK) {
     refused = (qkv_error){0};
     config->room = &room;
@@ -104,11 +106,20 @@ static qkv_status open_in_memory(const qkv_rpc_call *call, qkv_session_config *c
     qkvi_budget_unreserve(daemon->residency, &room);
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (!qkvi_evict(daemon, NULL, OPEN_RESERVATION)) break;
+    if (!qkvi_evict(daemon, account, NULL, OPEN_RESERVATION)) break;
     refused = (qkv_error){0};
     status = qkv_store_open(daemon->store, config, model, session, &refused);
   }
   return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", refused.text);
+}
+
+static qkv_status open_in_memory(const qkv_rpc_call *call, qkv_session_config *config, const char *model,
+                                 qkv_session **session, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), config->tenant);
+  const qkv_status status = open_on_account(call, account, config, model, session, error);
+  qkv_account_unref(&account);
+  return status;
 }
 
 qkv_status qkvi_open_empty(const qkv_rpc_call *call, qkv_session_config *config, const char *model,

@@ -38,6 +38,9 @@ const qkv_option qkv_server_option_table[] = {
      "Bearer tokens (hashes of them) and client certificates that are known, each with a tenant and roles; calls "
      "without "
      "are refused. It is read anew when it changes, and on SIGHUP."},
+    {"quota-file", QKV_OPTION_STRING, AT(quota_file), NULL, 0, 0, "FILE",
+     "What each tenant may take. It is read anew when it changes, and on SIGHUP; qkvctl quota writes it. Without it "
+     "the file quotas in data-dir, if there is one."},
     {"allow-anonymous", QKV_OPTION_STRING, AT(allow_anonymous), NULL, 0, 0, "WHERE",
      "Calls without token and certificate may do everything: unix, with auth-file those of unix sockets; all, "
      "without "

@@ -24,8 +24,10 @@
 #include <stdint.h>
 
 #include "engine/base/bytes.h"
+#include "engine/base/fair.h"
 #include "engine/base/status.h"
 #include "proto/wire.h"
+#include "server/tenants/meter.h"
 
 typedef struct qkv_rpc_server qkv_rpc_server;
 typedef struct qkvi_tls qkvi_tls;    // tls.h
@@ -57,6 +59,20 @@ void qkv_rpc_set_state(qkv_rpc_call *call, void *state);
 
 // Whether the client is gone, cancelled or past its deadline: work for it can be skipped. Any thread.
 bool qkv_rpc_cancelled(const qkv_rpc_call *call);
+
+// So many rows have been appended for the call's tenant, which its quota counts.
+void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows);
+// The call's part of the threads: its tenant's flow, and its quota's weight.
+qkv_share qkv_rpc_share(const qkv_rpc_call *call);
+// One model more is registered: RESOURCE_EXHAUSTED names the quota. `give` where it is not one more.
+qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error);
+void qkv_rpc_give_model(qkv_rpc_call *call);
+// The quotas have changed.
+void qkv_rpc_server_refresh_quotas(qkv_rpc_server *server);
+// What calls of a tenant take; which tenants there are, in no order.
+qkvi_call_usage qkv_rpc_server_usage(const qkv_rpc_server *server, const char *tenant);
+void qkv_rpc_server_each_tenant(const qkv_rpc_server *server, void (*fn)(void *context, const char *tenant),
+                                void *context);
 
 // Done with this message: read the next one (message() or end() follows).
 void qkv_rpc_next(qkv_rpc_call *call);
@@ -94,6 +110,7 @@ typedef struct qkv_rpc_config {
   size_t tenant_calls_max;         // of one tenant; 0: no limit
   size_t connections_max;          // at once; more are closed
   size_t peer_connections_max;     // of one peer (server/rpc_connections.h); 0: half of them
+  qkvi_call_quota_fn *quota;       // of tenants, with `context` (server/rpc_limits.h); NULL: none
   int64_t first_message_ms;        // until a call's first message has arrived as a whole; 0: no limit
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;

@@ -117,8 +117,14 @@ static size_t put_ops(qkv_rpc_call *call, grpc_op *ops) {
   return count;
 }
 
+static void count_bytes(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
+  if (buffer == NULL) return;
+  qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, grpc_byte_buffer_length(buffer), 0);
+}
+
 static void send_buffer(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
   assert(call->method->sent != NULL);
+  count_bytes(call, buffer);
   drop_message(call);
   call->outgoing = buffer;
   grpc_op ops[2];
@@ -149,6 +155,7 @@ static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status st
   qkvi_rpc_server_timed(call, told);
   if (status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG)) log_failed(call, status, text);
   drop_message(call);
+  count_bytes(call, buffer);
   call->outgoing = buffer;
   call->status_text = grpc_slice_from_copied_string(text);
   grpc_op ops[3];
@@ -216,6 +223,34 @@ static void end_without_message(qkv_rpc_call *call) {
   end_call(call, NULL, QKV_INVALID_ARGUMENT, text);
 }
 
+static void resume(qkvi_rpc_delayed *delayed);
+
+// At once, or where the tenant has used more than the rates of its quota, so much later that it keeps to them. The
+// first message of a call, which holds nothing yet, is refused where that is longer.
+static void take_message(qkv_rpc_call *call) {
+  enum { WAIT_MAX_MS = 1000 };
+  qkvi_rpc_limits *limits = qkvi_rpc_server_limits(call->server);
+  qkv_error error = {0};
+  const uint64_t wait =
+      qkvi_rpc_limits_wait_ms(limits, &call->place, call->served ? UINT64_MAX : WAIT_MAX_MS, &error);
+  if (wait >= WAIT_MAX_MS && !call->served) return end_call(call, NULL, QKV_RESOURCE_EXHAUSTED, error.text);
+  if (wait > 0) {
+    call->delayed.resume = resume;
+    qkvi_rpc_delays_add(qkvi_rpc_server_delays(call->server), &call->delayed,
+                        wait < WAIT_MAX_MS ? wait : WAIT_MAX_MS);
+    return;
+  }
+  call->served = true;
+  count_bytes(call, call->received);
+  call->method->message(call, message_bytes(call));
+}
+
+static void resume(qkvi_rpc_delayed *delayed) {
+  qkv_rpc_call *call = CALL_OF(delayed, delayed);
+  if (qkv_rpc_cancelled(call)) return end_cancelled(call);
+  take_message(call);
+}
+
 static void read_done(qkvi_rpc_op *op, bool ok) {
   (void)ok;  // true even where there is no message
   qkv_rpc_call *call = CALL_OF(op, read_op);
@@ -231,7 +266,7 @@ static void read_done(qkvi_rpc_op *op, bool ok) {
   } else if (call->received->data.raw.compression != GRPC_COMPRESS_NONE) {
     end_call(call, NULL, QKV_UNIMPLEMENTED, "compressed messages are not accepted");
   } else {
-    call->method->message(call, message_bytes(call));
+    take_message(call);
   }
 }
 
@@ -249,9 +284,10 @@ static void close_done(qkvi_rpc_op *op, bool ok) {
 
 static qkv_status enter(qkv_rpc_call *call, qkv_error *error) {
   const qkvi_rpc_kind kind = qkvi_rpc_is_control(call->method->path) ? QKVI_RPC_CONTROL : QKVI_RPC_CALL;
+  const bool metered = kind == QKVI_RPC_CALL && strncmp(call->method->path, "/qkv.v1.Admin/", 14) != 0;
   char *peer = grpc_call_get_peer(call->grpc);
-  const qkv_status status = qkvi_rpc_limits_enter(qkvi_rpc_server_limits(call->server), &call->place, kind, peer,
-                                                  qkvi_call_tenant(call), error);
+  const qkv_status status = qkvi_rpc_limits_enter(qkvi_rpc_server_limits(call->server), &call->place, kind, metered,
+                                                  peer, qkvi_call_tenant(call), error);
   gpr_free(peer);
   return status;
 }
@@ -309,6 +345,22 @@ void qkv_rpc_set_state(qkv_rpc_call *call, void *state) {
 // gRPC cancels a call at its deadline, but that event may stand behind others in the queue.
 bool qkv_rpc_cancelled(const qkv_rpc_call *call) {
   return atomic_load_explicit(&call->cancelled, memory_order_acquire) || past_deadline(call);
+}
+
+void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows) {
+  qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, 0, rows);
+}
+
+qkv_share qkv_rpc_share(const qkv_rpc_call *call) {
+  return qkvi_rpc_limits_share(qkvi_rpc_server_limits(call->server), &call->place);
+}
+
+qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error) {
+  return qkvi_rpc_limits_take_model(qkvi_rpc_server_limits(call->server), &call->place, error);
+}
+
+void qkv_rpc_give_model(qkv_rpc_call *call) {
+  qkvi_rpc_limits_give_model(qkvi_rpc_server_limits(call->server), &call->place);
 }
 
 void qkv_rpc_next(qkv_rpc_call *call) {

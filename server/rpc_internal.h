@@ -10,6 +10,7 @@
 #include "server/identity.h"
 #include "server/rpc.h"
 #include "server/rpc_connections.h"
+#include "server/rpc_delay.h"
 #include "server/rpc_limits.h"
 #include "server/tls.h"
 
@@ -80,6 +81,8 @@ struct qkv_rpc_call {
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
   bool metadata_sent;
   bool spoken;  // its first message has arrived, or there will be none
+  bool served;  // a message has been given to the handler
+  qkvi_rpc_delayed delayed;
   qkvi_rpc_place place;
 
   // One of each, used by at most one batch at a time.
@@ -103,6 +106,7 @@ void qkvi_rpc_call_start(qkv_rpc_call *call);
 // ---- The server, as its calls see it (rpc_server.c) ----
 
 qkvi_rpc_limits *qkvi_rpc_server_limits(const qkv_rpc_server *server);
+qkvi_rpc_delays *qkvi_rpc_server_delays(const qkv_rpc_server *server);
 void *qkvi_rpc_server_context(const qkv_rpc_server *server);
 void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);    // the status is decided
 void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status);  // after ended

@@ -9,20 +9,28 @@
 #include <string.h>
 #include <time.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
+#include "engine/base/histogram.h"
 #include "server/rpc_internal.h"
 
 #define CALL_OF(part) ((qkv_rpc_call *)((char *)(part)-offsetof(qkv_rpc_call, place)))
 // Calls that are ended with the lock taken once.
 #define VICTIMS 64
+// Tenants that are known while no call of theirs runs: their totals, and what they have to wait for.
+#define TENANTS_KEPT 4096
 
 struct qkvi_rpc_group {
   UT_hash_handle hh;
   size_t members;                // counted or not
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t silent[QKVI_RPC_KINDS];
+  qkvi_meter meter;  // of a tenant
+  uint64_t flow;     // the same
   char name[];
 };
 
@@ -57,7 +65,13 @@ void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits) {
   qkvi_rpc_limits *old = *limits;
   if (old == NULL) return;
   *limits = NULL;
-  assert(old->connections == NULL && old->tenants == NULL && old->oldest == NULL);
+  assert(old->connections == NULL && old->oldest == NULL);
+  for (qkvi_rpc_group *tenant = old->tenants, *next; tenant != NULL; tenant = next) {
+    next = tenant->hh.next;
+    assert(tenant->members == 0);
+    HASH_DEL(old->tenants, tenant);
+    free(tenant);
+  }
   pthread_mutex_destroy(&old->lock);
   free(old);
 }
@@ -78,10 +92,30 @@ static qkvi_rpc_group *join_group(qkvi_rpc_group **all, const char *name) {
   return group;
 }
 
-static void leave_group(qkvi_rpc_group **all, qkvi_rpc_group *group) {
-  if (--group->members > 0) return;
+static void free_group(qkvi_rpc_group **all, qkvi_rpc_group *group) {
   HASH_DEL(*all, group);
   free(group);
+}
+
+static void set_quota(const qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
+  qkvi_call_quota quota = {0};
+  if (limits->config.quota != NULL) limits->config.quota(limits->config.quota_context, tenant->name, &quota);
+  qkvi_meter_set(&tenant->meter, &quota, qkv_stage_now());
+}
+
+static qkvi_rpc_group *join_tenant(qkvi_rpc_limits *limits, const char *name) {
+  const unsigned before = HASH_COUNT(limits->tenants);
+  qkvi_rpc_group *tenant = join_group(&limits->tenants, name);
+  if (HASH_COUNT(limits->tenants) > before) {
+    tenant->flow = XXH3_64bits(name, strlen(name));
+    set_quota(limits, tenant);
+  }
+  return tenant;
+}
+
+static void leave_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
+  if (--tenant->members > 0 || HASH_COUNT(limits->tenants) <= TENANTS_KEPT) return;
+  if (qkvi_meter_is_idle(&tenant->meter, qkv_stage_now())) free_group(&limits->tenants, tenant);
 }
 
 // ---- The silent ones ----
@@ -161,7 +195,11 @@ static qkv_status check_groups(const qkvi_rpc_limits *limits, const qkvi_rpc_pla
   if (place->connection->calls[place->kind] >= most)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "limit-connection-calls is %zu and so many calls are running on this connection", most);
-  if (!control && config->tenant_max > 0 && place->tenant->calls[QKVI_RPC_CALL] >= config->tenant_max)
+  const uint64_t own = place->tenant->meter.quota.calls;
+  if (!control && own > 0 && place->tenant->calls[QKVI_RPC_CALL] >= own)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "quota calls of tenant %s is %" PRIu64 ", %zu are running",
+                    place->tenant->name, own, place->tenant->calls[QKVI_RPC_CALL]);
+  if (!control && own == 0 && config->tenant_max > 0 && place->tenant->calls[QKVI_RPC_CALL] >= config->tenant_max)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "limit-tenant-calls is %zu and so many calls of this tenant are running", config->tenant_max);
   return QKV_OK;
@@ -184,18 +222,19 @@ static qkv_status find_place(qkvi_rpc_limits *limits, const qkvi_rpc_place *plac
 
 static void leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   discount(limits, place);
-  leave_group(&limits->connections, place->connection);
-  leave_group(&limits->tenants, place->tenant);
+  if (--place->connection->members == 0) free_group(&limits->connections, place->connection);
+  leave_tenant(limits, place->tenant);
 }
 
-qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
-                                 const char *tenant, qkv_error *error) {
+qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, bool metered,
+                                 const char *peer, const char *tenant, qkv_error *error) {
   grpc_call *victim = NULL;
-  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms()};
+  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms(), .metered = metered};
   pthread_mutex_lock(&limits->lock);
   place->connection = join_group(&limits->connections, peer);
-  place->tenant = join_group(&limits->tenants, tenant);
+  place->tenant = join_tenant(limits, tenant);
   qkv_status status = check_groups(limits, place, error);
+  place->tenant->meter.usage.refused += status != QKV_OK;
   if (status == QKV_OK) status = find_place(limits, place, &victim, error);
   if (status == QKV_OK) {
     count(limits, place);
@@ -247,6 +286,70 @@ void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits) {
     found = take_late(limits, late);
     for (size_t i = 0; i < found; i++) cancel(late[i], QKV_DEADLINE_EXCEEDED, text);
   }
+}
+
+// ---- Quotas ----
+
+void qkvi_rpc_limits_refresh(qkvi_rpc_limits *limits) {
+  pthread_mutex_lock(&limits->lock);
+  for (qkvi_rpc_group *tenant = limits->tenants; tenant != NULL; tenant = tenant->hh.next) set_quota(limits, tenant);
+  pthread_mutex_unlock(&limits->lock);
+}
+
+uint64_t qkvi_rpc_limits_wait_ms(qkvi_rpc_limits *limits, qkvi_rpc_place *place, uint64_t refuses, qkv_error *error) {
+  if (!place->metered) return 0;
+  pthread_mutex_lock(&limits->lock);
+  qkvi_meter *meter = &place->tenant->meter;
+  const uint64_t wait = qkvi_meter_wait_ms(meter, place->tenant->name, qkv_stage_now(), error);
+  meter->usage.refused += wait > 0 && wait >= refuses;
+  pthread_mutex_unlock(&limits->lock);
+  return wait;
+}
+
+void qkvi_rpc_limits_take(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes, uint64_t rows) {
+  if (!place->metered) return;
+  pthread_mutex_lock(&limits->lock);
+  qkvi_meter_take(&place->tenant->meter, bytes, rows, qkv_stage_now());
+  pthread_mutex_unlock(&limits->lock);
+}
+
+qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place) {
+  pthread_mutex_lock(&limits->lock);
+  const qkv_share share = {.flow = place->tenant->flow, .weight = place->tenant->meter.quota.weight};
+  pthread_mutex_unlock(&limits->lock);
+  return share;
+}
+
+qkv_status qkvi_rpc_limits_take_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error) {
+  pthread_mutex_lock(&limits->lock);
+  const qkv_status status = qkvi_meter_take_model(&place->tenant->meter, place->tenant->name, error);
+  place->tenant->meter.usage.refused += status != QKV_OK;
+  pthread_mutex_unlock(&limits->lock);
+  return status;
+}
+
+void qkvi_rpc_limits_give_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  pthread_mutex_lock(&limits->lock);
+  place->tenant->meter.usage.models--;
+  pthread_mutex_unlock(&limits->lock);
+}
+
+qkvi_call_usage qkvi_rpc_limits_usage(qkvi_rpc_limits *limits, const char *tenant) {
+  qkvi_call_usage usage = {0};
+  qkvi_rpc_group *found = NULL;
+  pthread_mutex_lock(&limits->lock);
+  HASH_FIND_STR(limits->tenants, tenant, found);
+  if (found != NULL) usage = found->meter.usage;
+  if (found != NULL) usage.calls = found->calls[QKVI_RPC_CALL];
+  pthread_mutex_unlock(&limits->lock);
+  return usage;
+}
+
+void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, const char *tenant), void *context) {
+  pthread_mutex_lock(&limits->lock);
+  for (const qkvi_rpc_group *tenant = limits->tenants; tenant != NULL; tenant = tenant->hh.next)
+    fn(context, tenant->name);
+  pthread_mutex_unlock(&limits->lock);
 }
 
 uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits) {

@@ -15,7 +15,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/fair.h"
 #include "engine/base/status.h"
+#include "server/tenants/meter.h"
 
 typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 typedef struct qkvi_rpc_limits qkvi_rpc_limits;
@@ -24,7 +26,9 @@ typedef struct qkvi_rpc_limits_config {
   size_t calls_max, control_max;  // at once
   size_t connection_max;          // calls of one connection; of control calls a quarter of theirs
   size_t tenant_max;              // calls of one tenant that are no control calls; 0: no limit of its own
-  int64_t first_message_ms;       // how long a call may be silent; 0: for ever
+  qkvi_call_quota_fn *quota;      // of a tenant, asked when its first call comes, under the lock; NULL: none has one
+  void *quota_context;
+  int64_t first_message_ms;  // how long a call may be silent; 0: for ever
 } qkvi_rpc_limits_config;
 
 // Where several calls are counted together: a connection or a tenant. Opaque.
@@ -38,6 +42,7 @@ typedef struct qkvi_rpc_place {
   qkvi_rpc_kind kind;
   bool counted;  // it has one of the places; a call that lost its place runs a little longer
   bool silent;   // in the list
+  bool metered;  // its messages count and wait
   int64_t begun_ms;
   struct qkvi_rpc_place *next, *previous;  // of the silent ones
 } qkvi_rpc_place;
@@ -49,15 +54,33 @@ void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits);  // no call is left
 bool qkvi_rpc_is_control(const char *path);
 
 // Takes a place for the call that `place` is part of. `peer` is its connection's name. RESOURCE_EXHAUSTED names the
-// limit; then nothing is held.
-qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
-                                 const char *tenant, qkv_error *error);
+// limit; then nothing is held. `metered`: its messages are the tenant's (see below).
+qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, bool metered,
+                                 const char *peer, const char *tenant, qkv_error *error);
 // The first message is there, or there will be none. Once for each call, before its handler is called.
 void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place);  // after it has spoken
 
 // Ends calls that have been silent for too long. To be called several times a second.
 void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits);
+
+// ---- Quotas ----
+
+// Asks again for the quotas of all tenants.
+void qkvi_rpc_limits_refresh(qkvi_rpc_limits *limits);
+// How long the call's next message has to wait (server/tenants/meter.h); counted as a refusal where `refuses` ms or
+// more. Control calls and those of Admin never wait.
+uint64_t qkvi_rpc_limits_wait_ms(qkvi_rpc_limits *limits, qkvi_rpc_place *place, uint64_t refuses, qkv_error *error);
+void qkvi_rpc_limits_take(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes, uint64_t rows);
+// Flow and weight of the call's tenant.
+qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
+// A model that the call registers; `give` where it was not one more.
+qkv_status qkvi_rpc_limits_take_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error);
+void qkvi_rpc_limits_give_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
+// Of a tenant; zeros where it is not known (any more).
+qkvi_call_usage qkvi_rpc_limits_usage(qkvi_rpc_limits *limits, const char *tenant);
+// Tenants that calls have come from, in no order, under the lock.
+void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, const char *tenant), void *context);
 
 // How many calls have ended because they were silent: for too long, or because others needed their places.
 uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits);

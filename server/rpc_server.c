@@ -56,6 +56,7 @@ struct qkv_rpc_server {
   size_t slot_count;
   qkvi_rpc_limits *limits;
   qkvi_rpc_connections *connections;
+  qkvi_rpc_delays *delays;
   qkvi_identity_rules rules;
   qkvi_tls_port tls_port;
   void *context;
@@ -199,6 +200,10 @@ qkvi_rpc_limits *qkvi_rpc_server_limits(const qkv_rpc_server *server) {
   return server->limits;
 }
 
+qkvi_rpc_delays *qkvi_rpc_server_delays(const qkv_rpc_server *server) {
+  return server->delays;
+}
+
 void *qkvi_rpc_server_context(const qkv_rpc_server *server) {
   return server->context;
 }
@@ -312,9 +317,12 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .control_max = config->control_calls_max,
                                          .connection_max = config->connection_calls_max,
                                          .tenant_max = config->tenant_calls_max,
-                                         .first_message_ms = config->first_message_ms};
+                                         .first_message_ms = config->first_message_ms,
+                                         .quota = config->quota,
+                                         .quota_context = config->context};
   server->limits = qkvi_rpc_limits_create(&limits);
   server->connections = qkvi_rpc_connections_create(config->connections_max, config->peer_connections_max);
+  server->delays = qkvi_rpc_delays_create();
   server->rules = (qkvi_identity_rules){
       .auth = config->auth, .anonymous_unix = config->anonymous_unix, .anonymous = config->anonymous};
   server->context = config->context;
@@ -431,6 +439,7 @@ void qkv_rpc_server_destroy(qkv_rpc_server **server) {
   for (size_t i = 0; i < old->slot_count; i++) grpc_completion_queue_destroy(old->slots[i].queue);
   grpc_resource_quota_unref(old->quota);
   for (size_t i = 0; i < old->listener_count; i++) qkvi_rpc_unlisten(&old->listeners[i]);
+  qkvi_rpc_delays_destroy(&old->delays);
   qkvi_rpc_limits_destroy(&old->limits);
   qkvi_rpc_connections_destroy(&old->connections);
   pthread_cond_destroy(&old->changed);
@@ -440,4 +449,17 @@ void qkv_rpc_server_destroy(qkv_rpc_server **server) {
   free(old->methods);
   free(old);
   grpc_shutdown();
+}
+
+void qkv_rpc_server_refresh_quotas(qkv_rpc_server *server) {
+  qkvi_rpc_limits_refresh(server->limits);
+}
+
+qkvi_call_usage qkv_rpc_server_usage(const qkv_rpc_server *server, const char *tenant) {
+  return qkvi_rpc_limits_usage(server->limits, tenant);
+}
+
+void qkv_rpc_server_each_tenant(const qkv_rpc_server *server, void (*fn)(void *context, const char *tenant),
+                                void *context) {
+  qkvi_rpc_limits_each(server->limits, fn, context);
 }

@@ -63,7 +63,7 @@ static qkv_status seal(qkv_daemon *daemon, qkv_session *session, qkv_error *erro
   for (int i = 0; i <= QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
     qkv_session_info info;
     qkv_session_read_info(session, &info, NULL);
-    if (i > 0 && !qkvi_evict(daemon, session, info.usage.bytes_exact)) break;
+    if (i > 0 && !qkvi_evict(daemon, qkv_session_account(session), session, info.usage.bytes_exact)) break;
     *error = (qkv_error){0};
     status = qkv_session_seal(session, error);
   }

@@ -10,8 +10,6 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
 
 // service, method
 #define UNSERVED_MAP(X)                         \
-  X(Admin, SetQuota)                            \
-  X(Admin, GetQuota)                            \
   X(SharedMemory, SystemSharedMemoryStatus)     \
   X(SharedMemory, SystemSharedMemoryRegister)   \
   X(SharedMemory, SystemSharedMemoryUnregister) \

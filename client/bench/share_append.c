@@ -82,11 +82,11 @@ static double append(scene *s, qkv_session *session) {
   const double begin = qkv_bench_now();
   uint64_t reserved = qkv_session_tokens_cost(held, 0, tokens);
   must(qkv_session_tokens_check(held, 0, s->ids, tokens, NULL));
-  must(qkv_arena_reserve(qkv_store_arena(s->store), reserved, NULL));
+  must(qkv_arena_reserve(held->config.arena, reserved, NULL));
   must(qkv_session_append_in(session, 0, &use, 0, &k, &v, false, &appended, &length, NULL));
   qkv_session_tokens_keep(held, 0, s->ids, tokens, &reserved);
   const double ms = 1e3 * (qkv_bench_now() - begin);
-  qkv_arena_unreserve(qkv_store_arena(s->store), reserved);
+  qkv_arena_unreserve(held->config.arena, reserved);
   s->taken += use.pages_shared;
   return ms;
 }

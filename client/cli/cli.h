@@ -107,6 +107,7 @@ int qkvctl_sink(void *values, const qkv_option_list *arguments);
 int qkvctl_rm(void *values, const qkv_option_list *arguments);
 int qkvctl_size(void *values, const qkv_option_list *arguments);
 int qkvctl_drain(void *values, const qkv_option_list *arguments);
+int qkvctl_quota(void *values, const qkv_option_list *arguments);
 int qkvctl_token(void *values, const qkv_option_list *arguments);
 int qkvctl_fork(void *values, const qkv_option_list *arguments);
 int qkvctl_truncate(void *values, const qkv_option_list *arguments);

@@ -5,12 +5,16 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 // `reserved` never exceeds `claimed`: it grows after and shrinks before. The counters order nothing else, so
 // they are relaxed.
 struct qkv_arena {
+  qkv_arena *parent;  // of an account; else NULL
+  char *own_name;     // of an account: `budget_name`
+  void *owner;        // likewise
   const char *budget_name;
-  uint64_t bytes_max;
+  uint64_t bytes_max;         // of an account UINT64_MAX
   _Atomic uint64_t limit;     // bytes that may be claimed; at most bytes_max
   _Atomic uint64_t claimed;   // bytes allocated or reserved
   _Atomic uint64_t reserved;  // bytes reserved
@@ -47,10 +51,33 @@ qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max) {
   return qkv_arena_create_on(&(qkv_heap_config){0}, budget_name, bytes_max);
 }
 
+qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, void *owner) {
+  qkv_arena *account = calloc(1, sizeof *account);
+  assert(account != NULL && arena->parent == NULL);
+  account->parent = arena;
+  account->owner = owner;
+  account->budget_name = account->own_name = strdup(budget_name);
+  assert(account->own_name != NULL);
+  account->bytes_max = UINT64_MAX;
+  atomic_init(&account->limit, UINT64_MAX);
+  (void)pthread_mutex_init(&account->lock, NULL);
+  return account;
+}
+
+void *qkv_arena_owner(const qkv_arena *arena) {
+  return arena->owner;
+}
+
+void qkv_arena_set_ceiling(qkv_arena *account, uint64_t bytes) {
+  assert(account->parent != NULL);
+  atomic_store_explicit(&account->limit, bytes, memory_order_relaxed);
+}
+
 void qkv_arena_destroy(qkv_arena **arena) {
   if (*arena == NULL) return;
   assert(atomic_load(&(*arena)->claimed) == 0 && atomic_load(&(*arena)->reserved) == 0);
-  qkv_heap_destroy(&(*arena)->heap);
+  if ((*arena)->heap != NULL) qkv_heap_destroy(&(*arena)->heap);
+  free((*arena)->own_name);
   (void)pthread_mutex_destroy(&(*arena)->lock);
   free(*arena);
   *arena = NULL;
@@ -62,10 +89,10 @@ size_t qkv_arena_cost(size_t bytes) {
 }
 
 static qkv_status refuse(const qkv_arena *arena, uint64_t limit, uint64_t used, uint64_t bytes, qkv_error *error) {
-  if (limit == arena->bytes_max)
+  if (limit == arena->bytes_max || arena->parent != NULL)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "%s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64 " more are needed", arena->budget_name,
-                    arena->bytes_max, used, bytes);
+                    limit, used, bytes);
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                   "%s is %" PRIu64 " bytes, %" PRIu64 " of them for memory outside pages, %" PRIu64
                   " in use, %" PRIu64 " more are needed",
@@ -73,7 +100,7 @@ static qkv_status refuse(const qkv_arena *arena, uint64_t limit, uint64_t used, 
 }
 
 // Up to the limit and `beyond`.
-static qkv_status reserve(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint64_t bytes, qkv_error *error) {
+static qkv_status claim(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint64_t bytes, qkv_error *error) {
   const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed) + beyond;
   uint64_t claimed = atomic_load_explicit(&arena->claimed, memory_order_relaxed);
   do {
@@ -81,15 +108,32 @@ static qkv_status reserve(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint
     if (bytes > mine) return refuse(arena, limit - beyond, left > 0 ? limit - mine : claimed, bytes, error);
   } while (!atomic_compare_exchange_weak_explicit(&arena->claimed, &claimed, claimed + bytes, memory_order_relaxed,
                                                   memory_order_relaxed));
+  return QKV_OK;
+}
+
+static qkv_status reserve(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint64_t bytes, qkv_error *error) {
+  QKV_TRY(claim(arena, beyond, kept, bytes, error));
   atomic_fetch_add_explicit(&arena->reserved, bytes, memory_order_relaxed);
   return QKV_OK;
 }
 
+// What an account has claimed becomes reserved there, unless its arena has refused the same.
+static qkv_status reserve_claimed(qkv_arena *account, uint64_t bytes, qkv_status status) {
+  if (status == QKV_OK) atomic_fetch_add_explicit(&account->reserved, bytes, memory_order_relaxed);
+  if (status != QKV_OK) subtract(&account->claimed, bytes);
+  return status;
+}
+
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  if (arena->parent != NULL) return qkv_arena_reserve_in(arena, NULL, bytes, error);
   return reserve(arena, 0, atomic_load_explicit(&arena->kept, memory_order_relaxed), bytes, error);
 }
 
 qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error) {
+  if (arena->parent != NULL) {
+    QKV_TRY(claim(arena, 0, 0, bytes, error));
+    return reserve_claimed(arena, bytes, qkv_arena_reserve_in(arena->parent, room, bytes, error));
+  }
   const uint64_t held = room == NULL ? 0 : *room, taken = held < bytes ? held : bytes;
   QKV_TRY(qkv_arena_reserve(arena, bytes - taken, error));
   if (room != NULL) *room -= taken;
@@ -107,6 +151,7 @@ void qkv_arena_let_go(qkv_arena *arena) {
 }
 
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes) {
+  if (arena->parent != NULL) qkv_arena_unreserve(arena->parent, bytes);
   subtract(&arena->reserved, bytes);
   subtract(&arena->claimed, bytes);
 }
@@ -149,18 +194,20 @@ void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes) {
 
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
   subtract(&arena->reserved, qkv_arena_cost(bytes));
+  if (arena->parent != NULL) subtract(&arena->parent->reserved, qkv_arena_cost(bytes));
   return qkv_arena_alloc_beside(arena, bytes);
 }
 
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes) {
   if (block == NULL) return;
   qkv_arena_free_beside(arena, block, bytes);
+  if (arena->parent != NULL) subtract(&arena->parent->claimed, qkv_arena_cost(bytes));
   subtract(&arena->claimed, qkv_arena_cost(bytes));
 }
 
 void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes) {
   assert(bytes > 0);
-  if (from_heap) return qkv_heap_alloc(arena->heap, bytes);
+  if (from_heap) return qkv_heap_alloc(qkv_arena_heap(arena), bytes);
   void *block = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(bytes));
   assert(block != NULL);
   return block;
@@ -168,7 +215,7 @@ void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes) {
 
 void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes) {
   if (from_heap) {
-    qkv_heap_free(arena->heap, block, bytes);
+    qkv_heap_free(qkv_arena_heap(arena), block, bytes);
   } else {
     free(block);
   }
@@ -179,7 +226,9 @@ qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size
   if (more > less) {
     QKV_TRY(qkv_arena_reserve_in(arena, room, more - less, error));
     subtract(&arena->reserved, more - less);
+    if (arena->parent != NULL) subtract(&arena->parent->reserved, more - less);
   } else {
+    if (arena->parent != NULL) subtract(&arena->parent->claimed, less - more);
     subtract(&arena->claimed, less - more);
   }
   return QKV_OK;
@@ -188,12 +237,16 @@ qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size
 enum { OVERDRAFT_PART = 256, OVERDRAFT_LEAST = 1 << 20 };
 
 qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
+  if (arena->parent != NULL) {
+    QKV_TRY(claim(arena, 0, 0, bytes, error));
+    return reserve_claimed(arena, bytes, qkv_arena_overdraw(arena->parent, bytes, error));
+  }
   const uint64_t part = arena->bytes_max / OVERDRAFT_PART, beyond = part > OVERDRAFT_LEAST ? part : OVERDRAFT_LEAST;
   return reserve(arena, beyond, 0, bytes, error);
 }
 
 qkv_heap *qkv_arena_heap(const qkv_arena *arena) {
-  return arena->heap;
+  return arena->parent != NULL ? arena->parent->heap : arena->heap;
 }
 
 qkv_arena_stats qkv_arena_read(const qkv_arena *arena) {

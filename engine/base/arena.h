@@ -16,6 +16,10 @@
 // who sees the whole sets a *limit* below the budget, which may be less than what is taken: then nothing is given out
 // until enough has been given back.
 //
+// An *account* is an arena whose bytes are another one's, too, and which has a ceiling of its own: what is reserved
+// or allocated in it counts in both, to the byte, and either may refuse. Rooms are always of the other one: the
+// account counts what is taken of them.
+//
 // Blocks are aligned to 64 bytes and lie in a heap of the arena's own (heap.h); from malloc in builds with
 // sanitizers, which would not see into it. Threads: any; the counters are atomic.
 #ifndef QKV_ENGINE_BASE_ARENA_H
@@ -42,6 +46,13 @@ typedef struct qkv_arena_stats {
 qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max);
 // The same with a heap that is not as by default.
 qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget_name, uint64_t bytes_max);
+// An account of `arena`, which outlives it, without a ceiling yet. `budget_name` is copied: "quota host_bytes of
+// tenant x". None of: set_limit, reserve_elsewhere, reserve_next and what goes with these.
+qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, void *owner);
+// Whose account it is; NULL: it is none.
+void *qkv_arena_owner(const qkv_arena *arena);
+// UINT64_MAX: none. It may be less than what is taken: then nothing is given out until enough has been given back.
+void qkv_arena_set_ceiling(qkv_arena *account, uint64_t bytes);
 // Every block must have been freed and every reservation returned (asserted). Clears *arena.
 void qkv_arena_destroy(qkv_arena **arena);
 
@@ -68,7 +79,7 @@ qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes);
 void qkv_arena_let_go(qkv_arena *arena);
 
 // Reserves for what soon makes more memory free than it takes: beyond the limit, too, by a 256th of the budget, or 1
-// MiB where that is more.
+// MiB where that is more; not beyond an account's ceiling.
 qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 
 // Turns qkv_arena_cost(bytes) of a reservation (asserted to be there) into a block. Contents are undefined.

@@ -59,6 +59,11 @@ qkv_status qkv_executor_submit(qkv_executor *executor, qkv_work work, qkv_job_fn
   return qkv_pool_submit(executor->pools[work], run, context);
 }
 
+qkv_status qkv_executor_submit_as(qkv_executor *executor, qkv_work work, const qkv_share *share, qkv_job_fn *run,
+                                  void *context) {
+  return qkv_pool_submit_as(executor->pools[work], share, run, context);
+}
+
 qkv_pool *qkv_executor_pool(const qkv_executor *executor, qkv_work work) {
   return executor->pools[work];
 }

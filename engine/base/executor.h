@@ -5,7 +5,8 @@
 //   upkeep     two threads on demand, for what goes on in the background, so that no other job keeps it waiting
 //
 // Compute and blocking have an interactive half, which a client waits for, and a bulk half. Threads of bulk work and
-// upkeep are nice and yield to attention (yield.h). Jobs start in the order they came, each kind by itself.
+// upkeep are nice and yield to attention (yield.h). Each kind has a queue by itself, which flows share fairly
+// (fair.h).
 //
 // Threads: every function may be called from any thread, destroy by the owner alone.
 #ifndef QKV_ENGINE_BASE_EXECUTOR_H
@@ -39,6 +40,9 @@ void qkv_executor_destroy(qkv_executor **executor);
 
 // RESOURCE_EXHAUSTED when `queue_max` jobs of the kind wait already: the caller refuses its own caller.
 qkv_status qkv_executor_submit(qkv_executor *executor, qkv_work work, qkv_job_fn *run, void *context);
+// The same for a flow; qkv_executor_submit is for flow 0.
+qkv_status qkv_executor_submit_as(qkv_executor *executor, qkv_work work, const qkv_share *share, qkv_job_fn *run,
+                                  void *context);
 
 // The threads of a kind, for loops (pool.h). Borrowed.
 qkv_pool *qkv_executor_pool(const qkv_executor *executor, qkv_work work);

@@ -14,12 +14,6 @@
 #include "engine/base/histogram.h"
 #include "engine/base/yield.h"
 
-typedef struct pool_job {
-  qkv_job_fn *run;
-  void *context;
-  uint64_t queued_ns;  // 0: its wait is not counted
-} pool_job;
-
 // A loop lives on its caller's stack. Idle threads find it in the pool's list, count themselves in as helpers
 // and draw indexes. The caller draws indexes too; when none is left it takes the loop off the list and waits
 // for the helpers that are in it, never for one that has not come yet.
@@ -46,9 +40,7 @@ struct qkv_pool {
   pthread_cond_t work;  // a job or a loop came, or the end
   bool ending;
   pool_loop *loops;  // the active ones, newest first: inner loops before the outer ones that wait for them
-  pool_job *queue;   // a ring
-  size_t queue_head;
-  size_t queue_length;
+  qkv_fair *queue;
   qkv_pool_config config;
   size_t running, idle;  // threads that there are; of these, those that wait
   pool_member *members;  // [config.threads]
@@ -88,15 +80,16 @@ static void yield(qkv_pool *pool) {
 
 // The lock is held on entry and on return.
 static void run_job(qkv_pool *pool) {
-  pool_job job = pool->queue[pool->queue_head];
-  pool->queue_head = (pool->queue_head + 1) % pool->config.queue_max;
-  pool->queue_length--;
+  const qkv_fair_job job = qkv_fair_pop(pool->queue);
   pthread_mutex_unlock(&pool->lock);
   if (job.queued_ns != 0) qkv_stage_add(QKV_STAGE_QUEUE, job.queued_ns);
   qkv_yield_now();
+  const uint64_t began_ns = qkv_stage_now();
   job.run(job.context);
+  const uint64_t took_ns = qkv_stage_now() - began_ns;
   qkv_yield_rest();
   pthread_mutex_lock(&pool->lock);
+  qkv_fair_done(pool->queue, &job, took_ns);
 }
 
 // False where the thread is to end: it has had nothing to do, and is not the last one.
@@ -112,7 +105,7 @@ static bool wait_for_work(qkv_pool *pool) {
     pthread_cond_wait(&pool->work, &pool->lock);
   }
   pool->idle--;
-  return code != ETIMEDOUT || pool->queue_length > 0 || find_loop(pool) != NULL || pool->running == 1;
+  return code != ETIMEDOUT || qkv_fair_length(pool->queue) > 0 || find_loop(pool) != NULL || pool->running == 1;
 }
 
 static void *thread_main(void *context) {
@@ -131,7 +124,7 @@ static void *thread_main(void *context) {
     }
     if (loop != NULL) {
       help(pool, loop, self->worker);
-    } else if (pool->queue_length > 0) {
+    } else if (qkv_fair_length(pool->queue) > 0) {
       run_job(pool);
     } else if (pool->ending || !wait_for_work(pool)) {
       break;
@@ -180,9 +173,9 @@ static qkv_pool *create(const qkv_pool_config *config) {
   pthread_cond_init(&made->work, &attributes);
   pthread_condattr_destroy(&attributes);
   made->config = *config;
-  made->queue = calloc(config->queue_max + 1, sizeof *made->queue);
+  made->queue = qkv_fair_create(config->queue_max);
   made->members = calloc(config->threads + 1, sizeof *made->members);
-  assert(made->queue != NULL && made->members != NULL);
+  assert(made->members != NULL);
   return made;
 }
 
@@ -217,29 +210,31 @@ void qkv_pool_destroy(qkv_pool **pool) {
   for (size_t i = 0; i < old->config.threads; i++) {
     if (old->members[i].started) pthread_join(old->members[i].thread, NULL);
   }
-  assert(old->loops == NULL && old->queue_length == 0);
+  assert(old->loops == NULL && qkv_fair_length(old->queue) == 0);
   pthread_cond_destroy(&old->work);
   pthread_mutex_destroy(&old->lock);
   free(old->members);
-  free(old->queue);
+  qkv_fair_destroy(&old->queue);
   free(old);
   *pool = NULL;
 }
 
-qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context) {
+qkv_status qkv_pool_submit_as(qkv_pool *pool, const qkv_share *share, qkv_job_fn *run, void *context) {
   if (pool->config.threads == 0) return QKV_RESOURCE_EXHAUSTED;
+  const qkv_fair_job job = {
+      .run = run, .context = context, .share = *share, .queued_ns = pool->config.timed ? qkv_stage_now() : 0};
   pthread_mutex_lock(&pool->lock);
-  bool room = pool->queue_length < pool->config.queue_max;
-  if (room) {
-    size_t tail = (pool->queue_head + pool->queue_length) % pool->config.queue_max;
-    pool->queue[tail] =
-        (pool_job){.run = run, .context = context, .queued_ns = pool->config.timed ? qkv_stage_now() : 0};
-    pool->queue_length++;
-    start_on_demand(pool, pool->queue_length);
+  const bool taken = qkv_fair_push(pool->queue, &job);
+  if (taken) {
+    start_on_demand(pool, qkv_fair_length(pool->queue));
     pthread_cond_signal(&pool->work);
   }
   pthread_mutex_unlock(&pool->lock);
-  return room ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+  return taken ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+}
+
+qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context) {
+  return qkv_pool_submit_as(pool, &(qkv_share){0}, run, context);
 }
 
 static void announce(qkv_pool *pool, pool_loop *loop) {
@@ -281,7 +276,7 @@ size_t qkv_pool_width(const qkv_pool *pool) {
 size_t qkv_pool_waiting(const qkv_pool *pool) {
   qkv_pool *locked = (qkv_pool *)pool;
   pthread_mutex_lock(&locked->lock);
-  size_t waiting = pool->queue_length;
+  size_t waiting = qkv_fair_length(pool->queue);
   pthread_mutex_unlock(&locked->lock);
   return waiting;
 }

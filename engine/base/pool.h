@@ -4,6 +4,9 @@
 // it works too and returns when all indexes are done, so a loop makes progress even when every thread is
 // busy, and a job may start loops.
 //
+// Jobs of one flow start in the order they came, unless some are urgent; those of several flows as fair.h says, by
+// the time that they have taken.
+//
 // Threads: every function may be called from any thread, destroy by the owner alone.
 #ifndef QKV_ENGINE_BASE_POOL_H
 #define QKV_ENGINE_BASE_POOL_H
@@ -12,6 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/fair.h"
 #include "engine/base/status.h"
 
 typedef struct qkv_pool qkv_pool;
@@ -41,6 +45,8 @@ void qkv_pool_destroy(qkv_pool **pool);
 
 // RESOURCE_EXHAUSTED when `queue_max` jobs wait already: the caller refuses its own caller.
 qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context);
+// The same for a flow; qkv_pool_submit is for flow 0.
+qkv_status qkv_pool_submit_as(qkv_pool *pool, const qkv_share *share, qkv_job_fn *run, void *context);
 
 // run(context, i, worker) for i in [0, count), in any order, on the caller and on idle threads.
 void qkv_pool_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context);

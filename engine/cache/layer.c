@@ -155,7 +155,7 @@ static bool fits_last(const qkv_layer *layer, const qkv_coder *coder) {
 }
 
 void qkvi_layer_add_page(qkv_layer *layer, const qkv_page_entry *entry) {
-  if (!fits_last(layer, entry->coder)) add_slot(layer, qkvi_range_create());
+  if (!fits_last(layer, entry->coder)) add_slot(layer, qkvi_range_create(qkv_account_of(layer->config.arena)));
   qkvi_range_add(qkvi_layer_own_range(layer, layer->range_count - 1), entry);
   layer->page_count++;
 }

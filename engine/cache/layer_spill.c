@@ -31,9 +31,13 @@ static bool put_page(qkv_layer *layer, size_t index) {
   const void *most = entry->full != NULL ? entry->full : entry->page;
   const uint32_t bytes = entry->full != NULL ? entry->full_bytes : entry->bytes;
   qkv_prefix_hash hash;
+  if (!qkv_account_claim_ssd(range->account, bytes)) return false;
   entry->record = backing->put(backing->context, layer->config.session, layer->config.model->name, most, bytes,
                                entry->tokens, has_hash(layer, entry, &hash) ? &hash : NULL);
-  if (entry->record == 0) return false;
+  if (entry->record == 0) {
+    qkv_account_drop_ssd(range->account, bytes);
+    return false;
+  }
   qkvi_range_count(range, entry, -1);
   entry->record_bytes = bytes;
   entry->record_lost = entry->lost;
@@ -77,6 +81,7 @@ static void put_again(qkv_layer *layer) {
     qkv_page_entry *entry = qkv_layer_page(layer, i);
     qkvi_range_count(range, entry, -1);
     if (entry->record != 0) layer->config.backing->drop(layer->config.backing->context, entry->record);
+    qkv_account_drop_ssd(range->account, entry->record_bytes);
     entry->record = 0;
     entry->record_bytes = 0;
     qkvi_range_count(range, entry, 1);

@@ -38,8 +38,9 @@ uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _
 
 // ---- Life ----
 
-qkv_page_range *qkvi_range_create(void) {
+qkv_page_range *qkvi_range_create(qkv_account *account) {
   qkv_page_range *range = checked(calloc(1, sizeof *range));
+  range->account = account;
   atomic_init(&range->layers, 1);
   atomic_init(&range->pins, 1);
   const int failed = pthread_mutex_init(&range->lock, NULL);
@@ -203,7 +204,7 @@ static void copy_packed(const qkv_page_range *range, uint32_t first, uint32_t en
 }
 
 qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end) {
-  qkv_page_range *copy = qkvi_range_create();
+  qkv_page_range *copy = qkvi_range_create(range->account);
   assert(first <= end && end <= range->count);
   grow(copy, end - first);
   qkvi_range_lock(range);
@@ -303,6 +304,7 @@ void qkvi_range_add(qkv_page_range *range, const qkv_page_entry *entry) {
   grow(range, range->count + 1);
   atomic_load_explicit(&range->pages, memory_order_relaxed)[range->count++] = *entry;
   qkvi_range_count(range, entry, 1);
+  qkv_account_add_ssd(range->account, entry->record_bytes);
 }
 
 // It stays packed.
@@ -311,6 +313,7 @@ static void cut_packed(qkv_page_range *range, uint32_t count) {
   for (uint32_t i = count; i < range->count; i++) {
     const qkv_page_entry entry = unpacked(range, i, 0);
     qkvi_range_count(range, &entry, -1);
+    qkv_account_drop_ssd(range->account, entry.record_bytes);
   }
   if (packed->mixed) memmove(packed->pages + count, record_highs(range), count * sizeof(uint32_t));
   range->count = count;
@@ -325,6 +328,7 @@ void qkvi_range_cut(qkv_page_range *range, uint32_t count, qkv_arena *arena) {
   while (range->count > count) {
     const qkv_page_entry *last = &pages[--range->count];
     qkvi_range_count(range, last, -1);
+    qkv_account_drop_ssd(range->account, last->record_bytes);
     (void)qkvi_image_leave(arena, last->page, last->bytes, last->page_holders);
     (void)qkvi_image_leave(arena, last->full, last->full_bytes, last->full_holders);
   }

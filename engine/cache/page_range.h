@@ -34,6 +34,7 @@
 #include <stdint.h>
 
 #include "engine/base/arena.h"
+#include "engine/cache/accounts.h"
 #include "engine/codec/codec.h"
 
 #define QKV_RANGE_PAGES 64  // 4096 tokens
@@ -65,6 +66,7 @@ typedef struct qkv_page_range {
   _Atomic uint32_t keepers;  // layers of pinned sessions: its pages stay in memory, whatever others do
   _Atomic bool was_shared;   // records may be needed by other sessions: the backing knows by which (backing.h)
   pthread_mutex_t lock;
+  qkv_account *account;  // that the records' bytes are counted in; NULL: none
   uint32_t count, capacity;
   uint64_t begin;                    // position of its first page
   const qkv_coder *coder;            // of all its pages; NULL before the first
@@ -75,8 +77,8 @@ typedef struct qkv_page_range {
   _Atomic uint32_t tokens_cold;
 } qkv_page_range;
 
-// Empty, of one layer, and pinned once.
-qkv_page_range *qkvi_range_create(void);
+// Empty, of one layer, and pinned once. The account outlives it.
+qkv_page_range *qkvi_range_create(qkv_account *account);
 // Pages [first, end) in a range of one layer, pinned once; the images are shared. The caller has pinned `range`.
 qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end);
 // One layer more has it.

@@ -246,6 +246,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
                            .created_unix_ms = now_ms(CLOCK_REALTIME)};
   session->config.room = NULL;
+  if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
   atomic_init(&session->next_layer, 0);
@@ -378,7 +379,13 @@ void qkv_session_unref(qkv_session **session) {
   free_layers(left);
   qkvi_session_drop_codings(left);
   (void)pthread_mutex_destroy(&left->making);
+  qkv_account *account = qkv_account_of(left->arena);
   qkv_arena_free(left->arena, left, session_bytes(left->model));
+  qkv_account_unref(&account);
+}
+
+qkv_account *qkv_session_account(const qkv_session *session) {
+  return qkv_account_of(session->arena);
 }
 
 const qkv_model *qkv_session_model(const qkv_session *session) {

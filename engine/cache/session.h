@@ -19,6 +19,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "engine/cache/accounts.h"
 #include "engine/cache/attend.h"
 #include "engine/cache/coding.h"
 #include "engine/cache/layer.h"
@@ -94,6 +95,8 @@ const char *qkv_session_name(const qkv_session *session);
 const qkv_session_config *qkv_session_config_of(const qkv_session *session);  // resolved
 // Its token ids; alive as long as the session.
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
+// Its tenant's; NULL: none. Alive as long as the session.
+qkv_account *qkv_session_account(const qkv_session *session);
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
 uint64_t qkv_session_serial(const qkv_session *session);
 

@@ -35,6 +35,7 @@ typedef struct session_entry {
 struct qkv_store {
   qkv_store_config config;
   qkv_arena *arena;
+  qkv_accounts *accounts;
   qkv_prefix_index *prefixes;
   qkv_recency *recency;
   pthread_rwlock_t lock;
@@ -63,6 +64,7 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   assert(store != NULL);
   store->config = *config;
   store->arena = qkv_arena_create_on(&config->heap, "memory-budget", config->memory_budget);
+  store->accounts = qkv_accounts_create(store->arena, config->limits, config->limits_context);
   store->prefixes = qkv_prefix_index_create(config->prefixes_max);
   store->recency = qkv_recency_create();
   int failed = pthread_rwlock_init(&store->lock, NULL);
@@ -81,6 +83,7 @@ void qkv_store_destroy(qkv_store **store) {
     next_session = session->hh.next;
     qkv_recency_leave(left->recency, session->session);
     qkv_session_tokens_close(qkv_session_tokens_of(session->session));
+    qkv_account_close(qkv_session_account(session->session));
     qkv_session_unref(&session->session);
     free(session);
   }
@@ -95,6 +98,7 @@ void qkv_store_destroy(qkv_store **store) {
   }
   qkv_prefix_index_destroy(&left->prefixes);
   qkv_recency_destroy(&left->recency);
+  qkv_accounts_destroy(&left->accounts);
   qkv_arena_destroy(&left->arena);
   (void)pthread_rwlock_destroy(&left->lock);
   free(left);
@@ -102,6 +106,10 @@ void qkv_store_destroy(qkv_store **store) {
 
 qkv_arena *qkv_store_arena(const qkv_store *store) {
   return store->arena;
+}
+
+qkv_accounts *qkv_store_accounts(const qkv_store *store) {
+  return store->accounts;
 }
 
 qkv_prefix_index *qkv_store_prefixes(const qkv_store *store) {
@@ -339,8 +347,8 @@ static qkv_status check_place(qkv_store *store, const qkv_session_config *config
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use", store->config.sessions_max);
 }
 
-static qkv_status open_locked(qkv_store *store, qkv_session_config *config, const char *model_name, qkv_session **out,
-                              qkv_error *error) {
+static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_account *account,
+                              const char *model_name, qkv_session **out, qkv_error *error) {
   model_entry *model = find_model(store, model_name);
   if (model == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no model %s", model_name);
   qkv_policy_merge(&config->policy, &model->model.policy);
@@ -352,18 +360,22 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, cons
   if (qkv_prefix_hash_equal(&config->root, &(qkv_prefix_hash){0}))
     config->root = qkv_prefix_root(config->tenant, model->model.name, NULL, 0);
   QKV_TRY(check_place(store, config, error));
-  QKV_TRY(qkv_session_create(config, &model->model, store->arena, out, error));
-  add_session(store, qkv_session_ref(*out), model);
-  return QKV_OK;
+  QKV_TRY(qkv_account_open(account, error));
+  const qkv_status status = qkv_session_create(config, &model->model, qkv_account_arena(account), out, error);
+  if (status != QKV_OK) qkv_account_close(account);
+  if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
+  return status;
 }
 
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error) {
   QKV_TRY(check_session(config, error));
   qkv_session_config resolved = *config;
+  qkv_account *account = qkv_accounts_join(store->accounts, config->tenant);
   lock_to_write(store);
-  qkv_status status = open_locked(store, &resolved, model_name, out, error);
+  qkv_status status = open_locked(store, &resolved, account, model_name, out, error);
   unlock(store);
+  qkv_account_unref(&account);
   return status;
 }
 
@@ -395,6 +407,7 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   model_entry *model = find_model(store, qkv_session_model(parent)->name);
   assert(model != NULL);
   status = check_place(store, config, error);
+  if (status == QKV_OK) status = qkv_account_open(qkv_session_account(*out), error);
   if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
   unlock(store);
   if (status == QKV_OK) return QKV_OK;
@@ -452,6 +465,7 @@ uint64_t qkv_store_staying(qkv_store *store) {
 static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *bytes_freed) {
   HASH_DEL(store->sessions, entry);
   entry->model->sessions--;
+  qkv_account_close(qkv_session_account(entry->session));
   qkv_recency_leave(store->recency, entry->session);
   unlock(store);
   qkv_session_info info;

@@ -14,10 +14,12 @@ typedef struct qkv_store_config {
   uint64_t memory_budget;  // bytes of KV and of the sessions themselves
   qkv_heap_config heap;    // where these lie
   size_t models_max, sessions_max;
-  qkv_policy policy;          // resolved: what models and sessions fall back to
-  uint64_t calibrate_tokens;  // after which a model is calibrated from its traffic (learner.h); 0: never
-  uint64_t prefixes_max;      // pages of 64 token ids that are indexed (prefix_index.h); 0: none
-  qkv_pool *pool;             // whose idle threads help yielding ones to encode, borrowed; NULL: none
+  qkv_policy policy;              // resolved: what models and sessions fall back to
+  uint64_t calibrate_tokens;      // after which a model is calibrated from its traffic (learner.h); 0: never
+  uint64_t prefixes_max;          // pages of 64 token ids that are indexed (prefix_index.h); 0: none
+  qkv_account_limits_fn *limits;  // of tenants (accounts.h); NULL: none have any
+  void *limits_context;
+  qkv_pool *pool;  // whose idle threads help yielding ones to encode, borrowed; NULL: none
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;
@@ -27,6 +29,8 @@ qkv_store *qkv_store_create(const qkv_store_config *config);
 void qkv_store_destroy(qkv_store **store);
 // What all sessions' memory comes from. Borrowed.
 qkv_arena *qkv_store_arena(const qkv_store *store);
+// Of its tenants. Borrowed.
+qkv_accounts *qkv_store_accounts(const qkv_store *store);
 // Of the token ids of all its sessions; owners are sessions. Borrowed.
 qkv_prefix_index *qkv_store_prefixes(const qkv_store *store);
 // Its sessions by last use. Borrowed.
@@ -54,8 +58,8 @@ qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model *
 void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_model *model, size_t sessions),
                           void *context);
 
-// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions" and "memory-budget" (for what a
-// session takes when it is empty) RESOURCE_EXHAUSTED; limits
+// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions", "memory-budget" (for what a session
+// takes when it is empty) and the tenant's account RESOURCE_EXHAUSTED; limits
 // INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);

@@ -6,6 +6,7 @@
 
 #include "server/daemon.h"
 #include "server/http/http.h"
+#include "server/tenants/metrics.h"
 
 #define TYPE "text/plain; version=0.0.4; charset=utf-8"
 
@@ -165,6 +166,7 @@ void qkvi_http_metrics(qkv_daemon *daemon, qkvi_usage_cache *cache, qkvi_http_an
   put_usage(out, &daemon->observed.tenants, "tenant", usage.tenants, usage.tenant_count);
   put_usage(out, &daemon->observed.models, "model", usage.models, usage.model_count);
   put_tenant_calls(out, &daemon->observed.tenants);
+  qkvi_tenant_metrics(out, daemon);
   qkvi_usage_free(&usage);
   if (fclose(out) != 0) abort();
   answer->type = TYPE;

@@ -40,7 +40,7 @@ static qkv_status reserve(const put_stream *stream, uint64_t cost, qkv_error *er
   qkv_error refused = {0};
   qkv_status status = qkv_arena_reserve(arena, cost, &refused);
   for (int i = 0; i <= QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (i > 0 && !qkvi_evict(daemon, NULL, cost)) break;
+    if (i > 0 && !qkvi_evict(daemon, NULL, NULL, cost)) break;
     refused = (qkv_error){0};
     status = daemon->residency == NULL
                  ? qkv_arena_reserve(arena, cost, &refused)

@@ -5,7 +5,7 @@
 #include "engine/cache/session_spill.h"
 #include "server/residency/internal.h"
 
-enum { SYNC_WAIT_MS = 30000 };
+enum { SYNC_WAIT_MS = 30000, QUOTA_WAIT_MS = 5000 };
 
 qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_session *session, qkv_error *error) {
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
@@ -25,6 +25,12 @@ qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_sessio
 bool qkvi_write_back_owes(qkvi_residency *residency, qkv_session *session) {
   if (residency == NULL || qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) return false;
   return !qkv_session_settle(session) || qkvi_write_back_cuts_waiting(residency);
+}
+
+// Of the tenant, on the SSD; sessions of it that are not in use go there meanwhile (server/residency/accounts.h).
+static bool is_over_quota(const qkv_session *session) {
+  const qkv_account *account = qkv_session_account(session);
+  return account != NULL && qkv_account_is_full_ssd(account);
 }
 
 static const char *refusal(qkv_status failure) {
@@ -51,6 +57,10 @@ static qkv_status await_durable(qkvi_residency *residency, const qkv_rpc_call *c
     const qkv_status failure = qkvi_write_back_lost_truncation(residency, qkv_session_config_of(session)->id)
                                    ? QKV_INTERNAL
                                    : qkvi_write_back_failure(residency);
+    if (is_over_quota(session) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
+      return qkv_fail(error, QKV_UNAVAILABLE,
+                      "session %s: the rows are held, but not durable: quota ssd_bytes of tenant %s is full",
+                      qkv_session_name(session), qkv_session_config_of(session)->tenant);
     if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session), refusal(failure));

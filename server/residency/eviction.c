@@ -17,8 +17,14 @@ static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_
   return taken > target ? qkvi_objects_spill(residency->objects, before_ms, taken - target) : 0;
 }
 
-// One at a time: others wait for the end of its pass.
-uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait) {
+// Whether the session's tenant has more than its guaranteed part of memory.
+static bool is_over(const qkv_session *session) {
+  const qkv_account *account = qkv_session_account(session);
+  return account == NULL || qkv_account_is_over(account);
+}
+
+// One at a time: others wait for the end of its pass. Those of tenants that are over, or with `all` everybody's.
+static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t freed = 0, taken;
   qkv_recency_begin(recency, QKV_RECENCY_CODED);
@@ -26,6 +32,10 @@ uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait
   while (qkvi_budget_taken(residency) > target) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_CODED);
     if (session == NULL) break;
+    if (!all && !is_over(session)) {
+      qkv_session_unref(&session);
+      continue;
+    }
     freed += spill_objects(residency, target, qkv_session_last_used_ms(session));
     taken = qkvi_budget_taken(residency);
     if (taken > target) {
@@ -38,6 +48,11 @@ uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait
   qkv_recency_end(recency, QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
   return freed;
+}
+
+uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait) {
+  const uint64_t freed = run(residency, target, wait, false);
+  return qkvi_budget_taken(residency) <= target ? freed : freed + run(residency, target, wait, true);
 }
 
 uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target) {
@@ -75,8 +90,7 @@ uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool
 
 // ---- From the disk ----
 
-// What is on the SSD of one session goes, and what is in memory.
-static void expel_session(qkvi_residency *residency, qkv_session *session) {
+void qkvi_eviction_expel_one(qkvi_residency *residency, qkv_session *session, const char *reason) {
   const qkv_session_config *config = qkv_session_config_of(session);
   const uint64_t bytes = qkv_session_bytes_stored(session);
   qkv_error error = {0};
@@ -86,24 +100,30 @@ static void expel_session(qkvi_residency *residency, qkv_session *session) {
     qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session", config->name,
             "tenant", qkvi_tenant_to_log(config->tenant), "reason", error.text);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-  qkv_log(QKV_LOG_WARN, "storage-budget is full, a session was deleted", "{s:s, s:s*, s:I}", "session", config->name,
-          "tenant", qkvi_tenant_to_log(config->tenant), "bytes", (json_int_t)bytes);
+  qkv_log(QKV_LOG_WARN, reason, "{s:s, s:s*, s:I}", "session", config->name, "tenant",
+          qkvi_tenant_to_log(config->tenant), "bytes", (json_int_t)bytes);
 }
 
-static bool may_be_expelled(const qkv_session *session) {
+bool qkvi_eviction_may_expel(const qkv_session *session) {
   return qkv_session_config_of(session)->backing != NULL && qkv_session_bytes_stored(session) > 0 &&
          !qkv_session_is_pinned(session) && !qkv_session_is_staged(session);
 }
 
+static bool is_over_ssd(const qkv_session *session) {
+  const qkv_account *account = qkv_session_account(session);
+  return account == NULL || qkv_account_is_over_ssd(account);
+}
+
 // The longest unused session of a list that may be, with a reference; NULL: there is none, or all were used just now.
-static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list) {
+// Of tenants that have more than their guaranteed part there, or with `all` of everybody.
+static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   const int64_t now = qkvi_now_ms();
   qkv_session *session;
   qkv_recency_begin(recency, list);
   while ((session = qkv_recency_next(recency, list)) != NULL) {
     const bool idle = now - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
-    if (idle && may_be_expelled(session)) break;
+    if (idle && (all || is_over_ssd(session)) && qkvi_eviction_may_expel(session)) break;
     qkv_session_unref(&session);
     if (!idle) break;
   }
@@ -112,11 +132,11 @@ static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list li
 }
 
 // That session, or objects that were not used for longer. False: there is nothing.
-static bool expel_from(qkvi_residency *residency, qkv_recency_list list) {
-  qkv_session *session = find_expelled(residency, list);
+static bool expel_from(qkvi_residency *residency, qkv_recency_list list, bool all) {
+  qkv_session *session = find_expelled(residency, list, all);
   if (session == NULL) return false;
   if (!qkvi_objects_expel(residency->objects, list == QKV_RECENCY_EVICTABLE, qkv_session_last_used_ms(session)))
-    expel_session(residency, session);
+    qkvi_eviction_expel_one(residency, session, "storage-budget is full, a session was deleted");
   qkv_session_unref(&session);
   return true;
 }
@@ -124,6 +144,9 @@ static bool expel_from(qkvi_residency *residency, qkv_recency_list list) {
 // storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, first of those that
 // may be evicted.
 void qkvi_eviction_expel(qkvi_residency *residency) {
-  if (!expel_from(residency, QKV_RECENCY_EVICTABLE) && !expel_from(residency, QKV_RECENCY_KEPT))
-    (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
+  for (int all = 0; all < 2; all++) {
+    if (expel_from(residency, QKV_RECENCY_EVICTABLE, all != 0) || expel_from(residency, QKV_RECENCY_KEPT, all != 0))
+      return;
+  }
+  (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
 }

@@ -173,6 +173,11 @@ uint64_t qkvi_budget_taken(qkvi_residency *residency);
 // memory-budget, which what is fixed at the start is a part of.
 uint64_t qkvi_budget_whole(const qkvi_residency *residency);
 
+// Whether a session may be deleted for want of space on the SSD; and that it is, what is in memory, too: `reason` is
+// the log's message.
+bool qkvi_eviction_may_expel(const qkv_session *session);
+void qkvi_eviction_expel_one(qkvi_residency *residency, qkv_session *session, const char *reason);
+
 // storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, and from memory, or
 // objects that were not used for longer.
 void qkvi_eviction_expel(qkvi_residency *residency);

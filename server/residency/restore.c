@@ -8,6 +8,7 @@
 #include "engine/base/histogram.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
+#include "server/residency/accounts.h"
 #include "server/residency/internal.h"
 
 enum { CHUNK_PAGES = 256, TRIES = 8 };
@@ -259,6 +260,8 @@ static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
   qkvi_turn turn;
   if (all->wanted.beside == 0 && hold_complete(all)) return QKV_OK;
   QKV_TRY(check_size(all, missing_bytes(&all->wanted), error));
+  QKV_TRY(qkvi_account_headroom(all->residency, all->wanted.call, qkv_session_account(all->wanted.session),
+                                missing_bytes(&all->wanted) + all->wanted.beside, error));
   QKV_TRY(qkvi_turn_begin(&turn, all->residency, all->wanted.call, all->wanted.held, error));
   const qkv_status status = hold_in_turn(all, &turn, error);
   qkvi_turn_end(&turn);

@@ -3,6 +3,7 @@
 
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
+#include "server/residency/accounts.h"
 #include "server/residency/internal.h"
 
 static bool settle_sessions(qkvi_residency *residency) {
@@ -77,6 +78,7 @@ void *qkvi_residency_work(void *context) {
   uint64_t seen = 0;
   for (;;) {
     if (take_flag(residency, &residency->full) && budget_is_full(residency)) qkvi_eviction_expel(residency);
+    qkvi_account_expel(residency);
     if (!qkvi_write_back_rests(residency) && take_flag(residency, &residency->wanted))
       qkvi_catalogue_journal_calibrations(residency);
     if (atomic_exchange_explicit(&residency->unsettled, false, memory_order_relaxed) && !settle_sessions(residency))

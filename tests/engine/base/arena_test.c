@@ -241,6 +241,79 @@ static void test_threads_stay_within_the_budget(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+// ---- Accounts ----
+
+static void test_an_account_counts_in_both(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1024);
+  qkv_arena *account = qkv_arena_create_account(arena, "quota host_bytes of tenant x", NULL);
+  qkv_error error = {0};
+  qkv_arena_set_ceiling(account, 512);
+  assert_int_equal(qkv_arena_reserve(account, 256, &error), QKV_OK);
+  void *block = qkv_arena_alloc(account, 128);
+  assert_stats(account, 128, 128);
+  assert_stats(arena, 128, 128);
+  assert_int_equal(qkv_arena_reserve(account, 257, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "quota host_bytes of tenant x is 512 bytes, 256 in use, 257 more are needed");
+  assert_stats(account, 128, 128);
+  assert_stats(arena, 128, 128);
+  // A room of the arena's, which the account counts when it is taken.
+  uint64_t room = 192;
+  assert_int_equal(qkv_arena_reserve(arena, room, &error), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_in(account, &room, 256, &error), QKV_OK);
+  assert_int_equal(room, 0);
+  assert_stats(account, 128, 384);
+  assert_stats(arena, 128, 384);
+  error = (qkv_error){0};
+  assert_int_equal(qkv_arena_overdraw(account, 1, &error), QKV_RESOURCE_EXHAUSTED);
+  qkv_arena_unreserve(account, 256);
+  // The arena refuses where the account would not.
+  qkv_arena_set_ceiling(account, UINT64_MAX);
+  error = (qkv_error){0};
+  assert_int_equal(qkv_arena_reserve(account, 1024, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "memory-budget is 1024 bytes, 256 in use, 1024 more are needed");
+  assert_stats(account, 128, 128);
+  // A block that takes another's place.
+  void *less = qkv_arena_alloc_beside(account, 64);
+  assert_int_equal(qkv_arena_recount(account, NULL, 128, 64, NULL), QKV_OK);
+  qkv_arena_free_beside(account, block, 128);
+  assert_stats(account, 64, 128);
+  assert_stats(arena, 64, 128);
+  qkv_arena_free(account, less, 64);
+  qkv_arena_unreserve(account, 128);
+  assert_stats(account, 0, 0);
+  assert_stats(arena, 0, 0);
+  qkv_arena_destroy(&account);
+  qkv_arena_destroy(&arena);
+}
+
+static void test_threads_stay_below_a_ceiling(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", UINT64_C(64) * 128);
+  qkv_arena *account = qkv_arena_create_account(arena, "quota host_bytes of tenant x", NULL);
+  pthread_t threads[4];
+  pthread_barrier_t all;
+  contest contests[4];
+  int refused = 0;
+  qkv_arena_set_ceiling(account, UINT64_C(6) * 128);
+  assert_int_equal(pthread_barrier_init(&all, NULL, 4), 0);
+  for (int i = 0; i < 4; i++) {
+    contests[i] = (contest){.arena = account, .all = &all};
+    assert_int_equal(pthread_create(&threads[i], NULL, contend, &contests[i]), 0);
+  }
+  for (int i = 0; i < 4; i++) {
+    assert_int_equal(pthread_join(threads[i], NULL), 0);
+    assert_int_equal(contests[i].over, 0);
+    refused += contests[i].refused;
+  }
+  assert_true(refused > 0);
+  (void)pthread_barrier_destroy(&all);
+  assert_stats(account, 0, 0);
+  assert_stats(arena, 0, 0);
+  qkv_arena_destroy(&account);
+  qkv_arena_destroy(&arena);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost),
                                      cmocka_unit_test(test_reserve_alloc_free),
@@ -250,6 +323,8 @@ int main(void) {
                                      cmocka_unit_test(test_a_limit_below_the_budget),
                                      cmocka_unit_test(test_the_heap_has_what_is_left),
                                      cmocka_unit_test(test_misuse_aborts),
-                                     cmocka_unit_test(test_threads_stay_within_the_budget)};
+                                     cmocka_unit_test(test_threads_stay_within_the_budget),
+                                     cmocka_unit_test(test_an_account_counts_in_both),
+                                     cmocka_unit_test(test_threads_stay_below_a_ceiling)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -332,6 +332,64 @@ static void test_pinned_threads(void **state) {
   assert_int_not_equal(seen[0].cpu, seen[1].cpu);
 }
 
+// ---- Shares ----
+
+// Jobs of a flow that come again as soon as they have run, until it is over.
+typedef struct flood {
+  qkv_pool *pool;
+  qkv_share share;
+  _Atomic bool *over;
+  _Atomic uint64_t *ns;  // that the flow's jobs took
+  _Atomic int *left;     // jobs of all flows that have not ended
+  uint64_t job_ns;
+} flood;
+
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static void work_and_come_again(void *context) {
+  flood *own = context;
+  const uint64_t begin = now_ns();
+  uint64_t took = 0;
+  while ((took = now_ns() - begin) < own->job_ns) continue;
+  atomic_fetch_add(own->ns, took);
+  if (atomic_load(own->over) || qkv_pool_submit_as(own->pool, &own->share, work_and_come_again, own) != QKV_OK)
+    atomic_fetch_sub(own->left, 1);
+}
+
+// One flow has 40 long jobs waiting all the time, the other one as many as there are threads, short ones: each gets
+// half of the threads' time.
+static void test_a_flood_leaves_others_their_share(void **state) {
+  (void)state;
+  enum { MANY = 40, FEW = 2, ALL = MANY + FEW };
+  qkv_pool *pool = NULL;
+  flood floods[ALL];
+  _Atomic bool over = false;
+  _Atomic uint64_t ns[2] = {0, 0};
+  _Atomic int left = ALL;
+  assert_int_equal(qkv_pool_create(1, ALL, &pool, NULL), QKV_OK);
+  for (int i = 0; i < ALL; i++) {
+    const bool many = i < MANY;
+    floods[i] = (flood){.pool = pool,
+                        .share = {.flow = many ? 1 : 2},
+                        .over = &over,
+                        .ns = &ns[many ? 0 : 1],
+                        .left = &left,
+                        .job_ns = many ? 1000000 : 200000};
+    assert_int_equal(qkv_pool_submit_as(pool, &floods[i].share, work_and_come_again, &floods[i]), QKV_OK);
+  }
+  const struct timespec while_ = {.tv_nsec = 400 * 1000 * 1000};
+  (void)nanosleep(&while_, NULL);
+  const double few = (double)atomic_load(&ns[1]), all = few + (double)atomic_load(&ns[0]);
+  atomic_store(&over, true);
+  qkv_pool_destroy(&pool);
+  assert_int_equal(atomic_load(&left), 0);
+  assert_true(few / all > 0.9 / 2 && few / all < 1.1 / 2);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -343,6 +401,7 @@ int main(void) {
                                      cmocka_unit_test(test_many_callers),
                                      cmocka_unit_test(test_nice_threads),
                                      cmocka_unit_test(test_threads_on_demand),
-                                     cmocka_unit_test(test_pinned_threads)};
+                                     cmocka_unit_test(test_pinned_threads),
+                                     cmocka_unit_test(test_a_flood_leaves_others_their_share)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

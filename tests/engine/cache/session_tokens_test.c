@@ -280,10 +280,11 @@ static qkv_session *open_session(qkv_store *store, const char *name, const char 
   return session;
 }
 
-static void keep(qkv_store *store, qkv_session *session, const uint32_t *ids, size_t count) {
+static void keep(qkv_session *session, const uint32_t *ids, size_t count) {
   qkv_session_tokens *tokens = qkv_session_tokens_of(session);
   uint64_t reserved = qkv_session_tokens_cost(tokens, 0, count);
-  assert_int_equal(qkv_arena_reserve(qkv_store_arena(store), reserved, NULL), QKV_OK);
+  qkv_arena *arena = qkv_account_arena(qkv_session_account(session));
+  assert_int_equal(qkv_arena_reserve(arena, reserved, NULL), QKV_OK);
   qkv_session_tokens_keep(tokens, 0, ids, count, &reserved);
   assert_int_equal(reserved, 0);
 }
@@ -304,9 +305,9 @@ static void a_store_matches_its_open_sessions(void **state) {
   for (uint32_t i = 0; i < 200; i++) ids[i] = i;
   qkv_session *a = open_session(store, "a", "x"), *b = open_session(store, "b", "x"),
               *c = open_session(store, "c", "y");
-  keep(store, a, ids, 200);
-  keep(store, b, ids, 100);
-  keep(store, c, ids, 200);
+  keep(a, ids, 200);
+  keep(b, ids, 100);
+  keep(c, ids, 200);
   const qkv_prefix_hash root = qkv_prefix_root("x", "tiny", NULL, 0);
   assert_int_equal(qkv_store_match(store, &root, ids, 200, found, pages, 4), 2);
   assert_ptr_equal(found[0], a);
@@ -358,7 +359,7 @@ static void *work(void *context) {
     for (size_t i = SHARED; i < count; i++) ids[i] = (uint32_t)own->number + 1;
     (void)snprintf(name, sizeof name, "%zu-%zu", own->number, round);
     qkv_session *session = open_session(own->store, name, "x");
-    keep(own->store, session, ids, count);
+    keep(session, ids, count);
     match_and_drop(own, ids, count);
     assert_int_equal(qkv_session_truncate(session, random_below(&seed, count), NULL, 0, NULL), QKV_OK);
     match_and_drop(own, ids, count);

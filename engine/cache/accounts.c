@@ -1,0 +1,249 @@
+#include "engine/cache/accounts.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
+
+struct qkv_account {
+  qkv_accounts *accounts;
+  qkv_arena *arena;
+  size_t references;  // under the lock
+  _Atomic uint64_t sessions, stored;
+  // Of the limits, those that are looked at without the lock; ceilings are UINT64_MAX where there is none.
+  _Atomic uint64_t host_guaranteed, ssd_max, ssd_guaranteed, sessions_max;
+  _Atomic uint64_t host_max;
+  _Atomic bool ssd_full;
+  UT_hash_handle hh;
+  char tenant[QKV_NAME_MAX + 1];
+};
+
+struct qkv_accounts {
+  qkv_arena *arena;
+  qkv_account_limits_fn *limits;
+  void *context;
+  _Atomic bool any_full;  // perhaps
+  pthread_mutex_t lock;
+  qkv_account *all;  // by tenant
+};
+
+qkv_accounts *qkv_accounts_create(qkv_arena *arena, qkv_account_limits_fn *limits, void *context) {
+  qkv_accounts *accounts = calloc(1, sizeof *accounts);
+  assert(accounts != NULL);
+  *accounts = (qkv_accounts){.arena = arena, .limits = limits, .context = context};
+  const int failed = pthread_mutex_init(&accounts->lock, NULL);
+  assert(failed == 0);
+  (void)failed;
+  return accounts;
+}
+
+void qkv_accounts_destroy(qkv_accounts **accounts) {
+  qkv_accounts *old = *accounts;
+  if (old == NULL) return;
+  *accounts = NULL;
+  assert(old->all == NULL);
+  (void)pthread_mutex_destroy(&old->lock);
+  free(old);
+}
+
+static uint64_t ceiling(uint64_t limit) {
+  return limit == 0 ? UINT64_MAX : limit;
+}
+
+static void set_limits(qkv_account *account) {
+  const qkv_accounts *accounts = account->accounts;
+  qkv_account_limits limits = {0};
+  if (accounts->limits != NULL) accounts->limits(accounts->context, account->tenant, &limits);
+  qkv_arena_set_ceiling(account->arena, ceiling(limits.host_bytes));
+  atomic_store_explicit(&account->host_max, limits.host_bytes, memory_order_relaxed);
+  atomic_store_explicit(&account->host_guaranteed, limits.host_guaranteed, memory_order_relaxed);
+  atomic_store_explicit(&account->ssd_max, ceiling(limits.ssd_bytes), memory_order_relaxed);
+  atomic_store_explicit(&account->ssd_guaranteed, limits.ssd_guaranteed, memory_order_relaxed);
+  atomic_store_explicit(&account->sessions_max, ceiling(limits.sessions), memory_order_relaxed);
+  atomic_store_explicit(&account->ssd_full, false, memory_order_relaxed);
+}
+
+void qkv_accounts_refresh(qkv_accounts *accounts) {
+  pthread_mutex_lock(&accounts->lock);
+  for (qkv_account *account = accounts->all; account != NULL; account = account->hh.next) set_limits(account);
+  pthread_mutex_unlock(&accounts->lock);
+}
+
+// ---- References ----
+
+static qkv_account *add(qkv_accounts *accounts, const char *tenant) {
+  char name[QKV_NAME_MAX + 32];
+  qkv_account *account = calloc(1, sizeof *account);
+  assert(account != NULL && strlen(tenant) <= QKV_NAME_MAX);
+  account->accounts = accounts;
+  memcpy(account->tenant, tenant, strlen(tenant) + 1);
+  (void)snprintf(name, sizeof name, "quota host_bytes of tenant %s", tenant);
+  account->arena = qkv_arena_create_account(accounts->arena, name, account);
+  set_limits(account);
+  HASH_ADD_STR(accounts->all, tenant, account);
+  return account;
+}
+
+qkv_account *qkv_accounts_join(qkv_accounts *accounts, const char *tenant) {
+  qkv_account *account = NULL;
+  pthread_mutex_lock(&accounts->lock);
+  HASH_FIND_STR(accounts->all, tenant, account);
+  if (account == NULL) account = add(accounts, tenant);
+  account->references++;
+  pthread_mutex_unlock(&accounts->lock);
+  return account;
+}
+
+qkv_account *qkv_account_ref(qkv_account *account) {
+  pthread_mutex_lock(&account->accounts->lock);
+  account->references++;
+  pthread_mutex_unlock(&account->accounts->lock);
+  return account;
+}
+
+void qkv_account_unref(qkv_account **account) {
+  qkv_account *old = *account;
+  if (old == NULL) return;
+  *account = NULL;
+  qkv_accounts *accounts = old->accounts;
+  pthread_mutex_lock(&accounts->lock);
+  const bool last = --old->references == 0;
+  if (last) HASH_DEL(accounts->all, old);
+  pthread_mutex_unlock(&accounts->lock);
+  if (!last) return;
+  assert(atomic_load(&old->sessions) == 0 && atomic_load(&old->stored) == 0);
+  qkv_arena_destroy(&old->arena);
+  free(old);
+}
+
+qkv_arena *qkv_account_arena(const qkv_account *account) {
+  return account->arena;
+}
+
+qkv_account *qkv_account_of(const qkv_arena *arena) {
+  return qkv_arena_owner(arena);
+}
+
+const char *qkv_account_tenant(const qkv_account *account) {
+  return account->tenant;
+}
+
+// ---- What it has ----
+
+static uint64_t host_bytes(const qkv_account *account) {
+  const qkv_arena_stats memory = qkv_arena_read(account->arena);
+  return memory.bytes_used + memory.bytes_reserved;
+}
+
+bool qkv_account_is_over(const qkv_account *account) {
+  return host_bytes(account) > atomic_load_explicit(&account->host_guaranteed, memory_order_relaxed);
+}
+
+bool qkv_account_is_over_ssd(const qkv_account *account) {
+  return atomic_load_explicit(&account->stored, memory_order_relaxed) >
+         atomic_load_explicit(&account->ssd_guaranteed, memory_order_relaxed);
+}
+
+qkv_status qkv_account_open(qkv_account *account, qkv_error *error) {
+  const uint64_t most = atomic_load_explicit(&account->sessions_max, memory_order_relaxed);
+  const uint64_t open = atomic_load_explicit(&account->sessions, memory_order_relaxed);
+  if (open >= most)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "quota sessions of tenant %s is %" PRIu64 ", %" PRIu64 " are open",
+                    account->tenant, most, open);
+  atomic_fetch_add_explicit(&account->sessions, 1, memory_order_relaxed);
+  return QKV_OK;
+}
+
+void qkv_account_close(qkv_account *account) {
+  const uint64_t before = atomic_fetch_sub_explicit(&account->sessions, 1, memory_order_relaxed);
+  assert(before > 0);
+  (void)before;
+}
+
+bool qkv_account_claim_ssd(qkv_account *account, uint64_t bytes) {
+  if (account == NULL) return true;
+  const uint64_t most = atomic_load_explicit(&account->ssd_max, memory_order_relaxed);
+  uint64_t stored = atomic_load_explicit(&account->stored, memory_order_relaxed);
+  do {
+    if (stored <= most && bytes <= most - stored) continue;
+    atomic_store_explicit(&account->ssd_full, true, memory_order_relaxed);
+    atomic_store_explicit(&account->accounts->any_full, true, memory_order_relaxed);
+    return false;
+  } while (!atomic_compare_exchange_weak_explicit(&account->stored, &stored, stored + bytes, memory_order_relaxed,
+                                                  memory_order_relaxed));
+  return true;
+}
+
+void qkv_account_add_ssd(qkv_account *account, uint64_t bytes) {
+  if (account != NULL) atomic_fetch_add_explicit(&account->stored, bytes, memory_order_relaxed);
+}
+
+void qkv_account_drop_ssd(qkv_account *account, uint64_t bytes) {
+  if (account == NULL || bytes == 0) return;
+  const uint64_t before = atomic_fetch_sub_explicit(&account->stored, bytes, memory_order_relaxed);
+  assert(before >= bytes);
+  (void)before;
+  atomic_store_explicit(&account->ssd_full, false, memory_order_relaxed);
+}
+
+bool qkv_account_is_full_ssd(const qkv_account *account) {
+  return atomic_load_explicit(&account->ssd_full, memory_order_relaxed);
+}
+
+qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts) {
+  if (!atomic_exchange_explicit(&accounts->any_full, false, memory_order_relaxed)) return NULL;
+  qkv_account *full = NULL;
+  pthread_mutex_lock(&accounts->lock);
+  for (qkv_account *account = accounts->all; account != NULL; account = account->hh.next) {
+    if (!qkv_account_is_full_ssd(account)) continue;
+    if (full != NULL) atomic_store_explicit(&accounts->any_full, true, memory_order_relaxed);  // one more
+    if (full == NULL) full = account;
+  }
+  if (full != NULL) full->references++;
+  pthread_mutex_unlock(&accounts->lock);
+  return full;
+}
+
+static uint64_t limit_of(const _Atomic uint64_t *most) {
+  const uint64_t value = atomic_load_explicit(most, memory_order_relaxed);
+  return value == UINT64_MAX ? 0 : value;
+}
+
+qkv_account_usage qkv_account_read(const qkv_account *account) {
+  return (qkv_account_usage){.limits = {.host_bytes = limit_of(&account->host_max),
+                                        .host_guaranteed = limit_of(&account->host_guaranteed),
+                                        .ssd_bytes = limit_of(&account->ssd_max),
+                                        .ssd_guaranteed = limit_of(&account->ssd_guaranteed),
+                                        .sessions = limit_of(&account->sessions_max)},
+                             .host_bytes = host_bytes(account),
+                             .ssd_bytes = atomic_load_explicit(&account->stored, memory_order_relaxed),
+                             .sessions = atomic_load_explicit(&account->sessions, memory_order_relaxed)};
+}
+
+bool qkv_accounts_read(qkv_accounts *accounts, const char *tenant, qkv_account_usage *usage) {
+  const qkv_account *account = NULL;
+  *usage = (qkv_account_usage){0};
+  pthread_mutex_lock(&accounts->lock);
+  HASH_FIND_STR(accounts->all, tenant, account);
+  if (account != NULL) *usage = qkv_account_read(account);
+  pthread_mutex_unlock(&accounts->lock);
+  return account != NULL;
+}
+
+static int by_tenant(const qkv_account *a, const qkv_account *b) {
+  return strcmp(a->tenant, b->tenant);
+}
+
+void qkv_accounts_each(qkv_accounts *accounts, bool (*fn)(void *context, const qkv_account *account), void *context) {
+  pthread_mutex_lock(&accounts->lock);
+  HASH_SORT(accounts->all, by_tenant);
+  for (const qkv_account *account = accounts->all; account != NULL; account = account->hh.next) {
+    if (!fn(context, account)) break;
+  }
+  pthread_mutex_unlock(&accounts->lock);
+}

@@ -1,0 +1,81 @@
+// Accounts: what each tenant takes of a store, and may take.
+//
+//   memory     an arena of its own over the store's (arena.h), which all of its sessions are made in
+//   SSD        bytes of pages on it, before they are packed there
+//   sessions   in the store's table
+//
+// An account is there while anything refers to it. Whoever makes the accounts says what their limits are: he is asked
+// when one is made, and again for all of them by qkv_accounts_refresh.
+//
+// Threads: any. One lock over the table, which `limits` is called under; the counters are atomic.
+#ifndef QKV_ENGINE_CACHE_ACCOUNTS_H
+#define QKV_ENGINE_CACHE_ACCOUNTS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/arena.h"
+#include "engine/base/name.h"
+
+// 0: no ceiling, nothing guaranteed.
+typedef struct qkv_account_limits {
+  uint64_t host_bytes, host_guaranteed;
+  uint64_t ssd_bytes, ssd_guaranteed;
+  uint64_t sessions;
+} qkv_account_limits;
+
+typedef struct qkv_accounts qkv_accounts;
+typedef struct qkv_account qkv_account;
+
+typedef void qkv_account_limits_fn(void *context, const char *tenant, qkv_account_limits *limits);
+
+// `arena` outlives them. `limits` NULL: there are none.
+qkv_accounts *qkv_accounts_create(qkv_arena *arena, qkv_account_limits_fn *limits, void *context);
+void qkv_accounts_destroy(qkv_accounts **accounts);  // no account is left (asserted)
+void qkv_accounts_refresh(qkv_accounts *accounts);
+
+// A reference to the tenant's, which is made where it is missing.
+qkv_account *qkv_accounts_join(qkv_accounts *accounts, const char *tenant);
+qkv_account *qkv_account_ref(qkv_account *account);
+void qkv_account_unref(qkv_account **account);  // NULL inside: nothing
+
+qkv_arena *qkv_account_arena(const qkv_account *account);
+// NULL: the arena is no account's.
+qkv_account *qkv_account_of(const qkv_arena *arena);
+const char *qkv_account_tenant(const qkv_account *account);
+
+// Whether it has more than its guaranteed part of memory, or of the SSD.
+bool qkv_account_is_over(const qkv_account *account);
+bool qkv_account_is_over_ssd(const qkv_account *account);
+
+// One session more: RESOURCE_EXHAUSTED "quota sessions of tenant x is 10, 10 are open". One at a time for an account.
+qkv_status qkv_account_open(qkv_account *account, qkv_error *error);
+void qkv_account_close(qkv_account *account);
+
+// Bytes that go to the SSD: false, and it is noted that it is full there, where they would be more than it may have.
+// `add` counts what is there already, whatever the ceiling. All three do nothing for NULL.
+bool qkv_account_claim_ssd(qkv_account *account, uint64_t bytes);
+void qkv_account_add_ssd(qkv_account *account, uint64_t bytes);
+void qkv_account_drop_ssd(qkv_account *account, uint64_t bytes);
+// Whether a claim was refused since something was dropped there, or the limits changed.
+bool qkv_account_is_full_ssd(const qkv_account *account);
+// An account that is, with a reference, or NULL.
+qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts);
+
+typedef struct qkv_account_usage {
+  qkv_account_limits limits;
+  uint64_t host_bytes;  // reservations counted
+  uint64_t ssd_bytes;
+  uint64_t sessions;
+} qkv_account_usage;
+qkv_account_usage qkv_account_read(const qkv_account *account);
+
+// Of a tenant; false: nothing refers to its account, which is empty then.
+bool qkv_accounts_read(qkv_accounts *accounts, const char *tenant, qkv_account_usage *usage);
+
+// Those that are there, in the order of tenants, under the lock. fn returns false to stop.
+void qkv_accounts_each(qkv_accounts *accounts, bool (*fn)(void *context, const qkv_account *account), void *context);
+
+#endif

@@ -1,0 +1,151 @@
+#include "server/residency/accounts.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "engine/cache/session_spill.h"
+#include "server/metrics.h"
+#include "server/residency/internal.h"
+
+enum { WAIT_MS = 10000, IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
+
+// A pass over the tenant's own sessions of a list, the longest unused first: `look` returns false to end it. True
+// where all were looked at.
+typedef bool look_fn(void *context, qkv_session *session);
+
+static bool each_own(qkvi_residency *residency, const qkv_account *account, qkv_recency_list list, look_fn *look,
+                     void *context) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  bool more = true;
+  qkv_recency_begin(recency, list);
+  while (more) {
+    qkv_session *session = qkv_recency_next(recency, list);
+    if (session == NULL) break;
+    if (qkv_session_account(session) == account) more = look(context, session);
+    qkv_session_unref(&session);
+  }
+  qkv_recency_end(recency, list);
+  return more;
+}
+
+// ---- Memory ----
+
+static uint64_t taken(const qkv_account *account) {
+  const qkv_arena_stats memory = qkv_arena_read(qkv_account_arena(account));
+  return memory.bytes_used + memory.bytes_reserved;
+}
+
+static uint64_t ceiling(const qkv_account *account) {
+  return qkv_arena_read(qkv_account_arena(account)).bytes_limit;
+}
+
+typedef struct eviction {
+  qkvi_residency *residency;
+  const qkv_account *account;
+  uint64_t target, freed;  // bytes
+  bool wait;
+} eviction;
+
+static bool evict_one(void *context, qkv_session *session) {
+  eviction *on = context;
+  const uint64_t now = taken(on->account);
+  if (now <= on->target) return false;
+  qkv_metric_add(&on->residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
+  on->freed += qkv_session_evict(session, now - on->target, on->wait);
+  return true;
+}
+
+// Down to `target` bytes, a little more than is asked for, so that the next append need not ask.
+static void evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
+  eviction on = {.residency = residency, .account = account, .target = target, .wait = wait};
+  (void)each_own(residency, account, QKV_RECENCY_CODED, evict_one, &on);
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)on.freed);
+}
+
+typedef struct sealing {
+  qkvi_residency *residency;
+  bool later;  // there is more to leave soon
+} sealing;
+
+// Exact rows of sessions that are not in use become pages, which can leave; what stays exact is not tried again.
+static bool seal_one(void *context, qkv_session *session) {
+  sealing *on = context;
+  const uint64_t before = qkv_session_bytes_exact(session);
+  if (before == 0 || qkv_session_is_pinned(session)) return true;
+  const bool idle = qkvi_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
+  const qkv_status status = idle ? qkv_session_seal(session, NULL) : QKV_UNAVAILABLE;
+  const uint64_t after = qkv_session_bytes_exact(session);
+  if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(on->residency->store), session, after);
+  on->later |= !idle || after < before;
+  return true;
+}
+
+static bool settle_one(void *context, qkv_session *session) {
+  (void)context;
+  return qkv_session_settle(session);
+}
+
+static qkv_status refuse(const qkv_account *account, uint64_t bytes, qkv_error *error) {
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "quota host_bytes of tenant %s is %" PRIu64 " bytes, %" PRIu64 " in use, %" PRIu64
+                  " more are needed and nothing else of it can leave memory",
+                  qkv_account_tenant(account), ceiling(account), taken(account), bytes);
+}
+
+static bool fits(const qkv_account *account, uint64_t bytes) {
+  const uint64_t most = ceiling(account), now = taken(account);
+  return now <= most && bytes <= most - now;
+}
+
+qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *call, qkv_account *account,
+                                 uint64_t bytes, qkv_error *error) {
+  if (account == NULL || fits(account, bytes)) return QKV_OK;
+  const int64_t until = qkvi_now_ms() + WAIT_MS;
+  uint64_t seen = qkvi_progress_count(residency);
+  bool waited = false;
+  while (!fits(account, bytes)) {
+    const uint64_t most = ceiling(account), target = most < bytes ? 0 : (most - bytes) - (most - bytes) / 16;
+    if (bytes > most) return refuse(account, bytes, error);
+    if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
+    const bool pending = !each_own(residency, account, QKV_RECENCY_UNSETTLED, settle_one,
+                                   NULL);  // before, as what is written meanwhile can leave
+    evict(residency, account, target, waited);
+    if (fits(account, bytes)) break;
+    sealing on = {.residency = residency, .later = pending || !waited};
+    (void)each_own(residency, account, QKV_RECENCY_EXACT, seal_one, &on);
+    waited = true;
+    if (!on.later || qkvi_write_back_failure(residency) != QKV_OK || qkvi_now_ms() > until)
+      return refuse(account, bytes, error);
+    qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
+    qkvi_write_back_hasten(residency);
+    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+  }
+  return QKV_OK;
+}
+
+// ---- SSD ----
+
+typedef struct expulsion {
+  qkvi_residency *residency;
+  qkv_session *session;  // with a reference; NULL: none yet
+} expulsion;
+
+static bool find_one(void *context, qkv_session *session) {
+  expulsion *on = context;
+  const bool idle = qkvi_now_ms() - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
+  if (idle && qkvi_eviction_may_expel(session)) on->session = qkv_session_ref(session);
+  return idle && on->session == NULL;
+}
+
+void qkvi_account_expel(qkvi_residency *residency) {
+  qkv_account *account = qkv_accounts_full_ssd(qkv_store_accounts(residency->store));
+  if (account == NULL) return;
+  expulsion on = {.residency = residency};
+  (void)each_own(residency, account, QKV_RECENCY_EVICTABLE, find_one, &on);
+  if (on.session == NULL) (void)each_own(residency, account, QKV_RECENCY_KEPT, find_one, &on);
+  if (on.session != NULL)
+    qkvi_eviction_expel_one(residency, on.session, "quota ssd_bytes is full, a session was deleted");
+  qkv_session_unref(&on.session);
+  qkv_account_unref(&account);
+}

@@ -1,0 +1,41 @@
+// The quotas of all tenants, and the file that they lie in.
+//
+// The file (quota.h) is the one place of what is in force: an operator edits it, and Admin.SetQuota writes it anew
+// before it answers, so that a crash keeps what was answered. A line of another tenant, and a comment, stays as it
+// is.
+//
+// Threads: any. `get` never waits for the file.
+#ifndef QKV_SERVER_TENANTS_QUOTAS_H
+#define QKV_SERVER_TENANTS_QUOTAS_H
+
+#include "proto/quota.h"
+
+typedef struct qkvi_quotas qkvi_quotas;
+
+enum { QKVI_QUOTAS_MAX = 65536 };  // lines
+
+typedef struct qkvi_quotas_config {
+  const char *path;  // NULL: there is no file, and no quota can be set
+  bool may_be_missing;
+  uint64_t host_bytes, ssd_bytes;  // that all guarantees keep to; ssd_bytes 0: no limit
+} qkvi_quotas_config;
+
+// Reads the file. UNAVAILABLE: it cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
+qkv_status qkvi_quotas_create(const qkvi_quotas_config *config, qkvi_quotas **out, qkv_error *error);
+void qkvi_quotas_destroy(qkvi_quotas **quotas);
+
+// Reads it again where it has changed, or with `always`; what was known stays where that fails. `changed` says
+// whether it was read.
+qkv_status qkvi_quotas_reload(qkvi_quotas *quotas, bool always, bool *changed, qkv_error *error);
+
+// The tenant's quota, else that of "*", with the tenant's name; false: it has neither, and `quota` is empty.
+bool qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default);
+// Those of the file, in the order of tenants, "*" first. The caller frees `*out`. Returns how many.
+size_t qkvi_quotas_list(qkvi_quotas *quotas, qkv_quota **out);
+
+// Takes the place of the tenant's; an empty one removes it. The file is durable with OK, and nothing has changed
+// otherwise. INVALID_ARGUMENT: qkv_quota_check, or the guarantees of all are more than there is.
+// FAILED_PRECONDITION: there is no file. UNAVAILABLE: it cannot be written. Waits for the disk.
+qkv_status qkvi_quotas_set(qkvi_quotas *quotas, const qkv_quota *quota, qkv_error *error);
+
+#endif

@@ -1,0 +1,22 @@
+// What each tenant takes beside what it may take, for Admin.GetQuota and /metrics.
+//
+// Threads: any.
+#ifndef QKV_SERVER_TENANTS_USAGE_H
+#define QKV_SERVER_TENANTS_USAGE_H
+
+#include "server/daemon.h"
+
+typedef struct qkvi_tenant_usage {
+  qkv_quota quota;  // in force; `tenant` is the tenant's
+  bool by_default;  // it is that of "*"
+  uint64_t host_bytes, ssd_bytes, sessions;
+  qkvi_call_usage calls;
+} qkvi_tenant_usage;
+
+// Of one tenant, whoever it is.
+void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage);
+// Of all that have a quota, take something or have called, in the order of names, without "*". The caller frees
+// `*out`. Returns how many.
+size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out);
+
+#endif

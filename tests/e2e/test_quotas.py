@@ -1,0 +1,302 @@
+"""Quotas of tenants: by file, RPC and qkvctl, to the byte, and after kill -9."""
+
+import json
+import subprocess
+import threading
+import time
+
+import grpc
+import pytest
+
+from daemon import PATIENCE, Daemon, binary, wait_for
+from kv import TIMEOUT, Cache, Tenant, refused
+from qkv.v1 import admin_pb2, admin_pb2_grpc
+from qkv.v1 import kv_cache_pb2 as kv
+
+MIB = 1 << 20
+
+
+class Admin:
+    def __init__(self, daemon):
+        self.stub = admin_pb2_grpc.AdminStub(daemon.channel())
+
+    def set(self, tenant, **fields):
+        quota = admin_pb2.Quota(tenant=tenant, **fields)
+        self.stub.SetQuota(admin_pb2.SetQuotaRequest(quota=quota), timeout=TIMEOUT)
+
+    def get(self, tenant=""):
+        return self.stub.GetQuota(admin_pb2.GetQuotaRequest(tenant=tenant), timeout=TIMEOUT).tenants
+
+    def usage(self, tenant):
+        return self.get(tenant)[0].usage
+
+
+def ctl(daemon, *arguments):
+    command = [binary("qkvctl"), *arguments, "--target", f"unix:{daemon.socket}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+def open_more(stub, cache, name):
+    return stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name), timeout=TIMEOUT)
+
+
+@pytest.fixture
+def quotas(tmp_path):
+    path = tmp_path / "quotas"
+    path.write_text("# of the team\n* sessions=3\n")
+    return path
+
+
+# ---- Where they come from ----
+
+
+def test_a_file_is_read_and_written(quotas):
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        admin = Admin(daemon)
+        got = admin.get("a")[0]
+        assert (got.quota.sessions, got.by_default, got.quota.tenant) == (3, True, "a")
+        admin.set("a", sessions=5, host_bytes=7 * MIB)
+        assert quotas.read_text() == "# of the team\n* sessions=3\na host_bytes=7340032 sessions=5\n"
+        quotas.write_text("# changed\na sessions=1   \n* weight=5\nb calls=2")
+        wait_for(lambda: admin.get("a")[0].quota.sessions == 1, "the file is not read anew")
+        admin.set("c", bytes_per_second=9)
+        admin.set("a")
+        assert quotas.read_text() == "# changed\n* weight=5\nb calls=2\nc bytes_per_second=9\n"
+        quotas.write_text("a sessions=x\n")
+        wait_for(lambda: "a whole number is needed" in daemon.log_text(), "the log does not name the mistake")
+        assert admin.get("c")[0].quota.bytes_per_second == 9  # what was known stays
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("a sessions=-1", "sessions is -1"), ("a b=1", "unknown field b"), ("a sessions", "must be FIELD=VALUE"),
+    ("a sessions=1 sessions=2", "sessions is given twice"), ("a sessions=1\na calls=1", "two lines are about the tenant a"),
+    ("no/na|me sessions=1", "tenant has byte"), ("* host_bytes_guaranteed=1", "nothing can be guaranteed to all"),
+    ("a host_bytes=1 host_bytes_guaranteed=2", "host_bytes_guaranteed is 2, at most host_bytes, which is 1"),
+    ("a host_bytes_guaranteed=40MiB\nb host_bytes_guaranteed=40MiB", "of all tenants is 83886080, memory-budget is 67108864"),
+])
+def test_a_wrong_file_is_refused_at_start(quotas, text, reason):
+    quotas.write_text(text)
+    done = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--memory-budget", "64MiB", "--quota-file", str(quotas)],
+                          capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert reason in done.stderr
+
+
+def test_without_a_place_nothing_is_set(daemon):
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "neither a quota-file nor a data-dir"):
+        Admin(daemon).set("a", sessions=1)
+
+
+def test_what_was_answered_survives_a_crash(tmp_path):
+    data = ("--data-dir", str(tmp_path / "data"), "--durability", "sync", "--calibrate-tokens", "0")
+    with Daemon(*data) as daemon:
+        Admin(daemon).set("a", sessions=2, host_bytes=MIB, weight=7)
+        cache = Cache(Tenant(daemon.stub(), "a"), "one")
+        cache.append(0, *cache.rows(128))
+        open_more(cache.stub, cache, "two")
+        daemon.kill()
+    with Daemon(*data) as daemon:
+        admin = Admin(daemon)
+        got = admin.get("a")[0]
+        assert (got.quota.sessions, got.quota.host_bytes, got.quota.weight, got.by_default) == (2, MIB, 7, False)
+        assert got.usage.sessions == 2 and got.usage.ssd_bytes > 0
+        stub = Tenant(daemon.stub(), "a")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota sessions of tenant a is 2, 2 are open"):
+            open_more(stub, cache, "three")
+        stub.CloseSession(kv.CloseSessionRequest(session="one"), timeout=TIMEOUT)
+        wait_for(lambda: admin.usage("a").ssd_bytes == 0, "bytes of a closed session are counted")
+        open_more(stub, cache, "three")
+
+
+def test_qkvctl(quotas):
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        done = ctl(daemon, "quota", "set", "a", "host_bytes=1GiB", "calls=4")
+        assert done.returncode == 0, done.stderr
+        done = ctl(daemon, "quota", "set", "a", "calls=8")  # the other one stays
+        assert done.returncode == 0, done.stderr
+        row = json.loads(ctl(daemon, "quota", "show", "a", "--json").stdout)
+        assert (row["quota"]["host_bytes"], row["quota"]["calls"], row["by_default"]) == (1 << 30, 8, False)
+        assert "of 1.0 GiB" in ctl(daemon, "quota").stdout
+        assert ctl(daemon, "quota", "rm", "a").returncode == 0
+        row = json.loads(ctl(daemon, "quota", "show", "a", "--json").stdout)
+        assert row["by_default"] and row["quota"]["sessions"] == 3
+        for arguments, text in ((("set", "a"), "set TENANT FIELD=VALUE"), (("set", "a", "x=1"), "unknown field"),
+                                (("set", "a", "calls=x"), "a whole number is needed")):
+            done = ctl(daemon, "quota", *arguments)
+            assert done.returncode != 0 and text in done.stderr
+
+
+# ---- What they hold ----
+
+
+def test_sessions_models_and_calls(quotas):
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        admin = Admin(daemon)
+        stub = Tenant(daemon.stub(), "a")
+        cache = Cache(stub, "one")
+        for name in ("two", "three"):
+            open_more(stub, cache, name)
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota sessions of tenant a is 3, 3 are open"):
+            open_more(stub, cache, "four")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota sessions of tenant a is 3"):
+            stub.Fork(kv.ForkRequest(session="one", fork="five"), timeout=TIMEOUT)
+        Cache(Tenant(daemon.stub(), "b"), "one")  # another one's
+        admin.set("a", models=2, calls=2)
+        open_more(stub, cache, "four")  # its own quota takes the place of that of "*"
+        Cache(stub, "five")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota models of tenant a is 2, it has registered 2"):
+            Cache(stub, "six")
+        streams, never = [], threading.Event()
+
+        def requests():
+            yield kv.AttendRequest(items=[cache.item(0, q=cache.queries(1))])
+            never.wait(TIMEOUT)
+
+        for _ in range(2):
+            streams.append(stub.Decode(requests(), timeout=TIMEOUT))
+            next(streams[-1])
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota calls of tenant a is 2, 2 are running"):
+            cache.info()
+        assert admin.usage("a").calls == 2
+        assert admin.usage("a").refused >= 1
+        never.set()
+
+
+def test_rates_hold_calls_back(quotas):
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        admin = Admin(daemon)
+        cache = Cache(Tenant(daemon.stub(), "a"), "one")
+        other = Cache(Tenant(daemon.stub(), "b"), "one")
+        rows = cache.rows(100)
+        admin.set("a", rows_per_second=200)
+        used = admin.usage("a").rows
+        began = time.monotonic()
+
+        def requests():
+            for i in range(10):
+                yield kv.AppendRequest(items=[cache.item(100 * i, *rows)])
+
+        cache.stub.Append(requests(), timeout=TIMEOUT)  # a stream waits: 1000 rows, of which 200 are at once
+        took = time.monotonic() - began
+        assert took > 2.5, took
+        assert admin.usage("a").rows - used == 1000
+        began = time.monotonic()
+        other.info()
+        assert time.monotonic() - began < 1
+        cache.append(1000, *cache.rows(2000))
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota rows_per_second of tenant a is 200, it has used"):
+            cache.info()
+        assert admin.usage("a").refused >= 1
+        admin.set("a", bytes_per_second=1000)
+        cache.append(3000, *cache.rows(100))
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota bytes_per_second of tenant a is 1000, it has used"):
+            cache.info()
+
+
+def fill(cache, stop, failures):
+    """Appends until it is refused, by which quota is noted."""
+    position, rows = 0, cache.rows(64)
+    while not stop.is_set():
+        try:
+            cache.append(position, *rows)
+            position += 64
+        except grpc.RpcError as error:
+            failures.append(error)
+            return
+
+
+@pytest.mark.parametrize("data_dir", [False, True])
+def test_memory_to_the_byte(tmp_path, data_dir):
+    """Four clients of one tenant at once: never more than its ceiling, whenever one looks."""
+    where = ("--data-dir", str(tmp_path / "data")) if data_dir else ()
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a host_bytes=2MiB\n")
+    with Daemon("--quota-file", str(quotas), *where) as daemon:
+        admin = Admin(daemon)
+        stop, failures = threading.Event(), []
+        caches = [Cache(Tenant(daemon.stub(), "a"), f"s{i}", layers=1, seed=i, durability=kv.DURABILITY_MEMORY)
+                  for i in range(4)]
+        threads = [threading.Thread(target=fill, args=(cache, stop, failures)) for cache in caches]
+        for thread in threads:
+            thread.start()
+        most = 0
+        while any(thread.is_alive() for thread in threads):
+            usage = admin.usage("a")
+            assert usage.host_bytes <= 2 * MIB
+            most = max(most, usage.host_bytes)
+        for thread in threads:
+            thread.join()
+        assert most > 1.5 * MIB
+        assert len(failures) == 4
+        for failure in failures:
+            assert failure.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "quota host_bytes of tenant a is 2097152 bytes" in failure.details(), failure.details()
+        other = Cache(Tenant(daemon.stub(), "b"), "other")
+        other.append(0, *other.rows(1000))
+        for cache in caches:
+            cache.stub.CloseSession(kv.CloseSessionRequest(session=cache.name), timeout=TIMEOUT)
+        wait_for(lambda: admin.usage("a").host_bytes == 0, "memory of closed sessions is counted")
+
+
+def test_a_tenant_at_its_ceiling_uses_the_ssd(tmp_path):
+    """Its own longest unused rows leave memory, those of others stay; and come back when they are asked for."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a host_bytes=1MiB\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0") as daemon:
+        admin = Admin(daemon)
+        other = Cache(Tenant(daemon.stub(), "b"), "other", layers=1, recent_window=0)
+        other.append(0, *other.rows(4096))
+        before = admin.usage("b").host_bytes
+        caches = []
+        for i in range(10):
+            cache = Cache(Tenant(daemon.stub(), "a"), f"s{i}", layers=1, seed=i, recent_window=0)
+            for position in range(0, 4096, 512):
+                cache.append(position, *cache.rows(512))
+                assert admin.usage("a").host_bytes <= MIB
+            caches.append(cache)
+        assert admin.usage("a").ssd_bytes > MIB
+        for cache in caches:
+            assert cache.fetch()[0].shape[0] == 4096
+            assert admin.usage("a").host_bytes <= MIB
+        assert admin.usage("b").host_bytes == before
+
+
+def test_a_tenant_at_its_ceiling_on_the_ssd_loses_its_oldest(tmp_path):
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a ssd_bytes=1MiB\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0") as daemon:
+        admin = Admin(daemon)
+        other = Cache(Tenant(daemon.stub(), "b"), "other", layers=1, recent_window=0)
+        other.append(0, *other.rows(4096))
+        stub = Tenant(daemon.stub(), "a")
+        for i in range(8):
+            cache = Cache(stub, f"s{i}", layers=1, seed=i, recent_window=0)
+            cache.append(0, *cache.rows(4096))
+            assert admin.usage("a").ssd_bytes <= MIB
+            time.sleep(0.3)
+        wait_for(lambda: "quota ssd_bytes is full, a session was deleted" in daemon.log_text(), "nothing was deleted")
+        assert admin.usage("a").ssd_bytes <= MIB
+        with refused(grpc.StatusCode.NOT_FOUND, "no session s0"):
+            stub.GetSession(kv.GetSessionRequest(session="s0"), timeout=TIMEOUT)
+        assert other.info().lengths[0] == 4096
+
+
+def test_what_is_guaranteed_stays(tmp_path):
+    """Another tenant's appends take memory from what is not guaranteed, though it was used later."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("safe host_bytes_guaranteed=16MiB\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--memory-budget", "64MiB",
+                "--memory-high", "1", "--calibrate-tokens", "0") as daemon:
+        admin = Admin(daemon)
+        safe = Cache(Tenant(daemon.stub(), "safe"), "s", layers=1, recent_window=0)
+        for position in range(0, 32768, 8192):
+            safe.append(position, *safe.rows(8192))
+        before = admin.usage("safe").host_bytes
+        flood = 0
+        while daemon.metric("qkvd_storage_evicted_bytes_total") == 0 and flood < 200:
+            cache = Cache(Tenant(daemon.stub(), "flood"), f"f{flood}", layers=1, recent_window=0)
+            for position in range(0, 32768, 8192):
+                cache.append(position, *cache.rows(8192))
+            flood += 1
+        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
+        assert before > MIB and admin.usage("safe").host_bytes == before

@@ -1,0 +1,114 @@
+// Fair queues: shares by weight, whatever the number of jobs, and urgent ones first.
+#include "engine/base/fair.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void nothing(void *context) {
+  (void)context;
+}
+
+static bool push(qkv_fair *fair, uint64_t flow, uint32_t weight, bool urgent, uintptr_t tag) {
+  const qkv_fair_job job = {
+      .run = nothing, .context = (void *)tag, .share = {.flow = flow, .weight = weight, .urgent = urgent}};
+  return qkv_fair_push(fair, &job);
+}
+
+static uintptr_t pop(qkv_fair *fair, uint64_t ns) {
+  const qkv_fair_job job = qkv_fair_pop(fair);
+  qkv_fair_done(fair, &job, ns);
+  return (uintptr_t)job.context;
+}
+
+static void one_flow_is_first_come_first_served(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(8);
+  for (uintptr_t i = 0; i < 8; i++) assert_true(push(fair, 0, 0, false, i));
+  assert_false(push(fair, 1, 0, true, 9));
+  assert_int_equal(qkv_fair_length(fair), 8);
+  for (uintptr_t i = 0; i < 8; i++) assert_int_equal(pop(fair, 1000 * (8 - i)), i);
+  qkv_fair_destroy(&fair);
+}
+
+static void a_flood_does_not_hold_others_up(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(1024);
+  for (uintptr_t i = 0; i < 500; i++) assert_true(push(fair, 1, 0, false, 1));
+  for (int i = 0; i < 10; i++) (void)pop(fair, 1000000);
+  assert_true(push(fair, 2, 0, false, 2));
+  assert_int_equal(pop(fair, 1000000), 2);  // it has had nothing yet
+  qkv_fair_destroy(&fair);
+}
+
+// Busy all the time, with jobs of `cost`; shares of the time in what `rounds` jobs take.
+static void share_out(const uint32_t *weights, const uint64_t *costs, double *shares) {
+  enum { FLOWS = 3, ROUNDS = 6000 };
+  qkv_fair *fair = qkv_fair_create(64);
+  double sums[FLOWS] = {0}, all = 0;
+  for (uintptr_t flow = 0; flow < FLOWS; flow++) {
+    for (int i = 0; i < (flow == 0 ? 20 : 2); i++) assert_true(push(fair, flow, weights[flow], false, flow));
+  }
+  for (int i = 0; i < ROUNDS; i++) {
+    const qkv_fair_job job = qkv_fair_pop(fair);
+    const uintptr_t flow = (uintptr_t)job.context;
+    qkv_fair_done(fair, &job, costs[flow]);
+    sums[flow] += (double)costs[flow];
+    all += (double)costs[flow];
+    assert_true(push(fair, flow, weights[flow], false, flow));
+  }
+  for (int i = 0; i < FLOWS; i++) shares[i] = sums[i] / all;
+  qkv_fair_destroy(&fair);
+}
+
+static void time_is_shared_by_weight_and_not_by_jobs(void **state) {
+  (void)state;
+  double shares[3];
+  share_out((const uint32_t[]){100, 100, 100}, (const uint64_t[]){10000000, 100000, 1000000}, shares);
+  for (int i = 0; i < 3; i++) assert_true(shares[i] > 0.9 / 3 && shares[i] < 1.1 / 3);
+  share_out((const uint32_t[]){100, 300, 600}, (const uint64_t[]){1000000, 50000, 3000000}, shares);
+  assert_true(shares[0] > 0.09 && shares[0] < 0.11);
+  assert_true(shares[1] > 0.27 && shares[1] < 0.33);
+  assert_true(shares[2] > 0.54 && shares[2] < 0.66);
+}
+
+static void idleness_saves_nothing_up(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(64);
+  for (int i = 0; i < 1000; i++) {
+    assert_true(push(fair, 1, 0, false, 1));
+    (void)pop(fair, 1000000);
+  }
+  int first = 0;
+  for (int i = 0; i < 20; i++) assert_true(push(fair, 1, 0, false, 1));
+  for (int i = 0; i < 20; i++) assert_true(push(fair, 2, 0, false, 2));
+  for (int i = 0; i < 20; i++) first += pop(fair, 1000000) == 2;
+  assert_true(first >= 8 && first <= 14);
+  qkv_fair_destroy(&fair);
+}
+
+static void urgent_jobs_go_first_and_starve_nobody(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(64);
+  assert_true(push(fair, 1, 0, false, 1));
+  assert_true(push(fair, 1, 0, false, 1));
+  for (int i = 0; i < 20; i++) assert_true(push(fair, 2, 0, true, 2));
+  for (int i = 0; i < QKV_FAIR_URGENT; i++) assert_int_equal(pop(fair, 1000), 2);
+  assert_int_equal(pop(fair, 1000), 1);
+  for (int i = 0; i < QKV_FAIR_URGENT; i++) assert_int_equal(pop(fair, 1000), 2);
+  assert_int_equal(pop(fair, 1000), 1);
+  for (int i = 0; i < 4; i++) assert_int_equal(pop(fair, 1000), 2);
+  qkv_fair_destroy(&fair);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(one_flow_is_first_come_first_served),      cmocka_unit_test(a_flood_does_not_hold_others_up),
+      cmocka_unit_test(time_is_shared_by_weight_and_not_by_jobs), cmocka_unit_test(idleness_saves_nothing_up),
+      cmocka_unit_test(urgent_jobs_go_first_and_starve_nobody),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,141 @@
+// Accounts: what a tenant takes is counted once, and never more than it may.
+#include "engine/cache/accounts.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static qkv_account_limits limits_now;
+
+static void limits(void *context, const char *tenant, qkv_account_limits *out) {
+  (void)context;
+  if (strcmp(tenant, "limited") == 0) *out = limits_now;
+}
+
+static void accounts_come_and_go(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, limits, NULL);
+  qkv_account_usage usage;
+  limits_now = (qkv_account_limits){.host_bytes = 4096, .host_guaranteed = 1024, .sessions = 2};
+  qkv_account *a = qkv_accounts_join(accounts, "limited"), *again = qkv_accounts_join(accounts, "limited");
+  qkv_account *b = qkv_accounts_join(accounts, "other");
+  assert_ptr_equal(a, again);
+  assert_ptr_not_equal(a, b);
+  qkv_error error = {0};
+  assert_int_equal(qkv_account_open(a, &error), QKV_OK);
+  assert_int_equal(qkv_account_open(a, &error), QKV_OK);
+  assert_int_equal(qkv_account_open(a, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_string_equal(error.text, "quota sessions of tenant limited is 2, 2 are open");
+  assert_int_equal(qkv_arena_reserve(qkv_account_arena(a), 1024, NULL), QKV_OK);
+  assert_false(qkv_account_is_over(a));
+  assert_int_equal(qkv_arena_reserve(qkv_account_arena(a), 1, NULL), QKV_OK);
+  assert_true(qkv_account_is_over(a));
+  assert_true(qkv_accounts_read(accounts, "limited", &usage));
+  assert_int_equal(usage.host_bytes, 1025);
+  assert_int_equal(usage.sessions, 2);
+  // Less than it has: nothing more, until it is less.
+  limits_now = (qkv_account_limits){.host_bytes = 512};
+  qkv_accounts_refresh(accounts);
+  error = (qkv_error){0};
+  assert_int_equal(qkv_arena_reserve(qkv_account_arena(a), 1, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_non_null(strstr(error.text, "quota host_bytes of tenant limited is 512 bytes, 1025 in use"));
+  assert_int_equal(qkv_account_open(a, NULL), QKV_OK);
+  qkv_arena_unreserve(qkv_account_arena(a), 1025);
+  assert_int_equal(qkv_arena_reserve(qkv_account_arena(a), 512, NULL), QKV_OK);
+  qkv_arena_unreserve(qkv_account_arena(a), 512);
+  for (int i = 0; i < 3; i++) qkv_account_close(a);
+  qkv_account_unref(&a);
+  assert_true(qkv_accounts_read(accounts, "limited", &usage));
+  qkv_account_unref(&again);
+  assert_false(qkv_accounts_read(accounts, "limited", &usage));
+  qkv_account_unref(&b);
+  qkv_accounts_destroy(&accounts);
+  qkv_arena_destroy(&arena);
+}
+
+static void the_ssd_has_a_ceiling(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, limits, NULL);
+  limits_now = (qkv_account_limits){.ssd_bytes = 100, .ssd_guaranteed = 10};
+  qkv_account *a = qkv_accounts_join(accounts, "limited");
+  assert_true(qkv_account_claim_ssd(a, 10));
+  assert_false(qkv_account_is_over_ssd(a));
+  assert_true(qkv_account_claim_ssd(a, 90));
+  assert_true(qkv_account_is_over_ssd(a));
+  assert_null(qkv_accounts_full_ssd(accounts));
+  assert_false(qkv_account_claim_ssd(a, 1));
+  assert_true(qkv_account_is_full_ssd(a));
+  qkv_account *full = qkv_accounts_full_ssd(accounts);
+  assert_ptr_equal(full, a);
+  qkv_account_unref(&full);
+  assert_null(qkv_accounts_full_ssd(accounts));  // until it is refused again
+  qkv_account_drop_ssd(a, 50);
+  assert_false(qkv_account_is_full_ssd(a));
+  assert_true(qkv_account_claim_ssd(a, 50));
+  qkv_account_add_ssd(a, 5);  // of a start: what is there is there
+  qkv_account_drop_ssd(a, 105);
+  qkv_account_unref(&a);
+  qkv_accounts_destroy(&accounts);
+  qkv_arena_destroy(&arena);
+}
+
+// ---- Threads ----
+
+enum { THREADS = 4, ROUNDS = 20000, CEILING = 5 * 64 };
+
+typedef struct worker {
+  qkv_accounts *accounts;
+  int over, refused;
+} worker;
+
+static void *contend(void *context) {
+  worker *own = context;
+  for (int i = 0; i < ROUNDS; i++) {
+    qkv_account *account = qkv_accounts_join(own->accounts, "limited");
+    const bool claimed = qkv_account_claim_ssd(account, 128);
+    const bool reserved = qkv_arena_reserve(qkv_account_arena(account), 128, NULL) == QKV_OK;
+    const qkv_account_usage usage = qkv_account_read(account);
+    own->over += usage.host_bytes > CEILING || usage.ssd_bytes > CEILING;
+    own->refused += !claimed;
+    if (reserved) qkv_arena_unreserve(qkv_account_arena(account), 128);
+    if (claimed) qkv_account_drop_ssd(account, 128);
+    qkv_account_unref(&account);
+  }
+  return NULL;
+}
+
+static void threads_stay_below_the_ceilings(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, limits, NULL);
+  limits_now = (qkv_account_limits){.ssd_bytes = CEILING, .host_bytes = CEILING};
+  worker workers[THREADS];
+  pthread_t threads[THREADS];
+  for (int i = 0; i < THREADS; i++) {
+    workers[i] = (worker){.accounts = accounts};
+    assert_int_equal(pthread_create(&threads[i], NULL, contend, &workers[i]), 0);
+  }
+  for (int i = 0; i < THREADS; i++) {
+    assert_int_equal(pthread_join(threads[i], NULL), 0);
+    assert_int_equal(workers[i].over, 0);
+  }
+  qkv_accounts_destroy(&accounts);
+  assert_int_equal(qkv_arena_read(arena).bytes_reserved, 0);
+  qkv_arena_destroy(&arena);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(accounts_come_and_go),
+      cmocka_unit_test(the_ssd_has_a_ceiling),
+      cmocka_unit_test(threads_stay_below_the_ceilings),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
