@@ -143,8 +143,12 @@ static int start_thread(qkv_pool *pool) {
   if (member->started) pthread_join(member->thread, NULL);  // holds no lock any more
   *member = (pool_member){.pool = pool, .worker = (size_t)(member - pool->members) + 1};
   sigset_t all, before;
+  static const int faults[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP};
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads that wait for them
+  for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
+  // Signals are for the threads that wait for them; those of what a thread does itself come to it, and end the
+  // process whatever handler there is where they are blocked.
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   const int code = pthread_create(&member->thread, NULL, thread_main, member);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (code != 0) return code;
