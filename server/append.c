@@ -233,6 +233,7 @@ static void submit(append_stream *stream) {
 
 // The items in order; the first that fails ends the call. What has to wait for more, and the rest, is left to a job.
 static void apply(append_stream *stream) {
+  qkvi_request_load(&stream->request, stream->daemon->regions, qkvi_call_tenant(stream->call));
   if (!stream->opened && stream->request.opens > 0) {
     qkv_error refused = {0};
     stream->opened = true;
@@ -257,6 +258,7 @@ static void apply(append_stream *stream) {
       qkvi_stage_complete(stream->call, &stream->stage, stream->request.seal, &stream->sessions, &error) != QKV_OK)
     return fail(stream, &error);
   stream->number++;
+  qkvi_request_unload(&stream->request);
   qkv_rpc_next(stream->call);
 }
 
@@ -283,12 +285,13 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->opened = false;
   stream->next = 0;
   stream->waits = QKVI_WAIT_LAYERS;
-  // There is no work behind rows that are dropped, however many.
+  // There is no work behind rows that are dropped, however many, unless they have to be copied.
   const bool discard = stream->daemon->options->discard;
   stream->bulk = message.length > QKVI_INLINE_MESSAGE_MAX && !discard;
   if (stream->bulk) return submit(stream);
   if (!parse(stream)) return;
-  stream->bulk = qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard;
+  stream->bulk = (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) ||
+                 stream->request.shared_bytes > QKVI_INLINE_ROWS_MAX;
   const bool stages = stream->request.opens > 0 || stream->request.complete;
   if (stages) stream->waits = qkvi_session_waits(call);
   if (stream->bulk || stages) return submit(stream);

@@ -3,7 +3,8 @@
 //   check   look the sessions up, check the queries, add up what the answer takes    (no change yet)
 //   append  the rows, item by item
 //   attend  all layers that are asked locked for reading, one run over all items
-//   answer  results as references to one block that the run wrote
+//   answer  results as references to one block that the run wrote, or in the client's shared memory, copied from
+//   there
 //
 // Small requests are served on their completion-queue thread: handing one over to the
 // compute pool costs a thread's wake-up, which is more than a decode step of a small model takes. Larger ones become
@@ -66,6 +67,7 @@ typedef struct attend_call {
   double cost;                 // of all attends
   uint64_t block_bytes;        // of all outs and LSEs
   qkvi_response_block *block;  // of block_bytes; NULL without attends
+  qkvi_region *into;           // where the block is copied to; NULL: the answer refers to it
   qkv_wire_writer *writer;
 } attend_call;
 
@@ -169,9 +171,28 @@ static void begin_check(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) state->parts[i] = (batch_part){.item = &state->request.items[i]};
 }
 
+static qkv_status find_into(attend_call *state, qkv_error *error) {
+  const qkvi_region_part *part = &state->request.into;
+  if (part->region.length == 0 || state->into != NULL) return QKV_OK;
+  return qkvi_regions_find(state->daemon->regions, qkvi_call_tenant(state->call), part, "results_into", &state->into,
+                           error);
+}
+
+static qkv_status make_block(attend_call *state, qkv_error *error) {
+  const uint64_t bytes = state->request.into.bytes;
+  if (state->into != NULL && state->block_bytes > bytes)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "results_into.shared_memory_byte_size is %" PRIu64 ", the results take %" PRIu64, bytes,
+                    state->block_bytes);
+  return qkvi_block_create(state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes, &state->block,
+                           error);
+}
+
 // QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: there is no
-// room for the answer.
+// headroom for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not there, or too small.
 static qkv_status check(attend_call *state, qkv_error *call_error) {
+  qkvi_request_load(&state->request, state->daemon->regions, qkvi_call_tenant(state->call));
+  QKV_TRY(find_into(state, call_error));
   begin_check(state);
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
@@ -184,9 +205,7 @@ static qkv_status check(attend_call *state, qkv_error *call_error) {
     }
     if (status != QKV_OK) drop_part(state, i);
   }
-  if (state->attend_count > 0)
-    QKV_TRY(qkvi_block_create(state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes,
-                              &state->block, call_error));
+  if (state->attend_count > 0) QKV_TRY(make_block(state, call_error));
   state->checked = true;
   return QKV_OK;
 }
@@ -438,8 +457,12 @@ static void put_tensor(const attend_call *state, uint32_t field, qkv_dtype dtype
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, 1, (uint64_t)dtype);
   qkv_wire_put_packed(writer, 2, dims, (size_t)rank);
-  qkvi_block_hold(state->block);
-  qkv_wire_put_reference(writer, 15, state->block->data + offset, (size_t)bytes, state->block);
+  if (state->into != NULL) {
+    qkvi_region_put(writer, &state->request.into, offset, (uint64_t)bytes);
+  } else {
+    qkvi_block_hold(state->block);
+    qkv_wire_put_reference(writer, 15, state->block->data + offset, (size_t)bytes, state->block);
+  }
   qkv_wire_end(writer);
 }
 
@@ -473,15 +496,26 @@ static void drop_block(attend_call *state) {
   state->block = NULL;
 }
 
+static void drop_into(attend_call *state) {
+  qkvi_region_release(state->into);
+  state->into = NULL;
+}
+
 // The call may be over, and `state` freed, when this returns. A client that is gone may have stopped the attends.
 static void answer(attend_call *state) {
   qkvi_request *request = &state->request;
+  qkv_error error = {0};
   if (!qkvi_job_wanted(state->call)) return;
+  if (state->into != NULL && state->block != NULL &&
+      qkvi_region_write(state->into, request->into.offset, state->block->data, state->block_bytes, &error) != QKV_OK)
+    return qkvi_control_fail(state->call, &error);
   qkv_wire_writer_clear(state->writer);
   for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
   qkv_wire_put_varint(state->writer, 2, request->id);
   drop_block(state);  // the pieces hold it
+  drop_into(state);
   drop_sessions(state);
+  qkvi_request_unload(request);
   if (state->stream) return qkv_rpc_send(state->call, state->writer, qkvi_block_release);
   if (all_failed(request)) return qkvi_control_fail(state->call, &request->items[0].error);
   qkv_rpc_reply(state->call, state->writer, qkvi_block_release);
@@ -581,6 +615,7 @@ static void destroy(void *context) {
   if (state == NULL) return;
   drop_sessions(state);  // those of a job that was refused or skipped
   drop_block(state);
+  drop_into(state);
   qkvi_request_deinit(&state->request);
   qkv_wire_writer_destroy(&state->writer);
   free(state->parts);

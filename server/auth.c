@@ -300,11 +300,22 @@ static bool is_of(const char *path, const char *service) {
 
 unsigned qkvi_auth_role_of(const char *path) {
   static const char *const reading[] = {
-      "/qkv.v1.KvCache/Attend",         "/qkv.v1.KvCache/Fetch",       "/qkv.v1.KvCache/GetAttentionStats",
-      "/qkv.v1.KvCache/GetCalibration", "/qkv.v1.KvCache/GetModel",    "/qkv.v1.KvCache/GetSession",
-      "/qkv.v1.KvCache/HasSessions",    "/qkv.v1.KvCache/ListModels",  "/qkv.v1.KvCache/ListSessions",
-      "/qkv.v1.KvCache/Match",          "/qkv.v1.KvCache/Watch",       "/qkv.v1.Objects/GetObjects",
-      "/qkv.v1.Objects/HasObjects",     "/qkv.v1.Objects/ListObjects",
+      "/qkv.v1.KvCache/Attend",
+      "/qkv.v1.KvCache/Fetch",
+      "/qkv.v1.KvCache/GetAttentionStats",
+      "/qkv.v1.KvCache/GetCalibration",
+      "/qkv.v1.KvCache/GetModel",
+      "/qkv.v1.KvCache/GetSession",
+      "/qkv.v1.KvCache/HasSessions",
+      "/qkv.v1.KvCache/ListModels",
+      "/qkv.v1.KvCache/ListSessions",
+      "/qkv.v1.KvCache/Match",
+      "/qkv.v1.KvCache/Watch",
+      "/qkv.v1.Objects/GetObjects",
+      "/qkv.v1.Objects/HasObjects",
+      "/qkv.v1.Objects/ListObjects",
+      "/qkv.v1.SharedMemory/CudaSharedMemoryStatus",
+      "/qkv.v1.SharedMemory/SystemSharedMemoryStatus",
   };
   if (strcmp(path, "/grpc.health.v1.Health/Check") == 0) return 0;
   if (is_of(path, "/grpc.health.v1.Health/")) return QKVI_ROLE_READ;

@@ -210,12 +210,31 @@ static qkv_status read_quotas(qkv_daemon *daemon, qkv_error *error) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,   qkvi_calibration_methods, qkvi_open_session_methods, qkvi_sessions_methods,
-      qkvi_forks_methods,    qkvi_append_methods,      qkvi_attend_methods,       qkvi_fetch_methods,
-      qkvi_tiers_methods,    qkvi_lifetime_methods,    qkvi_lookup_methods,       qkvi_prefixes_methods,
-      qkvi_watch_methods,    qkvi_put_objects_methods, qkvi_get_objects_methods,  qkvi_objects_methods,
-      qkvi_unserved_methods, qkvi_admin_methods,       qkvi_compare_methods,      qkvi_storage_methods,
-      qkvi_quota_methods,    qkvi_health_methods,      qkvi_reflection_methods,   NULL,
+      qkvi_models_methods,
+      qkvi_calibration_methods,
+      qkvi_open_session_methods,
+      qkvi_sessions_methods,
+      qkvi_forks_methods,
+      qkvi_append_methods,
+      qkvi_attend_methods,
+      qkvi_fetch_methods,
+      qkvi_tiers_methods,
+      qkvi_lifetime_methods,
+      qkvi_lookup_methods,
+      qkvi_prefixes_methods,
+      qkvi_watch_methods,
+      qkvi_put_objects_methods,
+      qkvi_get_objects_methods,
+      qkvi_objects_methods,
+      qkvi_shared_memory_methods,
+      qkvi_unserved_methods,
+      qkvi_admin_methods,
+      qkvi_compare_methods,
+      qkvi_storage_methods,
+      qkvi_quota_methods,
+      qkvi_health_methods,
+      qkvi_reflection_methods,
+      NULL,
   };
   const qkv_server_options *options = daemon->options;
   const char *anonymous = options->allow_anonymous != NULL ? options->allow_anonymous : "";
@@ -282,6 +301,19 @@ void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
   }
 }
 
+static void start_shared_memory(qkv_daemon *daemon) {
+  qkv_metric_value *const counters[QKVI_REGION_COUNTERS] = {
+      [QKVI_REGION_COUNT] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_REGIONS],
+      [QKVI_REGION_BYTES] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_BYTES],
+      [QKVI_REGION_READ] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_READ],
+      [QKVI_REGION_WRITTEN] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_WRITTEN],
+      [QKVI_REGION_LOST] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_LOST],
+  };
+  const qkv_server_options *options = daemon->options;
+  daemon->regions =
+      qkvi_regions_create((size_t)options->limit_client_shm, 2 * (size_t)options->limit_message, counters);
+}
+
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   QKV_TRY(read_access(daemon, error));
@@ -317,6 +349,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   atomic_store(&daemon->quotas_bind, true);
   qkv_accounts_refresh(qkv_store_accounts(daemon->store));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->residency, options);
+  if (options->allow_client_shm) start_shared_memory(daemon);
   return start_rpc(daemon, error);
 }
 
@@ -411,6 +444,7 @@ void qkv_daemon_keep_memory(qkv_daemon *daemon) {
 void qkv_daemon_tend(qkv_daemon *daemon) {
   qkv_rpc_server_tend(daemon->rpc);
   qkvi_memory_tend(&daemon->memory, daemon->store);
+  if (daemon->regions != NULL) qkvi_buffers_tend(qkvi_regions_buffers(daemon->regions), monotonic_ms());
 }
 
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
@@ -467,6 +501,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_watch_hub_stop(old->watch);
   qkvi_residency_destroy(&old->residency);
   qkvi_objects_destroy(&old->objects);
+  qkvi_regions_destroy(&old->regions);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_quotas_destroy(&old->quotas);
   qkvi_watch_hub_destroy(&old->watch);

@@ -27,6 +27,7 @@
 #include "server/residency/residency.h"
 #include "server/retier.h"
 #include "server/rpc.h"
+#include "server/shared_memory/regions.h"
 #include "server/tenants/quotas.h"
 #include "server/tls.h"
 #include "server/watch.h"
@@ -41,6 +42,7 @@ typedef struct qkv_daemon {
   qkvi_kept_calibrations *kept;     // of pages that come from elsewhere
   qkv_executor *executor;           // jobs of calls, and of what goes on in the background
   qkvi_objects *objects;
+  qkvi_regions *regions;      // of clients' shared memory; NULL without allow-client-shm
   qkvi_residency *residency;  // NULL without a data-dir
   qkvi_retierer *retierer;
   qkvi_watch_hub *watch;

@@ -25,6 +25,7 @@
 #include "server/residency/restore.h"
 
 #define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
+#define CHUNK_BYTES_INTO (8 * CHUNK_BYTES)  // the same of rows that go to shared memory: a response costs 40 us
 #define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // the same, whatever the client says
 
 // Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked; or
@@ -51,10 +52,14 @@ typedef struct fetch_stream {
   bool heads_first, before_rope;
   bool coded;  // sealed rows go as pages, of so many tokens at most in a response; 0: not said
   uint32_t coded_tokens;
-  bool wanted[2];         // by qkv_part
-  uint64_t chunk_tokens;  // at most, in a response
-  size_t at;              // the layer that is sent, an index of `layers`
-  bool entered;           // `position` and `stop` are of this layer
+  bool wanted[2];                       // by qkv_part
+  char into_name[2][QKV_NAME_MAX + 1];  // by qkv_part: the region that the rows go to
+  qkvi_region_part into[2];             // what is left of it
+  qkv_segment into_segment[2];          // its name
+  qkvi_region *into_region[2];          // a reference; NULL: into the responses
+  uint64_t chunk_tokens;                // at most, in a response
+  size_t at;                            // the layer that is sent, an index of `layers`
+  bool entered;                         // `position` and `stop` are of this layer
   uint64_t position, stop;
   fetch_run run;
   qkv_wire_writer *writer;
@@ -84,6 +89,9 @@ static qkv_status check_request(const Qkv__V1__FetchRequest *request, bool disca
   QKV_TRY(check_enum((unsigned)request->rope, QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE, "rope", error));
   if (request->coded && request->part != QKV__V1__FETCH_REQUEST__PART__PART_BOTH)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "part is %d, pages have both (coded is set)", (int)request->part);
+  if (request->coded && (request->k_into != NULL || request->v_into != NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "coded is set, and so is %s: pages cross",
+                    request->k_into != NULL ? "k_into" : "v_into");
   if (request->coded && discard)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "coded is set, a daemon with --discard has no pages");
   const Qkv__V1__TokenRange *range = request->range;
@@ -120,9 +128,30 @@ static uint64_t response_token_bytes(const fetch_stream *stream) {
 
 static uint64_t choose_chunk(const fetch_stream *stream, uint32_t asked) {
   const uint64_t bytes = response_token_bytes(stream);
-  uint64_t tokens = CHUNK_BYTES / bytes;
+  const bool into = stream->into_region[QKV_K] != NULL || stream->into_region[QKV_V] != NULL;
+  uint64_t tokens = (into ? CHUNK_BYTES_INTO : CHUNK_BYTES) / bytes;
   if (asked > 0) tokens = asked < CHUNK_BYTES_MAX / bytes ? asked : CHUNK_BYTES_MAX / bytes;
   return tokens > 0 ? tokens : 1;
+}
+
+// Where a part's rows go, chunk after chunk.
+static qkv_status find_into(fetch_stream *stream, qkv_part part, const Qkv__V1__RegionPart *asked, qkv_error *error) {
+  static const char *const names[] = {"k_into", "v_into"};
+  if (asked == NULL || asked->shared_memory_region[0] == '\0') return QKV_OK;
+  if (stream->daemon->regions == NULL)
+    return qkv_fail(error, QKV_UNIMPLEMENTED,
+                    "%s.shared_memory_region is set, this daemon runs without --allow-client-shm", names[part]);
+  if (!stream->wanted[part])
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is set, `part` leaves these rows out", names[part]);
+  QKV_TRY(qkv_name_check(asked->shared_memory_region, names[part], error));
+  (void)snprintf(stream->into_name[part], sizeof stream->into_name[part], "%s", asked->shared_memory_region);
+  stream->into_segment[part] =
+      (qkv_segment){.data = (const uint8_t *)stream->into_name[part], .length = strlen(stream->into_name[part])};
+  stream->into[part] = (qkvi_region_part){.region = qkv_bytes_of(&stream->into_segment[part]),
+                                          .offset = asked->shared_memory_offset,
+                                          .bytes = asked->shared_memory_byte_size};
+  return qkvi_regions_find(stream->daemon->regions, qkvi_call_tenant(stream->call), &stream->into[part], names[part],
+                           &stream->into_region[part], error);
 }
 
 static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest *request, qkv_error *error) {
@@ -145,6 +174,8 @@ static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest 
   stream->wanted[QKV_V] = request->part != QKV__V1__FETCH_REQUEST__PART__PART_K;
   stream->coded = request->coded;
   stream->coded_tokens = request->chunk_tokens;
+  QKV_TRY(find_into(stream, QKV_K, request->k_into, error));
+  QKV_TRY(find_into(stream, QKV_V, request->v_into, error));
   stream->chunk_tokens = choose_chunk(stream, request->chunk_tokens);
   return read_layers(stream, request, error);
 }
@@ -343,6 +374,20 @@ static void drop_run(fetch_run *run) {
   *run = (fetch_run){0};
 }
 
+// The run's next rows of a part go to the client's memory, where it has some for them.
+static qkv_status write_shared(const fetch_stream *stream, qkv_part part, uint64_t tokens, qkv_error *error) {
+  const qkvi_region_part *into = &stream->into[part];
+  const fetch_run *run = &stream->run;
+  const size_t bytes = tokens * token_bytes(stream, part);
+  if (run->rows[part] == NULL || stream->into_region[part] == NULL) return QKV_OK;
+  if (bytes > into->bytes)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "%s.shared_memory_byte_size is too small: %" PRIu64 " bytes are left of it, layer %" PRIu32
+                    " from position %" PRIu64 " on takes %zu",
+                    part == QKV_K ? "k_into" : "v_into", into->bytes, run->layer, run->position, bytes);
+  return qkvi_region_write(stream->into_region[part], into->offset, run->rows[part], bytes, error);
+}
+
 // The part's rows of the run's next tokens. Field numbers are those of kv_cache.proto and tensor.proto.
 static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64_t tokens) {
   qkv_wire_writer *writer = stream->writer;
@@ -354,8 +399,14 @@ static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, 1, (uint64_t)stream->dtype);
   qkv_wire_put_packed(writer, 2, dims, 3);
-  if (run->blocks[part] != NULL) qkvi_block_hold(run->blocks[part]);
-  qkv_wire_put_reference(writer, 15, run->rows[part], bytes, run->blocks[part]);
+  if (stream->into_region[part] != NULL) {
+    qkvi_region_put(writer, &stream->into[part], 0, bytes);
+    stream->into[part].offset += bytes;
+    stream->into[part].bytes -= bytes;
+  } else {
+    if (run->blocks[part] != NULL) qkvi_block_hold(run->blocks[part]);
+    qkv_wire_put_reference(writer, 15, run->rows[part], bytes, run->blocks[part]);
+  }
   qkv_wire_end(writer);
   run->rows[part] += bytes;
   qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES], (int64_t)bytes);
@@ -365,6 +416,9 @@ static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64
 static void send_chunk(fetch_stream *stream) {
   fetch_run *run = &stream->run;
   const uint64_t tokens = run->coded != NULL ? run->tokens : smaller(run->tokens, stream->chunk_tokens);
+  qkv_error error = {0};
+  if (write_shared(stream, QKV_K, tokens, &error) != QKV_OK || write_shared(stream, QKV_V, tokens, &error) != QKV_OK)
+    return qkvi_control_fail(stream->call, &error);
   qkv_wire_writer_clear(stream->writer);
   qkv_wire_put_varint(stream->writer, 1, run->layer);
   qkv_wire_put_varint(stream->writer, 2, run->position);
@@ -434,6 +488,7 @@ static void destroy(void *state) {
   fetch_stream *stream = state;
   if (stream == NULL) return;
   drop_run(&stream->run);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) qkvi_region_release(stream->into_region[part]);
   qkv_wire_writer_destroy(&stream->writer);
   free(stream->layers);
   free(stream);

@@ -188,6 +188,19 @@ void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
   (void)snprintf(text, bytes, "gone");
 }
 
+bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user) {
+  struct sockaddr_storage address = {0};
+  socklen_t length = sizeof address, size = sizeof(struct ucred);
+  struct ucred peer;
+  char *named = grpc_call_get_peer(call->grpc);
+  const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
+  gpr_free(named);
+  if (getsockname(fd, (struct sockaddr *)&address, &length) != 0 || address.ss_family != AF_UNIX) return false;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+  *user = peer.uid;
+  return !qkv_rpc_cancelled(call);  // else the descriptor may be another connection's by now
+}
+
 const char *qkvi_tenant_to_log(const char *tenant) {
   return strcmp(tenant, QKV_TENANT_DEFAULT) == 0 ? NULL : tenant;
 }

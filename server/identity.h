@@ -10,6 +10,8 @@
 #define QKV_SERVER_IDENTITY_H
 
 #include <grpc/grpc.h>
+#include <stdbool.h>
+#include <sys/types.h>
 
 #include "engine/base/name.h"
 #include "server/auth.h"
@@ -49,5 +51,8 @@ const char *qkvi_tenant_to_log(const char *tenant);
 
 // Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
 void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
+// The user of the process behind a unix socket, as the kernel says it. False: the call came another way, or the
+// client is gone.
+bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user);
 
 #endif

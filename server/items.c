@@ -8,7 +8,9 @@
 #include "proto/wire.h"
 
 qkvi_limits qkvi_limits_of(const qkv_server_options *options) {
-  return (qkvi_limits){.items_max = (size_t)options->limit_items, .message_bytes_max = options->limit_message};
+  return (qkvi_limits){.items_max = (size_t)options->limit_items,
+                       .message_bytes_max = options->limit_message,
+                       .shared_memory = options->allow_client_shm};
 }
 
 // ---- fields ----
@@ -111,7 +113,7 @@ typedef struct tensor_fields {
   uint64_t dtype;
   int64_t dims[QKV_TENSOR_RANK_MAX], strides[QKV_TENSOR_RANK_MAX];
   size_t dim_count, stride_count;  // one beyond the maximum stands for more
-  bool in_region;
+  qkvi_region_part part;
   qkv_bytes data;
 } tensor_fields;
 
@@ -138,7 +140,22 @@ static qkv_status get_int64s(const qkv_wire_field *field, const char *name, int6
   return QKV_OK;
 }
 
+// The fields of that part in a Tensor and in a RegionPart, whose numbers begin at `first`.
+static qkv_status part_field(qkvi_region_part *part, const qkv_wire_field *field, uint32_t first, qkv_error *error) {
+  switch (field->number - first) {
+    case 0:
+      QKV_TRY(expect(field, QKV_WIRE_BYTES, "shared_memory_region", error));
+      part->region = field->bytes;
+      return QKV_OK;
+    case 1:
+      return get_uint64(field, "shared_memory_offset", &part->offset, error);
+    default:
+      return get_uint64(field, "shared_memory_byte_size", &part->bytes, error);
+  }
+}
+
 static qkv_status tensor_field(void *context, const qkv_wire_field *field, qkv_error *error) {
+  enum { REGION = 4 };
   tensor_fields *tensor = context;
   switch (field->number) {
     case 1:
@@ -147,10 +164,10 @@ static qkv_status tensor_field(void *context, const qkv_wire_field *field, qkv_e
       return get_int64s(field, "dims", tensor->dims, &tensor->dim_count, error);
     case 3:
       return get_int64s(field, "strides", tensor->strides, &tensor->stride_count, error);
-    case 4:
-      QKV_TRY(expect(field, QKV_WIRE_BYTES, "shared_memory_region", error));
-      tensor->in_region = field->bytes.length > 0;
-      return QKV_OK;
+    case REGION:
+    case REGION + 1:
+    case REGION + 2:
+      return part_field(&tensor->part, field, REGION, error);
     case 15:
       QKV_TRY(expect(field, QKV_WIRE_BYTES, "data", error));
       tensor->data = field->bytes;
@@ -161,10 +178,15 @@ static qkv_status tensor_field(void *context, const qkv_wire_field *field, qkv_e
 }
 
 // What qkv_tensor_check cannot see any more.
-static qkv_status check_fields(const tensor_fields *fields, const char *name, qkv_error *error) {
-  if (fields->in_region)
-    return qkv_fail(error, QKV_UNIMPLEMENTED, "%s.shared_memory_region is set, shared memory is not served yet",
-                    name);
+static qkv_status check_fields(const tensor_fields *fields, const char *name, const qkvi_limits *limits,
+                               qkv_error *error) {
+  const bool shared = fields->part.region.length > 0;
+  if (shared && !limits->shared_memory)
+    return qkv_fail(error, QKV_UNIMPLEMENTED,
+                    "%s.shared_memory_region is set, this daemon runs without --allow-client-shm", name);
+  if (shared && fields->data.length > 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "%s.data is set, and so is shared_memory_region: a tensor has one of them", name);
   if (fields->dtype < QKV_FP32 || fields->dtype > QKV_BF16)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s.dtype is %" PRIu64 ", known are 1 (fp32), 2 (fp16) and 3 (bf16)",
                     name, fields->dtype);
@@ -189,9 +211,25 @@ static qkv_status check_size(const qkv_tensor *tensor, const char *name, int64_t
                   name, tensor->dims[0], tensor->dims[1], tensor->dims[2], bytes, bytes_max);
 }
 
-static qkv_status make_tensor(const tensor_fields *fields, const char *name, int64_t bytes_max, qkv_tensor *tensor,
-                              qkv_error *error) {
-  QKV_TRY(check_fields(fields, name, error));
+// What dims and strides reach of a part is copied, gaps included.
+static qkv_status check_part(const qkv_tensor *tensor, const qkvi_region_part *part, const char *name,
+                             int64_t bytes_max, qkv_error *error) {
+  int64_t end = 0;
+  if (qkv_tensor_reach(tensor, &end) != QKV_OK || (uint64_t)end > part->bytes)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "%s.shared_memory_byte_size is %" PRIu64 ", its dims and strides reach %" PRId64, name,
+                    part->bytes, end);
+  if (end > bytes_max)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "%s.strides reach %" PRId64 " bytes of shared memory, limit-message is %" PRId64, name, end,
+                    bytes_max);
+  return QKV_OK;
+}
+
+static qkv_status make_tensor(const tensor_fields *fields, const char *name, const qkvi_limits *limits,
+                              qkv_tensor *tensor, qkv_error *error) {
+  const bool shared = fields->part.region.length > 0;
+  QKV_TRY(check_fields(fields, name, limits, error));
   tensor->dtype = (qkv_dtype)fields->dtype;
   tensor->rank = (int)fields->dim_count;
   memcpy(tensor->dims, fields->dims, sizeof tensor->dims);
@@ -200,8 +238,10 @@ static qkv_status make_tensor(const tensor_fields *fields, const char *name, int
     qkv_tensor_strides(tensor->dtype, tensor->rank, tensor->dims, tensor->strides);
   else
     memcpy(tensor->strides, fields->strides, sizeof tensor->strides);
+  if (shared) tensor->data = (qkv_bytes){.length = SIZE_MAX};  // until it is loaded
   QKV_TRY(qkv_tensor_check(tensor, name, 3, error));
-  return check_size(tensor, name, bytes_max, error);
+  if (shared) QKV_TRY(check_part(tensor, &fields->part, name, limits->message_bytes_max, error));
+  return check_size(tensor, name, limits->message_bytes_max, error);
 }
 
 // ---- items ----
@@ -215,12 +255,13 @@ typedef struct item_parse {
 } item_parse;
 
 static qkv_status item_tensor(const item_parse *parse, const qkv_wire_field *field, const char *name,
-                              qkv_tensor *tensor, qkv_error *error) {
+                              qkv_tensor *tensor, qkvi_region_part *part, qkv_error *error) {
   tensor_fields fields = {0};
   QKV_TRY(expect(field, QKV_WIRE_BYTES, name, error));
   if (walk(field->bytes, tensor_field, &fields, error) != QKV_OK) return qkv_error_prefix(error, "%s: ", name);
   *tensor = (qkv_tensor){0};
-  (void)make_tensor(&fields, name, parse->limits->message_bytes_max, tensor, &parse->item->error);
+  *part = fields.part;
+  (void)make_tensor(&fields, name, parse->limits, tensor, &parse->item->error);
   return QKV_OK;
 }
 
@@ -290,11 +331,11 @@ static qkv_status item_field(void *context, const qkv_wire_field *field, qkv_err
     case ITEM_TOKEN_IDS:
       return item_token_ids(item, field, error);
     case 8:
-      return item_tensor(parse, field, "k", &item->k, error);
+      return item_tensor(parse, field, "k", &item->k, &item->k_part, error);
     case 9:
-      return item_tensor(parse, field, "v", &item->v, error);
+      return item_tensor(parse, field, "v", &item->v, &item->v_part, error);
     case 10:
-      return item_tensor(parse, field, "q", &item->q, error);
+      return item_tensor(parse, field, "q", &item->q, &item->q_part, error);
     case 12:
       return item_page(item, field, error);
     default:
@@ -436,6 +477,19 @@ static qkv_status append_field(const request_parse *parse, const qkv_wire_field 
   }
 }
 
+static qkv_status into_field(void *context, const qkv_wire_field *field, qkv_error *error) {
+  return field->number > 3 ? QKV_OK : part_field(context, field, 1, error);
+}
+
+static qkv_status request_into(const request_parse *parse, const qkv_wire_field *field, qkv_error *error) {
+  qkvi_region_part *into = &parse->request->into;
+  QKV_TRY(expect(field, QKV_WIRE_BYTES, "results_into", error));
+  if (walk(field->bytes, into_field, into, error) != QKV_OK) return qkv_error_prefix(error, "results_into: ");
+  if (into->region.length == 0 || parse->limits->shared_memory) return QKV_OK;
+  return qkv_fail(error, QKV_UNIMPLEMENTED,
+                  "results_into.shared_memory_region is set, this daemon runs without --allow-client-shm");
+}
+
 static qkv_status request_field(void *context, const qkv_wire_field *field, qkv_error *error) {
   const request_parse *parse = context;
   if (field->number == 1) return request_item(parse, field, error);
@@ -447,14 +501,39 @@ static qkv_status request_field(void *context, const qkv_wire_field *field, qkv_
       return request_out_dtype(parse, field, error);
     case 4:
       return get_uint64(field, "id", &parse->request->id, error);
+    case 5:
+      return request_into(parse, field, error);
     default:
       return QKV_OK;
+  }
+}
+
+static void count_part(qkvi_request *request, const qkv_tensor *tensor, const qkvi_region_part *part) {
+  int64_t end = 0;
+  if (part->region.length == 0) return;
+  const qkv_status status = qkv_tensor_reach(tensor, &end);
+  assert(status == QKV_OK);  // make_tensor has looked
+  (void)status;
+  request->shared_bytes += (uint64_t)end;
+  request->shared_count++;
+}
+
+static void count_shared(qkvi_request *request) {
+  request->shared_bytes = 0;
+  request->shared_count = 0;
+  for (size_t i = 0; i < request->count; i++) {
+    const qkvi_item *item = &request->items[i];
+    if (item->error.status != QKV_OK) continue;
+    count_part(request, &item->k, &item->k_part);
+    count_part(request, &item->v, &item->v_part);
+    count_part(request, &item->q, &item->q_part);
   }
 }
 
 // Each tensor is within the limit; together they must be, too.
 static qkv_status check_rows(const qkvi_request *request, const qkvi_limits *limits, qkv_error *error) {
   uint64_t bytes = qkvi_request_row_bytes(request);
+  if (request->shared_bytes > bytes) bytes = request->shared_bytes;
   if (bytes <= (uint64_t)limits->message_bytes_max) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT,
                   "items has %zu entries with %" PRIu64 " bytes of rows, limit-message is %" PRId64, request->count,
@@ -475,6 +554,8 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
   request->id = 0;
   request->opens = 0;
   request->complete = request->seal = false;
+  request->into = (qkvi_region_part){0};
+  qkvi_request_unload(request);
   request_parse context = {request, kind, limits};
   QKV_TRY(walk(message, request_field, &context, error));
   if (count == 0 && request->opens == 0 && !request->complete)
@@ -482,10 +563,74 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
   for (size_t i = 0; i < request->count; i++) {
     if (!request->items[i].own_options) request->items[i].options = request->options;
   }
+  count_shared(request);
   return check_rows(request, limits, error);
+}
+
+// ---- Shared memory ----
+
+// What a request copies from, and how far it has come.
+typedef struct request_load {
+  qkvi_request *request;
+  qkvi_regions *regions;
+  const char *tenant;
+  uint64_t bytes;
+  size_t count;
+} request_load;
+
+static qkv_status load_tensor(request_load *load, qkv_tensor *tensor, const qkvi_region_part *part, const char *name,
+                              qkv_error *error) {
+  qkvi_region *region = NULL;
+  int64_t end = 0;
+  if (part->region.length == 0) return QKV_OK;
+  QKV_TRY(qkvi_regions_find(load->regions, load->tenant, part, name, &region, error));
+  (void)qkv_tensor_reach(tensor, &end);
+  uint8_t *to = load->request->shared.data + load->bytes;
+  const qkv_status status = qkvi_region_read(region, part->offset, to, (size_t)end, error);
+  qkvi_region_release(region);
+  if (status != QKV_OK) return qkv_error_prefix(error, "%s: ", name);
+  qkv_segment *segment = &load->request->shared_segments[load->count++];
+  *segment = (qkv_segment){.data = to, .length = (size_t)end};
+  tensor->data = qkv_bytes_of(segment);
+  load->bytes += (uint64_t)end;
+  return QKV_OK;
+}
+
+static void make_shared_room(qkvi_request *request) {
+  if (request->shared_count > request->shared_segment_capacity) {
+    free(request->shared_segments);
+    request->shared_segments = malloc(request->shared_count * sizeof *request->shared_segments);
+    request->shared_segment_capacity = request->shared_count;
+  }
+  if (request->shared_segments == NULL) abort();
+  request->shared = qkvi_buffers_borrow(qkvi_regions_buffers(request->regions), request->shared_bytes);
+}
+
+void qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant) {
+  if (request->loaded || request->shared_count == 0) return;
+  request_load load = {.request = request, .regions = regions, .tenant = tenant};
+  request->loaded = true;
+  request->regions = regions;
+  make_shared_room(request);
+  for (size_t i = 0; i < request->count; i++) {
+    qkvi_item *item = &request->items[i];
+    if (item->error.status != QKV_OK) continue;
+    if (load_tensor(&load, &item->k, &item->k_part, "k", &item->error) != QKV_OK ||
+        load_tensor(&load, &item->v, &item->v_part, "v", &item->error) != QKV_OK ||
+        load_tensor(&load, &item->q, &item->q_part, "q", &item->error) != QKV_OK)
+      (void)qkvi_item_place(&item->error, i);
+  }
+}
+
+void qkvi_request_unload(qkvi_request *request) {
+  if (request->regions != NULL) qkvi_buffers_return(qkvi_regions_buffers(request->regions), &request->shared);
+  request->regions = NULL;
+  request->loaded = false;
 }
 
 void qkvi_request_deinit(qkvi_request *request) {
   free(request->items);
+  qkvi_request_unload(request);
+  free(request->shared_segments);
   *request = (qkvi_request){0};
 }

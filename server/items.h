@@ -6,7 +6,10 @@
 // `error`, with the place in front ("items[3].k.dims[1] is 0, at least 1"), because in a batch the other items
 // are served.
 //
-// Threads: pure on its inputs. A request's views live as long as the message.
+// Tensors that lie in a client's shared memory are read by qkvi_request_load, into memory of the request: nothing
+// that has been checked can change afterwards. Until then their data is bytes that cannot be touched.
+//
+// Threads: pure on its inputs, but for qkvi_request_load. A request's views live as long as the message.
 #ifndef QKV_SERVER_ITEMS_H
 #define QKV_SERVER_ITEMS_H
 
@@ -19,6 +22,7 @@
 #include "engine/cache/attend.h"
 #include "engine/cache/model.h"
 #include "server/options.h"
+#include "server/shared_memory/regions.h"
 #include "server/token_ids.h"
 
 typedef enum qkvi_request_kind { QKVI_APPEND_REQUEST, QKVI_ATTEND_REQUEST } qkvi_request_kind;
@@ -26,6 +30,7 @@ typedef enum qkvi_request_kind { QKVI_APPEND_REQUEST, QKVI_ATTEND_REQUEST } qkvi
 typedef struct qkvi_limits {
   size_t items_max;           // limit-items
   int64_t message_bytes_max;  // limit-message; also of a tensor once its strides of 0 are written out
+  bool shared_memory;         // allow-client-shm: tensors may lie there
 } qkvi_limits;
 qkvi_limits qkvi_limits_of(const qkv_server_options *options);
 
@@ -41,7 +46,8 @@ typedef struct qkvi_item {
   qkv_bytes message;         // the item itself, for its pages (append_coded.h), which are not looked at here
   size_t pages;              // how many it has
   uint64_t page_bytes;       // of these together
-  qkv_error error;           // what is wrong with this item, if anything
+  qkvi_region_part k_part, v_part, q_part;  // where they lie in shared memory; none: in the message
+  qkv_error error;                          // what is wrong with this item, if anything
 } qkvi_item;
 
 // Reusable: the memory of one message's items serves the next.
@@ -51,6 +57,17 @@ typedef struct qkvi_request {
   qkv_attend_options options;  // of items without their own
   qkv_dtype out_dtype;         // never NONE
   uint64_t id;
+  // Of an AttendRequest alone: where the results go; none: into the response.
+  qkvi_region_part into;
+  // What the items' tensors take of shared memory, as far as their dims and strides reach; and once it is loaded,
+  // where it has been copied to, in `shared_count` tensors.
+  uint64_t shared_bytes;
+  size_t shared_count;
+  bool loaded;
+  qkvi_regions *regions;  // that have lent `shared`
+  qkvi_buffer shared;
+  qkv_segment *shared_segments;
+  size_t shared_segment_capacity;
   // Of an AppendRequest alone: how many `open` there are, which server/stage.h reads, and the two marks.
   size_t opens;
   bool complete, seal;
@@ -62,6 +79,13 @@ typedef struct qkvi_request {
 qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const qkvi_limits *limits,
                               qkvi_request *request, qkv_error *error);
 void qkvi_request_deinit(qkvi_request *request);
+
+// Copies the tensors that lie in shared memory of the tenant, once, so that the request is as if they had come with
+// it. What is wrong with one is kept in its item. Copies up to limit-message: no work for a completion-queue thread
+// where qkvi_request_row_bytes is large. `regions` is not NULL where the limits allowed shared memory.
+void qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant);
+// Gives the memory of those copies back, as do qkvi_request_parse and qkvi_request_deinit. Their tensors end.
+void qkvi_request_unload(qkvi_request *request);
 
 // Puts `items[index]` in front of an error's text: before a '.' where the text begins with a field of the
 // item (INVALID_ARGUMENT, FAILED_PRECONDITION, UNIMPLEMENTED), before ": " where it is a sentence. Returns the

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "engine/base/cpu.h"
+#include "server/shared_memory/regions.h"
 
 enum {
   ARENAS_LEAST = 2,
@@ -51,8 +52,22 @@ static uint64_t span_resident(qkv_heap *heap) {
   return stats.bytes_resident - stats.bytes_outside;
 }
 
+// Of clients' shared memory (server/shared_memory/regions.h), which is theirs.
+static int64_t shared_resident(void) {
+  char line[128];
+  long long kib = 0;
+  FILE *file = qkvi_regions_mapped() > 0 ? fopen("/proc/self/status", "re") : NULL;
+  if (file == NULL) return 0;
+  while (fgets(line, sizeof line, file) != NULL) {
+    if (sscanf(line, "RssShmem: %lld", &kib) == 1) break;  // NOLINT(cert-err34-c): the kernel's text
+  }
+  fclose(file);
+  return (int64_t)kib * 1024;
+}
+
 int64_t qkvi_memory_beside(qkv_store *store) {
-  const int64_t span = (int64_t)span_resident(qkv_arena_heap(qkv_store_arena(store))), all = qkvi_memory_resident();
+  const int64_t span = (int64_t)span_resident(qkv_arena_heap(qkv_store_arena(store)));
+  const int64_t all = qkvi_memory_resident() - shared_resident();
   return all > span ? all - span : 0;
 }
 

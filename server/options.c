@@ -93,6 +93,8 @@ const qkv_option qkv_server_option_table[] = {
      "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
      "limit-calls is reached, calls without a message lose their places at once."},
     {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
+    {"limit-client-shm", QKV_OPTION_INTEGER, AT(limit_client_shm), "256", 1, 65536, "N",
+     "Regions of clients' shared memory registered at once."},
     {"limit-metric-labels", QKV_OPTION_INTEGER, AT(limit_metric_labels), "64", 0, 1024, "N",
      "Tenants, and models, that /metrics names; those that come later are summed as \"other\"."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
@@ -139,6 +141,9 @@ const qkv_option qkv_server_option_table[] = {
     {"keep-full", QKV_OPTION_FLAG, AT(keep_full), NULL, 0, 0, NULL,
      "Keep pages also in full when they go to lower tiers, where the session does not say: nothing is freed, and "
      "the way back is exact."},
+    {"allow-client-shm", QKV_OPTION_FLAG, AT(allow_client_shm), NULL, 0, 0, NULL,
+     "Clients that call by a unix socket may register POSIX shared memory of their user, which rows are then copied "
+     "from and to instead of crossing the socket."},
     {"separate-appends", QKV_OPTION_FLAG, AT(separate_appends), NULL, 0, 0, NULL,
      "Code the rows of every append, also those whose token ids another session of the tenant, model and salt holds. "
      "Without it the other session's pages are taken, and the rows are not compared with them."},
@@ -184,7 +189,8 @@ const qkv_option qkv_server_option_table[] = {
      "How long the daemon says that it is not ready, and serves new calls still, before that begins."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
      "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
-     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need fma and f16c, too. Without it all."},
+     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need fma and f16c, too. Without it "
+     "all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,

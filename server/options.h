@@ -43,6 +43,7 @@ typedef struct qkv_server_options {
   int64_t limit_first_message;  // ms; 0: for ever
   int64_t limit_connections, limit_peer_connections;
   int64_t limit_watchers;       // Watch calls
+  int64_t limit_client_shm;     // regions of clients' shared memory
   int64_t limit_metric_labels;  // tenants, and models, that metrics name
   int64_t limit_queue;          // jobs that wait for the compute pool
   double bits;                  // what sessions and models fall back to, per coordinate
@@ -69,7 +70,6 @@ typedef struct qkv_server_options {
   int64_t storage_compact_rate;    // bytes a second; 0: never
   double ema_alpha;                // of the averages of attention
   int64_t ema_every;               // blocks of queries of which one is counted; 0: none is
-  bool keep_full;                  // pages that go to lower tiers stay beside in full
   double tier_bits;                // average that the background brings sessions to; 0: none
   const char *tier_thresholds;     // "HI,MID,LO", or NULL
   int64_t tier_sinks;              // first tokens that the background leaves alone
@@ -79,7 +79,9 @@ typedef struct qkv_server_options {
   int64_t drain_notice;            // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
+  bool keep_full;         // pages that go to lower tiers stay beside in full
   bool separate_appends;  // pages of tokens that other sessions hold are coded again
+  bool allow_client_shm;  // clients of unix sockets may register regions of shared memory
   bool discard;           // appended rows are checked, acknowledged and dropped
   bool admin_anonymous;   // that address may be one that others reach
   bool check_health;

@@ -9,12 +9,9 @@ static void finish(qkv_rpc_call *call, qkv_bytes message, const char *text) {
 }
 
 // service, method
-#define UNSERVED_MAP(X)                         \
-  X(SharedMemory, SystemSharedMemoryStatus)     \
-  X(SharedMemory, SystemSharedMemoryRegister)   \
-  X(SharedMemory, SystemSharedMemoryUnregister) \
-  X(SharedMemory, CudaSharedMemoryStatus)       \
-  X(SharedMemory, CudaSharedMemoryRegister)     \
+#define UNSERVED_MAP(X)                     \
+  X(SharedMemory, CudaSharedMemoryStatus)   \
+  X(SharedMemory, CudaSharedMemoryRegister) \
   X(SharedMemory, CudaSharedMemoryUnregister)
 
 #define X(service, method)                                                                                    \

@@ -247,8 +247,7 @@ static qkv_status check_strides(const qkv_tensor *tensor, const char *name, qkv_
   return QKV_OK;
 }
 
-// One past the last byte that the dims and strides reach.
-static qkv_status reach(const qkv_tensor *tensor, int64_t *end) {
+qkv_status qkv_tensor_reach(const qkv_tensor *tensor, int64_t *end) {
   *end = (int64_t)qkv_dtype_size(tensor->dtype);
   for (int i = 0; i < tensor->rank; i++) {
     int64_t span = 0;
@@ -263,7 +262,7 @@ qkv_status qkv_tensor_check(const qkv_tensor *tensor, const char *name, int rank
   QKV_TRY(check_shape(tensor, name, rank, error));
   QKV_TRY(check_strides(tensor, name, error));
   int64_t end = 0;
-  if (reach(tensor, &end) != QKV_OK) {
+  if (qkv_tensor_reach(tensor, &end) != QKV_OK) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s.dims and strides reach beyond %" PRId64 " bytes", name,
                     INT64_MAX);
   }

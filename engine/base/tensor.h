@@ -52,6 +52,10 @@ void qkv_tensor_strides(qkv_dtype dtype, int rank, const int64_t *dims, int64_t 
 // INVALID_ARGUMENT with a text such as "k.strides[0] is -4, at least 0" (`name` is what stands in front).
 qkv_status qkv_tensor_check(const qkv_tensor *tensor, const char *name, int rank, qkv_error *error);
 
+// One past the last byte that the dims and strides reach, in *end. They are not negative. INVALID_ARGUMENT on
+// overflow of int64_t.
+qkv_status qkv_tensor_reach(const qkv_tensor *tensor, int64_t *end);
+
 // Bytes of a dense tensor of these dims; INVALID_ARGUMENT on overflow of int64_t.
 qkv_status qkv_tensor_bytes(qkv_dtype dtype, int rank, const int64_t *dims, int64_t *bytes);
 

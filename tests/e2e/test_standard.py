@@ -89,12 +89,12 @@ def test_reflection_answers_many_requests_on_one_stream(daemon, stub):
     assert all(answer.HasField("file_descriptor_response") for answer in answers)
 
 
-def test_admin_and_shared_memory_methods_that_are_not_served(daemon, stub):
+def test_methods_that_are_not_served(daemon, stub):
     admin = admin_pb2_grpc.AdminStub(daemon.channel())
     memory = shared_memory_pb2_grpc.SharedMemoryStub(daemon.channel())
     for call, request in ((admin.Drain, admin_pb2.DrainRequest()),
                           (admin.SetQuota, admin_pb2.SetQuotaRequest()),
-                          (memory.SystemSharedMemoryStatus, shared_memory_pb2.SystemSharedMemoryStatusRequest())):
+                          (memory.CudaSharedMemoryStatus, shared_memory_pb2.CudaSharedMemoryStatusRequest())):
         with refused(grpc.StatusCode.UNIMPLEMENTED):
             call(request, timeout=TIMEOUT)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "data-dir"):

@@ -315,7 +315,7 @@ static void tensor_mistakes_name_field_value_and_limit(void **state) {
   build(&r);
   r.item.k->shared_memory_region = (char *)"region";
   expect_item_error(&r, kind, QKV_UNIMPLEMENTED,
-                    "items[0].k.shared_memory_region is set, shared memory is not served yet");
+                    "items[0].k.shared_memory_region is set, this daemon runs without --allow-client-shm");
 }
 
 static void token_ids_are_as_many_as_rows(void **state) {

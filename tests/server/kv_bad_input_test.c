@@ -425,7 +425,8 @@ static void tensors_that_do_not_fit_the_model(void **state) {
   expect_raw_refused(&raw, bad, ".k.dims has 0 entries, expected are 3");
   build(&raw);
   raw.k.shared_memory_region = (char *)"r";
-  expect_raw_refused(&raw, QKV_UNIMPLEMENTED, ".k.shared_memory_region is set, shared memory is not served yet");
+  expect_raw_refused(&raw, QKV_UNIMPLEMENTED,
+                     ".k.shared_memory_region is set, this daemon runs without --allow-client-shm");
   build(&raw);
   raw.item.layer = 3;
   expect_raw_refused(&raw, bad, ".layer is 3, the model m has 3 layers");

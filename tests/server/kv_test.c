@@ -487,10 +487,8 @@ static void truncate_drops_and_appends_go_on(void **state) {
 
 static void unserved_methods_say_so(void **state) {
   (void)state;
-  const char *const methods[] = {
-      "SharedMemory/SystemSharedMemoryStatus",     "SharedMemory/SystemSharedMemoryRegister",
-      "SharedMemory/SystemSharedMemoryUnregister", "SharedMemory/CudaSharedMemoryStatus",
-      "SharedMemory/CudaSharedMemoryRegister",     "SharedMemory/CudaSharedMemoryUnregister"};
+  const char *const methods[] = {"SharedMemory/CudaSharedMemoryStatus", "SharedMemory/CudaSharedMemoryRegister",
+                                 "SharedMemory/CudaSharedMemoryUnregister"};
   for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++) {
     char path[128];
     (void)snprintf(path, sizeof path, "/qkv.v1.%s", methods[i]);

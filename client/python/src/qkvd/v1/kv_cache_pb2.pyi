@@ -311,16 +311,18 @@ class AttendOptions(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., range: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ..., causal_offset: _Optional[int] = ..., not_causal: bool = ..., precision: _Optional[_Union[AttendOptions.Precision, str]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("items", "options", "out_dtype", "id")
+    __slots__ = ("items", "options", "out_dtype", "id", "results_into")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_INTO_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[Item]
     options: AttendOptions
     out_dtype: _tensor_pb2.DType
     id: int
-    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., options: _Optional[_Union[AttendOptions, _Mapping]] = ..., out_dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., id: _Optional[int] = ...) -> None: ...
+    results_into: _tensor_pb2.RegionPart
+    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., options: _Optional[_Union[AttendOptions, _Mapping]] = ..., out_dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., id: _Optional[int] = ..., results_into: _Optional[_Union[_tensor_pb2.RegionPart, _Mapping]] = ...) -> None: ...
 
 class AttendResult(_message.Message):
     __slots__ = ("status", "length", "out", "lse")
@@ -343,7 +345,7 @@ class AttendResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[AttendResult, _Mapping]]] = ..., id: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("session", "layers", "range", "dtype", "layout", "part", "rope", "chunk_tokens", "coded")
+    __slots__ = ("session", "layers", "range", "dtype", "layout", "part", "rope", "chunk_tokens", "coded", "k_into", "v_into")
     class Part(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PART_BOTH: _ClassVar[FetchRequest.Part]
@@ -361,6 +363,8 @@ class FetchRequest(_message.Message):
     ROPE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CODED_FIELD_NUMBER: _ClassVar[int]
+    K_INTO_FIELD_NUMBER: _ClassVar[int]
+    V_INTO_FIELD_NUMBER: _ClassVar[int]
     session: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     range: _tensor_pb2.TokenRange
@@ -370,7 +374,9 @@ class FetchRequest(_message.Message):
     rope: _tensor_pb2.RopeForm
     chunk_tokens: int
     coded: bool
-    def __init__(self, session: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., range: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., layout: _Optional[_Union[RowLayout, str]] = ..., part: _Optional[_Union[FetchRequest.Part, str]] = ..., rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., chunk_tokens: _Optional[int] = ..., coded: bool = ...) -> None: ...
+    k_into: _tensor_pb2.RegionPart
+    v_into: _tensor_pb2.RegionPart
+    def __init__(self, session: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., range: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., layout: _Optional[_Union[RowLayout, str]] = ..., part: _Optional[_Union[FetchRequest.Part, str]] = ..., rope: _Optional[_Union[_tensor_pb2.RopeForm, str]] = ..., chunk_tokens: _Optional[int] = ..., coded: bool = ..., k_into: _Optional[_Union[_tensor_pb2.RegionPart, _Mapping]] = ..., v_into: _Optional[_Union[_tensor_pb2.RegionPart, _Mapping]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("layer", "position", "k", "v", "pages")

@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13qkv/v1/tensor.proto\x12\x06qkv.v1\"\xb0\x01\n\x06Tensor\x12\x1c\n\x05\x64type\x18\x01 \x01(\x0e\x32\r.qkv.v1.DType\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\x12\x1c\n\x14shared_memory_region\x18\x04 \x01(\t\x12\x1c\n\x14shared_memory_offset\x18\x05 \x01(\x04\x12\x1f\n\x17shared_memory_byte_size\x18\x06 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\'\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"(\n\nTokenRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04*N\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_FP32\x10\x01\x12\x0e\n\nDTYPE_FP16\x10\x02\x12\x0e\n\nDTYPE_BF16\x10\x03*P\n\x08RopeForm\x12\x19\n\x15ROPE_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fROPE_FORM_AFTER\x10\x01\x12\x14\n\x10ROPE_FORM_BEFORE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13qkv/v1/tensor.proto\x12\x06qkv.v1\"\xb0\x01\n\x06Tensor\x12\x1c\n\x05\x64type\x18\x01 \x01(\x0e\x32\r.qkv.v1.DType\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\x12\x1c\n\x14shared_memory_region\x18\x04 \x01(\t\x12\x1c\n\x14shared_memory_offset\x18\x05 \x01(\x04\x12\x1f\n\x17shared_memory_byte_size\x18\x06 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"i\n\nRegionPart\x12\x1c\n\x14shared_memory_region\x18\x01 \x01(\t\x12\x1c\n\x14shared_memory_offset\x18\x02 \x01(\x04\x12\x1f\n\x17shared_memory_byte_size\x18\x03 \x01(\x04\"\'\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"(\n\nTokenRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04*N\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_FP32\x10\x01\x12\x0e\n\nDTYPE_FP16\x10\x02\x12\x0e\n\nDTYPE_BF16\x10\x03*P\n\x08RopeForm\x12\x19\n\x15ROPE_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fROPE_FORM_AFTER\x10\x01\x12\x14\n\x10ROPE_FORM_BEFORE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'qkvd.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=293
-  _globals['_DTYPE']._serialized_end=371
-  _globals['_ROPEFORM']._serialized_start=373
-  _globals['_ROPEFORM']._serialized_end=453
+  _globals['_DTYPE']._serialized_start=400
+  _globals['_DTYPE']._serialized_end=478
+  _globals['_ROPEFORM']._serialized_start=480
+  _globals['_ROPEFORM']._serialized_end=560
   _globals['_TENSOR']._serialized_start=32
   _globals['_TENSOR']._serialized_end=208
-  _globals['_STATUS']._serialized_start=210
-  _globals['_STATUS']._serialized_end=249
-  _globals['_TOKENRANGE']._serialized_start=251
-  _globals['_TOKENRANGE']._serialized_end=291
+  _globals['_REGIONPART']._serialized_start=210
+  _globals['_REGIONPART']._serialized_end=315
+  _globals['_STATUS']._serialized_start=317
+  _globals['_STATUS']._serialized_end=356
+  _globals['_TOKENRANGE']._serialized_start=358
+  _globals['_TOKENRANGE']._serialized_end=398
 # @@protoc_insertion_point(module_scope)

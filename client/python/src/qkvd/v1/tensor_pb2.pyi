@@ -44,6 +44,16 @@ class Tensor(_message.Message):
     data: bytes
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., dims: _Optional[_Iterable[int]] = ..., strides: _Optional[_Iterable[int]] = ..., shared_memory_region: _Optional[str] = ..., shared_memory_offset: _Optional[int] = ..., shared_memory_byte_size: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class RegionPart(_message.Message):
+    __slots__ = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+    SHARED_MEMORY_REGION_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    shared_memory_region: str
+    shared_memory_offset: int
+    shared_memory_byte_size: int
+    def __init__(self, shared_memory_region: _Optional[str] = ..., shared_memory_offset: _Optional[int] = ..., shared_memory_byte_size: _Optional[int] = ...) -> None: ...
+
 class Status(_message.Message):
     __slots__ = ("code", "message")
     CODE_FIELD_NUMBER: _ClassVar[int]

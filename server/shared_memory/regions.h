@@ -1,0 +1,95 @@
+// Regions of shared memory that clients on this machine have registered (SystemSharedMemoryRegister), so that rows do
+// not cross the socket.
+//
+//   region    [offset, offset + bytes) of a POSIX shared memory object, mapped until it is unregistered and the last
+//             request that uses it is done
+//   name      the client's, of its tenant: a region of another tenant does not exist for it
+//   whose     an object is mapped only where it belongs to the user who asks for it: the daemon may be allowed to
+//   open
+//             more than its client is
+//
+// What is registered goes with the process: a client registers again after a restart. The bytes are the client's at
+// all times; copy.h says how they are touched.
+//
+// Threads: any. Adding and mapping wait for the file system of /dev/shm, in memory.
+#ifndef QKV_SERVER_SHARED_MEMORY_REGIONS_H
+#define QKV_SERVER_SHARED_MEMORY_REGIONS_H
+
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "engine/base/bytes.h"
+#include "engine/base/metric.h"
+#include "engine/base/name.h"
+#include "engine/base/status.h"
+#include "proto/wire.h"
+#include "server/shared_memory/buffers.h"
+
+#define QKVI_REGION_KEY_MAX 255  // characters after the '/'
+
+typedef struct qkvi_regions qkvi_regions;
+typedef struct qkvi_region qkvi_region;
+
+// What a client asks for. Strings are borrowed.
+typedef struct qkvi_region_spec {
+  const char *tenant, *name;
+  const char *key;         // of the object as for shm_open: "/name" or "name"
+  uint64_t offset, bytes;  // of the region in the object
+} qkvi_region_spec;
+
+// A part of a region, as a tensor or a request names it.
+typedef struct qkvi_region_part {
+  qkv_bytes region;        // the name, a view into the message; empty: none
+  uint64_t offset, bytes;  // from the region's begin
+} qkvi_region_part;
+
+typedef enum qkvi_region_counter {
+  QKVI_REGION_COUNT,    // gauge: registered
+  QKVI_REGION_BYTES,    // gauge: their bytes
+  QKVI_REGION_READ,     // counter: bytes copied from them
+  QKVI_REGION_WRITTEN,  // counter: bytes copied into them
+  QKVI_REGION_LOST,     // counter: copies that found an object shorter than it was
+  QKVI_REGION_COUNTERS
+} qkvi_region_counter;
+
+// `count_max`: regions at once; `kept_max`: bytes of copies that are kept for the next. `counters` are borrowed, in
+// the order above.
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max,
+                                  qkv_metric_value *const counters[QKVI_REGION_COUNTERS]);
+void qkvi_regions_destroy(qkvi_regions **regions);  // NULL inside is none; no request uses one any more
+
+// Maps and names a region. The same once more (name, key, object and place) is ok. INVALID_ARGUMENT names the field:
+// a name or key that is none, no bytes, a region that reaches beyond the object's end. NOT_FOUND: there is no such
+// object. PERMISSION_DENIED: it is not the property of `owner`, or the daemon may not open it. ALREADY_EXISTS: the
+// name is another region's. RESOURCE_EXHAUSTED: `limit-client-shm`, or no address space.
+qkv_status qkvi_regions_add(qkvi_regions *regions, const qkvi_region_spec *spec, uid_t owner, qkv_error *error);
+// "": all of the tenant. NOT_FOUND: it has none of this name.
+qkv_status qkvi_regions_remove(qkvi_regions *regions, const char *tenant, const char *name, qkv_error *error);
+// Calls fn for each region of the tenant in the order of their registration, or for that of the name alone; inside it
+// nothing else of this module may be called. NOT_FOUND as above.
+qkv_status qkvi_regions_each(qkvi_regions *regions, const char *tenant, const char *name,
+                             void (*fn)(void *context, const qkvi_region_spec *spec), void *context,
+                             qkv_error *error);
+
+// A reference to the region that holds the part. `field` is what stands in front of an error's text. NOT_FOUND:
+// "k.shared_memory_region r is not registered". INVALID_ARGUMENT: it reaches beyond the region.
+qkv_status qkvi_regions_find(qkvi_regions *regions, const char *tenant, const qkvi_region_part *part,
+                             const char *field, qkvi_region **region, qkv_error *error);
+void qkvi_region_release(qkvi_region *region);  // NULL is none
+
+// Copies [offset, offset + bytes) of the region, which is inside (asserted). FAILED_PRECONDITION: the object has
+// become shorter than the region, or the machine has no memory for it; of what is copied some may be then.
+qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error);
+qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error);
+
+// Fields 4 to 6 of a Tensor in an answer (tensor.proto), instead of its data: bytes [offset, offset + bytes) of
+// `part`.
+void qkvi_region_put(qkv_wire_writer *writer, const qkvi_region_part *part, uint64_t offset, uint64_t bytes);
+
+// Where copies of what lies in regions go.
+qkvi_buffers *qkvi_regions_buffers(qkvi_regions *regions);
+
+// Bytes of all regions that are mapped, of the process: resident or not, they are not the daemon's.
+uint64_t qkvi_regions_mapped(void);
+
+#endif
