@@ -28,6 +28,7 @@
 
 typedef struct qkvi_kept_codes qkvi_kept_codes;  // codes.h
 typedef struct qkvi_kept_model qkvi_kept_model;  // place.c
+typedef struct qkvi_share qkvi_share;            // shared.c
 
 struct qkv_client {
   char *target;  // as the caller gave it
@@ -48,6 +49,7 @@ struct qkv_client {
   uint8_t *scratch[2];         // rows that arrived in pieces, made whole (fetch.c)
   size_t scratch_capacity[2];  //
   qkvi_kept_codes *codes;      // NULL: none was needed yet
+  qkvi_share *shares;          // memory that the daemon maps, a list
   // place.h
   char *placement;          // label that is the key of all calls; NULL: none
   qkv_client **parts;       // of several targets
@@ -180,6 +182,21 @@ qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t
 void qkvi_release_items(qkv_client *client);
 // Reads a Tensor message; it must be dense and of rank `rank`. `name` is for errors.
 qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor, qkv_error *error);
+// The same of one whose bytes are in shared memory: its data has their number, and cannot be read.
+qkv_status qkvi_read_shared_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor,
+                                   qkv_error *error);
+// ---- shared.c ----
+
+// Registers what the daemon does not know, as after it was started anew. Before a message is made that names a share.
+qkv_code qkvi_shares_ready(qkv_client *client, qkv_call_error *error);
+// The connection is a new one: the daemon may be, too.
+void qkvi_shares_forget(qkv_client *client);
+void qkvi_shares_free(qkv_client *client);
+// The share that holds all of the bytes, or NULL.
+const qkvi_share *qkvi_share_of(const qkv_client *client, const void *data, size_t bytes);
+// The fields shared_memory_region, _offset and _byte_size, numbered from `first` on.
+void qkvi_share_put(qkv_wire_writer *writer, uint32_t first, const qkvi_share *share, const void *data, size_t bytes);
+
 // INTERNAL: what the daemon sent is not what the contract says.
 qkv_code qkvi_malformed(qkv_call_error *error, const char *method, const qkv_error *reason);
 

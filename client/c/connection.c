@@ -125,6 +125,7 @@ static qkv_status connect_once(qkv_client *client, int64_t timeout_ms, bool *ret
   qkvi_target target;
   int fd = -1;
   disconnect(client);
+  qkvi_shares_forget(client);
   *retry = false;
   QKV_TRY(qkvi_target_parse(client->target, &target, error));
   if (client->credentials != NULL && !target.is_unix) {
@@ -335,6 +336,7 @@ void qkv_client_close(qkv_client **client_in) {
   qkv_client *client = *client_in;
   if (client == NULL) return;
   assert(atomic_load(&client->lent) == 0);
+  qkvi_shares_free(client);
   qkvi_close_parts(client);
   disconnect(client);
   grpc_completion_queue_shutdown(client->queue);

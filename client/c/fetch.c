@@ -17,7 +17,9 @@ enum {
   FETCH_PART,
   FETCH_ROPE,
   FETCH_CHUNK,
-  FETCH_CODED
+  FETCH_CODED,
+  FETCH_K_INTO,
+  FETCH_V_INTO
 };
 enum { RANGE_BEGIN = 1, RANGE_END };
 enum { RESPONSE_LAYER = 1, RESPONSE_POSITION, RESPONSE_K, RESPONSE_V };
@@ -31,7 +33,7 @@ static void put_layers(qkv_wire_writer *writer, const uint32_t *layers, size_t c
   free(wide);
 }
 
-grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch *fetch, bool coded) {
+static void write_fetch(qkv_client *client, const qkv_client_fetch *fetch, bool coded) {
   qkv_wire_writer *writer = qkvi_begin_request(client);
   qkv_wire_put_string(writer, FETCH_SESSION, fetch->session);
   put_layers(writer, fetch->layers, fetch->layers == NULL ? 0 : fetch->layer_count);
@@ -47,6 +49,10 @@ grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch 
   if (fetch->before_rope) qkv_wire_put_varint(writer, FETCH_ROPE, ROPE_FORM_BEFORE);
   qkv_wire_put_varint(writer, FETCH_CHUNK, fetch->chunk_tokens);
   qkv_wire_put_varint(writer, FETCH_CODED, coded);
+}
+
+grpc_byte_buffer *qkvi_fetch_request(qkv_client *client, const qkv_client_fetch *fetch, bool coded) {
+  write_fetch(client, fetch, coded);
   return qkvi_request(client);
 }
 
@@ -71,8 +77,10 @@ typedef struct arrived {
   qkv_tensor part[2];  // K and V: dense, or of rank 0
 } arrived;
 
-static qkv_status read_response(qkv_client *client, const grpc_byte_buffer *response, arrived *rows,
+static qkv_status read_response(qkv_client *client, const grpc_byte_buffer *response, bool shared, arrived *rows,
                                 qkv_error *error) {
+  qkv_status (*const read)(qkv_bytes, const char *, int, qkv_tensor *, qkv_error *) =
+      shared ? qkvi_read_shared_tensor : qkvi_read_tensor;
   qkv_wire_reader reader;
   qkv_wire_field field;
   bool more = true;
@@ -84,8 +92,8 @@ static qkv_status read_response(qkv_client *client, const grpc_byte_buffer *resp
     if (field.number == RESPONSE_LAYER) rows->layer = (uint32_t)field.value;
     if (field.number == RESPONSE_POSITION) rows->position = field.value;
     if (field.type != QKV_WIRE_BYTES) continue;
-    if (field.number == RESPONSE_K) QKV_TRY(qkvi_read_tensor(field.bytes, "k", 3, &rows->part[0], error));
-    if (field.number == RESPONSE_V) QKV_TRY(qkvi_read_tensor(field.bytes, "v", 3, &rows->part[1], error));
+    if (field.number == RESPONSE_K) QKV_TRY(read(field.bytes, "k", 3, &rows->part[0], error));
+    if (field.number == RESPONSE_V) QKV_TRY(read(field.bytes, "v", 3, &rows->part[1], error));
   }
 }
 
@@ -134,7 +142,7 @@ static int64_t run_of(const qkv_tensor *rows, int64_t token, int64_t most) {
 bool qkvi_fetch_deliver(qkv_client *client, const grpc_byte_buffer *response, void *context, qkv_error *reason) {
   const qkvi_row_receiver *to = context;
   arrived rows;
-  if (read_response(client, response, &rows, reason) != QKV_OK) return false;
+  if (read_response(client, response, false, &rows, reason) != QKV_OK) return false;
   const qkv_tensor *k = &rows.part[0], *v = &rows.part[1];
   int64_t tokens = k->rank != 0 ? k->dims[0] : v->dims[0];
   bool in_runs = !to->heads_first && (k->rank == 0 || v->rank == 0 || k->dims[0] == v->dims[0]);
@@ -172,6 +180,7 @@ typedef struct filling {
   const qkv_client_fetch *request;
   qkv_client_layer_memory *layers;
   size_t at;           // the layer that arrives
+  bool shared;         // the daemon has put the rows into their places
   qkv_call_error own;  // of what failed here
 } filling;
 
@@ -210,14 +219,14 @@ static bool store_part(filling *all, const qkv_tensor *rows, uint64_t at, qkv_cl
   if (to->data == NULL) return true;
   if (bytes > to->bytes || begin > to->bytes - bytes)
     return refuse(all, QKV_INVALID_ARGUMENT, "bytes of the memory for rows are", to->bytes, begin + bytes);
-  qkv_bytes_copy(rows->data, 0, bytes, (uint8_t *)to->data + begin);
+  if (!all->shared) qkv_bytes_copy(rows->data, 0, bytes, (uint8_t *)to->data + begin);
   return true;
 }
 
 static bool store(qkv_client *client, const grpc_byte_buffer *response, void *context, qkv_error *reason) {
   filling *all = context;
   arrived rows;
-  if (read_response(client, response, &rows, reason) != QKV_OK) return false;
+  if (read_response(client, response, all->shared, &rows, reason) != QKV_OK) return false;
   const qkv_tensor *k = &rows.part[0], *v = &rows.part[1];
   if (k->rank == 0 && v->rank == 0) return true;
   qkv_client_layer_memory *to = entry_of(all, &rows);
@@ -233,6 +242,45 @@ static bool store(qkv_client *client, const grpc_byte_buffer *response, void *co
   return true;
 }
 
+static qkv_code fill(qkv_client *client, filling *all, grpc_byte_buffer *message, qkv_call_error *error) {
+  const qkv_code code = qkvi_read_stream(client, qkvi_fetch_method, message, store, all, error);
+  // What failed here has ended the stream, which says CANCELLED.
+  return all->own.code == QKV_OK ? code : qkvi_fail(error, all->own.code, "%s", all->own.text);
+}
+
+static bool is_shared(const qkv_client *client, const qkv_client_fetch *request,
+                      const qkv_client_layer_memory *layers) {
+  for (size_t i = 0; i < request->layer_count; i++) {
+    const qkv_client_memory *k = &layers[i].k, *v = &layers[i].v;
+    if (request->part != 2 && qkvi_share_of(client, k->data, k->bytes) == NULL) return false;
+    if (request->part != 1 && qkvi_share_of(client, v->data, v->bytes) == NULL) return false;
+  }
+  return client->shares != NULL;
+}
+
+static void put_into(qkv_client *client, uint32_t field, const qkv_client_memory *memory) {
+  qkv_wire_begin(client->writer, field);
+  qkvi_share_put(client->writer, 1, qkvi_share_of(client, memory->data, memory->bytes), memory->data, memory->bytes);
+  qkv_wire_end(client->writer);
+}
+
+// A call for each layer, as a request has one place for all of its keys.
+static qkv_code fetch_shared(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
+                             qkv_call_error *error) {
+  qkv_code code = qkvi_shares_ready(client, error);
+  for (size_t i = 0; i < request->layer_count && code == QKV_OK; i++) {
+    qkv_client_fetch one = *request;
+    one.layers = &request->layers[i];
+    one.layer_count = 1;
+    filling all = {.request = &one, .layers = &layers[i], .shared = true};
+    write_fetch(client, &one, false);
+    if (request->part != 2) put_into(client, FETCH_K_INTO, &layers[i].k);
+    if (request->part != 1) put_into(client, FETCH_V_INTO, &layers[i].v);
+    code = fill(client, &all, qkvi_request(client), error);
+  }
+  return code;
+}
+
 qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
                                qkv_call_error *error) {
   qkv_code code = qkvi_fetch_check(request, error);
@@ -240,9 +288,8 @@ qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *reque
   if (code != QKV_OK) return code;
   for (size_t i = 0; i < request->layer_count; i++) layers[i].position = layers[i].tokens = 0;
   filling all = {.request = request, .layers = layers};
-  code = qkvi_read_stream(client, qkvi_fetch_method, qkvi_fetch_request(client, request, false), store, &all, error);
-  // What failed here has ended the stream, which says CANCELLED.
-  if (all.own.code != QKV_OK) code = qkvi_fail(error, all.own.code, "%s", all.own.text);
+  code = is_shared(client, request, layers) ? fetch_shared(client, request, layers, error)
+                                            : fill(client, &all, qkvi_fetch_request(client, request, false), error);
   for (size_t i = 0; i < request->layer_count && code != QKV_OK; i++) layers[i].tokens = 0;
   return code;
 }

@@ -32,7 +32,7 @@ enum {
   OPTIONS_PRECISION
 };
 enum { RANGE_BEGIN = 1, RANGE_END };
-enum { TENSOR_DTYPE = 1, TENSOR_DIMS, TENSOR_STRIDES, TENSOR_DATA = 15 };
+enum { TENSOR_DTYPE = 1, TENSOR_DIMS, TENSOR_STRIDES, TENSOR_REGION, TENSOR_BYTE_SIZE = 6, TENSOR_DATA = 15 };
 enum { ROPE_FORM_BEFORE = 2 };
 
 // ---- out ----
@@ -105,18 +105,23 @@ static qkv_status put_tensor(qkv_client *client, uint32_t field, const char *nam
   bool as_it_lies = memcmp(dense, tensor.strides, (size_t)tensor.rank * sizeof *dense) == 0;
   const void *data = from->data;
   int64_t bytes = reach(&tensor);
+  const qkvi_share *share = NULL;
   bool strided = !as_it_lies && bytes <= 2 * dense_bytes;
   if (!as_it_lies && !strided) {
     bytes = dense_bytes;
     data = pack(client, &tensor, bytes);
     if (data == NULL) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s: no memory for its rows", name);
   }
+  if (data == from->data) share = qkvi_share_of(client, data, (size_t)bytes);
   qkv_wire_writer *writer = client->writer;
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, TENSOR_DTYPE, (uint64_t)tensor.dtype);
   qkv_wire_put_packed(writer, TENSOR_DIMS, tensor.dims, (size_t)tensor.rank);
   if (strided) qkv_wire_put_packed(writer, TENSOR_STRIDES, tensor.strides, (size_t)tensor.rank);
-  qkv_wire_put_reference(writer, TENSOR_DATA, data, (size_t)bytes, NULL);
+  if (share != NULL)
+    qkvi_share_put(writer, TENSOR_REGION, share, data, (size_t)bytes);
+  else
+    qkv_wire_put_reference(writer, TENSOR_DATA, data, (size_t)bytes, NULL);
   qkv_wire_end(writer);
   return QKV_OK;
 }
@@ -179,6 +184,8 @@ static qkv_status put_item(qkv_client *client, const qkv_client_item *item, qkv_
 
 qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t count, const size_t *numbers,
                         qkv_call_error *error) {
+  const qkv_code ready = qkvi_shares_ready(client, error);
+  if (ready != QKV_OK) return ready;
   (void)qkvi_begin_request(client);
   for (size_t i = 0; i < count; i++) {
     qkv_error reason = {0};
@@ -317,7 +324,8 @@ static qkv_status read_integers(const qkv_wire_field *field, const char *name, i
   return QKV_OK;
 }
 
-qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor, qkv_error *error) {
+static qkv_status read_tensor(qkv_bytes message, bool shared, const char *name, int rank, qkv_tensor *tensor,
+                              qkv_error *error) {
   qkv_wire_reader reader;
   qkv_wire_field field;
   bool more = true;
@@ -331,7 +339,8 @@ qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_t
     if (field.number == TENSOR_DTYPE) tensor->dtype = (qkv_dtype)field.value;
     if (field.number == TENSOR_DIMS) QKV_TRY(read_integers(&field, name, tensor->dims, &tensor->rank, error));
     if (field.number == TENSOR_STRIDES) QKV_TRY(read_integers(&field, name, tensor->strides, &strides, error));
-    if (field.number == TENSOR_DATA && field.type == QKV_WIRE_BYTES) tensor->data = field.bytes;
+    if (field.number == TENSOR_BYTE_SIZE && shared) tensor->data = (qkv_bytes){.length = field.value};
+    if (field.number == TENSOR_DATA && field.type == QKV_WIRE_BYTES && !shared) tensor->data = field.bytes;
   }
   if (tensor->rank != rank) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has %d dims, expected are %d", name, tensor->rank, rank);
@@ -343,4 +352,13 @@ qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_t
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is not dense", name);
   }
   return QKV_OK;
+}
+
+qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor, qkv_error *error) {
+  return read_tensor(message, false, name, rank, tensor, error);
+}
+
+qkv_status qkvi_read_shared_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor,
+                                   qkv_error *error) {
+  return read_tensor(message, true, name, rank, tensor, error);
 }

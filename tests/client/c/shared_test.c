@@ -1,0 +1,268 @@
+// Memory that the daemon maps: the same rows go in and come out as by the socket, and none of them crosses it.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "client/c/qkv.h"
+#include "engine/base/status.h"
+#include "qkv/v1/admin.pb-c.h"
+#include "tests/server/fixture.h"
+
+enum { TOKENS = 300, HEADS = 2, WIDTH = 32, ROW = HEADS * WIDTH, BYTES = TOKENS * ROW * (int)sizeof(float) };
+enum { PLACES = 8 };  // of BYTES each in what is shared
+
+static void ok(qkv_code code, const qkv_call_error *error) {
+  if (code != 0) fail_msg("status %d: %s", code, error->text);
+}
+
+static fixture_daemon *start(void) {
+  return fixture_start((const char *[]){"--allow-client-shm", NULL});
+}
+
+static qkv_client *connect_to(const char *address) {
+  qkv_call_error error = {0};
+  qkv_client *client = NULL;
+  ok(qkv_client_connect(address, NULL, &client, &error), &error);
+  return client;
+}
+
+static void open_session(qkv_client *client, const char *session) {
+  qkv_call_error error = {0};
+  const qkv_client_policy policy = {.bits_k = 4, .bits_v = 4, .recent_window = 1000, .self_calibration = -1};
+  const qkv_client_model model = {.name = "m",
+                                  .layers = 2,
+                                  .kv_heads = HEADS,
+                                  .q_heads = HEADS,
+                                  .key_dim = WIDTH,
+                                  .value_dim = WIDTH,
+                                  .dtype = QKV_CLIENT_FP32};
+  const qkv_session_options options = {.session = session, .model = "m", .policy = &policy};
+  ok(qkv_client_register_model(client, &model, &error), &error);
+  ok(qkv_client_open_session(client, &options, &error), &error);
+}
+
+static qkv_client_tensor tensor(const float *rows, int64_t tokens) {
+  return (qkv_client_tensor){.dtype = QKV_CLIENT_FP32,
+                             .rank = 3,
+                             .dims = {tokens, HEADS, WIDTH},
+                             .data = rows,
+                             .bytes = (size_t)tokens * ROW * sizeof *rows};
+}
+
+// Place i of what is shared.
+static float *place(void *memory, int i) {
+  return (float *)memory + (size_t)i * TOKENS * ROW;
+}
+
+static void fill(float *rows, int seed) {
+  for (size_t i = 0; i < (size_t)TOKENS * ROW; i++) rows[i] = (float)((i * 31 + (size_t)seed * 7) % 253) / 64 - 2;
+}
+
+static uint64_t metric(qkv_client *client, const char *name) {
+  qkv_call_error error = {0};
+  void *answer = NULL;
+  size_t bytes = 0;
+  uint64_t value = UINT64_MAX;
+  ok(qkv_client_call(client, "/qkv.v1.Admin/GetStatus", "", 0, &answer, &bytes, &error), &error);
+  Qkv__V1__GetStatusResponse *status = qkv__v1__get_status_response__unpack(NULL, bytes, answer);
+  assert_non_null(status);
+  for (size_t i = 0; i < status->n_metrics; i++) {
+    if (strcmp(status->metrics[i]->name, name) == 0) value = (uint64_t)status->metrics[i]->value;
+  }
+  qkv__v1__get_status_response__free_unpacked(status, NULL);
+  qkv_free(answer);
+  return value;
+}
+
+static uint64_t moved_in(qkv_client *client) {
+  return metric(client, "qkvd_client_shm_read_bytes_total");
+}
+
+static uint64_t moved_out(qkv_client *client) {
+  return metric(client, "qkvd_client_shm_written_bytes_total");
+}
+
+static void append(qkv_client *client, const char *session, const float *k, const float *v) {
+  qkv_call_error error = {0};
+  const qkv_client_item item = {.session = session, .k = tensor(k, TOKENS), .v = tensor(v, TOKENS)};
+  ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
+}
+
+static void fetch(qkv_client *client, const char *session, float *k, float *v) {
+  qkv_call_error error = {0};
+  const uint32_t layer = 0;
+  qkv_client_layer_memory memory = {.k = {.data = k, .bytes = BYTES}, .v = {.data = v, .bytes = BYTES}};
+  const qkv_client_fetch request = {.session = session, .layers = &layer, .layer_count = 1, .chunk_tokens = 70};
+  ok(qkv_client_fetch_into(client, &request, &memory, &error), &error);
+  assert_int_equal(memory.tokens, TOKENS);
+  assert_int_equal(memory.k.dtype, QKV_CLIENT_FP32);
+  assert_int_equal(memory.v.heads, HEADS);
+  assert_int_equal(memory.v.dim, WIDTH);
+}
+
+static void rows_cross_by_memory(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  static float own[2][TOKENS * ROW];
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->unix_address);
+  ok(qkv_client_share(client, (size_t)PLACES * BYTES, &memory, &error), &error);
+  open_session(client, "s");
+  for (int i = 0; i < 2; i++) fill(place(memory, i), i);
+
+  append(client, "s", place(memory, 0), place(memory, 1));
+  assert_int_equal(moved_in(client), 2 * BYTES);
+  fetch(client, "s", place(memory, 2), place(memory, 3));
+  assert_int_equal(moved_out(client), 2 * BYTES);
+  assert_memory_equal(place(memory, 2), place(memory, 0), 2 * BYTES);
+  fetch(client, "s", own[0], own[1]);  // and not into other memory
+  assert_int_equal(moved_out(client), 2 * BYTES);
+  assert_memory_equal(own, place(memory, 0), 2 * BYTES);
+  // Both must lie there, whole.
+  fetch(client, "s", place(memory, 4), own[1]);
+  assert_int_equal(moved_out(client), 2 * BYTES);
+  assert_memory_equal(place(memory, 4), own[0], BYTES);
+
+  qkv_client_unshare(client, &memory);
+  assert_null(memory);
+  assert_int_equal(metric(client, "qkvd_client_shm_regions"), 0);
+  ok(qkv_client_share(client, 1, &memory, &error), &error);  // close gives it back
+  qkv_client_close(&client);
+  client = connect_to(daemon->unix_address);
+  assert_int_equal(metric(client, "qkvd_client_shm_regions"), 0);
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+}
+
+static void layers_and_parts(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->unix_address);
+  ok(qkv_client_share(client, (size_t)PLACES * BYTES, &memory, &error), &error);
+  open_session(client, "s");
+  for (int i = 0; i < 4; i++) fill(place(memory, i), i);
+  const qkv_client_item items[2] = {
+      {.session = "s", .k = tensor(place(memory, 0), TOKENS), .v = tensor(place(memory, 1), TOKENS)},
+      {.session = "s", .layer = 1, .k = tensor(place(memory, 2), TOKENS), .v = tensor(place(memory, 3), TOKENS)}};
+  ok(qkv_client_append(client, items, 2, NULL, &error), &error);
+
+  const uint32_t layers[] = {0, 1};
+  qkv_client_layer_memory to[2] = {{.k = {.data = place(memory, 4), .bytes = BYTES}},
+                                   {.k = {.data = place(memory, 5), .bytes = BYTES}}};
+  qkv_client_fetch request = {.session = "s", .layers = layers, .layer_count = 2, .part = 1};
+  ok(qkv_client_fetch_into(client, &request, to, &error), &error);
+  assert_int_equal(moved_out(client), 2 * BYTES);
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(to[i].tokens, TOKENS);
+    assert_memory_equal(place(memory, 4 + i), place(memory, 2 * i), BYTES);
+  }
+  to[1].k.bytes = BYTES - 1;
+  assert_int_equal(qkv_client_fetch_into(client, &request, to, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "k_into.shared_memory_byte_size is too small"));
+  assert_int_equal(to[0].tokens, 0);
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+}
+
+static void queries_and_gaps(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  static float own[TOKENS * ROW];
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->unix_address);
+  ok(qkv_client_share(client, (size_t)PLACES * BYTES, &memory, &error), &error);
+  open_session(client, "s");
+  for (int i = 0; i < 2; i++) fill(place(memory, i), i);
+  // Every second row of the first two places, which takes no more than twice the bytes; then every 16th, which does.
+  const int64_t apart[] = {2, 16};
+  uint64_t position = 0;
+  for (int i = 0; i < 2; i++) {
+    qkv_client_tensor gaps = tensor(place(memory, 0), 10);
+    gaps.strides[0] = apart[i] * ROW * (int64_t)sizeof(float);
+    gaps.strides[1] = WIDTH * (int64_t)sizeof(float);
+    gaps.strides[2] = sizeof(float);
+    gaps.bytes = (size_t)(9 * apart[i] + 1) * ROW * sizeof(float);
+    const uint64_t before = moved_in(client);
+    const qkv_client_item item = {.session = "s", .position = position, .k = gaps, .v = gaps};
+    ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
+    assert_int_equal(moved_in(client) - before, i == 0 ? 2 * gaps.bytes : 0);
+    position += 10;
+  }
+  memcpy(own, place(memory, 1), BYTES);
+  qkv_client_result results[2];
+  const qkv_client_item items[2] = {{.session = "s", .position = 19, .q = tensor(place(memory, 1), 1)},
+                                    {.session = "s", .position = 19, .q = tensor(own, 1)}};
+  ok(qkv_client_attend(client, items, 2, results, &error), &error);
+  assert_memory_equal(results[0].out, results[1].out, (results[0].out_count + results[0].lse_count) * sizeof(float));
+  qkv_client_results_free(results, 2);
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+}
+
+static void a_daemon_that_starts_anew_gets_to_know_it(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  char folder[128], address[160];
+  fixture_make_directory(folder, sizeof folder);
+  (void)snprintf(address, sizeof address, "unix:%s/own.sock", folder);
+  const char *const arguments[] = {"--allow-client-shm", "--listen", address, NULL};
+  fixture_daemon *daemon = fixture_start(arguments);
+  qkv_client *client = connect_to(address);
+  ok(qkv_client_share(client, (size_t)PLACES * BYTES, &memory, &error), &error);
+  for (int i = 0; i < 2; i++) fill(place(memory, i), i);
+  for (int i = 0; i < 3; i++) {
+    open_session(client, "s");
+    append(client, "s", place(memory, 0), place(memory, 1));
+    fetch(client, "s", place(memory, 2), place(memory, 3));
+    assert_memory_equal(place(memory, 2), place(memory, 0), 2 * BYTES);
+    assert_int_equal(moved_in(client), 2 * BYTES);
+    assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+    daemon = fixture_start(arguments);
+  }
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+  fixture_remove_directory(folder);
+}
+
+static void who_may_not(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->tcp_address);
+  assert_int_equal(qkv_client_share(client, 4096, &memory, &error), QKV_PERMISSION_DENIED);
+  assert_non_null(strstr(error.text, "unix socket"));
+  assert_null(memory);
+  qkv_client_close(&client);
+  client = connect_to(daemon->unix_address);
+  assert_int_equal(qkv_client_share(client, 0, &memory, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_client_share(client, SIZE_MAX, &memory, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_client_share(client, (size_t)1 << 60, &memory, &error), QKV_RESOURCE_EXHAUSTED);
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+  daemon = fixture_start(NULL);
+  client = connect_to(daemon->unix_address);
+  assert_int_equal(qkv_client_share(client, 4096, &memory, &error), QKV_UNIMPLEMENTED);
+  assert_non_null(strstr(error.text, "--allow-client-shm"));
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(rows_cross_by_memory), cmocka_unit_test(layers_and_parts),
+      cmocka_unit_test(queries_and_gaps),     cmocka_unit_test(a_daemon_that_starts_anew_gets_to_know_it),
+      cmocka_unit_test(who_may_not),
+  };
+  return cmocka_run_group_tests_name("client/c/shared", tests, NULL, NULL);
+}
