@@ -22,6 +22,7 @@ typedef struct qkv_bench_settings {
   int64_t bytes;   // of one message's rows
   int64_t rounds;  // operations a repeat
   bool store;      // append and fetch: the real engine instead of a discard
+  bool shared;     // rows lie in memory that the daemon maps
   bool coded;      // the same as pages that are coded and decoded by the client
   int64_t tokens, dim, kv_heads, q_heads;
   int64_t bits_k, bits_v;

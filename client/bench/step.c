@@ -33,6 +33,8 @@ static const qkv_option options[] = {
      "compute threads, of a daemon that is started for the run and in this process"},
     {"precision", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, precision), "0", 0, 3, "N",
      "arithmetic on codes, as in AttendOptions; 0: the default"},
+    {"shared", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, shared), NULL, 0, 0, NULL,
+     "rows and queries lie in shared memory; --target must then be a daemon with --allow-client-shm"},
 };
 
 // What carries the bytes of a step and does nothing else.
@@ -46,6 +48,8 @@ typedef struct both_sides {
   const qkv_bench_settings *settings;
   uint64_t position;
   float *k, *v, *q;  // rows of one step
+  float *own;        // where they lie
+  void *shared;      // the same with --shared
   float *out, *lse;  // of the side in process
   size_t out_count, lse_count;
   qkv_pool *pool;
@@ -104,8 +108,15 @@ static int open_in_daemon(both_sides *sides, const char *target) {
   qkv_call_error error = {0};
   sides->client = qkv_bench_connect(settings, target);
   if (!sides->client) return 1;
-  qkv_client_policy policy = {
-      .bits_k = (double)settings->bits_k, .bits_v = (double)settings->bits_v, .recent_window = 64};
+  // All that the daemon has defaults of its own for: both sides hold the same codes.
+  qkv_client_policy policy = {.bits_k = (double)settings->bits_k,
+                              .bits_v = (double)settings->bits_v,
+                              .recent_window = 64,
+                              .anchor = "none",
+                              .low_rank = "none",
+                              .gqa_compensation = -1,
+                              .self_calibration = -1,
+                              .sink_tokens = -1};
   // A daemon that was given may have the name already, with another geometry: name the geometry.
   char name[96];
   snprintf(name, sizeof name, NAME "-%lldx%lldx%lld", (long long)settings->dim, (long long)settings->kv_heads,
@@ -276,12 +287,28 @@ static void close_sides(both_sides *sides) {
   qkv_call_error ignored = {0};
   if (sides->stream) qkv_decode_close(&sides->stream, &ignored);
   if (sides->client) qkv_client_close_session(sides->client, NAME, NULL, &ignored);
+  if (sides->shared) qkv_client_unshare(sides->client, &sides->shared);
   qkv_client_close(&sides->client);
   qkv_session_unref(&sides->session);
   qkv_store_destroy(&sides->store);
   qkv_pool_destroy(&sides->pool);
-  free(sides->k);
+  free(sides->own);
   free(sides->out);
+}
+
+static void place_rows(both_sides *sides, float *at) {
+  const size_t row = (size_t)(sides->settings->kv_heads * sides->settings->dim);
+  sides->k = at;
+  sides->v = sides->k + row;
+  sides->q = sides->v + row;
+}
+
+static int share_rows(both_sides *sides, size_t bytes) {
+  qkv_call_error error = {0};
+  if (qkv_client_share(sides->client, bytes, &sides->shared, &error) != 0)
+    return qkv_bench_failed("share memory", &error);
+  place_rows(sides, sides->shared);
+  return 0;
 }
 
 static int compare(const qkv_bench_settings *settings, const char *target, step_carriers *carriers) {
@@ -290,14 +317,15 @@ static int compare(const qkv_bench_settings *settings, const char *target, step_
                       .out_count = (size_t)(settings->q_heads * settings->dim),
                       .lse_count = (size_t)settings->q_heads};
   size_t row = (size_t)(settings->kv_heads * settings->dim), query = sides.out_count;
-  sides.k = malloc((2 * row + query) * sizeof(float));
+  const size_t bytes = (2 * row + query) * sizeof(float);
+  sides.own = malloc(bytes);
   sides.out = malloc((sides.out_count + sides.lse_count) * sizeof(float));
-  if (!sides.k || !sides.out) abort();
-  sides.v = sides.k + row;
-  sides.q = sides.v + row;
+  if (!sides.own || !sides.out) abort();
+  place_rows(&sides, sides.own);
   sides.lse = sides.out + sides.out_count;
   step_times times = {0};
   int status = open_in_process(&sides) || open_in_daemon(&sides, target);
+  if (!status && settings->shared) status = share_rows(&sides, bytes);
   if (!status) status = measure(&sides, &times);
   close_sides(&sides);
   qkv_samples_free(&times.engine);
@@ -313,7 +341,9 @@ static int run(void *settings, const qkv_option_list *arguments) {
   qkv_bench_daemon daemon;
   char threads[32];
   snprintf(threads, sizeof threads, "%lld", (long long)given->threads);
-  if (!qkv_bench_daemon_start(&daemon, given->program.target, (const char *const[]){"--threads", threads, NULL}))
+  if (!qkv_bench_daemon_start(
+          &daemon, given->program.target,
+          (const char *const[]){"--threads", threads, given->shared ? "--allow-client-shm" : NULL, NULL}))
     return 1;
   const size_t rows = (size_t)(given->dim * (2 * given->kv_heads + given->q_heads));
   const size_t results = (size_t)((given->dim + 1) * given->q_heads);

@@ -28,6 +28,8 @@ static const qkv_option options[] = {
      "messages in each repeat; 0: as many as carry 256 MiB"},
     {"store", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, store), NULL, 0, 0, NULL,
      "code and decode the rows instead of discarding them; --target must then be a daemon that stores"},
+    {"shared", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, shared), NULL, 0, 0, NULL,
+     "the rows lie in shared memory; --target must then be a daemon with --allow-client-shm"},
     {"coded", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, coded), NULL, 0, 0, NULL,
      "the same, coded and decoded here: pages cross instead of rows"},
     {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "4", 0.125, 8, "BITS",
@@ -45,6 +47,7 @@ typedef struct transfer_run {
   int64_t rounds;  // messages in each repeat
   uint64_t position;
   char *rows;                    // K, then V
+  void *shared;                  // with --shared: these, and `arrived`
   char *arrived;                 // the same, decoded here
   size_t received;               // bytes, by fetch
   qkv_calibration *calibration;  // NULL: none
@@ -170,9 +173,27 @@ static int fetch_pages(transfer_run *transfer) {
                             (long long)transfer->tokens);
 }
 
+static int fetch_shared(const transfer_run *transfer) {
+  qkv_call_error error = {0};
+  const uint32_t layer = 0;
+  const size_t half = (size_t)transfer->settings->bytes / 2;
+  const qkv_client_fetch request = {.session = MODEL,
+                                    .layers = &layer,
+                                    .layer_count = 1,
+                                    .end = (uint64_t)transfer->tokens,
+                                    .dtype = QKV_CLIENT_FP16};
+  qkv_client_layer_memory to = {.k = {.data = transfer->arrived, .bytes = half},
+                                .v = {.data = transfer->arrived + half, .bytes = half}};
+  if (qkv_client_fetch_into(transfer->client, &request, &to, &error) != 0) return qkv_bench_failed("fetch", &error);
+  if (to.tokens == (uint64_t)transfer->tokens) return 0;
+  return qkv_program_failed("fetch returned %llu tokens, %lld were asked for", (unsigned long long)to.tokens,
+                            (long long)transfer->tokens);
+}
+
 static int fetch_message(transfer_run *transfer) {
   qkv_call_error error = {0};
   if (transfer->settings->coded) return fetch_pages(transfer);
+  if (transfer->settings->shared) return fetch_shared(transfer);
   qkv_client_fetch request = {.session = MODEL, .end = (uint64_t)transfer->tokens, .dtype = QKV_CLIENT_FP16};
   transfer->received = 0;
   if (qkv_client_fetch_rows(transfer->client, &request, receive, transfer, &error) != 0) {
@@ -183,12 +204,20 @@ static int fetch_message(transfer_run *transfer) {
                             (long long)transfer->settings->bytes);
 }
 
-// What the daemon's figures are held against, and the samples of all three in gigabytes a second.
+// What the daemon's figures are held against, and the samples of all in gigabytes a second.
 typedef struct references {
   qkv_raw raw;
   qkv_echo echo;
-  qkv_samples daemon, socket, grpc;
+  qkv_samples daemon, socket, grpc, memory;
 } references;
+
+// A message's rows copied within this process, as often as they are sent.
+static double copy_rows(transfer_run *transfer) {
+  const double begin = qkv_bench_now();
+  char *volatile to = transfer->arrived;
+  for (int64_t i = 0; i < transfer->rounds; i++) memcpy(to, transfer->rows, (size_t)transfer->settings->bytes);
+  return qkv_bench_now() - begin;
+}
 
 // One repeat of each, one after the other.
 static int repeat(transfer_run *transfer, int (*message)(transfer_run *), references *others) {
@@ -201,6 +230,7 @@ static int repeat(transfer_run *transfer, int (*message)(transfer_run *), refere
     if (message(transfer)) return 1;
   }
   qkv_samples_add(&others->daemon, gigabytes / (qkv_bench_now() - begin));
+  qkv_samples_add(&others->memory, gigabytes / copy_rows(transfer));
   double socket = 0, grpc = 0;
   for (int64_t i = 0; i < transfer->rounds; i++) {
     double seconds = qkv_echo_exchange(&others->echo);
@@ -219,14 +249,18 @@ static int repeat(transfer_run *transfer, int (*message)(transfer_run *), refere
 
 static void report(const qkv_bench_settings *settings, const char *bench, bool tcp, references *others) {
   double median = qkv_samples_quantile(&others->daemon, 0.5), raw = qkv_samples_quantile(&others->socket, 0.5);
-  double grpc = qkv_samples_quantile(&others->grpc, 0.5);
+  double grpc = qkv_samples_quantile(&others->grpc, 0.5), memory = qkv_samples_quantile(&others->memory, 0.5);
   qkv_bench_report(
       settings,
-      json_pack("{s:s, s:s, s:s, s:s, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", bench, "transport",
-                tcp ? "tcp" : "unix", "engine", stores(settings) ? "store" : "discard", "crossing",
-                settings->coded ? "pages" : "rows", "bytes", (json_int_t)settings->bytes, "gbps", median, "gbps_min",
+      json_pack("{s:s, s:s, s:s, s:s, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "bench", bench, "transport",
+                settings->shared ? "shared memory"
+                : tcp            ? "tcp"
+                                 : "unix",
+                "engine", stores(settings) ? "store" : "discard", "crossing", settings->coded ? "pages" : "rows",
+                "bytes", (json_int_t)settings->bytes, "gbps", median, "gbps_min",
                 qkv_samples_quantile(&others->daemon, 0), "gbps_max", qkv_samples_quantile(&others->daemon, 1),
-                "raw_gbps", raw, "fraction", median / raw, "grpc_gbps", grpc, "grpc_fraction", median / grpc));
+                "raw_gbps", raw, "fraction", median / raw, "grpc_gbps", grpc, "grpc_fraction", median / grpc,
+                "memcpy_gbps", memory, "memcpy_fraction", median / memory));
 }
 
 static bool start(references *others, bool tcp, size_t up, size_t down) {
@@ -242,6 +276,40 @@ static void stop(references *others) {
   qkv_samples_free(&others->daemon);
   qkv_samples_free(&others->socket);
   qkv_samples_free(&others->grpc);
+  qkv_samples_free(&others->memory);
+}
+
+// Rows to send, and memory for those that come.
+static int make_rows(transfer_run *transfer) {
+  const size_t bytes = (size_t)transfer->settings->bytes;
+  qkv_call_error error = {0};
+  transfer->rows = qkv_bench_rows(bytes, 1);
+  if (!transfer->settings->shared) {
+    transfer->arrived = malloc(bytes);
+    if (transfer->arrived == NULL) abort();
+  } else {
+    char *own = transfer->rows;
+    if (qkv_client_share(transfer->client, 2 * bytes, &transfer->shared, &error) != 0) {
+      free(own);
+      transfer->rows = NULL;
+      return qkv_bench_failed("share memory", &error);
+    }
+    transfer->rows = transfer->shared;
+    memcpy(transfer->rows, own, bytes);
+    free(own);
+    transfer->arrived = transfer->rows + bytes;
+  }
+  memset(transfer->arrived, 1, bytes);
+  return 0;
+}
+
+static void free_rows(transfer_run *transfer) {
+  if (transfer->shared != NULL) {
+    qkv_client_unshare(transfer->client, &transfer->shared);
+    return;
+  }
+  free(transfer->arrived);
+  free(transfer->rows);
 }
 
 static int run_transfer(const qkv_bench_settings *settings, const char *bench, int (*message)(transfer_run *)) {
@@ -256,21 +324,19 @@ static int run_transfer(const qkv_bench_settings *settings, const char *bench, i
     return qkv_program_misused("--bytes is %lld, must be a multiple of %d with --coded: whole pages",
                                (long long)settings->bytes, 64 * 2 * HEADS * DIM * 2);
   qkv_bench_daemon daemon;
-  if (!qkv_bench_daemon_start(&daemon, settings->program.target,
-                              (const char *const[]){stores(settings) ? NULL : "--discard", NULL}))
-    return 1;
+  const char *arguments[3] = {NULL};
+  size_t count = 0;
+  if (!stores(settings)) arguments[count++] = "--discard";
+  if (settings->shared) arguments[count++] = "--allow-client-shm";
+  if (!qkv_bench_daemon_start(&daemon, settings->program.target, arguments)) return 1;
   bool tcp = strncmp(daemon.target, "unix:", 5) != 0;
   size_t bytes = (size_t)settings->bytes;
   references others = {0};
   bool up = message == append_message;
   int status = start(&others, tcp, up ? bytes : 64, up ? 64 : bytes) ? 0 : 1;
-  transfer.rows = qkv_bench_rows(bytes, 1);
-  transfer.arrived = malloc(bytes);
-  if (transfer.arrived == NULL) abort();
-  memset(transfer.arrived, 1, bytes);
-  if (!status && settings->calibrated && stores(settings)) status = calibrate(&transfer);
   transfer.client = status ? NULL : qkv_bench_connect(settings, daemon.target);
-  if (!transfer.client) status = 1;
+  if (!transfer.client || make_rows(&transfer)) status = 1;
+  if (!status && settings->calibrated && stores(settings)) status = calibrate(&transfer);
   // The first repeat warms up.
   for (int64_t i = 0; i <= settings->repeats && !status; i++) {
     status = repeat(&transfer, message, &others);
@@ -278,14 +344,14 @@ static int run_transfer(const qkv_bench_settings *settings, const char *bench, i
     qkv_samples_clear(&others.daemon);
     qkv_samples_clear(&others.socket);
     qkv_samples_clear(&others.grpc);
+    qkv_samples_clear(&others.memory);
   }
   if (!status) report(settings, bench, tcp, &others);
   if (transfer.client) close_session(&transfer);
+  if (transfer.client) free_rows(&transfer);
   qkv_client_close(&transfer.client);
   const qkv_calibration *made = transfer.calibration;
   qkv_calibration_unref(&made);
-  free(transfer.arrived);
-  free(transfer.rows);
   stop(&others);
   qkv_bench_daemon_stop(&daemon);
   return status;
