@@ -326,10 +326,9 @@ qkv_code qkv_client_attention_stats(qkv_client *client, const qkv_client_scope *
 // their places cross the connection. It is zeroed, and the client's until qkv_client_unshare or qkv_client_close. It
 // must not be written to while a call is under way that names it; a daemon that is started anew gets to know it
 // before the next call. INVALID_ARGUMENT: no bytes, or a client of several targets. UNIMPLEMENTED: the daemon runs
-// without
-// --allow-client-shm. PERMISSION_DENIED: the connection
-// is no unix socket, or the daemon may not open the memory of this user, 0600. RESOURCE_EXHAUSTED: /dev/shm is full,
-// or the daemon's limit-client-shm. On failure *memory is NULL.
+// without --allow-client-shm. PERMISSION_DENIED: the connection is no unix socket, or the daemon may not open the
+// memory of this user, 0600. RESOURCE_EXHAUSTED: /dev/shm is full, or the daemon's limit-client-shm. On failure
+// *memory is NULL.
 qkv_code qkv_client_share(qkv_client *client, size_t bytes, void **memory, qkv_call_error *error);
 // Gives it back and clears *memory.
 void qkv_client_unshare(qkv_client *client, void **memory);
