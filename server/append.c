@@ -233,7 +233,9 @@ static void submit(append_stream *stream) {
 
 // The items in order; the first that fails ends the call. What has to wait for more, and the rest, is left to a job.
 static void apply(append_stream *stream) {
-  qkvi_request_load(&stream->request, stream->daemon->regions, qkvi_call_tenant(stream->call));
+  const uint64_t shared =
+      qkvi_request_load(&stream->request, stream->daemon->regions, qkvi_call_tenant(stream->call));
+  if (shared > 0) qkv_rpc_count_bytes(stream->call, shared);
   if (!stream->opened && stream->request.opens > 0) {
     qkv_error refused = {0};
     stream->opened = true;

@@ -191,7 +191,8 @@ static qkv_status make_block(attend_call *state, qkv_error *error) {
 // QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: there is no
 // headroom for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not there, or too small.
 static qkv_status check(attend_call *state, qkv_error *call_error) {
-  qkvi_request_load(&state->request, state->daemon->regions, qkvi_call_tenant(state->call));
+  const uint64_t shared = qkvi_request_load(&state->request, state->daemon->regions, qkvi_call_tenant(state->call));
+  if (shared > 0) qkv_rpc_count_bytes(state->call, shared);
   QKV_TRY(find_into(state, call_error));
   begin_check(state);
   for (size_t i = 0; i < state->part_count; i++) {
@@ -509,6 +510,7 @@ static void answer(attend_call *state) {
   if (state->into != NULL && state->block != NULL &&
       qkvi_region_write(state->into, request->into.offset, state->block->data, state->block_bytes, &error) != QKV_OK)
     return qkvi_control_fail(state->call, &error);
+  if (state->into != NULL) qkv_rpc_count_bytes(state->call, state->block_bytes);
   qkv_wire_writer_clear(state->writer);
   for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
   qkv_wire_put_varint(state->writer, 2, request->id);

@@ -401,6 +401,7 @@ static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64
   qkv_wire_put_packed(writer, 2, dims, 3);
   if (stream->into_region[part] != NULL) {
     qkvi_region_put(writer, &stream->into[part], 0, bytes);
+    qkv_rpc_count_bytes(stream->call, bytes);
     stream->into[part].offset += bytes;
     stream->into[part].bytes -= bytes;
   } else {

@@ -606,8 +606,8 @@ static void make_shared_room(qkvi_request *request) {
   request->shared = qkvi_buffers_borrow(qkvi_regions_buffers(request->regions), request->shared_bytes);
 }
 
-void qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant) {
-  if (request->loaded || request->shared_count == 0) return;
+uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant) {
+  if (request->loaded || request->shared_count == 0) return 0;
   request_load load = {.request = request, .regions = regions, .tenant = tenant};
   request->loaded = true;
   request->regions = regions;
@@ -620,6 +620,7 @@ void qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char 
         load_tensor(&load, &item->q, &item->q_part, "q", &item->error) != QKV_OK)
       (void)qkvi_item_place(&item->error, i);
   }
+  return load.bytes;
 }
 
 void qkvi_request_unload(qkvi_request *request) {

@@ -83,7 +83,8 @@ void qkvi_request_deinit(qkvi_request *request);
 // Copies the tensors that lie in shared memory of the tenant, once, so that the request is as if they had come with
 // it. What is wrong with one is kept in its item. Copies up to limit-message: no work for a completion-queue thread
 // where qkvi_request_row_bytes is large. `regions` is not NULL where the limits allowed shared memory.
-void qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant);
+// Returns the bytes that were copied by this call.
+uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant);
 // Gives the memory of those copies back, as do qkvi_request_parse and qkvi_request_deinit. Their tensors end.
 void qkvi_request_unload(qkvi_request *request);
 

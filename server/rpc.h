@@ -62,6 +62,8 @@ bool qkv_rpc_cancelled(const qkv_rpc_call *call);
 
 // So many rows have been appended for the call's tenant, which its quota counts.
 void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows);
+// So many bytes have come, or gone, by shared memory, which the quota counts like those of messages.
+void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes);
 // The call's part of the threads: its tenant's flow, and its quota's weight.
 qkv_share qkv_rpc_share(const qkv_rpc_call *call);
 // One model more is registered: RESOURCE_EXHAUSTED names the quota. `give` where it is not one more.

@@ -351,6 +351,10 @@ void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows) {
   qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, 0, rows);
 }
 
+void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes) {
+  qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, bytes, 0);
+}
+
 qkv_share qkv_rpc_share(const qkv_rpc_call *call) {
   return qkvi_rpc_limits_share(qkvi_rpc_server_limits(call->server), &call->place);
 }

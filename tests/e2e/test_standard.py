@@ -92,9 +92,8 @@ def test_reflection_answers_many_requests_on_one_stream(daemon, stub):
 def test_methods_that_are_not_served(daemon, stub):
     admin = admin_pb2_grpc.AdminStub(daemon.channel())
     memory = shared_memory_pb2_grpc.SharedMemoryStub(daemon.channel())
-    for call, request in ((admin.GetQuota, admin_pb2.GetQuotaRequest()),
-                          (admin.SetQuota, admin_pb2.SetQuotaRequest()),
-                          (memory.CudaSharedMemoryStatus, shared_memory_pb2.CudaSharedMemoryStatusRequest())):
+    for call, request in ((memory.CudaSharedMemoryStatus, shared_memory_pb2.CudaSharedMemoryStatusRequest()),
+                          (memory.CudaSharedMemoryUnregister, shared_memory_pb2.CudaSharedMemoryUnregisterRequest())):
         with refused(grpc.StatusCode.UNIMPLEMENTED):
             call(request, timeout=TIMEOUT)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "data-dir"):
