@@ -61,7 +61,7 @@ typedef struct qkvi_kernel_tables {
   float gain_middles[8];            // between the gains of an octave and the next ones
   float scales[QKVI_SCALES];        // what encoding tries (encode_plain.h), times the middle one's inverse
   uint8_t cells[QKVI_SCALES][256];  // of t: codes of positive coordinates at the full depth
-  bool dots_alone;                  // products of 16-bit numbers by VNNI alone (x86/products.h)
+  bool dots_alone;                  // products of 16-bit numbers as they are, not one for two (x86/dense.c)
 } qkvi_kernel_tables;
 
 // The same of the integers that integer.h speaks of, in the shapes that byte look-ups want: tables of 64 repeat what

@@ -91,6 +91,9 @@ INLINE void multiply_vectors(const qkv_dense *matrix, const dense_rows *x, size_
 
 #if BYTE_DOTS
 // ---- Pairs of inputs that make one product ----
+//
+// Where VNNI begins one product in a cycle and additions run on other units (qkvi_tables.dots_alone). On a Zen 4, 64
+// rows of 128 take 9.2 us with VNNI's products alone, 7.0 with all fours paired, 6.5 with three of four.
 
 // Whether all numbers of a batch's rows keep to the limits.
 static bool within_limits(const qkv_dense *matrix, const dense_rows *x, size_t count) {
