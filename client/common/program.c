@@ -37,7 +37,7 @@ static void print_help(const qkv_command_set *set, FILE *out) {
   for (size_t i = 0; i < set->command_count; i++) {
     const qkv_command *command = &set->commands[i];
     int width = fprintf(out, "  %s %s", command->name, command->arguments);
-    fprintf(out, "%*s%s\n", width < 30 ? 30 - width : 1, "", command->summary);
+    fprintf(out, "%*s%s\n", width < 34 ? 34 - width : 2, "", command->summary);
   }
   fprintf(out,
           "\nThe daemon is at --target ADDRESS (unix:PATH or HOST:PORT), else at $QKVD_TARGET.\n"
