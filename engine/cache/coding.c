@@ -69,15 +69,7 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
                          .calibration = qkv_calibration_ref(calibration),
                          .bytes = sizeof *coding + model->layers * sizeof(qkv_coder *)};
   for (uint32_t layer = 0; layer < model->layers; layer++) policies[layer] = qkv_model_policy(model, layer, policy);
-  const qkv_coder_spec spec = {.layers = model->layers,
-                               .kv_heads = model->kv_heads,
-                               .q_heads = model->q_heads,
-                               .key_dim = model->key_dim,
-                               .value_dim = model->value_dim,
-                               .rope = &model->rope,
-                               .policies = policies,
-                               .purpose = purpose,
-                               .calibration = calibration};
+  const qkv_coder_spec spec = qkv_model_coder_spec(model, policies, purpose, calibration);
   make_coders(coding, &spec);
   free(policies);
   return coding;
@@ -115,6 +107,29 @@ static bool is_calibrated(const qkv_model *model, const qkv_policy *policy) {
   return any;
 }
 
+// What nobody has, or has any longer.
+static void destroy(qkv_coding *coding) {
+  for (size_t i = 0; i < coding->made_count; i++) coding->made[i].codec->destroy(coding->made[i].made);
+  free(coding->made);
+  qkv_calibration_unref(&coding->calibration);
+  free(coding);
+}
+
+// With a reference for the caller; NULL: there is none, so `made` is taken where it is not NULL. Under the lock.
+static qkv_coding *find_or_add(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                               const qkv_calibration *calibration, qkv_coding *made) {
+  qkv_coding *coding = codings;
+  while (coding != NULL && !same(coding, model, policy, purpose, calibration)) coding = coding->next;
+  if (coding == NULL && made != NULL) {
+    coding = made;
+    coding->next = codings;
+    codings = coding;
+    held += coding->bytes;
+  }
+  if (coding != NULL) (void)atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
+  return coding;
+}
+
 qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                            const qkv_calibration *calibration) {
   if (!is_calibrated(model, policy)) calibration = NULL;
@@ -123,16 +138,15 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
   key.recent_window = 0;
   key.learn_said = key.learn = false;
   (void)pthread_mutex_lock(&lock);
-  qkv_coding *coding = codings;
-  while (coding != NULL && !same(coding, model, &key, purpose, calibration)) coding = coding->next;
-  if (coding == NULL) {
-    coding = create(model, &key, purpose, calibration);
-    coding->next = codings;
-    codings = coding;
-    held += coding->bytes;
-  }
-  (void)atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
+  qkv_coding *coding = find_or_add(model, &key, purpose, calibration, NULL);
   (void)pthread_mutex_unlock(&lock);
+  if (coding != NULL) return coding;
+  // Without the lock: a codebook may be trained. Of two that are made at once the first one stays.
+  qkv_coding *made = create(model, &key, purpose, calibration);
+  (void)pthread_mutex_lock(&lock);
+  coding = find_or_add(model, &key, purpose, calibration, made);
+  (void)pthread_mutex_unlock(&lock);
+  if (coding != made) destroy(made);
   return coding;
 }
 
@@ -158,11 +172,7 @@ void qkv_coding_unref(qkv_coding **coding) {
   const bool last = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) == 1;
   if (last) take_out(left);
   (void)pthread_mutex_unlock(&lock);
-  if (!last) return;
-  for (size_t i = 0; i < left->made_count; i++) left->made[i].codec->destroy(left->made[i].made);
-  free(left->made);
-  qkv_calibration_unref(&left->calibration);
-  free(left);
+  if (last) destroy(left);
 }
 
 const qkv_coder *qkv_coding_layer(const qkv_coding *coding, uint32_t layer) {

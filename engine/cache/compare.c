@@ -169,15 +169,7 @@ static void measure_codec(const qkv_comparer *all, const qkv_codec *codec, doubl
   policy.bits_k = policy.bits_v = bits;
   policy.gqa_compensation = false;
   for (uint32_t layer = 0; layer < model->layers; layer++) policies[layer] = policy;
-  const qkv_coder_spec spec = {.layers = model->layers,
-                               .kv_heads = model->kv_heads,
-                               .q_heads = model->q_heads,
-                               .key_dim = model->key_dim,
-                               .value_dim = model->value_dim,
-                               .rope = &model->rope,
-                               .policies = policies,
-                               .purpose = all->config.purpose,
-                               .calibration = calibration};
+  const qkv_coder_spec spec = qkv_model_coder_spec(model, policies, all->config.purpose, calibration);
   void *made = codec->create(&spec, coders, &bytes);
   for (size_t i = 0; i < all->count; i++) measure_layer(all, coders[all->layers[i].layer], &all->layers[i], &sums);
   codec->destroy(made);

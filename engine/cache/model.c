@@ -210,6 +210,19 @@ qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model) {
                                  .rope = model->rope};
 }
 
+qkv_coder_spec qkv_model_coder_spec(const qkv_model *model, const qkv_policy *policies, qkv_purpose purpose,
+                                    const qkv_calibration *calibration) {
+  return (qkv_coder_spec){.layers = model->layers,
+                          .kv_heads = model->kv_heads,
+                          .q_heads = model->q_heads,
+                          .key_dim = model->key_dim,
+                          .value_dim = model->value_dim,
+                          .rope = &model->rope,
+                          .policies = policies,
+                          .purpose = purpose,
+                          .calibration = calibration};
+}
+
 static bool rope_equal(const qkv_rope *a, const qkv_rope *b) {
   return a->theta == b->theta && a->width == b->width && a->interleaved == b->interleaved &&
          a->scaling == b->scaling && a->factor == b->factor && a->original_max_position == b->original_max_position &&

@@ -78,6 +78,9 @@ qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
 
 // What a calibration of this model has to fit.
 qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model);
+// What coders of this model are made of; policies [layers], resolved, and the model are borrowed.
+qkv_coder_spec qkv_model_coder_spec(const qkv_model *model, const qkv_policy *policies, qkv_purpose purpose,
+                                    const qkv_calibration *calibration);
 
 // Whether two resolved models are the same in every field.
 bool qkv_model_equal(const qkv_model *a, const qkv_model *b);

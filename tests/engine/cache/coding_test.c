@@ -1,6 +1,8 @@
 // How layers are coded for a policy and a purpose, and who shares it.
 #include "engine/cache/coding.h"
 
+#include <pthread.h>
+
 #include "tests/engine/cache/fixture.h"
 
 static qkv_model turning_model(double theta) {
@@ -50,6 +52,47 @@ static void test_what_is_alike_is_shared(void **state) {
   assert_ptr_equal(coder, qkv_coding_layer(coding, 2));
   qkv_coding_unref(&coding);
   qkv_coding_unref(&third);
+}
+
+typedef struct getter {
+  const qkv_model *model;
+  qkv_policy policy;
+  pthread_barrier_t *start;
+  qkv_coding *got;
+} getter;
+
+static void *get_coding(void *context) {
+  getter *own = context;
+  (void)pthread_barrier_wait(own->start);
+  own->got = qkv_coding_get(own->model, &own->policy, QKV_PURPOSE_ATTEND, NULL);
+  return NULL;
+}
+
+// Codings are made without the lock: of several that are made at once one stays.
+static void test_threads_share_one(void **state) {
+  (void)state;
+  enum { THREADS = 4 };
+  const qkv_model model = turning_model(10000);
+  const uint64_t before = qkv_coding_bytes_held();
+  qkv_policy policy = test_policy(4, 2, 8);
+  policy.codec = qkv_codec_by_name("pq");
+  pthread_barrier_t start;
+  pthread_t threads[THREADS];
+  getter getters[THREADS];
+  assert_int_equal(pthread_barrier_init(&start, NULL, THREADS), 0);
+  for (size_t i = 0; i < THREADS; i++) {
+    getters[i] = (getter){.model = &model, .policy = policy, .start = &start};
+    assert_int_equal(pthread_create(&threads[i], NULL, get_coding, &getters[i]), 0);
+  }
+  for (size_t i = 0; i < THREADS; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);
+  (void)pthread_barrier_destroy(&start);
+  const uint64_t one = qkv_coding_bytes_held() - before;
+  for (size_t i = 0; i < THREADS; i++) {
+    assert_ptr_equal(getters[i].got, getters[0].got);
+    if (i > 0) assert_int_equal(qkv_coding_bytes_held() - before, one);
+  }
+  for (size_t i = 0; i < THREADS; i++) qkv_coding_unref(&getters[i].got);
+  assert_int_equal(qkv_coding_bytes_held(), before);
 }
 
 static void test_coders_are_as_the_policy_says(void **state) {
@@ -151,6 +194,7 @@ static void test_gqa_compensation(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_what_is_alike_is_shared),
+      cmocka_unit_test(test_threads_share_one),
       cmocka_unit_test(test_coders_are_as_the_policy_says),
       cmocka_unit_test(test_frames),
       cmocka_unit_test(test_overrides),
