@@ -45,8 +45,44 @@ static char *text_or_empty(const char *text) {
   return (char *)(uintptr_t)(text == NULL ? "" : text);
 }
 
-static void fill_policy(const qkv_client_policy *from, Qkv__V1__CodecPolicy *to) {
+// A policy and the messages in it.
+typedef struct filled_policy {
+  Qkv__V1__CodecPolicy policy;
+  Qkv__V1__Kivi kivi;
+  Qkv__V1__Turboquant turboquant, turboquant_ip;
+  Qkv__V1__Polarquant polarquant;
+} filled_policy;
+
+// Parameters of codecs that are said.
+static void fill_parameters(const qkv_client_policy *from, filled_policy *filled) {
+  Qkv__V1__CodecPolicy *to = &filled->policy;
+  if (from->kivi_q_group_size != 0) {
+    filled->kivi = (Qkv__V1__Kivi)QKV__V1__KIVI__INIT;
+    filled->kivi.q_group_size = from->kivi_q_group_size;
+    to->kivi = &filled->kivi;
+  }
+  if (from->turboquant_rotation != 0) {
+    filled->turboquant = (Qkv__V1__Turboquant)QKV__V1__TURBOQUANT__INIT;
+    filled->turboquant.rotation = (Qkv__V1__Turboquant__Rotation)from->turboquant_rotation;
+    to->turboquant = &filled->turboquant;
+  }
+  if (from->turboquant_ip_rotation != 0) {
+    filled->turboquant_ip = (Qkv__V1__Turboquant)QKV__V1__TURBOQUANT__INIT;
+    filled->turboquant_ip.rotation = (Qkv__V1__Turboquant__Rotation)from->turboquant_ip_rotation;
+    to->turboquant_ip = &filled->turboquant_ip;
+  }
+  if (from->polarquant_row_norms != 0) {
+    filled->polarquant = (Qkv__V1__Polarquant)QKV__V1__POLARQUANT__INIT;
+    filled->polarquant.row_norms = (Qkv__V1__Polarquant__RowNorms)from->polarquant_row_norms;
+    to->polarquant = &filled->polarquant;
+  }
+}
+
+static void fill_policy(const qkv_client_policy *from, filled_policy *filled) {
+  Qkv__V1__CodecPolicy *to = &filled->policy;
   qkv__v1__codec_policy__init(to);
+  fill_parameters(from, filled);
+  to->codec_v = text_or_empty(from->codec_v);
   to->codec = text_or_empty(from->codec);
   to->bits_k = from->bits_k;
   to->bits_v = from->bits_v;
@@ -128,7 +164,7 @@ static qkv_code register_with_all(qkv_client *client, Qkv__V1__RegisterModelRequ
 qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *model, qkv_call_error *error) {
   Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
   Qkv__V1__Model message = QKV__V1__MODEL__INIT;
-  Qkv__V1__CodecPolicy policy;
+  filled_policy policy;
   Qkv__V1__Rope rope;
   message.name = text_or_empty(model->name);
   message.layers = model->layers;
@@ -148,14 +184,14 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   message.calibration_kept = model->calibration_kept;
   if (model->policy != NULL) {
     fill_policy(model->policy, &policy);
-    message.policy = &policy;
+    message.policy = &policy.policy;
   }
   request.model = &message;
   return register_with_all(client, &request, error);
 }
 
 static void fill_open(const qkv_session_options *options, Qkv__V1__OpenSessionRequest *request,
-                      Qkv__V1__CodecPolicy *policy) {
+                      filled_policy *policy) {
   qkv__v1__open_session_request__init(request);
   request->session = text_or_empty(options->session);
   request->model = text_or_empty(options->model);
@@ -177,14 +213,14 @@ static void fill_open(const qkv_session_options *options, Qkv__V1__OpenSessionRe
   }
   if (options->policy != NULL) {
     fill_policy(options->policy, policy);
-    request->policy = policy;
+    request->policy = &policy->policy;
   }
   if (options->evict) request->retention = QKV__V1__RETENTION__RETENTION_EVICT;
 }
 
 void *qkvi_pack_open(const qkv_session_options *options, size_t *bytes) {
   Qkv__V1__OpenSessionRequest request;
-  Qkv__V1__CodecPolicy policy;
+  filled_policy policy;
   fill_open(options, &request, &policy);
   *bytes = qkv__v1__open_session_request__get_packed_size(&request);
   uint8_t *packed = malloc(*bytes + 1);
@@ -195,7 +231,7 @@ void *qkvi_pack_open(const qkv_session_options *options, size_t *bytes) {
 
 qkv_code qkv_client_open_session(qkv_client *client, const qkv_session_options *options, qkv_call_error *error) {
   Qkv__V1__OpenSessionRequest request;
-  Qkv__V1__CodecPolicy policy;
+  filled_policy policy;
   ProtobufCMessage *answer = NULL;
   fill_open(options, &request, &policy);
   if (options->matched_tokens != NULL) *options->matched_tokens = 0;

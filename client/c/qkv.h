@@ -115,6 +115,13 @@ typedef struct qkv_client_policy {
   int gqa_compensation;  // 0: the next level's, 1: on, -1: off
   int self_calibration;  // the same
   int sink_tokens;       // 0: the next level's, -1: none
+  const char *codec_v;   // of values, where that of keys is another one; NULL: the same
+  // Parameters of the codecs that they are named after; 0: the codec's own default. INVALID_ARGUMENT where neither
+  // `codec` nor `codec_v` is that one.
+  uint32_t kivi_q_group_size;  // 32 or 64
+  int turboquant_rotation;     // qkv.v1.Turboquant.Rotation: 1 Hadamard, 2 dense
+  int turboquant_ip_rotation;  // the same
+  int polarquant_row_norms;    // qkv.v1.Polarquant.RowNorms: 1 stored, 2 none
 } qkv_client_policy;
 
 typedef struct qkv_client_model {

@@ -416,3 +416,25 @@ def test_arguments(client, session, rows):
     ):
         with pytest.raises(qkvd.InvalidArgument, match=text):
             call()
+
+
+def test_codecs_and_their_parameters(client, name, rows, queries):
+    client.register_model(
+        qkvd.Model(name=name, layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype="fp32")
+    )
+    policy = qkvd.Policy(
+        codec="turboquant", codec_v="kivi", bits_k=8, bits_v=8, recent_window=0, turboquant_rotation="dense",
+        kivi_q_group_size=64,
+    )
+    k, v = rows(128)
+    with client.open(name, model=name, policy=policy) as session:
+        session.append(0, k, v)
+        out, _ = session.attend(0, queries(1), options=FLOATS)
+        fetched = session.fetch(0)
+    assert np.all(np.isfinite(out))
+    for row, back in zip((k, v), fetched, strict=True):
+        assert 0 < np.sum((row - back) ** 2) < 1e-3 * np.sum(row**2)
+    with pytest.raises(qkvd.InvalidArgument, match="polarquant"):
+        client.open(name, model=name, policy=qkvd.Policy(codec="kivi", bits_k=4, bits_v=4, polarquant_row_norms="none"))
+    with pytest.raises(qkvd.InvalidArgument, match="turboquant_rotation is 'skew'"):
+        client.open(name, model=name, policy=qkvd.Policy(codec="turboquant", turboquant_rotation="skew"))  # type: ignore[arg-type]

@@ -166,6 +166,26 @@ static void test_sessions(void **state) {
   assert_int_equal(qkv_client_close_session(own, "info", &freed, &error), QKV_NOT_FOUND);
   assert_int_equal(qkv_client_get_session(own, "info", &info, &error), QKV_NOT_FOUND);
   assert_null(info.lengths);
+  // Codecs of keys and of values with parameters of their own, and one that neither is.
+  policy = (qkv_client_policy){.codec = "turboquant",
+                               .codec_v = "kivi",
+                               .bits_k = 4,
+                               .bits_v = 2,
+                               .turboquant_rotation = 2,
+                               .kivi_q_group_size = 64};
+  options.session = "two";
+  ok(qkv_client_open_session(own, &options, &error), &error);
+  ok(qkv_client_close_session(own, "two", &freed, &error), &error);
+  policy.kivi_q_group_size = 48;
+  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "48"));
+  policy.kivi_q_group_size = 0, policy.turboquant_ip_rotation = 1;
+  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "turboquant-ip"));
+  policy = (qkv_client_policy){.codec = "polarquant", .bits_k = 2, .bits_v = 3, .polarquant_row_norms = 3};
+  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "row_norms"));
+  options.policy = NULL;
   options.model = "nobody";
   assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_NOT_FOUND);
   assert_non_null(strstr(error.text, "nobody"));

@@ -6,7 +6,7 @@ Fields that are left out take the daemon's defaults; proto/qkv/v1/model.proto ha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from qkvd.arrays import dtype_number
 from qkvd.errors import InvalidArgument
@@ -62,11 +62,40 @@ class Rope:
         )
 
 
+Codec = Literal[
+    "", "embedded", "exact", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq"
+]
+Rotation = Literal["", "hadamard", "dense"]
+
+_T = TypeVar("_T")
+_ROTATIONS = {"hadamard": model_pb2.Turboquant.ROTATION_HADAMARD, "dense": model_pb2.Turboquant.ROTATION_DENSE}
+_ROW_NORMS = {"stored": model_pb2.Polarquant.ROW_NORMS_STORED, "none": model_pb2.Polarquant.ROW_NORMS_NONE}
+
+
+def _turboquant(field: str, rotation: str) -> model_pb2.Turboquant | None:
+    return model_pb2.Turboquant(rotation=_said(field, rotation, _ROTATIONS)) if rotation else None
+
+
+def _said(field: str, value: str, known: dict[str, _T]) -> _T:
+    if value not in known:
+        raise InvalidArgument(f"{field} is {value!r}, known are {' and '.join(known)}")
+    return known[value]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How rows are coded. What is left out takes the next level's: session, then model, then the daemon's options."""
+    """How rows are coded. What is left out takes the next level's: session, then model, then the daemon's options.
 
-    codec: Literal["", "embedded", "exact"] = ""  # exact: rows stay as they came, in the model's dtype
+    Fields that begin with a codec's name are its own parameters; left out they are the codec's defaults. The daemon
+    refuses those of a codec that is neither `codec` nor `codec_v`.
+    """
+
+    codec: Codec = ""  # exact: rows stay as they came, in the model's dtype; others: docs/codecs.md
+    codec_v: Codec = ""  # of values, where that of keys is another one
+    kivi_q_group_size: int = 0  # 32 or 64
+    turboquant_rotation: Rotation = ""
+    turboquant_ip_rotation: Rotation = ""
+    polarquant_row_norms: Literal["", "stored", "none"] = ""
     bits_k: float = 0  # code bits a coordinate, in eighths up to 8
     bits_v: float = 0
     recent_window: int | None = None  # newest tokens that are kept exact
@@ -83,6 +112,13 @@ class Policy:
         """The message of the wire."""
         return model_pb2.CodecPolicy(
             codec=self.codec,
+            codec_v=self.codec_v,
+            kivi=model_pb2.Kivi(q_group_size=self.kivi_q_group_size) if self.kivi_q_group_size else None,
+            turboquant=_turboquant("turboquant_rotation", self.turboquant_rotation),
+            turboquant_ip=_turboquant("turboquant_ip_rotation", self.turboquant_ip_rotation),
+            polarquant=model_pb2.Polarquant(
+                row_norms=_said("polarquant_row_norms", self.polarquant_row_norms, _ROW_NORMS)
+            ) if self.polarquant_row_norms else None,
             bits_k=self.bits_k,
             bits_v=self.bits_v,
             recent_window=self.recent_window,
