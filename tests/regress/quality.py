@@ -75,6 +75,12 @@ def tinylm(full):
                  learn=[] if full else ["--untried"])
 
 
+def codecs():
+    # Every codec of the table, on one window of each text; untried as above.
+    return Suite(TINYLM, TINYLM, ["heldout_kjv.txt", "heldout_jargon.txt"], 1, "codecs.csv",
+                 options=["--threads", "1", "--codec", "all"], learn=["--untried"])
+
+
 def smollm2(model):
     return Suite(model, os.path.join(DATA, "smollm2"), ["prose.txt", "report.txt", "licence.txt"], 2, "smollm2.csv",
                  settings=SMOLLM2_SETTINGS, learn=["--tokens", "16384", "--threads", "0"])
@@ -151,10 +157,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bin", required=True, metavar="DIR", help="where qkv-bench and qkv-worker are")
     parser.add_argument("--full", action="store_true", help="16 windows of each text (quality.csv) instead of one")
+    parser.add_argument("--codecs", action="store_true", help="every codec of the table (codecs.csv), on one window of each text")
     parser.add_argument("--model", metavar="FILE", help="SmolLM2 as deploy/smollm2.sh fetches it (smollm2.csv), instead of tinylm")
     parser.add_argument("--update", action="store_true", help="write the committed file anew, and the tables of docs/quality.md")
     options = parser.parse_args()
-    suite = smollm2(options.model) if options.model else tinylm(options.full)
+    suite = smollm2(options.model) if options.model else codecs() if options.codecs else tinylm(options.full)
     if options.update:
         suite.measure(options.bin, suite.committed)
         text = with_tables(read_page())
@@ -168,7 +175,7 @@ def main():
     for text in differences:
         print(text)
     if differences:
-        print("\nIf this is meant: tests/regress/quality.py --bin DIR --update (with --full or --model as well), and "
+        print("\nIf this is meant: tests/regress/quality.py --bin DIR --update (with --full, --codecs or --model as well), and "
               "say why in the commit.")
     return 1 if differences else 0
 
