@@ -6,13 +6,16 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "client/bench/dump.h"
 #include "client/bench/probe.h"
 #include "client/common/terminal.h"
+#include "client/worker/calibrate.h"
 #include "client/worker/forward.h"
 #include "client/worker/text.h"
 
@@ -24,7 +27,8 @@ static const qkv_option options[] = {
     {"text", QKV_OPTION_LIST, offsetof(qkv_bench_settings, texts), NULL, 0, 0, "FILE",
      "text to measure on; may be given several times, the figures are then means over all windows"},
     {"calibration", QKV_OPTION_STRING, offsetof(qkv_bench_settings, calibration), NULL, 0, 0, "FILE",
-     "calibration of the model, made by qkv-worker calibrate; without it only data-free codes are measured"},
+     "calibration of the model, made by qkv-worker calibrate; without it only data-free codes are measured, but with "
+     "--codec, which then learns one from the file calibration.txt next to the model, where the codec uses any"},
     {"windows", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, windows), "16", 1, 1 << 20, "N",
      "windows of each text, evenly spread"},
     {"prefill", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, prefill), "768", 1, 1 << 20, "TOKENS",
@@ -36,8 +40,7 @@ static const qkv_option options[] = {
      "attend:4@1.5, whose tokens are brought to 1.5 bits by attention; may be given several times. Without any, a "
      "list of them"},
     {"codec", QKV_OPTION_STRING, offsetof(qkv_bench_settings, codec), NULL, 0, 0, "NAME",
-     "a codec, whose figures alone are shown; or all, for a table of all of them. Embedded is calibrated with "
-     "--calibration"},
+     "a codec, whose figures alone are shown; or all, for a table of all of them"},
     {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_bits), "4", 0.125, 8, "BITS",
      "code bits per coordinate of the codec"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "0", 0, 8, "BITS",
@@ -64,6 +67,8 @@ static const qkv_option options[] = {
     {"version", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.version), NULL, 0, 0, NULL, "show the version"},
 };
 
+enum { LEARN_WINDOW = 1024 };  // tokens
+
 // What the windows of one way had.
 typedef struct window_sums {
   uint64_t windows;
@@ -73,6 +78,7 @@ typedef struct window_sums {
 // All that is measured in one run: a language model, or a dump.
 typedef struct quality_job {
   const qkv_bench_settings *settings;
+  char learns_from[PATH_MAX];  // a text; empty: nothing is learnt
   qkv_dtype dtype;
   qkvi_lm *lm;
   qkv_dump *dump;
@@ -133,6 +139,57 @@ static qkv_status load_calibration(quality_job *job, qkv_error *error) {
   return status == QKV_OK ? QKV_OK : qkv_error_prefix(error, "%s: ", path);
 }
 
+// What a codec learns from where no calibration is given: a text in the model's directory, or next to its file.
+static void find_text(quality_job *job) {
+  const qkv_bench_settings *settings = job->settings;
+  if (settings->codec == NULL || settings->calibration != NULL || settings->model == NULL) return;
+  const qkv_codec *codec = qkv_codec_by_name(settings->codec);
+  if (codec != NULL ? !codec->calibrated : strcmp(settings->codec, "all") != 0) return;
+  struct stat info;
+  if (stat(settings->model, &info) != 0) return;
+  const char *slash = S_ISDIR(info.st_mode) ? NULL : strrchr(settings->model, '/');
+  const int length = snprintf(job->learns_from, sizeof job->learns_from, "%.*s/calibration.txt",
+                              S_ISDIR(info.st_mode) ? (int)strlen(settings->model)
+                              : slash != NULL       ? (int)(slash - settings->model)
+                                                    : 1,
+                              S_ISDIR(info.st_mode) || slash != NULL ? settings->model : ".");
+  const bool fits = length > 0 && (size_t)length < sizeof job->learns_from;
+  if (!fits || stat(job->learns_from, &info) != 0 || !S_ISREG(info.st_mode)) job->learns_from[0] = '\0';
+}
+
+static bool calibrated(const quality_job *job) {
+  return job->settings->calibration != NULL || job->learns_from[0] != '\0';
+}
+
+static qkv_status learn_windows(quality_job *job, qkvi_calibrator *calibrator, int64_t window, qkv_error *error) {
+  int32_t *text = NULL;
+  int64_t count = 0;
+  QKV_TRY(qkvi_text_tokens(job->lm, job->learns_from, &text, &count, error));
+  qkv_progress_start(&job->progress, "calibrating", (uint64_t)count);
+  qkv_status status = QKV_OK;
+  for (int64_t begin = 0, tokens; status == QKV_OK && begin < count; begin += tokens) {
+    tokens = count - begin < window ? count - begin : window;
+    status = qkvi_calibrator_add(calibrator, text + begin, tokens, error);
+    qkv_progress_add(&job->progress, (uint64_t)tokens);
+  }
+  qkv_progress_end(&job->progress);
+  free(text);
+  return status;
+}
+
+// As qkv-worker calibrate does.
+static qkv_status learn_calibration(quality_job *job, qkv_error *error) {
+  if (job->learns_from[0] == '\0') return QKV_OK;
+  const int64_t window = job->lm->context < LEARN_WINDOW ? job->lm->context : LEARN_WINDOW;
+  qkvi_calibrator *calibrator = NULL;
+  qkv_verdict verdict;
+  QKV_TRY(qkvi_calibrator_create(job->lm, window, &calibrator, error));
+  qkv_status status = learn_windows(job, calibrator, window, error);
+  if (status == QKV_OK) status = qkvi_calibrator_finish(calibrator, &verdict, &job->calibration, error);
+  qkvi_calibrator_destroy(&calibrator);
+  return status == QKV_OK ? QKV_OK : qkv_error_prefix(error, "%s: ", job->learns_from);
+}
+
 static void *zeroed(size_t count, size_t bytes) {
   void *memory = calloc(count > 0 ? count : 1, bytes);
   if (memory == NULL) abort();
@@ -172,9 +229,11 @@ static void prepare_sessions(quality_job *job) {
 
 static qkv_status prepare(quality_job *job, qkv_error *error) {
   const qkv_bench_settings *settings = job->settings;
-  QKV_TRY(qkvi_settings_collect(settings, &job->ways, error));
+  find_text(job);
+  QKV_TRY(qkvi_settings_collect(settings, calibrated(job), &job->ways, error));
   QKV_TRY(load_calibration(job, error));
   QKV_TRY(settings->dump != NULL ? load_dump(job, error) : load_model(job, error));
+  QKV_TRY(learn_calibration(job, error));
   QKV_TRY(qkv_model_resolve(&job->model, error));
   if (job->calibration != NULL) {
     const qkv_calibration_shape shape = qkv_model_calibration_shape(&job->model);

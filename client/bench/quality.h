@@ -32,7 +32,9 @@ typedef struct qkvi_setting_list {
 // it. INVALID_ARGUMENT names what is wrong.
 qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error);
 // What the command's options ask for: its --setting, that of --bits-k and its companions, else the default list.
-qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error);
+// `calibrated`: there is a calibration, or there will be.
+qkv_status qkvi_settings_collect(const qkv_bench_settings *options, bool calibrated, qkvi_setting_list *list,
+                                 qkv_error *error);
 void qkvi_settings_clear(qkvi_setting_list *list);
 
 // How pages of a session with this setting are coded. `calibration` may be NULL where the setting is data-free.

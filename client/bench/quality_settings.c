@@ -261,8 +261,8 @@ static qkv_status add_text(qkvi_setting_list *list, const char *text, bool calib
 }
 
 // Of --bits-k, --bits-v, --frame and --anchor.
-static qkv_status add_flags(qkvi_setting_list *list, const qkv_bench_settings *options, qkv_error *error) {
-  const bool calibrated = options->calibration != NULL;
+static qkv_status add_flags(qkvi_setting_list *list, const qkv_bench_settings *options, bool calibrated,
+                            qkv_error *error) {
   qkvi_setting setting = {.policy = QKV_POLICY_UNSET};
   setting.policy.bits_k = options->code_k;
   setting.policy.bits_v = options->code_v > 0 ? options->code_v : options->code_k;
@@ -315,8 +315,8 @@ static const struct {
 };
 
 // Of --codec and --bits: embedded is measured in the frame of sessions to attend, calibrated where it can be.
-static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *options, qkv_error *error) {
-  const bool calibrated = options->calibration != NULL;
+static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *options, bool calibrated,
+                            qkv_error *error) {
   for (size_t i = 0; strcmp(options->codec, "all") == 0 && i < sizeof all_codecs / sizeof *all_codecs; i++) {
     if (calibrated || !all_codecs[i].calibrated)
       QKV_TRY(add_text(list, all_codecs[i].setting, all_codecs[i].calibrated, error));
@@ -332,14 +332,14 @@ static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *o
   return add_text(list, text, calibrated && codec->calibrated, error);
 }
 
-qkv_status qkvi_settings_collect(const qkv_bench_settings *options, qkvi_setting_list *list, qkv_error *error) {
-  const bool calibrated = options->calibration != NULL;
+qkv_status qkvi_settings_collect(const qkv_bench_settings *options, bool calibrated, qkvi_setting_list *list,
+                                 qkv_error *error) {
   const bool flags = options->code_k > 0 || options->code_v > 0 || options->frame != NULL || options->anchor != NULL;
   for (size_t i = 0; i < options->ways.count; i++) {
     QKV_TRY(add_text(list, options->ways.items[i], calibrated, error));
   }
-  if (flags) QKV_TRY(add_flags(list, options, error));
-  if (options->codec != NULL) QKV_TRY(add_codec(list, options, error));
+  if (flags) QKV_TRY(add_flags(list, options, calibrated, error));
+  if (options->codec != NULL) QKV_TRY(add_codec(list, options, calibrated, error));
   if (list->count > 0) return QKV_OK;
   for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) {
     if (calibrated || !defaults[i].calibrated) {

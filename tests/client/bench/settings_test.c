@@ -97,11 +97,10 @@ static void test_lists(void **state) {
   qkv_bench_settings options = {0};
   qkvi_setting_list free_list = {0}, all = {0}, one = {0};
   // Without a calibration everything is data-free, and names are distinct: they are what rows are found by.
-  assert_int_equal(qkvi_settings_collect(&options, &free_list, NULL), QKV_OK);
+  assert_int_equal(qkvi_settings_collect(&options, false, &free_list, NULL), QKV_OK);
   assert_true(free_list.count > 8);
   for (size_t i = 0; i < free_list.count; i++) assert_false(free_list.items[i].calibrated);
-  options.calibration = "file";
-  assert_int_equal(qkvi_settings_collect(&options, &all, NULL), QKV_OK);
+  assert_int_equal(qkvi_settings_collect(&options, true, &all, NULL), QKV_OK);
   assert_true(all.count > free_list.count);
   for (size_t i = 0; i < all.count; i++) {
     for (size_t j = 0; j < i; j++) {
@@ -111,7 +110,7 @@ static void test_lists(void **state) {
   }
   // Flags alone are one setting, in the frame that fits.
   options.code_k = 2;
-  assert_int_equal(qkvi_settings_collect(&options, &one, NULL), QKV_OK);
+  assert_int_equal(qkvi_settings_collect(&options, true, &one, NULL), QKV_OK);
   assert_int_equal(one.count, 1);
   assert_int_equal(one.items[0].frame, QKV_FRAME_ATTEND);
   assert_true(one.items[0].policy.bits_v == 2);
