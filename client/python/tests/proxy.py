@@ -23,7 +23,8 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def after(self, count, act):
-        """Calls `act` once, when `count` more bytes have come from the daemon; they have not been passed on then."""
+        """Calls `act` once, when `count` more bytes have come from the daemon, and ends their connection: nothing more is
+        passed on, such as what the daemon has written before `act` has killed it."""
         with self._lock:
             self._left, self._act = count, act
 
@@ -49,20 +50,22 @@ class Proxy:
     def _pass(self, source, sink, back):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if back:
-                    self._count(len(data))
+                if back and self._count(len(data)):
+                    break
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def _count(self, count):
+        """Whether it was so many now."""
         with self._lock:
             if self._act is None:
-                return
+                return False
             self._left -= count
             act = self._act if self._left <= 0 else None
             if act:
                 self._act = None
         if act:
             act()
+        return act is not None

@@ -147,3 +147,25 @@ def test_long_prompts_are_asked_for_in_two_steps(prefixes, monkeypatch):
     assert prefixes.match(ids[::-1], b"").tokens == 0
     assert prefixes.match(ids[:512], b"").tokens == 512  # no long one
     assert asked == [128, 128, 512]
+
+
+def test_opaque_pages(prefixes, client, monkeypatch):
+    monkeypatch.setattr("qkvd.prefixes.NAMES_MOST", 2)
+    names = [f"opaque/{place}" for place in range(5)]
+    pages = {name: np.full(100, place, np.uint8) for place, name in enumerate(names)}
+    assert prefixes.pages_held(names) == 0
+    del pages[names[3]]
+    assert prefixes.put_pages(pages) == 4
+    assert prefixes.pages_held(names) == 3
+    assert prefixes.pages_held(names[4:]) == 1
+    pages[names[3]] = np.full(100, 3, np.uint8)
+    assert prefixes.put_pages(pages) == 1  # the others are held
+    assert prefixes.pages_held(names) == 5
+    out = [np.zeros(100, np.uint8) for _ in names]
+    assert prefixes.get_pages(names, out) == 5
+    assert [set(one.tolist()) for one in out] == [{place} for place in range(5)]
+    client.delete_objects([names[1]])
+    client.put_object(names[4], b"shorter", replace=True)
+    assert prefixes.get_pages(names, out) == 1
+    assert prefixes.get_pages(names[2:], out[2:]) == 2
+    client.delete_objects(names)

@@ -9,9 +9,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
 from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
 
 import qkvd  # noqa: E402
@@ -52,14 +53,28 @@ def host_pool(layout="page_first", page=64, dtype=torch.float32):
     )  # fmt: skip
 
 
-def backend(daemon, pool, name, **settings):
+def latent_pool(layout, page=64, rank=64, rope=16, dtype=torch.bfloat16):
+    """Of a model with MLA."""
+    buffers = tuple(torch.zeros(16 * page, 1, rank + rope, dtype=dtype) for _ in range(LAYERS))
+    info = MLABufferInfo(
+        buffers=buffers, data_ptrs=torch.tensor([one.data_ptr() for one in buffers], dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)), device_layer_num=LAYERS, page_size=page, kv_lora_rank=rank,
+        qk_rope_head_dim=rope, kv_cache_dim=rank + rope, dtype=dtype, device=torch.device("cpu"),
+    )  # fmt: skip
+    return MLATokenToKVPoolHost(
+        info, 2.0, 0, page, layout, pin_memory=False, device="cpu", device_capacity_tokens=16 * page, start_layer=0,
+        end_layer=LAYERS - 1, target_layer_num=LAYERS,
+    )  # fmt: skip
+
+
+def backend(daemon, pool, name, mla=False, tp=(0, 1), **settings):
     """As SGLang makes one."""
     extra = {
         "backend_name": "qkvd", "module_path": "qkvd.sglang", "class_name": "QkvdHiCache", "interface_v1": 1,
         "target": daemon.target, "bits": "exact", "model_name": name,
     } | settings  # fmt: skip
     config = HiCacheStorageConfig(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+        tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=mla,
         enable_storage_metrics=False, is_page_first_layout=False, model_name="m", extra_config=extra,
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, pool)
@@ -134,6 +149,37 @@ def test_branches_share_what_they_have_in_common(daemon, client):
     assert other.batch_set_v1(chain(1, "x"), places(pool, [9]), after(chain(3, "unknown"))) == [False]
     store.close()
     other.close()
+
+
+@pytest.mark.parametrize("kind", ["latents", "fp8", "opaque"])
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_pages_that_are_no_plain_rows(daemon, client, kind, layout):
+    """Kept as the bytes that they are."""
+    pool = (
+        latent_pool(layout) if kind == "latents" else host_pool(layout, 64, torch.uint8 if kind == "fp8" else torch.float16)
+    )
+    settings = {"opaque": True} if kind == "opaque" else {}
+    name, mla = f"{kind}-{layout}", kind == "latents"
+    store = backend(daemon, pool, name, mla, (0, 2), **settings)
+    pool.kv_buffer.copy_(torch.randint(0, 100, pool.kv_buffer.shape).to(pool.kv_buffer.dtype))
+    keys, sources, targets = chain(6, name), [3, 1, 0, 7, 9, 4], [12, 20, 13, 19, 14, 18]
+    before = len(list(client.objects()))
+    assert store.batch_exists(keys, after([])) == 0
+    assert store.batch_set_v1(keys[:4], places(pool, sources[:4]), after([])) == [True] * 4
+    assert store.batch_set_v1(keys, places(pool, sources), after([])) == [True] * 6
+    assert len(list(client.objects())) == before + 6
+    # Latents are the same on all tensor-parallel ranks, keys and values are not.
+    other = backend(daemon, pool, name, mla, (1, 2), **settings)
+    assert other.batch_exists(keys, after([])) == (6 if mla else 0)
+    again = backend(daemon, pool, name, mla, (0, 2), **settings)
+    assert again.batch_exists(keys + chain(2, "else"), after([])) == 6
+    asked = [*keys[:5], "nobody's"]
+    assert again.batch_get_v1(asked, places(pool, targets), after([])) == [True] * 5 + [False]
+    for source, target in zip(sources[:5], targets[:5], strict=True):
+        assert torch.equal(page(pool, source), page(pool, target))
+    assert not torch.equal(page(pool, sources[5]), page(pool, targets[5]))
+    for made in (store, other, again):
+        made.close()
 
 
 def test_what_is_not_there_is_a_miss(daemon):

@@ -1,5 +1,6 @@
 """vLLM's engine with its prefixes in a real daemon: the same text as by itself."""
 
+import json
 import math
 import os
 
@@ -242,3 +243,56 @@ def test_first_token_of_a_long_prompt(tmp_path):
     print(f"\nSmolLM2, {len(prompt)} tokens, to the first: " + ", ".join(f"{k} {v:.2f} s" for k, v in times.items()))
     print(f"loaded / recomputed: {ratio:.3f}")
     assert ratio <= 0.5
+
+
+def tiny_mla(folder):
+    """A model with multi-head latent attention, whose weights vLLM makes up: the same in every process."""
+    with open(folder / "config.json", "w") as out:
+        json.dump({
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 64, "vocab_size": 256,
+            "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 64, "moe_intermediate_size": 32,
+            "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64, "v_head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "torch_dtype": "float32", "topk_method": "greedy",
+        }, out)  # fmt: skip
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["opaque", "fp8", "mla"])
+def test_blocks_as_they_are(daemon, tmp_path, kind):
+    """Caches that are no keys and values of floats: another process loads them, and goes on with the same text."""
+    model, more = TINYLM, {}
+    if kind == "fp8":
+        more = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    elif kind == "mla":
+        model, more = tiny_mla(tmp_path), {"load_format": "dummy", "dtype": "bfloat16"}
+    settings = {"target": daemon.target, "model_name": kind, **({"opaque": True} if kind == "opaque" else {})}
+    block = 16 if kind == "mla" else 64
+    loaded = (len(PROMPT) - 1) // block * block
+    with qkvd.Client(daemon.target) as client, Engine(model, settings, log=log(kind), max_model_len=1024, **more) as engine:
+        before = len(list(client.objects()))
+        own = engine.generate(PROMPT, COUNT)
+        assert own["cached"] == 0
+        full = (len(PROMPT) + COUNT - 1) // block
+        wait_for(lambda: len(list(client.objects())) == before + full, "blocks are not saved")
+        if kind == "opaque":
+            assert own["tokens"] == EXPECTED
+    with Engine(model, settings, log=log(kind + "-2"), max_model_len=1024, **more) as engine:
+        made = engine.generate(PROMPT, COUNT)
+        assert made["tokens"] == own["tokens"]
+        assert made["cached"] == loaded
+        assert engine.ask(reset=True)
+        assert engine.generate(PROMPT, 8, salt="alice")["cached"] == 0
+        # A block that is damaged or of another layout is not used.
+        with qkvd.Client(daemon.target) as client:
+            for info in client.objects():
+                data = bytearray(client.get_object(info.object))
+                data[0] ^= 1
+                client.put_object(info.object, data, replace=True)
+        assert engine.ask(reset=True)
+        made = engine.generate(PROMPT, COUNT)
+        assert (made["tokens"], made["cached"]) == (own["tokens"], 0)
+        assert engine.ask(prompts=[[1]], count=1)["metrics"]["vllm:qkvd_loads_failed"] == 1
+    with qkvd.Client(daemon.target) as client:
+        client.delete_objects([info.object for info in client.objects()])

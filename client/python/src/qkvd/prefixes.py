@@ -9,6 +9,7 @@ A connector never waits for a daemon that does not answer: `Breaker`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -30,6 +31,8 @@ from qkvd.wire import Rows
 T = TypeVar("T")
 PAGE = 64  # tokens: what a match is a multiple of
 FIRST_ASKED = 4096  # ids of a long prompt: the others are sent where a session has all of these
+NAMES_MOST = 16384  # that a lookup asks for
+NAMELESS = Model(name="-", layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8)  # of who only looks up, or has no rows
 NOTHING = Match("", 0, 0, 0, 0.0)
 
 
@@ -215,3 +218,46 @@ class Prefixes:
             self._guarded(lambda: self.client.close_session(name))
         except Error as error:
             self._log.debug("session %s is left open: %s", name, error)
+
+    # ---- opaque pages ----
+
+    def pages_held(self, names: Sequence[str]) -> int:
+        """How many of these objects are held, from the first one on; 0 where nobody answers in time."""
+        held = 0
+        if self.breaker.open():
+            return 0
+        try:
+            while held < len(names):
+                part, timeout = names[held : held + NAMES_MOST], self.options.lookup_timeout
+                sizes = self._guarded(functools.partial(self.client.has_objects, part, timeout=timeout))
+                run = next((place for place, size in enumerate(sizes) if not size), len(part))
+                held += run
+                if run < len(part):
+                    break
+        except Error as error:
+            self._log.debug("no lookup: %s", error)
+            return 0
+        return held
+
+    def get_pages(self, names: Sequence[str], out: Sequence[Array]) -> int:
+        """Objects into arrays of their size; gives how many have come, from the first one on. Raises `qkvd.Error`."""
+        found = self._guarded(lambda: self.client.get_objects(names, out=out))
+        came = 0
+        for data, target in zip(found, out, strict=True):
+            if data is None or data.nbytes != target.nbytes:
+                break
+            came += 1
+        return came
+
+    def put_pages(self, pages: Mapping[str, Array]) -> int:
+        """Keeps those objects that are not held; gives how many. Raises `qkvd.Error`."""
+        options = self.options
+        sizes = self._guarded(lambda: self.client.has_objects(list(pages)))
+        new = [(name, data) for (name, data), size in zip(pages.items(), sizes, strict=True) if not size]
+        if new:
+            self._guarded(
+                lambda: self.client.put_objects(
+                    new, ttl=options.ttl, durability=options.durability, retention="evict", replace=True
+                )
+            )
+        return len(new)

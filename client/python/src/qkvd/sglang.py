@@ -5,7 +5,9 @@
       "class_name": "QkvdHiCache", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
       "target": "unix:/run/qkvd.sock"}'
 
-What is not SGLang's in the extra config are the fields of `qkvd.prefixes.Options`.
+What is not SGLang's in the extra config are the fields of `qkvd.prefixes.Options`, and `opaque` (true): pages are kept as
+the bytes that they are, as they are anyway of MLA and in dtypes other than float32, float16 and bfloat16
+(`qkvd.sglang_pages`).
 
 SGLang names a page by a hash of all tokens up to its end. These names stand for token ids here: `page_size` numbers are
 derived from each, so that a chain of pages is a sequence, which the daemon finds by its longest prefix, holds once however
@@ -19,7 +21,7 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,8 @@ from qkvd.configs import rope_of
 from qkvd.errors import Error, FailedPrecondition, InvalidArgument, NotFound, Unimplemented
 from qkvd.locks import Lock
 from qkvd.model import Model, Rope
-from qkvd.prefixes import Options, Prefixes
+from qkvd.prefixes import NAMELESS, Options, Prefixes
+from qkvd.sglang_pages import OpaquePages
 
 logger = logging.getLogger("sglang.qkvd")
 DTYPES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -49,12 +52,14 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise InvalidArgument('the extra config needs "interface_v1": 1')
-        if storage_config.is_mla_model:
-            raise Unimplemented("the backend serves keys and values, not the latents of MLA")
+        self._bytes = extra.pop("opaque", False) or storage_config.is_mla_model
+        if not isinstance(self._bytes, bool):
+            raise InvalidArgument(f"opaque is {self._bytes!r}, it is true or false")
         self._options = Options.of({key: value for key, value in extra.items() if key not in FOREIGN})
         self._config = storage_config
         self._prefixes: Prefixes | None = None
         self._pages: Pages | None = None
+        self._opaque: OpaquePages | None = None
         self._lock = Lock()
         # The end of a chain: its session, and how many of its tokens are the chain's.
         self._tails: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -64,8 +69,13 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
         self._told = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool that pages come from and go to. Unimplemented: a layout or a dtype that is not served."""
+        """The pool that pages come from and go to. Unimplemented: a layout that is not served."""
         super().register_mem_pool_host(mem_pool_host)
+        if self._bytes or mem_pool_host.dtype not in DTYPES:
+            self._prefixes = Prefixes(self._options, NAMELESS, logger)
+            name = self._options.model_name or str(self._config.model_name)
+            self._opaque = OpaquePages(self._prefixes, mem_pool_host, self._config, name)
+            return
         self._pages = Pages(mem_pool_host)
         self._prefixes = Prefixes(self._options, self._model(mem_pool_host), logger)
 
@@ -89,6 +99,8 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of these pages, from the first one on, are held."""
+        if self._opaque is not None:
+            return self._opaque.held(keys)
         chain = self._chain(keys, extra_info)
         if chain is None:
             return 0
@@ -99,6 +111,9 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Pages into the pool's places; which of them have come."""
         came = 0
+        if self._opaque is not None:
+            came = self._tried(lambda opaque: opaque.get(keys, host_indices), f"{len(keys)} pages are not loaded")
+            return [place < came for place in range(len(keys))]
         chain = self._chain(keys, extra_info)
         if chain is not None:
             try:
@@ -109,6 +124,9 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Pages out of the pool; whether all of them are held now."""
+        if self._opaque is not None:
+            count = self._tried(lambda opaque: opaque.set(keys, host_indices), f"{len(keys)} pages are not saved")
+            return [count == len(keys)] * len(keys)
         chain = self._chain(keys, extra_info)
         done = False
         if chain is not None:
@@ -118,6 +136,17 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
             except Error as error:
                 logger.warning("%d pages are not saved: %s", len(keys), error)
         return [done] * len(keys)
+
+    def _tried(self, call: Callable[[OpaquePages], int], failure: str) -> int:
+        """What the call gives; 0 where it fails."""
+        assert self._opaque is not None and self._prefixes is not None
+        if self._prefixes.breaker.open():
+            return 0
+        try:
+            return call(self._opaque)
+        except Error as error:
+            logger.warning("%s: %s", failure, error)
+            return 0
 
     def exists(self, key: str) -> bool:
         """Never: a page by itself is not found."""
