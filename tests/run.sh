@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -37,6 +37,8 @@ Not among them unless asked for:
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
   chart     deploy/helm/qkvd without a cluster: lint, schema, and manifests of ten sets of values; installs with pip
   compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, Prometheus, which it installs
+  page      the page of --admin-listen in a headless Chromium: what it shows, by keyboard, on narrow and wide screens, how
+            fast; leaves screenshots in build/page/shots; installs chromium, and playwright with pip, 2 minutes
 
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
 tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits.
@@ -192,6 +194,14 @@ run_compose() {
   build release e2e_stubs
   say "compose"
   tests/deploy/compose.sh
+}
+
+run_page() {
+  qkv_install chromium
+  build release qkvd
+  build release e2e_stubs
+  say "page"
+  tests/page/run.sh
 }
 
 say "packages"

@@ -30,6 +30,7 @@ char *qkvi_page_create(char *policy, size_t bytes) {
   (void)snprintf(nonce, sizeof nonce, "%016" PRIx64 "%016" PRIx64, random[0], random[1]);
   const int length = snprintf(policy, bytes,
                               "default-src 'none'; script-src 'nonce-%s'; style-src 'nonce-%s'; connect-src 'self'; "
+                              "img-src data:; "
                               "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
                               nonce, nonce);
   assert(length > 0 && (size_t)length < bytes);
