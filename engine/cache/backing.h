@@ -21,6 +21,7 @@
 
 #include "engine/base/status.h"
 #include "engine/cache/model.h"
+#include "engine/cache/page_range.h"
 #include "engine/cache/prefix_index.h"
 
 typedef enum qkv_record_state {
@@ -32,12 +33,12 @@ typedef enum qkv_record_state {
 
 typedef struct qkv_backing {
   void *context;
-  // Copies a page [bytes] of a session of the model, of which the first `tokens` count. Its record's number, larger
-  // than all before; 0: no room for it now.
-  // `hash`: the chained hash of the token ids up to the page's end (prefix_index.h); NULL: not known, or not asked of
-  // this layer.
-  uint64_t (*put)(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
-                  uint32_t tokens, const qkv_prefix_hash *hash);
+  // Takes a page of a session of the model, of which the first `tokens` count, and lets it go once it has it, or does
+  // not need it any more. Its record's number, larger than all before; 0: no headroom for it now, and it has been let
+  // go. `hash`: the chained hash of the token ids up to the page's end (prefix_index.h); NULL: not known, or not
+  // asked of this layer.
+  uint64_t (*put)(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+                  const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
   // dtype, 1 to 64 tokens from `position` on. Returns as put() does; state() and drop() take the record, too. NULL:
   // exact rows are not kept beyond memory.

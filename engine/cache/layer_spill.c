@@ -28,11 +28,13 @@ static bool put_page(qkv_layer *layer, size_t index) {
   qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, index));
   qkv_page_entry *entry = qkv_layer_page(layer, index);
   assert(entry->page != NULL);
-  const void *most = entry->full != NULL ? entry->full : entry->page;
   const uint32_t bytes = entry->full != NULL ? entry->full_bytes : entry->bytes;
-  qkv_prefix_hash hash;
   if (!qkv_account_claim_ssd(range->account, bytes)) return false;
-  entry->record = backing->put(backing->context, layer->config.session, layer->config.model->name, most, bytes,
+  _Atomic uint32_t **holders = entry->full != NULL ? &entry->full_holders : &entry->page_holders;
+  qkv_page_hold hold =
+      qkv_page_hold_image(layer->config.arena, entry->full != NULL ? entry->full : entry->page, bytes, holders);
+  qkv_prefix_hash hash;
+  entry->record = backing->put(backing->context, layer->config.session, layer->config.model->name, &hold,
                                entry->tokens, has_hash(layer, entry, &hash) ? &hash : NULL);
   if (entry->record == 0) {
     qkv_account_drop_ssd(range->account, bytes);

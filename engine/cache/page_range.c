@@ -19,12 +19,13 @@ uint64_t qkvi_serial_next(void) {
 
 // ---- Images ----
 
-void qkvi_image_share(_Atomic uint32_t **holders) {
+_Atomic uint32_t *qkvi_image_share(_Atomic uint32_t **holders) {
   if (*holders == NULL) {
     *holders = checked(malloc(sizeof **holders));
     atomic_init(*holders, 1);
   }
   atomic_fetch_add_explicit(*holders, 1, memory_order_relaxed);
+  return *holders;
 }
 
 uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders) {
@@ -34,6 +35,20 @@ uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _
   free(holders);
   qkv_arena_free(arena, (void *)image, bytes);
   return qkv_arena_cost(bytes);
+}
+
+// The account outlives its sessions' images, whose layers may be gone when they are let go.
+qkv_page_hold qkv_page_hold_image(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t **holders) {
+  if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
+  return (qkv_page_hold){.arena = arena, .image = image, .bytes = bytes, .holders = qkvi_image_share(holders)};
+}
+
+void qkv_page_let_go(qkv_page_hold *hold) {
+  if (hold->image == NULL) return;
+  qkv_account *account = qkv_account_of(hold->arena);
+  (void)qkvi_image_leave(hold->arena, hold->image, hold->bytes, hold->holders);
+  qkv_account_unref(&account);
+  *hold = (qkv_page_hold){.image = NULL};
 }
 
 // ---- Life ----
@@ -185,8 +200,8 @@ uint32_t qkvi_range_find(qkv_page_range *range, uint32_t count, uint64_t positio
 static void copy_entries(qkv_page_range *range, uint32_t first, uint32_t end, qkv_page_range *copy) {
   qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
   for (uint32_t i = first; i < end; i++) {
-    if (pages[i].page != NULL) qkvi_image_share(&pages[i].page_holders);
-    if (pages[i].full != NULL) qkvi_image_share(&pages[i].full_holders);
+    if (pages[i].page != NULL) (void)qkvi_image_share(&pages[i].page_holders);
+    if (pages[i].full != NULL) (void)qkvi_image_share(&pages[i].full_holders);
     qkvi_range_add(copy, &pages[i]);
   }
 }

@@ -139,10 +139,21 @@ void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int si
 static inline bool qkvi_image_is_sole(const _Atomic uint32_t *holders) {
   return holders == NULL || atomic_load_explicit(holders, memory_order_acquire) == 1;
 }
-// One holder more.
-void qkvi_image_share(_Atomic uint32_t **holders);
+// One holder more. Returns *holders.
+_Atomic uint32_t *qkvi_image_share(_Atomic uint32_t **holders);
 // One holder less; the last one frees it. Returns the bytes of the arena that this has freed.
 uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders);
+
+// An image that someone without a range needs, as a holder more: it stays as it is, and counts in the arena and its
+// account, until it is let go, by any thread while the store's arena is there. NULL: none.
+typedef struct qkv_page_hold {
+  qkv_arena *arena;
+  const void *image;
+  uint32_t bytes;
+  _Atomic uint32_t *holders;
+} qkv_page_hold;
+qkv_page_hold qkv_page_hold_image(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t **holders);
+void qkv_page_let_go(qkv_page_hold *hold);
 
 // Never given before.
 uint64_t qkvi_serial_next(void);

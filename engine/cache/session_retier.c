@@ -221,7 +221,10 @@ static void add_place(qkv_attention_stats *stats, uint64_t position, qkv_place p
 static qkv_place place_of(const qkv_layer *layer, size_t index, const qkv_page_entry *entry) {
   if (entry->page == NULL) return QKV_PLACE_SSD;
   const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
-  const bool shared = qkvi_range_is_shared(slot->range) || !qkvi_image_is_sole(entry->page_holders);
+  // One that is on its way to the SSD is held for that, too.
+  const bool alone = qkvi_image_is_sole(entry->page_holders) ||
+                     (qkvi_layer_record_state(layer, entry) == QKV_RECORD_WAITING && *entry->page_holders == 2);
+  const bool shared = qkvi_range_is_shared(slot->range) || !alone;
   return shared ? QKV_PLACE_SHARED : QKV_PLACE_MEMORY;
 }
 

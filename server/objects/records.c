@@ -109,8 +109,8 @@ static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object,
   void *copy = malloc(bytes);
   if (copy == NULL) abort();
   memcpy(copy, object->part[part].data, bytes);
-  return qkvi_write_back_put(&residency->backings[object->config.durability == QKV_DURABILITY_SYNC], &meta, copy,
-                             bytes);
+  return qkvi_write_back_put(&residency->backings[object->config.durability == QKV_DURABILITY_SYNC], &meta,
+                             &(qkvi_payload){.copy = copy}, bytes);
 }
 
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part) {

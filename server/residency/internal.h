@@ -18,7 +18,10 @@
 typedef struct qkvi_pending {
   uint64_t record, session;
   qkv_record_state state;
-  void *page;  // the copy that storage writes from; NULL once it has
+  struct qkvi_payload {
+    qkv_page_hold page;  // what storage writes from: a page where it lies,
+    void *copy;          // or a copy from malloc; neither once it has
+  } payload;
   UT_hash_handle hh;
 } qkvi_pending;
 
@@ -197,8 +200,12 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
 void qkvi_catalogue_note_known(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
 void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_drop_loose(qkvi_residency *residency);
-// Puts a payload [bytes] from malloc, which is freed once it is written, or here where 0 is returned: refused now.
-uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, void *payload, uint64_t bytes);
+// Puts a payload [bytes], which is let go once it is written, or here where 0 is returned: refused now. NULL there is
+// let through.
+typedef struct qkvi_payload qkvi_payload;
+uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, qkvi_payload *payload,
+                             uint64_t bytes);
+void qkvi_write_back_let_go(qkvi_payload *payload);
 // Whether nothing of the session is put now; what is not put is looked at again later.
 bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session);
 // As qkv_backing.put_rows, in records of kind QKVI_RECORD_ROWS.
@@ -216,7 +223,7 @@ bool qkvi_write_back_cuts_waiting(qkvi_residency *residency);
 // Records that did not become durable, and that the storage has no more.
 void qkvi_write_back_forget_gone(qkvi_residency *residency);
 // The thread (thread.c).
-void *qkvi_residency_work(void *residency);
+void *qkvi_residency_work(void *context);
 
 // Waiting for an entry of the journal: `done` with this as its context, then finish.
 typedef struct qkvi_journal_wait {

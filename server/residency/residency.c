@@ -27,7 +27,8 @@ static void init_locks(qkvi_residency *residency) {
   (void)pthread_condattr_destroy(&clock);
 }
 
-// Pages that wait to be written, twice: as they are and as zstd has left them. Buffers of writes and reads.
+// What waits to be written, twice: a copy of rows or objects (pages are written from where they lie), and what zstd
+// has left of it. Buffers of writes and reads.
 static const uint64_t FIXED_BUFFERS = UINT64_C(24) << 20, WINDOW_MAX = UINT64_C(16) << 20, DIRTY_LEAST = 1 << 20;
 enum { BUFFERS_PART = 16, WINDOW_PART = 64 };
 
@@ -164,7 +165,7 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
   HASH_CLEAR(hh, old->pending);
   for (; pending != NULL; pending = after) {
     after = pending->hh.next;
-    free(pending->page);
+    qkvi_write_back_let_go(&pending->payload);
     free(pending);
   }
   qkvi_catalogue_drop_loose(old);

@@ -52,7 +52,7 @@ uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, 
   memcpy(payload + sizeof header + k_bytes, v, bytes - sizeof header - k_bytes);
   const qkv_record_meta meta = {
       .session = session, .position = position, .layer = layer, .tokens = tokens, .kind = QKVI_RECORD_ROWS};
-  const uint64_t record = qkvi_write_back_put(backing, &meta, payload, bytes);
+  const uint64_t record = qkvi_write_back_put(backing, &meta, &(qkvi_payload){.copy = payload}, bytes);
   if (record != 0) qkv_metric_add(&backing->residency->metrics[QKV_METRIC_SPILL_ROW_RECORDS], 1);
   return record;
 }

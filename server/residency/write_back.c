@@ -19,9 +19,15 @@ static qkvi_pending *find_pending(qkvi_residency *residency, uint64_t record) {
   return found;
 }
 
+void qkvi_write_back_let_go(qkvi_payload *payload) {
+  qkv_page_let_go(&payload->page);
+  free(payload->copy);
+  payload->copy = NULL;
+}
+
 static void forget(qkvi_residency *residency, qkvi_pending *pending) {
   HASH_DEL(residency->pending, pending);  // NOLINT(clang-analyzer-unix.Malloc): what was freed is not linked any more
-  free(pending->page);
+  qkvi_write_back_let_go(&pending->payload);
   free(pending);
 }
 
@@ -56,14 +62,15 @@ static void on_written(void *context, uint64_t record, qkv_status status) {
   qkvi_residency_lock(residency);
   qkvi_pending *pending = find_pending(residency, record);
   assert(pending != NULL);
-  free(pending->page);
-  pending->page = NULL;
+  qkvi_payload payload = pending->payload;
+  pending->payload = (qkvi_payload){.copy = NULL};
   pending->state = QKV_RECORD_WRITTEN;
   if (status != QKV_OK) {
     if (status != QKV_CANCELLED) qkvi_write_back_note_failure(residency, status);
     forget(residency, pending);
   }
   qkvi_residency_unlock(residency);
+  qkvi_write_back_let_go(&payload);
   qkvi_progress_signal(residency);
 }
 
@@ -117,14 +124,14 @@ bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session
   return found;
 }
 
-uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, void *payload,
+uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, qkvi_payload *payload,
                              uint64_t bytes) {
   qkvi_residency *residency = backing->residency;
   qkvi_pending *pending = calloc(1, sizeof *pending);
   if (pending == NULL) abort();
-  *pending = (qkvi_pending){.session = meta->session, .state = QKV_RECORD_WAITING, .page = payload};
+  *pending = (qkvi_pending){.session = meta->session, .state = QKV_RECORD_WAITING, .payload = *payload};
   const qkv_storage_put_request request = {.meta = *meta,
-                                           .payload = payload,
+                                           .payload = payload->copy != NULL ? payload->copy : payload->page.image,
                                            .bytes = bytes,
                                            .hurry = backing->hurry,
                                            .written = on_written,
@@ -143,7 +150,7 @@ uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta 
   }
   qkvi_residency_unlock(residency);
   if (status == QKV_OK) return record;
-  free(payload);
+  qkvi_write_back_let_go(payload);
   free(pending);
   return 0;
 }
@@ -153,14 +160,18 @@ bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session) {
   return qkvi_write_back_rests(residency) || qkvi_write_back_lost_truncation(residency, session);
 }
 
-static uint64_t put(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
-                    uint32_t tokens, const qkv_prefix_hash *hash) {
+static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+                    const qkv_prefix_hash *hash) {
   const qkvi_backing *backing = context;
   qkvi_residency *residency = backing->residency;
-  const qkv_page_header *header = page;
+  const qkv_page_header *header = page->image;
+  qkvi_payload payload = {.page = *page};
+  const uint32_t bytes = page->bytes;
   if (qkvi_write_back_refuses(residency, session) ||
-      !qkvi_catalogue_calibration_ready(residency, model, header->calibration))
+      !qkvi_catalogue_calibration_ready(residency, model, header->calibration)) {
+    qkvi_write_back_let_go(&payload);
     return 0;
+  }
   qkv_record_meta meta = {.session = session,
                           .position = header->position,
                           .layer = header->layer,
@@ -169,10 +180,7 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
                           .calibration = header->calibration};
   _Static_assert(sizeof *hash == sizeof meta.hash, "a hash of 128 bits");
   if (hash != NULL) memcpy(meta.hash, hash, sizeof *hash);
-  void *copy = malloc(bytes);
-  if (copy == NULL) abort();
-  memcpy(copy, page, bytes);
-  const uint64_t record = qkvi_write_back_put(backing, &meta, copy, bytes);
+  const uint64_t record = qkvi_write_back_put(backing, &meta, &payload, bytes);
   if (record != 0) {
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_PAGES], 1);
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_BYTES], bytes);

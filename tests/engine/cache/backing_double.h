@@ -9,6 +9,7 @@ enum { DOUBLE_RECORDS = 256 };
 
 typedef struct double_record {
   void *page;
+  qkv_page_hold hold;  // where the double holds what it gets
   uint32_t bytes, tokens;
   uint64_t session;
   qkv_record_state state;
@@ -21,15 +22,13 @@ typedef struct backing_double {
   uint64_t room;                          // records that it still takes
   qkv_record_state first;                 // what a new record is
   bool failed;                            // takes nothing any more
+  bool holding;                           // pages are held until double_let_go
   size_t drops, cuts;
   uint64_t cut_position;
 } backing_double;
 
-static inline uint64_t double_put(void *context, uint64_t session, const char *model, const void *page,
-                                  uint32_t bytes, uint32_t tokens, const qkv_prefix_hash *hash) {
-  (void)hash;
-  backing_double *made = context;
-  (void)model;
+static inline uint64_t double_take(backing_double *made, uint64_t session, const void *page, uint32_t bytes,
+                                   uint32_t tokens) {
   if (made->room == 0 || made->failed) return 0;
   made->room--;
   const uint64_t number = ++made->count;
@@ -40,6 +39,30 @@ static inline uint64_t double_put(void *context, uint64_t session, const char *m
   assert_non_null(record->page);
   memcpy(record->page, page, bytes);
   return number;
+}
+
+static inline uint64_t double_put(void *context, uint64_t session, const char *model, qkv_page_hold *page,
+                                  uint32_t tokens, const qkv_prefix_hash *hash) {
+  backing_double *made = context;
+  (void)hash;
+  (void)model;
+  const uint64_t number = double_take(made, session, page->image, page->bytes, tokens);
+  if (number != 0 && made->holding) {
+    made->records[number].hold = *page;
+  } else {
+    qkv_page_let_go(page);
+  }
+  return number;
+}
+
+// What has been held is what it was.
+static inline void double_let_go(backing_double *made) {
+  for (uint64_t i = 1; i <= made->count; i++) {
+    double_record *record = &made->records[i];
+    if (record->hold.image == NULL) continue;
+    assert_memory_equal(record->hold.image, record->page, record->bytes);
+    qkv_page_let_go(&record->hold);
+  }
 }
 
 static inline qkv_record_state double_state(void *context, uint64_t record) {

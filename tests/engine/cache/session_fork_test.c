@@ -159,8 +159,8 @@ typedef struct shared_backing {
   uint64_t count;
 } shared_backing;
 
-static uint64_t put(void *context, uint64_t session, const char *model, const void *page, uint32_t bytes,
-                    uint32_t tokens, const qkv_prefix_hash *hash) {
+static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+                    const qkv_prefix_hash *hash) {
   (void)hash;
   shared_backing *backing = context;
   (void)session;
@@ -169,10 +169,11 @@ static uint64_t put(void *context, uint64_t session, const char *model, const vo
   (void)pthread_mutex_lock(&backing->lock);
   const uint64_t number = backing->count + 1 < RECORDS ? ++backing->count : 0;
   if (number != 0) {
-    backing->records[number] = (record){.page = malloc(bytes), .bytes = bytes};
-    memcpy(backing->records[number].page, page, bytes);
+    backing->records[number] = (record){.page = malloc(page->bytes), .bytes = page->bytes};
+    memcpy(backing->records[number].page, page->image, page->bytes);
   }
   (void)pthread_mutex_unlock(&backing->lock);
+  qkv_page_let_go(page);
   return number;
 }
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include "engine/cache/session_retier.h"
 #include "tests/engine/cache/backing_double.h"
 
 enum { LAYERS = 4, TOKENS = 200, PAGES = 3, FIRST = 3 };
@@ -88,6 +89,30 @@ static void test_appended_pages_are_put(void **unused) {
     assert_int_equal(durable(&s, layer), FIRST + PAGES * 64);
     assert_true(qkv_session_is_durable(s.session, layer, UINT64_MAX));
   }
+  teardown(&s);
+}
+
+// What is being written stays as it is and counts, whatever becomes of the session's page meanwhile.
+static void test_pages_are_written_from_where_they_lie(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_retier_report report = {0};
+  setup(&s);
+  s.backing.holding = true;
+  append_all(&s);
+  assert_int_equal(s.backing.count, LAYERS * PAGES);
+  for (uint64_t i = 1; i <= s.backing.count; i++) assert_non_null(s.backing.records[i].hold.image);
+  uint64_t held = 0;
+  for (uint64_t i = 1; i <= s.backing.count; i++) held += qkv_arena_cost(s.backing.records[i].bytes);
+  assert_int_equal(qkv_session_demote(s.session, &(qkv_retier_scope){.layer_count = 0}, 2, true, &report, NULL),
+                   QKV_OK);
+  assert_int_equal(qkv_session_truncate(s.session, FIRST + 64, NULL, 0, NULL), QKV_OK);
+  (void)qkv_session_evict(s.session, UINT64_MAX, true);
+  const uint64_t before = qkv_arena_read(s.arena).bytes_used;
+  double_let_go(&s.backing);  // the last holder of all of them
+  assert_int_equal(before - qkv_arena_read(s.arena).bytes_used, held);
+  s.backing.holding = false;
+  s.backing.drops = 0;
   teardown(&s);
 }
 
@@ -261,6 +286,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_appended_pages_are_put),
       cmocka_unit_test(test_settle_puts_the_rest),
+      cmocka_unit_test(test_pages_are_written_from_where_they_lie),
       cmocka_unit_test(test_pins_keep_what_came_back),
       cmocka_unit_test(test_layers_leave_in_turn),
       cmocka_unit_test(test_found_again),
