@@ -76,6 +76,59 @@ static void count_timed(void *context, const qkv_rpc_method *method, const char 
   qkvi_observed_call(&daemon->observed, method, tenant, status, ns);
 }
 
+static bool is_refusal(qkv_status status) {
+  return status == QKV_UNAUTHENTICATED || status == QKV_PERMISSION_DENIED;
+}
+
+// GetStatus is what monitors ask.
+static bool is_audited(const qkv_rpc_report *report) {
+  static const char admin[] = "/qkv.v1.Admin/";
+  if (strncmp(report->method, admin, sizeof admin - 1) != 0) return false;
+  return strcmp(report->method + sizeof admin - 1, "GetStatus") != 0;
+}
+
+static void audit_call(const qkv_daemon *daemon, const qkv_rpc_report *report, const char *peer) {
+  qkvi_audit_write(daemon->audit, &(qkvi_audit_line){.refused = is_refusal(report->status),
+                                                     .call = report->number,
+                                                     .method = report->method,
+                                                     .tenant = report->tenant,
+                                                     .peer = peer,
+                                                     .traceparent = report->traceparent,
+                                                     .status = report->status,
+                                                     .reason = report->reason});
+}
+
+static double ms_of(uint64_t ns) {
+  return (double)ns * 1e-6;
+}
+
+static const char *or_null(const char *text) {
+  return text[0] == '\0' ? NULL : text;
+}
+
+static void log_call(void *context, const qkv_rpc_report *report) {
+  const qkv_daemon *daemon = context;
+  const uint64_t slow_ns = (uint64_t)daemon->options->slow_call * 1000000;
+  const bool failed = report->status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG);
+  const bool slow = slow_ns > 0 && !report->stream && report->ns >= slow_ns;
+  const bool audited = daemon->audit != NULL && (is_refusal(report->status) || is_audited(report));
+  char peer[256];
+  if (!failed && !slow && !audited) return;
+  qkv_rpc_report_peer(report, peer, sizeof peer);
+  if (audited) audit_call(daemon, report, peer);
+  if (failed)
+    qkv_log(QKV_LOG_DEBUG, "call failed", "{s:s, s:I, s:s, s:s, s:s*, s:s, s:s}", "call", report->method, "number",
+            (json_int_t)report->number, "peer", peer, "tenant", report->tenant, "traceparent",
+            or_null(report->traceparent), "status", qkv_status_name(report->status), "reason", report->reason);
+  if (slow)
+    qkv_log(QKV_LOG_WARN, "slow call", "{s:s, s:I, s:s, s:s, s:s*, s:s, s:f, s:f, s:f, s:f, s:f}", "call",
+            report->method, "number", (json_int_t)report->number, "peer", peer, "tenant", report->tenant,
+            "traceparent", or_null(report->traceparent), "status", qkv_status_name(report->status), "ms",
+            ms_of(report->ns), "message_ms", ms_of(report->message_ns), "quota_ms", ms_of(report->quota_ns),
+            "queue_ms", ms_of(report->queue_ns), "work_ms",
+            ms_of(report->ns - report->message_ns - report->quota_ns - report->queue_ns));
+}
+
 static void update_storage(qkv_daemon *daemon) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(qkvi_residency_storage(daemon->residency), &stats);
@@ -263,6 +316,7 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .began = count_began,
       .ended = count_ended,
       .timed = count_timed,
+      .reported = log_call,
   };
   qkvi_observed_init(&daemon->observed, methods, (size_t)options->limit_metric_labels);
   return qkv_rpc_server_create(&config, &daemon->rpc, error);
@@ -292,6 +346,9 @@ void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
     const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &of_auth);
     log_reload("auth-file", changed, status, &of_auth, &daemon->reload_told[0]);
   }
+  qkv_error of_audit = {0};
+  if (always && daemon->audit != NULL && qkvi_audit_reopen(daemon->audit, &of_audit) != QKV_OK)
+    qkv_log(QKV_LOG_WARN, "audit-log was not opened again", "{s:s}", "reason", of_audit.text);
   const qkv_status quotas = qkvi_quotas_reload(daemon->quotas, always, &changed, &of_quotas);
   log_reload("quota-file", changed, quotas, &of_quotas, &daemon->reload_told[2]);
   if (changed) qkv_daemon_apply_quotas(daemon);
@@ -318,6 +375,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   QKV_TRY(read_access(daemon, error));
   QKV_TRY(read_quotas(daemon, error));
+  if (daemon->options->audit_log != NULL)
+    QKV_TRY(qkvi_audit_create(daemon->options->audit_log, &daemon->audit, error));
   QKV_TRY(qkvi_calibrations_load(&options->calibration, &daemon->calibrations, error));
   daemon->kept = qkvi_kept_create((uint64_t)options->memory_budget / 8);
   const qkv_executor_config executor = {.threads = compute_threads(options),
@@ -504,6 +563,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_regions_destroy(&old->regions);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_quotas_destroy(&old->quotas);
+  qkvi_audit_destroy(&old->audit);
   qkvi_watch_hub_destroy(&old->watch);
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);

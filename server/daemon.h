@@ -16,6 +16,7 @@
 
 #include "engine/base/executor.h"
 #include "engine/cache/store.h"
+#include "server/audit.h"
 #include "server/auth.h"
 #include "server/calibrations.h"
 #include "server/health.h"
@@ -51,6 +52,7 @@ typedef struct qkv_daemon {
   struct qkvi_http *http;  // NULL without an admin-listen
   qkvi_observed observed;  // calls by method and tenant
   qkvi_auth *auth;         // NULL: without auth-file
+  qkvi_audit *audit;       // NULL: without audit-log
   qkvi_quotas *quotas;
   _Atomic bool quotas_bind;  // those of memory and SSD; not while a start brings back what is there
   qkvi_tls *tls;             // NULL: without tls-cert

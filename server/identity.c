@@ -13,6 +13,7 @@
 
 #define TENANT_KEY "qkv-tenant"
 #define AUTHORIZATION_KEY "authorization"
+#define TRACE_KEY "traceparent"
 
 static bool has_key(const grpc_metadata *pair, const char *key) {
   return GRPC_SLICE_LENGTH(pair->key) == strlen(key) &&
@@ -30,6 +31,20 @@ static qkv_status read_tenant(grpc_slice value, qkvi_identity *identity, qkv_err
   QKV_TRY(qkv_name_check(text, "the metadata " TENANT_KEY, error));
   memcpy(identity->tenant, text, copied + 1);
   return QKV_OK;
+}
+
+// "00-<32 digits>-<16 digits>-01", for logs alone: what is not such is left out.
+static void read_trace(grpc_slice value, qkvi_identity *identity) {
+  enum { BYTES = 55 };
+  static const char digits[] = "0123456789abcdef";
+  const char *text = (const char *)GRPC_SLICE_START_PTR(value);
+  if (GRPC_SLICE_LENGTH(value) != BYTES) return;
+  for (int i = 0; i < BYTES; i++) {
+    const bool dash = i == 2 || i == 35 || i == 52;
+    if (dash ? text[i] != '-' : memchr(digits, text[i], sizeof digits - 1) == NULL) return;
+  }
+  memcpy(identity->traceparent, text, BYTES);
+  identity->traceparent[BYTES] = '\0';
 }
 
 // ---- Who it is ----
@@ -108,8 +123,10 @@ qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call,
   const unsigned role = qkvi_auth_role_of(path);
   identity->tenant[0] = '\0';
   identity->bound = false;
+  identity->traceparent[0] = '\0';
   for (size_t i = 0; i < metadata->count; i++) {
     const grpc_metadata *pair = &metadata->metadata[i];
+    if (has_key(pair, TRACE_KEY)) read_trace(pair->value, identity);
     if (has_key(pair, TENANT_KEY)) QKV_TRY(read_tenant(pair->value, identity, error));
     if (!has_key(pair, AUTHORIZATION_KEY)) continue;
     if (authorization != NULL && rules->auth != NULL)
@@ -170,10 +187,10 @@ static bool write_process(int fd, char *text, size_t bytes) {
 
 // gRPC knows the descriptor alone of connections that rpc_listen.c has accepted; while the call is not cancelled it
 // is that of the connection.
-void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
+void qkvi_peer_write(grpc_call *call, bool gone, char *text, size_t bytes) {
   struct sockaddr_storage address = {0};
   socklen_t length = sizeof address;
-  char *named = grpc_call_get_peer(call->grpc);
+  char *named = grpc_call_get_peer(call);
   const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
   if (strncmp(named, "ipv", 3) == 0) {  // of a TLS connection
     (void)snprintf(text, bytes, "%s", strchr(named, ':') + 1);
@@ -182,7 +199,7 @@ void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
   }
   const bool known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
   gpr_free(named);
-  if (known && !qkv_rpc_cancelled(call) &&
+  if (known && !gone &&
       (address.ss_family == AF_UNIX ? write_process(fd, text, bytes) : write_address(&address, length, text, bytes)))
     return;
   (void)snprintf(text, bytes, "gone");
@@ -199,6 +216,10 @@ bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user) {
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
   *user = peer.uid;
   return !qkv_rpc_cancelled(call);  // else the descriptor may be another connection's by now
+}
+
+void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
+  qkvi_peer_write(call->grpc, qkv_rpc_cancelled(call), text, bytes);
 }
 
 const char *qkvi_tenant_to_log(const char *tenant) {

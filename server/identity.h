@@ -21,6 +21,7 @@ typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 typedef struct qkvi_identity {
   char tenant[QKV_NAME_MAX + 1];  // of the grant or the metadata, a valid name; "": neither has one
   bool bound;                     // the grant says it: no other tenant exists for this call
+  char traceparent[56];           // of the metadata, as W3C's Trace Context has it; "": there is none
 } qkvi_identity;
 
 typedef struct qkvi_identity_rules {
@@ -54,5 +55,7 @@ void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
 // The user of the process behind a unix socket, as the kernel says it. False: the call came another way, or the
 // client is gone.
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user);
+// The same of gRPC's call, whose connection may be `gone`.
+void qkvi_peer_write(grpc_call *call, bool gone, char *text, size_t bytes);
 
 #endif

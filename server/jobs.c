@@ -22,6 +22,7 @@ static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_share share = qkv_rpc_share(call);
   share.urgent = urgent;
+  qkv_rpc_queued(call);
   if (qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK) return QKV_OK;
   return qkvi_queue_full(daemon, error);
 }
@@ -66,6 +67,7 @@ qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_
 }
 
 bool qkvi_job_wanted(qkv_rpc_call *call) {
+  qkv_rpc_dequeued(call);
   if (!qkv_rpc_cancelled(call)) return true;
   qkv_rpc_finish(call, QKV_CANCELLED, "the client has gone");
   return false;

@@ -22,6 +22,10 @@ const qkv_option qkv_server_option_table[] = {
      "Where to serve HTTP for operators (metrics, health, JSON and a page): HOST:PORT, 127.0.0.1:7581 for instance, "
      "or "
      "unix:PATH. Without it there is none."},
+    {"admin-auth", QKV_OPTION_FLAG, AT(admin_auth), NULL, 0, 0, NULL,
+     "Requests to --admin-listen, but for /health and the page itself, need a bearer token of --auth-file that may "
+     "read "
+     "for all tenants."},
     {"admin-anonymous", QKV_OPTION_FLAG, AT(admin_anonymous), NULL, 0, 0, NULL,
      "Serve --admin-listen also where other machines may reach it, though nobody is asked for credentials there."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
@@ -193,6 +197,12 @@ const qkv_option qkv_server_option_table[] = {
      "all."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
      "Least level that is logged: debug, info, warn or error."},
+    {"audit-log", QKV_OPTION_STRING, AT(audit_log), NULL, 0, 0, "FILE",
+     "Where calls of Admin, and refusals for want of a token, a certificate or a role, are written to, a line of "
+     "JSON "
+     "each. It is opened again on SIGHUP."},
+    {"slow-call", QKV_OPTION_DURATION, AT(slow_call), "0", 0, 3600000, "TIME",
+     "Calls of one message that take longer are in the log, with where their time went; 0: none."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
      "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
     {"check-health", QKV_OPTION_FLAG, AT(check_health), NULL, 0, 0, NULL,
@@ -318,6 +328,8 @@ static qkv_status check_access(const qkv_server_options *values, qkv_error *erro
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-cert and --tls-key need each other");
   if (values->tls_client_ca != NULL && values->tls_cert == NULL)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-client-ca needs --tls-cert and --tls-key");
+  if (values->admin_auth && (values->auth_file == NULL || values->admin_listen == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-auth needs --admin-listen and --auth-file");
   if (where == NULL) return QKV_OK;
   if (strcmp(where, "all") == 0 && values->auth_file != NULL)
     return qkv_fail(error, QKV_INVALID_ARGUMENT,

@@ -80,9 +80,12 @@ typedef struct qkv_server_options {
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
   bool keep_full;         // pages that go to lower tiers stay beside in full
+  const char *audit_log;  // or NULL
+  int64_t slow_call;      // ms; 0: none is told of
   bool separate_appends;  // pages of tokens that other sessions hold are coded again
   bool allow_client_shm;  // clients of unix sockets may register regions of shared memory
   bool discard;           // appended rows are checked, acknowledged and dropped
+  bool admin_auth;        // requests there need a token
   bool admin_anonymous;   // that address may be one that others reach
   bool check_health;
   bool print_options, print_metrics, help, version;

@@ -76,6 +76,10 @@ qkvi_call_usage qkv_rpc_server_usage(const qkv_rpc_server *server, const char *t
 void qkv_rpc_server_each_tenant(const qkv_rpc_server *server, void (*fn)(void *context, const char *tenant),
                                 void *context);
 
+// A job of the call waits for a thread from here on, and has one.
+void qkv_rpc_queued(qkv_rpc_call *call);
+void qkv_rpc_dequeued(qkv_rpc_call *call);
+
 // Done with this message: read the next one (message() or end() follows).
 void qkv_rpc_next(qkv_rpc_call *call);
 
@@ -95,6 +99,22 @@ void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length);
 // Ends the call with a status; `text` goes to the client. After reply or finish the handler must not touch the
 // call again (destroy still comes).
 void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
+
+// A call that has ended, or was refused before it began. Lives as long as the callback that it is given to.
+typedef struct qkv_rpc_report {
+  uint64_t number;  // of the call, from 1; 0: it was refused
+  const char *method;
+  const char *tenant, *traceparent;  // "": none
+  qkv_status status;
+  const char *reason;
+  bool stream;                              // of more messages than one
+  uint64_t ns;                              // since it was accepted; of these:
+  uint64_t message_ns, quota_ns, queue_ns;  // until its message was there, waits for its quota, and for a thread
+  void *grpc;
+  bool gone;  // the client is
+} qkv_rpc_report;
+// "127.0.0.1:41234", or as server/identity.h says. 256 bytes are enough.
+void qkv_rpc_report_peer(const qkv_rpc_report *report, char *text, size_t bytes);
 
 typedef struct qkv_rpc_config {
   const char *const *listen;  // "unix:PATH" or "HOST:PORT"
@@ -122,6 +142,8 @@ typedef struct qkv_rpc_config {
   void (*ended)(void *context, qkv_status status);
   // The same of calls that were not refused: `ns` since they were accepted. `tenant` lives as long as the callback.
   void (*timed)(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status, uint64_t ns);
+  // For logs, of all calls; may be NULL. Before the client is answered.
+  void (*reported)(void *context, const qkv_rpc_report *report);
 } qkv_rpc_config;
 
 // Binds every address or none. INVALID_ARGUMENT: not an address. UNAVAILABLE names the address and why (in use,

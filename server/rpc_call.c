@@ -138,13 +138,6 @@ static bool past_deadline(const qkv_rpc_call *call) {
   return gpr_time_cmp(gpr_now(call->deadline.clock_type), call->deadline) >= 0;
 }
 
-static void log_failed(const qkv_rpc_call *call, qkv_status status, const char *text) {
-  char peer[256];
-  qkvi_call_peer(call, peer, sizeof peer);
-  qkv_log(QKV_LOG_DEBUG, "call failed", "{s:s, s:s, s:s, s:s, s:s}", "call", call->method->path, "peer", peer,
-          "tenant", qkvi_call_tenant(call), "status", qkv_status_name(status), "reason", text);
-}
-
 static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status status, const char *text) {
   if (status == QKV_CANCELLED && past_deadline(call)) {  // our clock may be a little before the client's
     status = QKV_DEADLINE_EXCEEDED;
@@ -153,7 +146,7 @@ static void end_call(qkv_rpc_call *call, grpc_byte_buffer *buffer, qkv_status st
   const qkv_status told = qkv_rpc_cancelled(call) ? QKV_CANCELLED : status;
   qkvi_rpc_server_ended(call->server, told);
   qkvi_rpc_server_timed(call, told);
-  if (status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG)) log_failed(call, status, text);
+  qkvi_rpc_server_report(call, told, text);
   drop_message(call);
   count_bytes(call, buffer);
   call->outgoing = buffer;
@@ -236,6 +229,7 @@ static void take_message(qkv_rpc_call *call) {
   if (wait >= WAIT_MAX_MS && !call->served) return end_call(call, NULL, QKV_RESOURCE_EXHAUSTED, error.text);
   if (wait > 0) {
     call->delayed.resume = resume;
+    call->delayed_at_ns = qkv_stage_now();
     qkvi_rpc_delays_add(qkvi_rpc_server_delays(call->server), &call->delayed,
                         wait < WAIT_MAX_MS ? wait : WAIT_MAX_MS);
     return;
@@ -247,6 +241,7 @@ static void take_message(qkv_rpc_call *call) {
 
 static void resume(qkvi_rpc_delayed *delayed) {
   qkv_rpc_call *call = CALL_OF(delayed, delayed);
+  call->quota_ns += qkv_stage_now() - call->delayed_at_ns;
   if (qkv_rpc_cancelled(call)) return end_cancelled(call);
   take_message(call);
 }
@@ -254,6 +249,7 @@ static void resume(qkvi_rpc_delayed *delayed) {
 static void read_done(qkvi_rpc_op *op, bool ok) {
   (void)ok;  // true even where there is no message
   qkv_rpc_call *call = CALL_OF(op, read_op);
+  if (!call->spoken) call->message_ns = qkv_stage_now() - call->began_ns;
   if (!call->spoken) qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place);
   call->spoken = true;
   move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
@@ -304,6 +300,7 @@ qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *me
   call->grpc = grpc;
   call->identity = *identity;
   call->deadline = deadline;
+  call->number = qkvi_rpc_server_number(server);
   call->began_ns = qkv_stage_now();
   call->close_op.done = close_done;
   call->read_op.done = read_done;
@@ -353,6 +350,15 @@ void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows) {
 
 void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes) {
   qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, bytes, 0);
+}
+
+void qkv_rpc_queued(qkv_rpc_call *call) {
+  call->queued_at_ns = qkv_stage_now();
+}
+
+void qkv_rpc_dequeued(qkv_rpc_call *call) {
+  if (call->queued_at_ns != 0) call->queue_ns += qkv_stage_now() - call->queued_at_ns;
+  call->queued_at_ns = 0;
 }
 
 qkv_share qkv_rpc_share(const qkv_rpc_call *call) {

@@ -75,8 +75,11 @@ struct qkv_rpc_call {
   void *state;
   grpc_call *grpc;
   gpr_timespec deadline;
-  uint64_t began_ns;              // on the monotonic clock
-  _Atomic(qkvi_rpc_phase) phase;  // changed with release before a batch, acquire after its event
+  uint64_t number;                          // from 1
+  uint64_t began_ns;                        // on the monotonic clock
+  uint64_t message_ns, quota_ns, queue_ns;  // of a report (rpc.h)
+  uint64_t queued_at_ns, delayed_at_ns;     // since when; 0: not now
+  _Atomic(qkvi_rpc_phase) phase;            // changed with release before a batch, acquire after its event
   _Atomic bool cancelled;
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
   bool metadata_sent;
@@ -110,6 +113,8 @@ qkvi_rpc_delays *qkvi_rpc_server_delays(const qkv_rpc_server *server);
 void *qkvi_rpc_server_context(const qkv_rpc_server *server);
 void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);    // the status is decided
 void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status);  // after ended
-void qkvi_rpc_server_call_gone(qkv_rpc_server *server);                   // its memory is freed
+void qkvi_rpc_server_report(const qkv_rpc_call *call, qkv_status status, const char *reason);
+uint64_t qkvi_rpc_server_number(qkv_rpc_server *server);  // of a new call
+void qkvi_rpc_server_call_gone(qkv_rpc_server *server);   // its memory is freed
 
 #endif

@@ -63,6 +63,8 @@ struct qkv_rpc_server {
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
   void (*timed)(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status, uint64_t ns);
+  void (*reported)(void *context, const qkv_rpc_report *report);
+  _Atomic uint64_t numbers;  // of calls
   stop_op stop;
 
   _Atomic bool draining;
@@ -150,8 +152,16 @@ static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool kno
 
 // Cancelled, not answered: gRPC puts the status among what it has to send and forgets the call, however many its
 // client makes without reading, and stops reading itself where those are too many.
-static void refuse(qkv_rpc_server *server, grpc_call *call, const qkv_error *error) {
+static void refuse(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *call,
+                   const qkvi_identity *identity, const qkv_error *error) {
+  const qkv_rpc_report report = {.method = method == NULL ? "" : method->path,
+                                 .tenant = identity->tenant,
+                                 .traceparent = identity->traceparent,
+                                 .status = error->status,
+                                 .reason = error->text,
+                                 .grpc = call};
   qkvi_rpc_server_ended(server, error->status);
+  if (server->reported != NULL) server->reported(server->context, &report);
   (void)grpc_call_cancel_with_status(call, (grpc_status_code)error->status, error->text, NULL);
   grpc_call_unref(call);
 }
@@ -182,7 +192,7 @@ static void accept_done(qkvi_rpc_op *op, bool ok) {
   if (admitted) {
     qkvi_rpc_call_start(call);
   } else {
-    refuse(server, grpc, &error);
+    refuse(server, method, grpc, &identity, &error);
   }
 }
 
@@ -216,6 +226,33 @@ void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status) {
   const qkv_rpc_server *server = call->server;
   if (server->timed == NULL) return;
   server->timed(server->context, call->method, qkvi_call_tenant(call), status, qkv_stage_now() - call->began_ns);
+}
+
+void qkvi_rpc_server_report(const qkv_rpc_call *call, qkv_status status, const char *reason) {
+  const qkv_rpc_server *server = call->server;
+  if (server->reported == NULL) return;
+  const qkv_rpc_report report = {.number = call->number,
+                                 .method = call->method->path,
+                                 .tenant = qkvi_call_tenant(call),
+                                 .traceparent = call->identity.traceparent,
+                                 .status = status,
+                                 .reason = reason,
+                                 .stream = call->method->end != NULL || call->method->sent != NULL,
+                                 .ns = qkv_stage_now() - call->began_ns,
+                                 .message_ns = call->message_ns,
+                                 .quota_ns = call->quota_ns,
+                                 .queue_ns = call->queue_ns,
+                                 .grpc = call->grpc,
+                                 .gone = qkv_rpc_cancelled(call)};
+  server->reported(server->context, &report);
+}
+
+void qkv_rpc_report_peer(const qkv_rpc_report *report, char *text, size_t bytes) {
+  qkvi_peer_write(report->grpc, report->gone, text, bytes);
+}
+
+uint64_t qkvi_rpc_server_number(qkv_rpc_server *server) {
+  return atomic_fetch_add_explicit(&server->numbers, 1, memory_order_relaxed) + 1;
 }
 
 void qkvi_rpc_server_call_gone(qkv_rpc_server *server) {
@@ -329,6 +366,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
   server->began = config->began;
   server->ended = config->ended;
   server->timed = config->timed;
+  server->reported = config->reported;
   server->stop = (stop_op){.op.done = stop_done, .server = server};
   atomic_init(&server->draining, false);
   pthread_mutex_init(&server->lock, NULL);

@@ -176,8 +176,7 @@ static bool host_is_local(const char *host) {
   return strcasecmp(name, "localhost") == 0 || strcmp(name, "[::1]") == 0;
 }
 
-// Everyone who reaches the address; tokens and certificates will be checked here. A web page that makes its own
-// name stand for this machine (DNS rebinding) asks with that name, and gets nothing.
+// A web page that makes its own name stand for this machine (DNS rebinding) asks with that name, and gets nothing.
 static bool may_ask(const exchange *request) {
   const char *host = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_HOST);
   return !request->http->local || host == NULL || host_is_local(host);
@@ -197,6 +196,8 @@ static enum MHD_Result respond(exchange *request) {
   (void)MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
   (void)MHD_add_response_header(response, "Content-Security-Policy",
                                 html ? request->http->page_policy : "default-src 'none'");
+  if (answer->status == MHD_HTTP_UNAUTHORIZED)
+    (void)MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
   if (answer->status == MHD_HTTP_METHOD_NOT_ALLOWED)
     (void)MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
   const enum MHD_Result result = MHD_queue_response(request->connection, answer->status, response);
@@ -227,10 +228,28 @@ static enum MHD_Result give_to_worker(exchange *request) {
   return MHD_YES;
 }
 
+// With --admin-auth what tells of tenants is for tokens that may read for all of them. The page tells nothing by
+// itself.
+static qkv_status check_token(const exchange *request, const char *path, qkv_error *error) {
+  const qkv_daemon *daemon = request->http->daemon;
+  qkvi_grant grant;
+  if (!daemon->options->admin_auth || strncmp(path, "/health/", 8) == 0 || strcmp(path, "/") == 0) return QKV_OK;
+  const char *value =
+      MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
+  if (value == NULL)
+    return qkv_fail(error, QKV_UNAUTHENTICATED, "the request has no authorization: a bearer token is needed");
+  QKV_TRY(qkvi_auth_bearer(daemon->auth, value, strlen(value), &grant, error));
+  if ((grant.roles & QKVI_ROLE_READ) != 0 && grant.tenant[0] == '\0') return QKV_OK;
+  return qkv_fail(error, QKV_PERMISSION_DENIED, "the request needs a token with the role read for all tenants");
+}
+
 static enum MHD_Result begin(exchange *request, const char *method, const char *path) {
   qkv_error error = {0};
   if (!may_ask(request)) {
     qkvi_api_fail(MHD_HTTP_FORBIDDEN, "the Host of the request is not this machine", &request->answer);
+  } else if (check_token(request, path, &error) != QKV_OK) {
+    const unsigned status = error.status == QKV_UNAUTHENTICATED ? MHD_HTTP_UNAUTHORIZED : MHD_HTTP_FORBIDDEN;
+    qkvi_api_fail(status, error.text, &request->answer);
   } else if (strcmp(method, MHD_HTTP_METHOD_GET) != 0 && strcmp(method, MHD_HTTP_METHOD_HEAD) != 0) {
     qkvi_api_fail(MHD_HTTP_METHOD_NOT_ALLOWED, "only GET and HEAD are served", &request->answer);
   } else if ((request->route = find_route(path)) == NULL) {
@@ -301,10 +320,10 @@ static bool socket_is_local(int socket) {
 static qkv_status check_reach(qkvi_http *http, const qkv_server_options *options, qkv_error *error) {
   http->local = true;
   for (size_t i = 0; i < http->listener.socket_count; i++) http->local &= socket_is_local(http->listener.sockets[i]);
-  if (http->local || options->admin_anonymous) return QKV_OK;
+  if (http->local || options->admin_anonymous || options->admin_auth) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT,
                   "--admin-listen is %s, which other machines may reach, and nobody is asked for credentials there; "
-                  "--admin-anonymous serves it nevertheless",
+                  "--admin-auth asks for a token, --admin-anonymous serves it nevertheless",
                   options->admin_listen);
 }
 

@@ -26,6 +26,7 @@ typedef enum qkvi_object_entry {
 // Under the lock, but for the config, which does not change once the object is published, and `data` that is used.
 struct qkvi_object {
   qkvi_object_config config;
+  qkv_account *account;     // its tenant's, a reference: its memory is of that one's arena
   uint64_t number;          // the storage's session; 0: in memory alone
   size_t references;        // one of the list's, while it is there
   bool listed;              // published, and neither deleted nor replaced
@@ -45,7 +46,6 @@ struct qkvi_object {
 
 struct qkvi_objects {
   qkv_store *store;
-  qkv_arena *arena;
   const qkv_server_options *options;
   qkv_metric_value *metrics;
   qkvi_residency *residency;  // NULL: no SSD

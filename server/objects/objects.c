@@ -45,7 +45,6 @@ qkvi_objects *qkvi_objects_create(qkv_store *store, const qkv_server_options *op
   qkvi_objects *objects = calloc(1, sizeof *objects);
   if (objects == NULL) abort();
   objects->store = store;
-  objects->arena = qkv_store_arena(store);
   objects->options = options;
   objects->metrics = metrics;
   const int failed = pthread_mutex_init(&objects->lock, NULL);
@@ -90,10 +89,15 @@ const qkvi_object_config *qkvi_object_config_of(const qkvi_object *object) {
   return &object->config;
 }
 
-qkvi_object *qkvi_object_create(qkvi_objects *objects, const qkvi_object_config *config) {
+qkv_arena *qkvi_object_arena(const qkvi_object *object) {
+  return qkv_account_arena(object->account);
+}
+
+qkvi_object *qkvi_object_create(qkvi_objects *objects, qkv_account *account, const qkvi_object_config *config) {
   const size_t bytes = struct_bytes(config->bytes);
-  qkvi_object *object = qkv_arena_alloc(objects->arena, bytes);
+  qkvi_object *object = qkv_arena_alloc(qkv_account_arena(account), bytes);
   memset(object, 0, bytes);
+  object->account = qkv_account_ref(account);
   object->config = *config;
   if (object->config.created_unix_ms == 0) object->config.created_unix_ms = unix_ms();
   object->parts = qkvi_object_parts(config->bytes);
@@ -150,7 +154,7 @@ static qkvi_object *next_warm(qkvi_objects *objects, qkvi_objects_pass pass, int
 
 static void drop_data(qkvi_objects *objects, qkvi_object *object, size_t part) {
   const uint64_t bytes = qkvi_object_part_bytes(object, part);
-  qkv_arena_free(objects->arena, object->part[part].data, bytes);
+  qkv_arena_free(qkvi_object_arena(object), object->part[part].data, bytes);
   object->part[part].data = NULL;
   object->in_memory -= bytes;
   objects->memory -= qkv_arena_cost(bytes);
@@ -166,7 +170,9 @@ void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object) {
     if (object->part[i].data != NULL) drop_data(objects, object, i);
   }
   objects->memory -= qkvi_object_fixed_cost(object->config.bytes);
-  qkv_arena_free(objects->arena, object, struct_bytes(object->config.bytes));
+  qkv_account *account = object->account;
+  qkv_arena_free(qkv_account_arena(account), object, struct_bytes(object->config.bytes));
+  qkv_account_unref(&account);
 }
 
 // Only one that is being put can be in the list and neither published nor removed.
@@ -432,14 +438,14 @@ static uint64_t spill_object(qkvi_objects *objects, qkvi_object *object, uint64_
   return freed;
 }
 
-uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t bytes) {
+uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes) {
   uint64_t freed = 0;
   if (objects == NULL) return 0;
   qkvi_objects_lock(objects);
   while (freed < bytes) {
     qkvi_object *at = next_warm(objects, QKVI_PASS_SPILL, before_ms);
     if (at == NULL) break;
-    if (at->number == 0) continue;
+    if (at->number == 0 || (account != NULL && at->account != account)) continue;
     freed += spill_object(objects, at, bytes - freed);
     if (freed >= bytes && at->prev_warm != NULL) objects->cursors[QKVI_PASS_SPILL] = at;  // some is left of it
   }

@@ -60,13 +60,15 @@ size_t qkvi_object_parts(uint64_t bytes);
 uint64_t qkvi_object_part_bytes(const qkvi_object *object, size_t part);
 const qkvi_object_config *qkvi_object_config_of(const qkvi_object *object);
 
-// A new object that nobody sees, with a reference; qkvi_object_fixed_cost() has been reserved for it in the store's
-// arena, and is used up.
-qkvi_object *qkvi_object_create(qkvi_objects *objects, const qkvi_object_config *config);
+// A new object that nobody sees, with a reference; qkvi_object_fixed_cost() has been reserved for it in the arena of
+// its tenant's account, and is used up.
+qkvi_object *qkvi_object_create(qkvi_objects *objects, qkv_account *account, const qkvi_object_config *config);
+// Of its account. Borrowed.
+qkv_arena *qkvi_object_arena(const qkvi_object *object);
 // Gives a reference back. Of an object that was never published nothing stays, on the SSD neither.
 void qkvi_object_unref(qkvi_objects *objects, qkvi_object **object);
 
-// Takes a whole part: `data` is a block of qkvi_object_part_bytes() bytes of the store's arena, the object's from
+// Takes a whole part: `data` is a block of qkvi_object_part_bytes() bytes of qkvi_object_arena(), the object's from
 // here on. It goes to the SSD in the background.
 void qkvi_object_fill(qkvi_objects *objects, qkvi_object *object, size_t part, void *data);
 
@@ -111,8 +113,8 @@ typedef enum qkvi_objects_pass { QKVI_PASS_SPILL, QKVI_PASS_EVICT, QKVI_PASSES }
 // `objects` may be NULL.
 void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass);
 // QKVI_PASS_SPILL: parts of objects last used before `before_ms` (monotonic) leave memory, being durable, until
-// `bytes` are free. Returns how many are. `objects` may be NULL.
-uint64_t qkvi_objects_spill(qkvi_objects *objects, int64_t before_ms, uint64_t bytes);
+// `bytes` are free. Returns how many are. `objects` may be NULL, and `account`: else its objects alone are meant.
+uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes);
 // QKVI_PASS_EVICT: the same by deleting objects that may be evicted; `*places` is how many went.
 uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places);
 // Deletes objects from the SSD, as many as make some headroom there: those that may be evicted first, else the

@@ -11,6 +11,7 @@
 #include "server/identity.h"
 #include "server/jobs.h"
 #include "server/objects/pieces.h"
+#include "server/residency/accounts.h"
 
 // The object that is being put.
 typedef struct put_object {
@@ -32,27 +33,37 @@ typedef struct put_stream {
 
 // ---- Memory ----
 
-// Reserves bytes of memory-budget. Objects and sessions leave memory for it, or are closed.
-static qkv_status reserve(const put_stream *stream, uint64_t cost, qkv_error *error) {
-  qkv_daemon *daemon = stream->daemon;
-  qkv_arena *arena = qkv_store_arena(daemon->store);
+// The same once memory that others have, or the tenant's own, has left for it.
+static qkv_status reserve_waiting(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
+  qkvi_residency *residency = stream->daemon->residency;
   uint64_t reservation = 0;
+  QKV_TRY(qkvi_account_headroom(residency, stream->call, account, cost, error));
+  QKV_TRY(qkvi_budget_reserve(residency, stream->call, cost, 0, &reservation, error));
+  const qkv_status status = qkv_arena_reserve_in(qkv_account_arena(account), &reservation, cost, error);
+  qkvi_budget_unreserve(residency, &reservation);
+  return status;
+}
+
+// Reserves bytes of memory-budget for the tenant. Objects and sessions leave memory for it, or are closed.
+static qkv_status reserve(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
+  qkv_daemon *daemon = stream->daemon;
+  qkv_arena *arena = qkv_account_arena(account);
   qkv_error refused = {0};
   qkv_status status = qkv_arena_reserve(arena, cost, &refused);
   for (int i = 0; i <= QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (i > 0 && !qkvi_evict(daemon, NULL, NULL, cost)) break;
+    if (i > 0 && !qkvi_evict(daemon, account, NULL, cost)) break;
     refused = (qkv_error){0};
-    status = daemon->residency == NULL
-                 ? qkv_arena_reserve(arena, cost, &refused)
-                 : qkvi_budget_reserve(daemon->residency, stream->call, cost, 0, &reservation, &refused);
+    status = daemon->residency == NULL ? qkv_arena_reserve(arena, cost, &refused)
+                                       : reserve_waiting(stream, account, cost, &refused);
   }
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
   return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", refused.text);
 }
 
 static qkv_status take_block(const put_stream *stream, uint64_t bytes, uint8_t **block, qkv_error *error) {
-  QKV_TRY(reserve(stream, qkv_arena_cost(bytes), error));
-  *block = qkv_arena_alloc(qkv_store_arena(stream->daemon->store), bytes);
+  qkv_arena *arena = qkvi_object_arena(stream->at.object);
+  QKV_TRY(reserve(stream, qkv_account_of(arena), qkv_arena_cost(bytes), error));
+  *block = qkv_arena_alloc(arena, bytes);
   return QKV_OK;
 }
 
@@ -62,7 +73,7 @@ static void drop_object(put_stream *stream) {
   put_object *at = &stream->at;
   if (at->part != NULL) {
     const size_t part = (size_t)(at->held / QKVI_OBJECT_PART);
-    qkv_arena_free(qkv_store_arena(stream->daemon->store), at->part, qkvi_object_part_bytes(at->object, part));
+    qkv_arena_free(qkvi_object_arena(at->object), at->part, qkvi_object_part_bytes(at->object, part));
   }
   // One that was refused as a whole, or that is held and not durable, is not incomplete.
   if (at->object != NULL && at->held < qkvi_object_config_of(at->object)->bytes)
@@ -113,11 +124,13 @@ static qkv_status begin_object(put_stream *stream, const Qkv__V1__ObjectInfo *be
   QKV_TRY(read_config(stream->call, begin, &config, error));
   if (daemon->options->limit_objects == 0)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is 0: this daemon keeps none");
-  QKV_TRY(reserve(stream, qkvi_object_fixed_cost(config.bytes), error));
-  stream->at = (put_object){.object = qkvi_object_create(daemon->objects, &config),
-                            .replace = replace,
-                            .checksum = begin->checksum,
-                            .hash = XXH3_createState()};
+  qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), config.tenant);
+  const qkv_status status = reserve(stream, account, qkvi_object_fixed_cost(config.bytes), error);
+  qkvi_object *object = status == QKV_OK ? qkvi_object_create(daemon->objects, account, &config) : NULL;
+  qkv_account_unref(&account);
+  QKV_TRY(status);
+  stream->at =
+      (put_object){.object = object, .replace = replace, .checksum = begin->checksum, .hash = XXH3_createState()};
   if (stream->at.hash == NULL) abort();
   (void)XXH3_64bits_reset(stream->at.hash);
   return QKV_OK;

@@ -199,26 +199,27 @@ qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkv
 // ---- In ----
 
 // Memory for a part that has come back, where it has headroom, or gets some from what was used longer ago.
-static void *take_block(const qkvi_objects *objects, uint64_t bytes) {
+static void *take_block(const qkvi_objects *objects, const qkvi_object *object, uint64_t bytes) {
+  qkv_arena *arena = qkvi_object_arena(object);
   const uint64_t cost = qkv_arena_cost(bytes), limit = qkvi_budget_limit(objects->residency);
-  if (qkv_arena_reserve(objects->arena, cost, NULL) != QKV_OK) {
+  if (qkv_arena_reserve(arena, cost, NULL) != QKV_OK) {
     if (cost > limit) return NULL;
     (void)qkvi_budget_evict(objects->residency, limit - cost - (limit - cost) / 16);  // for the next parts, too
-    if (qkv_arena_reserve(objects->arena, cost, NULL) != QKV_OK) return NULL;
+    if (qkv_arena_reserve(arena, cost, NULL) != QKV_OK) return NULL;
   }
-  return qkv_arena_alloc(objects->arena, bytes);
+  return qkv_arena_alloc(arena, bytes);
 }
 
 static void bring_back(qkvi_objects *objects, qkvi_object *object, size_t part, const void *bytes) {
   const uint64_t size = qkvi_object_part_bytes(object, part);
-  void *data = take_block(objects, size);
+  void *data = take_block(objects, object, size);
   if (data == NULL) return;
   memcpy(data, bytes, size);
   qkvi_objects_lock(objects);
   const bool wanted = object->listed && object->part[part].data == NULL;
   if (wanted) qkvi_object_warm(objects, object, part, data);
   qkvi_objects_unlock(objects);
-  if (!wanted) qkv_arena_free(objects->arena, data, size);
+  if (!wanted) qkv_arena_free(qkvi_object_arena(object), data, size);
 }
 
 static qkv_status read_record(const qkvi_objects *objects, uint64_t record, void *out, uint64_t bytes,
@@ -296,8 +297,12 @@ static qkv_status take_found(qkvi_objects *objects, const Qkv__V1__ObjectInfo *m
     qkvi_objects_remove(objects, old);
   }
   qkvi_objects_unlock(objects);
-  QKV_TRY(qkv_arena_reserve(objects->arena, qkvi_object_fixed_cost(config.bytes), error));
-  qkvi_object *object = qkvi_object_create(objects, &config);
+  qkv_account *account = qkv_accounts_join(qkv_store_accounts(objects->store), config.tenant);
+  const qkv_status status =
+      qkv_arena_reserve(qkv_account_arena(account), qkvi_object_fixed_cost(config.bytes), error);
+  qkvi_object *object = status == QKV_OK ? qkvi_object_create(objects, account, &config) : NULL;
+  qkv_account_unref(&account);
+  QKV_TRY(status);
   qkvi_objects_lock(objects);
   object->number = number;
   object->entry = QKVI_ENTRY_DURABLE;

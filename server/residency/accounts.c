@@ -14,19 +14,25 @@ enum { WAIT_MS = 10000, IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 // where all were looked at.
 typedef bool look_fn(void *context, qkv_session *session);
 
-static bool each_own(qkvi_residency *residency, const qkv_account *account, qkv_recency_list list, look_fn *look,
-                     void *context) {
-  qkv_recency *recency = qkv_store_recency(residency->store);
+static bool look_at_own(qkv_recency *recency, const qkv_account *account, qkv_recency_list list, look_fn *look,
+                        void *context) {
   bool more = true;
-  qkv_recency_begin(recency, list);
   while (more) {
     qkv_session *session = qkv_recency_next(recency, list);
     if (session == NULL) break;
     if (qkv_session_account(session) == account) more = look(context, session);
     qkv_session_unref(&session);
   }
-  qkv_recency_end(recency, list);
   return more;
+}
+
+static bool each_own(qkvi_residency *residency, const qkv_account *account, qkv_recency_list list, look_fn *look,
+                     void *context) {
+  qkv_recency *recency = qkv_store_recency(residency->store);
+  qkv_recency_begin(recency, list);
+  const bool all = look_at_own(recency, account, list, look, context);
+  qkv_recency_end(recency, list);
+  return all;
 }
 
 // ---- Memory ----
@@ -59,7 +65,12 @@ static bool evict_one(void *context, qkv_session *session) {
 // Down to `target` bytes, a little more than is asked for, so that the next append need not ask.
 static void evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
   eviction on = {.residency = residency, .account = account, .target = target, .wait = wait};
-  (void)each_own(residency, account, QKV_RECENCY_CODED, evict_one, &on);
+  qkv_recency_begin(qkv_store_recency(residency->store), QKV_RECENCY_CODED);  // a pass of objects is part of it
+  (void)look_at_own(qkv_store_recency(residency->store), account, QKV_RECENCY_CODED, evict_one, &on);
+  qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
+  const uint64_t left = taken(account);
+  if (left > target) on.freed += qkvi_objects_spill(residency->objects, account, INT64_MAX, left - target);
+  qkv_recency_end(qkv_store_recency(residency->store), QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)on.freed);
 }
 
@@ -108,8 +119,9 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
     const uint64_t most = ceiling(account), target = most < bytes ? 0 : (most - bytes) - (most - bytes) / 16;
     if (bytes > most) return refuse(account, bytes, error);
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    const bool pending = !each_own(residency, account, QKV_RECENCY_UNSETTLED, settle_one,
-                                   NULL);  // before, as what is written meanwhile can leave
+    const bool settled = each_own(residency, account, QKV_RECENCY_UNSETTLED, settle_one, NULL);
+    const bool pending =
+        !qkvi_objects_settle(residency->objects) || !settled;  // before, as what is written meanwhile can leave
     evict(residency, account, target, waited);
     if (fits(account, bytes)) break;
     sealing on = {.residency = residency, .later = pending || !waited};

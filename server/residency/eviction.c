@@ -14,7 +14,7 @@ enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 // Of objects that were last used before.
 static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_t before_ms) {
   const uint64_t taken = qkvi_budget_taken(residency);
-  return taken > target ? qkvi_objects_spill(residency->objects, before_ms, taken - target) : 0;
+  return taken > target ? qkvi_objects_spill(residency->objects, NULL, before_ms, taken - target) : 0;
 }
 
 // Whether the session's tenant has more than its guaranteed part of memory.

@@ -78,7 +78,7 @@ def test_times_have_limits(daemon):
 
 def test_qkvctl_waits_for_the_end():
     with Daemon() as daemon:
-        done = subprocess.run([binary("qkvctl"), "drain", "--wait", "--notice", "300ms", "--target", f"unix:{daemon.socket}"],
-                              capture_output=True, text=True, timeout=PATIENCE, check=False)
+        command = [binary("qkvctl"), "drain", "--wait", "--notice", "300ms", "--target", f"unix:{daemon.socket}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert (done.returncode, done.stdout) == (0, "the daemon has ended\n"), done.stderr
         assert daemon.wait() == 0

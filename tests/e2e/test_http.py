@@ -1,6 +1,7 @@
 """HTTP for operators: metrics, health, JSON, and who may ask."""
 
 import concurrent.futures
+import hashlib
 import http.client
 import json
 import pathlib
@@ -420,3 +421,22 @@ def test_rules(loaded):
         result = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stdout + result.stderr
     assert_queries_exist(loaded, re.findall(r"expr: (.*)", (folder / "rules.yml").read_text()))
+
+
+def test_tokens(tmp_path):
+    """With --admin-auth: only for tokens that may read for all tenants; health and the bare page are for everybody."""
+    path, tokens = tmp_path / "auth", {"all": ("*", "read"), "one": ("team-a", "read,admin"), "writer": ("*", "write")}
+    path.write_text("".join(f"token sha256:{hashlib.sha256(name.encode()).hexdigest()} {tenant} {roles}\n"
+                            for name, (tenant, roles) in tokens.items()))
+    with Daemon(*ADMIN, "--admin-auth", "--auth-file", str(path), "--allow-anonymous", "unix") as daemon:
+        for free in ("/health/live", "/health/ready", "/"):
+            assert ask(daemon, free)[0] == 200
+        for closed in ("/metrics", "/api/status", "/api/tenants", "/nothing"):
+            status, headers, body = ask(daemon, closed)
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer") and "bearer token" in body
+            for token, expected in (("nobody", 401), ("one", 403), ("writer", 403),
+                                    ("all", 404 if closed == "/nothing" else 200)):
+                assert ask(daemon, closed, headers={"Authorization": f"Bearer {token}"})[0] == expected
+    for arguments in ((*ADMIN, "--admin-auth"), ("--admin-auth", "--auth-file", str(path), "--allow-anonymous", "unix")):
+        with pytest.raises(AssertionError, match="--admin-auth needs --admin-listen and --auth-file"):
+            Daemon(*arguments)

@@ -12,6 +12,7 @@ from daemon import PATIENCE, Daemon, binary, wait_for
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import objects_pb2, objects_pb2_grpc
 
 MIB = 1 << 20
 
@@ -69,15 +70,17 @@ def test_a_file_is_read_and_written(quotas):
 
 @pytest.mark.parametrize("text, reason", [
     ("a sessions=-1", "sessions is -1"), ("a b=1", "unknown field b"), ("a sessions", "must be FIELD=VALUE"),
-    ("a sessions=1 sessions=2", "sessions is given twice"), ("a sessions=1\na calls=1", "two lines are about the tenant a"),
+    ("a sessions=1 sessions=2", "sessions is given twice"),
+    ("a sessions=1\na calls=1", "two lines are about the tenant a"),
     ("no/na|me sessions=1", "tenant has byte"), ("* host_bytes_guaranteed=1", "nothing can be guaranteed to all"),
     ("a host_bytes=1 host_bytes_guaranteed=2", "host_bytes_guaranteed is 2, at most host_bytes, which is 1"),
-    ("a host_bytes_guaranteed=40MiB\nb host_bytes_guaranteed=40MiB", "of all tenants is 83886080, memory-budget is 67108864"),
+    ("a host_bytes_guaranteed=40MiB\nb host_bytes_guaranteed=40MiB",
+     "of all tenants is 83886080, memory-budget is 67108864"),
 ])
 def test_a_wrong_file_is_refused_at_start(quotas, text, reason):
     quotas.write_text(text)
-    done = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", "--memory-budget", "64MiB", "--quota-file", str(quotas)],
-                          capture_output=True, text=True, timeout=30, check=False)
+    command = [binary("qkvd"), "--listen", "127.0.0.1:0", "--memory-budget", "64MiB", "--quota-file", str(quotas)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert reason in done.stderr
 
@@ -300,3 +303,33 @@ def test_what_is_guaranteed_stays(tmp_path):
             flood += 1
         assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
         assert before > MIB and admin.usage("safe").host_bytes == before
+
+
+@pytest.mark.parametrize("data_dir", [False, True])
+def test_objects_count(tmp_path, data_dir):
+    """Without an SSD a put beyond the ceiling is refused; with one the tenant's own leave memory, and come back."""
+    where = ("--data-dir", str(tmp_path / "data")) if data_dir else ()
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a host_bytes=8MiB\n")
+    with Daemon("--quota-file", str(quotas), *where) as daemon:
+        admin = Admin(daemon)
+        stub = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
+        data = {f"o{i}": bytes([i]) * (2 * MIB) for i in range(8)}
+        put = []
+        for name, value in data.items():
+            begin = objects_pb2.ObjectInfo(object=name, bytes=len(value))
+            request = objects_pb2.PutObjectsRequest(pieces=[objects_pb2.PutPiece(begin=begin, data=value)])
+            try:
+                stub.PutObjects(iter([request]), timeout=TIMEOUT)
+                put.append(name)
+            except grpc.RpcError as error:
+                assert not data_dir and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "quota host_bytes of tenant a is 8388608 bytes" in error.details()
+            assert admin.usage("a").host_bytes <= 8 * MIB
+        assert len(put) == (8 if data_dir else 3)
+        for name in put:
+            answers = stub.GetObjects(objects_pb2.GetObjectsRequest(objects=[name]), timeout=TIMEOUT)
+            assert b"".join(piece.data for answer in answers for piece in answer.pieces) == data[name]
+            assert admin.usage("a").host_bytes <= 8 * MIB
+        stub.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=put), timeout=TIMEOUT)
+        wait_for(lambda: admin.usage("a").host_bytes == 0, "memory of deleted objects is counted")
