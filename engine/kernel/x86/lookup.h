@@ -2,6 +2,9 @@
 #ifndef QKV_ENGINE_KERNEL_X86_LOOKUP_H
 #define QKV_ENGINE_KERNEL_X86_LOOKUP_H
 
+#if defined(__AVX2__)
+#include <stddef.h>
+
 #include "engine/kernel/x86/lanes.h"
 
 #if defined(__AVX512F__)
@@ -70,5 +73,7 @@ static inline __attribute__((always_inline)) lanes find_floats(const float_table
   return (lanes)_mm256_blendv_ps(low, high, (__m256)(code << 28));
 #endif
 }
+
+#endif  // AVX2
 
 #endif
