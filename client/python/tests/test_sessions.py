@@ -372,8 +372,8 @@ def test_not_served_yet(client, session):
     """In the contract, refused by the daemon in a sentence."""
     from qkvd.v1.admin_pb2 import GetStatusRequest, GetStatusResponse  # empty, as the request of the method
 
-    with pytest.raises(qkvd.Unimplemented, match="SystemSharedMemoryStatus"):
-        client.call("/qkv.v1.SharedMemory/SystemSharedMemoryStatus", GetStatusRequest(), GetStatusResponse)
+    with pytest.raises(qkvd.Unimplemented, match="CudaSharedMemoryStatus"):
+        client.call("/qkv.v1.SharedMemory/CudaSharedMemoryStatus", GetStatusRequest(), GetStatusResponse)
 
 
 def test_decode_stream(client, model, session, rows, queries):
