@@ -1,6 +1,7 @@
 #include "client/cli/sizing.h"
 
 #include <assert.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -130,7 +131,7 @@ static qkv_status run(qkv_store *store, const qkvctl_sizing *sizing, const qkv_m
   qkv_session_read_info(session, &info, NULL);
   found->bytes = (double)(qkv_arena_read(qkv_store_arena(store)).bytes_used - before);
   found->sealed_bytes = (double)info.usage.bytes_coded;
-  found->sealed_pages = (double)(info.usage.tokens_coded / QKV_PAGE_TOKENS);
+  found->sealed_pages = (double)info.usage.tokens_coded / QKV_PAGE_TOKENS;
   qkv_session_unref(&session);
   return status;
 }
@@ -190,8 +191,7 @@ qkv_status qkvctl_size_session(const qkvctl_sizing *sizing, qkvctl_need *need, q
   }
   const qkv_calibration_shape shape = qkv_model_calibration_shape(&resolved);
   const double page = found.sealed_pages > 0 ? found.sealed_bytes / found.sealed_pages : 0;
-  const double blocks =
-      (double)((uint64_t)(sizeof(qkv_record_header) + page + QKV_STORAGE_BLOCK - 1) / QKV_STORAGE_BLOCK);
+  const double blocks = ceil((sizeof(qkv_record_header) + page) / QKV_STORAGE_BLOCK);
   *need = (qkvctl_need){.memory = found.bytes,
                         .stored = found.sealed_pages * blocks * QKV_STORAGE_BLOCK,
                         .append_seconds = timed > 0 ? found.seconds / (double)timed : 0,
