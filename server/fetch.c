@@ -128,6 +128,7 @@ static uint64_t response_token_bytes(const fetch_stream *stream) {
 
 static uint64_t choose_chunk(const fetch_stream *stream, uint32_t asked) {
   const uint64_t bytes = response_token_bytes(stream);
+  assert(bytes > 0);
   const bool into = stream->into_region[QKV_K] != NULL || stream->into_region[QKV_V] != NULL;
   uint64_t tokens = (into ? CHUNK_BYTES_INTO : CHUNK_BYTES) / bytes;
   if (asked > 0) tokens = asked < CHUNK_BYTES_MAX / bytes ? asked : CHUNK_BYTES_MAX / bytes;

@@ -26,7 +26,6 @@ typedef struct qkv_server_options {
   const char *huge_pages;
   const char *numa;
   int64_t threads;  // of the compute pool; 0 on the command line becomes the number of cores
-  bool pin_threads;
   int64_t rpc_threads;           // completion queues
   int64_t limit_message;         // bytes of one request message
   int64_t limit_response_bytes;  // bytes of results and rows on their way out
@@ -55,9 +54,7 @@ typedef struct qkv_server_options {
   double anchor_threshold;      // of chains
   const char *low_rank;         // the same of low-rank factors
   int64_t rank;
-  bool gqa_compensation;
   qkv_option_list calibration;     // "MODEL=FILE"
-  bool trust_calibration;          // those are neither tried nor withdrawn
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
   const char *data_dir;            // of the SSD tier, or NULL
@@ -79,9 +76,12 @@ typedef struct qkv_server_options {
   int64_t drain_notice;            // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
-  bool keep_full;         // pages that go to lower tiers stay beside in full
-  const char *audit_log;  // or NULL
-  int64_t slow_call;      // ms; 0: none is told of
+  const char *audit_log;           // or NULL
+  int64_t slow_call;               // ms; 0: none is told of
+  bool pin_threads;
+  bool gqa_compensation;
+  bool trust_calibration;  // those of `calibration` are neither tried nor withdrawn
+  bool keep_full;          // pages that go to lower tiers stay in full as well
   bool separate_appends;  // pages of tokens that other sessions hold are coded again
   bool allow_client_shm;  // clients of unix sockets may register regions of shared memory
   bool discard;           // appended rows are checked, acknowledged and dropped

@@ -66,9 +66,10 @@ void qkvi_rpc_connections_destroy(qkvi_rpc_connections **connections) {
   qkvi_rpc_connections *old = *connections;
   if (old == NULL) return;
   *connections = NULL;
-  peer *each, *next;
-  HASH_ITER(hh, old->peers, each, next) {
-    HASH_DEL(old->peers, each);
+  peer *each = old->peers, *next;
+  HASH_CLEAR(hh, old->peers);
+  for (; each != NULL; each = next) {
+    next = each->hh.next;
     free(each);
   }
   pthread_mutex_destroy(&old->lock);
@@ -159,7 +160,7 @@ static qkvi_rpc_admission judge_counted(qkvi_rpc_connections *connections, const
 }
 
 qkvi_rpc_admission qkvi_rpc_connections_admit(qkvi_rpc_connections *connections, int accepted,
-                                              const struct sockaddr *address) {
+                                              const struct sockaddr *peer_address) {
   struct stat socket;
   const bool known = fstat(accepted, &socket) == 0;
   assert(known);
@@ -169,7 +170,7 @@ qkvi_rpc_admission qkvi_rpc_connections_admit(qkvi_rpc_connections *connections,
   connection *slot = &connections->table[accepted];
   if (slot->open) end(connections, slot);  // the descriptor was free: what it was has ended
   peer *of;
-  const qkvi_rpc_admission admission = judge_counted(connections, address, &of);
+  const qkvi_rpc_admission admission = judge_counted(connections, peer_address, &of);
   if (admission == QKVI_RPC_ADMITTED) {
     *slot = (connection){.inode = socket.st_ino, .peer = of, .open = true};
     connections->open++;

@@ -29,9 +29,9 @@ typedef enum qkvi_rpc_admission {
   QKVI_RPC_TOO_MANY_OF_PEER  // of this one
 } qkvi_rpc_admission;
 
-// Counts the connection `accepted` from `peer`, or does not: then the caller closes it.
+// Counts the connection `accepted` from `peer_address`, or does not: then the caller closes it.
 qkvi_rpc_admission qkvi_rpc_connections_admit(qkvi_rpc_connections *connections, int accepted,
-                                              const struct sockaddr *peer);
+                                              const struct sockaddr *peer_address);
 
 // Now open, and refused since the start.
 size_t qkvi_rpc_connections_open(qkvi_rpc_connections *connections);

@@ -66,10 +66,11 @@ void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits) {
   if (old == NULL) return;
   *limits = NULL;
   assert(old->connections == NULL && old->oldest == NULL);
-  for (qkvi_rpc_group *tenant = old->tenants, *next; tenant != NULL; tenant = next) {
+  qkvi_rpc_group *tenant = old->tenants, *next;
+  HASH_CLEAR(hh, old->tenants);
+  for (; tenant != NULL; tenant = next) {
     next = tenant->hh.next;
     assert(tenant->members == 0);
-    HASH_DEL(old->tenants, tenant);
     free(tenant);
   }
   pthread_mutex_destroy(&old->lock);
