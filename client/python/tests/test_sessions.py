@@ -423,7 +423,12 @@ def test_codecs_and_their_parameters(client, name, rows, queries):
         qkvd.Model(name=name, layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype="fp32")
     )
     policy = qkvd.Policy(
-        codec="turboquant", codec_v="kivi", bits_k=8, bits_v=8, recent_window=0, turboquant_rotation="dense",
+        codec="turboquant",
+        codec_v="kivi",
+        bits_k=8,
+        bits_v=8,
+        recent_window=0,
+        turboquant_rotation="dense",
         kivi_q_group_size=64,
     )
     k, v = rows(128)

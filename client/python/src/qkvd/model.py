@@ -116,9 +116,9 @@ class Policy:
             kivi=model_pb2.Kivi(q_group_size=self.kivi_q_group_size) if self.kivi_q_group_size else None,
             turboquant=_turboquant("turboquant_rotation", self.turboquant_rotation),
             turboquant_ip=_turboquant("turboquant_ip_rotation", self.turboquant_ip_rotation),
-            polarquant=model_pb2.Polarquant(
-                row_norms=_said("polarquant_row_norms", self.polarquant_row_norms, _ROW_NORMS)
-            ) if self.polarquant_row_norms else None,
+            polarquant=model_pb2.Polarquant(row_norms=_said("polarquant_row_norms", self.polarquant_row_norms, _ROW_NORMS))
+            if self.polarquant_row_norms
+            else None,
             bits_k=self.bits_k,
             bits_v=self.bits_v,
             recent_window=self.recent_window,
