@@ -36,7 +36,7 @@ typedef int qkv_code;
 typedef struct { int code; char text[512]; ...; } qkv_call_error;
 typedef struct qkv_client qkv_client;
 typedef struct { int64_t timeout_ms; int64_t connect_timeout_ms; const char *tenant;
-  const char *placement; ...; } qkv_client_options;
+  const char *tls_ca, *tls_cert, *tls_key; const char *token; const char *placement; ...; } qkv_client_options;
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
 void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms);

@@ -147,7 +147,7 @@ run_unit() {
     install_wheel native
     say "the same with rows by libqkv"
     run_pytest native $here/test_native.py $here/test_sessions.py $here/test_connection.py $here/test_prefixes.py \
-      $here/test_several.py
+      $here/test_several.py $here/test_security.py
   fi
   say "ruff and mypy"
   build/python/unit/bin/ruff check --no-cache -q client/python
@@ -195,7 +195,7 @@ run_vllm() {
   QKV_SMOLLM2=$(realpath "$(deploy/smollm2.sh)")
   export QKV_SMOLLM2
   say "vLLM $vllm"
-  run_pytest vllm -s $here/test_vllm.py
+  run_pytest vllm -s $here/test_vllm_events.py $here/test_vllm.py
 }
 
 run_lmcache() {

@@ -224,7 +224,7 @@ def test_fork_with_a_stream(client, session, rows, queries):
     assert in_child(lambda: session.info()) == 0
 
 
-# ---- TLS and tokens: the daemon has neither yet, so a small server of gRPC's answers ----
+# ---- TLS and tokens, and answers that cannot be read: of a small server of gRPC's ----
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from daemon import Daemon, clean_environment, wait_for
+from proxy import Proxy
+from secured import Secured
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("lmcache")
@@ -191,6 +193,44 @@ def test_coded_chunks(daemon, bits, error):
     print(f"\n{bits} bits: a relative error of {difference:.4f}")
     assert 0 < difference < error
     made.close()
+
+
+def test_mutual_tls(tmp_path):
+    """The server's adapter by a certificate of its own; without it nothing is kept, and nothing raised."""
+    shape = (LAYERS, TOKENS, HEADS * 2 * DIM)
+    was, came = chunk(shape), chunk(shape, fill=False)
+    with Secured(tmp_path) as daemon:
+        made = adapter(daemon, bits="exact", **daemon.settings)
+        assert store(made, [key("secret")], [was])
+        assert load(made, [key("secret")], [came]) == [True] and torch.equal(came.tensor, was.tensor)
+        assert made.report_status()["is_healthy"]
+        stranger = adapter(daemon, target=daemon.tcp, timeout=5.0)
+        assert not store(stranger, [key("other")], [was])
+        made.close()
+        stranger.close()
+
+
+@pytest.mark.parametrize("kind", ["rows", "bytes"])
+def test_a_daemon_killed_in_the_middle_of_a_load(kind):
+    """What has not come whole is a miss."""
+    settings = {"opaque": kind == "bytes", "bits": "exact"}
+    shape = (LAYERS, TOKENS, HEADS * 2 * DIM)
+    keys = [key(f"killed{place}") for place in range(4)]
+    was = [chunk(shape) for _ in keys]
+    with Daemon() as daemon, Proxy(daemon.target) as proxy:
+        made = adapter(daemon, target=proxy.target, **settings)
+        assert store(made, keys, was)
+        proxy.after(1_000_000, daemon.kill)  # of 3.1 million
+        came = [chunk(shape, fill=False) for _ in keys]
+        loaded = load(made, keys, came)
+        assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+        assert not all(loaded)
+        for good, one, other in zip(loaded, came, was, strict=True):
+            assert not good or torch.equal(one.tensor, other.tensor)
+        daemon.start()
+        wait_for(lambda: store(made, keys, was), "the daemon is not used again")
+        assert load(made, keys, came) == [True] * 4
+        made.close()
 
 
 def test_a_daemon_that_dies_and_comes_back(daemon):

@@ -128,8 +128,6 @@ def test_errors_are_the_same(native, model, name, rows):
 
 def test_where_libqkv_is_not_used(daemon, model, name, rows):
     k, v = rows(10)
-    with pytest.raises(qkvd.Unimplemented, match="neither a token nor TLS"):
-        qkvd.Client(daemon.target, native=True, token="x")
     with qkvd.Client(daemon.target, native=False) as client, client.open(name, model=model.name) as session:
         session.append(0, k, v)
         assert same(session.fetch(0), (k, v))

@@ -4,6 +4,8 @@ import hashlib
 
 import pytest
 from daemon import Daemon, wait_for
+from proxy import Proxy
+from secured import Secured
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -228,6 +230,47 @@ def test_failure_injection(daemon):
             assert not good or torch.equal(page(pool, place), page(pool, 20 + place))
     assert loaded and failed
     store.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"opaque": True}], ids=["rows", "bytes"])
+def test_mutual_tls(tmp_path, settings):
+    pool = host_pool()
+    pool.kv_buffer.normal_()
+    keys = chain(3, "tls")
+    with Secured(tmp_path) as daemon:
+        store = backend(daemon, pool, "tls", **daemon.settings, **settings)
+        assert all(store.batch_set_v1(keys, places(pool, range(3)), after([])))
+        assert store.batch_exists(keys, after([])) == 3
+        assert all(store.batch_get_v1(keys, places(pool, range(20, 23)), after([])))
+        for place in range(3):
+            assert torch.equal(page(pool, place), page(pool, 20 + place))
+        stranger = backend(daemon, pool, "tls", target=daemon.tcp, timeout=5.0, **settings)
+        assert stranger.batch_set_v1(keys, places(pool, range(3)), after([])) == [False] * 3
+        store.close()
+        stranger.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"opaque": True}], ids=["rows", "bytes"])
+def test_a_daemon_killed_in_the_middle_of_a_load(settings):
+    """Pages that have not come whole are misses, and saved again once the daemon is back."""
+    pool = host_pool()
+    pool.kv_buffer.normal_()
+    keys = chain(10, "killed")
+    with Daemon() as daemon, Proxy(daemon.target) as proxy:
+        store = backend(daemon, pool, "killed", target=proxy.target, **settings)
+        assert all(store.batch_set_v1(keys, places(pool, range(10)), after([])))
+        proxy.after(200_000, daemon.kill)  # of 491,520
+        came = store.batch_get_v1(keys, places(pool, range(20, 30)), after([]))
+        assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+        assert not all(came)
+        for place, good in enumerate(came):
+            assert not good or torch.equal(page(pool, place), page(pool, 20 + place))
+        assert store.batch_exists(keys, after([])) == 0
+        daemon.start()
+        again = places(pool, range(10))
+        wait_for(lambda: all(store.batch_set_v1(keys, again, after([]))), "the daemon is not used again")
+        assert all(store.batch_get_v1(keys, places(pool, range(20, 30)), after([])))
+        store.close()
 
 
 def test_a_daemon_that_dies_and_comes_back(daemon):

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from daemon import Daemon
+from secured import Secured
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -187,6 +188,18 @@ def test_padded_batches(client, family, mode):
         assert lengths == ([79, 66, 40] if mode == "attend" else [79] * 3)  # padding is not kept where it is known
     torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
     assert torch.equal(got, expected)
+
+
+def test_mutual_tls(tinylm, tmp_path):
+    """By a client of the caller's."""
+    with (
+        Secured(tmp_path) as daemon,
+        qkvd.Client(daemon.tcp, tls=daemon.tls) as client,
+        QkvdCache(client, tinylm, policy=qkvd.EXACT) as cache,
+    ):
+        got, _ = generate(tinylm, tokens(text("prompt.txt")), cache, count=8)
+        assert client.session_info(cache.sessions[0].name).tenant == "team-a"
+    assert bytes(got[0, 512:].tolist()) == text("greedy_continuation_160.txt")[:8]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from daemon import Daemon, wait_for
 from proxy import Proxy
+from secured import Secured
 
 pytest.importorskip("vllm")
 
@@ -194,6 +195,22 @@ def test_a_daemon_killed_in_the_middle_of_a_load(daemon, proxy, client, second):
         return made["cached"] == LOADED
 
     wait_for(hits, "the daemon is not used again")
+
+
+def test_mutual_tls(tmp_path):
+    """Scheduler and worker by a certificate of their own."""
+    with (
+        Secured(tmp_path) as daemon,
+        Engine(
+            TINYLM, daemon.settings | {"bits": "exact", "lookup_timeout": 5.0}, log=log("tls"), max_model_len=1024
+        ) as engine,
+    ):
+        assert engine.generate(PROMPT, COUNT)["tokens"] == EXPECTED
+        with qkvd.Client(daemon.tcp, tls=daemon.tls) as client:
+            held(client, len(PROMPT) // 64 * 64)
+        assert engine.ask(reset=True)
+        made = engine.generate(PROMPT, COUNT)
+        assert (made["tokens"], made["cached"]) == (EXPECTED, LOADED)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from qkvd.arrays import Array, as_numpy
-from qkvd.client import Client
 from qkvd.errors import AlreadyExists, Error, InvalidArgument, NotFound, Unavailable, Unimplemented
 from qkvd.model import Model
 from qkvd.prefixes import Breaker, Options
@@ -72,9 +71,7 @@ class Chunks:
         self.options = options
         self.heads = heads
         self.opaque = opaque
-        self.client = Client(
-            options.target, tenant=options.tenant, token=options.token, timeout=options.timeout, retry_for=0
-        )
+        self.client = options.client()
         self.breaker = Breaker()
         self._log = log
         self._registered: set[str] = set()

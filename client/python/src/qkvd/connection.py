@@ -17,6 +17,7 @@ DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_RETRY = 5.0
 # Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
 SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
+_TOKEN = re.compile(r"[!-~]+")
 _TENANT = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")
 KEY = "x-qkv-session"  # metadata by which a proxy places a call
 _TARGET = re.compile(r"unix:.+|[^:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
@@ -32,13 +33,22 @@ class Tls:
     server_name: str | None = None  # that the daemon's certificate is for, where it is not the target's
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """gRPC's own; reads the files."""
+        """gRPC's own; reads the files. InvalidArgument: a certificate without its key, or a file that cannot be read."""
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgument("tls: certificate and key come together")
         ca, key, certificate = (
-            None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.certificate)
+            None if path is None else read_file(path, f"tls: {name}")
+            for name, path in (("ca", self.ca), ("key", self.key), ("certificate", self.certificate))
         )
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def read_file(path: str | Path, name: str) -> bytes:
+    """Its bytes, or InvalidArgument, which names what it is for."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{name} cannot be read: {error}") from error
 
 
 class Connection:
@@ -59,6 +69,8 @@ class Connection:
             raise InvalidArgument(f"placement is {placement!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         if tenant and not _TENANT.fullmatch(tenant):
             raise InvalidArgument(f"tenant is {tenant!r}, allowed are 1 to 128 letters, digits and ._:/@-")
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise InvalidArgument("token is empty, or has other characters than visible ones of ASCII")
         self.target = target
         self.placement = placement
         self.tenant = tenant
@@ -68,8 +80,11 @@ class Connection:
         self.metadata = ((("qkv-tenant", tenant),) if tenant else ()) + (
             (("authorization", f"Bearer {token}"),) if token is not None else ()
         )
-        self._tls = Tls() if tls is True else tls or None
-        self.credentials = self._tls.credentials() if self._tls else None
+        self.tls = Tls() if tls is True else tls or None
+        local = next((one for one in self.targets if one.startswith("unix:")), None)
+        if self.tls and local:
+            raise InvalidArgument(f"tls is given, target {local} has none: it is for HOST:PORT")
+        self.credentials = self.tls.credentials() if self.tls else None
 
     def metadata_of(self, key: str | None) -> tuple[tuple[str, str], ...]:
         """Of a call for this session, or for the placement. A name that no session has goes without."""
@@ -87,8 +102,8 @@ class Connection:
             ("grpc.initial_reconnect_backoff_ms", 50),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        if self._tls and self._tls.server_name:
-            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        if self.tls and self.tls.server_name:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
 
 

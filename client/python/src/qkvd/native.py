@@ -1,7 +1,8 @@
 """libqkv for what moves many rows, where the package qkvd-native is installed.
 
-Each client keeps a few handles of libqkv, one for each call at a time. What libqkv does not do (tokens, TLS, rows with the
-heads first), and what has failed by it, goes by grpcio: callers see the same errors either way.
+Each client keeps a few handles of libqkv, one for each call at a time. What libqkv does not do (rows with the heads first,
+TLS by the system's authorities or for another server name), and what has failed by it, goes by grpcio: callers see the
+same errors either way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qkvd.arrays import NUMPY_OF, Array, WireTensor, as_numpy
-from qkvd.connection import Connection
+from qkvd.connection import Connection, Tls
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, Unimplemented, of_number
 from qkvd.items import ROPE_FORMS, Packed, append_groups
 from qkvd.locks import Lock, calls_under_way
@@ -64,8 +65,9 @@ class Native:
             return "native=False was given to the client"
         if len(self._connection.targets) > 1:
             return "it is each daemon's own"
-        if self._connection.credentials is not None or self._connection.token:
-            return "libqkv takes neither a token nor TLS"
+        tls = self._connection.tls
+        if tls and (tls.ca is None or tls.server_name):
+            return "libqkv takes TLS only with a `ca`, and no `server_name`"
         # Whether it is installed is asked when it is needed.
         return "qkvd-native is not installed" if wanted and _library() is None else ""
 
@@ -105,9 +107,11 @@ class Native:
                     handle.set_timeout(timeout_ms)
                 else:
                     to = self._connection
+                    tls = to.tls or Tls()
                     handle = library.Handle(
                         to.target, tenant=to.tenant, placement=to.placement, timeout_ms=timeout_ms,
-                        connect_timeout_ms=min(timeout_ms, CONNECT_MS),
+                        connect_timeout_ms=min(timeout_ms, CONNECT_MS), token=to.token,
+                        tls_ca=tls.ca, tls_cert=tls.certificate, tls_key=tls.key,
                     )  # fmt: skip
                 try:
                     yield handle

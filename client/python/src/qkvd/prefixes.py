@@ -22,7 +22,7 @@ from qkvd import calls
 from qkvd.arrays import Array
 from qkvd.calls import DURABILITIES, Match
 from qkvd.client import Client
-from qkvd.connection import DEFAULT_TARGET
+from qkvd.connection import DEFAULT_TARGET, Tls, read_file
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, NotFound, Unavailable
 from qkvd.items import Item
 from qkvd.model import EXACT, Model, Policy
@@ -41,7 +41,12 @@ class Options:
     """A connector's settings, as an engine's configuration has them."""
 
     target: str = DEFAULT_TARGET  # "unix:PATH" or "HOST:PORT"
-    token: str | None = None
+    token: str | None = None  # sent with each call
+    token_file: str | None = None  # the same from a file
+    tls_ca: str | None = None  # PEM: authorities of the daemon's certificate; with it connections are TLS
+    tls_cert: str | None = None  # PEM: this client's certificate, where the daemon asks for one
+    tls_key: str | None = None  # PEM: its key
+    tls_server_name: str | None = None  # that the daemon's certificate is for, where it is not the target's
     model_name: str = ""  # as the daemon knows the model; "": of the engine's model and its configuration
     tenant: str = ""
     bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
@@ -70,7 +75,21 @@ class Options:
         for name in ("ttl", "save_buffer", "prefill_wait"):
             if not getattr(options, name) >= 0:
                 raise InvalidArgument(f"{name} is {getattr(options, name)}, it begins at 0")
+        if options.token is not None and options.token_file is not None:
+            raise InvalidArgument("token and token_file are both given")
+        if options.tls_ca is None and (options.tls_cert or options.tls_key or options.tls_server_name):
+            raise InvalidArgument("tls_cert, tls_key and tls_server_name need tls_ca")
         return options
+
+    def client(self) -> Client:
+        """For calls to the daemon, which are not repeated. InvalidArgument: a file cannot be read."""
+        token = self.token
+        if self.token_file is not None:
+            token = read_file(self.token_file, "token_file").decode(errors="replace").strip()
+        tls = None
+        if self.tls_ca is not None:
+            tls = Tls(ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name)
+        return Client(self.target, tenant=self.tenant, token=token, tls=tls, timeout=self.timeout, retry_for=0)
 
     def policy(self) -> Policy:
         """How rows are coded. What is saved is a prefix of something: none of it is recent."""
@@ -119,9 +138,7 @@ class Prefixes:
     def __init__(self, options: Options, model: Model, log: logging.Logger):
         self.options = options
         self.model = model
-        self.client = Client(
-            options.target, tenant=options.tenant, token=options.token, timeout=options.timeout, retry_for=0
-        )
+        self.client = options.client()
         self.breaker = Breaker()
         self._log = log
         self._registered = False

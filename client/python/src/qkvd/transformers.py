@@ -59,7 +59,7 @@ class Row:
 class QkvdCache(Cache):  # type: ignore[misc]
     """Keys and values of a causal language model, in qkvd: give it to `generate` or to the model as `past_key_values`.
 
-    client: a `qkvd.Client`, or the target of one, whose tenant is "default".
+    client: a `qkvd.Client`, or the target of one, whose tenant is "default". TLS and tokens are a client's.
     model: the transformers model; its geometry and RoPE are registered under `model_name` (the model's own by default).
     mode: "attend" or "fetch".
     session: a name for the sequence, which then outlives this cache: another one of that name, in this process or another,
@@ -67,8 +67,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
         is closed with the cache. Further sequences of a batch add "/1", "/2", ... to the name.
     bits, policy, durability: as of `Client.open`; `policy=qkvd.EXACT` keeps rows as they come.
 
-    Batches may be padded on the left. Beams and other changes of the batch copy the rows that differ from session to
-    session. `crop` and assisted decoding truncate.
+    Batches may be padded on the left. Beams and other changes of the batch fork sessions: what two have in common is held
+    once. `crop` and assisted decoding truncate.
 
     Unimplemented: an attention of another form than causal (with a sliding window, a soft cap, or neither), linear layers,
     or a mask of the caller's own, in mode "attend". AlreadyExists: another model has the name.

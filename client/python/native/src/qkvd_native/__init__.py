@@ -7,6 +7,7 @@ stay behind.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ class _Failure:
 class Handle:
     """A connection to the daemon at `target`, "unix:PATH" or "HOST:PORT". Error: nobody answers there.
 
-    timeout_ms: of every call, and of each response of a fetch.
+    timeout_ms: of every call, and of each response of a fetch. token: the bearer token of every call. tls_ca, tls_cert,
+    tls_key: PEM files, read here; without `tls_ca` there is no TLS.
     """
 
     def __init__(
@@ -83,16 +85,18 @@ class Handle:
         placement: str = "",
         timeout_ms: int = 60000,
         connect_timeout_ms: int = 1000,
+        token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
     ):
-        name, label = _ffi.new("char[]", tenant.encode()), _ffi.new("char[]", placement.encode())
+        texts = {
+            "tenant": tenant, "placement": placement, "token": token, "tls_ca": tls_ca, "tls_cert": tls_cert,
+            "tls_key": tls_key,
+        }  # fmt: skip
+        places = {name: _ffi.new("char[]", os.fsencode(text)) for name, text in texts.items() if text}
         options = _ffi.new(
-            "qkv_client_options *",
-            {
-                "timeout_ms": timeout_ms,
-                "connect_timeout_ms": connect_timeout_ms,
-                "tenant": name if tenant else _ffi.NULL,
-                "placement": label if placement else _ffi.NULL,
-            },
+            "qkv_client_options *", {"timeout_ms": timeout_ms, "connect_timeout_ms": connect_timeout_ms} | places
         )
         self._place = _ffi.new("qkv_client **")
         failure = _Failure()
