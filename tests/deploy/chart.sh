@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: tests/deploy/chart.sh [--bin DIR]
 # Checks deploy/helm/qkvd without a cluster (chart.py); what it needs comes with pip into a folder of its own. DIR has
-# qkvd, build/release/bin by default.
+# qkvd and qkvctl, build/release/bin by default.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bin=build/release/bin

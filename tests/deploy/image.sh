@@ -70,7 +70,7 @@ run() { # image [option...]
   podman --runtime runc --cgroup-manager cgroupfs run -d --name "$name" --network host --read-only --cap-drop all \
     --security-opt no-new-privileges --ulimit nofile=10000:10000 --ulimit nproc=1000:1000 -m 512m \
     -v "$folder/data-$name:/var/lib/qkvd" -e QKVD_LISTEN="127.0.0.1:$port" -e QKVD_TARGET="127.0.0.1:$port" \
-    "$@" "localhost/qkvd:$image" --data-dir /var/lib/qkvd --memory-budget 256MiB >/dev/null
+    -e QKVD_ALLOW_ANONYMOUS=all "$@" "localhost/qkvd:$image" --memory-budget 256MiB >/dev/null
 }
 
 in_it() {

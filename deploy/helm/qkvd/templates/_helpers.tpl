@@ -19,13 +19,68 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ add (div (mul (int .Values.memoryBudgetMiB) 11) 10) 256 }}Mi
 {{- end }}
 
+{{/* Names of what holds certificates, the auth-file and the quotas; empty where there is none. */}}
+{{- define "qkvd.tls" -}}
+{{- if .Values.tls.certManager.enabled }}{{ include "qkvd.name" . }}-tls{{ else }}{{ .Values.tls.secretName }}{{ end }}
+{{- end }}
+{{- define "qkvd.auth" -}}
+{{- if .Values.auth.lines }}{{ include "qkvd.name" . }}-auth{{ else }}{{ .Values.auth.secretName }}{{ end }}
+{{- end }}
+{{- define "qkvd.quotas" -}}
+{{- if .Values.quotas.lines }}{{ include "qkvd.name" . }}-quotas{{ else }}{{ .Values.quotas.configMapName }}{{ end }}
+{{- end }}
+
+{{/* Where the node keeps the profile that is shipped, below kubelet's folder. */}}
+{{- define "qkvd.seccomp" -}}
+qkvd/{{ .Files.Get "files/seccomp.json" | sha256sum | trunc 12 }}.json
+{{- end }}
+
+{{/* Values that contradict each other, which a schema cannot say. */}}
+{{- define "qkvd.check" -}}
+{{- $auth := include "qkvd.auth" . }}
+{{- $tls := include "qkvd.tls" . }}
+{{- if not (or $auth .Values.tls.clientCA .Values.anonymous) }}
+{{- fail "nobody could call: set auth.secretName or auth.lines, tls.clientCA, or anonymous=true, with which every caller may do everything" }}
+{{- end }}
+{{- if and .Values.anonymous (or $auth .Values.tls.clientCA) }}
+{{- fail "anonymous=true contradicts auth and tls.clientCA: leave it out" }}
+{{- end }}
+{{- if and .Values.tls.clientCA (not $tls) }}
+{{- fail "tls.clientCA needs tls.secretName or tls.certManager.enabled" }}
+{{- end }}
+{{- if and .Values.tls.certManager.enabled (or .Values.tls.secretName (not .Values.tls.certManager.issuer.name)) }}
+{{- fail "tls.certManager.enabled needs tls.certManager.issuer.name, and no tls.secretName" }}
+{{- end }}
+{{- if or (and .Values.auth.lines .Values.auth.secretName) (and .Values.quotas.lines .Values.quotas.configMapName) }}
+{{- fail "auth and quotas take either lines or the name of an object that has them" }}
+{{- end }}
+{{- if and .Values.admin.auth (not $auth) }}
+{{- fail "admin.auth needs auth.secretName or auth.lines" }}
+{{- end }}
+{{- if and .Values.admin.auth .Values.serviceMonitor.enabled (not .Values.serviceMonitor.tokenSecret.name) }}
+{{- fail "admin.auth: serviceMonitor.tokenSecret.name has to name the secret with Prometheus' token" }}
+{{- end }}
+{{- if eq (int .Values.port) (int .Values.admin.port) }}
+{{- fail "port and admin.port are the same" }}
+{{- end }}
+{{- end }}
+
 {{- define "qkvd.pod" -}}
+{{- $version := .Values.kubeVersion | default .Capabilities.KubeVersion.Version }}
+{{- $fields := semverCompare ">=1.30.0-0" $version }}
+{{- $owner := and .Values.storage.enabled .Values.storage.hostPathOwner (eq .Values.kind "DaemonSet") }}
 metadata:
   labels:
     {{- include "qkvd.labels" . | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   annotations:
-    # A changed configuration starts the pods anew.
+    # Changed options start the pods anew; certificates, auth and quotas are read again by qkvd itself.
     checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") . | sha256sum }}
+    {{- if and .Values.appArmorProfile (not $fields) }}
+    container.apparmor.security.beta.kubernetes.io/qkvd: {{ include "qkvd.appArmor" . }}
+    {{- end }}
     {{- with .Values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -41,6 +96,9 @@ spec:
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile:
       {{- toYaml .Values.seccompProfile | nindent 6 }}
+  {{- with .Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
   {{- with .Values.imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
@@ -57,37 +115,93 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- if or $owner .Values.installSeccompProfile }}
+  initContainers:
+    - name: prepare
+      image: {{ .Values.prepareImage }}
+      command:
+        - sh
+        - -ec
+        - |
+          {{- if $owner }}
+          chown 7580:7580 /data
+          chmod 700 /data
+          {{- end }}
+          {{- if .Values.installSeccompProfile }}
+          mkdir -p "/seccomp/$(dirname {{ include "qkvd.seccomp" . }})"
+          cp /config/seccomp.json /seccomp/{{ include "qkvd.seccomp" . }}
+          {{- end }}
+      securityContext:
+        runAsNonRoot: false
+        runAsUser: 0
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        seccompProfile:
+          type: RuntimeDefault
+        capabilities:
+          drop: [ALL]
+          add: [CHOWN, FOWNER, DAC_OVERRIDE]
+      resources:
+        requests: {cpu: 10m, memory: 16Mi}
+        limits: {memory: 64Mi}
+      volumeMounts:
+        {{- if $owner }}
+        - name: data
+          mountPath: /data
+        {{- end }}
+        {{- if .Values.installSeccompProfile }}
+        - name: config
+          mountPath: /config
+          readOnly: true
+        - name: seccomp
+          mountPath: /seccomp
+        {{- end }}
+  {{- end }}
   containers:
     - name: qkvd
       image: "{{ .Values.image.repository }}:{{ .Values.image.tag }}"
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       args: ["--config", "/etc/qkvd/qkvd.yaml"]
+      {{- with .Values.extraEnv }}
       env:
-        # The image's own, which would go before the file.
-        - name: QKVD_LISTEN
-          value: "0.0.0.0:{{ .Values.port }}"
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - name: grpc
           containerPort: {{ .Values.port }}
+        - name: admin
+          containerPort: {{ .Values.admin.port }}
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
         capabilities:
           drop: [ALL]
-      # Reading the SSD tier's files may take long.
+        {{- if .Values.installSeccompProfile }}
+        seccompProfile:
+          type: Localhost
+          localhostProfile: {{ include "qkvd.seccomp" . }}
+        {{- end }}
+        {{- if and .Values.appArmorProfile $fields }}
+        appArmorProfile:
+          {{- toYaml .Values.appArmorProfile | nindent 10 }}
+        {{- end }}
+      # By HTTP: probes of gRPC cannot do TLS. Reading the SSD tier's files may take long.
       startupProbe:
-        grpc:
-          port: {{ .Values.port }}
+        httpGet:
+          path: /health/ready
+          port: admin
         periodSeconds: 2
         failureThreshold: 450
       readinessProbe:
-        grpc:
-          port: {{ .Values.port }}
+        httpGet:
+          path: /health/ready
+          port: admin
         periodSeconds: 5
-      # That it answers; a pod that drains is NOT_SERVING, and is let go on.
+      # That it answers; a pod that drains is not ready, and is left to end by itself.
       livenessProbe:
-        tcpSocket:
-          port: grpc
+        httpGet:
+          path: /health/live
+          port: admin
         periodSeconds: 10
         failureThreshold: 6
       resources:
@@ -106,18 +220,73 @@ spec:
         - name: config
           mountPath: /etc/qkvd
           readOnly: true
+        {{- if include "qkvd.tls" . }}
+        - name: tls
+          mountPath: /etc/qkvd-tls
+          readOnly: true
+        {{- end }}
+        {{- if include "qkvd.auth" . }}
+        - name: auth
+          mountPath: /etc/qkvd-auth
+          readOnly: true
+        {{- end }}
+        {{- if include "qkvd.quotas" . }}
+        - name: quotas
+          mountPath: /etc/qkvd-quotas
+          readOnly: true
+        {{- end }}
         {{- if .Values.storage.enabled }}
         - name: data
           mountPath: /var/lib/qkvd
+        {{- end }}
+        {{- with .Values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
     - name: config
       configMap:
         name: {{ include "qkvd.name" . }}
+    {{- with include "qkvd.tls" . }}
+    - name: tls
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with include "qkvd.auth" . }}
+    - name: auth
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with include "qkvd.quotas" . }}
+    - name: quotas
+      configMap:
+        name: {{ . }}
+    {{- end }}
+    {{- if .Values.installSeccompProfile }}
+    - name: seccomp
+      hostPath:
+        path: /var/lib/kubelet/seccomp
+        type: DirectoryOrCreate
+    {{- end }}
     {{- if and .Values.storage.enabled (eq .Values.kind "DaemonSet") }}
     - name: data
       hostPath:
         path: {{ .Values.storage.hostPath }}
         type: DirectoryOrCreate
     {{- end }}
+    {{- with .Values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* The annotation's value, for Kubernetes before 1.30. */}}
+{{- define "qkvd.appArmor" -}}
+{{- if eq .Values.appArmorProfile.type "Localhost" -}}
+localhost/{{ .Values.appArmorProfile.localhostProfile }}
+{{- else if eq .Values.appArmorProfile.type "Unconfined" -}}
+unconfined
+{{- else -}}
+runtime/default
+{{- end }}
 {{- end }}
