@@ -211,6 +211,8 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   update_calibrations(daemon);
   if (daemon->residency != NULL) update_storage(daemon);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RSS_BYTES], qkvi_memory_resident());
+  if (daemon->tls != NULL)
+    qkv_metric_set(&daemon->metrics[QKV_METRIC_CERTIFICATE_EXPIRES], qkvi_tls_expires(daemon->tls));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_UPTIME], qkv_daemon_uptime_ms(daemon) / 1000);
 }
 

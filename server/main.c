@@ -15,9 +15,9 @@
 #include <uv.h>
 
 #include "engine/kernel/kernel.h"
+#include "server/check_health.h"
 #include "server/daemon.h"
 #include "server/http/http.h"
-#include "server/http/probe.h"
 #include "server/service.h"
 
 #define GAUGES_EVERY_MS 1000
@@ -353,7 +353,7 @@ int main(int argc, char **argv) {
     result = refuse(&error);
     fprintf(stderr, "qkvd --help lists the options\n");
   } else if (options.check_health) {
-    if (qkvi_probe(options.admin_listen, &error) != QKV_OK) result = refuse(&error);
+    if (qkvi_check_health(&options, &error) != QKV_OK) result = refuse(&error);
   } else if (!print_only(&options, set)) {
     qkv_log_setup(stderr, qkv_server_options_log_level(&options));
     raise_file_limit();

@@ -171,6 +171,8 @@
     "Threads of the executor: two for each of threads, and those that wait for a disk.")                            \
   X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")           \
   X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                      \
+  X(CERTIFICATE_EXPIRES, "qkvd_certificate_expires_seconds", QKV_GAUGE,                                             \
+    "Unix time at which the certificate of tls-cert ends; 0: there is none.")                                       \
   X(UPTIME, "qkvd_uptime_seconds", QKV_GAUGE, "Time since the start.")
 
 typedef enum qkv_metric_id {

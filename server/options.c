@@ -206,7 +206,9 @@ const qkv_option qkv_server_option_table[] = {
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
      "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
     {"check-health", QKV_OPTION_FLAG, AT(check_health), NULL, 0, 0, NULL,
-     "Ask the daemon at --admin-listen whether it is ready, and exit with 0 if it is, 1 if not."},
+     "Ask the daemon at --admin-listen, else at the first --listen without TLS, whether it is ready, and exit with 0 "
+     "if "
+     "it is, 1 if not."},
     {"print-options", QKV_OPTION_FLAG, AT(print_options), NULL, 0, 0, NULL,
      "Print the options in force and where they come from, and exit."},
     {"print-metrics", QKV_OPTION_FLAG, AT(print_metrics), NULL, 0, 0, NULL, "Print the list of metrics, and exit."},

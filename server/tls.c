@@ -4,11 +4,13 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 
 enum { CERTIFICATE, KEY, CLIENT_CA, FILES };
 
@@ -23,6 +25,7 @@ struct qkvi_tls {
   pthread_mutex_t lock;
   char *pem[FILES];
   uint64_t version, given;  // of `pem`; what gRPC has
+  _Atomic int64_t expires;  // Unix time, of pem[CERTIFICATE]
 };
 
 // ---- Files ----
@@ -56,6 +59,14 @@ static EVP_PKEY *parse_key(const char *pem) {
   EVP_PKEY *parsed = PEM_read_bio_PrivateKey(memory, NULL, NULL, (void *)"");
   BIO_free(memory);
   return parsed;
+}
+
+static int64_t end_of(const char *pem) {
+  X509 *certificate = parse_certificate(pem);
+  struct tm end = {0};
+  const bool known = ASN1_TIME_to_tm(X509_get0_notAfter(certificate), &end) == 1;
+  X509_free(certificate);
+  return known ? (int64_t)timegm(&end) : 0;
 }
 
 // gRPC says of wrong files only that connections fail.
@@ -110,6 +121,7 @@ qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error 
       pem[i] = old;
     }
     tls->version++;
+    tls->expires = end_of(tls->pem[CERTIFICATE]);
     pthread_mutex_unlock(&tls->lock);
   }
   for (size_t i = 0; i < FILES; i++) free(pem[i]);
@@ -129,6 +141,10 @@ qkv_status qkvi_tls_create(const char *certificate, const char *key, const char 
   if (status != QKV_OK) qkvi_tls_destroy(&tls);
   *out = tls;
   return status;
+}
+
+int64_t qkvi_tls_expires(const qkvi_tls *tls) {
+  return tls->expires;
 }
 
 void qkvi_tls_destroy(qkvi_tls **tls) {

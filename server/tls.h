@@ -7,6 +7,7 @@
 
 #include <grpc/grpc_security.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 #include "engine/base/status.h"
 
@@ -21,6 +22,9 @@ void qkvi_tls_destroy(qkvi_tls **tls);  // after the server
 
 // For connections to come. What was read before stays where that fails.
 qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error *error);
+
+// Unix time at which the daemon's own certificate ends, the first one of its file.
+int64_t qkvi_tls_expires(const qkvi_tls *tls);
 
 // For one server; the caller releases them.
 grpc_server_credentials *qkvi_tls_credentials(qkvi_tls *tls);

@@ -90,7 +90,6 @@ static qkv_status judge(const char *address, const char *answer, qkv_error *erro
 qkv_status qkvi_probe(const char *address, qkv_error *error) {
   char answer[ANSWER_MAX];
   int opened = -1;
-  if (address == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "--check-health needs an --admin-listen to ask");
   const bool is_unix = strncmp(address, UNIX_PREFIX, strlen(UNIX_PREFIX)) == 0;
   QKV_TRY(is_unix ? connect_unix(address + strlen(UNIX_PREFIX), &opened, error)
                   : connect_tcp(address, &opened, error));

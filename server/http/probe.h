@@ -1,10 +1,10 @@
-// Asks a daemon whether it is ready: what a container's health check runs (qkvd --check-health).
+// Asks a daemon by HTTP whether it is ready (server/check_health.h).
 #ifndef QKV_SERVER_HTTP_PROBE_H
 #define QKV_SERVER_HTTP_PROBE_H
 
 #include "engine/base/status.h"
 
-// GET /health/ready at "HOST:PORT" or "unix:PATH", within some seconds. INVALID_ARGUMENT: `address` is NULL or none.
+// GET /health/ready at "HOST:PORT" or "unix:PATH", within some seconds. INVALID_ARGUMENT: `address` is none.
 // UNAVAILABLE: nobody answers, or the answer says why it is not ready.
 qkv_status qkvi_probe(const char *address, qkv_error *error);
 

@@ -140,9 +140,11 @@ def test_labels_are_bounded(loaded):
 # ---- Health ----
 
 
-def check_health(target):
+def check_health(target=None, **environment):
+    if target:
+        environment["QKVD_ADMIN_LISTEN"] = target
     result = subprocess.run([binary("qkvd"), "--check-health"], capture_output=True, text=True, timeout=PATIENCE,
-                            env=clean_environment(**({"QKVD_ADMIN_LISTEN": target} if target else {})))
+                            env=clean_environment(**environment))
     return result.returncode, result.stderr
 
 
@@ -165,12 +167,30 @@ def test_health():
         assert ask(daemon, "/health/ready")[2] == "draining\n" and ask(daemon, "/health/live")[0] == 200
         code, text = check_health(target)
         assert code == 1 and "is not ready: draining" in text
+        for listener in (daemon.tcp, daemon.target):
+            assert check_health(QKVD_LISTEN=listener)[0] == 1
         release.set()
         call.result()
         assert daemon.wait() == 0
         code, text = check_health(target)
         assert code == 1 and "Connection refused" in text
-    assert "--check-health needs an --admin-listen" in check_health(None)[1]
+
+
+def test_health_at_the_address_of_calls(tmp_path):
+    """Without an address for HTTP; where calls need a token, too."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("")
+    with Daemon("--auth-file", str(tokens)) as daemon:
+        assert check_health(QKVD_LISTEN=daemon.tcp) == (0, "")
+        assert check_health(QKVD_LISTEN=daemon.target) == (0, "")
+        assert check_health(QKVD_LISTEN=daemon.tcp, http_proxy="http://127.0.0.1:9") == (0, "")
+        encrypted = {"QKVD_TLS_CERT": "none", "QKVD_TLS_KEY": "none"}
+        both = tmp_path / "qkvd.yaml"
+        both.write_text(f"listen: [\"{daemon.tcp}\", \"{daemon.target}\"]\n")
+        assert check_health(QKVD_CONFIG=str(both), **encrypted) == (0, "")
+        assert "--check-health cannot ask by TLS" in check_health(QKVD_LISTEN=daemon.tcp, **encrypted)[1]
+    code, text = check_health(QKVD_LISTEN=daemon.tcp)
+    assert code == 1 and "onnect" in text
 
 
 def test_unix_socket(tmp_path):
@@ -394,7 +414,7 @@ def metric_names(query):
 
 def assert_queries_exist(daemon, queries):
     text = ask(daemon, "/metrics")[2]
-    there = {re.sub(r"\{.*", "", name) for name in samples(text)}
+    there = {re.sub(r"\{.*", "", name) for name in samples(text)} | set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     for query in queries:
         names = metric_names(query)
         assert names and names - OF_PROMETHEUS <= there, (query, names)

@@ -9,6 +9,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import time
 
 import grpc
 import pytest
@@ -316,8 +317,11 @@ def test_certificate_is_read_anew(authority, folder, server):
         kept = tls_channel(daemon, authority)
         check_health(kept)
         assert shown() == "daemon"
-        install(authority.issue("renewed"))
+        ends = daemon.metric("qkvd_certificate_expires_seconds")
+        assert abs(ends - time.time() - 2 * 86400) < 3600
+        install(authority.issue("renewed", days="5"))
         wait_for(lambda: shown() == "renewed", "the new certificate is not shown")
+        assert abs(daemon.metric("qkvd_certificate_expires_seconds") - ends - 3 * 86400) < 3600
         check_health(kept)
         paths[0].write_text("nonsense")
         daemon.process.send_signal(signal.SIGHUP)
