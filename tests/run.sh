@@ -35,8 +35,10 @@ Not among them unless asked for:
   boot      deploy/systemd in a Debian that boots under systemd-nspawn, with kill -9; installs mmdebstrap and
             systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
-  chart     deploy/helm/qkvd without a cluster: lint, schema, and manifests of ten sets of values; installs with pip
-  compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, Prometheus, which it installs
+  chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
+            installs with pip, 1 minute
+  compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, and a Prometheus, in which every
+            expression of dashboard and alerts has figures
   page      the page of --admin-listen in a headless Chromium: what it shows, by keyboard, on narrow and wide screens, how
             fast; leaves screenshots in build/page/shots; installs chromium, and playwright with pip, 2 minutes
 
@@ -184,6 +186,7 @@ run_proxies() {
 
 run_chart() {
   build release qkvd
+  build release qkvctl
   say "chart"
   tests/deploy/chart.sh
 }
@@ -191,6 +194,7 @@ run_chart() {
 run_compose() {
   qkv_install prometheus openssl python3-yaml
   build release qkvd
+  build release qkvctl
   build release e2e_stubs
   say "compose"
   tests/deploy/compose.sh

@@ -6,11 +6,13 @@ umask 077
 
 usage() {
   cat <<'TEXT'
-Usage: deploy/compose/authority.sh [--dir DIR] [--host NAME]... [--client NAME=TENANT]... [--days N] [--help]
+Usage: deploy/compose/authority.sh [--dir DIR] [--host NAME]... [--client NAME=TENANT]... [--operator NAME]...
+                                   [--days N] [--help]
 
   --dir DIR              where the files go (tls beside this script)
   --host NAME            a name or address that clients call the daemon by; localhost, 127.0.0.1 and qkvd always are
   --client NAME=TENANT   a certificate NAME.pem with NAME.key for a client of this tenant (worker-a=team-a, worker-b=team-b)
+  --operator NAME        the same for one who may do everything for all tenants, set quotas for instance (none)
   --days N               how long the daemon's and the clients' certificates are valid (365)
 
 DIR has authority.pem (for clients: --tls-ca), authority.key (keep it elsewhere), daemon.pem, daemon.key, clients (the
@@ -25,7 +27,7 @@ fail() {
 }
 
 dir=$(dirname "${BASH_SOURCE[0]}")/tls days=365
-hosts=(localhost 127.0.0.1 qkvd) clients=()
+hosts=(localhost 127.0.0.1 qkvd) clients=() operators=()
 while (($# > 0)); do
   case "$1" in
     --help | -h) usage && exit 0 ;;
@@ -34,6 +36,10 @@ while (($# > 0)); do
     --client)
       [[ "${2:-}" =~ ^[A-Za-z0-9._-]+=[A-Za-z0-9._:/@-]+$ ]] || fail "--client needs NAME=TENANT"
       clients+=("$2") && shift 2
+      ;;
+    --operator)
+      [[ "${2:-}" =~ ^[A-Za-z0-9._-]+$ ]] || fail "--operator needs a name"
+      operators+=("$2") && shift 2
       ;;
     --days) [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "--days needs a number" && days=$2 && shift 2 ;;
     *) fail "unknown argument $1; see --help" ;;
@@ -65,9 +71,11 @@ for host in "${hosts[@]}"; do
 done
 certificate daemon "subjectAltName=${names#,}"$'\n'"extendedKeyUsage=serverAuth"
 touch clients
-for client in "${clients[@]}"; do
-  certificate "${client%%=*}" "extendedKeyUsage=clientAuth"
-  grep -qE "^cert +CN=${client%%=*} " clients || echo "cert CN=${client%%=*} ${client#*=} read,write" >>clients
-done
+known() { # NAME TENANT ROLES
+  certificate "$1" "extendedKeyUsage=clientAuth"
+  grep -qE "^cert +CN=$1 " clients || echo "cert CN=$1 $2 $3" >>clients
+}
+for client in "${clients[@]}"; do known "${client%%=*}" "${client#*=}" read,write; done
+for operator in "${operators[@]}"; do known "$operator" '*' read,write,admin; done
 chmod 644 ./*.pem
 if (($(id -u) == 0)); then chown 7580:7580 daemon.key clients; else chmod 644 daemon.key clients; fi

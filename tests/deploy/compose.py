@@ -1,9 +1,10 @@
 #!/usr/bin/python3
 """deploy/compose without containers: what compose.yaml says is parsed, and its processes are run by hand.
 
-The daemon gets the file's own arguments, with certificates of authority.sh: clients without one are cut off, each tenant
-sees its own sessions, attention comes back. Prometheus, where it is installed, scrapes it with the file's configuration and
-the alert rules. Needs the stubs of tests/e2e; started by tests/deploy/compose.sh.
+The daemon gets the image's environment and file and compose.yaml's arguments, with what up.sh has made: clients without a
+certificate are cut off, each tenant sees its own sessions, an operator sets a quota. Prometheus scrapes it with the file's
+configuration while it is used: every expression of the dashboard gives figures, and so does what every alert compares.
+Needs the stubs of tests/e2e; started by tests/deploy/compose.sh.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -56,7 +58,7 @@ def substituted(text, **values):
     return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", value, text)
 
 
-def read_files():
+def read_files(settings):
     """What can be wrong without starting anything."""
     text = (COMPOSE / "compose.yaml").read_text()
     try:
@@ -65,8 +67,11 @@ def read_files():
         assert "GRAFANA_PASSWORD" in str(error)
     else:
         raise AssertionError("Grafana may start without a password")
-    compose = yaml.safe_load(substituted(text, GRAFANA_PASSWORD="x"))
+    compose = yaml.safe_load(substituted(text, **settings))
     volumes = set(compose["volumes"])
+    build = compose["services"]["qkvd"]["build"]
+    context = COMPOSE / build["context"]
+    assert f"AS {build['target']}\n" in (context / build["dockerfile"]).read_text()
     for name, service in compose["services"].items():
         for volume in service["volumes"]:
             source = volume.split(":")[0]
@@ -81,55 +86,135 @@ def read_files():
     return compose["services"]
 
 
-def command_of(service, folder, port, admin):
-    """The service's own arguments, with this test's places."""
-    places = {"/var/lib/qkvd": f"{folder}/data", "/etc/qkvd": f"{folder}/tls", "0.0.0.0:7581": f"127.0.0.1:{admin}"}
-    command = [f"--listen=127.0.0.1:{port}"]
-    for word in service["command"]:
+def make(folder):
+    """What up.sh makes, twice, in a copy of deploy/; the settings."""
+    deploy = pathlib.Path(folder, "deploy")
+    shutil.copytree(COMPOSE, deploy / "compose", ignore=shutil.ignore_patterns("tls", ".env"))
+    up = [deploy / "compose/up.sh", "--dry-run"]
+    first = subprocess.run([*up, "--memory-budget-mib", "512", "--operator", "root"], check=True, capture_output=True, text=True)
+    assert first.stdout.count("made") == 5 and "Grafana's password" in first.stdout, first.stdout
+    assert first.stdout.endswith(f"docker compose -f {deploy}/compose/compose.yaml up -d --build --wait\n")
+    text = (deploy / "compose/.env").read_text()
+    again = subprocess.run(up, check=True, capture_output=True, text=True)
+    assert "made" not in again.stdout and (deploy / "compose/.env").read_text() == text
+    settings = dict(line.split("=", 1) for line in text.splitlines())
+    assert settings["QKVD_MEMORY_LIMIT"] == f"{512 * 11 // 10 + 256}m"
+    return deploy / "compose/tls", settings
+
+
+class Service:
+    """The daemon of compose.yaml, with the image's environment and file, at this test's places."""
+
+    def __init__(self, service, folder, tls, qkvd):
+        self.qkvd, self.folder, self.tls = qkvd, folder, tls
+        self.port, self.admin = free_port(), free_port()
+        text = (ROOT / "deploy/Containerfile").read_text()
+        environment = dict(pair.split("=", 1) for pair in re.search(r"^ENV (.*)$", text, re.MULTILINE)[1].split())
+        place = pathlib.Path(folder, "image.yaml")
+        place.write_text(self.here((ROOT / "deploy/container.yaml").read_text()))
+        self.environment = {key: value.replace("/etc/qkvd/qkvd.yaml", str(place)) for key, value in environment.items()}
+        with open(f"{folder}/log", "wb") as log:
+            self.process = subprocess.Popen([qkvd, *map(self.here, service["command"])], stderr=log, env=self.environment)
+
+    def here(self, text):
+        places = {"/var/lib/qkvd": f"{self.folder}/data", "/etc/qkvd-tls": str(self.tls), "0.0.0.0": "127.0.0.1",
+                  ":7580": f":{self.port}", ":7581": f":{self.admin}"}
         for old, new in places.items():
-            word = word.replace(old, new)
-        command.append(word)
-    return command
+            text = text.replace(old, new)
+        return text
+
+    def healthy(self, check):
+        command = check[1:]
+        assert check[0] == "CMD" and command[0] == "/usr/bin/qkvd"
+        return subprocess.run([self.qkvd, *command[1:]], stderr=subprocess.DEVNULL, env=self.environment).returncode == 0
+
+    def qkvctl(self, client, *words):
+        subprocess.run([self.qkvd.with_name("qkvctl"), *words, "--target", f"localhost:{self.port}", "--tls-ca",
+                        self.tls / "authority.pem", "--tls-cert", self.tls / f"{client}.pem", "--tls-key",
+                        self.tls / f"{client}.key"], check=True, stdout=subprocess.DEVNULL)
+
+    def stub(self, client=None):
+        names = (f"{client}.key", f"{client}.pem") if client else ()
+        mine = [(self.tls / name).read_bytes() for name in names] or [None, None]
+        credentials = grpc.ssl_channel_credentials((self.tls / "authority.pem").read_bytes(), *mine)
+        return kv_cache_pb2_grpc.KvCacheStub(grpc.secure_channel(f"localhost:{self.port}", credentials))
 
 
-def stub(folder, port, client=None):
-    tls = pathlib.Path(folder, "tls")
-    mine = (tls / f"{client}.key", tls / f"{client}.pem") if client else (None, None)
-    key, certificate = (one.read_bytes() if one else None for one in mine)
-    credentials = grpc.ssl_channel_credentials((tls / "authority.pem").read_bytes(), key, certificate)
-    return kv_cache_pb2_grpc.KvCacheStub(grpc.secure_channel(f"localhost:{port}", credentials))
-
-
-def use(folder, port):
-    """Two tenants by their certificates, and nobody without one."""
+def use(service):
+    """Two tenants by their certificates, and nobody without one; their sessions."""
+    service.qkvctl("root", "quota", "set", "team-a", "sessions=100", "host_bytes=64MiB", "ssd_bytes=1GiB", "calls=64")
+    caches = []
     for name in ("worker-a", "worker-b"):
-        cache = Cache(stub(folder, port, name), "same")
-        k, v = cache.rows(100)
+        cache = Cache(service.stub(name), "same")
+        k, v = cache.rows(300)
         for layer in range(2):
             cache.append(0, k, v, layer=layer)
-        out, _ = cache.attend(99, cache.queries(1))
+        out, _ = cache.attend(299, cache.queries(1))
         assert np.isfinite(out).all()
         info = cache.stub.GetSession(kv.GetSessionRequest(session="same"), timeout=PATIENCE)
         assert info.tenant == name.replace("worker", "team")
+        caches.append(cache)
     try:
-        stub(folder, port).ListSessions(kv.ListSessionsRequest(), timeout=10)
+        service.stub().ListSessions(kv.ListSessionsRequest(), timeout=10)
     except grpc.RpcError as error:
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED), error
     else:
         raise AssertionError("a client without a certificate was let in")
+    return caches
 
 
-def query(port, expression):
-    url = f"http://127.0.0.1:{port}/api/v1/query?query={urllib.parse.quote(expression)}"
+class Load(threading.Thread):
+    """Calls of every kind that the dashboard shows, until it is told to end."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache, self.end = cache, threading.Event()
+
+    def run(self):
+        k, v = self.cache.rows(64)
+        while not self.end.wait(0.1):
+            length = self.cache.info().lengths[0]
+            for layer in range(2):
+                self.cache.append(length, k, v, layer=layer)
+            self.cache.attend(length, self.cache.queries(1))
+            self.cache.fetch()
+            self.cache.stub.Match(kv.MatchRequest(model=self.cache.model.name, token_ids=range(64)), timeout=PATIENCE)
+            for missing in ("a", "b"):
+                try:
+                    self.cache.stub.GetSession(kv.GetSessionRequest(session=missing), timeout=PATIENCE)
+                except grpc.RpcError as error:
+                    assert error.code() == grpc.StatusCode.NOT_FOUND
+
+
+def ask(port, path, **parameters):
+    url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     with urllib.request.urlopen(url, timeout=10) as answer:
-        return [one["value"][1] for one in json.load(answer)["data"]["result"]]
+        return json.load(answer)["data"]
 
 
-def scrape(folder, admin):
+def has_data(port, expression):
+    return any(one["value"][1] != "NaN" for one in ask(port, "query", query=expression)["result"])
+
+
+def questions():
+    """Every expression of the dashboard, and what each alert compares: with bool a comparison gives 0 or 1."""
+    found = []
+    for panel in json.loads((ROOT / "deploy/grafana/qkvd.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$instance", ".*").replace("$__rate_interval", "10s")
+            assert "$" not in expression, f"{panel['title']}: {expression}"
+            found.append((panel["title"], expression))
+    for rule in yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"][0]["rules"]:
+        found.append((rule["alert"], re.sub(r"(?<=[\s)}])(==|>|<)(?=\s)", r"\1 bool", rule["expr"])))
+    return found
+
+
+def scrape(service, caches):
     """Prometheus with the file's configuration, but for the target's address and the interval."""
-    text = (COMPOSE / "prometheus.yml").read_text()
+    folder, text = service.folder, (COMPOSE / "prometheus.yml").read_text()
     assert text.count("qkvd:7581") == 1
-    pathlib.Path(folder, "prometheus.yml").write_text(text.replace("qkvd:7581", f"127.0.0.1:{admin}").replace("15s", "1s"))
+    pathlib.Path(folder, "prometheus.yml").write_text(
+        text.replace("qkvd:7581", f"127.0.0.1:{service.admin}").replace("15s", "1s"))
     shutil.copy(ROOT / "deploy/prometheus/rules.yml", folder)
     port = free_port()
     process = subprocess.Popen(
@@ -138,17 +223,27 @@ def scrape(folder, admin):
 
     def there():
         try:
-            return query(port, "up{job=\"qkvd\"}") == ["1"]
+            return has_data(port, 'up{job="qkvd"} == 1')
         except OSError:
             return False
 
+    load = Load(caches[0])
+    load.start()
     try:
         wait_for(there, "Prometheus does not see the daemon")
-        assert float(query(port, "qkvd_sessions")[0]) == 2
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/rules", timeout=10) as answer:
-            rules = [rule["name"] for group in json.load(answer)["data"]["groups"] for rule in group["rules"]]
-        assert "QkvdDown" in rules, rules
+        left = questions()
+        until = time.monotonic() + PATIENCE
+        while left:
+            left = [(title, expression) for title, expression in left if not has_data(port, expression)]
+            assert time.monotonic() < until and load.is_alive(), f"without data: {left}"
+            time.sleep(0.5)
+        assert ask(port, "label/instance/values", **{"match[]": "qkvd_ready"}) == [f"127.0.0.1:{service.admin}"]
+        rules = [rule for group in ask(port, "rules")["groups"] for rule in group["rules"]]
+        assert len(rules) > 10 and not [rule for rule in rules if rule["health"] == "err"], rules
+        return len(questions())
     finally:
+        load.end.set()
+        load.join()
         process.terminate()
         process.wait()
 
@@ -157,32 +252,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bin", default=str(ROOT / "build/release/bin"), help="where qkvd is")
     qkvd = pathlib.Path(parser.parse_args().bin, "qkvd").resolve()
-    service = read_files()["qkvd"]
     with tempfile.TemporaryDirectory(prefix="qkvd-compose-") as folder:
-        made = subprocess.run([COMPOSE / "authority.sh", "--dir", f"{folder}/tls"], check=True, capture_output=True, text=True)
-        assert made.stdout.count("made") == 4, made.stdout
-        again = subprocess.run([COMPOSE / "authority.sh", "--dir", f"{folder}/tls"], check=True, capture_output=True, text=True)
-        assert again.stdout == ""
-        port, admin = free_port(), free_port()
-        command = [qkvd, *command_of(service, folder, port, admin)]
-        with open(f"{folder}/log", "wb") as log:
-            daemon = subprocess.Popen(command, stderr=log, env=service["environment"])
+        tls, settings = make(folder)
+        described = read_files(settings)["qkvd"]
+        service = Service(described, folder, tls, qkvd)
         try:
-            check = [qkvd, "--check-health", f"--admin-listen=127.0.0.1:{admin}"]
-            wait_for(lambda: subprocess.run(check, stderr=subprocess.DEVNULL, check=False).returncode == 0,
-                     "qkvd is not healthy")
-            use(folder, port)
-            if shutil.which("prometheus"):
-                scrape(folder, admin)
-            else:
-                print("without Prometheus: it is not installed")
+            wait_for(lambda: service.healthy(described["healthcheck"]["test"]), "qkvd is not healthy")
+            asked = scrape(service, use(service))
         finally:
-            daemon.terminate()
-            status = daemon.wait(PATIENCE)
+            service.process.terminate()
+            status = service.process.wait(PATIENCE)
             if status != 0:
                 print(pathlib.Path(folder, "log").read_text(), file=sys.stderr)
         assert status == 0
-    print("passed")
+    print(f"{asked} expressions have data: passed")
 
 
 if __name__ == "__main__":
