@@ -25,7 +25,7 @@ typedef struct qkv_server_options {
   int64_t memory_budget;                           // bytes of KV and of the sessions themselves
   const char *huge_pages;
   const char *numa;
-  int64_t threads;  // of the compute pool; 0 on the command line becomes the number of cores
+  int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores
   int64_t rpc_threads;           // completion queues
   int64_t limit_message;         // bytes of one request message
   int64_t limit_response_bytes;  // bytes of results and rows on their way out
@@ -76,17 +76,17 @@ typedef struct qkv_server_options {
   int64_t drain_notice;            // ms
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
-  const char *audit_log;           // or NULL
-  int64_t slow_call;               // ms; 0: none is told of
+  const char *audit_log;  // or NULL
+  int64_t slow_call;      // ms; 0: none is told of
   bool pin_threads;
   bool gqa_compensation;
   bool trust_calibration;  // those of `calibration` are neither tried nor withdrawn
   bool keep_full;          // pages that go to lower tiers stay in full as well
-  bool separate_appends;  // pages of tokens that other sessions hold are coded again
-  bool allow_client_shm;  // clients of unix sockets may register regions of shared memory
-  bool discard;           // appended rows are checked, acknowledged and dropped
-  bool admin_auth;        // requests there need a token
-  bool admin_anonymous;   // that address may be one that others reach
+  bool separate_appends;   // pages of tokens that other sessions hold are coded again
+  bool allow_client_shm;   // clients of unix sockets may register regions of shared memory
+  bool discard;            // appended rows are checked, acknowledged and dropped
+  bool admin_auth;         // requests there need a token
+  bool admin_anonymous;    // that address may be one that others reach
   bool check_health;
   bool print_options, print_metrics, help, version;
 } qkv_server_options;
