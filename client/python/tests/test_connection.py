@@ -1,5 +1,6 @@
 """Connections: deadlines, repeats, a daemon that goes and comes back, threads, fork(), TLS and tokens."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -59,6 +60,44 @@ def test_deadline(daemon, model, session):
             for _ in range(2):
                 with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
                     stream.attend([item], timeout=0.2)
+
+
+LARGE = {  # calls whose messages are more than a socket takes from a daemon that does not read
+    "append": lambda client, rows: client.append([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),
+    "attend": lambda client, rows: client.attend([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),
+    "match": lambda client, rows: client.match("m", np.arange(400_000), timeout=0.2),
+    "put": lambda client, rows: client.put_object("o", rows, timeout=0.2),
+    "get": lambda client, rows: client.get_objects([f"{i:0128}" for i in range(16384)], timeout=0.2),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_daemon_that_stops_reading(kind):
+    """In the middle of a message: the deadline holds, and closing the client waits for nothing."""
+    rows = np.ones((50_000, KV_HEADS, DIM), np.float32)
+    # A socket takes little of what follows where messages of before have shown how much the daemon reads.
+    with Daemon() as daemon, futures.ThreadPoolExecutor(1) as pool, qkvd.Client(daemon.target, native=False) as client:
+        model = {"name": "m", "layers": 1, "kv_heads": KV_HEADS, "q_heads": KV_HEADS, "key_dim": DIM, "value_dim": DIM}
+        client.register_model(qkvd.Model(**model, dtype="fp32", policy=qkvd.EXACT))
+        client.open("s", model="m").append(0, rows, rows)
+        other = qkvd.Client(daemon.target, native=False)
+        other.append([qkvd.Item(session="s", k=rows, v=rows, position=0)])
+        with daemon.stopped():
+            for _ in range(2):
+                with pytest.raises(qkvd.DeadlineExceeded, match=r"was not answered within 0\.2 s"):
+                    pool.submit(LARGE[kind], client, rows).result(60)
+            with pytest.raises(qkvd.DeadlineExceeded):
+                pool.submit(LARGE[kind], other, rows).result(60)
+            pool.submit(other.close).result(60)
+        client.session_info("s")
+
+        async def one():
+            async with qkvd.AsyncClient(daemon.target) as client:
+                await client.append([qkvd.Item(session="s", k=rows, v=rows, position=0)])
+                with daemon.stopped(), pytest.raises(qkvd.DeadlineExceeded, match=r"was not answered within 0\.2 s"):
+                    await asyncio.wait_for(LARGE[kind](client, rows), 60)
+
+        asyncio.run(one())
 
 
 @pytest.mark.parametrize("call", ["append", "attend", "fetch"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from qkvd.items import Item, Result, RopeForm
 from qkvd.model import Model, Policy
 from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
+from qkvd.waits import GRACE
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -324,8 +325,9 @@ class AsyncClient:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
                 messages = items.append_messages(packed)
                 metadata = self._connection.metadata_of(batch[0].session)
-                answer = await stub(messages, timeout=backoff.left(), metadata=metadata)
-                return read(answer).tokens
+                left = backoff.left()
+                answer = stub(messages, timeout=left, metadata=metadata)
+                return read(await self._answer(answer, left, "Append", timeout)).tokens
             except grpc.RpcError as error:
                 await self._wait(backoff, error, "Append", timeout, repeat=True)
 
@@ -434,6 +436,14 @@ class AsyncClient:
         timeout = self._connection.timeout if timeout is None else timeout
         await asyncio.sleep(backoff.pause(errors.of_call(error, method, timeout), repeat))
 
+    async def _answer(self, answer: Awaitable[T], left: float, method: str, timeout: float | None) -> T:
+        """Waits until the deadline, also where gRPC would wait longer (waits.py)."""
+        try:
+            return await asyncio.wait_for(answer, left + GRACE)
+        except asyncio.TimeoutError:
+            seconds = self._connection.timeout if timeout is None else timeout
+            raise calls.late(method.rpartition("/")[2], seconds) from None
+
     async def _call(self, call: Call[T], timeout: float | None) -> T:
         if self._daemons:
             return await several_async.routed(self, call.key, timeout, call.repeat, lambda one, left: one._call(call, left))
@@ -442,7 +452,9 @@ class AsyncClient:
             try:
                 stub = self._stub("unary_unary", call.method)
                 metadata = self._connection.metadata_of(call.key)
-                return call.read(await stub(call.request, timeout=backoff.left(), metadata=metadata))
+                left = backoff.left()
+                answer = stub(call.request, timeout=left, metadata=metadata)
+                return call.read(await self._answer(answer, left, call.method, timeout))
             except grpc.RpcError as error:
                 await self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
 
@@ -456,7 +468,8 @@ class AsyncClient:
         stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            return bytes(await stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key)))
+            answer = stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
+            return bytes(await self._answer(answer, seconds, method, timeout))
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
@@ -473,11 +486,14 @@ class AsyncClient:
         began = False
         while True:
             stub = self._stub("unary_stream", method)
-            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata_of(key))
+            left = backoff.left()
+            answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
             try:
-                async for answer in answers:
+                first = await self._answer(answers.read(), left, method, timeout)
+                while first is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     began = True
-                    yield answer
+                    yield first
+                    first = await answers.read()
                 return
             except grpc.RpcError as error:
                 await self._wait(backoff, error, method, timeout, repeat=not began)

@@ -46,6 +46,7 @@ class Call(Generic[T]):
     read: Callable[[bytes], T]
     repeat: bool
     key: str | None = None  # the session or object that it is for, by which its daemon is found
+    step: bool = False  # of a decode loop: it goes the quickest way, which is no way for large messages (waits.py)
 
 
 def simple(method: str, request: Message, answer: type[M], *, repeat: bool, key: str | None = None) -> Call[M]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from qkvd import calls, connection, errors, items, several_sync, wire
+from qkvd import calls, connection, errors, items, several_sync, waits, wire
 from qkvd import objects as opaque
 from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
@@ -112,7 +112,7 @@ class Client:
             self._closed = True
             channel, self._channel, self._stubs = self._channel, None, {}
         if channel is not None and self._process == os.getpid():
-            channel.close()
+            waits.close(channel)
         self._native.close()
         for daemon in self._daemons.all:
             daemon.client.close()
@@ -403,15 +403,15 @@ class Client:
         if sum(item.bytes for item in packed) <= items.UNARY_BYTES and len(packed) <= items.APPEND_ITEMS:
             # On the wire a stream of one message is a unary call; here it needs no thread of its own.
             message = b"".join(items.append_messages(packed))
-            return self._call(Call(calls.CACHE + "Append", message, read, True, key), timeout).tokens
+            return self._call(Call(calls.CACHE + "Append", message, read, True, key, step=True), timeout).tokens
         backoff = self._backoff(timeout)
         while True:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
                 with calls_under_way:
-                    metadata = self._connection.metadata_of(key)
-                    answer = stub(items.append_messages(packed), timeout=backoff.left(), metadata=metadata)
-                return read(answer).tokens
+                    metadata, left = self._connection.metadata_of(key), backoff.left()
+                    answer = stub.future(items.append_messages(packed), timeout=left, metadata=metadata)
+                    return read(waits.answer(answer, left, "Append", self._seconds(timeout))).tokens
             except grpc.RpcError as error:
                 self._wait(backoff, error, "Append", timeout, repeat=True)
 
@@ -433,7 +433,8 @@ class Client:
             return several_sync.attend(self, batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)
         key = next((item.session for item in batch), "")
-        answer: bytes = self._call(Call(calls.CACHE + "Attend", message, lambda data: data, True, key), timeout)
+        call: Call[bytes] = Call(calls.CACHE + "Attend", message, lambda data: data, True, key, step=True)
+        answer = self._call(call, timeout)
         return items.attend_results(answer, batch, out)
 
     def decode(self) -> DecodeStream:
@@ -567,9 +568,12 @@ class Client:
         while True:
             try:
                 stub = self._stub("unary_unary", call.method)
+                left, metadata = backoff.left(), self._connection.metadata_of(call.key)
                 with calls_under_way:
-                    answer = stub(call.request, timeout=backoff.left(), metadata=self._connection.metadata_of(call.key))
-                return call.read(answer)
+                    if call.step and len(call.request) <= items.UNARY_BYTES:
+                        return call.read(stub(call.request, timeout=left, metadata=metadata))
+                    answer = stub.future(call.request, timeout=left, metadata=metadata)
+                    return call.read(waits.answer(answer, left, call.method, self._seconds(timeout)))
             except grpc.RpcError as error:
                 self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
 
@@ -581,7 +585,8 @@ class Client:
         stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            return bytes(stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key)))
+            answer = stub.future(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
+            return bytes(waits.answer(answer, seconds, method, seconds))
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
@@ -596,15 +601,21 @@ class Client:
         began = False
         while True:
             stub = self._stub("unary_stream", method)
-            answers = stub(request, timeout=backoff.left(), metadata=self._connection.metadata_of(key))
+            left = backoff.left()
+            answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
             calls_under_way.stream_begins()
+            watch = waits.Watch(answers, left)
             try:
                 for answer in answers:
+                    watch.cancel()
                     began = True
                     yield answer
                 return
             except grpc.RpcError as error:
+                if was := watch.error(method, self._seconds(timeout)):
+                    raise was from None
                 self._wait(backoff, error, method, timeout, repeat=not began)
             finally:
+                watch.cancel()
                 answers.cancel()
                 calls_under_way.stream_ends()
