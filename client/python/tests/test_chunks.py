@@ -60,6 +60,28 @@ def test_any_form_comes_back(daemon, shape, dtype, rows):
     assert again.delete([name, "none"]) == [True, False] and chunks.has([name]) == [False]
 
 
+def test_many_at_once(daemon, monkeypatch):
+    """Rows and bytes side by side, objects several to a call; one that does not fit is a miss by itself."""
+    monkeypatch.setattr("qkvd.chunks.BATCH_BYTES", 25_000)
+    chunks = chunks_of(daemon)
+    calls = []
+    put = chunks.client.put_objects
+    monkeypatch.setattr(chunks.client, "put_objects", lambda some, **more: calls.append(len(some)) or put(some, **more))
+    shapes = [(3, 100, HEADS * 2 * DIM) if place % 4 == 0 else (10_000,) for place in range(12)]
+    was = [filled(shape, torch.float32 if len(shape) > 1 else torch.uint8) for shape in shapes]
+    assert chunks.put_all([(f"many{place}", one, "m") for place, one in enumerate(was)]) == [True] * 12
+    assert sorted(calls) == [1, 2, 2, 2, 2]
+    monkeypatch.setattr("qkvd.chunks.BATCH_BYTES", 1 << 20)
+    came = [torch.zeros_like(one) for one in was]
+    came[5], came[8] = torch.zeros(50, dtype=torch.uint8), torch.zeros(3, 50, HEADS * 2 * DIM)
+    names = [f"many{place}" if place != 2 else "nobody's" for place in range(12)]
+    assert chunks.get_all(list(zip(names, came, strict=True))) == [place not in (2, 5, 8) for place in range(12)]
+    for place in set(range(12)) - {2, 5, 8}:
+        assert torch.equal(came[place], was[place])
+    assert chunks.put_all([]) == chunks.get_all([]) == []
+    chunks.close()
+
+
 def test_opaque_keeps_rows_as_bytes(daemon):
     chunks = chunks_of(daemon, opaque=True, heads=7, bits=4, tenant="alice")
     was = filled((2, 64, 576), torch.bfloat16)

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from qkvd.arrays import Array, as_numpy
-from qkvd.errors import AlreadyExists, Error, InvalidArgument, NotFound, Unavailable, Unimplemented
+from qkvd.errors import AlreadyExists, DataLoss, Error, InvalidArgument, NotFound, Unavailable, Unimplemented
 from qkvd.model import Model
 from qkvd.prefixes import Breaker, Options
 
 DTYPES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DIM_MOST = 1024  # that the daemon takes
 NAMES_MOST = 16384  # that a lookup asks for
+CALLS = 4  # at a time, of one `put_all` or `get_all`
+BATCH_BYTES = 64 << 20  # of the objects of one call, whose time is `timeout`
 
 
 class Shape(NamedTuple):
@@ -62,6 +65,18 @@ def bytes_of(tensor: torch.Tensor) -> Array:
     return as_numpy(tensor.reshape(-1).view(torch.uint8), "chunk")
 
 
+def _batches(sizes: Sequence[int]) -> Iterator[range]:
+    """Places of objects that go in one call: up to BATCH_BYTES, or one that is larger."""
+    begin = total = 0
+    for place, size in enumerate(sizes):
+        if total and total + size > BATCH_BYTES:
+            yield range(begin, place)
+            begin, total = place, 0
+        total += size
+    if sizes:
+        yield range(begin, len(sizes))
+
+
 class Chunks:
     """Chunks in a daemon. Threads may share it. What fails is a miss, and said in the log."""
 
@@ -72,12 +87,14 @@ class Chunks:
         self.heads = heads
         self.opaque = opaque
         self.client = options.client()
+        self._pool = ThreadPoolExecutor(CALLS, "qkvd-chunks")
         self.breaker = Breaker()
         self._log = log
         self._registered: set[str] = set()
 
     def close(self) -> None:
         """Closes the connection; chunks stay."""
+        self._pool.shutdown()
         self.client.close()
 
     def name(self, *parts: Any) -> str:
@@ -108,11 +125,59 @@ class Chunks:
 
     def put(self, name: str, tensor: torch.Tensor, model: str) -> bool:
         """Keeps a chunk; whether it is held now. `model` names what such chunks are of."""
-        return bool(self._try(lambda: self._put(name, tensor.cpu(), model), "save"))
+        return self.put_all([(name, tensor, model)])[0]
+
+    def put_all(self, chunks: Sequence[tuple[str, torch.Tensor, str]]) -> list[bool]:
+        """`put` of many, several at a time: chunks of rows by a call each, those of bytes by a call for many."""
+
+        def rows(name: str, tensor: torch.Tensor, model: str) -> bool:
+            return bool(self._try(lambda: self._put_rows(name, tensor.cpu(), model), "save"))
+
+        def objects(some: Sequence[tuple[str, torch.Tensor, str]]) -> list[bool]:
+            pairs = [(name, bytes_of(tensor.cpu())) for name, tensor, _ in some]
+            return [bool(self._try(lambda: self._put_objects(pairs), "save"))] * len(some)
+
+        return self._each(chunks, rows, objects)
 
     def get(self, name: str, tensor: torch.Tensor) -> bool:
         """Fills a tensor on the processor; whether it has come as a whole."""
-        return bool(self._try(lambda: self._get(name, tensor), "load"))
+        return self.get_all([(name, tensor)])[0]
+
+    def get_all(self, chunks: Sequence[tuple[str, torch.Tensor]]) -> list[bool]:
+        """`get` of many, as `put_all`."""
+
+        def rows(name: str, tensor: torch.Tensor) -> bool:
+            return bool(self._try(lambda: self._get_rows(name, tensor), "load"))
+
+        def objects(some: Sequence[tuple[str, torch.Tensor]]) -> list[bool]:
+            return self._try(lambda: self._get_objects(some), "load") or [False] * len(some)
+
+        return self._each(chunks, rows, objects)
+
+    def _each(self, chunks: Sequence[Any], rows: Callable[..., bool], objects: Callable[[Any], list[bool]]) -> list[bool]:
+        """What these calls give for each chunk."""
+        done = [False] * len(chunks)
+        alone = [place for place, chunk in enumerate(chunks) if self._goes_as_rows(chunk[1])]
+        others = sorted(set(range(len(chunks))) - set(alone))
+        batches = [[others[place] for place in batch] for batch in _batches([chunks[place][1].nbytes for place in others])]
+
+        def run(places: list[int], together: bool) -> None:
+            some = [chunks[place] for place in places]
+            for place, one in zip(places, objects(some) if together else [rows(*some[0])], strict=True):
+                done[place] = one
+
+        jobs = [([place], False) for place in alone] + [(batch, True) for batch in batches]
+        if len(jobs) > 1:
+            list(self._pool.map(lambda job: run(*job), jobs))
+        elif jobs:
+            run(*jobs[0])
+        return done
+
+    def _goes_as_rows(self, tensor: torch.Tensor) -> bool:
+        try:
+            return self.shape(tensor) is not None
+        except Unimplemented:
+            return True  # where that is said
 
     def tokens(self, name: str) -> int | None:
         """How many tokens a chunk of rows has; None where it is not held."""
@@ -141,15 +206,16 @@ class Chunks:
         self.breaker.tell(None)
         return result
 
-    def _put(self, name: str, tensor: torch.Tensor, model: str) -> bool:
+    def _put_objects(self, objects: Sequence[tuple[str, Array]]) -> bool:
+        options = self.options
+        self.client.put_objects(
+            objects, ttl=options.ttl, durability=options.durability, retention="evict", replace=True
+        )  # fmt: skip
+        return True
+
+    def _put_rows(self, name: str, tensor: torch.Tensor, model: str) -> bool:
         options, shape = self.options, self.shape(tensor)
-        if shape is None:
-            # The same name is the same chunk: of the client that saved it first.
-            self.client.put_object(
-                name, bytes_of(tensor), ttl=options.ttl, durability=options.durability,
-                retention="evict", replace=True,
-            )  # fmt: skip
-            return True
+        assert shape is not None
         dtype = DTYPES[tensor.dtype]
         of = Model(
             name=f"{model}:{shape.layers}x{shape.heads}x{shape.dim}:{dtype}", layers=shape.layers, kv_heads=shape.heads,
@@ -174,18 +240,22 @@ class Chunks:
                 # A daemon that began anew does not know the model.
         return False
 
-    def _get(self, name: str, tensor: torch.Tensor) -> bool:
-        shape = self.shape(tensor)
-        if shape is not None:
-            return self._get_rows(name, tensor, shape)
-        if not tensor.is_contiguous():
-            raise InvalidArgument(f"chunk {name} is to go to memory that is not in one piece")
-        target = bytes_of(tensor)
-        (found,) = self.client.get_objects([name], out=[target])
-        return found is not None and found.nbytes == target.nbytes
+    def _get_objects(self, chunks: Sequence[tuple[str, torch.Tensor]]) -> list[bool]:
+        for name, tensor in chunks:
+            if not tensor.is_contiguous():
+                raise InvalidArgument(f"chunk {name} is to go to memory that is not in one piece")
+        targets = [bytes_of(tensor) for _, tensor in chunks]
+        try:
+            found = self.client.get_objects([name for name, _ in chunks], out=targets)
+        except (InvalidArgument, DataLoss):  # one of them does not fit, or is damaged: the others may be whole
+            if len(chunks) == 1:
+                raise
+            return [self.get(name, tensor) for name, tensor in chunks]
+        return [one is not None and one.nbytes == target.nbytes for one, target in zip(found, targets, strict=True)]
 
-    def _get_rows(self, name: str, tensor: torch.Tensor, shape: Shape) -> bool:
-        came = 0
+    def _get_rows(self, name: str, tensor: torch.Tensor) -> bool:
+        shape, came = self.shape(tensor), 0
+        assert shape is not None
         for piece in self.client.fetch_rows(name):
             assert piece.k is not None and piece.v is not None
             end = piece.position + len(piece.k)

@@ -131,14 +131,14 @@ class QkvdL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._stores.submit(partial(self._store, list(keys), list(objects)), len(keys))
 
     def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
-        sizes: list[int] = []
+        chunks = []
         for key, chunk in zip(keys, objects, strict=True):
             model = f"lmcache/{key.model_name}".replace("@", "-")[:80] + f":{key.kv_rank:x}:{key.object_group_id}"
-            if not self._chunks.put(self._name(key), chunk.tensor, model):
-                return L2StoreResult(False, sum(sizes))
-            sizes.append(chunk.tensor.nbytes)
-        self._notify_keys_stored(keys, sizes)
-        return L2StoreResult(True, sum(sizes))
+            chunks.append((self._name(key), chunk.tensor, model))
+        done = self._chunks.put_all(chunks)
+        kept = [(key, chunk.tensor.nbytes) for key, chunk, held in zip(keys, objects, done, strict=True) if held]
+        self._notify_keys_stored([key for key, _ in kept], [size for _, size in kept])
+        return L2StoreResult(all(done), sum(size for _, size in kept))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """The stores that have ended."""
@@ -163,7 +163,9 @@ class QkvdL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.submit(partial(self._load, list(keys), list(objects)), len(keys))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
-        came = [self._chunks.get(self._name(key), chunk.tensor) for key, chunk in zip(keys, objects, strict=True)]
+        came = self._chunks.get_all(
+            [(self._name(key), chunk.tensor) for key, chunk in zip(keys, objects, strict=True)]
+        )  # fmt: skip
         self._notify_keys_accessed([key for key, done in zip(keys, came, strict=True) if done])
         return bits(came)
 
