@@ -223,7 +223,7 @@ def test_a_daemon_killed_in_the_middle_of_a_load(kind):
         proxy.after(1_000_000, daemon.kill)  # of 3.1 million
         came = [chunk(shape, fill=False) for _ in keys]
         loaded = load(made, keys, came)
-        assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+        wait_for(lambda: daemon.process.poll() is not None, "the load has ended before it was broken off")
         assert not all(loaded)
         for good, one, other in zip(loaded, came, was, strict=True):
             assert not good or torch.equal(one.tensor, other.tensor)

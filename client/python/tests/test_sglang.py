@@ -261,7 +261,7 @@ def test_a_daemon_killed_in_the_middle_of_a_load(settings):
         assert all(store.batch_set_v1(keys, places(pool, range(10)), after([])))
         proxy.after(200_000, daemon.kill)  # of 491,520
         came = store.batch_get_v1(keys, places(pool, range(20, 30)), after([]))
-        assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+        wait_for(lambda: daemon.process.poll() is not None, "the load has ended before it was broken off")
         assert not all(came)
         for place, good in enumerate(came):
             assert not good or torch.equal(page(pool, place), page(pool, 20 + place))

@@ -179,7 +179,7 @@ def test_a_daemon_killed_in_the_middle_of_a_load(daemon, proxy, client, second):
     failed = second.ask(prompts=[[1]], count=1)["metrics"].get("vllm:qkvd_loads_failed", 0)
     proxy.after(1_000_000, daemon.kill)
     made = second.generate(PROMPT, COUNT)
-    assert daemon.process.poll() is not None, "the load has ended before it was broken off"
+    wait_for(lambda: daemon.process.poll() is not None, "the load has ended before it was broken off")
     assert made["tokens"] == EXPECTED
     assert made["cached"] == 0
     assert second.ask(prompts=[[1]], count=1)["metrics"]["vllm:qkvd_loads_failed"] == failed + 1
