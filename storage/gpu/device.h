@@ -1,0 +1,103 @@
+// One GPU: its memory, its kernels, calls under way on it, and copies to it.
+//
+//   upload    host memory ─► staging (pinned, two halves) ─► blocks of the heap        one at a time, on a stream of
+//   its own call      input (pinned, read by kernels where it lies) ─► launches ─► output (pinned, written by
+//   kernels)
+//
+// Each call has a stream, so that calls overlap; there is a fixed number of them, and who finds none computes
+// elsewhere.
+//
+// Failure: memory that runs out is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, and a
+// call that does not end in time, ends the use of the device, as the driver's contexts do not recover: the device is
+// down, says so once in the log, and everything asked of it from then on is QKV_UNAVAILABLE. Close it and open it
+// again to try anew.
+//
+// Threads: any, all functions but open and close; a call belongs to one thread at a time.
+#ifndef QKV_STORAGE_GPU_DEVICE_H
+#define QKV_STORAGE_GPU_DEVICE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/base/status.h"
+#include "storage/gpu/driver.h"
+#include "storage/gpu/heap.h"
+
+#define QKV_GPU_NAME_MAX 64
+#define QKV_GPU_KERNELS_MAX 32
+#define QKV_GPU_CALLS_MAX 64
+#define QKV_GPU_ARGUMENT_BYTES_MAX 4096
+
+typedef struct qkv_gpu_kernel {
+  const char *name;       // in the image
+  uint32_t shared_bytes;  // given at launch
+} qkv_gpu_kernel;
+
+typedef struct qkv_gpu_config {
+  const qkv_cuda_driver *driver;  // outlives the device
+  const char *device;             // "0", "1", …, or a UUID with or without its prefix "GPU-" or "MIG-"
+  uint64_t memory_bytes;          // of blocks, at most; taken as it is needed
+  const void *image;              // of all kernels: a fat binary, a cubin, or PTX with a NUL at its end
+  const qkv_gpu_kernel *kernels;  // launched by their index
+  size_t kernel_count;            // at most QKV_GPU_KERNELS_MAX
+  size_t calls;                   // under way at once, 1 to QKV_GPU_CALLS_MAX
+  size_t input_bytes;             // of each call
+  size_t output_bytes;            // of each call
+  size_t staging_bytes;           // of each half
+  int64_t timeout_ms;             // of a call and of an upload
+} qkv_gpu_config;
+
+typedef struct qkv_gpu_info {
+  char name[QKV_GPU_NAME_MAX];
+  char uuid[QKV_GPU_NAME_MAX];
+  int major, minor;      // of its architecture
+  int processors;        // multiprocessors
+  uint64_t bytes_total;  // of the device, which others use as well
+  qkv_gpu_heap_stats heap;
+  uint64_t calls;  // ended well since it was opened
+  uint64_t uploaded_bytes;
+  bool up;
+  char reason[QKV_ERROR_TEXT_MAX];  // why it is not
+} qkv_gpu_info;
+
+typedef struct qkv_gpu_device qkv_gpu_device;
+typedef struct qkv_gpu_call qkv_gpu_call;
+
+// NOT_FOUND where no device has this name, UNAVAILABLE with the driver's error otherwise; *device is NULL then.
+qkv_status qkv_gpu_open(const qkv_gpu_config *config, qkv_gpu_device **device, qkv_error *error);
+// When no call is under way. A device that is down is reset, so that it can be opened again. Clears *device.
+void qkv_gpu_close(qkv_gpu_device **device);
+
+bool qkv_gpu_is_up(qkv_gpu_device *device);
+qkv_gpu_info qkv_gpu_read(qkv_gpu_device *device);
+
+// A block, or 0 where there is none: the budget is used, the device's memory is, or it is down.
+qkv_cuda_memory qkv_gpu_alloc(qkv_gpu_device *device, uint64_t bytes);
+// When no call that was submitted reads or writes it any more.
+void qkv_gpu_free(qkv_gpu_device *device, qkv_cuda_memory at, uint64_t bytes);
+
+typedef struct qkv_gpu_copy {
+  qkv_cuda_memory to;
+  const void *from;
+  size_t bytes;
+} qkv_gpu_copy;
+// Returns once all is there; `from` is read before.
+qkv_status qkv_gpu_upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error);
+
+// A call, or NULL where all are under way or the device is down. Its output holds what an earlier one left there.
+qkv_gpu_call *qkv_gpu_begin(qkv_gpu_device *device);
+void *qkv_gpu_input(qkv_gpu_call *call);
+const void *qkv_gpu_output(qkv_gpu_call *call);
+// The same memory as kernels see it.
+qkv_cuda_memory qkv_gpu_input_address(const qkv_gpu_call *call);
+qkv_cuda_memory qkv_gpu_output_address(const qkv_gpu_call *call);
+// Behind what was launched before in this call. `arguments` is the kernel's one parameter, by value, and copied here.
+qkv_status qkv_gpu_launch(qkv_gpu_call *call, size_t kernel, uint32_t blocks, uint32_t threads, const void *arguments,
+                          size_t argument_bytes, qkv_error *error);
+// Waits until all that was launched has ended; the output is valid where it returns QKV_OK.
+qkv_status qkv_gpu_wait(qkv_gpu_call *call, qkv_error *error);
+// Gives the call back, waited for or without a launch.
+void qkv_gpu_end(qkv_gpu_call *call);
+
+#endif

@@ -1,0 +1,474 @@
+#include "tests/storage/gpu/fake_cuda.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "storage/gpu/driver.h"
+
+enum {
+  BLOCKS_MAX = 4096,
+  OPERATIONS_MAX = 4096,
+  FUNCTIONS_MAX = 64,
+  INVALID_VALUE = 1,
+  NO_SUCH = 500,
+  INVALID_CONTEXT = 201,
+  MEMORY_BYTES = 1 << 30,
+};
+static struct qkv_cuda_context_s { int unused; } the_context;
+
+struct qkv_cuda_module_s {
+  int unused;
+};
+struct qkv_cuda_function_s {
+  const fake_cuda_kernel *kernel;
+};
+
+typedef struct operation {
+  enum { COPY, LAUNCH, EVENT } kind;
+  void *to;
+  const void *from;
+  size_t bytes;
+  const fake_cuda_kernel *kernel;
+  uint32_t blocks, threads, shared_bytes;
+  uint64_t ticket;
+  struct qkv_cuda_event_s *event;
+  uint8_t *arguments;
+} operation;
+
+struct qkv_cuda_stream_s {
+  operation operations[OPERATIONS_MAX];
+  size_t count;
+};
+struct qkv_cuda_event_s {
+  qkv_cuda_stream stream;
+  uint64_t recorded, reached;  // tickets
+  bool asked;                  // since it was recorded
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static _Thread_local qkv_cuda_context current;
+static struct {
+  void *at;
+  size_t bytes;
+} memory[BLOCKS_MAX];
+static struct {
+  const char *name;
+  unsigned calls;
+} functions[FUNCTIONS_MAX];
+static fake_cuda_state state;
+static struct {
+  void *at;
+  size_t *count;       // in `state`
+} things[BLOCKS_MAX];  // that are freed by `free`
+static int retained;   // of the context
+static int broken;     // and so it stays
+static bool hanging;
+static uint64_t tickets;
+static struct {
+  char function[64];
+  unsigned left;
+  int result;
+} fault;
+
+// ---- Faults ----
+
+static void set_fault(const char *function, unsigned nth, int result) {
+  snprintf(fault.function, sizeof fault.function, "%s", function);
+  fault.left = nth;
+  fault.result = result;
+}
+
+static unsigned *calls_of(const char *name) {
+  for (size_t i = 0; i < FUNCTIONS_MAX; i++) {
+    if (functions[i].name == NULL) functions[i].name = strdup(name);
+    if (strcmp(functions[i].name, name) == 0) return &functions[i].calls;
+  }
+  abort();
+}
+
+static int enter(const char *name, bool in_context) {
+  static bool read;
+  if (!read) {
+    const char *text = getenv("FAKE_CUDA_FAIL");
+    char function[64];
+    unsigned nth;
+    int result;
+    if (text != NULL && sscanf(text, "%63[^:]:%u:%d", function, &nth, &result) == 3) set_fault(function, nth, result);
+    read = true;
+  }
+  ++*calls_of(name);
+  if (broken != 0) return broken;
+  if (fault.result != 0 && strcmp(fault.function, name) == 0 && --fault.left == 0) {
+    const int result = fault.result;
+    fault.result = 0;
+    if (result == FAKE_CUDA_HANG)
+      hanging = true;
+    else if (result != QKV_CUDA_OUT_OF_MEMORY)
+      broken = result;
+    if (result != FAKE_CUDA_HANG) return result;
+  }
+  return in_context && current == NULL ? INVALID_CONTEXT : QKV_CUDA_SUCCESS;
+}
+
+void fake_cuda_fail(const char *function, unsigned nth, int result) {
+  pthread_mutex_lock(&lock);
+  set_fault(function, nth, result);
+  pthread_mutex_unlock(&lock);
+}
+
+fake_cuda_state fake_cuda_read(void) {
+  pthread_mutex_lock(&lock);
+  const fake_cuda_state now = state;
+  pthread_mutex_unlock(&lock);
+  return now;
+}
+
+unsigned fake_cuda_count(const char *function) {
+  pthread_mutex_lock(&lock);
+  const unsigned calls = *calls_of(function);
+  pthread_mutex_unlock(&lock);
+  return calls;
+}
+
+// ---- What is alive ----
+
+static void *keep(void *at, size_t *count) {
+  if (at == NULL) abort();
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (things[i].at != NULL) continue;
+    things[i].at = at;
+    things[i].count = count;
+    ++*count;
+    return at;
+  }
+  abort();
+}
+
+static int drop(void *at) {
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (at == NULL || things[i].at != at) continue;
+    free(at);
+    things[i].at = NULL;
+    --*things[i].count;
+    return QKV_CUDA_SUCCESS;
+  }
+  abort();  // freed twice, or never made
+}
+
+static void drop_memory(size_t i) {
+  munmap(memory[i].at, memory[i].bytes);
+  state.memory_blocks--;
+  state.memory_bytes -= memory[i].bytes;
+  memory[i].at = NULL;
+}
+
+// ---- Streams ----
+
+static void protect(int how) {
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (memory[i].at != NULL && mprotect(memory[i].at, memory[i].bytes, how) != 0) abort();
+  }
+}
+
+static void run(operation *of) {
+  switch (of->kind) {
+    case COPY:
+      memcpy(of->to, of->from, of->bytes);
+      break;
+    case LAUNCH:
+      of->kernel->run(of->arguments, of->blocks, of->threads, of->shared_bytes);
+      free(of->arguments);
+      state.launches++;
+      break;
+    case EVENT:
+      if (of->event->recorded == of->ticket) of->event->reached = of->ticket;
+      break;
+  }
+}
+
+static void run_stream(qkv_cuda_stream stream) {
+  protect(PROT_READ | PROT_WRITE);
+  for (size_t i = 0; i < stream->count; i++) run(&stream->operations[i]);
+  stream->count = 0;
+  protect(PROT_NONE);
+}
+
+static void forget_work(qkv_cuda_stream stream) {
+  for (size_t i = 0; i < stream->count; i++) {
+    if (stream->operations[i].kind == LAUNCH) free(stream->operations[i].arguments);
+  }
+  stream->count = 0;
+}
+
+static operation *add(qkv_cuda_stream stream, int kind) {
+  if (stream->count == OPERATIONS_MAX) abort();
+  operation *added = &stream->operations[stream->count++];
+  *added = (operation){.kind = kind};
+  return added;
+}
+
+static int copy(uint64_t to, const void *from, size_t bytes, qkv_cuda_stream stream) {
+  operation *added = add(stream, COPY);
+  added->to = (void *)(uintptr_t)to;
+  added->from = from;
+  added->bytes = bytes;
+  return QKV_CUDA_SUCCESS;
+}
+
+// ---- The functions ----
+
+// static int do_NAME(...) is what cuNAME does under the lock.
+#define UNUSED(x) ((void)(x))
+
+static int do_Init(unsigned flags) {
+  return flags == 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
+}
+static int do_DriverGetVersion(int *version) {
+  return *version = 13000, QKV_CUDA_SUCCESS;
+}
+static int do_GetErrorName(int result, const char **name) {
+  *name = "FAKE_ERROR";
+  return result >= 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
+}
+static int do_DeviceGetCount(int *count) {
+  return *count = 2, QKV_CUDA_SUCCESS;
+}
+static int do_DeviceGet(int *device, int ordinal) {
+  return *device = ordinal, QKV_CUDA_SUCCESS;
+}
+static int do_DeviceGetName(char *name, int bytes, int device) {
+  snprintf(name, (size_t)bytes, "fake %d", device);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_DeviceGetUuid(qkv_cuda_uuid *uuid, int device) {
+  for (int i = 0; i < 16; i++) uuid->bytes[i] = (uint8_t)(0xa0 + 16 * device + i);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_DeviceGetAttribute(int *value, int attribute, int device) {
+  UNUSED(device);
+  *value = attribute == QKV_CUDA_ATTRIBUTE_MAJOR ? 9 : attribute == QKV_CUDA_ATTRIBUTE_MINOR ? 0 : 4;
+  return QKV_CUDA_SUCCESS;
+}
+static int do_DeviceTotalMem(size_t *bytes, int device) {
+  UNUSED(device);
+  return *bytes = MEMORY_BYTES, QKV_CUDA_SUCCESS;
+}
+static int do_DevicePrimaryCtxRetain(qkv_cuda_context *context, int device) {
+  UNUSED(device);
+  *context = &the_context;
+  state.contexts = (size_t)++retained;
+  return QKV_CUDA_SUCCESS;
+}
+static int do_CtxSetCurrent(qkv_cuda_context context) {
+  return current = context, QKV_CUDA_SUCCESS;
+}
+static int do_ModuleLoadData(qkv_cuda_module *module, const void *image) {
+  if (image == NULL) return INVALID_VALUE;
+  *module = keep(calloc(1, sizeof **module), &state.modules);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_ModuleGetFunction(qkv_cuda_function *function, qkv_cuda_module module, const char *name) {
+  static struct qkv_cuda_function_s found[FUNCTIONS_MAX];
+  UNUSED(module);
+  for (size_t i = 0; fake_cuda_kernels[i].name != NULL; i++) {
+    if (strcmp(fake_cuda_kernels[i].name, name) != 0) continue;
+    found[i].kernel = &fake_cuda_kernels[i];
+    return *function = &found[i], QKV_CUDA_SUCCESS;
+  }
+  return NO_SUCH;
+}
+static int do_FuncSetAttribute(qkv_cuda_function function, int attribute, int value) {
+  return function != NULL && attribute == QKV_CUDA_FUNCTION_SHARED_MAX && value > 0 ? QKV_CUDA_SUCCESS
+                                                                                    : INVALID_VALUE;
+}
+static int do_MemAlloc(qkv_cuda_memory *at, size_t bytes) {
+  if (state.memory_bytes + bytes > MEMORY_BYTES) return QKV_CUDA_OUT_OF_MEMORY;
+  size_t i = 0;
+  while (i < BLOCKS_MAX && memory[i].at != NULL) i++;
+  if (i == BLOCKS_MAX) return QKV_CUDA_OUT_OF_MEMORY;
+  memory[i].at = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory[i].at == MAP_FAILED) abort();
+  memory[i].bytes = bytes;
+  state.memory_blocks++;
+  state.memory_bytes += bytes;
+  return *at = (uintptr_t)memory[i].at, QKV_CUDA_SUCCESS;
+}
+static int do_MemHostAlloc(void **at, size_t bytes, unsigned flags) {
+  UNUSED(flags);
+  *at = memset(keep(malloc(bytes), &state.host_blocks), 0xa5, bytes);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_MemHostGetDevicePointer(qkv_cuda_memory *at, void *host, unsigned flags) {
+  return *at = (uintptr_t)host, flags == 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
+}
+static int do_MemcpyHtoDAsync(qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream) {
+  return copy(to, from, bytes, stream);
+}
+static int do_MemcpyDtoDAsync(qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream) {
+  return copy(to, (const void *)(uintptr_t)from, bytes, stream);
+}
+static int do_LaunchKernel(qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
+                           unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
+                           qkv_cuda_stream stream, void **parameters, void **extra) {
+  if (parameters != NULL || extra == NULL || extra[0] != QKV_CUDA_ARGUMENTS || extra[2] != QKV_CUDA_ARGUMENT_BYTES ||
+      extra[4] != QKV_CUDA_ARGUMENTS_END || blocks_x == 0 || blocks_y * blocks_z * threads_y * threads_z != 1)
+    return INVALID_VALUE;
+  operation *added = add(stream, LAUNCH);
+  added->kernel = function->kernel;
+  added->blocks = blocks_x;
+  added->threads = threads_x;
+  added->shared_bytes = shared_bytes;
+  added->bytes = *(const size_t *)extra[3];
+  added->arguments = malloc(added->bytes + 1);
+  if (added->arguments == NULL) abort();
+  memcpy(added->arguments, extra[1], added->bytes);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_StreamCreate(qkv_cuda_stream *stream, unsigned flags) {
+  UNUSED(flags);
+  *stream = keep(calloc(1, sizeof **stream), &state.streams);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_EventCreate(qkv_cuda_event *event, unsigned flags) {
+  UNUSED(flags);
+  *event = keep(calloc(1, sizeof **event), &state.events);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_EventRecord(qkv_cuda_event event, qkv_cuda_stream stream) {
+  operation *added = add(stream, EVENT);
+  added->event = event;
+  added->ticket = event->recorded = ++tickets;
+  event->stream = stream;
+  event->asked = false;
+  return QKV_CUDA_SUCCESS;
+}
+// The first question comes too early; the second one waits.
+static int do_EventQuery(qkv_cuda_event event) {
+  if (hanging) return QKV_CUDA_NOT_READY;
+  if (event->reached == event->recorded) return QKV_CUDA_SUCCESS;
+  if (!event->asked) return event->asked = true, QKV_CUDA_NOT_READY;
+  run_stream(event->stream);
+  return event->reached == event->recorded ? QKV_CUDA_SUCCESS : QKV_CUDA_NOT_READY;
+}
+static int do_EventElapsedTime(float *ms, qkv_cuda_event from, qkv_cuda_event to) {
+  UNUSED(from), UNUSED(to);
+  return *ms = 1, QKV_CUDA_SUCCESS;
+}
+
+static int do_DevicePrimaryCtxRelease(int device) {
+  UNUSED(device);
+  state.contexts = (size_t)--retained;
+  return QKV_CUDA_SUCCESS;
+}
+// Everything of the context goes.
+static int do_DevicePrimaryCtxReset(int device) {
+  UNUSED(device);
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (memory[i].at != NULL) drop_memory(i);
+  }
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (things[i].at != NULL && things[i].count == &state.streams) forget_work(things[i].at);
+    if (things[i].at != NULL) drop(things[i].at);
+  }
+  broken = 0;
+  hanging = false;
+  return QKV_CUDA_SUCCESS;
+}
+static int do_ModuleUnload(qkv_cuda_module module) {
+  return drop(module);
+}
+static int do_MemFree(qkv_cuda_memory at) {
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (at == 0 || (uintptr_t)memory[i].at != at) continue;
+    drop_memory(i);
+    return QKV_CUDA_SUCCESS;
+  }
+  abort();
+}
+static int do_MemFreeHost(void *at) {
+  return drop(at);
+}
+static int do_StreamDestroy(qkv_cuda_stream stream) {
+  forget_work(stream);
+  return drop(stream);
+}
+static int do_EventDestroy(qkv_cuda_event event) {
+  return drop(event);
+}
+
+// The driver's functions: each takes the lock, counts, may fail, and asks for the context where it needs one. What
+// ends something is done whatever the result.
+#define FAKE_AS(name, in_context, always, parameters, arguments)              \
+  static int cu_##name parameters {                                           \
+    pthread_mutex_lock(&lock);                                                \
+    int result = enter("cu" #name, in_context);                               \
+    if (result == QKV_CUDA_SUCCESS || (always)) result = do_##name arguments; \
+    pthread_mutex_unlock(&lock);                                              \
+    return result;                                                            \
+  }
+#define FAKE(name, in_context, parameters, arguments) FAKE_AS(name, in_context, false, parameters, arguments)
+#define FAKE_END(name, in_context, parameters, arguments) FAKE_AS(name, in_context, true, parameters, arguments)
+
+FAKE(Init, false, (unsigned flags), (flags))
+FAKE(DriverGetVersion, false, (int *version), (version))
+FAKE(DeviceGetCount, false, (int *count), (count))
+FAKE(DeviceGet, false, (int *device, int ordinal), (device, ordinal))
+FAKE(DeviceGetName, false, (char *name, int bytes, int device), (name, bytes, device))
+FAKE(DeviceGetUuid, false, (qkv_cuda_uuid * uuid, int device), (uuid, device))
+FAKE(DeviceGetAttribute, false, (int *value, int attribute, int device), (value, attribute, device))
+FAKE(DeviceTotalMem, false, (size_t * bytes, int device), (bytes, device))
+FAKE(DevicePrimaryCtxRetain, false, (qkv_cuda_context * context, int device), (context, device))
+FAKE_END(DevicePrimaryCtxRelease, false, (int device), (device))
+FAKE_END(DevicePrimaryCtxReset, false, (int device), (device))
+FAKE(CtxSetCurrent, false, (qkv_cuda_context context), (context))
+FAKE(ModuleLoadData, true, (qkv_cuda_module * module, const void *image), (module, image))
+FAKE_END(ModuleUnload, true, (qkv_cuda_module module), (module))
+FAKE(ModuleGetFunction, true, (qkv_cuda_function * function, qkv_cuda_module module, const char *name),
+     (function, module, name))
+FAKE(FuncSetAttribute, true, (qkv_cuda_function function, int attribute, int value), (function, attribute, value))
+FAKE(MemAlloc, true, (qkv_cuda_memory * at, size_t bytes), (at, bytes))
+FAKE_END(MemFree, true, (qkv_cuda_memory at), (at))
+FAKE(MemHostAlloc, true, (void **at, size_t bytes, unsigned flags), (at, bytes, flags))
+FAKE_END(MemFreeHost, true, (void *at), (at))
+FAKE(MemHostGetDevicePointer, true, (qkv_cuda_memory * at, void *host, unsigned flags), (at, host, flags))
+FAKE(MemcpyHtoDAsync, true, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream),
+     (to, from, bytes, stream))
+FAKE(MemcpyDtoDAsync, true, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
+     (to, from, bytes, stream))
+FAKE(LaunchKernel, true,
+     (qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
+      unsigned threads_y, unsigned threads_z, unsigned shared_bytes, qkv_cuda_stream stream, void **parameters,
+      void **extra),
+     (function, blocks_x, blocks_y, blocks_z, threads_x, threads_y, threads_z, shared_bytes, stream, parameters,
+      extra))
+FAKE(StreamCreate, true, (qkv_cuda_stream * stream, unsigned flags), (stream, flags))
+FAKE_END(StreamDestroy, true, (qkv_cuda_stream stream), (stream))
+FAKE(EventCreate, true, (qkv_cuda_event * event, unsigned flags), (event, flags))
+FAKE_END(EventDestroy, true, (qkv_cuda_event event), (event))
+FAKE(EventRecord, true, (qkv_cuda_event event, qkv_cuda_stream stream), (event, stream))
+FAKE(EventQuery, true, (qkv_cuda_event event), (event))
+FAKE(EventElapsedTime, true, (float *ms, qkv_cuda_event from, qkv_cuda_event to), (ms, from, to))
+
+static int cu_GetErrorName(int result, const char **name) {
+  return do_GetErrorName(result, name);
+}
+
+// FAKE_CUDA_WITHOUT=cuMemAlloc: a driver that does not have the function.
+int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *found);
+int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *found) {
+  const char *without = getenv("FAKE_CUDA_WITHOUT");
+  UNUSED(version), UNUSED(flags);
+  *address = NULL;
+  *found = 1;
+  if (without != NULL && strcmp(without, symbol) == 0) return NO_SUCH;
+#define X(name, since, parameters) \
+  if (strcmp(symbol, "cu" #name) == 0) *address = (void *)cu_##name;
+  QKV_CUDA_FUNCTIONS(X)
+#undef X
+  *found = 0;
+  return *address != NULL ? QKV_CUDA_SUCCESS : NO_SUCH;
+}
