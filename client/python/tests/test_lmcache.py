@@ -9,6 +9,7 @@ import sys
 import pytest
 from daemon import Daemon, clean_environment, wait_for
 from proxy import Proxy
+from readme import configuration
 from secured import Secured
 
 torch = pytest.importorskip("torch")
@@ -34,10 +35,8 @@ def daemon(tmp_path_factory):
 
 def adapter(daemon, **settings):
     """As LMCache's server makes one."""
-    spec = {
-        "type": "plugin", "module_path": "qkvd.lmcache", "class_name": "QkvdL2Adapter",
-        "adapter_params": {"target": daemon.target, "kv_heads": HEADS, "timeout": 30.0} | settings,
-    }  # fmt: skip
+    spec = configuration("--l2-adapter")
+    spec["adapter_params"] |= {"target": daemon.target, "kv_heads": HEADS, "timeout": 30.0} | settings
 
     class Arguments:
         l2_adapter = [json.dumps(spec)]  # noqa: RUF012

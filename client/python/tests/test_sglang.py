@@ -5,6 +5,7 @@ import hashlib
 import pytest
 from daemon import Daemon, wait_for
 from proxy import Proxy
+from readme import configuration
 from secured import Secured
 
 torch = pytest.importorskip("torch")
@@ -71,10 +72,8 @@ def latent_pool(layout, page=64, rank=64, rope=16, dtype=torch.bfloat16):
 
 def backend(daemon, pool, name, mla=False, tp=(0, 1), **settings):
     """As SGLang makes one."""
-    extra = {
-        "backend_name": "qkvd", "module_path": "qkvd.sglang", "class_name": "QkvdHiCache", "interface_v1": 1,
-        "target": daemon.target, "bits": "exact", "model_name": name,
-    } | settings  # fmt: skip
+    extra = configuration("--hicache-storage-backend-extra-config")
+    extra |= {"target": daemon.target, "bits": "exact", "model_name": name} | settings
     config = HiCacheStorageConfig(
         tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=mla,
         enable_storage_metrics=False, is_page_first_layout=False, model_name="m", extra_config=extra,

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from daemon import Daemon
+from readme import TARGET, python_example
 from secured import Secured
 
 torch = pytest.importorskip("torch")
@@ -188,6 +189,16 @@ def test_padded_batches(client, family, mode):
         assert lengths == ([79, 66, 40] if mode == "attend" else [79] * 3)  # padding is not kept where it is known
     torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
     assert torch.equal(got, expected)
+
+
+def test_what_the_readme_says(daemon, tinylm):
+    prompt = tokens(text("prompt.txt"))
+    names = {
+        "model": tinylm,
+        "inputs": {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 2},
+    }
+    exec(python_example().replace(TARGET, daemon.target), names)
+    assert isinstance(names["cache"], QkvdCache) and names["cache"].get_seq_length() == len(text("prompt.txt")) + 1
 
 
 def test_mutual_tls(tinylm, tmp_path):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+from readme import configuration
+
 READY = 600  # seconds that an engine may take to start, on a busy machine
 
 
@@ -24,9 +26,7 @@ class Engine:
             "block_size": 64, "max_logprobs": -1, "disable_log_stats": False, "distributed_executor_backend": "uni",
         }  # fmt: skip
         if connector is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "QkvdConnector",
-                "kv_connector_module_path": "qkvd.vllm",
+            options["kv_transfer_config"] = configuration("--kv-transfer-config") | {
                 "kv_role": role,
                 "kv_connector_extra_config": connector,
             }
@@ -84,6 +84,7 @@ class Engine:
 
 def main():
     answers = os.fdopen(int(os.environ["ANSWERS"]), "w")
+    mend_llvmlite()
 
     def say(what):
         answers.write(json.dumps(what) + "\n")
@@ -113,6 +114,15 @@ def main():
         seconds = time.monotonic() - began
         say({"seconds": seconds, "metrics": metrics(llm), "outputs": [output(one, request) for one in made]})
     llm.llm_engine.engine_core.shutdown()
+
+
+def mend_llvmlite():
+    """vLLM asks all modules' values for `get`, where llvmlite's functions have none; LMCache loads that before."""
+    try:
+        from llvmlite.binding import ffi
+    except ImportError:
+        return
+    ffi._lib_fn_wrapper.get = lambda self, *names: None
 
 
 def metrics(llm):
