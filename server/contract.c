@@ -78,6 +78,16 @@ static qkv_status read_codecs(const Qkv__V1__CodecPolicy *message, qkv_policy *p
   return QKV_OK;
 }
 
+qkv_status qkvi_retention_read(Qkv__V1__Retention retention, bool evict_by_default, bool *evictable,
+                               qkv_error *error) {
+  if ((unsigned)retention > QKV__V1__RETENTION__RETENTION_EVICT)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "retention is %d, known are 1 (keep) and 2 (evict)", (int)retention);
+  *evictable = retention == QKV__V1__RETENTION__RETENTION_UNSPECIFIED
+                   ? evict_by_default
+                   : retention == QKV__V1__RETENTION__RETENTION_EVICT;
+  return QKV_OK;
+}
+
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
   *policy = QKV_POLICY_UNSET;
   if (message == NULL) return QKV_OK;

@@ -13,6 +13,9 @@
 // cleared.
 qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error);
 void qkvi_model_clear(qkv_model *model);
+// Whether a session or an object of this retention may be closed; UNSPECIFIED is the daemon's default.
+qkv_status qkvi_retention_read(Qkv__V1__Retention retention, bool evict_by_default, bool *evictable,
+                               qkv_error *error);
 // `message` may be NULL: nothing is said.
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
 

@@ -25,9 +25,6 @@ static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_e
   unsigned durability = (unsigned)request->durability;
   if (durability > QKV__V1__DURABILITY__DURABILITY_SYNC)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 0 to 3", (int)durability);
-  if ((unsigned)request->retention > QKV__V1__RETENTION__RETENTION_EVICT)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "retention is %d, known are 1 (keep) and 2 (evict)",
-                    (int)request->retention);
   return QKV_OK;
 }
 
@@ -78,11 +75,12 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
                                              ? qkv_server_options_durability(daemon->options)
                                              : (qkv_durability)request->durability,
                            .max_attention_error = request->max_attention_error,
-                           .evictable = request->retention == QKV__V1__RETENTION__RETENTION_EVICT,
                            .ttl_ms = request->ttl_ms,
                            .root = qkv_prefix_root(tenant, request->model, request->salt.data, request->salt.len)};
   (void)snprintf(config->name, sizeof config->name, "%s", request->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
+  QKV_TRY(
+      qkvi_retention_read(request->retention, qkv_server_options_evict(daemon->options), &config->evictable, error));
   QKV_TRY(read_tiers(daemon->options, request, config, error));
   QKV_TRY(qkvi_policy_read(request->policy, &config->policy, error));
   qkv_server_options_keep_out(daemon->options, config->tenant, &config->policy);

@@ -170,6 +170,10 @@ const qkv_option qkv_server_option_table[] = {
     {"durability", QKV_OPTION_STRING, AT(durability), NULL, 0, 0, "KIND",
      "Of sessions that do not say: memory, async (written behind) or sync (appends are acknowledged once their rows "
      "are on the device). Without it async with a data-dir, and memory otherwise."},
+    {"retention", QKV_OPTION_STRING, AT(retention), "keep", 0, 0, "KIND",
+     "Of sessions and objects that do not say: keep, or evict (the longest unused are closed where memory, sessions "
+     "or "
+     "the SSD are full)."},
     {"storage-io", QKV_OPTION_STRING, AT(storage_io), "auto", 0, 0, "DRIVER",
      "How the disk is read and written: uring, pread, or auto, io_uring where it is allowed."},
     {"storage-budget", QKV_OPTION_BYTES, AT(storage_budget), "0", 0, 1024 * 1024 * GIB, "BYTES",
@@ -268,8 +272,10 @@ static bool read_durability(const char *text, qkv_durability *durability) {
 }
 
 static qkv_status check_storage(const qkv_server_options *values, qkv_error *error) {
-  const char *io = values->storage_io;
+  const char *io = values->storage_io, *retention = values->retention;
   qkv_durability durability;
+  if (strcmp(retention, "keep") != 0 && strcmp(retention, "evict") != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--retention is %s, known are keep and evict", retention);
   if (strcmp(io, "auto") != 0 && strcmp(io, "uring") != 0 && strcmp(io, "pread") != 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--storage-io is %s, known are auto, uring and pread", io);
   if (values->storage_segment % 4096 != 0)
@@ -300,6 +306,10 @@ qkv_heap_config qkv_server_options_heap(const qkv_server_options *values) {
                                 strcmp(values->huge_pages, "off") == 0 ? QKV_HEAP_PAGES_SMALL : QKV_HEAP_PAGES_AUTO};
   (void)qkv_heap_numa_parse(values->numa, &config.numa);
   return config;
+}
+
+bool qkv_server_options_evict(const qkv_server_options *values) {
+  return strcmp(values->retention, "evict") == 0;
 }
 
 qkv_durability qkv_server_options_durability(const qkv_server_options *values) {

@@ -59,6 +59,7 @@ typedef struct qkv_server_options {
   qkv_option_list calibrate_skip;  // tenants that do not teach calibrations
   const char *data_dir;            // of the SSD tier, or NULL
   const char *durability;          // of sessions that do not say; NULL: async with a data_dir, else memory
+  const char *retention;           // of sessions and objects that do not say: keep or evict
   const char *storage_io;          // auto, uring or pread
   int64_t storage_budget;          // bytes on the disk; 0: as much as it has
   int64_t storage_segment;         // bytes of a file
@@ -119,6 +120,9 @@ qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);
 
 // What sessions are opened with that do not say.
 qkv_durability qkv_server_options_durability(const qkv_server_options *values);
+
+// Whether sessions and objects that do not say may be closed.
+bool qkv_server_options_evict(const qkv_server_options *values);
 
 // Sessions of tenants that `calibrate-skip` names do not teach.
 void qkv_server_options_keep_out(const qkv_server_options *values, const char *tenant, qkv_policy *policy);

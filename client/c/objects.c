@@ -56,8 +56,7 @@ static size_t put_piece(qkv_wire_writer *writer, const qkv_client_object *object
     qkv_wire_put_string(writer, 61, text_or_empty(object->name));
     qkv_wire_put_varint(writer, 63, object->bytes);
     qkv_wire_put_fixed64(writer, 64, XXH3_64bits(object->data, object->bytes));
-    qkv_wire_put_varint(writer, 65,
-                        object->evictable ? QKV__V1__RETENTION__RETENTION_EVICT : QKV__V1__RETENTION__RETENTION_KEEP);
+    if (object->evictable) qkv_wire_put_varint(writer, 65, QKV__V1__RETENTION__RETENTION_EVICT);
     qkv_wire_put_varint(writer, 66, (uint64_t)object->durability);
     qkv_wire_put_varint(writer, 67, object->ttl_ms);
     qkv_wire_end(writer);

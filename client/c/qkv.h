@@ -160,7 +160,9 @@ typedef struct qkv_session_options {
   const uint32_t *prefix_token_ids;
   size_t prefix_token_count;
   uint64_t *matched_tokens;  // gets how many that are, a multiple of 64; NULL: not wanted
-  bool evict;                // it may be closed where memory, sessions or the SSD are full, the longest unused first
+  // It may be closed where memory, sessions or the SSD are full, the longest unused first; false: the daemon's
+  // `retention`.
+  bool evict;
 } qkv_session_options;
 
 typedef struct qkv_client_session_info {
@@ -516,8 +518,8 @@ typedef struct qkv_client_object {
   void *data;        // put: read only
   size_t bytes;      // put: of `data`, at least 1. get, has, out: of the object, 0 where there is none
   size_t capacity;   // get: of `data`; where it is less than `bytes`, `data` stays as it was
-  // put: where memory, places or the SSD are full it may go; as in qkv_session_options; deleted when unused for so
-  // long, 0: never; takes the place of another one of this name
+  // put: where memory, places or the SSD are full it may go (false: the daemon's `retention`); as in
+  // qkv_session_options; deleted when unused for so long, 0: never; takes the place of another one of this name
   bool evictable;
   int durability;
   uint64_t ttl_ms;

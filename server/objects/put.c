@@ -5,6 +5,7 @@
 #include <xxhash.h>
 
 #include "qkv/v1/objects.pb-c.h"
+#include "server/contract.h"
 #include "server/control.h"
 #include "server/evict.h"
 #include "server/handlers.h"
@@ -93,9 +94,6 @@ static qkv_status read_config(const qkv_rpc_call *call, const Qkv__V1__ObjectInf
   if (begin->bytes < 1 || begin->bytes > most)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "bytes is %" PRIu64 ", allowed are 1 to limit-object-bytes %" PRIu64,
                     begin->bytes, most);
-  if ((unsigned)begin->retention > QKV__V1__RETENTION__RETENTION_EVICT)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "retention is %d, known are 1 (keep) and 2 (evict)",
-                    (int)begin->retention);
   if ((unsigned)begin->durability > QKV_DURABILITY_SYNC)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "durability is %d, known are 1 (memory), 2 (async) and 3 (sync)",
                     (int)begin->durability);
@@ -105,8 +103,9 @@ static qkv_status read_config(const qkv_rpc_call *call, const Qkv__V1__ObjectInf
   *config = (qkvi_object_config){.bytes = begin->bytes,
                                  .ttl_ms = begin->ttl_ms,
                                  .durability = begin->durability == 0 ? qkv_server_options_durability(daemon->options)
-                                                                      : (qkv_durability)begin->durability,
-                                 .evictable = begin->retention == QKV__V1__RETENTION__RETENTION_EVICT};
+                                                                      : (qkv_durability)begin->durability};
+  QKV_TRY(
+      qkvi_retention_read(begin->retention, qkv_server_options_evict(daemon->options), &config->evictable, error));
   (void)snprintf(config->name, sizeof config->name, "%s", begin->object);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
   return QKV_OK;

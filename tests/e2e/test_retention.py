@@ -1,13 +1,15 @@
 """Retention EVICT: the longest unused sessions are closed where memory, places or the SSD are full."""
 
+import subprocess
 import time
 
 import grpc
 import pytest
 
-from daemon import Daemon
+from daemon import Daemon, binary
 from kv import TIMEOUT, Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import objects_pb2, objects_pb2_grpc
 
 EVICT = kv.RETENTION_EVICT
 
@@ -27,6 +29,25 @@ def fill(cache, name, tokens=512, position=0, rows=None):
         cache.append(position, *(rows or cache.rows(tokens)))
     finally:
         cache.name = before
+
+
+def test_the_daemons_default():
+    """`--retention evict` is of sessions and objects that do not say; those that say KEEP stay."""
+    with Daemon("--retention", "evict") as daemon:
+        stub = daemon.stub()
+        cache = Cache(stub, "default", layers=1, kv_heads=2, key_dim=64, value_dim=64)
+        said = {"silent": kv.RETENTION_UNSPECIFIED, "keep": kv.RETENTION_KEEP, "evict": EVICT}
+        got = {name: open_session(stub, cache, name, retention=retention).retention for name, retention in said.items()}
+        assert got == {"silent": EVICT, "keep": kv.RETENTION_KEEP, "evict": EVICT}
+        objects = objects_pb2_grpc.ObjectsStub(daemon.channel())
+        for name, retention in said.items():
+            begin = objects_pb2.ObjectInfo(object=name, bytes=1, retention=retention)
+            piece = objects_pb2.PutPiece(begin=begin, data=b"x")
+            objects.PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[piece])]), timeout=TIMEOUT)
+        listed = objects.ListObjects(objects_pb2.ListObjectsRequest(), timeout=TIMEOUT).objects
+        assert {info.object: info.retention for info in listed} == got
+    refused_start = subprocess.run([binary("qkvd"), "--retention", "forget"], capture_output=True, text=True, check=False)
+    assert refused_start.returncode and "--retention is forget, known are keep and evict" in refused_start.stderr
 
 
 def test_memory_is_made_by_the_longest_unused(tmp_path):

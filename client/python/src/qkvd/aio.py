@@ -136,7 +136,7 @@ class AsyncClient:
         keep_full: bool | None = None,
         salt: bytes = b"",
         prefix: Sequence[int] | Array | None = None,
-        retention: str = "keep",
+        retention: str | None = None,
         timeout: float | None = None,
     ) -> AsyncSession:
         """As `Client.open`."""

@@ -34,7 +34,11 @@ DURABILITIES = {
 }
 
 
-RETENTIONS = {"keep": kv_cache_pb2.RETENTION_KEEP, "evict": kv_cache_pb2.RETENTION_EVICT}
+RETENTIONS = {
+    None: kv_cache_pb2.RETENTION_UNSPECIFIED,
+    "keep": kv_cache_pb2.RETENTION_KEEP,
+    "evict": kv_cache_pb2.RETENTION_EVICT,
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def open_request(
     keep_full: bool | None = None,
     salt: bytes = b"",
     prefix: Sequence[int] | Array | None = None,
-    retention: str = "keep",
+    retention: str | None = None,
 ) -> kv_cache_pb2.OpenSessionRequest:
     if purpose not in PURPOSES:
         raise InvalidArgument(f'purpose is {purpose!r}, allowed are "attend" and "fetch"')

@@ -167,7 +167,7 @@ class Client:
         keep_full: bool | None = None,
         salt: bytes = b"",
         prefix: Sequence[int] | Array | None = None,
-        retention: str = "keep",
+        retention: str | None = None,
         timeout: float | None = None,
     ) -> Session:
         """Opens a session, empty unless a `prefix` is found. It stays until it is closed, whatever becomes of this client.
@@ -183,7 +183,8 @@ class Client:
             `match` finds sessions of the same salt alone.
         prefix: token ids from position 0 on. The session begins with as many of them, a multiple of 64, as an open session
             of the same model, salt and coding holds; `lengths` of the new session says how many.
-        retention: "keep", or "evict": where memory, sessions or the SSD are full, the longest unused of these are closed.
+        retention: "keep", or "evict": where memory, sessions or the SSD are full, the longest unused of these are closed;
+            None: the daemon's own, which is "keep" unless its `--retention` says otherwise.
 
         AlreadyExists: the name is taken. NotFound: no such model. ResourceExhausted: too many sessions, or no memory.
         """

@@ -41,7 +41,7 @@ def view_of(data: Any, name: str) -> memoryview:
 def put_messages(
     objects: Iterable[tuple[str, Any]],
     *,
-    retention: str = "keep",
+    retention: str | None = None,
     durability: str | None = None,
     ttl: float = 0,
     replace: bool = False,
