@@ -42,12 +42,9 @@ static qkv_status read_codec(const char *name, const char *field, const qkv_code
   if (name[0] == '\0') return QKV_OK;
   *codec = qkv_codec_by_name(name);
   if (*codec != NULL) return QKV_OK;
-  char known[256] = "";
-  for (size_t i = 0, length = 0; qkv_codec_at(i) != NULL && length < sizeof known; i++) {
-    const char *join = i == 0 ? "" : qkv_codec_at(i + 1) == NULL ? " and " : ", ";
-    length += (size_t)snprintf(known + length, sizeof known - length, "%s%s", join, qkv_codec_at(i)->name);
-  }
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is \"%.64s\", known are %s", field, name, known);
+  char known[QKV_CODEC_NAMES_MAX];
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is \"%.64s\", known are %s", field, name,
+                  qkv_codec_names(known));
 }
 
 // A codec's parameters, where the policy has any for it. What is the codec's default is as if it were not said.

@@ -103,9 +103,14 @@ const qkv_option qkv_server_option_table[] = {
      "Tenants, and models, that /metrics names; those that come later are summed as \"other\"."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
      "Requests that wait for a compute thread."},
-    {"bits", QKV_OPTION_REAL, AT(bits), "4", 0, 0, "BITS",
-     "Bits per coordinate, in eighths up to 8, where neither model nor session says: an average, which a calibration "
-     "distributes over keys and values, layers and heads by what they miss."},
+    {"codec", QKV_OPTION_STRING, AT(codec), "embedded", 0, 0, "NAME",
+     "What codes rows where neither model nor session says: embedded, exact or another codec of the table."},
+    {"codec-v", QKV_OPTION_STRING, AT(codec_v), NULL, 0, 0, "NAME",
+     "The same for values alone; both are then neither embedded nor exact. Without it --codec."},
+    {"bits", QKV_OPTION_REAL, AT(bits), "0", 0, 0, "BITS",
+     "Bits per coordinate where neither model nor session says; 0: 4, or where the codec has no 4 bits 8 or 2. With "
+     "embedded in eighths up to 8, and an average, which a calibration distributes over keys and values, layers and "
+     "heads by what they miss."},
     {"bits-k", QKV_OPTION_REAL, AT(bits_k), "0", 0, 0, "BITS", "The same for keys alone; 0: --bits."},
     {"bits-v", QKV_OPTION_REAL, AT(bits_v), "0", 0, 0, "BITS", "The same for values alone; 0: --bits."},
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
@@ -221,10 +226,30 @@ const qkv_option qkv_server_option_table[] = {
 };
 const size_t qkv_server_option_count = sizeof(qkv_server_option_table) / sizeof(qkv_server_option_table[0]);
 
-static qkv_status check_bits(const char *name, double bits, qkv_error *error) {
-  if (qkv_codec_at(0)->bits_valid(bits)) return QKV_OK;
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %g, allowed are multiples of %g up to %d", name, bits,
-                  1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
+static qkv_status check_bits(const char *name, const qkv_codec *codec, double bits, qkv_error *error) {
+  if (bits == 0 || codec->bits_valid(bits)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %g, allowed are %s", name, bits, codec->bits_text);
+}
+
+static qkv_status find_codec(const char *option, const char *name, const qkv_codec **codec, qkv_error *error) {
+  char known[QKV_CODEC_NAMES_MAX];
+  *codec = name != NULL ? qkv_codec_by_name(name) : NULL;
+  if (*codec != NULL || name == NULL) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "--%s is %.64s, known are %s", option, name, qkv_codec_names(known));
+}
+
+static qkv_status check_codecs(const qkv_server_options *values, qkv_error *error) {
+  const qkv_codec *codec = NULL, *codec_v = NULL;
+  QKV_TRY(find_codec("codec", values->codec, &codec, error));
+  QKV_TRY(find_codec("codec-v", values->codec_v, &codec_v, error));
+  if (codec_v == NULL) codec_v = codec;
+  if (codec_v != codec && (codec->part == NULL || codec_v->part == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "--codec-v is %s and --codec is %s: %s codes keys and values together", codec_v->name,
+                    codec->name, codec->part == NULL ? codec->name : codec_v->name);
+  QKV_TRY(check_bits("bits", codec, values->bits, error));
+  QKV_TRY(check_bits("bits-k", codec, values->bits_k, error));
+  return check_bits("bits-v", codec_v, values->bits_v, error);
 }
 
 // "HI,MID,LO" into thresholds; false for anything else. Whether they fall is the policy's to check.
@@ -242,7 +267,7 @@ static qkv_status check_tiers(const qkv_server_options *values, qkv_error *error
   const qkv_ema_options ema = {.alpha = values->ema_alpha, .sample_every = (uint32_t)values->ema_every};
   double thresholds[QKV_RETIER_LEVELS - 1];
   if (qkv_ema_check(&ema, error) != QKV_OK) return qkv_error_prefix(error, "--");
-  if (values->tier_bits != 0) QKV_TRY(check_bits("tier-bits", values->tier_bits, error));
+  QKV_TRY(check_bits("tier-bits", qkv_codec_by_id(QKV_CODEC_EMBEDDED), values->tier_bits, error));
   if (values->memory_low > values->memory_high) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--memory-low is %g, at most --memory-high %g", values->memory_low,
                     values->memory_high);
@@ -371,9 +396,7 @@ static qkv_status check(const qkv_server_options *values, qkv_error *error) {
                     "avx512-vbmi, neon, neon-dotprod and amx-int8",
                     values->cpu_mask.items[i]);
   }
-  QKV_TRY(check_bits("bits", values->bits, error));
-  if (values->bits_k != 0) QKV_TRY(check_bits("bits-k", values->bits_k, error));
-  if (values->bits_v != 0) QKV_TRY(check_bits("bits-v", values->bits_v, error));
+  QKV_TRY(check_codecs(values, error));
   QKV_TRY(check_tiers(values, error));
   QKV_TRY(check_storage(values, error));
   QKV_TRY(check_memory(values, error));
@@ -398,11 +421,19 @@ qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values) {
   return policy;
 }
 
+static double bits_of(const qkv_codec *codec, double own, double both) {
+  if (own != 0) return own;
+  return both != 0 && codec->bits_valid(both) ? both : qkv_codec_bits_default(codec);
+}
+
 qkv_policy qkv_server_options_policy(const qkv_server_options *values) {
+  const qkv_codec *codec = qkv_codec_by_name(values->codec);
+  const qkv_codec *codec_v = values->codec_v != NULL ? qkv_codec_by_name(values->codec_v) : codec;
   qkv_policy policy = {
-      .codec = qkv_codec_at(0),
-      .bits_k = values->bits_k != 0 ? values->bits_k : values->bits,
-      .bits_v = values->bits_v != 0 ? values->bits_v : values->bits,
+      .codec = codec,
+      .codec_v = codec_v != codec ? codec_v : NULL,
+      .bits_k = bits_of(codec, values->bits_k, values->bits),
+      .bits_v = bits_of(codec_v, values->bits_v, values->bits),
       .recent_window = values->recent_window,
       .sink_tokens = values->sink_tokens,
       .low_rank_said = true,

@@ -45,7 +45,9 @@ typedef struct qkv_server_options {
   int64_t limit_client_shm;     // regions of clients' shared memory
   int64_t limit_metric_labels;  // tenants, and models, that metrics name
   int64_t limit_queue;          // jobs that wait for the compute pool
-  double bits;                  // what sessions and models fall back to, per coordinate
+  const char *codec;            // what sessions and models fall back to
+  const char *codec_v;          // of values; NULL: codec
+  double bits;                  // per coordinate, the same; 0: the codec's default
   double bits_k, bits_v;        // the same for one of the two; 0: `bits`
   int64_t sink_tokens;          // first tokens kept as outliers, the same
   int64_t recent_window;        // tokens kept exact, the same

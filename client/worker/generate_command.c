@@ -71,6 +71,8 @@ static qkv_status run(generate_job *job, qkv_error *error) {
 static qkv_status open_and_run(generate_job *job, qkv_client *client, qkv_error *error) {
   const qkvi_worker *worker = job->worker;
   const qkvi_remote_options remote = {.session = worker->session != NULL ? worker->session : job->session,
+                                      .codec = worker->codec,
+                                      .codec_v = worker->codec_v,
                                       .bits_k = worker->bits_k > 0 ? worker->bits_k : worker->bits,
                                       .bits_v = worker->bits_v > 0 ? worker->bits_v : worker->bits,
                                       .recent_window = -1,

@@ -11,8 +11,12 @@
    "of the model's own arithmetic; 0: one for each processor"}
 #define MODEL_OPTIONS                                                                                            \
   MODEL_OPTION,                                                                                                  \
+  {"codec", QKV_OPTION_STRING, offsetof(qkvi_worker, codec), NULL, 0, 0, "NAME",                                 \
+   "what codes keys and values: embedded, exact or another codec of the daemon's table; its default when not given"}, \
+  {"codec-v", QKV_OPTION_STRING, offsetof(qkvi_worker, codec_v), NULL, 0, 0, "NAME",                             \
+   "the same for values alone"},                                                                                 \
   {"bits", QKV_OPTION_REAL, offsetof(qkvi_worker, bits), "0", 0, 16, "BITS",                                     \
-   "code bits per coordinate, in eighths up to 8, on average over all keys and values; 0: the daemon's default"}, \
+   "code bits per coordinate, on average over all keys and values; 0: the daemon's default"},                    \
   {"bits-k", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_k), "0", 0, 16, "BITS",                                 \
    "the same for keys alone; 0: --bits"},                                                                        \
   {"bits-v", QKV_OPTION_REAL, offsetof(qkvi_worker, bits_v), "0", 0, 16, "BITS",                                 \

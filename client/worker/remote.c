@@ -107,7 +107,9 @@ static qkv_status register_model(qkv_client *client, const qkvi_lm *lm, const qk
 
 static qkv_status open_session(qkv_client *client, const qkvi_lm *lm, const qkvi_remote_options *options,
                                qkv_error *error) {
-  const qkv_client_policy policy = {.bits_k = options->bits_k,
+  const qkv_client_policy policy = {.codec = options->codec,
+                                    .codec_v = options->codec_v,
+                                    .bits_k = options->bits_k,
                                     .bits_v = options->bits_v,
                                     .recent_window = options->recent_window,
                                     .anchor = options->anchor};

@@ -20,9 +20,10 @@ void qkvi_remote_name(const char *program, char name[QKVI_REMOTE_NAME_MAX]);
 
 typedef struct qkvi_remote_options {
   const char *session;
-  double bits_k, bits_v;  // 0: the daemon's
-  int64_t recent_window;  // tokens; -1: the daemon's
-  int purpose;            // as in qkv_session_options
+  const char *codec, *codec_v;  // NULL: the daemon's
+  double bits_k, bits_v;        // 0: the daemon's
+  int64_t recent_window;        // tokens; -1: the daemon's
+  int purpose;                  // as in qkv_session_options
   double max_attention_error;
   int durability;           // as in qkv_session_options
   const char *anchor;       // its kind; NULL: the daemon's

@@ -203,6 +203,8 @@ static qkv_status coded_pass(qkvi_scorer *scorer, const int32_t *window, qkvi_re
 
 static qkv_status coded_logits(qkvi_scorer *scorer, const int32_t *window, float *logits, qkv_error *error) {
   const qkvi_remote_options options = {.session = scorer->session_name,
+                                       .codec = scorer->options.codec,
+                                       .codec_v = scorer->options.codec_v,
                                        .bits_k = scorer->options.bits_k,
                                        .bits_v = scorer->options.bits_v,
                                        .recent_window = 0,

@@ -31,6 +31,7 @@ enum { QKVI_SCORE_BATCH = 256 };
 
 typedef struct qkvi_score_options {
   int64_t windows, prefill, length;  // 1 <= prefill < length
+  const char *codec, *codec_v;       // borrowed; NULL: the daemon's
   double bits_k, bits_v;             // 0: the daemon's
   double max_attention_error;        // quality contract; 0: none
   const char *anchor;                // its kind, borrowed; NULL: the daemon's

@@ -211,6 +211,8 @@ int qkvi_score(void *values, const qkv_option_list *arguments) {
       .options = {.windows = worker->windows,
                   .prefill = worker->prefill,
                   .length = worker->length,
+                  .codec = worker->codec,
+                  .codec_v = worker->codec_v,
                   .bits_k = worker->bits_k > 0 ? worker->bits_k : worker->bits,
                   .bits_v = worker->bits_v > 0 ? worker->bits_v : worker->bits,
                   .max_attention_error = worker->max_attention_error,

@@ -10,9 +10,10 @@
 #include "client/worker/lm.h"
 
 typedef struct qkvi_worker {
-  qkv_program program;  // first, as client/common/program.h wants it
-  const char *model;    // a directory or a .gguf file
-  int64_t threads;      // of the model's own arithmetic; 0: one for each processor
+  qkv_program program;          // first, as client/common/program.h wants it
+  const char *model;            // a directory or a .gguf file
+  int64_t threads;              // of the model's own arithmetic; 0: one for each processor
+  const char *codec, *codec_v;  // NULL: not given
   double bits, bits_k, bits_v, max_attention_error;
   // generate
   const char *prompt;

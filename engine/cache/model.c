@@ -6,14 +6,20 @@
 #include <stdio.h>
 #include <string.h>
 
+// The next level's bits, or the codec's default where it does not have them: 4 bits go with int8 as 8.
+static double merged_bits(const qkv_codec *codec, double bits) {
+  return codec == NULL || bits == 0 || codec->bits_valid(bits) ? bits : qkv_codec_bits_default(codec);
+}
+
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
   if (policy->codec == NULL) {
     policy->codec = fallback->codec;
     policy->codec_v = fallback->codec_v;
     memcpy(policy->parameters, fallback->parameters, sizeof policy->parameters);
   }
-  if (policy->bits_k == 0) policy->bits_k = fallback->bits_k;
-  if (policy->bits_v == 0) policy->bits_v = fallback->bits_v;
+  const qkv_codec *codec_v = policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  if (policy->bits_k == 0) policy->bits_k = merged_bits(policy->codec, fallback->bits_k);
+  if (policy->bits_v == 0) policy->bits_v = merged_bits(codec_v, fallback->bits_v);
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
   if (policy->sink_tokens < 0) policy->sink_tokens = fallback->sink_tokens;
   if (!policy->anchor_said) policy->anchor = fallback->anchor;

@@ -1,5 +1,6 @@
 #include "engine/codec/codec.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,4 +70,17 @@ const qkv_codec *qkv_codec_by_name(const char *name) {
 
 const qkv_codec *qkv_codec_at(size_t row) {
   return row < CODECS ? codecs[row] : NULL;
+}
+
+char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]) {
+  names[0] = '\0';
+  for (size_t row = 0, length = 0; row < CODECS && length < QKV_CODEC_NAMES_MAX; row++) {
+    const char *join = row == 0 ? "" : row + 1 == CODECS ? " and " : ", ";
+    length += (size_t)snprintf(names + length, QKV_CODEC_NAMES_MAX - length, "%s%s", join, codecs[row]->name);
+  }
+  return names;
+}
+
+double qkv_codec_bits_default(const qkv_codec *codec) {
+  return codec->bits_valid(4) ? 4 : codec->bits_valid(8) ? 8 : 2;
 }

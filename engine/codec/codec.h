@@ -180,5 +180,10 @@ const qkv_codec *qkv_codec_by_id(uint8_t id);
 const qkv_codec *qkv_codec_by_name(const char *name);
 // Rows of the table, for lists: NULL beyond the end.
 const qkv_codec *qkv_codec_at(size_t row);
+// The names in the table, "a, b and c", for error messages.
+enum { QKV_CODEC_NAMES_MAX = 256 };
+char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]);
+// The bits where none are given: 4, or of a codec without 4 bits 8 or 2.
+double qkv_codec_bits_default(const qkv_codec *codec);
 
 #endif

@@ -1,6 +1,7 @@
 """Each codec of parts through the real daemon: rows, attention, forks, files, the SSD and its limits."""
 
 import copy
+import os
 
 import grpc
 import numpy as np
@@ -10,7 +11,7 @@ from daemon import Daemon
 from kv import TIMEOUT, Cache, attention, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
-from test_cli import json_lines
+from test_cli import DATA, json_lines
 from test_coded import calibrate
 
 LAYERS, TOKENS, WINDOW = 2, 500, 20
@@ -209,3 +210,21 @@ def test_commvq_under_a_calibration(tmp_path):
     with Daemon(*arguments) as daemon:
         cache.stub = daemon.stub()
         assert same(everything(cache), before)
+
+
+def test_the_daemons_default(tmp_path):
+    """--codec is what sessions that name none have, and qkv-worker's, with bits that the codec has."""
+    with Daemon("--codec", "turboquant", "--codec-v", "int8") as daemon:
+        cache = Cache(daemon.stub(), "plain", layers=1, key_dim=64, value_dim=32, recent_window=0)
+        policy = cache.info().policy
+        assert (policy.codec, policy.codec_v, policy.bits_k, policy.bits_v) == ("turboquant", "int8", 4, 8)
+        k, v = cache.rows(128)
+        cache.append(0, k, v)
+        read_k, read_v = cache.fetch((0,))
+        assert 1e-3 < error(k, read_k) < 0.0095 and error(v, read_v) < 5e-5
+        score = ("qkv-worker", "score", "--model", DATA, "--text", os.path.join(DATA, "heldout_kjv.txt"), "--windows", "1",
+                 "--prefill", "64", "--length", "128", "--target", daemon.target)
+        (figures,) = json_lines(*score)
+        assert (figures["bits_k"], figures["bits_v"]) == (4, 8)
+        (figures,) = json_lines(*score, "--codec", "kivi", "--codec-v", "pq", "--bits", "2")
+        assert (figures["bits_k"], figures["bits_v"]) == (2, 2) and 2.5 < figures["bits_per_coordinate"] < 3.2

@@ -65,7 +65,8 @@ static void defaults(void **out) {
   assert_int_equal(values.rpc_threads, 1);
   assert_int_equal(values.limit_message, 64 << 20);
   assert_int_equal(values.limit_items, 1024);
-  assert_true(values.bits == 4 && values.bits_k == 0 && values.bits_v == 0);
+  assert_true(values.bits == 0 && values.bits_k == 0 && values.bits_v == 0);
+  assert_true(qkv_server_options_policy(&values).bits_k == 4 && qkv_server_options_policy(&values).bits_v == 4);
   assert_int_equal(values.recent_window, 64);
   assert_int_equal(values.drain_grace, 10000);
   assert_false(values.discard);
@@ -140,7 +141,10 @@ static void values_out_of_limits(void **out) {
       {"--drain-grace=10", "10"},
       {"--bits-v=5.2", "--bits-v is 5.2, allowed are multiples of 0.125 up to 8"},
       {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},
-      {"--bits=0", "--bits is 0, allowed are multiples of 0.125 up to 8"},
+      {"--bits=-1", "--bits is -1, allowed are multiples of 0.125 up to 8"},
+      {"--codec=zip", "--codec is zip, known are embedded, exact, kivi, "},
+      {"--codec-v=zip", "--codec-v is zip, known are embedded, exact, kivi, "},
+      {"--codec-v=kivi", "--codec-v is kivi and --codec is embedded: embedded codes keys and values together"},
       {"--bits=2.3", "--bits is 2.3, allowed are multiples of 0.125 up to 8"},
       {"--cpu-mask=avx1024", "--cpu-mask is avx1024, allowed are none and lists of avx2, fma"},
       {"--ema-alpha=2", "--ema-alpha is 2, allowed are 0 (not included) to 0.99999"},
@@ -170,6 +174,34 @@ static void tiers(void **out) {
   assert_true(policy.thresholds[0] == 0.5 && policy.thresholds[1] == 0.25 && policy.thresholds[2] == 0.125);
   assert_true(policy.bits == 1.625 && policy.pages_max == 7 && policy.sinks == 9);
   qkv_options_destroy(&set);
+}
+
+static void codecs(void **out) {
+  (void)out;
+  static const struct {
+    const char *arguments[4], *k, *v;
+    double bits_k, bits_v;
+  } rows[] = {
+      {{NULL}, "embedded", NULL, 4, 4},
+      {{"--codec=exact", NULL}, "exact", NULL, 4, 4},
+      {{"--codec=int8", NULL}, "int8", NULL, 8, 8},
+      {{"--codec=commvq", "--bits-k=1", NULL}, "commvq", NULL, 1, 2},
+      {{"--codec=turboquant", "--codec-v=kivi", "--bits=3", NULL}, "turboquant", "kivi", 3, 3},
+      {{"--codec=turboquant", "--codec-v=int8", "--bits=3", NULL}, "turboquant", "int8", 3, 8},
+      {{"--codec=kivi", "--codec-v=kivi", NULL}, "kivi", NULL, 4, 4},
+  };
+  for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+    qkv_server_options values;
+    qkv_options *set;
+    qkv_error error = {0};
+    assert_int_equal(read_options(rows[i].arguments, &values, &set, &error), QKV_OK);
+    const qkv_policy policy = qkv_server_options_policy(&values);
+    assert_string_equal(policy.codec->name, rows[i].k);
+    assert_true(policy.codec_v == (rows[i].v != NULL ? qkv_codec_by_name(rows[i].v) : NULL));
+    assert_true(policy.bits_k == rows[i].bits_k && policy.bits_v == rows[i].bits_v);
+    qkv_options_destroy(&set);
+  }
+  expect_refusal((const char *[]){"--codec=pq", "--bits=3", NULL}, "--bits is 3, allowed are 1, 2 and 4 with pq");
 }
 
 static void cpu_masks(void **out) {
@@ -202,6 +234,7 @@ int main(void) {
       cmocka_unit_test(foreign_variables_are_left_alone),
       cmocka_unit_test(values_out_of_limits),
       cmocka_unit_test(tiers),
+      cmocka_unit_test(codecs),
       cmocka_unit_test(cpu_masks),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -16,9 +16,14 @@ def test_options():
     assert Options.of({}) == Options()
     assert Options.of({"bits": "exact"}).policy() == qkvd.EXACT
     assert (Options.of({"bits": 4}).policy().bits_k, Options.of({"bits": 4}).policy().recent_window) == (4, 0)
+    policy = Options.of({"codec": "turboquant", "codec_v": "kivi"}).policy()
+    assert (policy.codec, policy.codec_v, policy.bits_k, policy.recent_window) == ("turboquant", "kivi", 0, 0)
     for config, text in (
         ({"bit": 4}, "'bit' is no option"),
         ({"bits": "four"}, "bits is 'four', allowed are"),
+        ({"codec": "zip"}, "codec is 'zip', known are embedded, exact"),
+        ({"codec_v": "kivi"}, "codec_v is 'kivi' without codec"),
+        ({"codec": "kivi", "bits": "exact"}, "bits is \"exact\" and codec is 'kivi'"),
         ({"durability": "disk"}, "durability is 'disk', allowed are"),
         ({"timeout": 0}, "timeout is 0, it is a number of seconds above 0"),
         ({"ttl": -1}, "ttl is -1, it begins at 0"),
@@ -31,6 +36,8 @@ def test_salts_tell_sequences_apart():
     salts = [
         Options().salt(None), Options(bits=4).salt(None), Options(bits="exact").salt(None), Options().salt("alice"),
         Options().salt(["adapter", "path"]), Options().salt("bob"),
+        Options(codec="kivi").salt(None), Options(codec="kivi", codec_v="pq").salt(None),
+        Options(codec="kivi", bits=4).salt(None),
     ]  # fmt: skip
     assert len(set(salts)) == len(salts)
     assert salts[0] == b""

@@ -145,6 +145,16 @@ static void test_policy_merge(void **state) {
   assert_ptr_equal(policy.codec, fallback.codec);
   assert_true(policy.bits_k == 3 && policy.bits_v == 2);
   assert_int_equal(policy.recent_window, 0);
+  // Bits that the codec does not have are not taken from the next level.
+  policy = QKV_POLICY_UNSET;
+  policy.codec = qkv_codec_by_name("commvq");
+  qkv_policy_merge(&policy, &fallback);
+  assert_true(policy.bits_k == 2 && policy.bits_v == 2);
+  policy = QKV_POLICY_UNSET;
+  policy.codec = qkv_codec_by_name("kivi");
+  policy.codec_v = qkv_codec_by_name("int8");
+  qkv_policy_merge(&policy, &fallback);
+  assert_true(policy.bits_k == 4 && policy.bits_v == 8);
 }
 
 #define DIFFERS(change)                            \

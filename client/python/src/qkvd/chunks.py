@@ -99,7 +99,7 @@ class Chunks:
 
     def name(self, *parts: Any) -> str:
         """A session's name for a chunk, of what tells it from others and of how it is coded."""
-        what = repr((self.options.model_name, self.options.bits, self.heads, parts))
+        what = repr((self.options.model_name, *self.options.coding(), self.heads, parts))
         return "chunk/" + hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
     def has(self, names: Sequence[str]) -> list[bool]:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from qkvd import calls
 from qkvd.arrays import Array
@@ -25,7 +25,7 @@ from qkvd.client import Client
 from qkvd.connection import DEFAULT_TARGET, Tls, read_file
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, NotFound, Unavailable
 from qkvd.items import Item
-from qkvd.model import EXACT, Model, Policy
+from qkvd.model import EXACT, Codec, Model, Policy
 from qkvd.wire import Rows
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ PAGE = 64  # tokens: what a match is a multiple of
 FIRST_ASKED = 4096  # ids of a long prompt: the others are sent where a session has all of these
 NAMES_MOST = 16384  # that a lookup asks for
 NAMELESS = Model(name="-", layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8)  # of who only looks up, or has no rows
+CODECS = tuple(name for name in get_args(Codec) if name)
 NOTHING = Match("", 0, 0, 0, 0.0)
 
 
@@ -50,6 +51,8 @@ class Options:
     model_name: str = ""  # as the daemon knows the model; "": of the engine's model and its configuration
     tenant: str = ""
     bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
+    codec: str | None = None  # what codes rows (docs/codecs.md); None: the daemon's own
+    codec_v: str | None = None  # the same of values, where that of keys is another one
     durability: str | None = None  # "memory", "async" or "sync"; None: the daemon's own
     ttl: float = 0.0  # seconds after which an unused session is closed; 0: when the daemon has no place for others
     timeout: float = 10.0  # seconds for a load, and for each step of a save
@@ -67,6 +70,13 @@ class Options:
         options = cls(**config)
         if isinstance(options.bits, str) and options.bits != "exact":
             raise InvalidArgument(f'bits is {options.bits!r}, allowed are a number up to 8 and "exact"')
+        for name in ("codec", "codec_v"):
+            if getattr(options, name) not in (None, *CODECS):
+                raise InvalidArgument(f"{name} is {getattr(options, name)!r}, known are {', '.join(CODECS)}")
+        if options.codec_v is not None and options.codec is None:
+            raise InvalidArgument(f"codec_v is {options.codec_v!r} without codec")
+        if options.bits == "exact" and options.codec not in (None, "exact"):
+            raise InvalidArgument(f'bits is "exact" and codec is {options.codec!r}')
         if options.durability not in DURABILITIES:
             raise InvalidArgument(f'durability is {options.durability!r}, allowed are "memory", "async" and "sync"')
         for name in ("timeout", "lookup_timeout"):
@@ -96,11 +106,23 @@ class Options:
         if self.bits == "exact":
             return EXACT
         bits = float(self.bits or 0)
-        return Policy(bits_k=bits, bits_v=bits, recent_window=0)
+        return Policy(
+            codec=cast(Codec, self.codec or ""),
+            codec_v=cast(Codec, self.codec_v or ""),
+            bits_k=bits,
+            bits_v=bits,
+            recent_window=0,
+        )
+
+    def coding(self) -> tuple[Any, ...]:
+        """What is asked for of the coding: rows that were saved with another one are not loaded."""
+        if self.codec is None:
+            return (self.bits,)
+        return (self.bits, self.codec, self.codec_v)
 
     def salt(self, *parts: Any) -> bytes:
         """What rows depend on apart from model and ids: the coding asked for, and `parts` (None counts as absent)."""
-        what = [self.bits, *parts]
+        what = [*self.coding(), *parts]
         if all(part is None for part in what):
             return b""
         return hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=16).digest()
