@@ -37,12 +37,14 @@ static const qkv_option options[] = {
      "of a window; those after the prefill are scored"},
     {"setting", QKV_OPTION_LIST, offsetof(qkv_bench_settings, ways), NULL, 0, 0, "WAY",
      "a way to code, FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS], such as plain:4, archive:2/1.5:auto or "
-     "attend:4@1.5, whose tokens are brought to 1.5 bits by attention; may be given several times. Without any, a "
-     "list of them"},
+     "attend:4@1.5, whose tokens are brought to 1.5 bits by attention; or CODEC[,NAME=VALUE][/CODEC_V[,NAME=VALUE]]:"
+     "K[/V], such as kivi,q_group_size=64:4 or turboquant/kivi:4/2; may be given several times. Without any, a list "
+     "of them"},
     {"codec", QKV_OPTION_STRING, offsetof(qkv_bench_settings, codec), NULL, 0, 0, "NAME",
-     "a codec, whose figures alone are shown; or all, for a table of all of them"},
-    {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_bits), "4", 0.125, 8, "BITS",
-     "code bits per coordinate of the codec"},
+     "a codec, with parameters and a codec of values as in --setting, whose figures alone are shown; or all, for a "
+     "table of all of them"},
+    {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_bits), "0", 0, 8, "BITS",
+     "code bits per coordinate of the codec; 0: 4, or where the codec has no 4 bits 8 or 2"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "0", 0, 8, "BITS",
      "code bits per coordinate of keys, a multiple of 0.125; with those below, one more way to code"},
     {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",
@@ -143,8 +145,9 @@ static qkv_status load_calibration(quality_job *job, qkv_error *error) {
 static void find_text(quality_job *job) {
   const qkv_bench_settings *settings = job->settings;
   if (settings->codec == NULL || settings->calibration != NULL || settings->model == NULL) return;
-  const qkv_codec *codec = qkv_codec_by_name(settings->codec);
-  if (codec != NULL ? !codec->calibrated : strcmp(settings->codec, "all") != 0) return;
+  const qkv_codec *codec = qkvi_setting_codec(settings->codec);
+  const bool learns = codec != NULL && codec->calibrated && !qkv_codec_is_exact(codec);
+  if (!learns && strcmp(settings->codec, "all") != 0) return;
   struct stat info;
   if (stat(settings->model, &info) != 0) return;
   const char *slash = S_ISDIR(info.st_mode) ? NULL : strrchr(settings->model, '/');

@@ -1,4 +1,5 @@
 // The ways to code that `qkv-bench quality` compares.
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -111,12 +112,37 @@ static void name_rest(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_M
   }
 }
 
+// "kivi q_group_size=64"
+static size_t name_codec(const qkv_policy *policy, qkv_part part, char name[QKVI_SETTING_NAME_MAX], size_t length) {
+  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, "%s", codec->name);
+  for (size_t i = 0; i < codec->parameter_count; i++) {
+    const uint32_t value = qkv_parameter_of(policy, part, i);
+    if (value == codec->parameters[i].fallback) continue;
+    length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, " %s=%" PRIu32,
+                               codec->parameters[i].name, value);
+  }
+  return length;
+}
+
+static void name_parts(const qkv_policy *policy, char name[QKVI_SETTING_NAME_MAX]) {
+  size_t length = name_codec(policy, QKV_K, name, 0);
+  if (policy->codec_v != NULL) {
+    name[length++] = '/';
+    length = name_codec(policy, QKV_V, name, length);
+  }
+  length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, " %g", policy->bits_k);
+  if (policy->bits_v != policy->bits_k)
+    (void)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, "/%g", policy->bits_v);
+}
+
 char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_MAX]) {
-  const qkv_policy *policy = &setting->policy;
-  if (policy->codec->part != NULL) {
-    int length = snprintf(name, QKVI_SETTING_NAME_MAX, "%s %g", policy->codec->name, policy->bits_k);
-    if (policy->bits_v != policy->bits_k)
-      snprintf(name + length, QKVI_SETTING_NAME_MAX - (size_t)length, "/%g", policy->bits_v);
+  if (qkv_codec_is_exact(setting->policy.codec)) {
+    (void)snprintf(name, QKVI_SETTING_NAME_MAX, "exact");
+    return name;
+  }
+  if (setting->policy.codec->part != NULL) {
+    name_parts(&setting->policy, name);
     return name;
   }
   if (setting->calibrated) {
@@ -130,7 +156,7 @@ char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME
 
 // ---- Parsing ----
 
-enum { PARTS = 4, PART_BYTES = 32 };
+enum { PARTS = 4, PART_BYTES = 96 };
 
 static qkv_status parse_frame(const char *text, qkv_frame *frame, qkv_error *error) {
   for (size_t i = 0; i < sizeof frame_names / sizeof *frame_names; i++) {
@@ -141,13 +167,77 @@ static qkv_status parse_frame(const char *text, qkv_frame *frame, qkv_error *err
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "the frame is %s, known are plain, attend and archive", text);
 }
 
-// A codec of the table whose pages are made of parts, in place of a frame.
-static bool parse_codec(const char *text, qkvi_setting *setting) {
-  const qkv_codec *codec = qkv_codec_by_name(text);
-  if (codec == NULL || codec->part == NULL) return false;
-  setting->policy.codec = codec;
+// The codec that `text` begins with, and where its name ends; NULL: none.
+static const qkv_codec *find_codec(const char *text, const char **end) {
+  char name[PART_BYTES];
+  const size_t length = strcspn(text, ",/");
+  if (length >= sizeof name) return NULL;
+  memcpy(name, text, length);
+  name[length] = '\0';
+  *end = text + length;
+  return qkv_codec_by_name(name);
+}
+
+const qkv_codec *qkvi_setting_codec(const char *text) {
+  const char *end;
+  return find_codec(text, &end);
+}
+
+// ",NAME=VALUE" as often as it is there, until a slash or the end.
+static qkv_status parse_parameters(const char **text, const qkv_codec *codec, uint32_t values[QKV_PARAMETERS_MAX],
+                                   qkv_error *error) {
+  while (**text == ',') {
+    const char *name = *text + 1, *equals = strchr(name, '=');
+    char *end = NULL;
+    const unsigned long value = equals != NULL ? strtoul(equals + 1, &end, 10) : 0;
+    if (equals == NULL || end == equals + 1 || value == 0 || value > UINT32_MAX ||
+        (*end != ',' && *end != '/' && *end != '\0'))
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is no parameter, expected NAME=VALUE", name);
+    size_t i = 0;
+    while (i < codec->parameter_count && (strlen(codec->parameters[i].name) != (size_t)(equals - name) ||
+                                          strncmp(codec->parameters[i].name, name, (size_t)(equals - name)) != 0))
+      i++;
+    if (i == codec->parameter_count)
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has no parameter %.*s", codec->name, (int)(equals - name),
+                      name);
+    values[i] = (uint32_t)value;
+    *text = end;
+  }
+  return QKV_OK;
+}
+
+// "CODEC[,NAME=VALUE...][/CODEC_V[,NAME=VALUE...]]" of codecs whose pages are made of parts, in place of a frame; or
+// "exact".
+static qkv_status parse_codecs(const char *text, qkv_policy *policy, qkv_error *error) {
+  char known[QKV_CODEC_NAMES_MAX];
+  const char *at = text;
+  const qkv_codec *codec = find_codec(text, &at);
+  policy->codec = codec;
+  QKV_TRY(parse_parameters(&at, codec, policy->parameters[QKV_K], error));
+  memcpy(policy->parameters[QKV_V], policy->parameters[QKV_K], sizeof policy->parameters[QKV_V]);
+  if (*at == '/') {
+    const char *second = at + 1;
+    policy->codec_v = find_codec(second, &at);
+    if (policy->codec_v == NULL)
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "the codec of values is %s, known are %s", second,
+                      qkv_codec_names(known));
+    memset(policy->parameters[QKV_V], 0, sizeof policy->parameters[QKV_V]);
+    QKV_TRY(parse_parameters(&at, policy->codec_v, policy->parameters[QKV_V], error));
+    if (policy->codec_v == policy->codec &&
+        memcmp(policy->parameters[QKV_K], policy->parameters[QKV_V], sizeof policy->parameters[QKV_K]) == 0)
+      policy->codec_v = NULL;
+  }
+  if (*at == '\0') return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "the codec is %s, expected CODEC[,NAME=VALUE][/CODEC[,NAME=VALUE]]",
+                  text);
+}
+
+// What stands before the bits: codecs or a frame.
+static qkv_status parse_way(const char *text, qkvi_setting *setting, qkv_error *error) {
+  const qkv_codec *codec = qkvi_setting_codec(text);
   setting->frame = QKV_FRAME_PLAIN;
-  return true;
+  if (codec == NULL || codec->id == QKV_CODEC_EMBEDDED) return parse_frame(text, &setting->frame, error);
+  return parse_codecs(text, &setting->policy, error);
 }
 
 static qkv_status parse_bits(const char *text, qkv_policy *policy, qkv_error *error) {
@@ -199,8 +289,9 @@ static qkv_status parse_tiers(const char *text, double *bits, qkv_error *error) 
 
 static qkv_status resolve(qkvi_setting *setting, bool calibrated, qkv_error *error) {
   const qkv_codec *codec = setting->policy.codec;
-  const bool parts = codec != NULL && codec->part != NULL;
-  setting->calibrated = calibrated && (parts ? codec->calibrated : setting->frame != QKV_FRAME_PLAIN);
+  setting->calibrated = calibrated && (codec != NULL ? codec->calibrated : setting->frame != QKV_FRAME_PLAIN);
+  if (codec != NULL && setting->tier_bits > 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "pages of %s cannot lose bits, of embedded they can", codec->name);
   if (setting->frame == QKV_FRAME_ATTEND && !calibrated) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "the attend frame needs --calibration; without one it is plain");
   }
@@ -226,14 +317,15 @@ qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *s
     const char *colon = strchr(at, ':');
     const size_t bytes = colon != NULL ? (size_t)(colon - at) : strlen(at);
     if (i == PARTS || bytes >= PART_BYTES) {
-      return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                      "--setting %.64s: expected FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", text);
+      return qkv_fail(
+          error, QKV_INVALID_ARGUMENT,
+          "--setting %.64s: expected FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS] or CODEC[/CODEC]:K[/V]", text);
     }
     memcpy(parts[i], at, bytes);
     parts[i][bytes] = '\0';
     at = colon != NULL ? colon + 1 : NULL;
   }
-  qkv_status status = parse_codec(parts[0], setting) ? QKV_OK : parse_frame(parts[0], &setting->frame, error);
+  qkv_status status = parse_way(parts[0], setting, error);
   if (status == QKV_OK) status = parse_bits(parts[1], &setting->policy, error);
   if (status == QKV_OK) status = parse_anchor(parts[2], &setting->policy, error);
   if (status == QKV_OK) status = parse_low_rank(parts[3], &setting->policy, error);
@@ -276,60 +368,56 @@ static qkv_status add_flags(qkvi_setting_list *list, const qkv_bench_settings *o
   return QKV_OK;
 }
 
-// Each codec of the table at the bits that people use, for --codec all.
-static const struct {
-  bool calibrated;
-  const char *setting;
-} all_codecs[] = {
-    {false, "kivi:2"},
-    {false, "kivi:3"},
-    {false, "kivi:4"},
-    {false, "kivi:8"},
-    {false, "turboquant:1"},
-    {false, "turboquant:2"},
-    {false, "turboquant:3"},
-    {false, "turboquant:4"},
-    {false, "turboquant:5"},
-    {false, "turboquant-ip:2"},
-    {false, "turboquant-ip:3"},
-    {false, "turboquant-ip:4"},
-    {false, "pq:1"},
-    {false, "pq:2"},
-    {false, "pq:4"},
-    {true, "commvq:1"},
-    {true, "commvq:2"},
-    {false, "polarquant:2"},
-    {false, "polarquant:3"},
-    {false, "polarquant:4"},
-    {false, "polarquant:5"},
-    {false, "running-u8:8"},
-    {false, "int8:8"},
-    {false, "plain:2"},
-    {false, "plain:3"},
-    {false, "plain:4"},
-    {true, "attend:2"},
-    {true, "attend:3"},
-    {true, "attend:4"},
-    {true, "archive:2"},
-    {true, "archive:3"},
-};
+// ---- Codecs ----
+
+static qkv_status add_way(qkvi_setting_list *list, const char *way, double bits_k, double bits_v, bool calibrated,
+                          qkv_error *error) {
+  char text[PARTS * PART_BYTES];
+  (void)snprintf(text, sizeof text, "%.96s:%g/%g", way, bits_k, bits_v);
+  return add_text(list, text, calibrated, error);
+}
+
+// Every codec of the table at the whole bits that people use, for --codec all; embedded in its frames. What is exact
+// is in every table.
+static qkv_status add_all_codecs(qkvi_setting_list *list, bool calibrated, qkv_error *error) {
+  static const double bits[] = {1, 2, 3, 4, 5, 8};
+  enum { BITS = sizeof bits / sizeof *bits };
+  for (size_t row = 0; qkv_codec_at(row) != NULL; row++) {
+    const qkv_codec *codec = qkv_codec_at(row);
+    const bool learns = codec->part != NULL && codec->calibrated;
+    for (size_t i = 0; codec->part != NULL && i < BITS; i++) {
+      if (codec->bits_valid(bits[i]) && (calibrated || !learns))
+        QKV_TRY(add_way(list, codec->name, bits[i], bits[i], learns, error));
+    }
+    for (size_t i = 0; codec->id == QKV_CODEC_EMBEDDED && i < BITS; i++)
+      QKV_TRY(add_way(list, "plain", bits[i], bits[i], false, error));
+    for (size_t i = 0; codec->id == QKV_CODEC_EMBEDDED && calibrated && i < BITS; i++) {
+      QKV_TRY(add_way(list, "attend", bits[i], bits[i], true, error));
+      QKV_TRY(add_way(list, "archive", bits[i], bits[i], true, error));
+    }
+  }
+  return QKV_OK;
+}
 
 // Of --codec and --bits: embedded is measured in the frame of sessions to attend, calibrated where it can be.
 static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *options, bool calibrated,
                             qkv_error *error) {
-  for (size_t i = 0; strcmp(options->codec, "all") == 0 && i < sizeof all_codecs / sizeof *all_codecs; i++) {
-    if (calibrated || !all_codecs[i].calibrated)
-      QKV_TRY(add_text(list, all_codecs[i].setting, all_codecs[i].calibrated, error));
-  }
-  if (strcmp(options->codec, "all") == 0) return QKV_OK;
-  const qkv_codec *codec = qkv_codec_by_name(options->codec);
-  if (codec == NULL || qkv_codec_is_exact(codec))
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %.64s, no codec of the table and not all",
-                    options->codec);
-  char text[PARTS * PART_BYTES];
-  const char *way = codec->part != NULL ? codec->name : calibrated ? "attend" : "plain";
-  snprintf(text, sizeof text, "%s:%g", way, options->code_bits > 0 ? options->code_bits : 4);
-  return add_text(list, text, calibrated && codec->calibrated, error);
+  char known[QKV_CODEC_NAMES_MAX];
+  if (strcmp(options->codec, "all") == 0) return add_all_codecs(list, calibrated, error);
+  const qkv_codec *codec = qkvi_setting_codec(options->codec), *codec_v = codec;
+  if (codec == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %.64s, known are all, %s", options->codec,
+                    qkv_codec_names(known));
+  const char *slash = strchr(options->codec, '/');
+  if (slash != NULL && qkvi_setting_codec(slash + 1) != NULL) codec_v = qkvi_setting_codec(slash + 1);
+  const bool embedded = codec->id == QKV_CODEC_EMBEDDED;
+  const double bits = options->code_bits;
+  return add_way(list,
+                 !embedded    ? options->codec
+                 : calibrated ? "attend"
+                              : "plain",
+                 bits > 0 ? bits : qkv_codec_bits_default(codec), bits > 0 ? bits : qkv_codec_bits_default(codec_v),
+                 calibrated && codec->calibrated, error);
 }
 
 qkv_status qkvi_settings_collect(const qkv_bench_settings *options, bool calibrated, qkvi_setting_list *list,

@@ -51,6 +51,16 @@ static void round_rows(qkv_dtype dtype, const float *rows, size_t count, float *
   free(narrow);
 }
 
+// Rows of the codec exact: no pages.
+static void keep(const qkv_coder *coder, qkv_dtype dtype, uint64_t tokens, const float *k, const float *v,
+                 float *k_out, float *v_out, qkvi_recoded *sums) {
+  const size_t k_count = tokens * coder->kv_heads * coder->key_dim;
+  const size_t v_count = tokens * coder->kv_heads * coder->value_dim;
+  round_rows(dtype, k, k_count, k_out);
+  round_rows(dtype, v, v_count, v_out);
+  sums->bytes += (k_count + v_count) * qkv_dtype_size(dtype);
+}
+
 // What the coding of one page needs.
 typedef struct recode_scratch {
   void *page;
@@ -63,7 +73,7 @@ static void *memory(size_t bytes) {
   return block;
 }
 
-void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
+static void code(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
                  const float *v, float *k_out, float *v_out, qkvi_recoded *sums) {
   const size_t k_row = (size_t)coder->kv_heads * coder->key_dim, v_row = (size_t)coder->kv_heads * coder->value_dim;
   const size_t room = coder->codec->page_bytes_max(coder);
@@ -83,6 +93,15 @@ void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uin
   free(scratch.page);
   free(scratch.k);
   free(scratch.v);
+}
+
+void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
+                 const float *v, float *k_out, float *v_out, qkvi_recoded *sums) {
+  if (qkv_codec_is_exact(coder->codec)) {
+    keep(coder, dtype, tokens, k, v, k_out, v_out, sums);
+  } else {
+    code(coder, dtype, position, tokens, k, v, k_out, v_out, sums);
+  }
   qkvi_recoded_compare(coder->kv_heads, coder->key_dim, coder->value_dim, tokens, k, v, k_out, v_out, sums);
 }
 

@@ -21,7 +21,7 @@ typedef struct qkvi_recoded {
 // Codes `tokens` rows from `position` on as pages of 64 (the last one may be short) and decodes them again; keys as
 // attended, both ways. k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim], dense; `k_out` and `v_out`
 // are alike and get the rows that a reader of the pages has. Rows are rounded to `dtype` before they are coded, as a
-// session does whose model has it; they are compared unrounded. Adds to *sums.
+// session does whose model has it; they are compared unrounded. With the codec exact that is all. Adds to *sums.
 void qkvi_recode(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
                  const float *v, float *k_out, float *v_out, qkvi_recoded *sums);
 

@@ -85,6 +85,21 @@ static void test_rows_are_rounded_before_they_are_coded(void **state) {
   coder_destroy(coder);
 }
 
+static void test_exact_rows_are_rounded_alone(void **state) {
+  (void)state;
+  const qkv_coder coder = {
+      .codec = qkv_codec_by_name("exact"), .kv_heads = HEADS, .key_dim = KEY_DIM, .value_dim = VALUE_DIM};
+  qkvi_recoded exact = {0}, rounded = {0};
+  qkvi_recode(&coder, QKV_FP32, 0, TOKENS, k, v, k_out, v_out, &exact);
+  assert_memory_equal(k_out, k, sizeof k);
+  assert_memory_equal(v_out, v, sizeof v);
+  assert_int_equal(exact.bytes, sizeof k + sizeof v);
+  qkvi_recode(&coder, QKV_BF16, 0, TOKENS, k, v, k_out, v_out, &rounded);
+  assert_int_equal(rounded.bytes, (sizeof k + sizeof v) / 2);
+  const double error = qkvi_recoded_error(&rounded, QKV_K);
+  assert_true(error > 0 && error < 1e-5);
+}
+
 static void test_zero_rows(void **state) {
   (void)state;
   qkv_coder *coder = coder_create(HEADS, KEY_DIM, VALUE_DIM, 2, 2, QKV_FRAME_PLAIN, NULL);
@@ -99,8 +114,8 @@ static void test_zero_rows(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_bytes_and_errors),
-                                     cmocka_unit_test(test_rows_are_rounded_before_they_are_coded),
-                                     cmocka_unit_test(test_zero_rows)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_bytes_and_errors), cmocka_unit_test(test_rows_are_rounded_before_they_are_coded),
+      cmocka_unit_test(test_exact_rows_are_rounded_alone), cmocka_unit_test(test_zero_rows)};
   return cmocka_run_group_tests(tests, setup, NULL);
 }

@@ -29,6 +29,12 @@ static void test_names(void **state) {
       {"plain:3:none:auto/8", false, "Hadamard + gain, no anchor, 3, low-rank auto 8"},
       {"attend:4@1.5", true,
        "attend frame: rotating mean anchor + query-aware KLT K 4 / KLT V 4, by attention to 1.5"},
+      {"kivi:4", false, "kivi 4"},
+      {"kivi,q_group_size=64:4/2", false, "kivi q_group_size=64 4/2"},
+      {"kivi,q_group_size=32:4", false, "kivi 4"},
+      {"kivi/kivi:4", false, "kivi 4"},
+      {"turboquant,rotation=2/kivi,q_group_size=64:3/2", false, "turboquant rotation=2/kivi q_group_size=64 3/2"},
+      {"exact:16", false, "exact"},
       {"plain:4:auto:predictor/2@2", false,
        "best anchor + Hadamard + gain, 4, low-rank predictor 2, by attention to 2"},
   };
@@ -81,7 +87,17 @@ static void test_refused(void **state) {
       {"plain:2@1.3", "the average is 1.3, allowed are multiples of 0.125 up to 8"},
       {"plain:2@9", "the average is 9, allowed are multiples of 0.125 up to 8"},
       {"plain:2:none:auto:x", "expected FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]"},
-      {"plain:2:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "expected FRAME:K[/V][:ANCHOR["},
+      {"plain:2:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+       "expected FRAME:K[/V][:ANCHOR["},
+      {"kivi,group=64:4", "kivi has no parameter group"},
+      {"kivi,q_group_size:4", "q_group_size is no parameter, expected NAME=VALUE"},
+      {"kivi,q_group_size=x:4", "q_group_size=x is no parameter"},
+      {"kivi,q_group_size=48:4", "policy.kivi.q_group_size is 48, allowed are 32 and 64"},
+      {"kivi/zip:4", "the codec of values is zip, known are embedded, exact, kivi"},
+      {"kivi/pq/pq:4", "the codec is kivi/pq/pq, expected CODEC"},
+      {"kivi/embedded:4", "embedded codes keys and values together"},
+      {"kivi/pq:3", "policy.bits_v is 3, allowed are 1, 2 and 4 with pq"},
+      {"kivi:4@2", "pages of kivi cannot lose bits"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkvi_setting setting;
@@ -114,6 +130,22 @@ static void test_lists(void **state) {
   assert_int_equal(one.count, 1);
   assert_int_equal(one.items[0].frame, QKV_FRAME_ATTEND);
   assert_true(one.items[0].policy.bits_v == 2);
+  // All codecs of the table that have pages, at bits that they have.
+  qkvi_setting_list codecs = {0}, alone = {0};
+  options = (qkv_bench_settings){.codec = "all"};
+  assert_int_equal(qkvi_settings_collect(&options, true, &codecs, NULL), QKV_OK);
+  for (size_t row = 0; qkv_codec_at(row) != NULL; row++) {
+    bool found = qkv_codec_is_exact(qkv_codec_at(row));
+    for (size_t i = 0; i < codecs.count; i++) found |= codecs.items[i].policy.codec == qkv_codec_at(row);
+    assert_true(found);
+  }
+  options = (qkv_bench_settings){.codec = "turboquant,rotation=2/int8"};
+  assert_int_equal(qkvi_settings_collect(&options, false, &alone, NULL), QKV_OK);
+  assert_int_equal(alone.count, 1);
+  assert_int_equal(alone.items[0].policy.parameters[QKV_K][0], 2);
+  assert_true(alone.items[0].policy.bits_k == 4 && alone.items[0].policy.bits_v == 8);
+  qkvi_settings_clear(&codecs);
+  qkvi_settings_clear(&alone);
   qkvi_settings_clear(&free_list);
   qkvi_settings_clear(&all);
   qkvi_settings_clear(&one);
