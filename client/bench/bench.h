@@ -62,8 +62,8 @@ typedef struct qkv_bench_settings {
 } qkv_bench_settings;
 
 extern const qkv_command qkvi_bench_rpc, qkvi_bench_append, qkvi_bench_fetch, qkvi_bench_step, qkvi_bench_attend,
-    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_quality, qkvi_bench_storage, qkvi_bench_spill,
-    qkvi_bench_interference, qkvi_bench_heap, qkvi_bench_share, qkvi_bench_share_append;
+    qkvi_bench_encode, qkvi_bench_decode, qkvi_bench_entropy, qkvi_bench_quality, qkvi_bench_storage,
+    qkvi_bench_spill, qkvi_bench_interference, qkvi_bench_heap, qkvi_bench_share, qkvi_bench_share_append;
 
 // Rows that every table begins with: those of all client programs, but for the target, which has no default.
 // clang-format off

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-qkv_model qkvi_dump_model(const qkv_dump *dump) {
+qkv_model qkvi_dump_model(const qkv_dump *dump, const qkv_calibration *calibration, double rope_theta) {
   const qkv_dump_kind queries = qkv_dump_has_queries(dump) ? QKV_DUMP_Q : QKV_DUMP_K;
   qkv_model model = {.name = "dump",
                      .kv_heads = qkv_dump_heads(dump, QKV_DUMP_K),
@@ -14,10 +14,17 @@ qkv_model qkvi_dump_model(const qkv_dump *dump) {
                      .key_dim = qkv_dump_width(dump, QKV_DUMP_K),
                      .value_dim = qkv_dump_width(dump, QKV_DUMP_V),
                      .dtype = QKV_FP32,
+                     .rope = {.theta = rope_theta},
                      .policy = QKV_POLICY_UNSET};
   for (size_t i = 0; i < qkv_dump_layers(dump); i++) {
     if (qkv_dump_number(dump, i) >= model.layers) model.layers = qkv_dump_number(dump, i) + 1;
   }
+  if (calibration == NULL) return model;
+  // What disagrees is for a check to say.
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  if (shape->layers > model.layers) model.layers = shape->layers;
+  if (!qkv_dump_has_queries(dump)) model.q_heads = shape->q_heads;
+  if (model.rope.theta == 0) model.rope = shape->rope;
   return model;
 }
 

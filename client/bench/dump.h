@@ -10,9 +10,9 @@
 
 enum { QKVI_DUMP_QUERIES = 256 };  // of a layer; more are not looked at, the last ones count
 
-// The model as far as the file tells: geometry, with as many layers as its highest number asks for, and without
-// RoPE. Not resolved.
-qkv_model qkvi_dump_model(const qkv_dump *dump);
+// The model as far as the file tells: geometry, with as many layers as its highest number asks for; and what the
+// calibration (or NULL) says where the file does not. `rope_theta` 0: RoPE is the calibration's. Not resolved.
+qkv_model qkvi_dump_model(const qkv_dump *dump, const qkv_calibration *calibration, double rope_theta);
 
 // Measures layer `index` (not its number) of a model for each of the codings; adds to sums[coding].
 // FAILED_PRECONDITION where rows are from before RoPE and the model has none.

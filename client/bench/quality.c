@@ -117,14 +117,7 @@ static qkv_status load_model(quality_job *job, qkv_error *error) {
 static qkv_status load_dump(quality_job *job, qkv_error *error) {
   QKV_TRY(qkv_dump_open(job->settings->dump, &job->dump, error));
   job->layers = qkv_dump_layers(job->dump);
-  job->model = qkvi_dump_model(job->dump);
-  job->model.rope.theta = job->settings->rope_theta;
-  if (job->calibration == NULL) return QKV_OK;
-  // What the file cannot tell. The rest is checked.
-  const qkv_calibration_shape *shape = qkv_calibration_shape_of(job->calibration);
-  if (shape->layers > job->model.layers) job->model.layers = shape->layers;
-  if (!qkv_dump_has_queries(job->dump)) job->model.q_heads = shape->q_heads;
-  if (job->model.rope.theta == 0) job->model.rope = shape->rope;
+  job->model = qkvi_dump_model(job->dump, job->calibration, job->settings->rope_theta);
   return QKV_OK;
 }
 

@@ -92,6 +92,16 @@ static const qkv_option calibrate_options[] = {
     QKV_PROGRAM_OPTIONS(qkvi_worker),
 };
 
+static const qkv_option dump_options[] = {
+    MODEL_OPTION,
+    {"text", QKV_OPTION_LIST, offsetof(qkvi_worker, texts), NULL, 0, 0, "FILE", "the text, one file"},
+    {"output", QKV_OPTION_STRING, offsetof(qkvi_worker, output), NULL, 0, 0, "FILE",
+     "the .safetensors file to write, layers.N.k, .v and .q in fp32 after RoPE; one that is there is replaced"},
+    {"length", QKV_OPTION_INTEGER, offsetof(qkvi_worker, length), "1024", 1, 1 << 20, "TOKENS",
+     "from the text's beginning, at most the model's context"},
+    QKV_PROGRAM_OPTIONS(qkvi_worker),
+};
+
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static const qkv_command commands[] = {
@@ -101,6 +111,8 @@ static const qkv_command commands[] = {
      COUNT(score_options), 0, 0, qkvi_score},
     {"calibrate", "", "learn from text how the model's keys and values are best coded; needs no daemon",
      calibrate_options, COUNT(calibrate_options), 0, 0, qkvi_calibrate},
+    {"dump", "", "write the keys, values and queries of a text to a file; needs no daemon", dump_options,
+     COUNT(dump_options), 0, 0, qkvi_dump},
 };
 
 int main(int argc, char **argv) {

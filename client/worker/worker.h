@@ -33,7 +33,7 @@ typedef struct qkvi_worker {
   bool demote_even;
   bool untried;             // calibrate
   const char *calibration;  // a file
-  // calibrate, which has texts, too
+  // calibrate and dump, which have texts, too
   const char *output;
 } qkvi_worker;
 
@@ -41,6 +41,7 @@ typedef struct qkvi_worker {
 int qkvi_generate(void *values, const qkv_option_list *arguments);
 int qkvi_score(void *values, const qkv_option_list *arguments);
 int qkvi_calibrate(void *values, const qkv_option_list *arguments);
+int qkvi_dump(void *values, const qkv_option_list *arguments);
 
 // Loads the model.
 qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *error);

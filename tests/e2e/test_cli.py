@@ -224,6 +224,31 @@ def test_score_gives_the_promised_keys(daemon, stub):
     assert 0 < figures["attend_us_p50"] <= figures["attend_us_p99"]
 
 
+def test_dump_is_what_quality_reads(tmp_path):
+    """Rows and queries of a text: their error, and that of attention, is what other readers of the model have."""
+    path = str(tmp_path / "rows.safetensors")
+    text = os.path.join(DATA, "heldout_kjv.txt")
+    (said,) = json_lines("qkv-worker", "dump", "--model", DATA, "--text", text, "--length", "384", "--output", path)
+    assert (said["layers"], said["tokens"]) == (6, 384)
+    setting = ("--setting", "plain:3", "--setting", "plain:8")
+    figures = {row["scheme"]: row for row in json_lines("qkv-bench", "quality", "--dump", path, *setting)}
+    coarse, fine = (figures[f"Hadamard + gain, no anchor, {bits}"] for bits in (3, 8))
+    assert 0.02 < coarse["rel_mse_k"] < 0.04 and 0.02 < coarse["rel_mse_v"] < 0.04
+    assert 0 < fine["attention_error"] < coarse["attention_error"] / 10 < 0.1
+    # Codes of 2 bits have 1.9 bits of entropy in Gaussian coordinates.
+    rows = {row["scheme"]: row for row in json_lines("qkv-bench", "entropy", "--dump", path, "--setting", "plain:2",
+                                                     "--setting", "turboquant:2", "--setting", "int8:8")}
+    for scheme in ("Hadamard + gain, no anchor, 2", "turboquant 2"):
+        assert rows[scheme]["code_bits"] == 2
+        assert 0.04 < rows[scheme]["one_table"] < 0.2 and 0 < rows[scheme]["adaptive_prior"] < 0.3
+        assert -0.02 < rows[scheme]["zstd_1"] < rows[scheme]["one_table"] + 0.05
+    assert rows["int8 8"]["one_table"] > 0.3
+    refused = run("qkv-bench", "entropy", "--dump", path, "--setting", "turboquant-ip:2")
+    assert refused.returncode == 1 and "codes of turboquant-ip are not measured" in refused.stderr
+    for missing in (["--text", text], ["--output", path], ["--text", text, "--text", text, "--output", path]):
+        assert run("qkv-worker", "dump", "--model", DATA, *missing).returncode == 2
+
+
 @pytest.mark.parametrize("arguments,texts", [
     (["generate", "--model", "/no/such/model", "--prompt", os.path.join(DATA, "prompt.txt")], ["/no/such/model"]),
     (["generate", "--model", DATA, "--prompt", "/no/such/prompt"], ["/no/such/prompt"]),

@@ -112,7 +112,7 @@ static qkvi_probe_layer measure(const dump_form *form, const char *setting_text)
   if (qkv_dump_open(path, &dump, &error) != QKV_OK) fail_msg("%s", error.text);
   assert_int_equal(qkv_dump_layers(dump), 2);
   assert_true(qkv_dump_has_queries(dump) == form->queries);
-  qkv_model model = qkvi_dump_model(dump);
+  qkv_model model = qkvi_dump_model(dump, NULL, 0);
   assert_int_equal(model.layers, 4);
   assert_int_equal(model.kv_heads, KV_HEADS);
   assert_int_equal(model.q_heads, form->queries ? Q_HEADS : KV_HEADS);
@@ -183,7 +183,7 @@ static void test_before_rope_needs_a_rope(void **state) {
   qkv_dump *dump = NULL;
   qkv_error error = {0};
   assert_int_equal(qkv_dump_open(path, &dump, &error), QKV_OK);
-  qkv_model model = qkvi_dump_model(dump);
+  qkv_model model = qkvi_dump_model(dump, NULL, 0);
   assert_int_equal(qkv_model_resolve(&model, &error), QKV_OK);
   assert_int_equal(qkvi_dump_measure(dump, &model, 0, QKV_FP32, NULL, 0, NULL, &error), QKV_FAILED_PRECONDITION);
   qkv_dump_close(&dump);
