@@ -241,7 +241,7 @@ def test_dump_is_what_quality_reads(tmp_path):
     for scheme in ("Hadamard + gain, no anchor, 2", "turboquant 2"):
         assert rows[scheme]["code_bits"] == 2
         assert 0.04 < rows[scheme]["one_table"] < 0.2 and 0 < rows[scheme]["adaptive_prior"] < 0.3
-        assert -0.02 < rows[scheme]["zstd_1"] < rows[scheme]["one_table"] + 0.05
+        assert 0 <= rows[scheme]["zstd_1"] < 0.3  # of whole images: headers, too
     assert rows["int8 8"]["one_table"] > 0.3
     refused = run("qkv-bench", "entropy", "--dump", path, "--setting", "turboquant-ip:2")
     assert refused.returncode == 1 and "codes of turboquant-ip are not measured" in refused.stderr
