@@ -32,8 +32,8 @@ Not among them unless asked for:
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
   image     both images of deploy/Containerfile, built by buildah and run by podman, read-only and unprivileged; installs
             them and mmdebstrap, needs root, 5 to 20 minutes
-  boot      deploy/systemd in a Debian that boots under systemd-nspawn, with kill -9; installs mmdebstrap and
-            systemd-container, needs root, 2 minutes
+  boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
+            installs mmdebstrap and systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
   chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
             installs with pip, 1 minute

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A Debian 12 that boots with the units of deploy/systemd, in a container of systemd-nspawn: the service starts sandboxed
-# and with io_uring, keeps a session over kill -9, and stops cleanly.
+# and with io_uring, has the sessions of a data directory that was there, keeps the rows of new ones (sync, and async whose
+# pages are full) over kill -9 and a restart, is reloaded, serves TLS with a key that its user cannot read, and stops.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=deploy/packages.sh
@@ -50,6 +51,13 @@ install -D -t "$root/usr/bin" "$bin/qkvd" "$bin/qkvctl"
 install -D -m 644 -t "$root/etc/systemd/system" deploy/systemd/qkvd.service deploy/systemd/qkvd.socket
 install -D -m 644 deploy/systemd/qkvd.yaml "$root/etc/qkvd/qkvd.yaml"
 install -D -m 644 deploy/systemd/qkvd.sysusers "$root/usr/lib/sysusers.d/qkvd.conf"
+# Sessions with rows, and a model, to make others of.
+mkdir -p "$root/var/lib/private/qkvd"
+tar -xf tests/golden/data-directory_0.1.0.tar.xz -C "$root/var/lib/private/qkvd" --strip-components=1 data
+deploy/compose/authority.sh --dir "$root/etc/qkvd/tls" >/dev/null
+chmod 600 "$root/etc/qkvd/tls/daemon.key"
+chown 0:0 "$root/etc/qkvd/tls/daemon.key"
+install -m 644 deploy/systemd/tls.conf "$root/etc/qkvd/tls.conf"
 for unit in sockets.target.wants/qkvd.socket multi-user.target.wants/qkvd.service multi-user.target.wants/check.service; do
   mkdir -p "$root/etc/systemd/system/${unit%/*}"
   ln -s "../${unit#*/}" "$root/etc/systemd/system/$unit"
@@ -70,23 +78,68 @@ UNIT
 cat >"$root/check" <<'CHECK'
 #!/bin/bash
 set -euo pipefail
-trap 'echo "failed at line $LINENO"; journalctl --no-pager -u qkvd.service | tail -n 30' ERR
+trap 'echo "failed: $BASH_COMMAND"; journalctl --no-pager -u qkvd.service | tail -n 30' ERR
 pid() { systemctl show -P MainPID qkvd.service; }
-ctl() { qkvctl --target unix:/run/qkvd.sock "$@"; }
+ctl() { qkvctl "$@" --target unix:/run/qkvd.sock; }
 systemctl is-active qkvd.service
 [[ $(stat -c %u /proc/"$(pid)") != 0 ]]
 [[ $(stat -c '%a %G' /run/qkvd.sock) == "660 qkvd-clients" ]]
 ctl status
 ctl storage
 journalctl -u qkvd.service -o cat | grep '"storage is open","io":"uring"'
+metrics() {
+  exec 3<>/dev/tcp/127.0.0.1/7581
+  printf 'GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n' >&3
+  cat <&3
+}
+metrics | grep -x 'qkvd_ready 1'
+
+# Rows of the sessions that were there, in new ones of both durabilities.
+for durability in sync async; do
+  ctl fetch async-4 --output /tmp/rows.safetensors
+  ctl load /tmp/rows.safetensors --session "$durability" --durability "$durability"
+done
+durable() { ctl session async --json | grep -q '"durable": *\[64, *64\]'; }
+for _ in {1..300}; do if durable; then break; fi; sleep 0.1; done
+durable || { ctl session async --json; false; }
+ctl truncate async 64
+for session in sync async; do ctl fetch "$session" --output "/tmp/$session.before"; done
+same() {
+  local session
+  for session in sync async; do
+    ctl fetch "$session" --output "/tmp/$session.after"
+    cmp "/tmp/$session.before" "/tmp/$session.after"
+    rm "/tmp/$session.after"
+  done
+}
 old=$(pid)
 kill -9 "$old"
 ctl status >/dev/null # waits on systemd's socket
 [[ $(pid) != "$old" ]]
-echo "serves again after kill -9"
-systemctl restart qkvd.service
-[[ $(systemctl show -P Result qkvd.service) == success ]]
+same
+echo "rows are there after kill -9"
 systemctl stop qkvd.service
+[[ $(systemctl show -P Result qkvd.service) == success ]]
+systemctl start qkvd.service
+same
+echo "rows are there after a stop and a start"
+
+mv /var/log/qkvd/audit.log /var/log/qkvd/audit.log.1
+systemctl reload qkvd.service
+for _ in {1..100}; do if [[ -e /var/log/qkvd/audit.log ]]; then break; fi; sleep 0.1; done
+ctl storage verify >/dev/null
+grep -q VerifyStorage /var/log/qkvd/audit.log || { cat /var/log/qkvd/audit.log*; false; }
+echo "reloaded"
+
+install -D -m 644 /etc/qkvd/tls.conf /etc/systemd/system/qkvd.service.d/tls.conf
+systemctl daemon-reload
+systemctl restart qkvd.service
+qkvctl session sync --target 127.0.0.1:7580 --tls-ca /etc/qkvd/tls/authority.pem
+if qkvctl session sync --target 127.0.0.1:7580 --timeout 2s 2>/dev/null; then false; fi
+same
+echo "serves TLS"
+systemctl stop qkvd.service
+[[ $(systemctl show -P Result qkvd.service) == success ]]
 journalctl -u qkvd.service -o cat | grep -c '"message":"stopped"'
 echo passed
 CHECK
