@@ -12,6 +12,8 @@ import json
 import os
 import pathlib
 import re
+import runpy
+import shutil
 import socket
 import ssl
 import subprocess
@@ -25,7 +27,7 @@ import kubernetes_validate
 import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CHART = ROOT / "deploy/helm/qkvd"
+CHART, KUSTOMIZE = ROOT / "deploy/helm/qkvd", ROOT / "deploy/kustomize"
 VERSIONS = ("1.28", "1.32")
 PATIENCE = 60
 TOKENS = {"reader": ("*", "read"), "worker": ("team-a", "read,write")}
@@ -352,6 +354,19 @@ def check_reload(found, values, known, tokens, qkvd, qkvctl):
                  "a changed quota is not in force")
 
 
+def check_kustomize():
+    """The base is what render.py makes of the chart; and what kubectl, where there is one, makes of it is valid."""
+    made = runpy.run_path(str(KUSTOMIZE / "render.py"))["files"]()
+    there = {path.name: path.read_text() for path in (KUSTOMIZE / "base").iterdir()}
+    assert made == there, "deploy/kustomize/base differs from the chart: run deploy/kustomize/render.py"
+    found = [yaml.safe_load(text) for name, text in made.items() if name != "kustomization.yaml"]
+    if shutil.which("kubectl"):
+        built = subprocess.run(["kubectl", "kustomize", KUSTOMIZE / "base"], check=True, capture_output=True, text=True)
+        found = list(yaml.safe_load_all(built.stdout))
+        assert len(found) == len(made) - 1
+    check_manifests("kustomize", found, "1.32")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--qkvd", required=True, help="the daemon's program; qkvctl is next to it")
@@ -376,6 +391,7 @@ def main():
             check_operators(name, found)
             with pod(found, values, known, qkvd) as running:
                 check_daemon(name, running, values, tokens, f"{folder}/tls", qkvctl)
+        check_kustomize()
         check_prepare(render(GOOD["daemonset"], "1.32"), folder)
         given = GOOD["cert-manager"]
         check_reload(render(given, "1.32"), chart.merge_values(given), known, tokens, qkvd, qkvctl)
