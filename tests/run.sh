@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose page) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose commands page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -30,8 +30,9 @@ Not among them unless asked for:
             installs 5 GB with pip, some 10 minutes
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
-  image     both images of deploy/Containerfile, built by buildah and run by podman, read-only and unprivileged; installs
-            them and mmdebstrap, needs root, 5 to 20 minutes
+  image     both images of deploy/Containerfile, built by buildah, one of them twice, and run by podman, read-only and
+            unprivileged, with both seccomp profiles and under load; installs these, mmdebstrap, and with pip hadolint and
+            spdx-tools; needs root, 10 to 30 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
             installs mmdebstrap and systemd-container, needs root, 2 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
@@ -39,6 +40,7 @@ Not among them unless asked for:
             installs with pip, 1 minute
   compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, and a Prometheus, in which every
             expression of dashboard and alerts has figures
+  commands  the ten commands of docs/operations.md as they stand there; installs with pip, needs ports 7580, 7581 and 9090
   page      the page of --admin-listen in a headless Chromium: what it shows, by keyboard, on narrow and wide screens, how
             fast; leaves screenshots in build/page/shots; installs chromium, and playwright with pip, 2 minutes
 
@@ -164,6 +166,7 @@ run_sglang() { run_engine sglang; }
 
 run_image() {
   qkv_install buildah podman runc mmdebstrap
+  build release qkv-bench
   say "images"
   tests/deploy/image.sh
 }
@@ -198,6 +201,11 @@ run_compose() {
   build release e2e_stubs
   say "compose"
   tests/deploy/compose.sh
+}
+
+run_commands() {
+  say "the ten commands of docs/operations.md"
+  tests/deploy/commands.sh
 }
 
 run_page() {

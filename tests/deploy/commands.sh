@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Usage: tests/deploy/commands.sh
+# Runs the commands of "In ten commands" of docs/operations.md as they stand there, in one shell, and asks the daemon and
+# Prometheus whether both tenants have what they should. Needs ports 7580, 7581 and 9090, and /tmp/kv, which it removes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+  sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
+  exit 0
+fi
+
+fail() {
+  echo "commands.sh: $*" >&2
+  exit 1
+}
+
+for port in 7580 7581 9090; do
+  if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then fail "port $port is in use"; fi
+done
+[[ ! -e /tmp/kv ]] || fail "/tmp/kv is there already"
+block=$(sed -n '/^## In ten commands/,/^## [^I]/p' docs/operations.md | sed -n '/^```sh$/,/^```$/p' | sed '1d;$d')
+count=$(sed -e ':a' -e '/\\$/N; s/\\\n//; ta' <<<"$block" | wc -l)
+((count == 10)) || fail "docs/operations.md has $count commands there, not 10"
+end() {
+  # Bash's jobs are those that the block has started.
+  mapfile -t left < <(jobs -p)
+  if ((${#left[@]} > 0)); then
+    kill "${left[@]}" 2>/dev/null || true
+    wait "${left[@]}" 2>/dev/null || true
+  fi
+  rm -rf /tmp/kv
+}
+trap end EXIT
+begin=$SECONDS
+mkdir /tmp/kv
+# shellcheck disable=SC1090
+. <(echo "$block") >/tmp/kv/output 2>&1 || {
+  cat /tmp/kv/output /tmp/kv/log >&2
+  fail "a command has failed, see above"
+}
+echo "ten commands: $((SECONDS - begin)) s"
+grep '^worker-[ab] (1, 8, 64) length 100$' /tmp/kv/output
+
+build/release/bin/qkvctl sessions --json | tee /tmp/kv/sessions
+for team in team-a team-b; do
+  grep -q "\"session\":\"chat\".*\"tenant\":\"$team\"" /tmp/kv/sessions || fail "$team has no session"
+  build/release/bin/qkvctl quota show "$team" --json | grep -q 268435456 || fail "$team has no quota"
+done
+if env -u QKVD_TLS_CERT -u QKVD_TLS_KEY build/release/bin/qkvctl sessions --timeout 2s 2>/dev/null; then
+  fail "a client without a certificate is served"
+fi
+curl --fail --silent http://127.0.0.1:7581/ | grep -q '<title>' || fail "the page is not there"
+asked() {
+  curl --silent --get --data-urlencode "query=qkvd_tenant_quota_limit{tenant=\"team-b\",resource=\"sessions\"}" \
+    http://127.0.0.1:9090/api/v1/query | grep -q '"1000"'
+}
+for _ in {1..120}; do if asked; then break; fi; sleep 0.5; done
+asked || fail "Prometheus has nothing of team-b"
+echo "commands: passed"
