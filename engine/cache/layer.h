@@ -115,9 +115,8 @@ typedef struct qkv_layer {
   // Records of exact rows in ascending order; the first `rows_settled` of them are durable.
   qkv_saved_rows *saved_rows;
   size_t saved_rows_count, saved_rows_capacity, rows_settled;
-  bool pinned;     // its ranges are pinned by who changes it: always, but in a session that nobody has locked
-  uint64_t *room;  // a reservation of the thread that writes the layer (arena.h), for what comes back; NULL: none
-  uint64_t *append_room;            // the same of the one that appends
+  bool pinned;            // its ranges are pinned by who changes it: always, but in a session that nobody has locked
+  uint64_t *append_room;  // a reservation (arena.h) of the thread that appends; NULL: none
   const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
   struct qkvi_page_offers *offers;  // for pages to come, while they are appended (session_share.h); NULL: none
   const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: nobody does

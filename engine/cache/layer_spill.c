@@ -154,10 +154,10 @@ static int coldest_first(const void *a, const void *b) {
   return (left->index > right->index) - (left->index < right->index);
 }
 
-// Another layer keeps it, or has used it since.
+// A layer keeps it, or another layer has used it since.
 static bool is_needed(qkv_page_range *range, int64_t unused_since_ms) {
-  return qkvi_range_is_shared(range) &&
-         (atomic_load(&range->keepers) > 0 || atomic_load(&range->used_ms) > unused_since_ms);
+  return atomic_load(&range->keepers) > 0 ||
+         (qkvi_range_is_shared(range) && atomic_load(&range->used_ms) > unused_since_ms);
 }
 
 // Pages whose records are only written stay: an fdatasync that fails may yet take those away, and then the image is
@@ -178,11 +178,16 @@ static size_t find_leaving(const qkv_layer *layer, int64_t unused_since_ms, leav
   return count;
 }
 
-// The bytes that this frees; a page stays while another layer reads its range. Who keeps a range has it read then.
-static uint64_t evict_at(qkv_layer *layer, size_t index, int64_t unused_since_ms) {
+// The bytes that this frees; a page stays while another thread reads its range. The range's keepers are looked at
+// once it is seized: a thread that becomes one pins it meanwhile, so it waits for the end of this.
+static uint64_t evict_at(const qkv_layer *layer, size_t index, int64_t unused_since_ms, bool *in_use) {
   qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, index)].range;
   leaving_image images[2] = {0};
-  if (qkvi_range_is_cold(range) || !qkvi_range_seize(range)) return 0;
+  if (qkvi_range_is_cold(range)) return 0;
+  if (!qkvi_range_seize(range)) {
+    *in_use = true;
+    return 0;
+  }
   qkv_page_entry *entry = qkv_layer_page(layer, index);
   qkvi_range_lock(range);
   if (entry->page != NULL && !is_needed(range, unused_since_ms)) evict_page(range, entry, images);
@@ -195,33 +200,45 @@ static uint64_t evict_at(qkv_layer *layer, size_t index, int64_t unused_since_ms
   return freed;
 }
 
-static uint64_t evict_in_order(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+static uint64_t evict_in_order(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use) {
   uint64_t freed = 0;
   for (size_t i = 0; i < layer->page_count && freed < bytes; i++) {
-    if (can_leave(layer, i, unused_since_ms)) freed += evict_at(layer, i, unused_since_ms);
+    if (can_leave(layer, i, unused_since_ms)) freed += evict_at(layer, i, unused_since_ms, in_use);
   }
   return freed;
 }
 
-static uint64_t evict_coldest(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+static uint64_t evict_coldest(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use) {
   uint64_t freed = 0;
   leaving *pages = malloc(layer->page_count * sizeof *pages);
   if (pages == NULL) abort();
   const size_t count = find_leaving(layer, unused_since_ms, pages);
   qsort(pages, count, sizeof *pages, coldest_first);
-  for (size_t i = 0; i < count && freed < bytes; i++) freed += evict_at(layer, pages[i].index, unused_since_ms);
+  for (size_t i = 0; i < count && freed < bytes; i++)
+    freed += evict_at(layer, pages[i].index, unused_since_ms, in_use);
   free(pages);
   return freed;
 }
 
-uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
-  // Pages that this layer does not see, and that were kept for others who have gone.
-  for (size_t i = 0; i < layer->range_count; i++) {
-    if (!qkvi_range_is_shared(layer->ranges[i].range)) (void)qkvi_layer_own_range(layer, i);
-  }
+// Pages that this layer does not see, of a range that it has alone: layers that are gone had them.
+static void drop_unseen(const qkv_layer *layer, size_t at) {
+  qkv_page_range *range = layer->ranges[at].range;
+  size_t first, end;
+  qkv_layer_range(layer, at, &first, &end);
+  if (qkvi_range_is_shared(range) || !qkvi_range_seize(range)) return;
+  qkvi_range_lock(range);
+  if (range->count > end - first) qkvi_range_cut(range, (uint32_t)(end - first), layer->config.arena);
+  qkvi_range_unlock(range);
+  qkvi_range_release(range);
+}
+
+uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use) {
+  *in_use = false;
+  for (size_t i = 0; i < layer->range_count; i++) drop_unseen(layer, i);
   const uint64_t coded = qkv_layer_read_usage(layer).bytes_coded;
   if (coded == 0) return 0;
-  return bytes < coded ? evict_coldest(layer, bytes, unused_since_ms) : evict_in_order(layer, bytes, unused_since_ms);
+  return bytes < coded ? evict_coldest(layer, bytes, unused_since_ms, in_use)
+                       : evict_in_order(layer, bytes, unused_since_ms, in_use);
 }
 
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end) {
@@ -307,66 +324,80 @@ uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_
 
 static qkv_status check_image(const qkv_layer *layer, const qkv_page_entry *entry, const void *image,
                               qkv_error *error) {
-  QKV_TRY(entry->coder->codec->validate(entry->coder, image, entry->record_bytes, error));
-  const qkv_page_header *header = image;
-  if (header->position == entry->position && header->layer == layer->config.layer && header->tokens >= entry->tokens)
-    return QKV_OK;
-  return qkv_fail(error, QKV_DATA_LOSS, "it is the page at position %" PRIu64 " of layer %" PRIu32, header->position,
-                  header->layer);
+  qkv_error reason = {0};
+  if (entry->coder->codec->validate(entry->coder, image, entry->record_bytes, &reason) == QKV_OK) {
+    const qkv_page_header *header = image;
+    if (header->position == entry->position && header->layer == layer->config.layer &&
+        header->tokens >= entry->tokens)
+      return QKV_OK;
+    (void)qkv_fail(&reason, QKV_DATA_LOSS, "it is the page at position %" PRIu64 " of layer %" PRIu32,
+                   header->position, header->layer);
+  }
+  return qkv_fail(error, QKV_DATA_LOSS, "layer %" PRIu32 ": position %" PRIu64 " on the SSD is damaged: %s",
+                  layer->config.layer, entry->position, reason.text);
 }
 
-// Under the range's lock. `*image` becomes what was there before and is to be freed, or NULL, and `*bytes` what that
-// has; else they stay.
-static qkv_status put_back(qkv_layer *layer, qkv_page_range *range, qkv_page_entry *entry, void **image,
-                           uint32_t *bytes, qkv_error *error) {
+// Whether the entry is what was found missing.
+static bool is_still(const qkv_page_entry *entry, const qkv_missing_page *page) {
+  return entry->serial == page->serial && entry->record == page->record &&
+         (entry->page == NULL) == qkv_page_is_cold(page);
+}
+
+// Under the range's lock. Other layers, and readers of this one, read meanwhile what the entry of a cold page has
+// already: its bytes are the record's. The image comes last.
+static qkv_status warm(const qkv_layer *layer, uint64_t *reservation, qkv_page_range *range, qkv_page_entry *entry,
+                       void **image, qkv_error *error) {
+  QKV_TRY(qkv_arena_recount(layer->config.arena, reservation, 0, entry->record_bytes, error));
+  qkvi_range_count(range, entry, -1);
+  entry->serial = qkvi_serial_next();
+  entry->page = *image;
+  qkvi_range_count(range, entry, 1);
+  *image = NULL;
+  return QKV_OK;
+}
+
+qkv_status qkv_layer_restore(const qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page,
+                             void **image, qkv_error *error) {
+  if (page->index >= layer->page_count) return QKV_OK;
+  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, page->index)];
+  const qkv_page_entry before = qkvi_layer_peek(layer, page->index);
+  if (!is_still(&before, page)) return QKV_OK;
+  QKV_TRY(check_image(layer, &before, *image, error));
+  if (!qkv_page_is_cold(page)) return QKV_OK;
+  qkv_page_entry *entry = qkv_layer_page(layer, page->index);
+  qkv_status status = QKV_OK;
+  qkvi_range_lock(slot->range);
+  if (is_still(entry, page)) status = warm(layer, reservation, slot->range, entry, image, error);
+  qkvi_range_unlock(slot->range);
+  return status;
+}
+
+qkv_status qkv_layer_restore_full(qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page, void **image,
+                                  uint32_t *bytes, qkv_error *error) {
+  assert(!qkv_page_is_cold(page));
+  *bytes = page->bytes;
+  if (page->index >= layer->page_count || !is_still(qkv_layer_page(layer, page->index), page)) return QKV_OK;
+  qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, page->index));
+  qkv_page_entry *entry = qkv_layer_page(layer, page->index);
   const void *left = entry->page;
   const uint32_t left_bytes = entry->bytes;
-  const bool sole = left != NULL && qkvi_image_is_sole(entry->page_holders);
-  QKV_TRY(qkv_arena_recount(layer->config.arena, layer->room, sole ? left_bytes : 0, entry->record_bytes, error));
+  const bool sole = qkvi_image_is_sole(entry->page_holders);
+  QKV_TRY(qkv_arena_recount(layer->config.arena, reservation, sole ? left_bytes : 0, entry->record_bytes, error));
   qkvi_range_count(range, entry, -1);
-  if (left != NULL && !sole) (void)qkvi_image_leave(layer->config.arena, left, left_bytes, entry->page_holders);
-  if (sole) free(entry->page_holders);
-  if (left != NULL) {  // else these are the record's already, and other layers read them meanwhile
-    entry->page_holders = NULL;
-    entry->bytes = entry->record_bytes;
-    entry->lost = entry->record_lost;
+  if (sole) {
+    free(entry->page_holders);
+  } else {
+    (void)qkvi_image_leave(layer->config.arena, left, left_bytes, entry->page_holders);
   }
+  entry->page_holders = NULL;
+  entry->bytes = entry->record_bytes;
+  entry->lost = entry->record_lost;
   entry->serial = qkvi_serial_next();
   entry->page = *image;
   qkvi_range_count(range, entry, 1);
   *image = sole ? (void *)left : NULL;
   *bytes = left_bytes;
   return QKV_OK;
-}
-
-// A cold page comes back for all layers that have the range; an image that is to be replaced for this one alone.
-static qkv_status restore_in(qkv_layer *layer, const qkv_missing_page *page, void **image, uint32_t *bytes,
-                             qkv_error *error) {
-  if (page->index >= layer->page_count) return QKV_OK;
-  const size_t at = qkv_layer_range_of(layer, page->index);
-  if (qkv_layer_page(layer, page->index)->page != NULL) (void)qkvi_layer_own_range(layer, at);
-  qkv_page_range *range = layer->ranges[at].range;
-  qkv_page_entry *entry = qkv_layer_page(layer, page->index);
-  qkv_error reason = {0};
-  qkv_status status = QKV_OK;
-  qkvi_range_lock(range);
-  const bool wanted = entry->serial == page->serial && entry->record == page->record &&
-                      (entry->page == NULL || !qkvi_range_is_shared(range));
-  if (wanted && check_image(layer, entry, *image, &reason) != QKV_OK) {
-    status = qkv_fail(error, QKV_DATA_LOSS, "layer %" PRIu32 ": position %" PRIu64 " on the SSD is damaged: %s",
-                      layer->config.layer, entry->position, reason.text);
-  } else if (wanted) {
-    status = put_back(layer, range, entry, image, bytes, error);
-  }
-  qkvi_range_unlock(range);
-  return status;
-}
-
-qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error) {
-  uint32_t bytes = page->bytes;
-  const qkv_status status = restore_in(layer, page, &image, &bytes, error);
-  qkv_arena_free_beside(layer->config.arena, image, bytes);
-  return status;
 }
 
 // ---- Found again ----

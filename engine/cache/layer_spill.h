@@ -1,6 +1,6 @@
 // A layer's pages beyond memory: their records (backing.h), leaving memory and coming back.
 //
-//   with the layer read     qkv_layer_holds, qkv_layer_missing
+//   with the layer read     qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
 //   with the layer written  everything else; none of it takes long
 //
 // A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
@@ -27,9 +27,10 @@ bool qkv_layer_is_settled(const qkv_layer *layer);
 
 // Images of pages whose records are durable leave memory, those first that receive least attention (ema.h), of equals
 // the oldest, until `bytes` of the arena are free or there are no more. Ranges stay that other layers have and have
-// used after `unused_since_ms`, or read just now. Returns the bytes that got free: an image that others hold frees
-// none.
-uint64_t qkv_layer_evict(qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms);
+// used after `unused_since_ms`, those that a session keeps, and those that another thread reads just now, be it of
+// this layer: `*in_use` says whether there were any of these. Returns the bytes that got free: an image that others
+// hold frees none.
+uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use);
 
 // What an append of rows up to `end` takes of the arena at most.
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end);
@@ -40,11 +41,15 @@ bool qkv_layer_holds(const qkv_layer *layer, uint64_t begin, uint64_t end);
 // A page to be read back.
 typedef struct qkv_missing_page {
   size_t index;
-  uint64_t serial;
+  uint64_t serial;  // of the image that it has; 0: it is cold
   uint64_t record;
   uint64_t position;
   uint32_t bytes;  // of the record's image
 } qkv_missing_page;
+
+static inline bool qkv_page_is_cold(const qkv_missing_page *page) {
+  return page->serial == 0;
+}
 
 // The pages of [begin, end), end 0: to the end, that are cold, or with `full` have lost planes that their record has;
 // in order, at most `max`. Returns how many.
@@ -59,10 +64,16 @@ size_t qkv_layer_missing_shared(const qkv_layer *layer, uint64_t begin, uint64_t
 // Bytes that all of these would take of the arena.
 uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full);
 
-// Puts `image` [page->bytes], from qkv_arena_alloc_beside, in its place. It is the layer's in any case, and freed
-// where the page is not missing any more. DATA_LOSS where the image is not that page's; RESOURCE_EXHAUSTED (the
-// arena's).
-qkv_status qkv_layer_restore(qkv_layer *layer, const qkv_missing_page *page, void *image, qkv_error *error);
+// Checks that `*image` [page->bytes], from qkv_arena_alloc_beside, is that of a missing page, and where the page is
+// cold puts it in its place, for all layers that have the range, and sets `*image` to NULL. Where the page is not
+// missing any more the image stays the caller's. The memory is taken from a reservation (arena.h; NULL: there is
+// none) of the calling thread alone. DATA_LOSS where the image is not that page's; RESOURCE_EXHAUSTED (the arena's).
+qkv_status qkv_layer_restore(const qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page,
+                             void **image, qkv_error *error);
+// The second step for a page that is in memory and has lost planes: it gets them back for this layer alone. What is
+// left for the caller to free is in `*image` [*bytes]: the image as it was before, if anything.
+qkv_status qkv_layer_restore_full(qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page, void **image,
+                                  uint32_t *bytes, qkv_error *error);
 
 // A cold page at the end of a layer that has no exact rows: what is found of a session that outlived its process.
 void qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes);

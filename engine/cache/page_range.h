@@ -11,9 +11,14 @@
 // A layer that has a range alone changes it under its own lock. A range that several layers have is changed in these
 // ways only:
 //
-//   a page leaves memory, or a record is lost    by one layer for all; not while another layer reads (seize)
-//   a cold page comes back, a record is written  by one layer for all, under `lock`
-//   anything else                                copy on write: qkvi_range_copy
+//   a page leaves memory        by one thread for all layers, once it has seized the range, under `lock`
+//   a cold page comes back      by one thread for all layers, under `lock`, whoever reads the range meanwhile
+//   anything else               copy on write: qkvi_range_copy
+//
+// The first two need a layer that is read; so neither waits for readers. Who reads a range has it pinned, and what is
+// pinned by two threads is not seized. A thread that is to keep the range's pages in memory becomes one of its
+// `keepers` while it has it pinned, and an eviction looks at them once it has seized the range: so what such a thread
+// finds, or brings back, afterwards stays.
 //
 // A copy shares the images of its pages with the original; each image has a count of the ranges that hold it.
 //
@@ -93,7 +98,7 @@ static inline bool qkvi_range_is_shared(const qkv_page_range *range) {
 // Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is noted.
 void qkvi_range_pin(qkv_page_range *range, int64_t used_ms);
 void qkvi_range_unpin(qkv_page_range *range);
-// Nobody else reads it until it is released. The caller has pinned it once. False where another layer has, too.
+// Nobody else reads it until it is released. The caller has pinned it once. False where another thread has, too.
 bool qkvi_range_seize(qkv_page_range *range);
 void qkvi_range_release(qkv_page_range *range);
 

@@ -161,10 +161,11 @@ static void add_difference(_Atomic uint64_t *sum, uint64_t now, uint64_t before)
   if (now != before) (void)atomic_fetch_add(sum, now - before);
 }
 
-// The layer is locked, or nobody else's yet.
+// The layer is locked, or nobody else's yet. Of several threads that read it the last one to come here has seen what
+// all of them have done to its pages.
 static void publish(qkv_session *session, locked_layer *layer) {
-  qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   qkvi_session_lock_info(layer);
+  const qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   const qkv_layer_usage before = layer->usage;
   add_difference(&session->tokens_cold, usage.tokens_cold, before.tokens_cold);
   add_difference(&session->bytes_coded, usage.bytes_coded, before.bytes_coded);
@@ -443,6 +444,21 @@ const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer) {
   return begin_read(layer_at(session, layer), 0);
 }
 
+const qkv_layer *qkvi_session_try_look(qkv_session *session, uint32_t layer) {
+  assert(layer < session->model->layers);
+  if (pthread_rwlock_tryrdlock(&layer_at(session, layer)->lock) != 0) return NULL;
+  return begin_read(layer_at(session, layer), 0);
+}
+
+void qkvi_session_looked(qkv_session *session, uint32_t layer) {
+  publish(session, layer_at(session, layer));
+  end_read(layer_at(session, layer));
+}
+
+qkv_arena *qkvi_session_arena(const qkv_session *session) {
+  return session->arena;
+}
+
 qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer) {
   assert(layer < session->model->layers);
   lock_to_write(layer_at(session, layer));
@@ -541,8 +557,9 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
 static void look_again(qkv_session *session, locked_layer *layer) {
   if (!atomic_load_explicit(&session->shares, memory_order_relaxed) || pthread_rwlock_tryrdlock(&layer->lock) != 0)
     return;
+  (void)begin_read(layer, 0);
   publish(session, layer);
-  unlock(layer);
+  end_read(layer);
 }
 
 // ---- Fork ----

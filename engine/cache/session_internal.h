@@ -18,8 +18,14 @@ void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *
 // Whether it has none; those to come have no backing then.
 bool qkvi_session_detach_empty(qkv_session *session);
 
-// Takes the layer's lock for reading; qkv_session_read_done gives it back.
+// Takes the layer's lock for reading; qkv_session_read_done gives it back. `try`: NULL where another thread changes
+// the layer, or waits to do so.
 const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer);
+const qkv_layer *qkvi_session_try_look(qkv_session *session, uint32_t layer);
+// The same where pages have left memory or come back meanwhile: publishes that first.
+void qkvi_session_looked(qkv_session *session, uint32_t layer);
+// Borrowed.
+qkv_arena *qkvi_session_arena(const qkv_session *session);
 // The same for writing; `changed` publishes what the layer has become and gives the lock back.
 qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer);
 void qkvi_session_changed(qkv_session *session, uint32_t layer);

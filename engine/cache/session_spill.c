@@ -40,20 +40,42 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
   return status;
 }
 
-// The pins are looked at under the lock that restoring takes, so what was restored since a pin was set is safe.
+// How an eviction gets at a layer.
+typedef enum eviction_lock {
+  TRY_READ,  // not where a thread changes the layer
+  READ,
+  WRITE,  // after those who read it
+} eviction_lock;
+
+static const qkv_layer *begin_evict(qkv_session *session, uint32_t layer, eviction_lock how) {
+  if (how == TRY_READ) return qkvi_session_try_look(session, layer);
+  return how == READ ? qkvi_session_look(session, layer) : qkvi_session_change(session, layer);
+}
+
+// True where a thread that has the layer, to read or to change it, keeps pages of it in memory.
+static bool evict_layer(qkv_session *session, uint32_t at, eviction_lock how, uint64_t bytes, uint64_t *freed) {
+  bool in_use = false;
+  if (qkvi_session_stays(session, at)) return false;
+  const qkv_layer *layer = begin_evict(session, at, how);
+  if (layer == NULL) return true;
+  *freed += qkv_layer_evict(layer, bytes - *freed, qkv_session_last_used_ms(session), &in_use);
+  if (how == WRITE) {
+    qkvi_session_changed(session, at);
+  } else {
+    qkvi_session_looked(session, at);
+  }
+  return in_use;
+}
+
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait) {
   uint64_t freed = 0;
+  bool in_use = false;
   if (qkv_session_config_of(session)->backing == NULL || !qkvi_session_has_layers(session)) return 0;
   const uint32_t layers = qkv_session_model(session)->layers, last = qkv_session_last_layer(session);
-  const int64_t unused_since = qkv_session_last_used_ms(session);
-  for (uint32_t i = 1; i <= layers && freed < bytes; i++) {
-    const uint32_t at = (last + layers - i) % layers;
-    if (qkvi_session_stays(session, at)) continue;
-    qkv_layer *layer = wait ? qkvi_session_change(session, at) : qkvi_session_try_change(session, at);
-    if (layer == NULL) continue;
-    if (!qkvi_session_stays(session, at)) freed += qkv_layer_evict(layer, bytes - freed, unused_since);
-    qkvi_session_changed(session, at);
-  }
+  for (uint32_t i = 1; i <= layers && freed < bytes; i++)
+    in_use |= evict_layer(session, (last + layers - i) % layers, wait ? READ : TRY_READ, bytes, &freed);
+  for (uint32_t i = 1; i <= layers && wait && in_use && freed < bytes; i++)
+    (void)evict_layer(session, (last + layers - i) % layers, WRITE, bytes, &freed);
   return freed;
 }
 
@@ -106,13 +128,51 @@ uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_
   return bytes;
 }
 
-qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
-                               void *image, qkv_error *error) {
-  qkv_layer *restoring = qkvi_session_change(session, layer);
-  restoring->room = room;
-  const qkv_status status = qkv_layer_restore(restoring, page, image, error);
-  restoring->room = NULL;
+static qkv_status restore_cold(qkv_session *session, uint32_t layer, uint64_t *reservation,
+                               const qkv_missing_page *pages, void **images, size_t count, size_t *failed,
+                               qkv_error *error) {
+  qkv_status status = QKV_OK;
+  const qkv_layer *reading = qkvi_session_look(session, layer);
+  for (size_t i = 0; i < count && status == QKV_OK; i++) {
+    *failed = i;
+    status = qkv_layer_restore(reading, reservation, &pages[i], &images[i], error);
+  }
+  qkvi_session_looked(session, layer);
+  return status;
+}
+
+// Readers may have the image that is to be replaced, so they are waited for, once for all pages.
+static qkv_status restore_full(qkv_session *session, uint32_t layer, uint64_t *reservation,
+                               const qkv_missing_page *pages, void **images, uint32_t *bytes, size_t count,
+                               size_t *failed, qkv_error *error) {
+  qkv_status status = QKV_OK;
+  qkv_layer *changing = qkvi_session_change(session, layer);
+  for (size_t i = 0; i < count && status == QKV_OK; i++) {
+    *failed = i;
+    if (!qkv_page_is_cold(&pages[i]))
+      status = qkv_layer_restore_full(changing, reservation, &pages[i], &images[i], &bytes[i], error);
+  }
   qkvi_session_changed(session, layer);
+  return status;
+}
+
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *reservation,
+                               const qkv_missing_page *pages, void **images, size_t count, size_t *failed,
+                               qkv_error *error) {
+  uint32_t bytes[QKV_RESTORE_PAGES];
+  bool all_cold = true;
+  assert(count >= 1 && count <= QKV_RESTORE_PAGES);
+  for (size_t i = 0; i < count; i++) {
+    bytes[i] = pages[i].bytes;
+    all_cold &= qkv_page_is_cold(&pages[i]);
+  }
+  qkv_status status = restore_cold(session, layer, reservation, pages, images, count, failed, error);
+  if (status == QKV_OK && !all_cold)
+    status = restore_full(session, layer, reservation, pages, images, bytes, count, failed, error);
+  for (size_t i = 0; i < count; i++) {
+    qkv_arena_free_beside(qkvi_session_arena(session), images[i], bytes[i]);
+    images[i] = NULL;
+  }
   return status;
 }
 

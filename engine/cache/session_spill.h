@@ -29,8 +29,9 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
 // are used in turn, so the one before that which is used is needed again last: it goes first, then those before it,
-// down to the one that comes next; then that which is used, as it may be what headroom is made for. Layers that are
-// in use by others are left out unless `wait`. Returns the bytes.
+// down to the one that comes next; then that which is used, as it may be what headroom is made for. Pages that other
+// threads read stay, and layers that they change are left out. With `wait` they are waited for, those who read only
+// where nothing else is left. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
 // Whether its owner has pinned it.
@@ -67,9 +68,14 @@ size_t qkv_session_missing_shared(qkv_session *session, uint32_t layer, uint64_t
                                   const void **out, size_t max);
 // Bytes of all these pages.
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
-// As qkv_layer_restore, in a room (arena.h), which is looked at under the layer's lock alone: for any thread.
-qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *room, const qkv_missing_page *page,
-                               void *image, qkv_error *error);
+// As qkv_layer_restore and qkv_layer_restore_full for 1 to QKV_RESTORE_PAGES pages of qkv_session_missing with an
+// image each. All images are freed, or the layer's, and set to NULL. Beside readers of the layer, but where pages are
+// to get lost planes back: that waits for them, once. Of the first page that fails `*failed` gets the index; those
+// before it have come back.
+enum { QKV_RESTORE_PAGES = 8 };
+qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *reservation,
+                               const qkv_missing_page *pages, void **images, size_t count, size_t *failed,
+                               qkv_error *error);
 
 // As qkv_layer_adopt, for a page that was coded with `calibration`; NULL: data-free. RESOURCE_EXHAUSTED (the
 // arena's): there is no memory for the session's layers.

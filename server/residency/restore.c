@@ -23,14 +23,15 @@ typedef struct restoring {
   qkvi_wanted wanted;
   bool ahead;            // nobody waits for it
   uint64_t most;         // of memory-budget in use, then
-  uint64_t reservation;  // for what comes back, and beside it
+  uint64_t reservation;  // for what comes back, and beside it; while several threads restore under residency->lock
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   const qkv_backing *tier;  // that they come from
   void *reading;            // of these pages
+  size_t batch;             // pages that a thread takes and puts back at once
   _Atomic size_t next;      // the first of them that no thread has taken
   _Atomic uint64_t bytes;   // that have come back
-  // Of the first page that has failed; under residency->lock.
+  // Of the first batch that has failed; under residency->lock.
   size_t failed;
   qkv_error error;
 } restoring;
@@ -131,44 +132,107 @@ static bool still_missing(const restoring *all, const qkv_missing_page *page) {
          now.record == page->record;
 }
 
-static qkv_status restore_page(restoring *all, size_t i, qkv_error *error) {
+// Pages that a thread has read and that are not back yet.
+typedef struct batch {
+  qkv_missing_page pages[QKV_RESTORE_PAGES];
+  void *images[QKV_RESTORE_PAGES];
+  size_t count;
+} batch;
+
+// A page that is not missing any more is left out.
+static qkv_status read_page(restoring *all, size_t i, batch *into, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
   qkv_arena *arena = qkv_store_arena(all->residency->store);
   qkv_error reason = {0};
   void *image = qkv_arena_alloc_beside(arena, page->bytes);
-  qkv_status status = all->tier->read_wait(all->reading, i, image, page->bytes, &reason);
-  if (status != QKV_OK) qkv_arena_free_beside(arena, image, page->bytes);
+  const qkv_status status = all->tier->read_wait(all->reading, i, image, page->bytes, &reason);
+  if (status == QKV_OK) {
+    into->pages[into->count] = *page;
+    into->images[into->count++] = image;
+    return QKV_OK;
+  }
+  qkv_arena_free_beside(arena, image, page->bytes);
   if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
   if (status == QKV_NOT_FOUND && !qkvi_catalogue_is_open(all->residency, all->wanted.session))
     return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->wanted.session));
-  if (status != QKV_OK) return fail(all, page, &reason, error);
-  status = qkv_session_restore(all->wanted.session, all->wanted.layer, &all->reservation, page, image, &reason);
-  if (status == QKV_DATA_LOSS) return fail(all, page, &reason, error);
+  return fail(all, page, &reason, error);
+}
+
+// A thread's part of the reservation, at most `bytes`; what it has not used goes back.
+static uint64_t take_part(restoring *all, uint64_t bytes) {
+  qkvi_residency_lock(all->residency);
+  const uint64_t part = bytes < all->reservation ? bytes : all->reservation;
+  all->reservation -= part;
+  qkvi_residency_unlock(all->residency);
+  return part;
+}
+
+static void give_back(restoring *all, uint64_t part) {
+  qkvi_residency_lock(all->residency);
+  all->reservation += part;
+  qkvi_residency_unlock(all->residency);
+}
+
+static qkv_status put_back(restoring *all, batch *read, qkv_error *error) {
+  uint64_t bytes = 0, cost = 0;
+  size_t failed = 0;
+  qkv_error reason = {0};
+  if (read->count == 0) return QKV_OK;
+  for (size_t i = 0; i < read->count; i++) {
+    bytes += read->pages[i].bytes;
+    cost += qkv_arena_cost(read->pages[i].bytes);
+  }
+  uint64_t part = take_part(all, cost);
+  const qkv_status status = qkv_session_restore(all->wanted.session, all->wanted.layer, &part, read->pages,
+                                                read->images, read->count, &failed, &reason);
+  give_back(all, part);
+  if (status == QKV_DATA_LOSS) return fail(all, &read->pages[failed], &reason, error);
   if (status != QKV_OK) return qkv_fail(error, status, "%s", reason.text);
-  atomic_fetch_add_explicit(&all->bytes, page->bytes, memory_order_relaxed);
-  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_PAGES], 1);
-  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_BYTES], page->bytes);
+  atomic_fetch_add_explicit(&all->bytes, bytes, memory_order_relaxed);
+  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_PAGES], (int64_t)read->count);
+  qkv_metric_add(&all->residency->metrics[QKV_METRIC_RESTORED_BYTES], (int64_t)bytes);
   return QKV_OK;
 }
 
-// A thread's part of the pages: the next one, until there are no more or one has failed.
+// Pages [first, end): where one cannot be read those before it come back.
+static qkv_status restore_batch(restoring *all, size_t first, size_t end, qkv_error *error) {
+  batch read = {.count = 0};
+  qkv_status status = QKV_OK;
+  for (size_t i = first; i < end && status == QKV_OK; i++) {
+    status = read_page(all, i, &read, error);
+    (void)sched_yield();  // attends of what is in memory go first
+  }
+  qkv_error reason = {0};
+  const qkv_status put = put_back(all, &read, &reason);
+  if (put == QKV_OK) return status;
+  *error = reason;
+  return put;
+}
+
+// A thread's part of the pages: the next batch, until there are no more or one has failed.
 static void restore_pages(void *context, size_t index, size_t worker) {
   restoring *all = context;
   (void)index;
   (void)worker;
-  for (size_t i; (i = atomic_fetch_add(&all->next, 1)) < all->count;) {
+  for (size_t first; (first = atomic_fetch_add(&all->next, all->batch)) < all->count;) {
     qkv_error error = {0};
-    const qkv_status status = restore_page(all, i, &error);
-    (void)sched_yield();  // attends of what is in memory go first
-    if (status == QKV_OK) continue;
+    const size_t end = first + all->batch < all->count ? first + all->batch : all->count;
+    if (restore_batch(all, first, end, &error) == QKV_OK) continue;
     atomic_store(&all->next, all->count);
     qkvi_residency_lock(all->residency);
-    if (i < all->failed) {
-      all->failed = i;
+    if (first < all->failed) {
+      all->failed = first;
       all->error = error;
     }
     qkvi_residency_unlock(all->residency);
   }
+}
+
+// Small enough for each thread to get several.
+static size_t batch_size(size_t pages, size_t threads) {
+  const size_t size = pages / (2 * threads);
+  if (size < 1) return 1;
+  return size < QKV_RESTORE_PAGES ? size : QKV_RESTORE_PAGES;
 }
 
 // What nobody has asked for takes what leaves at once.
@@ -195,6 +259,7 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
   atomic_store(&all->next, 0);
   all->failed = all->count;
   const size_t width = qkv_pool_width(all->residency->restorers);
+  all->batch = batch_size(all->count, width);
   qkv_pool_loop(all->residency->restorers, width < all->count ? width : all->count, restore_pages, all);
   all->tier->read_end(all->reading);
   if (all->failed == all->count) return QKV_OK;

@@ -101,7 +101,7 @@ static void chill(world *w) {
   for (size_t i = 0; i < w->count; i++) assert_true(qkv_layer_save(&w->layers[i]));
   double_all(&w->backing, QKV_RECORD_DURABLE);
   for (size_t i = 0; i < w->count; i++) qkv_layer_settle(&w->layers[i]);
-  (void)qkv_layer_evict(&w->layers[0], 20000, INT64_MAX - 1);
+  (void)evict(&w->layers[0], 20000, INT64_MAX - 1);
 }
 
 // ---- Requests ----

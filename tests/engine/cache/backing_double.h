@@ -3,6 +3,7 @@
 #define QKV_TESTS_ENGINE_CACHE_BACKING_DOUBLE_H
 
 #include "engine/cache/backing.h"
+#include "engine/cache/layer_spill.h"
 #include "tests/engine/cache/fixture.h"
 
 enum { DOUBLE_RECORDS = 256 };
@@ -101,6 +102,23 @@ static inline void double_init(backing_double *made) {
 
 static inline void double_all(backing_double *made, qkv_record_state state) {
   for (uint64_t i = 1; i <= made->count; i++) made->records[i].state = state;
+}
+
+// Of a layer that nobody else has.
+static inline uint64_t evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
+  bool in_use;
+  return qkv_layer_evict(layer, bytes, unused_since_ms, &in_use);
+}
+
+// As a session does it. The image is freed or the layer's.
+static inline qkv_status restore_image(qkv_layer *layer, const qkv_missing_page *page, void *image,
+                                       qkv_error *error) {
+  uint32_t bytes = page->bytes;
+  qkv_status status = qkv_layer_restore(layer, NULL, page, &image, error);
+  if (status == QKV_OK && !qkv_page_is_cold(page))
+    status = qkv_layer_restore_full(layer, NULL, page, &image, &bytes, error);
+  qkv_arena_free_beside(layer->config.arena, image, bytes);
+  return status;
 }
 
 static inline void double_deinit(backing_double *made) {

@@ -193,7 +193,7 @@ static void restore_all(world *w, holder *h) {
     void *image = qkv_arena_alloc_beside(w->arena, missing[i].bytes);
     memcpy(image, record->page, record->bytes);
     qkv_error error = {0};
-    if (qkv_layer_restore(&h->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
+    if (restore_image(&h->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
   }
   assert_true(qkv_layer_holds(&h->layer, 0, UINT64_MAX));
 }
@@ -264,7 +264,7 @@ static void step(world *w) {
     case 8:
       (void)qkv_layer_save(&h->layer);
       qkv_layer_settle(&h->layer);
-      (void)qkv_layer_evict(&h->layer, random_below(&w->seed, 3) == 0 ? UINT64_MAX : 2000, INT64_MAX - 1);
+      (void)evict(&h->layer, random_below(&w->seed, 3) == 0 ? UINT64_MAX : 2000, INT64_MAX - 1);
       break;
     case 9:
       restore_all(w, h);
@@ -339,14 +339,14 @@ static void test_eviction_of_shared_pages(void **state) {
   assert_true(qkv_layer_save(&h[1].layer));
   assert_int_equal(w.backing.count, h[0].count);  // put once
   qkvi_layer_pin(&h[1].layer, 1000);              // a use, and a reader
-  assert_int_equal(qkv_layer_evict(&h[0].layer, UINT64_MAX, 999), 0);
-  assert_int_equal(qkv_layer_evict(&h[0].layer, UINT64_MAX, 1001), 0);
+  assert_int_equal(evict(&h[0].layer, UINT64_MAX, 999), 0);
+  assert_int_equal(evict(&h[0].layer, UINT64_MAX, 1001), 0);
   qkvi_layer_unpin(&h[1].layer);
   // The second layer's own pin, as it is not in a session.
   qkvi_layer_unpin(&h[1].layer);
-  assert_int_equal(qkv_layer_evict(&h[0].layer, UINT64_MAX, 999), 0);
+  assert_int_equal(evict(&h[0].layer, UINT64_MAX, 999), 0);
   const uint64_t coded = qkv_layer_read_usage(&h[0].layer).bytes_coded;
-  assert_int_equal(qkv_layer_evict(&h[0].layer, UINT64_MAX, 1001), coded);
+  assert_int_equal(evict(&h[0].layer, UINT64_MAX, 1001), coded);
   qkvi_layer_pin(&h[1].layer, 0);
   assert_false(qkv_layer_holds(&h[1].layer, 0, UINT64_MAX));
   restore_all(&w, &h[1]);

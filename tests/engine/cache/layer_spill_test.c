@@ -59,7 +59,7 @@ static size_t restore_all(state *s, bool full) {
     void *image = qkv_arena_alloc_beside(s->arena, missing[i].bytes);
     memcpy(image, record->page, record->bytes);
     qkv_error error = {0};
-    if (qkv_layer_restore(&s->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
+    if (restore_image(&s->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
   }
   return count;
 }
@@ -84,7 +84,7 @@ static void test_out_and_back(void **unused) {
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
   const uint64_t before = qkv_arena_read(s.arena).bytes_used, coded = qkv_layer_read_usage(&s.layer).bytes_coded;
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), coded);
+  assert_int_equal(evict(&s.layer, UINT64_MAX, 0), coded);
   assert_int_equal(qkv_arena_read(s.arena).bytes_used, before - coded);
   assert_valid(&s.layer);
   const qkv_layer_usage usage = qkv_layer_read_usage(&s.layer);
@@ -108,16 +108,16 @@ static void test_evicts_what_is_durable(void **unused) {
   s.backing.first = QKV_RECORD_WAITING;
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
+  assert_int_equal(evict(&s.layer, UINT64_MAX, 0), 0);
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST);
   s.backing.records[1].state = QKV_RECORD_WRITTEN;
   s.backing.records[2].state = s.backing.records[3].state = QKV_RECORD_DURABLE;
-  assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
+  assert_true(evict(&s.layer, 1, 0) > 0);
   assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 64, FIRST + 65));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
-  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
+  assert_true(evict(&s.layer, UINT64_MAX, 0) > 0);
   assert_true(qkv_layer_holds(&s.layer, FIRST, FIRST + 64));
   assert_false(qkv_layer_holds(&s.layer, FIRST + 128, FIRST + 192));
   assert_true(qkv_layer_holds(&s.layer, FIRST + 192, UINT64_MAX));
@@ -138,7 +138,7 @@ static void test_a_failed_sync_costs_nothing(void **unused) {
   s.backing.first = QKV_RECORD_WRITTEN;
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
+  assert_int_equal(evict(&s.layer, UINT64_MAX, 0), 0);
   double_all(&s.backing, QKV_RECORD_GONE);
   s.backing.first = QKV_RECORD_DURABLE;
   s.backing.records[1].state = QKV_RECORD_DURABLE;
@@ -153,7 +153,7 @@ static void test_a_failed_sync_costs_nothing(void **unused) {
   s.backing.records[PAGES].state = QKV_RECORD_DURABLE;
   qkv_layer_settle(&s.layer);
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + PAGES * 64);
-  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
+  assert_true(evict(&s.layer, UINT64_MAX, 0) > 0);
   assert_int_equal(restore_all(&s, false), PAGES);
   assert_rows_as_before(&s);
   assert_valid(&s.layer);
@@ -181,14 +181,14 @@ static void test_evicts_the_coldest(void **unused) {
   for (size_t i = 1; i < PAGES; i++) heat(&s, order[i], 0.2f * (float)i);
   assert_true(qkv_layer_save(&s.layer));
   for (size_t i = 0; i < PAGES; i++) {
-    assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
+    assert_true(evict(&s.layer, 1, 0) > 0);
     for (size_t p = 0; p < PAGES; p++) {
       bool gone = false;
       for (size_t k = 0; k <= i; k++) gone |= order[k] == p;
       assert_int_equal(qkv_layer_page(&s.layer, p)->page == NULL, gone);
     }
   }
-  assert_int_equal(qkv_layer_evict(&s.layer, 1, 0), 0);
+  assert_int_equal(evict(&s.layer, 1, 0), 0);
   assert_valid(&s.layer);
   end(&s);
 }
@@ -270,7 +270,7 @@ static void test_truncates_cold_pages(void **unused) {
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
   qkv_layer_settle(&s.layer);
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
+  (void)evict(&s.layer, UINT64_MAX, 0);
   qkv_layer_truncate(&s.layer, FIRST + 100);
   assert_valid(&s.layer);
   assert_int_equal(s.backing.cuts, 1);
@@ -308,24 +308,24 @@ static void test_refuses_another_page(void **unused) {
   begin(&s);
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
+  (void)evict(&s.layer, UINT64_MAX, 0);
   qkv_missing_page missing[MISSING];
   assert_int_equal(qkv_layer_missing(&s.layer, FIRST + 64, FIRST + 65, false, missing, MISSING), 1);
   void *image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[1].page, s.backing.records[1].bytes);
   qkv_error error = {0};
-  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
+  assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_string_equal(error.text,
                       "layer 2: position 71 on the SSD is damaged: it is the page at position 7 of layer 2");
   image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((qkv_page_header *)image)->layer = 1;
   qkv_page_seal(image);
-  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
+  assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((uint8_t *)image)[200] ^= 4;
-  assert_int_equal(qkv_layer_restore(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
+  assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_valid(&s.layer);
   end(&s);
 }
@@ -337,7 +337,7 @@ static void test_append_below_a_cold_page(void **unused) {
   begin(&s);
   fill(&s);
   assert_true(qkv_layer_save(&s.layer));
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
+  (void)evict(&s.layer, UINT64_MAX, 0);
   qkv_error error = {0};
   assert_int_equal(append_range(&s.layer, &s.rows, 70, 80, &error), QKV_UNAVAILABLE);
   assert_string_equal(error.text, "position 77 is on the SSD");
@@ -362,7 +362,7 @@ static void test_seals_the_tail(void **unused) {
   assert_int_equal(qkv_layer_durable(&s.layer), FIRST + TOKENS);
   assert_int_equal(qkv_layer_seal(&s.layer, NULL), QKV_OK);  // there is nothing to do
   assert_int_equal(s.layer.page_count, PAGES + 1);
-  (void)qkv_layer_evict(&s.layer, UINT64_MAX, 0);
+  (void)evict(&s.layer, UINT64_MAX, 0);
   sequence more = make_sequence(&s.model, 100, 9);
   row_pair pair;
   uint64_t appended;
@@ -490,14 +490,14 @@ static void ranges_are_packed_as_they_leave(void **unused) {
   assert_true(qkv_layer_save(&s.layer));
   qkv_layer_settle(&s.layer);
   assert_null(s.layer.ranges[0].range->packed);
-  assert_true(qkv_layer_evict(&s.layer, 1, 0) > 0);
+  assert_true(evict(&s.layer, 1, 0) > 0);
   assert_null(s.layer.ranges[0].range->packed);
-  assert_true(qkv_layer_evict(&s.layer, UINT64_MAX, 0) > 0);
+  assert_true(evict(&s.layer, UINT64_MAX, 0) > 0);
   assert_non_null(s.layer.ranges[0].range->packed);
   assert_valid(&s.layer);
   qkv_missing_page missing[MISSING];
   assert_int_equal(qkv_layer_missing(&s.layer, 0, 0, true, missing, MISSING), PAGES);
-  assert_int_equal(qkv_layer_evict(&s.layer, UINT64_MAX, 0), 0);
+  assert_int_equal(evict(&s.layer, UINT64_MAX, 0), 0);
   assert_non_null(s.layer.ranges[0].range->packed);
   assert_int_equal(restore_all(&s, true), PAGES);
   assert_null(s.layer.ranges[0].range->packed);

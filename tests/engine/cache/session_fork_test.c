@@ -210,7 +210,9 @@ static void restore(const scene *s, shared_backing *backing, qkv_session *sessio
     void *image = qkv_arena_alloc_beside(s->arena, missing[i].bytes);
     memcpy(image, from.page, from.bytes);
     qkv_error error = {0};
-    if (qkv_session_restore(session, layer, NULL, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
+    size_t failed;
+    if (qkv_session_restore(session, layer, NULL, &missing[i], &image, 1, &failed, &error) != QKV_OK)
+      fail_msg("%s", error.text);
   }
 }
 

@@ -134,7 +134,9 @@ static void test_settle_puts_the_rest(void **unused) {
 static void restore_page(scene *s, uint32_t layer, const qkv_missing_page *missing) {
   void *image = qkv_arena_alloc_beside(s->arena, missing->bytes);
   memcpy(image, s->backing.records[missing->record].page, missing->bytes);
-  assert_int_equal(qkv_session_restore(s->session, layer, NULL, missing, image, NULL), QKV_OK);
+  size_t failed;
+  assert_int_equal(qkv_session_restore(s->session, layer, NULL, missing, &image, 1, &failed, NULL), QKV_OK);
+  assert_null(image);
 }
 
 static void restore_layer(scene *s, uint32_t layer) {
@@ -239,11 +241,21 @@ static void test_found_again(void **unused) {
   teardown(&s);
 }
 
+// What is published of a layer is what it has.
+static void assert_published(const scene *s, uint32_t layer) {
+  const qkv_layer *now;
+  assert_int_equal(qkv_session_read(s->session, layer, &now, NULL), QKV_OK);
+  const qkv_layer_usage usage = qkv_layer_read_usage(now);
+  assert_valid(now);
+  qkv_session_read_done(s->session, layer);
+  assert_int_equal(cold(s, layer), usage.tokens_cold);
+}
+
 // ---- Threads ----
 
 typedef struct rush {
   scene *scene;
-  _Atomic bool stop;
+  _Atomic bool stop, failed;
 } rush;
 
 static void *evict_all_the_time(void *context) {
@@ -255,30 +267,185 @@ static void *evict_all_the_time(void *context) {
   return NULL;
 }
 
-// Whoever pins, restores and then reads finds everything, however hard another thread evicts.
-static void test_eviction_beside_reads(void **unused) {
+static void *pin_and_read(void *context) {
+  rush *r = context;
+  scene *s = r->scene;
+  for (int i = 0; i < 200; i++) {
+    const qkv_layer *layer;
+    qkv_missing_page missing[8];
+    qkv_session_pin(s->session, 0);
+    const size_t count = qkv_session_missing(s->session, 0, 0, 0, false, missing, 8);
+    for (size_t j = 0; j < count; j++) restore_page(s, 0, &missing[j]);
+    if (qkv_session_read(s->session, 0, &layer, NULL) != QKV_OK) break;
+    if (!qkv_layer_holds(layer, 0, UINT64_MAX)) atomic_store(&r->failed, true);
+    qkv_session_read_done(s->session, 0);
+    qkv_session_unpin(s->session, 0);
+  }
+  return NULL;
+}
+
+// Threads that pin, restore and then read find everything, however hard others evict.
+static void test_eviction_during_reads(void **unused) {
   (void)unused;
+  enum { EACH = 2 };
   scene s;
   setup(&s);
   append_all(&s);
   rush r = {.scene = &s};
-  pthread_t thread;
-  assert_int_equal(pthread_create(&thread, NULL, evict_all_the_time, &r), 0);
-  for (int i = 0; i < 200; i++) {
-    const qkv_layer *layer;
-    qkv_missing_page missing[8];
-    qkv_session_pin(s.session, 0);
-    const size_t count = qkv_session_missing(s.session, 0, 0, 0, false, missing, 8);
-    for (size_t j = 0; j < count; j++) {
-      restore_page(&s, 0, &missing[j]);
-    }
-    assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
-    assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
-    qkv_session_read_done(s.session, 0);
-    qkv_session_unpin(s.session, 0);
+  pthread_t evicting[EACH], reading[EACH];
+  for (int i = 0; i < EACH; i++) {
+    assert_int_equal(pthread_create(&evicting[i], NULL, evict_all_the_time, &r), 0);
+    assert_int_equal(pthread_create(&reading[i], NULL, pin_and_read, &r), 0);
   }
+  for (int i = 0; i < EACH; i++) assert_int_equal(pthread_join(reading[i], NULL), 0);
   atomic_store(&r.stop, true);
+  for (int i = 0; i < EACH; i++) assert_int_equal(pthread_join(evicting[i], NULL), 0);
+  assert_false(r.failed);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) assert_published(&s, layer);
+  teardown(&s);
+}
+
+// A reader that takes its time holds up neither what comes back to its layer nor what leaves other layers, and keeps
+// what it reads. This hangs where one of them waits for the reader.
+static void test_a_reader_holds_up_nobody(void **unused) {
+  (void)unused;
+  scene s;
+  const qkv_layer *layer, *other;
+  setup(&s);
+  append_all(&s);
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, NULL);
+  const uint64_t all = info.usage.bytes_coded;
+  assert_int_equal(qkv_session_read(s.session, 2, &layer, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(s.session, 3, &other, NULL),
+                   QKV_OK);  // from here on the second is the first to go
+  qkv_session_read_done(s.session, 3);
+  assert_int_equal(qkv_session_evict(s.session, all / LAYERS * (LAYERS - 1), true), all / LAYERS * (LAYERS - 1));
+  assert_int_equal(cold(&s, 2), 0);
+  assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX, false), 0);
+  qkv_session_read_done(s.session, 2);
+  assert_int_equal(qkv_session_evict(s.session, UINT64_MAX, true), all / LAYERS);
+  assert_int_equal(qkv_session_read(s.session, 2, &layer, NULL), QKV_OK);
+  restore_layer(&s, 2);
+  assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
+  qkv_session_read_done(s.session, 2);
+  teardown(&s);
+}
+
+typedef struct pause {
+  backing_double *backing;
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  bool reached, over;
+} pause;
+
+// The first one waits until the test has read.
+static qkv_record_state pausing_state(void *context, uint64_t record) {
+  pause *at = context;
+  (void)pthread_mutex_lock(&at->lock);
+  at->reached = true;
+  (void)pthread_cond_broadcast(&at->changed);
+  while (!at->over) (void)pthread_cond_wait(&at->changed, &at->lock);
+  (void)pthread_mutex_unlock(&at->lock);
+  return double_state(at->backing, record);
+}
+
+static void *evict_once(void *context) {
+  scene *s = context;
+  (void)qkv_session_evict(s->session, UINT64_MAX, true);
+  return NULL;
+}
+
+// An eviction that takes its time holds up no reader. This hangs where it does.
+static void test_eviction_holds_up_no_reader(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  append_all(&s);
+  pause at = {.backing = &s.backing, .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+  s.backing.backing.context = &at;
+  s.backing.backing.state = pausing_state;
+  pthread_t thread;
+  assert_int_equal(pthread_create(&thread, NULL, evict_once, &s), 0);
+  (void)pthread_mutex_lock(&at.lock);
+  while (!at.reached) (void)pthread_cond_wait(&at.changed, &at.lock);
+  (void)pthread_mutex_unlock(&at.lock);
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    const qkv_layer *layer;
+    assert_int_equal(qkv_session_read(s.session, i, &layer, NULL), QKV_OK);
+    assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
+    free(decoded_rows(layer, QKV_V));
+    qkv_session_read_done(s.session, i);
+  }
+  (void)pthread_mutex_lock(&at.lock);
+  at.over = true;
+  (void)pthread_cond_broadcast(&at.changed);
+  (void)pthread_mutex_unlock(&at.lock);
   assert_int_equal(pthread_join(thread, NULL), 0);
+  for (uint32_t i = 0; i < LAYERS; i++) assert_int_equal(cold(&s, i), PAGES * 64);
+  s.backing.backing.context = &s.backing;
+  s.backing.backing.state = double_state;
+  teardown(&s);
+}
+
+// Pages of one layer come back together; behind one that is damaged none does.
+static void test_pages_come_back_together(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_missing_page missing[8];
+  void *images[PAGES];
+  size_t failed = 99;
+  setup(&s);
+  append_all(&s);
+  assert_true(qkv_session_evict(s.session, UINT64_MAX, true) > 0);
+  const uint64_t used = qkv_arena_read(s.arena).bytes_used;
+  assert_int_equal(qkv_session_missing(s.session, 1, 0, 0, false, missing, 8), PAGES);
+  uint64_t reservation = PAGES * qkv_arena_cost(missing[0].bytes);
+  assert_int_equal(qkv_arena_reserve(s.arena, reservation, NULL), QKV_OK);
+  for (size_t i = 0; i < PAGES; i++) {
+    images[i] = qkv_arena_alloc_beside(s.arena, missing[i].bytes);
+    memcpy(images[i], s.backing.records[missing[i == 1 ? 0 : i].record].page, missing[i].bytes);
+  }
+  assert_int_equal(qkv_session_restore(s.session, 1, &reservation, missing, images, PAGES, &failed, NULL),
+                   QKV_DATA_LOSS);
+  assert_int_equal(failed, 1);
+  for (size_t i = 0; i < PAGES; i++) assert_null(images[i]);
+  assert_int_equal(cold(&s, 1), (PAGES - 1) * 64);
+  assert_int_equal(reservation, (PAGES - 1) * qkv_arena_cost(missing[0].bytes));
+  qkv_arena_unreserve(s.arena, reservation);
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, used + qkv_arena_cost(missing[0].bytes));
+  assert_published(&s, 1);
+  teardown(&s);
+}
+
+// Lost planes come back for all pages at once.
+static void test_lost_planes_come_back_together(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_missing_page missing[8];
+  void *images[PAGES];
+  size_t failed;
+  qkv_retier_report report = {0};
+  setup(&s);
+  append_all(&s);
+  assert_true(qkv_session_settle(s.session));
+  const uint64_t used = qkv_arena_read(s.arena).bytes_used;
+  assert_int_equal(qkv_session_demote(s.session, &(qkv_retier_scope){.layer_count = 0}, 2, true, &report, NULL),
+                   QKV_OK);
+  assert_true(qkv_arena_read(s.arena).bytes_used < used);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    assert_int_equal(qkv_session_missing(s.session, layer, 0, 0, false, missing, 8), 0);
+    assert_int_equal(qkv_session_missing(s.session, layer, 0, 0, true, missing, 8), PAGES);
+    for (size_t i = 0; i < PAGES; i++) {
+      images[i] = qkv_arena_alloc_beside(s.arena, missing[i].bytes);
+      memcpy(images[i], s.backing.records[missing[i].record].page, missing[i].bytes);
+    }
+    assert_int_equal(qkv_session_restore(s.session, layer, NULL, missing, images, PAGES, &failed, NULL), QKV_OK);
+    assert_int_equal(qkv_session_missing(s.session, layer, 0, 0, true, missing, 8), 0);
+    assert_published(&s, layer);
+  }
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, used);
   teardown(&s);
 }
 
@@ -290,7 +457,11 @@ int main(void) {
       cmocka_unit_test(test_pins_keep_what_came_back),
       cmocka_unit_test(test_layers_leave_in_turn),
       cmocka_unit_test(test_found_again),
-      cmocka_unit_test(test_eviction_beside_reads),
+      cmocka_unit_test(test_eviction_during_reads),
+      cmocka_unit_test(test_a_reader_holds_up_nobody),
+      cmocka_unit_test(test_eviction_holds_up_no_reader),
+      cmocka_unit_test(test_pages_come_back_together),
+      cmocka_unit_test(test_lost_planes_come_back_together),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
