@@ -397,6 +397,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .prefixes_max = (uint64_t)options->limit_prefixes,
       .limits = read_account_limits,
       .limits_context = daemon,
+      .retier_all = options->tier_thresholds != NULL,
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);

@@ -1,7 +1,6 @@
 #include "server/lifetime.h"
 
 #include <jansson.h>
-#include <stdlib.h>
 
 #include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
@@ -81,15 +80,17 @@ static void expire(qkv_daemon *daemon, qkv_session *session) {
           qkvi_tenant_to_log(qkv_session_config_of(session)->tenant), "bytes", (json_int_t)freed);
 }
 
+// Those whose time ends first, until one has time left.
 void qkvi_lifetime_expire(qkv_daemon *daemon) {
-  const size_t room = qkv_store_read_stats(daemon->store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
-  if (listed == NULL) abort();
-  const size_t count = qkv_store_list(daemon->store, &(qkv_store_filter){0}, listed, room);
-  for (size_t i = 0; i < count; i++) {
-    if (qkv_session_expired(listed[i])) expire(daemon, listed[i]);
-    qkv_session_unref(&listed[i]);
+  qkv_recency *recency = qkv_store_recency(daemon->store);
+  bool more = true;
+  qkv_recency_begin(recency, QKV_RECENCY_EXPIRING);
+  while (more) {
+    qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXPIRING);
+    more = session != NULL && qkv_session_expired(session);
+    if (more) expire(daemon, session);
+    qkv_session_unref(&session);
   }
-  free((void *)listed);
+  qkv_recency_end(recency, QKV_RECENCY_EXPIRING);
   qkvi_objects_expire(daemon->objects);
 }

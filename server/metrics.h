@@ -145,7 +145,7 @@
   X(SESSIONS, "qkvd_sessions", QKV_GAUGE, "Sessions open.")                                                         \
   X(KV_BYTES, "qkvd_kv_bytes", QKV_GAUGE, "Bytes held: codes, exact rows, the sessions themselves.")                \
   X(TIER_WIDTH, "qkvd_tier_width_thousandths", QKV_GAUGE,                                                           \
-    "Thousandths of a bit a coordinate of coded rows, all in, on average over the sessions that have some.")        \
+    "Thousandths of a bit that a coordinate of coded pages in memory takes on average, all in.")                    \
   X(KV_RESERVED_BYTES, "qkvd_kv_reserved_bytes", QKV_GAUGE,                                                         \
     "Bytes of KV promised to appends that run now, and to buffers of the SSD tier.")                                \
   X(KV_RESIDENT_BYTES, "qkvd_kv_resident_bytes", QKV_GAUGE,                                                         \

@@ -5,6 +5,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "engine/cache/session_spill.h"
+
 enum { AIM_MS = 25, PRESS_MS = 50, NOTES = 4096 };
 
 // What sessions are brought to under pressure, one after the other.
@@ -25,26 +27,16 @@ struct qkvi_retierer {
   qkv_store *store;
   qkvi_residency *residency;  // NULL: memory is all there is
   qkv_retier_policy policy;   // tier-bits, or the thresholds
-  bool thresholds;
-  double high, low;  // parts of what memory-budget has for pages; 1: there is no such mark
+  double high, low;           // parts of what memory-budget has for pages; 1: there is no such mark
   bool pressed;
-  int64_t millibits;
-  qkv_store_place after;  // the session that was looked at last; "" at the beginning
   note notes[NOTES];
 };
-
-typedef struct candidate {
-  qkv_session *session;  // a reference
-  qkv_session_info info;
-} candidate;
 
 typedef struct step {
   qkvi_retierer *retierer;
   qkv_retier_report *report;
   uint64_t pages_before;
   int64_t until_ms;
-  candidate *candidates;
-  size_t count;
 } step;
 
 static int64_t now_ms(void) {
@@ -59,7 +51,6 @@ qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_residency *residency,
   retierer->store = store;
   retierer->residency = residency;
   retierer->policy = qkv_server_options_retier(options);
-  retierer->thresholds = options->tier_thresholds != NULL;
   retierer->high = options->memory_high;
   retierer->low = options->memory_low;
   for (size_t i = 0; i < NOTES; i++) retierer->notes[i].serial = UINT64_MAX;
@@ -72,50 +63,19 @@ void qkvi_retierer_destroy(qkvi_retierer **retierer) {
 }
 
 int64_t qkvi_retierer_millibits(const qkvi_retierer *retierer) {
-  return retierer->millibits;
+  const qkv_recency_sums sums = qkv_recency_read_sums(qkv_store_recency(retierer->store));
+  return sums.coordinates == 0 ? 0 : (int64_t)(8000 * (double)sums.bytes / (double)sums.coordinates);
 }
 
 // ---- Sessions ----
 
-static note *note_of(qkvi_retierer *retierer, const candidate *of) {
-  const uint64_t serial = qkv_session_serial(of->session);
+// `used_ms`: the session's last use.
+static note *note_of(qkvi_retierer *retierer, const qkv_session *session, int64_t used_ms) {
+  const uint64_t serial = qkv_session_serial(session);
   note *found = &retierer->notes[serial % NOTES];
-  if (found->serial != serial || found->last_used_ms != of->info.last_used_ms)
-    *found = (note){.serial = serial, .last_used_ms = of->info.last_used_ms};
+  if (found->serial != serial || found->last_used_ms != used_ms)
+    *found = (note){.serial = serial, .last_used_ms = used_ms};
   return found;
-}
-
-static void list_candidates(step *on) {
-  const size_t room = qkv_store_read_stats(on->retierer->store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
-  if (listed == NULL) abort();
-  on->count = qkv_store_list(on->retierer->store, &(qkv_store_filter){0}, listed, room);
-  on->candidates = calloc(on->count + 1, sizeof *on->candidates);
-  if (on->candidates == NULL) abort();
-  for (size_t i = 0; i < on->count; i++) {
-    on->candidates[i].session = listed[i];
-    qkv_session_read_info(listed[i], &on->candidates[i].info, NULL);
-  }
-  free((void *)listed);
-}
-
-static void drop_candidates(step *on) {
-  for (size_t i = 0; i < on->count; i++) qkv_session_unref(&on->candidates[i].session);
-  free(on->candidates);
-}
-
-static void measure(step *on) {
-  double sum = 0;
-  size_t coded = 0;
-  for (size_t i = 0; i < on->count; i++) {
-    const qkv_session_info *info = &on->candidates[i].info;
-    const double coordinates =
-        (double)info->usage.tokens_coded * info->model->kv_heads * (info->model->key_dim + info->model->value_dim);
-    if (coordinates == 0) continue;
-    sum += 8000 * (double)info->usage.bytes_coded / coordinates;
-    coded++;
-  }
-  on->retierer->millibits = coded == 0 ? 0 : (int64_t)(sum / (double)coded);
 }
 
 static bool spent(const step *on) {
@@ -136,19 +96,17 @@ static void retier_layer(step *on, qkv_session *session, const qkv_retier_policy
 
 // ---- Towards what they were opened with ----
 
-static bool has_aim(const qkvi_retierer *retierer, const candidate *at) {
-  if (at->info.config.max_attention_error > 0 || at->info.usage.tokens_coded == 0) return false;
-  return at->info.config.tier_bits > 0 || retierer->thresholds;
-}
-
 // Each of its layers once, or as many as there is time for.
-static void aim_session(step *on, const candidate *at) {
-  const uint32_t layers = at->info.model->layers;
+static void aim_session(step *on, qkv_session *session) {
+  const uint32_t layers = qkv_session_model(session)->layers;
+  const int64_t used_ms = qkv_session_last_used_ms(session);
   qkv_retier_policy policy = on->retierer->policy;
-  note *known = note_of(on->retierer, at);
-  policy.bits = at->info.config.tier_bits;
+  note *known = note_of(on->retierer, session, used_ms);
+  policy.bits = qkv_session_config_of(session)->tier_bits;
   for (uint32_t i = 0; i < layers && known->clean < layers && !spent(on); i++)
-    retier_layer(on, at->session, &policy, &known->clean);
+    retier_layer(on, session, &policy, &known->clean);
+  qkv_session_tiers_looked(session);
+  if (known->clean >= layers) qkv_session_tiers_settled(session, used_ms);
 }
 
 static void begin_work(step *on, int64_t ms) {
@@ -156,27 +114,20 @@ static void begin_work(step *on, int64_t ms) {
   on->until_ms = now_ms() + ms;
 }
 
-// Goes on behind the session that was last looked at.
+// In turn: one that was looked at comes behind the others.
 static void aim_sessions(step *on) {
-  qkvi_retierer *retierer = on->retierer;
-  size_t first = 0;
+  qkv_recency *recency = qkv_store_recency(on->retierer->store);
+  qkv_session *session;
   begin_work(on, AIM_MS);
-  while (first < on->count && !qkv_store_is_behind(on->candidates[first].session, &retierer->after)) first++;
-  for (size_t done = 0; done < on->count && !spent(on); done++) {
-    const candidate *at = &on->candidates[(first + done) % on->count];
-    if (!has_aim(retierer, at)) continue;
-    aim_session(on, at);
-    retierer->after = qkv_store_place_of(at->session);
+  qkv_recency_begin(recency, QKV_RECENCY_AIMED);
+  while (!spent(on) && (session = qkv_recency_next(recency, QKV_RECENCY_AIMED)) != NULL) {
+    aim_session(on, session);
+    qkv_session_unref(&session);
   }
+  qkv_recency_end(recency, QKV_RECENCY_AIMED);
 }
 
 // ---- Under pressure ----
-
-static int by_last_use(const void *a, const void *b) {
-  const int64_t first = ((const candidate *)a)->info.last_used_ms;
-  const int64_t second = ((const candidate *)b)->info.last_used_ms;
-  return (first > second) - (first < second);
-}
 
 static uint64_t used(const qkvi_retierer *retierer) {
   return qkv_arena_read(qkv_store_arena(retierer->store)).bytes_used;
@@ -194,25 +145,43 @@ static bool is_low(const qkvi_retierer *retierer) {
   return used(retierer) <= mark(retierer, retierer->low);
 }
 
-static void press_session(step *on, const candidate *at) {
+static void press_session(step *on, qkv_session *session) {
   qkvi_retierer *retierer = on->retierer;
-  note *known = note_of(retierer, at);
+  const int64_t used_ms = qkv_session_last_used_ms(session);
+  note *known = note_of(retierer, session, used_ms);
   qkv_retier_policy policy = retierer->policy;
-  const uint32_t layers = at->info.model->layers;
+  const uint32_t layers = qkv_session_model(session)->layers;
   uint32_t still = 0;  // layers in a row that did not change, those whose pages wait for the disk among them
   while (known->pressed < PRESSED_STEPS && still < layers && !spent(on) && !is_low(retierer)) {
     const uint64_t before = on->report->pages;
     policy.bits = pressed_bits[known->pressed];
-    retier_layer(on, at->session, &policy, &known->clean_pressed);
+    retier_layer(on, session, &policy, &known->clean_pressed);
     still = on->report->pages == before ? still + 1 : 0;
     if (known->clean_pressed < layers) continue;
     known->pressed++;
     known->clean_pressed = still = 0;
   }
+  if (known->pressed == PRESSED_STEPS) qkv_session_tiers_lowest(session, used_ms);
 }
 
 static void log_pressure(const qkvi_retierer *retierer, const char *text) {
   qkv_log(QKV_LOG_INFO, text, "{s:I}", "bytes", (json_int_t)used(retierer));
+}
+
+// The longest unused first. True where one of them is in memory alone: nothing but demotion frees memory of it.
+static bool press_in_order(step *on) {
+  qkv_recency *recency = qkv_store_recency(on->retierer->store);
+  qkv_session *session;
+  bool alone = false;
+  qkv_recency_begin(recency, QKV_RECENCY_DEMOTABLE);
+  while (!spent(on) && !is_low(on->retierer) &&
+         (session = qkv_recency_next(recency, QKV_RECENCY_DEMOTABLE)) != NULL) {
+    alone |= qkv_session_config_of(session)->backing == NULL;
+    press_session(on, session);
+    qkv_session_unref(&session);
+  }
+  qkv_recency_end(recency, QKV_RECENCY_DEMOTABLE);
+  return alone;
 }
 
 // True where there is more to demote.
@@ -222,14 +191,7 @@ static bool press_sessions(step *on) {
   begin_work(on, PRESS_MS);
   if (!retierer->pressed) log_pressure(retierer, "memory-high is reached, sessions are demoted");
   retierer->pressed = true;
-  qsort(on->candidates, on->count, sizeof *on->candidates, by_last_use);
-  bool alone = false;  // in memory: nothing but demotion makes room of it
-  for (size_t i = 0; i < on->count && !spent(on) && !is_low(retierer); i++) {
-    const candidate *at = &on->candidates[i];
-    if (at->info.config.max_attention_error > 0 || at->info.config.keep_full) continue;
-    alone |= at->info.config.backing == NULL;
-    if (at->info.usage.tokens_coded > 0) press_session(on, at);
-  }
+  const bool alone = press_in_order(on);
   // What cannot be demoted any further leaves memory, where it is on the SSD.
   if (retierer->residency != NULL && !spent(on) && !is_low(retierer))
     (void)qkvi_budget_evict(retierer->residency, mark(retierer, retierer->low));
@@ -237,16 +199,12 @@ static bool press_sessions(step *on) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;
   }
-  // Of what is on the SSD, too, whoever needs room makes it: that is not urgent.
+  // Sessions on the SSD leave memory when it is needed: that is not urgent.
   return retierer->pressed && spent(on) && alone;
 }
 
 bool qkvi_retierer_step(qkvi_retierer *retierer, qkv_retier_report *report) {
   step on = {.retierer = retierer, .report = report};
-  list_candidates(&on);
-  measure(&on);
   aim_sessions(&on);
-  const bool more = press_sessions(&on);
-  drop_candidates(&on);
-  return more;
+  return press_sessions(&on);
 }

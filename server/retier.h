@@ -1,17 +1,17 @@
 // Tiers in the background. One object, stepped by one timer (server/main.c), a bounded piece of work each time:
 //
-//   towards `tier-bits`    sessions in order of their names, each layer of each in turn, are brought to the average
-//   bits
-//                          that they were opened with, or by `tier-thresholds`, by attention
+//   towards `tier-bits`    sessions in turn, each layer of each in turn, are brought to the average bits that they
+//                          were opened with, or by `tier-thresholds`, by attention
 //   under pressure         from `memory-high` of the budget until below `memory-low`: the sessions that are unused
 //   for
 //                          longest are brought to 3 bits on average, then 2.5, then 2, one session after the other
 //
 // Left alone: sessions with a quality contract, and under pressure those that keep pages in full, as nothing would be
-// freed. A session that needs nothing is not looked at again before it has been used.
+// freed. A session that needs nothing is not looked at again before it has been used: it leaves its list (recency.h),
+// so a step costs what the sessions that need something cost, however many others there are.
 //
 // Each of the two ends after `tier-pages` pages, or 25 and 50 ms. The first goes on a quarter of a second later, the
-// second at once: it is an append's room that waits for it.
+// second at once: appends wait for the memory that it frees.
 //
 // Threads: one at a time; beside everything else that goes on in the store.
 #ifndef QKV_SERVER_RETIER_H
@@ -34,8 +34,7 @@ void qkvi_retierer_destroy(qkvi_retierer **retierer);
 // Adds to the report. True where sessions are left to be demoted under pressure.
 bool qkvi_retierer_step(qkvi_retierer *retierer, qkv_retier_report *report);
 
-// Average bits a coordinate of coded rows, all in, of the sessions that have some; in thousandths, as of the last
-// step.
+// Average bits a coordinate of the coded pages in memory of all sessions, all in; in thousandths.
 int64_t qkvi_retierer_millibits(const qkvi_retierer *retierer);
 
 #endif

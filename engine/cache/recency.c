@@ -8,7 +8,7 @@
 #include "engine/cache/session_state.h"
 
 typedef struct entry {
-  int64_t used_ms;  // or later
+  int64_t time_ms;  // or later
   qkv_session *session;
 } entry;
 
@@ -22,6 +22,7 @@ struct qkv_recency {
   pthread_mutex_t lock;
   _Atomic unsigned waiting;  // threads, for the lock
   order lists[QKV_RECENCY_LISTS];
+  _Atomic uint64_t bytes, coordinates;  // qkv_recency_sums
 };
 
 static void lock(qkv_recency *recency) {
@@ -80,8 +81,8 @@ static void set(const qkv_recency *recency, order *in, uint32_t at, entry what) 
 static void sink(const qkv_recency *recency, order *in, uint32_t at) {
   const entry what = in->entries[at];
   for (uint32_t child; (child = 2 * at + 1) < in->count; at = child) {
-    if (child + 1 < in->count && in->entries[child + 1].used_ms < in->entries[child].used_ms) child++;
-    if (what.used_ms <= in->entries[child].used_ms) break;
+    if (child + 1 < in->count && in->entries[child + 1].time_ms < in->entries[child].time_ms) child++;
+    if (what.time_ms <= in->entries[child].time_ms) break;
     set(recency, in, at, in->entries[child]);
   }
   set(recency, in, at, what);
@@ -89,7 +90,7 @@ static void sink(const qkv_recency *recency, order *in, uint32_t at) {
 
 static void rise(const qkv_recency *recency, order *in, uint32_t at) {
   const entry what = in->entries[at];
-  for (; at > 0 && in->entries[(at - 1) / 2].used_ms > what.used_ms; at = (at - 1) / 2)
+  for (; at > 0 && in->entries[(at - 1) / 2].time_ms > what.time_ms; at = (at - 1) / 2)
     set(recency, in, at, in->entries[(at - 1) / 2]);
   set(recency, in, at, what);
 }
@@ -107,10 +108,19 @@ static void resize(order *in, uint32_t wanted) {
   in->places = places;
 }
 
+static int64_t time_of(const qkv_session *session, qkv_recency_list list) {
+  const int64_t used_ms = qkv_session_last_used_ms(session);
+  if (list == QKV_RECENCY_AIMED) return atomic_load(&session->tiers.looked_ms);
+  if (list != QKV_RECENCY_EXPIRING) return used_ms;
+  const uint64_t ttl = atomic_load(&session->ttl_ms);
+  return ttl < (uint64_t)(INT64_MAX - used_ms) ? used_ms + (int64_t)ttl : INT64_MAX;
+}
+
 static void insert(const qkv_recency *recency, order *in, qkv_session *session) {
   resize(in, in->count + in->passed + 1);
   if (in->passed > 0) set(recency, in, in->count + in->passed, in->entries[in->count]);
-  set(recency, in, in->count, (entry){.used_ms = qkv_session_last_used_ms(session), .session = session});
+  const qkv_recency_list list = (qkv_recency_list)(in - recency->lists);
+  set(recency, in, in->count, (entry){.time_ms = time_of(session, list), .session = session});
   rise(recency, in, in->count++);
 }
 
@@ -146,11 +156,25 @@ static void enter_locked(qkv_recency *recency, qkv_recency_list list, qkv_sessio
 
 // Whether a session that is in the list belongs there.
 static bool belongs(const qkv_session *session, qkv_recency_list list) {
-  const bool pinned = atomic_load(&session->pinned), shares = atomic_load(&session->shares);
+  const bool pinned = atomic_load(&session->pinned);
   // What another session brings back of pages that they share is not published here.
-  if (list == QKV_RECENCY_CODED) return !pinned && (shares || atomic_load(&session->bytes_coded) > 0);
-  if (list == QKV_RECENCY_EXACT) return !pinned && atomic_load(&session->bytes_exact) > 0;
-  return list != QKV_RECENCY_UNSETTLED || atomic_load(&session->unsettled) > 0;
+  const bool coded = atomic_load(&session->shares) || atomic_load(&session->bytes_coded) > 0;
+  switch (list) {
+    case QKV_RECENCY_CODED:
+      return coded && !pinned;
+    case QKV_RECENCY_EXACT:
+      return !pinned && atomic_load(&session->bytes_exact) > 0;
+    case QKV_RECENCY_UNSETTLED:
+      return atomic_load(&session->unsettled) > 0;
+    case QKV_RECENCY_AIMED:
+      return coded && session->tiers.aimed && !atomic_load(&session->tiers.settled);
+    case QKV_RECENCY_DEMOTABLE:
+      return coded && session->tiers.demotable && !atomic_load(&session->tiers.lowest);
+    case QKV_RECENCY_EXPIRING:
+      return atomic_load(&session->ttl_ms) > 0;
+    default:
+      return true;
+  }
 }
 
 void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
@@ -163,8 +187,9 @@ void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
     enter_locked(recency, QKV_RECENCY_KEPT, session);
   }
   // A fork may have rows before it is opened.
-  for (qkv_recency_list i = QKV_RECENCY_CODED; backed && i <= QKV_RECENCY_UNSETTLED; i++) {
-    if (belongs(session, i)) enter_locked(recency, i, session);
+  for (qkv_recency_list i = 0; i < QKV_RECENCY_LISTS; i++) {
+    const bool listed = i <= QKV_RECENCY_UNSETTLED ? backed : i >= QKV_RECENCY_AIMED;
+    if (listed && belongs(session, i)) enter_locked(recency, i, session);
   }
   unlock(recency);
 }
@@ -202,6 +227,23 @@ void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *
   unlock(recency);
 }
 
+void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
+  if (recency == NULL) return;
+  lock(recency);
+  if (atomic_load(&session->places.at[list]) <= recency->lists[list].count) drop_locked(recency, list, session);
+  unlock(recency);
+}
+
+qkv_recency_sums qkv_recency_read_sums(const qkv_recency *recency) {
+  return (qkv_recency_sums){.bytes = atomic_load_explicit(&recency->bytes, memory_order_relaxed),
+                            .coordinates = atomic_load_explicit(&recency->coordinates, memory_order_relaxed)};
+}
+
+void qkv_recency_add_sums(qkv_recency *recency, const qkv_recency_sums *by) {
+  atomic_fetch_add_explicit(&recency->bytes, by->bytes, memory_order_relaxed);
+  atomic_fetch_add_explicit(&recency->coordinates, by->coordinates, memory_order_relaxed);
+}
+
 // ---- A pass ----
 
 void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list) {
@@ -210,14 +252,14 @@ void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list) {
   (void)failed;
 }
 
-// False: the session at the top has nothing any more, or was used since, and another one may be there now.
+// False: the session at the top has nothing any more, or another time, and another one may be there now.
 static bool is_right(qkv_recency *recency, qkv_recency_list list) {
   order *in = &recency->lists[list];
   qkv_session *session = in->entries[0].session;
-  const int64_t used_ms = qkv_session_last_used_ms(session);
+  const int64_t time_ms = time_of(session, list);
   const bool stays = belongs(session, list);
-  if (stays && used_ms <= in->entries[0].used_ms) return true;
-  in->entries[0].used_ms = used_ms;
+  if (stays && time_ms <= in->entries[0].time_ms) return true;
+  in->entries[0].time_ms = time_ms;
   if (stays) {
     sink(recency, in, 0);
   } else {
@@ -261,6 +303,7 @@ static bool end_one(qkv_recency *recency, qkv_recency_list list) {
   if (in->passed == 0) return false;
   qkv_session *session = in->entries[in->count].session;
   if (belongs(session, list)) {
+    in->entries[in->count].time_ms = time_of(session, list);
     in->passed--;
     rise(recency, in, in->count++);
   } else {

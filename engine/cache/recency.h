@@ -1,8 +1,9 @@
-// Sessions in the order of their last use, for those who take memory or disk from the longest unused first.
+// Sessions in the order of a time, mostly that of their last use, for passes that take the first ones and leave the
+// rest alone: what takes memory or disk from the longest unused, tiers in the background, expiry.
 //
-// There are five lists, and a session is in those that it has something for. Each is a binary heap of (time, session)
-// whose times may be too early: a use of a session changes nothing here, and the time is corrected when the session
-// comes to the top. So a use costs nothing, and the next session costs O(log n), without allocating.
+// A session is in those lists that it has something for. Each is a binary heap of (time, session) whose times may be
+// too early: a use of a session changes nothing here, and the time is corrected when the session comes to the top. So
+// a use costs nothing, and the next session costs O(log n), without allocating.
 //
 //   heap of a list    | by time: not looked at yet  | passed in this pass | free |
 //                     0                           count             count + passed
@@ -28,6 +29,9 @@ typedef enum qkv_recency_list {
   QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
   QKV_RECENCY_EVICTABLE,  // may be closed where something is full
   QKV_RECENCY_KEPT,       // the others that have a backing
+  QKV_RECENCY_AIMED,      // coded pages may have to go to other tiers (session_retier.h); longest not looked at first
+  QKV_RECENCY_DEMOTABLE,  // coded pages may go to lower tiers where memory is short
+  QKV_RECENCY_EXPIRING,   // have a time to live; in the order in which that ends
   QKV_RECENCY_LISTS
 } qkv_recency_list;
 
@@ -49,6 +53,17 @@ void qkv_recency_join(qkv_recency *recency, qkv_session *session);
 void qkv_recency_leave(qkv_recency *recency, qkv_session *session);
 // Whether the session has something for the list may have changed. Nothing where it has not joined.
 void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
+// The same where its time in the list may have become an earlier one, too.
+void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
+
+// Coded pages in memory of all sessions that name this one in their config, as last published: bytes, and coordinates
+// that they code.
+typedef struct qkv_recency_sums {
+  uint64_t bytes, coordinates;
+} qkv_recency_sums;
+qkv_recency_sums qkv_recency_read_sums(const qkv_recency *recency);
+// Differences, modulo 2^64.
+void qkv_recency_add_sums(qkv_recency *recency, const qkv_recency_sums *by);
 
 // A pass: between the two `next` gives the longest unused session that has not been passed yet, with a reference that
 // the caller returns; NULL: there is none. Sessions that enter meanwhile are among them.

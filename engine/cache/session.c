@@ -23,18 +23,26 @@ static int64_t now_ms(clockid_t clock) {
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-// Where it has something for them; sessions in memory alone are not listed.
+// Where it has something for them; what has no backing does not leave memory.
 static void list_session(qkv_session *session, bool coded, bool exact, bool unsettled) {
   qkv_recency *recency = session->config.recency;
+  if (coded) qkv_recency_note(recency, QKV_RECENCY_AIMED, session);
+  if (coded) qkv_recency_note(recency, QKV_RECENCY_DEMOTABLE, session);
   if (session->config.backing == NULL) return;
   if (coded) qkv_recency_note(recency, QKV_RECENCY_CODED, session);
   if (exact) qkv_recency_note(recency, QKV_RECENCY_EXACT, session);
   if (unsettled) qkv_recency_note(recency, QKV_RECENCY_UNSETTLED, session);
 }
 
-// The time of day is told and not counted with: it is set, forwards and back.
+// The time of day is told and not counted with: it is set, forwards and back. What is known of tiers is forgotten
+// behind that: who sets it looks at the time afterwards, so one of the two sees the other.
 void qkv_session_touch(qkv_session *session) {
-  atomic_store_explicit(&session->last_used_ms, now_ms(CLOCK_MONOTONIC), memory_order_relaxed);
+  atomic_store(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
+  if (!atomic_load(&session->tiers.settled) && !atomic_load(&session->tiers.lowest)) return;
+  atomic_store(&session->tiers.settled, false);
+  atomic_store(&session->tiers.lowest, false);
+  qkv_recency_note(session->config.recency, QKV_RECENCY_AIMED, session);
+  qkv_recency_note(session->config.recency, QKV_RECENCY_DEMOTABLE, session);
 }
 
 static int64_t idle_ms(const qkv_session *session) {
@@ -62,6 +70,7 @@ int64_t qkv_session_last_used_ms(const qkv_session *session) {
 
 void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
   atomic_store_explicit(&session->ttl_ms, ttl_ms, memory_order_relaxed);
+  qkv_recency_move(session->config.recency, QKV_RECENCY_EXPIRING, session);
 }
 
 void qkv_session_set_pinned(qkv_session *session, bool pinned) {
@@ -161,6 +170,20 @@ static void add_difference(_Atomic uint64_t *sum, uint64_t now, uint64_t before)
   if (now != before) (void)atomic_fetch_add(sum, now - before);
 }
 
+// That the layer's coded pages in memory code.
+static uint64_t coordinates_of(const qkv_model *model, const qkv_layer_usage *usage) {
+  return (usage->tokens_coded - usage->tokens_cold) * model->kv_heads * (model->key_dim + model->value_dim);
+}
+
+// For all sessions, as for this one.
+static void publish_sums(const qkv_session *session, const qkv_layer_usage *now, const qkv_layer_usage *before) {
+  const qkv_recency_sums by = {
+      .bytes = now->bytes_coded - before->bytes_coded,
+      .coordinates = coordinates_of(session->model, now) - coordinates_of(session->model, before)};
+  if (session->config.recency != NULL && (by.bytes | by.coordinates) != 0)
+    qkv_recency_add_sums(session->config.recency, &by);
+}
+
 // The layer is locked, or nobody else's yet. Of several threads that read it the last one to come here has seen what
 // all of them have done to its pages.
 static void publish(qkv_session *session, locked_layer *layer) {
@@ -169,6 +192,7 @@ static void publish(qkv_session *session, locked_layer *layer) {
   const qkv_layer_usage before = layer->usage;
   add_difference(&session->tokens_cold, usage.tokens_cold, before.tokens_cold);
   add_difference(&session->bytes_coded, usage.bytes_coded, before.bytes_coded);
+  publish_sums(session, &usage, &before);
   add_difference(&session->bytes_exact, usage.bytes_exact, before.bytes_exact);
   add_difference(&session->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
   add_difference(&session->bytes_stored, usage.bytes_stored, before.bytes_stored);
@@ -255,6 +279,11 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->turns, 0);
   atomic_init(&session->tokens_cold, 0);
   atomic_init(&session->bytes_coded, 0);
+  session->tiers.aimed = config->max_attention_error == 0 && (config->tier_bits > 0 || config->retier_all);
+  session->tiers.demotable = config->max_attention_error == 0 && !config->keep_full;
+  atomic_init(&session->tiers.looked_ms, 0);
+  atomic_init(&session->tiers.settled, false);
+  atomic_init(&session->tiers.lowest, false);
   atomic_init(&session->bytes_exact, 0);
   atomic_init(&session->bytes_kept, 0);
   atomic_init(&session->bytes_stored, 0);
@@ -346,6 +375,7 @@ static void free_layers(qkv_session *session) {
   if (made == NULL) return;
   for (uint32_t i = 0; i < session->model->layers; i++) {
     qkv_quality *quality = made->at[i].layer.config.quality;
+    publish_sums(session, &(qkv_layer_usage){0}, &made->at[i].usage);
     qkv_layer_deinit(&made->at[i].layer);
     destroy_quality(session, quality);
     (void)pthread_mutex_destroy(&made->at[i].info_lock);

@@ -51,8 +51,9 @@ typedef struct qkv_session_config {
   uint64_t ttl_ms;              // unused for so long, it has expired; 0: never
   bool evictable;               // it may be closed where something is full: its owner's business
   bool staged;                  // only who opened it knows it yet (store.h)
-  uint64_t whole;               // positions that every layer must have, or it is lost; 0: any will do
   bool pinned;                  // nothing of it leaves memory
+  bool retier_all;              // tiers follow attention, whatever tier_bits is (server/retier.h). The store's
+  uint64_t whole;               // positions that every layer must have, or it is lost; 0: any will do
   uint64_t parent_truncations;  // of a fork: qkv_session_truncations of its parent when that was decided on
   uint64_t *room;               // that it is created in (arena.h), or NULL; not looked at afterwards
   qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: nobody does. The store's

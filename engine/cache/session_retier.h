@@ -24,6 +24,13 @@ typedef struct qkv_retier_report {
 qkv_status qkv_session_retier(qkv_session *session, const qkv_retier_policy *policy, uint32_t *layer,
                               qkv_retier_report *report, qkv_error *error);
 
+// For who does this in the background, and where memory is short lowers tiers step by step. A session has been looked
+// at now; and as of its last use at `used_ms` its tiers are what they are to be, or are as low as they get. It is not
+// in the list (recency.h) until it is used again.
+void qkv_session_tiers_looked(qkv_session *session);
+void qkv_session_tiers_settled(qkv_session *session, int64_t used_ms);
+void qkv_session_tiers_lowest(qkv_session *session, int64_t used_ms);
+
 // Tokens and layers of a request. Groups of 16 tokens that are not all within are left alone.
 typedef struct qkv_retier_scope {
   uint64_t begin, end;     // positions; end 0: to the end

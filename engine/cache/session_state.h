@@ -31,6 +31,13 @@ typedef struct session_layers {
   locked_layer at[];               // model->layers
 } session_layers;
 
+// What background work has found of a session's tiers (session_retier.h).
+typedef struct session_tiers {
+  _Atomic int64_t looked_ms;  // on the monotonic clock; 0: not yet
+  bool aimed, demotable;      // fixed: pages may be brought to other tiers, and to lower ones where memory is short
+  _Atomic bool settled, lowest;  // since its last use: nothing is to be done; the tiers are as low as they get
+} session_tiers;
+
 struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
@@ -60,6 +67,7 @@ struct qkv_session {
   _Atomic bool shares;  // pages with other sessions, or has
   bool detached;        // from the backing, before there were any layers
   qkv_recency_places places;
+  session_tiers tiers;
   _Atomic uint32_t truncations;
   qkv_session_tokens tokens;
   pthread_mutex_t making;  // of the layers, and of forks of the session: one at a time

@@ -357,6 +357,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_
   config->pool = store->config.pool;
   config->prefixes = store->prefixes;
   config->recency = store->recency;
+  config->retier_all = store->config.retier_all;
   if (qkv_prefix_hash_equal(&config->root, &(qkv_prefix_hash){0}))
     config->root = qkv_prefix_root(config->tenant, model->model.name, NULL, 0);
   QKV_TRY(check_place(store, config, error));

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include "engine/cache/session_retier.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 #include "tests/engine/cache/backing_double.h"
@@ -141,6 +142,80 @@ static size_t count_pass(const scene *s, qkv_recency_list list) {
   return count;
 }
 
+static void expect_order(const scene *s, qkv_recency_list list, const size_t *numbers, size_t count) {
+  qkv_recency_begin(s->recency, list);
+  for (size_t i = 0; i < count; i++) {
+    qkv_session *next = qkv_recency_next(s->recency, list);
+    assert_non_null(next);
+    assert_int_equal(number_of(next), numbers[i]);
+    qkv_session_unref(&next);
+  }
+  assert_null(qkv_recency_next(s->recency, list));
+  qkv_recency_end(s->recency, list);
+}
+
+// In the order in which their time ends, also where that comes nearer; those without are not among them.
+static void test_the_first_to_expire_comes_first(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, false);
+  for (size_t i = 0; i < 4; i++) {
+    s.sessions[i]->config.recency = s.recency;  // as the store does
+    join(&s, i);
+    if (i < 3) qkv_session_set_ttl(s.sessions[i], 3000 - 1000 * i);
+  }
+  expect_order(&s, QKV_RECENCY_EXPIRING, (size_t[]){2, 1, 0}, 3);
+  qkv_session_set_ttl(s.sessions[0], 500);
+  qkv_session_set_ttl(s.sessions[3], UINT64_MAX);
+  expect_order(&s, QKV_RECENCY_EXPIRING, (size_t[]){0, 2, 1, 3}, 4);
+  atomic_store(&s.sessions[2]->last_used_ms, 5000);
+  expect_order(&s, QKV_RECENCY_EXPIRING, (size_t[]){0, 1, 2, 3}, 4);
+  qkv_session_set_ttl(s.sessions[1], 0);
+  expect_order(&s, QKV_RECENCY_EXPIRING, (size_t[]){0, 2, 3}, 3);
+  qkv_recency_begin(s.recency, QKV_RECENCY_EXPIRING);  // passed, and sooner afterwards
+  qkv_session *next = qkv_recency_next(s.recency, QKV_RECENCY_EXPIRING);
+  qkv_session_unref(&next);
+  next = qkv_recency_next(s.recency, QKV_RECENCY_EXPIRING);
+  qkv_session_set_ttl(next, 1);
+  atomic_store(&next->last_used_ms, 1);
+  qkv_session_unref(&next);
+  qkv_recency_end(s.recency, QKV_RECENCY_EXPIRING);
+  expect_order(&s, QKV_RECENCY_EXPIRING, (size_t[]){2, 0, 3}, 3);
+  teardown(&s);
+}
+
+// Tiers: those not looked at for longest first; what needs nothing, or is as low as it gets, only once it was used.
+static void test_tiers_are_looked_at_in_turn(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, false);
+  for (size_t i = 0; i < 4; i++) {
+    s.sessions[i]->config.recency = s.recency;
+    s.sessions[i]->tiers.aimed = i < 3;
+    join(&s, i);
+    atomic_store(&s.sessions[i]->last_used_ms, (int64_t)(100 + i));
+    atomic_store(&s.sessions[i]->tiers.looked_ms, (int64_t)(10 - i));
+    atomic_store(&s.sessions[i]->bytes_coded, 1);
+    qkv_recency_note(s.recency, QKV_RECENCY_AIMED, s.sessions[i]);
+    qkv_recency_note(s.recency, QKV_RECENCY_DEMOTABLE, s.sessions[i]);
+  }
+  expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){2, 1, 0}, 3);
+  expect_order(&s, QKV_RECENCY_DEMOTABLE, (size_t[]){0, 1, 2, 3}, 4);
+  qkv_session_tiers_looked(s.sessions[2]);
+  expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){1, 0, 2}, 3);
+  qkv_session_tiers_settled(s.sessions[0], 100);
+  qkv_session_tiers_settled(s.sessions[1], 100);  // it was used at 101
+  qkv_session_tiers_lowest(s.sessions[3], 103);
+  expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){1, 2}, 2);
+  expect_order(&s, QKV_RECENCY_DEMOTABLE, (size_t[]){0, 1, 2}, 3);
+  atomic_store(&s.sessions[0]->tiers.looked_ms, 1);
+  qkv_session_touch(s.sessions[0]);
+  qkv_session_touch(s.sessions[3]);
+  expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){0, 1, 2}, 3);
+  assert_int_equal(count_pass(&s, QKV_RECENCY_DEMOTABLE), 4);
+  teardown(&s);
+}
+
 // What has nothing in memory any more is not among them.
 static void test_the_empty_are_not_looked_at(void **unused) {
   (void)unused;
@@ -260,6 +335,8 @@ static void test_nothing_is_lost(void **unused) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_order),
+      cmocka_unit_test(test_the_first_to_expire_comes_first),
+      cmocka_unit_test(test_tiers_are_looked_at_in_turn),
       cmocka_unit_test(test_the_empty_are_not_looked_at),
       cmocka_unit_test(test_what_is_given_up),
       cmocka_unit_test(test_nothing_is_lost),
