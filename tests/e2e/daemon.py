@@ -12,7 +12,8 @@ import grpc
 from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc
 
 BIN_DIR = os.environ["QKV_BIN_DIR"]
-SANITIZED = bool(os.environ.get("QKV_SANITIZE"))
+SANITIZER = os.environ.get("QKV_SANITIZE", "")
+SANITIZED = SANITIZER != ""
 PATIENCE = 240  # seconds for what has to happen, however slow the build and busy the machine
 SANITIZER_REPORT = re.compile(r"(Address|Leak|Thread|UndefinedBehavior)Sanitizer|runtime error:")
 

@@ -13,11 +13,11 @@ import time
 import grpc
 import numpy as np
 
-from daemon import SANITIZED, Daemon
+from daemon import SANITIZER, Daemon
 from kv import Cache
 from qkv.v1 import kv_cache_pb2 as kv
 
-ROUNDS = int(os.environ.get("QKV_CRASH_ROUNDS", 20 if SANITIZED else 200))
+ROUNDS = int(os.environ.get("QKV_CRASH_ROUNDS", {"": 200, "thread": 5}.get(SANITIZER, 20)))
 SEED = int(os.environ.get("QKV_CRASH_SEED", random.SystemRandom().randrange(1 << 32)))
 SESSIONS, SYNCED, LAYERS, TOKENS_MAX, CHUNK = 3, 2, 2, 2048, 96
 WIDTH = 16

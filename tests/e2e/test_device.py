@@ -1,5 +1,6 @@
 """Devices and systems that refuse: no io_uring, no room, a sync or a read that fails. What is not allowed here is skipped."""
 
+import copy
 import ctypes
 import json
 import os
@@ -179,6 +180,54 @@ def test_a_failing_disk_loses_nothing(tmp_path):
         for layer in range(LAYERS):
             for first, second in zip(before[layer], rows(cache, 576, layer)):
                 assert np.array_equal(first, second)
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_forks_on_a_failing_disk(tmp_path):
+    """Forks made while syncs fail share pages that have no record. Each has all of its own once the device takes them,
+    though their parent has been closed meanwhile, and after a crash."""
+    flag = tmp_path / "fail"
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--storage-segment", "4MiB")
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "FAIL_SYNC": str(flag)}) as daemon:
+        parent = Cache(daemon.stub(), "parent", layers=LAYERS, durability=ASYNC, recent_window=16)
+        fill(parent, 300)
+        wait_for(lambda: list(parent.info().durable) == [256] * LAYERS, "nothing becomes durable")
+        flag.touch()
+        fill(parent, 300, position=300)
+        wait_for(lambda: daemon.metric("qkvd_storage_failed_total") > 0, "no sync fails")
+        heirs = []
+        for name, of, position in (("durable", parent, 256), ("within", parent, 420), ("whole", parent, 600),
+                                   ("of a fork", None, 500)):
+            heir = copy.copy(of or heirs[-1])
+            heir.stub.Fork(kv.ForkRequest(session=heir.name, fork=name.replace(" ", "-"), position=position))
+            heir.name = name.replace(" ", "-")
+            fill(heir, 150, position=position)
+            heirs.append(heir)
+        heirs[2].stub.Truncate(kv.TruncateRequest(session="whole", position=550))
+        parent.stub.CloseSession(kv.CloseSessionRequest(session="parent"))
+        before = [[rows(heir, 0, layer) for layer in range(LAYERS)] for heir in heirs]
+        assert max(heirs[1].info().durable) <= 256
+        flag.unlink()
+
+        def are_durable():
+            infos = [heir.info() for heir in heirs]
+            return all(durable > length - 16 - 64 for info in infos for durable, length in zip(info.durable, info.lengths))
+
+        wait_for(are_durable, "forks do not become durable")
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        for heir, held in zip(heirs, before):
+            heir.stub = daemon.stub()
+            length = heir.info().lengths[0]
+            assert 0 <= held[0][0].shape[0] - length < 16 + 64
+            for layer in range(LAYERS):
+                for first, second in zip(held[layer], rows(heir, 0, layer)):
+                    assert np.array_equal(first[:length], second)
+        assert daemon.metric("qkvd_storage_lost_pages_total") == 0
+        for heir in heirs:
+            heir.stub.CloseSession(kv.CloseSessionRequest(session=heir.name))
+        storage = admin_pb2_grpc.AdminStub(daemon.channel())
+        wait_for(lambda: storage.GetStorage(admin_pb2.GetStorageRequest()).records == 0, "records of forks stay")
 
 
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")

@@ -26,12 +26,12 @@ import time
 import grpc
 import numpy as np
 
-from daemon import SANITIZED, Daemon, wait_for
+from daemon import SANITIZER, Daemon, wait_for
 from kv import FP32, TIMEOUT, array_of, assert_close, attention, tensor
 from qkv.v1 import admin_pb2, admin_pb2_grpc, model_pb2, tensor_pb2
 from qkv.v1 import kv_cache_pb2 as kv
 
-ROUNDS = int(os.environ.get("QKV_RANDOM_ROUNDS", 20 if SANITIZED else 200))
+ROUNDS = int(os.environ.get("QKV_RANDOM_ROUNDS", {"": 200, "thread": 5}.get(SANITIZER, 20)))
 SEED = int(os.environ.get("QKV_RANDOM_SEED", random.SystemRandom().randrange(1 << 32)))
 FAMILY = 20  # rounds after which all sessions are closed
 THREADS, SESSIONS_MAX, TOKENS_MAX, CHUNK = 3, 14, 700, 150
