@@ -181,9 +181,9 @@ def test_what_does_not_fit_is_a_miss(daemon):
     odd.close()
 
 
-@pytest.mark.parametrize("bits, error", [(8, 0.02), (4, 0.15)])
+@pytest.mark.parametrize("bits, error", [(8, 0.02), (4, 0.15), ("unsaid", 0.02)])
 def test_coded_chunks(daemon, bits, error):
-    made = adapter(daemon, bits=bits)
+    made = adapter(daemon, **({} if bits == "unsaid" else {"bits": bits}))
     shape = (LAYERS, TOKENS, HEADS * 2 * DIM)
     was, came = chunk(shape), chunk(shape, fill=False)
     assert store(made, [key(f"coded{bits}")], [was])
