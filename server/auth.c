@@ -18,6 +18,7 @@
 #define SUBJECT_MAX 256
 #define BEARER "Bearer "
 #define TOKEN_MAX 4096
+#define ADMIN "/qkv.v1.Admin/"
 
 enum { DIGEST = SHA256_DIGEST_LENGTH };
 
@@ -320,11 +321,15 @@ unsigned qkvi_auth_role_of(const char *path) {
   if (strcmp(path, "/grpc.health.v1.Health/Check") == 0) return 0;
   if (is_of(path, "/grpc.health.v1.Health/")) return QKVI_ROLE_READ;
   if (is_of(path, "/grpc.reflection.")) return QKVI_ROLE_READ;
-  if (is_of(path, "/qkv.v1.Admin/")) return QKVI_ROLE_ADMIN;
+  if (is_of(path, ADMIN)) return QKVI_ROLE_ADMIN;
   for (size_t i = 0; i < sizeof reading / sizeof *reading; i++) {
     if (strcmp(path, reading[i]) == 0) return QKVI_ROLE_READ;
   }
   return QKVI_ROLE_WRITE;
+}
+
+bool qkvi_auth_is_daemon_wide(const char *path) {
+  return is_of(path, ADMIN) && strcmp(path, ADMIN "GetQuota") != 0 && strcmp(path, ADMIN "Compare") != 0;
 }
 
 const char *qkvi_auth_role_name(unsigned role) {

@@ -44,6 +44,8 @@ qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *
 
 // The role that a method needs, 0: none. Methods that this does not know need `write`, those of Admin `admin`.
 unsigned qkvi_auth_role_of(const char *path);
+// Whether a method of Admin is about the whole daemon. Then it needs a grant of all tenants, too.
+bool qkvi_auth_is_daemon_wide(const char *path);
 const char *qkvi_auth_role_name(unsigned role);
 
 #endif

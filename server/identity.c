@@ -49,13 +49,27 @@ static void read_trace(grpc_slice value, qkvi_identity *identity) {
 
 // ---- Who it is ----
 
-static bool is_local(grpc_call *call) {
+// The descriptor of a connection that rpc_listen.c has accepted; -1: it is a TLS connection. gRPC's calls hold their
+// connection, and it closes the descriptor when the last of them is gone: no other connection gets the number while
+// there is a call (tests/server/rpc_test.c).
+static int descriptor_of(grpc_call *call) {
   char *named = grpc_call_get_peer(call);
   const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
   gpr_free(named);
+  return fd;
+}
+
+// The process behind a unix socket.
+static bool process_of(int fd, struct ucred *process) {
   struct sockaddr_storage address = {0};
-  socklen_t length = sizeof address;
-  return fd >= 0 && getsockname(fd, (struct sockaddr *)&address, &length) == 0 && address.ss_family == AF_UNIX;
+  socklen_t length = sizeof address, size = sizeof *process;
+  if (fd < 0 || getsockname(fd, (struct sockaddr *)&address, &length) != 0 || address.ss_family != AF_UNIX)
+    return false;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, process, &size) == 0;
+}
+
+bool qkvi_peer_process(grpc_call *call, struct ucred *process) {
+  return process_of(descriptor_of(call), process);
 }
 
 // The first of the certificate's names of this kind that the file has, expired or not. False: it has none.
@@ -91,13 +105,14 @@ static qkv_status read_certificate(qkvi_auth *auth, grpc_call *call, bool *shown
 
 static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, const grpc_slice *authorization,
                              qkvi_grant *grant, qkv_error *error) {
+  struct ucred process;
   bool shown = false;
   if (authorization != NULL)
     return qkvi_auth_bearer(rules->auth, (const char *)GRPC_SLICE_START_PTR(*authorization),
                             GRPC_SLICE_LENGTH(*authorization), grant, error);
   const qkv_status status = read_certificate(rules->auth, call, &shown, grant, error);
   if (shown) return status;
-  if (rules->anonymous || (rules->anonymous_unix && is_local(call))) {
+  if (rules->anonymous || (rules->anonymous_unix && qkvi_peer_process(call, &process))) {
     *grant = (qkvi_grant){.roles = QKVI_ROLE_READ | QKVI_ROLE_WRITE | QKVI_ROLE_ADMIN};
     return QKV_OK;
   }
@@ -105,11 +120,17 @@ static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, 
                   "the call has no authorization: this daemon wants a bearer token or a client certificate");
 }
 
-static qkv_status apply(const qkvi_grant *grant, unsigned role, qkvi_identity *identity, qkv_error *error) {
+static qkv_status apply(const qkvi_grant *grant, const char *path, qkvi_identity *identity, qkv_error *error) {
+  const unsigned role = qkvi_auth_role_of(path);
   if (role != 0 && (grant->roles & role) == 0)
     return qkv_fail(error, QKV_PERMISSION_DENIED,
                     "the call needs the role %s, which its token or certificate has not", qkvi_auth_role_name(role));
   if (grant->tenant[0] == '\0') return QKV_OK;
+  if (qkvi_auth_is_daemon_wide(path))
+    return qkv_fail(error, QKV_PERMISSION_DENIED,
+                    "the call is about the whole daemon: it needs the role admin for all tenants (*), which its token "
+                    "or certificate has for %s alone",
+                    grant->tenant);
   if (identity->tenant[0] != '\0' && strcmp(identity->tenant, grant->tenant) != 0)
     return qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", identity->tenant);
   memcpy(identity->tenant, grant->tenant, sizeof identity->tenant);
@@ -137,7 +158,7 @@ qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call,
   if (rules->auth == NULL || role == 0) return QKV_OK;
   qkvi_grant grant = {0};
   QKV_TRY(find_grant(rules, call, authorization, &grant, error));
-  return apply(&grant, role, identity, error);
+  return apply(&grant, path, identity, error);
 }
 
 const char *qkvi_call_tenant(const qkv_rpc_call *call) {
@@ -177,49 +198,37 @@ static bool write_address(const struct sockaddr_storage *address, socklen_t leng
   return true;
 }
 
-static bool write_process(int fd, char *text, size_t bytes) {
-  struct ucred peer;
-  socklen_t length = sizeof peer;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return false;
-  (void)snprintf(text, bytes, "unix, process %d of user %u", (int)peer.pid, (unsigned)peer.uid);
-  return true;
-}
-
-// gRPC knows the descriptor alone of connections that rpc_listen.c has accepted; while the call is not cancelled it
-// is that of the connection.
-void qkvi_peer_write(grpc_call *call, bool gone, char *text, size_t bytes) {
+void qkvi_socket_peer_write(int fd, char *text, size_t bytes) {
   struct sockaddr_storage address = {0};
   socklen_t length = sizeof address;
+  struct ucred process;
+  if (process_of(fd, &process)) {
+    (void)snprintf(text, bytes, "unix, process %d of user %u", (int)process.pid, (unsigned)process.uid);
+  } else if (getpeername(fd, (struct sockaddr *)&address, &length) != 0 ||
+             !write_address(&address, length, text, bytes)) {
+    (void)snprintf(text, bytes, "gone");
+  }
+}
+
+void qkvi_peer_write(grpc_call *call, char *text, size_t bytes) {
   char *named = grpc_call_get_peer(call);
-  const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
   if (strncmp(named, "ipv", 3) == 0) {  // of a TLS connection
     (void)snprintf(text, bytes, "%s", strchr(named, ':') + 1);
-    gpr_free(named);
-    return;
+  } else {
+    qkvi_socket_peer_write(descriptor_of(call), text, bytes);
   }
-  const bool known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
   gpr_free(named);
-  if (known && !gone &&
-      (address.ss_family == AF_UNIX ? write_process(fd, text, bytes) : write_address(&address, length, text, bytes)))
-    return;
-  (void)snprintf(text, bytes, "gone");
 }
 
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user) {
-  struct sockaddr_storage address = {0};
-  socklen_t length = sizeof address, size = sizeof(struct ucred);
-  struct ucred peer;
-  char *named = grpc_call_get_peer(call->grpc);
-  const int fd = strncmp(named, "fd:", 3) == 0 ? (int)strtol(named + 3, NULL, 10) : -1;
-  gpr_free(named);
-  if (getsockname(fd, (struct sockaddr *)&address, &length) != 0 || address.ss_family != AF_UNIX) return false;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-  *user = peer.uid;
-  return !qkv_rpc_cancelled(call);  // else the descriptor may be another connection's by now
+  struct ucred process;
+  if (!qkvi_peer_process(call->grpc, &process)) return false;
+  *user = process.uid;
+  return true;
 }
 
 void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
-  qkvi_peer_write(call->grpc, qkv_rpc_cancelled(call), text, bytes);
+  qkvi_peer_write(call->grpc, text, bytes);
 }
 
 const char *qkvi_tenant_to_log(const char *tenant) {

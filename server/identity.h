@@ -11,6 +11,7 @@
 
 #include <grpc/grpc.h>
 #include <stdbool.h>
+#include <sys/socket.h>
 #include <sys/types.h>
 
 #include "engine/base/name.h"
@@ -52,10 +53,13 @@ const char *qkvi_tenant_to_log(const char *tenant);
 
 // Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
 void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
-// The user of the process behind a unix socket, as the kernel says it. False: the call came another way, or the
-// client is gone.
+// The same of gRPC's call, and of a socket.
+void qkvi_peer_write(grpc_call *call, char *text, size_t bytes);
+void qkvi_socket_peer_write(int fd, char *text, size_t bytes);
+// The process behind a unix socket as it was when it connected, as the kernel says it. False: the call came another
+// way.
+bool qkvi_peer_process(grpc_call *call, struct ucred *process);
+// Its user.
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user);
-// The same of gRPC's call, whose connection may be `gone`.
-void qkvi_peer_write(grpc_call *call, bool gone, char *text, size_t bytes);
 
 #endif

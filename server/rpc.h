@@ -111,7 +111,6 @@ typedef struct qkv_rpc_report {
   uint64_t ns;                              // since it was accepted; of these:
   uint64_t message_ns, quota_ns, queue_ns;  // until its message was there, waits for its quota, and for a thread
   void *grpc;
-  bool gone;  // the client is
 } qkv_rpc_report;
 // "127.0.0.1:41234", or as server/identity.h says. 256 bytes are enough.
 void qkv_rpc_report_peer(const qkv_rpc_report *report, char *text, size_t bytes);

@@ -242,13 +242,12 @@ void qkvi_rpc_server_report(const qkv_rpc_call *call, qkv_status status, const c
                                  .message_ns = call->message_ns,
                                  .quota_ns = call->quota_ns,
                                  .queue_ns = call->queue_ns,
-                                 .grpc = call->grpc,
-                                 .gone = qkv_rpc_cancelled(call)};
+                                 .grpc = call->grpc};
   server->reported(server->context, &report);
 }
 
 void qkv_rpc_report_peer(const qkv_rpc_report *report, char *text, size_t bytes) {
-  qkvi_peer_write(report->grpc, report->gone, text, bytes);
+  qkvi_peer_write(report->grpc, text, bytes);
 }
 
 uint64_t qkvi_rpc_server_number(qkv_rpc_server *server) {

@@ -243,13 +243,31 @@ static qkv_status check_token(const exchange *request, const char *path, qkv_err
   return qkv_fail(error, QKV_PERMISSION_DENIED, "the request needs a token with the role read for all tenants");
 }
 
+static qkv_status check_access(const exchange *request, const char *path, qkv_error *error) {
+  if (!may_ask(request))
+    return qkv_fail(error, QKV_PERMISSION_DENIED, "the Host of the request is not this machine");
+  return check_token(request, path, error);
+}
+
+static void refuse(exchange *request, const char *method, const char *path, const qkv_error *error) {
+  char asked[300], peer[256] = "";
+  const union MHD_ConnectionInfo *info =
+      MHD_get_connection_info(request->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+  if (info != NULL) qkvi_socket_peer_write(info->connect_fd, peer, sizeof peer);
+  (void)snprintf(asked, sizeof asked, "%.16s %.256s", method, path);
+  qkvi_audit_write(request->http->daemon->audit, &(qkvi_audit_line){.refused = true,
+                                                                    .method = asked,
+                                                                    .peer = peer,
+                                                                    .status = error->status,
+                                                                    .reason = error->text});
+  const unsigned status = error->status == QKV_UNAUTHENTICATED ? MHD_HTTP_UNAUTHORIZED : MHD_HTTP_FORBIDDEN;
+  qkvi_api_fail(status, error->text, &request->answer);
+}
+
 static enum MHD_Result begin(exchange *request, const char *method, const char *path) {
   qkv_error error = {0};
-  if (!may_ask(request)) {
-    qkvi_api_fail(MHD_HTTP_FORBIDDEN, "the Host of the request is not this machine", &request->answer);
-  } else if (check_token(request, path, &error) != QKV_OK) {
-    const unsigned status = error.status == QKV_UNAUTHENTICATED ? MHD_HTTP_UNAUTHORIZED : MHD_HTTP_FORBIDDEN;
-    qkvi_api_fail(status, error.text, &request->answer);
+  if (check_access(request, path, &error) != QKV_OK) {
+    refuse(request, method, path, &error);
   } else if (strcmp(method, MHD_HTTP_METHOD_GET) != 0 && strcmp(method, MHD_HTTP_METHOD_HEAD) != 0) {
     qkvi_api_fail(MHD_HTTP_METHOD_NOT_ALLOWED, "only GET and HEAD are served", &request->answer);
   } else if ((request->route = find_route(path)) == NULL) {

@@ -448,7 +448,9 @@ def test_tokens(tmp_path):
     path, tokens = tmp_path / "auth", {"all": ("*", "read"), "one": ("team-a", "read,admin"), "writer": ("*", "write")}
     path.write_text("".join(f"token sha256:{hashlib.sha256(name.encode()).hexdigest()} {tenant} {roles}\n"
                             for name, (tenant, roles) in tokens.items()))
-    with Daemon(*ADMIN, "--admin-auth", "--auth-file", str(path), "--allow-anonymous", "unix") as daemon:
+    audit = tmp_path / "audit"
+    with Daemon(*ADMIN, "--admin-auth", "--auth-file", str(path), "--allow-anonymous", "unix", "--audit-log",
+                str(audit)) as daemon:
         for free in ("/health/live", "/health/ready", "/"):
             assert ask(daemon, free)[0] == 200
         for closed in ("/metrics", "/api/status", "/api/tenants", "/nothing"):
@@ -457,6 +459,15 @@ def test_tokens(tmp_path):
             for token, expected in (("nobody", 401), ("one", 403), ("writer", 403),
                                     ("all", 404 if closed == "/nothing" else 200)):
                 assert ask(daemon, closed, headers={"Authorization": f"Bearer {token}"})[0] == expected
+        assert ask(daemon, "/", headers={"Host": "elsewhere.example"})[0] == 403
+        assert ask(daemon, "/" + "%ff" * 500, "DELETE")[0] == 401
+        told = [json.loads(line) for line in audit.read_text().splitlines()]
+        assert len(told) == 4 * 4 + 2 and all(line["event"] == "refused" and "call" not in line for line in told)
+        assert (told[0]["method"], told[0]["status"]) == ("GET /metrics", "UNAUTHENTICATED")
+        assert told[0]["peer"].startswith("127.0.0.1:") and "bearer token" in told[0]["reason"]
+        assert (told[2]["status"], told[2]["reason"]) == ("PERMISSION_DENIED",
+                                                          "the request needs a token with the role read for all tenants")
+        assert "Host" in told[-2]["reason"] and "nobody" not in audit.read_text()
     for arguments in ((*ADMIN, "--admin-auth"), ("--admin-auth", "--auth-file", str(path), "--allow-anonymous", "unix")):
         with pytest.raises(AssertionError, match="--admin-auth needs --admin-listen and --auth-file"):
             Daemon(*arguments)

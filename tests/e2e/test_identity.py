@@ -117,6 +117,7 @@ def open_session(channel, name, metadata, **fields):
 def tokens(folder):
     made = {who: new_token(*how) for who, how in {
         "a": ("team-a",), "b": ("team-b",), "reader": ("team-a", "read"), "operator": ("*", "read,write,admin"),
+        "admin-a": ("team-a", "read,write,admin"),
         "late": ("team-a", "read", "--expires", "2020-01-01")}.items()}
     path = folder / "tokens"
     path.write_text("# who may call\n\n" + "".join(f"{line}\n" for _, line in made.values()))
@@ -171,6 +172,27 @@ def test_roles(guarded, tokens):
         get_status(channel, bearer(known["a"]))
     status = get_status(channel, bearer(known["operator"]))
     assert next(metric.value for metric in status.metrics if metric.name == "qkvd_calls_denied_total") >= 2
+
+
+def test_admin_of_one_tenant_is_not_the_daemons(guarded, tokens):
+    """Whatever else Admin gets, it is the daemon's unless this says otherwise."""
+    known, channel = tokens[1], guarded.channel()
+    stub, own = admin_pb2_grpc.AdminStub(channel), {"GetQuota", "Compare"}
+    methods = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods
+    assert own < {method.name for method in methods}
+    for method in methods:
+        request = getattr(admin_pb2, method.input_type.name)()
+        if method.name in own:
+            continue
+        with fails(Code.PERMISSION_DENIED, "the role admin for all tenants (*), which its token or certificate has for team-a"):
+            getattr(stub, method.name)(request, metadata=bearer(known["admin-a"]), timeout=TIMEOUT)
+        with fails(Code.PERMISSION_DENIED, "needs the role admin"):
+            getattr(stub, method.name)(request, metadata=bearer(known["a"]), timeout=TIMEOUT)
+    answer = stub.GetQuota(admin_pb2.GetQuotaRequest(), metadata=bearer(known["admin-a"]), timeout=TIMEOUT)
+    assert [row.quota.tenant for row in answer.tenants] == ["team-a"]
+    with fails(Code.NOT_FOUND, "no session nothing of tenant team-a"):
+        stub.Compare(admin_pb2.CompareRequest(session="nothing"), metadata=bearer(known["admin-a"]), timeout=TIMEOUT)
+    check_health(channel)  # it has not drained
 
 
 def test_tenants_do_not_see_each_other(guarded, tokens):

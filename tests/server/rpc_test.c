@@ -8,9 +8,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "server/identity.h"
 #include "tests/server/fixture.h"
 
 #include <cmocka.h>
@@ -159,6 +161,32 @@ static void on_hold_cancelled(qkv_rpc_call *call) {
   if (qkv_rpc_state(call) != NULL) qkv_rpc_finish(call, QKV_CANCELLED, "");
 }
 
+// Keeps its call after the client has gone, while others take descriptors.
+static void *outlive_the_client(void *context) {
+  enum { OTHERS = 32 };
+  qkv_rpc_call *call = context;
+  int others[OTHERS];
+  uid_t user = 0;
+  const bool known_before = qkvi_call_user(call, &user);
+  assert_true(known_before && user == getuid());
+  atomic_fetch_add(&seen(call)->messages, 1);
+  while (!qkv_rpc_cancelled(call)) fixture_sleep_ms(1);
+  fixture_sleep_ms(200);  // for gRPC to close what it closes
+  for (int i = 0; i < OTHERS; i++) others[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const bool known_after = qkvi_call_user(call, &user);
+  for (int i = 0; i < OTHERS; i++) close(others[i]);
+  if (known_after && user == getuid()) atomic_fetch_add(&seen(call)->cancels, 1);
+  qkv_rpc_finish(call, QKV_CANCELLED, "");
+  return NULL;
+}
+
+static void on_outlive(qkv_rpc_call *call, qkv_bytes message) {
+  (void)message;
+  call_state *state = new_state(call);
+  state->joinable = true;
+  assert_int_equal(pthread_create(&state->thread, NULL, outlive_the_client, call), 0);
+}
+
 static void send_block(qkv_rpc_call *call) {
   static const uint8_t block[65536];
   if (qkv_rpc_state(call) == NULL) new_state(call);
@@ -183,6 +211,7 @@ static const qkv_rpc_method methods[] = {
     {.path = "/t/Later", .message = on_later, .destroy = on_destroy},
     {.path = "/t/Work", .message = on_work, .destroy = on_destroy},
     {.path = "/t/Hold", .message = on_hold, .cancelled = on_hold_cancelled, .destroy = on_destroy},
+    {.path = "/t/Outlive", .message = on_outlive, .destroy = on_destroy},
     {.path = "/t/Flood", .message = on_flood, .sent = send_block, .destroy = on_destroy},
     {.path = "/t/Refuse", .message = on_refuse},
     {0},
@@ -374,6 +403,20 @@ static void client_that_dies_in_a_stream_is_forgotten(void **out) {
   fixture_disconnect(&client);
   wait_for(&state->seen.destroys, 1);
   assert_int_equal(atomic_load(&state->seen.ended_ok), atomic_load(&state->seen.ends));
+}
+
+// identity.c goes by the descriptor: it must not be another connection's while there is a call.
+static void descriptor_stays_the_calls_own(void **out) {
+  test_state *state = *out;
+  fixture_client *client = fixture_connect(state->address);
+  fixture_stream *stream = fixture_open(client, "/t/Outlive", 0);
+  assert_true(fixture_send(stream, "x", 1));
+  wait_for(&state->seen.messages, 1);
+  fixture_cancel(stream);
+  (void)fixture_finish(&stream);
+  fixture_disconnect(&client);
+  wait_for(&state->seen.destroys, 1);
+  assert_int_equal(atomic_load(&state->seen.cancels), 1);
 }
 
 // The client reads nothing: what is sent is bounded by flow control, and cancelling ends it.
@@ -577,6 +620,7 @@ int main(void) {
       TEST(deadline_reaches_the_worker),
       TEST(cancellation_reaches_a_held_call),
       TEST(client_that_dies_in_a_stream_is_forgotten),
+      TEST(descriptor_stays_the_calls_own),
       TEST(client_that_never_reads_holds_little),
       TEST(survives_calls_that_end_at_any_moment),
       TEST(too_many_calls_are_refused),
