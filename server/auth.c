@@ -22,7 +22,7 @@
 
 enum { DIGEST = SHA256_DIGEST_LENGTH };
 
-// A token's is the hash of it; a certificate's the hash of "CN=..." or "SAN=...".
+// A token's is the hash of it; another's the hash of its name, "CN=..." or "uid=...".
 typedef struct entry {
   uint8_t key[DIGEST];
   qkvi_grant grant;
@@ -37,7 +37,7 @@ typedef struct table {
 struct qkvi_auth {
   char *path;
   pthread_rwlock_t lock;
-  table tokens, certificates;
+  table tokens, names;
   struct stat seen;  // of the file that was read last
 };
 
@@ -80,21 +80,50 @@ static bool parse_time(const char *text, int64_t *seconds) {
   return broken.tm_mon == asked.tm_mon && broken.tm_mday == asked.tm_mday;
 }
 
+// Of users and groups, without zeros in front: a name has one form.
+static bool is_number(const char *text) {
+  const size_t digits = strspn(text, "0123456789");
+  return digits > 0 && digits <= 10 && text[digits] == '\0' && (text[0] != '0' || digits == 1);
+}
+
+static const struct kind {
+  const char *word, *names[2];  // what a name begins with
+  bool numbers;                 // that a number follows
+  const char *rule;
+} kinds[] = {
+    {"cert", {"CN=", "SAN="}, false, "a certificate must be CN=NAME or SAN=NAME of at most 256 bytes"},
+    {"unix", {"uid=", "gid="}, true, "a client of a unix socket must be uid=NUMBER or gid=NUMBER"},
+};
+
+static bool is_name_of(const struct kind *kind, const char *name) {
+  if (strlen(name) > SUBJECT_MAX) return false;
+  for (size_t i = 0; i < 2; i++) {
+    const size_t bytes = strlen(kind->names[i]);
+    if (strncmp(name, kind->names[i], bytes) == 0 && name[bytes] != '\0')
+      return !kind->numbers || is_number(name + bytes);
+  }
+  return false;
+}
+
+static void hash_name(const char *name, uint8_t *key) {
+  (void)SHA256((const unsigned char *)name, strlen(name), key);
+}
+
 static qkv_status parse_subject(const char *kind, const char *subject, entry *into, table **list, table *tokens,
-                                table *certificates, qkv_error *error) {
+                                table *names, qkv_error *error) {
   if (strcmp(kind, "token") == 0) {
     *list = tokens;
     if (strncmp(subject, "sha256:", 7) == 0 && parse_hex(subject + 7, into->key)) return QKV_OK;
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "a token must be sha256: and 64 hexadecimal digits");
   }
-  *list = certificates;
-  if (strcmp(kind, "cert") != 0)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "it begins with %.32s, must be token or cert", kind);
-  if ((strncmp(subject, "CN=", 3) != 0 && strncmp(subject, "SAN=", 4) != 0) || strlen(subject) > SUBJECT_MAX)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "a certificate must be CN=NAME or SAN=NAME of at most %d bytes",
-                    SUBJECT_MAX);
-  (void)SHA256((const unsigned char *)subject, strlen(subject), into->key);
-  return QKV_OK;
+  *list = names;
+  for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+    if (strcmp(kind, kinds[i].word) != 0) continue;
+    if (!is_name_of(&kinds[i], subject)) return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s", kinds[i].rule);
+    hash_name(subject, into->key);
+    return QKV_OK;
+  }
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "it begins with %.32s, must be token, cert or unix", kind);
 }
 
 static qkv_status parse_rest(char **words, entry *into, qkv_error *error) {
@@ -122,7 +151,7 @@ static qkv_status add(table *list, const entry *added, qkv_error *error) {
   return QKV_OK;
 }
 
-static qkv_status parse_line(char *line, table *tokens, table *certificates, qkv_error *error) {
+static qkv_status parse_line(char *line, table *tokens, table *names, qkv_error *error) {
   char *words[6] = {NULL}, *rest = NULL;
   size_t count = 0;
   for (char *word = strtok_r(line, " \t\r\n", &rest); word != NULL && count < 6;
@@ -133,7 +162,7 @@ static qkv_status parse_line(char *line, table *tokens, table *certificates, qkv
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "a line must be KIND WHO TENANT ROLES [expires=TIME]");
   entry read = {0};
   table *list = NULL;
-  QKV_TRY(parse_subject(words[0], words[1], &read, &list, tokens, certificates, error));
+  QKV_TRY(parse_subject(words[0], words[1], &read, &list, tokens, names, error));
   QKV_TRY(parse_rest(words, &read, error));
   return add(list, &read, error);
 }
@@ -146,34 +175,33 @@ static qkv_status finish(table *list, const char *path, qkv_error *error) {
   if (list->count > 1) qsort(list->entries, list->count, sizeof(*list->entries), compare_entries);
   for (size_t i = 1; i < list->count; i++) {
     if (compare_entries(&list->entries[i - 1], &list->entries[i]) == 0)
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "%.200s: two lines are about the same token or certificate", path);
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "%.200s: two lines are about the same token or name", path);
   }
   return QKV_OK;
 }
 
-static qkv_status read_lines(FILE *file, const char *path, table *tokens, table *certificates, qkv_error *error) {
+static qkv_status read_lines(FILE *file, const char *path, table *tokens, table *names, qkv_error *error) {
   char line[LINE_MAX_BYTES];
   for (size_t number = 1; fgets(line, sizeof line, file) != NULL; number++) {
     qkv_error reason = {0};
     qkv_status status = QKV_OK;
     if (strchr(line, '\n') == NULL && !feof(file))
       status = qkv_fail(&reason, QKV_INVALID_ARGUMENT, "a line of more than %d bytes", LINE_MAX_BYTES - 2);
-    if (status == QKV_OK) status = parse_line(line, tokens, certificates, &reason);
+    if (status == QKV_OK) status = parse_line(line, tokens, names, &reason);
     if (status != QKV_OK) return qkv_fail(error, status, "%.200s:%zu: %.200s", path, number, reason.text);
   }
   if (ferror(file)) return qkv_fail(error, QKV_UNAVAILABLE, "cannot read %.200s", path);
   QKV_TRY(finish(tokens, path, error));
-  return finish(certificates, path, error);
+  return finish(names, path, error);
 }
 
-static qkv_status read_file(const char *path, struct stat *seen, table *tokens, table *certificates,
-                            qkv_error *error) {
+static qkv_status read_file(const char *path, struct stat *seen, table *tokens, table *names, qkv_error *error) {
   FILE *file = fopen(path, "re");
   if (file == NULL || fstat(fileno(file), seen) != 0) {
     if (file != NULL) (void)fclose(file);
     return qkv_fail(error, QKV_UNAVAILABLE, "cannot read auth-file %.200s: %m", path);
   }
-  const qkv_status status = read_lines(file, path, tokens, certificates, error);
+  const qkv_status status = read_lines(file, path, tokens, names, error);
   (void)fclose(file);
   return status;
 }
@@ -189,18 +217,18 @@ qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_err
   struct stat now;
   *changed = always || stat(auth->path, &now) != 0 || !same_file(&now, &auth->seen);
   if (!*changed) return QKV_OK;
-  table tokens = {0}, certificates = {0}, old[2];
-  const qkv_status status = read_file(auth->path, &auth->seen, &tokens, &certificates, error);
+  table tokens = {0}, names = {0}, old[2];
+  const qkv_status status = read_file(auth->path, &auth->seen, &tokens, &names, error);
   if (status == QKV_OK) {
     pthread_rwlock_wrlock(&auth->lock);
     old[0] = auth->tokens;
-    old[1] = auth->certificates;
+    old[1] = auth->names;
     auth->tokens = tokens;
-    auth->certificates = certificates;
+    auth->names = names;
     pthread_rwlock_unlock(&auth->lock);
   } else {
     old[0] = tokens;
-    old[1] = certificates;
+    old[1] = names;
   }
   for (size_t i = 0; i < 2; i++) free(old[i].entries);
   return status;
@@ -225,7 +253,7 @@ void qkvi_auth_destroy(qkvi_auth **auth) {
   *auth = NULL;
   pthread_rwlock_destroy(&old->lock);
   free(old->tokens.entries);
-  free(old->certificates.entries);
+  free(old->names.entries);
   free(old->path);
   free(old);
 }
@@ -280,17 +308,33 @@ qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qk
   return qkvi_auth_token(auth, value + prefix, bytes - prefix, grant, error);
 }
 
+static qkv_status look_up_name(qkvi_auth *auth, const char *name, const char *what, qkvi_grant *grant, bool *known,
+                               qkv_error *error) {
+  uint8_t key[DIGEST];
+  hash_name(name, key);
+  return look_up(auth, &auth->names, key, what, grant, known, error);
+}
+
 qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant, bool *known,
                                  qkv_error *error) {
-  uint8_t key[DIGEST];
   char subject[SUBJECT_MAX + 8];
   const int length = snprintf(subject, sizeof subject, "%s=%s", kind, name);
   *known = false;
   if (length < 0 || (size_t)length > SUBJECT_MAX)
     return qkv_fail(error, QKV_UNAUTHENTICATED, "the client certificate's %s has more than %d bytes", kind,
                     SUBJECT_MAX);
-  (void)SHA256((const unsigned char *)subject, (size_t)length, key);
-  return look_up(auth, &auth->certificates, key, "the client certificate", grant, known, error);
+  return look_up_name(auth, subject, "the client certificate", grant, known, error);
+}
+
+qkv_status qkvi_auth_process(qkvi_auth *auth, uid_t user, gid_t group, qkvi_grant *grant, bool *known,
+                             qkv_error *error) {
+  char name[32];
+  (void)snprintf(name, sizeof name, "uid=%u", (unsigned)user);
+  const qkv_status status = look_up_name(auth, name, "the client's user", grant, known, error);
+  if (*known) return status;
+  *error = (qkv_error){0};
+  (void)snprintf(name, sizeof name, "gid=%u", (unsigned)group);
+  return look_up_name(auth, name, "the client's group", grant, known, error);
 }
 
 // ---- Roles ----

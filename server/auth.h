@@ -1,7 +1,9 @@
-// The auth file: which bearer tokens and client certificates are known, and what each may do (docs/security.md).
+// The auth file: which bearer tokens, client certificates and local users are known, and what each may do
+// (docs/security.md).
 //
 //   token sha256:HEX team-a read,write expires=2027-01-31T00:00:00Z
 //   cert CN=worker-1 team-a read,write
+//   unix uid=1000 team-a read,write
 //
 // Knows nothing of gRPC: it takes a token or a certificate's name, from an HTTP listener as well.
 //
@@ -11,6 +13,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/types.h>
 
 #include "engine/base/name.h"
 #include "engine/base/status.h"
@@ -41,6 +44,10 @@ qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qk
 // UNAUTHENTICATED: it is not known, or has expired; `known` says which.
 qkv_status qkvi_auth_certificate(qkvi_auth *auth, const char *kind, const char *name, qkvi_grant *grant, bool *known,
                                  qkv_error *error);
+// What the process of this user and group may do at a unix socket: the line of the user counts, else that of the
+// group. UNAUTHENTICATED as above.
+qkv_status qkvi_auth_process(qkvi_auth *auth, uid_t user, gid_t group, qkvi_grant *grant, bool *known,
+                             qkv_error *error);
 
 // The role that a method needs, 0: none. Methods that this does not know need `write`, those of Admin `admin`.
 unsigned qkvi_auth_role_of(const char *path);

@@ -103,6 +103,7 @@ static qkv_status read_certificate(qkvi_auth *auth, grpc_call *call, bool *shown
   return status;
 }
 
+// A token counts, else a certificate, else the user of a unix socket.
 static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, const grpc_slice *authorization,
                              qkvi_grant *grant, qkv_error *error) {
   struct ucred process;
@@ -110,9 +111,14 @@ static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, 
   if (authorization != NULL)
     return qkvi_auth_bearer(rules->auth, (const char *)GRPC_SLICE_START_PTR(*authorization),
                             GRPC_SLICE_LENGTH(*authorization), grant, error);
-  const qkv_status status = read_certificate(rules->auth, call, &shown, grant, error);
+  qkv_status status = read_certificate(rules->auth, call, &shown, grant, error);
   if (shown) return status;
-  if (rules->anonymous || (rules->anonymous_unix && qkvi_peer_process(call, &process))) {
+  const bool local = qkvi_peer_process(call, &process);
+  bool known = false;
+  if (local) status = qkvi_auth_process(rules->auth, process.uid, process.gid, grant, &known, error);
+  if (known) return status;
+  *error = (qkv_error){0};
+  if (rules->anonymous || (rules->anonymous_unix && local)) {
     *grant = (qkvi_grant){.roles = QKVI_ROLE_READ | QKVI_ROLE_WRITE | QKVI_ROLE_ADMIN};
     return QKV_OK;
   }
@@ -124,12 +130,13 @@ static qkv_status apply(const qkvi_grant *grant, const char *path, qkvi_identity
   const unsigned role = qkvi_auth_role_of(path);
   if (role != 0 && (grant->roles & role) == 0)
     return qkv_fail(error, QKV_PERMISSION_DENIED,
-                    "the call needs the role %s, which its token or certificate has not", qkvi_auth_role_name(role));
+                    "the call needs the role %s, which its token, certificate or user has not",
+                    qkvi_auth_role_name(role));
   if (grant->tenant[0] == '\0') return QKV_OK;
   if (qkvi_auth_is_daemon_wide(path))
     return qkv_fail(error, QKV_PERMISSION_DENIED,
-                    "the call is about the whole daemon: it needs the role admin for all tenants (*), which its token "
-                    "or certificate has for %s alone",
+                    "the call is about the whole daemon: it needs the role admin for all tenants (*), and has it for "
+                    "%s alone",
                     grant->tenant);
   if (identity->tenant[0] != '\0' && strcmp(identity->tenant, grant->tenant) != 0)
     return qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", identity->tenant);

@@ -27,11 +27,11 @@ typedef struct qkvi_identity {
 
 typedef struct qkvi_identity_rules {
   qkvi_auth *auth;                 // NULL: everybody may do everything
-  bool anonymous_unix, anonymous;  // calls without token and certificate are let in, those of unix sockets or all
+  bool anonymous_unix, anonymous;  // calls that show nothing are let in, those of unix sockets or all
 } qkvi_identity_rules;
 
 // Of a call of the method `path`. INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there
-// twice. UNAUTHENTICATED: no token or certificate, or none that is known. PERMISSION_DENIED: the method needs another
+// twice. UNAUTHENTICATED: no token, certificate or user, or none that is known. PERMISSION_DENIED: the method needs another
 // role. NOT_FOUND: qkv-tenant is not the client's own.
 qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,
                               const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);

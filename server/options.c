@@ -39,14 +39,13 @@ const qkv_option qkv_server_option_table[] = {
     {"tls-client-ca", QKV_OPTION_STRING, AT(tls_client_ca), NULL, 0, 0, "FILE",
      "Authorities, PEM: each client of TCP must have a certificate of one of them."},
     {"auth-file", QKV_OPTION_STRING, AT(auth_file), NULL, 0, 0, "FILE",
-     "Bearer tokens (hashes of them) and client certificates that are known, each with a tenant and roles; calls "
-     "without "
-     "are refused. It is read anew when it changes, and on SIGHUP."},
+     "Bearer tokens (hashes of them), client certificates and users of unix sockets that are known, each with a "
+     "tenant and roles; other calls are refused. It is read anew when it changes, and on SIGHUP."},
     {"quota-file", QKV_OPTION_STRING, AT(quota_file), NULL, 0, 0, "FILE",
      "What each tenant may take. It is read anew when it changes, and on SIGHUP; qkvctl quota writes it. Without it "
      "the file quotas in data-dir, if there is one."},
     {"allow-anonymous", QKV_OPTION_STRING, AT(allow_anonymous), NULL, 0, 0, "WHERE",
-     "Calls without token and certificate may do everything: unix, with auth-file those of unix sockets; all, "
+     "Calls that show nothing may do everything: unix, with auth-file those of unix sockets; all, "
      "without "
      "auth-file, also where other machines reach the daemon."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",

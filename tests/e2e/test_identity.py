@@ -184,7 +184,7 @@ def test_admin_of_one_tenant_is_not_the_daemons(guarded, tokens):
         request = getattr(admin_pb2, method.input_type.name)()
         if method.name in own:
             continue
-        with fails(Code.PERMISSION_DENIED, "the role admin for all tenants (*), which its token or certificate has for team-a"):
+        with fails(Code.PERMISSION_DENIED, "the role admin for all tenants (*), and has it for team-a"):
             getattr(stub, method.name)(request, metadata=bearer(known["admin-a"]), timeout=TIMEOUT)
         with fails(Code.PERMISSION_DENIED, "needs the role admin"):
             getattr(stub, method.name)(request, metadata=bearer(known["a"]), timeout=TIMEOUT)
@@ -240,8 +240,11 @@ def test_file_is_read_anew(folder):
 
 
 @pytest.mark.parametrize("text,reason", [
-    ("token sha256:12 a read", "64 hexadecimal digits"), ("key x a read", "must be token or cert"),
-    ("cert x a read", "must be CN=NAME or SAN=NAME"), ("cert CN=x a,b read", "tenant"),
+    ("token sha256:12 a read", "64 hexadecimal digits"), ("key x a read", "must be token, cert or unix"),
+    ("cert x a read", "must be CN=NAME or SAN=NAME"), ("cert CN= a read", "must be CN=NAME or SAN=NAME"),
+    ("unix CN=x a read", "must be uid=NUMBER or gid=NUMBER"), ("unix uid=root a read", "must be uid=NUMBER"),
+    ("unix uid=007 a read", "must be uid=NUMBER"), ("unix gid= a read", "must be uid=NUMBER or gid=NUMBER"),
+    ("unix uid=7 a read\nunix uid=7 b read", "two lines"), ("cert CN=x a,b read", "tenant"),
     ("cert CN=x a all", "some of read, write and admin"), ("cert CN=x a read until=1", "expires="),
     ("cert CN=x a read expires=1", "expires="), ("cert CN=x a read expires=2027-02-31", "expires="),
     ("cert CN=x a", "KIND WHO TENANT ROLES"),
@@ -293,6 +296,51 @@ def test_anonymous_on_the_unix_socket(tokens):
             list_sessions(daemon.channel(daemon.tcp))
         with fails(Code.UNAUTHENTICATED):  # who shows a token is held to it
             list_sessions(daemon.channel(), bearer("wrong"))
+
+
+def test_users_of_the_unix_socket(folder, tokens):
+    """The line of the user counts, else that of its group; a token goes before both; TCP has no users."""
+    path, (token, line) = folder / "users", new_token("team-b")
+    user, group = f"unix uid={os.getuid()} team-a read", f"unix gid={os.getgid()} team-c read,write"
+
+    def write(*lines):
+        path.write_text("".join(f"{each}\n" for each in (line, f"unix uid={os.getuid() + 1} * admin", *lines)))
+        daemon.process.send_signal(signal.SIGHUP)
+
+    def tenants():
+        """Who may list, and whose sessions."""
+        try:
+            return [name for name in ("team-a", "team-b", "team-c", "default") if may_list(daemon.channel(), name)]
+        finally:
+            daemon.disconnect()
+
+    def may_list(channel, tenant):
+        try:
+            list_sessions(channel, (("qkv-tenant", tenant),))
+        except grpc.RpcError as error:
+            assert error.code() in (Code.NOT_FOUND, Code.UNAUTHENTICATED), error.details()
+            return False
+        return True
+
+    path.write_text(line + "\n")
+    with Daemon("--auth-file", path) as daemon:
+        assert tenants() == []
+        write(group)
+        wait_for(lambda: tenants() == ["team-c"], "the group is not known")
+        write(user, group)
+        wait_for(lambda: tenants() == ["team-a"], "the user does not go before its group")
+        with fails(Code.PERMISSION_DENIED, "needs the role write"):
+            kv_cache_pb2_grpc.KvCacheStub(daemon.channel()).OpenSession(kv.OpenSessionRequest(session="s", model="m"),
+                                                                        timeout=TIMEOUT)
+        list_sessions(daemon.channel(), bearer(token, "team-b"))
+        with fails(Code.UNAUTHENTICATED, "the token is not known"):
+            list_sessions(daemon.channel(), bearer("wrong"))
+        with fails(Code.UNAUTHENTICATED, "wants a bearer token"):
+            list_sessions(daemon.channel(daemon.tcp))
+        write(user + " expires=2020-01-01", group)
+        wait_for(lambda: tenants() == [], "an expired line of the user falls back to the group's")
+        with fails(Code.UNAUTHENTICATED, "the client's user has expired"):
+            list_sessions(daemon.channel())
 
 
 # ---- TLS ----
