@@ -12,12 +12,13 @@
 #include <time.h>
 
 #include "engine/base/status.h"
+#include "server/reread.h"
 
 #define LINE_MAX_BYTES 1024
 #define ENTRIES_MAX 65536
 #define SUBJECT_MAX 256
 #define BEARER "Bearer "
-#define TOKEN_MAX 4096
+#define TOKEN_MAX QKVI_JWT_BYTES_MAX
 #define ADMIN "/qkv.v1.Admin/"
 
 enum { DIGEST = SHA256_DIGEST_LENGTH };
@@ -36,6 +37,7 @@ typedef struct table {
 
 struct qkvi_auth {
   char *path;
+  qkvi_jwt *jwt;
   pthread_rwlock_t lock;
   table tokens, names;
   struct stat seen;  // of the file that was read last
@@ -93,10 +95,20 @@ static const struct kind {
 } kinds[] = {
     {"cert", {"CN=", "SAN="}, false, "a certificate must be CN=NAME or SAN=NAME of at most 256 bytes"},
     {"unix", {"uid=", "gid="}, true, "a client of a unix socket must be uid=NUMBER or gid=NUMBER"},
+    {"jwt",
+     {"sub=", "sub="},
+     false,
+     "a JWT must be sub=SUBJECT, or sub=PART:* for all that begin so, of at most 256 bytes"},
 };
 
+// "*" stands for the last part of a JWT's subject alone.
+static bool has_stray_star(const char *name) {
+  const char *star = strchr(name, '*');
+  return star != NULL && (star[1] != '\0' || star[-1] != ':');
+}
+
 static bool is_name_of(const struct kind *kind, const char *name) {
-  if (strlen(name) > SUBJECT_MAX) return false;
+  if (strlen(name) > SUBJECT_MAX || (strcmp(kind->word, "jwt") == 0 && has_stray_star(name))) return false;
   for (size_t i = 0; i < 2; i++) {
     const size_t bytes = strlen(kind->names[i]);
     if (strncmp(name, kind->names[i], bytes) == 0 && name[bytes] != '\0')
@@ -123,7 +135,7 @@ static qkv_status parse_subject(const char *kind, const char *subject, entry *in
     hash_name(subject, into->key);
     return QKV_OK;
   }
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "it begins with %.32s, must be token, cert or unix", kind);
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "it begins with %.32s, must be token, cert, unix or jwt", kind);
 }
 
 static qkv_status parse_rest(char **words, entry *into, qkv_error *error) {
@@ -208,14 +220,8 @@ static qkv_status read_file(const char *path, struct stat *seen, table *tokens, 
 
 // ---- Life ----
 
-static bool same_file(const struct stat *a, const struct stat *b) {
-  return a->st_ino == b->st_ino && a->st_dev == b->st_dev && a->st_size == b->st_size &&
-         a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
-}
-
 qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_error *error) {
-  struct stat now;
-  *changed = always || stat(auth->path, &now) != 0 || !same_file(&now, &auth->seen);
+  *changed = always || qkvi_file_is_changed(auth->path, &auth->seen);
   if (!*changed) return QKV_OK;
   table tokens = {0}, names = {0}, old[2];
   const qkv_status status = read_file(auth->path, &auth->seen, &tokens, &names, error);
@@ -234,11 +240,12 @@ qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_err
   return status;
 }
 
-qkv_status qkvi_auth_create(const char *path, qkvi_auth **out, qkv_error *error) {
+qkv_status qkvi_auth_create(const char *path, qkvi_jwt *jwt, qkvi_auth **out, qkv_error *error) {
   qkvi_auth *auth = calloc(1, sizeof(*auth));
   assert(auth != NULL);
   auth->path = strdup(path);
   assert(auth->path != NULL);
+  auth->jwt = jwt;
   pthread_rwlock_init(&auth->lock, NULL);
   bool changed;
   const qkv_status status = qkvi_auth_reload(auth, true, &changed, error);
@@ -277,35 +284,24 @@ static const entry *find(const table *list, const uint8_t *key) {
   return NULL;
 }
 
-static qkv_status look_up(qkvi_auth *auth, const table *list, const uint8_t *key, const char *what, qkvi_grant *grant,
-                          bool *known, qkv_error *error) {
+static int64_t now_s(void) {
   struct timespec now;
   clock_gettime(CLOCK_REALTIME_COARSE, &now);
+  return (int64_t)now.tv_sec;
+}
+
+static qkv_status look_up(qkvi_auth *auth, const table *list, const uint8_t *key, const char *what, qkvi_grant *grant,
+                          bool *known, qkv_error *error) {
+  const int64_t now = now_s();
   pthread_rwlock_rdlock(&auth->lock);
   const entry *found = find(list, key);
-  const bool expired = found != NULL && found->expires <= now.tv_sec;
+  const bool expired = found != NULL && found->expires <= now;
   *known = found != NULL;
   if (*known) *grant = found->grant;
   pthread_rwlock_unlock(&auth->lock);
   if (!*known) return qkv_fail(error, QKV_UNAUTHENTICATED, "%s is not known to this daemon", what);
   if (expired) return qkv_fail(error, QKV_UNAUTHENTICATED, "%s has expired", what);
   return QKV_OK;
-}
-
-qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error) {
-  uint8_t key[DIGEST];
-  bool known;
-  if (bytes == 0 || bytes > TOKEN_MAX)
-    return qkv_fail(error, QKV_UNAUTHENTICATED, "the token has %zu bytes, allowed are 1 to %d", bytes, TOKEN_MAX);
-  (void)SHA256(token, bytes, key);
-  return look_up(auth, &auth->tokens, key, "the token", grant, &known, error);
-}
-
-qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error) {
-  const size_t prefix = strlen(BEARER);
-  if (bytes < prefix || strncasecmp(value, BEARER, prefix) != 0)
-    return qkv_fail(error, QKV_UNAUTHENTICATED, "authorization must be \"Bearer TOKEN\"");
-  return qkvi_auth_token(auth, value + prefix, bytes - prefix, grant, error);
 }
 
 static qkv_status look_up_name(qkvi_auth *auth, const char *name, const char *what, qkvi_grant *grant, bool *known,
@@ -335,6 +331,46 @@ qkv_status qkvi_auth_process(qkvi_auth *auth, uid_t user, gid_t group, qkvi_gran
   *error = (qkv_error){0};
   (void)snprintf(name, sizeof name, "gid=%u", (unsigned)group);
   return look_up_name(auth, name, "the client's group", grant, known, error);
+}
+
+// The subject's own line, else that of the longest part of it: "sub=system:serviceaccount:team-a:*".
+static qkv_status look_up_subject(qkvi_auth *auth, const char *subject, qkvi_grant *grant, qkv_error *error) {
+  char name[SUBJECT_MAX + 8];
+  bool known;
+  (void)snprintf(name, sizeof name, "sub=%s", subject);
+  qkv_status status = look_up_name(auth, name, "the JWT's sub", grant, &known, error);
+  for (char *colon = strrchr(name, ':'); colon != NULL && !known; colon = strrchr(name, ':')) {
+    *error = (qkv_error){0};
+    memcpy(colon + 1, "*", 2);
+    status = look_up_name(auth, name, "the JWT's sub", grant, &known, error);
+    *colon = '\0';
+  }
+  return status;
+}
+
+static qkv_status check_jwt(qkvi_auth *auth, const char *token, size_t bytes, qkvi_grant *grant, qkv_error *error) {
+  char subject[QKVI_JWT_SUBJECT_MAX + 1];
+  QKV_TRY(qkvi_jwt_check(auth->jwt, token, bytes, now_s(), subject, error));
+  return look_up_subject(auth, subject, grant, error);
+}
+
+qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error) {
+  uint8_t key[DIGEST];
+  bool known;
+  if (bytes == 0 || bytes > TOKEN_MAX)
+    return qkv_fail(error, QKV_UNAUTHENTICATED, "the token has %zu bytes, allowed are 1 to %d", bytes, TOKEN_MAX);
+  (void)SHA256(token, bytes, key);
+  const qkv_status status = look_up(auth, &auth->tokens, key, "the token", grant, &known, error);
+  if (known || auth->jwt == NULL || !qkvi_jwt_is_one(token, bytes)) return status;
+  *error = (qkv_error){0};
+  return check_jwt(auth, token, bytes, grant, error);
+}
+
+qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error) {
+  const size_t prefix = strlen(BEARER);
+  if (bytes < prefix || strncasecmp(value, BEARER, prefix) != 0)
+    return qkv_fail(error, QKV_UNAUTHENTICATED, "authorization must be \"Bearer TOKEN\"");
+  return qkvi_auth_token(auth, value + prefix, bytes - prefix, grant, error);
 }
 
 // ---- Roles ----

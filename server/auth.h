@@ -4,6 +4,7 @@
 //   token sha256:HEX team-a read,write expires=2027-01-31T00:00:00Z
 //   cert CN=worker-1 team-a read,write
 //   unix uid=1000 team-a read,write
+//   jwt sub=system:serviceaccount:team-a:worker team-a read,write
 //
 // Knows nothing of gRPC: it takes a token or a certificate's name, from an HTTP listener as well.
 //
@@ -17,6 +18,7 @@
 
 #include "engine/base/name.h"
 #include "engine/base/status.h"
+#include "server/jwt.h"
 
 typedef struct qkvi_auth qkvi_auth;
 
@@ -27,16 +29,17 @@ typedef struct qkvi_grant {
   unsigned roles;                 // of qkvi_role
 } qkvi_grant;
 
-// Reads the file. UNAVAILABLE: it cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
-qkv_status qkvi_auth_create(const char *path, qkvi_auth **out, qkv_error *error);
+// Reads the file. Tokens that are JWTs are checked by `jwt`, borrowed; NULL: there are none. UNAVAILABLE: the file
+// cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
+qkv_status qkvi_auth_create(const char *path, qkvi_jwt *jwt, qkvi_auth **out, qkv_error *error);
 void qkvi_auth_destroy(qkvi_auth **auth);
 
 // Reads it again where it has changed, or with `always`. What was known stays where that fails. `changed` says
 // whether it was read.
 qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_error *error);
 
-// What the token may do. UNAUTHENTICATED: it is not known, or has expired. The time this takes does not depend on how
-// much of a known token it has right.
+// What the token may do, or the subject of a JWT. UNAUTHENTICATED: it is not known, or has expired. The time this
+// takes does not depend on how much of a known token it has right.
 qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error);
 // The same of the value of a header: "Bearer TOKEN".
 qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error);

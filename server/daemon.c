@@ -326,7 +326,14 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
 
 static qkv_status read_access(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
-  if (options->auth_file != NULL) QKV_TRY(qkvi_auth_create(options->auth_file, &daemon->auth, error));
+  const qkvi_jwt_config jwt = {.keys = options->jwks,
+                               .issuer = options->jwt_issuer,
+                               .audience = options->jwt_audience,
+                               .accepted = &daemon->metrics[QKV_METRIC_JWT_ACCEPTED],
+                               .refused = &daemon->metrics[QKV_METRIC_JWT_REFUSED]};
+  if (options->jwks != NULL && qkvi_jwt_create(&jwt, &daemon->jwt, error) != QKV_OK)
+    return qkv_error_prefix(error, "jwks: ");
+  if (options->auth_file != NULL) QKV_TRY(qkvi_auth_create(options->auth_file, daemon->jwt, &daemon->auth, error));
   if (options->tls_cert == NULL) return QKV_OK;
   return qkvi_tls_create(options->tls_cert, options->tls_key, options->tls_client_ca, &daemon->tls, error);
 }
@@ -341,12 +348,16 @@ static void log_reload(const char *what, bool changed, qkv_status status, const 
 }
 
 void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
-  qkv_error of_auth = {0}, of_tls = {0}, of_quotas = {0};
+  qkv_error of_auth = {0}, of_tls = {0}, of_quotas = {0}, of_jwt = {0};
   bool changed = false;
   if (always) memset(daemon->reload_told, 0, sizeof daemon->reload_told);
   if (daemon->auth != NULL) {
     const qkv_status status = qkvi_auth_reload(daemon->auth, always, &changed, &of_auth);
     log_reload("auth-file", changed, status, &of_auth, &daemon->reload_told[0]);
+  }
+  if (daemon->jwt != NULL) {
+    const qkv_status status = qkvi_jwt_reload(daemon->jwt, always, &changed, &of_jwt);
+    log_reload("jwks", changed, status, &of_jwt, &daemon->reload_told[3]);
   }
   qkv_error of_audit = {0};
   if (always && daemon->audit != NULL && qkvi_audit_reopen(daemon->audit, &of_audit) != QKV_OK)
@@ -558,6 +569,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_http_destroy(&old->http);
   qkv_rpc_server_destroy(&old->rpc);
   qkvi_auth_destroy(&old->auth);
+  qkvi_jwt_destroy(&old->jwt);
   qkvi_tls_destroy(&old->tls);
   qkv_executor_destroy(&old->executor);
   qkvi_watch_hub_stop(old->watch);

@@ -51,12 +51,13 @@ typedef struct qkv_daemon {
   qkv_rpc_server *rpc;
   struct qkvi_http *http;  // NULL without an admin-listen
   qkvi_observed observed;  // calls by method and tenant
+  qkvi_jwt *jwt;           // NULL: without jwks
   qkvi_auth *auth;         // NULL: without auth-file
   qkvi_audit *audit;       // NULL: without audit-log
   qkvi_quotas *quotas;
   _Atomic bool quotas_bind;  // those of memory and SSD; not while a start brings back what is there
   qkvi_tls *tls;             // NULL: without tls-cert
-  qkv_error reload_told[3];  // the reasons that the log has last, of the auth-file, of TLS and of the quota-file
+  qkv_error reload_told[4];  // the reasons that the log has last, of auth-file, TLS, quota-file and jwks
   qkv_health health;
   pthread_mutex_t evicting;  // sessions, one thread at a time (server/evict.h)
   int64_t started_ms;        // on the monotonic clock
@@ -102,8 +103,8 @@ void qkv_daemon_tend(qkv_daemon *daemon);
 // The quotas have changed.
 void qkv_daemon_apply_quotas(qkv_daemon *daemon);
 
-// Reads auth-file, quota-file and the files of TLS again, where they have changed, or with `always`. One call at a
-// time.
+// Reads auth-file, jwks, quota-file and the files of TLS again, where they have changed, or with `always`. One call
+// at a time.
 void qkv_daemon_reload(qkv_daemon *daemon, bool always);
 
 // Sets the gauges from what they measure.

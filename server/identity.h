@@ -31,8 +31,8 @@ typedef struct qkvi_identity_rules {
 } qkvi_identity_rules;
 
 // Of a call of the method `path`. INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there
-// twice. UNAUTHENTICATED: no token, certificate or user, or none that is known. PERMISSION_DENIED: the method needs another
-// role. NOT_FOUND: qkv-tenant is not the client's own.
+// twice. UNAUTHENTICATED: no token, certificate or user, or none that is known. PERMISSION_DENIED: the method needs
+// another role. NOT_FOUND: qkv-tenant is not the client's own.
 qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,
                               const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);
 

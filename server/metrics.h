@@ -19,6 +19,10 @@
     "Calls answered NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION or UNIMPLEMENTED.")                              \
   X(CALLS_EXHAUSTED, "qkvd_calls_exhausted_total", QKV_COUNTER, "Calls answered RESOURCE_EXHAUSTED.")               \
   X(CALLS_DENIED, "qkvd_calls_denied_total", QKV_COUNTER, "Calls answered UNAUTHENTICATED or PERMISSION_DENIED.")   \
+  X(JWT_ACCEPTED, "qkvd_jwt_accepted_total", QKV_COUNTER,                                                           \
+    "JWTs with a good signature and claims, whether the auth-file knows their subject or not.")                     \
+  X(JWT_REFUSED, "qkvd_jwt_refused_total", QKV_COUNTER,                                                             \
+    "JWTs with a wrong signature or claims, or that had expired.")                                                  \
   X(CALLS_SILENT, "qkvd_calls_silent_total", QKV_COUNTER,                                                           \
     "Calls ended before their first message: it was late, or others needed their places.")                          \
   X(CONNECTIONS, "qkvd_connections", QKV_GAUGE, "Connections open now.")                                            \

@@ -41,6 +41,12 @@ const qkv_option qkv_server_option_table[] = {
     {"auth-file", QKV_OPTION_STRING, AT(auth_file), NULL, 0, 0, "FILE",
      "Bearer tokens (hashes of them), client certificates and users of unix sockets that are known, each with a "
      "tenant and roles; other calls are refused. It is read anew when it changes, and on SIGHUP."},
+    {"jwks", QKV_OPTION_STRING, AT(jwks), NULL, 0, 0, "FILE",
+     "JSON Web Key Set: bearer tokens may be JWTs that a key of it has signed (RS256, ES256, EdDSA). The auth-file "
+     "says what their subjects may do. It is read anew when it changes, and on SIGHUP."},
+    {"jwt-issuer", QKV_OPTION_STRING, AT(jwt_issuer), NULL, 0, 0, "ISSUER", "What iss of a JWT must be."},
+    {"jwt-audience", QKV_OPTION_STRING, AT(jwt_audience), NULL, 0, 0, "AUDIENCE",
+     "What aud of a JWT must be, or have among others."},
     {"quota-file", QKV_OPTION_STRING, AT(quota_file), NULL, 0, 0, "FILE",
      "What each tenant may take. It is read anew when it changes, and on SIGHUP; qkvctl quota writes it. Without it "
      "the file quotas in data-dir, if there is one."},
@@ -366,6 +372,10 @@ static qkv_status check_access(const qkv_server_options *values, qkv_error *erro
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-client-ca needs --tls-cert and --tls-key");
   if (values->admin_auth && (values->auth_file == NULL || values->admin_listen == NULL))
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-auth needs --admin-listen and --auth-file");
+  const int jwt = (values->jwks != NULL) + (values->jwt_issuer != NULL) + (values->jwt_audience != NULL);
+  if (jwt != 0 && (jwt != 3 || values->auth_file == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "--jwks, --jwt-issuer and --jwt-audience need each other, and --auth-file");
   if (where == NULL) return QKV_OK;
   if (strcmp(where, "all") == 0 && values->auth_file != NULL)
     return qkv_fail(error, QKV_INVALID_ARGUMENT,

@@ -20,6 +20,7 @@ typedef struct qkv_server_options {
   const char *listen_mode;                         // of the files of unix sockets, octal
   const char *tls_cert, *tls_key, *tls_client_ca;  // PEM files, or NULL
   const char *auth_file;                           // or NULL
+  const char *jwks, *jwt_issuer, *jwt_audience;    // all or none
   const char *quota_file;                          // or NULL
   const char *allow_anonymous;                     // "unix", "all" or NULL
   int64_t memory_budget;                           // bytes of KV and of the sessions themselves

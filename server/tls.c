@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <time.h>
 
+#include "server/reread.h"
+
 enum { CERTIFICATE, KEY, CLIENT_CA, FILES };
 
 #define FILE_BYTES_MAX (1 << 20)
@@ -29,23 +31,6 @@ struct qkvi_tls {
 };
 
 // ---- Files ----
-
-static qkv_status read_file(const char *path, char **text, struct stat *seen, qkv_error *error) {
-  FILE *file = fopen(path, "re");
-  char *read = calloc(1, FILE_BYTES_MAX + 1);
-  assert(read != NULL);
-  const bool opened = file != NULL && fstat(fileno(file), seen) == 0;
-  const size_t bytes = opened ? fread(read, 1, FILE_BYTES_MAX + 1, file) : 0;
-  if (file != NULL) (void)fclose(file);
-  if (opened && bytes > 0 && bytes <= FILE_BYTES_MAX) {
-    *text = read;
-    return QKV_OK;
-  }
-  free(read);
-  if (!opened) return qkv_fail(error, QKV_UNAVAILABLE, "cannot read %.300s: %m", path);
-  return qkv_fail(error, QKV_INVALID_ARGUMENT, "%.300s has %s, 1 to %d bytes are allowed", path,
-                  bytes == 0 ? "nothing" : "more", FILE_BYTES_MAX);
-}
 
 static X509 *parse_certificate(const char *pem) {
   BIO *memory = BIO_new_mem_buf(pem, -1);
@@ -93,13 +78,8 @@ static qkv_status check(const qkvi_tls *tls, char *const *pem, qkv_error *error)
 }
 
 static bool is_changed(const qkvi_tls *tls) {
-  struct stat now;
   for (size_t i = 0; i < FILES; i++) {
-    if (tls->paths[i] == NULL) continue;
-    const struct stat *seen = &tls->seen[i];
-    if (stat(tls->paths[i], &now) != 0 || now.st_ino != seen->st_ino || now.st_size != seen->st_size ||
-        now.st_mtim.tv_sec != seen->st_mtim.tv_sec || now.st_mtim.tv_nsec != seen->st_mtim.tv_nsec)
-      return true;
+    if (tls->paths[i] != NULL && qkvi_file_is_changed(tls->paths[i], &tls->seen[i])) return true;
   }
   return false;
 }
@@ -110,7 +90,7 @@ qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error 
   *changed = always || is_changed(tls);
   if (!*changed) return QKV_OK;
   for (size_t i = 0; i < FILES && status == QKV_OK; i++) {
-    if (tls->paths[i] != NULL) status = read_file(tls->paths[i], &pem[i], &tls->seen[i], error);
+    if (tls->paths[i] != NULL) status = qkvi_file_read(tls->paths[i], FILE_BYTES_MAX, &pem[i], &tls->seen[i], error);
   }
   if (status == QKV_OK) status = check(tls, pem, error);
   if (status == QKV_OK) {

@@ -244,8 +244,7 @@ static qkv_status check_token(const exchange *request, const char *path, qkv_err
 }
 
 static qkv_status check_access(const exchange *request, const char *path, qkv_error *error) {
-  if (!may_ask(request))
-    return qkv_fail(error, QKV_PERMISSION_DENIED, "the Host of the request is not this machine");
+  if (!may_ask(request)) return qkv_fail(error, QKV_PERMISSION_DENIED, "the Host of the request is not this machine");
   return check_token(request, path, error);
 }
 
@@ -255,11 +254,10 @@ static void refuse(exchange *request, const char *method, const char *path, cons
       MHD_get_connection_info(request->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
   if (info != NULL) qkvi_socket_peer_write(info->connect_fd, peer, sizeof peer);
   (void)snprintf(asked, sizeof asked, "%.16s %.256s", method, path);
-  qkvi_audit_write(request->http->daemon->audit, &(qkvi_audit_line){.refused = true,
-                                                                    .method = asked,
-                                                                    .peer = peer,
-                                                                    .status = error->status,
-                                                                    .reason = error->text});
+  qkvi_audit_write(
+      request->http->daemon->audit,
+      &(qkvi_audit_line){
+          .refused = true, .method = asked, .peer = peer, .status = error->status, .reason = error->text});
   const unsigned status = error->status == QKV_UNAUTHENTICATED ? MHD_HTTP_UNAUTHORIZED : MHD_HTTP_FORBIDDEN;
   qkvi_api_fail(status, error->text, &request->answer);
 }

@@ -240,7 +240,7 @@ def test_file_is_read_anew(folder):
 
 
 @pytest.mark.parametrize("text,reason", [
-    ("token sha256:12 a read", "64 hexadecimal digits"), ("key x a read", "must be token, cert or unix"),
+    ("token sha256:12 a read", "64 hexadecimal digits"), ("key x a read", "must be token, cert, unix or jwt"),
     ("cert x a read", "must be CN=NAME or SAN=NAME"), ("cert CN= a read", "must be CN=NAME or SAN=NAME"),
     ("unix CN=x a read", "must be uid=NUMBER or gid=NUMBER"), ("unix uid=root a read", "must be uid=NUMBER"),
     ("unix uid=007 a read", "must be uid=NUMBER"), ("unix gid= a read", "must be uid=NUMBER or gid=NUMBER"),
