@@ -167,7 +167,7 @@ static bool add_calibration(void *context, const qkv_model *model, size_t sessio
 
 static void update_calibrations(qkv_daemon *daemon) {
   calibration_sums sums = {0};
-  qkv_store_each_model(daemon->store, add_calibration, &sums);
+  qkv_store_each_model(daemon->store, NULL, add_calibration, &sums);
   const double tried = sums.tried > 0 ? sums.tried : 1, watched = sums.watched > 0 ? sums.watched : 1;
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_GAIN], (int64_t)(sums.gains / tried * 1e3));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_WATCHED_ERROR], (int64_t)(sums.errors / watched * 1e6));

@@ -7,6 +7,7 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 #include "server/jobs.h"
 
 // ---- RegisterModel ----
@@ -36,10 +37,35 @@ static bool has_calibration(const qkv_model *model) {
   return state.version != 0 || state.on_trial != 0;
 }
 
-static qkv_status register_read(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
+// The one that it has, or had on trial.
+static bool is_known(const qkv_model *model, const qkv_calibration *calibration) {
+  const uint32_t version = qkv_calibration_version(calibration);
+  return qkv_calibration_slot_version(model->calibration) == version ||
+         (model->learner != NULL && qkv_learner_brought(model->learner) == version);
+}
+
+// All tenants that use a model code with one calibration: a client of one of them does not replace it for others.
+static qkv_status check_replacing(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
+                                  const qkv_calibration *calibration, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkv_model *known = NULL;
+  if (!qkvi_call_is_bound(call) || message->calibration.len == 0 || message->calibration_kept) return QKV_OK;
+  if (qkv_store_model(daemon->store, model->name, &known, NULL) != QKV_OK || is_known(known, calibration) ||
+      !qkv_store_others_use(daemon->store, qkvi_call_tenant(call), known))
+    return QKV_OK;
+  return qkv_fail(
+      error, QKV_PERMISSION_DENIED,
+      "other tenants have sessions of the model %s: its calibration is replaced with the role write for all "
+      "tenants (*), and the call has it for %s alone",
+      model->name, qkvi_call_tenant(call));
+}
+
+static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                 const qkv_model **registered, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_calibration *calibration = NULL;
   qkv_status status = read_calibration(daemon, message, model, &calibration, error);
+  if (status == QKV_OK) status = check_replacing(call, message, model, calibration, error);
   if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
   if (status == QKV_OK && calibration != NULL && message->calibration_kept) {
     status = qkvi_kept_put(daemon->kept, *registered, calibration, error);
@@ -62,7 +88,7 @@ static qkv_status register_counted(qkv_rpc_call *call, const Qkv__V1__Model *mes
   const qkv_model *known = NULL;
   const bool more = qkv_store_model(daemon->store, model->name, &known, NULL) != QKV_OK;
   if (more) QKV_TRY(qkv_rpc_take_model(call, error));
-  const qkv_status status = register_read(daemon, message, model, registered, error);
+  const qkv_status status = register_read(call, message, model, registered, error);
   if (more && status != QKV_OK) qkv_rpc_give_model(call);
   return status;
 }
@@ -148,12 +174,18 @@ static void write_entry(const struct entry *entry, entry_message *message) {
   message->response.calibration = &message->calibration.state;
 }
 
-static qkv_status get_model(qkv_daemon *daemon, const char *name, struct entry *found, qkv_error *error) {
+// Whose sessions are counted: a client of one tenant sees its own. NULL: all.
+static const char *counted_tenant(const qkv_rpc_call *call) {
+  return qkvi_call_is_bound(call) ? qkvi_call_tenant(call) : NULL;
+}
+
+static qkv_status get_model(const qkv_rpc_call *call, const char *name, struct entry *found, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   listing list = {.name = name};
   const qkv_model *model = NULL;
   QKV_TRY(qkv_name_check(name, "name", error));
   QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
-  qkv_store_each_model(daemon->store, collect, &list);
+  qkv_store_each_model(daemon->store, counted_tenant(call), collect, &list);
   assert(list.count == 1 && list.entries[0].model == model);  // models stay
   *found = list.entries[0];
   free(list.entries);
@@ -165,7 +197,7 @@ static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
   struct entry found = {0};
   Qkv__V1__GetModelRequest *request = qkvi_control_unpack(message, &qkv__v1__get_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
-  qkv_status status = get_model(qkv_rpc_context(call), request->name, &found, &error);
+  qkv_status status = get_model(call, request->name, &found, &error);
   qkvi_control_free(request);
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
 
@@ -184,7 +216,7 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   qkvi_control_free(request);
 
   listing list = {0};
-  qkv_store_each_model(daemon->store, collect, &list);
+  qkv_store_each_model(daemon->store, counted_tenant(call), collect, &list);
   entry_message *parts = calloc(list.count + 1, sizeof *parts);
   Qkv__V1__GetModelResponse **rows = calloc(list.count + 1, sizeof *rows);
   if (parts == NULL || rows == NULL) abort();

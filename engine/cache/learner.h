@@ -102,6 +102,8 @@ typedef enum qkv_calibration_source {
 // now.
 void qkv_learner_bring(qkv_learner *learner, const qkv_calibration *calibration, qkv_calibration_source source,
                        bool trusted);
+// The version of the one that was brought last; 0: none was.
+uint32_t qkv_learner_brought(qkv_learner *learner);
 // The one that waits for its trial, with a reference; NULL: none does.
 const qkv_calibration *qkv_learner_on_trial(qkv_learner *learner);
 

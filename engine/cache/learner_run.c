@@ -115,6 +115,13 @@ void qkv_learner_bring(qkv_learner *learner, const qkv_calibration *calibration,
   qkvi_learner_drop_sample(learner);
 }
 
+uint32_t qkv_learner_brought(qkv_learner *learner) {
+  lock_state(learner);
+  const uint32_t version = learner->offered;
+  unlock_state(learner);
+  return version;
+}
+
 const qkv_calibration *qkv_learner_on_trial(qkv_learner *learner) {
   lock_state(learner);
   const qkv_calibration *candidate = qkv_calibration_ref(learner->candidate);

@@ -16,6 +16,7 @@
 typedef struct model_entry {
   qkv_model model;
   size_t sessions;  // open
+  size_t number;    // from 0, in the order in which they were registered
   UT_hash_handle hh;
 } model_entry;
 
@@ -163,6 +164,7 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
     memcpy(entry->model.overrides, model->overrides, model->override_count * sizeof *model->overrides);
   }
   entry->model.learner = create_learner(store, &entry->model);
+  entry->number = HASH_COUNT(store->models);
   HASH_ADD_INORDER(hh, store->models, model.name[0], strlen(entry->model.name), entry, by_model_name);
   return entry;
 }
@@ -254,13 +256,35 @@ qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model *
   return QKV_OK;
 }
 
-void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_model *model, size_t sessions),
-                          void *context) {
+// With the lock. Of each model the sessions of one tenant, by its number.
+static size_t *count_sessions(qkv_store *store, const char *tenant) {
+  size_t *counts = calloc(HASH_COUNT(store->models) + 1, sizeof *counts);
+  assert(counts != NULL);
+  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
+    if (strcmp(qkv_session_config_of(entry->session)->tenant, tenant) == 0) counts[entry->model->number]++;
+  }
+  return counts;
+}
+
+void qkv_store_each_model(qkv_store *store, const char *tenant,
+                          bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context) {
   lock_to_read(store);
+  size_t *counts = tenant == NULL ? NULL : count_sessions(store, tenant);
   for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
-    if (!fn(context, &entry->model, entry->sessions)) break;
+    if (!fn(context, &entry->model, counts == NULL ? entry->sessions : counts[entry->number])) break;
   }
   unlock(store);
+  free(counts);
+}
+
+bool qkv_store_others_use(qkv_store *store, const char *tenant, const qkv_model *model) {
+  lock_to_read(store);
+  size_t *counts = count_sessions(store, tenant);
+  const model_entry *entry = find_model(store, model->name);
+  const bool used = entry->sessions > counts[entry->number];
+  unlock(store);
+  free(counts);
+  return used;
 }
 
 // ---- Sessions ----

@@ -55,9 +55,12 @@ bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_mode
 void qkv_store_stop_learning(qkv_store *store);
 // NOT_FOUND "no model x".
 qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
-// Models in order of name; fn returns false to stop. `sessions` are those open with it.
-void qkv_store_each_model(qkv_store *store, bool (*fn)(void *context, const qkv_model *model, size_t sessions),
-                          void *context);
+// Models in order of name; fn returns false to stop. `sessions` are those of the tenant, or where that is NULL of
+// all, that are open with it.
+void qkv_store_each_model(qkv_store *store, const char *tenant,
+                          bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context);
+// Whether a session of another tenant than this one is open with the model, which is the store's.
+bool qkv_store_others_use(qkv_store *store, const char *tenant, const qkv_model *model);
 
 // `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions", "memory-budget" (for what a session
 // takes when it is empty) and the tenant's account RESOURCE_EXHAUSTED; limits

@@ -149,10 +149,26 @@ static void test_each_model_in_order(void **state) {
   uint64_t bytes;
   assert_int_equal(qkv_store_close(store, "default", "2", &bytes, NULL), QKV_OK);
   listing list = {{0}, 0, 0}, two = {{0}, 2, 0};
-  qkv_store_each_model(store, list_model, &list);
+  qkv_store_each_model(store, NULL, list_model, &list);
   assert_string_equal(list.text, "a:0 b:1 m:0 ma:1 z:0 ");
-  qkv_store_each_model(store, list_model, &two);
+  qkv_store_each_model(store, NULL, list_model, &two);
   assert_string_equal(two.text, "a:0 b:1 ");
+
+  qkv_session *session = NULL;
+  qkv_session_config config = named_session("1");
+  (void)snprintf(config.tenant, sizeof config.tenant, "other");
+  assert_int_equal(qkv_store_open(store, &config, "z", &session, NULL), QKV_OK);
+  qkv_session_unref(&session);
+  listing others = {{0}, 0, 0}, defaults = {{0}, 0, 0};
+  qkv_store_each_model(store, "other", list_model, &others);
+  assert_string_equal(others.text, "a:0 b:0 m:0 ma:0 z:1 ");
+  qkv_store_each_model(store, "default", list_model, &defaults);
+  assert_string_equal(defaults.text, "a:0 b:1 m:0 ma:1 z:0 ");
+  const qkv_model *b = NULL, *z = NULL;
+  assert_int_equal(qkv_store_model(store, "b", &b, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(store, "z", &z, NULL), QKV_OK);
+  assert_true(qkv_store_others_use(store, "other", b) && !qkv_store_others_use(store, "default", b));
+  assert_true(qkv_store_others_use(store, "default", z) && !qkv_store_others_use(store, "other", z));
   qkv_store_destroy(&store);
 }
 
@@ -308,7 +324,7 @@ static void test_a_session_needs_room(void **state) {
   assert_open_fails(store, &config, "tiny", QKV_RESOURCE_EXHAUSTED, text);
   assert_int_equal(bytes_used(store), 2 * empty);
   listing list = {{0}, 0, 0};
-  qkv_store_each_model(store, list_model, &list);
+  qkv_store_each_model(store, NULL, list_model, &list);
   assert_string_equal(list.text, "tiny:2 ");
   assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
   assert_int_equal(bytes, 0);
