@@ -311,7 +311,8 @@ static void commvq_head(const qkv_part_coder *coder, const qkv_coder_spec *spec,
   if (coder->part == QKV_V) {
     const qkv_transform *transform =
         calibration == NULL ? NULL : qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_V);
-    return head_of_values(coder, transform, made);
+    const bool data_free = transform == NULL || transform->analysis == NULL;  // a trial may have left it so
+    return head_of_values(coder, data_free ? NULL : transform, made);
   }
   key_tables *tables = made;
   *tables = (key_tables){.calibration = calibration, .layer = layer, .kv_head = kv_head};

@@ -358,6 +358,7 @@ const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, u
   void *found = atomic_load_explicit(kept, memory_order_acquire);
   if (found != NULL) return found;
   const qkv_transform *transform = qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_K_ARCHIVE);
+  if (transform->analysis == NULL) return qkv_commvq_book_data_free(shape->key_dim);
   qkv_commvq_book *book = make_calibrated(transform, &shape->rope, shape->key_dim);
   // Another thread may have been as fast, and has made the same.
   if (atomic_compare_exchange_strong(kept, &found, book)) {

@@ -208,6 +208,32 @@ static void check_sums(const coded *page, uint16_t head, naive_random *random) {
   }
 }
 
+// A trial leaves parts of some heads data-free: these are coded as without a calibration.
+static void parts_that_a_trial_drops_are_data_free(void **state) {
+  (void)state;
+  source from;
+  init_source(&from);
+  const qkv_rope rope = resolved(0);
+  const qkv_calibration *learnt = learn(&from, &rope), *tried = NULL;
+  bool drop[HEADS * QKV_CALIBRATION_PARTS];
+  memset(drop, true, sizeof drop);
+  qkv_error error = {0};
+  if (qkv_calibration_adjust(&learnt, drop, NULL, NULL, (qkv_calibration **)&tried, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  static coded page, plain;
+  setup(&page, 2, &rope, tried);
+  setup(&plain, 2, &rope, NULL);
+  encode(&page, &from, &rope, QKV_PAGE_TOKENS);
+  encode(&plain, &from, &rope, QKV_PAGE_TOKENS);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    if (fabs(error_of(&page, part) / error_of(&plain, part) - 1) > 0.02)
+      fail_msg("part %d: %g, without a calibration %g", part, error_of(&page, part), error_of(&plain, part));
+  }
+  release(&page);
+  release(&plain);
+  qkv_calibration_unref(&tried);
+}
+
 static void attention_is_that_of_the_decoded_rows(void **state) {
   (void)state;
   source from;
@@ -300,6 +326,7 @@ static void books(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_calibration_gains),
+      cmocka_unit_test(parts_that_a_trial_drops_are_data_free),
       cmocka_unit_test(attention_is_that_of_the_decoded_rows),
       cmocka_unit_test(repeated_rows_are_told_from_others),
       cmocka_unit_test(books),
