@@ -46,11 +46,11 @@ static const struct {
   bool calibrated;
   const char *setting;
 } defaults[] = {
-    {false, "plain:4"},    {false, "plain:3"},      {false, "plain:2"},      {true, "attend:4"},
-    {true, "attend:3"},    {true, "attend:2"},      {true, "archive:3"},     {true, "archive:2"},
-    {true, "archive:1.5"}, {false, "turboquant:4"}, {false, "turboquant:2"}, {false, "polarquant:3"},
-    {false, "kivi:4"},     {false, "kivi:2"},       {false, "pq:2"},         {true, "commvq:2"},
-    {false, "int8:8"},     {false, "running-u8:8"},
+    {false, "plain:4"},      {false, "plain:3"},      {false, "plain:2"},      {true, "attend:4"},
+    {true, "attend:3"},      {true, "attend:2"},      {true, "archive:3"},     {true, "archive:2"},
+    {true, "archive:1.5"},   {false, "turboquant:4"}, {false, "turboquant:2"}, {false, "polarquant:3"},
+    {false, "kivi:4"},       {false, "kivi:2"},       {false, "pq:2"},         {false, "int8:8"},
+    {false, "running-u8:8"},
 };
 
 // ---- Symbols ----
