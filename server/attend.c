@@ -184,8 +184,8 @@ static qkv_status make_block(attend_call *state, qkv_error *error) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT,
                     "results_into.shared_memory_byte_size is %" PRIu64 ", the results take %" PRIu64, bytes,
                     state->block_bytes);
-  return qkvi_block_create(state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes, &state->block,
-                           error);
+  return qkvi_block_create(state->call, state->block_bytes, (uint64_t)state->daemon->options->limit_response_bytes,
+                           &state->block, error);
 }
 
 // QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: there is no

@@ -187,6 +187,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_REFUSED],
                  (int64_t)qkv_rpc_server_connections_refused(daemon->rpc));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_STALLED], (int64_t)qkv_rpc_server_stalled_ended(daemon->rpc));
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_MODELS], (int64_t)stats.models);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_SESSIONS], (int64_t)stats.sessions);
@@ -312,6 +313,8 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .connections_max = (size_t)options->limit_connections,
       .peer_connections_max = (size_t)options->limit_peer_connections,
       .first_message_ms = options->limit_first_message,
+      .unread_ms = options->limit_unread_response,
+      .idle_ms = options->limit_idle_stream,
       .quota = read_call_quota,
       .methods = methods,
       .context = daemon,

@@ -262,8 +262,12 @@ static uint64_t restore_tokens(const fetch_stream *stream) {
 static qkv_status take_pages(fetch_stream *stream, qkv_session *session, const qkv_layer *layer, uint64_t stop,
                              qkv_error *error) {
   fetch_run *run = &stream->run;
-  const qkvi_coded_wanted wanted = {
-      .session = session, .layer = layer, .begin = stream->position, .end = stop, .tokens_max = stream->coded_tokens};
+  const qkvi_coded_wanted wanted = {.call = stream->call,
+                                    .session = session,
+                                    .layer = layer,
+                                    .begin = stream->position,
+                                    .end = stop,
+                                    .tokens_max = stream->coded_tokens};
   QKV_TRY(qkvi_coded_run_create(stream->daemon, &wanted, &run->coded, error));
   run->position = qkvi_coded_run_position(run->coded);
   run->tokens = qkvi_coded_run_tokens(run->coded);
@@ -287,7 +291,7 @@ static qkv_status decode_run(fetch_stream *stream, qkv_session *session, const q
   stream->position += run->tokens;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     if (!stream->wanted[part]) continue;
-    QKV_TRY(qkvi_block_create(run->tokens * token_bytes(stream, part),
+    QKV_TRY(qkvi_block_create(stream->call, run->tokens * token_bytes(stream, part),
                               (uint64_t)stream->daemon->options->limit_response_bytes, &run->blocks[part], error));
     decode_part(stream, layer, part, run->blocks[part]->data);
     run->rows[part] = run->blocks[part]->data;

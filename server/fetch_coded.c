@@ -79,7 +79,7 @@ qkv_status qkvi_coded_run_create(const qkv_daemon *daemon, const qkvi_coded_want
   if (count == 0) return QKV_UNAVAILABLE;
   for (size_t i = 0; i < count; i++) bytes += pages[i].bytes;
   qkvi_response_block *block = NULL;
-  QKV_TRY(qkvi_block_create(bytes, (uint64_t)daemon->options->limit_response_bytes, &block, error));
+  QKV_TRY(qkvi_block_create(wanted->call, bytes, (uint64_t)daemon->options->limit_response_bytes, &block, error));
   qkvi_coded_run *run = malloc(sizeof *run);
   if (run == NULL) abort();
   run->position = pages[0].position;

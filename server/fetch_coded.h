@@ -14,6 +14,7 @@ typedef struct qkvi_coded_run qkvi_coded_run;
 
 // What is wanted of a layer that is read.
 typedef struct qkvi_coded_wanted {
+  const qkv_rpc_call *call;
   qkv_session *session;
   const qkv_layer *layer;
   uint64_t begin, end;  // positions; `begin` is in a page (asserted)

@@ -25,9 +25,13 @@
     "JWTs with a wrong signature or claims, or that had expired.")                                                  \
   X(CALLS_SILENT, "qkvd_calls_silent_total", QKV_COUNTER,                                                           \
     "Calls ended before their first message: it was late, or others needed their places.")                          \
+  X(CALLS_STALLED, "qkvd_calls_stalled_total", QKV_COUNTER,                                                         \
+    "Calls ended because their client did not read, or sent nothing more, for too long.")                           \
   X(CONNECTIONS, "qkvd_connections", QKV_GAUGE, "Connections open now.")                                            \
   X(CONNECTIONS_REFUSED, "qkvd_connections_refused_total", QKV_COUNTER,                                             \
     "Connections closed at once, for limit-connections or limit-peer-connections.")                                 \
+  X(HTTP_ENDED, "qkvd_http_connections_ended_total", QKV_COUNTER,                                                   \
+    "Connections of admin-listen that had waited longest for their client, ended for new ones.")                    \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \
   X(CALLS_FAILED, "qkvd_calls_failed_total", QKV_COUNTER, "Calls answered INTERNAL or DATA_LOSS.")                  \
   X(APPEND_ITEMS, "qkvd_append_items_total", QKV_COUNTER, "Items appended.")                                        \

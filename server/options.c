@@ -87,8 +87,7 @@ const qkv_option qkv_server_option_table[] = {
      "Distinct pages of 64 token ids that are indexed for Match, 64 bytes each; 0: none, Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
     {"limit-control-calls", QKV_OPTION_INTEGER, AT(limit_control_calls), "64", 4, 65536, "N",
-     "Health checks and calls of GetStatus running at once. They have places of their own, so that a daemon that is "
-     "full "
+     "Health checks and calls of Admin running at once. They have places of their own, so that a daemon that is full "
      "answers them."},
     {"limit-connection-calls", QKV_OPTION_INTEGER, AT(limit_connection_calls), "512", 1, 1048576, "N",
      "Calls of one connection running at once."},
@@ -101,6 +100,10 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-first-message", QKV_OPTION_DURATION, AT(limit_first_message), "10s", 0, 3600000, "TIME",
      "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
      "limit-calls is reached, calls without a message lose their places at once."},
+    {"limit-unread-response", QKV_OPTION_DURATION, AT(limit_unread_response), "5m", 0, 86400000, "TIME",
+     "How long a message to a client may lie unread before its call is ended; 0: as long as it likes."},
+    {"limit-idle-stream", QKV_OPTION_DURATION, AT(limit_idle_stream), "24h", 0, 604800000, "TIME",
+     "How long a stream may wait for its client's next message before it is ended; 0: as long as it likes."},
     {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
     {"limit-client-shm", QKV_OPTION_INTEGER, AT(limit_client_shm), "256", 1, 65536, "N",
      "Regions of clients' shared memory registered at once."},

@@ -37,10 +37,11 @@ typedef struct qkv_server_options {
   int64_t limit_models;          // registered
   int64_t limit_prefixes;        // pages of 64 token ids that are indexed
   int64_t limit_calls;           // running at once
-  int64_t limit_control_calls;   // the same of health checks and GetStatus
+  int64_t limit_control_calls;   // the same of health checks and Admin
   int64_t limit_connection_calls;
-  int64_t limit_tenant_calls;   // 0: as limit_calls
-  int64_t limit_first_message;  // ms; 0: for ever
+  int64_t limit_tenant_calls;                        // 0: as limit_calls
+  int64_t limit_first_message;                       // ms; 0: for ever
+  int64_t limit_unread_response, limit_idle_stream;  // the same
   int64_t limit_connections, limit_peer_connections;
   int64_t limit_watchers;       // Watch calls
   int64_t limit_client_shm;     // regions of clients' shared memory

@@ -27,12 +27,12 @@
 #include "engine/base/fair.h"
 #include "engine/base/status.h"
 #include "proto/wire.h"
+#include "server/block.h"
 #include "server/tenants/meter.h"
 
 typedef struct qkv_rpc_server qkv_rpc_server;
 typedef struct qkvi_tls qkvi_tls;    // tls.h
 typedef struct qkvi_auth qkvi_auth;  // auth.h
-typedef struct qkv_rpc_call qkv_rpc_call;
 
 typedef struct qkv_rpc_method {
   const char *path;  // "/qkv.v1.KvCache/Attend"
@@ -66,6 +66,8 @@ void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows);
 void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes);
 // The call's part of the threads: its tenant's flow, and its quota's weight.
 qkv_share qkv_rpc_share(const qkv_rpc_call *call);
+// Whose bytes its responses are; alive as long as the call.
+qkvi_holders qkvi_rpc_holders(const qkv_rpc_call *call);
 // One model more is registered: RESOURCE_EXHAUSTED names the quota. `give` where it is not one more.
 qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error);
 void qkv_rpc_give_model(qkv_rpc_call *call);
@@ -133,6 +135,8 @@ typedef struct qkv_rpc_config {
   size_t peer_connections_max;     // of one peer (server/rpc_connections.h); 0: half of them
   qkvi_call_quota_fn *quota;       // of tenants, with `context` (server/rpc_limits.h); NULL: none
   int64_t first_message_ms;        // until a call's first message has arrived as a whole; 0: no limit
+  int64_t unread_ms;               // until a message to the client has been read; 0: no limit
+  int64_t idle_ms;                 // until the next message of a stream has arrived as a whole; 0: no limit
   const qkv_rpc_method *const *methods;  // NULL-terminated tables, each ended by a row with a NULL path
   void *context;
   // For metrics; may be NULL. A call that is refused begins and ends, too. `ended` comes before the client can
@@ -158,11 +162,13 @@ const char *qkv_rpc_server_address(const qkv_rpc_server *server, size_t listen);
 // `grace_ms` are cancelled. Returns when no call is left. Called once, not from a callback.
 void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms);
 
-// Ends calls whose first message has not come in time. Several times a second, by one thread at a time, not after
-// destroy.
+// Ends calls whose clients do not send or do not read in time. Several times a second, by one thread at a time, not
+// after destroy.
 void qkv_rpc_server_tend(qkv_rpc_server *server);
 // Calls that were ended because they had sent no message: then, or because others needed their places.
 uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server);
+// And those that had sent one, and whose clients did not read, or sent nothing more.
+uint64_t qkv_rpc_server_stalled_ended(qkv_rpc_server *server);
 
 // Connections that are open, and those that were closed because there were too many.
 size_t qkv_rpc_server_connections(qkv_rpc_server *server);

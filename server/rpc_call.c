@@ -21,6 +21,7 @@
 #define CALL_OF(op, member) ((qkv_rpc_call *)((char *)(op)-offsetof(qkv_rpc_call, member)))
 
 static void move(qkv_rpc_call *call, qkvi_rpc_phase from, qkvi_rpc_phase to) {
+  if (to != QKVI_RPC_HANDLER) atomic_store_explicit(&call->phase_ns, qkv_stage_now(), memory_order_relaxed);
   bool moved =
       atomic_compare_exchange_strong_explicit(&call->phase, &from, to, memory_order_acq_rel, memory_order_acquire);
   assert(moved);
@@ -280,10 +281,9 @@ static void close_done(qkvi_rpc_op *op, bool ok) {
 
 static qkv_status enter(qkv_rpc_call *call, qkv_error *error) {
   const qkvi_rpc_kind kind = qkvi_rpc_is_control(call->method->path) ? QKVI_RPC_CONTROL : QKVI_RPC_CALL;
-  const bool metered = kind == QKVI_RPC_CALL && strncmp(call->method->path, "/qkv.v1.Admin/", 14) != 0;
   char *peer = grpc_call_get_peer(call->grpc);
-  const qkv_status status = qkvi_rpc_limits_enter(qkvi_rpc_server_limits(call->server), &call->place, kind, metered,
-                                                  peer, qkvi_call_tenant(call), error);
+  const qkv_status status = qkvi_rpc_limits_enter(qkvi_rpc_server_limits(call->server), &call->place, kind, peer,
+                                                  qkvi_call_tenant(call), error);
   gpr_free(peer);
   return status;
 }
@@ -363,6 +363,10 @@ void qkv_rpc_dequeued(qkv_rpc_call *call) {
 
 qkv_share qkv_rpc_share(const qkv_rpc_call *call) {
   return qkvi_rpc_limits_share(qkvi_rpc_server_limits(call->server), &call->place);
+}
+
+qkvi_holders qkvi_rpc_holders(const qkv_rpc_call *call) {
+  return qkvi_rpc_limits_holders(&call->place);
 }
 
 qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error) {

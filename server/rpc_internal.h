@@ -80,6 +80,7 @@ struct qkv_rpc_call {
   uint64_t message_ns, quota_ns, queue_ns;  // of a report (rpc.h)
   uint64_t queued_at_ns, delayed_at_ns;     // since when; 0: not now
   _Atomic(qkvi_rpc_phase) phase;            // changed with release before a batch, acquire after its event
+  _Atomic uint64_t phase_ns;                // since when, at least; on the clock of qkv_stage_now
   _Atomic bool cancelled;
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
   bool metadata_sent;

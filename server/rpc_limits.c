@@ -21,6 +21,8 @@
 #define CALL_OF(part) ((qkv_rpc_call *)((char *)(part)-offsetof(qkv_rpc_call, place)))
 // Calls that are ended with the lock taken once.
 #define VICTIMS 64
+// All calls are looked at for slow clients as often as this.
+#define LOOK_MS 1000
 // Tenants that are known while no call of theirs runs: their totals, and what they have to wait for.
 #define TENANTS_KEPT 4096
 
@@ -29,18 +31,24 @@ struct qkvi_rpc_group {
   size_t members;                // counted or not
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t silent[QKVI_RPC_KINDS];
+  qkvi_holder *holder;
   qkvi_meter meter;  // of a tenant
   uint64_t flow;     // the same
   char name[];
 };
 
+typedef struct qkvi_rpc_list {
+  qkvi_rpc_place *oldest, *newest;
+} qkvi_rpc_list;
+
 struct qkvi_rpc_limits {
   qkvi_rpc_limits_config config;
   pthread_mutex_t lock;
   qkvi_rpc_group *connections, *tenants;
-  size_t calls[QKVI_RPC_KINDS];     // counted ones
-  qkvi_rpc_place *oldest, *newest;  // of the silent ones
-  uint64_t silent_ended;
+  size_t calls[QKVI_RPC_KINDS];  // counted ones
+  qkvi_rpc_list silent, others;
+  uint64_t silent_ended, stalled_ended;
+  int64_t looked_ms;  // when calls that are not silent were looked at last
 };
 
 static int64_t now_ms(void) {
@@ -50,7 +58,7 @@ static int64_t now_ms(void) {
 }
 
 bool qkvi_rpc_is_control(const char *path) {
-  return strcmp(path, "/grpc.health.v1.Health/Check") == 0 || strcmp(path, "/qkv.v1.Admin/GetStatus") == 0;
+  return strcmp(path, "/grpc.health.v1.Health/Check") == 0 || strncmp(path, "/qkv.v1.Admin/", 14) == 0;
 }
 
 qkvi_rpc_limits *qkvi_rpc_limits_create(const qkvi_rpc_limits_config *config) {
@@ -65,12 +73,13 @@ void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits) {
   qkvi_rpc_limits *old = *limits;
   if (old == NULL) return;
   *limits = NULL;
-  assert(old->connections == NULL && old->oldest == NULL);
+  assert(old->connections == NULL && old->silent.oldest == NULL && old->others.oldest == NULL);
   qkvi_rpc_group *tenant = old->tenants, *next;
   HASH_CLEAR(hh, old->tenants);
   for (; tenant != NULL; tenant = next) {
     next = tenant->hh.next;
     assert(tenant->members == 0);
+    qkvi_holder_unref(tenant->holder);
     free(tenant);
   }
   pthread_mutex_destroy(&old->lock);
@@ -87,6 +96,7 @@ static qkvi_rpc_group *join_group(qkvi_rpc_group **all, const char *name) {
     group = calloc(1, sizeof(*group) + bytes);
     assert(group != NULL);
     memcpy(group->name, name, bytes);
+    group->holder = qkvi_holder_create();
     HASH_ADD_STR(*all, name, group);
   }
   group->members++;
@@ -95,6 +105,7 @@ static qkvi_rpc_group *join_group(qkvi_rpc_group **all, const char *name) {
 
 static void free_group(qkvi_rpc_group **all, qkvi_rpc_group *group) {
   HASH_DEL(*all, group);
+  qkvi_holder_unref(group->holder);
   free(group);
 }
 
@@ -119,25 +130,35 @@ static void leave_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
   if (qkvi_meter_is_idle(&tenant->meter, qkv_stage_now())) free_group(&limits->tenants, tenant);
 }
 
-// ---- The silent ones ----
+// ---- The silent ones, and the others ----
+
+static void append_to(qkvi_rpc_list *list, qkvi_rpc_place *place) {
+  place->previous = list->newest;
+  place->next = NULL;
+  if (list->newest != NULL) list->newest->next = place;
+  if (list->newest == NULL) list->oldest = place;
+  list->newest = place;
+}
+
+static void take_from(qkvi_rpc_list *list, qkvi_rpc_place *place) {
+  if (place->next != NULL) place->next->previous = place->previous;
+  if (place->next == NULL) list->newest = place->previous;
+  if (place->previous != NULL) place->previous->next = place->next;
+  if (place->previous == NULL) list->oldest = place->next;
+}
 
 static void link_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   place->silent = true;
   place->connection->silent[place->kind]++;
-  place->previous = limits->newest;
-  place->next = NULL;
-  if (limits->newest != NULL) limits->newest->next = place;
-  if (limits->newest == NULL) limits->oldest = place;
-  limits->newest = place;
+  append_to(&limits->silent, place);
 }
 
 static void unlink_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+  if (!place->silent) return;
   place->silent = false;
   place->connection->silent[place->kind]--;
-  if (place->next != NULL) place->next->previous = place->previous;
-  if (place->next == NULL) limits->newest = place->previous;
-  if (place->previous != NULL) place->previous->next = place->next;
-  if (place->previous == NULL) limits->oldest = place->next;
+  take_from(&limits->silent, place);
+  append_to(&limits->others, place);
 }
 
 static void count(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
@@ -155,12 +176,12 @@ static void discount(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   place->tenant->calls[place->kind]--;
 }
 
-// Takes a silent call's place. Its gRPC call, with a reference for the caller, who cancels it without the lock.
+// Takes a call's place. Its gRPC call, with a reference for the caller, who cancels it without the lock.
 static grpc_call *evict(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   qkv_rpc_call *call = CALL_OF(place);
+  *(place->silent ? &limits->silent_ended : &limits->stalled_ended) += 1;
   unlink_silent(limits, place);
   discount(limits, place);
-  limits->silent_ended++;
   atomic_store_explicit(&call->cancelled, true, memory_order_release);
   grpc_call_ref(call->grpc);
   return call->grpc;
@@ -175,7 +196,7 @@ static void cancel(grpc_call *call, qkv_status status, const char *text) {
 static qkvi_rpc_place *find_victim(const qkvi_rpc_limits *limits, qkvi_rpc_kind kind, size_t own) {
   qkvi_rpc_place *victim = NULL;
   size_t most = own;
-  for (qkvi_rpc_place *place = limits->oldest; place != NULL; place = place->next) {
+  for (qkvi_rpc_place *place = limits->silent.oldest; place != NULL; place = place->next) {
     if (place->kind != kind || place->connection->silent[kind] <= most) continue;
     victim = place;
     most = place->connection->silent[kind];
@@ -227,10 +248,10 @@ static void leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   leave_tenant(limits, place->tenant);
 }
 
-qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, bool metered,
-                                 const char *peer, const char *tenant, qkv_error *error) {
+qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
+                                 const char *tenant, qkv_error *error) {
   grpc_call *victim = NULL;
-  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms(), .metered = metered};
+  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms(), .metered = kind == QKVI_RPC_CALL};
   pthread_mutex_lock(&limits->lock);
   place->connection = join_group(&limits->connections, peer);
   place->tenant = join_tenant(limits, tenant);
@@ -253,39 +274,86 @@ qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place,
 
 void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   pthread_mutex_lock(&limits->lock);
-  if (place->silent) unlink_silent(limits, place);
+  unlink_silent(limits, place);
   pthread_mutex_unlock(&limits->lock);
 }
 
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   pthread_mutex_lock(&limits->lock);
   assert(!place->silent);
+  take_from(&limits->others, place);
   leave(limits, place);
   pthread_mutex_unlock(&limits->lock);
 }
 
 // ---- Time ----
 
-static size_t take_late(qkvi_rpc_limits *limits, grpc_call **late) {
-  const int64_t before = now_ms() - limits->config.first_message_ms;
+typedef struct late_call {
+  grpc_call *grpc;
+  const char *limit, *what;
+  int64_t ms;
+} late_call;
+
+static size_t take_silent(qkvi_rpc_limits *limits, late_call *late) {
+  const int64_t most = limits->config.first_message_ms, before = now_ms() - most;
   size_t found = 0;
+  while (most > 0 && found < VICTIMS && limits->silent.oldest != NULL && limits->silent.oldest->begun_ms < before)
+    late[found++] = (late_call){.grpc = evict(limits, limits->silent.oldest),
+                                .limit = "limit-first-message",
+                                .what = "the call's first message has not arrived as a whole",
+                                .ms = most};
+  return found;
+}
+
+// What the call waits for from its client, for too long; false: for nothing. A phase is not older than its time.
+static bool is_stalled(const qkvi_rpc_limits *limits, const qkv_rpc_call *call, uint64_t now, late_call *late) {
+  const qkvi_rpc_phase phase = atomic_load_explicit(&call->phase, memory_order_acquire);
+  const uint64_t since = atomic_load_explicit(&call->phase_ns, memory_order_relaxed);
+  if (phase == QKVI_RPC_READING)
+    *late = (late_call){.limit = "limit-idle-stream",
+                        .what = "the stream's next message has not arrived in that time",
+                        .ms = limits->config.idle_ms};
+  else if (phase == QKVI_RPC_SENDING || phase == QKVI_RPC_ENDING)
+    *late = (late_call){.limit = "limit-unread-response",
+                        .what = "a message to the client has not been read in that time",
+                        .ms = limits->config.unread_ms};
+  else
+    return false;
+  return late->ms > 0 && now > since && now - since > (uint64_t)late->ms * 1000000;
+}
+
+static size_t take_stalled(qkvi_rpc_limits *limits, late_call *late, size_t found) {
+  const uint64_t now = qkv_stage_now();
+  for (qkvi_rpc_place *place = limits->others.oldest; place != NULL && found < VICTIMS; place = place->next) {
+    late_call each = {0};
+    if (!place->counted || !is_stalled(limits, CALL_OF(place), now, &each)) continue;
+    each.grpc = evict(limits, place);
+    late[found++] = each;
+  }
+  return found;
+}
+
+static size_t take_late(qkvi_rpc_limits *limits, late_call *late) {
   pthread_mutex_lock(&limits->lock);
-  while (found < VICTIMS && limits->oldest != NULL && limits->oldest->begun_ms < before)
-    late[found++] = evict(limits, limits->oldest);
+  size_t found = take_silent(limits, late);
+  const int64_t now = now_ms();
+  if (now - limits->looked_ms >= LOOK_MS) {
+    found = take_stalled(limits, late, found);
+    if (found < VICTIMS) limits->looked_ms = now;
+  }
   pthread_mutex_unlock(&limits->lock);
   return found;
 }
 
 void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits) {
-  if (limits->config.first_message_ms == 0) return;
-  grpc_call *late[VICTIMS];
-  char text[128];
-  (void)snprintf(text, sizeof text,
-                 "limit-first-message is %" PRId64 " ms and the call's first message has not arrived as a whole",
-                 limits->config.first_message_ms);
+  late_call late[VICTIMS];
   for (size_t found = VICTIMS; found == VICTIMS;) {
     found = take_late(limits, late);
-    for (size_t i = 0; i < found; i++) cancel(late[i], QKV_DEADLINE_EXCEEDED, text);
+    for (size_t i = 0; i < found; i++) {
+      char text[128];
+      (void)snprintf(text, sizeof text, "%s is %" PRId64 " ms and %s", late[i].limit, late[i].ms, late[i].what);
+      cancel(late[i].grpc, QKV_DEADLINE_EXCEEDED, text);
+    }
   }
 }
 
@@ -351,6 +419,17 @@ void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, con
   for (const qkvi_rpc_group *tenant = limits->tenants; tenant != NULL; tenant = tenant->hh.next)
     fn(context, tenant->name);
   pthread_mutex_unlock(&limits->lock);
+}
+
+qkvi_holders qkvi_rpc_limits_holders(const qkvi_rpc_place *place) {
+  return (qkvi_holders){.connection = place->connection->holder, .tenant = place->tenant->holder};
+}
+
+uint64_t qkvi_rpc_limits_stalled_ended(qkvi_rpc_limits *limits) {
+  pthread_mutex_lock(&limits->lock);
+  const uint64_t ended = limits->stalled_ended;
+  pthread_mutex_unlock(&limits->lock);
+  return ended;
 }
 
 uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits) {

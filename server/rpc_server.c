@@ -354,6 +354,8 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .connection_max = config->connection_calls_max,
                                          .tenant_max = config->tenant_calls_max,
                                          .first_message_ms = config->first_message_ms,
+                                         .unread_ms = config->unread_ms,
+                                         .idle_ms = config->idle_ms,
                                          .quota = config->quota,
                                          .quota_context = config->context};
   server->limits = qkvi_rpc_limits_create(&limits);
@@ -405,6 +407,10 @@ void qkv_rpc_server_tend(qkv_rpc_server *server) {
 
 uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server) {
   return qkvi_rpc_limits_silent_ended(server->limits);
+}
+
+uint64_t qkv_rpc_server_stalled_ended(qkv_rpc_server *server) {
+  return qkvi_rpc_limits_stalled_ended(server->limits);
 }
 
 size_t qkv_rpc_server_connections(qkv_rpc_server *server) {

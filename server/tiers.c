@@ -229,10 +229,11 @@ static void send_head(qkv_rpc_call *call, stats_stream *stream) {
 }
 
 // What waits to be sent is counted, as other responses are.
-static qkv_status keep_stats(const qkv_daemon *daemon, stats_stream *stream, const qkv_attention_stats *stats,
+static qkv_status keep_stats(const qkv_rpc_call *call, stats_stream *stream, const qkv_attention_stats *stats,
                              qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   const size_t count = stats->kv_heads * stats->buckets;
-  QKV_TRY(qkvi_block_create(2 * count * sizeof(float), (uint64_t)daemon->options->limit_response_bytes,
+  QKV_TRY(qkvi_block_create(call, 2 * count * sizeof(float), (uint64_t)daemon->options->limit_response_bytes,
                             &stream->block, error));
   stream->stats = *stats;
   stream->stats.ema = (float *)stream->block->data;
@@ -254,7 +255,7 @@ static qkv_status load_layer(const qkv_rpc_call *call, stats_stream *stream, qkv
   if (status == QKV_OK)
     status = qkv_session_read_attention(session, stream_layer(stream),
                                         buckets == 0 ? buckets_max(stream->model) : buckets, &stats, error);
-  if (status == QKV_OK) status = keep_stats(qkv_rpc_context(call), stream, &stats, error);
+  if (status == QKV_OK) status = keep_stats(call, stream, &stats, error);
   qkv_attention_stats_deinit(&stats);
   stream->loaded = status == QKV_OK;
   qkv_session_unref(&session);

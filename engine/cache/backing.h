@@ -31,11 +31,6 @@ typedef enum qkv_record_state {
   QKV_RECORD_DURABLE,  // and by the next one
 } qkv_record_state;
 
-// Bytes that a tier holds, with what it has not cleaned up yet, and that it may hold; UINT64_MAX: as many as fit.
-typedef struct qkv_tier_capacity {
-  uint64_t bytes, bytes_max;
-} qkv_tier_capacity;
-
 typedef struct qkv_backing {
   void *context;
   // Takes a page of a session of the model, of which the first `tokens` count, and lets it go once it has it, or does
@@ -45,18 +40,15 @@ typedef struct qkv_backing {
   uint64_t (*put)(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
                   const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
-  // dtype, 1 to 64 tokens from `position` on, and their token ids [tokens]; NULL: not all known, or not asked of this
-  // layer. Returns as put() does; state() and drop() take the record, too. NULL: exact rows are not kept beyond
-  // memory.
+  // dtype, 1 to 64 tokens from `position` on. Returns as put() does; state() and drop() take the record, too. NULL:
+  // exact rows are not kept beyond memory.
   uint64_t (*put_rows)(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                       uint32_t tokens, const void *k, const void *v, const uint32_t *ids);
+                       uint32_t tokens, const void *k, const void *v);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
-  // OK: the tier takes what is put of this session (0: of any). Otherwise what is not there may never be:
-  // RESOURCE_EXHAUSTED: it is full; INTERNAL: it has failed, or could not write a cut of the session.
-  qkv_status (*health)(void *context, uint64_t session);
-  qkv_tier_capacity (*capacity)(void *context);
+  // False where the disk has failed or is full, or takes nothing of this session: what is not there may never be.
+  bool (*takes)(void *context, uint64_t session);
   // What was put of this layer up to now is cut off at `position`, for the next process, too. Layer model->layers:
   // the hashes alone of token ids that records of the last layer have.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);

@@ -16,10 +16,12 @@
 #include "server/daemon.h"
 #include "server/http/api.h"
 #include "server/http/page.h"
+#include "server/http/places.h"
 #include "server/rpc_internal.h"
 
 enum {
   CONNECTIONS_MAX = 64,
+  CONNECTIONS_KEPT = 16,     // of these for new ones (places.h)
   CONNECTION_BYTES = 32768,  // of a request's line and headers, and of what is sent at once
   IDLE_SECONDS = 10,
   WORKERS = 2,
@@ -30,6 +32,7 @@ struct qkvi_http {
   qkv_daemon *daemon;
   qkvi_rpc_listener listener;
   struct MHD_Daemon *servers[QKVI_RPC_SOCKETS_MAX];  // one for each socket
+  qkvi_http_places places[QKVI_RPC_SOCKETS_MAX];     // the same
   bool local;                                        // this machine alone reaches all of them
   qkvi_usage_cache usage;
   char *page;             // with its nonce
@@ -184,8 +187,13 @@ static bool may_ask(const exchange *request) {
 
 // ---- Requests ----
 
+static qkvi_http_place *place_of(struct MHD_Connection *connection) {
+  return MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
+}
+
 static enum MHD_Result respond(exchange *request) {
   qkvi_http_answer *answer = &request->answer;
+  qkvi_http_place_wait(place_of(request->connection));
   struct MHD_Response *response =
       MHD_create_response_from_buffer(answer->length, answer->body, MHD_RESPMEM_MUST_FREE);
   if (response == NULL) return MHD_NO;
@@ -217,6 +225,7 @@ static void work(void *context) {
 // The connection is suspended before a worker can resume it.
 static enum MHD_Result give_to_worker(exchange *request) {
   qkvi_http *http = request->http;
+  qkvi_http_place_work(place_of(request->connection));
   MHD_suspend_connection(request->connection);
   pthread_mutex_lock(&http->lock);
   const bool given = !http->closing && qkv_pool_submit(http->workers, work, request) == QKV_OK;
@@ -302,13 +311,30 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
 static void on_completed(void *context, struct MHD_Connection *connection, void **state,
                          enum MHD_RequestTerminationCode code) {
   (void)context;
-  (void)connection;
   (void)code;
   exchange *request = *state;
   if (request == NULL) return;
+  qkvi_http_place_wait(place_of(connection));  // for the next one
   free(request->answer.body);
   free(request);
   *state = NULL;
+}
+
+static void on_connection(void *context, struct MHD_Connection *connection, void **state,
+                          enum MHD_ConnectionNotificationCode code) {
+  qkvi_http_place *place = *state;
+  if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+    place = qkvi_http_place_open(context,
+                                 MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd);
+  } else {
+    qkvi_http_place_close(&place);
+  }
+  *state = place;
+}
+
+static void count_ended(void *context) {
+  const qkvi_http *http = context;
+  qkv_metric_add(&http->daemon->metrics[QKV_METRIC_HTTP_ENDED], 1);
 }
 
 // ---- Life ----
@@ -344,12 +370,15 @@ static qkv_status check_reach(qkvi_http *http, const qkv_server_options *options
 }
 
 static qkv_status start(qkvi_http *http, size_t at, qkv_error *error) {
+  http->places[at] =
+      (qkvi_http_places){.most = CONNECTIONS_MAX - CONNECTIONS_KEPT, .ended = count_ended, .context = http};
   http->servers[at] = MHD_start_daemon(
       MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, on_request, http,
       MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, http->listener.sockets[at],
       MHD_OPTION_CONNECTION_LIMIT, (unsigned)CONNECTIONS_MAX, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
       (size_t)CONNECTION_BYTES, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_STRICT_FOR_CLIENT,
-      1, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_END);
+      1, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection,
+      &http->places[at], MHD_OPTION_END);
   if (http->servers[at] != NULL) {
     http->listener.sockets[at] = -1;  // the server closes it
     return QKV_OK;

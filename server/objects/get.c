@@ -98,8 +98,8 @@ static void send_job(void *context) {
   uint64_t used = 0;
   bool fits = true;
   if (!qkvi_job_wanted(stream->call)) return;
-  qkv_status status =
-      qkvi_block_create(MESSAGE_BYTES, (uint64_t)stream->daemon->options->limit_response_bytes, &block, &error);
+  qkv_status status = qkvi_block_create(stream->call, MESSAGE_BYTES,
+                                        (uint64_t)stream->daemon->options->limit_response_bytes, &block, &error);
   qkv_wire_writer_clear(stream->writer);
   for (int i = 0; i < PIECES_MAX && status == QKV_OK && fits && stream->next < stream->request->n_objects; i++)
     status = put_part(stream, block, &used, &fits, &error);

@@ -84,6 +84,8 @@ void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object);
 void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status);
 // Whether a part is durable; one that is not on its way is put.
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part);
+// Its records are none of its tenant's any more: it is being deleted.
+void qkvi_object_forget_records(qkvi_object *object);
 // A part that has been filled with bytes that are not durable.
 void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object);
 // That it is opened, into the journal; `wait` NULL: nobody waits for it, and the object takes note of what becomes of

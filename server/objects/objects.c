@@ -239,6 +239,7 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->unsettled > 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
   object->unsettled = 0;
   object->listed = false;
+  qkvi_object_forget_records(object);
   remove_warm(objects, object);
   DL_DELETE(objects->oldest, object);
   DL_APPEND(objects->removed, object);
@@ -472,18 +473,26 @@ uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t b
 }
 
 // What may not be evicted is told by name, as sessions are, the first few of a pass; all are counted.
-static void log_expelled(const qkvi_object *object, size_t before) {
+static void log_expelled(const qkvi_object *object, size_t before, bool quota) {
   enum { NAMED = 16 };
   const qkvi_object_config *config = &object->config;
   if (config->evictable || before >= NAMED) return;
   qkv_log(QKV_LOG_WARN,
-          before + 1 < NAMED ? "storage-budget is full, an object was deleted"
-                             : "storage-budget is full, this object and perhaps more were deleted",
+          quota                ? "quota ssd_bytes is full, an object was deleted"
+          : before + 1 < NAMED ? "storage-budget is full, an object was deleted"
+                               : "storage-budget is full, this object and perhaps more were deleted",
           "{s:s, s:s*, s:I}", "object", config->name, "tenant", qkvi_tenant_to_log(config->tenant), "bytes",
           (json_int_t)config->bytes);
 }
 
-bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms) {
+static bool may_expel(const qkvi_objects_expulsion *wanted, const qkvi_object *object, bool kept) {
+  if (!object->listed || object->number == 0 || object->config.evictable == kept) return false;
+  if (wanted->account != NULL) return object->account == wanted->account;
+  return wanted->all || qkv_account_is_over_ssd(object->account);
+}
+
+bool qkvi_objects_expel(qkvi_objects *objects, const qkvi_objects_expulsion *wanted) {
+  const uint64_t most = wanted->account != NULL ? 1 : EXPEL_BYTES;  // of a tenant one
   uint64_t freed = 0;
   size_t count = 0;
   if (objects == NULL) return false;
@@ -491,14 +500,13 @@ bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms
   const int64_t idle = qkvi_now_ms() - EXPEL_IDLE_MS;
   for (int kept = 0; kept < 2 && freed == 0; kept++) {
     // What may be evicted goes before anything that may not.
-    const int64_t until = kept == evictable || before_ms > idle ? idle : before_ms;
-    if (kept == 1 && evictable) break;
-    for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < until && freed < EXPEL_BYTES;
-         at = next) {
+    const int64_t until = kept == wanted->evictable || wanted->before_ms > idle ? idle : wanted->before_ms;
+    if (kept == 1 && wanted->evictable) break;
+    for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < until && freed < most; at = next) {
       next = at->next;
-      if (!at->listed || at->number == 0 || at->config.evictable == (kept == 1)) continue;
+      if (!may_expel(wanted, at, kept == 1)) continue;
       freed += at->config.bytes;
-      log_expelled(at, count++);
+      log_expelled(at, count++, wanted->account != NULL);
       qkvi_objects_drop(objects, at, NULL, NULL);
       qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EXPELLED], 1);
     }

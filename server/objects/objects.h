@@ -117,10 +117,16 @@ void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass);
 uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes);
 // QKVI_PASS_EVICT: the same by deleting objects that may be evicted; `*places` is how many went.
 uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places);
-// Deletes objects from the SSD, as many as make some headroom there: those that may be evicted first, else the
-// others, but none used in the last second, and none that is worth more than something `evictable` that was last used
-// at `before_ms`. False where none goes. `objects` may be NULL.
-bool qkvi_objects_expel(qkvi_objects *objects, bool evictable, int64_t before_ms);
+
+typedef struct qkvi_objects_expulsion {
+  const qkv_account *account;  // one object of this tenant; NULL: as many as make some headroom, of any
+  bool all;                    // of tenants, too, that have no more than is guaranteed to them
+  bool evictable;              // only what may be evicted, unless it was last used before `before_ms`
+  int64_t before_ms;           // what may not be evicted was last used before
+} qkvi_objects_expulsion;
+// Deletes objects from the SSD: those that may be evicted first, else the others, but none used in the last second.
+// False where none goes. `objects` may be NULL.
+bool qkvi_objects_expel(qkvi_objects *objects, const qkvi_objects_expulsion *wanted);
 // Bytes of memory that will not leave it: of objects in memory alone. `objects` may be NULL.
 uint64_t qkvi_objects_staying(qkvi_objects *objects);
 // Deletes those whose time is over, and takes memory from removed ones whose readers have stalled.

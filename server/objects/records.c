@@ -12,7 +12,7 @@
 #include "server/identity.h"
 #include "server/objects/internal.h"
 
-enum { SYNC_WAIT_MS = 30000 };
+enum { SYNC_WAIT_MS = 30000, QUOTA_WAIT_MS = 5000 };  // as of sessions (acknowledge.c)
 
 // ---- Out ----
 
@@ -101,16 +101,33 @@ qkv_status qkvi_object_journal(qkvi_objects *objects, qkvi_object *object, qkvi_
   return status;
 }
 
+// 0: the storage takes no more now, or the tenant's quota is full.
 static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object, size_t part) {
   qkvi_residency *residency = objects->residency;
-  if (qkvi_write_back_refuses(residency, object->number)) return 0;
   const uint64_t bytes = qkvi_object_part_bytes(object, part);
+  if (qkvi_write_back_refuses(residency, object->number)) return 0;
+  if (!qkv_account_claim_ssd(object->account, bytes)) {
+    atomic_store_explicit(&residency->unsettled, true, memory_order_relaxed);  // it is tried again
+    return 0;
+  }
   const qkv_record_meta meta = {.session = object->number, .position = part, .tokens = 1, .kind = QKVI_RECORD_OBJECT};
   void *copy = malloc(bytes);
   if (copy == NULL) abort();
   memcpy(copy, object->part[part].data, bytes);
-  return qkvi_write_back_put(&residency->backings[object->config.durability == QKV_DURABILITY_SYNC], &meta,
-                             &(qkvi_payload){.copy = copy}, bytes);
+  const uint64_t record = qkvi_write_back_put(&residency->backings[object->config.durability == QKV_DURABILITY_SYNC],
+                                              &meta, &(qkvi_payload){.copy = copy}, bytes);
+  if (record == 0) qkv_account_drop_ssd(object->account, bytes);
+  return record;
+}
+
+// What is on the SSD, or on its way there, counts no more.
+static void forget_record(qkvi_object *object, size_t part) {
+  if (object->part[part].record != 0) qkv_account_drop_ssd(object->account, qkvi_object_part_bytes(object, part));
+  object->part[part].record = 0;
+}
+
+void qkvi_object_forget_records(qkvi_object *object) {
+  for (size_t i = 0; i < object->parts; i++) forget_record(object, i);
 }
 
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part) {
@@ -124,6 +141,7 @@ bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t 
       settle_one(objects, object);
     }
     if (state != QKV_RECORD_GONE) return at->durable;
+    forget_record(object, part);
   }
   at->record = put_part(objects, object, part);
   return false;
@@ -137,14 +155,16 @@ static void settle_entry(qkvi_objects *objects, qkvi_object *object) {
   object->retrying = qkvi_object_journal(objects, object, NULL, NULL) == QKV_OK;
 }
 
-// `*full`: the storage takes no more now, and a part is only copied to be refused.
+// `*full`: the storage takes no more now, and a part is only copied to be refused; not where that is the tenant's
+// quota.
 static bool settle(qkvi_objects *objects, qkvi_object *object, bool *full) {
-  bool all = true;
-  for (size_t i = 0; i < object->parts && object->unsettled > 0 && !*full; i++) {
+  bool all = true, refused = false;
+  for (size_t i = 0; i < object->parts && object->unsettled > 0 && !refused; i++) {
     if (object->part[i].data == NULL || qkvi_object_settle_part(objects, object, i)) continue;
     all = false;
-    *full = object->part[i].record == 0;
+    refused = object->part[i].record == 0;
   }
+  *full |= refused && !qkv_account_is_full_ssd(object->account);
   settle_entry(objects, object);
   return all && object->unsettled == 0;
 }
@@ -175,7 +195,6 @@ qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object,
 
 qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object, qkv_error *error) {
   qkvi_residency *residency = objects->residency;
-  const qkv_backing *tier = qkvi_write_back_backing(residency, object->config.durability);
   const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   for (;;) {
@@ -185,10 +204,13 @@ qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkv
     qkvi_objects_unlock(objects);
     if (durable) return QKV_OK;
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    const qkv_status failure = tier->health(tier->context, object->number);
+    const qkv_status failure = qkvi_write_back_failure(residency);
+    const char *state = listed ? "held, but not durable" : "not kept";
+    if (qkv_account_is_full_ssd(object->account) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
+      return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: quota ssd_bytes of tenant %s is full",
+                      object->config.name, state, object->config.tenant);
     if (failure != QKV_OK || qkvi_now_ms() > until)
-      return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: %s", object->config.name,
-                      listed ? "held, but not durable" : "not kept",
+      return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: %s", object->config.name, state,
                       failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full"
                       : failure != QKV_OK               ? "the disk failed"
                                                         : "the disk takes longer than 30 s");
@@ -223,12 +245,11 @@ static void bring_back(qkvi_objects *objects, qkvi_object *object, size_t part, 
   if (!wanted) qkv_arena_free(qkvi_object_arena(object), data, size);
 }
 
-static qkv_status read_record(const qkvi_objects *objects, const qkvi_object *object, uint64_t record, void *out,
-                              uint64_t bytes, qkv_error *error) {
-  const qkv_backing *tier = qkvi_write_back_backing(objects->residency, object->config.durability);
-  void *reading = tier->read_begin(tier->context, &record, 1, bytes);
-  const qkv_status status = tier->read_wait(reading, 0, out, bytes, error);
-  tier->read_end(reading);
+static qkv_status read_record(const qkvi_objects *objects, uint64_t record, void *out, uint64_t bytes,
+                              qkv_error *error) {
+  qkv_storage_batch *batch = qkv_storage_batch_create(objects->residency->storage, &record, 1, bytes);
+  const qkv_status status = qkv_storage_batch_wait(batch, 0, out, bytes, error);
+  qkv_storage_batch_destroy(&batch);
   return status;
 }
 
@@ -259,7 +280,7 @@ qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t p
   } else if (gone) {
     status = QKV_NOT_FOUND;
   } else {
-    status = read_record(objects, object, record, out, bytes, &reason);
+    status = read_record(objects, record, out, bytes, &reason);
   }
   qkvi_objects_lock(objects);
   at->users--;
@@ -332,8 +353,10 @@ void qkvi_objects_found_record(qkvi_objects *objects, const qkv_record_info *inf
   if (object == NULL || meta->position >= object->parts ||
       info->bytes != qkvi_object_part_bytes(object, meta->position))
     return;
-  object->part[meta->position].record = info->record;
-  object->part[meta->position].durable = true;
+  qkvi_object_part *part = &object->part[meta->position];
+  if (part->record == 0) qkv_account_add_ssd(object->account, info->bytes);
+  part->record = info->record;
+  part->durable = true;
 }
 
 static bool is_whole(const qkvi_object *object) {

@@ -150,14 +150,30 @@ static bool find_one(void *context, qkv_session *session) {
   return idle && on->session == NULL;
 }
 
+// Objects of the tenant that were not used for longer go before the session.
+static bool expel_object(qkvi_residency *residency, const qkv_account *account, const qkv_session *session,
+                         bool evictable) {
+  const qkvi_objects_expulsion wanted = {
+      .account = account,
+      .evictable = evictable,
+      .before_ms = session == NULL ? INT64_MAX : qkv_session_last_used_ms(session)};
+  return qkvi_objects_expel(residency->objects, &wanted);
+}
+
+static bool expel_of(qkvi_residency *residency, const qkv_account *account, qkv_recency_list list) {
+  expulsion on = {.residency = residency};
+  (void)each_own(residency, account, list, find_one, &on);
+  const bool object = expel_object(residency, account, on.session, list == QKV_RECENCY_EVICTABLE);
+  if (!object && on.session != NULL)
+    qkvi_eviction_expel_one(residency, on.session, "quota ssd_bytes is full, a session was deleted");
+  const bool expelled = object || on.session != NULL;
+  qkv_session_unref(&on.session);
+  return expelled;
+}
+
 void qkvi_account_expel(qkvi_residency *residency) {
   qkv_account *account = qkv_accounts_full_ssd(qkv_store_accounts(residency->store));
   if (account == NULL) return;
-  expulsion on = {.residency = residency};
-  (void)each_own(residency, account, QKV_RECENCY_EVICTABLE, find_one, &on);
-  if (on.session == NULL) (void)each_own(residency, account, QKV_RECENCY_KEPT, find_one, &on);
-  if (on.session != NULL)
-    qkvi_eviction_expel_one(residency, on.session, "quota ssd_bytes is full, a session was deleted");
-  qkv_session_unref(&on.session);
+  if (!expel_of(residency, account, QKV_RECENCY_EVICTABLE)) (void)expel_of(residency, account, QKV_RECENCY_KEPT);
   qkv_account_unref(&account);
 }

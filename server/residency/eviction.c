@@ -135,7 +135,9 @@ static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list li
 static bool expel_from(qkvi_residency *residency, qkv_recency_list list, bool all) {
   qkv_session *session = find_expelled(residency, list, all);
   if (session == NULL) return false;
-  if (!qkvi_objects_expel(residency->objects, list == QKV_RECENCY_EVICTABLE, qkv_session_last_used_ms(session)))
+  const qkvi_objects_expulsion objects = {
+      .evictable = list == QKV_RECENCY_EVICTABLE, .all = all, .before_ms = qkv_session_last_used_ms(session)};
+  if (!qkvi_objects_expel(residency->objects, &objects))
     qkvi_eviction_expel_one(residency, session, "storage-budget is full, a session was deleted");
   qkv_session_unref(&session);
   return true;
@@ -145,8 +147,9 @@ static bool expel_from(qkvi_residency *residency, qkv_recency_list list, bool al
 // may be evicted.
 void qkvi_eviction_expel(qkvi_residency *residency) {
   for (int all = 0; all < 2; all++) {
-    if (expel_from(residency, QKV_RECENCY_EVICTABLE, all != 0) || expel_from(residency, QKV_RECENCY_KEPT, all != 0))
+    const qkvi_objects_expulsion objects = {.all = all != 0, .before_ms = INT64_MAX};
+    if (expel_from(residency, QKV_RECENCY_EVICTABLE, all != 0) || expel_from(residency, QKV_RECENCY_KEPT, all != 0) ||
+        qkvi_objects_expel(residency->objects, &objects))
       return;
   }
-  (void)qkvi_objects_expel(residency->objects, false, INT64_MAX);
 }

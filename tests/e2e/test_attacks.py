@@ -1,7 +1,6 @@
 """Clients that do harm: others are served while they do, health checks answer, and memory stays bounded."""
 
 import socket
-import struct
 import threading
 import time
 
@@ -10,80 +9,22 @@ import pytest
 
 from daemon import PATIENCE, SANITIZED, Daemon, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
-from kv import TIMEOUT
+from http2 import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, Raw, frame
+from kv import TIMEOUT, Cache
+from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 from reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 STREAMS = 2000
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_HEADERS = 4
 MIB = 1 << 20
-
-
-def frame(kind, flags, stream, payload=b""):
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-def header(name, value):
-    """HPACK, a literal without indexing."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-
-def request(path):
-    return b"".join(header(*pair) for pair in (
-        (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
-        ("content-type", "application/grpc"), ("te", "trailers")))
-
-
-class Raw:
-    """A connection that speaks HTTP/2 by hand. What the daemon sends is read and thrown away, as `received`."""
-
-    def __init__(self, daemon):
-        self.socket = socket.create_connection(tuple(daemon.tcp.rsplit(":", 1)), timeout=PATIENCE)
-        self.received = bytearray()
-        self.closed = False
-        self.thread = threading.Thread(target=self.read, daemon=True)
-        self.thread.start()
-
-    def read(self):
-        try:
-            while data := self.socket.recv(65536):
-                self.received += data
-        except OSError:
-            pass
-        self.closed = True
-
-    def send(self, data):
-        try:
-            self.socket.sendall(data)
-        except OSError:
-            pass  # cut off, as well it may be
-
-    def open(self, count, path="/qkv.v1.KvCache/Attend", payload=None):
-        """So many calls, on which nothing is sent, or the beginning of a message."""
-        parts = [PREFACE, frame(SETTINGS, 0, 0)]
-        for stream in range(1, 2 * count, 2):
-            parts.append(frame(HEADERS, END_HEADERS, stream, request(path)))
-            if payload is not None:
-                parts.append(frame(DATA, 0, stream, payload))
-        self.send(b"".join(parts))
-
-    def close(self):
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self.thread.join()
-        self.socket.close()
 
 
 class Attack:
     """Connections that are closed at the end."""
 
     def __init__(self, daemon, count):
-        self.connections = [Raw(daemon) for _ in range(count)]
+        self.connections = [Raw(daemon.tcp) for _ in range(count)]
 
     def __enter__(self):
         return self.connections
@@ -260,6 +201,33 @@ def test_calls_of_a_tenant():
         for call in held:
             call.cancel()
         release.set()
+
+
+def test_admin_calls_have_places_of_their_own(tmp_path):
+    """A daemon whose places are all taken by calls that go on is managed, and drained."""
+    (tmp_path / "quotas").touch()
+    with Daemon("--limit-calls", "2", "--quota-file", str(tmp_path / "quotas")) as daemon:
+        cache, ended = Cache(daemon.stub(), "s"), threading.Event()
+        rows = cache.rows(1)
+
+        def requests():
+            yield kv.AppendRequest(items=[cache.item(0, *rows)])
+            ended.wait(PATIENCE)
+
+        held = [daemon.stub().Append.future(requests(), timeout=TIMEOUT) for _ in range(2)]
+        wait_for(lambda: daemon.metric("qkvd_append_items_total") == 2, "the calls do not run")
+        with pytest.raises(grpc.RpcError) as refusal:
+            cache.info()
+        assert refusal.value.details() == "limit-calls is 2 and so many calls are running"
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+        admin.SetQuota(admin_pb2.SetQuotaRequest(quota=admin_pb2.Quota(tenant="a", calls=1)), timeout=TIMEOUT)
+        assert admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="a"), timeout=TIMEOUT).tenants[0].quota.calls == 1
+        drained = admin.Drain.future(admin_pb2.DrainRequest(), timeout=TIMEOUT)
+        ended.set()
+        for call in held:
+            call.cancel()
+        drained.result()
+        assert daemon.wait() == 0
 
 
 def test_health_answers_soon(strict):

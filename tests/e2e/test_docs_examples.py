@@ -28,13 +28,11 @@ def test_python_example(daemon, stub):
     assert daemon.status().sessions == 0
 
 
-@pytest.mark.parametrize("example,output", [("attend", r"\[1, 8, 64\] length 100\n"),
-                                            ("pages", r"64 tokens of one page of \d+ bytes\n")])
-def test_c_example(daemon, stub, example, output):
-    result = subprocess.run([os.path.join(os.environ["QKV_BIN_DIR"], f"example_{example}"), daemon.target],
+def test_c_example(daemon, stub):
+    result = subprocess.run([os.path.join(os.environ["QKV_BIN_DIR"], "example_attend"), daemon.target],
                             env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stderr) == (0, "")
-    assert re.fullmatch(output, result.stdout)
+    assert result.stdout == "[1, 8, 64] length 100\n"
     assert daemon.status().sessions == 0
 
 

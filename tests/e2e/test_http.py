@@ -376,6 +376,24 @@ def test_many_connections_at_once(loaded):
     assert answers == [200] * 48
 
 
+def test_slow_senders_keep_nobody_out():
+    """More of them than there are places: who asks is served all the same, and the longest waiting ones go."""
+    with Daemon(*ADMIN) as daemon:
+        host, port = address(daemon).rsplit(":", 1)
+        held = []
+        for _ in range(100):
+            held.append(socket.create_connection((host, int(port)), timeout=PATIENCE))
+            held[-1].sendall(b"GET /health/live HTTP/1.1\r\nHost: loc")
+        for _ in range(20):
+            assert ask(daemon, "/health/live")[0] == 200
+        assert metrics(daemon)["qkvd_http_connections_ended_total"] >= 52
+        assert held[0].recv(1) == b""
+        held[-1].sendall(b"alhost\r\n\r\n")  # one that came late may go on
+        assert held[-1].recv(12) == b"HTTP/1.1 200"
+        for connection in held:
+            connection.close()
+
+
 def is_served(daemon):
     try:
         return ask(daemon, "/health/live")[0] == 200

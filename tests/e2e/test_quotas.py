@@ -333,3 +333,103 @@ def test_objects_count(tmp_path, data_dir):
             assert admin.usage("a").host_bytes <= 8 * MIB
         stub.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=put), timeout=TIMEOUT)
         wait_for(lambda: admin.usage("a").host_bytes == 0, "memory of deleted objects is counted")
+
+
+# ---- The SSD, and kill -9 ----
+
+
+def put_object(stub, name, value, durability=0):
+    begin = objects_pb2.ObjectInfo(object=name, bytes=len(value), durability=durability)
+    stub.PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[objects_pb2.PutPiece(begin=begin, replace=True, data=value)])]),
+                    timeout=TIMEOUT)
+
+
+def test_objects_count_on_the_ssd(tmp_path):
+    """A tenant at its ceiling loses the object that it has not used for longest; the count is the same after a crash."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a ssd_bytes=8MiB\n")
+    arguments = ("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"))
+    with Daemon(*arguments) as daemon:
+        admin = Admin(daemon)
+        stub = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
+        put_object(Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "b"), "o0", b"b" * 2 * MIB)
+        for i in range(6):
+            put_object(stub, f"o{i}", bytes([i]) * (2 * MIB), kv.DURABILITY_SYNC)
+            assert 2 * MIB <= admin.usage("a").ssd_bytes <= 8 * MIB
+        assert admin.usage("b").ssd_bytes == 2 * MIB
+        assert "quota ssd_bytes is full, an object was deleted" in daemon.log_text()
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        admin = Admin(daemon)
+        stub = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
+        rows = stub.ListObjects(objects_pb2.ListObjectsRequest(), timeout=TIMEOUT).objects
+        assert "o5" in [row.object for row in rows] and "o0" not in [row.object for row in rows]
+        assert admin.usage("a").ssd_bytes == len(rows) * 2 * MIB <= 8 * MIB
+        stub.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=[row.object for row in rows]), timeout=TIMEOUT)
+        assert admin.usage("a").ssd_bytes == 0
+        assert admin.usage("b").ssd_bytes == 2 * MIB
+
+
+def use(daemon, number, stop):
+    """Sessions that come and go, and objects, until the daemon is killed."""
+    stub = Tenant(daemon.stub(), "a")
+    objects = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
+    cache = Cache(Tenant(daemon.stub(), "other"), f"{number}-{time.monotonic_ns()}", layers=1, recent_window=0)
+    cache.stub, turn, opened = stub, 0, []
+    while True:
+        turn += 1
+        try:
+            put_object(objects, f"o{number}-{turn % 5}", bytes([turn % 256]) * 100000)
+            if len(opened) == 3:
+                stub.CloseSession(kv.CloseSessionRequest(session=opened.pop(0)), timeout=TIMEOUT)
+            cache.name = f"s{time.monotonic_ns()}"
+            open_more(stub, cache, cache.name)
+            opened.append(cache.name)
+            for position in range(0, 1024, 256):
+                cache.append(position, *cache.rows(256))
+        except grpc.RpcError as error:
+            if stop.is_set():
+                return
+            assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.NOT_FOUND), error
+
+
+def test_what_is_counted_is_there_after_crashes(tmp_path):
+    """kill -9 again and again, while four clients of a tenant fill its quotas: never more than they allow, and nothing
+    is counted that is not there."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a host_bytes=4MiB ssd_bytes=2MiB sessions=10\n")
+    arguments = ("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0")
+    for _ in range(4):
+        with Daemon(*arguments) as daemon:
+            admin, stop = Admin(daemon), threading.Event()
+            stub = Tenant(daemon.stub(), "a")
+            found = stub.ListSessions(kv.ListSessionsRequest(tenant="a"), timeout=TIMEOUT).sessions
+            assert admin.usage("a").sessions == len(found) <= 10
+            for session in found[:5]:
+                stub.CloseSession(kv.CloseSessionRequest(session=session.session), timeout=TIMEOUT)
+            threads = [threading.Thread(target=use, args=(daemon, i, stop)) for i in range(4)]
+            for thread in threads:
+                thread.start()
+            looks, full = 0, False
+            while looks < 50 or not full:
+                usage = admin.usage("a")
+                assert usage.host_bytes <= 4 * MIB and usage.sessions <= 10
+                full |= usage.ssd_bytes > MIB
+                looks += 1
+                assert all(thread.is_alive() for thread in threads) and looks < 20000
+                time.sleep(0.01)
+            stop.set()
+            daemon.kill()
+            for thread in threads:
+                thread.join()
+    with Daemon(*arguments) as daemon:
+        admin = Admin(daemon)
+        stub = Tenant(daemon.stub(), "a")
+        objects = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
+        assert admin.usage("a").ssd_bytes > 0
+        for session in stub.ListSessions(kv.ListSessionsRequest(tenant="a"), timeout=TIMEOUT).sessions:
+            stub.CloseSession(kv.CloseSessionRequest(session=session.session), timeout=TIMEOUT)
+        names = [row.object for row in objects.ListObjects(objects_pb2.ListObjectsRequest(), timeout=TIMEOUT).objects]
+        objects.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=names), timeout=TIMEOUT)
+        wait_for(lambda: admin.usage("a").host_bytes == 0 and admin.usage("a").ssd_bytes == 0 and
+                 admin.usage("a").sessions == 0, "what is gone is counted")
