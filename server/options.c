@@ -250,6 +250,7 @@ static qkv_status check_codecs(const qkv_server_options *values, qkv_error *erro
   const qkv_codec *codec = NULL, *codec_v = NULL;
   QKV_TRY(find_codec("codec", values->codec, &codec, error));
   QKV_TRY(find_codec("codec-v", values->codec_v, &codec_v, error));
+  assert(codec != NULL);  // it has a default
   if (codec_v == NULL) codec_v = codec;
   if (codec_v != codec && (codec->part == NULL || codec_v->part == NULL))
     return qkv_fail(error, QKV_INVALID_ARGUMENT,
