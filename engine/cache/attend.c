@@ -12,7 +12,8 @@
 // A task takes the (query, head) rows of its KV head in blocks. A block is attended twice, over the exact tail
 // and over the pages, each with running softmax statistics of its own, and the two partial results are merged
 // as everywhere by their statistics: so the pages' sums stay in code space until the end, or until pages of another
-// coder follow. The pages are taken in the layer's ranges, each with statistics of its own, merged in order.
+// coder follow. The pages are taken in runs of up to 8 within the layer's ranges, each with statistics of its own,
+// which are merged in order to those of ranges, and these to those of all pages.
 // Where a run has too few heads for the pool, ranges become tasks and the merge follows; the arithmetic is the same
 // in both cases, so that numbers depend neither on the threads nor on what else is in the batch.
 //
@@ -47,48 +48,17 @@ void qkvi_attend_visible(const qkv_attend *request, uint64_t query, uint64_t *be
 
 // ---- The pages ----
 
-static void start_row(qkvi_partial *partial, size_t row, float *sums, size_t dim) {
-  memset(sums, 0, dim * sizeof *sums);
-  partial->sums[row] = sums;
-  partial->peak[row] = -INFINITY;
-  partial->total[row] = 0;
-}
-
-// sums [rows][dim]
-static void start_rows(qkvi_partial *partial, size_t rows, float *sums, size_t dim) {
-  for (size_t row = 0; row < rows; row++) start_row(partial, row, sums + row * dim, dim);
-  partial->rows = rows;
-}
-
 void qkvi_attend_range(const qkvi_head_task *task, qkvi_row_block *block, size_t range, float *sums,
                        qkvi_partial *partial) {
   const qkv_layer *layer = task->layer;
-  size_t i, end, seen = qkv_layer_page_at(layer, block->begin_min);
-  start_rows(partial, block->queries.count, sums, task->model->value_dim);
-  qkv_layer_range(layer, range, &i, &end);
-  if (i < seen) i = seen;
-  qkvi_attend_runs(task, block, i, end, sums, partial);
+  size_t begin, end, seen = qkv_layer_page_at(layer, block->begin_min);
+  qkv_layer_range(layer, range, &begin, &end);
+  qkvi_attend_runs(task, block, begin, begin < seen ? seen : begin, end, sums, partial);
 }
 
 const qkv_coder *qkvi_attend_coder(const qkv_layer *layer, size_t range) {
   assert(range < layer->range_count);
   return layer->ranges[range].range->coder;
-}
-
-// `partial` becomes that of both; its sums stay where they are.
-static void merge_partial(qkvi_partial *partial, const qkvi_partial *other, size_t dim) {
-  assert(partial->rows == other->rows);
-  for (size_t row = 0; row < other->rows; row++) {
-    if (other->peak[row] == -INFINITY) continue;
-    float peak = partial->peak[row] > other->peak[row] ? partial->peak[row] : other->peak[row];
-    double share = exp((double)partial->peak[row] - (double)peak);
-    double other_share = exp((double)other->peak[row] - (double)peak);
-    float *sums = partial->sums[row];
-    const float *other_sums = other->sums[row];
-    for (size_t i = 0; i < dim; i++) sums[i] = sums[i] * (float)share + other_sums[i] * (float)other_share;
-    partial->total[row] = share * partial->total[row] + other_share * other->total[row];
-    partial->peak[row] = peak;
-  }
 }
 
 // The ranges [*first, *end) that hold the pages of positions [begin, end); none where they are all in the tail.
@@ -160,8 +130,8 @@ static void merge_row(const qkvi_head_task *task, size_t at, size_t row, const q
     *lse = -INFINITY;
     return;
   }
-  double tail_share = exp((double)tail->peak[row] - (double)peak);
-  double pages_share = exp((double)pages->peak[row] - (double)peak);
+  double tail_share = (double)qkv_exp_negative(tail->peak[row] - peak);
+  double pages_share = (double)qkv_exp_negative(pages->peak[row] - peak);
   double total = tail_share * tail->total[row] + pages_share * pages->total[row];
   float tail_factor = (float)(tail_share / total), pages_factor = (float)(pages_share / total);
   for (size_t i = 0; i < dim; i++) out[i] = out[i] * tail_factor + sums[i] * pages_factor;
@@ -172,7 +142,7 @@ static void merge_row(const qkvi_head_task *task, size_t at, size_t row, const q
 static void leave_coder(const qkvi_head_task *task, const qkv_coder *coder, qkvi_row_block *block,
                         const qkvi_partial *pages, qkvi_partial *tail) {
   coder->codec->output(coder, task->kv_head, block->sums, pages->total, pages->rows);
-  merge_partial(tail, pages, task->model->value_dim);
+  qkvi_attend_merge(tail, pages, task->model->value_dim);
 }
 
 // A range's partial result: what a task has left, or `own`, computed here. `ready`: the coder that the block's
@@ -193,16 +163,16 @@ static void attend_pages(const qkvi_head_task *task, qkvi_row_block *block, cons
   const qkv_coder *coder = NULL, *ready = NULL;
   size_t dim = task->model->value_dim, range, range_end;
   qkvi_partial own;
-  start_rows(pages, tail->rows, block->sums, dim);
+  qkvi_attend_start(pages, tail->rows, block->sums, dim);
   ranges_of(layer, block->begin_min, block->end_max, &range, &range_end);
   for (; range < range_end; range++) {
     const qkv_coder *next = qkvi_attend_coder(layer, range);
     if (coder != NULL && next != coder) {
       leave_coder(task, coder, block, pages, tail);
-      start_rows(pages, tail->rows, block->sums, dim);
+      qkvi_attend_start(pages, tail->rows, block->sums, dim);
     }
     coder = next;
-    merge_partial(pages, partial_of(task, block, range, ranges, &ready, &own), dim);
+    qkvi_attend_merge(pages, partial_of(task, block, range, ranges, &ready, &own), dim);
   }
   if (coder != NULL) coder->codec->output(coder, task->kv_head, block->sums, pages->total, pages->rows);
 }
@@ -214,7 +184,8 @@ static void attend_block(const qkvi_head_task *task, size_t first, size_t rows, 
   qkvi_partial tail, pages;
   qkvi_attend_load(task, &block, first, rows);
   for (size_t row = 0; row < rows; row++) {
-    start_row(&tail, row, task->request->out + qkvi_attend_output_row(task, first + row) * dim, dim);
+    float *out = task->request->out + qkvi_attend_output_row(task, first + row) * dim;
+    qkvi_attend_start_row(&tail, row, out, dim);
   }
   tail.rows = rows;
   if (block.end_max > layer->sealed) qkvi_attend_tail(task, &block, &tail);

@@ -1,9 +1,43 @@
 // Scores into partial results: tiles of the exact tail one by one, pages some at once.
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
 #include "engine/cache/attend_internal.h"
 #include "engine/kernel/kernel.h"
+
+// ---- Partial results ----
+
+void qkvi_attend_start_row(qkvi_partial *partial, size_t row, float *sums, size_t dim) {
+  memset(sums, 0, dim * sizeof *sums);
+  partial->sums[row] = sums;
+  partial->peak[row] = -INFINITY;
+  partial->total[row] = 0;
+}
+
+void qkvi_attend_start(qkvi_partial *partial, size_t rows, float *sums, size_t dim) {
+  for (size_t row = 0; row < rows; row++) qkvi_attend_start_row(partial, row, sums + row * dim, dim);
+  partial->rows = rows;
+}
+
+// exp(peak - most), most >= peak.
+static float share_of(float peak, float most) {
+  return peak == most ? 1 : qkv_exp_negative(peak - most);
+}
+
+void qkvi_attend_merge(qkvi_partial *partial, const qkvi_partial *other, size_t dim) {
+  assert(partial->rows == other->rows);
+  for (size_t row = 0; row < other->rows; row++) {
+    if (other->peak[row] == -INFINITY) continue;
+    const float most = partial->peak[row] > other->peak[row] ? partial->peak[row] : other->peak[row];
+    const float share = share_of(partial->peak[row], most), other_share = share_of(other->peak[row], most);
+    float *sums = partial->sums[row];
+    const float *other_sums = other->sums[row];
+    for (size_t i = 0; i < dim; i++) sums[i] = sums[i] * share + other_sums[i] * other_share;
+    partial->total[row] = (double)share * partial->total[row] + (double)other_share * other->total[row];
+    partial->peak[row] = most;
+  }
+}
 
 // ---- A tile ----
 
@@ -30,8 +64,9 @@ size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens
 // e^`slack`: peaks that rise a little at a time would have the sums multiplied by factors again and again.
 #define PEAK_SLACK 8.0f
 static void raise_peak(const qkvi_head_task *task, qkvi_partial *partial, size_t row, float largest, float slack) {
-  if (largest <= partial->peak[row] + slack) return;
-  const float decay = qkv_exp_negative(partial->peak[row] - largest);
+  const float before = partial->peak[row];
+  if (largest <= before + slack) return;
+  const float decay = before == -INFINITY ? 0 : qkv_exp_negative(before - largest);
   float *sums = partial->sums[row];
   for (size_t i = 0; i < task->model->value_dim; i++) sums[i] *= decay;
   partial->total[row] *= (double)decay;
@@ -184,19 +219,38 @@ static void fold_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_par
   }
 }
 
-void qkvi_attend_runs(const qkvi_head_task *task, qkvi_row_block *block, size_t first, size_t end, float *sums,
-                      qkvi_partial *partial) {
+// The pages [first, end) with statistics of their own.
+static void attend_run(const qkvi_head_task *task, qkvi_row_block *block, size_t first, size_t end, float *sums,
+                       qkvi_partial *partial) {
   const qkv_layer *layer = task->layer;
   const size_t most = pages_together(block->queries.count);
-  for (size_t i = 0; i < QKVI_DIRECTORY_AHEAD; i++) qkvi_attend_fetch_directory(layer, task->kv_head, first + i);
+  qkvi_attend_start(partial, block->queries.count, sums, task->model->value_dim);
   for (page_run run = {.first = first}; run.first < end; run.first += run.count) {
-    for (run.count = 0; run.count < most && run.first + run.count < end; run.count++) {
-      if (qkvi_layer_span(layer, run.first + run.count).begin >= block->end_max) break;
-      qkvi_attend_fetch_directory(layer, task->kv_head, run.first + run.count + QKVI_DIRECTORY_AHEAD);
-    }
-    if (run.count == 0) return;
+    run.count = end - run.first < most ? end - run.first : most;
+    for (size_t i = 0; i < run.count; i++)
+      qkvi_attend_fetch_directory(layer, task->kv_head, run.first + i + QKVI_DIRECTORY_AHEAD);
     run.ahead = steps_ahead(task, &run);
     score_run(task, block, &run);
     fold_run(task, block, partial, &run, sums);
+  }
+}
+
+void qkvi_attend_runs(const qkvi_head_task *task, qkvi_row_block *block, size_t range, size_t first, size_t end,
+                      float *sums, qkvi_partial *partial) {
+  const qkv_layer *layer = task->layer;
+  const size_t begin = first;
+  qkvi_partial own;
+  while (end > first && qkvi_layer_span(layer, end - 1).begin >= block->end_max) end--;
+  for (size_t i = 0; i < QKVI_DIRECTORY_AHEAD; i++) qkvi_attend_fetch_directory(layer, task->kv_head, first + i);
+  if (first == end) return qkvi_attend_start(partial, block->queries.count, sums, task->model->value_dim);
+  for (size_t next; first < end; first = next) {
+    next = range + (first - range) / QKVI_RUN_PAGES * QKVI_RUN_PAGES + QKVI_RUN_PAGES;
+    if (next > end) next = end;
+    if (first == begin) {
+      attend_run(task, block, first, next, sums, partial);
+    } else {
+      attend_run(task, block, first, next, block->run, &own);
+      qkvi_attend_merge(partial, &own, task->model->value_dim);
+    }
   }
 }

@@ -1,3 +1,4 @@
+#include "engine/cache/attend_internal.h"
 #include "tests/engine/cache/attend_scene.h"
 
 static void test_shapes(void **state) {
@@ -456,6 +457,44 @@ static void test_cost(void **state) {
   teardown_scene(&s);
 }
 
+// The partial result of pages [begin, end) of range 0 and KV head 0.
+static void partial_of_pages(const scene *s, uint64_t begin, uint64_t end, float *sums, qkvi_partial *partial) {
+  static _Alignas(64) qkvi_row_block block;
+  qkv_attend request = s->request;
+  request.options.begin = begin * QKV_PAGE_TOKENS;
+  request.options.end = end * QKV_PAGE_TOKENS;
+  const qkvi_head_task task = qkvi_attend_task(&request, 0);
+  qkvi_attend_load(&task, &block, 0, qkvi_attend_rows(&request));
+  s->layer.coder->codec->query(s->layer.coder, 0, &block.queries);
+  qkvi_attend_range(&task, &block, 0, sums, partial);
+}
+
+// A range's partial result is that of its runs of 8 pages, merged in order: bit for bit, wherever it begins and ends.
+static void test_runs(void **unused) {
+  (void)unused;
+  enum { PAGES = 21, GROUP = 4, DIM = 64 };
+  static const uint64_t ends[][2] = {{0, PAGES}, {3, 20}, {8, 16}, {0, 17}};
+  const qkv_model model = test_model(1, 1, DIM, DIM, QKV_FP32);
+  scene s;
+  setup_scene(&s, &model, test_policy(2, 2, 0), (uint64_t)PAGES * QKV_PAGE_TOKENS);
+  set_queries(&s, 1, GROUP, 23);
+  for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+    float whole_sums[GROUP * DIM], sums[GROUP * DIM], run_sums[GROUP * DIM];
+    qkvi_partial whole, merged, run;
+    partial_of_pages(&s, ends[i][0], ends[i][1], whole_sums, &whole);
+    qkvi_attend_start(&merged, GROUP, sums, DIM);
+    for (uint64_t page = ends[i][0], next; page < ends[i][1]; page = next) {
+      next = page / 8 * 8 + 8 < ends[i][1] ? page / 8 * 8 + 8 : ends[i][1];
+      partial_of_pages(&s, page, next, run_sums, &run);
+      qkvi_attend_merge(&merged, &run, DIM);
+    }
+    assert_memory_equal(whole_sums, sums, sizeof sums);
+    assert_memory_equal(whole.peak, merged.peak, GROUP * sizeof *merged.peak);
+    assert_memory_equal(whole.total, merged.total, GROUP * sizeof *merged.total);
+  }
+  teardown_scene(&s);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_shapes),
@@ -473,6 +512,7 @@ int main(void) {
       cmocka_unit_test(test_bad_options),
       cmocka_unit_test(test_bad_queries),
       cmocka_unit_test(test_cost),
+      cmocka_unit_test(test_runs),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
