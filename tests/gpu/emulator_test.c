@@ -234,10 +234,10 @@ static void copy_mistake(const mistake_args *args, copy_room *room) {
 
 SIMT_KERNEL(mistake_kernel, mistake_args, 64, 1) {
   const unsigned lane = simt_thread() % SIMT_LANES;
-  uint32_t value = lane;
+  const uint32_t value = lane;
   switch (args->which) {
     case 0:  // half a warp
-      if (lane < 16) value = simt_exchange(value, 1);
+      if (lane < 16) (void)simt_exchange(value, 1);
       break;
     case 1:  // two halves at two places
       if (lane < 16) {

@@ -1,0 +1,26 @@
+// Where the kernels run that gpu/attend compares: the emulator (launch_emulator.c), or a GPU (on_device.c).
+#ifndef QKV_TESTS_GPU_LAUNCH_H
+#define QKV_TESTS_GPU_LAUNCH_H
+
+#include <stdbool.h>
+
+#include "engine/kernel/simt/operands.h"
+
+// Addresses are the host's: partials are scratch, each merge's `out` gets the result.
+typedef struct launch_work {
+  const qkv_simt_shape *shape;
+  const qkv_simt_tables *tables;
+  const qkv_simt_range *ranges;  // [count]
+  const qkv_simt_merge *merges;  // [count]
+  uint32_t count;
+  uint64_t order;  // of threads, on the emulator
+} launch_work;
+
+// Before the first launch: false where there is nothing to run on, which is said. What is added to all seeds.
+bool launch_begin(int argc, char **argv, uint64_t *first_seed);
+// Attends the ranges and merges their runs.
+void launch_attend(const launch_work *work);
+// After the last: the exit status.
+int launch_end(void);
+
+#endif

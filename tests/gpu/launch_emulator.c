@@ -1,0 +1,38 @@
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/gpu/kernels.h"
+#include "tests/gpu/launch.h"
+
+bool launch_begin(int argc, char **argv, uint64_t *first_seed) {
+  *first_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 0;
+  return true;
+}
+
+static emulator_kernel *kernel_of(const char *name) {
+  for (size_t i = 0; i < sizeof kernels_all / sizeof *kernels_all; i++) {
+    if (strcmp(kernels_all[i].name, name) == 0) return kernels_all[i].kernel;
+  }
+  abort();
+}
+
+void launch_attend(const launch_work *work) {
+  const qkv_simt_attend_args attend = {.ranges = work->ranges, .tables = work->tables, .count = work->count};
+  const qkv_simt_merge_args merge = {
+      .merges = work->merges, .count = work->count, .dim = work->shape->dim, .rows = work->shape->rows};
+  emulator_run(&(emulator_launch){.kernel = kernel_of(work->shape->name),
+                                  .args = &attend,
+                                  .blocks = work->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS,
+                                  .threads = QKV_SIMT_WARPS * 32,
+                                  .shared_bytes = QKV_SIMT_SHARED_BYTES(work->shape->dim),
+                                  .order = work->order});
+  emulator_run(&(emulator_launch){.kernel = kernel_of("qkv_simt_merge_partials"),
+                                  .args = &merge,
+                                  .blocks = work->count,
+                                  .threads = QKV_SIMT_MERGE_THREADS,
+                                  .order = work->order});
+}
+
+int launch_end(void) {
+  return 0;
+}

@@ -1,0 +1,266 @@
+// gpu/attend on a GPU, by the CUDA driver found at run time, and then times: on_device.sh. Exit status 77: there is
+// no GPU, or the program was built without nvcc.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "engine/codec/page.h"
+#include "engine/kernel/simt/image.h"
+#include "storage/gpu/driver.h"
+#include "tests/gpu/launch.h"
+
+enum { REPEATS = 20, AREA_BYTES = 64 << 20 };
+
+static qkv_cuda_driver cuda;
+static qkv_cuda_module module;
+static qkv_cuda_stream stream;
+static qkv_cuda_event events[2];
+
+// Memory of the device, filled from below by a copy on the host of the same layout.
+static qkv_cuda_memory area;
+static uint8_t *copy;
+static size_t filled;
+static void *results;  // mapped
+static qkv_cuda_memory results_at;
+
+static void must(int result, const char *what) {
+  if (result == QKV_CUDA_SUCCESS) return;
+  fprintf(stderr, "on_device: %s: %s\n", what, qkv_cuda_result_name(&cuda, result));
+  exit(1);
+}
+#define MUST(call) must(cuda.call, #call)
+
+static void wait(void) {
+  int result;
+  MUST(EventRecord(events[1], stream));
+  while ((result = cuda.EventQuery(events[1])) == QKV_CUDA_NOT_READY) {
+  }
+  must(result, "EventQuery");
+}
+
+static bool open_device(void) {
+  qkv_error error = {0};
+  qkv_cuda_context context;
+  size_t bytes;
+  char name[64] = "";
+  int count = 0, device;
+  const void *image = qkv_simt_image(&bytes);
+  if (getenv("QKV_ON_DEVICE_IMAGE") != NULL) image = "";  // a driver for tests has kernels of its own
+  if (image == NULL) return printf("skipped: built without nvcc\n"), false;
+  if (qkv_cuda_load(&cuda, &error) != QKV_OK) return printf("skipped: %s\n", error.text), false;
+  MUST(DeviceGetCount(&count));
+  if (count == 0) return printf("skipped: there is no GPU\n"), false;
+  MUST(DeviceGet(&device, 0));
+  MUST(DeviceGetName(name, sizeof name, device));
+  MUST(DevicePrimaryCtxRetain(&context, device));
+  MUST(CtxSetCurrent(context));
+  MUST(ModuleLoadData(&module, image));
+  MUST(StreamCreate(&stream, QKV_CUDA_STREAM_NON_BLOCKING));
+  for (size_t i = 0; i < 2; i++) MUST(EventCreate(&events[i], 0));
+  printf("device: %s\n", name);
+  return true;
+}
+
+bool launch_begin(int argc, char **argv, uint64_t *first_seed) {
+  *first_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : (uint64_t)time(NULL);
+  if (!open_device()) return false;
+  printf("seed: %llu\n", (unsigned long long)*first_seed);
+  copy = malloc(AREA_BYTES);
+  if (copy == NULL) exit(1);
+  MUST(MemAlloc(&area, AREA_BYTES));
+  MUST(MemHostAlloc(&results, AREA_BYTES, QKV_CUDA_HOST_MAPPED));
+  MUST(MemHostGetDevicePointer(&results_at, results, 0));
+  return true;
+}
+
+// Bytes of the area, as the device knows them; NULL leaves what lies there.
+static void *put(const void *from, size_t bytes) {
+  const size_t at = (filled + 127) / 128 * 128;
+  if (at + bytes > AREA_BYTES) {
+    fprintf(stderr, "on_device: the area of %d bytes is full\n", AREA_BYTES);
+    exit(1);
+  }
+  if (from != NULL) memcpy(copy + at, from, bytes);
+  filled = at + bytes;
+  return (void *)(uintptr_t)(area + at);
+}
+
+static void run(const char *name, unsigned shared_bytes, unsigned blocks, unsigned threads, const void *args,
+                size_t bytes) {
+  qkv_cuda_function function;
+  void *extra[] = {QKV_CUDA_ARGUMENTS, (void *)(uintptr_t)args, QKV_CUDA_ARGUMENT_BYTES, &bytes,
+                   QKV_CUDA_ARGUMENTS_END};
+  MUST(ModuleGetFunction(&function, module, name));
+  if (shared_bytes > 0) MUST(FuncSetAttribute(function, QKV_CUDA_FUNCTION_SHARED_MAX, (int)shared_bytes));
+  MUST(LaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, NULL, extra));
+}
+
+static void run_attend(const qkv_simt_shape *shape, const qkv_simt_attend_args *args) {
+  run(shape->name, QKV_SIMT_SHARED_BYTES(shape->dim), args->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS,
+      QKV_SIMT_WARPS * 32, args, sizeof *args);
+}
+
+// A range whose pages, queries and partials lie in the area.
+static qkv_simt_range put_range(const qkv_simt_shape *shape, const qkv_simt_range *range, size_t copies) {
+  const size_t partials = QKV_SIMT_RANGE_RUNS * (size_t)QKV_SIMT_PARTIAL_BYTES(shape->dim, shape->rows);
+  const uint8_t *pages[QKV_SIMT_RANGE_PAGES] = {NULL};
+  qkv_simt_range made = *range;
+  for (uint32_t i = range->first; i < range->end; i++)
+    pages[i] = put(range->pages[i], ((const qkv_page_header *)(const void *)range->pages[i])->bytes);
+  made.pages = put(pages, sizeof pages);
+  made.queries = put(range->queries, QKV_SIMT_QUERY_BYTES(shape->dim));
+  if (range->seen != NULL) made.seen = put(range->seen, (size_t)shape->rows * 2 * sizeof *range->seen);
+  made.partials = put(NULL, copies * partials);
+  return made;
+}
+
+void launch_attend(const launch_work *work) {
+  const size_t bytes = QKV_SIMT_PARTIAL_BYTES(work->shape->dim, work->shape->rows);
+  qkv_simt_range ranges[32];
+  qkv_simt_merge merges[32];
+  if (work->count > 32) exit(1);
+  filled = 0;
+  const qkv_simt_tables *tables = put(work->tables, sizeof *work->tables);
+  for (uint32_t i = 0; i < work->count; i++) {
+    ranges[i] = put_range(work->shape, &work->ranges[i], 1);
+    merges[i] = (qkv_simt_merge){.partials = ranges[i].partials,
+                                 .out = (uint8_t *)(uintptr_t)(results_at + i * bytes),
+                                 .first = work->merges[i].first,
+                                 .end = work->merges[i].end};
+  }
+  const qkv_simt_attend_args attend = {
+      .ranges = put(ranges, work->count * sizeof *ranges), .tables = tables, .count = work->count};
+  const qkv_simt_merge_args merge = {.merges = put(merges, work->count * sizeof *merges),
+                                     .count = work->count,
+                                     .dim = work->shape->dim,
+                                     .rows = work->shape->rows};
+  MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  run_attend(work->shape, &attend);
+  run("qkv_simt_merge_partials", 0, merge.count, QKV_SIMT_MERGE_THREADS, &merge, sizeof merge);
+  wait();
+  for (uint32_t i = 0; i < work->count; i++) memcpy(work->merges[i].out, (uint8_t *)results + i * bytes, bytes);
+}
+
+// ---- Times ----
+//
+// One layer of 131072 tokens and 8 KV heads of 128, four query heads each: 32 ranges of 64 pages of any codes.
+
+enum { TIMED_RANGES = 32, TIMED_HEADS = 8, TIMED_DIM = 128, TIMED_JOBS = TIMED_RANGES * TIMED_HEADS };
+
+static uint64_t random_state = 88172645463325252u;
+static uint8_t any_byte(void) {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return (uint8_t)(random_state >> 56);
+}
+
+static void fill_page(uint8_t *page, const qkv_head_layout *heads, uint64_t position) {
+  const qkv_page_header header = {.tokens = QKV_PAGE_TOKENS,
+                                  .kv_heads = TIMED_HEADS,
+                                  .key_dim = TIMED_DIM,
+                                  .value_dim = TIMED_DIM,
+                                  .position = position};
+  const size_t bytes = qkv_page_bytes(heads, TIMED_HEADS);
+  qkv_page_format(page, &header, heads);
+  for (uint16_t h = 0; h < TIMED_HEADS; h++) {
+    const size_t begin = qkv_page_entry_of(page, h)->offset;
+    const size_t end = h + 1 < TIMED_HEADS ? qkv_page_entry_of(page, (uint16_t)(h + 1))->offset : bytes;
+    for (size_t i = begin; i < end; i++)
+      page[i] = i < begin + (size_t)2 * QKV_PAGE_TOKENS ? 120 + any_byte() % 16 : any_byte();
+  }
+}
+
+// us of a launch, the mean of REPEATS after one that warms up.
+static double time_launches(void (*launch)(const void *context), const void *context) {
+  float ms = 0;
+  launch(context);
+  wait();
+  MUST(EventRecord(events[0], stream));
+  for (int i = 0; i < REPEATS; i++) launch(context);
+  wait();
+  MUST(EventElapsedTime(&ms, events[0], events[1]));
+  return (double)ms * 1000 / REPEATS;
+}
+
+typedef struct timed {
+  const qkv_simt_shape *shape;
+  qkv_simt_attend_args args;
+  qkv_cuda_memory from, to;
+  size_t bytes;
+} timed;
+
+static void launch_timed(const void *context) {
+  const timed *t = context;
+  run_attend(t->shape, &t->args);
+}
+
+static void launch_copy(const void *context) {
+  const timed *t = context;
+  MUST(MemcpyDtoDAsync(t->to, t->from, t->bytes, stream));
+}
+
+// Fills `t` with `ranges` copies of 64 pages, which it puts into memory of its own.
+static void make_timed(timed *t, const qkv_simt_tables *tables, unsigned bits, uint32_t ranges) {
+  static qkv_schedule schedule;
+  static qkv_simt_range jobs[TIMED_JOBS];
+  qkv_head_layout heads[TIMED_HEADS] = {0};
+  qkv_schedule_uniform(&schedule, TIMED_DIM);
+  for (size_t h = 0; h < TIMED_HEADS; h++) {
+    heads[h].schedules[QKV_K] = heads[h].schedules[QKV_V] = &schedule;
+    memset(heads[h].tiers, (int)(8 * bits), sizeof heads[h].tiers);
+  }
+  const size_t bytes = qkv_page_bytes(heads, TIMED_HEADS);
+  uint8_t *pages = aligned_alloc(64, QKV_SIMT_RANGE_PAGES * bytes);
+  if (pages == NULL) exit(1);
+  for (size_t i = 0; i < QKV_SIMT_RANGE_PAGES; i++) fill_page(pages + i * bytes, heads, i * QKV_PAGE_TOKENS);
+  t->bytes = (size_t)ranges * QKV_SIMT_RANGE_PAGES * bytes;
+  MUST(MemAlloc(&t->from, t->bytes));
+  MUST(MemAlloc(&t->to, t->bytes));
+  uint8_t queries[QKV_SIMT_QUERY_BYTES(TIMED_DIM)] = {0};
+  for (size_t i = 0; i < (size_t)QKV_SIMT_COLUMNS * TIMED_DIM; i++) queries[i] = any_byte();
+  for (size_t i = 0; i < QKV_SIMT_COLUMNS; i++)
+    memcpy(queries + 40 * TIMED_DIM + i * sizeof(float), &(float){1e-6f}, sizeof(float));
+  filled = 0;
+  const uint8_t *put_queries = put(queries, sizeof queries);
+  for (size_t r = 0; r < ranges; r++) {
+    uint64_t addresses[QKV_SIMT_RANGE_PAGES];
+    const size_t offset = r * QKV_SIMT_RANGE_PAGES * bytes;
+    MUST(MemcpyHtoDAsync(t->from + offset, pages, QKV_SIMT_RANGE_PAGES * bytes, stream));
+    for (size_t i = 0; i < QKV_SIMT_RANGE_PAGES; i++) addresses[i] = t->from + offset + i * bytes;
+    const void *list = put(addresses, sizeof addresses);
+    for (uint32_t h = 0; h < TIMED_HEADS; h++)
+      jobs[r * TIMED_HEADS + h] = (qkv_simt_range){
+          .pages = list,
+          .queries = put_queries,
+          .partials = put(NULL, QKV_SIMT_RANGE_RUNS * (size_t)QKV_SIMT_PARTIAL_BYTES(TIMED_DIM, t->shape->rows)),
+          .end = QKV_SIMT_RANGE_PAGES,
+          .kv_head = h};
+  }
+  t->args = (qkv_simt_attend_args){
+      .ranges = put(jobs, sizeof jobs), .tables = put(tables, sizeof *tables), .count = ranges * TIMED_HEADS};
+  MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  wait();
+  free(pages);
+}
+
+int launch_end(void) {
+  qkv_simt_tables tables;
+  const char *times = getenv("QKV_ON_DEVICE_TIMES");
+  if (times == NULL) return 0;
+  const long asked = strtol(times, NULL, 10);
+  const uint32_t ranges = asked > 0 && asked < TIMED_RANGES ? (uint32_t)asked : TIMED_RANGES;
+  qkv_simt_tables_fill(&tables);
+  printf("kernel,bits,bytes,us,gb_per_s,copy_gb_per_s\n");
+  for (unsigned bits = 1; bits <= 4; bits++) {
+    for (unsigned parts = 1; parts <= 2; parts++) {
+      timed t = {.shape = qkv_simt_shape_for(TIMED_DIM, parts, 1, 4)};
+      make_timed(&t, &tables, bits, ranges);
+      const double us = time_launches(launch_timed, &t), copied = time_launches(launch_copy, &t);
+      printf("%s,%u,%zu,%.1f,%.0f,%.0f\n", t.shape->name, bits, t.bytes, us, (double)t.bytes / us / 1000,
+             2 * (double)t.bytes / copied / 1000);
+      MUST(MemFree(t.from));
+      MUST(MemFree(t.to));
+    }
+  }
+  return 0;
+}

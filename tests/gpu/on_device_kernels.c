@@ -1,0 +1,23 @@
+// The kernels for the fake driver (tests/storage/gpu/fake_cuda.h), run by the emulator: on_device.c without a GPU.
+#include "tests/gpu/kernels.h"
+#include "tests/storage/gpu/fake_cuda.h"
+
+static void emulate(emulator_kernel *kernel, const void *args, uint32_t blocks, uint32_t threads, uint32_t shared) {
+  emulator_run(&(emulator_launch){
+      .kernel = kernel, .args = args, .blocks = blocks, .threads = threads, .shared_bytes = shared});
+}
+
+#define RUN(name)                                                                                \
+  static void run_##name(const void *args, uint32_t blocks, uint32_t threads, uint32_t shared) { \
+    emulate(name, args, blocks, threads, shared);                                                \
+  }
+#define RUN_SHAPE(dim, rows, query_parts, weight_parts) \
+  RUN(qkv_simt_attend_##dim##x##rows##_q##query_parts##w##weight_parts)
+#define ROW(name) {#name, run_##name},
+#define ROW_OF(name) ROW(name)
+#define ROW_SHAPE(dim, rows, query_parts, weight_parts) \
+  ROW_OF(qkv_simt_attend_##dim##x##rows##_q##query_parts##w##weight_parts)
+QKV_SIMT_SHAPES(RUN_SHAPE)
+RUN(qkv_simt_merge_partials)
+
+const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) ROW(qkv_simt_merge_partials){0}};
