@@ -13,7 +13,7 @@
 // Each of the two ends after `tier-pages` pages, or 25 and 50 ms. The first goes on a quarter of a second later, the
 // second at once: appends wait for the memory that it frees.
 //
-// Threads: one at a time; beside everything else that goes on in the store.
+// Threads: one at a time, while others use the store.
 #ifndef QKV_SERVER_RETIER_H
 #define QKV_SERVER_RETIER_H
 

@@ -12,7 +12,7 @@
 // ways only:
 //
 //   a page leaves memory        by one thread for all layers, once it has seized the range, under `lock`
-//   a cold page comes back      by one thread for all layers, under `lock`, whoever reads the range meanwhile
+//   a cold page comes back      by one thread for all layers, under `lock`, while others read the range
 //   anything else               copy on write: qkvi_range_copy
 //
 // The first two need a layer that is read; so neither waits for readers. Who reads a range has it pinned, and what is

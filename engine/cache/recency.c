@@ -38,7 +38,8 @@ static void unlock(qkv_recency *recency) {
   (void)pthread_mutex_unlock(&recency->lock);
 }
 
-// Between two holds of a thread that has more to do: a mutex goes to whoever is awake, and those who wait are not.
+// Between two holds of a thread that has more to do: a mutex goes to a thread that is awake, and those that wait are
+// not.
 static void let_others(qkv_recency *recency) {
   enum { YIELDS = 1000 };
   for (int i = 0; i < YIELDS && atomic_load(&recency->waiting) > 0; i++) (void)sched_yield();

@@ -12,7 +12,7 @@
 #include "engine/cache/layer_spill.h"
 #include "engine/cache/session.h"
 
-// Gives pages to the backing that found no room there before, and takes note of those that have become durable.
+// Gives pages to the backing that it refused before, and takes note of those that have become durable.
 // Layers in use are left out. True where all that is sealed is durable.
 bool qkv_session_settle(qkv_session *session);
 

@@ -40,31 +40,31 @@ qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind ki
 
 // ---- Calibrations in the journal ----
 
-static qkvi_known *find_known(qkvi_residency *residency, const char *model, uint32_t version) {
-  for (qkvi_known *known = residency->known; known != NULL; known = known->next) {
+static qkvi_journaled *find_journaled(qkvi_residency *residency, const char *model, uint32_t version) {
+  for (qkvi_journaled *known = residency->journaled; known != NULL; known = known->next) {
     if (known->version == version && strcmp(known->model, model) == 0) return known;
   }
   return NULL;
 }
 
-void qkvi_catalogue_note_known(qkvi_residency *residency, const char *model, uint32_t version, bool kept) {
-  qkvi_known *known = find_known(residency, model, version);
+void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept) {
+  qkvi_journaled *known = find_journaled(residency, model, version);
   if (known != NULL) {
     known->kept &= kept;
     return;
   }
   known = calloc(1, sizeof *known);
   if (known == NULL) abort();
-  *known = (qkvi_known){.version = version, .kept = kept, .next = residency->known};
+  *known = (qkvi_journaled){.version = version, .kept = kept, .next = residency->journaled};
   (void)snprintf(known->model, sizeof known->model, "%s", model);
-  residency->known = known;
+  residency->journaled = known;
 }
 
 // Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
 bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version) {
   if (version == 0) return true;
   qkvi_residency_lock(residency);
-  const bool ready = find_known(residency, model, version) != NULL;
+  const bool ready = find_journaled(residency, model, version) != NULL;
   residency->wanted |= !ready;
   qkvi_residency_unlock(residency);
   return ready;
@@ -99,15 +99,15 @@ static void journal_calibration(qkvi_residency *residency, const qkv_model *mode
   const uint32_t version = qkv_calibration_version(calibration);
   const bool kept = qkv_calibration_slot_version(model->calibration) != version;
   qkvi_residency_lock(residency);
-  const qkvi_known *known = find_known(residency, model->name, version);
-  const bool wanted = find_known(residency, model->name, 0) != NULL && (known == NULL || (known->kept && !kept));
+  const qkvi_journaled *known = find_journaled(residency, model->name, version);
+  const bool wanted = find_journaled(residency, model->name, 0) != NULL && (known == NULL || (known->kept && !kept));
   qkvi_residency_unlock(residency);
   if (!wanted) return;
   qkv_error error = {0};
   const qkv_status status = write_calibration(residency, model->name, calibration, kept, &error);
   qkvi_residency_lock(residency);
   if (status == QKV_OK) {
-    qkvi_catalogue_note_known(residency, model->name, version, kept);
+    qkvi_catalogue_note_journaled(residency, model->name, version, kept);
   } else {
     qkvi_write_back_note_failure(residency, status);
   }
@@ -151,7 +151,7 @@ static qkv_status journal_model_once(qkvi_residency *residency, const qkv_model 
   qkv_status status = QKV_OK;
   (void)pthread_mutex_lock(&residency->models_lock);
   qkvi_residency_lock(residency);
-  const bool known = find_known(residency, model->name, 0) != NULL;
+  const bool known = find_journaled(residency, model->name, 0) != NULL;
   qkvi_residency_unlock(residency);
   if (!known) {
     // What was asked for: what it left to the daemon is the next daemon's to say.
@@ -162,7 +162,7 @@ static qkv_status journal_model_once(qkvi_residency *residency, const qkv_model 
     status = journal_model(residency, &message.model, error);
     qkvi_model_message_clear(&message);
     qkvi_residency_lock(residency);
-    if (status == QKV_OK) qkvi_catalogue_note_known(residency, model->name, 0, false);
+    if (status == QKV_OK) qkvi_catalogue_note_journaled(residency, model->name, 0, false);
     qkvi_residency_unlock(residency);
   }
   (void)pthread_mutex_unlock(&residency->models_lock);
@@ -311,7 +311,7 @@ qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session
   const qkv_session_config *config = qkv_session_config_of(session);
   qkvi_journal_wait wait = {.residency = residency};
   if (config->backing == NULL) return QKV_OK;
-  qkv_session_detach(session);  // whoever still has it puts nothing behind its end
+  qkv_session_detach(session);  // threads that still have it put nothing behind its end
   qkv_storage_session_close(residency->storage, config->id, qkvi_catalogue_on_journal, &wait);
   return qkvi_catalogue_finish_wait(&wait, error);
 }

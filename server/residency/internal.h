@@ -26,19 +26,19 @@ typedef struct qkvi_pending {
 } qkvi_pending;
 
 // What the journal has: a model (version 0), or one of its calibrations.
-typedef struct qkvi_known {
+typedef struct qkvi_journaled {
   char model[QKV_NAME_MAX + 1];
   uint32_t version;
   bool kept;  // the calibration is one that pages came with, and was never the model's (Model.calibration_kept)
-  struct qkvi_known *next;
-} qkvi_known;
+  struct qkvi_journaled *next;
+} qkvi_journaled;
 
 // A truncation on its way; those that failed are kept.
-typedef struct qkvi_poisoned {
+typedef struct qkvi_failed_cut {
   qkvi_residency *residency;
   uint64_t session;
-  struct qkvi_poisoned *next;
-} qkvi_poisoned;
+  struct qkvi_failed_cut *next;
+} qkvi_failed_cut;
 
 // More of them than this may be read by two sessions at once, in vain for one of the two.
 enum { QKVI_RESTORING_SHARED = 64 };
@@ -92,7 +92,7 @@ typedef enum qkvi_record_kind {
 typedef struct qkvi_backing {
   qkv_backing table;  // its context is this
   qkvi_residency *residency;
-  bool hurry;  // of SYNC sessions
+  bool sync_now;  // of SYNC sessions
 } qkvi_backing;
 
 struct qkvi_residency {
@@ -101,7 +101,7 @@ struct qkvi_residency {
   qkv_storage *storage;
   qkv_metric_value *metrics;
   qkvi_backing backings[2];  // ASYNC, SYNC
-  qkv_pool *restorers;       // that help whoever brings pages back
+  qkv_pool *restorers;       // that help the threads that bring pages back
 
   pthread_mutex_t lock;  // of everything down to `holds`; nothing is waited for under it but `moved`
   pthread_cond_t moved;  // `steps` has grown
@@ -110,19 +110,19 @@ struct qkvi_residency {
   uint64_t cuts;               // truncations that are not durable yet
   qkv_status failure;          // of the last record; OK again once one is durable
   int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
-  qkvi_known *known;
-  qkvi_poisoned *poisoned;
+  qkvi_journaled *journaled;
+  qkvi_failed_cut *failed_cuts;
   qkvi_loose *loose;
   qkvi_verify verify;
   bool compacting;                 // for a call
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
-  bool full;                       // for want of room, the budget's or the device's
+  bool full;                       // the budget or the device has no headroom
   bool hastening;                  // a sync that someone waits for is under way
   qkvi_restoring *restoring;       // layers that are being brought back
   qkvi_ahead *ahead;               // sessions that are read ahead
   size_t ahead_count;
   qkvi_turn *turns;  // who claims memory, first come, first served: the first one makes it
-  size_t holds;      // of layers, but those of whoever waits for room or for a layer
+  size_t holds;      // of layers, but those of threads that wait for memory or for a layer
 
   pthread_mutex_t models_lock;    // one model at a time into the journal
   pthread_mutex_t loose_lock;     // one session at a time is tied
@@ -131,7 +131,7 @@ struct qkvi_residency {
   _Atomic uint64_t restore_rate;  // bytes a second that came back lately; 0: not known yet
   pthread_t thread;
   bool started;
-  uint64_t expel_above;   // bytes on the disk; with more storage-budget has no room for another segment
+  uint64_t expel_above;   // bytes on the disk; with more, storage-budget has no headroom for another segment
   bool unread;            // the start could not read all segments
   uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
   // The thread's: the same for what is known of each record, as of then.
@@ -144,7 +144,7 @@ void *qkvi_tier_read_begin(void *context, const uint64_t *records, size_t count,
 qkv_status qkvi_tier_read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error);
 void qkvi_tier_read_end(void *reading);
 
-// Bytes that one who brings pages back may have read and not taken yet, beside others with `taken`: half of what is
+// Bytes that one who brings pages back may have read and not taken yet, while others have `taken`: half of what is
 // left, so that all together keep to what is reserved for them. 0: one page at a time.
 uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
 
@@ -197,7 +197,7 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
                                   qkv_error *error);
 
 // Under the lock, or before the thread is started.
-void qkvi_catalogue_note_known(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
+void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
 void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_drop_loose(qkvi_residency *residency);
 // Puts a payload [bytes], which is let go once it is written, or here where 0 is returned: refused now. NULL there is
@@ -215,8 +215,8 @@ const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durabi
 // The disk refused something; under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);
 
-// The table of a tier; `hurry` as of qkvi_backing.
-void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool hurry);
+// The table of a tier; `sync_now` as of qkvi_backing.
+void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now);
 // Whether the disk is left alone for now. Whether truncations are on their way to it.
 bool qkvi_write_back_rests(qkvi_residency *residency);
 bool qkvi_write_back_cuts_waiting(qkvi_residency *residency);

@@ -6,7 +6,7 @@
 //   fetch of a run    ──► the next run of its layer
 //
 // One job of the disk pool for each session, a few for the daemon; where more are wanted nothing is read ahead. What
-// it makes room for is what whoever asks would make room for (server/residency/residency.h), but it never waits for
+// it evicts is what the thread that asks would evict (server/residency/residency.h), but it never waits for
 // that.
 //
 // Threads: any; never waits. Where nothing of the session is cold it costs one load.

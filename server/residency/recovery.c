@@ -71,7 +71,7 @@ static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_erro
   qkv_status status = qkvi_model_read(message, &model, error);
   if (status == QKV_OK) status = qkv_store_register_model(all->residency->store, &model, NULL, error);
   qkvi_model_clear(&model);
-  if (status == QKV_OK) qkvi_catalogue_note_known(all->residency, message->name, 0, false);
+  if (status == QKV_OK) qkvi_catalogue_note_journaled(all->residency, message->name, 0, false);
   return status == QKV_OK;
 }
 
@@ -381,7 +381,8 @@ static bool keep_calibration(const recovery *all, size_t place) {
   const kept_calibration *last = all->calibrations;
   while (last != NULL && (last->foreign || strcmp(last->model, kept->model) != 0)) last = last->next;
   if (!kept->used && kept != last) return false;
-  qkvi_catalogue_note_known(all->residency, kept->model, qkv_calibration_version(kept->calibration), kept->foreign);
+  qkvi_catalogue_note_journaled(all->residency, kept->model, qkv_calibration_version(kept->calibration),
+                                kept->foreign);
   return true;
 }
 

@@ -152,11 +152,11 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
   qkv_pool_destroy(&old->restorers);
   if (old->storage != NULL) qkv_storage_close(&old->storage);
   qkv_arena_unreserve_elsewhere(qkv_store_arena(old->store), old->buffer_bytes + old->directory_bytes);
-  for (qkvi_known *known = old->known, *next; known != NULL; known = next) {
+  for (qkvi_journaled *known = old->journaled, *next; known != NULL; known = next) {
     next = known->next;
     free(known);
   }
-  for (qkvi_poisoned *at = old->poisoned, *next; at != NULL; at = next) {
+  for (qkvi_failed_cut *at = old->failed_cuts, *next; at != NULL; at = next) {
     next = at->next;
     free(at);
   }

@@ -1,9 +1,9 @@
 // The SSD tier of the daemon: storage/ behind the engine's backing (engine/cache/backing.h), and what the two need
-// done beside the traffic.
+// done during the traffic.
 //
 //   append seals a page ──► backing.put ──► storage                  in the append, which never waits for it
-//   settle                  pages that found no room, durable marks  thread, when something is under way
-//   claim                   cold sessions leave memory               whoever needs the bytes, longest unused first
+//   settle                  pages that were refused, durable marks   thread, when something is under way
+//   claim                   cold sessions leave memory               the thread that needs it, longest unused first
 //   restore                 pages come back                          jobs of the disk pool
 //   (server/residency/restore.h),
 //                                                                    some ahead (server/residency/read_ahead.h)

@@ -66,7 +66,7 @@ static void keep_counts(qkvi_residency *residency) {
   keep_limit(residency);
 }
 
-// A device without room may have it again; a budget has not, unless something goes.
+// A full device may have space again; a budget has none, unless something is deleted.
 static bool budget_is_full(qkvi_residency *residency) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(residency->storage, &stats);

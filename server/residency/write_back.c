@@ -115,11 +115,11 @@ bool qkvi_write_back_rests(qkvi_residency *residency) {
   return rests;
 }
 
-// Whether a truncation of the session could not be written: what is put after it would stand beside what it cut.
+// Whether a truncation of the session could not be written: what is put after it would stand with what it cut.
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session) {
   qkvi_residency_lock(residency);
   bool found = false;
-  for (const qkvi_poisoned *at = residency->poisoned; at != NULL; at = at->next) found |= at->session == session;
+  for (const qkvi_failed_cut *at = residency->failed_cuts; at != NULL; at = at->next) found |= at->session == session;
   qkvi_residency_unlock(residency);
   return found;
 }
@@ -133,7 +133,7 @@ uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta 
   const qkv_storage_put_request request = {.meta = *meta,
                                            .payload = payload->copy != NULL ? payload->copy : payload->page.image,
                                            .bytes = bytes,
-                                           .hurry = backing->hurry,
+                                           .hurry = backing->sync_now,
                                            .written = on_written,
                                            .durable = on_durable,
                                            .context = residency};
@@ -217,14 +217,14 @@ void qkvi_write_back_forget_gone(qkvi_residency *residency) {
 }
 
 static void on_cut(void *context, qkv_status status) {
-  qkvi_poisoned *cutting = context;
+  qkvi_failed_cut *cutting = context;
   qkvi_residency *residency = cutting->residency;
   qkvi_residency_lock(residency);
   residency->cuts--;
   if (status != QKV_OK) {
     qkvi_write_back_note_failure(residency, status);
-    cutting->next = residency->poisoned;
-    residency->poisoned = cutting;
+    cutting->next = residency->failed_cuts;
+    residency->failed_cuts = cutting;
     cutting = NULL;
   }
   qkvi_residency_unlock(residency);
@@ -233,9 +233,9 @@ static void on_cut(void *context, qkv_status status) {
 }
 
 void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position) {
-  qkvi_poisoned *cutting = calloc(1, sizeof *cutting);
+  qkvi_failed_cut *cutting = calloc(1, sizeof *cutting);
   if (cutting == NULL) abort();
-  *cutting = (qkvi_poisoned){.residency = residency, .session = session};
+  *cutting = (qkvi_failed_cut){.residency = residency, .session = session};
   qkvi_residency_lock(residency);
   residency->cuts++;
   qkvi_residency_unlock(residency);
@@ -251,8 +251,8 @@ static bool takes(void *context, uint64_t session) {
   return qkvi_write_back_failure(residency) == QKV_OK && !qkvi_write_back_lost_truncation(residency, session);
 }
 
-void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool hurry) {
-  *backing = (qkvi_backing){.residency = residency, .hurry = hurry};
+void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now) {
+  *backing = (qkvi_backing){.residency = residency, .sync_now = sync_now};
   backing->table = (qkv_backing){.context = backing,
                                  .put = put,
                                  .state = state_of,
@@ -262,7 +262,7 @@ void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backi
                                  .read_begin = qkvi_tier_read_begin,
                                  .read_wait = qkvi_tier_read_wait,
                                  .read_end = qkvi_tier_read_end};
-  if (hurry) backing->table.put_rows = qkvi_rows_put;
+  if (sync_now) backing->table.put_rows = qkvi_rows_put;
 }
 
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability) {
