@@ -15,7 +15,7 @@ qkv_packages() {
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev libssl-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
         libuv1-dev liburing-dev libmicrohttpd-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
-        libpcre2-dev libopenblas-dev liblapacke-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
+        libpcre2-dev libopenblas-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;
     test)
       printf '%s\n' \
@@ -25,7 +25,7 @@ qkv_packages() {
       ;;
     run)
       printf '%s\n' \
-        libgrpc29 libjansson4 liblapacke libmicrohttpd12 libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
+        libgrpc29 libjansson4 libmicrohttpd12 libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
         libxxhash0 libyaml-0-2 libzstd1
       ;;
     *)

@@ -4,7 +4,6 @@
 #include <assert.h>
 #include <cblas.h>
 #include <inttypes.h>
-#include <lapacke.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -13,6 +12,7 @@
 #include "engine/codec/calibration_internal.h"
 #include "engine/codec/codebook.h"
 #include "engine/codec/hadamard.h"
+#include "engine/codec/lapack.h"
 #include "engine/codec/page.h"
 #include "engine/codec/turned.h"
 
@@ -79,10 +79,9 @@ static void multiply(const double *a, const double *b, size_t dim, double *out) 
 
 // The eigenvectors of a symmetric matrix, which they replace, one a row, by ascending eigenvalue.
 static qkv_status decompose(double *matrix, size_t dim, double *values, qkv_error *error) {
-  // Columns of LAPACK's order are rows of ours.
-  const lapack_int n = (lapack_int)dim, info = LAPACKE_dsyevd(LAPACK_COL_MAJOR, 'V', 'L', n, matrix, n, values);
+  const int info = qkvi_lapack_eigen(matrix, dim, values);
   if (info == 0) return QKV_OK;
-  return qkv_fail(error, QKV_INTERNAL, "the eigen-decomposition ended with %d", (int)info);
+  return qkv_fail(error, QKV_INTERNAL, "the eigen-decomposition ended with %d", info);
 }
 
 // ---- The transform ----

@@ -2,11 +2,12 @@
 
 #include <assert.h>
 #include <cblas.h>
-#include <lapacke.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "engine/codec/lapack.h"
 
 static const double BASES[] = {1e3, 1e4, 1e5, 5e5, 1e6, 1e7};
 // Directions without any variance would make all volumes 0: this part of the rows' mean square is added.
@@ -62,8 +63,7 @@ static double volume_of(float *rows, size_t count, size_t dim, double *covarianc
       covariance[i * dim + j] = (double)products[i * dim + j] / (double)count / mean_square + (i == j ? FLOOR : 0);
     }
   }
-  const lapack_int n = (lapack_int)dim;
-  if (LAPACKE_dpotrf(LAPACK_ROW_MAJOR, 'L', n, covariance, n) != 0) return log(FLOOR);
+  if (qkvi_lapack_cholesky(covariance, dim) != 0) return log(FLOOR);
   for (size_t i = 0; i < dim; i++) volume += 2 * log(covariance[i * dim + i]);
   return volume / (double)dim;
 }
