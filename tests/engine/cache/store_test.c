@@ -101,26 +101,30 @@ static void test_overrides(void **state) {
   qkv_store *store = make_store(1 << 20, 4, 4);
   qkv_layer_override override = {.layer = 1, .policy = QKV_POLICY_UNSET};
   override.policy.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
+  override.policy.bits_k = 16;
   qkv_model model = named_model("m");
   model.overrides = &override;
   model.override_count = 1;
-  model.policy.codec = qkv_codec_by_name("exact");
-  model.policy.bits_k = 16;
   qkv_error error = {0};
   assert_int_equal(qkv_store_register_model(store, &model, NULL, &error), QKV_INVALID_ARGUMENT);
-  assert_string_equal(error.text, "layer 1: policy.bits_k is 16, allowed are multiples of 0.125 up to 8");
+  assert_string_equal(error.text, "model.overrides[0].policy.bits_k is 16, allowed are multiples of 0.125 up to 8");
   assert_int_equal(qkv_store_read_stats(store).models, 0);
-  model.policy = QKV_POLICY_UNSET;
-  assert_int_equal(qkv_store_register_model(store, &model, NULL, NULL), QKV_OK);
+  // Bits of the next level that the layer's codec does not have become the codec's own default.
+  override.policy.bits_k = 0;
+  model.policy.codec = qkv_codec_by_name("exact");
+  model.policy.bits_k = 16;
+  const qkv_model *registered;
+  assert_int_equal(qkv_store_register_model(store, &model, &registered, NULL), QKV_OK);
+  assert_true(qkv_model_policy(registered, 0, &registered->policy).bits_k == 16);
+  assert_true(qkv_model_policy(registered, 1, &registered->policy).bits_k == 4);
   qkv_session_config config = named_session("s");
-  config.policy.codec = qkv_codec_by_name("exact");
+  config.policy.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED);
   config.policy.bits_v = 16;
   assert_open_fails(store, &config, "m", QKV_INVALID_ARGUMENT,
-                    "layer 1: policy.bits_v is 16, allowed are multiples of 0.125 up to 8");
+                    "policy.bits_v is 16, allowed are multiples of 0.125 up to 8");
   // A pointer to none is not taken for the store's own.
   memcpy(model.name, "n", sizeof "n");
   model.override_count = 0;
-  const qkv_model *registered;
   assert_int_equal(qkv_store_register_model(store, &model, &registered, NULL), QKV_OK);
   assert_null(registered->overrides);
   qkv_store_destroy(&store);
