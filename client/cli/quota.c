@@ -1,4 +1,5 @@
 // qkvctl quota: what tenants of a daemon take, and may take.
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -85,6 +86,7 @@ static int show(const qkvctl_values *values, qkv_client *client, const char *ten
   Qkv__V1__GetQuotaResponse *answer = NULL;
   int status = get(client, tenant, &answer);
   if (status != QKV_EXIT_OK) return status;
+  assert(answer != NULL);
   if (values->program.json) {
     status = print_json(answer);
   } else {
@@ -118,6 +120,7 @@ static int read_own(qkv_client *client, const char *tenant, qkv_quota *quota) {
   Qkv__V1__GetQuotaResponse *answer = NULL;
   const int status = get(client, tenant, &answer);
   if (status != QKV_EXIT_OK) return status;
+  assert(answer != NULL);
   const bool own = answer->n_tenants == 1 && !answer->tenants[0]->by_default;
   const Qkv__V1__Quota *from = own ? answer->tenants[0]->quota : NULL;
 #define X(id, kind, most) quota->id = from == NULL ? 0 : (int64_t)from->id;

@@ -6,9 +6,15 @@
 #include <stdio.h>
 #include <string.h>
 
-// The next level's bits, or the codec's default where it does not have them: 4 bits go with int8 as 8.
-static double merged_bits(const qkv_codec *codec, double bits) {
-  return codec == NULL || bits == 0 || codec->bits_valid(bits) ? bits : qkv_codec_bits_default(codec);
+// The next level's bits. Where that level has another codec, bits that this one does not have become its default: 4
+// bits go with int8 as 8. Those of the same codec stay, right or wrong, for the check.
+static double merged_bits(const qkv_codec *codec, const qkv_codec *fallback, double bits) {
+  if (codec == fallback || codec == NULL || bits == 0 || codec->bits_valid(bits)) return bits;
+  return qkv_codec_bits_default(codec);
+}
+
+static const qkv_codec *codec_of_values(const qkv_policy *policy) {
+  return policy->codec_v != NULL ? policy->codec_v : policy->codec;
 }
 
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
@@ -17,9 +23,9 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
     policy->codec_v = fallback->codec_v;
     memcpy(policy->parameters, fallback->parameters, sizeof policy->parameters);
   }
-  const qkv_codec *codec_v = policy->codec_v != NULL ? policy->codec_v : policy->codec;
-  if (policy->bits_k == 0) policy->bits_k = merged_bits(policy->codec, fallback->bits_k);
-  if (policy->bits_v == 0) policy->bits_v = merged_bits(codec_v, fallback->bits_v);
+  if (policy->bits_k == 0) policy->bits_k = merged_bits(policy->codec, fallback->codec, fallback->bits_k);
+  if (policy->bits_v == 0)
+    policy->bits_v = merged_bits(codec_of_values(policy), codec_of_values(fallback), fallback->bits_v);
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
   if (policy->sink_tokens < 0) policy->sink_tokens = fallback->sink_tokens;
   if (!policy->anchor_said) policy->anchor = fallback->anchor;
