@@ -18,9 +18,9 @@ struct qkv_arena {
   _Atomic uint64_t limit;     // bytes that may be claimed; at most bytes_max
   _Atomic uint64_t claimed;   // bytes allocated or reserved
   _Atomic uint64_t reserved;  // bytes reserved
-  _Atomic uint64_t kept;      // bytes that others leave to one who waits for them
+  _Atomic uint64_t kept;      // free bytes that are kept for the caller that waits for them
   qkv_heap *heap;
-  pthread_mutex_t lock;  // what the heap is told of the limit and of this
+  pthread_mutex_t lock;  // guards `elsewhere`, and what the heap is told of it and of the limit
   uint64_t elsewhere;    // bytes reserved for what is not in it
 };
 
@@ -117,7 +117,7 @@ static qkv_status reserve(qkv_arena *arena, uint64_t beyond, uint64_t kept, uint
   return QKV_OK;
 }
 
-// What an account has claimed becomes reserved there, unless its arena has refused the same.
+// What an account has claimed becomes reserved there, unless its arena has refused as much.
 static qkv_status reserve_claimed(qkv_arena *account, uint64_t bytes, qkv_status status) {
   if (status == QKV_OK) atomic_fetch_add_explicit(&account->reserved, bytes, memory_order_relaxed);
   if (status != QKV_OK) subtract(&account->claimed, bytes);

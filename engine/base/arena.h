@@ -1,24 +1,24 @@
 // Memory for KV, under a budget.
 //
-// Every byte of KV that the daemon holds comes from an arena. Bytes are first *reserved*, which can fail and
-// then changed nothing, and only then allocated against the reservation, so that an append either has all of
-// its memory or none of it:
+// Every byte of KV that the daemon holds comes from an arena. Bytes are first *reserved*, which changes nothing where
+// it fails. Only then are they allocated against the reservation, so that an append has all of its memory or none of
+// it:
 //
 //   QKV_TRY(qkv_arena_reserve(arena, total, error));
 //   page = qkv_arena_alloc(arena, bytes);        cannot fail within the reservation
 //   qkv_arena_unreserve(arena, what_was_not_used);
 //
-// Where memory is full as a rule, whoever has waited for room reserves it before it is known how much of it will be
-// used, and hands it on as a *room*: bytes of a reservation, which what it calls uses up first. So nobody else gets
-// them in between.
+// Memory is full as a rule. A caller that has waited for free memory reserves it before it knows how much it will
+// use. It passes the reservation on as a *room*: reserved, unspent bytes, which the functions that it calls spend
+// before they reserve more. So no other thread gets them in between.
 //
-// The process takes memory that no arena knows of, too. So that all of it keeps to what the budget promises, somebody
-// who sees the whole sets a *limit* below the budget, which may be less than what is taken: then nothing is given out
-// until enough has been given back.
+// The process also uses memory outside of all arenas. To keep the total within the budget, the caller that measures
+// the total sets a *limit* below the budget. The limit may be less than what is taken: then no reservation succeeds
+// until enough has been freed.
 //
-// An *account* is an arena whose bytes are another one's, too, and which has a ceiling of its own: what is reserved
-// or allocated in it counts in both, to the byte, and either may refuse. Rooms are always of the other one: the
-// account counts what is taken of them.
+// An *account* is an arena on top of another one, with a ceiling of its own: what is reserved or allocated in it
+// counts in both, to the byte, and either may refuse. Rooms always belong to the other arena: the account counts what
+// is taken from them.
 //
 // Blocks are aligned to 64 bytes and lie in a heap of the arena's own (heap.h); from malloc in builds with
 // sanitizers, which would not see into it. Threads: any; the counters are atomic.
@@ -37,21 +37,21 @@ typedef struct qkv_arena qkv_arena;
 
 typedef struct qkv_arena_stats {
   uint64_t bytes_max;       // the budget
-  uint64_t bytes_limit;     // what of it may be taken now
+  uint64_t bytes_limit;     // how much of it may be taken now
   uint64_t bytes_used;      // allocated
   uint64_t bytes_reserved;  // promised, not allocated yet
 } qkv_arena_stats;
 
 // `budget_name` is the option a refusal names ("memory-budget"); borrowed for the arena's life. Never fails.
 qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max);
-// The same with a heap that is not as by default.
+// The same with a heap that is not the default one.
 qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget_name, uint64_t bytes_max);
 // An account of `arena`, which outlives it, without a ceiling yet. `budget_name` is copied: "quota host_bytes of
-// tenant x". None of: set_limit, reserve_elsewhere, reserve_next and what goes with these.
+// tenant x". Not for accounts: set_limit, reserve_next, let_go and the functions for memory elsewhere.
 qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, void *owner);
 // Whose account it is; NULL: it is none.
 void *qkv_arena_owner(const qkv_arena *arena);
-// UINT64_MAX: none. It may be less than what is taken: then nothing is given out until enough has been given back.
+// UINT64_MAX: none. It may be less than what is taken: then no reservation succeeds until enough has been freed.
 void qkv_arena_set_ceiling(qkv_arena *account, uint64_t bytes);
 // Every block must have been freed and every reservation returned (asserted). Clears *arena.
 void qkv_arena_destroy(qkv_arena **arena);
@@ -59,22 +59,23 @@ void qkv_arena_destroy(qkv_arena **arena);
 // What a block of `bytes` costs: rounded up to the alignment. Reserve sums of these.
 size_t qkv_arena_cost(size_t bytes);
 
-// What of the budget may be taken from now on; all of it where `bytes` is more. Holes of the heap go back at once.
+// How much of the budget may be taken from now on; all of it where `bytes` is more. Holes of the heap are returned to
+// the system at once.
 void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes);
 
 // RESOURCE_EXHAUSTED: "memory-budget is 1048576 bytes, 1040000 in use, 16384 more are needed", and behind the first
 // number ", 48576 of them for memory outside pages" where the limit is less.
 qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes);
-// The same for memory of the budget that lies elsewhere and not in blocks.
+// The same for memory that the budget counts but that lies outside of the arena's blocks.
 qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error);
 void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes);
-// Bytes of a reservation become such.
+// Bytes that are reserved already become reserved for memory elsewhere.
 void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes);
-// The same out of a room (NULL: of none), which gets less by what is taken of it, and what it has not got as above.
+// Takes bytes from a room first (NULL: there is none), which shrinks by them; reserves the rest as qkv_arena_reserve.
 qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error);
-// The same for one who waits: where there is no room for it, what gets free is kept for it from here on, until it is
-// reserved by this or let go of. One at a time.
+// For a caller that waits for memory. Where this fails, memory that is freed is kept for that caller, until this
+// succeeds or qkv_arena_let_go ends the wait. One caller at a time.
 qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes);
 void qkv_arena_let_go(qkv_arena *arena);
 
@@ -87,11 +88,11 @@ qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes);
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
 
-// For a block that takes another's place, made while the other one is still in use: it is allocated beside the budget
-// and freed so unless it gets there; then the arena counts `made` in place of `left` bytes (0: of none), the one that
-// left is freed beside the budget, the other one by qkv_arena_free. So a smaller block never needs room for both.
-// Recounting can fail only where more bytes are needed, and `room` (as above) has not got them: RESOURCE_EXHAUSTED,
-// with nothing changed.
+// For a block that replaces another one while that is still in use. It is allocated outside of the budget, and freed
+// so unless it takes the other's place. When it does, qkv_arena_recount counts `made` instead of `left` bytes (0:
+// there was no other block). The old block is then freed outside of the budget, the new one by qkv_arena_free. So a
+// smaller block never needs headroom for both. Recounting fails only where more bytes are needed than the `room` (as
+// above) has and than can be reserved: RESOURCE_EXHAUSTED, with nothing changed.
 void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes);
 void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes);
 qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error);

@@ -25,7 +25,7 @@ typedef struct qkv_bytes {
   size_t length;  // bytes of the view
 } qkv_bytes;
 
-// One segment, which the caller keeps alive beside its data.
+// One segment, which the caller keeps alive, as well as its data.
 qkv_bytes qkv_bytes_of(const qkv_segment *segment);
 
 // All of the segments. Empty segments are allowed. An array belongs to one run.

@@ -12,7 +12,7 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 
-// Tiles take 8 KiB a thread to save, for which the system wants to be asked, once a process.
+// Saving the tiles takes 8 KiB a thread, for which the system has to be asked, once a process.
 static bool may_use_tiles(void) {
   enum { REQUEST = 0x1023, TILE_DATA = 18 };    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: no header has them
   const unsigned wanted = 1u << 24 | 1u << 25;  // of cpuid 7: AMX-TILE, AMX-INT8
@@ -50,7 +50,7 @@ bool qkv_cpu_intel(void) {
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 
-// What the kernel says that it saves and the processor has.
+// What the processor has and the kernel saves, as reported by the kernel.
 static uint32_t detect(void) {
   const unsigned long has = getauxval(AT_HWCAP);
   uint32_t flags = 0;
@@ -127,7 +127,7 @@ void qkv_cpu_text(uint32_t flags, char *text, uint64_t size) {
 int qkv_cpu_count(void) {
   cpu_set_t set;
   if (sched_getaffinity(getpid(), sizeof set, &set) == 0) return CPU_COUNT(&set);
-  const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more of them than the set has room for
+  const long online = sysconf(_SC_NPROCESSORS_ONLN);  // more of them than fit in the set
   return online > 0 ? (int)online : 1;
 }
 

@@ -39,8 +39,8 @@ bool qkv_cpu_intel(void);
 
 // Processors that this process, by its first thread, may run on; >= 1.
 int qkv_cpu_count(void);
-// The calling thread runs on one of them alone from now on: on number `index`, of more of them than there are from
-// the first one on again. False where the system refuses. Threads that it starts inherit that.
+// The calling thread runs on one of them alone from now on: on number `index` modulo their count. False where the
+// system refuses. Threads that it starts inherit that.
 bool qkv_cpu_pin(size_t index);
 
 #endif

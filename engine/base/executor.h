@@ -2,10 +2,10 @@
 //
 //   compute    as many threads as processors; a job may wait for a layer for a moment, never for a disk
 //   blocking   threads on demand, for jobs that wait for a disk most of the time
-//   upkeep     two threads on demand, for what goes on in the background, so that no other job keeps it waiting
+//   upkeep     two threads on demand, for background work, so that no other job keeps it waiting
 //
 // Compute and blocking have an interactive half, which a client waits for, and a bulk half. Threads of bulk work and
-// upkeep are nice and yield to attention (yield.h). Each kind has a queue by itself, which flows share fairly
+// upkeep have a nice value and yield to attention (yield.h). Each kind has its own queue, which flows share fairly
 // (fair.h).
 //
 // Threads: every function may be called from any thread, destroy by the owner alone.

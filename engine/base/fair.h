@@ -4,14 +4,14 @@
 // Start-time fair queueing (Goyal, Vin, Cheng 1996). A flow's next job starts where its last one ended, in virtual
 // time: its cost over the flow's weight later than that one started; of a flow of which nothing waited, now at the
 // earliest, which is where the job started that was taken last. The flow that starts first is next. So a flow that
-// has waited is served before one that has been served, and one that was idle has saved nothing up.
+// has waited is served before one that has been served, and one that was idle has saved up no credit.
 //
 //   flow a, weight 100  |--a1--|--a2--|--a3--|          three long jobs, waiting
 //   flow b, weight 100  |b1|b2|                         taken: a1 b1 b2 a2 a3
 //
 // What a job costs is known when it has run: until then it is taken to be what the flow's jobs cost on average
-// lately, and put right by `done`. Urgent jobs go before all others of the queue, in the same order among themselves,
-// but one in QKV_FAIR_URGENT + 1 is another one, where there are any.
+// lately, and put right by `done`. Urgent jobs go before all others of the queue, in the same order among themselves.
+// One job in QKV_FAIR_URGENT + 1 is one of the others, where there are any.
 //
 // Flows are told apart by the last bits of their number: two that have these in common are one flow. Threads: the
 // owner's.
@@ -24,7 +24,7 @@
 
 enum { QKV_FAIR_FLOWS = 512, QKV_FAIR_URGENT = 8, QKV_FAIR_WEIGHT = 100 };
 
-// Whose a job is. Zeros: flow 0, of the weight QKV_FAIR_WEIGHT.
+// The flow that a job belongs to. Zeros: flow 0, of the weight QKV_FAIR_WEIGHT.
 typedef struct qkv_share {
   uint64_t flow;
   uint32_t weight;  // 0: QKV_FAIR_WEIGHT
@@ -51,7 +51,7 @@ size_t qkv_fair_length(const qkv_fair *fair);
 bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job);
 // The next one, which is to be given to `done`; there is one (asserted).
 qkv_fair_job qkv_fair_pop(qkv_fair *fair);
-// It has taken so many nanoseconds.
+// The job has taken `ns` nanoseconds.
 void qkv_fair_done(qkv_fair *fair, const qkv_fair_job *job, uint64_t ns);
 
 #endif

@@ -30,7 +30,7 @@
 typedef struct heap_tile {
   uint64_t resident[WORDS];  // a bit for each of the system's pages that may be in memory
   uint32_t used;             // bytes in blocks
-  bool split;                // part of it went back: what is touched from now on is small pages
+  bool split;                // part of it was returned: memory touched from now on is small pages
 } heap_tile;
 
 struct qkv_heap {
@@ -44,8 +44,8 @@ struct qkv_heap {
   uint64_t used;           // in blocks of the span
   uint64_t outside;        // in those of malloc
   uint64_t resident;       // bytes of the pages that `tiles` has
-  uint64_t beside;         // of bytes_max, elsewhere
-  uint64_t resident_next;  // beyond which holes go back to the machine
+  uint64_t beside;         // of bytes_max, used outside of the heap
+  uint64_t resident_next;  // above which holes are returned to the system
   uint64_t split;          // tiles that are
   uint64_t page;           // of the system
   bool huge;               // tiles are pages of 2 MiB
@@ -78,7 +78,7 @@ static void touch_pages(qkv_heap *heap, heap_tile *tile, uint64_t first, uint64_
   heap->resident += (end - first - change_pages(tile, first, end, 1)) * heap->page;
 }
 
-// Gives pages [first, end) of a tile back to the machine. What is locked in memory stays.
+// Returns pages [first, end) of a tile to the system. What is locked in memory stays.
 static void drop_pages(qkv_heap *heap, uint64_t index, uint64_t first, uint64_t end) {
   heap_tile *tile = &heap->tiles[index];
   if (change_pages(tile, first, end, -1) == 0) return;
@@ -86,7 +86,7 @@ static void drop_pages(qkv_heap *heap, uint64_t index, uint64_t first, uint64_t 
   heap->resident -= change_pages(tile, first, end, 0) * heap->page;
 }
 
-// The kernel's own daemon would make it one page again, holes and all.
+// The kernel's own daemon (khugepaged) would make it one page again, with its holes.
 static void split(qkv_heap *heap, uint64_t index) {
   if (!is_whole(heap, &heap->tiles[index])) return;
   heap->tiles[index].split = true;
@@ -136,12 +136,12 @@ static void grow(qkv_heap *heap, uint64_t bytes) {
   heap->frontier += more;
 }
 
-// ---- Back to the machine ----
+// ---- Returning memory to the system ----
 
 typedef struct giving {
   qkv_heap *heap;
   uint64_t resident_max;
-  uint64_t used_max;  // of a tile that parts are taken of
+  uint64_t used_max;  // of a tile of which parts may be returned
 } giving;
 
 static void give_tiles(qkv_heap *heap, uint64_t resident_max) {
@@ -183,7 +183,7 @@ static uint64_t resident_limit(const qkv_heap *heap) {
   return heap->bytes_max - heap->beside + heap->bytes_max / 16 + 2 * TILE;
 }
 
-// More is resident than may be, or than was left the last time and a 128th.
+// Returns memory where more is resident than may be, or than was left the last time and a 128th.
 static void limit(qkv_heap *heap) {
   const uint64_t part = heap->bytes_max / 128;
   if (heap->resident <= heap->resident_next) return;

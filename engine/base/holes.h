@@ -31,7 +31,7 @@ void qkvi_holes_give(qkvi_holes *holes, uint64_t at, uint64_t bytes);
 // Calls fn with every hole, the last one first, until it returns false.
 bool qkvi_holes_each_back(const qkvi_holes *holes, bool (*fn)(void *context, uint64_t at, uint64_t bytes),
                           void *context);
-// NULL, or what does not hold.
+// NULL, or the invariant that does not hold.
 const char *qkvi_holes_validate(const qkvi_holes *holes);
 
 #endif

@@ -54,7 +54,7 @@ static json_t *pack_fields(const char *format, va_list *arguments) {
   return fields != NULL ? fields : json_pack("{s:s}", "log_error", error.text);
 }
 
-// The line with its newline, `*length` bytes, to be freed; NULL where memory is short.
+// The line with its newline, `*length` bytes, to be freed; NULL where memory is exhausted.
 static char *line_text(const json_t *line, size_t *length) {
   size_t size = json_dumpb(line, NULL, 0, JSON_COMPACT);
   char *text = malloc(size + 1);

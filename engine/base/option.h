@@ -58,10 +58,10 @@ typedef struct qkv_options qkv_options;
 qkv_options *qkv_options_create(const qkv_option *table, size_t count, const char *environment_prefix, void *values);
 void qkv_options_destroy(qkv_options **options);
 
-// Each reads one source and keeps what a stronger source has set; what it keeps out is checked all the same.
-// A list grows by one item for each flag. Variables of the environment that are in no row are left alone: others
-// have the prefix too (the clients' QKVD_TARGET, the links that Kubernetes sets beside a service of our name).
-// NOT_FOUND: there is no such file. INVALID_ARGUMENT texts:
+// Each reads one source and keeps what a stronger source has set; what it keeps out is checked all the same. A list
+// grows by one item for each flag. Environment variables that match no row are ignored: others have the prefix too
+// (the clients' QKVD_TARGET, the links that Kubernetes sets for a service of our name).
+// NOT_FOUND: the file does not exist. INVALID_ARGUMENT texts:
 //   unknown option --memry-budget; did you mean --memory-budget?
 //   --threads is 0, allowed are 1 to 256
 //   qkvd.yaml: line 3: unknown key "memry-budget"; did you mean "memory-budget"?

@@ -1,4 +1,4 @@
-// What option.c, option_value.c, option_file.c and option_help.c share. Not for others: see option.h.
+// What option.c, option_value.c, option_file.c and option_help.c share. Private to them: see option.h.
 #ifndef QKV_ENGINE_BASE_OPTION_INTERNAL_H
 #define QKV_ENGINE_BASE_OPTION_INTERNAL_H
 

@@ -70,8 +70,8 @@ static void help(qkv_pool *pool, pool_loop *loop, size_t worker) {
   if (--loop->helpers == 0) pthread_cond_signal(&loop->finished);
 }
 
-// Before a loop is joined, as nobody in it should be waited for. There may be none any more then. The lock is held on
-// entry and on return.
+// Called before a loop is joined, as a thread in it would keep the loop's caller waiting. Afterwards there may be no
+// loop any more. The lock is held on entry and on return.
 static void yield(qkv_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
   qkv_yield_now();
@@ -159,7 +159,7 @@ static int start_thread(qkv_pool *pool) {
   return 0;
 }
 
-// Where there is more work than idle threads. Without a thread that the system refuses the others do it.
+// Where there is more work than idle threads. Where the system refuses a thread, the others do its work.
 static void start_on_demand(qkv_pool *pool, size_t wanted) {
   if (!pool->config.on_demand || pool->ending) return;
   while (wanted > pool->idle && pool->running < pool->config.threads) {

@@ -27,10 +27,10 @@ typedef void qkv_loop_fn(void *context, size_t index, size_t worker);
 typedef struct qkv_pool_config {
   size_t threads;    // 0: jobs are refused, loops run on the caller alone
   size_t queue_max;  // jobs that may wait
-  // A processor for each thread, as far as there are that many: what a loop shares out is not computed by two threads
-  // in turn on one. Where the system refuses, threads run anywhere.
+  // Pins each thread to a processor of its own, as far as there are that many, so that no two threads of a loop share
+  // one. Where the system refuses, threads run anywhere.
   bool pinned;
-  bool yields;     // to attention (yield.h), before each job and where the work says so
+  bool yields;     // to attention (yield.h), before each job and at the work's own yield points
   int nice;        // added to the threads' nice value
   bool on_demand;  // one thread stays; others start when jobs wait, and end after QKV_POOL_LINGER_MS without work
   bool timed;      // how long jobs wait is counted (histogram.h: QKV_STAGE_QUEUE)

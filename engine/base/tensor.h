@@ -29,8 +29,8 @@ qkv_status qkv_dtype_parse(const char *text, qkv_dtype *dtype);
 void qkv_to_float(qkv_dtype dtype, const void *in, float *out, size_t n);
 void qkv_from_float(qkv_dtype dtype, const float *in, void *out, size_t n);
 
-// Conversions use what the machine has (engine/base/cpu.h) as far as `cpu_mask` lets them, all of it without a call.
-// The bits are the same either way.
+// Conversions use the instructions that the machine has (engine/base/cpu.h) and `cpu_mask` allows; without a call,
+// all of them. The bits are the same either way.
 void qkv_tensor_setup(uint32_t cpu_mask);
 
 typedef struct qkv_tensor {
@@ -47,9 +47,9 @@ qkv_tensor qkv_tensor_dense(qkv_dtype dtype, int rank, const int64_t *dims, cons
 // Fills `strides` for a dense row-major tensor of `dims`.
 void qkv_tensor_strides(qkv_dtype dtype, int rank, const int64_t *dims, int64_t *strides);
 
-// Checks everything that proto/qkv/v1/tensor.proto promises: known dtype, rank `rank`, dims >= 1 without
-// overflow, non-negative strides in whole elements, contiguous rows, last byte inside the data.
-// INVALID_ARGUMENT with a text such as "k.strides[0] is -4, at least 0" (`name` is what stands in front).
+// Checks everything that proto/qkv/v1/tensor.proto promises: known dtype, rank `rank`, dims >= 1 without overflow,
+// non-negative strides in whole elements, contiguous rows, last byte inside the data. INVALID_ARGUMENT with a text
+// like "k.strides[0] is -4, at least 0" (`name` is its prefix, here k).
 qkv_status qkv_tensor_check(const qkv_tensor *tensor, const char *name, int rank, qkv_error *error);
 
 // One past the last byte that the dims and strides reach, in *end. They are not negative. INVALID_ARGUMENT on

@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-enum { EIGHT = 8, EIGHTS = 4 };  // that are looked at together for NaNs
+enum { EIGHT = 8, EIGHTS = 4 };  // that are checked together for NaNs
 
 // The processor makes signalling NaNs quiet; we keep them as they are.
 static void keep_nans(const uint8_t *in, uint8_t *out) {

@@ -21,7 +21,7 @@ static int processors;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static _Thread_local bool yields, works;     // the latter: is one of `running`
-static _Thread_local int64_t goes_on_until;  // us: it has waited long enough
+static _Thread_local int64_t goes_on_until;  // us: until then it runs, as it has waited long enough
 
 static void make(void) {
   processors = qkv_cpu_count();
