@@ -12,8 +12,8 @@
 //
 // The directory's anchor byte (page.h) holds the kind in its low two bits, above them six bits u: a unit of half an
 // octave, gain(4 u + 3) / 127 with gain(g) = 2^((g - 128) / 8) as in page.h. So a mean takes exactly dim bytes, one
-// eighth of a bit a coordinate: there is no other room for a scale that would not make it two. A section, 16-byte
-// aligned, K's before V's, empty for none:
+// eighth of a bit a coordinate: with a scale in the section it would take two eighths. A section, 16-byte aligned,
+// K's before V's, empty for none:
 //
 //   mean     0       dim x i8          value: int8 * unit
 //   group    0   4 x dim x i8          of slots 0..15, 16..31, 32..47, 48..63
@@ -48,7 +48,7 @@ typedef enum qkv_anchor_kind {
   QKV_ANCHOR_MEAN,
   QKV_ANCHOR_GROUP,
   QKV_ANCHOR_CHAIN,
-  QKV_ANCHOR_AUTO,  // as a policy: whichever errs least. Not in pages.
+  QKV_ANCHOR_AUTO,  // as a policy: the kind with the least error. Not in pages.
 } qkv_anchor_kind;
 
 // The kind in a directory's anchor byte.
@@ -123,9 +123,9 @@ typedef struct qkv_anchor_input {
   uint32_t tokens;       // 1 to 64
 } qkv_anchor_input;
 
-// Anchors of a given kind, not AUTO. Writes the section (room for qkv_anchor_bytes_max) and `residual` [64][dim]:
-// what the ordinary kernel has to encode, at `tier` if it is a chain; zeros for slots without a token. A chain begins
-// at most `segments` (1 to 64) segments. Returns the directory's byte, `*bytes` the section's length.
+// Anchors of a given kind, not AUTO. Writes the section (up to qkv_anchor_bytes_max) and `residual` [64][dim]: what
+// the ordinary kernel has to encode, at `tier` if it is a chain; zeros for slots without a token. A chain begins at
+// most `segments` (1 to 64) segments. Returns the directory's byte, `*bytes` the section's length.
 uint8_t qkv_anchor_encode(const qkv_anchor_input *input, const qkv_anchor_options *options, unsigned tier,
                           size_t segments, uint8_t *section, size_t *bytes, float *residual);
 
@@ -146,9 +146,9 @@ typedef struct qkv_anchor_choice {
 
 // Anchors of options->kind, or for AUTO of the kind with the least error, where section and codes together take at
 // most the bytes of the codes of tier `budget` (1 to QKV_TIER_MAX): what anchors cost is paid for by a lower tier. A
-// kind that leaves no tier gives way to none; a chain begins as many segments as it can pay for. AUTO codes the rows
-// as they are and with a mean, and only where sums over the rows say that it may pay with group anchors or a chain,
-// which is slow: row by row in the reference. Fills section and residual as qkv_anchor_encode. `scratch` has
+// kind that leaves no tier is replaced by none; a chain begins as many segments as it can pay for. AUTO codes the
+// rows as they are and with a mean, and only where sums over the rows say that it may pay with group anchors or a
+// chain, which is slow: row by row in the reference. Fills section and residual as qkv_anchor_encode. `scratch` has
 // qkv_anchor_scratch_bytes, 64-byte aligned.
 //
 // On the rows of a small model (6 layers, 2 heads of 64), squared error of AUTO as a part of none's at equal bytes:

@@ -16,7 +16,7 @@
 #include "engine/codec/page.h"
 #include "engine/codec/turned.h"
 
-// Rows that never changed tell nothing about how much they may: then this part of their mean's energy, and this.
+// Rows without variance are given one: STILL times the energy of their mean, at least STILL_LEAST.
 static const double STILL = 1e-6, STILL_LEAST = 1e-10;
 
 // Matrices [dim][dim] of the head at hand.
@@ -110,7 +110,7 @@ static qkv_status find_roots(workspace *space, size_t dim, double ridge, double 
   return QKV_OK;
 }
 
-// Rows that stand still get a variance that is small beside their mean.
+// Rows that hardly vary get a variance that is small relative to their mean.
 static void loosen(double *covariance, const double *mean, size_t dim) {
   double energy = 0;
   for (size_t i = 0; i < dim; i++) energy += mean[i] * mean[i];

@@ -18,7 +18,7 @@
 //            are of 16 coordinates in rows of 128 and more, and of 8 in others.
 //
 // Both matrices are regularized by a part of their mean eigenvalue, C by more where it is of few rows. Without
-// queries (nobody attended) S = 1.
+// queries (no attend calls) S = 1.
 //
 // Measured on tinylm, KL in bits of keys at 1 and 2 bits a coordinate, values exact (the figures have errors of 6 to
 // 12 %, as 32 windows give them):
@@ -43,13 +43,13 @@
 
 typedef struct qkv_calibrate_options {
   uint8_t band_k, band_v;  // coordinates that share a depth: 8, or 16 where it divides the width; 0: by the width
-  double metric_power;     // how far queries are looked at: M = S^metric_power; 0: not at all
+  double metric_power;     // how much queries count: M = S^metric_power; 0: not at all
   double ridge_queries;    // what is added to S, as a part of its mean eigenvalue
   double ridge_rows;       // the same for C
-  // Looked at before each head, borrowed; where it is set, CANCELLED. NULL: nobody cancels.
+  // Checked before each head, borrowed; where it is set, CANCELLED. NULL: no cancelling.
   const _Atomic bool *cancelled;
-  // Called before a layer's moments are looked at, for microseconds, and behind it, `holds` true and false. NULL:
-  // nobody adds to them meanwhile.
+  // Called with `holds` true before a layer's moments are read, which takes microseconds, and with false after it.
+  // NULL: no other thread adds to them meanwhile.
   void (*hold)(void *context, uint32_t layer, bool holds);
   void *context;
 } qkv_calibrate_options;

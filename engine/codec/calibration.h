@@ -33,9 +33,10 @@
 //    .  f32 analysis[d][d]
 //    .  f32 synthesis[d][d]
 //    .  u16 pair_indices[64]         format 1, K attend of models with RoPE only, like the next; the first
-//    anchor_pairs .  f32 anchor[64][2]            count
-//    .  f32 heavy[d]                 format 2, K attend only: what heavy hitters are told by (heavy.h), before RoPE,
-//                                    in both frames; all 0: none is
+//                                    anchor_pairs count
+//    .  f32 anchor[64][2]
+//    .  f32 heavy[d]                 format 2, K attend only: the predictor of heavy hitters (heavy.h), before RoPE,
+//                                    in both frames; all 0: no key is one
 //
 // What differs between the formats is the attend frame of models with RoPE. In format 1 it is that of QKV_TURN_PAGE
 // (turn_plan.h), the rotating anchor has some pairs, and `mean` is what it leaves. In format 2 it is that of
@@ -57,7 +58,7 @@
 #define QKV_CALIBRATION_MAGIC 0x43564b51u  // "QKVC"
 #define QKV_CALIBRATION_FORMAT 2           // that is written
 #define QKV_CALIBRATION_FORMAT_FIRST 1     // that is read
-#define QKV_CALIBRATION_FORMAT_HEAVY 2     // from which on heavy hitters are told
+#define QKV_CALIBRATION_FORMAT_HEAVY 2     // the first one with heavy-hitter predictors
 #define QKV_CALIBRATION_BYTES_MAX ((size_t)4 << 30)
 #define QKV_TIER_OFFSET_MAX 32  // eighths, either way
 
@@ -67,12 +68,12 @@
 #define QKV_CALIBRATION_HEAVY_MAX 1e15f  // score of heavy hitters
 #define QKV_CALIBRATION_WEIGHT_MIN 1e-18f
 #define QKV_CALIBRATION_WEIGHT_MAX 1e9f
-// Of a coordinate of any row that is let in, and of its square times its weight, so that sums of squares over a page
-// stay finite in fp32.
+// Of a coordinate of any accepted row, and of its square times its weight, so that sums of squares over a page stay
+// finite in fp32.
 #define QKV_CALIBRATION_COORDINATE_MAX 1e15
 #define QKV_CALIBRATION_SQUARE_MAX 1e30
 
-// What a calibration has to fit to.
+// The model that a calibration has to fit.
 typedef struct qkv_calibration_shape {
   uint32_t layers;
   uint32_t kv_heads, q_heads;
@@ -80,7 +81,7 @@ typedef struct qkv_calibration_shape {
   qkv_rope rope;  // resolved; theta 0: none
 } qkv_calibration_shape;
 
-// Whether a calibration of such a model is within limits: counts, widths, bytes. The rope is not looked at.
+// Whether a calibration of this shape is within limits: counts, widths, bytes. The rope is not checked.
 // INVALID_ARGUMENT "calibration.key_dim is 20, allowed are multiples of 8 from 8 to 1024".
 qkv_status qkv_calibration_shape_check(const qkv_calibration_shape *shape, qkv_error *error);
 
@@ -94,36 +95,36 @@ typedef struct qkv_calibration qkv_calibration;
 // success one reference in *out, else NULL.
 qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration **out, qkv_error *error);
 
-// NULL is let through.
+// NULL for NULL.
 const qkv_calibration *qkv_calibration_ref(const qkv_calibration *calibration);
-// Clears *calibration; the last one frees.
+// Clears *calibration; the last reference frees it.
 void qkv_calibration_unref(const qkv_calibration **calibration);
 
-// The file, as long as the reference.
+// The file's bytes, valid as long as the reference.
 const void *qkv_calibration_bytes(const qkv_calibration *calibration, size_t *size);
 // Of the content; never 0, which in pages stands for the data-free code.
 uint32_t qkv_calibration_version(const qkv_calibration *calibration);
 // XXH3-64 of the content, the checksum of the header: tells apart contents whose versions are the same.
 uint64_t qkv_calibration_hash(const qkv_calibration *calibration);
-// That it was learnt from.
+// Tokens that it was learnt from.
 uint64_t qkv_calibration_tokens(const qkv_calibration *calibration);
 const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *calibration);
 
-// INVALID_ARGUMENT "calibration.key_dim is 64, the model has 128" unless it was made for such a model.
+// INVALID_ARGUMENT "calibration.key_dim is 64, the model has 128" unless it was made for a model of this shape.
 qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_calibration_shape *model,
                                  qkv_error *error);
 
 // The same calibration with the data-free transform in some of its parts, drop [layers][kv_heads]
 // [QKV_CALIBRATION_PARTS], with these tier offsets, as many, in eighths of a bit, and with no row of some heads a
-// heavy hitter, forget [layers][kv_heads]. NULL: in none, as they are, of none. Without RoPE the attend part of keys
-// is theirs, the archive part is not looked at. It has a version of its own. Takes the reference, on failure too, and
-// where that is the last one its memory. One reference in *out, else NULL.
+// heavy hitter, forget [layers][kv_heads]. NULL: drop none, keep the offsets, forget none. Without RoPE the keys'
+// only part is the attend part; the archive part is ignored. It has a version of its own. Takes over the reference,
+// on failure too, and the memory where that is the last one. One reference in *out, else NULL.
 qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const bool *drop, const int8_t *offsets,
                                   const bool *forget, qkv_calibration **out, qkv_error *error);
 
 // Memory of all calibrations that there are.
 uint64_t qkv_calibration_bytes_held(void);
-// What one of such a model takes at most; its shape is within limits.
+// Bytes that a calibration of this shape takes at most; the shape is within limits.
 uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape);
 
 // Layer and head are within the shape (asserted). As long as the reference.
@@ -133,8 +134,8 @@ const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibratio
 // of a frame and values together, it adds up to about 0.
 int qkv_calibration_tier_offset(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                 qkv_calibration_part part);
-// [key_dim], what its heavy hitters are told by, and the score that these are above; NULL: there are none. As long as
-// the reference.
+// [key_dim], the head's predictor of heavy hitters, and the score that these are above; NULL: there are none. Valid
+// as long as the reference.
 const float *qkv_calibration_heavy(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                    float *least);
 

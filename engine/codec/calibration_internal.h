@@ -65,7 +65,7 @@ struct qkv_calibration {
   size_t size;
   qkvi_head_view *heads;    // [layers][kv_heads]
   qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
-  uint8_t *whole;           // of all heads: matrices in whole numbers, and what else is made of a file's bytes
+  uint8_t *whole;           // of all heads: matrices in whole numbers, and other data made from a file's bytes
   size_t whole_bytes;
   _Atomic(void *) *derived;  // [layers][kv_heads], what codecs have made of a head's numbers; NULL: nothing so far
   _Atomic uint64_t derived_bytes;
@@ -89,10 +89,10 @@ qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_er
 // The transform of the data-free code, in a calibration's words, into a part that is all 0 (calibrate.c).
 void qkvi_calibration_write_data_free(const qkvi_part_view *part);
 
-// A calibration comes or goes: qkv_calibration_bytes_held.
+// Counts a calibration in or out: qkv_calibration_bytes_held.
 void qkvi_calibration_count(const qkv_calibration *calibration, bool more);
 
-// Where what a codec makes of a head is kept, which is freed with the calibration; and that there is more of it.
+// The place for data that a codec derives for a head, freed with the calibration; and counts bytes of it.
 _Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head);
 void qkvi_calibration_count_derived(const qkv_calibration *calibration, size_t bytes);
 

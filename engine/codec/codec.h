@@ -26,7 +26,7 @@
 #include "engine/codec/rope.h"
 
 // How the pages of one layer are coded under one policy and one calibration: what every codec's coder begins with.
-// Immutable; who holds pages keeps their coder alive (engine/cache/coding.h).
+// Immutable; the holder of pages keeps their coder alive (engine/cache/coding.h).
 typedef struct qkv_coder {
   const qkv_codec *codec;
   uint32_t layer;
@@ -45,7 +45,7 @@ typedef struct qkv_coder_spec {
   const qkv_calibration *calibration;  // NULL: data-free
 } qkv_coder_spec;
 
-// Pages that one call of weigh takes at most, and bytes of what a codec keeps of a block's queries.
+// The most pages for one call of weigh; bytes that a codec may keep for a block of queries.
 #define QKV_PAGES_TOGETHER 8
 #define QKV_QUERY_OWN_MAX 1048576
 
@@ -87,15 +87,15 @@ typedef struct qkv_codec_planes {
   bool (*whole)(const qkv_coder *coder, const void *page);
   const uint16_t *(*group_bytes)(const qkv_coder *coder, uint16_t kv_head, qkv_part part);
   void (*lane)(const qkv_coder *coder, uint16_t kv_head, qkv_part part, qkv_lane *lane);
-  // The squared sizes of a head's rows, by slot; 0 of those that dropping leaves as they are.
+  // The squared sizes of a head's rows, by slot; 0 for rows that dropping does not change.
   void (*sizes)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                 float sizes[QKV_PAGE_TOKENS]);
-  // Fills `image` (64-byte aligned, with room for as much as the page has) with the page at the lower of its tiers
-  // and the wanted ones, heads [kv_heads], as far as it can be cut, and seals it. Returns the bytes of the image.
+  // Fills `image` (64-byte aligned, as large as the page) with the page at the lower of its tiers and the wanted
+  // ones, heads [kv_heads], as far as it can be cut, and seals it. Returns the bytes of the image.
   size_t (*drop)(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image);
 } qkv_codec_planes;
 
-// A number that a codec may be told in a policy, and what of it is allowed.
+// A number that a policy may give to a codec, and its allowed values.
 typedef struct qkv_parameter {
   const char *name;   // as in the codec's message of the contract
   uint32_t fallback;  // where it is not said
@@ -116,29 +116,29 @@ struct qkv_codec {
   bool (*bits_valid)(double bits);
   const char *bits_text;  // "multiples of 0.125 up to 8"
   // Fills coders[layer] for each of the spec's layers whose policy's codec has this function. Returns what they
-  // share, for destroy(), and adds the memory of all to `bytes`. `spec` and what it points to are not used any more
-  // afterwards, but for the calibration.
+  // share, for destroy(), and adds the memory of all to `bytes`. Afterwards `spec` and what it points to are not used
+  // any more, except the calibration.
   void *(*create)(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
   void (*destroy)(void *made);
   // Most bytes that a page takes.
   size_t (*page_bytes_max)(const qkv_coder *coder);
   // Codes `tokens` (1..64) rows from `position` on: k is [tokens][kv_heads][key_dim], as attended (after RoPE), v is
   // [tokens][kv_heads][value_dim], of type `dtype`, dense and finite, |x| <= QKV_ROW_MAX. Fills the whole image
-  // (64-byte aligned, with room for page_bytes_max) and seals it. The missing slots of a short page are coded as zero
-  // rows. Idle threads of `pool` (NULL: none) take heads off the caller. Returns the bytes of the image.
+  // (64-byte aligned, of page_bytes_max) and seals it. The missing slots of a short page are coded as zero rows. Idle
+  // threads of `pool` (NULL: none) take heads off the caller. Returns the bytes of the image.
   size_t (*encode)(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                    const void *v, qkv_pool *pool, void *image);
   // Makes `own` of a block whose `count`, `rows` and `precision` are set.
   void (*query)(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries);
-  // scores[count][64] = q . k_t. `queries` keeps notes from page to page; pages in order of position are fastest.
+  // scores[count][64] = q . k_t. `queries` caches state from page to page; pages in order of position are fastest.
   void (*scores)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries, float *scores);
   // sums[n][value_dim] += weights[n][64] . v_t, in code space.
   void (*accumulate)(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                      float *sums);
-  // The same of up to QKV_PAGES_TOGETHER pages, one after the other, from scores [pages][count][64] and their peaks
-  // [pages][count], in integers where `queries` say so: weights are exp(score - peak), totals [pages][count] get
-  // their sums. Returns how many pages are done: those before the first whose values are not taken in integers. NULL:
-  // none ever is.
+  // Softmax and accumulation over up to QKV_PAGES_TOGETHER pages, one after the other, from scores [pages][count][64]
+  // and their peaks [pages][count], in integers where `queries` say so: weights are exp(score - peak), totals
+  // [pages][count] get their sums. Returns how many pages are done: those before the first whose values need
+  // floating point. NULL: all need it.
   size_t (*weigh)(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
                   qkv_query_block *queries, const float *scores, const float *peaks, float *totals, float *sums);
   // sums [n][value_dim] in place, from code space to model space; totals[n], the sums of all weights.
@@ -148,7 +148,7 @@ struct qkv_codec {
   void (*decode)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, bool before_rope,
                  float *rows);
   // How many of one head's rows [tokens][key_dim or value_dim] are, one after the other, what encode would write at
-  // tokens first, first + 1, ... of the page: how a repeated append is told from a different one.
+  // tokens first, first + 1, ... of the page: it distinguishes a repeated append from a different one.
   uint32_t (*rows_match)(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, uint32_t first,
                          uint32_t tokens, const float *rows);
   const qkv_codec_planes *planes;  // NULL: pages keep the bits that they were coded with
@@ -180,7 +180,7 @@ const qkv_codec *qkv_codec_by_id(uint8_t id);
 const qkv_codec *qkv_codec_by_name(const char *name);
 // Rows of the table, for lists: NULL beyond the end.
 const qkv_codec *qkv_codec_at(size_t row);
-// The names in the table, "a, b and c", for error messages.
+// The names in the table, as "a, b and c", for error messages.
 enum { QKV_CODEC_NAMES_MAX = 256 };
 char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]);
 // The bits where none are given: 4, or of a codec without 4 bits 8 or 2.

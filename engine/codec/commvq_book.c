@@ -360,7 +360,7 @@ const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, u
   const qkv_transform *transform = qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_K_ARCHIVE);
   if (transform->analysis == NULL) return qkv_commvq_book_data_free(shape->key_dim);
   qkv_commvq_book *book = make_calibrated(transform, &shape->rope, shape->key_dim);
-  // Another thread may have been as fast, and has made the same.
+  // Another thread may have made the same book meanwhile.
   if (atomic_compare_exchange_strong(kept, &found, book)) {
     qkvi_calibration_count_derived(calibration, book_bytes(shape->key_dim));
     return book;

@@ -46,14 +46,14 @@ qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uin
   return found;
 }
 
-// The same where there are none most of the time.
+// The same with a fast path for none, which is the usual case.
 static inline qkvi_additions additions_of(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
   if ((entry->anchor_k | entry->anchor_v | entry->low_rank_k | entry->low_rank_v) == 0) return (qkvi_additions){0};
   return qkvi_additions_find(coder, page, kv_head, part);
 }
 
-// rows [64][dim], as decoded from the codes, with all that comes on top.
+// Adds anchors and factors to rows [64][dim], as decoded from the codes.
 static void add_rows(const qkvi_additions *added, float *rows) {
   if (added->anchored) qkv_anchor_rows(&added->anchor, rows);
   if (added->factored) qkv_low_rank_rows(&added->factors, rows);
@@ -155,7 +155,7 @@ static void score_rows(const qkv_coder *coder, const void *page, uint16_t kv_hea
   }
 }
 
-// means [4][dim]: what all rows of a group have before RoPE beside what their codes say.
+// means [4][dim]: what all rows of a group have before RoPE in addition to what their codes give.
 static void group_means(const qkv_transform *transform, const qkvi_additions *added, size_t coordinates,
                         float *means) {
   const size_t dim = transform->schedule->dim, rows = added->anchored ? added->anchor.count : 1;
@@ -286,7 +286,7 @@ static size_t embedded_weigh(const qkv_coder *coder, const void *const *pages, s
   qkv_outliers outliers[QKV_PAGES_TOGETHER];
   size_t done = 0;
   assert(page_count <= QKV_PAGES_TOGETHER);
-  // All weights first: what one waits for, another has to do.
+  // All weights first: while one page's weights wait for results, those of another are computed.
   for (; own->weight_bytes > 0 && done < page_count; done++) {
     const qkvi_additions added = additions_of(coder, pages[done], kv_head, QKV_V);
     if (added.factored || (added.anchored && added.anchor.kind != QKV_ANCHOR_MEAN)) break;

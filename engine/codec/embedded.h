@@ -18,12 +18,12 @@ typedef struct qkv_head_coder {
   float query_limit;                   // that integers need (precision.h); 0: the most
   uint8_t weight_bytes;                // the same; 0: two
   const qkv_rebuild *rebuild;          // archive frame; NULL: keys become rows before they are attended
-  // A row whose squared error, as encoding weighs it, is above limit * its squared length is kept as an outlier
+  // A row whose squared error, weighted as in encoding, is above limit * its squared length is kept as an outlier
   // (outliers.h), and so is one that errs far more than the page's other rows. 0: none is.
   float outlier_limits[2];
   float error_scales[2];       // weighted squared error that counts as much as 1 of a row as attended
   const float *outlier_steps;  // [value_dim], of values; NULL: all 1
-  const float *heavy;          // [key_dim], what keys of heavy hitters are told by (heavy.h); NULL: none is
+  const float *heavy;          // [key_dim], the predictor of heavy hitters (heavy.h); NULL: none
   float heavy_least;           // score that they are above
 } qkv_head_coder;
 

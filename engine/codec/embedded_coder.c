@@ -148,7 +148,7 @@ static void make_rebuilds(made_coders *made, size_t heads) {
   }
 }
 
-// Squared error of a row that is let pass, in units of what the data-free code has on average at the same bits.
+// Allowed squared error of a row, in units of the data-free code's average at the same bits.
 static const double OUTLIER_ERRORS[] = {[QKV_K] = 1.5, [QKV_V] = 3}, OUTLIER_ERROR_DATA_FREE = 3;
 
 // What a row's squared error in code space counts as a part of its squared length: for rows of usual shape the

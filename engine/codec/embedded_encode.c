@@ -56,14 +56,14 @@ typedef struct coded_part {
   size_t section_bytes;  // of the anchors
   size_t factor_bytes;   // of the low-rank factors
   uint8_t gains[QKV_PAGE_TOKENS];
-  uint8_t *codes;    // room for those of the head's tier
-  uint8_t *section;  // room for any anchors
+  uint8_t *codes;    // space for those of the head's tier
+  uint8_t *section;  // space for any anchors
   uint8_t *factors;  // and factors
 } coded_part;
 
 // ---- Predictors ----
 
-// What encoding a head needs beside room for what is coded.
+// Scratch memory for encoding a head, without the space for what is coded.
 typedef struct head_work {
   float *turned;    // [64][QKV_DIM_MAX]
   float *residual;  // the same
@@ -285,7 +285,7 @@ static void place_head(const qkv_coder *coder, uint16_t kv_head, const coded_par
   }
 }
 
-// Header and directory for what has been coded; `parts` NULL: rows with nothing beside, at their heads' tiers.
+// Header and directory for what has been coded; `parts` NULL: rows with codes alone, at their heads' tiers.
 static void format_page(const qkv_coder *coder, uint64_t position, uint32_t tokens, const coded_part *parts,
                         void *image) {
   qkv_head_layout heads[QKV_KV_HEADS_MAX];
@@ -317,7 +317,7 @@ static void format_page(const qkv_coder *coder, uint64_t position, uint32_t toke
   qkv_page_format(image, &header, heads);
 }
 
-// One head's K or V to its place.
+// Writes one head's K or V to its place in the page.
 static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows,
                                 uint64_t heavy, uint8_t *gains, uint8_t *codes, qkv_outlier_set *set) {
   const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
@@ -397,7 +397,7 @@ static void add_outliers(const qkv_coder *coder, const qkv_outlier_set *sets, vo
   qkv_outliers_write(sets, coder->kv_heads, coder->key_dim, coder->value_dim, qkv_page_add_outliers(image, bytes));
 }
 
-// Rows with nothing beside their codes go to their places at once.
+// Rows with codes alone are written to their places in the page at once.
 static void encode_plainly(const qkv_coder *coder, const page_rows *rows, qkv_pool *pool, qkv_outlier_set *sets,
                            void *image) {
   format_page(coder, rows->position, rows->tokens, NULL, image);

@@ -11,10 +11,10 @@
 #include "engine/codec/walk.h"
 #include "engine/kernel/integer.h"
 
-// What it keeps of a block of queries.
+// What the codec keeps of a block of queries.
 typedef struct qkvi_embedded_queries {
   qkv_integer_room room;
-  qkv_integer_queries integers;  // of `codes`, in `room`
+  qkv_integer_queries integers;  // of `codes`, in the memory `room`
   qkv_layouts layouts;
   qkv_phases_walk walk;  // frames that are turned back by the page
   // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in
@@ -46,7 +46,7 @@ static inline size_t qkvi_coded(const qkv_schedule *schedule, unsigned tier) {
   return schedule->reach[tier][1];
 }
 
-// The same at the highest tier of a head's part; no page of the coder has more.
+// Coordinates that have bits at the highest tier of a head's part; no page of the coder has more.
 static inline size_t qkvi_coded_most(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
   return qkvi_coded(qkv_embedded(coder)->heads[kv_head].schedules[part],
                     qkv_embedded(coder)->heads[kv_head].tiers[part]);
@@ -60,7 +60,7 @@ static inline qkv_head_layout qkvi_layout_of(const qkv_coder *coder, uint16_t kv
   return layout;
 }
 
-// What a head's part has beside its codes.
+// What a head's part has in addition to its codes.
 typedef struct qkvi_additions {
   bool anchored, factored;
   qkv_anchor anchor;

@@ -15,7 +15,7 @@ _Static_assert(QKV_RANK_MAX <= QKVI_SVD_RANK_MAX, "rank");
 // ---- Fit ----
 
 static size_t fit_bytes(size_t dim) {
-  // Plain below 64 rows, which takes more room than a subspace of 64.
+  // Below 64 rows the plain SVD, whose scratch memory is larger than that of a subspace of 64.
   size_t svd = qkvi_svd_scratch_bytes(TOKENS - 1, dim, QKV_RANK_MAX);
   const size_t full = qkvi_svd_scratch_bytes(TOKENS, dim, QKV_RANK_MAX);
   if (full > svd) svd = full;

@@ -1,15 +1,15 @@
 // Moments: what calibration learns from, running sums over the rows of one model.
 //
-// Per layer and KV head: of keys before RoPE the mean and the covariance; the same of values; of queries before RoPE
-// the mean and the second moment over all query heads of the KV head, not centred. Nothing of single rows is kept,
-// nor of positions: what RoPE makes of these moments follows from them (turned.h).
+// Per layer and KV head: of keys before RoPE and of values the mean and the covariance; of queries before RoPE the
+// mean and the second moment over all query heads of the KV head, not centred. Nothing of single rows is kept, nor of
+// positions: what RoPE makes of these moments follows from them (turned.h).
 //
 // Sums are in double, off a shift close to the mean, blocks of rows in float before they are added.
 //
 // Cost: per row of width d, d^2 / 2 multiply-adds; memory as qkv_moments_bytes says, about 4 d^2 bytes for each of
 // the three per layer and KV head: 100 MB for 32 layers with 8 heads of 128.
 //
-// Threads: different layers may be added to at the same time; the rest is the caller's to order.
+// Threads: different layers may be added to at the same time; the caller serializes the rest.
 #ifndef QKV_ENGINE_CODEC_MOMENTS_H
 #define QKV_ENGINE_CODEC_MOMENTS_H
 

@@ -1,11 +1,11 @@
-// Narrowing: a page at lower tiers, by dropping planes.
+// Narrowing: a page is brought to lower tiers by dropping planes.
 //
-// Codes are prefixes, so the bits that stay are those that were there: nothing is quantized again. Gains are the one
-// thing that is: those of groups that lose planes are fitted anew, to the rows as they were before. Without that, an
-// error along the row stays, which long keys turn into scores: on tinylm, from 4 bits to 1.6 in the attend frame, the
-// KL is 0.0031 with the gains as they were, 0.0012 with fitted ones and 0.0017 for rows coded at 1.6 bits. Anchors
-// are copied; low-rank factors are fitted anew, too, to the rows as they were, less the codes that are left. What may
-// be dropped is what the anchor allows (anchor.h): a part whose rows are a chain keeps its tiers, whatever is asked.
+// Codes are prefixes, so the bits that stay do not change: no code is quantized again. Only the gains are: those of
+// groups that lose planes are fitted anew, to the rows as they were before. Without that, an error along the row
+// stays, which long keys turn into scores: on tinylm, from 4 bits to 1.6 in the attend frame, the KL is 0.0031 with
+// the gains as they were, 0.0012 with fitted ones and 0.0017 for rows coded at 1.6 bits. Anchors are copied; low-rank
+// factors are fitted anew, too, to the rows as they were, less the codes that are left. What may be dropped is what
+// the anchor allows (anchor.h): a part whose rows are a chain keeps its tiers, whatever is asked.
 //
 // Down in two steps gives the codes of one step, but for gains that may be a step off.
 //

@@ -39,7 +39,7 @@ static void average_others(const qkvi_row_measures *measures, uint32_t tokens, q
 }
 
 // How far a row's error is beyond the bound, as a factor; 0: it is not. The error of a key adds to its score, however
-// long the key is. That of a long value is looked at as a part of it, as outputs have both.
+// long the key is. That of a long value is taken relative to its length, as outputs have both.
 static float excess(const qkv_head_coder *head, qkv_part part, const qkvi_outlier_slots *found,
                     const qkvi_row_measures *measures, size_t t) {
   const float square = measures->squares[t], reference = square > found->square ? square : found->square;

@@ -1,4 +1,4 @@
-// Which rows of a page are kept as outliers (outliers.h), and how they come there, while it is encoded.
+// Selects the rows of a page that are kept as outliers (outliers.h) while it is encoded, and stores them.
 //
 // A row is one by its position (sinks), as a heavy hitter (heavy.h), by its error as a part of its own length, or by
 // its error among the page's other rows: docs/page-format.md.
@@ -13,7 +13,7 @@
 #include "engine/codec/outliers.h"
 #include "engine/kernel/kernel.h"
 
-// Squared errors of a page's rows, as encoding weighs them, and their squared lengths as attended.
+// Squared errors of a page's rows, weighted as in encoding, and their squared lengths as attended.
 typedef struct qkvi_row_measures {
   float errors[QKV_PAGE_TOKENS], squares[QKV_PAGE_TOKENS];
 } qkvi_row_measures;

@@ -52,7 +52,7 @@ typedef struct qkv_outliers {
 // False: the head's part has none; *found is then empty. The page must be valid.
 bool qkv_outliers_find(const void *page, uint16_t kv_head, qkv_part part, qkv_outliers *found);
 
-// Has the section's index fetched, with the slots and scales of some rows, before it is looked at.
+// Prefetches the section's index, with the slots and scales of some rows, before it is read.
 static inline void qkv_outliers_fetch(const qkv_page_header *header) {
   enum { LINES = 4, LINE = 64 };
   if (header->outliers == 0) return;
@@ -86,7 +86,7 @@ void qkv_outlier_set_add(qkv_outlier_set *set, uint8_t slot, bool wide, const fl
 // The squared error of a row [dim] as it would be stored, narrow, in units of its own coordinates.
 float qkv_outlier_error(const float *row, size_t dim);
 
-// Bytes of the section for sets [kv_heads][2]; 0 where all are empty. And the most that a page of such a shape takes.
+// Bytes of the section for sets [kv_heads][2]; 0 where all are empty. And the most for a page of this shape.
 size_t qkv_outliers_bytes(const qkv_outlier_set *sets, uint16_t kv_heads, uint16_t key_dim, uint16_t value_dim);
 size_t qkv_outliers_bytes_max(uint16_t kv_heads, uint16_t key_dim, uint16_t value_dim);
 // Writes it, all of its bytes.
@@ -95,8 +95,8 @@ void qkv_outliers_write(const qkv_outlier_set *sets, uint16_t kv_heads, uint16_t
 
 // ---- Bytes from outside ----
 
-// DATA_LOSS with the reason unless `section` of `bytes`, at any alignment, is one of a page of such a shape with so
-// many tokens. Reads nothing beyond.
+// DATA_LOSS with the reason unless `section` of `bytes`, at any alignment, is that of a page of this shape with
+// `tokens` tokens. Reads nothing beyond.
 qkv_status qkv_outliers_validate(const uint8_t *section, size_t bytes, uint16_t kv_heads, uint16_t key_dim,
                                  uint16_t value_dim, uint32_t tokens, qkv_error *error);
 

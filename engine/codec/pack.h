@@ -23,7 +23,7 @@ void qkvi_pack_slab(qkv_part part, unsigned pair, bool wide, unsigned width, con
 // `codes` [schedule->dim] gets each coordinate's code at its own depth (0 at depth 0).
 void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, qkvi_codes *codes);
 
-// The same of one slot of the group: codes [schedule->dim].
+// Unpacks one slot of the group: codes [schedule->dim].
 void qkvi_unpack_slot(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, unsigned slot,
                       uint8_t *codes);
 

@@ -1,8 +1,8 @@
 // The page: 64 consecutive tokens of one layer, all KV heads, K and V, as one immutable run of bytes.
 //
-// It is what lies in memory, what a record on the SSD holds and what Fetch can send: one layout. A page is
-// never changed in place. Whoever changes one (a lower tier, a new anchor) builds another image and swaps the
-// pointer, so that readers need no lock on its bytes and freeing is all or nothing.
+// It is what lies in memory, what a record on the SSD holds and what Fetch can send: one layout. A page is never
+// changed in place. A change (a lower tier, a new anchor) builds another image and swaps the pointer, so that readers
+// need no lock on its bytes and freeing is all or nothing.
 //
 // Little-endian. Offsets in bytes.
 //
@@ -55,7 +55,7 @@
 // coordinates x (2 or 1) bits. It is cut into *slabs* of 64 bytes, and what is left over into one of 32 and/or
 // one of 16 bytes (widths are multiples of 8, so nothing smaller remains). A byte has four *fields* of two
 // bits; field f is bits 2f (low) and 2f+1 (high). In pairs 1 and 3 the fields are swapped pairwise (the codes
-// of field f lie in field f ^ 1): then a mask and an OR, without a shift, put a field of pair 0 beside the
+// of field f lie in field f ^ 1): then a mask and an OR, without a shift, put a field of pair 0 next to the
 // same coordinate's field of pair 1, and one table look-up takes four bits.
 //
 //   K slab of 16*s bytes, s = 4, 2 or 1: byte b belongs to token b / s, i = b % s
@@ -158,7 +158,7 @@ size_t qkv_page_bytes(const qkv_head_layout *heads, uint16_t kv_heads);
 void qkv_page_format(void *image, const qkv_page_header *header, const qkv_head_layout *heads);
 void qkv_page_seal(void *image);  // sets the checksum
 
-// Makes place for a section of outliers behind the last head of a formatted image that has none, `bytes` a multiple
+// Makes space for a section of outliers behind the last head of a formatted image that has none, `bytes` a multiple
 // of 64; the caller fills all of it (outliers.h).
 uint8_t *qkv_page_add_outliers(void *image, size_t bytes);
 
@@ -183,7 +183,7 @@ static inline const qkv_page_directory *qkv_page_entry_of(const void *page, uint
 const uint8_t *qkv_page_sections(const void *page, uint16_t kv_head, const qkv_schedule *const schedules[2],
                                  size_t *bytes);
 
-// What an image is held to.
+// What an image is checked against.
 typedef struct qkv_page_expected {
   uint16_t kv_heads, key_dim, value_dim;
   uint16_t features;  // those that are known
@@ -193,7 +193,7 @@ typedef struct qkv_page_expected {
 } qkv_page_expected;
 
 // Everything that an image from outside must satisfy before anything else here may read it: magic, version, known
-// features, limits, heads one after the other without gaps up to `bytes`, tiers, room for sections only where a
+// features, limits, heads one after the other without gaps up to `bytes`, tiers, space for sections only where a
 // feature says so, checksum. For any bytes at any alignment. What is in the sections is the codec's to check.
 // DATA_LOSS with the reason.
 qkv_status qkv_page_validate(const void *image, size_t bytes, const qkv_page_expected *expected, qkv_error *error);

@@ -58,8 +58,8 @@ struct qkv_part_codec {
                uint32_t layer, uint32_t kv_head, void *tables);
   // rows [64][dim], zeros from `tokens` on, to a block of zeros; keys before RoPE, where there is columns().
   void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
-  // Of keys: queries [n][dim] to what scores() takes, `ready` with room for QKV_QUERY_OWN_MAX bytes, aligned to 64.
-  // NULL: they stay as they are.
+  // Of keys: queries [n][dim] to what scores() takes, `ready` of QKV_QUERY_OWN_MAX bytes, aligned to 64. NULL: they
+  // stay as they are.
   void (*query)(const qkv_part_coder *coder, const float *queries, size_t n, float *ready);
   // Of keys: scores[n][64] = q . k_t; n <= QKV_QUERY_BLOCK.
   void (*scores)(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n, float *scores);
@@ -70,7 +70,7 @@ struct qkv_part_codec {
   void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n, float *sums);
   // sums [n][dim] in place from code space. NULL: they are the rows' own.
   void (*output)(const qkv_part_coder *coder, float *sums, size_t n);
-  // The same of codecs whose rows have a mean; totals[n], the sums of weights.
+  // output() of codecs whose rows have a mean; totals[n], the sums of weights.
   void (*output_mean)(const qkv_part_coder *coder, float *sums, const double *totals, size_t n);
   void (*decode)(const qkv_part_coder *coder, const uint8_t *block, float *rows);  // [64][dim]
   // Whether a slot's codes are those of this row [dim].
@@ -79,7 +79,7 @@ struct qkv_part_codec {
   const char *(*validate)(const qkv_part_coder *coder, const uint8_t *block);
 };
 
-// The functions of a codec of parts, for its row of the codec table: `.part = &..., QKV_CODEC_OF_PARTS`.
+// The functions of a codec of parts, for its row in the codec table: `.part = &..., QKV_CODEC_OF_PARTS`.
 #define QKV_CODEC_OF_PARTS                                                                                 \
   .create = qkvi_parts_create, .destroy = qkvi_parts_destroy, .page_bytes_max = qkvi_parts_page_bytes_max, \
   .encode = qkvi_parts_encode, .query = qkvi_parts_query, .scores = qkvi_parts_scores,                     \

@@ -30,7 +30,7 @@ typedef struct qkv_policy {
   // is said with a codec goes with it.
   uint32_t parameters[2][QKV_PARAMETERS_MAX];
   double bits_k, bits_v;
-  int64_t recent_window;  // tokens kept exact beside the open page; -1 not said
+  int64_t recent_window;  // tokens kept exact in addition to the open page; -1 not said
   bool learn_said;
   bool learn;  // rows teach the model's calibration
   bool gqa_said;

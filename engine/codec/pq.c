@@ -60,7 +60,7 @@ static size_t groups_of(size_t n) {
   return (n + LANES - 1) / LANES;
 }
 
-// Whether the tables of so many queries fit into what there is for them.
+// Whether the tables of so many queries fit into QKV_QUERY_OWN_MAX bytes.
 static bool has_tables(const qkv_part_coder *coder, size_t n) {
   return groups_of(n) * LANES * subs_of(coder) * QKV_PQ_POINTS * sizeof(float) <= QKV_QUERY_OWN_MAX;
 }

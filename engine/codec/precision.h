@@ -1,7 +1,7 @@
 // How exact attention on codes is, and how exact it needs to be.
 //
 // In integers (kernel/integer.h) a query is rounded to whole numbers up to a limit, and a page's weights to one byte
-// or two. Less takes less time and errs more; what matters is the error beside that of the codes:
+// or two. Less takes less time and errs more; what matters is the error relative to that of the codes:
 //
 //   queries   steps of top / limit, the same in every coordinate that has bits, against sum_c sigma_c^2 D_c of the
 //             codes, D_c the distortion of c's depth. In a byte (127), sigma_1 0.0061 where top is about 2.7 standard

@@ -6,7 +6,7 @@
 // wanted for what follows: RoPE turns pairs of coordinates by an angle a slot, and the products with the real queries
 // are sums over coordinates. Queries are turned back by the page's centre before, as in the attend frame (phases.h).
 //
-// One byte errs by the step of a column's largest number; that is weighed against the codes' error with the second
+// One byte errs by the step of a column's largest number; that is compared to the codes' error with the second
 // moments of queries that the calibration was made for: with A the analysis, w its weights, they are A^T w A.
 //
 // Threads: immutable once created.

@@ -3,9 +3,9 @@
 // Fields and defaults are those of proto/qkv/v1/model.proto's Rope. Source: Su et al. (RoPE), and the scalings
 // as Hugging Face transformers computes them (linear, dynamic NTK, YaRN, Llama 3).
 //
-// Dynamic NTK takes its base from the length. Here every row is rotated with the base of its own position + 1,
-// as a decode loop of transformers rotates it; a prompt that goes through transformers in one pass gets one base
-// for all of its rows, that of the pass's length. Whoever needs those rows sends them rotated.
+// Dynamic NTK takes its base from the length. Here every row is rotated with the base of its own position + 1, as a
+// decode loop of transformers rotates it; a prompt that goes through transformers in one pass gets one base for all
+// of its rows, that of the pass's length. A client that needs those rows sends them rotated.
 #ifndef QKV_ENGINE_CODEC_ROPE_H
 #define QKV_ENGINE_CODEC_ROPE_H
 

@@ -1,4 +1,4 @@
-// Whether a model's RoPE is what its keys were turned by, told from keys after it.
+// Checks, from keys after RoPE, whether they were turned by the RoPE that the model declares.
 //
 // Before RoPE a head's keys lie about a mean and in few directions; turned by anything else they are smeared. What is
 // compared is the volume of their covariance, ln det C a coordinate, of keys that are turned back by
@@ -13,7 +13,7 @@
 //   tinylm                     -3.88 *  -2.08    -1.92    -1.88    -1.13    -1.26    -1.58
 //   SmolLM2-135M-Instruct      -2.27    -2.96 *  -2.49    -2.41    -1.60    -1.72    -2.01
 //
-// So an alternative that is lower by QKV_ROPE_CHECK_MARGIN, and so in QKV_ROPE_CHECK_HEADS of the heads, is told.
+// So an alternative is reported that is lower by QKV_ROPE_CHECK_MARGIN, and so in QKV_ROPE_CHECK_HEADS of the heads.
 // Bases that are not usual are not found, nor is a wrong width; but the declared one is compared whatever it is.
 //
 // Cost: for each head 13 covariances and Cholesky decompositions of the rope's width.

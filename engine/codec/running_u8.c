@@ -20,7 +20,7 @@ typedef struct running {
   float low, high, scale;
 } running;
 
-// What is there moves to a wider range.
+// Rescales the codes so far to a wider range.
 static void rescale(running *range, float low, float high, uint8_t *codes, size_t stride, uint32_t count) {
   const float scale = (high - low) / MOST;
   for (uint32_t t = 0; t < count; t++)

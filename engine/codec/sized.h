@@ -4,7 +4,7 @@
 //   codes  [lanes][steps]  a matrix (parts.h)
 //
 // `tables` of the part's coder begins with the values of the codes, float [1 << bits]. Codes of another kind may come
-// after the sizes: what takes a block's sizes alone is at the end.
+// after the sizes: functions for a block's sizes alone are at the end.
 //
 // Threads: pure functions.
 #ifndef QKV_ENGINE_CODEC_SIZED_H

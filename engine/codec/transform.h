@@ -13,7 +13,7 @@
 // folded in; rows go through `analysis` in whole numbers of 16 bits (kernel/dense.h). `weights` says how much a
 // coordinate's squared error counts; the data-free code counts all alike.
 //
-// Keys in the attend frame have a rotating anchor besides: the calibrated mean before RoPE, of all pairs or of those
+// Keys in the attend frame also have a rotating anchor: the calibrated mean before RoPE, of all pairs or of those
 // that carry most of it, rotated to each position and taken off before everything else; and a plan of which pairs are
 // turned back to where (turn_plan.h).
 //
@@ -29,7 +29,7 @@
 #include "engine/codec/turn_plan.h"
 #include "engine/kernel/dense.h"
 
-#define QKV_QUERY_BLOCK 32       // queries that meet a page at once, at most: bounds every scratch
+#define QKV_QUERY_BLOCK 32       // queries that meet a page at once, at most: bounds the scratch memory
 #define QKV_ANCHOR_PAIRS_MAX 64  // of a rotating anchor under QKV_TURN_PAGE
 
 // All pointers are borrowed: from a calibration, or NULL.

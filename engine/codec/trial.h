@@ -31,7 +31,7 @@ void qkvi_trial_run(const qkvi_trial *trial, qkv_part part, const qkv_schedule *
 // The squared error of `tokens` rows, weights [dim] or NULL.
 double qkvi_rows_error(const float *a, const float *b, const float *weights, size_t tokens, size_t dim);
 
-// The highest tier whose codes of a page, with a section of so many bytes besides, take no more than those of tier
+// The highest tier whose codes of a page, together with a section of so many bytes, take no more than those of tier
 // `budget` alone. 0: none.
 unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t section);
 

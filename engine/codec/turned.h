@@ -24,7 +24,7 @@
 // t uniform in [begin, end).
 typedef struct qkvi_span {
   int64_t begin, end;
-  double weight;  // > 0, beside the others'
+  double weight;  // > 0, relative to the other spans'
 } qkvi_span;
 
 typedef struct qkvi_turns qkvi_turns;
@@ -39,7 +39,7 @@ void qkvi_turns_destroy(qkvi_turns **turns);
 void qkvi_turn_mean(const qkvi_turns *turns, double *mean);
 // second [dim][dim], symmetric, in place.
 void qkvi_turn_second(const qkvi_turns *turns, double *second);
-// The same where YaRN has scaled what turns already.
+// As qkvi_turn_second, where YaRN has scaled the turning coordinates already.
 void qkvi_turn_grown(const qkvi_turns *turns, double *second);
 
 #endif

@@ -152,8 +152,8 @@ static qkv_walk_level level_of(qkv_walk *walk, unsigned level, uint64_t block) {
                           .sums = walk->keeps && level > 0 ? sums_of(walk, level) : NULL};
 }
 
-// From the longest blocks to the shortest: what has not changed is there. The last level, which changes with every
-// page, is not kept.
+// From the longest blocks to the shortest: sums that have not changed are reused. The last level, which changes with
+// every page, is not kept.
 static void sum_levels(qkv_walk *walk, uint64_t position, float *codes) {
   qkv_walk_level levels[QKV_TURN_LEVELS];
   const qkv_turn_plan *plan = walk->transform->plan;
