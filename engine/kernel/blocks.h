@@ -1,4 +1,4 @@
-// Where the codes of each 16 coordinates of a group lie, for kernels that read whole slabs.
+// Where the codes of each 16 coordinates of a group lie, for kernels that read whole slabs (page.h).
 #ifndef QKV_ENGINE_KERNEL_BLOCKS_H
 #define QKV_ENGINE_KERNEL_BLOCKS_H
 
@@ -12,7 +12,7 @@
 #define QKVI_BLOCK_WIDTH 16
 #define QKVI_BLOCKS_MAX (QKV_DIM_MAX / QKVI_BLOCK_WIDTH)
 
-// What kernels have a way of its own for. The first four are whole slabs of 64 bytes.
+// The layouts that kernels have code of their own for. The first four are whole slabs of 64 bytes.
 typedef enum qkvi_block_shape {
   QKVI_BLOCK_FIELDS,        // kinds 1 and 2: a slab, whose fields are looked up one by one
   QKVI_BLOCK_NIBBLES,       // kinds 3 and 4: two slabs
@@ -30,8 +30,8 @@ typedef struct qkvi_block {
   uint8_t shape;                      // qkvi_block_shape
   uint16_t slabs[QKV_DEPTH_MAX / 2];  // offsets in the group of the 64-byte slabs of each pair; any for the pairs
                                       // that the kind does not have
-  // The same of the pairs of a block of up to QKVI_SHALLOW_MAX bits once halves are 64 bytes, too, each at 64 times
-  // its pair among them.
+  // Offsets of the pairs of a block of up to QKVI_SHALLOW_MAX bits once slabs of 32 bytes (halves) have been widened
+  // to 64: a half lies at 64 times its pair among the halves.
   uint16_t places[QKVI_SHALLOW_PAIRS];
   uint8_t spread[QKVI_SHALLOW_PAIRS];  // 0: in the group, 1: among the halves
 } qkvi_block;
@@ -76,8 +76,8 @@ static inline unsigned qkvi_block_half(const qkvi_block *block) {
   return (unsigned)block->shape - QKVI_BLOCK_FIELDS_HALF;
 }
 
-// All blocks are whole and of up to QKVI_SHALLOW_MAX bits. Such a block can be taken for one of a larger shape, too:
-// its tables do not look at what its kind does not have.
+// All blocks are whole and of up to QKVI_SHALLOW_MAX bits. A block of this kind can also be read as one of a larger
+// shape: its tables ignore the bits that its kind does not have.
 static inline bool qkvi_blocks_are_plain(const qkvi_tier_blocks *blocks) {
   return (blocks->deep | blocks->scattered | blocks->halves) == 0;
 }
@@ -103,9 +103,9 @@ typedef struct qkvi_reader {
 void qkvi_reader_init(qkvi_reader *reader, qkv_part part, const qkv_page_codes *codes);
 void qkvi_reader_turn_to(qkvi_reader *reader, size_t group);
 
-// How a twin packs codes at full depth, [QKV_GROUP_TOKENS][stride].
+// How a kernel variant packs codes at full depth, [QKV_GROUP_TOKENS][stride].
 typedef struct qkvi_packing {
-  // Adds what `pair` takes of a block to its slab of 64 bytes, a half of it where that is narrow.
+  // Adds the bits of `pair` of a block to its slab of 64 bytes, to a half of it where it is narrow.
   void (*block)(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
                 uint8_t *slab);
   // columns [c][t] = codes [t][c] of `count` coordinates, at most 16; more of the 16 may be written.

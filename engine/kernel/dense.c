@@ -82,7 +82,7 @@ static void choose_fours(const dense_four *fours, size_t count, size_t pairs, bo
   for (size_t f = 0; f < pairs; f++) chosen[sorted[f].first / QKVI_DENSE_FOUR] = true;
 }
 
-// From words, which are there; all else is 0.
+// From words, which are set; all else is 0.
 static void pair_inputs(const int16_t *words, size_t dim, size_t outputs, uint16_t *order, int16_t *limits,
                         uint16_t *paired, int32_t *shares) {
   enum { PAIRS = QKVI_DENSE_GROUP - 1 };

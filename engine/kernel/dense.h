@@ -40,7 +40,7 @@ typedef struct qkv_dense {
   const int32_t *shares;   // [outputs up to 16s]: sums of a_i a_j, modulo 2^32
 } qkv_dense;
 
-// Bytes that a matrix of so many outputs takes; and a matrix [outputs][dim] in such memory, 64-byte aligned.
+// Bytes that a matrix of so many outputs takes; and a matrix [outputs][dim] in memory of that size, 64-byte aligned.
 size_t qkv_dense_bytes(size_t dim, size_t outputs);
 qkv_dense qkv_dense_in(void *memory, const float *matrix, size_t dim, size_t outputs);
 

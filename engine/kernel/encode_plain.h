@@ -153,7 +153,7 @@ static inline some_words nearest_gains(some factors) {
   return clamp_gains(g);
 }
 
-// The same of their square roots.
+// nearest_gains of the square roots of numbers.
 static inline some_words nearest_gains_of_squares(some squares) {
   const some_words bits = (some_words)squares, exponent = (bits >> 23) - 127;
   const some mantissa = (some)((bits & 0x7fffff) | ((127 + (exponent & 1)) << 23));  // [1, 4)

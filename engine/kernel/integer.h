@@ -1,10 +1,10 @@
 // Attention in integers: what the integer kernels of kernel.h take and give.
 //
 // Centroids, queries and weights are bytes, and the sums over them 32-bit integers, which come out the same in any
-// order; so all twins agree to the bit. A query is one byte a coordinate, times a scale of its own, or two bytes (the
-// first 256 times the second). Its largest number is as large as the codes need it (codec/precision.h): where
-// coordinates are in order of variance most first bytes are 0 then, and need no products. The weights of a tile are
-// one unsigned byte a token or two, relative to the tile's largest, with the gains of the values in them. The
+// order; so all kernel variants agree to the bit. A query is one byte a coordinate, times a scale of its own, or two
+// bytes (the first 256 times the second). Its largest number is as large as the codes need it (codec/precision.h):
+// where coordinates are in order of variance most first bytes are 0 then, and need no products. The weights of a tile
+// are one unsigned byte a token or two, relative to the tile's largest, with the gains of the values in them. The
 // centroids of depths 1 to 6 are the codebook's rounded to multiples of one step for all depths, QKVI_STEP, those of
 // depths 7 and 8 to multiples of QKVI_STEP / 128 and in two bytes. So no sum depends on depths or tiers: a page of
 // mixed tiers or of a calibrated schedule takes the same few operations a coordinate as any other.
@@ -40,8 +40,8 @@
 #define QKVI_POWER_LEAST (-100.0f)    // powers of two are taken from here up
 
 // Rows of bytes are cut into *chunks*: of 8, 4, 2 or 1 columns (a column is a row's part), and within a chunk the
-// bytes lie [number / 4][column][number % 4], so that four bytes of all columns are neighbours. A chunk of fewer rows
-// than it has room for ends with rows of zeros.
+// bytes lie [number / 4][column][number % 4], so that four bytes of all columns are neighbours. A chunk with fewer
+// rows than its capacity ends with rows of zeros.
 typedef struct qkvi_chunk {
   size_t first, rows;  // of the block
   size_t columns;      // rows * parts, or more
@@ -68,7 +68,7 @@ static inline qkvi_chunk qkvi_chunk_of(size_t row, size_t count, unsigned parts)
   return chunk;
 }
 
-// Queries as the kernels want them, in somebody's memory.
+// Queries as the kernels read them, in the caller's memory.
 typedef struct qkv_integer_queries {
   size_t count;
   unsigned parts;  // 1 or 2
@@ -85,7 +85,7 @@ static inline unsigned qkvi_parts_of(float limit) {
   return limit > QKVI_LIMIT_1 ? 2 : 1;
 }
 
-// Room for QKV_INTEGER_ROWS of them.
+// Memory for QKV_INTEGER_ROWS queries.
 typedef struct qkv_integer_room {
   float scales[QKV_INTEGER_ROWS];
   int32_t offsets[(QKVI_BLOCKS_MAX + 1) * QKV_INTEGER_PARTS * QKV_INTEGER_ROWS];
@@ -104,20 +104,20 @@ typedef struct qkv_integer_weights {
   _Alignas(64) uint8_t bytes[QKV_INTEGER_PARTS * QKV_INTEGER_ROWS * QKV_PAGE_TOKENS];  // [chunk][16][column][4]
 } qkv_integer_weights;
 
-// Where the codes of the tiers met last lie. Cleared by its owner before the first use; of one thread. The schedules
-// must live as long.
+// A cache of where the codes of the last tiers lie. Cleared by its owner before the first use; for one thread. The
+// schedules must live as long.
 #define QKV_LAYOUTS 8
 typedef struct qkv_layouts {
   struct {
     const qkv_schedule *schedule;  // NULL: free
     unsigned tier;
-    uint64_t used;  // number of the find that met it last
+    uint64_t used;  // number of the last find that returned it
     qkvi_tier_blocks blocks;
   } all[QKV_LAYOUTS];
   uint64_t finds;
 } qkv_layouts;
 
-// For whoever would rather not write all of them zeros.
+// Clears without writing zeros to all of it.
 static inline void qkvi_layouts_clear(qkv_layouts *layouts) {
   for (size_t i = 0; i < QKV_LAYOUTS; i++) {
     layouts->all[i].schedule = NULL;
@@ -126,7 +126,7 @@ static inline void qkvi_layouts_clear(qkv_layouts *layouts) {
   layouts->finds = 0;
 }
 
-// Stays as it is while fewer than QKV_LAYOUTS others are found: the one that was found longest ago makes room.
+// The result stays valid while fewer than QKV_LAYOUTS others are found: the least recently used one is replaced.
 const qkvi_tier_blocks *qkvi_layouts_find(qkv_layouts *layouts, const qkv_schedule *schedule, unsigned tier);
 
 // Bytes that will be read soon, to be prefetched along the way; none where `bytes` is 0.

@@ -1,5 +1,5 @@
-// What goes around the integer kernels, in plain loops over independent lanes: compiled once for every rung, like
-// plain.h, and with the same bits everywhere.
+// `prepare`, `peaks` and `weigh_integer` (kernel.h), in plain loops over independent lanes: compiled once for every
+// rung, like plain.h, and with the same bits everywhere.
 #ifndef QKV_ENGINE_KERNEL_INTEGER_PLAIN_H
 #define QKV_ENGINE_KERNEL_INTEGER_PLAIN_H
 
@@ -123,8 +123,8 @@ static inline QKV_DECLARE_PEAKS(peaks_plain) {
   }
 }
 
-// 2^x for x up to 100, 3e-6 of it off at most; 2^-100 from -100 down and for what is no number. x is split into the
-// nearest whole number and the rest, whose power is the polynomial with the least largest error.
+// 2^x for x up to 100, 3e-6 of it off at most; 2^-100 from -100 down and for NaN. x is split into the nearest whole
+// number and the rest, whose power is the polynomial with the least largest error.
 static inline float power_of_two(float x) {
   const float clamped = x > QKVI_POWER_LEAST ? x : QKVI_POWER_LEAST;
   const float magic = clamped + QKVI_WHOLE_MAGIC;

@@ -48,7 +48,7 @@ float qkv_exp_negative(float x) {
 const float qkvi_weights_alike[QKV_DIM_MAX] = {ALIKE_256, ALIKE_256, ALIKE_256, ALIKE_256};
 
 #if defined(__x86_64__) && !defined(QKV_WITHOUT_AVX512)
-// That below it, but for what tiles do faster.
+// The AMX rung: the AVX-512 VNNI table, except for kernels that AMX tiles do faster.
 static qkv_kernels with_tiles;
 
 static void fill_ladder(void) {

@@ -1,9 +1,8 @@
 // The kernels on codes, behind one dispatch table.
 //
-// The scalar reference (reference.c) defines the bytes and the arithmetic; every faster twin is declared by
-// the same macros and gives the same bits (tests/checkkern). All work on one head's K or V of one page, in code
-// space. Sums run over coordinates in order (scores) and over tokens in order (accumulate), in fp32 without
-// contraction.
+// The scalar reference (reference.c) defines the bytes and the arithmetic; every faster variant is declared by the
+// same macros and gives the same bits (tests/checkkern). All work on one head's K or V of one page, in code space.
+// Sums run over coordinates in order (scores) and over tokens in order (accumulate), in fp32 without contraction.
 //
 // Threads: pure functions. Tiles of one group live on the stack (16 x QKV_DIM_MAX floats at most).
 #ifndef QKV_ENGINE_KERNEL_KERNEL_H
@@ -39,7 +38,7 @@ typedef struct qkv_rows {
   const struct qkv_rows *next;  // those of the same tokens that are wanted next; NULL: none
 } qkv_rows;
 
-// Rows of one head lie apart in memory, which no processor expects: the next ones are fetched meanwhile.
+// Rows of one head lie apart in memory, which hardware prefetchers do not predict: the next ones are prefetched here.
 static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
   enum { LINE = 64 };
   const uint8_t *at = rows->data + t * rows->stride;
@@ -74,8 +73,8 @@ static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
 // `coordinates` rows, then zeros; each is a sum over 16 lanes, j % 16, which are then added by halves. `combine`:
 // sum_c row[c] matrix[c] over the first `coordinates`, in their order.
 #define QKV_DECLARE_DENSE(name) void name(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n)
-// The same as `multiply` in whole numbers (dense.h), with the matrix's first `coordinates` outputs, of rows less
-// `mean` [dim]; NULL: none.
+// `multiply` in whole numbers (dense.h), with the matrix's first `coordinates` outputs, of rows less `mean` [dim];
+// NULL: none.
 #define QKV_DECLARE_MULTIPLY_INTEGER(name) \
   void name(const qkv_dense *matrix, size_t coordinates, const float *mean, float *rows, size_t n)
 
@@ -155,8 +154,8 @@ typedef struct qkv_page_waves {
   void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, size_t n, \
             const float *shares, float *scores)
 
-// In integers (integer.h): rows [n][dim] in code space become `queries`, which have room for them, of whole numbers
-// up to `limit`: of a byte a coordinate up to QKVI_LIMIT_1, else of two, up to QKVI_LIMIT_2.
+// In integers (integer.h): rows [n][dim] in code space become `queries`, whose memory is the caller's, of whole
+// numbers up to `limit`: of a byte a coordinate up to QKVI_LIMIT_1, else of two, up to QKVI_LIMIT_2.
 #define QKV_DECLARE_PREPARE(name) \
   void name(const float *rows, size_t n, uint16_t dim, float limit, qkv_integer_queries *queries)
 // scores [count][64] of all the queries, in one pass over the codes for every chunk of them.
@@ -166,8 +165,8 @@ typedef struct qkv_page_waves {
 // peaks [n]: the largest of each row's scores [64].
 #define QKV_DECLARE_PEAKS(name) void name(const float *scores, size_t n, float *peaks)
 // weights = exp(score - peak) * gain of scores [n][64] and the gains [64] of the values; totals [n] = the sums of
-// exp(score - peak). What is 2^-100 or less of the peak counts 2^-100, so a row with nothing to see is better not
-// looked at: its peak is -inf, its total nearly 0.
+// exp(score - peak). What is 2^-100 or less of the peak counts 2^-100, so a row that sees no token is better left
+// out: its peak is -inf, its total nearly 0.
 #define QKV_DECLARE_WEIGH_INTEGER(name)                                                              \
   void name(const float *scores, const float *peaks, size_t n, const uint8_t *gains, unsigned parts, \
             qkv_integer_weights *weights, float *totals)
@@ -226,11 +225,10 @@ const qkv_kernels *qkv_kernels_at(size_t row);
 // The highest table whose needs are all in `cpu_flags`.
 const qkv_kernels *qkv_kernels_for(uint32_t cpu_flags);
 
-// Takes the table for what the machine has, as far as `cpu_mask` lets it, from here on, and the conversions of
-// engine/base/tensor.h likewise. At start: what runs at
-// the time may finish with either table.
+// From here on the kernels of the machine's instructions that `cpu_mask` allows are used, and the conversions of
+// engine/base/tensor.h likewise. To be called at start: calls that run at the time may use either table.
 void qkv_kernels_setup(uint32_t cpu_mask);
-// The table in use. Without a setup before, that for all the machine has.
+// The table in use. Without a setup before, that for all instructions of the machine.
 const qkv_kernels *qkv_kernels_get(void);
 
 extern const qkv_kernels qkvi_kernels_reference;

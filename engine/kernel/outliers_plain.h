@@ -16,7 +16,7 @@
 
 #define OUTLIERS_INLINE static inline __attribute__((always_inline))
 
-// Else sums are not kept in registers. (Sanitizers leave such loops alone, and the compiler says so.)
+// Else sums are not kept in registers. (With sanitizers the compiler does not unroll these loops, and warns.)
 #ifdef QKV_SANITIZED
 #define OUTLIERS_UNROLL
 #else

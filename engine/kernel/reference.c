@@ -158,7 +158,7 @@ static void try_shallow(const uint16_t *reach, const float *fours, const float *
   *with_itself = halves_sum(b);
 }
 
-// And of more.
+// A and B of coordinates of more than four bits.
 static void try_deep(const uint16_t *reach, const float *weights, const float *row, float inverse, size_t scale,
                      float *with_row, float *with_itself) {
   float a[SUM_LANES] = {0}, b[SUM_LANES] = {0};

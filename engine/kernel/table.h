@@ -64,8 +64,8 @@ typedef struct qkvi_kernel_tables {
   bool dots_alone;                  // products of 16-bit numbers as they are, not one for two (x86/dense.c)
 } qkvi_kernel_tables;
 
-// The same of the integers that integer.h speaks of, in the shapes that byte look-ups want: tables of 64 repeat what
-// counts as often as it takes, so that an index need not be masked. Those for K are 128 more, unsigned.
+// Tables of the integers that integer.h describes, in the shapes that byte look-ups need: a table of 64 repeats its
+// entries where fewer bits count, so that an index need not be masked. Those for K are 128 more, unsigned.
 #define QKVI_FIELD_PLACES 3
 typedef struct qkvi_integer_tables {
   // [scale][depth][cell]: the last t of the lower cell that `middles` splits a positive one into, less 128.

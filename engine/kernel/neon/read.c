@@ -38,7 +38,7 @@ INLINE void put_shallow(qkvi_block_kind kind, const quarter *from, size_t field,
   }
 }
 
-// The same of more.
+// put_shallow for codes of more than four bits.
 static void put_deep(qkvi_block_kind kind, const quarter *from, size_t field, float *tile, size_t stride) {
   const float *table = qkvi_tables.bytes[kind - QKVI_BLOCK_NIBBLE_KINDS][field % 2];
   uint8_t index[QUARTER_BYTES];

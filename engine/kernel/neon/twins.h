@@ -1,4 +1,5 @@
-// Names of the twin that a file is compiled for: `qkvi_combine` is qkvi_combine_neon or qkvi_combine_neon_dotprod.
+// TWIN(name): the kernel variant that a file is compiled for. `qkvi_combine` is qkvi_combine_neon or
+// qkvi_combine_neon_dotprod.
 #ifndef QKV_ENGINE_KERNEL_NEON_TWINS_H
 #define QKV_ENGINE_KERNEL_NEON_TWINS_H
 

@@ -4,8 +4,9 @@
 // of row g at a time. A 32-bit word of codes has 16 numbers of one row: 16 coordinates of a token in K, 16 tokens of
 // a coordinate in V. So a word makes four of the lane's operands, in an order of k that both factors have:
 //
-//   even nibbles hold fields 0 and 2 of the word's bytes, odd ones fields 1 and 3; field f of byte i is number 4 f +
-//   i operand     0: 0 8 1 9     1: 2 10 3 11     2: 4 12 5 13     3: 6 14 7 15
+//   even nibbles hold fields 0 and 2 of the word's bytes, odd ones fields 1 and 3
+//   field f of byte i is number 4 f + i
+//   operand     0: 0 8 1 9     1: 2 10 3 11     2: 4 12 5 13     3: 6 14 7 15
 //
 // A nibble chooses one of eight bytes (simt_choose). Up to two bits four entries are enough. With three and four bits
 // there are 16: a nibble of 8 and more makes simt_choose fill the byte with an entry's sign, 0 or -1. So one choice
@@ -15,7 +16,7 @@
 
 #include "engine/kernel/simt/simt.h"
 
-// To count the instructions of a page (tests/gpu/count.py): 2 or 4, with only the path of so many bits, and without
+// To count the instructions of a page (tests/gpu/count.py): 2 or 4 compiles only the path of so many bits, without
 // what most pages skip.
 #ifndef QKV_SIMT_COUNT
 #define QKV_SIMT_COUNT 0
@@ -26,13 +27,13 @@
 #define GROUP_TOKENS 16u
 #define PRODUCT_STRIDE 72
 
-// What a lane keeps of the row that its quad weighs, from page to page. Registers are for sums.
+// What a lane keeps, from page to page, of the row that its quad softmax-accumulates. Registers are for sums.
 typedef struct row_state {
   double total;  // with four rows those of the last four quads count
   float peak, scale;
 } row_state;
 
-// What the lanes of a warp give each other, and keep.
+// Scratch memory of a warp: what its lanes exchange, and what they keep.
 typedef struct warp_room {
   simt_gate gates[QKV_SIMT_SLOTS + QKV_SIMT_SLOTS % 2];
   const uint8_t *pages[QKV_SIMT_RUN_PAGES];     // images
@@ -146,9 +147,8 @@ SIMT_INLINE void expand(bool deep, const look_up *entries, uint32_t first, uint3
   }
 }
 
-// Sums start with the bits of 1.5 * 2^23. As floats they are that much more than the sum, up to 2^22: the most is 64
-// * 255
-// * 88 or 128 * 127 * 88.
+// Sums start with the bits of 1.5 * 2^23. As floats they are that much more than the sum, which is below 2^22: at
+// most 64 * 255 * 88 or 128 * 127 * 88.
 #define SUM_BITS 0x4b400000
 SIMT_INLINE float sum_value(int32_t sum) {
   return simt_float((uint32_t)sum) - 12582912.0f;

@@ -97,9 +97,9 @@ typedef struct qkv_simt_merge_args {
 
 // ---- Shared memory of the attend kernels ----
 //
-// A warp has a ring of *halves* on their way or worked on, a page's keys with all its gains or its values, and room
-// for what its lanes give each other. The four groups of values lie 32 bytes further apart than in the page, so that
-// the lanes of a load find them in different banks.
+// A warp has a ring of *halves*, which are being copied or worked on: a page's keys with all its gains, or its
+// values. And it has scratch memory through which its lanes exchange data. The four groups of values lie 32 bytes
+// further apart than in the page, so that the lanes of a load find them in different banks.
 
 #ifndef QKV_SIMT_SLOTS
 #define QKV_SIMT_SLOTS 3  // of a ring

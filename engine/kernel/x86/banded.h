@@ -1,7 +1,7 @@
-// Pages of calibrated schedules: groups of one tier whose blocks lie in slabs of their own, of 64 bytes or of 32, and
-// one group's codes as far behind another's as any two neighbours'. Slabs of 32 bytes are made 64 ahead, as far apart
-// as the groups, so that a block is at one distance in all of them. Its depth is known before its codes are loaded:
-// what it does not have is not loaded.
+// *Banded* pages, those of calibrated schedules: all groups have one tier and lie at equal distances, and their
+// blocks lie in slabs of their own, of 64 bytes or of 32. Slabs of 32 bytes are widened to 64 ahead, into memory with
+// the same distance between groups, so that a block is at one distance in all of them. A block's depth is known
+// before its codes are loaded: bits that it does not have are not loaded.
 #ifndef QKV_ENGINE_KERNEL_X86_BANDED_H
 #define QKV_ENGINE_KERNEL_X86_BANDED_H
 
@@ -18,7 +18,7 @@ typedef struct banded {
 // Halves [QKV_PAGE_GROUPS][stride], of which 64 bytes a pair are used.
 typedef uint8_t banded_halves[QKV_PAGE_GROUPS * QKV_DIM_MAX * QKV_GROUP_TOKENS + sizeof(spread_slabs)];
 
-// Whether the groups of a page are so.
+// Whether a page is banded.
 INLINE bool groups_are_banded(const page_groups *page) {
   const size_t stride = (size_t)(page->groups[1] - page->groups[0]);
   // With look-ups of 64 bytes plain blocks of one shape are as fast in the other loops.

@@ -66,7 +66,7 @@ static inline bytes blend_bits(uint8_t mask, bytes a, bytes b) {
 #endif
 }
 
-// Shifts of 16 bits; what crosses from byte to byte does not matter to those who use them.
+// Shifts of 16-bit lanes; callers ignore the bits that cross from byte to byte.
 static inline bytes down(bytes all, int bits) {
 #if LANES == 16
   return _mm512_srli_epi16(all, (unsigned)bits);

@@ -1,5 +1,5 @@
-// Encoding coordinates of up to four bits with VBMI and VNNI where they have weights or deeper ones beside them: t in
-// bytes, centroids and codes by look-ups in tables of 256, sums by integer dot products.
+// Encoding coordinates of up to four bits with VBMI and VNNI where they have weights or the row has deeper ones, too:
+// t in bytes, centroids and codes by look-ups in tables of 256, sums by integer dot products.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_BYTES_H
 

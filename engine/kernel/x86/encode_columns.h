@@ -367,7 +367,7 @@ INLINE bytes quad_of_words(const words all[QUAD]) {
   return turn_quarters(SIMD(packus_epi16)(low, high));
 }
 
-// The same of more than four bits; what is found are codes.
+// Tries scales for coordinates of more than four bits; what is found are codes.
 INLINE void try_deep_of(unsigned depth, size_t begin, size_t end, const float *weights, const columns *all,
                         size_t first, lanes inverse, tried_group *tried, weighed_sums *sums) {
   for (size_t q = begin; q < end; q++) {

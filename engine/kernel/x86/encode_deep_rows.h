@@ -1,4 +1,4 @@
-// Coordinates of more than four bits row by row, beside shallow ones in bytes (encode_bytes.h).
+// Coordinates of more than four bits row by row, while the row's shallow ones are coded in bytes (encode_bytes.h).
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_DEEP_ROWS_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_DEEP_ROWS_H
 

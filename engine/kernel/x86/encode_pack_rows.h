@@ -78,11 +78,11 @@ static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, c
 }
 
 static void transpose_block(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns) {
-  (void)count;  // there is room for a block behind the rows
+  (void)count;  // there is space for a block behind the rows
   transpose_bytes(codes, stride, columns[0], GROUP);
 }
 
-// codes [GROUP][dim] at full depth, and room for a block behind them.
+// codes [GROUP][dim] at full depth, and space for a block behind them.
 static void pack_group(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_tier_blocks *blocks,
                        const uint8_t *codes, uint8_t *group) {
   const size_t stride = schedule->dim;

@@ -87,7 +87,7 @@ INLINE void score_plain(const key_pass *pass, size_t begin, size_t last, size_t 
 
 #undef RUN
 
-// The same of blocks that have been spread.
+// Scores of blocks whose halves have been spread to 64 bytes.
 INLINE void score_spread(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
                          bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
   prefetching along = *ahead;
@@ -98,7 +98,7 @@ INLINE void score_spread(const key_pass *pass, size_t begin, size_t last, size_t
   *ahead = along;
 }
 
-// The same of any blocks, whose centroids are there.
+// Scores of any blocks, whose centroids have been looked up already.
 INLINE void score_mixed(const key_pass *pass, size_t begin, size_t last, size_t lane, size_t count, size_t width,
                         bool halved, column_sums (*sums)[TOGETHER_MAX], prefetching *ahead) {
   prefetching along = *ahead;
@@ -149,8 +149,7 @@ INLINE void score_deep(const key_pass *pass, size_t lane, size_t g, size_t width
   }
 }
 
-// The same of all groups, for whatever width. A function of its own, so that what comes after it has the registers
-// for itself.
+// score_deep for all groups, for any width. A function of its own, so that the code after it has all registers.
 __attribute__((noinline)) static void score_deep_groups(const key_pass *pass, size_t lane, size_t count, size_t width,
                                                         column_sums *sums, column_sums *low) {
   for (size_t g = 0; g < count; g++) {
@@ -209,8 +208,8 @@ INLINE void score_groups(const key_pass *pass, size_t count, size_t width, key_w
   }
 }
 
-// The same for whatever number of groups and columns: these become constants. Functions of their own, which the
-// compiler does better with.
+// score_groups for any number of groups and columns, which become constants. Separate functions, as the compiler
+// optimizes these better.
 #define CASE(COUNT, WIDTH, WAY) \
   if (count == (COUNT) && columns == (WIDTH)) return score_groups(pass, COUNT, WIDTH, WAY, out, ahead)
 #define CASES_ALONE(WAY) \

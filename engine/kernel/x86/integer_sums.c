@@ -113,7 +113,7 @@ INLINE void sum_blocks(const value_run *run, qkvi_block_shape shape, size_t b, s
   }
 }
 
-// The same where their centroids are there; one block of more bits.
+// The same with centroids that have been looked up already; one block of more bits.
 INLINE void sum_mixed(const value_run *run, size_t b, bool deep, size_t count, size_t width, const value_outcome *out,
                       prefetching *ahead) {
   const size_t sets = value_sets(count, width);
@@ -201,8 +201,7 @@ INLINE void sum_any(const value_run *run, size_t width, const value_outcome *out
   *ahead = along;
 }
 
-// For whatever number of columns, which becomes a constant. Functions of their own, which the compiler does better
-// with.
+// For any number of columns, which becomes a constant. Separate functions, as the compiler optimizes these better.
 #define EACH_WIDTH(SUM)                                      \
   switch (columns) {                                         \
     case 1:                                                  \
@@ -451,7 +450,7 @@ INLINE void sum_banded_blocks(const banded_values *values, qkvi_block_shape shap
 
 INLINE void sum_banded(const banded_values *all, size_t width, prefetching *ahead) {
   enum { MANY = VALUES_TOGETHER };
-  const banded_values copy = *all, *values = &copy;  // which sums that are stored cannot be part of
+  const banded_values copy = *all, *values = &copy;  // which stored sums cannot alias
   const size_t deep = values->page.layout->deep, end = values->page.layout->count * VECTORS;
   const size_t sixes = banded_until(&values->page, deep, QKVI_BLOCK_NIBBLES) * VECTORS;
   prefetching along = *ahead;

@@ -1,4 +1,5 @@
-// Look-ups in tables of floats by codes of one to eight bits, a vector at a time, and what goes with them.
+// Look-ups in tables of floats by codes of one to eight bits, a vector at a time, and their loads and fused
+// multiply-add.
 #ifndef QKV_ENGINE_KERNEL_X86_LOOKUP_H
 #define QKV_ENGINE_KERNEL_X86_LOOKUP_H
 

@@ -221,7 +221,7 @@ INLINE void put_offsets_of(const preparing *p, size_t columns) {
 }
 
 INLINE void prepare_chunk_of(const preparing *all, size_t columns, unsigned parts) {
-  const preparing copy = *all, *p = &copy;  // which bytes that are stored cannot be part of
+  const preparing copy = *all, *p = &copy;  // which stored bytes cannot alias
   size_t at = 0;
   for (; at + AT_ONCE <= p->dim; at += AT_ONCE) prepare_some(p, at, columns, parts, true);
   for (; at < p->length; at += AT_ONCE) prepare_some(p, at, columns, parts, false);

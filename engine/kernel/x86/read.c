@@ -68,7 +68,7 @@ INLINE void load_block_4(const qkvi_block *block, const uint8_t *group, const sc
   }
 }
 
-// The same of more than four bits.
+// load_block_4 for codes of more than four bits.
 INLINE void load_block_deep(const qkvi_block *block, const uint8_t *group, const scaling *by, float *tile,
                             size_t stride) {
   const float(*tables)[256] = qkvi_tables.bytes[block->kind - QKVI_BLOCK_NIBBLE_KINDS];

@@ -1,4 +1,4 @@
-// What goes around the integer kernels, in vectors: integer_plain.h says what. Compiled for AVX2 and twice for
+// `peaks` and `weigh_integer` (kernel.h) in vectors, as integer_plain.h defines them. Compiled for AVX2 and twice for
 // AVX-512.
 #include <assert.h>
 

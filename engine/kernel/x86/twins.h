@@ -1,5 +1,5 @@
-// Names of the twin that a file is compiled for: `qkvi_encode` is qkvi_encode_avx2, qkvi_encode_avx512 or
-// qkvi_encode_avx512_vnni.
+// TWIN(name): the kernel variant that a file is compiled for. `qkvi_encode` is qkvi_encode_avx2, qkvi_encode_avx512
+// or qkvi_encode_avx512_vnni.
 #ifndef QKV_ENGINE_KERNEL_X86_TWINS_H
 #define QKV_ENGINE_KERNEL_X86_TWINS_H
 

@@ -97,7 +97,7 @@ INLINE void add_level(const walk_tile *tile, const qkv_walk_level *level, const 
 
 // Vectors [v, v + across) of outputs of `count` queries; both are constants.
 INLINE void sum_tile(const walk_tile *tile, const walk_words *x, size_t count, size_t v, size_t across) {
-  // Copies, which what is stored cannot be part of.
+  // Copies, which stores cannot alias.
   const size_t stride = tile->stride, first = tile->row * stride + v * LANES, dim = tile->matrix->dim;
   const qkv_walk_level *level = tile->levels, *const end = level + tile->level_count;
   bytes sums[ROWS * ACROSS];
