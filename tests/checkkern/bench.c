@@ -1,5 +1,5 @@
-// Processor time of this process, the least of several repeats, the rungs in turn: what other processes do shows as
-// little as it can. Everything is in the cache.
+// Measures the processor time of this process, the least of several repeats, with the rungs in turn, so that other
+// processes disturb it as little as possible. All data is in the cache.
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
@@ -183,7 +183,7 @@ static void run_subtract(workload *w, const qkv_kernels *kernels) {
   kernels->subtract(w->rows, QKV_PAGE_TOKENS, w->page.schedule.dim, w->rows, w->turned);
 }
 
-// Conversions choose for themselves what they use: nothing beside the reference, else all that there is.
+// Conversions select their own instructions: none with the reference, else all that the machine has.
 static void convert(workload *w, const qkv_kernels *kernels, qkv_dtype dtype, bool in) {
   const size_t n = (size_t)QKV_PAGE_TOKENS * w->page.schedule.dim;
   qkv_tensor_setup(kernels->needs == 0 ? 0 : UINT32_MAX);

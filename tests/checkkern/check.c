@@ -117,7 +117,7 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded_free(&codes_got);
 }
 
-// Rows that lie apart, some of a page or all, and others to fetch meanwhile.
+// Rows that lie apart, some of a page or all, and others to prefetch.
 static void check_encode_rows(checking *c, qkv_part part, const qkv_schedule *schedule, unsigned tier,
                               input_kind kind) {
   static const qkv_dtype dtypes[] = {QKV_FP16, QKV_BF16, QKV_FP32};

@@ -1,4 +1,4 @@
-// The integer kernels' twins against the reference.
+// The variants of the integer kernels against the reference.
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 static const size_t counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 32};
 enum { COUNTS = sizeof counts / sizeof *counts };
 
-// Zeroed, so that bytes that nobody writes are equal.
+// Zeroed, so that bytes that are not written are equal.
 static void *fresh(size_t bytes) {
   void *all = aligned_alloc(64, (bytes + 63) / 64 * 64);
   assert(all != NULL);

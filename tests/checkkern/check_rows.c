@@ -1,4 +1,4 @@
-// Twins of what works on whole rows in whole numbers, and on rows as columns with rotary phases.
+// Variants of the kernels on whole rows in whole numbers, and on rows as columns with rotary phases.
 #include <assert.h>
 #include <math.h>
 #include <stdlib.h>

@@ -52,7 +52,7 @@ static void check_levels(checking *c, uint16_t dim, size_t n, input_kind kind) {
   fill_input(&c->random, INPUT_GAUSSIAN, (float *)turns.data, 4 * pairs);
   for (size_t i = 0; i < n * stride; i++)
     ((int32_t *)before.data)[i] = (int32_t)naive_below(&c->random, 1 << 20) - (1 << 19);
-  for (size_t i = 0; i < n; i++) {  // as rows of such a length have it
+  for (size_t i = 0; i < n; i++) {  // as for rows of this length
     double squares = 0;
     for (size_t j = 0; j < dim; j++) squares += pow((double)((float *)rows.data)[i * dim + j], 2);
     ((float *)factors.data)[i] = squares > 0 ? (float)(500 / sqrt(squares)) : 0;

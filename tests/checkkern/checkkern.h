@@ -1,4 +1,4 @@
-// checkkern: the kernels' twins against the scalar reference, bit by bit, and how fast each is.
+// checkkern: all kernel variants against the scalar reference, bit by bit, and how fast each is.
 #ifndef QKV_TESTS_CHECKKERN_CHECKKERN_H
 #define QKV_TESTS_CHECKKERN_CHECKKERN_H
 
@@ -52,7 +52,7 @@ typedef struct checking {
   uint64_t digest;  // of what the reference wrote: the same on every machine
 } checking;
 
-// What a twin wrote against what the reference wrote, byte by byte. Counts and prints failures.
+// What a kernel variant wrote against what the reference wrote, byte by byte. Counts and prints failures.
 void check_same(checking *c, const char *kernel, const page_part *page, size_t n, const guarded *expected,
                 const guarded *got);
 // Whether two arrays differ, which is printed.

@@ -1,5 +1,5 @@
-// AVX-512 for processors that lack it, so that its twins' bits can be checked everywhere: SIMDe does its operations
-// by others; what SIMDe 0.7 does not have is below. Stands before the compiler's header of this name, in
+// AVX-512 for processors that lack it, so that the bits of its kernel variants can be checked everywhere. SIMDe
+// emulates its operations; those that SIMDe 0.7 lacks are below. It precedes the compiler's header of this name, in
 // checkkern_emulated alone. Slow, and as exact as the real ones.
 #ifndef QKV_TESTS_CHECKKERN_EMULATED_IMMINTRIN_H
 #define QKV_TESTS_CHECKKERN_EMULATED_IMMINTRIN_H
@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// What the sources ask for, now that SIMDe has taken the processor for what it is.
+// The macros that the sources test, set after SIMDe has seen those of the real processor.
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
 #define __AVX512VL__ 1
