@@ -25,7 +25,7 @@
 //            8 + n   n x dim x i8      value: int8 * gain(scale) / 127, 0 for scale 0
 //   padded with zeros to a multiple of 16. An i8 of -128 is not written.
 //
-// What may be done to a page:
+// What may be done to a page with an anchor:
 //   mean, group   planes may be dropped, for each group apart. A mean also survives a change of slots, groups do not.
 //   chain         all groups have the tier that the chain was coded with: an error in a code stays in all rows after
 //                 it, which the encoder has allowed for (it coded the difference to what will be decoded), but not

@@ -215,8 +215,8 @@ static qkvi_outlier_slots part_outliers(const qkv_coder *coder, const qkvi_part_
   return found;
 }
 
-// Coordinates without bits become 0 in rows [64][dim]: readers of codes and of what is added to them
-// does not look there, so predictors have nothing to say of these.
+// Coordinates without bits become 0 in rows [64][dim]: readers of codes, anchors and factors ignore them, so
+// predictors must not fit them.
 static void clear_uncoded(const qkv_schedule *schedule, unsigned tier, float *rows) {
   const size_t dim = schedule->dim, coded = qkvi_coded(schedule, tier);
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) memset(rows + t * dim + coded, 0, (dim - coded) * sizeof *rows);

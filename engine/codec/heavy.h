@@ -3,7 +3,7 @@
 // Most of what attention misses comes from few rows: with weights w, the errors of a code add up as sum_t w_t^2
 // e_t^2. Queries of a head have a mean, far from 0, and RoPE leaves of it what turns slowly over the distances of
 // queries and keys. With that mean q as the predictor, score_t = q . k_t, rows are heavy hitters whose score is above
-// the mean of all keys' by QKV_HEAVY_DEVIATIONS standard deviations. On SmolLM2-135M that are 1.1 % of the rows,
+// the mean of all keys' by QKV_HEAVY_DEVIATIONS standard deviations. On SmolLM2-135M these are 1.1 % of the rows,
 // which make 35 % of the sum above (sinks left out; 16 queries and 6 pages a layer that were not learnt from); as
 // outliers (outliers.h) they cost a tenth of a bit a coordinate.
 //

@@ -12,7 +12,8 @@
 // the first page of its QKV_PHASES_SPAN, so that a walk over pages needs trigonometry once for so many tokens (once a
 // page beyond position 2^32, where sums of angles are no longer exact enough).
 // Dynamic NTK beyond its trained length has other frequencies at every position: the page is turned by those of its
-// centre, whatever the plan's blocks, and what a row's own make of it is computed row by row, slowly.
+// centre, whatever the plan's blocks, and what depends on a row's own frequencies is computed row by row,
+// slowly.
 //
 // Threads: immutable once created.
 #ifndef QKV_ENGINE_CODEC_PHASES_H

@@ -26,8 +26,8 @@ typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_p
 typedef struct qkv_policy {
   const qkv_codec *codec;    // of keys, and of values, too, unless the next one is said
   const qkv_codec *codec_v;  // NULL: the same
-  // Of the codecs of keys and of values (by qkv_part), in the order of their tables; 0: the codec's own default. What
-  // is said with a codec goes with it.
+  // Of the codecs of keys and of values (by qkv_part), in the order of their tables; 0: the codec's own default.
+  // Parameters that are said with a codec belong to it.
   uint32_t parameters[2][QKV_PARAMETERS_MAX];
   double bits_k, bits_v;
   int64_t recent_window;  // tokens kept exact in addition to the open page; -1 not said

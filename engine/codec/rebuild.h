@@ -2,9 +2,9 @@
 //
 // Before RoPE a key is x_t = mean + sum_c z_tc synthesis_c. So coordinate j of all 64 rows is what the integer
 // kernels call scores: of the codes and a query that is column j of the synthesis. All columns together make one
-// block of queries, rounded to one byte or two as the codes need it; what comes out lies [coordinate][slot], as is
-// wanted for what follows: RoPE turns pairs of coordinates by an angle a slot, and the products with the real queries
-// are sums over coordinates. Queries are turned back by the page's centre before, as in the attend frame (phases.h).
+// block of queries, rounded to one byte or two as the codes need it; the result lies [coordinate][slot], as the next
+// steps need it: RoPE turns pairs of coordinates by an angle a slot, and the products with the real queries are sums
+// over coordinates. Queries are turned back by the page's centre before, as in the attend frame (phases.h).
 //
 // One byte errs by the step of a column's largest number; that is compared to the codes' error with the second
 // moments of queries that the calibration was made for: with A the analysis, w its weights, they are A^T w A.

@@ -38,9 +38,8 @@ unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t 
 // About the part of squared rows that codes of a tier miss, weights [dim] or NULL; 1 at tier 0.
 double qkvi_tier_distortion(const qkv_schedule *schedule, unsigned tier, const float *weights);
 
-// missed[dim]: weights (or 1) times the part of a coordinate's squares that codes of a tier miss, about. So much its
-// squares count when it is asked what is gained by taking something off before coding: without bits in full, with
-// many hardly.
+// missed[dim]: weights (or 1) times the part of a coordinate's squares that codes of a tier miss, about. That is how
+// much its squares count in the estimated gain of a predictor: without bits in full, with many bits hardly.
 void qkvi_tier_missed(const qkv_schedule *schedule, unsigned tier, const float *weights, float *missed);
 
 #endif

@@ -10,8 +10,8 @@
 // w = 0.
 //
 // t may be a position, or its distance from a page's middle or from a query. Where pairs are turned back to blocks of
-// several lengths (turn_plan.h), t is the distance to each pair's own middle, and the pages that a block has are
-// alike likely; of plain pairs, at any position, only what turns with them is left: the mean of their two variances.
+// several lengths (turn_plan.h), t is the distance to each pair's own middle, and all pages of a block are equally
+// likely; of plain pairs, at any position, only what turns with them is left: the mean of their two variances.
 // Dynamic NTK has other frequencies at every position beyond the trained length; those within it are taken.
 #ifndef QKV_ENGINE_CODEC_TURNED_H
 #define QKV_ENGINE_CODEC_TURNED_H

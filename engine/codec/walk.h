@@ -1,7 +1,8 @@
 // A block of queries on its way over the pages of the attend frame, under QKV_TURN_BLOCKS (turn_plan.h).
 //
 // A query q is turned back as the keys of a page are, pair by pair, and then transformed. With pairs in the order of
-// their blocks' lengths, the transformed query is a sum of shares that change more and more seldom:
+// their blocks' lengths, the transformed query is a sum of shares, from those that never change to those that change
+// with every page:
 //
 //   synthesis q = what never changes (plain pairs, coordinates that do not turn) + pairs of the longest blocks + ...
 //                 + pairs of blocks of a page
