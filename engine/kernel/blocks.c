@@ -33,7 +33,7 @@ static qkvi_block_kind kind_of(unsigned depth, bool high) {
   return kinds[depth] + (high ? 1u : 0u);
 }
 
-// What lies behind a half does not count, and is there in any case.
+// Bytes behind a half are ignored, and readable in any case.
 static void place_spread(qkvi_block *block) {
   const unsigned half = qkvi_block_half(block);
   for (unsigned pair = 0; pair < QKVI_SHALLOW_PAIRS; pair++) {

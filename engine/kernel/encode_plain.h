@@ -1,5 +1,5 @@
-// How rows are coded, as far as it is the same everywhere: what is decided about the 16 rows of a group, side by
-// side, from sums that every kernel takes in its own way but in the same order.
+// The part of encoding that all kernels share: decisions about the 16 rows of a group, side by side, from sums that
+// every kernel computes in its own way but in the same order.
 //
 // A row x is brought to units of its own: the gain byte nearest to its weighted RMS has value m, and t = |x| 64 / m,
 // for coordinates of up to four bits rounded to a whole number of at most 255 (a cell of 1/64 sigma: on Gaussian rows
@@ -10,8 +10,8 @@
 //   A = sum w t K,  B = sum w K K        g = the gain byte nearest to A / B, in the row's units
 //   squared error = sum w x x - r (2 A - r B), r = g's value in K per t
 //
-// The scale that errs least is taken. Four neighbours count alike, with the mean of their weights: their t K and K K
-// add up to a whole number, then the weight multiplies. Coordinates of more than four bits have a t that is not
+// The scale with the least error is taken. Four neighbours count alike, with the mean of their weights: their t K and
+// K K add up to a whole number, then the weight multiplies. Coordinates of more than four bits have a t that is not
 // rounded and a K that need not be whole; each is weighted by itself.
 //
 // Sums run over 16 lanes, which are then added by halves: of the squares coordinate % 16, of A and B apart those of

@@ -115,7 +115,7 @@ INLINE source load_spread(const qkvi_block *block, const uint8_t *group, const s
   bytes pairs[sizeof(spread_slabs) / 64];
   UNROLL
   for (unsigned pair = 0; pair < sizeof(spread_slabs) / 64; pair++) {
-    // What lies behind a half does not count, and must be there.
+    // Bytes behind a half are ignored, but must be readable.
     const uint8_t *slab = pair >= half ? spread[half] : group + block->slabs[pair];
     pairs[pair] = load_bytes(slab + 4 * lane);
   }

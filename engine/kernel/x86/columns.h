@@ -1,4 +1,4 @@
-// What both integer kernels do with centroids: products with the columns of a chunk, sums, prefetches.
+// What both integer kernels share: products of centroids with the columns of a chunk, sums, prefetches.
 #ifndef QKV_ENGINE_KERNEL_X86_COLUMNS_H
 #define QKV_ENGINE_KERNEL_X86_COLUMNS_H
 
@@ -171,7 +171,7 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
       shape = layout->shape > shape ? layout->shape : shape;
     }
     page->layouts[g] = layout;
-    // A group that has no codes must have 64 bytes to read all the same where others have some.
+    // A group without codes needs 64 readable bytes, too, where others have codes.
     page->groups[g] = layout->count > 0 ? codes->groups[g] : codes->gains;
   }
   page->alike = alike;

@@ -1,6 +1,6 @@
-// Groups whose blocks are not plain (blocks.h) and cannot be made so by spreading their halves (centroids.h): the
-// centroids of all their blocks in vectors, ahead of the sums; of the others that of deep blocks. So the sums have no
-// copy for each shape and no branch on it.
+// *Mixed* groups: their blocks are not plain (blocks.h) and cannot be made so by spreading their halves
+// (centroids.h). The centroids of all their blocks are looked up into vectors ahead of the sums; of other groups only
+// those of deep blocks. So the sums need neither a copy for each shape nor a branch on it.
 //
 // Blocks whose two halves have different depths, or that do not lie in slabs of their own, are put together first. A
 // half is 8 coordinates. Whatever slab it lies in, its bits of a pair are brought to where a wide slab would have

@@ -3,18 +3,18 @@
 // and centroids have to be widened (bytes.h), as long as no sum of 16 bits saturates.
 //
 // One factor is unsigned: of V the weight, of K the centroid and the largest one more. Two neighbours in a column
-// that would be too large together, one of some hundreds unless weights are much alike, are split into halves, which
-// are multiplied one after the other. Queries of two bytes would have to be split everywhere, as all second bytes are
-// equally frequent: of banded pages (banded.h) the unsigned factor is a query's magnitude, whose sign the centroid
-// takes by a fourth operation. The sum of two of these products is at most 2 * 128 * 127.
+// that could saturate together (one pair of some hundreds unless weights are nearly equal) are split into halves,
+// which are multiplied one after the other. Queries of two bytes would have to be split everywhere, as all second
+// bytes are equally frequent: of banded pages (banded.h) the unsigned factor is a query's magnitude, whose sign the
+// centroid takes by a fourth operation. The sum of two of these products is at most 2 * 128 * 127.
 #ifndef QKV_ENGINE_KERNEL_X86_NARROW_H
 #define QKV_ENGINE_KERNEL_X86_NARROW_H
 
 #include "engine/kernel/x86/centroids.h"
 
 #if defined(__AVX2__) && LANES == 8
-// A chunk's columns, [number / 4][column][number % 4], and the halves of the vectors in which neighbours are too
-// large together.
+// A chunk's columns, [number / 4][column][number % 4], and the halves of the vectors in which neighbours could
+// saturate together.
 typedef struct split_columns {
   _Alignas(32) uint8_t whole[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
   uint8_t first[QKV_INTEGER_COLUMNS * QKV_DIM_MAX], second[QKV_INTEGER_COLUMNS * QKV_DIM_MAX];
