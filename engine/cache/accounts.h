@@ -1,11 +1,11 @@
-// Accounts: what each tenant takes of a store, and may take.
+// Accounts: each tenant's usage of a store, and its limits.
 //
 //   memory     an arena of its own over the store's (arena.h), which all of its sessions are made in
 //   SSD        bytes of pages on it, before they are packed there
 //   sessions   in the store's table
 //
-// An account is there while anything refers to it. Whoever makes the accounts says what their limits are: he is asked
-// when one is made, and again for all of them by qkv_accounts_refresh.
+// An account exists while anything refers to it. The function `limits` gives its limits: it is called when an account
+// is made, and again for all of them by qkv_accounts_refresh.
 //
 // Threads: any. One lock over the table, which `limits` is called under; the counters are atomic.
 #ifndef QKV_ENGINE_CACHE_ACCOUNTS_H
@@ -36,13 +36,13 @@ qkv_accounts *qkv_accounts_create(qkv_arena *arena, qkv_account_limits_fn *limit
 void qkv_accounts_destroy(qkv_accounts **accounts);  // no account is left (asserted)
 void qkv_accounts_refresh(qkv_accounts *accounts);
 
-// A reference to the tenant's, which is made where it is missing.
+// A reference to the tenant's account, which is made where it is missing.
 qkv_account *qkv_accounts_join(qkv_accounts *accounts, const char *tenant);
 qkv_account *qkv_account_ref(qkv_account *account);
 void qkv_account_unref(qkv_account **account);  // NULL inside: nothing
 
 qkv_arena *qkv_account_arena(const qkv_account *account);
-// NULL: the arena is no account's.
+// The account that the arena belongs to; NULL: none.
 qkv_account *qkv_account_of(const qkv_arena *arena);
 const char *qkv_account_tenant(const qkv_account *account);
 
@@ -54,14 +54,15 @@ bool qkv_account_is_over_ssd(const qkv_account *account);
 qkv_status qkv_account_open(qkv_account *account, qkv_error *error);
 void qkv_account_close(qkv_account *account);
 
-// Bytes that go to the SSD: false, and it is noted that it is full there, where they would be more than it may have.
-// `add` counts what is there already, whatever the ceiling. All three do nothing for NULL.
+// Bytes of pages on the SSD. `claim` comes before a write; where the limit would be exceeded it returns false and
+// marks the account as full there. `add` counts bytes that are there already, whatever the limit. All three do
+// nothing for NULL.
 bool qkv_account_claim_ssd(qkv_account *account, uint64_t bytes);
 void qkv_account_add_ssd(qkv_account *account, uint64_t bytes);
 void qkv_account_drop_ssd(qkv_account *account, uint64_t bytes);
-// Whether a claim was refused since something was dropped there, or the limits changed.
+// Whether a claim was refused since the last drop or change of limits.
 bool qkv_account_is_full_ssd(const qkv_account *account);
-// An account that is, with a reference, or NULL.
+// An account that is full on the SSD, with a reference, or NULL.
 qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts);
 
 typedef struct qkv_account_usage {
@@ -72,10 +73,10 @@ typedef struct qkv_account_usage {
 } qkv_account_usage;
 qkv_account_usage qkv_account_read(const qkv_account *account);
 
-// Of a tenant; false: nothing refers to its account, which is empty then.
+// The usage of a tenant; false: nothing refers to its account, and all is 0.
 bool qkv_accounts_read(qkv_accounts *accounts, const char *tenant, qkv_account_usage *usage);
 
-// Those that are there, in the order of tenants, under the lock. fn returns false to stop.
+// Calls fn for each account, in the order of tenants, under the lock. fn returns false to stop.
 void qkv_accounts_each(qkv_accounts *accounts, bool (*fn)(void *context, const qkv_account *account), void *context);
 
 #endif

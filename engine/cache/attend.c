@@ -119,7 +119,7 @@ void qkvi_attend_load(const qkvi_head_task *task, qkvi_row_block *block, size_t 
   qkvi_attend_add(task, block, first, rows);
 }
 
-// out and LSE of a row from its two parts, whose statistics may be those of nothing.
+// out and LSE of a row from its two parts, either of which may be empty.
 static void merge_row(const qkvi_head_task *task, size_t at, size_t row, const qkvi_partial *tail,
                       const qkvi_partial *pages) {
   size_t dim = task->model->value_dim;
@@ -275,8 +275,8 @@ static void teach(const qkv_attend *request) {
   free(rows);
 }
 
-// Some of the queries of a request are what pages to come are judged by: the last ones, evenly spaced over a page's
-// tokens at most.
+// Some of a request's queries select the tiers of pages to come (quality.h): the last ones, evenly spaced over a
+// page's tokens at most.
 static void show(const qkv_attend *request) {
   enum { MOST = 2 * QKV_QUALITY_TOKENS };
   const qkv_model *model = request->layer->config.model;

@@ -36,18 +36,18 @@ typedef struct qkv_attend {
   uint64_t position;  // of query 0
   qkv_tensor q;       // [queries, q_heads, key_dim], checked with qkv_attend_check
   bool q_before_rope;
-  bool shown;  // qkv_attend_show has seen it
+  bool shown;  // qkv_attend_show has observed its queries
   qkv_attend_options options;
   float *out;  // [queries][q_heads][value_dim], dense
   float *lse;  // [queries][q_heads]
-  // Where not NULL: asked before each block of work, from any thread. Once it has said true, out and lse are left
+  // Where not NULL: called before each block of work, from any thread. Once it has said true, out and lse are left
   // unfinished.
   bool (*stopped)(const void *context);
   const void *stopped_context;
 } qkv_attend;
 
-// For rows that are appended with their queries, before that: where pages are judged (quality.h) by what the session
-// asks, the request's queries are among it. Otherwise attending shows them. The layer need not be locked.
+// Observes the request's queries, by which the tiers of pages are selected (quality.h). For rows that are appended
+// together with their queries: before the append. In all other cases attending does it. The layer need not be locked.
 void qkv_attend_show(qkv_attend *request);
 
 // Limits of a request; `out` and `lse` are not looked at. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
@@ -61,7 +61,7 @@ void qkv_attend_span(const qkv_attend *request, uint64_t *begin, uint64_t *end);
 // Runs `count` checked requests. `pool` may be NULL: all on the caller.
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count);
 
-// Coded and exact bytes that the request reads: what decides where it runs.
+// Coded and exact bytes that the request reads: they decide which device it runs on.
 uint64_t qkv_attend_cost(const qkv_attend *request);
 
 #endif

@@ -3,7 +3,7 @@
 //
 // Ranges become tasks of their own for three reasons, and those of all heads follow each other:
 //
-// Threads that others keep from running do not have the last word where each has some tasks.
+// With some tasks for each thread, a thread that the scheduler delays does not hold up the end.
 //
 // A page has all heads, so a head after the other goes through the same memory as often as there are heads. Beyond
 // some hundred megabytes every round finds the tables of addresses fallen out of the caches. At 1048576 tokens, one
@@ -240,7 +240,7 @@ static void add_own(attend_batch *batch, size_t place) {
   memset(plan->computed, true, plan->count);
 }
 
-// Plans what each request of a batch has computed apart. Those that share nothing after all have nothing, unless
+// Plans what each request of a batch has computed apart. Requests that share nothing after all have nothing, unless
 // they are split.
 static void plan_batch(attend_batch *batch, const cut_plan *plan) {
   for (size_t i = 0; i < batch->count; i++) batch->splits[i] = plan_split(&batch->requests[i], plan);
@@ -287,7 +287,7 @@ static void clear_batch(attend_batch *batch) {
   batch->tasks = NULL;
 }
 
-// Makes the tasks of a batch, with room for their partial results. Leaves `splits` NULL where there are none.
+// Makes the tasks of a batch, with memory for their partial results. Leaves `splits` NULL where there are none.
 static void split_batch(attend_batch *batch, const cut_plan *plan) {
   size_t partials = 0, bytes = 0;
   batch->splits = malloc(batch->count * sizeof *batch->splits);

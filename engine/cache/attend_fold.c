@@ -85,7 +85,7 @@ static bool mask_row(const qkvi_row_block *block, size_t row, uint64_t position,
   return false;
 }
 
-// Masks a row's scores and moves its statistics on; false where it sees nothing of the tile.
+// Masks a row's scores and updates its statistics; false where it sees nothing of the tile.
 static bool see(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, size_t row,
                 uint64_t position, size_t tokens) {
   if (!mask_row(block, row, position, tokens, block->scores + row * QKVI_TILE_TOKENS)) return false;
@@ -108,8 +108,8 @@ bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_pa
 
 // ---- Some pages at once ----
 
-// Pages that follow each other in a range: all their scores are taken, then all their weights, then the sums. What
-// one of them waits for, others have to do. The numbers are those of one page after the other.
+// Consecutive pages of a range: all their scores are computed, then all their weights, then the sums, so that memory
+// latency of one page overlaps work on others. The numbers are those of one page after the other.
 typedef struct page_run {
   size_t first, count;             // in the layer
   size_t ahead;                    // that many keys or values of pages are on their way
@@ -117,14 +117,14 @@ typedef struct page_run {
   float largest[QKV_QUERY_BLOCK];  // of the scores [page][row]
 } page_run;
 
-// As many as there is room for scores.
+// Pages that the scores have space for.
 static size_t pages_together(size_t rows) {
   const size_t most = QKV_QUERY_BLOCK / rows;
   return most < QKV_PAGES_TOGETHER ? most : QKV_PAGES_TOGETHER;
 }
 
-// All keys of a run are worked on, then all values, then the keys of the next. What comes `ahead` of the step is
-// fetched meanwhile, as the `place`th of a call: as much as memory takes the time of.
+// All keys of a run are worked on, then all values, then the keys of the next. The page `ahead` of the step is
+// prefetched meanwhile, as the `place`th of a call: as far ahead as memory latency needs.
 static void fetch_ahead(const qkvi_head_task *task, qkvi_row_block *block, const page_run *run, size_t step,
                         size_t place) {
   const size_t next = step + run->ahead, count = run->count;
@@ -169,7 +169,7 @@ static bool within(const page_run *run, const qkvi_partial *partial, size_t p) {
 // In integers, where the block asks for them and the pages can. `count` pages from the p-th on, all within the peaks.
 static size_t weigh_run(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, const page_run *run,
                         size_t p, size_t count, float *sums) {
-  enum { UNSEEN_PEAK = 1000000000 };  // leaves no weight of a row that sees nothing
+  enum { UNSEEN_PEAK = 1000000000 };  // gives weight 0 to a row that sees nothing
   const qkv_page_entry *entries = qkv_layer_page(task->layer, run->first + p);  // of one range
   if (entries->coder->codec->weigh == NULL) return 0;
   const size_t rows = partial->rows;

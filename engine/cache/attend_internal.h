@@ -1,6 +1,7 @@
 // What the files of attention share: attend_batch.c makes tasks of a batch of requests, attend_share.c finds the
-// ranges that several of them have, attend.c runs requests over pages, attend_fold.c weighs what they see of them,
-// attend_tail.c takes the exact tail, attend_check.c refuses what is out of limits, attend_sample.c counts attention.
+// ranges that several of them have, attend.c runs requests over pages, attend_fold.c masks a tile's scores and does
+// the running softmax, attend_tail.c takes the exact tail, attend_check.c refuses what is out of limits,
+// attend_sample.c counts attention.
 #ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 #define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 
@@ -8,10 +9,10 @@
 
 #define QKVI_TILE_TOKENS QKV_PAGE_TOKENS  // tokens whose scores are taken at once
 
-// Statistics run on over the pages of a *run*: those of a range whose index in the range is the same but for its last
-// three bits. The partial results of runs, and those of ranges, are merged in order. A run is short enough to be one
-// task of a GPU, and its pages are given by the range alone, so that a result has the same bits on every device. With
-// 8 pages merging costs about 1 % of the time, with 4 about 2 %.
+// Softmax statistics are accumulated over the pages of a *run*: pages of one range whose index in it differs in the
+// last three bits only. The partial results of runs, and those of ranges, are merged in order. A run is short enough
+// to be one task of a GPU, and its pages are given by the range alone, so that a result has the same bits on every
+// device. With 8 pages merging costs about 1 % of the time, with 4 about 2 %.
 #define QKVI_RUN_PAGES 8
 
 typedef struct qkvi_head_task {
@@ -39,16 +40,16 @@ typedef struct qkvi_row_block {
   qkv_query_block queries;                                // their count is the block's
   float scores[QKV_QUERY_BLOCK * QKVI_TILE_TOKENS];       // [rows][QKVI_TILE_TOKENS]; weights once folded
   float sums[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // [rows][value_dim], of the pages; the tail's are in `out`
-  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // the same of one range
-  float run[QKV_QUERY_BLOCK * QKV_DIM_MAX];               // and of one run
+  float part[QKV_QUERY_BLOCK * QKV_DIM_MAX];              // sums of one range
+  float run[QKV_QUERY_BLOCK * QKV_DIM_MAX];               // sums of one run
 } qkvi_row_block;
 
-// With 131072 tokens in pages that lie anywhere, four query heads take a quarter of the time when codes are fetched
-// while others are worked on. Where they lie is read from their page's directory, which is fetched earlier still.
+// With 131072 tokens in pages scattered over memory, four query heads take a quarter of the time when the codes of
+// later pages are prefetched. Their offsets are read from the page's directory, which is prefetched earlier still.
 enum { QKVI_DIRECTORY_AHEAD = QKV_PAGES_TOGETHER };
 
-// Without a look at the page itself, which would wait for it. Inlined: gcc drops calls of functions that do nothing
-// but prefetch.
+// Does not read the page itself, which would stall. Inlined: gcc drops calls of functions that do nothing but
+// prefetch.
 __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(const qkv_layer *layer,
                                                                               uint16_t kv_head, size_t i) {
   const uint8_t *page = i >= layer->page_count ? NULL : qkvi_layer_image(layer, i);
@@ -57,29 +58,29 @@ __attribute__((always_inline)) static inline void qkvi_attend_fetch_directory(co
   __builtin_prefetch(page + sizeof(qkv_page_header) + kv_head * sizeof(qkv_page_directory));
 }
 
-// What is to be fetched while the `place`th page of a call is worked on. Pages of the next range, which may be
-// another thread's, are as near to being read as any.
+// What is prefetched while the `place`th page of a call is worked on. Pages of the next range are among it, though
+// that may be another thread's.
 static inline void qkvi_attend_fetch(const qkv_layer *layer, qkvi_row_block *block, size_t place, size_t i,
                                      qkv_part part) {
   block->queries.ahead[place].page = i < layer->page_count ? qkvi_layer_image(layer, i) : NULL;
   block->queries.ahead[place].part = part;
 }
 
-// The position that a query stands at, the window that holds, and what it sees: [*begin, *end), empty where
+// A query's position, the sliding window in force, and the positions that the query sees: [*begin, *end), empty where
 // begin >= end.
 int64_t qkvi_attend_stand(const qkv_attend *request, uint64_t query);
 uint64_t qkvi_attend_window(const qkv_attend *request);
 void qkvi_attend_visible(const qkv_attend *request, uint64_t query, uint64_t *begin, uint64_t *end);
 
-// The scores of a tile whose first token stands at `position` and of which `tokens` are valid: masks them, moves the
-// statistics on and leaves the weights. False where no row sees anything of the tile.
+// The scores of a tile whose first token stands at `position` and of which `tokens` are valid: masks them, updates
+// the softmax statistics and replaces the scores by weights. False where no row sees anything of the tile.
 bool qkvi_attend_fold(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial, uint64_t position,
                       size_t tokens);
 
-// Partial results of nothing: sums [rows][value_dim], or of one row [value_dim], become the partial's, and zeros.
+// Empty partial results: `sums` [rows][value_dim], or of one row [value_dim], become the partial's, and are zeroed.
 void qkvi_attend_start_row(qkvi_partial *partial, size_t row, float *sums, size_t dim);
 void qkvi_attend_start(qkvi_partial *partial, size_t rows, float *sums, size_t dim);
-// `partial` becomes that of both; its sums stay where they are.
+// `partial` becomes the merged one; its sums stay where they are.
 void qkvi_attend_merge(qkvi_partial *partial, const qkvi_partial *other, size_t dim);
 
 // The partial result of the pages [first, end) of a range, which begins with page `range`, as far as the block sees

@@ -15,7 +15,7 @@
 #include "engine/cache/layer_internal.h"
 #include "engine/kernel/kernel.h"
 
-enum { AHEAD = 2 };  // pages on their way
+enum { AHEAD = 2 };  // pages that are being prefetched
 
 typedef struct sample {
   const qkv_attend *request;

@@ -1,7 +1,7 @@
 // Which ranges of pages the requests of a batch share.
 //
 // Every range that a request sees whole and that other layers have, too, is a *use*. Sorted, the uses of one range
-// stand side by side: they are cut into groups, and groups of the same requests over consecutive ranges are joined.
+// are adjacent: they are cut into groups, and groups of the same requests over consecutive ranges are joined.
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>

@@ -4,7 +4,7 @@
 #include "engine/cache/attend_internal.h"
 
 #define TILE_WIDTH 64  // coordinates of exact keys that are transposed at once
-#define LANES 16       // sums kept side by side, so that the compiler can vectorize without reordering
+#define LANES 16       // independent sums, so that the compiler can vectorize without reordering
 
 // A tile's tokens up to whole lanes.
 static size_t lanes_of(size_t tokens) {

@@ -6,13 +6,13 @@
 //                       └──────────┴─► GONE                 restore: read_begin, read_wait for each, read_end
 //
 // A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE,
-// so that it is the way back to full precision; unless nothing is taken.
+// so that full precision can be restored from it; unless the backing takes nothing (`takes`).
 //
 // Exact rows are put as they are appended where put_rows is there; their records are dropped once pages that cover
 // them are DURABLE.
 //
-// Threads: any; all but `context` is constant. The functions are called with a layer read or written, and never wait;
-// those that read are called without, and wait for the tier.
+// Threads: any; all but `context` is constant. The functions are called with a layer locked for reading or writing,
+// and never wait. Those that read records are called without its lock, and wait for the tier.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
 #define QKV_ENGINE_CACHE_BACKING_H
 
@@ -33,10 +33,10 @@ typedef enum qkv_record_state {
 
 typedef struct qkv_backing {
   void *context;
-  // Takes a page of a session of the model, of which the first `tokens` count, and lets it go once it has it, or does
-  // not need it any more. Its record's number, larger than all before; 0: no headroom for it now, and it has been let
-  // go. `hash`: the chained hash of the token ids up to the page's end (prefix_index.h); NULL: not known, or not
-  // asked of this layer.
+  // Takes a page of a session of the model, of which the first `tokens` are valid, and releases it (qkv_page_let_go)
+  // once it is stored or not needed any more. Returns the number of its record, larger than all before; 0: no
+  // headroom for it now, and it has been released. `hash`: the chained hash of the token ids up to the page's end
+  // (prefix_index.h); NULL: not known, or not asked of this layer.
   uint64_t (*put)(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
                   const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
@@ -47,10 +47,11 @@ typedef struct qkv_backing {
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
-  // False where the disk has failed or is full, or takes nothing of this session: what is not there may never be.
+  // False where the disk has failed or is full, or takes nothing of this session: a page without a record may never
+  // get one.
   bool (*takes)(void *context, uint64_t session);
-  // What was put of this layer up to now is cut off at `position`, for the next process, too. Layer model->layers:
-  // the hashes alone of token ids that records of the last layer have.
+  // Truncates what was put of this layer up to now at `position`, for the next process, too. Layer model->layers: the
+  // hashes alone of token ids that records of the last layer have.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
   // Begins to read records (copied) in their order, up to `ahead_bytes`, but one at least, in front of what has been
   // waited for. Never NULL.

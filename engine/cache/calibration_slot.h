@@ -1,5 +1,5 @@
-// The calibration that a model's new pages are coded with: none at first, then one version after the other. Pages
-// that are there keep theirs.
+// The calibration that a model's new pages are coded with: none at first, then one version after the other. Existing
+// pages keep theirs.
 //
 // Threads: any.
 #ifndef QKV_ENGINE_CACHE_CALIBRATION_SLOT_H

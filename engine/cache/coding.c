@@ -107,7 +107,7 @@ static bool is_calibrated(const qkv_model *model, const qkv_policy *policy) {
   return any;
 }
 
-// What nobody has, or has any longer.
+// A coding without references.
 static void destroy(qkv_coding *coding) {
   for (size_t i = 0; i < coding->made_count; i++) coding->made[i].codec->destroy(coding->made[i].made);
   free(coding->made);
@@ -133,7 +133,7 @@ static qkv_coding *find_or_add(const qkv_model *model, const qkv_policy *policy,
 qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                            const qkv_calibration *calibration) {
   if (!is_calibrated(model, policy)) calibration = NULL;
-  // What coders have nothing of does not tell codings apart.
+  // Policy fields that no coder uses do not tell codings apart.
   qkv_policy key = *policy;
   key.recent_window = 0;
   key.learn_said = key.learn = false;

@@ -21,16 +21,16 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
 qkv_coding *qkv_coding_ref(qkv_coding *coding);
 void qkv_coding_unref(qkv_coding **coding);
 
-// That of a version which some coding of the model is made with, with a reference for the caller; NULL: there is
-// none.
+// The calibration of this version, if any coding of the model is made with it, with a reference for the caller; else
+// NULL.
 const qkv_calibration *qkv_coding_find_calibration(const qkv_model *model, uint32_t version);
 
-// Memory of all codings that there are, without their calibrations.
+// Memory of all codings in the process, without their calibrations.
 uint64_t qkv_coding_bytes_held(void);
 
 // Whether a coder is one of the coding's.
 bool qkv_coding_has(const qkv_coding *coding, const qkv_coder *coder);
-// As the coding has it, without a reference for the caller; NULL: data-free.
+// The coding's calibration, without a reference for the caller; NULL: data-free.
 const qkv_calibration *qkv_coding_calibration(const qkv_coding *coding);
 
 // Alive as long as the coding.

@@ -1,5 +1,4 @@
-// Codecs compared on a session's own rows: what each would take, and what attention would miss of it. Nothing of the
-// session changes.
+// Codecs compared on a session's own rows: bytes, and error of attention. Nothing of the session changes.
 //
 // The sample is up to QKV_COMPARE_PAGES times 64 tokens of up to QKV_COMPARE_LAYERS layers, evenly spread, and up to
 // QKV_COMPARE_HEADS heads of each: exact rows where a layer has as many, else rows as they are in memory, so that a
@@ -27,7 +26,7 @@ typedef struct qkv_compared {
   double bits;        // of codes
   bool calibrated;    // with the calibration in force
   double bytes;       // a token, of all layers, everything counted
-  double coordinate;  // the same in bits a coordinate
+  double coordinate;  // `bytes` as bits a coordinate
   double error;       // of attention's outputs, relative: root of the mean square over layers and heads
 } qkv_compared;
 

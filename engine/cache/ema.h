@@ -16,8 +16,8 @@
 //                  24  u64 query that the values of each head are right for
 //                   .  16 x u64 for each head: 64 values, four a word, the first one lowest
 //
-// Threads: qkv_ema_clock_* and qkv_ema_add run together; values are relaxed atomics of four tokens each. Two that
-// meet in one page may lose one's addition: it is a statistic.
+// Threads: qkv_ema_clock_* and qkv_ema_add run together; values are relaxed atomics of four tokens each. Of two
+// concurrent additions to a page one may be lost: it is a statistic.
 #ifndef QKV_ENGINE_CACHE_EMA_H
 #define QKV_ENGINE_CACHE_EMA_H
 
@@ -63,7 +63,7 @@ typedef struct qkv_ema_step {
   uint64_t queries;  // since the last sample
 } qkv_ema_step;
 
-// Counts a call of so many queries in so many blocks. Whether it is to be looked at; then fills `step`.
+// Counts a call of so many queries in so many blocks. Returns whether it is to be sampled; then fills `step`.
 bool qkv_ema_clock_count(qkv_ema_clock *clock, uint64_t queries, uint64_t blocks, qkv_ema_step *step);
 uint64_t qkv_ema_clock_now(const qkv_ema_clock *clock);
 

@@ -3,8 +3,8 @@
 // Per layer that teaches, exact rows of QKV_HOLDOUT_PAGES whole pages in the model's dtype, and the queries of
 // QKV_HOLDOUT_QUERIES tokens in fp32. One of the pages has the first tokens of a sequence, where one has come by:
 // attention sinks are there. The others are a reservoir over every QKV_HOLDOUT_PAGE_EVERY-th page since the sample
-// was begun. Of every QKV_HOLDOUT_QUERY_EVERY queries that are offered one takes a random one's place, so
-// that those of many sequences are there, and old ones go.
+// was begun. Of every QKV_HOLDOUT_QUERY_EVERY queries that are offered one takes a random one's place, so that many
+// sequences are sampled, and old queries are replaced.
 //
 // Pages and queries come and go apart: pages are needed until a calibration has been tried, queries as long as pages
 // are watched (page_watch.h).
@@ -27,7 +27,7 @@
 #define QKV_HOLDOUT_PAGES 6
 #define QKV_HOLDOUT_PAGES_LEAST 2  // of each layer, before anything is tried
 #define QKV_HOLDOUT_PAGE_EVERY 4   // pages, of which one is for the reservoir: the others teach
-#define QKV_HOLDOUT_PATIENCE 64    // pages of a layer, after which none with first tokens is waited for
+#define QKV_HOLDOUT_PATIENCE 64    // time-out in pages of a layer: waits no longer for one with first tokens
 #define QKV_HOLDOUT_QUERIES 16
 #define QKV_HOLDOUT_QUERY_EVERY 4
 
@@ -55,8 +55,8 @@ bool qkv_holdout_page(qkv_holdout *holdout, uint32_t layer, uint64_t position, c
 // The same for one token's queries q [q_heads][key_dim]; queries are held (asserted).
 bool qkv_holdout_query(qkv_holdout *holdout, uint32_t layer, uint64_t position, const float *q, bool before_rope);
 
-// Whether a layer has pages enough to try something on, one with first tokens among them, and queries, or has seen
-// `patience` pages without.
+// Whether a layer's sample is enough for a trial: QKV_HOLDOUT_PAGES_LEAST pages, one with first tokens among them,
+// and queries. Time-outs in pages of the layer: QKV_HOLDOUT_PATIENCE for first tokens, `patience` for queries.
 bool qkv_holdout_ready(const qkv_holdout *holdout, uint32_t layer, uint64_t patience);
 
 // A copy of one layer's, for the caller to clear. k and v are [pages][64][kv_heads][dim], queries [tokens][q_heads]

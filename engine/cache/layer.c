@@ -19,7 +19,7 @@ void qkv_layer_init(qkv_layer *layer, const qkv_layer_config *config, const qkv_
 static void cut(qkv_layer *layer, uint64_t position);
 
 void qkv_layer_deinit(qkv_layer *layer) {
-  layer->config.backing = NULL;  // which keeps what it has
+  layer->config.backing = NULL;  // which keeps the layer's records
   cut(layer, layer->config.first_position);
   assert(layer->page_count == 0 && layer->range_count == 0);
   qkv_ema_clock_destroy(&layer->clock);
@@ -232,7 +232,7 @@ static uint32_t ema_count(const qkv_range_slot *slot) {
   return emas == NULL ? 0 : atomic_load_explicit(&emas->count, memory_order_relaxed);
 }
 
-// Those from the `kept`th on go; with none left the table, too.
+// Frees those from the `kept`th on; with none left the table, too.
 static void drop_emas(qkv_layer *layer, qkv_range_slot *slot, size_t kept) {
   qkv_ema_table *emas = atomic_load(&slot->emas);
   if (emas == NULL) return;
@@ -263,7 +263,7 @@ static void drop_records(const qkv_layer *layer, qkv_page_range *range, uint32_t
   }
 }
 
-// The last range leaves.
+// Removes the last range.
 static void drop_range(qkv_layer *layer) {
   qkv_range_slot *slot = &layer->ranges[--layer->range_count];
   layer->page_count = slot->first;
@@ -292,7 +292,7 @@ static void split_last_page(qkv_layer *layer) {
   atomic_store(&table_of(slot)->count, 1);
 }
 
-// Of the last range the pages below `position` stay, of which there is one.
+// Cuts the last range to the pages below `position`, of which there is at least one.
 static void cut_range(qkv_layer *layer, uint64_t position) {
   const size_t last = layer->range_count - 1;
   qkv_range_slot *slot = &layer->ranges[last];
@@ -334,7 +334,7 @@ void qkv_layer_truncate(qkv_layer *layer, uint64_t position) {
   cut(layer, position);
 }
 
-// What is behind `position`, which is not beyond the length.
+// Truncates at `position`, which is not beyond the length.
 static void cut(qkv_layer *layer, uint64_t position) {
   layer->length = position;
   if (position < layer->sealed) {

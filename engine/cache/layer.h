@@ -9,17 +9,18 @@
 // the page and lowers the count of its tokens that are valid; later rows start a new page, so pages begin
 // anywhere and hold 1 to 64 tokens.
 //
-// Pages are coded by the layer's coder. It can change at any time; pages that are there keep theirs. Pages lie in
-// *ranges* of one coder each (page_range.h). A layer that is forked from another one shares its ranges and its exact
-// blocks, copy on write. What either appends then begins a range of its own; a layer has at most 8 ranges and one for
-// every 32 pages that way.
+// Pages are coded by the layer's coder. It can change at any time; existing pages keep theirs. Pages lie in *ranges*
+// of one coder each (page_range.h). A layer that is forked from another one shares its ranges and its exact blocks,
+// copy on write. What either appends then begins a range of its own; a layer has at most 8 ranges and one for every
+// 32 pages that way.
 //
 // Memory is the arena's: every byte is reserved before anything changes, so an append that does not fit
 // changes nothing.
 //
-// Where attention is counted (ema.h), every page has its averages beside it. A page's image may be exchanged for one
-// at other tiers (retier.h); with keep_full the one that was coded first stays, and with it the way back. With a
-// backing, pages are put there when they are sealed, and their images may leave memory (layer_spill.h).
+// Where attention is counted (ema.h), every page has averages next to it. A page's image may be exchanged for one at
+// other tiers (retier.h); with keep_full the one that was coded first is kept, so that dropped planes can be
+// restored. With a backing, pages are put there when they are sealed, and their images may leave memory
+// (layer_spill.h).
 //
 // Threads: not safe; session.h holds the lock. Readers (attend, rows) may run together.
 #ifndef QKV_ENGINE_CACHE_LAYER_H
@@ -48,8 +49,8 @@ typedef struct qkv_layer_config {
   uint64_t first_position;
   qkv_arena *arena;
   qkv_ema_options ema;
-  bool keep_full;              // a page that goes to lower tiers stays beside in full
-  qkv_quality *quality;        // judges pages that are sealed, which may lower their tiers; NULL: none does
+  bool keep_full;              // a page that goes to lower tiers is kept in full, too
+  qkv_quality *quality;        // selects the tiers of pages that are sealed; NULL: nothing does
   const qkv_backing *backing;  // NULL: memory is all there is
   uint64_t session;            // as the backing knows it
   qkv_session_tokens *tokens;  // whose pages' hashes go to the backing with those of the layer; NULL: none do
@@ -85,8 +86,8 @@ typedef struct qkv_saved_rows {
   bool shared;  // sessions that are forked from this one need the record, or the one that this one is forked from
 } qkv_saved_rows;
 
-// How the thread that changes a layer's rows gets at a layer that others read. One thread at a time changes what rows
-// a layer has, its coder and its tail: it appends, truncates, seals or forks. It writes the layer between `enter` and
+// How the thread that changes a layer's rows locks a layer that others read. One thread at a time changes what rows a
+// layer has, its coder and its tail: it appends, truncates, seals or forks. It writes the layer between `enter` and
 // `leave`, and reads pages, which others may write, between `look` and `looked`. In between others may do both.
 typedef struct qkv_layer_access qkv_layer_access;
 struct qkv_layer_access {
@@ -115,7 +116,7 @@ typedef struct qkv_layer {
   // Records of exact rows in ascending order; the first `rows_settled` of them are durable.
   qkv_saved_rows *saved_rows;
   size_t saved_rows_count, saved_rows_capacity, rows_settled;
-  bool pinned;            // its ranges are pinned by who changes it: always, but in a session that nobody has locked
+  bool pinned;            // its ranges are pinned; false only for a session's layer that no thread has locked
   uint64_t *append_room;  // a reservation (arena.h) of the thread that appends; NULL: none
   const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
   struct qkvi_page_offers *offers;  // for pages to come, while they are appended (session_share.h); NULL: none
@@ -136,14 +137,14 @@ void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
                             bool before_rope, uint64_t *appended, qkv_error *error);
 
-// All exact rows become pages, the last one a short one: for what is to leave memory or to survive the process. Takes
+// All exact rows become pages, the last one a short one: before rows leave memory, or to survive the process. Takes
 // no memory, as rows of usual sizes are larger than their codes; where they are not, RESOURCE_EXHAUSTED (the
 // arena's), and what was sealed until then stays so. Rows of an exact codec stay as they are.
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error);
 
 // `layer` is a new one of the same model, policy, purpose and first position (asserted); it gets all that `parent`
 // has below `position`, shared. Pages that end behind it keep fewer valid tokens. Takes no memory of the arena. With
-// `parent` read, one fork of it at a time.
+// `parent` locked for reading, one fork of it at a time.
 void qkv_layer_fork(qkv_layer *layer, const qkv_layer *parent, uint64_t position);
 
 // Drops positions >= `position`; does nothing beyond the length.
@@ -166,7 +167,7 @@ static inline qkv_page_entry *qkv_layer_page(const qkv_layer *layer, size_t inde
   const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
   return &qkvi_range_entries(slot->range)[index - slot->first];
 }
-// The same where the page may be cold, without unpacking its range: its positions; its image, or NULL; all of it.
+// For a page that may be cold, without unpacking its range: its positions; its image, or NULL; the whole entry.
 static inline qkvi_page_span qkvi_layer_span(const qkv_layer *layer, size_t index) {
   const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
   return qkvi_range_span(slot->range, (uint32_t)(index - slot->first));
@@ -183,8 +184,8 @@ static inline qkv_page_entry qkvi_layer_peek(const qkv_layer *layer, size_t inde
 // Its averages; NULL: nothing has been counted.
 qkv_ema *qkv_layer_ema(const qkv_layer *layer, size_t index);
 
-// For readers: the first page that ends beyond `position` (page_count: none); the pages of a range, [*first, *end),
-// of one that is there (asserted); and one head's exact row, in the model's dtype, at a position that is in the tail
+// For readers: the first page that ends beyond `position` (page_count: none); the pages [*first, *end) of a range,
+// which exists (asserted); and one head's exact row, in the model's dtype, at a position that is in the tail
 // (asserted).
 size_t qkv_layer_page_at(const qkv_layer *layer, uint64_t position);
 void qkv_layer_range(const qkv_layer *layer, size_t range, size_t *first, size_t *end);

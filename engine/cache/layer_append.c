@@ -8,9 +8,9 @@
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
 
-// An append in four steps: everything is checked, then all of its memory is reserved, then its pages are coded, which
-// nobody sees, then they and the rows that stay exact become the layer's at once. From the second step on it cannot
-// fail any more. Only the last one excludes readers.
+// An append in four steps: everything is checked, then all of its memory is reserved, then its pages are coded,
+// unseen by readers, then they and the rows that stay exact become the layer's at once. From the second step on it
+// cannot fail any more. Only the last one excludes readers.
 
 typedef struct append {
   qkv_layer *layer;
@@ -304,7 +304,7 @@ static void gather_rows(const append *a, uint64_t first, qkv_tail_block *block, 
   store_rows(a, block->rows, first, begin, first + QKV_PAGE_TOKENS);
 }
 
-// The next pages, which are the layer's only later. Others may read it meanwhile.
+// The next pages, which are the layer's only later. Other threads may read the layer meanwhile.
 static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, uint64_t count) {
   const qkv_layer *layer = a->layer;
   for (uint64_t i = 0; i < count; i++) {
@@ -320,7 +320,7 @@ static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, 
   }
 }
 
-// The tail's first block waits behind the tail for its next use, unless others need it.
+// The tail's first block becomes a spare one behind the tail, unless other layers share it.
 static void drop_first(qkv_layer *layer, tail_work *work) {
   qkv_tail_block block = layer->tail[0];
   memmove(layer->tail, layer->tail + 1, (work->blocks - 1) * sizeof *layer->tail);
@@ -377,7 +377,8 @@ static void free_spares(qkv_layer *layer, tail_work *work) {
   qkv_arena_unreserve(layer->config.arena, work->reserved * qkv_arena_cost(qkvi_block_bytes(layer->config.model)));
 }
 
-// A contract's page is judged by what the layer holds, all pages before it and its own rows included.
+// With a quality contract a page's tiers are selected by what the layer holds, all pages before it and its own rows
+// included.
 static void show_rows(const append *a, tail_work *work) {
   const uint64_t page_end = a->layer->sealed + QKV_PAGE_TOKENS;
   if (a->layer->length >= page_end) return;

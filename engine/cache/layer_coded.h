@@ -1,4 +1,4 @@
-// A layer's pages as they are: read whole, and appended whole.
+// A layer's pages as images: read whole, and appended whole.
 //
 // What is read was validated when it was made or read from the backing. What is appended comes from outside and has
 // been validated by the caller with the page's coder; its place in the layer is checked here.

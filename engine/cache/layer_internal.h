@@ -1,4 +1,5 @@
-// What layer.c, layer_append.c and layer_retier.c share: where things lie in the tail, what pages take beside them.
+// What layer.c, layer_append.c and layer_retier.c share: the layout of the tail, the memory of pages outside of their
+// images.
 #ifndef QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 #define QKV_ENGINE_CACHE_LAYER_INTERNAL_H
 
@@ -28,13 +29,13 @@ static inline uint32_t qkvi_part_dim(const qkv_model *model, qkv_part part) {
   return part == QKV_K ? model->key_dim : model->value_dim;
 }
 
-// What the arena counts for a page's averages, and for all that it has beside its image.
+// Bytes of the arena for a page's averages: all that it has outside of its image.
 static inline size_t qkvi_ema_cost(const qkv_layer *layer) {
   return layer->clock == NULL ? 0 : qkv_arena_cost(qkv_ema_bytes(layer->config.model->kv_heads));
 }
 
-// What is the layer's alone of a range, as far as it sees that: copied where others have it, too. The layer is held
-// for writing.
+// The range as the layer's own, as far as the layer sees it: copied where other layers have it, too. The layer is
+// locked for writing.
 qkv_page_range *qkvi_layer_own_range(qkv_layer *layer, size_t range);
 // Whether the layer keeps the pages of a range, and of all that it has now, in memory (page_range.h). One thread at a
 // time.
@@ -44,7 +45,7 @@ void qkvi_layer_keep(const qkv_layer *layer, bool keep);
 // unless it is shared or the layer has too many.
 void qkvi_layer_split_range(qkv_layer *layer, size_t range, size_t pages);
 // The ranges from `range` on, whose pages are cold and not counted, are replaced by those of `other` from the same
-// place on, of which so many pages are seen. The layer is held for writing.
+// place on, of which so many pages are seen. The layer is locked for writing.
 void qkvi_layer_replace_ranges(qkv_layer *layer, size_t range, const qkv_layer *other, size_t pages);
 // A page at the end, in the last range or in a new one.
 void qkvi_layer_add_page(qkv_layer *layer, const qkv_page_entry *entry);
@@ -53,10 +54,11 @@ qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_
 // A page's averages, in a block of qkv_ema_bytes from the arena. Returns them, or those that another thread has put
 // there meanwhile, and then the block is freed.
 qkv_ema *qkvi_layer_put_ema(const qkv_layer *layer, size_t index, void *block);
-// The same with a block of its own where there are none yet; NULL where attention is not counted or memory is full.
+// The page's averages, which are allocated where there are none yet; NULL where attention is not counted or memory is
+// full.
 qkv_ema *qkvi_layer_need_ema(const qkv_layer *layer, size_t index);
 
-// While a layer is read, nothing that it sees leaves memory. `used_ms`: page_range.h.
+// While a layer is pinned, nothing that it sees leaves memory. `used_ms`: page_range.h.
 void qkvi_layer_pin(const qkv_layer *layer, int64_t used_ms);
 void qkvi_layer_unpin(const qkv_layer *layer);
 
@@ -66,46 +68,47 @@ bool qkvi_block_is_shared(const qkv_tail_block *block);
 // Before rows are written: a block of the layer's own, with the same rows. A shared one is copied into the arena's
 // memory, which has been reserved, and true is returned.
 bool qkvi_block_own(qkv_layer *layer, qkv_tail_block *block);
-// The layer needs it no more; the last one frees it.
+// The layer releases the block; the last layer to do so frees it.
 void qkvi_block_leave(qkv_layer *layer, qkv_tail_block *block);
 // What a shared block's page depends on.
 typedef struct qkvi_block_page {
   uint32_t calibration;
   uint32_t tokens;  // the first ones of the block
 } qkvi_block_page;
-// What a shared block has become in another layer: one holder more of the image; NULL: nothing of this kind yet, and
-// the caller codes it and offers the image, which gets one holder more for others to come, or NULL, where it could
-// not. Between the two others wait who ask for it. A block of one layer alone: NULL, and the offer changes nothing.
+// The image that a shared block was coded to in another layer, with one holder more. NULL: none that is wanted yet,
+// and the caller codes the block and offers the image, which gets one holder more for later callers; it offers NULL
+// where it could not. Between the two calls other threads that ask for it wait. A block of one layer alone: NULL, and
+// the offer changes nothing.
 const void *qkvi_block_sealed(qkv_tail_block *block, const qkvi_block_page *wanted, uint32_t *bytes,
                               _Atomic uint32_t **holders);
 void qkvi_block_offer(qkv_tail_block *block, const qkvi_block_page *of, const void *page, uint32_t bytes,
                       _Atomic uint32_t **holders);
 
 // Records of exact rows (layer_rows.c), for a backing that takes them. `save` puts rows that have no record, up to
-// the layer's end; false where the backing has no headroom for all of them now. `settle` takes note of what has
-// become of the records: those that are gone are forgotten, so that their rows are put again, and those whose rows
-// are in durable pages are dropped. With the layer written.
+// the layer's end; false where the backing has no headroom for all of them now. `settle` updates the state of the
+// records: those that are gone are forgotten, so that their rows are put again, and those whose rows are in durable
+// pages are dropped. With the layer locked for writing.
 bool qkvi_layer_takes_rows(const qkv_layer *layer);
 bool qkvi_layer_rows_save(qkv_layer *layer);
 void qkvi_layer_rows_settle(qkv_layer *layer);
-// Whether all exact rows have durable records, or the backing takes none. With the layer read.
+// Whether all exact rows have durable records, or the backing takes none. With the layer locked for reading.
 bool qkvi_layer_rows_are_settled(const qkv_layer *layer);
 // The position that durable pages reach.
 uint64_t qkvi_layer_pages_durable(const qkv_layer *layer);
 // The position that durable records of rows reach from `begin` on; `begin` where none covers it.
 uint64_t qkvi_layer_rows_durable(const qkv_layer *layer, uint64_t begin);
-// The records that the layer had at and beyond `position` are not its any more.
+// The layer gives up its records at and beyond `position`.
 void qkvi_layer_rows_cut(qkv_layer *layer, uint64_t position);
 // The records of the parent for a fork of it, before that is cut.
 void qkvi_layer_rows_fork(qkv_layer *layer, const qkv_layer *parent);
 
-// Sealing (layer_seal.c): scratch memory for the rows and the image of one page at a time, and what a page may take
-// of the arena.
+// Sealing (layer_seal.c): scratch memory for the rows and the image of one page at a time, and the most bytes of the
+// arena that a page takes.
 typedef struct qkvi_seal_room {
   void *rows;            // a block that is not the layer's; NULL until it is needed
   float *k, *v;          // one page's rows
   void *image;           // a page of any size
-  void *narrow;          // the same, where pages are judged
+  void *narrow;          // the same with planes dropped, where tiers are selected (quality.h)
   size_t image_bytes;    // of the images: what is reserved for each page
   qkv_page_watch watch;  // the layer's, with these pages
 } qkvi_seal_room;
@@ -119,10 +122,11 @@ void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t posit
                     qkv_page_entry *entry);
 // Whether an append of these rows, which need not be right, seals pages. With the lock of the layer's rows.
 bool qkvi_layer_would_seal(const qkv_layer *layer, uint64_t position, const qkv_tensor *k);
-// The page becomes the layer's, which is written. Its rows stay in the tail, for the caller to take off.
+// The page becomes the layer's, which is locked for writing. Its rows stay in the tail, for the caller to remove.
 void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry);
 
-// Between the two the layer is written, or read, by who changes its rows (qkv_layer_access). `last`: nothing follows.
+// Between the two calls the thread that changes the layer's rows has it locked for writing, or reading
+// (qkv_layer_access). `last`: nothing follows.
 static inline void qkvi_layer_enter(const qkv_layer *layer) {
   if (layer->access != NULL) layer->access->enter(layer->access);
 }
@@ -136,8 +140,8 @@ static inline void qkvi_layer_looked(const qkv_layer *layer) {
   if (layer->access != NULL) layer->access->looked(layer->access);
 }
 
-// As qkv_yield_now, by the thread that has the layer; not while another waits for it, perhaps attention
-// itself.
+// As qkv_yield_now, by the thread that has the layer locked; not while another thread, perhaps attention itself,
+// waits for it.
 static inline void qkvi_layer_yield(const qkv_layer *layer) {
   if (layer->waiting == NULL || atomic_load_explicit(layer->waiting, memory_order_relaxed) == 0) qkv_yield_now();
 }

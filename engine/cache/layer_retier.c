@@ -34,8 +34,8 @@ typedef struct head_scale {
 static head_scale scale_of(const qkv_layer *layer, const qkv_lane lanes[2], uint16_t kv_head) {
   const double scale = layer->config.model->scale;
   head_scale made = {.value_size = lanes[QKV_V].size};
-  // A calibration's weights have the queries in them. Else they are taken to go every way alike: what is measured,
-  // or, until it is, coordinates of variance 1.
+  // A calibration's weights have the queries in them. Else queries are taken to be isotropic: with the measured size,
+  // or, until that is known, coordinates of variance 1.
   const float measured = layer->clock == NULL ? 0 : qkv_ema_clock_size(layer->clock, kv_head);
   made.key_error = lanes[QKV_K].weighed || measured == 0 ? (float)(scale * scale) : measured;
   return made;
@@ -56,7 +56,8 @@ static void weigh_group(const head_scale *scale, const float *sizes_k, const flo
   groups[QKV_K].peak = groups[QKV_V].peak = peak;
 }
 
-// What is expected of each of a page's tokens whatever the average: QKV_RETIER_FLOOR times the even share; nothing
+// The expected attention of each of a page's tokens whatever the average: QKV_RETIER_FLOOR times the even share;
+// nothing
 // of those that the sliding window has passed.
 static void fill_floor(const qkv_layer *layer, const qkv_page_entry *entry, float floor[QKV_PAGE_TOKENS]) {
   const uint64_t window = qkv_model_window(layer->config.model, layer->config.layer);
@@ -188,7 +189,7 @@ static qkv_page_range *range_with(const qkv_layer *layer, size_t index) {
   return layer->ranges[qkv_layer_range_of(layer, index)].range;
 }
 
-// Brings what is wanted of a page down to what is held, and leaves what can not be cut.
+// Lowers the tiers that are wanted of a page to those held, and leaves groups alone that can not be cut.
 static void limit(const qkv_codec_planes *planes, const void *held, uint32_t heads, const qkv_head_tiers *most,
                   qkv_head_tiers *wanted) {
   for (uint32_t h = 0; h < heads; h++) {
@@ -240,8 +241,8 @@ bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const 
   return differs;
 }
 
-// The image that leaves an entry: the caller gets it and frees it outside the budget. Where other ranges hold it, it
-// is released here.
+// Takes an image out of an entry: the caller gets it and frees it outside of the budget. Where other ranges hold it,
+// it is released here.
 static void let_image_go(qkv_layer *layer, qkv_cut *cut, const void *image, uint32_t bytes, bool sole,
                          _Atomic uint32_t *holders) {
   cut->image = sole ? (void *)image : NULL;

@@ -35,7 +35,7 @@ static void add_record(qkv_layer *layer, const qkv_saved_rows *rows) {
   layer->saved_rows[layer->saved_rows_count++] = *rows;
 }
 
-// Records of others' views stay: the backing drops them with the last session that has them.
+// Records that other sessions share stay: the backing drops them with the last session that has them.
 static void drop_record(const qkv_layer *layer, const qkv_saved_rows *rows) {
   if (layer->config.backing != NULL && !rows->shared)
     layer->config.backing->drop(layer->config.backing->context, rows->record);

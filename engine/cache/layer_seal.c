@@ -39,7 +39,7 @@ static float *floats(size_t count) {
   return made;
 }
 
-// What the judge's queries get from all that the layer holds, the page's rows still being in the tail.
+// Attends the sampled queries to all that the layer holds, the page's rows still being in the tail.
 static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens, float *out, float *lse) {
   const qkv_model *model = layer->config.model;
   const uint64_t window = qkv_model_window(model, layer->config.layer);
@@ -58,7 +58,7 @@ static void ask_all(const qkv_layer *layer, const float *queries, size_t tokens,
   qkvi_attend_quietly(&request);
 }
 
-// False without the whole layer in memory: there is nothing to judge by.
+// False where not all of the layer is in memory: then no tiers are selected.
 static bool ask_held(const qkv_layer *layer, const float *queries, size_t tokens, float *out, float *lse) {
   qkvi_layer_look(layer);
   const bool held = qkv_layer_holds(layer, layer->config.first_position, layer->sealed);
@@ -67,8 +67,8 @@ static bool ask_held(const qkv_layer *layer, const float *queries, size_t tokens
   return held;
 }
 
-// The page that has just been coded, at the lower tiers that the session's contract allows. The bytes of it; 0: it
-// stays as it is.
+// Codes the new page once more, at the lowest tiers within the session's quality contract, to room->narrow. Returns
+// its bytes; 0: the page keeps its tiers.
 static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
   const qkv_model *model = layer->config.model;
   const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
@@ -95,8 +95,8 @@ static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
   return bytes;
 }
 
-// Rows in a block, from `position` on, as an image in `room`, the narrow one where it is `*narrow`. Returns its
-// bytes.
+// Codes the rows of a block, from `position` on, to `room`: to room->narrow where planes were dropped, then `*narrow`
+// is true. Returns the image's bytes.
 static size_t encode(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, void *block, size_t tokens,
                      bool *narrow) {
   const qkv_model *model = layer->config.model;
@@ -124,7 +124,7 @@ static size_t encode(const qkv_layer *layer, qkvi_seal_room *room, uint64_t posi
   return *narrow ? narrow_bytes : bytes;
 }
 
-// `ema` is a block for its averages, of the arena; NULL: none are kept.
+// `ema` is the arena's block for its averages; NULL: none are kept.
 static void add_page(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry, void *ema) {
   qkvi_layer_add_page(layer, entry);
   if (ema != NULL) (void)qkvi_layer_put_ema(layer, layer->page_count - 1, ema);
@@ -183,7 +183,7 @@ static void encode_tail(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_e
   entry->lost = narrow;
 }
 
-// What a shared block becomes in this layer first. Its rows stay for the others, so the page is an overdraft.
+// Codes a shared block that no other layer has coded yet. Its rows stay for the others, so the page is an overdraft.
 static qkv_status code_shared(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry, qkv_error *error) {
   qkv_arena *arena = layer->config.arena;
   encode_tail(layer, room, entry);
@@ -211,7 +211,7 @@ static qkv_status prepare_shared(qkv_layer *layer, qkvi_seal_room *room, qkv_pag
   return status;
 }
 
-// The budget is full as a rule when this is wanted, so the page takes its rows' place in it.
+// The budget is usually full here, so the page takes its rows' place in it.
 static qkv_status replace_own(qkv_layer *layer, const qkvi_seal_room *room, qkv_page_entry *entry, void **ema,
                               qkv_error *error) {
   qkv_arena *arena = layer->config.arena;
@@ -230,7 +230,7 @@ static void replace_shared(qkv_layer *layer, void **ema) {
   qkvi_block_leave(layer, &layer->tail[0]);
 }
 
-// With the layer written: the first block's rows have become a page.
+// With the layer locked for writing: replaces the first block's rows by their page.
 static qkv_status replace_block(qkv_layer *layer, const qkvi_seal_room *room, bool shared, qkv_page_entry *entry,
                                 qkv_error *error) {
   void *ema = NULL;

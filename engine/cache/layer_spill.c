@@ -20,8 +20,8 @@ static bool has_hash(const qkv_layer *layer, const qkv_page_entry *entry, qkv_pr
          qkv_session_tokens_hash(layer->config.tokens, entry->position / QKV_PREFIX_PAGE, hash);
 }
 
-// A record is its session's and those of sessions that are forked from it later. So what others share already and has
-// no record becomes the layer's own first.
+// A record is its session's and those of sessions that are forked from it later. So a page that other layers share
+// and that has no record is copied to the layer first.
 static bool put_page(qkv_layer *layer, size_t index) {
   const qkv_backing *backing = layer->config.backing;
   if (qkv_layer_page(layer, index)->record != 0) return true;
@@ -74,7 +74,7 @@ static qkv_record_state state_at(const qkv_layer *layer, size_t index, bool *hel
   return state;
 }
 
-// All at once: where one has failed others have, too, and each try takes until the page is durable.
+// All at once: where one record has failed others have, too, and each try takes until the page is durable.
 static void put_again(qkv_layer *layer) {
   for (size_t i = layer->settled; i < layer->saved; i++) {
     bool held;
@@ -109,14 +109,14 @@ void qkv_layer_settle(qkv_layer *layer) {
 
 // ---- Out of memory ----
 
-// What is to be freed once the range is readable again.
+// An image to be freed once the range is readable again.
 typedef struct leaving_image {
   const void *image;
   uint32_t bytes;
   _Atomic uint32_t *holders;
 } leaving_image;
 
-// Serials change, so that what is worked out on the image (layer_retier.h) is seen to be of one that has gone.
+// Serials change, so that a cut made from the image (layer_retier.h) is recognised as outdated.
 static void evict_page(qkv_page_range *range, qkv_page_entry *entry, leaving_image images[2]) {
   qkvi_range_count(range, entry, -1);
   images[0] = (leaving_image){entry->page, entry->bytes, entry->page_holders};
@@ -436,7 +436,7 @@ static size_t count_same(const qkv_layer *layer, size_t at, const qkv_layer *oth
   return count;
 }
 
-// The same of this range and those behind it. Where the two part within a range, the other's is split.
+// Equal pages of this range and those behind it. Where the two layers diverge within a range, the other's is split.
 static size_t count_taken(const qkv_layer *layer, size_t at, qkv_layer *other, size_t range) {
   size_t taken = 0, first, end, same;
   for (; range < other->range_count; range++) {
@@ -457,7 +457,7 @@ static size_t skip_shared(const qkv_layer *layer, const qkv_layer *other, size_t
     if (layer->ranges[*range].range != other->ranges[*range].range) break;
     qkv_layer_range(layer, *range, &first, &end);
     qkv_layer_range(other, *range, &first, &other_end);
-    if (end != other_end) return layer->page_count;  // the two part here
+    if (end != other_end) return layer->page_count;  // the two layers diverge here
   }
   return *range == 0 ? 0 : end;
 }

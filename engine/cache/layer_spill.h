@@ -1,10 +1,10 @@
-// A layer's pages beyond memory: their records (backing.h), leaving memory and coming back.
+// Spilling a layer's pages: their records (backing.h), eviction from memory and restoring.
 //
-//   with the layer read     qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
-//   with the layer written  everything else; none of it takes long
+//   locked for reading qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
+//   locked for writing everything else; none of it takes long
 //
 // A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
-// read to be held; the caller looks first, under the same lock.
+// read to be in memory; the caller checks that first, under the same lock.
 //
 // Threads: as the layer's.
 #ifndef QKV_ENGINE_CACHE_LAYER_SPILL_H
@@ -17,19 +17,19 @@
 #include "engine/cache/layer.h"
 
 // Puts the pages that have no record yet, in order, and the exact rows where the backing takes them. False where the
-// backing has no room for all of them now.
+// backing has no headroom for all of them now.
 bool qkv_layer_save(qkv_layer *layer);
-// Takes note of what has become of the records: `durable` moves on; pages whose record is gone will be put again.
+// Updates the state of the records: `durable` advances; pages whose record is gone will be put again.
 void qkv_layer_settle(qkv_layer *layer);
 
 // Whether all pages, and exact rows where the backing takes them, are durable.
 bool qkv_layer_is_settled(const qkv_layer *layer);
 
-// Images of pages whose records are durable leave memory, those first that receive least attention (ema.h), of equals
-// the oldest, until `bytes` of the arena are free or there are no more. Ranges stay that other layers have and have
-// used after `unused_since_ms`, those that a session keeps, and those that another thread reads just now, be it of
-// this layer: `*in_use` says whether there were any of these. Returns the bytes that got free: an image that others
-// hold frees none.
+// Evicts images of pages whose records are durable, those with the least attention (ema.h) first, of equals the
+// oldest, until `bytes` of the arena are free or there are no more. These ranges stay: those that other layers share
+// and have used after `unused_since_ms`, those that a session keeps, and those that another thread is reading, even
+// in this layer. `*in_use` says whether there were any of the last kind. Returns the bytes that were freed: an image
+// that others hold frees none.
 uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use);
 
 // What an append of rows up to `end` takes of the arena at most.
@@ -70,20 +70,20 @@ uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_
 // none) of the calling thread alone. DATA_LOSS where the image is not that page's; RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkv_layer_restore(const qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page,
                              void **image, qkv_error *error);
-// The second step for a page that is in memory and has lost planes: it gets them back for this layer alone. What is
-// left for the caller to free is in `*image` [*bytes]: the image as it was before, if anything.
+// The second step for a page that is in memory and has lost planes: it gets them back for this layer alone. `*image`
+// [*bytes] gets what the caller has to free: the image as it was before, if anything.
 qkv_status qkv_layer_restore_full(qkv_layer *layer, uint64_t *reservation, const qkv_missing_page *page, void **image,
                                   uint32_t *bytes, qkv_error *error);
 
-// A cold page at the end of a layer that has no exact rows: what is found of a session that outlived its process.
+// Adds a cold page at the end of a layer that has no exact rows: a page of a session that outlived its process.
 void qkv_layer_adopt(qkv_layer *layer, const qkv_coder *coder, uint32_t tokens, uint64_t record, uint32_t bytes);
-// All pages have been: they are packed.
+// All pages have been adopted: they are packed.
 void qkv_layer_adopted(qkv_layer *layer);
 // Before rows of the record are appended to the layer again: they need not be put. Records come in ascending order,
 // without gaps; rows of the first one may be in pages. `shared`: other sessions have the record, too.
 void qkv_layer_adopt_rows(qkv_layer *layer, uint64_t record, uint64_t begin, uint64_t end, bool shared);
-// Shares the leading pages that `other`, of the same place in another session, has of the same records. Both are held
-// for writing, and nothing of either has come back yet.
+// Shares the leading pages that `other`, the same layer of another session, has of the same records. Both are locked
+// for writing, and nothing of either has been restored yet.
 void qkv_layer_adopt_shared(qkv_layer *layer, qkv_layer *other);
 
 #endif

@@ -1,7 +1,7 @@
 // Exact blocks that forks share. A block has 64 tokens' rows; what a layer has of its last one may be less. Its rows
 // are written by the only layer that has it; others copy it first.
 //
-// Forks seal the same rows by the same coder, so the first one's page is everybody's.
+// Forks seal the same rows by the same coder, so the first one's page serves all.
 #include <assert.h>
 #include <pthread.h>
 #include <stdlib.h>

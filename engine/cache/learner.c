@@ -18,11 +18,11 @@ enum {
   EVERY_LATER = 64,
   MEASURES_SETTLED = 32,  // measures after which an error is believed
   CRAMPED_EVERY = 16,     // pages
-  PATIENCE = 16,          // pages of a layer, in which its queries are waited for where others have some
+  PATIENCE = 16,          // time-out for a layer's queries, in its pages, where other layers have some
   RETRY_AFTER = 4096,     // pages after one alarm that was none, before another one leads to a trial
 };
 #define ERROR_DECAY (1.0 / 64)  // share of a new measure in the running error
-#define ERROR_NONE 1e-6         // squared error of attention that is nothing to speak of
+#define ERROR_NONE 1e-6         // squared error of attention that is negligible
 
 qkv_learner *qkv_learner_create(const qkv_learner_config *config) {
   const qkv_model *model = config->model;
@@ -161,10 +161,10 @@ static void begin_queries(qkv_learner *learner) {
     atomic_store(&learner->has_queries, true);
   }
   qkvi_learner_unlock_layers(learner);
-  if (begun) qkvi_learner_retry(learner);  // what was tried until now was tried with queries that were made up
+  if (begun) qkvi_learner_retry(learner);  // earlier trials used random queries
 }
 
-// With a layer locked. NULL where there is no room.
+// With a layer locked. NULL where the arena is full.
 static qkv_moments *moments_of(qkv_learner *learner) {
   qkv_moments *moments = atomic_load_explicit(&learner->moments, memory_order_acquire);
   if (moments != NULL) return moments;
@@ -268,7 +268,7 @@ static double measure(const qkv_learner *learner, const qkv_page_watch_page *pag
   return relative;
 }
 
-// Attention of the queries that were asked lately. False where another thread has the layer.
+// Attention of recent queries. False where another thread has the layer.
 static bool measure_attention(qkv_learner *learner, uint32_t layer, const qkv_page_watch_page *page,
                               qkv_page_watched *out) {
   const qkv_model *model = learner->model;

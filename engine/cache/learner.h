@@ -30,7 +30,7 @@
 // tried. They go when no calibration is to follow: after the last one, until a drift, and where one has been brought
 // and tried. The queries that pages are watched with stay.
 //
-// Threads: any. Whoever finds a layer's moments in use goes on without.
+// Threads: any. A thread that finds a layer's moments in use skips them.
 #ifndef QKV_ENGINE_CACHE_LEARNER_H
 #define QKV_ENGINE_CACHE_LEARNER_H
 

@@ -46,7 +46,7 @@ struct qkv_learner {
   _Atomic uint32_t runs;
   _Atomic bool running, stopped;
   _Atomic bool cramped;  // there was no memory for a sample
-  // What `state` says, for those who only look.
+  // What `state` says, for threads that only read it.
   _Atomic bool brought;  // in force or on trial
   _Atomic bool pending;  // one is on trial
   _Atomic bool retry;    // the one in force is to be tried
@@ -70,17 +70,17 @@ struct qkv_learner {
   uint32_t withdrawn;  // version
   qkv_kind kinds[QKV_LEARNER_KINDS];
   size_t kinds_noted;
-  bool rope_looked;  // by who runs
+  bool rope_looked;  // by the thread that runs
 };
 
 // All layers, in their order.
 void qkvi_learner_lock_layers(qkv_learner *learner);
 void qkvi_learner_unlock_layers(qkv_learner *learner);
-// The moments go, and with them what was counted. Those that a calibration is being made of go behind it.
+// Frees the moments, and resets what was counted. Moments that a calibration is being made of are freed after it.
 void qkvi_learner_forget(qkv_learner *learner);
 // Everything is learnt anew, from rows that come.
 void qkvi_learner_start_over(qkv_learner *learner);
-// What was held out goes, unless it is still wanted.
+// Frees what was held out, unless it is still wanted.
 void qkvi_learner_drop_sample(qkv_learner *learner);
 // Whether what is taught now will ever be looked at; whether what is held out will.
 bool qkvi_learner_wants(const qkv_learner *learner);

@@ -269,7 +269,7 @@ static void tell(qkv_learner_outcome *outcome, qkv_learner_end end, uint32_t ver
   (void)snprintf(outcome->text, sizeof outcome->text, "%s", verdict->worst);
 }
 
-// What was tried, which may be gone.
+// The calibration that was tried, which may have been freed.
 typedef struct tried {
   uint32_t version;
   uint64_t tokens;
@@ -279,7 +279,7 @@ static tried tried_of(const qkv_calibration *candidate) {
   return (tried){qkv_calibration_version(candidate), qkv_calibration_tokens(candidate)};
 }
 
-// What the trial says becomes so. With the state's lock.
+// Applies the trial's verdict. With the state's lock.
 static void conclude(qkv_learner *learner, const tried *candidate, const qkv_calibration *accepted,
                      qkv_calibration_source source, const qkv_verdict *verdict, qkv_learner_outcome *outcome) {
   outcome->source = source;
@@ -434,7 +434,7 @@ bool qkv_learner_due(const qkv_learner *learner) {
   return atomic_load(&learner->notice) || trial_due(learner) || learning_due(learner);
 }
 
-// What is left of one that is tried takes its place, and codings of both frames come on top: matrices of the
+// The accepted rest of a calibration takes its place, and codings of both frames come on top: matrices of the
 // archive frame in whole numbers, a quarter of a calibration at most.
 uint64_t qkv_learner_cost(const qkv_learner *learner) {
   const uint64_t one = qkv_calibration_cost(&learner->shape);

@@ -22,7 +22,7 @@ qkv_status qkv_page_code_create(const qkv_model *model, const qkv_policy *policy
                                 const qkv_calibration *calibration, qkv_page_code **out, qkv_error *error);
 void qkv_page_code_destroy(qkv_page_code **code);  // clears *code
 
-// Where rows of a page go, and in which form: tokens [first, first + tokens) of the page.
+// The buffers that rows of a page are decoded to, and their form: tokens [first, first + tokens) of the page.
 typedef struct qkv_page_rows {
   uint32_t first, tokens;
   qkv_dtype dtype;

@@ -37,7 +37,7 @@ uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _
   return qkv_arena_cost(bytes);
 }
 
-// The account outlives its sessions' images, whose layers may be gone when they are let go.
+// The account outlives its sessions' images, whose layers may be gone when the images are released.
 qkv_page_hold qkv_page_hold_image(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t **holders) {
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   return (qkv_page_hold){.arena = arena, .image = image, .bytes = bytes, .holders = qkvi_image_share(holders)};

@@ -15,10 +15,10 @@
 //   a cold page comes back      by one thread for all layers, under `lock`, while others read the range
 //   anything else               copy on write: qkvi_range_copy
 //
-// The first two need a layer that is read; so neither waits for readers. Who reads a range has it pinned, and what is
-// pinned by two threads is not seized. A thread that is to keep the range's pages in memory becomes one of its
-// `keepers` while it has it pinned, and an eviction looks at them once it has seized the range: so what such a thread
-// finds, or brings back, afterwards stays.
+// The first two need a layer locked for reading; so neither waits for readers. A thread that reads a range has it
+// pinned, and a range that two threads have pinned is not seized. A thread that is to keep the range's pages in
+// memory becomes one of its `keepers` while it has it pinned, and an eviction looks at them once it has seized the
+// range: so what the thread finds, or restores, afterwards stays.
 //
 // A copy shares the images of its pages with the original; each image has a count of the ranges that hold it.
 //
@@ -95,7 +95,7 @@ static inline bool qkvi_range_is_shared(const qkv_page_range *range) {
   return atomic_load_explicit(&range->layers, memory_order_acquire) > 1;
 }
 
-// Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is noted.
+// Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is stored.
 void qkvi_range_pin(qkv_page_range *range, int64_t used_ms);
 void qkvi_range_unpin(qkv_page_range *range);
 // Nobody else reads it until it is released. The caller has pinned it once. False where another thread has, too.
@@ -149,8 +149,8 @@ _Atomic uint32_t *qkvi_image_share(_Atomic uint32_t **holders);
 // One holder less; the last one frees it. Returns the bytes of the arena that this has freed.
 uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders);
 
-// An image that someone without a range needs, as a holder more: it stays as it is, and counts in the arena and its
-// account, until it is let go, by any thread while the store's arena is there. NULL: none.
+// One holder more of an image, for a user without a range: it stays as it is, and counts in the arena and its
+// account, until it is released, by any thread while the store's arena exists. NULL: none.
 typedef struct qkv_page_hold {
   qkv_arena *arena;
   const void *image;

@@ -1,6 +1,6 @@
-// Watching pages: what their codes miss of attention, measured on one head of some of them as they are sealed, when
-// exact rows are at hand, with queries that were asked lately (holdout.h); and what the data-free code would miss at
-// the same bits. As probe.h has it, over the page's tokens alone.
+// Watching pages: the error of attention from their codes, measured on one head of some of them as they are sealed,
+// when exact rows are at hand, with recent queries (holdout.h); and the error of the data-free code at the same bits.
+// As probe.h has it, over the page's tokens alone.
 //
 // Cost: one head of a page is decoded, coded once more and attended.
 //

@@ -266,8 +266,8 @@ static uint32_t new_holder(qkv_prefix_index *index, uint32_t where, void *owner)
 }
 
 // A holder has left `from` and is no longer below the nodes up to `to` (0: to the root, and with it), which is an
-// ancestor: nodes that nobody needs go, others forget it. From below, so that children are right before their
-// parents.
+// ancestor: nodes without holders and children are freed, others forget it. From below, so that children are right
+// before their parents.
 static void forget(qkv_prefix_index *index, uint32_t gone, uint32_t from, uint32_t to) {
   for (uint32_t at = from, parent; at != to; at = parent) {
     node *here = &index->nodes[at];

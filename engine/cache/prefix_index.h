@@ -15,8 +15,8 @@
 //   root ── page ── page ── page  <- holder A          64 bytes a page: a node of 56, and two buckets of 4 at
 //                      └─── page ── page  <- holder B  the most
 //
-// XXH3 is no cryptographic hash: ids that collide can be constructed. Who serves users that attack each other gives
-// each of them a tenant or a secret salt.
+// XXH3 is no cryptographic hash: ids that collide can be constructed. Users that may attack each other need a tenant
+// or a secret salt each.
 //
 // Memory: arrays for `pages_max` nodes, made at once and touched as they are filled. They are outside the arena.
 // Threads: any. One lock, held for look-ups and changes, and not while tokens are hashed.
@@ -113,8 +113,8 @@ size_t qkv_prefix_index_match(qkv_prefix_index *index, const qkv_prefix_hash *ro
                               void (*take)(void *owner), qkv_prefix_found *found, size_t max);
 enum { QKV_PREFIX_CLIMB = 64, QKV_PREFIX_STEPS = 256, QKV_PREFIX_FOUND_MAX = 16 };  // of `max` (asserted)
 
-// The same of pages whose chained hashes are known: hashes[i] is that of page number first + i. Only holders of page
-// number `first` at least are found; `found[].pages` counts from page 0.
+// The same by the chained hashes of pages: hashes[i] is that of page number first + i. Only holders of page number
+// `first` at least are found; `found[].pages` counts from page 0.
 size_t qkv_prefix_index_match_pages(qkv_prefix_index *index, uint64_t first, const qkv_prefix_hash *hashes,
                                     size_t count, void (*take)(void *owner), qkv_prefix_found *found, size_t max);
 
@@ -128,8 +128,8 @@ typedef struct qkv_prefix_page {
 } qkv_prefix_page;
 void qkv_prefix_index_each(qkv_prefix_index *index, bool (*fn)(void *context, const qkv_prefix_page *page),
                            void *context);
-// The same piece by piece: up to `places` places from `from` on (at first 1). Returns where the next piece begins; 0:
-// that was the last one. A page that is there all the while is met once; others once or not at all.
+// qkv_prefix_index_each in pieces: up to `places` places from `from` on (at first 1). Returns where the next piece
+// begins; 0: that was the last one. A page that exists throughout is visited once; others once or not at all.
 uint32_t qkv_prefix_index_scan(qkv_prefix_index *index, uint32_t from, uint32_t places,
                                bool (*fn)(void *context, const qkv_prefix_page *page), void *context);
 

@@ -15,7 +15,7 @@ enum { CANDIDATE, DATA_FREE, SIDES };
 
 #define OUTLIER_BITS 8.4  // a coordinate, with what says which row it is
 
-// What one head's codes of one kind miss: by qkv_part, and both together; squared.
+// Squared errors of one head's codes of one kind: by qkv_part, and both together.
 typedef struct measured {
   bool tried;
   double parts[2][SIDES], both[SIDES];
@@ -69,7 +69,7 @@ qkv_holdout_shape qkv_probation_sample(const qkv_model *model) {
 
 qkv_kind qkv_probation_kind(const qkv_policy *policy, qkv_purpose purpose) {
   qkv_kind kind = {.policy = *policy, .purpose = purpose};
-  // What coders have nothing of does not tell kinds apart.
+  // Policy fields that no coder uses do not tell kinds apart.
   kind.policy.recent_window = 0;
   kind.policy.learn_said = kind.policy.learn = false;
   const double least = fmin(policy->bits_k, policy->bits_v), most = fmax(policy->bits_k, policy->bits_v);

@@ -25,7 +25,7 @@
 // Cost: each kind codes the sample twice, or four times where parts fall back, about a second or two for 32 layers of
 // 8 heads of 128.
 //
-// Threads: one at a time; `hold` orders it with those who fill the sample.
+// Threads: one at a time; `hold` orders it with the threads that fill the sample.
 #ifndef QKV_ENGINE_CACHE_PROBATION_H
 #define QKV_ENGINE_CACHE_PROBATION_H
 

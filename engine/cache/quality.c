@@ -137,7 +137,7 @@ static void fill_sample(const qkv_quality *quality, size_t half, const qkv_quali
 
 // ---- Which tiers ----
 
-// What a page's parts cost and miss, alone, when they go down by so many tiers.
+// Bytes and error of each part of a page alone, when it goes down by so many tiers.
 typedef struct choice {
   const qkv_quality_page *page;
   const qkvi_sample *sample;
@@ -155,7 +155,7 @@ static uint8_t lowered(uint8_t tier, unsigned drop) {
   return (uint8_t)(tier >= drop + QKV_QUALITY_TIER_LEAST ? tier - drop : QKV_QUALITY_TIER_LEAST);
 }
 
-// The image at lower tiers; its bytes.
+// Writes the image at lower tiers; returns its bytes.
 static size_t cut(const choice *made, const unsigned drops[2], void *image) {
   const qkv_coder *coder = made->page->coder;
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
@@ -273,7 +273,7 @@ static void *room(size_t bytes) {
   return made;
 }
 
-// Chooses tiers; the page at them goes to `image`. The bytes of it; 0: the page stays as it is.
+// Chooses tiers and writes the page at them to `image`. Returns its bytes; 0: the page keeps its tiers.
 static size_t narrow_to(const qkv_quality_page *page, const qkvi_sample *sample, const qkvi_missed *coded,
                         double limit, void *image) {
   if (page->coder->codec->planes == NULL) return 0;

@@ -27,13 +27,14 @@
 //
 // Queries that stand before the place where a page's tokens have left the recent window are turned to it (RoPE),
 // since no coded row is attended from before. Pages that are sealed before a query of each half has been seen keep
-// the policy's tiers and are not judged. What becomes of a page's tiers later is not in the error.
+// the policy's tiers and are not counted. What becomes of a page's tiers later is not in the error.
 //
 // Cost: an attend of 2 QKV_QUALITY_TOKENS tokens, on the caller's thread, and for 8 heads of 128 + 128 with 4 query
 // heads each about twice what encoding takes (quality_test prints it).
 //
-// Threads: qkv_quality_query and qkv_quality_read from any, with the layer read or not at all; of queries one that
-// finds another thread there gives up. The others by the thread that changes the layer's rows (layer.h).
+// Threads: qkv_quality_query and qkv_quality_read from any, with the layer locked for reading or not at all;
+// qkv_quality_query drops its queries where another thread holds the lock. The others by the thread that changes the
+// layer's rows (layer.h).
 #ifndef QKV_ENGINE_CACHE_QUALITY_H
 #define QKV_ENGINE_CACHE_QUALITY_H
 
@@ -81,18 +82,18 @@ typedef struct qkv_quality_page {
   const float *queries, *out, *lse;
 } qkv_quality_page;
 
-// Fills `image` (64-byte aligned, with room for as much as the page has) with the page at fewer bits and returns its
-// bytes; 0: the page stays as it is.
+// Fills `image` (64-byte aligned, with space for as many bytes as the page has) with the page at fewer bits and
+// returns its bytes; 0: the page keeps its tiers.
 size_t qkv_quality_judge(qkv_quality *quality, const qkv_quality_page *page, void *image);
 
 typedef struct qkv_quality_stats {
-  uint64_t pages;   // judged
+  uint64_t pages;   // whose tiers were selected
   uint64_t missed;  // of these: the coded tiers were not enough
-  double squares;   // sum over judged pages of squared errors, each times the page's share of the attention
+  double squares;   // sum over these pages of squared errors, each times the page's share of the attention
   double shares;    // sum of these
 } qkv_quality_stats;
 qkv_quality_stats qkv_quality_read(const qkv_quality *quality);
-// The root of the mean square; 0 where no page has been judged.
+// The root of the mean square; 0 without pages.
 double qkv_quality_error(const qkv_quality_stats *stats);
 
 // Of all layers that the process has had. Any thread.

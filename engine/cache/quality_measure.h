@@ -23,7 +23,7 @@ typedef struct qkvi_sample {
   double share;    // the mean of shares, by the squares of `whole`
 } qkvi_sample;
 
-// Room for so many rows, whose `queries`, `whole` and `shares` the caller fills in before it has them answered.
+// Allocates so many rows, whose `queries`, `whole` and `shares` the caller fills in before it has them answered.
 void qkvi_sample_init(qkvi_sample *sample, const qkv_quality_page *page, float soft_cap, size_t rows);
 void qkvi_sample_deinit(qkvi_sample *sample);
 // Shares count as `share_least` at least.

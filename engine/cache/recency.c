@@ -38,8 +38,7 @@ static void unlock(qkv_recency *recency) {
   (void)pthread_mutex_unlock(&recency->lock);
 }
 
-// Between two holds of a thread that has more to do: a mutex goes to a thread that is awake, and those that wait are
-// not.
+// Between two critical sections of one thread: a mutex goes to a running thread rather than to sleeping waiters.
 static void let_others(qkv_recency *recency) {
   enum { YIELDS = 1000 };
   for (int i = 0; i < YIELDS && atomic_load(&recency->waiting) > 0; i++) (void)sched_yield();
@@ -195,8 +194,8 @@ void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
   unlock(recency);
 }
 
-// Whoever gives the session something for the list does so first and looks at its place then: what was given before
-// it was out is seen here.
+// A thread that gives the session something for the list does so first and then reads its place. So what was given
+// before the session left the list is seen here.
 static void drop_locked(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
   take_out(recency, &recency->lists[list], session);
   if (belongs(session, list)) enter_locked(recency, list, session);

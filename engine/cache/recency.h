@@ -1,5 +1,5 @@
 // Sessions in the order of a time, mostly that of their last use, for passes that take the first ones and leave the
-// rest alone: what takes memory or disk from the longest unused, tiers in the background, expiry.
+// rest alone: taking memory or disk from the least recently used, tiers in the background, expiry.
 //
 // A session is in those lists that it has something for. Each is a binary heap of (time, session) whose times may be
 // too early: a use of a session changes nothing here, and the time is corrected when the session comes to the top. So
@@ -51,7 +51,8 @@ void qkv_recency_destroy(qkv_recency **recency);
 // The store has the session from here on; until it leaves. In between the store has a reference.
 void qkv_recency_join(qkv_recency *recency, qkv_session *session);
 void qkv_recency_leave(qkv_recency *recency, qkv_session *session);
-// Whether the session has something for the list may have changed. Nothing where it has not joined.
+// To be called when it may have changed whether the session has something for the list. Does nothing before it has
+// joined.
 void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
 // The same where its time in the list may have become an earlier one, too.
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
@@ -65,13 +66,13 @@ qkv_recency_sums qkv_recency_read_sums(const qkv_recency *recency);
 // Differences, modulo 2^64.
 void qkv_recency_add_sums(qkv_recency *recency, const qkv_recency_sums *by);
 
-// A pass: between the two `next` gives the longest unused session that has not been passed yet, with a reference that
-// the caller returns; NULL: there is none. Sessions that enter meanwhile are among them.
+// A pass: between the two `next` gives the least recently used session that has not been passed yet, with a reference
+// that the caller returns; NULL: there is none. Sessions that enter meanwhile are among them.
 void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list);
 qkv_session *qkv_recency_next(qkv_recency *recency, qkv_recency_list list);
 void qkv_recency_end(qkv_recency *recency, qkv_recency_list list);
-// Within a pass of QKV_RECENCY_EXACT: the exact rows of this session, so many bytes, stay; it enters again with its
-// next rows.
+// Within a pass of QKV_RECENCY_EXACT: the exact rows of this session, so many bytes, stay in memory; it enters again
+// with its next rows.
 void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact);
 
 #endif

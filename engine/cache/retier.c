@@ -160,7 +160,7 @@ static double budget_bits(const qkv_retier_policy *policy, const qkv_lane *lane)
   return bits < 0 ? 0 : bits > QKV_DEPTH_MAX ? QKV_DEPTH_MAX : bits;
 }
 
-// Every group's target where it is not for the policy to choose, and what is.
+// Sets every group's target where the policy does not choose it, and marks the groups where it does.
 static void begin(decision *d) {
   for (size_t i = 0; i < group_count(d->snapshot); i++) {
     const qkv_retier_group *group = &d->snapshot->groups[i];

@@ -34,8 +34,8 @@ static void list_session(qkv_session *session, bool coded, bool exact, bool unse
   if (unsettled) qkv_recency_note(recency, QKV_RECENCY_UNSETTLED, session);
 }
 
-// The time of day is told and not counted with: it is set, forwards and back. What is known of tiers is forgotten
-// behind that: who sets it looks at the time afterwards, so one of the two sees the other.
+// The time of day is told and not counted with: it is set, forwards and back. What is known of tiers is reset after
+// that: a thread that sets it reads the time afterwards, so one of the two sees the other.
 void qkv_session_touch(qkv_session *session) {
   atomic_store(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
   if (!atomic_load(&session->tiers.settled) && !atomic_load(&session->tiers.lowest)) return;
@@ -145,8 +145,8 @@ static void end_write(locked_layer *layer) {
   unlock(layer);
 }
 
-// With the layer locked: its ranges get to know whether they stay, by what the session says now. One that is added
-// later is this session's alone, and gets to know it when it is shared.
+// With the layer locked: tells its ranges whether their pages stay in memory, as the session wants it now. A range
+// that is added later is this session's alone, and is told when it is shared.
 static void keep_ranges(qkv_session *session, uint32_t layer) {
   locked_layer *locked = layer_at(session, layer);
   qkvi_session_lock_info(locked);
@@ -184,8 +184,8 @@ static void publish_sums(const qkv_session *session, const qkv_layer_usage *now,
     qkv_recency_add_sums(session->config.recency, &by);
 }
 
-// The layer is locked, or nobody else's yet. Of several threads that read it the last one to come here has seen what
-// all of them have done to its pages.
+// The layer is locked, or no other thread has it yet. Of several threads that read it the last one to come here has
+// seen what all of them have done to its pages.
 static void publish(qkv_session *session, locked_layer *layer) {
   qkvi_session_lock_info(layer);
   const qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
@@ -215,7 +215,7 @@ static size_t layers_bytes(const qkv_model *model) {
   return sizeof(session_layers) + model->layers * sizeof(locked_layer);
 }
 
-// Whether the layer's pages are judged.
+// Whether the tiers of the layer's pages are selected by a quality contract.
 static bool has_contract(const qkv_session_config *config, const qkv_model *model, uint32_t layer) {
   return config->max_attention_error > 0 &&
          !qkv_codec_is_exact(qkv_model_policy(model, layer, &config->policy).codec);
@@ -402,7 +402,7 @@ void qkv_session_unref(qkv_session **session) {
   qkv_session *left = *session;
   if (left == NULL) return;
   *session = NULL;
-  // What every user did before it let go happens before the last one frees.
+  // What every user did before its release happens before the last one frees.
   uint64_t before = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel);
   assert(before > 0);
   if (before > 1) return;

@@ -5,10 +5,10 @@
 //
 // Threads: any. Each layer has two locks: that of its rows, which appends, truncations and forks hold from their
 // beginning to their end, and a read-write lock, which they write only while pages and rows become the layer's or
-// leave it. So attends and fetches run together, and beside an append that codes pages, of which they see all or
-// nothing (of an append with a contract, page after page). A writer that waits goes before readers that come later,
-// so a thread must not read a layer that it reads already. Lock order: layers in ascending order of (session address,
-// layer), of a layer its rows first.
+// leave it. So attends and fetches run together, and concurrently with an append that codes pages, of which they see
+// all or nothing (of an append with a contract, page after page). A waiting writer goes before readers that come
+// later, so a thread must not read a layer that it reads already. Lock order: layers in ascending order of (session
+// address, layer), of a layer its rows first.
 //
 // Memory: an open session takes less than 1 KiB (of 32 layers). With its first use it gets its layers' locks and
 // tables, about 600 bytes a layer, and with a quality contract the queries that it is held by (qkv_quality_bytes a
@@ -27,8 +27,8 @@
 #include "engine/cache/recency.h"
 #include "engine/cache/session_tokens.h"
 
-// Whether pages are written beyond memory; when an append is acknowledged is the daemon's business. The values are
-// those of qkv.v1.Durability.
+// Whether pages are written beyond memory; the daemon decides when an append is acknowledged. The values are those of
+// qkv.v1.Durability.
 typedef enum qkv_durability {
   QKV_DURABILITY_MEMORY = 1,
   QKV_DURABILITY_ASYNC = 2,
@@ -39,7 +39,7 @@ typedef struct qkv_session_config {
   char name[QKV_NAME_MAX + 1];
   char tenant[QKV_NAME_MAX + 1];
   qkv_purpose purpose;
-  qkv_policy policy;  // what the session says; merged with the model's and the store's on opening
+  qkv_policy policy;  // the session's own; merged with the model's and the store's on opening
   uint64_t first_position;
   qkv_ema_options ema;          // attention is counted where sample_every is not 0
   bool keep_full;               // layer.h
@@ -50,13 +50,13 @@ typedef struct qkv_session_config {
   uint64_t id;                  // as the backing knows it: unique for ever
   uint64_t ttl_ms;              // unused for so long, it has expired; 0: never
   bool evictable;               // it may be closed where something is full: its owner's business
-  bool staged;                  // only who opened it knows it yet (store.h)
+  bool staged;                  // only the client that opened it knows it yet (store.h)
   bool pinned;                  // nothing of it leaves memory
   bool retier_all;              // tiers follow attention, whatever tier_bits is (server/retier.h). The store's
   uint64_t whole;               // positions that every layer must have, or it is lost; 0: any will do
   uint64_t parent_truncations;  // of a fork: qkv_session_truncations of its parent when that was decided on
-  uint64_t *room;               // that it is created in (arena.h), or NULL; not looked at afterwards
-  qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: nobody does. The store's
+  uint64_t *room;               // the reservation that it is created in (arena.h), or NULL; not used afterwards
+  qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: none does. The store's
   qkv_prefix_index *prefixes;   // that it is matched by, and outlives the session; NULL: it is not. The store's
   qkv_recency *recency;         // that it is listed in, and outlives the session; NULL: it is not. The store's
   qkv_prefix_hash root;         // of tenant, model and salt; zeros: the store's, of these without a salt
@@ -74,7 +74,7 @@ typedef struct qkv_session_info {
 // RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error);
-// What a fork of a session of this config takes of the arena.
+// Bytes of the arena that a fork of a session of this config takes.
 uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model);
 qkv_session *qkv_session_ref(qkv_session *session);
 void qkv_session_unref(qkv_session **session);
@@ -101,16 +101,16 @@ qkv_account *qkv_session_account(const qkv_session *session);
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
 uint64_t qkv_session_serial(const qkv_session *session);
 
-// A use of the session, though nothing is done.
+// Counts as a use of the session.
 void qkv_session_touch(qkv_session *session);
 void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms);
 void qkv_session_set_pinned(qkv_session *session, bool pinned);
-// Bytes of the arena that it takes beside its rows: an empty session, and its layers once it has been used.
+// Bytes of the arena that it takes in addition to its rows: an empty session, and its layers once it has been used.
 uint64_t qkv_session_fixed_bytes(qkv_session *session);
 // Whether it may be closed where something is full: evictable, neither pinned nor staged.
 bool qkv_session_may_go(const qkv_session *session);
 bool qkv_session_is_staged(const qkv_session *session);
-// The store's: it is not staged any more, and `whole` from here on; truncations lower that.
+// For the store: it is not staged any more; sets `whole`, which truncations lower.
 void qkv_session_unstage(qkv_session *session);
 void qkv_session_set_whole(qkv_session *session, uint64_t whole);
 bool qkv_session_expired(const qkv_session *session);
@@ -129,15 +129,15 @@ typedef struct qkv_append_use {
   uint64_t pages_shared;  // out: pages that were taken
 } qkv_append_use;
 
-// The same with it.
+// qkv_session_append with it.
 qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_append_use *use, uint64_t position,
                                  const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
                                  uint64_t *length, qkv_error *error);
 
 // A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
-// The same two for threads that must not wait: UNAVAILABLE, with *error left alone and nothing changed, where another
-// thread has the layer.
+// Append and read for threads that must not wait: UNAVAILABLE, with *error left alone and nothing changed, where
+// another thread has the layer.
 qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                                   const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                                   qkv_error *error);
@@ -148,8 +148,8 @@ void qkv_session_read_done(qkv_session *session, uint32_t layer);
 qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
                                 qkv_error *error);
 
-// Each layer as its last append or truncation left it; never waits for one that runs. `lengths`, where not NULL, has
-// room for model->layers.
+// Each layer as its last append or truncation left it; never waits for one that runs. `lengths`, where not NULL, is
+// [model->layers].
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
 // The end of the shortest layer, as qkv_session_read_info has it: positions below are held by all layers.
 uint64_t qkv_session_length(qkv_session *session);

@@ -41,7 +41,7 @@ static void enter(const qkv_layer_access *access) {
 
 static void leave(const qkv_layer_access *access, bool last) {
   const qkvi_row_change *change = change_of(access);
-  // What finds no headroom there is given again when there is some (session_spill.h).
+  // Pages that the backing has no headroom for are given again later (session_spill.h).
   if (last) (void)qkv_layer_save(&layer_at(change->session, change->layer)->layer);
   qkvi_session_changed(change->session, change->layer);
 }
@@ -75,7 +75,7 @@ void qkvi_session_end_rows(const qkvi_row_change *change) {
 
 // ---- Append ----
 
-// Another coder for pages to come, where the model's calibration has changed. Readers need it to be what it was.
+// Another coder for pages to come, where the model's calibration has changed. Readers need the coder unchanged.
 static bool renew_coder(qkv_session *session, uint32_t layer) {
   if (!qkvi_session_coder_is_old(session, layer)) return false;
   (void)qkvi_session_change(session, layer);

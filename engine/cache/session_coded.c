@@ -64,7 +64,7 @@ static qkv_status append(const incoming *all, uint64_t *room, uint64_t *appended
   const qkv_status status = qkv_layer_append_pages(layer, all->coded, all->count, appended, error);
   *length = layer->length;
   qkvi_session_codings_used(all->session);
-  (void)qkv_layer_save(layer);  // what finds no room there is given again later (session_spill.h)
+  (void)qkv_layer_save(layer);  // pages that do not fit there now are given again later (session_spill.h)
   qkvi_session_changed(all->session, all->layer);
   qkvi_session_end_rows(&change);
   return status;

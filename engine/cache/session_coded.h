@@ -11,22 +11,22 @@
 #include "engine/cache/session.h"
 
 typedef struct qkv_incoming_page {
-  const void *image;  // 64-byte aligned; private to the caller, so that nobody changes it meanwhile; may be anything
+  const void *image;  // 64-byte aligned; private to the caller, so nothing changes it meanwhile; may be anything
   size_t bytes;
-  uint32_t tokens;                     // that count, the first of the page
+  uint32_t tokens;                     // valid ones, the first of the page
   const qkv_calibration *calibration;  // that it is coded with, borrowed; NULL: it is data-free
 } qkv_incoming_page;
 
 // As qkv_layer_append_pages, after each image has been validated with the coder that the session's model, policy and
-// purpose and the page's calibration make; in a room (arena.h; NULL: in none). The first page begins at `position`,
-// and `count` is at least 1 (asserted). Pages that are new are given to the backing. INVALID_ARGUMENT "pages[2].image
-// is refused: page.frame is 2, expected 1"; FAILED_PRECONDITION where the layer keeps exact rows; and what
-// qkv_layer_append_pages says. `*length` gets the layer's length afterwards, 0 where there is no such layer.
+// purpose and the page's calibration make; within the reservation `room` (arena.h; NULL: none). The first page begins
+// at `position`, and `count` is at least 1 (asserted). Pages that are new are given to the backing. INVALID_ARGUMENT
+// "pages[2].image is refused: page.frame is 2, expected 1"; FAILED_PRECONDITION where the layer keeps exact rows; and
+// what qkv_layer_append_pages says. `*length` gets the layer's length afterwards, 0 where there is no such layer.
 qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64_t *room, uint64_t position,
                                     const qkv_incoming_page *pages, size_t count, uint64_t *appended,
                                     uint64_t *length, qkv_error *error);
 
-// What that takes of the arena at most. The layer is below the model's (asserted).
+// The most bytes of the arena that this takes. The layer is below the model's (asserted).
 uint64_t qkv_session_pages_cost(qkv_session *session, uint32_t layer, const qkv_incoming_page *pages, size_t count);
 
 #endif

@@ -87,8 +87,8 @@ static bool mark_used(qkv_session *session, bool *used) {
   return true;
 }
 
-// Codings that nothing is coded by any more go, and with the last session that has one a calibration that has been
-// replaced. Now or another time: nobody waits.
+// Drops codings that no page is coded by any more; a calibration that has been replaced goes with the last session
+// that has one of its codings. Now or at a later call: it never waits.
 void qkvi_session_drop_unused(qkv_session *session) {
   if (pthread_rwlock_trywrlock(&session->codings_use) != 0) return;
   (void)pthread_mutex_lock(&session->codings_lock);

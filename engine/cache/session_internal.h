@@ -1,5 +1,5 @@
-// A session's layers for session_retier.c and session_spill.c: read and written without that being a use of the
-// session.
+// A session's layers for session_retier.c and session_spill.c: locked for reading and writing without counting as a
+// use of the session.
 #ifndef QKV_ENGINE_CACHE_SESSION_INTERNAL_H
 #define QKV_ENGINE_CACHE_SESSION_INTERNAL_H
 
@@ -10,19 +10,20 @@
 
 // A session has its layers from its first use on. What follows needs them (asserted).
 bool qkvi_session_has_layers(const qkv_session *session);
-// What they take of the arena, and making them, in a room (arena.h) or NULL. RESOURCE_EXHAUSTED (the arena's).
+// Bytes of the arena that they take; makes them, within a reservation (arena.h) or NULL. RESOURCE_EXHAUSTED (the
+// arena's).
 uint64_t qkvi_session_layers_cost(const qkv_session *session);
 qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *room, qkv_error *error);
 // A layer as a new one would be, of a session that has none, for asking what it costs.
 void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer);
-// Whether it has none; those to come have no backing then.
+// Whether it has no layers yet; layers made later then have no backing.
 bool qkvi_session_detach_empty(qkv_session *session);
 
 // Takes the layer's lock for reading; qkv_session_read_done gives it back. `try`: NULL where another thread changes
 // the layer, or waits to do so.
 const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer);
 const qkv_layer *qkvi_session_try_look(qkv_session *session, uint32_t layer);
-// The same where pages have left memory or come back meanwhile: publishes that first.
+// As qkv_session_read_done, where pages have been evicted or restored meanwhile: publishes that first.
 void qkvi_session_looked(qkv_session *session, uint32_t layer);
 // Borrowed.
 qkv_arena *qkvi_session_arena(const qkv_session *session);
@@ -44,31 +45,31 @@ typedef struct qkvi_row_change {
 qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *room, qkvi_row_change *change);
 void qkvi_session_end_rows(const qkvi_row_change *change);
 
-// Whether any layer has something that is not settled; the same of one.
+// Whether any layer has something that is not settled.
 bool qkvi_session_any_unsettled(const qkv_session *session);
 // Whether there is anything of the layer that is not settled (layer_spill.h), as it was last published.
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer);
 
-// The number of those who need what they have brought back of a layer to stay in memory; whether there are any, or
-// the owner has pinned the session.
+// The number of threads that need what they have restored of a layer to stay in memory; whether there are any, or the
+// owner has pinned the session.
 _Atomic uint16_t *qkvi_session_pins(qkv_session *session, uint32_t layer);
 bool qkvi_session_stays(qkv_session *session, uint32_t layer);
 // After a change of either: no other session that shares the layer's pages takes them out of memory where they stay.
 // Reads the layer.
 void qkvi_session_keep(qkv_session *session, uint32_t layer);
 
-// Around what is done with coders of this session after their layer's lock is given back: they stay alive. No layer
-// is waited for in between.
+// Between the two calls coders of this session stay alive without their layer's lock. No layer is waited for in
+// between.
 void qkvi_session_use_codings(qkv_session *session);
 void qkvi_session_codings_used(qkv_session *session);
 
-// How pages of such a calibration (NULL: data-free) are coded here; alive while a layer uses it, or as above.
+// How pages of this calibration (NULL: data-free) are coded here; alive while a layer uses it, or as above.
 const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration);
 
 // From here on it may share pages with others.
 void qkvi_session_note_shared(qkv_session *session);
 
-// Layers in turn.
+// Returns the layers in turn.
 uint32_t qkvi_session_next_layer(qkv_session *session);
 
 #endif

@@ -11,7 +11,7 @@
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_state.h"
 
-enum { PIECE = 8 };  // pages that are cut while a layer is read once
+enum { PIECE = 8 };  // pages that are cut while a layer is locked for reading once
 
 static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
@@ -140,7 +140,7 @@ static qkv_status demote_evenly(qkv_session *session, uint32_t layer, const qkv_
   return status;
 }
 
-// Pages that are there and to come can drop planes, or there are none.
+// Whether the layer's pages can drop planes; an exact layer has no pages.
 static qkv_status check_planes(qkv_session *session, uint32_t layer, qkv_error *error) {
   const qkv_codec *codec = qkvi_session_look(session, layer)->coder->codec;
   qkv_session_read_done(session, layer);

@@ -1,10 +1,10 @@
-// A session's tokens at other tiers: on request, or step by step in the background; and what is known of them.
+// Changing the tiers of a session's tokens, on request or step by step in the background; and statistics of them.
 //
-// Work is done in pieces: a layer is read while a few images are built, and written only to swap their pointers, so
-// appends and attends go on in between.
+// Work is done in pieces: a layer is locked for reading while a few images are built, and for writing only to swap
+// their pointers, so appends and attends go on in between.
 //
-// Threads: any that may wait for a layer. None of this counts as a use of the session. Two that re-tier one session
-// at a time get along: a plan's pages that have changed meanwhile are left out.
+// Threads: any that may wait for a layer. None of this counts as a use of the session. Two threads may re-tier one
+// session at a time: a plan's pages that have changed meanwhile are left out.
 #ifndef QKV_ENGINE_CACHE_SESSION_RETIER_H
 #define QKV_ENGINE_CACHE_SESSION_RETIER_H
 
@@ -20,13 +20,13 @@ typedef struct qkv_retier_report {
 } qkv_retier_report;
 
 // One step: the policy on the session's next layer, in turn; `*layer` gets which, where not NULL. Adds to the report.
-// RESOURCE_EXHAUSTED where the arena has no room to grow; what was changed until then stays so.
+// RESOURCE_EXHAUSTED where the arena has no headroom for pages that grow; what was changed until then stays so.
 qkv_status qkv_session_retier(qkv_session *session, const qkv_retier_policy *policy, uint32_t *layer,
                               qkv_retier_report *report, qkv_error *error);
 
-// For who does this in the background, and where memory is short lowers tiers step by step. A session has been looked
-// at now; and as of its last use at `used_ms` its tiers are what they are to be, or are as low as they get. It is not
-// in the list (recency.h) until it is used again.
+// For the thread that does this in the background, and lowers tiers step by step where memory is short. The session
+// has been examined now; its tiers, as of its last use at `used_ms`, are what they should be; or are as low as they
+// get. After the latter two it is not in the list (recency.h) until it is used again.
 void qkv_session_tiers_looked(qkv_session *session);
 void qkv_session_tiers_settled(qkv_session *session, int64_t used_ms);
 void qkv_session_tiers_lowest(qkv_session *session, int64_t used_ms);

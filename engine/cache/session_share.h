@@ -11,7 +11,7 @@
 // rows take none.
 //
 // Threads: with the lock of the layer's rows. The other session's layer is read only where that needs no waiting, so
-// that two sessions may look at each other.
+// two sessions may take from each other without a deadlock.
 #ifndef QKV_ENGINE_CACHE_SESSION_SHARE_H
 #define QKV_ENGINE_CACHE_SESSION_SHARE_H
 

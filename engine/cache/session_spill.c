@@ -40,11 +40,11 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
   return status;
 }
 
-// How an eviction gets at a layer.
+// How an eviction locks a layer.
 typedef enum eviction_lock {
   TRY_READ,  // not where a thread changes the layer
   READ,
-  WRITE,  // after those who read it
+  WRITE,  // waits for readers
 } eviction_lock;
 
 static const qkv_layer *begin_evict(qkv_session *session, uint32_t layer, eviction_lock how) {

@@ -12,15 +12,16 @@
 #include "engine/cache/layer_spill.h"
 #include "engine/cache/session.h"
 
-// Gives pages to the backing that it refused before, and takes note of those that have become durable.
-// Layers in use are left out. True where all that is sealed is durable.
+// Gives pages to the backing that it refused before, and records which ones have become durable. Layers in use are
+// left out. True where all that is sealed is durable.
 bool qkv_session_settle(qkv_session *session);
 
 // Calibrations that its pages are coded with, or may be from now on, each with a reference for the caller: from the
 // `first` on, at most `max`. Returns how many.
 size_t qkv_session_calibrations(qkv_session *session, size_t first, const qkv_calibration **out, size_t max);
 
-// Nothing is put any more, and what is there is left alone: before what is on the SSD is deleted. Waits for layers.
+// Nothing is put any more, and existing records are left alone: to be called before the session's files on the SSD
+// are deleted. Waits for layers.
 void qkv_session_detach(qkv_session *session);
 
 // As qkv_layer_seal for every layer, and gives the pages to the backing: what a session that is to survive its
@@ -28,16 +29,16 @@ void qkv_session_detach(qkv_session *session);
 qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers
-// are used in turn, so the one before that which is used is needed again last: it goes first, then those before it,
-// down to the one that comes next; then that which is used, as it may be what headroom is made for. Pages that other
-// threads read stay, and layers that they change are left out. With `wait` they are waited for, those who read only
-// where nothing else is left. Returns the bytes.
+// are used in turn, so the one before that which is used is needed again last: it is evicted first, then those before
+// it, down to the one that comes next; then the one in use, as the headroom may be for it. Pages that other threads
+// read stay, and layers that they change are left out. With `wait` they are waited for, readers only where nothing
+// else is left. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
 
 // Whether its owner has pinned it.
 bool qkv_session_is_pinned(const qkv_session *session);
-// Of all layers, as they were last published, without a lock: bytes of exact rows; all that is in memory and no other
-// session has; records.
+// Sums over all layers, as last published, without a lock: bytes of exact rows; bytes in memory that no other session
+// shares; bytes of records.
 uint64_t qkv_session_bytes_exact(const qkv_session *session);
 uint64_t qkv_session_bytes_kept(const qkv_session *session);
 uint64_t qkv_session_bytes_stored(const qkv_session *session);
@@ -53,8 +54,8 @@ uint32_t qkv_session_last_layer(const qkv_session *session);
 // How often the first layer was used next after the last one, as each step of a model does.
 uint32_t qkv_session_turns(const qkv_session *session);
 
-// From here on what is in memory of the layer, or is restored, stays, whatever sessions do that share it. Counted;
-// apart from the owner's own (qkv_session_set_pinned). Waits for the layer.
+// From here on what is in memory of the layer, or is restored, stays, whatever the sessions that share it do.
+// Counted, separately from the owner's pin (qkv_session_set_pinned). Waits for the layer.
 void qkv_session_pin(qkv_session *session, uint32_t layer);
 void qkv_session_unpin(qkv_session *session, uint32_t layer);
 
@@ -69,9 +70,9 @@ size_t qkv_session_missing_shared(qkv_session *session, uint32_t layer, uint64_t
 // Bytes of all these pages.
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
 // As qkv_layer_restore and qkv_layer_restore_full for 1 to QKV_RESTORE_PAGES pages of qkv_session_missing with an
-// image each. All images are freed, or the layer's, and set to NULL. Beside readers of the layer, but where pages are
-// to get lost planes back: that waits for them, once. Of the first page that fails `*failed` gets the index; those
-// before it have come back.
+// image each. All images are freed, or the layer's, and set to NULL. Runs concurrently with readers of the layer.
+// Only giving pages their lost planes back waits for them, once. Of the first page that fails `*failed` gets the
+// index; those before it have come back.
 enum { QKV_RESTORE_PAGES = 8 };
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *reservation,
                                const qkv_missing_page *pages, void **images, size_t count, size_t *failed,

@@ -1,4 +1,4 @@
-// What a session is made of, for session.c and session_codings.c.
+// The fields of a session, for session.c and session_codings.c.
 #ifndef QKV_ENGINE_CACHE_SESSION_STATE_H
 #define QKV_ENGINE_CACHE_SESSION_STATE_H
 
@@ -31,7 +31,7 @@ typedef struct session_layers {
   locked_layer at[];               // model->layers
 } session_layers;
 
-// What background work has found of a session's tiers (session_retier.h).
+// What background work knows of a session's tiers (session_retier.h).
 typedef struct session_tiers {
   _Atomic int64_t looked_ms;  // on the monotonic clock; 0: not yet
   bool aimed, demotable;      // fixed: pages may be brought to other tiers, and to lower ones where memory is short
@@ -57,7 +57,7 @@ struct qkv_session {
   _Atomic uint64_t tokens_cold;  // of all layers
   _Atomic uint64_t bytes_coded;  // in memory, of all layers, as they were last published
   _Atomic uint64_t bytes_exact;
-  _Atomic uint64_t bytes_kept;    // these and what lies with them, but for what others have, too
+  _Atomic uint64_t bytes_kept;    // both, with averages and full pages, without what others share
   _Atomic uint64_t bytes_stored;  // on the SSD
   _Atomic uint32_t unsettled;     // layers, likewise
   _Atomic uint64_t ttl_ms;

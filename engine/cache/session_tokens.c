@@ -28,7 +28,7 @@ static qkvi_token_chunk *ref_chunk(qkvi_token_chunk *chunk) {
   return chunk;
 }
 
-// Chunks that nobody else refers to go, from the last one on.
+// Frees chunks that nothing else refers to, from the last one on.
 static void unref_chunk(qkv_arena *arena, qkvi_token_chunk *chunk) {
   while (chunk != NULL) {
     // What others did with it happens before it is freed.
@@ -255,7 +255,7 @@ void qkv_session_tokens_fork(qkv_session_tokens *of, uint64_t position, qkv_sess
   assert(of->config.arena == fork->config.arena && of->config.index == fork->config.index);
   assert(qkv_prefix_hash_equal(&of->config.root, &fork->config.root) && fork->length == 0);
   lock(of);
-  lock(fork);  // which nobody else has a place in: no other order is taken
+  lock(fork);  // no other thread can have it locked: no other order is taken
   fork->last = ref_chunk(of->last);
   fork->length = of->length;
   if (of->open != NULL && fork->open != NULL) memcpy(fork->open, of->open, PAGE * sizeof *fork->open);

@@ -1,8 +1,8 @@
-// A session's token ids: what its rows were computed from, and with that its place in the index of prefixes.
+// A session's token ids: the ids that its rows were computed from, and its place in the index of prefixes.
 //
 // Ids come with appends, with whichever layer; they belong to positions, not to layers. They are held without a gap
-// from position 0 on: what would leave one is not kept, and ends what is held and indexed of the session, until a
-// truncation brings an append back to where they end. So sessions whose first_position is not 0 hold none.
+// from position 0 on. Ids that would leave a gap are not kept, and no later ones are held or indexed, until a
+// truncation lets an append continue where the ids end. So sessions whose first_position is not 0 hold none.
 //
 // Full pages of 64 ids are chunks, each with its chained hash (prefix_index.h) and a reference to the chunk before. A
 // session refers to its last one, and forks share them: a fork copies the open page, 252 bytes at the most, whatever
@@ -11,7 +11,7 @@
 //   chunk 0 <── chunk 1 <── chunk 2 <── session A, open page of A
 //                  └────── chunk 2' <── session B, open page of B
 //
-// Pages that come from the SSD have a hash and no ids: what is appended over them is not compared.
+// Pages that come from the SSD have a hash and no ids: ids that are appended over them are not compared.
 //
 // Memory: a chunk is the arena's, 320 bytes (5 a token), 64 without ids; the open page lies in the session.
 // Threads: any. Each object has a lock, which is taken before the index's and before no other.
@@ -51,20 +51,20 @@ void qkv_session_tokens_init(qkv_session_tokens *tokens, const qkv_session_token
 void qkv_session_tokens_give_open(qkv_session_tokens *tokens, uint32_t *open);
 // Every thread but this one is done with it.
 void qkv_session_tokens_deinit(qkv_session_tokens *tokens);
-// It leaves the index for good. From here on no match gives its owner.
+// Removes it from the index for good. From here on no match returns its owner.
 void qkv_session_tokens_close(qkv_session_tokens *tokens);
 
 // ---- Appends ----
 
-// Whether `ids` from `position` on are those held, as far as some are. ALREADY_EXISTS "position 70 has token id 5,
-// token_ids[6] is 9".
+// Whether `ids` from `position` on equal those held, as far as ids are held. ALREADY_EXISTS "position 70 has token id
+// 5, token_ids[6] is 9".
 qkv_status qkv_session_tokens_check(qkv_session_tokens *tokens, uint64_t position, const uint32_t *ids, size_t count,
                                     qkv_error *error);
 // Bytes of the arena that keeping `count` ids from `position` on takes.
 uint64_t qkv_session_tokens_cost(qkv_session_tokens *tokens, uint64_t position, size_t count);
 // Keeps those that continue what is held, and indexes the pages that become full. They were checked; where another
 // thread has appended others meanwhile, none of them is kept. `*reserved` bytes of the arena are reserved; it gets
-// less by what is taken. What it does not suffice for is not kept.
+// less by what is taken. Ids that it does not suffice for are not kept.
 void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t position, const uint32_t *ids, size_t count,
                              uint64_t *reserved);
 // Positions from `position` on are dropped. Where that cuts a page whose ids are not known, its beginning, too.
@@ -77,7 +77,7 @@ void qkv_session_tokens_truncate(qkv_session_tokens *tokens, uint64_t position);
 // root are the same (asserted). From here on a match may give the fork's owner, until the fork is closed: its owner
 // is closed before its last reference goes.
 void qkv_session_tokens_fork(qkv_session_tokens *of, uint64_t position, qkv_session_tokens *fork);
-// The next page, of which the hash is known alone. FAILED_PRECONDITION where the open page is not empty;
+// Adds the next page, of which only the hash is known. FAILED_PRECONDITION where the open page is not empty;
 // RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkv_session_tokens_recover(qkv_session_tokens *tokens, const qkv_prefix_hash *hash, qkv_error *error);
 
@@ -89,7 +89,7 @@ uint64_t qkv_session_tokens_length(qkv_session_tokens *tokens);
 size_t qkv_session_tokens_read(qkv_session_tokens *tokens, uint64_t position, uint32_t *out, size_t max);
 // The chained hash of page number `page`, from 0 on. False where that is not full. O(pages behind it).
 bool qkv_session_tokens_hash(qkv_session_tokens *tokens, uint64_t page, qkv_prefix_hash *hash);
-// Those of the first `max` full pages. Returns how many there are. O(pages).
+// The chained hashes of the first `max` full pages. Returns how many there are. O(pages).
 size_t qkv_session_tokens_hashes(qkv_session_tokens *tokens, qkv_prefix_hash *hashes, size_t max);
 // The chained hashes of the full pages from the one that `position` lies in on, as they are once `count` ids from
 // `position` on are kept, to `hashes` of qkv_session_tokens_pages(position, count). Returns how many; 0 where the ids

@@ -30,7 +30,7 @@ typedef struct session_entry {
   qkv_session *session;  // one reference
   model_entry *model;
   UT_hash_handle hh;
-  char key[];  // room for that of its name, or of its serial, whichever is longer
+  char key[];  // space for that of its name, or of its serial, whichever is longer
 } session_entry;
 
 struct qkv_store {
@@ -441,7 +441,7 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   return status;
 }
 
-// Tenants that nobody has said need not be told of.
+// The text does not name the default tenant.
 static qkv_status not_found(const char *tenant, const char *name, qkv_error *error) {
   const bool plain = strcmp(tenant, QKV_TENANT_DEFAULT) == 0;
   return qkv_fail(error, QKV_NOT_FOUND, "no session %s%s%s", name, plain ? "" : " of tenant ", plain ? "" : tenant);

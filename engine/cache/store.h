@@ -28,11 +28,11 @@ typedef struct qkv_store qkv_store;
 qkv_store *qkv_store_create(const qkv_store_config *config);
 // Closes every session; users must be gone (asserted by the arena).
 void qkv_store_destroy(qkv_store **store);
-// What all sessions' memory comes from. Borrowed.
+// The arena of all sessions' memory. Borrowed.
 qkv_arena *qkv_store_arena(const qkv_store *store);
-// Of its tenants. Borrowed.
+// The accounts of its tenants. Borrowed.
 qkv_accounts *qkv_store_accounts(const qkv_store *store);
-// Of the token ids of all its sessions; owners are sessions. Borrowed.
+// The index of the token ids of all its sessions; owners are sessions. Borrowed.
 qkv_prefix_index *qkv_store_prefixes(const qkv_store *store);
 // Its sessions by last use. Borrowed.
 qkv_recency *qkv_store_recency(const qkv_store *store);
@@ -51,7 +51,7 @@ qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_cal
 bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
                      void (*fn)(void *context, const qkv_model *model, const qkv_learner_outcome *outcome),
                      void *context);
-// Nothing is learnt any more; one that is being made is given up.
+// Stops learning; a calibration that is being made is abandoned.
 void qkv_store_stop_learning(qkv_store *store);
 // NOT_FOUND "no model x".
 qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
@@ -67,23 +67,24 @@ bool qkv_store_others_use(qkv_store *store, const char *tenant, const qkv_model 
 // INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
-// The same where config->staged is set: nobody finds the session by its name, which others may take meanwhile, until
-// it is published. qkv_store_list has it, Match does not. ALREADY_EXISTS where the name is open, here or when it is
+// A session with config->staged: no client finds it by its name, which another may take meanwhile, until it is
+// published. qkv_store_list has it, Match does not. ALREADY_EXISTS where the name is open, here or when it is
 // published; NOT_FOUND where it has been closed.
 qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error);
-// The same for a fork (session.h) of an open session; the config's name, tenant and id are the fork's.
+// As qkv_store_open, for a fork (session.h) of an open session; the config's name, tenant and id are the fork's.
 qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_session_config *config,
                           const uint64_t *positions, qkv_session **out, qkv_error *error);
 // Here and below tenants and names are valid (qkv_name_check).
 // A reference, or NOT_FOUND "no session x", with a tenant that is not "default" "no session x of tenant t".
 qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *name, qkv_session **out,
                              qkv_error *error);
-// The same for many of one tenant, under one lock: a reference or NULL in out[i] for names[i].
+// As qkv_store_session, for many of one tenant, under one lock: a reference or NULL in out[i] for names[i].
 void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out);
 // Takes it out of the table; `*bytes_freed` gets the bytes of its rows.
 qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *name, uint64_t *bytes_freed,
                            qkv_error *error);
-// The same for this session; NOT_FOUND where it is not open any more, though another one may have its name now.
+// As qkv_store_close, for this session; NOT_FOUND where it is not open any more, though another one may have its name
+// now.
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
                                    qkv_error *error);
 
