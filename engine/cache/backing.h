@@ -59,7 +59,7 @@ typedef struct qkv_backing {
   // Waits for the i-th record and fills `image` with its `bytes`. Each once, by any thread, best in order. NOT_FOUND:
   // it is not there any more; DATA_LOSS: it is damaged, with the reason; others as the device says.
   qkv_status (*read_wait)(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error);
-  // When nobody waits any more.
+  // When no thread waits any more.
   void (*read_end)(void *reading);
 } qkv_backing;
 

@@ -120,7 +120,7 @@ typedef struct qkv_layer {
   uint64_t *append_room;  // a reservation (arena.h) of the thread that appends; NULL: none
   const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
   struct qkvi_page_offers *offers;  // for pages to come, while they are appended (session_share.h); NULL: none
-  const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: nobody does
+  const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: no thread does
 } qkv_layer;
 
 // Coders outlive the layer.

@@ -57,8 +57,7 @@ static void weigh_group(const head_scale *scale, const float *sizes_k, const flo
 }
 
 // The expected attention of each of a page's tokens whatever the average: QKV_RETIER_FLOOR times the even share;
-// nothing
-// of those that the sliding window has passed.
+// nothing of those that the sliding window has passed.
 static void fill_floor(const qkv_layer *layer, const qkv_page_entry *entry, float floor[QKV_PAGE_TOKENS]) {
   const uint64_t window = qkv_model_window(layer->config.model, layer->config.layer);
   const float share = QKV_RETIER_FLOOR / (float)(layer->length - layer->config.first_position);

@@ -1,9 +1,9 @@
 // Changing the tiers of a layer's pages: the snapshot that the policy (retier.h) decides on, and the exchange of
 // images.
 //
-//   locked for reading qkv_layer_snapshot; qkv_layer_cut builds images next to those in use
-//   locked for writing qkv_layer_exchange swaps pointers, which takes no time
-//   not locked qkv_retier_decide; qkv_cut_deinit frees the replaced image
+//   locked for reading   qkv_layer_snapshot; qkv_layer_cut builds images next to those in use
+//   locked for writing   qkv_layer_exchange swaps pointers, which takes no time
+//   not locked           qkv_retier_decide; qkv_cut_deinit frees the replaced image
 //
 // Down: planes are dropped, the bits that stay are unchanged, the bytes of the dropped ones are free at once. Without
 // keep_full dropped planes are lost. With it the page as it was first coded is kept, too, so nothing is freed; up

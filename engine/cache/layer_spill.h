@@ -1,7 +1,7 @@
 // Spilling a layer's pages: their records (backing.h), eviction from memory and restoring.
 //
-//   locked for reading qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
-//   locked for writing everything else; none of it takes long
+//   locked for reading   qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
+//   locked for writing   everything else; none of it takes long
 //
 // A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
 // read to be in memory; the caller checks that first, under the same lock.

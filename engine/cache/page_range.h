@@ -98,7 +98,7 @@ static inline bool qkvi_range_is_shared(const qkv_page_range *range) {
 // Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is stored.
 void qkvi_range_pin(qkv_page_range *range, int64_t used_ms);
 void qkvi_range_unpin(qkv_page_range *range);
-// Nobody else reads it until it is released. The caller has pinned it once. False where another thread has, too.
+// No other thread reads it until it is released. The caller has pinned it once. False where another thread has, too.
 bool qkvi_range_seize(qkv_page_range *range);
 void qkvi_range_release(qkv_page_range *range);
 

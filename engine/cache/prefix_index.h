@@ -46,8 +46,8 @@ qkv_prefix_hash qkv_prefix_next(const qkv_prefix_hash *parent, const uint32_t *i
 
 typedef struct qkv_prefix_index qkv_prefix_index;
 
-// Told of each change as it happens, with the index locked: it calls no function of the index, and waits for nobody.
-// A root is a number that is used again once the root has gone.
+// Told of each change as it happens, with the index locked: it calls no function of the index, and waits for no
+// thread. A root is a number that is used again once the root has gone.
 typedef struct qkv_prefix_change {
   bool added;  // by its first holder; else its last one has gone
   uint32_t root;

@@ -16,8 +16,8 @@
 // With m = 1 that is the difference of the two attentions. A sample overestimates |out| where values scatter about
 // nothing, of all codes alike.
 //
-// Where there are no queries, as nobody attends here, random ones are taken, of a size at which their scores spread
-// by QKV_PROBE_SPREAD.
+// Where there are no queries, as no client attends here, random ones are taken, of a size at which their scores
+// spread by QKV_PROBE_SPREAD.
 //
 // Threads: one at a time.
 #ifndef QKV_ENGINE_CACHE_PROBE_H

@@ -120,7 +120,7 @@ static void test_a_limit_below_the_budget(void **state) {
                       "are needed");
   assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_RESOURCE_EXHAUSTED);
   qkv_arena_unreserve(arena, 450);
-  assert_int_equal(qkv_arena_reserve(arena, 1, NULL), QKV_RESOURCE_EXHAUSTED);  // kept for the one who waits
+  assert_int_equal(qkv_arena_reserve(arena, 1, NULL), QKV_RESOURCE_EXHAUSTED);  // kept for the thread that waits
   qkv_arena_unreserve(arena, 50);
   assert_int_equal(qkv_arena_reserve_next(arena, 300), QKV_OK);
   qkv_arena_set_limit(arena, UINT64_MAX);
@@ -257,7 +257,7 @@ static void test_an_account_counts_in_both(void **state) {
   assert_string_equal(error.text, "quota host_bytes of tenant x is 512 bytes, 256 in use, 257 more are needed");
   assert_stats(account, 128, 128);
   assert_stats(arena, 128, 128);
-  // A room of the arena's, which the account counts when it is taken.
+  // A reservation of the arena's, which the account counts when it is used.
   uint64_t room = 192;
   assert_int_equal(qkv_arena_reserve(arena, room, &error), QKV_OK);
   assert_int_equal(qkv_arena_reserve_in(account, &room, 256, &error), QKV_OK);

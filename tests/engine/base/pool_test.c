@@ -65,7 +65,7 @@ static void add_one(void *context) {
 }
 
 typedef struct tally_state {
-  int visits[INDEXES];            // written by whoever runs the index; read after the loop
+  int visits[INDEXES];            // written by the thread that runs the index; read after the loop
   _Atomic int inside[16];         // by worker: two at once would be an error
   _Atomic int worker_collisions;  // times that happened
   size_t width;

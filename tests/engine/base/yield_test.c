@@ -64,7 +64,7 @@ static void end(worker *self, pthread_t thread) {
   pthread_join(thread, NULL);
 }
 
-// Once, however often it is told, and nobody else.
+// Once, however often it is told, and for no other thread.
 static void test_nice(void **state) {
   (void)state;
   const int own = getpriority(PRIO_PROCESS, 0);
@@ -124,7 +124,7 @@ static void test_others_go_on(void **state) {
   qkv_yield_urgent_end(1000);
 }
 
-// Whoever waits is woken: sooner than it would go on by itself. Without end where it is not.
+// A waiting thread is woken, sooner than it would go on by itself. Loops without end where it is not.
 static void test_the_end_wakes(void **state) {
   (void)state;
   bool woken = false;

@@ -1,4 +1,4 @@
-// Accounts: what a tenant takes is counted once, and never more than it may.
+// Accounts: a tenant's usage is counted once, and never exceeds its limits.
 #include "engine/cache/accounts.h"
 
 #include <pthread.h>
@@ -39,7 +39,7 @@ static void accounts_come_and_go(void **state) {
   assert_true(qkv_accounts_read(accounts, "limited", &usage));
   assert_int_equal(usage.host_bytes, 1025);
   assert_int_equal(usage.sessions, 2);
-  // Less than it has: nothing more, until it is less.
+  // A limit below the usage: nothing more, until the usage is below it.
   limits_now = (qkv_account_limits){.host_bytes = 512};
   qkv_accounts_refresh(accounts);
   error = (qkv_error){0};
@@ -79,7 +79,7 @@ static void the_ssd_has_a_ceiling(void **state) {
   qkv_account_drop_ssd(a, 50);
   assert_false(qkv_account_is_full_ssd(a));
   assert_true(qkv_account_claim_ssd(a, 50));
-  qkv_account_add_ssd(a, 5);  // of a start: what is there is there
+  qkv_account_add_ssd(a, 5);  // found at a start: counted whatever the limit
   qkv_account_drop_ssd(a, 105);
   qkv_account_unref(&a);
   qkv_accounts_destroy(&accounts);

@@ -1,4 +1,4 @@
-// Attention in integers beside the same in floats.
+// Attention in integers compared with attention in floats.
 #include "engine/kernel/kernel.h"
 #include "tests/engine/cache/attend_scene.h"
 
@@ -67,7 +67,7 @@ static void test_integers_are_close(void **state) {
   assert_true(worst[QKV_PRECISION_INT8].out <= 0.1 && worst[QKV_PRECISION_INT8].lse <= 0.01);
 }
 
-// The same bits from every rung of the ladder, on any number of threads.
+// The same bits from every kernel variant, on any number of threads.
 static void test_integers_are_the_same_everywhere(void **state) {
   (void)state;
   scene s;

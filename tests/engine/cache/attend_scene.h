@@ -7,7 +7,7 @@
 
 #define BUDGET ((uint64_t)1 << 30)
 
-// A layer of its own with rows and queries from seeds, and room for results.
+// A layer of its own with rows and queries from seeds, and buffers for results.
 typedef struct scene {
   qkv_model model;
   qkv_arena *arena;

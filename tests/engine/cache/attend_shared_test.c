@@ -204,7 +204,7 @@ static void check_batch(qkv_pool *pool, const qkv_attend *requests, const asked 
   }
 }
 
-// What the header says of groups. Returns how many ranges of requests are in one.
+// Checks what the header says of groups. Returns how many ranges of requests are in one.
 static size_t check_groups(const qkv_attend *requests, size_t count) {
   static bool grouped[REQUESTS][256];
   size_t all = 0;

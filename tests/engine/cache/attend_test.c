@@ -323,7 +323,7 @@ static void test_short_pages_are_split(void **state) {
   teardown_scene(&s);
 }
 
-// A row's result does not depend on the queries beside it.
+// A row's result does not depend on the other queries of its request.
 static void check_queries_are_independent(uint64_t sliding_window) {
   qkv_model model = test_model(2, 4, 32, 32, QKV_FP16);
   scene s;

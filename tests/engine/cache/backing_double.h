@@ -1,4 +1,4 @@
-// A backing in memory, whose records move on when the test says so.
+// A backing in memory, whose records change state when the test says so.
 #ifndef QKV_TESTS_ENGINE_CACHE_BACKING_DOUBLE_H
 #define QKV_TESTS_ENGINE_CACHE_BACKING_DOUBLE_H
 
@@ -10,7 +10,7 @@ enum { DOUBLE_RECORDS = 256 };
 
 typedef struct double_record {
   void *page;
-  qkv_page_hold hold;  // where the double holds what it gets
+  qkv_page_hold hold;  // while `holding`
   uint32_t bytes, tokens;
   uint64_t session;
   qkv_record_state state;
@@ -20,8 +20,8 @@ typedef struct backing_double {
   qkv_backing backing;
   double_record records[DOUBLE_RECORDS];  // by number
   uint64_t count;                         // numbers given out, 1 to count
-  uint64_t room;                          // records that it still takes
-  qkv_record_state first;                 // what a new record is
+  uint64_t room;                          // capacity left, in records
+  qkv_record_state first;                 // the state of a new record
   bool failed;                            // takes nothing any more
   bool holding;                           // pages are held until double_let_go
   size_t drops, cuts;
@@ -56,7 +56,7 @@ static inline uint64_t double_put(void *context, uint64_t session, const char *m
   return number;
 }
 
-// What has been held is what it was.
+// Checks that held pages are unchanged, and releases them.
 static inline void double_let_go(backing_double *made) {
   for (uint64_t i = 1; i <= made->count; i++) {
     double_record *record = &made->records[i];
@@ -104,7 +104,7 @@ static inline void double_all(backing_double *made, qkv_record_state state) {
   for (uint64_t i = 1; i <= made->count; i++) made->records[i].state = state;
 }
 
-// Of a layer that nobody else has.
+// Of a layer that no other thread has.
 static inline uint64_t evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms) {
   bool in_use;
   return qkv_layer_evict(layer, bytes, unused_since_ms, &in_use);

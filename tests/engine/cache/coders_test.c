@@ -162,7 +162,7 @@ static void test_long_segments_are_split(void **state) {
   teardown(&m);
 }
 
-// A row's result does not depend on the queries beside it, whatever these see.
+// A row's result does not depend on the other queries of its request, whatever these see.
 static void test_queries_are_independent(void **state) {
   (void)state;
   static const uint64_t segments[][2] = {{1, 5000}, {2, 100}, {0, 100}};

@@ -1,4 +1,4 @@
-// How layers are coded for a policy and a purpose, and who shares it.
+// How layers are coded for a policy and a purpose, and which sessions share a coding.
 #include "engine/cache/coding.h"
 
 #include <pthread.h>
@@ -26,7 +26,7 @@ static void test_what_is_alike_is_shared(void **state) {
   qkv_coding *coding = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
   qkv_coding *again = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
   qkv_coding *third = qkv_coding_ref(coding);
-  qkv_policy elsewhere = policy;  // other where coders have nothing of it
+  qkv_policy elsewhere = policy;  // differs in fields that coders do not use
   elsewhere.recent_window = 500;
   elsewhere.learn = elsewhere.learn_said = true;
   qkv_coding *alike = qkv_coding_get(&model, &elsewhere, QKV_PURPOSE_ATTEND, NULL);

@@ -72,12 +72,12 @@ static void averages_follow_the_definition(void **state) {
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
     assert_true(fabs((double)values[t] - expected[t]) <= 0.002 * expected[t] + 0x1p-30);
   }
-  // Without attention it fades, though nobody touches it.
+  // Without attention it fades, though nothing touches it.
   qkv_ema_read(ema, clock, 1, now + 50, values);
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
     assert_true(fabs((double)values[t] - expected[t] * pow(0.97, 50)) <= 0.002 * expected[t] + 0x1p-30);
   }
-  qkv_ema_read(ema, clock, 0, now, values);  // nobody asked the other heads
+  qkv_ema_read(ema, clock, 0, now, values);  // no query asked the other heads
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_true(values[t] == 0);
   free(ema);
   qkv_ema_clock_destroy(&clock);

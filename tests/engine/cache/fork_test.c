@@ -9,7 +9,7 @@
 
 enum { HOLDERS = 6, STEPS = 60, TOKENS_MAX = 8000, PAGES_MAX = 256 };
 
-// What a layer has been told, for a twin of it to be told the same.
+// An operation that a layer has run, to be replayed on `twin`, a layer that shares nothing.
 typedef enum told_kind { TOLD_APPEND, TOLD_TRUNCATE, TOLD_SEAL } told_kind;
 typedef struct told {
   told_kind kind;
@@ -325,7 +325,7 @@ static void test_shared_memory_is_held_once(void **state) {
   end(&w);
 }
 
-// One layer's evictions and restores are those of all that share; used pages stay for who has used them.
+// One layer's evictions and restores are those of all that share; pages that another layer has used stay.
 static void test_eviction_of_shared_pages(void **state) {
   (void)state;
   world w;
@@ -360,7 +360,7 @@ static void test_eviction_of_shared_pages(void **state) {
   end(&w);
 }
 
-// A record is the session's that puts it: what was shared without one is put by each.
+// A record is the session's that puts it: a page that was shared without one is put by each.
 static void test_records_of_pages_that_were_shared_early(void **state) {
   (void)state;
   world w;
@@ -402,7 +402,7 @@ static void test_demotion_is_ones_own(void **state) {
   assert_int_equal(qkv_layer_page(&h[0].layer, 2)->bytes, bytes);
   assert_ptr_equal(qkv_layer_page(&h[1].layer, 3)->page, qkv_layer_page(&h[0].layer, 3)->page);
   check(&w);
-  // What the background may do leaves shared pages alone.
+  // Background steps leave shared pages alone.
   qkv_retier_snapshot snapshot;
   fork_holder(&w, &h[0], UINT64_MAX);
   qkv_layer_snapshot(&h[2].layer, 0, 0, true, &snapshot);

@@ -112,7 +112,7 @@ static void full_pages_come_back_bit_for_bit(void **state) {
   teardown_scene(&s);
 }
 
-// Cutting needs no room; keeping a full page beside does, and so does going up.
+// Cutting needs no memory of the arena; keeping the full page, too, does, and so does going up.
 static void a_full_arena_can_be_emptied(void **state) {
   (void)state;
   qkv_model model = test_model(2, 1, 64, 64, QKV_FP16);

@@ -193,7 +193,7 @@ static void test_evicts_the_coldest(void **unused) {
   end(&s);
 }
 
-// A backing without room takes the rest later; a record that failed is put again.
+// A full backing takes the rest later; a record that failed is put again.
 static void test_puts_again(void **unused) {
   (void)unused;
   state s;
@@ -377,7 +377,7 @@ static void test_seals_the_tail(void **unused) {
   end(&s);
 }
 
-// A full budget is when sealing is wanted most.
+// Sealing works with a full budget, where it is needed most.
 static void test_seals_without_room(void **unused) {
   (void)unused;
   state s;

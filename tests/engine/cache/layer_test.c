@@ -168,7 +168,7 @@ static void test_rows_before_rope(void **state) {
 
 // ---- Refusals ----
 
-// A layer with coded and exact rows, and a copy that was built beside it: what a refusal must not change.
+// A layer with coded and exact rows, and `twin`, a second layer with the same rows: a refusal must change nothing.
 typedef struct scene {
   qkv_model model;
   qkv_arena *arena;
@@ -361,8 +361,8 @@ static void test_first_position(void **state) {
 
 // ---- Memory ----
 
-// Appends in three steps under every budget in turn: whatever fails changes nothing, and what goes through is
-// within the budget all the way.
+// Appends in three steps under every budget in turn: an append that fails changes nothing, and one that succeeds
+// stays within the budget throughout.
 static void test_every_budget(void **state) {
   (void)state;
   static const uint64_t steps[][2] = {{0, 40}, {40, 110}, {110, 230}};
@@ -457,7 +457,7 @@ static void test_truncation_everywhere(void **state) {
   free_sequence(&rows);
 }
 
-// ---- A random walk beside an oracle ----
+// ---- A random walk checked against an oracle ----
 
 typedef struct oracle {
   sequence rows;  // what was appended, by position

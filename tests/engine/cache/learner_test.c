@@ -174,7 +174,7 @@ static void test_a_given_calibration_stays(void **state) {
   assert_int_equal(qkv_store_calibrate(second, "pupil", learnt, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
   qkv_session *taught = open_session(second, "s", true);
   append_all(taught, &rows, 0, TOKENS);
-  assert_int_equal(qkv_learner_read(other->learner).tokens, 0);  // nobody would look at it
+  assert_int_equal(qkv_learner_read(other->learner).tokens, 0);  // no calibration would use it
   assert_int_equal(qkv_learner_read(other->learner).bytes, 0);
   assert_false(qkv_store_learn(second, NULL, count_runs, &runs));
   assert_int_equal(qkv_calibration_slot_version(other->calibration), qkv_calibration_version(learnt));
@@ -452,7 +452,7 @@ static void test_moments_are_forgotten_beneath_a_run(void **state) {
   qkv_store_destroy(&first);
 }
 
-// What nothing is coded by any more goes.
+// Codings that no page is coded by any more are dropped.
 static void test_codings_go(void **state) {
   (void)state;
   const qkv_model *model;

@@ -10,7 +10,7 @@
 
 enum { PAGES = 6, TOKENS = 64 * (PAGES + 3), WINDOW = 128, STEP = 32, TAKEN = 2 * QKV_QUALITY_TOKENS };
 
-// A layer with a contract, and the queries that it has been shown.
+// A layer with a contract, and the queries that it has observed.
 typedef struct scene {
   qkv_model model;
   qkv_arena *arena;
@@ -229,7 +229,7 @@ static void much_is_allowed_or_nothing(void **state) {
   assert_true(all_tiers_are(&s, QKV_QUALITY_TIER_LEAST));
   assert_true(qkv_layer_page(&s.layer, 0)->lost);
   assert_int_equal(qkv_quality_read(s.layer.config.quality).missed, 0);
-  // Rows that are held already are known at the tiers that they have got.
+  // Rows that are held already match at the tiers that they have now.
   must_append(&s.layer, &s.rows, 0, TOKENS);
   qkv_error error = {0};
   for (size_t i = 0; i < 64; i++) s.rows.k[70 * 2 * 64 + i] *= -1;
@@ -245,7 +245,8 @@ static void much_is_allowed_or_nothing(void **state) {
   teardown_scene(&s);
 }
 
-// Bytes of the pages that were judged, of a layer whose first page has rows times `size` and was not.
+// Bytes of the pages whose tiers were selected, of a layer whose first page has rows times `size` and keeps its
+// tiers.
 static uint64_t judged_bytes(uint64_t window, float size) {
   scene s;
   uint64_t bytes = 0;
@@ -264,7 +265,7 @@ static uint64_t judged_bytes(uint64_t window, float size) {
   return bytes;
 }
 
-// Rows that no query sees any more take nothing of the attention that pages are judged by.
+// Rows that no query sees any more take no share of the attention that selects tiers.
 static void what_the_window_has_passed_does_not_count(void **state) {
   (void)state;
   assert_int_equal(judged_bytes(96, 1), judged_bytes(96, 8));

@@ -67,7 +67,7 @@ static void give(const scene *s, size_t i, uint64_t bytes) {
   qkv_recency_note(s->recency, QKV_RECENCY_CODED, s->sessions[i]);
 }
 
-// The longest unused one that has something and was not passed.
+// The least recently used one that has something and was not passed.
 static qkv_session *expected(const scene *s, const bool *passed) {
   qkv_session *best = NULL;
   for (size_t i = 0; i < SESSIONS; i++) {
@@ -313,7 +313,7 @@ static void *come_and_go(void *context) {
   return NULL;
 }
 
-// Whatever has something at the end is found.
+// Every session that has something at the end is found.
 static void test_nothing_is_lost(void **unused) {
   (void)unused;
   scene s;

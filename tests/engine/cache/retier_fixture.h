@@ -30,7 +30,7 @@ static inline void teardown_scene(scene *s) {
   free_sequence(&s->rows);
 }
 
-// A request with queries from a seed, and room for its results. It must not move.
+// A request with queries from a seed, and buffers for its results. It must not move.
 typedef struct question {
   test_tensor tensor;
   float *q;

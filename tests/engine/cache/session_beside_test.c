@@ -1,5 +1,5 @@
-// Appends beside everything else: readers, forks, truncations and sealing of the whole tail come while pages are
-// coded. Whatever the order, rows are those of one sequence, so a page's bytes say what they must be.
+// Appends concurrent with everything else: readers, forks, truncations and sealing of the whole tail run while pages
+// are coded. Whatever the order, rows are those of one sequence, so a page's bytes say what they must be.
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -86,7 +86,7 @@ static bool tail_is_right(const scene *s, const qkv_layer *layer) {
   return true;
 }
 
-// A contract's pages have the tiers that its judge chose.
+// With a quality contract pages have the tiers that it selected.
 static bool layer_is_right(const scene *s, const qkv_layer *layer) {
   bool right = qkv_layer_validate(layer) == NULL && tail_is_right(s, layer);
   for (size_t i = 0; i < layer->page_count && layer->config.quality == NULL; i++)
@@ -222,7 +222,7 @@ static void test_pages_are_those_of_the_rows(void **state) {
   teardown(&s);
 }
 
-// The judge reads the layer while others do; what it has judged stays in the sums.
+// Tier selection reads the layer while other threads do; its measurements stay in the sums.
 static void *ask_often(void *context) {
   scene *s = context;
   while (!atomic_load(&s->over)) {

@@ -284,7 +284,7 @@ static uint64_t resident_bytes(void) {
   return (uint64_t)resident * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-// What the arena is given back the machine can have back, but for a rest.
+// Memory freed to the arena goes back to the system, but for a rest.
 static void demoting_shrinks_the_process(void **state) {
   (void)state;
   scene s;

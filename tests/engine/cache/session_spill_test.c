@@ -116,7 +116,7 @@ static void test_pages_are_written_from_where_they_lie(void **unused) {
   teardown(&s);
 }
 
-// What the backing had no room for is put when there is some.
+// Pages that the backing had no headroom for are put once it has.
 static void test_settle_puts_the_rest(void **unused) {
   (void)unused;
   scene s;
@@ -305,8 +305,8 @@ static void test_eviction_during_reads(void **unused) {
   teardown(&s);
 }
 
-// A reader that takes its time holds up neither what comes back to its layer nor what leaves other layers, and keeps
-// what it reads. This hangs where one of them waits for the reader.
+// A slow reader blocks neither restores to its layer nor evictions from other layers, and what it reads stays in
+// memory. This hangs where one of them waits for the reader.
 static void test_a_reader_holds_up_nobody(void **unused) {
   (void)unused;
   scene s;
@@ -357,7 +357,7 @@ static void *evict_once(void *context) {
   return NULL;
 }
 
-// An eviction that takes its time holds up no reader. This hangs where it does.
+// A slow eviction blocks no reader. This hangs where it does.
 static void test_eviction_holds_up_no_reader(void **unused) {
   (void)unused;
   scene s;

@@ -386,7 +386,7 @@ static bool finds(qkv_store *store, const char *tenant, const char *name, const 
   return right;
 }
 
-// Names as long as they may be, and such that tenant and name together read alike.
+// Names of the maximum length, and pairs whose tenant and name joined by a slash look like others.
 static void test_names_belong_to_tenants(void **state) {
   (void)state;
   enum { COUNT = 6 };

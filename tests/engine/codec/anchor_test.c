@@ -428,7 +428,7 @@ static void test_choose(void **state) {
   }
 }
 
-// A kind that the budget cannot pay for gives way; a chain begins no more segments than it pays for.
+// A kind that the budget cannot pay for is replaced by none; a chain begins no more segments than it pays for.
 static void test_poor_budget(void **state) {
   (void)state;
   naive_random random = {8};

@@ -541,7 +541,7 @@ static void drifting_rows(naive_random *random, float *rows, size_t tokens, size
   }
 }
 
-// Rows that come again are known, whatever their page has beside its codes.
+// Rows that come again match, whatever their page has in addition to its codes.
 static void repeated_rows_match_behind_anchors_and_factors(void **state) {
   (void)state;
   static const struct {

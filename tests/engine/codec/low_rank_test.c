@@ -281,7 +281,7 @@ static void test_runs(void **state) {
   free(missed);
 }
 
-// Room for one choice.
+// Buffers for one choice.
 typedef struct bench {
   qkv_schedule schedule;
   void *scratch;

@@ -151,7 +151,7 @@ static void two_halves_are_the_whole(void **state) {
   free(from);
 }
 
-// Rows that faded to nothing beside new ones, and to half.
+// Old rows that faded to nothing before new ones came, and to half.
 static void old_rows_fade(void **state) {
   (void)state;
   const qkv_calibration_shape shape = shape_of(false);

@@ -1,4 +1,4 @@
-// Narrowed pages: the bits that stay are those that were there.
+// Pages with planes dropped: the bits that stay are unchanged.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -36,7 +36,7 @@ static void groups_are_cut_bit_by_bit(void **state) {
   }
 }
 
-// A page of random rows, from `room` bytes of memory that the caller frees.
+// A page of random rows, in memory that the caller frees.
 static void *random_page(const qkv_coder *coder, naive_random *random, uint32_t tokens) {
   const size_t heads = coder->kv_heads, k = heads * coder->key_dim, v = heads * coder->value_dim;
   float *rows = coder_allocate((k + v) * QKV_PAGE_TOKENS, sizeof *rows);

@@ -270,7 +270,7 @@ static void sections_need_their_room(void **state) {
       {96, 4, 0, "page.directory[1] ends at 0, at least 2048 of 4032 are needed"},
       {96, 4, 4032 + 64, "page.directory[1] ends at 4096, at least 2048 of 4032 are needed"},
       {96, 4, 0xffffffc0, "page.directory[1] ends at 4294967232, at least 2048 of 4032 are needed"},
-      // Then the next head has not enough room itself.
+      // Then the next head has not enough space itself.
       {96, 4, 2112 + 64, "page.directory[2] ends at 3072, at least 3136 of 4032 are needed"},
       {112, 4, 3072 + 64, "page.bytes is 4032, its heads make 4096"},
       {80, 4, 1088 + 64, "page.directory[1].offset is 1152, expected 1088"},
