@@ -50,7 +50,7 @@ typedef struct qkv_attend {
 // together with their queries: before the append. In all other cases attending does it. The layer need not be locked.
 void qkv_attend_show(qkv_attend *request);
 
-// Limits of a request; `out` and `lse` are not looked at. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
+// Checks a request's limits; `out` and `lse` are not read. INVALID_ARGUMENT: "q.dims[1] is 3, the model tinylm
 // has 8 q_heads", "options.scale is nan", "options.not_causal excludes a sliding window", "q[0, 3, 5] is inf".
 qkv_status qkv_attend_check(const qkv_attend *request, qkv_error *error);
 

@@ -94,8 +94,8 @@ void qkvi_attend_cap(const qkvi_head_task *task, const qkvi_row_block *block, fl
 void qkvi_attend_mask(float *scores, size_t first, size_t last);
 size_t qkvi_attend_slot(uint64_t position, uint64_t tile_position, size_t tokens);
 
-// (Query, head) rows of one KV head, counted as query * group + head in the group; and where one of them goes in out
-// and lse, in rows.
+// (Query, head) rows of one KV head, counted as query * group + head in the group; and the row of out and lse that
+// one of them is written to.
 qkvi_head_task qkvi_attend_task(const qkv_attend *request, uint16_t kv_head);
 size_t qkvi_attend_rows(const qkv_attend *request);
 size_t qkvi_attend_output_row(const qkvi_head_task *task, size_t flat);
@@ -159,10 +159,10 @@ void qkvi_share_clear(qkvi_sharing *sharing);
 // Counts the requests, which have run, on their layers' clocks, and adds those that are due to the averages.
 void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count);
 
-// One request on the caller's thread, which nothing counts or learns from.
+// One request on the caller's thread, which is neither counted nor learnt from.
 void qkvi_attend_quietly(const qkv_attend *request);
 
-// What the block sees of the exact tail.
+// Attends to what the block sees of the exact tail.
 void qkvi_attend_tail(const qkvi_head_task *task, qkvi_row_block *block, qkvi_partial *partial);
 
 #endif

@@ -98,8 +98,7 @@ void qkv_ema_init(qkv_ema *ema, uint32_t kv_heads, uint64_t now);
 void qkv_ema_add(qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, const qkv_ema_step *step,
                  const float *attention);
 
-// values [64] as of `now`. What a young page has not been asked for yet is not counted against it: the average is
-// that over its own life.
+// values [64] as of `now`. Queries before the page was sealed do not count: the average is over its own life.
 void qkv_ema_read(const qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, uint64_t now, float *values);
 
 #endif

@@ -6,8 +6,8 @@
 // was begun. Of every QKV_HOLDOUT_QUERY_EVERY queries that are offered one takes a random one's place, so that many
 // sequences are sampled, and old queries are replaced.
 //
-// Pages and queries come and go apart: pages are needed until a calibration has been tried, queries as long as pages
-// are watched (page_watch.h).
+// Pages and queries are begun and dropped separately: pages are needed until a calibration has been tried, queries as
+// long as pages are watched (page_watch.h).
 //
 // Memory is the caller's to account for (qkv_holdout_page_bytes, qkv_holdout_query_bytes): with 32 layers of 8 KV and
 // 32 query heads of 128 in fp16, 50 MB and 8 MB.

@@ -151,7 +151,7 @@ void qkv_layer_fork(qkv_layer *layer, const qkv_layer *parent, uint64_t position
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
 
 // Decoded rows of one part: out [tokens][kv_heads][dim] floats for positions [begin, begin + tokens), which
-// must be held, and in memory (asserted). A page is decoded whole, however few of its tokens are asked.
+// must be held, and in memory (asserted). A page is decoded whole, however few of its tokens are wanted.
 void qkv_layer_rows(const qkv_layer *layer, qkv_part part, uint64_t begin, uint64_t tokens, bool before_rope,
                     float *out);
 

@@ -1,7 +1,7 @@
 // A layer's pages as images: read whole, and appended whole.
 //
-// What is read was validated when it was made or read from the backing. What is appended comes from outside and has
-// been validated by the caller with the page's coder; its place in the layer is checked here.
+// Pages that are read were validated when they were made or read from the backing. Pages that are appended come from
+// outside; the caller has validated them with the page's coder. Their place in the layer is checked here.
 //
 // Threads: as the layer's.
 #ifndef QKV_ENGINE_CACHE_LAYER_CODED_H

@@ -120,7 +120,7 @@ void qkvi_seal_end(qkvi_seal_room *room);  // of one that was zeroed, too
 // contract `position` is where its pages end, and it holds the rows.
 void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, qkv_tail_block *block,
                     qkv_page_entry *entry);
-// Whether an append of these rows, which need not be right, seals pages. With the lock of the layer's rows.
+// Whether an append of these rows, which need not be valid, seals pages. With the lock of the layer's rows.
 bool qkvi_layer_would_seal(const qkv_layer *layer, uint64_t position, const qkv_tensor *k);
 // The page becomes the layer's, which is locked for writing. Its rows stay in the tail, for the caller to remove.
 void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry);

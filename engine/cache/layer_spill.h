@@ -32,7 +32,7 @@ bool qkv_layer_is_settled(const qkv_layer *layer);
 // that others hold frees none.
 uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use);
 
-// What an append of rows up to `end` takes of the arena at most.
+// The most bytes of the arena that an append of rows up to `end` takes.
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end);
 
 // Whether every page with positions of [begin, end) is in memory.
@@ -56,7 +56,7 @@ static inline bool qkv_page_is_cold(const qkv_missing_page *page) {
 size_t qkv_layer_missing(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, qkv_missing_page *out,
                          size_t max);
 
-// Of the same pages the ranges that other layers have, too, at most `max`: to be compared, not looked into. Returns
+// Of the same pages the ranges that other layers have, too, at most `max`: to be compared, not dereferenced. Returns
 // how many.
 size_t qkv_layer_missing_shared(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full, const void **out,
                                 size_t max);

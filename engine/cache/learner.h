@@ -3,9 +3,9 @@
 //
 // Pages that are sealed and queries that are attended leave moments behind (codec/moments.h): sums, nothing of single
 // rows. Some of them do not: they are held out (holdout.h). After enough tokens a calibration is made from the
-// moments, off the request path, and tried on what was held out (probation.h). What is better than the data-free code
-// is put into the model's slot; pages to come are coded with it. Another one follows when `growth` times as many
-// tokens have been seen, up to QKV_LEARNER_RUNS.
+// moments, off the request path, and tried on what was held out (probation.h). A calibration that is better than the
+// data-free code is put into the model's slot; pages to come are coded with it. Another one follows when `growth`
+// times as many tokens have been seen, up to QKV_LEARNER_RUNS.
 //
 // A calibration that is brought, by RegisterModel or a file, is tried in the same way as soon as enough traffic has
 // been held out, about QKV_HOLDOUT_PAGES pages of every layer, and used from then on; until then pages are coded as
@@ -13,14 +13,14 @@
 // that comes back from a data directory is used at once, as it has been before, and tried when there is traffic. What
 // was brought is not replaced by what is learnt, unless it is refused.
 //
-// What is in force is watched (page_watch.h): one head of every QKV_LEARNER_WATCH_EVERY-th page is measured, and of
-// every page with the first tokens of a sequence, where attention sinks are. A page that misses more of attention
-// than QKV_LEARNER_WORSE times what the data-free code would raises an alarm: the next QKV_LEARNER_ALARM_PAGES pages
-// are measured, too, or as many with first tokens as the model has layers. Where these are worse together, the
-// calibration is withdrawn at once, and pages that later appends seal are data-free; where they are not, it is tried
-// again on fresh pages, so that a head that has changed falls back alone. Where the error of pages has grown by
-// QKV_LEARNER_DRIFT since it settled, everything is learnt anew from rows that come after; the calibration stays in
-// force until then.
+// The calibration in force is watched (page_watch.h): one head of every QKV_LEARNER_WATCH_EVERY-th page is measured,
+// and of every page with the first tokens of a sequence, where attention sinks are. A page that misses more of
+// attention than QKV_LEARNER_WORSE times what the data-free code would raises an alarm: the next
+// QKV_LEARNER_ALARM_PAGES pages are measured, too, or as many with first tokens as the model has layers. Where these
+// are worse together, the calibration is withdrawn at once, and pages that later appends seal are data-free; where
+// they are not, it is tried again on fresh pages, so that a head that has changed falls back alone. Where the error
+// of pages has grown by QKV_LEARNER_DRIFT since it settled, everything is learnt anew from rows that come after; the
+// calibration stays in force until then.
 //
 // All sessions of a model teach one learner, whatever their tenant, but for those whose policy keeps out. Layers that
 // stay exact, or are kept out by the model's own policy, are not waited for; their part is the data-free code.
@@ -61,8 +61,8 @@ typedef struct qkv_policy qkv_policy;  // the same
 
 typedef struct qkv_learner_config {
   const qkv_model *model;      // outlives the learner
-  const bool *teaches;         // [layers], copied, at least one: whose rows are looked at
-  bool samples;                // whether any are, going by the model's policy; if not, nothing is tried
+  const bool *teaches;         // [layers], copied, at least one: whose rows are sampled
+  bool samples;                // whether any are, by the model's policy; if not, nothing is tried
   uint64_t tokens;             // rows that every layer has been taught before the first calibration; 0: never
   qkv_calibration_slot *slot;  // calibrations go into it
   qkv_arena *arena;
@@ -70,7 +70,7 @@ typedef struct qkv_learner_config {
 
 qkv_learner *qkv_learner_create(const qkv_learner_config *config);
 void qkv_learner_destroy(qkv_learner **learner);
-// None is due any more, and one that runs ends before its next head: CANCELLED.
+// No calibration is due any more, and one that runs ends before its next head: CANCELLED.
 void qkv_learner_stop(qkv_learner *learner);
 
 // ---- Traffic ----
@@ -98,8 +98,7 @@ typedef enum qkv_calibration_source {
   QKV_CALIBRATION_STORED  // in a data directory
 } qkv_calibration_source;
 
-// One is brought, which fits the model. The one that was brought last, again, changes nothing, unless it is trusted
-// now.
+// Brings a calibration, which fits the model. Bringing the last one again changes nothing, unless it is trusted now.
 void qkv_learner_bring(qkv_learner *learner, const qkv_calibration *calibration, qkv_calibration_source source,
                        bool trusted);
 // The version of the one that was brought last; 0: none was.
@@ -107,7 +106,7 @@ uint32_t qkv_learner_brought(qkv_learner *learner);
 // The one that waits for its trial, with a reference; NULL: none does.
 const qkv_calibration *qkv_learner_on_trial(qkv_learner *learner);
 
-// What became of qkv_learner_run.
+// The outcome of qkv_learner_run.
 typedef enum qkv_learner_end {
   QKV_LEARNER_NOTHING,   // there was nothing to do, or a calibration was brought meanwhile
   QKV_LEARNER_FAILED,    // or was called off: `error`
@@ -125,16 +124,16 @@ typedef struct qkv_learner_outcome {
   uint32_t parts, dropped;  // probation.h
   double error, data_free;
   char text[QKV_LEARNER_TEXT_MAX];  // why not; of the part that did worst
-  char rope[QKV_LEARNER_TEXT_MAX];  // what speaks against the model's RoPE, the first time that it is seen; else ""
+  char rope[QKV_LEARNER_TEXT_MAX];  // evidence against the model's RoPE, the first time that it is seen; else ""
   qkv_error error_text;
 } qkv_learner_outcome;
 
-// Whether a calibration is due to be made or tried, or something is to be told; cheap.
+// Whether a calibration is due to be made or tried, or an outcome is to be reported; cheap.
 bool qkv_learner_due(const qkv_learner *learner);
-// What that takes of memory at most, until it is done.
+// The most memory that it takes until it is done.
 uint64_t qkv_learner_cost(const qkv_learner *learner);
-// Does what is due; takes seconds for a large model. One at a time. What failed is due again after as many tokens
-// more.
+// Does what is due; takes seconds for a large model. One at a time. After a failure it is due again after as many
+// tokens more.
 void qkv_learner_run(qkv_learner *learner, qkv_learner_outcome *outcome);
 
 // ---- What is known ----
@@ -143,7 +142,7 @@ typedef struct qkv_learner_stats {
   uint64_t tokens;  // taught or held out since the last drift, of the teaching layer that has the fewest
   uint64_t bytes;   // that moments and the sample take now
   uint32_t runs;    // calibrations made
-  double error;     // relative squared error of pages' keys and values, lately; 0: not known
+  double error;     // relative squared error of recent pages' keys and values; 0: not known
 } qkv_learner_stats;
 qkv_learner_stats qkv_learner_read(const qkv_learner *learner);
 
@@ -160,8 +159,8 @@ typedef struct qkv_calibration_state {
   uint64_t accepted;                   // times that one was put in force
   uint64_t refused;                    // refused or withdrawn
   char refusal[QKV_LEARNER_TEXT_MAX];  // the last one; "": none
-  qkv_page_watch watch;                // of pages sealed lately
-  char rope[QKV_LEARNER_TEXT_MAX];     // what speaks against the model's RoPE; "": nothing, or not looked at yet
+  qkv_page_watch watch;                // of recently sealed pages
+  char rope[QKV_LEARNER_TEXT_MAX];     // evidence against the model's RoPE; "": none, or not checked yet
 } qkv_calibration_state;
 void qkv_learner_read_state(const qkv_learner *learner, qkv_calibration_state *state);
 

@@ -19,7 +19,7 @@ typedef struct qkvi_taught_layer {
   _Atomic bool ready;  // enough is held out
 } qkvi_taught_layer;
 
-// Pages that are looked at closely: those with first tokens, and others. Both lists are in this order.
+// Classes of pages that are measured: those with first tokens, and others. Both lists are in this order.
 enum { QKVI_FIRST_PAGES, QKVI_OTHER_PAGES, QKVI_PAGE_CLASSES };
 
 typedef struct qkvi_alarm {
@@ -51,7 +51,7 @@ struct qkv_learner {
   _Atomic bool pending;  // one is on trial
   _Atomic bool retry;    // the one in force is to be tried
   _Atomic bool renew;    // the sample is to be begun anew
-  _Atomic bool notice;   // a withdrawal is to be told
+  _Atomic bool notice;   // a withdrawal is to be reported
 
   pthread_mutex_t error_lock;           // of the next
   uint32_t measured_as;                 // frame and budget of the pages that are measured: those of the first one
@@ -82,7 +82,7 @@ void qkvi_learner_forget(qkv_learner *learner);
 void qkvi_learner_start_over(qkv_learner *learner);
 // Frees what was held out, unless it is still wanted.
 void qkvi_learner_drop_sample(qkv_learner *learner);
-// Whether what is taught now will ever be looked at; whether what is held out will.
+// Whether rows that are taught now will ever be used; whether held-out ones will.
 bool qkvi_learner_wants(const qkv_learner *learner);
 bool qkvi_learner_samples(const qkv_learner *learner);
 // Takes the calibration of a version, which has turned out worse than the data-free code, out of force. Not where it

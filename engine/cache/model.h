@@ -20,16 +20,16 @@
 #define QKV_LAYERS_MAX 1024
 #define QKV_Q_HEADS_MAX 65536
 
-// Fields that `policy` does not say are taken from `fallback`.
+// Fields that are not set in `policy` are taken from `fallback`.
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback);
-// Limits of what is said. INVALID_ARGUMENT "policy.bits_k is 0.3, allowed are multiples of 0.125 up
+// Limits of the fields that are set. INVALID_ARGUMENT "policy.bits_k is 0.3, allowed are multiples of 0.125 up
 // to 8".
 qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error);
-// Whether two policies say the same.
+// Whether two policies are the same in every field.
 bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b);
 
-// What is different in one layer. 0 and what the policy does not say: as in the model; what it says goes before what
-// a session says.
+// Settings of one layer. 0, or a field that is not set: as in the model. A field that the policy sets overrides the
+// session's.
 typedef struct qkv_layer_override {
   uint32_t layer;
   uint64_t sliding_window;
@@ -51,26 +51,26 @@ typedef struct qkv_model {
   qkv_policy asked;  // that of its registration, before the store's was merged into it; no part of equality
   qkv_layer_override *overrides;  // at most one for each layer, in their order; borrowed
   uint32_t override_count;
-  // That of pages to come; NULL: data-free for ever. Borrowed, no part of equality.
+  // The calibration of pages to come; NULL: data-free for ever. Borrowed, no part of equality.
   qkv_calibration_slot *calibration;
   qkv_learner *learner;  // NULL: all layers stay exact, or are kept out; borrowed, the same
 } qkv_model;
 
-// NULL where the layer is as the model says.
+// NULL where the layer has no override.
 const qkv_layer_override *qkv_model_override(const qkv_model *model, uint32_t layer);
 // A layer's own, or the model's.
 uint64_t qkv_model_window(const qkv_model *model, uint32_t layer);
 double qkv_model_cap(const qkv_model *model, uint32_t layer);
 // How a layer of a session is coded: the layer's override before the session's policy, which has been resolved.
 qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session);
-// Limits of what the two make together in each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
+// Checks the policies that the two result in for each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
 qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error);
 
 // Fills in defaults (scale, RoPE, dtype stays as given and must be set) and checks every limit.
 // INVALID_ARGUMENT names the field: "model.q_heads is 7, must be a multiple of kv_heads 2".
 qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error);
 
-// A scale or a soft cap is 0 (not said) or within these, so that scores stay finite in fp32.
+// A scale or a soft cap is 0 (not set) or within these, so that scores stay finite in fp32.
 #define QKV_FACTOR_MIN 1e-6
 #define QKV_FACTOR_MAX 1e6
 // INVALID_ARGUMENT "options.scale is nan", "model.soft_cap is 1e+09, allowed are 0 and 1e-06 to 1e+06".
@@ -78,7 +78,7 @@ qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
 
 // What a calibration of this model has to fit.
 qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model);
-// What coders of this model are made of; policies [layers], resolved, and the model are borrowed.
+// The specification of this model's coders; policies [layers], resolved, and the model are borrowed.
 qkv_coder_spec qkv_model_coder_spec(const qkv_model *model, const qkv_policy *policies, qkv_purpose purpose,
                                     const qkv_calibration *calibration);
 

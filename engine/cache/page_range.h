@@ -17,8 +17,8 @@
 //
 // The first two need a layer locked for reading; so neither waits for readers. A thread that reads a range has it
 // pinned, and a range that two threads have pinned is not seized. A thread that is to keep the range's pages in
-// memory becomes one of its `keepers` while it has it pinned, and an eviction looks at them once it has seized the
-// range: so what the thread finds, or restores, afterwards stays.
+// memory becomes one of its `keepers` while it has it pinned, and an eviction reads their number once it has seized
+// the range: so what the thread finds, or restores, afterwards stays.
 //
 // A copy shares the images of its pages with the original; each image has a count of the ranges that hold it.
 //
@@ -43,7 +43,7 @@
 #include "engine/codec/codec.h"
 
 #define QKV_RANGE_PAGES 64  // 4096 tokens
-// What a page of a packed range takes of memory, with its share of a full range: the test cold_pages_take_16_bytes.
+// Bytes of memory of a page of a packed range, with its share of a full range: the test cold_pages_take_16_bytes.
 #define QKV_COLD_PAGE_BYTES 16
 
 typedef struct qkv_page_entry {
@@ -107,7 +107,7 @@ void qkvi_range_unlock(qkv_page_range *range);
 
 // Packs it where nothing of it is in memory and each page has a record. Seized, or by the layer that has it alone.
 void qkvi_range_pack(qkv_page_range *range);
-// Its entries, which are unpacked where they are packed.
+// The range's entries, which are unpacked where they are packed.
 qkv_page_entry *qkvi_range_unpack(qkv_page_range *range);
 static inline qkv_page_entry *qkvi_range_entries(qkv_page_range *range) {
   qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_acquire);
@@ -116,7 +116,7 @@ static inline qkv_page_entry *qkvi_range_entries(qkv_page_range *range) {
 // These leave it as it is. A copy of a page's entry as of now; with the lock held, and without.
 qkv_page_entry qkvi_range_copy_entry(qkv_page_range *range, uint32_t page);
 qkv_page_entry qkvi_range_peek(qkv_page_range *range, uint32_t page);
-// What of a page does not change while others read the range: where it begins, and where it ends.
+// The fields of a page that do not change while other threads read the range: where it begins, and where it ends.
 typedef struct qkvi_page_span {
   uint64_t begin, end;  // positions
 } qkvi_page_span;

@@ -1,6 +1,6 @@
 // Watching pages: the error of attention from their codes, measured on one head of some of them as they are sealed,
 // when exact rows are at hand, with recent queries (holdout.h); and the error of the data-free code at the same bits.
-// As probe.h has it, over the page's tokens alone.
+// Measured as in probe.h, over the page's tokens alone.
 //
 // Cost: one head of a page is decoded, coded once more and attended.
 //

@@ -79,12 +79,12 @@ qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_pre
 // A new holder of the first `pages` of `of`, or of as many as it has: O(pages that it has more). Nothing is copied.
 // None where `of` is none.
 qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages, void *owner);
-// The holder goes, and the pages that only it had: O(pages).
+// Removes the holder, and the pages that only it had: O(pages).
 void qkv_prefix_index_drop(qkv_prefix_index *index, qkv_prefix_holder at);
 
 // The holder gets its page number `page`, from 0 on. False, with nothing changed, where it does not have exactly the
-// pages before, so that one that was not indexed ends what is indexed of a holder; and where the index is full, which
-// stats count. `ids` of the page are for the observer; NULL: not known.
+// pages before, so that a page that was not indexed ends what is indexed of a holder; and where the index is full,
+// which stats count. `ids` of the page are for the observer; NULL: not known.
 bool qkv_prefix_index_extend(qkv_prefix_index *index, qkv_prefix_holder holder, uint64_t page,
                              const qkv_prefix_hash *hash, const uint32_t *ids);
 // Only its first `pages` stay; one that has no more than these is left as it is.

@@ -44,7 +44,7 @@
 #define QKV_PROBATION_RUNGS 4  // kinds that everything is tried with
 #define QKV_PROBATION_REASON_MAX 192
 
-// What is held out of a model's traffic; the model is resolved.
+// The shape of a model's held-out sample; the model is resolved.
 qkv_holdout_shape qkv_probation_sample(const qkv_model *model);
 
 // How sessions code: their policy, resolved, and what they are for.
@@ -57,8 +57,8 @@ typedef struct qkv_kind {
 #define QKV_RUNG_MANY 4.0
 #define QKV_RUNG_FEW 2.0
 void qkv_probation_rungs(const qkv_policy *policy, qkv_kind rungs[QKV_PROBATION_RUNGS]);
-// The kind that what becomes of sessions of this policy and purpose goes by: with bits between 1 and 6 that of the
-// nearer rung, as each bit more makes all errors alike smaller.
+// The kind that stands for sessions of this policy and purpose: with bits between 1 and 6 that of the nearer rung, as
+// each bit more makes all errors alike smaller.
 qkv_kind qkv_probation_kind(const qkv_policy *policy, qkv_purpose purpose);
 
 typedef struct qkv_probation {
@@ -71,7 +71,7 @@ typedef struct qkv_probation {
   // Called before and behind copying a layer's sample, `holds` true and false.
   void (*hold)(void *context, uint32_t layer, bool holds);
   void *context;
-  const _Atomic bool *cancelled;  // looked at before each layer
+  const _Atomic bool *cancelled;  // read before each layer
 } qkv_probation;
 
 typedef struct qkv_verdict {

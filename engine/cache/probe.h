@@ -1,4 +1,4 @@
-// Attention of some queries to some rows of one head, and what other rows in their place make of it.
+// The error of attention of some queries to some rows of one head, when other rows take their place.
 //
 //   error   sum over queries of |out' - out|^2 / sum of |out|^2
 //
@@ -57,7 +57,7 @@ qkv_probe *qkv_probe_create(const qkv_probe_rows *rows, const qkv_probe_queries 
 void qkv_probe_destroy(qkv_probe **probe);
 
 // The error with k [tokens][key_dim] and v [tokens][value_dim] in place of the probe's rows; NULL: with its own.
-// Where the probe's outputs are all 0, 0 or 1: whether the others' are.
+// Where the probe's outputs are all 0: 0 where the others' are, too, else 1.
 double qkv_probe_error(qkv_probe *probe, const float *k, const float *v);
 // Sum over queries of |out|^2.
 double qkv_probe_square(const qkv_probe *probe);

@@ -23,7 +23,8 @@
 // missed.
 //
 // What is reported is held out: the queries are of two halves in turn, one chooses the tiers, the other one gives the
-// error. Where the second one has been larger, lately, the limit for the first is lowered by as much.
+// error. Where the second half's error has been larger for recent pages, the limit for the first is lowered by as
+// much.
 //
 // Queries that stand before the place where a page's tokens have left the recent window are turned to it (RoPE),
 // since no coded row is attended from before. Pages that are sealed before a query of each half has been seen keep
@@ -48,7 +49,7 @@
 #define QKV_QUALITY_TOKENS 4        // of each half, whose queries are kept
 #define QKV_QUALITY_LEVELS 8        // tiers that are measured
 #define QKV_QUALITY_TIER_LEAST 8    // a bit a coordinate
-#define QKV_QUALITY_SAMPLE_EVERY 4  // attends, of which one is looked at
+#define QKV_QUALITY_SAMPLE_EVERY 4  // attends, of which one is sampled
 
 typedef struct qkv_quality qkv_quality;
 

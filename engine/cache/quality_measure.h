@@ -1,4 +1,4 @@
-// What codes of a page miss of the attention that some queries pay to it (quality.h says what is measured).
+// The error of some queries' attention to a page that its codes cause (quality.h says what is measured).
 //
 // Threads: pure functions.
 #ifndef QKV_ENGINE_CACHE_QUALITY_MEASURE_H
@@ -8,7 +8,7 @@
 
 #include "engine/cache/quality.h"
 
-// Some queries before one page, and what its exact rows answer.
+// Some queries of one page, and their attention to its exact rows.
 typedef struct qkvi_sample {
   const qkv_quality_page *page;
   float soft_cap;
@@ -35,8 +35,8 @@ typedef struct qkvi_missed {
   double both;
 } qkvi_missed;
 
-// What `image` misses, a page of the same coder and rows. The sample's square is above 0. `parts` are left 0 unless
-// they are asked for.
+// The error with `image`, a page of the same coder and rows. The sample's square is above 0. `parts` are left 0
+// unless they are asked for.
 qkvi_missed qkvi_sample_measure(const qkvi_sample *sample, const void *image, bool parts);
 
 #endif

@@ -8,8 +8,8 @@
 //   heap of a list    | by time: not looked at yet  | passed in this pass | free |
 //                     0                           count             count + passed
 //
-// A pass takes sessions from the top one by one. They go behind the heap, and back into it when the pass ends. What
-// has nothing for the list any more leaves it on the way.
+// A pass takes sessions from the top one by one. They go behind the heap, and back into it when the pass ends. A
+// session that has nothing for the list any more leaves it on the way.
 //
 // Threads: any. One lock, which is the last in any order and held for at most QKV_RECENCY_STEPS corrections. One pass
 // of a list at a time; others wait for its end.
@@ -29,7 +29,7 @@ typedef enum qkv_recency_list {
   QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
   QKV_RECENCY_EVICTABLE,  // may be closed where something is full
   QKV_RECENCY_KEPT,       // the others that have a backing
-  QKV_RECENCY_AIMED,      // coded pages may have to go to other tiers (session_retier.h); longest not looked at first
+  QKV_RECENCY_AIMED,      // coded pages may have to change tiers (session_retier.h); longest not examined first
   QKV_RECENCY_DEMOTABLE,  // coded pages may go to lower tiers where memory is short
   QKV_RECENCY_EXPIRING,   // have a time to live; in the order in which that ends
   QKV_RECENCY_LISTS
@@ -57,8 +57,8 @@ void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *
 // The same where its time in the list may have become an earlier one, too.
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
 
-// Coded pages in memory of all sessions that name this one in their config, as last published: bytes, and coordinates
-// that they code.
+// Coded pages in memory of all sessions whose config has this object, as last published: bytes, and coordinates that
+// they code.
 typedef struct qkv_recency_sums {
   uint64_t bytes, coordinates;
 } qkv_recency_sums;

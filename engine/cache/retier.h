@@ -26,10 +26,10 @@
 // SmolLM2, rows coded at 2 bits: 0.0192. Keys' weights times 0.3 or 3 are worse. In the data-free code keys at less
 // than 2 bits cost more than this tells: tier_least should be 16 there (QKV_RETIER_LEAST_AUTO).
 //
-// What the policy leaves alone: the sinks and the recent window stay at the most that is held, groups that can not be
-// cut (chains) and pages that rest as they are. A group changes only where its cost, weight * error + price * bytes,
-// falls by the part `hysteresis` (budget), or where its attention is beyond a threshold by that part; but a budget is
-// kept: then the most useful cuts are made all the same.
+// The policy leaves alone: the sinks and the recent window, which stay at the most that is held; groups that can not
+// be cut (chains); and pages that rest. A group changes only where its cost, weight * error + price * bytes, falls by
+// the part `hysteresis` (budget), or where its attention is beyond a threshold by that part; but a budget is kept:
+// then the most useful cuts are made all the same.
 //
 // Cost: linear in groups times tiers; 128k tokens of 8 heads take 60 ms (retier_test prints it).
 //

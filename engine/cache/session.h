@@ -1,7 +1,7 @@
 // A session: the KV cache of one sequence, and the lock of each of its layers.
 //
 // Reference counted: the store holds one reference while the session is open, every user of it another.
-// Closing takes it out of the store; its memory goes when the last user is done.
+// Closing takes it out of the store; its memory is freed when the last user is done.
 //
 // Threads: any. Each layer has two locks: that of its rows, which appends, truncations and forks hold from their
 // beginning to their end, and a read-write lock, which they write only while pages and rows become the layer's or
@@ -44,7 +44,7 @@ typedef struct qkv_session_config {
   qkv_ema_options ema;          // attention is counted where sample_every is not 0
   bool keep_full;               // layer.h
   double max_attention_error;   // quality.h; 0: no contract
-  double tier_bits;             // what its owner brings it to (session_retier.h); 0: nothing. Not looked at here
+  double tier_bits;             // what its owner brings it to (session_retier.h); 0: nothing. Not used here
   qkv_durability durability;    // 0: MEMORY
   const qkv_backing *backing;   // not with MEMORY; outlives the session
   uint64_t id;                  // as the backing knows it: unique for ever
@@ -96,7 +96,7 @@ const char *qkv_session_name(const qkv_session *session);
 const qkv_session_config *qkv_session_config_of(const qkv_session *session);  // resolved
 // Its token ids; alive as long as the session.
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
-// Its tenant's; NULL: none. Alive as long as the session.
+// Its tenant's account; NULL: none. Alive as long as the session.
 qkv_account *qkv_session_account(const qkv_session *session);
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
 uint64_t qkv_session_serial(const qkv_session *session);

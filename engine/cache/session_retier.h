@@ -15,7 +15,7 @@ typedef struct qkv_retier_report {
   uint64_t pages;  // changed
   uint64_t
       pages_left;  // that should change, too, but were beyond the policy's pages_max, or on their way to the backing
-  // Of the rows, as usage has them (bytes_coded + bytes_beside): what they fell and rose by.
+  // Decrease and increase of the rows' bytes, as usage counts them (bytes_coded + bytes_beside).
   uint64_t bytes_freed, bytes_taken;
 } qkv_retier_report;
 

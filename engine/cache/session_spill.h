@@ -1,5 +1,5 @@
-// A session beyond memory: its pages go to the backing when they are sealed, may leave memory once they can be read
-// back, and come back when they are asked for.
+// Spilling a session: its pages are put in the backing when they are sealed, may be evicted from memory once they can
+// be read back, and are restored when they are needed.
 //
 // Threads: any that may wait for a layer; settle and the pins never wait. None of this counts as a use of the
 // session.
@@ -71,8 +71,8 @@ size_t qkv_session_missing_shared(qkv_session *session, uint32_t layer, uint64_t
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full);
 // As qkv_layer_restore and qkv_layer_restore_full for 1 to QKV_RESTORE_PAGES pages of qkv_session_missing with an
 // image each. All images are freed, or the layer's, and set to NULL. Runs concurrently with readers of the layer.
-// Only giving pages their lost planes back waits for them, once. Of the first page that fails `*failed` gets the
-// index; those before it have come back.
+// Only giving pages their lost planes back waits for them, once. `*failed` gets the index of the first page that
+// fails; those before it have been restored.
 enum { QKV_RESTORE_PAGES = 8 };
 qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *reservation,
                                const qkv_missing_page *pages, void **images, size_t count, size_t *failed,

@@ -63,7 +63,7 @@ qkv_status qkv_session_tokens_check(qkv_session_tokens *tokens, uint64_t positio
 // Bytes of the arena that keeping `count` ids from `position` on takes.
 uint64_t qkv_session_tokens_cost(qkv_session_tokens *tokens, uint64_t position, size_t count);
 // Keeps those that continue what is held, and indexes the pages that become full. They were checked; where another
-// thread has appended others meanwhile, none of them is kept. `*reserved` bytes of the arena are reserved; it gets
+// thread has appended other ids meanwhile, none of them is kept. `*reserved` bytes of the arena are reserved; it gets
 // less by what is taken. Ids that it does not suffice for are not kept.
 void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t position, const uint32_t *ids, size_t count,
                              uint64_t *reserved);

@@ -46,8 +46,8 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
 qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
                                qkv_calibration_source source, bool trusted, qkv_error *error);
 // Makes and tries the calibrations that are due, one after the other; false where none was. Takes seconds for a large
-// model: for a thread of its own. `may` is asked before each, which takes up to `bytes`, and where it says no that
-// one is left for later; NULL: all may. `fn` is told of each that it said yes to.
+// model: for a thread of its own. `may` is called before each calibration, which takes up to `bytes`; where it
+// returns false, that one is left for later. NULL: all may. `fn` gets the outcome of each that was not left.
 bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
                      void (*fn)(void *context, const qkv_model *model, const qkv_learner_outcome *outcome),
                      void *context);
