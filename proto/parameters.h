@@ -12,11 +12,11 @@
 
 #include <protobuf-c/protobuf-c.h>
 
-#define QKV_PARAMETERS_MESSAGE_MAX 64  // bytes of such a message in memory
+#define QKV_PARAMETERS_MESSAGE_MAX 64  // bytes of the largest of these messages in memory
 
 // Whether `policy` has a message for the codec.
 bool qkv_parameters_there(const ProtobufCMessage *policy, const char *codec);
-// A parameter as it stands in the policy; 0 where it is not said.
+// A parameter of the policy; 0 where it is not set.
 uint32_t qkv_parameters_read(const ProtobufCMessage *policy, const char *codec, const char *name);
 // Sets it, in a message that is made in `memory` (of QKV_PARAMETERS_MESSAGE_MAX bytes, aligned) where the policy has
 // none for the codec yet.

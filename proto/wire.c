@@ -196,7 +196,7 @@ void qkv_wire_writer_clear(qkv_wire_writer *writer) {
   writer->depth = 0;
 }
 
-// Room for `more` bytes at the end of the buffer.
+// Space for `more` bytes at the end of the buffer, which grows where it has to.
 static uint8_t *room(qkv_wire_writer *writer, size_t more) {
   if (more > writer->capacity - writer->length) {
     size_t capacity = 2 * writer->capacity + more + 256;

@@ -67,7 +67,7 @@ void qkv_wire_put_fixed64(qkv_wire_writer *writer, uint32_t field, uint64_t valu
 void qkv_wire_put_double(qkv_wire_writer *writer, uint32_t field, double value);
 void qkv_wire_put_string(qkv_wire_writer *writer, uint32_t field, const char *text);
 void qkv_wire_put_packed(qkv_wire_writer *writer, uint32_t field, const int64_t *values, size_t count);
-// The same for ids.
+// Likewise, for token ids.
 void qkv_wire_put_packed_ids(qkv_wire_writer *writer, uint32_t field, const uint32_t *ids, size_t count);
 
 // A `bytes` field whose data is referenced: it must stay as it is until the message has been sent. `owner` is
