@@ -23,7 +23,7 @@ typedef struct qkv_bench_settings {
   int64_t rounds;  // operations a repeat
   bool store;      // append and fetch: the real engine instead of a discard
   bool shared;     // rows lie in memory that the daemon maps
-  bool coded;      // the same as pages that are coded and decoded by the client
+  bool coded;      // rows cross as pages, which the client codes and decodes
   int64_t tokens, dim, kv_heads, q_heads;
   int64_t bits_k, bits_v;
   int64_t precision;  // as of AttendOptions
@@ -101,7 +101,7 @@ double qkv_bench_now(void);
 
 // `bytes` of pseudo-random fp16 values in [-2, 2): never zeros, nothing that compresses. The caller frees.
 void *qkv_bench_rows(size_t bytes, uint64_t seed);
-// The same as floats.
+// Likewise, as floats.
 void qkv_bench_floats(float *out, size_t count, uint64_t seed);
 
 // Prints one result: as a JSON line (with --json) or as "name value" columns. Takes the reference.

@@ -17,7 +17,7 @@ typedef struct qkv_bench_codes {
   size_t pages;
   uint8_t *rows[2];   // fp16, by qkv_part, [pages][64][kv_heads][dim]
   size_t part_bytes;  // of a page's rows of one part
-  float *floats[2];   // room for a page's rows
+  float *floats[2];   // scratch memory for a page's rows
 } qkv_bench_codes;
 
 #define QKV_BENCH_CODES_OPTIONS 12

@@ -20,7 +20,7 @@ qkv_model qkvi_dump_model(const qkv_dump *dump, const qkv_calibration *calibrati
     if (qkv_dump_number(dump, i) >= model.layers) model.layers = qkv_dump_number(dump, i) + 1;
   }
   if (calibration == NULL) return model;
-  // What disagrees is for a check to say.
+  // A later check reports what disagrees.
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
   if (shape->layers > model.layers) model.layers = shape->layers;
   if (!qkv_dump_has_queries(dump)) model.q_heads = shape->q_heads;

@@ -8,8 +8,8 @@
 //   adaptive         order 0, a model for each page, head and part, which begins with equal counts
 //   adaptive, prior  the same, which begins with 64 symbols' worth of the one table
 //
-// Static tables are learnt from the rows that they are measured on; (symbols - 1) / 2 bits of the logarithm are added
-// for each table, which is what that hides.
+// Static tables are learnt from the rows that they are measured on. (symbols - 1) / 2 nats are added for each table,
+// which is what that saves.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>

@@ -8,9 +8,8 @@
 //   idle_session_bytes  an open session of 32 layers without rows
 //   fork_us_p50, _p99   a fork of 131072 tokens in 32 layers, forked at a page's end
 //   fork_bytes          what it takes
-//   memory_ratio        1000 forks of 32768 tokens, each with 512 tokens of its own, over the prefix and as many
-//   times
-//                       what 512 tokens take in a session that shares nothing
+//   memory_ratio        1000 forks of 32768 tokens, each with 512 tokens of its own, over the prefix and 1000
+//                       times what 512 tokens take in a session that shares nothing
 void qkvi_bench_forks(json_t *result);
 
 #endif

@@ -101,7 +101,7 @@ static void fill(pile *p, uint64_t bytes_max, uint64_t model) {
   }
 }
 
-// The smaller page is there before the larger one goes.
+// The smaller page is allocated before the larger one is freed.
 static void demote(pile *p) {
   for (size_t i = 0; i < p->count / 10; i++) {
     const size_t at = below(&p->seed, p->count);

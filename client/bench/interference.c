@@ -6,8 +6,8 @@
 //   restoring   it brings them back in turn, layer by layer (Prefetch), and each time another one has to leave
 //   attending   it attends them in turn, layer by layer: they come back, and attention is taken for it, too
 //
-// They take turns, a window each. The daemon is the caller's, with --data-dir and a --memory-budget that is a
-// part of what the other sessions take.
+// The four modes take turns, a window each. The daemon is the caller's, with --data-dir and a --memory-budget that is
+// a part of what the other sessions take.
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -59,7 +59,7 @@ typedef struct interference {
   pid_t process;                // that one
 } interference;
 
-// ---- The others ----
+// ---- The other sessions ----
 
 static void name_other(const interference *all, uint64_t number, char *name, size_t bytes) {
   snprintf(name, bytes, NAME "-%llu", (unsigned long long)(number % (uint64_t)all->settings->sessions));
@@ -139,7 +139,7 @@ static void change(interference *all, mode wanted) {
   while (atomic_load(&all->shared->doing) != (int)wanted && other_works(all)) (void)nanosleep(&pause, NULL);
 }
 
-// ---- The one ----
+// ---- The attended session ----
 
 static int window(interference *all, mode which, qkv_samples *samples) {
   change(all, which);

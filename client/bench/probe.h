@@ -47,8 +47,8 @@ void qkvi_probe_exact(qkvi_probe *probe, const int32_t *window, qkvi_probe_sums 
 
 // A coded pass over the same window.
 void qkvi_probe_coded(qkvi_probe *probe, const qkv_coding *coding, qkvi_probe_sums *sums);
-// The same with a session that is asked the prefix's own queries, and then brought to an average of `bits` by their
-// attention; a new one, which is full.
+// A coded pass whose session was attended with the prefix's own queries and then demoted, by their attention, to an
+// average of `bits`. `session` is new and filled.
 void qkvi_probe_tiered(qkvi_probe *probe, qkvi_tiered *session, double bits, qkvi_probe_sums *sums);
 
 #endif

@@ -31,7 +31,7 @@ typedef struct qkvi_setting_list {
 // "CODEC[,NAME=VALUE...][/CODEC_V[,NAME=VALUE...]]:K[/V]" of codecs without frames, or
 // "FRAME:K[/V][:ANCHOR[:LOW_RANK[/RANK]]][@BITS]", as docs/quality.md has it. INVALID_ARGUMENT names what is wrong.
 qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *setting, qkv_error *error);
-// The codec of keys that such a text begins with; NULL: none.
+// The codec of keys that a text of this form begins with; NULL: none.
 const qkv_codec *qkvi_setting_codec(const char *text);
 // What the command's options ask for: its --setting, that of --bits-k and its companions, else the default list.
 // `calibrated`: there is a calibration, or there will be.

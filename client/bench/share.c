@@ -1,7 +1,7 @@
 // qkv-bench share: what prefixes cost that sessions share: finding them, forking (forks.h), and attending over them
 // (share_attend.h).
 //
-// An index of --pages pages, of sessions of --tokens token ids each, which grew side by side in runs of random
+// An index of --pages pages, of sessions of --tokens token ids each, which grew concurrently in runs of random
 // lengths, so that neither nodes nor buckets lie in order. Prompts are matched in full, by half and not at all; their
 // ids are in the processor's cache, as those of a request that was just parsed, the index is not.
 #include <stdio.h>

@@ -9,7 +9,7 @@
 
 enum { OWN_TOKENS = 64 };
 
-// The same sessions twice.
+// The same sessions twice: forks of one session, and sessions that share nothing.
 typedef struct twins {
   qkv_bench_pages apart;
   qkv_layer *forks;      // [sessions] of the first one

@@ -92,7 +92,7 @@ static int append_rows(const spilling *all) {
   return status;
 }
 
-// Seconds that all cores together were busy since the machine's start, whoever they worked for; 0 where nobody says.
+// Seconds that all cores together were busy, with any process, since the machine's start; 0 without /proc/stat.
 static double busy_seconds(void) {
   unsigned long long user = 0, nice = 0, system = 0;
   FILE *file = fopen("/proc/stat", "re");

@@ -1,9 +1,8 @@
 // qkv-bench append and fetch: how fast rows go into the daemon and come out, compared with a raw socket and a bare
 // gRPC call.
 //
-// By default the daemon discards (`qkvd --discard`): what is measured is the transport and the parsing of
-// tensors. With --store rows are coded and decoded by the daemon, with --coded by the client, and pages cross. Both
-// take
+// By default the daemon discards (`qkvd --discard`): what is measured is the transport and the parsing of tensors.
+// With --store rows are coded and decoded by the daemon, with --coded by the client, and pages cross. Both take
 // --bits and --calibrated, so that the two are compared on the same session.
 #include <stdio.h>
 #include <stdlib.h>

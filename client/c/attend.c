@@ -32,7 +32,7 @@ static qkv_status read_status(qkv_bytes message, qkv_client_result *result, qkv_
     if (!more) return QKV_OK;
     if (field.number == STATUS_CODE) result->code = (qkv_code)field.value;
     if (field.number == STATUS_MESSAGE && field.type == QKV_WIRE_BYTES) {
-      // A longer text than we have room for is cut.
+      // A text that is longer than the buffer is cut.
       size_t length = field.bytes.length < sizeof result->text ? field.bytes.length : sizeof result->text - 1;
       qkv_bytes_copy(field.bytes, 0, length, result->text);
       result->text[length] = '\0';

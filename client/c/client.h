@@ -8,7 +8,7 @@
 // (qkvi_reclaim): usually it has by the time the answer is there; where a dead peer keeps it, the connection is
 // cut.
 //
-// A client of several targets is made of such clients (place.h).
+// A client of several targets has one of these clients for each target (place.h).
 //
 // Threads: as qkv.h says, one at a time.
 #ifndef QKV_CLIENT_C_CLIENT_H
@@ -67,7 +67,7 @@ struct qkv_client {
 // Fills `error` (may be NULL) and returns `code`.
 qkv_code qkvi_fail(qkv_call_error *error, qkv_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-// The same from an error of the engine's kind.
+// Likewise, from an error of the engine.
 qkv_code qkvi_fail_with(qkv_call_error *error, const qkv_error *reason);
 // Clears `error` and returns 0.
 qkv_code qkvi_ok(qkv_call_error *error);
@@ -87,7 +87,7 @@ int64_t qkvi_now_ms(void);
 // Makes sure that there is a connection, opening a new one where the old is gone. UNAVAILABLE, at once, where
 // that fails.
 qkv_code qkvi_ensure_connected(qkv_client *client, qkv_call_error *error);
-// Ends the connection under gRPC's feet, so that whatever waits for the socket fails.
+// Shuts the socket down without asking gRPC, so that all operations that wait for it fail.
 void qkvi_cut(qkv_client *client);
 // Waits until gRPC has given back everything that was lent to it.
 void qkvi_reclaim(qkv_client *client);
@@ -131,8 +131,8 @@ typedef struct qkvi_step {
 } qkvi_step;
 void qkvi_call_run(qkvi_call *call, const qkvi_step *step);
 
-// The same in two halves: what start has been given stays until finish has returned. One at a time on a call; calls
-// of several clients may be under way together.
+// qkvi_call_run in two halves: what start was given must stay until finish has returned. One at a time on a call;
+// calls of several clients may be under way together.
 typedef struct qkvi_run {
   qkvi_step step;
   grpc_status_code status;
@@ -146,7 +146,7 @@ void qkvi_call_finish(qkvi_call *call, qkvi_run *run);
 qkv_code qkvi_unary(qkv_client *client, const char *method, grpc_byte_buffer *request, grpc_byte_buffer **response,
                     qkv_call_error *error);
 
-// The same in two halves, so that several daemons work at once. Whatever start finds, finish must follow.
+// qkvi_unary in two halves, so that several daemons work at once. finish must follow start, after an error, too.
 typedef struct qkvi_exchange {
   qkvi_call call;
   qkvi_run run;
@@ -182,7 +182,7 @@ qkv_code qkvi_put_items(qkv_client *client, const qkv_client_item *items, size_t
 void qkvi_release_items(qkv_client *client);
 // Reads a Tensor message; it must be dense and of rank `rank`. `name` is for errors.
 qkv_status qkvi_read_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor, qkv_error *error);
-// The same of one whose bytes are in shared memory: its data has their number, and cannot be read.
+// Likewise, of a tensor whose bytes are in shared memory: its data has their number, and cannot be read.
 qkv_status qkvi_read_shared_tensor(qkv_bytes message, const char *name, int rank, qkv_tensor *tensor,
                                    qkv_error *error);
 // ---- shared.c ----

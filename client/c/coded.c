@@ -100,7 +100,7 @@ static qkv_status copy_pages(qkv_bytes message, const summary *sum, arrival *ima
 // ---- The stream ----
 
 typedef struct coded_stream {
-  // The images stay for who takes part in `images`, during the call or after it.
+  // The images stay as long as a reference to `images` is held, during the call or after it.
   bool (*page)(void *context, const qkv_client_page *page, arrival *images);
   qkvi_row_receiver rows;
   void *context;

@@ -83,7 +83,7 @@ static grpc_channel *create_secure_channel(const qkv_client *client) {
                   {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1},
                   {GRPC_ARG_ENABLE_DEADLINE_CHECKS, 0},
                   {GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1},
-                  // What qkvi_cut is to our sockets: a write to a daemon that has stopped reading ends.
+                  // Ends a write to a daemon that has stopped reading, as qkvi_cut does for our own sockets.
                   {GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_MS},
                   {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_MS},
                   {GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, RECONNECT_MS},

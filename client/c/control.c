@@ -126,7 +126,7 @@ static void fill_rope(const qkv_client_rope *from, Qkv__V1__Rope *to) {
 
 typedef struct registering {
   Qkv__V1__RegisterModelRequest *request;
-  qkv_code code;  // the first that is not that nobody answers
+  qkv_code code;  // of the first failure, but for UNAVAILABLE
   size_t registered;
   qkv_call_error error;
 } registering;
@@ -141,7 +141,7 @@ static bool register_part(qkv_client *part, void *context) {
   return all->code == QKV_OK || all->code == QKV_UNAVAILABLE;
 }
 
-// With all daemons that answer; the others get it when they do.
+// Registers with all daemons that answer; the others get the model once they do.
 static qkv_code register_with_all(qkv_client *client, Qkv__V1__RegisterModelRequest *request, qkv_call_error *error) {
   registering all = {.request = request};
   const qkv_code code = qkvi_each_part(client, register_part, &all, error);
@@ -458,7 +458,7 @@ typedef struct matching {
   const qkv_client_prompt *prompt;
   qkv_client_match best;
   qkv_code code;  // of the last part
-  bool found;     // one knows the model
+  bool found;     // a daemon knows the model
   qkv_call_error error;
 } matching;
 

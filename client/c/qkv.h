@@ -48,7 +48,7 @@ typedef struct qkv_client_options {
   const char *tls_cert, *tls_key;  // of this client, where the daemon asks for them; NULL: none
   const char *token;               // bearer token of every call; NULL: none
   const char *token_file;          // the same from a file, read by qkv_client_connect; NULL: none
-  const char *placement;           // label that stands for the names of sessions where places are chosen; NULL: none
+  const char *placement;           // label that replaces the names of sessions where a daemon is chosen; NULL: none
 } qkv_client_options;
 
 // Several daemons: where a target is a list ("a:7580,b:7580"), each session and object belongs to one of them, by its
@@ -518,8 +518,8 @@ typedef struct qkv_client_object {
   void *data;        // put: read only
   size_t bytes;      // put: of `data`, at least 1. get, has, out: of the object, 0 where there is none
   size_t capacity;   // get: of `data`; where it is less than `bytes`, `data` stays as it was
-  // put: where memory, places or the SSD are full it may go (false: the daemon's `retention`); as in
-  // qkv_session_options; deleted when unused for so long, 0: never; takes the place of another one of this name
+  // put, in this order: it may be evicted where memory, limit-objects or the SSD are full (false: the daemon's
+  // `retention`); as in qkv_session_options; deleted when unused for so long, 0: never; replaces one of this name
   bool evictable;
   int durability;
   uint64_t ttl_ms;
@@ -554,7 +554,7 @@ qkv_code qkv_client_get_calibration(qkv_client *client, const char *model,
                                     bool (*fn)(void *context, const void *data, size_t bytes), void *context,
                                     qkv_call_error *error);
 
-// The same of the calibration of that version, as pages name it, in force or not; 0: as above. NOT_FOUND: no session
+// Likewise, the calibration of that version, as pages name it, in force or not; 0: as above. NOT_FOUND: no session
 // has pages of it any more.
 qkv_code qkv_client_get_calibration_version(qkv_client *client, const char *model, uint32_t version,
                                             bool (*fn)(void *context, const void *data, size_t bytes), void *context,

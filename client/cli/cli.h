@@ -57,7 +57,7 @@ qkv_status qkvctl_parse_position(const char *text, const char *what, uint64_t *p
 
 // ---- layers.c ----
 
-// A list such as "0,2-5" of layers below `layers` into `chosen` (room for `layers`), in the order of their numbers
+// A list such as "0,2-5" of layers below `layers` into `chosen` (capacity `layers`), in the order of their numbers
 // and each once; NULL means all. INVALID_ARGUMENT for anything else.
 qkv_status qkvctl_parse_layers(const char *text, uint32_t layers, uint32_t *chosen, size_t *count, qkv_error *error);
 
@@ -77,8 +77,7 @@ qkv_status qkvctl_learn(const char *path, const Qkv__V1__Model *model, qkv_calib
 // ---- copy.c: a session to be moved (client/c/codes.h) ----
 
 // The token ids that the session has, from position 0 on: `*ids` (at first NULL) and `*count` (0) grow; the caller
-// frees
-// `*ids`, whatever comes back.
+// frees `*ids`, on failure, too.
 qkv_code qkvctl_source_ids(qkv_client *client, const char *session, uint32_t **ids, size_t *count,
                            qkv_call_error *error);
 // The bytes of a calibration of the model, malloc'd.

@@ -9,11 +9,11 @@
 //   +--------------------------+  16      record (48 bytes, the payload, zeros up to a multiple of 8)
 //   | record                   |           0  u32 magic "QKVR"      4  u32 kind
 //   +--------------------------+           8  u64 bytes of the payload
-//   | ...                      |          16  u64 position of the first token    (PAGE, ROWS, IDS; END: records
-//   before it)
+//   | ...                      |          16  u64 position of the first token    (PAGE, ROWS, IDS)
+//                                                  records before this one             (END)
 //   +--------------------------+          24  u32 layer                          (PAGE, ROWS)
-//   | record END               |          28  u32 tokens                         (PAGE, ROWS, IDS; CALIBRATION:
-//   version)
+//   | record END               |          28  u32 tokens                         (PAGE, ROWS, IDS)
+//                                                  version                             (CALIBRATION)
 //   +--------------------------+          32  u64 hash of the calibration        (PAGE, CALIBRATION)
 //                                         40  u64 XXH3-64 of the record up to its payload's end, this field being 0
 //

@@ -6,7 +6,7 @@
 #include "client/cli/sizing.h"
 #include "client/common/terminal.h"
 
-// Beside pages: a tenth of them for holes and what is under way, and so much for the process.
+// In addition to pages: a tenth of them for fragmentation and pages under way, and this much for the process.
 #define PROCESS_BYTES ((double)(64 << 20))
 // Of the SSD: what has been dropped and is not compacted yet.
 #define DEAD_PART 0.25

@@ -111,7 +111,7 @@ static int check_arguments(const qkv_command_set *set, const qkv_command *comman
   return QKV_EXIT_OK;
 }
 
-// Nothing where the command has no such option.
+// Does nothing where the command does not have this option.
 static qkv_status read_environment(const qkv_command *command, qkv_options *options, const char *name,
                                    const char *variable, qkv_error *error) {
   const char *value = getenv(variable);

@@ -1,9 +1,11 @@
-// Keys, values and queries of any model, from a safetensors file: rows as qkvctl fetch writes them, and queries
-// beside them.
+// Keys, values and queries of any model, from a safetensors file: rows as qkvctl fetch writes them, and queries.
 //
-//   layers.N.k  [tokens, kv_heads, key_dim]     metadata, all optional: first_position (0), layout (tokens_first or
-//   layers.N.v  [tokens, kv_heads, value_dim]   heads_first: the first two dims change places), rope (after or
-//   before) layers.N.q  [queries, q_heads, key_dim]     of the last tokens, so at most as many; optional
+//   layers.N.k  [tokens, kv_heads, key_dim]
+//   layers.N.v  [tokens, kv_heads, value_dim]
+//   layers.N.q  [queries, q_heads, key_dim]     of the last tokens, so at most as many; optional
+//
+// Metadata, all optional: first_position (0), layout (tokens_first, or heads_first: the first two dims change
+// places), rope (after or before).
 //
 // Threads: one at a time for each dump.
 #ifndef QKV_CLIENT_FORMAT_DUMP_H
@@ -38,7 +40,7 @@ uint32_t qkv_dump_width(const qkv_dump *dump, qkv_dump_kind kind);
 // Of the layer `index`, in the order of the file: its number in the model, and its rows of one kind.
 uint32_t qkv_dump_number(const qkv_dump *dump, size_t index);
 uint64_t qkv_dump_tokens(const qkv_dump *dump, size_t index, qkv_dump_kind kind);
-// Rows as the file has them, but in fp32 and tokens first: out [tokens][heads][width], of those that are there
+// Rows as the file has them, but in fp32 and tokens first: out [tokens][heads][width]. The file must have them
 // (asserted).
 void qkv_dump_read(const qkv_dump *dump, size_t index, qkv_dump_kind kind, uint64_t first, uint64_t tokens,
                    float *out);

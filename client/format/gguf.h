@@ -1,9 +1,11 @@
 // GGUF files, versions 2 and 3, read through a mapping: metadata and tensors, as llama.cpp writes them.
 //
 //   [ "GGUF" ][ version u32 ][ tensors u64 ][ entries u64 ]
-//   [ entries: key, type u32, value ]          a text is u64 bytes and the bytes; an array is type u32, u64 count,
-//   values [ tensors: name, rank u32, dims u64 each, type u32, offset u64 ] [ to a multiple of general.alignment ][
-//   data ]
+//   [ entries: key, type u32, value ]
+//   [ tensors: name, rank u32, dims u64 each, type u32, offset u64 ]
+//   [ zeros up to a multiple of general.alignment ][ data ]
+//
+// A text is u64 bytes and the bytes; an array is type u32, u64 count, values.
 //
 // Everything is little-endian. The reader takes files from strangers: a value, a text or a tensor that the file does
 // not hold whole is refused before anything of it is handed out, and so are two entries or tensors of one name.
@@ -74,7 +76,7 @@ typedef struct qkv_gguf_tensor {
 typedef struct qkv_gguf qkv_gguf;
 
 // Maps the file, which must not be cut short while it is open. NOT_FOUND where it cannot be opened, INVALID_ARGUMENT
-// where it is no such file or has a tensor of another type. On failure *file is NULL.
+// where it is no GGUF file or has a tensor of another type. On failure *file is NULL.
 qkv_status qkv_gguf_open(const char *path, qkv_gguf **file, qkv_error *error);
 // The same from memory, which the caller keeps for the life of *file.
 qkv_status qkv_gguf_parse(const void *data, size_t bytes, qkv_gguf **file, qkv_error *error);

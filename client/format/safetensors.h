@@ -38,7 +38,7 @@ typedef struct qkv_safetensors_entry {
 typedef struct qkv_safetensors qkv_safetensors;
 
 // Maps the file; tensors point into the mapping. The file must not be cut short while it is open. NOT_FOUND
-// where it cannot be opened, INVALID_ARGUMENT where it is no such file. On failure *file is NULL.
+// where it cannot be opened, INVALID_ARGUMENT where it is no safetensors file. On failure *file is NULL.
 qkv_status qkv_safetensors_open(const char *path, qkv_safetensors **file, qkv_error *error);
 // The same from memory, which the caller keeps for the life of *file.
 qkv_status qkv_safetensors_parse(const void *data, size_t bytes, qkv_safetensors **file, qkv_error *error);

@@ -9,7 +9,7 @@
 
 typedef struct qkvi_exact qkvi_exact;
 
-// Room for positions below `positions_max`; `lm` is borrowed.
+// A cache for positions below `positions_max`; `lm` is borrowed.
 qkvi_exact *qkvi_exact_create(const qkvi_lm *lm, int64_t positions_max);
 void qkvi_exact_destroy(qkvi_exact **exact);
 

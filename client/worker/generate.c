@@ -88,7 +88,7 @@ static int32_t sample(const float *logits, int64_t vocabulary, double temperatur
     left -= exp((logits[i] - max) / temperature);
     if (left < 0) return (int32_t)i;
   }
-  return best;  // rounding ate the rest
+  return best;  // rounding has left a rest
 }
 
 int32_t qkvi_generation_next(qkvi_generation *generation, qkvi_quality *quality) {

@@ -13,7 +13,7 @@ typedef struct qkvi_merges qkvi_merges;
 // For `count` pairs at most.
 qkvi_merges *qkvi_merges_create(size_t count);
 void qkvi_merges_destroy(qkvi_merges **merges);
-// The next pair in the order of their precedence; one that is there keeps its place.
+// Adds the next pair, in the order of priority; a pair that was added before keeps its place.
 void qkvi_merges_add(qkvi_merges *merges, int32_t left, int32_t right, int32_t merged);
 
 // Merges the `count` tokens of a piece in place; returns how many are left. n log n, however long the piece.

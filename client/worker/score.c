@@ -40,8 +40,8 @@ struct qkvi_scorer {
   qkvi_samples attend_us;
   double (*row_error)[2], (*row_square)[2];  // [layers][K, V], sums over windows
   qkv_client_session_info session;
-  double windows, bits, square;  // scored, and sums over them: bits per coordinate, squared errors of judged pages
-  uint64_t pages, missed;        // likewise: judged, and such as miss the contract
+  double windows, bits, square;  // scored, and sums over them: bits per coordinate, squared errors of measured pages
+  uint64_t pages, missed;        // likewise: measured, and those of them that miss the contract
   char session_name[QKVI_REMOTE_NAME_MAX];
 };
 

@@ -10,7 +10,7 @@
 // The file's bytes, free()d by the caller, at most 1 GiB. NOT_FOUND, INVALID_ARGUMENT (no ordinary file).
 qkv_status qkvi_text_read(const char *path, uint8_t **data, int64_t *bytes, qkv_error *error);
 
-// The same as the model's tokens; none stands for a control token. free()d by the caller.
+// The file as the model's tokens; none stands for a control token. free()d by the caller.
 qkv_status qkvi_text_tokens(const qkvi_lm *lm, const char *path, int32_t **tokens, int64_t *count, qkv_error *error);
 
 // Where window `index` of `windows` begins: they have length + 1 tokens, are spread evenly over a text of `tokens`,

@@ -11,7 +11,7 @@ def smollm2(folder, tinylm):
 
     place, file = os.path.split(os.environ["QKV_SMOLLM2"])
     model = transformers.AutoModelForCausalLM.from_pretrained(place, gguf_file=file)
-    # transformers saves no model that came from such a file; its weights are plain ones by now.
+    # transformers saves no model that came from a GGUF file; its weights are plain ones by now.
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}

@@ -52,7 +52,7 @@ class Options:
     tenant: str = ""
     bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
     codec: str | None = None  # what codes rows (docs/codecs.md); None: the daemon's own
-    codec_v: str | None = None  # the same of values, where that of keys is another one
+    codec_v: str | None = None  # the codec of values, where that of keys is another one
     durability: str | None = None  # "memory", "async" or "sync"; None: the daemon's own
     ttl: float = 0.0  # seconds after which an unused session is closed; 0: when the daemon has no place for others
     timeout: float = 10.0  # seconds for a load, and for each step of a save
