@@ -42,7 +42,7 @@ typedef struct scene {
 static qkv_simt_tables tables;
 static uint64_t first_seed;
 
-// What all cases together have met.
+// What all cases together have covered.
 static struct {
   size_t outliers, wide, masked, merges, compared;
   bool shapes[16];
@@ -89,7 +89,7 @@ static void setup_scene(scene *s, const attend_case *c) {
   s->rows = make_sequence(&s->model, tokens, seed);
   plant_outliers(&s->rows, c->seed % 4 == 0 ? 100 : 4, &seed);
   s->coder = test_coder(&s->model, policy);
-  for (uint32_t h = 0; h < HEADS; h++) {  // as qkv_precision says for such tiers
+  for (uint32_t h = 0; h < HEADS; h++) {  // as qkv_precision says for these tiers
     qkv_head_coder *head = (qkv_head_coder *)&qkv_embedded(s->coder)->heads[h];
     head->query_limit = qkvi_query_limit(head->transforms[QKV_K], head->tiers[QKV_K]);
     head->weight_bytes = (uint8_t)qkvi_weight_bytes(head->transforms[QKV_V], head->tiers[QKV_V]);

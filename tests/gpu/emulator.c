@@ -35,7 +35,7 @@ enum {
   STACK_BYTES = 128 << 10,
   GUARD_BYTES = 4096,
   FILL = 0xa5,
-  PATIENCE = 100000,  // turns that a wait for a copy gives others to begin it
+  PATIENCE = 100000,  // switches to other fibers before a wait for a copy that none has begun fails
 };
 
 typedef enum fiber_state { READY, WAITING, DONE } fiber_state;
@@ -60,13 +60,13 @@ typedef struct piece {
   uint32_t bytes;
 } piece;
 
-// What a lane brings to a meeting of its warp.
+// What a lane contributes to an operation of its warp (a meeting).
 typedef union gift {
   uint32_t words[SIMT_A_WORDS + SIMT_B_WORDS];
   piece piece;
 } gift;
 
-// Gifts of two meetings in turn: nobody brings one to the next but one before all have left this one.
+// Gifts of two meetings in turn: no lane contributes to the next but one before all have left this one.
 typedef struct warp {
   meeting meeting;
   gift gifts[2][SIMT_LANES];
@@ -259,7 +259,7 @@ UNSEEN static unsigned my_lane(void) {
   return simt_now.thread % SIMT_LANES;
 }
 
-// Brings a gift to a meeting of the warp; returns which of the two meetings it is.
+// Contributes a gift to a meeting of the warp; returns which of the two meetings' gifts it is among.
 UNSEEN static unsigned bring(const char *what, const char *place, const gift *mine, bool *last) {
   warp *w = my_warp();
   const unsigned turn = w->meeting.number % 2;

@@ -8,9 +8,8 @@
 //   shared memory that nobody wrote     it is 0xa5, and so is a copy's target until the copy was waited for
 //   an order of threads that matters    `order` chooses one of many
 //   accesses outside of shared memory   AddressSanitizer: it is allocated to the byte, anew for each block
-//   a missing barrier                   ThreadSanitizer: switching fibers orders nothing; barriers, and waits for
-//   copies,
-//                                       do; exchanges, votes and products do not
+//   a missing barrier                   ThreadSanitizer: switching fibers orders nothing; barriers and waits for
+//                                       copies do; exchanges, votes and products do not
 //
 // Threads: its state is global. One launch at a time; callers lock.
 #ifndef QKV_TESTS_GPU_EMULATOR_H

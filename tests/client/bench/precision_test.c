@@ -1,4 +1,4 @@
-// What arithmetic in integers adds to attention, beside the error of the codes themselves: on the keys, values and
+// What arithmetic in integers adds to the error of attention that the codes themselves cause: on the keys, values and
 // queries of tinylm, data-free and calibrated. In calibrated code space queries are as skewed as they get.
 #include <math.h>
 #include <setjmp.h>
@@ -210,7 +210,7 @@ static void test_the_default_adds_a_tenth_at_most(void **state) {
   }
 }
 
-// Not for the sake of it: where codes are coarse one byte is enough, where they are fine it is not.
+// Both precisions are needed: where codes are coarse one byte is enough, where they are fine it is not.
 static void test_bytes_follow_the_codes(void **state) {
   (void)state;
   const qkv_transform *uniform = qkv_transform_uniform(128);

@@ -407,7 +407,7 @@ static void test_decode_ended_by_the_server(void **state) {
     assert_int_equal(result.code, QKV_DATA_LOSS);
   }
   assert_int_equal(qkv_decode_close(&stream, &error), QKV_DATA_LOSS);
-  // One that never was used is closed without a word.
+  // A stream that was never used is closed without a message.
   assert_int_equal(qkv_decode_open(client, &stream, &error), 0);
   assert_int_equal(qkv_decode_close(&stream, &error), 0);
 }
@@ -430,7 +430,7 @@ static void test_no_answer(void **state) {
   assert_string_equal(error.text, "no answer to /qkv.v1.KvCache/Decode within 200 ms");
   assert_int_equal(qkv_decode_close(&stream, &error), QKV_DEADLINE_EXCEEDED);
   assert_true(fixture_now_ms() - begin >= 400);
-  // The client is none the worse for it.
+  // The client can be used as before.
   fixture_sleep_ms(50);
   will_attend(right_shape);
   assert_int_equal(qkv_client_attend(client, &item, 1, &result, &error), 0);

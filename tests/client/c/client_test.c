@@ -278,7 +278,7 @@ static void test_decode_stream(void **state) {
     check_result(&results[1], i, 1);
     qkv_client_results_free(results, LAYERS);
   }
-  // A step that fails does not end the stream, nor does another call beside it.
+  // A step that fails does not end the stream, nor does another call while it is open.
   qkv_client_item unknown = rows(0, 0, 1);
   qkv_client_result result;
   unknown.session = "nobody";
