@@ -1,9 +1,9 @@
 // qkv-bench step: a decode step (append one row, attend) through the daemon and in process, in turn.
 //
 // Both run the same engine on the same rows, so the difference is what the daemon costs: the socket, gRPC,
-// parsing and the answer. That both answer the same bits is checked on the way. In turn with them the same bytes go
-// by way of a bare socket in one step and of a bare gRPC call in the next: a long session's codes have driven
-// everything else out of the caches when these come, as they have for the daemon.
+// parsing and the answer. That both answer the same bits is checked. Between the two the same bytes go over a bare
+// socket in one step and as a bare gRPC call in the next. So these, too, find caches that a long session's codes have
+// filled, as the daemon does.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,7 +37,7 @@ static const qkv_option options[] = {
      "rows and queries lie in shared memory; --target must then be a daemon with --allow-client-shm"},
 };
 
-// What carries the bytes of a step and does nothing else.
+// The limits: they carry the bytes of a step and do nothing else.
 typedef struct step_carriers {
   qkv_raw raw;
   qkv_echo grpc;

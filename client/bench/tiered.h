@@ -1,5 +1,5 @@
-// A prefix as a session has it whose tokens are brought to fewer bits by their attention: rows and queries go through
-// a session in process as a worker sends them, and come out of its pages.
+// A prefix in a session whose tokens are demoted by their attention: rows and queries go through a session in
+// process, as a worker sends them, and rows come out of its pages.
 //
 // Threads: one at a time for each session.
 #ifndef QKV_CLIENT_BENCH_TIERED_H

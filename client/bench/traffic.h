@@ -18,7 +18,7 @@ void qkv_bench_traffic_init(qkv_bench_traffic *traffic, const qkv_bench_settings
 void qkv_bench_traffic_deinit(qkv_bench_traffic *traffic);
 
 // These return 0, or say on standard error why not.
-int qkv_bench_traffic_register(const qkv_bench_traffic *traffic, qkv_client *client);  // the same again is no mistake
+int qkv_bench_traffic_register(const qkv_bench_traffic *traffic, qkv_client *client);  // again is no error
 // ASYNC, without predictions; one of this name, of a run before, is closed.
 int qkv_bench_traffic_open(const qkv_bench_traffic *traffic, qkv_client *client, const char *session);
 // The chunk at `position`, to settings->tokens at most.

@@ -49,7 +49,7 @@ qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
 void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);
 
-// From now on SIGINT and SIGTERM are noted; a second one ends the program at once. Part of qkvi_worker_setup.
+// From now on SIGINT and SIGTERM are recorded; a second one ends the program at once. Part of qkvi_worker_setup.
 void qkvi_worker_catch_signals(void);
 // True once SIGINT or SIGTERM has come: the command then ends early and closes its session.
 bool qkvi_worker_interrupted(void);

@@ -95,7 +95,7 @@ class Through:
         prefixes = Prefixes(self.options(bits), self.known, LOG)
         self.made += 1
         name, count = f"quality/{self.made}", len(rows[0][0])
-        ids = [self.made] * count  # of nobody else
+        ids = [self.made] * count  # that no other sequence has
         prefixes.open(name, ids, prefixes.options.salt())
         prefixes.append(name, 0, ids, rows)
         back = [(torch.empty(count, self.heads, self.dim), torch.empty(count, self.heads, self.dim)) for _ in rows]

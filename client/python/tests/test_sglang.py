@@ -146,7 +146,7 @@ def test_branches_share_what_they_have_in_common(daemon, client):
         assert all(other.batch_get_v1(keys, places(pool, range(20, 20 + len(keys))), after([])))
         for place, source in enumerate([0, 1, 2, 3, *sources]):
             assert torch.equal(page(pool, source), page(pool, 20 + place))
-    # A page whose predecessors nobody has is not kept.
+    # A page whose predecessors are not held is not kept.
     assert other.batch_set_v1(chain(1, "x"), places(pool, [9]), after(chain(3, "unknown"))) == [False]
     store.close()
     other.close()

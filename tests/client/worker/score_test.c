@@ -67,7 +67,7 @@ static qkvi_quality score(const char *name, const qkvi_score_options *options, q
                         .kl_bits = quality.kl_bits / positions};
 }
 
-// The first four tokens, which are kept as outliers (64 numbers of a byte, of two bytes beside codes of 8 bits, a
+// The first four tokens, which are kept as outliers (64 numbers of a byte, of two bytes where codes have 8 bits, a
 // slot and a scale), are a larger share of the 320 tokens that sanitizers run than of 768.
 static double sinks_bits(double bits) {
   const double row = 8.0 * (bits < 8 ? 64 + 5 : 2 * 64 + 5) / 64;

@@ -15,7 +15,7 @@ from qkvd.place import MOST
 DEFAULT_TARGET = "127.0.0.1:7580"
 DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_RETRY = 5.0
-# Before, gRPC is not whole in the child of a process that it was at work in: calls hang or the child crashes.
+# Earlier versions of gRPC do not work in the child of a process that has used it: calls hang or the child crashes.
 SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
 _TOKEN = re.compile(r"[!-~]+")
 _TENANT = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")

@@ -40,7 +40,7 @@ from qkvd.model import AttendOptions, Model, Policy
 from qkvd.session import STEP_BYTES, Session
 
 NAME = "qkvd"  # of the attention
-NAMELESS_TTL = 24 * 3600.0  # seconds; a session that nobody named and nobody closed is gone after it
+NAMELESS_TTL = 24 * 3600.0  # seconds; TTL of sessions without a name, where they are not closed
 DTYPES: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
     torch.float32: "fp32",
     torch.float16: "fp16",
