@@ -12,8 +12,8 @@
 // pool costs 15 to 40 us.
 #define QKVI_INLINE_ROWS_MAX 16384
 
-// Messages with more bytes than this are parsed by a job: whatever they hold that is no row is walked field by
-// field, 17 ns each byte at worst.
+// Messages with more bytes than this are parsed by a job: everything in them but rows is walked field by field, at
+// worst 17 ns a byte.
 #define QKVI_INLINE_MESSAGE_MAX 65536
 
 // Appends the item's rows (it has some) to its session and counts them. Ends soon after the client of `call` has
@@ -22,8 +22,8 @@
 qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item, qkvi_waits *waits,
                             uint64_t *appended, uint64_t *length, qkv_error *error);
 
-// Before appends to a SYNC session are acknowledged: their rows are durable. QKV_UNAVAILABLE as above, or
-// with *error filled where the disk does not take it.
+// Waits until the rows of a SYNC session are durable, before its appends are acknowledged. QKV_UNAVAILABLE as above,
+// or with *error filled where the write fails.
 qkv_status qkvi_append_sync(const qkv_rpc_call *call, qkv_session *session, qkvi_waits *waits, qkv_error *error);
 
 #endif

@@ -1,7 +1,7 @@
 // Append of an item's pages (Item.pages): copied out of the message, checked, given to the session.
 //
-// The copy is what is validated, and what the session copies from, so nobody who could still write into the message
-// changes a page after it was checked.
+// The copy is validated, and the session copies from it, so a later write into the message cannot change a page that
+// was checked.
 #ifndef QKV_SERVER_APPEND_CODED_H
 #define QKV_SERVER_APPEND_CODED_H
 

@@ -6,10 +6,10 @@
 #include "engine/cache/attend.h"
 #include "server/residency/residency.h"
 
-// Runs a checked request, whose out and lse have room, over the positions [begin, end) of the session's layer: some
-// pages come back from the SSD, are attended and may leave again before the next ones come. `request->layer` is not
-// looked at; `held` as in server/residency/restore.h. Waits. `*length` gets the layer's. As qkvi_restore. Numbers
-// differ from those in one piece by rounding alone.
+// Runs a checked request, whose out and lse are allocated, over the positions [begin, end) of the session's layer:
+// some pages are restored from the SSD, attended, and may be evicted before the next ones are restored.
+// `request->layer` is ignored; `held` as in server/residency/restore.h. Waits. `*length` gets the layer's length.
+// Errors as of qkvi_restore. Results differ from those in one piece by rounding alone.
 qkv_status qkvi_attend_pieces(const qkv_rpc_call *call, qkv_pool *pool, qkv_session *session, uint32_t layer,
                               const qkv_attend *request, uint64_t begin, uint64_t end, size_t held, uint64_t *length,
                               qkv_error *error);

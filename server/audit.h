@@ -3,11 +3,11 @@
 //   {"time":"2027-01-31T12:00:00.123Z","event":"admin","call":17,"method":"/qkv.v1.Admin/SetQuota","tenant":"*",
 //    "peer":"10.0.0.7:41234","status":"OK"}
 //
-// Of refusals, which anybody can cause, at most QKVI_AUDIT_REFUSALS a second are written, and the next line that is
-// says how many were "skipped".
+// Of refusals, which any client can cause, at most QKVI_AUDIT_REFUSALS a second are written. The next line that is
+// written says how many were "skipped".
 //
 // One line of JSON for each, in a file of its own, written before the client is answered. A line that cannot be
-// written is told in the log, once until one can be again; the call goes on.
+// written is reported in the log, once until a write succeeds again; the call goes on.
 //
 // Threads: any. One lock, held while a line is written.
 #ifndef QKV_SERVER_AUDIT_H

@@ -6,9 +6,9 @@
 //   unix uid=1000 team-a read,write
 //   jwt sub=system:serviceaccount:team-a:worker team-a read,write
 //
-// Knows nothing of gRPC: it takes a token or a certificate's name, from an HTTP listener as well.
+// Independent of gRPC: it takes a token or a certificate's name, from an HTTP listener as well.
 //
-// Threads: any; a reload changes what is known from one call to the next.
+// Threads: any; a reload takes effect between two calls.
 #ifndef QKV_SERVER_AUTH_H
 #define QKV_SERVER_AUTH_H
 
@@ -34,14 +34,14 @@ typedef struct qkvi_grant {
 qkv_status qkvi_auth_create(const char *path, qkvi_jwt *jwt, qkvi_auth **out, qkv_error *error);
 void qkvi_auth_destroy(qkvi_auth **auth);
 
-// Reads it again where it has changed, or with `always`. What was known stays where that fails. `changed` says
-// whether it was read.
+// Reads the file again where it has changed, or with `always`. Where that fails the previous content stays in force.
+// `changed` says whether it was read.
 qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_error *error);
 
 // What the token may do, or the subject of a JWT. UNAUTHENTICATED: it is not known, or has expired. The time this
-// takes does not depend on how much of a known token it has right.
+// takes does not depend on how much of a known token matches.
 qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error);
-// The same of the value of a header: "Bearer TOKEN".
+// The same for the value of an Authorization header: "Bearer TOKEN".
 qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error);
 // What a client may do whose certificate has been verified and has this name; `kind` is "CN" or "SAN".
 // UNAUTHENTICATED: it is not known, or has expired; `known` says which.

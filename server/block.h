@@ -1,5 +1,5 @@
-// Memory of responses on their way out, counted against limit-response-bytes: results and rows lie in a block from
-// when they are computed until gRPC has sent them, which a slow client may put off.
+// Memory of responses that are being sent, counted against limit-response-bytes: results and rows lie in a block from
+// when they are computed until gRPC has sent them, which a slow client may delay.
 //
 //   QKV_TRY(qkvi_block_create(call, bytes, limit, &block, error));    one reference
 //   qkvi_block_hold(block);                                     one more for each piece that refers to it
@@ -7,8 +7,8 @@
 //   qkvi_block_release(block);
 //
 // One client that does not read cannot take all of it: a connection may hold at most as much as is left, a tenant at
-// most twice that. So one connection gets half of the limit, one tenant two thirds, and who holds the most is refused
-// first.
+// most twice that. So one connection gets half of the limit, one tenant two thirds, and the holder with the most
+// bytes is refused first.
 //
 // Threads: any. The counts live as long as the blocks: gRPC may drop its last references after the server is gone.
 #ifndef QKV_SERVER_BLOCK_H
@@ -21,10 +21,10 @@
 
 typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 
-// Bytes under way of a connection or a tenant. Opaque.
+// Counts the response bytes of a connection or a tenant. Opaque.
 typedef struct qkvi_holder qkvi_holder;
 
-// Those whose bytes a call's blocks are.
+// The holders that a call's blocks are counted for.
 typedef struct qkvi_holders {
   qkvi_holder *connection, *tenant;
 } qkvi_holders;
@@ -40,7 +40,7 @@ qkvi_holder *qkvi_holder_create(void);  // one reference
 void qkvi_holder_unref(qkvi_holder *holder);
 
 // RESOURCE_EXHAUSTED: "limit-response-bytes is 1048576 bytes, 1000000 are on their way, 65536 more are needed", or
-// how many of these are of the call's connection or tenant. Who holds nothing gets all that is left.
+// how many of these are of the call's connection or tenant. A holder without bytes gets all that is left.
 qkv_status qkvi_block_create(const qkv_rpc_call *call, uint64_t bytes, uint64_t limit, qkvi_response_block **out,
                              qkv_error *error);
 void qkvi_block_hold(qkvi_response_block *block);

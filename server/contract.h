@@ -1,6 +1,6 @@
-// Between the contract's messages and the engine's structs: models, policies, sessions.
+// Converts between the contract's messages and the engine's structs: models, policies, sessions.
 //
-// What is filled in points into its source and lives as long. Threads: pure, but that a model's calibration is read.
+// Results point into their source and live as long. Threads: pure, but that a model's calibration is read.
 #ifndef QKV_SERVER_CONTRACT_H
 #define QKV_SERVER_CONTRACT_H
 
@@ -9,8 +9,7 @@
 #include "qkv/v1/kv_cache.pb-c.h"
 
 // INVALID_ARGUMENT names the field ("dtype is 9, known are ..."), UNIMPLEMENTED what is not served yet. Limits
-// of the numbers are qkv_model_resolve's. The calibration is not looked at. Whatever comes back, the model must be
-// cleared.
+// of the numbers are qkv_model_resolve's. The calibration is ignored. The model must be cleared, also after an error.
 qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_error *error);
 void qkvi_model_clear(qkv_model *model);
 // Whether a session or an object of this retention may be closed; UNSPECIFIED is the daemon's default.
@@ -19,7 +18,7 @@ qkv_status qkvi_retention_read(Qkv__V1__Retention retention, bool evict_by_defau
 // `message` may be NULL: nothing is said.
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
 
-// What a policy's messages of parameters lie in.
+// Storage of the parameter messages of a policy.
 typedef struct qkvi_parameters_room {
   _Alignas(16) unsigned char parts[2][QKV_PARAMETERS_MESSAGE_MAX];
 } qkvi_parameters_room;
@@ -30,7 +29,7 @@ typedef struct qkvi_override_message {
   qkvi_parameters_room parameters;
 } qkvi_override_message;
 
-// A model as a message, with the room its parts need; to be cleared.
+// A model as a message, with the storage of its parts; to be cleared.
 typedef struct qkvi_model_message {
   Qkv__V1__Model model;
   Qkv__V1__Rope rope;

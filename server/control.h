@@ -11,8 +11,9 @@
 
 #define QKVI_CONTROL_BYTES_MAX 1048576  // of a request without tensors
 
-// The unpacked request, which the caller frees with qkvi_control_free. Where it is too large, no such message, or has
-// a NUL inside a string (INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576"), NULL, and *error is filled.
+// The unpacked request, which the caller frees with qkvi_control_free. NULL, with *error filled, where it is too
+// large, not a message of this type, or has a NUL inside a string: INVALID_ARGUMENT, "request is 2000000 bytes, at
+// most 1048576".
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
 // The same for messages that carry a file or packed ids: their bytes come on top, as large as the server takes
 // messages. A caller that expects ids checks their number first.

@@ -1,10 +1,10 @@
-// The daemon: what everything hangs on.
+// The daemon: the object that owns everything else.
 //
 // Made by main before any thread is started and given to every handler as its call's context:
 //
 //   qkv_daemon *daemon = qkv_rpc_context(call);
 //
-// Threads: the pointers are fixed while calls run; what they point to says its own rules. `draining` and
+// Threads: the pointers are fixed while calls run; each object they point to has its own rules. `draining` and
 // `metrics` are atomic.
 #ifndef QKV_SERVER_DAEMON_H
 #define QKV_SERVER_DAEMON_H
@@ -69,35 +69,35 @@ typedef struct qkv_daemon {
   qkv_metric_value metrics[QKV_METRIC_COUNT];
 } qkv_daemon;
 
-// What sessions that outlive the process may take after the calls have ended.
+// Time limit for writing the sessions that outlive the process, after the calls have ended.
 #define QKV_DAEMON_FINISH_MS 30000
 
 // Starts pool, store and server; calls are served from here on. `options` and `option_set` are borrowed.
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
                              qkv_error *error);
 
-// Health says NOT_SERVING, after `notice_ms` new calls are refused, running ones get `grace_ms`, and what is to
-// survive is written. Blocks; once.
+// Health says NOT_SERVING, after `notice_ms` new calls are refused, running ones get `grace_ms`, and durable sessions
+// are written. Blocks; once.
 void qkv_daemon_drain(qkv_daemon *daemon, int64_t notice_ms, int64_t grace_ms);
 void qkv_daemon_destroy(qkv_daemon **daemon);  // after drain
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon);
 
-// Of rows in bulk, and of what nobody waits for to go on: as many threads as in the compute pool take a tenth of what
-// those take where there is not enough for both. They yield to attention besides
+// Scheduling priority (nice) of bulk rows and of background work: as many threads as in the compute pool get a tenth
+// of the processor time of those where there is not enough for both. In addition they yield to attention
 // (engine/base/yield.h).
 enum { QKV_DAEMON_BULK_NICE = 10 };
 
 // Calibrates the models that are due. Takes seconds where the model is large; one call at a time, not after drain.
 void qkv_daemon_learn(qkv_daemon *daemon);
 
-// Brings sessions towards their tiers, a bounded piece of it (server/retier.h), and ends those that have expired.
-// True where there is more that should not wait. One call at a time, not after drain; waits for layers.
+// A bounded step of bringing sessions to their tiers (server/retier.h); closes those that have expired. True where
+// more urgent work is left. One call at a time, not after drain; waits for layers.
 bool qkv_daemon_retier(qkv_daemon *daemon);
-// The process keeps to memory-budget and a tenth (server/memory.h). Any thread; waits for nobody.
+// Keeps the process within memory-budget and a tenth (server/memory.h). Any thread; never waits.
 void qkv_daemon_keep_memory(qkv_daemon *daemon);
-// Ends calls whose first message is late, and gives idle memory back (server/memory.h). One call at a time, not after
-// drain; waits for nobody.
+// Ends calls whose first message is late, and returns idle memory to the system (server/memory.h). One call at a
+// time, not after drain; never waits.
 void qkv_daemon_tend(qkv_daemon *daemon);
 
 // The quotas have changed.

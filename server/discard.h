@@ -1,8 +1,8 @@
 // The engine left out (option `discard`), so that a benchmark measures the transport alone.
 //
 // Appended rows are parsed, their shape is checked, and they are acknowledged and dropped: the layer's length
-// stays, and no position is refused. Fetch is answered, for any range, out of one shared buffer of noise; noise,
-// because zeros would flatter whatever compresses or shares pages.
+// stays, and no position is refused. Fetch is answered, for any range, out of one shared buffer of noise: zeros would
+// flatter anything that compresses or shares pages.
 #ifndef QKV_SERVER_DISCARD_H
 #define QKV_SERVER_DISCARD_H
 
@@ -11,7 +11,7 @@
 #include "engine/cache/session.h"
 #include "server/items.h"
 
-// Bytes of noise that there are, at least: the most that one tensor of a Fetch response can ask for.
+// Bytes of noise, at least: the most that one tensor of a Fetch response can ask for.
 #define QKVI_DISCARD_BYTES (16u << 20)
 
 // Takes the place of qkv_session_append. INVALID_ARGUMENT: layer or shape.

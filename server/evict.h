@@ -7,13 +7,13 @@
 
 #include "server/daemon.h"
 
-// How often what was refused is tried again behind an eviction: others take what has become free, too.
+// How often a refused operation is retried after an eviction: other threads may take the freed memory first.
 enum { QKVI_EVICT_TRIES = 4 };
 
-// Closes sessions until memory-budget has `bytes` and limit-sessions a place, and a little more than that, those of
-// tenants first that have more than their guaranteed part; `but` (NULL: none) stays. The same of the tenant's own
-// where it is the quota of `account` (NULL: none) that is full. False where nothing was refused for want of either
-// that could be mended: there are no sessions that may go, or `bytes` is more than the budget.
+// Closes sessions until memory-budget has `bytes` of headroom and limit-sessions a place, and a little more than
+// that. Sessions of tenants above their guaranteed part go first; `but` (NULL: none) stays. Where the quota of
+// `account` (NULL: none) is full, only sessions of that tenant are closed. False where neither limit is what refused,
+// or nothing can be done: no session may be closed, or `bytes` is more than the budget.
 bool qkvi_evict(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, uint64_t bytes);
 
 #endif

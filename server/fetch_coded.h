@@ -1,6 +1,6 @@
-// Fetch with `coded`: a run of pages as they are, copied out of a layer, on its way into one response.
+// Fetch with `coded`: a run of coded pages, copied out of a layer, for one response.
 //
-// Threads: made while the layer is read; after that it is the caller's alone.
+// Threads: created while the layer is read; after that it is the caller's alone.
 #ifndef QKV_SERVER_FETCH_CODED_H
 #define QKV_SERVER_FETCH_CODED_H
 
@@ -12,13 +12,13 @@
 
 typedef struct qkvi_coded_run qkvi_coded_run;
 
-// What is wanted of a layer that is read.
+// What is requested of a layer that is held for reading.
 typedef struct qkvi_coded_wanted {
   const qkv_rpc_call *call;
   qkv_session *session;
   const qkv_layer *layer;
   uint64_t begin, end;  // positions; `begin` is in a page (asserted)
-  uint32_t tokens_max;  // that the client wants in a response; 0: it says nothing
+  uint32_t tokens_max;  // that the client wants in a response; 0: not given
 } qkvi_coded_wanted;
 
 // Copies the pages from that of `begin` on, as many as a response takes, at least one. QKV_UNAVAILABLE, with *error

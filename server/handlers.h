@@ -1,5 +1,5 @@
-// The tables of the RPC families, one for each file of handlers. Each ends with a row with a NULL path. Methods
-// that no table has are answered UNIMPLEMENTED.
+// The tables of RPC methods, one for each file of handlers. Each ends with a row with a NULL path. Methods that are
+// in no table are answered UNIMPLEMENTED.
 #ifndef QKV_SERVER_HANDLERS_H
 #define QKV_SERVER_HANDLERS_H
 

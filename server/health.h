@@ -1,4 +1,4 @@
-// grpc.health.v1: Check, and Watch streams that are told when the daemon drains.
+// grpc.health.v1: Check, and Watch streams that are notified when the daemon drains.
 //
 // Threads: any. One lock over the list of watchers.
 #ifndef QKV_SERVER_HEALTH_H

@@ -1,11 +1,10 @@
-// Who makes a call: its peer, and its tenant, whose sessions the call means by their names (docs/tenants.md).
+// The identity of a call: its peer, and its tenant, which the names of sessions belong to (docs/tenants.md).
 //
 // A client says its tenant in the metadata `qkv-tenant`, which are read once, when the call arrives; some requests
 // have a field for it, too. Where the daemon has an auth file (auth.h), a token or certificate says what the client
-// may do, and whose sessions it means: a tenant that is not its own does not exist for it.
+// may do, and for which tenant: other tenants do not exist for it.
 //
-// Threads: any, like the call. Nothing is allocated for a tenant; what is returned lives as long as the call, or the
-// request.
+// Threads: any, like the call. Nothing is allocated for a tenant; results live as long as the call, or the request.
 #ifndef QKV_SERVER_IDENTITY_H
 #define QKV_SERVER_IDENTITY_H
 
@@ -27,24 +26,24 @@ typedef struct qkvi_identity {
 
 typedef struct qkvi_identity_rules {
   qkvi_auth *auth;                 // NULL: everybody may do everything
-  bool anonymous_unix, anonymous;  // calls that show nothing are let in, those of unix sockets or all
+  bool anonymous_unix, anonymous;  // calls without credentials are allowed, those of unix sockets or all
 } qkvi_identity_rules;
 
-// Of a call of the method `path`. INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...", or is there
-// twice. UNAUTHENTICATED: no token, certificate or user, or none that is known. PERMISSION_DENIED: the method needs
-// another role. NOT_FOUND: qkv-tenant is not the client's own.
+// The identity of a call of the method `path`. INVALID_ARGUMENT: "the metadata qkv-tenant has byte 0x20 at 3, ...",
+// or it is given twice. UNAUTHENTICATED: no token, certificate or user, or an unknown one. PERMISSION_DENIED: the
+// method needs another role. NOT_FOUND: qkv-tenant is not the client's own.
 qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,
                               const grpc_metadata_array *metadata, qkvi_identity *identity, qkv_error *error);
 
-// Of a call whose request has no field for it: that of the metadata, else "default".
+// The tenant of a call whose request has no field for it: that of the metadata, else "default".
 const char *qkvi_call_tenant(const qkv_rpc_call *call);
-// Of a request that has one: that of the metadata, else the field's, else "". INVALID_ARGUMENT where both are given
-// and differ, or the field is no name; NOT_FOUND where the client's own differs.
+// The tenant of a request that has a field for it: that of the metadata, else the field's, else "". INVALID_ARGUMENT
+// where both are given and differ, or the field is no name; NOT_FOUND where the client's own differs.
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 // The same, with "default" for "".
 qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 
-// Whether its token or certificate is one tenant's: no other tenant exists for it.
+// Whether the call's token or certificate is bound to one tenant: no other tenant exists for it.
 bool qkvi_call_is_bound(const qkv_rpc_call *call);
 
 // For the field "tenant" of a log line, in json_pack's format s*: NULL, which leaves the field out, for the default
@@ -53,11 +52,11 @@ const char *qkvi_tenant_to_log(const char *tenant);
 
 // Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
 void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
-// The same of gRPC's call, and of a socket.
+// The same for gRPC's call, and for a socket.
 void qkvi_peer_write(grpc_call *call, char *text, size_t bytes);
 void qkvi_socket_peer_write(int fd, char *text, size_t bytes);
-// The process behind a unix socket as it was when it connected, as the kernel says it. False: the call came another
-// way.
+// Credentials of the process at a unix socket when it connected, by the kernel. False: the call did not come by a
+// unix socket.
 bool qkvi_peer_process(grpc_call *call, struct ucred *process);
 // Its user.
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user);

@@ -1,13 +1,12 @@
 // The requests that carry tensors (AppendRequest, AttendRequest), parsed in place: an item's tensors are views
 // into the message, no row is copied.
 //
-// Two kinds of mistakes are told apart. A message that is no protobuf of ours, or breaks a limit of the whole
-// request, is refused whole. A mistake inside one item (a wrong dim, an unknown dtype) is kept in that item's
-// `error`, with the place in front ("items[3].k.dims[1] is 0, at least 1"), because in a batch the other items
-// are served.
+// There are two kinds of errors. A message that is no valid protobuf, or breaks a limit of the whole request, is
+// refused whole. An error inside one item (a wrong dim, an unknown dtype) is kept in that item's `error`, with the
+// place in front ("items[3].k.dims[1] is 0, at least 1"), because in a batch the other items are served.
 //
 // Tensors that lie in a client's shared memory are read by qkvi_request_load, into memory of the request: nothing
-// that has been checked can change afterwards. Until then their data is bytes that cannot be touched.
+// that has been checked can change afterwards. Until then their data must not be accessed.
 //
 // Threads: pure on its inputs, but for qkvi_request_load. A request's views live as long as the message.
 #ifndef QKV_SERVER_ITEMS_H
@@ -43,7 +42,7 @@ typedef struct qkvi_item {
   qkv_attend_options options;
   qkv_tensor k, v, q;        // rank 3 and checked, or 0: absent; k and v come together
   qkvi_token_ids token_ids;  // of k's rows, one each, or of the pages' tokens (append_coded.h); or none
-  qkv_bytes message;         // the item itself, for its pages (append_coded.h), which are not looked at here
+  qkv_bytes message;         // the item itself, for its pages (append_coded.h), which are not read here
   size_t pages;              // how many it has
   uint64_t page_bytes;       // of these together
   qkvi_region_part k_part, v_part, q_part;  // where they lie in shared memory; none: in the message
@@ -59,8 +58,8 @@ typedef struct qkvi_request {
   uint64_t id;
   // Of an AttendRequest alone: where the results go; none: into the response.
   qkvi_region_part into;
-  // What the items' tensors take of shared memory, as far as their dims and strides reach; and once it is loaded,
-  // where it has been copied to, in `shared_count` tensors.
+  // Bytes that the items' tensors span in shared memory, by their dims and strides; and once they are loaded, their
+  // copies, in `shared_count` tensors.
   uint64_t shared_bytes;
   size_t shared_count;
   bool loaded;
@@ -80,12 +79,12 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
                               qkvi_request *request, qkv_error *error);
 void qkvi_request_deinit(qkvi_request *request);
 
-// Copies the tensors that lie in shared memory of the tenant, once, so that the request is as if they had come with
-// it. What is wrong with one is kept in its item. Copies up to limit-message: no work for a completion-queue thread
-// where qkvi_request_row_bytes is large. `regions` is not NULL where the limits allowed shared memory.
-// Returns the bytes that were copied by this call.
+// Copies the tensors that lie in shared memory of the tenant, once, so that the request is as if it had carried them.
+// An error of a tensor is kept in its item. Copies up to limit-message: not for a completion-queue thread where
+// qkvi_request_row_bytes is large. `regions` is not NULL where the limits allowed shared memory. Returns the bytes
+// that this call copied.
 uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant);
-// Gives the memory of those copies back, as do qkvi_request_parse and qkvi_request_deinit. Their tensors end.
+// Releases the memory of those copies, as do qkvi_request_parse and qkvi_request_deinit. Their tensors end.
 void qkvi_request_unload(qkvi_request *request);
 
 // Puts `items[index]` in front of an error's text: before a '.' where the text begins with a field of the
@@ -95,7 +94,7 @@ qkv_status qkvi_item_place(qkv_error *error, size_t index);
 
 // Bytes of an item's k and v, as if dense, or of its pages; 0 without them.
 uint64_t qkvi_item_row_bytes(const qkvi_item *item);
-// Bytes of k, v and q, as if dense, of all items that have no error: what has to be looked through.
+// Bytes of k, v and q, as if dense, of all items that have no error: what has to be read.
 uint64_t qkvi_request_row_bytes(const qkvi_request *request);
 
 #endif

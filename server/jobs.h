@@ -9,13 +9,13 @@
 #include "server/daemon.h"
 #include "server/rpc.h"
 
-// What is said, and counted, where limit-queue jobs wait already: RESOURCE_EXHAUSTED.
+// Fills *error and counts, where limit-queue jobs wait already: RESOURCE_EXHAUSTED.
 qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error);
 
-// What a handler may wait for where it runs, a mask: nothing on a completion-queue thread, layers in a job that
-// computes, the disk, too, in one that blocks. A function that comes to something it may not wait for adds that to
-// the mask and returns QKV_UNAVAILABLE with nothing changed; the caller goes on in a job that may wait for all of the
-// mask.
+// Wait reasons: a mask of what a handler may wait for on its thread. Nothing on a completion-queue thread, layers in
+// a job that computes, and also the disk in one that blocks. A function that would have to wait for anything else
+// adds that to the mask and returns QKV_UNAVAILABLE with nothing changed; the caller goes on in a job that may wait
+// for all of the mask.
 enum { QKVI_WAIT_LAYERS = 1 << 0, QKVI_WAIT_DISK = 1 << 1 };
 typedef unsigned qkvi_waits;
 
@@ -29,19 +29,19 @@ void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void
 // The same before jobs that are not urgent (engine/base/fair.h): for steps of decoding.
 void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
 
-// Unpacks a request, hangs it on the call (the method frees it with qkvi_control_free) and goes on in job(call).
+// Unpacks a request, attaches it to the call (the method frees it with qkvi_control_free) and goes on in job(call).
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,
                       qkv_job_fn *job);
 // The same in a job of a kind.
 void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,
                        qkv_job_fn *job);
-// What a change of a session's life waits for: the disk, where there is an SSD tier.
+// What opening, closing or changing a session waits for: the disk, where there is an SSD tier.
 qkvi_waits qkvi_session_waits(const qkv_rpc_call *call);
 // The session of the call's tenant that a request names, with a reference. INVALID_ARGUMENT for a bad name,
 // NOT_FOUND.
 qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
 
-// First thing in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
+// Called first in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
 bool qkvi_job_wanted(qkv_rpc_call *call);
 
 #endif

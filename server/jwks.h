@@ -3,7 +3,8 @@
 //   {"keys": [{"kty": "EC", "crv": "P-256", "kid": "2027-01", "x": "...", "y": "..."}, ...]}
 //
 // A key is used where it has a kid and is RSA of 2048 to 4096 bits (RS256), EC on P-256 (ES256) or OKP Ed25519
-// (EdDSA). It is for this one algorithm alone, whatever a token says. Others, symmetric ones included, are left out.
+// (EdDSA). It is valid for this one algorithm alone, whatever a token says. Other keys, symmetric ones included, are
+// ignored.
 //
 // Threads: immutable once read.
 #ifndef QKV_SERVER_JWKS_H

@@ -2,9 +2,9 @@
 //
 //   HEADER.CLAIMS.SIGNATURE   each base64url; {"alg": "ES256", "kid": "2027-01"}, {"iss": ..., "aud": ..., ...}
 //
-// What is taken: RS256, ES256 and EdDSA by a key of the key set (jwks.h) that the header names and that is for this
-// algorithm; the one issuer, the one audience among the token's; exp, and nbf where it is there, with 30 s to spare.
-// The answer is the token's subject; the auth file says what that may do (auth.h).
+// Accepted: RS256, ES256 and EdDSA by the key of the key set (jwks.h) that the header names and that is for this
+// algorithm; the one issuer, the one audience among the token's; exp, and nbf where present, with 30 s of leeway.
+// The result is the token's subject; the auth file says what that may do (auth.h).
 //
 // A signature costs tens of microseconds to check, so the last 1024 good ones are kept, by a hash of the whole token.
 //
@@ -33,15 +33,15 @@ typedef struct qkvi_jwt_config {
 qkv_status qkvi_jwt_create(const qkvi_jwt_config *config, qkvi_jwt **out, qkv_error *error);
 void qkvi_jwt_destroy(qkvi_jwt **jwt);
 
-// Reads the keys again where the file has changed, or with `always`. What was known stays where that fails.
-// `changed` says whether it was read.
+// Reads the keys again where the file has changed, or with `always`. Where that fails the previous keys stay in
+// force. `changed` says whether it was read.
 qkv_status qkvi_jwt_reload(qkvi_jwt *jwt, bool always, bool *changed, qkv_error *error);
 
 // Whether a bearer token has the form of one: three parts.
 bool qkvi_jwt_is_one(const char *token, size_t bytes);
 
-// Whose token it is. UNAUTHENTICATED: "the JWT has expired"; it says what is wrong, and nothing of the daemon's keys
-// and names. `now` is in seconds since 1970.
+// The token's subject. UNAUTHENTICATED: "the JWT has expired"; it says what is wrong, and reveals nothing of the
+// daemon's keys and names. `now` is in seconds since 1970.
 qkv_status qkvi_jwt_check(qkvi_jwt *jwt, const char *token, size_t bytes, int64_t now,
                           char subject[QKVI_JWT_SUBJECT_MAX + 1], qkv_error *error);
 

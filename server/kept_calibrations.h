@@ -1,7 +1,7 @@
 // Calibrations that models do not code with: kept for pages that were coded elsewhere (Model.calibration_kept), and
 // found by their version, wherever the daemon has them.
 //
-// The last KEPT_MAX that were brought are kept, in at most an eighth of memory-budget, which they lie beside
+// The last KEPT_MAX that were added are kept, in at most an eighth of memory-budget, which they are not counted in
 // (docs/calibration.md). Sessions with pages of a calibration hold it themselves.
 //
 // Threads: any.
@@ -16,13 +16,13 @@ typedef struct qkvi_kept_calibrations qkvi_kept_calibrations;
 qkvi_kept_calibrations *qkvi_kept_create(uint64_t bytes_max);
 void qkvi_kept_destroy(qkvi_kept_calibrations **kept);  // NULL is none
 
-// Keeps it, with a reference of its own, and forgets the oldest ones that it takes the place of. RESOURCE_EXHAUSTED
-// where it alone is larger than all may be; ALREADY_EXISTS where the daemon has another one of its version.
+// Keeps it, with a reference of its own, and evicts the oldest ones. RESOURCE_EXHAUSTED where it alone is larger than
+// `bytes_max`; ALREADY_EXISTS where the daemon has another one of its version.
 qkv_status qkvi_kept_put(qkvi_kept_calibrations *kept, const qkv_model *model, const qkv_calibration *calibration,
                          qkv_error *error);
 
-// The model's of that version: in force, waiting for its trial, of a session's pages, or kept. With a reference for
-// the caller; NULL: there is none.
+// The model's calibration of that version: in force, waiting for its trial, of a session's pages, or kept. With a
+// reference for the caller; NULL: there is none.
 const qkv_calibration *qkvi_kept_find(qkvi_kept_calibrations *kept, const qkv_model *model, uint32_t version);
 
 #endif

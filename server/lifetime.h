@@ -1,10 +1,10 @@
-// How long sessions stay: Pin, Touch, and those whose time is over.
+// Lifetime of sessions: Pin, Touch, and expiry.
 #ifndef QKV_SERVER_LIFETIME_H
 #define QKV_SERVER_LIFETIME_H
 
 #include "server/daemon.h"
 
-// Closes the sessions that have not been used for their ttl_ms. Waits for the disk where they are there.
+// Closes the sessions that have not been used for their ttl_ms. Waits for the disk where they are on it.
 void qkvi_lifetime_expire(qkv_daemon *daemon);
 
 #endif

@@ -7,12 +7,13 @@
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/daemon.h"
 
-// What a request says of the session, with the daemon's defaults; not its prefix. INVALID_ARGUMENT names the field.
+// The session's configuration by a request, with the daemon's defaults; not its prefix. INVALID_ARGUMENT names the
+// field.
 qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request,
                             qkv_session_config *config, qkv_error *error);
 
-// Opens it without rows, in the journal, too, unless it is staged; others leave memory for it, or are closed
-// (server/evict.h). `*session` gets one reference. Errors of qkv_store_open, qkvi_catalogue_enlist and
+// Opens it without rows and journals that, unless it is staged. Other sessions are evicted from memory for it, or
+// closed (server/evict.h). `*session` gets one reference. Errors of qkv_store_open, qkvi_catalogue_enlist and
 // qkvi_catalogue_opened.
 qkv_status qkvi_open_empty(const qkv_rpc_call *call, qkv_session_config *config, const char *model,
                            qkv_session **session, qkv_error *error);

@@ -37,11 +37,11 @@ typedef struct qkv_server_options {
   int64_t limit_models;          // registered
   int64_t limit_prefixes;        // pages of 64 token ids that are indexed
   int64_t limit_calls;           // running at once
-  int64_t limit_control_calls;   // the same of health checks and Admin
+  int64_t limit_control_calls;   // running at once, of health checks and Admin
   int64_t limit_connection_calls;
   int64_t limit_tenant_calls;                        // 0: as limit_calls
   int64_t limit_first_message;                       // ms; 0: for ever
-  int64_t limit_unread_response, limit_idle_stream;  // the same
+  int64_t limit_unread_response, limit_idle_stream;  // ms; 0: for ever
   int64_t limit_connections, limit_peer_connections;
   int64_t limit_watchers;       // Watch calls
   int64_t limit_client_shm;     // regions of clients' shared memory
@@ -56,7 +56,7 @@ typedef struct qkv_server_options {
   const char *anchor;           // what rows are predicted by, the same
   int64_t anchor_every;         // of chains
   double anchor_threshold;      // of chains
-  const char *low_rank;         // the same of low-rank factors
+  const char *low_rank;         // low-rank factors that sessions and models fall back to
   int64_t rank;
   qkv_option_list calibration;     // "MODEL=FILE"
   int64_t calibrate_tokens;        // after which models are calibrated from their traffic; 0: never
@@ -82,7 +82,7 @@ typedef struct qkv_server_options {
   qkv_option_list cpu_mask;        // processor features that may be used; none given: all
   const char *log_level;
   const char *audit_log;  // or NULL
-  int64_t slow_call;      // ms; 0: none is told of
+  int64_t slow_call;      // ms; 0: none is reported
   bool pin_threads;
   bool gqa_compensation;
   bool trust_calibration;  // those of `calibration` are neither tried nor withdrawn
@@ -104,28 +104,28 @@ extern const size_t qkv_server_option_count;
 qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *values, qkv_options **set,
                                    qkv_error *error);
 
-// The level that `log-level` names; it has been checked.
+// The level that `log-level` names. This and the following take options that have been checked.
 qkv_log_level qkv_server_options_log_level(const qkv_server_options *values);
 
-// What `listen-mode` says; it has been checked.
+// The mode that `listen-mode` says.
 unsigned qkv_server_options_listen_mode(const qkv_server_options *values);
 
-// The features that `cpu-mask` names; it has been checked.
+// The features that `cpu-mask` names.
 uint32_t qkv_server_options_cpu_mask(const qkv_server_options *values);
 
-// What the background does by itself (server/retier.h); it has been checked. `bits` is `tier-bits`.
+// The policy of background tiering (server/retier.h). `bits` is `tier-bits`.
 qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values);
 
-// What models and sessions fall back to; it has been checked.
+// What models and sessions fall back to.
 qkv_policy qkv_server_options_policy(const qkv_server_options *values);
 
-// Where keys and values lie; it has been checked.
+// The heap that keys and values lie in.
 qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);
 
-// What sessions are opened with that do not say.
+// The durability of sessions that do not set one.
 qkv_durability qkv_server_options_durability(const qkv_server_options *values);
 
-// Whether sessions and objects that do not say may be closed.
+// Whether sessions and objects that set no retention may be evicted.
 bool qkv_server_options_evict(const qkv_server_options *values);
 
 // Sessions of tenants that `calibrate-skip` names do not teach.

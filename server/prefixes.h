@@ -20,8 +20,8 @@ typedef struct qkvi_held_prefix {
 } qkvi_held_prefix;
 
 // The best of the QKV_STORE_MATCH_MAX sessions that share the most pages with `count` ids: the one whose layers all
-// hold the most tokens of them, and of equals the one with the most in memory. Sessions that `suits` refuses are
-// passed over; NULL: all suit. The caller returns the session's reference.
+// hold the most tokens of them, and of equal ones the one with the most in memory. Sessions that `suits` refuses are
+// skipped; NULL: all suit. The caller returns the session's reference.
 qkvi_held_prefix qkvi_prefix_find(const qkv_daemon *daemon, const qkv_prefix_hash *root, const uint32_t *ids,
                                   size_t count, bool (*suits)(const void *context, qkv_session *session),
                                   const void *context);

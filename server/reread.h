@@ -1,6 +1,6 @@
 // Files that the daemon reads again when they change: certificates, the auth file, keys of JWTs.
 //
-// Threads: any; nothing is kept here.
+// Threads: any; no state.
 #ifndef QKV_SERVER_REREAD_H
 #define QKV_SERVER_REREAD_H
 

@@ -27,7 +27,7 @@ struct qkvi_retierer {
   qkv_store *store;
   qkvi_residency *residency;  // NULL: memory is all there is
   qkv_retier_policy policy;   // tier-bits, or the thresholds
-  double high, low;           // parts of what memory-budget has for pages; 1: there is no such mark
+  double high, low;           // watermarks, parts of what memory-budget has for pages; 1: none
   bool pressed;
   note notes[NOTES];
 };

@@ -2,16 +2,15 @@
 //
 //   towards `tier-bits`    sessions in turn, each layer of each in turn, are brought to the average bits that they
 //                          were opened with, or by `tier-thresholds`, by attention
-//   under pressure         from `memory-high` of the budget until below `memory-low`: the sessions that are unused
-//   for
-//                          longest are brought to 3 bits on average, then 2.5, then 2, one session after the other
+//   under pressure         from `memory-high` of the budget until below `memory-low`: the least recently used
+//                          sessions are brought to 3 bits on average, then 2.5, then 2, one after the other
 //
-// Left alone: sessions with a quality contract, and under pressure those that keep pages in full, as nothing would be
-// freed. A session that needs nothing is not looked at again before it has been used: it leaves its list (recency.h),
-// so a step costs what the sessions that need something cost, however many others there are.
+// Skipped: sessions with a quality contract, and under pressure those that keep pages in full, as nothing would be
+// freed. A session that needs nothing is not visited again before it has been used: it leaves its list (recency.h),
+// so the cost of a step depends only on the sessions that need something.
 //
-// Each of the two ends after `tier-pages` pages, or 25 and 50 ms. The first goes on a quarter of a second later, the
-// second at once: appends wait for the memory that it frees.
+// A step of either kind ends after `tier-pages` pages, or 25 and 50 ms. The first kind goes on a quarter of a second
+// later, the second at once: appends wait for the memory that it frees.
 //
 // Threads: one at a time, while others use the store.
 #ifndef QKV_SERVER_RETIER_H

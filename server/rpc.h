@@ -41,7 +41,7 @@ typedef struct qkv_rpc_method {
   // The client has sent its last message. NULL: only one message is expected; none at all is answered
   // INVALID_ARGUMENT by the loop, and nothing more is read after message().
   void (*end)(qkv_rpc_call *call);
-  // What qkv_rpc_send sent has left. NULL for methods that never send.
+  // The message of qkv_rpc_send has been sent. NULL for methods that never send.
   void (*sent)(qkv_rpc_call *call);
   // The client is gone. For handlers that hold a call without working on it (a watch), which would not notice
   // otherwise; NULL for all others. Comes once, maybe while another thread is in another callback of this call.
@@ -53,39 +53,39 @@ typedef struct qkv_rpc_method {
 // What handlers reach through their call: the daemon (server/daemon.h). Opaque here.
 void *qkv_rpc_context(const qkv_rpc_call *call);
 
-// The handler's own state for this call; NULL at first.
+// The handler's state for this call; NULL at first.
 void *qkv_rpc_state(const qkv_rpc_call *call);
 void qkv_rpc_set_state(qkv_rpc_call *call, void *state);
 
 // Whether the client is gone, cancelled or past its deadline: work for it can be skipped. Any thread.
 bool qkv_rpc_cancelled(const qkv_rpc_call *call);
 
-// So many rows have been appended for the call's tenant, which its quota counts.
+// Counts `rows` appended rows for the quota of the call's tenant.
 void qkv_rpc_count_rows(const qkv_rpc_call *call, uint64_t rows);
-// So many bytes have come, or gone, by shared memory, which the quota counts like those of messages.
+// Counts bytes that were read or written by shared memory, as the quota counts those of messages.
 void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes);
-// The call's part of the threads: its tenant's flow, and its quota's weight.
+// The call's share of the threads: its tenant's flow, and its quota's weight.
 qkv_share qkv_rpc_share(const qkv_rpc_call *call);
-// Whose bytes its responses are; alive as long as the call.
+// The holders that its responses are counted for; alive as long as the call.
 qkvi_holders qkvi_rpc_holders(const qkv_rpc_call *call);
-// One model more is registered: RESOURCE_EXHAUSTED names the quota. `give` where it is not one more.
+// Counts one more registered model: RESOURCE_EXHAUSTED names the quota. `give` undoes it where the model was not new.
 qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error);
 void qkv_rpc_give_model(qkv_rpc_call *call);
 // The quotas have changed.
 void qkv_rpc_server_refresh_quotas(qkv_rpc_server *server);
-// What calls of a tenant take; which tenants there are, in no order.
+// The usage of a tenant's calls; all tenants, in no order.
 qkvi_call_usage qkv_rpc_server_usage(const qkv_rpc_server *server, const char *tenant);
 void qkv_rpc_server_each_tenant(const qkv_rpc_server *server, void (*fn)(void *context, const char *tenant),
                                 void *context);
 
-// A job of the call waits for a thread from here on, and has one.
+// From the first on a job of the call waits for a thread; at the second it has one.
 void qkv_rpc_queued(qkv_rpc_call *call);
 void qkv_rpc_dequeued(qkv_rpc_call *call);
 
 // Done with this message: read the next one (message() or end() follows).
 void qkv_rpc_next(qkv_rpc_call *call);
 
-// Sends the writer's message and finishes with OK. The writer's own bytes are copied, its references are not:
+// Sends the writer's message and finishes with OK. The bytes in the writer are copied, its references are not:
 // `release(owner)` is called for each when gRPC is done with the data, also where the call has failed: on any
 // thread, maybe inside another call's functions here, so it must not wait for a lock that is held around them.
 // The writer itself stays the caller's.
@@ -128,7 +128,7 @@ typedef struct qkv_rpc_config {
   size_t threads;                  // completion queues, one thread each
   int64_t message_bytes_max;       // of a request
   size_t calls_max;                // at once; more are answered RESOURCE_EXHAUSTED
-  size_t control_calls_max;        // the same of control calls (server/rpc_limits.h), which have places of their own
+  size_t control_calls_max;        // at once, of control calls (server/rpc_limits.h), which have their own limit
   size_t connection_calls_max;     // of one connection
   size_t tenant_calls_max;         // of one tenant; 0: no limit
   size_t connections_max;          // at once; more are closed
@@ -143,14 +143,14 @@ typedef struct qkv_rpc_config {
   // see the status; CANCELLED where the client was gone first.
   void (*began)(void *context);
   void (*ended)(void *context, qkv_status status);
-  // The same of calls that were not refused: `ns` since they were accepted. `tenant` lives as long as the callback.
+  // The same for calls that were not refused: `ns` since they were accepted. `tenant` lives as long as the callback.
   void (*timed)(void *context, const qkv_rpc_method *method, const char *tenant, qkv_status status, uint64_t ns);
   // For logs, of all calls; may be NULL. Before the client is answered.
   void (*reported)(void *context, const qkv_rpc_report *report);
 } qkv_rpc_config;
 
 // Binds every address or none. INVALID_ARGUMENT: not an address. UNAVAILABLE names the address and why (in use,
-// not permitted). A unix socket gets its mode and a lock file beside it, PATH.lock, so that a second server
+// not permitted). A unix socket gets its mode and a lock file next to it, PATH.lock, so that a second server
 // cannot take it over; both are removed by destroy. Messages must not be compressed (UNIMPLEMENTED).
 // `config` and what it points to, but for the methods' rows and the context, is not needed afterwards.
 qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **out, qkv_error *error);
@@ -165,9 +165,9 @@ void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms);
 // Ends calls whose clients do not send or do not read in time. Several times a second, by one thread at a time, not
 // after destroy.
 void qkv_rpc_server_tend(qkv_rpc_server *server);
-// Calls that were ended because they had sent no message: then, or because others needed their places.
+// Calls that were ended because their clients had sent no message: in time, or before others needed their places.
 uint64_t qkv_rpc_server_silent_ended(qkv_rpc_server *server);
-// And those that had sent one, and whose clients did not read, or sent nothing more.
+// Calls that were ended because their clients did not read, or sent no further message.
 uint64_t qkv_rpc_server_stalled_ended(qkv_rpc_server *server);
 
 // Connections that are open, and those that were closed because there were too many.

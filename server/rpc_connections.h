@@ -1,11 +1,11 @@
 // How many connections there are, in all and of one peer.
 //
-// gRPC owns the connections and does not tell when one has ended. So the table knows them by their file descriptor
-// and the inode of their socket: a descriptor that is accepted again has ended as what it was, and where a limit is
-// reached, those whose inode has changed are taken out.
+// gRPC owns the connections and does not report when one has ended. So the table identifies them by their file
+// descriptor and the inode of their socket. Where a descriptor is accepted again, its earlier connection has ended.
+// Where a limit is reached, entries whose inode has changed are removed.
 //
-// A peer is an IPv4 address, or the first 64 bits of an IPv6 address, which one machine can have all of. Connections
-// of unix sockets count in all, and have no peer.
+// A peer is an IPv4 address, or the first 64 bits of an IPv6 address: one machine can have all addresses of such a
+// prefix. Connections of unix sockets count in the total, and have no peer.
 //
 // Threads: any; one lock. A count takes fstat() of every connection, and is made ten times a second at most.
 #ifndef QKV_SERVER_RPC_CONNECTIONS_H
@@ -33,7 +33,7 @@ typedef enum qkvi_rpc_admission {
 qkvi_rpc_admission qkvi_rpc_connections_admit(qkvi_rpc_connections *connections, int accepted,
                                               const struct sockaddr *peer_address);
 
-// Now open, and refused since the start.
+// Connections open now, and refused since the start.
 size_t qkvi_rpc_connections_open(qkvi_rpc_connections *connections);
 uint64_t qkvi_rpc_connections_refused(qkvi_rpc_connections *connections);
 

@@ -44,7 +44,7 @@ typedef struct qkvi_rpc_listen_config {
   unsigned mode;                      // of the files of unix sockets
   const qkvi_tls_port *tls;           // of TCP; NULL: none
   qkvi_rpc_connections *connections;  // that accepted ones are counted in
-  bool open;                          // other machines may be let in, though nobody has to say who they are
+  bool open;                          // other machines may connect, though no client has to authenticate
 } qkvi_rpc_listen_config;
 
 // Adds one address to a server that has not been started. On failure the listener holds nothing.
@@ -60,7 +60,7 @@ void qkvi_rpc_unlisten(qkvi_rpc_listener *listener);     // after the server is 
 // How many pieces a message may have before their list is allocated; 1 MiB comes in about 20.
 #define QKVI_RPC_SEGMENTS 32
 
-// Who has the call: the loop while an operation is under way, else the handler.
+// The owner of the call: the loop while an operation is under way, else the handler.
 typedef enum qkvi_rpc_phase {
   QKVI_RPC_HANDLER,
   QKVI_RPC_READING,
@@ -84,7 +84,7 @@ struct qkv_rpc_call {
   _Atomic bool cancelled;
   _Atomic uint32_t refs;  // 1 for the close event, 1 until the status has been sent
   bool metadata_sent;
-  bool spoken;  // its first message has arrived, or there will be none
+  bool spoken;  // its first message has arrived, or none will come
   bool served;  // a message has been given to the handler
   qkvi_rpc_delayed delayed;
   qkvi_rpc_place place;

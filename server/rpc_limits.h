@@ -1,15 +1,14 @@
-// Which calls may run at once: all of them, those of one connection, those of one tenant.
+// Limits of concurrent calls: in all, of one connection, of one tenant.
 //
 // Calls are of two kinds, each with places of its own: control calls (qkvi_rpc_is_control) and all others. A call is
 // silent until its first message has arrived as a whole. Where all places are taken, a new call gets that of the
 // oldest silent call of the connection that has the most of them, unless the new call's own connection has as many
-// calls. So streams on which nothing is sent keep nobody out, and the connection that opens the most of them loses
-// them first.
+// calls. So silent streams block no other client, and the connection that opens the most of them loses them first.
 //
 // A call that has spoken waits for its client, too: where that does not read what is sent, or does not send the next
 // message of a stream. Either has a time limit of its own.
 //
-// Threads: any; one lock, held for short. Calls to gRPC are made outside of it.
+// Threads: any; one lock, held briefly. Calls to gRPC are made outside of it.
 #ifndef QKV_SERVER_RPC_LIMITS_H
 #define QKV_SERVER_RPC_LIMITS_H
 
@@ -41,12 +40,12 @@ typedef struct qkvi_rpc_group qkvi_rpc_group;
 
 typedef enum qkvi_rpc_kind { QKVI_RPC_CALL, QKVI_RPC_CONTROL, QKVI_RPC_KINDS } qkvi_rpc_kind;
 
-// A call's part. Guarded by the lock.
+// The state of one call. Guarded by the lock.
 typedef struct qkvi_rpc_place {
   qkvi_rpc_group *connection, *tenant;
   qkvi_rpc_kind kind;
   bool counted;  // it has one of the places; a call that lost its place runs a little longer
-  bool silent;   // in the list of these, else in that of the others
+  bool silent;   // in the list of silent calls, else in that of the others
   bool metered;  // its messages count and wait
   int64_t begun_ms;
   struct qkvi_rpc_place *next, *previous;  // of the silent ones, or of the others
@@ -62,11 +61,11 @@ bool qkvi_rpc_is_control(const char *path);
 // limit; then nothing is held.
 qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
                                  const char *tenant, qkv_error *error);
-// The first message is there, or there will be none. Once for each call, before its handler is called.
+// The first message has arrived, or none will come. Once for each call, before its handler is called.
 void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place);  // after it has spoken
 
-// Whose bytes the call's responses are.
+// The holders that the call's responses are counted for.
 qkvi_holders qkvi_rpc_limits_holders(const qkvi_rpc_place *place);
 
 // Ends calls that have waited for their clients for too long. To be called several times a second.
@@ -82,7 +81,7 @@ uint64_t qkvi_rpc_limits_wait_ms(qkvi_rpc_limits *limits, qkvi_rpc_place *place,
 void qkvi_rpc_limits_take(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes, uint64_t rows);
 // Flow and weight of the call's tenant.
 qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
-// A model that the call registers; `give` where it was not one more.
+// Counts a model that the call registers; `give` undoes it where the model was not new.
 qkv_status qkvi_rpc_limits_take_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error);
 void qkvi_rpc_limits_give_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
 // Of a tenant; zeros where it is not known (any more).
@@ -92,7 +91,7 @@ void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, con
 
 // How many calls have ended because they were silent: for too long, or because others needed their places.
 uint64_t qkvi_rpc_limits_silent_ended(qkvi_rpc_limits *limits);
-// And because their clients did not read, or sent nothing more.
+// How many have ended because their clients did not read, or sent no further message.
 uint64_t qkvi_rpc_limits_stalled_ended(qkvi_rpc_limits *limits);
 
 #endif

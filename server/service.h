@@ -1,4 +1,4 @@
-// The service manager: sockets that it passes, and what it is told (systemd's protocol; sd_listen_fds(3),
+// The service manager: sockets that it passes, and notifications to it (systemd's protocol; sd_listen_fds(3),
 // sd_notify(3)).
 //
 // libsystemd is loaded at run time, and only where the environment asks for it (LISTEN_FDS, NOTIFY_SOCKET): images
@@ -15,7 +15,7 @@
 
 #include "engine/base/status.h"
 
-// Reads the environment, and takes what it read out of it. UNAVAILABLE where a descriptor that was passed is not a
+// Reads the environment, and removes these variables from it. UNAVAILABLE where a descriptor that was passed is not a
 // listening stream socket, or where there are too many; names it.
 qkv_status qkv_service_setup(qkv_error *error);
 
@@ -26,7 +26,7 @@ int qkv_service_take_socket(const struct sockaddr *address, socklen_t length);
 // UNAVAILABLE where a socket that was passed has not been taken; names its address.
 qkv_status qkv_service_check_taken(qkv_error *error);
 
-// Tells the manager, as sd_notify does: "READY=1", "STOPPING=1", "WATCHDOG=1". Nothing where nobody listens.
+// Notifies the manager, as sd_notify does: "READY=1", "STOPPING=1", "WATCHDOG=1". Does nothing without a manager.
 void qkv_service_notify(const char *state);
 
 // How often the manager wants "WATCHDOG=1", with a factor of two to spare; 0: never.

@@ -1,5 +1,5 @@
 // TLS: the daemon's certificate, its key, and the authorities of clients' certificates, read anew when their files
-// change. Connections that are there keep what they have negotiated.
+// change. Existing connections keep what they have negotiated.
 //
 // Threads: any.
 #ifndef QKV_SERVER_TLS_H
@@ -20,7 +20,7 @@ qkv_status qkvi_tls_create(const char *certificate, const char *key, const char 
                            qkv_error *error);
 void qkvi_tls_destroy(qkvi_tls **tls);  // after the server
 
-// For connections to come. What was read before stays where that fails.
+// For new connections. Where that fails the previous files stay in force.
 qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error *error);
 
 // Unix time at which the daemon's own certificate ends, the first one of its file.
@@ -31,13 +31,13 @@ grpc_server_credentials *qkvi_tls_credentials(qkvi_tls *tls);
 
 // ---- Connections that we accept ----
 
-// gRPC's secure ports accept by themselves, and 1.51 stops listening for good when no file descriptor is left. So the
-// connections are ours, as rpc_listen.c's are, and given to a secure port that has no socket.
+// gRPC's secure ports accept by themselves, and 1.51 stops listening for good when no file descriptor is left. So we
+// accept the connections ourselves, as rpc_listen.c does, and pass them to a secure port that has no socket.
 typedef struct qkvi_tls_port {
   void *handler;  // gRPC's, from qkvi_tls_add_port on
 } qkvi_tls_port;
 
-// An argument of the server that will have the port, which stays where it is.
+// An argument of the server that will have the port, which must not move.
 grpc_arg qkvi_tls_port_argument(qkvi_tls_port *port);
 // UNAVAILABLE: this gRPC has no such port.
 qkv_status qkvi_tls_add_port(grpc_server *server, qkvi_tls *tls, qkvi_tls_port *port, qkv_error *error);

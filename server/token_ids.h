@@ -1,5 +1,5 @@
-// `repeated uint32 token_ids` of a message, left where gRPC has put it: counted and checked as the message is parsed,
-// read when the ids are needed.
+// `repeated uint32 token_ids` of a message, read in place: counted and checked as the message is parsed, decoded when
+// the ids are needed.
 //
 // Threads: pure on its inputs. A view lives as long as the message.
 #ifndef QKV_SERVER_TOKEN_IDS_H
@@ -12,7 +12,7 @@
 #include "proto/wire.h"
 
 typedef struct qkvi_token_ids {
-  qkv_bytes message;  // that has them
+  qkv_bytes message;  // that contains them
   uint32_t field;     // their number there
   uint64_t count;     // of ids
 } qkvi_token_ids;

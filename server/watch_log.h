@@ -1,10 +1,10 @@
-// What has happened to prefixes lately, for those who watch: a ring of changes, each of one page, with numbers.
+// Recent changes of prefixes, for watchers: a ring of numbered changes, each of one page.
 //
 //   index of prefixes ──► changed ──► ring ──► a watcher's cursor, which is read when it likes
 //                                      └─ what is overwritten is missed
 //
-// Writers wait for nobody: an entry is a copy of some 70 bytes, and of the page's 64 ids where a watcher wants ids,
-// under a lock that is held for copies alone. Without a watcher nothing is written.
+// Writers never wait for readers: an entry is a copy of some 70 bytes, and of the page's 64 ids where a watcher wants
+// ids, under a lock that is held for copies alone. Without a watcher nothing is written.
 //
 // Threads: any. The lock is taken with the index's lock held, and no other is taken under it.
 #ifndef QKV_SERVER_WATCH_LOG_H
@@ -17,7 +17,7 @@
 #include "engine/cache/model.h"
 #include "engine/cache/prefix_index.h"
 
-// Whose prefixes; shared, and counted under the log's lock.
+// The owner of prefixes; shared, with a reference count under the log's lock.
 typedef struct qkvi_watch_label {
   char tenant[QKV_NAME_MAX + 1], model[QKV_NAME_MAX + 1];
   uint64_t references;
@@ -34,24 +34,23 @@ typedef struct qkvi_watch_event {
   bool has_ids;  // of ADDED
 } qkvi_watch_event;
 
-enum { QKVI_WATCH_RING = 65536 };  // changes that are known
+enum { QKVI_WATCH_RING = 65536 };  // changes that the ring holds
 
 typedef struct qkvi_watch_log qkvi_watch_log;
 
-// `woken` is called with the index locked, and the log not, once something is written for the first time since the
-// last read: it waits for nobody.
+// `woken` is called with the index locked, and the log not, at the first write since the last read. It must not wait.
 qkvi_watch_log *qkvi_watch_log_create(void (*woken)(void *context), void *context);
 void qkvi_watch_log_destroy(qkvi_watch_log **log);
 // For qkv_prefix_index_observe.
 qkv_prefix_observer qkvi_watch_log_observer(qkvi_watch_log *log);
 
-// Somebody watches, who wants ids or not; counted. Changes are known from here on.
+// A watcher begins, with or without ids; counted. Changes are recorded from here on.
 void qkvi_watch_log_begin(qkvi_watch_log *log, bool ids);
 void qkvi_watch_log_end(qkvi_watch_log *log, bool ids);
 uint64_t qkvi_watch_log_head(qkvi_watch_log *log);  // the number of the next change
 
 // Up to `max` changes from *cursor on, which follows; `ids`, where not NULL, gets 64 for each that has_ids. The
-// caller returns the labels. False where those at *cursor are not known any more.
+// caller returns the labels. False where those at *cursor have been overwritten.
 bool qkvi_watch_log_read(qkvi_watch_log *log, uint64_t *cursor, qkvi_watch_event *events, uint32_t *ids, size_t max,
                          size_t *count);
 void qkvi_watch_log_return(qkvi_watch_log *log, const qkvi_watch_event *events, size_t count);

@@ -1,4 +1,4 @@
-// Where sessions have their pages, for those who watch: what has moved since it was looked at last.
+// Where sessions have their pages, for watchers: finds what has moved since the last look.
 //
 // Threads: one at a time; waits for layers of sessions that have pages on the SSD.
 #ifndef QKV_SERVER_WATCH_PLACES_H
@@ -11,9 +11,9 @@ typedef struct qkvi_watch_places qkvi_watch_places;
 
 qkvi_watch_places *qkvi_watch_places_create(void);
 void qkvi_watch_places_destroy(qkvi_watch_places **places);
-// Nothing is known: what is on the SSD is told again.
+// Forgets all places: pages on the SSD are reported again.
 void qkvi_watch_places_forget(qkvi_watch_places *places);
-// Puts what has moved into the log; some thousand pages at most, the rest the next time.
+// Puts pages that have moved into the log; some thousand at most, the rest the next time.
 void qkvi_watch_places_look(qkvi_watch_places *places, qkv_store *store, qkvi_watch_log *log);
 
 #endif

@@ -1,4 +1,4 @@
-// Which records there are and where they lie. It takes at most 32 bytes for each of many records
+// The index of records: which exist and where they lie. It takes at most 32 bytes for each of many records
 // (QKV_STORAGE_RECORD_BYTES), so it stays in memory as a whole.
 //
 //   table (32-bit places, open addressing, at most 4/5 full)      groups of 16 packed records of one run
@@ -12,9 +12,9 @@
 //        32 to 63  position       88 to 111  slot of its segment      148 to 177  raw bytes - 1
 //        (lower 32 bits of both)  112 to 127 layer                    178 to 187  tokens - 1    188 to 191  kind
 //
-// What readers of a record find in its header is not kept: codec, calibration, hash, the payload's stored bytes.
+// Fields that readers find in the record's header are not kept: codec, calibration, hash, the payload's stored bytes.
 //
-// Threads: the owner's lock.
+// Threads: guarded by the owner's lock.
 #ifndef QKV_STORAGE_INDEX_H
 #define QKV_STORAGE_INDEX_H
 
@@ -42,20 +42,20 @@ typedef struct qkvi_index qkvi_index;
 qkvi_index *qkvi_index_create(void);
 void qkvi_index_destroy(qkvi_index **index);
 
-// What a header says that has passed qkvi_record_check; `segment` is a slot.
+// The entry of a header that has passed qkvi_record_check; `segment` is a slot.
 qkvi_entry qkvi_entry_of(const qkv_record_header *header, uint32_t segment);
 qkv_record_info qkvi_entry_info(const qkvi_entry *entry);
 
-// A record that is not there yet (asserted).
+// Adds a record that is not in the index yet (asserted).
 void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry);
-// Whether it is there; fills `entry` then, where that is not NULL.
+// Whether the record is in the index; fills `entry` then, where that is not NULL.
 bool qkvi_index_find(const qkvi_index *index, uint64_t record, qkvi_entry *entry);
-// These must be there (asserted): it goes; it lies elsewhere; so many tokens of it count.
+// The record must be in the index (asserted). Removes it; changes its place; sets how many tokens of it count.
 void qkvi_index_remove(qkvi_index *index, uint64_t record);
 void qkvi_index_move(qkvi_index *index, uint64_t record, uint32_t segment, uint64_t offset);
 void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens);
 
-// The records of a session, in no order. Meanwhile the one that was given last may be removed, and no other one.
+// The records of a session, in no order. During a walk only the record that was given last may be removed.
 typedef struct qkvi_index_walk {
   const struct qkvi_index_run *run;
   uint32_t group, left;  // records of the group that were not given yet
@@ -64,7 +64,7 @@ void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_
 // false: there are no more.
 bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_entry *entry);
 
-// All records, in no order: from place 0 on; false for a place without one. `places` is one behind the last.
+// All records, in no order, by place from 0 on; false for an empty place. `places` is one behind the last.
 bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry);
 uint32_t qkvi_index_places(const qkvi_index *index);
 

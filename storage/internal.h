@@ -3,12 +3,12 @@
 //   storage.c   life, mailbox, thread; calls.c        log.c       the journal's file
 //   put.c       encoding, placing, writing            rewrite.c   the journal anew
 //   sync.c      fdatasync, sealing                    recover.c   opening
-//   segments.c  files, room, preparing                sessions.c  who is alive
+//   segments.c  files, space, preparing               sessions.c  live sessions, forks
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
-//   sweep.c     what nobody's view has
+//   sweep.c     forgets records in no view
 //
-// `lock` guards what callers look at: the mailbox, numbers, dirty bytes, waiters, statistics, the index and the table
-// of segments where they change. The storage thread reads the latter two without it, for only it changes them.
+// `lock` guards what callers read: the mailbox, numbers, dirty bytes, waiters, statistics, and changes of the index
+// and the table of segments. The storage thread reads the latter two without it, as only it changes them.
 #ifndef QKV_STORAGE_INTERNAL_H
 #define QKV_STORAGE_INTERNAL_H
 
@@ -31,14 +31,14 @@
 
 enum {
   QKVI_WRITE_BYTES = 1 << 20,  // of one write
-  QKVI_WRITE_BUFFERS = 8,      // 8 MiB, the usual RLIMIT_MEMLOCK
+  QKVI_WRITE_BUFFERS = 8,      // 8 MiB together, the usual RLIMIT_MEMLOCK
 };
 
 #define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be written anew
 #define QKVI_JOURNAL_PIECE (UINT64_C(256) << 10)  // bytes of it that are in memory then
 #define QKVI_JOURNAL_BATCH (UINT64_C(4) << 20)    // bytes of entries that are written at once
 
-// Work for the storage thread, part of whatever it is about.
+// Work for the storage thread; embedded in the object that it is about.
 typedef struct qkvi_message {
   void (*run)(qkv_storage *storage, struct qkvi_message *message);
   struct qkvi_message *next;
@@ -50,7 +50,7 @@ typedef struct qkvi_put_list {
   qkvi_put *first, *last;
 } qkvi_put_list;
 
-// A record on its way to the disk: one that was put, or one that compaction moves.
+// A record that is being written: one that was put, or one that compaction moves.
 struct qkvi_put {
   qkvi_message message;
   qkv_storage *storage;
@@ -101,8 +101,8 @@ typedef struct qkvi_segment {
   qkvi_put_list unsynced, syncing;  // written; `syncing`: an fdatasync that covers them is under way
   bool sync_running, sync_wanted;
   bool unmovable;          // compaction could not read all of it
-  bool unread;             // the start could not, and what lives there is not known: it stays for the next one
-  bool sync_failed;        // what is written there is in doubt
+  bool unread;             // the start could not read all of it: it stays for the next start
+  bool sync_failed;        // its writes may not be durable
   qkv_io_request request;  // for preparing, syncing and sealing, one after the other
   uint8_t *block;          // what that writes
 } qkvi_segment;
@@ -126,7 +126,7 @@ typedef struct qkvi_pending_entry {
   uint64_t order;  // of submission
   qkv_journal_entry
       entry;           // payload is owned and as it is stored, the rest is not; its sequence comes with its batch
-  qkv_status refused;  // it says nothing any more: this is what done() is told
+  qkv_status refused;  // the entry is void: the status that done() gets
   qkv_storage_done_fn *done;
   void *context;
   struct qkvi_pending_entry *next;
@@ -161,7 +161,7 @@ typedef struct qkvi_sync_waiter {
 typedef struct qkvi_compact_request {
   qkvi_message message;
   double live_share;
-  uint64_t below;  // segments with smaller numbers are what it is about
+  uint64_t below;  // it covers segments with smaller numbers
   qkv_storage_done_fn *done;
   void *context;
   struct qkvi_compact_request *next;
@@ -176,7 +176,7 @@ typedef struct qkvi_compaction {
   int64_t allowance;  // bytes that the rate allows now
   qkvi_compact_request *asked, **asked_last;
   bool going;
-  bool aborted;  // the disk is full or fails: not before something changes
+  bool aborted;  // the disk is full or fails: not tried again before something changes
 } qkvi_compaction;
 
 typedef struct qkvi_poisoned qkvi_poisoned;
@@ -214,7 +214,7 @@ struct qkv_storage {
   uint64_t use_clock;
   unsigned open_files;
   uint32_t current, spare;   // slots or QKVI_NO_SEGMENT: takes records; made ahead
-  bool preparing, no_spare;  // `no_spare`: making one has failed, not before something changes
+  bool preparing, no_spare;  // `no_spare`: making one has failed, not tried again before something changes
 
   qkvi_put_list queue;  // encoded, to be placed
   bool placing;
@@ -240,9 +240,9 @@ void qkvi_post_locked(qkv_storage *storage, qkvi_message *message);
 void qkvi_stat_add(qkv_storage *storage, uint64_t *stat, uint64_t delta);
 // The status of an errno of a write, counted.
 qkv_status qkvi_write_error(qkv_storage *storage, int error);
-// Everything but io, journal and records: what recovery needs.
+// A storage without io, journal and records, for recovery.
 qkv_storage *qkvi_storage_create(const qkv_storage_config *config);
-// Opens over an io of the caller's (it goes to the storage) whose loop is storage->loop, without a thread:
+// Opens over the caller's io (which the storage then owns) whose loop is storage->loop, without a thread:
 // qkvi_storage_turn runs it, on the caller's thread. For tests.
 qkv_status qkvi_storage_open_over(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error);
 void qkvi_storage_turn(qkv_storage *storage, bool wait);
@@ -250,9 +250,9 @@ void qkvi_storage_destroy(qkv_storage **storage);
 
 // segments.c
 qkvi_segment *qkvi_segment_add(qkv_storage *storage, uint64_t number, qkvi_segment_state state, uint64_t file_bytes);
-// Whether its file is open or may be: open_files_max, of which one that nobody uses is closed for it.
+// Whether its file is open or may be opened within open_files_max; closes an unused file for it.
 bool qkvi_segment_has_place(qkv_storage *storage, const qkvi_segment *segment);
-// Opens its file where it is closed, place or not. 0 or an errno. Counts a user.
+// Opens its file where it is closed, also beyond open_files_max. 0 or an errno. Counts a user.
 int qkvi_segment_use(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment);
 // A segment that takes a record of `extent` bytes, or NULL: then one is being made and qkvi_place is called again.
@@ -260,12 +260,12 @@ qkvi_segment *qkvi_segment_for(qkv_storage *storage, uint64_t extent);
 void qkvi_segment_note(qkv_storage *storage, qkvi_segment *segment, const qkv_record_header *header);
 void qkvi_segment_become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state);
 void qkvi_segment_live(qkv_storage *storage, qkvi_segment *segment, int64_t bytes, int64_t records);
-// It takes no more: seals it once everything in it is durable.
+// The segment takes no more records: seals it once everything in it is durable.
 void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment);
-// Takes it away if nothing lives in it and nobody uses it.
+// Deletes the segment if it has no live records and no users.
 void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment);
-void qkvi_segments_room(qkv_storage *storage);  // reckons storage->room_bytes anew
+void qkvi_segments_room(qkv_storage *storage);  // recomputes storage->room_bytes
 
 // put.c
 void qkvi_put_message(qkv_storage *storage, qkvi_message *message);
@@ -275,7 +275,7 @@ void qkvi_put_fail_queue(qkv_storage *storage, int error);
 void qkvi_put_finish(qkv_storage *storage, qkvi_put *put);  // frees
 void qkvi_flush_buffer(qkv_storage *storage);
 
-// Takes a record out of the index; its room is dead.
+// Removes a record from the index; its space becomes dead.
 void qkvi_forget(qkv_storage *storage, uint64_t record);
 
 // sync.c
@@ -298,12 +298,12 @@ typedef struct qkvi_read {
   uint64_t extent;  // bytes there
   unsigned attempts;
   int error;
-  qkv_status status;  // NOT_FOUND, or OK: `bytes` are there
+  qkv_status status;  // NOT_FOUND, or OK: `bytes` are valid
   void *buffer;
   uint64_t buffer_bytes;
   qkv_storage_done_fn *done;
   void *context;
-  void (*arrived)(struct qkvi_read *read);  // on the storage thread: bytes or a status are there
+  void (*arrived)(struct qkvi_read *read);  // on the storage thread: bytes or a status have arrived
 } qkvi_read;
 void qkvi_read_message(qkv_storage *storage, qkvi_message *message);
 // Checks and decodes into `buffer`, on any thread. OK, INVALID_ARGUMENT, or DATA_LOSS with what is wrong.
@@ -314,21 +314,21 @@ void qkvi_read_count(qkvi_read *read, qkv_status status, const char *wrong);
 // log.c
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message);
 void qkvi_journal_write(qkv_storage *storage);
-// The rewriting that the batch waited for has ended: it is written now, or fails.
+// The rewriting that the batch waited for has ended: writes the batch now, or fails it.
 void qkvi_journal_rewritten(qkv_storage *storage, int error);
 bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session);
 void qkvi_poison_clear(qkv_storage *storage);
 
 // rewrite.c
-// Writes the journal anew without what is gone or outdone; then qkvi_journal_rewritten().
+// Rewrites the journal without closed sessions and superseded entries; then qkvi_journal_rewritten().
 void qkvi_journal_rewrite(qkv_storage *storage);
-// What one of `bytes` may grow to before it is due again.
+// The size at which a journal of `bytes` is due to be rewritten again.
 uint64_t qkvi_journal_rewrite_at(const qkvi_journal *journal, uint64_t bytes);
 
 // sweep.c
 // Forgets own records of a session, and cancels puts, that no view needs any more (a qkvi_sweep_fn of the storage).
 void qkvi_sweep(void *context, const qkvi_session *session);
-// As an entry of the index, as far as its session, layer, position and tokens go.
+// The put as an entry of the index: only session, layer, position and tokens are set.
 qkvi_entry qkvi_put_entry(const qkvi_put *put);
 
 // compact.c

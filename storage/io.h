@@ -2,16 +2,16 @@
 //
 //   qkv_io_submit ──► waiting ──► driver (at most `depth` at a time) ──► raw result ──► short? retry ──► done()
 //
-// The front (io.c) bounds the depth, carries on after short results, retries what was interrupted, counts. A driver
-// only starts requests and reports what the system said, short results included, so that every driver, and the fault
-// double of tests/fault, goes through the same code. Drivers: io_uring (batched submission, registered buffers and
-// files where they are allowed, completions by eventfd into the loop) and pread (threads).
+// The front (io.c) bounds the depth, goes on after short results, retries interrupted requests, counts. A driver only
+// starts requests and reports the system's results, short ones included, so that every driver, also the
+// fault-injecting one of tests/fault, goes through the same code. Drivers: io_uring (batched submission, registered
+// buffers and files where they are allowed, completions by eventfd into the loop) and pread (threads).
 //
 // O_DIRECT: offset, size and address of READ and WRITE are multiples of 4096. Where a file system refuses O_DIRECT
 // (tmpfs) files are opened without it, and the log says so once.
 //
-// Threads: the one of the loop, for everything. Blocking calls (open, rename, ...) take microseconds to
-// milliseconds and are made where that does not matter.
+// Threads: that of the loop alone. Blocking calls (open, rename, ...) take microseconds to milliseconds and are made
+// where that does not matter.
 #ifndef QKV_STORAGE_IO_H
 #define QKV_STORAGE_IO_H
 
@@ -34,7 +34,7 @@ typedef enum qkv_io_kind {
 
 typedef void qkv_io_done_fn(qkv_io_request *request);
 
-// Filled by the caller, who leaves it and its bytes alone until done() is called, always from the loop.
+// Filled by the caller, who must not touch it or its bytes until done() is called, always from the loop.
 struct qkv_io_request {
   qkv_io_kind kind;
   int file;         // of qkv_io_open
@@ -60,14 +60,14 @@ typedef struct qkv_io_stats {
   uint64_t depth, waiting;  // now: in the driver, in front of it
 } qkv_io_stats;
 
-// What a driver does. Every function but `start` may block; results are 0 or -errno. `done` is called from the loop.
+// The functions of a driver. All but `start` may block; results are 0 or -errno. `done` is called from the loop.
 typedef struct qkv_io_driver {
   const char *name;
   void *self;
   // Begins a request, which is a whole one or the rest of one: [offset + progress, offset + size). Its result goes to
-  // qkvi_io_finish. false: no room now; it is offered again after the next result.
+  // qkvi_io_finish. false: the driver's queue is full; the request is offered again after the next result.
   bool (*start)(void *self, qkv_io_request *request);
-  void (*flush)(void *self);  // what was started goes to the system now
+  void (*flush)(void *self);  // submits started requests to the system
   int (*open)(void *self, const char *name, bool create, int *file);
   void (*close)(void *self, int file);
   int (*size)(void *self, int file, uint64_t *bytes);
@@ -90,7 +90,7 @@ typedef struct qkv_io_config {
 // it does not elsewhere: seccomp (EPERM), kernel.io_uring_disabled (EPERM), RLIMIT_MEMLOCK (ENOMEM), an old kernel
 // (ENOSYS). UNAVAILABLE with that reason for `uring`. The loop is borrowed.
 qkv_status qkv_io_create(uv_loop_t *loop, const qkv_io_config *config, qkv_io **io, qkv_error *error);
-// The same over a driver of the caller's, which goes to the io.
+// The same over the caller's driver, which the io then owns.
 qkv_io *qkv_io_create_over(uv_loop_t *loop, qkv_io_driver driver, unsigned depth);
 // Nothing may be under way (asserted). Leaves the loop without handles of its own after the loop has run once more.
 void qkv_io_destroy(qkv_io **io);
@@ -102,7 +102,7 @@ void qkv_io_submit(qkv_io *io, qkv_io_request *request);
 // Runs the loop until nothing is under way.
 void qkv_io_drain(qkv_io *io);
 
-// For drivers: what the system said to a started request: bytes, or -errno.
+// For drivers: the system's result of a started request: bytes, or -errno.
 void qkvi_io_finish(qkv_io *io, qkv_io_request *request, int64_t result);
 
 // Blocking. 0 or an errno.

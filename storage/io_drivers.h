@@ -12,7 +12,7 @@ typedef struct qkvi_files {
   bool buffered;  // O_DIRECT was refused
 } qkvi_files;
 
-enum { QKVI_FILES_MAX = 1088 };  // slots: the most segments that may be open, and what is opened beside them
+enum { QKVI_FILES_MAX = 1088 };  // slots: the most segments that may be open, and other files
 
 qkv_status qkvi_files_init(qkvi_files *files, const char *directory, qkv_error *error);
 void qkvi_files_deinit(qkvi_files *files);
@@ -29,7 +29,7 @@ int qkvi_files_sync_directory(qkvi_files *files);
 // For file systems that cannot reserve: the length alone.
 int qkvi_files_extend(qkvi_files *files, int file, uint64_t bytes);
 
-// The directory's functions of a driver whose self begins with a pointer to its qkvi_files.
+// Sets the directory functions of a driver whose self begins with a pointer to its qkvi_files.
 void qkvi_files_fill(qkv_io_driver *driver);
 
 // Fills `driver`, but for what it needs of the io, which qkvi_*_attach gives it. Both fail with a reason.

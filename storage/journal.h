@@ -1,4 +1,4 @@
-// The journal: what sessions there are, what was closed and cut, and what the caller wants to know of models. The
+// The journal: a log of which sessions were opened, closed and truncated, and of the caller's data on models. The
 // file is "journal.qkv"; entries are appended, each in blocks of its own, so that no durable byte is written twice.
 //
 //   0       4096     8192
@@ -27,16 +27,16 @@
 //   16+8n    the caller's bytes
 //
 // A journal with SESSION_FORK is of version 2, one without of version 1; nothing else differs. A daemon that knows
-// version 1 alone does not open the other: it would drop these sessions, and records of closed ones that they need.
-// So the journal is written anew before the first fork.
+// only version 1 does not open version 2: it would drop forks, and records of closed sessions that they need. So the
+// journal is rewritten before the first fork.
 //
-// At every start the journal is written anew without what is closed (new file, fsync, rename, fsync of the
-// directory), and the epoch is raised. Numbers of records, sessions and entries are (epoch << 40) + count: unique for
-// ever, and those of a later start are larger.
+// At every start the journal is rewritten without closed sessions (new file, fsync, rename, fsync of the directory),
+// and the epoch is raised. Numbers of records, sessions and entries are (epoch << 40) + count: never reused, and
+// those of a later start are larger.
 //
-// A torn tail is cut. An entry that was durable and is damaged is another matter, for it may have closed or cut a
-// session: later entries (their `durable`) and records (their `journal`) show it, and every session that was opened
-// before the lost entry is given up. Never wrong rows, rather none.
+// A torn tail is cut. A durable entry that is damaged is more serious, as it may have closed or truncated a session.
+// Later entries (their `durable`) and records (their `journal`) reveal it, and every session that was opened before
+// the lost entry is given up: lost rows rather than wrong ones.
 #ifndef QKV_STORAGE_JOURNAL_H
 #define QKV_STORAGE_JOURNAL_H
 
@@ -53,11 +53,11 @@
 #define QKV_LAYER_ALL UINT32_MAX
 #define QKVI_EPOCH_SHIFT 40
 
-// Limits of SESSION_FORK: layers, and forks on the way from a session that is none.
+// Limits of SESSION_FORK: layers, and the length of a chain of forks.
 #define QKV_FORK_LAYERS_MAX 65536u
 #define QKV_FORK_DEPTH_MAX 1000u
 
-// Of a journal without forks and of every entry; of a journal that may have forks.
+// The version of a journal without forks and of every entry; that of a journal that may have forks.
 enum { QKVI_JOURNAL_VERSION = 1, QKVI_JOURNAL_VERSION_FORKS = 2 };
 
 typedef enum qkv_journal_kind {
@@ -106,21 +106,21 @@ typedef struct qkv_journal_entry {
   const uint64_t *positions;  // of SESSION_FORK: `layers` of them
   const void *payload;        // the caller's bytes
   uint64_t bytes;             // of the payload
-  // What it goes on with, of an entry that is to be written.
+  // The rest of the payload, of an entry that is to be written.
   const void *rest;
   uint64_t rest_bytes;
 } qkv_journal_entry;
 
-// A journal's bytes, wherever they are: in a file they are read piece by piece.
+// A source of a journal's bytes; a file is read piece by piece.
 typedef struct qkvi_journal_source {
   void *context;
   uint64_t size;  // a multiple of blocks
-  // `size` bytes from `offset` on, which are there, both multiples of blocks; good until the next call. NULL: they
+  // `size` bytes from `offset` on, which exist, both multiples of blocks; valid until the next call. NULL: they
   // cannot be read, the caller of the scan knows why.
   const uint8_t *(*at)(void *context, uint64_t offset, uint64_t size);
 } qkvi_journal_source;
 
-// What a journal's bytes say about themselves.
+// The result of a scan.
 typedef struct qkvi_journal_report {
   uint64_t last;         // sequence of the last good entry, or 0
   uint64_t end;          // bytes up to its end
@@ -134,34 +134,34 @@ uint64_t qkvi_entry_extent(uint64_t payload_bytes);
 uint64_t qkvi_fork_bytes(uint32_t layers);
 // The payload of a SESSION_FORK, qkvi_fork_bytes(entry->layers) + entry->bytes, into `out`, which is aligned to 8.
 void qkvi_fork_make(uint8_t *out, const qkv_journal_entry *entry);
-// An entry that a scan told of, as it is to be written again: its payload is all that the file has.
+// An entry of a scan, as it is to be written again: with the whole payload of the file.
 qkv_journal_entry qkvi_entry_stored(const qkv_journal_entry *entry);
 // Both headers, two blocks. `forks`: the journal may have SESSION_FORK.
 void qkvi_journal_header_make(uint8_t *out, uint64_t store, uint64_t epoch, uint64_t durable, bool forks);
 // The header of an entry that lies at `offset`.
 qkvi_entry_header qkvi_entry_header_make(const qkv_journal_entry *entry, uint64_t store, uint64_t durable,
                                          uint64_t offset);
-// `size` bytes, from `from` on, of the entry with its header and its zeros, which has as many as its extent.
+// `size` bytes, from `from` on, of the encoded entry: header, payload, and zeros up to its extent.
 void qkvi_entry_copy(uint8_t *out, const qkvi_entry_header *header, const qkv_journal_entry *entry, uint64_t from,
                      uint64_t size);
 // The whole entry.
 void qkvi_entry_make(uint8_t *out, const qkv_journal_entry *entry, uint64_t store, uint64_t durable, uint64_t offset);
 
-// All that is read of a journal fails with INTERNAL where at() does.
+// The functions that read a journal fail with INTERNAL where at() does.
 
-// A good one of the two headers. DATA_LOSS: there is none, or it is of an unknown version.
+// A valid one of the two headers. DATA_LOSS: there is none, or it is of an unknown version.
 qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_journal_header *header, qkv_error *error);
-// The newest entry that is known to have been durable: nothing up to it can be missing by a crash alone.
+// The newest entry that was certainly durable: no entry up to it can be missing because of a crash alone.
 // `journal_seen` is the largest `journal` of any record of the store.
 qkv_status qkvi_journal_durable(const qkvi_journal_source *source, const qkvi_journal_header *header,
                                 uint64_t journal_seen, uint64_t *durable, qkv_error *error);
-// Calls each() for every good entry, in order; payload and positions are good until each() returns.
+// Calls each() for every valid entry, in order; payload and positions are valid until each() returns.
 qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journal_header *header, uint64_t durable,
                              void (*each)(void *context, const qkv_journal_entry *entry), void *context,
                              qkvi_journal_report *report, qkv_error *error);
 
-// A walk over a journal that this process has written, so that nothing is missing, torn or out of order: block by
-// block, from the first one behind the headers.
+// A walk over a journal that this process has written, which therefore has no missing, torn or reordered entries:
+// block by block, from the first one behind the headers.
 typedef struct qkvi_journal_walk {
   uint64_t store;
   uint64_t offset;            // of the next block
@@ -169,16 +169,16 @@ typedef struct qkvi_journal_walk {
   qkv_journal_entry entry;    // that the last block is of; without its payload and positions, and with no layers
   bool first;                 // that block is the entry's first one
   uint64_t used, left;        // bytes of that block that count; of the payload, in blocks to come
-  uint64_t payload_hash;      // as it should be
-  struct XXH3_state_s *hash;  // as it is so far
+  uint64_t payload_hash;      // as the header says
+  struct XXH3_state_s *hash;  // of the payload so far
 } qkvi_journal_walk;
 
-// Of a file that was begun in `epoch`.
+// For a file that was begun in `epoch`.
 void qkvi_journal_walk_init(qkvi_journal_walk *walk, uint64_t store, uint64_t epoch);
 void qkvi_journal_walk_deinit(qkvi_journal_walk *walk);
-// false: the block is not what must come, or was the last one of an entry with damage.
+// false: it is not the expected block, or was the last one of a damaged entry.
 bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block);
-// Makes the first block of an entry that of another journal of the store, where it is durable before anyone sees it.
+// Changes the first block of an entry for another journal of the store, where it is durable before it can be read.
 void qkvi_entry_renumber(uint8_t *block, uint64_t store, uint64_t sequence, uint64_t offset);
 
 #endif

@@ -1,4 +1,4 @@
-// The record: what is stored of a page, and the bytes that it is on the disk.
+// The record: a stored page, and its format on the disk.
 //
 //   at a multiple of 4096 in its segment
 //   0         8   magic "QKVRECRD"
@@ -18,9 +18,9 @@
 //   120       8   XXH3-64 of bytes 0 to 119, seeded with the store's number
 //   128           the stored payload, then zeros up to a multiple of 4096
 //
-// Numbers are little-endian. A reader takes nothing of a record whose header does not say what was asked for: number,
-// session, segment and offset show writes that went elsewhere or nowhere, the checksums show damage. The seed keeps a
-// payload that contains the image of a record from being taken for one.
+// Numbers are little-endian. A reader rejects a record whose header does not match the request: number, session,
+// segment and offset reveal misdirected and lost writes, the checksums reveal damage. Because of the seed a payload
+// that contains the image of a record is not mistaken for one.
 //
 // Nothing here does I/O. Threads: any, on bytes of the caller's.
 #ifndef QKV_STORAGE_RECORD_H
@@ -44,7 +44,7 @@ enum { QKV_RECORD_VERSION = 1 };
 
 typedef enum qkv_record_encoding { QKV_RECORD_PLAIN = 0, QKV_RECORD_ZSTD = 1 } qkv_record_encoding;
 
-// What the caller says about a record. All but `tokens` is stored and given back as it is.
+// The caller's metadata of a record. All but `tokens` is stored and returned unchanged.
 typedef struct qkv_record_meta {
   uint64_t session;      // of qkv_storage_session_number
   uint64_t position;     // first token
@@ -77,24 +77,24 @@ _Static_assert(sizeof(qkv_record_header) == 128, "the header is 128 bytes withou
 // Bytes of a record on the disk: header and payload up to the next block.
 uint64_t qkvi_record_extent(uint64_t stored_bytes);
 
-// Fills the header for a payload that is stored in `stored_bytes` bytes at `payload`; where it will lie comes later.
+// Fills the header, but for its place (qkvi_record_place), for a payload of `stored_bytes` stored bytes at `payload`.
 void qkvi_record_describe(qkv_record_header *header, const qkv_record_meta *meta, uint64_t record, uint64_t raw_bytes,
                           qkv_record_encoding encoding, const void *payload, uint64_t stored_bytes);
-// Says where the record lies and seals the header. Whoever moves a record places it again.
+// Sets where the record lies and seals the header. A record that is moved must be placed again.
 void qkvi_record_place(qkv_record_header *header, uint64_t store, uint64_t segment, uint64_t offset,
                        uint64_t journal);
 
-// NULL for a header that is whole, of this store, and lies where it is meant to; else what is wrong with it.
+// NULL for a header that is undamaged, of this store, and lies where it says; else what is wrong with it.
 const char *qkvi_record_check(const qkv_record_header *header, uint64_t store, uint64_t segment, uint64_t offset);
-// NULL for a payload (`header->stored_bytes` bytes) that is what the header says.
+// NULL for a payload (`header->stored_bytes` bytes) that matches the header.
 const char *qkvi_record_check_payload(const qkv_record_header *header, const void *payload);
 
 // The payload as it was put, header->raw_bytes bytes into `raw`. Header and payload have passed their checks. NULL,
-// or what is wrong: bytes that a zstd of today does not take.
+// or what is wrong: bytes that this version of zstd does not decode.
 const char *qkvi_record_decode(const qkv_record_header *header, const void *payload, void *raw);
 
-// Whether zstd is worth its time: tried on samples of `raw` first, then on all of it. Returns the bytes that were
-// written to `out` (room for `bytes`), or 0 where less than 3 % would be saved.
+// Compresses with zstd where that is worth its time: tried on samples of `raw` first, then on all of it. Returns the
+// bytes that were written to `out` (of capacity `bytes`), or 0 where less than 3 % would be saved.
 uint64_t qkvi_record_compress(const void *raw, uint64_t bytes, void *out);
 
 #endif

@@ -20,10 +20,10 @@
 //   summary: the headers of all records (record.h), 128 bytes each, in the order of their offsets; zeros up to a
 //   block
 //
-// A sealed segment is known from its footer and summary alone; all of its records were durable before the footer was
-// written. In one that is not sealed (the newest ones after a crash) every record is read and checked: whatever the
-// disk has of a torn tail ends there. What is no record is skipped block by block, for after a power cut a later
-// write may be there and an earlier one not.
+// Recovery of a sealed segment reads its footer and summary alone; all of its records were durable before the footer
+// was written. In an unsealed one (the newest ones after a crash) every record is read and checked, which ends a torn
+// tail. Blocks that are no record are skipped one by one, as after a power cut a later write may exist without an
+// earlier one.
 #ifndef QKV_STORAGE_SEGMENT_H
 #define QKV_STORAGE_SEGMENT_H
 
@@ -68,7 +68,7 @@ bool qkvi_segment_parse_name(const char *name, uint64_t *segment);
 uint64_t qkvi_segment_tail_bytes(uint64_t records);
 
 void qkvi_segment_header_make(qkvi_segment_header *header, uint64_t store, uint64_t segment, uint64_t epoch);
-// NULL, or what is wrong with it. `store` 0: any.
+// NULL, or what is wrong with the header. `store` 0: any.
 const char *qkvi_segment_header_check(const qkvi_segment_header *header, uint64_t store, uint64_t segment);
 
 // Summary and footer, qkvi_segment_tail_bytes(records) bytes, into `out`.
@@ -77,7 +77,7 @@ void qkvi_segment_tail_make(uint8_t *out, uint64_t store, uint64_t segment, uint
 // `file_bytes` is the size of the file that the footer ends. NULL, or what is wrong with it.
 const char *qkvi_segment_footer_check(const qkvi_segment_footer *footer, uint64_t store, uint64_t segment,
                                       uint64_t file_bytes);
-// The summary, in front of a footer that has passed. Every header has been checked then, too.
+// The same for the summary, in front of a footer that has passed. It checks every record header, too.
 const char *qkvi_segment_summary_check(const qkvi_segment_footer *footer, const qkv_record_header *headers);
 
 // ---- Reading a segment that is not sealed, as its bytes come ----
@@ -85,15 +85,15 @@ const char *qkvi_segment_summary_check(const qkvi_segment_footer *footer, const 
 typedef struct qkvi_segment_scan {
   uint64_t store, segment, file_bytes;
   uint64_t offset;      // where the next record may begin; a multiple of 4096
-  uint64_t bad;         // records that are there and damaged
-  uint64_t bad_offset;  // of the last one of these
+  uint64_t bad;         // damaged records
+  uint64_t bad_offset;  // of the last damaged one
   uint64_t end;         // of the last good record
 } qkvi_segment_scan;
 
 void qkvi_segment_scan_init(qkvi_segment_scan *scan, uint64_t store, uint64_t segment, uint64_t file_bytes);
-// Looks at the bytes from scan->offset on, of which `size` are there (all of the file's rest where that is less than
-// a record). Returns the next good record, with scan->offset behind it, or NULL: then `*wanted` is 0 at the end of
-// the file, else how many bytes from scan->offset on (which may have moved) the next call needs.
+// Scans the bytes from scan->offset on, of which `size` are given (all of the file's rest where that is less than a
+// record). Returns the next valid record, with scan->offset behind it, or NULL: then `*wanted` is 0 at the end of the
+// file, else how many bytes from scan->offset on (which may have moved) the next call needs.
 const qkv_record_header *qkvi_segment_scan_next(qkvi_segment_scan *scan, const uint8_t *bytes, uint64_t size,
                                                 uint64_t *wanted);
 

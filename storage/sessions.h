@@ -1,25 +1,25 @@
-// Who is alive and who inherits from whom, by the entries of the journal in their order. A session's view says how
-// many tokens of a record it has:
+// The live sessions and their forks, by the entries of the journal in their order. A fork inherits records: it is an
+// heir of its ancestors. A session's view says how many tokens of a record it has:
 //
 //   a ──── fork ────► b ──── fork ────► c          c's view: its own records, those of b below c's limits, and what
 //   own records       own records                  of a's records b had when c was forked, below these limits, too
 //
-// - An own record: every cut that came after its put clips it.
+// - An own record: every cut (truncation) that came after its put clips it.
 // - A record of an ancestor: the limits of each fork on the way clip it. A session's limits are the positions of its
 //   fork, and each of its cuts lowers them for good. A later fork has the limits of the time of its fork.
-// - Of the session that owns the record those cuts count that came before the fork and after the put (they clipped it
-//   before it was inherited), and those that came after the fork and before the put: rows at or beyond a cut of this
-//   kind are of another future, which the fork does not share.
+// - Cuts of the session that owns the record count if they came before the fork and after the put (they clipped the
+//   record before it was inherited), or after the fork and before the put: rows at or beyond a cut of the second kind
+//   belong to a later history of the parent, which the fork does not share.
 //
-// A closed session that has live heirs is a ghost: known, but neither told nor forked again. It goes with the last
-// heir.
+// A closed session that has live heirs is a ghost: kept, but neither reported nor forked again. It is freed with the
+// last heir.
 //
-// Two lives. While a journal is scanned (recovery, rewriting) all cuts are kept, as it is the later ones that show
-// which entries are needed. While the storage runs, cuts that no heir's view needs are forgotten, and sweep() is
-// called for each session whose own records may have lost the last view.
+// Two phases. While a journal is scanned (recovery, rewriting) all cuts are kept, as the later ones decide which
+// entries are needed. While the storage runs, cuts that no heir's view needs are forgotten, and sweep() is called for
+// each session whose own records may have lost the last view.
 //
 // Costs: a fork, its layers. A close or a cut of a session without heirs: its own records. With heirs: these and the
-// heirs. A heir that goes: its ancestors' records only if it reached further than its siblings, and the ancestor was
+// heirs. Closing an heir: its ancestors' records only if it reached further than its siblings, and the ancestor was
 // closed or cut. About 170 bytes a session, 24 more for each layer of a fork. Threads: the owner's.
 #ifndef QKV_STORAGE_SESSIONS_H
 #define QKV_STORAGE_SESSIONS_H
@@ -41,22 +41,22 @@ typedef void qkvi_sweep_fn(void *context, const qkvi_session *session);
 qkvi_sessions *qkvi_sessions_create(void);
 void qkvi_sessions_destroy(qkvi_sessions **sessions);
 
-// OK, or FAILED_PRECONDITION: a fork of a session that is not open; RESOURCE_EXHAUSTED: of one that is
-// QKV_FORK_DEPTH_MAX forks deep. Then nothing has changed while the storage runs; in a scan the session is known, but
+// Applies an entry. FAILED_PRECONDITION: a fork of a session that is not open; RESOURCE_EXHAUSTED: of one that is
+// QKV_FORK_DEPTH_MAX forks deep. Then nothing has changed while the storage runs; in a scan the session is added, but
 // given up by qkvi_sessions_give_up().
 qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *entry);
 
 // ---- Scanning ----
 
-// Gives up what was opened before `sequence`, what inherits from it, and forks whose parent is not known; returns how
-// many were alive.
+// Gives up the sessions opened before `sequence`, their heirs, and forks of unknown parents; returns how many were
+// alive.
 uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence);
-// As if it had been closed, which the journal does not say.
+// As if it had been closed, which is not journaled.
 void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session);
 // Calls each() for every ghost that qkvi_sessions_drop has made.
 void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *context, uint64_t session),
                            void *context);
-// Whether an entry still says something: all have been noted.
+// Whether an entry is still needed; all entries have been applied before.
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry);
 bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session);
@@ -64,11 +64,11 @@ bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session);
 size_t qkvi_sessions_live(const qkvi_sessions *sessions, const qkvi_session ***live);
 uint64_t qkvi_session_number(const qkvi_session *session);
 
-// ---- One view, for each session on the way up ----
+// ---- One view: of the own records, then of those of each ancestor ----
 
 typedef struct qkvi_view {
-  const qkvi_session *owner;  // whose records are looked at
-  const qkvi_session *from;   // the last heir on the way, NULL: the view's own session is the owner
+  const qkvi_session *owner;  // of the records
+  const qkvi_session *from;   // the heir whose parent is `owner`; NULL: the view's own session is the owner
   uint64_t *limits;           // of each layer, NULL: none
   uint32_t layers;
 } qkvi_view;
@@ -85,11 +85,11 @@ uint32_t qkvi_view_tokens(const qkvi_view *view, const qkvi_entry *entry);
 
 // The scan is over. sweep() may not change `sessions`.
 void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *context);
-// The entry that opens it could not be written: no fork of it may be.
+// The entry that opens it could not be written: it must not be forked.
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session);
 
-// What all views together need of a session's own records, until `sessions` changes.
+// The tokens of a session's own records that all views together need, until `sessions` changes.
 typedef struct qkvi_needs {
   const qkvi_session *owner;
   size_t count;     // groups of heirs, between whose forks the owner was not cut
@@ -102,8 +102,8 @@ void qkvi_needs_init(qkvi_needs *needs, const qkvi_session *owner);
 void qkvi_needs_deinit(qkvi_needs *needs);
 // The most tokens of a record of the owner's that any view has.
 uint32_t qkvi_needs_tokens(const qkvi_needs *needs, const qkvi_entry *entry);
-// The same for one record, whose session may be unknown; then all of its tokens: what was never opened is the
-// caller's.
+// The same for one record. All of its tokens where its session is unknown: it was never opened, so its records are
+// the caller's business.
 uint32_t qkvi_sessions_needed(const qkvi_sessions *sessions, const qkvi_entry *entry);
 
 #endif

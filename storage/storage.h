@@ -11,18 +11,19 @@
 // Metadata lies in the journal (journal.h). A directory belongs to one process (lock file).
 //
 // Promises
-// - What durable() has been called for with QKV_OK is there after any crash, unless its session was closed or cut.
-// - A read gives the bytes that were put, or a miss (NOT_FOUND), or DATA_LOSS. Never others.
-// - What was closed or cut, and acknowledged, stays so. A record that was only dropped may come back after a restart
-//   unless one with a higher number took its place: use close and truncate for what must be gone.
-// - Errors of the disk are statuses and counters, never an abort. What the device does not give when a directory is
-//   opened stays where it is, unknown, for the next opening (stats.unread_segments). Until then it must not become
-//   newer than what takes its place: see qkv_storage_restore.
+// - A record that durable() was called for with QKV_OK survives any crash, unless its session was closed or
+//   truncated.
+// - A read gives the bytes that were put, or a miss (NOT_FOUND), or DATA_LOSS. Never other bytes.
+// - An acknowledged close or truncation is permanent. A record that was only dropped may come back after a restart
+//   unless one with a higher number took its place: close or truncate where that must not happen.
+// - Errors of the disk are statuses and counters, never an abort. Segments that cannot be read when a directory is
+//   opened stay for the next opening (stats.unread_segments). Until then their records must not become newer than
+//   those that take their place: see qkv_storage_restore.
 //
-// Who may call: every function from any thread; callbacks run on the storage thread, must not block, and may call
-// anything here but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 88
-// bytes a record + 170 bytes a session and 24 a layer of each fork + what reads have under way. Everything is
-// bounded; what is full refuses.
+// Threads: any, for every function; callbacks run on the storage thread, must not block, and may call anything here
+// but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 88 bytes a
+// record + 170 bytes a session and 24 a layer of each fork + pending reads. Everything is bounded; calls beyond a
+// bound are refused.
 #ifndef QKV_STORAGE_STORAGE_H
 #define QKV_STORAGE_STORAGE_H
 
@@ -37,14 +38,14 @@
 typedef struct qkv_storage qkv_storage;
 
 typedef struct qkv_storage_config {
-  const char *directory;         // made where it is missing; its parent exists
+  const char *directory;         // created where it is missing; its parent exists
   const char *io;                // "auto", "uring", "pread"
-  uint64_t bytes_max;            // budget of all segments on the disk; 0: the disk's end
+  uint64_t bytes_max;            // budget of all segments on the disk; 0: none
   uint64_t segment_bytes;        // of one file, a multiple of 4096, 1 MiB to 64 GiB
   uint64_t dirty_bytes_max;      // payloads that wait to be written
   uint64_t compact_bytes_per_s;  // rate of background compaction; 0: only when asked for
   double compact_below;          // share of live bytes under which a sealed segment is compacted
-  int64_t sync_ms;               // records that are in no hurry are durable after about this time
+  int64_t sync_ms;               // records without `hurry` are durable after about this time
   size_t encoders;               // threads that compress and hash; 0: the storage thread does it
   unsigned depth;                // requests at a time in the driver
   unsigned open_files_max;       // segments that are open at a time
@@ -56,7 +57,7 @@ void qkv_storage_config_init(qkv_storage_config *config);
 
 // ---- Opening ----
 
-// A record as it is told of. `tokens` of the meta is how many count: fewer than were put where a truncation cut it.
+// A record as it is reported. `tokens` of the meta is how many count: fewer than were put where a truncation cut it.
 typedef struct qkv_record_info {
   uint64_t record;
   qkv_record_meta meta;  // of qkv_storage_find without codec, calibration and hash, which are zero there
@@ -64,19 +65,21 @@ typedef struct qkv_record_info {
   uint64_t extent;       // bytes that the record takes on the disk, a multiple of 4096
 } qkv_record_info;
 
-// Called during open, on the caller's thread. First all entries in their order, those of closed sessions and of
-// sessions that are given up left out, and what later entries outdo; false from entry() drops the entry for good,
-// with a SESSION_OPEN or SESSION_FORK its session, but never a SESSION_TRUNCATE. The parent of a SESSION_FORK may be
-// a session that was not told of. Then each session's view (qkv_storage_session_fork), by session, layer, position,
-// kind: meta.session is the session whose view it is, so an inherited record is told of once for each session that
-// has it. Of several with the same four, the session's own with the highest number; without an own one, of those with
-// most tokens that of the nearest ancestor with the highest number. Then once more the entries that are kept, in
-// their order: false from keep() drops one, of the kinds MODEL and CALIBRATION, which nobody needs any more. Any may
-// be NULL: everything is kept. keep() is not asked where segments were not read.
+// Called during open, on the caller's thread, in three passes.
+// 1. entry(): all entries in their order, without those of closed sessions and of sessions that are given up, and
+//    without superseded ones. false drops the entry for good, with a SESSION_OPEN or SESSION_FORK its session, but
+//    never a SESSION_TRUNCATE. The parent of a SESSION_FORK may be a session that was not reported.
+// 2. Each session's view (qkv_storage_session_fork), by session, layer, position, kind. meta.session is the session
+//    whose view it is, so an inherited record is reported once for each session that has it. Of several with the same
+//    four, the session's own with the highest number; without an own one, of those with most tokens that of the
+//    nearest ancestor with the highest number.
+// 3. keep(): once more the entries that are kept, in their order. false drops one, of the kinds MODEL and
+//    CALIBRATION, that is no longer needed. Not called where segments were not read.
+// Any may be NULL: everything is kept.
 //
-// Where stats.unread_segments is not 0 afterwards, every session may have more records than were told, its own and
-// inherited ones, which the next opening finds. Before anything is put for a session, or it is forked, truncate its
-// layers to where they end. Each session needs that for itself: a truncation of a parent leaves heirs what they have.
+// Where stats.unread_segments is not 0 afterwards, every session may have more records than were reported, its own
+// and inherited ones, which the next opening finds. Before anything is put for a session, or it is forked, truncate
+// its layers to where they end. Each session needs that for itself: truncating a parent leaves its heirs unchanged.
 typedef struct qkv_storage_restore {
   void *context;
   bool (*entry)(void *context, const qkv_journal_entry *entry);
@@ -84,10 +87,10 @@ typedef struct qkv_storage_restore {
   bool (*keep)(void *context, const qkv_journal_entry *entry);
 } qkv_storage_restore;
 
-// Recovers what is there and starts the storage thread. FAILED_PRECONDITION: another process has the directory, or
-// it has segments and no journal, or some of another store or a later version. INVALID_ARGUMENT: a field of the
-// config. PERMISSION_DENIED, NOT_FOUND, INTERNAL: what the system said. DATA_LOSS: both headers of the journal are
-// damaged. UNAVAILABLE: io_uring is asked for and refused.
+// Recovers the content of the directory and starts the storage thread. FAILED_PRECONDITION: another process has the
+// directory, or it has segments and no journal, or some of another store or a later version. INVALID_ARGUMENT: a
+// field of the config. PERMISSION_DENIED, NOT_FOUND, INTERNAL: errors of the system. DATA_LOSS: both headers of the
+// journal are damaged. UNAVAILABLE: io_uring is asked for and refused.
 qkv_status qkv_storage_open(const qkv_storage_config *config, const qkv_storage_restore *restore,
                             qkv_storage **storage, qkv_error *error);
 // Finishes what has been submitted, seals, syncs, stops the thread. Batches must have been destroyed.
@@ -101,44 +104,45 @@ uint64_t qkv_storage_session_number(qkv_storage *storage);
 typedef void qkv_storage_done_fn(void *context, qkv_status status);
 
 // Appends an entry of kind MODEL, CALIBRATION, SESSION_OPEN or SESSION_NOTE; the payload is copied. done() (may be
-// NULL): it is durable, or INTERNAL, RESOURCE_EXHAUSTED as the disk said, and then it may or may not be there later.
-// Puts for a session may follow without waiting, but count after a crash only once its SESSION_OPEN is durable. One
-// that failed may be written again: whether or not the first one is there, the session is told of once.
+// NULL): it is durable, or INTERNAL, RESOURCE_EXHAUSTED by the disk, and then a later opening may or may not find it.
+// Puts for a session may follow without waiting, but count after a crash only once its SESSION_OPEN is durable. An
+// entry that failed may be written again: the session is reported once, whether or not the first one was written.
 // INVALID_ARGUMENT: kind, or more than QKV_JOURNAL_PAYLOAD_MAX bytes.
 qkv_status qkv_storage_journal(qkv_storage *storage, qkv_journal_kind kind, uint64_t session, const void *payload,
                                uint64_t bytes, qkv_storage_done_fn *done, void *context, qkv_error *error);
-// The same for the entry's kind, session and payload, and a rest of it that is not copied: it stays until done(),
-// which then is not NULL.
+// The same with a payload in two parts: entry->rest is not copied and must stay valid until done(), which then is not
+// NULL.
 qkv_status qkv_storage_journal_long(qkv_storage *storage, const qkv_journal_entry *entry, qkv_storage_done_fn *done,
                                     void *context, qkv_error *error);
 // Opens session `child` (of qkv_storage_session_number) with the caller's bytes, as a SESSION_OPEN does, as a fork of
 // `parent`: in each of `layers` layers it has what the parent has below positions[layer], and nothing in other
-// layers. A position is at most the parent's length in that layer: behind it the child would have rows that the
-// parent gets later. All is copied. Takes time and memory for its layers alone, however many records there are.
+// layers. A position is at most the parent's length in that layer: beyond it the child would get rows that the parent
+// puts later. All arguments are copied. Time and memory depend on the layers alone, not on the records.
 //
 // The child's view of a record of the parent
 // - It has the tokens below positions[layer] that the truncations of the parent before the fork have left.
 // - Records that the parent puts later, below these positions, are the child's, too, until a truncation of the parent
-//   parts them: of what is put behind that, the child has only what lies below the cut. What the child still needs
-//   and was not put before, is then to be put for the child.
-// - What the parent has inherited itself the child has in the same way.
-// - Truncations of the child concern its view alone. What they take of the inherited never comes back.
+//   separates them: of records put after it, the child has only what lies below the cut. Rows that the child still
+//   needs and that were not put before must then be put for the child.
+// - The child inherits in the same way what the parent has inherited itself.
+// - Truncations of the child change its view alone. Inherited rows that they remove never come back.
 // - An own record of the child wins over an inherited one with the same layer, position and kind.
 //
 // A record lives as long as the view of any session that is not closed has it: closing or cutting a session leaves
 // its heirs what they have, also of records that are still being written.
 //
 // done() as for qkv_storage_journal, and FAILED_PRECONDITION: `parent` is not open, or `child` is;
-// RESOURCE_EXHAUSTED: `parent` is QKV_FORK_DEPTH_MAX forks away from a session that is none; INTERNAL also where an
-// entry that the fork builds on could not be written. INVALID_ARGUMENT: layers, bytes.
+// RESOURCE_EXHAUSTED: `parent` is at the end of a chain of QKV_FORK_DEPTH_MAX forks; INTERNAL also where an entry
+// that the fork builds on could not be written. INVALID_ARGUMENT: layers, bytes.
 qkv_status qkv_storage_session_fork(qkv_storage *storage, uint64_t child, uint64_t parent, const uint64_t *positions,
                                     uint32_t layers, const void *payload, uint64_t bytes, qkv_storage_done_fn *done,
                                     void *context, qkv_error *error);
-// Records that no other session's view has are unreadable for whatever is submitted later; done(): for ever.
+// Closes a session. Records that are in no other session's view are unreadable for later operations; from done() on
+// permanently.
 void qkv_storage_session_close(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
-// The session loses what it has of `layer` (or QKV_LAYER_ALL) at and beyond `position`: records that begin there and
-// that no other session's view has are unreadable for whatever is submitted later; done(): for ever. Of one that
-// begins before it and ends behind it restore tells its tokens below.
+// Removes the session's rows of `layer` (or QKV_LAYER_ALL) at and beyond `position`: records that begin there and are
+// in no other session's view are unreadable for later operations; from done() on permanently. Of a record across
+// `position` restore reports the tokens below.
 void qkv_storage_session_truncate(qkv_storage *storage, uint64_t session, uint32_t layer, uint64_t position,
                                   qkv_storage_done_fn *done, void *context);
 
@@ -150,7 +154,7 @@ typedef struct qkv_storage_put_request {
   qkv_record_meta meta;
   const void *payload;  // borrowed until written()
   uint64_t bytes;       // 1 to QKV_RECORD_BYTES_MAX, and it must fit into a segment
-  bool hurry;           // make it durable now rather than within sync_ms
+  bool hurry;           // sync now rather than within sync_ms
   // The payload is free, and with QKV_OK the record can be read. Otherwise nothing was put: RESOURCE_EXHAUSTED (the
   // disk or the budget is full), INTERNAL (it failed), CANCELLED (session closed or cut and no heir needs it, record
   // dropped). Never NULL.
@@ -160,9 +164,9 @@ typedef struct qkv_storage_put_request {
   void *context;
 } qkv_storage_put_request;
 
-// UNAVAILABLE: dirty_bytes_max is reached, try again when qkv_storage_when_ready says so. RESOURCE_EXHAUSTED:
-// bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK. What
-// is put for a closed session that has heirs is CANCELLED unless one of them needs it.
+// UNAVAILABLE: dirty_bytes_max is reached, try again when qkv_storage_when_ready calls ready(). RESOURCE_EXHAUSTED:
+// bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK. A
+// put for a closed session that has heirs is CANCELLED unless one of them needs it.
 qkv_status qkv_storage_put(qkv_storage *storage, const qkv_storage_put_request *request, uint64_t *record,
                            qkv_error *error);
 
@@ -179,14 +183,14 @@ void qkv_storage_when_ready(qkv_storage *storage, qkv_storage_waiter *waiter);
 // done(): every put that was accepted before is durable or has failed.
 void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
 
-// Unreadable for whatever is submitted later, its space free later. Drop what another record replaces once that one
-// is durable. A number that is not there is ignored.
+// Makes a record unreadable for later operations; its space is freed later. Drop a replaced record only once the new
+// one is durable. An unknown number is ignored.
 void qkv_storage_drop(qkv_storage *storage, uint64_t record);
 
 // NOT_FOUND, without a text: it is not written yet, or no longer there.
 qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info);
 
-// Reads the payload of a record into `buffer`, whose `bytes` are qkv_record_info.bytes (asserted against the header:
+// Reads the payload of a record into `buffer`, whose `bytes` are qkv_record_info.bytes (checked against the header:
 // INVALID_ARGUMENT). The header must name the session that the record was put for, else it is another record. done():
 // NOT_FOUND, DATA_LOSS (counted and logged with segment and offset; the bytes of the buffer are undefined then), or
 // QKV_OK.
@@ -197,25 +201,25 @@ void qkv_storage_read(qkv_storage *storage, uint64_t record, void *buffer, uint6
 
 typedef struct qkv_storage_batch qkv_storage_batch;
 
-// Starts reading `records` (`count` numbers, copied) in their order, up to `ahead_bytes` (at least one record) in
-// front of what has been waited for.
+// Starts reading `records` (`count` numbers, copied) in their order, up to `ahead_bytes` (at least one record) ahead
+// of the last one that was waited for.
 qkv_storage_batch *qkv_storage_batch_create(qkv_storage *storage, const uint64_t *records, size_t count,
                                             uint64_t ahead_bytes);
 // Waits for record `i`, checks it and decodes it into `buffer` on this thread. Each one once, by any thread, best in
 // order. Statuses as of qkv_storage_read.
 qkv_status qkv_storage_batch_wait(qkv_storage_batch *batch, size_t i, void *buffer, uint64_t bytes, qkv_error *error);
-// No one waits any more. Waits for reads that are under way. Clears *batch.
+// When no thread waits any more. Waits for reads that are under way. Clears *batch.
 void qkv_storage_batch_destroy(qkv_storage_batch **batch);
 
-// ---- Looking after it ----
+// ---- Maintenance ----
 
-// What is known of a record takes so much memory at most, where there are many: storage/index.h.
+// Memory of the index for each record, at most, where there are many: storage/index.h.
 #define QKV_STORAGE_RECORD_BYTES 32
 
 typedef struct qkv_storage_stats {
   const char *io;              // the driver
   uint64_t records, sessions;  // that can be read; sessions that have any
-  uint64_t index_bytes;        // of memory, for what is known of the records
+  uint64_t index_bytes;        // memory of the index
   uint64_t segments;           // files
   uint64_t disk_bytes;         // of all segments
   uint64_t live_bytes;         // of records that can be read, headers and blocks counted
@@ -223,8 +227,8 @@ typedef struct qkv_storage_stats {
   uint64_t dirty_bytes;        // payloads that wait to be written
   uint64_t journal_bytes;
   uint64_t puts, put_bytes;      // written
-  uint64_t put_stored_bytes;     // of these, what zstd left
-  uint64_t compressed;           // records that zstd was worth it for
+  uint64_t put_stored_bytes;     // of these, after compression
+  uint64_t compressed;           // records that were stored compressed
   uint64_t puts_refused;         // for dirty bytes
   uint64_t puts_refused_budget;  // for bytes_max
   uint64_t puts_failed;          // by the disk
@@ -253,7 +257,7 @@ typedef struct qkv_storage_segment {
   bool unread;  // this start could not read all of it
 } qkv_storage_segment;
 
-// Up to `count` segments in ascending order, into `segments`; returns how many there are.
+// Up to `count` segments in ascending order, into `segments`; returns how many exist.
 size_t qkv_storage_list_segments(qkv_storage *storage, qkv_storage_segment *segments, size_t count);
 
 // Compacts every sealed segment whose live share is below `live_share`, without a rate; done() when that is over.

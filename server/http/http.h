@@ -5,9 +5,9 @@
 //   GET /api/...                     JSON (api.h)
 //   GET /                            the page
 //
-// It has threads of its own, so that it answers while calls take all others: one for each address, which serves
-// health and the page and gives the rest to two workers. Connections, requests that wait and the time that a
-// connection may be idle are bounded.
+// It has threads of its own, so that it answers while calls occupy all others: one for each address, which serves
+// health and the page and passes the rest to two workers. Connections, queued requests and the idle time of a
+// connection are bounded.
 //
 // Threads: create and destroy by the daemon's owner.
 #ifndef QKV_SERVER_HTTP_HTTP_H
@@ -28,7 +28,7 @@ typedef struct qkvi_http qkvi_http;
 qkv_status qkvi_http_create(qkv_daemon *daemon, qkvi_http **out, qkv_error *error);
 // The address as bound.
 const char *qkvi_http_address(const qkvi_http *http);
-// While the daemon's store is there.
+// Before the daemon's store is destroyed.
 void qkvi_http_destroy(qkvi_http **http);
 
 // What one request asks for, checked and copied out of the connection.
@@ -50,7 +50,7 @@ typedef struct qkvi_http_answer {
   size_t length;
 } qkvi_http_answer;
 
-// Not draining, and the SSD, where there is one, takes what it is given. `reason`, where not NULL, gets a word.
+// Not draining, and the SSD, where there is one, accepts writes. `reason`, where not NULL, gets a word.
 bool qkvi_http_is_ready(const qkv_daemon *daemon, const char **reason);
 
 // /metrics (metrics_text.c).

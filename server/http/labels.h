@@ -1,7 +1,7 @@
-// Names that metrics have as values of a label, tenants and models, at most as many as there is room for: what comes
-// later is counted as "other", so that clients cannot make as many time series as they like.
+// Names that metrics have as values of a label, tenants and models, up to a maximum: later ones are counted as
+// "other", so that clients cannot create any number of time series.
 //
-// A name that is in stays in as long as the process, because a counter must not fall.
+// A name stays in the table as long as the process runs, because a counter must not fall.
 //
 // Threads: any. Looking up takes no lock.
 #ifndef QKV_SERVER_HTTP_LABELS_H
@@ -32,7 +32,8 @@ typedef struct qkvi_labels {
 
 void qkvi_labels_init(qkvi_labels *labels, size_t max);
 void qkvi_labels_deinit(qkvi_labels *labels);
-// The name's row, which is made where there is none, `may_add` is set and there is room; else that of "other".
+// The name's row, which is added where it is missing, `may_add` is set and the table is not full; else that of
+// "other".
 qkvi_label *qkvi_labels_find(qkvi_labels *labels, const char *name, bool may_add);
 static inline size_t qkvi_labels_count(const qkvi_labels *labels) {
   return atomic_load_explicit(&labels->count, memory_order_acquire);

@@ -1,5 +1,5 @@
-// What is counted of calls beyond the table of metrics: latencies by method, outcomes by method and status, and calls
-// by tenant.
+// Counters of calls in addition to the table of metrics: latencies by method, outcomes by method and status, and
+// calls by tenant.
 //
 // Threads: any; counting takes no lock, but for the first call of a tenant.
 #ifndef QKV_SERVER_HTTP_OBSERVED_H

@@ -4,8 +4,8 @@
 
 #include <stddef.h>
 
-// The page, which the caller frees, with a random nonce for its own script and style, and the policy by which a
-// browser runs nothing else and asks nobody else, into `policy`.
+// The page, which the caller frees, with a random nonce for its own script and style. `policy` gets the content
+// security policy by which a browser runs nothing else and contacts no other host.
 char *qkvi_page_create(char *policy, size_t bytes);
 
 #endif

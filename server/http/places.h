@@ -1,6 +1,6 @@
-// Which HTTP connection goes where all places are taken: the one that has waited longest for its client, so that slow
-// senders and readers keep nobody out. A new connection always finds a place among those that are kept free for it,
-// and is served unless so many others come before it has sent its request.
+// Which HTTP connection is closed where all places are taken: the one that has waited longest for its client, so that
+// slow senders and readers block no others. A new connection always finds a place among the spare ones, and is served
+// unless as many others come before it has sent its request.
 //
 // Threads: all of it on the one thread of the HTTP server whose connections they are.
 #ifndef QKV_SERVER_HTTP_PLACES_H
@@ -23,12 +23,12 @@ typedef struct qkvi_http_places {
   void *context;
 } qkvi_http_places;
 
-// A connection has come, which waits for its client's request; another one may be shut down for it, whose end its
-// server then sees.
+// A new connection, which waits for its client's request. Another one may be shut down for it; the server then sees
+// that one end.
 qkvi_http_place *qkvi_http_place_open(qkvi_http_places *places, int socket);
 void qkvi_http_place_close(qkvi_http_place **place);
 
-// It begins to wait for its client, anew or at all; or it waits for the daemon.
+// The connection begins to wait for its client, or begins anew; or it waits for the daemon.
 void qkvi_http_place_wait(qkvi_http_place *place);
 void qkvi_http_place_work(qkvi_http_place *place);
 

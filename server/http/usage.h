@@ -1,7 +1,7 @@
 // What tenants and models hold, summed over all sessions.
 //
-// Threads: any. The sums are of one walk over the sessions, made at most so often that it takes a twentieth of one
-// thread's time; between two walks everyone gets the last one's.
+// Threads: any. The sums come from one walk over the sessions, which takes at most a twentieth of one thread's time;
+// between two walks every caller gets the last result.
 #ifndef QKV_SERVER_HTTP_USAGE_H
 #define QKV_SERVER_HTTP_USAGE_H
 
@@ -15,7 +15,7 @@ typedef struct qkvi_usage_row {
   char name[QKV_NAME_MAX + 1];
   uint64_t sessions;
   uint64_t tokens;         // of the longest layer of each session
-  uint64_t memory_bytes;   // of codes, exact rows and what goes with them; shared pages count for each session
+  uint64_t memory_bytes;   // of codes, exact rows and their metadata; shared pages count for each session
   uint64_t storage_bytes;  // of pages on the SSD, before they are packed
 } qkvi_usage_row;
 

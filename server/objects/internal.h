@@ -11,7 +11,7 @@
 typedef struct qkvi_object_part {
   void *data;       // in the arena; NULL: on the SSD alone, or not filled yet
   uint64_t record;  // on the SSD; 0: none yet
-  uint32_t users;   // who read `data`
+  uint32_t users;   // readers of `data`
   bool durable;     // the record is
 } qkvi_object_part;
 
@@ -23,14 +23,14 @@ typedef enum qkvi_object_entry {
   QKVI_ENTRY_FAILED,  // the journal did not take it: it is tried again
 } qkvi_object_entry;
 
-// Under the lock, but for the config, which does not change once the object is published, and `data` that is used.
+// Guarded by the lock, except the config, which does not change once the object is published, and `data` in use.
 struct qkvi_object {
   qkvi_object_config config;
   qkv_account *account;     // its tenant's, a reference: its memory is of that one's arena
   uint64_t number;          // the storage's session; 0: in memory alone
-  size_t references;        // one of the list's, while it is there
+  size_t references;        // one of the list's, while it is in it
   bool listed;              // published, and neither deleted nor replaced
-  bool removed;             // from the list of objects, and in that of removed ones while somebody reads it
+  bool removed;             // from the list of objects, and in that of removed ones while it is being read
   qkvi_object_entry entry;  // in the journal
   bool retrying;            // it has failed, and is under way again
   int64_t used_ms;          // monotonic; of a removed one, when it was read last
@@ -63,7 +63,7 @@ struct qkvi_objects {
 
   // Of recovery.
   qkvi_object *numbers;  // the table by number
-  uint64_t *superseded;  // numbers of objects whose names were given anew
+  uint64_t *superseded;  // numbers of objects whose names were reused
   size_t superseded_count;
 };
 
@@ -80,16 +80,15 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
 void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object);
-// What became of the entry in the journal; `status` is the storage's.
+// The result of the entry in the journal; `status` is the storage's.
 void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status);
-// Whether a part is durable; one that is not on its way is put.
+// Whether a part is durable; one that is not being written is put.
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part);
-// Its records are none of its tenant's any more: it is being deleted.
+// Its records no longer count for its tenant: it is being deleted.
 void qkvi_object_forget_records(qkvi_object *object);
-// A part that has been filled with bytes that are not durable.
+// A part has been filled with bytes that are not durable.
 void qkvi_object_unsettle(qkvi_objects *objects, qkvi_object *object);
-// That it is opened, into the journal; `wait` NULL: nobody waits for it, and the object takes note of what becomes of
-// it.
+// Journals that the object is opened. `wait` NULL: no caller waits for it, and the object records the result.
 qkv_status qkvi_object_journal(qkvi_objects *objects, qkvi_object *object, qkvi_journal_wait *wait, qkv_error *error);
 void qkvi_object_warm(qkvi_objects *objects, qkvi_object *object, size_t part, void *data);
 

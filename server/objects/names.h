@@ -1,4 +1,4 @@
-// What requests of many objects have in common.
+// The checks that requests for many objects share.
 #ifndef QKV_SERVER_OBJECTS_NAMES_H
 #define QKV_SERVER_OBJECTS_NAMES_H
 
@@ -8,8 +8,8 @@
 
 enum { QKVI_OBJECT_NAMES_MAX = 16384 };
 
-// `*tenant` becomes the request's (server/identity.h), of which `said` is the field. INVALID_ARGUMENT: that is none,
-// too many names, or one that is none.
+// `*tenant` becomes the request's (server/identity.h); `said` is its field. INVALID_ARGUMENT: an invalid tenant, too
+// many names, or an invalid one.
 qkv_status qkvi_object_names_check(const qkv_rpc_call *call, const char *said, char *const *names, size_t count,
                                    const char **tenant, qkv_error *error);
 

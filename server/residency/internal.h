@@ -1,6 +1,7 @@
-// What the parts of the residency share: budget.c (who may have memory), eviction.c (what leaves), write_back.c (what
-// goes to the SSD), acknowledge.c (when it is durable), restore.c and read_ahead.c (what comes back), catalogue.c and
-// loose.c (what the journal has), recovery.c and rows.c (the start), thread.c, progress.c (waiting), upkeep.c.
+// What the parts of the residency share: budget.c (reservations of memory), eviction.c, write_back.c (writes to the
+// SSD), acknowledge.c (durability), restore.c and read_ahead.c (reads from the SSD), catalogue.c (the journal),
+// loose.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c (waiting),
+// upkeep.c.
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
@@ -33,21 +34,21 @@ typedef struct qkvi_journaled {
   struct qkvi_journaled *next;
 } qkvi_journaled;
 
-// A truncation on its way; those that failed are kept.
+// A truncation that is being written; those that failed are kept.
 typedef struct qkvi_failed_cut {
   qkvi_residency *residency;
   uint64_t session;
   struct qkvi_failed_cut *next;
 } qkvi_failed_cut;
 
-// More of them than this may be read by two sessions at once, in vain for one of the two.
+// Shared ranges beyond this number may be read by two sessions at once, in vain for one of the two.
 enum { QKVI_RESTORING_SHARED = 64 };
 
-// A layer that someone brings back; on that one's stack.
+// A layer that a thread brings back; on the stack of that thread.
 typedef struct qkvi_restoring {
   const qkv_session *session;
   uint32_t layer;
-  const void *shared[QKVI_RESTORING_SHARED];  // ranges of the layer that other sessions have, too: not looked into
+  const void *shared[QKVI_RESTORING_SHARED];  // ranges of the layer that other sessions have, too; not dereferenced
   size_t shared_count;
   uint64_t window;  // bytes that are read ahead of what is put back
   struct qkvi_restoring *next;
@@ -63,20 +64,20 @@ typedef struct qkvi_turn {
   struct qkvi_turn *next;
 } qkvi_turn;
 
-// `begin` waits for the turn: CANCELLED where the client of `call` goes before (NULL: nobody's), and then there is no
-// turn to end. `take` reserves `bytes` as qkvi_budget_reserve does, once or more; `end` lets the next one in.
+// `begin` waits for the turn: CANCELLED where the client of `call` goes before (NULL: no client); then there is no
+// turn to end. `take` reserves `bytes` as qkvi_budget_reserve does, once or more; `end` passes the turn on.
 qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv_rpc_call *call, size_t held,
                            qkv_error *error);
 qkv_status qkvi_turn_take(const qkvi_turn *turn, uint64_t bytes, uint64_t *reservation, qkv_error *error);
 void qkvi_turn_end(qkvi_turn *turn);
 
-// A session of which layers to come are brought back (server/residency/read_ahead.c).
+// A session whose next layers are read ahead (server/residency/read_ahead.c).
 typedef struct qkvi_ahead {
   const qkv_session *session;
   struct qkvi_ahead *next;
 } qkvi_ahead;
 
-// A session whose end may move: records of it may lie where the start could not read.
+// A session whose end is unconfirmed: records of it may lie where the start could not read.
 typedef struct qkvi_loose {
   uint64_t session;
   UT_hash_handle hh;
@@ -109,7 +110,7 @@ struct qkvi_residency {
   qkvi_pending *pending;
   uint64_t cuts;               // truncations that are not durable yet
   qkv_status failure;          // of the last record; OK again once one is durable
-  int64_t pause_ms, retry_ms;  // since it failed the disk rests so long, until then
+  int64_t pause_ms, retry_ms;  // after a failure nothing is written for so long, until then
   qkvi_journaled *journaled;
   qkvi_failed_cut *failed_cuts;
   qkvi_loose *loose;
@@ -117,15 +118,15 @@ struct qkvi_residency {
   bool compacting;                 // for a call
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   bool full;                       // the budget or the device has no headroom
-  bool hastening;                  // a sync that someone waits for is under way
+  bool hastening;                  // a sync that a caller waits for is under way
   qkvi_restoring *restoring;       // layers that are being brought back
   qkvi_ahead *ahead;               // sessions that are read ahead
   size_t ahead_count;
-  qkvi_turn *turns;  // who claims memory, first come, first served: the first one makes it
+  qkvi_turn *turns;  // threads that claim memory, first come, first served: the first one evicts for it
   size_t holds;      // of layers, but those of threads that wait for memory or for a layer
 
   pthread_mutex_t models_lock;    // one model at a time into the journal
-  pthread_mutex_t loose_lock;     // one session at a time is tied
+  pthread_mutex_t loose_lock;     // the end of one session at a time is confirmed
   pthread_mutex_t notes_lock;     // one note at a time, in the journal and in memory
   _Atomic bool unsettled;         // some session may have something to settle
   _Atomic uint64_t restore_rate;  // bytes a second that came back lately; 0: not known yet
@@ -133,8 +134,8 @@ struct qkvi_residency {
   bool started;
   uint64_t expel_above;   // bytes on the disk; with more, storage-budget has no headroom for another segment
   bool unread;            // the start could not read all segments
-  uint64_t buffer_bytes;  // of memory-budget, reserved for what is on its way to the disk and back
-  // The thread's: the same for what is known of each record, as of then.
+  uint64_t buffer_bytes;  // of memory-budget, reserved for writes to the disk and reads from it
+  // The thread's: bytes of memory-budget reserved for the directory of records, as of its last count.
   uint64_t directory_bytes;
   int64_t counted_ms;
 };
@@ -144,55 +145,54 @@ void *qkvi_tier_read_begin(void *context, const uint64_t *records, size_t count,
 qkv_status qkvi_tier_read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error);
 void qkvi_tier_read_end(void *reading);
 
-// Bytes that one who brings pages back may have read and not taken yet, while others have `taken`: half of what is
-// left, so that all together keep to what is reserved for them. 0: one page at a time.
+// Bytes that a thread that brings pages back may have read and not consumed yet, while others have `taken`: half of
+// what is left, so that all together keep to their reservation. 0: one page at a time.
 uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
 
-#define QKVI_STEP_MS 20  // at least so often what is waited for is looked at
+#define QKVI_STEP_MS 20  // a waiting thread checks its condition at least so often
 
 int64_t qkvi_now_ms(void);
-// Whether nobody waits for the call's result any more; NULL: somebody does.
+// Whether the client no longer waits for the call's result; NULL: false.
 bool qkvi_client_is_gone(const qkv_rpc_call *call);
 void qkvi_residency_lock(qkvi_residency *residency);
 void qkvi_residency_unlock(qkvi_residency *residency);
 uint64_t qkvi_progress_count(qkvi_residency *residency);
-// Waits until something has happened since `seen`, or `ms` are over. Returns what to wait from the next time.
+// Waits until there was progress since `seen`, or `ms` are over. Returns `seen` of the next wait.
 uint64_t qkvi_progress_await(qkvi_residency *residency, uint64_t seen, int64_t ms);
 qkv_status qkvi_write_back_failure(qkvi_residency *residency);
-// Something that is waited for has moved.
+// Wakes the threads that wait for progress.
 void qkvi_progress_signal(qkvi_residency *residency);
-// What is written becomes durable now rather than within a second.
+// Sync now: what is written becomes durable now rather than within a second.
 void qkvi_write_back_hasten(qkvi_residency *residency);
 
-// All sessions that are not in memory alone, a reference each; to be given back. For what is seldom done.
+// All sessions that are not in memory alone, with a reference each, which the caller returns. For rare operations.
 qkv_session **qkvi_residency_sessions(qkvi_residency *residency, size_t *count);
 void qkvi_residency_drop_sessions(qkv_session **sessions, size_t count);
 
-// Whether it is this one that has its name.
+// Whether this session is the open one of its name.
 bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session);
 
 // Bytes of memory-budget that are used or promised.
 uint64_t qkvi_budget_taken(qkvi_residency *residency);
-// memory-budget, which what is fixed at the start is a part of.
+// The whole memory-budget, including what is reserved for good at the start.
 uint64_t qkvi_budget_whole(const qkvi_residency *residency);
 
-// Whether a session may be deleted for want of space on the SSD; and that it is, what is in memory, too: `reason` is
-// the log's message.
+// Whether a session may be deleted for want of space on the SSD; deletes it, in memory, too: `reason` is the log's
+// message.
 bool qkvi_eviction_may_expel(const qkv_session *session);
 void qkvi_eviction_expel_one(qkvi_residency *residency, qkv_session *session, const char *reason);
 
-// storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, and from memory, or
-// objects that were not used for longer.
+// storage-budget has no headroom: deletes the least recently used session that is not pinned, from the SSD and from
+// memory, or objects that were not used for longer.
 void qkvi_eviction_expel(qkvi_residency *residency);
-// Sessions and objects leave memory, the longest unused first, down to `target` bytes; layers in use are waited for,
-// or left out. Returns the bytes that were freed. One at a time: others wait for its end.
+// Evicts sessions and objects from memory, the least recently used first, down to `target` bytes. Layers in use are
+// waited for, or skipped. Returns the bytes that were freed. One run at a time: other callers wait for its end.
 uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait);
-// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have; returns how
-// many.
-// `*left`: there are more, of sessions that were in use just now.
+// Codes exact rows of the least recently used sessions into pages, which can be evicted, until `bytes` of rows are
+// coded; returns how many. `*left`: there are more, of sessions that were in use just now.
 uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left);
 
-// Opens the storage and fills the store (recovery.c). So much may wait to be written.
+// Opens the storage and fills the store (recovery.c). At most `dirty_bytes` may wait to be written.
 qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_options *options, uint64_t dirty_bytes,
                                   qkv_error *error);
 
@@ -200,32 +200,32 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
 void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
 void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_drop_loose(qkvi_residency *residency);
-// Puts a payload [bytes], which is let go once it is written, or here where 0 is returned: refused now. NULL there is
-// let through.
+// Puts a payload [bytes], which is released once it is written, or at once where 0 is returned: refused for now.
+// Releasing NULL is allowed.
 typedef struct qkvi_payload qkvi_payload;
 uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, qkvi_payload *payload,
                              uint64_t bytes);
 void qkvi_write_back_let_go(qkvi_payload *payload);
-// Whether nothing of the session is put now; what is not put is looked at again later.
+// Whether nothing of the session is put now; it is tried again later.
 bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session);
 // As qkv_backing.put_rows, in records of kind QKVI_RECORD_ROWS.
 uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
                        uint32_t tokens, const void *k, const void *v);
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
-// The disk refused something; under the lock.
+// A write failed; under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);
 
 // The table of a tier; `sync_now` as of qkvi_backing.
 void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now);
-// Whether the disk is left alone for now. Whether truncations are on their way to it.
+// Whether writes pause after a failure. Whether truncations are being written.
 bool qkvi_write_back_rests(qkvi_residency *residency);
 bool qkvi_write_back_cuts_waiting(qkvi_residency *residency);
-// Records that did not become durable, and that the storage has no more.
+// Forgets records that did not become durable and that the storage no longer has.
 void qkvi_write_back_forget_gone(qkvi_residency *residency);
 // The thread (thread.c).
 void *qkvi_residency_work(void *context);
 
-// Waiting for an entry of the journal: `done` with this as its context, then finish.
+// Waits for an entry of the journal: qkvi_catalogue_on_journal is its `done`, with this as context; then finish_wait.
 typedef struct qkvi_journal_wait {
   qkvi_residency *residency;
   bool done;
@@ -234,15 +234,15 @@ typedef struct qkvi_journal_wait {
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_on_journal(void *context, qkv_status status);
 qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error);
-// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread, which
-// then writes those that sessions on the SSD are coded with.
+// Whether pages of this calibration may be put: it is journaled. If not, the thread is asked to journal the
+// calibrations that sessions on the SSD are coded with.
 bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version);
 void qkvi_catalogue_journal_calibrations(qkvi_residency *residency);
 
 // Writes an entry and waits until it is durable.
 qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
                                   const void *payload, uint64_t bytes, qkv_error *error);
-// What was put of a layer up to now ends at `position`, for ever.
+// Truncates what was put of a layer up to now to `position`, for good.
 void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position);
 
 #endif

@@ -19,21 +19,21 @@
 
 #include "server/residency/internal.h"
 
-// Records of rows that the start was told of, of all sessions; each told once for each session whose view has it.
+// Records of rows that recovery reported, of all sessions; each once for every session whose view has it.
 typedef struct qkvi_found_rows qkvi_found_rows;
 
 qkvi_found_rows *qkvi_found_rows_create(void);
 void qkvi_found_rows_destroy(qkvi_found_rows **found);
 void qkvi_found_rows_add(qkvi_found_rows *found, const qkv_record_info *info);
 
-// Once the storage is open: appends what was found of the layer to it, from its length on, but no more than
+// Once the storage is open: appends the rows found of the layer to it, from its length on, but no more than
 // `tokens_max` tokens; `number` is the session's in the storage. `*length` gets the layer's length then. `*beyond` is
-// raised to the end of the records, `*readable` says whether all that were needed could be read: the others may be
-// there for the next start. RESOURCE_EXHAUSTED (the arena's).
+// raised to the end of the records, `*readable` says whether all that were needed could be read: the next start may
+// be able to read the others. RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkvi_found_rows_take(qkvi_found_rows *found, qkv_storage *storage, qkv_session *session, uint64_t number,
                                 uint32_t layer, uint64_t tokens_max, uint64_t *length, uint64_t *beyond,
                                 bool *readable, qkv_error *error);
-// Then: records that no session needs, as pages cover them, are dropped.
+// After that: drops the records that no session needs, as pages cover them.
 void qkvi_found_rows_drop(qkvi_found_rows *found, qkv_storage *storage);
 
 #endif

@@ -1,4 +1,4 @@
-// Memory that clients' rows are copied to before they are looked at: some of it is kept between requests, as taking
+// Memory that clients' rows are copied to before they are checked. Some of it is kept between requests, as allocating
 // it anew costs more than the copy. Measured on a virtual machine, 16 MiB in pages of 4 KiB: 90 ms, the copy 4 ms.
 //
 // Threads: any.
@@ -15,11 +15,11 @@ typedef struct qkvi_buffer {
   size_t bytes;   // at least what was asked for
 } qkvi_buffer;
 
-// Keeps at most `kept_max` bytes that nobody uses.
+// Keeps at most `kept_max` unused bytes.
 qkvi_buffers *qkvi_buffers_create(size_t kept_max);
 void qkvi_buffers_destroy(qkvi_buffers **buffers);  // all have been returned
 
-// At least 1 byte. What was in it stays there.
+// At least 1 byte. Earlier content is not cleared.
 qkvi_buffer qkvi_buffers_borrow(qkvi_buffers *buffers, size_t bytes);
 // Clears *buffer; one that is clear is ok.
 void qkvi_buffers_return(qkvi_buffers *buffers, qkvi_buffer *buffer);

@@ -4,12 +4,11 @@
 //   region    [offset, offset + bytes) of a POSIX shared memory object, mapped until it is unregistered and the last
 //             request that uses it is done
 //   name      the client's, of its tenant: a region of another tenant does not exist for it
-//   whose     an object is mapped only where it belongs to the user who asks for it: the daemon may be allowed to
-//   open
-//             more than its client is
+//   owner     an object is mapped only where it belongs to the user who asks for it: the daemon may be allowed to
+//             open more than its client is
 //
-// What is registered goes with the process: a client registers again after a restart. The bytes are the client's at
-// all times; copy.h says how they are touched.
+// Registrations end with the process: a client registers again after a restart. The client may change the bytes at
+// any time; copy.h says how they are accessed.
 //
 // Threads: any. Adding and mapping wait for the file system of /dev/shm, in memory.
 #ifndef QKV_SERVER_SHARED_MEMORY_REGIONS_H
@@ -58,9 +57,9 @@ qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]);
 void qkvi_regions_destroy(qkvi_regions **regions);  // NULL inside is none; no request uses one any more
 
-// Maps and names a region. The same once more (name, key, object and place) is ok. INVALID_ARGUMENT names the field:
-// a name or key that is none, no bytes, a region that reaches beyond the object's end. NOT_FOUND: there is no such
-// object. PERMISSION_DENIED: it is not the property of `owner`, or the daemon may not open it. ALREADY_EXISTS: the
+// Maps and names a region. Repeating it (same name, key, object and place) is ok. INVALID_ARGUMENT names the field:
+// an invalid name or key, no bytes, a region that reaches beyond the object's end. NOT_FOUND: the object does not
+// exist. PERMISSION_DENIED: it is not the property of `owner`, or the daemon may not open it. ALREADY_EXISTS: the
 // name is another region's. RESOURCE_EXHAUSTED: `limit-client-shm`, or no address space.
 qkv_status qkvi_regions_add(qkvi_regions *regions, const qkvi_region_spec *spec, uid_t owner, qkv_error *error);
 // "": all of the tenant. NOT_FOUND: it has none of this name.
@@ -71,14 +70,14 @@ qkv_status qkvi_regions_each(qkvi_regions *regions, const char *tenant, const ch
                              void (*fn)(void *context, const qkvi_region_spec *spec), void *context,
                              qkv_error *error);
 
-// A reference to the region that holds the part. `field` is what stands in front of an error's text. NOT_FOUND:
+// A reference to the region that holds the part. `field` is put in front of an error's text. NOT_FOUND:
 // "k.shared_memory_region r is not registered". INVALID_ARGUMENT: it reaches beyond the region.
 qkv_status qkvi_regions_find(qkvi_regions *regions, const char *tenant, const qkvi_region_part *part,
                              const char *field, qkvi_region **region, qkv_error *error);
 void qkvi_region_release(qkvi_region *region);  // NULL is none
 
 // Copies [offset, offset + bytes) of the region, which is inside (asserted). FAILED_PRECONDITION: the object has
-// become shorter than the region, or the machine has no memory for it; of what is copied some may be then.
+// become shorter than the region, or the machine has no memory for it; then some bytes may have been copied.
 qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error);
 qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error);
 
@@ -86,10 +85,10 @@ qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *d
 // `part`.
 void qkvi_region_put(qkv_wire_writer *writer, const qkvi_region_part *part, uint64_t offset, uint64_t bytes);
 
-// Where copies of what lies in regions go.
+// The buffers that regions are copied to.
 qkvi_buffers *qkvi_regions_buffers(qkvi_regions *regions);
 
-// Bytes of all regions that are mapped, of the process: resident or not, they are not the daemon's.
+// Bytes of all regions that the process has mapped: resident or not, they are not the daemon's memory.
 uint64_t qkvi_regions_mapped(void);
 
 #endif

@@ -1,4 +1,4 @@
-// What the calls of one tenant take: messages' bytes and appended rows, against the rates of its quota, and totals.
+// Meters the calls of one tenant: messages' bytes and appended rows, against the rates of its quota, and totals.
 //
 // Threads: the owner's (server/rpc_limits.h: under its lock).
 #ifndef QKV_SERVER_TENANTS_METER_H
@@ -9,7 +9,7 @@
 #include "engine/base/status.h"
 #include "server/tenants/rate.h"
 
-// Of a tenant's calls; 0: no limit. `weight` is that of its share (engine/base/fair.h).
+// The quota of a tenant's calls; 0: no limit. `weight` is that of its share (engine/base/fair.h).
 typedef struct qkvi_call_quota {
   uint64_t calls, models;
   uint64_t bytes_per_second, rows_per_second;
@@ -34,9 +34,9 @@ void qkvi_meter_take(qkvi_meter *meter, uint64_t bytes, uint64_t rows, uint64_t 
 // How long its calls have to wait to keep to the rates. Where that is not 0, *error gets "quota bytes_per_second of
 // tenant x is 1000, it has used 4200 more: 5 s to wait".
 uint64_t qkvi_meter_wait_ms(qkvi_meter *meter, const char *tenant, uint64_t now_ns, qkv_error *error);
-// One model more: RESOURCE_EXHAUSTED "quota models of tenant x is 3, it has registered 3".
+// Counts one more model: RESOURCE_EXHAUSTED "quota models of tenant x is 3, it has registered 3".
 qkv_status qkvi_meter_take_model(qkvi_meter *meter, const char *tenant, qkv_error *error);
-// Whether it could be forgotten: nothing has to wait, and no model counts.
+// Whether the meter can be dropped: nothing has to wait, and no model counts.
 bool qkvi_meter_is_idle(qkvi_meter *meter, uint64_t now_ns);
 
 #endif

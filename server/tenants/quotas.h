@@ -1,8 +1,8 @@
 // The quotas of all tenants, and the file that they lie in.
 //
-// The file (quota.h) is the one place of what is in force: an operator edits it, and Admin.SetQuota writes it anew
-// before it answers, so that a crash keeps what was answered. A line of another tenant, and a comment, stays as it
-// is.
+// The file (quota.h) is the only source of the quotas in force: an operator edits it, and Admin.SetQuota rewrites it
+// before it answers, so that a crash keeps what was acknowledged. Lines of other tenants, and comments, stay as they
+// are.
 //
 // Threads: any. `get` never waits for the file.
 #ifndef QKV_SERVER_TENANTS_QUOTAS_H
@@ -17,15 +17,15 @@ enum { QKVI_QUOTAS_MAX = 65536 };  // lines
 typedef struct qkvi_quotas_config {
   const char *path;  // NULL: there is no file, and no quota can be set
   bool may_be_missing;
-  uint64_t host_bytes, ssd_bytes;  // that all guarantees keep to; ssd_bytes 0: no limit
+  uint64_t host_bytes, ssd_bytes;  // limits of all guarantees together; ssd_bytes 0: no limit
 } qkvi_quotas_config;
 
 // Reads the file. UNAVAILABLE: it cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
 qkv_status qkvi_quotas_create(const qkvi_quotas_config *config, qkvi_quotas **out, qkv_error *error);
 void qkvi_quotas_destroy(qkvi_quotas **quotas);
 
-// Reads it again where it has changed, or with `always`; what was known stays where that fails. `changed` says
-// whether it was read.
+// Reads the file again where it has changed, or with `always`; where that fails the previous quotas stay in force.
+// `changed` says whether it was read.
 qkv_status qkvi_quotas_reload(qkvi_quotas *quotas, bool always, bool *changed, qkv_error *error);
 
 // The tenant's quota, else that of "*", with the tenant's name; false: it has neither, and `quota` is empty.
@@ -33,8 +33,8 @@ bool qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, 
 // Those of the file, in the order of tenants, "*" first. The caller frees `*out`. Returns how many.
 size_t qkvi_quotas_list(qkvi_quotas *quotas, qkv_quota **out);
 
-// Takes the place of the tenant's; an empty one removes it. The file is durable with OK, and nothing has changed
-// otherwise. INVALID_ARGUMENT: qkv_quota_check, or the guarantees of all are more than there is.
+// Replaces the tenant's quota; an empty one removes it. The file is durable with OK, and nothing has changed
+// otherwise. INVALID_ARGUMENT: qkv_quota_check, or the guarantees of all together exceed the limits.
 // FAILED_PRECONDITION: there is no file. UNAVAILABLE: it cannot be written. Waits for the disk.
 qkv_status qkvi_quotas_set(qkvi_quotas *quotas, const qkv_quota *quota, qkv_error *error);
 

@@ -1,7 +1,7 @@
 // A rate: so many units a second on average, one second's worth of them at once.
 //
-// What is taken is a debt that the time pays off. Taking never fails; whoever looks first how long the debt needs
-// keeps to the rate.
+// A token bucket: units that are taken are a debt that time pays off. Taking never fails; a caller that first waits
+// qkvi_rate_wait_ms keeps to the rate.
 //
 // Pure. Threads: the owner's.
 #ifndef QKV_SERVER_TENANTS_RATE_H

@@ -1,4 +1,4 @@
-// What each tenant takes beside what it may take, for Admin.GetQuota and /metrics.
+// What each tenant uses, and its quota, for Admin.GetQuota and /metrics.
 //
 // Threads: any.
 #ifndef QKV_SERVER_TENANTS_USAGE_H
@@ -13,10 +13,10 @@ typedef struct qkvi_tenant_usage {
   qkvi_call_usage calls;
 } qkvi_tenant_usage;
 
-// Of one tenant, whoever it is.
+// Of one tenant, known or not.
 void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage);
-// Of all that have a quota, take something or have called, in the order of names, without "*". The caller frees
-// `*out`. Returns how many.
+// Of all tenants that have a quota, use something or have called, in the order of names, without "*". The caller
+// frees `*out`. Returns how many.
 size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out);
 
 #endif

@@ -1,16 +1,13 @@
 // One GPU: its memory, its kernels, calls under way on it, and copies to it.
 //
-//   upload    host memory ─► staging (pinned, two halves) ─► blocks of the heap        one at a time, on a stream of
-//   its own call      input (pinned, read by kernels where it lies) ─► launches ─► output (pinned, written by
-//   kernels)
+//   upload    host memory ─► staging (pinned, two halves) ─► blocks of the heap     one at a time, on its own stream
+//   call      input (pinned, read in place by kernels) ─► launches ─► output (pinned, written by kernels)
 //
-// Each call has a stream, so that calls overlap; there is a fixed number of them, and who finds none computes
-// elsewhere.
+// Each call has a stream, so that calls overlap. Their number is fixed; a caller that finds none computes elsewhere.
 //
-// Failure: memory that runs out is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, and a
+// Failure: running out of memory is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, and a
 // call that does not end in time, ends the use of the device, as the driver's contexts do not recover: the device is
-// down, says so once in the log, and everything asked of it from then on is QKV_UNAVAILABLE. Close it and open it
-// again to try anew.
+// down, logs that once, and every later operation is QKV_UNAVAILABLE. Close it and open it again to retry.
 //
 // Threads: any, all functions but open and close; a call belongs to one thread at a time.
 #ifndef QKV_STORAGE_GPU_DEVICE_H
@@ -55,7 +52,7 @@ typedef struct qkv_gpu_info {
   int processors;        // multiprocessors
   uint64_t bytes_total;  // of the device, which others use as well
   qkv_gpu_heap_stats heap;
-  uint64_t calls;  // ended well since it was opened
+  uint64_t calls;  // that succeeded since it was opened
   uint64_t uploaded_bytes;
   bool up;
   char reason[QKV_ERROR_TEXT_MAX];  // why it is not
@@ -72,7 +69,7 @@ void qkv_gpu_close(qkv_gpu_device **device);
 bool qkv_gpu_is_up(qkv_gpu_device *device);
 qkv_gpu_info qkv_gpu_read(qkv_gpu_device *device);
 
-// A block, or 0 where there is none: the budget is used, the device's memory is, or it is down.
+// A block, or 0: the budget or the device's memory is used up, or the device is down.
 qkv_cuda_memory qkv_gpu_alloc(qkv_gpu_device *device, uint64_t bytes);
 // When no call that was submitted reads or writes it any more.
 void qkv_gpu_free(qkv_gpu_device *device, qkv_cuda_memory at, uint64_t bytes);
@@ -82,20 +79,20 @@ typedef struct qkv_gpu_copy {
   const void *from;
   size_t bytes;
 } qkv_gpu_copy;
-// Returns once all is there; `from` is read before.
+// Returns once all is copied; `from` may be reused then.
 qkv_status qkv_gpu_upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error);
 
-// A call, or NULL where all are under way or the device is down. Its output holds what an earlier one left there.
+// A call, or NULL where all are in use or the device is down. Its output is not cleared.
 qkv_gpu_call *qkv_gpu_begin(qkv_gpu_device *device);
 void *qkv_gpu_input(qkv_gpu_call *call);
 const void *qkv_gpu_output(qkv_gpu_call *call);
 // The same memory as kernels see it.
 qkv_cuda_memory qkv_gpu_input_address(const qkv_gpu_call *call);
 qkv_cuda_memory qkv_gpu_output_address(const qkv_gpu_call *call);
-// Behind what was launched before in this call. `arguments` is the kernel's one parameter, by value, and copied here.
+// Launches after earlier kernels of this call. `arguments` is the kernel's one parameter, by value, and copied here.
 qkv_status qkv_gpu_launch(qkv_gpu_call *call, size_t kernel, uint32_t blocks, uint32_t threads, const void *arguments,
                           size_t argument_bytes, qkv_error *error);
-// Waits until all that was launched has ended; the output is valid where it returns QKV_OK.
+// Waits until all launched kernels have ended; the output is valid where it returns QKV_OK.
 qkv_status qkv_gpu_wait(qkv_gpu_call *call, qkv_error *error);
 // Gives the call back, waited for or without a launch.
 void qkv_gpu_end(qkv_gpu_call *call);

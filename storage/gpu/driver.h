@@ -1,4 +1,4 @@
-// The CUDA driver, found when the program runs.
+// The CUDA driver, loaded at run time.
 //
 // Nothing links against libcuda: qkv_cuda_load looks for libcuda.so.1 and for each function of one table. The same
 // binary runs where there is no GPU, no driver, or one that is too old, and says which. The declarations are our own,
@@ -86,8 +86,8 @@ typedef struct qkv_cuda_driver {
 #undef X
 } qkv_cuda_driver;
 
-// Fills `driver`. UNAVAILABLE with a sentence that says why there is none to be used: no library, a stub, a driver
-// without one of the functions, or cuInit's error. The library stays loaded.
+// Fills `driver`. UNAVAILABLE with the reason: no library, a stub, a driver without one of the functions, or cuInit's
+// error. The library stays loaded.
 qkv_status qkv_cuda_load(qkv_cuda_driver *driver, qkv_error *error);
 // "CUDA_ERROR_OUT_OF_MEMORY"; "an unknown error" where the driver does not know it.
 const char *qkv_cuda_result_name(const qkv_cuda_driver *driver, int result);

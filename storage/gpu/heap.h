@@ -1,8 +1,8 @@
 // Memory of a GPU, in blocks.
 //
-// The driver gives large pieces; blocks are cut from them by tables that lie on the host, since free memory of a
-// device cannot hold a list of itself. A block comes from the first piece that has a large enough free range, at its
-// lowest address. Pieces stay until the heap goes: the budget of a device is reserved for it once it has been used.
+// The driver gives large pieces; blocks are cut from them. The free lists are tables on the host, as it cannot keep
+// them in free memory of the device. A block comes from the first piece that has a large enough free range, at its
+// lowest address. Pieces stay until the heap is destroyed: memory of the device that was used once stays reserved.
 //
 //   piece  |block|block|   free   |block|free|     64 MiB, more for a larger block; blocks are multiples of 256 bytes
 //
@@ -31,18 +31,18 @@ typedef struct qkv_gpu_heap_stats {
 
 typedef struct qkv_gpu_heap qkv_gpu_heap;
 
-// Pieces take `bytes_max` at most; the last one is smaller than the others where that is no multiple of them.
+// Pieces take `bytes_max` at most; the last one is smaller where that is no multiple of the piece size.
 qkv_gpu_heap *qkv_gpu_heap_create(uint64_t bytes_max, qkv_gpu_pieces source);
 // All pieces are given back, and blocks with them. Clears *heap.
 void qkv_gpu_heap_destroy(qkv_gpu_heap **heap);
 
-// The address of `bytes` (> 0), or 0 where neither the pieces nor the budget have so many in one range.
+// The address of `bytes` (> 0), or 0 where neither the pieces nor the budget have so many contiguous bytes.
 uint64_t qkv_gpu_heap_alloc(qkv_gpu_heap *heap, uint64_t bytes);
 // `bytes` as they were asked for; `at` 0 is none.
 void qkv_gpu_heap_free(qkv_gpu_heap *heap, uint64_t at, uint64_t bytes);
 
 qkv_gpu_heap_stats qkv_gpu_heap_read(qkv_gpu_heap *heap);
-// NULL, or what does not hold.
+// NULL, or the invariant that does not hold.
 const char *qkv_gpu_heap_validate(qkv_gpu_heap *heap);
 
 #endif

@@ -1,6 +1,6 @@
-// Whose view has which rows, as simply as can be said: every token of every session and layer has a number, which a
-// fork takes over from its parent and a truncation makes anew. A record has the numbers that its session had when it
-// was put, and a session has of a record, if it is its own or an ancestor's, as many tokens as have its numbers.
+// A simple model of which rows a session's view has. Every token of every session and layer has a number, which a
+// fork copies from its parent and a truncation replaces by a new one. A record has the numbers that its session had
+// when it was put. A session has the tokens of a record, its own or an ancestor's, whose numbers equal the session's.
 //
 //   parent  1 2 3 4 5 6      fork at 4      child  1 2 3 4 12 13      parent cut at 2      parent  1 2 14 15 16 17
 #ifndef QKV_TESTS_FAULT_LINEAGE_H
@@ -20,7 +20,7 @@ enum {
 };
 
 typedef struct lineage {
-  uint32_t last;  // number that was given
+  uint32_t last;  // number that was assigned
   uint32_t tokens[LINEAGE_SESSIONS][LINEAGE_LAYERS][LINEAGE_TOKENS];
   int parents[LINEAGE_SESSIONS];
   struct {
@@ -37,7 +37,7 @@ void lineage_fork(lineage *of, size_t session, size_t parent, const uint64_t pos
 void lineage_cut(lineage *of, size_t session, uint32_t layer, uint64_t position);
 void lineage_put(lineage *of, size_t session, size_t record, uint32_t layer, uint64_t position);
 uint32_t lineage_tokens(const lineage *of, size_t session, size_t record);
-// Whether every view has the same of both.
+// Whether every view has the same tokens of both records.
 bool lineage_same(const lineage *of, size_t record, size_t other);
 // Whether `ancestor` is the session, or what it was forked from directly or not.
 bool lineage_inherits(const lineage *of, size_t session, size_t ancestor);

@@ -1,5 +1,5 @@
-// The model of a storage over a faulty disk: what was asked of it, and what it must tell when it is opened again.
-// model_test.c asks, model.c judges.
+// The model of a storage over a faulty disk: the operations on it, and what it must report when it is opened again.
+// model_test.c operates, model.c checks.
 #ifndef QKV_TESTS_FAULT_MODEL_H
 #define QKV_TESTS_FAULT_MODEL_H
 
@@ -37,10 +37,10 @@ typedef struct model_record {
   bool written;  // with QKV_OK
   bool durable;  // acknowledged
   bool gone;     // closed, cut or dropped, acknowledged or not
-  bool dropped;  // only that: it may come back
+  bool dropped;  // only dropped: it may come back
 } model_record;
 
-// What lineage.h is told, in this order.
+// The events for lineage.h, in this order.
 typedef struct model_event {
   enum { OPENED, FORKED_FROM, CUT, PUT } what;
   size_t session, parent, which;  // a cut or a record
@@ -57,17 +57,17 @@ typedef struct model_cut {
   uint64_t session, position, watermark;
   uint32_t layer;
   bool durable;
-  bool failed;  // it could not be written; it may be there nevertheless
-  bool void_;   // it did not reach the journal, or nothing hangs on it any more
-  bool told;    // by the last opening
+  bool failed;  // it could not be written; it may be on the disk nevertheless
+  bool void_;   // it was not journaled, or nothing depends on it any more
+  bool told;    // reported by the last opening
 } model_cut;
 
 typedef struct model {
   uint64_t seed;
   fault_disk *disk;
   qkv_storage *storage;
-  bool faults;       // errors may come
-  bool sync_failed;  // or may have come
+  bool faults;       // errors may occur
+  bool sync_failed;  // a sync may have failed
   model_record records[RECORDS_MAX];
   size_t record_count;
   model_session sessions[SESSIONS_MAX];
@@ -76,15 +76,15 @@ typedef struct model {
   size_t cut_count;
   model_event events[EVENTS_MAX];
   size_t event_count;
-  lineage now;   // of all that was asked for
-  size_t waits;  // callbacks that are to come
-  // What a restart told.
+  lineage now;   // of all operations
+  size_t waits;  // pending callbacks
+  // Reported by a restart.
   qkv_record_info told[TOLD_MAX];
   size_t told_count;
   uint64_t told_sessions[SESSIONS_MAX];
   size_t told_session_count;
-  uint64_t rewritten;  // times that the journal was written anew while it ran
-  uint64_t inherited;  // records that were told of heirs
+  uint64_t rewritten;  // times that the journal was rewritten while it ran
+  uint64_t inherited;  // records that were reported for heirs
 } model;
 
 #define CHECK(on, condition, ...)                                                        \
@@ -97,18 +97,18 @@ typedef struct model {
   } while (0)
 
 model_record *model_record_of(model *on, uint64_t number);
-// The session's place among on->sessions; fails where it never was.
+// The session's index in on->sessions; fails where it was never opened.
 size_t model_place_of(const model *on, uint64_t session);
 void model_apply(const model *on, lineage *to, const model_event *event);
 bool model_cut_hits(const model_cut *cut, uint64_t session, uint32_t layer, uint64_t number, uint64_t position);
 
-// What the last opening has told.
+// Checks what the last opening has reported.
 void model_check_sessions(model *on);
 void model_check_told(model *on);
 void model_check_durable(model *on);
-// Whether nobody can say if a cut counts that heirs of a closed session depend on.
+// Whether it is undecided if a cut counts that heirs of a closed session depend on.
 bool model_is_unsure(const model *on);
-// From here on what was told is there and the rest is gone. A record may come back where a newer one is damaged.
+// From here on the model has what was reported and nothing else. A record may come back where a newer one is damaged.
 void model_believe(model *on);
 
 #endif

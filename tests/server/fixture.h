@@ -4,7 +4,7 @@
 //   fixture_client *client = fixture_connect(daemon->unix_address);
 //   fixture_result result = fixture_call(client, "/qkv.v1.Admin/GetStatus", NULL, 0, 5000);
 //
-// What goes wrong in the fixture itself fails the test. Calls block; a client is used by one thread.
+// Errors in the fixture itself fail the test. Calls block; a client is used by one thread.
 #ifndef TESTS_SERVER_FIXTURE_H
 #define TESTS_SERVER_FIXTURE_H
 
@@ -40,7 +40,7 @@ int fixture_stop(fixture_daemon **daemon, int signal, int64_t wait_ms);
 // streams), cut to `size`.
 int fixture_run(const char *const *arguments, char *output, size_t size);
 
-// The last value of "VmRSS" and the like in /proc/PID/status, in bytes.
+// The value of "VmRSS" and the like in /proc/PID/status, in bytes.
 int64_t fixture_memory(const fixture_daemon *daemon, const char *key);
 
 // A directory of its own; the caller removes it with fixture_remove_directory.
@@ -48,11 +48,11 @@ void fixture_make_directory(char *path, size_t size);
 void fixture_remove_directory(const char *path);
 
 int64_t fixture_now_ms(void);
-// For what must happen, however busy the machine is.
+// Time-out of waits that must succeed, however busy the machine is.
 #define FIXTURE_PATIENCE_MS 240000
 void fixture_sleep_ms(int64_t ms);
 
-// Whether the tests are built with a sanitizer: memory and time are then not what they are for.
+// Whether the tests are built with a sanitizer: then limits of memory and time do not hold.
 bool fixture_is_sanitized(void);
 
 // ---- Calls ----

@@ -1,5 +1,5 @@
 // What the tests of the KvCache handlers share: one model's geometry, rows that follow from a seed and their
-// position, requests over them, and a twin of a session in this process to compare with.
+// position, requests over them, and a copy of a session in this process as the reference (kv_twin).
 #ifndef TESTS_SERVER_KV_H
 #define TESTS_SERVER_KV_H
 
@@ -68,14 +68,14 @@ typedef struct kv_item {
 // the output. The caller frees it.
 size_t kv_pack(const kv_item *items, size_t count, uint64_t id, uint8_t **bytes);
 
-// Append in one message; the status. `text`, where not NULL, has room for FIXTURE_TEXT_MAX.
+// Append in one message; the status. `text`, where not NULL, has FIXTURE_TEXT_MAX bytes.
 int kv_append(fixture_client *client, const kv_item *items, size_t count, char *text);
 fixture_result kv_call(fixture_client *client, const char *method, const ProtobufCMessage *request);
 // Attend; the status, and the response to be freed with qkv__v1__attend_response__free_unpacked.
 int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V1__AttendResponse **response,
               char *text);
 
-// ---- The twin ----
+// ---- The reference session ----
 
 typedef struct kv_twin {
   qkv_store *store;
@@ -88,7 +88,7 @@ void kv_twin_close(kv_twin *twin);
 void kv_twin_append(kv_twin *twin, const kv_item *item);
 // out [queries][KV_Q_HEADS][KV_VALUE_DIM], lse [queries][KV_Q_HEADS].
 void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse);
-// Fails unless `result` has the very bits of the twin's answer to `item`.
+// Fails unless `result` is bit for bit the reference session's answer to `item`.
 void kv_same_attend(kv_twin *twin, const kv_item *item, const Qkv__V1__AttendResult *result);
 
 #endif

@@ -155,8 +155,8 @@ static inline size_t part_bytes(const scene *s, const content *at, int part) {
   return at->length * s->model.kv_heads * (part == QKV_K ? s->model.key_dim : s->model.value_dim) * sizeof(float);
 }
 
-// Brought back as a whole; false where it is not what it should be. Not in the main thread alone, so nothing is
-// asserted.
+// Restores a whole layer; false where its content is wrong. Also called outside of the main thread, so it asserts
+// nothing.
 static inline bool same_layer(const scene *s, qkv_session *session, uint32_t at, const content *wanted) {
   const qkv_layer *layer;
   const qkvi_wanted wanted_layer = {.session = session, .layer = at};
@@ -181,7 +181,7 @@ static inline void assert_same(const scene *s, const char *name, const content *
   qkv_session_unref(&session);
 }
 
-// What a session in memory alone has after the same; sealed, as a stop seals.
+// The content of a session in memory alone after the same operations; sealed, as a stop seals.
 static inline content in_memory(const scene *s, uint64_t cut_at) {
   content made;
   qkv_session *session = open_session(s, "memory", QKV_DURABILITY_MEMORY);

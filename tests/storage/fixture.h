@@ -23,7 +23,7 @@ typedef struct scene {
   uint64_t positions[64][4];  // of forks the first ones
   size_t entry_count;
   const char *unwanted;  // text of entries that are not kept; NULL: none
-  uint64_t refused;      // session whose opening entry() lets go; 0: none
+  uint64_t refused;      // session whose opening entry() drops; 0: none
   qkv_record_info records[4096];
   size_t record_count;
 } scene;
@@ -42,7 +42,7 @@ void scene_open(scene *on);
 qkv_status scene_try_open(scene *on, qkv_error *error);
 void scene_close(scene *on);
 
-// Bytes that tell what they are: `seed` decides; `code_like` compresses by some percent.
+// Pseudo-random bytes of `seed`; `code_like` ones compress by some percent.
 void scene_fill(uint8_t *bytes, size_t size, uint64_t seed, bool code_like);
 
 // Opens a session in the journal, durably.
@@ -52,7 +52,7 @@ uint64_t scene_session(scene *on);
 qkv_status scene_put_status(scene *on, const qkv_record_meta *meta, size_t size, bool durable, uint64_t *record);
 uint64_t scene_put(scene *on, uint64_t session, uint32_t layer, uint64_t position, size_t size);
 qkv_status scene_read(scene *on, uint64_t record, void *buffer, size_t size);
-// The record has what scene_put has put for `session`.
+// Checks that the record has what scene_put has put for `session`.
 void scene_check(scene *on, uint64_t session, uint64_t record, uint64_t position, size_t size);
 // Forks `parent` durably, with the payload "fork"; 0 and *status where it is refused. `status` may be NULL: it is
 // not.
@@ -65,7 +65,7 @@ qkv_storage_stats scene_stats(scene *on);
 
 // The only file whose name begins so; asserts that there is one.
 void scene_file(const scene *on, const char *beginning, char path[128]);
-// Turns one byte of a file over.
+// Inverts one byte of a file.
 void scene_damage(const char *path, uint64_t offset);
 
 #endif

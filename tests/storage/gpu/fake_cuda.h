@@ -1,13 +1,13 @@
-// A CUDA driver for tests: a libcuda.so.1 of what qkvd uses of the real one, on the processor.
+// A CUDA driver for tests: a libcuda.so.1 with the functions that qkvd uses, running on the CPU.
 //
-// The program under test finds it by LD_LIBRARY_PATH and does not know. It is stricter than a GPU:
+// The program under test finds it by LD_LIBRARY_PATH and takes it for the real one. It is stricter than a GPU:
 //
 //   - work in a stream runs when it is waited for, not before, so memory that is freed too early is found;
-//   - device memory can be touched only while a stream runs, and not at all once it is freed: a slip is a signal;
+//   - device memory can be touched only while a stream runs, and not at all once it is freed: an error is a signal;
 //   - a function that needs the context current in its thread says so (201) where it is not;
 //   - errors other than out of memory (2) stay until the context is reset, as those of a GPU do.
 //
-// Who builds the library gives the kernels (fake_cuda_kernels). Threads: any; one lock.
+// The program that builds the library provides the kernels (fake_cuda_kernels). Threads: any; one lock.
 #ifndef QKV_TESTS_STORAGE_GPU_FAKE_CUDA_H
 #define QKV_TESTS_STORAGE_GPU_FAKE_CUDA_H
 
