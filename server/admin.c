@@ -134,7 +134,7 @@ static qkv_status check_time(const char *field, uint64_t ms, uint64_t most, qkv_
 }
 
 static qkv_status drain(const qkv_daemon *daemon, const Qkv__V1__DrainRequest *request, qkv_error *error) {
-  enum { GRACE_MAX_MS = 3600000, NOTICE_MAX_MS = 600000 };  // as of the options
+  enum { GRACE_MAX_MS = 3600000, NOTICE_MAX_MS = 600000 };  // by the options
   const qkv_server_options *options = daemon->options;
   QKV_TRY(check_time("grace_ms", request->grace_ms, GRACE_MAX_MS, error));
   QKV_TRY(check_time("notice_ms", request->notice_ms, NOTICE_MAX_MS, error));

@@ -25,12 +25,12 @@ typedef struct append_stream {
   qkv_bytes message;  // the one being applied
   uint64_t number;    // its number, from 0
   bool parsed;        // `request` is this message's
-  bool bulk;          // it has so much that others go before it
-  qkvi_waits waits;   // that it may do
+  bool bulk;          // it is so large that others are scheduled before it
+  qkvi_waits waits;   // its wait reasons
   qkvi_request request;
   size_t next;                       // item to apply
   uint64_t items, tokens, sessions;  // applied, appended, completed
-  bool opened;                       // what the message opens is
+  bool opened;                       // the session that the message opens
   qkvi_stage stage;
 } append_stream;
 
@@ -38,7 +38,7 @@ typedef struct append_stream {
 
 enum { TRIES = 4 };
 
-// What the append is to be compared with, and room for the rest: then it fails only where others have changed the
+// What the append is compared with, and a reservation for the rest: then it fails only where others have changed the
 // layer meanwhile.
 static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
                           const qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
@@ -54,7 +54,7 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
   return qkvi_restore(daemon->residency, &wanted, room, error);
 }
 
-// `room` NULL: none, and the layer is not waited for where `at_once` is set.
+// `room` NULL: without a reservation. With `at_once` the layer is not waited for.
 static qkv_status append_once(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
                               qkvi_append_ids *ids, uint64_t *room, bool at_once, uint64_t *appended,
                               uint64_t *length, qkv_error *error) {
@@ -113,7 +113,7 @@ static qkv_status append_rows(const qkv_rpc_call *call, qkv_session *session, co
   *appended = *length = 0;
   if (item->pages > 0) return qkvi_append_pages(call, session, item, waits, appended, length, error);
   if (daemon->options->discard) return qkvi_discard_append(session, item, appended, length, error);
-  // Pages of these tokens may be another session's: looking for them is no work for a completion-queue thread.
+  // Pages of these tokens may be another session's: the search is too long for a completion-queue thread.
   if ((*waits & QKVI_WAIT_LAYERS) == 0 && item->token_ids.count >= QKV_PREFIX_PAGE) {
     *waits |= QKVI_WAIT_LAYERS;
     return QKV_UNAVAILABLE;
@@ -135,7 +135,7 @@ static qkv_status append_evicting(const qkv_rpc_call *call, qkv_session *session
     return QKV_UNAVAILABLE;
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    // The layer is there: it was refused for want of memory.
+    // The layer is in memory: it was refused for want of memory.
     const uint64_t tokens = item->pages > 0 ? item->token_ids.count : (uint64_t)item->k.dims[0];
     const uint64_t bytes = qkv_session_append_cost(session, item->layer, item->position + tokens) + item->page_bytes;
     if (!qkvi_evict(qkv_rpc_context(call), qkv_session_account(session), session, bytes)) break;
@@ -189,7 +189,7 @@ static qkv_status apply_item(append_stream *stream, const qkvi_item *item, qkv_e
   return status;
 }
 
-// Of all sessions that the message names, but for staged ones, which follow when they are complete.
+// All sessions that the message names, except staged ones, which follow when they are complete.
 static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
   const char *last = "";
   for (size_t i = 0; i < stream->request.count && stream->daemon->residency != NULL; i++) {
@@ -208,7 +208,7 @@ static qkv_status sync_sessions(append_stream *stream, qkv_error *error) {
 // ---- The stream ----
 
 static void fail(append_stream *stream, qkv_error *error) {
-  qkvi_stage_drop(stream->daemon, &stream->stage);  // before the client hears of it
+  qkvi_stage_drop(stream->daemon, &stream->stage);  // before the client is answered
   (void)qkv_error_prefix(error, "message %" PRIu64 ": ", stream->number);
   qkvi_control_fail(stream->call, error);
 }
@@ -231,7 +231,8 @@ static void submit(append_stream *stream) {
   if (qkvi_job_try(stream->call, work, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 
-// The items in order; the first that fails ends the call. What has to wait for more, and the rest, is left to a job.
+// The items in order; the first that fails ends the call. An item that has to wait for more, and the rest, is left to
+// a job.
 static void apply(append_stream *stream) {
   const uint64_t shared =
       qkvi_request_load(&stream->request, stream->daemon->regions, qkvi_call_tenant(stream->call));
@@ -287,7 +288,7 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->opened = false;
   stream->next = 0;
   stream->waits = QKVI_WAIT_LAYERS;
-  // There is no work behind rows that are dropped, however many, unless they have to be copied.
+  // Discarded rows cost nothing, however many, unless they have to be copied.
   const bool discard = stream->daemon->options->discard;
   stream->bulk = message.length > QKVI_INLINE_MESSAGE_MAX && !discard;
   if (stream->bulk) return submit(stream);

@@ -48,7 +48,7 @@ static qkv_status read_page(qkv_bytes message, qkv_incoming_page *page, uint64_t
   }
 }
 
-// What the page's header names. `page->calibration` gets a reference.
+// Reads the page's header. `page->calibration` gets a reference.
 static qkv_status find_calibration(const qkv_daemon *daemon, const qkv_model *model, size_t i, uint64_t hash,
                                    qkv_incoming_page *page, qkv_error *error) {
   qkv_page_header header;
@@ -118,7 +118,7 @@ static qkv_status copy_pages(const qkv_daemon *daemon, const qkv_model *model, c
 
 // ---- Into the session ----
 
-// The pages that are to be compared with, and memory for the new ones.
+// The pages to compare with, and memory for the new ones.
 static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item, const copied *all,
                           const qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);

@@ -1,14 +1,14 @@
 // Attend and Decode: batches of items that append, attend, or both.
 //
-//   check   look the sessions up, check the queries, add up what the answer takes    (no change yet)
+//   check   look the sessions up, check the queries, add up the bytes of the answer    (no change yet)
 //   append  the rows, item by item
-//   attend  all layers that are asked locked for reading, one run over all items
-//   answer  results as references to one block that the run wrote, or in the client's shared memory, copied from
-//   there
+//   attend  all requested layers locked for reading, one run over all items
+//   answer  results as references to one block that the run wrote, or copied to the client's shared memory
 //
-// Small requests are served on their completion-queue thread: handing one over to the
-// compute pool costs a thread's wake-up, which is more than a decode step of a small model takes. Larger ones become
-// a job, and so does the rest of one that comes to a layer in use: only jobs wait for locks.
+//
+// Small requests are served on their completion-queue thread: handing one over to the compute pool wakes a thread,
+// which costs more than a decode step of a small model. Larger ones become a job, and so does the rest of one that
+// meets a layer in use: only jobs wait for locks.
 #include <assert.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@
 #include "server/residency/read_ahead.h"
 #include "server/residency/restore.h"
 
-// Most that a request served on a completion-queue thread reads: bytes of codes and exact rows, times queries.
+// Limit of a request served on a completion-queue thread: bytes of codes and exact rows that it reads, times queries.
 // Measured with scalar kernels on 2 vCPUs: a decode step over a unix socket, 2 KV heads of 16 and 24 coordinates,
 // p50 in us:
 //   cost                  2560  10240  19072  54400  101504  195712
@@ -44,14 +44,14 @@ typedef struct batch_part {
   size_t attend;         // its place in `attends`, where the item has queries
   size_t out, lse;       // bytes into the block
   uint64_t begin, end;   // positions that it reads
-  bool cold, held;       // not all of them are in memory; what has come back stays
+  bool cold, held;       // not all of them are in memory; restored pages stay
   bool done;             // attended piece by piece
 } batch_part;
 
 typedef struct attend_call {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
-  bool stream;  // Decode
+  bool stream;  // the call is Decode
   qkv_bytes message;
   qkvi_request request;
   batch_part *parts;    // [request.count]
@@ -61,7 +61,7 @@ typedef struct attend_call {
   size_t part_count;    // of the request that is served
   size_t attend_count;
   bool parsed, checked;
-  qkvi_waits waits;            // that it may do
+  qkvi_waits waits;            // its wait reasons
   size_t next;                 // part to append
   size_t next_sync;            // part whose rows are to be durable
   double cost;                 // of all attends
@@ -188,8 +188,8 @@ static qkv_status make_block(attend_call *state, qkv_error *error) {
                            &state->block, error);
 }
 
-// QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: there is no
-// headroom for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not there, or too small.
+// QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: no headroom
+// for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not registered, or too small.
 static qkv_status check(attend_call *state, qkv_error *call_error) {
   const uint64_t shared = qkvi_request_load(&state->request, state->daemon->regions, qkvi_call_tenant(state->call));
   if (shared > 0) qkv_rpc_count_bytes(state->call, shared);
@@ -233,7 +233,7 @@ static bool append(attend_call *state) {
   return true;
 }
 
-// The same for what has to be durable before it is acknowledged.
+// The same for parts that have to be durable before they are acknowledged.
 static bool sync_parts(attend_call *state) {
   for (; state->next_sync < state->part_count; state->next_sync++) {
     batch_part *part = &state->parts[state->next_sync];
@@ -305,7 +305,7 @@ static void count_attends(const attend_call *state) {
   qkv_metric_add(&state->daemon->metrics[QKV_METRIC_ATTEND_QUERIES], queries);
 }
 
-// Only FP32 results are written by the engine where they are sent from.
+// Only FP32 results are written by the engine in place, into the block that is sent.
 static void narrow(const attend_call *state, const batch_part *part) {
   const qkv_attend *attend = &state->attends[part->attend];
   const qkv_model *model = qkv_session_model(part->session);
@@ -338,7 +338,7 @@ static bool find_cold(const attend_call *state, size_t count) {
   return any;
 }
 
-// More than fits into memory.
+// The parts that do not fit into memory at once.
 static qkv_status attend_pieces(attend_call *state, batch_part *part, size_t held, qkv_error *error) {
   aim(state, part);
   const qkv_status status =
@@ -360,7 +360,7 @@ static size_t count_held(const attend_call *state) {
   return held;
 }
 
-// Attends the parts whose pages have come back, so that these may leave memory again.
+// Attends the parts whose pages have come back, so that these may be evicted again.
 static void finish_held(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
@@ -385,7 +385,7 @@ static qkv_status hold_part(attend_call *state, batch_part *part, qkv_error *err
   return status;
 }
 
-// A layer that does not fit beside those that are held is tried again without them, and then in pieces.
+// A layer that does not fit in addition to the held ones is tried again without them, and then in pieces.
 static qkv_status bring_part_back(attend_call *state, batch_part *part, qkv_error *error) {
   qkv_status status = hold_part(state, part, error);
   if (status == QKV_RESOURCE_EXHAUSTED && count_held(state) > 0) {
@@ -397,7 +397,7 @@ static qkv_status bring_part_back(attend_call *state, batch_part *part, qkv_erro
   return attend_pieces(state, part, 0, error);
 }
 
-// Brings those parts' pages back, which then stay until the answer is made, or until there is no memory for all.
+// Brings the pages of these parts back. They stay until the answer is made, or until there is no memory for all.
 static void bring_back(attend_call *state) {
   for (size_t i = 0; i < state->part_count; i++) {
     batch_part *part = &state->parts[i];
@@ -410,8 +410,8 @@ static void bring_back(attend_call *state) {
   }
 }
 
-// With all layers locked and all that is read in memory: the number of parts; 0 where none is left. False where it
-// has to wait for more.
+// With all layers locked and all pages that are read in memory: the number of parts; 0 where none is left. False
+// where it has to wait for more.
 static bool lock_all(attend_call *state, size_t *count) {
   for (;;) {
     *count = state->attend_count = gather(state);
@@ -502,7 +502,7 @@ static void drop_into(attend_call *state) {
   state->into = NULL;
 }
 
-// The call may be over, and `state` freed, when this returns. A client that is gone may have stopped the attends.
+// The call may be over, and `state` freed, when this returns. The client may have gone and stopped the attends.
 static void answer(attend_call *state) {
   qkvi_request *request = &state->request;
   qkv_error error = {0};
@@ -537,8 +537,8 @@ static bool parse(attend_call *state) {
 
 static void serve_job(void *context);
 
-// A step of decoding has few queries, and the whole batch waits for it; a prompt has many. What is not parsed yet is
-// large.
+// Urgent or not: a step of decoding has few queries, and the whole batch waits for it; a prompt has many. A message
+// that is not parsed yet is large.
 static bool is_decode(const attend_call *state) {
   enum { QUERIES_MAX = 16 };  // of an item
   if (!state->parsed) return false;
@@ -554,7 +554,7 @@ static void submit(attend_call *state, qkvi_waits waits) {
   (is_decode(state) ? qkvi_job_submit_urgent : qkvi_job_submit)(state->call, waits, serve_job, state);
 }
 
-// What stopped goes on in a job that may wait for it, unless nobody is there any more to answer.
+// A stopped request goes on in a job that may wait for it, unless its client has gone.
 static void serve(attend_call *state) {
   if (append(state) && sync_parts(state) && attend(state))
     answer(state);

@@ -8,7 +8,7 @@
 #include "server/daemon.h"
 #include "server/residency/restore.h"
 
-// A piece takes this part of the budget at most, so that several requests find room beside each other.
+// A piece takes this part of the budget at most, so that several requests fit concurrently.
 enum { BUDGET_PART = 8, TRIES = 8 };
 
 typedef struct pieces {
@@ -24,7 +24,7 @@ typedef struct pieces {
   uint64_t bytes;  // of a piece, at most
 } pieces;
 
-// Tokens of a piece, whole pages, by what the layer's pages take on average.
+// Tokens of a piece, whole pages, by the average size of the layer's pages.
 static uint64_t piece_tokens(const pieces *all) {
   const qkv_layer *layer;
   uint64_t sealed = 0, bytes = 0;
@@ -38,7 +38,8 @@ static uint64_t piece_tokens(const pieces *all) {
   return (pages > 0 ? pages : 1) * QKV_PAGE_TOKENS;
 }
 
-// With the layer held. False where a page has gone again, which only another one's truncation and appends can do.
+// With the layer held. False where a page was evicted again, which only a concurrent truncation and appends can
+// cause.
 static bool run(const pieces *all, uint64_t begin, uint64_t end) {
   const qkv_layer *layer;
   qkv_attend piece = *all->request;
@@ -72,7 +73,7 @@ static qkv_status attend_piece(const pieces *all, uint64_t begin, uint64_t end, 
   return status;
 }
 
-// Adds a piece's row to what the pieces before gave.
+// Merges a piece's row into that of the pieces before.
 static void merge(const float *out, float lse, size_t dim, float *all_out, float *all_lse) {
   if (isinf(lse) && lse < 0) return;
   const float top = *all_lse > lse ? *all_lse : lse;

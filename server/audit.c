@@ -99,7 +99,7 @@ static char *write_line(const qkvi_audit_line *line, uint64_t skipped) {
   return text;
 }
 
-// False: it is one refusal too many. `*skipped`: those before it that were.
+// False: one refusal too many. `*skipped`: how many before it were.
 static bool may_write(qkvi_audit *audit, const qkvi_audit_line *line, uint64_t *skipped) {
   (void)pthread_mutex_lock(&audit->lock);
   const uint64_t now = qkv_stage_now();
@@ -111,7 +111,7 @@ static bool may_write(qkvi_audit *audit, const qkvi_audit_line *line, uint64_t *
   return may;
 }
 
-// The whole line at once, so that others who append to the file do not get in between.
+// Writes the whole line at once, so that other processes that append to the file do not interleave.
 void qkvi_audit_write(qkvi_audit *audit, const qkvi_audit_line *line) {
   uint64_t skipped;
   if (audit == NULL || !may_write(audit, line, &skipped)) return;

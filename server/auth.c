@@ -23,7 +23,7 @@
 
 enum { DIGEST = SHA256_DIGEST_LENGTH };
 
-// A token's is the hash of it; another's the hash of its name, "CN=..." or "uid=...".
+// The key of a token is its hash; of others the hash of the name, "CN=..." or "uid=...".
 typedef struct entry {
   uint8_t key[DIGEST];
   qkvi_grant grant;
@@ -40,7 +40,7 @@ struct qkvi_auth {
   qkvi_jwt *jwt;
   pthread_rwlock_t lock;
   table tokens, names;
-  struct stat seen;  // of the file that was read last
+  struct stat seen;  // of the file that was last read
 };
 
 static const char *const roles[] = {"read", "write", "admin"};
@@ -82,7 +82,7 @@ static bool parse_time(const char *text, int64_t *seconds) {
   return broken.tm_mon == asked.tm_mon && broken.tm_mday == asked.tm_mday;
 }
 
-// Of users and groups, without zeros in front: a name has one form.
+// Users and groups, without leading zeros: a name has one form.
 static bool is_number(const char *text) {
   const size_t digits = strspn(text, "0123456789");
   return digits > 0 && digits <= 10 && text[digits] == '\0' && (text[0] != '0' || digits == 1);
@@ -267,7 +267,8 @@ void qkvi_auth_destroy(qkvi_auth **auth) {
 
 // ---- Questions ----
 
-// By the first bytes of the hash, which tell nothing of the token; all of them are compared in constant time.
+// Looked up by the first bytes of the hash, which reveal nothing of the token; all of them are compared in constant
+// time.
 static const entry *find(const table *list, const uint8_t *key) {
   size_t low = 0, high = list->count;
   while (low < high) {
@@ -333,7 +334,7 @@ qkv_status qkvi_auth_process(qkvi_auth *auth, uid_t user, gid_t group, qkvi_gran
   return look_up_name(auth, name, "the client's group", grant, known, error);
 }
 
-// The subject's own line, else that of the longest part of it: "sub=system:serviceaccount:team-a:*".
+// The subject's own line, else that of its longest prefix: "sub=system:serviceaccount:team-a:*".
 static qkv_status look_up_subject(qkvi_auth *auth, const char *subject, qkvi_grant *grant, qkv_error *error) {
   char name[SUBJECT_MAX + 8];
   bool known;

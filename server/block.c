@@ -31,7 +31,7 @@ void qkvi_holder_unref(qkvi_holder *holder) {
   if (atomic_fetch_sub_explicit(&holder->references, 1, memory_order_acq_rel) == 1) free(holder);
 }
 
-// `most` is what the holder may have, unless it has nothing yet.
+// `most` is the holder's limit, unless it has nothing yet.
 static qkv_status take(qkvi_holder *holder, uint64_t bytes, uint64_t most, const char *whose, uint64_t limit,
                        qkv_error *error) {
   const uint64_t before = atomic_fetch_add_explicit(&holder->bytes, bytes, memory_order_relaxed);
@@ -89,7 +89,7 @@ void qkvi_block_hold(qkvi_response_block *block) {
 void qkvi_block_release(void *block) {
   qkvi_response_block *left = block;
   if (left == NULL) return;
-  // What every holder did before it let go happens before the last one frees.
+  // What every holder did before its release happens before the last one frees.
   if (atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) != 1) return;
   (void)atomic_fetch_sub_explicit(&bytes_held, left->bytes, memory_order_relaxed);
   give(left->holders.connection, left->bytes);

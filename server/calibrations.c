@@ -110,7 +110,7 @@ const qkv_calibration *qkvi_calibrations_get(const qkvi_calibrations *calibratio
 
 enum { CHUNK_BYTES = 1 << 20 };
 
-// A calibration on its way out. What gRPC has not sent holds references of its own.
+// A calibration that is being sent. Parts that gRPC has not sent hold references of their own.
 typedef struct calibration_stream {
   const qkv_calibration *calibration;
   size_t sent;

@@ -14,7 +14,7 @@
 
 enum { TIMEOUT_S = 5, OPS = 6 };
 
-// A call that is under way, and what came back.
+// A call that is under way, and its response.
 typedef struct question {
   grpc_byte_buffer *request, *response;
   grpc_metadata_array initial, trailing;

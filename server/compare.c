@@ -1,5 +1,5 @@
-// Admin.Compare: codecs compared on a session's own rows. Each codec is a job of bulk work by itself, so that others
-// go in between; one call at a time, so that there is one sample.
+// Admin.Compare: codecs compared on a session's own rows. Each codec is a separate job of bulk work, so that other
+// jobs run in between; one call at a time, so that there is one sample.
 #include <stdatomic.h>
 #include <stdlib.h>
 

@@ -47,7 +47,7 @@ static qkv_status read_codec(const char *name, const char *field, const qkv_code
                   qkv_codec_names(known));
 }
 
-// A codec's parameters, where the policy has any for it. What is the codec's default is as if it were not said.
+// A codec's parameters, where the policy sets any. A parameter that equals the codec's default counts as not set.
 static void read_parameters(const ProtobufCMessage *message, const qkv_codec *codec, uint32_t *values) {
   for (size_t i = 0; codec != NULL && i < codec->parameter_count; i++) {
     const uint32_t value = qkv_parameters_read(message, codec->name, codec->parameters[i].name);

@@ -6,7 +6,7 @@
 
 #include "proto/wire.h"
 
-// Takes what a field has cost of what the message may still have.
+// Subtracts the cost of a field from what is left to the message.
 static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
   if (bytes > *left)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d bytes without those of files",
@@ -15,14 +15,14 @@ static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
   return QKV_OK;
 }
 
-// Packed, they take four times their bytes at most when they are unpacked; their callers limit them.
+// Unpacked, packed ids take at most four times their bytes; the callers limit them.
 static bool is_ids(const ProtobufCFieldDescriptor *field) {
   return field->label == PROTOBUF_C_LABEL_REPEATED && field->type == PROTOBUF_C_TYPE_UINT32;
 }
 
-// Handlers get strings as C strings, which end at the first NUL: a name with one inside would stand for another
-// name. And a field of two bytes takes a hundred when it is unpacked, so all but the contents of `bytes` fields,
-// which are files, and of packed ids has a limit. No message of the contract nests in itself, so the depth is the
+// Handlers get strings as C strings, which end at the first NUL: a name with one inside would be taken for another
+// name. A field of two bytes takes a hundred when it is unpacked. So everything has a limit except the contents of
+// `bytes` fields, which are files, and of packed ids. No message of the contract is recursive, so the depth is the
 // contract's.
 static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *type, size_t *left, qkv_error *error) {
   qkv_wire_reader reader;
@@ -49,7 +49,7 @@ static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *typ
   }
 }
 
-// The message in one piece. Where the two readers of the wire format disagree, the stricter one wins.
+// The message as one contiguous buffer. Where the two readers of the wire format disagree, the stricter one wins.
 static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   const qkv_segment segment = {.data = flat, .length = length};
   size_t left = QKVI_CONTROL_BYTES_MAX;

@@ -16,7 +16,7 @@
 #include "server/lifetime.h"
 #include "server/service.h"
 
-enum { BLOCKING_THREADS = 8 };  // of each half; what runs there waits most of the time
+enum { BLOCKING_THREADS = 8 };  // of each half; their jobs mostly wait
 
 static int64_t monotonic_ms(void) {
   struct timespec now;
@@ -80,7 +80,7 @@ static bool is_refusal(qkv_status status) {
   return status == QKV_UNAUTHENTICATED || status == QKV_PERMISSION_DENIED;
 }
 
-// GetStatus is what monitors ask.
+// GetStatus is called by monitors.
 static bool is_audited(const qkv_rpc_report *report) {
   static const char admin[] = "/qkv.v1.Admin/";
   if (strncmp(report->method, admin, sizeof admin - 1) != 0) return false;
@@ -141,7 +141,7 @@ static void update_storage(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_STORAGE_BAD_RECORDS], (int64_t)(stats.bad_records + stats.read_errors));
 }
 
-// Of all models, and how many have something of it.
+// Of all models, and how many have any.
 typedef struct calibration_sums {
   double gains, errors, data_free;
   int tried, watched;
@@ -341,7 +341,7 @@ static qkv_status read_access(qkv_daemon *daemon, qkv_error *error) {
   return qkvi_tls_create(options->tls_cert, options->tls_key, options->tls_client_ca, &daemon->tls, error);
 }
 
-// A reason that stays is told once.
+// A reason that stays the same is logged once.
 static void log_reload(const char *what, bool changed, qkv_status status, const qkv_error *error, qkv_error *told) {
   if (!changed) return;
   if (status == QKV_OK) qkv_log(QKV_LOG_INFO, "read anew", "{s:s}", "what", what);
@@ -429,8 +429,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   return start_rpc(daemon, error);
 }
 
-// A calibration in the making is counted as part of memory-budget, so that pages leave before it is there. Once it
-// is, it is resident beside them, and their limit follows.
+// A calibration that is being computed is counted as part of memory-budget, so that pages leave before it exists.
+// Once it does, it is resident in addition to the pages, and their limit follows.
 typedef struct learning {
   qkv_daemon *daemon;
   uint64_t bytes;  // of memory-budget

@@ -5,10 +5,10 @@
 
 #include "engine/cache/session_spill.h"
 
-// A part more than is asked for goes, so that not every append looks for sessions.
+// This part more than asked for is freed, so that not every append has to evict.
 enum { SLACK = 64 };  // of the limits
 
-// What is missing.
+// The bytes and sessions that are missing.
 typedef struct shortage {
   uint64_t bytes, places;
 } shortage;
@@ -17,7 +17,7 @@ static uint64_t beyond(uint64_t taken, uint64_t limit) {
   return taken > limit ? taken - limit : 0;
 }
 
-// `slack` 0: nothing more than is asked for.
+// `slack` 0: no more than asked for.
 static shortage look(const qkv_daemon *daemon, uint64_t bytes, unsigned slack) {
   const qkv_store_stats stats = qkv_store_read_stats(daemon->store);
   const uint64_t limit = stats.memory.bytes_limit, places = (uint64_t)daemon->options->limit_sessions;
@@ -26,7 +26,7 @@ static shortage look(const qkv_daemon *daemon, uint64_t bytes, unsigned slack) {
                     .places = beyond(stats.sessions + 1 + more_places, places)};
 }
 
-// What the account has not got below its ceilings.
+// What is missing below the account's ceilings.
 static shortage look_at(const qkv_account *account, uint64_t bytes) {
   if (account == NULL) return (shortage){0};
   const qkv_account_usage usage = qkv_account_read(account);
@@ -39,8 +39,8 @@ static bool is_met(const shortage *missing) {
   return missing->bytes == 0 && missing->places == 0;
 }
 
-// What is closed is counted and not looked for: its memory goes when the last user is done with it, a moment later
-// where a list of all sessions is being gone through.
+// Closed sessions are counted as free: their memory is released by their last user, a moment later where a list of
+// all sessions is being walked.
 static bool close_one(qkv_daemon *daemon, qkv_session *session, shortage *missing) {
   uint64_t freed = 0;
   if (qkv_store_close_session(daemon->store, session, &freed, NULL) != QKV_OK) return false;
@@ -52,7 +52,7 @@ static bool close_one(qkv_daemon *daemon, qkv_session *session, shortage *missin
   return true;
 }
 
-// Objects that were last used before. Returns how many went.
+// Objects that were last used before the session. Returns how many were deleted.
 static size_t close_objects(const qkv_daemon *daemon, int64_t before_ms, shortage *missing) {
   size_t places = 0;
   if (missing->bytes > 0)
@@ -60,7 +60,7 @@ static size_t close_objects(const qkv_daemon *daemon, int64_t before_ms, shortag
   return places;
 }
 
-// Of the tenant's own. Returns how many were closed.
+// Sessions of the tenant. Returns how many were closed.
 static size_t close_own(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, shortage *missing) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   size_t closed = 0;
@@ -76,7 +76,7 @@ static size_t close_own(qkv_daemon *daemon, const qkv_account *account, const qk
   return closed;
 }
 
-// Of tenants that have more than their guaranteed part, or with `all` of everybody. Returns how many were closed.
+// Of tenants above their guaranteed part, or with `all` of any tenant. Returns how many were closed.
 static size_t close_some(qkv_daemon *daemon, bool all, const qkv_session *but, shortage *missing) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   size_t closed = 0;

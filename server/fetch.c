@@ -1,10 +1,10 @@
-// Fetch: rows out, one chunk at a time, decoded or, where that is asked, as the pages they lie in (fetch_coded.h).
+// Fetch: rows out, one chunk at a time, decoded or, on request, as coded pages (fetch_coded.h).
 //
-// A run of tokens is decoded by a job of the compute pool and sent from where it was decoded to; the next one is
-// begun when it has left. So a client that does not read costs one run. A run is a chunk that ends where a page does,
-// if it can; where chunks are smaller than a page it is the rest of the page, which is decoded once and sent in
-// several. The last chunk goes out with the status. Between runs the session is neither locked nor referenced: it can
-// be closed, truncated or appended to, and a closed one gives its memory back.
+// A run of tokens is decoded by a job of the compute pool and sent from that buffer; the next one is begun when it
+// has been sent. So a client that does not read costs one run. A run is a chunk that ends where a page does, if it
+// can. Where chunks are smaller than a page it is the rest of the page, which is decoded once and sent in several.
+// The last chunk is sent with the status. Between runs the session is neither locked nor referenced: it can be
+// closed, truncated or appended to, and a closed one releases its memory.
 #include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -24,9 +24,9 @@
 #include "server/residency/read_ahead.h"
 #include "server/residency/restore.h"
 
-#define CHUNK_BYTES 1048576                 // of rows in a response, unless the client says
-#define CHUNK_BYTES_INTO (8 * CHUNK_BYTES)  // the same of rows that go to shared memory: a response costs 40 us
-#define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // the same, whatever the client says
+#define CHUNK_BYTES 1048576                 // of rows in a response, unless the client sets another size
+#define CHUNK_BYTES_INTO (8 * CHUNK_BYTES)  // for rows that go to shared memory: a response costs 40 us
+#define CHUNK_BYTES_MAX QKVI_DISCARD_BYTES  // of rows in a response, at most
 
 // Decoded tokens of one layer that have not been sent, chunk after chunk, each chunk in the layout that was asked; or
 // pages, which are one chunk.
@@ -41,9 +41,9 @@ typedef struct fetch_run {
 typedef struct fetch_stream {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
-  qkvi_waits waits;  // that it may do
+  qkvi_waits waits;  // its wait reasons
   char session[QKV_NAME_MAX + 1];
-  uint64_t serial;         // of the session, so that another one of its name is not taken for it
+  uint64_t serial;         // of the session, to tell it from a later one of its name
   const qkv_model *model;  // the store's
   uint32_t *layers;        // in the order they are asked
   size_t layer_count;
@@ -120,7 +120,7 @@ static qkv_status read_layers(fetch_stream *stream, const Qkv__V1__FetchRequest 
   return QKV_OK;
 }
 
-// The same of the parts that are wanted.
+// Bytes of one token's rows of all requested parts.
 static uint64_t response_token_bytes(const fetch_stream *stream) {
   return (stream->wanted[QKV_K] ? token_bytes(stream, QKV_K) : 0) +
          (stream->wanted[QKV_V] ? token_bytes(stream, QKV_V) : 0);
@@ -187,7 +187,7 @@ static uint64_t smaller(uint64_t a, uint64_t b) {
   return a < b ? a : b;
 }
 
-// Rows [tokens][kv_heads][dim] of floats into their place among the run's, from its token `first` on.
+// Writes rows [tokens][kv_heads][dim] of floats to their place among the run's, from its token `first` on.
 static void place_rows(const fetch_stream *stream, uint32_t dim, const float *rows, uint64_t first, uint64_t tokens,
                        uint8_t *out) {
   const uint32_t heads = stream->model->kv_heads;
@@ -231,7 +231,7 @@ static void decode_part(const fetch_stream *stream, const qkv_layer *layer, qkv_
   free(scratch);
 }
 
-// Positions `position` to `stop` of the layer are wanted. Rows that are appended after the first chunk of a layer
+// Positions `position` to `stop` of the layer are requested. Rows that are appended after the first chunk of a layer
 // without range.end are not sent: an appender could keep a fetch running for ever.
 static void enter_layer(fetch_stream *stream, const qkv_layer *layer) {
   if (stream->entered) return;
@@ -241,8 +241,8 @@ static void enter_layer(fetch_stream *stream, const qkv_layer *layer) {
   stream->entered = true;
 }
 
-// Tokens of a run from `position` on, at most `most`: so many that no page is decoded twice, unless the page is
-// larger than a response may be.
+// Tokens of a run from `position` on, at most `most`, so that no page is decoded twice, unless the page is larger
+// than a response may be.
 static uint64_t choose_run(const fetch_stream *stream, const qkv_layer *layer, uint64_t position, uint64_t most) {
   const uint64_t chunk = stream->chunk_tokens, page = page_end(layer, position) - position;
   if (most <= chunk) return most;
@@ -250,7 +250,7 @@ static uint64_t choose_run(const fetch_stream *stream, const qkv_layer *layer, u
   return page * response_token_bytes(stream) > CHUNK_BYTES_MAX ? chunk : smaller(page, most);
 }
 
-// What comes back from the SSD at once, in tokens: a small part of the budget.
+// Tokens that are restored from the SSD at once: a small part of the budget.
 static uint64_t restore_tokens(const fetch_stream *stream) {
   const qkv_model *model = stream->model;
   const uint64_t page = (uint64_t)QKV_PAGE_TOKENS * model->kv_heads * (model->key_dim + model->value_dim) * 2;
@@ -258,7 +258,7 @@ static uint64_t restore_tokens(const fetch_stream *stream) {
   return pages > 0 ? pages * QKV_PAGE_TOKENS : QKV_PAGE_TOKENS;
 }
 
-// The next run where it is of pages.
+// The next run of coded pages.
 static qkv_status take_pages(fetch_stream *stream, qkv_session *session, const qkv_layer *layer, uint64_t stop,
                              qkv_error *error) {
   fetch_run *run = &stream->run;
@@ -308,8 +308,8 @@ static qkv_status find_session(const fetch_stream *stream, qkv_session **session
   return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", stream->session);
 }
 
-// The next run that has tokens; tokens 0 at the end of the last layer. What is not in memory is brought back where
-// it may wait for the disk.
+// The next run that has tokens; tokens 0 at the end of the last layer. Missing pages are restored where it may wait
+// for the disk.
 static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error *error) {
   fetch_run *run = &stream->run;
   const qkv_layer *layer = NULL;
@@ -442,7 +442,7 @@ static void send_chunk(fetch_stream *stream) {
 
 static void send_job(void *context);
 
-// The rest of the fetch goes on where the disk may be waited for.
+// The rest of the fetch continues in a job that may wait for the disk.
 static void wait_for_disk(fetch_stream *stream) {
   stream->waits |= QKVI_WAIT_DISK;
   qkvi_job_submit(stream->call, stream->waits, send_job, stream);

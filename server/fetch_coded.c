@@ -42,7 +42,7 @@ static uint64_t find_hash(qkv_session *session, uint32_t version) {
   return hash;
 }
 
-// How many of the pages a response takes: by tokens where the client says so, else by bytes.
+// How many of the pages a response takes: by tokens where the client sets a number, else by bytes.
 static size_t choose_pages(const qkvi_coded_wanted *wanted, qkv_coded_page *pages) {
   const uint64_t bytes_max = wanted->tokens_max > 0 ? QKVI_DISCARD_BYTES : RESPONSE_BYTES;
   const size_t count = qkv_layer_coded_pages(wanted->layer, wanted->begin, wanted->end, bytes_max, pages, PAGES_MAX);

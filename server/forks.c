@@ -1,4 +1,4 @@
-// Fork: a new session that shares what another one has (engine/cache/session.h).
+// Fork: a new session that shares another one's pages (engine/cache/session.h).
 #include "server/forks.h"
 
 #include <inttypes.h>
@@ -44,7 +44,7 @@ static void name_fork(qkv_session *parent, const char *name, qkv_session_config 
   (void)snprintf(config->name, sizeof config->name, "%s", name);
 }
 
-// Memory may be full to the last byte with what can leave it.
+// Memory may be full to the last byte with evictable sessions.
 static qkv_status fork_in_memory(const qkv_rpc_call *call, qkv_session *parent, qkv_session_config *config,
                                  const uint64_t *positions, qkv_session **child, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
@@ -77,8 +77,7 @@ void qkvi_fork_undo(const qkv_daemon *daemon, qkv_session **child) {
   qkv_session_unref(child);
 }
 
-// What the journal says of the fork and what it has in memory are the same only where the parent is not truncated in
-// between.
+// The journaled fork and the fork in memory are the same only if the parent is not truncated in between.
 static qkv_status fork_once(const qkv_rpc_call *call, qkv_session *parent, qkv_session_config *config,
                             const uint64_t *positions, qkv_session **child, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);

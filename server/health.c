@@ -21,8 +21,8 @@ typedef Grpc__Health__V1__HealthCheckResponse__ServingStatus serving_status;
 struct qkv_watch {
   qkv_rpc_call *call;
   qkv_health *health;
-  bool known;           // a service of ours
-  serving_status sent;  // last
+  bool known;           // the name is a service of ours
+  serving_status sent;  // last sent
   bool parked;          // in the list; guarded by the lock, as are the links
   qkv_watch *next, *previous;
 };
@@ -96,7 +96,7 @@ static void unpark(qkv_watch *watch) {
   if (watch->next != NULL) watch->next->previous = watch->previous;
 }
 
-// What comes next for a stream that is the handler's. The lock is held.
+// The next response to a stream that the handler owns. The lock is held.
 static void settle(qkv_watch *watch) {
   if (watch->sent != current(watch)) {
     watch->sent = current(watch);

@@ -33,7 +33,7 @@ static qkv_status read_tenant(grpc_slice value, qkvi_identity *identity, qkv_err
   return QKV_OK;
 }
 
-// "00-<32 digits>-<16 digits>-01", for logs alone: what is not such is left out.
+// "00-<32 digits>-<16 digits>-01", for logs alone: anything else is ignored.
 static void read_trace(grpc_slice value, qkvi_identity *identity) {
   enum { BYTES = 55 };
   static const char digits[] = "0123456789abcdef";
@@ -88,7 +88,7 @@ static bool find_name(qkvi_auth *auth, const grpc_auth_context *context, const c
   return any;
 }
 
-// `shown` says whether there is one that has been verified.
+// `shown` says whether the client has a certificate that was verified.
 static qkv_status read_certificate(qkvi_auth *auth, grpc_call *call, bool *shown, qkvi_grant *grant,
                                    qkv_error *error) {
   grpc_auth_context *context = grpc_call_auth_context(call);
@@ -161,7 +161,7 @@ qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call,
       return qkv_fail(error, QKV_UNAUTHENTICATED, "the metadata " AUTHORIZATION_KEY " is given twice");
     authorization = &pair->value;
   }
-  if (rules->auth != NULL && role == 0) identity->tenant[0] = '\0';  // nobody vouches for it
+  if (rules->auth != NULL && role == 0) identity->tenant[0] = '\0';  // the tenant is not authenticated
   if (rules->auth == NULL || role == 0) return QKV_OK;
   qkvi_grant grant = {0};
   QKV_TRY(find_grant(rules, call, authorization, &grant, error));

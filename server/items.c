@@ -177,7 +177,7 @@ static qkv_status tensor_field(void *context, const qkv_wire_field *field, qkv_e
   }
 }
 
-// What qkv_tensor_check cannot see any more.
+// Checks that qkv_tensor_check can no longer make.
 static qkv_status check_fields(const tensor_fields *fields, const char *name, const qkvi_limits *limits,
                                qkv_error *error) {
   const bool shared = fields->part.region.length > 0;
@@ -200,18 +200,18 @@ static qkv_status check_fields(const tensor_fields *fields, const char *name, co
   return QKV_OK;
 }
 
-// A stride of 0 lets a few bytes stand for any number of rows, so the limit is on what they stand for.
+// A stride of 0 lets a few bytes repeat as any number of rows, so the limit is on the rows.
 static qkv_status check_size(const qkv_tensor *tensor, const char *name, int64_t bytes_max, qkv_error *error) {
   int64_t bytes = 0;
   qkv_status status = qkv_tensor_bytes(tensor->dtype, tensor->rank, tensor->dims, &bytes);
-  assert(status == QKV_OK);  // qkv_tensor_check has looked
+  assert(status == QKV_OK);  // checked by qkv_tensor_check
   if (bytes <= bytes_max) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT,
                   "%s.dims are [%" PRId64 ", %" PRId64 ", %" PRId64 "], %" PRId64 " bytes, limit-message is %" PRId64,
                   name, tensor->dims[0], tensor->dims[1], tensor->dims[2], bytes, bytes_max);
 }
 
-// What dims and strides reach of a part is copied, gaps included.
+// The span of dims and strides in a part is copied, gaps included.
 static qkv_status check_part(const qkv_tensor *tensor, const qkvi_region_part *part, const char *name,
                              int64_t bytes_max, qkv_error *error) {
   int64_t end = 0;
@@ -248,7 +248,7 @@ static qkv_status make_tensor(const tensor_fields *fields, const char *name, con
 
 enum { ITEM_TOKEN_IDS = 7 };
 
-// An item under parsing.
+// An item that is being parsed.
 typedef struct item_parse {
   qkvi_item *item;
   const qkvi_limits *limits;
@@ -351,7 +351,7 @@ static qkv_status check_token_ids(const qkvi_item *item, qkv_error *error) {
                   item->token_ids.count, tokens);
 }
 
-// What the item must carry as a whole.
+// Fields that the item must have.
 static qkv_status check_item(const qkvi_item *item, qkvi_request_kind kind, qkv_error *error) {
   if (error->status != QKV_OK) return error->status;
   QKV_TRY(qkv_name_check(item->session, "session", error));
@@ -385,7 +385,7 @@ static uint64_t dense_bytes(const qkv_tensor *tensor) {
   int64_t bytes = 0;
   if (tensor->rank == 0) return 0;
   qkv_status status = qkv_tensor_bytes(tensor->dtype, tensor->rank, tensor->dims, &bytes);
-  assert(status == QKV_OK);  // make_tensor has looked
+  assert(status == QKV_OK);  // checked by make_tensor
   return (uint64_t)bytes;
 }
 
@@ -512,7 +512,7 @@ static void count_part(qkvi_request *request, const qkv_tensor *tensor, const qk
   int64_t end = 0;
   if (part->region.length == 0) return;
   const qkv_status status = qkv_tensor_reach(tensor, &end);
-  assert(status == QKV_OK);  // make_tensor has looked
+  assert(status == QKV_OK);  // checked by make_tensor
   (void)status;
   request->shared_bytes += (uint64_t)end;
   request->shared_count++;
@@ -569,7 +569,7 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
 
 // ---- Shared memory ----
 
-// What a request copies from, and how far it has come.
+// The source of a request's copies, and the progress.
 typedef struct request_load {
   qkvi_request *request;
   qkvi_regions *regions;

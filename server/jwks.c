@@ -19,7 +19,7 @@ struct qkvi_jwks {
 
 // ---- base64url ----
 
-// 64: none of its letters.
+// 64: not a base64url character.
 static unsigned value_of(char letter) {
   static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
   const char *found = letter == '\0' ? NULL : strchr(letters, letter);
@@ -50,14 +50,14 @@ static const char *text_of(const json_t *object, const char *name) {
   return text == NULL ? "" : text;
 }
 
-// 0: there are none, or too many.
+// 0: no number, or too many bits.
 static size_t bytes_of(const json_t *object, const char *name, uint8_t *bytes, size_t bytes_max) {
   const char *text = text_of(object, name);
   size_t count;
   return qkvi_base64url_read(text, strlen(text), bytes, bytes_max, &count) == QKV_OK ? count : 0;
 }
 
-// Takes the builder.
+// Takes ownership of the builder.
 static EVP_PKEY *build_key(const char *type, OSSL_PARAM_BLD *builder) {
   OSSL_PARAM *parameters = OSSL_PARAM_BLD_to_param(builder);
   EVP_PKEY_CTX *context = EVP_PKEY_CTX_new_from_name(NULL, type, NULL);
@@ -122,7 +122,7 @@ qkvi_jwt_algorithm qkvi_jwt_algorithm_of(const char *name) {
   return (qkvi_jwt_algorithm)i;
 }
 
-// False: it is not one that is used.
+// False: a key that is not used.
 static bool read_key(const json_t *object, qkvi_jwk *key) {
   const char *kid = text_of(object, "kid"), *use = text_of(object, "use"), *alg = text_of(object, "alg");
   const char *kty = text_of(object, "kty");

@@ -17,7 +17,7 @@
 enum { LEEWAY_S = 30, KEPT = 1024, SIGNATURE_MAX = 512, ES256_BYTES = 64, DER_MAX = 80 };
 #define TIME_MAX 1e15  // seconds; far beyond what a clock shows
 
-// What a token says once its signature, issuer and audience are right.
+// The claims of a token once its signature, issuer and audience are right.
 typedef struct claims {
   int64_t expires, not_before;  // seconds since 1970
   char subject[QKVI_JWT_SUBJECT_MAX + 1];
@@ -81,7 +81,7 @@ static json_t *read_object(const char *text, size_t length) {
 
 // ---- The signature ----
 
-// A JWT has both numbers of it in 32 bytes each, OpenSSL wants DER.
+// A JWT has both numbers in 32 bytes each, OpenSSL wants DER.
 static size_t write_der(const uint8_t *both, uint8_t *der) {
   ECDSA_SIG *signature = ECDSA_SIG_new();
   BIGNUM *r = BN_bin2bn(both, ES256_BYTES / 2, NULL), *s = BN_bin2bn(both + ES256_BYTES / 2, ES256_BYTES / 2, NULL);
@@ -139,7 +139,7 @@ static qkv_status check_signature(const qkvi_jwks *keys, const parts *token, qkv
 
 // ---- Claims ----
 
-// False: it is there and no time.
+// False: the claim is present and not a time.
 static bool read_time(const json_t *object, const char *name, int64_t *seconds) {
   const json_t *value = json_object_get(object, name);
   const double number = json_number_value(value);
@@ -195,7 +195,7 @@ static bool find_kept(const qkvi_jwt *jwt, const uint8_t *digest, claims *said) 
   return true;
 }
 
-// Unless the keys are others by now.
+// Unless the keys have changed meanwhile.
 static void keep(qkvi_jwt *jwt, const uint8_t *digest, const claims *said, uint64_t version) {
   kept_token *place = &jwt->kept[place_of(digest)];
   pthread_rwlock_wrlock(&jwt->lock);

@@ -106,7 +106,7 @@ static const qkv_calibration *find_kept(qkvi_kept_calibrations *kept, const qkv_
   return found;
 }
 
-// Drops `found` unless it is of that version.
+// Drops `found` unless it has that version.
 static bool fits(const qkv_calibration **found, uint32_t version) {
   if (*found != NULL && qkv_calibration_version(*found) != version) qkv_calibration_unref(found);
   return *found != NULL;

@@ -80,7 +80,7 @@ static void expire(qkv_daemon *daemon, qkv_session *session) {
           qkvi_tenant_to_log(qkv_session_config_of(session)->tenant), "bytes", (json_int_t)freed);
 }
 
-// Those whose time ends first, until one has time left.
+// Closes those that expire first, until one has time left.
 void qkvi_lifetime_expire(qkv_daemon *daemon) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   bool more = true;

@@ -25,9 +25,9 @@
 #define KEEP_EVERY_MS 50
 #define LEARN_EVERY_MS 250
 #define RETIER_EVERY_MS 250
-#define RETIER_AGAIN_MS 10  // where memory is short
+#define RETIER_AGAIN_MS 10  // while memory is short
 #define FILES_FEW 4096
-// What a drain may take beyond its grace: calls that are cut off end within the job they are in.
+// What a drain may take beyond its grace: cancelled calls end with the job they are in.
 #define DRAIN_SLACK_MS 20000
 
 typedef struct main_loop main_loop;
@@ -40,12 +40,12 @@ struct main_loop {
   uv_thread_t drain;
   uv_async_t drained, learnt, retiered, asked;
   bool signalled, draining, ended, learns, retiers;  // ended: no call is left
-  _Atomic bool chosen;                               // who drains, and how
-  int64_t notice_ms, grace_ms;                       // that one's
+  _Atomic bool chosen;                               // which thread drains, and how
+  int64_t notice_ms, grace_ms;                       // of that thread
   _Atomic bool more_tiers;                           // a job writes it, the loop reads it
 };
 
-// As many connections as the system lets us have; further ones wait until there is room (rpc_listen.c).
+// As many connections as the system allows; further ones wait until a descriptor is free (rpc_listen.c).
 static void raise_file_limit(void) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
@@ -140,12 +140,12 @@ static void on_learnt(uv_async_t *async) {
   close_ended(state);
 }
 
-// In the background; false, and another time, where too many jobs wait.
+// In a background job; false, to be tried again later, where too many jobs wait.
 static bool submit(const main_loop *state, qkv_job_fn *job) {
   return qkv_executor_submit(state->daemon->executor, QKV_WORK_UPKEEP, job, (void *)state) == QKV_OK;
 }
 
-// The loop does not end before it has.
+// The loop does not end before the job has.
 static void on_learn(uv_timer_t *timer) {
   main_loop *state = timer->data;
   if (state->learns || state->draining) return;
@@ -191,7 +191,7 @@ static void drain(void *context) {
   uv_async_send(&state->drained);
 }
 
-// Nothing is left that sends to the loop.
+// Nothing is left that sends events to the loop.
 static void close_ended(main_loop *state) {
   if (!state->ended || state->learns || state->retiers) return;
   uv_close((uv_handle_t *)&state->drained, NULL);
@@ -217,7 +217,7 @@ static void on_drained(uv_async_t *async) {
   close_ended(state);
 }
 
-// Signals to end are for the main thread alone: every other is made while they are blocked.
+// Termination signals are for the main thread alone: every other thread is created while they are blocked.
 static void block_signals(bool block) {
   sigset_t set;
   sigemptyset(&set);
@@ -260,7 +260,7 @@ static void on_asked(uv_async_t *async) {
   begin_drain(state);
 }
 
-// Of a call: the loop is there until no call is left.
+// Called by a call: the loop exists until no call is left.
 static void ask_to_drain(void *context, int64_t notice_ms, int64_t grace_ms) {
   main_loop *state = context;
   if (atomic_exchange(&state->chosen, true)) return;

@@ -16,14 +16,14 @@ enum {
   HOLES_MIN = 4 << 20
 };
 
-// The process takes a tenth more than the budget at most: less so much, for what comes between two looks. Pages'
-// limit is not lowered below so much, or half of the budget, and is raised by such a part of it each time: from half
-// of it all the way in half a minute.
+// The process takes at most the budget and a tenth, less a spare for allocations between two checks. The pages' limit
+// is not lowered below LIMIT_LEAST, or half of the budget. It is raised by a 256th of the budget each time: from half
+// of it to all in half a minute.
 enum { RULE_PARTS = 10, SPARE_PARTS = 64, SPARE_LEAST = 4 << 20, LIMIT_LEAST = 32 << 20, RAISE_PARTS = 256 };
 
-// Of what is free at an arena's end, which malloc_trim leaves alone where it is not the first arena; more than the 64
-// MiB that such an arena's parts have at most would never be given back. 4 MiB are enough for messages of 1 MiB to go
-// at full speed, 1.5 to 2 times that of glibc's own 128 KiB; docs/performance.md.
+// Limits of the free memory at an arena's end, which malloc_trim does not release except in the first arena. More
+// than the 64 MiB that a heap of another arena has at most would never be released. 4 MiB are enough for messages of
+// 1 MiB to go at full speed, 1.5 to 2 times that of glibc's own 128 KiB; docs/performance.md.
 static const int64_t TOP_MIN = 4 << 20, TOP_MAX = 16 << 20;
 
 void qkvi_memory_setup(int64_t budget) {
@@ -33,7 +33,7 @@ void qkvi_memory_setup(int64_t budget) {
   mallopt(M_TRIM_THRESHOLD, (int)top);
   mallopt(M_TOP_PAD, (int)(top / 2));
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
-  // Each arena keeps some of what was freed: by default there are eight for each processor.
+  // Each arena keeps some freed memory: by default there are eight arenas for each processor.
   const int cpus = qkv_cpu_count();
   mallopt(M_ARENA_MAX, cpus < ARENAS_LEAST ? ARENAS_LEAST : cpus);
 }
@@ -52,7 +52,7 @@ static uint64_t span_resident(qkv_heap *heap) {
   return stats.bytes_resident - stats.bytes_outside;
 }
 
-// Of clients' shared memory (server/shared_memory/regions.h), which is theirs.
+// Bytes of clients' shared memory (server/shared_memory/regions.h), which count as theirs.
 static int64_t shared_resident(void) {
   char line[128];
   long long kib = 0;
@@ -71,16 +71,16 @@ int64_t qkvi_memory_beside(qkv_store *store) {
   return all > span ? all - span : 0;
 }
 
-// Resident bytes that are neither of the heap nor in blocks of malloc: what it keeps, and code and stacks.
+// Resident bytes outside of the heap and of malloc's blocks: what malloc keeps, code and stacks.
 static int64_t idle_bytes(qkv_store *store) {
   const struct mallinfo2 info = mallinfo2();
   const int64_t used = (int64_t)(info.uordblks + info.hblkhd), beside = qkvi_memory_beside(store);
   return beside > used ? beside - used : 0;
 }
 
-// What has been freed goes back a 20th at a time: half of it after 3.5 seconds, all but an eighth after ten. Whoever
-// takes its place until then finds pages that need not be cleared, for which the host of a virtual machine may first
-// have to find memory: at 0.5 GB/s on one, docs/storage.md.
+// Freed memory is returned a 20th at a time: half of it after 3.5 seconds, all but an eighth after ten. Allocations
+// until then find pages that need not be cleared, for which the host of a virtual machine may first have to find
+// memory: at 0.5 GB/s on one, docs/storage.md.
 static void trim_heap(qkvi_memory *memory, qkv_heap *heap) {
   const qkv_heap_stats stats = qkv_heap_read(heap);
   if (memory->used > stats.bytes_used) memory->used -= (memory->used - stats.bytes_used) / FREED_PARTS;
@@ -105,7 +105,7 @@ uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uin
   return limit + more < budget ? limit + more : budget;
 }
 
-// With `more` bytes beside the pages than are there now.
+// The limit with `more` bytes outside of the pages in addition to the present ones.
 static uint64_t limit_with(qkv_store *store, uint64_t more) {
   qkv_arena *arena = qkv_store_arena(store);
   const qkv_arena_stats memory = qkv_arena_read(arena);
@@ -113,7 +113,7 @@ static uint64_t limit_with(qkv_store *store, uint64_t more) {
   return qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, beside + more, most);
 }
 
-// Sanitizers keep books that are resident, too, and no page lies in the heap.
+// Sanitizers keep resident tables, too, and no page lies in the heap.
 #ifdef QKV_SANITIZED
 static const bool follows = false;
 #else
@@ -145,7 +145,7 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store) {
   if (kept_max < KEPT_MIN) kept_max = KEPT_MIN;
   qkv_heap_tend(heap);
   trim_heap(memory, heap);
-  // What lay between blocks in use then may go now.
+  // Memory that lay between blocks in use then may be released now.
   memory->left -= memory->left / FORGET_PARTS;
   int64_t idle = idle_bytes(store);
   if (idle > memory->left + kept_max) {

@@ -12,8 +12,8 @@
 
 // ---- RegisterModel ----
 
-// That of the message, else that of --calibration; NULL for neither. It is looked at first, so that a model is not
-// registered without the one that it is to have.
+// The message's calibration, else that of --calibration; NULL for neither. It is checked first, so that a model is
+// not registered without the calibration that it is to have.
 static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
                                    const qkv_calibration **calibration, qkv_error *error) {
   qkv_model resolved = *model;
@@ -30,21 +30,21 @@ static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Mode
   return qkv_calibration_check(*calibration, &shape, error);
 }
 
-// One is in force, or waits for its trial.
+// Whether one is in force, or waits for its trial.
 static bool has_calibration(const qkv_model *model) {
   qkv_calibration_state state = {.version = qkv_calibration_slot_version(model->calibration)};
   if (model->learner != NULL) qkv_learner_read_state(model->learner, &state);
   return state.version != 0 || state.on_trial != 0;
 }
 
-// The one that it has, or had on trial.
+// The calibration in force, or on trial.
 static bool is_known(const qkv_model *model, const qkv_calibration *calibration) {
   const uint32_t version = qkv_calibration_version(calibration);
   return qkv_calibration_slot_version(model->calibration) == version ||
          (model->learner != NULL && qkv_learner_brought(model->learner) == version);
 }
 
-// All tenants that use a model code with one calibration: a client of one of them does not replace it for others.
+// All tenants that use a model code with the same calibration: a client of one of them cannot replace it for others.
 static qkv_status check_replacing(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                   const qkv_calibration *calibration, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
@@ -70,7 +70,7 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   if (status == QKV_OK && calibration != NULL && message->calibration_kept) {
     status = qkvi_kept_put(daemon->kept, *registered, calibration, error);
   } else if (status == QKV_OK && calibration != NULL) {
-    // The daemon's own file does not take the place of what has come later.
+    // The daemon's own file does not replace a later calibration.
     const bool given = message->calibration.len > 0;
     const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
     const qkv_calibration_source source = given ? QKV_CALIBRATION_REGISTERED : QKV_CALIBRATION_FILE;
@@ -81,7 +81,7 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   return status;
 }
 
-// One that is not known yet counts for its tenant.
+// A new model counts for its tenant.
 static qkv_status register_counted(qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                    const qkv_model **registered, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
@@ -107,7 +107,7 @@ static qkv_status register_model(qkv_rpc_call *call, const Qkv__V1__RegisterMode
   return status;
 }
 
-// A calibration of 100 MB takes a good part of a second to be read, so this is a job of the compute pool.
+// Reading a calibration of 100 MB takes a good part of a second, so this is a job of the compute pool.
 static void register_job(void *context) {
   qkv_rpc_call *call = context;
   qkv_error error = {0};
@@ -174,7 +174,7 @@ static void write_entry(const struct entry *entry, entry_message *message) {
   message->response.calibration = &message->calibration.state;
 }
 
-// Whose sessions are counted: a client of one tenant sees its own. NULL: all.
+// The tenant whose sessions are counted: a client of one tenant sees its own. NULL: all.
 static const char *counted_tenant(const qkv_rpc_call *call) {
   return qkvi_call_is_bound(call) ? qkvi_call_tenant(call) : NULL;
 }

@@ -8,7 +8,7 @@
 
 enum { PAGE = QKV_PREFIX_PAGE, TRIES = 3 };
 
-// Whether the holder's pages are what the new session would hold: `context` is its resolved config.
+// Whether the holder's pages are the same as the new session's would be: `context` is its resolved config.
 static bool suits(const void *context, qkv_session *holder) {
   const qkv_session_config *wanted = context, *held = qkv_session_config_of(holder);
   return held->purpose == wanted->purpose && qkv_policy_equal(&held->policy, &wanted->policy) &&
@@ -16,7 +16,7 @@ static bool suits(const void *context, qkv_session *holder) {
          held->max_attention_error == wanted->max_attention_error && held->first_position == 0;
 }
 
-// The holder's config but for what is the new session's own.
+// The holder's config except the new session's own fields.
 static qkv_session_config config_of_fork(qkv_session *holder, const qkv_session_config *wanted) {
   qkv_session_config config = *qkv_session_config_of(holder);
   (void)snprintf(config.name, sizeof config.name, "%s", wanted->name);
@@ -36,7 +36,7 @@ static qkv_prefix_hash hash_of(const qkv_prefix_hash *root, const uint32_t *ids,
 }
 
 // Whether the session has exactly these tokens in all layers. It may not: the holder may have been truncated, and
-// appended to with others, before it was forked.
+// appended to with other tokens, before it was forked.
 static bool has_tokens(qkv_session *session, const qkv_prefix_hash *root, const uint32_t *ids, uint64_t tokens) {
   const uint32_t layers = qkv_session_model(session)->layers;
   const qkv_prefix_hash expected = hash_of(root, ids, tokens);

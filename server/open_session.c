@@ -17,10 +17,10 @@
 #include "server/residency/accounts.h"
 #include "server/token_ids.h"
 
-enum { OPEN_RESERVATION = 1 << 18 };  // more than a session takes without rows
-enum { SMALL_REQUEST_MAX = 4096 };    // bytes of an OpenSession that is read where it arrives
+enum { OPEN_RESERVATION = 1 << 18 };  // at least what a session takes without rows
+enum { SMALL_REQUEST_MAX = 4096 };    // bytes of an OpenSession that is parsed inline
 
-// What the contract has and this daemon does not serve yet.
+// Fields of the contract that this daemon does not serve yet.
 static qkv_status check_served(const Qkv__V1__OpenSessionRequest *request, qkv_error *error) {
   unsigned durability = (unsigned)request->durability;
   if (durability > QKV__V1__DURABILITY__DURABILITY_SYNC)
@@ -87,7 +87,7 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
   return QKV_OK;
 }
 
-// Memory may be full to the last byte with what can leave it, or with sessions that may be closed.
+// Memory may be full to the last byte with evictable sessions, or with sessions that may be closed.
 static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account, qkv_session_config *config,
                                   const char *model, qkv_session **session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
@@ -213,7 +213,7 @@ static void open_job(void *context) {
   qkvi_control_free(request);
 }
 
-// False where that may take long, or wait: one that goes into the journal waits for the disk, one with a prefix for
+// False where that may take long, or wait: a session that is journaled waits for the disk, one with a prefix for
 // layers, and one for which there is no place closes others.
 static bool open_at_once(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);

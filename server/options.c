@@ -261,7 +261,8 @@ static qkv_status check_codecs(const qkv_server_options *values, qkv_error *erro
   return check_bits("bits-v", codec_v, values->bits_v, error);
 }
 
-// "HI,MID,LO" into thresholds; false for anything else. Whether they fall is the policy's to check.
+// "HI,MID,LO" into thresholds; false for anything else. Whether they are in descending order is checked with the
+// policy.
 static bool read_thresholds(const char *text, double *thresholds) {
   for (size_t i = 0; i < QKV_RETIER_LEVELS - 1; i++) {
     char *end = NULL;

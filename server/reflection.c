@@ -1,4 +1,4 @@
-// grpc.reflection: what grpcurl asks before it calls. v1 has the messages of v1alpha, bit for bit.
+// grpc.reflection: queried by grpcurl before a call. v1 has the messages of v1alpha, bit for bit.
 #include <assert.h>
 #include <stdlib.h>
 
@@ -13,7 +13,7 @@
 typedef Grpc__Reflection__V1alpha__ServerReflectionRequest reflection_request;
 typedef Grpc__Reflection__V1alpha__ServerReflectionResponse reflection_response;
 
-// The room that a response needs.
+// Storage for the parts of a response.
 typedef struct response_parts {
   Grpc__Reflection__V1alpha__FileDescriptorResponse files;
   qkv_segment segments[QKVI_DESCRIPTOR_FILES_MAX];

@@ -9,12 +9,12 @@
 
 enum { AIM_MS = 25, PRESS_MS = 50, NOTES = 4096 };
 
-// What sessions are brought to under pressure, one after the other.
+// Average bits that sessions are brought to under pressure, one step after the other.
 static const double pressed_bits[] = {3, 2.5, 2};
 enum { PRESSED_STEPS = sizeof pressed_bits / sizeof *pressed_bits };
 
 // What is known of a session as it was last used. Sessions share notes by their serial: one that finds another's note
-// is looked at once more than it need be.
+// is visited once more than necessary.
 typedef struct note {
   uint64_t serial;
   int64_t last_used_ms;
@@ -25,7 +25,7 @@ typedef struct note {
 
 struct qkvi_retierer {
   qkv_store *store;
-  qkvi_residency *residency;  // NULL: memory is all there is
+  qkvi_residency *residency;  // NULL: there is no SSD
   qkv_retier_policy policy;   // tier-bits, or the thresholds
   double high, low;           // watermarks, parts of what memory-budget has for pages; 1: none
   bool pressed;
@@ -87,7 +87,7 @@ static void retier_layer(step *on, qkv_session *session, const qkv_retier_policy
   qkv_retier_report report = {0};
   qkv_error error = {0};
   const qkv_status status = qkv_session_retier(session, policy, NULL, &report, &error);
-  // A page that cannot grow, as the budget is full, does so later.
+  // A page that cannot grow, as the budget is full, is tried again later.
   *clean = status == QKV_OK && report.pages == 0 && report.pages_left == 0 ? *clean + 1 : 0;
   on->report->pages += report.pages;
   on->report->bytes_freed += report.bytes_freed;
@@ -96,7 +96,7 @@ static void retier_layer(step *on, qkv_session *session, const qkv_retier_policy
 
 // ---- Towards what they were opened with ----
 
-// Each of its layers once, or as many as there is time for.
+// Each of its layers once, or as many as the time allows.
 static void aim_session(step *on, qkv_session *session) {
   const uint32_t layers = qkv_session_model(session)->layers;
   const int64_t used_ms = qkv_session_last_used_ms(session);
@@ -114,7 +114,7 @@ static void begin_work(step *on, int64_t ms) {
   on->until_ms = now_ms() + ms;
 }
 
-// In turn: one that was looked at comes behind the others.
+// Round robin: a session that was visited is moved behind the others.
 static void aim_sessions(step *on) {
   qkv_recency *recency = qkv_store_recency(on->retierer->store);
   qkv_session *session;
@@ -168,7 +168,7 @@ static void log_pressure(const qkvi_retierer *retierer, const char *text) {
   qkv_log(QKV_LOG_INFO, text, "{s:I}", "bytes", (json_int_t)used(retierer));
 }
 
-// The longest unused first. True where one of them is in memory alone: nothing but demotion frees memory of it.
+// The least recently used first. True where one of them is in memory alone: only demotion frees memory of it.
 static bool press_in_order(step *on) {
   qkv_recency *recency = qkv_store_recency(on->retierer->store);
   qkv_session *session;
@@ -192,14 +192,14 @@ static bool press_sessions(step *on) {
   if (!retierer->pressed) log_pressure(retierer, "memory-high is reached, sessions are demoted");
   retierer->pressed = true;
   const bool alone = press_in_order(on);
-  // What cannot be demoted any further leaves memory, where it is on the SSD.
+  // A session that cannot be demoted any further is evicted, where it is on the SSD.
   if (retierer->residency != NULL && !spent(on) && !is_low(retierer))
     (void)qkvi_budget_evict(retierer->residency, mark(retierer, retierer->low));
   if (is_low(retierer)) {
     log_pressure(retierer, "memory-low is reached");
     retierer->pressed = false;
   }
-  // Sessions on the SSD leave memory when it is needed: that is not urgent.
+  // Sessions on the SSD are evicted when memory is needed: that is not urgent.
   return retierer->pressed && spent(on) && alone;
 }
 

@@ -4,8 +4,8 @@
 //   HANDLER --send--> SENDING --sent--> HANDLER
 //   HANDLER --reply, finish--> ENDING --> OVER
 //
-// The event of client close or cancellation comes beside all of this, in a batch of its own; the call's memory
-// goes when both have come to their end.
+// The event of client close or cancellation comes concurrently, in a batch of its own; the call's memory is freed
+// when both have ended.
 #include <assert.h>
 #include <grpc/byte_buffer.h>
 #include <grpc/support/alloc.h>
@@ -66,14 +66,14 @@ static grpc_byte_buffer *buffer_of_bytes(const void *data, size_t length) {
   return buffer;
 }
 
-// A piece of somebody's memory on its way out.
+// A referenced piece of memory that is being sent.
 typedef struct reference {
   void (*release)(void *owner);
   void *owner;
 } reference;
 
-// gRPC drops references on any thread, its own included, ordered by counters of its own. This one says the same
-// where a race detector can see it: what was written before handing over is read after.
+// gRPC drops references on any thread, its own included, ordered by counters of its own. This counter states the same
+// order where a race detector can see it: writes before handing over happen before reads after it.
 static _Atomic uint64_t handed_over;
 
 static void drop_reference(void *context) {
@@ -219,8 +219,8 @@ static void end_without_message(qkv_rpc_call *call) {
 
 static void resume(qkvi_rpc_delayed *delayed);
 
-// At once, or where the tenant has used more than the rates of its quota, so much later that it keeps to them. The
-// first message of a call, which holds nothing yet, is refused where that is longer.
+// Reads the message at once, or, where the tenant exceeds the rates of its quota, so much later that it keeps to
+// them. The first message of a call, which holds nothing yet, is refused where that is longer.
 static void take_message(qkv_rpc_call *call) {
   enum { WAIT_MAX_MS = 1000 };
   qkvi_rpc_limits *limits = qkvi_rpc_server_limits(call->server);
@@ -288,7 +288,7 @@ static qkv_status enter(qkv_rpc_call *call, qkv_error *error) {
   return status;
 }
 
-// Once it has entered, others may end it: all of it is there before.
+// Once it has entered, other threads may end it: it is complete before.
 qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *grpc,
                                 const qkvi_identity *identity, gpr_timespec deadline, qkv_rpc_call **out,
                                 qkv_error *error) {
@@ -339,7 +339,7 @@ void qkv_rpc_set_state(qkv_rpc_call *call, void *state) {
   call->state = state;
 }
 
-// gRPC cancels a call at its deadline, but that event may stand behind others in the queue.
+// gRPC cancels a call at its deadline, but that event may be queued behind others.
 bool qkv_rpc_cancelled(const qkv_rpc_call *call) {
   return atomic_load_explicit(&call->cancelled, memory_order_acquire) || past_deadline(call);
 }

@@ -12,7 +12,7 @@
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
-// Descriptors that connections leave to files, when limit-connections is beyond what the process may open.
+// Descriptors that are reserved for files, when limit-connections is beyond what the process may open.
 #define FILES_KEPT 256
 #define COUNT_PAUSE_MS 100
 
@@ -29,7 +29,7 @@ typedef struct peer {
 typedef struct connection {
   ino_t inode;
   struct peer *peer;  // NULL: a unix socket
-  bool open;          // as far as is known
+  bool open;          // as far as the table knows
 } connection;
 
 struct qkvi_rpc_connections {
@@ -123,7 +123,7 @@ static bool is_inode(int file, ino_t inode) {
   return fstat(file, &now) == 0 && S_ISSOCK(now.st_mode) && now.st_ino == inode;
 }
 
-// Takes out what has ended.
+// Removes connections that have ended.
 static void count(qkvi_rpc_connections *connections) {
   for (size_t i = 0; i < connections->table_length; i++) {
     connection *each = &connections->table[i];
@@ -168,7 +168,7 @@ qkvi_rpc_admission qkvi_rpc_connections_admit(qkvi_rpc_connections *connections,
   pthread_mutex_lock(&connections->lock);
   grow(connections, (size_t)accepted + 1);
   connection *slot = &connections->table[accepted];
-  if (slot->open) end(connections, slot);  // the descriptor was free: what it was has ended
+  if (slot->open) end(connections, slot);  // the descriptor was free: its earlier connection has ended
   peer *of;
   const qkvi_rpc_admission admission = judge_counted(connections, peer_address, &of);
   if (admission == QKVI_RPC_ADMITTED) {

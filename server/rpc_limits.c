@@ -21,9 +21,9 @@
 #define CALL_OF(part) ((qkv_rpc_call *)((char *)(part)-offsetof(qkv_rpc_call, place)))
 // Calls that are ended with the lock taken once.
 #define VICTIMS 64
-// All calls are looked at for slow clients as often as this.
+// All calls are checked for slow clients as often as this.
 #define LOOK_MS 1000
-// Tenants that are known while no call of theirs runs: their totals, and what they have to wait for.
+// Tenants that are kept while no call of theirs runs: their totals, and their debts.
 #define TENANTS_KEPT 4096
 
 struct qkvi_rpc_group {
@@ -48,7 +48,7 @@ struct qkvi_rpc_limits {
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   qkvi_rpc_list silent, others;
   uint64_t silent_ended, stalled_ended;
-  int64_t looked_ms;  // when calls that are not silent were looked at last
+  int64_t looked_ms;  // when calls that are not silent were last checked
 };
 
 static int64_t now_ms(void) {
@@ -176,7 +176,8 @@ static void discount(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   place->tenant->calls[place->kind]--;
 }
 
-// Takes a call's place. Its gRPC call, with a reference for the caller, who cancels it without the lock.
+// Takes a call's place away. Returns its gRPC call, with a reference for the caller, which cancels it without the
+// lock.
 static grpc_call *evict(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   qkv_rpc_call *call = CALL_OF(place);
   *(place->silent ? &limits->silent_ended : &limits->stalled_ended) += 1;
@@ -305,7 +306,7 @@ static size_t take_silent(qkvi_rpc_limits *limits, late_call *late) {
   return found;
 }
 
-// What the call waits for from its client, for too long; false: for nothing. A phase is not older than its time.
+// The time-out that the call exceeds in waiting for its client; false: none. A phase is not older than its time.
 static bool is_stalled(const qkvi_rpc_limits *limits, const qkv_rpc_call *call, uint64_t now, late_call *late) {
   const qkvi_rpc_phase phase = atomic_load_explicit(&call->phase, memory_order_acquire);
   const uint64_t since = atomic_load_explicit(&call->phase_ns, memory_order_relaxed);

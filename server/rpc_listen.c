@@ -1,10 +1,10 @@
 // Addresses: "unix:PATH" and "HOST:PORT".
 //
-// Sockets are ours or passed by the service manager, and accepted by a thread that gives gRPC the connections:
-// gRPC 1.51 tells only that binding has failed, stops listening for good when accept() finds no file descriptor left,
-// leaves unix sockets the system's send buffer, which halves what large answers reach, and resets TCP connections
-// whose client does not read for some seconds. A unix socket is guarded by a lock file (two servers on one path do
-// not notice each other).
+// Sockets are ours or passed by the service manager, and accepted by a thread that gives gRPC the connections: gRPC
+// 1.51 reports only that binding has failed, stops listening for good when accept() finds no file descriptor left,
+// keeps the system's send buffer of unix sockets, which halves the throughput of large answers, and resets TCP
+// connections whose client does not read for some seconds. A unix socket is guarded by a lock file (two servers on
+// one path do not notice each other).
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -37,8 +37,8 @@
 // How long a connection that cannot be accepted now (no file descriptor is left) waits for the next attempt.
 #define ACCEPT_PAUSE_MS 100
 #define REFUSALS_PAUSE_S 60
-// A TCP connection whose peer has vanished without a word is noticed after the first and so many of the second. The
-// kernel asks, not gRPC: a client in the middle of its own work answers no pings, the kernel does for it.
+// A TCP connection whose peer has vanished silently is noticed after the first and so many of the second. These are
+// the kernel's keepalive probes, not gRPC's pings: a busy client does not answer pings, its kernel answers probes.
 #define KEEPALIVE_S 30
 #define KEEPALIVE_AGAIN_S 10
 #define KEEPALIVE_TIMES 3
@@ -191,8 +191,8 @@ static bool is_repeated(const struct addrinfo *list, const struct addrinfo *info
   return false;
 }
 
-// All that a name stands for, at one port. "localhost" may stand for an IPv6 address that the machine does not have:
-// such are left out, unless there is no other. The reason why there is none, or 0.
+// Listens at all addresses of a name, at one port. "localhost" may stand for an IPv6 address that the machine does
+// not have: it is skipped, unless there is no other. Returns the reason why there is none, or 0.
 static int listen_at_all(const struct addrinfo *list, qkvi_rpc_listener *listener) {
   int missing = 0;
   for (const struct addrinfo *info = list; info != NULL && listener->socket_count < QKVI_RPC_SOCKETS_MAX;
@@ -212,7 +212,7 @@ static int listen_at_all(const struct addrinfo *list, qkvi_rpc_listener *listene
   return listener->socket_count > 0 ? 0 : missing;
 }
 
-// What the service manager passed of all that a name stands for; nothing else is bound then.
+// The sockets that the service manager passed for the addresses of a name; nothing else is bound then.
 static bool take_tcp(const struct addrinfo *list, qkvi_rpc_listener *listener) {
   for (const struct addrinfo *info = list; info != NULL && listener->socket_count < QKVI_RPC_SOCKETS_MAX;
        info = info->ai_next) {
@@ -301,7 +301,7 @@ static void set_options(const qkvi_rpc_listener *listener, int connection) {
   set_integer(connection, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_TIMES);
 }
 
-// Says so once a minute.
+// Logs that once a minute.
 static void refuse_connection(const qkvi_rpc_listener *listener, int connection, qkvi_rpc_admission reason) {
   static _Atomic int64_t said_s;
   struct timespec now;
@@ -332,7 +332,7 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
     qkv_log(QKV_LOG_WARN, "cannot accept a connection, trying again", "{s:s, s:s}", "address", listener->address,
             "reason", strerror(errno));
     (void)poll(NULL, 0, ACCEPT_PAUSE_MS);
-  }  // else it is gone again
+  }  // else the caller closes it
 }
 
 // Until the listener is woken.

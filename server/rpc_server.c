@@ -1,7 +1,7 @@
 // The server: completion queues with a thread each, accepting calls, draining.
 //
-// Every queue has one slot armed in which gRPC puts the next call, whatever its path. The slot is armed again
-// before the call is looked at. The limit on calls is ours: slots do not limit anything.
+// Every queue has one slot armed in which gRPC puts the next call, whatever its path. The slot is armed again before
+// the call is handled. The limit on calls is ours: slots do not limit anything.
 #include <assert.h>
 #include <grpc/grpc_security.h>
 #include <grpc/support/log.h>
@@ -15,15 +15,15 @@
 #include "server/rpc_internal.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
-// A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and who
-// does not is cut off.
+// A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and a
+// client that does not is disconnected.
 #define STREAMS_MORE 100
 #define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
-// Memory of gRPC's own, beside messages that handlers hold.
+// Memory of gRPC itself, in addition to messages that handlers hold.
 #define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
 #define HANDSHAKE_MS 10000  // of TLS, and until the client's HTTP/2 settings have come
 #define SOCKET_MODE 0660
-// How long connections without calls get to take their leave.
+// How long connections without calls get to end in order.
 #define GOODBYE_MS 50
 
 typedef struct accept_slot {
@@ -71,7 +71,7 @@ struct qkv_rpc_server {
   pthread_mutex_t lock;
   pthread_cond_t changed;
   size_t calls;        // not freed yet
-  size_t slots_armed;  // gRPC has them
+  size_t slots_armed;  // that gRPC owns
   bool stopped;        // gRPC accepts no more
 };
 
@@ -139,7 +139,7 @@ static void count(qkv_rpc_server *server, size_t *counter, int change) {
 
 // A call that is not refused counts as running.
 static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool known, qkv_error *error) {
-  pthread_mutex_lock(&server->lock);  // whoever drains counts the calls after it has said so
+  pthread_mutex_lock(&server->lock);  // the draining thread sets its flag first, then counts the calls
   const bool draining = atomic_load_explicit(&server->draining, memory_order_acquire);
   if (known && !draining) server->calls++;
   pthread_mutex_unlock(&server->lock);
@@ -150,8 +150,8 @@ static qkv_status admit(qkv_rpc_server *server, const grpc_slice *path, bool kno
                   (const char *)GRPC_SLICE_START_PTR(*path));
 }
 
-// Cancelled, not answered: gRPC puts the status among what it has to send and forgets the call, however many its
-// client makes without reading, and stops reading itself where those are too many.
+// Cancelled, not answered: gRPC queues the status and forgets the call, however many calls its client makes without
+// reading, and stops reading itself where those are too many.
 static void refuse(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_call *call,
                    const qkvi_identity *identity, const qkv_error *error) {
   const qkv_rpc_report report = {.method = method == NULL ? "" : method->path,
@@ -260,8 +260,8 @@ void qkvi_rpc_server_call_gone(qkv_rpc_server *server) {
 
 // ---- Start ----
 
-// gRPC's own lines (errors, unless GRPC_VERBOSITY says otherwise) go where ours go. They are warnings: what a
-// client did wrong, mostly.
+// Log lines of gRPC (errors, unless GRPC_VERBOSITY says otherwise) go to our log. They are warnings: mostly errors of
+// a client.
 static void log_grpc(gpr_log_func_args *line) {
   qkv_log_level level = line->severity == GPR_LOG_SEVERITY_ERROR ? QKV_LOG_WARN : QKV_LOG_DEBUG;
   qkv_log(level, "grpc", "{s:s}", "text", line->message);
@@ -466,7 +466,7 @@ void qkv_rpc_server_drain(qkv_rpc_server *server, int64_t grace_ms) {
   atomic_store_explicit(&server->draining, true, memory_order_release);
   bool finished = wait_idle(server, false, grace_ms);
   if (!at_once) stop_listening(server);
-  // An idle client may leave its connection unread for long, so it is cut off, too.
+  // An idle client may leave its connection unread for long, so it is disconnected, too.
   if (!finished || !wait_idle(server, true, GOODBYE_MS)) grpc_server_cancel_all_calls(server->grpc);
   wait_idle(server, true, -1);
 }

@@ -25,7 +25,7 @@ typedef union socket_address {
 } socket_address;
 
 static struct {
-  __typeof__(sd_notify) *notify;  // NULL: nobody is told
+  __typeof__(sd_notify) *notify;  // NULL: there is no manager
   uint64_t watchdog_us;           // 0: not asked for
   int sockets[SOCKETS_MAX];       // -1 where it has been taken
   int count;

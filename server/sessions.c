@@ -1,6 +1,6 @@
 // CloseSession, GetSession, ListSessions, Truncate.
 //
-// Those that may take long, because they free much, go through all sessions or wait for a layer, are jobs of the
+// Operations that may take long, because they free much, walk all sessions or wait for a layer, are jobs of the
 // compute pool.
 #include <inttypes.h>
 #include <stdio.h>
@@ -35,7 +35,7 @@ static uint64_t held_bytes(qkv_session *session) {
   return info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
 }
 
-// To the SSD, as a whole.
+// Writes the session to the SSD, as a whole.
 static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t *bytes_freed, qkv_error *error) {
   if (qkv_session_config_of(session)->backing == NULL)
     return qkv_fail(error, QKV_FAILED_PRECONDITION, "keep is set, the session %s is in memory alone",
@@ -87,7 +87,7 @@ static qkv_status check_ids_range(const Qkv__V1__TokenRange *range, qkv_error *e
                   range->begin, range->end);
 }
 
-// The ids that are asked for, which the caller frees; NULL: none.
+// The requested ids, which the caller frees; NULL: none.
 static uint32_t *read_ids(qkv_session *session, const Qkv__V1__TokenRange *range, size_t *count) {
   size_t max = IDS_AT_ONCE;
   *count = 0;
@@ -138,7 +138,7 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
 typedef struct session_page {
   qkv_session *sessions[PAGE_SIZE_MAX];  // references
   size_t count;
-  qkv_store_place last;  // that was looked at
+  qkv_store_place last;  // that was visited
   bool more;             // behind it
 } session_page;
 
@@ -147,8 +147,8 @@ static bool wanted(const Qkv__V1__ListSessionsRequest *request, const qkv_sessio
   return request->model[0] == '\0' || strcmp(request->model, qkv_session_model(session)->name) == 0;
 }
 
-// Keeps what is wanted of `listed` until the page is full. Returns how many were looked at; all references of the
-// others are given back.
+// Keeps the matching ones of `listed` until the page is full. Returns how many were visited; the references of the
+// others are returned.
 static size_t take_wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session **listed, size_t count,
                           size_t size, session_page *page) {
   size_t looked = 0;
@@ -183,7 +183,8 @@ static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *requ
   free(listed);
 }
 
-// A token is the name of the last session, and where those of all tenants are listed "," and its tenant.
+// A token is the name of the last session; where those of all tenants are listed, it is followed by "," and its
+// tenant.
 static qkv_status read_token(const char *token, qkv_store_place *place, qkv_error *error) {
   const char *comma = strchr(token, ',');
   const size_t name_bytes = comma == NULL ? strlen(token) : (size_t)(comma - token);

@@ -70,7 +70,7 @@ static qkv_status seal(qkv_daemon *daemon, qkv_session *session, qkv_error *erro
   return status;
 }
 
-// Visible, and found again by the next process.
+// Makes the session visible and journals it.
 static qkv_status publish(const qkv_rpc_call *call, qkv_session *session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session_set_whole(session, qkv_session_length(session));

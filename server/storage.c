@@ -8,7 +8,7 @@
 #include "server/handlers.h"
 #include "server/jobs.h"
 
-#define LIVE_SHARE 0.9  // that is worth moving by hand
+#define LIVE_SHARE 0.9  // that is worth moving on request
 
 // Waits for the disk, where there is one.
 static void submit(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_job_fn *job) {

@@ -54,7 +54,7 @@ static qkv_status demote(const qkv_rpc_call *call, const Qkv__V1__DemoteRequest 
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
   QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
-  // Planes that are not on the disk stay: what can be there soon is waited for.
+  // Planes that are not on the disk stay: it waits for what can be there soon.
   if (status == QKV_OK && daemon->residency != NULL)
     (void)qkvi_write_back_sync_range(daemon->residency, session, scope.layers, scope.layer_count, scope.end,
                                      &(qkv_error){0});
@@ -145,20 +145,20 @@ static void promote_job(void *context) {
 
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  // It waits for the disk, and nobody for it.
+  // The call waits for the disk; no other job waits for the call.
   const qkv_work work = daemon->residency != NULL ? QKV_WORK_BULK_BLOCKING : QKV_WORK_INTERACTIVE;
   qkvi_request_work(call, message, &qkv__v1__demote_request__descriptor, work, demote_job);
 }
 
 static void on_prefetch(qkv_rpc_call *call, qkv_bytes message) {
-  // An attend of the same layer waits for it: it must not yield.
+  // An attend of the same layer waits for this: it must not yield.
   qkvi_request_job(call, message, &qkv__v1__prefetch_request__descriptor, qkvi_session_waits(call), promote_job);
 }
 
 // ---- GetAttentionStats ----
 
 // One layer's figures at a time, sent head by head. The session is not held in between: a client that does not read
-// keeps nothing of it.
+// blocks nothing of it.
 typedef struct stats_stream {
   Qkv__V1__GetAttentionStatsRequest *request;
   const qkv_model *model;      // NULL before the first layer; the store's, which outlives all calls
@@ -228,7 +228,7 @@ static void send_head(qkv_rpc_call *call, stats_stream *stream) {
   (last ? qkv_rpc_reply : qkv_rpc_send)(call, stream->writer, qkvi_block_release);
 }
 
-// What waits to be sent is counted, as other responses are.
+// Bytes that wait to be sent are counted, as those of other responses are.
 static qkv_status keep_stats(const qkv_rpc_call *call, stats_stream *stream, const qkv_attention_stats *stats,
                              qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);

@@ -54,7 +54,7 @@ static int64_t end_of(const char *pem) {
   return known ? (int64_t)timegm(&end) : 0;
 }
 
-// gRPC says of wrong files only that connections fail.
+// For invalid files gRPC only makes connections fail.
 static qkv_status check(const qkvi_tls *tls, char *const *pem, qkv_error *error) {
   X509 *certificate = parse_certificate(pem[CERTIFICATE]);
   EVP_PKEY *key = parse_key(pem[KEY]);
@@ -141,8 +141,8 @@ void qkvi_tls_destroy(qkvi_tls **tls) {
 
 // ---- Credentials ----
 
-// gRPC asks before each handshake. It wants authorities even where clients show no certificate: the daemon's own
-// certificate stands for them then, and is not looked at.
+// gRPC calls this before each handshake. It wants authorities even where clients show no certificate: then it gets
+// the daemon's own certificate, which is not used.
 static grpc_ssl_certificate_config_reload_status fetch(void *context, grpc_ssl_server_certificate_config **config) {
   qkvi_tls *tls = context;
   grpc_ssl_certificate_config_reload_status status = GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;

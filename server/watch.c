@@ -29,8 +29,8 @@ typedef struct watcher {
   char tenant[QKV_NAME_MAX + 1], model[QKV_NAME_MAX + 1];
   bool wants_ids;
   bool reset, missed;   // to be said with the next message
-  uint32_t scan;        // where the snapshot goes on in the index; 0: it has been told
-  qkvi_watch_ids *ids;  // what the snapshot has of ids; NULL: nothing is left
+  uint32_t scan;        // where the snapshot goes on in the index; 0: it has been sent
+  qkvi_watch_ids *ids;  // the snapshot's ids; NULL: nothing is left
   bool complete;        // that is to be said
   uint64_t cursor;      // the next change
   int64_t sent_ms;
@@ -45,7 +45,7 @@ struct qkvi_watch_hub {
   qkvi_watch_places *places;  // NULL: everything is in memory
   pthread_mutex_t lock;
   pthread_cond_t work;
-  watcher *first, *last;  // the one that was served last is the last
+  watcher *first, *last;  // the one that was served last is at the end
   size_t count;
   bool draining, ending, forget_places;
   _Atomic bool woken;  // changes have come
@@ -69,7 +69,8 @@ static void unlock(qkvi_watch_hub *hub) {
   assert(failed == 0);
 }
 
-// By who writes to the log: a flag and a signal, no lock. One that the thread overlooks costs a tick.
+// Called by the thread that writes to the log: a flag and a signal, no lock. A signal that the hub's thread misses
+// costs a tick.
 static void woken(void *context) {
   qkvi_watch_hub *hub = context;
   atomic_store_explicit(&hub->woken, true, memory_order_relaxed);
@@ -147,7 +148,7 @@ static void begin_snapshot(watcher *at, bool missed) {
   at->complete = true;
 }
 
-// The next part of what is due. True where the snapshot ends with it.
+// The next part that is due. True where the snapshot ends with it.
 static bool fill(watcher *at, batch *all) {
   qkvi_watch_hub *hub = at->hub;
   all->count = 0;
@@ -189,12 +190,12 @@ static void serve(watcher *at, batch *all) {
   if (ends) {
     at->complete = false;
     lock(at->hub);
-    at->hub->forget_places = true;  // this one has not been told of them
+    at->hub->forget_places = true;  // this watcher has not got them yet
     unlock(at->hub);
   }
   at->reset = at->missed = false;
   at->sent_ms = now_ms();
-  qkv_rpc_send_bytes(at->call, packed, bytes);  // from here on it is gRPC's
+  qkv_rpc_send_bytes(at->call, packed, bytes);  // from here on gRPC owns it
   free(packed);
 }
 
@@ -203,7 +204,7 @@ static void serve(watcher *at, batch *all) {
 static void await_work(qkvi_watch_hub *hub) {
   struct timespec until;
   (void)clock_gettime(CLOCK_MONOTONIC, &until);
-  until.tv_nsec += 50000000;  // a wake-up may be overlooked
+  until.tv_nsec += 50000000;  // a wake-up may be missed
   until.tv_sec += until.tv_nsec / 1000000000;
   until.tv_nsec %= 1000000000;
   if (hub->count == 0) {

@@ -14,7 +14,7 @@ typedef struct told {
   UT_hash_handle hh;
 } told;
 
-// Names and not sessions are held between two messages, which may be far apart: a session that is closed goes.
+// Names, not sessions, are held between two messages, which may be far apart: a closed session is freed.
 struct qkvi_watch_ids {
   qkv_store_place *names;
   size_t count, next;
@@ -45,7 +45,7 @@ void qkvi_watch_ids_destroy(qkvi_watch_ids **ids) {
   free(left);
 }
 
-// False where it has been told of.
+// False where its pages have been sent.
 static bool note(qkvi_watch_ids *ids, const qkv_prefix_hash *hash) {
   told *at;
   HASH_FIND(hh, ids->told, hash, sizeof *hash, at);
@@ -95,7 +95,7 @@ static size_t take_session(qkvi_watch_ids *ids, qkv_session *session, qkvi_watch
                                          .kind = QKVI_WATCH_ADDED,
                                          .has_ids = true};
   }
-  label->references = count;  // nobody else has it yet
+  label->references = count;  // no other thread has it yet
   if (count == 0) free(label);
   const bool more = end > first && end < pages;
   ids->page = more ? end : 0;

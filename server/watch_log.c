@@ -26,9 +26,9 @@ struct qkvi_watch_log {
   unsigned id_watchers;
   root_entry *roots;
   bool awake;              // `woken` has been called since the last read
-  qkvi_watch_event *ring;  // [QKVI_WATCH_RING] while somebody watches
-  uint32_t *ids;           // [QKVI_WATCH_RING][64] while somebody wants ids
-  uint64_t tail, head;     // changes that are known: [tail, head)
+  qkvi_watch_event *ring;  // [QKVI_WATCH_RING] while there is a watcher
+  uint32_t *ids;           // [QKVI_WATCH_RING][64] while a watcher wants ids
+  uint64_t tail, head;     // changes that the ring holds: [tail, head)
 };
 
 static void lock(qkvi_watch_log *log) {
@@ -65,7 +65,7 @@ static uint32_t *ids_at(const qkvi_watch_log *log, uint64_t number) {
   return log->ids + (number % QKVI_WATCH_RING) * QKV_PREFIX_PAGE;
 }
 
-// True where somebody is to be woken.
+// True where `woken` is to be called.
 static bool put(qkvi_watch_log *log, const qkvi_watch_event *event, const uint32_t *ids) {
   if (log->ring == NULL) return false;
   if (log->head - log->tail == QKVI_WATCH_RING) forget(log, log->tail + 1);
@@ -160,7 +160,7 @@ void qkvi_watch_log_destroy(qkvi_watch_log **log) {
   qkvi_watch_log *left = *log;
   if (left == NULL) return;
   *log = NULL;
-  assert(left->ring == NULL);  // nobody watches
+  assert(left->ring == NULL);  // no watcher
   root_entry *entry = left->roots, *next;
   HASH_CLEAR(hh, left->roots);
   for (; entry != NULL; entry = next) {

@@ -9,7 +9,7 @@
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
-enum { PAGES_AT_ONCE = 8192 };  // told at a look
+enum { PAGES_AT_ONCE = 8192 };  // reported at a look
 
 // A session of which some pages are on the SSD alone.
 typedef struct known {

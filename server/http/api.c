@@ -14,7 +14,7 @@
 
 enum { OK = 200, BAD_REQUEST = 400, NOT_FOUND = 404, FAILED = 500 };
 
-// Numbers of the map: bits and shares to four digits are what a picture shows.
+// Numbers of the map: four digits of bits and shares are enough for a picture.
 #define MAP_DIGITS 4
 
 static void reply(json_t *value, size_t flags, qkvi_http_answer *answer) {
@@ -318,7 +318,7 @@ static int by_number(const void *a, const void *b) {
 static void put_segments(qkv_storage *storage, const qkvi_http_query *query, json_t *value) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(storage, &stats);
-  const size_t max = (size_t)stats.segments + 16;  // some may be begun meanwhile
+  const size_t max = (size_t)stats.segments + 16;  // some may be created meanwhile
   const uint64_t after = strtoull(query->after, NULL, 10);
   qkv_storage_segment *segments = calloc(max, sizeof *segments);
   json_t *list = json_array();

@@ -38,7 +38,7 @@ struct qkvi_http {
   char *page;             // with its nonce
   char page_policy[256];  // Content-Security-Policy
   pthread_mutex_t lock;   // of the next two
-  bool closing;           // nothing is given to the workers any more
+  bool closing;           // the workers get no more requests
   qkv_pool *workers;
 };
 
@@ -179,7 +179,7 @@ static bool host_is_local(const char *host) {
   return strcasecmp(name, "localhost") == 0 || strcmp(name, "[::1]") == 0;
 }
 
-// A web page that makes its own name stand for this machine (DNS rebinding) asks with that name, and gets nothing.
+// A web page that makes its own name resolve to this machine (DNS rebinding) sends that name, and is refused.
 static bool may_ask(const exchange *request) {
   const char *host = MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_HOST);
   return !request->http->local || host == NULL || host_is_local(host);
@@ -237,8 +237,8 @@ static enum MHD_Result give_to_worker(exchange *request) {
   return MHD_YES;
 }
 
-// With --admin-auth what tells of tenants is for tokens that may read for all of them. The page tells nothing by
-// itself.
+// With --admin-auth everything about tenants needs a token that may read for all of them. The page itself contains
+// nothing about them.
 static qkv_status check_token(const exchange *request, const char *path, qkv_error *error) {
   const qkv_daemon *daemon = request->http->daemon;
   qkvi_grant grant;
@@ -296,7 +296,7 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
   (void)upload;
   exchange *request = *state;
   if (request != NULL && request->answered) return respond(request);
-  if (request != NULL) {  // a body, which nothing here takes
+  if (request != NULL) {  // it has a body, which nothing here takes
     *upload_bytes = 0;
     return MHD_YES;
   }
@@ -358,7 +358,7 @@ static bool socket_is_local(int socket) {
   return address.ss_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)&address)->sin6_addr);
 }
 
-// Nobody is asked who they are, so others than this machine's users are served only where that is wanted.
+// Clients are not authenticated, so addresses that other machines can reach are bound only where that is allowed.
 static qkv_status check_reach(qkvi_http *http, const qkv_server_options *options, qkv_error *error) {
   http->local = true;
   for (size_t i = 0; i < http->listener.socket_count; i++) http->local &= socket_is_local(http->listener.sockets[i]);
@@ -387,7 +387,7 @@ static qkv_status start(qkvi_http *http, size_t at, qkv_error *error) {
 }
 
 static qkv_status open_all(qkvi_http *http, const qkv_server_options *options, qkv_error *error) {
-  // Who may be let in is checked here, not there.
+  // Reachability is checked here, not there.
   const qkvi_rpc_listen_config listen = {.mode = qkv_server_options_listen_mode(options), .open = true};
   if (qkvi_rpc_listen(NULL, options->admin_listen, &listen, &http->listener, error) != QKV_OK)
     return qkv_error_prefix(error, "--admin-listen: ");
@@ -423,7 +423,7 @@ const char *qkvi_http_address(const qkvi_http *http) {
   return http->listener.address;
 }
 
-// The workers end what they have and resume its connections, which no server ends without.
+// The workers end their requests and resume the connections; no server ends without that.
 void qkvi_http_destroy(qkvi_http **http) {
   qkvi_http *old = *http;
   if (old == NULL) return;

@@ -32,7 +32,7 @@ static qkvi_label *look(const qkvi_labels *labels, size_t count, uint64_t hash, 
   return NULL;
 }
 
-// A tenant that is called so shares its row with the others.
+// A tenant with this very name shares its row with the others.
 static bool is_other(const char *name) {
   return strcmp(name, OTHER) == 0;
 }

@@ -108,7 +108,7 @@ static void put_tenant_calls(FILE *out, const qkvi_labels *tenants) {
   put_calls(out, tenants, "qkvd_tenant_call_seconds_total", SECONDS);
 }
 
-// Rows of a label's own, and behind them the sum of the others. The caller frees it.
+// Rows of the labels, and behind them the sum of the others. The caller frees it.
 static qkvi_usage_row *fold(qkvi_labels *labels, const qkvi_usage_row *rows, size_t count) {
   qkvi_usage_row *folded = calloc(labels->max + 1, sizeof *folded);
   if (folded == NULL) abort();

@@ -18,7 +18,7 @@ __asm__(
 extern const char qkvi_page_begin[] __attribute__((visibility("hidden")));
 extern const char qkvi_page_end[] __attribute__((visibility("hidden")));
 
-// What stands in the file where the nonce belongs, of the same length.
+// The placeholder of the nonce in the file, of the same length.
 #define PLACE "00000000000000000000000000000000"
 
 char *qkvi_page_create(char *policy, size_t bytes) {

@@ -4,7 +4,7 @@
 #include <sys/socket.h>
 #include <utlist.h>
 
-// What has been shut down is not looked at again.
+// A connection that has been shut down is ignored.
 static void end_longest(qkvi_http_places *places) {
   qkvi_http_place *longest = places->longest;
   if (longest == NULL) return;

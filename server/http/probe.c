@@ -68,7 +68,7 @@ static qkv_status connect_tcp(const char *text, int *out, qkv_error *error) {
   return QKV_OK;
 }
 
-// The whole answer, as far as it has room.
+// Reads the whole answer, up to `bytes`.
 static void read_answer(int socket, char *answer, size_t bytes) {
   size_t length = 0;
   while (length + 1 < bytes) {

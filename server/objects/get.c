@@ -1,4 +1,4 @@
-// GetObjects: objects out, in messages of about 1 MiB; the next one is made when the last one has left.
+// GetObjects: sends objects in messages of about 1 MiB; the next one is built when the last one has been sent.
 #include <stdlib.h>
 #include <string.h>
 
@@ -104,7 +104,7 @@ static void send_job(void *context) {
   for (int i = 0; i < PIECES_MAX && status == QKV_OK && fits && stream->next < stream->request->n_objects; i++)
     status = put_part(stream, block, &used, &fits, &error);
   if (status != QKV_OK) {
-    // What the writer refers to is not sent.
+    // The references of the writer are not sent.
     size_t count;
     const qkv_wire_piece *pieces = qkv_wire_writer_pieces(stream->writer, &count);
     for (size_t i = 0; i < count; i++) {

@@ -115,7 +115,7 @@ qkvi_object *qkvi_object_create(qkvi_objects *objects, qkv_account *account, con
 
 // ---- Those that have bytes in memory ----
 
-// Nearly always behind all others.
+// Nearly always at the end of the list.
 static void add_warm(qkvi_objects *objects, qkvi_object *object) {
   qkvi_object *before = objects->warm == NULL ? NULL : objects->warm->prev_warm;
   while (before != NULL && before->used_ms > object->used_ms)
@@ -143,7 +143,7 @@ void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass) {
   qkvi_objects_unlock(objects);
 }
 
-// The next one of a pass that was last used before; NULL: there is none.
+// The next object of a pass that was last used before; NULL: there is none.
 static qkvi_object *next_warm(qkvi_objects *objects, qkvi_objects_pass pass, int64_t before_ms) {
   qkvi_object *next = objects->cursors[pass];
   if (next == NULL || next->used_ms >= before_ms) return NULL;
@@ -228,7 +228,7 @@ void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object) {
   update_gauges(objects);
 }
 
-// Its bytes are given back with its last reader, or before where that one stalls.
+// Its bytes are released with its last reader, or before where that one stalls.
 void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->listed) {
     objects->undurable -= object->entry == QKVI_ENTRY_FAILED;
@@ -284,7 +284,7 @@ void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkv
 
 // ---- Becoming visible ----
 
-// Whether there is a place for one more, perhaps for want of the longest unused one that may go.
+// Whether there is a place for one more, perhaps by evicting the least recently used one.
 static bool make_place(qkvi_objects *objects, const qkvi_object *leaving) {
   const size_t most = (size_t)objects->options->limit_objects, taken = HASH_COUNT(objects->table) - (leaving != NULL);
   if (taken < most) return true;
@@ -318,7 +318,7 @@ static bool same_settings(const qkvi_object_config *a, const qkvi_object_config 
   return a->ttl_ms == b->ttl_ms && a->durability == b->durability && a->evictable == b->evictable;
 }
 
-// Whether `held` is what the put of `object` asks for.
+// Whether `held` is the same object as the put of `object` asks for.
 static bool is_same(const qkvi_object *held, const qkvi_object *object, bool replace) {
   return held != NULL && held->config.bytes == object->config.bytes &&
          held->config.checksum == object->config.checksum &&
@@ -330,18 +330,17 @@ qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, 
   qkvi_journal_wait wait = {.residency = objects->residency};
   const bool sync = object->config.durability == QKV_DURABILITY_SYNC && object->number != 0;
   qkvi_object *held;
-  bool same, durable = object->number == 0;  // as durable as it will be
-  object->config.checksum = checksum;        // nobody else sees the object yet
+  bool same, durable = object->number == 0;  // it stays in memory alone
+  object->config.checksum = checksum;        // the object is not visible yet
   for (;;) {
     qkvi_objects_lock(objects);
     held = qkvi_objects_look_up(objects, object->config.tenant, object->config.name);
     same = is_same(held, object, replace);
-    // One that is here but perhaps not on the SSD is no answer to a put that asks for that: the new one takes its
-    // place.
+    // An object that is perhaps not on the SSD does not satisfy a put that asks for that: the new one replaces it.
     *existing = same && (!sync || held->entry == QKVI_ENTRY_DURABLE);
     const bool gives_up = held != NULL && held->number != 0 && (replace || same);
     if (durable || *existing || (!sync && !gives_up)) break;
-    // What is durable is given up for what is durable.
+    // A durable object is replaced only by a durable one.
     qkvi_objects_unlock(objects);
     QKV_TRY(qkvi_object_sync(objects, call, object, error));
     durable = true;
@@ -448,7 +447,7 @@ uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, i
     if (at == NULL) break;
     if (at->number == 0 || (account != NULL && at->account != account)) continue;
     freed += spill_object(objects, at, bytes - freed);
-    if (freed >= bytes && at->prev_warm != NULL) objects->cursors[QKVI_PASS_SPILL] = at;  // some is left of it
+    if (freed >= bytes && at->prev_warm != NULL) objects->cursors[QKVI_PASS_SPILL] = at;  // some of it is left
   }
   update_gauges(objects);
   qkvi_objects_unlock(objects);
@@ -472,7 +471,7 @@ uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t b
   return freed;
 }
 
-// What may not be evicted is told by name, as sessions are, the first few of a pass; all are counted.
+// Objects that may not be evicted are logged by name, as sessions are, the first few of a pass; all are counted.
 static void log_expelled(const qkvi_object *object, size_t before, bool quota) {
   enum { NAMED = 16 };
   const qkvi_object_config *config = &object->config;
@@ -499,7 +498,7 @@ bool qkvi_objects_expel(qkvi_objects *objects, const qkvi_objects_expulsion *wan
   qkvi_objects_lock(objects);
   const int64_t idle = qkvi_now_ms() - EXPEL_IDLE_MS;
   for (int kept = 0; kept < 2 && freed == 0; kept++) {
-    // What may be evicted goes before anything that may not.
+    // Evictable objects go first.
     const int64_t until = kept == wanted->evictable || wanted->before_ms > idle ? idle : wanted->before_ms;
     if (kept == 1 && wanted->evictable) break;
     for (qkvi_object *at = objects->oldest, *next; at != NULL && at->used_ms < until && freed < most; at = next) {
@@ -526,7 +525,7 @@ uint64_t qkvi_objects_staying(qkvi_objects *objects) {
   return bytes;
 }
 
-// A reader that has part of an object and stalls misses the rest.
+// A reader that stalls in the middle of an object misses the rest.
 static void take_from_stalled(qkvi_objects *objects, int64_t now) {
   for (qkvi_object *at = objects->removed; at != NULL; at = at->next) {
     if (at->in_memory == 0 || now - at->used_ms < QKVI_OBJECT_STALL_MS) continue;

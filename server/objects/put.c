@@ -18,8 +18,8 @@
 typedef struct put_object {
   qkvi_object *object;  // NULL: none is
   bool replace;
-  uint64_t checksum;  // as it was said; 0: it was not
-  uint64_t held;      // bytes that have come
+  uint64_t checksum;  // as declared; 0: not declared
+  uint64_t held;      // bytes received
   uint8_t *part;      // that is being filled; NULL: none is
   XXH3_state_t *hash;
 } put_object;
@@ -34,7 +34,7 @@ typedef struct put_stream {
 
 // ---- Memory ----
 
-// The same once memory that others have, or the tenant's own, has left for it.
+// The same once memory of others, or of the tenant's own sessions, was evicted for it.
 static qkv_status reserve_waiting(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
   qkvi_residency *residency = stream->daemon->residency;
   uint64_t reservation = 0;
@@ -45,7 +45,7 @@ static qkv_status reserve_waiting(const put_stream *stream, qkv_account *account
   return status;
 }
 
-// Reserves bytes of memory-budget for the tenant. Objects and sessions leave memory for it, or are closed.
+// Reserves bytes of memory-budget for the tenant. Objects and sessions are evicted from memory for it, or closed.
 static qkv_status reserve(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
   qkv_daemon *daemon = stream->daemon;
   qkv_arena *arena = qkv_account_arena(account);
@@ -76,7 +76,7 @@ static void drop_object(put_stream *stream) {
     const size_t part = (size_t)(at->held / QKVI_OBJECT_PART);
     qkv_arena_free(qkvi_object_arena(at->object), at->part, qkvi_object_part_bytes(at->object, part));
   }
-  // One that was refused as a whole, or that is held and not durable, is not incomplete.
+  // An object that was refused as a whole, or that exists and is not durable, is not incomplete.
   if (at->object != NULL && at->held < qkvi_object_config_of(at->object)->bytes)
     qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_OBJECTS_INCOMPLETE], 1);
   qkvi_object_unref(stream->daemon->objects, &at->object);

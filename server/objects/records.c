@@ -25,8 +25,8 @@ static void settle_one(qkvi_objects *objects, qkvi_object *object) {
   if (--object->unsettled == 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
 }
 
-// The first time it is told; it is tried again with what else is not durable. Whoever deletes it meanwhile has said
-// so behind it.
+// The first result; a failed entry is tried again with what else is not durable. A caller that deletes the object
+// meanwhile has journaled that behind it.
 void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status) {
   const bool failed = status != QKV_OK, was_failed = object->entry == QKVI_ENTRY_FAILED;
   object->retrying = false;
@@ -44,7 +44,7 @@ void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_statu
   }
 }
 
-// An entry that nobody waits for.
+// An entry that no caller waits for.
 typedef struct entry_note {
   qkvi_objects *objects;
   qkvi_object *object;  // a reference
@@ -101,7 +101,7 @@ qkv_status qkvi_object_journal(qkvi_objects *objects, qkvi_object *object, qkvi_
   return status;
 }
 
-// 0: the storage takes no more now, or the tenant's quota is full.
+// 0: the storage refuses for now, or the tenant's quota is full.
 static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object, size_t part) {
   qkvi_residency *residency = objects->residency;
   const uint64_t bytes = qkvi_object_part_bytes(object, part);
@@ -120,7 +120,7 @@ static uint64_t put_part(const qkvi_objects *objects, const qkvi_object *object,
   return record;
 }
 
-// What is on the SSD, or on its way there, counts no more.
+// Bytes on the SSD, or being written there, no longer count.
 static void forget_record(qkvi_object *object, size_t part) {
   if (object->part[part].record != 0) qkv_account_drop_ssd(object->account, qkvi_object_part_bytes(object, part));
   object->part[part].record = 0;
@@ -147,7 +147,7 @@ bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t 
   return false;
 }
 
-// An entry that has failed is written again, unless the disk rests.
+// A failed entry is written again, unless writes pause after a failure.
 static void settle_entry(qkvi_objects *objects, qkvi_object *object) {
   if (object->entry != QKVI_ENTRY_FAILED || object->retrying ||
       qkvi_write_back_refuses(objects->residency, object->number))
@@ -155,8 +155,7 @@ static void settle_entry(qkvi_objects *objects, qkvi_object *object) {
   object->retrying = qkvi_object_journal(objects, object, NULL, NULL) == QKV_OK;
 }
 
-// `*full`: the storage takes no more now, and a part is only copied to be refused; not where that is the tenant's
-// quota.
+// `*full`: the storage refuses for now, so that copying another part would be in vain; not set by the tenant's quota.
 static bool settle(qkvi_objects *objects, qkvi_object *object, bool *full) {
   bool all = true, refused = false;
   for (size_t i = 0; i < object->parts && object->unsettled > 0 && !refused; i++) {
@@ -221,7 +220,7 @@ qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkv
 
 // ---- In ----
 
-// Memory for a part that has come back, where it has headroom, or gets some from what was used longer ago.
+// Memory for a restored part, where there is headroom, or objects used longer ago can be spilled.
 static void *take_block(const qkvi_objects *objects, const qkvi_object *object, uint64_t bytes) {
   qkv_arena *arena = qkvi_object_arena(object);
   const uint64_t cost = qkv_arena_cost(bytes), limit = qkvi_budget_limit(objects->residency);
@@ -253,7 +252,7 @@ static qkv_status read_record(const qkvi_objects *objects, uint64_t record, void
   return status;
 }
 
-// A damaged part is the end of its object. One that was deleted or replaced meanwhile is not in the table any more.
+// A damaged part ends its object. An object that was deleted or replaced meanwhile is no longer in the table.
 static qkv_status lose(qkvi_objects *objects, qkvi_object *object, qkv_error *error) {
   qkvi_objects_lock(objects);
   const bool lost = object->listed;
@@ -365,7 +364,7 @@ static bool is_whole(const qkvi_object *object) {
   return whole;
 }
 
-// Those that a crash has left without some of their records go, and need no place.
+// Objects that a crash has left without some of their records are dropped, and need no place.
 qkv_status qkvi_objects_check_found(qkvi_objects *objects, qkv_error *error) {
   size_t whole = 0;
   if (objects == NULL) return QKV_OK;

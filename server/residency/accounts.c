@@ -10,8 +10,8 @@
 
 enum { WAIT_MS = 10000, IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 
-// A pass over the tenant's own sessions of a list, the longest unused first: `look` returns false to end it. True
-// where all were looked at.
+// A pass over the tenant's own sessions of a list, the least recently used first: `look` returns false to end it.
+// True where all were visited.
 typedef bool look_fn(void *context, qkv_session *session);
 
 static bool look_at_own(qkv_recency *recency, const qkv_account *account, qkv_recency_list list, look_fn *look,
@@ -62,7 +62,7 @@ static bool evict_one(void *context, qkv_session *session) {
   return true;
 }
 
-// Down to `target` bytes, a little more than is asked for, so that the next append need not ask.
+// Down to `target` bytes, a little more than is asked for, so that the next append need not evict.
 static void evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
   eviction on = {.residency = residency, .account = account, .target = target, .wait = wait};
   qkv_recency_begin(qkv_store_recency(residency->store), QKV_RECENCY_CODED);  // a pass of objects is part of it
@@ -76,10 +76,11 @@ static void evict(qkvi_residency *residency, const qkv_account *account, uint64_
 
 typedef struct sealing {
   qkvi_residency *residency;
-  bool later;  // there is more to leave soon
+  bool later;  // more can be evicted soon
 } sealing;
 
-// Exact rows of sessions that are not in use become pages, which can leave; what stays exact is not tried again.
+// Exact rows of sessions that are not in use become pages, which can be evicted; rows that stayed exact are not
+// retried.
 static bool seal_one(void *context, qkv_session *session) {
   sealing *on = context;
   const uint64_t before = qkv_session_bytes_exact(session);
@@ -121,7 +122,7 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     const bool settled = each_own(residency, account, QKV_RECENCY_UNSETTLED, settle_one, NULL);
     const bool pending =
-        !qkvi_objects_settle(residency->objects) || !settled;  // before, as what is written meanwhile can leave
+        !qkvi_objects_settle(residency->objects) || !settled;  // before, as what is written meanwhile can be evicted
     evict(residency, account, target, waited);
     if (fits(account, bytes)) break;
     sealing on = {.residency = residency, .later = pending || !waited};
@@ -150,7 +151,7 @@ static bool find_one(void *context, qkv_session *session) {
   return idle && on->session == NULL;
 }
 
-// Objects of the tenant that were not used for longer go before the session.
+// Objects of the tenant that were not used for longer are deleted before the session.
 static bool expel_object(qkvi_residency *residency, const qkv_account *account, const qkv_session *session,
                          bool evictable) {
   const qkvi_objects_expulsion wanted = {

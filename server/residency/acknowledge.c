@@ -27,7 +27,7 @@ bool qkvi_write_back_owes(qkvi_residency *residency, qkv_session *session) {
   return !qkv_session_settle(session) || qkvi_write_back_cuts_waiting(residency);
 }
 
-// Of the tenant, on the SSD; sessions of it that are not in use go there meanwhile (server/residency/accounts.h).
+// The tenant's quota of the SSD is full; its sessions that are not in use are deleted there meanwhile (accounts.h).
 static bool is_over_quota(const qkv_session *session) {
   const qkv_account *account = qkv_session_account(session);
   return account != NULL && qkv_account_is_full_ssd(account);
@@ -38,7 +38,7 @@ static const char *refusal(qkv_status failure) {
   return failure == QKV_OK ? "the disk takes longer than 30 s" : "the disk failed";
 }
 
-// Whether what is sealed below ends[layer] of each layer is durable; NULL: everything, and every cut.
+// Whether what is sealed below ends[layer] of each layer is durable; NULL: everything, and every truncation.
 static bool is_durable(qkvi_residency *residency, qkv_session *session, const uint64_t *ends) {
   const bool settled = qkv_session_settle(session);
   if (ends == NULL) return settled && !qkvi_write_back_cuts_waiting(residency);

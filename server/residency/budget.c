@@ -1,4 +1,4 @@
-// Who may have memory: reservations of memory-budget, first come, first served.
+// Reservations of memory-budget, first come, first served.
 #include <assert.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@ uint64_t qkvi_budget_limit(const qkvi_residency *residency) {
   return qkv_arena_read(qkv_store_arena(residency->store)).bytes_limit;
 }
 
-// memory-budget, which what is fixed at the start is a part of.
+// The whole memory-budget, including what is reserved for good at the start.
 uint64_t qkvi_budget_whole(const qkvi_residency *residency) {
   return qkv_arena_read(qkv_store_arena(residency->store)).bytes_max;
 }
@@ -62,13 +62,13 @@ static bool anything_held(qkvi_residency *residency) {
 
 // ---- Headroom ----
 
-// What will not leave, at least: sessions in memory alone and those that are pinned, what is reserved and objects.
+// Bytes that cannot be evicted, at least: sessions in memory alone and pinned ones, reservations and objects.
 static uint64_t staying(qkvi_residency *residency) {
   return qkv_store_staying(residency->store) + qkv_store_read_stats(residency->store).learning_bytes +
          residency->buffer_bytes + qkvi_objects_staying(residency->objects);
 }
 
-// Looked at a few times a second.
+// Recomputed a few times a second.
 static bool too_much_stays(qkvi_residency *residency, uint64_t most, int64_t *next_ms) {
   const int64_t now = qkvi_now_ms();
   if (now < *next_ms) return false;
@@ -80,8 +80,8 @@ bool qkvi_client_is_gone(const qkv_rpc_call *call) {
   return call != NULL && qkv_rpc_cancelled(call);
 }
 
-// Evicts until `bytes` could be reserved. A little more than is asked for leaves memory, so that the next one need
-// not ask. What gets free meanwhile, by whomever, is kept for this one.
+// Evicts until `bytes` could be reserved. A little more than is asked for is evicted, so that the next thread need
+// not. Memory that any thread frees meanwhile is kept for this one.
 static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *call, uint64_t bytes, int64_t until) {
   qkv_arena *arena = qkv_store_arena(residency->store);
   uint64_t seen = qkvi_progress_count(residency);
@@ -91,7 +91,7 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
     const uint64_t budget = qkvi_budget_limit(residency);  // each time, as it follows what memory outside pages takes
     if (bytes > budget) break;
     const uint64_t most = budget - bytes, target = most - most / 16;
-    const bool pending = anything_pending(residency);  // before, as what is written meanwhile can leave
+    const bool pending = anything_pending(residency);  // before, as what is written meanwhile can be evicted
     if (qkv_arena_reserve_next(arena, bytes) == QKV_OK) return QKV_OK;
     (void)qkvi_eviction_run(residency, target, false);
     if (qkvi_budget_taken(residency) > most) (void)qkvi_eviction_run(residency, target, true);
@@ -126,7 +126,7 @@ static void join_turns(qkvi_turn *mine) {
   qkvi_residency_unlock(residency);
 }
 
-// From any place among those who wait.
+// From any position in the queue.
 void qkvi_turn_end(qkvi_turn *turn) {
   qkvi_residency *residency = turn->residency;
   qkvi_residency_lock(residency);
@@ -169,7 +169,7 @@ qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv
     }
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
   }
-  const int64_t least = qkvi_now_ms() + QKVI_STEP_MS;  // however long the turn took to come
+  const int64_t least = qkvi_now_ms() + QKVI_STEP_MS;  // even if the turn took long to come
   if (turn->until_ms < least) turn->until_ms = least;
   return QKV_OK;
 }

@@ -1,4 +1,4 @@
-// What the journal has of models, calibrations and sessions, so that the next process finds them.
+// The journal entries of models, calibrations and sessions, by which the next process finds them.
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -60,7 +60,7 @@ void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model,
   residency->journaled = known;
 }
 
-// Whether pages of this calibration may be put: it is in the journal. If not, it is noted down for the thread.
+// Whether pages of this calibration may be put: it is journaled. If not, the thread is asked to journal it.
 bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version) {
   if (version == 0) return true;
   qkvi_residency_lock(residency);
@@ -70,7 +70,7 @@ bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *mod
   return ready;
 }
 
-// A Model with a name and this calibration, whose bytes go to the disk from where they lie.
+// A Model message with a name and this calibration, whose bytes are written to the disk in place.
 static qkv_status write_calibration(qkvi_residency *residency, const char *name, const qkv_calibration *calibration,
                                     bool kept, qkv_error *error) {
   enum { NAME = 1, CALIBRATION = 14, CALIBRATION_KEPT = 16 };  // fields of Model
@@ -126,7 +126,7 @@ static void journal_calibrations(qkvi_residency *residency, qkv_session *session
   }
 }
 
-// Those that sessions on the SSD are coded with and the journal does not have.
+// The calibrations that sessions on the SSD are coded with and that are not journaled.
 void qkvi_catalogue_journal_calibrations(qkvi_residency *residency) {
   size_t count;
   qkv_session **sessions = qkvi_residency_sessions(residency, &count);
@@ -154,7 +154,7 @@ static qkv_status journal_model_once(qkvi_residency *residency, const qkv_model 
   const bool known = find_journaled(residency, model->name, 0) != NULL;
   qkvi_residency_unlock(residency);
   if (!known) {
-    // What was asked for: what it left to the daemon is the next daemon's to say.
+    // The model as it was requested: for its defaults the next daemon applies its own.
     qkv_model asked = *model;
     asked.policy = model->asked;
     qkvi_model_message message;
@@ -190,7 +190,7 @@ static qkv_status journal_info(qkvi_residency *residency, qkv_journal_kind kind,
 
 // ---- Forks ----
 
-// As layer model->layers how far the hashes of ids go.
+// How far the hashes of token ids go, as position of an extra layer, model->layers.
 static uint64_t *all_limits(const qkvi_catalogue_fork *fork, uint32_t layers) {
   uint64_t *limits = calloc((size_t)layers + 1, sizeof *limits);
   if (limits == NULL) abort();
@@ -228,7 +228,7 @@ qkv_status qkvi_catalogue_fork_begin(qkvi_residency *residency, qkv_session *par
   return status;
 }
 
-// What the parent has truncated between the two is shorter than was written.
+// A truncation of the parent between the two makes it shorter than journaled.
 static void cut_fork(const qkvi_catalogue_fork *fork, qkv_session *child) {
   const uint32_t layers = qkv_session_model(child)->layers;
   qkv_session_info info;
@@ -268,15 +268,15 @@ qkv_status qkvi_catalogue_opened(qkvi_residency *residency, qkv_session *session
   if (info.config.backing == NULL) return QKV_OK;
   QKV_TRY(journal_model_once(residency, info.model, error));
   const qkv_status status = journal_info(residency, QKV_JOURNAL_SESSION_OPEN, &info, error);
-  // It may be there nevertheless.
+  // The entry may be on the disk nevertheless.
   if (status != QKV_OK) qkv_storage_session_close(residency->storage, info.config.id, NULL, NULL);
   if (status != QKV_OK || qkvi_catalogue_is_open(residency, session)) return status;
-  // Who closed it meanwhile wrote that before it was open.
+  // A call that closed it meanwhile journaled that before it was open.
   QKV_TRY(qkvi_catalogue_closed(residency, session, error));
   return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", info.config.name);
 }
 
-// The last entry of the journal has what is in memory, as it is written before that changes, by one at a time.
+// The last journal entry matches memory, as it is written before memory changes, by one thread at a time.
 static qkv_status journal_note(qkvi_residency *residency, qkv_session *session, const qkvi_note *note,
                                qkv_error *error) {
   qkv_session_info info;

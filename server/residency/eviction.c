@@ -1,5 +1,5 @@
-// What leaves: sessions and objects that are on the SSD leave memory, exact rows of idle sessions become pages that
-// can, and where storage-budget is full the longest unused go from the SSD.
+// Eviction: sessions and objects that are on the SSD leave memory, and exact rows of idle sessions become pages that
+// can. Where storage-budget is full the least recently used ones are deleted from the SSD.
 #include <inttypes.h>
 #include <jansson.h>
 
@@ -11,7 +11,7 @@
 
 enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 
-// Of objects that were last used before.
+// Spills objects that were last used before.
 static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_t before_ms) {
   const uint64_t taken = qkvi_budget_taken(residency);
   return taken > target ? qkvi_objects_spill(residency->objects, NULL, before_ms, taken - target) : 0;
@@ -23,7 +23,7 @@ static bool is_over(const qkv_session *session) {
   return account == NULL || qkv_account_is_over(account);
 }
 
-// One at a time: others wait for the end of its pass. Those of tenants that are over, or with `all` everybody's.
+// One pass at a time: other threads wait for its end. Sessions of tenants above their part, or with `all` of any.
 static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t freed = 0, taken;
@@ -59,7 +59,7 @@ uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target) {
   return qkvi_eviction_run(residency, target, false);
 }
 
-// Those of one session. Where it was not worth a try, none of them will be: layers that stay exact.
+// Seals the rows of one session. Where its layers stay exact, it is not tried again before others.
 static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
   const uint64_t before = qkv_session_bytes_exact(session);
   const qkv_status status = qkv_session_seal(session, NULL);
@@ -68,8 +68,8 @@ static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
   return before > after ? before - after : 0;
 }
 
-// Exact rows of the longest unused sessions become pages, which can leave, until `bytes` of rows have. `*left`: there
-// are more, of sessions that were in use just now.
+// Codes exact rows of the least recently used sessions into pages, which can be evicted, until `bytes` of rows are
+// coded. `*left`: there are more, of sessions that were in use just now.
 uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t sealed = 0;
@@ -114,8 +114,8 @@ static bool is_over_ssd(const qkv_session *session) {
   return account == NULL || qkv_account_is_over_ssd(account);
 }
 
-// The longest unused session of a list that may be, with a reference; NULL: there is none, or all were used just now.
-// Of tenants that have more than their guaranteed part there, or with `all` of everybody.
+// The least recently used session of a list that may be deleted, with a reference; NULL: there is none, or all were
+// used just now. Of tenants above their guaranteed part there, or with `all` of any.
 static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   const int64_t now = qkvi_now_ms();
@@ -131,7 +131,7 @@ static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list li
   return session;
 }
 
-// That session, or objects that were not used for longer. False: there is nothing.
+// Deletes that session, or objects that were not used for longer. False: there is nothing to delete.
 static bool expel_from(qkvi_residency *residency, qkv_recency_list list, bool all) {
   qkv_session *session = find_expelled(residency, list, all);
   if (session == NULL) return false;
@@ -143,8 +143,7 @@ static bool expel_from(qkvi_residency *residency, qkv_recency_list list, bool al
   return true;
 }
 
-// storage-budget has no headroom: the longest unused session that nobody has pinned goes from it, first of those that
-// may be evicted.
+// storage-budget has no headroom: deletes the least recently used session that is not pinned, evictable ones first.
 void qkvi_eviction_expel(qkvi_residency *residency) {
   for (int all = 0; all < 2; all++) {
     const qkvi_objects_expulsion objects = {.all = all != 0, .before_ms = INT64_MAX};

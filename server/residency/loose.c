@@ -1,4 +1,5 @@
-// Sessions whose end may move, as the start could not read all that may be of them.
+// Sessions whose end is unconfirmed (loose): the start could not read all records that may belong to them. Tying one
+// confirms its end.
 #include <stdlib.h>
 
 #include "engine/cache/session_spill.h"

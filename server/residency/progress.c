@@ -1,4 +1,4 @@
-// The lock, and waiting for something to happen under it.
+// The lock, and waiting for progress under it.
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>

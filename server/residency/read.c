@@ -1,4 +1,4 @@
-// The part of the SSD's table (engine/cache/backing.h) that reads: batches of the storage.
+// The reading half of the SSD's table (engine/cache/backing.h): batches of the storage.
 #include "server/residency/internal.h"
 
 void *qkvi_tier_read_begin(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes) {

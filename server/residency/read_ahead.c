@@ -6,8 +6,8 @@
 #include "server/residency/internal.h"
 #include "server/residency/restore.h"
 
-// A session whose layers have been gone through so often (the rows of its prompt are once) is gone through again:
-// behind its last layer comes the first one.
+// A session whose layers have been walked through so often (a prefill does it once) is expected to do so again: after
+// its last layer comes the first one.
 enum { JOBS_MAX = 2, BUDGET_PART = 8, TURNS_MIN = 2 };
 
 typedef struct reading_ahead {
@@ -27,7 +27,7 @@ static uint64_t window_bytes(const qkv_daemon *daemon) {
   return most < part ? most : part;
 }
 
-// Where a request like this one begins in a layer.
+// The first position that a request like this one reads in a layer.
 static uint64_t begin_in(const reading_ahead *on, uint32_t layer) {
   const uint64_t own = on->sliding_window,
                  window = own > 0 ? own : qkv_model_window(qkv_session_model(on->session), layer);
@@ -39,22 +39,22 @@ static uint32_t layer_at(const reading_ahead *on, uint32_t step) {
   return (on->layer + step) % qkv_session_model(on->session)->layers;
 }
 
-// What is read ahead of a layer.
+// The range that is read ahead of a layer.
 typedef struct range {
   uint32_t step;  // in steps from on->layer
   uint64_t begin, end;
 } range;
 
-// Whole pages of a layer's `bytes` that `room` has room for.
+// The end of the whole pages of a layer's `bytes` that fit into `room` bytes.
 static uint64_t end_in(const reading_ahead *on, uint64_t begin, uint64_t bytes, uint64_t room) {
   if (bytes <= room) return on->end;
   const double part = (double)room / (double)bytes * (double)(on->end - begin);
   return begin + (uint64_t)part / QKV_PAGE_TOKENS * QKV_PAGE_TOKENS;
 }
 
-// The next layer behind step `done`, and behind the one that is used, of which something is cold, within the window,
-// once around at most; of the last one that is as much as fits. Pages that leave first are those that a sliding
-// window has passed: so many may be cold without being missed.
+// The next layer behind step `done`, and behind the one in use, that has cold pages, within the window, once around
+// at most; of the last one as much as fits. The first pages that are evicted are those that a sliding window has
+// passed: so many may be cold without being missed.
 static bool next_range(const reading_ahead *on, uint32_t done, range *next) {
   const uint64_t window = window_bytes(on->daemon);
   const uint64_t first = qkv_session_config_of(on->session)->first_position;
@@ -79,7 +79,7 @@ static uint64_t bring_back(const reading_ahead *on, uint32_t layer, uint64_t beg
   const double budget = (double)qkvi_budget_limit(residency);
   const qkvi_wanted wanted = {.session = on->session, .layer = layer, .begin = begin, .end = end};
   qkvi_budget_hold(residency, on->session, layer);
-  // Not above memory-high: nothing is demoted for pages that nobody has asked for.
+  // Not above memory-high: nothing is demoted for pages that no request has asked for.
   const uint64_t bytes =
       qkvi_restore_ahead(residency, &wanted, (uint64_t)(on->daemon->options->memory_high * budget));
   qkvi_budget_release(residency, on->session, layer);
@@ -109,7 +109,7 @@ static void job(void *context) {
   leave(on);
 }
 
-// Whether the session may have a job now; then it is in the list.
+// Whether the session may have a job now; then it is added to the list.
 static bool enter(reading_ahead *on) {
   qkvi_residency *residency = on->daemon->residency;
   qkvi_residency_lock(residency);

@@ -1,4 +1,4 @@
-// What the data directory has, brought into the store: models, calibrations, sessions with all their pages cold.
+// Recovery: brings the data directory's content into the store: models, calibrations, sessions with all pages cold.
 #include <assert.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -19,7 +19,7 @@ typedef struct kept_calibration {
   struct kept_calibration *next;
 } kept_calibration;
 
-// Records come by session, layer and position.
+// The storage reports records by session, layer and position.
 typedef struct recovery {
   qkvi_residency *residency;
   const qkv_server_options *options;
@@ -41,14 +41,14 @@ typedef struct recovery {
   } * sessions;
   uint64_t pages;
   qkvi_found_rows *rows;
-  // By the first record of a layer: the first session that has it, and the last one so far. Others that have it share
-  // their pages.
+  // By the first record of a layer: the first session that has it, and the last one so far. Further sessions that
+  // have it share their pages.
   struct first_record {
     uint64_t record;
     qkv_session *session, *last;
     UT_hash_handle hh;
   } * firsts;
-  // The layer that records come for.
+  // The layer whose records are being reported.
   struct found_session *at;
   uint64_t at_session, at_first;  // its number; its first record
   uint32_t at_layer;
@@ -60,7 +60,7 @@ typedef struct recovery {
 
 // ---- Entries ----
 
-// Nothing of the directory is given up because of this daemon's options: it does not start.
+// Nothing of the directory is dropped because of this daemon's options: the daemon does not start instead.
 static void refuse(recovery *all, const char *what, const char *name, const qkv_error *error) {
   if (all->refused.status == QKV_OK)
     (void)qkv_fail(&all->refused, QKV_FAILED_PRECONDITION, "%s %s: %s", what, name, error->text);
@@ -75,7 +75,7 @@ static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_erro
   return status == QKV_OK;
 }
 
-// One that pages came with is not the model's.
+// A calibration that pages came with is not the model's.
 static qkv_status check_kept(const recovery *all, const char *name, const qkv_calibration *calibration,
                              qkv_error *error) {
   const qkv_model *model = NULL;
@@ -84,7 +84,7 @@ static qkv_status check_kept(const recovery *all, const char *name, const qkv_ca
   return qkv_calibration_check(calibration, &shape, error);
 }
 
-// The last one that is the model's is that of pages to come.
+// The last calibration that is the model's is that of pages to come.
 static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qkv_error *error) {
   qkv_calibration *calibration = NULL;
   qkv_status status = qkv_calibration_read(message->calibration.data, message->calibration.len, &calibration, error);
@@ -140,7 +140,7 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
                            .pinned = message->pinned != 0};
   (void)snprintf(config->name, sizeof config->name, "%s", message->session);
   (void)snprintf(config->tenant, sizeof config->tenant, "%s", message->tenant);
-  // Sessions of before there were salts have none.
+  // Sessions from before salts were introduced have none.
   if (message->prefix_root.len == sizeof config->root)
     memcpy(&config->root, message->prefix_root.data, sizeof config->root);
   QKV_TRY(qkvi_policy_read(message->policy, &config->policy, error));
@@ -148,7 +148,7 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
   return QKV_OK;
 }
 
-// A session of this tenant and name that was opened before was closed, though the journal does not say so.
+// An earlier session of this tenant and name was closed, though that is not journaled.
 static void close_former(recovery *all, const qkv_session_config *config) {
   struct found_session *found;
   qkv_session *former = NULL;
@@ -164,7 +164,7 @@ static void close_former(recovery *all, const qkv_session_config *config) {
 static uint64_t *limits_of(const qkv_journal_entry *entry, uint32_t layers) {
   uint64_t *limits = calloc((size_t)layers + 1, sizeof *limits);
   if (limits == NULL) abort();
-  limits[layers] = UINT64_MAX;  // entries of before there was one
+  limits[layers] = UINT64_MAX;  // entries from before this field existed
   const uint32_t both = entry->layers < layers + 1 ? entry->layers : layers + 1;
   memcpy(limits, entry->positions, both * sizeof *limits);
   return limits;
@@ -203,7 +203,7 @@ static void cut_hashes(struct found_session *found, const qkv_journal_entry *ent
   found->hash_cuts = cut;
 }
 
-// Less is left of a session on purpose; the limits of a fork are lowered for good.
+// The session was truncated on purpose; the limits of a fork are lowered for good.
 static bool take_cut(const recovery *all, const qkv_journal_entry *entry) {
   struct found_session *found;
   qkv_session_info info;
@@ -276,7 +276,7 @@ static qkv_status adopt(const recovery *all, qkv_session *session, const qkv_rec
                            info->record, (uint32_t)info->bytes, error);
 }
 
-// All records of a layer have been told of: what it has inherited is held once.
+// All records of a layer have been reported: inherited pages are held once.
 static void share_layer(recovery *all) {
   struct found_session *parent = NULL;
   struct first_record *first = NULL;
@@ -316,7 +316,7 @@ static void take_hash(const struct found_session *found, const qkv_record_info *
   (void)qkv_session_tokens_recover(tokens, &hash, NULL);  // without memory for it, it is not found
 }
 
-// Pages beyond a gap, which must not come back behind other rows unless exact rows fill it.
+// Drops pages beyond a gap, which must not come back behind other rows unless exact rows fill it.
 static void note_beyond(struct found_session *found, const qkv_record_meta *meta) {
   const uint64_t end = meta->position + meta->tokens;
   if (found->beyond == NULL) found->beyond = calloc(qkv_session_model(found->session)->layers, sizeof *found->beyond);
@@ -334,8 +334,8 @@ static void begin_layer(recovery *all, struct found_session *found, const qkv_re
   all->broken = false;
 }
 
-// Records of one view that overlap have the same rows, as truncations cut them: one that begins below what is there
-// already was replaced, and is left out.
+// Records of one view that overlap have the same rows, as truncations cut them: one that begins below the present end
+// was replaced, and is skipped.
 static void take_page(recovery *all, struct found_session *found, const qkv_record_info *info) {
   const qkv_record_meta *meta = &info->meta;
   qkv_error error = {0};
@@ -386,7 +386,7 @@ static bool keep_calibration(const recovery *all, size_t place) {
   return true;
 }
 
-// Once all records have been told of, and before anything goes.
+// Once all records have been reported, and before anything is dropped.
 static void check_objects(recovery *all) {
   qkv_error error = {0};
   if (all->counted) return;
@@ -394,7 +394,7 @@ static void check_objects(recovery *all) {
   if (qkvi_objects_check_found(all->residency->objects, &error) != QKV_OK) refuse(all, "an", "object", &error);
 }
 
-// Of a directory that is refused nothing goes.
+// Nothing is deleted of a directory that is refused.
 static bool on_keep(void *context, const qkv_journal_entry *entry) {
   recovery *all = context;
   check_objects(all);
@@ -458,7 +458,7 @@ static qkv_status end_layer(const recovery *all, const struct found_session *fou
   const qkv_policy *own = &qkv_session_config_of(found->session)->policy;
   const uint64_t window = (uint64_t)qkv_model_policy(qkv_session_model(found->session), layer, own).recent_window;
   uint64_t beyond = found->beyond == NULL ? 0 : found->beyond[layer];
-  // What the parent puts there from now on are other rows than those that were lost.
+  // Rows that the parent puts there from now on differ from those that were lost.
   if (found->limits != NULL && found->limits[layer] > beyond) beyond = found->limits[layer];
   QKV_TRY(qkvi_found_rows_take(all->rows, all->residency->storage, found->session, found->number, layer,
                                unread ? window + QKV_PAGE_TOKENS - 1 : UINT64_MAX, &end->length, &beyond, readable,
@@ -467,9 +467,9 @@ static qkv_status end_layer(const recovery *all, const struct found_session *fou
   return QKV_OK;
 }
 
-// Rows behind the pages, and then what lies beyond these is cut off. Where not everything was read (`unread`), or
-// rows could not be read, nothing is cut of the session yet: what is missing may be there for the next start. Then
-// nothing may be put for it either, so no more rows are taken than fit without sealing a page.
+// Appends rows behind the pages, then truncates what lies beyond them. Where segments were not read (`unread`), or
+// rows could not be read, nothing is truncated yet: the next start may find it. Then nothing may be put for the
+// session either, so no more rows are taken than fit without sealing a page.
 static qkv_status end_session(const recovery *all, const struct found_session *found, bool unread, qkv_error *error) {
   const uint32_t layers = qkv_session_model(found->session)->layers;
   layer_end *ends = calloc(layers, sizeof *ends);
@@ -487,8 +487,8 @@ static qkv_status end_session(const recovery *all, const struct found_session *f
   return status;
 }
 
-// A session that was to be there as a whole, and of which a crash has left less, is not there at all. While segments
-// are not read the rest may come back with the next start.
+// A session that was to be restored whole, and of which a crash has left less, is dropped. While segments are not
+// read the rest may come back with the next start.
 static void drop_incomplete(const recovery *all, struct found_session *found, bool unread) {
   qkv_session_info info;
   uint64_t freed;

@@ -27,12 +27,12 @@ static void init_locks(qkvi_residency *residency) {
   (void)pthread_condattr_destroy(&clock);
 }
 
-// What waits to be written, twice: a copy of rows or objects (pages are written from where they lie), and what zstd
-// has left of it. Buffers of writes and reads.
+// Memory for pending writes, twice: copies of rows or objects (pages are written in place), and their compressed
+// form. Buffers of writes and reads.
 static const uint64_t FIXED_BUFFERS = UINT64_C(24) << 20, WINDOW_MAX = UINT64_C(16) << 20, DIRTY_LEAST = 1 << 20;
 enum { BUFFERS_PART = 16, WINDOW_PART = 64 };
 
-// What storage-dirty may be: the smaller the budget, the less, down to what a disk is worth being asked for.
+// The default of storage-dirty: the smaller the budget, the less, down to the least that keeps a disk busy.
 static uint64_t dirty_bytes(const qkvi_residency *residency, const qkv_server_options *options) {
   const uint64_t half = residency->buffer_bytes / 2, fixed = half < FIXED_BUFFERS ? half : FIXED_BUFFERS;
   const uint64_t part = (residency->buffer_bytes - fixed) / 2, dirty = part > DIRTY_LEAST ? part : DIRTY_LEAST;
@@ -60,7 +60,7 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
   if (residency == NULL) abort();
   residency->store = store;
   residency->objects = objects;
-  // The last segment is compaction's.
+  // The last segment is reserved for compaction.
   residency->expel_above = options->storage_budget > 0
                                ? (uint64_t)options->storage_budget - 2 * (uint64_t)options->storage_segment
                                : UINT64_MAX;
@@ -83,8 +83,8 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
   return status;
 }
 
-// The exact rows of all sessions become pages. Where memory has no headroom for these, what is durable leaves it, and
-// the rest is sealed another time: the sessions of which something is left.
+// Codes the exact rows of all sessions into pages. Where memory has no headroom for these, durable pages are evicted,
+// and the sessions with rows left are sealed again later.
 static size_t seal_all(qkvi_residency *residency, qkv_session *const *sessions, size_t count) {
   size_t left = 0;
   for (size_t i = 0; i < count; i++) left += qkv_session_seal(sessions[i], NULL) == QKV_OK ? 0 : 1;
@@ -108,7 +108,7 @@ void qkvi_residency_drop_sessions(qkv_session **sessions, size_t count) {
 void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   qkvi_residency_lock(residency);
   residency->finishing = true;
-  residency->failure = QKV_OK;  // the disk gets another chance
+  residency->failure = QKV_OK;  // writing is tried again
   residency->pause_ms = residency->retry_ms = 0;
   qkvi_residency_unlock(residency);
   const int64_t until = qkvi_now_ms() + wait_ms;

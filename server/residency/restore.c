@@ -13,7 +13,7 @@
 
 enum { CHUNK_PAGES = 256, TRIES = 8 };
 
-// Less than this takes as long as the device needs to begin, and says nothing of its rate.
+// Reads of fewer bytes are dominated by the device's latency, and say nothing of its rate.
 enum { RATED_BYTES = 1 << 18 };
 #define RATE_UNKNOWN 1e9  // bytes a second, as of an SSD that was not measured
 
@@ -21,14 +21,14 @@ typedef struct restoring {
   qkvi_restoring here;  // in the list of those under way
   qkvi_residency *residency;
   qkvi_wanted wanted;
-  bool ahead;            // nobody waits for it
+  bool ahead;            // no client waits for it
   uint64_t most;         // of memory-budget in use, then
-  uint64_t reservation;  // for what comes back, and beside it; while several threads restore under residency->lock
+  uint64_t reservation;  // for the pages, and for wanted->beside; while several threads restore under residency->lock
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   const qkv_backing *tier;  // that they come from
   void *reading;            // of these pages
-  size_t batch;             // pages that a thread takes and puts back at once
+  size_t batch;             // pages that a thread reads and puts back at once
   _Atomic size_t next;      // the first of them that no thread has taken
   _Atomic uint64_t bytes;   // that have come back
   // Of the first batch that has failed; under residency->lock.
@@ -47,7 +47,7 @@ static bool share_range(const qkvi_restoring *a, const qkvi_restoring *b) {
   return false;
 }
 
-// One that brings back the same layer, or ranges that the session shares. Under the lock.
+// Another thread that restores the same layer, or ranges that the session shares. Under the lock.
 static const qkvi_restoring *find_other(const restoring *all) {
   const qkvi_restoring *at = all->residency->restoring, *mine = &all->here;
   while (at != NULL && (at->session != mine->session || at->layer != mine->layer) && !share_range(at, mine))
@@ -63,7 +63,7 @@ static void look(restoring *all) {
                                                       wanted->full, all->here.shared, QKVI_RESTORING_SHARED);
 }
 
-// Joins the list, unless there is another one.
+// Joins the list, unless another thread has the layer.
 static bool try_enter(restoring *all) {
   qkvi_residency *residency = all->residency;
   qkvi_residency_lock(residency);
@@ -85,7 +85,7 @@ static void count_holds(qkvi_residency *residency, size_t held, bool waits) {
   qkvi_residency_unlock(residency);
 }
 
-// False where another one has the layer and this one does not wait, or no longer.
+// False where another thread has the layer and this one does not wait, or no longer.
 static bool enter(restoring *all) {
   qkvi_residency *residency = all->residency;
   uint64_t seen = qkvi_progress_count(residency);
@@ -124,7 +124,7 @@ static qkv_status fail(const restoring *all, const qkv_missing_page *page, const
                   reason->text[0] != '\0' ? reason->text : "it is not on the disk");
 }
 
-// Others may have brought it back, or cut it off.
+// Another thread may have restored it, or truncated it.
 static bool still_missing(const restoring *all, const qkv_missing_page *page) {
   qkv_missing_page now;
   return qkv_session_missing(all->wanted.session, all->wanted.layer, page->position, page->position + 1,
@@ -139,7 +139,7 @@ typedef struct batch {
   size_t count;
 } batch;
 
-// A page that is not missing any more is left out.
+// A page that is no longer missing is skipped.
 static qkv_status read_page(restoring *all, size_t i, batch *into, qkv_error *error) {
   const qkv_missing_page *page = &all->pages[i];
   qkv_arena *arena = qkv_store_arena(all->residency->store);
@@ -158,7 +158,7 @@ static qkv_status read_page(restoring *all, size_t i, batch *into, qkv_error *er
   return fail(all, page, &reason, error);
 }
 
-// A thread's part of the reservation, at most `bytes`; what it has not used goes back.
+// A thread's part of the reservation, at most `bytes`; what it has not used is returned.
 static uint64_t take_part(restoring *all, uint64_t bytes) {
   qkvi_residency_lock(all->residency);
   const uint64_t part = bytes < all->reservation ? bytes : all->reservation;
@@ -194,13 +194,13 @@ static qkv_status put_back(restoring *all, batch *read, qkv_error *error) {
   return QKV_OK;
 }
 
-// Pages [first, end): where one cannot be read those before it come back.
+// Restores pages [first, end): where one cannot be read those before it are restored.
 static qkv_status restore_batch(restoring *all, size_t first, size_t end, qkv_error *error) {
   batch read = {.count = 0};
   qkv_status status = QKV_OK;
   for (size_t i = first; i < end && status == QKV_OK; i++) {
     status = read_page(all, i, &read, error);
-    (void)sched_yield();  // attends of what is in memory go first
+    (void)sched_yield();  // attends of pages in memory are scheduled first
   }
   qkv_error reason = {0};
   const qkv_status put = put_back(all, &read, &reason);
@@ -235,7 +235,7 @@ static size_t batch_size(size_t pages, size_t threads) {
   return size < QKV_RESTORE_PAGES ? size : QKV_RESTORE_PAGES;
 }
 
-// What nobody has asked for takes what leaves at once.
+// Reading ahead takes only memory that can be freed at once.
 static qkv_status take_room(restoring *all, uint64_t bytes) {
   qkvi_budget_unreserve(all->residency, &all->reservation);
   if (bytes > all->most) return QKV_RESOURCE_EXHAUSTED;
@@ -304,8 +304,8 @@ static bool hold_complete(restoring *all) {
   return false;
 }
 
-// Reserves memory for what is missing, and holds the layer, so that no more goes missing. What has left in between
-// needs a larger reservation.
+// Reserves memory for the missing pages, and holds the layer, so that no more are evicted. Pages that were evicted in
+// between need a larger reservation.
 static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error *error) {
   const qkvi_wanted *wanted = &all->wanted;
   for (int i = 0; i < TRIES; i++) {
@@ -319,8 +319,8 @@ static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error 
   return QKV_RESOURCE_EXHAUSTED;
 }
 
-// Nobody who waits for memory holds the layer meanwhile. The bytes are counted when the turn has come: others may
-// have brought back, or evicted, what the session shares with theirs.
+// No thread that waits for memory holds the layer meanwhile. The bytes are counted when the turn has come: others may
+// have restored, or evicted, pages that the sessions share.
 static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
   qkvi_turn turn;
   if (all->wanted.beside == 0 && hold_complete(all)) return QKV_OK;
@@ -333,7 +333,7 @@ static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
   return status;
 }
 
-// What is demoted meanwhile takes another try.
+// Pages that were demoted meanwhile need another try.
 static qkv_status restore(restoring *all, qkv_error *error) {
   const qkvi_wanted *wanted = &all->wanted;
   for (int i = 0; i < TRIES; i++) {
@@ -355,7 +355,7 @@ static double seconds(void) {
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Two threads at once may count one for both.
+// Two threads at once may both count as one.
 static void note_rate(qkvi_residency *residency, uint64_t bytes, double took) {
   if (bytes < RATED_BYTES || took <= 0) return;
   const double rate = (double)bytes / took, before = (double)atomic_load(&residency->restore_rate);

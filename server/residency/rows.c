@@ -61,7 +61,7 @@ uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, 
 
 typedef struct found_record {
   uint64_t record;
-  uint64_t sessions;  // that were told of it
+  uint64_t sessions;  // that it was reported for
   bool needed;        // by one of them
   UT_hash_handle hh;
 } found_record;
@@ -171,7 +171,7 @@ static qkv_status check_header(const rows_header *header, const qkv_model *model
   return QKV_OK;
 }
 
-// NULL, with *error filled: it cannot be read. The caller frees it.
+// NULL, with *error filled, where it cannot be read. The caller frees it.
 static uint8_t *read_payload(qkv_storage *storage, const qkv_model *model, const qkv_record_info *info,
                              qkv_error *error) {
   if (info->bytes < sizeof(rows_header) || info->bytes > payload_bytes(model, QKV_PAGE_TOKENS)) {
@@ -254,7 +254,7 @@ qkv_status qkvi_found_rows_take(qkvi_found_rows *found, qkv_storage *storage, qk
   return QKV_OK;
 }
 
-// What was found of a layer that could not be read stays for the next start.
+// Records of a layer that could not be read stay for the next start.
 void qkvi_found_rows_drop(qkvi_found_rows *found, qkv_storage *storage) {
   for (const found_record *record = found->records; record != NULL; record = record->hh.next) {
     if (!record->needed) qkv_storage_drop(storage, record->record);

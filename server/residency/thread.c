@@ -1,4 +1,4 @@
-// The thread of the residency: what is not durable is looked at again, and what is known of records is counted.
+// The thread of the residency: settles what is not durable, and counts the directory of records.
 #include <stdatomic.h>
 
 #include "engine/cache/session_spill.h"
@@ -26,10 +26,10 @@ static bool take_flag(qkvi_residency *residency, bool *flag) {
 
 enum { COUNT_MS = 100, DIRECTORY_PART = 8 };
 
-// What is known of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it.
+// The directory of records, in the storage's index and in layers, is part of memory-budget, up to an eighth of it.
 // The index counts its own bytes: a session of one record takes some 500 of them, one of many 32 a record. The
-// entries of pages in memory are larger, and small against the pages. Where there is no headroom the coldest pages
-// leave, and it is tried again.
+// entries of pages in memory are larger, and small compared to the pages. Where there is no headroom the coldest
+// pages are evicted, and it is tried again.
 static void count_directory(qkvi_residency *residency) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(residency->storage, &stats);
@@ -49,7 +49,7 @@ static void count_directory(qkvi_residency *residency) {
   }
 }
 
-// What is beyond a limit that has become less leaves. What is not durable yet does so later.
+// Evicts what exceeds a lowered limit. What is not durable yet is evicted later.
 static void keep_limit(qkvi_residency *residency) {
   const uint64_t budget = qkvi_budget_limit(residency);
   if (qkvi_budget_taken(residency) <= budget) return;

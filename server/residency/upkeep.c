@@ -1,4 +1,4 @@
-// Verification and compaction of the data directory, as its operator asks for them.
+// Verification and compaction of the data directory, on request of its operator.
 #include <jansson.h>
 
 #include "server/residency/internal.h"

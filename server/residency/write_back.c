@@ -1,4 +1,4 @@
-// What sessions give to the SSD: records and truncations on their way there, and a disk that refuses them. The table
+// Writes of sessions to the SSD: records and truncations that are under way, and the pause after a failure. The table
 // of the tier (engine/cache/backing.h) is made here.
 #include <assert.h>
 #include <jansson.h>
@@ -31,7 +31,7 @@ static void forget(qkvi_residency *residency, qkvi_pending *pending) {
   free(pending);
 }
 
-// The disk is left alone for a while, longer each time: pages stay in memory, which serves them.
+// Writing pauses after a failure, longer each time: pages stay in memory, which serves them.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) {
   if (residency->failure == QKV_OK)
     qkv_log(QKV_LOG_ERROR, "the data directory refuses, sessions are in memory alone until it does not", "{s:s}",
@@ -48,7 +48,7 @@ void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) 
   qkv_metric_set(&residency->metrics[QKV_METRIC_SPILL_DEGRADED], 1);
 }
 
-// What was accepted before the disk refused says nothing.
+// A record that was accepted before the failure does not end the pause.
 static void note_success(qkvi_residency *residency) {
   if (residency->failure != QKV_OK && qkvi_now_ms() < residency->retry_ms) return;
   if (residency->failure != QKV_OK) qkv_log(QKV_LOG_INFO, "the data directory takes pages again", NULL);
@@ -115,7 +115,8 @@ bool qkvi_write_back_rests(qkvi_residency *residency) {
   return rests;
 }
 
-// Whether a truncation of the session could not be written: what is put after it would stand with what it cut.
+// Whether a truncation of the session could not be written: rows that are put after it would be mixed with what it
+// cut.
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session) {
   qkvi_residency_lock(residency);
   bool found = false;
@@ -204,7 +205,7 @@ static void drop(void *context, uint64_t record) {
   qkv_storage_drop(residency->storage, record);
 }
 
-// Records that did not become durable, and that the storage has no more.
+// Forgets records that did not become durable and that the storage no longer has.
 void qkvi_write_back_forget_gone(qkvi_residency *residency) {
   qkv_record_info info;
   qkvi_residency_lock(residency);

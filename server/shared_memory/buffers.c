@@ -48,7 +48,7 @@ static kept_buffer *find(qkvi_buffers *buffers, size_t bytes) {
   return found;
 }
 
-// With the lock. The caller has the buffer.
+// With the lock. The caller gets the buffer.
 static qkvi_buffer take_out(qkvi_buffers *buffers, kept_buffer *kept) {
   const qkvi_buffer buffer = kept->buffer;
   buffers->bytes -= buffer.bytes;

@@ -13,18 +13,18 @@ typedef struct copy_guard {
   sigjmp_buf failed;
 } copy_guard;
 
-static _Thread_local copy_guard *volatile guarding;  // NULL: this thread touches nothing of a client
+static _Thread_local copy_guard *volatile guarding;  // NULL: this thread accesses no client memory
 static struct sigaction before;
 
-// siglongjmp leaves a memcpy, which POSIX has among the functions that a handler may interrupt, and brings back the
-// mask of signals, which has this one while it is handled.
+// siglongjmp leaves a memcpy, which POSIX lists among the functions that a handler may interrupt, and restores the
+// signal mask, which includes this signal while it is handled.
 static void on_bus(int number, siginfo_t *info, void *context) {
   (void)context;
   copy_guard *guard = guarding;
   const uintptr_t at = (uintptr_t)info->si_addr;
   if (info->si_code > 0 && guard != NULL && at >= guard->begin && at < guard->end) siglongjmp(guard->failed, 1);
-  (void)sigaction(number, &before, NULL);       // a fault comes again
-  if (info->si_code <= 0) (void)raise(number);  // what a process has sent does not
+  (void)sigaction(number, &before, NULL);       // a fault is raised again
+  if (info->si_code <= 0) (void)raise(number);  // a signal that a process has sent is not
 }
 
 static void take_signal(void) {

@@ -70,7 +70,7 @@ void qkvi_region_release(qkvi_region *region) {
   free(region);
 }
 
-// The region behind *place leaves the list. With the lock.
+// Removes the region behind *place from the list. With the lock.
 static void take_out(qkvi_regions *regions, qkvi_region **place) {
   qkvi_region *region = *place;
   *place = region->next;
@@ -117,8 +117,8 @@ static qkv_status copy_spec(const qkvi_region_spec *spec, qkvi_region *region, q
   return QKV_OK;
 }
 
-// The user that stands for all who are unknown in this process's user namespace (systemd's PrivateUsers): two of them
-// are not told apart.
+// The user id that stands for all users that are unknown in this process's user namespace (systemd's PrivateUsers):
+// two of them cannot be distinguished.
 static uid_t unknown_user(void) {
   unsigned user = 65534;
   FILE *file = fopen("/proc/sys/kernel/overflowuid", "re");
@@ -165,7 +165,7 @@ static qkv_status map_object(qkvi_region *region, int fd, qkv_error *error) {
 
 static qkv_status open_object(qkvi_region *region, uid_t owner, qkv_error *error) {
   struct stat object;
-  // Of shm_open's flags O_NOFOLLOW is glibc's own; O_NONBLOCK: whatever lies there, it does not wait.
+  // Of shm_open's flags O_NOFOLLOW is glibc's own; O_NONBLOCK: opening never waits, whatever file it is.
   const int fd = shm_open(region->key, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
   if (fd < 0 && errno == ENOENT)
     return qkv_fail(error, QKV_NOT_FOUND, "region.key %.64s: there is no such object", region->key);
@@ -186,7 +186,7 @@ static qkv_status open_object(qkvi_region *region, uid_t owner, qkv_error *error
   return status;
 }
 
-// Where the tenant's region of this name is, or would be.
+// The list position of the tenant's region of this name, or where it would be.
 static qkvi_region **find_place(qkvi_regions *regions, const char *tenant, const char *name) {
   qkvi_region **place = &regions->first;
   while (*place != NULL && (strcmp((*place)->name, name) != 0 || strcmp((*place)->tenant, tenant) != 0))

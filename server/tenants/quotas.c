@@ -24,8 +24,8 @@ struct qkvi_quotas {
   char *path;
   pthread_mutex_t changing;  // one reading or writing of the file at a time
   pthread_mutex_t lock;      // of the table
-  table known;               // changed by who holds both
-  struct stat seen;          // of the file that was read last; zeros: it was not there
+  table known;               // changed by the thread that holds both
+  struct stat seen;          // of the file that was last read; zeros: it did not exist
 };
 
 static int by_tenant(const void *a, const void *b) {
@@ -196,7 +196,7 @@ static bool is_about(const char *line, const char *tenant) {
   return bytes == strlen(tenant) && strncmp(line, tenant, bytes) == 0;
 }
 
-// The lines of others as they are, and the tenant's where it was, or behind them.
+// The lines of other tenants as they are, and the tenant's in its place, or at the end.
 static void copy_lines(FILE *from, FILE *to, const qkv_quota *quota) {
   char line[QKV_QUOTA_LINE_MAX], own[QKV_QUOTA_LINE_MAX];
   bool written = qkv_quota_is_empty(quota), ended = true;
@@ -252,7 +252,7 @@ static table with(const table *known, const qkv_quota *quota) {
   return all;
 }
 
-// With `changing`. What an operator has written meanwhile is read first, so that nothing of it is lost.
+// With `changing`. Changes that an operator has written meanwhile are read first, so that none is lost.
 static qkv_status set(qkvi_quotas *quotas, const qkv_quota *quota, qkv_error *error) {
   char temporary[PATH_MAX];
   bool changed;
