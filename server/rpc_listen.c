@@ -332,7 +332,7 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
     qkv_log(QKV_LOG_WARN, "cannot accept a connection, trying again", "{s:s, s:s}", "address", listener->address,
             "reason", strerror(errno));
     (void)poll(NULL, 0, ACCEPT_PAUSE_MS);
-  }  // else the caller closes it
+  }  // else the connection is gone again
 }
 
 // Until the listener is woken.

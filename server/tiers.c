@@ -145,7 +145,7 @@ static void promote_job(void *context) {
 
 static void on_demote(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  // The call waits for the disk; no other job waits for the call.
+  // It waits for the disk, and nothing waits for it.
   const qkv_work work = daemon->residency != NULL ? QKV_WORK_BULK_BLOCKING : QKV_WORK_INTERACTIVE;
   qkvi_request_work(call, message, &qkv__v1__demote_request__descriptor, work, demote_job);
 }

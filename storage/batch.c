@@ -48,7 +48,7 @@ static void begin(qkv_storage_batch *batch, batch_item *item) {
   qkvi_post(batch->storage, &item->read.message);
 }
 
-// Begins what comes next as far as the window goes. The batch's lock is held.
+// Begins the next reads as far as the window goes. The batch's lock is held.
 static void read_ahead(qkv_storage_batch *batch) {
   while (batch->started < batch->count) {
     batch_item *item = &batch->items[batch->started];

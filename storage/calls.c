@@ -123,7 +123,7 @@ static qkv_status check_put(const qkv_storage *storage, const qkv_storage_put_re
   return QKV_OK;
 }
 
-// Under the lock: whether there is room, and then its numbers.
+// Under the lock: checks the limits, then assigns the numbers.
 static qkv_status admit(qkv_storage *storage, qkvi_put *put, qkv_error *error) {
   const uint64_t bytes = put->request.bytes, extent = qkvi_record_extent(bytes);
   const uint64_t dirty_max = storage->config.dirty_bytes_max;

@@ -1,5 +1,5 @@
-// Compaction: live records of a mostly dead segment are read, checked and put again, under their numbers; once they
-// are durable in their new place the index points there, and the segment is removed when nothing in it lives.
+// Compaction: live records of a mostly dead segment are read, checked and put again, with the same numbers. Once they
+// are durable in their new place the index points there, and the segment is removed when no live record is left.
 #include <assert.h>
 #include <jansson.h>
 #include <stdlib.h>
@@ -8,11 +8,11 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
-// Records under way at a time, in bytes (or one); how often the rate gives its share; further tries of a bad read.
+// Records under way at a time, in bytes (or one); the period of the rate; retries of a bad read.
 enum { MOVING_MAX = 4 << 20, TICK_MS = 20, ATTEMPTS_MAX = 3 };
-// With less room than two segments, segments are worth emptying that are not mostly dead.
+// With headroom for fewer than two segments, those are worth compacting that are not mostly dead.
 static const double PRESSED_SHARE = 0.9;
-// Every start seals what was open: more segments than this of less than an eighth of their size become fewer.
+// Every start seals the open segments: more segments than this of less than an eighth of their size are merged.
 enum { SMALL_MAX = 16 };
 
 static double live_share(const qkvi_segment *segment) {
@@ -20,7 +20,7 @@ static double live_share(const qkvi_segment *segment) {
 }
 
 static bool is_candidate(const qkvi_segment *segment) {
-  // A failed one is whole as far as it was read or written; it has no footer.
+  // A failed one is valid as far as it was read or written; it has no footer.
   return segment != NULL && segment->live_records > 0 && !segment->unmovable &&
          (segment->state == QKVI_SEGMENT_SEALED || segment->state == QKVI_SEGMENT_FAILED) &&
          segment->unsynced.first == NULL && segment->syncing.first == NULL && segment->placing == 0 &&
@@ -83,7 +83,7 @@ static void finish_segment(qkv_storage *storage) {
   free(compaction->records);
   compaction->records = NULL;
   qkvi_stat_add(storage, &storage->stats.compactions, 1);
-  // What could not be moved and still lives would be tried again at once.
+  // A segment with live records that could not be moved would be tried again at once.
   if (segment->live_records > 0) compaction->aborted = true;
   segment->users--;
   qkvi_segment_reap(storage, segment);
@@ -106,7 +106,8 @@ void qkvi_compact_consider(qkv_storage *storage) {
     if (qkvi_index_at(storage->index, place, &entry) && entry.segment == segment->slot)
       compaction->records[compaction->count++] = entry.record;
   }
-  // Without a rate only what was asked for is done, at once. The loop's clock may be late, and the first share early.
+  // Without a rate only requested compaction is done, at once. The loop's clock may be late, and the first share
+  // early.
   uv_update_time(&storage->loop);
   if (storage->config.compact_bytes_per_s > 0)
     uv_timer_start(&storage->compact_tick, qkvi_compact_tick, TICK_MS, TICK_MS);
@@ -132,7 +133,7 @@ static bool lies_at(const qkv_storage *storage, uint64_t record, uint32_t segmen
   return qkvi_index_find(storage->index, record, &entry) && entry.segment == segment && entry.offset == offset;
 }
 
-// A record that is damaged where it lies goes: a later read is a miss.
+// A record that is damaged on the disk is dropped: a later read is a miss.
 static void give_up_record(qkv_storage *storage, const qkvi_read *read, const char *wrong) {
   qkv_log(QKV_LOG_ERROR, "compaction found a bad record and drops it", "{s:I, s:I, s:I, s:s}", "record",
           (json_int_t)read->record, "segment", (json_int_t)read->number, "offset", (json_int_t)read->offset, "error",
@@ -141,7 +142,7 @@ static void give_up_record(qkv_storage *storage, const qkvi_read *read, const ch
   if (lies_at(storage, read->record, read->slot, read->offset)) qkvi_forget(storage, read->record);
 }
 
-// What the device does not give may be given at another time: it stays, and so does its segment.
+// A read that fails now may succeed at another time: the record stays, and so does its segment.
 static void leave_record(qkv_storage *storage, const qkvi_read *read, const char *wrong) {
   qkv_log(QKV_LOG_ERROR, "compaction cannot read a record and leaves it", "{s:I, s:I, s:I, s:s}", "record",
           (json_int_t)read->record, "segment", (json_int_t)read->number, "offset", (json_int_t)read->offset, "error",

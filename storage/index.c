@@ -4,14 +4,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-// uthash counts on this: no record without memory for its entry.
+// For uthash: abort where there is no memory for a record's entry.
 #define uthash_fatal(text) abort()
 #include <uthash.h>
 
 enum { GROUP = 16, CHUNK_GROUPS = 256, SLOTS_FIRST = 1024 };
 #define NONE UINT32_MAX
 
-// As drawn in index.h.
+// The layout is drawn in index.h.
 typedef struct packed_record {
   uint32_t record, position;
   uint64_t at : 24, segment : 24, layer : 16;
@@ -105,7 +105,7 @@ static uint32_t count_in(const record_group *group, uint32_t number) {
   return group->run->first == number ? group->run->count : GROUP;
 }
 
-// A slot for one record more. In steps of a quarter, so that the table is never less than 16/25 full.
+// A slot for one more record. The table grows by quarters, so that it is never less than 16/25 full.
 static void grow_table(qkvi_index *index) {
   if ((index->records + 1) * 5 <= (uint64_t)index->slots * 4) return;
   assert(index->slots < UINT32_C(1) << 31);
@@ -121,7 +121,7 @@ static void grow_table(qkvi_index *index) {
   }
 }
 
-// Takes a slot out and moves what its chain had behind it.
+// Empties a slot and moves back what its chain had behind it.
 static void clear_slot(qkvi_index *index, uint32_t slot) {
   uint32_t hole = slot;
   for (uint32_t at = behind(index, slot); index->table[at] != NONE; at = behind(index, at)) {
@@ -320,7 +320,7 @@ bool qkvi_index_find(const qkvi_index *index, uint64_t record, qkvi_entry *entry
   return place != NONE;
 }
 
-// The newest record of the run takes the place of the one that goes.
+// The newest record of the run replaces the removed one.
 void qkvi_index_remove(qkvi_index *index, uint64_t record) {
   const uint32_t slot = slot_of(index, record), place = index->table[slot];
   assert(place != NONE);
@@ -371,8 +371,8 @@ void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_
   walk_run(walk, found == NULL ? NULL : found->runs);
 }
 
-// From the last record of each run to the first, for what takes the place of one that is removed comes from behind. A
-// group, and a run, is left with its last record, which may take it away.
+// From the last record of each run to the first, as the replacement of a removed one comes from the end. A group, and
+// a run, is left with its last record, whose removal may free it.
 bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_entry *entry) {
   if (walk->run == NULL) return false;
   *entry = unpack(index, walk->group * GROUP + --walk->left);

@@ -13,7 +13,7 @@ enum { ATTEMPTS_MAX = 64 };  // in a row without progress; then the system's ans
 
 struct qkv_io {
   uv_loop_t *loop;
-  uv_prepare_t *before_poll;  // what a turn of the loop has started goes out together
+  uv_prepare_t *before_poll;  // submits what a turn of the loop has started
   qkv_io_driver driver;
   unsigned depth;
   qkv_io_request *first, **last;  // that wait
@@ -111,7 +111,7 @@ static void count(qkv_io *io, const qkv_io_request *request) {
   }
 }
 
-// Takes a result into the request. Whether it has to go on.
+// Applies a result to the request. Whether it has to go on.
 static bool goes_on(qkv_io *io, qkv_io_request *request, int64_t result) {
   if (result == -EINTR || result == -EAGAIN) {
     io->stats.retries++;

@@ -1,4 +1,4 @@
-// The driver of threads: pread, pwrite, fdatasync, fallocate, one call a request.
+// The driver of threads: pread, pwrite, fdatasync, fallocate, one system call for each request.
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -10,7 +10,7 @@
 #include "storage/io_drivers.h"
 #include "storage/wake.h"
 
-enum { THREADS_MAX = 16 };  // more do not help a device that is fed by io_uring's best depth
+enum { THREADS_MAX = 16 };  // more threads do not help a device that io_uring's best depth saturates
 
 typedef struct pread_driver pread_driver;
 
@@ -61,7 +61,7 @@ static void run_job(void *context) {
   pthread_mutex_lock(&driver->lock);
   job->next = driver->finished;
   driver->finished = job;
-  // Under the lock: whoever takes the last job may end the driver.
+  // Under the lock: the thread that takes the last job may end the driver.
   qkvi_wake_ring(driver->wake);
   pthread_mutex_unlock(&driver->lock);
 }

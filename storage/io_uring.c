@@ -1,4 +1,4 @@
-// The driver of io_uring: what a turn of the loop starts goes to the kernel in one call, completions come by eventfd.
+// The driver of io_uring: all requests of a turn of the loop are submitted in one call, completions come by eventfd.
 #include <assert.h>
 #include <errno.h>
 #include <liburing.h>
@@ -18,9 +18,9 @@ typedef struct uring_driver {
   qkvi_files files;
   qkv_io *io;
   struct io_uring ring;
-  int event;              // told of completions
+  int event;              // signals completions
   uv_poll_t *poll;        // for `event`
-  uv_timer_t *retry;      // where the kernel had no room for what was submitted
+  uv_timer_t *retry;      // where the kernel had no space for submissions
   bool fixed_files;       // slots are registered
   const uint8_t *region;  // registered, or NULL
   size_t region_bytes;    // of it
@@ -86,7 +86,7 @@ static void flush(void *self) {
     const int submitted = io_uring_submit(&driver->ring);
     if (submitted == -EINTR) continue;
     if (submitted <= 0) {
-      // EAGAIN, EBUSY: no memory, or completions have to be taken first. It stays in the queue.
+      // EAGAIN, EBUSY: no memory, or completions have to be consumed first. It stays in the queue.
       uv_timer_start(driver->retry, flush_again, 1, 0);
       return;
     }

@@ -37,7 +37,7 @@ qkv_journal_entry qkvi_entry_stored(const qkv_journal_entry *entry) {
   return stored;
 }
 
-// Takes what the payload of a SESSION_FORK begins with for the entry's fields. false: it is none.
+// Reads the entry's fields from the beginning of a SESSION_FORK's payload. false: it is invalid.
 static bool parse_fork(qkv_journal_entry *entry) {
   fork_head head;
   if (entry->kind != QKV_JOURNAL_SESSION_FORK) return true;
@@ -101,7 +101,7 @@ qkvi_entry_header qkvi_entry_header_make(const qkv_journal_entry *entry, uint64_
   return header;
 }
 
-// Of `bytes`, which begin at `at` of an entry, what lies in [from, from + size).
+// The part of `bytes`, which begin at `at` of an entry, that lies in [from, from + size).
 static void copy_part(uint8_t *out, uint64_t from, uint64_t size, uint64_t at, const void *bytes, uint64_t length) {
   const uint64_t begin = from > at ? from : at, end = from + size < at + length ? from + size : at + length;
   if (begin < end) memcpy(out + (begin - from), (const uint8_t *)bytes + (begin - at), end - begin);
@@ -163,7 +163,7 @@ qkv_status qkvi_journal_header_read(const qkvi_journal_source *source, qkvi_jour
   return QKV_OK;
 }
 
-// The block at `offset`, as an entry's header whose payload is not looked at. *entry is of kind 0 where it is none.
+// The block at `offset`, as an entry's header; the payload is not checked. *entry is of kind 0 where it is none.
 static qkv_status read_header(const qkvi_journal_source *source, uint64_t store, uint64_t offset,
                               qkvi_entry_header *entry, qkv_error *error) {
   const uint8_t *block = source->at(source->context, offset, QKV_STORAGE_BLOCK);
@@ -185,7 +185,7 @@ qkv_status qkvi_journal_durable(const qkvi_journal_source *source, const qkvi_jo
   return QKV_OK;
 }
 
-// The whole entry whose header was read. *good is false, and *bytes undefined, where its payload is not what it was.
+// The whole entry whose header was read. *good is false, and *bytes undefined, where its payload is damaged.
 static qkv_status read_payload(const qkvi_journal_source *source, const qkvi_entry_header *entry,
                                const uint8_t **bytes, bool *good, qkv_error *error) {
   const uint64_t extent = qkvi_entry_extent(entry->payload_bytes);
@@ -202,7 +202,7 @@ qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journ
                              void (*each)(void *context, const qkv_journal_entry *entry), void *context,
                              qkvi_journal_report *report, qkv_error *error) {
   *report = (qkvi_journal_report){.end = 2 * sizeof *header};
-  uint64_t next = header->epoch << QKVI_EPOCH_SHIFT | 1;  // sequence of the entry that must come
+  uint64_t next = header->epoch << QKVI_EPOCH_SHIFT | 1;  // sequence of the entry that must follow
   uint64_t offset = report->end;
   while (offset < source->size) {
     qkvi_entry_header entry = {0};
@@ -213,7 +213,7 @@ qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journ
       continue;
     }
     if (entry.sequence != next) {
-      if (next > durable) break;  // a torn tail: nobody was told that this one is there
+      if (next > durable) break;  // a torn tail: this entry was never acknowledged
       report->bad++;
       report->lost_before = entry.sequence;
     }
@@ -229,9 +229,8 @@ qkv_status qkvi_journal_scan(const qkvi_journal_source *source, const qkvi_journ
     } else {
       if (entry.sequence > durable) break;
       report->bad++;
-      // What is lost is known: a model, a calibration, or a session that is not opened or forked, and none that
-      // inherits from it. Only a note leaves an older
-      // one in force.
+      // The effect of a lost entry is limited: a model, a calibration, or a session that is not opened or forked, and
+      // no heir of it. Only a lost note leaves an older one in force.
       if (entry.kind == QKV_JOURNAL_SESSION_NOTE) report->lost_before = entry.sequence;
     }
     report->last = entry.sequence;

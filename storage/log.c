@@ -1,5 +1,5 @@
-// The journal's file: entries that came while one batch was written make the next one; a file that has grown, or that
-// a write has failed in, is written anew (rewrite.c).
+// The journal's file: entries that came while one batch was written form the next one. A file that has grown, or in
+// which a write has failed, is rewritten (rewrite.c).
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,8 +10,8 @@
 #define uthash_fatal(text) abort()
 #include <uthash.h>
 
-// Sessions whose closing or cutting could not be written: a later record of theirs would be mixed, after a crash,
-// with what should be gone.
+// Sessions whose closing or truncation could not be written: after a crash their later records would be mixed with
+// rows that should be gone.
 struct qkvi_poisoned {
   uint64_t session;
   UT_hash_handle hh;
@@ -54,14 +54,14 @@ static bool takes(const qkv_journal_entry *entry) {
   return entry->kind == QKV_JOURNAL_SESSION_CLOSE || entry->kind == QKV_JOURNAL_SESSION_TRUNCATE;
 }
 
-// It keeps its place in the order, which records wait for, as a note of no session.
+// It keeps its place in the order, which records wait for, as an empty note of no session.
 static void refuse(qkvi_pending_entry *entry, qkv_status status) {
   free((void *)entry->entry.payload);
   entry->entry = (qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_NOTE};
   entry->refused = status;
 }
 
-// A fork of what the journal does not have, or has without a cut that came before the fork, would find other rows.
+// A fork of a session that is not journaled, or without a truncation before the fork, would find other rows.
 static void check_fork(qkv_storage *storage, qkvi_pending_entry *entry) {
   if (entry->entry.kind != QKV_JOURNAL_SESSION_FORK) return;
   const uint64_t parent = entry->entry.parent;
@@ -217,7 +217,7 @@ void qkvi_journal_write(qkv_storage *storage) {
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message) {
   qkvi_pending_entry *entry = (qkvi_pending_entry *)message;
   qkvi_journal *journal = &storage->journal;
-  // What an entry says of records takes effect at once.
+  // The effect of an entry on records takes place at once.
   const qkv_status status = qkvi_sessions_note(storage->sessions, &entry->entry);
   if (status != QKV_OK) refuse(entry, status);
   if (takes(&entry->entry)) qkvi_compact_consider(storage);

@@ -8,7 +8,7 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
-// Fewer writes than this under way: a buffer goes out before it is full.
+// With fewer writes than this under way a buffer is written before it is full.
 enum { WRITES_BUSY = 2 };
 
 // ---- Ends ----
@@ -29,7 +29,7 @@ void qkvi_put_finish(qkv_storage *storage, qkvi_put *put) {
   qkvi_sync_settle(storage);
 }
 
-// The payload is free: what waits for room may come.
+// The payload is free: callers that wait for dirty bytes may continue.
 static void release_dirty(qkv_storage *storage, const qkvi_put *put) {
   pthread_mutex_lock(&storage->lock);
   storage->dirty_bytes -= put->request.bytes;
@@ -52,7 +52,7 @@ static void release_waiting(qkv_storage *storage, const qkvi_put *put) {
   pthread_mutex_unlock(&storage->lock);
 }
 
-// It is not on the disk, or does not count there.
+// The record is not on the disk, or does not count there.
 static void refuse(qkv_storage *storage, qkvi_put *put, qkv_status status) {
   if (put->moved) {
     qkvi_compact_moved(storage, put, status);
@@ -156,16 +156,16 @@ void qkvi_flush_buffer(qkv_storage *storage) {
   qkv_io_submit(storage->io, &buffer->request);
 }
 
-// A buffer with room behind `offset` of the segment, or NULL.
+// A buffer with space behind `offset` of the segment, or NULL.
 static qkvi_buffer *buffer_at(qkv_storage *storage, qkvi_segment *segment, uint64_t offset) {
-  // One of a segment that has failed meanwhile goes out as it is.
+  // A buffer of a segment that has failed meanwhile is written as it is.
   if (storage->filling != NULL && storage->filling->segment != segment->slot) qkvi_flush_buffer(storage);
   if (storage->filling != NULL) {
     assert(storage->filling->offset + storage->filling->used == offset);
     return storage->filling;
   }
   qkvi_buffer *buffer = storage->free_buffers;
-  // A file that is written stays open.
+  // A file that is being written stays open.
   if (buffer == NULL || qkvi_segment_use(storage, segment) != 0) return NULL;
   storage->free_buffers = buffer->next;
   segment->writing++;
@@ -225,9 +225,9 @@ static void dequeue(qkv_storage *storage, qkvi_put *put) {
   if (!put->moved) release_waiting(storage, put);
 }
 
-// Gives the first of the queue its place. false: not now.
+// Places the first record of the queue. false: not now.
 static bool place_first(qkv_storage *storage, qkvi_put *put) {
-  // One that has its place keeps it: the segment counts on its bytes.
+  // A placed record keeps its place: the segment counts on its bytes.
   if (put->segment == QKVI_NO_SEGMENT && put->cancelled) {
     dequeue(storage, put);
     refuse(storage, put, QKV_CANCELLED);
@@ -249,19 +249,19 @@ static bool place_first(qkv_storage *storage, qkvi_put *put) {
   if (!copy_record(storage, put, segment)) return false;
   dequeue(storage, put);
   segment->placing--;
-  if (put->writing == 0) written(storage, put);  // all of its writes have ended meanwhile
+  if (put->writing == 0) written(storage, put);  // all of its writes have ended already
   if (segment->state == QKVI_SEGMENT_SEALING) qkvi_sync_segment(storage, segment);
   qkvi_segment_leave(storage, segment);
   return true;
 }
 
 void qkvi_place(qkv_storage *storage) {
-  if (storage->placing) return;  // a callback of something that was refused
+  if (storage->placing) return;  // a callback of a refused record
   storage->placing = true;
   while (storage->queue.first != NULL && place_first(storage, storage->queue.first)) {
   }
   storage->placing = false;
-  // A disk that waits for work gets what there is.
+  // An idle disk gets what there is.
   if (storage->writes < WRITES_BUSY) qkvi_flush_buffer(storage);
   qkvi_segments_room(storage);
 }

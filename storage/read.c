@@ -1,4 +1,4 @@
-// Reading: the record as it lies, then its check and its decoding on whichever thread has time for it.
+// Reading: the record as stored, then its check and decoding on any thread that is free.
 #include <assert.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -15,7 +15,7 @@ static void arrive(qkvi_read *read, qkv_status status) {
 
 // ---- Files ----
 
-// A read whose segment is closed while as many as may be open are in use waits for one of the reads under way.
+// A read whose segment is closed while the maximum of open files is in use waits for one of the other reads.
 static bool has_file(qkv_storage *storage, const qkvi_read *read) {
   qkvi_entry entry;
   if (storage->reading == 0 || !qkvi_index_find(storage->index, read->record, &entry)) return true;
@@ -141,7 +141,7 @@ static void decode_job(void *context) {
   qkvi_read *read = context;
   const char *wrong = NULL;
   const qkv_status status = qkvi_read_decode(read, read->buffer, read->buffer_bytes, &wrong);
-  // What failed on the way may be right in the medium: once more before it is given up.
+  // A transfer error may leave the medium intact: it is read once more before it is given up.
   const bool again = status == QKV_DATA_LOSS && read->attempts++ == 0;
   if (!again) {
     qkvi_read_count(read, status, wrong);

@@ -8,8 +8,8 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read where they lie");
 
-// Level 1 is what a disk of some GB/s leaves time for. Samples: three pieces of a payload tell what all of it would
-// save well enough to spare codes that do not compress the time of a try.
+// Level 1 is what a disk of some GB/s leaves time for. Samples: three pieces of a payload predict the saving well
+// enough to skip the attempt for codes that do not compress.
 enum { LEVEL = 1, SAMPLE_BYTES = 8192, SAMPLES = 3 };
 
 uint64_t qkvi_record_extent(uint64_t stored_bytes) {
@@ -79,12 +79,12 @@ const char *qkvi_record_decode(const qkv_record_header *header, const void *payl
   return made == header->raw_bytes ? NULL : "zstd does not take the payload";
 }
 
-// What is worth the time of decompression.
+// The least saving that is worth the time of decompression.
 static uint64_t saving_of(uint64_t bytes) {
   return bytes - bytes * 3 / 100 - 1;
 }
 
-// Shorter ones are tried as they are.
+// Shorter payloads are tried as a whole.
 static bool has_samples(uint64_t bytes) {
   return bytes > (uint64_t)SAMPLES * SAMPLE_BYTES;
 }
@@ -94,8 +94,8 @@ static const uint8_t *sample_of(const uint8_t *raw, uint64_t bytes, uint64_t i) 
 }
 
 // Whether the samples' bytes are so evenly frequent that no code for single bytes saves 3 %, by their entropy,
-// log2(n) - sum(count * log2(count)) / n. zstd at this level finds no more in codes: what repeats there are such
-// bytes. Takes a fifth of the time of its tries.
+// log2(n) - sum(count * log2(count)) / n. zstd at this level finds no more in codes: what repeats in them are single
+// bytes. Takes a fifth of the time of trying zstd.
 static bool samples_are_dense(const uint8_t *raw, uint64_t bytes) {
   const float n = SAMPLES * SAMPLE_BYTES;
   uint32_t counts[4][256] = {0};  // four, so that equal neighbours do not wait for each other

@@ -1,4 +1,4 @@
-// Opening: what the segments hold, what the journal says, and from both what is alive.
+// Opening: finds what is alive, from the segments and the journal.
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -13,7 +13,7 @@
 
 enum { WINDOW = 4 << 20 };  // bytes of an unsealed segment that are read at a time
 
-// Epochs whose numbers only segments that cannot be read may know: of journals written anew whose names were lost.
+// Reserve of epochs whose numbers only unreadable segments may contain: of rewritten journals whose names were lost.
 enum { EPOCHS_UNKNOWN = 256 };
 
 // A record, or a copy of one, that a segment has.
@@ -24,7 +24,7 @@ typedef struct found_record {
   uint32_t tokens;  // the most that any view has, 0: none
 } found_record;
 
-// What a view has at its layer and position.
+// The record that a view has at a layer and position.
 typedef struct view_record {
   found_record *found;
   uint32_t tokens;
@@ -38,11 +38,11 @@ typedef struct recovery {
   uint64_t found_count, found_room;
   view_record *view;  // of one session at a time
   uint64_t view_count, view_room;
-  uint64_t *numbers;  // of segments
+  uint64_t *numbers;  // per segment
   uint64_t numbers_count, numbers_room;
   bool has_journal;
-  uint64_t epoch;         // the largest that any file names
-  uint64_t journal_seen;  // by any record
+  uint64_t epoch;         // the largest of any file name
+  uint64_t journal_seen;  // of any record
   uint64_t read_bytes;
   qkvi_sessions *sessions;
   // The journal as it is.
@@ -53,9 +53,9 @@ typedef struct recovery {
   } window;
   qkvi_journal_header header;
   uint64_t journal_bytes, durable;
-  uint64_t *refused;  // sequences of entries that restore->entry() let go
+  uint64_t *refused;  // sequences of entries that restore->entry() dropped
   uint64_t refused_count, refused_room, refused_next;
-  // The one that is written.
+  // The journal that is being written.
   struct journal_output {
     int file, error;
     uint8_t *bytes;  // `size` to be written at `offset`
@@ -96,12 +96,12 @@ static void add_found(recovery *on, const qkv_record_header *header, const qkvi_
                                                 .calibration = header->calibration,
                                                 .hash = {header->hash[0], header->hash[1]}};
   if (header->journal > on->journal_seen) on->journal_seen = header->journal;
-  // One that was written anew may be lost with its name, and leave records with numbers of its epoch.
+  // A rewritten journal may be lost with its name, and leave records with numbers of its epoch.
   const uint64_t numbers = header->record > header->journal ? header->record : header->journal;
   if (numbers >> QKVI_EPOCH_SHIFT > on->epoch) on->epoch = numbers >> QKVI_EPOCH_SHIFT;
 }
 
-// By footer and summary. false: it has none, or they are damaged or cannot be read.
+// Reads a segment by footer and summary. false: it has none, or they are damaged or cannot be read.
 static bool read_sealed(recovery *on, qkvi_segment *segment) {
   const uint64_t size = segment->file_bytes;
   qkvi_segment_footer *footer = (qkvi_segment_footer *)qkvi_aligned(QKV_STORAGE_BLOCK);
@@ -139,7 +139,7 @@ static void log_bad(recovery *on, const qkvi_segment *segment, uint64_t offset, 
           (json_int_t)segment->number, "offset", (json_int_t)offset, "error", error);
 }
 
-// What the device does not give now it may give later: the segment stays as it is.
+// A read that fails now may succeed later: the segment stays as it is.
 static void leave_unread(recovery *on, qkvi_segment *segment, uint64_t offset, int error) {
   segment->state = QKVI_SEGMENT_FAILED;
   if (segment->unread) return;
@@ -183,7 +183,7 @@ static void scan_records(recovery *on, qkvi_segment *segment) {
   segment->end = scan.end;
 }
 
-// What was written before the crash may not be durable yet: first that, then the footer.
+// Writes from before the crash may not be durable yet: they are synced first, then the footer is written.
 static int write_tail(recovery *on, qkvi_segment *segment) {
   int error = qkvi_segment_use(on->storage, segment);
   if (error != 0) return error;
@@ -201,8 +201,8 @@ static int write_tail(recovery *on, qkvi_segment *segment) {
   return error;
 }
 
-// The summary tells of what counts alone: a copy that does not may be in doubt, and with a footer behind it would be
-// taken for whole by the next start.
+// The summary lists only records that count: another copy may not be durable, and with a footer behind it the next
+// start would take it for valid.
 static void forget_dead(const recovery *on, qkvi_segment *segment) {
   uint64_t count = 0;
   for (uint64_t i = 0; i < segment->headers_count; i++) {
@@ -215,7 +215,7 @@ static void forget_dead(const recovery *on, qkvi_segment *segment) {
   segment->headers_count = count;
 }
 
-// Those without a footer get one, if anything in them lives.
+// Seals segments without a footer, if anything in them is live.
 static void seal_segments(recovery *on) {
   qkv_storage *storage = on->storage;
   for (uint32_t i = 0; i < storage->segments_room; i++) {
@@ -230,8 +230,8 @@ static void seal_segments(recovery *on) {
   }
 }
 
-// One that is damaged is none: its records are read all the same. But nothing is taken for dead, and removed, because
-// it is not understood.
+// A damaged header counts as none: the segment's records are read all the same. But a segment that is of a later
+// version or of another store is not taken for dead and removed: opening fails.
 static qkv_status check_header(recovery *on, const qkvi_segment_header *header, uint64_t number, qkv_error *error) {
   if (qkvi_segment_header_check(header, on->storage->store, number) == NULL) {
     if (header->epoch > on->epoch) on->epoch = header->epoch;
@@ -267,7 +267,7 @@ static qkv_status read_segment(recovery *on, uint64_t number, qkv_error *error) 
       scan_records(on, segment);
     }
   }
-  segment->users--;  // it goes, if it is dead, when that is known
+  segment->users--;  // it is removed, if dead, when that is known
   return status;
 }
 
@@ -285,7 +285,7 @@ static void note_name(void *context, const char *name) {
   on->numbers[on->numbers_count++] = number;
 }
 
-// What is read of the journal at a time: journal.piece_bytes, or an entry that is larger.
+// The size of a read of the journal: journal.piece_bytes, or an entry that is larger.
 static const uint8_t *window_at(void *context, uint64_t offset, uint64_t size) {
   recovery *on = context;
   struct journal_window *window = &on->window;
@@ -305,7 +305,7 @@ static const uint8_t *window_at(void *context, uint64_t offset, uint64_t size) {
   return NULL;
 }
 
-// What comes next looks at the file anew.
+// Later reads read the file anew, not the old window.
 static qkvi_journal_source journal_source(recovery *on) {
   on->window.size = 0;
   return (qkvi_journal_source){.context = on, .size = on->journal_bytes, .at = window_at};
@@ -339,7 +339,7 @@ static void note_entry(void *context, const qkv_journal_entry *entry) {
   (void)qkvi_sessions_note(((recovery *)context)->sessions, entry);
 }
 
-// Who is alive, by all entries.
+// Determines the live sessions, by all entries.
 static qkv_status note_entries(recovery *on, qkvi_journal_report *report, qkv_error *error) {
   const qkvi_journal_source source = journal_source(on);
   qkvi_sessions_destroy(&on->sessions);
@@ -366,7 +366,7 @@ static void tell_entry(void *context, const qkv_journal_entry *entry) {
   on->refused[on->refused_count++] = entry->sequence;
 }
 
-// All entries once more, after the records are known or before: they are what they were, or nothing is done.
+// Scans all entries again, before or after the records are known: they must be the same, or nothing is done.
 static qkv_status scan_again(recovery *on, void (*each)(void *context, const qkv_journal_entry *entry),
                              const qkvi_journal_report *before, qkv_error *error) {
   qkvi_journal_report report = {0};
@@ -390,7 +390,7 @@ static void write_entry(recovery *on, const qkv_journal_entry *entry) {
   qkv_journal_entry numbered = qkvi_entry_stored(entry);
   output->forks = output->forks || entry->kind == QKV_JOURNAL_SESSION_FORK;
   numbered.sequence = (on->epoch + 1) << QKVI_EPOCH_SHIFT | ++output->count;
-  // All of it is durable before anyone sees it.
+  // All of it is durable before it can be seen.
   const qkvi_entry_header header =
       qkvi_entry_header_make(&numbered, on->storage->store, 0, output->offset + output->size);
   const uint64_t extent = qkvi_entry_extent(numbered.bytes);
@@ -434,7 +434,7 @@ static int end_output(recovery *on) {
   return code;
 }
 
-// The new journal takes the old one's place, which `before` is of; NULL: there is none.
+// Replaces the old journal, whose source is `before`, by the new one; NULL: there is none.
 static qkv_status write_journal(recovery *on, const qkvi_journal_report *before, qkv_error *error) {
   qkv_storage *storage = on->storage;
   qkvi_journal *journal = &storage->journal;
@@ -473,8 +473,8 @@ static qkv_status write_journal(recovery *on, const qkvi_journal_report *before,
     return first->field < second->field ? -1 : 1; \
   }
 
-// Of several at one place the highest number comes first, and of its copies the one in the oldest segment: only what
-// was durable is ever copied, so the original is whole where a copy may be in doubt.
+// Of several at one place the highest number comes first, and of its copies the one in the oldest segment: only
+// durable records are copied, so the original is valid where a copy may not be durable.
 static int compare(const void *a, const void *b) {
   const qkvi_entry *first = &((const found_record *)a)->entry, *second = &((const found_record *)b)->entry;
   ORDER(session)
@@ -487,8 +487,8 @@ static int compare(const void *a, const void *b) {
   return 0;
 }
 
-// Of copies of one record, which `first` begins, the one that counts: with a footer behind it, where there is such.
-// What has none may have failed to become durable, and still be there to read until the power fails.
+// Of copies of one record, which `first` begins, the one that counts: one with a footer behind it, where there is
+// one. A copy without may have failed to become durable, and stay readable until the power fails.
 static const found_record *best_copy(const recovery *on, const found_record *first, const found_record *end) {
   for (const found_record *copy = first; copy < end && copy->entry.record == first->entry.record; copy++) {
     if (on->storage->segments[copy->entry.segment]->state == QKVI_SEGMENT_SEALED) return copy;
@@ -496,7 +496,7 @@ static const found_record *best_copy(const recovery *on, const found_record *fir
   return first;
 }
 
-// Leaves of all that was found the records of sessions that are known, one copy of each, in order.
+// Keeps the found records of known sessions, one copy of each, in order.
 static void sift_records(recovery *on) {
   uint64_t known = 0, count = 0;
   for (uint64_t i = 0; i < on->found_count; i++) {
@@ -510,7 +510,7 @@ static void sift_records(recovery *on) {
   on->found_count = count;
 }
 
-// Place of the first record of a session, or of a later one.
+// Index of the first record of a session, or of a later one.
 static uint64_t first_of(const recovery *on, uint64_t session) {
   uint64_t low = 0, high = on->found_count;
   while (low < high) {
@@ -532,8 +532,8 @@ static void add_to_view(recovery *on, found_record *found, uint32_t tokens, uint
   on->view[on->view_count++] = (view_record){.found = found, .tokens = tokens, .distance = distance};
 }
 
-// The winner of several at one place first. An own record is of the view's own time. Of inherited ones all rows that
-// count are the view's, so the one that has most wins.
+// The winner of several at one place first. An own record belongs to the view's own history. Of inherited ones all
+// rows that count are in the view, so the one that has most wins.
 static int compare_view(const void *a, const void *b) {
   const view_record *one = a, *other = b;
   const qkvi_entry *first = &one->found->entry, *second = &other->found->entry;
@@ -560,7 +560,7 @@ static void gather_view(recovery *on, const qkvi_session *session) {
     distance++;
   } while (qkvi_view_up(&view));
   qkvi_view_deinit(&view);
-  // Own records alone are in order.
+  // Own records alone are already in order.
   if (distance > 1 && on->view_count > 0) qsort(on->view, on->view_count, sizeof *on->view, compare_view);
 }
 
@@ -615,7 +615,7 @@ static int compare_numbers(const void *a, const void *b) {
 }
 
 static qkv_status read_segments(recovery *on, qkv_error *error) {
-  // In ascending order, so that slots are: the older segment has the smaller one.
+  // In ascending order, so that slots are, too: the older segment has the smaller slot.
   if (on->numbers_count > 0) qsort(on->numbers, on->numbers_count, sizeof *on->numbers, compare_numbers);
   if (on->numbers_count > QKVI_SEGMENTS_MAX)
     return qkv_fail(error, QKV_FAILED_PRECONDITION, "there are %" PRIu64 " segments, at most %" PRIu32,
@@ -631,7 +631,7 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   QKV_TRY(read_segments(on, error));
   if (storage->stats.unread_segments > 0) on->epoch += EPOCHS_UNKNOWN;
   QKV_TRY(note_entries(on, &report, error));
-  // What was wrong on the way may be right in the medium, and much hangs on it: once more.
+  // A transfer error may leave the medium intact, and much depends on it: it is read once more.
   if (report.bad > 0) QKV_TRY(note_entries(on, &report, error));
   storage->stats.sessions_given_up = qkvi_sessions_give_up(on->sessions, report.lost_before);
   if (report.bad > 0 || storage->stats.sessions_given_up > 0) {

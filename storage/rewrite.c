@@ -1,9 +1,8 @@
-// The journal anew, while the storage runs. The file is read twice, piece by piece: first for who is alive, then for
-// the entries that are kept, which go to "journal.new" as they are but for their place and number. That takes
-// journal.piece_bytes of memory and about 150 bytes a session and cut, however large the file is.
+// Rewrites the journal while the storage runs. The file is read twice, piece by piece: first to find the live
+// sessions, then for the entries that are kept, which are copied to "journal.new" with a new place and number. That
+// takes journal.piece_bytes of memory and about 150 bytes a session and cut, however large the file is.
 //
-//   read piece ─► note sessions ─► ... ─► read piece ─► keep some ─► write them ─► ... ─► headers ─► fdatasync ─►
-//   rename
+//   read piece ─► note sessions ─► ... ─► read piece ─► keep some ─► write ─► ... ─► headers ─► fdatasync ─► rename
 //
 // Until it is renamed the old file is the journal; no entry is written meanwhile.
 #include <assert.h>
@@ -17,7 +16,7 @@ typedef struct qkvi_rewriting {
   qkvi_sessions *sessions;
   qkvi_journal_walk walk;
   uint8_t *piece;
-  bool copying;           // the second time
+  bool copying;           // in the second pass
   bool keeping;           // the entry that the walk is in
   int file;               // the new one, or -1
   uint64_t bytes, count;  // of it; entries
@@ -51,7 +50,7 @@ static void take_place(qkv_storage *storage) {
 static void end_rewriting(qkv_storage *storage, int error) {
   qkvi_rewriting *on = storage->journal.rewriting;
   if (error == 0) error = qkv_io_rename(storage->io, "journal.new", "journal.qkv");
-  // From here on the new file is the journal, whether the directory could be synced or not: a failure is the batch's.
+  // From here on the new file is the journal, whether or not the directory could be synced: a failure is the batch's.
   const bool renamed = error == 0;
   if (error == 0) error = qkv_io_sync_directory(storage->io);
   if (renamed) {
@@ -82,7 +81,7 @@ static void submit(qkv_storage *storage, qkv_io_kind kind, int file, uint64_t of
   qkv_io_submit(storage->io, &journal->request);
 }
 
-// Reads on, from where the walk is; at the end begins the second time, or ends it.
+// Reads the next piece; at the end begins the second pass, or ends it.
 static void go_on(qkv_storage *storage) {
   qkvi_journal *journal = &storage->journal;
   qkvi_rewriting *on = journal->rewriting;
@@ -111,8 +110,8 @@ static void go_on(qkv_storage *storage) {
   go_on(storage);
 }
 
-// Moves what is kept of `size` bytes to the piece's beginning, as it will lie in the new file. Returns how much, or
-// UINT64_MAX: damage. It is for recovery to judge; the old file stays as it is.
+// Moves the kept ones of `size` bytes to the piece's beginning, as they will lie in the new file. Returns how many
+// bytes, or UINT64_MAX: damage. Recovery decides about that; the old file stays as it is.
 static uint64_t sift(qkv_storage *storage, uint64_t size) {
   qkvi_journal *journal = &storage->journal;
   qkvi_rewriting *on = journal->rewriting;
@@ -170,6 +169,6 @@ void qkvi_journal_rewrite(qkv_storage *storage) {
                          .bytes = 2 * sizeof(qkvi_journal_header)};
   qkvi_journal_walk_init(&on->walk, storage->store, journal->epoch);
   journal->rewriting = on;
-  // Nothing is needed of the headers; but so that it never ends before this returns.
+  // The headers' content is not needed; but so it never ends before this returns.
   submit(storage, QKV_IO_READ, journal->file, 0, 2 * sizeof(qkvi_journal_header));
 }

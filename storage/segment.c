@@ -115,7 +115,7 @@ const qkv_record_header *qkvi_segment_scan_next(qkvi_segment_scan *scan, const u
     }
     const qkv_record_header *header = (const qkv_record_header *)(bytes + at);
     if (header->magic != QKV_RECORD_MAGIC) continue;
-    // A header that is whole and lies elsewhere is one of a summary whose footer is not there.
+    // A valid header at another place belongs to a summary whose footer is missing.
     if (header->offset != scan->offset &&
         qkvi_record_check(header, scan->store, scan->segment, header->offset) == NULL) {
       continue;

@@ -1,4 +1,4 @@
-// The table of segments: their files, which one takes records, and what room the budget leaves.
+// The table of segments: their files, which one takes records, and the space that the budget leaves.
 #include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
@@ -79,7 +79,7 @@ void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment) {
 
 // ---- Room ----
 
-// Records that a new segment has room for, roughly: a share of it goes to its summary.
+// Records that fit into a new segment, roughly: a share of it goes to its summary.
 static uint64_t usable(const qkv_storage *storage) {
   return storage->config.segment_bytes - storage->config.segment_bytes / 16 - 3 * (uint64_t)QKV_STORAGE_BLOCK;
 }
@@ -105,7 +105,7 @@ void qkvi_segments_room(qkv_storage *storage) {
     const uint64_t used = disk_bytes(storage);
     uint64_t more =
         used < storage->config.bytes_max ? (storage->config.bytes_max - used) / storage->config.segment_bytes : 0;
-    // The last segment is compaction's.
+    // The last segment is reserved for compaction.
     if (more > 0) more--;
     room = left_in(storage, storage->current) + left_in(storage, storage->spare) + more * usable(storage);
   }
@@ -183,7 +183,7 @@ void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment) {
 
 // ---- A new one: create, allocate, header, fdatasync, fsync of the directory ----
 
-// What waits for it fails; a spare can do without.
+// Records that wait for it fail; a spare segment is dispensable.
 static void prepare_failed(qkv_storage *storage, int error) {
   storage->no_spare = true;
   if (storage->current == QKVI_NO_SEGMENT) qkvi_put_fail_queue(storage, error);
@@ -214,7 +214,7 @@ static void prepare_done(qkv_storage *storage, qkvi_segment *segment, int error)
 
 static void prepare_step(qkv_io_request *request) {
   qkv_storage *storage = request->context;
-  // The segment is the one that is being made.
+  // The segment is the one that is being prepared.
   qkvi_segment *segment = (qkvi_segment *)((char *)request - offsetof(qkvi_segment, request));
   if (request->error != 0 || request->kind == QKV_IO_SYNC) {
     prepare_done(storage, segment, request->error);
@@ -284,7 +284,7 @@ qkvi_segment *qkvi_segment_for(qkv_storage *storage, uint64_t extent) {
     return NULL;
   }
   qkvi_segment *segment = storage->segments[storage->current];
-  // The next one is made while there is room in this one.
+  // The next one is prepared while this one has space left.
   const bool half = segment->end > segment->file_bytes / 2;
   if (half && storage->spare == QKVI_NO_SEGMENT && !storage->no_spare) prepare_segment(storage);
   return segment;

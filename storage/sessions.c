@@ -20,11 +20,11 @@ struct qkvi_session {
   uint64_t session;
   uint64_t time;            // when it was opened, by the table's clock
   uint64_t opened, noted;   // sequences of the entry that opened it and of the last SESSION_NOTE
-  bool dead;                // a ghost, if it has heirs
-  bool dropped;             // dead without an entry that says so
+  bool dead;                // closed; a ghost, if it has heirs
+  bool dropped;             // dropped without an entry that says so
   bool lost;                // a fork without its parent
   bool failed;              // the entry that opens it is not in the journal
-  uint32_t depth;           // forks on the way from a session that is none
+  uint32_t depth;           // length of the chain of forks
   uint32_t layers;          // of a fork
   uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
   uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
@@ -158,7 +158,7 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
   uint32_t tokens = entry->tokens;
   for (const session_cut *cut = owner->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
     if (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer) continue;
-    // It was there and is cut, or it came behind the cut when the fork was on its own.
+    // The row existed and was cut, or it was put behind the cut after the fork had separated.
     if ((cut->time < time) == (entry->record < cut->watermark)) tokens = clip(entry, tokens, cut->position);
   }
   return tokens;
@@ -166,13 +166,13 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
 
 // ---- Cuts ----
 
-// Whether a cut does at its own time all that another one does.
+// Whether a cut clips, at its own time, all that another one clips.
 static bool covers(const session_cut *cut, const session_cut *other) {
   return (cut->layer == QKV_LAYER_ALL || cut->layer == other->layer) && cut->position <= other->position;
 }
 
-// Whether a view needs a cut. A later one that covers it does all for forks behind that one, an earlier one for forks
-// before that one. `alone`: for the session itself, too, whose view is that of a fork yet to come.
+// Whether a view needs a cut. A later cut that covers it replaces it for forks behind that one, an earlier one for
+// forks before that one. `alone`: for the session itself, too, whose view is that of a future fork.
 static bool needs_cut(const qkvi_session *session, const session_cut *cut, bool alone) {
   uint64_t earlier = 0, later = UINT64_MAX;
   for (const session_cut *other = session->cuts; other != NULL; other = other->earlier) {
@@ -192,7 +192,7 @@ static bool needs_cut(const qkvi_session *session, const session_cut *cut, bool 
 static void forget_cuts(qkvi_session *session) {
   session_cut **at = &session->cuts;
   session_cut *unneeded = NULL;
-  // Judged by all of them, also by those that go.
+  // Decided by all cuts, also by those that are removed.
   for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) {
     if (!needs_cut(session, cut, false)) cut->sequence = UINT64_MAX;
   }
@@ -250,7 +250,7 @@ static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach)
   return false;
 }
 
-// Reckons anew how far a session and its heirs reach; true: no sibling reaches what they have lost.
+// Recomputes how far a session and its heirs reach; true: no sibling reaches what they have lost.
 static bool shrink(qkvi_session *session) {
   bool lost = false;
   for (uint32_t layer = 0; layer < session->layers; layer++) {
@@ -269,7 +269,7 @@ static void bury_all(qkvi_sessions *sessions, qkvi_session *session) {
   }
 }
 
-// A session was closed or cut: its own records, then those of its ancestors as far as that matters to them.
+// A session was closed or cut: sweeps its own records, then those of its ancestors that this may affect.
 static void settle(qkvi_sessions *sessions, qkvi_session *session) {
   if (sessions->sweep == NULL) {
     bury_all(sessions, session);
@@ -291,7 +291,7 @@ qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *
   qkvi_session *session = find(sessions, entry->session);
   if (entry->kind == QKV_JOURNAL_SESSION_OPEN || entry->kind == QKV_JOURNAL_SESSION_FORK) {
     if (session != NULL && entry->kind == QKV_JOURNAL_SESSION_FORK) return QKV_FAILED_PRECONDITION;
-    if (session != NULL) session->failed = false;  // written once more, as the first time was in doubt
+    if (session != NULL) session->failed = false;  // written once more, as the first result was uncertain
     if (session != NULL) return QKV_OK;
     if (entry->kind == QKV_JOURNAL_SESSION_FORK) return add_fork(sessions, entry);
     (void)add(sessions, entry);
@@ -299,7 +299,7 @@ qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *
   }
   if (entry->kind == QKV_JOURNAL_SESSION_NOTE && session != NULL) session->noted = entry->sequence;
   if (entry->kind != QKV_JOURNAL_SESSION_CLOSE && entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return QKV_OK;
-  const bool stranger = session == NULL;  // records may have been put for it nevertheless
+  const bool stranger = session == NULL;  // records may have been put for it
   if (stranger && sessions->sweep == NULL) return QKV_OK;
   if (stranger) session = add(sessions, entry);
   if (entry->kind == QKV_JOURNAL_SESSION_CLOSE) session->dead = true;
@@ -412,7 +412,7 @@ bool qkvi_view_up(qkvi_view *view) {
     view->layers = heir->layers;
     view->limits = copy_limits(heir->limits, heir->layers);
   } else {
-    // Through the last heir: what this one had when that one was forked.
+    // Through the last heir: what the owner had when that heir was forked.
     for (uint32_t layer = 0; layer < view->layers; layer++) {
       const uint64_t limit = layer < view->from->layers ? view->from->parent_limits[layer] : 0;
       if (limit < view->limits[layer]) view->limits[layer] = limit;

@@ -16,7 +16,7 @@
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
-enum { ENCODERS_NICE = 10 };  // what attends goes first
+enum { ENCODERS_NICE = 10 };  // attends are scheduled first
 
 void qkv_storage_config_init(qkv_storage_config *config) {
   *config = (qkv_storage_config){.io = "auto",
@@ -100,7 +100,7 @@ static bool is_idle(qkv_storage *storage) {
          storage->compaction.segment == QKVI_NO_SEGMENT && storage->sync_waiters == NULL;
 }
 
-// While it ends: nothing is under way any more, then the open segments are sealed, then the loop stops.
+// Shutdown: once nothing is under way the open segments are sealed, then the loop stops.
 static void try_end(qkv_storage *storage) {
   if (!storage->ending || !is_idle(storage)) return;
   const uint32_t open[] = {storage->current, storage->spare};
@@ -203,7 +203,7 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
   uv_timer_init(&storage->loop, &storage->compact_tick);
   uv_check_init(&storage->loop, &storage->after);
   storage->tick.data = storage->compact_tick.data = storage->after.data = storage;
-  // Zeroed by the system, touched once here: no page faults while writing.
+  // Zeroed by the system, touched here once: no page faults while writing.
   const size_t bytes = (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS;
   storage->region = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (storage->region == MAP_FAILED) abort();
@@ -226,7 +226,7 @@ static qkv_status take_directory(qkv_storage *storage, qkv_error *error) {
   }
   char path[4096];
   if (errno != EEXIST && snprintf(path, sizeof path, "%s/..", directory) < (int)sizeof path) {
-    const int parent = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);  // a new name is durable there
+    const int parent = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);  // makes a new name durable
     if (parent >= 0) {
       (void)fsync(parent);
       close(parent);

@@ -1,4 +1,4 @@
-// Records that no session's view has any more.
+// Forgets records that no session's view has any more.
 #include "storage/internal.h"
 
 qkvi_entry qkvi_put_entry(const qkvi_put *put) {

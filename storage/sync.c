@@ -1,5 +1,5 @@
 // From written to durable: one fdatasync for all that was written before it began; then summary and footer of a
-// segment that takes no more.
+// segment that takes no more records.
 #include <assert.h>
 #include <jansson.h>
 #include <stdlib.h>
@@ -29,7 +29,7 @@ void qkvi_sync_later(qkv_storage *storage, qkvi_segment *segment, qkvi_put *put)
   if (segment->sync_wanted) qkvi_sync_segment(storage, segment);
 }
 
-// Everything in `list` is durable, or may not be.
+// The writes in `list` are durable, or may not be.
 static void settle(qkv_storage *storage, qkvi_put_list *list, qkv_status status) {
   qkvi_put *put = list->first;
   *list = (qkvi_put_list){0};
@@ -110,7 +110,7 @@ static void sync_done(qkv_io_request *request) {
   qkvi_stat_add(storage, &storage->stats.syncs, 1);
   qkv_status status = QKV_OK;
   if (request->error != 0) {
-    // The system may have thrown the pages away: what was written is in doubt, and another try would prove nothing.
+    // The system may have dropped the pages: the writes may be lost, and a successful retry would prove nothing.
     qkv_log(QKV_LOG_ERROR, "fdatasync of a segment failed", "{s:I, s:s}", "segment", (json_int_t)segment->number,
             "error", strerror(request->error));
     status = qkvi_write_error(storage, request->error);

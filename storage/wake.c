@@ -10,7 +10,7 @@ static void on_event(uv_poll_t *poll, int status, int events) {
   (void)status;
   (void)events;
   (void)eventfd_read(wake->event, &count);
-  // Before the work: whoever rings from here on is heard again.
+  // Before `run`: a thread that rings from here on is heard again.
   atomic_exchange(&wake->rung, false);
   wake->run(wake->context);
 }

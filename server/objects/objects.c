@@ -330,7 +330,7 @@ qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, 
   qkvi_journal_wait wait = {.residency = objects->residency};
   const bool sync = object->config.durability == QKV_DURABILITY_SYNC && object->number != 0;
   qkvi_object *held;
-  bool same, durable = object->number == 0;  // it stays in memory alone
+  bool same, durable = object->number == 0;  // in memory alone, it is as durable as it gets
   object->config.checksum = checksum;        // the object is not visible yet
   for (;;) {
     qkvi_objects_lock(objects);

@@ -25,8 +25,8 @@ static void settle_one(qkvi_objects *objects, qkvi_object *object) {
   if (--object->unsettled == 0) DL_DELETE2(objects->unsettled, object, prev_unsettled, next_unsettled);
 }
 
-// The first result; a failed entry is tried again with what else is not durable. A caller that deletes the object
-// meanwhile has journaled that behind it.
+// The first failure is logged; the entry is tried again with what else is not durable. A caller that deletes the
+// object meanwhile has journaled that behind it.
 void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status) {
   const bool failed = status != QKV_OK, was_failed = object->entry == QKVI_ENTRY_FAILED;
   object->retrying = false;

@@ -59,7 +59,7 @@ uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target) {
   return qkvi_eviction_run(residency, target, false);
 }
 
-// Seals the rows of one session. Where its layers stay exact, it is not tried again before others.
+// Seals the rows of one session. Rows that stay exact are not tried again (qkv_recency_give_up).
 static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
   const uint64_t before = qkv_session_bytes_exact(session);
   const qkv_status status = qkv_session_seal(session, NULL);

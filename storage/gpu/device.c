@@ -14,7 +14,7 @@
 
 enum {
   HALVES = 2,
-  SPIN_NS = 100000,  // a call is waited for without sleep: a sleep takes 50 µs and more, an attend as long
+  SPIN_NS = 100000,  // a call is polled without sleep: a sleep takes 50 µs and more, an attend as long
   SLEEP_NS = 20000,
 };
 
@@ -36,7 +36,7 @@ struct qkv_gpu_call {
 
 struct qkv_gpu_device {
   const qkv_cuda_driver *driver;
-  qkv_gpu_info info;  // what does not change
+  qkv_gpu_info info;  // immutable fields
   int ordinal;
   int64_t timeout_ns;
   qkv_cuda_context context;
@@ -46,7 +46,7 @@ struct qkv_gpu_device {
   size_t kernel_count;
   qkv_gpu_heap *heap;
 
-  pthread_mutex_t lock;  // of what follows
+  pthread_mutex_t lock;  // of the following fields
   bool down;
   char reason[QKV_ERROR_TEXT_MAX];
   qkv_gpu_call *available;
@@ -54,7 +54,7 @@ struct qkv_gpu_device {
 
   _Atomic uint64_t ended, uploaded;
 
-  pthread_mutex_t uploading;  // of what follows; taken before `lock`
+  pthread_mutex_t uploading;  // of the following fields; taken before `lock`
   qkv_cuda_stream stream;
   half halves[HALVES];
   size_t staging_bytes;
@@ -102,7 +102,7 @@ bool qkv_gpu_is_up(qkv_gpu_device *device) {
   return up;
 }
 
-// Makes the context current for this thread, as every function of the driver wants it.
+// Makes the context current for this thread, as every function of the driver needs it.
 static qkv_status enter(qkv_gpu_device *device, qkv_error *error) {
   if (!qkv_gpu_is_up(device))
     return qkv_fail(error, QKV_UNAVAILABLE, "GPU %s is not used any more: %s", device->info.name, device->reason);
@@ -260,8 +260,8 @@ static void free_staging(qkv_gpu_device *device) {
   if (device->stream != NULL) driver->StreamDestroy(device->stream);
 }
 
-// Of a device that is down nothing is freed by itself: a kernel that did not end may still write to pinned memory.
-// The reset ends what runs and frees all that the context had.
+// Nothing of a device that is down is freed one by one: a kernel that did not end may still write to pinned memory.
+// The reset ends all kernels and frees everything in the context.
 static void leave_context(qkv_gpu_device *device) {
   const qkv_cuda_driver *driver = device->driver;
   if (device->down) {
@@ -336,7 +336,7 @@ static qkv_status wait_for_half(qkv_gpu_device *device, half *of, qkv_error *err
   return QKV_OK;
 }
 
-// As much of the copies from `*copy`, `*offset` on as a half holds.
+// As much of the copies from `*copy`, `*offset` on as fits into a half.
 static qkv_status fill_half(qkv_gpu_device *device, half *of, const qkv_gpu_copy *copies, size_t count, size_t *copy,
                             size_t *offset, qkv_error *error) {
   size_t filled = 0;

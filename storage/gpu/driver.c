@@ -5,7 +5,7 @@
 
 typedef int get_address(const char *symbol, void **address, int version, uint64_t flags, int *found);
 
-// Pointers to functions come from dlsym and the driver as pointers to objects; POSIX has them of one size.
+// dlsym and the driver return function pointers as object pointers; POSIX guarantees the same size.
 static qkv_status find_function(get_address *get, const char *name, int version, void **to, qkv_error *error) {
   int found = 0;
   *to = NULL;

@@ -45,7 +45,7 @@ void qkv_gpu_heap_destroy(qkv_gpu_heap **heap) {
   free(old);
 }
 
-// Puts a new piece in its place; false where the budget or the device has none for a block of `bytes`.
+// Inserts a new piece in order; false where the budget or the device has none for a block of `bytes`.
 static bool add_piece(qkv_gpu_heap *heap, uint64_t bytes) {
   const uint64_t left = heap->bytes_max - heap->bytes_held;
   if (bytes > left) return false;
