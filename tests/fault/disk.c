@@ -8,7 +8,7 @@
 
 enum { SECTOR = 512, NAMES_MAX = 256, FILES_MAX = 256, FLIGHT_MAX = 256, NAME_BYTES = 40 };
 
-// A write that is done and not durable.
+// A write that is complete and not durable.
 typedef struct disk_write {
   uint64_t order, offset, size;
   struct disk_write *next;
@@ -33,7 +33,7 @@ typedef struct disk_names {
   size_t count;
 } disk_names;
 
-// What was done to names since the directory was synced. `to` "": removed; `from` "": created.
+// A change of a name since the directory was synced. `to` "": removed; `from` "": created.
 typedef struct name_change {
   char from[NAME_BYTES], to[NAME_BYTES];
   disk_file *file;
@@ -41,7 +41,7 @@ typedef struct name_change {
 
 typedef struct flight {
   qkv_io_request *request;
-  uint64_t order;  // when it began
+  uint64_t order;  // of its beginning
   bool late;       // after the crash
 } flight;
 
@@ -202,7 +202,7 @@ static void write_bytes(fault_disk *disk, disk_file *file, uint64_t offset, cons
   put_bytes(disk, file, offset, bytes, size);
 }
 
-// What a failed fdatasync leaves: a cache that calls the bytes clean, and a medium without them.
+// A failed fdatasync: the cache considers the bytes clean, and the medium does not have them.
 static void forget_writes(disk_file *file, uint64_t order) {
   for (disk_write **link = &file->writes; *link != NULL;) {
     if ((*link)->order > order) {
@@ -228,7 +228,7 @@ static void make_durable(disk_file *file, uint64_t order) {
 
 // ---- The driver ----
 
-// Counts one thing that was done; whether the disk is dead.
+// Counts one operation; whether the disk is dead.
 static bool step(fault_disk *disk) {
   disk->done++;
   if (disk->plan.crash_after != 0 && disk->done >= disk->plan.crash_after) disk->crashed = true;
@@ -285,7 +285,7 @@ static int64_t perform(fault_disk *disk, const flight *in) {
   return -EINVAL;
 }
 
-// What was on its way when the process died may have come to the disk, or a part of it.
+// Requests in flight when the process died may have reached the disk, whole or in part.
 static void land_late(fault_disk *disk, const flight *in) {
   const qkv_io_request *request = in->request;
   if (in->late || request->kind != QKV_IO_WRITE || fault_disk_chance(disk, 0.5)) return;
@@ -296,13 +296,13 @@ static void land_late(fault_disk *disk, const flight *in) {
 
 static void turn(uv_idle_t *handle) {
   fault_disk *disk = handle->data;
-  // The loop turns once more after the last landing, as it does where completions are polled.
+  // The loop turns once more after the last completion, as it does where completions are polled.
   if (disk->flight_count == 0) {
     uv_idle_stop(handle);
     return;
   }
   if (disk->held) return;
-  // Some of what is in flight lands, in any order.
+  // Some of the requests in flight complete, in any order.
   for (uint64_t lands = 1 + fault_disk_random(disk, disk->flight_count); lands > 0; lands--) {
     const size_t which = (size_t)fault_disk_random(disk, disk->flight_count);
     const flight in = disk->flights[which];
@@ -329,7 +329,7 @@ bool fault_disk_land(fault_disk *disk, qkv_io_kind kind, size_t skip, int error)
 static bool start(void *self, qkv_io_request *request) {
   fault_disk *disk = self;
   assert(disk->flight_count < FLIGHT_MAX && disk->opened[request->file] != NULL);
-  if (disk->flight_count > 4 && fault_disk_chance(disk, 0.1)) return false;  // no room now
+  if (disk->flight_count > 4 && fault_disk_chance(disk, 0.1)) return false;  // the queue is full now
   disk->flights[disk->flight_count++] = (flight){.request = request, .order = disk->order, .late = disk->crashed};
   uv_idle_start(disk->turns, turn);
   return true;
@@ -488,7 +488,7 @@ bool fault_disk_crashed(const fault_disk *disk) {
   return disk->crashed;
 }
 
-// Every sector of a write that was not durable may be there or not; some writes are there or not as a whole.
+// Every sector of a write that was not durable may be written or not; some writes are written or not as a whole.
 static void land_partly(fault_disk *disk, disk_file *file, const disk_write *write) {
   const uint64_t how = fault_disk_random(disk, 3);
   if (how == 0) return;

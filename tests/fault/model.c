@@ -1,4 +1,5 @@
-// What a restart must tell: nothing that is closed or cut, everything that was durable, and to each view what is its.
+// What a restart must report: nothing that is closed or cut, everything that was durable, and to each view its own
+// records.
 #include "tests/fault/model.h"
 
 #include <string.h>
@@ -56,14 +57,14 @@ void model_check_sessions(model *on) {
   }
 }
 
-// A cut that is in the journal. What is not told of a session that is told did not reach it, or nothing hangs on it.
-// Before the close of one that is not, everything else was written that did not fail.
+// Whether a cut is in the journal. If its session was reported and the cut was not, it was not journaled, or nothing
+// depends on it. If its session was not reported, every cut that did not fail was journaled before the close.
 static bool cut_counts(const model *on, const model_cut *cut) {
   if (cut->void_) return false;
   return cut->durable || cut->told || (!told_session(on, cut->session) && !cut->failed);
 }
 
-// Whether nobody can say if a cut counts that heirs of a closed session depend on.
+// Whether it is undecided if a cut counts that heirs of a closed session depend on.
 bool model_is_unsure(const model *on) {
   for (size_t i = 0; i < on->cut_count; i++) {
     const model_cut *cut = &on->cuts[i];
@@ -76,7 +77,7 @@ bool model_is_unsure(const model *on) {
   return false;
 }
 
-// What the journal says of whose view has what, once more from the beginning.
+// Replays the journaled events into the lineage from the beginning.
 static const lineage *replay(const model *on) {
   static lineage again;
   memset(&again, 0, sizeof again);
@@ -124,7 +125,7 @@ void model_check_told(model *on) {
       if (cut->void_ || !model_cut_hits(cut, info->meta.session, info->meta.layer, info->record, info->meta.position))
         continue;
       if (fault_disk_damaged_journal(on->disk) == 0) CHECK(on, !cut->durable, "a cut record is back\n");
-      // Rows of before the cut never stand beside rows of after it.
+      // Rows from before the cut are never mixed with rows from after it.
       for (size_t k = 0; k < on->told_count; k++) {
         const model_record *other = model_record_of(on, on->told[k].record);
         CHECK(on, other->session != cut->session || other->number < cut->watermark,
@@ -153,7 +154,7 @@ void model_check_durable(model *on) {
   }
 }
 
-// From here on what was told is there and the rest is gone. A record may come back where a newer one is damaged.
+// From here on the model has what was reported and nothing else. A record may come back where a newer one is damaged.
 void model_believe(model *on) {
   for (size_t i = 0; i < on->cut_count; i++) {
     on->cuts[i].durable = cut_counts(on, &on->cuts[i]);
@@ -165,7 +166,7 @@ void model_believe(model *on) {
     const bool told = told_record(on, record->number) != NULL;
     record->ended = true;
     record->written = record->written || told;
-    // After an fdatasync that failed the cache may show what the medium does not have; no later one tells.
+    // After a failed fdatasync the cache may show what the medium does not have; no later sync reports it.
     record->durable = told && (record->durable || !on->sync_failed);
     record->gone = !told;
     record->dropped = record->dropped && !told;

@@ -1,12 +1,12 @@
-// Random operations on a storage over a faulty disk, beside a model that says what must be there, through crashes and
-// restarts. Every read is right, a miss that is due, or DATA_LOSS where the disk did damage; what was acknowledged is
-// there. One seed decides everything:
+// Random operations on a storage over a faulty disk, compared with a model of its expected content, through crashes
+// and restarts. Every read is right, an expected miss, or DATA_LOSS where the disk did damage; what was acknowledged
+// survives. One seed decides everything:
 //
 //   QKV_FAULT_SEED=17 QKV_FAULT_SEEDS=1 bin/test_fault_model      that one again
 //   QKV_FAULT_SEEDS=100000 bin/test_fault_model                   by hand
 //
-// Seeds from FORKED on have forks. What whose view has then is told by lineage.h: every opening, fork, put and cut is
-// noted, and after a restart done again, without the cuts that did not reach the journal.
+// Seeds from FORKED on have forks. Then lineage.h computes the views: every opening, fork, put and cut is recorded,
+// and replayed after a restart, without the cuts that were not journaled.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -22,14 +22,14 @@
 #include "storage/internal.h"
 #include "tests/fault/model.h"
 
-// Sanitizers take four times as long over a seed, and see the same code in each.
+// Sanitizers take four times as long for a seed, and cover the same code with each.
 #ifdef QKV_SANITIZED
 enum { SEEDS = 80 };
 #else
 enum { SEEDS = 200 };
 #endif
 
-// What a callback is about.
+// The operation that a callback belongs to.
 typedef struct about {
   model *on;
   size_t which;  // record, session or cut
@@ -87,7 +87,7 @@ static void note(model *on, const model_event *event) {
   model_apply(on, &on->now, event);
 }
 
-// Records that nobody has any more.
+// Records that are in no view any more.
 static void note_gone(model *on) {
   for (size_t i = 0; i < on->record_count; i++) {
     bool has = false;
@@ -101,7 +101,7 @@ static bool troubled(const model *on) {
   return on->faults || fault_disk_crashed(on->disk);
 }
 
-// Damage that is found while the journal is written anew is left to the next start; until then it takes no entries.
+// Damage that is found while the journal is rewritten is left to the next start; until then it takes no entries.
 static bool journal_troubled(const model *on) {
   return troubled(on) || fault_disk_damaged_journal(on->disk) > 0;
 }
@@ -115,12 +115,12 @@ static void open_ended(void *context, qkv_status status) {
   end_about(what);
 }
 
-// Some runs have entries of several pieces, and a journal that is soon written anew.
+// Some runs have entries of several pieces, and a journal that is soon rewritten.
 static bool writes_anew(const model *on) {
   return on->seed % 7 == 3 || on->seed % 7 == 5;
 }
 
-// Some have so few write buffers that records wait for one, also after they were given their place.
+// Some have so few write buffers that records wait for one, also after they were placed.
 static bool has_few_buffers(const model *on) {
   return on->seed % 9 / 3 == 1;
 }
@@ -171,7 +171,7 @@ static void put_written(void *context, uint64_t number, qkv_status status) {
   record->written = status == QKV_OK;
   bool expected = status == QKV_OK || troubled(what->on) || session->failed;
   if (status == QKV_CANCELLED) expected = expected || record->gone;
-  // Records do not fill segments to the last byte: what was let in may find the budget used up.
+  // Records do not fill segments to the last byte: an accepted record may find the budget used up.
   if (status == QKV_RESOURCE_EXHAUSTED) expected = expected || what->on->storage->config.bytes_max > 0;
   CHECK(what->on, expected, "put: %d\n", status);
   if (status != QKV_OK) end_about(what);
@@ -186,7 +186,7 @@ static void put_durable(void *context, uint64_t number, qkv_status status) {
   end_about(what);
 }
 
-// Heirs may need what is put for a closed session.
+// Heirs may need a record that is put for a closed session.
 static bool takes_puts(const model *on, const model_session *session) {
   if (!session->close_asked) return true;
   for (size_t i = 0; i < on->session_count; i++) {
@@ -428,7 +428,7 @@ static fault_plan plan_of(model *on) {
   return plan;
 }
 
-// A start that the device gives only a part of what it has, or not even the journal: nothing is lost by it.
+// A start that can read only a part of the device, or not even the journal: nothing is lost by it.
 static void start_in_part(model *on) {
   qkv_error error = {0};
   fault_disk_plan(on->disk, &(fault_plan){.read_error = 0.05, .segment_error = 0.5});
@@ -440,7 +440,7 @@ static void start_in_part(model *on) {
   fault_disk_restart(on->disk, false);
 }
 
-// Between an opening and an end of any kind. false: nothing is left to go on with.
+// Between an opening and an end of any kind. false: the run cannot go on.
 static bool run(model *on, bool first) {
   const uint64_t budget = on->seed % 5 == 0 ? UINT64_C(6) << 20 : 0;
   qkv_error error = {0};
@@ -460,7 +460,7 @@ static bool run(model *on, bool first) {
     model_check_sessions(on);
     model_check_told(on);
     model_check_durable(on);
-    if (model_is_unsure(on) && fault_disk_damaged_journal(on->disk) == 0) {  // the model ends here
+    if (model_is_unsure(on) && fault_disk_damaged_journal(on->disk) == 0) {  // the model stops here
       qkv_storage_close(&on->storage);
       return false;
     }
@@ -487,7 +487,7 @@ static bool run(model *on, bool first) {
   return true;
 }
 
-// Of what was told of heirs, over all seeds.
+// Counts of records reported for heirs, over all seeds.
 static uint64_t inherited;
 
 static uint64_t run_seed(uint64_t seed) {
@@ -507,8 +507,8 @@ static uint64_t from_environment(const char *name, uint64_t otherwise) {
   return text == NULL ? otherwise : strtoull(text, NULL, 10);
 }
 
-// Seeds that have found something once: in the storage (1: compaction dropped what a device would not read just then)
-// or in what this test took for granted.
+// Seeds that have found a bug once: in the storage (1: compaction dropped what a device temporarily would not read)
+// or in an assumption of this test.
 static void kept_seeds(void **state) {
   (void)state;
   static const uint64_t seeds[] = {1, 4, 5, 25, 105, 330, 394, 560, 1669};
@@ -533,7 +533,7 @@ static void random_forks(void **state) {
 }
 
 int main(void) {
-  // What the disk does is told by the model.
+  // The disk's errors are expected by the model.
   FILE *nowhere = fopen("/dev/null", "we");
   if (nowhere != NULL && getenv("QKV_FAULT_SEED") == NULL) qkv_log_setup(nowhere, QKV_LOG_ERROR);
   const struct CMUnitTest tests[] = {cmocka_unit_test(kept_seeds), cmocka_unit_test(random_operations),

@@ -1,4 +1,4 @@
-// Single faults at the one moment where they hurt: the disk is held, and its requests land one by one.
+// Single faults at critical moments: the disk is held, and its requests complete one by one.
 #include <errno.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -124,7 +124,7 @@ static qkv_status settle(moment *on, const piece *made) {
   return made->status;
 }
 
-// The record is there and has its bytes.
+// Checks that the record exists and has its bytes.
 static void check(moment *on, const piece *made) {
   uint8_t *bytes = malloc(made->size);
   assert_non_null(bytes);
@@ -168,8 +168,8 @@ static void finish(moment *on) {
 
 // ---- Writes ----
 
-// Two writes are under way, and behind them a buffer that is half full, when the segment fails. The next record goes
-// to another segment, and not into that buffer.
+// Two writes are under way, and behind them a half-full buffer, when the segment fails. The next record goes to
+// another segment, and not into that buffer.
 static void a_failed_segment_keeps_its_buffer(void **state) {
   (void)state;
   moment on;
@@ -177,7 +177,7 @@ static void a_failed_segment_keeps_its_buffer(void **state) {
   begin(&on, 1);
   put(&on, &pieces[0], 0, SEGMENT / 2);
   assert_int_equal(settle(&on, &pieces[0]), QKV_OK);
-  put(&on, &pieces[1], 1, SMALL);  // behind the middle: the next segment is made
+  put(&on, &pieces[1], 1, SMALL);  // past the middle: the next segment is prepared
   assert_int_equal(settle(&on, &pieces[1]), QKV_OK);
   while (on.storage->preparing) qkvi_storage_turn(on.storage, true);
   assert_int_not_equal(on.storage->spare, QKVI_NO_SEGMENT);
@@ -197,8 +197,8 @@ static void a_failed_segment_keeps_its_buffer(void **state) {
   finish(&on);
 }
 
-// A write fails that has records of compaction in it and one that was put. When the first of them has ended, whoever
-// waits for a buffer takes this one; the others have failed nevertheless.
+// A write fails that has records of compaction in it and one that was put. When the first of them has ended, a put
+// that waits for a buffer takes this one; the others have failed nevertheless.
 static void a_failed_write_fails_for_all_of_its_records(void **state) {
   (void)state;
   moment on;
@@ -231,7 +231,7 @@ static void a_failed_write_fails_for_all_of_its_records(void **state) {
   finish(&on);
 }
 
-// Of a record's writes the first one fails and later ones do not: the record has failed.
+// The first write of a record fails and later ones do not: the record has failed.
 static void a_record_fails_with_any_of_its_writes(void **state) {
   (void)state;
   for (size_t failing = 0; failing < 3; failing++) {
@@ -253,7 +253,7 @@ static void a_record_fails_with_any_of_its_writes(void **state) {
   }
 }
 
-// A record has its place, but no buffer yet, when its session is closed.
+// A record has been placed, but has no buffer yet, when its session is closed.
 static void a_place_that_was_given_is_filled(void **state) {
   (void)state;
   moment on;
@@ -284,7 +284,7 @@ static void a_place_that_was_given_is_filled(void **state) {
 // ---- Copies ----
 
 // A copy of a record is written and fails to become durable, another one replaces the original. A start that finds
-// both takes the one that is there when the power fails.
+// both takes the one that survives a power cut.
 static void copy_in_doubt(uint64_t seed) {
   moment on;
   piece pieces[3];
@@ -327,7 +327,7 @@ static void a_copy_in_doubt_does_not_count(void **state) {
   for (uint64_t seed = 1; seed <= 16; seed++) copy_in_doubt(seed);
 }
 
-// While a segment is compacted the device does not give its records, now and then or at all: none is dropped, and the
+// While a segment is compacted the device cannot read its records, temporarily or at all: none is dropped, and the
 // next compaction moves them.
 static void what_compaction_cannot_read_stays(void **state) {
   (void)state;
@@ -398,8 +398,8 @@ static void writes_that_heirs_need_go_on(void **state) {
   }
 }
 
-// A cut cannot be written. A fork of what it has left would find what it should have cut after a crash, and is not
-// written either, nor is a fork of that one.
+// A cut cannot be written. A fork of the remaining rows would find, after a crash, rows that should be cut. So it is
+// not written either, nor is a fork of that fork.
 static void a_fork_needs_the_cut_before_it(void **state) {
   (void)state;
   moment on;
@@ -418,15 +418,15 @@ static void a_fork_needs_the_cut_before_it(void **state) {
   assert_int_equal(fork_of(&on, qkv_storage_session_number(on.storage), first, 10), QKV_OK);
   qkv_storage_close(&on.storage);
   open_storage(&on);
-  // The first fork, that one's, and the session itself, of which nobody was told that it is cut.
+  // The first fork, its own fork, and the session itself, whose cut was never acknowledged.
   assert_int_equal(on.told, 3);
   check(&on, &made);
   free_pieces(&made, 1);
   finish(&on);
 }
 
-// Records that a start cannot read are inherited nevertheless: a cut of the parent leaves them to the heir, one of
-// the heir ends what it has.
+// Records that a start cannot read are inherited nevertheless: a cut of the parent leaves them to the heir, a cut of
+// the heir ends its view of them.
 static void what_is_not_read_is_inherited(void **state) {
   (void)state;
   moment on;
@@ -458,8 +458,8 @@ static void what_is_not_read_is_inherited(void **state) {
 
 // ---- Names ----
 
-// The journal is written anew, the directory's sync fails, numbers of the new epoch are given out, and the power
-// fails, which brings the old journal back. They are not given again.
+// The journal is rewritten, the directory's sync fails, numbers of the new epoch are assigned, and the power fails,
+// which brings the old journal back. They are not assigned again.
 static void numbers_are_given_once(void **state) {
   (void)state;
   for (uint64_t seed = 1; seed <= 8; seed++) {
@@ -492,8 +492,8 @@ static void numbers_are_given_once(void **state) {
 
 // ---- A device that does not give ----
 
-// At a start the device gives nothing of the segments: they stay, whatever is put, closed and compacted meanwhile,
-// and the next start finds what lives in them.
+// At a start the device can read none of the segments: they stay, whatever is put, closed and compacted meanwhile,
+// and the next start finds their live records.
 static void what_is_not_read_stays(void **state) {
   (void)state;
   for (uint64_t seed = 1; seed <= 8; seed++) {
@@ -510,7 +510,7 @@ static void what_is_not_read_stays(void **state) {
       fault_disk_plan(on.disk, &(fault_plan){.segment_error = 1});
       open_storage(&on);
       assert_int_equal(on.told, 0);
-      assert_in_range(on.storage->stats.unread_segments, 1, 3);  // those of starts before, too
+      assert_in_range(on.storage->stats.unread_segments, 1, 3);  // those of earlier starts, too
       assert_true(on.storage->record_next > numbers);
       fault_disk_plan(on.disk, &(fault_plan){0});
       on.session = qkv_storage_session_number(on.storage);
@@ -547,8 +547,8 @@ static void write_model(moment *on, size_t which, uint64_t bytes) {
   free(payload);
 }
 
-// A journal of several pieces, with entries that are larger than one, ends at `end`: the file does, or there are
-// zeros. What is whole before it is there, and more can be written. Returns its size without that.
+// A journal of several pieces, with entries that are larger than one, ends at `end`: there the file ends, or zeros
+// begin. All complete entries before it are found, and more can be written. Returns its size without that.
 static uint64_t tear_journal(uint64_t end, bool zeros) {
   static const uint64_t sizes[] = {1, 9000, 40000, 4096 - 128, 4096 - 127, 3 * PIECE - 128, 20000};
   enum { MODELS = sizeof sizes / sizeof *sizes };

@@ -1,4 +1,4 @@
-// Memory that is kept for copies of clients' rows.
+// Buffers that are kept for copies of clients' rows.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -59,7 +59,7 @@ static void what_nobody_uses_goes(void **state) {
   qkvi_buffers_tend(buffers, 1000);
   qkvi_buffers_tend(buffers, 5999);
   assert_int_equal(qkvi_buffers_kept(buffers), 2 * MIB);
-  a = qkvi_buffers_borrow(buffers, MIB);  // used: its time begins anew
+  a = qkvi_buffers_borrow(buffers, MIB);  // used: its time starts again
   qkvi_buffers_return(buffers, &a);
   qkvi_buffers_tend(buffers, 6000);
   qkvi_buffers_tend(buffers, 6001);

@@ -136,7 +136,7 @@ static void files_are_for_models_to_come(void **state) {
   qkv_calibration_unref(&ours);
 }
 
-// What comes with a registration goes before the daemon's file, and stays where a later one brings none.
+// A calibration of a registration replaces that of the daemon's file, and stays where a later registration has none.
 static void registrations_bring_their_own(void **state) {
   (void)state;
   fixture_daemon *daemon;

@@ -45,7 +45,7 @@ static int setup(void **out) {
   return 0;
 }
 
-// The daemon must have lived through every test, and must end well.
+// The daemon must have survived every test, and must exit with 0.
 static int teardown(void **out) {
   test_state *state = *out;
   fixture_disconnect(&state->client);
@@ -80,7 +80,7 @@ static double read_metric(fixture_client *client, const char *name) {
   return value;
 }
 
-// Waits until the call that asks is the only one.
+// Waits until this call is the only one.
 static void wait_quiet(fixture_client *client) {
   int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   while (read_metric(client, "qkvd_calls_running") > 1) {
@@ -204,7 +204,7 @@ static void watch_ends_with_its_client(void **out) {
   assert_true(read_metric(state->client, "qkvd_calls_cancelled_total") == before + 3);
 }
 
-// Calls that have been ended make room, but not at once.
+// Calls that have been ended free their places, but not at once.
 static void wait_served(fixture_client *client) {
   fixture_result result;
   do {
@@ -221,7 +221,7 @@ static void too_many_calls_are_refused(void **out) {
   fixture_result result = fixture_call(state->client, LIST_MODELS, NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_RESOURCE_EXHAUSTED);
   assert_string_equal(result.text, "limit-calls is 6 and so many calls are running");
-  result = fixture_call(state->client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);  // has places of its own
+  result = fixture_call(state->client, GET_STATUS, NULL, 0, FIXTURE_PATIENCE_MS);  // has a limit of its own
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
   fixture_cancel(streams[0]);
@@ -381,8 +381,8 @@ static size_t put_frame(uint8_t *out, uint8_t type, uint8_t flags, uint32_t stre
   return sizeof(head) + length;
 }
 
-// Calls without end of a client that reads no answer, in frames of HTTP/2 and HPACK: in 6 bytes each, as most of
-// them is in the table that the first one makes.
+// Endless calls of a client that reads no answer, in frames of HTTP/2 and HPACK: in 6 bytes each, as most of each
+// call is in the table that the first one makes.
 static void flood_of_calls_is_cut(void **out) {
   test_state *state = *out;
   enum { HEADERS = 1, SETTINGS = 4, CALLS = 20000 };
@@ -451,7 +451,7 @@ static void garbage_on_the_sockets(void **out) {
   fixture_free(&result);
 }
 
-// Every prefix of a message that is cut inside a field.
+// Every prefix of a message, cut inside a field.
 static void truncated_messages_are_refused(void **out) {
   test_state *state = *out;
   uint8_t request[64];
@@ -463,7 +463,7 @@ static void truncated_messages_are_refused(void **out) {
   }
 }
 
-// Calls whose client is gone before the daemon has even seen them: it stands still meanwhile.
+// Calls whose client is gone before the daemon has seen them: the daemon is stopped meanwhile.
 static void calls_that_are_over_when_they_arrive(void **out) {
   test_state *state = *out;
   fixture_stream *streams[3];

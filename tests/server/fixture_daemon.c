@@ -70,7 +70,7 @@ static pid_t launch(const char *const *arguments, int file) {
   pid_t parent = getpid(), pid = fork();
   assert_true(pid >= 0);
   if (pid == 0) {
-    // However the test ends, its daemon does not outlive it.
+    // The daemon does not outlive the test, however that ends.
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) _exit(127);
     dup2(file, STDOUT_FILENO);
     dup2(file, STDERR_FILENO);

@@ -1,4 +1,4 @@
-// Parsing of the requests that carry tensors: fields, views, places of mistakes, hostile bytes.
+// Parsing of the requests that carry tensors: fields, views, places of errors, hostile bytes.
 #include "server/items.h"
 
 #include <setjmp.h>
@@ -18,7 +18,7 @@ static const qkvi_limits limits = {.items_max = 4, .message_bytes_max = 65536};
 
 // ---- Building messages ----
 
-// A tensor with room for its parts.
+// A tensor with the arrays of its parts.
 typedef struct sample_tensor {
   Qkv__V1__Tensor message;
   int64_t dims[5], strides[5];
@@ -358,7 +358,7 @@ static void stride_mistakes_name_field_value_and_limit(void **state) {
   }
 }
 
-// A stride of 0 must not make a few bytes into any amount of work.
+// Strides of 0 must not turn a few bytes into any amount of work.
 static void repeated_rows_count_in_full(void **state) {
   (void)state;
   sample_request r;
@@ -526,8 +526,8 @@ static void wrong_wire_types_are_refused(void **state) {
   }
 }
 
-// Every prefix of a good message: refused or an item's mistake, never a crash and never a good item with rows
-// that are not there.
+// Every prefix of a valid message: refused or an error of an item, never a crash and never a valid item with rows
+// that do not exist.
 static void truncated_messages_are_refused(void **state) {
   (void)state;
   sample_request request;
@@ -544,8 +544,8 @@ static void truncated_messages_are_refused(void **state) {
   free(bytes);
 }
 
-// Flipped bytes: whatever comes of it, the parser reads nothing outside (the sanitizers watch) and what it calls
-// good can be read whole.
+// Flipped bytes: whatever the result, the parser reads nothing outside (the sanitizers watch), and all that it
+// accepts can be read.
 static void flipped_bytes_are_survived(void **state) {
   (void)state;
   sample_request request;

@@ -81,7 +81,7 @@ static void bytes_are_bounded(void **state) {
   teardown_scene(&s);
 }
 
-// What sessions have pages of, and what is in force, is found without being kept.
+// Calibrations of sessions' pages, and those in force, are found without being kept.
 static void others_are_found(void **state) {
   (void)state;
   scene s;

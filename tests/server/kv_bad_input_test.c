@@ -129,7 +129,7 @@ static void build(raw_item *raw) {
   raw->item.q = &raw->q;
 }
 
-// `text` is what stands behind the place.
+// `text` is the error's text behind the place.
 static void expect_raw_refused(raw_item *raw, qkv_status status, const char *text) {
   Qkv__V1__Item *items[1] = {&raw->item};
   Qkv__V1__AttendRequest attend = QKV__V1__ATTEND_REQUEST__INIT;
@@ -559,7 +559,7 @@ static void bytes_that_are_no_messages(void **state) {
   }
 }
 
-// A name must not be cut at a NUL: it would be another session's.
+// A name must not be cut at a NUL: it would name another session.
 static void strings_with_a_nul_byte(void **state) {
   (void)state;
   static const uint8_t close[] = {0x0a, 5, 'w', 0, 'x', 'y', 'z'}, registered[] = {0x0a, 5, 0x0a, 3, 'm', 0, '2'};
@@ -583,7 +583,7 @@ static bool send_items(fixture_stream *stream, const kv_item *items, size_t coun
   return sent;
 }
 
-// The first item that fails ends the call and says where it stands; what came before it stays.
+// The first item that fails ends the call and the error names it; earlier items stay.
 static void append_ends_at_the_first_bad_item(void **state) {
   (void)state;
   kv_open(client, "s");

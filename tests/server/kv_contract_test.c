@@ -96,7 +96,7 @@ static void rows_without_queries_are_not_judged(void **state) {
   kv_close(client, "c");
 }
 
-// What queries take is given back.
+// Memory of queries is released.
 static void memory_is_counted(void **state) {
   (void)state;
   const double before = kv_metric(client, "qkvd_kv_bytes");

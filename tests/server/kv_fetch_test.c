@@ -1,5 +1,5 @@
-// Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the counters,
-// which a fetch moves, too.
+// Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the counters of
+// attention, which a fetch changes, too.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -26,7 +26,7 @@ static int stop(void **state) {
   return 0;
 }
 
-// Reads a whole fetch into rows [kv part][layer][tokens][heads][dim] fp32, in whatever chunks it comes.
+// Reads a whole fetch into rows [kv part][layer][tokens][heads][dim] fp32, by chunks of any size.
 typedef struct fetched {
   float *rows[2];
   uint64_t tokens;  // of each layer, from `first` on
@@ -236,7 +236,7 @@ static void archived_keys_come_back_in_both_forms(void **state) {
   kv_close(client, "a");
 }
 
-// They are attended like any other: the bits of the engine in this process, with queries in both forms.
+// They are attended like any other rows: the bits of the engine in this process, with queries in both forms.
 static void archived_sessions_are_attended(void **state) {
   (void)state;
   kv_open_for(client, "a", QKV_PURPOSE_FETCH);

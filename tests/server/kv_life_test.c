@@ -1,5 +1,5 @@
-// What happens to KvCache calls when things go wrong around them: a full budget, a full queue, clients that die,
-// do not read, run out of time or cancel, sessions that close under a fetch, and many clients at once.
+// KvCache calls under failures around them: a full budget, a full queue, clients that die, do not read, run out of
+// time or cancel, sessions that close under a fetch, and many clients at once.
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -14,7 +14,7 @@
 
 #include <cmocka.h>
 
-#define LONG_TOKENS 6000  // of a session whose fetch fills every buffer on the way
+#define LONG_TOKENS 6000  // of a session whose fetch fills every buffer to the client
 
 static fixture_daemon *daemon_process;
 static fixture_client *client;
@@ -62,7 +62,7 @@ static fixture_stream *open_fetch(fixture_client *from, const char *session, uin
 
 static void a_full_budget_refuses_whole_items(void **state) {
   (void)state;
-  // Nothing is demoted to make room, which would hold the session for a moment after it is closed.
+  // Nothing is demoted for memory, which would hold the session for a moment after it is closed.
   start((const char *[]){"--memory-budget", "1MiB", "--memory-high", "1", "--memory-low", "1", NULL});
   kv_open(client, "a");
   kv_open(client, "b");
@@ -89,7 +89,7 @@ static void a_full_budget_refuses_whole_items(void **state) {
   assert_true(kv_metric(client, "qkvd_kv_reserved_bytes") == reserved);
   assert_true(kv_metric(client, "qkvd_refused_budget_total") == 1);
 
-  // Attend names it, too; what is held still answers, and another session has no room either.
+  // Attend's error names it, too; held sessions still answer, and another session gets no memory either.
   const kv_item more = {.session = "b", .tokens = 1000, .queries = 1, .seed = 1};
   Qkv__V1__AttendResponse *response = NULL;
   assert_int_equal(kv_attend(client, &more, 1, &response, text), QKV_RESOURCE_EXHAUSTED);
@@ -212,7 +212,7 @@ static void responses_have_a_limit(void **state) {
 
 // ---- Clients that go away ----
 
-// This program again, as a client in a process of its own.
+// Runs this program again, as a client in a process of its own.
 static pid_t spawn(const char *role) {
   pid_t pid = fork();
   assert_true(pid >= 0);
@@ -221,7 +221,7 @@ static pid_t spawn(const char *role) {
   _exit(127);
 }
 
-// Three streams in full swing, then a violent end.
+// Three streams at full speed, then a violent end.
 static int die(const char *address) {
   fixture_client *doomed = fixture_connect(address);
   fixture_stream *append = fixture_open(doomed, KV_METHOD("Append"), 0);
@@ -267,7 +267,7 @@ static void clients_that_die_leave_nothing_running(void **state) {
   assert_int_equal(waitpid(pid, &status, 0), pid);
   assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
   kv_wait_idle(client);
-  assert_int_equal(kv_length(client, "dies", 0), 5);  // what had arrived whole stays
+  assert_int_equal(kv_length(client, "dies", 0), 5);  // rows that had arrived whole stay
   assert_int_equal(kv_length(client, "dies", 1), 1);
   const kv_item next = {.session = "dies", .position = 5, .tokens = 1, .seed = 3};
   assert_int_equal(kv_append(client, &next, 1, NULL), QKV_OK);
@@ -275,8 +275,8 @@ static void clients_that_die_leave_nothing_running(void **state) {
   stop();
 }
 
-// A client that asks for megabytes and reads none of them: it is sent what the connection's buffers take, keeps no
-// memory of the session, and hinders nobody.
+// A client that asks for megabytes and reads none of them: it is sent as much as the connection's buffers take, keeps
+// no memory of the session, and blocks no other client.
 static void a_client_that_never_reads_costs_one_chunk(void **state) {
   (void)state;
   start(NULL);
@@ -296,7 +296,7 @@ static void a_client_that_never_reads_costs_one_chunk(void **state) {
   }
   assert_true(kv_metric(client, "qkvd_calls_running") == 4);
 
-  // Its session closes and gives everything back at once. What reads on is told so.
+  // Its session closes and releases everything at once. A client that reads on gets an error.
   kv_close(client, "long");
   assert_true(kv_metric(client, "qkvd_kv_bytes") == 0);
   assert_true(kv_metric(client, "qkvd_calls_running") == 4);
@@ -373,7 +373,7 @@ static void deadlines_and_cancellation_end_calls(void **state) {
   assert_int_equal(result.status, QKV_CANCELLED);
   kv_wait_idle(client);
   // Perhaps none was counted: a stream that is cancelled between two messages can look like one that has ended, and
-  // the computation may not have reached the daemon in time. One that waits longer has.
+  // the computation may not have reached the daemon in time. A call that waits longer has.
   for (int64_t patience_ms = 4; kv_metric(client, "qkvd_calls_cancelled_total") < cancelled + 1; patience_ms *= 2) {
     result = fixture_call(client, KV_METHOD("Attend"), bytes, length, patience_ms);
     assert_int_equal(result.status, QKV_DEADLINE_EXCEEDED);
@@ -392,14 +392,15 @@ typedef struct worker {
   size_t wrong;
 } worker;
 
-// Steps of a decode loop on a session of its own; each answer is the twin's, whatever the others do.
+// Steps of a decode loop on a session of its own; each answer equals the reference session's, whatever the other
+// threads do.
 static void *decode_steps(void *context) {
   worker *self = context;
   fixture_client *own = fixture_connect(self->address);
   kv_twin twin = kv_twin_open(self->session);
   fixture_stream *stream = fixture_open(own, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   for (uint64_t step = 0; step < 150; step++) {
-    // The session's own row and query, and a query to the session they all share.
+    // The session's own row and query, and a query to the session that all threads share.
     const kv_item items[] = {
         {.session = self->session, .position = step, .tokens = 1, .queries = 1, .seed = (uint32_t)self->index},
         {.session = "shared", .position = 500, .queries = 1, .seed = 5}};

@@ -1,5 +1,5 @@
-// Jobs that take seconds (by the scalar kernels, so that they do): they end with their client, and nobody else waits
-// for them.
+// Jobs that take seconds (by the scalar kernels, so that they do): they end with their client, and no other call
+// waits for them.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -14,7 +14,7 @@
 static fixture_daemon *daemon_process;
 static fixture_client *client;
 
-// Of the message that takes long: 60 MiB of rows, near limit-message, where nothing slows the daemon down.
+// Size of the message that takes long: 60 MiB of rows, near limit-message, where the daemon runs at full speed.
 static uint64_t long_tokens(void) {
   return fixture_is_sanitized() ? 49152 : 196608;
 }
@@ -28,7 +28,7 @@ static void stop(void) {
 }
 
 // An AppendRequest whose rows are repeated by strides of 0: `count` items of `tokens` tokens each, one after the
-// other, to a layer. What takes the daemon long is quick to build and to send.
+// other, to a layer. It is quick to build and to send, and takes the daemon long.
 static size_t pack_long_append(const char *session, uint32_t layer, size_t count, int64_t tokens, uint8_t **bytes) {
   static float row[KV_HEADS * KV_VALUE_DIM];
   int64_t k_dims[] = {tokens, KV_HEADS, KV_KEY_DIM}, v_dims[] = {tokens, KV_HEADS, KV_VALUE_DIM};
@@ -66,7 +66,7 @@ static size_t pack_long_append(const char *session, uint32_t layer, size_t count
   return length;
 }
 
-// long_tokens() in so many items, sent.
+// Sends long_tokens() in so many items.
 static fixture_stream *open_long_append(const char *session, size_t items, int64_t timeout_ms) {
   uint8_t *bytes = NULL;
   size_t length = pack_long_append(session, 0, items, (int64_t)(long_tokens() / items), &bytes);
@@ -145,7 +145,7 @@ static void expect_answer(const char *method, const ProtobufCMessage *request) {
   fixture_free(&result);
 }
 
-// While one layer is appended to, whatever else is asked is answered, even about this session: no call waits on the
+// While one layer is appended to, all other calls are answered, even about this session: no call waits on the
 // completion-queue thread.
 static void a_long_append_holds_up_nobody(void **state) {
   (void)state;
@@ -181,7 +181,7 @@ static void a_long_append_holds_up_nobody(void **state) {
   stop();
 }
 
-// Megabytes of fields that nobody knows are walked by a job.
+// Megabytes of unknown fields are walked by a job.
 static void a_message_of_unknown_fields_holds_up_nobody(void **state) {
   (void)state;
   start(NULL);

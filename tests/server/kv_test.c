@@ -310,7 +310,7 @@ static void a_batch_answers_item_by_item(void **state) {
       {.session = "b1", .position = 100, .queries = 4, .seed = 12},  // the same layer again
       {.session = "b1", .layer = 2, .tokens = 5, .seed = 13},        // rows alone
       {.session = "b2", .layer = 1, .position = 7, .tokens = 1},     // a gap
-      {.session = "b1", .layer = KV_LAYERS, .queries = 1},           // no such layer
+      {.session = "b1", .layer = KV_LAYERS, .queries = 1},           // an unknown layer
   };
   Qkv__V1__AttendResponse *response = NULL;
   assert_int_equal(kv_attend(client, items, 7, &response, NULL), QKV_OK);
@@ -461,7 +461,7 @@ static void truncate_drops_and_appends_go_on(void **state) {
   qkv__v1__truncate_response__free_unpacked(response, NULL);
   fixture_free(&result);
 
-  // Other rows may follow now, and attend sees them.
+  // Other rows may be appended now, and attend sees them.
   const kv_item rows = {.session = "t", .layer = 1, .tokens = 200, .seed = 17};
   const kv_item more = {.session = "t", .layer = 1, .position = 90, .tokens = 20, .queries = 2, .seed = 18};
   kv_twin_append(&twin, &rows);

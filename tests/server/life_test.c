@@ -63,7 +63,7 @@ static void watcher_is_told(void **out) {
   fixture_disconnect(&client);
 }
 
-// A client that holds a stream open for ever gets the grace, and no more.
+// A client that holds a stream open for ever gets the grace period, and no more.
 static void stuck_stream_is_cut_after_the_grace(void **out) {
   (void)out;
   fixture_daemon *daemon = fixture_start((const char *[]){"--drain-grace", "500ms", NULL});
@@ -104,8 +104,8 @@ static void expect_run(const char *const *arguments, int status, const char *tex
   if (strstr(output, text) == NULL) fail_msg("\"%s\" is not in \"%s\"", text, output);
 }
 
-// The signals that a thread of the daemon blocks, a bit each; all for one that has no name of its own: libraries make
-// such before main() begins.
+// The signals that a thread of the daemon blocks, a bit each; all for a thread without a name of its own: libraries
+// create those before main() begins.
 static uint64_t blocked_signals(const fixture_daemon *daemon, const char *thread) {
   char path[320], line[256];
   snprintf(path, sizeof(path), "/proc/%d/task/%.200s/status", daemon->pid, thread);
@@ -120,7 +120,7 @@ static uint64_t blocked_signals(const fixture_daemon *daemon, const char *thread
   return blocked;
 }
 
-// A signal to end that another thread took would wait there for as long as that thread waits.
+// A termination signal that another thread took would be pending for as long as that thread waits.
 static void signals_go_to_the_main_thread(void **out) {
   (void)out;
   fixture_daemon *daemon = fixture_start(NULL);
@@ -147,7 +147,7 @@ static void second_daemon_is_refused(void **out) {
   expect_run((const char *[]){"--listen", daemon->unix_address, NULL}, 1, "another qkvd listens on this socket");
   expect_run((const char *[]){"--listen", daemon->tcp_address, NULL}, 1,
              "Address already in use; is another qkvd running?");
-  fixture_client *client = fixture_connect(daemon->unix_address);  // the first one is none the worse
+  fixture_client *client = fixture_connect(daemon->unix_address);  // the first one still serves
   fixture_result result = fixture_call(client, "/grpc.health.v1.Health/Check", NULL, 0, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_OK);
   fixture_free(&result);
@@ -221,13 +221,13 @@ static void connection_waits_for_a_file_descriptor(void **out) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
-// A test that fails, or crashes, leaves no daemon behind.
+// A test that fails, or crashes, leaves no daemon running.
 static void daemon_does_not_outlive_its_test(void **out) {
   (void)out;
   int pipe_ends[2], status = 0;
   pid_t pid = 0;
   assert_int_equal(pipe(pipe_ends), 0);
-  assert_int_equal(prctl(PR_SET_CHILD_SUBREAPER, 1), 0);  // the orphan becomes ours, so that its end is seen
+  assert_int_equal(prctl(PR_SET_CHILD_SUBREAPER, 1), 0);  // we become the orphan's parent, so that its end is seen
   pid_t test = fork();
   assert_true(test >= 0);
   if (test == 0) {
@@ -280,7 +280,7 @@ static void idle_daemon_is_small(void **out) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
-// Where memory lies is said in the log, whatever the machine has.
+// The log says where memory lies, on any machine.
 static void memory_is_where_it_is_asked_for(void **out) {
   (void)out;
   static const char *const said[] = {"\"pages\":\"small pages, as asked\"", "\"numa\":\"local\""};

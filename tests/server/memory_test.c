@@ -1,5 +1,6 @@
-// server/memory.h: what a thread frees goes back to the system but for a part of the budget, though its arena is not
-// the first one and its end is all that is free; what sessions leave does some seconds later.
+// server/memory.h: memory that a thread frees is returned to the system except a part of the budget, though its arena
+// is not the first one and all of the free memory is at its end; memory of closed sessions is returned some seconds
+// later.
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -52,14 +53,14 @@ static void little_is_kept(void **state) {
   assert_true(seen.after - seen.before <= (int64_t)5 * MIB);
 }
 
-// Where there is more, messages are not faulted in again, and no whole arenas are kept.
+// With a larger budget, messages are not faulted in again, and no whole arenas are kept.
 static void a_part_of_much_is_kept(void **state) {
   (void)state;
 #ifdef QKV_SANITIZED
   skip();  // another malloc
 #endif
   const figures seen = in_thread((int64_t)8192 * MIB);
-  assert_true(seen.after - seen.before >= (int64_t)3 * MIB);  // perhaps in what the other test has left
+  assert_true(seen.after - seen.before >= (int64_t)3 * MIB);  // perhaps in memory that the other test has left
   assert_true(seen.after - seen.before <= (int64_t)17 * MIB);
 }
 
@@ -110,7 +111,7 @@ static uint64_t limit_of(uint64_t limit, uint64_t beside, uint64_t most) {
 
 static void what_is_beside_pages_is_taken_from_them(void **state) {
   (void)state;
-  assert_int_equal(limit_of(256, 10, 260), 256);  // there is room for all
+  assert_int_equal(limit_of(256, 10, 260), 256);  // everything fits
   assert_int_equal(limit_of(256, 40, 260), 229);  // down at once
   assert_int_equal(limit_of(229, 40, 233), 229);
   assert_int_equal(limit_of(229, 10, 233), 230);  // up slowly
@@ -125,7 +126,7 @@ static void what_is_beside_pages_is_taken_from_them(void **state) {
 static void pages_make_way_for_what_lies_beside_them(void **state) {
   (void)state;
 #ifdef QKV_SANITIZED
-  skip();  // a sanitizer has books of its own in memory
+  skip();  // a sanitizer has resident tables of its own
 #endif
   enum { BUDGET = 512, BESIDE = 128 };
   qkv_store *store = store_of((uint64_t)BUDGET * MIB);

@@ -1,5 +1,5 @@
-// Calibrations on probation, through a daemon: brought ones wait for traffic, are accepted or refused, and what a
-// daemon learns from odd traffic does not make attention worse than without.
+// Calibrations on probation, through a daemon: new ones wait for traffic, are accepted or refused, and what a daemon
+// learns from unusual traffic does not make attention worse than without calibration.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -175,7 +175,7 @@ static Qkv__V1__GetModelResponse *get_model(fixture_client *client) {
   return response;
 }
 
-// Until a metric has this value at least.
+// Waits until this metric has at least this value.
 static void wait_for(fixture_client *client, const char *metric, double value) {
   const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   while (kv_metric(client, metric) < value) {
@@ -271,7 +271,7 @@ static void a_trusted_one_is_used_at_once(void **state) {
 
 // ---- Learnt ----
 
-// Softmax attention of layer 0's rows, whose keys and queries are turned here; out as attend's.
+// Softmax attention of layer 0's rows, whose keys and queries are rotated here; out as attend's.
 static void attend_exactly(traffic kind, uint64_t seed, double *out) {
   qkv_model model = kv_model();
   assert_int_equal(qkv_model_resolve(&model, NULL), QKV_OK);

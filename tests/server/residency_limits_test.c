@@ -1,4 +1,4 @@
-// What the SSD tier does with its parts of memory-budget, and with what is beyond it.
+// The SSD tier's parts of memory-budget, and requests beyond them.
 #include "tests/server/residency_fixture.h"
 
 static void test_windows_of_many(void **unused) {
@@ -17,8 +17,8 @@ static void test_windows_of_many(void **unused) {
   teardown(&s);
 }
 
-// Pages leave where their limit is lowered, though nobody asks for room, and what is asked for beyond it is refused
-// at once, not after seconds.
+// Pages are evicted where their limit is lowered, though no thread asks for memory. A request beyond the limit is
+// refused at once, not after seconds.
 static void test_a_lower_limit(void **unused) {
   (void)unused;
   scene s;

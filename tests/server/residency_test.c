@@ -1,7 +1,6 @@
-// The SSD tier of the daemon in this process, with what meets there done at once: sessions that leave memory while
-// they are brought back, that are closed and cut while their pages are written, and files that are compacted
-// meanwhile. Rows are compared, bit for bit, with those of a session that did the same in memory alone. Runs under
-// ThreadSanitizer.
+// The SSD tier of the daemon in this process, under concurrency: sessions that are evicted while they are restored,
+// that are closed and cut while their pages are written, and files that are compacted meanwhile. Rows are compared,
+// bit for bit, with those of a session that did the same in memory alone. Runs under ThreadSanitizer.
 #include "server/residency/residency.h"
 
 #include <errno.h>
@@ -67,7 +66,7 @@ static void *settle(void *context) {
   return NULL;
 }
 
-// The same rows again and again: whatever of them is new.
+// Puts the same rows again and again: only new ones are added.
 static void *append_on(void *context) {
   other *on = context;
   for (uint64_t at = 0; at < TOKENS && !atomic_load(&on->stop); at += 64)
@@ -84,7 +83,7 @@ static void *compact(void *context) {
   return NULL;
 }
 
-// Takes whatever room there is, bit by bit, up to a third of it, as others do that never wait.
+// Takes whatever memory is free, bit by bit, up to a third of it, as threads do that never wait.
 static void *take_room(void *context) {
   const other *on = context;
   qkv_arena *arena = qkv_store_arena(on->s->store);
@@ -100,7 +99,7 @@ static void *take_room(void *context) {
   return NULL;
 }
 
-// Appends that have claimed what they may take, and begin anew when the session is full.
+// Appends within their reservation, and begins anew when the session is full.
 static void *append_in_room(void *context) {
   other *on = context;
   const scene *s = on->s;
@@ -129,7 +128,7 @@ static void *append_in_room(void *context) {
   return NULL;
 }
 
-// What all that come back at a time read ahead keeps to what one alone may.
+// The read-ahead of all concurrent restores keeps to the limit of one.
 static void *watch_windows(void *context) {
   other *on = context;
   qkvi_residency *residency = on->s->residency;
@@ -213,7 +212,7 @@ static void test_eviction_while_it_comes_back(const char *io) {
   teardown(&s);
 }
 
-// Somebody has the last layer, of which nobody so learns that it has become durable.
+// A thread holds the last layer, which therefore does not learn that it has become durable.
 static void test_a_range_waits_for_itself(const char *io) {
   scene s;
   const qkv_layer *layer = NULL;
@@ -324,7 +323,7 @@ static void test_recovery_of_what_was_compacted(const char *io) {
   teardown(&s);
 }
 
-// Room that is made is for the one who has waited for it.
+// Memory that is freed goes to the thread that has waited for it.
 static void test_room_that_others_take(const char *io) {
   enum { READERS = 8, APPENDERS = 2 };
   scene s;
@@ -361,7 +360,7 @@ static void test_room_that_others_take(const char *io) {
   teardown(&s);
 }
 
-// Records that fail after their session was closed are forgotten, not kept for it.
+// Records that fail after their session was closed are forgotten.
 static void test_closing_while_the_disk_fails(void **unused) {
   (void)unused;
   scene s;
@@ -412,8 +411,9 @@ static void assert_all_same(const scene *s, char but, const content *wanted) {
   }
 }
 
-// Some starts cannot read a segment each, and sessions end earlier then. Once the device gives everything again, they
-// are whole, but for one that was appended to meanwhile: what lay behind does not come back behind other rows.
+// Some starts cannot read one segment each, and sessions end earlier then. Once the device reads everything again,
+// they are whole, except one that was appended to meanwhile: old rows behind its end do not come back behind the new
+// ones.
 static void test_what_is_not_read_stays(void **unused) {
   (void)unused;
   scene s;
@@ -460,7 +460,7 @@ static void test_what_is_not_read_stays(void **unused) {
   teardown(&s);
 }
 
-// By one who does not wait for it to be in the journal: it does not come back.
+// Closed by a caller that does not wait for the opening to be journaled: the session does not come back.
 static void test_closing_before_it_is_journaled(void **unused) {
   (void)unused;
   scene s;
@@ -487,7 +487,7 @@ static void wait_until_free(void *context) {
   while (!atomic_load((_Atomic bool *)context)) (void)sched_yield();
 }
 
-// A check that finds no thread is refused, not one that found nothing.
+// A check that finds no thread is refused, rather than reported as clean.
 static void test_a_check_that_is_refused(void **unused) {
   (void)unused;
   scene s;
@@ -533,7 +533,7 @@ static void calibrate(const scene *s, uint64_t first) {
   qkv_moments_destroy(&moments);
 }
 
-// More calibrations in one session than are looked at together: all of them are in the journal before its pages.
+// More calibrations in one session than are checked together: all of them are journaled before its pages.
 static void test_many_calibrations(void **unused) {
   (void)unused;
   scene s;

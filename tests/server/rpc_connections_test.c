@@ -1,4 +1,4 @@
-// Connections are counted by what is really open, in all and of each peer.
+// Connections are counted by the sockets that are really open, in all and of each peer.
 #include "server/rpc_connections.h"
 
 #include <arpa/inet.h>
@@ -50,7 +50,7 @@ static void connections_in_all_are_limited(void **state) {
   assert_int_equal(admit(connections, sockets[3], "10.0.0.1"), QKVI_RPC_TOO_MANY);
   assert_int_equal(qkvi_rpc_connections_refused(connections), 1);
   assert_int_equal(qkvi_rpc_connections_open(connections), 3);
-  // One ends without a word; its number stays free.
+  // One ends silently; its number stays free.
   close(sockets[1]);
   wait_for_count();
   assert_int_equal(admit(connections, sockets[3], "10.0.0.1"), QKVI_RPC_ADMITTED);

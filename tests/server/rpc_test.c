@@ -19,7 +19,7 @@
 
 #define BIG (3 << 20)
 
-// What the handlers below saw.
+// What the handlers below have observed.
 typedef struct counters {
   atomic_int messages, ends, sents, cancels, destroys, releases, began, ended_ok, ended_cancelled, ended_other;
   atomic_long bytes;
@@ -44,7 +44,7 @@ static void wait_for(atomic_int *counter, int value) {
   assert_int_equal(atomic_load(counter), value);
 }
 
-// A handler's state: something to free, and who counts it.
+// A handler's state: memory to free, and the counter of frees.
 typedef struct call_state {
   counters *seen;
   pthread_t thread;
@@ -69,7 +69,7 @@ static void on_destroy(void *context) {
 
 // ---- Methods ----
 
-// Back in one message: field 1 twice, as references to one copy.
+// Answers in one message: field 1 twice, as references to one copy.
 typedef struct owned_bytes {
   counters *seen;
   atomic_int references;
@@ -161,7 +161,7 @@ static void on_hold_cancelled(qkv_rpc_call *call) {
   if (qkv_rpc_state(call) != NULL) qkv_rpc_finish(call, QKV_CANCELLED, "");
 }
 
-// Keeps its call after the client has gone, while others take descriptors.
+// Keeps its call after the client has gone, while other connections take descriptors.
 static void *outlive_the_client(void *context) {
   enum { OTHERS = 32 };
   qkv_rpc_call *call = context;
@@ -171,7 +171,7 @@ static void *outlive_the_client(void *context) {
   assert_true(known_before && user == getuid());
   atomic_fetch_add(&seen(call)->messages, 1);
   while (!qkv_rpc_cancelled(call)) fixture_sleep_ms(1);
-  fixture_sleep_ms(200);  // for gRPC to close what it closes
+  fixture_sleep_ms(200);  // so that gRPC closes its descriptors
   for (int i = 0; i < OTHERS; i++) others[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const bool known_after = qkvi_call_user(call, &user);
   for (int i = 0; i < OTHERS; i++) close(others[i]);
@@ -373,7 +373,7 @@ static void status_text_arrives(void **out) {
 
 static void deadline_reaches_the_worker(void **out) {
   test_state *state = *out;
-  // Not much shorter: one that is over before it has left the client never arrives.
+  // Not much shorter: a call whose deadline passes before it is sent never arrives.
   fixture_result result = fixture_call(state->client, "/t/Work", "x", 1, 3000);
   assert_int_equal(result.status, GRPC_STATUS_DEADLINE_EXCEEDED);
   wait_for(&state->seen.cancels, 1);
@@ -405,7 +405,7 @@ static void client_that_dies_in_a_stream_is_forgotten(void **out) {
   assert_int_equal(atomic_load(&state->seen.ended_ok), atomic_load(&state->seen.ends));
 }
 
-// identity.c goes by the descriptor: it must not be another connection's while there is a call.
+// identity.c relies on the descriptor: it must not be another connection's while there is a call.
 static void descriptor_stays_the_calls_own(void **out) {
   test_state *state = *out;
   fixture_client *client = fixture_connect(state->address);
@@ -425,7 +425,7 @@ static void client_that_never_reads_holds_little(void **out) {
   fixture_stream *stream = fixture_open(state->client, "/t/Flood", 0);
   assert_true(fixture_send(stream, "x", 1));
   int before = 0;
-  while (before == 0 || before != atomic_load(&state->seen.sents)) {  // until it stands still
+  while (before == 0 || before != atomic_load(&state->seen.sents)) {  // until nothing more is sent
     before = atomic_load(&state->seen.sents);
     fixture_sleep_ms(500);
   }
@@ -469,7 +469,7 @@ static void survives_calls_that_end_at_any_moment(void **out) {
   while (all->began != all->ended_ok + all->ended_cancelled + all->ended_other && fixture_now_ms() < until) {
     fixture_sleep_ms(5);
   }
-  assert_in_range(all->began, 1, 3 * 140);  // a call may be over before it has left the client
+  assert_in_range(all->began, 1, 3 * 140);  // a call may be over before it is sent
   fixture_result result = fixture_call(state->client, "/t/Refuse", "x", 1, FIXTURE_PATIENCE_MS);
   assert_int_equal(result.status, GRPC_STATUS_DATA_LOSS);
 }

@@ -1,4 +1,4 @@
-// Demote, Prefetch, GetAttentionStats against the real daemon, and what it does to tiers by itself.
+// Demote, Prefetch, GetAttentionStats against the real daemon, and its background tiering.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -288,7 +288,7 @@ static void statistics_come_by_layer_and_head(void **state) {
     assert_int_equal(head->queries, head->layer == 1 ? 64 : 0);
     double attention = 0;
     for (size_t i = 0; i < BUCKETS; i++) attention += (double)head->ema[i] * TOKENS / BUCKETS;
-    // The queries see all coded tokens, and the exact ones beside.
+    // The queries see all coded tokens, and the exact ones in addition.
     assert_true(head->layer == 1 ? attention > 0.2 && attention <= 1 : attention == 0);
     assert_true(head->bits[0] == 4 && head->bits[BUCKETS - 1] == 16);
     qkv__v1__get_attention_stats_response__free_unpacked(head, NULL);
@@ -302,7 +302,7 @@ static void statistics_come_by_layer_and_head(void **state) {
 
 // ---- In the background ----
 
-// The session is attended all the while.
+// The session is attended during the whole test.
 static void wait_below(fixture_client *on, const char *session, double bits) {
   const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
   double now = 0;
@@ -344,7 +344,7 @@ static void short_memory_demotes_the_coldest(void **state) {
   enum { SESSIONS = 8 };
   fixture_daemon *other = NULL;
   fixture_client *to = NULL;
-  // Pages that are held out to learn from would take a good part of so little.
+  // Pages that are held out for learning would take a good part of so small a budget.
   kv_start((const char *[]){"--memory-budget=1MiB", "--memory-high=0.8", "--memory-low=0.78", "--calibrate-tokens=0",
                             NULL},
            &other, &to);

@@ -45,7 +45,7 @@ static void put_other(message *to, const char *text) {
   to->length += strlen(text);
 }
 
-// Counts the ids as a parser of the message does. `invalid` gets what is wrong with an id.
+// Counts the ids as a parser of the message does. `invalid` gets the error of an invalid id.
 static qkv_status count(qkv_bytes bytes, qkvi_token_ids *ids, qkv_error *invalid, qkv_error *error) {
   qkv_wire_reader reader;
   qkv_wire_field field;

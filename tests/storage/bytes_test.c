@@ -1,5 +1,5 @@
-// storage/record.h, segment.h, journal.h: bytes that are made are read back, damaged ones are refused, torn ones cut;
-// golden files of version 1 are decoded for ever.
+// storage/record.h, segment.h, journal.h: encoded bytes are read back, damaged ones are refused, torn ones cut;
+// golden files of version 1 stay readable.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -75,7 +75,7 @@ static void records_are_read_back(void **state) {
       check_record(bytes, record, sizes[i], 4096);
     }
   }
-  // Nibbles save, noise does not.
+  // Nibbles compress, noise does not.
   assert_int_equal(((qkv_record_header *)bytes)->encoding, QKV_RECORD_PLAIN);
   (void)make_record(bytes, 1, 100000, 4096);
   assert_int_equal(((qkv_record_header *)bytes)->encoding, QKV_RECORD_ZSTD);
@@ -220,7 +220,7 @@ static void hear(void *context, const qkv_journal_entry *entry) {
   all->sessions[all->count++] = entry->session;
 }
 
-// Five entries of epoch 1: the first two were there when the file was made, each later one knows that the one before
+// Five entries of epoch 1: the first two were in the file from the beginning, each later one says that the one before
 // it is durable. Entry i is of session 100 + i and begins at offsets[i].
 static uint8_t *make_journal(uint64_t *size, uint64_t offsets[5]) {
   uint8_t *bytes = aligned(64 << 10), payload[5000];
@@ -279,7 +279,7 @@ static void journals_are_scanned(void **state) {
   assert_int_equal(all.count, 4);
   assert_int_equal(report.lost_before, 0);
   assert_int_equal(report.bad, 0);
-  // A record knows better: it was durable. Its header says that it only opened a session.
+  // By a record it was durable. Its header says that it only opened a session.
   report = scan_journal(bytes, size, UINT64_C(1) << 40 | 5, &all);
   assert_int_equal(all.count, 4);
   assert_int_equal(report.bad, 1);
@@ -288,11 +288,11 @@ static void journals_are_scanned(void **state) {
   report = scan_journal(bytes, size, UINT64_C(1) << 40 | 5, &all);
   assert_int_equal(report.lost_before, UINT64_MAX);
   bytes[offsets[4] + 30] ^= 1;
-  // Records of another epoch know nothing of it.
+  // Records of another epoch say nothing about it.
   report = scan_journal(bytes, size, 5, &all);
   assert_int_equal(report.lost_before, 0);
   bytes[offsets[4] + 300] ^= 1;
-  // One in the middle that was durable is damaged: sessions that were opened before the next one are in doubt.
+  // A durable entry in the middle is damaged: sessions that were opened before the next one are given up.
   for (int part = 0; part < 2; part++) {
     bytes[offsets[2] + (part == 0 ? 20 : 300)] ^= 1;
     report = scan_journal(bytes, size, 0, &all);
@@ -344,7 +344,7 @@ static void hear_fork(void *context, const qkv_journal_entry *entry) {
   assert_int_equal(entry->layers, *count == 0 ? 0 : *count == 1 ? 2 : FORKS_LAYERS);
   if (*count > 0) assert_int_equal(entry->parent, 100);
   for (uint64_t i = 0; i < entry->layers; i++) assert_int_equal(entry->positions[i], 64 * i + 1);
-  // What it is written from again.
+  // The entry as it is written again.
   const qkv_journal_entry stored = qkvi_entry_stored(entry);
   assert_int_equal(stored.bytes, entry->layers == 0 ? 5 : 16 + 8 * (uint64_t)entry->layers + 5);
   assert_true((const uint8_t *)stored.payload + stored.bytes == (const uint8_t *)entry->payload + entry->bytes);
@@ -379,7 +379,7 @@ static void forks_are_read_back(void **state) {
     assert_null(on.entry.positions);
   }
   qkvi_journal_walk_deinit(&on);
-  // Layers that the payload does not have, none at all, and bytes that are to be zero: no fork, and nothing else.
+  // Layers that the payload does not have, no layers, and nonzero padding: invalid, and nothing is read beyond it.
   const uint32_t wrong[] = {0, 3, UINT32_MAX};
   for (size_t i = 0; i <= 3; i++) {
     const qkvi_entry_header header = *(const qkvi_entry_header *)(bytes + offsets[1]);
@@ -403,7 +403,7 @@ static void forks_are_read_back(void **state) {
     assert_int_equal(report.lost_before, 0);
     (void)make_forks(bytes, offsets);
   }
-  // A version that is not known.
+  // An unknown version.
   ((qkvi_journal_header *)bytes)->version = 3;
   ((qkvi_journal_header *)bytes)->hash = XXH3_64bits(bytes, offsetof(qkvi_journal_header, hash));
   const qkvi_journal_source source = source_of(bytes, size);
@@ -414,7 +414,7 @@ static void forks_are_read_back(void **state) {
   free(bytes);
 }
 
-// Wherever an entry is cut, and however its payload lies, its bytes are the same.
+// At every cut of an entry, and for every alignment of its payload, its bytes are the same.
 static void an_entry_is_written_in_pieces(void **state) {
   (void)state;
   enum { BYTES = 5000, ROOM = 8192 };
@@ -459,7 +459,7 @@ static void one_header_is_enough(void **state) {
   free(bytes);
 }
 
-// A device that gives blocks until it has given `left` of them.
+// A source that returns blocks until it has returned `left` of them.
 typedef struct failing {
   const uint8_t *bytes;
   uint64_t left;
@@ -472,7 +472,7 @@ static const uint8_t *at_first(void *context, uint64_t offset, uint64_t size) {
   return device->bytes + offset;
 }
 
-// Wherever reading fails, it fails as a whole.
+// A failed read makes the whole scan fail.
 static void what_cannot_be_read_is_an_error(void **state) {
   (void)state;
   uint64_t size, offsets[5], gives = 0;
@@ -530,11 +530,11 @@ static void journals_are_walked(void **state) {
       bytes[at] ^= 1;
     }
   }
-  // One that is left out.
+  // An entry is left out.
   memmove(bytes + offsets[1], bytes + offsets[2], size - offsets[2]);
   assert_false(walk(bytes, size - (offsets[2] - offsets[1]), 1));
   free(bytes);
-  // Entries that become those of another file.
+  // Entries that are renumbered for another file.
   bytes = make_journal(&size, offsets);
   qkvi_journal_header_make(bytes, STORE, 7, UINT64_C(7) << 40 | 5, false);
   for (uint64_t i = 0; i < 5; i++)

@@ -27,7 +27,7 @@ static int setup(void **state, const char *io) {
   if (on == NULL) return -1;
   qkv_log_setup(stderr, QKV_LOG_ERROR);
   on->io = io;
-  // Below the build, where the disk is: /tmp may be memory, which has no O_DIRECT.
+  // In the build directory, which is on a disk: /tmp may be in memory, without O_DIRECT.
   (void)snprintf(on->directory, sizeof on->directory, "storage-test-XXXXXX");
   if (mkdtemp(on->directory) == NULL) return -1;
   qkv_storage_config_init(&on->config);
@@ -87,7 +87,7 @@ qkv_status scene_try_open(scene *on, qkv_error *error) {
 void scene_open(scene *on) {
   qkv_error error = {0};
   const qkv_status status = scene_try_open(on, &error);
-  // A container may forbid io_uring; what is not there cannot be tested.
+  // A container may forbid io_uring; then it cannot be tested.
   if (status == QKV_UNAVAILABLE) {
     print_message("io_uring is not to be had: %s\n", error.text);
     skip();

@@ -1,4 +1,4 @@
-// Sessions that inherit records: whose view has what, how long a record lives, and what a restart finds of it.
+// Sessions that inherit records: the content of each view, the lifetime of records, and what a restart finds.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +14,8 @@ static void reopen(scene *on) {
   scene_open(on);
 }
 
-// Tokens that the last opening told of a record as one of `session`'s view; 0: it did not. Asserts that it was once.
+// Tokens of a record that the last opening reported as one of `session`'s view; 0: not reported. Asserts that it was
+// reported once.
 static uint32_t told(const scene *on, uint64_t session, uint64_t record) {
   uint32_t tokens = 0;
   for (size_t i = 0; i < on->record_count; i++) {
@@ -116,7 +117,7 @@ static void what_the_parent_puts_later_is_inherited(void **state) {
   }
 }
 
-// The journal keeps a cut that a later one outdoes for the parent, as the child was forked in between.
+// The journal keeps a cut that a later one supersedes for the parent, as the child was forked in between.
 static void cuts_before_the_fork_concern_it(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -149,7 +150,7 @@ static void a_cut_behind_the_fork_parts_the_two(void **state) {
   put_pages(on, parent, 0, records);
   const uint64_t child = scene_fork(on, parent, (const uint64_t[]){256}, 1, NULL);
   assert_int_equal(scene_truncate(on, parent, 0, 100), QKV_OK);
-  // The same page with other rows from 100 on: of this one the child may have what lies below.
+  // The same page with other rows from 100 on: of this record the child may have the rows below.
   const uint64_t again = scene_put(on, parent, 0, 64, SIZE), next = scene_put(on, parent, 0, 128, SIZE);
   assert_int_equal(scene_truncate(on, parent, 0, 120), QKV_OK);
   const uint64_t last = scene_put(on, parent, 0, 128, SIZE);
@@ -186,7 +187,7 @@ static void a_cut_of_the_child_is_its_own(void **state) {
   const uint64_t child = scene_fork(on, parent, (const uint64_t[]){256}, 1, NULL);
   assert_int_equal(scene_truncate(on, child, 0, 100), QKV_OK);
   const uint64_t own = scene_put(on, child, 0, 64, SIZE);
-  const uint64_t late = scene_put(on, parent, 0, 192, SIZE);  // what the child has cut does not come back
+  const uint64_t late = scene_put(on, parent, 0, 192, SIZE);  // rows that the child has cut do not come back
   for (int round = 0; round < 2; round++) {
     reopen(on);
     check_pages(on, parent, records, (const uint32_t[]){64, 64, 64, 0});
@@ -207,7 +208,7 @@ static void a_cut_of_the_child_is_its_own(void **state) {
   assert_int_equal(info.meta.tokens, 36);
 }
 
-// Two heirs that reach equally far, with a cut between their forks: they need other records.
+// Two heirs that reach equally far, with a cut between their forks: they need different records.
 static void heirs_of_other_times_do_not_stand_in(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -233,7 +234,7 @@ static void heirs_of_other_times_do_not_stand_in(void **state) {
   }
 }
 
-// Also where it has fewer tokens: what a session has put itself is of its own time.
+// Also where it has fewer tokens: a session's own record belongs to its own history.
 static void an_own_record_wins(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -285,8 +286,8 @@ static void forks_of_forks_inherit(void **state) {
 
 // ---- Life ----
 
-// A tree of four sessions is closed in every order, with and without a restart behind every step: a record is there
-// as long as a view has it.
+// A tree of four sessions is closed in every order, with and without a restart after every step: a record exists as
+// long as a view has it.
 static void close_in_order(scene *on, const size_t order[4], bool restarts) {
   // 0 ─► 1 ─► 2, 0 ─► 3; session i has one record of its own behind what it inherits, at 64 i.
   static const size_t parents[4] = {0, 0, 1, 0};
@@ -397,7 +398,7 @@ static void wrong_forks_are_refused(void **state) {
   assert_int_equal(on->entry_count, 0);
 }
 
-// Each is forked from the one before, which is closed then: only the last one is told, and has the first one's
+// Each is forked from the one before, which is closed then: only the last one is reported, and has the first one's
 // record.
 static void a_chain_of_forks_has_an_end(void **state) {
   scene *on = *state;
@@ -456,7 +457,7 @@ static void only_a_journal_with_forks_is_of_version_2(void **state) {
   assert_int_equal(on->entry_count, 1);
 }
 
-// Its parents are closed when it is written anew while the storage runs.
+// Its parents are closed when the journal is rewritten while the storage runs.
 static void a_journal_written_anew_keeps_ghosts(void **state) {
   enum { LARGE = 3 << 20, LAYERS = 1000 };  // positions of several blocks
   scene *on = *state;
@@ -489,7 +490,7 @@ static void a_journal_written_anew_keeps_ghosts(void **state) {
   }
 }
 
-// A session that the caller lets go is closed; its heirs have what they had, after later restarts, too.
+// A session that the caller drops at the opening is closed; its heirs keep what they had, after later restarts, too.
 static void heirs_of_what_is_let_go_stay(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -516,14 +517,14 @@ static void heirs_of_what_is_let_go_stay(void **state) {
   assert_int_equal(on->entry_count, 0);
 }
 
-// An entry that was durable is lost: it may have cut the parent before the fork, so both are given up. A fork of a
-// session that was opened behind it stays.
+// A durable entry is lost: it may have cut the parent before the fork, so both are given up. A fork of a session that
+// was opened behind it stays.
 static void heirs_of_what_is_in_doubt_are_given_up(void **state) {
   scene *on = *state;
   scene_open(on);
   const uint64_t parent = scene_session(on), position = 64;
   const uint64_t record = scene_put(on, parent, 0, 0, SIZE);
-  (void)scene_fork(on, parent, &position, 1, NULL);  // the journal is written anew for it
+  (void)scene_fork(on, parent, &position, 1, NULL);  // the journal is rewritten for it
   assert_int_equal(scene_truncate(on, parent, 0, 32), QKV_OK);
   const uint64_t doubtful = scene_fork(on, parent, &position, 1, NULL), sound = scene_session(on);
   const uint64_t kept = scene_put(on, sound, 0, 0, SIZE), child = scene_fork(on, sound, &position, 1, NULL);

@@ -1,4 +1,4 @@
-// The index of records: what it finds, and what it takes.
+// The index of records: lookups, and its memory.
 #include "storage/index.h"
 
 #include <setjmp.h>
@@ -11,7 +11,7 @@
 
 enum { INDEX_RECORDS = 5000, INDEX_SESSIONS = 7 };
 
-// What the index is to say of a record: numbers and positions beyond 32 bits, and each field up to its limit.
+// The expected entry of a record: numbers and positions beyond 32 bits, and each field up to its limit.
 static qkvi_entry entry_for(uint64_t record, uint64_t salt) {
   const uint64_t x = record * 0x9e3779b97f4a7c15 + salt;
   return (qkvi_entry){.record = record,

@@ -1,4 +1,4 @@
-// storage/io.h: both drivers do what is asked, in any number; the front carries on after short results.
+// storage/io.h: both drivers execute requests, in any number; the front goes on after short results.
 #include "storage/io.h"
 
 #include <errno.h>
@@ -95,7 +95,7 @@ static void files_are_written_and_read(void **state) {
   free(in);
 }
 
-// What cannot be synchronized, a pipe, says so: each driver asks the system.
+// A pipe, which cannot be synchronized, gives that error: each driver asks the system.
 static void syncs_reach_the_system(void **state) {
   const scene *on = *state;
   io_scene ring;
@@ -178,7 +178,7 @@ static void a_full_ring_is_waited_for(void **state) {
   close_io(&ring);
 }
 
-// A driver that does a part of most requests and is often interrupted.
+// A driver that completes only a part of most requests and is often interrupted.
 static void short_results_go_on(void **state) {
   (void)state;
   io_scene ring = {0};
@@ -194,7 +194,7 @@ static void short_results_go_on(void **state) {
   assert_int_equal(now(&ring, QKV_IO_READ, file, 0, in, (uint64_t)MANY * BLOCK), 0);
   assert_memory_equal(in, out, (size_t)MANY * BLOCK);
   assert_true(qkv_io_read_stats(ring.io).short_results > 0);
-  // Always interrupted: that is an error at last.
+  // Always interrupted: finally an error.
   fault_disk_plan(disk, &(fault_plan){.interrupted = 1});
   const int error = now(&ring, QKV_IO_READ, file, 0, in, BLOCK);
   assert_true(error == EINTR || error == EAGAIN);

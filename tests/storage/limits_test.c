@@ -1,4 +1,4 @@
-// Limits and space: dirty bytes, budget, open files; compaction keeps what lives and gives the rest back.
+// Limits and space: dirty bytes, budget, open files; compaction keeps live records and frees the rest.
 #include <dirent.h>
 #include <pthread.h>
 #include <stdlib.h>

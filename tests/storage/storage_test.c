@@ -1,5 +1,5 @@
-// The storage on a real directory, on both drivers: what is put comes back, across restarts; what is closed or cut
-// does not; limits refuse; damage is seen.
+// The storage on a real directory, on both drivers: records come back, across restarts; closed or cut ones do not;
+// limits refuse; damage is detected.
 #include "storage/storage.h"
 
 #include <pthread.h>
@@ -142,7 +142,7 @@ static void truncation_cuts(void **state) {
   assert_int_equal(scene_read(on, records[1][2], buffer, 2000), QKV_NOT_FOUND);
   assert_int_equal(qkv_storage_find(on->storage, records[1][1], &info), QKV_OK);
   assert_int_equal(info.meta.tokens, 36);
-  // What is put behind the cut counts.
+  // A record that is put behind the cut counts.
   const uint64_t again = scene_put(on, session, 1, 64, 2000);
   scene_close(on);
 
@@ -213,7 +213,7 @@ static void note_ended(void *context, qkv_status status) {
   pthread_mutex_unlock(&on->lock);
 }
 
-// Larger than what is written at once, and the caller's until it is durable.
+// Larger than one write; the payload stays the caller's until it is durable.
 static void a_long_entry_is_written_from_where_it_lies(void **state) {
   scene *on = *state;
   enum { LARGE = 9 << 20 };
@@ -233,7 +233,7 @@ static void a_long_entry_is_written_from_where_it_lies(void **state) {
   entry.rest_bytes = QKV_JOURNAL_PAYLOAD_MAX;
   assert_int_equal(qkv_storage_journal_long(on->storage, &entry, note_ended, &wait, NULL), QKV_INVALID_ARGUMENT);
   scene_close(on);
-  for (int round = 0; round < 2; round++) {  // its checksum is looked at, and it is written anew
+  for (int round = 0; round < 2; round++) {  // its checksum is verified, and it is rewritten
     scene_open(on);
     assert_int_equal(on->entry_count, 2);
     assert_int_equal(on->entries[0].bytes, 6 + LARGE);
@@ -257,18 +257,18 @@ static void entries_that_nobody_needs_go(void **state) {
   scene_close(on);
   on->unwanted = "old";
   scene_open(on);
-  assert_int_equal(on->entry_count, 4);  // told once more
+  assert_int_equal(on->entry_count, 4);  // reported once more
   scene_close(on);
   on->unwanted = NULL;
   scene_open(on);
   assert_int_equal(on->entry_count, 3);
   assert_int_equal(on->entries[0].kind, QKV_JOURNAL_SESSION_OPEN);
   assert_memory_equal(on->texts[1], "new", 3);
-  assert_int_equal(on->entries[2].kind, QKV_JOURNAL_SESSION_NOTE);  // not of a kind that can go
+  assert_int_equal(on->entries[2].kind, QKV_JOURNAL_SESSION_NOTE);  // not of a kind that can be dropped
   scene_check(on, session, record, 0, 3000);
 }
 
-// An entry that opens a session may be there twice, as whoever wrote it could not know whether the first one was.
+// An entry that opens a session may exist twice, as its writer could not know whether the first write succeeded.
 static void a_session_that_opens_twice_is_told_once(void **state) {
   scene *on = *state;
   scene_open(on);
@@ -346,7 +346,7 @@ static void a_missing_journal_is_refused(void **state) {
   assert_non_null(strstr(error.text, "no journal.qkv"));
 }
 
-// A segment that this store does not understand keeps it from opening, and stays.
+// A segment of an unknown version prevents opening, and stays.
 static void foreign_segments_are_refused(void **state) {
   scene *on = *state;
   char path[128], aside[140];
@@ -418,7 +418,7 @@ static void a_lost_footer_costs_nothing(void **state) {
   }
 }
 
-// Of sealed segments recovery reads what is known of the records, not the records.
+// For sealed segments recovery reads the summaries, not the records.
 static void recovery_reads_little(void **state) {
   enum { COUNT = 40, SIZE = 200000 };
   scene *on = *state;

@@ -148,7 +148,7 @@ static void memory_that_runs_out_is_no_failure(void **state) {
   assert_nothing_is_left();
 }
 
-// Whatever function fails, at whatever call: an error, never a wrong number, and nothing is left behind.
+// Any function fails, at any call: an error, never a wrong number, and nothing is leaked.
 static void every_function_may_fail(void **state) {
   (void)state;
   static const char *const functions[] = {
@@ -182,7 +182,7 @@ static void every_function_may_fail(void **state) {
   assert_true(failed > 60);
 }
 
-// A device whose events never come, from the nth question on, in an upload and a call: what was waited for says so.
+// A device whose events never complete, from the nth query on, in an upload and a call: the wait reports it.
 static void assert_given_up(unsigned nth, const char *reason) {
   qkv_gpu_device *device;
   qkv_error error = {0};
@@ -233,7 +233,7 @@ static void many_threads(void **state) {
     pthread_join(threads[i], &result);
     good += (uintptr_t)result;
   }
-  assert_true(good > ROUNDS);  // a thread that finds no call does without
+  assert_true(good > ROUNDS);  // a thread that finds no call computes without
   assert_int_equal(qkv_gpu_read(device).calls, good);
   qkv_gpu_close(&device);
 }

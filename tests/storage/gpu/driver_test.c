@@ -11,7 +11,7 @@
 
 #include <cmocka.h>
 
-// In a process of its own, with the library at `path` as libcuda.so.1: what loading says begins with `text`.
+// In a separate process, with the library at `path` as libcuda.so.1: the error of loading begins with `text`.
 static int load_with(const char *path, const char *variable, const char *value, qkv_status expected,
                      const char *text) {
   const pid_t child = fork();

@@ -346,7 +346,7 @@ static int do_EventRecord(qkv_cuda_event event, qkv_cuda_stream stream) {
   event->asked = false;
   return QKV_CUDA_SUCCESS;
 }
-// The first question comes too early; the second one waits.
+// The first query comes too early; the second one waits.
 static int do_EventQuery(qkv_cuda_event event) {
   if (hanging) return QKV_CUDA_NOT_READY;
   if (event->reached == event->recorded) return QKV_CUDA_SUCCESS;
@@ -364,7 +364,7 @@ static int do_DevicePrimaryCtxRelease(int device) {
   state.contexts = (size_t)--retained;
   return QKV_CUDA_SUCCESS;
 }
-// Everything of the context goes.
+// Frees everything in the context.
 static int do_DevicePrimaryCtxReset(int device) {
   UNUSED(device);
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
