@@ -34,7 +34,7 @@ uint64_t qkvi_append_ids_cost(const qkvi_append_ids *ids);
 // ALREADY_EXISTS (session_tokens.h), RESOURCE_EXHAUSTED (the arena's). `room`: a reservation, as of
 // qkv_arena_reserve_in.
 qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *room, qkv_error *error);
-// `appended`: the session has the rows. What was reserved and is not needed goes back.
+// `appended`: the session has the rows. The unused part of the reservation is returned.
 void qkvi_append_ids_done(qkvi_append_ids *ids, bool appended);
 
 #endif

@@ -1,4 +1,4 @@
-// The audit log: who has called Admin, and who was refused what, by gRPC or HTTP (docs/security.md).
+// The audit log: calls of Admin, and refused calls, by gRPC or HTTP (docs/security.md).
 //
 //   {"time":"2027-01-31T12:00:00.123Z","event":"admin","call":17,"method":"/qkv.v1.Admin/SetQuota","tenant":"*",
 //    "peer":"10.0.0.7:41234","status":"OK"}

@@ -12,7 +12,7 @@ struct qkvi_holder {
 
 static _Atomic uint64_t bytes_held;
 
-// ---- Who holds them ----
+// ---- Holders ----
 
 qkvi_holder *qkvi_holder_create(void) {
   qkvi_holder *holder = malloc(sizeof *holder);

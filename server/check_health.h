@@ -5,8 +5,8 @@
 #include "server/options.h"
 
 // Asks at admin-listen, where there is one, else by grpc.health.v1 at the first address of listen that has no TLS.
-// INVALID_ARGUMENT: there is none of both. UNAVAILABLE: nobody answers within some seconds, or the answer says why it
-// is not ready.
+// INVALID_ARGUMENT: neither is configured. UNAVAILABLE: no answer within some seconds, or the answer says why it is
+// not ready.
 qkv_status qkvi_check_health(const qkv_server_options *options, qkv_error *error);
 
 #endif

@@ -41,7 +41,7 @@ typedef struct qkv_daemon {
   qkv_store *store;
   qkvi_calibrations *calibrations;  // from files
   qkvi_kept_calibrations *kept;     // of pages that come from elsewhere
-  qkv_executor *executor;           // jobs of calls, and of what goes on in the background
+  qkv_executor *executor;           // jobs of calls, and background jobs
   qkvi_objects *objects;
   qkvi_regions *regions;      // of clients' shared memory; NULL without allow-client-shm
   qkvi_residency *residency;  // NULL without a data-dir
@@ -55,7 +55,7 @@ typedef struct qkv_daemon {
   qkvi_auth *auth;         // NULL: without auth-file
   qkvi_audit *audit;       // NULL: without audit-log
   qkvi_quotas *quotas;
-  _Atomic bool quotas_bind;  // those of memory and SSD; not while a start brings back what is there
+  _Atomic bool quotas_bind;  // those of memory and SSD; not during recovery at a start
   qkvi_tls *tls;             // NULL: without tls-cert
   qkv_error reload_told[4];  // the reasons that the log has last, of auth-file, TLS, quota-file and jwks
   qkv_health health;

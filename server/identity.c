@@ -47,7 +47,7 @@ static void read_trace(grpc_slice value, qkvi_identity *identity) {
   identity->traceparent[BYTES] = '\0';
 }
 
-// ---- Who it is ----
+// ---- Credentials ----
 
 // The descriptor of a connection that rpc_listen.c has accepted; -1: it is a TLS connection. gRPC's calls hold their
 // connection, and it closes the descriptor when the last of them is gone: no other connection gets the number while

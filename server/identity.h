@@ -25,7 +25,7 @@ typedef struct qkvi_identity {
 } qkvi_identity;
 
 typedef struct qkvi_identity_rules {
-  qkvi_auth *auth;                 // NULL: everybody may do everything
+  qkvi_auth *auth;                 // NULL: every client may do everything
   bool anonymous_unix, anonymous;  // calls without credentials are allowed, those of unix sockets or all
 } qkvi_identity_rules;
 

@@ -29,7 +29,7 @@ typedef struct qkv_server_options {
   int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores
   int64_t rpc_threads;           // completion queues
   int64_t limit_message;         // bytes of one request message
-  int64_t limit_response_bytes;  // bytes of results and rows on their way out
+  int64_t limit_response_bytes;  // bytes of results and rows that are being sent
   int64_t limit_items;           // of one request
   int64_t limit_sessions;        // open at once
   int64_t limit_objects;         // held
@@ -91,7 +91,7 @@ typedef struct qkv_server_options {
   bool allow_client_shm;   // clients of unix sockets may register regions of shared memory
   bool discard;            // appended rows are checked, acknowledged and dropped
   bool admin_auth;         // requests there need a token
-  bool admin_anonymous;    // that address may be one that others reach
+  bool admin_anonymous;    // that address may be reachable by other machines
   bool check_health;
   bool print_options, print_metrics, help, version;
 } qkv_server_options;

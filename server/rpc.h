@@ -122,7 +122,7 @@ typedef struct qkv_rpc_config {
   size_t listen_count;
   unsigned socket_mode;            // of the files of unix sockets; 0: 0660
   qkvi_tls *tls;                   // of TCP connections, stays the caller's; NULL: they are not encrypted
-  qkvi_auth *auth;                 // who may call, stays the caller's; NULL: anybody who reaches the daemon
+  qkvi_auth *auth;                 // authorization, stays the caller's; NULL: any client
   bool anonymous_unix, anonymous;  // with `auth`: calls without token or certificate, of unix sockets, of all
   bool open;                       // without `auth`: addresses that other machines reach may be bound
   size_t threads;                  // completion queues, one thread each

@@ -178,7 +178,7 @@ static void send_done(qkvi_rpc_op *op, bool ok) {
 }
 
 static void end_done(qkvi_rpc_op *op, bool ok) {
-  (void)ok;  // a client that is gone is told nothing
+  (void)ok;  // a client that is gone gets no status
   qkv_rpc_call *call = CALL_OF(op, end_op);
   move(call, QKVI_RPC_ENDING, QKVI_RPC_OVER);
   drop_outgoing(call);

@@ -65,7 +65,7 @@ typedef enum qkvi_rpc_phase {
   QKVI_RPC_HANDLER,
   QKVI_RPC_READING,
   QKVI_RPC_SENDING,
-  QKVI_RPC_ENDING,  // the status is on its way
+  QKVI_RPC_ENDING,  // the status is being sent
   QKVI_RPC_OVER
 } qkvi_rpc_phase;
 

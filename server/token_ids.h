@@ -17,7 +17,7 @@ typedef struct qkvi_token_ids {
   uint64_t count;     // of ids
 } qkvi_token_ids;
 
-// Counts the ids of one field, packed or not. *error: INVALID_ARGUMENT, what is no such field. *invalid, with QKV_OK:
+// Counts the ids of one field, packed or not. *error: INVALID_ARGUMENT, a malformed field. *invalid, with QKV_OK:
 // INVALID_ARGUMENT "token_ids[3] is 4294967296, at most 4294967295".
 qkv_status qkvi_token_ids_count(qkvi_token_ids *ids, const qkv_wire_field *field, qkv_error *invalid,
                                 qkv_error *error);

@@ -16,7 +16,7 @@
 #include "server/watch_message.h"
 #include "server/watch_places.h"
 
-// Changes of a message; how often places are looked at, and at the least something is sent.
+// Changes of a message; how often places are checked, and at least a message is sent.
 enum { EVENTS = 1024, PLACES_MS = 500, HEARTBEAT_MS = 10000 };
 
 // One Watch call. The fields below `busy` are those of the thread or the callback that has it.
@@ -167,7 +167,7 @@ static bool fill(watcher *at, batch *all) {
   return at->complete && at->scan == 0 && at->ids == NULL;
 }
 
-// The call is ours and goes to gRPC, or is parked again where there is nothing to send.
+// The hub owns the call and gives it to gRPC, or parks it again where there is nothing to send.
 static void park(watcher *at);
 
 static void serve(watcher *at, batch *all) {

@@ -21,7 +21,7 @@ typedef struct qkvi_watch_hub qkvi_watch_hub;
 qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max, bool places);
 // Watch calls end (UNAVAILABLE), and new ones do at once.
 void qkvi_watch_hub_drain(qkvi_watch_hub *hub);
-// When no call runs any more, and before the store goes.
+// When no call runs any more, and before the store is destroyed.
 void qkvi_watch_hub_stop(qkvi_watch_hub *hub);
 // After stop. All three ignore NULL.
 void qkvi_watch_hub_destroy(qkvi_watch_hub **hub);

@@ -1,7 +1,7 @@
 // What the files of the storage share: one struct, owned by the storage thread. Not for others: see storage.h.
 //
 //   storage.c   life, mailbox, thread; calls.c        log.c       the journal's file
-//   put.c       encoding, placing, writing            rewrite.c   the journal anew
+//   put.c       encoding, placing, writing            rewrite.c   the journal, rewritten
 //   sync.c      fdatasync, sealing                    recover.c   opening
 //   segments.c  files, space, preparing               sessions.c  live sessions, forks
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
@@ -34,7 +34,7 @@ enum {
   QKVI_WRITE_BUFFERS = 8,      // 8 MiB together, the usual RLIMIT_MEMLOCK
 };
 
-#define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be written anew
+#define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be rewritten
 #define QKVI_JOURNAL_PIECE (UINT64_C(256) << 10)  // bytes of it that are in memory then
 #define QKVI_JOURNAL_BATCH (UINT64_C(4) << 20)    // bytes of entries that are written at once
 
@@ -78,7 +78,7 @@ struct qkvi_put {
 typedef enum qkvi_segment_state {
   QKVI_SEGMENT_PREPARING,  // being made
   QKVI_SEGMENT_OPEN,       // takes records
-  QKVI_SEGMENT_SEALING,    // takes no more; summary and footer are coming
+  QKVI_SEGMENT_SEALING,    // takes no more; summary and footer are being written
   QKVI_SEGMENT_SEALED,
   QKVI_SEGMENT_FAILED,  // a write or sync failed: takes no more and is never sealed
 } qkvi_segment_state;
@@ -93,7 +93,7 @@ typedef struct qkvi_segment {
   unsigned placing;  // of these, a record that is not all in buffers: 0 or 1
   uint64_t used_at;  // order of last use, for closing files
   uint64_t file_bytes;
-  uint64_t end;  // where the next record goes
+  uint64_t end;  // offset of the next record
   uint64_t live_bytes, live_records;
   uint64_t data_bytes;         // of records that were placed
   qkv_record_header *headers;  // of these, until it is sealed
@@ -137,7 +137,7 @@ typedef struct qkvi_journal {
   uint64_t bytes;                // up to the last durable entry
   uint64_t epoch, durable;       // sequence of the newest durable entry
   uint64_t submitted, resolved;  // orders of the newest entry, and of the newest that is durable or has failed
-  uint64_t rewrite_at;           // bytes at which it is due to be written anew
+  uint64_t rewrite_at;           // bytes at which it is due to be rewritten
   bool running, failed;
   bool forks, forks_next;                       // the file may have SESSION_FORK; the next one may
   qkvi_pending_entry *pending, **pending_last;  // not begun
@@ -146,7 +146,7 @@ typedef struct qkvi_journal {
   uint8_t *buffer;
   uint64_t batch_bytes, written;                 // of the batch in the file; of them, those that have been written
   qkvi_entry_header header;                      // of the one entry of a batch that goes piece by piece
-  struct qkvi_rewriting *rewriting;              // NULL: it is not written anew
+  struct qkvi_rewriting *rewriting;              // NULL: it is not being rewritten
   uint64_t rewrite_min, piece_bytes, batch_max;  // QKVI_JOURNAL_*, or less in tests
 } qkvi_journal;
 

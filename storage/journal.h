@@ -3,7 +3,7 @@
 //
 //   0       4096     8192
 //   +--------+--------+---------+---------+-----
-//   | header | header | entry   | entry   |          the header is there twice
+//   | header | header | entry   | entry   |          the header is stored twice
 //   +--------+--------+---------+---------+-----
 //
 //   header, 4096 bytes                     entry, at a multiple of 4096

@@ -375,7 +375,7 @@ static qkv_status scan_again(recovery *on, void (*each)(void *context, const qkv
   return qkv_fail(error, QKV_INTERNAL, "journal.qkv is not the same each time that it is read");
 }
 
-// ---- The journal anew ----
+// ---- Rewriting the journal ----
 
 static void flush_output(recovery *on) {
   struct journal_output *output = &on->output;

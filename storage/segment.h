@@ -17,8 +17,7 @@
 //                                               56 4032  zero
 //                                               4088  8  XXH3-64 of bytes 0 to 4087
 //
-//   summary: the headers of all records (record.h), 128 bytes each, in the order of their offsets; zeros up to a
-//   block
+//   summary: the headers of all records (record.h), 128 bytes each, by offset; zeros up to a block
 //
 // Recovery of a sealed segment reads its footer and summary alone; all of its records were durable before the footer
 // was written. In an unsealed one (the newest ones after a crash) every record is read and checked, which ends a torn

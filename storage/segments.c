@@ -77,7 +77,7 @@ void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment) {
   qkvi_segment_reap(storage, segment);
 }
 
-// ---- Room ----
+// ---- Space ----
 
 // Records that fit into a new segment, roughly: a share of it goes to its summary.
 static uint64_t usable(const qkv_storage *storage) {

@@ -222,7 +222,7 @@ static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_jo
   }
 }
 
-// ---- Who loses what ----
+// ---- Lost tokens ----
 
 // It only ever shrinks: a fork takes no more than the session itself has.
 static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {

@@ -154,7 +154,7 @@ void qkvi_sync_all(qkv_storage *storage) {
   }
 }
 
-// ---- Who waits for it ----
+// ---- Waiters ----
 
 void qkvi_sync_settle(qkv_storage *storage) {
   while (storage->sync_waiters != NULL) {

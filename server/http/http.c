@@ -166,7 +166,7 @@ static qkv_status read_query(struct MHD_Connection *connection, qkvi_http_query 
   return QKV_OK;
 }
 
-// ---- Who may ask ----
+// ---- Authorization ----
 
 static bool host_is_local(const char *host) {
   char name[64];

@@ -3,7 +3,7 @@
 //
 // A name stays in the table as long as the process runs, because a counter must not fall.
 //
-// Threads: any. Looking up takes no lock.
+// Threads: any. Lookups are lock-free.
 #ifndef QKV_SERVER_HTTP_LABELS_H
 #define QKV_SERVER_HTTP_LABELS_H
 

@@ -1,7 +1,7 @@
 // Counters of calls in addition to the table of metrics: latencies by method, outcomes by method and status, and
 // calls by tenant.
 //
-// Threads: any; counting takes no lock, but for the first call of a tenant.
+// Threads: any; counting is lock-free, but for the first call of a tenant.
 #ifndef QKV_SERVER_HTTP_OBSERVED_H
 #define QKV_SERVER_HTTP_OBSERVED_H
 

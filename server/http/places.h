@@ -18,7 +18,7 @@ typedef struct qkvi_http_place {
 
 typedef struct qkvi_http_places {
   qkvi_http_place *longest;
-  size_t open, most;  // connections; of more than `most` one goes for each that comes
+  size_t open, most;  // connections; beyond `most` one is closed for each new one
   void (*ended)(void *context);
   void *context;
 } qkvi_http_places;

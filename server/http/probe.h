@@ -5,7 +5,7 @@
 #include "engine/base/status.h"
 
 // GET /health/ready at "HOST:PORT" or "unix:PATH", within some seconds. INVALID_ARGUMENT: `address` is none.
-// UNAVAILABLE: nobody answers, or the answer says why it is not ready.
+// UNAVAILABLE: no answer, or the answer says why it is not ready.
 qkv_status qkvi_probe(const char *address, qkv_error *error);
 
 #endif

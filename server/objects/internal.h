@@ -73,7 +73,8 @@ void qkvi_objects_unlock(qkvi_objects *objects);
 // All of the following under the lock.
 
 qkvi_object *qkvi_objects_look_up(const qkvi_objects *objects, const char *tenant, const char *name);
-// Takes the object out of the list and, where it is published, out of the table; memory goes with the last reference.
+// Removes the object from the list and, where it is published, from the table; its memory is freed with the last
+// reference.
 void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object);
 // The same, and on the SSD; `done` as of qkv_storage_session_close.
 void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_done_fn *done, void *context);

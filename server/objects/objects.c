@@ -423,7 +423,7 @@ size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *
   return count;
 }
 
-// ---- For those who need memory or disk ----
+// ---- Freeing memory and disk space ----
 
 static uint64_t spill_object(qkvi_objects *objects, qkvi_object *object, uint64_t bytes) {
   uint64_t freed = 0;

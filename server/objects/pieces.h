@@ -12,8 +12,8 @@ typedef struct qkvi_put_piece {
   qkv_bytes data;
 } qkvi_put_piece;
 
-// Calls fn for each piece of the message, in order, until one fails. What fn is given is valid during its call.
-// Errors name the piece. INVALID_ARGUMENT: the message is none.
+// Calls fn for each piece of the message, in order, until one fails. Arguments of fn are valid during its call.
+// Errors name the piece. INVALID_ARGUMENT: the message is malformed.
 qkv_status qkvi_put_pieces_read(qkv_bytes message,
                                 qkv_status (*fn)(void *context, const qkvi_put_piece *piece, qkv_error *error),
                                 void *context, qkv_error *error);

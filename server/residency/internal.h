@@ -118,7 +118,7 @@ struct qkvi_residency {
   bool compacting;                 // for a call
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
   bool full;                       // the budget or the device has no headroom
-  bool hastening;                  // a sync that a caller waits for is under way
+  bool hastening;                  // a caller waits for a sync now
   qkvi_restoring *restoring;       // layers that are being brought back
   qkvi_ahead *ahead;               // sessions that are read ahead
   size_t ahead_count;

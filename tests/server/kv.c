@@ -250,7 +250,7 @@ int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V
   return result.status;
 }
 
-// ---- The twin ----
+// ---- The reference session ----
 
 kv_twin kv_twin_open(const char *session) {
   return kv_twin_open_for(session, QKV_PURPOSE_ATTEND);

@@ -153,7 +153,7 @@ static void fetch_in_every_form(qkv_purpose purpose) {
   Qkv__V1__TokenRange range = QKV__V1__TOKEN_RANGE__INIT;
   uint32_t layers[] = {2, 0};
   range.begin = 50;
-  range.end = 1000;  // sent as far as it goes
+  range.end = 1000;  // sent up to the end
   request.range = &range;
   request.layers = layers;
   request.n_layers = 2;

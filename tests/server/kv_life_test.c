@@ -307,7 +307,7 @@ static void a_client_that_never_reads_costs_one_chunk(void **state) {
   stop();
 }
 
-// Another session of the same name is not taken for the one that was asked; a truncated one ends where it ends.
+// Another session of the same name is not taken for the requested one; a truncated one ends where it ends.
 static void sessions_may_change_under_a_fetch(void **state) {
   (void)state;
   start(NULL);

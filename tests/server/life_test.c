@@ -175,7 +175,7 @@ static void stale_socket_is_replaced(void **out) {
   assert_int_equal(rmdir(directory), 0);  // nothing is left, no lock file either
 }
 
-// The soft limit on file descriptors, 1024 where nobody has changed it, is raised to the hard one.
+// The soft limit on file descriptors, 1024 by default, is raised to the hard one.
 static void many_connections_are_possible(void **out) {
   (void)out;
   struct rlimit ours, low, theirs;

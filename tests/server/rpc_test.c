@@ -134,7 +134,7 @@ static void on_later(qkv_rpc_call *call, qkv_bytes message) {
   assert_int_equal(pthread_create(&state->thread, NULL, reply_later, call), 0);
 }
 
-// Works for as long as the client is there.
+// Works until the client is gone.
 static void *work_until_cancelled(void *context) {
   qkv_rpc_call *call = context;
   while (!qkv_rpc_cancelled(call)) fixture_sleep_ms(1);

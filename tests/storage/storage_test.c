@@ -171,7 +171,7 @@ static void the_journal_keeps_what_counts(void **state) {
   enum { LARGE = 4 << 20 };
   char *note = calloc(1, LARGE);
   assert_non_null(note);
-  for (char i = 'a'; i < 'a' + 24; i++) {  // 96 MiB: it is written anew on the way
+  for (char i = 'a'; i < 'a' + 24; i++) {  // 96 MiB: it is rewritten meanwhile
     memset(note, i, 8);
     const uint64_t of = i % 2 == 0 ? session : gone;
     assert_int_equal(qkv_storage_journal(on->storage, QKV_JOURNAL_SESSION_NOTE, of, note, LARGE, NULL, NULL, NULL),
