@@ -61,7 +61,7 @@ static void refuse(qkvi_pending_entry *entry, qkv_status status) {
   entry->refused = status;
 }
 
-// A fork of a session that is not journaled, or without a truncation before the fork, would find other rows.
+// A fork of a session that could not be journaled, or one of whose truncations could not, would find other rows.
 static void check_fork(qkv_storage *storage, qkvi_pending_entry *entry) {
   if (entry->entry.kind != QKV_JOURNAL_SESSION_FORK) return;
   const uint64_t parent = entry->entry.parent;

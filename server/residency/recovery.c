@@ -31,8 +31,8 @@ typedef struct recovery {
     qkv_session *session;
     bool closed;       // another one of its name came later
     uint64_t *beyond;  // for each layer the end of its pages beyond a gap, 0 without; NULL: no layer has any
-    uint64_t *limits;  // of a fork: below these it has what its parent puts, now and later; NULL: not a fork. Behind
-                       // those of its layers that of the hashes of ids
+    uint64_t *limits;  // of a fork: below these it has what its parent puts, now and later; for each layer, then for
+                       // the hashes of token ids; NULL: not a fork
     struct hash_cut {
       uint64_t position, watermark;  // hashes behind the position of records below the watermark do not count
       struct hash_cut *next;
@@ -55,7 +55,7 @@ typedef struct recovery {
   uint64_t expected;  // position
   bool broken;        // pages beyond a gap are of no use
   bool counted;       // the objects
-  qkv_error refused;  // why the directory as a whole is
+  qkv_error refused;  // why the whole directory is refused
 } recovery;
 
 // ---- Entries ----
@@ -203,7 +203,7 @@ static void cut_hashes(struct found_session *found, const qkv_journal_entry *ent
   found->hash_cuts = cut;
 }
 
-// The session was truncated on purpose; the limits of a fork are lowered for good.
+// A truncated session is shorter on purpose, and still counts as whole; the limits of a fork are lowered for good.
 static bool take_cut(const recovery *all, const qkv_journal_entry *entry) {
   struct found_session *found;
   qkv_session_info info;

@@ -355,7 +355,7 @@ static double seconds(void) {
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Two threads at once may both count as one.
+// Of two concurrent updates one may be lost.
 static void note_rate(qkvi_residency *residency, uint64_t bytes, double took) {
   if (bytes < RATED_BYTES || took <= 0) return;
   const double rate = (double)bytes / took, before = (double)atomic_load(&residency->restore_rate);

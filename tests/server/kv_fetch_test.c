@@ -1,5 +1,5 @@
-// Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the counters of
-// attention, which a fetch changes, too.
+// Fetch against the real daemon: the rows that the engine in this process decodes, in every form. And the metrics,
+// which a fetch changes, too.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
