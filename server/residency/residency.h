@@ -53,7 +53,7 @@ uint64_t qkvi_budget_limit(const qkvi_residency *residency);
 qkv_storage *qkvi_residency_storage(const qkvi_residency *residency);
 
 // Attaches a session to the storage before it is opened: fills the backing and number of its qkv_session_config, by
-// config->durability. FAILED_PRECONDITION where there is no residency and more than MEMORY is asked for.
+// config->durability. FAILED_PRECONDITION where `residency` is NULL and more than MEMORY is asked for.
 qkv_status qkvi_catalogue_enlist(qkvi_residency *residency, qkv_session_config *config, qkv_error *error);
 // Journals a session after it was opened. Waits. NOT_FOUND where it was closed meanwhile.
 qkv_status qkvi_catalogue_opened(qkvi_residency *residency, qkv_session *session, qkv_error *error);
