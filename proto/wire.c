@@ -197,7 +197,7 @@ void qkv_wire_writer_clear(qkv_wire_writer *writer) {
 }
 
 // Space for `more` bytes at the end of the buffer, which grows where it has to.
-static uint8_t *room(qkv_wire_writer *writer, size_t more) {
+static uint8_t *reserve(qkv_wire_writer *writer, size_t more) {
   if (more > writer->capacity - writer->length) {
     size_t capacity = 2 * writer->capacity + more + 256;
     uint8_t *buffer = realloc(writer->buffer, capacity);
@@ -228,7 +228,7 @@ static size_t encode_varint(uint8_t *out, uint64_t value) {
 }
 
 static void append_varint(qkv_wire_writer *writer, uint64_t value) {
-  writer->length += encode_varint(room(writer, VARINT_BYTES_MAX), value);
+  writer->length += encode_varint(reserve(writer, VARINT_BYTES_MAX), value);
 }
 
 static void append_tag(qkv_wire_writer *writer, uint32_t field, qkv_wire_type type) {
@@ -245,7 +245,7 @@ void qkv_wire_put_varint(qkv_wire_writer *writer, uint32_t field, uint64_t value
 void qkv_wire_put_fixed64(qkv_wire_writer *writer, uint32_t field, uint64_t value) {
   if (value == 0) return;
   append_tag(writer, field, QKV_WIRE_FIXED64);
-  uint8_t *out = room(writer, sizeof value);
+  uint8_t *out = reserve(writer, sizeof value);
   for (size_t i = 0; i < sizeof value; i++) out[i] = (uint8_t)(value >> (8 * i));
   writer->length += sizeof value;
 }
@@ -261,7 +261,7 @@ void qkv_wire_put_string(qkv_wire_writer *writer, uint32_t field, const char *te
   if (length == 0) return;
   append_tag(writer, field, QKV_WIRE_BYTES);
   append_varint(writer, length);
-  memcpy(room(writer, length), text, length);
+  memcpy(reserve(writer, length), text, length);
   writer->length += length;
 }
 
@@ -304,7 +304,7 @@ void qkv_wire_put_reference(qkv_wire_writer *writer, uint32_t field, const void 
 void qkv_wire_begin(qkv_wire_writer *writer, uint32_t field) {
   assert(writer->depth < LEVELS_MAX);
   append_tag(writer, field, QKV_WIRE_BYTES);
-  *room(writer, 1) = 0;
+  *reserve(writer, 1) = 0;
   writer->length++;
   writer->levels[writer->depth++] = (wire_level){.content = writer->length,
                                                  .first_reference = writer->reference_count,
@@ -318,7 +318,7 @@ void qkv_wire_end(qkv_wire_writer *writer) {
   uint64_t length = written + (writer->referenced_bytes - level->referenced_bytes);
   size_t shift = varint_size(length) - 1;
   if (shift > 0) {
-    (void)room(writer, shift);
+    (void)reserve(writer, shift);
     memmove(writer->buffer + level->content + shift, writer->buffer + level->content, written);
     for (size_t i = level->first_reference; i < writer->reference_count; i++) writer->references[i].position += shift;
     writer->length += shift;

@@ -84,8 +84,8 @@ static void put_store(const qkv_daemon *daemon, Qkv__V1__GetStatusResponse *resp
   response->sessions = stats.sessions;
   response->kv_bytes = stats.memory.bytes_used;
   response->kv_bytes_limit = stats.memory.bytes_max;
-  response->kv_bytes_room = stats.memory.bytes_limit;
-  response->beside_bytes = (uint64_t)qkvi_memory_beside(daemon->store);
+  response->kv_bytes_available = stats.memory.bytes_limit;
+  response->overhead_bytes = (uint64_t)qkvi_memory_overhead(daemon->store);
   response->learning_bytes = stats.learning_bytes;
   response->calibration_bytes = stats.calibration_bytes;
 }

@@ -41,7 +41,7 @@ enum { TRIES = 4 };
 // What the append is compared with, and a reservation for the rest: then it fails only where others have changed the
 // layer meanwhile.
 static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
-                          const qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
+                          const qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const uint64_t end = item->position + (uint64_t)item->k.dims[0];
   const qkvi_wanted wanted = {
@@ -50,16 +50,17 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
       .layer = item->layer,
       .begin = item->position,
       .end = end,
-      .beside = qkv_session_append_cost(session, item->layer, end) + qkvi_append_ids_cost(ids)};
-  return qkvi_restore(daemon->residency, &wanted, room, error);
+      .extra = qkv_session_append_cost(session, item->layer, end) + qkvi_append_ids_cost(ids)};
+  return qkvi_restore(daemon->residency, &wanted, headroom, error);
 }
 
-// `room` NULL: without a reservation. With `at_once` the layer is not waited for.
+// `headroom` NULL: without a reservation. With `at_once` the layer is not waited for.
 static qkv_status append_once(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
-                              qkvi_append_ids *ids, uint64_t *room, bool at_once, uint64_t *appended,
+                              qkvi_append_ids *ids, uint64_t *headroom, bool at_once, uint64_t *appended,
                               uint64_t *length, qkv_error *error) {
-  qkv_append_use use = {.room = room, .ids = ids->count == 0 || daemon->options->separate_appends ? NULL : ids->ids};
-  QKV_TRY(qkvi_append_ids_reserve(ids, room, error));
+  qkv_append_use use = {.headroom = headroom,
+                        .ids = ids->count == 0 || daemon->options->separate_appends ? NULL : ids->ids};
+  QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
   const qkv_status status = at_once ? qkv_session_try_append(session, item->layer, item->position, &item->k, &item->v,
                                                              item->k_before_rope, appended, length, error)
                                     : qkv_session_append_in(session, item->layer, &use, item->position, &item->k,
@@ -74,11 +75,11 @@ static qkv_status append_waiting(const qkv_rpc_call *call, qkv_session *session,
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_status status = QKV_UNAVAILABLE;
   for (int i = 0; i <= TRIES && (status == QKV_UNAVAILABLE || status == QKV_RESOURCE_EXHAUSTED); i++) {
-    uint64_t room = 0;
+    uint64_t headroom = 0;
     *error = (qkv_error){0};
-    if (i > 0) QKV_TRY(prepare(call, session, item, ids, &room, error));
-    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);
-    qkvi_budget_unreserve(daemon->residency, &room);
+    if (i > 0) QKV_TRY(prepare(call, session, item, ids, &headroom, error));
+    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);
+    qkvi_budget_unreserve(daemon->residency, &headroom);
     if (i > 0) qkvi_budget_release(daemon->residency, session, item->layer);
   }
   return status;
@@ -149,7 +150,7 @@ qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, cons
                             uint64_t *appended, uint64_t *length, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   assert((item->k.rank == 3 && item->v.rank == 3) || item->pages > 0);
-  if (qkvi_catalogue_is_loose(daemon->residency, session)) {
+  if (qkvi_catalogue_is_unconfirmed(daemon->residency, session)) {
     if ((*waits & QKVI_WAIT_DISK) == 0) {
       *waits |= QKVI_WAIT_DISK;
       return QKV_UNAVAILABLE;

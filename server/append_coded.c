@@ -120,7 +120,7 @@ static qkv_status copy_pages(const qkv_daemon *daemon, const qkv_model *model, c
 
 // The pages to compare with, and memory for the new ones.
 static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item, const copied *all,
-                          const qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
+                          const qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const qkvi_wanted wanted = {
       .call = call,
@@ -128,14 +128,14 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
       .layer = item->layer,
       .begin = item->position,
       .end = all->end,
-      .beside = qkv_session_pages_cost(session, item->layer, all->pages, all->count) + qkvi_append_ids_cost(ids)};
-  return qkvi_restore(daemon->residency, &wanted, room, error);
+      .extra = qkv_session_pages_cost(session, item->layer, all->pages, all->count) + qkvi_append_ids_cost(ids)};
+  return qkvi_restore(daemon->residency, &wanted, headroom, error);
 }
 
 static qkv_status append_once(qkv_session *session, const qkvi_item *item, const copied *all, qkvi_append_ids *ids,
-                              uint64_t *room, uint64_t *appended, uint64_t *length, qkv_error *error) {
-  QKV_TRY(qkvi_append_ids_reserve(ids, room, error));
-  const qkv_status status = qkv_session_append_pages(session, item->layer, room, item->position, all->pages,
+                              uint64_t *headroom, uint64_t *appended, uint64_t *length, qkv_error *error) {
+  QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
+  const qkv_status status = qkv_session_append_pages(session, item->layer, headroom, item->position, all->pages,
                                                      all->count, appended, length, error);
   qkvi_append_ids_done(ids, status == QKV_OK);
   return status;
@@ -147,11 +147,11 @@ static qkv_status append_waiting(const qkv_rpc_call *call, qkv_session *session,
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_status status = QKV_UNAVAILABLE;
   for (int i = 0; i <= TRIES && (status == QKV_UNAVAILABLE || status == QKV_RESOURCE_EXHAUSTED); i++) {
-    uint64_t room = 0;
+    uint64_t headroom = 0;
     *error = (qkv_error){0};
-    if (i > 0) QKV_TRY(prepare(call, session, item, all, ids, &room, error));
-    status = append_once(session, item, all, ids, &room, appended, length, error);
-    qkvi_budget_unreserve(daemon->residency, &room);
+    if (i > 0) QKV_TRY(prepare(call, session, item, all, ids, &headroom, error));
+    status = append_once(session, item, all, ids, &headroom, appended, length, error);
+    qkvi_budget_unreserve(daemon->residency, &headroom);
     if (i > 0) qkvi_budget_release(daemon->residency, session, item->layer);
   }
   return status;

@@ -22,11 +22,11 @@ uint64_t qkvi_append_ids_cost(const qkvi_append_ids *ids) {
   return ids->count == 0 ? 0 : qkv_session_tokens_cost(ids->tokens, ids->position, ids->count);
 }
 
-qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *room, qkv_error *error) {
+qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error) {
   if (ids->count == 0) return QKV_OK;
   QKV_TRY(qkv_session_tokens_check(ids->tokens, ids->position, ids->ids, ids->count, error));
   const uint64_t cost = qkvi_append_ids_cost(ids);
-  QKV_TRY(qkv_arena_reserve_in(ids->tokens->config.arena, room, cost, error));
+  QKV_TRY(qkv_arena_reserve_in(ids->tokens->config.arena, headroom, cost, error));
   ids->reserved = cost;
   return QKV_OK;
 }

@@ -2,7 +2,7 @@
 //
 //   qkvi_append_ids ids;
 //   qkvi_append_ids_init(&ids, session, item);
-//   QKV_TRY(qkvi_append_ids_reserve(&ids, room, error));   for every attempt
+//   QKV_TRY(qkvi_append_ids_reserve(&ids, headroom, error));   for every attempt
 //   ... append the rows ...
 //   qkvi_append_ids_done(&ids, appended);                  after every reserve that was OK
 //   qkvi_append_ids_deinit(&ids);
@@ -31,9 +31,9 @@ void qkvi_append_ids_deinit(qkvi_append_ids *ids);
 
 // Bytes of the arena that they will take.
 uint64_t qkvi_append_ids_cost(const qkvi_append_ids *ids);
-// ALREADY_EXISTS (session_tokens.h), RESOURCE_EXHAUSTED (the arena's). `room`: a reservation, as of
+// ALREADY_EXISTS (session_tokens.h), RESOURCE_EXHAUSTED (the arena's). `headroom`: a reservation, as of
 // qkv_arena_reserve_in.
-qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *room, qkv_error *error);
+qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error);
 // `appended`: the session has the rows. The unused part of the reservation is returned.
 void qkvi_append_ids_done(qkvi_append_ids *ids, bool appended);
 

@@ -132,7 +132,7 @@ static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *er
   return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
 }
 
-static void make_room(attend_call *state, size_t count) {
+static void ensure_capacity(attend_call *state, size_t count) {
   if (count <= state->capacity) return;
   state->parts = realloc(state->parts, count * sizeof *state->parts);
   state->order = realloc(state->order, count * sizeof *state->order);
@@ -162,7 +162,7 @@ static void drop_sessions(attend_call *state) {
 }
 
 static void begin_check(attend_call *state) {
-  make_room(state, state->request.count);
+  ensure_capacity(state, state->request.count);
   state->part_count = state->request.count;
   state->next = state->next_sync = 0;
   state->attend_count = 0;

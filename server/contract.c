@@ -176,7 +176,7 @@ qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_
 
 // ---- out ----
 
-static void write_codecs(const qkv_policy *policy, qkvi_parameters_room *room, Qkv__V1__CodecPolicy *message) {
+static void write_codecs(const qkv_policy *policy, qkvi_parameters_buffer *buffer, Qkv__V1__CodecPolicy *message) {
   const qkv_codec *codecs[] = {policy->codec, policy->codec_v != NULL ? policy->codec_v : policy->codec};
   if (policy->codec == NULL) return;
   message->codec = (char *)policy->codec->name;
@@ -184,13 +184,13 @@ static void write_codecs(const qkv_policy *policy, qkvi_parameters_room *room, Q
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     for (size_t i = 0; i < codecs[part]->parameter_count; i++)
       qkv_parameters_write(&message->base, codecs[part]->name, codecs[part]->parameters[i].name,
-                           qkv_parameter_of(policy, part, i), room->parts[part]);
+                           qkv_parameter_of(policy, part, i), buffer->parts[part]);
   }
 }
 
-static void write_policy(const qkv_policy *policy, qkvi_parameters_room *room, Qkv__V1__CodecPolicy *message) {
+static void write_policy(const qkv_policy *policy, qkvi_parameters_buffer *buffer, Qkv__V1__CodecPolicy *message) {
   qkv__v1__codec_policy__init(message);
-  write_codecs(policy, room, message);
+  write_codecs(policy, buffer, message);
   message->bits_k = policy->bits_k;
   message->bits_v = policy->bits_v;
   if (policy->low_rank_said) {
@@ -349,7 +349,7 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   out->pinned = info->config.pinned;
   out->retention = info->config.evictable ? QKV__V1__RETENTION__RETENTION_EVICT : QKV__V1__RETENTION__RETENTION_KEEP;
   out->whole = info->config.whole;
-  out->bytes_beside = usage->bytes_beside;
+  out->bytes_overhead = usage->bytes_overhead;
   out->tier_bits = info->config.tier_bits;
   out->keep_full = info->config.keep_full;
   out->attention_error = qkv_quality_error(&usage->quality);

@@ -19,14 +19,14 @@ qkv_status qkvi_retention_read(Qkv__V1__Retention retention, bool evict_by_defau
 qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error);
 
 // Storage of the parameter messages of a policy.
-typedef struct qkvi_parameters_room {
+typedef struct qkvi_parameters_buffer {
   _Alignas(16) unsigned char parts[2][QKV_PARAMETERS_MESSAGE_MAX];
-} qkvi_parameters_room;
+} qkvi_parameters_buffer;
 
 typedef struct qkvi_override_message {
   Qkv__V1__LayerOverride override;
   Qkv__V1__CodecPolicy policy;
-  qkvi_parameters_room parameters;
+  qkvi_parameters_buffer parameters;
 } qkvi_override_message;
 
 // A model as a message, with the storage of its parts; to be cleared.
@@ -34,7 +34,7 @@ typedef struct qkvi_model_message {
   Qkv__V1__Model model;
   Qkv__V1__Rope rope;
   Qkv__V1__CodecPolicy policy;
-  qkvi_parameters_room parameters;
+  qkvi_parameters_buffer parameters;
   qkvi_override_message *overrides;
   Qkv__V1__LayerOverride **override_list;
 } qkvi_model_message;
@@ -51,7 +51,7 @@ void qkvi_calibration_write(const qkv_model *model, qkvi_calibration_message *me
 typedef struct qkvi_session_message {
   Qkv__V1__SessionInfo info;
   Qkv__V1__CodecPolicy policy;
-  qkvi_parameters_room parameters;
+  qkvi_parameters_buffer parameters;
   uint8_t prefix_root[sizeof(qkv_prefix_hash)];
 } qkvi_session_message;
 // `lengths` has one entry for each layer and is borrowed; NULL leaves them out.

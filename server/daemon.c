@@ -199,7 +199,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
                  qkv_heap_is_huge(qkv_arena_heap(qkv_store_arena(daemon->store))));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_LIMIT_BYTES], (int64_t)stats.memory.bytes_max);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_KV_ALLOWED_BYTES], (int64_t)stats.memory.bytes_limit);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_OTHER_BYTES], qkvi_memory_beside(daemon->store));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_OTHER_BYTES], qkvi_memory_overhead(daemon->store));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_LEARNING_BYTES], (int64_t)stats.learning_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_executor_waiting(daemon->executor));
@@ -442,17 +442,17 @@ static bool may_learn(void *context, const qkv_model *model, uint64_t bytes) {
   qkv_daemon *daemon = on->daemon;
   qkv_arena *arena = qkv_store_arena(daemon->store);
   qkv_error error = {0};
-  uint64_t room = 0;
-  bool has = qkvi_memory_has_room(daemon->store, bytes);
+  uint64_t headroom = 0;
+  bool has = qkvi_memory_has_headroom(daemon->store, bytes);
   if (has && daemon->residency != NULL) {
-    has = qkvi_budget_reserve(daemon->residency, NULL, bytes, 0, &room, &error) == QKV_OK;
+    has = qkvi_budget_reserve(daemon->residency, NULL, bytes, 0, &headroom, &error) == QKV_OK;
   } else if (has) {
     has = qkv_arena_reserve(arena, bytes, &error) == QKV_OK;
   }
   on->waits |= !has;
   if (!has && qkv_metric_read(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WAITING]) == 0)
-    qkv_log(QKV_LOG_WARN, "a calibration waits, memory-budget has no room for it", "{s:s, s:I}", "model", model->name,
-            "bytes", (json_int_t)bytes);
+    qkv_log(QKV_LOG_WARN, "a calibration waits, memory-budget has no headroom for it", "{s:s, s:I}", "model",
+            model->name, "bytes", (json_int_t)bytes);
   if (!has) return false;
   atomic_store(&daemon->memory.expects, true);
   qkv_arena_move_elsewhere(arena, bytes);

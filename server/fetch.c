@@ -218,8 +218,8 @@ static void decode_part(const fetch_stream *stream, const qkv_layer *layer, qkv_
     return;
   }
   const uint32_t dim = part_dim(stream->model, part);
-  const uint64_t room = smaller(run->tokens, QKV_PAGE_TOKENS);
-  float *scratch = malloc(room * stream->model->kv_heads * dim * sizeof *scratch);
+  const uint64_t capacity = smaller(run->tokens, QKV_PAGE_TOKENS);
+  float *scratch = malloc(capacity * stream->model->kv_heads * dim * sizeof *scratch);
   if (scratch == NULL) abort();
   for (uint64_t done = 0; done < run->tokens;) {
     const uint64_t at = run->position + done;

@@ -56,9 +56,9 @@ static qkv_status fork_in_memory(const qkv_rpc_call *call, qkv_session *parent, 
       qkvi_account_headroom(daemon->residency, call, qkv_session_account(parent), cost, NULL) == QKV_OK &&
       qkvi_budget_reserve(daemon->residency, call, cost, 0, &reservation, NULL) == QKV_OK) {
     refused = (qkv_error){0};
-    config->room = &reservation;
+    config->headroom = &reservation;
     status = qkv_store_fork(daemon->store, parent, config, positions, child, &refused);
-    config->room = NULL;
+    config->headroom = NULL;
     qkvi_budget_unreserve(daemon->residency, &reservation);
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
@@ -97,7 +97,7 @@ qkv_status qkvi_fork(const qkv_rpc_call *call, qkv_session *parent, qkv_session_
                      const uint64_t *positions, qkv_session **child, qkv_error *error) {
   enum { TRIES = 4 };
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  if (qkvi_catalogue_is_loose(daemon->residency, parent))
+  if (qkvi_catalogue_is_unconfirmed(daemon->residency, parent))
     QKV_TRY(qkvi_catalogue_tie(daemon->residency, parent, error));
   qkv_status status = QKV_UNAVAILABLE;
   for (int i = 0; i < TRIES && status == QKV_UNAVAILABLE; i++) {

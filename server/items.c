@@ -417,7 +417,7 @@ static qkv_status count_field(void *context, const qkv_wire_field *field, qkv_er
   return expect(field, QKV_WIRE_BYTES, "items", error);
 }
 
-static void make_room(qkvi_request *request, size_t count) {
+static void ensure_capacity(qkvi_request *request, size_t count) {
   if (count <= request->capacity) return;
   free(request->items);
   request->items = malloc(count * sizeof *request->items);
@@ -547,7 +547,7 @@ qkv_status qkvi_request_parse(qkv_bytes message, qkvi_request_kind kind, const q
   if (count > limits->items_max)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "items has %zu entries, limit-items is %zu", count,
                     limits->items_max);
-  make_room(request, count);
+  ensure_capacity(request, count);
   request->count = 0;
   request->options = (qkv_attend_options){0};
   request->out_dtype = QKV_FP32;
@@ -596,7 +596,7 @@ static qkv_status load_tensor(request_load *load, qkv_tensor *tensor, const qkvi
   return QKV_OK;
 }
 
-static void make_shared_room(qkvi_request *request) {
+static void ensure_shared_capacity(qkvi_request *request) {
   if (request->shared_count > request->shared_segment_capacity) {
     free(request->shared_segments);
     request->shared_segments = malloc(request->shared_count * sizeof *request->shared_segments);
@@ -611,7 +611,7 @@ uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const c
   request_load load = {.request = request, .regions = regions, .tenant = tenant};
   request->loaded = true;
   request->regions = regions;
-  make_shared_room(request);
+  ensure_shared_capacity(request);
   for (size_t i = 0; i < request->count; i++) {
     qkvi_item *item = &request->items[i];
     if (item->error.status != QKV_OK) continue;

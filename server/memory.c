@@ -65,7 +65,7 @@ static int64_t shared_resident(void) {
   return (int64_t)kib * 1024;
 }
 
-int64_t qkvi_memory_beside(qkv_store *store) {
+int64_t qkvi_memory_overhead(qkv_store *store) {
   const int64_t span = (int64_t)span_resident(qkv_arena_heap(qkv_store_arena(store)));
   const int64_t all = qkvi_memory_resident() - shared_resident();
   return all > span ? all - span : 0;
@@ -74,8 +74,8 @@ int64_t qkvi_memory_beside(qkv_store *store) {
 // Resident bytes outside of the heap and of malloc's blocks: what malloc keeps, code and stacks.
 static int64_t idle_bytes(qkv_store *store) {
   const struct mallinfo2 info = mallinfo2();
-  const int64_t used = (int64_t)(info.uordblks + info.hblkhd), beside = qkvi_memory_beside(store);
-  return beside > used ? beside - used : 0;
+  const int64_t used = (int64_t)(info.uordblks + info.hblkhd), overhead = qkvi_memory_overhead(store);
+  return overhead > used ? overhead - used : 0;
 }
 
 // Freed memory is returned a 20th at a time: half of it after 3.5 seconds, all but an eighth after ten. Allocations
@@ -97,9 +97,9 @@ static uint64_t limit_after(uint64_t limit, uint64_t lowered, uint64_t least) {
   return limit > least + lowered ? limit - lowered : least;
 }
 
-uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most) {
+uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t overhead, uint64_t most) {
   const uint64_t whole = budget + budget / RULE_PARTS, spare = SPARE_LEAST + budget / SPARE_PARTS;
-  const uint64_t all = beside + most + spare;
+  const uint64_t all = overhead + most + spare;
   if (all > whole) return limit_after(limit, all - whole, limit_least(budget));
   const uint64_t step = budget / RAISE_PARTS, left = whole - all, more = left < step ? left : step;
   return limit + more < budget ? limit + more : budget;
@@ -109,8 +109,9 @@ uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uin
 static uint64_t limit_with(qkv_store *store, uint64_t more) {
   qkv_arena *arena = qkv_store_arena(store);
   const qkv_arena_stats memory = qkv_arena_read(arena);
-  const uint64_t most = qkv_heap_read(qkv_arena_heap(arena)).bytes_most, beside = (uint64_t)qkvi_memory_beside(store);
-  return qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, beside + more, most);
+  const uint64_t most = qkv_heap_read(qkv_arena_heap(arena)).bytes_most,
+                 overhead = (uint64_t)qkvi_memory_overhead(store);
+  return qkvi_memory_limit(memory.bytes_max, memory.bytes_limit, overhead + more, most);
 }
 
 // Sanitizers keep resident tables, too, and no page lies in the heap.
@@ -120,7 +121,7 @@ static const bool follows = false;
 static const bool follows = true;
 #endif
 
-bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes) {
+bool qkvi_memory_has_headroom(qkv_store *store, uint64_t bytes) {
   const uint64_t budget = qkv_arena_read(qkv_store_arena(store)).bytes_max;
   return !follows || limit_with(store, bytes) > limit_least(budget);
 }

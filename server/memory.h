@@ -33,14 +33,14 @@ void qkvi_memory_tend(qkvi_memory *memory, qkv_store *store);
 // Resident bytes of this process, 0 where the system does not say.
 int64_t qkvi_memory_resident(void);
 // Of these, what is not in the heap of pages.
-int64_t qkvi_memory_beside(qkv_store *store);
+int64_t qkvi_memory_overhead(qkv_store *store);
 // Whether `bytes` more may be allocated outside of the pages without lowering their limit below its minimum.
-bool qkvi_memory_has_room(qkv_store *store, uint64_t bytes);
+bool qkvi_memory_has_headroom(qkv_store *store, uint64_t bytes);
 // Lowers the arena's limit where that has to be. Takes microseconds; meant for twenty times a second, and for when
 // something large has come. Any thread.
 void qkvi_memory_lower(qkv_store *store);
-// The new limit of the pages in a budget, where it is `limit` now: `beside` bytes are resident outside of the pages,
-// and `most` bytes of the pages will be. Pure, for tests.
-uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t beside, uint64_t most);
+// The new limit of the pages in a budget, where it is `limit` now: `overhead` bytes are resident outside of the
+// pages, and `most` bytes of the pages will be. Pure, for tests.
+uint64_t qkvi_memory_limit(uint64_t budget, uint64_t limit, uint64_t overhead, uint64_t most);
 
 #endif

@@ -92,16 +92,16 @@ static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account
                                   const char *model, qkv_session **session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error refused = {0};
-  uint64_t room = 0;
+  uint64_t headroom = 0;
   qkv_status status = qkv_store_open(daemon->store, config, model, session, &refused);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
       qkvi_account_headroom(daemon->residency, call, account, OPEN_RESERVATION, NULL) == QKV_OK &&
-      qkvi_budget_reserve(daemon->residency, call, OPEN_RESERVATION, 0, &room, NULL) == QKV_OK) {
+      qkvi_budget_reserve(daemon->residency, call, OPEN_RESERVATION, 0, &headroom, NULL) == QKV_OK) {
     refused = (qkv_error){0};
-    config->room = &room;
+    config->headroom = &headroom;
     status = qkv_store_open(daemon->store, config, model, session, &refused);
-    config->room = NULL;
-    qkvi_budget_unreserve(daemon->residency, &room);
+    config->headroom = NULL;
+    qkvi_budget_unreserve(daemon->residency, &headroom);
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
     if (!qkvi_evict(daemon, account, NULL, OPEN_RESERVATION)) break;

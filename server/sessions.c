@@ -32,7 +32,7 @@ static uint64_t *read_info(qkv_session *session, qkv_session_info *info) {
 static uint64_t held_bytes(qkv_session *session) {
   qkv_session_info info;
   qkv_session_read_info(session, &info, NULL);
-  return info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
+  return info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead;
 }
 
 // Writes the session to the SSD, as a whole.
@@ -282,7 +282,7 @@ static void truncate_job(void *context) {
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
   qkv_status status = qkvi_request_session(call, request->session, &session, &error);
-  if (status == QKV_OK && qkvi_catalogue_is_loose(daemon->residency, session))
+  if (status == QKV_OK && qkvi_catalogue_is_unconfirmed(daemon->residency, session))
     status = qkvi_catalogue_tie(daemon->residency, session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
   if (status == QKV_OK) status = qkvi_write_back_truncated(daemon->residency, session, &error);

@@ -56,13 +56,13 @@ static void get_job(void *context) {
   qkv_storage_read_stats(storage, &stats);
   write_stats(&stats, &response);
   response.directory = (char *)daemon->options->data_dir;
-  const size_t room = (size_t)stats.segments + 16;  // some may be begun meanwhile
-  qkv_storage_segment *segments = calloc(room, sizeof *segments);
-  Qkv__V1__StorageSegment *messages = calloc(room, sizeof *messages);
-  Qkv__V1__StorageSegment **rows = calloc(room, sizeof *rows);
+  const size_t capacity = (size_t)stats.segments + 16;  // some may be begun meanwhile
+  qkv_storage_segment *segments = calloc(capacity, sizeof *segments);
+  Qkv__V1__StorageSegment *messages = calloc(capacity, sizeof *messages);
+  Qkv__V1__StorageSegment **rows = calloc(capacity, sizeof *rows);
   if (segments == NULL || messages == NULL || rows == NULL) abort();
-  const size_t there = qkv_storage_list_segments(storage, segments, room);
-  response.n_segments = there < room ? there : room;
+  const size_t there = qkv_storage_list_segments(storage, segments, capacity);
+  response.n_segments = there < capacity ? there : capacity;
   response.segments = rows;
   for (size_t i = 0; i < response.n_segments; i++) {
     write_segment(&segments[i], &messages[i]);

@@ -85,11 +85,11 @@ static void tell(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session *se
 
 static void look_at(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session *session, known *at,
                     uint64_t tokens_cold) {
-  const size_t room = (size_t)(qkv_session_tokens_length(qkv_session_tokens_of(session)) / QKV_PREFIX_PAGE);
-  qkv_prefix_hash *hashes = calloc(room + 1, sizeof *hashes);
-  bool *cold = calloc(room + 1, sizeof *cold);
+  const size_t capacity = (size_t)(qkv_session_tokens_length(qkv_session_tokens_of(session)) / QKV_PREFIX_PAGE);
+  qkv_prefix_hash *hashes = calloc(capacity + 1, sizeof *hashes);
+  bool *cold = calloc(capacity + 1, sizeof *cold);
   if (hashes == NULL || cold == NULL) abort();
-  const size_t pages = qkv_session_tokens_hashes(qkv_session_tokens_of(session), hashes, room);
+  const size_t pages = qkv_session_tokens_hashes(qkv_session_tokens_of(session), hashes, capacity);
   (void)qkvi_prefix_mark_cold(session, pages * QKV_PREFIX_PAGE, cold);
   tell(places, log, session, at, hashes, cold, pages);
   free(hashes);
@@ -110,10 +110,10 @@ static void look_at_session(qkvi_watch_places *places, qkvi_watch_log *log, qkv_
 }
 
 void qkvi_watch_places_look(qkvi_watch_places *places, qkv_store *store, qkvi_watch_log *log) {
-  const size_t room = qkv_store_read_stats(store).sessions + 1;
-  qkv_session **listed = calloc(room, sizeof *listed);
+  const size_t capacity = qkv_store_read_stats(store).sessions + 1;
+  qkv_session **listed = calloc(capacity, sizeof *listed);
   if (listed == NULL) abort();
-  const size_t count = qkv_store_list(store, &(qkv_store_filter){0}, listed, room);
+  const size_t count = qkv_store_list(store, &(qkv_store_filter){0}, listed, capacity);
   places->looks++;
   places->told = 0;
   for (size_t i = 0; i < count; i++) {

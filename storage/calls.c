@@ -133,7 +133,7 @@ static qkv_status admit(qkv_storage *storage, qkvi_put *put, qkv_error *error) {
                     "storage dirty bytes are %" PRIu64 " of %" PRIu64 ", %" PRIu64 " more are needed",
                     storage->dirty_bytes, dirty_max, bytes);
   }
-  if (storage->waiting_bytes > storage->room_bytes || extent > storage->room_bytes - storage->waiting_bytes) {
+  if (storage->waiting_bytes > storage->free_bytes || extent > storage->free_bytes - storage->waiting_bytes) {
     storage->stats.puts_refused_budget++;
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
                     "storage budget is %" PRIu64 " bytes, no room for %" PRIu64 " more", storage->config.bytes_max,
@@ -237,7 +237,7 @@ void qkv_storage_read_stats(qkv_storage *storage, qkv_storage_stats *stats) {
   stats->segments = storage->segments_count;
   stats->dirty_bytes = storage->dirty_bytes;
   stats->disk_bytes = stats->dead_bytes = 0;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     const qkvi_segment *segment = storage->segments[i];
     if (segment == NULL) continue;
     stats->disk_bytes += segment->file_bytes;
@@ -254,7 +254,7 @@ static int compare_segments(const void *a, const void *b) {
 size_t qkv_storage_list_segments(qkv_storage *storage, qkv_storage_segment *segments, size_t count) {
   size_t all = 0, listed = 0;
   pthread_mutex_lock(&storage->lock);
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     const qkvi_segment *segment = storage->segments[i];
     if (segment == NULL) continue;
     all++;

@@ -28,12 +28,12 @@ static bool is_candidate(const qkvi_segment *segment) {
 }
 
 static bool is_pressed(const qkv_storage *storage) {
-  return storage->config.bytes_max > 0 && storage->room_bytes < 2 * storage->config.segment_bytes;
+  return storage->config.bytes_max > 0 && storage->free_bytes < 2 * storage->config.segment_bytes;
 }
 
 static qkvi_segment *worst_below(const qkv_storage *storage, double share, uint64_t number_max) {
   qkvi_segment *worst = NULL;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (!is_candidate(segment) || segment->number >= number_max || live_share(segment) >= share) continue;
     if (worst == NULL || live_share(segment) < live_share(worst)) worst = segment;
@@ -44,7 +44,7 @@ static qkvi_segment *worst_below(const qkv_storage *storage, double share, uint6
 static qkvi_segment *smallest_of_many(const qkv_storage *storage) {
   qkvi_segment *smallest = NULL;
   unsigned small = 0;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (!is_candidate(segment) || segment->file_bytes >= storage->config.segment_bytes / 8) continue;
     small++;

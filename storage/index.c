@@ -45,7 +45,7 @@ typedef struct index_session {
 
 struct qkvi_index {
   record_group **chunks;  // CHUNK_GROUPS each
-  uint32_t groups, chunks_room;
+  uint32_t groups, chunks_capacity;
   uint32_t free;  // the first free group
   uint32_t *table;
   uint32_t slots;
@@ -283,9 +283,9 @@ static uint32_t take_group(qkvi_index *index) {
   if (index->groups % CHUNK_GROUPS == 0) {
     const uint32_t chunks = index->groups / CHUNK_GROUPS;
     assert(index->groups < UINT32_C(1) << 27);
-    if (chunks == index->chunks_room) {
-      index->chunks_room = chunks == 0 ? 16 : 2 * chunks;
-      index->chunks = checked((void *)realloc((void *)index->chunks, index->chunks_room * sizeof *index->chunks));
+    if (chunks == index->chunks_capacity) {
+      index->chunks_capacity = chunks == 0 ? 16 : 2 * chunks;
+      index->chunks = checked((void *)realloc((void *)index->chunks, index->chunks_capacity * sizeof *index->chunks));
     }
     index->chunks[chunks] = checked(calloc(CHUNK_GROUPS, sizeof **index->chunks));
   }

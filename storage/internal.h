@@ -97,7 +97,7 @@ typedef struct qkvi_segment {
   uint64_t live_bytes, live_records;
   uint64_t data_bytes;         // of records that were placed
   qkv_record_header *headers;  // of these, until it is sealed
-  uint64_t headers_count, headers_room;
+  uint64_t headers_count, headers_capacity;
   qkvi_put_list unsynced, syncing;  // written; `syncing`: an fdatasync that covers them is under way
   bool sync_running, sync_wanted;
   bool unmovable;          // compaction could not read all of it
@@ -200,7 +200,7 @@ struct qkv_storage {
   uint64_t record_next, session_next;
   uint64_t order_next;
   uint64_t dirty_bytes;
-  uint64_t room_bytes;     // for new records, by the budget; UINT64_MAX without one
+  uint64_t free_bytes;     // for new records, by the budget; UINT64_MAX without one
   uint64_t waiting_bytes;  // extents of puts that are not placed
   qkv_storage_waiter *waiters;
   qkv_storage_stats stats;
@@ -208,7 +208,7 @@ struct qkv_storage {
   qkvi_index *index;
   qkvi_sessions *sessions;  // the storage thread's
   qkvi_segment **segments;  // by slot; NULL: free
-  uint32_t segments_room;
+  uint32_t segments_capacity;
   uint64_t segments_count;
   uint64_t segment_next;  // number
   uint64_t use_clock;
@@ -265,7 +265,7 @@ void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment);
 // Deletes the segment if it has no live records and no users.
 void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment);
-void qkvi_segments_room(qkv_storage *storage);  // recomputes storage->room_bytes
+void qkvi_segments_count_free(qkv_storage *storage);  // recomputes storage->free_bytes
 
 // put.c
 void qkvi_put_message(qkv_storage *storage, qkvi_message *message);

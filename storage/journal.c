@@ -260,7 +260,7 @@ void qkvi_journal_walk_deinit(qkvi_journal_walk *walk) {
 
 bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block) {
   const uint8_t *payload = block;
-  uint64_t room = QKV_STORAGE_BLOCK;
+  uint64_t capacity = QKV_STORAGE_BLOCK;
   walk->first = walk->left == 0;
   if (walk->first) {
     const qkvi_entry_header *header = (const qkvi_entry_header *)block;
@@ -272,13 +272,13 @@ bool qkvi_journal_walk_block(qkvi_journal_walk *walk, const uint8_t *block) {
     walk->payload_hash = header->payload_hash;
     (void)XXH3_64bits_reset(walk->hash);
     payload += sizeof *header;
-    room -= sizeof *header;
+    capacity -= sizeof *header;
     if (header->kind == QKV_JOURNAL_SESSION_FORK) {
       if (header->payload_bytes < sizeof(fork_head)) return false;
       memcpy(&walk->entry.parent, payload, sizeof walk->entry.parent);
     }
   }
-  const uint64_t bytes = walk->left < room ? walk->left : room;
+  const uint64_t bytes = walk->left < capacity ? walk->left : capacity;
   if (bytes > 0) (void)XXH3_64bits_update(walk->hash, payload, bytes);
   walk->used = (uint64_t)(payload - block) + bytes;
   walk->left -= bytes;

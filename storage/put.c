@@ -204,8 +204,8 @@ static bool copy_record(qkv_storage *storage, qkvi_put *put, qkvi_segment *segme
   while (put->copied < extent) {
     qkvi_buffer *buffer = buffer_at(storage, segment, put->header.offset + put->copied);
     if (buffer == NULL) return false;
-    const uint64_t room = QKVI_WRITE_BYTES - buffer->used, left = extent - put->copied;
-    const uint64_t size = left < room ? left : room;
+    const uint64_t capacity = QKVI_WRITE_BYTES - buffer->used, left = extent - put->copied;
+    const uint64_t size = left < capacity ? left : capacity;
     copy_extent(put, buffer->bytes + buffer->used, size);
     buffer->puts[buffer->count++] = put;
     buffer->used += size;
@@ -263,7 +263,7 @@ void qkvi_place(qkv_storage *storage) {
   storage->placing = false;
   // An idle disk gets what there is.
   if (storage->writes < WRITES_BUSY) qkvi_flush_buffer(storage);
-  qkvi_segments_room(storage);
+  qkvi_segments_count_free(storage);
 }
 
 void qkvi_put_fail_queue(qkv_storage *storage, int error) {

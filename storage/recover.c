@@ -35,11 +35,11 @@ typedef struct recovery {
   qkv_storage *storage;
   const qkv_storage_restore *restore;
   found_record *found;
-  uint64_t found_count, found_room;
+  uint64_t found_count, found_capacity;
   view_record *view;  // of one session at a time
-  uint64_t view_count, view_room;
+  uint64_t view_count, view_capacity;
   uint64_t *numbers;  // per segment
-  uint64_t numbers_count, numbers_room;
+  uint64_t numbers_count, numbers_capacity;
   bool has_journal;
   uint64_t epoch;         // the largest of any file name
   uint64_t journal_seen;  // of any record
@@ -48,18 +48,18 @@ typedef struct recovery {
   // The journal as it is.
   struct journal_window {
     uint8_t *bytes;  // `size` of the file, from `begin` on
-    uint64_t begin, size, room;
+    uint64_t begin, size, capacity;
     int error;  // errno of a read that failed
   } window;
   qkvi_journal_header header;
   uint64_t journal_bytes, durable;
   uint64_t *refused;  // sequences of entries that restore->entry() dropped
-  uint64_t refused_count, refused_room, refused_next;
+  uint64_t refused_count, refused_capacity, refused_next;
   // The journal that is being written.
   struct journal_output {
     int file, error;
     uint8_t *bytes;  // `size` to be written at `offset`
-    uint64_t offset, size, room;
+    uint64_t offset, size, capacity;
     uint64_t count;  // entries
     bool forks;
   } output;
@@ -87,9 +87,9 @@ static qkv_status failed(qkv_error *error, const char *what, int code) {
 // ---- Segments ----
 
 static void add_found(recovery *on, const qkv_record_header *header, const qkvi_segment *segment) {
-  if (on->found_count == on->found_room) {
-    on->found_room = on->found_room == 0 ? 1024 : 2 * on->found_room;
-    on->found = qkvi_checked(realloc(on->found, on->found_room * sizeof *on->found));
+  if (on->found_count == on->found_capacity) {
+    on->found_capacity = on->found_capacity == 0 ? 1024 : 2 * on->found_capacity;
+    on->found = qkvi_checked(realloc(on->found, on->found_capacity * sizeof *on->found));
   }
   on->found[on->found_count++] = (found_record){.entry = qkvi_entry_of(header, segment->slot),
                                                 .codec = header->codec,
@@ -153,15 +153,16 @@ static void leave_unread(recovery *on, qkvi_segment *segment, uint64_t offset, i
 static void scan_records(recovery *on, qkvi_segment *segment) {
   qkvi_segment_scan scan;
   qkvi_segment_scan_init(&scan, on->storage->store, segment->number, segment->file_bytes);
-  uint64_t room = WINDOW;
-  uint8_t *window = qkvi_aligned(room);
+  uint64_t capacity = WINDOW;
+  uint8_t *window = qkvi_aligned(capacity);
   for (uint64_t wanted = QKV_STORAGE_BLOCK; wanted > 0;) {
-    if (wanted > room) {
+    if (wanted > capacity) {
       free(window);
-      room = wanted;
-      window = qkvi_aligned(room);
+      capacity = wanted;
+      window = qkvi_aligned(capacity);
     }
-    const uint64_t left = scan.file_bytes - scan.offset, size = left < room ? left : room, begin = scan.offset;
+    const uint64_t left = scan.file_bytes - scan.offset, size = left < capacity ? left : capacity,
+                   begin = scan.offset;
     if (size == 0) break;
     const int error = request_now(on, QKV_IO_READ, segment->file, begin, window, size);
     if (error != 0) {
@@ -218,7 +219,7 @@ static void forget_dead(const recovery *on, qkvi_segment *segment) {
 // Seals segments without a footer, if anything in them is live.
 static void seal_segments(recovery *on) {
   qkv_storage *storage = on->storage;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (segment == NULL || segment->state != QKVI_SEGMENT_SEALING) continue;
     forget_dead(on, segment);
@@ -278,9 +279,9 @@ static void note_name(void *context, const char *name) {
   uint64_t number;
   if (strcmp(name, "journal.qkv") == 0) on->has_journal = true;
   if (!qkvi_segment_parse_name(name, &number)) return;
-  if (on->numbers_count == on->numbers_room) {
-    on->numbers_room = on->numbers_room == 0 ? 64 : 2 * on->numbers_room;
-    on->numbers = qkvi_checked(realloc(on->numbers, on->numbers_room * sizeof *on->numbers));
+  if (on->numbers_count == on->numbers_capacity) {
+    on->numbers_capacity = on->numbers_capacity == 0 ? 64 : 2 * on->numbers_capacity;
+    on->numbers = qkvi_checked(realloc(on->numbers, on->numbers_capacity * sizeof *on->numbers));
   }
   on->numbers[on->numbers_count++] = number;
 }
@@ -291,14 +292,14 @@ static const uint8_t *window_at(void *context, uint64_t offset, uint64_t size) {
   struct journal_window *window = &on->window;
   if (offset >= window->begin && offset - window->begin + size <= window->size)
     return window->bytes + (offset - window->begin);
-  if (size > window->room || window->bytes == NULL) {
+  if (size > window->capacity || window->bytes == NULL) {
     free(window->bytes);
-    window->room = size > on->storage->journal.piece_bytes ? size : on->storage->journal.piece_bytes;
-    window->bytes = qkvi_aligned(window->room);
+    window->capacity = size > on->storage->journal.piece_bytes ? size : on->storage->journal.piece_bytes;
+    window->bytes = qkvi_aligned(window->capacity);
   }
   const uint64_t left = on->journal_bytes - offset;
   window->begin = offset;
-  window->size = left < window->room ? left : window->room;
+  window->size = left < window->capacity ? left : window->capacity;
   window->error = request_now(on, QKV_IO_READ, on->storage->journal.file, offset, window->bytes, window->size);
   if (window->error == 0) return window->bytes;
   window->size = 0;
@@ -359,9 +360,9 @@ static void tell_entry(void *context, const qkv_journal_entry *entry) {
   if (entry->kind >= QKV_JOURNAL_SESSION_OPEN && !qkvi_sessions_alive(on->sessions, entry->session)) return;
   if (restore->entry(restore->context, entry) || entry->kind == QKV_JOURNAL_SESSION_TRUNCATE) return;
   if (opens(entry)) qkvi_sessions_drop(on->sessions, entry->session);
-  if (on->refused_count == on->refused_room) {
-    on->refused_room = on->refused_room == 0 ? 64 : 2 * on->refused_room;
-    on->refused = qkvi_checked(realloc(on->refused, on->refused_room * sizeof *on->refused));
+  if (on->refused_count == on->refused_capacity) {
+    on->refused_capacity = on->refused_capacity == 0 ? 64 : 2 * on->refused_capacity;
+    on->refused = qkvi_checked(realloc(on->refused, on->refused_capacity * sizeof *on->refused));
   }
   on->refused[on->refused_count++] = entry->sequence;
 }
@@ -395,9 +396,9 @@ static void write_entry(recovery *on, const qkv_journal_entry *entry) {
       qkvi_entry_header_make(&numbered, on->storage->store, 0, output->offset + output->size);
   const uint64_t extent = qkvi_entry_extent(numbered.bytes);
   for (uint64_t from = 0, size; from < extent; from += size) {
-    if (output->size == output->room) flush_output(on);
-    const uint64_t left = extent - from, room = output->room - output->size;
-    size = left < room ? left : room;
+    if (output->size == output->capacity) flush_output(on);
+    const uint64_t left = extent - from, capacity = output->capacity - output->size;
+    size = left < capacity ? left : capacity;
     qkvi_entry_copy(output->bytes + output->size, &header, &numbered, from, size);
     output->size += size;
   }
@@ -439,10 +440,10 @@ static qkv_status write_journal(recovery *on, const qkvi_journal_report *before,
   qkv_storage *storage = on->storage;
   qkvi_journal *journal = &storage->journal;
   struct journal_output *output = &on->output;
-  *output = (struct journal_output){.offset = 2 * sizeof(qkvi_journal_header), .room = journal->piece_bytes};
+  *output = (struct journal_output){.offset = 2 * sizeof(qkvi_journal_header), .capacity = journal->piece_bytes};
   int code = qkv_io_open(storage->io, "journal.new", true, &output->file);
   if (code != 0) return failed(error, "journal.new", code);
-  output->bytes = qkvi_aligned(output->room);
+  output->bytes = qkvi_aligned(output->capacity);
   qkv_status status = before == NULL ? QKV_OK : scan_again(on, keep_entry, before, error);
   if (status == QKV_OK) {
     qkvi_sessions_dropped(on->sessions, close_dropped, on);
@@ -525,9 +526,9 @@ static uint64_t first_of(const recovery *on, uint64_t session) {
 }
 
 static void add_to_view(recovery *on, found_record *found, uint32_t tokens, uint32_t distance) {
-  if (on->view_count == on->view_room) {
-    on->view_room = on->view_room == 0 ? 1024 : 2 * on->view_room;
-    on->view = qkvi_checked(realloc(on->view, on->view_room * sizeof *on->view));
+  if (on->view_count == on->view_capacity) {
+    on->view_capacity = on->view_capacity == 0 ? 1024 : 2 * on->view_capacity;
+    on->view = qkvi_checked(realloc(on->view, on->view_capacity * sizeof *on->view));
   }
   on->view[on->view_count++] = (view_record){.found = found, .tokens = tokens, .distance = distance};
 }
@@ -673,7 +674,7 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
     on.sessions = qkvi_sessions_create();
     status = write_journal(&on, NULL, error);
   }
-  for (uint32_t i = 0; status == QKV_OK && i < storage->segments_room; i++) {
+  for (uint32_t i = 0; status == QKV_OK && i < storage->segments_capacity; i++) {
     if (storage->segments[i] != NULL) qkvi_segment_reap(storage, storage->segments[i]);
   }
   storage->stats.recovery_read_bytes = on.read_bytes;

@@ -12,14 +12,14 @@ qkvi_segment *qkvi_segment_add(qkv_storage *storage, uint64_t number, qkvi_segme
   *segment = (qkvi_segment){
       .number = number, .state = state, .file = -1, .file_bytes = file_bytes, .end = sizeof(qkvi_segment_header)};
   uint32_t slot = 0;
-  while (slot < storage->segments_room && storage->segments[slot] != NULL) slot++;
+  while (slot < storage->segments_capacity && storage->segments[slot] != NULL) slot++;
   pthread_mutex_lock(&storage->lock);
-  if (slot == storage->segments_room) {
-    const uint32_t room = slot == 0 ? 64 : 2 * slot;
-    qkvi_segment **grown = realloc((void *)storage->segments, room * sizeof *grown);
+  if (slot == storage->segments_capacity) {
+    const uint32_t capacity = slot == 0 ? 64 : 2 * slot;
+    qkvi_segment **grown = realloc((void *)storage->segments, capacity * sizeof *grown);
     storage->segments = qkvi_checked((void *)grown);
-    for (uint32_t i = slot; i < room; i++) storage->segments[i] = NULL;
-    storage->segments_room = room;
+    for (uint32_t i = slot; i < capacity; i++) storage->segments[i] = NULL;
+    storage->segments_capacity = capacity;
   }
   segment->slot = slot;
   storage->segments[slot] = segment;
@@ -40,7 +40,7 @@ static void close_file(qkv_storage *storage, qkvi_segment *segment) {
 // False where all are in use.
 static bool close_oldest(qkv_storage *storage) {
   qkvi_segment *oldest = NULL;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (segment == NULL || segment->file < 0 || segment->users > 0) continue;
     if (segment->state == QKVI_SEGMENT_OPEN || segment->state == QKVI_SEGMENT_PREPARING) continue;
@@ -93,24 +93,24 @@ static uint64_t left_in(const qkv_storage *storage, uint32_t slot) {
 
 static uint64_t disk_bytes(const qkv_storage *storage) {
   uint64_t bytes = 0;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     if (storage->segments[i] != NULL) bytes += storage->segments[i]->file_bytes;
   }
   return bytes;
 }
 
-void qkvi_segments_room(qkv_storage *storage) {
-  uint64_t room = UINT64_MAX;
+void qkvi_segments_count_free(qkv_storage *storage) {
+  uint64_t capacity = UINT64_MAX;
   if (storage->config.bytes_max > 0) {
     const uint64_t used = disk_bytes(storage);
     uint64_t more =
         used < storage->config.bytes_max ? (storage->config.bytes_max - used) / storage->config.segment_bytes : 0;
     // The last segment is reserved for compaction.
     if (more > 0) more--;
-    room = left_in(storage, storage->current) + left_in(storage, storage->spare) + more * usable(storage);
+    capacity = left_in(storage, storage->current) + left_in(storage, storage->spare) + more * usable(storage);
   }
   pthread_mutex_lock(&storage->lock);
-  storage->room_bytes = room;
+  storage->free_bytes = capacity;
   pthread_mutex_unlock(&storage->lock);
 }
 
@@ -123,9 +123,9 @@ void qkvi_segment_live(qkv_storage *storage, qkvi_segment *segment, int64_t byte
 }
 
 void qkvi_segment_note(qkv_storage *storage, qkvi_segment *segment, const qkv_record_header *header) {
-  if (segment->headers_count == segment->headers_room) {
-    segment->headers_room = segment->headers_room == 0 ? 64 : 2 * segment->headers_room;
-    segment->headers = qkvi_checked(realloc(segment->headers, segment->headers_room * sizeof *segment->headers));
+  if (segment->headers_count == segment->headers_capacity) {
+    segment->headers_capacity = segment->headers_capacity == 0 ? 64 : 2 * segment->headers_capacity;
+    segment->headers = qkvi_checked(realloc(segment->headers, segment->headers_capacity * sizeof *segment->headers));
   }
   segment->headers[segment->headers_count++] = *header;
   pthread_mutex_lock(&storage->lock);
@@ -157,7 +157,7 @@ void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment) {
   free(segment);
   storage->compaction.aborted = false;
   storage->no_spare = false;
-  qkvi_segments_room(storage);
+  qkvi_segments_count_free(storage);
 }
 
 void qkvi_segment_become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state) {
@@ -170,7 +170,7 @@ void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment) {
   qkvi_segment_become(storage, segment, QKVI_SEGMENT_FAILED);
   if (storage->current == segment->slot) storage->current = QKVI_NO_SEGMENT;
   if (storage->spare == segment->slot) storage->spare = QKVI_NO_SEGMENT;
-  qkvi_segments_room(storage);
+  qkvi_segments_count_free(storage);
 }
 
 void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment) {
@@ -208,7 +208,7 @@ static void prepare_done(qkv_storage *storage, qkvi_segment *segment, int error)
   } else {
     storage->spare = segment->slot;
   }
-  qkvi_segments_room(storage);
+  qkvi_segments_count_free(storage);
   qkvi_place(storage);
 }
 
@@ -277,7 +277,7 @@ qkvi_segment *qkvi_segment_for(qkv_storage *storage, uint64_t extent) {
   if (storage->current == QKVI_NO_SEGMENT) {
     storage->current = storage->spare;
     storage->spare = QKVI_NO_SEGMENT;
-    qkvi_segments_room(storage);
+    qkvi_segments_count_free(storage);
   }
   if (storage->current == QKVI_NO_SEGMENT) {
     prepare_segment(storage);

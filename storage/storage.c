@@ -109,7 +109,7 @@ static void try_end(qkv_storage *storage) {
     qkvi_segment_retire(storage, storage->segments[open[i]]);
   }
   bool busy = qkv_io_read_stats(storage->io).depth > 0 || qkv_io_read_stats(storage->io).waiting > 0;
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     busy = busy || (storage->segments[i] != NULL && storage->segments[i]->state == QKVI_SEGMENT_SEALING);
   }
   if (busy) return;
@@ -249,7 +249,7 @@ static qkv_status take_directory(qkv_storage *storage, qkv_error *error) {
 qkv_status qkvi_storage_open_over(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
   QKV_TRY(qkvi_recover(storage, restore, error));
   qkv_io_adopt(storage->io, storage->region, (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS);
-  qkvi_segments_room(storage);
+  qkvi_segments_count_free(storage);
   uv_check_start(&storage->after, after_turn);
   uv_timer_start(&storage->tick, tick, (uint64_t)storage->config.sync_ms, (uint64_t)storage->config.sync_ms);
   return QKV_OK;
@@ -262,7 +262,7 @@ static void ignore_close(uv_handle_t *handle) {
 void qkvi_storage_destroy(qkv_storage **storage) {
   qkv_storage *old = *storage;
   qkv_pool_destroy(&old->encoders);
-  for (uint32_t i = 0; i < old->segments_room; i++) {
+  for (uint32_t i = 0; i < old->segments_capacity; i++) {
     qkvi_segment *segment = old->segments[i];
     if (segment == NULL) continue;
     if (segment->file >= 0) qkv_io_close(old->io, segment->file);

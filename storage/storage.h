@@ -45,7 +45,7 @@ typedef struct qkv_storage_config {
   uint64_t dirty_bytes_max;      // payloads that wait to be written
   uint64_t compact_bytes_per_s;  // rate of background compaction; 0: only when asked for
   double compact_below;          // share of live bytes under which a sealed segment is compacted
-  int64_t sync_ms;               // records without `hurry` are durable after about this time
+  int64_t sync_ms;               // records without `sync_now` are durable after about this time
   size_t encoders;               // threads that compress and hash; 0: the storage thread does it
   unsigned depth;                // requests at a time in the driver
   unsigned open_files_max;       // segments that are open at a time
@@ -154,7 +154,7 @@ typedef struct qkv_storage_put_request {
   qkv_record_meta meta;
   const void *payload;  // borrowed until written()
   uint64_t bytes;       // 1 to QKV_RECORD_BYTES_MAX, and it must fit into a segment
-  bool hurry;           // sync now rather than within sync_ms
+  bool sync_now;        // sync now rather than within sync_ms
   // The payload is free, and with QKV_OK the record can be read. Otherwise nothing was put: RESOURCE_EXHAUSTED (the
   // disk or the budget is full), INTERNAL (it failed), CANCELLED (session closed or cut and no heir needs it, record
   // dropped). Never NULL.

@@ -24,7 +24,7 @@ static void append(qkvi_put_list *list, qkvi_put *put) {
 
 void qkvi_sync_later(qkv_storage *storage, qkvi_segment *segment, qkvi_put *put) {
   append(&segment->unsynced, put);
-  if (put->request.hurry || put->moved || storage->sync_waiters != NULL || storage->ending)
+  if (put->request.sync_now || put->moved || storage->sync_waiters != NULL || storage->ending)
     segment->sync_wanted = true;
   if (segment->sync_wanted) qkvi_sync_segment(storage, segment);
 }
@@ -73,7 +73,7 @@ static void seal_step(qkv_io_request *request) {
     pthread_mutex_unlock(&storage->lock);
     free(segment->headers);
     segment->headers = NULL;
-    qkvi_segments_room(storage);
+    qkvi_segments_count_free(storage);
   }
   qkvi_segment_leave(storage, segment);
   qkvi_compact_consider(storage);
@@ -148,7 +148,7 @@ void qkvi_sync_segment(qkv_storage *storage, qkvi_segment *segment) {
 
 void qkvi_sync_all(qkv_storage *storage) {
   qkvi_flush_buffer(storage);
-  for (uint32_t i = 0; i < storage->segments_room; i++) {
+  for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     qkvi_segment *segment = storage->segments[i];
     if (segment != NULL && segment->unsynced.first != NULL) qkvi_sync_segment(storage, segment);
   }

@@ -33,7 +33,7 @@ const qkv_option qkvi_bench_codes_options[QKV_BENCH_CODES_OPTIONS] = {
     {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
      "what to use of the processor, as of qkvd"},
 };
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
   if (made == NULL) abort();
   return made;
@@ -153,8 +153,8 @@ int qkv_bench_codes_init(qkv_bench_codes *codes, const qkv_bench_settings *setti
   if (qkv_model_resolve(&codes->model, &error) != QKV_OK) return failed(&error);
   codes->part_bytes = (size_t)(2 * QKV_PAGE_TOKENS * settings->kv_heads * settings->dim);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    codes->rows[part] = room(codes->pages * codes->part_bytes);
-    codes->floats[part] = room(2 * codes->part_bytes);
+    codes->rows[part] = allocate(codes->pages * codes->part_bytes);
+    codes->floats[part] = allocate(2 * codes->part_bytes);
     for (size_t page = 0; page < codes->pages; page++) fill_page(codes, part, page);
   }
   return make_coder(codes, purpose);
@@ -200,7 +200,7 @@ int qkv_bench_codes_measure(qkv_bench_codes *codes, const char *bench, void (*on
                             size_t page_bytes) {
   const qkv_bench_settings *settings = codes->settings;
   const double bytes = (double)(2 * codes->pages * codes->part_bytes), rows = bytes / (double)(2 * settings->dim);
-  uint8_t *copy = room(2 * codes->pages * codes->part_bytes);
+  uint8_t *copy = allocate(2 * codes->pages * codes->part_bytes);
   qkv_samples seconds = {0}, copy_seconds = {0};
   copy_all(codes, copy);
   once(context);

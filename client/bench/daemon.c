@@ -21,8 +21,8 @@ static bool daemon_path(char *path, size_t size) {
   path[length] = '\0';
   char *slash = strrchr(path, '/');
   if (!slash) return false;
-  size_t room = size - (size_t)(slash + 1 - path);
-  return snprintf(slash + 1, room, "qkvd") < (int)room && access(path, X_OK) == 0;
+  size_t capacity = size - (size_t)(slash + 1 - path);
+  return snprintf(slash + 1, capacity, "qkvd") < (int)capacity && access(path, X_OK) == 0;
 }
 
 static void run_daemon(const char *path, const qkv_bench_daemon *daemon, const char *const *arguments) {

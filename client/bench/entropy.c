@@ -158,8 +158,8 @@ typedef struct entropy_job {
 // All pages of one layer under one coder.
 typedef struct coded_layer {
   const qkv_coder *coder;
-  size_t pages, room;
-  uint8_t *images;  // [pages][room]
+  size_t pages, capacity;
+  uint8_t *images;  // [pages][capacity]
   size_t *bytes;    // [pages]
 } coded_layer;
 
@@ -177,8 +177,8 @@ static coded_layer code_layer(const entropy_job *job, const qkv_coder *coder, si
   float *k = memory(tokens * k_width * sizeof *k), *v = memory(tokens * v_width * sizeof *v);
   coded_layer layer = {.coder = coder,
                        .pages = tokens / QKV_PAGE_TOKENS,
-                       .room = (coder->codec->page_bytes_max(coder) + 63) / 64 * 64};
-  layer.images = memory(layer.pages * layer.room);
+                       .capacity = (coder->codec->page_bytes_max(coder) + 63) / 64 * 64};
+  layer.images = memory(layer.pages * layer.capacity);
   layer.bytes = memory(layer.pages * sizeof *layer.bytes);
   qkv_dump_read(dump, index, QKV_DUMP_K, 0, tokens, k);
   qkv_dump_read(dump, index, QKV_DUMP_V, 0, tokens, v);
@@ -186,7 +186,7 @@ static coded_layer code_layer(const entropy_job *job, const qkv_coder *coder, si
     const size_t at = page * QKV_PAGE_TOKENS;
     layer.bytes[page] =
         coder->codec->encode(coder, qkv_dump_first_position(dump) + at, QKV_PAGE_TOKENS, QKV_FP32, k + at * k_width,
-                             v + at * v_width, NULL, layer.images + page * layer.room);
+                             v + at * v_width, NULL, layer.images + page * layer.capacity);
   }
   free(k);
   free(v);
@@ -194,16 +194,16 @@ static coded_layer code_layer(const entropy_job *job, const qkv_coder *coder, si
 }
 
 static void compress(const entropy_job *job, const coded_layer *layer, entropy_sums *sums) {
-  const size_t room = ZSTD_compressBound(RECORD + layer->room);
-  uint8_t *raw = memory(RECORD + layer->room), *out = memory(room);
+  const size_t capacity = ZSTD_compressBound(RECORD + layer->capacity);
+  uint8_t *raw = memory(RECORD + layer->capacity), *out = memory(capacity);
   size_t have = 0;
   for (size_t page = 0; page < layer->pages; page++) {
-    memcpy(raw + have, layer->images + page * layer->room, layer->bytes[page]);
+    memcpy(raw + have, layer->images + page * layer->capacity, layer->bytes[page]);
     have += layer->bytes[page];
     sums->images += 8.0 * (double)layer->bytes[page];
     if (have < RECORD && page + 1 < layer->pages) continue;
     for (size_t i = 0; i < 2; i++) {
-      const size_t made = ZSTD_compressCCtx(job->zstd, out, room, raw, have, i == 0 ? ZSTD_FAST : ZSTD_BEST);
+      const size_t made = ZSTD_compressCCtx(job->zstd, out, capacity, raw, have, i == 0 ? ZSTD_FAST : ZSTD_BEST);
       sums->zstd[i] += 8.0 * (double)(ZSTD_isError(made) || made > have ? have : made);
     }
     have = 0;
@@ -213,7 +213,7 @@ static void compress(const entropy_job *job, const coded_layer *layer, entropy_s
 }
 
 static void read_block(const coded_layer *layer, size_t page, uint16_t head, qkv_part part, block_symbols *block) {
-  const uint8_t *image = layer->images + page * layer->room;
+  const uint8_t *image = layer->images + page * layer->capacity;
   if (layer->coder->codec->part != NULL) return read_parts(layer->coder, image, head, part, block);
   read_embedded(layer->coder, image, head, part, block);
 }

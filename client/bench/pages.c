@@ -11,7 +11,7 @@
 #include "engine/codec/hadamard.h"
 #include "engine/kernel/kernel.h"
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = malloc(bytes > 0 ? bytes : 1);
   if (made == NULL) abort();
   return made;
@@ -36,7 +36,7 @@ static void normal(float *values, size_t count, uint64_t seed) {
 
 // rows [count][dim].
 static void fill(float *rows, size_t count, size_t dim, bool skewed, double spread, uint64_t seed) {
-  float *factors = room((count + 1) / 2 * 2 * sizeof *factors);
+  float *factors = allocate((count + 1) / 2 * 2 * sizeof *factors);
   normal(rows, count * dim, seed);
   normal(factors, (count + 1) / 2 * 2, seed + 1);
   for (size_t i = 0; i < count; i++) {
@@ -90,7 +90,8 @@ static qkv_status describe(const qkv_bench_settings *settings, qkv_bench_pages *
 static qkv_status calibrate(qkv_bench_pages *pages, qkv_error *error) {
   const qkv_calibration_shape shape = qkv_model_calibration_shape(&pages->model);
   qkv_moments *moments = qkv_moments_create(&shape);
-  float *queries = room((size_t)QKV_BENCH_ROWS / 4 * pages->model.q_heads * pages->model.key_dim * sizeof *queries);
+  float *queries =
+      allocate((size_t)QKV_BENCH_ROWS / 4 * pages->model.q_heads * pages->model.key_dim * sizeof *queries);
   fill(queries, (size_t)QKV_BENCH_ROWS / 4 * pages->model.q_heads, pages->model.key_dim, true, 0, 9);
   qkv_moments_add(moments, 0, 0, QKV_BENCH_ROWS, pages->k, pages->v, true);
   qkv_moments_add_queries(moments, 0, 0, QKV_BENCH_ROWS / 4, queries, true);
@@ -125,8 +126,8 @@ qkv_status qkv_bench_pages_append(const qkv_bench_pages *pages, qkv_layer *layer
 // That share of all groups goes to the tier.
 static qkv_status mix(qkv_layer *layer, double share, uint8_t tier, uint64_t *seed, qkv_error *error) {
   const size_t heads = layer->config.model->kv_heads;
-  qkv_head_tiers *now = room(2 * heads * sizeof *now), *most = now + heads;
-  float *dice = room(heads * 2 * QKV_PAGE_GROUPS * sizeof *dice);
+  qkv_head_tiers *now = allocate(2 * heads * sizeof *now), *most = now + heads;
+  float *dice = allocate(heads * 2 * QKV_PAGE_GROUPS * sizeof *dice);
   for (size_t i = 0; i < layer->page_count; i++) {
     qkv_cut cut;
     qkv_layer_tiers(layer, qkv_layer_page(layer, i), now, most);
@@ -149,12 +150,12 @@ static qkv_status mix(qkv_layer *layer, double share, uint8_t tier, uint64_t *se
 static void scatter(qkv_bench_pages *pages) {
   size_t count = 0, next = 0;
   for (size_t s = 0; s < pages->sessions; s++) count += pages->layers[s].page_count;
-  qkv_page_entry **entries = room(count * sizeof *entries);
-  void **old = room(count * sizeof *old);
+  qkv_page_entry **entries = allocate(count * sizeof *entries);
+  void **old = allocate(count * sizeof *old);
   for (size_t s = 0; s < pages->sessions; s++) {
     for (size_t i = 0; i < pages->layers[s].page_count; i++) entries[next++] = qkv_layer_page(&pages->layers[s], i);
   }
-  float *dice = room(count * sizeof *dice);
+  float *dice = allocate(count * sizeof *dice);
   qkv_bench_floats(dice, count, 11);
   for (size_t i = count; i-- > 1;) {
     const size_t j = (size_t)(((double)dice[i] + 2) / 4 * (double)(i + 1));
@@ -163,12 +164,12 @@ static void scatter(qkv_bench_pages *pages) {
     entries[j] = swapped;
   }
   for (size_t i = 0; i < count; i++) {
-    void *copy = qkv_arena_alloc_beside(pages->arena, entries[i]->bytes);
+    void *copy = qkv_arena_alloc_overhead(pages->arena, entries[i]->bytes);
     memcpy(copy, entries[i]->page, entries[i]->bytes);
     old[i] = (void *)entries[i]->page;
     entries[i]->page = copy;
   }
-  for (size_t i = 0; i < count; i++) qkv_arena_free_beside(pages->arena, old[i], entries[i]->bytes);
+  for (size_t i = 0; i < count; i++) qkv_arena_free_overhead(pages->arena, old[i], entries[i]->bytes);
   free(entries);
   free((void *)old);
   free(dice);
@@ -237,11 +238,11 @@ int qkv_bench_pages_init(const qkv_bench_settings *settings, qkv_bench_pages *pa
   if (status != QKV_OK) return failed(&error);
   const qkv_model *model = &pages->model;
   const size_t rows = (size_t)QKV_BENCH_ROWS * model->kv_heads, queries = (size_t)settings->q_len * model->q_heads;
-  pages->k = room(rows * model->key_dim * sizeof(float));
-  pages->v = room(rows * model->value_dim * sizeof(float));
-  pages->q = room(queries * model->key_dim * sizeof(float));
-  pages->out = room(pages->sessions * queries * model->value_dim * sizeof(float));
-  pages->lse = room(pages->sessions * queries * sizeof(float));
+  pages->k = allocate(rows * model->key_dim * sizeof(float));
+  pages->v = allocate(rows * model->value_dim * sizeof(float));
+  pages->q = allocate(queries * model->key_dim * sizeof(float));
+  pages->out = allocate(pages->sessions * queries * model->value_dim * sizeof(float));
+  pages->lse = allocate(pages->sessions * queries * sizeof(float));
   pages->layers = calloc(pages->sessions, sizeof *pages->layers);
   pages->requests = calloc(pages->sessions, sizeof *pages->requests);
   if (pages->layers == NULL || pages->requests == NULL) abort();

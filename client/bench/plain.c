@@ -8,7 +8,7 @@
 
 enum { TILE = 64, LANES = 16, GROUP_MAX = 64 };
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   enum { HUGE_PAGE = 2 << 20 };
   const size_t whole = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
   void *made = aligned_alloc(HUGE_PAGE, whole);
@@ -68,7 +68,7 @@ uint64_t qkv_bench_read(qkv_pool *pool, const qkv_bench_pages *pages) {
 
 static void *plain_rows(const qkv_bench_pages *pages, qkv_dtype dtype, const float *rows, size_t dim, size_t tokens) {
   const size_t heads = pages->model.kv_heads, row = dim * qkv_dtype_size(dtype);
-  uint8_t *out = room(heads * tokens * row);
+  uint8_t *out = allocate(heads * tokens * row);
   for (size_t h = 0; h < heads; h++) {
     for (size_t t = 0; t < tokens; t++) {
       qkv_from_float(dtype, rows + (t % QKV_BENCH_ROWS * heads + h) * dim, out + (h * tokens + t) * row, dim);
@@ -84,7 +84,7 @@ void qkv_bench_plain_init(qkv_bench_plain *plain, const qkv_bench_pages *pages, 
                              .tokens = tokens,
                              .k = plain_rows(pages, dtype, pages->k, pages->model.key_dim, tokens),
                              .v = plain_rows(pages, dtype, pages->v, pages->model.value_dim, tokens),
-                             .out = room((size_t)pages->model.q_heads * pages->model.value_dim * sizeof(float))};
+                             .out = allocate((size_t)pages->model.q_heads * pages->model.value_dim * sizeof(float))};
 }
 
 void qkv_bench_plain_deinit(qkv_bench_plain *plain) {
@@ -211,9 +211,9 @@ qkv_bench_error qkv_bench_measure_error(const qkv_bench_pages *pages, size_t tok
   const size_t key_row = (size_t)model->kv_heads * model->key_dim,
                value_row = (size_t)model->kv_heads * model->value_dim;
   const size_t queries = (size_t)pages->requests[0].q.dims[0], out_row = (size_t)model->q_heads * model->value_dim;
-  float *k = room(TILE * key_row * sizeof *k), *v = room(TILE * value_row * sizeof *v);
-  float *q = room((size_t)model->q_heads * model->key_dim * sizeof *q);
-  exact *coded = room(2 * (size_t)model->q_heads * sizeof *coded), *original = coded + model->q_heads;
+  float *k = allocate(TILE * key_row * sizeof *k), *v = allocate(TILE * value_row * sizeof *v);
+  float *q = allocate((size_t)model->q_heads * model->key_dim * sizeof *q);
+  exact *coded = allocate(2 * (size_t)model->q_heads * sizeof *coded), *original = coded + model->q_heads;
   if (tokens > layer->length) tokens = layer->length;
   for (size_t i = 0; i < 2 * (size_t)model->q_heads; i++) coded[i] = (exact){.peak = -INFINITY};
   memcpy(q, pages->q + (queries - 1) * model->q_heads * model->key_dim, model->q_heads * model->key_dim * sizeof *q);

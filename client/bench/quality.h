@@ -25,7 +25,7 @@ char *qkvi_setting_name(const qkvi_setting *setting, char name[QKVI_SETTING_NAME
 
 typedef struct qkvi_setting_list {
   qkvi_setting *items;
-  size_t count, room;
+  size_t count, capacity;
 } qkvi_setting_list;
 
 // "CODEC[,NAME=VALUE...][/CODEC_V[,NAME=VALUE...]]:K[/V]" of codecs without frames, or

@@ -337,9 +337,9 @@ qkv_status qkvi_setting_parse(const char *text, bool calibrated, qkvi_setting *s
 // ---- The list ----
 
 static void add(qkvi_setting_list *list, const qkvi_setting *setting) {
-  if (list->count == list->room) {
-    list->room = list->room == 0 ? 32 : 2 * list->room;
-    list->items = realloc(list->items, list->room * sizeof *list->items);
+  if (list->count == list->capacity) {
+    list->capacity = list->capacity == 0 ? 32 : 2 * list->capacity;
+    list->items = realloc(list->items, list->capacity * sizeof *list->items);
     if (list->items == NULL) abort();
   }
   list->items[list->count++] = *setting;

@@ -76,8 +76,8 @@ static void *memory(size_t bytes) {
 static void code(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uint64_t tokens, const float *k,
                  const float *v, float *k_out, float *v_out, qkvi_recoded *sums) {
   const size_t k_row = (size_t)coder->kv_heads * coder->key_dim, v_row = (size_t)coder->kv_heads * coder->value_dim;
-  const size_t room = coder->codec->page_bytes_max(coder);
-  const recode_scratch scratch = {.page = memory(room),
+  const size_t capacity = coder->codec->page_bytes_max(coder);
+  const recode_scratch scratch = {.page = memory(capacity),
                                   .k = memory(QKV_PAGE_TOKENS * k_row * sizeof *k),
                                   .v = memory(QKV_PAGE_TOKENS * v_row * sizeof *v)};
   for (uint64_t at = 0; at < tokens; at += QKV_PAGE_TOKENS) {
@@ -86,7 +86,7 @@ static void code(const qkv_coder *coder, qkv_dtype dtype, uint64_t position, uin
     round_rows(dtype, v + at * v_row, n * v_row, scratch.v);
     const size_t bytes =
         coder->codec->encode(coder, position + at, (uint32_t)n, QKV_FP32, scratch.k, scratch.v, NULL, scratch.page);
-    assert(bytes <= room);
+    assert(bytes <= capacity);
     sums->bytes += bytes;
     decode(coder, scratch.page, n, k_out + at * k_row, v_out + at * v_row);
   }

@@ -10,13 +10,13 @@
 enum { OWN_TOKENS = 64 };
 
 // The same sessions twice: forks of one session, and sessions that share nothing.
-typedef struct twins {
+typedef struct pairs {
   qkv_bench_pages apart;
   qkv_layer *forks;      // [sessions] of the first one
   qkv_attend *requests;  // [sessions], of forks
   float *out, *lse;
   size_t out_count, lse_count;
-} twins;
+} pairs;
 
 static void *array(size_t count, size_t bytes) {
   void *made = calloc(count, bytes);
@@ -24,7 +24,7 @@ static void *array(size_t count, size_t bytes) {
   return made;
 }
 
-static int make_forks(twins *t, uint64_t shared) {
+static int make_forks(pairs *t, uint64_t shared) {
   const size_t sessions = t->apart.sessions, rows = t->apart.model.q_heads, dim = t->apart.model.value_dim;
   qkv_error error = {0};
   t->forks = array(sessions, sizeof *t->forks);
@@ -46,7 +46,7 @@ static int make_forks(twins *t, uint64_t shared) {
   return 0;
 }
 
-static int make(const qkv_bench_settings *settings, int64_t group, twins *t) {
+static int make(const qkv_bench_settings *settings, int64_t group, pairs *t) {
   qkv_bench_settings each = {.tokens = settings->shared_tokens + OWN_TOKENS,
                              .sessions = settings->sessions,
                              .dim = settings->dim,
@@ -57,12 +57,12 @@ static int make(const qkv_bench_settings *settings, int64_t group, twins *t) {
                              .frame = "plain",
                              .anchor = "none",
                              .order = "random"};
-  *t = (twins){0};
+  *t = (pairs){0};
   const int status = qkv_bench_pages_init(&each, &t->apart);
   return status ? status : make_forks(t, (uint64_t)settings->shared_tokens);
 }
 
-static void clear(twins *t) {
+static void clear(pairs *t) {
   for (size_t i = 0; i < t->apart.sessions && t->forks != NULL; i++) {
     if (t->forks[i].config.model != NULL) qkv_layer_deinit(&t->forks[i]);
   }
@@ -79,7 +79,7 @@ static void attend(qkv_pool *pool, const qkv_attend *requests, size_t count, qkv
   qkv_samples_add(us, 1e6 * (qkv_bench_now() - begin));
 }
 
-static void measure(qkv_pool *pool, int64_t repeats, const twins *t, double *us_shared, double *us_apart) {
+static void measure(qkv_pool *pool, int64_t repeats, const pairs *t, double *us_shared, double *us_apart) {
   qkv_samples shared = {0}, apart = {0};
   for (int64_t i = -1; i < repeats; i++) {
     if (i == 0) qkv_samples_clear(&shared), qkv_samples_clear(&apart);  // the first one warms up
@@ -105,7 +105,7 @@ int qkv_bench_share_attend(const qkv_bench_settings *settings, qkv_bench_shared_
   if (qkv_pool_create((size_t)settings->threads - 1, 1, &pool, &error) != QKV_OK)
     return qkv_program_failed("%s", error.text);
   for (size_t g = 0; g < 2 && !status; g++) {
-    twins t;
+    pairs t;
     status = make(settings, groups[g], &t);
     if (!status) measure(pool, settings->repeats, &t, &result->groups[g].us_shared, &result->groups[g].us_apart);
     clear(&t);

@@ -282,7 +282,7 @@ static void take_info(const Qkv__V1__SessionInfo *from, qkv_client_session_info 
       .bytes_coded = from->bytes_coded,
       .bytes_exact = from->bytes_exact,
       .bytes_fp16 = from->bytes_fp16,
-      .bytes_beside = from->bytes_beside,
+      .bytes_overhead = from->bytes_overhead,
       .bits_per_coordinate = from->bits_per_coordinate,
       .tier_bits = from->tier_bits,
       .keep_full = from->keep_full != 0,

@@ -173,7 +173,7 @@ typedef struct qkv_client_session_info {
   uint64_t first_position;
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact, bytes_fp16;
-  uint64_t bytes_beside;  // averages of attention, and pages that are kept in full
+  uint64_t bytes_overhead;  // averages of attention, and pages that are kept in full
   double bits_per_coordinate;
   double tier_bits;  // 0: none
   bool keep_full;

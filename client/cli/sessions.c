@@ -129,7 +129,7 @@ static json_t *session_json(const qkv_client_session_info *info) {
   for (uint32_t i = 0; i < info->layers; i++) {
     json_array_append_new(lengths, json_integer((json_int_t)info->lengths[i]));
   }
-  json_t *tiers = json_pack("{s:I, s:f, s:b}", "bytes_beside", (json_int_t)info->bytes_beside, "tier_bits",
+  json_t *tiers = json_pack("{s:I, s:f, s:b}", "bytes_overhead", (json_int_t)info->bytes_overhead, "tier_bits",
                             info->tier_bits, "keep_full", (int)info->keep_full);
   json_t *object = json_pack(
       "{s:s, s:s, s:s, s:s, s:f, s:f, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:I, s:I, s:I, s:I}",
@@ -194,7 +194,7 @@ static void print_coding(const qkv_client_session_info *info) {
 }
 
 static void print_session(const qkv_client_session_info *info) {
-  char beside[QKV_HUMAN_MAX], coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX],
+  char overhead[QKV_HUMAN_MAX], coded[QKV_HUMAN_MAX], exact[QKV_HUMAN_MAX], plain[QKV_HUMAN_MAX], made[QKV_HUMAN_MAX],
       idle[QKV_HUMAN_MAX];
   printf("session         %s\n", info->session);
   printf("model           %s\n", info->model);
@@ -204,7 +204,7 @@ static void print_session(const qkv_client_session_info *info) {
   printf("recent window   %" PRIu64 " tokens\n", info->recent_window);
   printf("coded           %" PRIu64 " rows, %s, %.3f bits per coordinate all in\n", info->tokens_coded,
          qkv_human_bytes(info->bytes_coded, coded), info->bits_per_coordinate);
-  printf("overhead        %s%s\n", qkv_human_bytes(info->bytes_beside, beside),
+  printf("overhead        %s%s\n", qkv_human_bytes(info->bytes_overhead, overhead),
          info->keep_full ? ", pages that lose bits are kept in full" : "");
   if (info->evictable) printf("retention       closed where memory, sessions or the SSD are full\n");
   if (info->durable != NULL) print_storage(info);

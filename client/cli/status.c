@@ -36,8 +36,8 @@ static json_t *status_json(const Qkv__V1__GetStatusResponse *status) {
                         json_pack("{s:s, s:s}", "value", option->value, "source", option->source));
   }
   return json_pack("{s:I, s:I, s:I, s:I, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:o, s:o}",
-                   "kv_bytes_room", (json_int_t)status->kv_bytes_room, "beside_bytes",
-                   (json_int_t)status->beside_bytes, "learning_bytes", (json_int_t)status->learning_bytes,
+                   "kv_bytes_available", (json_int_t)status->kv_bytes_available, "overhead_bytes",
+                   (json_int_t)status->overhead_bytes, "learning_bytes", (json_int_t)status->learning_bytes,
                    "calibration_bytes", (json_int_t)status->calibration_bytes, "version", status->version, "state",
                    status->state, "uptime_ms", (json_int_t)status->uptime_ms, "models", (json_int_t)status->models,
                    "sessions", (json_int_t)status->sessions, "kv_bytes", (json_int_t)status->kv_bytes,
@@ -77,7 +77,7 @@ static void print_options(const Qkv__V1__GetStatusResponse *status) {
 
 static void print_status(const Qkv__V1__GetStatusResponse *status) {
   char held[QKV_HUMAN_MAX], limit[QKV_HUMAN_MAX], rss[QKV_HUMAN_MAX], uptime[QKV_HUMAN_MAX];
-  char coders[QKV_HUMAN_MAX], moments[QKV_HUMAN_MAX], room[QKV_HUMAN_MAX], beside[QKV_HUMAN_MAX];
+  char coders[QKV_HUMAN_MAX], moments[QKV_HUMAN_MAX], capacity[QKV_HUMAN_MAX], overhead[QKV_HUMAN_MAX];
   printf("qkvd %s, %s for %s\n", status->version, status->state, qkv_human_duration(status->uptime_ms, uptime));
   for (size_t i = 0; i < status->n_listen; i++) printf("listens     %s\n", status->listen[i]);
   printf("kernels     %s\n", status->cpu);
@@ -85,13 +85,13 @@ static void print_status(const Qkv__V1__GetStatusResponse *status) {
   printf("sessions    %" PRIu64 "\n", status->sessions);
   printf("KV          %s of %s", qkv_human_bytes(status->kv_bytes, held),
          qkv_human_bytes(status->kv_bytes_limit, limit));
-  if (status->kv_bytes_room < status->kv_bytes_limit)
-    printf(", %s may be taken now", qkv_human_bytes(status->kv_bytes_room, room));
+  if (status->kv_bytes_available < status->kv_bytes_limit)
+    printf(", %s may be taken now", qkv_human_bytes(status->kv_bytes_available, capacity));
   putchar('\n');
   printf("calibration %s in use, %s of the KV's budget to learn from\n",
          qkv_human_bytes(status->calibration_bytes, coders), qkv_human_bytes(status->learning_bytes, moments));
   printf("memory      %s resident, %s of it outside the KV\n", qkv_human_bytes(status->rss_bytes, rss),
-         qkv_human_bytes(status->beside_bytes, beside));
+         qkv_human_bytes(status->overhead_bytes, overhead));
 }
 
 int qkvctl_status(void *values_in, const qkv_option_list *arguments) {

@@ -42,9 +42,9 @@ void qkvi_quality_sum(qkvi_quality *quality, const qkvi_quality *other) {
 }
 
 void qkvi_samples_add(qkvi_samples *samples, double value) {
-  if (samples->count == samples->room) {
-    samples->room = samples->room == 0 ? 1024 : samples->room * 2;
-    samples->values = realloc(samples->values, samples->room * sizeof(double));
+  if (samples->count == samples->capacity) {
+    samples->capacity = samples->capacity == 0 ? 1024 : samples->capacity * 2;
+    samples->values = realloc(samples->values, samples->capacity * sizeof(double));
     if (samples->values == NULL) abort();
   }
   samples->values[samples->count++] = value;

@@ -26,7 +26,7 @@ void qkvi_quality_sum(qkvi_quality *quality, const qkvi_quality *other);
 // A growing list of numbers; zeroed it is empty.
 typedef struct qkvi_samples {
   double *values;
-  size_t count, room;
+  size_t count, capacity;
 } qkvi_samples;
 
 void qkvi_samples_add(qkvi_samples *samples, double value);

@@ -134,32 +134,32 @@ static bool print_summary_json(generate_job *job) {
   return qkv_json_figures(line);
 }
 
-static void add_row(qkv_table *table, const char *what, const char *daemon, const char *beside) {
+static void add_row(qkv_table *table, const char *what, const char *daemon, const char *reference) {
   qkv_table_cell(table, "%s", what);
   qkv_table_cell(table, "%s", daemon);
-  qkv_table_cell(table, "%s", beside);
+  qkv_table_cell(table, "%s", reference);
 }
 
 static void print_table(generate_job *job) {
   const qkvi_quality *quality = &job->quality;
   double positions = (double)quality->positions;
   enum { CELL = 48 };
-  char what[CELL], daemon[CELL], beside[CELL];
+  char what[CELL], daemon[CELL], reference[CELL];
   qkv_table *table = qkv_table_create(3);
   add_row(table, "", "qkvd", "compared with");
   snprintf(daemon, CELL, "%.4f", quality->bits / positions);
-  snprintf(beside, CELL, "%.4f exact fp32 cache", quality->bits_exact / positions);
+  snprintf(reference, CELL, "%.4f exact fp32 cache", quality->bits_exact / positions);
   snprintf(what, CELL, "bits per %s, of its own text", unit(job));
-  add_row(table, what, daemon, beside);
+  add_row(table, what, daemon, reference);
   snprintf(daemon, CELL, "%.6f bits", quality->kl_bits / positions);
   add_row(table, "KL divergence", daemon, "0 exact fp32 cache");
   qkv_human_bytes(held_bytes(job), daemon);
   char plain[QKV_HUMAN_MAX];
-  snprintf(beside, CELL, "%s in fp16", qkv_human_bytes(job->info.bytes_fp16, plain));
-  add_row(table, "KV held", daemon, beside);
+  snprintf(reference, CELL, "%s in fp16", qkv_human_bytes(job->info.bytes_fp16, plain));
+  add_row(table, "KV held", daemon, reference);
   snprintf(daemon, CELL, "%.0f us", qkvi_samples_percentile(&job->attend_us, 0.5));
-  snprintf(beside, CELL, "%zu decode steps of one layer", job->attend_us.count);
-  add_row(table, "attend p50", daemon, beside);
+  snprintf(reference, CELL, "%zu decode steps of one layer", job->attend_us.count);
+  add_row(table, "attend p50", daemon, reference);
   snprintf(daemon, CELL, "%.0f us", qkvi_samples_percentile(&job->attend_us, 0.99));
   add_row(table, "attend p99", daemon, "");
   fprintf(stderr, "\n\n");

@@ -9,7 +9,7 @@ usage() {
 Usage: deploy/compose/authority.sh [--dir DIR] [--host NAME]... [--client NAME=TENANT]... [--operator NAME]...
                                    [--days N] [--help]
 
-  --dir DIR              where the files go (tls beside this script)
+  --dir DIR              where the files go (tls, in the directory of this script)
   --host NAME            a name or address that clients call the daemon by; localhost, 127.0.0.1 and qkvd always are
   --client NAME=TENANT   a certificate NAME.pem with NAME.key for a client of this tenant (worker-a=team-a, worker-b=team-b)
   --operator NAME        the same for one who may do everything for all tenants, set quotas for instance (none)

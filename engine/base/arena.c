@@ -129,14 +129,14 @@ qkv_status qkv_arena_reserve(qkv_arena *arena, uint64_t bytes, qkv_error *error)
   return reserve(arena, 0, atomic_load_explicit(&arena->kept, memory_order_relaxed), bytes, error);
 }
 
-qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error) {
+qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *headroom, uint64_t bytes, qkv_error *error) {
   if (arena->parent != NULL) {
     QKV_TRY(claim(arena, 0, 0, bytes, error));
-    return reserve_claimed(arena, bytes, qkv_arena_reserve_in(arena->parent, room, bytes, error));
+    return reserve_claimed(arena, bytes, qkv_arena_reserve_in(arena->parent, headroom, bytes, error));
   }
-  const uint64_t held = room == NULL ? 0 : *room, taken = held < bytes ? held : bytes;
+  const uint64_t held = headroom == NULL ? 0 : *headroom, taken = held < bytes ? held : bytes;
   QKV_TRY(qkv_arena_reserve(arena, bytes - taken, error));
-  if (room != NULL) *room -= taken;
+  if (headroom != NULL) *headroom -= taken;
   return QKV_OK;
 }
 
@@ -159,7 +159,7 @@ void qkv_arena_unreserve(qkv_arena *arena, uint64_t bytes) {
 // With the lock.
 static void tell_heap(qkv_arena *arena) {
   const uint64_t limit = atomic_load_explicit(&arena->limit, memory_order_relaxed);
-  qkv_heap_set_beside(arena->heap, arena->bytes_max - limit + arena->elsewhere);
+  qkv_heap_set_overhead(arena->heap, arena->bytes_max - limit + arena->elsewhere);
 }
 
 void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes) {
@@ -195,17 +195,17 @@ void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes) {
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
   subtract(&arena->reserved, qkv_arena_cost(bytes));
   if (arena->parent != NULL) subtract(&arena->parent->reserved, qkv_arena_cost(bytes));
-  return qkv_arena_alloc_beside(arena, bytes);
+  return qkv_arena_alloc_overhead(arena, bytes);
 }
 
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes) {
   if (block == NULL) return;
-  qkv_arena_free_beside(arena, block, bytes);
+  qkv_arena_free_overhead(arena, block, bytes);
   if (arena->parent != NULL) subtract(&arena->parent->claimed, qkv_arena_cost(bytes));
   subtract(&arena->claimed, qkv_arena_cost(bytes));
 }
 
-void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes) {
+void *qkv_arena_alloc_overhead(qkv_arena *arena, size_t bytes) {
   assert(bytes > 0);
   if (from_heap) return qkv_heap_alloc(qkv_arena_heap(arena), bytes);
   void *block = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(bytes));
@@ -213,7 +213,7 @@ void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes) {
   return block;
 }
 
-void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes) {
+void qkv_arena_free_overhead(qkv_arena *arena, void *block, size_t bytes) {
   if (from_heap) {
     qkv_heap_free(qkv_arena_heap(arena), block, bytes);
   } else {
@@ -221,10 +221,10 @@ void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes) {
   }
 }
 
-qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error) {
+qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *headroom, size_t left, size_t made, qkv_error *error) {
   const size_t less = qkv_arena_cost(left), more = qkv_arena_cost(made);
   if (more > less) {
-    QKV_TRY(qkv_arena_reserve_in(arena, room, more - less, error));
+    QKV_TRY(qkv_arena_reserve_in(arena, headroom, more - less, error));
     subtract(&arena->reserved, more - less);
     if (arena->parent != NULL) subtract(&arena->parent->reserved, more - less);
   } else {

@@ -9,7 +9,7 @@
 //   qkv_arena_unreserve(arena, what_was_not_used);
 //
 // Memory is full as a rule. A caller that has waited for free memory reserves it before it knows how much it will
-// use. It passes the reservation on as a *room*: reserved, unspent bytes, which the functions that it calls spend
+// use. It passes the reservation on as a *headroom*: reserved, unspent bytes, which the functions that it calls spend
 // before they reserve more. So no other thread gets them in between.
 //
 // The process also uses memory outside of all arenas. To keep the total within the budget, the caller that measures
@@ -72,8 +72,9 @@ qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_err
 void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes);
 // Bytes that are reserved already become reserved for memory elsewhere.
 void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes);
-// Takes bytes from a room first (NULL: there is none), which shrinks by them; reserves the rest as qkv_arena_reserve.
-qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *room, uint64_t bytes, qkv_error *error);
+// Takes bytes from a headroom first (NULL: there is none), which shrinks by them; reserves the rest as
+// qkv_arena_reserve.
+qkv_status qkv_arena_reserve_in(qkv_arena *arena, uint64_t *headroom, uint64_t bytes, qkv_error *error);
 // For a caller that waits for memory. Where this fails, memory that is freed is kept for that caller, until this
 // succeeds or qkv_arena_let_go ends the wait. One caller at a time.
 qkv_status qkv_arena_reserve_next(qkv_arena *arena, uint64_t bytes);
@@ -91,11 +92,11 @@ void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
 // For a block that replaces another one while that is still in use. It is allocated outside of the budget, and freed
 // so unless it takes the other's place. When it does, qkv_arena_recount counts `made` instead of `left` bytes (0:
 // there was no other block). The old block is then freed outside of the budget, the new one by qkv_arena_free. So a
-// smaller block never needs headroom for both. Recounting fails only where more bytes are needed than the `room` (as
-// above) has and than can be reserved: RESOURCE_EXHAUSTED, with nothing changed.
-void *qkv_arena_alloc_beside(qkv_arena *arena, size_t bytes);
-void qkv_arena_free_beside(qkv_arena *arena, void *block, size_t bytes);
-qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *room, size_t left, size_t made, qkv_error *error);
+// smaller block never needs headroom for both. Recounting fails only where more bytes are needed than the `headroom`
+// (as above) has and than can be reserved: RESOURCE_EXHAUSTED, with nothing changed.
+void *qkv_arena_alloc_overhead(qkv_arena *arena, size_t bytes);
+void qkv_arena_free_overhead(qkv_arena *arena, void *block, size_t bytes);
+qkv_status qkv_arena_recount(qkv_arena *arena, uint64_t *headroom, size_t left, size_t made, qkv_error *error);
 
 // Borrowed.
 qkv_heap *qkv_arena_heap(const qkv_arena *arena);

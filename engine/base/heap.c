@@ -44,7 +44,7 @@ struct qkv_heap {
   uint64_t used;           // in blocks of the span
   uint64_t outside;        // in those of malloc
   uint64_t resident;       // bytes of the pages that `tiles` has
-  uint64_t beside;         // of bytes_max, used outside of the heap
+  uint64_t overhead;       // of bytes_max, used outside of the heap
   uint64_t resident_next;  // above which holes are returned to the system
   uint64_t split;          // tiles that are
   uint64_t page;           // of the system
@@ -180,7 +180,7 @@ static void give_back(qkv_heap *heap, uint64_t resident_max) {
 }
 
 static uint64_t resident_limit(const qkv_heap *heap) {
-  return heap->bytes_max - heap->beside + heap->bytes_max / 16 + 2 * TILE;
+  return heap->bytes_max - heap->overhead + heap->bytes_max / 16 + 2 * TILE;
 }
 
 // Returns memory where more is resident than may be, or than was left the last time and a 128th.
@@ -241,9 +241,9 @@ void qkv_heap_free(qkv_heap *heap, void *block, size_t bytes) {
   if (!inside) free(block);
 }
 
-void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes) {
+void qkv_heap_set_overhead(qkv_heap *heap, uint64_t bytes) {
   (void)pthread_mutex_lock(&heap->lock);
-  heap->beside = bytes < heap->bytes_max ? bytes : heap->bytes_max;
+  heap->overhead = bytes < heap->bytes_max ? bytes : heap->bytes_max;
   heap->resident_next = resident_limit(heap);
   limit(heap);
   (void)pthread_mutex_unlock(&heap->lock);

@@ -55,7 +55,7 @@ void qkv_heap_destroy(qkv_heap **heap);
 
 // `bytes` of bytes_max are used outside of the heap: so much less may be resident here. Holes are returned at once
 // where more is.
-void qkv_heap_set_beside(qkv_heap *heap, uint64_t bytes);
+void qkv_heap_set_overhead(qkv_heap *heap, uint64_t bytes);
 
 // Aligned to 64 bytes, contents undefined. Aborts where the machine is out of memory.
 void *qkv_heap_alloc(qkv_heap *heap, size_t bytes);

@@ -47,8 +47,8 @@ qkv_status qkv_error_prefix(qkv_error *error, const char *format, ...) {
   va_end(arguments);
 
   size_t prefix_length = strlen(prefix);
-  size_t room = sizeof error->text - 1 - prefix_length;
-  size_t kept = strnlen(error->text, room);
+  size_t capacity = sizeof error->text - 1 - prefix_length;
+  size_t kept = strnlen(error->text, capacity);
   memmove(error->text + prefix_length, error->text, kept);
   memcpy(error->text, prefix, prefix_length);
   error->text[prefix_length + kept] = '\0';

@@ -452,7 +452,7 @@ static void add_entry(const qkv_page_entry *entry, qkv_layer_usage *usage) {
   } else {
     usage->tokens_cold += entry->tokens;
   }
-  if (entry->full != NULL) usage->bytes_beside += qkv_arena_cost(entry->full_bytes);
+  if (entry->full != NULL) usage->bytes_overhead += qkv_arena_cost(entry->full_bytes);
   usage->bytes_stored += entry->record_bytes;
 }
 
@@ -462,7 +462,7 @@ static void add_range(const qkv_layer *layer, size_t i, qkv_layer_usage *usage) 
   uint64_t bytes = usage->bytes_coded;
   if (seen == range->count) {
     usage->bytes_coded += atomic_load_explicit(&range->bytes_coded, memory_order_relaxed);
-    usage->bytes_beside += atomic_load_explicit(&range->bytes_full, memory_order_relaxed);
+    usage->bytes_overhead += atomic_load_explicit(&range->bytes_full, memory_order_relaxed);
     usage->bytes_stored += atomic_load_explicit(&range->bytes_stored, memory_order_relaxed);
     usage->tokens_cold += atomic_load_explicit(&range->tokens_cold, memory_order_relaxed);
   } else {
@@ -474,7 +474,7 @@ static void add_range(const qkv_layer *layer, size_t i, qkv_layer_usage *usage) 
     qkvi_range_unlock(range);
   }
   if (qkvi_range_is_shared(range)) usage->bytes_shared += usage->bytes_coded - bytes;
-  usage->bytes_beside += ema_count(&layer->ranges[i]) * qkvi_ema_cost(layer);
+  usage->bytes_overhead += ema_count(&layer->ranges[i]) * qkvi_ema_cost(layer);
 }
 
 qkv_layer_usage qkv_layer_read_usage(const qkv_layer *layer) {
@@ -528,7 +528,7 @@ static const char *validate_sums(qkv_page_range *range) {
     add_entry(&entry, &sums);
   }
   if (sums.bytes_coded != range->bytes_coded) return "bytes_coded is not the sum of the pages";
-  if (sums.bytes_beside != range->bytes_full) return "bytes_full is not the sum of the full pages";
+  if (sums.bytes_overhead != range->bytes_full) return "bytes_full is not the sum of the full pages";
   if (sums.bytes_stored != range->bytes_stored) return "bytes_stored is not the sum of the records";
   return sums.tokens_cold == range->tokens_cold ? NULL : "tokens_cold is not the sum of the cold pages' tokens";
 }

@@ -116,8 +116,8 @@ typedef struct qkv_layer {
   // Records of exact rows in ascending order; the first `rows_settled` of them are durable.
   qkv_saved_rows *saved_rows;
   size_t saved_rows_count, saved_rows_capacity, rows_settled;
-  bool pinned;            // its ranges are pinned; false only for a session's layer that no thread has locked
-  uint64_t *append_room;  // a reservation (arena.h) of the thread that appends; NULL: none
+  bool pinned;                // its ranges are pinned; false only for a session's layer that no thread has locked
+  uint64_t *append_headroom;  // a reservation (arena.h) of the thread that appends; NULL: none
   const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
   struct qkvi_page_offers *offers;  // for pages to come, while they are appended (session_share.h); NULL: none
   const _Atomic unsigned *waiting;  // threads that wait for the layer; NULL: no thread does
@@ -194,7 +194,7 @@ const void *qkv_layer_exact_row(const qkv_layer *layer, qkv_part part, uint64_t 
 typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
-  uint64_t bytes_beside;              // full pages that are kept, averages of attention; likewise
+  uint64_t bytes_overhead;            // full pages that are kept, averages of attention; likewise
   uint64_t bytes_shared;              // of bytes_coded: in ranges that other layers have, too
   uint64_t tokens_cold;               // of tokens_coded: those that are only on the SSD
   uint64_t bytes_stored;              // of pages on the SSD, before they are packed there

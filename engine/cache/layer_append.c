@@ -270,7 +270,7 @@ static void grow_tail(qkv_layer *layer, size_t blocks) {
 typedef struct tail_work {
   size_t blocks;      // held: tail_count in use, the others spare
   uint64_t reserved;  // blocks that are not allocated yet
-  qkvi_seal_room room;
+  qkvi_seal_scratch scratch;
 } tail_work;
 
 // Positions [begin, end) of the request into a block whose first row is that of `first`.
@@ -285,13 +285,13 @@ static void store_rows(const append *a, void *block, uint64_t first, uint64_t be
 }
 
 // A page's rows that are not all in the tail: what is there, then the request's.
-static void gather_rows(const append *a, uint64_t first, qkv_tail_block *block, qkvi_seal_room *room) {
+static void gather_rows(const append *a, uint64_t first, qkv_tail_block *block, qkvi_seal_scratch *scratch) {
   const qkv_layer *layer = a->layer;
   const size_t bytes = qkvi_block_bytes(a->model);
   assert(bytes > 0);
-  if (room->rows == NULL) room->rows = malloc(bytes);
-  if (room->rows == NULL) abort();
-  block->rows = room->rows;
+  if (scratch->rows == NULL) scratch->rows = malloc(bytes);
+  if (scratch->rows == NULL) abort();
+  block->rows = scratch->rows;
   const uint64_t begin = layer->length > first ? layer->length : first;
   if (begin > first) {
     const qkv_tail_block *held = &layer->tail[(first - layer->sealed) / QKV_PAGE_TOKENS];
@@ -312,10 +312,10 @@ static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, 
     qkv_tail_block gathered = {0};
     qkvi_layer_yield(layer);
     if (position + QKV_PAGE_TOKENS <= layer->length) {
-      qkvi_seal_page(layer, &work->room, position, &layer->tail[i], &pages[i]);
+      qkvi_seal_page(layer, &work->scratch, position, &layer->tail[i], &pages[i]);
     } else {
-      gather_rows(a, position, &gathered, &work->room);
-      qkvi_seal_page(layer, &work->room, position, &gathered, &pages[i]);
+      gather_rows(a, position, &gathered, &work->scratch);
+      qkvi_seal_page(layer, &work->scratch, position, &gathered, &pages[i]);
     }
   }
 }
@@ -337,7 +337,7 @@ static void drop_first(qkv_layer *layer, tail_work *work) {
 // Pages take the place of their rows.
 static void put_pages(qkv_layer *layer, tail_work *work, const qkv_page_entry *pages, uint64_t count) {
   for (uint64_t i = 0; i < count; i++) {
-    qkvi_seal_put(layer, &work->room, &pages[i]);
+    qkvi_seal_put(layer, &work->scratch, &pages[i]);
     if (layer->tail_count > 0) drop_first(layer, work);
   }
   if (layer->length < layer->sealed) layer->length = layer->sealed;
@@ -395,7 +395,7 @@ static void apply(const append *a, const append_plan *plan) {
   const uint64_t each = judged && plan->pages > 1 ? 1 : plan->pages;
   qkv_page_entry *pages = calloc((size_t)each + 1, sizeof *pages);
   if (pages == NULL) abort();
-  if (plan->pages > 0) qkvi_seal_begin(layer, &work.room);
+  if (plan->pages > 0) qkvi_seal_begin(layer, &work.scratch);
   for (uint64_t done = 0;;) {
     if (judged && done < plan->pages) show_rows(a, &work);
     code_pages(a, &work, pages, each);
@@ -409,7 +409,7 @@ static void apply(const append *a, const append_plan *plan) {
     if (last) break;
   }
   assert(work.blocks <= plan->blocks);
-  qkvi_seal_end(&work.room);
+  qkvi_seal_end(&work.scratch);
   free(pages);
 }
 
@@ -431,7 +431,7 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
   if (a.end <= layer->length) return QKV_OK;
 
   append_plan plan = plan_append(&a);
-  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->append_room, plan.bytes, error));
+  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->append_headroom, plan.bytes, error));
   *appended = a.end - layer->length;
   apply(&a, &plan);
   return QKV_OK;

@@ -131,7 +131,7 @@ qkv_status qkv_layer_append_pages(qkv_layer *layer, const qkv_coded_page *pages,
   QKV_TRY(check_order(layer, pages, count, error));
   QKV_TRY(check_places(layer, pages, count, &held, error));
   const uint64_t cost = cost_of(pages + held, count - held);
-  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->append_room, cost, error));
+  QKV_TRY(qkv_arena_reserve_in(layer->config.arena, layer->append_headroom, cost, error));
   for (size_t i = held; i < count; i++) {
     add_page(layer, &pages[i]);
     *appended += pages[i].tokens;

@@ -104,26 +104,26 @@ void qkvi_layer_rows_fork(qkv_layer *layer, const qkv_layer *parent);
 
 // Sealing (layer_seal.c): scratch memory for the rows and the image of one page at a time, and the most bytes of the
 // arena that a page takes.
-typedef struct qkvi_seal_room {
+typedef struct qkvi_seal_scratch {
   void *rows;            // a block that is not the layer's; NULL until it is needed
   float *k, *v;          // one page's rows
   void *image;           // a page of any size
   void *narrow;          // the same with planes dropped, where tiers are selected (quality.h)
   size_t image_bytes;    // of the images: what is reserved for each page
   qkv_page_watch watch;  // the layer's, with these pages
-} qkvi_seal_room;
+} qkvi_seal_scratch;
 
 uint64_t qkvi_seal_cost(const qkv_layer *layer);
-void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room);
-void qkvi_seal_end(qkvi_seal_room *room);  // of one that was zeroed, too
+void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_scratch *scratch);
+void qkvi_seal_end(qkvi_seal_scratch *scratch);  // of one that was zeroed, too
 // Codes 64 rows as the page at `position`; qkvi_seal_cost was reserved. The layer may be read meanwhile. With a
 // contract `position` is where its pages end, and it holds the rows.
-void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, qkv_tail_block *block,
+void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_scratch *scratch, uint64_t position, qkv_tail_block *block,
                     qkv_page_entry *entry);
 // Whether an append of these rows, which need not be valid, seals pages. With the lock of the layer's rows.
 bool qkvi_layer_would_seal(const qkv_layer *layer, uint64_t position, const qkv_tensor *k);
 // The page becomes the layer's, which is locked for writing. Its rows stay in the tail, for the caller to remove.
-void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry);
+void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_scratch *scratch, const qkv_page_entry *entry);
 
 // Between the two calls the thread that changes the layer's rows has it locked for writing, or reading
 // (qkv_layer_access). `last`: nothing follows.

@@ -8,7 +8,7 @@
 #include "engine/base/yield.h"
 #include "engine/cache/layer_internal.h"
 
-static void *room(size_t count, size_t bytes) {
+static void *allocate(size_t count, size_t bytes) {
   void *made = calloc(count + 1, bytes);
   if (made == NULL) abort();
   return made;
@@ -102,7 +102,7 @@ static void fill_page(const qkv_layer *layer, size_t index, const qkv_lane *lane
   const qkv_page_entry *entry = qkv_layer_page(layer, index);
   const qkv_ema *ema = qkv_layer_ema(layer, index);
   const uint32_t heads = layer->config.model->kv_heads;
-  qkv_head_tiers *tiers = room((size_t)2 * heads, sizeof *tiers), *most = tiers + heads;
+  qkv_head_tiers *tiers = allocate((size_t)2 * heads, sizeof *tiers), *most = tiers + heads;
   qkv_layer_tiers(layer, entry, tiers, most);
   page->index = index;
   page->serial = entry->serial;
@@ -145,8 +145,8 @@ void qkv_layer_snapshot(const qkv_layer *layer, uint64_t begin, uint64_t end, bo
                                     .counted = layer->clock != NULL,
                                     .first_position = layer->config.first_position,
                                     .length = layer->length};
-  snapshot->pages = room(last - first, sizeof *snapshot->pages);
-  snapshot->groups = room((last - first) * snapshot->kv_heads * 2 * QKV_PAGE_GROUPS, sizeof *snapshot->groups);
+  snapshot->pages = allocate(last - first, sizeof *snapshot->pages);
+  snapshot->groups = allocate((last - first) * snapshot->kv_heads * 2 * QKV_PAGE_GROUPS, sizeof *snapshot->groups);
   for (size_t i = first; i < last; i++) {
     qkv_retier_page *page = &snapshot->pages[snapshot->page_count];
     if (qkvi_layer_image(layer, i) == NULL) continue;
@@ -206,7 +206,7 @@ static void cut_image(const qkv_page_entry *entry, const void *held, const qkv_h
   void *wide = aligned_alloc(QKV_ARENA_ALIGN, qkv_arena_cost(((const qkv_page_header *)held)->bytes));
   if (wide == NULL) abort();
   cut->bytes = (uint32_t)entry->coder->codec->planes->drop(entry->coder, held, tiers, wide);
-  cut->image = qkv_arena_alloc_beside(cut->arena, cut->bytes);
+  cut->image = qkv_arena_alloc_overhead(cut->arena, cut->bytes);
   memcpy(cut->image, wide, cut->bytes);
   free(wide);
 }
@@ -229,7 +229,7 @@ bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const 
   *cut = (qkv_cut){.index = index, .serial = serial, .arena = layer->config.arena};
   if (entry == NULL || entry->coder->codec->planes == NULL) return false;
   const void *held = entry->full != NULL ? entry->full : entry->page;
-  qkv_head_tiers *now = room((size_t)3 * heads, sizeof *now), *most = now + heads, *wanted = most + heads;
+  qkv_head_tiers *now = allocate((size_t)3 * heads, sizeof *now), *most = now + heads, *wanted = most + heads;
   qkv_layer_tiers(layer, entry, now, most);
   memcpy(wanted, tiers, bytes);
   limit(entry->coder->codec->planes, held, heads, most, wanted);
@@ -315,6 +315,6 @@ qkv_status qkv_layer_exchange(qkv_layer *layer, qkv_cut *cut, qkv_error *error) 
 }
 
 void qkv_cut_deinit(qkv_cut *cut) {
-  qkv_arena_free_beside(cut->arena, cut->image, cut->bytes);
+  qkv_arena_free_overhead(cut->arena, cut->image, cut->bytes);
   cut->image = NULL;
 }

@@ -13,24 +13,24 @@ uint64_t qkvi_seal_cost(const qkv_layer *layer) {
   return qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)) + qkvi_ema_cost(layer);
 }
 
-void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_room *room) {
+void qkvi_seal_begin(const qkv_layer *layer, qkvi_seal_scratch *scratch) {
   const qkv_model *model = layer->config.model;
   const size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
-  *room = (qkvi_seal_room){.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)),
-                           .watch = layer->watch};
-  room->image = aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
-  room->narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, room->image_bytes);
-  assert(room->image != NULL && (room->narrow != NULL || layer->config.quality == NULL));
-  room->k = malloc(rows * (model->key_dim + model->value_dim) * sizeof *room->k);
-  assert(room->k != NULL);
-  room->v = room->k + rows * model->key_dim;
+  *scratch = (qkvi_seal_scratch){.image_bytes = qkv_arena_cost(layer->coder->codec->page_bytes_max(layer->coder)),
+                                 .watch = layer->watch};
+  scratch->image = aligned_alloc(QKV_ARENA_ALIGN, scratch->image_bytes);
+  scratch->narrow = layer->config.quality == NULL ? NULL : aligned_alloc(QKV_ARENA_ALIGN, scratch->image_bytes);
+  assert(scratch->image != NULL && (scratch->narrow != NULL || layer->config.quality == NULL));
+  scratch->k = malloc(rows * (model->key_dim + model->value_dim) * sizeof *scratch->k);
+  assert(scratch->k != NULL);
+  scratch->v = scratch->k + rows * model->key_dim;
 }
 
-void qkvi_seal_end(qkvi_seal_room *room) {
-  free(room->rows);
-  free(room->image);
-  free(room->narrow);
-  free(room->k);
+void qkvi_seal_end(qkvi_seal_scratch *scratch) {
+  free(scratch->rows);
+  free(scratch->image);
+  free(scratch->narrow);
+  free(scratch->k);
 }
 
 static float *floats(size_t count) {
@@ -67,9 +67,9 @@ static bool ask_held(const qkv_layer *layer, const float *queries, size_t tokens
   return held;
 }
 
-// Codes the new page once more, at the lowest tiers within the session's quality contract, to room->narrow. Returns
-// its bytes; 0: the page keeps its tiers.
-static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
+// Codes the new page once more, at the lowest tiers within the session's quality contract, to scratch->narrow.
+// Returns its bytes; 0: the page keeps its tiers.
+static size_t judge(const qkv_layer *layer, qkvi_seal_scratch *scratch) {
   const qkv_model *model = layer->config.model;
   const size_t rows = (size_t)2 * QKV_QUALITY_TOKENS * model->q_heads;
   if (layer->config.quality == NULL) return 0;
@@ -81,55 +81,56 @@ static size_t judge(const qkv_layer *layer, qkvi_seal_room *room) {
                          layer->sealed + QKV_PAGE_TOKENS - 1 + (uint64_t)layer->config.policy.recent_window, queries);
   if (tokens > 0 && ask_held(layer, queries, tokens, out, lse)) {
     const qkv_quality_page page = {.coder = layer->coder,
-                                   .page = room->image,
-                                   .k = room->k,
-                                   .v = room->v,
+                                   .page = scratch->image,
+                                   .k = scratch->k,
+                                   .v = scratch->v,
                                    .held = layer->length - layer->config.first_position,
                                    .tokens = tokens,
                                    .queries = queries,
                                    .out = out,
                                    .lse = lse};
-    bytes = qkv_quality_judge(layer->config.quality, &page, room->narrow);
+    bytes = qkv_quality_judge(layer->config.quality, &page, scratch->narrow);
   }
   free(queries);
   return bytes;
 }
 
-// Codes the rows of a block, from `position` on, to `room`: to room->narrow where planes were dropped, then `*narrow`
-// is true. Returns the image's bytes.
-static size_t encode(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, void *block, size_t tokens,
-                     bool *narrow) {
+// Codes the rows of a block, from `position` on, to `scratch`: to scratch->narrow where planes were dropped, then
+// `*narrow` is true. Returns the image's bytes.
+static size_t encode(const qkv_layer *layer, qkvi_seal_scratch *scratch, uint64_t position, void *block,
+                     size_t tokens, bool *narrow) {
   const qkv_model *model = layer->config.model;
   const qkv_coder *coder = layer->coder;
   const size_t rows = tokens * model->kv_heads;
   const void *k = qkvi_block_row(model, block, QKV_K, 0, 0), *v = qkvi_block_row(model, block, QKV_V, 0, 0);
   const bool learns = model->learner != NULL && layer->config.policy.learn && coder->codec->calibrated;
   if (learns || layer->config.quality != NULL) {
-    qkv_to_float(model->dtype, k, room->k, rows * model->key_dim);
-    qkv_to_float(model->dtype, v, room->v, rows * model->value_dim);
+    qkv_to_float(model->dtype, k, scratch->k, rows * model->key_dim);
+    qkv_to_float(model->dtype, v, scratch->v, rows * model->value_dim);
   }
   // Only bulk work waits for helpers, which yield, too, and may lose their processor in the middle of a head.
   qkv_pool *pool = qkv_yield_enabled() ? layer->config.pool : NULL;
   const uint64_t began = qkv_stage_now();
-  const size_t bytes = coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, room->image);
+  const size_t bytes =
+      coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, scratch->image);
   qkv_stage_add(QKV_STAGE_ENCODE, began);
   if (learns) {
-    qkv_learner_page(model->learner, layer->config.layer, position, (uint32_t)tokens, room->k, room->v, coder,
-                     room->image, &room->watch);
+    qkv_learner_page(model->learner, layer->config.layer, position, (uint32_t)tokens, scratch->k, scratch->v, coder,
+                     scratch->image, &scratch->watch);
   }
   assert(layer->config.quality == NULL || position == layer->sealed);
-  const size_t narrow_bytes = tokens == QKV_PAGE_TOKENS ? judge(layer, room) : 0;
+  const size_t narrow_bytes = tokens == QKV_PAGE_TOKENS ? judge(layer, scratch) : 0;
   *narrow = narrow_bytes > 0;
-  assert(!*narrow || room->narrow != NULL);
+  assert(!*narrow || scratch->narrow != NULL);
   return *narrow ? narrow_bytes : bytes;
 }
 
 // `ema` is the arena's block for its averages; NULL: none are kept.
-static void add_page(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry, void *ema) {
+static void add_page(qkv_layer *layer, const qkvi_seal_scratch *scratch, const qkv_page_entry *entry, void *ema) {
   qkvi_layer_add_page(layer, entry);
   if (ema != NULL) (void)qkvi_layer_put_ema(layer, layer->page_count - 1, ema);
   layer->sealed += entry->tokens;
-  layer->watch = room->watch;
+  layer->watch = scratch->watch;
 }
 
 static qkv_page_entry new_entry(const qkv_layer *layer, uint64_t position, size_t tokens) {
@@ -138,17 +139,17 @@ static qkv_page_entry new_entry(const qkv_layer *layer, uint64_t position, size_
 }
 
 // A block coded into memory of the arena that has been reserved.
-static void code_block(const qkv_layer *layer, qkvi_seal_room *room, void *block, qkv_page_entry *entry) {
+static void code_block(const qkv_layer *layer, qkvi_seal_scratch *scratch, void *block, qkv_page_entry *entry) {
   bool narrow;
-  entry->bytes = (uint32_t)encode(layer, room, entry->position, block, QKV_PAGE_TOKENS, &narrow);
+  entry->bytes = (uint32_t)encode(layer, scratch, entry->position, block, QKV_PAGE_TOKENS, &narrow);
   void *page = qkv_arena_alloc(layer->config.arena, entry->bytes);
-  memcpy(page, narrow ? room->narrow : room->image, entry->bytes);
-  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes) - qkv_arena_cost(entry->bytes));
+  memcpy(page, narrow ? scratch->narrow : scratch->image, entry->bytes);
+  qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(scratch->image_bytes) - qkv_arena_cost(entry->bytes));
   entry->page = page;
   entry->lost = narrow;
 }
 
-void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t position, qkv_tail_block *block,
+void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_scratch *scratch, uint64_t position, qkv_tail_block *block,
                     qkv_page_entry *entry) {
   const qkvi_block_page wanted = {.calibration = layer->coder->calibration, .tokens = QKV_PAGE_TOKENS};
   *entry = new_entry(layer, position, QKV_PAGE_TOKENS);
@@ -157,46 +158,48 @@ void qkvi_seal_page(const qkv_layer *layer, qkvi_seal_room *room, uint64_t posit
   const void *made = share ? qkvi_block_sealed(block, &wanted, &entry->bytes, &entry->page_holders) : NULL;
   if (made != NULL) {
     entry->page = made;
-    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes));
+    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(scratch->image_bytes));
     return;
   }
   if (share && qkvi_page_take(layer->offers, position, wanted.calibration, entry)) {
-    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(room->image_bytes));
+    qkv_arena_unreserve(layer->config.arena, qkv_arena_cost(scratch->image_bytes));
   } else {
-    code_block(layer, room, block->rows, entry);
+    code_block(layer, scratch, block->rows, entry);
   }
   if (share) qkvi_block_offer(block, &wanted, entry->page, entry->bytes, &entry->page_holders);
 }
 
-void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_room *room, const qkv_page_entry *entry) {
+void qkvi_seal_put(qkv_layer *layer, const qkvi_seal_scratch *scratch, const qkv_page_entry *entry) {
   void *ema = NULL;
   assert(entry->position == layer->sealed);
   if (layer->clock != NULL) ema = qkv_arena_alloc(layer->config.arena, qkv_ema_bytes(layer->config.model->kv_heads));
-  add_page(layer, room, entry, ema);
+  add_page(layer, scratch, entry, ema);
 }
 
 // ---- The whole tail ----
 
-static void encode_tail(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry) {
+static void encode_tail(const qkv_layer *layer, qkvi_seal_scratch *scratch, qkv_page_entry *entry) {
   bool narrow;
-  entry->bytes = (uint32_t)encode(layer, room, layer->sealed, layer->tail[0].rows, (size_t)entry->tokens, &narrow);
+  entry->bytes = (uint32_t)encode(layer, scratch, layer->sealed, layer->tail[0].rows, (size_t)entry->tokens, &narrow);
   entry->lost = narrow;
 }
 
 // Codes a shared block that no other layer has coded yet. Its rows stay for the others, so the page is an overdraft.
-static qkv_status code_shared(const qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry, qkv_error *error) {
+static qkv_status code_shared(const qkv_layer *layer, qkvi_seal_scratch *scratch, qkv_page_entry *entry,
+                              qkv_error *error) {
   qkv_arena *arena = layer->config.arena;
-  encode_tail(layer, room, entry);
+  encode_tail(layer, scratch, entry);
   QKV_TRY(qkv_arena_overdraw(arena, qkv_arena_cost(entry->bytes), error));
   void *page = qkv_arena_alloc(arena, entry->bytes);
-  memcpy(page, entry->lost ? room->narrow : room->image, entry->bytes);
+  memcpy(page, entry->lost ? scratch->narrow : scratch->image, entry->bytes);
   entry->page = page;
   return QKV_OK;
 }
 
 // The page of a block that other layers have or had, made or found, and a reservation for its averages. All layers
 // get the same page, unless it depends on a session's own queries.
-static qkv_status prepare_shared(qkv_layer *layer, qkvi_seal_room *room, qkv_page_entry *entry, qkv_error *error) {
+static qkv_status prepare_shared(qkv_layer *layer, qkvi_seal_scratch *scratch, qkv_page_entry *entry,
+                                 qkv_error *error) {
   qkv_arena *arena = layer->config.arena;
   qkv_tail_block *block = &layer->tail[0];
   const bool share = layer->config.quality == NULL;
@@ -205,23 +208,23 @@ static qkv_status prepare_shared(qkv_layer *layer, qkvi_seal_room *room, qkv_pag
   QKV_TRY(qkv_arena_overdraw(arena, qkvi_ema_cost(layer), error));
   entry->page = share ? qkvi_block_sealed(block, &wanted, &entry->bytes, &entry->page_holders) : NULL;
   if (entry->page != NULL) return QKV_OK;
-  status = code_shared(layer, room, entry, error);
+  status = code_shared(layer, scratch, entry, error);
   if (share) qkvi_block_offer(block, &wanted, entry->page, entry->bytes, &entry->page_holders);
   if (status != QKV_OK) qkv_arena_unreserve(arena, qkvi_ema_cost(layer));
   return status;
 }
 
 // The budget is usually full here, so the page takes its rows' place in it.
-static qkv_status replace_own(qkv_layer *layer, const qkvi_seal_room *room, qkv_page_entry *entry, void **ema,
+static qkv_status replace_own(qkv_layer *layer, const qkvi_seal_scratch *scratch, qkv_page_entry *entry, void **ema,
                               qkv_error *error) {
   qkv_arena *arena = layer->config.arena;
   const size_t block_bytes = qkvi_block_bytes(layer->config.model);
   QKV_TRY(qkv_arena_recount(arena, NULL, block_bytes, qkv_arena_cost(entry->bytes) + qkvi_ema_cost(layer), error));
-  void *page = qkv_arena_alloc_beside(arena, entry->bytes);
-  memcpy(page, entry->lost ? room->narrow : room->image, entry->bytes);
+  void *page = qkv_arena_alloc_overhead(arena, entry->bytes);
+  memcpy(page, entry->lost ? scratch->narrow : scratch->image, entry->bytes);
   entry->page = page;
-  if (layer->clock != NULL) *ema = qkv_arena_alloc_beside(arena, qkv_ema_bytes(layer->config.model->kv_heads));
-  qkv_arena_free_beside(arena, layer->tail[0].rows, block_bytes);
+  if (layer->clock != NULL) *ema = qkv_arena_alloc_overhead(arena, qkv_ema_bytes(layer->config.model->kv_heads));
+  qkv_arena_free_overhead(arena, layer->tail[0].rows, block_bytes);
   return QKV_OK;
 }
 
@@ -231,29 +234,29 @@ static void replace_shared(qkv_layer *layer, void **ema) {
 }
 
 // With the layer locked for writing: replaces the first block's rows by their page.
-static qkv_status replace_block(qkv_layer *layer, const qkvi_seal_room *room, bool shared, qkv_page_entry *entry,
-                                qkv_error *error) {
+static qkv_status replace_block(qkv_layer *layer, const qkvi_seal_scratch *scratch, bool shared,
+                                qkv_page_entry *entry, qkv_error *error) {
   void *ema = NULL;
   if (shared)
     replace_shared(layer, &ema);
   else
-    QKV_TRY(replace_own(layer, room, entry, &ema, error));
+    QKV_TRY(replace_own(layer, scratch, entry, &ema, error));
   layer->tail_count--;
   memmove(layer->tail, layer->tail + 1, layer->tail_count * sizeof *layer->tail);
-  add_page(layer, room, entry, ema);
+  add_page(layer, scratch, entry, ema);
   return QKV_OK;
 }
 
-static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t tokens, qkv_error *error) {
+static qkv_status seal_block(qkv_layer *layer, qkvi_seal_scratch *scratch, size_t tokens, qkv_error *error) {
   const bool shared = layer->tail[0].share != NULL;  // or was: there may be a page
   qkv_page_entry entry = new_entry(layer, layer->sealed, tokens);
   qkv_status status = QKV_OK;
   if (shared)
-    status = prepare_shared(layer, room, &entry, error);
+    status = prepare_shared(layer, scratch, &entry, error);
   else
-    encode_tail(layer, room, &entry);
+    encode_tail(layer, scratch, &entry);
   qkvi_layer_enter(layer);
-  if (status == QKV_OK) status = replace_block(layer, room, shared, &entry, error);
+  if (status == QKV_OK) status = replace_block(layer, scratch, shared, &entry, error);
   qkvi_layer_leave(layer, status != QKV_OK || layer->sealed == layer->length);
   return status;
 }
@@ -261,12 +264,12 @@ static qkv_status seal_block(qkv_layer *layer, qkvi_seal_room *room, size_t toke
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error) {
   qkv_status status = QKV_OK;
   if (layer->sealed == layer->length || qkv_codec_is_exact(layer->coder->codec)) return QKV_OK;
-  qkvi_seal_room room;
-  qkvi_seal_begin(layer, &room);
+  qkvi_seal_scratch scratch;
+  qkvi_seal_begin(layer, &scratch);
   while (layer->sealed < layer->length && status == QKV_OK) {
     const uint64_t left = layer->length - layer->sealed;
-    status = seal_block(layer, &room, left < QKV_PAGE_TOKENS ? (size_t)left : QKV_PAGE_TOKENS, error);
+    status = seal_block(layer, &scratch, left < QKV_PAGE_TOKENS ? (size_t)left : QKV_PAGE_TOKENS, error);
   }
-  qkvi_seal_end(&room);
+  qkvi_seal_end(&scratch);
   return status;
 }

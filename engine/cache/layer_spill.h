@@ -64,7 +64,7 @@ size_t qkv_layer_missing_shared(const qkv_layer *layer, uint64_t begin, uint64_t
 // Bytes that all of these would take of the arena.
 uint64_t qkv_layer_missing_bytes(const qkv_layer *layer, uint64_t begin, uint64_t end, bool full);
 
-// Checks that `*image` [page->bytes], from qkv_arena_alloc_beside, is that of a missing page, and where the page is
+// Checks that `*image` [page->bytes], from qkv_arena_alloc_overhead, is that of a missing page, and where the page is
 // cold puts it in its place, for all layers that have the range, and sets `*image` to NULL. Where the page is not
 // missing any more the image stays the caller's. The memory is taken from a reservation (arena.h; NULL: there is
 // none) of the calling thread alone. DATA_LOSS where the image is not that page's; RESOURCE_EXHAUSTED (the arena's).

@@ -47,7 +47,7 @@
 #define QKV_LEARNER_RUNS 3
 #define QKV_LEARNER_GROWTH 4
 #define QKV_LEARNER_DRIFT 1.5
-#define QKV_LEARNER_KINDS 4  // of sessions, that a calibration is tried with, besides the model's rungs (probation.h)
+#define QKV_LEARNER_KINDS 4  // of sessions that a calibration is tried with; the model's rungs are more (probation.h)
 #define QKV_LEARNER_WATCH_EVERY 16
 #define QKV_LEARNER_ALARM_PAGES 16
 #define QKV_LEARNER_ALARM_FIRST 4        // at least, else as many as the model has layers,

@@ -267,7 +267,7 @@ static void search(choice *made, double limit) {
 
 // ---- The verdict ----
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
   if (made == NULL) abort();
   return made;
@@ -279,13 +279,13 @@ static size_t narrow_to(const qkv_quality_page *page, const qkvi_sample *sample,
   if (page->coder->codec->planes == NULL) return 0;
   const qkv_page_header *header = page->page;
   const size_t heads = header->kv_heads;
-  choice made = {.page = page, .sample = sample, .coded = room(2 * heads * sizeof *made.coded)};
+  choice made = {.page = page, .sample = sample, .coded = allocate(2 * heads * sizeof *made.coded)};
   made.wanted = made.coded + heads;
   page->coder->codec->planes->tiers(page->page, made.coded);
   measure_costs(&made);
   made.best_codes = made.bytes[QKV_K][0] + made.bytes[QKV_V][0];
   if (coded->both <= limit && made.deepest > 0) {
-    for (size_t i = 0; i < 2; i++) made.images[i] = room(header->bytes);
+    for (size_t i = 0; i < 2; i++) made.images[i] = allocate(header->bytes);
     measure_levels(&made, coded);
     search(&made, limit);
     if (made.best_bytes > 0) memcpy(image, made.images[0], made.best_bytes);

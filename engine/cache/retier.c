@@ -14,7 +14,7 @@ enum {
   KEYS = 1 << (31 - KEY_SHIFT),
 };
 
-static void *room(size_t count, size_t bytes) {
+static void *allocate(size_t count, size_t bytes) {
   void *made = calloc(count + 1, bytes);
   if (made == NULL) abort();
   return made;
@@ -85,7 +85,7 @@ static float worth_of(const qkv_lane *lane, unsigned low, unsigned high) {
 }
 
 static hull *make_hull(const qkv_lane *lane, unsigned least, unsigned most) {
-  hull *made = room(1, sizeof *made);
+  hull *made = allocate(1, sizeof *made);
   made->tiers[made->count++] = (uint8_t)least;
   for (unsigned tier = least + 1; tier <= most; tier++) {
     const uint8_t last = made->tiers[made->count - 1];
@@ -183,8 +183,8 @@ static void begin(decision *d) {
 static decision decide_nothing(const qkv_retier_snapshot *snapshot, const qkv_retier_policy *policy) {
   decision d = {.snapshot = snapshot,
                 .policy = policy,
-                .targets = room(group_count(snapshot), sizeof *d.targets),
-                .free = room(group_count(snapshot), sizeof *d.free)};
+                .targets = allocate(group_count(snapshot), sizeof *d.targets),
+                .free = allocate(group_count(snapshot), sizeof *d.free)};
   begin(&d);
   return d;
 }
@@ -255,7 +255,7 @@ static void take_last_steps(decision *d, size_t key) {
 }
 
 static void spend_budget(decision *d) {
-  uint64_t *costs = room(KEYS, sizeof *costs);
+  uint64_t *costs = allocate(KEYS, sizeof *costs);
   add_steps(d, costs);
   uint64_t all = d->bytes;
   size_t key = KEYS;
@@ -296,7 +296,7 @@ static float gain_of(const decision *d, size_t i, const place *at) {
 }
 
 static void stay_put(decision *d) {
-  wish *cuts = room(group_count(d->snapshot), sizeof *cuts);
+  wish *cuts = allocate(group_count(d->snapshot), sizeof *cuts);
   size_t count = 0;
   for (size_t i = 0; i < group_count(d->snapshot); i++) {
     const qkv_retier_group *group = &d->snapshot->groups[i];
@@ -376,7 +376,7 @@ static bool changes(const decision *d, size_t page, int64_t *bytes) {
 
 static void make_plan(const decision *d, qkv_retier_plan *plan) {
   const qkv_retier_snapshot *snapshot = d->snapshot;
-  change *all = room(snapshot->page_count, sizeof *all);
+  change *all = allocate(snapshot->page_count, sizeof *all);
   size_t count = 0;
   for (size_t page = 0; page < snapshot->page_count; page++) {
     if (changes(d, page, &all[count].bytes)) all[count++].page = page;
@@ -388,8 +388,8 @@ static void make_plan(const decision *d, qkv_retier_plan *plan) {
                             .bytes_after = d->bytes,
                             .coordinates = d->coordinates};
   if (d->policy->pages_max != 0 && count > d->policy->pages_max) plan->page_count = d->policy->pages_max;
-  plan->pages = room(plan->page_count, sizeof *plan->pages);
-  plan->tiers = room(plan->page_count * snapshot->kv_heads, sizeof *plan->tiers);
+  plan->pages = allocate(plan->page_count, sizeof *plan->pages);
+  plan->tiers = allocate(plan->page_count * snapshot->kv_heads, sizeof *plan->tiers);
   for (size_t i = 0; i < plan->page_count; i++) {
     plan->pages[i] = all[i].page;
     memcpy(plan->tiers + i * snapshot->kv_heads, d->targets + all[i].page * snapshot->kv_heads * GROUPS,
@@ -419,7 +419,7 @@ qkv_status qkv_retier_decide(const qkv_retier_snapshot *snapshot, const qkv_reti
   }
   const size_t hulls = snapshot->lane_count * (QKV_TIER_MAX + 1);
   decision d = decide_nothing(snapshot, policy);
-  d.hulls = room(hulls, sizeof(hull *));
+  d.hulls = allocate(hulls, sizeof(hull *));
   if (policy->bits > 0) {
     d.budget = (uint64_t)floor(d.wanted / 8);
     spend_budget(&d);

@@ -162,7 +162,7 @@ void qkvi_session_keep(qkv_session *session, uint32_t layer) {
 }
 
 static uint64_t kept_bytes(const qkv_layer_usage *usage) {
-  return usage->bytes_coded - usage->bytes_shared + usage->bytes_exact + usage->bytes_beside;
+  return usage->bytes_coded - usage->bytes_shared + usage->bytes_exact + usage->bytes_overhead;
 }
 
 // What was there before is taken off: a difference, which may be below 0.
@@ -263,14 +263,14 @@ static void init_lock(pthread_rwlock_t *lock) {
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  QKV_TRY(qkv_arena_reserve_in(arena, config->room, qkv_arena_cost(session_bytes(model)), error));
+  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, qkv_arena_cost(session_bytes(model)), error));
   qkv_session *session = qkv_arena_alloc(arena, session_bytes(model));
   *session = (qkv_session){.config = *config,
                            .model = model,
                            .arena = arena,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
                            .created_unix_ms = now_ms(CLOCK_REALTIME)};
-  session->config.room = NULL;
+  session->config.headroom = NULL;
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
@@ -345,8 +345,8 @@ static void init_locked(qkv_session *session, uint32_t index, locked_layer *lock
   publish(session, locked);
 }
 
-static qkv_status make_layers(qkv_session *session, uint64_t *room, qkv_error *error) {
-  QKV_TRY(qkv_arena_reserve_in(session->arena, room, qkvi_session_layers_cost(session), error));
+static qkv_status make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
+  QKV_TRY(qkv_arena_reserve_in(session->arena, headroom, qkvi_session_layers_cost(session), error));
   session_layers *made = qkv_arena_alloc(session->arena, layers_bytes(session->model));
   for (uint32_t i = 0; i < session->model->layers; i++) init_locked(session, i, &made->at[i]);
   qkv_session_tokens_give_open(&session->tokens, made->open);
@@ -354,10 +354,10 @@ static qkv_status make_layers(qkv_session *session, uint64_t *room, qkv_error *e
   return QKV_OK;
 }
 
-qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *room, qkv_error *error) {
+qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
   if (qkvi_session_has_layers(session)) return QKV_OK;
   (void)pthread_mutex_lock(&session->making);
-  const qkv_status status = qkvi_session_has_layers(session) ? QKV_OK : make_layers(session, room, error);
+  const qkv_status status = qkvi_session_has_layers(session) ? QKV_OK : make_layers(session, headroom, error);
   (void)pthread_mutex_unlock(&session->making);
   return status;
 }
@@ -569,7 +569,7 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->tokens_exact += usage->tokens_exact;
   sum->bytes_coded += usage->bytes_coded;
   sum->bytes_exact += usage->bytes_exact;
-  sum->bytes_beside += usage->bytes_beside;
+  sum->bytes_overhead += usage->bytes_overhead;
   sum->bytes_shared += usage->bytes_shared;
   sum->tokens_cold += usage->tokens_cold;
   sum->bytes_stored += usage->bytes_stored;
@@ -633,7 +633,7 @@ qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *confi
   qkv_session_touch(parent);
   QKV_TRY(qkv_session_create(config, parent->model, parent->arena, out, error));
   if (!qkvi_session_has_layers(parent)) return QKV_OK;
-  const qkv_status status = qkvi_session_make_layers(*out, config->room, error);
+  const qkv_status status = qkvi_session_make_layers(*out, config->headroom, error);
   if (status != QKV_OK) {
     qkv_session_unref(out);
     return status;

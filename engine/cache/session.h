@@ -55,7 +55,7 @@ typedef struct qkv_session_config {
   bool retier_all;              // tiers follow attention, whatever tier_bits is (server/retier.h). The store's
   uint64_t whole;               // positions that every layer must have, or it is lost; 0: any will do
   uint64_t parent_truncations;  // of a fork: qkv_session_truncations of its parent when that was decided on
-  uint64_t *room;               // the reservation that it is created in (arena.h), or NULL; not used afterwards
+  uint64_t *headroom;           // the reservation that it is created in (arena.h), or NULL; not used afterwards
   qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: none does. The store's
   qkv_prefix_index *prefixes;   // that it is matched by, and outlives the session; NULL: it is not. The store's
   qkv_recency *recency;         // that it is listed in, and outlives the session; NULL: it is not. The store's
@@ -82,7 +82,7 @@ void qkv_session_unref(qkv_session **session);
 // A new session of the parent's model that has all that the parent has below positions[layer], of each of the model's
 // layers, shared: the codes, and the exact rows until one of the two writes. A layer that ends earlier is shared as
 // far as it goes. Attention averages, tiers and the contract are its own from here on. `config` is the parent's but
-// for name, id, room, ttl_ms, pinned, tier_bits and max_attention_error. Takes as much of the arena as an empty
+// for name, id, headroom, ttl_ms, pinned, tier_bits and max_attention_error. Takes as much of the arena as an empty
 // session. No truncation of the parent happens meanwhile: the fork has rows and token ids of one state, or of states
 // that appends lead to. RESOURCE_EXHAUSTED (the arena's); UNAVAILABLE: the parent has been truncated since
 // config->parent_truncations.
@@ -123,7 +123,7 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
 
 // What an append may use; zeros: nothing.
 typedef struct qkv_append_use {
-  uint64_t *room;       // a reservation that it is made in (arena.h)
+  uint64_t *headroom;   // a reservation that it is made in (arena.h)
   const uint32_t *ids;  // of its rows, one each, checked (session_tokens.h): pages of them that another session holds
                         // are taken instead of coded (session_share.h). NULL: every page is coded
   uint64_t pages_shared;  // out: pages that were taken

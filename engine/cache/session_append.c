@@ -56,20 +56,21 @@ static void looked(const qkv_layer_access *access) {
   qkv_session_read_done(change->session, change->layer);
 }
 
-qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *room, qkvi_row_change *change) {
+qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom,
+                                   qkvi_row_change *change) {
   locked_layer *locked = layer_at(session, layer);
   *change = (qkvi_row_change){
       .access = {.enter = enter, .leave = leave, .look = look, .looked = looked}, .session = session, .layer = layer};
   qkvi_session_lock_rows(locked);
   locked->layer.access = &change->access;
-  locked->layer.append_room = room;
+  locked->layer.append_headroom = headroom;
   return &locked->layer;
 }
 
 void qkvi_session_end_rows(const qkvi_row_change *change) {
   locked_layer *locked = layer_at(change->session, change->layer);
   locked->layer.access = NULL;
-  locked->layer.append_room = NULL;
+  locked->layer.append_headroom = NULL;
   qkvi_session_unlock_rows(locked);
 }
 
@@ -97,9 +98,9 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
   qkvi_row_change change;
   *appended = *length = 0;
   QKV_TRY(qkvi_session_check_layer(session, layer, error));
-  QKV_TRY(qkvi_session_make_layers(session, use->room, error));
+  QKV_TRY(qkvi_session_make_layers(session, use->headroom, error));
   qkvi_session_touch_layer(session, layer);
-  qkv_layer *appending = qkvi_session_begin_rows(session, layer, use->room, &change);
+  qkv_layer *appending = qkvi_session_begin_rows(session, layer, use->headroom, &change);
   change.used_ms = qkv_session_last_used_ms(session);
   const bool renewed = renew_coder(session, layer);
   if (use->ids != NULL && k->rank == 3)

@@ -54,10 +54,10 @@ static qkv_status validate_all(const incoming *all, uint64_t position, qkv_error
 }
 
 // The session gets the codings before its layer has pages of them.
-static qkv_status append(const incoming *all, uint64_t *room, uint64_t *appended, uint64_t *length,
+static qkv_status append(const incoming *all, uint64_t *headroom, uint64_t *appended, uint64_t *length,
                          qkv_error *error) {
   qkvi_row_change change;
-  (void)qkvi_session_begin_rows(all->session, all->layer, room, &change);
+  (void)qkvi_session_begin_rows(all->session, all->layer, headroom, &change);
   qkv_layer *layer = qkvi_session_change(all->session, all->layer);
   qkvi_session_use_codings(all->session);
   for (size_t i = 0; i < all->count; i++) (void)qkvi_session_coding(all->session, all->pages[i].calibration);
@@ -70,7 +70,7 @@ static qkv_status append(const incoming *all, uint64_t *room, uint64_t *appended
   return status;
 }
 
-qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64_t *room, uint64_t position,
+qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64_t *headroom, uint64_t position,
                                     const qkv_incoming_page *pages, size_t count, uint64_t *appended,
                                     uint64_t *length, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
@@ -79,7 +79,7 @@ qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64
   if (layer >= model->layers)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
                     model->name, model->layers);
-  QKV_TRY(qkvi_session_make_layers(session, room, error));
+  QKV_TRY(qkvi_session_make_layers(session, headroom, error));
   qkv_session_touch(session);
   const incoming all = {.session = session,
                         .layer = layer,
@@ -89,7 +89,7 @@ qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64
                         .coded = calloc(count, sizeof(qkv_coded_page))};
   if (all.codings == NULL || all.coded == NULL) abort();
   qkv_status status = validate_all(&all, position, error);
-  if (status == QKV_OK) status = append(&all, room, appended, length, error);
+  if (status == QKV_OK) status = append(&all, headroom, appended, length, error);
   for (size_t i = 0; i < count; i++) qkv_coding_unref(&all.codings[i]);
   free((void *)all.codings);
   free(all.coded);

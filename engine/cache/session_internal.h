@@ -13,7 +13,7 @@ bool qkvi_session_has_layers(const qkv_session *session);
 // Bytes of the arena that they take; makes them, within a reservation (arena.h) or NULL. RESOURCE_EXHAUSTED (the
 // arena's).
 uint64_t qkvi_session_layers_cost(const qkv_session *session);
-qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *room, qkv_error *error);
+qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error);
 // A layer as a new one would be, of a session that has none, for asking what it costs.
 void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer);
 // Whether it has no layers yet; layers made later then have no backing.
@@ -42,7 +42,7 @@ typedef struct qkvi_row_change {
   uint32_t layer;
   int64_t used_ms;  // page_range.h; 0: it is no use of the session
 } qkvi_row_change;
-qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *room, qkvi_row_change *change);
+qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom, qkvi_row_change *change);
 void qkvi_session_end_rows(const qkvi_row_change *change);
 
 // Whether any layer has something that is not settled.

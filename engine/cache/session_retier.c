@@ -24,7 +24,7 @@ static qkv_status check_layer(const qkv_session *session, uint32_t layer, qkv_er
 
 static uint64_t row_bytes(const qkv_layer *layer) {
   const qkv_layer_usage usage = qkv_layer_read_usage(layer);
-  return usage.bytes_coded + usage.bytes_beside;
+  return usage.bytes_coded + usage.bytes_overhead;
 }
 
 static qkv_status exchange(qkv_session *session, uint32_t layer, qkv_cut *cuts, size_t count,

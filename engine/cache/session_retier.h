@@ -15,7 +15,7 @@ typedef struct qkv_retier_report {
   uint64_t pages;  // changed
   uint64_t
       pages_left;  // that should change, too, but were beyond the policy's pages_max, or on their way to the backing
-  // Decrease and increase of the rows' bytes, as usage counts them (bytes_coded + bytes_beside).
+  // Decrease and increase of the rows' bytes, as usage counts them (bytes_coded + bytes_overhead).
   uint64_t bytes_freed, bytes_taken;
 } qkv_retier_report;
 

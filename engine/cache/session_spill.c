@@ -170,7 +170,7 @@ qkv_status qkv_session_restore(qkv_session *session, uint32_t layer, uint64_t *r
   if (status == QKV_OK && !all_cold)
     status = restore_full(session, layer, reservation, pages, images, bytes, count, failed, error);
   for (size_t i = 0; i < count; i++) {
-    qkv_arena_free_beside(qkvi_session_arena(session), images[i], bytes[i]);
+    qkv_arena_free_overhead(qkvi_session_arena(session), images[i], bytes[i]);
     images[i] = NULL;
   }
   return status;

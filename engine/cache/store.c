@@ -496,7 +496,7 @@ static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *
   qkv_session_info info;
   qkv_session_tokens_close(qkv_session_tokens_of(entry->session));
   qkv_session_read_info(entry->session, &info, NULL);
-  *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside;
+  *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead;
   qkv_session_unref(&entry->session);
   free(entry);
   return QKV_OK;

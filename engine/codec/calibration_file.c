@@ -72,8 +72,8 @@ static head_layout head_layout_of(const qkv_calibration_shape *shape, uint32_t f
 size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v) {
   const head_layout head = head_layout_of(shape, format, band_k, band_v);
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
-  const size_t room = QKV_CALIBRATION_BYTES_MAX - sizeof(qkvi_calibration_header);
-  return heads > room / head.bytes ? 0 : sizeof(qkvi_calibration_header) + heads * head.bytes;
+  const size_t capacity = QKV_CALIBRATION_BYTES_MAX - sizeof(qkvi_calibration_header);
+  return heads > capacity / head.bytes ? 0 : sizeof(qkvi_calibration_header) + heads * head.bytes;
 }
 
 // Of any format; narrow bands take the most.

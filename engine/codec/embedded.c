@@ -32,9 +32,9 @@ qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uin
   const uint16_t dims[] = {coder->key_dim, coder->value_dim};
   qkvi_additions found = {.anchored = bytes[part] != 0, .factored = ranks[part] != 0};
   if (!found.anchored && !found.factored) return found;
-  size_t room_left;
+  size_t bytes_left;
   const uint8_t *section =
-      qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &room_left);
+      qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &bytes_left);
   for (qkv_part each = QKV_K; each <= QKV_V; each++) {
     qkv_anchor anchor;
     if (bytes[each] != 0) section += qkv_anchor_find(bytes[each], section, dims[each], &anchor);
@@ -82,7 +82,7 @@ static qkv_ahead ahead_of(const qkv_coder *coder, const qkv_query_block *queries
 static void prepare_integers(const qkv_coder *coder, qkv_query_block *queries) {
   qkvi_embedded_queries *own = qkvi_own(queries);
   if (own->query_limit == 0) return;
-  own->integers = qkvi_integer_queries_in(&own->room);
+  own->integers = qkvi_integer_queries_in(&own->buffer);
   qkv_kernels_get()->prepare(own->codes, queries->count, coder->key_dim, own->query_limit, &own->integers);
 }
 

@@ -72,7 +72,7 @@ typedef struct head_work {
   void *low_rank;   // for qkv_low_rank_choose
 } head_work;
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = aligned_alloc(64, (bytes + 63) / 64 * 64);
   if (made == NULL) abort();
   return made;
@@ -88,7 +88,7 @@ static coded_part *make_parts(const qkv_coder *coder) {
   const size_t code_bytes = QKV_PAGE_TOKENS * most, factor_bytes = qkv_low_rank_bytes(QKV_RANK_MAX, most);
   const size_t head_bytes = (count * sizeof(coded_part) + 63) / 64 * 64;
   const size_t part_bytes = (code_bytes + qkv_anchor_bytes_max(most) + factor_bytes + 63) / 64 * 64;
-  coded_part *parts = room(head_bytes + count * part_bytes);
+  coded_part *parts = allocate(head_bytes + count * part_bytes);
   for (size_t i = 0; i < count; i++) {
     parts[i].codes = (uint8_t *)parts + head_bytes + i * part_bytes;
     parts[i].factors = parts[i].codes + code_bytes;
@@ -99,11 +99,11 @@ static coded_part *make_parts(const qkv_coder *coder) {
 
 static head_work begin_work(const qkv_coder *coder) {
   const size_t most = widest(coder);
-  return (head_work){.turned = room(QKV_PAGE_TOKENS * most * sizeof(float)),
-                     .residual = room(QKV_PAGE_TOKENS * most * sizeof(float)),
-                     .whole = room(QKV_PAGE_TOKENS * most * sizeof(float)),
-                     .anchor = room(qkv_anchor_scratch_bytes(most)),
-                     .low_rank = room(qkv_low_rank_scratch_bytes(most))};
+  return (head_work){.turned = allocate(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .residual = allocate(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .whole = allocate(QKV_PAGE_TOKENS * most * sizeof(float)),
+                     .anchor = allocate(qkv_anchor_scratch_bytes(most)),
+                     .low_rank = allocate(qkv_low_rank_scratch_bytes(most))};
 }
 
 static void end_work(head_work *work) {
@@ -167,11 +167,11 @@ static qkv_rows source_of(const qkv_coder *coder, const page_rows *rows, uint16_
 
 // Those that come after a part's, as far as there are any.
 static const qkv_rows *next_of(const qkv_coder *coder, const page_rows *rows, uint16_t kv_head, qkv_part part,
-                               qkv_rows *room) {
+                               qkv_rows *next_rows) {
   if (part == QKV_V && kv_head + 1 == coder->kv_heads) return NULL;
-  *room =
+  *next_rows =
       part == QKV_K ? source_of(coder, rows, kv_head, QKV_V) : source_of(coder, rows, (uint16_t)(kv_head + 1), QKV_K);
-  return room;
+  return next_rows;
 }
 
 static uint64_t heavy_of(const qkv_coder *coder, uint16_t kv_head, const page_rows *rows) {
@@ -196,8 +196,8 @@ static qkvi_part_rows part_rows_of(const qkv_coder *coder, uint16_t kv_head, qkv
 // One head's K or V to code space.
 static void turn_part(const qkv_coder *coder, uint16_t kv_head, qkv_part part, const page_rows *rows, float *turned,
                       float *squares) {
-  qkv_rows source = source_of(coder, rows, kv_head, part), room;
-  source.next = next_of(coder, rows, kv_head, part, &room);
+  qkv_rows source = source_of(coder, rows, kv_head, part), next_rows;
+  source.next = next_of(coder, rows, kv_head, part, &next_rows);
   turn_rows(coder, kv_head, part, rows->position, 0, rows->tokens, &source, turned, squares);
 }
 
@@ -327,8 +327,8 @@ static void encode_part_plainly(const qkv_coder *coder, uint16_t kv_head, qkv_pa
   const qkv_rows source = source_of(coder, rows, kv_head, part);
   qkvi_row_measures measures;
   if (tier > 0 && as_it_is && transform->analysis == NULL) {
-    qkv_rows fetching = source, room;
-    fetching.next = next_of(coder, rows, kv_head, part, &room);
+    qkv_rows fetching = source, next_rows;
+    fetching.next = next_of(coder, rows, kv_head, part, &next_rows);
     qkv_kernels_get()->encode_rows(part, transform->schedule, tier, &fetching, rows->tokens, gains, codes,
                                    measures.errors, measures.squares);
     const qkvi_part_rows own = part_rows_of(coder, kv_head, part, rows, heavy, &source, NULL, gains, codes);
@@ -383,7 +383,7 @@ static void each_head(page_job *job, qkv_pool *pool, qkv_loop_fn *run) {
 // sets [kv_heads][2], and in the same block what they point to.
 static qkv_outlier_set *make_sets(const qkv_coder *coder) {
   const size_t count = 2 * (size_t)coder->kv_heads, bytes = QKV_OUTLIERS_MAX * widest(coder) * sizeof(int16_t);
-  qkv_outlier_set *sets = room(count * (sizeof *sets + bytes));
+  qkv_outlier_set *sets = allocate(count * (sizeof *sets + bytes));
   for (size_t i = 0; i < count; i++) {
     sets[i].count = 0;
     sets[i].rows = (uint8_t *)(sets + count) + i * bytes;

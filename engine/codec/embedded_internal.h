@@ -13,8 +13,8 @@
 
 // What the codec keeps of a block of queries.
 typedef struct qkvi_embedded_queries {
-  qkv_integer_room room;
-  qkv_integer_queries integers;  // of `codes`, in the memory `room`
+  qkv_integer_buffers buffer;
+  qkv_integer_queries integers;  // of `codes`, in the memory `buffer`
   qkv_layouts layouts;
   qkv_phases_walk walk;  // frames that are turned back by the page
   // The most of a query's numbers and the bytes of weights where arithmetic is in integers (kernel/integer.h); 0: in

@@ -39,14 +39,15 @@ static bool page_is_whole(const qkv_coder *coder, const void *page) {
 // Bytes of a head's sections without the padding of its block.
 static size_t section_bytes(const qkv_coder *coder, const void *page, uint16_t kv_head) {
   const qkv_page_directory *entry = qkv_page_entry_of(page, kv_head);
-  size_t room, used;
+  size_t capacity, used;
   qkv_anchor found;
-  const uint8_t *sections = qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &room);
+  const uint8_t *sections =
+      qkv_page_sections(page, kv_head, qkv_embedded(coder)->heads[kv_head].schedules, &capacity);
   used = qkv_anchor_find(entry->anchor_k, sections, coder->key_dim, &found);
   used += qkv_anchor_find(entry->anchor_v, sections + used, coder->value_dim, &found);
   if (entry->low_rank_k != 0) used += qkv_low_rank_bytes(entry->low_rank_k, coder->key_dim);
   if (entry->low_rank_v != 0) used += qkv_low_rank_bytes(entry->low_rank_v, coder->value_dim);
-  assert(used <= room);
+  assert(used <= capacity);
   return used;
 }
 
@@ -154,14 +155,14 @@ static void narrow_head(const qkv_coder *coder, const void *page, uint16_t kv_he
   const uint8_t ranks[2] = {entry->low_rank_k, entry->low_rank_v};
   qkv_page_codes from[2], to[2];
   qkv_anchor found;
-  size_t room;
+  size_t capacity;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     qkv_page_find(page, kv_head, part, schedules, &from[part]);
     qkv_page_find(image, kv_head, part, schedules, &to[part]);
     narrow_part(qkv_embedded(coder)->heads[kv_head].transforms[part], part, &from[part], &to[part]);
   }
-  const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &room);
-  uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &room);
+  const uint8_t *sections = qkv_page_sections(page, kv_head, schedules, &capacity);
+  uint8_t *out = (uint8_t *)qkv_page_sections(image, kv_head, schedules, &capacity);
   memcpy(out, sections, section_bytes(coder, page, kv_head));
   out += qkv_anchor_find(entry->anchor_k, out, coder->key_dim, &found);
   out += qkv_anchor_find(entry->anchor_v, out, coder->value_dim, &found);

@@ -6,23 +6,23 @@
 
 enum { PAIRS = QKV_DEPTH_MAX / 2, FIELDS = 4, FIELD_TOKENS = QKV_GROUP_TOKENS / FIELDS };
 
-// A slab of 16 * width bytes: the letter s of page.h, and a quarter of L.
-typedef struct slab {
+// A line of 16 * width bytes: the letter s of page.h, and a quarter of L.
+typedef struct line {
   unsigned pair;
   bool wide;
   unsigned width;
-} slab;
+} line;
 
-static unsigned slab_bytes(const slab *s) {
+static unsigned line_bytes(const line *s) {
   return QKV_GROUP_TOKENS * s->width;
 }
 
-static unsigned slab_coordinates(const slab *s) {
+static unsigned line_coordinates(const line *s) {
   return (s->wide ? 4 : 8) * s->width;
 }
 
 // Where a field lies in its byte.
-static unsigned field_shift(const slab *s, unsigned field) {
+static unsigned field_shift(const line *s, unsigned field) {
   return 2 * (field ^ (s->pair & 1));
 }
 
@@ -41,7 +41,7 @@ static void store(uint8_t *bytes, sixteen all) {
   memcpy(bytes, &all, sizeof all);
 }
 
-// Bytes of a K slab between [token][byte] and [byte][token]. Inlined with a constant width to be vectorized.
+// Bytes of a K line between [token][byte] and [byte][token]. Inlined with a constant width to be vectorized.
 static inline __attribute__((always_inline)) void columns_of(const uint8_t *restrict bytes, unsigned width,
                                                              qkvi_codes *restrict columns) {
   for (unsigned i = 0; i < width; i++) {
@@ -49,7 +49,7 @@ static inline __attribute__((always_inline)) void columns_of(const uint8_t *rest
   }
 }
 
-static void read_columns(const slab *s, const uint8_t *bytes, qkvi_codes columns[4]) {
+static void read_columns(const line *s, const uint8_t *bytes, qkvi_codes columns[4]) {
   if (s->width == 4) {
     columns_of(bytes, 4, columns);
   } else {
@@ -57,15 +57,15 @@ static void read_columns(const slab *s, const uint8_t *bytes, qkvi_codes columns
   }
 }
 
-static void write_columns(const slab *s, qkvi_codes columns[4], uint8_t *bytes) {
+static void write_columns(const line *s, qkvi_codes columns[4], uint8_t *bytes) {
   for (unsigned t = 0; t < QKV_GROUP_TOKENS; t++) {
     for (unsigned i = 0; i < s->width; i++) bytes[t * s->width + i] = columns[i][t];
   }
 }
 
-// Appends what a slab's fields hold for its coordinate `at` (below 4 * width), two bits a token: both to that
-// coordinate's codes, or in a narrow slab the high one to those of the coordinate 4 * width further.
-static void append(const slab *s, qkvi_codes *codes, unsigned at, sixteen two) {
+// Appends what a line's fields hold for its coordinate `at` (below 4 * width), two bits a token: both to that
+// coordinate's codes, or in a narrow line the high one to those of the coordinate 4 * width further.
+static void append(const line *s, qkvi_codes *codes, unsigned at, sixteen two) {
   uint8_t *low = codes[at];
   if (s->wide) {
     store(low, load(low) << 2 | two);
@@ -77,14 +77,14 @@ static void append(const slab *s, qkvi_codes *codes, unsigned at, sixteen two) {
 }
 
 // The reverse: those two bits, out of codes at full depth.
-static sixteen take(const slab *s, const qkvi_codes *codes, unsigned at) {
+static sixteen take(const line *s, const qkvi_codes *codes, unsigned at) {
   const unsigned shift = QKV_DEPTH_MAX - 2 - 2 * s->pair;  // of the pair's less significant bit
   const sixteen low = load(codes[at]) >> shift;
   if (s->wide) return low & EACH(3);
   return (low >> 1 & EACH(1)) | (load(codes[at + 4 * s->width]) >> shift & EACH(2));
 }
 
-static void unpack_k(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
+static void unpack_k(const line *s, const uint8_t *bytes, qkvi_codes *codes) {
   qkvi_codes columns[4];
   read_columns(s, bytes, columns);
   for (unsigned at = 0; at < FIELDS * s->width; at++) {
@@ -93,7 +93,7 @@ static void unpack_k(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
   }
 }
 
-static void pack_k(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
+static void pack_k(const line *s, const qkvi_codes *codes, uint8_t *bytes) {
   qkvi_codes columns[4] = {0};
   for (unsigned at = 0; at < FIELDS * s->width; at++) {
     uint8_t *column = columns[at % s->width];
@@ -102,8 +102,8 @@ static void pack_k(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
   write_columns(s, columns, bytes);
 }
 
-// A lane of a V slab: four bytes, whose field f is tokens 4 f to 4 f + 3.
-static void unpack_v(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
+// A lane of a V line: four bytes, whose field f is tokens 4 f to 4 f + 3.
+static void unpack_v(const line *s, const uint8_t *bytes, qkvi_codes *codes) {
   for (unsigned lane = 0; lane < 4 * s->width; lane++, bytes += FIELD_TOKENS) {
     uint32_t packed;
     memcpy(&packed, bytes, sizeof packed);
@@ -113,7 +113,7 @@ static void unpack_v(const slab *s, const uint8_t *bytes, qkvi_codes *codes) {
   }
 }
 
-static void pack_v(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
+static void pack_v(const line *s, const qkvi_codes *codes, uint8_t *bytes) {
   for (unsigned lane = 0; lane < 4 * s->width; lane++, bytes += FIELD_TOKENS) {
     const sixteen two = take(s, codes, lane);
     const uint32_t token[FIELDS] = {(uint32_t)two[0], (uint32_t)(two[0] >> 32), (uint32_t)two[1],
@@ -124,43 +124,43 @@ static void pack_v(const slab *s, const qkvi_codes *codes, uint8_t *bytes) {
   }
 }
 
-void qkvi_pack_slab(qkv_part part, unsigned pair, bool wide, unsigned width, const qkvi_codes *codes,
+void qkvi_pack_line(qkv_part part, unsigned pair, bool wide, unsigned width, const qkvi_codes *codes,
                     uint8_t *bytes) {
-  const slab s = {pair, wide, width};
+  const line s = {pair, wide, width};
   part == QKV_K ? pack_k(&s, codes, bytes) : pack_v(&s, codes, bytes);
 }
 
-// Sets `s` to the slab at coordinate `at` of a group's section that ends at `end`: the largest that fits.
-static void slab_fit(slab *s, unsigned at, unsigned end) {
+// Sets `s` to the line at coordinate `at` of a group's section that ends at `end`: the largest that fits.
+static void line_fit(line *s, unsigned at, unsigned end) {
   s->width = 4;
-  while (at + slab_coordinates(s) > end) s->width /= 2;
+  while (at + line_coordinates(s) > end) s->width /= 2;
   assert(s->width > 0);
 }
 
 // Coordinates [*begin, *end) of a section at a tier.
-static void section(const uint16_t *reach, const slab *s, unsigned *begin, unsigned *end) {
+static void section(const uint16_t *reach, const line *s, unsigned *begin, unsigned *end) {
   const unsigned both = reach[2 * s->pair + 2], first = reach[2 * s->pair + 1];
   *begin = s->wide ? 0 : both;
   *end = s->wide ? both : first;
 }
 
 // One section's coordinates. Both return where the section ends in `bytes`.
-static uint8_t *pack_section(qkv_part part, slab s, const uint16_t *reach, const qkvi_codes *codes, uint8_t *bytes) {
+static uint8_t *pack_section(qkv_part part, line s, const uint16_t *reach, const qkvi_codes *codes, uint8_t *bytes) {
   unsigned at, end;
   section(reach, &s, &at, &end);
-  for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
-    slab_fit(&s, at, end);
+  for (; at < end; at += line_coordinates(&s), bytes += line_bytes(&s)) {
+    line_fit(&s, at, end);
     part == QKV_K ? pack_k(&s, codes + at, bytes) : pack_v(&s, codes + at, bytes);
   }
   return bytes;
 }
 
-static const uint8_t *unpack_section(qkv_part part, slab s, const uint16_t *reach, const uint8_t *bytes,
+static const uint8_t *unpack_section(qkv_part part, line s, const uint16_t *reach, const uint8_t *bytes,
                                      qkvi_codes *codes) {
   unsigned at, end;
   section(reach, &s, &at, &end);
-  for (; at < end; at += slab_coordinates(&s), bytes += slab_bytes(&s)) {
-    slab_fit(&s, at, end);
+  for (; at < end; at += line_coordinates(&s), bytes += line_bytes(&s)) {
+    line_fit(&s, at, end);
     part == QKV_K ? unpack_k(&s, bytes, codes + at) : unpack_v(&s, bytes, codes + at);
   }
   return bytes;
@@ -168,7 +168,7 @@ static const uint8_t *unpack_section(qkv_part part, slab s, const uint16_t *reac
 
 void qkvi_pack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_codes *codes, uint8_t *bytes) {
   for (unsigned i = 0; i < 2 * PAIRS; i++) {
-    bytes = pack_section(part, (slab){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], codes, bytes);
+    bytes = pack_section(part, (line){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], codes, bytes);
   }
 }
 
@@ -176,14 +176,14 @@ void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, con
                  qkvi_codes *codes) {
   memset(codes, 0, schedule->dim * sizeof *codes);
   for (unsigned i = 0; i < 2 * PAIRS; i++) {
-    bytes = unpack_section(part, (slab){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], bytes, codes);
+    bytes = unpack_section(part, (line){.pair = i / 2, .wide = i % 2 == 0}, schedule->reach[tier], bytes, codes);
   }
 }
 
 // ---- One slot ----
 
-// What a slab has of a slot's row: two bits for each of its coordinates below 4 * width.
-static void take_slot(qkv_part part, const slab *s, const uint8_t *bytes, unsigned slot, uint8_t *two) {
+// What a line has of a slot's row: two bits for each of its coordinates below 4 * width.
+static void take_slot(qkv_part part, const line *s, const uint8_t *bytes, unsigned slot, uint8_t *two) {
   if (part == QKV_V) {
     const unsigned shift = field_shift(s, slot / FIELD_TOKENS);
     bytes += slot % FIELD_TOKENS;
@@ -197,13 +197,13 @@ static void take_slot(qkv_part part, const slab *s, const uint8_t *bytes, unsign
   }
 }
 
-static const uint8_t *unpack_section_of(qkv_part part, slab s, const uint16_t *reach, const uint8_t *bytes,
+static const uint8_t *unpack_section_of(qkv_part part, line s, const uint16_t *reach, const uint8_t *bytes,
                                         unsigned slot, uint8_t *codes) {
   unsigned first, end;
   section(reach, &s, &first, &end);
-  for (; first < end; first += slab_coordinates(&s), bytes += slab_bytes(&s)) {
+  for (; first < end; first += line_coordinates(&s), bytes += line_bytes(&s)) {
     uint8_t two[QKV_GROUP_TOKENS];
-    slab_fit(&s, first, end);
+    line_fit(&s, first, end);
     take_slot(part, &s, bytes, slot, two);
     uint8_t *low = codes + first, *high = low + 4 * s.width;
     for (unsigned at = 0; at < 4 * s.width; at++) {
@@ -219,7 +219,7 @@ void qkvi_unpack_slot(qkv_part part, const qkv_schedule *schedule, unsigned tier
   assert(slot < QKV_GROUP_TOKENS);
   memset(codes, 0, schedule->dim);
   for (unsigned i = 0; i < 2 * PAIRS; i++) {
-    const slab s = {.pair = i / 2, .wide = i % 2 == 0};
+    const line s = {.pair = i / 2, .wide = i % 2 == 0};
     bytes = unpack_section_of(part, s, schedule->reach[tier], bytes, slot, codes);
   }
 }
@@ -250,11 +250,11 @@ void qkvi_narrow(qkv_part part, const qkv_schedule *schedule, unsigned tier, con
     } else {
       qkvi_codes codes[QKV_DIM_MAX];
       memset(codes, 0, reach[2 * pair + 1] * sizeof *codes);
-      const uint8_t *next = unpack_section(part, (slab){.pair = pair, .wide = true}, reach, bytes, codes);
-      (void)unpack_section(part, (slab){.pair = pair}, reach, next, codes);
+      const uint8_t *next = unpack_section(part, (line){.pair = pair, .wide = true}, reach, bytes, codes);
+      (void)unpack_section(part, (line){.pair = pair}, reach, next, codes);
       raise(reach, pair, codes);
-      uint8_t *end = pack_section(part, (slab){.pair = pair, .wide = true}, low, codes, out);
-      (void)pack_section(part, (slab){.pair = pair}, low, codes, end);
+      uint8_t *end = pack_section(part, (line){.pair = pair, .wide = true}, low, codes, out);
+      (void)pack_section(part, (line){.pair = pair}, low, codes, end);
     }
     bytes += all;
     out += kept;

@@ -17,8 +17,8 @@ typedef uint8_t qkvi_codes[QKV_GROUP_TOKENS];  // one coordinate's
 // Fills qkv_schedule_group_bytes(schedule, tier).
 void qkvi_pack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const qkvi_codes *codes, uint8_t *bytes);
 
-// One slab of 16 * width bytes (page.h), width 4, 2 or 1, of the codes at full depth of its coordinates.
-void qkvi_pack_slab(qkv_part part, unsigned pair, bool wide, unsigned width, const qkvi_codes *codes, uint8_t *bytes);
+// One line of 16 * width bytes (page.h), width 4, 2 or 1, of the codes at full depth of its coordinates.
+void qkvi_pack_line(qkv_part part, unsigned pair, bool wide, unsigned width, const qkvi_codes *codes, uint8_t *bytes);
 
 // `codes` [schedule->dim] gets each coordinate's code at its own depth (0 at depth 0).
 void qkvi_unpack(qkv_part part, const qkv_schedule *schedule, unsigned tier, const uint8_t *bytes, qkvi_codes *codes);

@@ -52,21 +52,21 @@
 //   narrow  coordinates [n_(2p+2), n_(2p+1))    the more significant bit alone
 //
 // So a group is: pair 0 wide, pair 0 narrow, pair 1 wide, pair 1 narrow, ... A section takes 16 tokens x
-// coordinates x (2 or 1) bits. It is cut into *slabs* of 64 bytes, and what is left over into one of 32 and/or
+// coordinates x (2 or 1) bits. It is cut into *lines* of 64 bytes, and what is left over into one of 32 and/or
 // one of 16 bytes (widths are multiples of 8, so nothing smaller remains). A byte has four *fields* of two
 // bits; field f is bits 2f (low) and 2f+1 (high). In pairs 1 and 3 the fields are swapped pairwise (the codes
 // of field f lie in field f ^ 1): then a mask and an OR, without a shift, put a field of pair 0 next to the
 // same coordinate's field of pair 1, and one table look-up takes four bits.
 //
-//   K slab of 16*s bytes, s = 4, 2 or 1: byte b belongs to token b / s, i = b % s
+//   K line of 16*s bytes, s = 4, 2 or 1: byte b belongs to token b / s, i = b % s
 //     wide    field f: coordinate c0 + s*f + i, both bits (high: the more significant)       (s = 4 or 2)
 //     narrow  field f: high bit: coordinate c0 + 4*s + s*f + i, low bit: c0 + s*f + i
-//   V slab of 4*L bytes, L = 16, 8 or 4: byte b belongs to lane b / 4, i = b % 4
+//   V line of 4*L bytes, L = 16, 8 or 4: byte b belongs to lane b / 4, i = b % 4
 //     wide    field f: token 4*f + i of coordinate c0 + lane                                (L = 16 or 8)
 //     narrow  field f: token 4*f + i; high bit: coordinate c0 + L + lane, low bit: c0 + lane
 //
-// where c0 is the first coordinate of the slab. In a K slab a 32-bit lane is one token with 4 coordinates a
-// field, in a V slab a lane is one coordinate with 4 tokens a field: the shapes that four-way integer dot
+// where c0 is the first coordinate of the line. In a K line a 32-bit lane is one token with 4 coordinates a
+// field, in a V line a lane is one coordinate with 4 tokens a field: the shapes that four-way integer dot
 // products want for q.k and for the weighted sum.
 //
 // gain byte g: 0 is an all-zero row, or an outlier, to which codes add nothing; else the row's factor is 2^((g - 128)

@@ -468,11 +468,11 @@ void qkv_phases_turn_queries(const qkv_phases *phases, qkv_phases_walk *walk, ui
 // ---- Scores ----
 
 // Cosines and sines of the slots of a page that is not steady.
-typedef struct slot_room {
+typedef struct slot_buffer {
   float cosines[QKV_DIM_MAX / 2][QKV_PAGE_TOKENS], sines[QKV_DIM_MAX / 2][QKV_PAGE_TOKENS];
-} slot_room;
+} slot_buffer;
 
-static qkv_slot_turns slot_turns(const qkv_phases *phases, uint64_t position, slot_room *room) {
+static qkv_slot_turns slot_turns(const qkv_phases *phases, uint64_t position, slot_buffer *buffer) {
   qkv_slot_turns turns = {.pairs = phases->pairs,
                           .step = phases->rope.interleaved ? 2 : 1,
                           .apart = phases->rope.interleaved ? 1 : phases->pairs,
@@ -480,10 +480,10 @@ static qkv_slot_turns slot_turns(const qkv_phases *phases, uint64_t position, sl
                           .sines = phases->sines[0]};
   if (steady(phases, position)) return turns;
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, room->cosines[pair], room->sines[pair]);
+    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, buffer->cosines[pair], buffer->sines[pair]);
   }
-  turns.cosines = room->cosines[0];
-  turns.sines = room->sines[0];
+  turns.cosines = buffer->cosines[0];
+  turns.sines = buffer->sines[0];
   return turns;
 }
 
@@ -493,9 +493,9 @@ void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transf
   enum { TOGETHER = 4 };
   float factors[TOGETHER * QKV_DIM_MAX];
   uint16_t pairs[QKV_DIM_MAX / 2];
-  slot_room room;
+  slot_buffer buffer;
   const size_t count = transform->anchor_pairs, dim = transform->schedule->dim;
-  const qkv_slot_turns turns = slot_turns(phases, position, &room);
+  const qkv_slot_turns turns = slot_turns(phases, position, &buffer);
   for (size_t j = 0; j < count; j++) pairs[j] = (uint16_t)qkv_transform_anchored(transform, j);
   for (size_t first = 0, some; first < n && count > 0; first += some) {
     some = n - first < TOGETHER ? n - first : TOGETHER;
@@ -516,8 +516,8 @@ void qkv_phases_add_scores(const qkv_phases *phases, const qkv_transform *transf
 
 void qkv_phases_score_columns(const qkv_phases *phases, uint64_t position, size_t dim, const float *columns,
                               const float *means, size_t n, float *turned, float *scores) {
-  slot_room room;
-  const qkv_slot_turns turns = slot_turns(phases, position, &room);
+  slot_buffer buffer;
+  const qkv_slot_turns turns = slot_turns(phases, position, &buffer);
   if (phases->magnitude != 1) {
     for (size_t i = 0; i < n; i++) {
       for (size_t j = 0; j < 2 * (size_t)phases->pairs; j++) turned[i * dim + j] *= (float)phases->magnitude;

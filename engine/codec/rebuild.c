@@ -10,7 +10,7 @@
 
 enum { ALIGN = 64 };
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = aligned_alloc(ALIGN, (bytes + ALIGN - 1) / ALIGN * ALIGN);
   if (made == NULL) abort();
   return made;
@@ -59,16 +59,16 @@ static unsigned parts_for(const qkv_transform *keys, unsigned tier, size_t coded
 qkv_rebuild *qkv_rebuild_create(const qkv_transform *keys, unsigned tier) {
   const size_t dim = keys->schedule->dim, coded = keys->schedule->reach[tier][1];
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH + 1;
-  float *columns = room(dim * dim * sizeof *columns);
+  float *columns = allocate(dim * dim * sizeof *columns);
   fill_columns(keys, coded, columns);
   const unsigned parts = parts_for(keys, tier, coded, columns);
   // Chunks are whole: of up to QKV_INTEGER_COLUMNS columns.
   const size_t bytes = (dim + QKV_INTEGER_COLUMNS) * parts * length;
   const size_t offsets = (dim + QKV_INTEGER_COLUMNS) * parts * blocks * sizeof(int32_t);
-  qkv_rebuild *made = room(sizeof *made);
-  *made =
-      (qkv_rebuild){.columns = {.scales = room(dim * sizeof(float)), .offsets = room(offsets), .bytes = room(bytes)},
-                    .bytes = sizeof *made + dim * sizeof(float) + offsets + bytes};
+  qkv_rebuild *made = allocate(sizeof *made);
+  *made = (qkv_rebuild){
+      .columns = {.scales = allocate(dim * sizeof(float)), .offsets = allocate(offsets), .bytes = allocate(bytes)},
+      .bytes = sizeof *made + dim * sizeof(float) + offsets + bytes};
   qkv_kernels_get()->prepare(columns, dim, (uint16_t)dim, parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2, &made->columns);
   free(columns);
   return made;

@@ -50,10 +50,10 @@ double qkvi_rows_error(const float *a, const float *b, const float *weights, siz
 
 unsigned qkvi_tier_within(const qkv_schedule *schedule, unsigned budget, size_t section) {
   assert(budget <= QKV_TIER_MAX);
-  const size_t room = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, budget);
-  if (section > room) return 0;
+  const size_t capacity = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, budget);
+  if (section > capacity) return 0;
   unsigned tier = budget;
-  while (tier > 0 && QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier) + section > room) tier--;
+  while (tier > 0 && QKV_PAGE_GROUPS * qkv_schedule_group_bytes(schedule, tier) + section > capacity) tier--;
   return tier;
 }
 

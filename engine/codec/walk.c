@@ -112,7 +112,7 @@ void qkv_walk_start(qkv_walk *walk, const qkv_phases *phases, const qkv_transfor
 static qkv_pair_turns turns_to(qkv_walk *walk, int which, uint64_t base) {
   if (walk->spans[which] != base) {
     walk->spans[which] = base;
-    walk->turns[which] = qkv_phases_turns_at(walk->phases, base, walk->room[which]);
+    walk->turns[which] = qkv_phases_turns_at(walk->phases, base, walk->buffer[which]);
   }
   return walk->turns[which];
 }

@@ -37,7 +37,7 @@ typedef struct qkv_walk {
   uint64_t blocks[QKV_TURN_LEVELS];  // that the sums are of; UINT64_MAX: none
   uint64_t spans[2];                 // positions that the turns below are of: blocks', pages'
   qkv_pair_turns turns[2];           // to them
-  _Alignas(64) float room[2][QKV_DIM_MAX];
+  _Alignas(64) float buffer[2][QKV_DIM_MAX];
   float factors[QKV_QUERY_BLOCK], scales[QKV_QUERY_BLOCK];  // to whole numbers and back
   float shares[QKV_QUERY_BLOCK];                            // of the mean, the same for all pages
   // [n][dim]: all first coordinates of pairs, all second, the rest

@@ -2,28 +2,28 @@
 
 #include <assert.h>
 
-enum { NARROW_WIDTH = 2 * QKVI_BLOCK_WIDTH };  // coordinates of a narrow slab of 64 bytes
+enum { NARROW_WIDTH = 2 * QKVI_BLOCK_WIDTH };  // coordinates of a narrow line of 64 bytes
 
-// How a pair holds a block: 0 bits where no slab of 64 bytes begins with the block or has it for a half and none of
+// How a pair holds a block: 0 bits where no line of 64 bytes begins with the block or has it for a half and none of
 // 32 bytes is the block's own, else 2 bits or 1.
 typedef struct holding {
   unsigned bits;
-  bool high;      // the second half of a narrow slab
-  bool half;      // a narrow slab of 32 bytes
-  unsigned slab;  // offset
+  bool high;      // the second half of a narrow line
+  bool half;      // a narrow line of 32 bytes
+  unsigned line;  // offset
 } holding;
 
 static holding find_in_pair(const uint16_t *reach, unsigned pair, unsigned section, unsigned first) {
   const unsigned both = reach[2 * pair + 2], any = reach[2 * pair + 1];
   // 16 tokens x 2 bits are 4 bytes a coordinate.
-  if (first + QKVI_BLOCK_WIDTH <= both) return (holding){.bits = 2, .slab = section + 4 * first};
+  if (first + QKVI_BLOCK_WIDTH <= both) return (holding){.bits = 2, .line = section + 4 * first};
   if (first < both) return (holding){0};
-  const unsigned at = first - both, slab = at / NARROW_WIDTH * NARROW_WIDTH;
+  const unsigned at = first - both, line = at / NARROW_WIDTH * NARROW_WIDTH;
   if (at % QKVI_BLOCK_WIDTH != 0) return (holding){0};
-  const holding found = {.bits = 1, .high = at != slab, .slab = section + 4 * both + 2 * slab};
-  if (slab + NARROW_WIDTH <= any - both) return found;
-  if (at != slab || slab + QKVI_BLOCK_WIDTH > any - both) return (holding){0};
-  return (holding){.bits = 1, .half = true, .slab = found.slab};
+  const holding found = {.bits = 1, .high = at != line, .line = section + 4 * both + 2 * line};
+  if (line + NARROW_WIDTH <= any - both) return found;
+  if (at != line || line + QKVI_BLOCK_WIDTH > any - both) return (holding){0};
+  return (holding){.bits = 1, .half = true, .line = found.line};
 }
 
 static qkvi_block_kind kind_of(unsigned depth, bool high) {
@@ -38,7 +38,7 @@ static void place_spread(qkvi_block *block) {
   const unsigned half = qkvi_block_half(block);
   for (unsigned pair = 0; pair < QKVI_SHALLOW_PAIRS; pair++) {
     block->spread[pair] = pair >= half;
-    block->places[pair] = pair >= half ? (uint16_t)(64 * half) : block->slabs[pair];
+    block->places[pair] = pair >= half ? (uint16_t)(64 * half) : block->lines[pair];
   }
 }
 
@@ -51,12 +51,12 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
   bool high = false, half = false;
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     if (2 * pair >= depth) {
-      block.slabs[pair] = block.slabs[0];
+      block.lines[pair] = block.lines[0];
       continue;
     }
     const holding held = find_in_pair(reach, pair, sections[pair], first);
     if (held.bits == 0) return scattered;
-    block.slabs[pair] = (uint16_t)held.slab;
+    block.lines[pair] = (uint16_t)held.line;
     high = held.high;
     half = held.half;
   }
@@ -68,8 +68,8 @@ static qkvi_block find_block(const uint16_t *reach, const unsigned sections[QKV_
 
 // ---- Halves of scattered blocks ----
 
-static qkvi_unit unit_of(unsigned slab, qkvi_unit_how how, unsigned place) {
-  return (qkvi_unit){.slab = (uint16_t)slab, .how = (uint8_t)how, .place = (uint8_t)place};
+static qkvi_unit unit_of(unsigned line, qkvi_unit_how how, unsigned place) {
+  return (qkvi_unit){.line = (uint16_t)line, .how = (uint8_t)how, .place = (uint8_t)place};
 }
 
 // Where a pair holds the 8 coordinates from `first` on.
@@ -77,16 +77,16 @@ static qkvi_unit find_unit(const uint16_t *reach, unsigned pair, unsigned sectio
   const unsigned both = reach[2 * pair + 2], any = reach[2 * pair + 1];
   if (first >= any) return unit_of(0, QKVI_UNIT_NONE, 0);
   if (first < both) {
-    const unsigned slab = first / QKVI_BLOCK_WIDTH * QKVI_BLOCK_WIDTH;
-    const bool whole = slab + QKVI_BLOCK_WIDTH <= both;
-    return unit_of(section + 4 * slab, whole ? QKVI_UNIT_WIDE : QKVI_UNIT_WIDE_HALF, (first - slab) / QKV_BAND);
+    const unsigned line = first / QKVI_BLOCK_WIDTH * QKVI_BLOCK_WIDTH;
+    const bool whole = line + QKVI_BLOCK_WIDTH <= both;
+    return unit_of(section + 4 * line, whole ? QKVI_UNIT_WIDE : QKVI_UNIT_WIDE_HALF, (first - line) / QKV_BAND);
   }
   // 16 tokens x 1 bit are 2 bytes a coordinate.
   const unsigned at = first - both, narrow = section + 4 * both;
-  const unsigned slab = at / NARROW_WIDTH * NARROW_WIDTH, left = any - both - slab;
-  if (left >= NARROW_WIDTH) return unit_of(narrow + 2 * slab, QKVI_UNIT_NARROW, (at - slab) / QKV_BAND);
-  if (left >= QKVI_BLOCK_WIDTH && at < slab + QKVI_BLOCK_WIDTH) {
-    return unit_of(narrow + 2 * slab, QKVI_UNIT_NARROW_HALF, (at - slab) / QKV_BAND);
+  const unsigned line = at / NARROW_WIDTH * NARROW_WIDTH, left = any - both - line;
+  if (left >= NARROW_WIDTH) return unit_of(narrow + 2 * line, QKVI_UNIT_NARROW, (at - line) / QKV_BAND);
+  if (left >= QKVI_BLOCK_WIDTH && at < line + QKVI_BLOCK_WIDTH) {
+    return unit_of(narrow + 2 * line, QKVI_UNIT_NARROW_HALF, (at - line) / QKV_BAND);
   }
   return unit_of(narrow + 2 * at, QKVI_UNIT_NARROW_QUARTER, 0);
 }
@@ -127,7 +127,7 @@ void qkvi_blocks_find(const qkv_schedule *schedule, unsigned tier, qkvi_tier_blo
     const unsigned pair = qkvi_block_half(&blocks->blocks[i]);
     if (pair >= QKV_DEPTH_MAX / 2) continue;
     blocks->halves |= (uint8_t)(1u << pair);
-    blocks->half_slabs[pair] = blocks->blocks[i].slabs[pair];
+    blocks->half_lines[pair] = blocks->blocks[i].lines[pair];
   }
   for (unsigned i = blocks->count; i * QKVI_BLOCK_WIDTH < schedule->dim; i++) {
     blocks->blocks[i] = (qkvi_block){.kind = QKVI_BLOCK_NONE, .shape = QKVI_BLOCK_FIELDS};
@@ -149,31 +149,31 @@ void qkvi_reader_turn_to(qkvi_reader *reader, size_t group) {
   qkvi_blocks_find(reader->codes->schedule, reader->tier, &reader->blocks);
 }
 
-// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
+// What is left of a section behind its lines of 64 bytes: lines of 32 and 16.
 static uint8_t *pack_rest(const qkvi_packing *packing, qkv_part part, unsigned pair, bool wide, const uint8_t *codes,
-                          size_t stride, unsigned coordinates, uint8_t *slab) {
+                          size_t stride, unsigned coordinates, uint8_t *line) {
   const uint8_t *end = codes + coordinates;
   for (unsigned width = 2; width > 0; width /= 2) {
     const unsigned here = (wide ? 4 : 8) * width;
     if (codes + here > end) continue;
     qkvi_codes columns[QKVI_BLOCK_WIDTH];
     packing->transpose(codes, stride, here, columns);
-    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)columns, slab);
+    qkvi_pack_line(part, pair, wide, width, (const qkvi_codes *)columns, line);
     codes += here;
-    slab += (size_t)QKV_GROUP_TOKENS * width;
+    line += (size_t)QKV_GROUP_TOKENS * width;
   }
-  return slab;
+  return line;
 }
 
 void qkvi_pack_sections(const qkvi_packing *packing, qkv_part part, const uint16_t *reach, const uint8_t *codes,
                         size_t stride, uint8_t *group) {
-  enum { SLAB = 64 };
+  enum { LINE = 64 };
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     for (int narrow = 0; narrow <= 1; narrow++) {
       unsigned c = narrow ? reach[2 * pair + 2] : 0;
       const unsigned end = narrow ? reach[2 * pair + 1] : reach[2 * pair + 2];
       const unsigned here = narrow ? NARROW_WIDTH : QKVI_BLOCK_WIDTH;
-      for (; c + here <= end; c += here, group += SLAB) {
+      for (; c + here <= end; c += here, group += LINE) {
         for (unsigned half = 0; half <= (unsigned)narrow; half++)
           packing->block(part, pair, !narrow, half, codes + c + half * QKVI_BLOCK_WIDTH, stride, group);
       }

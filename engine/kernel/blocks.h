@@ -1,4 +1,4 @@
-// Where the codes of each 16 coordinates of a group lie, for kernels that read whole slabs (page.h).
+// Where the codes of each 16 coordinates of a group lie, for kernels that read whole lines (page.h).
 #ifndef QKV_ENGINE_KERNEL_BLOCKS_H
 #define QKV_ENGINE_KERNEL_BLOCKS_H
 
@@ -12,13 +12,13 @@
 #define QKVI_BLOCK_WIDTH 16
 #define QKVI_BLOCKS_MAX (QKV_DIM_MAX / QKVI_BLOCK_WIDTH)
 
-// The layouts that kernels have code of their own for. The first four are whole slabs of 64 bytes.
+// The layouts that kernels have code of their own for. The first four are whole lines of 64 bytes.
 typedef enum qkvi_block_shape {
-  QKVI_BLOCK_FIELDS,        // kinds 1 and 2: a slab, whose fields are looked up one by one
-  QKVI_BLOCK_NIBBLES,       // kinds 3 and 4: two slabs
+  QKVI_BLOCK_FIELDS,        // kinds 1 and 2: a line, whose fields are looked up one by one
+  QKVI_BLOCK_NIBBLES,       // kinds 3 and 4: two lines
   QKVI_BLOCK_SIXES,         // kinds 5 and 6: three
   QKVI_BLOCK_BYTES,         // kinds 7 and 8: four
-  QKVI_BLOCK_FIELDS_HALF,   // the same with a slab of 32 bytes, all the block's own, for the last pair: kind 1
+  QKVI_BLOCK_FIELDS_HALF,   // the same with a line of 32 bytes, all the block's own, for the last pair: kind 1
   QKVI_BLOCK_NIBBLES_HALF,  // 3
   QKVI_BLOCK_SIXES_HALF,    // 5
   QKVI_BLOCK_BYTES_HALF,    // 7
@@ -28,9 +28,9 @@ typedef enum qkvi_block_shape {
 typedef struct qkvi_block {
   uint8_t kind;                       // qkvi_block_kind
   uint8_t shape;                      // qkvi_block_shape
-  uint16_t slabs[QKV_DEPTH_MAX / 2];  // offsets in the group of the 64-byte slabs of each pair; any for the pairs
+  uint16_t lines[QKV_DEPTH_MAX / 2];  // offsets in the group of the 64-byte lines of each pair; any for the pairs
                                       // that the kind does not have
-  // Offsets of the pairs of a block of up to QKVI_SHALLOW_MAX bits once slabs of 32 bytes (halves) have been widened
+  // Offsets of the pairs of a block of up to QKVI_SHALLOW_MAX bits once lines of 32 bytes (halves) have been widened
   // to 64: a half lies at 64 times its pair among the halves.
   uint16_t places[QKVI_SHALLOW_PAIRS];
   uint8_t spread[QKVI_SHALLOW_PAIRS];  // 0: in the group, 1: among the halves
@@ -39,17 +39,17 @@ typedef struct qkvi_block {
 // How the bits of one pair lie of half a block, 8 coordinates.
 typedef enum qkvi_unit_how {
   QKVI_UNIT_NONE,
-  QKVI_UNIT_WIDE,            // in half `place` of a wide slab of 64 bytes
+  QKVI_UNIT_WIDE,            // in half `place` of a wide line of 64 bytes
   QKVI_UNIT_WIDE_HALF,       // in one of 32
-  QKVI_UNIT_NARROW,          // in a quarter of a narrow slab of 64 bytes
+  QKVI_UNIT_NARROW,          // in a quarter of a narrow line of 64 bytes
   QKVI_UNIT_NARROW_HALF,     // in half of one of 32
   QKVI_UNIT_NARROW_QUARTER,  // in one of 16
 } qkvi_unit_how;
 
 typedef struct qkvi_unit {
-  uint16_t slab;  // offset in the group
+  uint16_t line;  // offset in the group
   uint8_t how;    // qkvi_unit_how
-  uint8_t place;  // in the slab, in eights of coordinates
+  uint8_t place;  // in the line, in eights of coordinates
 } qkvi_unit;
 
 // Of one tier.
@@ -59,8 +59,8 @@ typedef struct qkvi_tier_blocks {
   unsigned deep;         // how many, from the first on, have coordinates of more than QKVI_SHALLOW_MAX bits
   unsigned scattered;
   uint8_t shape;                           // the largest of its blocks
-  uint8_t halves;                          // of which pairs a block has a slab of 32 bytes for its own: bit by bit,
-  uint16_t half_slabs[QKV_DEPTH_MAX / 2];  // and where
+  uint8_t halves;                          // of which pairs a block has a line of 32 bytes for its own: bit by bit,
+  uint16_t half_lines[QKV_DEPTH_MAX / 2];  // and where
   qkvi_block blocks[QKVI_BLOCKS_MAX];      // and, up to the row's end, those without bits
   // Of blocks that are not whole, by halves: bits of their coordinates, and where each pair's lie.
   uint8_t depths[QKVI_BLOCKS_MAX][2];
@@ -71,7 +71,7 @@ static inline bool qkvi_block_is_whole(const qkvi_block *block) {
   return block->shape <= QKVI_BLOCK_BYTES;
 }
 
-// The pair that lies in a slab of 32 bytes, the block's last; QKV_DEPTH_MAX / 2 or more: none.
+// The pair that lies in a line of 32 bytes, the block's last; QKV_DEPTH_MAX / 2 or more: none.
 static inline unsigned qkvi_block_half(const qkvi_block *block) {
   return (unsigned)block->shape - QKVI_BLOCK_FIELDS_HALF;
 }
@@ -105,14 +105,14 @@ void qkvi_reader_turn_to(qkvi_reader *reader, size_t group);
 
 // How a kernel variant packs codes at full depth, [QKV_GROUP_TOKENS][stride].
 typedef struct qkvi_packing {
-  // Adds the bits of `pair` of a block to its slab of 64 bytes, to a half of it where it is narrow.
+  // Adds the bits of `pair` of a block to its line of 64 bytes, to a half of it where it is narrow.
   void (*block)(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
-                uint8_t *slab);
+                uint8_t *line);
   // columns [c][t] = codes [t][c] of `count` coordinates, at most 16; more of the 16 may be written.
   void (*transpose)(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns);
 } qkvi_packing;
 
-// A group slab by slab, where blocks do not lie in whole ones. `group` is zeros.
+// A group line by line, where blocks do not lie in whole ones. `group` is zeros.
 void qkvi_pack_sections(const qkvi_packing *packing, qkv_part part, const uint16_t *reach, const uint8_t *codes,
                         size_t stride, uint8_t *group);
 

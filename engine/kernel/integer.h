@@ -86,14 +86,14 @@ static inline unsigned qkvi_parts_of(float limit) {
 }
 
 // Memory for QKV_INTEGER_ROWS queries.
-typedef struct qkv_integer_room {
+typedef struct qkv_integer_buffers {
   float scales[QKV_INTEGER_ROWS];
   int32_t offsets[(QKVI_BLOCKS_MAX + 1) * QKV_INTEGER_PARTS * QKV_INTEGER_ROWS];
   _Alignas(64) int8_t bytes[QKV_INTEGER_PARTS * QKV_INTEGER_ROWS * QKV_DIM_MAX];
-} qkv_integer_room;
+} qkv_integer_buffers;
 
-static inline qkv_integer_queries qkvi_integer_queries_in(qkv_integer_room *room) {
-  return (qkv_integer_queries){.scales = room->scales, .offsets = room->offsets, .bytes = room->bytes};
+static inline qkv_integer_queries qkvi_integer_queries_in(qkv_integer_buffers *buffer) {
+  return (qkv_integer_queries){.scales = buffer->scales, .offsets = buffer->offsets, .bytes = buffer->bytes};
 }
 
 // The weights of a tile.

@@ -1,9 +1,9 @@
 // Look-up tables of the kernels, filled once from the codebook.
 //
-// A *block* is 16 coordinates of a group. Its codes of up to four bits come out of one slab of pair 0 and one
+// A *block* is 16 coordinates of a group. Its codes of up to four bits come out of one line of pair 0 and one
 // of pair 1 (page.h): a mask and an OR bring a field of both into one nibble, in fields 1 and 3 with pair 0's
 // bits above, in fields 0 and 2 with pair 1's above. So there are two tables a kind, and a table also knows
-// which of the nibble's bits count: those of a narrow slab's other block, or of no slab, do not.
+// which of the nibble's bits count: those of a narrow line's other block, or of no line, do not.
 //
 // Threads: filled before the first kernel runs, read-only afterwards.
 #ifndef QKV_ENGINE_KERNEL_TABLE_H
@@ -14,7 +14,7 @@
 
 #include "engine/codec/schedule.h"
 
-// The depth of a block, and which half of a narrow slab it is.
+// The depth of a block, and which half of a narrow line it is.
 typedef enum qkvi_block_kind {
   QKVI_BLOCK_NONE,  // no bits
   QKVI_BLOCK_1_LOW,

@@ -156,7 +156,7 @@ static json_t *session_row(qkv_session *session, uint64_t *lengths) {
   json_object_set_new(row, "tokens_coded", number(from->tokens_coded));
   json_object_set_new(row, "tokens_exact", number(from->tokens_exact));
   json_object_set_new(row, "tokens_cold", number(from->tokens_cold));
-  json_object_set_new(row, "memory_bytes", number(from->bytes_coded + from->bytes_exact + from->bytes_beside));
+  json_object_set_new(row, "memory_bytes", number(from->bytes_coded + from->bytes_exact + from->bytes_overhead));
   json_object_set_new(row, "shared_bytes", number(from->bytes_shared));
   json_object_set_new(row, "storage_bytes", number(from->bytes_stored));
   json_object_set_new(row, "fp16_bytes", number(from->bytes_fp16));

@@ -70,7 +70,7 @@ static void add_session(qkv_session *session, sum **tenants, sum **models) {
   qkv_session_read_info(session, &info, lengths);
   const qkvi_usage_row of = {
       .tokens = longest(session, &info, lengths),
-      .memory_bytes = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_beside,
+      .memory_bytes = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead,
       .storage_bytes = info.usage.bytes_stored};
   add(find(tenants, info.config.tenant), &of);
   add(find(models, info.model->name), &of);

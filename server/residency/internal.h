@@ -1,7 +1,7 @@
 // What the parts of the residency share: budget.c (reservations of memory), eviction.c, write_back.c (writes to the
 // SSD), acknowledge.c (durability), restore.c and read_ahead.c (reads from the SSD), catalogue.c (the journal),
-// loose.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c (waiting),
-// upkeep.c.
+// unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c
+// (waiting), upkeep.c.
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
@@ -78,10 +78,10 @@ typedef struct qkvi_ahead {
 } qkvi_ahead;
 
 // A session whose end is unconfirmed: records of it may lie where the start could not read.
-typedef struct qkvi_loose {
+typedef struct qkvi_unconfirmed {
   uint64_t session;
   UT_hash_handle hh;
-} qkvi_loose;
+} qkvi_unconfirmed;
 
 // qkv_record_meta.kind
 typedef enum qkvi_record_kind {
@@ -113,7 +113,7 @@ struct qkvi_residency {
   int64_t pause_ms, retry_ms;  // after a failure nothing is written for so long, until then
   qkvi_journaled *journaled;
   qkvi_failed_cut *failed_cuts;
-  qkvi_loose *loose;
+  qkvi_unconfirmed *unconfirmed;
   qkvi_verify verify;
   bool compacting;                 // for a call
   bool finishing, ending, wanted;  // wanted: a page waits for its calibration to be in the journal
@@ -125,11 +125,11 @@ struct qkvi_residency {
   qkvi_turn *turns;  // threads that claim memory, first come, first served: the first one evicts for it
   size_t holds;      // of layers, but those of threads that wait for memory or for a layer
 
-  pthread_mutex_t models_lock;    // one model at a time into the journal
-  pthread_mutex_t loose_lock;     // the end of one session at a time is confirmed
-  pthread_mutex_t notes_lock;     // one note at a time, in the journal and in memory
-  _Atomic bool unsettled;         // some session may have something to settle
-  _Atomic uint64_t restore_rate;  // bytes a second that came back lately; 0: not known yet
+  pthread_mutex_t models_lock;       // one model at a time into the journal
+  pthread_mutex_t unconfirmed_lock;  // the end of one session at a time is confirmed
+  pthread_mutex_t notes_lock;        // one note at a time, in the journal and in memory
+  _Atomic bool unsettled;            // some session may have something to settle
+  _Atomic uint64_t restore_rate;     // bytes a second that came back lately; 0: not known yet
   pthread_t thread;
   bool started;
   uint64_t expel_above;   // bytes on the disk; with more, storage-budget has no headroom for another segment
@@ -198,8 +198,8 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
 
 // Under the lock, or before the thread is started.
 void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
-void qkvi_catalogue_note_loose(qkvi_residency *residency, uint64_t session);
-void qkvi_catalogue_drop_loose(qkvi_residency *residency);
+void qkvi_catalogue_note_unconfirmed(qkvi_residency *residency, uint64_t session);
+void qkvi_catalogue_drop_unconfirmed(qkvi_residency *residency);
 // Puts a payload [bytes], which is released once it is written, or at once where 0 is returned: refused for now.
 // Releasing NULL is allowed.
 typedef struct qkvi_payload qkvi_payload;

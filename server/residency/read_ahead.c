@@ -45,10 +45,10 @@ typedef struct range {
   uint64_t begin, end;
 } range;
 
-// The end of the whole pages of a layer's `bytes` that fit into `room` bytes.
-static uint64_t end_in(const reading_ahead *on, uint64_t begin, uint64_t bytes, uint64_t room) {
-  if (bytes <= room) return on->end;
-  const double part = (double)room / (double)bytes * (double)(on->end - begin);
+// The end of the whole pages of a layer's `bytes` that fit into `headroom` bytes.
+static uint64_t end_in(const reading_ahead *on, uint64_t begin, uint64_t bytes, uint64_t headroom) {
+  if (bytes <= headroom) return on->end;
+  const double part = (double)headroom / (double)bytes * (double)(on->end - begin);
   return begin + (uint64_t)part / QKV_PAGE_TOKENS * QKV_PAGE_TOKENS;
 }
 
@@ -63,12 +63,12 @@ static bool next_range(const reading_ahead *on, uint32_t done, range *next) {
   uint64_t sum = 0;
   for (uint32_t i = (qkv_session_last_layer(on->session) + layers - on->layer) % layers + 1; i < steps; i++) {
     uint64_t bytes;
-    const uint64_t cold = qkv_session_cold(on->session, layer_at(on, i), &bytes), room = window - sum;
-    const uint64_t begin = begin_in(on, layer_at(on, i)), end = end_in(on, begin, bytes, room);
+    const uint64_t cold = qkv_session_cold(on->session, layer_at(on, i), &bytes), headroom = window - sum;
+    const uint64_t begin = begin_in(on, layer_at(on, i)), end = end_in(on, begin, bytes, headroom);
     const uint64_t outside = (begin > first ? begin - first : 0) + (on->end - end);
     *next = (range){.step = i, .begin = begin, .end = end};
     if (i > done && begin < end && cold > outside) return true;
-    if (bytes > room) return false;
+    if (bytes > headroom) return false;
     sum += bytes;
   }
   return false;

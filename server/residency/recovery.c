@@ -482,7 +482,7 @@ static qkv_status end_session(const recovery *all, const struct found_session *f
     whole &= readable;
   }
   if (status == QKV_OK) cut_ends(all->residency, found->number, ends, layers);
-  if (status == QKV_OK && !whole) qkvi_catalogue_note_loose(all->residency, found->number);
+  if (status == QKV_OK && !whole) qkvi_catalogue_note_unconfirmed(all->residency, found->number);
   free(ends);
   return status;
 }

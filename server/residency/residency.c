@@ -20,7 +20,7 @@ static void init_locks(qkvi_residency *residency) {
   failed |= pthread_cond_init(&residency->moved, &clock);
   failed |= pthread_mutex_init(&residency->lock, NULL);
   failed |= pthread_mutex_init(&residency->models_lock, NULL);
-  failed |= pthread_mutex_init(&residency->loose_lock, NULL);
+  failed |= pthread_mutex_init(&residency->unconfirmed_lock, NULL);
   failed |= pthread_mutex_init(&residency->notes_lock, NULL);
   assert(failed == 0);
   (void)failed;
@@ -168,9 +168,9 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
     qkvi_write_back_let_go(&pending->payload);
     free(pending);
   }
-  qkvi_catalogue_drop_loose(old);
+  qkvi_catalogue_drop_unconfirmed(old);
   (void)pthread_mutex_destroy(&old->notes_lock);
-  (void)pthread_mutex_destroy(&old->loose_lock);
+  (void)pthread_mutex_destroy(&old->unconfirmed_lock);
   (void)pthread_mutex_destroy(&old->models_lock);
   (void)pthread_mutex_destroy(&old->lock);
   (void)pthread_cond_destroy(&old->moved);

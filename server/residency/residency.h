@@ -93,7 +93,7 @@ qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_sessio
 // Whether the end of the session is unconfirmed: the start could not read all records, and the next start may find
 // more of it. Then qkvi_catalogue_tie must confirm the present end, for good, before anything is appended or
 // truncated. It waits. Errors of qkvi_write_back_truncated.
-bool qkvi_catalogue_is_loose(qkvi_residency *residency, const qkv_session *session);
+bool qkvi_catalogue_is_unconfirmed(qkvi_residency *residency, const qkv_session *session);
 qkv_status qkvi_catalogue_tie(qkvi_residency *residency, qkv_session *session, qkv_error *error);
 
 // Whether the session needs sync: an acknowledgement has to wait for qkvi_write_back_sync, as the session is SYNC and

@@ -23,7 +23,7 @@ typedef struct restoring {
   qkvi_wanted wanted;
   bool ahead;            // no client waits for it
   uint64_t most;         // of memory-budget in use, then
-  uint64_t reservation;  // for the pages, and for wanted->beside; while several threads restore under residency->lock
+  uint64_t reservation;  // for the pages, and for wanted->extra; while several threads restore under residency->lock
   qkv_missing_page pages[CHUNK_PAGES];
   size_t count;
   const qkv_backing *tier;  // that they come from
@@ -144,14 +144,14 @@ static qkv_status read_page(restoring *all, size_t i, batch *into, qkv_error *er
   const qkv_missing_page *page = &all->pages[i];
   qkv_arena *arena = qkv_store_arena(all->residency->store);
   qkv_error reason = {0};
-  void *image = qkv_arena_alloc_beside(arena, page->bytes);
+  void *image = qkv_arena_alloc_overhead(arena, page->bytes);
   const qkv_status status = all->tier->read_wait(all->reading, i, image, page->bytes, &reason);
   if (status == QKV_OK) {
     into->pages[into->count] = *page;
     into->images[into->count++] = image;
     return QKV_OK;
   }
-  qkv_arena_free_beside(arena, image, page->bytes);
+  qkv_arena_free_overhead(arena, image, page->bytes);
   if (status == QKV_NOT_FOUND && !still_missing(all, page)) return QKV_OK;
   if (status == QKV_NOT_FOUND && !qkvi_catalogue_is_open(all->residency, all->wanted.session))
     return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", qkv_session_name(all->wanted.session));
@@ -236,7 +236,7 @@ static size_t batch_size(size_t pages, size_t threads) {
 }
 
 // Reading ahead takes only memory that can be freed at once.
-static qkv_status take_room(restoring *all, uint64_t bytes) {
+static qkv_status take_headroom(restoring *all, uint64_t bytes) {
   qkvi_budget_unreserve(all->residency, &all->reservation);
   if (bytes > all->most) return QKV_RESOURCE_EXHAUSTED;
   (void)qkvi_budget_evict(all->residency, all->most - bytes);
@@ -253,7 +253,7 @@ static qkv_status restore_chunk(restoring *all, qkv_error *error) {
     records[i] = all->pages[i].record;
     bytes += qkv_arena_cost(all->pages[i].bytes);
   }
-  if (all->ahead) QKV_TRY(take_room(all, bytes));
+  if (all->ahead) QKV_TRY(take_headroom(all, bytes));
   all->tier = qkv_session_config_of(all->wanted.session)->backing;
   all->reading = all->tier->read_begin(all->tier->context, records, all->count, all->here.window);
   atomic_store(&all->next, 0);
@@ -311,7 +311,7 @@ static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error 
   for (int i = 0; i < TRIES; i++) {
     const uint64_t bytes = missing_bytes(wanted);
     QKV_TRY(check_size(all, bytes, error));
-    QKV_TRY(qkvi_turn_take(turn, bytes + wanted->beside, &all->reservation, error));
+    QKV_TRY(qkvi_turn_take(turn, bytes + wanted->extra, &all->reservation, error));
     qkvi_budget_hold(all->residency, wanted->session, wanted->layer);
     if (missing_bytes(wanted) <= bytes) return QKV_OK;
     let_go(all);
@@ -323,10 +323,10 @@ static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error 
 // have restored, or evicted, pages that the sessions share.
 static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
   qkvi_turn turn;
-  if (all->wanted.beside == 0 && hold_complete(all)) return QKV_OK;
+  if (all->wanted.extra == 0 && hold_complete(all)) return QKV_OK;
   QKV_TRY(check_size(all, missing_bytes(&all->wanted), error));
   QKV_TRY(qkvi_account_headroom(all->residency, all->wanted.call, qkv_session_account(all->wanted.session),
-                                missing_bytes(&all->wanted) + all->wanted.beside, error));
+                                missing_bytes(&all->wanted) + all->wanted.extra, error));
   QKV_TRY(qkvi_turn_begin(&turn, all->residency, all->wanted.call, all->wanted.held, error));
   const qkv_status status = hold_in_turn(all, &turn, error);
   qkvi_turn_end(&turn);
@@ -340,7 +340,7 @@ static qkv_status restore(restoring *all, qkv_error *error) {
     *error = (qkv_error){0};
     QKV_TRY(reserve_and_hold(all, error));
     const qkv_status status = restore_chunks(all, error);
-    if (status == QKV_OK && all->reservation >= wanted->beside) return QKV_OK;
+    if (status == QKV_OK && all->reservation >= wanted->extra) return QKV_OK;
     let_go(all);
     if (status != QKV_OK && status != QKV_RESOURCE_EXHAUSTED) return status;
   }
@@ -367,7 +367,7 @@ double qkvi_restore_ms(const qkvi_residency *residency, uint64_t bytes) {
   return 1000 * (double)bytes / (rate == 0 ? RATE_UNKNOWN : rate);
 }
 
-qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *room, qkv_error *error) {
+qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *headroom, qkv_error *error) {
   restoring all = {.residency = residency, .wanted = *wanted};
   qkv_error reason = {0};
   if (!enter(&all)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
@@ -377,8 +377,8 @@ qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, ui
   qkv_stage_add(QKV_STAGE_RESTORE, began_ns);
   note_rate(residency, atomic_load(&all.bytes), seconds() - began);
   leave(&all);
-  if (room != NULL)
-    *room += all.reservation;
+  if (headroom != NULL)
+    *headroom += all.reservation;
   else
     qkvi_budget_unreserve(residency, &all.reservation);
   return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", reason.text);

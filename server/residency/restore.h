@@ -12,16 +12,16 @@ typedef struct qkvi_wanted {
   uint64_t begin, end;  // positions; end 0: to the end
   bool full;            // pages, too, that have lost planes
   size_t held;          // layers that the caller holds already (server/residency/residency.h)
-  uint64_t beside;      // bytes of memory-budget that the caller needs in addition to the pages
+  uint64_t extra;       // bytes of memory-budget that the caller needs in addition to the pages
 } qkvi_wanted;
 
-// Brings pages back into memory. With QKV_OK the layer is held, for the caller to release, and `*room`, the caller's
-// reservation (NULL where wanted->beside is 0), has grown by at least wanted->beside. Claims what it needs
+// Brings pages back into memory. With QKV_OK the layer is held, for the caller to release, and `*headroom`, the
+// caller's reservation (NULL where wanted->extra is 0), has grown by at least wanted->extra. Claims what it needs
 // (server/residency/residency.h), all of it before it begins; CANCELLED soon after the client has gone;
 // RESOURCE_EXHAUSTED, with nothing done, for more than half of memory-budget. Waits. DATA_LOSS "session a: layer 3:
 // the page at position 128 is lost (...); truncate to that position and append again": pages that were restored
 // before stay in memory.
-qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *room, qkv_error *error);
+qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *headroom, qkv_error *error);
 // The same ahead of any request: ends silently where there is no headroom at once below `memory_max` of
 // memory-budget, where a page is lost, or where another thread brings the layer back. Returns the bytes that were
 // restored. They may be evicted again unless the caller holds the layer.

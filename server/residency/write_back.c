@@ -134,7 +134,7 @@ uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta 
   const qkv_storage_put_request request = {.meta = *meta,
                                            .payload = payload->copy != NULL ? payload->copy : payload->page.image,
                                            .bytes = bytes,
-                                           .hurry = backing->sync_now,
+                                           .sync_now = backing->sync_now,
                                            .written = on_written,
                                            .durable = on_durable,
                                            .context = residency};

@@ -25,7 +25,7 @@ typedef struct workload {
   uint8_t *gains, *codes;
   uint16_t *halves;  // the rows
   float errors[QKV_PAGE_TOKENS];
-  qkv_integer_room *room;
+  qkv_integer_buffers *buffer;
   qkv_integer_queries integer_queries;
   qkv_integer_weights *integer_weights;
   qkv_dense dense;
@@ -282,8 +282,8 @@ static void workload_init(workload *w, const kernel_bench *kernel, const qkv_sch
   size_t code_bytes = 0;
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) code_bytes += qkv_schedule_group_bytes(schedule, tiers[g]);
   w->codes = zeroed(code_bytes);
-  w->room = zeroed(sizeof *w->room);
-  w->integer_queries = qkvi_integer_queries_in(w->room);
+  w->buffer = zeroed(sizeof *w->buffer);
+  w->integer_queries = qkvi_integer_queries_in(w->buffer);
   w->integer_weights = zeroed(sizeof *w->integer_weights);
   w->layouts = zeroed(sizeof *w->layouts);
   fill_input(&random, INPUT_GAUSSIAN, w->queries, QUERIES_MAX * dim);
@@ -318,7 +318,7 @@ static void workload_deinit(workload *w) {
   free(w->gains);
   free(w->codes);
   free(w->halves);
-  free(w->room);
+  free(w->buffer);
   free(w->integer_weights);
   free(w->layouts);
 }

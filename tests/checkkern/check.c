@@ -26,8 +26,8 @@ void check_same(checking *c, const char *kernel, const page_part *page, size_t n
   while (at < got->bytes && got->data[at] == expected->data[at]) at++;
   if (at == got->bytes && guarded_intact(got)) return;
   c->failures++;
-  printf("%s %s %s, dim %u, tiers %u %u %u %u, %zu queries: ", c->twin->name, kernel, page->part == QKV_K ? "K" : "V",
-         page->schedule.dim, tiers[0], tiers[1], tiers[2], tiers[3], n);
+  printf("%s %s %s, dim %u, tiers %u %u %u %u, %zu queries: ", c->variant->name, kernel,
+         page->part == QKV_K ? "K" : "V", page->schedule.dim, tiers[0], tiers[1], tiers[2], tiers[3], n);
   if (at < got->bytes) {
     printf("byte %zu of %zu differs\n", at, got->bytes);
   } else {
@@ -38,7 +38,7 @@ void check_same(checking *c, const char *kernel, const page_part *page, size_t n
 bool check_equal_floats(const checking *c, const char *kernel, const float *expected, const float *got, size_t n) {
   for (size_t i = 0; i < n; i++) {
     if (memcmp(&expected[i], &got[i], sizeof *got) == 0) continue;
-    printf("%s %s: number %zu is %.9g, expected %.9g\n", c->twin->name, kernel, i, (double)got[i],
+    printf("%s %s: number %zu is %.9g, expected %.9g\n", c->variant->name, kernel, i, (double)got[i],
            (double)expected[i]);
     return true;
   }
@@ -50,7 +50,7 @@ static void check_scores(checking *c, const page_part *page, size_t n, input_kin
   fill_input(&c->random, kind, (float *)queries.data, n * page->schedule.dim);
   guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = guarded_copy(&expected);
   qkv_kernels_at(0)->scores(&page->codes, (float *)queries.data, n, (float *)expected.data);
-  c->twin->scores(&page->codes, (float *)queries.data, n, (float *)got.data);
+  c->variant->scores(&page->codes, (float *)queries.data, n, (float *)got.data);
   check_same(c, "scores", page, n, &expected, &got);
   guarded_free(&queries);
   guarded_free(&expected);
@@ -64,7 +64,7 @@ static void check_accumulate(checking *c, const page_part *page, size_t n, input
   fill_input(&c->random, INPUT_GAUSSIAN, (float *)expected.data, n * page->schedule.dim);
   guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->accumulate(&page->codes, (float *)weights.data, n, (float *)expected.data);
-  c->twin->accumulate(&page->codes, (float *)weights.data, n, (float *)got.data);
+  c->variant->accumulate(&page->codes, (float *)weights.data, n, (float *)got.data);
   check_same(c, "accumulate", page, n, &expected, &got);
   guarded_free(&weights);
   guarded_free(&expected);
@@ -75,7 +75,7 @@ static void check_decode(checking *c, const page_part *page) {
   guarded expected = guarded_make((size_t)QKV_PAGE_TOKENS * page->schedule.dim * sizeof(float));
   guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->decode(page->part, &page->codes, (float *)expected.data);
-  c->twin->decode(page->part, &page->codes, (float *)got.data);
+  c->variant->decode(page->part, &page->codes, (float *)got.data);
   check_same(c, "decode", page, 0, &expected, &got);
   guarded_free(&expected);
   guarded_free(&got);
@@ -90,8 +90,8 @@ static const float *some_weights(checking *c, size_t dim, float *weights) {
 }
 
 static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedule, unsigned tier, input_kind kind) {
-  float room[QKV_DIM_MAX];
-  const float *weights = some_weights(c, schedule->dim, room);
+  float buffer[QKV_DIM_MAX];
+  const float *weights = some_weights(c, schedule->dim, buffer);
   const uint8_t tiers[QKV_PAGE_GROUPS] = {(uint8_t)tier, (uint8_t)tier, (uint8_t)tier, (uint8_t)tier};
   const page_part page = {
       .part = part, .schedule = *schedule, .codes.tiers = {tiers[0], tiers[1], tiers[2], tiers[3]}};
@@ -103,8 +103,8 @@ static void check_encode(checking *c, qkv_part part, const qkv_schedule *schedul
   guarded codes_got = guarded_copy(&codes);
   qkv_kernels_at(0)->encode(part, schedule, tier, weights, (float *)rows.data, gains.data, codes.data,
                             (float *)errors.data);
-  c->twin->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data,
-                  (float *)errors_got.data);
+  c->variant->encode(part, schedule, tier, weights, (float *)rows.data, gains_got.data, codes_got.data,
+                     (float *)errors_got.data);
   check_same(c, "encode: gains,", &page, 0, &gains, &gains_got);
   check_same(c, "encode: codes,", &page, 0, &codes, &codes_got);
   check_same(c, "encode: errors,", &page, 0, &errors, &errors_got);
@@ -147,8 +147,8 @@ static void check_encode_rows(checking *c, qkv_part part, const qkv_schedule *sc
   float *errors = (float *)measures.data, *errors_got = (float *)measures_got.data;
   qkv_kernels_at(0)->encode_rows(part, schedule, tier, &rows, tokens, gains.data, codes.data, errors,
                                  errors + QKV_PAGE_TOKENS);
-  c->twin->encode_rows(part, schedule, tier, &rows, tokens, gains_got.data, codes_got.data, errors_got,
-                       errors_got + QKV_PAGE_TOKENS);
+  c->variant->encode_rows(part, schedule, tier, &rows, tokens, gains_got.data, codes_got.data, errors_got,
+                          errors_got + QKV_PAGE_TOKENS);
   check_same(c, "encode_rows: gains,", &page, tokens, &gains, &gains_got);
   check_same(c, "encode_rows: codes,", &page, tokens, &codes, &codes_got);
   check_same(c, "encode_rows: errors and squares,", &page, tokens, &measures, &measures_got);
@@ -169,14 +169,14 @@ static void check_softmax(checking *c, input_kind kind) {
   fill_scores(&c->random, kind, scores, 1);
   guarded got = guarded_copy(&expected);
   const float largest = qkv_kernels_at(0)->largest(scores);
-  const float largest_got = c->twin->largest((float *)got.data);
+  const float largest_got = c->variant->largest((float *)got.data);
   const float peak = largest + (float)naive_below(&c->random, 3);
-  const double sum = qkv_kernels_at(0)->weigh(scores, peak), sum_got = c->twin->weigh((float *)got.data, peak);
+  const double sum = qkv_kernels_at(0)->weigh(scores, peak), sum_got = c->variant->weigh((float *)got.data, peak);
   const page_part none = {0};
   check_same(c, "weigh", &none, 0, &expected, &got);
   if (largest != largest_got || memcmp(&sum, &sum_got, sizeof sum) != 0) {
     c->failures++;
-    printf("%s: largest %g for %g, sum %.17g for %.17g\n", c->twin->name, (double)largest_got, (double)largest,
+    printf("%s: largest %g for %g, sum %.17g for %.17g\n", c->variant->name, (double)largest_got, (double)largest,
            sum_got, sum);
   }
   guarded_free(&expected);
@@ -193,7 +193,7 @@ static void check_rows(checking *c, const char *name, const page_part *shape, si
   guarded got = guarded_copy(&expected);
   for (int back = 0; back <= 1; back++) {
     run(qkv_kernels_at(0), back, (float *)expected.data, n, shape, matrix);
-    run(c->twin, back, (float *)got.data, n, shape, matrix);
+    run(c->variant, back, (float *)got.data, n, shape, matrix);
     check_same(c, name, shape, n, &expected, &got);
   }
   guarded_free(&expected);
@@ -223,17 +223,17 @@ static void check_sums_of_rows(checking *c, uint16_t dim, input_kind kind) {
   guarded expected = guarded_make(QKV_PAGE_GROUPS * dim * sizeof(float)), got = guarded_copy(&expected);
   double sums[2][2];
   qkv_kernels_at(0)->sums((float *)rows.data, tokens, dim, weights, (float *)expected.data, &sums[0][0], &sums[0][1]);
-  c->twin->sums((float *)rows.data, tokens, dim, weights, (float *)got.data, &sums[1][0], &sums[1][1]);
+  c->variant->sums((float *)rows.data, tokens, dim, weights, (float *)got.data, &sums[1][0], &sums[1][1]);
   check_same(c, "sums of rows", &shape, 0, &expected, &got);
   if (memcmp(sums[0], sums[1], sizeof sums[0]) != 0) {
     c->failures++;
-    printf("%s: sums of squares %.17g and %.17g for %.17g and %.17g\n", c->twin->name, sums[1][0], sums[1][1],
+    printf("%s: sums of squares %.17g and %.17g for %.17g and %.17g\n", c->variant->name, sums[1][0], sums[1][1],
            sums[0][0], sums[0][1]);
   }
   guarded left = guarded_make(rows.bytes), left_got = guarded_copy(&left);
   const float *last = (float *)rows.data + (tokens - 1) * dim;
   qkv_kernels_at(0)->subtract((float *)rows.data, tokens, dim, last, (float *)left.data);
-  c->twin->subtract((float *)rows.data, tokens, dim, last, (float *)left_got.data);
+  c->variant->subtract((float *)rows.data, tokens, dim, last, (float *)left_got.data);
   check_same(c, "subtract", &shape, 0, &left, &left_got);
   guarded_free(&rows);
   guarded_free(&expected);
@@ -290,8 +290,8 @@ static void check_schedule(checking *c, const qkv_schedule *schedule) {
   }
 }
 
-size_t check_rung(const qkv_kernels *twin, unsigned every, uint64_t *digest) {
-  checking c = {.twin = twin, .random = {1}, .every = every};
+size_t check_rung(const qkv_kernels *variant, unsigned every, uint64_t *digest) {
+  checking c = {.variant = variant, .random = {1}, .every = every};
   for (int round = 0; round < 300; round++) check_softmax(&c, round % INPUT_KINDS);
   for (unsigned i = 0, dim = QKV_BAND; dim <= QKV_DIM_MAX; i++, dim += every * QKV_BAND) {
     check_transforms(&c, (uint16_t)dim, i % INPUT_KINDS);

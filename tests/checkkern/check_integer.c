@@ -19,13 +19,13 @@ static void *fresh(size_t bytes) {
 
 static void scores_of(const qkv_kernels *kernels, const page_part *page, const float *rows, size_t n, float limit,
                       const guarded *out) {
-  qkv_integer_room *room = fresh(sizeof *room);
-  qkv_integer_queries queries = qkvi_integer_queries_in(room);
+  qkv_integer_buffers *buffer = fresh(sizeof *buffer);
+  qkv_integer_queries queries = qkvi_integer_queries_in(buffer);
   qkv_layouts *layouts = fresh(sizeof *layouts);
   kernels->prepare(rows, n, page->schedule.dim, limit, &queries);
   const qkv_ahead ahead = {page->codes.groups[0], page->groups.bytes};
   kernels->scores_integer(&page->codes, &queries, layouts, ahead, (float *)out->data);
-  free(room);
+  free(buffer);
   free(layouts);
 }
 
@@ -40,7 +40,7 @@ static void check_scores(checking *c, const page_part *page, size_t n, unsigned 
   for (size_t i = 0; falls && i < n * dim; i++) ((float *)rows.data)[i] *= expf(-6 * (float)(i % dim) / (float)dim);
   guarded expected = guarded_make(n * QKV_PAGE_TOKENS * sizeof(float)), got = guarded_copy(&expected);
   scores_of(qkv_kernels_at(0), page, (float *)rows.data, n, limit, &expected);
-  scores_of(c->twin, page, (float *)rows.data, n, limit, &got);
+  scores_of(c->variant, page, (float *)rows.data, n, limit, &got);
   check_same(c, parts == 1 ? "scores_integer 1" : "scores_integer 2", page, n, &expected, &got);
   guarded_free(&rows);
   guarded_free(&expected);
@@ -63,7 +63,7 @@ static void check_sums(checking *c, const page_part *page, size_t n, unsigned pa
   fill_scores(&c->random, kind, (float *)scores.data, n);
   float peaks[QKV_INTEGER_ROWS], peaks_got[QKV_INTEGER_ROWS];
   qkv_kernels_at(0)->peaks((float *)scores.data, n, peaks);
-  c->twin->peaks((float *)scores.data, n, peaks_got);
+  c->variant->peaks((float *)scores.data, n, peaks_got);
   c->failures += check_equal_floats(c, "peaks", peaks, peaks_got, n);
   for (size_t i = 0; i < n; i++) peaks[i] += (float)naive_below(&c->random, 3);
   guarded totals = guarded_make(n * sizeof(float)), totals_got = guarded_copy(&totals);
@@ -71,7 +71,7 @@ static void check_sums(checking *c, const page_part *page, size_t n, unsigned pa
   fill_input(&c->random, INPUT_GAUSSIAN, (float *)sums.data, n * page->schedule.dim);
   guarded sums_got = guarded_copy(&sums);
   sums_of(qkv_kernels_at(0), page, (float *)scores.data, peaks, n, parts, &totals, &sums);
-  sums_of(c->twin, page, (float *)scores.data, peaks, n, parts, &totals_got, &sums_got);
+  sums_of(c->variant, page, (float *)scores.data, peaks, n, parts, &totals_got, &sums_got);
   check_same(c, "weigh_integer", page, n, &totals, &totals_got);
   check_same(c, parts == 1 ? "accumulate_integer 1" : "accumulate_integer 2", page, n, &sums, &sums_got);
   guarded_free(&scores);

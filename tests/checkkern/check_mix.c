@@ -27,7 +27,7 @@ static void check_mix_of(checking *c, size_t lanes, size_t steps, unsigned bits,
                                   .steps = steps,
                                   .values = naive_below(&c->random, 2) ? (float *)values.data : NULL};
   qkv_kernels_at(0)->mix(&matrix, (float *)factors.data, n, (float *)expected.data, stride);
-  c->twin->mix(&matrix, (float *)factors.data, n, (float *)got.data, stride);
+  c->variant->mix(&matrix, (float *)factors.data, n, (float *)got.data, stride);
   check_same(c, "mix", &shape, n, &expected, &got);
   guarded_free(&codes);
   guarded_free(&values);
@@ -44,8 +44,8 @@ static void check_scale_factors(checking *c, size_t steps, size_t n, input_kind 
   guarded expected_shares = guarded_make(n * sizeof(float)), got_shares = guarded_copy(&expected_shares);
   qkv_kernels_at(0)->scale_factors((float *)factors.data, (float *)scales.data, (float *)zeros.data, n, steps,
                                    (float *)expected.data, (float *)expected_shares.data);
-  c->twin->scale_factors((float *)factors.data, (float *)scales.data, (float *)zeros.data, n, steps,
-                         (float *)got.data, (float *)got_shares.data);
+  c->variant->scale_factors((float *)factors.data, (float *)scales.data, (float *)zeros.data, n, steps,
+                            (float *)got.data, (float *)got_shares.data);
   check_same(c, "scale_factors", &shape, n, &expected, &got);
   check_same(c, "scale_factors", &shape, n, &expected_shares, &got_shares);
   guarded_free(&factors);
@@ -74,7 +74,7 @@ static void check_sum_entries(checking *c, size_t rounds, input_kind kind) {
     got_columns[j] = (float *)got.data + j * QKV_PAGE_TOKENS;
   }
   qkv_kernels_at(0)->sum_entries(rows, rounds, codes.data, (float *)sizes.data, expected_columns);
-  c->twin->sum_entries(rows, rounds, codes.data, (float *)sizes.data, got_columns);
+  c->variant->sum_entries(rows, rounds, codes.data, (float *)sizes.data, got_columns);
   check_same(c, "sum_entries", &shape, rounds, &expected, &got);
   guarded_free(&codes);
   guarded_free(&sizes);

@@ -24,12 +24,12 @@ static void check_multiply(checking *c, uint16_t dim, size_t n, input_kind kind)
   guarded expected = guarded_make(n * dim * sizeof(float));
   fill_input(&c->random, kind, (float *)expected.data, n * dim);
   if (n > 2) memset(expected.data, 0, dim * sizeof(float));
-  float room[QKV_DIM_MAX];
-  const float *mean = naive_below(&c->random, 2) == 0 ? NULL : room;
-  fill_input(&c->random, kind, room, dim);
+  float buffer[QKV_DIM_MAX];
+  const float *mean = naive_below(&c->random, 2) == 0 ? NULL : buffer;
+  fill_input(&c->random, kind, buffer, dim);
   guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->multiply_integer(&made.matrix, coordinates, mean, (float *)expected.data, n);
-  c->twin->multiply_integer(&made.matrix, coordinates, mean, (float *)got.data, n);
+  c->variant->multiply_integer(&made.matrix, coordinates, mean, (float *)got.data, n);
   check_same(c, "multiply_integer", &shape, n, &expected, &got);
   guarded_free(&expected);
   guarded_free(&got);
@@ -52,7 +52,7 @@ static void check_load(checking *c, uint16_t dim, size_t n, input_kind kind) {
   guarded expected = guarded_make(n * dim * sizeof(float)), got = guarded_make(n * dim * sizeof(float));
   guarded lengths = guarded_make(n * sizeof(float)), got_lengths = guarded_make(n * sizeof(float));
   qkv_kernels_at(0)->load_rows(&rows, n, dim, (float *)expected.data, (float *)lengths.data);
-  c->twin->load_rows(&rows, n, dim, (float *)got.data, (float *)got_lengths.data);
+  c->variant->load_rows(&rows, n, dim, (float *)got.data, (float *)got_lengths.data);
   check_same(c, "load_rows", &shape, n, &expected, &got);
   check_same(c, "load_rows squares", &shape, n, &lengths, &got_lengths);
   guarded *all[] = {&floats, &in, &expected, &got, &lengths, &got_lengths};
@@ -89,7 +89,7 @@ static void check_waves(checking *c, const qkv_slot_turns *turns, size_t n, inpu
   fill_input(&c->random, kind, (float *)expected.data, n * QKV_PAGE_TOKENS);
   guarded got = guarded_copy(&expected);
   qkv_kernels_at(0)->add_waves(turns, pairs, count, (float *)factors.data, n, (float *)expected.data);
-  c->twin->add_waves(turns, pairs, count, (float *)factors.data, n, (float *)got.data);
+  c->variant->add_waves(turns, pairs, count, (float *)factors.data, n, (float *)got.data);
   check_same(c, "add_waves", &none, n, &expected, &got);
   guarded_free(&factors);
   guarded_free(&expected);
@@ -107,8 +107,8 @@ static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim
   fill_input(&c->random, kind, (float *)queries.data, n * dim);
   qkv_kernels_at(0)->score_columns((float *)columns.data, dim, (float *)means.data, turns, (float *)queries.data, n,
                                    (float *)expected.data);
-  c->twin->score_columns((float *)columns.data, dim, (float *)means.data, turns, (float *)queries.data, n,
-                         (float *)got.data);
+  c->variant->score_columns((float *)columns.data, dim, (float *)means.data, turns, (float *)queries.data, n,
+                            (float *)got.data);
   check_same(c, "score_columns", &shape, n, &expected, &got);
   guarded_free(&columns);
   guarded_free(&means);

@@ -23,14 +23,14 @@ static void check_products(checking *c, uint16_t dim, size_t n, input_kind kind)
   const int32_t *from = naive_below(&c->random, 3) == 0 ? NULL : (int32_t *)before.data;
   qkv_kernels_at(0)->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, from,
                                   (int32_t *)expected.data);
-  c->twin->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, from,
-                        (int32_t *)got.data);
+  c->variant->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, from,
+                           (int32_t *)got.data);
   check_same(c, "add_products", &shape, n, &expected, &got);
   // In place.
   qkv_kernels_at(0)->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n,
                                   (int32_t *)expected.data, (int32_t *)expected.data);
-  c->twin->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, (int32_t *)got.data,
-                        (int32_t *)got.data);
+  c->variant->add_products(&made.matrix, coordinates, first, count, (int16_t *)numbers.data, n, (int32_t *)got.data,
+                           (int32_t *)got.data);
   check_same(c, "add_products", &shape, n, &expected, &got);
   guarded *const all[] = {&numbers, &before, &expected, &got};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
@@ -71,7 +71,7 @@ static void check_levels(checking *c, uint16_t dim, size_t n, input_kind kind) {
       int32_t *sums = (keep >> l & 1) != 0 ? (int32_t *)kept[k][l].data : NULL;
       levels[l] = (qkv_walk_level){ends[l + 1], ends[l], base, on, sums};
     }
-    (k == 0 ? qkv_kernels_at(0) : c->twin)
+    (k == 0 ? qkv_kernels_at(0) : c->variant)
         ->sum_levels(&made.matrix, coordinates, &queries, levels, count, (int32_t *)before.data,
                      (float *)out[k].data);
   }
@@ -109,7 +109,7 @@ static void check_anchors(checking *c, uint16_t dim, size_t n, input_kind kind) 
   const qkv_pair_turns on = {all_turns + 2 * waves.pairs, all_turns + 3 * waves.pairs};
   qkv_kernels_at(0)->add_anchors(&waves, base, on, (float *)products.data, n, (float *)shares.data,
                                  (float *)expected.data);
-  c->twin->add_anchors(&waves, base, on, (float *)products.data, n, (float *)shares.data, (float *)got.data);
+  c->variant->add_anchors(&waves, base, on, (float *)products.data, n, (float *)shares.data, (float *)got.data);
   check_same(c, "add_anchors", &shape, n, &expected, &got);
   guarded *const all[] = {&tables, &turns, &shares, &products, &expected, &got};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);
@@ -142,10 +142,10 @@ static void check_outliers(checking *c, uint16_t dim, size_t n, input_kind kind)
   const float *step = naive_below(&c->random, 2) == 0 ? NULL : (float *)steps.data;
   const float *peak = naive_below(&c->random, 2) == 0 ? NULL : (float *)peaks.data;
   qkv_kernels_at(0)->weigh_outliers(&found, step, (float *)scores.data, peak, n, (float *)sums.data);
-  c->twin->weigh_outliers(&found, step, (float *)scores.data, peak, n, (float *)sums_got.data);
+  c->variant->weigh_outliers(&found, step, (float *)scores.data, peak, n, (float *)sums_got.data);
   check_same(c, "weigh_outliers", &shape, n, &sums, &sums_got);
   qkv_kernels_at(0)->score_outliers(&found, (float *)queries.data, n, (float *)scores.data);
-  c->twin->score_outliers(&found, (float *)queries.data, n, (float *)scores_got.data);
+  c->variant->score_outliers(&found, (float *)queries.data, n, (float *)scores_got.data);
   check_same(c, "score_outliers", &shape, n, &scores, &scores_got);
   guarded *const all[] = {&slots, &scales, &rows, &queries, &steps, &peaks, &scores, &sums, &scores_got, &sums_got};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) guarded_free(all[i]);

@@ -45,7 +45,7 @@ void fill_rows(naive_random *random, input_kind kind, float *rows, size_t dim);
 void fill_scores(naive_random *random, input_kind kind, float *scores, size_t n);
 
 typedef struct checking {
-  const qkv_kernels *twin;
+  const qkv_kernels *variant;
   naive_random random;
   unsigned every;  // of so many widths and tiers one is checked
   size_t failures;
@@ -75,7 +75,7 @@ made_matrix make_matrix(checking *c, size_t dim, size_t outputs, input_kind kind
 // failures, which are printed.
 size_t check_conversions(uint32_t cpu_flags);
 // The number of failures, which are printed; `*digest` gets that of what the reference wrote.
-size_t check_rung(const qkv_kernels *twin, unsigned every, uint64_t *digest);
+size_t check_rung(const qkv_kernels *variant, unsigned every, uint64_t *digest);
 // Prints a table for every rung of `cpu_flags`, of the kernels whose names begin with `filter` (NULL: all).
 void bench(uint32_t cpu_flags, const char *filter);
 

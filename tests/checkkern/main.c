@@ -11,15 +11,15 @@
 static int check(uint32_t cpu_flags, const char *rung, unsigned every) {
   size_t failures = check_conversions(cpu_flags);
   for (size_t row = rung != NULL ? 0 : 1; qkv_kernels_at(row) != NULL; row++) {
-    const qkv_kernels *twin = qkv_kernels_at(row);
-    if (rung != NULL && strcmp(rung, twin->name) != 0) continue;
-    if ((twin->needs & ~cpu_flags) != 0) {
-      printf("%s: skipped, this machine or the mask lacks it\n", twin->name);
+    const qkv_kernels *variant = qkv_kernels_at(row);
+    if (rung != NULL && strcmp(rung, variant->name) != 0) continue;
+    if ((variant->needs & ~cpu_flags) != 0) {
+      printf("%s: skipped, this machine or the mask lacks it\n", variant->name);
       continue;
     }
     uint64_t digest;
-    const size_t failed = check_rung(twin, every, &digest);
-    printf("%s: %s, %016" PRIx64 "\n", twin->name, failed == 0 ? "equal to the reference" : "FAILED", digest);
+    const size_t failed = check_rung(variant, every, &digest);
+    printf("%s: %s, %016" PRIx64 "\n", variant->name, failed == 0 ? "equal to the reference" : "FAILED", digest);
     failures += failed;
   }
   return failures == 0 ? 0 : 1;

@@ -199,7 +199,7 @@ def test_batch_over_sessions_of_one_layer(make_cache):
         assert_close(array_of(result.out), attention(q, *cache.fetch(), 9 + 30 * index)[0])
 
 
-def test_batches_in_any_order_beside_appends(make_cache):
+def test_batches_in_any_order_during_appends(make_cache):
     """Sessions named several times and in opposite orders, while others append to them: no call waits for ever."""
     caches = [make_cache(recent_window=20, kv_heads=4, q_heads=16, key_dim=64, value_dim=64) for _ in range(2)]
     rows = [cache.rows(2048) for cache in caches]

@@ -1,4 +1,4 @@
-"""What the whole process takes: memory-budget and a tenth, with calibrations beside the pages, too."""
+"""What the whole process takes: memory-budget and a tenth, with calibrations in addition to the pages, too."""
 
 import threading
 
@@ -51,16 +51,16 @@ def test_pages_make_way_for_a_calibration(tmp_path):
             sampler.join()
         status = daemon.status()
         assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
-        assert status.calibration_bytes > CALIBRATION and status.beside_bytes > before.beside_bytes + CALIBRATION
-        assert status.kv_bytes_room < before.kv_bytes_room - CALIBRATION / 2
+        assert status.calibration_bytes > CALIBRATION and status.overhead_bytes > before.overhead_bytes + CALIBRATION
+        assert status.kv_bytes_available < before.kv_bytes_available - CALIBRATION / 2
         assert status.kv_bytes_limit == budget
         # What making it took goes back to the system a little later.
-        wait_for(lambda: budget / 2 < daemon.status().kv_bytes_room < budget, "sessions have less than half")
+        wait_for(lambda: budget / 2 < daemon.status().kv_bytes_available < budget, "sessions have less than half")
         print(f"most {max(samples)}, budget {budget}")
         assert max(samples) <= 1.1 * budget
 
 
-def test_a_calibration_waits_for_room(tmp_path):
+def test_a_calibration_waits_for_headroom(tmp_path):
     with Daemon("--data-dir", str(tmp_path), "--memory-budget", "48MiB", "--calibrate-tokens", str(CHUNK)) as daemon:
         cache = open_cache(daemon)
         append(cache, cache.rows(CHUNK), 0, 2 * CHUNK)

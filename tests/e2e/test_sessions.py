@@ -80,7 +80,7 @@ def test_session_counts_tokens_and_bytes(make_cache):
     assert info.bytes_exact >= 72 * coordinates * 4
     assert cache.stub.CloseSession(kv.CloseSessionRequest(session=cache.name),
                                    timeout=TIMEOUT).bytes_freed == (
-                                       info.bytes_coded + info.bytes_exact + info.bytes_beside)
+                                       info.bytes_coded + info.bytes_exact + info.bytes_overhead)
 
 
 def test_duplicate_session_is_refused_until_it_is_closed(stub, name):

@@ -316,11 +316,11 @@ def test_full_precision_comes_back(start):
 
 def assert_as_never_demoted(daemon, cache, end):
     """By another session that got the same rows."""
-    twin = open_cache(daemon, name="twin")
+    other = open_cache(daemon, name="other")
     for begin in range(0, end + 64, 64):
-        fill(twin, 64, position=begin)
+        fill(other, 64, position=begin)
     for layer in range(LAYERS):
-        assert_same_rows(rows(twin, end, layer), rows(cache, end, layer))
+        assert_same_rows(rows(other, end, layer), rows(cache, end, layer))
 
 
 def test_what_is_demoted_at_once_comes_back(start):
@@ -417,7 +417,7 @@ def test_recovery_tells_what_it_drops(start, tmp_path):
         assert_same_rows(before, rows(damaged, 80))
 
 
-def test_memory_sessions_beside(start):
+def test_memory_sessions_overhead(start):
     with start("--durability", "memory") as daemon:
         cache = open_cache(daemon, 0)
         fill(cache, 200)

@@ -187,7 +187,7 @@ def test_full_budget_refuses_whole_appends_and_recovers():
     with Daemon("--memory-budget", "1MiB") as daemon:
         cache = Cache(daemon.stub(), "first", recent_window=0)
         other = Cache(cache.stub, "other", recent_window=0)
-        for used in (cache, other):  # what a session takes beside its rows it gets with its first use
+        for used in (cache, other):  # what a session takes in addition to its rows it gets with its first use
             used.append(0, *used.rows(1))
             used.stub.Truncate(kv.TruncateRequest(session=used.name, position=0), timeout=TIMEOUT)
         empty = daemon.status().kv_bytes  # of two sessions of the same model

@@ -240,7 +240,7 @@ def test_places_and_a_restart(tmp_path):
 
 
 def test_thousands_of_sessions(daemon, stub, make_cache, watch):
-    """Sessions come and go beside snapshots; in the end all readers know the same, and it is what there is."""
+    """Sessions come and go during snapshots; in the end all readers know the same, and it is what there is."""
     cache = make_cache(layers=1)
     rows = cache.rows(64)
     routers = [watch(model=cache.model.name, token_ids=bool(i % 2)) for i in range(2)]

@@ -17,7 +17,7 @@ typedef struct disk_write {
 
 typedef struct disk_file {
   uint8_t *now, *durable;
-  uint64_t room, size, durable_size;
+  uint64_t capacity, size, durable_size;
   disk_write *writes, **last;
   unsigned opened;
   bool segment;
@@ -77,14 +77,14 @@ bool fault_disk_chance(fault_disk *disk, double probability) {
 
 // ---- Files ----
 
-static void reserve(disk_file *file, uint64_t room) {
-  if (room <= file->room) return;
-  file->now = realloc(file->now, room);
-  file->durable = realloc(file->durable, room);
+static void reserve(disk_file *file, uint64_t capacity) {
+  if (capacity <= file->capacity) return;
+  file->now = realloc(file->now, capacity);
+  file->durable = realloc(file->durable, capacity);
   if (file->now == NULL || file->durable == NULL) abort();
-  memset(file->now + file->room, 0, room - file->room);
-  memset(file->durable + file->room, 0, room - file->room);
-  file->room = room;
+  memset(file->now + file->capacity, 0, capacity - file->capacity);
+  memset(file->durable + file->capacity, 0, capacity - file->capacity);
+  file->capacity = capacity;
 }
 
 static void drop_write(disk_file *file, disk_write **link) {
@@ -195,7 +195,7 @@ static void write_bytes(fault_disk *disk, disk_file *file, uint64_t offset, cons
   }
   if (fault_disk_chance(disk, disk->plan.misdirected)) {
     note_damage(disk, file);
-    const uint64_t blocks = file->room > size ? (file->room - size) / 4096 : 0;
+    const uint64_t blocks = file->capacity > size ? (file->capacity - size) / 4096 : 0;
     if (blocks == 0) return;
     offset = 4096 * fault_disk_random(disk, blocks);
   }
@@ -505,7 +505,7 @@ static void lose_power(fault_disk *disk, disk_file *file) {
     drop_write(file, &file->writes);
   }
   if (fault_disk_chance(disk, 0.5)) file->durable_size = file->size;
-  if (file->room > 0) memcpy(file->now, file->durable, file->room);
+  if (file->capacity > 0) memcpy(file->now, file->durable, file->capacity);
   file->size = file->durable_size;
 }
 

@@ -216,7 +216,7 @@ static void put(model *on, model_session *session) {
                                                     .kind = 1},
                                            .payload = what->bytes,
                                            .bytes = record->size,
-                                           .hurry = drawn(on, 2) == 0,
+                                           .sync_now = drawn(on, 2) == 0,
                                            .written = put_written,
                                            .durable = put_durable,
                                            .context = what};

@@ -111,7 +111,7 @@ static void put(moment *on, piece *made, uint64_t position, uint64_t size) {
   const qkv_storage_put_request request = {.meta = {.session = on->session, .position = position, .tokens = 1},
                                            .payload = made->bytes,
                                            .bytes = size,
-                                           .hurry = true,
+                                           .sync_now = true,
                                            .written = note_written,
                                            .durable = note_durable,
                                            .context = made};

@@ -152,27 +152,28 @@ typedef struct copy_args {
   uint8_t *early;       // what lies at the target before the wait
 } copy_args;
 
-typedef struct copy_room {
+typedef struct copy_shared {
   _Alignas(16) uint8_t bytes[COPIED + 64];
   simt_gate gate;
-} copy_room;
+} copy_shared;
 
 SIMT_KERNEL(copy_kernel, copy_args, 32, 1) {
-  copy_room *room = (copy_room *)(void *)simt_shared();
+  copy_shared *shared = (copy_shared *)(void *)simt_shared();
   const unsigned lane = simt_thread();
-  if (lane == 0) simt_gate_init(&room->gate);
+  if (lane == 0) simt_gate_init(&shared->gate);
   simt_sync_warp();
   for (unsigned i = 0; i < 4; i++) {
     // Two pieces, 64 bytes apart.
     const unsigned half = lane % 2 * (COPIED / 2);
-    simt_copy(&room->gate, 2, COPIED, room->bytes + half + lane % 2 * 64, args->from + i * COPIED + half, COPIED / 2);
+    simt_copy(&shared->gate, 2, COPIED, shared->bytes + half + lane % 2 * 64, args->from + i * COPIED + half,
+              COPIED / 2);
 #if !defined(__SANITIZE_THREAD__)  // which would complain
-    if (lane == 0) *args->early = room->bytes[0];
+    if (lane == 0) *args->early = shared->bytes[0];
     simt_sync_warp();
 #endif
-    simt_copy_wait(&room->gate, i);
+    simt_copy_wait(&shared->gate, i);
     for (unsigned b = lane; b < COPIED; b += SIMT_LANES)
-      args->out[i * COPIED + b] = room->bytes[b + (b < COPIED / 2 ? 0 : 64)];
+      args->out[i * COPIED + b] = shared->bytes[b + (b < COPIED / 2 ? 0 : 64)];
   }
 }
 
@@ -182,7 +183,7 @@ static void test_copy(void **unused) {
   for (size_t i = 0; i < sizeof from; i++) from[i] = (uint8_t)(any_word() | 1) == 0xa5 ? 3 : (uint8_t)any_word();
   for (uint64_t order = 0; order < ORDERS; order++) {
     uint8_t out[4 * COPIED] = {0}, early = 0xa5;
-    run(copy_kernel, &(copy_args){from, out, &early}, 32, sizeof(copy_room), order);
+    run(copy_kernel, &(copy_args){from, out, &early}, 32, sizeof(copy_shared), order);
     assert_memory_equal(out, from, sizeof out);
     assert_int_equal(early, 0xa5);
   }
@@ -222,14 +223,14 @@ typedef struct mistake_args {
   const uint8_t *from;
 } mistake_args;
 
-static void copy_mistake(const mistake_args *args, copy_room *room) {
-  if (simt_thread() == 0 && args->which != 6) simt_gate_init(&room->gate);
+static void copy_mistake(const mistake_args *args, copy_shared *shared) {
+  if (simt_thread() == 0 && args->which != 6) simt_gate_init(&shared->gate);
   simt_sync_block();
   if (simt_thread() >= SIMT_LANES) return;
-  if (args->which != 5) simt_copy(&room->gate, 1, args->which == 8 ? 32 : 16, room->bytes, args->from, 16);
-  if (args->which == 7) simt_copy(&room->gate, 1, 16, room->bytes, args->from, 16);
-  simt_copy_wait(&room->gate, args->which == 9 ? 1 : 0);
-  if (args->which == 10) simt_copy(&room->gate, 1, 16, room->bytes + 8, args->from, 16);
+  if (args->which != 5) simt_copy(&shared->gate, 1, args->which == 8 ? 32 : 16, shared->bytes, args->from, 16);
+  if (args->which == 7) simt_copy(&shared->gate, 1, 16, shared->bytes, args->from, 16);
+  simt_copy_wait(&shared->gate, args->which == 9 ? 1 : 0);
+  if (args->which == 10) simt_copy(&shared->gate, 1, 16, shared->bytes + 8, args->from, 16);
 }
 
 SIMT_KERNEL(mistake_kernel, mistake_args, 64, 1) {
@@ -266,10 +267,10 @@ SIMT_KERNEL(mistake_kernel, mistake_args, 64, 1) {
       if (simt_shared()[simt_thread() ^ 1] == 0) abort();
       break;
     case 12:  // one byte too far
-      simt_shared()[sizeof(copy_room) + simt_thread() / 63] = 1;
+      simt_shared()[sizeof(copy_shared) + simt_thread() / 63] = 1;
       break;
     default:
-      copy_mistake(args, (copy_room *)(void *)simt_shared());
+      copy_mistake(args, (copy_shared *)(void *)simt_shared());
   }
 }
 
@@ -285,7 +286,7 @@ static void expect_end(int which, const char *text) {
   if (child == 0) {
     (void)setrlimit(RLIMIT_CORE, &(struct rlimit){0});
     (void)dup2(pipes[1], STDERR_FILENO);
-    run(mistake_kernel, &(mistake_args){which, from}, 64, sizeof(copy_room), 0);
+    run(mistake_kernel, &(mistake_args){which, from}, 64, sizeof(copy_shared), 0);
     _exit(0);
   }
   close(pipes[1]);

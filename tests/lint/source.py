@@ -17,9 +17,9 @@ TOP_LEVEL = {
 FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 90
 
-# What each room may include, by the beginning of the path; "" is the rule for the rest of a top-level room.
-# Read from top to bottom, the first room that fits counts.
-ROOMS = [
+# What each folder may include, by the beginning of the path; "" is the rule for the rest of a top-level folder.
+# Read from top to bottom, the first folder that fits counts.
+FOLDERS = [
     ("engine/base/", ["engine/base/"]),
     ("engine/codec/", ["engine/base/", "engine/codec/", "engine/kernel/"]),
     ("engine/kernel/", ["engine/base/", "engine/codec/", "engine/kernel/"]),
@@ -57,14 +57,14 @@ def without_comments(text):
 
 
 def check_includes(report, path, lines):
-    room = next((room for room in ROOMS if path.startswith(room[0])), None)
+    folder = next((folder for folder in FOLDERS if path.startswith(folder[0])), None)
     for number, line in enumerate(lines, 1):
         match = INCLUDE.match(line)
         if not match:
             continue
         kind, name = match.groups()
-        if kind == '"' and room and not name.startswith(tuple(room[1])):
-            report.violation(path, number, f"{room[0]} must not include {name}")
+        if kind == '"' and folder and not name.startswith(tuple(folder[1])):
+            report.violation(path, number, f"{folder[0]} must not include {name}")
         for rooms, pattern in SYSTEM_BANNED:
             if kind == "<" and path.startswith(rooms) and pattern.match(name):
                 report.violation(path, number, f"{rooms[rooms.index(path.split('/')[0] + '/')]} must not include {name}")

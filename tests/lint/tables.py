@@ -36,11 +36,11 @@ def check_options(report, sources):
     for path, text in sources.items():
         if path.startswith("tests/"):
             continue
-        room = path.split("/")[0] + "/"
+        folder = path.split("/")[0] + "/"
         for name, field in OPTION_ROW.findall(text):
             tables += 1
             use = re.compile(rf"(->|\.){re.escape(field)}\b")
-            if not any(use.search(other) for user, other in sources.items() if user.startswith(room)):
+            if not any(use.search(other) for user, other in sources.items() if user.startswith(folder)):
                 report.violation(path, 0, f"option --{name} is never used")
     if "server/main.c" in sources and not tables:
         report.violation("server", 0, "no option tables found: have they changed their form?")

@@ -168,10 +168,10 @@ MUTANTS = [
      "engine/cache/layer_rows|e2e/crash"),
     # ---- Memory on paths that fail ----
     ("a reservation leaks where an append fails", "server/append.c",
-     "    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);\n"
-     "    qkvi_budget_unreserve(daemon->residency, &room);\n",
-     "    status = append_once(daemon, session, item, ids, &room, false, appended, length, error);\n"
-     "    if (status == QKV_OK) qkvi_budget_unreserve(daemon->residency, &room);\n", "e2e/storage"),
+     "    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);\n"
+     "    qkvi_budget_unreserve(daemon->residency, &headroom);\n",
+     "    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);\n"
+     "    if (status == QKV_OK) qkvi_budget_unreserve(daemon->residency, &headroom);\n", "e2e/storage"),
     ("token ids stay reserved where an append fails", "server/append_ids.c",
      "  qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);\n",
      "  if (appended) qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);\n", "server/token_ids|e2e/prefixes"),
@@ -204,7 +204,7 @@ MUTANTS = [
      "    simt_sync_warp();\n    SHAPE(_weigh)",
      "    SHAPE(_weigh)", "gpu/attend"),
     ("gpu: values are not waited for", "engine/kernel/simt/attend_shape.inc",
-     "    half = wait_for_half(room, slots, 2 * i + 1, SHAPE_DIM);\n",
+     "    half = wait_for_half(headroom, slots, 2 * i + 1, SHAPE_DIM);\n",
      "    half = slots + (2 * i + 1) % QKV_SIMT_SLOTS * QKV_SIMT_SLOT_BYTES(SHAPE_DIM);\n", "gpu/attend"),
     ("gpu: a half page goes over one in use", "engine/kernel/simt/attend.c",
      "  const unsigned slot = half % QKV_SIMT_SLOTS, group",

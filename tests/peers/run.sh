@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Attention on codes beside the CPU flash attention of others, outside the project's own build and tests.
+# Attention on codes compared with the CPU flash attention of others, outside the project's own build and tests.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 

@@ -1,4 +1,4 @@
-# Draws docs/quality.svg from the CSV files beside this one: KL over bits per coordinate.
+# Draws docs/quality.svg from the CSV files in this directory: KL over bits per coordinate.
 # Usage, from the top of the repository: gnuplot tests/regress/quality.gp
 set datafile separator ","
 set terminal svg size 900,640 enhanced font "sans-serif,13" background "white"

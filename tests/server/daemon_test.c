@@ -107,8 +107,8 @@ static void status_tells_all(void **out) {
   assert_int_equal(status->sessions, 0);
   assert_int_equal(status->kv_bytes, 0);
   assert_int_equal(status->kv_bytes_limit, 8 * MIB);
-  assert_int_equal(status->kv_bytes_room, 8 * MIB);  // so little is never lowered
-  assert_true(status->beside_bytes > 0 && status->beside_bytes <= status->rss_bytes + 8 * MIB);
+  assert_int_equal(status->kv_bytes_available, 8 * MIB);  // so little is never lowered
+  assert_true(status->overhead_bytes > 0 && status->overhead_bytes <= status->rss_bytes + 8 * MIB);
   assert_in_range(status->rss_bytes, MIB, 4096 * MIB);
   assert_int_equal(status->n_listen, 2);
   assert_string_equal(status->listen[0], state->daemon->unix_address);

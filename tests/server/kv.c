@@ -252,11 +252,11 @@ int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V
 
 // ---- The reference session ----
 
-kv_twin kv_twin_open(const char *session) {
-  return kv_twin_open_for(session, QKV_PURPOSE_ATTEND);
+kv_reference kv_reference_open(const char *session) {
+  return kv_reference_open_for(session, QKV_PURPOSE_ATTEND);
 }
 
-kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose) {
+kv_reference kv_reference_open_for(const char *session, qkv_purpose purpose) {
   const qkv_store_config config = {.memory_budget = (uint64_t)1 << 30,
                                    .models_max = 1,
                                    .sessions_max = 1,
@@ -266,21 +266,21 @@ kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose) {
                                               .recent_window = KV_WINDOW,
                                               .sink_tokens = 4,
                                               .anchor_said = true}};
-  kv_twin twin = {.store = qkv_store_create(&config)};
+  kv_reference reference = {.store = qkv_store_create(&config)};
   qkv_model model = kv_model();
   qkv_session_config open = {.purpose = purpose, .tenant = "default", .policy = QKV_POLICY_UNSET};
   memcpy(open.name, session, strlen(session) + 1);
   qkv_error error = {0};
-  qkv_status status = qkv_store_register_model(twin.store, &model, NULL, &error);
-  if (status == QKV_OK) status = qkv_store_open(twin.store, &open, "m", &twin.session, &error);
+  qkv_status status = qkv_store_register_model(reference.store, &model, NULL, &error);
+  if (status == QKV_OK) status = qkv_store_open(reference.store, &open, "m", &reference.session, &error);
   assert_string_equal(error.text, "");
   assert_int_equal(status, QKV_OK);
-  return twin;
+  return reference;
 }
 
-void kv_twin_close(kv_twin *twin) {
-  qkv_session_unref(&twin->session);
-  qkv_store_destroy(&twin->store);
+void kv_reference_close(kv_reference *reference) {
+  qkv_session_unref(&reference->session);
+  qkv_store_destroy(&reference->store);
 }
 
 static qkv_tensor dense(kv_part part, size_t tokens, const qkv_segment *segment) {
@@ -288,7 +288,7 @@ static qkv_tensor dense(kv_part part, size_t tokens, const qkv_segment *segment)
   return qkv_tensor_dense(QKV_FP32, 3, dims, segment);
 }
 
-void kv_twin_append(kv_twin *twin, const kv_item *item) {
+void kv_reference_append(kv_reference *reference, const kv_item *item) {
   uint64_t appended = 0, length = 0;
   size_t k_bytes = 0, v_bytes = 0;
   float *k = make_rows(item, KV_K, item->tokens, &k_bytes), *v = make_rows(item, KV_V, item->tokens, &v_bytes);
@@ -296,7 +296,7 @@ void kv_twin_append(kv_twin *twin, const kv_item *item) {
                     v_segment = {.data = (uint8_t *)v, .length = v_bytes};
   const qkv_tensor k_rows = dense(KV_K, item->tokens, &k_segment), v_rows = dense(KV_V, item->tokens, &v_segment);
   qkv_error error = {0};
-  qkv_status status = qkv_session_append(twin->session, item->layer, item->position, &k_rows, &v_rows,
+  qkv_status status = qkv_session_append(reference->session, item->layer, item->position, &k_rows, &v_rows,
                                          item->before_rope, &appended, &length, &error);
   assert_string_equal(error.text, "");
   assert_int_equal(status, QKV_OK);
@@ -304,7 +304,7 @@ void kv_twin_append(kv_twin *twin, const kv_item *item) {
   free(v);
 }
 
-void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse) {
+void kv_reference_attend(kv_reference *reference, const kv_item *item, float *out, float *lse) {
   size_t q_bytes = 0;
   float *q = make_rows(item, KV_Q, item->queries, &q_bytes);
   const qkv_segment segment = {.data = (uint8_t *)q, .length = q_bytes};
@@ -314,18 +314,18 @@ void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse) 
                        .out = out,
                        .lse = lse};
   qkv_error error = {0};
-  assert_int_equal(qkv_session_read(twin->session, item->layer, &attend.layer, &error), QKV_OK);
+  assert_int_equal(qkv_session_read(reference->session, item->layer, &attend.layer, &error), QKV_OK);
   assert_int_equal(qkv_attend_check(&attend, &error), QKV_OK);
   qkv_attend_run(NULL, &attend, 1);
-  qkv_session_read_done(twin->session, item->layer);
+  qkv_session_read_done(reference->session, item->layer);
   free(q);
 }
 
-void kv_same_attend(kv_twin *twin, const kv_item *item, const Qkv__V1__AttendResult *result) {
+void kv_same_attend(kv_reference *reference, const kv_item *item, const Qkv__V1__AttendResult *result) {
   size_t lse_count = item->queries * KV_Q_HEADS, out_count = lse_count * KV_VALUE_DIM;
   float *out = malloc(out_count * sizeof *out), *lse = malloc(lse_count * sizeof *lse);
   assert_true(out != NULL && lse != NULL);
-  kv_twin_attend(twin, item, out, lse);
+  kv_reference_attend(reference, item, out, lse);
   assert_int_equal(result->status->code, QKV_OK);
   assert_int_equal(result->out->n_dims, 3);
   assert_int_equal(result->out->dims[0], item->queries);

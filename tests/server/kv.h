@@ -1,5 +1,5 @@
 // What the tests of the KvCache handlers share: one model's geometry, rows that follow from a seed and their
-// position, requests over them, and a copy of a session in this process as the reference (kv_twin).
+// position, requests over them, and a copy of a session in this process as the reference (kv_reference).
 #ifndef TESTS_SERVER_KV_H
 #define TESTS_SERVER_KV_H
 
@@ -77,18 +77,18 @@ int kv_attend(fixture_client *client, const kv_item *items, size_t count, Qkv__V
 
 // ---- The reference session ----
 
-typedef struct kv_twin {
+typedef struct kv_reference {
   qkv_store *store;
   qkv_session *session;
-} kv_twin;
+} kv_reference;
 
-kv_twin kv_twin_open(const char *session);
-kv_twin kv_twin_open_for(const char *session, qkv_purpose purpose);
-void kv_twin_close(kv_twin *twin);
-void kv_twin_append(kv_twin *twin, const kv_item *item);
+kv_reference kv_reference_open(const char *session);
+kv_reference kv_reference_open_for(const char *session, qkv_purpose purpose);
+void kv_reference_close(kv_reference *reference);
+void kv_reference_append(kv_reference *reference, const kv_item *item);
 // out [queries][KV_Q_HEADS][KV_VALUE_DIM], lse [queries][KV_Q_HEADS].
-void kv_twin_attend(kv_twin *twin, const kv_item *item, float *out, float *lse);
+void kv_reference_attend(kv_reference *reference, const kv_item *item, float *out, float *lse);
 // Fails unless `result` is bit for bit the reference session's answer to `item`.
-void kv_same_attend(kv_twin *twin, const kv_item *item, const Qkv__V1__AttendResult *result);
+void kv_same_attend(kv_reference *reference, const kv_item *item, const Qkv__V1__AttendResult *result);
 
 #endif

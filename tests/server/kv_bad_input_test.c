@@ -13,7 +13,7 @@
 
 static fixture_daemon *daemon_process;
 static fixture_client *client;
-static kv_twin twin;  // of the witness
+static kv_reference reference;  // of the witness
 static double bytes_held, bytes_reserved;
 
 // 70 tokens in layer 0: a sealed page is not among them, 150 in layer 1: one is.
@@ -26,10 +26,10 @@ static int start(void **state) {
                             "--limit-sessions", "2", NULL},
            &daemon_process, &client);
   kv_open(client, "w");
-  twin = kv_twin_open("w");
+  reference = kv_reference_open("w");
   assert_int_equal(kv_append(client, witness_rows, 2, NULL), QKV_OK);
-  kv_twin_append(&twin, &witness_rows[0]);
-  kv_twin_append(&twin, &witness_rows[1]);
+  kv_reference_append(&reference, &witness_rows[0]);
+  kv_reference_append(&reference, &witness_rows[1]);
   // The first queries are kept, to watch pages with.
   for (uint32_t layer = 0; layer < 2; layer++) {
     const kv_item query = {.session = "w", .layer = layer, .position = 200, .queries = 2, .seed = 2};
@@ -44,7 +44,7 @@ static int start(void **state) {
 
 static int stop(void **state) {
   (void)state;
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_stop(&daemon_process, &client);
   return 0;
 }
@@ -62,7 +62,7 @@ static int nothing_has_changed(void **state) {
     const kv_item query = {.session = "w", .layer = layer, .position = 200, .queries = 2, .seed = 2};
     Qkv__V1__AttendResponse *response = NULL;
     assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
-    kv_same_attend(&twin, &query, response->results[0]);
+    kv_same_attend(&reference, &query, response->results[0]);
     qkv__v1__attend_response__free_unpacked(response, NULL);
   }
   return 0;

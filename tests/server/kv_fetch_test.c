@@ -84,15 +84,15 @@ static fetched fetch(Qkv__V1__FetchRequest *request, uint64_t first, uint64_t to
   return into;
 }
 
-static void expect_rows(const fetched *got, kv_twin *twin, uint32_t layer, int part, uint64_t begin, uint64_t end,
-                        bool before_rope, qkv_dtype dtype) {
+static void expect_rows(const fetched *got, kv_reference *reference, uint32_t layer, int part, uint64_t begin,
+                        uint64_t end, bool before_rope, qkv_dtype dtype) {
   size_t row = KV_HEADS * part_dim(part), count = (end - begin) * row;
   float *expected = malloc(count * sizeof *expected);
   uint8_t *narrow = malloc(count * 4);
   const qkv_layer *held = NULL;
-  assert_int_equal(qkv_session_read(twin->session, layer, &held, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(reference->session, layer, &held, NULL), QKV_OK);
   qkv_layer_rows(held, part == 0 ? QKV_K : QKV_V, begin, end - begin, before_rope, expected);
-  qkv_session_read_done(twin->session, layer);
+  qkv_session_read_done(reference->session, layer);
   qkv_from_float(dtype, expected, narrow, count);
   qkv_to_float(dtype, narrow, expected, count);
   assert_memory_equal(got->rows[part] + (layer * got->tokens + begin - got->first) * row, expected,
@@ -109,13 +109,13 @@ static void drop_fetched(fetched *got) {
 // Of a session with rows that were sent in both forms.
 static void fetch_in_every_form(qkv_purpose purpose) {
   kv_open_for(client, "f", purpose);
-  kv_twin twin = kv_twin_open_for("f", purpose);
+  kv_reference reference = kv_reference_open_for("f", purpose);
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
     const kv_item items[] = {{.session = "f", .layer = layer, .tokens = 100, .seed = 16, .before_rope = true},
                              {.session = "f", .layer = layer, .position = 100, .tokens = 200, .seed = 16}};
     assert_int_equal(kv_append(client, items, 2, NULL), QKV_OK);
-    kv_twin_append(&twin, &items[0]);
-    kv_twin_append(&twin, &items[1]);
+    kv_reference_append(&reference, &items[0]);
+    kv_reference_append(&reference, &items[1]);
   }
   const uint32_t chunks[] = {0, 1, 64, 77, 24};
   for (unsigned form = 0; form < 3 * 2 * 2 * 3; form++) {
@@ -132,7 +132,7 @@ static void fetch_in_every_form(qkv_purpose purpose) {
         if (request.part == QKV__V1__FETCH_REQUEST__PART__PART_K && part == 1) continue;
         if (request.part == QKV__V1__FETCH_REQUEST__PART__PART_V && part == 0) continue;
         bool before = part == 0 && request.rope == QKV__V1__ROPE_FORM__ROPE_FORM_BEFORE;
-        expect_rows(&got, &twin, layer, part, 0, 300, before, (qkv_dtype)request.dtype);
+        expect_rows(&got, &reference, layer, part, 0, 300, before, (qkv_dtype)request.dtype);
       }
     }
     drop_fetched(&got);
@@ -160,21 +160,21 @@ static void fetch_in_every_form(qkv_purpose purpose) {
   request.chunk_tokens = 100;
   got = fetch(&request, 50, 250);
   assert_int_equal(got.responses, 2 * 4);  // up to 128, 192, 256 and 300
-  expect_rows(&got, &twin, 0, 0, 50, 300, false, QKV_FP16);
-  expect_rows(&got, &twin, 2, 1, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &reference, 0, 0, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &reference, 2, 1, 50, 300, false, QKV_FP16);
   drop_fetched(&got);
   request.chunk_tokens = 48;
   got = fetch(&request, 50, 250);
   assert_int_equal(got.responses, 2 * 8);  // up to 64, 112, 128, 176, 192, 240, 256 and 300
-  expect_rows(&got, &twin, 0, 1, 50, 300, false, QKV_FP16);
-  expect_rows(&got, &twin, 2, 0, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &reference, 0, 1, 50, 300, false, QKV_FP16);
+  expect_rows(&got, &reference, 2, 0, 50, 300, false, QKV_FP16);
   drop_fetched(&got);
   range.begin = 300;
   range.end = 0;
   got = fetch(&request, 300, 1);
   assert_int_equal(got.responses, 0);
   drop_fetched(&got);
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "f");
 }
 
@@ -240,19 +240,19 @@ static void archived_keys_come_back_in_both_forms(void **state) {
 static void archived_sessions_are_attended(void **state) {
   (void)state;
   kv_open_for(client, "a", QKV_PURPOSE_FETCH);
-  kv_twin twin = kv_twin_open_for("a", QKV_PURPOSE_FETCH);
+  kv_reference reference = kv_reference_open_for("a", QKV_PURPOSE_FETCH);
   const kv_item rows = {.session = "a", .layer = 1, .tokens = 300, .seed = 22, .before_rope = true};
   assert_int_equal(kv_append(client, &rows, 1, NULL), QKV_OK);
-  kv_twin_append(&twin, &rows);
+  kv_reference_append(&reference, &rows);
   for (int form = 0; form < 2; form++) {
     const kv_item query = {
         .session = "a", .layer = 1, .position = 290, .queries = 5, .seed = 23, .before_rope = form == 1};
     Qkv__V1__AttendResponse *response = NULL;
     assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
-    kv_same_attend(&twin, &query, response->results[0]);
+    kv_same_attend(&reference, &query, response->results[0]);
     qkv__v1__attend_response__free_unpacked(response, NULL);
   }
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "a");
 }
 

@@ -397,7 +397,7 @@ typedef struct worker {
 static void *decode_steps(void *context) {
   worker *self = context;
   fixture_client *own = fixture_connect(self->address);
-  kv_twin twin = kv_twin_open(self->session);
+  kv_reference reference = kv_reference_open(self->session);
   fixture_stream *stream = fixture_open(own, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   for (uint64_t step = 0; step < 150; step++) {
     // The session's own row and query, and a query to the session that all threads share.
@@ -412,8 +412,8 @@ static void *decode_steps(void *context) {
     }
     Qkv__V1__AttendResponse *response = qkv__v1__attend_response__unpack(NULL, length, answer);
     float out[KV_Q_HEADS * KV_VALUE_DIM], lse[KV_Q_HEADS];
-    kv_twin_append(&twin, &items[0]);
-    kv_twin_attend(&twin, &items[0], out, lse);
+    kv_reference_append(&reference, &items[0]);
+    kv_reference_attend(&reference, &items[0], out, lse);
     if (response == NULL || response->n_results != 2 || response->results[0]->status->code != QKV_OK ||
         response->results[1]->status->code != QKV_OK || response->results[0]->out->data.len != sizeof out ||
         memcmp(response->results[0]->out->data.data, (const uint8_t *)out, sizeof out) != 0)
@@ -423,7 +423,7 @@ static void *decode_steps(void *context) {
   }
   fixture_half_close(stream);
   self->wrong += fixture_finish(&stream).status != QKV_OK;
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   fixture_disconnect(&own);
   return NULL;
 }

@@ -231,20 +231,20 @@ static void append_streams_and_acknowledges_again(void **state) {
 static void a_large_append_is_the_same_as_small_ones(void **state) {
   (void)state;
   kv_open(client, "big");
-  kv_twin twin = kv_twin_open("big");
+  kv_reference reference = kv_reference_open("big");
   const kv_item large = {.session = "big", .tokens = 1500, .seed = 4};
   assert_int_equal(kv_append(client, &large, 1, NULL), QKV_OK);
   for (uint64_t at = 0; at < 1500; at += 100) {
     const kv_item small = {.session = "big", .position = at, .tokens = 100, .seed = 4};
-    kv_twin_append(&twin, &small);
+    kv_reference_append(&reference, &small);
   }
   const kv_item query = {.session = "big", .position = 1500, .queries = 3, .seed = 5};
   Qkv__V1__AttendResponse *response = NULL;
   assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
-  kv_same_attend(&twin, &query, response->results[0]);
+  kv_same_attend(&reference, &query, response->results[0]);
   assert_int_equal(response->results[0]->length, 1500);
   qkv__v1__attend_response__free_unpacked(response, NULL);
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "big");
 }
 
@@ -255,23 +255,23 @@ static void attend_equals_the_engine(void **state) {
   (void)state;
   const size_t lengths[] = {1, 63, 64, 65, 127, 128, 129, 400};
   kv_open(client, "e");
-  kv_twin twin = kv_twin_open("e");
+  kv_reference reference = kv_reference_open("e");
   uint64_t held = 0;
   for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
     const kv_item rows = {.session = "e", .position = held, .tokens = lengths[i] - held, .seed = 6};
     assert_int_equal(kv_append(client, &rows, 1, NULL), QKV_OK);
-    kv_twin_append(&twin, &rows);
+    kv_reference_append(&reference, &rows);
     held = lengths[i];
     const size_t queries[] = {1, 7, 33};
     for (size_t j = 0; j < 3; j++) {
       const kv_item query = {.session = "e", .position = held, .queries = queries[j], .seed = 7};
       Qkv__V1__AttendResponse *response = NULL;
       assert_int_equal(kv_attend(client, &query, 1, &response, NULL), QKV_OK);
-      kv_same_attend(&twin, &query, response->results[0]);
+      kv_same_attend(&reference, &query, response->results[0]);
       qkv__v1__attend_response__free_unpacked(response, NULL);
     }
   }
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "e");
 }
 
@@ -298,11 +298,11 @@ static void a_batch_answers_item_by_item(void **state) {
   (void)state;
   kv_open(client, "b1");
   kv_open(client, "b2");
-  kv_twin twin1 = kv_twin_open("b1"), twin2 = kv_twin_open("b2");
+  kv_reference twin1 = kv_reference_open("b1"), twin2 = kv_reference_open("b2");
   const kv_item fill[] = {{.session = "b1", .tokens = 100, .seed = 9}, {.session = "b2", .tokens = 90, .seed = 10}};
   assert_int_equal(kv_append(client, fill, 2, NULL), QKV_OK);
-  kv_twin_append(&twin1, &fill[0]);
-  kv_twin_append(&twin2, &fill[1]);
+  kv_reference_append(&twin1, &fill[0]);
+  kv_reference_append(&twin2, &fill[1]);
   const kv_item items[] = {
       {.session = "b2", .position = 90, .tokens = 2, .queries = 2, .seed = 10},  // rows and queries
       {.session = "b1", .position = 100, .queries = 1, .seed = 11},
@@ -314,7 +314,7 @@ static void a_batch_answers_item_by_item(void **state) {
   };
   Qkv__V1__AttendResponse *response = NULL;
   assert_int_equal(kv_attend(client, items, 7, &response, NULL), QKV_OK);
-  kv_twin_append(&twin2, &items[0]);
+  kv_reference_append(&twin2, &items[0]);
   kv_same_attend(&twin2, &items[0], response->results[0]);
   assert_int_equal(response->results[0]->length, 92);
   kv_same_attend(&twin1, &items[1], response->results[1]);
@@ -336,8 +336,8 @@ static void a_batch_answers_item_by_item(void **state) {
   char text[FIXTURE_TEXT_MAX];
   assert_int_equal(kv_attend(client, bad, 2, &response, text), QKV_FAILED_PRECONDITION);
   assert_string_equal(text, "items[0].position is 7, the expected position is 0");
-  kv_twin_close(&twin1);
-  kv_twin_close(&twin2);
+  kv_reference_close(&twin1);
+  kv_reference_close(&twin2);
   kv_close(client, "b1");
   kv_close(client, "b2");
 }
@@ -399,7 +399,7 @@ static void out_can_be_half(void **state) {
 static void decode_answers_every_step_in_order(void **state) {
   (void)state;
   kv_open(client, "d");
-  kv_twin twin = kv_twin_open("d");
+  kv_reference reference = kv_reference_open("d");
   fixture_stream *stream = fixture_open(client, KV_METHOD("Decode"), FIXTURE_PATIENCE_MS);
   for (uint64_t step = 0; step < 200; step++) {
     const kv_item item = {.session = "d", .position = step, .tokens = 1, .queries = 1, .seed = 15};
@@ -419,8 +419,8 @@ static void decode_answers_every_step_in_order(void **state) {
       if (sent == 0) {
         assert_int_equal(response->results[0]->status->code, QKV_FAILED_PRECONDITION);
       } else {
-        kv_twin_append(&twin, &item);
-        kv_same_attend(&twin, &item, response->results[0]);
+        kv_reference_append(&reference, &item);
+        kv_same_attend(&reference, &item, response->results[0]);
         assert_int_equal(response->results[0]->length, step + 1);
       }
       qkv__v1__attend_response__free_unpacked(response, NULL);
@@ -432,7 +432,7 @@ static void decode_answers_every_step_in_order(void **state) {
   assert_false(fixture_receive(stream, &nothing, &length));
   fixture_result result = fixture_finish(&stream);
   assert_int_equal(result.status, QKV_OK);
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "d");
 }
 
@@ -441,7 +441,7 @@ static void decode_answers_every_step_in_order(void **state) {
 static void truncate_drops_and_appends_go_on(void **state) {
   (void)state;
   kv_open(client, "t");
-  kv_twin twin = kv_twin_open("t");
+  kv_reference reference = kv_reference_open("t");
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
     const kv_item item = {.session = "t", .layer = layer, .tokens = 200, .seed = 17};
     assert_int_equal(kv_append(client, &item, 1, NULL), QKV_OK);
@@ -464,12 +464,12 @@ static void truncate_drops_and_appends_go_on(void **state) {
   // Other rows may be appended now, and attend sees them.
   const kv_item rows = {.session = "t", .layer = 1, .tokens = 200, .seed = 17};
   const kv_item more = {.session = "t", .layer = 1, .position = 90, .tokens = 20, .queries = 2, .seed = 18};
-  kv_twin_append(&twin, &rows);
-  assert_int_equal(qkv_session_truncate(twin.session, 90, layers, 1, NULL), QKV_OK);
-  kv_twin_append(&twin, &more);
+  kv_reference_append(&reference, &rows);
+  assert_int_equal(qkv_session_truncate(reference.session, 90, layers, 1, NULL), QKV_OK);
+  kv_reference_append(&reference, &more);
   Qkv__V1__AttendResponse *attended = NULL;
   assert_int_equal(kv_attend(client, &more, 1, &attended, NULL), QKV_OK);
-  kv_same_attend(&twin, &more, attended->results[0]);
+  kv_same_attend(&reference, &more, attended->results[0]);
   qkv__v1__attend_response__free_unpacked(attended, NULL);
 
   request.n_layers = 0;
@@ -479,7 +479,7 @@ static void truncate_drops_and_appends_go_on(void **state) {
   fixture_free(&result);
   assert_int_equal(kv_length(client, "t", 0), 200);
   assert_int_equal(kv_length(client, "t", 1), 110);
-  kv_twin_close(&twin);
+  kv_reference_close(&reference);
   kv_close(client, "t");
 }
 

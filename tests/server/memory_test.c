@@ -105,11 +105,11 @@ static void what_sessions_leave_goes_back_later(void **state) {
 }
 
 // In MiB, of a budget of 256: 281.6 are the rule, 8 of which are spare.
-static uint64_t limit_of(uint64_t limit, uint64_t beside, uint64_t most) {
-  return qkvi_memory_limit((uint64_t)256 * MIB, limit * MIB, beside * MIB, most * MIB) / MIB;
+static uint64_t limit_of(uint64_t limit, uint64_t overhead, uint64_t most) {
+  return qkvi_memory_limit((uint64_t)256 * MIB, limit * MIB, overhead * MIB, most * MIB) / MIB;
 }
 
-static void what_is_beside_pages_is_taken_from_them(void **state) {
+static void overhead_is_taken_from_pages(void **state) {
   (void)state;
   assert_int_equal(limit_of(256, 10, 260), 256);  // everything fits
   assert_int_equal(limit_of(256, 40, 260), 229);  // down at once
@@ -123,29 +123,29 @@ static void what_is_beside_pages_is_taken_from_them(void **state) {
   assert_int_equal(qkvi_memory_limit(8 * MIB, 8 * MIB, 200 * MIB, 12 * MIB), 8 * MIB);
 }
 
-static void pages_make_way_for_what_lies_beside_them(void **state) {
+static void pages_leave_for_overhead(void **state) {
   (void)state;
 #ifdef QKV_SANITIZED
   skip();  // a sanitizer has resident tables of its own
 #endif
-  enum { BUDGET = 512, BESIDE = 128 };
+  enum { BUDGET = 512, OVERHEAD = 128 };
   qkv_store *store = store_of((uint64_t)BUDGET * MIB);
   qkv_arena *arena = qkv_store_arena(store);
   qkvi_memory memory = {0};
   tend_seconds(&memory, store, 1);
   assert_in_range(qkv_arena_read(arena).bytes_limit, (uint64_t)(BUDGET - 16) * MIB, (uint64_t)BUDGET * MIB);
-  assert_true(qkvi_memory_has_room(store, (uint64_t)BESIDE * MIB));
-  assert_false(qkvi_memory_has_room(store, (uint64_t)BUDGET / 2 * MIB + 64 * MIB));
-  const int64_t before = qkvi_memory_beside(store);
-  char *large = malloc((size_t)BESIDE * MIB);
+  assert_true(qkvi_memory_has_headroom(store, (uint64_t)OVERHEAD * MIB));
+  assert_false(qkvi_memory_has_headroom(store, (uint64_t)BUDGET / 2 * MIB + 64 * MIB));
+  const int64_t before = qkvi_memory_overhead(store);
+  char *large = malloc((size_t)OVERHEAD * MIB);
   assert_non_null(large);
-  memset(large, 1, (size_t)BESIDE * MIB);
-  assert_in_range(qkvi_memory_beside(store) - before, (BESIDE - 1) * MIB, (BESIDE + 1) * MIB);
+  memset(large, 1, (size_t)OVERHEAD * MIB);
+  assert_in_range(qkvi_memory_overhead(store) - before, (OVERHEAD - 1) * MIB, (OVERHEAD + 1) * MIB);
   qkvi_memory_tend(&memory, store);
   const uint64_t limit = qkv_arena_read(arena).bytes_limit;
-  assert_in_range(limit, (uint64_t)(BUDGET - BESIDE - 16) * MIB, (uint64_t)(BUDGET - BESIDE / 2) * MIB);
+  assert_in_range(limit, (uint64_t)(BUDGET - OVERHEAD - 16) * MIB, (uint64_t)(BUDGET - OVERHEAD / 2) * MIB);
   // All that can be resident then keeps to the rule.
-  const uint64_t all = (uint64_t)qkvi_memory_beside(store) + qkv_heap_read(qkv_arena_heap(arena)).bytes_most;
+  const uint64_t all = (uint64_t)qkvi_memory_overhead(store) + qkv_heap_read(qkv_arena_heap(arena)).bytes_most;
   assert_true(all <= (uint64_t)BUDGET * MIB / 10 * 11);
   free(large);
   tend_seconds(&memory, store, 1);
@@ -160,8 +160,8 @@ int main(void) {
       cmocka_unit_test(little_is_kept),
       cmocka_unit_test(a_part_of_much_is_kept),
       cmocka_unit_test(what_sessions_leave_goes_back_later),
-      cmocka_unit_test(what_is_beside_pages_is_taken_from_them),
-      cmocka_unit_test(pages_make_way_for_what_lies_beside_them),
+      cmocka_unit_test(overhead_is_taken_from_pages),
+      cmocka_unit_test(pages_leave_for_overhead),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -84,7 +84,7 @@ static void *compact(void *context) {
 }
 
 // Takes whatever memory is free, bit by bit, up to a third of it, as threads do that never wait.
-static void *take_room(void *context) {
+static void *take_headroom(void *context) {
   const other *on = context;
   qkv_arena *arena = qkv_store_arena(on->s->store);
   const uint64_t bit = 1024, most = qkvi_budget_limit(on->s->residency) / 3;
@@ -100,7 +100,7 @@ static void *take_room(void *context) {
 }
 
 // Appends within their reservation, and begins anew when the session is full.
-static void *append_in_room(void *context) {
+static void *append_in_headroom(void *context) {
   other *on = context;
   const scene *s = on->s;
   for (uint64_t i = 0; i < ROUNDS * (uint64_t)LAYERS; i++) {
@@ -110,18 +110,18 @@ static void *append_in_room(void *context) {
                                 .layer = layer,
                                 .begin = begin,
                                 .end = end,
-                                .beside = qkv_session_append_cost(on->session, layer, end)};
-    uint64_t room = 0, appended, length;
+                                .extra = qkv_session_append_cost(on->session, layer, end)};
+    uint64_t headroom = 0, appended, length;
     row_pair pair;
     make_pair(&pair, &s->rows[0], begin, end, QKV_FP16);
-    if (qkvi_restore(s->residency, &wanted, &room, NULL) != QKV_OK) {
+    if (qkvi_restore(s->residency, &wanted, &headroom, NULL) != QKV_OK) {
       atomic_store(&on->wrong, true);
     } else {
-      if (qkv_session_append_in(on->session, layer, &(qkv_append_use){.room = &room}, begin, &pair.k.tensor,
+      if (qkv_session_append_in(on->session, layer, &(qkv_append_use){.headroom = &headroom}, begin, &pair.k.tensor,
                                 &pair.v.tensor, false, &appended, &length, NULL) != QKV_OK)
         atomic_store(&on->wrong, true);
       qkvi_budget_release(s->residency, on->session, layer);
-      qkvi_budget_unreserve(s->residency, &room);
+      qkvi_budget_unreserve(s->residency, &headroom);
     }
     free_pair(&pair);
   }
@@ -324,7 +324,7 @@ static void test_recovery_of_what_was_compacted(const char *io) {
 }
 
 // Memory that is freed goes to the thread that has waited for it.
-static void test_room_that_others_take(const char *io) {
+static void test_headroom_that_others_take(const char *io) {
   enum { READERS = 8, APPENDERS = 2 };
   scene s;
   other readers[READERS], appenders[APPENDERS], taking = {.s = &s}, watching = {.s = &s};
@@ -346,9 +346,9 @@ static void test_room_that_others_take(const char *io) {
     snprintf(name, sizeof name, "append-%d", i);
     appenders[i] = (other){.s = &s, .session = open_session(&s, name, QKV_DURABILITY_ASYNC)};
   }
-  begin_other(&taking, take_room);
+  begin_other(&taking, take_headroom);
   begin_other(&watching, watch_windows);
-  for (int i = 0; i < APPENDERS; i++) begin_other(&appenders[i], append_in_room);
+  for (int i = 0; i < APPENDERS; i++) begin_other(&appenders[i], append_in_headroom);
   for (int i = 0; i < READERS; i++) begin_other(&readers[i], bring_back);
   for (int i = 0; i < READERS; i++) end_other(&readers[i]);
   for (int i = 0; i < APPENDERS; i++) end_other(&appenders[i]);
@@ -445,9 +445,9 @@ static void test_what_is_not_read_stays(void **unused) {
   for (cut[0] = 'a'; shortest(&s, cut) == TOKENS;) cut[0]++;
   const uint64_t end = shortest(&s, cut);
   qkv_session *session = find_session(&s, cut);
-  assert_true(qkvi_catalogue_is_loose(s.residency, session));
+  assert_true(qkvi_catalogue_is_unconfirmed(s.residency, session));
   assert_int_equal(qkvi_catalogue_tie(s.residency, session, NULL), QKV_OK);
-  assert_false(qkvi_catalogue_is_loose(s.residency, session));
+  assert_false(qkvi_catalogue_is_unconfirmed(s.residency, session));
   assert_int_equal(qkv_session_truncate(session, end, NULL, 0, NULL), QKV_OK);
   assert_int_equal(append(&s, session, 1, end, end + 1), QKV_OK);
   qkv_session_unref(&session);
@@ -578,7 +578,7 @@ BOTH(test_a_range_waits_for_itself)
 BOTH(test_closing_while_it_is_written)
 BOTH(test_truncation_while_it_is_written)
 BOTH(test_recovery_of_what_was_compacted)
-BOTH(test_room_that_others_take)
+BOTH(test_headroom_that_others_take)
 
 int main(void) {
   qkv_log_setup(stderr, QKV_LOG_ERROR);
@@ -593,8 +593,8 @@ int main(void) {
       cmocka_unit_test(test_truncation_while_it_is_written_pread),
       cmocka_unit_test(test_recovery_of_what_was_compacted_uring),
       cmocka_unit_test(test_recovery_of_what_was_compacted_pread),
-      cmocka_unit_test(test_room_that_others_take_uring),
-      cmocka_unit_test(test_room_that_others_take_pread),
+      cmocka_unit_test(test_headroom_that_others_take_uring),
+      cmocka_unit_test(test_headroom_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
       cmocka_unit_test(test_what_is_not_read_stays),
       cmocka_unit_test(test_closing_before_it_is_journaled),

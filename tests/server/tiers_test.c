@@ -66,30 +66,30 @@ static void attend(fixture_client *to, const char *session, uint32_t layer, size
   qkv__v1__attend_response__free_unpacked(response, NULL);
 }
 
-static void expect_twin(kv_twin *twin, const char *session) {
+static void expect_variant(kv_reference *reference, const char *session) {
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
     kv_item item = item_of(session, layer, TOKENS - 3);
     item.queries = 3;
     Qkv__V1__AttendResponse *response = NULL;
     assert_int_equal(kv_attend(client, &item, 1, &response, NULL), QKV_OK);
-    kv_same_attend(twin, &item, response->results[0]);
+    kv_same_attend(reference, &item, response->results[0]);
     qkv__v1__attend_response__free_unpacked(response, NULL);
   }
 }
 
-static kv_twin twin_of(const char *session) {
-  kv_twin twin = kv_twin_open(session);
+static kv_reference variant_of(const char *session) {
+  kv_reference reference = kv_reference_open(session);
   for (uint32_t layer = 0; layer < KV_LAYERS; layer++) {
     kv_item item = item_of(session, layer, 0);
     item.tokens = TOKENS;
-    kv_twin_append(&twin, &item);
+    kv_reference_append(&reference, &item);
   }
-  return twin;
+  return reference;
 }
 
 static uint64_t bytes_of(fixture_client *of, const char *session, double *bits) {
   Qkv__V1__SessionInfo *info = kv_info(of, session);
-  const uint64_t bytes = info->bytes_coded + info->bytes_beside;
+  const uint64_t bytes = info->bytes_coded + info->bytes_overhead;
   if (bits != NULL) *bits = info->bits_per_coordinate;
   qkv__v1__session_info__free_unpacked(info, NULL);
   return bytes;
@@ -112,8 +112,8 @@ static void evenly_demoted_rows_are_the_engines(void **state) {
   (void)state;
   open_session(client, "even", 0, false);
   fill(client, "even", TOKENS);
-  kv_twin twin = twin_of("even");
-  expect_twin(&twin, "even");
+  kv_reference reference = variant_of("even");
+  expect_variant(&reference, "even");
   const uint64_t before = bytes_of(client, "even", NULL);
   const double changed = kv_metric(client, "qkvd_tier_pages_total");
   const double freed = kv_metric(client, "qkvd_tier_bytes_freed_total");
@@ -131,7 +131,7 @@ static void evenly_demoted_rows_are_the_engines(void **state) {
   const Qkv__V1__DemoteResponse response = demote(&request);
   const qkv_retier_scope scope = {.begin = 64, .end = 320, .layers = layers, .layer_count = 2};
   qkv_retier_report report = {0};
-  assert_int_equal(qkv_session_demote(twin.session, &scope, 2, true, &report, NULL), QKV_OK);
+  assert_int_equal(qkv_session_demote(reference.session, &scope, 2, true, &report, NULL), QKV_OK);
   assert_int_equal(response.pages, 8);
   assert_int_equal(response.pages, report.pages);
   assert_true(response.bytes_freed > 0);
@@ -140,8 +140,8 @@ static void evenly_demoted_rows_are_the_engines(void **state) {
   assert_int_equal(bytes_of(client, "even", NULL), before - response.bytes_freed);
   assert_true(kv_metric(client, "qkvd_tier_pages_total") == changed + 8);
   assert_true(kv_metric(client, "qkvd_tier_bytes_freed_total") == freed + (double)response.bytes_freed);
-  expect_twin(&twin, "even");
-  kv_twin_close(&twin);
+  expect_variant(&reference, "even");
+  kv_reference_close(&reference);
   kv_close(client, "even");
 }
 
@@ -167,7 +167,7 @@ static void promoting_restores_what_was_kept(void **state) {
   (void)state;
   open_session(client, "kept", 0, true);
   fill(client, "kept", TOKENS);
-  kv_twin twin = twin_of("kept");
+  kv_reference reference = variant_of("kept");
   const uint64_t before = bytes_of(client, "kept", NULL);
   Qkv__V1__DemoteRequest request = QKV__V1__DEMOTE_REQUEST__INIT;
   request.session = (char *)"kept";
@@ -183,8 +183,8 @@ static void promoting_restores_what_was_kept(void **state) {
   qkv__v1__prefetch_response__free_unpacked(response, NULL);
   fixture_free(&result);
   assert_int_equal(bytes_of(client, "kept", NULL), before);
-  expect_twin(&twin, "kept");
-  kv_twin_close(&twin);
+  expect_variant(&reference, "kept");
+  kv_reference_close(&reference);
   kv_close(client, "kept");
 }
 

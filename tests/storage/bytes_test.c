@@ -417,24 +417,24 @@ static void forks_are_read_back(void **state) {
 // At every cut of an entry, and for every alignment of its payload, its bytes are the same.
 static void an_entry_is_written_in_pieces(void **state) {
   (void)state;
-  enum { BYTES = 5000, ROOM = 8192 };
-  uint8_t payload[BYTES], *whole = aligned(ROOM), *pieces = aligned(ROOM);
+  enum { BYTES = 5000, CAPACITY = 8192 };
+  uint8_t payload[BYTES], *whole = aligned(CAPACITY), *pieces = aligned(CAPACITY);
   fill(payload, sizeof payload, 5);
   qkv_journal_entry entry = {
       .kind = QKV_JOURNAL_CALIBRATION, .sequence = 7, .payload = payload, .bytes = sizeof payload};
-  assert_int_equal(qkvi_entry_extent(BYTES), ROOM);
+  assert_int_equal(qkvi_entry_extent(BYTES), CAPACITY);
   qkvi_entry_make(whole, &entry, STORE, 6, 3 * 4096);
-  for (size_t size = 500; size < ROOM; size += 777) {
+  for (size_t size = 500; size < CAPACITY; size += 777) {
     entry.bytes = size < BYTES ? size : BYTES;
     entry.rest = payload + entry.bytes;
     entry.rest_bytes = BYTES - entry.bytes;
     const qkvi_entry_header header = qkvi_entry_header_make(&entry, STORE, 6, 3 * 4096);
-    memset(pieces, 0xff, ROOM);
-    for (size_t from = 0, next; from < ROOM; from = next) {
-      next = from + size < ROOM ? from + size : ROOM;
+    memset(pieces, 0xff, CAPACITY);
+    for (size_t from = 0, next; from < CAPACITY; from = next) {
+      next = from + size < CAPACITY ? from + size : CAPACITY;
       qkvi_entry_copy(pieces + from, &header, &entry, from, next - from);
     }
-    assert_memory_equal(pieces, whole, ROOM);
+    assert_memory_equal(pieces, whole, CAPACITY);
   }
   free(whole);
   free(pieces);

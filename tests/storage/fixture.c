@@ -175,7 +175,7 @@ qkv_status scene_put_status(scene *on, const qkv_record_meta *meta, size_t size,
   const qkv_storage_put_request request = {.meta = *meta,
                                            .payload = payload,
                                            .bytes = size,
-                                           .hurry = durable,
+                                           .sync_now = durable,
                                            .written = on_written,
                                            .durable = durable ? on_durable : NULL,
                                            .context = &pause};

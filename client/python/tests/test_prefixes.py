@@ -95,7 +95,7 @@ def test_sequences(prefixes, client, model, rows):
     assert prefixes.match(ids, salt) == NOTHING
 
 
-def test_the_longest_unused_make_room(model, rows):
+def test_the_longest_unused_are_evicted(model, rows):
     """A daemon whose memory holds some sequences closes those that nobody has used for longest."""
     with Daemon("--memory-budget", "8MB") as daemon:
         prefixes = Prefixes(Options(target=daemon.target, bits="exact", timeout=30, lookup_timeout=30), model, LOG)

@@ -4,7 +4,7 @@
 #include <assert.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 #include "engine/kernel/neon/vectors.h"
 
 enum { ROWS = 4, QUADS = QKVI_DENSE_OUTPUTS / 4 };
@@ -64,7 +64,7 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
   }
 }
 
-QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
+QKV_DECLARE_MULTIPLY_INTEGER(VARIANT(qkvi_multiply_integer)) {
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   size_t i = 0;
   for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);

@@ -11,7 +11,7 @@
 #include "engine/kernel/encode_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/encode_pack.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 #include "engine/kernel/neon/vectors.h"
 
 enum { BYTES_MAX = 512 };  // coordinates whose sums are exact in any order: 512 * 255 * 88 is less than 2^24
@@ -231,7 +231,7 @@ static void encode_group(const way *by, const float *rows, size_t dim, group_cho
   }
 }
 
-QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
+QKV_DECLARE_ENCODE(VARIANT(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   uint8_t group_codes[GROUP * QKV_DIM_MAX];
   qkvi_tier_blocks blocks;

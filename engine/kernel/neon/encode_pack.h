@@ -1,4 +1,4 @@
-// Packing the codes of a group: bytes [token][coordinate] at full depth into slabs (page.h).
+// Packing the codes of a group: bytes [token][coordinate] at full depth into lines (page.h).
 #ifndef QKV_ENGINE_KERNEL_NEON_ENCODE_PACK_H
 #define QKV_ENGINE_KERNEL_NEON_ENCODE_PACK_H
 
@@ -10,18 +10,18 @@
 #include "engine/kernel/neon/vectors.h"
 
 #if defined(__aarch64__)
-enum { SLAB = 64, SLAB_VECTORS = SLAB / 16, SLAB_FIELDS = 4 };
+enum { LINE = 64, LINE_VECTORS = LINE / 16, LINE_FIELDS = 4 };
 
-// Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i.
+// Codes of a block as its lines have them: for every field, [lane][i] = the code of item 4 * field + i.
 typedef struct block_fields {
-  uint8_t of[SLAB_FIELDS][SLAB];
+  uint8_t of[LINE_FIELDS][LINE];
 } block_fields;
 
 // codes [token][coordinate], `stride` apart. Of V lanes are coordinates: four tokens are interleaved. Of K lanes are
 // tokens: their words of four coordinates are.
 static block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride) {
   block_fields fields;
-  for (size_t i = 0; i < SLAB_FIELDS; i++, codes += 4 * stride) {
+  for (size_t i = 0; i < LINE_FIELDS; i++, codes += 4 * stride) {
     const uint8x16x4_t four = {
         {vld1q_u8(codes), vld1q_u8(codes + stride), vld1q_u8(codes + 2 * stride), vld1q_u8(codes + 3 * stride)}};
     if (part == QKV_V) {
@@ -30,25 +30,25 @@ static block_fields fields_of(qkv_part part, const uint8_t *codes, size_t stride
     }
     const uint32x4x4_t words_of = {{vreinterpretq_u32_u8(four.val[0]), vreinterpretq_u32_u8(four.val[1]),
                                     vreinterpretq_u32_u8(four.val[2]), vreinterpretq_u32_u8(four.val[3])}};
-    uint32_t words[SLAB_FIELDS][4];
+    uint32_t words[LINE_FIELDS][4];
     vst4q_u32(words[0], words_of);
-    for (size_t f = 0; f < SLAB_FIELDS; f++) memcpy(fields.of[f] + 16 * i, words[f], sizeof words[f]);
+    for (size_t f = 0; f < LINE_FIELDS; f++) memcpy(fields.of[f] + 16 * i, words[f], sizeof words[f]);
   }
   return fields;
 }
 
-// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low or high half.
-static void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
+// What a pair takes of the codes into its line: two bits or, in a narrow line, one, in the low or high half.
+static void pack_line(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *line) {
   const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  for (size_t v = 0; v < SLAB_VECTORS; v++) {
-    uint8x16_t packed = vld1q_u8(slab + 16 * v);
+  for (size_t v = 0; v < LINE_VECTORS; v++) {
+    uint8x16_t packed = vld1q_u8(line + 16 * v);
     UNROLL
-    for (unsigned f = 0; f < SLAB_FIELDS; f++) {
+    for (unsigned f = 0; f < LINE_FIELDS; f++) {
       const unsigned to = 2 * (f ^ (pair & 1)) + half;
       const uint8x16_t codes = vld1q_u8(fields->of[f] + 16 * v);
       packed = vorrq_u8(packed, keep(down(codes, (int)from - (int)to), (uint8_t)(mask << to)));
     }
-    vst1q_u8(slab + 16 * v, packed);
+    vst1q_u8(line + 16 * v, packed);
   }
 }
 
@@ -57,15 +57,15 @@ static void pack_pairs(const qkvi_block *block, const block_fields *fields, uint
   const bool high = block->kind == QKVI_BLOCK_1_HIGH || block->kind == QKVI_BLOCK_3_HIGH ||
                     block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
-    if (2 * pair + 2 <= depth) pack_slab(fields, pair, true, 0, group + block->slabs[pair]);
-    if (2 * pair + 1 == depth) pack_slab(fields, pair, false, high, group + block->slabs[pair]);
+    if (2 * pair + 2 <= depth) pack_line(fields, pair, true, 0, group + block->lines[pair]);
+    if (2 * pair + 1 == depth) pack_line(fields, pair, false, high, group + block->lines[pair]);
   }
 }
 
 static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
-                       uint8_t *slab) {
+                       uint8_t *line) {
   const block_fields fields = fields_of(part, codes, stride);
-  pack_slab(&fields, pair, wide, half, slab);
+  pack_line(&fields, pair, wide, half, line);
 }
 
 static void transpose_block(const uint8_t *codes, size_t stride, size_t count, qkvi_codes *columns) {

@@ -3,7 +3,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/centroids.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 
 // One chunk of queries against one group.
 typedef struct key_pass {
@@ -105,7 +105,7 @@ static void score_group(const key_pass *pass, size_t columns, prefetching *ahead
 #undef CASE
 }
 
-QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
+QKV_DECLARE_SCORES_INTEGER(VARIANT(qkvi_scores_integer)) {
   const size_t length = qkvi_column_bytes(queries->dim);
   const unsigned parts = queries->parts;
   float gains[QKV_PAGE_TOKENS];

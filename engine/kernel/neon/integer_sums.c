@@ -4,7 +4,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/neon/centroids.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 
 // -128 times the sums of a column's weights over some of the groups: bit g of the mask is group g.
 typedef struct offsets {
@@ -130,7 +130,7 @@ static void sum_chunk(const value_pass *pass, size_t columns, prefetching *ahead
   }
 }
 
-QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
+QKV_DECLARE_ACCUMULATE_INTEGER(VARIANT(qkvi_accumulate_integer)) {
   const unsigned parts = weights->parts;
   value_pass pass = {.parts = parts, .dim = values->schedule->dim};
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {

@@ -9,7 +9,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/mix_plain.h"
 #include "engine/kernel/neon/quarters.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 #include "engine/kernel/outliers_plain.h"
 #include "engine/kernel/phases_plain.h"
 #include "engine/kernel/plain.h"
@@ -108,7 +108,7 @@ INLINE void score_queries(const float *tile, unsigned coordinates, const float *
   }
 }
 
-static QKV_DECLARE_SCORES(scores_twin) {
+static QKV_DECLARE_SCORES(scores_variant) {
   float tile[QKV_DIM_MAX * GROUP];  // [coordinate][token]
   const size_t dim = keys->schedule->dim;
   qkvi_reader r;
@@ -162,7 +162,7 @@ INLINE void add_tile(const float *tile, size_t dim, unsigned coordinates, const 
   for (unsigned c = 0; c < coordinates; c += 8) add_rows(tile + c, dim, weights, count, sums + c);
 }
 
-static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
+static QKV_DECLARE_ACCUMULATE(accumulate_variant) {
   float tile[GROUP * QKV_DIM_MAX];  // [token][dim]
   const size_t dim = values->schedule->dim;
   qkvi_reader r;
@@ -207,7 +207,7 @@ static void decode_keys(qkvi_reader *r, size_t group, float *rows) {
   }
 }
 
-static QKV_DECLARE_DECODE(decode_twin) {
+static QKV_DECLARE_DECODE(decode_variant) {
   const size_t dim = codes->schedule->dim;
   qkvi_reader r;
   qkvi_reader_init(&r, part, codes);
@@ -228,39 +228,39 @@ static QKV_DECLARE_DECODE(decode_twin) {
   }
 }
 
-static QKV_DECLARE_ENCODE_ROWS(encode_rows_twin) {
-  encode_rows_plain(hadamard_forward_plain, TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes,
+static QKV_DECLARE_ENCODE_ROWS(encode_rows_variant) {
+  encode_rows_plain(hadamard_forward_plain, VARIANT(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes,
                     errors, squares);
 }
 
-const qkv_kernels TWIN(qkvi_kernels) = {
-    .name = TWIN_NAME,
-    .needs = TWIN_NEEDS,
-    .scores = scores_twin,
-    .accumulate = accumulate_twin,
-    .encode = TWIN(qkvi_encode),
-    .encode_rows = encode_rows_twin,
+const qkv_kernels VARIANT(qkvi_kernels) = {
+    .name = VARIANT_NAME,
+    .needs = VARIANT_NEEDS,
+    .scores = scores_variant,
+    .accumulate = accumulate_variant,
+    .encode = VARIANT(qkvi_encode),
+    .encode_rows = encode_rows_variant,
     .load_rows = qkvi_load_rows_reference,
-    .decode = decode_twin,
+    .decode = decode_variant,
     .largest = largest_plain,
     .weigh = weigh_plain,
     .hadamard_forward = hadamard_forward_plain,
     .hadamard_inverse = hadamard_inverse_plain,
     .sums = sums_plain,
     .subtract = subtract_plain,
-    .multiply = TWIN(qkvi_multiply),
-    .combine = TWIN(qkvi_combine),
-    .multiply_integer = TWIN(qkvi_multiply_integer),
+    .multiply = VARIANT(qkvi_multiply),
+    .combine = VARIANT(qkvi_combine),
+    .multiply_integer = VARIANT(qkvi_multiply_integer),
     .add_waves = add_waves_plain,
     .score_columns = score_columns_plain,
     .add_products = qkvi_add_products_reference,
     .sum_levels = qkvi_sum_levels_reference,
     .add_anchors = add_anchors_plain,
     .prepare = prepare_plain,
-    .scores_integer = TWIN(qkvi_scores_integer),
+    .scores_integer = VARIANT(qkvi_scores_integer),
     .peaks = peaks_plain,
     .weigh_integer = weigh_integer_plain,
-    .accumulate_integer = TWIN(qkvi_accumulate_integer),
+    .accumulate_integer = VARIANT(qkvi_accumulate_integer),
     .score_outliers = score_outliers_plain,
     .weigh_outliers = weigh_outliers_plain,
     .mix = qkvi_mix_reference,

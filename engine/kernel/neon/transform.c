@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/neon/twins.h"
+#include "engine/kernel/neon/variants.h"
 #include "engine/kernel/neon/vectors.h"
 
 // Rows that are taken at once, and rows of the matrix or vectors of it: their products fill the registers.
@@ -46,7 +46,7 @@ INLINE void multiply_rows(const float *matrix, size_t dim, size_t coordinates, f
   }
 }
 
-QKV_DECLARE_DENSE(TWIN(qkvi_multiply)) {
+QKV_DECLARE_DENSE(VARIANT(qkvi_multiply)) {
   size_t i = 0;
   for (; i + PRODUCT_ROWS <= n; i += PRODUCT_ROWS) {
     multiply_rows(matrix, dim, coordinates, rows + i * dim, PRODUCT_ROWS);
@@ -83,7 +83,7 @@ INLINE void combine_rows(const float *matrix, size_t dim, size_t coordinates, fl
   memcpy(rows, out, count * dim * sizeof *rows);
 }
 
-QKV_DECLARE_DENSE(TWIN(qkvi_combine)) {
+QKV_DECLARE_DENSE(VARIANT(qkvi_combine)) {
   size_t i = 0;
   for (; i + ROWS <= n; i += ROWS) combine_rows(matrix, dim, coordinates, rows + i * dim, ROWS);
   for (; i < n; i++) combine_rows(matrix, dim, coordinates, rows + i * dim, 1);

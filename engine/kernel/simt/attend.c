@@ -34,7 +34,7 @@ typedef struct row_state {
 } row_state;
 
 // Scratch memory of a warp: what its lanes exchange, and what they keep.
-typedef struct warp_room {
+typedef struct warp_shared {
   simt_gate gates[QKV_SIMT_SLOTS + QKV_SIMT_SLOTS % 2];
   const uint8_t *pages[QKV_SIMT_RUN_PAGES];     // images
   uint32_t directories[QKV_SIMT_RUN_PAGES][4];  // entries of the head
@@ -48,14 +48,14 @@ typedef struct warp_room {
   float outliers[QKV_SIMT_COLUMNS]
                 [QKV_SIMT_OUTLIERS];  // by row and outlier row: scores of keys, then weights of values
   uint32_t unused[32 - (QKV_SIMT_SLOTS + 1) / 2 * 4];
-} warp_room;
+} warp_shared;
 
 #ifdef __cplusplus
 #define CHECK_SIZE(condition) static_assert(condition, "size")
 #else
 #define CHECK_SIZE(condition) _Static_assert(condition, "size")
 #endif
-CHECK_SIZE(sizeof(warp_room) == QKV_SIMT_ROOM_BYTES);
+CHECK_SIZE(sizeof(warp_shared) == QKV_SIMT_WARP_STATE_BYTES);
 CHECK_SIZE(sizeof(qkv_simt_tables) == QKV_SIMT_TABLE_BYTES);
 
 // Blocks that run at once on a multiprocessor, at least: so registers are 128 at most, and 168 where the compiler
@@ -93,7 +93,7 @@ SIMT_INLINE uint32_t bytes_of_all(uint32_t depths, unsigned dim) {
   return 2 * dim * (depths * 0x01010101u >> 24);
 }
 
-// Of the lane that has blocks `block`, `block` + `every`, ...; `every` is even. Two blocks share a narrow slab.
+// Of the lane that has blocks `block`, `block` + `every`, ...; `every` is even. Two blocks share a narrow line.
 SIMT_INLINE code_places places_of(uint32_t depths, unsigned group, unsigned dim, unsigned block, unsigned every) {
   code_places places;
   const uint32_t depth = depths >> (8 * group) & 255, begin = bytes_before(depths, group, dim);
@@ -274,24 +274,24 @@ SIMT_INLINE float outlier_score(const uint8_t *numbers, bool wide, float scale, 
 // ---- The ring ----
 
 // Half `half` of a run into its slot: keys of page half / 2 with all gains, or values.
-SIMT_INLINE void fetch_half(warp_room *room, uint8_t *slots, unsigned half, unsigned dim) {
-  const uint32_t *entry = room->directories[half / 2];
-  const uint8_t *block = room->pages[half / 2] + entry[0];
+SIMT_INLINE void fetch_half(warp_shared *shared, uint8_t *slots, unsigned half, unsigned dim) {
+  const uint32_t *entry = shared->directories[half / 2];
+  const uint8_t *block = shared->pages[half / 2] + entry[0];
   const uint32_t key_bytes = 2 * TOKENS + bytes_of_all(depths_of(entry[1]), dim), depths = depths_of(entry[2]);
   const unsigned slot = half % QKV_SIMT_SLOTS, group = LANE % GROUPS;
   uint8_t *to = slots + slot * QKV_SIMT_SLOT_BYTES(dim);
   if (half % 2 == 0) {
-    simt_copy(&room->gates[slot], 1, key_bytes, to, block, key_bytes);
+    simt_copy(&shared->gates[slot], 1, key_bytes, to, block, key_bytes);
   } else {
     const uint32_t before = bytes_before(depths, group, dim);
-    simt_copy(&room->gates[slot], GROUPS, bytes_of_all(depths, dim), to + before + group * QKV_SIMT_APART,
+    simt_copy(&shared->gates[slot], GROUPS, bytes_of_all(depths, dim), to + before + group * QKV_SIMT_APART,
               block + key_bytes + before, 2 * dim * (depths >> (8 * group) & 255));
   }
 }
 
-SIMT_INLINE const uint8_t *wait_for_half(warp_room *room, uint8_t *slots, unsigned half, unsigned dim) {
+SIMT_INLINE const uint8_t *wait_for_half(warp_shared *shared, uint8_t *slots, unsigned half, unsigned dim) {
   const unsigned slot = half % QKV_SIMT_SLOTS;
-  simt_copy_wait(&room->gates[slot], half / QKV_SIMT_SLOTS);
+  simt_copy_wait(&shared->gates[slot], half / QKV_SIMT_SLOTS);
   return slots + slot * QKV_SIMT_SLOT_BYTES(dim);
 }
 

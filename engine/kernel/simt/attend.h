@@ -23,7 +23,7 @@ enum {
   QKV_SIMT_RANGE_RUNS = QKV_SIMT_RANGE_PAGES / QKV_SIMT_RUN_PAGES,
   QKV_SIMT_COLUMNS = 8,  // bytes that a product multiplies a code with: (row, part)
   QKV_SIMT_WARPS = 4,    // of a block of the attend kernels
-  QKV_SIMT_KINDS = 7,    // of 16 coordinates: none; 1 bit, low and high half of a slab; 2; 3, low and high; 4
+  QKV_SIMT_KINDS = 7,    // of 16 coordinates: none; 1 bit, low and high half of a line; 2; 3, low and high; 4
   QKV_SIMT_OUTLIERS = 16,
   QKV_SIMT_MERGE_THREADS = 128,
 };
@@ -106,8 +106,8 @@ typedef struct qkv_simt_merge_args {
 #endif
 #define QKV_SIMT_APART 32
 #define QKV_SIMT_SLOT_BYTES(dim) (128 + 32 * (dim))  // gains, or four times APART, and codes of up to four bits
-#define QKV_SIMT_ROOM_BYTES 5760                     // sizeof(warp_room), attend.c
-#define QKV_SIMT_WARP_BYTES(dim) (QKV_SIMT_ROOM_BYTES + QKV_SIMT_SLOTS * QKV_SIMT_SLOT_BYTES(dim))
+#define QKV_SIMT_WARP_STATE_BYTES 5760               // sizeof(warp_shared), attend.c
+#define QKV_SIMT_WARP_BYTES(dim) (QKV_SIMT_WARP_STATE_BYTES + QKV_SIMT_SLOTS * QKV_SIMT_SLOT_BYTES(dim))
 #define QKV_SIMT_TABLE_BYTES 1280  // sizeof(qkv_simt_tables)
 #define QKV_SIMT_SHARED_BYTES(dim) (QKV_SIMT_TABLE_BYTES + QKV_SIMT_WARPS * QKV_SIMT_WARP_BYTES(dim))
 

@@ -1,5 +1,5 @@
 // *Banded* pages, those of calibrated schedules: all groups have one tier and lie at equal distances, and their
-// blocks lie in slabs of their own, of 64 bytes or of 32. Slabs of 32 bytes are widened to 64 ahead, into memory with
+// blocks lie in lines of their own, of 64 bytes or of 32. Lines of 32 bytes are widened to 64 ahead, into memory with
 // the same distance between groups, so that a block is at one distance in all of them. A block's depth is known
 // before its codes are loaded: bits that it does not have are not loaded.
 #ifndef QKV_ENGINE_KERNEL_X86_BANDED_H
@@ -16,7 +16,7 @@ typedef struct banded {
 } banded;
 
 // Halves [QKV_PAGE_GROUPS][stride], of which 64 bytes a pair are used.
-typedef uint8_t banded_halves[QKV_PAGE_GROUPS * QKV_DIM_MAX * QKV_GROUP_TOKENS + sizeof(spread_slabs)];
+typedef uint8_t banded_halves[QKV_PAGE_GROUPS * QKV_DIM_MAX * QKV_GROUP_TOKENS + sizeof(spread_lines)];
 
 // Whether a page is banded.
 INLINE bool groups_are_banded(const page_groups *page) {
@@ -27,7 +27,7 @@ INLINE bool groups_are_banded(const page_groups *page) {
   for (size_t g = 2; g < QKV_PAGE_GROUPS; g++) {
     if ((size_t)(page->groups[g] - page->groups[g - 1]) != stride) return false;
   }
-  return stride >= sizeof(spread_slabs) && stride <= QKV_DIM_MAX * QKV_GROUP_TOKENS;
+  return stride >= sizeof(spread_lines) && stride <= QKV_DIM_MAX * QKV_GROUP_TOKENS;
 }
 
 INLINE banded banded_of(qkv_part part, const page_groups *page, banded_halves halves) {

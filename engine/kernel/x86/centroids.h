@@ -1,4 +1,4 @@
-// The codes of a block (kernel/blocks.h) as four vectors of bytes, one for each field of its slabs: for the integer
+// The codes of a block (kernel/blocks.h) as four vectors of bytes, one for each field of its lines: for the integer
 // kernels. Parts, shapes and the like are constants where these are called, and the branches on them vanish.
 #ifndef QKV_ENGINE_KERNEL_X86_CENTROIDS_H
 #define QKV_ENGINE_KERNEL_X86_CENTROIDS_H
@@ -13,7 +13,7 @@ enum { GROUP = QKV_GROUP_TOKENS, FIELDS = 4 };
 
 // ---- Codes to centroids ----
 
-// Fields 0 and 2 of two slabs, of an even pair and the one after it, in the nibbles of `even`; 1 and 3 in `odd`.
+// Fields 0 and 2 of two lines, of an even pair and the one after it, in the nibbles of `even`; 1 and 3 in `odd`.
 typedef struct joined {
   bytes even, odd;
 } joined;
@@ -27,24 +27,24 @@ INLINE joined join(bytes first, bytes second) {
 #endif
 }
 
-// A slab of 32 bytes as if it were the first half of a slab of 64 (page.h).
-INLINE bytes load_half(qkv_part part, unsigned pair, const uint8_t *slab, size_t lane) {
+// A line of 32 bytes as if it were the first half of a line of 64 (page.h).
+INLINE bytes load_half(qkv_part part, unsigned pair, const uint8_t *line, size_t lane) {
   if (part == QKV_V) {
     // Lane i has coordinate i in the low bits, coordinate 8 + i in the high ones.
 #if LANES == 16
     (void)lane;
-    const bytes both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)slab));
+    const bytes both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)line));
     return (bytes)_mm512_mask_srli_epi32(both, 0xff00, both, 1);
 #else
-    const bytes both = load_bytes(slab);
+    const bytes both = load_bytes(line);
     return lane == 0 ? both : down(both, 1);
 #endif
   }
   // Two bytes a token, in which field f has coordinates 2 f and 2 f + 1 and, in its high bit, those 8 further.
 #if LANES == 16
-  const words two = (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(slab + 2 * lane)));
+  const words two = (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(line + 2 * lane)));
 #else
-  const words two = (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(slab + 2 * lane)));
+  const words two = (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(line + 2 * lane)));
 #endif
   // Fields 0 and 2 to the bytes that have their coordinates, 1 and 3 to the next two; all at bits 0 and 4.
   const words all = pair % 2 == 0 ? (two | (two >> 2 & 0x3fff) << 16) : ((two >> 2 & 0x3fff) | two << 16);
@@ -58,17 +58,17 @@ INLINE bool is_half(qkvi_block_shape shape) {
   return shape >= QKVI_BLOCK_FIELDS_HALF && shape <= QKVI_BLOCK_BYTES_HALF;
 }
 
-// The pairs of a shape, as that of whole slabs.
+// The pairs of a shape, as that of whole lines.
 INLINE qkvi_block_shape whole_of(qkvi_block_shape shape) {
   return is_half(shape) ? shape - QKVI_BLOCK_FIELDS_HALF : shape;
 }
 
-// The lanes from `lane` on of a block's slab of `pair`.
-INLINE bytes load_slab(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, unsigned pair,
+// The lanes from `lane` on of a block's line of `pair`.
+INLINE bytes load_line(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, unsigned pair,
                        const uint8_t *group, size_t lane) {
-  const uint8_t *slab = group + block->slabs[pair];
-  if (is_half(shape) && pair == whole_of(shape)) return load_half(part, pair, slab, lane);
-  return load_bytes(slab + 4 * lane);
+  const uint8_t *line = group + block->lines[pair];
+  if (is_half(shape) && pair == whole_of(shape)) return load_half(part, pair, line, lane);
+  return load_bytes(line + 4 * lane);
 }
 
 // Signed centroids of V; also of K where the products are of 16 bits.
@@ -87,7 +87,7 @@ INLINE source load_source(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
   const qkvi_block_shape whole = whole_of(shape);
   bytes pairs[QKV_DEPTH_MAX / 2];
   UNROLL
-  for (unsigned pair = 0; pair <= whole; pair++) pairs[pair] = load_slab(part, shape, block, pair, group, lane);
+  for (unsigned pair = 0; pair <= whole; pair++) pairs[pair] = load_line(part, shape, block, pair, group, lane);
   source s;
   s.above = whole == QKVI_BLOCK_FIELDS ? (joined){pairs[0], pairs[0]} : join(pairs[0], pairs[1]);
   s.below = s.above;
@@ -96,28 +96,28 @@ INLINE source load_source(qkv_part part, qkvi_block_shape shape, const qkvi_bloc
   return s;
 }
 
-// Slabs of 32 bytes that are blocks' own, as slabs of 64, by pair.
-typedef uint8_t spread_slabs[(QKVI_SHALLOW_MAX + 1) / 2][64];
+// Lines of 32 bytes that are blocks' own, as lines of 64, by pair.
+typedef uint8_t spread_lines[(QKVI_SHALLOW_MAX + 1) / 2][64];
 
-INLINE void spread_halves(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, spread_slabs out) {
+INLINE void spread_halves(qkv_part part, const qkvi_tier_blocks *layout, const uint8_t *group, spread_lines out) {
   UNROLL
-  for (unsigned pair = 0; pair < sizeof(spread_slabs) / 64; pair++) {
+  for (unsigned pair = 0; pair < sizeof(spread_lines) / 64; pair++) {
     if ((layout->halves >> pair & 1) == 0) continue;
     for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {
-      put_bytes(out[pair] + 4 * lane, load_half(part, pair, group + layout->half_slabs[pair], lane));
+      put_bytes(out[pair] + 4 * lane, load_half(part, pair, group + layout->half_lines[pair], lane));
     }
   }
 }
 
 // A block of up to QKVI_SHALLOW_MAX bits as QKVI_BLOCK_SIXES, its half from where it was spread.
-INLINE source load_spread(const qkvi_block *block, const uint8_t *group, const spread_slabs spread, size_t lane) {
+INLINE source load_spread(const qkvi_block *block, const uint8_t *group, const spread_lines spread, size_t lane) {
   const unsigned half = qkvi_block_half(block);
-  bytes pairs[sizeof(spread_slabs) / 64];
+  bytes pairs[sizeof(spread_lines) / 64];
   UNROLL
-  for (unsigned pair = 0; pair < sizeof(spread_slabs) / 64; pair++) {
+  for (unsigned pair = 0; pair < sizeof(spread_lines) / 64; pair++) {
     // Bytes behind a half are ignored, but must be readable.
-    const uint8_t *slab = pair >= half ? spread[half] : group + block->slabs[pair];
-    pairs[pair] = load_bytes(slab + 4 * lane);
+    const uint8_t *line = pair >= half ? spread[half] : group + block->lines[pair];
+    pairs[pair] = load_bytes(line + 4 * lane);
   }
   return (source){.above = join(pairs[0], pairs[1]), .below = {pairs[2], pairs[2]}};
 }

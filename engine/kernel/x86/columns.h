@@ -184,7 +184,7 @@ INLINE void find_groups(const qkv_page_codes *codes, qkv_layouts *layouts, page_
 
 // What `spread` asks for; then groups have 64 bytes to read where there are no halves.
 static void spread_groups(qkv_part part, const qkv_page_codes *codes, page_groups *page,
-                          spread_slabs out[QKV_PAGE_GROUPS]) {
+                          spread_lines out[QKV_PAGE_GROUPS]) {
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     if (part == QKV_K) {
       spread_halves(QKV_K, page->layouts[g], page->groups[g], out[g]);
@@ -233,7 +233,7 @@ enum { STEADY_MANY = BYTE_DOTS ? 4 : 2, STEADY_FEW = BYTE_DOTS ? 2 : 1 };
 
 // A group of steady blocks: its codes and tables are found once, and not block by block.
 typedef struct steady_group {
-  const uint8_t *pairs[2];  // block 0's slabs; the next block's are a line behind
+  const uint8_t *pairs[2];  // block 0's lines; the next block's are a line behind
 #if BYTE_DOTS
   const uint8_t *tables;  // [64] for each field that has one of its own
 #else
@@ -243,7 +243,7 @@ typedef struct steady_group {
 
 INLINE steady_group steady_of(qkv_part part, qkvi_block_shape shape, const page_groups *page, size_t g) {
   const qkvi_block *block = &page->layouts[g]->blocks[0];
-  steady_group found = {.pairs = {page->groups[g] + block->slabs[0], page->groups[g] + block->slabs[1]}};
+  steady_group found = {.pairs = {page->groups[g] + block->lines[0], page->groups[g] + block->lines[1]}};
 #if BYTE_DOTS
   found.tables = shape == QKVI_BLOCK_FIELDS ? qkvi_integers.fields[part][block->kind][0]
                                             : qkvi_integers.sixes[part][block->kind][0];

@@ -7,7 +7,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/dense_words.h"
 #include "engine/kernel/x86/products.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 enum {
   STEP = LANES == 16 ? 2 : QKV_BAND,  // coordinates at once: of more gcc would spill sums of AVX-512
@@ -207,7 +207,7 @@ static void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t c
   }
 }
 
-QKV_DECLARE_MULTIPLY_INTEGER(TWIN(qkvi_multiply_integer)) {
+QKV_DECLARE_MULTIPLY_INTEGER(VARIANT(qkvi_multiply_integer)) {
   static const float zeros[QKV_DIM_MAX];
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   if (mean == NULL) mean = zeros;
@@ -260,7 +260,7 @@ INLINE void add_some(const qkv_dense *matrix, size_t first, size_t inputs, const
   for (; v < vectors; v++) add_tile(matrix, first, inputs, x, count, v, 1, stride, before, after);
 }
 
-QKV_DECLARE_ADD_PRODUCTS(TWIN(qkvi_add_products)) {
+QKV_DECLARE_ADD_PRODUCTS(VARIANT(qkvi_add_products)) {
   const size_t stride = (coordinates + QKVI_DENSE_OUTPUTS - 1) / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS;
   assert(coordinates <= matrix->outputs && first % 2 == 0 && count % 2 == 0 && first + count <= matrix->dim);
   for (size_t i = 0, some; i < n; i += some, numbers += some * count) {

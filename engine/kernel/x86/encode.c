@@ -10,9 +10,9 @@
 #include "engine/kernel/plain.h"
 #include "engine/kernel/x86/encode_bytes.h"
 #include "engine/kernel/x86/encode_columns.h"
-#include "engine/kernel/x86/encode_slabs.h"
+#include "engine/kernel/x86/encode_lines.h"
 #include "engine/kernel/x86/turn_columns.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // A group's columns, with their squares in `scales`, to gains and codes. `weights`: NULL where none has a weight or
 // more than four bits (columns_alike).
@@ -56,7 +56,7 @@ static void encode_by_columns(const coded_as *as, const row_weights *weights, co
   }
 }
 
-QKV_DECLARE_ENCODE(TWIN(qkvi_encode)) {
+QKV_DECLARE_ENCODE(VARIANT(qkvi_encode)) {
   assert(tier >= 1 && tier <= QKV_TIER_MAX);
   const uint16_t *reach = schedule->reach[tier];
   const coded_as as = {part, tier, schedule};
@@ -105,12 +105,12 @@ static bool encodes_turning(const qkv_schedule *schedule, unsigned tier, qkv_dty
   return columns_alike(reach) && reach[1] == schedule->dim && turns_columns(dtype, schedule->dim);
 }
 
-QKV_DECLARE_ENCODE_ROWS(TWIN(qkvi_encode_rows)) {
+QKV_DECLARE_ENCODE_ROWS(VARIANT(qkvi_encode_rows)) {
   if (encodes_turning(schedule, tier, rows->dtype)) {
     const coded_as as = {part, tier, schedule};
     if (rows->dtype == QKV_FP16) return encode_turning(QKV_FP16, &as, rows, tokens, gains, codes, errors, squares);
     return encode_turning(QKV_BF16, &as, rows, tokens, gains, codes, errors, squares);
   }
-  encode_rows_plain(TWIN(qkvi_hadamard_forward), TWIN(qkvi_encode), part, schedule, tier, rows, tokens, gains, codes,
-                    errors, squares);
+  encode_rows_plain(VARIANT(qkvi_hadamard_forward), VARIANT(qkvi_encode), part, schedule, tier, rows, tokens, gains,
+                    codes, errors, squares);
 }

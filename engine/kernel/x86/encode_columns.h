@@ -1,6 +1,6 @@
 // Encoding the 16 rows of a group side by side, a coordinate of all of them in a vector or two: the steps of a
 // Hadamard transform meet whole vectors, sums over coordinates leave one number a row, and t of four coordinates
-// become bytes [row][coordinate], the shape that both dot products and slabs of keys want.
+// become bytes [row][coordinate], the shape that both dot products and lines of keys want.
 //
 // With VBMI centroids are looked up by t, and codes by centroids; without it cells are searched, bit by bit in
 // look-ups of 16 bytes, and centroids and codes are looked up by cells. Coordinates of more than four bits are
@@ -25,7 +25,7 @@ static bool columns_alike(const uint16_t *reach) {
   return reach[SHALLOW_MAX + 1] == 0 && reach[1] <= ALIKE_MAX;
 }
 
-enum { QUAD = FOURS, QUADS_MAX = QKV_DIM_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH / QUAD, SLAB = 64 };
+enum { QUAD = FOURS, QUADS_MAX = QKV_DIM_MAX / QUAD, BLOCK_QUADS = QKVI_BLOCK_WIDTH / QUAD, LINE = 64 };
 
 // The operation of this width.
 #if LANES == 16
@@ -162,7 +162,7 @@ INLINE bytes t_of_quad(const float (*x)[GROUP], size_t first, lanes inverse, byt
 // What is tried of a group, four coordinates after the other, [row][coordinate]: centroids or cells, of more than
 // four bits codes, which need no signs.
 typedef struct tried_group {
-  _Alignas(64) uint8_t found[QUADS_MAX][QKVI_SCALES][SLAB];
+  _Alignas(64) uint8_t found[QUADS_MAX][QKVI_SCALES][LINE];
   byte_signs negative[QUADS_MAX][PARTS];
 } tried_group;
 

@@ -1,4 +1,4 @@
-// Packing codes, in the shape that slabs (page.h) have them in.
+// Packing codes, in the shape that lines (page.h) have them in.
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_PACK_H
 
@@ -16,13 +16,13 @@ typedef struct coded_as {
 
 enum { GROUP = QKV_GROUP_TOKENS };
 
-// Codes of a block as its slabs have them: for every field, [lane][i] = the code of item 4 * field + i; a part of the
+// Codes of a block as its lines have them: for every field, [lane][i] = the code of item 4 * field + i; a part of the
 // lanes.
 typedef struct block_fields {
   bytes of[4];
 } block_fields;
 
-enum { PARTS = GROUP / LANES };  // vectors that hold a slab of 64 bytes, or a 32-bit number of each row of a group
+enum { PARTS = GROUP / LANES };  // vectors that hold a line of 64 bytes, or a 32-bit number of each row of a group
 
 #if LANES == 16
 // Quarter f of four vectors, field f of four lanes each.
@@ -34,18 +34,18 @@ INLINE block_fields fields_of_quarters(const bytes v[4]) {
 }
 #endif
 
-// What a pair takes of the codes into its slab: two bits or, in a narrow slab, one, in the low half and then the
+// What a pair takes of the codes into its line: two bits or, in a narrow line, one, in the low half and then the
 // high.
-INLINE void pack_slab(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *slab) {
+INLINE void pack_line(const block_fields *fields, unsigned pair, bool wide, unsigned half, uint8_t *line) {
   const unsigned from = QKV_DEPTH_MAX - 2 * pair - (wide ? 2 : 1), mask = wide ? 3 : 1;
-  bytes packed = half == 0 ? (bytes)(words){0} : load_bytes(slab);
+  bytes packed = half == 0 ? (bytes)(words){0} : load_bytes(line);
   UNROLL
   for (unsigned f = 0; f < 4; f++) {
     const unsigned to = 2 * (f ^ (pair & 1)) + half;
     const bytes moved = from >= to ? down(fields->of[f], (int)(from - to)) : up(fields->of[f], (int)(to - from));
     packed = blend_bits((uint8_t)(mask << to), moved, packed);
   }
-  put_bytes(slab, packed);
+  put_bytes(line, packed);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Packing the codes of a group: bytes [token][coordinate] at full depth into slabs (page.h).
+// Packing the codes of a group: bytes [token][coordinate] at full depth into lines (page.h).
 #ifndef QKV_ENGINE_KERNEL_X86_ENCODE_PACK_ROWS_H
 #define QKV_ENGINE_KERNEL_X86_ENCODE_PACK_ROWS_H
 
@@ -63,17 +63,17 @@ INLINE void pack_pairs(const qkvi_block *block, const block_fields *fields, uint
                     block->kind == QKVI_BLOCK_5_HIGH || block->kind == QKVI_BLOCK_7_HIGH;
   UNROLL
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
-    if (2 * pair + 2 <= depth) pack_slab(fields, pair, true, 0, group + block->slabs[pair]);
-    if (2 * pair + 1 == depth) pack_slab(fields, pair, false, high, group + block->slabs[pair]);
+    if (2 * pair + 2 <= depth) pack_line(fields, pair, true, 0, group + block->lines[pair]);
+    if (2 * pair + 1 == depth) pack_line(fields, pair, false, high, group + block->lines[pair]);
   }
 }
 
 static void pack_block(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t *codes, size_t stride,
-                       uint8_t *slab) {
+                       uint8_t *line) {
   UNROLL
   for (size_t p = 0; p < PARTS; p++) {
     const block_fields fields = fields_of(part, codes, stride, p);
-    pack_slab(&fields, pair, wide, half, slab + p * sizeof(bytes));
+    pack_line(&fields, pair, wide, half, line + p * sizeof(bytes));
   }
 }
 

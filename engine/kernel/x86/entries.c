@@ -3,7 +3,7 @@
 
 #include "engine/codec/page.h"
 #include "engine/kernel/x86/lookup.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -45,7 +45,7 @@ INLINE void sum_rounds(const qkv_entries *const *entries, size_t rounds, const u
   for (size_t j = 0; j < QKV_ENTRY_WIDTH; j++) sum_column(entries, rounds, j, split, sizes, columns[j]);
 }
 
-QKV_DECLARE_SUM_ENTRIES(TWIN(qkvi_sum_entries)) {
+QKV_DECLARE_SUM_ENTRIES(VARIANT(qkvi_sum_entries)) {
   if (rounds == 1) return sum_rounds(entries, 1, codes, sizes, columns);
   if (rounds == 2) return sum_rounds(entries, 2, codes, sizes, columns);
   qkvi_sum_entries_reference(entries, rounds, codes, sizes, columns);

@@ -4,14 +4,14 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/banded.h"
 #include "engine/kernel/x86/banded_scores.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // One chunk of queries against some groups, all of one tier or all of plain blocks.
 typedef struct key_pass {
   const qkvi_tier_blocks *const *layouts;  // of each group
   const uint8_t *const *groups;
   const mixed_group *mixed;    // of each group
-  const spread_slabs *spread;  // likewise
+  const spread_lines *spread;  // likewise
   size_t blocks, deep;
   uint8_t shape;           // that blocks are taken for
   const uint8_t *columns;  // the chunk's
@@ -529,12 +529,12 @@ static size_t groups_together(const page_groups *page, size_t g, size_t most) {
   return most;
 }
 
-QKV_DECLARE_SCORES_INTEGER(TWIN(qkvi_scores_integer)) {
+QKV_DECLARE_SCORES_INTEGER(VARIANT(qkvi_scores_integer)) {
   const size_t length = qkvi_column_bytes(queries->dim), blocks = length / QKVI_BLOCK_WIDTH;
   const unsigned parts = queries->parts;
   page_groups page;
   mixed_group mixed[QKV_PAGE_GROUPS];
-  _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
+  _Alignas(64) spread_lines spread[QKV_PAGE_GROUPS];
   prefetching along = {0};
   find_groups(keys, layouts, &page);
 #if STEADY_LOOPS

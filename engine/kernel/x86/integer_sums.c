@@ -3,7 +3,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/banded.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // The groups of one tier, or all groups where their blocks are plain.
 typedef struct value_run {
@@ -12,7 +12,7 @@ typedef struct value_run {
   size_t count, blocks;
   const uint8_t *columns[QKV_PAGE_GROUPS];  // the chunk's, from the group's first token on
   const mixed_group *mixed;                 // of each group
-  const spread_slabs *spread;               // likewise
+  const spread_lines *spread;               // likewise
   // Of some of a page's groups: theirs, and which.
   const uint8_t *some[QKV_PAGE_GROUPS];
   uint8_t numbers[QKV_PAGE_GROUPS];
@@ -509,13 +509,13 @@ static void sums_of_banded(const page_groups *page, const qkv_integer_weights *w
 #endif
 #undef EACH_WIDTH
 
-QKV_DECLARE_ACCUMULATE_INTEGER(TWIN(qkvi_accumulate_integer)) {
+QKV_DECLARE_ACCUMULATE_INTEGER(VARIANT(qkvi_accumulate_integer)) {
   const size_t dim = values->schedule->dim;
   const unsigned parts = weights->parts;
   page_groups page;
   value_run runs[QKV_PAGE_GROUPS];
   mixed_group mixed[QKV_PAGE_GROUPS];
-  _Alignas(64) spread_slabs spread[QKV_PAGE_GROUPS];
+  _Alignas(64) spread_lines spread[QKV_PAGE_GROUPS];
   column_sums whole[QKV_DIM_MAX / LANES], low[QKV_DIM_MAX / LANES];
   find_groups(values, layouts, &page);
 #if STEADY_LOOPS

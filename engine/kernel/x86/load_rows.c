@@ -3,7 +3,7 @@
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/lane_sums.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 #if defined(__AVX2__)
 // LANES numbers; of AVX-512 those in the mask, and zeros.
@@ -71,7 +71,7 @@ INLINE void load_rows_of(qkv_dtype dtype, const qkv_rows *rows, size_t tokens, s
   }
 }
 
-QKV_DECLARE_LOAD_ROWS(TWIN(qkvi_load_rows)) {
+QKV_DECLARE_LOAD_ROWS(VARIANT(qkvi_load_rows)) {
   assert(dim % QKV_BAND == 0);
   if (rows->dtype == QKV_FP16) return load_rows_of(QKV_FP16, rows, tokens, dim, out, squares);
   if (rows->dtype == QKV_BF16) return load_rows_of(QKV_BF16, rows, tokens, dim, out, squares);

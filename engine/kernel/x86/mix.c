@@ -6,7 +6,7 @@
 #include "engine/kernel/mix_plain.h"
 #include "engine/kernel/x86/lanes.h"
 #include "engine/kernel/x86/lookup.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 #if !defined(__AVX512VNNI__)  // whose instructions are of no use here
 
@@ -109,7 +109,7 @@ static void mix_rest(const qkv_code_matrix *m, const float *factors, size_t n, f
     if (matrix->values != NULL) mix_bits(matrix, factors, n, out, stride, b, 0); \
     break;
 
-QKV_DECLARE_MIX(TWIN(qkvi_mix)) {
+QKV_DECLARE_MIX(VARIANT(qkvi_mix)) {
   switch (matrix->bits) {
     CASE(1)
     CASE(2)
@@ -124,11 +124,11 @@ QKV_DECLARE_MIX(TWIN(qkvi_mix)) {
 }
 
 #else
-QKV_DECLARE_MIX(TWIN(qkvi_mix)) {
+QKV_DECLARE_MIX(VARIANT(qkvi_mix)) {
   qkvi_mix_avx512(matrix, factors, n, out, stride);
 }
 #endif
 
-QKV_DECLARE_SCALE_FACTORS(TWIN(qkvi_scale_factors)) {
+QKV_DECLARE_SCALE_FACTORS(VARIANT(qkvi_scale_factors)) {
   scale_factors_plain(factors, scales, zeros, n, steps, scaled, shares);
 }

@@ -2,10 +2,10 @@
 // (centroids.h). The centroids of all their blocks are looked up into vectors ahead of the sums; of other groups only
 // those of deep blocks. So the sums need neither a copy for each shape nor a branch on it.
 //
-// Blocks whose two halves have different depths, or that do not lie in slabs of their own, are put together first. A
-// half is 8 coordinates. Whatever slab it lies in, its bits of a pair are brought to where a wide slab would have
-// them: of K to fields 0 and 1 of every byte, of V to 8 lanes; a narrow slab's to the lower bit. The two halves
-// together are a wide slab of their block, whose halves are looked up in tables of their own.
+// Blocks whose two halves have different depths, or that do not lie in lines of their own, are put together first. A
+// half is 8 coordinates. Whatever line it lies in, its bits of a pair are brought to where a wide line would have
+// them: of K to fields 0 and 1 of every byte, of V to 8 lanes; a narrow line's to the lower bit. The two halves
+// together are a wide line of their block, whose halves are looked up in tables of their own.
 #ifndef QKV_ENGINE_KERNEL_X86_MIXED_H
 #define QKV_ENGINE_KERNEL_X86_MIXED_H
 
@@ -42,8 +42,8 @@ INLINE words load_shorts(const uint8_t *from) {
 }
 
 // A token's two bytes: coordinates 2 f and 2 f + 1 in field f, in odd pairs in field f ^ 1.
-INLINE words key_half(const uint8_t *slab, size_t lane, bool odd, bool wide, int place) {
-  const words two = load_shorts(slab + 2 * lane), next = two >> 2 & 0x3fff;
+INLINE words key_half(const uint8_t *line, size_t lane, bool odd, bool wide, int place) {
+  const words two = load_shorts(line + 2 * lane), next = two >> 2 & 0x3fff;
   const words all = (odd ? next | two << 16 : two | next << 16) >> place;
   const uint8_t mask = wide ? 3 : 1;
   if (odd) return (all & EACH_BYTE(mask)) << 2 | (all >> 4 & EACH_BYTE(mask));
@@ -51,8 +51,8 @@ INLINE words key_half(const uint8_t *slab, size_t lane, bool odd, bool wide, int
 }
 
 // A token's byte: coordinate f below and 4 + f above in field f, in odd pairs in field f ^ 1.
-INLINE words key_quarter(const uint8_t *slab, size_t lane, bool odd) {
-  const words w = widen_bytes(slab + lane);
+INLINE words key_quarter(const uint8_t *line, size_t lane, bool odd) {
+  const words w = widen_bytes(line + lane);
   if (odd) {
     const words all = (w & 0x0c) >> 2 | (w & 0x03) << 8 | (w & 0xc0) << 10 | (w & 0x30) << 20;
     return (all & EACH_BYTE(1)) << 2 | (all & EACH_BYTE(2)) >> 1;
@@ -63,19 +63,19 @@ INLINE words key_quarter(const uint8_t *slab, size_t lane, bool odd) {
 
 // A half's bits of a pair in fields 0 and 1.
 INLINE bytes key_unit(const qkvi_unit *unit, const uint8_t *group, size_t lane, bool odd) {
-  const uint8_t *slab = group + unit->slab;
+  const uint8_t *line = group + unit->line;
   const int place = unit->place;
   switch (unit->how) {
     case QKVI_UNIT_WIDE:
-      return keep_bits(shift_down(load_bytes(slab + 4 * lane), 4 * place), 0x0f);
+      return keep_bits(shift_down(load_bytes(line + 4 * lane), 4 * place), 0x0f);
     case QKVI_UNIT_WIDE_HALF:
-      return (bytes)key_half(slab, lane, odd, true, 0);
+      return (bytes)key_half(line, lane, odd, true, 0);
     case QKVI_UNIT_NARROW:
-      return keep_bits(shift_down(load_bytes(slab + 4 * lane), 4 * (place & 1) + (place >> 1)), 0x05);
+      return keep_bits(shift_down(load_bytes(line + 4 * lane), 4 * (place & 1) + (place >> 1)), 0x05);
     case QKVI_UNIT_NARROW_HALF:
-      return (bytes)key_half(slab, lane, odd, false, place);
+      return (bytes)key_half(line, lane, odd, false, place);
     case QKVI_UNIT_NARROW_QUARTER:
-      return (bytes)key_quarter(slab, lane, odd);
+      return (bytes)key_quarter(line, lane, odd);
     default:
       return (bytes)(words){0};
   }
@@ -84,33 +84,33 @@ INLINE bytes key_unit(const qkvi_unit *unit, const uint8_t *group, size_t lane, 
 // A half's bits of a pair: 8 lanes.
 INLINE __m256i value_unit(const qkvi_unit *unit, const uint8_t *group) {
   const __m256i low = _mm256_set1_epi8(0x55);
-  const uint8_t *slab = group + unit->slab;
+  const uint8_t *line = group + unit->line;
   const int place = unit->place;
   __m256i all;
   switch (unit->how) {
     case QKVI_UNIT_WIDE:
-      return _mm256_loadu_si256((const __m256i *)(slab + (size_t)32 * (size_t)place));
+      return _mm256_loadu_si256((const __m256i *)(line + (size_t)32 * (size_t)place));
     case QKVI_UNIT_WIDE_HALF:
-      return _mm256_loadu_si256((const __m256i *)slab);
+      return _mm256_loadu_si256((const __m256i *)line);
     case QKVI_UNIT_NARROW:
-      all = _mm256_loadu_si256((const __m256i *)(slab + (size_t)32 * (size_t)(place & 1)));
+      all = _mm256_loadu_si256((const __m256i *)(line + (size_t)32 * (size_t)(place & 1)));
       return _mm256_and_si256(_mm256_srl_epi16(all, _mm_cvtsi32_si128(place >> 1)), low);
     case QKVI_UNIT_NARROW_HALF:
-      all = _mm256_loadu_si256((const __m256i *)slab);
+      all = _mm256_loadu_si256((const __m256i *)line);
       return _mm256_and_si256(_mm256_srl_epi16(all, _mm_cvtsi32_si128(place)), low);
     case QKVI_UNIT_NARROW_QUARTER:
-      all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)slab));
+      all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)line));
       return _mm256_and_si256(_mm256_blend_epi32(all, _mm256_srli_epi16(all, 1), 0xf0), low);
     default:
       return _mm256_setzero_si256();
   }
 }
 
-// A pair of a block as a wide slab would have it, of the lanes from `lane` on.
+// A pair of a block as a wide line would have it, of the lanes from `lane` on.
 INLINE bytes pair_of(qkv_part part, const qkvi_unit units[2][QKV_DEPTH_MAX / 2], unsigned pair, const uint8_t *group,
                      size_t lane) {
-  // Both halves of one slab.
-  if (units[1][pair].how == QKVI_UNIT_WIDE) return load_bytes(group + units[0][pair].slab + 4 * lane);
+  // Both halves of one line.
+  if (units[1][pair].how == QKVI_UNIT_WIDE) return load_bytes(group + units[0][pair].line + 4 * lane);
   if (part == QKV_K) {
     const words first = (words)key_unit(&units[0][pair], group, lane, pair % 2 != 0);
     return (bytes)(first | (words)key_unit(&units[1][pair], group, lane, pair % 2 != 0) << 4);
@@ -221,7 +221,7 @@ INLINE void mix_any_block(qkv_part part, const qkvi_tier_blocks *layout, size_t 
   }
 }
 
-// Block b, which lies in slabs of its own, of all the groups: their tables are loaded once.
+// Block b, which lies in lines of its own, of all the groups: their tables are loaded once.
 INLINE void read_block(qkv_part part, qkvi_block_shape shape, const qkvi_block *block, size_t b,
                        const uint8_t *const *groups, size_t count, mixed_group *out) {
   for (size_t lane = 0; lane < QKVI_BLOCK_WIDTH; lane += LANES) {

@@ -2,12 +2,12 @@
 #include "engine/kernel/phases_plain.h"
 
 #include "engine/kernel/kernel.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
-QKV_DECLARE_ADD_WAVES(TWIN(qkvi_add_waves)) {
+QKV_DECLARE_ADD_WAVES(VARIANT(qkvi_add_waves)) {
   add_waves_plain(turns, pairs, count, factors, n, scores);
 }
 
-QKV_DECLARE_SCORE_COLUMNS(TWIN(qkvi_score_columns)) {
+QKV_DECLARE_SCORE_COLUMNS(VARIANT(qkvi_score_columns)) {
   score_columns_plain(columns, dim, means, turns, queries, n, scores);
 }

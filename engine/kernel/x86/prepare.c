@@ -4,7 +4,7 @@
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/interleave.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // Coordinates that are taken at once: a vector of bytes.
 enum {
@@ -170,9 +170,9 @@ INLINE void prepare_some(const preparing *p, size_t at, size_t columns, unsigned
   if (whole_rows || at + AT_ONCE <= p->length) {
     put_interleaved(all, columns, out);
   } else {
-    uint8_t room[QKV_INTEGER_COLUMNS * AT_ONCE];
-    put_interleaved(all, columns, room);
-    memcpy(out, room, (p->length - at) * columns);
+    uint8_t buffer[QKV_INTEGER_COLUMNS * AT_ONCE];
+    put_interleaved(all, columns, buffer);
+    memcpy(out, buffer, (p->length - at) * columns);
   }
 }
 
@@ -244,7 +244,7 @@ static void prepare_chunk(const preparing *p, size_t columns, unsigned parts) {
 #undef CASE
 }
 
-QKV_DECLARE_PREPARE(TWIN(qkvi_prepare)) {
+QKV_DECLARE_PREPARE(VARIANT(qkvi_prepare)) {
   const unsigned parts = qkvi_parts_of(limit);
   const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH;
   queries->wide = 0;

@@ -1,6 +1,6 @@
 // Reading codes in vectors: scores, accumulate, decode. Compiled once for AVX2 and once for AVX-512.
 //
-// A group is turned into floats block by block (table.h). A slab's 32-bit lane is a token of K or a coordinate of
+// A group is turned into floats block by block (table.h). A line's 32-bit lane is a token of K or a coordinate of
 // V, and its 16 two-bit places are coordinates of K or tokens of V; so the same code gives a tile [coordinate]
 // [token] of K and [token][coordinate] of V, whose vectors the sums then run over in the reference's order.
 #include <assert.h>
@@ -11,7 +11,7 @@
 #include "engine/kernel/plain.h"
 #include "engine/kernel/x86/bytes.h"
 #include "engine/kernel/x86/lanes.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 enum {
   GROUP = QKV_GROUP_TOKENS,
@@ -25,10 +25,10 @@ enum {
 
 #define EACH(byte) ((uint32_t)(byte)*0x01010101u)
 
-// Brings the fields of a slab of an even pair and of the one after it together: in `nibbles[QKVI_ODD_FIELDS]` field 1
+// Brings the fields of a line of an even pair and of the one after it together: in `nibbles[QKVI_ODD_FIELDS]` field 1
 // below and 3 above, in `nibbles[QKVI_EVEN_FIELDS]` 0 and 2.
-static inline void join_fields(const uint8_t *first_slab, const uint8_t *second_slab, words nibbles[2]) {
-  const words first = load_words(first_slab), second = load_words(second_slab);
+static inline void join_fields(const uint8_t *first_line, const uint8_t *second_line, words nibbles[2]) {
+  const words first = load_words(first_line), second = load_words(second_line);
   nibbles[QKVI_EVEN_FIELDS] = (first & EACH(0x33)) | (second & EACH(0xcc));
   nibbles[QKVI_ODD_FIELDS] = (first & EACH(0xcc)) | (second & EACH(0x33));
 }
@@ -52,7 +52,7 @@ INLINE void load_block_4(const qkvi_block *block, const uint8_t *group, const sc
   const lookup odd = load_lookup(qkvi_tables.nibbles[block->kind][QKVI_ODD_FIELDS]);
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     words nibbles[2];
-    join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, nibbles);
+    join_fields(group + block->lines[0] + 4 * lane, group + block->lines[1] + 4 * lane, nibbles);
     for (unsigned i = 0; i < 4; i++) {
       float *out = tile + i * stride;
       const unsigned shift = 8 * i;
@@ -74,8 +74,8 @@ INLINE void load_block_deep(const qkvi_block *block, const uint8_t *group, const
   const float(*tables)[256] = qkvi_tables.bytes[block->kind - QKVI_BLOCK_NIBBLE_KINDS];
   for (size_t lane = 0; lane < GROUP; lane += LANES) {
     words high[2], low[2];
-    join_fields(group + block->slabs[0] + 4 * lane, group + block->slabs[1] + 4 * lane, high);
-    join_fields(group + block->slabs[2] + 4 * lane, group + block->slabs[3] + 4 * lane, low);
+    join_fields(group + block->lines[0] + 4 * lane, group + block->lines[1] + 4 * lane, high);
+    join_fields(group + block->lines[2] + 4 * lane, group + block->lines[3] + 4 * lane, low);
     for (unsigned item = 0; item < GROUP; item++) {
       const unsigned field = item / 4, shift = 8 * (item % 4) + 4 * (field / 2);
       const words index = (high[field % 2] >> shift & 15) << 4 | (low[field % 2] >> shift & 15);
@@ -84,7 +84,7 @@ INLINE void load_block_deep(const qkvi_block *block, const uint8_t *group, const
   }
 }
 
-// Blocks that do not lie in whole slabs, by way of bytes.
+// Blocks that do not lie in whole lines, by way of bytes.
 static void load_scattered(const qkvi_reader *r, size_t group, const scaling *by, float *tile, size_t stride) {
   qkvi_codes unpacked[QKV_DIM_MAX];
   const uint16_t *reach = r->codes->schedule->reach[r->tier];
@@ -157,7 +157,7 @@ static void score_tile(const float *tile, unsigned coordinates, const float *que
   if (i < n) score_queries(tile, coordinates, queries + i * dim, dim, 1, gains, scores + i * QKV_PAGE_TOKENS);
 }
 
-static QKV_DECLARE_SCORES(scores_twin) {
+static QKV_DECLARE_SCORES(scores_variant) {
   _Alignas(64) float tile[QKV_DIM_MAX * TILE_TOKENS];  // [coordinate][TILE_TOKENS]
   float gains[TILE_TOKENS];
   const qkv_schedule *schedule = keys->schedule;
@@ -241,7 +241,7 @@ static void add_tile(const float *tile, size_t dim, unsigned coordinates, const 
   }
 }
 
-static QKV_DECLARE_ACCUMULATE(accumulate_twin) {
+static QKV_DECLARE_ACCUMULATE(accumulate_variant) {
   _Alignas(64) float tile[GROUP * QKV_DIM_MAX];  // [token][dim]
   const size_t dim = values->schedule->dim;
   qkvi_reader r;
@@ -273,43 +273,43 @@ static void decode_group(qkvi_reader *r, size_t group, float *rows) {
   for (size_t t = 0; coded < dim && t < GROUP; t++) memset(rows + t * dim + coded, 0, (dim - coded) * sizeof *rows);
 }
 
-static QKV_DECLARE_DECODE(decode_twin) {
+static QKV_DECLARE_DECODE(decode_variant) {
   qkvi_reader r;
   qkvi_reader_init(&r, part, codes);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) decode_group(&r, g, rows + g * GROUP * codes->schedule->dim);
 }
 
-const qkv_kernels TWIN(qkvi_kernels) = {
-    .name = TWIN_NAME,
-    .needs = TWIN_NEEDS,
-    .scores = scores_twin,
-    .accumulate = accumulate_twin,
-    .encode = TWIN(qkvi_encode),
-    .encode_rows = TWIN(qkvi_encode_rows),
-    .load_rows = TWIN(qkvi_load_rows),
-    .decode = decode_twin,
+const qkv_kernels VARIANT(qkvi_kernels) = {
+    .name = VARIANT_NAME,
+    .needs = VARIANT_NEEDS,
+    .scores = scores_variant,
+    .accumulate = accumulate_variant,
+    .encode = VARIANT(qkvi_encode),
+    .encode_rows = VARIANT(qkvi_encode_rows),
+    .load_rows = VARIANT(qkvi_load_rows),
+    .decode = decode_variant,
     .largest = largest_plain,
     .weigh = weigh_plain,
-    .hadamard_forward = TWIN(qkvi_hadamard_forward),
-    .hadamard_inverse = TWIN(qkvi_hadamard_inverse),
+    .hadamard_forward = VARIANT(qkvi_hadamard_forward),
+    .hadamard_inverse = VARIANT(qkvi_hadamard_inverse),
     .sums = sums_plain,
     .subtract = subtract_plain,
-    .multiply = TWIN(qkvi_multiply),
-    .combine = TWIN(qkvi_combine),
-    .multiply_integer = TWIN(qkvi_multiply_integer),
-    .add_waves = TWIN(qkvi_add_waves),
-    .score_columns = TWIN(qkvi_score_columns),
-    .add_products = TWIN(qkvi_add_products),
-    .sum_levels = TWIN(qkvi_sum_levels),
-    .add_anchors = TWIN(qkvi_add_anchors),
-    .prepare = TWIN(qkvi_prepare),
-    .scores_integer = TWIN(qkvi_scores_integer),
-    .peaks = TWIN(qkvi_peaks),
-    .weigh_integer = TWIN(qkvi_weigh_integer),
-    .accumulate_integer = TWIN(qkvi_accumulate_integer),
-    .score_outliers = TWIN(qkvi_score_outliers),
-    .weigh_outliers = TWIN(qkvi_weigh_outliers),
-    .mix = TWIN(qkvi_mix),
-    .scale_factors = TWIN(qkvi_scale_factors),
-    .sum_entries = TWIN(qkvi_sum_entries),
+    .multiply = VARIANT(qkvi_multiply),
+    .combine = VARIANT(qkvi_combine),
+    .multiply_integer = VARIANT(qkvi_multiply_integer),
+    .add_waves = VARIANT(qkvi_add_waves),
+    .score_columns = VARIANT(qkvi_score_columns),
+    .add_products = VARIANT(qkvi_add_products),
+    .sum_levels = VARIANT(qkvi_sum_levels),
+    .add_anchors = VARIANT(qkvi_add_anchors),
+    .prepare = VARIANT(qkvi_prepare),
+    .scores_integer = VARIANT(qkvi_scores_integer),
+    .peaks = VARIANT(qkvi_peaks),
+    .weigh_integer = VARIANT(qkvi_weigh_integer),
+    .accumulate_integer = VARIANT(qkvi_accumulate_integer),
+    .score_outliers = VARIANT(qkvi_score_outliers),
+    .weigh_outliers = VARIANT(qkvi_weigh_outliers),
+    .mix = VARIANT(qkvi_mix),
+    .scale_factors = VARIANT(qkvi_scale_factors),
+    .sum_entries = VARIANT(qkvi_sum_entries),
 };

@@ -5,7 +5,7 @@
 #include "engine/kernel/integer_plain.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/x86/interleave.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 enum { TILE_VECTORS = SIXTY_FOUR_VECTORS };
 
@@ -239,7 +239,7 @@ static void weigh_chunk(const qkvi_chunk *chunk, const float *scores, const floa
 #undef CASE
 }
 
-QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer)) {
+QKV_DECLARE_WEIGH_INTEGER(VARIANT(qkvi_weigh_integer)) {
   assert(n <= QKV_INTEGER_ROWS && parts >= 1 && parts <= QKV_INTEGER_PARTS);
   lanes factors[TILE_VECTORS];
   for (size_t i = 0; i < TILE_VECTORS; i++) factors[i] = gain_lanes(gains + i * LANES);
@@ -253,7 +253,7 @@ QKV_DECLARE_WEIGH_INTEGER(TWIN(qkvi_weigh_integer)) {
   }
 }
 
-QKV_DECLARE_PEAKS(TWIN(qkvi_peaks)) {
+QKV_DECLARE_PEAKS(VARIANT(qkvi_peaks)) {
   size_t row = 0;
 #if LANES == 16
   for (; row + 4 <= n; row += 4) {

@@ -5,7 +5,7 @@
 #include "engine/kernel/plain.h"
 #include "engine/kernel/x86/lane_sums.h"
 #include "engine/kernel/x86/lanes.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // ---- Hadamard ----
 
@@ -128,14 +128,14 @@ static void fill_signs(size_t dim, float *signs) {
   flip_signs(signs, dim);
 }
 
-QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_forward)) {
+QKV_DECLARE_HADAMARD(VARIANT(qkvi_hadamard_forward)) {
   _Alignas(64) float signs[2 * BLOCK_MAX];
   if (!fits_registers(dim)) return hadamard_forward_plain(rows, n, dim);
   fill_signs(dim, signs);
   transform_rows(rows, n, dim, signs, NULL);
 }
 
-QKV_DECLARE_HADAMARD(TWIN(qkvi_hadamard_inverse)) {
+QKV_DECLARE_HADAMARD(VARIANT(qkvi_hadamard_inverse)) {
   _Alignas(64) float signs[2 * BLOCK_MAX];
   if (!fits_registers(dim)) return hadamard_inverse_plain(rows, n, dim);
   fill_signs(dim, signs);
@@ -202,7 +202,7 @@ INLINE float multiply_one(const float *matrix, size_t dim, const float *row) {
   return add_lanes(sums);
 }
 
-QKV_DECLARE_DENSE(TWIN(qkvi_multiply)) {
+QKV_DECLARE_DENSE(VARIANT(qkvi_multiply)) {
   float out[ROWS * QKV_DIM_MAX];
   for (size_t i = 0; i < n;) {
     const size_t count = n - i < ROWS ? 1 : ROWS;
@@ -261,7 +261,7 @@ INLINE void combine_rows(const float *matrix, size_t dim, size_t coordinates, co
   }
 }
 
-QKV_DECLARE_DENSE(TWIN(qkvi_combine)) {
+QKV_DECLARE_DENSE(VARIANT(qkvi_combine)) {
   float out[ROWS * QKV_DIM_MAX];
   size_t i = 0;
   for (; i + ROWS <= n; i += ROWS, rows += ROWS * dim) {

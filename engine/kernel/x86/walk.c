@@ -5,7 +5,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/walk_plain.h"
 #include "engine/kernel/x86/products.h"
-#include "engine/kernel/x86/twins.h"
+#include "engine/kernel/x86/variants.h"
 
 // Numbers of pairs, side by side; vectors may reach beyond the last.
 typedef struct walk_words {
@@ -144,7 +144,7 @@ INLINE void sum_rows(const walk_tile *all, const qkv_walk_queries *queries, size
   for (; v < vectors; v++) sum_tile(tile, &x, count, v, 1);
 }
 
-QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels)) {
+QKV_DECLARE_SUM_LEVELS(VARIANT(qkvi_sum_levels)) {
   const size_t dim = matrix->dim, n = queries->n;
   assert(coordinates <= matrix->outputs);
   walk_tile tile = {.matrix = matrix,
@@ -162,6 +162,6 @@ QKV_DECLARE_SUM_LEVELS(TWIN(qkvi_sum_levels)) {
   }
 }
 
-QKV_DECLARE_ADD_ANCHORS(TWIN(qkvi_add_anchors)) {
+QKV_DECLARE_ADD_ANCHORS(VARIANT(qkvi_add_anchors)) {
   add_anchors_plain(waves, base, on, products, n, shares, scores);
 }

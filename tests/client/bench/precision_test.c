@@ -51,7 +51,7 @@ static qkv_status note(qkvi_kv *kv, const qkvi_kv_rows *rows, float *out, qkv_er
   return exact->step(exact, rows, out, error);
 }
 
-static void *room(size_t bytes) {
+static void *allocate(size_t bytes) {
   void *made = calloc(1, bytes);
   assert_non_null(made);
   return made;
@@ -80,7 +80,7 @@ static void calibrate(void) {
 
 // The outputs of all queries over the prefix's exact rows.
 static void attend_exactly(void) {
-  float *lse = room((size_t)(QUERIES * lm->q_heads) * sizeof *lse);
+  float *lse = allocate((size_t)(QUERIES * lm->q_heads) * sizeof *lse);
   qkvi_exact *prefix = qkvi_exact_create(lm, LENGTH);
   // As if all stood behind the prefix's last token and had been rotated to where they stand.
   for (int64_t layer = 0; layer < lm->layers; layer++) {
@@ -117,8 +117,8 @@ static int start(void **state) {
   assert_int_equal(qkv_model_resolve(&model, NULL), QKV_OK);
   notes = (noting){.kv.step = note,
                    .exact = qkvi_exact_create(lm, LENGTH),
-                   .q = room((size_t)lm->layers * layer_floats() * sizeof(float))};
-  right = room((size_t)lm->layers * layer_floats() * sizeof *right);
+                   .q = allocate((size_t)lm->layers * layer_floats() * sizeof(float))};
+  right = allocate((size_t)lm->layers * layer_floats() * sizeof *right);
   int32_t *text = load(DATA "heldout_kjv.txt", LENGTH);
   qkvi_forward *forward = qkvi_forward_create(lm, QUERIES, LENGTH);
   for (int64_t at = 0; at < LENGTH; at += QUERIES) {
@@ -154,7 +154,7 @@ static void append(qkv_layer *layer, int64_t index) {
 static void attend(const qkv_layer *layer, int64_t index, qkv_precision precision, float *out) {
   const qkv_segment q = {.data = (const uint8_t *)(notes.q + (size_t)index * layer_floats()),
                          .length = layer_floats() * sizeof(float)};
-  float *lse = room((size_t)(QUERIES * lm->q_heads) * sizeof *lse);
+  float *lse = allocate((size_t)(QUERIES * lm->q_heads) * sizeof *lse);
   const qkv_attend request = {.layer = layer,
                               .position = PREFIX - 1,
                               .q = qkv_tensor_dense(QKV_FP32, 3, (int64_t[]){QUERIES, lm->q_heads, lm->head_dim}, &q),
@@ -176,7 +176,7 @@ static double share_of(const char *text, qkv_precision precision) {
   qkvi_setting setting;
   assert_int_equal(qkvi_setting_parse(text, true, &setting, NULL), QKV_OK);
   qkv_coding *coding = qkvi_setting_coding(&setting, &model, calibration);
-  float *exactly = room(layer_floats() * sizeof *exactly), *out = room(layer_floats() * sizeof *out);
+  float *exactly = allocate(layer_floats() * sizeof *exactly), *out = allocate(layer_floats() * sizeof *out);
   double worst = 0;
   for (int64_t i = 0; i < lm->layers; i++) {
     qkv_arena *arena = qkv_arena_create("memory", (uint64_t)1 << 30);

@@ -131,8 +131,8 @@ static void encoded_of(int purpose) {
   scene_ok(qkv_client_get_session(client, "pages", &b, &error), &error);
   assert_int_equal(a.bytes_coded, b.bytes_coded);
   assert_int_equal(a.bytes_exact, b.bytes_exact);
-  assert_true(a.bytes_beside > 0);
-  assert_int_equal(b.bytes_beside, 0);  // averages of attention, which are made when attention is first counted
+  assert_true(a.bytes_overhead > 0);
+  assert_int_equal(b.bytes_overhead, 0);  // averages of attention, which are made when attention is first counted
   assert_memory_equal(a.lengths, b.lengths, LAYERS * sizeof *a.lengths);
   qkv_free(a.lengths);
   qkv_free(b.lengths);

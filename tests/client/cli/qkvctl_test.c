@@ -222,8 +222,8 @@ static void test_status(void **state) {
   assert_int_equal(integer(status, "sessions"), 1);
   assert_int_equal(integer(status, "models"), 1);
   assert_true(integer(status, "kv_bytes") > 0 && integer(status, "rss_bytes") > 0);
-  assert_in_range(integer(status, "kv_bytes_room"), 1, integer(status, "kv_bytes_limit"));
-  assert_true(integer(status, "beside_bytes") > 0);
+  assert_in_range(integer(status, "kv_bytes_available"), 1, integer(status, "kv_bytes_limit"));
+  assert_true(integer(status, "overhead_bytes") > 0);
   assert_int_equal(json_array_size(json_object_get(status, "listen")), 2);
   assert_non_null(json_object_get(json_object_get(status, "metrics"), "qkvd_append_tokens_total"));
   json_decref(status);
@@ -407,7 +407,7 @@ static void test_load_with_tiers(void **state) {
     json_t *session = line();
     assert_true(json_number_value(json_object_get(session, "tier_bits")) == cases[i].tier_bits);
     assert_true(json_is_true(json_object_get(session, "keep_full")));
-    assert_int_equal(integer(session, "bytes_beside"), 0);  // no page is sealed yet
+    assert_int_equal(integer(session, "bytes_overhead"), 0);  // no page is sealed yet
     json_decref(session);
     assert_int_equal(RUN("rm", "tiers"), 0);
   }

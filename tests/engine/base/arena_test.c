@@ -59,18 +59,18 @@ static void test_refusal_changes_nothing(void **state) {
   qkv_arena_destroy(&arena);
 }
 
-static void test_a_room_is_used_up_first(void **state) {
+static void test_headroom_is_used_up_first(void **state) {
   (void)state;
   qkv_arena *arena = qkv_arena_create("memory-budget", 1000);
-  uint64_t room = 500;
-  assert_int_equal(qkv_arena_reserve(arena, room, NULL), QKV_OK);
-  assert_int_equal(qkv_arena_reserve_in(arena, &room, 300, NULL), QKV_OK);
-  assert_int_equal(room, 200);
+  uint64_t headroom = 500;
+  assert_int_equal(qkv_arena_reserve(arena, headroom, NULL), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_in(arena, &headroom, 300, NULL), QKV_OK);
+  assert_int_equal(headroom, 200);
   assert_stats(arena, 0, 500);
-  assert_int_equal(qkv_arena_reserve_in(arena, &room, 701, NULL), QKV_RESOURCE_EXHAUSTED);
-  assert_int_equal(room, 200);  // a refusal changes nothing
-  assert_int_equal(qkv_arena_reserve_in(arena, &room, 700, NULL), QKV_OK);
-  assert_int_equal(room, 0);
+  assert_int_equal(qkv_arena_reserve_in(arena, &headroom, 701, NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(headroom, 200);  // a refusal changes nothing
+  assert_int_equal(qkv_arena_reserve_in(arena, &headroom, 700, NULL), QKV_OK);
+  assert_int_equal(headroom, 0);
   assert_stats(arena, 0, 1000);
   qkv_arena_unreserve(arena, 1000);
   qkv_arena_destroy(&arena);
@@ -258,10 +258,10 @@ static void test_an_account_counts_in_both(void **state) {
   assert_stats(account, 128, 128);
   assert_stats(arena, 128, 128);
   // A reservation of the arena's, which the account counts when it is used.
-  uint64_t room = 192;
-  assert_int_equal(qkv_arena_reserve(arena, room, &error), QKV_OK);
-  assert_int_equal(qkv_arena_reserve_in(account, &room, 256, &error), QKV_OK);
-  assert_int_equal(room, 0);
+  uint64_t headroom = 192;
+  assert_int_equal(qkv_arena_reserve(arena, headroom, &error), QKV_OK);
+  assert_int_equal(qkv_arena_reserve_in(account, &headroom, 256, &error), QKV_OK);
+  assert_int_equal(headroom, 0);
   assert_stats(account, 128, 384);
   assert_stats(arena, 128, 384);
   error = (qkv_error){0};
@@ -274,9 +274,9 @@ static void test_an_account_counts_in_both(void **state) {
   assert_string_equal(error.text, "memory-budget is 1024 bytes, 256 in use, 1024 more are needed");
   assert_stats(account, 128, 128);
   // A block that takes another's place.
-  void *less = qkv_arena_alloc_beside(account, 64);
+  void *less = qkv_arena_alloc_overhead(account, 64);
   assert_int_equal(qkv_arena_recount(account, NULL, 128, 64, NULL), QKV_OK);
-  qkv_arena_free_beside(account, block, 128);
+  qkv_arena_free_overhead(account, block, 128);
   assert_stats(account, 64, 128);
   assert_stats(arena, 64, 128);
   qkv_arena_free(account, less, 64);
@@ -318,7 +318,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_cost),
                                      cmocka_unit_test(test_reserve_alloc_free),
                                      cmocka_unit_test(test_refusal_changes_nothing),
-                                     cmocka_unit_test(test_a_room_is_used_up_first),
+                                     cmocka_unit_test(test_headroom_is_used_up_first),
                                      cmocka_unit_test(test_what_gets_free_is_kept_for_the_next),
                                      cmocka_unit_test(test_a_limit_below_the_budget),
                                      cmocka_unit_test(test_the_heap_has_what_is_left),

@@ -210,7 +210,7 @@ static void what_lies_elsewhere_counts(void **state) {
   const uint64_t bytes_max = 160 * MIB, here = 120 * MIB;
   pile p = {.heap = make(bytes_max), .slots = calloc(SLOTS, sizeof(slot)), .seed = 5};
   assert_non_null(p.slots);
-  qkv_heap_set_beside(p.heap, bytes_max - here);
+  qkv_heap_set_overhead(p.heap, bytes_max - here);
   for (size_t bytes = 64; p.used + bytes + 64 <= here; bytes = page_like(&p.seed)) put(&p, bytes);
   while (p.used > here / 2) drop(&p, random_below(&p.seed, p.count));
   while (p.used + MIB <= here) {  // few of the holes take one

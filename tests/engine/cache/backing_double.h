@@ -20,7 +20,7 @@ typedef struct backing_double {
   qkv_backing backing;
   double_record records[DOUBLE_RECORDS];  // by number
   uint64_t count;                         // numbers given out, 1 to count
-  uint64_t room;                          // capacity left, in records
+  uint64_t capacity;                      // capacity left, in records
   qkv_record_state first;                 // the state of a new record
   bool failed;                            // takes nothing any more
   bool holding;                           // pages are held until double_let_go
@@ -30,8 +30,8 @@ typedef struct backing_double {
 
 static inline uint64_t double_take(backing_double *made, uint64_t session, const void *page, uint32_t bytes,
                                    uint32_t tokens) {
-  if (made->room == 0 || made->failed) return 0;
-  made->room--;
+  if (made->capacity == 0 || made->failed) return 0;
+  made->capacity--;
   const uint64_t number = ++made->count;
   assert_true(number < DOUBLE_RECORDS);
   double_record *record = &made->records[number];
@@ -91,7 +91,7 @@ static inline void double_cut(void *context, uint64_t session, uint32_t layer, u
 }
 
 static inline void double_init(backing_double *made) {
-  *made = (backing_double){.room = DOUBLE_RECORDS, .first = QKV_RECORD_DURABLE};
+  *made = (backing_double){.capacity = DOUBLE_RECORDS, .first = QKV_RECORD_DURABLE};
   made->backing = (qkv_backing){.context = made,
                                 .put = double_put,
                                 .state = double_state,
@@ -117,7 +117,7 @@ static inline qkv_status restore_image(qkv_layer *layer, const qkv_missing_page 
   qkv_status status = qkv_layer_restore(layer, NULL, page, &image, error);
   if (status == QKV_OK && !qkv_page_is_cold(page))
     status = qkv_layer_restore_full(layer, NULL, page, &image, &bytes, error);
-  qkv_arena_free_beside(layer->config.arena, image, bytes);
+  qkv_arena_free_overhead(layer->config.arena, image, bytes);
   return status;
 }
 

@@ -235,11 +235,11 @@ static void averages_are_paid_for(void **state) {
   must_append(&without.layer, &without.rows, 0, 64 * 5);
   const uint64_t cost = qkv_arena_cost(qkv_ema_bytes(2));
   assert_int_equal(qkv_arena_read(with.arena).bytes_used, qkv_arena_read(without.arena).bytes_used + 5 * cost);
-  assert_int_equal(qkv_layer_read_usage(&with.layer).bytes_beside, 5 * cost);
+  assert_int_equal(qkv_layer_read_usage(&with.layer).bytes_overhead, 5 * cost);
   assert_int_equal(qkv_layer_read_usage(&with.layer).bytes_coded, qkv_layer_read_usage(&without.layer).bytes_coded);
   assert_valid(&with.layer);
   qkv_layer_truncate(&with.layer, 100);
-  assert_int_equal(qkv_layer_read_usage(&with.layer).bytes_beside, 2 * cost);
+  assert_int_equal(qkv_layer_read_usage(&with.layer).bytes_overhead, 2 * cost);
   assert_valid(&with.layer);
   teardown_scene(&with);
   teardown_scene(&without);

@@ -9,7 +9,7 @@
 
 enum { HOLDERS = 6, STEPS = 60, TOKENS_MAX = 8000, PAGES_MAX = 256 };
 
-// An operation that a layer has run, to be replayed on `twin`, a layer that shares nothing.
+// An operation that a layer has run, to be replayed on `variant`, a layer that shares nothing.
 typedef enum told_kind { TOLD_APPEND, TOLD_TRUNCATE, TOLD_SEAL } told_kind;
 typedef struct told {
   told_kind kind;
@@ -26,7 +26,7 @@ typedef struct expected_page {
 // had the same rows and shares nothing, and each image as this layer has last left it.
 typedef struct holder {
   bool alive;
-  qkv_layer layer, twin;
+  qkv_layer layer, variant;
   expected_page pages[PAGES_MAX];
   size_t count;
   told told[STEPS + 2];
@@ -65,7 +65,7 @@ static void init_pair(world *w, holder *h) {
   *h = (holder){.alive = true};
   qkv_layer_init(&h->layer, &config, w->coder);
   config = test_layer_config(&w->model, w->policy, 5, w->apart);
-  qkv_layer_init(&h->twin, &config, w->coder);
+  qkv_layer_init(&h->variant, &config, w->coder);
 }
 
 static void drop_expected(holder *h, size_t kept) {
@@ -87,7 +87,7 @@ static void end_holder(holder *h) {
   if (!h->alive) return;
   drop_expected(h, 0);
   qkv_layer_deinit(&h->layer);
-  qkv_layer_deinit(&h->twin);
+  qkv_layer_deinit(&h->variant);
   h->alive = false;
 }
 
@@ -122,12 +122,12 @@ static void tell(const world *w, qkv_layer *layer, const told *what) {
 
 static void tell_both(world *w, holder *h, told what) {
   tell(w, &h->layer, &what);
-  tell(w, &h->twin, &what);
+  tell(w, &h->variant, &what);
   assert_true(h->told_count < STEPS + 2);
   h->told[h->told_count++] = what;
-  drop_expected(h, h->twin.page_count < h->count ? h->twin.page_count : h->count);
-  for (; h->count < h->twin.page_count; h->count++) {
-    const qkv_page_entry *made = qkv_layer_page(&h->twin, h->count);
+  drop_expected(h, h->variant.page_count < h->count ? h->variant.page_count : h->count);
+  for (; h->count < h->variant.page_count; h->count++) {
+    const qkv_page_entry *made = qkv_layer_page(&h->variant, h->count);
     expect(&h->pages[h->count], made->page, made->bytes);
   }
 }
@@ -148,13 +148,13 @@ static void fork_holder(world *w, holder *parent, uint64_t position) {
   init_pair(w, child);
   for (; child->told_count < parent->told_count; child->told_count++) {
     child->told[child->told_count] = parent->told[child->told_count];
-    tell(w, &child->twin, &child->told[child->told_count]);
+    tell(w, &child->variant, &child->told[child->told_count]);
   }
   qkv_layer_fork(&child->layer, &parent->layer, position);
   const told cut = {.kind = TOLD_TRUNCATE, .number = position};
-  tell(w, &child->twin, &cut);
+  tell(w, &child->variant, &cut);
   child->told[child->told_count++] = cut;
-  for (; child->count < child->twin.page_count; child->count++) {
+  for (; child->count < child->variant.page_count; child->count++) {
     const expected_page *from = &parent->pages[child->count];
     expect(&child->pages[child->count], from->bytes, from->size);
   }
@@ -190,7 +190,7 @@ static void restore_all(world *w, holder *h) {
   for (size_t i = 0; i < count; i++) {
     const double_record *record = &w->backing.records[missing[i].record];
     assert_int_not_equal(record->state, QKV_RECORD_GONE);
-    void *image = qkv_arena_alloc_beside(w->arena, missing[i].bytes);
+    void *image = qkv_arena_alloc_overhead(w->arena, missing[i].bytes);
     memcpy(image, record->page, record->bytes);
     qkv_error error = {0};
     if (restore_image(&h->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
@@ -202,7 +202,7 @@ static void restore_all(world *w, holder *h) {
 
 // A page that came back from its record is as it was put, which may be more than what left.
 static void check_page(const holder *h, size_t i, expected_page *expected) {
-  const qkv_page_entry *entry = qkv_layer_page(&h->layer, i), *coded = qkv_layer_page(&h->twin, i);
+  const qkv_page_entry *entry = qkv_layer_page(&h->layer, i), *coded = qkv_layer_page(&h->variant, i);
   assert_int_equal(entry->tokens, coded->tokens);
   if (entry->page == NULL) return;
   if (entry->bytes == expected->size && memcmp(entry->page, expected->bytes, expected->size) == 0) return;
@@ -217,7 +217,7 @@ static void check_exact_rows(const world *w, const holder *h) {
       for (qkv_part part = QKV_K; part <= QKV_V; part++) {
         const size_t bytes = (part == QKV_K ? w->model.key_dim : w->model.value_dim) * sizeof(uint16_t);
         assert_memory_equal(qkv_layer_exact_row(&h->layer, part, position, head),
-                            qkv_layer_exact_row(&h->twin, part, position, head), bytes);
+                            qkv_layer_exact_row(&h->variant, part, position, head), bytes);
       }
     }
   }
@@ -228,8 +228,8 @@ static void check(world *w) {
     holder *h = &w->holders[i];
     if (!h->alive) continue;
     assert_valid(&h->layer);
-    assert_int_equal(h->layer.length, h->twin.length);
-    assert_int_equal(h->layer.sealed, h->twin.sealed);
+    assert_int_equal(h->layer.length, h->variant.length);
+    assert_int_equal(h->layer.sealed, h->variant.sealed);
     assert_int_equal(h->layer.page_count, h->count);
     for (size_t p = 0; p < h->count; p++) check_page(h, p, &h->pages[p]);
     check_exact_rows(w, h);
@@ -367,11 +367,11 @@ static void test_records_of_pages_that_were_shared_early(void **state) {
   begin(&w, 1);
   holder *h = w.holders;
   init_pair(&w, &h[0]);
-  w.backing.room = 2;
+  w.backing.capacity = 2;
   append(&w, &h[0], 64 * 5);
   assert_false(qkv_layer_save(&h[0].layer));
   fork_holder(&w, &h[0], UINT64_MAX);
-  w.backing.room = DOUBLE_RECORDS;
+  w.backing.capacity = DOUBLE_RECORDS;
   assert_true(qkv_layer_save(&h[1].layer));
   assert_true(qkv_layer_save(&h[0].layer));
   assert_int_equal(w.backing.count, 2 + 2 * (h[0].count - 2));

@@ -86,7 +86,7 @@ static void full_pages_come_back_bit_for_bit(void **state) {
     assert_valid(&s.layer);
     const qkv_layer_usage down = qkv_layer_read_usage(&s.layer);
     assert_true(down.bytes_coded < usage.bytes_coded);
-    assert_int_equal(down.bytes_beside, usage.bytes_beside + usage.bytes_coded);
+    assert_int_equal(down.bytes_overhead, usage.bytes_overhead + usage.bytes_coded);
     assert_int_equal(qkv_arena_read(s.arena).bytes_used, used + down.bytes_coded);
     // Half the way: what the full page gives when it is cut there.
     set_even_tier(&s.layer, 2, 18);

@@ -56,7 +56,7 @@ static size_t restore_all(state *s, bool full) {
   for (size_t i = 0; i < count; i++) {
     const double_record *record = &s->backing.records[missing[i].record];
     assert_int_equal(record->bytes, missing[i].bytes);
-    void *image = qkv_arena_alloc_beside(s->arena, missing[i].bytes);
+    void *image = qkv_arena_alloc_overhead(s->arena, missing[i].bytes);
     memcpy(image, record->page, record->bytes);
     qkv_error error = {0};
     if (restore_image(&s->layer, &missing[i], image, &error) != QKV_OK) fail_msg("%s", error.text);
@@ -198,12 +198,12 @@ static void test_puts_again(void **unused) {
   (void)unused;
   state s;
   begin(&s);
-  s.backing.room = 1;
+  s.backing.capacity = 1;
   fill(&s);
   assert_false(qkv_layer_save(&s.layer));
   assert_int_equal(s.backing.count, 1);
   assert_valid(&s.layer);
-  s.backing.room = 100;
+  s.backing.capacity = 100;
   assert_true(qkv_layer_save(&s.layer));
   assert_int_equal(s.backing.count, PAGES);
   s.backing.records[2].state = QKV_RECORD_GONE;
@@ -290,11 +290,11 @@ static void test_puts_what_is_left(void **unused) {
   (void)unused;
   state s;
   begin(&s);
-  s.backing.room = 0;
+  s.backing.capacity = 0;
   fill(&s);
   assert_false(qkv_layer_save(&s.layer));
   qkv_layer_truncate(&s.layer, FIRST + 100);
-  s.backing.room = 10;
+  s.backing.capacity = 10;
   assert_true(qkv_layer_save(&s.layer));
   assert_int_equal(s.backing.count, 2);
   assert_int_equal(s.backing.records[1].tokens, 64);
@@ -311,18 +311,18 @@ static void test_refuses_another_page(void **unused) {
   (void)evict(&s.layer, UINT64_MAX, 0);
   qkv_missing_page missing[MISSING];
   assert_int_equal(qkv_layer_missing(&s.layer, FIRST + 64, FIRST + 65, false, missing, MISSING), 1);
-  void *image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
+  void *image = qkv_arena_alloc_overhead(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[1].page, s.backing.records[1].bytes);
   qkv_error error = {0};
   assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
   assert_string_equal(error.text,
                       "layer 2: position 71 on the SSD is damaged: it is the page at position 7 of layer 2");
-  image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
+  image = qkv_arena_alloc_overhead(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((qkv_page_header *)image)->layer = 1;
   qkv_page_seal(image);
   assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
-  image = qkv_arena_alloc_beside(s.arena, missing[0].bytes);
+  image = qkv_arena_alloc_overhead(s.arena, missing[0].bytes);
   memcpy(image, s.backing.records[2].page, s.backing.records[2].bytes);
   ((uint8_t *)image)[200] ^= 4;
   assert_int_equal(restore_image(&s.layer, &missing[0], image, &error), QKV_DATA_LOSS);
@@ -378,7 +378,7 @@ static void test_seals_the_tail(void **unused) {
 }
 
 // Sealing works with a full budget, where it is needed most.
-static void test_seals_without_room(void **unused) {
+static void test_seals_without_capacity(void **unused) {
   (void)unused;
   state s;
   begin(&s);
@@ -593,7 +593,7 @@ int main(void) {
       cmocka_unit_test(test_append_below_a_cold_page),
       cmocka_unit_test(test_adopts),
       cmocka_unit_test(test_seals_the_tail),
-      cmocka_unit_test(test_seals_without_room),
+      cmocka_unit_test(test_seals_without_capacity),
       cmocka_unit_test(cold_pages_take_16_bytes),
       cmocka_unit_test(ranges_are_packed_as_they_leave),
       cmocka_unit_test(a_truncation_leaves_cold_ranges_packed),

@@ -168,12 +168,12 @@ static void test_rows_before_rope(void **state) {
 
 // ---- Refusals ----
 
-// A layer with coded and exact rows, and `twin`, a second layer with the same rows: a refusal must change nothing.
+// A layer with coded and exact rows, and `variant`, a second layer with the same rows: a refusal must change nothing.
 typedef struct scene {
   qkv_model model;
   qkv_arena *arena;
   sequence rows;
-  qkv_layer layer, twin;
+  qkv_layer layer, variant;
 } scene;
 
 static void setup_scene(scene *s) {
@@ -181,16 +181,16 @@ static void setup_scene(scene *s) {
   s->arena = qkv_arena_create("memory-budget", BUDGET);
   s->rows = make_sequence(&s->model, 300, 6);
   init_layer(&s->layer, &s->model, test_policy(4, 4, 8), 0, s->arena);
-  init_layer(&s->twin, &s->model, test_policy(4, 4, 8), 0, s->arena);
+  init_layer(&s->variant, &s->model, test_policy(4, 4, 8), 0, s->arena);
   must_append(&s->layer, &s->rows, 0, 100);
-  must_append(&s->twin, &s->rows, 0, 100);
+  must_append(&s->variant, &s->rows, 0, 100);
 }
 
 static void teardown_scene(scene *s) {
   assert_valid(&s->layer);
-  assert_same_state(&s->layer, &s->twin);
+  assert_same_state(&s->layer, &s->variant);
   deinit_layer(&s->layer);
-  deinit_layer(&s->twin);
+  deinit_layer(&s->variant);
   qkv_arena_destroy(&s->arena);
   free_sequence(&s->rows);
 }
@@ -272,7 +272,7 @@ static void test_the_largest_values_are_held(void **state) {
   setup_scene(&s);
   for (size_t i = 100 * 2 * 16; i < (size_t)300 * 2 * 16; i++) s.rows.k[i] = i % 2 != 0 ? 32768 : -32768;
   must_append(&s.layer, &s.rows, 100, 300);
-  must_append(&s.twin, &s.rows, 100, 300);
+  must_append(&s.variant, &s.rows, 100, 300);
   teardown_scene(&s);
 }
 
@@ -304,9 +304,9 @@ static void test_repeats_are_acknowledged(void **state) {
   for (uint64_t begin = 0; begin < 100; begin += 9) must_append(&s.layer, &s.rows, begin, 100);
   must_append(&s.layer, &s.rows, 10, 20);
   assert_int_equal(s.layer.length, 100);
-  assert_same_state(&s.layer, &s.twin);
+  assert_same_state(&s.layer, &s.variant);
   must_append(&s.layer, &s.rows, 30, 250);
-  must_append(&s.twin, &s.rows, 100, 250);
+  must_append(&s.variant, &s.rows, 100, 250);
   teardown_scene(&s);
 }
 
@@ -538,7 +538,7 @@ static void test_validate_sees_damage(void **state) {
   scene s;
   setup_scene(&s);
   must_append(&s.layer, &s.rows, 100, 250);
-  must_append(&s.twin, &s.rows, 100, 250);
+  must_append(&s.variant, &s.rows, 100, 250);
   qkv_layer kept = s.layer;
   s.layer.sealed += 1;
   assert_string_equal(qkv_layer_validate(&s.layer), "the pages do not end at sealed");

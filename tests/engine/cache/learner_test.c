@@ -188,7 +188,7 @@ static void test_a_given_calibration_stays(void **state) {
 }
 
 // Moments and queries are paid from the budget; where it is short of that, nothing is learnt.
-static void test_no_room_to_learn(void **state) {
+static void test_no_headroom_to_learn(void **state) {
   (void)state;
   enum { QUERIES = LAYERS * QKV_HOLDOUT_QUERIES * HEADS * GROUP * DIM * sizeof(float) };
   const qkv_model *model;
@@ -196,15 +196,15 @@ static void test_no_room_to_learn(void **state) {
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
   const uint64_t moments = qkv_moments_bytes(&shape);
   const float query[HEADS * GROUP * DIM] = {1};
-  for (uint64_t room = QUERIES + moments - 64; room <= QUERIES + moments; room += 64) {
-    qkv_arena *arena = qkv_arena_create("memory-budget", room);
+  for (uint64_t headroom = QUERIES + moments - 64; headroom <= QUERIES + moments; headroom += 64) {
+    qkv_arena *arena = qkv_arena_create("memory-budget", headroom);
     qkv_calibration_slot *slot = qkv_calibration_slot_create();
-    const bool teaches[LAYERS] = {true, true}, has = room == QUERIES + moments;
+    const bool teaches[LAYERS] = {true, true}, has = headroom == QUERIES + moments;
     qkv_learner *learner = qkv_learner_create(&(qkv_learner_config){
         .model = model, .teaches = teaches, .samples = true, .tokens = FIRST, .slot = slot, .arena = arena});
     qkv_learner_outcome outcome;
     for (int i = 0; i < 2; i++) qkv_learner_queries(learner, 0, 5, query, false);  // one is held out
-    assert_int_equal(qkv_arena_read(arena).bytes_reserved, has ? room : QUERIES);
+    assert_int_equal(qkv_arena_read(arena).bytes_reserved, has ? headroom : QUERIES);
     qkv_learner_run(learner, &outcome);  // of no rows
     assert_int_equal(outcome.end, has ? QKV_LEARNER_FAILED : QKV_LEARNER_NOTHING);
     assert_int_equal(outcome.error_text.status, has ? QKV_FAILED_PRECONDITION : QKV_OK);
@@ -490,7 +490,7 @@ int main(void) {
       cmocka_unit_test(test_pages_to_come_are_calibrated),
       cmocka_unit_test(test_sessions_may_keep_out),
       cmocka_unit_test(test_a_given_calibration_stays),
-      cmocka_unit_test(test_no_room_to_learn),
+      cmocka_unit_test(test_no_headroom_to_learn),
       cmocka_unit_test(test_only_teachers_are_waited_for),
       cmocka_unit_test(test_learning_stops),
       cmocka_unit_test(test_it_is_asked_first),

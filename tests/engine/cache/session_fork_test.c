@@ -207,7 +207,7 @@ static void restore(const scene *s, shared_backing *backing, qkv_session *sessio
     (void)pthread_mutex_lock(&backing->lock);
     const record from = backing->records[missing[i].record];
     (void)pthread_mutex_unlock(&backing->lock);
-    void *image = qkv_arena_alloc_beside(s->arena, missing[i].bytes);
+    void *image = qkv_arena_alloc_overhead(s->arena, missing[i].bytes);
     memcpy(image, from.page, from.bytes);
     qkv_error error = {0};
     size_t failed;

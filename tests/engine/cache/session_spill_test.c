@@ -121,10 +121,10 @@ static void test_settle_puts_the_rest(void **unused) {
   (void)unused;
   scene s;
   setup(&s);
-  s.backing.room = 3;
+  s.backing.capacity = 3;
   append_all(&s);
   assert_int_equal(s.backing.count, 3);
-  s.backing.room = 100;
+  s.backing.capacity = 100;
   (void)qkv_session_settle(s.session);
   assert_int_equal(s.backing.count, LAYERS * PAGES);
   assert_true(qkv_session_settle(s.session));
@@ -132,7 +132,7 @@ static void test_settle_puts_the_rest(void **unused) {
 }
 
 static void restore_page(scene *s, uint32_t layer, const qkv_missing_page *missing) {
-  void *image = qkv_arena_alloc_beside(s->arena, missing->bytes);
+  void *image = qkv_arena_alloc_overhead(s->arena, missing->bytes);
   memcpy(image, s->backing.records[missing->record].page, missing->bytes);
   size_t failed;
   assert_int_equal(qkv_session_restore(s->session, layer, NULL, missing, &image, 1, &failed, NULL), QKV_OK);
@@ -404,7 +404,7 @@ static void test_pages_come_back_together(void **unused) {
   uint64_t reservation = PAGES * qkv_arena_cost(missing[0].bytes);
   assert_int_equal(qkv_arena_reserve(s.arena, reservation, NULL), QKV_OK);
   for (size_t i = 0; i < PAGES; i++) {
-    images[i] = qkv_arena_alloc_beside(s.arena, missing[i].bytes);
+    images[i] = qkv_arena_alloc_overhead(s.arena, missing[i].bytes);
     memcpy(images[i], s.backing.records[missing[i == 1 ? 0 : i].record].page, missing[i].bytes);
   }
   assert_int_equal(qkv_session_restore(s.session, 1, &reservation, missing, images, PAGES, &failed, NULL),
@@ -438,7 +438,7 @@ static void test_lost_planes_come_back_together(void **unused) {
     assert_int_equal(qkv_session_missing(s.session, layer, 0, 0, false, missing, 8), 0);
     assert_int_equal(qkv_session_missing(s.session, layer, 0, 0, true, missing, 8), PAGES);
     for (size_t i = 0; i < PAGES; i++) {
-      images[i] = qkv_arena_alloc_beside(s.arena, missing[i].bytes);
+      images[i] = qkv_arena_alloc_overhead(s.arena, missing[i].bytes);
       memcpy(images[i], s.backing.records[missing[i].record].page, missing[i].bytes);
     }
     assert_int_equal(qkv_session_restore(s.session, layer, NULL, missing, images, PAGES, &failed, NULL), QKV_OK);

@@ -314,7 +314,7 @@ static void test_the_budget_is_shared(void **state) {
   qkv_store_destroy(&store);
 }
 
-static void test_a_session_needs_room(void **state) {
+static void test_a_session_needs_headroom(void **state) {
   (void)state;
   char text[128];
   uint64_t empty = cost_of_an_empty_session(false), bytes;
@@ -609,7 +609,7 @@ int main(void) {
       cmocka_unit_test(test_session_limits),
       cmocka_unit_test(test_close_while_in_use),
       cmocka_unit_test(test_the_budget_is_shared),
-      cmocka_unit_test(test_a_session_needs_room),
+      cmocka_unit_test(test_a_session_needs_headroom),
       cmocka_unit_test(test_list),
       cmocka_unit_test(test_names_belong_to_tenants),
       cmocka_unit_test(test_staged_sessions_of_tenants),

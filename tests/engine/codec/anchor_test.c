@@ -383,10 +383,10 @@ static const struct {
 static void choose(coded *c, qkv_part part, qkv_anchor_kind kind, unsigned budget, qkv_anchor_choice *choice) {
   const qkv_anchor_options options = {.kind = kind};
   const qkv_anchor_input input = input_of(c);
-  const size_t room = qkv_anchor_scratch_bytes(c->schedule.dim);
-  uint8_t *scratch = allocate(room + 64);
+  const size_t capacity = qkv_anchor_scratch_bytes(c->schedule.dim);
+  uint8_t *scratch = allocate(capacity + 64);
   qkv_anchor_choose(part, &input, &options, budget, scratch, c->section, c->residual, choice);
-  for (size_t i = room; i < room + 64; i++) assert_int_equal(scratch[i], 0xa5);
+  for (size_t i = capacity; i < capacity + 64; i++) assert_int_equal(scratch[i], 0xa5);
   free(scratch);
   c->byte = choice->byte;
   c->tier = choice->tier;

@@ -210,11 +210,11 @@ static inline void transform_by_blocks(owned_transform *owned, const qkv_rope *r
 // some of its pairs, and half of the time keys that are turned back to blocks of pages.
 static inline void transform_init(owned_transform *owned, naive_random *random, uint16_t dim, bool banded,
                                   double skew, const qkv_rope *rope) {
-  const size_t square = (size_t)dim * dim, pairs_room = (size_t)2 * QKV_ANCHOR_PAIRS_MAX;
+  const size_t square = (size_t)dim * dim, pairs_floats = (size_t)2 * QKV_ANCHOR_PAIRS_MAX;
   memset(owned, 0, sizeof *owned);
   banded ? naive_schedule(random, dim, &owned->schedule) : qkv_schedule_uniform(&owned->schedule, dim);
   owned->matrices = coder_allocate(2 * square, sizeof(float));
-  owned->vectors = coder_allocate((size_t)2 * dim + pairs_room, sizeof(float));
+  owned->vectors = coder_allocate((size_t)2 * dim + pairs_floats, sizeof(float));
   float *mean = owned->vectors, *weights = mean + dim, *anchor = weights + dim;
   coder_dual_matrices(random, dim, skew, owned->matrices, owned->matrices + square);
   for (size_t c = 0; c < dim; c++) mean[c] = (float)naive_gaussian(random);

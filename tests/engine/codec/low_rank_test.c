@@ -22,7 +22,7 @@ static void *allocate(size_t bytes) {
   return block;
 }
 
-// Noise of variance 1 besides `rank` directions that together have `share` of the energy.
+// Noise of variance 1 in addition to `rank` directions that together have `share` of the energy.
 static void fill(naive_random *random, size_t tokens, size_t dim, size_t rank, double share, float *rows) {
   double left[QKV_RANK_MAX], right[QKV_RANK_MAX][QKV_DIM_MAX];
   const double strength = rank > 0 ? sqrt(share / (1 - share) / (double)rank) : 0;

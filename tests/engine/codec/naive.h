@@ -46,9 +46,9 @@ static inline void naive_schedule(naive_random *random, uint16_t dim, qkv_schedu
     reach[0] = dim;
     for (unsigned depth = 1; depth <= QKV_DEPTH_MAX; depth++) {
       const unsigned least = tier > 0 ? schedule->reach[tier - 1][depth] : 0;
-      const unsigned room = (reach[depth - 1] - least) / QKV_BAND;
+      const unsigned capacity = (reach[depth - 1] - least) / QKV_BAND;
       const bool grows = tier > 0 && depth <= tier / QKV_TIER_BIT + 3 && naive_below(random, 4) == 0;
-      reach[depth] = (uint16_t)(least + (grows ? QKV_BAND * naive_below(random, room + 1) : 0));
+      reach[depth] = (uint16_t)(least + (grows ? QKV_BAND * naive_below(random, capacity + 1) : 0));
     }
   }
   qkv_schedule_finish(schedule);
@@ -60,8 +60,8 @@ typedef struct naive_place {
   unsigned bit;
 } naive_place;
 
-// Whether field f of byte b of a slab holds coordinate c (from the slab's first) of token t, and if so at which
-// of the field's bits the code's bit lies. `units` is s of a K slab; L of a V slab is 4 * units. `second` asks
+// Whether field f of byte b of a line holds coordinate c (from the line's first) of token t, and if so at which
+// of the field's bits the code's bit lies. `units` is s of a K line; L of a V line is 4 * units. `second` asks
 // for the second bit of the pair.
 static inline int naive_field_bit(qkv_part part, bool wide, unsigned units, unsigned b, unsigned f, unsigned c,
                                   unsigned t, bool second) {
@@ -94,7 +94,7 @@ static inline naive_place naive_locate(qkv_part part, const uint16_t *reach, uns
     start += 16 * (size_t)(reach[2 * q + 1] - reach[2 * q + 2]) / 8;
   }
   const bool wide = c < reach[2 * p + 2];
-  unsigned left = reach[2 * p + 2];  // coordinates of the section from the slab on
+  unsigned left = reach[2 * p + 2];  // coordinates of the section from the line on
   if (!wide) {
     start += 16 * (size_t)reach[2 * p + 2] * 2 / 8;
     c -= reach[2 * p + 2];
@@ -102,14 +102,14 @@ static inline naive_place naive_locate(qkv_part part, const uint16_t *reach, uns
   }
   unsigned units = 4;
   for (;;) {
-    const unsigned in_slab = wide ? 4 * units : 8 * units;
-    if (left < in_slab) {
+    const unsigned in_line = wide ? 4 * units : 8 * units;
+    if (left < in_line) {
       units /= 2;
       continue;
     }
-    if (c < in_slab) break;
-    c -= in_slab;
-    left -= in_slab;
+    if (c < in_line) break;
+    c -= in_line;
+    left -= in_line;
     start += 16 * (size_t)units;
   }
   for (unsigned b = 0; b < 16 * units; b++) {

@@ -247,8 +247,8 @@ static void sections_go_along(void **state) {
   uint8_t *page = aligned_alloc(64, qkv_page_bytes(heads, 2));
   assert_non_null(page);
   qkv_page_format(page, &header, heads);
-  size_t room;
-  uint8_t *sections = (uint8_t *)qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &room);
+  size_t capacity;
+  uint8_t *sections = (uint8_t *)qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &capacity);
   for (size_t i = 0; i < mean + chain; i++) sections[i] = (uint8_t)naive_below(&random, 128);
   qkv_page_seal(page);
   assert_true(qkvi_embedded_planes.part_drops(page, 0, QKV_K));
@@ -265,13 +265,13 @@ static void sections_go_along(void **state) {
     assert_int_equal(qkv_page_entry_of(image, 0)->tier_v[g], 24);
     assert_int_equal(qkv_page_entry_of(image, 1)->tier_v[g], 8);
   }
-  const uint8_t *copied = qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &room);
+  const uint8_t *copied = qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &capacity);
   assert_memory_equal(copied, sections, mean + chain);
   // The padding does not grow with every step.
   memset(wanted, 7, sizeof wanted);
   const size_t less = coder->codec->planes->drop(coder, image, wanted, again);
   assert_true(less <= bytes);
-  assert_memory_equal(qkv_page_sections(again, 0, qkv_embedded(coder)->heads[0].schedules, &room), sections,
+  assert_memory_equal(qkv_page_sections(again, 0, qkv_embedded(coder)->heads[0].schedules, &capacity), sections,
                       mean + chain);
   free(page);
   free(image);
@@ -318,10 +318,10 @@ static void factors_are_fitted_anew(void **state) {
     memset(&wanted, QKV_TIER_BIT, sizeof wanted);
     uint8_t *image = narrowed(coder, page, &wanted);
     const double fitted = value_error(coder, image, v);
-    size_t room;
+    size_t capacity;
     const size_t bytes = 2 * qkv_low_rank_bytes(3, DIM);
-    memcpy((uint8_t *)qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &room),
-           qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &room), bytes);
+    memcpy((uint8_t *)qkv_page_sections(image, 0, qkv_embedded(coder)->heads[0].schedules, &capacity),
+           qkv_page_sections(page, 0, qkv_embedded(coder)->heads[0].schedules, &capacity), bytes);
     const double copied = value_error(coder, image, v);
     printf("factors of rank 3, 4 bits to 1: error %.4g fitted anew, %.4g as they were\n", fitted, copied);
     assert_true(fitted < most[m] * copied);

@@ -42,7 +42,7 @@ typedef struct coded {
   qkv_coder *coder;
   float *rows[2];  // [tokens][kv_heads][dim]
   uint8_t *image;
-  size_t bytes, room;
+  size_t bytes, capacity;
 } coded;
 
 static size_t dim_of(const coded *page, qkv_part part) {
@@ -55,10 +55,10 @@ static float *row_of(const coded *page, qkv_part part, size_t t, size_t h) {
 
 static void encode(coded *page) {
   qkv_error error = {0};
-  memset(page->image, 0xee, page->room);
+  memset(page->image, 0xee, page->capacity);
   page->bytes = page->coder->codec->encode(page->coder, page->shape.position, page->shape.tokens, QKV_FP32,
                                            page->rows[QKV_K], page->rows[QKV_V], NULL, page->image);
-  assert_true(page->bytes <= page->room);
+  assert_true(page->bytes <= page->capacity);
   if (page->coder->codec->validate(page->coder, page->image, page->bytes, &error) != QKV_OK)
     fail_msg("%s", error.text);
 }
@@ -78,8 +78,8 @@ static coded make_page(naive_random *random, page_shape shape, float limit, uint
     page.rows[part] = allocate(count * sizeof(float));
     for (size_t i = 0; i < count; i++) page.rows[part][i] = (float)naive_gaussian(random);
   }
-  page.room = page.coder->codec->page_bytes_max(page.coder);
-  page.image = allocate(page.room);
+  page.capacity = page.coder->codec->page_bytes_max(page.coder);
+  page.image = allocate(page.capacity);
   return page;
 }
 
@@ -333,7 +333,7 @@ static void pages_stay_within_their_most(void **state) {
     for (qkv_anchor_kind kind = QKV_ANCHOR_NONE; kind <= QKV_ANCHOR_AUTO; kind++) {
       coder_own(page.coder)->anchors[QKV_K].kind = coder_own(page.coder)->anchors[QKV_V].kind = kind;
       encode(&page);
-      fullest += page.bytes == page.room;
+      fullest += page.bytes == page.capacity;
       assert_int_equal(kept(page.image, 0, QKV_V).count, QKV_OUTLIERS_MAX);
     }
     release(&page);

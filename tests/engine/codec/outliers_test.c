@@ -50,12 +50,12 @@ static section_case make_section(naive_random *random, unsigned most) {
   section_case made = {
       .kv_heads = (uint16_t)(1 + naive_below(random, HEADS_MAX)),
       .dims = {(uint16_t)(8 + 8 * naive_below(random, 8)), (uint16_t)(8 + 8 * naive_below(random, 8))}};
-  static uint8_t room[HEADS_MAX][2][QKV_OUTLIERS_MAX * 64 * 2];
+  static uint8_t buffer[HEADS_MAX][2][QKV_OUTLIERS_MAX * 64 * 2];
   qkv_outlier_set sets[HEADS_MAX][2] = {0};
   for (size_t c = 0; c < 64; c++) made.steps[c] = ldexpf(1, (int)naive_below(random, 5) - 2);
   for (size_t h = 0; h < made.kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-      sets[h][part].rows = room[h][part];
+      sets[h][part].rows = buffer[h][part];
       size_t wanted = most == 0 ? 0 : naive_below(random, most + 1);
       if (h == 0 && part == QKV_V && most > 0 && wanted == 0) wanted = 1;
       for (unsigned slot = 0; slot < TOKENS && made.counts[h][part] < wanted; slot++) {
@@ -242,19 +242,19 @@ static void rows_are_rounded_to_the_nearest(void **state) {
   for (int round = 0; round < 300; round++) {
     const bool wide = round % 2 == 0;
     const double most = wide ? 32767 : 127;
-    int16_t room[32];
+    int16_t buffer[32];
     float row[32], largest = 0;
     const float size = ldexpf(1, (int)naive_below(&random, 60) - 30);
     for (size_t c = 0; c < 32; c++) {
       row[c] = round < 2 ? 0 : size * (float)naive_gaussian(&random);
       largest = fmaxf(largest, fabsf(row[c]));
     }
-    qkv_outlier_set set = {.rows = (uint8_t *)room};
+    qkv_outlier_set set = {.rows = (uint8_t *)buffer};
     qkv_outlier_set_add(&set, 63, wide, row, NULL, 32);
     assert_int_equal(set.slots[0], wide ? 63 | 0x80 : 63);
     assert_true(fabs((double)set.scales[0] - (double)largest / most) <= 1e-6 * (double)largest);
     for (size_t c = 0; c < 32; c++) {
-      const double number = wide ? room[c] : ((int8_t *)room)[c];
+      const double number = wide ? buffer[c] : ((int8_t *)buffer)[c];
       assert_true(fabs(number * (double)set.scales[0] - (double)row[c]) <= 0.51 * (double)set.scales[0]);
     }
     assert_true(qkv_outlier_error(row, 32) <= 32 * (largest / 127) * (largest / 127) / 12 * 1.001f);

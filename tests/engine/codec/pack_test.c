@@ -105,7 +105,7 @@ static void known_places(void **state) {
   } cases[] = {
       {QKV_K, 16, 0, 0, 0, 0x03},         // field 0 of byte 0
       {QKV_K, 16, 5, 3, 13, 0x0c},        // field 1, i = 1, token 3: byte 3 * 4 + 1
-      {QKV_K, 16, 16, 0, 64, 0x03},       // second slab
+      {QKV_K, 16, 16, 0, 64, 0x03},       // second line
       {QKV_K, 32, 0, 0, 256, 0x0c},       // pair 1 after 256 bytes of pair 0, field 0 stored in 1
       {QKV_K, 8, 0, 0, 0, 0x01},          // narrow: low bit
       {QKV_K, 8, 16, 0, 0, 0x02},         // narrow: high bit is coordinate 4 s further
@@ -114,7 +114,7 @@ static void known_places(void **state) {
       {QKV_V, 32, 3, 6, 256 + 14, 0x03},  // pair 1: field 1 stored in 0
       {QKV_V, 8, 17, 0, 4, 0x02},         // narrow: high bit is coordinate L further
       {QKV_K, 12, 8, 0, 0, 0x30},         // 32 coordinates of two bits come first, wide; 8 = s * 2: field 2
-      {QKV_K, 12, 32, 0, 128, 0x01},      // narrow after 2 wide slabs
+      {QKV_K, 12, 32, 0, 128, 0x01},      // narrow after 2 wide lines
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     static qkvi_codes codes[QKV_DIM_MAX];

@@ -258,7 +258,7 @@ static void sections_follow_the_codes(void **state) {
 
 // A head's gains and codes take 128 + 4 * 16 * 16 * 3 / 8 + 4 * 16 * (24 * 2 + 8) / 8 = 960 bytes. Head 1 has 64
 // more, so that the heads begin at 128, 1088, 2112 and 3072.
-static void sections_need_their_room(void **state) {
+static void sections_need_their_bytes(void **state) {
   (void)state;
   static const struct {
     size_t offset, bytes;
@@ -430,7 +430,7 @@ int main(void) {
       cmocka_unit_test(checksum_is_the_hash_with_the_field_zero),
       cmocka_unit_test(find_follows_the_drawing),
       cmocka_unit_test(sections_follow_the_codes),
-      cmocka_unit_test(sections_need_their_room),
+      cmocka_unit_test(sections_need_their_bytes),
       cmocka_unit_test(refusals_say_why),
       cmocka_unit_test(every_flipped_bit_is_found),
       cmocka_unit_test(cut_pages_are_refused),

@@ -63,13 +63,13 @@ static double largest_of(const float *row, size_t n) {
 
 // Scores differ by what the query's rounding costs at most, half a unit of its largest coordinate each.
 static void check_scores(naive_random *random, uint16_t dim, bool banded, unsigned parts) {
-  static qkv_integer_room room;
+  static qkv_integer_buffers buffer;
   static qkv_layouts layouts;
   made_part p;
   float queries[ROWS * QKV_DIM_MAX], scores[ROWS * QKV_PAGE_TOKENS];
   part_init(&p, random, QKV_K, dim, banded);
   for (size_t i = 0; i < (size_t)ROWS * dim; i++) queries[i] = (float)naive_gaussian(random);
-  qkv_integer_queries integers = qkvi_integer_queries_in(&room);
+  qkv_integer_queries integers = qkvi_integer_queries_in(&buffer);
   qkvi_layouts_clear(&layouts);
   qkv_kernels_at(0)->prepare(queries, ROWS, dim, parts == 1 ? QKVI_LIMIT_1 : QKVI_LIMIT_2, &integers);
   qkv_kernels_at(0)->scores_integer(&p.codes, &integers, &layouts, (qkv_ahead){0}, scores);

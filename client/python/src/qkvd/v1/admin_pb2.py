@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12qkv/v1/admin.proto\x12\x06qkv.v1\"\x12\n\x10GetStatusRequest\"A\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x01\":\n\x0bOptionValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\xe9\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x0e\n\x06models\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ekv_bytes_limit\x18\x07 \x01(\x04\x12\x11\n\trss_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06listen\x18\t \x03(\t\x12\x0b\n\x03\x63pu\x18\n \x01(\t\x12\x1f\n\x07metrics\x18\x0b \x03(\x0b\x32\x0e.qkv.v1.Metric\x12$\n\x07options\x18\x0c \x03(\x0b\x32\x13.qkv.v1.OptionValue\x12\x16\n\x0elearning_bytes\x18\r \x01(\x04\x12\x19\n\x11\x63\x61libration_bytes\x18\x0e \x01(\x04\x12\x15\n\rkv_bytes_room\x18\x0f \x01(\x04\x12\x14\n\x0c\x62\x65side_bytes\x18\x10 \x01(\x04\"!\n\x0e\x43ompareRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"n\n\x0f\x43ompareResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x14\n\x0ctokens_exact\x18\x03 \x01(\x04\x12%\n\x06\x63odecs\x18\x04 \x03(\x0b\x32\x15.qkv.v1.ComparedCodec\"\x8f\x01\n\rComparedCodec\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x0c\n\x04\x62its\x18\x02 \x01(\x01\x12\x12\n\ncalibrated\x18\x03 \x01(\x08\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x1b\n\x13\x62its_per_coordinate\x18\x05 \x01(\x01\x12\x17\n\x0f\x61ttention_error\x18\x06 \x01(\x01\"3\n\x0c\x44rainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\x04\x12\x11\n\tnotice_ms\x18\x02 \x01(\x04\"\x0f\n\rDrainResponse\"\x13\n\x11GetStorageRequest\"z\n\x0eStorageSegment\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x12\n\nfile_bytes\x18\x02 \x01(\x04\x12\x12\n\nlive_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\x04\x12\x0e\n\x06sealed\x18\x05 \x01(\x08\x12\x0e\n\x06unread\x18\x06 \x01(\x08\"\xef\x02\n\x12GetStorageResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\n\n\x02io\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x04 \x01(\x04\x12\x12\n\nlive_bytes\x18\x05 \x01(\x04\x12\x12\n\ndead_bytes\x18\x06 \x01(\x04\x12\x13\n\x0b\x64irty_bytes\x18\x07 \x01(\x04\x12\x15\n\rjournal_bytes\x18\x08 \x01(\x04\x12\x11\n\tput_bytes\x18\t \x01(\x04\x12\x18\n\x10put_stored_bytes\x18\n \x01(\x04\x12\x12\n\nread_bytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x62\x61\x64_records\x18\x0c \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\r \x01(\x04\x12\x18\n\x10recovery_seconds\x18\x0e \x01(\x01\x12(\n\x08segments\x18\x0f \x03(\x0b\x32\x16.qkv.v1.StorageSegment\x12\x17\n\x0funread_segments\x18\x10 \x01(\x04\"%\n\x14VerifyStorageRequest\x12\r\n\x05start\x18\x01 \x01(\x08\"k\n\x15VerifyStorageResponse\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x14\n\x0crecords_done\x18\x02 \x01(\x04\x12\x0f\n\x07records\x18\x03 \x01(\x04\x12\x0b\n\x03\x62\x61\x64\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"$\n\x0e\x43ompactRequest\x12\x12\n\nlive_share\x18\x01 \x01(\x01\"&\n\x0f\x43ompactResponse\x12\x13\n\x0b\x62ytes_freed\x18\x01 \x01(\x04\"\xef\x01\n\x05Quota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x1d\n\x15host_bytes_guaranteed\x18\x03 \x01(\x04\x12\x11\n\tssd_bytes\x18\x04 \x01(\x04\x12\x1c\n\x14ssd_bytes_guaranteed\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\x04\x12\x0e\n\x06models\x18\x07 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x08 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\t \x01(\x04\x12\x17\n\x0frows_per_second\x18\n \x01(\x04\x12\x0e\n\x06weight\x18\x0b \x01(\r\"\x92\x01\n\nQuotaUsage\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x11\n\tssd_bytes\x18\x02 \x01(\x04\x12\x10\n\x08sessions\x18\x03 \x01(\x04\x12\x0e\n\x06models\x18\x04 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0c\n\x04rows\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\"5\n\x0fSetQuotaRequest\x12\x1c\n\x05quota\x18\x05 \x01(\x0b\x32\r.qkv.v1.QuotaJ\x04\x08\x01\x10\x05\"\x12\n\x10SetQuotaResponse\"!\n\x0fGetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"8\n\x10GetQuotaResponse\x12$\n\x07tenants\x18\x01 \x03(\x0b\x32\x13.qkv.v1.TenantQuota\"b\n\x0bTenantQuota\x12\x1c\n\x05quota\x18\x01 \x01(\x0b\x32\r.qkv.v1.Quota\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.qkv.v1.QuotaUsage\x12\x12\n\nby_default\x18\x03 \x01(\x08\x32\x88\x04\n\x05\x41\x64min\x12@\n\tGetStatus\x12\x18.qkv.v1.GetStatusRequest\x1a\x19.qkv.v1.GetStatusResponse\x12\x43\n\nGetStorage\x12\x19.qkv.v1.GetStorageRequest\x1a\x1a.qkv.v1.GetStorageResponse\x12L\n\rVerifyStorage\x12\x1c.qkv.v1.VerifyStorageRequest\x1a\x1d.qkv.v1.VerifyStorageResponse\x12:\n\x07\x43ompact\x12\x16.qkv.v1.CompactRequest\x1a\x17.qkv.v1.CompactResponse\x12:\n\x07\x43ompare\x12\x16.qkv.v1.CompareRequest\x1a\x17.qkv.v1.CompareResponse\x12\x34\n\x05\x44rain\x12\x14.qkv.v1.DrainRequest\x1a\x15.qkv.v1.DrainResponse\x12=\n\x08SetQuota\x12\x17.qkv.v1.SetQuotaRequest\x1a\x18.qkv.v1.SetQuotaResponse\x12=\n\x08GetQuota\x12\x17.qkv.v1.GetQuotaRequest\x1a\x18.qkv.v1.GetQuotaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12qkv/v1/admin.proto\x12\x06qkv.v1\"\x12\n\x10GetStatusRequest\"A\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x01\":\n\x0bOptionValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\xf0\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x0e\n\x06models\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ekv_bytes_limit\x18\x07 \x01(\x04\x12\x11\n\trss_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06listen\x18\t \x03(\t\x12\x0b\n\x03\x63pu\x18\n \x01(\t\x12\x1f\n\x07metrics\x18\x0b \x03(\x0b\x32\x0e.qkv.v1.Metric\x12$\n\x07options\x18\x0c \x03(\x0b\x32\x13.qkv.v1.OptionValue\x12\x16\n\x0elearning_bytes\x18\r \x01(\x04\x12\x19\n\x11\x63\x61libration_bytes\x18\x0e \x01(\x04\x12\x1a\n\x12kv_bytes_available\x18\x0f \x01(\x04\x12\x16\n\x0eoverhead_bytes\x18\x10 \x01(\x04\"!\n\x0e\x43ompareRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"n\n\x0f\x43ompareResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x14\n\x0ctokens_exact\x18\x03 \x01(\x04\x12%\n\x06\x63odecs\x18\x04 \x03(\x0b\x32\x15.qkv.v1.ComparedCodec\"\x8f\x01\n\rComparedCodec\x12\r\n\x05\x63odec\x18\x01 \x01(\t\x12\x0c\n\x04\x62its\x18\x02 \x01(\x01\x12\x12\n\ncalibrated\x18\x03 \x01(\x08\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x1b\n\x13\x62its_per_coordinate\x18\x05 \x01(\x01\x12\x17\n\x0f\x61ttention_error\x18\x06 \x01(\x01\"3\n\x0c\x44rainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\x04\x12\x11\n\tnotice_ms\x18\x02 \x01(\x04\"\x0f\n\rDrainResponse\"\x13\n\x11GetStorageRequest\"z\n\x0eStorageSegment\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x12\n\nfile_bytes\x18\x02 \x01(\x04\x12\x12\n\nlive_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\x04\x12\x0e\n\x06sealed\x18\x05 \x01(\x08\x12\x0e\n\x06unread\x18\x06 \x01(\x08\"\xef\x02\n\x12GetStorageResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\n\n\x02io\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x04 \x01(\x04\x12\x12\n\nlive_bytes\x18\x05 \x01(\x04\x12\x12\n\ndead_bytes\x18\x06 \x01(\x04\x12\x13\n\x0b\x64irty_bytes\x18\x07 \x01(\x04\x12\x15\n\rjournal_bytes\x18\x08 \x01(\x04\x12\x11\n\tput_bytes\x18\t \x01(\x04\x12\x18\n\x10put_stored_bytes\x18\n \x01(\x04\x12\x12\n\nread_bytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x62\x61\x64_records\x18\x0c \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\r \x01(\x04\x12\x18\n\x10recovery_seconds\x18\x0e \x01(\x01\x12(\n\x08segments\x18\x0f \x03(\x0b\x32\x16.qkv.v1.StorageSegment\x12\x17\n\x0funread_segments\x18\x10 \x01(\x04\"%\n\x14VerifyStorageRequest\x12\r\n\x05start\x18\x01 \x01(\x08\"k\n\x15VerifyStorageResponse\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x14\n\x0crecords_done\x18\x02 \x01(\x04\x12\x0f\n\x07records\x18\x03 \x01(\x04\x12\x0b\n\x03\x62\x61\x64\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"$\n\x0e\x43ompactRequest\x12\x12\n\nlive_share\x18\x01 \x01(\x01\"&\n\x0f\x43ompactResponse\x12\x13\n\x0b\x62ytes_freed\x18\x01 \x01(\x04\"\xef\x01\n\x05Quota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x1d\n\x15host_bytes_guaranteed\x18\x03 \x01(\x04\x12\x11\n\tssd_bytes\x18\x04 \x01(\x04\x12\x1c\n\x14ssd_bytes_guaranteed\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\x04\x12\x0e\n\x06models\x18\x07 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x08 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\t \x01(\x04\x12\x17\n\x0frows_per_second\x18\n \x01(\x04\x12\x0e\n\x06weight\x18\x0b \x01(\r\"\x92\x01\n\nQuotaUsage\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x11\n\tssd_bytes\x18\x02 \x01(\x04\x12\x10\n\x08sessions\x18\x03 \x01(\x04\x12\x0e\n\x06models\x18\x04 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0c\n\x04rows\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\"5\n\x0fSetQuotaRequest\x12\x1c\n\x05quota\x18\x05 \x01(\x0b\x32\r.qkv.v1.QuotaJ\x04\x08\x01\x10\x05\"\x12\n\x10SetQuotaResponse\"!\n\x0fGetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"8\n\x10GetQuotaResponse\x12$\n\x07tenants\x18\x01 \x03(\x0b\x32\x13.qkv.v1.TenantQuota\"b\n\x0bTenantQuota\x12\x1c\n\x05quota\x18\x01 \x01(\x0b\x32\r.qkv.v1.Quota\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.qkv.v1.QuotaUsage\x12\x12\n\nby_default\x18\x03 \x01(\x08\x32\x88\x04\n\x05\x41\x64min\x12@\n\tGetStatus\x12\x18.qkv.v1.GetStatusRequest\x1a\x19.qkv.v1.GetStatusResponse\x12\x43\n\nGetStorage\x12\x19.qkv.v1.GetStorageRequest\x1a\x1a.qkv.v1.GetStorageResponse\x12L\n\rVerifyStorage\x12\x1c.qkv.v1.VerifyStorageRequest\x1a\x1d.qkv.v1.VerifyStorageResponse\x12:\n\x07\x43ompact\x12\x16.qkv.v1.CompactRequest\x1a\x17.qkv.v1.CompactResponse\x12:\n\x07\x43ompare\x12\x16.qkv.v1.CompareRequest\x1a\x17.qkv.v1.CompareResponse\x12\x34\n\x05\x44rain\x12\x14.qkv.v1.DrainRequest\x1a\x15.qkv.v1.DrainResponse\x12=\n\x08SetQuota\x12\x17.qkv.v1.SetQuotaRequest\x1a\x18.qkv.v1.SetQuotaResponse\x12=\n\x08GetQuota\x12\x17.qkv.v1.GetQuotaRequest\x1a\x18.qkv.v1.GetQuotaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,45 +38,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIONVALUE']._serialized_start=117
   _globals['_OPTIONVALUE']._serialized_end=175
   _globals['_GETSTATUSRESPONSE']._serialized_start=178
-  _globals['_GETSTATUSRESPONSE']._serialized_end=539
-  _globals['_COMPAREREQUEST']._serialized_start=541
-  _globals['_COMPAREREQUEST']._serialized_end=574
-  _globals['_COMPARERESPONSE']._serialized_start=576
-  _globals['_COMPARERESPONSE']._serialized_end=686
-  _globals['_COMPAREDCODEC']._serialized_start=689
-  _globals['_COMPAREDCODEC']._serialized_end=832
-  _globals['_DRAINREQUEST']._serialized_start=834
-  _globals['_DRAINREQUEST']._serialized_end=885
-  _globals['_DRAINRESPONSE']._serialized_start=887
-  _globals['_DRAINRESPONSE']._serialized_end=902
-  _globals['_GETSTORAGEREQUEST']._serialized_start=904
-  _globals['_GETSTORAGEREQUEST']._serialized_end=923
-  _globals['_STORAGESEGMENT']._serialized_start=925
-  _globals['_STORAGESEGMENT']._serialized_end=1047
-  _globals['_GETSTORAGERESPONSE']._serialized_start=1050
-  _globals['_GETSTORAGERESPONSE']._serialized_end=1417
-  _globals['_VERIFYSTORAGEREQUEST']._serialized_start=1419
-  _globals['_VERIFYSTORAGEREQUEST']._serialized_end=1456
-  _globals['_VERIFYSTORAGERESPONSE']._serialized_start=1458
-  _globals['_VERIFYSTORAGERESPONSE']._serialized_end=1565
-  _globals['_COMPACTREQUEST']._serialized_start=1567
-  _globals['_COMPACTREQUEST']._serialized_end=1603
-  _globals['_COMPACTRESPONSE']._serialized_start=1605
-  _globals['_COMPACTRESPONSE']._serialized_end=1643
-  _globals['_QUOTA']._serialized_start=1646
-  _globals['_QUOTA']._serialized_end=1885
-  _globals['_QUOTAUSAGE']._serialized_start=1888
-  _globals['_QUOTAUSAGE']._serialized_end=2034
-  _globals['_SETQUOTAREQUEST']._serialized_start=2036
-  _globals['_SETQUOTAREQUEST']._serialized_end=2089
-  _globals['_SETQUOTARESPONSE']._serialized_start=2091
-  _globals['_SETQUOTARESPONSE']._serialized_end=2109
-  _globals['_GETQUOTAREQUEST']._serialized_start=2111
-  _globals['_GETQUOTAREQUEST']._serialized_end=2144
-  _globals['_GETQUOTARESPONSE']._serialized_start=2146
-  _globals['_GETQUOTARESPONSE']._serialized_end=2202
-  _globals['_TENANTQUOTA']._serialized_start=2204
-  _globals['_TENANTQUOTA']._serialized_end=2302
-  _globals['_ADMIN']._serialized_start=2305
-  _globals['_ADMIN']._serialized_end=2825
+  _globals['_GETSTATUSRESPONSE']._serialized_end=546
+  _globals['_COMPAREREQUEST']._serialized_start=548
+  _globals['_COMPAREREQUEST']._serialized_end=581
+  _globals['_COMPARERESPONSE']._serialized_start=583
+  _globals['_COMPARERESPONSE']._serialized_end=693
+  _globals['_COMPAREDCODEC']._serialized_start=696
+  _globals['_COMPAREDCODEC']._serialized_end=839
+  _globals['_DRAINREQUEST']._serialized_start=841
+  _globals['_DRAINREQUEST']._serialized_end=892
+  _globals['_DRAINRESPONSE']._serialized_start=894
+  _globals['_DRAINRESPONSE']._serialized_end=909
+  _globals['_GETSTORAGEREQUEST']._serialized_start=911
+  _globals['_GETSTORAGEREQUEST']._serialized_end=930
+  _globals['_STORAGESEGMENT']._serialized_start=932
+  _globals['_STORAGESEGMENT']._serialized_end=1054
+  _globals['_GETSTORAGERESPONSE']._serialized_start=1057
+  _globals['_GETSTORAGERESPONSE']._serialized_end=1424
+  _globals['_VERIFYSTORAGEREQUEST']._serialized_start=1426
+  _globals['_VERIFYSTORAGEREQUEST']._serialized_end=1463
+  _globals['_VERIFYSTORAGERESPONSE']._serialized_start=1465
+  _globals['_VERIFYSTORAGERESPONSE']._serialized_end=1572
+  _globals['_COMPACTREQUEST']._serialized_start=1574
+  _globals['_COMPACTREQUEST']._serialized_end=1610
+  _globals['_COMPACTRESPONSE']._serialized_start=1612
+  _globals['_COMPACTRESPONSE']._serialized_end=1650
+  _globals['_QUOTA']._serialized_start=1653
+  _globals['_QUOTA']._serialized_end=1892
+  _globals['_QUOTAUSAGE']._serialized_start=1895
+  _globals['_QUOTAUSAGE']._serialized_end=2041
+  _globals['_SETQUOTAREQUEST']._serialized_start=2043
+  _globals['_SETQUOTAREQUEST']._serialized_end=2096
+  _globals['_SETQUOTARESPONSE']._serialized_start=2098
+  _globals['_SETQUOTARESPONSE']._serialized_end=2116
+  _globals['_GETQUOTAREQUEST']._serialized_start=2118
+  _globals['_GETQUOTAREQUEST']._serialized_end=2151
+  _globals['_GETQUOTARESPONSE']._serialized_start=2153
+  _globals['_GETQUOTARESPONSE']._serialized_end=2209
+  _globals['_TENANTQUOTA']._serialized_start=2211
+  _globals['_TENANTQUOTA']._serialized_end=2309
+  _globals['_ADMIN']._serialized_start=2312
+  _globals['_ADMIN']._serialized_end=2832
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,7 @@ class OptionValue(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_room", "beside_bytes")
+    __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_available", "overhead_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -47,8 +47,8 @@ class GetStatusResponse(_message.Message):
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_BYTES_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_BYTES_ROOM_FIELD_NUMBER: _ClassVar[int]
-    BESIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     state: str
     uptime_ms: int
@@ -63,9 +63,9 @@ class GetStatusResponse(_message.Message):
     options: _containers.RepeatedCompositeFieldContainer[OptionValue]
     learning_bytes: int
     calibration_bytes: int
-    kv_bytes_room: int
-    beside_bytes: int
-    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_room: _Optional[int] = ..., beside_bytes: _Optional[int] = ...) -> None: ...
+    kv_bytes_available: int
+    overhead_bytes: int
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_available: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
 
 class CompareRequest(_message.Message):
     __slots__ = ("session",)

@@ -267,8 +267,8 @@ static void *append_all(void *context) {
 
 static void test_readers_do_not_wait_for_pages(void **state) {
   (void)state;
-  int beside = 0;
-  for (int i = 0; i < 200 && beside == 0; i++) {
+  int concurrent = 0;
+  for (int i = 0; i < 200 && concurrent == 0; i++) {
     scene s;
     pthread_t thread;
     setup(&s, 0);
@@ -279,14 +279,14 @@ static void test_readers_do_not_wait_for_pages(void **state) {
     while (!atomic_load(&a.over)) {
       const qkv_layer *layer;
       assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
-      beside += layer->length == 100 && qkv_arena_read(s.arena).bytes_reserved > idle;  // pages are coded
+      concurrent += layer->length == 100 && qkv_arena_read(s.arena).bytes_reserved > idle;  // pages are coded
       qkv_session_read_done(s.session, 0);
     }
     (void)pthread_join(thread, NULL);
     assert_int_equal(length_of(s.session), TOKENS);
     teardown(&s);
   }
-  assert_true(beside > 0);
+  assert_true(concurrent > 0);
 }
 
 int main(void) {

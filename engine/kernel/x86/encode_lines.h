@@ -1,6 +1,6 @@
-// From what encode_columns.h found to codes in slabs (page.h).
-#ifndef QKV_ENGINE_KERNEL_X86_ENCODE_SLABS_H
-#define QKV_ENGINE_KERNEL_X86_ENCODE_SLABS_H
+// From what encode_columns.h found to codes in lines (page.h).
+#ifndef QKV_ENGINE_KERNEL_X86_ENCODE_LINES_H
+#define QKV_ENGINE_KERNEL_X86_ENCODE_LINES_H
 
 #include "engine/kernel/x86/encode_columns.h"
 
@@ -82,7 +82,7 @@ INLINE bytes code_quad(const tried_group *tried, size_t q, size_t p, const chose
 }
 
 static void code_columns(const uint16_t *reach, const tried_group *tried, const group_choice *choice,
-                         uint8_t (*codes)[SLAB]) {
+                         uint8_t (*codes)[LINE]) {
   for (size_t p = 0; p < PARTS; p++) {
     const chosen_rows rows = rows_of_choice(choice, p * LANES);
     for (size_t q = 0; q < reach[SHALLOW_MAX + 1] / QUAD; q++) {
@@ -98,14 +98,14 @@ static void code_columns(const uint16_t *reach, const tried_group *tried, const 
   }
 }
 
-// ---- Slabs ----
+// ---- Lines ----
 
 // Codes of 16 coordinates, four after the other.
 typedef struct block_quads {
   bytes of[PARTS][BLOCK_QUADS];
 } block_quads;
 
-// Part `p` of a slab's lanes: rows of keys, coordinates of values.
+// Part `p` of a line's lanes: rows of keys, coordinates of values.
 INLINE block_fields fields_of_quads(qkv_part part, const block_quads *quads, size_t p) {
   if (part == QKV_K) return (block_fields){{quads->of[p][0], quads->of[p][1], quads->of[p][2], quads->of[p][3]}};
 #if LANES == 16
@@ -125,7 +125,7 @@ INLINE block_fields fields_of_quads(qkv_part part, const block_quads *quads, siz
 #endif
 }
 
-// Where all coordinates have four bits, whole slabs of pair 0 and then of pair 1 follow each other.
+// Where all coordinates have four bits, whole lines of pair 0 and then of pair 1 follow each other.
 static bool all_fours(const uint16_t *reach) {
   return reach[SHALLOW_MAX + 1] == 0 && reach[SHALLOW_MAX] == reach[1] && reach[1] % QKVI_BLOCK_WIDTH == 0;
 }
@@ -149,15 +149,15 @@ INLINE void pack_fours(qkv_part part, size_t coordinates, const tried_group *tri
     UNROLL
     for (size_t p = 0; p < PARTS; p++) {
       const block_fields fields = fields_of_quads(part, &quads, p);
-      uint8_t *slab = group + i * SLAB + p * sizeof(bytes);
-      pack_slab(&fields, 0, true, 0, slab);
-      pack_slab(&fields, 1, true, 0, slab + coordinates * SLAB / QKVI_BLOCK_WIDTH);
+      uint8_t *line = group + i * LINE + p * sizeof(bytes);
+      pack_line(&fields, 0, true, 0, line);
+      pack_line(&fields, 1, true, 0, line + coordinates * LINE / QKVI_BLOCK_WIDTH);
     }
   }
 }
 
 // Codes [row][coordinate] of four coordinates, as [coordinate][row].
-INLINE void turn_quad(const uint8_t codes[SLAB], qkvi_codes *out) {
+INLINE void turn_quad(const uint8_t codes[LINE], qkvi_codes *out) {
 #if LANES == 16
   const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   put_bytes(out, _mm512_permutexvar_epi32(dwords, turn_quarters(load_bytes(codes))));
@@ -173,25 +173,25 @@ INLINE void turn_quad(const uint8_t codes[SLAB], qkvi_codes *out) {
 #endif
 }
 
-// What is left of a section behind its slabs of 64 bytes: slabs of 32 and 16.
-static uint8_t *pack_quads_rest(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[SLAB],
-                                size_t coordinates, uint8_t *slab) {
+// What is left of a section behind its lines of 64 bytes: lines of 32 and 16.
+static uint8_t *pack_quads_rest(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[LINE],
+                                size_t coordinates, uint8_t *line) {
   for (unsigned width = 2; width > 0; width /= 2) {
     const size_t here = (wide ? 4u : 8u) * width;
     if (here > coordinates) continue;
     qkvi_codes by_coordinate[QKVI_BLOCK_WIDTH];
     for (size_t q = 0; q < here / QUAD; q++) turn_quad(codes[q], by_coordinate + q * QUAD);
-    qkvi_pack_slab(part, pair, wide, width, (const qkvi_codes *)by_coordinate, slab);
+    qkvi_pack_line(part, pair, wide, width, (const qkvi_codes *)by_coordinate, line);
     codes += here / QUAD;
     coordinates -= here;
-    slab += (size_t)GROUP * width;
+    line += (size_t)GROUP * width;
   }
-  return slab;
+  return line;
 }
 
-// 16 coordinates of a slab of 64 bytes.
-INLINE void pack_quads(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t (*codes)[SLAB],
-                       uint8_t *slab) {
+// 16 coordinates of a line of 64 bytes.
+INLINE void pack_quads(qkv_part part, unsigned pair, bool wide, unsigned half, const uint8_t (*codes)[LINE],
+                       uint8_t *line) {
   block_quads quads;
   UNROLL
   for (size_t p = 0; p < PARTS; p++) {
@@ -201,26 +201,26 @@ INLINE void pack_quads(qkv_part part, unsigned pair, bool wide, unsigned half, c
   UNROLL
   for (size_t p = 0; p < PARTS; p++) {
     const block_fields fields = fields_of_quads(part, &quads, p);
-    pack_slab(&fields, pair, wide, half, slab + p * sizeof(bytes));
+    pack_line(&fields, pair, wide, half, line + p * sizeof(bytes));
   }
 }
 
 // A section of pair `pair`, which as `wide` is a constant: coordinates [begin, end). Returns where the next one is.
-INLINE uint8_t *pack_section_of_quads(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[SLAB],
-                                      size_t begin, size_t end, uint8_t *slab) {
+INLINE uint8_t *pack_section_of_quads(qkv_part part, unsigned pair, bool wide, const uint8_t (*codes)[LINE],
+                                      size_t begin, size_t end, uint8_t *line) {
   const size_t here = wide ? QKVI_BLOCK_WIDTH : 2 * QKVI_BLOCK_WIDTH;
-  for (; begin + here <= end; begin += here, slab += SLAB) {
-    pack_quads(part, pair, wide, 0, codes + begin / QUAD, slab);
-    if (!wide) pack_quads(part, pair, wide, 1, codes + begin / QUAD + BLOCK_QUADS, slab);
+  for (; begin + here <= end; begin += here, line += LINE) {
+    pack_quads(part, pair, wide, 0, codes + begin / QUAD, line);
+    if (!wide) pack_quads(part, pair, wide, 1, codes + begin / QUAD + BLOCK_QUADS, line);
   }
-  return begin < end ? pack_quads_rest(part, pair, wide, codes + begin / QUAD, end - begin, slab) : slab;
+  return begin < end ? pack_quads_rest(part, pair, wide, codes + begin / QUAD, end - begin, line) : line;
 }
 
 static void pack_columns(qkv_part part, const uint16_t *reach, const tried_group *tried, const group_choice *choice,
                          uint8_t *group) {
-  _Alignas(64) uint8_t room[QUADS_MAX][SLAB];
-  const uint8_t(*codes)[64] = (const uint8_t(*)[SLAB])room;
-  code_columns(reach, tried, choice, room);
+  _Alignas(64) uint8_t buffer[QUADS_MAX][LINE];
+  const uint8_t(*codes)[64] = (const uint8_t(*)[LINE])buffer;
+  code_columns(reach, tried, choice, buffer);
   UNROLL
   for (unsigned pair = 0; pair < QKV_DEPTH_MAX / 2; pair++) {
     const size_t wide = reach[2 * pair + 2], all = reach[2 * pair + 1];
