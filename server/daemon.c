@@ -14,6 +14,7 @@
 #include "server/handlers.h"
 #include "server/http/http.h"
 #include "server/lifetime.h"
+#include "server/rpc_inspect.h"
 #include "server/service.h"
 
 enum { BLOCKING_THREADS = 8 };  // of each half; their jobs mostly wait
@@ -186,6 +187,10 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS], (int64_t)qkv_rpc_server_connections(daemon->rpc));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_REFUSED],
                  (int64_t)qkv_rpc_server_connections_refused(daemon->rpc));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_HEADERS],
+                 (int64_t)qkvi_inspect_closed(QKVI_HTTP2_HEADER_BLOCK));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_FRAMES],
+                 (int64_t)qkvi_inspect_closed(QKVI_HTTP2_CONTROL_FRAMES));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_STALLED], (int64_t)qkv_rpc_server_stalled_ended(daemon->rpc));
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
@@ -312,6 +317,7 @@ static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
       .tenant_calls_max = (size_t)options->limit_tenant_calls,
       .connections_max = (size_t)options->limit_connections,
       .peer_connections_max = (size_t)options->limit_peer_connections,
+      .control_frames_s = (uint64_t)options->limit_control_frames,
       .first_message_ms = options->limit_first_message,
       .unread_ms = options->limit_unread_response,
       .idle_ms = options->limit_idle_stream,

@@ -30,6 +30,10 @@
   X(CONNECTIONS, "qkvd_connections", QKV_GAUGE, "Connections open now.")                                            \
   X(CONNECTIONS_REFUSED, "qkvd_connections_refused_total", QKV_COUNTER,                                             \
     "Connections closed at once, for limit-connections or limit-peer-connections.")                                 \
+  X(CONNECTIONS_CLOSED_HEADERS, "qkvd_connections_closed_headers_total", QKV_COUNTER,                               \
+    "Connections closed for a header block of more than 64 KiB.")                                                   \
+  X(CONNECTIONS_CLOSED_FRAMES, "qkvd_connections_closed_frames_total", QKV_COUNTER,                                 \
+    "Connections closed for limit-control-frames.")                                                                 \
   X(HTTP_ENDED, "qkvd_http_connections_ended_total", QKV_COUNTER,                                                   \
     "Connections of admin-listen that had waited longest for their client, ended for new ones.")                    \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \

@@ -97,6 +97,9 @@ const qkv_option qkv_server_option_table[] = {
      "Connections at once, those of unix sockets included; more are closed as they come."},
     {"limit-peer-connections", QKV_OPTION_INTEGER, AT(limit_peer_connections), "0", 0, 1048576, "N",
      "Connections of one IPv4 address, or of one IPv6 network of 64 bits; 0: half of limit-connections."},
+    {"limit-control-frames", QKV_OPTION_INTEGER, AT(limit_control_frames), "1000", 0, 1000000, "N",
+     "HTTP/2 frames without a message of one connection a second, each counted for what it costs, and five times as "
+     "many at once; a connection that sends more is closed. 0: no limit."},
     {"limit-first-message", QKV_OPTION_DURATION, AT(limit_first_message), "10s", 0, 3600000, "TIME",
      "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
      "limit-calls is reached, calls without a message lose their places at once."},

@@ -42,7 +42,7 @@ typedef struct qkv_server_options {
   int64_t limit_tenant_calls;                        // 0: as limit_calls
   int64_t limit_first_message;                       // ms; 0: for ever
   int64_t limit_unread_response, limit_idle_stream;  // ms; 0: for ever
-  int64_t limit_connections, limit_peer_connections;
+  int64_t limit_connections, limit_peer_connections, limit_control_frames;
   int64_t limit_watchers;       // Watch calls
   int64_t limit_client_shm;     // regions of clients' shared memory
   int64_t limit_metric_labels;  // tenants, and models, that metrics name

@@ -133,6 +133,7 @@ typedef struct qkv_rpc_config {
   size_t tenant_calls_max;         // of one tenant; 0: no limit
   size_t connections_max;          // at once; more are closed
   size_t peer_connections_max;     // of one peer (server/rpc_connections.h); 0: half of them
+  uint64_t control_frames_s;       // of one connection in a second, in points (server/http2_frames.h); 0: no limit
   qkvi_call_quota_fn *quota;       // of tenants, with `context` (server/rpc_limits.h); NULL: none
   int64_t first_message_ms;        // until a call's first message has arrived as a whole; 0: no limit
   int64_t unread_ms;               // until a message to the client has been read; 0: no limit

@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "engine/base/log.h"
+#include "server/rpc_inspect.h"
 #include "server/rpc_internal.h"
 #include "server/service.h"
 
@@ -323,6 +324,7 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
         qkvi_rpc_connections_admit(listener->connections, connection, (const struct sockaddr *)&peer);
     if (admission != QKVI_RPC_ADMITTED) return refuse_connection(listener, connection, admission);
     set_options(listener, connection);
+    qkvi_inspect_open(connection, listener->tls != NULL);
     if (listener->tls != NULL) {
       qkvi_tls_give(listener->tls, connection);
     } else {

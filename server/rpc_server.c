@@ -12,13 +12,13 @@
 
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
+#include "server/rpc_inspect.h"
 #include "server/rpc_internal.h"
 
 #define METADATA_BYTES_MAX (16 * 1024)
 // A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and a
 // client that does not is disconnected.
 #define STREAMS_MORE 100
-#define CLIENT_PING_INTERVAL_MS 5000  // clients may ping as often as this
 // Memory of gRPC itself, in addition to messages that handlers hold.
 #define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
 #define HANDSHAKE_MS 10000  // of TLS, and until the client's HTTP/2 settings have come
@@ -287,7 +287,8 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
       integer_arg(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0),
       integer_arg(GRPC_ARG_KEEPALIVE_TIME_MS, INT32_MAX),  // never: rpc_listen.c
       integer_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
-      integer_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, CLIENT_PING_INTERVAL_MS),
+      // Any number: gRPC takes 20 µs for each one too many, rpc_inspect.h bounds them for less.
+      integer_arg(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0),
       integer_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, HANDSHAKE_MS),
       qkvi_tls_port_argument(&server->tls_port),
       {.type = GRPC_ARG_POINTER,
@@ -358,6 +359,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .idle_ms = config->idle_ms,
                                          .quota = config->quota,
                                          .quota_context = config->context};
+  qkvi_inspect_setup(config->control_frames_s);
   server->limits = qkvi_rpc_limits_create(&limits);
   server->connections = qkvi_rpc_connections_create(config->connections_max, config->peer_connections_max);
   server->delays = qkvi_rpc_delays_create();

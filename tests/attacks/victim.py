@@ -24,8 +24,11 @@ class Attacker:
     """A process of attackers.py. Use as a context manager."""
 
     def __init__(self, daemon, name):
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "attackers.py")
-        self.process = subprocess.Popen([sys.executable, script, name, daemon.tcp], stdout=subprocess.PIPE, text=True)
+        here = os.path.dirname(os.path.abspath(__file__))
+        path = [os.path.join(os.path.dirname(here), "e2e"), os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen([sys.executable, os.path.join(here, "attackers.py"), name, daemon.tcp],
+                                        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, stdout=subprocess.PIPE,
+                                        text=True)
 
     def __enter__(self):
         assert self.process.stdout.readline() == "begins\n"

@@ -1,0 +1,114 @@
+"""Each attack of tests/attacks, for a moment: others are served, memory stays bounded, and the client that floods is cut off.
+
+Bounds of time are for a busy machine: without limits of frames, a flood stops all others for as long as it lasts.
+tests/attacks/measure.py measures what is left.
+"""
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+
+import pytest
+
+sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "attacks"))
+
+from attackers import ATTACKS  # noqa: E402
+from daemon import PATIENCE, SANITIZED, Daemon, wait_for  # noqa: E402
+from http2 import CONTINUATION, END_HEADERS, HEADERS, PING, PREFACE, RST_STREAM, Raw, frame, header, request, setting  # noqa: E402
+from victim import MIB, Attacker, Victim  # noqa: E402
+
+HEADERS_CLOSED, FRAMES_CLOSED = (f"qkvd_connections_closed_{what}_total" for what in ("headers", "frames"))
+CUT_OFF = {
+    "oversized headers": HEADERS_CLOSED,
+    "continuations": HEADERS_CLOSED,
+    "many headers": FRAMES_CLOSED,
+    "windows": FRAMES_CLOSED,
+    "rapid reset": FRAMES_CLOSED,
+    "settings": FRAMES_CLOSED,
+    "pings": FRAMES_CLOSED,
+}
+MESSAGES = {
+    HEADERS_CLOSED: "a connection is closed: its header block is too long",
+    FRAMES_CLOSED: "a connection is closed: it sends too many control frames",
+}
+# Without it one tenant's calls that go on take all places.
+OPTIONS = {"unread answers": ("--limit-tenant-calls", "512")}
+# So many new connections at once may take the place of a call whose message is on its way.
+FAILURES_MAX = {"half-open calls, 10000 connections": 20}
+LONGEST_S = 5
+ATTEND = "/qkv.v1.KvCache/Attend"
+CANCEL = b"\0\0\0\x08"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_others_are_served(name):
+    with Daemon(*OPTIONS.get(name, ())) as daemon:
+        victim = Victim(daemon)
+        before = daemon.rss_bytes()
+        with Attacker(daemon, name):
+            seen = victim.look(1.5)
+            metric = CUT_OFF.get(name)
+            if metric:
+                wait_for(lambda: daemon.metric(metric) > 0, "the attack is not cut off")
+        print(seen)
+        assert len(seen.failures) <= FAILURES_MAX.get(name, 0), seen.failures
+        assert max(seen.checks) < LONGEST_S and max(seen.decodes) < LONGEST_S
+        assert SANITIZED or seen.rss < before + 1100 * MIB  # limit-response-bytes, which unread answers use up
+        if metric:
+            assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
+
+
+def resets(count):
+    block = request(ATTEND)
+    return b"".join(frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, CANCEL)
+                    for stream in range(1, 2 * count, 2))
+
+
+def block_without_end(pieces):
+    piece = header("x-more", "v" * 16000)
+    return frame(HEADERS, 0, 1, request(ATTEND)) + frame(CONTINUATION, 0, 1, piece) * pieces
+
+
+def test_limit_of_frames():
+    """A connection below the limit stays, one above is closed, and 0 is no limit."""
+    for limit, count, closed in (("1000", 1200, False), ("100", 200, True), ("0", 5000, False)):
+        with Daemon("--limit-control-frames", limit) as daemon:
+            raw = Raw(daemon.tcp)
+            raw.greet()
+            raw.send(resets(count) + frame(PING, 0, 0, b"whatever"))
+            wait_for(lambda: raw.closed or b"whatever" in raw.received, "neither closed nor answered")
+            assert raw.closed == closed
+            assert (daemon.metric(FRAMES_CLOSED) == 1) == closed
+            raw.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    paths = str(folder / "cert.pem"), str(folder / "key.pem")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+                    "-subj", "/CN=localhost", "-out", paths[0], "-keyout", paths[1]], check=True, capture_output=True)
+    return paths
+
+
+@pytest.mark.parametrize("sent, metric", [(block_without_end(6), HEADERS_CLOSED), (resets(3000), FRAMES_CLOSED)],
+                         ids=["header block", "resets"])
+def test_encrypted(certificate, sent, metric):
+    """What is encrypted is counted, too."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(certificate[0])
+    context.check_hostname = False
+    context.set_alpn_protocols(["h2"])
+    with Daemon("--tls-cert", certificate[0], "--tls-key", certificate[1]) as daemon:
+        host, port = daemon.tcp.rsplit(":", 1)
+        with context.wrap_socket(socket.create_connection((host, int(port)), timeout=PATIENCE)) as connection:
+            try:
+                connection.sendall(PREFACE + setting() + sent)
+                while connection.recv(65536):
+                    pass
+            except OSError:
+                pass
+        wait_for(lambda: daemon.metric(metric) == 1, "it is not counted")
+        assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
