@@ -13,6 +13,7 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/handlers.h"
+#include "server/identity.h"
 
 // ---- Files ----
 
@@ -151,12 +152,13 @@ static qkv_status find_version(qkv_daemon *daemon, const qkv_model *model, uint3
                   version);
 }
 
-static qkv_status find_calibration(qkv_daemon *daemon, const Qkv__V1__GetCalibrationRequest *request,
+static qkv_status find_calibration(const qkv_rpc_call *call, const Qkv__V1__GetCalibrationRequest *request,
                                    const qkv_calibration **calibration, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_model *model = NULL;
   const char *name = request->model;
   QKV_TRY(qkv_name_check(name, "model", error));
-  QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
+  QKV_TRY(qkv_store_model(daemon->store, qkvi_call_tenant(call), name, &model, error));
   if (request->version != 0) return find_version(daemon, model, request->version, calibration, error);
   *calibration = model->learner != NULL ? qkv_learner_on_trial(model->learner) : NULL;
   if (*calibration == NULL) *calibration = qkv_calibration_slot_get(model->calibration);
@@ -171,7 +173,7 @@ static void on_get_calibration(qkv_rpc_call *call, qkv_bytes message) {
   Qkv__V1__GetCalibrationRequest *request =
       qkvi_control_unpack(message, &qkv__v1__get_calibration_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
-  const qkv_status status = find_calibration(qkv_rpc_context(call), request, &calibration, &error);
+  const qkv_status status = find_calibration(call, request, &calibration, &error);
   qkvi_control_free(request);
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
   calibration_stream *stream = calloc(1, sizeof *stream);

@@ -1,4 +1,5 @@
-// Calibrations from files: what --calibration MODEL=FILE gives to models that are registered under that name.
+// Calibrations from files: what --calibration MODEL=FILE gives to the default tenant's model that is registered under
+// that name.
 //
 // Threads: immutable once loaded.
 #ifndef QKV_SERVER_CALIBRATIONS_H

@@ -326,6 +326,7 @@ void qkvi_session_write(const qkv_session_info *info, uint64_t *lengths, qkvi_se
   qkv__v1__session_info__init(out);
   out->session = (char *)info->config.name;
   out->model = (char *)model->name;
+  out->model_tenant = (char *)model->tenant;
   out->tenant = (char *)info->config.tenant;
   out->purpose = (Qkv__V1__Purpose)info->config.purpose;
   write_policy(&info->config.policy, &message->parameters, &message->policy);

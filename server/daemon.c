@@ -13,6 +13,7 @@
 #include "server/block.h"
 #include "server/handlers.h"
 #include "server/http/http.h"
+#include "server/identity.h"
 #include "server/lifetime.h"
 #include "server/rpc_inspect.h"
 #include "server/service.h"
@@ -457,8 +458,8 @@ static bool may_learn(void *context, const qkv_model *model, uint64_t bytes) {
   }
   on->waits |= !has;
   if (!has && qkv_metric_read(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WAITING]) == 0)
-    qkv_log(QKV_LOG_WARN, "a calibration waits, memory-budget has no headroom for it", "{s:s, s:I}", "model",
-            model->name, "bytes", (json_int_t)bytes);
+    qkv_log(QKV_LOG_WARN, "a calibration waits, memory-budget has no headroom for it", "{s:s, s:s*, s:I}", "model",
+            model->name, "tenant", qkvi_tenant_to_log(model->tenant), "bytes", (json_int_t)bytes);
   if (!has) return false;
   atomic_store(&daemon->memory.expects, true);
   qkv_arena_move_elsewhere(arena, bytes);
@@ -472,15 +473,16 @@ static void log_verdict(const qkv_model *model, const qkv_learner_outcome *outco
   char version[9];
   (void)snprintf(version, sizeof version, "%08" PRIx32, outcome->version);
   if (outcome->end == QKV_LEARNER_WITHDRAWN) {
-    qkv_log(QKV_LOG_WARN, "a calibration was withdrawn, pages to come are data-free", "{s:s, s:s, s:s}", "model",
-            model->name, "version", version, "reason", outcome->text);
+    qkv_log(QKV_LOG_WARN, "a calibration was withdrawn, pages to come are data-free", "{s:s, s:s*, s:s, s:s}",
+            "model", model->name, "tenant", qkvi_tenant_to_log(model->tenant), "version", version, "reason",
+            outcome->text);
     return;
   }
   qkv_log(accepted ? QKV_LOG_INFO : QKV_LOG_WARN, accepted ? "calibrated" : "a calibration was refused",
-          "{s:s, s:s, s:s, s:I, s:f, s:f, s:I, s:I, s:s}", "model", model->name, "version", version, "source",
-          sources[outcome->source], "tokens", (json_int_t)outcome->tokens, "attention_error", outcome->error,
-          "data_free", outcome->data_free, "parts", (json_int_t)outcome->parts, "parts_data_free",
-          (json_int_t)outcome->dropped, "worst", outcome->text);
+          "{s:s, s:s*, s:s, s:s, s:I, s:f, s:f, s:I, s:I, s:s}", "model", model->name, "tenant",
+          qkvi_tenant_to_log(model->tenant), "version", version, "source", sources[outcome->source], "tokens",
+          (json_int_t)outcome->tokens, "attention_error", outcome->error, "data_free", outcome->data_free, "parts",
+          (json_int_t)outcome->parts, "parts_data_free", (json_int_t)outcome->dropped, "worst", outcome->text);
 }
 
 static void calibrated(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
@@ -490,11 +492,11 @@ static void calibrated(void *context, const qkv_model *model, const qkv_learner_
   atomic_store(&daemon->memory.expects, false);
   qkvi_memory_lower(daemon->store);
   if (outcome->rope[0] != '\0')
-    qkv_log(QKV_LOG_WARN, "the model's RoPE may be wrong", "{s:s, s:s}", "model", model->name, "reason",
-            outcome->rope);
+    qkv_log(QKV_LOG_WARN, "the model's RoPE may be wrong", "{s:s, s:s*, s:s}", "model", model->name, "tenant",
+            qkvi_tenant_to_log(model->tenant), "reason", outcome->rope);
   if (outcome->end == QKV_LEARNER_FAILED && outcome->error_text.status != QKV_CANCELLED)
-    qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s}", "model", model->name, "reason",
-            outcome->error_text.text);
+    qkv_log(QKV_LOG_WARN, "calibration failed", "{s:s, s:s*, s:s}", "model", model->name, "tenant",
+            qkvi_tenant_to_log(model->tenant), "reason", outcome->error_text.text);
   if (outcome->end == QKV_LEARNER_NOTHING || outcome->end == QKV_LEARNER_FAILED) return;
   const bool learnt = outcome->end == QKV_LEARNER_ACCEPTED && outcome->made;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS], learnt);

@@ -1,5 +1,6 @@
 // RegisterModel, GetModel, ListModels.
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +10,7 @@
 #include "server/handlers.h"
 #include "server/identity.h"
 #include "server/jobs.h"
+#include "server/residency/residency.h"
 
 // ---- RegisterModel ----
 
@@ -23,7 +25,8 @@ static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Mode
     QKV_TRY(qkv_calibration_read(message->calibration.data, message->calibration.len, &read, error));
     *calibration = read;
   } else {
-    *calibration = qkvi_calibrations_get(daemon->calibrations, resolved.name);
+    const bool by_default = strcmp(resolved.tenant, QKV_TENANT_DEFAULT) == 0;
+    *calibration = by_default ? qkvi_calibrations_get(daemon->calibrations, resolved.name) : NULL;
   }
   if (*calibration == NULL) return QKV_OK;
   const qkv_calibration_shape shape = qkv_model_calibration_shape(&resolved);
@@ -44,20 +47,48 @@ static bool is_known(const qkv_model *model, const qkv_calibration *calibration)
          (model->learner != NULL && qkv_learner_brought(model->learner) == version);
 }
 
-// All tenants that use a model code with the same calibration: a client of one of them cannot replace it for others.
+// All tenants that use a shared model code with the same calibration: a client of one of them cannot replace it for
+// others.
 static qkv_status check_replacing(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                   const qkv_calibration *calibration, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_model *known = NULL;
   if (!qkvi_call_is_bound(call) || message->calibration.len == 0 || message->calibration_kept) return QKV_OK;
-  if (qkv_store_model(daemon->store, model->name, &known, NULL) != QKV_OK || is_known(known, calibration) ||
-      !qkv_store_others_use(daemon->store, qkvi_call_tenant(call), known))
+  if (qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) != QKV_OK ||
+      is_known(known, calibration) || !qkv_store_is_shared(daemon->store, known))
     return QKV_OK;
-  return qkv_fail(
-      error, QKV_PERMISSION_DENIED,
-      "other tenants have sessions of the model %s: its calibration is replaced with the role write for all "
-      "tenants (*), and the call has it for %s alone",
-      model->name, qkvi_call_tenant(call));
+  return qkv_fail(error, QKV_PERMISSION_DENIED,
+                  "the model %s is shared: its calibration is replaced with the role write for all tenants (*), and "
+                  "the call has it for %s alone",
+                  model->name, model->tenant);
+}
+
+static qkv_status check_sharing(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
+                                qkv_error *error) {
+  if (!message->shared) return QKV_OK;
+  if (qkvi_call_is_bound(call))
+    return qkv_fail(
+        error, QKV_PERMISSION_DENIED,
+        "model.shared is set: a model is shared with the role write for all tenants (*), and the call has "
+        "it for %s alone",
+        model->tenant);
+  if (strcmp(model->tenant, QKV_TENANT_DEFAULT) == 0) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "model.shared is set, and the call's tenant is %s: only models of the tenant " QKV_TENANT_DEFAULT
+                  " are shared",
+                  model->tenant);
+}
+
+static qkv_status apply_calibration(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
+                                    const qkv_calibration *calibration, qkv_error *error) {
+  if (calibration == NULL) return QKV_OK;
+  if (message->calibration_kept) return qkvi_kept_put(daemon->kept, model, calibration, error);
+  // The daemon's own file does not replace a later calibration.
+  const bool given = message->calibration.len > 0;
+  const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
+  const qkv_calibration_source source = given ? QKV_CALIBRATION_REGISTERED : QKV_CALIBRATION_FILE;
+  if (!given && has_calibration(model)) return QKV_OK;
+  return qkv_model_calibrate(model, calibration, source, trusted, error);
 }
 
 static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
@@ -65,18 +96,12 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_calibration *calibration = NULL;
   qkv_status status = read_calibration(daemon, message, model, &calibration, error);
+  if (status == QKV_OK) status = check_sharing(call, message, model, error);
   if (status == QKV_OK) status = check_replacing(call, message, model, calibration, error);
   if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
-  if (status == QKV_OK && calibration != NULL && message->calibration_kept) {
-    status = qkvi_kept_put(daemon->kept, *registered, calibration, error);
-  } else if (status == QKV_OK && calibration != NULL) {
-    // The daemon's own file does not replace a later calibration.
-    const bool given = message->calibration.len > 0;
-    const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
-    const qkv_calibration_source source = given ? QKV_CALIBRATION_REGISTERED : QKV_CALIBRATION_FILE;
-    if (given || !has_calibration(*registered))
-      status = qkv_store_calibrate(daemon->store, (*registered)->name, calibration, source, trusted, error);
-  }
+  if (status == QKV_OK) status = apply_calibration(daemon, message, *registered, calibration, error);
+  if (status == QKV_OK && message->shared)
+    status = qkvi_catalogue_share_model(daemon->residency, daemon->store, *registered, error);
   qkv_calibration_unref(&calibration);
   return status;
 }
@@ -86,18 +111,31 @@ static qkv_status register_counted(qkv_rpc_call *call, const Qkv__V1__Model *mes
                                    const qkv_model **registered, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_model *known = NULL;
-  const bool more = qkv_store_model(daemon->store, model->name, &known, NULL) != QKV_OK;
+  const bool more = qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) != QKV_OK;
   if (more) QKV_TRY(qkv_rpc_take_model(call, error));
   const qkv_status status = register_read(call, message, model, registered, error);
   if (more && status != QKV_OK) qkv_rpc_give_model(call);
   return status;
 }
 
+// The tenant that the registration counts for is the call's, so a field alone cannot name another one.
+static qkv_status read_model(const qkv_rpc_call *call, const Qkv__V1__Model *message, qkv_model *model,
+                             qkv_error *error) {
+  const char *tenant = NULL;
+  QKV_TRY(qkvi_model_read(message, model, error));
+  QKV_TRY(qkvi_request_tenant(call, message->tenant, &tenant, error));
+  if (strcmp(tenant, qkvi_call_tenant(call)) != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "tenant is %s, the call's tenant is %s", tenant,
+                    qkvi_call_tenant(call));
+  (void)snprintf(model->tenant, sizeof model->tenant, "%s", tenant);
+  return QKV_OK;
+}
+
 static qkv_status register_model(qkv_rpc_call *call, const Qkv__V1__RegisterModelRequest *request,
                                  const qkv_model **registered, qkv_error *error) {
-  qkv_model model;
+  qkv_model model = {0};
   if (request->model == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "model is missing");
-  qkv_status status = qkvi_model_read(request->model, &model, error);
+  qkv_status status = read_model(call, request->model, &model, error);
   if (status != QKV_OK) {
     status = qkv_error_prefix(error, "model.");
   } else {
@@ -122,6 +160,8 @@ static void register_job(void *context) {
   qkvi_calibration_write(registered, &state);
   response.model = &parts.model;
   response.calibration = &state.state;
+  response.tenant = (char *)registered->tenant;
+  response.shared = qkv_store_is_shared(((qkv_daemon *)qkv_rpc_context(call))->store, registered);
   qkvi_control_reply(call, &response.base);
   qkvi_model_message_clear(&parts);
 }
@@ -132,13 +172,14 @@ static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
       qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  qkvi_job_submit(call, QKVI_WAIT_LAYERS, register_job, call);
+  const bool journaled = request->model != NULL && request->model->shared;
+  qkvi_job_submit(call, journaled ? qkvi_session_waits(call) : QKVI_WAIT_LAYERS, register_job, call);
 }
 
 // ---- GetModel and ListModels ----
 
 typedef struct listing {
-  const char *name;  // of the only model that is wanted; NULL: all
+  const qkv_model *only;  // NULL: all are wanted
   struct entry {
     const qkv_model *model;
     size_t sessions;
@@ -148,7 +189,7 @@ typedef struct listing {
 
 static bool collect(void *context, const qkv_model *model, size_t sessions) {
   listing *list = context;
-  if (list->name != NULL && strcmp(list->name, model->name) != 0) return true;
+  if (list->only != NULL && list->only != model) return true;
   if (list->count == list->capacity) {
     list->capacity = list->capacity * 2 + 16;
     list->entries = realloc(list->entries, list->capacity * sizeof *list->entries);
@@ -165,28 +206,33 @@ typedef struct entry_message {
   qkvi_calibration_message calibration;
 } entry_message;
 
-static void write_entry(const struct entry *entry, entry_message *message) {
+static void write_entry(qkv_store *store, const struct entry *entry, entry_message *message) {
   qkv__v1__get_model_response__init(&message->response);
   qkvi_model_write(entry->model, &message->parts);
   message->response.model = &message->parts.model;
   message->response.sessions = entry->sessions;
   qkvi_calibration_write(entry->model, &message->calibration);
   message->response.calibration = &message->calibration.state;
+  message->response.tenant = (char *)entry->model->tenant;
+  message->response.shared = qkv_store_is_shared(store, entry->model);
 }
 
-// The tenant whose sessions are counted: a client of one tenant sees its own. NULL: all.
-static const char *counted_tenant(const qkv_rpc_call *call) {
-  return qkvi_call_is_bound(call) ? qkvi_call_tenant(call) : NULL;
+// The tenant that models are listed for, and whose sessions are counted: that which the call names. NULL: all.
+static const char *listed_tenant(const qkv_rpc_call *call) {
+  const char *tenant = NULL;
+  const qkv_status status = qkvi_asked_tenant(call, "", &tenant, NULL);
+  assert(status == QKV_OK);  // without a field nothing can differ
+  (void)status;
+  return tenant[0] == '\0' ? NULL : tenant;
 }
 
 static qkv_status get_model(const qkv_rpc_call *call, const char *name, struct entry *found, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  listing list = {.name = name};
-  const qkv_model *model = NULL;
+  listing list = {0};
   QKV_TRY(qkv_name_check(name, "name", error));
-  QKV_TRY(qkv_store_model(daemon->store, name, &model, error));
-  qkv_store_each_model(daemon->store, counted_tenant(call), collect, &list);
-  assert(list.count == 1 && list.entries[0].model == model);  // models stay
+  QKV_TRY(qkv_store_model(daemon->store, qkvi_call_tenant(call), name, &list.only, error));
+  qkv_store_each_model(daemon->store, listed_tenant(call), collect, &list);
+  assert(list.count == 1);  // models stay, and stay visible
   *found = list.entries[0];
   free(list.entries);
   return QKV_OK;
@@ -202,7 +248,7 @@ static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
 
   entry_message answer;
-  write_entry(&found, &answer);
+  write_entry(((qkv_daemon *)qkv_rpc_context(call))->store, &found, &answer);
   qkvi_control_reply(call, &answer.response.base);
   qkvi_model_message_clear(&answer.parts);
 }
@@ -216,12 +262,12 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   qkvi_control_free(request);
 
   listing list = {0};
-  qkv_store_each_model(daemon->store, counted_tenant(call), collect, &list);
+  qkv_store_each_model(daemon->store, listed_tenant(call), collect, &list);
   entry_message *parts = calloc(list.count + 1, sizeof *parts);
   Qkv__V1__GetModelResponse **rows = calloc(list.count + 1, sizeof *rows);
   if (parts == NULL || rows == NULL) abort();
   for (size_t i = 0; i < list.count; i++) {
-    write_entry(&list.entries[i], &parts[i]);
+    write_entry(daemon->store, &list.entries[i], &parts[i]);
     rows[i] = &parts[i].response;
   }
   Qkv__V1__ListModelsResponse response = QKV__V1__LIST_MODELS_RESPONSE__INIT;

@@ -78,8 +78,8 @@ uint64_t qkvi_open_prefix(const qkv_rpc_call *call, const qkv_session_config *co
   qkv_session_config wanted = *config;
   qkv_error ignored = {0};
   *session = NULL;
-  if (qkv_store_model(daemon->store, model_name, &model, &ignored) != QKV_OK) return 0;
-  qkv_policy_merge(&wanted.policy, &model->policy);
+  if (qkv_store_model(daemon->store, config->tenant, model_name, &model, &ignored) != QKV_OK) return 0;
+  qkv_model_merge_policy(model, config->tenant, &wanted.policy);
   for (int i = 0; i < TRIES; i++) {
     qkvi_held_prefix held = qkvi_prefix_find(daemon, &wanted.root, ids, count, suits, &wanted);
     if (held.session == NULL) return 0;

@@ -146,8 +146,9 @@ const qkv_option qkv_server_option_table[] = {
      "More bits, up to 8, where several query heads share a KV head: one for 2 to 4, two for up to 16, where neither "
      "model nor session says."},
     {"calibration", QKV_OPTION_LIST, AT(calibration), NULL, 0, 0, "MODEL=FILE",
-     "Calibration file for the model that is registered under this name, where its registration brings none; may be "
-     "given several times."},
+     "Calibration file for the model of the tenant default that is registered under this name, where its "
+     "registration "
+     "brings none; may be given several times."},
     {"trust-calibration", QKV_OPTION_FLAG, AT(trust_calibration), NULL, 0, 0, NULL,
      "Use calibrations of --calibration at once, and neither try them on traffic nor withdraw them."},
     {"calibrate-tokens", QKV_OPTION_INTEGER, AT(calibrate_tokens), "16384", 0, 1e12, "TOKENS",

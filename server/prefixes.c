@@ -186,7 +186,7 @@ static void match_job(void *context) {
   if (!qkvi_job_wanted(call)) return;
   qkv_status status = read_request(match->message, &request, &error);
   if (status == QKV_OK) status = qkvi_request_tenant(call, request.tenant, &tenant, &error);
-  if (status == QKV_OK) status = qkv_store_model(daemon->store, request.model, &model, &error);
+  if (status == QKV_OK) status = qkv_store_model(daemon->store, tenant, request.model, &model, &error);
   if (status != QKV_OK) return qkvi_control_fail(call, &error);
   uint32_t *ids = malloc((size_t)request.ids.count * sizeof *ids + 1);
   if (ids == NULL) abort();

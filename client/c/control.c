@@ -182,6 +182,7 @@ qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *m
   message.calibration.len = model->calibration != NULL ? model->calibration_bytes : 0;
   message.calibration_trusted = model->calibration_trusted;
   message.calibration_kept = model->calibration_kept;
+  message.shared = model->shared;
   if (model->policy != NULL) {
     fill_policy(model->policy, &policy);
     message.policy = &policy.policy;

@@ -137,9 +137,10 @@ typedef struct qkv_client_model {
   size_t calibration_bytes;
   bool calibration_trusted;  // used at once, neither tried nor withdrawn
   bool calibration_kept;     // kept for pages that are appended, and not the model's
+  bool shared;               // with tenants that have none of its name; for a client of the tenant "default" alone
 } qkv_client_model;
 
-// Registers; the same model again is ok. ALREADY_EXISTS: another model has the name.
+// Registers for the client's tenant; the same model again is ok. ALREADY_EXISTS: another model has the name.
 qkv_code qkv_client_register_model(qkv_client *client, const qkv_client_model *model, qkv_call_error *error);
 
 // ---- sessions ----

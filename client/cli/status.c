@@ -136,12 +136,13 @@ static json_t *calibration_json(const Qkv__V1__CalibrationState *state) {
 
 static json_t *model_json(const Qkv__V1__GetModelResponse *response) {
   const Qkv__V1__Model *model = response->model;
-  json_t *object = json_pack(
-      "{s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:f, s:I, s:f, s:f, s:I}", "model", model->name, "layers",
-      (int)model->layers, "kv_heads", (int)model->kv_heads, "q_heads", (int)model->q_heads, "key_dim",
-      (int)model->key_dim, "value_dim", (int)model->value_dim, "dtype", qkv_dtype_name((qkv_dtype)model->dtype),
-      "scale", model->scale, "sliding_window", (json_int_t)model->sliding_window, "soft_cap", model->soft_cap,
-      "rope_theta", model->rope == NULL ? 0.0 : model->rope->theta, "sessions", (json_int_t)response->sessions);
+  json_t *object =
+      json_pack("{s:s, s:s, s:b, s:i, s:i, s:i, s:i, s:i, s:s, s:f, s:I, s:f, s:f, s:I}", "model", model->name,
+                "tenant", response->tenant, "shared", (int)response->shared, "layers", (int)model->layers, "kv_heads",
+                (int)model->kv_heads, "q_heads", (int)model->q_heads, "key_dim", (int)model->key_dim, "value_dim",
+                (int)model->value_dim, "dtype", qkv_dtype_name((qkv_dtype)model->dtype), "scale", model->scale,
+                "sliding_window", (json_int_t)model->sliding_window, "soft_cap", model->soft_cap, "rope_theta",
+                model->rope == NULL ? 0.0 : model->rope->theta, "sessions", (json_int_t)response->sessions);
   if (response->calibration != NULL)
     json_object_set_new(object, "calibration", calibration_json(response->calibration));
   const Qkv__V1__CodecPolicy *policy = model->policy;
@@ -182,6 +183,7 @@ static void add_calibration(qkv_table *table, const Qkv__V1__CalibrationState *s
 static void add_model(qkv_table *table, const Qkv__V1__GetModelResponse *response) {
   const Qkv__V1__Model *model = response->model;
   qkv_table_cell(table, "%s", model->name);
+  qkv_table_cell(table, "%s%s", response->tenant, response->shared ? ", shared" : "");
   qkv_table_cell(table, "%" PRIu32, model->layers);
   qkv_table_cell(table, "%" PRIu32 "/%" PRIu32, model->q_heads, model->kv_heads);
   qkv_table_cell(table, "%" PRIu32 "/%" PRIu32, model->key_dim, model->value_dim);
@@ -207,8 +209,8 @@ static void print_notes(const Qkv__V1__GetModelResponse *response) {
 }
 
 static void print_models(const Qkv__V1__ListModelsResponse *list) {
-  static const char *const headings[] = {"MODEL",       "LAYERS", "HEADS Q/KV", "DIM K/V", "DTYPE",   "BITS K/V",
-                                         "CALIBRATION", "SINCE",  "TOKENS",     "ERROR",   "SESSIONS"};
+  static const char *const headings[] = {"MODEL",    "TENANT",      "LAYERS", "HEADS Q/KV", "DIM K/V", "DTYPE",
+                                         "BITS K/V", "CALIBRATION", "SINCE",  "TOKENS",     "ERROR",   "SESSIONS"};
   qkv_table *table = qkv_table_create(sizeof headings / sizeof *headings);
   for (size_t i = 0; i < sizeof headings / sizeof *headings; i++) qkv_table_cell(table, "%s", headings[i]);
   for (size_t i = 0; i < list->n_models; i++) {

@@ -37,7 +37,7 @@ typedef struct qkv_backing {
   // once it is stored or not needed any more. Returns the number of its record, larger than all before; 0: no
   // headroom for it now, and it has been released. `hash`: the chained hash of the token ids up to the page's end
   // (prefix_index.h); NULL: not known, or not asked of this layer.
-  uint64_t (*put)(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+  uint64_t (*put)(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page, uint32_t tokens,
                   const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
   // dtype, 1 to 64 tokens from `position` on. Returns as put() does; state() and drop() take the record, too. NULL:

@@ -34,8 +34,8 @@ static bool put_page(qkv_layer *layer, size_t index) {
   qkv_page_hold hold =
       qkv_page_hold_image(layer->config.arena, entry->full != NULL ? entry->full : entry->page, bytes, holders);
   qkv_prefix_hash hash;
-  entry->record = backing->put(backing->context, layer->config.session, layer->config.model->name, &hold,
-                               entry->tokens, has_hash(layer, entry, &hash) ? &hash : NULL);
+  entry->record = backing->put(backing->context, layer->config.session, layer->config.model, &hold, entry->tokens,
+                               has_hash(layer, entry, &hash) ? &hash : NULL);
   if (entry->record == 0) {
     qkv_account_drop_ssd(range->account, bytes);
     return false;

@@ -160,6 +160,8 @@ static qkv_status check_overrides(const qkv_model *model, qkv_error *error) {
 
 qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error) {
   QKV_TRY(qkv_name_check(model->name, "model.name", error));
+  if (model->tenant[0] == '\0') memcpy(model->tenant, QKV_TENANT_DEFAULT, sizeof QKV_TENANT_DEFAULT);
+  QKV_TRY(qkv_name_check(model->tenant, "model.tenant", error));
   QKV_TRY(check_geometry(model, error));
   QKV_TRY(qkv_factor_check("model.scale", model->scale, error));
   QKV_TRY(qkv_factor_check("model.soft_cap", model->soft_cap, error));
@@ -192,7 +194,16 @@ qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_po
   if (override == NULL) return *session;
   qkv_policy policy = override->policy;
   qkv_policy_merge(&policy, session);
+  policy.learn &= session->learn;
   return policy;
+}
+
+void qkv_model_merge_policy(const qkv_model *model, const char *tenant, qkv_policy *session) {
+  const bool own = strcmp(model->tenant, tenant) == 0, opted_in = session->learn_said && session->learn;
+  qkv_policy_merge(session, &model->policy);
+  if (own || opted_in) return;
+  session->learn_said = true;
+  session->learn = false;
 }
 
 static qkv_status check_needs(const qkv_model *model, const qkv_policy *policy, qkv_error *error) {
@@ -209,6 +220,18 @@ qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *sess
     const qkv_policy policy = qkv_model_policy(model, layer, session);
     if (qkv_policy_check(&policy, error) == QKV_OK && check_needs(model, &policy, error) == QKV_OK) continue;
     return error == NULL ? QKV_INVALID_ARGUMENT : qkv_error_prefix(error, "layer %" PRIu32 ": ", layer);
+  }
+  return QKV_OK;
+}
+
+qkv_status qkv_model_calibrate(const qkv_model *model, const qkv_calibration *calibration,
+                               qkv_calibration_source source, bool trusted, qkv_error *error) {
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
+  QKV_TRY(qkv_calibration_check(calibration, &shape, error));
+  if (model->learner != NULL) {
+    qkv_learner_bring(model->learner, calibration, source, trusted);
+  } else {
+    qkv_calibration_slot_set(model->calibration, calibration);
   }
   return QKV_OK;
 }

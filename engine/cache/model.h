@@ -38,6 +38,7 @@ typedef struct qkv_layer_override {
 } qkv_layer_override;
 
 typedef struct qkv_model {
+  char tenant[QKV_NAME_MAX + 1];  // whose it is; "": resolved to the default one. No part of equality
   char name[QKV_NAME_MAX + 1];
   uint32_t layers;
   uint32_t kv_heads, q_heads;
@@ -61,8 +62,12 @@ const qkv_layer_override *qkv_model_override(const qkv_model *model, uint32_t la
 // A layer's own, or the model's.
 uint64_t qkv_model_window(const qkv_model *model, uint32_t layer);
 double qkv_model_cap(const qkv_model *model, uint32_t layer);
-// How a layer of a session is coded: the layer's override before the session's policy, which has been resolved.
+// How a layer of a session is coded: the layer's override before the session's policy, which has been resolved. Rows
+// that the session's keeps out of learning stay out, whatever the override says.
 qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_policy *session);
+// Completes a session's own policy by the model's. In sessions of another tenant than the model's, rows teach its
+// calibration only where the session's own policy says so.
+void qkv_model_merge_policy(const qkv_model *model, const char *tenant, qkv_policy *session);
 // Checks the policies that the two result in for each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
 qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error);
 
@@ -75,6 +80,11 @@ qkv_status qkv_model_resolve(qkv_model *model, qkv_error *error);
 #define QKV_FACTOR_MAX 1e6
 // INVALID_ARGUMENT "options.scale is nan", "model.soft_cap is 1e+09, allowed are 0 and 1e-06 to 1e+06".
 qkv_status qkv_factor_check(const char *field, double value, qkv_error *error);
+
+// A calibration for pages to come, in sessions open or not, once it has been tried (learner.h), or at once where it
+// is trusted. INVALID_ARGUMENT where it does not fit. The model is a store's (store.h). Threads: any.
+qkv_status qkv_model_calibrate(const qkv_model *model, const qkv_calibration *calibration,
+                               qkv_calibration_source source, bool trusted, qkv_error *error);
 
 // What a calibration of this model has to fit.
 qkv_calibration_shape qkv_model_calibration_shape(const qkv_model *model);

@@ -13,18 +13,20 @@
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
+// A key in one of the tables: TENANT NUL NAME, or NUL SERIAL of a session that is staged, which is no tenant's.
+typedef struct table_key {
+  char text[2 * QKV_NAME_MAX + 1];
+  unsigned bytes;
+} table_key;
+
 typedef struct model_entry {
   qkv_model model;
+  table_key key;
+  bool shared;      // with the tenants that have none of its name; of the default tenant's alone
   size_t sessions;  // open
   size_t number;    // from 0, in the order in which they were registered
   UT_hash_handle hh;
 } model_entry;
-
-// A key in the table of sessions: TENANT NUL NAME, or NUL SERIAL of one that is staged, which is no tenant's.
-typedef struct session_key {
-  char text[2 * QKV_NAME_MAX + 1];
-  unsigned bytes;
-} session_key;
 
 typedef struct session_entry {
   qkv_session *session;  // one reference
@@ -40,7 +42,7 @@ struct qkv_store {
   qkv_prefix_index *prefixes;
   qkv_recency *recency;
   pthread_rwlock_t lock;
-  model_entry *models;  // in order of name
+  model_entry *models;  // in order of name, then tenant
   session_entry *sessions;
 };
 
@@ -123,14 +125,49 @@ qkv_recency *qkv_store_recency(const qkv_store *store) {
 
 // ---- Models ----
 
-static model_entry *find_model(qkv_store *store, const char *name) {
+static table_key key_of_name(const char *tenant, const char *name) {
+  table_key key;
+  const size_t tenant_bytes = strnlen(tenant, QKV_NAME_MAX), name_bytes = strnlen(name, QKV_NAME_MAX);
+  memcpy(key.text, tenant, tenant_bytes);
+  key.text[tenant_bytes] = '\0';
+  memcpy(key.text + tenant_bytes + 1, name, name_bytes);
+  key.bytes = (unsigned)(tenant_bytes + 1 + name_bytes);
+  return key;
+}
+
+static model_entry *find_model(qkv_store *store, const char *tenant, const char *name) {
+  const table_key key = key_of_name(tenant, name);
   model_entry *entry;
-  HASH_FIND_STR(store->models, name, entry);
+  HASH_FIND(hh, store->models, key.text, key.bytes, entry);
   return entry;
 }
 
-static int by_model_name(const model_entry *a, const model_entry *b) {
-  return strcmp(a->model.name, b->model.name);
+// The tenant's own model of that name, else the one that is shared. So a tenant uses one model of a name at most:
+// where a shared one came first, it cannot register its own.
+static model_entry *find_visible(qkv_store *store, const char *tenant, const char *name) {
+  model_entry *entry = find_model(store, tenant, name);
+  if (entry != NULL) return entry;
+  entry = find_model(store, QKV_TENANT_DEFAULT, name);
+  return entry != NULL && entry->shared ? entry : NULL;
+}
+
+static bool is_default(const char *tenant) {
+  return strcmp(tenant, QKV_TENANT_DEFAULT) == 0;
+}
+
+// The text does not name the default tenant.
+static qkv_status not_found(const char *what, const char *tenant, const char *name, qkv_error *error) {
+  const bool plain = is_default(tenant);
+  return qkv_fail(error, QKV_NOT_FOUND, "no %s %s%s%s", what, name, plain ? "" : " of tenant ", plain ? "" : tenant);
+}
+
+static int compare_models(const qkv_model *a, const qkv_model *b) {
+  const int names = strcmp(a->name, b->name);
+  return names != 0 ? names : strcmp(a->tenant, b->tenant);
+}
+
+static int by_name_and_tenant(const model_entry *a, const model_entry *b) {
+  return compare_models(&a->model, &b->model);
 }
 
 // NULL where no layer is to teach.
@@ -165,14 +202,17 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   }
   entry->model.learner = create_learner(store, &entry->model);
   entry->number = HASH_COUNT(store->models);
-  HASH_ADD_INORDER(hh, store->models, model.name[0], strlen(entry->model.name), entry, by_model_name);
+  entry->key = key_of_name(model->tenant, model->name);
+  HASH_ADD_KEYPTR_INORDER(hh, store->models, entry->key.text, entry->key.bytes, entry, by_name_and_tenant);
   return entry;
 }
 
-static qkv_status register_locked(qkv_store *store, const qkv_model *model, const qkv_model **out, qkv_error *error) {
-  model_entry *entry = find_model(store, model->name);
+static qkv_status register_locked(qkv_store *store, const qkv_model *model, bool own, const qkv_model **out,
+                                  qkv_error *error) {
+  model_entry *entry = (own ? find_model : find_visible)(store, model->tenant, model->name);
   if (entry != NULL && !qkv_model_equal(&entry->model, model)) {
-    return qkv_fail(error, QKV_ALREADY_EXISTS, "the name %s is taken by a model with another %s", model->name,
+    return qkv_fail(error, QKV_ALREADY_EXISTS, "the name %s is taken by a %smodel with another %s", model->name,
+                    strcmp(entry->model.tenant, model->tenant) == 0 ? "" : "shared ",
                     qkv_model_difference(&entry->model, model));
   }
   if (entry == NULL && HASH_COUNT(store->models) >= store->config.models_max) {
@@ -183,8 +223,8 @@ static qkv_status register_locked(qkv_store *store, const qkv_model *model, cons
   return QKV_OK;
 }
 
-qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
-                                    qkv_error *error) {
+static qkv_status register_model(qkv_store *store, const qkv_model *model, bool own, const qkv_model **out,
+                                 qkv_error *error) {
   qkv_model resolved = *model;
   QKV_TRY(qkv_model_resolve(&resolved, error));
   resolved.asked = resolved.policy;
@@ -192,24 +232,33 @@ qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, co
   QKV_TRY(qkv_policy_check(&resolved.policy, error));
   QKV_TRY(qkv_model_policy_check(&resolved, &resolved.policy, error));
   lock_to_write(store);
-  qkv_status status = register_locked(store, &resolved, out, error);
+  qkv_status status = register_locked(store, &resolved, own, out, error);
   unlock(store);
   return status;
 }
 
-qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
-                               qkv_calibration_source source, bool trusted, qkv_error *error) {
-  const qkv_model *model = NULL;
-  qkv_status status = qkv_store_model(store, name, &model, error);
-  if (model == NULL) return status;
-  const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
-  QKV_TRY(qkv_calibration_check(calibration, &shape, error));
-  if (model->learner != NULL) {
-    qkv_learner_bring(model->learner, calibration, source, trusted);
-  } else {
-    qkv_calibration_slot_set(model->calibration, calibration);
-  }
-  return QKV_OK;
+qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
+                                    qkv_error *error) {
+  return register_model(store, model, false, out, error);
+}
+
+qkv_status qkv_store_restore_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
+                                   qkv_error *error) {
+  return register_model(store, model, true, out, error);
+}
+
+void qkv_store_share_model(qkv_store *store, const qkv_model *model) {
+  assert(is_default(model->tenant));
+  lock_to_write(store);
+  find_model(store, model->tenant, model->name)->shared = true;
+  unlock(store);
+}
+
+bool qkv_store_is_shared(qkv_store *store, const qkv_model *model) {
+  lock_to_read(store);
+  const bool shared = find_model(store, model->tenant, model->name)->shared;
+  unlock(store);
+  return shared;
 }
 
 void qkv_store_stop_learning(qkv_store *store) {
@@ -220,13 +269,14 @@ void qkv_store_stop_learning(qkv_store *store) {
   unlock(store);
 }
 
-// The first model behind `after` whose learner is due; NULL: none. Models stay as long as the store.
-static const qkv_model *due_model(qkv_store *store, const char *after) {
+// The first model behind `after` (NULL: of all) whose learner is due; NULL: none. Models stay as long as the store.
+static const qkv_model *due_model(qkv_store *store, const qkv_model *after) {
   const qkv_model *due = NULL;
   lock_to_read(store);
   for (model_entry *entry = store->models; entry != NULL && due == NULL; entry = entry->hh.next) {
     const qkv_model *model = &entry->model;
-    if (strcmp(model->name, after) > 0 && model->learner != NULL && qkv_learner_due(model->learner)) due = model;
+    if (after != NULL && compare_models(model, after) <= 0) continue;
+    if (model->learner != NULL && qkv_learner_due(model->learner)) due = model;
   }
   unlock(store);
   return due;
@@ -235,9 +285,9 @@ static const qkv_model *due_model(qkv_store *store, const char *after) {
 bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_model *model, uint64_t bytes),
                      void (*fn)(void *context, const qkv_model *model, const qkv_learner_outcome *outcome),
                      void *context) {
-  const qkv_model *model;
+  const qkv_model *model = NULL;
   bool any = false;
-  for (const char *after = ""; (model = due_model(store, after)) != NULL; after = model->name) {
+  while ((model = due_model(store, model)) != NULL) {
     qkv_learner_outcome outcome;
     if (may != NULL && !may(context, model, qkv_learner_cost(model->learner))) continue;
     qkv_learner_run(model->learner, &outcome);
@@ -247,11 +297,22 @@ bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_mode
   return any;
 }
 
-qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error) {
+qkv_status qkv_store_model(qkv_store *store, const char *tenant, const char *name, const qkv_model **out,
+                           qkv_error *error) {
   lock_to_read(store);
-  model_entry *entry = find_model(store, name);
+  model_entry *entry = find_visible(store, tenant, name);
   unlock(store);
-  if (entry == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no model %s", name);
+  if (entry == NULL) return not_found("model", tenant, name, error);
+  *out = &entry->model;
+  return QKV_OK;
+}
+
+qkv_status qkv_store_own_model(qkv_store *store, const char *tenant, const char *name, const qkv_model **out,
+                               qkv_error *error) {
+  lock_to_read(store);
+  model_entry *entry = find_model(store, tenant, name);
+  unlock(store);
+  if (entry == NULL) return not_found("model", tenant, name, error);
   *out = &entry->model;
   return QKV_OK;
 }
@@ -271,55 +332,36 @@ void qkv_store_each_model(qkv_store *store, const char *tenant,
   lock_to_read(store);
   size_t *counts = tenant == NULL ? NULL : count_sessions(store, tenant);
   for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
+    if (tenant != NULL && find_visible(store, tenant, entry->model.name) != entry) continue;
     if (!fn(context, &entry->model, counts == NULL ? entry->sessions : counts[entry->number])) break;
   }
   unlock(store);
   free(counts);
 }
 
-bool qkv_store_others_use(qkv_store *store, const char *tenant, const qkv_model *model) {
-  lock_to_read(store);
-  size_t *counts = count_sessions(store, tenant);
-  const model_entry *entry = find_model(store, model->name);
-  const bool used = entry->sessions > counts[entry->number];
-  unlock(store);
-  free(counts);
-  return used;
-}
-
 // ---- Sessions ----
 
-static session_key key_of_name(const char *tenant, const char *name) {
-  session_key key;
-  const size_t tenant_bytes = strnlen(tenant, QKV_NAME_MAX), name_bytes = strnlen(name, QKV_NAME_MAX);
-  memcpy(key.text, tenant, tenant_bytes);
-  key.text[tenant_bytes] = '\0';
-  memcpy(key.text + tenant_bytes + 1, name, name_bytes);
-  key.bytes = (unsigned)(tenant_bytes + 1 + name_bytes);
-  return key;
-}
-
-static session_key key_of_serial(const qkv_session *session) {
-  session_key key = {.text = ""};
+static table_key key_of_serial(const qkv_session *session) {
+  table_key key = {.text = ""};
   const uint64_t serial = qkv_session_serial(session);
   memcpy(key.text + 1, &serial, sizeof serial);
   key.bytes = 1 + sizeof serial;
   return key;
 }
 
-static session_key key_of(const qkv_session *session) {
+static table_key key_of(const qkv_session *session) {
   const qkv_session_config *config = qkv_session_config_of(session);
   return qkv_session_is_staged(session) ? key_of_serial(session) : key_of_name(config->tenant, config->name);
 }
 
-static session_entry *find_key(qkv_store *store, const session_key *key) {
+static session_entry *find_key(qkv_store *store, const table_key *key) {
   session_entry *entry;
   HASH_FIND(hh, store->sessions, key->text, key->bytes, entry);
   return entry;
 }
 
 static session_entry *find_session(qkv_store *store, const char *tenant, const char *name) {
-  const session_key key = key_of_name(tenant, name);
+  const table_key key = key_of_name(tenant, name);
   return find_key(store, &key);
 }
 
@@ -340,7 +382,7 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
 }
 
 static void key_entry(qkv_store *store, session_entry *entry) {
-  const session_key key = key_of(entry->session);
+  const table_key key = key_of(entry->session);
   memcpy(entry->key, key.text, key.bytes);
   HASH_ADD_KEYPTR(hh, store->sessions, entry->key, key.bytes, entry);
 }
@@ -359,7 +401,7 @@ static void add_session(qkv_store *store, qkv_session *session, model_entry *mod
 
 // NULL where it has been closed.
 static session_entry *entry_of(qkv_store *store, const qkv_session *session) {
-  const session_key key = key_of(session);
+  const table_key key = key_of(session);
   session_entry *entry = find_key(store, &key);
   return entry != NULL && entry->session == session ? entry : NULL;
 }
@@ -373,9 +415,9 @@ static qkv_status check_place(qkv_store *store, const qkv_session_config *config
 
 static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_account *account,
                               const char *model_name, qkv_session **out, qkv_error *error) {
-  model_entry *model = find_model(store, model_name);
-  if (model == NULL) return qkv_fail(error, QKV_NOT_FOUND, "no model %s", model_name);
-  qkv_policy_merge(&config->policy, &model->model.policy);
+  model_entry *model = find_visible(store, config->tenant, model_name);
+  if (model == NULL) return not_found("model", config->tenant, model_name, error);
+  qkv_model_merge_policy(&model->model, config->tenant, &config->policy);
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;
@@ -429,7 +471,8 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   if (status == QKV_OK) status = qkv_session_fork(parent, config, positions, out, error);
   if (status != QKV_OK) return status;
   lock_to_write(store);
-  model_entry *model = find_model(store, qkv_session_model(parent)->name);
+  const qkv_model *of = qkv_session_model(parent);
+  model_entry *model = find_model(store, of->tenant, of->name);
   assert(model != NULL);
   status = check_place(store, config, error);
   if (status == QKV_OK) status = qkv_account_open(qkv_session_account(*out), error);
@@ -441,19 +484,13 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   return status;
 }
 
-// The text does not name the default tenant.
-static qkv_status not_found(const char *tenant, const char *name, qkv_error *error) {
-  const bool plain = strcmp(tenant, QKV_TENANT_DEFAULT) == 0;
-  return qkv_fail(error, QKV_NOT_FOUND, "no session %s%s%s", name, plain ? "" : " of tenant ", plain ? "" : tenant);
-}
-
 qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *name, qkv_session **out,
                              qkv_error *error) {
   lock_to_read(store);
   session_entry *entry = find_session(store, tenant, name);
   if (entry != NULL) *out = qkv_session_ref(entry->session);
   unlock(store);
-  return entry != NULL ? QKV_OK : not_found(tenant, name, error);
+  return entry != NULL ? QKV_OK : not_found("session", tenant, name, error);
 }
 
 void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out) {
@@ -508,7 +545,7 @@ qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *nam
   session_entry *entry = find_session(store, tenant, name);
   if (entry != NULL) return close_entry(store, entry, bytes_freed);
   unlock(store);
-  return not_found(tenant, name, error);
+  return not_found("session", tenant, name, error);
 }
 
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
@@ -518,7 +555,7 @@ qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session,
   if (entry != NULL) return close_entry(store, entry, bytes_freed);
   unlock(store);
   const qkv_session_config *config = qkv_session_config_of(session);
-  return not_found(config->tenant, config->name, error);
+  return not_found("session", config->tenant, config->name, error);
 }
 
 typedef struct listed {

@@ -1,5 +1,7 @@
-// The store: all models of a daemon by name, and its sessions by tenant and name, within limits. Sessions of two
-// tenants may have the same name.
+// The store: all models and sessions of a daemon by tenant and name, within limits. Models of two tenants may have
+// the same name and differ, and so may sessions.
+//
+// A model of the default tenant can be shared: then it is visible to each tenant that has no model of its name.
 //
 // Threads: any. One lock over the two tables, held for look-ups and changes of them only.
 #ifndef QKV_ENGINE_CACHE_STORE_H
@@ -37,14 +39,17 @@ qkv_prefix_index *qkv_store_prefixes(const qkv_store *store);
 // Its sessions by last use. Borrowed.
 qkv_recency *qkv_store_recency(const qkv_store *store);
 
-// Resolves, checks and keeps a copy. `*out` (where not NULL) lives as long as the store. The same model again
-// is OK, another one under the name ALREADY_EXISTS, too many RESOURCE_EXHAUSTED ("limit-models").
+// Resolves, checks and keeps a copy, for its tenant. `*out` (where not NULL) lives as long as the store. The same
+// model again is OK, and so is one that a shared model is already, which `*out` is then. Another one under the name
+// is ALREADY_EXISTS, of a shared model, too; too many are RESOURCE_EXHAUSTED ("limit-models").
 qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                     qkv_error *error);
-// A calibration for pages to come of a model, in sessions open or not, once it has been tried (learner.h), or at once
-// where it is trusted. NOT_FOUND; INVALID_ARGUMENT where it does not fit.
-qkv_status qkv_store_calibrate(qkv_store *store, const char *name, const qkv_calibration *calibration,
-                               qkv_calibration_source source, bool trusted, qkv_error *error);
+// As qkv_store_register_model, for the tenant's own model, whether one of the name is shared or not.
+qkv_status qkv_store_restore_model(qkv_store *store, const qkv_model *model, const qkv_model **out, qkv_error *error);
+// Shares a model of the default tenant, for as long as the store lives. Tenants that have one of the name keep
+// theirs.
+void qkv_store_share_model(qkv_store *store, const qkv_model *model);
+bool qkv_store_is_shared(qkv_store *store, const qkv_model *model);
 // Makes and tries the calibrations that are due, one after the other; false where none was. Takes seconds for a large
 // model: for a thread of its own. `may` is called before each calibration, which takes up to `bytes`; where it
 // returns false, that one is left for later. NULL: all may. `fn` gets the outcome of each that was not left.
@@ -53,18 +58,21 @@ bool qkv_store_learn(qkv_store *store, bool (*may)(void *context, const qkv_mode
                      void *context);
 // Stops learning; a calibration that is being made is abandoned.
 void qkv_store_stop_learning(qkv_store *store);
-// NOT_FOUND "no model x".
-qkv_status qkv_store_model(qkv_store *store, const char *name, const qkv_model **out, qkv_error *error);
-// Models in order of name; fn returns false to stop. `sessions` are those of the tenant, or where that is NULL of
-// all, that are open with it.
+// The tenant's model of that name, or the shared one. NOT_FOUND "no model x", with a tenant that is not "default" "no
+// model x of tenant t".
+qkv_status qkv_store_model(qkv_store *store, const char *tenant, const char *name, const qkv_model **out,
+                           qkv_error *error);
+// As qkv_store_model, without those that are shared.
+qkv_status qkv_store_own_model(qkv_store *store, const char *tenant, const char *name, const qkv_model **out,
+                               qkv_error *error);
+// Models in order of name, then tenant; fn returns false to stop. With a tenant those that are visible to it, and how
+// many sessions it has open with each; where that is NULL all, with the sessions of all.
 void qkv_store_each_model(qkv_store *store, const char *tenant,
                           bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context);
-// Whether a session of another tenant than this one is open with the model, which is the store's.
-bool qkv_store_others_use(qkv_store *store, const char *tenant, const qkv_model *model);
 
-// `model_name` NOT_FOUND; the session's name ALREADY_EXISTS; "limit-sessions", "memory-budget" (for what a session
-// takes when it is empty) and the tenant's account RESOURCE_EXHAUSTED; limits
-// INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
+// The model is that of qkv_store_model for the config's tenant: NOT_FOUND. The session's name ALREADY_EXISTS;
+// "limit-sessions", "memory-budget" (for what a session takes when it is empty) and the tenant's account
+// RESOURCE_EXHAUSTED; limits INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
 // A session with config->staged: no client finds it by its name, which another may take meanwhile, until it is

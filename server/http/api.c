@@ -148,10 +148,11 @@ static json_t *session_row(qkv_session *session, uint64_t *lengths) {
   qkv_session_read_info(session, &info, lengths);
   qkvi_session_write(&info, lengths, &parts);
   const Qkv__V1__SessionInfo *from = &parts.info;
-  json_t *row = json_pack("{s:s, s:s, s:s, s:i, s:s, s:s, s:b, s:b}", "session", from->session, "tenant",
-                          from->tenant, "model", from->model, "layers", (int)info.model->layers, "durability",
-                          durability_name(info.config.durability), "codec", info.config.policy.codec->name, "pinned",
-                          (int)info.config.pinned, "evictable", (int)info.config.evictable);
+  json_t *row =
+      json_pack("{s:s, s:s, s:s, s:s, s:i, s:s, s:s, s:b, s:b}", "session", from->session, "tenant", from->tenant,
+                "model", from->model, "model_tenant", from->model_tenant, "layers", (int)info.model->layers,
+                "durability", durability_name(info.config.durability), "codec", info.config.policy.codec->name,
+                "pinned", (int)info.config.pinned, "evictable", (int)info.config.evictable);
   if (row == NULL) abort();
   json_object_set_new(row, "tokens_coded", number(from->tokens_coded));
   json_object_set_new(row, "tokens_exact", number(from->tokens_exact));

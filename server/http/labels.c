@@ -8,6 +8,10 @@
 
 #define OTHER "other"
 
+void qkvi_label_of_model(const char *tenant, const char *model, char *text) {
+  (void)snprintf(text, QKVI_LABEL_NAME_MAX + 1, "%s,%s", tenant, model);
+}
+
 void qkvi_labels_init(qkvi_labels *labels, size_t max) {
   labels->max = max;
   labels->rows = calloc(max + 1, sizeof *labels->rows);

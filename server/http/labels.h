@@ -16,9 +16,10 @@
 #include "engine/base/name.h"
 
 enum { QKVI_LABELS_MAX = 1024 };  // of an option
+enum { QKVI_LABEL_NAME_MAX = 2 * QKV_NAME_MAX + 1 };
 
 typedef struct qkvi_label {
-  char name[QKV_NAME_MAX + 1];
+  char name[QKVI_LABEL_NAME_MAX + 1];  // of a tenant; of a model "TENANT,NAME", as names have no comma
   uint64_t hash;
   _Atomic uint64_t calls, failed, ns;  // of tenants
 } qkvi_label;
@@ -29,6 +30,9 @@ typedef struct qkvi_labels {
   size_t max;            // names; the row behind them is "other"
   qkvi_label *rows;      // [max + 1]
 } qkvi_labels;
+
+// Writes the name of a model's row to text[QKVI_LABEL_NAME_MAX + 1].
+void qkvi_label_of_model(const char *tenant, const char *model, char *text);
 
 void qkvi_labels_init(qkvi_labels *labels, size_t max);
 void qkvi_labels_deinit(qkvi_labels *labels);

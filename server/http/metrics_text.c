@@ -133,6 +133,17 @@ static const struct usage_metric {
     {"storage_bytes", "Bytes of pages on the SSD, before they are packed.", offsetof(qkvi_usage_row, storage_bytes)},
 };
 
+// `tenant="..."`, and of a model `model="...",tenant="..."`: that of the others is "other" in both.
+static void put_labels(FILE *out, const char *label, const char *name) {
+  const char *comma = strchr(name, ',');
+  if (comma == NULL) {
+    fprintf(out, "{%s=\"%s\"", label, name);
+    fputs(strcmp(label, "model") == 0 ? ",tenant=\"other\"}" : "}", out);
+  } else {
+    fprintf(out, "{model=\"%s\",tenant=\"%.*s\"}", comma + 1, (int)(comma - name), name);
+  }
+}
+
 static void put_usage(FILE *out, qkvi_labels *labels, const char *label, const qkvi_usage_row *rows, size_t count) {
   qkvi_usage_row *folded = fold(labels, rows, count);
   const size_t known = qkvi_labels_count(labels);
@@ -144,7 +155,9 @@ static void put_usage(FILE *out, qkvi_labels *labels, const char *label, const q
       const size_t at = i == known ? labels->max : i;
       uint64_t value;
       memcpy(&value, (const char *)&folded[at] + usage_metrics[m].offset, sizeof value);
-      fprintf(out, "%s{%s=\"%s\"} %" PRIu64 "\n", name, label, labels->rows[at].name, value);
+      fputs(name, out);
+      put_labels(out, label, labels->rows[at].name);
+      fprintf(out, " %" PRIu64 "\n", value);
     }
   }
   free(folded);

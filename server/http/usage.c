@@ -73,7 +73,9 @@ static void add_session(qkv_session *session, sum **tenants, sum **models) {
       .memory_bytes = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead,
       .storage_bytes = info.usage.bytes_stored};
   add(find(tenants, info.config.tenant), &of);
-  add(find(models, info.model->name), &of);
+  char model[QKVI_LABEL_NAME_MAX + 1];
+  qkvi_label_of_model(info.model->tenant, info.model->name, model);
+  add(find(models, model), &of);
 }
 
 static int by_name(const sum *a, const sum *b) {

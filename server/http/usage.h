@@ -10,9 +10,10 @@
 #include <stdint.h>
 
 #include "engine/cache/store.h"
+#include "server/http/labels.h"
 
 typedef struct qkvi_usage_row {
-  char name[QKV_NAME_MAX + 1];
+  char name[QKVI_LABEL_NAME_MAX + 1];  // of a tenant, or of a model qkvi_label_of_model
   uint64_t sessions;
   uint64_t tokens;         // of the longest layer of each session
   uint64_t memory_bytes;   // of codes, exact rows and their metadata; shared pages count for each session
@@ -20,7 +21,7 @@ typedef struct qkvi_usage_row {
 } qkvi_usage_row;
 
 typedef struct qkvi_usage {
-  qkvi_usage_row *tenants, *models;  // by name
+  qkvi_usage_row *tenants, *models;  // by name; models by tenant, then name
   size_t tenant_count, model_count;
 } qkvi_usage;
 

@@ -38,30 +38,31 @@ qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind ki
   return qkvi_catalogue_finish_wait(&wait, error);
 }
 
-// ---- Calibrations in the journal ----
+// ---- Models and calibrations in the journal ----
 
-static qkvi_journaled *find_journaled(qkvi_residency *residency, const char *model, uint32_t version) {
+static qkvi_journaled *find_journaled(qkvi_residency *residency, const qkv_model *model, uint32_t version) {
   for (qkvi_journaled *known = residency->journaled; known != NULL; known = known->next) {
-    if (known->version == version && strcmp(known->model, model) == 0) return known;
+    if (known->version == version && known->model == model) return known;
   }
   return NULL;
 }
 
-void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept) {
-  qkvi_journaled *known = find_journaled(residency, model, version);
+void qkvi_catalogue_note_journaled(qkvi_residency *residency, const qkvi_journaled *what) {
+  qkvi_journaled *known = find_journaled(residency, what->model, what->version);
   if (known != NULL) {
-    known->kept &= kept;
+    known->shared |= what->shared;
+    known->kept &= what->kept;
     return;
   }
   known = calloc(1, sizeof *known);
   if (known == NULL) abort();
-  *known = (qkvi_journaled){.version = version, .kept = kept, .next = residency->journaled};
-  (void)snprintf(known->model, sizeof known->model, "%s", model);
+  *known = *what;
+  known->next = residency->journaled;
   residency->journaled = known;
 }
 
 // Whether pages of this calibration may be put: it is journaled. If not, the thread is asked to journal it.
-bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version) {
+bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const qkv_model *model, uint32_t version) {
   if (version == 0) return true;
   qkvi_residency_lock(residency);
   const bool ready = find_journaled(residency, model, version) != NULL;
@@ -70,15 +71,16 @@ bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *mod
   return ready;
 }
 
-// A Model message with a name and this calibration, whose bytes are written to the disk in place.
-static qkv_status write_calibration(qkvi_residency *residency, const char *name, const qkv_calibration *calibration,
-                                    bool kept, qkv_error *error) {
-  enum { NAME = 1, CALIBRATION = 14, CALIBRATION_KEPT = 16 };  // fields of Model
+// A Model message with tenant, name and this calibration, whose bytes are written to the disk in place.
+static qkv_status write_calibration(qkvi_residency *residency, const qkv_model *model,
+                                    const qkv_calibration *calibration, bool kept, qkv_error *error) {
+  enum { NAME = 1, CALIBRATION = 14, CALIBRATION_KEPT = 16, TENANT = 17 };  // fields of Model
   size_t size, pieces;
   const void *bytes = qkv_calibration_bytes(calibration, &size);
   qkvi_journal_wait wait = {.residency = residency};
   qkv_wire_writer *writer = qkv_wire_writer_create();
-  qkv_wire_put_string(writer, NAME, name);
+  qkv_wire_put_string(writer, NAME, model->name);
+  qkv_wire_put_string(writer, TENANT, model->tenant);
   qkv_wire_put_varint(writer, CALIBRATION_KEPT, kept);
   qkv_wire_put_reference(writer, CALIBRATION, bytes, size, NULL);
   const qkv_wire_piece *piece = qkv_wire_writer_pieces(writer, &pieces);
@@ -99,15 +101,15 @@ static void journal_calibration(qkvi_residency *residency, const qkv_model *mode
   const uint32_t version = qkv_calibration_version(calibration);
   const bool kept = qkv_calibration_slot_version(model->calibration) != version;
   qkvi_residency_lock(residency);
-  const qkvi_journaled *known = find_journaled(residency, model->name, version);
-  const bool wanted = find_journaled(residency, model->name, 0) != NULL && (known == NULL || (known->kept && !kept));
+  const qkvi_journaled *known = find_journaled(residency, model, version);
+  const bool wanted = find_journaled(residency, model, 0) != NULL && (known == NULL || (known->kept && !kept));
   qkvi_residency_unlock(residency);
   if (!wanted) return;
   qkv_error error = {0};
-  const qkv_status status = write_calibration(residency, model->name, calibration, kept, &error);
+  const qkv_status status = write_calibration(residency, model, calibration, kept, &error);
   qkvi_residency_lock(residency);
   if (status == QKV_OK) {
-    qkvi_catalogue_note_journaled(residency, model->name, version, kept);
+    qkvi_catalogue_note_journaled(residency, &(qkvi_journaled){.model = model, .version = version, .kept = kept});
   } else {
     qkvi_write_back_note_failure(residency, status);
   }
@@ -136,36 +138,58 @@ void qkvi_catalogue_journal_calibrations(qkvi_residency *residency) {
 
 // ---- Models and sessions ----
 
-static qkv_status journal_model(qkvi_residency *residency, const Qkv__V1__Model *message, qkv_error *error) {
-  const size_t bytes = qkv__v1__model__get_packed_size(message);
+// The model as it was requested: for its defaults the next daemon applies its own. With models_lock.
+static qkv_status journal_model(qkvi_residency *residency, const qkv_model *model, bool shared, qkv_error *error) {
+  qkv_model asked = *model;
+  asked.policy = model->asked;
+  qkvi_model_message message;
+  qkvi_model_write(&asked, &message);
+  message.model.tenant = (char *)model->tenant;
+  message.model.shared = shared;
+  const size_t bytes = qkv__v1__model__get_packed_size(&message.model);
   uint8_t *payload = malloc(bytes + 1);
   if (payload == NULL) abort();
-  (void)qkv__v1__model__pack(message, payload);
+  (void)qkv__v1__model__pack(&message.model, payload);
   const qkv_status status = qkvi_catalogue_journal(residency, QKV_JOURNAL_MODEL, 0, payload, bytes, error);
   free(payload);
-  return status;
+  qkvi_model_message_clear(&message);
+  if (status != QKV_OK) return status;
+  qkvi_residency_lock(residency);
+  qkvi_catalogue_note_journaled(residency, &(qkvi_journaled){.model = model, .shared = shared});
+  qkvi_residency_unlock(residency);
+  return QKV_OK;
+}
+
+// Whether the model is journaled, and as one that is shared.
+static bool is_journaled(qkvi_residency *residency, const qkv_model *model, bool *shared) {
+  qkvi_residency_lock(residency);
+  const qkvi_journaled *known = find_journaled(residency, model, 0);
+  *shared = known != NULL && known->shared;
+  qkvi_residency_unlock(residency);
+  return known != NULL;
 }
 
 // One at a time, so that a model is written once.
 static qkv_status journal_model_once(qkvi_residency *residency, const qkv_model *model, qkv_error *error) {
   qkv_status status = QKV_OK;
+  bool shared;
   (void)pthread_mutex_lock(&residency->models_lock);
-  qkvi_residency_lock(residency);
-  const bool known = find_journaled(residency, model->name, 0) != NULL;
-  qkvi_residency_unlock(residency);
-  if (!known) {
-    // The model as it was requested: for its defaults the next daemon applies its own.
-    qkv_model asked = *model;
-    asked.policy = model->asked;
-    qkvi_model_message message;
-    qkvi_model_write(&asked, &message);
-    status = journal_model(residency, &message.model, error);
-    qkvi_model_message_clear(&message);
-    qkvi_residency_lock(residency);
-    if (status == QKV_OK) qkvi_catalogue_note_journaled(residency, model->name, 0, false);
-    qkvi_residency_unlock(residency);
-  }
+  if (!is_journaled(residency, model, &shared))
+    status = journal_model(residency, model, qkv_store_is_shared(residency->store, model), error);
   (void)pthread_mutex_unlock(&residency->models_lock);
+  return status;
+}
+
+// A model that is not journaled yet is journaled as shared with the first session on the SSD.
+qkv_status qkvi_catalogue_share_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,
+                                      qkv_error *error) {
+  qkv_status status = QKV_OK;
+  bool shared;
+  if (residency != NULL) (void)pthread_mutex_lock(&residency->models_lock);
+  if (residency != NULL && is_journaled(residency, model, &shared) && !shared)
+    status = journal_model(residency, model, true, error);
+  if (status == QKV_OK) qkv_store_share_model(store, model);
+  if (residency != NULL) (void)pthread_mutex_unlock(&residency->models_lock);
   return status;
 }
 

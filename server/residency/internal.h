@@ -28,9 +28,10 @@ typedef struct qkvi_pending {
 
 // What the journal has: a model (version 0), or one of its calibrations.
 typedef struct qkvi_journaled {
-  char model[QKV_NAME_MAX + 1];
+  const qkv_model *model;  // the store's
   uint32_t version;
-  bool kept;  // the calibration is one that pages came with, and was never the model's (Model.calibration_kept)
+  bool shared;  // the model was written as one that is shared
+  bool kept;    // the calibration is one that pages came with, and was never the model's (Model.calibration_kept)
   struct qkvi_journaled *next;
 } qkvi_journaled;
 
@@ -197,7 +198,7 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
                                   qkv_error *error);
 
 // Under the lock, or before the thread is started.
-void qkvi_catalogue_note_journaled(qkvi_residency *residency, const char *model, uint32_t version, bool kept);
+void qkvi_catalogue_note_journaled(qkvi_residency *residency, const qkvi_journaled *what);
 void qkvi_catalogue_note_unconfirmed(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_drop_unconfirmed(qkvi_residency *residency);
 // Puts a payload [bytes], which is released once it is written, or at once where 0 is returned: refused for now.
@@ -236,7 +237,7 @@ void qkvi_catalogue_on_journal(void *context, qkv_status status);
 qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error);
 // Whether pages of this calibration may be put: it is journaled. If not, the thread is asked to journal the
 // calibrations that sessions on the SSD are coded with.
-bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const char *model, uint32_t version);
+bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const qkv_model *model, uint32_t version);
 void qkvi_catalogue_journal_calibrations(qkvi_residency *residency);
 
 // Writes an entry and waits until it is durable.

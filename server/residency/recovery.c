@@ -11,7 +11,7 @@
 #include "server/residency/rows.h"
 
 typedef struct kept_calibration {
-  char model[QKV_NAME_MAX + 1];
+  const qkv_model *model;  // the store's
   const qkv_calibration *calibration;
   size_t place;  // among those of the journal
   bool used;     // by a page
@@ -66,34 +66,41 @@ static void refuse(recovery *all, const char *what, const char *name, const qkv_
     (void)qkv_fail(&all->refused, QKV_FAILED_PRECONDITION, "%s %s: %s", what, name, error->text);
 }
 
-static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_error *error) {
-  qkv_model model;
-  qkv_status status = qkvi_model_read(message, &model, error);
-  if (status == QKV_OK) status = qkv_store_register_model(all->residency->store, &model, NULL, error);
-  qkvi_model_clear(&model);
-  if (status == QKV_OK) qkvi_catalogue_note_journaled(all->residency, message->name, 0, false);
-  return status == QKV_OK;
+// Entries of a daemon without tenants of models have none: their models are the default tenant's.
+static const char *tenant_of(const Qkv__V1__Model *message) {
+  return message->tenant[0] != '\0' ? message->tenant : QKV_TENANT_DEFAULT;
 }
 
-// A calibration that pages came with is not the model's.
-static qkv_status check_kept(const recovery *all, const char *name, const qkv_calibration *calibration,
-                             qkv_error *error) {
-  const qkv_model *model = NULL;
-  QKV_TRY(qkv_store_model(all->residency->store, name, &model, error));
+static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_error *error) {
+  qkv_model model;
+  const qkv_model *restored = NULL;
+  qkv_status status = qkvi_model_read(message, &model, error);
+  (void)snprintf(model.tenant, sizeof model.tenant, "%s", tenant_of(message));
+  if (status == QKV_OK) status = qkv_store_restore_model(all->residency->store, &model, &restored, error);
+  qkvi_model_clear(&model);
+  if (status != QKV_OK) return false;
+  const bool shared = message->shared && strcmp(restored->tenant, QKV_TENANT_DEFAULT) == 0;
+  if (shared) qkv_store_share_model(all->residency->store, restored);
+  qkvi_catalogue_note_journaled(all->residency, &(qkvi_journaled){.model = restored, .shared = shared});
+  return true;
+}
+
+// One that pages came with is not the model's (`kept`).
+static qkv_status give_calibration(const qkv_model *model, const qkv_calibration *calibration, bool kept,
+                                   qkv_error *error) {
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
-  return qkv_calibration_check(calibration, &shape, error);
+  if (kept) return qkv_calibration_check(calibration, &shape, error);
+  return qkv_model_calibrate(model, calibration, QKV_CALIBRATION_STORED, false, error);
 }
 
 // The last calibration that is the model's is that of pages to come.
 static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qkv_error *error) {
   qkv_calibration *calibration = NULL;
-  qkv_status status = qkv_calibration_read(message->calibration.data, message->calibration.len, &calibration, error);
-  if (status == QKV_OK && message->calibration_kept) {
-    status = check_kept(all, message->name, calibration, error);
-  } else if (status == QKV_OK) {
-    status =
-        qkv_store_calibrate(all->residency->store, message->name, calibration, QKV_CALIBRATION_STORED, false, error);
-  }
+  const qkv_model *model = NULL;
+  qkv_status status = qkv_store_own_model(all->residency->store, tenant_of(message), message->name, &model, error);
+  if (status == QKV_OK)
+    status = qkv_calibration_read(message->calibration.data, message->calibration.len, &calibration, error);
+  if (status == QKV_OK) status = give_calibration(model, calibration, message->calibration_kept != 0, error);
   if (status != QKV_OK) {
     const qkv_calibration *left = calibration;
     qkv_calibration_unref(&left);
@@ -101,7 +108,7 @@ static bool restore_calibration(recovery *all, const Qkv__V1__Model *message, qk
   }
   kept_calibration *kept = calloc(1, sizeof *kept);
   if (kept == NULL) abort();
-  (void)snprintf(kept->model, sizeof kept->model, "%s", message->name);
+  kept->model = model;
   kept->calibration = calibration;
   kept->foreign = message->calibration_kept != 0;
   kept->place = all->calibration_count++;
@@ -148,6 +155,20 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
   return QKV_OK;
 }
 
+// Sessions of other tenants keep a model of the default one shared. Daemons without tenants of models have shared all
+// of theirs, and such a session does not teach: its tenant was not asked.
+static void find_model(const recovery *all, const Qkv__V1__SessionInfo *message, qkv_session_config *config) {
+  qkv_store *store = all->residency->store;
+  const qkv_model *model = NULL;
+  const bool before = message->model_tenant[0] == '\0';
+  if (strcmp(config->tenant, QKV_TENANT_DEFAULT) == 0) return;
+  if (!before && strcmp(message->model_tenant, config->tenant) == 0) return;
+  if (before && qkv_store_own_model(store, config->tenant, message->model, &model, NULL) == QKV_OK) return;
+  if (qkv_store_own_model(store, QKV_TENANT_DEFAULT, message->model, &model, NULL) != QKV_OK) return;
+  qkv_store_share_model(store, model);
+  if (before) config->policy.learn = false;
+}
+
 // An earlier session of this tenant and name was closed, though that is not journaled.
 static void close_former(recovery *all, const qkv_session_config *config) {
   struct found_session *found;
@@ -182,6 +203,7 @@ static bool take_session(recovery *all, const qkv_journal_entry *entry) {
   if (message == NULL) return false;
   qkv_status status = session_config(all, message, entry->session, &config, &error);
   if (status == QKV_OK) close_former(all, &config);
+  if (status == QKV_OK) find_model(all, message, &config);
   if (status == QKV_OK) status = qkv_store_open(all->residency->store, &config, message->model, &session, &error);
   if (status != QKV_OK) refuse(all, "session", message->session, &error);
   qkv__v1__session_info__free_unpacked(message, NULL);
@@ -254,17 +276,16 @@ static bool on_entry(void *context, const qkv_journal_entry *entry) {
 
 // ---- Records ----
 
-static kept_calibration *find_calibration(const recovery *all, const char *model, uint32_t version) {
+static kept_calibration *find_calibration(const recovery *all, const qkv_model *model, uint32_t version) {
   kept_calibration *kept = all->calibrations;
-  while (kept != NULL && (qkv_calibration_version(kept->calibration) != version || strcmp(kept->model, model) != 0))
+  while (kept != NULL && (qkv_calibration_version(kept->calibration) != version || kept->model != model))
     kept = kept->next;
   return kept;
 }
 
 static qkv_status adopt(const recovery *all, qkv_session *session, const qkv_record_info *info, qkv_error *error) {
-  const qkv_model *model = qkv_session_model(session);
   const qkv_record_meta *meta = &info->meta;
-  kept_calibration *calibration = find_calibration(all, model->name, meta->calibration);
+  kept_calibration *calibration = find_calibration(all, qkv_session_model(session), meta->calibration);
   if (meta->position != all->expected)
     return qkv_fail(error, QKV_DATA_LOSS, "position %" PRIu64 " is missing", all->expected);
   if (calibration == NULL && meta->calibration != 0)
@@ -379,10 +400,12 @@ static bool keep_calibration(const recovery *all, size_t place) {
   while (kept != NULL && kept->place != place) kept = kept->next;
   assert(kept != NULL);
   const kept_calibration *last = all->calibrations;
-  while (last != NULL && (last->foreign || strcmp(last->model, kept->model) != 0)) last = last->next;
+  while (last != NULL && (last->foreign || last->model != kept->model)) last = last->next;
   if (!kept->used && kept != last) return false;
-  qkvi_catalogue_note_journaled(all->residency, kept->model, qkv_calibration_version(kept->calibration),
-                                kept->foreign);
+  qkvi_catalogue_note_journaled(
+      all->residency,
+      &(qkvi_journaled){
+          .model = kept->model, .version = qkv_calibration_version(kept->calibration), .kept = kept->foreign});
   return true;
 }
 

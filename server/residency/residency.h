@@ -78,6 +78,10 @@ qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session
 // The same without waiting: a crash soon afterwards may bring the session back. `residency` may be NULL.
 void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session);
 
+// Shares a model of the default tenant (qkv_store_share_model), in the journal first where the model is there. Waits.
+// UNAVAILABLE, RESOURCE_EXHAUSTED: it was not journaled, and is not shared. `residency` NULL: no journal.
+qkv_status qkvi_catalogue_share_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,
+                                      qkv_error *error);
 // Changes the session's pin and ttl_ms, those that are not NULL, in the journal and then in memory: a change that
 // cannot be journaled is not made. Waits. `residency` NULL, and sessions in memory: no journal.
 typedef struct qkvi_note {

@@ -161,7 +161,7 @@ bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session) {
   return qkvi_write_back_rests(residency) || qkvi_write_back_lost_truncation(residency, session);
 }
 
-static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+static uint64_t put(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page, uint32_t tokens,
                     const qkv_prefix_hash *hash) {
   const qkvi_backing *backing = context;
   qkvi_residency *residency = backing->residency;

@@ -192,7 +192,7 @@ def test_coded_goes_with_output_alone(daemon, tmp_path, option):
 
 def with_ids(daemon, name, salt=b"", tenant=""):
     """A session whose rows all have ids, and these."""
-    cache = Cache(daemon.stub(), name, layers=3)
+    cache = Cache(daemon.stub(), name, layers=3, shared=True)
     opened = kv.OpenSessionRequest(session=name + "-ids", model=cache.model.name, salt=salt)
     cache.stub = Tenant(cache.stub, tenant)
     cache.stub.OpenSession(opened, timeout=TIMEOUT)

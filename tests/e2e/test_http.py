@@ -63,7 +63,7 @@ def loaded(tmp_path_factory):
     with Daemon(*ADMIN, "--data-dir", str(folder), "--limit-metric-labels", "2",
                 "--storage-read-ahead", "0") as running:
         stub = running.stub()
-        cache = Cache(stub, "alpha", layers=2)
+        cache = Cache(stub, "alpha", layers=2, shared=True)
         for layer in range(2):
             cache.append(0, *cache.rows(300), layer=layer)
         cache.attend(299, cache.queries(1))
@@ -253,6 +253,7 @@ def test_sessions_are_searched(loaded):
 
     assert names(search="MM") == ["gamma"] and names(tenant="red") == ["alpha"] and names(search="none") == []
     row = api(loaded, "sessions", tenant="default", search="alpha")[1]["sessions"][0]
+    assert row["model_tenant"] == "default"
     assert (row["tokens_coded"] + row["tokens_exact"], row["length"], row["layers"]) == (600, 300, 2)
     assert row["memory_bytes"] > 0 and row["shared_bytes"] > 0
 

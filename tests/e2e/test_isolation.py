@@ -1,4 +1,4 @@
-"""What one tenant can do to another, and learn of it: shared models, error texts and the time that answers take."""
+"""What one tenant can learn of another: error texts and the time that answers take."""
 
 import random
 import time
@@ -41,15 +41,14 @@ def guarded(who):
         yield daemon
 
 
-# ---- Calibrations of a model that is shared ----
-
-def calibrations(folder, model):
+def calibrations(folder, model, layers=1):
     """Two of one model, of other rows each."""
     made = []
     with Daemon() as daemon:
         for seed in (1, 2):
-            cache = Cache(daemon.stub(), model, layers=1, seed=seed)
-            cache.append(0, *cache.rows(256))
+            cache = Cache(daemon.stub(), model, layers=layers, seed=seed)
+            for layer in range(layers):
+                cache.append(0, *cache.rows(256), layer=layer)
             dump, file = folder / f"{seed}.safetensors", folder / f"{seed}.qkvc"
             json_lines("qkvctl", "fetch", cache.name, "--output", str(dump), "--target", daemon.target)
             json_lines("qkvctl", "calibrate", cache.model.name, "--from", str(dump), "--output", str(file), "--target",
@@ -58,43 +57,6 @@ def calibrations(folder, model):
             made.append(file.read_bytes())
     assert made[0] != made[1]
     return made
-
-
-def test_calibration_of_a_shared_model(guarded, who, tmp_path):
-    first, second = calibrations(tmp_path, "s")
-    a, b, everyone = (Client(guarded, who[1][name]) for name in ("a", "b", "all"))
-    cache = Cache(a, "s", layers=1)
-    name = cache.model.name
-
-    def bring(client, calibration, trusted=True):
-        model = model_pb2.Model()
-        model.CopyFrom(cache.model)
-        model.calibration, model.calibration_trusted = calibration, trusted
-        client.RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=TIMEOUT)
-
-    def state(client):
-        answer = client.GetModel(model_pb2.GetModelRequest(name=name), timeout=TIMEOUT)
-        listed = client.ListModels(model_pb2.ListModelsRequest(), timeout=TIMEOUT).models
-        assert [(entry.model.name, entry.sessions) for entry in listed] == [(name, answer.sessions)]
-        return answer.calibration.version, answer.sessions
-
-    bring(a, first)  # nobody else uses it
-    version, own = state(a)
-    assert version != 0 and own == 1 and state(b) == (version, 0)
-    Cache(b, "s", layers=1)
-    assert state(a) == (version, 1) and state(b) == (version, 1) and state(everyone) == (version, 2)
-    for client in (a, b):
-        for trusted in (True, False):
-            with refused(grpc.StatusCode.PERMISSION_DENIED, "other tenants have sessions of the model model-s"):
-                bring(client, second, trusted)
-            bring(client, first, trusted)  # the one that it has replaces nothing
-    assert state(a) == (version, 1)
-    bring(everyone, second)
-    other = state(everyone)[0]
-    assert other not in (0, version)
-    b.CloseSession(kv.CloseSessionRequest(session="s"), timeout=TIMEOUT)
-    bring(a, first)
-    assert state(a)[0] == version
 
 
 # ---- What answers tell ----
@@ -151,6 +113,7 @@ def pair(guarded, who):
     """Team b has "there" with 256 tokens, whose ids come with it; team a asks."""
     a, b = (Client(guarded, who[1][name]) for name in "ab")
     cache, ids = Cache(b, "there", layers=1, q_heads=2), list(range(256))
+    a.RegisterModel(model_pb2.RegisterModelRequest(model=cache.model), timeout=TIMEOUT)
     cache.append(0, *cache.rows(256), token_ids=ids)
     assert b.Match(kv.MatchRequest(model=cache.model.name, token_ids=ids), timeout=TIMEOUT).tokens == 256
     return a, cache.model.name, ids

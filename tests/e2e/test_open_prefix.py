@@ -72,7 +72,7 @@ def test_it_begins_with_what_is_held(daemon, make_cache):
 
 
 def test_only_what_is_coded_alike_is_shared(daemon, make_cache):
-    cache = make_cache(layers=LAYERS)
+    cache = make_cache(layers=LAYERS, shared=True)
     ids, name = prompt(300), cache.name + "-new"
     fill(cache, ids)
     assert matched(cache, name, ids) == 256

@@ -122,7 +122,7 @@ def test_ids_come_with_attends_and_decode_steps(daemon, make_cache):
 
 
 def test_models_tenants_and_salts_never_meet(daemon, make_cache):
-    cache, other = make_cache(layers=LAYERS), make_cache(layers=LAYERS)
+    cache, other = make_cache(layers=LAYERS, shared=True), make_cache(layers=LAYERS)
     ids = prompt(128)
     fill(cache, ids)
     sessions = {("", b""): cache.name}

@@ -109,8 +109,8 @@ def listed(stub, **fields):
 
 
 def test_sessions_are_listed_in_pages(stub, name):
-    register(stub, name=f"{name}-m", **GEOMETRY)
-    register(stub, name=f"{name}-n", **GEOMETRY)
+    register(stub, name=f"{name}-m", **GEOMETRY, shared=True)
+    register(stub, name=f"{name}-n", **GEOMETRY, shared=True)
     names = [f"{name}/{index:02}" for index in range(25)]
     for index in np.random.default_rng(1).permutation(25):
         open_session(stub, names[index], f"{name}-{'mn'[index % 2]}", tenant=f"tenant-{index % 3}")

@@ -79,7 +79,7 @@ def test_pages_are_taken(daemon, make_cache, step):
 
 
 def test_only_pages_of_the_same_tokens_and_code(daemon, make_cache):
-    cache = make_cache(layers=LAYERS)
+    cache = make_cache(layers=LAYERS, shared=True)
     ids = prompt(600)
     rows = fill(cache, ids)
     before = shared(daemon)

@@ -136,7 +136,7 @@ def test_each_changes_its_own(daemon, name):
 
 
 def test_lists_go_on_between_tenants(daemon, stub, name):
-    cache = Cache(stub, name, layers=1)
+    cache = Cache(stub, name, layers=1, shared=True)
     tenants = ["a", "b", "c", "default", "e"]
     for tenant in reversed(tenants):
         for i in range(2):
@@ -177,7 +177,7 @@ def test_watchers_are_told_of_their_own(daemon, name):
 
 
 def test_streams_open_sessions_of_their_tenant(daemon, stub, name):
-    cache = Cache(stub, name, layers=1)
+    cache = Cache(stub, name, layers=1, shared=True)
     session = name + "-staged"
 
     def append(to, tokens, tenant="", complete=True):
@@ -203,7 +203,7 @@ def test_streams_open_sessions_of_their_tenant(daemon, stub, name):
 @pytest.mark.parametrize("durability", [kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC])
 def test_streams_open_durable_sessions(start, durability):
     with start() as daemon:
-        cache = Cache(daemon.stub(), "plain", layers=1, durability=durability)
+        cache = Cache(daemon.stub(), "plain", layers=1, durability=durability, shared=True)
         item = cache.item(0, *cache.rows(100))
         item.session = "staged"
         opening = kv.OpenSessionRequest(session="staged", model=cache.model.name, tenant="t", durability=durability)
@@ -281,7 +281,7 @@ def test_both_are_found_after_a_crash(start, sunk):
 
 
 def test_a_tenant_is_one_name(daemon, stub, name):
-    cache = Cache(stub, name, layers=1)
+    cache = Cache(stub, name, layers=1, shared=True)
     request = kv.GetSessionRequest(session=name)
     for said, text in (([""], "the metadata qkv-tenant is empty"), (["no name"], "qkv-tenant has byte 0x20 at 2"),
                        (["x" * 129], "qkv-tenant is longer than 128 characters"),
@@ -316,7 +316,7 @@ def test_objects_are_a_tenants(daemon, name):
 
 
 def test_fields_and_metadata_agree(stub, name):
-    cache = Cache(stub, name, layers=1)
+    cache = Cache(stub, name, layers=1, shared=True)
     mine = Tenant(stub, "t")
     requests = {"OpenSession": kv.OpenSessionRequest(session=name, model=cache.model.name, tenant="u"),
                 "Match": kv.MatchRequest(model=cache.model.name, token_ids=[1], tenant="u"),

@@ -135,7 +135,7 @@ def test_snapshot_and_changes(stub, make_cache, watch, ids_too):
 
 
 def test_tenants_and_models(stub, make_cache, watch):
-    cache, other = make_cache(layers=1), make_cache(layers=1)
+    cache, other = make_cache(layers=1, shared=True), make_cache(layers=1)
     ids = prompt(128)
     fill(cache, ids)
     fill(other, ids)

@@ -66,6 +66,8 @@ static void a_session_reports_what_it_is(void **state) {
   Qkv__V1__CodecPolicy policy = QKV__V1__CODEC_POLICY__INIT;
   policy.bits_k = 3;
   Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
+  fixture_set_tenant(client, "team");
+  kv_register(client);
   request.session = (char *)"team/chat:1";
   request.model = (char *)"m";
   request.tenant = (char *)"team";
@@ -80,6 +82,7 @@ static void a_session_reports_what_it_is(void **state) {
   assert_string_equal(info->session, "team/chat:1");
   assert_string_equal(info->model, "m");
   assert_string_equal(info->tenant, "team");
+  assert_string_equal(info->model_tenant, "team");
   assert_int_equal(info->purpose, QKV__V1__PURPOSE__PURPOSE_FETCH);
   assert_int_equal(info->durability, QKV__V1__DURABILITY__DURABILITY_MEMORY);
   assert_true(info->policy->bits_k == 3 && info->policy->bits_v == 4);
@@ -90,7 +93,6 @@ static void a_session_reports_what_it_is(void **state) {
   assert_true(info->created_unix_ms > 1600000000000);
   qkv__v1__open_session_response__free_unpacked(opened, NULL);
   fixture_free(&result);
-  fixture_set_tenant(client, "team");
 
   // 200 tokens in layer 1: the window stays exact, the rest of whole pages is coded.
   const kv_item item = {.session = "team/chat:1", .layer = 1, .position = 100, .tokens = 200, .seed = 1};
@@ -121,6 +123,9 @@ static Qkv__V1__ListSessionsResponse *list_sessions(Qkv__V1__ListSessionsRequest
 static void sessions_are_listed_in_pages_by_name(void **state) {
   (void)state;
   char name[32];
+  fixture_set_tenant(client, "fifth");
+  kv_register(client);
+  fixture_set_tenant(client, NULL);
   for (int i = 0; i < 25; i++) {
     (void)snprintf(name, sizeof name, "list/%02d", 24 - i);
     Qkv__V1__OpenSessionRequest open = QKV__V1__OPEN_SESSION_REQUEST__INIT;

@@ -518,15 +518,14 @@ static void calibrate(const scene *s, uint64_t first) {
   qkv_calibration *made = NULL;
   const qkv_model *model = NULL;
   const sequence *rows = &s->rows[1];
-  assert_int_equal(qkv_store_model(s->store, "tiny", &model, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(s->store, "default", "tiny", &model, NULL), QKV_OK);
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);
   qkv_moments *moments = qkv_moments_create(&shape);
   for (uint32_t layer = 0; layer < LAYERS; layer++)
     qkv_moments_add(moments, layer, first, 64, rows->k + first * model->kv_heads * model->key_dim,
                     rows->v + first * model->kv_heads * model->value_dim, false);
   qkv_status status = qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &made, &error);
-  if (status == QKV_OK)
-    status = qkv_store_calibrate(s->store, "tiny", made, QKV_CALIBRATION_REGISTERED, true, &error);
+  if (status == QKV_OK) status = qkv_model_calibrate(model, made, QKV_CALIBRATION_REGISTERED, true, &error);
   if (status != QKV_OK) fail_msg("%s", error.text);
   const qkv_calibration *reference = made;
   qkv_calibration_unref(&reference);

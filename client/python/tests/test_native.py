@@ -139,9 +139,11 @@ def test_where_libqkv_is_not_used(daemon, model, name, rows):
 
 def test_tenants(daemon, model, name, rows):
     k, v = rows(10)
-    with qkvd.Client(daemon.target, native=True, tenant="other") as other, other.open(name, model=model.name) as session:
-        session.append(0, k, v)
-        assert same(session.fetch(0), (k, v)) and session.info().lengths[0] == 10
+    with qkvd.Client(daemon.target, native=True, tenant="other") as other:
+        other.register_model(model)
+        with other.open(name, model=model.name) as session:
+            session.append(0, k, v)
+            assert same(session.fetch(0), (k, v)) and session.info().lengths[0] == 10
 
 
 def test_threads(alone, model, name, rows):

@@ -299,6 +299,7 @@ def test_match(client, model, name, rows):
         assert client.match(model.name, ids) == qkvd.Match("", 0, 0, 0, 0)
         assert client.match(model.name, []).root not in (b"", match.root)
         with qkvd.Client(client.target, tenant="t") as other:
+            other.register_model(model)
             assert other.match(model.name, ids, salt=b"s").session == ""
         with client.open(name + "-prefixed", model=model.name, salt=b"s", prefix=np.arange(300)) as prefixed:
             assert set(prefixed.lengths) == {192}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ def pair(client, other, model, name, rows):
     """The two sessions, of 100 and 200 tokens with ids, and the second one's rows."""
     sessions, filled = [], []
     for one, tokens in ((client, 100), (other, 200)):
+        one.register_model(model)
         session = one.open(name, model=model.name, tokens=list(range(tokens)))
         filled.append(rows(tokens))
         for layer in range(LAYERS):
@@ -75,6 +77,26 @@ def test_each_changes_its_own(client, other, pair, model, name, rows):
     assert second.info().lengths[0] == 200
     with pytest.raises(qkvd.NotFound):
         client.session(name)
+
+
+def test_models(client, other, model, name):
+    """One of a name for each tenant, and one that is shared with those that have none."""
+    wider, base = (dataclasses.replace(model, name=f"{name}-{of}", key_dim=128) for of in ("own", "base"))
+    client.register_model(dataclasses.replace(model, name=wider.name))
+    with pytest.raises(qkvd.NotFound, match=f"no model {wider.name} of tenant other$"):
+        other.model(wider.name)
+    assert (other.register_model(wider).tenant, other.model(wider.name).model.key_dim) == ("other", 128)
+    assert [(one.tenant, one.model.key_dim) for one in client.models() if one.model.name == wider.name] == [
+        ("default", model.key_dim),
+        ("other", 128),
+    ]  # no tenant: all
+    shared = dataclasses.replace(base, shared=True)
+    assert client.register_model(shared).shared
+    with pytest.raises(qkvd.InvalidArgument, match="the call's tenant is other"):
+        other.register_model(shared)
+    answer = other.register_model(base)
+    assert (answer.tenant, answer.shared) == ("default", True)
+    assert [one.tenant for one in other.models() if one.model.name in (wider.name, base.name)] == ["default", "other"]
 
 
 def test_asyncio(daemon, pair, name):

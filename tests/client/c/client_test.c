@@ -130,7 +130,6 @@ static void test_models(void **state) {
   qkv_client_model other = exact_model;
   other.layers++;
   assert_int_equal(qkv_client_register_model(client, &other, &error), QKV_ALREADY_EXISTS);
-  assert_non_null(strstr(error.text, "exact"));
   other.name = "no good name!";
   assert_int_equal(qkv_client_register_model(client, &other, NULL), QKV_INVALID_ARGUMENT);
 }
@@ -139,8 +138,9 @@ static void test_sessions(void **state) {
   (void)state;
   qkv_call_error error = {0};
   qkv_client *own = NULL;
-  ok(qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.tenant = "t"}, &own, &error), &error);
   qkv_client_policy policy = {.bits_k = 2, .bits_v = 3, .recent_window = 7};
+  ok(qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.tenant = "t"}, &own, &error), &error);
+  ok(qkv_client_register_model(own, &exact_model, &error), &error);
   qkv_session_options options = {
       .session = "info", .model = "exact", .purpose = 2, .policy = &policy, .first_position = 100};
   ok(qkv_client_open_session(own, &options, &error), &error);

@@ -49,8 +49,8 @@ static int setup(void **state) {
   ok(qkv_client_connect(qkvd->unix_address, NULL, &clients[0], &error), &error);
   ok(qkv_client_connect(qkvd->tcp_address, &(qkv_client_options){.tenant = tenant}, &clients[1], &error), &error);
   memset(tenant, '?', sizeof tenant - 1);  // the client has a copy
-  ok(qkv_client_register_model(clients[0], &model, &error), &error);
   for (size_t i = 0; i < CLIENTS; i++) {
+    ok(qkv_client_register_model(clients[i], &model, &error), &error);
     const qkv_client_item item = {
         .session = "same", .k = tensor(lengths[i]), .v = tensor(lengths[i]), .token_ids = ids};
     ok(qkv_client_open_session(clients[i], &(qkv_session_options){.session = "same", .model = "m"}, &error), &error);
@@ -128,6 +128,27 @@ static void each_changes_its_own(void **state) {
   assert_string_equal(error.text, "no session same of tenant other");
 }
 
+static void models_are_shared_by_the_default_tenant(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  qkv_client_model model = {.name = "base",
+                            .layers = 1,
+                            .kv_heads = 1,
+                            .q_heads = 1,
+                            .key_dim = WIDTH,
+                            .value_dim = WIDTH,
+                            .dtype = QKV_CLIENT_FP32};
+  const qkv_session_options options = {.session = "of-base", .model = "base"};
+  ok(qkv_client_register_model(clients[0], &model, &error), &error);
+  assert_int_equal(qkv_client_open_session(clients[1], &options, &error), QKV_NOT_FOUND);
+  assert_string_equal(error.text, "no model base of tenant other");
+  model.shared = true;
+  assert_int_equal(qkv_client_register_model(clients[1], &model, &error), QKV_INVALID_ARGUMENT);
+  ok(qkv_client_register_model(clients[0], &model, &error), &error);
+  ok(qkv_client_open_session(clients[1], &options, &error), &error);
+  ok(qkv_client_close_session(clients[1], "of-base", NULL, &error), &error);
+}
+
 static void a_tenant_is_a_name(void **state) {
   (void)state;
   qkv_client *nobody = NULL;
@@ -142,6 +163,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(each_reads_its_own),
       cmocka_unit_test(each_changes_its_own),
+      cmocka_unit_test(models_are_shared_by_the_default_tenant),
       cmocka_unit_test(a_tenant_is_a_name),
   };
   return cmocka_run_group_tests(tests, setup, teardown);

@@ -244,7 +244,7 @@ static void test_models(void **state) {
   assert_int_equal(integer(model, "sessions"), 1);
   json_decref(model);
   assert_int_equal(RUN("models"), 0);
-  assert_non_null(strstr(out, "MODEL  LAYERS  HEADS Q/KV"));
+  assert_non_null(strstr(out, "MODEL  TENANT   LAYERS  HEADS Q/KV"));
   assert_non_null(strstr(out, "2/2"));
 }
 

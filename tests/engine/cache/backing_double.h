@@ -42,7 +42,7 @@ static inline uint64_t double_take(backing_double *made, uint64_t session, const
   return number;
 }
 
-static inline uint64_t double_put(void *context, uint64_t session, const char *model, qkv_page_hold *page,
+static inline uint64_t double_put(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page,
                                   uint32_t tokens, const qkv_prefix_hash *hash) {
   backing_double *made = context;
   (void)hash;

@@ -40,15 +40,20 @@ static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model *
   return make_store_with(budget, tokens, NULL, 0, model);
 }
 
-static qkv_session *open_session(qkv_store *store, const char *name, bool learn) {
-  qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
+static qkv_session *open_session_of(qkv_store *store, const char *tenant, const char *name, bool said, bool learn) {
+  qkv_session_config config = {.purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
+  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
   (void)snprintf(config.name, sizeof config.name, "%s", name);
-  config.policy.learn_said = true;
+  config.policy.learn_said = said;
   config.policy.learn = learn;
   qkv_session *session = NULL;
   qkv_error error = {0};
   if (qkv_store_open(store, &config, "pupil", &session, &error) != QKV_OK) fail_msg("%s", error.text);
   return session;
+}
+
+static qkv_session *open_session(qkv_store *store, const char *name, bool learn) {
+  return open_session_of(store, "default", name, true, learn);
 }
 
 // Keys: a constant vector, turned by RoPE, and a little in two directions; values in three directions.
@@ -157,6 +162,62 @@ static void test_sessions_may_keep_out(void **state) {
   qkv_store_destroy(&store);
 }
 
+// Also where the layers' overrides say that they teach.
+static void test_tenants_opt_in_to_teaching_a_shared_model(void **state) {
+  (void)state;
+  const struct {
+    const char *tenant;
+    bool said, learn, teaches;
+  } cases[] = {{"default", false, false, true},
+               {"default", true, false, false},
+               {"a", false, false, false},
+               {"a", true, false, false},
+               {"a", true, true, true}};
+  qkv_layer_override overrides[LAYERS];
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    overrides[i] = (qkv_layer_override){.layer = i, .policy = QKV_POLICY_UNSET};
+    overrides[i].policy.learn_said = overrides[i].policy.learn = true;
+  }
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const qkv_model *model;
+    qkv_store *store = make_store_with(64 << 20, FIRST, overrides, LAYERS, &model);
+    qkv_store_share_model(store, model);
+    qkv_session *session = open_session_of(store, cases[i].tenant, "s", cases[i].said, cases[i].learn);
+    sequence rows = structured_rows(model, TOKENS, 8);
+    append_all(session, &rows, 0, TOKENS);
+    assert_int_equal(qkv_learner_read(model->learner).tokens, cases[i].teaches ? TOKENS : 0);
+    free_sequence(&rows);
+    qkv_session_unref(&session);
+    qkv_store_destroy(&store);
+  }
+}
+
+static void test_models_of_one_name_learn_separately(void **state) {
+  (void)state;
+  const qkv_model *models[2];
+  int runs = 0;
+  qkv_store *store = make_store(64 << 20, FIRST, &models[0]);
+  qkv_model other = *models[0];
+  (void)snprintf(other.tenant, sizeof other.tenant, "a");
+  assert_int_equal(qkv_store_register_model(store, &other, &models[1], NULL), QKV_OK);
+  sequence rows = structured_rows(models[0], TOKENS, 8);
+  qkv_session *session = open_session_of(store, "a", "s", false, false);
+  append_all(session, &rows, 0, TOKENS);
+  assert_int_equal(qkv_learner_read(models[0]->learner).tokens, 0);
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(qkv_calibration_slot_version(models[0]->calibration), 0);
+  assert_int_not_equal(qkv_calibration_slot_version(models[1]->calibration), 0);
+  qkv_session *own = open_session(store, "s", true);
+  append_all(own, &rows, 0, TOKENS);
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(runs, 2);
+  assert_int_not_equal(qkv_calibration_slot_version(models[0]->calibration), 0);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_session_unref(&own);
+  qkv_store_destroy(&store);
+}
+
 // What was brought is not replaced by what is learnt.
 static void test_a_given_calibration_stays(void **state) {
   (void)state;
@@ -171,7 +232,7 @@ static void test_a_given_calibration_stays(void **state) {
 
   const qkv_model *other;
   qkv_store *second = make_store(64 << 20, FIRST, &other);
-  assert_int_equal(qkv_store_calibrate(second, "pupil", learnt, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
+  assert_int_equal(qkv_model_calibrate(other, learnt, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
   qkv_session *taught = open_session(second, "s", true);
   append_all(taught, &rows, 0, TOKENS);
   assert_int_equal(qkv_learner_read(other->learner).tokens, 0);  // no calibration would use it
@@ -438,7 +499,7 @@ static void test_moments_are_forgotten_beneath_a_run(void **state) {
     feed(store, &rows);
     assert_int_equal(pthread_create(&learns, NULL, learn, store), 0);
     if (round % 2 == 0) feed(store, &rows);
-    assert_int_equal(qkv_store_calibrate(store, "pupil", brought, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
+    assert_int_equal(qkv_model_calibrate(model, brought, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
     feed(store, &rows);
     assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
     assert_int_equal(pthread_join(learns, NULL), 0);
@@ -489,6 +550,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_pages_to_come_are_calibrated),
       cmocka_unit_test(test_sessions_may_keep_out),
+      cmocka_unit_test(test_tenants_opt_in_to_teaching_a_shared_model),
+      cmocka_unit_test(test_models_of_one_name_learn_separately),
       cmocka_unit_test(test_a_given_calibration_stays),
       cmocka_unit_test(test_no_headroom_to_learn),
       cmocka_unit_test(test_only_teachers_are_waited_for),

@@ -245,7 +245,7 @@ static double error_of(qkv_store *store, const qkv_model *model, traffic kind, q
 static void expect_not_worse(qkv_store *store, double bits, traffic kind, uint64_t seed, const char *what) {
   const qkv_model *model, *other;
   qkv_store *data_free = make_store(bits, 0, &other);
-  assert_int_equal(qkv_store_model(store, "odd", &model, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(store, "default", "odd", &model, NULL), QKV_OK);
   for (qkv_purpose purpose = QKV_PURPOSE_ATTEND; purpose <= QKV_PURPOSE_FETCH; purpose++) {
     const double ours = error_of(store, model, kind, purpose, seed);
     const double theirs = error_of(data_free, other, kind, purpose, seed);
@@ -395,7 +395,7 @@ static void test_all_at_once(void **state) {
     assert_true(now.version == 0 || now.source != QKV_CALIBRATION_NONE);
     (void)qkv_store_read_stats(all.store);
     if (round % 8 == 7) {
-      assert_int_equal(qkv_store_calibrate(all.store, "odd", brought[round / 8 % BROUGHT], QKV_CALIBRATION_REGISTERED,
+      assert_int_equal(qkv_model_calibrate(model, brought[round / 8 % BROUGHT], QKV_CALIBRATION_REGISTERED,
                                            round % 16 == 15, NULL),
                        QKV_OK);
     }

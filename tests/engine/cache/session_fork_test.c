@@ -159,7 +159,7 @@ typedef struct shared_backing {
   uint64_t count;
 } shared_backing;
 
-static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+static uint64_t put(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page, uint32_t tokens,
                     const qkv_prefix_hash *hash) {
   (void)hash;
   shared_backing *backing = context;

@@ -300,8 +300,9 @@ static void a_store_matches_its_open_sessions(void **state) {
                                    .policy = test_policy(4, 4, 8),
                                    .prefixes_max = 100};
   qkv_store *store = qkv_store_create(&config);
-  const qkv_model model = test_model(1, 2, 16, 8, QKV_FP16);
-  assert_int_equal(qkv_store_register_model(store, &model, NULL, NULL), QKV_OK);
+  const qkv_model model = test_model(1, 2, 16, 8, QKV_FP16), *shared = NULL;
+  assert_int_equal(qkv_store_register_model(store, &model, &shared, NULL), QKV_OK);
+  qkv_store_share_model(store, shared);
   for (uint32_t i = 0; i < 200; i++) ids[i] = i;
   qkv_session *a = open_session(store, "a", "x"), *b = open_session(store, "b", "x"),
               *c = open_session(store, "c", "y");
@@ -379,8 +380,9 @@ static void matches_race_with_closing(void **state) {
                                    .policy = test_policy(4, 4, 8),
                                    .prefixes_max = 100};
   qkv_store *store = qkv_store_create(&config);
-  const qkv_model model = test_model(1, 2, 16, 8, QKV_FP16);
-  assert_int_equal(qkv_store_register_model(store, &model, NULL, NULL), QKV_OK);
+  const qkv_model model = test_model(1, 2, 16, 8, QKV_FP16), *shared = NULL;
+  assert_int_equal(qkv_store_register_model(store, &model, &shared, NULL), QKV_OK);
+  qkv_store_share_model(store, shared);
   for (size_t i = 0; i < THREADS; i++) {
     workers[i] = (worker){.store = store, .number = i};
     assert_int_equal(pthread_create(&workers[i].thread, NULL, work, &workers[i]), 0);

@@ -30,6 +30,13 @@ static void must_register(qkv_store *store, const char *name) {
   if (qkv_store_register_model(store, &model, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
 }
 
+static void must_share(qkv_store *store, const char *name) {
+  const qkv_model *model = NULL;
+  must_register(store, name);
+  assert_int_equal(qkv_store_model(store, "default", name, &model, NULL), QKV_OK);
+  qkv_store_share_model(store, model);
+}
+
 static qkv_session_config named_session(const char *name) {
   qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
   (void)snprintf(config.name, sizeof config.name, "%s", name);
@@ -73,7 +80,7 @@ static void test_models(void **state) {
   assert_int_equal(qkv_store_register_model(store, &model, &again, NULL), QKV_OK);
   assert_ptr_equal(first, again);
   assert_int_equal(qkv_store_register_model(store, first, &again, NULL), QKV_OK);
-  assert_int_equal(qkv_store_model(store, "b", &found, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(store, "default", "b", &found, NULL), QKV_OK);
   assert_ptr_equal(first, found);
 
   qkv_error errors[4] = {{0}, {0}, {0}, {0}};
@@ -88,7 +95,7 @@ static void test_models(void **state) {
   assert_int_equal(qkv_store_register_model(store, &model, NULL, &errors[2]), QKV_RESOURCE_EXHAUSTED);
   assert_string_equal(errors[2].text, "limit-models is 2, all are in use");
   must_register(store, "a");
-  assert_int_equal(qkv_store_model(store, "c", &found, &errors[3]), QKV_NOT_FOUND);
+  assert_int_equal(qkv_store_model(store, "default", "c", &found, &errors[3]), QKV_NOT_FOUND);
   assert_string_equal(errors[3].text, "no model c");
   assert_int_equal(qkv_store_read_stats(store).models, 2);
   qkv_store_destroy(&store);
@@ -158,21 +165,92 @@ static void test_each_model_in_order(void **state) {
   qkv_store_each_model(store, NULL, list_model, &two);
   assert_string_equal(two.text, "a:0 b:1 ");
 
+  qkv_store_destroy(&store);
+}
+
+// ---- Models of tenants ----
+
+static const qkv_model *must_register_of(qkv_store *store, const char *tenant, const char *name, uint32_t q_heads) {
+  qkv_model model = named_model(name);
+  const qkv_model *registered = NULL;
+  qkv_error error = {0};
+  (void)snprintf(model.tenant, sizeof model.tenant, "%s", tenant);
+  model.q_heads = q_heads;
+  if (qkv_store_register_model(store, &model, &registered, &error) != QKV_OK) fail_msg("%s", error.text);
+  return registered;
+}
+
+static const qkv_model *visible(qkv_store *store, const char *tenant, const char *name) {
+  const qkv_model *found = NULL;
+  return qkv_store_model(store, tenant, name, &found, NULL) == QKV_OK ? found : NULL;
+}
+
+static void open_for(qkv_store *store, const char *tenant, const char *name, const qkv_model *expected) {
+  qkv_session_config config = named_session(name);
   qkv_session *session = NULL;
-  qkv_session_config config = named_session("1");
-  (void)snprintf(config.tenant, sizeof config.tenant, "other");
-  assert_int_equal(qkv_store_open(store, &config, "z", &session, NULL), QKV_OK);
+  qkv_error error = {0};
+  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
+  if (qkv_store_open(store, &config, expected->name, &session, &error) != QKV_OK) fail_msg("%s", error.text);
+  assert_ptr_equal(qkv_session_model(session), expected);
   qkv_session_unref(&session);
-  listing others = {{0}, 0, 0}, defaults = {{0}, 0, 0};
-  qkv_store_each_model(store, "other", list_model, &others);
-  assert_string_equal(others.text, "a:0 b:0 m:0 ma:0 z:1 ");
-  qkv_store_each_model(store, "default", list_model, &defaults);
-  assert_string_equal(defaults.text, "a:0 b:1 m:0 ma:1 z:0 ");
-  const qkv_model *b = NULL, *z = NULL;
-  assert_int_equal(qkv_store_model(store, "b", &b, NULL), QKV_OK);
-  assert_int_equal(qkv_store_model(store, "z", &z, NULL), QKV_OK);
-  assert_true(qkv_store_others_use(store, "other", b) && !qkv_store_others_use(store, "default", b));
-  assert_true(qkv_store_others_use(store, "default", z) && !qkv_store_others_use(store, "other", z));
+}
+
+static void test_models_are_a_tenants(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 4, 10);
+  const qkv_model *m = must_register_of(store, "", "m", 4), *a = must_register_of(store, "a", "m", 8);
+  const qkv_model *b = must_register_of(store, "a", "b", 4);
+  assert_true(a != m && a->q_heads == 8);
+  assert_ptr_equal(must_register_of(store, "a", "m", 8), a);
+  assert_true(visible(store, "default", "m") == m && visible(store, "a", "m") == a);
+  assert_null(visible(store, "c", "m"));
+  assert_null(visible(store, "default", "b"));
+  const qkv_model *found = NULL;
+  qkv_error error = {0};
+  assert_int_equal(qkv_store_model(store, "c", "m", &found, &error), QKV_NOT_FOUND);
+  assert_string_equal(error.text, "no model m of tenant c");
+  qkv_session_config config = named_session("s");
+  assert_open_fails(store, &config, "b", QKV_NOT_FOUND, "no model b");
+  open_for(store, "default", "s", m);
+  open_for(store, "a", "s", a);
+  open_for(store, "a", "t", a);
+  open_for(store, "a", "u", b);
+  listing all = {{0}, 0, 0}, own = {{0}, 0, 0};
+  qkv_store_each_model(store, NULL, list_model, &all);
+  assert_string_equal(all.text, "b:1 m:2 m:1 ");  // of one name in the order of tenants
+  qkv_store_each_model(store, "a", list_model, &own);
+  assert_string_equal(own.text, "b:1 m:2 ");
+  qkv_store_destroy(&store);
+}
+
+static void test_shared_models(void **state) {
+  (void)state;
+  qkv_store *store = make_store(1 << 20, 4, 10);
+  const qkv_model *m = must_register_of(store, "", "m", 4), *a = must_register_of(store, "a", "m", 8);
+  assert_false(qkv_store_is_shared(store, m));
+  qkv_store_share_model(store, m);
+  assert_true(qkv_store_is_shared(store, m) && !qkv_store_is_shared(store, a));
+  assert_true(visible(store, "a", "m") == a && visible(store, "b", "m") == m);
+  assert_ptr_equal(must_register_of(store, "a", "m", 8), a);
+  assert_ptr_equal(must_register_of(store, "b", "m", 4), m);
+  qkv_model other = named_model("m");
+  qkv_error error = {0};
+  other.q_heads = 16;
+  (void)snprintf(other.tenant, sizeof other.tenant, "b");
+  assert_int_equal(qkv_store_register_model(store, &other, NULL, &error), QKV_ALREADY_EXISTS);
+  assert_string_equal(error.text, "the name m is taken by a shared model with another q_heads");
+  open_for(store, "default", "s", m);
+  open_for(store, "a", "s", a);
+  open_for(store, "b", "s", m);
+  listing shared = {{0}, 0, 0}, all = {{0}, 0, 0};
+  qkv_store_each_model(store, "b", list_model, &shared);
+  assert_string_equal(shared.text, "m:1 ");
+  qkv_store_each_model(store, NULL, list_model, &all);
+  assert_string_equal(all.text, "m:1 m:2 ");
+  // What is restored is the tenant's own.
+  const qkv_model *restored = NULL;
+  assert_int_equal(qkv_store_restore_model(store, &other, &restored, NULL), QKV_OK);
+  assert_true(restored != m && visible(store, "b", "m") == restored);
   qkv_store_destroy(&store);
 }
 
@@ -398,7 +476,7 @@ static void test_names_belong_to_tenants(void **state) {
   qkv_store *store = make_store(1 << 20, 1, COUNT + 1);
   qkv_session *sessions[COUNT];
   uint64_t freed;
-  must_register(store, "tiny");
+  must_share(store, "tiny");
   for (size_t i = 0; i < COUNT; i++) {
     assert_true(finds(store, names[i][0], names[i][1], NULL));
     sessions[i] = open_of(store, names[i][0], names[i][1], false);
@@ -423,7 +501,7 @@ static void test_names_belong_to_tenants(void **state) {
 static void test_staged_sessions_of_tenants(void **state) {
   (void)state;
   qkv_store *store = make_store(1 << 20, 1, 10);
-  must_register(store, "tiny");
+  must_share(store, "tiny");
   qkv_session *a = open_of(store, "a", "s", true), *b = open_of(store, "b", "s", true),
               *late = open_of(store, "a", "s", true);
   assert_true(finds(store, "a", "s", NULL) && finds(store, "b", "s", NULL));
@@ -443,7 +521,7 @@ static void test_lists_of_tenants(void **state) {
   qkv_store *store = make_store(1 << 20, 1, 10);
   const char *const order[][2] = {{"b", "r"}, {"a", "s"}, {"b", "s"}, {"c", "s"}, {"a", "t"}};
   enum { COUNT = sizeof order / sizeof *order };
-  must_register(store, "tiny");
+  must_share(store, "tiny");
   for (size_t i = COUNT; i-- > 0;) {
     qkv_session *session = open_of(store, order[i][0], order[i][1], false);
     qkv_session_unref(&session);
@@ -574,7 +652,7 @@ static void test_many_threads(void **state) {
     open_and_leave(c.store, name, "tiny");
   }
   const qkv_model *model;
-  assert_int_equal(qkv_store_model(c.store, "tiny", &model, NULL), QKV_OK);
+  assert_int_equal(qkv_store_model(c.store, "default", "tiny", &model, NULL), QKV_OK);
   c.rows = make_sequence(model, TOKENS, 3);
 
   pthread_t writers[WRITERS], readers[READERS + 1];
@@ -605,6 +683,8 @@ int main(void) {
       cmocka_unit_test(test_models),
       cmocka_unit_test(test_overrides),
       cmocka_unit_test(test_each_model_in_order),
+      cmocka_unit_test(test_models_are_a_tenants),
+      cmocka_unit_test(test_shared_models),
       cmocka_unit_test(test_sessions),
       cmocka_unit_test(test_session_limits),
       cmocka_unit_test(test_close_while_in_use),

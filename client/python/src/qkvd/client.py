@@ -121,7 +121,9 @@ class Client:
     # ---- models ----
 
     def register_model(self, model: Model, *, timeout: float | None = None) -> model_pb2.RegisterModelResponse:
-        """Registers a geometry; the same one again is fine. AlreadyExists: another model has the name.
+        """Registers a geometry for the client's tenant; the same one again is fine.
+
+        AlreadyExists: the tenant has another model of the name, or a shared one has it.
 
         The answer has the model with its defaults filled in, and the state of its calibration.
         """
@@ -137,7 +139,7 @@ class Client:
         return self._call(calls.get_model(name), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:
-        """All registered models, by name."""
+        """The tenant's models and shared ones, by name; without a tenant those of all."""
         if self._daemons:
             return several_sync.models(self, timeout)
         return list(self._call(calls.list_models(), timeout).models)

@@ -169,6 +169,7 @@ class Model:
     overrides: tuple[LayerOverride, ...] = ()  # at most one a layer, in ascending order
     calibration: bytes = b""  # a calibration file
     calibration_trusted: bool = False  # used at once, neither tried nor withdrawn
+    shared: bool = False  # with tenants that have none of its name; for a client of the tenant "default" alone
 
     def message(self) -> model_pb2.Model:
         """The message of the wire."""
@@ -196,6 +197,7 @@ class Model:
             ],
             calibration=self.calibration,
             calibration_trusted=self.calibration_trusted,
+            shared=self.shared,
         )
 
 

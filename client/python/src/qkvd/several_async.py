@@ -180,11 +180,11 @@ async def match(client: AsyncClient, call: Call[Match], timeout: float | None) -
 
 
 async def models(client: AsyncClient, timeout: float | None) -> list[model_pb2.GetModelResponse]:
-    """Of all, each name once."""
-    by_name: dict[str, model_pb2.GetModelResponse] = {}
+    """Of all, each tenant's name once."""
+    by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
     for _, part in await each(client, lambda one: one.models(timeout=timeout)):
         for model in part:
-            by_name.setdefault(model.model.name, model)
+            by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]
 
 

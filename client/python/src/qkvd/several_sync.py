@@ -202,11 +202,11 @@ def match(client: Client, work: Callable[[Client], Match]) -> Match:
 
 
 def models(client: Client, timeout: float | None) -> list[model_pb2.GetModelResponse]:
-    """Of all, each name once."""
-    by_name: dict[str, model_pb2.GetModelResponse] = {}
+    """Of all, each tenant's name once."""
+    by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
     for _, part in each(client, lambda one: one.models(timeout=timeout)):
         for model in part:
-            by_name.setdefault(model.model.name, model)
+            by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]
 
 

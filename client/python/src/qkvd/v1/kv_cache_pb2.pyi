@@ -109,7 +109,7 @@ class GetSessionRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., token_ids: _Optional[_Union[_tensor_pb2.TokenRange, _Mapping]] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "lengths", "tokens_coded", "tokens_exact", "bytes_coded", "bytes_exact", "bytes_fp16", "bits_per_coordinate", "created_unix_ms", "last_used_unix_ms", "durable", "bytes_overhead", "tier_bits", "keep_full", "attention_error", "max_attention_error", "contract_pages", "contract_missed", "tokens_cold", "bytes_stored", "bytes_shared", "ttl_ms", "pinned", "calibration", "calibration_since_unix_ms", "watched_error", "watched_error_data_free", "prefix_root", "retention", "whole", "token_ids")
+    __slots__ = ("session", "model", "tenant", "purpose", "policy", "first_position", "durability", "lengths", "tokens_coded", "tokens_exact", "bytes_coded", "bytes_exact", "bytes_fp16", "bits_per_coordinate", "created_unix_ms", "last_used_unix_ms", "durable", "bytes_overhead", "tier_bits", "keep_full", "attention_error", "max_attention_error", "contract_pages", "contract_missed", "tokens_cold", "bytes_stored", "bytes_shared", "ttl_ms", "pinned", "calibration", "calibration_since_unix_ms", "watched_error", "watched_error_data_free", "prefix_root", "retention", "whole", "model_tenant", "token_ids")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class SessionInfo(_message.Message):
     PREFIX_ROOT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_TENANT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: str
     model: str
@@ -183,8 +184,9 @@ class SessionInfo(_message.Message):
     prefix_root: bytes
     retention: Retention
     whole: int
+    model_tenant: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens_coded: _Optional[int] = ..., tokens_exact: _Optional[int] = ..., bytes_coded: _Optional[int] = ..., bytes_exact: _Optional[int] = ..., bytes_fp16: _Optional[int] = ..., bits_per_coordinate: _Optional[float] = ..., created_unix_ms: _Optional[int] = ..., last_used_unix_ms: _Optional[int] = ..., durable: _Optional[_Iterable[int]] = ..., bytes_overhead: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ..., attention_error: _Optional[float] = ..., max_attention_error: _Optional[float] = ..., contract_pages: _Optional[int] = ..., contract_missed: _Optional[int] = ..., tokens_cold: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., bytes_shared: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: bool = ..., calibration: _Optional[int] = ..., calibration_since_unix_ms: _Optional[int] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ..., prefix_root: _Optional[bytes] = ..., retention: _Optional[_Union[Retention, str]] = ..., whole: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., policy: _Optional[_Union[_model_pb2.CodecPolicy, _Mapping]] = ..., first_position: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens_coded: _Optional[int] = ..., tokens_exact: _Optional[int] = ..., bytes_coded: _Optional[int] = ..., bytes_exact: _Optional[int] = ..., bytes_fp16: _Optional[int] = ..., bits_per_coordinate: _Optional[float] = ..., created_unix_ms: _Optional[int] = ..., last_used_unix_ms: _Optional[int] = ..., durable: _Optional[_Iterable[int]] = ..., bytes_overhead: _Optional[int] = ..., tier_bits: _Optional[float] = ..., keep_full: bool = ..., attention_error: _Optional[float] = ..., max_attention_error: _Optional[float] = ..., contract_pages: _Optional[int] = ..., contract_missed: _Optional[int] = ..., tokens_cold: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., bytes_shared: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: bool = ..., calibration: _Optional[int] = ..., calibration_since_unix_ms: _Optional[int] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ..., prefix_root: _Optional[bytes] = ..., retention: _Optional[_Union[Retention, str]] = ..., whole: _Optional[int] = ..., model_tenant: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("prefix", "tenant", "model", "page_size", "page_token")

@@ -136,7 +136,7 @@ class LayerOverride(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "layers", "kv_heads", "q_heads", "key_dim", "value_dim", "dtype", "rope", "scale", "sliding_window", "soft_cap", "policy", "overrides", "calibration", "calibration_trusted", "calibration_kept")
+    __slots__ = ("name", "layers", "kv_heads", "q_heads", "key_dim", "value_dim", "dtype", "rope", "scale", "sliding_window", "soft_cap", "policy", "overrides", "calibration", "calibration_trusted", "calibration_kept", "tenant", "shared")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class Model(_message.Message):
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_TRUSTED_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_KEPT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: int
     kv_heads: int
@@ -169,7 +171,9 @@ class Model(_message.Message):
     calibration: bytes
     calibration_trusted: bool
     calibration_kept: bool
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., q_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ..., overrides: _Optional[_Iterable[_Union[LayerOverride, _Mapping]]] = ..., calibration: _Optional[bytes] = ..., calibration_trusted: bool = ..., calibration_kept: bool = ...) -> None: ...
+    tenant: str
+    shared: bool
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., q_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ..., overrides: _Optional[_Iterable[_Union[LayerOverride, _Mapping]]] = ..., calibration: _Optional[bytes] = ..., calibration_trusted: bool = ..., calibration_kept: bool = ..., tenant: _Optional[str] = ..., shared: bool = ...) -> None: ...
 
 class CalibrationState(_message.Message):
     __slots__ = ("source", "version", "since_unix_ms", "tokens", "trusted", "tried", "attention_error", "attention_error_data_free", "parts", "parts_data_free", "on_trial", "refused", "refusal", "watched_error", "watched_error_data_free", "rope_doubt")
@@ -226,12 +230,16 @@ class RegisterModelRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class RegisterModelResponse(_message.Message):
-    __slots__ = ("model", "calibration")
+    __slots__ = ("model", "calibration", "tenant", "shared")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     model: Model
     calibration: CalibrationState
-    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., calibration: _Optional[_Union[CalibrationState, _Mapping]] = ...) -> None: ...
+    tenant: str
+    shared: bool
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., calibration: _Optional[_Union[CalibrationState, _Mapping]] = ..., tenant: _Optional[str] = ..., shared: bool = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ("name",)
@@ -240,14 +248,18 @@ class GetModelRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "sessions", "calibration")
+    __slots__ = ("model", "sessions", "calibration", "tenant", "shared")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     model: Model
     sessions: int
     calibration: CalibrationState
-    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., sessions: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationState, _Mapping]] = ...) -> None: ...
+    tenant: str
+    shared: bool
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., sessions: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationState, _Mapping]] = ..., tenant: _Optional[str] = ..., shared: bool = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
