@@ -141,6 +141,7 @@ static int run(void *values, const qkv_option_list *arguments) {
       qkv_samples_quantile(&full, 0.99), "match_half_us_p50", qkv_samples_quantile(&half, 0.5), "match_none_us_p50",
       qkv_samples_quantile(&none, 0.5), "index_bytes_per_page", (double)stats.bytes / (double)stats.pages);
   qkvi_bench_forks(result);
+  qkvi_bench_sunk(result);
   qkv_bench_share_attend_report(&attend, result);
   qkv_bench_report(settings, result);
   qkv_samples_free(&full);

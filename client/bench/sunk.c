@@ -1,0 +1,189 @@
+// What a session takes of memory that is on the SSD alone: sessions over a real storage, each appended to, written
+// and sunk, then folded.
+#include <errno.h>
+#include <malloc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "client/bench/forks.h"
+#include "engine/cache/session_spill.h"
+#include "engine/cache/store.h"
+#include "storage/storage.h"
+
+enum { SESSIONS = 64, LAYERS = 32, TOKENS = 1024, DIM = 64, WAIT_US = 1000, SEGMENT_BYTES = 1 << 20 };
+
+// A table of the tier that writes what it is given and reads nothing.
+typedef struct sunk_scene {
+  qkv_storage *storage;
+  qkv_backing backing;
+  qkv_store *store;
+  const qkv_model *model;
+  uint16_t *rows;
+  uint32_t *ids;
+  char directory[64];
+} sunk_scene;
+
+static void must(qkv_status status, const qkv_error *error) {
+  if (status == QKV_OK) return;
+  fprintf(stderr, "qkv-bench: %s\n", error->text);
+  abort();
+}
+
+// ---- The tier ----
+
+static void on_written(void *context, uint64_t record, qkv_status status) {
+  (void)record;
+  if (status != QKV_OK) abort();
+  free(context);
+}
+
+// A copy, as the page may leave memory before it is written.
+static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+                    const qkv_prefix_hash *hash) {
+  const sunk_scene *s = context;
+  const qkv_page_header *header = page->image;
+  uint64_t record = 0;
+  void *copy = malloc(page->bytes);
+  (void)model;
+  if (copy == NULL) abort();
+  memcpy(copy, page->image, page->bytes);
+  qkv_storage_put_request request = {
+      .meta = {.session = session, .position = header->position, .layer = header->layer, .tokens = tokens},
+      .payload = copy,
+      .bytes = page->bytes,
+      .written = on_written,
+      .context = copy};
+  if (hash != NULL) memcpy(request.meta.hash, hash, sizeof request.meta.hash);
+  qkv_page_let_go(page);
+  if (qkv_storage_put(s->storage, &request, &record, NULL) == QKV_OK) return record;
+  free(copy);
+  return 0;
+}
+
+static qkv_record_state state_of(void *context, uint64_t record) {
+  qkv_record_info info;
+  return qkv_storage_find(((const sunk_scene *)context)->storage, record, &info) == QKV_OK ? QKV_RECORD_DURABLE
+                                                                                           : QKV_RECORD_WAITING;
+}
+
+static void drop(void *context, uint64_t record) {
+  qkv_storage_drop(((const sunk_scene *)context)->storage, record);
+}
+
+static qkv_status health(void *context, uint64_t session) {
+  (void)context;
+  (void)session;
+  return QKV_OK;
+}
+
+static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
+  qkv_storage_session_truncate(((const sunk_scene *)context)->storage, session, layer, position, NULL, NULL);
+}
+
+// ---- Sessions ----
+
+static void setup(sunk_scene *s) {
+  const qkv_model model = {.name = "sunk",
+                           .layers = LAYERS,
+                           .kv_heads = 1,
+                           .q_heads = 1,
+                           .key_dim = DIM,
+                           .value_dim = DIM,
+                           .dtype = QKV_FP16,
+                           .policy = QKV_POLICY_UNSET};
+  qkv_error error = {0};
+  qkv_storage_config config;
+  qkv_storage_config_init(&config);
+  (void)snprintf(s->directory, sizeof s->directory, "qkv-bench-sunk.XXXXXX");
+  if (mkdtemp(s->directory) == NULL) {
+    (void)qkv_fail(&error, QKV_INTERNAL, "cannot make a directory here: %s", strerror(errno));
+    must(QKV_INTERNAL, &error);
+  }
+  config.directory = s->directory;
+  config.segment_bytes = SEGMENT_BYTES;  // what is known of the records of the open one is little then
+  must(qkv_storage_open(&config, &(qkv_storage_restore){.context = NULL}, &s->storage, &error), &error);
+  s->backing = (qkv_backing){.context = s, .put = put, .state = state_of, .drop = drop, .health = health, .cut = cut};
+  s->store = qkv_store_create(&(qkv_store_config){
+      .memory_budget = UINT64_C(1) << 33,
+      .models_max = 1,
+      .sessions_max = SESSIONS + 1,
+      .prefixes_max = SESSIONS * TOKENS / QKV_PREFIX_PAGE + 1,
+      .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED), .bits_k = 2, .bits_v = 2, .recent_window = 0}});
+  must(qkv_store_register_model(s->store, &model, &s->model, &error), &error);
+  s->rows = qkv_bench_rows((size_t)2 * TOKENS * DIM * sizeof *s->rows, 1);
+  s->ids = calloc(TOKENS, sizeof *s->ids);
+  if (s->ids == NULL) abort();
+}
+
+static void teardown(sunk_scene *s) {
+  char command[128];
+  free(s->rows);
+  free(s->ids);
+  qkv_store_destroy(&s->store);
+  qkv_storage_close(&s->storage);
+  (void)snprintf(command, sizeof command, "rm -r '%s'", s->directory);
+  if (system(command) != 0) abort();
+}
+
+static void append(const sunk_scene *s, qkv_session *session) {
+  const size_t bytes = (size_t)TOKENS * DIM * sizeof *s->rows;
+  const int64_t dims[] = {TOKENS, 1, DIM};
+  const qkv_segment k_of = {.data = (const uint8_t *)s->rows, .length = bytes};
+  const qkv_segment v_of = {.data = (const uint8_t *)s->rows + bytes, .length = bytes};
+  const qkv_tensor k = qkv_tensor_dense(QKV_FP16, 3, dims, &k_of), v = qkv_tensor_dense(QKV_FP16, 3, dims, &v_of);
+  qkv_error error = {0};
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    uint64_t appended, length;
+    must(qkv_session_append(session, layer, 0, &k, &v, false, &appended, &length, &error), &error);
+  }
+  qkv_arena *arena = qkv_session_tokens_of(session)->config.arena;
+  uint64_t reserved = qkv_session_tokens_cost(qkv_session_tokens_of(session), 0, TOKENS);
+  must(qkv_arena_reserve(arena, reserved, &error), &error);
+  s->ids[0]++;
+  qkv_session_tokens_keep(qkv_session_tokens_of(session), 0, s->ids, TOKENS, &reserved);
+  qkv_arena_unreserve(arena, reserved);
+}
+
+static qkv_session *make(sunk_scene *s, int number) {
+  qkv_session_config config = {.tenant = "default",
+                               .purpose = QKV_PURPOSE_ATTEND,
+                               .policy = QKV_POLICY_UNSET,
+                               .durability = QKV_DURABILITY_ASYNC,
+                               .backing = &s->backing,
+                               .id = qkv_storage_session_number(s->storage)};
+  qkv_session *session = NULL;
+  qkv_error error = {0};
+  (void)snprintf(config.name, sizeof config.name, "session-%d", number);
+  must(qkv_storage_journal(s->storage, QKV_JOURNAL_SESSION_OPEN, config.id, NULL, 0, NULL, NULL, &error), &error);
+  must(qkv_store_open(s->store, &config, s->model->name, &session, &error), &error);
+  append(s, session);
+  while (!qkv_session_settle(session)) (void)usleep(WAIT_US);
+  (void)qkv_session_evict(session, UINT64_MAX, true);
+  return session;
+}
+
+static uint64_t held(const sunk_scene *s) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(s->storage, &stats);
+  return qkv_arena_read(qkv_store_arena(s->store)).bytes_used + mallinfo2().uordblks;
+}
+
+void qkvi_bench_sunk(json_t *result) {
+  sunk_scene s = {0};
+  qkv_session *sessions[SESSIONS];
+  setup(&s);
+  qkv_session *first = make(&s, SESSIONS);  // what all share
+  const uint64_t before = held(&s);
+  for (int i = 0; i < SESSIONS; i++) sessions[i] = make(&s, i);
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(s.storage, &stats);
+  const double bytes = (double)(held(&s) - before) / SESSIONS;
+  for (int i = 0; i < SESSIONS; i++) qkv_session_unref(&sessions[i]);
+  qkv_session_unref(&first);
+  json_object_set_new(result, "sunk_session_bytes", json_real(bytes));
+  json_object_set_new(result, "sunk_session_index_bytes",
+                      json_real((double)stats.index_bytes / (double)stats.sessions));
+  teardown(&s);
+}
