@@ -41,7 +41,7 @@ static void name_fork(qkv_session *parent, const char *name, qkv_session_config 
   config->pinned = false;
   config->whole = 0;
   config->backing = NULL;
-  (void)snprintf(config->name, sizeof config->name, "%s", name);
+  config->name = name;
 }
 
 // Memory may be full to the last byte with evictable sessions.

@@ -19,7 +19,7 @@ static bool suits(const void *context, qkv_session *holder) {
 // The holder's config except the new session's own fields.
 static qkv_session_config config_of_fork(qkv_session *holder, const qkv_session_config *wanted) {
   qkv_session_config config = *qkv_session_config_of(holder);
-  (void)snprintf(config.name, sizeof config.name, "%s", wanted->name);
+  config.name = wanted->name;
   config.ttl_ms = wanted->ttl_ms;
   config.tier_bits = wanted->tier_bits;
   config.pinned = false;

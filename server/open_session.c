@@ -77,8 +77,8 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
                            .max_attention_error = request->max_attention_error,
                            .ttl_ms = request->ttl_ms,
                            .root = qkv_prefix_root(tenant, request->model, request->salt.data, request->salt.len)};
-  (void)snprintf(config->name, sizeof config->name, "%s", request->session);
-  (void)snprintf(config->tenant, sizeof config->tenant, "%s", tenant);
+  config->name = request->session;
+  config->tenant = tenant;
   QKV_TRY(
       qkvi_retention_read(request->retention, qkv_server_options_evict(daemon->options), &config->evictable, error));
   QKV_TRY(read_tiers(daemon->options, request, config, error));

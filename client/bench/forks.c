@@ -53,7 +53,7 @@ static qkv_session *open_session(const scene *s, const char *name) {
   qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
   qkv_session *session = NULL;
   qkv_error error = {0};
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.name = name;
   must(qkv_store_open(s->store, &config, s->model->name, &session, &error), &error);
   return session;
 }
@@ -91,7 +91,7 @@ static qkv_session *fork_session(const scene *s, qkv_session *parent, const char
   qkv_session *fork = NULL;
   qkv_error error = {0};
   uint64_t positions[64];
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.name = name;
   for (uint32_t i = 0; i < s->model->layers; i++) positions[i] = position;
   must(qkv_store_fork(s->store, parent, &config, positions, &fork, &error), &error);
   return fork;

@@ -98,7 +98,7 @@ static void repeat(scene *s, uint32_t number, qkv_samples *first, qkv_samples *s
   for (int i = 0; i < 2; i++) {
     qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
     qkv_session *session = NULL;
-    (void)snprintf(config.name, sizeof config.name, "%s", names[i]);
+    config.name = names[i];
     must(qkv_store_open(s->store, &config, MODEL, &session, NULL));
     qkv_samples_add(i == 0 ? first : second, append(s, session));
     qkv_session_unref(&session);

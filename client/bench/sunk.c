@@ -72,10 +72,10 @@ static void drop(void *context, uint64_t record) {
   qkv_storage_drop(((const sunk_scene *)context)->storage, record);
 }
 
-static qkv_status health(void *context, uint64_t session) {
+static bool takes(void *context, uint64_t session) {
   (void)context;
   (void)session;
-  return QKV_OK;
+  return true;
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -104,7 +104,7 @@ static void setup(sunk_scene *s) {
   config.directory = s->directory;
   config.segment_bytes = SEGMENT_BYTES;  // what is known of the records of the open one is little then
   must(qkv_storage_open(&config, &(qkv_storage_restore){.context = NULL}, &s->storage, &error), &error);
-  s->backing = (qkv_backing){.context = s, .put = put, .state = state_of, .drop = drop, .health = health, .cut = cut};
+  s->backing = (qkv_backing){.context = s, .put = put, .state = state_of, .drop = drop, .takes = takes, .cut = cut};
   s->store = qkv_store_create(&(qkv_store_config){
       .memory_budget = UINT64_C(1) << 33,
       .models_max = 1,
@@ -155,7 +155,9 @@ static qkv_session *make(sunk_scene *s, int number) {
                                .id = qkv_storage_session_number(s->storage)};
   qkv_session *session = NULL;
   qkv_error error = {0};
-  (void)snprintf(config.name, sizeof config.name, "session-%d", number);
+  char name[32];
+  (void)snprintf(name, sizeof name, "session-%d", number);
+  config.name = name;
   must(qkv_storage_journal(s->storage, QKV_JOURNAL_SESSION_OPEN, config.id, NULL, 0, NULL, NULL, &error), &error);
   must(qkv_store_open(s->store, &config, s->model->name, &session, &error), &error);
   append(s, session);

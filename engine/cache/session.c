@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "engine/cache/layer_internal.h"
@@ -207,8 +208,21 @@ static void publish(qkv_session *session, locked_layer *layer) {
   list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly);
 }
 
-static size_t session_bytes(const qkv_model *model) {
-  return sizeof(qkv_session) + model->layers * sizeof(_Atomic uint16_t);
+static const char *text_of(const char *text) {
+  return text == NULL ? "" : text;
+}
+
+// Its tenant and name lie behind its pins, each with a NUL.
+static size_t session_bytes(const qkv_session_config *config, const qkv_model *model) {
+  return sizeof(qkv_session) + model->layers * sizeof(_Atomic uint16_t) + strlen(text_of(config->tenant)) + 1 +
+         strlen(text_of(config->name)) + 1;
+}
+
+static void keep_names(qkv_session *session, const qkv_session_config *config, uint32_t layers) {
+  const size_t tenant_bytes = strlen(text_of(config->tenant)) + 1;
+  char *tenant = (char *)(session->pins + layers);
+  session->config.tenant = memcpy(tenant, text_of(config->tenant), tenant_bytes);
+  session->config.name = memcpy(tenant + tenant_bytes, text_of(config->name), strlen(text_of(config->name)) + 1);
 }
 
 static size_t layers_bytes(const qkv_model *model) {
@@ -234,7 +248,7 @@ uint64_t qkvi_session_layers_cost(const qkv_session *session) {
 }
 
 uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model) {
-  return qkv_arena_cost(session_bytes(model)) + layers_cost(config, model);
+  return qkv_arena_cost(session_bytes(config, model)) + layers_cost(config, model);
 }
 
 static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
@@ -263,14 +277,15 @@ static void init_lock(pthread_rwlock_t *lock) {
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, qkv_arena_cost(session_bytes(model)), error));
-  qkv_session *session = qkv_arena_alloc(arena, session_bytes(model));
+  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, qkv_arena_cost(session_bytes(config, model)), error));
+  qkv_session *session = qkv_arena_alloc(arena, session_bytes(config, model));
   *session = (qkv_session){.config = *config,
                            .model = model,
                            .arena = arena,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
                            .created_unix_ms = now_ms(CLOCK_REALTIME)};
   session->config.headroom = NULL;
+  keep_names(session, config, model->layers);
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
@@ -387,7 +402,7 @@ static void free_layers(qkv_session *session) {
 
 uint64_t qkv_session_fixed_bytes(qkv_session *session) {
   const uint64_t layers = qkvi_session_has_layers(session) ? qkvi_session_layers_cost(session) : 0;
-  return qkv_arena_cost(session_bytes(session->model)) + layers;
+  return qkv_arena_cost(session_bytes(&session->config, session->model)) + layers;
 }
 
 // ---- References ----
@@ -411,7 +426,7 @@ void qkv_session_unref(qkv_session **session) {
   qkvi_session_drop_codings(left);
   (void)pthread_mutex_destroy(&left->making);
   qkv_account *account = qkv_account_of(left->arena);
-  qkv_arena_free(left->arena, left, session_bytes(left->model));
+  qkv_arena_free(left->arena, left, session_bytes(&left->config, left->model));
   qkv_account_unref(&account);
 }
 

@@ -36,8 +36,7 @@ typedef enum qkv_durability {
 } qkv_durability;
 
 typedef struct qkv_session_config {
-  char name[QKV_NAME_MAX + 1];
-  char tenant[QKV_NAME_MAX + 1];
+  const char *name, *tenant;  // NULL: empty. Copied; those of a session are alive while it is
   qkv_purpose purpose;
   qkv_policy policy;  // the session's own; merged with the model's and the store's on opening
   uint64_t first_position;

@@ -605,8 +605,8 @@ size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_sess
 qkv_store_place qkv_store_place_of(const qkv_session *session) {
   const qkv_session_config *config = qkv_session_config_of(session);
   qkv_store_place place;
-  memcpy(place.name, config->name, sizeof place.name);
-  memcpy(place.tenant, config->tenant, sizeof place.tenant);
+  (void)snprintf(place.name, sizeof place.name, "%s", config->name);
+  (void)snprintf(place.tenant, sizeof place.tenant, "%s", config->tenant);
   return place;
 }
 

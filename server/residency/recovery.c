@@ -145,8 +145,8 @@ static qkv_status session_config(const recovery *all, const Qkv__V1__SessionInfo
                            .evictable = message->retention == QKV__V1__RETENTION__RETENTION_EVICT,
                            .whole = message->whole,
                            .pinned = message->pinned != 0};
-  (void)snprintf(config->name, sizeof config->name, "%s", message->session);
-  (void)snprintf(config->tenant, sizeof config->tenant, "%s", message->tenant);
+  config->name = message->session;
+  config->tenant = message->tenant;
   // Sessions from before salts were introduced have none.
   if (message->prefix_root.len == sizeof config->root)
     memcpy(&config->root, message->prefix_root.data, sizeof config->root);

@@ -91,7 +91,7 @@ static inline qkv_session *open_session(const scene *s, const char *name, qkv_du
                                .policy = {.recent_window = 0, .bits_k = 4, .bits_v = 3},
                                .ema = {.alpha = 0.9, .sample_every = 1},
                                .durability = durability};
-  snprintf(config.name, sizeof config.name, "%s", name);
+  config.name = name;
   qkv_status status = qkvi_catalogue_enlist(s->residency, &config, &error);
   if (status == QKV_OK) status = qkv_store_open(s->store, &config, "tiny", &session, &error);
   if (status == QKV_OK) status = qkvi_catalogue_opened(s->residency, session, &error);

@@ -42,8 +42,8 @@ static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model *
 
 static qkv_session *open_session_of(qkv_store *store, const char *tenant, const char *name, bool said, bool learn) {
   qkv_session_config config = {.purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
-  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.tenant = tenant;
+  config.name = name;
   config.policy.learn_said = said;
   config.policy.learn = learn;
   qkv_session *session = NULL;

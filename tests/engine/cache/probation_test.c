@@ -134,7 +134,7 @@ static qkv_store *make_store(double bits, uint64_t tokens, const qkv_model **mod
 
 static qkv_session *open_session(qkv_store *store, const char *name, qkv_purpose purpose, bool exact) {
   qkv_session_config config = {.tenant = "default", .purpose = purpose, .policy = QKV_POLICY_UNSET};
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.name = name;
   if (exact) config.policy.codec = qkv_codec_by_name("exact");
   qkv_session *session = NULL;
   qkv_error error = {0};

@@ -273,8 +273,8 @@ static qkv_session *open_session(qkv_store *store, const char *name, const char 
   qkv_session_config config = {.purpose = QKV_PURPOSE_ATTEND, .policy = test_policy(4, 4, 8)};
   qkv_session *session = NULL;
   qkv_error error = {0};
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
-  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
+  config.name = name;
+  config.tenant = tenant;
   if (qkv_store_open(store, &config, "tiny", &session, &error) != QKV_OK) fail_msg("%s", error.text);
   use_session(session);
   return session;

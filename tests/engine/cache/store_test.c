@@ -39,7 +39,7 @@ static void must_share(qkv_store *store, const char *name) {
 
 static qkv_session_config named_session(const char *name) {
   qkv_session_config config = {.tenant = "default", .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
-  (void)snprintf(config.name, sizeof config.name, "%s", name);
+  config.name = name;
   return config;
 }
 
@@ -189,7 +189,7 @@ static void open_for(qkv_store *store, const char *tenant, const char *name, con
   qkv_session_config config = named_session(name);
   qkv_session *session = NULL;
   qkv_error error = {0};
-  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
+  config.tenant = tenant;
   if (qkv_store_open(store, &config, expected->name, &session, &error) != QKV_OK) fail_msg("%s", error.text);
   assert_ptr_equal(qkv_session_model(session), expected);
   qkv_session_unref(&session);
@@ -314,7 +314,7 @@ static void test_session_limits(void **state) {
   assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT,
                     "first_position is 9007199254740993, at most 9007199254740992");
   config = named_session("a");
-  config.tenant[0] = '\0';
+  config.tenant = "";
   assert_open_fails(store, &config, "tiny", QKV_INVALID_ARGUMENT, "tenant is empty");
   qkv_store_destroy(&store);
 }
@@ -446,7 +446,7 @@ static void test_list(void **state) {
 static qkv_session *open_of(qkv_store *store, const char *tenant, const char *name, bool staged) {
   qkv_session_config config = named_session(name);
   qkv_session *session = NULL;
-  (void)snprintf(config.tenant, sizeof config.tenant, "%s", tenant);
+  config.tenant = tenant;
   config.staged = staged;
   assert_int_equal(qkv_store_open(store, &config, "tiny", &session, NULL), QKV_OK);
   return session;
