@@ -40,10 +40,11 @@ typedef struct qkv_backing {
   uint64_t (*put)(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page, uint32_t tokens,
                   const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
-  // dtype, 1 to 64 tokens from `position` on. Returns as put() does; state() and drop() take the record, too. NULL:
-  // exact rows are not kept beyond memory.
+  // dtype, 1 to 64 tokens from `position` on, and their token ids [tokens]; NULL: not all known, or not asked of this
+  // layer. Returns as put() does; state() and drop() take the record, too. NULL: exact rows are not kept beyond
+  // memory.
   uint64_t (*put_rows)(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                       uint32_t tokens, const void *k, const void *v);
+                       uint32_t tokens, const void *k, const void *v, const uint32_t *ids);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);

@@ -86,6 +86,13 @@ typedef struct qkv_saved_rows {
   bool shared;  // sessions that are forked from this one need the record, or the one that this one is forked from
 } qkv_saved_rows;
 
+// Token ids of rows that are being appended, which the session keeps once it has the rows (session_tokens.h).
+typedef struct qkv_row_ids {
+  uint64_t position;
+  size_t count;
+  const uint32_t *ids;
+} qkv_row_ids;
+
 // How the thread that changes a layer's rows locks a layer that others read. One thread at a time changes what rows a
 // layer has, its coder and its tail: it appends, truncates, seals or forks. It writes the layer between `enter` and
 // `leave`, and reads pages, which others may write, between `look` and `looked`. In between others may do both.

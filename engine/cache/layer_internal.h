@@ -89,7 +89,7 @@ void qkvi_block_offer(qkv_tail_block *block, const qkvi_block_page *of, const vo
 // records: those that are gone are forgotten, so that their rows are put again, and those whose rows are in durable
 // pages are dropped. With the layer locked for writing.
 bool qkvi_layer_takes_rows(const qkv_layer *layer);
-bool qkvi_layer_rows_save(qkv_layer *layer);
+bool qkvi_layer_rows_save(qkv_layer *layer, const qkv_row_ids *coming);
 void qkvi_layer_rows_settle(qkv_layer *layer);
 // Whether all exact rows have durable records, or the backing takes none. With the layer locked for reading.
 bool qkvi_layer_rows_are_settled(const qkv_layer *layer);

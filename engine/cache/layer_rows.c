@@ -11,6 +11,7 @@
 
 #include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_spill.h"
+#include "engine/cache/session_tokens.h"
 
 bool qkvi_layer_takes_rows(const qkv_layer *layer) {
   return layer->config.backing != NULL && layer->config.backing->put_rows != NULL;
@@ -49,23 +50,38 @@ static void keep_records(qkv_layer *layer, size_t count) {
 
 // ---- Writing ----
 
+// The token ids of [begin, begin + tokens): those that the session holds, behind them those of the rows that are
+// being appended. NULL: some are not known, or they go with another layer.
+static const uint32_t *known_ids(const qkv_layer *layer, const qkv_row_ids *coming, uint64_t begin, size_t tokens,
+                                 uint32_t *ids) {
+  if (layer->config.tokens == NULL) return NULL;
+  const size_t held = qkv_session_tokens_read(layer->config.tokens, begin, ids, tokens);
+  if (held == tokens) return ids;
+  const uint64_t first = begin + held, end = begin + tokens;
+  if (coming == NULL || first < coming->position || end > coming->position + coming->count) return NULL;
+  memcpy(ids + held, coming->ids + (first - coming->position), (tokens - held) * sizeof *ids);
+  return ids;
+}
+
 // Rows of one block, which are in one piece there.
-static bool save_piece(qkv_layer *layer, uint64_t begin) {
+static bool save_piece(qkv_layer *layer, const qkv_row_ids *coming, uint64_t begin) {
   const qkv_backing *backing = layer->config.backing;
   const uint64_t slot = (begin - layer->sealed) % QKV_PAGE_TOKENS, left = layer->length - begin;
   const uint64_t tokens = left < QKV_PAGE_TOKENS - slot ? left : QKV_PAGE_TOKENS - slot;
-  const uint64_t record = backing->put_rows(
-      backing->context, layer->config.session, layer->config.model, layer->config.layer, begin, (uint32_t)tokens,
-      qkv_layer_exact_row(layer, QKV_K, begin, 0), qkv_layer_exact_row(layer, QKV_V, begin, 0));
+  uint32_t ids[QKV_PAGE_TOKENS];
+  const uint64_t record =
+      backing->put_rows(backing->context, layer->config.session, layer->config.model, layer->config.layer, begin,
+                        (uint32_t)tokens, qkv_layer_exact_row(layer, QKV_K, begin, 0),
+                        qkv_layer_exact_row(layer, QKV_V, begin, 0), known_ids(layer, coming, begin, tokens, ids));
   if (record == 0) return false;
   add_record(layer, &(qkv_saved_rows){.record = record, .begin = begin, .end = begin + tokens});
   return true;
 }
 
-bool qkvi_layer_rows_save(qkv_layer *layer) {
+bool qkvi_layer_rows_save(qkv_layer *layer, const qkv_row_ids *coming) {
   if (!qkvi_layer_takes_rows(layer)) return true;
   while (first_unsaved(layer) < layer->length) {
-    if (!save_piece(layer, first_unsaved(layer))) return false;
+    if (!save_piece(layer, coming, first_unsaved(layer))) return false;
   }
   return true;
 }

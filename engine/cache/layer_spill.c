@@ -55,9 +55,13 @@ static bool save_pages(qkv_layer *layer) {
 }
 
 bool qkv_layer_save(qkv_layer *layer) {
+  return qkv_layer_save_with(layer, NULL);
+}
+
+bool qkv_layer_save_with(qkv_layer *layer, const qkv_row_ids *coming) {
   if (layer->config.backing == NULL) return true;
   const bool pages = save_pages(layer);
-  return qkvi_layer_rows_save(layer) && pages;
+  return qkvi_layer_rows_save(layer, coming) && pages;
 }
 
 bool qkv_layer_is_settled(const qkv_layer *layer) {

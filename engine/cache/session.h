@@ -122,9 +122,11 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
 
 // What an append may use; zeros: nothing.
 typedef struct qkv_append_use {
-  uint64_t *headroom;   // a reservation that it is made in (arena.h)
-  const uint32_t *ids;  // of its rows, one each, checked (session_tokens.h): pages of them that another session holds
-                        // are taken instead of coded (session_share.h). NULL: every page is coded
+  uint64_t *headroom;       // a reservation that it is made in (arena.h)
+  const uint32_t *ids;  // of its rows, one each, checked (session_tokens.h): they go to the backing with exact rows,
+                        // and pages of them that another session holds are taken instead of coded (session_share.h).
+                        // NULL: not known
+  bool separate;        // every page is coded
   uint64_t pages_shared;  // out: pages that were taken
 } qkv_append_use;
 
@@ -135,11 +137,11 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
 
 // A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
-// Append and read for threads that must not wait: UNAVAILABLE, with *error left alone and nothing changed, where
-// another thread has the layer.
-qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
-                                  qkv_error *error);
+// Append and read for threads that must not wait (`ids` as in qkv_append_use): UNAVAILABLE, with *error left alone and
+// nothing changed, where another thread has the layer.
+qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, const uint32_t *ids, uint64_t position,
+                                  const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
+                                  uint64_t *length, qkv_error *error);
 qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
 void qkv_session_read_done(qkv_session *session, uint32_t layer);
 

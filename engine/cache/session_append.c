@@ -42,7 +42,7 @@ static void enter(const qkv_layer_access *access) {
 static void leave(const qkv_layer_access *access, bool last) {
   const qkvi_row_change *change = change_of(access);
   // Pages that the backing has no headroom for are given again later (session_spill.h).
-  if (last) (void)qkv_layer_save(&layer_at(change->session, change->layer)->layer);
+  if (last) (void)qkv_layer_save_with(&layer_at(change->session, change->layer)->layer, change->ids);
   qkvi_session_changed(change->session, change->layer);
 }
 
@@ -85,6 +85,12 @@ static bool renew_coder(qkv_session *session, uint32_t layer) {
   return true;
 }
 
+// An append whose rows have no shape is refused.
+static qkv_row_ids row_ids(const uint32_t *ids, uint64_t position, const qkv_tensor *k) {
+  return (qkv_row_ids){
+      .position = position, .count = ids != NULL && k->rank == 3 ? (size_t)k->dims[0] : 0, .ids = ids};
+}
+
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error) {
@@ -103,8 +109,10 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
   qkv_layer *appending = qkvi_session_begin_rows(session, layer, use->headroom, &change);
   change.used_ms = qkv_session_last_used_ms(session);
   const bool renewed = renew_coder(session, layer);
-  if (use->ids != NULL && k->rank == 3)
-    appending->offers = qkvi_session_offers(session, appending, position, use->ids, (size_t)k->dims[0]);
+  const qkv_row_ids ids = row_ids(use->ids, position, k);
+  change.ids = &ids;
+  if (ids.count > 0 && !use->separate)
+    appending->offers = qkvi_session_offers(session, appending, position, ids.ids, ids.count);
   const qkv_status status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
   *length = appending->length;
   use->pages_shared = qkvi_page_offers_free(&appending->offers, session->arena);
@@ -114,9 +122,9 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
 }
 
 // Coding pages is no work for a thread that must not wait.
-qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                                  const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
-                                  qkv_error *error) {
+qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, const uint32_t *ids, uint64_t position,
+                                  const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
+                                  uint64_t *length, qkv_error *error) {
   qkv_status status = QKV_UNAVAILABLE;
   *appended = *length = 0;
   QKV_TRY(qkvi_session_check_layer(session, layer, error));
@@ -127,10 +135,11 @@ qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, uint64_t
   qkv_layer *appending =
       qkvi_layer_would_seal(&locked->layer, position, k) ? NULL : qkvi_session_try_change(session, layer);
   if (appending != NULL) {
+    const qkv_row_ids known = row_ids(ids, position, k);
     note_use(appending, qkv_session_last_used_ms(session));
     status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
     *length = appending->length;
-    (void)qkv_layer_save(appending);
+    (void)qkv_layer_save_with(appending, &known);
     qkvi_session_changed(session, layer);
   }
   qkvi_session_unlock_rows(locked);

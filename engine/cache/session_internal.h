@@ -40,7 +40,8 @@ typedef struct qkvi_row_change {
   qkv_layer_access access;
   qkv_session *session;
   uint32_t layer;
-  int64_t used_ms;  // page_range.h; 0: it is no use of the session
+  int64_t used_ms;         // page_range.h; 0: it is no use of the session
+  const qkv_row_ids *ids;  // of rows that are appended; NULL: not known
 } qkvi_row_change;
 qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom, qkvi_row_change *change);
 void qkvi_session_end_rows(const qkvi_row_change *change);

@@ -318,21 +318,28 @@ static void share_layer(recovery *all) {
   HASH_ADD(hh, all->firsts, record, sizeof first->record, first);
 }
 
-// The token ids are gone, but the prefix is found by their hashes (docs/prefixes.md). One layer's records have them.
+// Token ids, and hashes of them, that came with a record of the last layer count below this position: rows of other
+// layers may have been cut since, which are others now.
+static uint64_t ids_end(const struct found_session *found, const qkv_record_info *info) {
+  const uint32_t layers = qkv_session_model(found->session)->layers;
+  uint64_t end = UINT64_MAX;
+  if (found->limits != NULL && info->meta.position < found->limits[layers - 1]) end = found->limits[layers];
+  for (const struct hash_cut *cut = found->hash_cuts; cut != NULL; cut = cut->next) {
+    if (info->record < cut->watermark && cut->position < end) end = cut->position;
+  }
+  return end;
+}
+
+// The token ids of pages are gone, but the prefix is found by their hashes (docs/prefixes.md). One layer's records
+// have them.
 static void take_hash(const struct found_session *found, const qkv_record_info *info) {
   const qkv_record_meta *meta = &info->meta;
   const uint64_t end = meta->position + meta->tokens;
-  const uint32_t layers = qkv_session_model(found->session)->layers;
   qkv_session_tokens *tokens = qkv_session_tokens_of(found->session);
   qkv_prefix_hash hash;
   if ((meta->hash[0] == 0 && meta->hash[1] == 0) || meta->tokens != QKV_PREFIX_PAGE ||
-      meta->position != qkv_session_tokens_length(tokens))
+      meta->position != qkv_session_tokens_length(tokens) || end > ids_end(found, info))
     return;
-  // The rows of another layer were cut, and are others now.
-  if (found->limits != NULL && meta->position < found->limits[layers - 1] && end > found->limits[layers]) return;
-  for (const struct hash_cut *cut = found->hash_cuts; cut != NULL; cut = cut->next) {
-    if (info->record < cut->watermark && end > cut->position) return;
-  }
   memcpy(&hash, meta->hash, sizeof hash);
   (void)qkv_session_tokens_recover(tokens, &hash, NULL);  // without memory for it, it is not found
 }
@@ -389,7 +396,7 @@ static void on_record(void *context, const qkv_record_info *info) {
   if (found == NULL || found->closed || meta->layer >= qkv_session_model(found->session)->layers) return;
   if (meta->session != all->at_session || meta->layer != all->at_layer) begin_layer(all, found, meta);
   if (meta->kind == QKVI_RECORD_PAGE) take_page(all, found, info);
-  if (meta->kind == QKVI_RECORD_ROWS) qkvi_found_rows_add(all->rows, info);
+  if (meta->kind == QKVI_RECORD_ROWS) qkvi_found_rows_add(all->rows, info, ids_end(found, info));
 }
 
 // ---- What stays in the journal ----

@@ -11,7 +11,7 @@
 
 #define ROWS_MAGIC UINT64_C(0x0053574f52564b51)  // "QKVROWS\0"
 
-enum { ROWS_VERSION = 1 };
+enum { ROWS_VERSION = 1, ROWS_VERSION_IDS = 2 };
 
 typedef struct rows_header {
   uint64_t magic;
@@ -27,17 +27,23 @@ static uint64_t token_bytes(const qkv_model *model, uint32_t dim) {
   return (uint64_t)model->kv_heads * dim * qkv_dtype_size(model->dtype);
 }
 
-static uint64_t payload_bytes(const qkv_model *model, uint32_t tokens) {
+// Where the ids are.
+static uint64_t rows_end(const qkv_model *model, uint32_t tokens) {
   return sizeof(rows_header) + tokens * (token_bytes(model, model->key_dim) + token_bytes(model, model->value_dim));
 }
 
+static uint64_t payload_bytes(const qkv_model *model, uint32_t tokens, bool has_ids) {
+  return rows_end(model, tokens) + (has_ids ? tokens * sizeof(uint32_t) : 0);
+}
+
 uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                       uint32_t tokens, const void *k, const void *v) {
+                       uint32_t tokens, const void *k, const void *v, const uint32_t *ids) {
   const qkvi_backing *backing = context;
   if (qkvi_write_back_refuses(backing->residency, session)) return 0;
-  const uint64_t bytes = payload_bytes(model, tokens), k_bytes = tokens * token_bytes(model, model->key_dim);
+  const uint64_t bytes = payload_bytes(model, tokens, ids != NULL), ids_at = rows_end(model, tokens);
+  const uint64_t k_bytes = tokens * token_bytes(model, model->key_dim);
   const rows_header header = {.magic = ROWS_MAGIC,
-                              .version = ROWS_VERSION,
+                              .version = ids != NULL ? ROWS_VERSION_IDS : ROWS_VERSION,
                               .dtype = (uint16_t)model->dtype,
                               .kv_heads = model->kv_heads,
                               .key_dim = model->key_dim,
@@ -49,7 +55,8 @@ uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, 
   if (payload == NULL) abort();
   memcpy(payload, &header, sizeof header);
   memcpy(payload + sizeof header, k, k_bytes);
-  memcpy(payload + sizeof header + k_bytes, v, bytes - sizeof header - k_bytes);
+  memcpy(payload + sizeof header + k_bytes, v, ids_at - sizeof header - k_bytes);
+  if (ids != NULL) memcpy(payload + ids_at, ids, tokens * sizeof *ids);
   const qkv_record_meta meta = {
       .session = session, .position = position, .layer = layer, .tokens = tokens, .kind = QKVI_RECORD_ROWS};
   const uint64_t record = qkvi_write_back_put(backing, &meta, &(qkvi_payload){.copy = payload}, bytes);
@@ -69,6 +76,7 @@ typedef struct found_record {
 // Of one layer of one session, in the order of positions.
 typedef struct found_piece {
   qkv_record_info info;
+  uint64_t ids_end;
   struct found_piece *next;
 } found_piece;
 
@@ -141,7 +149,7 @@ static void count_record(qkvi_found_rows *found, uint64_t record) {
   there->sessions++;
 }
 
-void qkvi_found_rows_add(qkvi_found_rows *found, const qkv_record_info *info) {
+void qkvi_found_rows_add(qkvi_found_rows *found, const qkv_record_info *info, uint64_t ids_end) {
   found_layer *layer = find_layer(found, info->meta.session, info->meta.layer);
   if (layer == NULL) {
     layer = calloc(1, sizeof *layer);
@@ -152,6 +160,7 @@ void qkvi_found_rows_add(qkvi_found_rows *found, const qkv_record_info *info) {
   found_piece *piece = calloc(1, sizeof *piece);
   if (piece == NULL) abort();
   piece->info = *info;
+  piece->ids_end = ids_end;
   *(layer->first == NULL ? &layer->first : &layer->last->next) = piece;
   layer->last = piece;
   count_record(found, info->record);
@@ -159,14 +168,14 @@ void qkvi_found_rows_add(qkvi_found_rows *found, const qkv_record_info *info) {
 
 static qkv_status check_header(const rows_header *header, const qkv_model *model, const qkv_record_info *info,
                                qkv_error *error) {
-  if (header->magic != ROWS_MAGIC || header->version != ROWS_VERSION)
+  if (header->magic != ROWS_MAGIC || header->version < ROWS_VERSION || header->version > ROWS_VERSION_IDS)
     return qkv_fail(error, QKV_DATA_LOSS, "they are of another version");
   if (header->dtype != model->dtype || header->kv_heads != model->kv_heads || header->key_dim != model->key_dim ||
       header->value_dim != model->value_dim)
     return qkv_fail(error, QKV_DATA_LOSS, "they are of another model");
   if (header->position != info->meta.position || header->layer != info->meta.layer || header->tokens < 1 ||
       header->tokens > QKV_PAGE_TOKENS || header->tokens < info->meta.tokens ||
-      payload_bytes(model, header->tokens) != info->bytes)
+      payload_bytes(model, header->tokens, header->version == ROWS_VERSION_IDS) != info->bytes)
     return qkv_fail(error, QKV_DATA_LOSS, "they are not of this place");
   return QKV_OK;
 }
@@ -174,7 +183,7 @@ static qkv_status check_header(const rows_header *header, const qkv_model *model
 // NULL, with *error filled, where it cannot be read. The caller frees it.
 static uint8_t *read_payload(qkv_storage *storage, const qkv_model *model, const qkv_record_info *info,
                              qkv_error *error) {
-  if (info->bytes < sizeof(rows_header) || info->bytes > payload_bytes(model, QKV_PAGE_TOKENS)) {
+  if (info->bytes < sizeof(rows_header) || info->bytes > payload_bytes(model, QKV_PAGE_TOKENS, true)) {
     (void)qkv_fail(error, QKV_DATA_LOSS, "they are not of this model");
     return NULL;
   }
@@ -211,6 +220,24 @@ static qkv_status append_rows(qkv_session *session, uint32_t layer, const qkv_re
   return qkv_session_adopt_rows(session, layer, info->record, begin, shared, &k, &v, error);
 }
 
+// Keeps the ids of the record's positions below `end`, as far as they continue what the session holds. Without memory
+// for them the session is found up to there.
+static void keep_ids(qkv_session *session, const qkv_record_info *info, const uint8_t *payload, uint64_t end) {
+  qkv_session_tokens *tokens = qkv_session_tokens_of(session);
+  const uint64_t position = info->meta.position;
+  uint32_t ids[QKV_PAGE_TOKENS];
+  rows_header header;
+  memcpy(&header, payload, sizeof header);
+  if (header.version != ROWS_VERSION_IDS || end <= position) return;
+  const size_t count = (size_t)(end - position);
+  memcpy(ids, payload + rows_end(qkv_session_model(session), header.tokens), count * sizeof *ids);
+  const uint64_t cost = qkv_session_tokens_cost(tokens, position, count);
+  if (qkv_arena_reserve(tokens->config.arena, cost, NULL) != QKV_OK) return;
+  uint64_t reserved = cost;
+  qkv_session_tokens_keep(tokens, position, ids, count, &reserved);
+  qkv_arena_unreserve(tokens->config.arena, reserved);
+}
+
 static void report_lost(qkv_session *session, uint32_t layer, uint64_t length, const qkv_error *reason) {
   qkv_log(QKV_LOG_WARN, "exact rows of a session cannot be read, it ends before them", "{s:s, s:s*, s:I, s:I, s:s}",
           "session", qkv_session_name(session), "tenant", qkvi_tenant_to_log(qkv_session_config_of(session)->tenant),
@@ -219,8 +246,9 @@ static void report_lost(qkv_session *session, uint32_t layer, uint64_t length, c
 
 // Appends what the record has beyond `*length`, up to `end`.
 static qkv_status take_record(qkvi_found_rows *found, qkv_storage *storage, qkv_session *session, uint32_t layer,
-                              const qkv_record_info *info, uint64_t end, uint64_t *length, bool *readable,
+                              const found_piece *piece, uint64_t end, uint64_t *length, bool *readable,
                               qkv_error *error) {
+  const qkv_record_info *info = &piece->info;
   qkv_error reason = {0};
   uint8_t *payload = read_payload(storage, qkv_session_model(session), info, &reason);
   *readable = payload != NULL;
@@ -230,6 +258,7 @@ static qkv_status take_record(qkvi_found_rows *found, qkv_storage *storage, qkv_
   }
   const bool shared = find_record(found, info->record)->sessions > 1;
   const qkv_status status = append_rows(session, layer, info, payload, shared, *length, end, error);
+  if (status == QKV_OK) keep_ids(session, info, payload, end < piece->ids_end ? end : piece->ids_end);
   free(payload);
   if (status == QKV_OK) *length = end;
   return status;
@@ -249,7 +278,7 @@ qkv_status qkvi_found_rows_take(qkvi_found_rows *found, qkv_storage *storage, qk
     if (end <= *length) continue;
     find_record(found, piece->info.record)->needed = true;
     if (!*readable || meta->position > *length) continue;
-    QKV_TRY(take_record(found, storage, session, layer, &piece->info, end, length, readable, error));
+    QKV_TRY(take_record(found, storage, session, layer, piece, end, length, readable, error));
   }
   return QKV_OK;
 }

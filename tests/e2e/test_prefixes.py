@@ -10,6 +10,7 @@ import pytest
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import model_pb2
 
 LAYERS = 2
 
@@ -245,6 +246,52 @@ def test_sunk_sessions_are_found(tmp_path):
     with Daemon(*arguments) as daemon:
         for name, root in roots.items():
             assert daemon.stub().GetSession(kv.GetSessionRequest(session=name)).prefix_root == root
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_exact_rows_keep_their_ids_when_the_daemon_is_killed(tmp_path, layers):
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
+    ids, other = prompt(400), prompt(400, 2)
+    with Daemon(*arguments) as daemon:
+        cache = Cache(daemon.stub(), "exact", layers=layers, durability=kv.DURABILITY_SYNC,
+                      policy=model_pb2.CodecPolicy(codec="exact"))
+        fill(cache, ids[:200], layers=layers)
+        fill(cache, ids[200:330], position=200, layers=layers, ids_of=(0, 1))
+        cache.stub.Fork(kv.ForkRequest(session="exact", fork="fork", position=100), timeout=TIMEOUT)
+        fill(cache, other[:100], position=100, layers=layers, session="fork")
+        if layers > 1:  # of the last layer the rows stay, but not what they were computed from
+            open_session(cache.stub, cache, "cut", durability=kv.DURABILITY_SYNC)
+            fill(cache, other, layers=layers, session="cut")
+            cache.stub.Truncate(kv.TruncateRequest(session="cut", position=150, layers=[0]), timeout=TIMEOUT)
+            fill(cache, ids[150:], position=150, layers=1, session="cut")
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert found(cache, ids) == ("exact", 320)
+        assert found(cache, ids[:100] + other) == ("fork", 192)
+        if layers > 1:
+            assert found(cache, other) == ("cut", 128)
+        # Appends go on where the ids end, and wrong ones are refused.
+        with refused(grpc.StatusCode.ALREADY_EXISTS, "position 329"):
+            fill(cache, [ids[329] ^ 1], position=329, layers=1)
+        fill(cache, ids[330:], position=330, layers=layers)
+        assert found(cache, ids) == ("exact", 384)
+        held = cache.stub.GetSession(kv.GetSessionRequest(session="exact", token_ids={"begin": 0, "end": 0}), timeout=TIMEOUT)
+        assert list(held.token_ids) == ids
+
+
+def test_ids_of_exact_rows_follow_pages_when_the_daemon_is_killed(tmp_path):
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
+    ids = prompt(400)
+    with Daemon(*arguments) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=LAYERS, durability=kv.DURABILITY_SYNC, recent_window=100)
+        fill(cache, ids[:330])
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert found(cache, ids) == ("s", 320)
+        fill(cache, ids[330:], position=330)
+        assert found(cache, ids) == ("s", 384)
 
 
 def qkvctl(daemon, *arguments, stdin=""):

@@ -1,5 +1,6 @@
 // Records of exact rows: which are put, when they go, and who has them.
 #include "engine/cache/layer_spill.h"
+#include "engine/cache/session_tokens.h"
 #include "tests/engine/cache/backing_double.h"
 
 enum { TOKENS = 300 };
@@ -9,6 +10,8 @@ typedef struct put_record {
   uint64_t position;
   uint32_t tokens, layer;
   uint16_t first_k, first_v;  // raw elements
+  bool has_ids;
+  uint32_t ids[QKV_PAGE_TOKENS];
 } put_record;
 
 typedef struct state {
@@ -24,12 +27,14 @@ typedef struct state {
 static put_record put_records[DOUBLE_RECORDS];
 
 static uint64_t put_rows(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                         uint32_t tokens, const void *k, const void *v) {
+                         uint32_t tokens, const void *k, const void *v, const uint32_t *ids) {
   (void)model;
   uint64_t number = double_take(context, session, k, 2, tokens);
   if (number == 0) return 0;
   put_record *put = &put_records[number];
   *put = (put_record){.position = position, .tokens = tokens, .layer = layer};
+  put->has_ids = ids != NULL;
+  if (ids != NULL) memcpy(put->ids, ids, tokens * sizeof *ids);
   memcpy(&put->first_k, k, sizeof put->first_k);
   memcpy(&put->first_v, v, sizeof put->first_v);
   return number;
@@ -58,10 +63,14 @@ static void end(state *s) {
   qkv_arena_destroy(&s->arena);
 }
 
-static void append(state *s, uint64_t first, uint64_t last) {
+static void append_with(state *s, uint64_t first, uint64_t last, const qkv_row_ids *coming) {
   must_append(&s->layer, &s->rows, first, last);
-  assert_true(qkv_layer_save(&s->layer));
+  assert_true(qkv_layer_save_with(&s->layer, coming));
   assert_valid(&s->layer);
+}
+
+static void append(state *s, uint64_t first, uint64_t last) {
+  append_with(s, first, last, NULL);
 }
 
 static void assert_put(uint64_t record, uint64_t position, uint32_t tokens) {
@@ -197,10 +206,46 @@ static void test_forks_share_records(void **unused) {
   end(&s);
 }
 
+// Ids that the session holds go with its last layer's rows, and those of the rows that are being appended.
+static void test_ids_go_with_the_rows(void **unused) {
+  (void)unused;
+  state s;
+  uint32_t open[QKV_PREFIX_PAGE], ids[100];
+  uint64_t reserved = 0;
+  qkv_session_tokens tokens;
+  begin(&s);
+  const qkv_session_tokens_config config = {.arena = s.arena, .owner = &s};
+  for (uint32_t i = 0; i < 100; i++) ids[i] = 1000 + i;
+  qkv_session_tokens_init(&tokens, &config);
+  qkv_session_tokens_give_open(&tokens, open);
+  qkv_session_tokens_keep(&tokens, 0, ids, 10, &reserved);
+  append(&s, 0, 5);
+  assert_false(put_records[1].has_ids);  // those of another layer do not
+  s.layer.config.tokens = &tokens;
+  append(&s, 5, 10);
+  assert_true(put_records[2].has_ids);
+  assert_memory_equal(put_records[2].ids, ids + 5, 5 * sizeof *ids);
+  append(&s, 10, 12);
+  assert_false(put_records[3].has_ids);
+  append_with(&s, 12, 15, &(qkv_row_ids){.position = 9, .count = 6, .ids = ids + 9});
+  assert_true(put_records[4].has_ids);
+  assert_memory_equal(put_records[4].ids, ids + 12, 3 * sizeof *ids);
+  qkv_session_tokens_keep(&tokens, 10, ids + 10, 5, &reserved);
+  append_with(&s, 15, 20, &(qkv_row_ids){.position = 13, .count = 7, .ids = ids + 13});
+  assert_true(put_records[5].has_ids);
+  assert_memory_equal(put_records[5].ids, ids + 15, 5 * sizeof *ids);
+  s.layer.config.tokens = NULL;
+  qkv_session_tokens_deinit(&tokens);
+  end(&s);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_each_append_is_a_record), cmocka_unit_test(test_what_is_written_is_not_durable_yet),
-      cmocka_unit_test(test_pages_take_their_place),  cmocka_unit_test(test_what_is_refused_or_gone_is_put_again),
-      cmocka_unit_test(test_truncation_cuts),         cmocka_unit_test(test_forks_share_records)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_ids_go_with_the_rows),
+                                     cmocka_unit_test(test_each_append_is_a_record),
+                                     cmocka_unit_test(test_what_is_written_is_not_durable_yet),
+                                     cmocka_unit_test(test_pages_take_their_place),
+                                     cmocka_unit_test(test_what_is_refused_or_gone_is_put_again),
+                                     cmocka_unit_test(test_truncation_cuts),
+                                     cmocka_unit_test(test_forks_share_records)};
   return cmocka_run_group_tests_name("layer_rows", tests, NULL, NULL);
 }

@@ -277,13 +277,13 @@ static void test_tries_and_info_do_not_wait(void **state) {
   const qkv_layer *layer, *again;
   qkv_error error = {0};
   assert_int_equal(qkv_session_try_read(s.session, 0, &layer, &error), QKV_OK);
-  assert_int_equal(
-      qkv_session_try_append(s.session, 0, 3, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error),
-      QKV_UNAVAILABLE);
+  assert_int_equal(qkv_session_try_append(s.session, 0, NULL, 3, &pair.k.tensor, &pair.v.tensor, false, &appended,
+                                          &length, &error),
+                   QKV_UNAVAILABLE);
   assert_string_equal(error.text, "");
-  assert_int_equal(
-      qkv_session_try_append(s.session, 1, 3, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error),
-      QKV_OK);
+  assert_int_equal(qkv_session_try_append(s.session, 1, NULL, 3, &pair.k.tensor, &pair.v.tensor, false, &appended,
+                                          &length, &error),
+                   QKV_OK);
   assert_int_equal(appended, 10);
   assert_int_equal(length, 13);
 
