@@ -83,11 +83,16 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
   return status;
 }
 
-// Codes the exact rows of all sessions into pages. Where memory has no headroom for these, durable pages are evicted,
+// Codes exact rows into pages, but for those that have records of their own: the next start has these to the bit.
+static qkv_status seal(qkv_session *session, qkv_error *error) {
+  return qkv_session_config_of(session)->backing->put_rows != NULL ? QKV_OK : qkv_session_seal(session, error);
+}
+
+// The same for all sessions. Where memory has no headroom for these, durable pages are evicted,
 // and the sessions with rows left are sealed again later.
 static size_t seal_all(qkvi_residency *residency, qkv_session *const *sessions, size_t count) {
   size_t left = 0;
-  for (size_t i = 0; i < count; i++) left += qkv_session_seal(sessions[i], NULL) == QKV_OK ? 0 : 1;
+  for (size_t i = 0; i < count; i++) left += seal(sessions[i], NULL) == QKV_OK ? 0 : 1;
   if (left > 0) (void)qkvi_budget_evict(residency, 0);
   return left;
 }
@@ -128,7 +133,7 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   }
   for (size_t i = 0; i < count; i++) {
     qkv_error error = {0};
-    if (qkv_session_seal(sessions[i], &error) != QKV_OK)
+    if (seal(sessions[i], &error) != QKV_OK)
       qkv_log(QKV_LOG_WARN, "the newest rows of a session are not kept", "{s:s, s:s*, s:s}", "session",
               qkv_session_name(sessions[i]), "tenant", qkvi_tenant_to_log(qkv_session_config_of(sessions[i])->tenant),
               "reason", error.text);

@@ -29,8 +29,8 @@ typedef struct qkvi_residency qkvi_residency;
 // NULL where no directory is named. Errors of qkv_storage_open.
 qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *store, qkvi_objects *objects,
                                  qkv_metric_value *metrics, qkvi_residency **out, qkv_error *error);
-// Seals all sessions that are to survive, waits until they are durable, but no longer than `wait_ms`. Waits. After
-// this only destroy may be called.
+// Seals the sessions that are to survive and whose exact rows have no records (`async`), waits until all are durable,
+// but no longer than `wait_ms`. Waits. After this only destroy may be called.
 void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms);
 // When nothing calls it any more, and before its store. NULL is ignored.
 void qkvi_residency_destroy(qkvi_residency **residency);

@@ -97,6 +97,25 @@ def test_a_clean_stop_keeps_everything(start):
         assert np.abs(coded - exact).max() < 0.2
 
 
+def test_a_clean_stop_keeps_the_exact_rows_of_sync_sessions(start):
+    queries = np.random.default_rng(5).standard_normal((2, 4, 16)).astype(np.float32)
+    with start() as daemon:
+        cache = open_cache(daemon)
+        fill(cache, 300)
+        before = [rows(cache, 300, layer) for layer in range(LAYERS)]
+        first = cache.attend(299, queries)
+    with start() as daemon:
+        reopen(daemon, cache)
+        info = cache.info()
+        assert list(info.lengths) == list(info.durable) == [300] * LAYERS
+        assert info.tokens_cold == 256 * LAYERS and info.tokens_exact == 44 * LAYERS
+        for layer in range(LAYERS):
+            assert_same_rows(before[layer], rows(cache, 300, layer))
+        assert_same_rows(first, cache.attend(299, queries))
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True))  # which is asked to leave memory
+        assert cache.info().tokens_exact == 0
+
+
 def test_attend_is_the_same_from_the_disk(start):
     queries = np.random.default_rng(4).standard_normal((3, 4, 16)).astype(np.float32)
     with start("--storage-read-ahead", "0") as daemon:
