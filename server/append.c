@@ -16,6 +16,7 @@
 #include "server/handlers.h"
 #include "server/identity.h"
 #include "server/jobs.h"
+#include "server/residency/fold.h"
 #include "server/residency/restore.h"
 #include "server/stage.h"
 
@@ -150,6 +151,7 @@ qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, cons
                             uint64_t *appended, uint64_t *length, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   assert((item->k.rank == 3 && item->v.rank == 3) || item->pages > 0);
+  QKV_TRY(qkvi_unfold(daemon->residency, call, session, waits, error));
   if (qkvi_catalogue_is_unconfirmed(daemon->residency, session)) {
     if ((*waits & QKVI_WAIT_DISK) == 0) {
       *waits |= QKVI_WAIT_DISK;

@@ -22,6 +22,7 @@
 #include "server/handlers.h"
 #include "server/identity.h"
 #include "server/jobs.h"
+#include "server/residency/fold.h"
 #include "server/residency/read_ahead.h"
 #include "server/residency/restore.h"
 
@@ -129,6 +130,7 @@ static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error 
 static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
   QKV_TRY(qkv_store_session(state->daemon->store, qkvi_call_tenant(state->call), part->item->session, &part->session,
                             error));
+  QKV_TRY(qkvi_unfold(state->daemon->residency, state->call, part->session, &state->waits, error));
   return part->item->q.rank == 0 ? QKV_OK : check_queries(state, part, error);
 }
 
@@ -188,8 +190,9 @@ static qkv_status make_block(attend_call *state, qkv_error *error) {
                            &state->block, error);
 }
 
-// QKV_UNAVAILABLE, with nothing kept: a layer is in use, and it may not wait for it. RESOURCE_EXHAUSTED: no headroom
-// for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not registered, or too small.
+// QKV_UNAVAILABLE, with nothing kept: a layer is in use or a session is folded, and it may not wait for it.
+// RESOURCE_EXHAUSTED: no headroom for the answer. NOT_FOUND, INVALID_ARGUMENT: the client's memory for it is not
+// registered, or too small.
 static qkv_status check(attend_call *state, qkv_error *call_error) {
   const uint64_t shared = qkvi_request_load(&state->request, state->daemon->regions, qkvi_call_tenant(state->call));
   if (shared > 0) qkv_rpc_count_bytes(state->call, shared);
@@ -568,7 +571,9 @@ static void serve_job(void *context) {
   if (!qkvi_job_wanted(state->call)) return;
   state->waits |= QKVI_WAIT_LAYERS;
   if (!state->parsed && !parse(state)) return;
-  if (!state->checked && check(state, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
+  const qkv_status status = state->checked ? QKV_OK : check(state, &error);
+  if (status == QKV_UNAVAILABLE && error.status == QKV_OK) return submit(state, state->waits);
+  if (status != QKV_OK) return qkvi_control_fail(state->call, &error);
   serve(state);
 }
 
@@ -596,7 +601,8 @@ static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return submit(state, QKVI_WAIT_LAYERS);
   qkv_status status = check(state, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
-  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX) return submit(state, QKVI_WAIT_LAYERS);
+  if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX)
+    return submit(state, state->waits | QKVI_WAIT_LAYERS);
   serve(state);
 }
 

@@ -40,7 +40,7 @@ static void reply(qkv_rpc_call *call, const qkv_comparison *found) {
 
 static qkv_status begin(const qkv_rpc_call *call, comparison_call *state, qkv_error *error) {
   qkv_session *session = NULL;
-  QKV_TRY(qkvi_request_session(call, state->request->session, &session, error));
+  QKV_TRY(qkvi_request_layers(call, state->request->session, &session, error));
   qkv_status status = QKV_OK;
   bool idle = false;
   state->running = atomic_compare_exchange_strong(&state->daemon->comparing, &idle, true);
@@ -74,7 +74,8 @@ static void on_compare(qkv_rpc_call *call, qkv_bytes message) {
   if (state == NULL) abort();
   *state = (comparison_call){.request = request, .daemon = qkv_rpc_context(call)};
   qkv_rpc_set_state(call, state);
-  if (qkvi_job_try(call, QKV_WORK_BULK, compare_job, call, &error) != QKV_OK) qkvi_control_fail(call, &error);
+  const qkv_work first = qkvi_work_of(qkvi_session_waits(call), true);
+  if (qkvi_job_try(call, first, compare_job, call, &error) != QKV_OK) qkvi_control_fail(call, &error);
 }
 
 static void destroy(void *context) {

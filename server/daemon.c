@@ -15,6 +15,7 @@
 #include "server/http/http.h"
 #include "server/identity.h"
 #include "server/lifetime.h"
+#include "server/residency/fold.h"
 #include "server/rpc_inspect.h"
 #include "server/service.h"
 
@@ -515,10 +516,11 @@ bool qkv_daemon_retier(qkv_daemon *daemon) {
   qkv_retier_report report = {0};
   qkvi_lifetime_expire(daemon);
   const bool more = qkvi_retierer_step(daemon->retierer, &report);
+  const bool more_folds = qkvi_fold_step(daemon->residency, daemon->options->fold_after);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_PAGES], (int64_t)report.pages);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report.bytes_freed);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_TIER_WIDTH], qkvi_retierer_millibits(daemon->retierer));
-  return more;
+  return more || more_folds;
 }
 
 void qkv_daemon_keep_memory(qkv_daemon *daemon) {

@@ -21,6 +21,7 @@
 #include "server/handlers.h"
 #include "server/identity.h"
 #include "server/jobs.h"
+#include "server/residency/fold.h"
 #include "server/residency/read_ahead.h"
 #include "server/residency/restore.h"
 
@@ -346,7 +347,8 @@ static qkv_status next_run(fetch_stream *stream, qkv_error *error) {
   qkv_session *session = NULL;
   qkv_status status = find_session(stream, &session, error);
   if (status != QKV_OK) return status;
-  status = find_run(stream, session, error);
+  status = qkvi_unfold(stream->daemon->residency, stream->call, session, &stream->waits, error);
+  if (status == QKV_OK) status = find_run(stream, session, error);
   qkv_session_unref(&session);
   return status;
 }

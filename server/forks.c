@@ -14,6 +14,7 @@
 #include "server/handlers.h"
 #include "server/jobs.h"
 #include "server/residency/accounts.h"
+#include "server/residency/fold.h"
 #include "server/residency/residency.h"
 
 // Where each layer is forked: at `position`, or with 0 at its end.
@@ -97,6 +98,8 @@ qkv_status qkvi_fork(const qkv_rpc_call *call, qkv_session *parent, qkv_session_
                      const uint64_t *positions, qkv_session **child, qkv_error *error) {
   enum { TRIES = 4 };
   const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
+  QKV_TRY(qkvi_unfold(daemon->residency, call, parent, &waits, error));
   if (qkvi_catalogue_is_unconfirmed(daemon->residency, parent))
     QKV_TRY(qkvi_catalogue_tie(daemon->residency, parent, error));
   qkv_status status = QKV_UNAVAILABLE;
@@ -142,7 +145,7 @@ static void fork_job(void *context) {
   qkv_error error = {0};
   qkv_session *parent = NULL, *child = NULL;
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = qkvi_request_session(call, request->session, &parent, &error);
+  qkv_status status = qkvi_request_layers(call, request->session, &parent, &error);
   if (status == QKV_OK) status = fork_session(call, parent, request, &child, &error);
   if (status == QKV_OK) {
     qkv_metric_add(&daemon->metrics[QKV_METRIC_FORKS], 1);

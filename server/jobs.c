@@ -5,6 +5,7 @@
 #include "server/control.h"
 #include "server/daemon.h"
 #include "server/identity.h"
+#include "server/residency/fold.h"
 
 qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error) {
   qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
@@ -64,6 +65,15 @@ qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_
   const qkv_daemon *daemon = qkv_rpc_context(call);
   QKV_TRY(qkv_name_check(name, "session", error));
   return qkv_store_session(daemon->store, qkvi_call_tenant(call), name, session, error);
+}
+
+qkv_status qkvi_request_layers(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
+  QKV_TRY(qkvi_request_session(call, name, session, error));
+  const qkv_status status = qkvi_unfold(daemon->residency, call, *session, &waits, error);
+  if (status != QKV_OK) qkv_session_unref(session);
+  return status;
 }
 
 bool qkvi_job_wanted(qkv_rpc_call *call) {

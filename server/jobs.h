@@ -41,6 +41,9 @@ qkvi_waits qkvi_session_waits(const qkv_rpc_call *call);
 // NOT_FOUND.
 qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
 
+// The same, and makes its layers where it is folded (server/residency/fold.h): in a job that may wait for the disk.
+qkv_status qkvi_request_layers(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
+
 // Called first in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
 bool qkvi_job_wanted(qkv_rpc_call *call);
 

@@ -97,6 +97,10 @@
     "Records on the SSD: pages, and exact rows of SYNC sessions.")                                                  \
   X(STORAGE_KNOWN_BYTES, "qkvd_storage_known_bytes", QKV_GAUGE,                                                     \
     "Memory for what is known of records on the SSD, at most 48 bytes of each of many.")                            \
+  X(STORAGE_FOLDED, "qkvd_storage_folded_sessions", QKV_GAUGE,                                                      \
+    "Sessions on the SSD whose layers have left memory, too (fold-after).")                                         \
+  X(STORAGE_UNFOLDED, "qkvd_storage_unfolded_sessions_total", QKV_COUNTER,                                          \
+    "Folded sessions whose layers were made again, for their next use.")                                            \
   X(STORAGE_SEGMENTS, "qkvd_storage_segments", QKV_GAUGE, "Files they lie in.")                                     \
   X(STORAGE_LIVE_BYTES, "qkvd_storage_live_bytes", QKV_GAUGE, "Bytes of these that are needed.")                    \
   X(STORAGE_DEAD_BYTES, "qkvd_storage_dead_bytes", QKV_GAUGE, "Bytes that compaction can free.")                    \

@@ -205,6 +205,10 @@ const qkv_option qkv_server_option_table[] = {
      "Pages of the layers to come that are brought back ahead of the requests for them, an eighth of memory-budget "
      "at "
      "most; 0: none."},
+    {"fold-after", QKV_OPTION_DURATION, AT(fold_after), "30s", 0, 86400000, "TIME",
+     "After so long without a use a session of which nothing is in memory but on the SSD gives up its layers' "
+     "tables, "
+     "token ids and averages of attention, too; 0: never."},
     {"storage-compact-rate", QKV_OPTION_BYTES, AT(storage_compact_rate), "64MiB", 0, 64 * GIB, "BYTES",
      "Bytes a second that files are compacted by in the background, where less than half of one is needed; 0: "
      "never."},

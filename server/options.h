@@ -68,6 +68,7 @@ typedef struct qkv_server_options {
   int64_t storage_budget;          // bytes on the disk; 0: as much as it has
   int64_t storage_segment;         // bytes of a file
   int64_t storage_dirty;           // bytes that wait to be written
+  int64_t fold_after;              // ms; 0: never
   int64_t storage_read_ahead;      // bytes; 0: nothing
   int64_t storage_compact_rate;    // bytes a second; 0: never
   double ema_alpha;                // of the averages of attention

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 #include "server/control.h"
@@ -113,10 +114,21 @@ static void look_at_cold(qkvi_held_prefix *held) {
   free(cold);
 }
 
+// Of a session that is folded nothing is in memory: its bytes are those of as many tokens, as layers differ little.
+static void look_at_folded(qkvi_held_prefix *held, uint64_t length) {
+  held->tokens_cold = held->tokens;
+  held->bytes_missing =
+      (uint64_t)((double)qkv_session_bytes_stored(held->session) * (double)held->tokens / (double)length);
+}
+
 static qkvi_held_prefix look_at(qkv_session *session, uint64_t pages) {
   const uint64_t length = qkv_session_length(session) / PAGE * PAGE;
   qkvi_held_prefix held = {.session = session, .tokens = length < pages * PAGE ? length : pages * PAGE};
-  if (held.tokens > 0 && qkv_session_has_cold(session)) look_at_cold(&held);
+  if (held.tokens > 0 && qkv_session_is_folded(session)) {
+    look_at_folded(&held, length);
+  } else if (held.tokens > 0 && qkv_session_has_cold(session)) {
+    look_at_cold(&held);
+  }
   return held;
 }
 

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 #include "server/contract.h"
 #include "server/control.h"
@@ -116,21 +117,32 @@ static void reply_session(qkv_rpc_call *call, qkv_session *session, const Qkv__V
   free(lengths);
 }
 
+// Token ids of a session that is folded.
+static void get_job(void *context) {
+  qkv_rpc_call *call = context;
+  const Qkv__V1__GetSessionRequest *request = qkv_rpc_state(call);
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  if (!qkvi_job_wanted(call)) return;
+  if (qkvi_request_layers(call, request->session, &session, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  reply_session(call, session, request->token_ids);
+  qkv_session_unref(&session);
+}
+
 static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   Qkv__V1__GetSessionRequest *request =
       qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
   qkv_status status = check_ids_range(request->token_ids, &error);
   if (status == QKV_OK) status = qkvi_request_session(call, request->session, &session, &error);
-  if (status == QKV_OK) {
-    reply_session(call, session, request->token_ids);
-    qkv_session_unref(&session);
-  } else {
-    qkvi_control_fail(call, &error);
-  }
-  qkvi_control_free(request);
+  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  const bool waits = request->token_ids != NULL && qkv_session_is_folded(session);
+  if (!waits) reply_session(call, session, request->token_ids);
+  qkv_session_unref(&session);
+  if (waits) qkvi_job_submit(call, qkvi_session_waits(call), get_job, call);
 }
 
 // ---- ListSessions ----
@@ -281,7 +293,7 @@ static void truncate_job(void *context) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = qkvi_request_session(call, request->session, &session, &error);
+  qkv_status status = qkvi_request_layers(call, request->session, &session, &error);
   if (status == QKV_OK && qkvi_catalogue_is_unconfirmed(daemon->residency, session))
     status = qkvi_catalogue_tie(daemon->residency, session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
@@ -299,7 +311,7 @@ static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
 
 const qkv_rpc_method qkvi_sessions_methods[] = {
     {.path = "/qkv.v1.KvCache/CloseSession", .message = on_close_session, .destroy = qkvi_control_free},
-    {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session},
+    {.path = "/qkv.v1.KvCache/GetSession", .message = on_get_session, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/ListSessions", .message = on_list_sessions, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/Truncate", .message = on_truncate, .destroy = qkvi_control_free},
     {0}};

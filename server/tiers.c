@@ -52,7 +52,7 @@ static qkv_status demote(const qkv_rpc_call *call, const Qkv__V1__DemoteRequest 
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
+  QKV_TRY(qkvi_request_layers(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   // Planes that are not on the disk stay: it waits for what can be there soon.
   if (status == QKV_OK && daemon->residency != NULL)
@@ -122,7 +122,7 @@ static qkv_status promote(const qkv_rpc_call *call, const Qkv__V1__PrefetchReque
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
-  QKV_TRY(qkvi_request_session(call, request->session, &session, error));
+  QKV_TRY(qkvi_request_layers(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   if (status == QKV_OK)
     status = promote_session(daemon->residency, call, session, &scope, request->bits, report, error);
@@ -247,7 +247,7 @@ static qkv_status keep_stats(const qkv_rpc_call *call, stats_stream *stream, con
 static qkv_status load_layer(const qkv_rpc_call *call, stats_stream *stream, qkv_error *error) {
   qkv_session *session = NULL;
   const size_t buckets = stream->request->buckets;
-  QKV_TRY(qkvi_request_session(call, stream->request->session, &session, error));
+  QKV_TRY(qkvi_request_layers(call, stream->request->session, &session, error));
   qkv_status status = begin_stats(session, stream, error);
   qkv_attention_stats stats = {0};
   qkvi_block_release(stream->block);
@@ -274,7 +274,7 @@ static void stats_job(void *context) {
 static void on_stats_sent(qkv_rpc_call *call) {
   stats_stream *stream = qkv_rpc_state(call);
   if (stream->loaded) return send_head(call, stream);
-  qkvi_job_submit(call, QKVI_WAIT_LAYERS, stats_job, call);
+  qkvi_job_submit(call, qkvi_session_waits(call), stats_job, call);
 }
 
 static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
@@ -287,7 +287,7 @@ static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
   stream->request = request;
   stream->writer = qkv_wire_writer_create();
   qkv_rpc_set_state(call, stream);
-  qkvi_job_submit(call, QKVI_WAIT_LAYERS, stats_job, call);
+  qkvi_job_submit(call, qkvi_session_waits(call), stats_job, call);
 }
 
 static void destroy_stats(void *state) {

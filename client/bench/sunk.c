@@ -8,13 +8,14 @@
 #include <unistd.h>
 
 #include "client/bench/forks.h"
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/store.h"
 #include "storage/storage.h"
 
-enum { SESSIONS = 64, LAYERS = 32, TOKENS = 1024, DIM = 64, WAIT_US = 1000, SEGMENT_BYTES = 1 << 20 };
+enum { SESSIONS = 64, LAYERS = 32, TOKENS = 1024, DIM = 64, WAIT_US = 1000, SEGMENT_BYTES = 1 << 20, KIND_FOLD = 3 };
 
-// A table of the tier that writes what it is given and reads nothing.
+// A table of the tier that writes what it is given, and reads it back.
 typedef struct sunk_scene {
   qkv_storage *storage;
   qkv_backing backing;
@@ -40,7 +41,7 @@ static void on_written(void *context, uint64_t record, qkv_status status) {
 }
 
 // A copy, as the page may leave memory before it is written.
-static uint64_t put(void *context, uint64_t session, const char *model, qkv_page_hold *page, uint32_t tokens,
+static uint64_t put(void *context, uint64_t session, const qkv_model *model, qkv_page_hold *page, uint32_t tokens,
                     const qkv_prefix_hash *hash) {
   const sunk_scene *s = context;
   const qkv_page_header *header = page->image;
@@ -62,6 +63,19 @@ static uint64_t put(void *context, uint64_t session, const char *model, qkv_page
   return 0;
 }
 
+static void *read_begin(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes) {
+  return qkv_storage_batch_create(((const sunk_scene *)context)->storage, records, count, ahead_bytes);
+}
+
+static qkv_status read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error) {
+  return qkv_storage_batch_wait(reading, i, image, bytes, error);
+}
+
+static void read_end(void *reading) {
+  qkv_storage_batch *batch = reading;
+  qkv_storage_batch_destroy(&batch);
+}
+
 static qkv_record_state state_of(void *context, uint64_t record) {
   qkv_record_info info;
   return qkv_storage_find(((const sunk_scene *)context)->storage, record, &info) == QKV_OK ? QKV_RECORD_DURABLE
@@ -80,6 +94,24 @@ static bool takes(void *context, uint64_t session) {
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
   qkv_storage_session_truncate(((const sunk_scene *)context)->storage, session, layer, position, NULL, NULL);
+}
+
+static uint64_t put_fold(void *context, uint64_t session, const void *bytes, uint64_t count,
+                         const _Atomic bool *stop) {
+  const sunk_scene *s = context;
+  qkv_record_info info;
+  uint64_t record = 0;
+  void *copy = malloc(count);
+  if (copy == NULL) abort();
+  memcpy(copy, bytes, count);
+  const qkv_storage_put_request request = {.meta = {.session = session, .tokens = 1, .kind = KIND_FOLD},
+                                           .payload = copy,
+                                           .bytes = count,
+                                           .written = on_written,
+                                           .context = copy};
+  must(qkv_storage_put(s->storage, &request, &record, NULL), &(qkv_error){.text = "a record is refused"});
+  while (qkv_storage_find(s->storage, record, &info) != QKV_OK && !*stop) (void)usleep(100);
+  return record;
 }
 
 // ---- Sessions ----
@@ -104,7 +136,16 @@ static void setup(sunk_scene *s) {
   config.directory = s->directory;
   config.segment_bytes = SEGMENT_BYTES;  // what is known of the records of the open one is little then
   must(qkv_storage_open(&config, &(qkv_storage_restore){.context = NULL}, &s->storage, &error), &error);
-  s->backing = (qkv_backing){.context = s, .put = put, .state = state_of, .drop = drop, .takes = takes, .cut = cut};
+  s->backing = (qkv_backing){.context = s,
+                             .put = put,
+                             .put_fold = put_fold,
+                             .state = state_of,
+                             .drop = drop,
+                             .takes = takes,
+                             .cut = cut,
+                             .read_begin = read_begin,
+                             .read_wait = read_wait,
+                             .read_end = read_end};
   s->store = qkv_store_create(&(qkv_store_config){
       .memory_budget = UINT64_C(1) << 33,
       .models_max = 1,
@@ -175,6 +216,7 @@ static uint64_t held(const sunk_scene *s) {
 void qkvi_bench_sunk(json_t *result) {
   sunk_scene s = {0};
   qkv_session *sessions[SESSIONS];
+  qkv_samples unfold_us = {0};
   setup(&s);
   qkv_session *first = make(&s, SESSIONS);  // what all share
   const uint64_t before = held(&s);
@@ -182,9 +224,23 @@ void qkvi_bench_sunk(json_t *result) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(s.storage, &stats);
   const double bytes = (double)(held(&s) - before) / SESSIONS;
-  for (int i = 0; i < SESSIONS; i++) qkv_session_unref(&sessions[i]);
+  if (!qkv_store_fold(s.store, first)) abort();
+  for (int i = 0; i < SESSIONS; i++) {
+    if (!qkv_store_fold(s.store, sessions[i])) abort();
+  }
+  const double folded = (double)(held(&s) - before) / SESSIONS - (double)stats.index_bytes / (double)stats.sessions;
+  for (int i = 0; i < SESSIONS; i++) {
+    qkv_error error = {0};
+    const double began = qkv_bench_now();
+    must(qkv_session_unfold(sessions[i], NULL, &error), &error);
+    qkv_samples_add(&unfold_us, 1e6 * (qkv_bench_now() - began));
+    qkv_session_unref(&sessions[i]);
+  }
   qkv_session_unref(&first);
   json_object_set_new(result, "sunk_session_bytes", json_real(bytes));
+  json_object_set_new(result, "folded_session_bytes", json_real(folded));
+  json_object_set_new(result, "unfold_us_p50", json_real(qkv_samples_quantile(&unfold_us, 0.5)));
+  qkv_samples_free(&unfold_us);
   json_object_set_new(result, "sunk_session_index_bytes",
                       json_real((double)stats.index_bytes / (double)stats.sessions));
   teardown(&s);

@@ -19,8 +19,8 @@
 // Puts the pages that have no record yet, in order, and the exact rows where the backing takes them. False where the
 // backing has no headroom for all of them now.
 bool qkv_layer_save(qkv_layer *layer);
-// The same by the thread that has just appended rows of these token ids, which the session does not hold yet; NULL: not
-// known.
+// The same by the thread that has just appended rows of these token ids, which the session does not hold yet; NULL:
+// not known.
 bool qkv_layer_save_with(qkv_layer *layer, const qkv_row_ids *coming);
 // Updates the state of the records: `durable` advances; pages whose record is gone will be put again.
 void qkv_layer_settle(qkv_layer *layer);

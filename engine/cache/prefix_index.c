@@ -91,6 +91,14 @@ static void unlock(qkv_prefix_index *index) {
   assert(failed == 0);
 }
 
+void qkv_prefix_index_lock(qkv_prefix_index *index) {
+  lock(index);
+}
+
+void qkv_prefix_index_unlock(qkv_prefix_index *index) {
+  unlock(index);
+}
+
 // Zeros that are taken from the machine as they are written, and that lie apart from malloc's heap: a block of this
 // size in its middle would keep the heap from shrinking.
 static void *map_zeros(size_t bytes) {

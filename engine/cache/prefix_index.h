@@ -133,6 +133,10 @@ void qkv_prefix_index_each(qkv_prefix_index *index, bool (*fn)(void *context, co
 uint32_t qkv_prefix_index_scan(qkv_prefix_index *index, uint32_t from, uint32_t places,
                                bool (*fn)(void *context, const qkv_prefix_page *page), void *context);
 
+// Between the two no match gives an owner, and no other function of the index is called by this thread.
+void qkv_prefix_index_lock(qkv_prefix_index *index);
+void qkv_prefix_index_unlock(qkv_prefix_index *index);
+
 typedef struct qkv_prefix_stats {
   uint64_t pages, holders;
   uint64_t pages_max;

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 
@@ -22,7 +23,7 @@ struct qkv_recency {
   pthread_mutex_t lock;
   _Atomic unsigned waiting;  // threads, for the lock
   order lists[QKV_RECENCY_LISTS];
-  _Atomic uint64_t bytes, coordinates;  // qkv_recency_sums
+  _Atomic uint64_t bytes, coordinates, folded, folded_pages, unfolded;  // qkv_recency_sums
 };
 
 static void lock(qkv_recency *recency) {
@@ -111,6 +112,7 @@ static void resize(order *in, uint32_t wanted) {
 static int64_t time_of(const qkv_session *session, qkv_recency_list list) {
   const int64_t used_ms = qkv_session_last_used_ms(session);
   if (list == QKV_RECENCY_AIMED) return atomic_load(&session->tiers.looked_ms);
+  if (list == QKV_RECENCY_SUNK) return qkv_session_sunk_since_ms(session);
   if (list != QKV_RECENCY_EXPIRING) return used_ms;
   const uint64_t ttl = atomic_load(&session->ttl_ms);
   return ttl < (uint64_t)(INT64_MAX - used_ms) ? used_ms + (int64_t)ttl : INT64_MAX;
@@ -166,6 +168,8 @@ static bool belongs(const qkv_session *session, qkv_recency_list list) {
       return !pinned && atomic_load(&session->bytes_exact) > 0;
     case QKV_RECENCY_UNSETTLED:
       return atomic_load(&session->unsettled) > 0;
+    case QKV_RECENCY_SUNK:
+      return qkv_session_may_fold(session);
     case QKV_RECENCY_AIMED:
       return coded && session->tiers.aimed && !atomic_load(&session->tiers.settled);
     case QKV_RECENCY_DEMOTABLE:
@@ -188,7 +192,7 @@ void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
   }
   // A fork may have rows before it is opened.
   for (qkv_recency_list i = 0; i < QKV_RECENCY_LISTS; i++) {
-    const bool listed = i <= QKV_RECENCY_UNSETTLED ? backed : i >= QKV_RECENCY_AIMED;
+    const bool listed = i <= QKV_RECENCY_SUNK ? backed : i >= QKV_RECENCY_AIMED;
     if (listed && belongs(session, i)) enter_locked(recency, i, session);
   }
   unlock(recency);
@@ -236,12 +240,18 @@ void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *
 
 qkv_recency_sums qkv_recency_read_sums(const qkv_recency *recency) {
   return (qkv_recency_sums){.bytes = atomic_load_explicit(&recency->bytes, memory_order_relaxed),
-                            .coordinates = atomic_load_explicit(&recency->coordinates, memory_order_relaxed)};
+                            .coordinates = atomic_load_explicit(&recency->coordinates, memory_order_relaxed),
+                            .folded = atomic_load_explicit(&recency->folded, memory_order_relaxed),
+                            .folded_pages = atomic_load_explicit(&recency->folded_pages, memory_order_relaxed),
+                            .unfolded = atomic_load_explicit(&recency->unfolded, memory_order_relaxed)};
 }
 
 void qkv_recency_add_sums(qkv_recency *recency, const qkv_recency_sums *by) {
   atomic_fetch_add_explicit(&recency->bytes, by->bytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&recency->coordinates, by->coordinates, memory_order_relaxed);
+  atomic_fetch_add_explicit(&recency->folded, by->folded, memory_order_relaxed);
+  atomic_fetch_add_explicit(&recency->folded_pages, by->folded_pages, memory_order_relaxed);
+  atomic_fetch_add_explicit(&recency->unfolded, by->unfolded, memory_order_relaxed);
 }
 
 // ---- A pass ----
@@ -320,6 +330,14 @@ void qkv_recency_end(qkv_recency *recency, qkv_recency_list list) {
     if (more) let_others(recency);
   }
   (void)pthread_mutex_unlock(&recency->lists[list].passing);
+}
+
+void qkv_recency_lock(qkv_recency *recency) {
+  lock(recency);
+}
+
+void qkv_recency_unlock(qkv_recency *recency) {
+  unlock(recency);
 }
 
 void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact) {

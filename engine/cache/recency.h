@@ -27,6 +27,7 @@ typedef enum qkv_recency_list {
   QKV_RECENCY_CODED,      // have a backing and pages in memory that may leave it
   QKV_RECENCY_EXACT,      // have a backing and exact rows that may become pages
   QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
+  QKV_RECENCY_SUNK,       // have nothing in memory and may be folded (session_fold.h)
   QKV_RECENCY_EVICTABLE,  // may be closed where something is full
   QKV_RECENCY_KEPT,       // the others that have a backing
   QKV_RECENCY_AIMED,      // coded pages may have to change tiers (session_retier.h); longest not examined first
@@ -57,10 +58,12 @@ void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *
 // The same where its time in the list may have become an earlier one, too.
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
 
-// Coded pages in memory of all sessions whose config has this object, as last published: bytes, and coordinates that
-// they code.
+// Of all sessions whose config has this object, as last published: coded pages in memory, their bytes and the
+// coordinates that they code; sessions that are folded (session_fold.h), and their pages.
 typedef struct qkv_recency_sums {
   uint64_t bytes, coordinates;
+  uint64_t folded, folded_pages;
+  uint64_t unfolded;  // that were, since the start
 } qkv_recency_sums;
 qkv_recency_sums qkv_recency_read_sums(const qkv_recency *recency);
 // Differences, modulo 2^64.
@@ -71,6 +74,9 @@ void qkv_recency_add_sums(qkv_recency *recency, const qkv_recency_sums *by);
 void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list);
 qkv_session *qkv_recency_next(qkv_recency *recency, qkv_recency_list list);
 void qkv_recency_end(qkv_recency *recency, qkv_recency_list list);
+// Between the two no pass gives a reference, and no session enters or leaves.
+void qkv_recency_lock(qkv_recency *recency);
+void qkv_recency_unlock(qkv_recency *recency);
 // Within a pass of QKV_RECENCY_EXACT: the exact rows of this session, so many bytes, stay in memory; it enters again
 // with its next rows.
 void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact);

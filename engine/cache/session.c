@@ -9,13 +9,24 @@
 
 #include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_spill.h"
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_share.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 
 bool qkvi_session_has_layers(const qkv_session *session) {
-  return atomic_load_explicit(&session->made, memory_order_acquire) != NULL;
+  return atomic_load(&session->made) != NULL;
+}
+
+// Those of a folded session are there before it is said not to be folded any more.
+bool qkvi_session_is_new(const qkv_session *session) {
+  return !qkvi_session_has_layers(session) && !qkv_session_is_folded(session) && !qkvi_session_has_layers(session);
+}
+
+bool qkvi_session_needs_layers(qkv_session *session) {
+  if (qkvi_session_has_layers(session)) return true;
+  return !qkvi_session_is_new(session) && qkvi_session_make_layers(session, NULL, NULL) == QKV_OK;
 }
 
 static int64_t now_ms(clockid_t clock) {
@@ -25,7 +36,7 @@ static int64_t now_ms(clockid_t clock) {
 }
 
 // Where it has something for them; what has no backing does not leave memory.
-static void list_session(qkv_session *session, bool coded, bool exact, bool unsettled) {
+static void list_session(qkv_session *session, bool coded, bool exact, bool unsettled, bool cold) {
   qkv_recency *recency = session->config.recency;
   if (coded) qkv_recency_note(recency, QKV_RECENCY_AIMED, session);
   if (coded) qkv_recency_note(recency, QKV_RECENCY_DEMOTABLE, session);
@@ -33,6 +44,7 @@ static void list_session(qkv_session *session, bool coded, bool exact, bool unse
   if (coded) qkv_recency_note(recency, QKV_RECENCY_CODED, session);
   if (exact) qkv_recency_note(recency, QKV_RECENCY_EXACT, session);
   if (unsettled) qkv_recency_note(recency, QKV_RECENCY_UNSETTLED, session);
+  if (cold) qkv_recency_note(recency, QKV_RECENCY_SUNK, session);
 }
 
 // The time of day is told and not counted with: it is set, forwards and back. What is known of tiers is reset after
@@ -77,7 +89,7 @@ void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
 void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
   for (uint32_t i = 0; i < session->model->layers; i++) qkvi_session_keep(session, i);
-  list_session(session, true, true, false);
+  list_session(session, true, true, false, true);
 }
 
 bool qkv_session_may_go(const qkv_session *session) {
@@ -146,9 +158,8 @@ static void end_write(locked_layer *layer) {
   unlock(layer);
 }
 
-// With the layer locked: tells its ranges whether their pages stay in memory, as the session wants it now. A range
-// that is added later is this session's alone, and is told when it is shared.
-static void keep_ranges(qkv_session *session, uint32_t layer) {
+// A range that is added later is this session's alone, and is told when it is shared.
+void qkvi_session_keep_ranges(qkv_session *session, uint32_t layer) {
   locked_layer *locked = layer_at(session, layer);
   qkvi_session_lock_info(locked);
   qkvi_layer_keep(&locked->layer, qkvi_session_stays(session, layer));
@@ -158,7 +169,7 @@ static void keep_ranges(qkv_session *session, uint32_t layer) {
 void qkvi_session_keep(qkv_session *session, uint32_t layer) {
   if (!qkvi_session_has_layers(session)) return;
   (void)qkvi_session_look(session, layer);
-  keep_ranges(session, layer);
+  qkvi_session_keep_ranges(session, layer);
   qkv_session_read_done(session, layer);
 }
 
@@ -204,8 +215,10 @@ static void publish(qkv_session *session, locked_layer *layer) {
   atomic_fetch_add(&session->unsettled, (uint32_t)unsettled - (uint32_t)layer->unsettled);
   layer->unsettled = unsettled;
   layer->usage = usage;
+  const bool settled = !unsettled && atomic_load(&session->unsettled) == 0;
   qkvi_session_unlock_info(layer);
-  list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly);
+  list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly,
+               settled && usage.tokens_cold > 0);
 }
 
 static const char *text_of(const char *text) {
@@ -309,6 +322,9 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->ttl_ms, config->ttl_ms);
   atomic_init(&session->shares, false);
   atomic_init(&session->truncations, 0);
+  atomic_init(&session->fold.record, 0);
+  atomic_init(&session->fold.tried_ms, 0);
+  atomic_init(&session->fold.wanted, false);
   qkv_session_tokens_init(&session->tokens,
                           &(qkv_session_tokens_config){
                               .arena = arena, .index = config->prefixes, .root = config->root, .owner = session});
@@ -356,24 +372,49 @@ static void init_locked(qkv_session *session, uint32_t index, locked_layer *lock
   qkvi_session_init_layer(session, index, create_quality(session, index), &locked->layer);
   atomic_init(&locked->waiting, 0);
   locked->layer.waiting = &locked->waiting;
-  locked->layer.pinned = false;
-  publish(session, locked);
+}
+
+session_layers *qkvi_session_new_layers(qkv_session *session) {
+  session_layers *made = qkv_arena_alloc(session->arena, layers_bytes(session->model));
+  for (uint32_t i = 0; i < session->model->layers; i++) init_locked(session, i, &made->at[i]);
+  return made;
+}
+
+void qkvi_session_end_new_layer(locked_layer *layer) {
+  layer->layer.pinned = false;
+  qkvi_layer_unpin(&layer->layer);
 }
 
 static qkv_status make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
   QKV_TRY(qkv_arena_reserve_in(session->arena, headroom, qkvi_session_layers_cost(session), error));
-  session_layers *made = qkv_arena_alloc(session->arena, layers_bytes(session->model));
-  for (uint32_t i = 0; i < session->model->layers; i++) init_locked(session, i, &made->at[i]);
+  session_layers *made = qkvi_session_new_layers(session);
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    qkvi_session_end_new_layer(&made->at[i]);
+    publish(session, &made->at[i]);
+  }
   qkv_session_tokens_give_open(&session->tokens, made->open);
   atomic_store_explicit(&session->made, made, memory_order_release);
   return QKV_OK;
 }
 
+// What was pinned meanwhile, and what may be folded again.
+static void keep_unfolded(qkv_session *session) {
+  for (uint32_t i = 0; i < session->model->layers; i++) {
+    if (qkvi_session_stays(session, i)) qkvi_session_keep(session, i);
+  }
+  qkv_recency_note(session->config.recency, QKV_RECENCY_SUNK, session);
+}
+
 qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
   if (qkvi_session_has_layers(session)) return QKV_OK;
+  atomic_store(&session->fold.wanted, true);
   (void)pthread_mutex_lock(&session->making);
-  const qkv_status status = qkvi_session_has_layers(session) ? QKV_OK : make_layers(session, headroom, error);
+  const bool folded = qkv_session_is_folded(session), has = qkvi_session_has_layers(session);
+  qkv_status status = QKV_OK;
+  if (!has)
+    status = folded ? qkvi_session_unfold_locked(session, headroom, error) : make_layers(session, headroom, error);
   (void)pthread_mutex_unlock(&session->making);
+  if (!has && folded && status == QKV_OK) keep_unfolded(session);
   return status;
 }
 
@@ -385,9 +426,7 @@ bool qkvi_session_detach_empty(qkv_session *session) {
   return empty;
 }
 
-static void free_layers(qkv_session *session) {
-  session_layers *made = atomic_load(&session->made);
-  if (made == NULL) return;
+void qkvi_session_free_layers(qkv_session *session, session_layers *made) {
   for (uint32_t i = 0; i < session->model->layers; i++) {
     qkv_quality *quality = made->at[i].layer.config.quality;
     publish_sums(session, &(qkv_layer_usage){0}, &made->at[i].usage);
@@ -422,8 +461,11 @@ void qkv_session_unref(qkv_session **session) {
   assert(before > 0);
   if (before > 1) return;
   qkv_session_tokens_deinit(&left->tokens);
-  free_layers(left);
+  session_layers *made = atomic_load(&left->made);
+  if (made != NULL) qkvi_session_free_layers(left, made);
+  if (qkv_session_is_folded(left)) qkvi_session_count_folded(left, -1);
   qkvi_session_drop_codings(left);
+  free(left->fold.layers);
   (void)pthread_mutex_destroy(&left->making);
   qkv_account *account = qkv_account_of(left->arena);
   qkv_arena_free(left->arena, left, session_bytes(&left->config, left->model));
@@ -439,7 +481,12 @@ const qkv_model *qkv_session_model(const qkv_session *session) {
 }
 
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session) {
+  (void)qkvi_session_needs_layers(session);
   return &session->tokens;
+}
+
+void qkv_session_close_tokens(qkv_session *session) {
+  qkv_session_tokens_close(&session->tokens);
 }
 
 uint64_t qkv_session_truncations(const qkv_session *session) {
@@ -564,7 +611,8 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
                                 qkv_error *error) {
   for (size_t i = 0; i < layer_count; i++) QKV_TRY(qkvi_session_check_layer(session, layers[i], error));
   qkv_session_touch(session);
-  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  if (qkvi_session_is_new(session)) return QKV_OK;
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
   (void)pthread_mutex_lock(&session->making);
   atomic_fetch_add(&session->truncations, 1);
   if (layer_count > 0) cut_hashes(session, position, layers, layer_count);
@@ -607,69 +655,18 @@ static void look_again(qkv_session *session, locked_layer *layer) {
   end_read(layer);
 }
 
-// ---- Fork ----
+// ---- Sharing ----
 
 void qkvi_session_note_shared(qkv_session *session) {
   atomic_store(&session->shares, true);
-  list_session(session, true, false, false);
+  list_session(session, true, false, false, false);
 }
 
-static void share_codings(qkv_session *parent, qkv_session *child) {
-  (void)pthread_mutex_lock(&parent->codings_lock);
-  for (size_t i = 0; i < parent->coding_count; i++)
-    (void)qkvi_session_coding(child, qkv_coding_calibration(parent->codings[i]));
-  (void)pthread_mutex_unlock(&parent->codings_lock);
-}
-
-// The parent has used them, and keeps those that stay.
-static void note_use(qkv_session *parent, uint32_t layer, const qkv_layer *from) {
-  for (size_t i = 0; i < from->range_count; i++)
-    atomic_store(&from->ranges[i].range->used_ms, qkv_session_last_used_ms(parent));
-  keep_ranges(parent, layer);
-}
-
-static void fork_layer(qkv_session *parent, qkv_session *child, uint32_t layer, uint64_t position) {
-  qkvi_session_lock_rows(layer_at(parent, layer));
-  const qkv_layer *from = qkvi_session_look(parent, layer);
-  // The coders of what is there now are among the codings until the layer is given back.
-  share_codings(parent, child);
-  qkv_layer *to = qkvi_session_change(child, layer);
-  qkv_layer_fork(to, from, position);
-  uint64_t *forked_to = &layer_at(parent, layer)->layer.forked_to;  // truncations wait for `making`
-  if (*forked_to < to->forked_to) *forked_to = to->forked_to;
-  note_use(parent, layer, from);
-  qkvi_session_changed(child, layer);
-  qkv_session_read_done(parent, layer);
-  qkvi_session_unlock_rows(layer_at(parent, layer));
-}
-
-qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *config, const uint64_t *positions,
-                            qkv_session **out, qkv_error *error) {
-  qkv_session_touch(parent);
-  QKV_TRY(qkv_session_create(config, parent->model, parent->arena, out, error));
-  if (!qkvi_session_has_layers(parent)) return QKV_OK;
-  const qkv_status status = qkvi_session_make_layers(*out, config->headroom, error);
-  if (status != QKV_OK) {
-    qkv_session_unref(out);
-    return status;
-  }
-  (void)pthread_mutex_lock(&parent->making);
-  if (atomic_load(&parent->truncations) != config->parent_truncations) {
-    (void)pthread_mutex_unlock(&parent->making);
-    qkv_session_tokens_close(&(*out)->tokens);
-    qkv_session_unref(out);
-    return qkv_fail(error, QKV_UNAVAILABLE, "session %s is being truncated", parent->config.name);
-  }
-  qkvi_session_note_shared(parent);
-  qkvi_session_note_shared(*out);
-  uint64_t end = 0;
-  for (uint32_t i = 0; i < parent->model->layers; i++) {
-    fork_layer(parent, *out, i, positions[i]);
-    if (positions[i] > end) end = positions[i];
-  }
-  qkv_session_tokens_fork(&parent->tokens, end, &(*out)->tokens);
-  (void)pthread_mutex_unlock(&parent->making);
-  return QKV_OK;
+// All of it is on the tier, and nothing else takes memory.
+static void read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
+  for (uint32_t i = 0; i < session->model->layers && lengths != NULL; i++) lengths[i] = session->fold.layers->length;
+  info->usage.tokens_coded = info->usage.tokens_cold = atomic_load(&session->tokens_cold);
+  info->usage.bytes_stored = atomic_load(&session->bytes_stored);
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
@@ -683,6 +680,7 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   info->config.staged = qkv_session_is_staged(session);
   info->config.whole = atomic_load_explicit(&session->whole, memory_order_relaxed);
+  if (!qkvi_session_has_layers(session) && qkv_session_is_folded(session)) return read_folded(session, info, lengths);
   for (uint32_t i = 0; i < session->model->layers; i++) {
     if (lengths != NULL) lengths[i] = session->config.first_position;
     if (!qkvi_session_has_layers(session)) continue;

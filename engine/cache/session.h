@@ -93,8 +93,11 @@ const qkv_model *qkv_session_model(const qkv_session *session);
 uint64_t qkv_session_truncations(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
 const qkv_session_config *qkv_session_config_of(const qkv_session *session);  // resolved
-// Its token ids; alive as long as the session.
+// Its token ids; alive as long as the session. Where it is folded (session_fold.h) this makes its layers first, and
+// without these there are none.
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
+// For the store: as qkv_session_tokens_close.
+void qkv_session_close_tokens(qkv_session *session);
 // Its tenant's account; NULL: none. Alive as long as the session.
 qkv_account *qkv_session_account(const qkv_session *session);
 // Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
@@ -122,7 +125,7 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
 
 // What an append may use; zeros: nothing.
 typedef struct qkv_append_use {
-  uint64_t *headroom;       // a reservation that it is made in (arena.h)
+  uint64_t *headroom;   // a reservation that it is made in (arena.h)
   const uint32_t *ids;  // of its rows, one each, checked (session_tokens.h): they go to the backing with exact rows,
                         // and pages of them that another session holds are taken instead of coded (session_share.h).
                         // NULL: not known
@@ -137,8 +140,8 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
 
 // A layer for reading: attend and rows. Every read must be followed by its done. INVALID_ARGUMENT as above.
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error);
-// Append and read for threads that must not wait (`ids` as in qkv_append_use): UNAVAILABLE, with *error left alone and
-// nothing changed, where another thread has the layer.
+// Append and read for threads that must not wait (`ids` as in qkv_append_use): UNAVAILABLE, with *error left alone
+// and nothing changed, where another thread has the layer.
 qkv_status qkv_session_try_append(qkv_session *session, uint32_t layer, const uint32_t *ids, uint64_t position,
                                   const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
                                   uint64_t *length, qkv_error *error);

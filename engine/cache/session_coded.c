@@ -7,6 +7,7 @@
 
 #include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_spill.h"
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 
 // Pages on their way into a layer, with the codings that keep their coders alive until the session does.
@@ -98,7 +99,7 @@ qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64
 
 uint64_t qkv_session_pages_cost(qkv_session *session, uint32_t layer, const qkv_incoming_page *pages, size_t count) {
   (void)layer;
-  uint64_t cost = qkvi_session_has_layers(session) ? 0 : qkvi_session_layers_cost(session);
+  uint64_t cost = qkvi_session_is_new(session) ? qkvi_session_layers_cost(session) : qkv_session_unfold_cost(session);
   for (size_t i = 0; i < count; i++) cost += qkv_arena_cost(pages[i].bytes);
   return cost;
 }

@@ -8,10 +8,16 @@
 
 #include "engine/cache/session.h"
 
-// A session has its layers from its first use on. What follows needs them (asserted).
+// A session has its layers from its first use on, unless it is folded (session_fold.h). What follows needs them
+// (asserted).
 bool qkvi_session_has_layers(const qkv_session *session);
+// Whether there was no use yet.
+bool qkvi_session_is_new(const qkv_session *session);
+// Whether it has layers, also after making those of a folded session, where that is possible: for threads that may
+// wait for the tier.
+bool qkvi_session_needs_layers(qkv_session *session);
 // Bytes of the arena that they take; makes them, within a reservation (arena.h) or NULL. RESOURCE_EXHAUSTED (the
-// arena's).
+// arena's), and errors of qkv_session_unfold.
 uint64_t qkvi_session_layers_cost(const qkv_session *session);
 qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error);
 // A layer as a new one would be, of a session that has none, for asking what it costs.

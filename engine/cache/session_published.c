@@ -1,4 +1,5 @@
 // What the last change of each layer has left, without waiting for a layer (session_state.h).
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
@@ -23,8 +24,17 @@ uint64_t qkv_session_tokens_cold(const qkv_session *session) {
   return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed);
 }
 
+// While its layers are made again both hold, and the lengths are the same.
+static bool is_folded(const qkv_session *session) {
+  return !qkvi_session_has_layers(session) && qkv_session_is_folded(session);
+}
+
 uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
   *bytes = 0;
+  if (is_folded(session)) {  // layers differ little
+    *bytes = qkv_session_bytes_stored(session) / session->model->layers;
+    return session->fold.layers->length - session->config.first_position;
+  }
   if (!qkvi_session_has_layers(session)) return 0;
   qkvi_session_lock_info(layer_at(session, layer));
   const uint64_t tokens = layer_at(session, layer)->usage.tokens_cold;
@@ -34,6 +44,7 @@ uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes)
 }
 
 uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
+  if (is_folded(session)) return session->fold.layers->length;
   if (!qkvi_session_has_layers(session)) return session->config.first_position;
   qkvi_session_lock_info(layer_at(session, layer));
   const uint64_t length = layer_at(session, layer)->length;
@@ -55,6 +66,7 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
 
 uint64_t qkv_session_length(qkv_session *session) {
   uint64_t length = UINT64_MAX;
+  if (is_folded(session)) return session->fold.layers->length;
   if (!qkvi_session_has_layers(session)) return session->config.first_position;
   for (uint32_t i = 0; i < session->model->layers; i++) {
     locked_layer *layer = layer_at(session, i);
@@ -66,9 +78,10 @@ uint64_t qkv_session_length(qkv_session *session) {
 }
 
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
+  const bool folded = is_folded(session);
   for (uint32_t i = 0; i < session->model->layers; i++) {
-    durable[i] = session->config.first_position;
-    if (!qkvi_session_has_layers(session)) continue;
+    durable[i] = folded ? session->fold.layers->length : session->config.first_position;
+    if (folded || !qkvi_session_has_layers(session)) continue;
     qkvi_session_lock_info(layer_at(session, i));
     durable[i] = layer_at(session, i)->durable;
     qkvi_session_unlock_info(layer_at(session, i));

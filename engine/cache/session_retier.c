@@ -153,7 +153,8 @@ qkv_status qkv_session_demote(qkv_session *session, const qkv_retier_scope *scop
                               qkv_retier_report *report, qkv_error *error) {
   QKV_TRY(check_scope(session, scope, bits, error));
   if (bits == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "bits is 0, at least %g", 1.0 / QKV_TIER_BIT);
-  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  if (qkvi_session_is_new(session)) return QKV_OK;
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
   for (size_t i = 0; i < layers_of(session, scope); i++) QKV_TRY(check_planes(session, layer_of(scope, i), error));
   qkv_retier_policy policy = QKV_RETIER_POLICY;
   policy.bits = bits;
@@ -190,7 +191,8 @@ static qkv_status promote_layer(qkv_session *session, uint32_t layer, const qkv_
 qkv_status qkv_session_promote(qkv_session *session, const qkv_retier_scope *scope, double bits,
                                qkv_retier_report *report, qkv_error *error) {
   QKV_TRY(check_scope(session, scope, bits, error));
-  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  if (qkvi_session_is_new(session)) return QKV_OK;
+  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
   const uint8_t tier = bits == 0 ? QKV_TIER_MAX : (uint8_t)(bits * QKV_TIER_BIT);
   for (int pass = 0; pass < 2; pass++) {
     for (size_t i = 0; i < layers_of(session, scope); i++) {

@@ -99,7 +99,7 @@ static uint64_t first_append_cost(qkv_session *session, uint32_t index, uint64_t
 }
 
 uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t end) {
-  if (!qkvi_session_has_layers(session)) return first_append_cost(session, layer, end);
+  if (!qkvi_session_needs_layers(session)) return first_append_cost(session, layer, end);
   const uint64_t cost = qkv_layer_append_cost(qkvi_session_look(session, layer), end);
   qkv_session_read_done(session, layer);
   return cost;
@@ -107,7 +107,7 @@ uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t 
 
 size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
                            qkv_missing_page *out, size_t max) {
-  if (!qkvi_session_has_layers(session)) return 0;
+  if (!qkvi_session_needs_layers(session)) return 0;
   const size_t count = qkv_layer_missing(qkvi_session_look(session, layer), begin, end, full, out, max);
   qkv_session_read_done(session, layer);
   return count;
@@ -115,14 +115,14 @@ size_t qkv_session_missing(qkv_session *session, uint32_t layer, uint64_t begin,
 
 size_t qkv_session_missing_shared(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full,
                                   const void **out, size_t max) {
-  if (!qkvi_session_has_layers(session)) return 0;
+  if (!qkvi_session_needs_layers(session)) return 0;
   const size_t count = qkv_layer_missing_shared(qkvi_session_look(session, layer), begin, end, full, out, max);
   qkv_session_read_done(session, layer);
   return count;
 }
 
 uint64_t qkv_session_missing_bytes(qkv_session *session, uint32_t layer, uint64_t begin, uint64_t end, bool full) {
-  if (!qkvi_session_has_layers(session)) return 0;
+  if (!qkvi_session_needs_layers(session)) return 0;
   const uint64_t bytes = qkv_layer_missing_bytes(qkvi_session_look(session, layer), begin, end, full);
   qkv_session_read_done(session, layer);
   return bytes;

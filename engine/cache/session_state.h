@@ -38,6 +38,24 @@ typedef struct session_tiers {
   _Atomic bool settled, lowest;  // since its last use: nothing is to be done; the tiers are as low as they get
 } session_tiers;
 
+// What is known of the layers of a session that is folded (session_fold.h). `length` is written while no other thread
+// has the session, the others with its lock `making`.
+typedef struct folded_layers {
+  uint64_t length;
+  _Atomic uint64_t cost;  // bytes of the arena that unfolding takes
+  uint64_t bytes;         // of the record
+  uint64_t stored;        // bytes of all pages on the tier
+  uint64_t pages;
+} folded_layers;
+
+#define QKVI_FOLDING UINT64_MAX
+typedef struct session_fold {
+  folded_layers *layers;     // of the last time; NULL: it never was folded. Freed with the session
+  _Atomic uint64_t record;   // 0: it is not folded; QKVI_FOLDING: the record is being written
+  _Atomic int64_t tried_ms;  // when it was last tried in vain, on the monotonic clock
+  _Atomic bool wanted;       // a thread waits for the layers while they are being folded
+} session_fold;
+
 struct qkv_session {
   qkv_session_config config;
   const qkv_model *model;
@@ -68,6 +86,7 @@ struct qkv_session {
   bool detached;        // from the backing, before there were any layers
   qkv_recency_places places;
   session_tiers tiers;
+  session_fold fold;
   _Atomic uint32_t truncations;
   qkv_session_tokens tokens;
   pthread_mutex_t making;  // of the layers, and of forks of the session: one at a time
@@ -75,6 +94,7 @@ struct qkv_session {
   _Atomic uint16_t pins[];  // [model->layers]
 };
 
+// A layer of a session that has them.
 static inline locked_layer *layer_at(const qkv_session *session, uint32_t layer) {
   session_layers *made = atomic_load_explicit(&session->made, memory_order_acquire);
   assert(made != NULL && layer < session->model->layers);
@@ -93,6 +113,19 @@ static inline void qkvi_session_unlock_info(locked_layer *layer) {
   assert(failed == 0);
   (void)failed;
 }
+
+// With the layer locked: tells its ranges whether their pages stay in memory, as the session wants it now.
+void qkvi_session_keep_ranges(qkv_session *session, uint32_t layer);
+
+// Layers that no other thread has yet: empty, of memory of the arena that has been reserved; once they have their
+// pages each is ended. And frees them.
+session_layers *qkvi_session_new_layers(qkv_session *session);
+void qkvi_session_end_new_layer(locked_layer *layer);
+void qkvi_session_free_layers(qkv_session *session, session_layers *layers);
+// Counts what a folded session takes, by 1 or -1: its bytes on the tier in its account, its pages for all sessions.
+void qkvi_session_count_folded(const qkv_session *session, int sign);
+// Makes the layers of a folded session, with its lock `making`.
+qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, qkv_error *error);
 
 qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error);
 // A use of the session.

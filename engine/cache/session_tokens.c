@@ -284,6 +284,93 @@ qkv_status qkv_session_tokens_recover(qkv_session_tokens *tokens, const qkv_pref
                   length, PAGE);
 }
 
+// ---- Folding ----
+
+typedef struct packed_chunk {
+  qkv_prefix_hash hash;
+  uint64_t has_ids;
+} packed_chunk;
+
+enum { CHUNK_IDS_BYTES = PAGE * sizeof(uint32_t) };
+
+static size_t packed_chunk_bytes(bool has_ids) {
+  return sizeof(packed_chunk) + (has_ids ? CHUNK_IDS_BYTES : 0);
+}
+
+uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens) {
+  lock(tokens);
+  uint64_t bytes = tokens->length % PAGE * sizeof(uint32_t);
+  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before)
+    bytes += packed_chunk_bytes(chunk->has_ids);
+  unlock(tokens);
+  return bytes;
+}
+
+uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens) {
+  lock(tokens);
+  uint64_t bytes = 0;
+  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before)
+    bytes += qkv_arena_cost(chunk_bytes(chunk->has_ids));
+  unlock(tokens);
+  return bytes;
+}
+
+// Chunks are linked from the last one on: they are written from the end.
+uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out) {
+  uint64_t pages = qkv_session_tokens_packed_bytes(tokens);
+  lock(tokens);
+  const size_t open_bytes = tokens->length % PAGE * sizeof(uint32_t);
+  uint8_t *end = out + pages;
+  if (open_bytes > 0) memcpy(end - open_bytes, tokens->open, open_bytes);
+  uint8_t *at = end - open_bytes;
+  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before) {
+    const packed_chunk packed = {.hash = chunk->hash, .has_ids = chunk->has_ids};
+    at -= packed_chunk_bytes(chunk->has_ids);
+    memcpy(at, &packed, sizeof packed);
+    if (chunk->has_ids) memcpy(at + sizeof packed, chunk->ids, CHUNK_IDS_BYTES);
+  }
+  assert(at == out);
+  unlock(tokens);
+  return end;
+}
+
+void qkv_session_tokens_forget(qkv_session_tokens *tokens) {
+  lock(tokens);
+  unref_chunk(tokens->config.arena, tokens->last);
+  tokens->last = NULL;
+  tokens->length = 0;
+  tokens->open = NULL;
+  unlock(tokens);
+}
+
+bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_t length) {
+  packed_chunk packed;
+  for (uint64_t page = 0; page < length / PAGE; page++) {
+    if (count < sizeof packed) return false;
+    memcpy(&packed, bytes, sizeof packed);
+    if (packed.has_ids > 1 || count < packed_chunk_bytes(packed.has_ids)) return false;
+    bytes += packed_chunk_bytes(packed.has_ids);
+    count -= packed_chunk_bytes(packed.has_ids);
+  }
+  return count == length % PAGE * sizeof(uint32_t);
+}
+
+void qkv_session_tokens_unpack(qkv_session_tokens *tokens, const uint8_t *bytes, uint64_t length) {
+  packed_chunk packed;
+  lock(tokens);
+  assert(tokens->last == NULL && tokens->length == 0 && tokens->open != NULL);
+  for (uint64_t page = 0; page < length / PAGE; page++) {
+    memcpy(&packed, bytes, sizeof packed);
+    qkvi_token_chunk *chunk = qkv_arena_alloc(tokens->config.arena, chunk_bytes(packed.has_ids));
+    if (packed.has_ids) memcpy(chunk->ids, bytes + sizeof packed, CHUNK_IDS_BYTES);
+    put_chunk(tokens, chunk, &packed.hash, packed.has_ids);
+    bytes += packed_chunk_bytes(packed.has_ids);
+  }
+  memcpy(tokens->open, bytes, length % PAGE * sizeof(uint32_t));
+  tokens->length = length;
+  unlock(tokens);
+}
+
 // ---- Looking ----
 
 uint64_t qkv_session_tokens_length(qkv_session_tokens *tokens) {

@@ -81,6 +81,20 @@ void qkv_session_tokens_fork(qkv_session_tokens *of, uint64_t position, qkv_sess
 // RESOURCE_EXHAUSTED (the arena's).
 qkv_status qkv_session_tokens_recover(qkv_session_tokens *tokens, const qkv_prefix_hash *hash, qkv_error *error);
 
+// ---- Folding (session_fold.h has the layout) ----
+
+// Bytes that `pack` writes; bytes of the arena that chunks take.
+uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens);
+uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens);
+// Writes pages and ids; returns the end.
+uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out);
+// Frees them, and gives the open page's memory back. The place in the index stays.
+void qkv_session_tokens_forget(qkv_session_tokens *tokens);
+// Whether these bytes are those of so many positions.
+bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_t length);
+// Takes them back into an object that has none, and has an open page's memory. What they cost has been reserved.
+void qkv_session_tokens_unpack(qkv_session_tokens *tokens, const uint8_t *bytes, uint64_t length);
+
 // ---- Looking ----
 
 // Positions from 0 on that have ids or a hash.

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 
 // Memory for the tables themselves: as everywhere outside the arena, running out of it is the end.
@@ -85,7 +86,7 @@ void qkv_store_destroy(qkv_store **store) {
   for (; session != NULL; session = next_session) {
     next_session = session->hh.next;
     qkv_recency_leave(left->recency, session->session);
-    qkv_session_tokens_close(qkv_session_tokens_of(session->session));
+    qkv_session_close_tokens(session->session);
     qkv_account_close(qkv_session_account(session->session));
     qkv_session_unref(&session->session);
     free(session);
@@ -479,7 +480,7 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
   unlock(store);
   if (status == QKV_OK) return QKV_OK;
-  qkv_session_tokens_close(qkv_session_tokens_of(*out));
+  qkv_session_close_tokens(*out);
   qkv_session_unref(out);
   return status;
 }
@@ -531,7 +532,7 @@ static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *
   qkv_recency_leave(store->recency, entry->session);
   unlock(store);
   qkv_session_info info;
-  qkv_session_tokens_close(qkv_session_tokens_of(entry->session));
+  qkv_session_close_tokens(entry->session);
   qkv_session_read_info(entry->session, &info, NULL);
   *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead;
   qkv_session_unref(&entry->session);
@@ -556,6 +557,21 @@ qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session,
   unlock(store);
   const qkv_session_config *config = qkv_session_config_of(session);
   return not_found("session", config->tenant, config->name, error);
+}
+
+// References come from the table, the index of prefixes, the order of use, and other references.
+bool qkv_store_fold(qkv_store *store, qkv_session *session) {
+  enum { REFERENCES = 2 };  // the table's and the caller's
+  session_layers *layers = NULL;
+  if (!qkv_session_may_fold(session)) return false;
+  lock_to_write(store);
+  qkv_prefix_index_lock(store->prefixes);
+  qkv_recency_lock(store->recency);
+  const bool begun = entry_of(store, session) != NULL && qkvi_session_fold_begin(session, REFERENCES, &layers);
+  qkv_recency_unlock(store->recency);
+  qkv_prefix_index_unlock(store->prefixes);
+  unlock(store);
+  return begun && qkvi_session_fold_end(session, layers);
 }
 
 typedef struct listed {

@@ -96,6 +96,10 @@ qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *nam
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
                                    qkv_error *error);
 
+// Folds a session (session_fold.h) of which the caller has one reference, and no other thread has any; false: not
+// now, or it stays as it is. Waits for the tier to take the record, with no lock of the store.
+bool qkv_store_fold(qkv_store *store, qkv_session *session);
+
 // A place in the order of names, and among equal names of tenants: that of a session, or with tenant "" behind all
 // sessions of the name.
 typedef struct qkv_store_place {

@@ -1,7 +1,7 @@
 // What the parts of the residency share: budget.c (reservations of memory), eviction.c, write_back.c (writes to the
 // SSD), acknowledge.c (durability), restore.c and read_ahead.c (reads from the SSD), catalogue.c (the journal),
-// unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c
-// (waiting), upkeep.c.
+// loose.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c (waiting),
+// upkeep.c, fold.c (fold.h).
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
@@ -89,6 +89,7 @@ typedef enum qkvi_record_kind {
   QKVI_RECORD_PAGE = 0,    // a page of codes (engine/codec/page.h)
   QKVI_RECORD_ROWS = 1,    // exact rows (server/residency/rows.h)
   QKVI_RECORD_OBJECT = 2,  // a part of an opaque object (server/objects/objects.h)
+  QKVI_RECORD_FOLD = 3,    // the layers of a session (engine/cache/session_fold.h), of this process alone
 } qkvi_record_kind;
 
 typedef struct qkvi_backing {
@@ -212,6 +213,8 @@ bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session);
 // As qkv_backing.put_rows, in records of kind QKVI_RECORD_ROWS.
 uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
                        uint32_t tokens, const void *k, const void *v, const uint32_t *ids);
+// As qkv_backing.put_fold, in records of kind QKVI_RECORD_FOLD.
+uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop);
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
 // A write failed; under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);

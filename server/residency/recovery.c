@@ -41,6 +41,8 @@ typedef struct recovery {
   } * sessions;
   uint64_t pages;
   qkvi_found_rows *rows;
+  uint64_t *folds;  // records of sessions that the process before had folded
+  size_t fold_count;
   // By the first record of a layer: the first session that has it, and the last one so far. Further sessions that
   // have it share their pages.
   struct first_record {
@@ -387,10 +389,18 @@ static void take_page(recovery *all, struct found_session *found, const qkv_reco
   all->pages++;
 }
 
+// The process before has folded the session; here its pages count.
+static void note_fold(recovery *all, uint64_t record) {
+  all->folds = realloc(all->folds, (all->fold_count + 1) * sizeof *all->folds);
+  if (all->folds == NULL) abort();
+  all->folds[all->fold_count++] = record;
+}
+
 static void on_record(void *context, const qkv_record_info *info) {
   recovery *all = context;
   const qkv_record_meta *meta = &info->meta;
   struct found_session *found;
+  if (meta->kind == QKVI_RECORD_FOLD) return note_fold(all, info->record);
   if (meta->kind == QKVI_RECORD_OBJECT) return qkvi_objects_found_record(all->residency->objects, info);
   HASH_FIND(hh, all->sessions, &meta->session, sizeof meta->session, found);
   if (found == NULL || found->closed || meta->layer >= qkv_session_model(found->session)->layers) return;
@@ -436,6 +446,7 @@ static bool on_keep(void *context, const qkv_journal_entry *entry) {
 
 static void drop(recovery *all) {
   qkvi_found_rows_destroy(&all->rows);
+  free(all->folds);
   for (kept_calibration *kept = all->calibrations, *next; kept != NULL; kept = next) {
     next = kept->next;
     qkv_calibration_unref(&kept->calibration);
@@ -584,6 +595,7 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
     share_layer(&all);
     keep_pinned(&all);
     end_sessions(&all);
+    for (size_t i = 0; i < all.fold_count; i++) qkv_storage_drop(residency->storage, all.folds[i]);
     qkv_storage_stats stats;
     qkv_storage_read_stats(residency->storage, &stats);
     qkvi_objects_found_all(residency->objects, residency, stats.unread_segments > 0);

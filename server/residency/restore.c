@@ -9,6 +9,7 @@
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/residency/accounts.h"
+#include "server/residency/fold.h"
 #include "server/residency/internal.h"
 
 enum { CHUNK_PAGES = 256, TRIES = 8 };
@@ -370,6 +371,8 @@ double qkvi_restore_ms(const qkvi_residency *residency, uint64_t bytes) {
 qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, uint64_t *headroom, qkv_error *error) {
   restoring all = {.residency = residency, .wanted = *wanted};
   qkv_error reason = {0};
+  qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
+  QKV_TRY(qkvi_unfold(residency, wanted->call, wanted->session, &waits, error));
   if (!enter(&all)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
   const double began = seconds();
   const uint64_t began_ns = qkv_stage_now();

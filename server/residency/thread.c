@@ -33,9 +33,11 @@ enum { COUNT_MS = 100, DIRECTORY_PART = 8 };
 static void count_directory(qkvi_residency *residency) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(residency->storage, &stats);
-  const uint64_t most = qkvi_budget_whole(residency) / DIRECTORY_PART,
-                 all = stats.index_bytes + stats.records * QKV_COLD_PAGE_BYTES, wanted = all < most ? all : most,
-                 counted = residency->directory_bytes;
+  const uint64_t pages = qkv_recency_read_sums(qkv_store_recency(residency->store)).folded_pages,
+                 folded = pages < stats.records ? pages : stats.records,
+                 most = qkvi_budget_whole(residency) / DIRECTORY_PART,
+                 all = stats.index_bytes + (stats.records - folded) * QKV_COLD_PAGE_BYTES,
+                 wanted = all < most ? all : most, counted = residency->directory_bytes;
   qkv_arena *arena = qkv_store_arena(residency->store);
   qkv_metric_set(&residency->metrics[QKV_METRIC_STORAGE_KNOWN_BYTES], (int64_t)all);
   if (wanted <= counted) {

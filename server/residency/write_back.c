@@ -256,6 +256,7 @@ void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backi
   *backing = (qkvi_backing){.residency = residency, .sync_now = sync_now};
   backing->table = (qkv_backing){.context = backing,
                                  .put = put,
+                                 .put_fold = qkvi_fold_put,
                                  .state = state_of,
                                  .drop = drop,
                                  .takes = takes,

@@ -1,6 +1,6 @@
 """Random sequences of everything that sessions can do, through kill -9 and restarts, against a simple model.
 
-Three threads open, append, fork, truncate, demote, sink, restore, copy as pages, close; the daemon is killed in the midst
+Three threads open, append, fork, truncate, demote, sink, fold, restore, copy as pages, close; the daemon is killed in the midst
 of it, or stopped. After each start, and at times before its end, everything is fetched and compared:
 
 - A row is a function of the token ids up to its own. So what a session holds follows from its ids and its lengths, and
@@ -507,6 +507,8 @@ class Worker(threading.Thread):
         if one.durability == MEMORY:
             return
         self.call("CloseSession", kv.CloseSessionRequest(session=one.name, keep=True))
+        if self.random.random() < 0.3:
+            time.sleep(0.3)  # longer than it takes until the session is folded, if it can be
         one.durable = [length if one.durability == SYNC or bits else 0 for length, bits in zip(one.lengths, one.bits)]
 
     def demote(self, one):
@@ -589,6 +591,7 @@ def close_all(daemon, world):
 def run_round(number, world, rng, data):
     options = ["--data-dir", data, "--calibrate-tokens", "0", "--storage-segment", "1MiB",
                "--memory-high", "1",  # the background demotes nothing
+               "--fold-after", rng.choice(["1ms", "1ms", "0"]),
                "--storage-io", rng.choice(["uring", "pread"]), "--storage-compact-rate", rng.choice(["0", "64MiB"]),
                "--memory-budget", rng.choice(["6MiB", "12MiB", "64MiB"])]
     with Daemon(*options) as daemon:
@@ -608,6 +611,7 @@ def run_round(number, world, rng, data):
         else:
             work(daemon, world, rng, False)
             check_all(stub, world)
+        world.counts["unfolded"] += int(daemon.metric("qkvd_storage_unfolded_sessions_total"))
         for metric in "qkvd_storage_lost_pages_total", "qkvd_storage_bad_records_total":
             assert daemon.metric(metric) == 0, metric
         if way == "stop":
@@ -631,5 +635,5 @@ def test_random_sequences(tmp_path):
             raise
     print(dict(sorted(world.counts.items())))
     if ROUNDS >= 100:  # it has done what it is for
-        for what in "fork", "opened with a prefix", "copy", "sink", "truncate", "matched", "pages of other sessions":
+        for what in "fork", "opened with a prefix", "copy", "sink", "truncate", "matched", "pages of other sessions", "unfolded":
             assert world.counts[what] > 0, what

@@ -269,7 +269,7 @@ kv_reference kv_reference_open_for(const char *session, qkv_purpose purpose) {
   kv_reference reference = {.store = qkv_store_create(&config)};
   qkv_model model = kv_model();
   qkv_session_config open = {.purpose = purpose, .tenant = "default", .policy = QKV_POLICY_UNSET};
-  memcpy(open.name, session, strlen(session) + 1);
+  open.name = session;
   qkv_error error = {0};
   qkv_status status = qkv_store_register_model(reference.store, &model, NULL, &error);
   if (status == QKV_OK) status = qkv_store_open(reference.store, &open, "m", &reference.session, &error);
