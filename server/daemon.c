@@ -193,6 +193,8 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
                  (int64_t)qkvi_inspect_closed(QKVI_HTTP2_HEADER_BLOCK));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_FRAMES],
                  (int64_t)qkvi_inspect_closed(QKVI_HTTP2_CONTROL_FRAMES));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_MESSAGES],
+                 (int64_t)qkvi_inspect_closed(QKVI_HTTP2_REQUEST_BYTES));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_STALLED], (int64_t)qkv_rpc_server_stalled_ended(daemon->rpc));
   qkv_store_stats stats = qkv_store_read_stats(daemon->store);
@@ -211,6 +213,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALIBRATION_BYTES], (int64_t)stats.calibration_bytes);
   qkv_metric_set(&daemon->metrics[QKV_METRIC_QUEUE_JOBS], (int64_t)qkv_executor_waiting(daemon->executor));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_JOB_THREADS], (int64_t)qkv_executor_threads(daemon->executor));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_REQUEST_BYTES], (int64_t)qkvi_inspect_held());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_RESPONSE_BYTES], (int64_t)qkvi_block_bytes());
   const qkv_quality_stats quality = qkv_quality_totals();
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONTRACT_PAGES], (int64_t)quality.pages);

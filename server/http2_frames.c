@@ -59,11 +59,44 @@ static void charge_data(qkvi_http2_frames *frames, uint8_t flags, uint32_t lengt
   if (length >= MESSAGE_HEAD_BYTES) give_back(frames);
 }
 
-// A frame's header is complete.
+// ---- Where frames begin ----
+
+static uint32_t stream_of(const qkvi_http2_cursor *cursor) {
+  const uint8_t *number = cursor->head + 5;
+  return (uint32_t)(number[0] & 0x7f) << 24 | (uint32_t)number[1] << 16 | (uint32_t)number[2] << 8 | number[3];
+}
+
+// Takes bytes of a frame's head, as many as there are. True: it is whole.
+static bool read_head(qkvi_http2_cursor *cursor, const uint8_t *bytes, size_t count, size_t *at) {
+  size_t taken = sizeof(cursor->head) - cursor->have;
+  if (taken > count - *at) taken = count - *at;
+  memcpy(cursor->head + cursor->have, bytes + *at, taken);
+  cursor->have += (uint8_t)taken;
+  *at += taken;
+  if (cursor->have < sizeof(cursor->head)) return false;
+  cursor->have = 0;
+  cursor->left = (uint32_t)cursor->head[0] << 16 | (uint32_t)cursor->head[1] << 8 | cursor->head[2];
+  return true;
+}
+
+static uint32_t payload_part(const qkvi_http2_cursor *cursor, size_t count) {
+  return count < cursor->left ? (uint32_t)count : cursor->left;
+}
+
+// ---- From the client ----
+
+// The stream of a frame whose payload is over, or has none.
+static void follow(qkvi_http2_frames *frames) {
+  const qkvi_http2_cursor *cursor = &frames->cursor;
+  const uint8_t type = cursor->head[3], flags = cursor->head[4];
+  if (type == RST_STREAM || (type == DATA && (flags & END_STREAM) != 0))
+    qkvi_http2_streams_end(&frames->streams, stream_of(cursor));
+  if (type == HEADERS && (flags & END_STREAM) == 0) qkvi_http2_streams_begin(&frames->streams, stream_of(cursor));
+}
+
 static void begin_frame(qkvi_http2_frames *frames) {
-  const uint8_t *head = frames->head, type = head[3], flags = head[4];
-  const uint32_t length = (uint32_t)head[0] << 16 | (uint32_t)head[1] << 8 | head[2];
-  frames->left = length;
+  const uint8_t type = frames->cursor.head[3], flags = frames->cursor.head[4];
+  const uint32_t length = frames->cursor.left;
   frames->prefix = 0;
   switch (type) {
     case DATA:
@@ -86,11 +119,15 @@ static void begin_frame(qkvi_http2_frames *frames) {
 }
 
 static void read_payload(qkvi_http2_frames *frames, const uint8_t *bytes, uint32_t count) {
-  if (frames->head[3] == WINDOW_UPDATE) {
+  qkvi_http2_cursor *cursor = &frames->cursor;
+  const uint8_t type = cursor->head[3];
+  if (type == DATA) qkvi_http2_streams_data(&frames->streams, stream_of(cursor), bytes, count);
+  if (type == WINDOW_UPDATE) {
     for (uint32_t i = 0; i < count && i < WINDOW_UPDATE_BYTES; i++) frames->prefix = frames->prefix << 8 | bytes[i];
-    if (count == frames->left && frames->prefix < WINDOW_STEP_BYTES) charge_small(frames, 1);
+    if (count == cursor->left && frames->prefix < WINDOW_STEP_BYTES) charge_small(frames, 1);
   }
-  frames->left -= count;
+  cursor->left -= count;
+  if (cursor->left == 0) follow(frames);
 }
 
 static qkvi_http2_verdict judge(qkvi_http2_frames *frames, uint64_t points_s, uint64_t (*now_ns)(void)) {
@@ -118,22 +155,34 @@ qkvi_http2_verdict qkvi_http2_frames_read(qkvi_http2_frames *frames, const uint8
                                           uint64_t points_s, uint64_t (*now_ns)(void)) {
   size_t at = frames->preface < PREFACE_BYTES && count > 0 ? read_preface(frames, bytes, count) : 0;
   while (at < count && !frames->foreign) {
-    if (frames->left > 0) {
-      const uint32_t taken = count - at < frames->left ? (uint32_t)(count - at) : frames->left;
+    if (frames->cursor.left > 0) {
+      const uint32_t taken = payload_part(&frames->cursor, count - at);
       read_payload(frames, bytes + at, taken);
       at += taken;
       continue;
     }
-    size_t taken = sizeof(frames->head) - frames->head_have;
-    if (taken > count - at) taken = count - at;
-    memcpy(frames->head + frames->head_have, bytes + at, taken);
-    frames->head_have += (uint8_t)taken;
-    at += taken;
-    if (frames->head_have < sizeof(frames->head)) break;
-    frames->head_have = 0;
+    if (!read_head(&frames->cursor, bytes, count, &at)) break;
     begin_frame(frames);
+    if (frames->cursor.left == 0) follow(frames);
     const qkvi_http2_verdict verdict = judge(frames, points_s, now_ns);
     if (verdict != QKVI_HTTP2_GOOD) return verdict;
   }
   return QKVI_HTTP2_GOOD;
+}
+
+// ---- To the client ----
+
+void qkvi_http2_replies_read(qkvi_http2_cursor *cursor, qkvi_http2_streams *streams, const uint8_t *bytes,
+                             size_t count) {
+  for (size_t at = 0; at < count;) {
+    if (cursor->left > 0) {
+      const uint32_t taken = payload_part(cursor, count - at);
+      cursor->left -= taken;
+      at += taken;
+    } else if (read_head(cursor, bytes, count, &at)) {
+      const uint8_t type = cursor->head[3], flags = cursor->head[4];
+      const bool last = (type == HEADERS || type == DATA) && (flags & END_STREAM) != 0;
+      if (last || type == RST_STREAM) qkvi_http2_streams_end(streams, stream_of(cursor));
+    }
+  }
 }

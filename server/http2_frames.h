@@ -33,6 +33,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "server/http2_streams.h"
+
 // Bytes of a header block as it is sent, at most. gRPC refuses calls whose headers are longer than 16 KiB.
 #define QKVI_HTTP2_BLOCK_BYTES_MAX (64 * 1024)
 // A connection may have the points of so many seconds at once.
@@ -42,8 +44,16 @@ typedef enum qkvi_http2_verdict {
   QKVI_HTTP2_GOOD,
   QKVI_HTTP2_HEADER_BLOCK,    // longer than QKVI_HTTP2_BLOCK_BYTES_MAX
   QKVI_HTTP2_CONTROL_FRAMES,  // too many points
+  QKVI_HTTP2_REQUEST_BYTES,   // given by the caller, which compares connections
   QKVI_HTTP2_VERDICTS
 } qkvi_http2_verdict;
+
+// Where in its frames one direction of a connection is.
+typedef struct qkvi_http2_cursor {  // zeros: before the first one
+  uint32_t left;                    // bytes of the payload that are still to come
+  uint8_t head[9];                  // of the frame
+  uint8_t have;                     // bytes of the next one's head
+} qkvi_http2_cursor;
 
 typedef struct qkvi_http2_frames {
   uint64_t work;     // since the caller set it to 0
@@ -52,21 +62,24 @@ typedef struct qkvi_http2_frames {
   uint64_t ns;       // when points were last drained
   uint32_t lent_to;  // so many HEADERS
   uint32_t small;    // WINDOW_UPDATEs that have no point yet; a PING is as four
-  uint32_t left;     // bytes of the payload that are still to come
   uint32_t block;    // bytes of the header block under way
   uint32_t prefix;   // the first bytes of a WINDOW_UPDATE's payload, as a number
   uint8_t preface;   // bytes of it that have come
-  uint8_t head[9];   // of the frame
-  uint8_t head_have;
-  bool foreign;  // no HTTP/2
+  bool foreign;      // no HTTP/2
+  qkvi_http2_cursor cursor;
+  qkvi_http2_streams streams;
 } qkvi_http2_frames;
 
-// `now_ns`: on any clock that the caller goes on to use.
+// The owner clears `streams` in the end. `now_ns`: on any clock that the caller goes on to use.
 void qkvi_http2_frames_init(qkvi_http2_frames *frames, uint64_t now_ns);
 
 // Takes the next bytes of the connection. `points_s` drain in a second; 0: points have no limit. After a verdict
 // other than GOOD no more may be read.
 qkvi_http2_verdict qkvi_http2_frames_read(qkvi_http2_frames *frames, const uint8_t *bytes, size_t count,
                                           uint64_t points_s, uint64_t (*now_ns)(void));
+
+// Takes the next bytes that gRPC has sent to the client: streams that it has ended are ended.
+void qkvi_http2_replies_read(qkvi_http2_cursor *cursor, qkvi_http2_streams *streams, const uint8_t *bytes,
+                             size_t count);
 
 #endif

@@ -34,6 +34,8 @@
     "Connections closed for a header block of more than 64 KiB.")                                                   \
   X(CONNECTIONS_CLOSED_FRAMES, "qkvd_connections_closed_frames_total", QKV_COUNTER,                                 \
     "Connections closed for limit-control-frames.")                                                                 \
+  X(CONNECTIONS_CLOSED_MESSAGES, "qkvd_connections_closed_messages_total", QKV_COUNTER,                             \
+    "Connections closed for holding the most bytes of messages that are not whole.")                                \
   X(HTTP_ENDED, "qkvd_http_connections_ended_total", QKV_COUNTER,                                                   \
     "Connections of admin-listen that had waited longest for their client, ended for new ones.")                    \
   X(CALLS_UNAVAILABLE, "qkvd_calls_unavailable_total", QKV_COUNTER, "Calls answered UNAVAILABLE (draining).")       \
@@ -185,6 +187,8 @@
   X(QUEUE_JOBS, "qkvd_queue_jobs", QKV_GAUGE, "Jobs that wait for a thread of the executor.")                       \
   X(JOB_THREADS, "qkvd_job_threads", QKV_GAUGE,                                                                     \
     "Threads of the executor: two for each of threads, and those that wait for a disk.")                            \
+  X(REQUEST_BYTES, "qkvd_request_bytes", QKV_GAUGE,                                                                 \
+    "Bytes of request messages that have begun to arrive and are not whole.")                                       \
   X(RESPONSE_BYTES, "qkvd_response_bytes", QKV_GAUGE, "Bytes of results and rows that are not sent yet.")           \
   X(RSS_BYTES, "qkvd_rss_bytes", QKV_GAUGE, "Resident memory of the process.")                                      \
   X(CERTIFICATE_EXPIRES, "qkvd_certificate_expires_seconds", QKV_GAUGE,                                             \

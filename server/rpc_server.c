@@ -19,8 +19,9 @@
 // A connection has as many calls as this and twice calls_max at once; gRPC's clients let further ones wait, and a
 // client that does not is disconnected.
 #define STREAMS_MORE 100
-// Memory of gRPC itself, in addition to messages that handlers hold.
-#define TRANSPORT_BYTES_MIN (INT64_C(256) << 20)
+// Of messages that have begun to arrive and are not whole, on all connections.
+#define REQUEST_BYTES_MIN (INT64_C(256) << 20)
+#define REQUEST_MESSAGES 4
 #define HANDSHAKE_MS 10000  // of TLS, and until the client's HTTP/2 settings have come
 #define SOCKET_MODE 0660
 // How long connections without calls get to end in order.
@@ -272,11 +273,15 @@ static grpc_arg integer_arg(const char *key, int64_t value) {
       .type = GRPC_ARG_INTEGER, .key = (char *)key, .value.integer = (int)(value < INT32_MAX ? value : INT32_MAX)};
 }
 
+static int64_t request_bytes_max(const qkv_rpc_config *config) {
+  const int64_t bytes = REQUEST_MESSAGES * config->message_bytes_max;
+  return bytes < REQUEST_BYTES_MIN ? REQUEST_BYTES_MIN : bytes;
+}
+
 static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *config) {
-  int64_t transport_bytes = 4 * config->message_bytes_max;
-  if (transport_bytes < TRANSPORT_BYTES_MIN) transport_bytes = TRANSPORT_BYTES_MIN;
   server->quota = grpc_resource_quota_create("qkvd");
-  grpc_resource_quota_resize(server->quota, (size_t)transport_bytes);
+  // As much again for messages that are whole: gRPC, which ends any stream when this is full, is not to be the first.
+  grpc_resource_quota_resize(server->quota, 2 * (size_t)request_bytes_max(config));
   grpc_arg args[] = {
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
@@ -359,7 +364,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .idle_ms = config->idle_ms,
                                          .quota = config->quota,
                                          .quota_context = config->context};
-  qkvi_inspect_setup(config->control_frames_s);
+  qkvi_inspect_setup(config->control_frames_s, (uint64_t)request_bytes_max(config));
   server->limits = qkvi_rpc_limits_create(&limits);
   server->connections = qkvi_rpc_connections_create(config->connections_max, config->peer_connections_max);
   server->delays = qkvi_rpc_delays_create();

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -16,10 +17,13 @@ sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__f
 
 from attackers import ATTACKS  # noqa: E402
 from daemon import PATIENCE, SANITIZED, Daemon, wait_for  # noqa: E402
-from http2 import CONTINUATION, END_HEADERS, HEADERS, PING, PREFACE, RST_STREAM, Raw, frame, header, request, setting  # noqa: E402
+from http2 import (CONTINUATION, END_HEADERS, HEADERS, INITIAL_WINDOW_SIZE, PING, PREFACE, RST_STREAM, Raw, data,  # noqa: E402
+                   frame, head, header, request, setting)
+from kv import Cache, Tenant  # noqa: E402
 from victim import MIB, Attacker, Victim  # noqa: E402
 
-HEADERS_CLOSED, FRAMES_CLOSED = (f"qkvd_connections_closed_{what}_total" for what in ("headers", "frames"))
+HEADERS_CLOSED, FRAMES_CLOSED, MESSAGES_CLOSED = (f"qkvd_connections_closed_{what}_total"
+                                                  for what in ("headers", "frames", "messages"))
 CUT_OFF = {
     "oversized headers": HEADERS_CLOSED,
     "continuations": HEADERS_CLOSED,
@@ -28,17 +32,19 @@ CUT_OFF = {
     "rapid reset": FRAMES_CLOSED,
     "settings": FRAMES_CLOSED,
     "pings": FRAMES_CLOSED,
+    "half messages": MESSAGES_CLOSED,
 }
 MESSAGES = {
     HEADERS_CLOSED: "a connection is closed: its header block is too long",
     FRAMES_CLOSED: "a connection is closed: it sends too many control frames",
+    MESSAGES_CLOSED: "a connection is closed: it holds the most bytes of messages that are not whole",
 }
 # Without it one tenant's calls that go on take all places.
 OPTIONS = {"unread answers": ("--limit-tenant-calls", "512")}
 # So many new connections at once may take the place of a call whose message is on its way.
 FAILURES_MAX = {"half-open calls, 10000 connections": 20}
 LONGEST_S = 5
-ATTEND = "/qkv.v1.KvCache/Attend"
+APPEND, ATTEND = "/qkv.v1.KvCache/Append", "/qkv.v1.KvCache/Attend"
 CANCEL = b"\0\0\0\x08"
 
 
@@ -58,6 +64,34 @@ def test_others_are_served(name):
         assert SANITIZED or seen.rss < before + 1100 * MIB  # limit-response-bytes, which unread answers use up
         if metric:
             assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
+
+
+def test_half_messages_end_no_others():
+    """Another client's appends go on while messages that are never finished fill what memory there is for them."""
+    with Daemon() as daemon:
+        cache = Cache(Tenant(daemon.stub(daemon.tcp), "victim"), "s", layers=1, kv_heads=8, q_heads=8, key_dim=128, value_dim=128)
+        rows, position = cache.rows(256), 0
+        with Attacker(daemon, "half messages"):
+            until = time.monotonic() + PATIENCE
+            while position < 100 * 256 or daemon.metric(MESSAGES_CLOSED) < 2:
+                cache.append(position, *rows)  # raises where it fails
+                position += 256
+                assert time.monotonic() < until, "the attack is not cut off"
+
+
+def test_messages_of_calls_that_have_ended():
+    """What the daemon has refused midway counts no longer: 30 times 20 MiB of one connection are more than 256 MiB."""
+    with Daemon("--limit-first-message", "200ms") as daemon:
+        raw = Raw(daemon.tcp)
+        raw.greet((INITIAL_WINDOW_SIZE, 1 << 20))
+        for stream in range(1, 61, 2):
+            raw.send(frame(HEADERS, END_HEADERS, stream, request(APPEND)))
+            sent = raw.upload(stream, 60 << 20, 20 << 20, 0.2)
+            ended = (stream + 1) // 2
+            wait_for(lambda: raw.closed or daemon.metric("qkvd_calls_silent_total") >= ended, "the call is not ended")
+            assert not raw.closed and sent > 0
+        assert daemon.metric(MESSAGES_CLOSED) == 0
+        raw.close()
 
 
 def resets(count):
@@ -93,17 +127,21 @@ def certificate(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize("sent, metric", [(block_without_end(6), HEADERS_CLOSED), (resets(3000), FRAMES_CLOSED)],
-                         ids=["header block", "resets"])
-def test_encrypted(certificate, sent, metric):
-    """What is encrypted is counted, too."""
+def connect_encrypted(daemon, certificate):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(certificate[0])
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])
+    host, port = daemon.tcp.rsplit(":", 1)
+    return context.wrap_socket(socket.create_connection((host, int(port)), timeout=PATIENCE))
+
+
+@pytest.mark.parametrize("sent, metric", [(block_without_end(6), HEADERS_CLOSED), (resets(3000), FRAMES_CLOSED)],
+                         ids=["header block", "resets"])
+def test_encrypted(certificate, sent, metric):
+    """What is encrypted is counted, too."""
     with Daemon("--tls-cert", certificate[0], "--tls-key", certificate[1]) as daemon:
-        host, port = daemon.tcp.rsplit(":", 1)
-        with context.wrap_socket(socket.create_connection((host, int(port)), timeout=PATIENCE)) as connection:
+        with connect_encrypted(daemon, certificate) as connection:
             try:
                 connection.sendall(PREFACE + setting() + sent)
                 while connection.recv(65536):
@@ -112,3 +150,33 @@ def test_encrypted(certificate, sent, metric):
                 pass
         wait_for(lambda: daemon.metric(metric) == 1, "it is not counted")
         assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_messages_under_way(certificate, encrypted):
+    """They count until the call ends, by its client, by the daemon, or with its connection."""
+    options = ("--tls-cert", certificate[0], "--tls-key", certificate[1]) if encrypted else ()
+    with Daemon(*options, "--limit-first-message", "1s") as daemon:
+        host, port = daemon.tcp.rsplit(":", 1)
+
+        def connect():
+            made = connect_encrypted(daemon, certificate) if encrypted else socket.create_connection((host, int(port)))
+            made.sendall(PREFACE + setting())
+            return made
+
+        def begin(connection, stream):
+            connection.sendall(frame(HEADERS, END_HEADERS, stream, request(APPEND)) + data(stream, head(50000) + bytes(20000)))
+
+        def wait_held(count):
+            wait_for(lambda: daemon.metric("qkvd_request_bytes") == count, f"{count} bytes are not held")
+
+        with connect() as first, connect() as second:
+            begin(first, 1)
+            begin(second, 1)
+            wait_held(40010)
+            first.sendall(frame(RST_STREAM, 0, 1, CANCEL))
+            wait_held(20005)
+            wait_held(0)  # limit-first-message
+            begin(second, 3)
+            wait_held(20005)
+        wait_held(0)

@@ -21,7 +21,7 @@ static void start(qkvi_http2_frames *frames) {
 }
 
 static void check(const qkvi_http2_frames *frames, qkvi_http2_verdict verdict) {
-  if (frames->lent > frames->points || frames->head_have >= sizeof frames->head) __builtin_trap();
+  if (frames->lent > frames->points || frames->cursor.have >= sizeof frames->cursor.head) __builtin_trap();
   if (verdict == QKVI_HTTP2_GOOD && frames->block > QKVI_HTTP2_BLOCK_BYTES_MAX) __builtin_trap();
   if (verdict == QKVI_HTTP2_GOOD && frames->points > POINTS_S * QKVI_HTTP2_BURST_S + 1) __builtin_trap();
 }
@@ -39,9 +39,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const qkvi_http2_verdict one = qkvi_http2_frames_read(&whole, bytes, count, POINTS_S, now);
   qkvi_http2_verdict two = qkvi_http2_frames_read(&parts, bytes, cut, POINTS_S, now);
   if (two == QKVI_HTTP2_GOOD) two = qkvi_http2_frames_read(&parts, bytes + cut, count - cut, POINTS_S, now);
-  free(bytes);
   check(&whole, one);
-  if (one != two || whole.points != parts.points || whole.work != parts.work || whole.left != parts.left)
+  if (one != two || whole.points != parts.points || whole.work != parts.work ||
+      whole.cursor.left != parts.cursor.left || whole.streams.held != parts.streams.held)
     __builtin_trap();
+  // The same bytes as replies: streams end.
+  qkvi_http2_cursor cursor = {0};
+  qkvi_http2_replies_read(&cursor, &whole.streams, bytes, count);
+  if (whole.streams.held > parts.streams.held) __builtin_trap();
+  free(bytes);
+  qkvi_http2_streams_clear(&whole.streams);
+  qkvi_http2_streams_clear(&parts.streams);
+  if (whole.streams.held != 0 || parts.streams.held != 0) __builtin_trap();
   return 0;
 }

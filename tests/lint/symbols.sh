@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What our static libraries export begins with qkv: qkv_ (public), qkvi_ (between files), or a program's own name. The
-# server replaces three functions of libraries on purpose (server/rpc_inspect.h).
+# server replaces functions of libraries on purpose (server/rpc_inspect.h).
 # Usage: symbols.sh BUILD
 set -euo pipefail
 failed=0
@@ -8,7 +8,7 @@ while read -r library; do
   # Generated protobuf code has names of its own.
   [[ $(basename "$library") == libqkv_messages.a ]] && continue
   replaced=' '
-  [[ $(basename "$library") == libqkv_server.a ]] && replaced=' recvmsg epoll_ctl SSL_read '
+  [[ $(basename "$library") == libqkv_server.a ]] && replaced=' recvmsg sendmsg epoll_ctl SSL_read SSL_write '
   while read -r symbol; do
     [[ $replaced == *" $symbol "* ]] && continue
     echo "$library: exports $symbol, which does not begin with qkv"
