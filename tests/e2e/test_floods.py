@@ -54,7 +54,7 @@ def test_others_are_served(name):
         victim = Victim(daemon)
         before = daemon.rss_bytes()
         with Attacker(daemon, name):
-            seen = victim.look(1.5)
+            seen = victim.look(1)
             metric = CUT_OFF.get(name)
             if metric:
                 wait_for(lambda: daemon.metric(metric) > 0, "the attack is not cut off")
