@@ -136,6 +136,7 @@ qkv_code qkvi_call_open(qkv_client *client, const char *method, bool stream, qkv
   *call = (qkvi_call){.client = client, .method = method, .stream = stream};
   qkv_code code = qkvi_ensure_connected(client, error);
   if (code != QKV_OK) return code;
+  qkvi_renew_token(client);
   call->until = stream ? gpr_inf_future(GPR_CLOCK_MONOTONIC) : after_ms(client->options.timeout_ms);
   call->call = grpc_channel_create_call(client->channel, NULL, GRPC_PROPAGATE_DEFAULTS, client->queue,
                                         grpc_slice_from_static_string(method), NULL, call->until, NULL);
@@ -232,6 +233,7 @@ void qkvi_call_finish(qkvi_call *call, qkvi_run *run) {
   if (outcome != NULL) describe(call, run->status, run->details, outcome);
   if (outcome != NULL && (outcome->code == QKV_UNAVAILABLE || outcome->code == QKV_DEADLINE_EXCEEDED))
     call->client->suspect = true;
+  if (outcome != NULL && outcome->code == QKV_UNAUTHENTICATED) call->client->token_next_ms = 0;
   grpc_slice_unref(run->details);
 }
 

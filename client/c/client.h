@@ -19,6 +19,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
+#include <time.h>
 
 #include "client/c/qkv.h"
 #include "engine/base/bytes.h"
@@ -33,9 +35,13 @@ typedef struct qkvi_share qkvi_share;            // shared.c
 struct qkv_client {
   char *target;  // as the caller gave it
   qkv_client_options options;
-  grpc_metadata metadata[3];              // of every call: tenant and authorization, where there are some,
+  grpc_metadata metadata[3];              // of every call: authorization and tenant, where there are some,
   size_t metadata_count;                  // and behind them the key of place.h
   bool keyed;                             // it has one
+  char *token_file;                       // that the authorization comes from, the first of the metadata; NULL: none
+  struct timespec token_written;          // when the file was, as last read
+  ino_t token_inode;                      // and which one
+  int64_t token_next_ms;                  // when it is looked at again
   grpc_channel_credentials *credentials;  // of TLS; NULL: none
   int fd;  // a duplicate of the channel's socket, to watch and cut it; -1: not connected
   grpc_channel *channel;
@@ -84,6 +90,9 @@ void qkvi_pause(qkv_client *client, int64_t ms);
 
 // Milliseconds on the clock that deadlines are counted on.
 int64_t qkvi_now_ms(void);
+// Reads the token file again where it has changed, at most once a second, and after a call that was UNAUTHENTICATED.
+// What cannot be read, or is no token, leaves the one before in use.
+void qkvi_renew_token(qkv_client *client);
 // Makes sure that there is a connection, opening a new one where the old is gone. UNAVAILABLE, at once, where
 // that fails.
 qkv_code qkvi_ensure_connected(qkv_client *client, qkv_call_error *error);

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -26,6 +27,7 @@ enum {
   RECONNECT_MS = 50,  // of gRPC, where it opens the connection
   RECONNECT_MAX_MS = 1000,
   KEEPALIVE_MS = 10000,       // qkvd allows a ping every 5 s
+  TOKEN_FILE_MS = 1000,       // between two looks at a token file
   RECLAIM_PATIENCE_MS = 100,  // how long a write may still hold lent memory after its call has ended
 };
 
@@ -244,38 +246,79 @@ static qkv_status read_tls(qkv_client *client, qkv_error *error) {
   return error->status;
 }
 
+// ---- who calls ----
+
 static void add_metadata(qkv_client *client, const char *key, grpc_slice value) {
   client->metadata[client->metadata_count++] =
       (grpc_metadata){.key = grpc_slice_from_static_string(key), .value = value};
 }
 
-static qkv_status read_token(qkv_client *client, qkv_error *error) {
-  const char *given = client->options.token;
-  char *from_file = NULL, *value = NULL;
-  if (given == NULL && client->options.token_file == NULL) return QKV_OK;
-  if (given == NULL) {
-    from_file = read_file(client->options.token_file, "token_file", error);
-    if (from_file == NULL) return error->status;
-    from_file[strcspn(from_file, " \t\r\n")] = '\0';
-    given = from_file;
+// The value of `authorization`, where it is a token.
+static qkv_status write_authorization(const char *token, grpc_slice *out, qkv_error *error) {
+  char *value = NULL;
+  for (const char *c = token; *c != '\0'; c++) {
+    if (*c <= ' ' || *c > '~') return qkv_fail(error, QKV_INVALID_ARGUMENT, "the token has byte 0x%02x", *c & 0xff);
   }
-  for (const char *c = given; *c != '\0' && error->status == QKV_OK; c++) {
-    if (*c <= ' ' || *c > '~') (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "the token has byte 0x%02x", *c & 0xff);
-  }
-  const int length = asprintf(&value, "Bearer %s", given);
+  const int length = asprintf(&value, "Bearer %s", token);
   assert(length > 0);
   (void)length;
-  if (error->status == QKV_OK) add_metadata(client, "authorization", grpc_slice_from_copied_string(value));
+  *out = grpc_slice_from_copied_string(value);
   free(value);
-  free(from_file);
-  return error->status;
+  return QKV_OK;
+}
+
+static qkv_status read_token_file(const char *path, grpc_slice *out, qkv_error *error) {
+  char *text = read_file(path, "token_file", error);
+  if (text == NULL) return error->status;
+  text[strcspn(text, " \t\r\n")] = '\0';
+  const qkv_status status = write_authorization(text, out, error);
+  free(text);
+  return status;
+}
+
+// Whether the file is another one than when this was last asked.
+static bool has_changed(qkv_client *client) {
+  struct stat now;
+  if (stat(client->token_file, &now) != 0) return false;
+  const bool same = now.st_ino == client->token_inode && now.st_mtim.tv_sec == client->token_written.tv_sec &&
+                    now.st_mtim.tv_nsec == client->token_written.tv_nsec;
+  client->token_inode = now.st_ino;
+  client->token_written = now.st_mtim;
+  return !same;
+}
+
+void qkvi_renew_token(qkv_client *client) {
+  if (client->token_file == NULL || qkvi_now_ms() < client->token_next_ms) return;
+  client->token_next_ms = qkvi_now_ms() + TOKEN_FILE_MS;
+  grpc_slice value;
+  qkv_error ignored = {0};
+  if (!has_changed(client) || read_token_file(client->token_file, &value, &ignored) != QKV_OK) return;
+  grpc_slice_unref(client->metadata[0].value);  // calls under way have references of their own
+  client->metadata[0].value = value;
+}
+
+static qkv_status read_token(qkv_client *client, qkv_error *error) {
+  const qkv_client_options *options = &client->options;
+  grpc_slice value;
+  if (options->token == NULL && options->token_file == NULL) return QKV_OK;
+  if (options->token != NULL) {
+    QKV_TRY(write_authorization(options->token, &value, error));
+  } else {
+    client->token_file = strdup(options->token_file);
+    assert(client->token_file != NULL);
+    (void)has_changed(client);
+    QKV_TRY(read_token_file(client->token_file, &value, error));
+  }
+  add_metadata(client, "authorization", value);
+  return QKV_OK;
 }
 
 static qkv_status read_identity(qkv_client *client, qkv_error *error) {
   const char *tenant = client->options.tenant;
-  if (tenant != NULL) add_metadata(client, "qkv-tenant", grpc_slice_from_copied_string(tenant));
   QKV_TRY(read_tls(client, error));
-  return read_token(client, error);
+  QKV_TRY(read_token(client, error));
+  if (tenant != NULL) add_metadata(client, "qkv-tenant", grpc_slice_from_copied_string(tenant));
+  return QKV_OK;
 }
 
 qkv_code qkvi_client_create(const char *target, const qkv_client_options *options, qkv_client **client_out,
@@ -354,6 +397,7 @@ void qkv_client_close(qkv_client **client_in) {
   qkvi_codes_free(client);
   for (int i = 0; i < 2; i++) free(client->scratch[i]);
   free(client->placement);
+  free(client->token_file);
   free(client->target);
   free(client);
   *client_in = NULL;

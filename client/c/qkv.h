@@ -47,8 +47,10 @@ typedef struct qkv_client_options {
   const char *tls_ca;              // authorities of the daemon's certificate; NULL: no TLS
   const char *tls_cert, *tls_key;  // of this client, where the daemon asks for them; NULL: none
   const char *token;               // bearer token of every call; NULL: none
-  const char *token_file;          // the same from a file, read by qkv_client_connect; NULL: none
-  const char *placement;           // label that replaces the names of sessions where a daemon is chosen; NULL: none
+  // The same from a file, which is read by qkv_client_connect, and again by calls within a second of its renewal;
+  // NULL: none.
+  const char *token_file;
+  const char *placement;  // label that replaces the names of sessions where a daemon is chosen; NULL: none
 } qkv_client_options;
 
 // Several daemons: where a target is a list ("a:7580,b:7580"), each session and object belongs to one of them, by its

@@ -1,10 +1,13 @@
 """Mutual TLS and tokens against a real daemon, by the client and by what connectors share."""
 
 import logging
+import subprocess
+import time
 
 import numpy as np
 import pytest
 from conftest import DIM, KV_HEADS, Q_HEADS
+from daemon import binary, wait_for
 from secured import Secured
 
 import qkvd
@@ -99,6 +102,44 @@ def test_connectors(daemon, rows, way):
     assert np.array_equal(piece.k.transpose(1, 0, 2), k)
     assert prefixes.put_pages({name: k}) == 1
     prefixes.close()
+
+
+@pytest.mark.parametrize("by_libqkv", [False, True])
+def test_a_renewed_token_is_read(tmp_path, name, rows, by_libqkv):
+    if by_libqkv:
+        pytest.importorskip("qkvd_native")
+    k, v = rows(10)
+    path = tmp_path / "renewed"
+
+    def renew(token):
+        """In one step, as the kubelet does."""
+        (tmp_path / "new").write_text(f"{token}\n")
+        (tmp_path / "new").rename(path)
+
+    with Secured(tmp_path) as daemon:
+        renew(daemon.token)
+        new = subprocess.run([binary("qkvctl"), "token", "new", "team-a"], check=True, capture_output=True, text=True)
+        token, line = new.stdout.splitlines()
+        with qkvd.Client(daemon.target, token_file=path, native=by_libqkv) as client:
+            client.register_model(MODEL)
+            session = client.open(name, model="m")
+            session.append(0, k, v)
+            (tmp_path / "tokens").write_text(f"{line}\n")
+
+            def outcome():
+                try:
+                    return np.array_equal(session.fetch(0)[0], k)
+                except qkvd.Unauthenticated:
+                    return None
+
+            wait_for(lambda: outcome() is None, "the old token is still accepted")
+            renew("two words")  # is none: the one before stays
+            time.sleep(1.5)
+            assert outcome() is None
+            renew(token)
+            wait_for(outcome, "the new token is not read")
+    with pytest.raises(qkvd.InvalidArgument, match="token and token_file are both given"):
+        qkvd.Client(daemon.target, token="t", token_file=path)
 
 
 def test_a_connector_that_is_refused_only_misses(daemon):

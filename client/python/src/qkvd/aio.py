@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -45,10 +46,13 @@ class AsyncClient:
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = DEFAULT_RETRY,
         placement: str = "",
+        token_file: str | Path | None = None,
     ):
-        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement, token_file)
         targets = self._connection.targets if len(self._connection.targets) > 1 else []
-        of_each: dict[str, Any] = {"tenant": tenant, "token": token, "tls": tls, "timeout": timeout}
+        of_each: dict[str, Any] = {
+            "tenant": tenant, "token": token, "token_file": token_file, "tls": tls, "timeout": timeout,
+        }  # fmt: skip
         self._daemons: Daemons[AsyncClient] = Daemons(
             target, [Daemon(one, AsyncClient(one, retry_for=0, placement=placement, **of_each)) for one in targets]
         )

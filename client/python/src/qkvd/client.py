@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ class Client:
     placement: a label that stands for the names of sessions where their daemon is chosen, here or by a proxy, so that all
         calls of this client go to one.
     token: sent with each call as `authorization: Bearer TOKEN`; without `tls` it can be read on the way.
+    token_file: a file that has it, read again within a second or two when it has changed.
     tls: True for the system's certificates, or `Tls`.
     timeout: seconds for each call, which raises DeadlineExceeded after them; each method takes one of its own.
     retry_for: seconds during which a call that found nobody (UNAVAILABLE) is sent again, with growing pauses, if it may
@@ -69,10 +71,13 @@ class Client:
         retry_for: float = DEFAULT_RETRY,
         native: bool | None = None,
         placement: str = "",
+        token_file: str | Path | None = None,
     ):
-        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement)
+        self._connection = Connection(target, tenant, token, tls, timeout, retry_for, placement, token_file)
         targets = self._connection.targets if len(self._connection.targets) > 1 else []
-        of_each: dict[str, Any] = {"tenant": tenant, "token": token, "tls": tls, "timeout": timeout, "native": native}
+        of_each: dict[str, Any] = {
+            "tenant": tenant, "token": token, "token_file": token_file, "tls": tls, "timeout": timeout, "native": native,
+        }  # fmt: skip
         self._daemons: Daemons[Client] = Daemons(
             target, [Daemon(one, Client(one, retry_for=0, placement=placement, **of_each)) for one in targets]
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from qkvd.place import MOST
 DEFAULT_TARGET = "127.0.0.1:7580"
 DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_RETRY = 5.0
+TOKEN_FILE_SECONDS = 1.0  # between two looks at a token file
 # Earlier versions of gRPC do not work in the child of a process that has used it: calls hang or the child crashes.
 SERVES_CHILDREN = tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80)
 _TOKEN = re.compile(r"[!-~]+")
@@ -51,6 +54,43 @@ def read_file(path: str | Path, name: str) -> bytes:
         raise InvalidArgument(f"{name} cannot be read: {error}") from error
 
 
+class TokenFile:
+    """A token that is renewed in its file, as the kubelet does: it is looked at once a second at most."""
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self._seen: tuple[int, int] | None = self._written()
+        self._next = time.monotonic() + TOKEN_FILE_SECONDS
+        self._token = _checked_token(self._read())
+
+    def _written(self) -> tuple[int, int] | None:
+        try:
+            info = self._path.stat()
+        except OSError:
+            return None
+        return info.st_ino, info.st_mtime_ns
+
+    def _read(self) -> str:
+        return read_file(self._path, "token_file").decode(errors="replace").strip()
+
+    def token(self) -> str:
+        """The file's; what cannot be read, or is no token, leaves the one before in use."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + TOKEN_FILE_SECONDS
+            written = self._written()
+            if written is not None and written != self._seen:
+                self._seen = written
+                with contextlib.suppress(InvalidArgument):
+                    self._token = _checked_token(self._read())
+        return self._token
+
+
+def _checked_token(token: str) -> str:
+    if not _TOKEN.fullmatch(token):
+        raise InvalidArgument("token is empty, or has other characters than visible ones of ASCII")
+    return token
+
+
 class Connection:
     """Settings of a client. Nothing is opened before the first call."""
 
@@ -63,28 +103,40 @@ class Connection:
         timeout: float,
         retry_for: float,
         placement: str = "",
+        token_file: str | Path | None = None,
     ):
         self.targets = _targets_of(target)
         if placement and not _TENANT.fullmatch(placement):
             raise InvalidArgument(f"placement is {placement!r}, allowed are 1 to 128 letters, digits and ._:/@-")
         if tenant and not _TENANT.fullmatch(tenant):
             raise InvalidArgument(f"tenant is {tenant!r}, allowed are 1 to 128 letters, digits and ._:/@-")
-        if token is not None and not _TOKEN.fullmatch(token):
-            raise InvalidArgument("token is empty, or has other characters than visible ones of ASCII")
+        if token is not None and token_file is not None:
+            raise InvalidArgument("token and token_file are both given")
         self.target = target
         self.placement = placement
         self.tenant = tenant
-        self.token = token
+        self._token = None if token is None else _checked_token(token)
+        self._token_file = None if token_file is None else TokenFile(token_file)
         self.timeout = checked_timeout(timeout)
         self.retry_for = not_negative_number(retry_for, "retry_for")
-        self.metadata = ((("qkv-tenant", tenant),) if tenant else ()) + (
-            (("authorization", f"Bearer {token}"),) if token is not None else ()
-        )
         self.tls = Tls() if tls is True else tls or None
         local = next((one for one in self.targets if one.startswith("unix:")), None)
         if self.tls and local:
             raise InvalidArgument(f"tls is given, target {local} has none: it is for HOST:PORT")
         self.credentials = self.tls.credentials() if self.tls else None
+
+    @property
+    def token(self) -> str | None:
+        """That of calls to come."""
+        return self._token_file.token() if self._token_file else self._token
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of a call."""
+        token = self.token
+        return ((("qkv-tenant", self.tenant),) if self.tenant else ()) + (
+            (("authorization", f"Bearer {token}"),) if token is not None else ()
+        )
 
     def metadata_of(self, key: str | None) -> tuple[tuple[str, str], ...]:
         """Of a call for this session, or for the placement. A name that no session has goes without."""

@@ -54,6 +54,7 @@ class Native:
         self._connection = connection
         self._lock = Lock()
         self._idle: list[Any] = []
+        self._token = connection.token  # of the idle handles
         self._closed = False
         self._why = self._reason(wanted)
         if wanted and self._why and len(connection.targets) == 1:
@@ -102,7 +103,8 @@ class Native:
         with calls_under_way:
             _used_by = os.getpid()
             try:
-                handle = self._take()
+                token = self._connection.token
+                handle = self._take(token)
                 if handle is not None:
                     handle.set_timeout(timeout_ms)
                 else:
@@ -110,23 +112,29 @@ class Native:
                     tls = to.tls or Tls()
                     handle = library.Handle(
                         to.target, tenant=to.tenant, placement=to.placement, timeout_ms=timeout_ms,
-                        connect_timeout_ms=min(timeout_ms, CONNECT_MS), token=to.token,
+                        connect_timeout_ms=min(timeout_ms, CONNECT_MS), token=token,
                         tls_ca=tls.ca, tls_cert=tls.certificate, tls_key=tls.key,
                     )  # fmt: skip
                 try:
                     yield handle
                 finally:
-                    self._give_back(handle)
+                    self._give_back(handle, token)
             except library.Error as error:
                 raise of_number(error.code, error.text) from None
 
-    def _take(self) -> Any:
+    def _take(self, token: str | None) -> Any:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            stale = []
+            if token != self._token:  # a renewed token is that of new handles
+                stale, self._idle, self._token = self._idle, [], token
+            handle = self._idle.pop() if self._idle else None
+        for old in stale:
+            old.close()
+        return handle
 
-    def _give_back(self, handle: Any) -> None:
+    def _give_back(self, handle: Any, token: str | None) -> None:
         with self._lock:
-            keep = not self._closed and len(self._idle) < IDLE
+            keep = not self._closed and len(self._idle) < IDLE and token == self._token
             if keep:
                 self._idle.append(handle)
         if not keep:

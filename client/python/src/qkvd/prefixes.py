@@ -22,7 +22,7 @@ from qkvd import calls
 from qkvd.arrays import Array
 from qkvd.calls import DURABILITIES, Match
 from qkvd.client import Client
-from qkvd.connection import DEFAULT_TARGET, Tls, read_file
+from qkvd.connection import DEFAULT_TARGET, Tls
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, NotFound, Unavailable
 from qkvd.items import Item
 from qkvd.model import EXACT, Codec, Model, Policy
@@ -93,13 +93,13 @@ class Options:
 
     def client(self) -> Client:
         """For calls to the daemon, which are not repeated. InvalidArgument: a file cannot be read."""
-        token = self.token
-        if self.token_file is not None:
-            token = read_file(self.token_file, "token_file").decode(errors="replace").strip()
         tls = None
         if self.tls_ca is not None:
             tls = Tls(ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name)
-        return Client(self.target, tenant=self.tenant, token=token, tls=tls, timeout=self.timeout, retry_for=0)
+        return Client(
+            self.target, tenant=self.tenant, token=self.token, token_file=self.token_file, tls=tls, timeout=self.timeout,
+            retry_for=0,
+        )  # fmt: skip
 
     def policy(self) -> Policy:
         """How rows are coded. What is saved is a prefix of something: none of it is recent."""
