@@ -45,7 +45,9 @@ Not among them unless asked for:
             fast; leaves screenshots in build/page/shots; installs chromium, and playwright with pip, 2 minutes
 
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
-tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits; tests/attacks/measure.py, what attacks cost others.
+tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits; tests/attacks/measure.py, what attacks cost
+others; tests/attacks/identity_cost.py, what TLS and tokens cost; tests/attacks/shares.py, what a flooded tenant has of
+its share.
 TEXT
 }
 

@@ -1,0 +1,99 @@
+#!/usr/bin/python3
+"""What a tenant that decodes has of its share while another one floods the daemon with appends and attends: its attends a
+second, alone and then. Both have the same weight, so that its share is a half of what it gets alone."""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+STREAMS = 8  # enough that a job of the tenant waits all the time
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", default=os.path.join(ROOT, "build/release"), help="a finished build")
+    parser.add_argument("--rounds", type=int, default=5, help="looks, alone and with the other tenant")
+    parser.add_argument("--seconds", type=float, default=4, help="of each look")
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
+    folders = [os.path.join(ROOT, "tests/e2e"), os.path.join(options.build, "tests/e2e/stubs")]
+    sys.path[:0] = folders
+    os.environ["QKV_BIN_DIR"] = os.path.join(options.build, "bin")
+    os.environ["PYTHONPATH"] = ":".join(folders)
+    from daemon import Daemon
+    from kv import TIMEOUT, Cache, Tenant
+    from qkv.v1 import admin_pb2, admin_pb2_grpc
+    from qkv.v1 import kv_cache_pb2 as kv
+
+    @contextlib.contextmanager
+    def flood(address):
+        """attackers.py's, at the same priority as the other clients."""
+        code = "import attackers, sys; attackers.appends_and_attends(sys.argv[1])"
+        path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *folders])
+        process = subprocess.Popen([sys.executable, "-c", code, address], env={**os.environ, "PYTHONPATH": path})
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+    class Decoder(threading.Thread):
+        """Attends one after the other over 8192 tokens of 8 KV heads, and counts them."""
+
+        def __init__(self, daemon, number):
+            super().__init__(daemon=True)
+            self.cache = Cache(Tenant(daemon.stub(daemon.tcp), "decoder"), f"d{number}", layers=1, kv_heads=8, q_heads=32,
+                               key_dim=128, value_dim=128)
+            for position in range(0, 8192, 1024):
+                self.cache.append(position, *self.cache.rows(1024))
+            self.request = kv.AttendRequest(items=[self.cache.item(8191, q=self.cache.queries(1), in_floats=False)])
+            self.count, self.ends = 0, False
+
+        def run(self):
+            while not self.ends:
+                self.cache.stub.Attend(self.request, timeout=TIMEOUT)
+                self.count += 1
+
+    shares = []
+    for _ in range(options.rounds):
+        with Daemon("--memory-budget", "4GiB", "--calibrate-tokens", "0") as daemon:
+            decoders = [Decoder(daemon, number) for number in range(STREAMS)]
+            for decoder in decoders:
+                decoder.start()
+            admin = admin_pb2_grpc.AdminStub(daemon.channel())
+
+            def counts():
+                """Attends, and rows that the other tenant has appended."""
+                found = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="greedy"), timeout=TIMEOUT).tenants
+                return sum(decoder.count for decoder in decoders), sum(one.usage.rows for one in found)
+
+            def rates():
+                begin, before = time.monotonic(), counts()
+                time.sleep(options.seconds)
+                return [(now - then) / (time.monotonic() - begin) for now, then in zip(counts(), before)]
+
+            alone, _ = rates()
+            with flood(daemon.tcp):
+                time.sleep(3)  # until it is under way
+                both, rows = rates()
+            for decoder in decoders:
+                decoder.ends = True
+            for decoder in decoders:
+                decoder.join()
+        shares.append(both / (alone / 2))
+        print(f"{alone:.0f} attends a second alone, {both:.0f} while the other tenant appends {rows:.0f} rows a second: "
+              f"{shares[-1]:.2f} of its share", flush=True)
+    print(f"median {statistics.median(shares):.2f}, lowest {min(shares):.2f}")
+
+
+if __name__ == "__main__":
+    main()
