@@ -120,6 +120,7 @@ static void learn_layers(learn_job *job, const qkv_calibration_shape *shape) {
     rows += qkv_dump_tokens(job->dump, i, QKV_DUMP_K) + qkv_dump_tokens(job->dump, i, QKV_DUMP_Q);
   }
   job->moments = qkv_moments_create(shape);
+  qkv_moments_leave_out_before(job->moments, job->model->policy != NULL ? job->model->policy->sink_tokens : 0);
   job->rows[0] = floats(BLOCK, (uint64_t)shape->q_heads * shape->key_dim);  // of keys, too, whose heads are no more
   job->rows[1] = floats(BLOCK, (uint64_t)shape->kv_heads * shape->value_dim);
   qkv_progress_start(&job->progress, "calibrating", rows);

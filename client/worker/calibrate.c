@@ -119,6 +119,7 @@ qkv_status qkvi_calibrator_create(const qkvi_lm *lm, int64_t window, qkvi_calibr
                                 .k_values = (size_t)model.kv_heads * model.key_dim,
                                 .v_values = (size_t)model.kv_heads * model.value_dim,
                                 .q_values = (size_t)model.q_heads * model.key_dim};
+  qkv_moments_leave_out_before(created->cache.moments, SINK_TOKENS);
   created->forward = qkvi_forward_create(lm, BATCH, window);
   created->window = window;
   *calibrator = created;

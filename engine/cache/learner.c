@@ -173,6 +173,8 @@ static qkv_moments *moments_of(qkv_learner *learner) {
   if (moments == NULL &&
       qkv_arena_reserve_elsewhere(learner->arena, qkv_moments_bytes(&learner->shape), NULL) == QKV_OK) {
     moments = qkv_moments_create(&learner->shape);
+    const int64_t sinks = learner->model->policy.sink_tokens;
+    qkv_moments_leave_out_before(moments, sinks > 0 ? (uint64_t)sinks : 0);
     atomic_store_explicit(&learner->moments, moments, memory_order_release);
   }
   (void)pthread_mutex_unlock(&learner->error_lock);

@@ -2,10 +2,10 @@
 // or brought.
 //
 // Pages that are sealed and queries that are attended leave moments behind (codec/moments.h): sums, nothing of single
-// rows. Some of them do not: they are held out (holdout.h). After enough tokens a calibration is made from the
-// moments, off the request path, and tried on what was held out (probation.h). A calibration that is better than the
-// data-free code is put into the model's slot; pages to come are coded with it. Another one follows when `growth`
-// times as many tokens have been seen, up to QKV_LEARNER_RUNS.
+// rows, and of outliers nothing at all. Some pages and queries do not: they are held out (holdout.h). After enough
+// tokens a calibration is made from the moments, off the request path, and tried on what was held out (probation.h).
+// A calibration that is better than the data-free code is put into the model's slot; pages to come are coded with it.
+// Another one follows when `growth` times as many tokens have been seen, up to QKV_LEARNER_RUNS.
 //
 // A calibration that is brought, by RegisterModel or a file, is tried in the same way as soon as enough traffic has
 // been held out, about QKV_HOLDOUT_PAGES pages of every layer, and used from then on; until then pages are coded as

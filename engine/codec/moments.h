@@ -6,6 +6,12 @@
 //
 // Sums are in double, off a shift close to the mean, blocks of rows in float before they are added.
 //
+// Outliers are left out of keys' and values' moments, as pages keep them apart from their codes (outliers.h): a few
+// of them would make most of a covariance, and the codes' bits would go where they are. A row is one whose squared
+// distance from the mean so far is above a bound that usual rows set (distance_bound.h); the first tokens of a
+// sequence, where attention sinks are, may be left out by their position. What is left out of one head's keys may be
+// in its values and in other heads.
+//
 // Cost: per row of width d, d^2 / 2 multiply-adds; memory as qkv_moments_bytes says, about 4 d^2 bytes for each of
 // the three per layer and KV head: 100 MB for 32 layers with 8 heads of 128.
 //
@@ -27,6 +33,9 @@ qkv_moments *qkv_moments_create(const qkv_calibration_shape *shape);
 void qkv_moments_destroy(qkv_moments **moments);
 const qkv_calibration_shape *qkv_moments_shape(const qkv_moments *moments);
 
+// Keys and values of tokens before `position` are left out from now on.
+void qkv_moments_leave_out_before(qkv_moments *moments, uint64_t position);
+
 // Rows of one layer at positions from `position` on, dense and finite: k [tokens][kv_heads][key_dim],
 // v [tokens][kv_heads][value_dim], keys after RoPE unless `before_rope`.
 void qkv_moments_add(qkv_moments *moments, uint32_t layer, uint64_t position, size_t tokens, const float *k,
@@ -40,8 +49,8 @@ void qkv_moments_merge(qkv_moments *into, const qkv_moments *from);
 // What was added so far counts `factor` times, 0 <= factor <= 1.
 void qkv_moments_fade(qkv_moments *moments, double factor);
 
-// Tokens whose keys and values were added to the layer that has the fewest of those that have any, as far as they
-// still count. 0: nothing was added.
+// Tokens whose keys and values were added, or left out, of the layer that has the fewest of those that have any, as
+// far as they still count. 0: nothing was added.
 double qkv_moments_tokens(const qkv_moments *moments);
 
 typedef enum qkv_moments_kind { QKV_MOMENTS_K, QKV_MOMENTS_V, QKV_MOMENTS_Q } qkv_moments_kind;

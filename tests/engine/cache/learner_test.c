@@ -147,6 +147,46 @@ static void test_pages_to_come_are_calibrated(void **state) {
   qkv_store_destroy(&store);
 }
 
+// The error of pages that are coded by what was learnt, after `planted` rows of each page that taught were outliers.
+static double error_after(size_t planted, double times) {
+  const qkv_model *model;
+  int runs = 0;
+  uint32_t version;
+  naive_random random = {3};
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_session *session = open_session(store, "s", true);
+  sequence rows = structured_rows(model, TOKENS, 7);
+  for (uint64_t page = 0; page < FIRST / QKV_PAGE_TOKENS; page++) {
+    for (size_t i = 0; i < planted; i++) {
+      const size_t at = (page * QKV_PAGE_TOKENS + naive_below(&random, QKV_PAGE_TOKENS)) * HEADS * DIM;
+      for (size_t c = 0; c < HEADS * DIM; c++) {
+        rows.k[at + c] = (float)(6 * times * naive_gaussian(&random));
+        rows.v[at + c] = (float)(times * naive_gaussian(&random));
+      }
+    }
+  }
+  append_all(session, &rows, 0, FIRST);
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(runs, 1);
+  append_all(session, &rows, FIRST, TOKENS);
+  const double error = error_of(session, &rows, FIRST, TOKENS, &version);
+  assert_true(version != 0);
+  free_sequence(&rows);
+  qkv_session_unref(&session);
+  qkv_store_destroy(&store);
+  return error;
+}
+
+static void test_outliers_teach_nothing(void **state) {
+  (void)state;
+  const double plain = error_after(0, 0);
+  static const double times[] = {3, 30, 1000};
+  for (size_t i = 0; i < sizeof times / sizeof times[0]; i++) {
+    const double bent = error_after(3, times[i]);
+    if (bent > 1.1 * plain) fail_msg("%g after outliers of %g times, %g without", bent, times[i], plain);
+  }
+}
+
 static void test_sessions_may_keep_out(void **state) {
   (void)state;
   const qkv_model *model;
@@ -549,6 +589,7 @@ static void test_codings_go(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_pages_to_come_are_calibrated),
+      cmocka_unit_test(test_outliers_teach_nothing),
       cmocka_unit_test(test_sessions_may_keep_out),
       cmocka_unit_test(test_tenants_opt_in_to_teaching_a_shared_model),
       cmocka_unit_test(test_models_of_one_name_learn_separately),

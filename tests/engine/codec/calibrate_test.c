@@ -490,6 +490,114 @@ static void what_cannot_be_learnt_is_refused(void **state) {
   qkv_moments_destroy(&moments);
 }
 
+// ---- Outliers among the rows that are learnt from ----
+
+enum { PLANT_DIRECTION, PLANT_COORDINATE, PLANT_ANY, PLANT_WAYS };
+
+// Rows of `length`, all in one direction, along one coordinate, or each in its own.
+static void plant(unsigned how, double length, size_t dim, naive_random *random, float *row) {
+  naive_random fixed = {77}, *from = how == PLANT_ANY ? random : &fixed;
+  double squares = 0;
+  for (size_t i = 0; i < dim; i++) {
+    const double x = how == PLANT_COORDINATE ? i == 5 : naive_gaussian(from);
+    row[i] = (float)x;
+    squares += x * x;
+  }
+  for (size_t i = 0; i < dim; i++) row[i] *= (float)(length / sqrt(squares));
+}
+
+static double usual_length(const source *from) {
+  double squares = 0;
+  for (size_t i = 0; i < from->dim; i++) {
+    squares += from->mean[i] * from->mean[i];
+    for (size_t j = 0; j < from->dim; j++) squares += from->mix[i][j] * from->mix[i][j];
+  }
+  return sqrt(squares);
+}
+
+// `planted` rows of each page, keys and values alike, are outliers of `times` the usual length; 0: up to 1000.
+static qkv_calibration *learn_planted(const source *rows, const source *queries, unsigned how, size_t planted,
+                                      double times) {
+  enum { PAGE = QKV_PAGE_TOKENS };
+  const qkv_calibration_shape shape = shape_of(rows->dim, (qkv_rope){.theta = 10000});
+  const size_t dim = rows->dim;
+  naive_random random = {31}, plants = {32};
+  qkv_moments *moments = qkv_moments_create(&shape);
+  for (size_t begin = 0; begin < SAMPLES; begin += PAGE) {
+    float k[PAGE * WIDTH_MAX], v[PAGE * WIDTH_MAX], q[PAGE * WIDTH_MAX];
+    for (size_t t = 0; t < PAGE; t++) {
+      draw(rows, &random, k + t * dim);
+      draw(rows, &random, v + t * dim);
+      draw(queries, &random, q + t * dim);
+    }
+    for (size_t i = 0; i < planted; i++) {
+      const double scale = times > 0 ? times : pow(1000, naive_uniform(&plants));
+      plant(how, scale * usual_length(rows), dim, &plants, k + naive_below(&plants, PAGE) * dim);
+      plant(how, scale * usual_length(rows), dim, &plants, v + naive_below(&plants, PAGE) * dim);
+    }
+    qkv_moments_add(moments, 0, begin, PAGE, k, v, true);
+    qkv_moments_add_queries(moments, 0, begin, PAGE, q, true);
+  }
+  qkv_calibration *calibration = calibrate(moments, &QKV_CALIBRATE_DEFAULTS);
+  qkv_moments_destroy(&moments);
+  return calibration;
+}
+
+static double value_error(const qkv_calibration *calibration, const source *values, unsigned tier) {
+  naive_random random = {4};
+  double error = 0;
+  for (size_t t = 0; t < FRESH; t++) {
+    float row[WIDTH_MAX], coded[WIDTH_MAX];
+    draw(values, &random, row);
+    memcpy(coded, row, sizeof coded);
+    code(qkv_calibration_transform(calibration, 0, 0, QKV_PART_V), tier, coded);
+    for (size_t c = 0; c < values->dim; c++) error += pow((double)row[c] - (double)coded[c], 2);
+  }
+  return error;
+}
+
+// The mean over some tiers of the logarithm of a part's error.
+static double log_error(const qkv_calibration *calibration, qkv_calibration_part part, const source *rows,
+                        const source *queries) {
+  enum { FIRST_TIER = 12, LAST_TIER = 32, STEP = 4 };
+  double sum = 0, tiers = 0;
+  for (unsigned tier = FIRST_TIER; tier <= LAST_TIER; tier += STEP, tiers++) {
+    sum += log(part == QKV_PART_V ? value_error(calibration, rows, tier)
+                                  : frame_error(calibration, part, rows, queries, tier));
+  }
+  return sum / tiers;
+}
+
+// Rows that are no outliers are coded as well as by a calibration from rows without outliers. Some of the planted
+// rows are as long as others: those of lengths from 1 to 1000 times are few enough.
+static void outliers_bend_no_calibration(void **state) {
+  (void)state;
+  const source rows = falling(DIM, 3, 0.93, 1, 33), queries = falling(DIM, 1, 0.9, 1, 34);
+  static const struct {
+    size_t planted;
+    double times;
+  } plans[] = {{1, 0}, {4, 3}, {4, 1000}};
+  double without[QKV_CALIBRATION_PARTS];
+  qkv_calibration *plain = learn_planted(&rows, &queries, 0, 0, 1);
+  for (unsigned part = 0; part < QKV_CALIBRATION_PARTS; part++) {
+    without[part] = log_error(plain, part, &rows, &queries);
+  }
+  for (unsigned how = 0; how < PLANT_WAYS; how++) {
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+      qkv_calibration *bent = learn_planted(&rows, &queries, how, plans[i].planted, plans[i].times);
+      for (unsigned part = 0; part < QKV_CALIBRATION_PARTS; part++) {
+        const double worse = exp(log_error(bent, part, &rows, &queries) - without[part]);
+        if (worse > 1.05) {
+          fail_msg("outliers of kind %u, %zu a page, %g times as long: part %u errs %g times as much", how,
+                   plans[i].planted, plans[i].times, part, worse);
+        }
+      }
+      unref(bent);
+    }
+  }
+  unref(plain);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(distortions_are_the_codebooks),
@@ -502,6 +610,7 @@ int main(void) {
       cmocka_unit_test(layers_without_rows_are_data_free),
       cmocka_unit_test(yarn_changes_sizes_alone),
       cmocka_unit_test(yarn_weighs_what_turns),
+      cmocka_unit_test(outliers_bend_no_calibration),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -155,7 +155,7 @@ static void two_halves_are_the_whole(void **state) {
 static void old_rows_fade(void **state) {
   (void)state;
   const qkv_calibration_shape shape = shape_of(false);
-  rows *old = random_rows(4), *young = random_rows(5);
+  rows *old = random_rows(14), *young = random_rows(5);
   qkv_moments *moments = qkv_moments_create(&shape);
   add(moments, 0, old, 0, TOKENS);
   double before[KEY_DIM], after[KEY_DIM], second[KEY_DIM * KEY_DIM];
@@ -171,6 +171,69 @@ static void old_rows_fade(void **state) {
   free(young);
 }
 
+// Sequences begin at position 0; their first tokens, and rows that are far longer than others, have no part in
+// moments, in one head's keys, in its values or in both. The rows that outliers replace are not counted.
+static void outliers_are_left_out(void **state) {
+  (void)state;
+  enum { FIRST_TOKENS = 4 };
+  const qkv_calibration_shape shape = shape_of(false);
+  rows *from = random_rows(6);
+  naive_random random = {7};
+  const float *k[TOKENS], *v[TOKENS];
+  size_t ks = 0, vs = 0;
+  for (size_t t = 0; t < TOKENS; t++) {
+    const unsigned what = t < FIRST_TOKENS ? 0 : naive_below(&random, 32);
+    const float times = (float)pow(10, 1 + 2 * naive_uniform(&random));
+    if ((what & 1) != 0 && what < 4) {
+      for (size_t i = 0; i < KEY_DIM; i++) from->k[t][1][i] *= times;
+    } else if (t >= FIRST_TOKENS) {
+      k[ks++] = from->k[t][1];
+    }
+    if ((what & 2) != 0 && what < 4) {
+      for (size_t i = 0; i < VALUE_DIM; i++) from->v[t][1][i] = times * 30;
+    } else if (t >= FIRST_TOKENS) {
+      v[vs++] = from->v[t][1];
+    }
+  }
+  assert_in_range(ks, TOKENS * 7 / 8, TOKENS - FIRST_TOKENS - 4);
+  assert_in_range(vs, TOKENS * 7 / 8, TOKENS - FIRST_TOKENS - 4);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  qkv_moments_leave_out_before(moments, FIRST_TOKENS);
+  // In parts: of the first tokens, of more, and of none.
+  static const size_t steps[] = {2, 64, 84};
+  size_t first = 0;
+  for (size_t i = 0; i < sizeof steps / sizeof steps[0]; first += steps[i++]) {
+    qkv_moments_add(moments, 0, first, steps[i], &from->k[first][0][0], &from->v[first][0][0], true);
+  }
+  assert_int_equal(first, TOKENS);
+  expect_moments(moments, 0, 1, QKV_MOMENTS_K, k, ks, KEY_DIM, 1e-3);
+  expect_moments(moments, 0, 1, QKV_MOMENTS_V, v, vs, VALUE_DIM, 1e-4);
+  const float *others[TOKENS];
+  for (size_t t = FIRST_TOKENS; t < TOKENS; t++) others[t - FIRST_TOKENS] = from->k[t][0];
+  expect_moments(moments, 0, 0, QKV_MOMENTS_K, others, TOKENS - FIRST_TOKENS, KEY_DIM, 1e-3);
+  assert_true(qkv_moments_tokens(moments) == TOKENS);
+  qkv_moments_destroy(&moments);
+  free(from);
+}
+
+// Long rows that are more than one in eight are what a model's rows are like.
+static void what_many_rows_have_is_no_outlier(void **state) {
+  (void)state;
+  const qkv_calibration_shape shape = shape_of(false);
+  rows *from = random_rows(8);
+  naive_random random = {9};
+  const float *v[TOKENS];
+  for (size_t t = 0; t < TOKENS; t++) {
+    for (size_t i = 0; i < VALUE_DIM && t % 6 == 0; i++) from->v[t][0][i] = naive_below(&random, 2) == 0 ? 300 : -300;
+    v[t] = from->v[t][0];
+  }
+  qkv_moments *moments = qkv_moments_create(&shape);
+  add(moments, 0, from, 0, TOKENS);
+  expect_moments(moments, 0, 0, QKV_MOMENTS_V, v, TOKENS, VALUE_DIM, 0.1);
+  qkv_moments_destroy(&moments);
+  free(from);
+}
+
 static void memory_is_as_told(void **state) {
   (void)state;
   const qkv_calibration_shape large = {.layers = 32, .kv_heads = 8, .q_heads = 32, .key_dim = 128, .value_dim = 128};
@@ -184,6 +247,8 @@ int main(void) {
       cmocka_unit_test(rows_after_rope_are_turned_back),
       cmocka_unit_test(two_halves_are_the_whole),
       cmocka_unit_test(old_rows_fade),
+      cmocka_unit_test(outliers_are_left_out),
+      cmocka_unit_test(what_many_rows_have_is_no_outlier),
       cmocka_unit_test(memory_is_as_told),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
