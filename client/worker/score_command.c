@@ -1,5 +1,6 @@
 // The command `score`: texts in, one line of figures out.
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,11 +18,25 @@ typedef struct score_job {
   qkvi_scorer *scorer;
   qkvi_quality *qualities;  // of each text
   qkvi_quality total;
+  double windows, kl, kl_squared;  // sums over windows of their mean KL
   qkv_progress progress;
 } score_job;
 
 static const char *unit(const score_job *job) {
   return qkvi_tokenizer_unit(job->lm->tokenizer);
+}
+
+static void add_window(score_job *job, const qkvi_quality *before, const qkvi_quality *after) {
+  const double kl = (after->kl_bits - before->kl_bits) / (double)(after->positions - before->positions);
+  job->windows++;
+  job->kl += kl;
+  job->kl_squared += kl * kl;
+}
+
+// Of the mean KL, from how windows differ; NAN of one alone.
+static double standard_error(const score_job *job) {
+  const double mean = job->kl / job->windows;
+  return job->windows < 2 ? NAN : sqrt(fmax(0, job->kl_squared / job->windows - mean * mean) / (job->windows - 1));
 }
 
 static qkv_status score_windows(score_job *job, const char *path, const int32_t *text, int64_t tokens,
@@ -34,7 +49,9 @@ static qkv_status score_windows(score_job *job, const char *path, const int32_t 
   for (int64_t i = 0; i < options->windows; i++) {
     if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
     int64_t begin = qkvi_text_window(tokens, options->length, options->windows, i);
+    const qkvi_quality before = *quality;
     QKV_TRY(qkvi_score_window(job->scorer, text + begin, quality, error));
+    add_window(job, &before, quality);
     qkv_progress_add(&job->progress, (uint64_t)options->length);
   }
   return QKV_OK;
@@ -113,6 +130,8 @@ static bool print_json(const score_job *job) {
       texts);
   json_object_update(line, rest);
   json_decref(rest);
+  const double kl_error = standard_error(job);
+  json_object_set_new(line, "kl_bits_error", isnan(kl_error) ? json_null() : json_real(kl_error));
   if (job->options.demote_bits > 0) json_object_set_new(line, "demoted", demotion_json(&job->options));
   return qkv_json_figures(line);
 }

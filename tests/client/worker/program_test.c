@@ -301,6 +301,11 @@ static void test_score_json(void **state) {
   assert_int_equal(json_array_size(texts), 2);
   double mean = (number(json_array_get(texts, 0), "kl_bits") + number(json_array_get(texts, 1), "kl_bits")) / 2;
   assert_true(number(line, "kl_bits") > mean * 0.999998 && number(line, "kl_bits") < mean * 1.000002);
+  // Two windows: half of what they differ by.
+  const double first = number(json_array_get(texts, 0), "kl_bits"),
+               difference = first > mean ? first - mean : mean - first;
+  assert_true(number(line, "kl_bits_error") > difference * 0.999 &&
+              number(line, "kl_bits_error") < difference * 1.001);
   json_decref(line);
 }
 
