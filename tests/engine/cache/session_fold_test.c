@@ -1,0 +1,308 @@
+#include "engine/cache/session_fold.h"
+
+#include <stdatomic.h>
+
+#include "engine/cache/session_spill.h"
+#include "engine/cache/session_state.h"
+#include "engine/cache/store.h"
+#include "tests/engine/cache/backing_double.h"
+
+enum { LAYERS = 4, TOKENS = 200, FOLDED = DOUBLE_RECORDS - 1 };
+
+typedef struct scene {
+  sequence rows;
+  backing_double backing;
+  qkv_model model;
+  qkv_store *store;
+  qkv_session *session;
+  uint32_t ids[TOKENS];
+} scene;
+
+// ---- A tier that keeps the record of one folded session ----
+
+static uint64_t put_fold(void *context, uint64_t session, const void *bytes, uint64_t count,
+                         const _Atomic bool *stop) {
+  backing_double *made = context;
+  double_record *record = &made->records[FOLDED];
+  (void)stop;
+  if (made->failed) return 0;
+  free(record->page);
+  *record = (double_record){
+      .page = malloc(count), .bytes = (uint32_t)count, .session = session, .state = QKV_RECORD_WRITTEN};
+  assert_non_null(record->page);
+  memcpy(record->page, bytes, count);
+  return FOLDED;
+}
+
+static void *read_begin(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes) {
+  (void)ahead_bytes;
+  assert_true(count == 1 && records[0] == FOLDED);
+  return context;
+}
+
+static qkv_status read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error) {
+  const double_record *record = &((const backing_double *)reading)->records[FOLDED];
+  (void)i;
+  if (record->state == QKV_RECORD_GONE) return qkv_fail(error, QKV_NOT_FOUND, "no record");
+  assert_int_equal(bytes, record->bytes);
+  memcpy(image, record->page, bytes);
+  return QKV_OK;
+}
+
+static void read_end(void *reading) {
+  (void)reading;
+}
+
+// ---- A session ----
+
+static void append_all(scene *s) {
+  row_pair pair;
+  uint64_t reserved;
+  qkv_session_tokens *tokens = qkv_session_tokens_of(s->session);
+  make_pair(&pair, &s->rows, 0, TOKENS, QKV_FP16);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    uint64_t appended, length;
+    assert_int_equal(
+        qkv_session_append(s->session, layer, 0, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL),
+        QKV_OK);
+  }
+  free_pair(&pair);
+  reserved = qkv_session_tokens_cost(tokens, 0, TOKENS);
+  assert_int_equal(qkv_arena_reserve(tokens->config.arena, reserved, NULL), QKV_OK);
+  qkv_session_tokens_keep(tokens, 0, s->ids, TOKENS, &reserved);
+  qkv_arena_unreserve(tokens->config.arena, reserved);
+}
+
+static void sink(scene *s) {
+  assert_int_equal(qkv_session_seal(s->session, NULL), QKV_OK);
+  assert_true(qkv_session_settle(s->session));
+  (void)qkv_session_evict(s->session, UINT64_MAX, true);
+}
+
+static void setup(scene *s) {
+  memset(s, 0, sizeof *s);
+  s->model = test_model(1, 2, 16, 8, QKV_FP16);
+  s->rows = make_sequence(&s->model, TOKENS, 1);
+  double_init(&s->backing);
+  s->backing.backing.put_fold = put_fold;
+  s->backing.backing.read_begin = read_begin;
+  s->backing.backing.read_wait = read_wait;
+  s->backing.backing.read_end = read_end;
+  s->store = qkv_store_create(&(qkv_store_config){.memory_budget = 1 << 24,
+                                                  .models_max = 1,
+                                                  .sessions_max = 4,
+                                                  .prefixes_max = 100,
+                                                  .policy = test_policy(4, 4, 8)});
+  assert_int_equal(qkv_store_register_model(s->store, &s->model, NULL, NULL), QKV_OK);
+  const qkv_session_config config = {.name = "a",
+                                     .tenant = "default",
+                                     .purpose = QKV_PURPOSE_ATTEND,
+                                     .policy = test_policy(4, 4, 8),
+                                     .ema = {.alpha = 0.9, .sample_every = 1},
+                                     .durability = QKV_DURABILITY_ASYNC,
+                                     .backing = &s->backing.backing,
+                                     .id = 77};
+  qkv_error error = {0};
+  if (qkv_store_open(s->store, &config, s->model.name, &s->session, &error) != QKV_OK) fail_msg("%s", error.text);
+  for (uint32_t i = 0; i < TOKENS; i++) s->ids[i] = 3 * i;
+  append_all(s);
+}
+
+static void teardown(scene *s) {
+  qkv_session_unref(&s->session);
+  qkv_store_destroy(&s->store);
+  free_sequence(&s->rows);
+  double_deinit(&s->backing);
+  free(s->backing.records[FOLDED].page);
+}
+
+static uint64_t ssd_bytes(const scene *s) {
+  return qkv_account_read(qkv_session_account(s->session)).ssd_bytes;
+}
+
+static qkv_recency_sums sums(const scene *s) {
+  return qkv_recency_read_sums(qkv_store_recency(s->store));
+}
+
+// The records of all pages, in order.
+static void read_pages(const scene *s, uint64_t records[LAYERS * 8], size_t *count) {
+  *count = 0;
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    qkv_missing_page pages[8];
+    const size_t found = qkv_session_missing(s->session, i, 0, 0, false, pages, 8);
+    for (size_t page = 0; page < found; page++) records[(*count)++] = pages[page].record;
+  }
+}
+
+// ---- Tests ----
+
+static void test_what_it_has_comes_back(void **unused) {
+  (void)unused;
+  scene s;
+  uint64_t before[LAYERS * 8], after[LAYERS * 8], durable[LAYERS];
+  uint32_t ids[TOKENS];
+  size_t before_count, after_count;
+  setup(&s);
+  sink(&s);
+  read_pages(&s, before, &before_count);
+  const uint64_t ssd = ssd_bytes(&s), used = qkv_arena_read(qkv_store_arena(s.store)).bytes_used;
+  assert_true(qkv_store_fold(s.store, s.session));
+  assert_true(qkv_session_is_folded(s.session));
+  assert_true(qkv_arena_read(qkv_store_arena(s.store)).bytes_used < 1024);
+  assert_true(sums(&s).folded == 1 && sums(&s).folded_pages == before_count);
+  assert_int_equal(ssd_bytes(&s), ssd);
+  assert_int_equal(qkv_session_length(s.session), TOKENS);
+  qkv_session_read_durable(s.session, durable);
+  assert_int_equal(durable[LAYERS - 1], TOKENS);
+  assert_int_equal(qkv_session_tokens_cold(s.session), LAYERS * TOKENS);
+  // Its place in the index of prefixes.
+  qkv_session *found = NULL;
+  uint64_t pages;
+  const qkv_prefix_hash root = qkv_session_config_of(s.session)->root;
+  assert_int_equal(qkv_store_match(s.store, &root, s.ids, TOKENS, &found, &pages, 1), 1);
+  assert_true(found == s.session && pages == TOKENS / QKV_PREFIX_PAGE);
+  qkv_session_unref(&found);
+  assert_true(qkv_session_is_folded(s.session));
+  // A use.
+  assert_int_equal(qkv_session_tokens_read(qkv_session_tokens_of(s.session), 0, ids, TOKENS), TOKENS);
+  assert_memory_equal(ids, s.ids, sizeof ids);
+  assert_false(qkv_session_is_folded(s.session));
+  assert_int_equal(s.backing.records[FOLDED].state, QKV_RECORD_GONE);
+  read_pages(&s, after, &after_count);
+  assert_int_equal(after_count, before_count);
+  assert_memory_equal(after, before, before_count * sizeof *before);
+  assert_int_equal(ssd_bytes(&s), ssd);
+  assert_true(sums(&s).folded == 0 && sums(&s).folded_pages == 0 && sums(&s).unfolded == 1);
+  assert_true(qkv_arena_read(qkv_store_arena(s.store)).bytes_used < used);  // averages of attention are gone
+  assert_true(qkv_store_fold(s.store, s.session));                          // and again
+  assert_int_equal(ssd_bytes(&s), ssd);
+  teardown(&s);
+}
+
+// Truncated pages, with rows behind them: positions and valid tokens are as they were.
+static void test_short_pages(void **unused) {
+  (void)unused;
+  scene s;
+  row_pair pair;
+  uint64_t appended, length;
+  setup(&s);
+  assert_int_equal(qkv_session_truncate(s.session, 100, NULL, 0, NULL), QKV_OK);
+  make_pair(&pair, &s.rows, 100, 170, QKV_FP16);
+  for (uint32_t layer = 0; layer < LAYERS; layer++)
+    assert_int_equal(
+        qkv_session_append(s.session, layer, 100, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, NULL),
+        QKV_OK);
+  free_pair(&pair);
+  sink(&s);
+  qkv_missing_page before[8], after[8];
+  const size_t count = qkv_session_missing(s.session, 1, 0, 0, false, before, 8);
+  assert_true(qkv_store_fold(s.store, s.session));
+  assert_int_equal(qkv_session_missing(s.session, 1, 0, 0, false, after, 8), count);
+  for (size_t i = 0; i < count; i++) {
+    assert_int_equal(after[i].position, before[i].position);
+    assert_int_equal(after[i].record, before[i].record);
+    assert_int_equal(after[i].bytes, before[i].bytes);
+  }
+  assert_int_equal(qkv_session_tokens_length(qkv_session_tokens_of(s.session)), 100);
+  teardown(&s);
+}
+
+static void test_when_it_is_not_folded(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s);
+  assert_false(qkv_store_fold(s.store, s.session));  // it is in memory
+  sink(&s);
+  qkv_session *other = qkv_session_ref(s.session);
+  assert_false(qkv_store_fold(s.store, s.session));  // another thread has it
+  qkv_session_unref(&other);
+  qkv_session_set_pinned(s.session, true);
+  assert_false(qkv_store_fold(s.store, s.session));
+  qkv_session_set_pinned(s.session, false);
+  s.backing.failed = true;
+  assert_false(qkv_store_fold(s.store, s.session));  // the tier takes nothing
+  assert_int_equal(qkv_session_length(s.session), TOKENS);
+  s.backing.failed = false;
+  qkv_session *fork = NULL;
+  qkv_session_config config = *qkv_session_config_of(s.session);
+  config.name = "b";
+  config.id = 78;
+  const uint64_t positions[LAYERS] = {128, 128, 128, 128};
+  assert_int_equal(qkv_store_fork(s.store, s.session, &config, positions, &fork, NULL), QKV_OK);
+  assert_false(qkv_store_fold(s.store, s.session));  // pages are shared
+  uint64_t freed;
+  assert_int_equal(qkv_store_close_session(s.store, fork, &freed, NULL), QKV_OK);
+  qkv_session_unref(&fork);
+  assert_true(qkv_store_fold(s.store, s.session));
+  assert_false(qkv_store_fold(s.store, s.session));
+  teardown(&s);
+}
+
+// Nothing of a record that is wrong does any harm: it is refused, or changes what a checksum would have caught.
+static void test_records_that_are_wrong(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_error error = {0};
+  size_t refused = 0;
+  setup(&s);
+  sink(&s);
+  assert_true(qkv_store_fold(s.store, s.session));
+  double_record *record = &s.backing.records[FOLDED];
+  for (uint32_t at = 0; at < record->bytes; at++) {
+    const uint8_t was = ((uint8_t *)record->page)[at];
+    ((uint8_t *)record->page)[at] ^= at % 2 == 0 ? 0x81 : 0xff;
+    const qkv_status status = qkv_session_unfold(s.session, NULL, &error);
+    assert_true(status == QKV_OK || status == QKV_DATA_LOSS);
+    refused += status == QKV_DATA_LOSS;
+    if (status == QKV_OK) assert_true(qkv_store_fold(s.store, s.session));
+    if (status == QKV_OK) continue;
+    assert_true(qkv_session_is_folded(s.session));
+    ((uint8_t *)record->page)[at] = was;
+  }
+  assert_true(refused > 40);  // the header at least
+  assert_string_equal(error.text, "session a: its folded layers are damaged");
+  record->state = QKV_RECORD_GONE;
+  error = (qkv_error){0};
+  const qkv_layer *layer;
+  assert_int_equal(qkv_session_read(s.session, 0, &layer, &error), QKV_DATA_LOSS);
+  assert_string_equal(error.text, "session a: its folded layers are gone");
+  assert_int_equal(qkv_session_truncate(s.session, 10, NULL, 0, NULL), QKV_DATA_LOSS);
+  assert_int_equal(qkv_session_length(s.session), TOKENS);
+  assert_int_equal(qkv_session_missing(s.session, 0, 0, 0, false, &(qkv_missing_page){0}, 1), 0);
+  uint64_t freed;
+  assert_int_equal(qkv_store_close_session(s.store, s.session, &freed, NULL), QKV_OK);
+  assert_int_equal(sums(&s).folded, 1);
+  qkv_session_unref(&s.session);
+  assert_int_equal(sums(&s).folded, 0);
+  teardown(&s);
+}
+
+static void test_no_memory_for_the_layers(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_error error = {0};
+  const qkv_layer *layer;
+  setup(&s);
+  sink(&s);
+  assert_true(qkv_store_fold(s.store, s.session));
+  qkv_arena *arena = qkv_store_arena(s.store);
+  uint64_t taken = (1 << 24) - qkv_arena_read(arena).bytes_used;
+  assert_int_equal(qkv_arena_reserve(arena, taken, NULL), QKV_OK);
+  assert_int_equal(qkv_session_read(s.session, 0, &layer, &error), QKV_RESOURCE_EXHAUSTED);
+  assert_true(qkv_session_is_folded(s.session));
+  qkv_arena_unreserve(arena, taken);
+  assert_int_equal(qkv_session_read(s.session, 0, &layer, NULL), QKV_OK);
+  assert_int_equal(layer->length, TOKENS);
+  assert_null(qkv_layer_validate(layer));
+  qkv_session_read_done(s.session, 0);
+  teardown(&s);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_what_it_has_comes_back),   cmocka_unit_test(test_short_pages),
+      cmocka_unit_test(test_when_it_is_not_folded),    cmocka_unit_test(test_records_that_are_wrong),
+      cmocka_unit_test(test_no_memory_for_the_layers),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
