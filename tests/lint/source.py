@@ -104,7 +104,7 @@ def check_text(report, path, text):
     for number, line in enumerate(lines, 1):
         if line != line.rstrip():
             report.violation(path, number, "trailing blanks")
-        if "\t" in line:
+        if "\t" in line and path != "deploy/debian/rules":  # a makefile
             report.violation(path, number, "tab")
         match = MARK.search(line)
         if match:
