@@ -1,5 +1,6 @@
 // A batch of requests as tasks: first the ranges that are computed apart from their heads, then a task for every KV
-// head, which merges their partial results in order and computes all others.
+// head, which merges their partial results in order and computes all others. A device (device.h) computes ranges that
+// it has copies of at the same time as the first tasks; what it does not get done, the heads compute.
 //
 // Ranges become tasks of their own for three reasons, and those of all heads follow each other:
 //
@@ -28,7 +29,7 @@
 typedef struct split {
   size_t first, count;     // count 0: its heads compute all
   size_t each;             // ranges of a task of this request, the last one may have less; 0: it has no tasks
-  bool *shared;            // [count]: computed by a task of several requests
+  bool *shared;            // [count]: computed by a task of several requests, or by a device
   bool *computed;          // [count]: by any task
   qkvi_partial *partials;  // [kv_heads][count]
   float *sums;             // [kv_heads][count][rows][value_dim]
@@ -47,8 +48,9 @@ typedef struct attend_batch {
   size_t heads_max;   // KV heads of the request that has most
   size_t task_count;  // before those of heads
   qkvi_sharing sharing;
-  split *splits;      // [count]; NULL: nothing is computed apart
-  split_task *tasks;  // then all partials, all sums and all flags
+  qkvi_device_work *device;  // NULL: no device has any of the ranges
+  split *splits;             // [count]; NULL: nothing is computed apart
+  split_task *tasks;         // then all partials, all sums and all flags
 } attend_batch;
 
 // How a call is cut into tasks.
@@ -182,7 +184,8 @@ static split plan_split(const qkv_attend *request, const cut_plan *plan) {
   made.each = made.count >= RANGES_FAR && plan->each > RANGES_TOGETHER ? RANGES_TOGETHER : plan->each;
   if (made.count > made.each) return made;
   made.each = 0;
-  if (plan->members_max < 2 || !qkvi_share_may(request)) made.count = 0;
+  const bool shares = plan->members_max >= 2 && qkvi_share_may(request);
+  if (!shares && !qkvi_device_may(request)) made.count = 0;
   return made;
 }
 
@@ -202,6 +205,13 @@ static void add_tasks(attend_batch *batch, split_task task, size_t each) {
       task.kv_head = (uint16_t)head;
       batch->tasks[batch->task_count++] = task;
     }
+  }
+}
+
+static void leave_to_device(attend_batch *batch) {
+  const bool *const *taken = qkvi_device_taken(batch->device);
+  for (size_t i = 0; taken != NULL && i < batch->count; i++) {
+    if (taken[i] != NULL) memcpy(batch->splits[i].shared, taken[i], batch->splits[i].count * sizeof(bool));
   }
 }
 
@@ -237,14 +247,17 @@ static void add_own(attend_batch *batch, size_t place) {
     const split_task task = {.place = place, .first = plan->first + first, .count = end - first};
     if (!is_shared(plan, first, end)) add_tasks(batch, task, plan->each);
   }
-  memset(plan->computed, true, plan->count);
+  for (size_t i = 0; i < plan->count; i++) plan->computed[i] |= !plan->shared[i];
 }
 
 // Plans what each request of a batch has computed apart. Requests that share nothing after all have nothing, unless
 // they are split.
 static void plan_batch(attend_batch *batch, const cut_plan *plan) {
   for (size_t i = 0; i < batch->count; i++) batch->splits[i] = plan_split(&batch->requests[i], plan);
-  if (plan->members_max >= 2) qkvi_share_find(batch->requests, batch->count, plan->members_max, &batch->sharing);
+  batch->device = qkvi_device_find(batch->requests, batch->count);
+  const bool *const *taken = qkvi_device_taken(batch->device);
+  if (plan->members_max >= 2)
+    qkvi_share_find(batch->requests, batch->count, plan->members_max, taken, &batch->sharing);
   bool *needed = calloc(batch->count, sizeof *needed);
   if (needed == NULL) batch->sharing.count = 0;
   for (size_t i = 0; i < batch->sharing.count; i++) {
@@ -252,7 +265,8 @@ static void plan_batch(attend_batch *batch, const cut_plan *plan) {
     for (size_t m = 0; m < group->member_count; m++) needed[group->members[m]] = true;
   }
   for (size_t i = 0; i < batch->count; i++) {
-    if (batch->splits[i].each == 0 && (needed == NULL || !needed[i])) batch->splits[i].count = 0;
+    const bool is_needed = (needed != NULL && needed[i]) || (taken != NULL && taken[i] != NULL);
+    if (batch->splits[i].each == 0 && !is_needed) batch->splits[i].count = 0;
   }
   free(needed);
 }
@@ -281,6 +295,7 @@ static void lay_out(attend_batch *batch, size_t partials) {
 
 static void clear_batch(attend_batch *batch) {
   qkvi_share_clear(&batch->sharing);
+  qkvi_device_clear(&batch->device);
   free(batch->tasks);
   free(batch->splits);
   batch->splits = NULL;
@@ -300,6 +315,7 @@ static void split_batch(attend_batch *batch, const cut_plan *plan) {
   if (bytes > 0) batch->tasks = malloc(bytes);
   if (batch->tasks == NULL) return clear_batch(batch);
   lay_out(batch, partials);
+  leave_to_device(batch);
   add_shared(batch, plan);
   for (size_t i = 0; i < batch->count; i++) add_own(batch, i);
   assert(batch->task_count <= partials);
@@ -338,6 +354,15 @@ static cut_plan plan_cut(const qkv_pool *pool, const qkv_attend *requests, size_
   return plan;
 }
 
+static qkvi_partial *device_slot(void *context, size_t place, uint16_t kv_head, size_t range, float **sums) {
+  return slot_of(context, place, kv_head, range, sums);
+}
+
+static void device_computed(void *context, size_t place, size_t range) {
+  const attend_batch *batch = context;
+  batch->splits[place].computed[range - batch->splits[place].first] = true;
+}
+
 static void run_loop(qkv_pool *pool, size_t count, qkv_loop_fn *run, void *context) {
   if (pool != NULL) return qkv_pool_loop(pool, count, run, context);
   for (size_t i = 0; i < count; i++) run(context, i, 0);
@@ -347,7 +372,10 @@ void qkvi_attend_batch(qkv_pool *pool, const qkv_attend *requests, size_t count)
   const cut_plan plan = plan_cut(pool, requests, count);
   for (size_t first = 0; first < count;) {
     attend_batch batch = first_batch(requests + first, count - first, &plan);
+    if (batch.device != NULL) qkvi_device_start(batch.device);
     if (batch.splits != NULL) run_loop(pool, batch.task_count, attend_split_index, &batch);
+    if (batch.device != NULL)
+      qkvi_device_finish(batch.device, &(qkvi_device_results){device_slot, device_computed, &batch});
     run_loop(pool, batch.count * batch.heads_max, attend_index, &batch);
     clear_batch(&batch);
     first += batch.count;

@@ -1,7 +1,7 @@
-// What the files of attention share: attend_batch.c makes tasks of a batch of requests, attend_share.c finds the
-// ranges that several of them have, attend.c runs requests over pages, attend_fold.c masks a tile's scores and does
-// the running softmax, attend_tail.c takes the exact tail, attend_check.c refuses what is out of limits,
-// attend_sample.c counts attention.
+// What the files of attention share: attend_batch.c makes tasks of a batch of requests, attend_device.c has ranges
+// computed by a device, attend_share.c finds the ranges that several requests have, attend.c runs requests over
+// pages, attend_fold.c masks a tile's scores and does the running softmax, attend_tail.c takes the exact tail,
+// attend_check.c refuses what is out of limits, attend_sample.c counts attention.
 #ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 #define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 
@@ -152,9 +152,32 @@ typedef struct qkvi_sharing {
 
 // Whether a request sees a range whole that other layers have, too, and has few enough rows.
 bool qkvi_share_may(const qkv_attend *request);
-// Finds the groups, of at most `members_max` requests. Where there is no memory for that, nothing is shared.
-void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_max, qkvi_sharing *sharing);
+// Finds the groups, of at most `members_max` requests. Ranges that `taken` (NULL: none) has flags for, as
+// qkvi_device_taken() gives them, are left out. Where there is no memory for that, nothing is shared.
+void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_max, const bool *const *taken,
+                     qkvi_sharing *sharing);
 void qkvi_share_clear(qkvi_sharing *sharing);
+
+// Ranges of a batch that a device computes (attend_device.c). First they are found, which holds their copies; then
+// the device starts, and what it has computed is waited for. Clearing releases the copies.
+typedef struct qkvi_device_work qkvi_device_work;
+
+// Where results go: the memory of a request's partial result of a range and KV head, and of its sums
+// [rows][value_dim]; and what has all of them.
+typedef struct qkvi_device_results {
+  qkvi_partial *(*slot)(void *context, size_t place, uint16_t kv_head, size_t range, float **sums);
+  void (*computed)(void *context, size_t place, size_t range);
+  void *context;
+} qkvi_device_results;
+
+// Whether a device may compute ranges of a request; those of a batch that have copies (NULL: none has); and which
+// they are: [count], NULL or flags by the range, from the first one on that the request sees.
+bool qkvi_device_may(const qkv_attend *request);
+qkvi_device_work *qkvi_device_find(const qkv_attend *requests, size_t count);
+const bool *const *qkvi_device_taken(const qkvi_device_work *work);
+void qkvi_device_start(qkvi_device_work *work);
+void qkvi_device_finish(qkvi_device_work *work, const qkvi_device_results *results);
+void qkvi_device_clear(qkvi_device_work **work);
 
 // Counts the requests, which have run, on their layers' clocks, and adds those that are due to the averages.
 void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count);

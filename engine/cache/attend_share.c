@@ -33,15 +33,17 @@ static bool is_candidate(const qkv_layer *layer, size_t range, uint64_t begin, u
   return begin <= qkvi_layer_span(layer, first).begin && qkvi_layer_span(layer, pages_end - 1).end <= end;
 }
 
-// The uses of a request, at `uses` where that is not NULL. Returns how many there are, at most `most`.
-static size_t list_uses(const qkv_attend *request, size_t place, size_t most, range_use *uses) {
+// The uses of a request, but for the ranges that `taken` has flags for, at `uses` where that is not NULL. Returns how
+// many there are, at most `most`.
+static size_t list_uses(const qkv_attend *request, size_t place, const bool *taken, size_t most, range_use *uses) {
   const qkv_layer *layer = request->layer;
   size_t range, range_end, count = 0, first, pages_end;
   uint64_t begin, end;
   if (qkvi_attend_rows(request) > QKVI_SHARE_ROWS / 2) return 0;
   seen_by_all(request, &begin, &end);
   qkvi_attend_ranges(request, &range, &range_end);
-  for (; range < range_end && count < most; range++) {
+  for (const size_t from = range; range < range_end && count < most; range++) {
+    if (taken != NULL && taken[range - from]) continue;
     if (!is_candidate(layer, range, begin, end)) continue;
     qkv_layer_range(layer, range, &first, &pages_end);
     if (uses != NULL) {
@@ -58,7 +60,7 @@ static size_t list_uses(const qkv_attend *request, size_t place, size_t most, ra
 }
 
 bool qkvi_share_may(const qkv_attend *request) {
-  return list_uses(request, 0, 1, NULL) > 0;
+  return list_uses(request, 0, NULL, 1, NULL) > 0;
 }
 
 #define COMPARE(a, b) ((a) < (b) ? -1 : (a) > (b))
@@ -135,10 +137,12 @@ static void group_uses(finder *f, range_use *uses, size_t count) {
   }
 }
 
-void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_max, qkvi_sharing *sharing) {
+void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_max, const bool *const *taken,
+                     qkvi_sharing *sharing) {
   size_t all = 0, filled = 0;
   *sharing = (qkvi_sharing){0};
-  for (size_t i = 0; i < count; i++) all += list_uses(&requests[i], i, SIZE_MAX, NULL);
+  for (size_t i = 0; i < count; i++)
+    all += list_uses(&requests[i], i, taken == NULL ? NULL : taken[i], SIZE_MAX, NULL);
   if (all < 2 || members_max < 2) return;
   range_use *uses = malloc(all * sizeof *uses);
   finder f = {
@@ -147,7 +151,8 @@ void qkvi_share_find(const qkv_attend *requests, size_t count, size_t members_ma
   sharing->members = malloc(all * sizeof *sharing->members);
   if (uses != NULL && f.last != NULL && sharing->groups != NULL && sharing->members != NULL) {
     // Forks may come and go meanwhile: what was counted is the most.
-    for (size_t i = 0; i < count; i++) filled += list_uses(&requests[i], i, all - filled, uses + filled);
+    for (size_t i = 0; i < count; i++)
+      filled += list_uses(&requests[i], i, taken == NULL ? NULL : taken[i], all - filled, uses + filled);
     group_uses(&f, uses, filled);
   }
   free(uses);

@@ -32,6 +32,7 @@
 #include "engine/base/arena.h"
 #include "engine/base/tensor.h"
 #include "engine/cache/backing.h"
+#include "engine/cache/device.h"
 #include "engine/cache/ema.h"
 #include "engine/cache/model.h"
 #include "engine/cache/page_range.h"
@@ -55,6 +56,7 @@ typedef struct qkv_layer_config {
   uint64_t session;            // as the backing knows it
   qkv_session_tokens *tokens;  // whose pages' hashes go to the backing with those of the layer; NULL: none do
   qkv_pool *pool;              // helps yielding threads to encode; NULL: none does
+  qkv_device *device;          // that attends ranges of which it has copies, and outlives the layer; NULL: none
 } qkv_layer_config;
 
 // The attention that a range's pages receive in one layer; entries are made when there is something to count.

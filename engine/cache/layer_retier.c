@@ -309,6 +309,7 @@ qkv_status qkv_layer_exchange(qkv_layer *layer, qkv_cut *cut, qkv_error *error) 
   QKV_TRY(status);
   cut->exchanged = true;
   entry->serial = qkvi_serial_next();
+  qkvi_range_forget(range);
   qkv_ema *ema = qkv_layer_ema(layer, cut->index);
   if (ema != NULL) atomic_store_explicit(&ema->changed, qkv_ema_clock_now(layer->clock), memory_order_relaxed);
   return QKV_OK;

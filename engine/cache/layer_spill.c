@@ -132,6 +132,7 @@ static void evict_page(qkv_page_range *range, qkv_page_entry *entry, leaving_ima
   entry->lost = entry->record_lost;
   entry->serial = 0;
   qkvi_range_count(range, entry, 1);
+  qkvi_range_forget(range);
 }
 
 // A page that can leave, and the attention that its tokens receive, all heads together.

@@ -56,6 +56,7 @@ void qkv_page_let_go(qkv_page_hold *hold) {
 qkv_page_range *qkvi_range_create(qkv_account *account) {
   qkv_page_range *range = checked(calloc(1, sizeof *range));
   range->account = account;
+  atomic_init(&range->device, NULL);
   atomic_init(&range->layers, 1);
   atomic_init(&range->pins, 1);
   const int failed = pthread_mutex_init(&range->lock, NULL);
@@ -245,6 +246,7 @@ void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena) {
   qkv_page_range *left = *range;
   *range = NULL;
   if (atomic_fetch_sub_explicit(&left->layers, 1, memory_order_acq_rel) > 1) return;
+  qkvi_range_forget(left);
   qkvi_range_cut(left, 0, arena);
   (void)pthread_mutex_destroy(&left->lock);
   free(atomic_load(&left->pages));
@@ -296,6 +298,11 @@ void qkvi_range_unlock(qkv_page_range *range) {
 }
 
 // ---- Pages ----
+
+void qkvi_range_forget(qkv_page_range *range) {
+  qkv_device *device = atomic_exchange_explicit(&range->device, NULL, memory_order_relaxed);
+  if (device != NULL) device->forget(device, range);
+}
 
 void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign) {
   const uint64_t by = sign > 0 ? 1 : UINT64_MAX;

@@ -40,6 +40,7 @@
 
 #include "engine/base/arena.h"
 #include "engine/cache/accounts.h"
+#include "engine/cache/device.h"
 #include "engine/codec/codec.h"
 
 #define QKV_RANGE_PAGES 64  // 4096 tokens
@@ -65,11 +66,12 @@ typedef struct qkv_page_entry {
 } qkv_page_entry;
 
 typedef struct qkv_page_range {
-  _Atomic uint32_t layers;   // that have it
-  _Atomic int32_t pins;      // of locked layers; below 0: seized
-  _Atomic int64_t used_ms;   // last use by a session, where it is shared
-  _Atomic uint32_t keepers;  // layers of pinned sessions: its pages stay in memory, whatever others do
-  _Atomic bool was_shared;   // records may be needed by other sessions: the backing knows by which (backing.h)
+  _Atomic(qkv_device *) device;  // that has been asked for copies of its pages (device.h); NULL: none
+  _Atomic uint32_t layers;       // that have it
+  _Atomic int32_t pins;          // of locked layers; below 0: seized
+  _Atomic int64_t used_ms;       // last use by a session, where it is shared
+  _Atomic uint32_t keepers;      // layers of pinned sessions: its pages stay in memory, whatever others do
+  _Atomic bool was_shared;       // records may be needed by other sessions: the backing knows by which (backing.h)
   pthread_mutex_t lock;
   qkv_account *account;  // that the records' bytes are counted in; NULL: none
   uint32_t count, capacity;
@@ -136,6 +138,9 @@ static inline bool qkvi_range_is_cold(const qkv_page_range *range) {
 // from the `count`th on.
 void qkvi_range_add(qkv_page_range *range, const qkv_page_entry *entry);
 void qkvi_range_cut(qkv_page_range *range, uint32_t count, qkv_arena *arena);
+
+// After an image of it has been exchanged or has left memory: copies on a device are of no more use.
+void qkvi_range_forget(qkv_page_range *range);
 
 // Counts in the sums what an entry is (`sign` 1), or is no more (-1).
 void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign);

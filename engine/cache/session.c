@@ -359,7 +359,8 @@ void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *
                                      .backing = session->detached ? NULL : config->backing,
                                      .session = config->id,
                                      .tokens = index == model->layers - 1 ? &session->tokens : NULL,
-                                     .pool = config->pool},
+                                     .pool = config->pool,
+                                     .device = config->device},
                  qkv_coding_layer(qkvi_session_current_coding(session), index));
 }
 

@@ -422,6 +422,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;
+  config->device = store->config.device;
   config->prefixes = store->prefixes;
   config->recency = store->recency;
   config->retier_all = store->config.retier_all;

@@ -21,8 +21,9 @@ typedef struct qkv_store_config {
   uint64_t prefixes_max;          // pages of 64 token ids that are indexed (prefix_index.h); 0: none
   qkv_account_limits_fn *limits;  // of tenants (accounts.h); NULL: none have any
   void *limits_context;
-  bool retier_all;  // tiers of all sessions follow attention (server/retier.h)
-  qkv_pool *pool;   // whose idle threads help yielding ones to encode, borrowed; NULL: none
+  bool retier_all;     // tiers of all sessions follow attention (server/retier.h)
+  qkv_device *device;  // of all layers, borrowed; NULL: none
+  qkv_pool *pool;      // whose idle threads help yielding ones to encode, borrowed; NULL: none
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;

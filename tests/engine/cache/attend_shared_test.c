@@ -210,7 +210,7 @@ static size_t check_groups(const qkv_attend *requests, size_t count) {
   size_t all = 0;
   qkvi_sharing sharing;
   memset(grouped, 0, sizeof grouped);
-  qkvi_share_find(requests, count, SIZE_MAX, &sharing);
+  qkvi_share_find(requests, count, SIZE_MAX, NULL, &sharing);
   for (size_t g = 0; g < sharing.count; g++) {
     const qkvi_share_group *group = &sharing.groups[g];
     const qkv_range_slot *slots = requests[group->members[0]].layer->ranges;
@@ -294,7 +294,7 @@ typedef struct expected_group {
 static void expect_groups(const qkv_attend *requests, size_t count, size_t members_max, const expected_group *groups,
                           size_t group_count) {
   qkvi_sharing found;
-  qkvi_share_find(requests, count, members_max, &found);
+  qkvi_share_find(requests, count, members_max, NULL, &found);
   assert_int_equal(found.count, group_count);
   for (size_t i = 0; i < group_count; i++) {
     assert_int_equal(found.groups[i].first, groups[i].first);

@@ -1,0 +1,70 @@
+// A device that attends ranges of pages: what attention asks of it (attend_device.c), and what it gives.
+//
+//   hold()    each range of a request: does the device have these images?      no: the range is computed by the CPU
+//   begin()   memory for what the kernels read and write; the caller fills it: engine/kernel/simt/attend.h
+//   submit()  the kernels start; the caller computes other ranges meanwhile
+//   wait()    partial results of the ranges                                    failed: computed by the CPU as well
+//
+// A device has copies of images: the host's stay. A copy belongs to images by their serials (page_range.h), which no
+// other image ever has, so an image that takes another one's place is never mistaken for it. Which ranges have copies
+// is the device's decision, by the calls of hold().
+//
+// Threads: any, at once. hold() and what follows it are called with the range pinned, so by a thread that has its
+// layer locked; forget() with the range's lock held, too. None but wait() waits.
+#ifndef QKV_ENGINE_CACHE_DEVICE_H
+#define QKV_ENGINE_CACHE_DEVICE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/kernel/simt/operands.h"
+
+struct qkv_page_range;
+typedef struct qkv_device qkv_device;
+typedef struct qkv_device_copy qkv_device_copy;  // the device's
+
+// Pages [first, end) of a range, all of them in memory.
+typedef struct qkv_device_pages {
+  struct qkv_page_range *range;
+  uint32_t first, end;
+  bool grows;  // pages are still added to the range: a copy would soon have fewer
+} qkv_device_pages;
+
+// Memory of one call. Addresses are the device's.
+typedef struct qkv_device_call {
+  void *own;       // the device's
+  uint8_t *input;  // [input_bytes], 16-byte aligned: filled by the caller
+  size_t input_bytes;
+  uint64_t input_address;
+  const uint8_t *output;  // [output_bytes], 16-byte aligned: valid once wait() has said true
+  size_t output_bytes;
+  uint64_t output_address;
+  uint64_t scratch_address;  // of kernels alone
+  size_t scratch_bytes;
+  uint64_t tables_address;  // qkv_simt_tables
+} qkv_device_call;
+
+struct qkv_device {
+  // Counts an attend of these pages. Where the device has copies of all of them: the address of the list of images by
+  // their index in the range, which stays until release(copy). Else 0, and *copy is not set.
+  uint64_t (*hold)(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **copy);
+  void (*release)(qkv_device *device, qkv_device_copy *copy);
+  // The range has other images, or will be gone: its address may be another range's afterwards.
+  void (*forget)(qkv_device *device, const struct qkv_page_range *range);
+
+  // False: all calls are in use, or the device fails. Between begin and end the caller has at least one copy.
+  bool (*begin)(qkv_device *device, qkv_device_call *call);
+  // Runs the attend kernel of a shape, then the merge kernel. False: it does not.
+  bool (*submit)(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
+                 const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge);
+  bool (*wait)(qkv_device *device, qkv_device_call *call);
+  void (*end)(qkv_device *device, qkv_device_call *call);
+};
+
+// Whether the kernels take the pages of a coder, and this image of one.
+struct qkv_coder;
+bool qkv_device_takes_coder(const struct qkv_coder *coder);
+bool qkv_device_takes_image(const struct qkv_coder *coder, const void *image);
+
+#endif
