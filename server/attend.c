@@ -439,7 +439,10 @@ static bool attend(attend_call *state) {
     const batch_part *part = state->order[i];
     qkvi_read_ahead(state->daemon, part->session, &state->attends[part->attend], part->end);
   }
-  for (size_t i = 0; i < count; i++) aim(state, state->order[i]);
+  for (size_t i = 0; i < count; i++) {
+    aim(state, state->order[i]);
+    state->attends[i].host_only = (state->waits & QKVI_WAIT_LAYERS) == 0;
+  }
   const uint64_t began = qkv_stage_now();
   qkv_attend_run((state->waits & QKVI_WAIT_LAYERS) != 0 ? pool_of(state) : NULL, state->attends, count);
   qkv_stage_add(QKV_STAGE_ATTEND, began);

@@ -19,6 +19,7 @@
 #include "server/audit.h"
 #include "server/auth.h"
 #include "server/calibrations.h"
+#include "server/gpu/gpu.h"
 #include "server/health.h"
 #include "server/http/observed.h"
 #include "server/kept_calibrations.h"
@@ -49,6 +50,7 @@ typedef struct qkv_daemon {
   qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
+  qkvi_gpu *gpu;           // NULL: without gpu-memory, a driver or kernels
   struct qkvi_http *http;  // NULL without an admin-listen
   qkvi_observed observed;  // calls by method and tenant
   qkvi_jwt *jwt;           // NULL: without jwks

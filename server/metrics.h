@@ -111,6 +111,18 @@
     "Files of the SSD that the device did not give at the start; they stay for the next one.")                      \
   X(STORAGE_BAD_RECORDS, "qkvd_storage_bad_records_total", QKV_COUNTER,                                             \
     "Damaged records that recovery, compaction or a read has found.")                                               \
+  X(GPU_DOWN, "qkvd_gpu_down", QKV_GAUGE, "1 while gpu-memory is given and no GPU is used.")                        \
+  X(GPU_BYTES, "qkvd_gpu_bytes", QKV_GAUGE, "Memory of the GPU that is in use, of gpu-memory.")                     \
+  X(GPU_RANGES, "qkvd_gpu_ranges", QKV_GAUGE, "Ranges of up to 64 pages of which the GPU has copies.")              \
+  X(GPU_HITS, "qkvd_gpu_hits_total", QKV_COUNTER,                                                                   \
+    "Ranges of requests that the GPU had copies of; one that the kernels can take counts here or as a miss.")       \
+  X(GPU_MISSES, "qkvd_gpu_misses_total", QKV_COUNTER, "Ranges of requests that it had no copies of.")               \
+  X(GPU_CALLS, "qkvd_gpu_calls_total", QKV_COUNTER, "Calls of kernels whose results were used.")                    \
+  X(GPU_UPLOADS, "qkvd_gpu_uploads_total", QKV_COUNTER, "Ranges copied to the GPU.")                                \
+  X(GPU_UPLOAD_BYTES, "qkvd_gpu_upload_bytes_total", QKV_COUNTER, "Their bytes.")                                   \
+  X(GPU_EVICTIONS, "qkvd_gpu_evictions_total", QKV_COUNTER, "Ranges that left the GPU for others.")                 \
+  X(GPU_FAILURES, "qkvd_gpu_failures_total", QKV_COUNTER,                                                           \
+    "Times that the GPU was taken out of use because of an error.")                                                 \
   X(FORKS, "qkvd_forks_total", QKV_COUNTER, "Sessions that were made as forks of others.")                          \
   X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \
   X(SESSIONS_EVICTED, "qkvd_sessions_evicted_total", QKV_COUNTER,                                                   \

@@ -10,6 +10,7 @@
 #include "engine/cache/ema.h"
 #include "engine/cache/model.h"
 #include "engine/codec/codec.h"
+#include "server/gpu/gpu.h"
 
 #define AT(field) offsetof(qkv_server_options, field)
 #define MIB 1048576.0
@@ -57,6 +58,14 @@ const qkv_option qkv_server_option_table[] = {
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
      "Memory for all sessions, their keys and values; sessions and appends beyond it are refused. The whole process "
      "keeps to it and a tenth."},
+    {"gpu-memory", QKV_OPTION_BYTES, AT(gpu_memory), "0", 0, 1024 * GIB, "BYTES",
+     "Memory on a GPU for copies of pages, where attention is computed on them; what does not fit, and what its "
+     "kernels "
+     "do not take, is computed by the CPU. 0: no GPU is used, else at least 16MiB."},
+    {"gpu-device", QKV_OPTION_STRING, AT(gpu_device), "0", 0, 0, "GPU",
+     "The GPU that is used: its number or its UUID, that of a MIG slice too."},
+    {"gpu-kernels", QKV_OPTION_STRING, AT(gpu_kernels), NULL, 0, 0, "FILE",
+     "Its kernels, a fat binary, a cubin or PTX, instead of those that are part of the program."},
     {"huge-pages", QKV_OPTION_STRING, AT(huge_pages), "auto", 0, 0, "PAGES",
      "What keys and values lie on: auto, pages of 2 MiB where the kernel gives them on request, or off. The log says "
      "which."},
@@ -335,6 +344,10 @@ static qkv_status check_storage(const qkv_server_options *values, qkv_error *err
 static qkv_status check_memory(const qkv_server_options *values, qkv_error *error) {
   const char *pages = values->huge_pages;
   qkv_heap_numa numa;
+  if (values->gpu_memory != 0 && values->gpu_memory < QKVI_GPU_MEMORY_LEAST)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                    "--gpu-memory is %" PRId64 " bytes, allowed are 0 and %" PRId64 " bytes or more",
+                    values->gpu_memory, (int64_t)QKVI_GPU_MEMORY_LEAST);
   if (strcmp(pages, "auto") != 0 && strcmp(pages, "off") != 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--huge-pages is %s, known are auto and off", pages);
   if (!qkv_heap_numa_parse(values->numa, &numa))

@@ -24,6 +24,9 @@ typedef struct qkv_server_options {
   const char *quota_file;                          // or NULL
   const char *allow_anonymous;                     // "unix", "all" or NULL
   int64_t memory_budget;                           // bytes of KV and of the sessions themselves
+  int64_t gpu_memory;                              // bytes; 0: no GPU is used
+  const char *gpu_device;                          // its number or UUID
+  const char *gpu_kernels;                         // or NULL
   const char *huge_pages;
   const char *numa;
   int64_t threads;               // of the compute pool; 0 on the command line becomes the number of cores

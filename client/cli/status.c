@@ -75,6 +75,35 @@ static void print_options(const Qkv__V1__GetStatusResponse *status) {
   qkv_table_destroy(&table);
 }
 
+static double metric_of(const Qkv__V1__GetStatusResponse *status, const char *name) {
+  for (size_t i = 0; i < status->n_metrics; i++) {
+    if (strcmp(status->metrics[i]->name, name) == 0) return status->metrics[i]->value;
+  }
+  return 0;
+}
+
+static const char *option_of(const Qkv__V1__GetStatusResponse *status, const char *name) {
+  for (size_t i = 0; i < status->n_options; i++) {
+    if (strcmp(status->options[i]->name, name) == 0) return status->options[i]->value;
+  }
+  return "0";
+}
+
+// Where the daemon is to use one.
+static void print_gpu(const Qkv__V1__GetStatusResponse *status) {
+  char used[QKV_HUMAN_MAX];
+  const char *memory = option_of(status, "gpu-memory");
+  if (strcmp(memory, "0") == 0) return;
+  if (metric_of(status, "qkvd_gpu_down") != 0) {
+    printf("GPU         none is used, the daemon's log says why\n");
+    return;
+  }
+  const double hits = metric_of(status, "qkvd_gpu_hits_total"), misses = metric_of(status, "qkvd_gpu_misses_total");
+  printf("GPU         %s of %s, %.0f ranges resident, %.0f %% of those attended\n",
+         qkv_human_bytes((uint64_t)metric_of(status, "qkvd_gpu_bytes"), used), memory,
+         metric_of(status, "qkvd_gpu_ranges"), hits > 0 ? 100 * hits / (hits + misses) : 0);
+}
+
 static void print_status(const Qkv__V1__GetStatusResponse *status) {
   char held[QKV_HUMAN_MAX], limit[QKV_HUMAN_MAX], rss[QKV_HUMAN_MAX], uptime[QKV_HUMAN_MAX];
   char coders[QKV_HUMAN_MAX], moments[QKV_HUMAN_MAX], capacity[QKV_HUMAN_MAX], overhead[QKV_HUMAN_MAX];
@@ -92,6 +121,7 @@ static void print_status(const Qkv__V1__GetStatusResponse *status) {
          qkv_human_bytes(status->calibration_bytes, coders), qkv_human_bytes(status->learning_bytes, moments));
   printf("memory      %s resident, %s of it outside the KV\n", qkv_human_bytes(status->rss_bytes, rss),
          qkv_human_bytes(status->overhead_bytes, overhead));
+  print_gpu(status);
 }
 
 int qkvctl_status(void *values_in, const qkv_option_list *arguments) {

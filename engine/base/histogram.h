@@ -40,6 +40,8 @@ typedef enum qkv_stage {
   QKV_STAGE_ENCODE,   // a page: its rows become codes
   QKV_STAGE_ATTEND,   // the attention of a request's items over the layers that they have locked
   QKV_STAGE_RESTORE,  // cold pages that a request needs: read from the SSD into memory
+  QKV_STAGE_GPU,      // a call of kernels on a GPU: from its start until its results are there
+  QKV_STAGE_UPLOAD,   // a range of pages: from memory to a GPU
   QKV_STAGE_COUNT
 } qkv_stage;
 

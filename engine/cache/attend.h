@@ -36,7 +36,8 @@ typedef struct qkv_attend {
   uint64_t position;  // of query 0
   qkv_tensor q;       // [queries, q_heads, key_dim], checked with qkv_attend_check
   bool q_before_rope;
-  bool shown;  // qkv_attend_show has observed its queries
+  bool shown;      // qkv_attend_show has observed its queries
+  bool host_only;  // no device is asked (device.h), for which a thread would wait
   qkv_attend_options options;
   float *out;  // [queries][q_heads][value_dim], dense
   float *lse;  // [queries][q_heads]

@@ -82,8 +82,9 @@ bool qkv_device_takes_image(const qkv_coder *coder, const void *image) {
 }
 
 bool qkvi_device_may(const qkv_attend *request) {
-  return request->layer->config.device != NULL && request->options.precision != QKV_PRECISION_FP32 &&
-         qkvi_attend_rows(request) <= QKV_QUERY_BLOCK && qkvi_attend_task(request, 0).soft_cap == 0;
+  return request->layer->config.device != NULL && !request->host_only &&
+         request->options.precision != QKV_PRECISION_FP32 && qkvi_attend_rows(request) <= QKV_QUERY_BLOCK &&
+         qkvi_attend_task(request, 0).soft_cap == 0;
 }
 
 // What the rows of a request see, as qkvi_attend_add() has it in a block.
@@ -342,6 +343,7 @@ static void add_job(filled_call *to, const held_range *held, const device_querie
 
 // Its results stay missing where there is no call for it.
 static void add_range(qkvi_device_work *work, held_range *held, const device_queries *queries) {
+  assert(queries->shape != NULL);
   const size_t heads = work->requests[held->place].layer->config.model->kv_heads;
   const size_t rows = queries->shape->rows;
   held->missing = heads * queries->blocks;

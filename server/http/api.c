@@ -80,7 +80,7 @@ static json_t *calls(const qkvi_observed *observed) {
 }
 
 static json_t *stages(void) {
-  static const char *const names[QKV_STAGE_COUNT] = {"queue", "encode", "attend", "restore"};
+  static const char *const names[QKV_STAGE_COUNT] = {"queue", "encode", "attend", "restore", "gpu", "upload"};
   json_t *all = json_object();
   for (size_t i = 0; i < QKV_STAGE_COUNT; i++)
     json_object_set_new(all, names[i], histogram(qkv_stage_histogram((qkv_stage)i)));

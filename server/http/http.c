@@ -73,7 +73,12 @@ static void say(qkvi_http_answer *answer, unsigned status, const char *text) {
 bool qkvi_http_is_ready(const qkv_daemon *daemon, const char **reason) {
   const bool draining = atomic_load(&daemon->draining);
   const bool degraded = qkv_metric_read(&daemon->metrics[QKV_METRIC_SPILL_DEGRADED]) != 0;
-  if (reason != NULL) *reason = draining ? "draining\n" : degraded ? "the SSD refuses what is written\n" : "ready\n";
+  const bool without_gpu = qkv_metric_read(&daemon->metrics[QKV_METRIC_GPU_DOWN]) != 0;
+  if (reason != NULL)
+    *reason = draining      ? "draining\n"
+              : degraded    ? "the SSD refuses what is written\n"
+              : without_gpu ? "ready, but no GPU is used: the log says why\n"
+                            : "ready\n";
   return !draining && !degraded;
 }
 

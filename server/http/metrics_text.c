@@ -10,10 +10,9 @@
 
 #define TYPE "text/plain; version=0.0.4; charset=utf-8"
 
-static const char *const stage_names[QKV_STAGE_COUNT] = {[QKV_STAGE_QUEUE] = "queue",
-                                                         [QKV_STAGE_ENCODE] = "encode",
-                                                         [QKV_STAGE_ATTEND] = "attend",
-                                                         [QKV_STAGE_RESTORE] = "restore"};
+static const char *const stage_names[QKV_STAGE_COUNT] = {
+    [QKV_STAGE_QUEUE] = "queue",     [QKV_STAGE_ENCODE] = "encode", [QKV_STAGE_ATTEND] = "attend",
+    [QKV_STAGE_RESTORE] = "restore", [QKV_STAGE_GPU] = "gpu",       [QKV_STAGE_UPLOAD] = "upload"};
 
 static void put_head(FILE *out, const char *name, const char *type, const char *help) {
   fprintf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);

@@ -1,0 +1,119 @@
+// Calls of a GPU: the memory that they read and write, and the kernels.
+#include <assert.h>
+
+#include "engine/base/histogram.h"
+#include "server/gpu/internal.h"
+
+enum {
+  SHAPES = 8,  // of QKV_SIMT_SHAPES; the merge kernel comes behind them
+  SCRATCH_PART = 64,
+  INPUT_BYTES = 512 << 10,
+  WARP = 32,
+};
+#define SCRATCH_MAX (UINT64_C(8) << 20)  // results of the runs of 500 ranges at 128 coordinates and four rows
+
+// An eighth of the memory for all calls, at most.
+uint64_t qkvi_gpu_scratch_bytes(uint64_t memory_bytes) {
+  const uint64_t part = memory_bytes / SCRATCH_PART;
+  return part < SCRATCH_MAX ? part : SCRATCH_MAX;
+}
+
+static size_t output_bytes(const qkvi_gpu *gpu) {
+  return (size_t)(gpu->scratch_bytes / QKV_SIMT_RANGE_RUNS);
+}
+
+void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config) {
+#define KERNEL(dim, rows, query_parts, weight_parts) \
+  {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, QKV_SIMT_SHARED_BYTES(dim)},
+  static const qkv_gpu_kernel kernels[] = {QKV_SIMT_SHAPES(KERNEL){"qkv_simt_merge_partials", 0}};
+#undef KERNEL
+  _Static_assert(sizeof kernels / sizeof *kernels == SHAPES + 1, "kernels");
+  config->kernels = kernels;
+  config->kernel_count = SHAPES + 1;
+  config->calls = QKVI_GPU_CALLS;
+  config->input_bytes = INPUT_BYTES;
+  config->output_bytes = output_bytes(gpu);
+}
+
+qkv_status qkvi_gpu_prepare_calls(qkvi_gpu *gpu, qkv_gpu_device *device, qkv_error *error) {
+  qkv_simt_tables tables;
+  qkv_simt_tables_fill(&tables);
+  gpu->tables = qkv_gpu_alloc(device, sizeof tables);
+  bool has = gpu->tables != 0;
+  for (size_t i = 0; i < QKVI_GPU_CALLS; i++) {
+    gpu->slots[i] = (qkvi_gpu_slot){.scratch = qkv_gpu_alloc(device, gpu->scratch_bytes)};
+    has &= gpu->slots[i].scratch != 0;
+  }
+  if (!has) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "the GPU has no memory for what kernels compute");
+  const qkv_gpu_copy copy = {.to = gpu->tables, .from = &tables, .bytes = sizeof tables};
+  return qkv_gpu_upload(device, &copy, 1, error);
+}
+
+bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  qkvi_gpu_slot *slot = NULL;
+  pthread_mutex_lock(&gpu->lock);
+  assert(gpu->held > 0);
+  for (size_t i = 0; gpu->usable && i < QKVI_GPU_CALLS && slot == NULL; i++) {
+    if (gpu->slots[i].call == NULL) slot = &gpu->slots[i];
+  }
+  if (slot != NULL) slot->call = qkv_gpu_begin(gpu->open);
+  const bool began = slot != NULL && slot->call != NULL;
+  pthread_mutex_unlock(&gpu->lock);
+  if (!began) return false;
+  *call = (qkv_device_call){.own = slot,
+                            .input = qkv_gpu_input(slot->call),
+                            .input_bytes = INPUT_BYTES,
+                            .input_address = qkv_gpu_input_address(slot->call),
+                            .output = qkv_gpu_output(slot->call),
+                            .output_bytes = output_bytes(gpu),
+                            .output_address = qkv_gpu_output_address(slot->call),
+                            .scratch_address = slot->scratch,
+                            .scratch_bytes = gpu->scratch_bytes,
+                            .tables_address = gpu->tables};
+  return true;
+}
+
+static size_t kernel_of(const qkv_simt_shape *shape) {
+  size_t n = 0;
+  while (qkv_simt_shape_at(n) != shape) n++;
+  assert(n < SHAPES);
+  return n;
+}
+
+bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
+                     const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge) {
+  qkvi_gpu_slot *slot = call->own;
+  const uint32_t blocks = attend->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS;
+  slot->began_ns = qkv_stage_now();
+  qkv_status status =
+      qkv_gpu_launch(slot->call, kernel_of(shape), blocks, QKV_SIMT_WARPS * WARP, attend, sizeof *attend, NULL);
+  if (status == QKV_OK)
+    status = qkv_gpu_launch(slot->call, SHAPES, merge->count, QKV_SIMT_MERGE_THREADS, merge, sizeof *merge, NULL);
+  if (status == QKV_OK) return true;
+  (void)qkv_gpu_wait(slot->call, NULL);  // for the kernel that has been launched
+  qkvi_gpu_failed(qkvi_gpu_of(device));
+  return false;
+}
+
+bool qkvi_gpu_wait_call(qkv_device *device, qkv_device_call *call) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  qkvi_gpu_slot *slot = call->own;
+  if (qkv_gpu_wait(slot->call, NULL) != QKV_OK) {
+    qkvi_gpu_failed(gpu);
+    return false;
+  }
+  qkv_stage_add(QKV_STAGE_GPU, slot->began_ns);
+  qkvi_gpu_count(gpu, QKV_METRIC_GPU_CALLS, 1);
+  return true;
+}
+
+void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  qkvi_gpu_slot *slot = call->own;
+  qkv_gpu_call *ended = slot->call;
+  pthread_mutex_lock(&gpu->lock);
+  slot->call = NULL;
+  pthread_mutex_unlock(&gpu->lock);
+  qkv_gpu_end(ended);
+}

@@ -1,0 +1,275 @@
+// Which ranges are resident.
+//
+// A range's attends are counted. From the second one on its images are copied to a buffer by the thread that attends,
+// which has them pinned, so that neither images nor layers are held for an upload; the thread of the tier finds
+// memory and uploads. Where there is none, the longest unused range goes, unless it has been attended within the last
+// second: ranges that are attended in turn and do not all fit would else replace each other for ever. Then nothing is
+// tried for a tenth of a second.
+#include <assert.h>
+#include <string.h>
+#include <utlist.h>
+
+#include "engine/base/histogram.h"
+#include "server/gpu/internal.h"
+
+enum { IMAGE_ALIGN = 64, FULL_MS = 100 };
+#define LIST_BYTES (QKV_RANGE_PAGES * sizeof(uint64_t))
+
+static size_t aligned(size_t bytes) {
+  return (bytes + IMAGE_ALIGN - 1) / IMAGE_ALIGN * IMAGE_ALIGN;
+}
+
+static qkv_device_copy *find(qkvi_gpu *gpu, const qkv_page_range *range) {
+  qkv_device_copy *found;
+  HASH_FIND_PTR(gpu->table, &range, found);
+  return found;
+}
+
+static qkv_device_copy *find_or_add(qkvi_gpu *gpu, const qkv_page_range *range) {
+  qkv_device_copy *copy = find(gpu, range);
+  if (copy != NULL) return copy;
+  copy = calloc(1, sizeof *copy);
+  if (copy == NULL) abort();
+  copy->range = range;
+  HASH_ADD_PTR(gpu->table, range, copy);
+  return copy;
+}
+
+// Gives its memory back.
+static void leave_gpu(qkvi_gpu *gpu, qkv_device_copy *copy) {
+  assert(copy->state == QKVI_COPY_RESIDENT && copy->users == 0);
+  DL_DELETE(gpu->resident, copy);
+  gpu->resident_count--;
+  qkv_gpu_free(gpu->open, copy->at, copy->bytes);
+  copy->state = QKVI_COPY_COUNTED;
+  copy->attends = 0;
+}
+
+// Whether it has these images. They are in memory and pinned, so their serials stay.
+static bool matches(const qkv_device_copy *copy, const qkv_device_pages *pages) {
+  const qkv_page_entry *entries = qkvi_range_entries(pages->range);
+  if (pages->end > copy->pages) return false;
+  for (uint32_t i = pages->first; i < pages->end; i++) {
+    if (entries[i].serial != copy->serials[i]) return false;
+  }
+  return true;
+}
+
+// ---- Filling ----
+
+typedef struct range_images {
+  const void *images[QKV_RANGE_PAGES];
+  uint32_t bytes[QKV_RANGE_PAGES];
+  uint64_t serials[QKV_RANGE_PAGES];
+  uint32_t count;
+  bool fits;  // the kernels take them
+  size_t total;
+} range_images;
+
+// False: not all pages are in memory. The range is pinned, so those that are stay.
+static bool find_images(qkv_page_range *range, range_images *found) {
+  bool all = true;
+  const qkv_page_entry *entries = qkvi_range_entries(range);
+  *found = (range_images){.count = range->count, .fits = true, .total = LIST_BYTES};
+  qkvi_range_lock(range);
+  for (uint32_t i = 0; i < found->count && all; i++) {
+    found->images[i] = entries[i].page;
+    found->bytes[i] = entries[i].bytes;
+    found->serials[i] = entries[i].serial;
+    all = found->images[i] != NULL;
+  }
+  qkvi_range_unlock(range);
+  for (uint32_t i = 0; i < found->count && all; i++) {
+    found->fits &= qkv_device_takes_image(range->coder, found->images[i]);
+    found->total += aligned(found->bytes[i]);
+  }
+  return all;
+}
+
+static uint8_t *copy_images(const range_images *images) {
+  uint8_t *buffer = malloc(images->total);
+  if (buffer == NULL) return NULL;
+  uint64_t *list = (uint64_t *)(void *)buffer;
+  memset(list, 0, LIST_BYTES);
+  size_t at = LIST_BYTES;
+  for (uint32_t i = 0; i < images->count; i++) {
+    list[i] = at;
+    memcpy(buffer + at, images->images[i], images->bytes[i]);
+    memset(buffer + at + images->bytes[i], 0, aligned(images->bytes[i]) - images->bytes[i]);
+    at += aligned(images->bytes[i]);
+  }
+  return buffer;
+}
+
+// The lock is held. Frees what was forgotten meanwhile.
+static void end_fill(qkvi_gpu *gpu, qkv_device_copy *copy, qkvi_copy_state state) {
+  free(copy->buffer);
+  copy->buffer = NULL;
+  copy->state = state;
+  copy->attends = 0;
+  gpu->filled--;
+  if (copy->forgotten) free(copy);
+}
+
+static void fill(qkvi_gpu *gpu, qkv_device_copy *copy, qkv_page_range *range) {
+  range_images images;
+  const bool all = find_images(range, &images);
+  images.fits &= images.total <= gpu->config.memory_bytes / 2;
+  uint8_t *buffer = all && images.fits ? copy_images(&images) : NULL;
+  pthread_mutex_lock(&gpu->lock);
+  copy->pages = images.count;
+  memcpy(copy->serials, images.serials, sizeof copy->serials);
+  copy->bytes = images.total;
+  copy->buffer = buffer;
+  if (buffer != NULL && gpu->usable) {
+    DL_APPEND(gpu->queue, copy);
+    pthread_cond_broadcast(&gpu->changed);
+  } else {
+    end_fill(gpu, copy, all && !images.fits ? QKVI_COPY_UNFIT : QKVI_COPY_COUNTED);
+  }
+  pthread_mutex_unlock(&gpu->lock);
+}
+
+// Counts an attend by the CPU; whether the images are to be filled.
+static bool is_due(qkvi_gpu *gpu, qkv_device_copy *copy, const qkv_device_pages *pages) {
+  if (copy->state == QKVI_COPY_FILLED || copy->users > 0) return false;
+  if (copy->state == QKVI_COPY_UNFIT && matches(copy, pages)) return false;
+  if (copy->state == QKVI_COPY_RESIDENT) leave_gpu(gpu, copy);
+  copy->state = QKVI_COPY_COUNTED;
+  copy->attends++;
+  if (pages->grows || copy->attends < gpu->config.admit_attends || gpu->filled == QKVI_GPU_FILLS) return false;
+  if (copy->used_ms < gpu->full_until_ms) return false;
+  copy->state = QKVI_COPY_FILLED;
+  gpu->filled++;
+  return true;
+}
+
+// ---- Holding ----
+
+uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **out) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  uint64_t address = 0;
+  bool due = false;
+  pthread_mutex_lock(&gpu->lock);
+  if (!gpu->usable) {
+    pthread_mutex_unlock(&gpu->lock);
+    return 0;
+  }
+  qkv_device_copy *copy = find_or_add(gpu, pages->range);
+  copy->used_ms = qkvi_gpu_now_ms();
+  if (copy->state == QKVI_COPY_RESIDENT && matches(copy, pages)) {
+    copy->users++;
+    gpu->held++;
+    DL_DELETE(gpu->resident, copy);
+    DL_APPEND(gpu->resident, copy);
+    *out = copy;
+    address = copy->at;
+  } else {
+    due = is_due(gpu, copy, pages);
+  }
+  pthread_mutex_unlock(&gpu->lock);
+  qkvi_gpu_count(gpu, address != 0 ? QKV_METRIC_GPU_HITS : QKV_METRIC_GPU_MISSES, 1);
+  if (due) fill(gpu, copy, pages->range);
+  return address;
+}
+
+void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  pthread_mutex_lock(&gpu->lock);
+  assert(copy->users > 0 && gpu->held > 0);
+  copy->users--;
+  if (copy->forgotten && copy->users == 0) {
+    leave_gpu(gpu, copy);
+    free(copy);
+  }
+  if (--gpu->held == 0) pthread_cond_broadcast(&gpu->changed);
+  pthread_mutex_unlock(&gpu->lock);
+}
+
+void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  pthread_mutex_lock(&gpu->lock);
+  qkv_device_copy *copy = find(gpu, range);
+  if (copy != NULL) {
+    HASH_DEL(gpu->table, copy);
+    copy->forgotten = copy->state == QKVI_COPY_FILLED || copy->users > 0;
+    if (!copy->forgotten) {
+      if (copy->state == QKVI_COPY_RESIDENT) leave_gpu(gpu, copy);
+      free(copy);
+    }
+  }
+  pthread_mutex_unlock(&gpu->lock);
+}
+
+// ---- By the thread ----
+
+// The longest unused range goes, unless it is in use or was a short while ago.
+static bool evict_one(qkvi_gpu *gpu) {
+  const int64_t unused_since = qkvi_gpu_now_ms() - gpu->config.sticky_ms;
+  pthread_mutex_lock(&gpu->lock);
+  qkv_device_copy *copy = gpu->resident;
+  while (copy != NULL && copy->users > 0) copy = copy->next;
+  const bool goes = copy != NULL && copy->used_ms <= unused_since;
+  if (goes) leave_gpu(gpu, copy);
+  pthread_mutex_unlock(&gpu->lock);
+  if (goes) qkvi_gpu_count(gpu, QKV_METRIC_GPU_EVICTIONS, 1);
+  return goes;
+}
+
+static qkv_cuda_memory find_memory(qkvi_gpu *gpu, uint64_t bytes) {
+  for (;;) {
+    const qkv_cuda_memory at = qkv_gpu_alloc(gpu->open, bytes);
+    if (at != 0 || !evict_one(gpu)) return at;
+  }
+}
+
+static bool upload(qkvi_gpu *gpu, const qkv_device_copy *copy, qkv_cuda_memory at) {
+  uint64_t *list = (uint64_t *)(void *)copy->buffer;
+  const uint64_t began = qkv_stage_now();
+  for (uint32_t i = 0; i < copy->pages; i++) list[i] += at;
+  const qkv_gpu_copy whole = {.to = at, .from = copy->buffer, .bytes = copy->bytes};
+  if (qkv_gpu_upload(gpu->open, &whole, 1, NULL) != QKV_OK) return false;
+  qkv_stage_add(QKV_STAGE_UPLOAD, began);
+  qkvi_gpu_count(gpu, QKV_METRIC_GPU_UPLOADS, 1);
+  qkvi_gpu_count(gpu, QKV_METRIC_GPU_UPLOAD_BYTES, copy->bytes);
+  return true;
+}
+
+void qkvi_gpu_upload_next(qkvi_gpu *gpu) {
+  qkv_device_copy *copy = gpu->queue;
+  DL_DELETE(gpu->queue, copy);
+  pthread_mutex_unlock(&gpu->lock);
+  const qkv_cuda_memory at = find_memory(gpu, copy->bytes);
+  const bool uploaded = at != 0 && upload(gpu, copy, at);
+  if (at == 0 || !uploaded) qkvi_gpu_failed(gpu);
+  pthread_mutex_lock(&gpu->lock);
+  if (at == 0) gpu->full_until_ms = qkvi_gpu_now_ms() + FULL_MS;
+  if (uploaded && !copy->forgotten) {
+    copy->at = at;
+    DL_APPEND(gpu->resident, copy);
+    gpu->resident_count++;
+    end_fill(gpu, copy, QKVI_COPY_RESIDENT);
+    return;
+  }
+  if (at != 0) qkv_gpu_free(gpu->open, at, copy->bytes);
+  end_fill(gpu, copy, QKVI_COPY_COUNTED);
+}
+
+// A thread that fills one now finds that the GPU is not usable.
+void qkvi_gpu_drop_copies(qkvi_gpu *gpu) {
+  assert(gpu->held == 0 && !gpu->usable);
+  while (gpu->queue != NULL) {
+    qkv_device_copy *copy = gpu->queue;
+    DL_DELETE(gpu->queue, copy);
+    end_fill(gpu, copy, QKVI_COPY_COUNTED);
+  }
+  while (gpu->resident != NULL) leave_gpu(gpu, gpu->resident);
+}
+
+void qkvi_gpu_destroy_copies(qkvi_gpu *gpu) {
+  qkv_device_copy *copy, *next;
+  HASH_ITER(hh, gpu->table, copy, next) {
+    HASH_DEL(gpu->table, copy);  // NOLINT(clang-analyzer-unix.Malloc): what was freed is not linked any more
+    free(copy);
+  }
+}

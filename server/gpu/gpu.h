@@ -1,0 +1,61 @@
+// The tier above memory: ranges of pages that a GPU has copies of, and their attention computed there (docs/gpu.md).
+//
+//   attend ─► hold: has the GPU copies of these images? ─ yes ─► kernels read them, partial results come back
+//                          │ no: counted; the CPU computes
+//                          ▼ from the second attend on
+//             images are copied to a buffer ─► thread qkvd-gpu: memory on the GPU, upload ─► the range is resident
+//
+// The host's images stay, so what a GPU loses nobody misses. A copy is of images by their serials: it is used only
+// while the range has just these. It goes when the range is gone, leaves memory or gets other tiers, and when memory
+// on the GPU is needed for a range that is attended now while this one has not been for a while.
+//
+// Failure: memory that runs out leaves ranges with the CPU. Any other error of the driver, or a call that does not
+// end, takes the GPU out of use: requests go on with the CPU, and the thread opens it again later, after 10 s first,
+// then after twice as long each time, up to 5 minutes.
+//
+// Threads: any, but for create and destroy, with which no other may run. One lock, a leaf: nothing is waited for
+// under it, and no function of the driver is called.
+#ifndef QKV_SERVER_GPU_GPU_H
+#define QKV_SERVER_GPU_GPU_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "engine/cache/device.h"
+#include "server/metrics.h"
+
+#define QKVI_GPU_MEMORY_LEAST (INT64_C(16) << 20)  // bytes; 0 is no GPU
+
+typedef struct qkvi_gpu_config {
+  uint64_t memory_bytes;      // on the GPU, at most
+  const char *device;         // its number or UUID (storage/gpu/device.h)
+  const char *kernels;        // file that the kernels are in; NULL: those of this program
+  uint32_t admit_attends;     // of a range, before it is uploaded
+  int64_t sticky_ms;          // a range that was attended less long ago stays
+  int64_t retry_ms;           // after the first failure
+  qkv_metric_value *metrics;  // [QKV_METRIC_COUNT]
+} qkvi_gpu_config;
+
+#define QKVI_GPU_ADMIT_ATTENDS 2
+#define QKVI_GPU_STICKY_MS 1000
+#define QKVI_GPU_RETRY_MS 10000
+
+typedef struct qkvi_gpu qkvi_gpu;
+
+// Opens the GPU, and says in one line of the log which one is used, or why none is. Strings are borrowed. NULL: there
+// is no driver, or there are no kernels. INVALID_ARGUMENT where the file of kernels cannot be read.
+qkv_status qkvi_gpu_create(const qkvi_gpu_config *config, qkvi_gpu **out, qkv_error *error);
+// When nothing is attended any more and all layers are gone. Clears *gpu.
+void qkvi_gpu_destroy(qkvi_gpu **gpu);
+
+// What layers attend with (engine/cache/device.h). Borrowed.
+qkv_device *qkvi_gpu_device(qkvi_gpu *gpu);
+
+typedef struct qkvi_gpu_stats {
+  uint64_t bytes_limit, bytes;  // on the GPU
+  uint64_t ranges;              // resident
+  bool down;
+} qkvi_gpu_stats;
+qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu);
+
+#endif

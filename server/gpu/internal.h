@@ -1,0 +1,106 @@
+// Between the files of server/gpu: gpu.c opens and closes the GPU and has the thread, copies.c decides which ranges
+// are resident, calls.c runs kernels.
+#ifndef QKV_SERVER_GPU_INTERNAL_H
+#define QKV_SERVER_GPU_INTERNAL_H
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "engine/cache/page_range.h"
+#include "server/gpu/gpu.h"
+#include "storage/gpu/device.h"
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
+
+enum {
+  QKVI_GPU_CALLS = 8,
+  QKVI_GPU_FILLS = 2,  // ranges whose images have been copied and are not uploaded yet: some 10 MB each at most
+};
+
+typedef enum qkvi_copy_state {
+  QKVI_COPY_COUNTED,   // its attends are counted
+  QKVI_COPY_UNFIT,     // the kernels do not take its images
+  QKVI_COPY_FILLED,    // its images are being copied, wait for the upload, or are being uploaded
+  QKVI_COPY_RESIDENT,  // they are on the GPU
+} qkvi_copy_state;
+
+// A range that has been attended. All under the lock, but the buffer, which belongs to the thread that fills or
+// uploads.
+struct qkv_device_copy {
+  const qkv_page_range *range;
+  qkvi_copy_state state;
+  bool forgotten;  // not in the table any more: freed by its last user
+  uint32_t users;  // calls that may read it
+  uint32_t attends;
+  int64_t used_ms;
+  uint32_t pages;                     // of which it has images
+  uint64_t serials[QKV_RANGE_PAGES];  // of these; unfit: of those that were looked at
+  qkv_cuda_memory at;                 // resident: the list of addresses, then the images
+  uint64_t bytes;
+  uint8_t *buffer;                      // filled: the same, addresses counted from 0
+  struct qkv_device_copy *prev, *next;  // by use, or in the queue
+  UT_hash_handle hh;
+};
+
+typedef struct qkvi_gpu_slot {
+  qkv_cuda_memory scratch;
+  qkv_gpu_call *call;  // NULL: not in use
+  uint64_t began_ns;
+} qkvi_gpu_slot;
+
+struct qkvi_gpu {
+  qkv_device device;  // first, so that one leads to the other
+  qkvi_gpu_config config;
+  qkv_cuda_driver driver;
+  char *image;  // of kernels, from a file; NULL: the program's
+  pthread_t thread;
+  pthread_cond_t changed;
+
+  pthread_mutex_t lock;  // of all that follows; `open` is changed by the thread alone
+  qkv_gpu_device *open;  // NULL: none is
+  bool usable;           // copies of it may be held
+  bool stopping;
+  size_t held;            // by callers: the GPU stays open
+  int64_t full_until_ms;  // no memory was found: none is looked for before
+  struct qkv_device_copy *table;
+  struct qkv_device_copy *resident;  // from the longest unused one on
+  struct qkv_device_copy *queue;
+  size_t filled, resident_count;
+  qkv_cuda_memory tables;  // qkv_simt_tables
+  qkvi_gpu_slot slots[QKVI_GPU_CALLS];
+  uint64_t scratch_bytes;
+};
+
+static inline qkvi_gpu *qkvi_gpu_of(qkv_device *device) {
+  return (qkvi_gpu *)device;
+}
+
+static inline void qkvi_gpu_count(const qkvi_gpu *gpu, qkv_metric_id metric, uint64_t more) {
+  qkv_metric_add(&gpu->config.metrics[metric], (int64_t)more);
+}
+
+int64_t qkvi_gpu_now_ms(void);
+// An operation has failed: where the GPU has, it is not used from here on, and the thread is woken.
+void qkvi_gpu_failed(qkvi_gpu *gpu);
+
+// copies.c: hold, release and forget of qkv_device; by the thread: uploads what was filled first (the lock is held,
+// and released meanwhile); drops what is not in use. Nothing is held when all are dropped, or destroyed.
+uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **out);
+void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy);
+void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range);
+void qkvi_gpu_upload_next(qkvi_gpu *gpu);
+void qkvi_gpu_drop_copies(qkvi_gpu *gpu);
+void qkvi_gpu_destroy_copies(qkvi_gpu *gpu);
+
+// calls.c: the others; tables and scratch memory, which go with the GPU.
+bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call);
+bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
+                     const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge);
+bool qkvi_gpu_wait_call(qkv_device *device, qkv_device_call *call);
+void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call);
+uint64_t qkvi_gpu_scratch_bytes(uint64_t memory_bytes);
+void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config);
+qkv_status qkvi_gpu_prepare_calls(qkvi_gpu *gpu, qkv_gpu_device *device, qkv_error *error);
+
+#endif

@@ -1,0 +1,278 @@
+"""The daemon with a GPU: a fake CUDA driver whose kernels an emulator runs. Every answer has the bits of a daemon without
+one, whatever becomes of the session or of the driver."""
+
+import copy
+import os
+import subprocess
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+
+from daemon import BIN_DIR, Daemon, binary, clean_environment, wait_for
+from kv import Cache, TIMEOUT
+from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
+
+BUILD = os.path.dirname(BIN_DIR)
+FAKE = os.path.join(BUILD, "tests", "gpu", "fake")
+USELESS = os.path.join(BUILD, "tests", "storage", "stub_cuda")  # a driver without functions
+ALIKE = ("--calibrate-tokens", "0", "--ema-every", "0", "--threads", "2")
+PAGE = 64
+# An attend of 40 pages at 2 bits is more than what a thread that must not wait computes itself, with the CPU.
+SHAPE = {"layers": 1, "kv_heads": 2, "q_heads": 4, "key_dim": 128, "value_dim": 128, "bits_k": 4, "bits_v": 3,
+         "recent_window": 0}
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    path = tmp_path / "kernels"
+    path.write_text("the fake driver has its own")
+    return str(path)
+
+
+def with_gpu(kernels, *arguments, library=FAKE, memory="64MiB", **environment):
+    return Daemon(*ALIKE, "--gpu-memory", memory, "--gpu-kernels", kernels, *arguments,
+                  environment={"LD_LIBRARY_PATH": library, **environment})
+
+
+def gpu(daemon, name):
+    return daemon.metric(f"qkvd_gpu_{name}")
+
+
+def messages(daemon, text):
+    return [line for line in daemon.log_lines() if line["message"] == text]
+
+
+def qkvctl_status(daemon):
+    return subprocess.run([binary("qkvctl"), "status", "--target", daemon.target], check=True, text=True,
+                          stdout=subprocess.PIPE, env=clean_environment()).stdout
+
+
+class Pair:
+    """A session of both daemons that goes through the same."""
+
+    def __init__(self, daemons, name, **shape):
+        self.name = name
+        self.caches = [Cache(daemon.stub(), name, seed=7, **{**SHAPE, **shape}) for daemon in daemons]
+        self.length = 0
+
+    def append(self, tokens):
+        k, v = self.caches[0].rows(tokens)
+        for cache in self.caches:
+            cache.append(self.length, k, v)
+        self.length += tokens
+
+    def fork(self, name):
+        made = copy.copy(self)
+        made.name = name
+        made.caches = [copy.copy(cache) for cache in self.caches]
+        for cache in made.caches:
+            cache.stub.Fork(kv.ForkRequest(session=self.name, fork=name, position=self.length), timeout=TIMEOUT)
+            cache.name = name
+        return made
+
+    def truncate(self, position):
+        self.call("Truncate", kv.TruncateRequest(session=self.name, position=position))
+        self.length = position
+
+    def call(self, method, request):
+        return [getattr(cache.stub, method)(request, timeout=TIMEOUT) for cache in self.caches]
+
+    def attend(self, queries=1, **options):
+        q = self.caches[0].queries(queries)
+        with_it, without = (cache.attend(self.length - queries, q, in_floats=False,
+                                         options=kv.AttendOptions(**options)) for cache in self.caches)
+        assert np.array_equal(with_it[0], without[0]) and np.array_equal(with_it[1], without[1])
+
+
+def inner_range(daemons, name="s", pages=40):
+    """A session with a range of some pages that it appends nothing to any more, and the fork that made it so."""
+    session = Pair(daemons, name)
+    session.append(pages * PAGE)
+    fork = session.fork(f"{name}-fork")
+    session.append(70)
+    return session, fork
+
+
+def until_resident(daemon, session, ranges=1):
+    def attended():
+        session.attend()
+        return gpu(daemon, "ranges") >= ranges
+    wait_for(attended, "a range does not become resident")
+
+
+# ---- One that works ----
+
+def test_the_same_bits(kernels, tmp_path):
+    with with_gpu(kernels, "--data-dir", str(tmp_path / "a")) as daemon, \
+            Daemon(*ALIKE, "--data-dir", str(tmp_path / "b")) as other:
+        (line,) = messages(daemon, "a GPU is used")
+        assert line["gpu"] == "fake 0" and line["memory"] == 64 << 20, line
+        assert messages(other, "a GPU is used") == [] and gpu(other, "down") == 0
+        session, fork = inner_range((daemon, other))
+        until_resident(daemon, session)
+        hits, calls = gpu(daemon, "hits_total"), gpu(daemon, "calls_total")
+        for queries in (1, 3, 8):
+            session.attend(queries)
+        session.attend(2, sliding_window=2000)
+        session.attend(2, range=tensor_pb2.TokenRange(begin=10, end=2000))
+        session.attend(1, soft_cap=20)  # the kernels have none
+        session.attend(1, range=tensor_pb2.TokenRange(begin=0, end=150))  # too little to wait for
+        assert gpu(daemon, "hits_total") == hits + 5 and gpu(daemon, "calls_total") == calls + 5
+        assert "GPU" in qkvctl_status(daemon) and "1 ranges resident" in qkvctl_status(daemon)
+        assert "GPU" not in qkvctl_status(other)
+        # The fork has the range, too; what it appends is its own.
+        fork.append(100)
+        fork.attend()
+        assert gpu(daemon, "ranges") == 1 and gpu(daemon, "hits_total") == hits + 6
+        # Other tiers: the session's own images.
+        demote = kv.DemoteRequest(session="s", bits=2, even=True)
+        wait_for(lambda: min(answer.pages for answer in session.call("Demote", demote)) == 0, "pages stay as they are")
+        session.attend()
+        until_resident(daemon, session, 2)
+        fork.attend()
+        # Cut within the range, and appended again.
+        session.truncate(39 * PAGE)
+        session.append(70)
+        session.attend(2)
+        # Out of memory, and back.
+        fork.call("CloseSession", kv.CloseSessionRequest(session=fork.name, keep=True))
+        wait_for(lambda: fork.caches[0].info().tokens_cold > 0, "nothing leaves memory")
+        fork.attend()
+        until_resident(daemon, fork)
+        # The end.
+        for one in (session, fork):
+            one.call("CloseSession", kv.CloseSessionRequest(session=one.name))
+        wait_for(lambda: gpu(daemon, "ranges") == 0, "copies of closed sessions stay")
+        assert gpu(daemon, "failures_total") == 0
+
+
+def test_several_sessions_in_a_batch(kernels):
+    """Requests that share a range, and one that does not, in one call."""
+    with with_gpu(kernels) as daemon, Daemon(*ALIKE) as other:
+        session, fork = inner_range((daemon, other))
+        fork.append(10)
+        alone, _ = inner_range((daemon, other), "alone", 30)
+        for one in (session, alone):
+            one.attend()
+        until_resident(daemon, session)
+        until_resident(daemon, alone, 2)
+        q = session.caches[0].queries(1)
+        answers = []
+        for cache in session.caches:
+            items = [kv.Item(session=one.name, position=one.length - 1, q=cache.item(q=q, in_floats=False).q)
+                     for one in (session, fork, alone)]
+            answers.append(cache.stub.Attend(kv.AttendRequest(items=items), timeout=TIMEOUT))
+        for first, second in zip(answers[0].results, answers[1].results):
+            assert first.status.code == 0 and first.out.data == second.out.data and first.lse.data == second.lse.data
+
+
+# ---- One that is full ----
+
+def test_memory_that_fills(kernels):
+    """Ranges of 64 pages, more than fit: the longest unused leave once they have not been attended for a second."""
+    tokens, ranges = 64 * PAGE, 32
+    with with_gpu(kernels, memory="16MiB") as daemon, Daemon(*ALIKE) as other:
+        session = Pair((daemon, other), "s", key_dim=64, value_dim=64, bits_v=4)
+        for _ in range(ranges):
+            session.append(tokens)
+        session.append(PAGE)
+
+        def of(index):
+            return tensor_pb2.TokenRange(begin=index * tokens, end=(index + 1) * tokens)
+
+        def bring(index):
+            def uploaded():
+                if gpu(daemon, "uploads_total") > before:
+                    return True
+                session.attend(range=of(index))
+                return False
+            before = gpu(daemon, "uploads_total")
+            wait_for(uploaded, "a range is not uploaded")
+
+        for index in range(ranges):
+            bring(index)
+        assert gpu(daemon, "evictions_total") > 0 and gpu(daemon, "bytes") <= 16 << 20
+        assert 15 < gpu(daemon, "ranges") < ranges
+        hits = gpu(daemon, "hits_total")
+        session.attend(range=of(ranges - 1))
+        assert gpu(daemon, "hits_total") == hits + 1
+        assert gpu(daemon, "failures_total") == 0
+
+
+# ---- One that fails ----
+
+def cycle(daemons):
+    session, fork = inner_range(daemons)
+    fork.append(10)
+    for _ in range(12):
+        session.attend()
+        fork.attend()
+        time.sleep(0.01)
+
+
+FAULTS = ["cuInit:1:999", "cuDeviceGetCount:1:100", "cuModuleLoadData:1:218", "cuMemAlloc:1:2", "cuMemHostAlloc:3:2",
+          "cuMemcpyHtoDAsync:2:719", "cuLaunchKernel:1:719", "cuLaunchKernel:4:700", "cuEventRecord:3:214",
+          "cuEventQuery:5:719", "cuEventQuery:8:-1", "cuCtxSetCurrent:9:201"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(kernels, fault):
+    """The nth call of a function of the driver fails, or an event never comes: nobody notices but the log."""
+    with with_gpu(kernels, FAKE_CUDA_FAIL=fault) as daemon, Daemon(*ALIKE) as other:
+        cycle((daemon, other))
+        wait_for(lambda: gpu(daemon, "down") == 1, "the fault does not show")
+        assert messages(daemon, "no GPU is used") + messages(daemon, "no GPU is used, it is tried again later") + \
+            messages(daemon, "a GPU is not used any more"), daemon.log_text()
+        assert daemon.metric("qkvd_calls_failed_total") == daemon.metric("qkvd_calls_unavailable_total") == 0
+
+
+def test_it_is_tried_again(kernels):
+    with with_gpu(kernels, "--admin-listen", "127.0.0.1:0", FAKE_CUDA_FAIL="cuLaunchKernel:2:719") as daemon, \
+            Daemon(*ALIKE) as other:
+        session, _ = inner_range((daemon, other))
+        address = messages(daemon, "serving HTTP")[0]["address"]
+
+        def ready():
+            with urllib.request.urlopen(f"http://{address}/health/ready", timeout=TIMEOUT) as answer:
+                return answer.read().decode()
+
+        def fails():
+            session.attend()
+            return gpu(daemon, "down") == 1
+
+        assert ready() == "ready\n"
+        wait_for(fails, "it does not fail")
+        assert gpu(daemon, "failures_total") == 1
+        wait_for(lambda: gpu(daemon, "ranges") == 0, "its ranges stay")
+        assert "none is used" in qkvctl_status(daemon)
+        wait_for(lambda: ready() == "ready, but no GPU is used: the log says why\n", "readiness does not mention it")
+        wait_for(lambda: gpu(daemon, "down") == 0, "it is not tried again")
+        assert len(messages(daemon, "a GPU is used")) == 2
+        until_resident(daemon, session)
+        calls = gpu(daemon, "calls_total")
+        session.attend()
+        assert gpu(daemon, "calls_total") > calls and ready() == "ready\n"
+
+
+# ---- None ----
+
+def test_no_driver(kernels):
+    with with_gpu(kernels, library=USELESS) as daemon, Daemon(*ALIKE) as other:
+        (line,) = messages(daemon, "no GPU is used")
+        assert line["level"] == "warn" and "CUDA" in line["reason"], line
+        cycle((daemon, other))
+        assert gpu(daemon, "down") == 1 and gpu(daemon, "misses_total") == 0
+        assert "none is used" in qkvctl_status(daemon)
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (("--gpu-memory", "1MiB"), "--gpu-memory is 1048576 bytes, allowed are 0 and 16777216 bytes or more"),
+    (("--gpu-memory", "64MiB", "--gpu-kernels", "/nowhere/k"), "--gpu-kernels: /nowhere/k: No such file"),
+])
+def test_refused_options(arguments, text):
+    run = subprocess.run([binary("qkvd"), "--listen", "127.0.0.1:0", *arguments], capture_output=True, text=True,
+                         env=clean_environment(), timeout=60)
+    assert run.returncode != 0 and text in run.stderr, run.stderr

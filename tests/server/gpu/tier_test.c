@@ -1,0 +1,419 @@
+// The GPU tier in this process, with the fake driver, whose kernels the emulator runs: each attend has the bits that
+// it has without a GPU, whatever becomes of sessions, of pages and of the driver meanwhile. Runs under
+// ThreadSanitizer.
+//
+//   test_server_gpu_tier [OPERATIONS [SEED]]    random operations, more of them than usual
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "engine/cache/session_retier.h"
+#include "engine/cache/session_spill.h"
+#include "engine/kernel/kernel.h"
+#include "server/gpu/gpu.h"
+#include "server/residency/internal.h"
+#include "server/residency/restore.h"
+#include "storage/gpu/driver.h"
+#include "tests/engine/cache/fixture.h"
+#include "tests/storage/gpu/fake_cuda.h"
+
+#ifdef QKV_SANITIZED
+enum { OPERATIONS = 1000, ROUNDS = 15 };
+#else
+enum { OPERATIONS = 20000, ROUNDS = 100 };
+#endif
+enum { SESSIONS = 24, TOKENS = 4096, DIM = 64, Q_HEADS = 2, PIECE = 400, READERS = 2, NAME_BYTES = 32 };
+
+static fake_cuda_fail_function *fake_fail;
+static fake_cuda_read_function *fake_read;
+static uint64_t operations = OPERATIONS, first_seed = 1;
+
+typedef struct world {
+  char directory[64], kernels[80];
+  qkv_model model;
+  sequence rows;
+  qkv_server_options values;
+  qkv_options *options;
+  qkv_metric_value metrics[QKV_METRIC_COUNT];
+  qkvi_gpu *gpu;
+  qkv_store *store;
+  qkvi_residency *residency;
+  qkv_session *sessions[SESSIONS];  // NULL: closed
+  uint64_t opened;
+  uint64_t seed;
+} world;
+
+static int64_t count_of(const world *w, qkv_metric_id metric) {
+  return qkv_metric_read(&w->metrics[metric]);
+}
+
+// ---- Life ----
+
+static void start_gpu(world *w, uint64_t memory_bytes, int64_t sticky_ms) {
+  qkv_error error = {0};
+  const qkvi_gpu_config config = {.memory_bytes = memory_bytes,
+                                  .device = "0",
+                                  .kernels = w->kernels,
+                                  .admit_attends = 1,
+                                  .sticky_ms = sticky_ms,
+                                  .retry_ms = 2,
+                                  .metrics = w->metrics};
+  if (qkvi_gpu_create(&config, &w->gpu, &error) != QKV_OK) fail_msg("%s", error.text);
+  assert_non_null(w->gpu);
+}
+
+static void setup(world *w, uint64_t memory_bytes, int64_t sticky_ms, uint64_t seed) {
+  qkv_error error = {0};
+  *w = (world){.seed = seed};
+  snprintf(w->directory, sizeof w->directory, "gpu-tier-%d", (int)getpid());
+  snprintf(w->kernels, sizeof w->kernels, "%s.kernels", w->directory);
+  FILE *file = fopen(w->kernels, "w");
+  assert_non_null(file);
+  fputs("the fake driver has its own", file);
+  fclose(file);
+  const char *arguments[] = {
+      "qkvd", "--data-dir",      w->directory, "--storage-io",    "pread", "--storage-compact-rate",
+      "0",    "--memory-budget", "64MiB",      "--recent-window", "0"};
+  if (qkv_server_options_read(sizeof arguments / sizeof *arguments, (char **)(uintptr_t)arguments, &w->values,
+                              &w->options, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  w->model = test_model(1, Q_HEADS, DIM, DIM, QKV_FP32);
+  w->model.layers = 1;
+  w->rows = make_sequence(&w->model, TOKENS, seed);
+  start_gpu(w, memory_bytes, sticky_ms);
+  w->store = qkv_store_create(&(qkv_store_config){.memory_budget = (uint64_t)w->values.memory_budget,
+                                                  .models_max = 1,
+                                                  .sessions_max = 2 * SESSIONS,
+                                                  .policy = qkv_server_options_policy(&w->values),
+                                                  .device = qkvi_gpu_device(w->gpu)});
+  if (qkvi_residency_create(&w->values, w->store, NULL, w->metrics, &w->residency, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  if (qkv_store_register_model(w->store, &w->model, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void close_session(world *w, qkv_session **session) {
+  uint64_t freed;
+  qkv_error error = {0};
+  assert_int_equal(qkv_store_close_session(w->store, *session, &freed, NULL), QKV_OK);
+  if (qkvi_catalogue_closed(w->residency, *session, &error) != QKV_OK) fail_msg("%s", error.text);
+  qkv_session_unref(session);
+}
+
+static void teardown(world *w) {
+  char command[256];
+  for (size_t i = 0; i < SESSIONS; i++) {
+    if (w->sessions[i] != NULL) close_session(w, &w->sessions[i]);
+  }
+  qkvi_residency_finish(w->residency, 60000);
+  qkvi_residency_destroy(&w->residency);
+  qkv_store_destroy(&w->store);
+  assert_int_equal(qkvi_gpu_read(w->gpu).ranges, 0);
+  qkvi_gpu_destroy(&w->gpu);
+  fake_fail("", 1, 0);
+  const fake_cuda_state left = fake_read();
+  assert_int_equal(left.memory_blocks + left.host_blocks + left.streams + left.events + left.modules, 0);
+  qkv_options_destroy(&w->options);
+  free_sequence(&w->rows);
+  snprintf(command, sizeof command, "rm -r %s %s", w->directory, w->kernels);
+  assert_int_equal(system(command), 0);  // NOLINT(cert-env33-c)
+}
+
+// ---- Sessions ----
+
+static const char *next_name(world *w, char name[NAME_BYTES]) {
+  snprintf(name, NAME_BYTES, "s%llu", (unsigned long long)++w->opened);
+  return name;
+}
+
+static qkv_session *open_session(world *w) {
+  qkv_error error = {0};
+  qkv_session *session = NULL;
+  char name[NAME_BYTES];
+  qkv_session_config config = {.tenant = "default",
+                               .name = next_name(w, name),
+                               .purpose = QKV_PURPOSE_ATTEND,
+                               .policy = {.recent_window = 0, .bits_k = 4, .bits_v = 4},
+                               .ema = {.alpha = 0.9, .sample_every = 0},
+                               .durability = QKV_DURABILITY_ASYNC};
+  qkv_status status = qkvi_catalogue_enlist(w->residency, &config, &error);
+  if (status == QKV_OK) status = qkv_store_open(w->store, &config, "tiny", &session, &error);
+  if (status == QKV_OK) status = qkvi_catalogue_opened(w->residency, session, &error);
+  if (status != QKV_OK) fail_msg("%s", error.text);
+  return session;
+}
+
+static qkv_session *fork_session(world *w, qkv_session *parent) {
+  qkv_error error = {0};
+  qkv_session *child = NULL;
+  qkvi_catalogue_fork fork;
+  const uint64_t position = qkv_session_length(parent);
+  qkv_session_config config = *qkv_session_config_of(parent);
+  char name[NAME_BYTES];
+  config.name = next_name(w, name);
+  config.parent_truncations = qkv_session_truncations(parent);
+  qkv_status status = qkvi_catalogue_enlist(w->residency, &config, &error);
+  if (status == QKV_OK) status = qkvi_catalogue_fork_begin(w->residency, parent, &config, &position, &fork, &error);
+  if (status == QKV_OK) {
+    status = qkv_store_fork(w->store, parent, &config, &position, &child, &error);
+    const qkv_status written = qkvi_catalogue_fork_done(&fork, status == QKV_OK ? child : NULL, &error);
+    if (status == QKV_OK) status = written;
+  }
+  if (status != QKV_OK) fail_msg("%s", error.text);
+  return child;
+}
+
+// Rows that no other session has at these positions. A page that is needed for it may be cold: then it is refused.
+static void append(world *w, qkv_session *session, uint64_t tokens) {
+  uint64_t appended, length;
+  qkv_error error = {0};
+  row_pair pair;
+  const uint64_t from = random_below(&w->seed, TOKENS - tokens);
+  make_pair(&pair, &w->rows, from, from + tokens, QKV_FP32);
+  const uint64_t position = qkv_session_length(session);
+  const qkv_status status =
+      qkv_session_append(session, 0, position, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error);
+  if (status != QKV_OK && status != QKV_UNAVAILABLE) fail_msg("%s", error.text);
+  free_pair(&pair);
+}
+
+// ---- Attends ----
+
+typedef struct result {
+  float out[3 * Q_HEADS * DIM], lse[3 * Q_HEADS];
+} result;
+
+static void attend_layer(const qkv_layer *layer, const qkv_attend *request, bool on_gpu, result *got) {
+  static const qkv_device *const none = NULL;
+  qkv_layer *other = malloc(sizeof *other);
+  memcpy((void *)other, (const void *)layer, sizeof *other);
+  if (!on_gpu) memcpy((void *)&other->config.device, (const void *)&none, sizeof none);
+  qkv_attend own = *request;
+  memset(got, 0xff, sizeof *got);
+  own.layer = other;
+  own.out = got->out;
+  own.lse = got->lse;
+  qkv_attend_run(NULL, &own, 1);
+  free(other);
+}
+
+static void check_attend(const qkv_layer *layer, uint64_t *seed) {
+  qkv_error error = {0};
+  test_tensor q;
+  static _Thread_local result gpu, cpu;
+  const uint64_t queries = 1 + random_below(seed, 3);
+  float *values = random_floats(random_next(seed), queries * Q_HEADS * DIM);
+  make_tensor(&q, QKV_FP32, values, (int64_t)queries, Q_HEADS, DIM);
+  qkv_attend request = {.layer = layer, .q = q.tensor, .position = layer->length};
+  if (random_below(seed, 4) == 0) request.options.sliding_window = 1 + random_below(seed, layer->length);
+  if (random_below(seed, 4) == 0) request.position = random_below(seed, layer->length);
+  if (qkv_attend_check(&request, &error) != QKV_OK) fail_msg("%s", error.text);
+  attend_layer(layer, &request, true, &gpu);
+  attend_layer(layer, &request, false, &cpu);
+  const size_t rows = queries * Q_HEADS;
+  if (memcmp(gpu.out, cpu.out, rows * DIM * sizeof(float)) != 0 ||
+      memcmp(gpu.lse, cpu.lse, rows * sizeof(float)) != 0)
+    fail_msg("an attend has other bits with the GPU");
+  free(values);
+  free_tensor(&q);
+}
+
+// Cold pages come back first, as for a request.
+static void attend(const world *w, qkv_session *session, uint64_t *seed) {
+  const qkv_layer *layer;
+  const qkvi_wanted wanted = {.session = session};
+  qkv_error error = {0};
+  if (qkvi_restore(w->residency, &wanted, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkv_session_read(session, 0, &layer, NULL) == QKV_OK) {
+    if (layer->length > 0 && qkv_layer_holds(layer, 0, layer->length)) check_attend(layer, seed);
+    qkv_session_read_done(session, 0);
+  }
+  qkvi_budget_release(w->residency, session, 0);
+}
+
+// ---- Random operations ----
+
+static void demote(qkv_session *session, uint64_t *seed) {
+  qkv_retier_report report = {0};
+  const qkv_retier_scope all = {0};
+  const qkv_status status = qkv_session_demote(session, &all, 1 + (double)random_below(seed, 3), true, &report, NULL);
+  assert_true(status == QKV_OK || status == QKV_UNAVAILABLE);
+}
+
+static void change(world *w, size_t at) {
+  qkv_session **session = &w->sessions[at];
+  if (*session == NULL) {
+    const qkv_session *parent = w->sessions[random_below(&w->seed, SESSIONS)];
+    *session =
+        parent != NULL && random_below(&w->seed, 4) > 0 ? fork_session(w, (qkv_session *)parent) : open_session(w);
+    return append(w, *session, 1 + random_below(&w->seed, PIECE));
+  }
+  const uint64_t dice = random_below(&w->seed, 12), length = qkv_session_length(*session);
+  if (dice < 5) return append(w, *session, 1 + random_below(&w->seed, PIECE));
+  if (dice < 7) return demote(*session, &w->seed);
+  if (dice < 9) return (void)qkv_session_evict(*session, UINT64_MAX, true);
+  if (dice < 10) return (void)qkv_session_truncate(*session, random_below(&w->seed, length + 1), NULL, 0, NULL);
+  close_session(w, session);
+}
+
+// The nth call of some function of the driver fails: for good, or for want of memory.
+static void break_something(uint64_t *seed) {
+  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuLaunchKernel",  "cuEventRecord",
+                                          "cuEventQuery",      "cuCtxSetCurrent", "cuMemAlloc",
+                                          "cuMemHostAlloc",    "cuModuleLoadData"};
+  const char *function = functions[random_below(seed, sizeof functions / sizeof *functions)];
+  fake_fail(function, 1 + (unsigned)random_below(seed, 20),
+            random_below(seed, 3) == 0 ? QKV_CUDA_OUT_OF_MEMORY : 719);
+}
+
+static void random_operations(void **unused) {
+  (void)unused;
+  world w;
+  setup(&w, 560 << 10, 0, first_seed);
+  for (uint64_t i = 0; i < operations; i++) {
+    const size_t at = random_below(&w.seed, SESSIONS);
+    if (random_below(&w.seed, 400) == 0) break_something(&w.seed);
+    if (w.sessions[at] != NULL && qkv_session_length(w.sessions[at]) > 1500) close_session(&w, &w.sessions[at]);
+    if (w.sessions[at] == NULL || random_below(&w.seed, 6) == 0) {
+      change(&w, at);
+    } else {
+      attend(&w, w.sessions[at], &w.seed);
+    }
+  }
+  print_message("%lld hits, %lld calls, %lld uploads, %lld evictions, %lld failures, %lld pages restored\n",
+                (long long)count_of(&w, QKV_METRIC_GPU_HITS), (long long)count_of(&w, QKV_METRIC_GPU_CALLS),
+                (long long)count_of(&w, QKV_METRIC_GPU_UPLOADS), (long long)count_of(&w, QKV_METRIC_GPU_EVICTIONS),
+                (long long)count_of(&w, QKV_METRIC_GPU_FAILURES), (long long)count_of(&w, QKV_METRIC_RESTORED_PAGES));
+  assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > (int64_t)operations / 20);
+  assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)operations / 50);
+  assert_true(count_of(&w, QKV_METRIC_GPU_FAILURES) > 0);
+  assert_true(count_of(&w, QKV_METRIC_RESTORED_PAGES) > 0);
+  assert_true(operations < 10000 || count_of(&w, QKV_METRIC_GPU_EVICTIONS) > 0);
+  teardown(&w);
+}
+
+// ---- One change at a time ----
+
+static void wait_for_ranges(const world *w, qkv_session *session, uint64_t *seed, uint64_t ranges) {
+  for (int i = 0; i < 10000 && qkvi_gpu_read(w->gpu).ranges < ranges; i++) {
+    attend(w, session, seed);
+    usleep(1000);
+  }
+  assert_int_equal(qkvi_gpu_read(w->gpu).ranges, ranges);
+}
+
+// A range that nothing is appended to, of three pages: the fork's, too, until that is closed.
+static qkv_session *inner_range(world *w, qkv_session **fork) {
+  qkv_session *session = open_session(w);
+  append(w, session, 192);
+  *fork = fork_session(w, session);
+  append(w, session, 64);
+  return session;
+}
+
+static void a_range_is_resident_while_it_is_the_same(void **unused) {
+  (void)unused;
+  world w;
+  qkv_session *fork;
+  setup(&w, 4 << 20, 0, first_seed + 2);
+  uint64_t seed = w.seed;
+  qkv_session *session = inner_range(&w, &fork);
+  wait_for_ranges(&w, session, &seed, 1);
+  const int64_t uploads = count_of(&w, QKV_METRIC_GPU_UPLOADS), hits = count_of(&w, QKV_METRIC_GPU_HITS);
+  for (int i = 0; i < 5; i++) attend(&w, session, &seed);
+  attend(&w, fork, &seed);  // which has the same range
+  assert_int_equal(count_of(&w, QKV_METRIC_GPU_UPLOADS), uploads);
+  assert_true(count_of(&w, QKV_METRIC_GPU_HITS) >= hits + 5);
+  close_session(&w, &fork);
+  // Other images at the same places of the same range, with nothing that would forget it.
+  assert_int_equal(qkv_session_truncate(session, 64, NULL, 0, NULL), QKV_OK);
+  append(&w, session, 130);
+  for (int i = 0; i < 3; i++) attend(&w, session, &seed);
+  close_session(&w, &session);
+  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  session = inner_range(&w, &fork);
+  close_session(&w, &fork);
+  wait_for_ranges(&w, session, &seed, 1);
+  // Pages change, and leave, once they are durable.
+  for (int i = 0; i < 10000 && qkvi_gpu_read(w.gpu).ranges > 0; i++, usleep(1000)) demote(session, &seed);
+  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  wait_for_ranges(&w, session, &seed, 1);
+  for (int i = 0; i < 10000 && qkvi_gpu_read(w.gpu).ranges > 0; i++, usleep(1000))
+    (void)qkv_session_evict(session, UINT64_MAX, true);
+  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  wait_for_ranges(&w, session, &seed, 1);
+  close_session(&w, &session);
+  teardown(&w);
+}
+
+// ---- Threads ----
+
+typedef struct reader {
+  const world *w;
+  qkv_session *session;
+  uint64_t seed;
+  _Atomic bool stop;
+  pthread_t thread;
+} reader;
+
+static void *read_on(void *context) {
+  reader *on = context;
+  while (!atomic_load(&on->stop)) attend(on->w, on->session, &on->seed);
+  return NULL;
+}
+
+// Attends on some threads while the sessions change.
+static void changes_meanwhile(void **unused) {
+  (void)unused;
+  world w;
+  reader readers[READERS];
+  setup(&w, 560 << 10, 0, first_seed + 1);
+  for (size_t i = 0; i < READERS; i++) {
+    w.sessions[i] = i == 0 ? open_session(&w) : fork_session(&w, w.sessions[0]);
+    append(&w, w.sessions[i], 200);
+  }
+  for (size_t i = 0; i < READERS; i++) {
+    readers[i] = (reader){.w = &w, .session = w.sessions[i], .seed = i};
+    atomic_init(&readers[i].stop, false);
+    assert_int_equal(pthread_create(&readers[i].thread, NULL, read_on, &readers[i]), 0);
+  }
+  for (size_t i = 0; i < ROUNDS; i++) {
+    qkv_session *session = w.sessions[random_below(&w.seed, READERS)];
+    qkv_session *fork = fork_session(&w, session);
+    if (random_below(&w.seed, 3) == 0) demote(session, &w.seed);
+    if (random_below(&w.seed, 3) == 0) (void)qkv_session_evict(session, UINT64_MAX, false);
+    if (random_below(&w.seed, 10) == 0) break_something(&w.seed);
+    append(&w, session, 1 + random_below(&w.seed, 90));
+    if (qkv_session_length(session) > 700) (void)qkv_session_truncate(session, 128, NULL, 0, NULL);
+    append(&w, fork, 130);
+    attend(&w, fork, &w.seed);
+    close_session(&w, &fork);
+  }
+  for (size_t i = 0; i < READERS; i++) {
+    atomic_store(&readers[i].stop, true);
+    assert_int_equal(pthread_join(readers[i].thread, NULL), 0);
+  }
+  print_message("%lld calls, %lld failures\n", (long long)count_of(&w, QKV_METRIC_GPU_CALLS),
+                (long long)count_of(&w, QKV_METRIC_GPU_FAILURES));
+  assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > 0);
+  teardown(&w);
+}
+
+static int load(void **unused) {
+  (void)unused;
+  void *library = dlopen(FAKE_CUDA, RTLD_NOW);
+  if (library == NULL) return -1;
+  *(void **)&fake_fail = dlsym(library, "fake_cuda_fail");
+  *(void **)&fake_read = dlsym(library, "fake_cuda_read");
+  return fake_fail != NULL && fake_read != NULL ? 0 : -1;
+}
+
+int main(int argc, char **argv) {
+  if (argc > 1) operations = strtoull(argv[1], NULL, 10);
+  if (argc > 2) first_seed = strtoull(argv[2], NULL, 10);
+  qkv_log_setup(stderr, QKV_LOG_ERROR);
+  qkv_kernels_setup(UINT32_MAX);
+  const struct CMUnitTest tests[] = {cmocka_unit_test(a_range_is_resident_while_it_is_the_same),
+                                     cmocka_unit_test(random_operations), cmocka_unit_test(changes_meanwhile)};
+  return cmocka_run_group_tests(tests, load, NULL);
+}
