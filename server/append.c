@@ -222,6 +222,8 @@ static bool parse(append_stream *stream) {
   qkv_error error = {0};
   qkv_status status = qkvi_request_parse(stream->message, QKVI_APPEND_REQUEST, &limits, &stream->request, &error);
   stream->parsed = status == QKV_OK;
+  if (status == QKV_OK && stream->request.count > 0 && stream->request.items[0].error.status == QKV_OK)
+    qkv_rpc_name_session(stream->call, stream->request.items[0].session);
   if (status != QKV_OK) fail(stream, &error);
   return status == QKV_OK;
 }

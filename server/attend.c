@@ -537,6 +537,8 @@ static bool parse(attend_call *state) {
   qkv_error error = {0};
   qkv_status status = qkvi_request_parse(state->message, QKVI_ATTEND_REQUEST, &limits, &state->request, &error);
   state->parsed = status == QKV_OK;
+  if (status == QKV_OK && state->request.items[0].error.status == QKV_OK)
+    qkv_rpc_name_session(state->call, state->request.items[0].session);
   if (status != QKV_OK) qkvi_control_fail(state->call, &error);
   return status == QKV_OK;
 }

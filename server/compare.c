@@ -38,7 +38,7 @@ static void reply(qkv_rpc_call *call, const qkv_comparison *found) {
   qkvi_control_reply(call, &response.base);
 }
 
-static qkv_status begin(const qkv_rpc_call *call, comparison_call *state, qkv_error *error) {
+static qkv_status begin(qkv_rpc_call *call, comparison_call *state, qkv_error *error) {
   qkv_session *session = NULL;
   QKV_TRY(qkvi_request_layers(call, state->request->session, &session, error));
   qkv_status status = QKV_OK;

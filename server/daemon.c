@@ -109,27 +109,36 @@ static const char *or_null(const char *text) {
   return text[0] == '\0' ? NULL : text;
 }
 
+// Of a stream that goes on: one of its messages.
+static void log_slow(const qkv_rpc_report *report, const char *peer) {
+  qkv_log(QKV_LOG_WARN, report->step ? "slow step" : "slow call",
+          "{s:s, s:I, s:s, s:s, s:s*, s:s*, s:s, s:f, s:f, s:f, s:f, s:f}", "call", report->method, "number",
+          (json_int_t)report->number, "peer", peer, "tenant", report->tenant, "session", or_null(report->session),
+          "traceparent", or_null(report->traceparent), "status", qkv_status_name(report->status), "ms",
+          ms_of(report->ns), "message_ms", ms_of(report->message_ns), "quota_ms", ms_of(report->quota_ns), "queue_ms",
+          ms_of(report->queue_ns), "work_ms",
+          ms_of(report->ns - report->message_ns - report->quota_ns - report->queue_ns));
+}
+
+static void log_failed(const qkv_rpc_report *report, const char *peer) {
+  qkv_log(QKV_LOG_DEBUG, "call failed", "{s:s, s:I, s:s, s:s, s:s*, s:s*, s:s, s:s}", "call", report->method,
+          "number", (json_int_t)report->number, "peer", peer, "tenant", report->tenant, "session",
+          or_null(report->session), "traceparent", or_null(report->traceparent), "status",
+          qkv_status_name(report->status), "reason", report->reason);
+}
+
 static void log_call(void *context, const qkv_rpc_report *report) {
   const qkv_daemon *daemon = context;
   const uint64_t slow_ns = (uint64_t)daemon->options->slow_call * 1000000;
   const bool failed = report->status != QKV_OK && qkv_log_wants(QKV_LOG_DEBUG);
-  const bool slow = slow_ns > 0 && !report->stream && report->ns >= slow_ns;
+  const bool slow = slow_ns > 0 && (!report->stream || report->step) && report->ns >= slow_ns;
   const bool audited = daemon->audit != NULL && (is_refusal(report->status) || is_audited(report));
   char peer[256];
   if (!failed && !slow && !audited) return;
   qkv_rpc_report_peer(report, peer, sizeof peer);
   if (audited) audit_call(daemon, report, peer);
-  if (failed)
-    qkv_log(QKV_LOG_DEBUG, "call failed", "{s:s, s:I, s:s, s:s, s:s*, s:s, s:s}", "call", report->method, "number",
-            (json_int_t)report->number, "peer", peer, "tenant", report->tenant, "traceparent",
-            or_null(report->traceparent), "status", qkv_status_name(report->status), "reason", report->reason);
-  if (slow)
-    qkv_log(QKV_LOG_WARN, "slow call", "{s:s, s:I, s:s, s:s, s:s*, s:s, s:f, s:f, s:f, s:f, s:f}", "call",
-            report->method, "number", (json_int_t)report->number, "peer", peer, "tenant", report->tenant,
-            "traceparent", or_null(report->traceparent), "status", qkv_status_name(report->status), "ms",
-            ms_of(report->ns), "message_ms", ms_of(report->message_ns), "quota_ms", ms_of(report->quota_ns),
-            "queue_ms", ms_of(report->queue_ns), "work_ms",
-            ms_of(report->ns - report->message_ns - report->quota_ns - report->queue_ns));
+  if (failed) log_failed(report, peer);
+  if (slow) log_slow(report, peer);
 }
 
 static void update_storage(qkv_daemon *daemon) {

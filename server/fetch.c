@@ -165,6 +165,7 @@ static qkv_status begin_fetch(fetch_stream *stream, const Qkv__V1__FetchRequest 
   stream->serial = qkv_session_serial(session);
   qkv_session_unref(&session);
   (void)snprintf(stream->session, sizeof stream->session, "%s", request->session);
+  qkv_rpc_name_session(stream->call, request->session);
   if (request->range != NULL) {
     stream->begin = request->range->begin;
     stream->end = request->range->end;

@@ -61,13 +61,14 @@ qkvi_waits qkvi_session_waits(const qkv_rpc_call *call) {
   return daemon->residency != NULL ? QKVI_WAIT_LAYERS | QKVI_WAIT_DISK : QKVI_WAIT_LAYERS;
 }
 
-qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
+qkv_status qkvi_request_session(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   QKV_TRY(qkv_name_check(name, "session", error));
+  qkv_rpc_name_session(call, name);
   return qkv_store_session(daemon->store, qkvi_call_tenant(call), name, session, error);
 }
 
-qkv_status qkvi_request_layers(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
+qkv_status qkvi_request_layers(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
   QKV_TRY(qkvi_request_session(call, name, session, error));

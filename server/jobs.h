@@ -39,10 +39,10 @@ void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMes
 qkvi_waits qkvi_session_waits(const qkv_rpc_call *call);
 // The session of the call's tenant that a request names, with a reference. INVALID_ARGUMENT for a bad name,
 // NOT_FOUND.
-qkv_status qkvi_request_session(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
+qkv_status qkvi_request_session(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
 
 // The same, and makes its layers where it is folded (server/residency/fold.h): in a job that may wait for the disk.
-qkv_status qkvi_request_layers(const qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
+qkv_status qkvi_request_layers(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error);
 
 // Called first in a job, and between its items: where the client has gone meanwhile, ends the call and returns false.
 bool qkvi_job_wanted(qkv_rpc_call *call);

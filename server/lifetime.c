@@ -11,7 +11,7 @@
 
 // ---- Pin, Touch ----
 
-static qkv_status pin(const qkv_rpc_call *call, const Qkv__V1__PinRequest *request, qkv_error *error) {
+static qkv_status pin(qkv_rpc_call *call, const Qkv__V1__PinRequest *request, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   QKV_TRY(qkvi_request_session(call, request->session, &session, error));
@@ -30,7 +30,7 @@ static void pin_job(void *context) {
   qkvi_control_reply(call, &response.base);
 }
 
-static qkv_status touch(const qkv_rpc_call *call, const Qkv__V1__TouchRequest *request, qkv_error *error) {
+static qkv_status touch(qkv_rpc_call *call, const Qkv__V1__TouchRequest *request, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   QKV_TRY(qkvi_request_session(call, request->session, &session, error));

@@ -236,7 +236,7 @@ const qkv_option qkv_server_option_table[] = {
      "JSON "
      "each. It is opened again on SIGHUP."},
     {"slow-call", QKV_OPTION_DURATION, AT(slow_call), "0", 0, 3600000, "TIME",
-     "Calls of one message that take longer are in the log, with where their time went; 0: none."},
+     "Calls, and messages of streams of rows, that take longer are in the log, with where their time went; 0: none."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
      "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
     {"check-health", QKV_OPTION_FLAG, AT(check_health), NULL, 0, 0, NULL,

@@ -102,15 +102,21 @@ void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length);
 // call again (destroy still comes).
 void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
 
-// A call that has ended, or was refused before it began. Lives as long as the callback that it is given to.
+// The session that the call, or this message of it, is about, for logs: a valid name. Before the call is answered.
+void qkv_rpc_name_session(qkv_rpc_call *call, const char *session);
+
+// A call that has ended, or was refused before it began, or a message of a stream that has been served. Lives as long
+// as the callback that it is given to.
 typedef struct qkv_rpc_report {
   uint64_t number;  // of the call, from 1; 0: it was refused
   const char *method;
   const char *tenant, *traceparent;  // "": none
   qkv_status status;
   const char *reason;
-  bool stream;                              // of more messages than one
-  uint64_t ns;                              // since it was accepted; of these:
+  const char *session;  // the first that it names; "": none
+  bool stream;          // of more messages than one
+  bool step;            // not the call, but one message of a stream that goes on: since it was there
+  uint64_t ns;          // since it was accepted; of these:
   uint64_t message_ns, quota_ns, queue_ns;  // until its message was there, waits for its quota, and for a thread
   void *grpc;
 } qkv_rpc_report;

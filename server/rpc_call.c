@@ -123,8 +123,16 @@ static void count_bytes(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
   qkvi_rpc_limits_take(qkvi_rpc_server_limits(call->server), &call->place, grpc_byte_buffer_length(buffer), 0);
 }
 
+// A stream's message has been served: its next one is read, or it is answered.
+static void end_step(qkv_rpc_call *call) {
+  if (call->step_ns == 0) return;
+  qkvi_rpc_server_step(call);
+  call->step_ns = call->quota_ns = call->queue_ns = 0;
+}
+
 static void send_buffer(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
   assert(call->method->sent != NULL);
+  end_step(call);
   count_bytes(call, buffer);
   drop_message(call);
   call->outgoing = buffer;
@@ -253,6 +261,7 @@ static void read_done(qkvi_rpc_op *op, bool ok) {
   if (!call->spoken) call->message_ns = qkv_stage_now() - call->began_ns;
   if (!call->spoken) qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place);
   call->spoken = true;
+  if (call->method->end != NULL && call->received != NULL) call->step_ns = qkv_stage_now();
   move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
   if (qkv_rpc_cancelled(call)) {
     end_cancelled(call);
@@ -307,6 +316,7 @@ qkv_status qkvi_rpc_call_create(qkv_rpc_server *server, const qkv_rpc_method *me
   call->send_op.done = send_done;
   call->end_op.done = end_done;
   call->segments = call->own_segments;
+  call->session[0] = '\0';
   atomic_init(&call->phase, QKVI_RPC_HANDLER);
   atomic_init(&call->cancelled, false);
   atomic_init(&call->refs, 2);
@@ -361,6 +371,12 @@ void qkv_rpc_dequeued(qkv_rpc_call *call) {
   call->queued_at_ns = 0;
 }
 
+void qkv_rpc_name_session(qkv_rpc_call *call, const char *session) {
+  const size_t bytes = strnlen(session, QKV_NAME_MAX);
+  memcpy(call->session, session, bytes);
+  call->session[bytes] = '\0';
+}
+
 qkv_share qkv_rpc_share(const qkv_rpc_call *call) {
   return qkvi_rpc_limits_share(qkvi_rpc_server_limits(call->server), &call->place);
 }
@@ -379,6 +395,7 @@ void qkv_rpc_give_model(qkv_rpc_call *call) {
 
 void qkv_rpc_next(qkv_rpc_call *call) {
   assert(call->method->end != NULL);
+  end_step(call);
   drop_message(call);
   read_message(call);
 }

@@ -79,6 +79,7 @@ struct qkv_rpc_call {
   uint64_t began_ns;                        // on the monotonic clock
   uint64_t message_ns, quota_ns, queue_ns;  // of a report (rpc.h)
   uint64_t queued_at_ns, delayed_at_ns;     // since when; 0: not now
+  uint64_t step_ns;                         // of a stream: since when its message is there; 0: there is none
   _Atomic(qkvi_rpc_phase) phase;            // changed with release before a batch, acquire after its event
   _Atomic uint64_t phase_ns;                // since when, at least; on the clock of qkv_stage_now
   _Atomic bool cancelled;
@@ -98,6 +99,7 @@ struct qkv_rpc_call {
   qkv_segment *segments;       // of `received`; own_segments or allocated
   qkv_segment own_segments[QKVI_RPC_SEGMENTS];
   qkvi_identity identity;
+  char session[QKV_NAME_MAX + 1];  // for logs; "": none
 };
 
 // Takes the gRPC call, if it may run (qkvi_rpc_limits_enter).
@@ -115,6 +117,7 @@ void *qkvi_rpc_server_context(const qkv_rpc_server *server);
 void qkvi_rpc_server_ended(qkv_rpc_server *server, qkv_status status);    // the status is decided
 void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status);  // after ended
 void qkvi_rpc_server_report(const qkv_rpc_call *call, qkv_status status, const char *reason);
+void qkvi_rpc_server_step(const qkv_rpc_call *call);      // a message of a stream has been served
 uint64_t qkvi_rpc_server_number(qkv_rpc_server *server);  // of a new call
 void qkvi_rpc_server_call_gone(qkv_rpc_server *server);   // its memory is freed
 

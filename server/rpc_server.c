@@ -158,6 +158,7 @@ static void refuse(qkv_rpc_server *server, const qkv_rpc_method *method, grpc_ca
   const qkv_rpc_report report = {.method = method == NULL ? "" : method->path,
                                  .tenant = identity->tenant,
                                  .traceparent = identity->traceparent,
+                                 .session = "",
                                  .status = error->status,
                                  .reason = error->text,
                                  .grpc = call};
@@ -229,21 +230,36 @@ void qkvi_rpc_server_timed(const qkv_rpc_call *call, qkv_status status) {
   server->timed(server->context, call->method, qkvi_call_tenant(call), status, qkv_stage_now() - call->began_ns);
 }
 
+static qkv_rpc_report report_of(const qkv_rpc_call *call) {
+  return (qkv_rpc_report){.number = call->number,
+                          .method = call->method->path,
+                          .tenant = qkvi_call_tenant(call),
+                          .traceparent = call->identity.traceparent,
+                          .session = call->session,
+                          .reason = "",
+                          .stream = call->method->end != NULL || call->method->sent != NULL,
+                          .quota_ns = call->quota_ns,
+                          .queue_ns = call->queue_ns,
+                          .grpc = call->grpc};
+}
+
 void qkvi_rpc_server_report(const qkv_rpc_call *call, qkv_status status, const char *reason) {
   const qkv_rpc_server *server = call->server;
   if (server->reported == NULL) return;
-  const qkv_rpc_report report = {.number = call->number,
-                                 .method = call->method->path,
-                                 .tenant = qkvi_call_tenant(call),
-                                 .traceparent = call->identity.traceparent,
-                                 .status = status,
-                                 .reason = reason,
-                                 .stream = call->method->end != NULL || call->method->sent != NULL,
-                                 .ns = qkv_stage_now() - call->began_ns,
-                                 .message_ns = call->message_ns,
-                                 .quota_ns = call->quota_ns,
-                                 .queue_ns = call->queue_ns,
-                                 .grpc = call->grpc};
+  qkv_rpc_report report = report_of(call);
+  report.status = status;
+  report.reason = reason;
+  report.ns = qkv_stage_now() - call->began_ns;
+  report.message_ns = call->message_ns;
+  server->reported(server->context, &report);
+}
+
+void qkvi_rpc_server_step(const qkv_rpc_call *call) {
+  const qkv_rpc_server *server = call->server;
+  if (server->reported == NULL) return;
+  qkv_rpc_report report = report_of(call);
+  report.step = true;
+  report.ns = qkv_stage_now() - call->step_ns;
   server->reported(server->context, &report);
 }
 

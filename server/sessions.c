@@ -50,7 +50,7 @@ static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t 
   return QKV_OK;
 }
 
-static qkv_status close_session(const qkv_rpc_call *call, const Qkv__V1__CloseSessionRequest *request,
+static qkv_status close_session(qkv_rpc_call *call, const Qkv__V1__CloseSessionRequest *request,
                                 uint64_t *bytes_freed, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;

@@ -47,7 +47,7 @@ static void count_report(qkv_daemon *daemon, const qkv_retier_report *report) {
   qkv_metric_add(&daemon->metrics[QKV_METRIC_TIER_BYTES_FREED], (int64_t)report->bytes_freed);
 }
 
-static qkv_status demote(const qkv_rpc_call *call, const Qkv__V1__DemoteRequest *request, qkv_retier_report *report,
+static qkv_status demote(qkv_rpc_call *call, const Qkv__V1__DemoteRequest *request, qkv_retier_report *report,
                          qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
@@ -117,8 +117,8 @@ static qkv_status promote_session(qkvi_residency *residency, const qkv_rpc_call 
   return status;
 }
 
-static qkv_status promote(const qkv_rpc_call *call, const Qkv__V1__PrefetchRequest *request,
-                          qkv_retier_report *report, qkv_error *error) {
+static qkv_status promote(qkv_rpc_call *call, const Qkv__V1__PrefetchRequest *request, qkv_retier_report *report,
+                          qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session *session = NULL;
   const qkv_retier_scope scope = scope_of(request->range, request->layers, request->n_layers);
@@ -244,7 +244,7 @@ static qkv_status keep_stats(const qkv_rpc_call *call, stats_stream *stream, con
   return QKV_OK;
 }
 
-static qkv_status load_layer(const qkv_rpc_call *call, stats_stream *stream, qkv_error *error) {
+static qkv_status load_layer(qkv_rpc_call *call, stats_stream *stream, qkv_error *error) {
   qkv_session *session = NULL;
   const size_t buckets = stream->request->buckets;
   QKV_TRY(qkvi_request_layers(call, stream->request->session, &session, error));

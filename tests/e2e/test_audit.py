@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import grpc
 import pytest
@@ -75,6 +76,7 @@ def test_slow_calls(tmp_path):
                              for line in daemon.log_lines()), "the call is not in the log")
         line = next(line for line in daemon.log_lines() if line.get("traceparent") == TRACE)
         assert (line["call"], line["tenant"], line["status"]) == ("/qkv.v1.KvCache/Attend", "team-a", "OK")
+        assert line["session"] == "one"
         parts = [line[part] for part in ("message_ms", "quota_ms", "queue_ms", "work_ms")]
         assert all(part >= 0 for part in parts) and abs(sum(parts) - line["ms"]) < 0.01
         assert line["work_ms"] > 0.5 and line["quota_ms"] == 0
@@ -83,3 +85,38 @@ def test_slow_calls(tmp_path):
         cache.append(0, *cache.rows(8192))
         cache.stub.Attend(kv.AttendRequest(items=[cache.item(0, q=cache.queries(512))]), timeout=TIMEOUT)
         assert "slow call" not in daemon.log_text()
+
+
+def test_slow_steps_of_streams(tmp_path):
+    """Each message of a stream that takes long, while the stream goes on, with its own session; what waits is no step."""
+    with Daemon("--slow-call", "1ms") as daemon:
+        pair = [Cache(Tenant(daemon.stub(), "team-a"), name, layers=1) for name in ("one", "two")]
+        for cache in pair:
+            cache.append(0, *cache.rows(8192))
+        small = kv.AttendRequest(items=[pair[0].item(8191, q=pair[0].queries(1))])
+        large = [kv.AttendRequest(items=[cache.item(7680, q=cache.queries(512))]) for cache in pair]
+
+        def messages():
+            yield small
+            time.sleep(1)
+            yield from large
+
+        metadata = [("qkv-tenant", "team-a"), ("traceparent", TRACE)]
+        for answer in daemon.stub().Decode(messages(), timeout=TIMEOUT, metadata=metadata):
+            assert answer.results[0].status.code == 0
+
+        def steps():
+            return [line for line in daemon.log_lines() if line["message"] == "slow step" and line.get("traceparent") == TRACE]
+
+        wait_for(lambda: {"one", "two"} <= {line["session"] for line in steps()}, "the steps are not in the log")
+        for line in steps():
+            assert (line["call"], line["tenant"], line["status"]) == ("/qkv.v1.KvCache/Decode", "team-a", "OK")
+            parts = [line[part] for part in ("quota_ms", "queue_ms", "work_ms")]
+            assert line["message_ms"] == 0 and all(part >= 0 for part in parts)
+            assert abs(sum(parts) - line["ms"]) < 0.01 and 1 <= line["ms"] < 1000
+        assert not any(line["message"] == "slow call" and line["call"].endswith(("/Decode", "/Append"))
+                       for line in daemon.log_lines())
+        rows = iter([kv.AppendRequest(items=[pair[1].item(8192, *pair[1].rows(8192))])])
+        daemon.stub().Append(rows, timeout=TIMEOUT, metadata=[("qkv-tenant", "team-a")])
+        wait_for(lambda: any(line["message"] == "slow step" and line["call"].endswith("/Append") and line["session"] == "two"
+                             for line in daemon.log_lines()), "the append's step is not in the log")
