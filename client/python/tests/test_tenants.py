@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 
 import numpy as np
 import pytest
 from conftest import LAYERS
 
 import qkvd
+from qkvd.prefixes import Options, Prefixes
 
 
 @pytest.fixture
@@ -97,6 +99,23 @@ def test_models(client, other, model, name):
     answer = other.register_model(base)
     assert (answer.tenant, answer.shared) == ("default", True)
     assert [one.tenant for one in other.models() if one.model.name in (wider.name, base.name)] == ["default", "other"]
+
+
+def test_a_connector_says_whether_it_teaches(client, model, daemon, name):
+    """A shared model; of its own model a tenant's rows teach unless it says otherwise."""
+    client.register_model(dataclasses.replace(model, name=f"{name}-base", policy=None, shared=True))
+    base = dataclasses.replace(model, name=f"{name}-base", policy=None)
+    own = dataclasses.replace(base, name=f"{name}-own")
+    for of, said, teaches in ((base, None, False), (base, True, True), (own, None, True), (own, False, False)):
+        settings = {"target": daemon.target, "tenant": "other", "timeout": 30, "self_calibration": said}
+        prefixes = Prefixes(Options.of(settings), of, logging.getLogger("test"))
+        session = f"{of.name}-{said}"
+        assert prefixes.open(session, np.arange(64), b"") == 0
+        with qkvd.Client(daemon.target, tenant="other") as other:
+            assert other.session_info(session).policy.self_calibration is teaches
+        prefixes.close()
+    with pytest.raises(qkvd.InvalidArgument, match="self_calibration is 'yes'"):
+        Options.of({"self_calibration": "yes"})
 
 
 def test_asyncio(daemon, pair, name):

@@ -53,6 +53,9 @@ class Options:
     bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
     codec: str | None = None  # what codes rows (docs/codecs.md); None: the daemon's own
     codec_v: str | None = None  # the codec of values, where that of keys is another one
+    self_calibration: bool | None = (
+        None  # whether rows teach the model's calibration; None: unless another tenant's shared one
+    )
     durability: str | None = None  # "memory", "async" or "sync"; None: the daemon's own
     ttl: float = 0.0  # seconds after which an unused session is closed; 0: when the daemon has no place for others
     timeout: float = 10.0  # seconds for a load, and for each step of a save
@@ -77,6 +80,8 @@ class Options:
             raise InvalidArgument(f"codec_v is {options.codec_v!r} without codec")
         if options.bits == "exact" and options.codec not in (None, "exact"):
             raise InvalidArgument(f'bits is "exact" and codec is {options.codec!r}')
+        if options.self_calibration not in (None, True, False):
+            raise InvalidArgument(f"self_calibration is {options.self_calibration!r}, allowed are true and false")
         if options.durability not in DURABILITIES:
             raise InvalidArgument(f'durability is {options.durability!r}, allowed are "memory", "async" and "sync"')
         for name in ("timeout", "lookup_timeout"):
@@ -112,6 +117,7 @@ class Options:
             bits_k=bits,
             bits_v=bits,
             recent_window=0,
+            self_calibration=self.self_calibration,
         )
 
     def coding(self) -> tuple[Any, ...]:
