@@ -18,8 +18,9 @@
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
 
-// Descriptors are looked up in blocks, which are allocated when the first connection of one comes, and kept.
-enum { BLOCK = 1024, BLOCKS = 1024 };
+// Descriptors are looked up in blocks, which are allocated when the first connection of one comes, and kept. There
+// are twice as many descriptors as limit-connections may be.
+enum { BLOCK = 1024, BLOCKS = 2048 };
 // gRPC 1.51 reads into at most so many pieces.
 #define PIECES_MAX 64
 // Of a turn: work in microseconds, and bytes.

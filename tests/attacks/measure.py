@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""What attacks cost others: a table of a tenant's p99, the time of health checks and resident memory, quiet and under
+"""What attacks cost others: a table of a tenant's p50 and p99, the time of health checks and resident memory, quiet and under
 each attack of attackers.py; exit 1 where a bound is not kept."""
 
 import argparse
@@ -31,7 +31,7 @@ def main():
     if options.list:
         print("\n".join(ATTACKS))
         return 0
-    print("| attack | a tenant's p99, quiet | under attack | health check, p99 | longest | resident memory |")
+    print("| attack | a tenant's p50, p99, quiet | under attack | health check, p99 | longest | resident memory |")
     print("|---|---|---|---|---|---|")
     missed = []
     for name in options.only or ATTACKS:
@@ -43,7 +43,9 @@ def main():
                 victim.look(2)  # until it is under way
                 seen = victim.look(options.seconds)
             before, after = percentile(quiet.decodes, .99), percentile(seen.decodes, .99)
-            print(f"| {name} | {before * 1e3:.2f} ms | {after * 1e3:.2f} ms, {after / before:.1f} times | "
+            medians = percentile(quiet.decodes, .5), percentile(seen.decodes, .5)
+            print(f"| {name} | {medians[0] * 1e3:.2f}, {before * 1e3:.2f} ms | "
+                  f"{medians[1] * 1e3:.2f}, {after * 1e3:.2f} ms, p99 {after / before:.1f} times | "
                   f"{percentile(seen.checks, .99) * 1e3:.1f} ms | {max(seen.checks) * 1e3:.1f} ms | "
                   f"{quiet.rss / MIB:.0f}, {seen.rss / MIB:.0f} MiB |", flush=True)
             missed += [f"{name}: p99 {after / before:.1f} times that of quiet"] if after > 2 * before else []

@@ -72,6 +72,7 @@ static qkvi_http2_verdict read_all(qkvi_http2_frames *frames, sent *made, size_t
     verdict = qkvi_http2_frames_read(frames, made->bytes + at, count, POINTS_S, now);
   }
   made->count = 0;
+  qkvi_http2_streams_clear(&frames->streams);  // they have a test of their own
   return verdict;
 }
 
