@@ -48,9 +48,10 @@ static void use(tenant *of, const qkv_model *expected, int round) {
   const qkv_model *found = NULL;
   qkv_session *session = NULL;
   uint64_t freed;
-  qkv_session_config config = {.purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
-  (void)snprintf(config.tenant, sizeof config.tenant, "%s", of->name);
-  (void)snprintf(config.name, sizeof config.name, "s%d", round);
+  char name[16];
+  (void)snprintf(name, sizeof name, "s%d", round);
+  const qkv_session_config config = {
+      .tenant = of->name, .name = name, .purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
   of->wrong += qkv_store_model(of->store, of->name, expected->name, &found, NULL) != QKV_OK || found != expected;
   of->wrong += qkv_store_open(of->store, &config, expected->name, &session, NULL) != QKV_OK;
   if (session == NULL) return;
