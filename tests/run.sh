@@ -23,8 +23,9 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 
 Not among them unless asked for:
 
-  smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, and
-            the tests that need the model; some 20 minutes on two processors
+  smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, the same
+            through a daemon that learns from traffic, against tests/regress/learnt.csv, and the tests that need the model;
+            some 30 minutes on two processors
   transformers
             generate() of three versions of Hugging Face transformers with its cache in a daemon, on tinylm and SmolLM2;
             installs 5 GB with pip, some 10 minutes
@@ -156,6 +157,8 @@ run_smollm2() {
   ctest --preset release -R '^client/worker/(tokenizer|lm_gguf)$'
   say "quality on the model"
   tests/regress/quality.py --bin build/release/bin --model "$model"
+  say "quality through a daemon that learns"
+  tests/regress/learnt.py --bin build/release/bin --model "$model"
 }
 
 run_engine() { # name

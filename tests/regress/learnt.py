@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Quality of a daemon that has learnt from traffic: what its users get with default options but the bits.
 
-Starts a qkvd, teaches it with windows of one text, then scores others through it, as docs/quality.md says. Prints a
-table in Markdown; --csv writes the figures, too.
+Starts a qkvd, teaches it with windows of one text, takes the calibration that it has learnt and tried, and measures
+that with qkv-bench on other texts, as docs/quality.md says; one row is scored through the daemon, too. Compares with the
+committed learnt.csv, or writes it anew, and the table of docs/quality.md. Exit status 1 where a code has become worse
+by more than chance (README.md), takes other bits, or the daemon's own figure is another one.
 """
 
 import argparse
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,15 +18,20 @@ import sys
 import tempfile
 import time
 
+import quality
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 DATA = os.path.join(HERE, "..", "data", "smollm2")
+COMMITTED = os.path.join(HERE, "learnt.csv")
 TEXTS = ["prose.txt", "report.txt", "licence.txt"]
-# Frame, bits of keys, bits of values.
-LEARNT = [("attend", 8, 8), ("attend", 4, 4), ("attend", 3, 3), ("attend", 2.5, 2.5), ("attend", 2, 2),
-          ("attend", 1.5, 1.5), ("archive", 4, 4), ("archive", 3, 3), ("archive", 2.5, 2.5), ("archive", 2, 2)]
-DATA_FREE = [("attend", 4, 4), ("attend", 3, 3), ("attend", 2, 2)]
+SETTINGS = ["plain:4", "plain:3", "plain:2", "attend:8", "attend:4", "attend:3", "attend:2.5", "attend:2", "attend:1.5",
+            "archive:4", "archive:3", "archive:2.5", "archive:2"]
+CHECKED = ("attend", 2)  # frame and bits of the row that is scored through the daemon
 TEACHING_WINDOWS = 24  # of 768 tokens that are coded: more than the daemon learns from
 DEADLINE_S = 120
+# What a run may differ by from the committed one: README.md. Of the KL also as many standard errors of both.
+BITS, TIMES, ERRORS = 0.03, 1.15, 2
+SAME = 0.03  # part by which the daemon's KL may differ from that of the same codes in process
 
 
 class Daemon:
@@ -46,12 +54,9 @@ class Daemon:
             time.sleep(0.1)
         sys.exit(f"qkvd has not logged {message!r}:\n" + open(self.log.name).read())
 
-    def score(self, model, texts, windows, *options):
-        command = [os.path.join(self.binaries, "qkv-worker"), "score", "--model", model, "--threads", "0",
-                   "--windows", str(windows), "--target", self.target, "--json", *options]
-        for text in texts:
-            command += ["--text", os.path.join(DATA, text)]
-        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    def run(self, program, *arguments):
+        command = [os.path.join(self.binaries, program), *arguments, "--target", self.target]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
@@ -59,43 +64,113 @@ class Daemon:
         self.log.close()
 
 
-def measure(daemon, model, windows, way, what):
-    frame, bits_k, bits_v = way
-    got = daemon.score(model, TEXTS, windows, "--frame", frame, "--bits-k", str(bits_k), "--bits-v", str(bits_v))
-    return {"code": what, "frame": frame, "bits_k": bits_k, "bits_v": bits_v, "bits": got["bits_per_coordinate"],
-            "kl_bits": got["kl_bits"], "top1": got["top1"]}
+def texts(names):
+    return [word for name in names for word in ("--text", os.path.join(DATA, name))]
+
+
+def score(daemon, options, names, windows, *more):
+    return json.loads(daemon.run("qkv-worker", "score", "--model", options.model, "--threads", str(options.threads),
+                                 "--windows", str(windows), "--json", *texts(names), *more))
+
+
+def measure(options, calibration, windows, settings):
+    """Rows of qkv-bench; in a session rows are fp16."""
+    command = [os.path.join(options.bin, "qkv-bench"), "quality", "--model", options.model, "--threads",
+               str(options.threads), "--windows", str(windows), "--calibration", calibration, "--dtype", "fp16",
+               "--json", *texts(TEXTS)]
+    for setting in settings:
+        command += ["--setting", setting]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [json.loads(line) for line in output.splitlines()][1:]  # the first one is the exact cache's
+
+
+def row_of(setting, got):
+    frame, bits = setting.split(":")
+    name = f"data-free, {bits} bits" if frame == "plain" else f"learnt, {frame} frame, {bits} bits"
+    return {"scheme": name, "bits_per_coordinate_all_in": f"{got['bits_per_coordinate']:.4f}",
+            "kl_bits": f"{got['kl_bits']:.6f}", "kl_bits_error": f"{got['kl_bits_error']:.6f}",
+            "bits_per_token": f"{got['bits_per_token']:.5f}",
+            "delta_bits_per_token": f"{got['delta_bits_per_token']:.5f}", "top1": f"{got['top1']:.4f}"}
+
+
+def learn(daemon, options, path):
+    """The daemon's calibration goes to a file."""
+    score(daemon, options, ["calibration.txt"], TEACHING_WINDOWS, "--prefill", "768")
+    verdict = daemon.wait_for("calibrated")
+    print(f"learnt from {verdict['tokens']} tokens; the trial says {verdict['attention_error']:.4f} for "
+          f"{verdict['data_free']:.4f}, {verdict['parts_data_free']} of {verdict['parts']} parts data-free", flush=True)
+    name = os.path.basename(options.model).removesuffix(".gguf")
+    daemon.run("qkvctl", "calibrate", name, "--output", path)
+
+
+def check_daemon(daemon, options, calibration):
+    """What the daemon itself gives with CHECKED differs from the figures in process, as a text; None: it does not."""
+    frame, bits = CHECKED
+    through = score(daemon, options, TEXTS, 1, "--frame", frame, "--bits", str(bits))
+    within = measure(options, calibration, 1, [f"{frame}:{bits}"])[0]
+    print(f"{frame}:{bits}, one window of each text: KL {through['kl_bits']:.6f} through the daemon, "
+          f"{within['kl_bits']:.6f} in process", flush=True)
+    if abs(through["kl_bits"] - within["kl_bits"]) <= SAME * within["kl_bits"]:
+        return None
+    return f"{frame}:{bits}: the daemon's KL is {through['kl_bits']}, in process it is {within['kl_bits']}"
+
+
+def measure_all(options):
+    """The rows of learnt.csv, and what is wrong with the daemon's own figure."""
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = os.path.join(folder, "learnt.qkvc")
+        daemon = Daemon(options.bin, folder)
+        learn(daemon, options, calibration)
+        wrong = check_daemon(daemon, options, calibration)
+        daemon.stop()
+        got = measure(options, calibration, options.windows, SETTINGS)
+    rows = [row_of(setting, one) for setting, one in zip(SETTINGS, got)]
+    for row in rows:
+        print(", ".join(row.values()), flush=True)
+    return rows, wrong
+
+
+def worse(old, new):
+    """What of a row has become worse than the committed one by more than chance, as texts."""
+    bits = [float(row["bits_per_coordinate_all_in"]) for row in (old, new)]
+    if abs(bits[1] - bits[0]) > BITS:
+        yield f"bits were {bits[0]}, are {bits[1]}"
+    kl = [float(row["kl_bits"]) for row in (old, new)]
+    chance = ERRORS * math.hypot(*(float(row["kl_bits_error"]) for row in (old, new)))
+    if kl[1] > TIMES * kl[0] + chance:
+        yield f"KL was {kl[0]}, is {kl[1]}"
+
+
+def compare(old, new):
+    for scheme in sorted(old.keys() ^ new.keys()):
+        yield f"{scheme}: " + ("not measured any more" if scheme in old else "new")
+    for scheme in old.keys() & new.keys():
+        yield from (f"{scheme}: {text}" for text in worse(old[scheme], new[scheme]))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bin", required=True, metavar="DIR", help="directory with qkvd and qkv-worker")
+    parser.add_argument("--bin", required=True, metavar="DIR", help="directory with qkvd and its tools")
     parser.add_argument("--model", required=True, metavar="FILE", help="what deploy/smollm2.sh has downloaded")
-    parser.add_argument("--windows", type=int, default=6, metavar="N", help="of each text (default 6)")
-    parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--windows", type=int, default=6, metavar="N", help="of each text (default 6, as in learnt.csv)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="of the model; 0: one for each processor")
+    parser.add_argument("--update", action="store_true", help="write learnt.csv anew, and the tables of docs/quality.md")
     options = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        daemon = Daemon(options.bin, folder, "--calibrate-tokens", "0")
-        rows += [measure(daemon, options.model, options.windows, way, "data-free") for way in DATA_FREE]
-        daemon.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        daemon = Daemon(options.bin, folder)
-        daemon.score(options.model, ["calibration.txt"], TEACHING_WINDOWS, "--prefill", "768")
-        verdict = daemon.wait_for("calibrated")
-        print(f"learnt from {verdict['tokens']} tokens; the trial says {verdict['attention_error']:.4f} for "
-              f"{verdict['data_free']:.4f}, {verdict['parts_data_free']} of {verdict['parts']} parts data-free\n")
-        rows += [measure(daemon, options.model, options.windows, way, "learnt") for way in LEARNT]
-        daemon.stop()
-    print("| code | frame | K/V | bits all in | KL | top-1 |\n|---|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {row['code']} | {row['frame']} | {row['bits_k']:g}/{row['bits_v']:g} | {row['bits']:.3f} | "
-              f"{row['kl_bits']:.5f} | {row['top1']:.3f} |")
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+    rows, wrong = measure_all(options)
+    if wrong:
+        print(wrong)
+    if options.update:
+        with open(COMMITTED, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+        quality.write_page()
+        return 1 if wrong else 0
+    differences = list(compare(quality.read(COMMITTED), {row["scheme"]: row for row in rows}))
+    for text in differences:
+        print(text)
+    return 1 if differences or wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -121,7 +121,7 @@ def compare(old, new):
 
 # Columns of docs/quality.md: heading, column, digits. Those that a file does not have are left out.
 COLUMNS = [
-    ("bits", "bits_per_coordinate_all_in", 3), ("KL", "kl_bits", 5), ("bits/byte", "bits_per_byte", 4),
+    ("bits", "bits_per_coordinate_all_in", 3), ("KL", "kl_bits", 5), ("+-", "kl_bits_error", 5), ("bits/byte", "bits_per_byte", 4),
     ("delta", "delta_bits_per_byte", 4), ("bits/token", "bits_per_token", 4), ("delta", "delta_bits_per_token", 4),
     ("top-1", "top1", 3), ("MSE K", "rel_mse_k", 5), ("MSE V", "rel_mse_v", 5),
 ]
@@ -153,6 +153,12 @@ def read_page():
         return file.read()
 
 
+def write_page():
+    text = with_tables(read_page())
+    with open(PAGE, "w") as file:
+        file.write(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bin", required=True, metavar="DIR", help="where qkv-bench and qkv-worker are")
@@ -164,9 +170,7 @@ def main():
     suite = smollm2(options.model) if options.model else codecs() if options.codecs else tinylm(options.full)
     if options.update:
         suite.measure(options.bin, suite.committed)
-        text = with_tables(read_page())
-        with open(PAGE, "w") as file:
-            file.write(text)
+        write_page()
         return 0
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "quality.csv")

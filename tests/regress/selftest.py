@@ -1,8 +1,9 @@
-"""quality.py finds what it is there to find: a figure of any column that has moved, a scheme that is gone or new.
+"""quality.py and learnt.py find what they are there to find: a figure of any column that has moved, a scheme that is gone or new.
 And docs/quality.md shows what is in the files."""
 
 import sys
 
+import learnt
 import quality
 
 ROW = {"scheme": "a", "bits_per_coordinate_all_in": "2.1875", "bits_per_byte": "1.86500",
@@ -33,8 +34,14 @@ def main():
                        "delta_bits_per_token": "-0.00856", "kl_bits": "0.008706", "rel_mse_k": "", "top1": "0.9551"}}
     assert list(quality.table(of_tokens))[0] == "| scheme | bits | KL | bits/token | delta | top-1 | MSE K |"
     assert list(quality.table(of_tokens))[2] == "| a | 4.167 | 0.00871 | 4.0376 | -0.0086 | 0.955 |  |"
+    learnt_row = {"bits_per_coordinate_all_in": "2.2870", "kl_bits": "0.020000", "kl_bits_error": "0.001000"}
+    for bits, kl, found in [("2.2900", "0.025600", 0), ("2.2870", "0.010000", 0), ("2.2500", "0.020000", 1),
+                            ("2.2870", "0.026000", 1)]:
+        new = {"a": {**learnt_row, "bits_per_coordinate_all_in": bits, "kl_bits": kl}}
+        assert len(list(learnt.compare({"a": learnt_row}, new))) == found, (bits, kl)
+    assert list(learnt.compare({"a": learnt_row}, {})) == ["a: not measured any more"]
     page = quality.read_page()
-    assert page.count("<!-- table: ") == 4
+    assert page.count("<!-- table: ") == 5
     assert quality.with_tables(page) == page, "docs/quality.md does not show the CSV files: quality.py --update --full"
 
 
