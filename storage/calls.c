@@ -1,6 +1,8 @@
 // The public calls: they check, take numbers, and leave the rest to the storage thread.
 #include <assert.h>
+#include <errno.h>
 #include <inttypes.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -316,10 +318,20 @@ static qkv_status verify_piece(qkv_storage *storage, const qkv_record_info *info
   return status;
 }
 
+static void check_begun(void *context, qkv_status status) {
+  (void)status;
+  (void)sem_post(context);
+}
+
 qkv_status qkv_storage_verify(qkv_storage *storage, bool (*progress)(void *context, uint64_t done, uint64_t all),
                               void *context, qkv_storage_verify_report *report) {
   *report = (qkv_storage_verify_report){0};
   qkv_record_info *infos = NULL;
+  sem_t begun;
+  if (sem_init(&begun, 0, 0) != 0) abort();
+  qkvi_begin_check(storage, check_begun, &begun);
+  while (sem_wait(&begun) != 0) assert(errno == EINTR);
+  (void)sem_destroy(&begun);
   const size_t all = snapshot(storage, &infos);
   qkv_status status = QKV_OK;
   for (size_t at = 0; at < all && status == QKV_OK; at += VERIFY_PIECE) {
@@ -327,5 +339,6 @@ qkv_status qkv_storage_verify(qkv_storage *storage, bool (*progress)(void *conte
     status = verify_piece(storage, infos + at, count, at, all, progress, context, report);
   }
   free(infos);
+  qkvi_end_check(storage);
   return status;
 }

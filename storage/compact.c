@@ -80,6 +80,7 @@ static void finish_segment(qkv_storage *storage) {
   qkvi_compaction *compaction = &storage->compaction;
   qkvi_segment *segment = storage->segments[compaction->segment];
   compaction->segment = QKVI_NO_SEGMENT;
+  qkvi_end_walk(storage);
   free(compaction->records);
   compaction->records = NULL;
   qkvi_stat_add(storage, &storage->stats.compactions, 1);
@@ -99,6 +100,7 @@ void qkvi_compact_consider(qkv_storage *storage) {
   }
   compaction->segment = segment->slot;
   segment->users++;
+  qkvi_begin_walk(storage, segment->slot);
   compaction->records = qkvi_checked(malloc(segment->live_records * sizeof *compaction->records));
   compaction->count = compaction->next = 0;
   for (uint32_t place = 0; place < qkvi_index_places(storage->index); place++) {

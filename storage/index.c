@@ -37,9 +37,17 @@ typedef struct record_group {
   packed_record records[GROUP];
 } record_group;
 
+typedef struct packed_session {
+  uint32_t count, bytes;
+  uint32_t first_segment, last_segment;  // the least and the greatest slot
+  uint8_t data[];
+} packed_session;
+
 typedef struct index_session {
   uint64_t session;
-  index_run *runs;  // the one that was added to last first
+  index_run *runs;         // the one that was added to last first
+  packed_session *packed;  // NULL: none
+  bool stays_packed;
   UT_hash_handle hh;
 } index_session;
 
@@ -49,7 +57,10 @@ struct qkvi_index {
   uint32_t free;  // the first free group
   uint32_t *table;
   uint32_t slots;
-  uint64_t records, runs;
+  uint64_t records, runs;  // records: in the table
+  uint32_t free_groups;
+  uint64_t packed_records, packed_bytes;
+  bool packing;  // a session whose last record goes stays
   index_session *sessions;
 };
 
@@ -155,6 +166,7 @@ void qkvi_index_destroy(qkvi_index **index) {
       after = run->next;
       free(run);
     }
+    free(session->packed);
     free(session);
     session = next;
   }
@@ -271,13 +283,14 @@ static void free_run(qkvi_index *index, index_run *run) {
   *link = run->next;
   free(run);
   index->runs--;
-  if (session->runs == NULL) free_session(index, session);
+  if (session->runs == NULL && session->packed == NULL && !index->packing) free_session(index, session);
 }
 
 static uint32_t take_group(qkvi_index *index) {
   const uint32_t number = index->free;
   if (number != NONE) {
     index->free = group_of(index, number)->next;
+    index->free_groups--;
     return number;
   }
   if (index->groups % CHUNK_GROUPS == 0) {
@@ -294,12 +307,8 @@ static uint32_t take_group(qkvi_index *index) {
 
 // ---- Changes ----
 
-void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry) {
-  assert(entry->record != 0);
-  grow_table(index);
-  const uint32_t slot = slot_of(index, entry->record);
-  assert(index->table[slot] == NONE);
-  index_run *run = run_for(index, entry);
+// A place for one more record of the run.
+static uint32_t take_place(qkvi_index *index, index_run *run) {
   if (run->count == GROUP) {
     const uint32_t number = take_group(index);
     record_group *group = group_of(index, number);
@@ -308,7 +317,16 @@ void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry) {
     run->first = number;
     run->count = 0;
   }
-  const uint32_t place = run->first * GROUP + run->count++;
+  return run->first * GROUP + run->count++;
+}
+
+void qkvi_index_add(qkvi_index *index, const qkvi_entry *entry) {
+  assert(entry->record != 0);
+  grow_table(index);
+  const uint32_t slot = slot_of(index, entry->record);
+  assert(index->table[slot] == NONE);
+  index_run *run = run_for(index, entry);
+  const uint32_t place = take_place(index, run);
   *packed_at(index, place) = pack(entry);
   index->table[slot] = place;
   index->records++;
@@ -338,6 +356,7 @@ void qkvi_index_remove(qkvi_index *index, uint64_t record) {
   group->run = NULL;
   group->next = index->free;
   index->free = empty;
+  index->free_groups++;
   if (run->first == NONE) free_run(index, run);
 }
 
@@ -356,6 +375,262 @@ void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens) {
   qkvi_entry entry = unpack(index, place);
   entry.tokens = tokens;
   *packed_at(index, place) = pack(&entry);
+}
+
+// ---- Packing ----
+
+enum {
+  NUMBER = 1 << 0,
+  POSITION = 1 << 1,
+  LAYER = 1 << 2,
+  PLACE = 1 << 3,
+  BLOCKS = 1 << 4,
+  RAW = 1 << 5,
+  TOKENS = 1 << 6,
+  KIND = 1 << 7,
+  PACKED_MAX = 1 + 9 * 10  // bytes of a record: flags, and nine varints
+};
+
+static uint8_t *put_varint(uint8_t *at, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) *at++ = (uint8_t)(value | 0x80);
+  *at++ = (uint8_t)value;
+  return at;
+}
+
+static const uint8_t *take_varint(const uint8_t *at, uint64_t *value) {
+  *value = 0;
+  for (unsigned shift = 0;; shift += 7) {
+    *value |= (uint64_t)(*at & 0x7f) << shift;
+    if ((*at++ & 0x80) == 0) return at;
+  }
+}
+
+// What follows from a record, of the session.
+static qkvi_entry expected_after(const qkvi_entry *entry) {
+  qkvi_entry next = *entry;
+  next.record++;
+  next.position += entry->tokens;
+  next.offset += entry->extent;
+  return next;
+}
+
+static uint8_t *pack_entry(uint8_t *at, const qkvi_entry *entry, const qkvi_entry *wanted) {
+  uint8_t *flags = at++;
+  *flags =
+      (uint8_t)((entry->record != wanted->record ? NUMBER : 0) |
+                (entry->position != wanted->position ? POSITION : 0) | (entry->layer != wanted->layer ? LAYER : 0) |
+                (entry->segment != wanted->segment || entry->offset != wanted->offset ? PLACE : 0) |
+                (entry->extent != wanted->extent ? BLOCKS : 0) | (entry->raw_bytes != wanted->raw_bytes ? RAW : 0) |
+                (entry->tokens != wanted->tokens ? TOKENS : 0) | (entry->kind != wanted->kind ? KIND : 0));
+  if (*flags & NUMBER) at = put_varint(at, entry->record - wanted->record);  // they ascend
+  if (*flags & POSITION) at = put_varint(at, entry->position);
+  if (*flags & LAYER) at = put_varint(at, entry->layer);
+  if (*flags & PLACE) at = put_varint(put_varint(at, entry->segment), entry->offset / QKV_STORAGE_BLOCK);
+  if (*flags & BLOCKS) at = put_varint(at, entry->extent / QKV_STORAGE_BLOCK);
+  if (*flags & RAW) at = put_varint(at, entry->raw_bytes);
+  if (*flags & TOKENS) at = put_varint(at, entry->tokens);
+  if (*flags & KIND) at = put_varint(at, entry->kind);
+  return at;
+}
+
+// `entry` is what is expected, and becomes what is there.
+static const uint8_t *unpack_entry(const uint8_t *at, qkvi_entry *entry) {
+  const uint8_t flags = *at++;
+  uint64_t value;
+  if (flags & NUMBER) {
+    at = take_varint(at, &value);
+    entry->record += value;
+  }
+  if (flags & POSITION) at = take_varint(at, &entry->position);
+  if (flags & LAYER) {
+    at = take_varint(at, &value);
+    entry->layer = (uint32_t)value;
+  }
+  if (flags & PLACE) {
+    at = take_varint(at, &value);
+    entry->segment = (uint32_t)value;
+    at = take_varint(at, &value);
+    entry->offset = value * QKV_STORAGE_BLOCK;
+  }
+  if (flags & BLOCKS) {
+    at = take_varint(at, &value);
+    entry->extent = value * QKV_STORAGE_BLOCK;
+  }
+  if (flags & RAW) {
+    at = take_varint(at, &value);
+    entry->raw_bytes = (uint32_t)value;
+  }
+  if (flags & TOKENS) {
+    at = take_varint(at, &value);
+    entry->tokens = (uint32_t)value;
+  }
+  if (flags & KIND) {
+    at = take_varint(at, &value);
+    entry->kind = (uint16_t)value;
+  }
+  return at;
+}
+
+static int compare_entries(const void *a, const void *b) {
+  const qkvi_entry *first = a, *second = b;
+  return first->record < second->record ? -1 : first->record > second->record;
+}
+
+// Records that are not packed.
+static uint64_t count_entries(const qkvi_index *index, const index_session *session) {
+  uint64_t count = 0;
+  for (const index_run *run = session->runs; run != NULL; run = run->next) {
+    for (uint32_t group = run->first; group != NONE; group = group_of(index, group)->next)
+      count += group == run->first ? run->count : GROUP;
+  }
+  return count;
+}
+
+// The session's records, which are not packed, in the order of their numbers; the caller frees them.
+static qkvi_entry *list_entries(const qkvi_index *index, const index_session *session, uint32_t *count) {
+  const uint64_t all = count_entries(index, session);
+  qkvi_entry *entries = checked(malloc((all + 1) * sizeof *entries));
+  qkvi_index_walk walk;
+  *count = 0;
+  qkvi_index_walk_init(index, session->session, &walk);
+  while (*count < all && qkvi_index_walk_next(index, &walk, &entries[*count])) ++*count;
+  qsort(entries, *count, sizeof *entries, compare_entries);
+  return entries;
+}
+
+static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count) {
+  uint8_t *data = checked(malloc((size_t)count * PACKED_MAX)), *at = data;
+  qkvi_entry wanted = {0};
+  packed_session head = {.count = count, .first_segment = UINT32_MAX};
+  for (uint32_t i = 0; i < count; i++) {
+    at = pack_entry(at, &entries[i], &wanted);
+    wanted = expected_after(&entries[i]);
+    if (entries[i].segment < head.first_segment) head.first_segment = entries[i].segment;
+    if (entries[i].segment > head.last_segment) head.last_segment = entries[i].segment;
+  }
+  head.bytes = (uint32_t)(at - data);
+  packed_session *packed = checked(malloc(sizeof *packed + head.bytes));
+  *packed = head;
+  memcpy(packed->data, data, head.bytes);
+  free(data);
+  return packed;
+}
+
+// Adds the packed ones to the table.
+static void unpack_session(qkvi_index *index, index_session *session) {
+  packed_session *packed = session->packed;
+  if (packed == NULL) return;
+  const uint8_t *at = packed->data;
+  qkvi_entry entry = {.session = session->session};
+  session->packed = NULL;
+  index->packed_records -= packed->count;
+  index->packed_bytes -= sizeof *packed + packed->bytes;
+  for (uint32_t i = 0; i < packed->count; i++) {
+    at = unpack_entry(at, &entry);
+    qkvi_index_add(index, &entry);
+    entry = expected_after(&entry);
+  }
+  assert(at == packed->data + packed->bytes);
+  free(packed);
+}
+
+// A run's records from its groups among `old` to new ones.
+static void move_run(qkvi_index *index, record_group **old, index_run *run) {
+  uint32_t group = run->first, left = run->count;
+  run->first = NONE;
+  run->count = GROUP;
+  while (group != NONE) {
+    const record_group *from = &old[group / CHUNK_GROUPS][group % CHUNK_GROUPS];
+    while (left-- > 0) {
+      const uint32_t place = take_place(index, run);
+      *packed_at(index, place) = from->records[left];
+      index->table[slot_of(index, number_at(index, place))] = place;
+      index->records++;
+    }
+    group = from->next;
+    left = GROUP;
+  }
+}
+
+// All records into new groups and a new table, once most of the groups are free.
+static void shrink(qkvi_index *index) {
+  if (index->free_groups < CHUNK_GROUPS || index->free_groups < index->groups / 2) return;
+  const uint32_t chunks = (index->groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
+  record_group **old = index->chunks;
+  index->chunks = NULL;
+  index->groups = index->chunks_capacity = index->free_groups = 0;
+  index->free = NONE;
+  const uint64_t records = index->records;
+  uint32_t slots = SLOTS_FIRST;
+  while ((records + 1) * 5 > (uint64_t)slots * 4) slots += slots / 4;
+  make_table(index, slots);
+  index->records = 0;
+  for (index_session *session = index->sessions; session != NULL; session = session->hh.next) {
+    for (index_run *run = session->runs; run != NULL; run = run->next) move_run(index, old, run);
+  }
+  assert(index->records == records);
+  for (uint32_t i = 0; i < chunks; i++) free(old[i]);
+  free((void *)old);
+}
+
+static void pack_session(qkvi_index *index, index_session *session) {
+  if (session->runs == NULL) return;
+  unpack_session(index, session);  // what came since goes with the others
+  if (count_entries(index, session) > QKVI_PACKED_MAX) return;
+  uint32_t count;
+  qkvi_entry *entries = list_entries(index, session, &count);
+  packed_session *packed = pack_entries(entries, count);
+  index->packing = true;
+  for (uint32_t i = 0; i < count; i++) qkvi_index_remove(index, entries[i].record);
+  index->packing = false;
+  free(entries);
+  session->packed = packed;
+  index->packed_records += count;
+  index->packed_bytes += sizeof *packed + packed->bytes;
+}
+
+void qkvi_index_pack(qkvi_index *index, uint64_t session, bool now) {
+  index_session *found = session_of(index, session);
+  if (found == NULL) return;
+  found->stays_packed = true;
+  if (!now) return;
+  pack_session(index, found);
+  shrink(index);
+}
+
+void qkvi_index_unpack(qkvi_index *index, uint64_t session) {
+  index_session *found = session_of(index, session);
+  if (found == NULL) return;
+  found->stays_packed = false;
+  unpack_session(index, found);
+}
+
+static bool lies_in(const index_session *session, uint32_t segment) {
+  const packed_session *packed = session->packed;
+  if (packed == NULL ||
+      (segment != QKVI_ANY_SEGMENT && (segment < packed->first_segment || segment > packed->last_segment)))
+    return false;
+  const uint8_t *at = packed->data;
+  qkvi_entry entry = {.session = session->session};
+  for (uint32_t i = 0; i < packed->count; i++) {
+    at = unpack_entry(at, &entry);
+    if (segment == QKVI_ANY_SEGMENT || entry.segment == segment) return true;
+    entry = expected_after(&entry);
+  }
+  return false;
+}
+
+void qkvi_index_unpack_segment(qkvi_index *index, uint32_t segment) {
+  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
+    if (lies_in(at, segment)) unpack_session(index, at);
+  }
+}
+
+void qkvi_index_pack_again(qkvi_index *index) {
+  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
+    if (at->stays_packed) pack_session(index, at);
+  }
+  shrink(index);
 }
 
 // ---- Walks ----
@@ -399,7 +674,7 @@ uint32_t qkvi_index_places(const qkvi_index *index) {
 }
 
 uint64_t qkvi_index_records(const qkvi_index *index) {
-  return index->records;
+  return index->records + index->packed_records;
 }
 
 uint64_t qkvi_index_sessions(const qkvi_index *index) {
@@ -409,5 +684,5 @@ uint64_t qkvi_index_sessions(const qkvi_index *index) {
 uint64_t qkvi_index_bytes(const qkvi_index *index) {
   const uint64_t chunks = (index->groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
   return chunks * CHUNK_GROUPS * sizeof(record_group) + (uint64_t)index->slots * sizeof *index->table +
-         index->runs * sizeof(index_run) + qkvi_index_sessions(index) * sizeof(index_session);
+         index->runs * sizeof(index_run) + qkvi_index_sessions(index) * sizeof(index_session) + index->packed_bytes;
 }

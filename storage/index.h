@@ -14,6 +14,14 @@
 //
 // Fields that readers find in the record's header are not kept: codec, calibration, hash, the payload's stored bytes.
 //
+// The records of a session that is not used can be packed: they leave the table and the groups, and are not found nor
+// walked until they are unpacked. In the order of their numbers, each has a byte of flags for the fields that are not
+// what follows from the record before, and these fields as varints. A page that was put behind the one before it in
+// its layer takes one byte.
+//
+//   bit of flags   0 number  1 position  2 layer  3 segment and block  4 blocks  5 raw bytes  6 tokens  7 kind
+//   expected       + 1       + tokens    the same  + blocks            the same ...
+//
 // Threads: guarded by the owner's lock.
 #ifndef QKV_STORAGE_INDEX_H
 #define QKV_STORAGE_INDEX_H
@@ -55,6 +63,16 @@ void qkvi_index_remove(qkvi_index *index, uint64_t record);
 void qkvi_index_move(qkvi_index *index, uint64_t record, uint32_t segment, uint64_t offset);
 void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens);
 
+// Packs a session's records, now or with the next `pack_again`, and keeps them packed but for what the following say.
+// One of more than QKVI_PACKED_MAX, which take some 10 ms, is left as it is. And unpacks them, for use.
+#define QKVI_PACKED_MAX 32768
+void qkvi_index_pack(qkvi_index *index, uint64_t session, bool now);
+void qkvi_index_unpack(qkvi_index *index, uint64_t session);
+// Unpacks those of sessions that have a record in the segment, or with QKVI_ANY_SEGMENT of all; and packs them again.
+#define QKVI_ANY_SEGMENT UINT32_MAX
+void qkvi_index_unpack_segment(qkvi_index *index, uint32_t segment);
+void qkvi_index_pack_again(qkvi_index *index);
+
 // The records of a session, in no order. During a walk only the record that was given last may be removed.
 typedef struct qkvi_index_walk {
   const struct qkvi_index_run *run;
@@ -68,6 +86,7 @@ bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_e
 bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry);
 uint32_t qkvi_index_places(const qkvi_index *index);
 
+// Packed ones are counted.
 uint64_t qkvi_index_records(const qkvi_index *index);
 uint64_t qkvi_index_sessions(const qkvi_index *index);
 // Bytes of memory that it takes.

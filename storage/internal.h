@@ -5,7 +5,7 @@
 //   sync.c      fdatasync, sealing                    recover.c   opening
 //   segments.c  files, space, preparing               sessions.c  live sessions, forks
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
-//   sweep.c     forgets records in no view
+//   sweep.c     forgets records in no view         pack.c      packs the index
 //
 // `lock` guards what callers read: the mailbox, numbers, dirty bytes, waiters, statistics, and changes of the index
 // and the table of segments. The storage thread reads the latter two without it, as only it changes them.
@@ -230,6 +230,7 @@ struct qkv_storage {
   qkvi_journal journal;
   qkvi_poisoned *poisoned;
   qkvi_compaction compaction;
+  unsigned index_walks;  // by compaction and checks: meanwhile nothing is packed
 };
 
 // storage.c
@@ -277,6 +278,14 @@ void qkvi_flush_buffer(qkv_storage *storage);
 
 // Removes a record from the index; its space becomes dead.
 void qkvi_forget(qkv_storage *storage, uint64_t record);
+
+// pack.c. Between the two all records of the segment (QKVI_ANY_SEGMENT: all records) are found and walked. The same
+// for a caller's thread; done() once they are.
+void qkvi_begin_walk(qkv_storage *storage, uint32_t segment);
+void qkvi_end_walk(qkv_storage *storage);
+void qkvi_begin_check(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
+void qkvi_end_check(qkv_storage *storage);
+void qkvi_unpack_session(qkv_storage *storage, uint64_t session);
 
 // sync.c
 void qkvi_sync_later(qkv_storage *storage, qkvi_segment *segment, qkvi_put *put);

@@ -370,6 +370,11 @@ bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
   return found != NULL && !found->dead;
 }
 
+bool qkvi_sessions_alone(const qkvi_sessions *sessions, uint64_t session) {
+  const qkvi_session *found = find(sessions, session);
+  return found != NULL && !found->dead && found->parent == NULL && found->heirs == NULL;
+}
+
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session) {
   return find(sessions, session) != NULL;
 }

@@ -60,6 +60,8 @@ void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *con
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry);
 bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session);
+// Whether it is open, no fork, and has none.
+bool qkvi_sessions_alone(const qkvi_sessions *sessions, uint64_t session);
 // The live ones in ascending order of their numbers. The caller frees *live.
 size_t qkvi_sessions_live(const qkvi_sessions *sessions, const qkvi_session ***live);
 uint64_t qkvi_session_number(const qkvi_session *session);

@@ -187,6 +187,11 @@ void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *con
 // one is durable. An unknown number is ignored.
 void qkv_storage_drop(qkv_storage *storage, uint64_t record);
 
+// Of a session that is not used: between the two what is known of its records takes some bytes each, and they are
+// not found and not read. Nothing for one that is a fork or has forks. done(): they are found again.
+void qkv_storage_session_pack(qkv_storage *storage, uint64_t session);
+void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
+
 // NOT_FOUND, without a text: it is not written yet, or no longer there.
 qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info);
 

@@ -37,6 +37,7 @@ static void sweep_puts(qkv_storage *storage, const qkvi_needs *needs, uint64_t s
 void qkvi_sweep(void *context, const qkvi_session *session) {
   qkv_storage *storage = context;
   const uint64_t number = qkvi_session_number(session);
+  qkvi_unpack_session(storage, number);
   qkvi_needs needs;
   qkvi_needs_init(&needs, session);
   sweep_records(storage, &needs, number);

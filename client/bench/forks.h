@@ -15,7 +15,7 @@ void qkvi_bench_forks(json_t *result);
 // The same over a real storage in a directory that is made here and removed (sunk.c), of 64 sessions of 32 layers
 // and 1024 tokens with ids, of which nothing is in memory:
 //   sunk_session_bytes        all of it, the storage's index included
-//   folded_session_bytes      once it is folded (session_fold.h), without that index
+//   folded_session_bytes      once it is folded (session_fold.h), the index included
 //   unfold_us_p50             making its layers again
 //   sunk_session_index_bytes  that index alone
 void qkvi_bench_sunk(json_t *result);

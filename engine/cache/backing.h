@@ -12,7 +12,7 @@
 // them are DURABLE.
 //
 // Threads: any; all but `context` is constant. The functions are called with a layer locked for reading or writing,
-// and never wait. Those that read records, and put_fold, are called without its lock, and wait for the tier.
+// and never wait. Those that read records, put_fold and read_fold are called without its lock, and wait for the tier.
 #ifndef QKV_ENGINE_CACHE_BACKING_H
 #define QKV_ENGINE_CACHE_BACKING_H
 
@@ -48,6 +48,10 @@ typedef struct qkv_backing {
   // Puts what a session is made again from (session_fold.h), copied, and waits until it can be read. state() and
   // drop() take the record, too. 0: the tier does not take it, or `*stop` became true. NULL: sessions are not folded.
   uint64_t (*put_fold)(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop);
+  // From there on no other record of the session is asked for until this fills `bytes` with that one. Errors are
+  // read_wait's.
+  qkv_status (*read_fold)(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
+                          qkv_error *error);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);

@@ -315,9 +315,8 @@ static uint8_t *read_record(const qkv_session *session, uint64_t record, qkv_err
   uint8_t *bytes = malloc(session->fold.layers->bytes);
   if (bytes == NULL) abort();
   qkv_error reason = {0};
-  void *reading = backing->read_begin(backing->context, &record, 1, session->fold.layers->bytes);
-  const qkv_status status = backing->read_wait(reading, 0, bytes, session->fold.layers->bytes, &reason);
-  backing->read_end(reading);
+  const qkv_status status =
+      backing->read_fold(backing->context, session->config.id, record, bytes, session->fold.layers->bytes, &reason);
   if (status == QKV_OK) return bytes;
   free(bytes);
   (void)qkv_fail(error, status == QKV_NOT_FOUND ? QKV_DATA_LOSS : status, "session %s: its folded layers %s%s",

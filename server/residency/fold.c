@@ -35,9 +35,24 @@ uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint6
   if (record == 0) return 0;
   while (!has_ended(&backing->table, record, &state) && !atomic_load(stop))
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
-  if (state >= QKV_RECORD_WRITTEN) return record;
+  if (state >= QKV_RECORD_WRITTEN) {
+    qkv_storage_session_pack(residency->storage, session);
+    return record;
+  }
   qkv_storage_drop(residency->storage, record);
   return 0;
+}
+
+qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
+                          qkv_error *error) {
+  qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
+  qkvi_journal_wait unpacked = {.residency = residency};
+  qkv_storage_session_unpack(residency->storage, session, qkvi_catalogue_on_journal, &unpacked);
+  QKV_TRY(qkvi_catalogue_finish_wait(&unpacked, error));
+  qkv_storage_batch *batch = qkv_storage_batch_create(residency->storage, &record, 1, count);
+  const qkv_status status = qkv_storage_batch_wait(batch, 0, bytes, count, error);
+  qkv_storage_batch_destroy(&batch);
+  return status;
 }
 
 // ---- Folding ----

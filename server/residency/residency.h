@@ -6,6 +6,7 @@
 //   claim                   cold sessions leave memory               the thread that needs it, longest unused first
 //   restore                 pages come back                          jobs of the disk pool (restore.h),
 //                                                                    some ahead (read_ahead.h)
+//   fold                    tables of sessions that are sunk  upkeep jobs; back by the thread that needs it (fold.h)
 //   start                   models, calibrations, sessions           before calls are served (recovery.c)
 //
 // What a session needs to be found again is in the journal before it is acknowledged: its SessionInfo, its model,

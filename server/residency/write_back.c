@@ -257,6 +257,7 @@ void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backi
   backing->table = (qkv_backing){.context = backing,
                                  .put = put,
                                  .put_fold = qkvi_fold_put,
+                                 .read_fold = qkvi_fold_read,
                                  .state = state_of,
                                  .drop = drop,
                                  .takes = takes,

@@ -50,7 +50,8 @@ typedef struct model_event {
 typedef struct model_session {
   uint64_t number;
   bool open_durable, close_asked, close_durable;
-  bool failed;  // a close or cut could not be written: puts are refused
+  bool failed;   // a close or cut could not be written: puts are refused
+  size_t reads;  // under way, of records that were put for it
 } model_session;
 
 typedef struct model_cut {
@@ -83,6 +84,7 @@ typedef struct model {
   size_t told_count;
   uint64_t told_sessions[SESSIONS_MAX];
   size_t told_session_count;
+  uint32_t packing;    // random, but for the drawn numbers: what is known of a session is packed now and then
   uint64_t rewritten;  // times that the journal was rewritten while it ran
   uint64_t inherited;  // records that were reported for heirs
 } model;

@@ -275,10 +275,16 @@ static void truncate_session(model *on, size_t at) {
                                about_of(on, on->cut_count++));
 }
 
+static void nothing_ended(void *context, qkv_status status) {
+  (void)status;
+  end_about(context);
+}
+
 static void read_ended(void *context, qkv_status status) {
   about *what = context;
   model *on = what->on;
   const model_record *record = &on->records[what->which];
+  session_of(on, record->session)->reads--;
   if (status == QKV_OK) {
     CHECK(on, record->written, "a read of what was never written\n");
     CHECK(on, !what->was_gone, "a read of what was gone\n");
@@ -301,12 +307,9 @@ static void read_record(model *on, size_t at) {
   what->bytes = malloc(record->size);
   if (what->bytes == NULL) abort();
   what->was_gone = record->gone;
+  session_of(on, record->session)->reads++;
+  qkv_storage_session_unpack(on->storage, record->session, nothing_ended, about_of(on, 0));
   qkv_storage_read(on->storage, record->number, what->bytes, record->size, read_ended, what);
-}
-
-static void nothing_ended(void *context, qkv_status status) {
-  (void)status;
-  end_about(context);
 }
 
 // Drops a record that a durable one has replaced.
@@ -317,6 +320,7 @@ static void drop_replaced(model *on) {
     for (size_t j = i + 1; j < on->record_count; j++) {
       const model_record *next = &on->records[j];
       if (!lineage_same(&on->now, i, j) || !next->durable || next->gone || drawn(on, 3) != 0) continue;
+      qkv_storage_session_unpack(on->storage, old->session, nothing_ended, about_of(on, 0));
       qkv_storage_drop(on->storage, old->number);
       old->gone = old->dropped = true;
       break;
@@ -324,7 +328,16 @@ static void drop_replaced(model *on) {
   }
 }
 
+// As a session does that is not used.
+static void pack_some(model *on) {
+  on->packing = on->packing * 1664525u + 1013904223u;
+  if (on->session_count == 0 || on->packing >> 29 != 0) return;
+  const model_session *session = &on->sessions[(on->packing >> 8) % on->session_count];
+  if (session->reads == 0) qkv_storage_session_pack(on->storage, session->number);
+}
+
 static void operate(model *on) {
+  pack_some(on);
   const uint64_t what = drawn(on, 100);
   const size_t session = on->session_count == 0 ? 0 : (size_t)drawn(on, on->session_count);
   const size_t record = on->record_count == 0 ? 0 : (size_t)drawn(on, on->record_count);

@@ -61,6 +61,17 @@ static void *fold(void *context) {
   return NULL;
 }
 
+// Moves records of folded sessions, too.
+static void *compact(void *context) {
+  user *on = context;
+  uint64_t freed;
+  while (!atomic_load(on->stop)) {
+    if (qkvi_upkeep_compact(on->s->residency, 1, &freed, NULL) != QKV_OK) atomic_store(&on->wrong, true);
+    (void)usleep(5000);
+  }
+  return NULL;
+}
+
 static void begin(user *on, void *(*run)(void *context)) {
   assert_int_equal(pthread_create(&on->thread, NULL, run, on), 0);
 }
@@ -79,7 +90,7 @@ static void await_folded(const scene *s, uint64_t count) {
 
 static void test_uses_while_sessions_are_folded(const char *io) {
   scene s;
-  user readers[READERS], folder;
+  user readers[READERS], folder, compactor;
   _Atomic bool stop = false;
   setup(&s, io);
   content wanted = in_memory(&s, TOKENS);
@@ -91,7 +102,9 @@ static void test_uses_while_sessions_are_folded(const char *io) {
     qkv_session_unref(&session);
   }
   folder = (user){.s = &s, .stop = &stop};
+  compactor = folder;
   begin(&folder, fold);
+  begin(&compactor, compact);
   for (int i = 0; i < READERS; i++) {
     readers[i] = (user){.s = &s, .wanted = &wanted, .seed = 7 + (uint64_t)i};
     begin(&readers[i], read_and_sink);
@@ -99,6 +112,7 @@ static void test_uses_while_sessions_are_folded(const char *io) {
   for (int i = 0; i < READERS; i++) end(&readers[i]);
   atomic_store(&stop, true);
   end(&folder);
+  end(&compactor);
   await_folded(&s, SESSIONS);
   assert_true(qkv_recency_read_sums(qkv_store_recency(s.store)).unfolded > 0);
   restart(&s);
@@ -135,6 +149,9 @@ static void test_a_record_that_is_lost(void **unused) {
   for (int i = 0; i < 2; i++) {
     qkvi_waits waits = QKVI_WAIT_DISK;
     qkv_session *session = find_session(&s, names[i]);
+    qkvi_journal_wait unpacked = {.residency = s.residency};
+    qkv_storage_session_unpack(s.residency->storage, session->config.id, qkvi_catalogue_on_journal, &unpacked);
+    assert_int_equal(qkvi_catalogue_finish_wait(&unpacked, NULL), QKV_OK);
     qkv_storage_drop(s.residency->storage, atomic_load(&session->fold.record));
     const qkv_status status = qkvi_unfold(s.residency, NULL, session, &waits, &error);
     assert_int_equal(status, QKV_DATA_LOSS);
@@ -165,6 +182,13 @@ static void test_threads_that_may_not_wait(void **unused) {
   sink(&s, session);
   qkv_session_unref(&session);
   await_folded(&s, 1);
+  // A check reads all records, also of folded sessions, and the record of their layers.
+  qkv_storage_verify_report report;
+  qkv_storage_stats stats;
+  assert_int_equal(qkv_storage_verify(s.residency->storage, NULL, NULL, &report), QKV_OK);
+  assert_true(report.records == LAYERS * TOKENS / 64 + 1 && report.bad == 0);
+  qkv_storage_read_stats(s.residency->storage, &stats);
+  assert_int_equal(stats.records, LAYERS * TOKENS / 64 + 1);
   session = find_session(&s, "a");
   assert_int_equal(qkvi_unfold(s.residency, NULL, session, &waits, &error), QKV_UNAVAILABLE);
   assert_true(waits == (QKVI_WAIT_LAYERS | QKVI_WAIT_DISK) && error.status == QKV_OK);

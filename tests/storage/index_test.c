@@ -135,10 +135,101 @@ static void the_index_takes_32_bytes_a_record(void **state) {
   qkvi_index_destroy(&index);
 }
 
+static size_t count_found(const qkvi_index *index, const qkvi_entry *model, uint32_t segment) {
+  size_t count = 0;
+  for (size_t i = 0; i < INDEX_RECORDS; i++)
+    count += model[i].record != 0 && (segment == QKVI_ANY_SEGMENT || model[i].segment == segment) &&
+             qkvi_index_find(index, model[i].record, NULL);
+  return count;
+}
+
+// Random changes, of which some are packing and unpacking of sessions. Fields are as large as they can be.
+static void packed_records_come_back(void **state) {
+  (void)state;
+  static qkvi_entry model[INDEX_RECORDS];
+  memset(model, 0, sizeof model);
+  qkvi_index *index = qkvi_index_create();
+  uint32_t x = 11;
+  for (int i = 0; i < 40000; i++) {
+    x = x * 1664525u + 1013904223u;
+    qkvi_entry *entry = &model[(x >> 8) % INDEX_RECORDS];
+    const uint64_t record = number_of((uint64_t)(entry - model));
+    if (i % 1000 == 7) {
+      qkvi_index_pack(index, x % INDEX_SESSIONS, x >> 31 == 0);
+    } else if (i % 3000 == 11) {
+      qkvi_index_pack_again(index);
+    } else if (entry->record == 0) {
+      *entry = entry_for(record, x);
+      qkvi_index_add(index, entry);  // also to a session that is packed
+    } else if (x >> 30 == 3) {
+      qkvi_index_unpack(index, entry->session);
+      qkvi_index_remove(index, record);
+      entry->record = 0;
+    }
+    if (i % 5000 != 0) continue;
+    qkvi_index_unpack_segment(index, QKVI_ANY_SEGMENT);
+    check_index(index, model);
+    qkvi_index_pack_again(index);
+  }
+  for (uint64_t session = 0; session < INDEX_SESSIONS; session++) qkvi_index_pack(index, session, true);
+  const uint64_t records = qkvi_index_records(index);
+  assert_int_equal(count_found(index, model, QKVI_ANY_SEGMENT), 0);
+  size_t first = 0;
+  while (model[first].record == 0) first++;
+  qkvi_index_unpack_segment(index, model[first].segment);
+  assert_true(count_found(index, model, model[first].segment) > 0);
+  assert_true(count_found(index, model, QKVI_ANY_SEGMENT) < records);
+  qkvi_index_pack_again(index);
+  assert_int_equal(count_found(index, model, QKVI_ANY_SEGMENT), 0);
+  assert_int_equal(qkvi_index_records(index), records);
+  for (uint64_t session = 0; session < INDEX_SESSIONS; session++) qkvi_index_unpack(index, session);
+  qkvi_index_pack_again(index);  // none stays packed
+  check_index(index, model);
+  qkvi_index_destroy(&index);
+}
+
+// Pages as a session puts them: layer after layer, or all layers for each 64 tokens. The rest is given back.
+static void packed_records_take_few_bytes(void **state) {
+  (void)state;
+  enum { PACKED_SESSIONS = 400, LAYERS = 32, PAGES = 16 };
+  for (int by_layers = 0; by_layers < 2; by_layers++) {
+    qkvi_index *index = qkvi_index_create();
+    const uint64_t before = heap_bytes();
+    uint64_t record = 1, offset = 4096;
+    for (uint64_t session = 0; session < PACKED_SESSIONS + 1; session++) {
+      for (uint64_t i = 0; i < LAYERS * PAGES; i++, record++, offset += 8192) {
+        const uint64_t page = by_layers ? i % PAGES : i / LAYERS, layer = by_layers ? i / PAGES : i % LAYERS;
+        const qkvi_entry entry = {.record = record,
+                                  .session = session,
+                                  .position = 64 * page,
+                                  .layer = (uint32_t)layer,
+                                  .tokens = 64,
+                                  .offset = offset,
+                                  .extent = 8192,
+                                  .raw_bytes = 5000};
+        qkvi_index_add(index, &entry);
+      }
+    }
+    for (uint64_t session = 0; session < PACKED_SESSIONS; session++) qkvi_index_pack(index, session, true);
+    const uint64_t packed = (uint64_t)PACKED_SESSIONS * LAYERS * PAGES;
+    assert_int_equal(qkvi_index_records(index), packed + LAYERS * PAGES);
+    // Five bytes at the most where each record is another layer's; chunks that are left, and the sessions.
+    assert_true(qkvi_index_bytes(index) < 5 * packed + 300000 + 200 * PACKED_SESSIONS);
+    if (before > 0) assert_true(heap_bytes() - before < 5 * packed + 400000 + 250 * PACKED_SESSIONS);
+    qkvi_entry entry;
+    assert_true(qkvi_index_find(index, record - 1, &entry) && entry.offset == offset - 8192);
+    qkvi_index_unpack(index, 3);
+    assert_true(qkvi_index_find(index, 3 * LAYERS * PAGES + 5, &entry) && entry.session == 3);
+    qkvi_index_destroy(&index);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(the_index_finds_what_is_there),
       cmocka_unit_test(the_index_takes_32_bytes_a_record),
+      cmocka_unit_test(packed_records_come_back),
+      cmocka_unit_test(packed_records_take_few_bytes),
   };
   return cmocka_run_group_tests_name("index", tests, NULL, NULL);
 }

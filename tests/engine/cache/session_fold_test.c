@@ -34,23 +34,14 @@ static uint64_t put_fold(void *context, uint64_t session, const void *bytes, uin
   return FOLDED;
 }
 
-static void *read_begin(void *context, const uint64_t *records, size_t count, uint64_t ahead_bytes) {
-  (void)ahead_bytes;
-  assert_true(count == 1 && records[0] == FOLDED);
-  return context;
-}
-
-static qkv_status read_wait(void *reading, size_t i, void *image, uint64_t bytes, qkv_error *error) {
-  const double_record *record = &((const backing_double *)reading)->records[FOLDED];
-  (void)i;
+static qkv_status read_fold(void *context, uint64_t session, uint64_t number, void *bytes, uint64_t count,
+                            qkv_error *error) {
+  const double_record *record = &((const backing_double *)context)->records[FOLDED];
+  assert_true(session == 77 && number == FOLDED);
   if (record->state == QKV_RECORD_GONE) return qkv_fail(error, QKV_NOT_FOUND, "no record");
-  assert_int_equal(bytes, record->bytes);
-  memcpy(image, record->page, bytes);
+  assert_int_equal(count, record->bytes);
+  memcpy(bytes, record->page, count);
   return QKV_OK;
-}
-
-static void read_end(void *reading) {
-  (void)reading;
 }
 
 // ---- A session ----
@@ -85,9 +76,7 @@ static void setup(scene *s) {
   s->rows = make_sequence(&s->model, TOKENS, 1);
   double_init(&s->backing);
   s->backing.backing.put_fold = put_fold;
-  s->backing.backing.read_begin = read_begin;
-  s->backing.backing.read_wait = read_wait;
-  s->backing.backing.read_end = read_end;
+  s->backing.backing.read_fold = read_fold;
   s->store = qkv_store_create(&(qkv_store_config){.memory_budget = 1 << 24,
                                                   .models_max = 1,
                                                   .sessions_max = 4,

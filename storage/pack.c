@@ -1,0 +1,90 @@
+// Packing what the index has of sessions that are not used. While compaction or a check walks the index, what they
+// walk is unpacked, and nothing is packed.
+#include <assert.h>
+#include <stdlib.h>
+
+#include "storage/internal.h"
+
+typedef struct pack_message {
+  qkvi_message message;
+  uint64_t session;
+  qkv_storage_done_fn *done;
+  void *context;
+} pack_message;
+
+static pack_message take(qkvi_message *message) {
+  const pack_message taken = *(pack_message *)message;
+  free(message);
+  return taken;
+}
+
+static void post(qkv_storage *storage, void (*run)(qkv_storage *storage, qkvi_message *message), uint64_t session,
+                 qkv_storage_done_fn *done, void *context) {
+  pack_message *message = qkvi_checked(calloc(1, sizeof *message));
+  *message = (pack_message){.message = {.run = run}, .session = session, .done = done, .context = context};
+  qkvi_post(storage, &message->message);
+}
+
+// Other sessions may need the records of one that has heirs, and it those of its ancestors.
+static void pack(qkv_storage *storage, qkvi_message *message) {
+  const pack_message of = take(message);
+  if (!qkvi_sessions_alone(storage->sessions, of.session)) return;
+  pthread_mutex_lock(&storage->lock);
+  qkvi_index_pack(storage->index, of.session, storage->index_walks == 0);
+  pthread_mutex_unlock(&storage->lock);
+}
+
+void qkv_storage_session_pack(qkv_storage *storage, uint64_t session) {
+  post(storage, pack, session, NULL, NULL);
+}
+
+void qkvi_unpack_session(qkv_storage *storage, uint64_t session) {
+  pthread_mutex_lock(&storage->lock);
+  qkvi_index_unpack(storage->index, session);
+  pthread_mutex_unlock(&storage->lock);
+}
+
+static void unpack(qkv_storage *storage, qkvi_message *message) {
+  const pack_message of = take(message);
+  qkvi_unpack_session(storage, of.session);
+  of.done(of.context, QKV_OK);
+}
+
+void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
+  post(storage, unpack, session, done, context);
+}
+
+// ---- Walks ----
+
+void qkvi_begin_walk(qkv_storage *storage, uint32_t segment) {
+  pthread_mutex_lock(&storage->lock);
+  storage->index_walks++;
+  qkvi_index_unpack_segment(storage->index, segment);
+  pthread_mutex_unlock(&storage->lock);
+}
+
+void qkvi_end_walk(qkv_storage *storage) {
+  pthread_mutex_lock(&storage->lock);
+  assert(storage->index_walks > 0);
+  if (--storage->index_walks == 0) qkvi_index_pack_again(storage->index);
+  pthread_mutex_unlock(&storage->lock);
+}
+
+static void begin_check(qkv_storage *storage, qkvi_message *message) {
+  const pack_message of = take(message);
+  qkvi_begin_walk(storage, QKVI_ANY_SEGMENT);
+  of.done(of.context, QKV_OK);
+}
+
+static void end_check(qkv_storage *storage, qkvi_message *message) {
+  free(message);
+  qkvi_end_walk(storage);
+}
+
+void qkvi_begin_check(qkv_storage *storage, qkv_storage_done_fn *done, void *context) {
+  post(storage, begin_check, 0, done, context);
+}
+
+void qkvi_end_check(qkv_storage *storage) {
+  post(storage, end_check, 0, NULL, NULL);
+}
