@@ -33,17 +33,16 @@ enum { BLOCK = 1024, BLOCKS = 2048 };
 #define LOG_PAUSE_NS UINT64_C(60000000000)
 
 typedef struct inspected {
-  _Atomic bool open;
+  _Atomic bool open, tls;
   _Atomic bool closed;      // for what it has sent
   _Atomic uint64_t held;    // bytes of messages that are not whole, as counted in all_held
   _Atomic uint32_t serial;  // of the connection, as descriptors come again
-  _Atomic int poller;       // the epoll instance that gRPC watches it with; -1: none is known, so it takes no turns
-  struct epoll_event watched;
-  bool tls;
   _Atomic ino_t inode;
+  pthread_mutex_t lock;  // of what follows
+  int poller;            // the epoll instance that gRPC watches it with; -1: none is known, so it takes no turns
+  struct epoll_event watched;
   int refusals;              // EAGAINs that are still to come until the next turn
   uint32_t turn, turn_most;  // bytes of this turn, and at most
-  pthread_mutex_t lock;      // of what follows: gRPC reads and writes at the same time
   qkvi_http2_frames frames;
   qkvi_http2_cursor replies;
 } inspected;
@@ -108,16 +107,18 @@ void qkvi_inspect_open(int file, bool tls) {
   add_block(file);
   inspected *opened = place_of(file);
   forget(opened);  // the one that had the descriptor before
+  pthread_mutex_lock(&opened->lock);
   opened->tls = tls;
   opened->closed = false;
   opened->serial++;
   opened->inode = socket.st_ino;
-  opened->refusals = 0;
   opened->poller = -1;
+  opened->refusals = 0;
   opened->turn = 0;
   opened->turn_most = TURN_BYTES_FIRST;
   opened->replies = (qkvi_http2_cursor){0};
   qkvi_http2_frames_init(&opened->frames, qkv_stage_now());
+  pthread_mutex_unlock(&opened->lock);
   atomic_store_explicit(&opened->open, true, memory_order_release);
   opened_last = file;
 }
@@ -163,7 +164,7 @@ static int watch(int poller, int operation, int file, struct epoll_event *event)
   return real(poller, operation, file, event);
 }
 
-// Makes epoll report the connection, so that gRPC reads from it.
+// Makes epoll report the connection, so that gRPC reads from it. With its lock.
 static bool wake(inspected *connection, int file) {
   return watch(connection->poller, EPOLL_CTL_MOD, file, &connection->watched) == 0;
 }
@@ -188,6 +189,22 @@ static bool yields(inspected *connection, int file) {
   if (connection->refusals == 0) return false;
   connection->refusals--;
   return wake(connection, file);
+}
+
+// Bytes that the connection may read now; 0: it yields.
+static size_t turn_left(inspected *connection, int file) {
+  pthread_mutex_lock(&connection->lock);
+  const size_t left = yields(connection, file) ? 0 : connection->turn_most - connection->turn;
+  pthread_mutex_unlock(&connection->lock);
+  return left;
+}
+
+// What recvmsg has returned: 0 where the socket is empty.
+static void take_turn(inspected *connection, size_t received) {
+  pthread_mutex_lock(&connection->lock);
+  if (received == 0) begin_turn(connection);
+  connection->turn += (uint32_t)received;
+  pthread_mutex_unlock(&connection->lock);
 }
 
 // ---- Reading ----
@@ -247,8 +264,8 @@ static void bound_held(void) {
     if (!gone) close_for(most, file, QKVI_HTTP2_REQUEST_BYTES);
     pthread_mutex_lock(&most->lock);
     count_held(most, 0);
-    pthread_mutex_unlock(&most->lock);
     if (!gone && most->poller >= 0) (void)wake(most, file);
+    pthread_mutex_unlock(&most->lock);
   }
 }
 
@@ -293,12 +310,16 @@ ssize_t recvmsg(int file, struct msghdr *message, int flags) {
     forget(connection);
     return fail(ECONNRESET);
   }
-  if (yields(connection, file)) return fail(EAGAIN);
-  const ssize_t received = receive_some(file, message, flags, connection->turn_most - connection->turn);
-  if (received < 0 && (errno == EAGAIN || errno == EINTR)) begin_turn(connection);
-  if (received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR)) forget(connection);
+  const size_t most = turn_left(connection, file);
+  if (most == 0) return fail(EAGAIN);
+  const ssize_t received = receive_some(file, message, flags, most);
+  if (received < 0 && errno != EAGAIN) {
+    if (errno != EINTR) forget(connection);
+    return received;
+  }
+  take_turn(connection, received > 0 ? (size_t)received : 0);
+  if (received == 0) forget(connection);
   if (received <= 0) return received;
-  connection->turn += (uint32_t)received;
   if (connection->tls) return received;
   const qkvi_http2_verdict verdict = inspect(connection, message->msg_iov, message->msg_iovlen, (size_t)received);
   if (verdict == QKVI_HTTP2_GOOD) return received;
@@ -322,8 +343,10 @@ ssize_t sendmsg(int file, const struct msghdr *message, int flags) {
 int epoll_ctl(int poller, int operation, int file, struct epoll_event *event) {
   inspected *connection = operation == EPOLL_CTL_ADD ? find(file) : NULL;
   if (connection != NULL) {
+    pthread_mutex_lock(&connection->lock);
     connection->poller = poller;
     connection->watched = *event;
+    pthread_mutex_unlock(&connection->lock);
   }
   return watch(poller, operation, file, event);
 }
