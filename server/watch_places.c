@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
 #include "server/prefixes.h"
 
@@ -85,12 +86,20 @@ static void tell(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session *se
 
 static void look_at(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session *session, known *at,
                     uint64_t tokens_cold) {
-  const size_t capacity = (size_t)(qkv_session_tokens_length(qkv_session_tokens_of(session)) / QKV_PREFIX_PAGE);
+  const bool folded = qkv_session_is_folded(session);
+  const uint64_t tokens =
+      folded ? qkv_session_length(session) : qkv_session_tokens_length(qkv_session_tokens_of(session));
+  const size_t capacity = (size_t)(tokens / QKV_PREFIX_PAGE);
   qkv_prefix_hash *hashes = calloc(capacity + 1, sizeof *hashes);
   bool *cold = calloc(capacity + 1, sizeof *cold);
   if (hashes == NULL || cold == NULL) abort();
-  const size_t pages = qkv_session_tokens_hashes(qkv_session_tokens_of(session), hashes, capacity);
-  (void)qkvi_prefix_mark_cold(session, pages * QKV_PREFIX_PAGE, cold);
+  const size_t pages = folded ? qkv_session_indexed_hashes(session, hashes, capacity)
+                              : qkv_session_tokens_hashes(qkv_session_tokens_of(session), hashes, capacity);
+  if (folded) {
+    memset(cold, true, pages * sizeof *cold);  // nothing of it is in memory
+  } else {
+    (void)qkvi_prefix_mark_cold(session, pages * QKV_PREFIX_PAGE, cold);
+  }
   tell(places, log, session, at, hashes, cold, pages);
   free(hashes);
   free(at->cold);

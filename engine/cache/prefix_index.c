@@ -373,6 +373,18 @@ uint64_t qkv_prefix_index_pages(qkv_prefix_index *index, qkv_prefix_holder at) {
   return pages;
 }
 
+size_t qkv_prefix_index_hashes(qkv_prefix_index *index, qkv_prefix_holder at, qkv_prefix_hash *hashes, size_t max) {
+  if (at == 0) return 0;
+  lock(index);
+  uint32_t place = index->holders[at].node;
+  const size_t pages = index->nodes[place].depth, count = pages < max ? pages : max;
+  for (size_t page = pages; page > 0; page--, place = index->nodes[place].parent) {
+    if (page <= count) hashes[page - 1] = index->nodes[place].hash;
+  }
+  unlock(index);
+  return count;
+}
+
 // ---- Matching ----
 
 // The node of the first `depth` of these pages, or 0. hashes[0] is the root's.

@@ -91,6 +91,8 @@ bool qkv_prefix_index_extend(qkv_prefix_index *index, qkv_prefix_holder holder, 
 void qkv_prefix_index_shorten(qkv_prefix_index *index, qkv_prefix_holder at, uint64_t pages);
 // Pages that are indexed of a holder.
 uint64_t qkv_prefix_index_pages(qkv_prefix_index *index, qkv_prefix_holder at);
+// The hashes of these, of the first `max`. Returns how many. O(pages).
+size_t qkv_prefix_index_hashes(qkv_prefix_index *index, qkv_prefix_holder at, qkv_prefix_hash *hashes, size_t max);
 
 // ---- Matching ----
 

@@ -64,6 +64,10 @@ void qkv_session_fold_later(qkv_session *session, int64_t now_ms) {
   atomic_store(&session->fold.tried_ms, now_ms);
 }
 
+size_t qkv_session_indexed_hashes(qkv_session *session, qkv_prefix_hash *hashes, size_t max) {
+  return qkv_session_tokens_indexed(&session->tokens, hashes, max);
+}
+
 // ---- Folding ----
 
 static bool range_is_folded(const qkv_page_range *range) {

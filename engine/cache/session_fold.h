@@ -49,6 +49,10 @@ qkv_status qkv_session_unfold(qkv_session *session, uint64_t *headroom, qkv_erro
 // Whether it may be tried to fold it: nothing is in memory as last published, and its backing takes such records.
 bool qkv_session_may_fold(const qkv_session *session);
 
+// The hashes of the first `max` pages of token ids that the session is matched by, without making its layers. Returns
+// how many.
+size_t qkv_session_indexed_hashes(qkv_session *session, qkv_prefix_hash *hashes, size_t max);
+
 // When it was last used, or tried to be folded in vain, on the monotonic clock; the latter is noted.
 int64_t qkv_session_sunk_since_ms(const qkv_session *session);
 void qkv_session_fold_later(qkv_session *session, int64_t now_ms);

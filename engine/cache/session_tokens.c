@@ -343,6 +343,13 @@ void qkv_session_tokens_forget(qkv_session_tokens *tokens) {
   unlock(tokens);
 }
 
+size_t qkv_session_tokens_indexed(qkv_session_tokens *tokens, qkv_prefix_hash *hashes, size_t max) {
+  lock(tokens);
+  const size_t count = qkv_prefix_index_hashes(tokens->config.index, tokens->holder, hashes, max);
+  unlock(tokens);
+  return count;
+}
+
 bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_t length) {
   packed_chunk packed;
   for (uint64_t page = 0; page < length / PAGE; page++) {

@@ -207,7 +207,7 @@ def test_a_reader_that_stalls_starts_again(watch, tmp_path):
 
 def test_places_and_a_restart(tmp_path):
     ids = prompt(512)
-    with Daemon("--data-dir", str(tmp_path)) as daemon:
+    with Daemon("--data-dir", str(tmp_path), "--fold-after", "1ms") as daemon:
         stub = daemon.stub()
         cache = Cache(stub, "s", layers=2, durability=kv.DURABILITY_ASYNC)
         root = fill(cache, ids, layers=2)
@@ -216,9 +216,11 @@ def test_places_and_a_restart(tmp_path):
         assert not any(page[5] for page in router.pages.values())
         stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True), timeout=TIMEOUT)
         router.wait(lambda r: all(page[5] for page in r.pages.values()))
-        # Another one that comes later is told, too.
+        # Another one that comes later is told, too, and the session stays folded.
+        wait_for(lambda: daemon.metric("qkvd_storage_folded_sessions") == 1, "the session to be folded")
         late = Router(stub)
         late.wait(lambda r: len(r.pages) == 8 and all(page[5] for page in r.pages.values()))
+        assert daemon.metric("qkvd_storage_unfolded_sessions_total") == 0
         for layer in range(2):
             cache.fetch((layer,))
         router.wait(lambda r: not any(page[5] for page in r.pages.values()))

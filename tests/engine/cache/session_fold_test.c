@@ -152,6 +152,14 @@ static void test_what_it_has_comes_back(void **unused) {
   assert_true(found == s.session && pages == TOKENS / QKV_PREFIX_PAGE);
   qkv_session_unref(&found);
   assert_true(qkv_session_is_folded(s.session));
+  qkv_prefix_hash hashes[8], chain = root;
+  assert_int_equal(qkv_session_indexed_hashes(s.session, hashes, 8), TOKENS / QKV_PREFIX_PAGE);
+  for (size_t page = 0; page < TOKENS / QKV_PREFIX_PAGE; page++) {
+    chain = qkv_prefix_next(&chain, s.ids + page * QKV_PREFIX_PAGE);
+    assert_true(qkv_prefix_hash_equal(&hashes[page], &chain));
+  }
+  assert_int_equal(qkv_session_indexed_hashes(s.session, hashes, 1), 1);
+  assert_true(qkv_session_is_folded(s.session));
   // A use.
   assert_int_equal(qkv_session_tokens_read(qkv_session_tokens_of(s.session), 0, ids, TOKENS), TOKENS);
   assert_memory_equal(ids, s.ids, sizeof ids);
