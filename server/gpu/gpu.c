@@ -15,7 +15,7 @@ enum {
   STAGING_BYTES = 4 << 20,  // of each half
   TIMEOUT_MS = 5000,
   RETRY_MS_MAX = 300000,
-  STEADY_MS = 60000,  // a GPU that has been used for so long is tried again soon
+  STEADY = 6,  // a GPU that has been used for so many times retry_ms is tried again soon
   KERNELS_BYTES_MAX = 64 << 20,
 };
 
@@ -103,7 +103,8 @@ typedef struct retries {
 
 static void plan_retry(const qkvi_gpu *gpu, retries *next) {
   const int64_t now = qkvi_gpu_now_ms();
-  if (next->opened_ms != 0 && now - next->opened_ms > STEADY_MS) next->delay_ms = gpu->config.retry_ms;
+  if (next->opened_ms != 0 && now - next->opened_ms > STEADY * gpu->config.retry_ms)
+    next->delay_ms = gpu->config.retry_ms;
   next->at_ms = now + next->delay_ms;
   next->delay_ms = 2 * next->delay_ms < RETRY_MS_MAX ? 2 * next->delay_ms : RETRY_MS_MAX;
 }

@@ -19,11 +19,11 @@
 #include "tests/storage/gpu/fake_cuda.h"
 
 #ifdef QKV_SANITIZED
-enum { OPERATIONS = 1000, ROUNDS = 15 };
+enum { OPERATIONS = 500, ROUNDS = 8 };
 #else
-enum { OPERATIONS = 20000, ROUNDS = 100 };
+enum { OPERATIONS = 10000, ROUNDS = 100 };
 #endif
-enum { SESSIONS = 24, TOKENS = 4096, DIM = 64, Q_HEADS = 2, PIECE = 400, READERS = 2, NAME_BYTES = 32 };
+enum { FAULTS = 30, SESSIONS = 24, TOKENS = 4096, DIM = 64, Q_HEADS = 2, PIECE = 400, READERS = 2, NAME_BYTES = 32 };
 
 static fake_cuda_fail_function *fake_fail;
 static fake_cuda_read_function *fake_read;
@@ -272,7 +272,7 @@ static void random_operations(void **unused) {
   setup(&w, 560 << 10, 0, first_seed);
   for (uint64_t i = 0; i < operations; i++) {
     const size_t at = random_below(&w.seed, SESSIONS);
-    if (random_below(&w.seed, 400) == 0) break_something(&w.seed);
+    if (random_below(&w.seed, operations / FAULTS + 1) == 0) break_something(&w.seed);
     if (w.sessions[at] != NULL && qkv_session_length(w.sessions[at]) > 1500) close_session(&w, &w.sessions[at]);
     if (w.sessions[at] == NULL || random_below(&w.seed, 6) == 0) {
       change(&w, at);
@@ -284,11 +284,12 @@ static void random_operations(void **unused) {
                 (long long)count_of(&w, QKV_METRIC_GPU_HITS), (long long)count_of(&w, QKV_METRIC_GPU_CALLS),
                 (long long)count_of(&w, QKV_METRIC_GPU_UPLOADS), (long long)count_of(&w, QKV_METRIC_GPU_EVICTIONS),
                 (long long)count_of(&w, QKV_METRIC_GPU_FAILURES), (long long)count_of(&w, QKV_METRIC_RESTORED_PAGES));
-  assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > (int64_t)operations / 20);
-  assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)operations / 50);
-  assert_true(count_of(&w, QKV_METRIC_GPU_FAILURES) > 0);
-  assert_true(count_of(&w, QKV_METRIC_RESTORED_PAGES) > 0);
-  assert_true(operations < 10000 || count_of(&w, QKV_METRIC_GPU_EVICTIONS) > 0);
+  if (operations >= OPERATIONS) {
+    assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > (int64_t)operations / 20);
+    assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)operations / 50);
+    assert_true(count_of(&w, QKV_METRIC_GPU_FAILURES) > 0);
+    assert_true(count_of(&w, QKV_METRIC_RESTORED_PAGES) > 0);
+  }
   teardown(&w);
 }
 
