@@ -261,8 +261,8 @@ static void read_done(qkvi_rpc_op *op, bool ok) {
   if (!call->spoken) call->message_ns = qkv_stage_now() - call->began_ns;
   if (!call->spoken) qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place);
   call->spoken = true;
-  if (call->method->end != NULL && call->received != NULL) call->step_ns = qkv_stage_now();
   move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
+  if (call->method->end != NULL && call->received != NULL) call->step_ns = qkv_stage_now();
   if (qkv_rpc_cancelled(call)) {
     end_cancelled(call);
   } else if (call->received == NULL && call->method->end != NULL) {
