@@ -83,10 +83,10 @@ static void drop(void *context, uint64_t record) {
   qkv_storage_drop(((const sunk_scene *)context)->storage, record);
 }
 
-static bool takes(void *context, uint64_t session) {
+static qkv_status health(void *context, uint64_t session) {
   (void)context;
   (void)session;
-  return true;
+  return QKV_OK;
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -156,7 +156,7 @@ static void setup(sunk_scene *s) {
                              .put_fold = put_fold,
                              .state = state_of,
                              .drop = drop,
-                             .takes = takes,
+                             .health = health,
                              .cut = cut,
                              .read_fold = read_fold};
   s->store = qkv_store_create(&(qkv_store_config){

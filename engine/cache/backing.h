@@ -6,7 +6,7 @@
 //                       └──────────┴─► GONE                 restore: read_begin, read_wait for each, read_end
 //
 // A page is put once, as it was first coded. Planes are dropped in memory alone and not before the record is DURABLE,
-// so that full precision can be restored from it; unless the backing takes nothing (`takes`).
+// so that full precision can be restored from it; unless the tier takes nothing (`health`).
 //
 // Exact rows are put as they are appended where put_rows is there; their records are dropped once pages that cover
 // them are DURABLE.
@@ -30,6 +30,11 @@ typedef enum qkv_record_state {
   QKV_RECORD_WRITTEN,  // can be read back by this process
   QKV_RECORD_DURABLE,  // and by the next one
 } qkv_record_state;
+
+// Bytes that a tier holds, with what it has not cleaned up yet, and that it may hold; UINT64_MAX: as many as fit.
+typedef struct qkv_tier_capacity {
+  uint64_t bytes, bytes_max;
+} qkv_tier_capacity;
 
 typedef struct qkv_backing {
   void *context;
@@ -55,9 +60,10 @@ typedef struct qkv_backing {
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);
-  // False where the disk has failed or is full, or takes nothing of this session: a page without a record may never
-  // get one.
-  bool (*takes)(void *context, uint64_t session);
+  // OK: the tier takes what is put of this session (0: of any). Otherwise what is not there may never be:
+  // RESOURCE_EXHAUSTED: it is full; INTERNAL: it has failed, or could not write a truncation of the session.
+  qkv_status (*health)(void *context, uint64_t session);
+  qkv_tier_capacity (*capacity)(void *context);
   // Truncates what was put of this layer up to now at `position`, for the next process, too. Layer model->layers: the
   // hashes alone of token ids that records of the last layer have.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);

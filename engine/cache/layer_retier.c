@@ -219,7 +219,7 @@ bool qkv_layer_cut_early(const qkv_layer *layer, size_t index, uint64_t serial) 
   qkvi_range_lock(range);
   const qkv_record_state state = qkvi_layer_record_state(layer, entry);
   qkvi_range_unlock(range);
-  return state != QKV_RECORD_DURABLE && backing->takes(backing->context, layer->config.session);
+  return state != QKV_RECORD_DURABLE && backing->health(backing->context, layer->config.session) == QKV_OK;
 }
 
 bool qkv_layer_cut(const qkv_layer *layer, size_t index, uint64_t serial, const qkv_head_tiers *tiers, qkv_cut *cut) {

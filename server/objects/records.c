@@ -194,6 +194,7 @@ qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object,
 
 qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object, qkv_error *error) {
   qkvi_residency *residency = objects->residency;
+  const qkv_backing *tier = qkvi_write_back_backing(residency, object->config.durability);
   const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   for (;;) {
@@ -203,7 +204,7 @@ qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkv
     qkvi_objects_unlock(objects);
     if (durable) return QKV_OK;
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    const qkv_status failure = qkvi_write_back_failure(residency);
+    const qkv_status failure = tier->health(tier->context, object->number);
     const char *state = listed ? "held, but not durable" : "not kept";
     if (qkv_account_is_full_ssd(object->account) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: quota ssd_bytes of tenant %s is full",
@@ -244,11 +245,12 @@ static void bring_back(qkvi_objects *objects, qkvi_object *object, size_t part, 
   if (!wanted) qkv_arena_free(qkvi_object_arena(object), data, size);
 }
 
-static qkv_status read_record(const qkvi_objects *objects, uint64_t record, void *out, uint64_t bytes,
-                              qkv_error *error) {
-  qkv_storage_batch *batch = qkv_storage_batch_create(objects->residency->storage, &record, 1, bytes);
-  const qkv_status status = qkv_storage_batch_wait(batch, 0, out, bytes, error);
-  qkv_storage_batch_destroy(&batch);
+static qkv_status read_record(const qkvi_objects *objects, const qkvi_object *object, uint64_t record, void *out,
+                              uint64_t bytes, qkv_error *error) {
+  const qkv_backing *tier = qkvi_write_back_backing(objects->residency, object->config.durability);
+  void *reading = tier->read_begin(tier->context, &record, 1, bytes);
+  const qkv_status status = tier->read_wait(reading, 0, out, bytes, error);
+  tier->read_end(reading);
   return status;
 }
 
@@ -279,7 +281,7 @@ qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t p
   } else if (gone) {
     status = QKV_NOT_FOUND;
   } else {
-    status = read_record(objects, record, out, bytes, &reason);
+    status = read_record(objects, object, record, out, bytes, &reason);
   }
   qkvi_objects_lock(objects);
   at->users--;

@@ -50,13 +50,13 @@ static bool is_durable(qkvi_residency *residency, qkv_session *session, const ui
 
 static qkv_status await_durable(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
                                 const uint64_t *ends, qkv_error *error) {
+  const qkv_backing *tier = qkv_session_config_of(session)->backing;
   const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   while (!is_durable(residency, session, ends)) {
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    const qkv_status failure = qkvi_write_back_lost_truncation(residency, qkv_session_config_of(session)->id)
-                                   ? QKV_INTERNAL
-                                   : qkvi_write_back_failure(residency);
+    const qkv_status failure =
+        tier == NULL ? QKV_OK : tier->health(tier->context, qkv_session_config_of(session)->id);
     if (is_over_quota(session) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE,
                       "session %s: the rows are held, but not durable: quota ssd_bytes of tenant %s is full",

@@ -69,10 +69,10 @@ static void keep_counts(qkvi_residency *residency) {
 }
 
 // A full device may have space again; a budget has none, unless something is deleted.
-static bool budget_is_full(qkvi_residency *residency) {
-  qkv_storage_stats stats;
-  qkv_storage_read_stats(residency->storage, &stats);
-  return stats.disk_bytes > residency->expel_above;
+static bool budget_is_full(const qkvi_residency *residency) {
+  const qkv_backing *tier = &residency->backings[0].table;
+  const qkv_tier_capacity capacity = tier->capacity(tier->context);
+  return capacity.bytes > capacity.bytes_max;
 }
 
 void *qkvi_residency_work(void *context) {

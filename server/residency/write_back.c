@@ -247,9 +247,17 @@ static void cut(void *context, uint64_t session, uint32_t layer, uint64_t positi
   qkvi_write_back_cut(((const qkvi_backing *)context)->residency, session, layer, position);
 }
 
-static bool takes(void *context, uint64_t session) {
+static qkv_status health(void *context, uint64_t session) {
   qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
-  return qkvi_write_back_failure(residency) == QKV_OK && !qkvi_write_back_lost_truncation(residency, session);
+  if (qkvi_write_back_lost_truncation(residency, session)) return QKV_INTERNAL;
+  return qkvi_write_back_failure(residency);
+}
+
+static qkv_tier_capacity capacity(void *context) {
+  const qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(residency->storage, &stats);
+  return (qkv_tier_capacity){.bytes = stats.disk_bytes, .bytes_max = residency->expel_above};
 }
 
 void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now) {
@@ -260,7 +268,8 @@ void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backi
                                  .read_fold = qkvi_fold_read,
                                  .state = state_of,
                                  .drop = drop,
-                                 .takes = takes,
+                                 .health = health,
+                                 .capacity = capacity,
                                  .cut = cut,
                                  .read_begin = qkvi_tier_read_begin,
                                  .read_wait = qkvi_tier_read_wait,

@@ -77,9 +77,17 @@ static inline void double_drop(void *context, uint64_t record) {
   made->drops++;
 }
 
-static inline bool double_takes(void *context, uint64_t session) {
+static inline qkv_status double_health(void *context, uint64_t session) {
   (void)session;
-  return !((const backing_double *)context)->failed;
+  return ((const backing_double *)context)->failed ? QKV_INTERNAL : QKV_OK;
+}
+
+// In records.
+static inline qkv_tier_capacity double_capacity(void *context) {
+  const backing_double *made = context;
+  uint64_t held = 0;
+  for (uint64_t i = 1; i <= made->count; i++) held += made->records[i].state != QKV_RECORD_GONE;
+  return (qkv_tier_capacity){.bytes = held, .bytes_max = held + made->room};
 }
 
 static inline void double_cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -96,7 +104,8 @@ static inline void double_init(backing_double *made) {
                                 .put = double_put,
                                 .state = double_state,
                                 .drop = double_drop,
-                                .takes = double_takes,
+                                .health = double_health,
+                                .capacity = double_capacity,
                                 .cut = double_cut};
 }
 

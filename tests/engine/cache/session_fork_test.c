@@ -187,10 +187,10 @@ static void drop(void *context, uint64_t number) {
   (void)number;
 }
 
-static bool takes(void *context, uint64_t session) {
+static qkv_status health(void *context, uint64_t session) {
   (void)context;
   (void)session;
-  return true;
+  return QKV_OK;
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -277,8 +277,8 @@ static void test_all_at_once(void **state) {
   crowd *c = calloc(1, sizeof *c);
   assert_non_null(c);
   assert_int_equal(pthread_mutex_init(&c->backing.lock, NULL), 0);
-  c->backing.table =
-      (qkv_backing){.context = &c->backing, .put = put, .state = state_of, .drop = drop, .takes = takes, .cut = cut};
+  c->backing.table = (qkv_backing){
+      .context = &c->backing, .put = put, .state = state_of, .drop = drop, .health = health, .cut = cut};
   setup(&c->s, &c->backing.table);
   append_all(&c->s, c->s.parent, 0, TOKENS);
   for (uint32_t layer = 0; layer < LAYERS; layer++)
